@@ -24,8 +24,6 @@ BENCHMARKS = {
     "sampler": "drawing a batch's next tokens: top-k first against the whole vocabulary",
     "mechanism": "gradients of GRPO, EqLen and its repair on a scripted policy beside the true gradient",
     "drift": "training of the scripted policy: what methods make of its length where length says nothing",
-    "speed": "the plan's estimates beside public measurements: fit, errors on what was not fitted",
-    "packing": "fill, balance and speed of the packer on simulated streams",
 }
 
 

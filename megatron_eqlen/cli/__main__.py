@@ -125,14 +125,6 @@ def _add_training(verbs: Verbs) -> None:
 
     plan = _add(verbs, "plan", "print what a recipe needs: layout, memory, tokens, sbatch command")
     _add_recipe(plan)
-    plan.add_argument(
-        "--search", action="store_true", help="propose layouts that fit the GPUs, the fastest estimate first"
-    )
-    plan.add_argument("--gpus", type=_positive, metavar="N", help="with --search (default: the recipe's)")
-    plan.add_argument("--gpu-type", metavar="NAME", help="with --search: A100, H100 (default), H200, RTX4090")
-    plan.add_argument(
-        "--out", type=Path, metavar="FILE.yaml", help="with --search: write a recipe with the fastest layout"
-    )
 
     submit = _add(verbs, "submit", "train a recipe as a SLURM job; what follows -- is for sbatch")
     _add_recipe(submit)

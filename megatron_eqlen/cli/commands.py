@@ -39,28 +39,7 @@ def train(arguments: argparse.Namespace) -> int:
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    if arguments.search:
-        return _search(arguments)
-    for option in ("gpus", "gpu_type", "out"):
-        if getattr(arguments, option) is not None:
-            raise ValueError(f"--{option.replace('_', '-')}: expected with --search")
     return _print_plan(load(arguments.recipe, arguments.overrides))
-
-
-def _search(arguments: argparse.Namespace) -> int:
-    from megatron_eqlen.plan.search import describe, machines, search, write
-
-    if arguments.out is not None:
-        refuse_existing(arguments.out)
-        refuse_unwritable(arguments.out.parent)
-    recipe = load(arguments.recipe, arguments.overrides)
-    where = machines(arguments.gpu_type, arguments.gpus, recipe)
-    found = search(arguments.recipe, arguments.overrides, where)
-    print(describe(found, arguments.recipe, arguments.overrides))
-    if arguments.out is not None:
-        write(found, arguments.recipe, arguments.overrides, arguments.out)
-        print(f"recipe      {arguments.out}")
-    return 0
 
 
 def submit(arguments: argparse.Namespace) -> int:

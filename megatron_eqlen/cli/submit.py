@@ -22,7 +22,6 @@ from megatron_eqlen.plan.model import model_config
 from megatron_eqlen.plan.sbatch import (
     replicas_on_node,
     server_options,
-    short_limit,
     train_environment,
     train_options,
 )
@@ -88,8 +87,6 @@ class Submission:
             fetch(self.recipe)
         for problem in memory(self.recipe, self.model).problems():
             print(f"WARNING: the plan says that it does not fit: {problem}", file=sys.stderr)
-        if short := short_limit(self.recipe):
-            print(f"WARNING: {short}", file=sys.stderr)
         self.folder.path.mkdir(parents=True, exist_ok=True)
         if self.folder.stop.exists() and not is_locked(self.folder.path / LOCK):
             self.folder.stop.unlink()

@@ -1,5 +1,5 @@
 """Floating-point operations of a forward pass, from the model's shapes, and of a step, from its tokens.
-Plans estimate and runs count with them.
+Plans and runs count with them.
 
 Only the model's own work counts, so the same tokens give the same number on any machine: activation
 recomputation and the engine's recomputation after cache evictions are excluded.
@@ -18,11 +18,21 @@ from megatron_eqlen.metrics import (
     HARVEST_CONTEXT,
     HARVEST_FLOPS,
     HARVEST_GENERATED_TOKENS,
+    HARVEST_MFU,
     HARVEST_PROMPT_TOKENS,
+    HARVEST_TOKENS_PER_GPU,
     PACKING_CONTEXT,
+    PACKING_EXPANDED_TOKENS,
     PACKING_TOKENS,
+    PACKING_UNIQUE_TOKENS,
+    TIME_HARVEST,
+    TIME_TRAIN,
+    TRAIN_EXPANDED_PER_GPU,
     TRAIN_FLOPS,
+    TRAIN_MFU,
+    TRAIN_TOKENS_PER_GPU,
 )
+from megatron_eqlen.plan.gpus import gpu_named
 from megatron_eqlen.plan.workload import Workload
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.types import Metrics
@@ -90,7 +100,7 @@ def training_flops(recipe: Recipe, model: ModelConfig, trained: float, context: 
 
 
 def planned_flops(recipe: Recipe, model: ModelConfig, work: Workload) -> float:
-    """Return the estimated FLOPs of one step, without prefilling."""
+    """Return the FLOPs of one step with full rollouts, without prefilling."""
     generation = generation_flops(recipe, model, work.generated, work.context, prompts=0.0, branches=0.0)
     return generation + training_flops(recipe, model, work.trained, work.context)
 
@@ -111,3 +121,27 @@ def counted(recipe: Recipe, model: ModelConfig, metrics: Mapping[str, float]) ->
         HARVEST_FLOPS: generation_flops(recipe, model, *harvest),
         TRAIN_FLOPS: training_flops(recipe, model, of(PACKING_TOKENS), of(PACKING_CONTEXT)),
     }
+
+
+def achieved(recipe: Recipe, model: ModelConfig, metrics: Mapping[str, float], device: str | None) -> Metrics:
+    """Return the throughput of a step with the given ``metrics``. ``device``: the GPUs' name; None: a CPU.
+
+    Model FLOPs utilisation divides the model's own FLOPs by the stage's time and the GPU's peak bfloat16
+    rate; it is reported only for known GPUs. Rates are tokens per second and GPU;
+    training has two: each token of a tree once, and every side with its own copy of the prefix.
+    """
+    flops = counted(recipe, model, metrics)
+    gpu = gpu_named(device)
+    engine = recipe.gpus - recipe.world_size if recipe.rollout.engine == "server" else recipe.world_size
+    reached: Metrics = dict(flops)
+    if (training := metrics.get(TIME_TRAIN, 0.0) * recipe.world_size) > 0:
+        epochs = recipe.loss.epochs
+        reached[TRAIN_TOKENS_PER_GPU] = epochs * metrics.get(PACKING_UNIQUE_TOKENS, 0.0) / training
+        reached[TRAIN_EXPANDED_PER_GPU] = epochs * metrics.get(PACKING_EXPANDED_TOKENS, 0.0) / training
+        if gpu is not None:
+            reached[TRAIN_MFU] = flops[TRAIN_FLOPS] / (training * gpu.flops)
+    if (harvest := metrics.get(TIME_HARVEST, 0.0) * engine) > 0 and flops[HARVEST_FLOPS]:
+        reached[HARVEST_TOKENS_PER_GPU] = metrics.get(HARVEST_GENERATED_TOKENS, 0.0) / harvest
+        if gpu is not None:
+            reached[HARVEST_MFU] = flops[HARVEST_FLOPS] / (harvest * gpu.flops)
+    return reached

@@ -55,7 +55,7 @@ def pinned(rank: RankBuffers, each: int, *, sharded: bool) -> float:
     return sum(
         power_of_two(each * size / (buffer.ranks if sharded else 1))
         for buffer in rank.buffers
-        for size in buffer.every_size
+        for size in buffer.sizes
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 
 from megatron_eqlen.plan.host import PROCESS, export_bytes, host_parts
@@ -11,13 +10,6 @@ from megatron_eqlen.plan.model import model_config
 from megatron_eqlen.plan.trainer import trainer
 from megatron_eqlen.plan.workload import workload
 from megatron_eqlen.recipe import Recipe
-
-NOTICE = 600
-"""Seconds before the time limit at which a run is asked to stop (``slurm/train.sbatch``: ``USR1@600``)."""
-SHORT = 2 * NOTICE
-"""Time limit in seconds below which start-up takes most of the time before the notice."""
-TIME = re.compile(r"((?P<days>\d+)-)?(?P<first>\d+)(:(?P<second>\d+))?(:(?P<third>\d+))?")
-"""SLURM's ``minutes``, ``minutes:seconds``, ``hours:minutes:seconds``, ``days-hours[:minutes[:seconds]]``."""
 
 
 def train_options(recipe: Recipe, job_name: str) -> list[str]:
@@ -86,26 +78,3 @@ def _placement_options(recipe: Recipe) -> list[str]:
     cluster = recipe.cluster
     asked = {"time": cluster.time, "partition": cluster.partition, "account": cluster.account}
     return [f"--{name}={value}" for name, value in asked.items() if value]
-
-
-def short_limit(recipe: Recipe) -> str | None:
-    """Return a warning if ``cluster.time`` leaves time for hardly one step per job; None otherwise."""
-    seconds = limit_seconds(recipe.cluster.time)
-    if seconds is None or seconds > SHORT:
-        return None
-    return (
-        f"cluster.time: {recipe.cluster.time} is {seconds / 60:g} minutes for SLURM, and a run is asked to "
-        f"stop {NOTICE // 60} minutes before its limit: each try takes a step or none; ask for more than "
-        f"{SHORT // 60} minutes"
-    )
-
-
-def limit_seconds(text: str) -> int | None:
-    """Return the seconds of a SLURM time limit; None for a limit without a number (``UNLIMITED``)."""
-    if not (found := TIME.fullmatch(text.strip())):
-        return None
-    first, second, third = (int(found[name] or 0) for name in ("first", "second", "third"))
-    if found["days"] is not None:
-        return int(found["days"]) * 86400 + first * 3600 + second * 60 + third
-    hours, minutes, seconds = (first, second, third) if found["third"] else (0, first, second)
-    return hours * 3600 + minutes * 60 + seconds

@@ -35,7 +35,7 @@ from megatron_eqlen.metrics import (
     over_ranks,
 )
 from megatron_eqlen.objectives.build import build_minibatches
-from megatron_eqlen.plan.speed import achieved
+from megatron_eqlen.plan.flops import achieved
 from megatron_eqlen.processes import distributed, failures
 from megatron_eqlen.processes.distributed import agree, gather
 from megatron_eqlen.processes.timeline import ENGINE, TRAINER, Span

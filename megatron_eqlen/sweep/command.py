@@ -9,11 +9,9 @@ from pathlib import Path
 
 from megatron_eqlen.plan.flops import planned_flops
 from megatron_eqlen.plan.model import model_config
-from megatron_eqlen.plan.speed import speeds
 from megatron_eqlen.plan.workload import workload
 from megatron_eqlen.recipe.budget import UNITS
 from megatron_eqlen.recipe.inputs import fetch, pinned
-from megatron_eqlen.report.format import compact
 from megatron_eqlen.sweep import slurm
 from megatron_eqlen.sweep.cells import Cell, Plan
 from megatron_eqlen.sweep.display import Display
@@ -118,26 +116,14 @@ def _limit(plan: Plan, cells: list[Cell]) -> str:
 
 
 def _cost(plan: Plan, cells: list[Cell]) -> str:
-    """Return the estimated cost of a reference run, times the number of runs; other budgets are not known in
-    advance."""
+    """Return the FLOPs of a reference run with the longest responses, times the number of runs; other budgets
+    are not known in advance."""
     first = plan.some_recipe(cells[0])
     if plan.sweep.reference is None or first.steps is None:
-        return "estimate    none: it needs a reference with steps"
-    model, work = model_config(first), workload(first)
-    flops = first.steps * planned_flops(first, model, work)
-    hours = {
-        speed.gpu.name: first.steps * speed.seconds * first.gpus / 3600
-        for speed in speeds(first, model, work)
-    }
-    text = f"{flops:.2g} FLOPs"
-    if first.gpu_hours is not None and hours:
-        steps = [
-            f"{name} {compact(first.steps * min(1, first.gpu_hours / cost))}" for name, cost in hours.items()
-        ]
-        text = f"at most {compact(first.gpu_hours)} GPU hours, steps: {', '.join(steps)}"
-    elif hours:
-        text += f", GPU hours: {', '.join(f'{name} {compact(cost)}' for name, cost in hours.items())}"
+        return "cost        unknown: it needs a reference with steps"
+    model = model_config(first)
+    flops = first.steps * planned_flops(first, model, workload(first))
     return (
-        f"estimate    a run of {plan.sweep.reference}: {text}; x {len(cells)} runs "
-        "(not measured; `eqlen plan` says what is assumed)"
+        f"cost        a run of {plan.sweep.reference}: at most {flops:.2g} FLOPs in {first.steps} steps; "
+        f"x {len(cells)} runs"
     )

@@ -15,9 +15,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.packing.pack import plan_rows
-from megatron_eqlen.plan.flops import counted, forward_flops
+from megatron_eqlen.plan.flops import achieved, counted, forward_flops
 from megatron_eqlen.plan.model import KNOWN_MODELS
-from megatron_eqlen.plan.speed import achieved
 from megatron_eqlen.rollout.meter import rollout_metrics
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.tokens import Tokens

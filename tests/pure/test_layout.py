@@ -148,7 +148,7 @@ def assert_plan_counts(chunks: list, parallel: ParallelRecipe, processes: int, m
 
     stage = parallel_state.get_pipeline_model_parallel_rank()
     real = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
-    planned = rank_buffers(model, parallel, processes, LoraRecipe())[stage].parameters
+    planned = rank_buffers(model, parallel, processes, LoraRecipe())[stage].elements
     if planned != real:
         raise WrongPlan(f"stage {stage}: planned {planned} parameters, found {real}")
 

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import re
-from dataclasses import astuple, replace
-from math import exp, prod
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
 
-from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.objectives.recipes import load
-from megatron_eqlen.plan import engine, exchange
+from megatron_eqlen.plan import engine
 from megatron_eqlen.plan.host import host_parts, recorded_bytes
 from megatron_eqlen.plan.memory import Memory, memory
 from megatron_eqlen.plan.model import KNOWN_MODELS, model_config
-from megatron_eqlen.plan.parameters import Buffer, total
-from megatron_eqlen.plan.speed import GPUS, INTERVAL, REACHED, Speed, bubble, interval, speed, speeds
+from megatron_eqlen.plan.parameters import total
+from megatron_eqlen.plan.roofline import BANDWIDTH, COMPUTE, Roofline, rooflines
 from megatron_eqlen.plan.text import describe
 from megatron_eqlen.plan.workload import Workload, workload
-from megatron_eqlen.recipe import Recipe, layout
+from megatron_eqlen.recipe import Recipe
 from tests.kit import ROOT
 from tests.kit.tiny_models import save_tiny
-from tools.benchmarks import speed as public
 
 RECIPES = sorted(
     path
@@ -45,28 +43,18 @@ PUBLISHED = {
     "qwen3-next-80b-a3b-thinking": 79.674,
 }
 """Published parameters in billions."""
-TABLE_HEAD = (
-    "| recipe | GPUs | GB a GPU | host GB a node | estimate: tokens/s, hours for 100 steps [interval] |"
-)
-TABLE_STEPS = 100
+TABLE_HEAD = "| recipe | GPUs | GB a GPU | host GB a node |"
 
 
 def table_row(file: str, recipe: Recipe) -> str:
-    """Return the table's line for the recipe in ``recipes/FILE``. ``GB a GPU``: the largest phase of the
+    """Return the README's line for the recipe in ``recipes/FILE``. ``GB a GPU``: the largest phase of the
     GPU's size."""
     model, cluster = model_config(recipe), recipe.cluster
-    need, work = memory(recipe, model), workload(recipe)
-    host = sum(host_parts(recipe, model, need.stages, work).values())
-    estimates = "; ".join(map(_short_estimate, speeds(recipe, model, work)))
+    need = memory(recipe, model)
+    host = sum(host_parts(recipe, model, need.stages, workload(recipe)).values())
     gpus = f"{cluster.nodes} x {cluster.processes_per_node}"
     used = f"{need.peak / 1e9:.0f} of {need.total / 1e9:.0f}"
-    return f"| `{file}` | {gpus} | {used} | {host / 1e9:.0f} | {estimates} |"
-
-
-def _short_estimate(estimate: Speed) -> str:
-    hours = TABLE_STEPS * estimate.seconds / 3600
-    least, most = interval(hours)
-    return f"{estimate.gpu.name} {estimate.tokens_per_second:,.0f}, {hours:.0f} [{least:.0f} to {most:.0f}]"
+    return f"| `{file}` | {gpus} | {used} | {host / 1e9:.0f} |"
 
 
 def planned(file: str, *overrides: str) -> Memory:
@@ -75,13 +63,10 @@ def planned(file: str, *overrides: str) -> Memory:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_shipped_recipe_fits_and_its_lines_in_the_documentation_are_what_the_plan_says(path: Path):
+def test_a_shipped_recipe_fits_and_its_line_in_the_readme_is_what_the_plan_says(path: Path):
     recipe = load(path)
     assert memory(recipe, model_config(recipe)).problems() == []
-    guide, readme = ((ROOT / page).read_text().splitlines() for page in ("docs/recipes.md", "README.md"))
-    line = table_row(path.name, recipe)
-    assert {TABLE_HEAD, line} <= {*guide}
-    assert {of[: of.rindex("|", 0, -1) + 1].strip() for of in (TABLE_HEAD, line)} <= {*readme}, "no estimates"
+    assert {TABLE_HEAD, table_row(path.name, recipe)} <= {*(ROOT / "README.md").read_text().splitlines()}
 
 
 def test_a_recipe_that_says_how_much_host_memory_it_needs_says_what_the_plan_says():
@@ -106,38 +91,6 @@ def test_rows_of_131072_of_the_32b_model_over_context_parallel_ranks():
     assert divided == pytest.approx(alone / 2)
     text = describe(load(ROOT / "recipes/qwen3_32b.yaml", [row, "parallel.context=2", "cluster.nodes=2"]))
     assert "TP 8 x CP 2 x PP 1 x DP 1" in text
-    assert re.search(r"about \d+ MB of keys and values \(at most 34\) to a rank", text)
-    assert "100% of it from other nodes" in text
-    assert re.search(r"training [\d.]+; of it exchange: tensor \d+%, context \d+%", text)
-
-
-@pytest.mark.parametrize(
-    ("tensor", "context", "share"), [(8, 2, 1), (4, 2, 0), (4, 4, 2 / 3), (1, 8, 0), (2, 8, 4 / 7)]
-)
-def test_what_comes_from_other_nodes_is_what_ranks_beyond_the_nodes_eight_have(tensor, context, share):
-    layout = [f"parallel.tensor={tensor}", f"parallel.context={context}", "cluster.nodes=2"]
-    assert exchange.leaving_share(load(ROOT / "recipes/qwen3_32b.yaml", layout)) == pytest.approx(share)
-
-
-def test_a_step_over_context_parallel_ranks_costs_what_it_did_and_the_exchange():
-    """Links that are twice as fast take half of that. Recomputation exchanges again, and so do the passes of
-    the reference model and the old policy."""
-    keys = ["parallel.tensor=4", "parallel.context=2"]
-    recipe, without = (load(ROOT / "recipes/qwen3_32b.yaml", more) for more in (keys, keys[:1]))
-    model, work, gpu = model_config(recipe), workload(recipe), GPUS[2]
-    alone, divided = speed(without, model, work, gpu), speed(recipe, model, work, gpu)
-    context = divided.exchange["context"]
-    assert "context" not in alone.exchange
-    assert divided.training == pytest.approx(alone.training + context)
-    fast = speed(recipe, model, work, replace(gpu, near=2 * gpu.near))
-    assert fast.exchange["context"] == pytest.approx(context / 2)
-
-    def sent(*more: str) -> float:
-        return exchange.step_bytes(load(ROOT / "recipes/qwen3_32b.yaml", [*keys, *more]), model, work)
-
-    pass_bytes = sent("loss.kl_coef=0", "parallel.recompute=none") / 2
-    assert sent("loss.kl_coef=0") == pytest.approx(3 * pass_bytes)
-    assert sent("loss.kl_coef=0.1", "loss.minibatches=2") == pytest.approx(5 * pass_bytes)
 
 
 def test_shipped_configurations_have_the_published_numbers_of_parameters():
@@ -222,79 +175,66 @@ def test_fp8_halves_the_engines_matrices_and_leaves_embeddings_and_norms():
     assert engine.kv_cache(quantized, model) - engine.kv_cache(recipe, model) == pytest.approx(saved)
 
 
-def test_buckets_begin_and_end_where_megatron_aligns_them():
-    buffer = Buffer(sizes=(100, 10, 70), ranks=3)
-    assert buffer.buckets == [384], "70, from 128: 10, from 192: 100, to a multiple of 384"
-    split = Buffer(sizes=(100, 10, 70), ranks=3, bucket_elements=60)
-    assert split.buckets == [384, 384], "70 fills one; 10 and, from 64, 100 the other"
-    tied = Buffer(sizes=(100,), ranks=2, shared_embedding=30)
-    assert tied.buckets == [128, 128]
+def h100(file: str, *overrides: str) -> Roofline:
+    recipe = load(ROOT / "recipes" / file, overrides)
+    return rooflines(recipe, model_config(recipe), workload(recipe))[-1]
 
 
-def test_the_plan_says_what_is_estimated_and_what_it_assumes():
-    text = describe(load(ROOT / "recipes/qwen3_30b_a3b.yaml"))
-    for line in (
-        "memory      ",
-        "activations ",
-        "host        ",
-        "disk        ",
-        "estimate    H100: ",
-        "[in brackets]: nine of ten public measurements",
-    ):
-        assert line in text
-    low, rate, high = (
-        float(number.replace(",", ""))
-        for number in re.search(r"H100: ([\d,]+) tokens/s \[([\d,]+) to ([\d,]+)\]", text).group(2, 1, 3)
-    )
-    assert rate / low == pytest.approx(exp(INTERVAL), rel=0.01) == pytest.approx(high / rate, rel=0.01)
+def test_a_step_generates_what_its_sampling_can_grow_to():
+    """Prompts are half of 512 tokens. The tree has 2 steps of 100 tokens, and 4 after them of 900."""
+    keys = ["data.prompts_per_step=3", "data.max_prompt_length=512", "rollout.max_response_length=1000"]
+
+    def work(*more: str) -> Workload:
+        return workload(load(ROOT / "recipes/qwen3_0.6b.yaml", [*keys, *more]))
+
+    pairs = work("sampling=equal_length", "group_size=4")
+    assert pairs == Workload(3 * 4, 3 * 4000, 3 * (4000 + 2 * 256), 256 + 500)
+    assert work("sampling=independent", "group_size=4") == replace(pairs, trained=3 * (4000 + 256))
+    shape = ["branching=2", "depth=2", "step_tokens=100"]
+    tree = work("sampling=tree", "objective=treerpo", *(f"tree_sampling.{key}" for key in shape))
+    assert (tree.tracks, tree.generated, tree.trained) == (3 * 4, 3 * 3800, 3 * (3800 + 256))
+    assert tree.context == pytest.approx(256 + (200 * 50 + 3600 * 550) / 3800)
 
 
-def test_the_shares_of_the_data_sheet_are_those_fitted_to_half_of_the_public_measurements():
-    rows = public.measurements()
-    assert len(rows) == 47
-    assert len({(*map(str, astuple(row)[:5]), str(row.need)) for _, row in rows}) == 47, "no setting twice"
-    assert public.fit([row for number, row in rows if not number % 2]) == REACHED
+def test_a_step_of_the_roofline_is_a_count_by_hand():
+    """Qwen3-8B, 8 engines: 1,024 tracks of 32,768 tokens; KV cache of 147,456 bytes a token."""
+    time = h100("qwen3_8b.yaml", "rollout.tensor_parallel=1", "data.max_prompt_length=2048")
+    recipe = load(ROOT / "recipes/qwen3_8b.yaml", ["rollout.tensor_parallel=1"])
+    assert recipe.data.prompts_per_step * recipe.group_size == 1024
+    tokens = 1024 * 32768
+    assert time.decode_steps * time.batch * 8 == pytest.approx(tokens)
+    read = 2 * 8.191e9 + time.batch * (1024 + 16384) * 147456
+    assert time.generation == pytest.approx(time.decode_steps * read / (BANDWIDTH * 3.35e12), rel=0.01)
+    passes = 3 + (recipe.loss.kl_coef > 0)
+    flops = passes * (tokens + 512 * 1024) * (2 * 7.57e9 + 4 * 36 * 4096 * (1024 + 16384))
+    assert time.training == pytest.approx(flops / (8 * COMPUTE * 989e12 * (1 - time.idle)), rel=0.01)
+    assert time.seconds == time.generation + time.training
+    assert time.gradients == 0, "they stay in the node"
 
 
-def test_the_errors_on_measurements_that_were_not_fitted_are_the_documented_ones():
-    rows, guide = public.measurements(), (ROOT / "docs/recipes.md").read_text()
-
-    def line(name: str, chosen: list[public.Measurement]) -> str:
-        half, most = map(exp, public.errors(chosen, REACHED))
-        return f"| {name} | {len(chosen)} | x {half:.2f} | x {most:.2f} |"
-
-    held_out = [row for number, row in rows if number % 2]
-    assert line("fitted", [row for number, row in rows if not number % 2]) in guide
-    assert line("held out", held_out) in guide
-    assert line("held out, training", [row for row in held_out if row.kind == "training"]) in guide
-    assert line("held out, whole steps", [row for row in held_out if row.kind == "step"]) in guide
-
-
-@pytest.mark.slow
-def test_the_interval_is_the_error_on_sources_that_were_not_fitted():
-    rows, guide = [row for _, row in public.measurements()], (ROOT / "docs/recipes.md").read_text()
-    half, most = public.unseen(rows)
-    assert round(most, 2) == INTERVAL
-    assert f"| {len(rows)} | x {exp(half):.2f} | x {exp(most):.2f} |" in guide
+def test_the_roofline_shows_what_more_gpus_cannot_speed_up():
+    """On 4,096 GPUs the longest response still takes its decode steps, half of the replicas have no row, and
+    gradients cross the network."""
+    few, many = (h100("qwen3_32b_h100x32.yaml", f"cluster.nodes={nodes}") for nodes in (4, 512))
+    assert many.decode_steps == 32768 < few.decode_steps
+    assert many.rows < 1 < few.rows
+    assert many.idle == pytest.approx(1 - many.rows)
+    assert many.seconds > few.seconds * 4 / 512
+    assert many.gradients > 0
 
 
 def test_generation_of_later_steps_overlaps_training_only_with_staleness():
     servers = ["rollout.engine=server", "rollout.servers=[http://a, http://b]", "loss.rollout_is=token"]
-    sync, ahead = (
-        load(ROOT / "recipes/qwen3_8b.yaml", [*servers, f"rollout.staleness={steps}"]) for steps in (0, 1)
-    )
-    found = [speed(recipe, model_config(recipe), workload(recipe), GPUS[2]) for recipe in (sync, ahead)]
-    assert found[0].seconds == found[0].generation + found[0].training
-    assert found[1].seconds == max(found[1].generation, found[1].training)
+    in_turns, ahead = (h100("qwen3_8b.yaml", *servers, f"rollout.staleness={steps}") for steps in (0, 1))
+    assert in_turns.seconds == in_turns.generation + in_turns.training
+    assert ahead.seconds == max(ahead.generation, ahead.training)
 
 
-def test_a_pipeline_waits_for_its_stages_once_an_update():
-    """Four stages and R rows a replica take (R + 3) / R; two updates of R / 2 rows, (R / 2 + 3) / (R / 2)."""
-    keys = ["parallel.tensor=2", "parallel.pipeline=4", "packing.max_tokens_per_row=40000"]
-    work = Workload(1, 1.0, 12 * 40000, 1.0, 1.0)
-    assert bubble(load(ROOT / "recipes/qwen3_32b.yaml", keys), work) == pytest.approx(15 / 12)
-    two = load(ROOT / "recipes/qwen3_32b.yaml", [*keys, "loss.minibatches=2"])
-    assert bubble(two, work) == pytest.approx(9 / 6)
+def test_the_plan_says_what_it_assumes():
+    text = describe(load(ROOT / "recipes/qwen3_30b_a3b.yaml"))
+    for start in ("memory", "activations", "host", "disk", "roofline"):
+        assert f"\n{start} " in text
+    assert "assumed: 40% of the peak FLOPs, 60% of memory bandwidth" in text
 
 
 def test_the_plan_of_a_run_without_gpus_says_nothing_of_them(tmp_path):
@@ -303,7 +243,7 @@ def test_the_plan_of_a_run_without_gpus_says_nothing_of_them(tmp_path):
     recipe = load(ROOT / "recipes/tiny_cpu.yaml", paths)
     text = describe(recipe)
     assert "no GPU is used" in text
-    assert "estimate" not in text
+    assert "roofline" not in text
     assert "GB a GPU" not in text
     assert not memory(recipe, model_config(recipe)).problems()
 
@@ -317,57 +257,12 @@ def test_a_gpu_too_small_is_refused_in_the_phase_that_does_not_fit():
 def test_routes_take_host_memory_once_where_they_were_graded_and_once_a_tensor_parallel_rank(file, each):
     recipe = load(ROOT / "recipes" / f"{file}.yaml", ["rollout.keep_routes=true"])
     model, plain = model_config(recipe), load(ROOT / "recipes" / f"{file}.yaml")
-    stages, work = memory(recipe, model).stages, Workload(1, 1000, 1000, 1, 1)
+    stages, work = memory(recipe, model).stages, Workload(1, 1000, 1000, 1)
     parts = host_parts(recipe, model, stages, work)
     assert parts["routes"] == (1 + recipe.parallel.tensor) * 1000 * each / recipe.cluster.nodes
     more = recorded_bytes(recipe, model, work) - recorded_bytes(plain, model, work)
     assert more == pytest.approx(1000 * each)
     assert "routes" not in host_parts(plain, model, stages, work)
-
-
-def test_a_search_proposes_layouts_that_the_plan_approves_the_fastest_first(tmp_path, capsys):
-    recipe, mine = ROOT / "recipes/qwen3_32b_h100x32.yaml", tmp_path / "mine.yaml"
-    assert cli.main(["plan", str(recipe), "seed=3", "--search", "--gpus", "8", "--out", str(mine)]) == 0
-    text = capsys.readouterr().out
-    proposed = [line.split() for line in text.splitlines() if line.strip().startswith("cluster.nodes=1 ")]
-    assert len(proposed) == 5
-    copied = next(line for line in text.splitlines() if line.startswith("copy"))
-    assert copied.split()[3:] == [str(recipe), "seed=3", *proposed[0]]
-    seconds = []
-    for overrides in proposed:
-        changed = load(recipe, overrides)
-        model = model_config(changed)
-        assert memory(changed, model).problems() == []
-        layout.check(changed, model)
-        seconds.append(speed(changed, model, workload(changed), GPUS[2]).seconds)
-    assert seconds == sorted(seconds)
-    written, wanted = load(mine), load(recipe, ["seed=3", *proposed[0], "name=mine"])
-    assert written.model_copy(update={"variant": {}}) == wanted.model_copy(update={"variant": {}})
-
-
-def test_a_search_over_too_little_memory_names_the_least_that_is_lacking(capsys):
-    recipe = str(ROOT / "recipes/qwen3_32b.yaml")
-    assert cli.main(["plan", recipe, "--search", "--gpus", "2", "--gpu-type", "RTX4090"]) == 2
-    said = capsys.readouterr().err
-    assert re.search(
-        r"nothing fits 2 x RTX 4090 \(24 GiB\); the nearest layout lacks [\d.]+ GB a GPU \(", said
-    )
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--gpus", "8"], "--gpus: expected with --search"),
-        (["--search", "--gpus", "12"], "--gpus: expected at most 8, or nodes of 8, found 12"),
-        (
-            ["--search", "--gpu-type", "H800"],
-            "--gpu-type: expected one of RTX 4090, A100, H100, H200, found 'H800'",
-        ),
-    ],
-)
-def test_an_option_of_the_search_that_makes_no_sense_is_refused(options, said, capsys):
-    assert cli.main(["plan", str(ROOT / "recipes/qwen3_32b.yaml"), *options]) == 2
-    assert said in capsys.readouterr().err
 
 
 def test_an_engine_whose_cache_cannot_hold_the_longest_path_does_not_fit():

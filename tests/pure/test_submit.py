@@ -96,20 +96,6 @@ def test_what_follows_two_dashes_has_the_last_word(capsys):
     assert "#SBATCH --time=1:00:00 --comment 'two words'\n" in text
 
 
-@pytest.mark.parametrize(
-    ("time", "minutes"),
-    [("13", 13), ("10:00", 10), ("0:20:00", 20), ("0-0:05", 5), ("0020", 20),
-     ("21", None), ("0:20:01", None), ("1-0", None), ("24:00:00", None), ("UNLIMITED", None)],
-)  # fmt: skip
-def test_a_limit_that_leaves_hardly_a_step_before_slurms_notice_is_told(recipe, here, capsys, time, minutes):
-    """The warning is in plans, and at submission."""
-    assert cli.main(["plan", recipe, f"cluster.time={time}"]) == 0
-    warning = f"WARNING: cluster.time: {time} is {minutes} minutes for SLURM, and a run is asked to stop 10 "
-    assert (warning in capsys.readouterr().out) == (minutes is not None)
-    assert cli.main(["submit", recipe, f"cluster.time={time}"]) == 2  # sbatch is not there
-    assert (warning in capsys.readouterr().err) == (minutes is not None)
-
-
 def test_servers_are_a_component_of_their_own(capsys):
     more = ["rollout.staleness=1", "loss.rollout_is=token", "rollout.tensor_parallel=4"]
     text = script(capsys, LARGE, "--servers", "2", *more)

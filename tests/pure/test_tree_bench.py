@@ -13,7 +13,7 @@ import torch
 from megatron_eqlen.packing.pack import pack
 from megatron_eqlen.rollout.record.reader import read_step
 from tests.kit.report_runs import example_stream, prompt
-from tools.benchmarks import gpu, host, packing, run_commands, trees
+from tools.benchmarks import gpu, host, run_commands, trees
 from tools.benchmarks.scripted import ScriptedEngine
 
 
@@ -82,14 +82,6 @@ def test_what_context_parallel_ranks_send_of_a_trunk_with_leaves(tmp_path):
         assert 0 < result["of_all_gather"] < 0.8
         assert result["received_MB"] <= result["all_gather_MB"]
         assert 1 <= result["area_max/mean"] < 1.15
-
-
-def test_packing_of_simulated_streams(tmp_path):
-    small = ["--streams", "40", "--data-parallel", "2", "--limit", "400", "--prompt", "100"]
-    for result in run(packing, tmp_path, *small, "--medians", "60", "--repeat", "1"):
-        assert 0.9 < result["fill"] <= 1
-        assert 1 <= result["max/mean cost"] < 1.2
-        assert result["expanded/tree"] > 1
 
 
 def test_the_host_benchmark_shows_a_quadratic_cost_as_one_and_projects_the_largest_size():

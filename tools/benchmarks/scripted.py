@@ -13,7 +13,6 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from megatron_eqlen.packing.simulated import response_length
 from megatron_eqlen.rollout.engine import check_request
 from megatron_eqlen.types import Delta, Metrics
 
@@ -105,6 +104,16 @@ class ScriptedEngine:
 
     def metrics(self) -> Metrics:
         return {}
+
+
+def response_length(rng: np.random.Generator, median: int, longer_than: int) -> int:
+    """Draw a log-normal length, conditional on being longer than ``longer_than``."""
+    while True:
+        draws = median * rng.lognormal(0.0, 0.8, 1000)
+        longer = draws[draws > longer_than + 1]
+        if longer.size:
+            return int(longer[0])
+        median = int(median * 1.5) + 1
 
 
 def _masks(tokens: np.ndarray, kept: int, rng: np.random.Generator) -> list[array[int]]:

@@ -1,0 +1,85 @@
+"""Roofline of a step: its FLOPs over a share of the GPUs' peak, its bytes over a share of their bandwidth.
+
+    generation = decode steps x max(bytes read / bandwidth, FLOPs / peak)
+    training   = FLOPs / (peak x (1 - idle)) + gradients' bytes / network
+
+It shows what bounds a step on 8 or on 4,096 GPUs: bytes or FLOPs, the longest response, too few rows, the
+network. It predicts no run. The shares are round numbers that good implementations reach. Not counted:
+graders, weight syncs, checkpoints, evaluations, recomputation, and what tensor, context and expert
+parallelism exchange.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_eqlen.hf.config import ModelConfig
+from megatron_eqlen.plan import engine
+from megatron_eqlen.plan.activations import BYTES
+from megatron_eqlen.plan.flops import forward_flops, training_flops
+from megatron_eqlen.plan.gpus import GPUS, Gpu
+from megatron_eqlen.plan.parameters import rank_buffers
+from megatron_eqlen.plan.workload import Workload
+from megatron_eqlen.recipe import Recipe
+
+COMPUTE, BANDWIDTH = 0.4, 0.6
+"""Shares of a data sheet's FLOPs, and of its memory bandwidth and network, that are assumed."""
+ASSUMPTIONS = (
+    f"assumed: {COMPUTE:.0%} of the peak FLOPs, {BANDWIDTH:.0%} of memory bandwidth and network; responses",
+    "of rollout.max_response_length tokens; no graders, syncs, evaluations. A run measures its time.",
+)
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Seconds of one step."""
+
+    gpu: Gpu
+    decode_steps: float
+    batch: float
+    """Mean number of sequences that an engine decodes at once."""
+    generation: float
+    rows: float
+    """Rows of a data-parallel replica in one update."""
+    idle: float
+    """Share of training in which a replica waits: for rows, or for the pipeline's other stages."""
+    training: float
+    """Includes ``gradients``."""
+    gradients: float
+    """Exchange of gradients and weights between nodes, as if no computation hid it."""
+    seconds: float
+
+
+def rooflines(recipe: Recipe, model: ModelConfig, work: Workload) -> list[Roofline]:
+    """Return the times on the known GPUs with the smallest sufficient memory; empty on CPUs. Call
+    ``layout.check`` first."""
+    enough = [gpu.memory_gib for gpu in GPUS if gpu.memory_gib >= recipe.cluster.gpu_memory_gib]
+    if recipe.cluster.device == "cpu" or not enough:
+        return []
+    return [roofline(recipe, model, work, gpu) for gpu in GPUS if gpu.memory_gib == min(enough)]
+
+
+def roofline(recipe: Recipe, model: ModelConfig, work: Workload, gpu: Gpu) -> Roofline:
+    parallel, rollout, updates = recipe.parallel, recipe.rollout, recipe.loss.minibatches * recipe.loss.epochs
+    servers = rollout.engine == "server"
+    engines = len(rollout.servers) if servers else recipe.world_size // rollout.tensor_parallel
+    held = min(work.tracks / engines, engine.sequences_at_once(recipe, model, work.context))
+    steps = max(rollout.max_response_length, work.generated / (engines * max(held, 1.0)))
+    batch = work.generated / (engines * steps)
+    read = engine.weights(recipe, model) + batch * work.context * engine.kv_bytes_per_token(recipe, model)
+    computed = batch * forward_flops(model, work.context) / rollout.tensor_parallel
+    generation = steps * max(read / (BANDWIDTH * gpu.bandwidth), computed / (COMPUTE * gpu.flops))
+
+    replicas = recipe.world_size / (parallel.tensor * parallel.context * parallel.pipeline)
+    rows = work.trained / (recipe.loss.minibatches * recipe.packing.max_tokens_per_row * replicas)
+    waiting = (parallel.pipeline - 1) / (parallel.virtual_pipeline or 1)
+    busy = rows / (max(1.0, rows) + waiting)
+    flops = training_flops(recipe, model, work.trained, work.context)
+    computing = flops / (busy * recipe.world_size * COMPUTE * gpu.flops)
+    buffers = rank_buffers(model, parallel, recipe.world_size, recipe.lora)
+    each = BYTES[recipe.optimizer.grad_dtype] + BYTES[recipe.model.dtype]
+    sent = updates * each * max(rank.elements for rank in buffers)
+    gradients = sent / (BANDWIDTH * gpu.network) if recipe.cluster.nodes > 1 else 0.0
+    training = computing + gradients
+    seconds = max(generation, training) if rollout.staleness else generation + training
+    return Roofline(gpu, steps, batch, generation, rows, 1 - busy, training, gradients, seconds)
