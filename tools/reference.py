@@ -14,14 +14,13 @@ from typing import Any
 
 from megatron_eqlen.metrics import DECLARED, Mean, Metric, Way
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.report.metric_names import NAMES
 
 Schema = dict[str, Any]
 """JSON schema of a recipe, one of its sections, or a key."""
 
 BOUNDS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
 TYPES = {"boolean": "true or false", "integer": "integer", "number": "number", "string": "text"}
-METRIC = ("metric", "unit", "of several values", "meaning", "elsewhere")
+METRIC = ("metric", "unit", "of several values", "meaning")
 MERGED = {"sum": "sum", "max": "largest", "min": "smallest", "last": "newest"}
 
 
@@ -90,7 +89,7 @@ def _text(schema: Schema) -> str:
 
 
 def metrics() -> str:
-    """Return each metric: unit, merge of several values, meaning, name in verl and slime."""
+    """Return each metric: unit, merge of several values, meaning."""
     return "\n\n".join(
         f"## {family}\n\n" + _table(METRIC, map(_metric, members))
         for family, members in groupby(DECLARED, key=lambda metric: metric.name.split("/")[0])
@@ -101,9 +100,7 @@ def _metric(metric: Metric) -> tuple[str, ...]:
     merged = _merged(metric.merge)
     if metric.in_turn and metric.in_turn != metric.merge:
         merged += f"; one after the other: {_merged(metric.in_turn)}"
-    elsewhere = zip(("verl", "slime"), NAMES.get(metric.name, ()), strict=False)
-    names = [f"{framework} `{name}`" for framework, name in elsewhere if name]
-    return f"`{metric.name}`", metric.unit, merged, metric.about, ", ".join(names)
+    return f"`{metric.name}`", metric.unit, merged, metric.about
 
 
 def _merged(way: Way) -> str:

@@ -582,14 +582,8 @@ class EvaluationRecipe(Section):
 class ReportRecipe(Section):
     """Records and reports of a run."""
 
-    metric_names: Literal["eqlen", "verl", "slime"] = "eqlen"
-    """Names in trackers for metrics that verl or slime has as well; ``metrics.jsonl`` always uses our
-    names."""
     wandb_project: str | None = None
     """Project of Weights & Biases to which the run is logged; needs the package wandb."""
-    mlflow_experiment: str | None = None
-    """Experiment of MLflow to which the run is logged, on the server of MLFLOW_TRACKING_URI; needs its
-    package."""
     samples_every: NonNegativeInt = 0
     """Steps between tables of a few scored rollouts in the trackers, the same rollouts as in the report. 0:
     none; the service then receives only numbers and the recipe."""

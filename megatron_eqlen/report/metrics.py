@@ -16,7 +16,6 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from megatron_eqlen.files import naming, write_text
-from megatron_eqlen.report.metric_names import Convention, renamed
 from megatron_eqlen.report.trackers import Tracker
 from megatron_eqlen.types import Metrics
 
@@ -32,18 +31,15 @@ logger = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Writes into a run folder, and hands the same metrics to ``trackers``, named by the convention
-    ``names``; rank 0 has one. Use as a context: trackers learn whether an error ends the run.
+    """Writes into a run folder, and hands the same metrics to ``trackers``; rank 0 has one. Use as a context:
+    trackers learn whether an error ends the run.
 
     ``step`` is the number of steps that the run has taken: later lines are removed.
     """
 
-    def __init__(
-        self, folder: Path, step: int = 0, trackers: Sequence[Tracker] = (), names: Convention = "eqlen"
-    ) -> None:
+    def __init__(self, folder: Path, step: int = 0, trackers: Sequence[Tracker] = ()) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.trackers = trackers
-        self.names: Convention = names
         self._path = folder / FILE
         _cut_after(self._path, step)
         self.file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
@@ -69,7 +65,7 @@ class MetricsWriter:
             while line:  # a full disk raises; a signal may shorten a write
                 line = line[self.file.write(line) :]
         for tracker in self.trackers:
-            tracker.log(step, renamed(metrics, self.names), samples)
+            tracker.log(step, metrics, samples)
 
 
 def read_metrics(folder: Path) -> Records:
@@ -95,7 +91,6 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
         record = None
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         raise ValueError(f"{where}: expected a JSON object with a step, found {line[:80]!r}")
-    record.pop("spans", None)  # stages, which earlier versions kept here
     return record
 
 

@@ -6,7 +6,7 @@ runs/NAME/METHOD-seedN/     (eqlen-grpo-group_size=8-seed0: with what the comman
     events.jsonl         what happened: starts, stages, steps, errors, hangs (processes/events.py)
     metrics.jsonl        one line a step
     profile/             traces of steps, memory that ran out (recipe: profile)
-    tensorboard/         and wandb/ with wandb_id, mlflow_run_id (recipe: report)
+    tensorboard/         and wandb/ with wandb_id (recipe: report)
     streams/             step-00000012/rank-0.arrow, grades-rank-0.arrow: every rollout
                          open-rank-0.arrow: tokens of those that a harvest has not finished
                          worst.json: the token about which trainer and engine disagree most

@@ -1,29 +1,31 @@
-"""Places that show a run besides its own record: TensorBoard, and on request wandb and MLflow.
+"""Places that show a run besides its own record: TensorBoard, and on request wandb.
 
-    MetricsWriter ─► Guarded ─► TensorBoard
-                └──► Background ─► Guarded ─► Wandb, MLflow     a thread each
+    MetricsWriter ─► Guarded ─► TensorBoard, Wandb
 
-A tracker is optional: one that fails or hangs is left out, with one warning; it never ends a run.
+A tracker is optional: one that fails is left out, with one warning; it never ends a run.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
-import queue
-import threading
+import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from megatron_eqlen.files import write_text
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.types import Metrics
 
 if TYPE_CHECKING:
     from megatron_eqlen.report.samples import Samples  # with all that reads rollouts
 
-LAST_WORDS = 20.0
-"""Seconds at a run's end in which a tracker may send the rest."""
+TABLE = "rollouts"
+"""Name of the samples' table."""
+PATIENCE = 20.0
+"""Seconds that wandb may take to start, and to send the rest at a run's end."""
 
 logger = logging.getLogger(__name__)
 
@@ -44,17 +46,16 @@ def start_trackers(folder: Path, steps: int, recipe: Recipe) -> list[Tracker]:
 
     Raises ValueError if the recipe wants one whose package is not installed.
     """
-    from megatron_eqlen.report import tracker_kinds as kinds  # slow to import
-
-    report = recipe.report
-    trackers: list[Tracker] = [Guarded("TensorBoard", lambda: kinds.TensorBoard(folder, steps))]
-    if report.wandb_project:
-        _check_installed("report.wandb_project", report.wandb_project, "wandb", "wandb")
-        trackers.append(Background("wandb", lambda: kinds.Wandb(folder, recipe, LAST_WORDS)))
-    if report.mlflow_experiment:
-        for module in ("mlflow", "pandas"):
-            _check_installed("report.mlflow_experiment", report.mlflow_experiment, module, "mlflow")
-        trackers.append(Background("MLflow", lambda: kinds.MLflow(folder, recipe)))
+    trackers: list[Tracker] = [Guarded("TensorBoard", lambda: TensorBoard(folder, steps))]
+    if project := recipe.report.wandb_project:
+        try:
+            importlib.import_module("wandb")
+        except ImportError:
+            raise ValueError(
+                f"report.wandb_project: {project!r} needs wandb, which is not installed "
+                "(pip install '.[wandb]')"
+            ) from None
+        trackers.append(Guarded("wandb", lambda: Wandb(folder, recipe)))
     return trackers
 
 
@@ -82,35 +83,60 @@ class Guarded:
             logger.warning("%s failed and is left out: %s: %s", self.name, type(error).__name__, error)
 
 
-class Background:
-    """A guarded tracker in a thread of its own, so that a hanging network does not delay the run."""
+class TensorBoard:
+    def __init__(self, folder: Path, steps: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-    def __init__(self, name: str, start: Callable[[], Tracker]) -> None:
-        self.name = name
-        self.calls: queue.SimpleQueue[Callable[[Tracker], None] | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._work, args=(start,), daemon=True, name=name)
-        self.thread.start()
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=steps + 1)
 
     def log(self, step: int, metrics: Metrics, samples: Samples | None) -> None:
-        self.calls.put(lambda tracker: tracker.log(step, metrics, samples))
+        now = time.time()
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, step, walltime=now)
+        if samples is not None:
+            self.writer.add_text(TABLE, samples.markdown(), step, walltime=now)
+        self.writer.flush()
 
     def finish(self, failed: bool) -> None:
-        self.calls.put(lambda tracker: tracker.finish(failed))
-        self.calls.put(None)
-        self.thread.join(LAST_WORDS)
-        if self.thread.is_alive():
-            logger.warning("%s does not answer and is left behind after %g s", self.name, LAST_WORDS)
-
-    def _work(self, start: Callable[[], Tracker]) -> None:
-        tracker = Guarded(self.name, start)
-        while (call := self.calls.get()) is not None:
-            call(tracker)
+        self.writer.close()
 
 
-def _check_installed(key: str, value: str, module: str, extra: str) -> None:
-    try:
-        importlib.import_module(module)
-    except ImportError:
-        raise ValueError(
-            f"{key}: {value!r} needs {module}, which is not installed (pip install '.[{extra}]')"
-        ) from None
+class Wandb:
+    """The wandb run of this folder: a new one, or the one that an earlier start made.
+
+    wandb sends from a process of its own, so that a slow network does not delay a step. It cannot remove
+    steps: steps that it already has keep their first values.
+    """
+
+    def __init__(self, folder: Path, recipe: Recipe) -> None:
+        import wandb  # pyright: ignore[reportMissingImports] (optional)
+
+        self.table: Any = wandb.Table
+        self.run: Any = wandb.init(
+            project=recipe.report.wandb_project,
+            name=f"{recipe.name}-{recipe.run_name}",
+            dir=str(folder),
+            id=_kept(folder / "wandb_id"),
+            resume="allow",
+            config=recipe.model_dump(mode="json"),
+            allow_val_change=True,  # a resumed run may have other steps, for example
+            settings=wandb.Settings(finish_timeout=PATIENCE, init_timeout=PATIENCE),
+        )
+
+    def log(self, step: int, metrics: Metrics, samples: Samples | None) -> None:
+        from megatron_eqlen.report.samples import COLUMNS
+
+        if step < self.run.starting_step:
+            return
+        shown = {} if samples is None else {TABLE: self.table(columns=[*COLUMNS], data=samples.rows())}
+        self.run.log(metrics | shown, step=step, commit=True)
+
+    def finish(self, failed: bool) -> None:
+        self.run.finish(exit_code=int(failed))
+
+
+def _kept(file: Path) -> str:
+    """Return the run's id, the same for every start in this folder."""
+    if not file.exists():
+        write_text(file, uuid.uuid4().hex)
+    return file.read_text(encoding="utf-8").strip()

@@ -162,8 +162,7 @@ class Run:
             if not self.complete:
                 self.folder.reopen()
             trackers = start_trackers(self.folder.path, self.steps, self.recipe)
-            names = self.recipe.report.metric_names
-            self.writer = MetricsWriter(self.folder.path, self.steps, trackers, names)
+            self.writer = MetricsWriter(self.folder.path, self.steps, trackers)
             self.session.enter(self.writer)
         self.session.progress.resume(self.spent)
 

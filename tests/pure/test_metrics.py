@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from megatron_eqlen import metrics
 from megatron_eqlen.metrics import DECLARED, Mean, MetricError, at_once, check, in_turn, metric, over_ranks
-from megatron_eqlen.report.metric_names import NAMES, renamed
 from megatron_eqlen.rollout.meter import rollout_metrics
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.training import peak_memory
@@ -19,7 +18,7 @@ from megatron_eqlen.types import Group, Pair, Prompt, Segment, Stream
 from tests.kit import ROOT
 
 PACKAGE = ROOT / "megatron_eqlen"
-SOURCES = {*PACKAGE.rglob("*.py")} - {PACKAGE / "report/metric_names.py"}
+SOURCES = {*PACKAGE.rglob("*.py")}
 """All sources but the table of other frameworks' names of our metrics."""
 STAGES = {declared.name.split("/")[0] for declared in DECLARED} - {"evaluation"}
 
@@ -83,24 +82,6 @@ def test_a_stage_that_needs_memory_is_seen_to_and_the_next_begins_anew():
     with_buffer = peak_memory.measured("train")["memory/peak/train"]
     peak_memory.begin()
     assert with_buffer - peak_memory.measured("train")["memory/peak/train"] > 64 << 20
-
-
-def test_other_frameworks_names_are_given_to_what_they_measure_too_and_to_nothing_twice():
-    ours = {"reward/mean": 0.5, "memory/peak/train": 2.0**31, "harvest/pairs": 3.0}
-    for name in NAMES:
-        metric(name)
-    assert renamed(ours, "eqlen") == ours
-    assert renamed(ours, "verl") == {
-        "critic/score/mean": 0.5,
-        "perf/max_memory_allocated_gb": 2.0,
-        "harvest/pairs": 3.0,
-    }
-    assert renamed({"mismatch/logprob_abs_diff": 0.1}, "slime") == {
-        "train/train_rollout_logprob_abs_diff": 0.1
-    }
-    for place in (0, 1):
-        theirs = [names[place] for names in NAMES.values() if names[place]]
-        assert len(theirs) == len(set(theirs))
 
 
 def test_maxima_are_not_averaged():

@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.summary.writer import event_file_writer
 
 from megatron_eqlen.report.metrics import MetricsWriter, read_metrics
-from megatron_eqlen.report.tracker_kinds import TensorBoard
+from megatron_eqlen.report.trackers import TensorBoard
 
 
 @pytest.fixture(autouse=True)
