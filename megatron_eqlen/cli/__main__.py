@@ -226,11 +226,6 @@ def _add_inspect(verbs: Verbs) -> None:
         "--recipe", type=Path, help="recipe they were trained with (default: recipe.yaml of their run)"
     )
     inspect.add_argument("--limit", type=_positive, default=5, help="rollouts to print (default 5)")
-    inspect.add_argument(
-        "--worst",
-        action="store_true",
-        help="print the token of each step about which trainer and engine disagree most, the worst first",
-    )
 
 
 def _positive(text: str) -> int:

@@ -162,11 +162,10 @@ def sweep(arguments: argparse.Namespace) -> int:
 
 def inspect(arguments: argparse.Namespace) -> int:
     _must_exist(arguments.streams, arguments.model)
-    from megatron_eqlen.report.text import print_rollouts, print_worst
+    from megatron_eqlen.report.text import print_rollouts
 
     recipe = load(arguments.recipe) if arguments.recipe else None
-    show = print_worst if arguments.worst else print_rollouts
-    show(arguments.streams, arguments.model, arguments.limit, recipe)
+    print_rollouts(arguments.streams, arguments.model, arguments.limit, recipe)
     return 0
 
 

@@ -17,10 +17,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.files import step_folders, step_number, write_text
+from megatron_eqlen.files import step_number, write_text
 from megatron_eqlen.processes.events import FILE as EVENTS
 from megatron_eqlen.recipe.load import RECIPE, dump, load_run
-from megatron_eqlen.report import worst
 from megatron_eqlen.report.charts import charts, facts, stages
 from megatron_eqlen.report.drawing import timeline
 from megatron_eqlen.report.evaluations import Evaluation, outcomes, read_evaluations
@@ -28,19 +27,17 @@ from megatron_eqlen.report.growing import Growing
 from megatron_eqlen.report.metrics import FILE as METRICS
 from megatron_eqlen.report.metrics import Records, read_metrics
 from megatron_eqlen.report.recorded import Graded, Recorded, find_decoder, is_scored, recorded
-from megatron_eqlen.report.rollouts import CONTEXT_TOKENS
 from megatron_eqlen.report.run_state import RunState, read_state
 from megatron_eqlen.report.status import page_rows, status
 from megatron_eqlen.report.template import environment
 from megatron_eqlen.rollout.record.arrow_log import is_closed
 from megatron_eqlen.rollout.record.recorder import OPEN, OPEN_FILES
-from megatron_eqlen.types import RolloutKey, WorstToken
+from megatron_eqlen.types import RolloutKey
 
 POLL, POLL_HIDDEN = 2.0, 15.0
 """Seconds between two requests of a served page, and of one in a hidden tab."""
 STEPS = 2
 """Number of newest graded steps whose rollouts are shown, besides the first step."""
-WORST = 6
 
 Stamp = tuple[tuple[str, int, int], ...]
 """Name, size and modification time of each file: a section with an unchanged stamp is unchanged."""
@@ -117,20 +114,6 @@ class Page:
                 step, verdict, [response for response in found if response.grade.verdict == verdict]
             )
 
-    def worst(self, step: str) -> str:
-        """Return the token of a step about which trainer and engine disagree most, within its rollout."""
-        folder = self._folder(step)
-        token = worst.read(folder)
-        if token is None:
-            raise ValueError(f"{folder}: expected {worst.FILE} (training writes it), found none")
-        with self._lock:
-            seen = self._step(folder)
-            rollout = worst.find(token, seen.rollouts, self.recipe).rollout
-            view = seen.view((rollout.prompt_id, rollout.index), self.decoder.decode)  # reads its token ids
-            place = worst.find(token, [rollout], self.recipe)
-            around = [self.decoder.decode(ids) for ids in place.around(CONTEXT_TOKENS)]
-            return self._macros.worst_token(step, token, place, around, view)
-
     # ---- sections -----------------------------------------------------------------------------------
 
     def _sections(self) -> dict[str, Section]:
@@ -153,7 +136,6 @@ class Page:
             "rollouts": (rollouts, lambda: self._rollouts(shown)),
             "verdicts": (rollouts, lambda: self._verdicts(shown)),
             "slowest": (rollouts, lambda: self._slowest(shown)),
-            "worst": (metrics, self._worst),
             "details": (metrics + recipe, self._details),
         }
         return {name: self._section(name, *how) for name, how in makers.items()}
@@ -202,13 +184,6 @@ class Page:
 
     def _slowest(self, folders: list[Path]) -> str:
         return self._macros.slowest([(step, step.slowest()) for step in map(self._step, folders)], self.live)
-
-    def _worst(self) -> str:
-        found: list[tuple[WorstToken, str, int]] = []
-        for number, folder in step_folders(self.streams):
-            if (token := worst.read(folder)) is not None:
-                found.append((token, folder.name, number))
-        return self._macros.worst(sorted(found, reverse=True)[:WORST], self.live)
 
     def _harvest(self) -> Growing | None:
         """Return the newest harvest that has not ended, if tokens of it are recorded."""

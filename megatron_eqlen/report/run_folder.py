@@ -9,7 +9,6 @@ runs/NAME/METHOD-seedN/     (eqlen-grpo-group_size=8-seed0: with what the comman
     tensorboard/         and wandb/ with wandb_id (recipe: report)
     streams/             step-00000012/rank-0.arrow, grades-rank-0.arrow: every rollout
                          open-rank-0.arrow: tokens of those that a harvest has not finished
-                         worst.json: the token about which trainer and engine disagree most
     evaluation/          before.json, after.json, step-00000020.json
     checkpoints/         step-00000010/, latest
     export/              the trained model as a Hugging Face folder

@@ -2,7 +2,6 @@
 
 /            the page, once there is a run   /rollout?step=&prompt=&index=    one rollout, whole
 /news?...    sections that have changed      /graded?step=&verdict=           responses by verdict
-                                             /worst?step=                     the worst mismatch
 """
 
 from __future__ import annotations
@@ -51,7 +50,6 @@ class LiveServer(ThreadingHTTPServer):
             "/news": lambda query: ("application/json", json.dumps(self.page.news(query))),
             "/rollout": lambda query: ("text/html", self.page.rollout(query["step"], _key(query))),
             "/graded": lambda query: ("text/html", self.page.graded(query["step"], query["verdict"])),
-            "/worst": lambda query: ("text/html", self.page.worst(query["step"])),
         }
         try:
             super().__init__((HOST, port), Handler)

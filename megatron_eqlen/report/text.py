@@ -10,10 +10,7 @@ from rich.text import Text
 
 from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.report import worst
 from megatron_eqlen.report.rollouts import (
-    CONTEXT_TOKENS,
-    Decode,
     PairView,
     RolloutView,
     SegmentView,
@@ -24,7 +21,6 @@ from megatron_eqlen.report.rollouts import (
     view,
 )
 from megatron_eqlen.rollout.record.reader import fill_numbers, read_skeletons
-from megatron_eqlen.types import WorstToken
 
 STYLES = {"raised": "green", "lowered": "red", "equal": "yellow", "plain": "default"}
 
@@ -63,46 +59,6 @@ def print_rollouts(
             return
     if left == limit:
         raise ValueError(f"{streams}: expected at least one recorded rollout, found none")
-
-
-def print_worst(
-    streams: Path,
-    model: Path,
-    limit: int = 5,
-    recipe: Recipe | None = None,
-    console: Console | None = None,
-) -> None:
-    """Print, for the ``limit`` steps where the disagreement is largest, the token about which trainer and
-    engine disagree most, with the tokens around it. Arguments are those of ``print_rollouts``; without a
-    recipe the token is not found."""
-    console = console or Console(highlight=False)
-    recipe = recipe or recipe_of(streams)
-    if recipe is None:
-        raise ValueError(f"{streams}: no run's recipe.yaml above it: name one with --recipe")
-    decode = load_tokenizer(model).decode
-    steps = [(worst.read(files[0].parent), name, files) for name, files in recorded_steps(streams)]
-    found = sorted(((token, name, files) for token, name, files in steps if token), reverse=True)
-    if not found:
-        raise ValueError(
-            f"{streams}: expected {worst.FILE} (training writes it) in a step's folder, found none"
-        )
-    for token, name, files in found[:limit]:
-        rollouts = read_skeletons(files)
-        rollout = worst.find(token, rollouts, recipe).rollout
-        fill_numbers([rollout], files)
-        console.rule(name, characters="─")
-        _print_token(console, token, worst.find(token, [rollout], recipe), decode)
-
-
-def _print_token(console: Console, token: WorstToken, place: worst.Place, decode: Decode) -> None:
-    before, itself, after = map(decode, place.around(CONTEXT_TOKENS))
-    console.print(Text(str(place), "bold"))
-    console.print(
-        f"  log-prob {token.trainer:.3g} by the trainer, {token.engine:.3g} by the engine, "
-        f"{token.difference:.3g} apart"
-    )
-    text = Text.assemble((before, "dim"), (f"▸{itself}◂", "bold red"), (after, "dim"))
-    console.print(Padding(text, (0, 0, 0, 2)))
 
 
 def _print(console: Console, rollout: RolloutView) -> None:

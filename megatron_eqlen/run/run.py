@@ -48,8 +48,6 @@ from megatron_eqlen.report.page import write_page
 from megatron_eqlen.report.run_folder import RunFolder
 from megatron_eqlen.report.samples import Samples, samples
 from megatron_eqlen.report.trackers import start_trackers
-from megatron_eqlen.report.worst import find as find_worst
-from megatron_eqlen.report.worst import write as write_worst
 from megatron_eqlen.run.generation import Rollouts
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Step
@@ -99,8 +97,8 @@ class Run:
         self.before: list[EvaluationResult] = []
         """Results of the evaluation before the first step."""
         self.newest: list[EvaluationResult] = []
-        self.worst: str | None = None
-        """Description of the newest step's token about which trainer and engine disagree most."""
+        self.worst: WorstToken | None = None
+        """The newest step's token about which trainer and engine disagree most."""
 
     def _watch_memory(self) -> None:
         if torch.cuda.is_available():
@@ -241,7 +239,7 @@ class Run:
         """Train on ``minibatches``; a step without any update is reported on the screen."""
         with self.session.stage("train") as seconds:
             metrics = policy.update(minibatches)
-        self.worst = self._keep(policy.worst, step) if policy.worst and distributed.is_rank0() else None
+        self.worst = policy.worst
         trained = metrics.get(PACKING_TOKENS, 0.0) * self.recipe.loss.epochs
         speed = trained / seconds[TIME_TRAIN]
         step = step.log(metrics | seconds | {TRAIN_TOKENS_PER_SECOND: speed})
@@ -268,16 +266,6 @@ class Run:
         self.session.progress.warn(f"{disagreement}; most in {self.worst}")
         if self.recipe.rollout.mismatch.then == "stop":
             self.stopped_by = disagreement
-
-    def _keep(self, worst: WorstToken, step: Step) -> str:
-        """Keep the step's worst token beside its rollouts, and name it."""
-        folder = self.folder.streams / step.name
-        write_worst(folder, worst)
-        place = find_worst(worst, step.rollouts, self.recipe)
-        return (
-            f"{place}, log-prob {worst.trainer:.3g} by the trainer, {worst.engine:.3g} by the engine "
-            f"(eqlen inspect {folder} --worst)"
-        )
 
     def evaluate_if_due(self, step: Step, rollouts: Rollouts) -> Step:
         """Evaluate within the step where the recipe says so."""

@@ -19,12 +19,10 @@ import pytest
 
 from megatron_eqlen.cli.__main__ import main
 from megatron_eqlen.hf.tokenizer import load_tokenizer
-from megatron_eqlen.report import worst
 from megatron_eqlen.report.metrics import MetricsWriter
 from megatron_eqlen.report.run_folder import RunFolder
 from megatron_eqlen.report.server import Handler, LiveServer
 from megatron_eqlen.rollout.record.recorder import record
-from megatron_eqlen.types import WorstToken
 from tests.kit.report_runs import Harvesting, example_stream, make_tokenizer, recipe, write_run
 
 PROMPT = "sums/a.parquet#1"
@@ -248,18 +246,6 @@ def test_slowest_prompts_are_those_with_the_longest_paths(browser):
     assert cells(browser.sections["slowest"])[2:4] == ["5", "9"]
 
 
-def test_the_worst_mismatch_is_shown_among_its_tokens(browser):
-    browser.harvest(0)
-    tree = f"{PROMPT}/0"
-    worst.write(browser.run / "streams/step-00000000", WorstToken(2.5, tree, 1, 0, -3.0, -0.5))
-    browser.step(0)
-    browser.poll()
-    (link,) = links(browser.sections["worst"])
-    status, text = browser.get("/" + link)
-    assert status == 200, text
-    assert "2.50 apart" in text
-
-
 def test_bad_questions_are_answered_with_what_was_expected(browser):
     browser.harvest(0)
     step = "step-00000000"
@@ -269,8 +255,7 @@ def test_bad_questions_are_answered_with_what_was_expected(browser):
         (f"/rollout?step={step}&prompt=a&index=0", 404, "expected rollout 0 of 'a', found none"),
         (f"/rollout?step={step}&prompt={quote(PROMPT)}&index=x", 404, "invalid literal"),
         (f"/rollout?step={step}", 400, "expected 'prompt' in the address"),
-        (f"/worst?step={step}", 404, "expected worst.json"),
-        (f"/worst?step=step-{'1' * 400}", 404, "File name too long"),
+        (f"/graded?verdict=x&step=step-{'1' * 400}", 404, "File name too long"),
         ("/recipe.yaml", 404, "nothing here"),
     ]:
         assert browser.get(where)[0] == status, where

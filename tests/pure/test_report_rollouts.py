@@ -14,11 +14,10 @@ from rich.console import Console
 
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.objectives.recipes import load
-from megatron_eqlen.report import worst
 from megatron_eqlen.report.drawing import draw
 from megatron_eqlen.report.rollouts import RolloutView, Training, view
-from megatron_eqlen.report.text import print_rollouts, print_worst
-from megatron_eqlen.types import Pair, Stream, WorstToken
+from megatron_eqlen.report.text import print_rollouts
+from megatron_eqlen.types import Pair, Stream
 from tests.kit.report_runs import (
     RIGHT,
     WRONG,
@@ -267,49 +266,3 @@ def test_inspect_names_a_path_without_rollouts(tmp_path, model, name):
     (tmp_path / "file.arrow").write_text("no rollouts")
     with pytest.raises(ValueError, match=f"{name}: expected"):
         printed(tmp_path / name, model)
-
-
-# ---- the token about which trainer and engine disagree most -----------------------------------------------
-
-
-def place_of(rollout, node: int, token: int, sampling="equal_length", **changes):
-    trained = recipe(Path("model"), sampling=sampling, **changes)
-    ((tree,),), _ = build_minibatches([rollout], trained)
-    found = WorstToken(1.5, tree.name, node, token, -2.0, -0.5)
-    return str(worst.find(found, [rollout], trained))
-
-
-@pytest.mark.parametrize(("node", "label"), [(1, "A1"), (2, "B1"), (3, "A2"), (4, "B2")])
-def test_the_worst_token_is_found_in_its_pair(node, label):
-    assert place_of(example_stream(), node, 1) == (
-        f"sums/a.parquet#1, stream 0, 2 pairs, max pairs: token 1 of 2 of {label}"
-    )
-    alone = {"equal_length": {"prefix_in_gradient": True}, "packing": {"layout": "expanded"}}
-    inherited = 2 if node > 2 else 0
-    assert f"token 1 of 2 of {label}" in place_of(example_stream(), node, 1 + inherited, **alone)
-
-
-def test_the_worst_token_is_found_in_groups_and_trees():
-    assert "token 2 of 4 of completion 1" in place_of(example_group(), 2, 2, "independent")
-    assert "token 1 of 2 of step 2 after step 0" in place_of(
-        example_tree(), 3, 1, "tree", objective="treerpo"
-    )
-
-
-def test_inspect_prints_the_worst_tokens_of_a_run_the_largest_first(run, model):
-    def shown(limit=10, path=run / "streams") -> str:
-        console = Console(file=io.StringIO(), width=160, highlight=False)
-        print_worst(path, model, limit, None, console)
-        return console.file.getvalue()
-
-    with pytest.raises(ValueError, match=r"expected worst.json \(training writes it\)"):
-        shown()
-    worst.write(run / "streams/step-00000000", WorstToken(0.5, "sums/a.parquet#1/0", 2, 1, -1.0, -0.5))
-    worst.write(run / "streams/step-00000004", WorstToken(7.5, "sums/a.parquet#1/0", 3, 0, -8.0, -0.5))
-    text = shown()
-    assert text.index("step-00000004") < text.index("step-00000000")
-    assert "sums/a.parquet#1, stream 0, 1 pair, both ended: token 1 of" in text
-    assert "log-prob -8 by the trainer, -0.5 by the engine, 7.5 apart" in text
-    assert "i▸t◂ is seven" in text
-    assert "step-00000000" not in shown(limit=1)
-    assert "step-00000004" not in shown(path=run / "streams/step-00000000")
