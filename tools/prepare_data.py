@@ -7,8 +7,7 @@ prepared``.
         --out data/code.parquet
 
 Left out and counted by reason: rows with missing or wrong fields, duplicates, what the filters exclude,
-golds that cannot be graded against, problems without tests. The manifest holds the counts and every
-file's sha256. After a kill the same command continues where it stopped.
+golds that cannot be graded against, problems without tests. The manifest holds the counts.
 """
 
 from __future__ import annotations

@@ -67,6 +67,15 @@ def read_records(
         yield from _read_json_lines(file)
 
 
+def column_names(file: Path) -> list[str] | None:
+    """Return the columns of a parquet file; None for other files, whose records may differ, and for a file
+    that ``read_records`` will refuse."""
+    try:
+        return pq.read_schema(file).names if file.suffix == ".parquet" else None
+    except (pa.ArrowException, OSError):
+        return None
+
+
 def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text. Raises ValueError for text that is not JSON, and for values that no
     tokenizer or program can hold: NaN, integers of more digits than Python reads, endless nesting, half a

@@ -7,10 +7,14 @@ r"""Questions of your own: one a line of a JSON Lines file, or a row of a parque
 Instead of ``question``, ``messages`` may hold a chat, ``[{"role": "user", "content": text}]``. It is the
 prompt as it stands, without the recipe's instruction; a last turn of the assistant is left out, and is the
 answer if there is no ``answer``.
+
+DeepMath-103K, AIME 2025 and HMMT February 2025 are such files with other names of columns, ``final_answer``
+or ``problem``, in any of the versions in circulation (math-ai, opencompass, MathArena).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +22,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_eqlen.data.code_rows import code_row, reading_tests
-from megatron_eqlen.data.files import find_files, read_records
+from megatron_eqlen.data.files import column_names, find_files, read_records
 from megatron_eqlen.data.rows import (
     BadRow,
     Problem,
@@ -32,9 +36,11 @@ from megatron_eqlen.data.rows import (
 )
 from megatron_eqlen.hf.tokenizer import Message
 from megatron_eqlen.rewards.code.tests import CodeTests
+from megatron_eqlen.rewards.math.answer import normalize
 
 GRADERS = ("math", "code", "rubric")
-
+_AIME_ANSWER = re.compile(r"(\d{1,3})(?:\\unit\{(?!base)[^{}]*\})?")
+"""An integer from 0 to 999 in normal form, with or without a unit."""
 
 FIELDS = ("question", "answer", "messages", "grader", "difficulty", "instruction", "tests")
 ROLES = ("system", "user", "assistant", "tool")
@@ -45,11 +51,22 @@ def read(path: Path, tally: Tally, columns: Mapping[str, str] = MappingProxyType
     names of the file's columns by our names, where they differ."""
     wanted = dict.fromkeys(columns.get(name, name).partition(".")[0] for name in FIELDS)
     for file in find_files(path, "*.jsonl", "*.parquet", "*.json"):
+        names = column_names(file)
         for row_id, record in numbered(path, file, read_records(file, (), wanted)):
             try:
-                yield _row(row_id, record, columns)
+                yield _row(row_id, record, columns, names)
             except BadRow as bad:
                 tally.drop(f"{path}: {row_id}", bad.reason, bad.detail)
+
+
+def read_aime25(path: Path, tally: Tally) -> Iterator[Problem]:
+    """Yield the rows of AIME 2025. Golds are integers from 0 to 999 without leading zeros and units: ``070``
+    and ``70^\\circ`` are both 70."""
+    for row in read(path, tally, {"question": "problem"}):
+        if integer := _AIME_ANSWER.fullmatch(normalize(row.gold)):
+            yield replace(row, gold=integer[1])
+        else:
+            tally.drop(f"{path}: {row.row_id}", "not_an_aime_answer", f"expected 0..999, found {row.gold!r}")
 
 
 def _renamed(record: Any, columns: Mapping[str, str]) -> Any:
@@ -66,7 +83,7 @@ def _at(value: Any, keys: Sequence[str]) -> Any:
     return value
 
 
-def _row(row_id: str, record: Any, columns: Mapping[str, str]) -> Problem:
+def _row(row_id: str, record: Any, columns: Mapping[str, str], names: list[str] | None) -> Problem:
     fields, messages = _renamed(record, columns), None
     if isinstance(fields, dict):
         if fields.get("question") is None and fields.get("messages") is not None:
@@ -74,7 +91,7 @@ def _row(row_id: str, record: Any, columns: Mapping[str, str]) -> Problem:
             fields = fields | {"question": _transcript(messages), "instruction": ""}
             if reply is not None and fields.get("answer") is None:
                 fields["answer"] = reply
-        _require(fields, record, columns)
+        _require(fields, columns, names or sorted(record))
     question = text_field(fields, "question")
     grader = fields.get("grader") or "math"
     if grader not in GRADERS:
@@ -89,13 +106,13 @@ def _row(row_id: str, record: Any, columns: Mapping[str, str]) -> Problem:
     return Problem(row_id, question, answer, grader, difficulty, instruction, messages=messages)
 
 
-def _require(fields: dict[str, Any], record: dict[str, Any], columns: Mapping[str, str]) -> None:
+def _require(fields: dict[str, Any], columns: Mapping[str, str], names: list[str]) -> None:
     """Raise BadRow, with the file's names of columns, if ``fields`` lack a question or what grades it."""
     graded_by = "tests" if fields.get("grader") == "code" else "answer"
-    for names in (("question", "messages"), (graded_by,)):
-        if names[0] not in fields:
-            wanted = " or ".join(repr(columns.get(name, name)) for name in names)
-            found = f"expected {wanted}, found {sorted(record)}"
+    for accepted in (("question", "messages"), (graded_by,)):
+        if accepted[0] not in fields:
+            wanted = " or ".join(repr(columns.get(name, name)) for name in accepted)
+            found = f"expected {wanted}, found {names}"
             raise BadRow("missing_column", f"{found}; data.sources[].columns takes other names")
 
 

@@ -8,7 +8,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megatron_eqlen.data.code_rows import reading_tests
 from megatron_eqlen.data.files import parse_json
-from megatron_eqlen.data.rows import BadRow, Problem, Tally
+from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.rewards.code.tests import VERSION as CODE_TESTS_VERSION
-from megatron_eqlen.rewards.code.tests import CodeTests
 
 SCHEMA = pa.schema(
     [
@@ -35,8 +33,6 @@ SCHEMA = pa.schema(
     ]
 )
 """Columns: the fields of a Problem."""
-EARLIER = SCHEMA.names[:-1]
-"""Columns of files that were prepared before rows had messages."""
 ROWS_PER_GROUP = 64
 """Most rows in a row group: one random access decodes a whole group."""
 CHARACTERS_PER_GROUP = 4 << 20
@@ -50,11 +46,6 @@ assert SCHEMA.names == [field.name for field in fields(Problem)]
 
 def manifest_path(path: Path) -> Path:
     return path.with_name(path.name + ".manifest.json")
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fingerprint(path: Path) -> str:
@@ -75,11 +66,10 @@ class PreparedRows(Sequence[Problem]):
     """
 
     def __init__(self, path: Path) -> None:
-        self.manifest = read_manifest(path)
-        self.tests_checked = self.manifest.get("tests_checked") == CODE_TESTS_VERSION
+        check_manifest(path)
         self._path = path
         self._file = pq.ParquetFile(path, page_checksum_verification=True)
-        if self._file.schema_arrow.names not in (SCHEMA.names, EARLIER):
+        if self._file.schema_arrow.names != SCHEMA.names:
             raise ValueError(
                 f"{path}: expected columns {SCHEMA.names}, found {self._file.schema_arrow.names}"
             )
@@ -95,8 +85,7 @@ class PreparedRows(Sequence[Problem]):
         if not 0 <= number < len(self):
             raise IndexError(number)
         group = int(np.searchsorted(self._starts, number, side="right")) - 1
-        row = _problem(self._group(group)[number - int(self._starts[group])])
-        return row if self.tests_checked or row.grader != "code" else replace(row, gold_checked=False)
+        return _problem(self._group(group)[number - int(self._starts[group])])
 
     def __iter__(self) -> Iterator[Problem]:
         return (self[number] for number in range(len(self)))
@@ -156,27 +145,13 @@ class Selection(Sequence[Problem]):
 
 
 def read(path: Path, tally: Tally) -> Iterator[Problem]:
-    """Yield the rows of a prepared file in order."""
-    return usable(PreparedRows(path), path, tally)
+    """Yield the rows of a prepared file in order. None is left out, so ``tally`` stays as it is."""
+    return iter(PreparedRows(path))
 
 
-def usable(rows: PreparedRows, path: Path, tally: Tally) -> Iterator[Problem]:
-    """Yield all rows except those with bad tests, which a file written by an earlier version may hold."""
-    for row in rows:
-        try:
-            if row.grader == "code" and not row.gold_checked:
-                with reading_tests():
-                    CodeTests.from_json(row.gold)
-            yield row
-        except BadRow as bad:
-            tally.drop(f"{path}: {row.row_id}", bad.reason, bad.detail)
-
-
-def read_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest of a prepared file. Raises ValueError if it is missing or describes another file.
-
-    If the manifest has no fingerprint (earlier versions), the whole file is read to compare its sha256.
-    """
+def check_manifest(path: Path) -> None:
+    """Raise ValueError if the manifest of a prepared file is missing, describes another file, or is one of
+    another version of this package, which may have checked the rows by other rules."""
     file = manifest_path(path)
     if not path.is_file() or not file.is_file():
         raise ValueError(
@@ -186,12 +161,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
         manifest = parse_json(file.read_bytes())
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
-    if not isinstance(manifest, dict) or "sha256" not in manifest:
-        raise ValueError(f"{file}: expected a manifest with sha256, found another JSON value")
-    name, digest = ("fingerprint", fingerprint) if "fingerprint" in manifest else ("sha256", sha256)
-    if (found := digest(path)) != manifest[name]:
-        raise ValueError(f"{path}: {name} {found} is not the manifest's {manifest[name]}: prepare it again")
-    return manifest
+    expected = {"version": CODE_TESTS_VERSION, "fingerprint": fingerprint(path)}
+    for name, value in expected.items():
+        actual = manifest.get(name) if isinstance(manifest, dict) else None
+        if actual != value:
+            raise ValueError(f"{file}: expected {name} {value}, found {actual}: prepare {path} again")
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -219,12 +193,12 @@ class PreparedWriter:
         if len(self._rows) == ROWS_PER_GROUP or self._characters >= CHARACTERS_PER_GROUP:
             self._flush()
 
-    def finish(self) -> dict[str, str]:
-        """Close the file, give it its name, and return its digests for the manifest."""
+    def finish(self) -> str:
+        """Close the file, give it its name, and return its fingerprint for the manifest."""
         self._flush()
         self._writer.close()
         self._unfinished.rename(self._path)
-        return {"sha256": sha256(self._path), "fingerprint": fingerprint(self._path)}
+        return fingerprint(self._path)
 
     def abandon(self) -> None:
         self._writer.close()

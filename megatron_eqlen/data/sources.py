@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from megatron_eqlen.data import jsonl, livecodebench, math_sets, opencodereasoning, prepared, reasoning_gym
+from megatron_eqlen.data import jsonl, livecodebench, opencodereasoning, prepared, reasoning_gym
 from megatron_eqlen.data.filters import Exclusion, filter_rows, read_exclusion
 from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.recipe import BenchmarkRecipe, SourceRecipe
@@ -21,18 +21,13 @@ Reader = Callable[[Path, Tally], Iterator[Problem]]
 """(file or folder, tally of the rows left out) -> the rows, streamed."""
 
 PLAIN_READERS: dict[str, Reader] = {
-    "deepmath": math_sets.read_deepmath,
+    "aime25": jsonl.read_aime25,
+    "deepmath": partial(jsonl.read, columns={"answer": "final_answer"}),
+    "hmmt25": partial(jsonl.read, columns={"question": "problem"}),
     "jsonl": jsonl.read,
     "prepared": prepared.read,
-    "aime25": math_sets.read_aime25,
     "reasoning_gym": reasoning_gym.read,
-    "hmmt25": math_sets.read_hmmt25,
 }
-
-OLD_CODE_FILE = (
-    "prepared by an earlier version, which kept problems that stdin and stdout cannot judge (interactive, "
-    "with files, with incomplete tests, with several right outputs): prepare it again"
-)
 
 
 def open_source(source: SourceRecipe, tally: Tally) -> Sequence[Problem]:
@@ -54,17 +49,12 @@ def open_source(source: SourceRecipe, tally: Tally) -> Sequence[Problem]:
 
 
 def _open_prepared(source: SourceRecipe, tally: Tally) -> Sequence[Problem]:
-    """Return the rows of a prepared file that pass the filters. Without filters none is read, if this version
-    prepared the file: it holds no question twice. Filters read questions but no golds, which are most of
-    the file."""
-    path = local_path(source)
-    stored = prepared.PreparedRows(path)
-    if not stored.tests_checked and stored.manifest.get("source", {}).get("reader") == "opencodereasoning":
-        log.warning("%s: %s", path, OLD_CODE_FILE)
-    if stored.tests_checked and not has_filters(source):
+    """Return the rows of a prepared file that pass the filters; the file holds no question twice. Filters
+    read questions but no golds, which are most of the file."""
+    stored = prepared.PreparedRows(local_path(source))
+    if not has_filters(source):
         return stored
-    read = stored.without_golds() if stored.tests_checked else prepared.usable(stored, path, tally)
-    kept = {row.row_id for row in _filtered(source, read, tally)}
+    kept = {row.row_id for row in _filtered(source, stored.without_golds(), tally)}
     numbers = [number for number, row_id in enumerate(stored.row_ids()) if row_id in kept]
     return prepared.Selection(stored, numbers)
 

@@ -15,8 +15,7 @@ import pytest
 
 from megatron_eqlen.data import jsonl, livecodebench, opencodereasoning
 from megatron_eqlen.data.code_sources import SOURCE_SETS, question_and_tests
-from megatron_eqlen.data.prepared import PreparedWriter, manifest_path
-from megatron_eqlen.data.rows import BadRow, Problem, Tally
+from megatron_eqlen.data.rows import BadRow, Tally
 from megatron_eqlen.data.sources import open_source
 from megatron_eqlen.recipe import SourceRecipe
 from megatron_eqlen.rewards.code.tests import CodeTests
@@ -291,16 +290,6 @@ def test_a_codeforces_question_has_its_formats_examples_and_note(tmp_path):
     assert row.question.startswith(text)
 
 
-def test_a_code_file_of_an_earlier_version_is_a_warning(tmp_path, caplog):
-    path = tmp_path / "code.parquet"
-    writer = PreparedWriter(path)
-    writer.write(Problem("r#0", "q", json.dumps({"inputs": ["1"], "outputs": ["1"]}), "code"))
-    manifest = writer.finish() | {"source": {"reader": "opencodereasoning"}, "tests_checked": 1}
-    manifest_path(path).write_text(json.dumps(manifest))
-    open_source(SourceRecipe(name="s", reader="prepared", path=str(path)), Tally())
-    assert f"{path}: prepared by an earlier version" in caplog.text
-
-
 GOOD_TESTS = {"inputs": ["1"], "outputs": ["1"]}
 BAD_TESTS = [
     None,
@@ -338,20 +327,6 @@ def test_bad_tests_in_plain_rows_are_left_out_with_file_row_and_reason(tmp_path,
         ValueError, match=r"code.jsonl: no usable row: 15 of 15 rows are left out: 15 bad_tests"
     ):
         open_source(SourceRecipe(name="s", reader="jsonl", path=str(path)), Tally())
-
-
-def test_bad_tests_in_files_prepared_by_an_earlier_version_are_left_out(tmp_path, caplog):
-    path = tmp_path / "code.parquet"
-    writer = PreparedWriter(path)
-    for number, tests in enumerate([*BAD_TESTS, GOOD_TESTS]):
-        writer.write(Problem(f"r#{number}", "q", json.dumps(tests), "code", gold_checked=True))
-    manifest = {"sha256": writer.finish()["sha256"]}
-    manifest_path(path).write_text(json.dumps(manifest))
-    source, tally = SourceRecipe(name="s", reader="prepared", path=str(path)), Tally()
-    (kept,) = open_source(source, tally)
-    assert kept.row_id == f"r#{len(BAD_TESTS)}"
-    assert tally.dropped == {"bad_tests": len(BAD_TESTS)}
-    assert f"{path}: r#0: left out: bad_tests" in caplog.text
 
 
 def test_malformed_records_of_the_source_sets_are_bad_rows():

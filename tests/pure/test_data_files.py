@@ -11,9 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_eqlen.data import jsonl, livecodebench, math_sets
+from megatron_eqlen.data import jsonl, livecodebench
 from megatron_eqlen.data.files import parse_json, read_records
 from megatron_eqlen.data.rows import BadRow, Tally
+from megatron_eqlen.data.sources import PLAIN_READERS
 
 GOOD = b'{"question": "What is 1 + 1?", "answer": 2}\n'
 
@@ -94,7 +95,7 @@ def test_a_damaged_page_is_named_with_its_row(tmp_path):
     data[start + group.total_compressed_size // 2] ^= 0xFF
     file.write_bytes(data)
     with pytest.raises(ValueError, match=r"train-0\.parquet: row 2\d\d or after: expected parquet data"):
-        list(math_sets.read_deepmath(file, Tally()))
+        list(PLAIN_READERS["deepmath"](file, Tally()))
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, 0.5, 0.999])
@@ -103,7 +104,7 @@ def test_a_truncated_parquet_file_is_named(tmp_path, keep):
     data = file.read_bytes()
     file.write_bytes(data[: keep if isinstance(keep, int) else int(len(data) * keep)])
     with pytest.raises(ValueError, match=r"train-0\.parquet: "):
-        list(math_sets.read_deepmath(file, Tally()))
+        list(PLAIN_READERS["deepmath"](file, Tally()))
 
 
 def test_bytes_in_a_parquet_text_are_named_with_their_row(tmp_path):
@@ -116,7 +117,7 @@ def test_bytes_in_a_parquet_text_are_named_with_their_row(tmp_path):
     with pytest.raises(
         ValueError, match=r"train-0\.parquet: row 300: question: expected UTF-8, found byte 0xff"
     ):
-        list(math_sets.read_deepmath(file, Tally()))
+        list(PLAIN_READERS["deepmath"](file, Tally()))
 
 
 def test_a_column_that_stands_twice_is_refused(tmp_path):
@@ -124,7 +125,7 @@ def test_a_column_that_stands_twice_is_refused(tmp_path):
     names = ["question", "question", "final_answer", "difficulty"]
     pq.write_table(pa.Table.from_arrays(columns, names=names), tmp_path / "train-0.parquet")
     with pytest.raises(ValueError, match=r"expected each column once, found \['question'\]"):
-        list(math_sets.read_deepmath(tmp_path, Tally()))
+        list(PLAIN_READERS["deepmath"](tmp_path, Tally()))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ def test_answers_written_as_numbers_are_read_and_others_counted(tmp_path, answer
         tmp_path / "train-0.parquet", 2, final_answer=pa.array(answers), question=["a", "b"]
     )
     tally = Tally()
-    assert [row.gold for row in math_sets.read_deepmath(file, tally)] == golds
+    assert [row.gold for row in PLAIN_READERS["deepmath"](file, tally)] == golds
     assert tally.dropped.total() == 2 - len(golds)
 
 
