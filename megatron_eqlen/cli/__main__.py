@@ -164,10 +164,6 @@ def _add_parts(verbs: Verbs) -> None:
 def _add_results(verbs: Verbs) -> None:
     report = _add(verbs, "report", "write a run folder's report.html again")
     report.add_argument("run", type=Path, help="run folder")
-    report.add_argument(
-        "--serve", action="store_true", help="show a page instead that follows the run, on this machine only"
-    )
-    report.add_argument("--port", type=int, help="of that page (default 8423; 0: any that is free)")
 
     status = _add(verbs, "status", "where a run stands: step, stage, rate, alive or dead")
     status.add_argument("run", type=Path, help="run folder")

@@ -108,13 +108,6 @@ def convert(arguments: argparse.Namespace) -> int:
 
 
 def report(arguments: argparse.Namespace) -> int:
-    if arguments.serve:
-        from megatron_eqlen.report.server import PORT, serve
-
-        serve(arguments.run, PORT if arguments.port is None else arguments.port)
-        return 0
-    if arguments.port is not None:
-        raise ValueError("--port: expected with --serve")
     from megatron_eqlen.report.page import write_page
 
     print(write_page(arguments.run))

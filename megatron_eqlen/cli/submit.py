@@ -99,7 +99,7 @@ class Submission:
             f"job {job}: {script}\n"
             f"its output   {self.folder.path}/slurm-{job}.out\n"
             f"its state    squeue --job {job}, eqlen status {self.folder.path}\n"
-            f"a live page  eqlen report {self.folder.path} --serve\n"
+            f"its page     eqlen report {self.folder.path}\n"
             f"to stop it   touch {self.folder.stop} (after its step, with a checkpoint), or scancel {job}"
         )
         return 0

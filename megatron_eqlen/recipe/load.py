@@ -62,14 +62,6 @@ def _submitted(folder: Path) -> Any:
     return found[-1].get("recipe") if found else None
 
 
-def may_become_run(folder: Path) -> bool:
-    """Return True if a new run may begin in ``folder``: the folder is missing or holds only what
-    ``slurm/train.sbatch`` puts there. A folder of runs is refused."""
-    if (folder / RECIPE).is_file() or _submitted(folder) is not None:
-        return False
-    return not folder.exists() or (folder.is_dir() and not any(path.is_dir() for path in folder.iterdir()))
-
-
 def _variant(raw: dict[str, Any], recipe: Recipe, keys: tuple[str, ...]) -> dict[str, str]:
     """Return the values of ``keys`` in ``recipe`` that differ from the recipe file without overrides
     (``raw``)."""

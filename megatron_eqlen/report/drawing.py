@@ -2,8 +2,7 @@
 along the width are percentages, so that text keeps its size on a narrow screen.
 
 In a rollout the trunk is one row, and under each B_i stands its leaf A_i. A_i and B_i begin at the same
-position and are equally long, so leaves never overlap. While a stream is harvested, its two open tracks stand
-behind them. A bar is an end of sequence.
+position and are equally long, so leaves never overlap. A bar is an end of sequence.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ def draw(rollout: RolloutView) -> str:
 
 def _rows(rollout: RolloutView) -> list[list[SegmentView]]:
     if not rollout.pairs:
-        return [[segment] for segment in rollout.segments + rollout.opened]
-    trunk = [pair.b for pair in rollout.pairs] + rollout.segments + rollout.opened[:1]
-    return [trunk, [pair.a for pair in rollout.pairs] + rollout.opened[1:]]
+        return [[segment] for segment in rollout.segments]
+    trunk = [pair.b for pair in rollout.pairs] + rollout.segments
+    return [trunk, [pair.a for pair in rollout.pairs]]
 
 
 def _segment(segment: SegmentView, row: int, scale: float) -> str:

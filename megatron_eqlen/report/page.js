@@ -1,10 +1,9 @@
-// Draws the charts of the page with uPlot, and, where a server sent the page, keeps its sections up to date.
+// Draws the charts of the page with uPlot.
 "use strict";
 (() => {
 const at = id => document.getElementById(id);
 const colour = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const DASHES = [[], [8, 5], [2, 4], [10, 4, 2, 4]];  // lines that coincide show each other through the gaps
-const poll = document.currentScript.dataset;
 
 // ---- numbers ---------------------------------------------------------------------------------------------
 
@@ -149,45 +148,4 @@ const drawAll = () => document.querySelectorAll(".chart").forEach(draw);
 for (const id of ["smoothing", "log", "clock"]) at(id)?.addEventListener("input", drawAll);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
 start(document);
-
-// ---- a page that follows a run ---------------------------------------------------------------------------
-
-async function text(where) {
-  const answer = await fetch(where);
-  if (!answer.ok) throw new Error(await answer.text());
-  return answer.text();
-}
-
-function replace(name, section) {
-  const box = at(name), opened = [...box.querySelectorAll("details")].map(one => one.open);
-  const first = box.querySelector(".rollout b")?.textContent;
-  box.innerHTML = section.html;
-  box.dataset.version = section.version;
-  if (name !== "rollouts" || box.querySelector(".rollout b")?.textContent === first)  // new rollouts open as they come
-    box.querySelectorAll("details").forEach((one, n) => { if (n in opened) one.open = opened[n]; });
-  start(box);
-}
-
-async function follow() {
-  const known = Object.fromEntries([...document.querySelectorAll("section")].map(one => [one.id, one.dataset.version]));
-  try {
-    const news = JSON.parse(await text("news?" + new URLSearchParams(known)));
-    for (const [name, section] of Object.entries(news)) replace(name, section);
-    at("lost").textContent = "";
-  } catch (error) {
-    at("lost").textContent = "not up to date: " + error.message;
-  }
-  setTimeout(follow, 1000 * (document.hidden ? poll.pollHidden : poll.poll));
-}
-
-document.addEventListener("click", async event => {
-  const link = event.target.closest("a[data-show]");
-  if (!link || event.ctrlKey || event.metaKey) return;
-  event.preventDefault();
-  try { at("what").innerHTML = await text(link.getAttribute("href")); }
-  catch (error) { at("what").textContent = error.message; }
-  if (!at("shown").open) at("shown").showModal();
-});
-at("close").addEventListener("click", () => at("shown").close());
-if (poll.poll) setTimeout(follow, 1000 * poll.poll);
 })();

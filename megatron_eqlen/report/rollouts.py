@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -21,9 +21,9 @@ from megatron_eqlen.types import Grade, Node, Prompt, Rollout, Segment
 
 Decode = Callable[[TokenIds], str]
 
-Role = Literal["raised", "lowered", "equal", "plain", "open"]
+Role = Literal["raised", "lowered", "equal", "plain"]
 """Effect of training on the segment's probability, by its advantage. ``equal``: compared, but without an
-advantage; ``plain``: not compared; ``open``: not yet a part of a rollout that is being harvested."""
+advantage; ``plain``: not compared."""
 
 Use = Literal["trained", "skipped", "not trained", "not scored", ""]
 """``skipped``: compared, but its weight is 0 (equal rewards). ``not trained``: part of no comparison. Empty
@@ -99,8 +99,6 @@ class RolloutView:
     pairs: list[PairView] = field(default_factory=list)
     segments: list[SegmentView] = field(default_factory=list)
     """Segments outside pairs."""
-    opened: list[SegmentView] = field(default_factory=list)
-    """Tokens of open tracks, which may become any part, the trunk's track first; only during a harvest."""
 
     def all_segments(self) -> list[SegmentView]:
         return [*(side for pair in self.pairs for side in (pair.a, pair.b)), *self.segments]
@@ -234,11 +232,6 @@ def _versions(segment: Segment) -> tuple[int, ...]:
 def _means(segment: Segment) -> dict[str, float]:
     known = {name: segment.tokens[name] for name in SAMPLED if name in segment.tokens and len(segment)}
     return {name: float(v.mean()) for name, v in known.items() if not isinstance(v, Placeholder)}
-
-
-def open_segment(placed: LabeledSegment, decode: Decode) -> SegmentView:
-    """Return the view of a track that is not yet a part of its rollout."""
-    return replace(_segment(placed, decode, Unknown()), role="open")
 
 
 def _own_reward(segment: Segment) -> float | None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import subprocess
-import time
 
 PATIENCE = 10.0
 """Seconds in which SLURM must answer."""
-REMEMBERED = 15.0
-"""Seconds for which an answer is cached: a live page asks each second."""
 GONE = "GONE"
 """State of a job that SLURM no longer knows: it ended a while ago (``MinJobAge``), and is not in the
 accounting."""
@@ -22,11 +18,6 @@ ENDED = {
 
 def job_state(job: str) -> str | None:
     """Return the state of ``job`` in SLURM's words or ``GONE``; None if SLURM cannot be asked."""
-    return _asked(job, int(time.monotonic() / REMEMBERED))
-
-
-@functools.lru_cache(maxsize=16)
-def _asked(job: str, period: int) -> str | None:
     status, said = _ask("squeue", "--noheader", "--states=all", f"--job={job}", "--format=%T")
     if status == 0 and said.split():
         return said.split()[0]

@@ -172,7 +172,7 @@ def _condition(files: RunFolder, recipe: Recipe, holder: dict[str, Any], state: 
     if state.first_error or state.end_error:
         return "failed"
     if not state.started:
-        return "stopped" if holder else "not started"  # of a version that kept no events: nothing says how
+        return "not started"
     return "stopped" if state.ended else "killed"
 
 
@@ -220,11 +220,11 @@ def print_status(folder: Path, as_json: bool = False, console: Console | None = 
         console.print(Text(f"  {name:<11} ").append(text))
 
 
-def page_rows(found: Status, live: bool) -> list[tuple[str, str]]:
-    """Return the rows of the page's card: those of the screen, and the origin of the run. A page that is not
-    ``live`` has times instead of ages, and leaves out rows that hold only while the run trains."""
-    passing = {"state", "job", "now"} if not live and found.condition in ("running", "silent") else set()
-    rows = [(name, str(text)) for name, text in screen_rows(found, ages=live) if name not in passing]
+def page_rows(found: Status) -> list[tuple[str, str]]:
+    """Return the rows of the page's card: those of the screen, and the origin of the run. A page has times
+    instead of ages, and leaves out rows that hold only while the run trains."""
+    passing = {"state", "job", "now"} if found.condition in ("running", "silent") else set()
+    rows = [(name, str(text)) for name, text in screen_rows(found, ages=False) if name not in passing]
     origin = {
         "trained by": found.held_by,
         "command": found.command,

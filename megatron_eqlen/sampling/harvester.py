@@ -96,11 +96,6 @@ class Harvester(Protocol):
         predicted at the position before it)."""
         ...
 
-    def open_tracks(self) -> list[tuple[Track, int]]:
-        """Return the tracks that may grow or wait for others, each with the number of its tokens that are in
-        parts already; the trunk's track of a stream comes first."""
-        ...
-
     def rollout(self, policy_version: int) -> Rollout:
         """Join the parts to a rollout, which is suspended unless it is complete. Called after ``start``."""
         ...

@@ -148,9 +148,6 @@ class IndependentGroup:
     def parts_along(self, track: Track) -> Iterator[tuple[int, RolloutPart, int]]:
         return ((0, part, 1) for part in self.parts)
 
-    def open_tracks(self) -> list[tuple[Track, int]]:
-        return [(track, 0) for track in self.open.values()]
-
     def rollout(self, policy_version: int) -> Group:
         outcome = "suspended" if self.open else None
         header = RolloutHeader(self.prompt, self.index, policy_version, outcome, self.prompt_columns)

@@ -213,9 +213,6 @@ class GrowingTree:
                 ends[part.number] = start + len(part.segment)
                 yield start, part, len(part.segment) if on_path else 1
 
-    def open_tracks(self) -> list[tuple[Track, int]]:
-        return [(track, 0) for track in self.open.values()]
-
     def rollout(self, policy_version: int) -> SampledTree:
         outcome = "suspended" if self.open else None
         header = RolloutHeader(self.prompt, self.index, policy_version, outcome, self.prompt_columns)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,6 @@ from megatron_eqlen.report.charts import Chart
 from megatron_eqlen.report.compare import budget_notes
 from megatron_eqlen.report.run_groups import BASE, Group, read_run
 from megatron_eqlen.report.tables import Column, Table
-from megatron_eqlen.report.template import environment
 from megatron_eqlen.sweep.cells import Plan
 from megatron_eqlen.sweep.schema import SummaryRecipe, SweepRecipe, TableRecipe
 
@@ -142,7 +140,7 @@ def _count(found: Sequence[Group], model: str, method: str) -> int:
 
 
 def write(plan: Plan) -> list[Path]:
-    """Write the tables as text, Markdown, LaTeX and JSON, all in one page, and for each model a sheet of
+    """Write the tables as text, Markdown, LaTeX and JSON, and for each model a sheet of
     figures, into the sweep's folder.
 
     Raises ValueError if no run has ended, or if the summary names a chart that does not exist.
@@ -152,7 +150,7 @@ def write(plan: Plan) -> list[Path]:
         raise ValueError(f"{plan.sweep.path}: expected runs that have ended, found none")
     made, about = tables(plan.sweep, found), _about(plan.sweep, found)
     folder = plan.sweep.path
-    paths = [folder / f"tables.{ending}" for ending in (*FORMATS, "json")] + [folder / "index.html"]
+    paths = [folder / f"tables.{ending}" for ending in (*FORMATS, "json")]
     for ending, of in FORMATS.items():
         comment = "% " if ending == "tex" else ""
         text = "\n\n".join([*map(of, made), *(comment + note for note in about)])
@@ -160,7 +158,6 @@ def write(plan: Plan) -> list[Path]:
     write_text(folder / "tables.json", formats.as_json(made))
     paths += _picture_of_drift(plan.sweep, made)
     models = _figures(plan.sweep, found)
-    write_text(folder / "index.html", _page(plan, found, made, about, models))
     for model, charts in models.items():
         axis = plan.sweep.match if plan.sweep.match in charts else "steps"
         title = f"{plan.sweep.called(model)}, over {UNITS[axis]}"
@@ -221,30 +218,3 @@ def _summary(sweep: SweepRecipe, summary: SummaryRecipe, charts: Sequence[Chart]
         replace(chart, series=[series for series in chart.series if series.name in lines])
         for chart in map(by_title.__getitem__, summary.charts)
     ]
-
-
-def _page(
-    plan: Plan,
-    found: Sequence[Group],
-    made: Sequence[Table],
-    about: Sequence[str],
-    models: dict[str, dict[str, list[Chart]]],
-) -> str:
-    sweep, methods = plan.sweep, [group for group in found if group.method != BASE]
-    drawn = {axis for charts in models.values() for axis in charts}
-    runs = [
-        (group, run, os.path.relpath(run.folder / "report.html", sweep.path))
-        for group in methods
-        for run in group.runs
-    ]
-    page = environment(grid=lambda table: formats.grid(table.rows)).get_template("sweep.html.jinja")
-    return page.render(
-        title=sweep.name,
-        poll=None,
-        about=about,
-        about_bands=ABOUT_BANDS,
-        tables=made,
-        models={sweep.called(model): charts for model, charts in models.items()},
-        axes={axis: unit for axis, unit in UNITS.items() if axis in drawn},
-        runs=runs,
-    )

@@ -13,7 +13,6 @@ import pytest
 from tests.kit import ROOT
 from tests.kit.jobs import Job, start
 from tests.kit.processes import are_gone, within
-from tests.kit.report_runs import recipe, write_run
 
 LAUNCH = """
 import sys
@@ -140,16 +139,6 @@ sys.exit(main(sys.argv[2:]))
 """
     words = [sys.executable, "-c", code, module, *command]
     return subprocess.run(words, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True)
-
-
-def test_ctrl_c_ends_a_live_page_in_one_line(tmp_path):
-    job = start(
-        "-m", "megatron_eqlen.cli", "report", write_run(tmp_path, recipe(tmp_path)), "--serve", "--port=0"
-    )
-    assert within(60, lambda: "live on" in job.stdout)
-    send(job, signal.SIGINT)
-    assert job.wait() == 130
-    assert job.stderr == "eqlen: ended by SIGINT\n"
 
 
 def test_a_reader_that_leaves_ends_a_command_without_a_word(tmp_path):

@@ -77,4 +77,4 @@ def test_a_sweep_goes_on_where_it_was_killed_and_matches_what_the_reference_spen
     assert answers[0] == answers[1]
     said = capsys.readouterr().out
     assert "[2/2] recipe/grpo-seed0 ended after" in said
-    assert "EqLen-GRPO" in (home / "sweep/index.html").read_text()
+    assert "EqLen-GRPO" in (home / "sweep/tables.md").read_text()

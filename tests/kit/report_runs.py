@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,10 @@ from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.processes import events
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.load import dump
-from megatron_eqlen.rollout.record.recorder import Recorder, record, record_grades
-from megatron_eqlen.sampling.equal_length.dual_track import DualTrack
-from megatron_eqlen.sampling.track import Track
+from megatron_eqlen.rollout.record.recorder import record
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.toys.tokenizer_maker import write_hf_tokenizer
-from megatron_eqlen.types import Delta, Grade, Group, Pair, Prompt, Rollout, SampledTree, Segment, Stream
-from tests.kit.processes import within
+from megatron_eqlen.types import Grade, Group, Pair, Prompt, Rollout, SampledTree, Segment, Stream
 
 RIGHT, WRONG = Grade(1.0, "correct", "7"), Grade(0.0, "wrong", "<b>8</b>")
 
@@ -102,65 +98,3 @@ def leave_a_span(run: Path, step: int, stage: str, began: float, ended: float) -
 def charts_of(html: str) -> list[dict[str, Any]]:
     """Return the data from which a page's charts are drawn."""
     return [json.loads(unescape(data)) for data in re.findall(r"data-chart='([^']*)'", html)]
-
-
-class Harvesting:
-    """A harvest of one stream in a step's folder of a run, whose tracks get tokens as they are fed, after the
-    tokens of ``carried`` tracks."""
-
-    def __init__(
-        self,
-        run: Path,
-        step: int,
-        recipe: Recipe,
-        eos_token_ids: frozenset[int],
-        carried: Sequence[Track] = (),
-    ) -> None:
-        self.carried = {track.name: track for track in carried}
-        self.path = run / f"streams/step-{step:08d}/rank-0.arrow"
-        self.recorder = Recorder(self.path)
-        self.harvester = DualTrack(prompt(1), 0, recipe.rollout.max_response_length, eos_token_ids, 0)
-        self.tracks: list[Track] = []
-        self._launch(self.harvester.start())
-        self._advance()
-
-    def feed(self, number: int, *token_ids: int) -> None:
-        """Add tokens to track ``number`` and flush everything to disk."""
-        tokens = list(token_ids)
-        if self.tracks[number].extend(Delta("", tokens, {"logprobs": [-1.0] * len(tokens)}), 0):
-            self._advance()
-        self.tick()
-
-    def suspend(self) -> None:
-        """Suspend the rollouts for the next step, without grades."""
-        rollout = self.harvester.rollout(0)
-        self.recorder.rollout_suspended(rollout, 0, self.tracks)
-        self.tick()
-        self.recorder.close()
-        record_grades(self.path, [rollout])
-
-    def tick(self) -> None:
-        self.recorder.decode_step_finished(last=True)
-        assert within(60, lambda: self.recorder._writing is None or self.recorder._writing.done())
-
-    def end(self) -> None:
-        """End the harvest with all responses graded as right."""
-        self.harvester.cut()
-        rollout = self.harvester.rollout(0)
-        self.recorder.rollout_completed(rollout, 0)
-        self.tick()
-        self.recorder.close()
-        for ended, _ in rollout.ended():
-            ended.grade = RIGHT
-        record_grades(self.path, [rollout])
-
-    def _advance(self) -> None:
-        while launched := self.harvester.advance():
-            self._launch(launched)
-
-    def _launch(self, tracks: list[Track]) -> None:
-        for track in tracks:
-            self.recorder.track_launched(track)
-            if track.name in self.carried:
-                track.resume(self.carried[track.name].tokens[:])
-        self.tracks += tracks

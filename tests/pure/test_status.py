@@ -25,7 +25,6 @@ from megatron_eqlen.processes.events import EventWriter
 from megatron_eqlen.processes.hold import FILE, Hold
 from megatron_eqlen.processes.timeline import Timeline
 from megatron_eqlen.recipe.budget import Budget
-from megatron_eqlen.report import slurm_state
 from megatron_eqlen.report.metrics import MetricsWriter
 from megatron_eqlen.report.progress import Progress
 from megatron_eqlen.report.run_folder import RunFolder
@@ -257,20 +256,19 @@ def test_a_run_says_with_what_it_was_started(run, monkeypatch):
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert head.stdout.startswith(found.commit.split()[0])
     assert found.versions["torch"] == metadata.version("torch")
-    shown = dict(page_rows(found, live=False))
+    shown = dict(page_rows(found))
     assert shown["command"] == found.command
     assert f"process {os.getpid()} on {socket.gethostname()}" in shown["trained by"]
     assert f"torch {metadata.version('torch')}" in shown["versions"]
 
 
-def test_a_page_that_is_not_live_has_times_in_place_of_ages(run):
+def test_a_page_has_times_in_place_of_ages(run):
     """The page is read long after the run wrote it at its end."""
     life = Life(run)
     life.steps(4)
     with life.timeline.span("evaluate"):
         found = life.wait_until(lambda state: state.stages)
-        assert "evaluate for " in dict(page_rows(found, live=True))["now"]
-        written = dict(page_rows(found, live=False))
+        written = dict(page_rows(found))
     assert not {"state", "now"} & {*written}
     assert written["last step"].startswith(time.strftime("%Y-%m-%d %H:", time.localtime(found.last_step)))
     assert " ago" not in " ".join(written.values())
@@ -330,25 +328,6 @@ def test_a_run_that_was_taken_over_says_nothing_more(run, monkeypatch):
     ours.check()
 
 
-def test_a_folder_of_a_version_without_events_says_what_its_other_files_say(run):
-    """Its run is resumed as any other: checkpoints and metrics have the forms that they had."""
-    Hold(run)._file.close()
-    steps = [{"step": 1, "time": 9.0, "reward/mean": 0.5, "spans": [{"stage": "train", "began": 1.0}]}]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    for name in ("state.json", "submitted.json", "first_error.txt", "given_up.txt", ".stalled", ".saved"):
-        (run / name).write_text("2")
-    found = status(run)
-    assert (found.condition, found.steps, found.metrics) == ("stopped", 1, {"reward/mean": 0.5})
-    assert "1 of 20 steps" in screen(run)
-    made = recipe(run.parent, run_dir=str(run))
-    write_run(run, made)
-    hold = RunFolder(made).open(made)
-    assert status(run).condition == "running"
-    hold.check()
-    MetricsWriter(run, 1).close()
-    assert "spans" not in (run / "metrics.jsonl").read_text()
-
-
 def test_json_has_all_of_it_and_a_folder_that_is_no_run_is_named(run, capsys):
     assert main(["status", str(run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -360,7 +339,6 @@ def test_json_has_all_of_it_and_a_folder_that_is_no_run_is_named(run, capsys):
 
 def slurm(folder: Path, monkeypatch, squeue: str, sacct: str = "exit 1") -> None:
     """Put stand-ins for SLURM's commands first on the PATH."""
-    slurm_state._asked.cache_clear()
     (folder / "bin").mkdir(exist_ok=True)
     for name, text in {"squeue": squeue, "sacct": sacct}.items():
         (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
@@ -399,7 +377,6 @@ def test_a_job_that_slurm_told_to_end_is_cancelled_unless_it_waits_to_start_agai
     Life(run).cut_off()
     events.append(run, "cancelled", text="SLURM told job 12 to end")  # as slurm/train.sbatch does
     monkeypatch.setenv("PATH", "/nowhere")
-    slurm_state._asked.cache_clear()
     assert status(run).condition == "cancelled"
     assert "SLURM told job 12 to end" in screen(run)
     slurm(run.parent, monkeypatch, "echo PENDING")

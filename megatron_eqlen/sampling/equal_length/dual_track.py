@@ -129,9 +129,6 @@ class DualTrack:
             yield start, part, len(part.segment) if on_path else 1
             start += len(part.segment) if on_path else 0
 
-    def open_tracks(self) -> list[tuple[Track, int]]:
-        return [(open_track.track, open_track.start) for open_track in self.open]
-
     def rollout(self, policy_version: int) -> Stream:
         outcome = self.outcome or "suspended"
         header = RolloutHeader(self.prompt, self.index, policy_version, outcome, self.prompt_columns)
