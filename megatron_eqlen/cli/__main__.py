@@ -169,11 +169,6 @@ def _add_results(verbs: Verbs) -> None:
     status.add_argument("run", type=Path, help="run folder")
     status.add_argument("--json", action="store_true", help="print everything as JSON")
 
-    push = _add(verbs, "push", "upload an ended run's model and its card to the Hugging Face Hub")
-    push.add_argument("run", type=Path, help="run folder")
-    push.add_argument("--to", metavar="ORG/NAME", help="repository (default: your own, MODEL-METHOD)")
-    push.add_argument("--public", action="store_true", help="make a new repository public")
-
     compare = _add(verbs, "compare", "print runs side by side: accuracy, difference, efficiency")
     compare.add_argument("runs", type=Path, nargs="+", help="run folders, or folders that contain some")
     compare.add_argument(

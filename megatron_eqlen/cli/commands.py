@@ -121,13 +121,6 @@ def status(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def push(arguments: argparse.Namespace) -> int:
-    from megatron_eqlen.report.model_card import push
-
-    print(push(arguments.run, arguments.to, arguments.public))
-    return 0
-
-
 def compare(arguments: argparse.Namespace) -> int:
     _must_exist(*arguments.runs)
     from megatron_eqlen.report.compare import compare_runs

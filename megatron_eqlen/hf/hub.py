@@ -149,21 +149,6 @@ def model_files(names: Sequence[str]) -> list[str]:
     return chosen
 
 
-def upload(folder: Path, name: str, private: bool, message: str) -> str:
-    """Upload a model's folder to the repository ``name``, which is made if there is none; return the commit's
-    address. A name without an organisation belongs to the user who is logged in. Raises HubError."""
-    api = HfApi()
-    try:
-        repo = api.create_repo(name, private=private, exist_ok=True)
-        return str(
-            api.upload_folder(repo_id=repo.repo_id, folder_path=folder, commit_message=message).commit_url
-        )
-    except HfHubHTTPError as error:
-        raise HubError(f"{name} on {constants.ENDPOINT}: {_answer(error)}") from None
-    except (OfflineModeIsEnabled, httpx.TransportError) as error:
-        raise HubError(f"{name} on {constants.ENDPOINT}: {_cause(error)}") from None
-
-
 class _Bar(tqdm):
     """A progress bar, on a terminal and for one process of a machine only."""
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
 from megatron_eqlen.evaluation.result import EvaluationResult, compare
 from megatron_eqlen.files import write_text
-from megatron_eqlen.hf.hub import upload
 from megatron_eqlen.metrics import spent
 from megatron_eqlen.recipe import ModelRecipe, Recipe, SourceRecipe
 from megatron_eqlen.recipe.inputs import hub_repo
-from megatron_eqlen.recipe.load import dump, load_run
+from megatron_eqlen.recipe.load import load_run
+from megatron_eqlen.recipe.yaml_values import to_yaml
 from megatron_eqlen.report.evaluations import evaluations
 from megatron_eqlen.report.metrics import read_metrics
 from megatron_eqlen.report.run_folder import versions
 
 TASK = "text-generation"
+OWN = ("cluster", "run_dir", "inputs_from", "report", "profile")
+"""Sections of a recipe about the place where it ran: accounts, partitions, folders."""
 
 
 def write_model_card(run_folder: Path) -> Path:
@@ -36,23 +39,12 @@ def write_model_card(run_folder: Path) -> Path:
         f"{outcome}.",
         f"## Data\n\n{_sources(recipe)}",
         *(["## Evaluation\n\n" + _table(before, after)] if after else []),
-        f"## Recipe\n\n```yaml\n{dump(recipe).strip()}\n```",
+        f"## Recipe\n\n```yaml\n{to_yaml(_published(recipe)).strip()}\n```",
         f"## Made with\n\n{_versions()}",
     ])  # fmt: skip
     card = run_folder / "export" / "README.md"
     write_text(card, text + "\n")
     return card
-
-
-def push(run_folder: Path, to: str | None = None, public: bool = False) -> str:
-    """Upload a run's exported model with its card; return the commit's address. ``to``: ``ORG/NAME``, default
-    the card's title, among the user's own models. Raises ValueError if the run has exported no model."""
-    export = run_folder / "export"
-    if not export.is_dir():
-        raise ValueError(f"{run_folder}: expected the folder of an ended run, with export/, found none")
-    write_model_card(run_folder)
-    recipe = load_run(run_folder)
-    return upload(export, to or _name(recipe), not public, f"{recipe.method}, seed {recipe.seed}")
 
 
 def _data(recipe: Recipe, after: list[EvaluationResult]) -> ModelCardData:
@@ -95,6 +87,25 @@ def _sources(recipe: Recipe) -> str:
 def _place(section: ModelRecipe | SourceRecipe) -> str:
     """Return a name on the hub with its commit, or the name of a local file or folder."""
     return str(hub_repo(section) or Path(section.path).resolve().name)
+
+
+def _published(recipe: Recipe) -> dict[str, Any]:
+    """Return the recipe without what is about the place where it ran: addresses go, local paths become
+    names."""
+    keys = recipe.model_dump(mode="json", exclude={*OWN})
+    keys["rollout"]["servers"] = []
+    keys["reward"]["sandbox_url"] = None
+    return _named(keys)
+
+
+def _named(value: Any) -> Any:
+    """Return plain data with the last part of each local path in place of the path."""
+    if isinstance(value, dict):
+        return {key: _named(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_named(item) for item in value]
+    is_local = isinstance(value, str) and "/" in value and (value[0] in "/~." or Path(value).exists())
+    return Path(value).name if is_local else value
 
 
 def _table(before: list[EvaluationResult], after: list[EvaluationResult]) -> str:

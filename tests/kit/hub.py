@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import re
@@ -31,7 +30,6 @@ class Hub:
         self.answer: tuple[int, str] | None = None
         """Status and message for every request about a repository, in place of its contents."""
         self.requests: list[str] = []
-        self.created: list[dict[str, Any]] = []
 
     def commit(self, kind: str, name: str, files: Files) -> str:
         """Make ``files`` the newest commit of a repository's branch ``main``; return its hash."""
@@ -40,10 +38,6 @@ class Hub:
         commits[commit] = files
         self.branches.setdefault((kind, name), {})["main"] = commit
         return commit
-
-    def files(self, kind: str, name: str) -> Files:
-        """Return the files of the branch ``main``."""
-        return self.commits[kind, name][self.branches[kind, name]["main"]]
 
 
 @contextmanager
@@ -85,43 +79,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self._note()
-        if path == "/api/whoami-v2":
-            return self._json({"name": "ann", "type": "user", "orgs": [], "auth": {"type": "access_token"}})
         if found := re.fullmatch(r"/api/(model|dataset)s/([^/]+/[^/]+)(?:/(revision|tree)/(.+))?", path):
             return self._repo(found[1], found[2], found[3], unquote(found[4] or "main"))
         if found := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             return self._file("dataset" if found[1] else "model", found[2], found[3], unquote(found[4]))
         return self._refuse(404, "EntryNotFound")
-
-    def do_POST(self) -> None:
-        path = self._note()
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if path == "/api/repos/create":
-            self.hub.created.append(json.loads(body))
-            asked = self.hub.created[-1]
-            name = f"{asked.get('organization') or 'ann'}/{asked['name']}"
-            self.hub.commit(asked.get("type") or "model", name, {})
-            return self._json({"url": f"http://{self.headers['Host']}/{name}"})
-        if path == "/api/validate-yaml":
-            return self._json({"errors": [], "warnings": []})
-        if path.endswith("/preupload/main"):
-            files = json.loads(body)["files"]
-            kept = [
-                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False, "oid": None}
-                for file in files
-            ]
-            return self._json({"files": kept})
-        found = re.fullmatch(r"/api/(model|dataset)s/([^/]+/[^/]+)/commit/main", path)
-        assert found, path
-        lines = [json.loads(line) for line in body.splitlines()]
-        files = {
-            line["value"]["path"]: base64.b64decode(line["value"]["content"])
-            for line in lines
-            if line["key"] == "file"
-        }
-        commit = self.hub.commit(found[1], found[2], files)
-        url = f"http://{self.headers['Host']}/{found[2]}/commit/{commit}"
-        return self._json({"success": True, "commitOid": commit, "commitUrl": url, "hookOutput": ""})
 
     def _repo(self, kind: str, name: str, what: str | None, revision: str) -> None:
         if not (found := self._commit(kind, name, revision)):

@@ -2,14 +2,11 @@
 
 import dataclasses
 
-import pytest
 from huggingface_hub import ModelCard
 
-from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.evaluation.result import Answers, EvaluationResult, compare, write_results
 from megatron_eqlen.report.metrics import MetricsWriter
-from megatron_eqlen.report.model_card import push, write_model_card
-from tests.kit.hub import Hub, serving, use
+from megatron_eqlen.report.model_card import write_model_card
 from tests.kit.report_runs import recipe, write_run
 
 
@@ -45,24 +42,18 @@ def test_the_hub_finds_the_accuracies_and_people_the_change(tmp_path):
     assert "- sums: `sums.parquet`, read as deepmath" in read.text
 
 
-@pytest.mark.parametrize(("to", "name"), [(None, "ann/Qwen3-Tiny-eqlen-grpo"), ("lab/best", "lab/best")])
-def test_push_uploads_the_export_with_its_card_to_a_private_repository(
-    tmp_path, monkeypatch, capsys, to, name
-):
-    card, *_ = exported(tmp_path, evaluated=True)
-    (card.parent / "model.safetensors").write_bytes(b"weights")
-    hub = Hub()
-    with serving(hub) as address:
-        use(monkeypatch, address, tmp_path / "cache")
-        assert cli.main(["push", str(tmp_path / "run"), *(["--to", to] if to else [])]) == 0
-    assert capsys.readouterr().out.startswith(f"{address}/{name}/commit/")
-    assert hub.created[0]["visibility"] == "private"
-    assert hub.files("model", name) == {"README.md": card.read_bytes(), "model.safetensors": b"weights"}
-
-
-def test_a_run_that_has_exported_nothing_cannot_be_pushed(tmp_path):
-    with pytest.raises(ValueError, match="expected the folder of an ended run, with export/, found none"):
-        push(write_run(tmp_path / "run", recipe(tmp_path)))
+def test_the_card_has_no_address_account_or_local_path(tmp_path):
+    where = {
+        "cluster": {"account": "secret-account", "partition": "secret-partition"},
+        "run_dir": str(tmp_path / "run"),
+        "reward": {"sandbox_url": "http://secret-host:1"},
+    }
+    run = write_run(tmp_path / "run", recipe(tmp_path / "Qwen3-Tiny", **where))
+    (run / "export").mkdir()
+    text = write_model_card(run).read_text()
+    assert "secret" not in text
+    assert str(tmp_path) not in text
+    assert "path: Qwen3-Tiny" in text
 
 
 def test_a_run_without_benchmarks_has_a_card_too(tmp_path):
