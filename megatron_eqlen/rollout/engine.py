@@ -32,12 +32,6 @@ TICKET = "eqlen_ticket"
 """Key in the same place of a request to a server, for a name that no other request has: vLLM makes ids of its
 own, and ours come again with the next attempt at a step."""
 
-PROBE = (1, 2, 3, 4), 4
-"""Token ids and most new tokens of ``Engine.probe``: less than a block of any prefix cache."""
-
-Answer = tuple[tuple[int, ...], tuple[float, ...]]
-"""New token ids and their log-probs."""
-
 
 class EngineError(ExpectedError):
     """An engine died, hangs, or broke the protocol; tokens harvested before stay recorded."""
@@ -101,11 +95,6 @@ class Engine(Decoder, Protocol):
         missing or misshapen weights; the engine then refuses requests until an update succeeds."""
         ...
 
-    def probe(self) -> dict[str, Answer]:
-        """Return the continuation of ``PROBE`` by each replica, by the replica's name: the same to the bit as
-        long as it computes with the same weights. Requires that no request is unfinished."""
-        ...
-
     def reset_cache(self) -> None:
         """Forget cached prefixes."""
         ...
@@ -124,13 +113,6 @@ class Engine(Decoder, Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-def answer_of(deltas: Iterable[Delta]) -> Answer:
-    """Return all tokens that one request got."""
-    deltas = list(deltas)
-    token_ids = tuple(token for delta in deltas for token in delta.token_ids)
-    return token_ids, tuple(logprob for delta in deltas for logprob in delta.columns["logprobs"])
 
 
 def path_start(token_ids: Sequence[int], path_rows: int) -> int:
@@ -199,9 +181,6 @@ class IdleEngine:
         for _ in named_tensors:  # exporting weights is collective: every rank must take part
             pass
         self.policy_version = policy_version
-
-    def probe(self) -> dict[str, Answer]:
-        return {}
 
     def reset_cache(self) -> None: ...
     def sleep(self) -> None: ...

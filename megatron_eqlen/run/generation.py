@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
@@ -24,7 +23,7 @@ from megatron_eqlen.evaluation.evaluate import evaluate
 from megatron_eqlen.evaluation.result import EvaluationResult
 from megatron_eqlen.files import step_name
 from megatron_eqlen.hf.folder import HFFolder
-from megatron_eqlen.metrics import ENGINE_PROBE_SECONDS, at_once
+from megatron_eqlen.metrics import at_once
 from megatron_eqlen.objectives import dynamic_sampling
 from megatron_eqlen.objectives.units import due_rollouts
 from megatron_eqlen.processes import distributed
@@ -46,7 +45,6 @@ from megatron_eqlen.rollout.record.reader import (
     step_files,
 )
 from megatron_eqlen.rollout.record.recorder import Recorder, record_grades
-from megatron_eqlen.rollout.sync_check import SyncCheck, SyncError
 from megatron_eqlen.run.replicas import Replicas, shared
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Batch, Step
@@ -149,7 +147,6 @@ class Generator(InTurn):
         session.watchdog.add_facts(lambda: {"engine": self.engine.state()})
         self.patience = self.recipe.rollout.request_timeout
         """Seconds after which a silent engine is given up."""
-        self.sync_check = SyncCheck(quantized=self.recipe.rollout.quantization is not None)
         self.watch = MismatchWatch(self.recipe.rollout.mismatch)
         self.suspended: dict[RolloutKey, RolloutOrigin] = {}
         self.resumed: dict[RolloutKey, RolloutOrigin] = {}
@@ -213,7 +210,6 @@ class Generator(InTurn):
             self.recorded = step.number, agree(lambda: recorded_files(self.streams / step.name))
         plan = self._plan(step, mine)
         self.session.scorer.begin_ended(replicas.part(plan.progress.rollouts))
-        probed = self._probe()
         with (
             self.session.stage("harvest", self.patience) as seconds,
             ExitStack() as files,
@@ -227,7 +223,7 @@ class Generator(InTurn):
         combined = replicas.combine(metrics)  # every rank has read the files that are removed now
         if distributed.is_rank0() and not self.recipe.rollout.carry_over:
             remove_open_tracks(self.recorded[1], {prompt.prompt_id for prompt in prompts})
-        measured = combined | probed | seconds | position_metrics(position)
+        measured = combined | seconds | position_metrics(position)
         return Batch(rollouts, measured, position, prompts)
 
     def _plan(self, step: Step, prompts: list[Prompt]) -> HarvestPlan:
@@ -271,7 +267,6 @@ class Generator(InTurn):
     def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult:
         """Evaluate a benchmark with the engine's current weights."""
         session = self.session
-        self._probe()
         return evaluate(
             self.engine,
             benchmark,
@@ -295,23 +290,8 @@ class Generator(InTurn):
     def update_weights(self, policy: Policy) -> Metrics:
         with self.session.stage("sync", self.patience) as seconds:
             self.engine.wake()
-            self.engine.update_weights(self.sync_check.passing(policy.weights()), policy.version)
+            self.engine.update_weights(policy.weights(), policy.version)
         return seconds
-
-    def _probe(self) -> Metrics:
-        """Check, once after each sync, that the engine's answers changed; return the time it took. Raises
-        SyncError, on every rank, naming the replica."""
-        if not self.sync_check.due:
-            return {}
-        started = time.perf_counter()
-        mine = self.sync_check.stale(self.engine.probe())
-        named = [f"{name}, driven by rank {dist.get_rank()}" for name in mine]
-        if stale := gather(named if self.session.replicas.leads else []):
-            raise SyncError(
-                f"the weight sync had no effect on {'; '.join(stale)}: the answer to a fixed prompt has not "
-                f"changed by one bit, though most of the weights that were sent have"
-            )
-        return {ENGINE_PROBE_SECONDS: time.perf_counter() - started}
 
     def disagreement(self, mismatch: float | None) -> str | None:
         return self.watch.see(mismatch) if self.recipe.rollout.comparable else None

@@ -29,7 +29,6 @@ from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.partial import HarvestProgress, RolloutOrigin
 from megatron_eqlen.rollout.record.reader import read_progress
 from megatron_eqlen.rollout.record.recorder import Recorder
-from megatron_eqlen.rollout.sync_check import SyncCheck
 from megatron_eqlen.rollout.vllm import client
 from megatron_eqlen.rollout.vllm.client import ServerEngine
 from megatron_eqlen.rollout.vllm.server import pool, replica
@@ -196,20 +195,8 @@ def test_two_servers_harvest_what_one_process_does_through_a_sync_and_a_death(se
     assert metrics["engine/preemptions"] == 0
 
     begin_a_sync_and_die(remote)
-    check, send = SyncCheck(), remote.sender.send
-    before = load_file(folder("qwen3_moe", 0) / "model.safetensors")
-    for seed in (0, 2, 1):
-        sent = load_file(folder("qwen3_moe", seed) / "model.safetensors")
-        with monkeypatch.context() as planted:
-            if seed == 2:
-                planted.setattr(remote.sender, "send", lambda stream: (list(stream), send(before.items()))[1])
-            remote.update_weights(check.passing(sent.items()), 1)
-        assert check.stale(remote.probe()) == (list(servers) if seed == 2 else [])
+    remote.update_weights(iter(weights.items()), 1)
     local.update_weights(iter(weights.items()), 1)
-    (alone,) = local.probe().values()
-    for token_ids, logprobs in remote.probe().values():
-        assert token_ids == alone[0]
-        assert logprobs == pytest.approx(alone[1], abs=2e-5)
     expected, _ = harvest(local, HarvestPlan(PROMPTS, recipe, EOS, seed=harvest_seed(recipe, 0)))
     complete, carried, metrics = suspended(remote, recipe, tmp_path)
     assert sum(rollout.earlier_tokens > 0 for rollout in carried.partial) > 1

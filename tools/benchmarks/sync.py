@@ -10,7 +10,6 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from megatron_eqlen.metrics import ENGINE_SYNC_SECONDS, ENGINE_SYNC_SENT_BYTES
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout.engine import Engine
-from megatron_eqlen.rollout.sync_check import SyncCheck
 from megatron_eqlen.rollout.vllm.client import ServerEngine
 from tools.benchmarks.servers import running
 from tools.benchmarks.table import show
@@ -92,8 +90,7 @@ def colocated(model: Path) -> Engine:
 def measure(
     name: str, engine: Engine, weights: dict[str, Tensor], repeat: int, workers: int = 1
 ) -> dict[str, Any]:
-    """Return medians of ``repeat`` syncs after a warm-up, and the additional cost of ``SyncCheck``, measured
-    once."""
+    """Return medians of ``repeat`` syncs after a warm-up."""
     seconds, processor, sent = [], [], 0.0
     for version in range(1, repeat + 2):
         before = time.process_time()
@@ -102,11 +99,6 @@ def measure(
         metrics = engine.metrics()
         seconds.append(metrics[ENGINE_SYNC_SECONDS])
         sent = metrics.get(ENGINE_SYNC_SENT_BYTES, 0.0)
-    started = time.perf_counter()
-    deque(SyncCheck().passing(weights.items()), maxlen=0)
-    digested = time.perf_counter()
-    engine.probe()
-    probed = time.perf_counter()
     engine.close()
     took = statistics.median(seconds[1:])
     size = sum(weight.nbytes for weight in weights.values()) / 1e9
@@ -118,6 +110,4 @@ def measure(
         "GB sent": sent / 1e9,
         "GB sent per worker": sent / 1e9 / workers,
         "copies sent": sent / 1e9 / size,
-        "digest seconds": digested - started,
-        "probe seconds": probed - digested,
     }

@@ -33,7 +33,7 @@ from megatron_eqlen.metrics import (
     ENGINE_SYNC_SENT_BYTES,
 )
 from megatron_eqlen.recipe import RolloutRecipe
-from megatron_eqlen.rollout.engine import PROBE, Answer, Delta, EngineError, answer_of, check_request
+from megatron_eqlen.rollout.engine import Delta, EngineError, check_request
 from megatron_eqlen.rollout.vllm.server.generate_api import (
     PATH,
     cached_tokens,
@@ -185,20 +185,6 @@ class ServerEngine:
             ENGINE_SYNC_BYTES: self.weights.bytes_seen,
             ENGINE_SYNC_SENT_BYTES: self.sent_bytes,
         }
-
-    def probe(self) -> dict[str, Answer]:
-        with self.busy:
-            assert not self.has_unfinished
-            token_ids, most = PROBE
-            name = f"probe-{self.weight_version}"
-            body = request_body(name, list(token_ids), self.sampling, most, seed=0, ticket=name)
-
-            async def ask(replica: ServerReplica) -> tuple[str, Answer]:
-                async with aclosing(replica.events(PATH, body, self.pool.silence)) as events:
-                    deltas = [read_event(name, event) async for event in events if event.get("choices")]
-                return replica.url, answer_of(deltas)
-
-            return dict(self.pool.each("probe", ask))
 
     def reset_cache(self) -> None:
         self.pool.post("reset_prefix_cache")

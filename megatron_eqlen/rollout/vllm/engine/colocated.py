@@ -24,7 +24,7 @@ from megatron_eqlen.metrics import (
     ENGINE_SYNC_SECONDS,
 )
 from megatron_eqlen.recipe import RolloutRecipe
-from megatron_eqlen.rollout.engine import PROBE, Answer, Delta, EngineError, answer_of, check_request
+from megatron_eqlen.rollout.engine import Delta, EngineError, check_request
 from megatron_eqlen.rollout.vllm.engine.containment import importing_vllm
 from megatron_eqlen.rollout.weights import WeightTable
 from megatron_eqlen.types import Metrics
@@ -111,15 +111,6 @@ class ColocatedEngine:
             ENGINE_SYNC_SECONDS: time.perf_counter() - start,
             ENGINE_SYNC_BYTES: self.weights.bytes_seen,
         }
-
-    def probe(self) -> dict[str, Answer]:
-        assert not self.requests
-        token_ids, most = PROBE
-        self.submit("probe", list(token_ids), most, seed=0)
-        deltas: list[Delta] = []
-        while self.requests:
-            deltas += self.step()
-        return {"the engine in the training processes": answer_of(deltas)}
 
     def reset_cache(self) -> None:
         lifecycle.reset_cache(self.core)
