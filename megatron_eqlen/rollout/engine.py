@@ -28,11 +28,6 @@ torch generator of it and rewinds that when a prefill takes several steps, which
 from it."""
 
 
-TICKET = "eqlen_ticket"
-"""Key in the same place of a request to a server, for a name that no other request has: vLLM makes ids of its
-own, and ours come again with the next attempt at a step."""
-
-
 class EngineError(ExpectedError):
     """An engine died, hangs, or broke the protocol; tokens harvested before stay recorded."""
 

@@ -41,7 +41,6 @@ from megatron_eqlen.rollout.vllm.server.generate_api import (
     request_body,
     sampling_params,
 )
-from megatron_eqlen.rollout.vllm.server.labels import Labels
 from megatron_eqlen.rollout.vllm.server.pool import ReplicaPool
 from megatron_eqlen.rollout.vllm.server.replica import ReplicaError, ServerReplica, words
 from megatron_eqlen.rollout.vllm.weights.tcp_sender import TcpSender, WeightSender
@@ -88,8 +87,8 @@ class ServerEngine:
         self.policy_version = policy_version
         self.weight_version = UNTOUCHED
         self.homes: dict[str, ServerReplica] = {}
-        self.labels: dict[str, Labels] = {}
-        """Policy versions of each unfinished request's tokens."""
+        self.versions = {UNTOUCHED: policy_version}
+        """Policy versions of the weights that may sample tokens, by vLLM's names; the newest is last."""
         self.arrivals: queue.SimpleQueue[Delta | Failure] = queue.SimpleQueue()
         self.lost: list[str] = []
         """Requests whose replica died; ``step`` gives them back."""
@@ -101,7 +100,7 @@ class ServerEngine:
         self.sync: Metrics = {}
         self.sent_bytes = 0
         """Bytes that the last weight sync sent, to all replicas."""
-        self.pool = ReplicaPool(rollout.servers, rollout.request_timeout / 2, self._lose)
+        self.pool = ReplicaPool(rollout.servers, rollout.request_timeout / 2, self.lost.append)
         try:
             self.sender = self._sender()
             self._connect(any_weights=syncs_first)
@@ -124,19 +123,16 @@ class ServerEngine:
             if self._replica_of(request_id) is not None:
                 raise ValueError(f"request {request_id}: expected an unused id, found it in flight")
             check_request(request_id, token_ids, max_tokens, self.max_model_len, self.vocab_size)
-            labels = Labels(self.policy_version)
             body = request_body(
                 request_id,
                 token_ids,
                 self.sampling,
                 max_tokens,
                 seed,
-                labels.ticket,
                 path_rows,
                 self._cache_salt(),
             )
             replica = self._home(request_id)
-            self.labels[request_id] = labels
             replica.requests[request_id] = self.pool.io.start(self._stream(replica, request_id, body))
 
     def step(self) -> list[Delta]:
@@ -151,23 +147,23 @@ class ServerEngine:
             if self.closed:
                 raise EngineError("the engine was closed")
             deltas = [delta for arrival in arrived for delta in self._take(arrival)]
-            lost, self.lost = self.lost, []
-            return deltas + [Delta(request_id, [], {}, "lost") for request_id in lost]
+            deltas += [Delta(request_id, [], {}, "lost") for request_id in self.lost]
+            self.lost.clear()
+            return deltas
 
     def abort(self, request_ids: Iterable[str]) -> None:
         with self.busy:
             for request_id in request_ids:
                 if (replica := self._replica_of(request_id)) is not None:
                     replica.forget(request_id)
-                    del self.labels[request_id]
 
     @property
     def has_unfinished(self) -> bool:
         return any(replica.requests for replica in self.pool.replicas)
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        if self.labels and not self.rollout.staleness:
-            raise EngineError(f"update_weights: {len(self.labels)} requests are unfinished")
+        if self.has_unfinished and not self.rollout.staleness:
+            raise EngineError("update_weights: requests are unfinished")
         start = time.perf_counter()
         checked = self.weights.check(named_tensors)
         with self.busy:
@@ -212,7 +208,7 @@ class ServerEngine:
         with self.busy:
             if not self.closed:
                 self.closed = True
-                self.abort(list(self.labels))
+                self.abort([name for replica in self.pool.replicas for name in replica.requests])
                 self.pool.close()
 
     def metrics(self) -> Metrics:
@@ -257,10 +253,9 @@ class ServerEngine:
         replica = self._replica_of(arrival.request_id)
         if replica is None:  # sent before the server saw the abort
             return []
-        labels = self.labels[arrival.request_id]
         if arrival.finish_reason is not None:
-            del replica.requests[arrival.request_id], self.labels[arrival.request_id]
-        return labels.label(arrival)
+            del replica.requests[arrival.request_id]
+        return [arrival]
 
     def _fail(self, failure: Failure) -> None:
         """Handle a failure. A replica's failure before the newest weights is void; a request's is not."""
@@ -268,11 +263,7 @@ class ServerEngine:
             self.pool.bury(failure.replica, failure.reason)
         elif failure.request_id in failure.replica.requests:
             failure.replica.forget(failure.request_id)
-            self._lose(failure.request_id)
-
-    def _lose(self, request_id: str) -> None:
-        del self.labels[request_id]
-        self.lost.append(request_id)
+            self.lost.append(failure.request_id)
 
     async def _stream(self, replica: ServerReplica, request_id: str, body: dict[str, Any]) -> None:
         """Put a request's deltas in the queue as they arrive, or a failure."""
@@ -285,11 +276,11 @@ class ServerEngine:
                     if last is not None:
                         last.num_cached_tokens = cached_tokens(event)
                     elif event.get("choices"):
-                        delta = read_event(request_id, event, self.rollout, self.moe_layers)
-                        if delta.finish_reason is None:
+                        deltas = read_event(request_id, event, self.versions, self.rollout, self.moe_layers)
+                        if deltas[-1].finish_reason is not None:  # token usage comes after the last tokens
+                            last = deltas.pop()
+                        for delta in deltas:
                             self.arrivals.put(delta)
-                        else:  # token usage comes after the last tokens
-                            last = delta
             if last is None:
                 raise ConnectionError(f"request {request_id}: the stream broke off")
             self.arrivals.put(last)
@@ -311,14 +302,7 @@ class ServerEngine:
     def _connect(self, any_weights: bool = False) -> None:
         """Set up every replica that answers and has the right weights (or any weights, before a sync)."""
         expected = None if any_weights else self.weight_version
-        rollout = self.rollout
-        follow = rollout.staleness > 0
-        setup = [
-            rollout.logprobs_mode,
-            rollout.mask_width,
-            follow,
-            rollout.keep_columns,
-        ]
+        setup = [self.rollout.logprobs_mode, self.rollout.mask_width, self.rollout.keep_columns]
         self.pool.connect(expected, setup, self._check_limits)
 
     def _check_limits(self, replica: ServerReplica, limits: dict[str, int]) -> None:
@@ -342,16 +326,18 @@ class ServerEngine:
         self.refusal = "the last weight update failed half way; update_weights must succeed first"
         self.pool.stop_heartbeats()
         if self.rollout.staleness:
-            self._pause(policy_version)
+            self._pause()
         self.pool.post("start_weight_update")
+        before = self.versions if self.has_unfinished else {}
+        self.versions = before | {str(policy_version): policy_version}
         try:
             self.sent_bytes = self.sender.send(named_tensors)
         finally:
             self.pool.post("finish_weight_update", {"weight_version": str(policy_version)})
         self.pool.post("resume" if self.rollout.staleness else "reset_prefix_cache")
 
-    def _pause(self, policy_version: int) -> None:
-        """Stop decoding; tokens that each request gets from now on are of ``policy_version``.
+    def _pause(self) -> None:
+        """Stop decoding until the weights are loaded; requests stay where they are.
 
         With ``on_sync: recompute`` and routes, requests are lost instead: the caller that submits them again
         asks for the routes that the new weights choose for their paths. A server that computes a path again
@@ -362,15 +348,8 @@ class ServerEngine:
             for replica in self.pool.replicas:
                 for request_id in list(replica.requests):
                     replica.forget(request_id)
-                    self._lose(request_id)
+                    self.lost.append(request_id)
         self.pool.post(f"pause?mode=keep&clear_cache={str(recompute).lower()}")
-        sampled: dict[str, int] = {}
-        for first, *_ in self.pool.rpc(
-            "eqlen_sampled_tokens", [each.ticket for each in self.labels.values()]
-        ):
-            sampled |= first
-        for labels in self.labels.values():
-            labels.sync(sampled.get(labels.ticket, 0), policy_version)
 
     def _cache_salt(self) -> str | None:
         """Return the salt of the prefix cache. With ``on_sync: continue`` it changes with the weights, so

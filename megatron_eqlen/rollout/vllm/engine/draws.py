@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,14 +42,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class DrawSettings:
-    """Settings of ``PathDraws``: the columns that it returns beside tokens, and whether it counts tokens."""
+    """Settings of ``PathDraws``: the columns that it returns beside tokens."""
 
     processed: bool
     """Log-probs are normalized over the kept set: greater by minus the log of the kept mass."""
     mask_width: int = 0
     """Most tokens of a kept set that are returned; 0 returns none."""
-    follow: bool = False
-    """Keep the number of tokens of each request (``sampled_tokens``)."""
     numbers: tuple[str, ...] = ()
     """Names of columns of ``NUMBERS`` that are returned."""
 
@@ -73,8 +71,6 @@ class PathDraws:
     def start(self, device: torch.device, settings: DrawSettings) -> None:
         """Set the attributes; called by a sampler's constructor after that of vLLM's sampler."""
         self.settings = settings
-        self.tokens: dict[str, int] = {}
-        """Number of tokens of each request that was sampled, by ticket."""
         self.removed = torch.zeros((), dtype=torch.float64, device=device)
         self.sampled = 0
 
@@ -117,18 +113,6 @@ class PathDraws:
         ranks = torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)  # not read
         recorded = LogprobsTensors(columns.to(torch.int32), logprobs.contiguous(), ranks)
         return tokens.squeeze(1), recorded, mass.squeeze(1)
-
-    def count_tokens(self, tickets: Sequence[str], counts: np.ndarray, counted: np.ndarray) -> None:
-        """Note the number of tokens that each row's request has now. ``counted``: as in ``count_removed``."""
-        if self.settings.follow:
-            rows = zip(tickets, counts.tolist(), counted.tolist(), strict=True)
-            self.tokens |= {ticket: count for ticket, count, sampled in rows if sampled}
-
-    def sampled_tokens(self, tickets: Sequence[str]) -> dict[str, int]:
-        """Return the number of tokens of those of these requests that have any; forget all others. To be
-        called between two steps."""
-        self.tokens = {ticket: self.tokens[ticket] for ticket in tickets if ticket in self.tokens}
-        return self.tokens
 
     def take_removed_mass(self) -> tuple[float, int]:
         total = float(self.removed), self.sampled

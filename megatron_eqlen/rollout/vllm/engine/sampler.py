@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput as V2SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler as V2Sampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from megatron_eqlen.rollout.engine import SEED, TICKET, EngineError
+from megatron_eqlen.rollout.engine import SEED, EngineError
 from megatron_eqlen.rollout.vllm.engine.draws import TIES, DrawSettings, Limits, PathDraws, uniform
 
 
@@ -29,8 +29,6 @@ class Rows:
     metadata: SamplingMetadata
     seeds: np.ndarray
     """[rows] uint64"""
-    tickets: list[str]
-    """Names of the requests of a server's client."""
     limits: Limits
 
 
@@ -61,8 +59,6 @@ class PathSampler(PathDraws, Sampler):
         )
         counted = ~self.runner.discard_request_mask.np[:count]  # the others are still in their prefill
         self.count_removed(mass, counted)
-        prompts = self.runner.input_batch.num_prompt_tokens[:count]
-        self.count_tokens(rows.tickets, lengths + 1 - prompts, counted)
         return SamplerOutput(tokens.to(torch.int32).unsqueeze(1), recorded)
 
     def rows_of(self, metadata: SamplingMetadata, count: int) -> Rows | None:
@@ -75,11 +71,9 @@ class PathSampler(PathDraws, Sampler):
     def _rows(self, metadata: SamplingMetadata, rows: int) -> Rows | None:
         names = self.runner.input_batch.req_ids
         params = [self.runner.requests[name].sampling_params for name in names]
-        extras = [param.extra_args or {} for param in params]
-        seeds = [extra.get(SEED) for extra in extras]
+        seeds = [(param.extra_args or {}).get(SEED) for param in params]
         if len(seeds) != rows or None in seeds:
             return None
-        tickets = [extra.get(TICKET, "") for extra in extras]
 
         def min_p(logits: Tensor) -> Tensor:
             for processor in metadata.logitsprocs.argmax_invariant:
@@ -90,7 +84,7 @@ class PathSampler(PathDraws, Sampler):
         top_k = [param.top_k for param in params]
         most_kept = None if min(top_k) < 1 else max(top_k) + TIES
         limits = Limits(metadata.temperature, metadata.top_k, metadata.top_p, min_p, most_kept)
-        return Rows(metadata, np.array(seeds, dtype=np.uint64), tickets, limits)
+        return Rows(metadata, np.array(seeds, dtype=np.uint64), limits)
 
 
 class V2PathSampler(PathDraws, V2Sampler):
@@ -106,15 +100,12 @@ class V2PathSampler(PathDraws, V2Sampler):
         if not isinstance(sampler, V2PathSampler):
             self.seeds = np.zeros(sampler.req_states.max_num_reqs, np.uint64)
             self.seeded = np.zeros(sampler.req_states.max_num_reqs, bool)
-            self.tickets = [""] * sampler.req_states.max_num_reqs
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
         super().add_request(req_idx, sampling_params)
-        extra = sampling_params.extra_args or {}
-        seed = extra.get(SEED)
+        seed = (sampling_params.extra_args or {}).get(SEED)
         self.seeded[req_idx] = seed is not None
         self.seeds[req_idx] = seed or 0
-        self.tickets[req_idx] = extra.get(TICKET, "")
 
     def __call__(self, logits: Tensor, input_batch: InputBatch) -> V2SamplerOutput:
         """Sample a token for each row. ``logits``: [rows, vocabulary], any float dtype."""
@@ -127,8 +118,6 @@ class V2PathSampler(PathDraws, V2Sampler):
         tokens, recorded, mass = self.draw(logits, self._limits(input_batch), draws)
         counted = lengths >= input_batch.prefill_len_np
         self.count_removed(mass, counted)
-        tickets = [self.tickets[place] for place in places]
-        self.count_tokens(tickets, lengths + 1 - self.req_states.prompt_len.np[places], counted)
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             input_batch.seq_lens.new_ones(rows),
             input_batch.seq_lens,

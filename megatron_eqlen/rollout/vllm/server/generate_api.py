@@ -1,16 +1,20 @@
-"""vLLM 0.32's ``/inference/v1/generate``: request bodies and event parsing."""
+"""vLLM 0.32's ``/inference/v1/generate``: request bodies and event parsing.
+
+vLLM counts each request's tokens under the version of the weights in force (``weight_versions``), which
+changes only between ``/pause`` and ``/resume``.
+"""
 
 from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from megatron_eqlen.recipe import RolloutRecipe
-from megatron_eqlen.rollout.engine import SEED, TICKET, Delta, path_start, split_path
+from megatron_eqlen.rollout.engine import SEED, Delta, path_start, split_path
 
 PATH = "inference/v1/generate"
 TOKENS_PER_EVENT = 8
@@ -43,14 +47,13 @@ def request_body(
     sampling: dict[str, Any],
     max_tokens: int,
     seed: int,
-    ticket: str,
     path_rows: int = 0,
     cache_salt: str | None = None,
 ) -> dict[str, Any]:
     """Return the body of a request. Requests share cached prefixes only with the same ``cache_salt``."""
     own = {
         "max_tokens": max_tokens,
-        "extra_args": {SEED: seed, TICKET: ticket},
+        "extra_args": {SEED: seed},
         "routed_experts_prompt_start": path_start(token_ids, path_rows),
     }
     return {
@@ -64,25 +67,55 @@ def request_body(
 
 
 def read_event(
-    request_id: str, event: dict[str, Any], rollout: RolloutRecipe | None = None, layers: Sequence[int] = ()
-) -> Delta:
-    """Return one server-sent event as a delta, with the columns that ``rollout`` keeps. ``layers``: layers
-    whose routes are kept. Raises ConnectionError for an event of another shape than this version's."""
+    request_id: str,
+    event: dict[str, Any],
+    versions: Mapping[str, int],
+    rollout: RolloutRecipe,
+    layers: Sequence[int] = (),
+) -> list[Delta]:
+    """Return one server-sent event as deltas, one for each policy version that sampled some of its tokens,
+    with the columns that ``rollout`` keeps.
+
+    ``versions``: policy versions by vLLM's names for them. ``layers``: layers whose routes are kept. Raises
+    ConnectionError for tokens of other weights, and for an event of another shape than this version's.
+    """
     try:
-        return _delta(request_id, event["choices"][0], rollout, layers)
+        choice = event["choices"][0]
+        return by_version(_delta(request_id, choice, rollout, layers), choice["weight_versions"], versions)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ConnectionError(f"request {request_id}: expected vLLM 0.32's events, {error!r}") from error
 
 
-def _delta(
-    request_id: str, choice: dict[str, Any], rollout: RolloutRecipe | None, layers: Sequence[int]
-) -> Delta:
+def by_version(delta: Delta, spans: list[dict[str, Any]], versions: Mapping[str, int]) -> list[Delta]:
+    """Cut a delta where the weights that sampled its tokens change; the last piece has the finish reason.
+
+    ``spans``: ``{"version", "start", "end"}`` of all tokens that the request has had up to the delta's last.
+    """
+    if not delta.token_ids:
+        return [delta]
+    first = spans[-1]["end"] - len(delta.token_ids)
+    pieces = []
+    for span in spans:
+        if span["end"] <= first:
+            continue
+        if (name := span["version"]) not in versions:
+            raise ConnectionError(f"expected tokens of weights {list(versions)[-1]!r}, found {name!r}")
+        within = slice(max(span["start"] - first, 0), span["end"] - first)
+        columns = {column: values[within] for column, values in delta.columns.items()}
+        pieces.append(
+            Delta(delta.request_id, delta.token_ids[within], columns, policy_version=versions[name])
+        )
+    pieces[0].path, pieces[-1].finish_reason = delta.path, delta.finish_reason
+    return pieces
+
+
+def _delta(request_id: str, choice: dict[str, Any], rollout: RolloutRecipe, layers: Sequence[int]) -> Delta:
     reason = choice["finish_reason"]
     chosen = (choice["logprobs"] or {"content": []})["content"]
     tokens = choice["token_ids"] or []
     path: dict[str, np.ndarray] = {}
     columns: dict[str, Any] = {"logprobs": [token["logprob"] for token in chosen]}
-    if rollout is not None and (rollout.keep_sampling_mask or rollout.keep_columns):
+    if rollout.keep_sampling_mask or rollout.keep_columns:
         likely = [_by_id(token["top_logprobs"]) for token in chosen]
         if rollout.keep_sampling_mask:
             columns["kept"] = [tuple(sorted(number for number in ids if number >= 0)) for ids in likely]

@@ -122,15 +122,13 @@ class WorkerExtension:
     weight_transfer_engine: _Reload
     finish_weight_update: Callable[[], None]
 
-    def eqlen_setup(
-        self, logprobs_mode: str, mask_width: int, follow: bool, numbers: list[str]
-    ) -> dict[str, int]:
+    def eqlen_setup(self, logprobs_mode: str, mask_width: int, numbers: list[str]) -> dict[str, int]:
         """Sample with these ``DrawSettings``; return limits of the engine, and settings that it was started
         with."""
         if self.weight_transfer_engine.updating:  # left open by a trainer that was killed
             self.finish_weight_update()
         processed = logprobs_mode == "processed"
-        install(self.model_runner, DrawSettings(processed, mask_width, follow, tuple(numbers)))
+        install(self.model_runner, DrawSettings(processed, mask_width, tuple(numbers)))
         routes = self._eqlen_routes() is not None or self.vllm_config.aux_output_config.enabled
         return {
             "keep_routes": int(routes),
@@ -139,10 +137,6 @@ class WorkerExtension:
             "vocab_size": self.model_config.get_vocab_size(),
             "max_model_len": self.model_config.max_model_len,
         }
-
-    def eqlen_sampled_tokens(self, tickets: list[str]) -> dict[str, int]:
-        """Return ``PathDraws.sampled_tokens`` of a paused engine."""
-        return self.model_runner.sampler.sampled_tokens(tickets)
 
     def eqlen_counts(self) -> list[float]:
         """Return probability mass removed, tokens sampled and, of ``RoutesWorker``, seconds spent on routes,
