@@ -55,12 +55,7 @@ def evaluate(
             "sampling": "independent",
             "group_size": recipe.evaluation.samples,
             "rollout": recipe.rollout.model_copy(
-                update={
-                    "tokens_per_step": None,
-                    "seconds_per_step": None,
-                    "carry_over": False,
-                    "keep_routes": False,
-                }
+                update={"tokens_per_step": None, "carry_over": False, "keep_routes": False}
             ),
         }
     )

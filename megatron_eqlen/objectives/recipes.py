@@ -37,11 +37,10 @@ def remarks(recipe: Recipe) -> list[str]:
             "loss.rollout_rs alone leaves out what is too far off: tokens of older weights within its bounds "
             "train as if the policy had sampled them (loss.rollout_is or loss.old_logprobs: rollout corrects)"
         )
-    budget = recipe.rollout.tokens_per_step or recipe.rollout.seconds_per_step
-    if is_on_policy(recipe) and budget and not recipe.rollout.carry_over:
+    if is_on_policy(recipe) and recipe.rollout.tokens_per_step and not recipe.rollout.carry_over:
         found.append(
-            "rollout.tokens_per_step and rollout.seconds_per_step cut the longest streams, whose open ends "
-            "count as 0: equal_length.pair_weight: on_policy is unbiased only with rollout.carry_over: true"
+            "rollout.tokens_per_step cuts the longest streams, whose open ends count as 0: "
+            "equal_length.pair_weight: on_policy is unbiased only with rollout.carry_over: true"
         )
     return found
 

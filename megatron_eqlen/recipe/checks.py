@@ -187,12 +187,10 @@ def _check_sampling_mask(rollout: RolloutRecipe) -> None:
 
 
 def _check_carry_over(rollout: RolloutRecipe) -> None:
-    if not rollout.carry_over:
-        return
-    if rollout.tokens_per_step is None and rollout.seconds_per_step is None:
+    if rollout.carry_over and rollout.tokens_per_step is None:
         raise ValueError(
-            "rollout.carry_over: true needs rollout.tokens_per_step or rollout.seconds_per_step, which end a "
-            "step's harvest before all is finished; found neither"
+            "rollout.carry_over: true needs rollout.tokens_per_step, which ends a step's harvest before all "
+            "is finished; found none"
         )
 
 

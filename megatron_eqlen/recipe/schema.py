@@ -278,8 +278,6 @@ class RolloutRecipe(Section):
     tokens_per_step: PositiveInt | None = None
     """Generated tokens after which a step's harvest ends early; with ``loss.dynamic_sampling``, the limit
     applies to each batch of prompts that the step draws."""
-    seconds_per_step: PositiveFloat | None = None
-    """Seconds after which a step's harvest ends early (seconds of a killed attempt do not count)."""
     carry_over: bool = False
     """Resume the unfinished rollouts of a harvest that ended early in the next step; otherwise they are
     cut."""

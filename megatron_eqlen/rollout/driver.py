@@ -5,7 +5,7 @@
                  └──────── advance: pairs, forks, outcome ◄── tokens by position ◄── step ──┘
 
 The driver admits harvesters while the engine has free slots, hands each its tokens, submits its forks at
-once, submits lost requests again, and stops at the token or time budget.
+once, submits lost requests again, and stops when the step's tokens are generated.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Driver:
         """Run ``harvesters`` to their ends and report to the observers."""
         begun = {key for key, partial in self.partial.items() if partial.tracks}
         self.waiting.extend((key, harvester) for key, harvester in harvesters.items() if key not in begun)
-        began = last_progress = time.monotonic()
+        last_progress = time.monotonic()
         try:
             # resume rollouts with recorded tokens: all at once, as when the tokens were recorded
             for key in harvesters:
@@ -63,7 +63,7 @@ class Driver:
                     self.begin(key, harvesters[key])
                     self.advance([key])
             while self.waiting or self.running:
-                if self.budget_used_up(time.monotonic() - began):
+                if self.budget_used_up:
                     self.end_early()
                     break
                 self.admit()
@@ -84,12 +84,11 @@ class Driver:
         finally:
             self.engine.abort(list(self.in_flight))
 
-    def budget_used_up(self, seconds: float) -> bool:
-        """Return True once the step's token or time budget is used up."""
-        tokens, limit = self.rollout.tokens_per_step, self.rollout.seconds_per_step
-        if tokens is not None and self.meter.generated_tokens >= tokens:
-            return True
-        return limit is not None and self.plan.agree(seconds >= limit)
+    @property
+    def budget_used_up(self) -> bool:
+        """True once the step's tokens (``rollout.tokens_per_step``) are generated."""
+        tokens = self.rollout.tokens_per_step
+        return tokens is not None and self.meter.generated_tokens >= tokens
 
     def admit(self) -> None:
         """Start harvesters while the engine has free slots. The rest wait here, not in the engine's queue:

@@ -34,10 +34,10 @@ def harvest(
 
     Returns the rollouts, resumed ones first, then in the order of the prompts (and of stream numbers), and
     the metrics of the whole harvest, except for requests and speeds, which are those of this attempt. When
-    the budget (``rollout.tokens_per_step``, ``seconds_per_step``) is used up, rollouts that are not complete
-    are cut, and rollouts that did not start are left out. With ``rollout.carry_over`` both are suspended and
-    in the list. Raises ValueError for prompts that do not fit, EngineError for an engine that died or hangs,
-    and StalePolicyError for tokens of other weights.
+    the budget (``rollout.tokens_per_step``) is used up, rollouts that are not complete are cut, and rollouts
+    that did not start are left out. With ``rollout.carry_over`` both are suspended and in the list. Raises
+    ValueError for prompts that do not fit, EngineError for an engine that died or hangs, and StalePolicyError
+    for tokens of other weights.
     """
     check_prompts(plan.prompts, plan.recipe, engine.max_model_len)
     meter = Meter(engine, plan.progress, plan.recipe.rollout.carry_over)

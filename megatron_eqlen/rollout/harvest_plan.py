@@ -30,6 +30,3 @@ class HarvestPlan:
     keeps_columns: Callable[[Prompt, int], bool] = all_rollouts
     """(prompt, number of the rollout) -> whether this rank keeps all columns of the rollout's tokens. Token
     ids, which forks need, are kept of all."""
-    agree: Callable[[bool], bool] = bool
-    """Replaces an answer that depends on the clock by one that is the same on all ranks that drive this
-    engine in step."""

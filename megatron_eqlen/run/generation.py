@@ -241,7 +241,6 @@ class Generator(InTurn):
             progress=progress,
             oldest_version=step.policy_version if rollout.staleness else None,
             keeps_columns=replicas.keeps,
-            agree=replicas.agree,
         )
 
     def score(self, step: Step, harvested: Batch) -> Batch:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TypeVar, cast
+from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
 from megatron_eqlen.metrics import at_once
@@ -22,11 +21,10 @@ class Replicas:
     """Assigns the world's ranks to engine replicas of ``engine_size`` ranks each.
 
     ``in_step``: all ranks of a replica make the same calls (an engine inside the ranks); otherwise the
-    first rank of a replica drives it alone and the others have nothing to do. ``decides``: ``agree`` is
-    used.
+    first rank of a replica drives it alone and the others have nothing to do.
     """
 
-    def __init__(self, engine_size: int, in_step: bool = True, decides: bool = False) -> None:
+    def __init__(self, engine_size: int, in_step: bool = True) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
         self.count = world // engine_size
         self.mine = rank // engine_size
@@ -35,17 +33,6 @@ class Replicas:
         self.drives = self.leads or in_step
         self.place, self.graders = (rank % engine_size, engine_size) if in_step else (0, 1)
         """This rank's number among the ranks of its replica that grade, and the number of these."""
-        self._group: dist.ProcessGroup | None = None
-        if decides and in_step and engine_size > 1:
-            self._group = cast(dist.ProcessGroup, dist.new_subgroups(engine_size, backend="gloo")[0])
-
-    def agree(self, answer: bool) -> bool:
-        """Return the answer of the replica's first rank on all its ranks, whose clocks differ. Collective."""
-        if self._group is None:
-            return answer
-        box = torch.tensor([answer])
-        dist.broadcast(box, group=self._group, group_src=0)
-        return bool(box.item())
 
     def share(self, items: Sequence[Item]) -> list[Item]:
         """Return this rank's part of ``items``, which are the same on every rank."""

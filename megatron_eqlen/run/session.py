@@ -134,4 +134,4 @@ def engine_replicas(recipe: Recipe) -> Replicas:
     in."""
     if recipe.rollout.engine == "server":
         return Replicas(dist.get_world_size(), in_step=False)
-    return Replicas(recipe.rollout.tensor_parallel, decides=recipe.rollout.seconds_per_step is not None)
+    return Replicas(recipe.rollout.tensor_parallel)

@@ -356,24 +356,6 @@ def test_what_arrives_of_a_request_that_the_last_step_aborted_is_ignored(tmp_pat
     assert any(segment.carried for step in found[0] for rollout in step for segment in rollout.segments())
 
 
-@pytest.mark.parametrize("carry_over", [True, False])
-def test_a_harvest_ends_when_its_time_is_over_as_the_first_rank_says(carry_over, tmp_path):
-    recipe = recipe_of(SIMPLE, tokens_per_step=None, seconds_per_step=1e-9, carry_over=carry_over)
-    asked = []
-
-    def together(over: bool) -> bool:
-        asked.append(over)
-        return len(asked) > 4
-
-    rollouts, metrics = harvest(
-        Lockstep(random.Random(0), 0.0), HarvestPlan(prompts_of(0, 1), recipe, EOS, seed=0, agree=together)
-    )
-    assert [rollout.outcome for rollout in rollouts] == ["suspended" if carry_over else "budget"] * 2
-    assert metrics["harvest/generated_tokens"] == 4 * 4, "four steps of four tracks"
-    assert asked == [True] * 5
-    assert metrics.get("harvest/suspended_rollouts", 0) == 2 * carry_over
-
-
 def test_what_was_suspended_and_is_not_there_is_named(tmp_path):
     run = Run(tmp_path, recipe_of(SIMPLE), end=0.0)
     run.step(0, prompts_of(0, 1), budget=6)
