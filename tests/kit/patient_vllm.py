@@ -1,7 +1,8 @@
 """Changes to vLLM for machines whose cores the tests share; processes that a zygote forks have them.
 
 On CPUs vLLM's processes poll shared memory without a pause while they wait for each other, and a model's
-class is inspected in a process that imports vLLM once more. On GPUs ranks meet in NCCL, here in gloo.
+class is inspected in a process that imports vLLM once more. On GPUs ranks meet in NCCL, here in gloo. Each
+worker looks through all modules for kernels that it replaces; they are replaced here, once.
 """
 
 import time
@@ -9,7 +10,10 @@ import time
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.model_executor.models import registry
+from vllm.platforms import current_platform
 
 shm_broadcast.sched_yield = lambda: time.sleep(0.0005)
 CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
 registry._run_in_subprocess = lambda function: function()
+current_platform.register_triton_kernel_overrides()
+type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)

@@ -6,6 +6,7 @@ exit status.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import json
@@ -21,6 +22,7 @@ import sys
 import time
 import types
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.kit import ROOT
@@ -56,6 +58,10 @@ JOBS = (
 )
 """Modules that start no threads and keep no state that processes could share."""
 START = f"import sys; sys.path[0] = {str(ROOT)!r}; from tests.kit import zygote; zygote.main(*sys.argv[1:])"
+FEW = 5
+"""Number of modules up to which a later request's imports are not worth gathering in huge pages."""
+HUGE_PAGE = 2 << 20
+MADV_COLLAPSE = 25
 LARGEST = 1 << 18
 """Bytes of a request: the environment is most of it."""
 
@@ -166,6 +172,20 @@ def _import(names: Sequence[str]) -> None:
         gc.enable()
         gc.collect()
         gc.freeze()  # and so would each fork
+        if len(names) > FEW:
+            _use_huge_pages()
+
+
+def _use_huge_pages() -> None:
+    """Gather what has been allocated in huge pages, if the kernel does that: a fork copies the page table."""
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, rights, _, _, inode, *name = line.split()
+        if rights == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
+            start, end = (int(address, 16) for address in addresses.split("-"))
+            for at in range(-(-start // HUGE_PAGE) * HUGE_PAGE, end - HUGE_PAGE + 1, HUGE_PAGE):
+                libc.madvise(at, HUGE_PAGE, MADV_COLLAPSE)
 
 
 def _fork_orphan() -> int:
