@@ -14,16 +14,10 @@ from megatron_eqlen.processes.quiet import quiet
 BENCHMARKS = {
     "harvest": "equal-length and independent harvest against plain LLM.generate on one engine",
     "sync": "weight syncs into the engine in process and into servers",
-    "overlap": "runs whose server generates ahead of training by 0, 1 and 2 steps: speed and reward",
-    "convert": "speed and memory of conversion to Megatron and back",
     "gpu": "attention, delta rule, head and layers at the paper's shapes on one GPU, beside yardsticks",
     "trees": "forward and backward of token trees against 2N and N + 1 sequences",
     "grade": "answers a second of the math grader and the code sandbox",
-    "replay": "training on an engine with perturbed routers, with and without router replay: a paired trial",
     "host": "the processors' work around a step of the paper's size: harvest, record, share, pack, report",
-    "sampler": "drawing a batch's next tokens: top-k first against the whole vocabulary",
-    "mechanism": "gradients of GRPO, EqLen and its repair on a scripted policy beside the true gradient",
-    "drift": "training of the scripted policy: what methods make of its length where length says nothing",
 }
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Make and warm up a tiny model: a Hugging Face folder that training and vLLM load like a real one.
 
-    tools/make_tiny_model.py --family qwen3 --data data/arithmetic/train.parquet --out models/tiny-qwen3
+    tools/make_tiny_model.py --family qwen3 --data runs/search/data/train.parquet --out models/tiny
 
 The demonstrations of a DeepMath-103K parquet file become a tokenizer and a few hundred steps of supervised
 fine-tuning with plain Transformers: one single-threaded process a core, gradients summed. The same arguments
@@ -17,6 +17,7 @@ import json
 import math
 import os
 import random
+import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,7 +40,13 @@ from transformers.utils import logging as transformers_logging
 
 from megatron_eqlen.hf.tokenizer import Tokenizer, load_tokenizer
 from megatron_eqlen.processes.failures import run_script
-from megatron_eqlen.toys.tokenizer_maker import END_OF_TURN, write_hf_tokenizer, write_sentencepiece_tokenizer
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tools.tokenizer_maker import (
+    END_OF_TURN,
+    write_hf_tokenizer,
+    write_sentencepiece_tokenizer,
+)
 
 VOCAB_SIZE = 384
 TOKENIZER_TEXTS = 3000

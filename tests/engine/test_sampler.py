@@ -25,7 +25,7 @@ from megatron_eqlen.rollout.vllm.engine import sampler
 from megatron_eqlen.rollout.vllm.engine.draws import DrawSettings
 from megatron_eqlen.rollout.vllm.engine.sampler import PathSampler
 from tests.kit.allocations import peak_bytes
-from tools.benchmarks.sampler import batch
+from tests.kit.sampler_batches import batch
 
 
 def draw(logits: torch.Tensor, requests: dict[str, SamplingParams], **options: Any) -> list[torch.Tensor]:

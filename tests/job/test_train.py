@@ -21,13 +21,13 @@ from megatron_eqlen.report.rollouts import recipe_of
 from megatron_eqlen.report.run_state import read_state
 from megatron_eqlen.report.status import status
 from megatron_eqlen.rollout.record.reader import read_dump, read_step
-from megatron_eqlen.toys.tokenizer_maker import write_sentencepiece_tokenizer
 from tests.kit import ROOT
 from tests.kit.jobs import run
 from tests.kit.processes import are_gone, command_line, descendants, within
 from tests.kit.train_runs import NO_EVALUATION, STEPS, column, command, metrics, train
 from tools.benchmarks import servers
 from tools.benchmarks.servers import free_ports
+from tools.tokenizer_maker import write_sentencepiece_tokenizer
 
 
 def test_trainer_and_engine_agree_at_every_step(trained):

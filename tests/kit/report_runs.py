@@ -15,8 +15,8 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.load import dump
 from megatron_eqlen.rollout.record.recorder import record
 from megatron_eqlen.tokens import Tokens
-from megatron_eqlen.toys.tokenizer_maker import write_hf_tokenizer
 from megatron_eqlen.types import Grade, Group, Pair, Prompt, Rollout, SampledTree, Segment, Stream
+from tools.tokenizer_maker import write_hf_tokenizer
 
 RIGHT, WRONG = Grade(1.0, "correct", "7"), Grade(0.0, "wrong", "<b>8</b>")
 

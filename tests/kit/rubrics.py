@@ -2,9 +2,10 @@
 
 import threading
 
-from tools.benchmarks.tiny_tasks import even_length
 
-__all__ = ["even_length", "even_length_if_odd_gold", "never"]
+def even_length(question: str, response: str, gold: str) -> float:
+    """Return 1 for a response with an even number of characters."""
+    return float(len(response) % 2 == 0)
 
 
 def never(question: str, response: str, gold: str) -> float:

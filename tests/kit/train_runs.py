@@ -14,6 +14,7 @@ from megatron_eqlen.rollout.record import recorder
 from megatron_eqlen.rollout.record.reader import read_dump
 from tests.kit.jobs import run
 from tests.kit.processes import within
+from tools.make_search import write_rows
 
 STEPS = 3
 NO_EVALUATION = "evaluation.benchmarks=[]"
@@ -21,8 +22,8 @@ NO_EVALUATION = "evaluation.benchmarks=[]"
 
 def make_home(folder: Path) -> Path:
     """Fill ``folder`` with a random tiny model, its data and a recipe."""
-    run("tools/make_arithmetic.py", "--out", folder / "data", "--train", "60", "--test", "4")
-    data = folder / "data/train.parquet"
+    data = folder / "sums.parquet"
+    write_rows(data, [sum_of(first, second) for first in range(1, 9) for second in range(1, 9)])
     model = ["--out", folder / "base", "--steps", "0", "--processes", "1"]
     run("tools/make_tiny_model.py", "--data", data, *model)
     rows = [{"question": f"Compute ${n}+1$.", "answer": str(n + 1), "grader": "rubric"} for n in range(40)]
@@ -52,6 +53,20 @@ cluster: {{device: cpu}}
 """
     )
     return folder
+
+
+def sum_of(first: int, second: int) -> dict[str, Any]:
+    """Return a row of DeepMath-103K's schema; its demonstrations are the tokenizer's corpus."""
+    work = f"{first}+{second}={first + second}"
+    solutions = (
+        f"\\boxed{{{first + second}}}",
+        f"{work}\n\\boxed{{{first + second}}}",
+        f"{work}\nCheck:\n{first + second}-{second}={first}",
+    )
+    return {
+        "question": f"Compute ${first}+{second}$.", "final_answer": str(first + second), "difficulty": 1.0,
+        "topic": "sums", **{f"r1_solution_{n}": text for n, text in enumerate(solutions, 1)},
+    }  # fmt: skip
 
 
 def train(home: Path, name: str, *arguments: str, ranks: int = 1) -> Path:

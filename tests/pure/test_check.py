@@ -23,9 +23,9 @@ from megatron_eqlen.megatron_cpu import packages
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.rewards.sandbox.program import Isolation
-from megatron_eqlen.toys.tokenizer_maker import write_hf_tokenizer
 from tests.kit import ROOT
 from tests.kit.tiny_models import save_tiny
+from tools.tokenizer_maker import write_hf_tokenizer
 
 LARGE = ROOT / "recipes/qwen3_32b.yaml"
 

@@ -35,7 +35,8 @@ def markdown_files() -> list[Path]:
         text=True,
         check=True,
     )
-    return [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).is_file()]
+    files = {*listed.stdout.splitlines()} - {"CHANGELOG.md"}  # it names what was there
+    return [ROOT / line for line in sorted(files) if (ROOT / line).is_file()]
 
 
 FILES = markdown_files()

@@ -40,10 +40,10 @@ from megatron_eqlen.rollout.record.recorder import FILES, Recorder
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.kind import SamplingKind
 from megatron_eqlen.tokens import Tokens
-from megatron_eqlen.toys.tokenizer_maker import write_hf_tokenizer
 from megatron_eqlen.training.policy_loss import policy_loss, reduce_metrics
 from megatron_eqlen.types import Delta, Grade, Group, Prompt, Segment
 from tests.kit.tiny_models import save_tiny
+from tools.tokenizer_maker import write_hf_tokenizer
 
 OBJECTIVE = """
 from megatron_eqlen.objectives.aggregation import token_mean

@@ -153,8 +153,8 @@ def test_where_nothing_can_be_written_the_process_tells_it_itself(run, monkeypat
     assert [failures.record(error), failures.record(error)] == [False, False]
 
 
-@pytest.mark.parametrize("script", ["make_arithmetic.py", "make_search.py", "make_programs.py"])
-def test_a_script_whose_output_is_a_file_says_so_in_one_line(tmp_path, script):
+def test_a_script_whose_output_is_a_file_says_so_in_one_line(tmp_path):
+    script = "make_search.py"
     (tmp_path / "file").touch()
     command = [sys.executable, str(ROOT / "tools" / script), "--out", str(tmp_path / "file")]
     said = subprocess.run(command, capture_output=True, text=True, check=False)

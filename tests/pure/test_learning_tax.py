@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.paper.learning_tax import Tax, learning_tax, shared_coefficients
 from megatron_eqlen.paper.tables import tax_of_run
-from megatron_eqlen.paper.theory import (
+from megatron_eqlen.rollout.record.recorder import record
+from tests.kit.marks import examples
+from tests.kit.theory import (
     A_2,
     A_3,
     B_1,
@@ -23,8 +25,6 @@ from megatron_eqlen.paper.theory import (
     recipe,
     trees_of,
 )
-from megatron_eqlen.rollout.record.recorder import record
-from tests.kit.marks import examples
 
 
 def test_grpo_pushes_the_papers_prefix_both_ways_and_most_of_it_cancels():

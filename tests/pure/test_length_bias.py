@@ -9,12 +9,12 @@ from scipy.special import logit
 
 from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.objectives.recipes import load, parse, remarks
-from megatron_eqlen.paper.length_bias import Process
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.recipe.plugins import load_object
 from tests.kit import ROOT
-from tools.benchmarks.drift import Training
-from tools.benchmarks.mechanism import DIFFICULTIES, Case, World
+from tests.kit.length_bias import Process
+from tools.research.drift import Training
+from tools.research.mechanism import DIFFICULTIES, Case, World
 
 LIMIT = 3
 

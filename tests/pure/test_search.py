@@ -15,11 +15,10 @@ from megatron_eqlen.data.rows import Tally
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.rewards.math.grader import MathGrader
 from megatron_eqlen.sampling.equal_length.dual_track import DualTrack
-from megatron_eqlen.toys.search import PAPERS_REGIME, Dials, Puzzle, draw_puzzle, make_rows, pieces, search
-from megatron_eqlen.toys.synthetic import write_rows
-from megatron_eqlen.toys.tokenizer_maker import write_hf_tokenizer
 from megatron_eqlen.types import Delta, Prompt, Stream
 from tests.kit import ROOT
+from tools.make_search import PAPERS_REGIME, Dials, Puzzle, draw_puzzle, make_rows, pieces, search, write_rows
+from tools.tokenizer_maker import write_hf_tokenizer
 
 SOLUTIONS = ("r1_solution_1", "r1_solution_2", "r1_solution_3")
 SEARCH = ROOT / "recipes/search_cpu.yaml"

@@ -163,7 +163,7 @@ def test_every_run_of_the_small_sweep_is_a_recipe():
         for source in plan.some_recipe(cell).data.sources
     }
     path = "runs/pauses/data/train.parquet"
-    coin = "megatron_eqlen.rewards.coin:Coin"
+    coin = "tools.research.coin:Coin"
     assert sources == {("pauses_cpu", path, None), ("null_coin", path, coin)}, "questions and their control"
 
 

@@ -8,8 +8,10 @@ import torch
 
 from megatron_eqlen.objectives.registry import lookup, resolve
 from megatron_eqlen.packing.pack import pack
-from megatron_eqlen.paper.efficiency import LIMIT, MEAN, ratios
-from megatron_eqlen.paper.theory import (
+from megatron_eqlen.recipe import LossRecipe
+from megatron_eqlen.training.policy_loss import policy_loss
+from tests.kit import theory_numbers
+from tests.kit.theory import (
     A_1,
     A_2,
     A_3,
@@ -33,9 +35,7 @@ from megatron_eqlen.paper.theory import (
     unfair_policy,
     unlucky_group,
 )
-from megatron_eqlen.recipe import LossRecipe
-from megatron_eqlen.training.policy_loss import policy_loss
-from tools import theory as theory_script
+from tools.research.samples import LIMIT, MEAN, ratios
 
 torch.set_num_threads(1)
 
@@ -245,9 +245,8 @@ def test_streams_of_exponential_lengths_have_the_pairs_and_tokens_of_a_poisson_p
     assert found.trained < 0.6 * found.token
 
 
-def test_the_script_prints_the_numbers(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["theory.py", "propositions", "--policies", "2"])
-    theory_script.main()
+def test_the_script_prints_the_numbers(capsys):
+    theory_numbers.propositions([TransformerPolicy(seed) for seed in range(2)])
     printed = capsys.readouterr().out
     assert "uninformative prefix                         mean +0.000000, variance 0.003906" in printed
     assert "2 extensions: max +0.250" in printed

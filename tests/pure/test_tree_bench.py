@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_eqlen.packing.pack import pack
-from megatron_eqlen.rollout.record.reader import read_step
-from tests.kit.report_runs import example_stream, prompt
-from tools.benchmarks import gpu, host, run_commands, trees
+from tools.benchmarks import gpu, host, trees
 from tools.benchmarks.scripted import ScriptedEngine
 
 
@@ -88,16 +85,6 @@ def test_the_host_benchmark_shows_a_quadratic_cost_as_one_and_projects_the_large
     sizes = [host.Size(tokens, {"trees": tokens**2}) for tokens in (10, 40, 160)]
     assert host.line("trees", sizes)["growth"] == pytest.approx(2)
     assert host.line("trees", sizes)["s at the paper's size"] == pytest.approx(160 * host.STEP_TOKENS)
-
-
-def test_the_run_that_commands_are_measured_on_has_two_recorded_steps_of_the_size_asked_for(tmp_path):
-    rollouts = [example_stream(), replace(example_stream(), prompt=prompt(5))]
-    size = sum(len(segment) for rollout in rollouts for segment in rollout.segments())
-    run_commands.record_steps(tmp_path, rollouts, tokens=3 * size)
-    for step in ("step-00000000", "step-00000499"):
-        found = read_step(tmp_path / step)
-        assert sum(len(segment) for rollout in found for segment in rollout.segments()) == 3 * size
-        assert len({rollout.prompt_id for rollout in found}) == 6
 
 
 def test_no_two_requests_of_the_scripted_engine_tell_the_same_story():

@@ -7,8 +7,6 @@ measured beside the wall clock, so that the numbers mean something on a busy mac
 
 Agreement: tests/tables/math_answers.jsonl holds answers with a person's verdict. The table counts how often
 each rule agrees with it, and plain math-verify, used on the whole response as its documentation shows.
-
-Grading beside generation, and what decoding costs: see grade_hidden.
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ from megatron_eqlen.rewards.code.grader import CodeGrader
 from megatron_eqlen.rewards.code.tests import CodeTests
 from megatron_eqlen.rewards.math.grader import MathGrader, MathRule
 from megatron_eqlen.types import Grade
-from tools.benchmarks import grade_hidden
 from tools.benchmarks.table import show
 
 ANSWER_TABLE = Path(__file__).resolve().parents[2] / "tests" / "tables" / "math_answers.jsonl"
@@ -40,8 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--answers", type=int, default=4096)
     parser.add_argument("--programs", type=int, default=256)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--responses", type=int, default=512, help="of the simulated harvest")
-    parser.add_argument("--seconds", type=float, default=20.0, help="that it takes")
     parser.add_argument("--table", type=Path, default=ANSWER_TABLE, help="answers with a person's verdict")
     parser.add_argument("--differences", action="store_true", help="print each answer judged differently")
     parser.add_argument("--json", type=Path)
@@ -56,7 +51,6 @@ def run(args: argparse.Namespace) -> None:
         measure_code(args),
     ]
     show(results, f"graders, {args.workers} workers", args.json)
-    grade_hidden.run(args)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,11 @@
 """Work of the processors around the accelerators: a scripted engine at the paper's size, scaled down.
 
-    harvest, record ─► score ─► share ─► trees ─► plan ─► exchange ─► fill        read: a resume
+    harvest, record ─► score ─► trees ─► plan ─► fill        read: a resume
 
 Three sizes are measured, each with twice the streams and twice the lengths of the one before, so a cost that
 grows faster than the tokens shows in the fitted exponent, whatever it grows with. The largest size's cost of
 a token is projected to the paper's step: 64 prompts of 8 streams, 60k tokens a stream, in 900 s. Seconds are
-of processor time, all threads; the script's own are not counted. Commands that read a run are measured as
-they are called, where the recorded steps are of the paper's size.
+of processor time, all threads; the script's own are not counted. What ranks send each other is not measured.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ from megatron_eqlen.rollout.record.reader import read_step
 from megatron_eqlen.rollout.record.recorder import FILES, INTERVAL, Recorder, record_grades
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.types import Grade, Prompt, Rollout
-from tools.benchmarks import run_commands, sharing
 from tools.benchmarks.scripted import EOS, ScriptedEngine, write_tokenizer
 from tools.benchmarks.table import show
 
@@ -51,8 +49,8 @@ REPLICAS = 4
 RANKS = 8
 """Number of ranks of a replica, on one node."""
 PARTS = {
-    "harvest": 1, "record": 0, "grades": 1, "score": 1, "share": REPLICAS, "trees": REPLICAS,
-    "plan": REPLICAS, "exchange": 1, "fill": 1, "read": 0,
+    "harvest": 1, "record": 0, "grades": 1, "score": 1, "trees": REPLICAS, "plan": REPLICAS, "fill": 1,
+    "read": 0,
 }  # fmt: skip
 """Number of replicas whose tokens a rank processes in each step. 0: those of one, not in each step or as a
 part of ``harvest``."""
@@ -63,7 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--median", type=int, default=6000, help="of response lengths, at the largest size")
     parser.add_argument("--limit", type=int, default=32768, help="longest response, at the largest size")
     parser.add_argument("--kept", type=int, default=0, help="tokens in each sampling mask; 0: no masks")
-    parser.add_argument("--step-tokens", type=int, default=STEP_TOKENS, help="of a step that commands read")
     parser.add_argument("--requests", type=int, nargs="*", default=[256, 512, 1024], help="in flight at once")
     parser.add_argument("--json", type=Path)
 
@@ -72,8 +69,6 @@ def run(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder) / "model")
         sizes = [measure(Path(folder), part, args) for part in (4, 2, 1)]
-        recipe = make_recipe(Path(folder) / "model", args.limit, args.kept)
-        commands = run_commands.measure(Path(folder) / "runs", sizes[-1].rollouts, recipe, args.step_tokens)
         held = harvest_peak(Path(folder), args)
         steps = [decode_step(Path(folder), requests, args) for requests in args.requests]
     tokens = sizes[-1].tokens
@@ -85,12 +80,10 @@ def run(args: argparse.Namespace) -> None:
     size = {name: count / tokens for name, count in sizes[-1].bytes.items()}
     show([size], "bytes a token", None)
     show([held], f"bytes a token at the peak of a harvest, by {RANKS} ranks in step", None)
-    million = args.step_tokens / 1e6
-    show(commands, f"commands that read a run whose steps are of {million:.3g} million tokens", None)
     if steps:
         show(steps, "a decode step of harvest(), without the engine", None)
     if args.json is not None:
-        found = {"stages": results, "of a step": per_step, "bytes a token": size, "commands": commands}
+        found = {"stages": results, "of a step": per_step, "bytes a token": size}
         found |= {"harvest peak": held, "decode steps": steps}
         args.json.write_text(json.dumps({"title": title} | found, indent=1) + "\n", encoding="utf-8")
 
@@ -172,10 +165,9 @@ def record(rollouts: list[Rollout], folder: Path, size: Size) -> None:
 
 
 def train(rollouts: list[Rollout], recipe: Recipe, size: Size) -> None:
-    """Go from one replica's rollouts to filled rows, including the exchange between ranks."""
+    """Go from one replica's rollouts to filled rows."""
     size.bytes["skeletons"] = len(pickle.dumps([kind_of(rollout).skeleton(rollout) for rollout in rollouts]))
     size.bytes["in memory"] = resident(pickle.dumps(rollouts))
-    size.seconds |= sharing.measure(rollouts, recipe)
     (trees,), _ = timed(size, "trees", lambda: build_minibatches(rollouts, recipe))
     planned = timed(size, "plan", lambda: plan_rows(trees, recipe.packing.max_tokens_per_row))
     timed(size, "fill", lambda: planned.rows(0))

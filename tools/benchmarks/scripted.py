@@ -18,6 +18,8 @@ from megatron_eqlen.types import Delta, Metrics
 
 VOCABULARY = 32768
 EOS = 0
+SIGMA = 0.8
+"""Of the log-normal lengths."""
 POOL = 1 << 16
 """Number of tokens that are drawn beforehand."""
 
@@ -37,7 +39,7 @@ class _Request:
 
 @dataclass
 class ScriptedEngine:
-    """Response lengths are log-normal (sigma 0.8), a fork's given that it is longer than its trunk. Ids fall
+    """Response lengths are log-normal (``SIGMA``), a fork's given that it is longer than its trunk. Ids fall
     off as words do, masks are random.
 
     ``seconds`` is the processor time of its own work, so that the rest of its thread's can be told apart.
@@ -109,7 +111,7 @@ class ScriptedEngine:
 def response_length(rng: np.random.Generator, median: int, longer_than: int) -> int:
     """Draw a log-normal length, conditional on being longer than ``longer_than``."""
     while True:
-        draws = median * rng.lognormal(0.0, 0.8, 1000)
+        draws = median * rng.lognormal(0.0, SIGMA, 1000)
         longer = draws[draws > longer_than + 1]
         if longer.size:
             return int(longer[0])

@@ -1,41 +1,33 @@
-#!/usr/bin/env python
 """Print what of the paper's theory can be computed: Propositions 1 and 2 with the conditions their proofs
-need, the direction of the expected step on coin flips, and effective samples from laws of length alone.
+need, and the direction of the expected step on coin flips.
 
-python tools/theory.py [propositions] [coins] [samples] [--policies 100]
+python -m tests.kit.theory_numbers
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from megatron_eqlen.paper import theory
-from megatron_eqlen.paper.efficiency import LAWS, LIMIT, MEAN, ratios
-from megatron_eqlen.paper.length_bias import Process
-from megatron_eqlen.paper.theory import A_1, A_2, A_3, B_1, B_2
+from tests.kit import theory
+from tests.kit.length_bias import Process
+from tests.kit.theory import A_1, A_2, A_3, B_1, B_2
+
+POLICIES = 100
+"""Random transformers."""
+METHODS: dict[str, dict[str, Any]] = {
+    "EqLen-GRPO": {},
+    "mean, rloo": {"objective": "rloo", "suffix_reward": "mean"},
+    "and drop": {"objective": "rloo", "suffix_reward": "mean", "unfinished": "drop"},
+    "single pair": {"single_pair": True},
+    "on_policy": {"pair_weight": "on_policy"},
+}
 
 
-def main() -> None:
-    sections = {"propositions": propositions, "coins": coins, "samples": samples}
-    parser = argparse.ArgumentParser(
-        description="Print Propositions 1 and 2, expected steps on coin flips, and effective samples."
-    )
-    parser.add_argument("sections", nargs="*", help=f"some of {', '.join(sections)}; default: all")
-    parser.add_argument("--policies", type=int, default=100, help="random transformers to average over")
-    args = parser.parse_args()
-    for name in args.sections or sections:
-        if name not in sections:
-            parser.error(f"expected some of {', '.join(sections)}, found {name!r}")
-        sections[name](args)
-
-
-def propositions(args: argparse.Namespace) -> None:
-    policies = [theory.TransformerPolicy(seed) for seed in range(args.policies)]
+def propositions(policies: Sequence[theory.TransformerPolicy]) -> None:
     table = theory.TabularPolicy([A_1, B_1 + A_2, B_1 + B_2 + A_3])
     proposition_1(table)
     proposition_1_shared(policies)
@@ -85,16 +77,7 @@ def survivor() -> None:
         )
 
 
-METHODS: dict[str, dict[str, Any]] = {
-    "EqLen-GRPO": {},
-    "mean, rloo": {"objective": "rloo", "suffix_reward": "mean"},
-    "and drop": {"objective": "rloo", "suffix_reward": "mean", "unfinished": "drop"},
-    "single pair": {"single_pair": True},
-    "on_policy": {"pair_weight": "on_policy"},
-}
-
-
-def coins(args: argparse.Namespace) -> None:
+def coins() -> None:
     title("Coin flips, limit 4: expected step towards stopping, relative to that towards right ends")
     print(f"  {'':<28}" + "".join(f"{name:>13}" for name in ("truth", *METHODS)))
     for name, process in (
@@ -111,16 +94,6 @@ def _direction(step: np.ndarray) -> float:
     """Return the derivative by a number that is added to the logits of both ends, divided by that by a number
     that is added to the logit of a right end and taken from that of a wrong one."""
     return float(step[:, :2].sum() / (step[:, 1] - step[:, 0]).sum())
-
-
-def samples(args: argparse.Namespace) -> None:
-    title(f"EqLen's effective samples / GRPO's; mean {MEAN:,}, limit {LIMIT:,}, half of the ended ones right")
-    heads = ("pairs", "lockstep", "per token", "per token, trained")
-    print(f"  {'':<20}" + "".join(f"{head:>20}" for head in heads))
-    for law in LAWS:
-        found = ratios(law)
-        values = (found.pairs, found.lockstep, found.token, found.trained)
-        print(f"  {law:<20}" + "".join(f"{value:20.2f}" for value in values))
 
 
 def title(text: str) -> None:
@@ -145,4 +118,5 @@ def share(
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main()
+    propositions([theory.TransformerPolicy(seed) for seed in range(POLICIES)])
+    coins()

@@ -521,3 +521,9 @@ def draw(rows: Rows, file: Path) -> None:
     axes.set(xlabel="pairs a stream", ylabel="stopping ÷ good tokens")
     axes.legend(frameon=False)
     write_text(file, svg(figure))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    run(parser.parse_args())

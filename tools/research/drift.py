@@ -25,8 +25,8 @@ from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.paper.figures import svg
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.report.tables import Rows, markdown_rows
-from tools.benchmarks.mechanism import METHODS, WORLDS, Case, World, recipe_of
 from tools.benchmarks.table import show
+from tools.research.mechanism import METHODS, WORLDS, Case, World, recipe_of
 
 SHAPE = "lognormal 0.6"
 PROMPTS, GROUP = 4, 8
@@ -202,3 +202,9 @@ def draw(rows: Rows, file: Path) -> None:
     first.set(ylabel="length ÷ length at the start")
     first.legend(frameon=False, fontsize=8)
     write_text(file, svg(figure))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    run(parser.parse_args())

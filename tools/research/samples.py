@@ -3,7 +3,9 @@
 The paper counts two samples for a pair (table 2: about 6 pairs a stream, 6.04 times GRPO's samples in equal
 GPU time). Streams are drawn as the harvester makes them: two tracks, and one more from the end of each pair
 until the response limit. Each response that ends is right with the same probability, whatever its length; a
-truncated one is wrong. ``tools/theory.py samples`` prints the ratios.
+truncated one is wrong.
+
+python -m tools.research.samples
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 from scipy.stats.distributions import rv_frozen
+
+from megatron_eqlen.report.tables import markdown_rows
 
 TRACKS = 16
 """Tracks of a prompt: responses of GRPO, or twice its streams."""
@@ -110,3 +114,24 @@ def _streams(length: Callable[[float], float], right: Callable[[], bool]) -> _Pr
         samples += 2 * len(rewards)
         trained += 2 * sum(reward != any(rewards[n + 1 :]) for n, reward in enumerate(rewards))
     return _Prompt(samples, trained, tokens, longest=LIMIT)  # two tracks never end at exactly one length
+
+
+def main() -> None:
+    print(
+        f"EqLen's effective samples / GRPO's; mean {MEAN:,}, limit {LIMIT:,}, half of the ended ones right\n"
+    )
+    rows = []
+    for law in LAWS:
+        found = ratios(law)
+        values = {
+            "pairs a stream": found.pairs,
+            "lockstep time, all pairs": found.lockstep,
+            "per token, all pairs": found.token,
+            "per token, trained pairs": found.trained,
+        }
+        rows.append({"lengths": law} | {name: f"{value:.2f}" for name, value in values.items()})
+    print(markdown_rows(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,13 +1,10 @@
-"""The arithmetic task, its tokenizers and the tiny models that imitate it."""
+"""Tokenizers for tiny models, and the tiny models that imitate demonstrations."""
 
 import hashlib
 import importlib.util
 import json
-import random
-import re
 import sys
 import unicodedata
-from collections import Counter
 
 import pyarrow.parquet as pq
 import pytest
@@ -16,25 +13,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from megatron_eqlen.data import math_sets
-from megatron_eqlen.data.rows import Tally
 from megatron_eqlen.hf.tokenizer import load_tokenizer
-from megatron_eqlen.rewards.math.grader import MathGrader
-from megatron_eqlen.toys.synthetic import (
-    LARGEST_RESULT,
-    SCHEMA,
-    STYLES,
-    demonstrate,
-    draw_chain,
-    make_rows,
-    write_rows,
-)
-from megatron_eqlen.toys.tokenizer_maker import write_hf_tokenizer, write_sentencepiece_tokenizer
 from tests.kit import ROOT
 from tests.kit.marks import examples
+from tools.make_search import make_rows, write_rows
+from tools.tokenizer_maker import write_hf_tokenizer, write_sentencepiece_tokenizer
 
 TOOLS = ROOT / "tools"
-SOLUTIONS = ("r1_solution_1", "r1_solution_2", "r1_solution_3")
 
 
 def load_tool(name: str):
@@ -55,61 +40,6 @@ def tokenizer(request, rows, tmp_path_factory):
     write = write_hf_tokenizer if request.param == "hf" else write_sentencepiece_tokenizer
     write(folder, [f"{row['question']}\n{row['r1_solution_1']}" for row in rows])
     return load_tokenizer(folder)
-
-
-def test_the_answer_is_what_python_computes(rows):
-    for row in rows:
-        expression = re.fullmatch(r"Compute \$([-+0-9]+)\$\.", row["question"]).group(1)
-        assert eval(expression) == int(row["final_answer"])  # digits and signs only, matched above
-
-
-def test_every_line_of_every_demonstration_is_right(rows):
-    for line in {line for row in rows for name in SOLUTIONS for line in row[name].splitlines()}:
-        if match := re.fullmatch(r"([-+0-9]+)=(\d+)", line):
-            assert eval(match.group(1)) == int(match.group(2))
-            assert int(match.group(2)) <= LARGEST_RESULT
-        else:
-            assert line == "Check:" or re.fullmatch(r"\\boxed\{\d+\}", line)
-
-
-def test_the_real_reader_and_grader_take_the_file(rows, tmp_path):
-    write_rows(tmp_path / "train.parquet", rows[:40])
-    assert pq.read_schema(tmp_path / "train.parquet").equals(SCHEMA)
-    tally = Tally()
-    read = list(math_sets.read_deepmath(tmp_path / "train.parquet", tally))
-    assert [(row.question, row.gold) for row in read] == [
-        (row["question"], row["final_answer"]) for row in rows[:40]
-    ]
-    assert not tally.dropped
-    grader = MathGrader("math_verify", workers=1)
-    try:
-        grades = grader.grade([row["r1_solution_1"] for row in rows[:40]], [row.gold for row in read])
-        assert {grade.verdict for grade in grades} == {"correct"}
-        wrong = grader.grade([f"\\boxed{{{int(read[0].gold) + 1}}}"], [read[0].gold])
-        assert wrong[0].verdict == "wrong"
-    finally:
-        grader.close()
-
-
-def test_styles_of_one_question_differ_widely_in_length():
-    rng = random.Random(0)
-    chain = draw_chain(rng, 5)
-    lengths = [len(demonstrate(chain, style, rng)) for style in STYLES]
-    assert lengths == sorted(lengths)
-    assert lengths[-1] > 4 * lengths[0]
-
-
-def test_rows_are_distinct_and_a_function_of_the_seed(rows):
-    assert make_rows(300, seed=0) == rows
-    assert make_rows(300, seed=1) != rows
-    assert max(Counter(row["question"] for row in rows).values()) == 1
-
-
-def test_impossible_sizes_are_named():
-    with pytest.raises(ValueError, match="found 5, 4"):
-        make_rows(10, 0, min_operands=5, max_operands=4)
-    with pytest.raises(ValueError, match="expected at most about"):
-        make_rows(1000, 0, min_operands=1, max_operands=1)
 
 
 @examples(30)
