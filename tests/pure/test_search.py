@@ -10,7 +10,7 @@ from statistics import fmean, pstdev
 import pytest
 from tokenizers import Tokenizer
 
-from megatron_eqlen.data import math_sets
+from megatron_eqlen.data import sources
 from megatron_eqlen.data.rows import Tally
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.rewards.math.grader import MathGrader
@@ -53,7 +53,7 @@ def test_every_line_and_every_answer_is_right(rows):
 
 def test_the_real_reader_and_grader_take_the_rows(rows, tmp_path):
     write_rows(tmp_path / "train.parquet", rows[:20])
-    read = list(math_sets.read_deepmath(tmp_path / "train.parquet", Tally()))
+    read = list(sources.PLAIN_READERS["deepmath"](tmp_path / "train.parquet", Tally()))
     assert [(problem.question, problem.gold) for problem in read] == [
         (row["question"], row["final_answer"]) for row in rows[:20]
     ]
