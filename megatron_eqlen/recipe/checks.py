@@ -7,7 +7,7 @@ import re
 
 from pydantic import HttpUrl, ValidationError
 
-from megatron_eqlen.recipe import OptimizerRecipe, Recipe, RewardRecipe, RolloutRecipe, layout
+from megatron_eqlen.recipe import OptimizerRecipe, Recipe, RolloutRecipe, layout
 from megatron_eqlen.recipe.budget import COSTS
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
 from megatron_eqlen.tokens import MOST_PER_TOKEN, SAMPLED
@@ -31,7 +31,6 @@ def check(recipe: Recipe) -> None:
     _check_keep_streams(recipe)
     _check_memory(recipe)
     layout.check(recipe)
-    _check_reward(recipe.reward)
     _check_plugins(recipe)
 
 
@@ -84,14 +83,6 @@ def _check_learning_rate(optimizer: OptimizerRecipe) -> None:
         raise ValueError(
             f"optimizer.min_lr: {optimizer.min_lr:g} is the final learning rate: expected at most "
             f"optimizer.lr {optimizer.lr:g}"
-        )
-
-
-def _check_reward(reward: RewardRecipe) -> None:
-    if reward.lcb_strict and reward.sandbox_url:
-        raise ValueError(
-            f"reward.lcb_strict: true runs programs on this machine only, found reward.sandbox_url "
-            f"{reward.sandbox_url}: leave one out"
         )
 
 

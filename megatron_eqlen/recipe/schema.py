@@ -383,9 +383,6 @@ class RewardRecipe(Section):
     code_sandbox: Literal["strict", "best_effort"] = "strict"
     """``strict``: refuse to run programs if the machine cannot isolate them; ``best_effort``: isolate them as
     far as possible, and warn."""
-    lcb_strict: bool = False
-    """Run programs for LiveCodeBench's problems exactly as its own checker does, faults included (see
-    rewards/README.md)."""
     sandbox_url: str | None = None
     """URL of a SandboxFusion-compatible server that runs the programs."""
     rubric: str | None = None

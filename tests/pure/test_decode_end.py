@@ -15,7 +15,7 @@ from megatron_eqlen.hf import byte_pieces
 from megatron_eqlen.hf.byte_pieces import BytePieces
 from megatron_eqlen.hf.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from megatron_eqlen.rewards.code import grader as code
-from megatron_eqlen.rewards.code.grader import CodeGrader, extract_as_livecodebench, extract_program
+from megatron_eqlen.rewards.code.grader import CodeGrader, extract_program
 from megatron_eqlen.rewards.grader import END_OF_THINKING, answer_section
 from megatron_eqlen.rewards.math import grader as math
 from megatron_eqlen.rewards.math.grader import MathGrader, extract_answer
@@ -96,15 +96,11 @@ def test_a_grader_sees_in_the_end_what_it_sees_in_the_whole_text(tokenizer, data
         patch.setattr(code, "LONGEST_SECTION", longest)
         for look in (lambda text: MathGrader("exact").grade([text], ["5"]), extract_answer, extract_program):
             assert look(end) == look(whole)
-    assert extract_as_livecodebench(read_end(tokenizer, ids, sys.maxsize, data)) == (
-        extract_as_livecodebench(whole)
-    )
 
 
 def test_graders_say_how_much_they_read():
     assert MathGrader.longest == math.LONGEST_TAIL
     assert CodeGrader().longest == code.LONGEST_SECTION
-    assert CodeGrader(lcb_strict=True).longest == sys.maxsize
 
 
 def read_end(tokenizer, ids: list[int], longest: int, data) -> str:

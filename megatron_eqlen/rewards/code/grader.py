@@ -60,16 +60,10 @@ def extract_program(text: str) -> str | None:
     return program if program and program.strip() else None
 
 
-def extract_as_livecodebench(text: str) -> str | None:
-    """Return the lines between the last two lines that hold three backticks, as LiveCodeBench's
-    ``extract_code`` does."""
-    lines = answer_section(text, sys.maxsize).split("\n")
-    fences = [number for number, line in enumerate(lines) if "```" in line]
-    return "\n".join(lines[fences[-2] + 1 : fences[-1]]) if len(fences) > 1 else None
-
-
 class CodeGrader:
     """Grades responses to code problems. The sandbox starts with the first program."""
+
+    longest = LONGEST_SECTION
 
     def __init__(
         self,
@@ -78,14 +72,11 @@ class CodeGrader:
         memory_mb: int = 1024,
         sandbox: Literal["strict", "best_effort"] = "strict",
         sandbox_url: str | None = None,
-        lcb_strict: bool = False,
     ) -> None:
-        assert not (sandbox_url and lcb_strict), "the recipe's check refuses it"
         self._workers = workers
         self._timeout = timeout
         self._memory_mb = memory_mb
         self._mode: Literal["strict", "best_effort"] = sandbox
-        self._lcb_strict = lcb_strict
         self._server = SandboxServer(sandbox_url, workers) if sandbox_url else None
         self._pool: WorkerPool | None = None
         self._asked: WeakValueDictionary[tuple[str, str], Asked] = WeakValueDictionary()
@@ -95,16 +86,11 @@ class CodeGrader:
 
     @property
     def name(self) -> str:
-        return f"code-{VERSION}" + "-lcb_strict" * self._lcb_strict + "@server" * (self._server is not None)
-
-    @property
-    def longest(self) -> int:
-        """Most characters read; LiveCodeBench's checker reads an answer of any length."""
-        return sys.maxsize if self._lcb_strict else LONGEST_SECTION
+        return f"code-{VERSION}" + "@server" * (self._server is not None)
 
     def begin(self, text: str, gold: str) -> Pending:
         """Start grading a response; a program that is being graded already is not run again."""
-        program = self._extract(text, gold)
+        program = extract_program(text)
         if program is None:
             return Known(Grade(0.0, "no_answer", None, self.name))
         shown = f"{len(program)} characters of Python"
@@ -137,17 +123,13 @@ class CodeGrader:
             judge.close()
         self._pool = None
 
-    def _extract(self, text: str, gold: str) -> str | None:
-        strict = self._lcb_strict and _parse_tests(gold).livecodebench
-        return extract_as_livecodebench(text) if strict else extract_program(text)
-
     def _item(self, program: str, gold: str) -> dict[str, Any]:
         tests = _parse_tests(gold)
         cpu = tests.time_limit or self._timeout
         memory = max(self._memory_mb, int(tests.memory_mb or 0))
         output = max(Limits.output_bytes, 2 * tests.largest_output)
         limits = Limits(cpu_seconds=cpu, wall_seconds=4 * cpu + 2, memory_mb=memory, output_bytes=output)
-        return {"program": program, "tests": gold, "limits": asdict(limits), "lcb_strict": self._lcb_strict}
+        return {"program": program, "tests": gold, "limits": asdict(limits)}
 
     def _judge(self, item: dict[str, Any]) -> Future[dict[str, Any]]:
         if self._server is not None:

@@ -3,9 +3,8 @@ that judges: it knows the tests; the zygote of its sandbox, forked before any ar
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -22,8 +21,6 @@ class RunProgram(Protocol):
         self, source: str, stdin: str, limits: Limits, function: str | None, rules: Rules
     ) -> Execution: ...
 
-
-VERDICTS_OF_A_TEST = ("runtime_error", "time_limit")
 
 LONGEST_DETAIL = 400
 
@@ -49,27 +46,6 @@ def judge(program: str, tests: CodeTests, limits: Limits, run: RunProgram) -> Ju
             found = ended.stdout if tests.function is None else ended.result
             return _failed(tests, number, "wrong_answer", _difference(tests, number, found), seconds)
     return Judgement("passed", "", seconds)
-
-
-def judge_as_livecodebench(program: str, tests: CodeTests, limits: Limits, run: RunProgram) -> Judgement:
-    """Return the verdict of LiveCodeBench's own checker: one process for all tests, its replacements of stdin
-    and stdout, and ``limits.cpu_seconds`` of wall-clock time for each test."""
-    number_of_tests = len(tests.inputs)
-    asked = json.dumps({"inputs": tests.inputs, "seconds": limits.cpu_seconds})
-    total_seconds = (limits.cpu_seconds + 1) * number_of_tests + 5
-    expected = sum(len(str(output)) for output in tests.outputs)
-    output = limits.output_bytes + 4 * expected  # the sum over all tests
-    limits = replace(limits, cpu_seconds=total_seconds, wall_seconds=total_seconds, output_bytes=output)
-    ended = run(program, asked, limits, tests.function, "livecodebench_strict")
-    for number, (kind, text) in enumerate(ended.records[:number_of_tests]):
-        if kind in VERDICTS_OF_A_TEST:
-            return _failed(tests, number, kind, text, ended.seconds)
-        if not tests.is_right(number, text, text):
-            return _failed(tests, number, "wrong_answer", _difference(tests, number, text), ended.seconds)
-    if (reported := len(ended.records)) < number_of_tests:
-        status = "runtime_error" if ended.status == "finished" else ended.status
-        return _failed(tests, reported, status, ended.error or "the program ended the checker", ended.seconds)
-    return Judgement("passed", "", ended.seconds)
 
 
 def _failed(tests: CodeTests, number: int, verdict: str, why: str, seconds: float) -> Judgement:
@@ -98,9 +74,7 @@ def make_handler(isolation: dict[str, bool] | None = None) -> Callable[[dict[str
         if "tests" not in item:
             return asdict(sandbox.run(item["program"], item["stdin"], limits, item.get("function")))
         tests = _parse_tests(item["tests"])
-        strict = tests.livecodebench and item.get("lcb_strict", False)
-        verdict_of = judge_as_livecodebench if strict else judge
-        return asdict(verdict_of(item["program"], tests, limits, sandbox.run))
+        return asdict(judge(item["program"], tests, limits, sandbox.run))
 
     return handle
 

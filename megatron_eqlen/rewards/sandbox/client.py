@@ -19,7 +19,7 @@ import select
 import signal
 import socket
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 
 from megatron_eqlen.rewards.sandbox import program
@@ -54,8 +54,6 @@ class Execution:
     error: str = ""
     """The end of the traceback."""
     seconds: float = 0.0
-    records: list[tuple[str, str]] = field(default_factory=list)
-    """(kind, text) of every report: with several tests in one process, one for each test."""
 
 
 class Sandbox:
@@ -100,8 +98,8 @@ class Sandbox:
             request = {"limits": asdict(limits), "function": function, "rules": rules, "token": token}
             ending = self._request(json.dumps(request).encode(), files, limits.wall_seconds)
             _, stdout, _, _, report = files
-            records = _records(_read(report, limits.output_bytes), token)
-            return _interpret(ending, _read(stdout, limits.output_bytes), records, limits, function)
+            kind, told = _record(_read(report, limits.output_bytes), token)
+            return _interpret(ending, _read(stdout, limits.output_bytes), kind, told, limits, function)
 
     def _request(self, request: bytes, files: list[int], wall_seconds: float) -> dict:
         self._connection.settimeout(wall_seconds + EXTRA_SECONDS)
@@ -118,21 +116,22 @@ class Sandbox:
         return ending
 
 
-def _records(report: bytes, token: str) -> list[tuple[str, str]]:
-    """Return (kind, text) of each record behind ``token``; nothing if the report starts otherwise.
+def _record(report: bytes, token: str) -> tuple[str, str]:
+    """Return kind and text of the report behind ``token``; empty texts if it starts otherwise.
 
     No text is parsed here: a program may forge one of any size and shape.
     """
-    before, *records = report.split(token.encode() + b" ")
-    pairs = [record.decode(errors="replace").partition("\n") for record in records]
-    return [] if before else [(kind, text) for kind, _, text in pairs]
+    start = token.encode() + b" "
+    told = report.removeprefix(start).decode(errors="replace") if report.startswith(start) else ""
+    kind, _, text = told.partition("\n")
+    return kind, text
 
 
 def _interpret(
-    ending: dict, stdout: bytes, records: list[tuple[str, str]], limits: Limits, function: str | None
+    ending: dict, stdout: bytes, kind: str, told: str, limits: Limits, function: str | None
 ) -> Execution:
-    """Return how the program ended. ``ending``: exit, cpu and wall seconds, timed_out, crowded."""
-    kind, told = records[-1] if records else ("", "")
+    """Return how the program ended. ``ending``: exit, cpu and wall seconds, timed_out, crowded; ``kind`` and
+    ``told``: the program's own report."""
     text = stdout.decode(errors="replace")
     seconds, code = ending["wall"], ending["exit"]
     over = ending["cpu"] > limits.cpu_seconds
@@ -146,12 +145,12 @@ def _interpret(
         status, error = kind, told[: program.REPORT_TEXT]
     elif code != 0 or kind == "runtime_error":
         status, error = "runtime_error", told[: program.REPORT_TEXT] or f"exit status {code}"
-    elif function is not None and not records:
+    elif function is not None and kind != "result":
         status, error = "runtime_error", f"it ended before {function} returned"
     else:
         status, error = "finished", ""
     result = told if status == "finished" and kind == "result" else None
-    return Execution(status, text, result, error, seconds, records)
+    return Execution(status, text, result, error, seconds)
 
 
 def _serve(connection: socket.socket, isolation: Isolation, folder: EmptyFolder) -> None:

@@ -46,9 +46,8 @@ SYSTEM_PATHS = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/zero", "/dev/urandom")
 REPORT_TEXT = 1000
 """Characters of an error that are reported."""
-Rules = Literal["plain", "livecodebench", "livecodebench_strict"]
-"""Plain Python; with LiveCodeBench's preamble and limits; or exactly as its checker runs a program, with all
-tests in one process."""
+Rules = Literal["plain", "livecodebench"]
+"""Plain Python, or with LiveCodeBench's preamble and limits."""
 
 
 @dataclass(frozen=True)
@@ -175,10 +174,7 @@ def run(function: str | None, rules: Rules, token: str) -> NoReturn:
     try:
         with open(SOURCE, "rb") as file:
             source = file.read()
-        if rules == "livecodebench_strict":
-            status = _execute_officially(source, function, _Report(token))
-        else:
-            status = _execute(source, main, function, rules, _Report(token))
+        status = _execute(source, main, function, rules, token)
     finally:
         os._exit(status)  # always: the program must never return into the code that called us
 
@@ -207,9 +203,7 @@ def _text_file(descriptor: int, mode: Literal["r", "w"]) -> io.TextIOWrapper:
     return open(descriptor, mode, encoding="utf-8", errors="replace", closefd=False)
 
 
-def _execute(
-    source: bytes, main: types.ModuleType, function: str | None, rules: Rules, report: _Report
-) -> int:
+def _execute(source: bytes, main: types.ModuleType, function: str | None, rules: Rules, token: str) -> int:
     """Run the program; return its exit status. Any exception it raises is an error of the program's."""
     stage = "compile_error"
     lcb = rules == "livecodebench"
@@ -224,7 +218,7 @@ def _execute(
         else:
             main.__name__ = "solution"  # so the program's `__main__` part is not run
             exec(code, main.__dict__)
-            report.write("result", _call(main, function, livecodebench.encode if lcb else encode))
+            _report(token, "result", _call(main, function, livecodebench.encode if lcb else encode))
     except SystemExit as end:
         _finish()
         return 0 if lcb else end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -232,22 +226,8 @@ def _execute(
         stage = "memory_limit" if isinstance(error, MemoryError) else stage
         own = error.__traceback__ and error.__traceback__.tb_next  # leave this frame out of the traceback
         text = "".join(traceback.format_exception(type(error), error, own, limit=-3))
-        report.write(stage, text[-REPORT_TEXT:])
+        _report(token, stage, text[-REPORT_TEXT:])
         return 1
-    return 0
-
-
-def _execute_officially(source: bytes, function: str | None, report: _Report) -> int:
-    """Run all tests in this process, as LiveCodeBench's checker does. Stdin holds them, not the program's."""
-    asked = json.load(sys.stdin)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    sys.stdin = _text_file(0, "r")
-    try:
-        for outcome in livecodebench.outcomes(source.decode(), asked["inputs"], function, asked["seconds"]):
-            report.write(*outcome)
-    except BaseException as error:  # noqa: BLE001 - sys.exit and the like end the checker, too
-        report.write("runtime_error", repr(error)[:REPORT_TEXT])
     return 0
 
 
@@ -275,13 +255,8 @@ def _finish() -> None:
             stream.flush()
 
 
-class _Report:
-    """Records for the worker, each behind a token that the program was not given."""
-
-    def __init__(self, token: str) -> None:
-        self._token = token
-
-    def write(self, kind: str, text: str) -> None:
-        data = f"{self._token} {kind}\n{text}".encode(errors="replace")
-        while data:
-            data = data[os.write(REPORT, data) :]
+def _report(token: str, kind: str, text: str) -> None:
+    """Tell the worker how the program ended, behind a token that the program was not given."""
+    data = f"{token} {kind}\n{text}".encode(errors="replace")
+    while data:
+        data = data[os.write(REPORT, data) :]
