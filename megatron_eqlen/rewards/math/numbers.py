@@ -10,13 +10,6 @@ from sympy import Expr, Float, Integer, Pow, Rational, binomial, factorial
 DIGITS = 15
 LARGEST_BITS = 1 << 20
 """A number of more bits is never computed: it is compared as it is written."""
-POINTS = tuple(
-    tuple(sign * Rational(7 * number + 5, 3 * number + 7) for number, sign in enumerate(signs))
-    for signs in ((1, 1, 1, 1, 1), (-1, 1, -1, 1, -1), (1, -1, -1, 1, 1))
-)
-"""Values of up to five symbols at which two expressions are compared."""
-LARGEST_COMPARED = 1e20
-"""Larger numbers that differ by 1 agree in too many of the 100 digits."""
 
 
 def number_of(value: Any, point: dict[Any, Any] | None = None) -> Any:
@@ -79,30 +72,4 @@ def surely_different(gold: Any, answer: Any) -> bool:
         here is not None
         and there is not None
         and bool(abs(here - there) > 1e-3 * max(1, abs(here), abs(there)))
-    )
-
-
-def surely_equal(gold: Any, answer: Any) -> bool:
-    """Both are exact expressions whose difference is 0 to 100 digits at several points of their symbols.
-
-    SymPy's ``simplify`` misses equalities such as ``-\\ln|\\cos x|`` and ``\\ln|\\sec x|``.
-    """
-    if not (isinstance(gold, Expr) and isinstance(answer, Expr)) or has_decimals(gold, answer):
-        return False
-    symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
-    return (
-        all(_vanishes(gold, answer, dict(zip(symbols, point, strict=False))) for point in POINTS)
-        and not (gold.is_Symbol or answer.is_Symbol)
-        and len(symbols) <= len(POINTS[0])
-    )
-
-
-def _vanishes(gold: Expr, answer: Expr, point: dict[Any, Any]) -> bool:
-    try:
-        terms = [abs(complex(term.subs(point).evalf(DIGITS))) for term in (gold, answer)]
-        parts = (gold - answer).subs(point).evalf(DIGITS, maxn=100).as_real_imag()
-    except (TypeError, ValueError, OverflowError, AttributeError, ZeroDivisionError):
-        return False
-    return max(terms) < LARGEST_COMPARED and all(
-        part == 0 or getattr(part, "_prec", 0) == 1 for part in parts
     )

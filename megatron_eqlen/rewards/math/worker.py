@@ -27,7 +27,6 @@ from megatron_eqlen.rewards.math.numbers import (
     is_huge,
     number_of,
     surely_different,
-    surely_equal,
 )
 from megatron_eqlen.rewards.math.reading import read
 
@@ -297,7 +296,7 @@ def _equal_values(gold: str, answer: str, is_complex: bool) -> bool:
         return as_written(wanted) == as_written(found)
     if surely_different(wanted, found):
         return False
-    if _verify(_exact(wanted), _exact(found)) or surely_equal(wanted, found):
+    if _verify(_exact(wanted), _exact(found)):
         return True
     return has_decimals(wanted, found) and _verify(wanted, found) and not _only_both_small(wanted, found)
 
