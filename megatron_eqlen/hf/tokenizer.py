@@ -9,17 +9,17 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_eqlen.files import read_json
-from megatron_eqlen.hf.byte_pieces import BytePieces, byte_pieces
 
 log = logging.getLogger(__name__)
 
+FIRST_READ = 2048
+"""Tokens at a response's end that are decoded first, to find the answer after the thinking."""
 Message = dict[str, str]
 """``{"role": ..., "content": ...}``"""
 
@@ -40,13 +40,25 @@ class Tokenizer(ABC):
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of ``token_ids`` without end-of-sequence and padding tokens; ``</think>`` is
         kept."""
-        ids = np.asarray(token_ids, np.int64)
-        return self._decode(ids[~np.isin(ids, self._silent)].tolist())
+        return self._decode(self._spoken(token_ids))
 
     def decode_end(self, token_ids: Sequence[int] | np.ndarray, after: str, longest: int) -> str:
         """Return the text after the last ``after`` in ``decode(token_ids)``, or all of it if ``after`` is
-        missing; at most the last ``longest`` characters."""
-        return self.decode(token_ids).rpartition(after)[2][-longest:]
+        missing; at most the last ``longest`` characters.
+
+        Decodes the last tokens alone where they suffice. The start of a read may differ from the whole text
+        by a cut character (at most three U+FFFD) or a space, which are not returned.
+        """
+        ids, text = self._spoken(token_ids), ""
+        for read in (FIRST_READ, len(ids)):
+            text = self._decode(ids[-read:])
+            if after in text or len(text) > longest + len(after) + 3:
+                break
+        return text.rpartition(after)[2][-longest:]
+
+    def _spoken(self, token_ids: Sequence[int] | np.ndarray) -> list[int]:
+        ids = np.asarray(token_ids, np.int64)
+        return ids[~np.isin(ids, self._silent)].tolist()
 
     def apply_chat_template(self, messages: list[Message], enable_thinking: bool | None = None) -> list[int]:
         """Return the token ids of ``messages`` up to the start of the assistant's answer.
@@ -102,20 +114,6 @@ class HuggingFaceTokenizer(Tokenizer):
     @property
     def chat_template(self) -> str | None:
         return self._backend.chat_template
-
-    @cached_property
-    def _pieces(self) -> BytePieces | None:
-        return byte_pieces(getattr(self._backend, "backend_tokenizer", None), self._silent)
-
-    def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        if self._pieces is None:
-            return super().decode(token_ids)
-        return self._pieces.decode(token_ids)
-
-    def decode_end(self, token_ids: Sequence[int] | np.ndarray, after: str, longest: int) -> str:
-        if self._pieces is None:
-            return super().decode_end(token_ids, after, longest)
-        return self._pieces.decode_end(token_ids, after, longest)
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._backend.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
