@@ -21,7 +21,7 @@ from megatron_eqlen.megatron_cpu.packages import FLA, NEEDED, TRANSFORMER_ENGINE
 from megatron_eqlen.plan.model import model_config
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.inputs import fetch, local_path, revisions
-from megatron_eqlen.rewards.code.grader import offered_isolation
+from megatron_eqlen.rewards.sandbox.probe import offered_isolation
 
 PYTHONS = ((3, 12), (3, 13))
 SETUP = "tools/setup (gpu)"

@@ -1,14 +1,19 @@
-"""Protocols of graders, the part of a response that they read, and grades that are still being computed."""
+"""Protocols of graders, and background grading: responses are decoded and graded as soon as they end.
+
+begin ─► thread: decode what the grader reads ─► grader.begin ─► Future ─► grade, when it is asked for
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from hashlib import blake2b
 from typing import Protocol, runtime_checkable
 
-from megatron_eqlen.rewards.workers.host import Item
-from megatron_eqlen.types import Grade
+from megatron_eqlen.rewards.workers.pool import WorkerPool
+from megatron_eqlen.types import Grade, Prompt, TokenIds
 
 END_OF_THINKING = "</think>"
 """End tag of the thinking. Prompts of thinking models end with ``<think>``, so responses hold this tag alone,
@@ -33,15 +38,6 @@ class Grader(Protocol):
         ...
 
 
-class Pending(Protocol):
-    """A grade that may still be computed."""
-
-    def done(self) -> bool: ...
-    def result(self, timeout: float | None = None) -> Grade:
-        """Wait for the grade. Raises TimeoutError if it is not there after ``timeout`` seconds."""
-        ...
-
-
 @runtime_checkable
 class BackgroundGrader(Grader, Protocol):
     """A grader that works while responses are generated: other processes do its work, so that it takes no
@@ -58,7 +54,7 @@ class BackgroundGrader(Grader, Protocol):
         from the end: earlier characters cannot change a grade, and are not decoded."""
         ...
 
-    def begin(self, text: str, gold: str) -> Pending:
+    def begin(self, text: str, gold: str) -> Future[Grade]:
         """Start grading a response; ``text`` is at least the part that the grader reads."""
         ...
 
@@ -67,31 +63,120 @@ class BackgroundGrader(Grader, Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Known(Pending):
-    """A grade that is known at once."""
+class PoolGrader:
+    """A background grader whose work a pool of processes does. The pool starts with the first response that
+    needs it."""
 
-    grade: Grade
+    _pool: WorkerPool | None = None
 
-    def done(self) -> bool:
-        return True
+    def begin(self, text: str, gold: str) -> Future[Grade]:
+        raise NotImplementedError
 
-    def result(self, timeout: float | None = None) -> Grade:
-        return replace(self.grade)
+    def grade(self, texts: Sequence[str], golds: Sequence[str]) -> list[Grade]:
+        """Return a grade for each response text against its gold."""
+        begun = [self.begin(text, gold) for text, gold in zip(texts, golds, strict=True)]
+        return [grade.result() for grade in begun]
+
+    def cut(self) -> None:
+        """Cancel grading that was begun and has no grade yet."""
+        if self._pool is not None:
+            self._pool.cut()
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    @property
+    def pool(self) -> WorkerPool:
+        if self._pool is None:
+            self._pool = self._make_pool()
+        return self._pool
+
+    def _make_pool(self) -> WorkerPool:
+        raise NotImplementedError
 
 
-@dataclass(eq=False)
-class Asked(Pending):
-    """A grade that depends on a worker's answer; ``read`` makes it."""
+def known(grade: Grade) -> Future[Grade]:
+    """Return a future that has its grade."""
+    future: Future[Grade] = Future()
+    future.set_result(grade)
+    return future
 
-    answer: Future[Item]
-    read: Callable[[Item], Grade]
-    grade: Grade | None = None
 
-    def done(self) -> bool:
-        return self.answer.done()
+Key = tuple[str, bytes]
+"""Key of a response: its prompt's id and a hash of its token ids. Equal responses are graded once."""
 
-    def result(self, timeout: float | None = None) -> Grade:
-        if self.grade is None:
-            self.grade = self.read(self.answer.result(timeout))
-        return replace(self.grade)
+
+def response_key(prompt: Prompt, response: TokenIds) -> Key:
+    return prompt.prompt_id, blake2b(response.tobytes()).digest()
+
+
+class Background:
+    """Responses whose grading was begun and whose grade was not yet asked for. ``read`` decodes a response:
+    (token ids, ``longest`` of the grader) -> text for the grader."""
+
+    def __init__(self, read: Callable[[TokenIds, int], str]) -> None:
+        self._read = read
+        self._thread = ThreadPoolExecutor(1, "grading")
+        self._begun: dict[Key, tuple[BackgroundGrader, Future[Future[Grade]]]] = {}
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._begun
+
+    def begin(self, key: Key, grader: BackgroundGrader, prompt: Prompt, response: TokenIds) -> None:
+        """Start grading a response. Costs the caller next to nothing; ``grade`` raises its errors."""
+        if key not in self._begun:
+            self._begun[key] = grader, self._thread.submit(self._start, grader, prompt, response)
+
+    def ready(self, keys: Collection[Key]) -> list[Grade]:
+        """Return the grades that are ready, for those of ``keys`` that were begun."""
+        grades = [self.grade(key, deadline=0.0) for key in keys if key in self._begun]
+        return [grade for grade in grades if grade is not None]
+
+    def grade(self, key: Key, deadline: float = float("inf")) -> Grade | None:
+        """Return the grade of a response that was begun; None if there is none at ``deadline`` (monotonic
+        seconds). Raises the grader's error, with a note that names the prompt."""
+        begun = self._begun[key][1]
+        with naming(key[0]):
+            if wait([begun], _left(deadline)).not_done or wait([begun.result()], _left(deadline)).not_done:
+                return None
+            return begun.result().result()
+
+    def timeout(self, key: Key, detail: str) -> Grade:
+        """Return the grade of a response whose grader was too late."""
+        return Grade(0.0, "timeout", None, self._begun[key][0].name, detail=detail)
+
+    def give_up(self) -> None:
+        """Forget everything: pending grades are not waited for, and their processes are killed."""
+        begun, self._begun = self._begun, {}
+        for _, grade in begun.values():
+            grade.cancel()
+        wait([grade for _, grade in begun.values()])
+        for grader in {grader for grader, grade in begun.values() if _is_under_way(grade)}:
+            grader.cut()
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+        self._begun.clear()
+
+    def _start(self, grader: BackgroundGrader, prompt: Prompt, response: TokenIds) -> Future[Grade]:
+        return grader.begin(self._read(response, grader.longest), prompt.gold)
+
+
+@contextmanager
+def naming(prompt_id: str) -> Iterator[None]:
+    """Add a note that names the prompt to an error of the block."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"while an answer to prompt {prompt_id} was graded")
+        raise
+
+
+def _left(deadline: float) -> float | None:
+    return None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
+
+
+def _is_under_way(begun: Future[Future[Grade]]) -> bool:
+    return not begun.cancelled() and begun.exception() is None and not begun.result().done()

@@ -11,8 +11,10 @@ from __future__ import annotations
 import ast
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -20,9 +22,9 @@ import reasoning_gym
 from reasoning_gym.utils import extract_answer
 
 from megatron_eqlen.recipe import RewardRecipe
-from megatron_eqlen.rewards.code.grader import required_isolation
-from megatron_eqlen.rewards.grader import Asked, Known, Pending, answer_section
+from megatron_eqlen.rewards.grader import PoolGrader, answer_section, known
 from megatron_eqlen.rewards.sandbox.client import EXTRA_SECONDS, Sandbox, SandboxError
+from megatron_eqlen.rewards.sandbox.probe import required_isolation
 from megatron_eqlen.rewards.sandbox.program import Isolation, Limits
 from megatron_eqlen.rewards.workers.pool import WorkerPool
 from megatron_eqlen.types import Grade
@@ -42,7 +44,7 @@ def score(gold, answer):
 """
 
 
-class ReasoningGymGrader:
+class ReasoningGymGrader(PoolGrader):
     """Grades answers to reasoning-gym's tasks; the gold is a Python literal with task, config and entry."""
 
     longest = LONGEST
@@ -50,44 +52,27 @@ class ReasoningGymGrader:
 
     def __init__(self, reward: RewardRecipe) -> None:
         self._reward = reward
-        self._pool: WorkerPool | None = None
         self._failed: set[str] = set()
         """Tasks whose scorer has failed on an answer."""
 
-    def begin(self, text: str, gold: str) -> Pending:
-        """Start grading a response."""
+    def begin(self, text: str, gold: str) -> Future[Grade]:
+        """Start grading a response: correct, partial, wrong, no_answer, or how its scorer ended
+        (runtime_error, time_limit, memory_limit)."""
         answer = extract_answer(answer_section(text, LONGEST))
         if answer is None:
-            return Known(Grade(0.0, "no_answer", None, self.name))
+            return known(Grade(0.0, "no_answer", None, self.name))
         cpu = self._reward.timeout
         limits = Limits(cpu, 4 * cpu + 2, self._reward.code_memory_mb, output_bytes=1 << 20)
         item = {"gold": gold, "answer": answer, "limits": asdict(limits)}
         longest = limits.wall_seconds + EXTRA_SECONDS
-        asked = self._start().submit(item, longest, wall_factor=1.0, attempts=2)
-        return Asked(asked, lambda ended: self._grade(answer, gold, ended))
+        return self.pool.submit(
+            item, longest, partial(self._grade, answer, gold), wall_factor=1.0, attempts=2
+        )
 
-    def grade(self, texts: Sequence[str], golds: Sequence[str]) -> list[Grade]:
-        """Return a grade for each response: correct, partial, wrong, no_answer, or how its scorer ended
-        (runtime_error, time_limit, memory_limit)."""
-        begun = [self.begin(text, gold) for text, gold in zip(texts, golds, strict=True)]
-        return [pending.result() for pending in begun]
-
-    def cut(self) -> None:
-        """Cancel grading that was begun and has no grade yet."""
-        if self._pool is not None:
-            self._pool.cut()
-
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
-
-    def _start(self) -> WorkerPool:
-        if self._pool is None:
-            isolation = required_isolation(self._reward.code_sandbox)
-            assert self._reward.workers is not None, "the scorer has asked the machine"
-            self._pool = WorkerPool(__name__, self._reward.workers, {"isolation": asdict(isolation)})
-        return self._pool
+    def _make_pool(self) -> WorkerPool:
+        isolation = required_isolation(self._reward.code_sandbox)
+        assert self._reward.workers is not None, "the scorer has asked the machine"
+        return WorkerPool(__name__, self._reward.workers, {"isolation": asdict(isolation)})
 
     def _grade(self, answer: str, gold: str, ended: dict[str, Any]) -> Grade:
         if "status" not in ended:

@@ -22,10 +22,18 @@ from megatron_eqlen.processes.cores import cores_per_rank
 from megatron_eqlen.processes.watchdog import beat
 from megatron_eqlen.recipe import RewardRecipe
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
-from megatron_eqlen.rewards.background import Background, Key, naming, response_key
 from megatron_eqlen.rewards.code.grader import CodeGrader
 from megatron_eqlen.rewards.functions import RewardFunction, is_reward_function
-from megatron_eqlen.rewards.grader import END_OF_THINKING, BackgroundGrader, Grader, answer_section
+from megatron_eqlen.rewards.grader import (
+    END_OF_THINKING,
+    Background,
+    BackgroundGrader,
+    Grader,
+    Key,
+    answer_section,
+    naming,
+    response_key,
+)
 from megatron_eqlen.rewards.math.grader import MathGrader
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver, RolloutPart, all_rollouts

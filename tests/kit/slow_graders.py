@@ -3,11 +3,11 @@ import path."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from megatron_eqlen.recipe import RewardRecipe
-from megatron_eqlen.rewards.grader import Asked, Pending
+from megatron_eqlen.rewards.grader import PoolGrader
 from megatron_eqlen.rewards.workers.pool import WorkerPool
 from megatron_eqlen.types import Grade
 
@@ -15,15 +15,15 @@ LOG = ""
 """File in which items note that they began; a test sets it."""
 
 
-class Obedient:
+class Obedient(PoolGrader):
     """A response ``NAME: WHAT`` is graded once its worker has done WHAT; right if the gold is NAME."""
 
     name, longest = "obedient-1", 100
 
     def __init__(self, reward: RewardRecipe) -> None:
-        self._pool = WorkerPool("tests.kit.handlers", reward.workers or 1, {"log": LOG})
+        self._workers = reward.workers or 1
 
-    def begin(self, text: str, gold: str) -> Pending:
+    def begin(self, text: str, gold: str) -> Future[Grade]:
         name, _, what = text.partition(": ")
         if what == "refuse":
             raise ValueError(f"{name} is refused")
@@ -33,14 +33,7 @@ class Obedient:
                 raise RuntimeError(f"no verdict: {answer['failure']}")
             return Grade(float(name == gold), "done", answer["name"], self.name, answer["seconds"])
 
-        return Asked(self._pool.submit({"name": name, "do": what}, 600.0), read)
+        return self.pool.submit({"name": name, "do": what}, 600.0, read)
 
-    def grade(self, texts: Sequence[str], golds: Sequence[str]) -> list[Grade]:
-        begun = [self.begin(text, gold) for text, gold in zip(texts, golds, strict=True)]
-        return [pending.result() for pending in begun]
-
-    def cut(self) -> None:
-        self._pool.cut()
-
-    def close(self) -> None:
-        self._pool.close()
+    def _make_pool(self) -> WorkerPool:
+        return WorkerPool("tests.kit.handlers", self._workers, {"log": LOG})

@@ -6,15 +6,14 @@ import sys
 import threading
 import time
 import tracemalloc
-from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from megatron_eqlen.rewards.code import grader as code
 from megatron_eqlen.rewards.code import tests as code_tests
 from megatron_eqlen.rewards.code.grader import CodeGrader, extract_program
 from megatron_eqlen.rewards.code.tests import CodeTests, same_output
+from megatron_eqlen.rewards.sandbox import probe
 from megatron_eqlen.rewards.sandbox.client import SandboxError
 from megatron_eqlen.rewards.sandbox.program import Isolation, Limits
 from megatron_eqlen.rewards.sandbox.server import SandboxServer, whole_program
@@ -273,7 +272,7 @@ def test_tests_survive_the_trip():
 
 def test_strict_refuses_a_machine_that_cannot_isolate(monkeypatch, caplog):
     weak = Isolation(landlock=False, seccomp=False, drop_user=False)
-    monkeypatch.setattr(code, "offered_isolation", lambda: weak)
+    monkeypatch.setattr(probe, "offered_isolation", lambda: weak)
     with pytest.raises(ValueError, match="strict needs Landlock and seccomp, this machine offers rlimits"):
         CodeGrader().grade([fenced("x")], [ADD])
     accepting = CodeGrader(workers=1, sandbox="best_effort")
@@ -362,11 +361,9 @@ def test_a_server_that_does_not_answer_is_not_a_wrong_answer(monkeypatch):
 
 def test_a_sandbox_that_fails_twice_is_not_a_wrong_answer(monkeypatch):
     class Broken:
-        def submit(self, item, seconds, wall_factor, attempts):
+        def submit(self, item, seconds, read, wall_factor, attempts):
             assert attempts == 2
-            answer = Future()
-            answer.set_result({"failure": "SandboxError: fork", "seconds": 0.1})
-            return answer
+            return read({"failure": "SandboxError: fork", "seconds": 0.1})
 
     grader = CodeGrader()
     monkeypatch.setattr(grader, "_pool", Broken())

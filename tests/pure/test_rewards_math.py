@@ -16,6 +16,7 @@ from megatron_eqlen.rewards.math.answer import normalize
 from megatron_eqlen.rewards.math.grader import MathGrader, extract_answer
 from tests.kit import ROOT
 from tests.kit.marks import slow
+from tests.kit.processes import are_gone, descendants, within
 from tools.benchmarks.grade import read_answer_table
 
 
@@ -338,13 +339,13 @@ def test_workers_are_clean_processes(grader, monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "hunter2")
     fresh = MathGrader("math_verify", workers=1)
     fresh.grade([r"\boxed{5}"], ["5"])
-    (worker,) = fresh._pool._workers
-    environment = Path(f"/proc/{worker.pid}/environ").read_bytes()
-    libraries = Path(f"/proc/{worker.pid}/maps").read_text()
+    started = {fresh.pool._host.pid, *descendants(fresh.pool._host.pid)}
+    environment = b"".join(Path(f"/proc/{pid}/environ").read_bytes() for pid in started)
+    libraries = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in started)
     assert b"hunter2" not in environment
     assert "torch" not in libraries
     fresh.close()
-    assert not Path(f"/proc/{worker.pid}").exists()
+    assert are_gone(started)()
 
 
 def test_workers_end_with_the_trainer():
@@ -353,25 +354,19 @@ def test_workers_end_with_the_trainer():
         "from megatron_eqlen.rewards.math.grader import MathGrader\n"
         "grader = MathGrader(workers=1, timeout=600)\n"
         "grader.grade([r'\\boxed{2x}'], ['5'])\n"
-        "print(grader._pool._host.pid, grader._pool._workers[0].pid, flush=True)\n"
+        "print(grader.pool._host.pid, flush=True)\n"
         "grader.grade([r'\\boxed{' + '(' * 900 + '}'], ['5'])\n"
     )
     root = str(ROOT)
     environment = os.environ | {"PYTHONPATH": root}
     trainer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment)
-    pids = [int(pid) for pid in trainer.stdout.readline().split()]
+    host = int(trainer.stdout.readline())
+    pids = {host, *descendants(host)}
+    assert len(pids) == 2
     time.sleep(0.3)
     trainer.send_signal(signal.SIGKILL)
     trainer.wait()
-    deadline = time.monotonic() + 30
-    while any(_alive(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(_alive(pid) for pid in pids)
-
-
-def _alive(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    assert within(30, are_gone(pids))
 
 
 def test_the_same_answer_is_verified_once(grader, monkeypatch):

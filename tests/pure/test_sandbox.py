@@ -15,25 +15,24 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from megatron_eqlen.rewards.code import grader as code
-from megatron_eqlen.rewards.code.grader import WORKER_MODULE, CodeGrader, offered_isolation
-from megatron_eqlen.rewards.sandbox import client, kernel, seccomp
+from megatron_eqlen.rewards.code.grader import WORKER_MODULE
+from megatron_eqlen.rewards.sandbox import client, kernel, probe, seccomp
 from megatron_eqlen.rewards.sandbox.client import Execution, Sandbox
-from megatron_eqlen.rewards.sandbox.folder import EmptyFolder
-from megatron_eqlen.rewards.sandbox.probe import shortcoming
+from megatron_eqlen.rewards.sandbox.probe import offered_isolation, required_isolation, shortcoming
 from megatron_eqlen.rewards.sandbox.program import Isolation, Limits, enter
 from megatron_eqlen.rewards.sandbox.seccomp import MACHINES, build_filter
 from megatron_eqlen.rewards.workers.pool import WorkerPool
 from tests.kit.processes import are_gone, descendants, within
 
 LIMITS = Limits(cpu_seconds=1, wall_seconds=20, memory_mb=512, output_bytes=1 << 20)
+ROOMY = Limits(cpu_seconds=10, wall_seconds=60, memory_mb=1 << 16, output_bytes=1 << 20)
+"""Limits for sandboxes that are forks of this large process."""
 SECRET = "the-parents-secret"
 
 
@@ -153,15 +152,6 @@ def test_a_program_with_too_many_threads_is_killed_soon(sandbox):
     assert run(sandbox, "print(1)").stdout == "1\n"
 
 
-WITHOUT_A_COUNT = """
-from megatron_eqlen.rewards.sandbox import client, program
-from megatron_eqlen.rewards.sandbox.program import Isolation
-from megatron_eqlen.rewards.sandbox.probe import shortcoming
-client.MOST_THREADS = program.HARD_THREADS = 1 << 20
-print(shortcoming(Isolation(True, True, False)))
-"""
-
-
 SMALL_THREADS = """
 import threading
 threading.stack_size(32768)
@@ -183,12 +173,6 @@ def test_the_kernel_bounds_threads_where_the_zygote_looks_too_late(monkeypatch):
     with Sandbox(Isolation(True, True, False)) as unwatched:
         limits = Limits(10, 30, 1 << 20)  # MB: the zygote is a fork of this large process
         assert 256 < int(unwatched.run(SMALL_THREADS, "", limits).stdout) < 512
-
-
-def test_a_machine_where_nobody_counts_threads_is_not_called_strict():
-    command = [sys.executable, "-P", "-c", WITHOUT_A_COUNT]
-    ended = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "a program starts more than 256 threads" in ended.stdout
 
 
 def test_a_runtime_error_shows_the_programs_own_lines(sandbox):
@@ -297,36 +281,106 @@ ATTACKS = {
 }
 
 
-WITHOUT_SIGNAL_SCOPES = """
-import json, os, sys
-from megatron_eqlen.rewards.sandbox import kernel
-from megatron_eqlen.rewards.sandbox.program import Isolation, Limits
-from megatron_eqlen.rewards.sandbox import client
-from megatron_eqlen.rewards.sandbox.client import Sandbox
-from megatron_eqlen.rewards.sandbox.folder import EmptyFolder
-from megatron_eqlen.rewards.sandbox.probe import shortcoming
-kernel.SCOPE_ABI = 1 << 30
-isolation = Isolation(True, True, False)
-with Sandbox(isolation) as sandbox:
-    runs = [sandbox.run(attack, "", Limits(1, 3, 256, 1 << 20)).stdout for attack in json.load(sys.stdin)]
-print(json.dumps([runs, shortcoming(isolation)]))
+ESCAPES = """\
+import ctypes, fcntl, os, resource, socket
+libc = ctypes.CDLL(None, use_errno=True)
+parent = os.getppid()
+ready, told = os.pipe()
+x86 = os.uname().machine == "x86_64"
+def kernel(result):
+    if result < 0:
+        raise OSError(ctypes.get_errno(), "")
+def call(number, *arguments):
+    kernel(libc.syscall(number, *arguments, *[0] * (6 - len(arguments))))
+def ioctl(request):
+    fcntl.ioctl(ready, request, (1).to_bytes(4, "little"))
+def raise_limit():
+    limit = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    try:
+        resource.setrlimit(resource.RLIMIT_CPU, (limit + 1, limit + 1))
+    except ValueError:
+        raise PermissionError from None
+attempts = {
+    "reads the root folder": lambda: os.listdir("/"),
+    "reads /proc": lambda: os.listdir("/proc"),
+    "reads its parent": lambda: open(f"/proc/{parent}/environ").read(),
+    "reads /etc/passwd": lambda: open("/etc/passwd").read(),
+    "writes here": lambda: open("escaped", "w"),
+    "writes to a library": lambda: open(os.__file__, "a"),
+    "opens a network socket": lambda: socket.socket(),
+    "opens a local socket": lambda: socket.socket(socket.AF_UNIX),
+    "starts a process": lambda: os.fork() or os._exit(0),
+    "starts a program": lambda: os.posix_spawn("/bin/true", ["true"], {}),
+    "raises its limits": raise_limit,
+    "becomes root": lambda: os.setuid(0),
+    "enters a namespace": lambda: kernel(libc.unshare(0x10000000)),
+    "traces its parent": lambda: kernel(libc.ptrace(16, parent, 0, 0)),
+    "signals its parent": lambda: os.kill(parent, 0),
+    "signals a parent's thread": lambda: call(234 if x86 else 131, parent, parent, 0),
+    "queues a signal": lambda: call(129 if x86 else 138, parent, 0, bytes(128)),
+    "signals a process's descriptor": lambda: call(424, 0, 0),
+    "signals by fcntl F_SETOWN": lambda: fcntl.fcntl(ready, 8, parent),
+    "signals by fcntl F_SETOWN_EX": lambda: fcntl.fcntl(ready, 15, bytes(8)),
+    "signals by fcntl F_SETSIG": lambda: fcntl.fcntl(ready, 10, 9),
+    "signals by fcntl O_ASYNC": lambda: fcntl.fcntl(ready, fcntl.F_SETFL, 0x2000),
+    "signals by fcntl F_SETLEASE": lambda: fcntl.fcntl(0, 1024, 0),
+    "signals by fcntl F_NOTIFY": lambda: fcntl.fcntl(0, 1026, 0),
+    "signals by ioctl FIOASYNC": lambda: ioctl(0x5452),
+    "signals by ioctl FIOSETOWN": lambda: ioctl(0x8901),
+    "signals by ioctl SIOCSPGRP": lambda: ioctl(0x8902),
+    "signals by prctl PR_SET_PDEATHSIG": lambda: kernel(libc.prctl(1, 9, 0, 0, 0)),
+    "signals by a timer": lambda: call(222 if x86 else 107, 0, 0, 0),
+    "signals by a message queue": lambda: call(244 if x86 else 184, 0, 0),
+    "signals by a poisoned page": lambda: call(28 if x86 else 233, 0, 0, 100),
+    "submits input and output": lambda: call(206 if x86 else 0, 0, 0),
+    "sets up io_uring": lambda: call(425, 1, 0),
+    "counts events": lambda: call(298 if x86 else 241, 0, 0, 0, 0, 0),
+    "handles page faults": lambda: call(282 if x86 else 74, 0),
+    "loads a kernel program": lambda: call(321 if x86 else 280, 0, 0, 0),
+    "adds a key": lambda: call(248 if x86 else 217, 0, 0, 0, 0, 0),
+}
+for name, act in attempts.items():
+    try:
+        act()
+    except (PermissionError, FileNotFoundError):
+        continue
+    except OSError as error:
+        name += f" ({error.strerror})"
+    print("a program", name)
 """
+"""A program that prints every call that was not refused. A call with meaningless arguments counts if it
+reaches the kernel."""
 
 
-def test_no_attack_succeeds_where_landlock_has_no_signal_scopes():
+def test_no_call_of_the_list_is_let_through(sandbox):
+    ended = run(sandbox, ESCAPES)
+    assert (ended.status, ended.stdout) == ("finished", ""), ended.error
+
+
+def test_no_attack_succeeds_where_landlock_has_no_signal_scopes(monkeypatch):
     """Kernels before 6.12 have none: only the system-call filter stands between a program and a signal."""
+    monkeypatch.setattr(kernel, "SCOPE_ABI", 1 << 30)
     attacks = [text for name, text in ATTACKS.items() if "kill" in name or "pipe" in name or "owner" in name]
-    command = [sys.executable, "-P", "-c", WITHOUT_SIGNAL_SCOPES]
-    ended = subprocess.run(command, input=json.dumps(attacks), capture_output=True, text=True, check=True)
-    assert json.loads(ended.stdout) == [[""] * len(attacks), None]
+    with Sandbox(Isolation(True, True, False)) as sandbox:
+        printed = [sandbox.run(attack, "", ROOMY).stdout for attack in [*attacks, ESCAPES]]
+    assert printed == [""] * len(printed)
 
 
 @pytest.mark.parametrize("hole", ["fcntl", "madvise", "clone", "prctl", "timer_create", "kill"])
-def test_a_machine_whose_filter_has_a_hole_is_not_called_strict(monkeypatch, hole):
+def test_a_hole_in_the_filter_is_noticed(monkeypatch, hole):
+    """Without signal scopes only the filter refuses these calls."""
     numbers = {"fcntl": 72, "madvise": 28, "clone": 56, "prctl": 157, "timer_create": 222, "kill": 62}
     plain = seccomp.X86_64.plain | {hole: numbers[hole]}
     monkeypatch.setitem(seccomp.MACHINES, "x86_64", dataclasses.replace(seccomp.X86_64, plain=plain))
     monkeypatch.setattr(kernel, "SCOPE_ABI", 1 << 30)
+    with Sandbox(Isolation(True, True, False)) as sandbox:
+        assert "a program" in sandbox.run(ESCAPES, "", ROOMY).stdout
+
+
+@pytest.mark.parametrize("hole", [56, 41])  # clone, socket
+def test_a_machine_that_lets_a_program_fork_or_connect_is_not_called_strict(monkeypatch, hole):
+    plain = seccomp.X86_64.plain | {"hole": hole}
+    monkeypatch.setitem(seccomp.MACHINES, "x86_64", dataclasses.replace(seccomp.X86_64, plain=plain))
     assert "a program" in shortcoming(Isolation(True, True, False))
 
 
@@ -349,10 +403,9 @@ def test_a_program_that_runs_as_root_has_no_capability(caplog):
 
 
 def test_programs_that_run_as_root_are_a_warning(monkeypatch, caplog):
-    monkeypatch.setattr(code, "offered_isolation", lambda: Isolation(True, True, drop_user=False))
-    monkeypatch.setattr(code, "WorkerPool", lambda *_: None)
+    monkeypatch.setattr(probe, "offered_isolation", lambda: Isolation(True, True, drop_user=False))
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    CodeGrader()._start()
+    required_isolation("strict")
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "root without capabilities (programs run as root: nobody cannot read" in caplog.text
 
@@ -438,12 +491,12 @@ def test_what_a_killed_process_started_dies_with_it(victim):
         os.kill(int(trainer.stdout.readline()), signal.SIGKILL)
 
 
-def test_a_program_whose_zygote_is_gone_already_does_not_run(tmp_path):
+def test_a_program_whose_zygote_is_gone_already_does_not_run():
     """The zygote may end before the program looks for its parent, and then any process may be the parent."""
     if (pid := os.fork()) == 0:
         try:
             another = os.getpid()  # nobody's own parent
-            enter(Limits(9, 9, 1 << 20), Isolation(False, False, False), str(tmp_path), zygote=another)
+            enter(Limits(9, 9, 1 << 20), Isolation(False, False, False), zygote=another)
         finally:
             os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
@@ -459,25 +512,6 @@ def deepest_chain(pid: int, length: int) -> list[int] | None:
         return None
     chains = (deepest_chain(int(child), length - 1) for child in children)
     return next(([pid, *chain] for chain in chains if chain), None)
-
-
-def test_folders_of_killed_processes_are_swept_at_the_next_start(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (tmp_path / "not-ours").mkdir()
-    child = os.fork()
-    if child == 0:
-        EmptyFolder()
-        os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
-    (left,) = tmp_path.glob("eqlen-sandbox-*")
-    mine = EmptyFolder()
-    other = EmptyFolder()  # a second one leaves the first alone
-    assert not left.exists()
-    assert Path(mine.path).exists()
-    for folder in (mine, other):
-        folder.remove()
-        folder.unlock()
-    assert [path.name for path in tmp_path.iterdir()] == ["not-ours"]
 
 
 def emulate(program: bytes, number: int, arguments: tuple[int, ...] = (), arch: int = 0xC000003E) -> int:

@@ -28,8 +28,8 @@ def begun(tmp_path):
 def make_pool(begun):
     pools = []
 
-    def make(workers: int = 1, batch: int = 1) -> WorkerPool:
-        pools.append(WorkerPool(HANDLERS, workers, {"log": str(begun)}, batch))
+    def make(workers: int = 1) -> WorkerPool:
+        pools.append(WorkerPool(HANDLERS, workers, {"log": str(begun)}))
         return pools[-1]
 
     yield make
@@ -65,9 +65,8 @@ def test_an_endless_loop_holds_up_one_worker_only(make_pool, begun):
     assert not loop.done()
 
 
-@pytest.mark.parametrize("batch", [1, 64])
-def test_an_item_that_times_out_fails_or_kills_its_worker_costs_the_others_nothing(make_pool, batch):
-    pool = make_pool(batch=batch)
+def test_an_item_that_times_out_fails_or_kills_its_worker_costs_the_others_nothing(make_pool):
+    pool = make_pool()
     items = [{"name": f"{n}", "do": {3: "loop", 5: "raise", 8: "die"}.get(n, "")} for n in range(40)]
     answers = pool.map(items, 0.2, PATIENT)
     assert answers[3].keys() == {"timeout", "seconds"}
@@ -105,7 +104,8 @@ def test_an_item_whose_worker_dies_is_asked_again_as_often_as_it_may(make_pool, 
     pool = make_pool()
     items = {"once": f"die-once {tmp_path / 'died'}", "always": "die", "slow": "loop"}
     once, always, slow = (
-        pool.submit({"name": name, "do": do}, 0.2, PATIENT, attempts=2) for name, do in items.items()
+        pool.submit({"name": name, "do": do}, 0.2, wall_factor=PATIENT, attempts=2)
+        for name, do in items.items()
     )
     assert once.result()["name"] == "once"
     assert always.result()["failure"] == "the worker died"
@@ -125,18 +125,18 @@ def test_what_is_cut_is_cancelled_and_its_worker_killed_and_the_next_item_is_ans
     assert within(20, are_gone(workers(begun)[:-1]))
 
 
-def test_a_pool_that_is_closed_while_items_are_under_way_leaves_no_process_and_no_thread(begun, monkeypatch):
-    ring = WorkerPool._ring
+def test_a_worker_that_dies_without_an_item_is_replaced(make_pool, begun):
+    pool = make_pool()
+    pool.map([{"name": "first"}], 5.0)
+    os.kill(workers(begun)[0], signal.SIGKILL)
+    assert within(20, are_gone(workers(begun)))
+    assert pool.submit({"name": "next"}, 5.0, attempts=2).result()["name"] == "next"
 
-    def ring_late(pool: WorkerPool) -> None:
-        """Let the pool's thread notice first that its workers end."""
-        assert within(30, are_gone(workers(begun)))
-        ring(pool)
 
+def test_a_pool_that_is_closed_while_items_are_under_way_leaves_no_process_and_no_thread(begun):
     pool = WorkerPool(HANDLERS, 2, {"log": str(begun)})
     answers = [pool.submit({"name": f"{n}", "do": "loop"}, 600.0) for n in range(4)]
     assert within(30, lambda: begun.exists() and len(workers(begun)) == 2)
-    monkeypatch.setattr(WorkerPool, "_ring", ring_late)
     pool.close()
     for answer in answers:
         with pytest.raises(PoolEndedError, match="the pool was closed"):

@@ -9,25 +9,20 @@ escape.
 
 from __future__ import annotations
 
-import logging
 import re
-import sys
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal
-from weakref import WeakValueDictionary
 
 from megatron_eqlen.rewards.code.tests import CodeTests
-from megatron_eqlen.rewards.grader import Asked, Known, Pending, answer_section
+from megatron_eqlen.rewards.grader import PoolGrader, answer_section, known
 from megatron_eqlen.rewards.sandbox.client import EXTRA_SECONDS, SandboxError
-from megatron_eqlen.rewards.sandbox.program import Isolation, Limits
+from megatron_eqlen.rewards.sandbox.probe import required_isolation
+from megatron_eqlen.rewards.sandbox.program import Limits
 from megatron_eqlen.rewards.sandbox.server import SandboxServer
 from megatron_eqlen.rewards.workers.pool import WorkerPool
 from megatron_eqlen.types import Grade
-
-log = logging.getLogger(__name__)
 
 VERSION = 3
 """Raised whenever a change here or in ``code_tests`` changes a verdict."""
@@ -35,7 +30,6 @@ LONGEST_PROGRAM = 100_000
 """Most characters of a program."""
 LONGEST_SECTION = 4 * LONGEST_PROGRAM
 """Characters at the end of a response in which the program is looked for."""
-AS_ROOT = f" (programs run as root: nobody cannot read Python's folder {sys.prefix} or its parents)"
 ATTEMPTS = 2
 """Most attempts at a program: the sandbox's failures are not the program's fault at first."""
 WORKER_MODULE = "megatron_eqlen.rewards.code.judge"
@@ -60,7 +54,7 @@ def extract_program(text: str) -> str | None:
     return program if program and program.strip() else None
 
 
-class CodeGrader:
+class CodeGrader(PoolGrader):
     """Grades responses to code problems. The sandbox starts with the first program."""
 
     longest = LONGEST_SECTION
@@ -77,71 +71,41 @@ class CodeGrader:
         self._timeout = timeout
         self._memory_mb = memory_mb
         self._mode: Literal["strict", "best_effort"] = sandbox
-        self._server = SandboxServer(sandbox_url, workers) if sandbox_url else None
-        self._pool: WorkerPool | None = None
-        self._asked: WeakValueDictionary[tuple[str, str], Asked] = WeakValueDictionary()
-        """Grades that a caller still waits for, by program and tests."""
-        self.isolation: Isolation | None = None
-        """The isolation in force; None before the sandbox starts."""
+        self._url = sandbox_url
 
     @property
     def name(self) -> str:
-        return f"code-{VERSION}" + "@server" * (self._server is not None)
+        return f"code-{VERSION}" + "@server" * (self._url is not None)
 
-    def begin(self, text: str, gold: str) -> Pending:
-        """Start grading a response; a program that is being graded already is not run again."""
+    def begin(self, text: str, gold: str) -> Future[Grade]:
+        """Start grading a response: reward 1 only if its program passes all tests.
+
+        Verdicts: passed, wrong_answer, time_limit, memory_limit, output_limit, runtime_error, compile_error,
+        no_answer. ``Grade.detail`` names the first failing test. The future raises SandboxError if no verdict
+        can be given.
+        """
         program = extract_program(text)
         if program is None:
-            return Known(Grade(0.0, "no_answer", None, self.name))
+            return known(Grade(0.0, "no_answer", None, self.name))
         shown = f"{len(program)} characters of Python"
         if len(program) > LONGEST_PROGRAM:
             longer = f"longer than {LONGEST_PROGRAM} characters"
-            return Known(Grade(0.0, "compile_error", shown, self.name, detail=longer))
-        if (asked := self._asked.get((program, gold))) is None:
-            asked = Asked(self._judge(self._item(program, gold)), lambda answer: self._grade(shown, answer))
-            self._asked[program, gold] = asked
-        return asked
-
-    def grade(self, texts: Sequence[str], golds: Sequence[str]) -> list[Grade]:
-        """Return a grade for each response against its tests; reward 1 only if all pass.
-
-        Verdicts: passed, wrong_answer, time_limit, memory_limit, output_limit, runtime_error, compile_error,
-        no_answer. ``Grade.detail`` names the first failing test. Raises SandboxError if no verdict can be
-        given.
-        """
-        begun = [self.begin(text, gold) for text, gold in zip(texts, golds, strict=True)]
-        return [pending.result() for pending in begun]
-
-    def cut(self) -> None:
-        """Cancel grading that was begun and has no grade yet."""
-        self._asked.clear()
-        for judge in filter(None, (self._pool, self._server)):
-            judge.cut()
-
-    def close(self) -> None:
-        for judge in filter(None, (self._pool, self._server)):
-            judge.close()
-        self._pool = None
-
-    def _item(self, program: str, gold: str) -> dict[str, Any]:
+            return known(Grade(0.0, "compile_error", shown, self.name, detail=longer))
         tests = _parse_tests(gold)
         cpu = tests.time_limit or self._timeout
         memory = max(self._memory_mb, int(tests.memory_mb or 0))
         output = max(Limits.output_bytes, 2 * tests.largest_output)
         limits = Limits(cpu_seconds=cpu, wall_seconds=4 * cpu + 2, memory_mb=memory, output_bytes=output)
-        return {"program": program, "tests": gold, "limits": asdict(limits)}
+        stuck = len(tests.inputs) * (limits.wall_seconds + 1.0) + EXTRA_SECONDS  # the worker, not its program
+        item = {"program": program, "tests": gold, "limits": asdict(limits)}
+        return self.pool.submit(item, stuck, partial(self._grade, shown), wall_factor=1.0, attempts=ATTEMPTS)
 
-    def _judge(self, item: dict[str, Any]) -> Future[dict[str, Any]]:
-        if self._server is not None:
-            return self._server.submit(item)
-        if self._pool is None:
-            self._pool = self._start()
-        return self._pool.submit(item, _longest(item), wall_factor=1.0, attempts=ATTEMPTS)
-
-    def _start(self) -> WorkerPool:
+    def _make_pool(self) -> WorkerPool | SandboxServer:
         """Find out which isolation works; refuse too little; log the isolation in force."""
-        self.isolation = required_isolation(self._mode)
-        return WorkerPool(WORKER_MODULE, self._workers, {"isolation": asdict(self.isolation)})
+        if self._url is not None:
+            return SandboxServer(self._url, self._workers)
+        isolation = required_isolation(self._mode)
+        return WorkerPool(WORKER_MODULE, self._workers, {"isolation": asdict(isolation)})
 
     def _grade(self, shown: str, answer: dict[str, Any]) -> Grade:
         if "verdict" not in answer:
@@ -150,39 +114,6 @@ class CodeGrader:
         return Grade(float(passed), answer["verdict"], shown, self.name, answer["seconds"], answer["detail"])
 
 
-def required_isolation(mode: Literal["strict", "best_effort"]) -> Isolation:
-    """Return the isolation that this machine offers, and log it. Raises ValueError if ``strict`` asks for
-    more."""
-    isolation = offered_isolation()
-    if not isolation.strict and mode == "strict":
-        raise ValueError(
-            "reward.code_sandbox: strict needs Landlock and seccomp, this machine offers "
-            f"{isolation}; set reward.sandbox_url, or accept less with code_sandbox: best_effort"
-        )
-    level = logging.WARNING if isolation.as_root or not isolation.strict else logging.INFO
-    log.log(level, "code sandbox: %s%s", isolation, AS_ROOT if isolation.as_root else "")
-    return isolation
-
-
-@lru_cache(maxsize=1)
-def offered_isolation() -> Isolation:
-    """Return the strongest isolation that works on this machine, tried once in a process of its own."""
-    pool = WorkerPool(WORKER_MODULE, 1)
-    try:
-        (answer,) = pool.map([{}], 600.0, wall_factor=1.0)
-    finally:
-        pool.close()
-    if "landlock" not in answer:
-        raise SandboxError(f"no sandbox works here: {answer}")
-    return Isolation(**{name: answer[name] for name in Isolation.__dataclass_fields__})
-
-
 @lru_cache(maxsize=4096)
 def _parse_tests(gold: str) -> CodeTests:
     return CodeTests.from_json(gold)
-
-
-def _longest(item: dict[str, Any]) -> float:
-    """Return the seconds after which the worker itself, not its program, must be stuck."""
-    tests = _parse_tests(item["tests"])
-    return len(tests.inputs) * (item["limits"]["wall_seconds"] + 1.0) + EXTRA_SECONDS

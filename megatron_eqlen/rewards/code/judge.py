@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 from megatron_eqlen.rewards.code.tests import CodeTests
 from megatron_eqlen.rewards.sandbox.client import Execution, Sandbox
-from megatron_eqlen.rewards.sandbox.probe import probe
 from megatron_eqlen.rewards.sandbox.program import Isolation, Limits, Rules
 
 
@@ -62,11 +61,8 @@ def _line(text: str) -> str:
     return line if len(line) <= LONGEST_DETAIL else "..." + line[-LONGEST_DETAIL:]
 
 
-def make_handler(isolation: dict[str, bool] | None = None) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return a handler that answers ``{"program", "tests", "limits"}`` with a Judgement. Without
-    ``isolation`` it answers with the isolation that the machine offers."""
-    if isolation is None:
-        return lambda _: asdict(probe())
+def make_handler(isolation: dict[str, bool]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return a handler that answers ``{"program", "tests", "limits"}`` with a Judgement."""
     sandbox = Sandbox(Isolation(**isolation))
 
     def handle(item: dict[str, Any]) -> dict[str, Any]:

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future
 from importlib.metadata import version
 
-from megatron_eqlen.rewards.grader import Asked, Known, Pending, answer_section
+from megatron_eqlen.rewards.grader import PoolGrader, answer_section, known
 from megatron_eqlen.rewards.math.answer import normalize
 from megatron_eqlen.rewards.math.match import MathRule, compare_texts
 from megatron_eqlen.rewards.workers.host import Item
@@ -38,16 +38,14 @@ LONGEST_HERE = 100
 left to a worker (2,000 characters: up to 43 ms)."""
 MEMO_SIZE = 100_000
 WORKER_MODULE = "megatron_eqlen.rewards.math.worker"
-LARGEST_BATCH = 64
-"""Most answers sent to a worker at once: most take less time than a message does."""
 
 _PLAIN_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d+)?|\\frac\{[+-]?\d+\}\{[1-9]\d*\}|\d+/[1-9]\d*)")
 
 
-class MathGrader:
+class MathGrader(PoolGrader):
     """Grades responses in killable worker processes; the same (gold, answer) is verified once.
 
-    ``timeout``: seconds an answer may take. The processes start with the first answer that needs them.
+    Verdicts: correct, wrong, no_answer, unparseable, timeout. ``timeout``: seconds an answer may take.
     """
 
     longest = LONGEST_TAIL
@@ -56,38 +54,31 @@ class MathGrader:
         self.rule: MathRule = rule
         self._workers = workers
         self._timeout = timeout
-        self._pool: WorkerPool | None = None
-        self._memo: OrderedDict[tuple[str, str], Pending] = OrderedDict()
+        self._memo: dict[tuple[str, str], Future[Grade]] = {}
 
     @property
     def name(self) -> str:
         """Name of the rule with its versions; recorded with every grade."""
         return f"{self.rule}-{RULES_VERSION}" + ("" if self.rule == "exact" else f"+math_verify-{LIBRARY}")
 
-    def begin(self, text: str, gold: str) -> Pending:
+    def begin(self, text: str, gold: str) -> Future[Grade]:
         """Start grading a response."""
         answer = extract_answer(text)
         if answer is None:
-            return Known(Grade(0.0, "no_answer", None, self.name))
+            return known(Grade(0.0, "no_answer", None, self.name))
         key = gold, answer
         if key not in self._memo:
+            if len(self._memo) == MEMO_SIZE:
+                self._memo.clear()
             self._memo[key] = self._compare(gold, answer)
-            if len(self._memo) > MEMO_SIZE:
-                self._memo.popitem(last=False)
-        self._memo.move_to_end(key)
         return self._memo[key]
-
-    def grade(self, texts: Sequence[str], golds: Sequence[str]) -> list[Grade]:
-        """Return a grade for each response text against its gold: correct, wrong, no_answer, unparseable or
-        timeout."""
-        begun = [self.begin(text, gold) for text, gold in zip(texts, golds, strict=True)]
-        return [pending.result() for pending in begun]
 
     def cut(self) -> None:
         """Cancel grading that was begun and has no grade yet."""
-        self._memo = OrderedDict((key, grade) for key, grade in self._memo.items() if grade.done())
-        if self._pool is not None:
-            self._pool.cut()
+        super().cut()
+        self._memo = {
+            key: grade for key, grade in self._memo.items() if grade.done() and not grade.cancelled()
+        }
 
     def check_golds(self, golds: Sequence[str]) -> list[str | None]:
         """Return for each gold None if it can be graded against, or the reason why not.
@@ -100,26 +91,24 @@ class MathGrader:
             reasons |= {gold: None if normalize(gold) else "unparseable_gold" for gold in wanted}
             return [reasons[gold] for gold in golds]
         questions: list[Item] = [{"gold": gold, "answer": gold, "rule": "math_verify"} for gold in wanted]
-        checks = self._start().map(questions, self._timeout) if questions else []
+        checks = self.pool.map(questions, self._timeout) if questions else []
         reasons |= {gold: _gold_reason(check) for gold, check in zip(wanted, checks, strict=True)}
         return [reasons[gold] for gold in golds]
 
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
-
-    def _compare(self, gold: str, answer: str) -> Pending:
+    def _compare(self, gold: str, answer: str) -> Future[Grade]:
         if len(answer) > LONGEST_ANSWER:
-            return Known(self._grade("unparseable", answer))
+            return known(self._grade("unparseable", answer))
         question: Item = {"gold": gold, "answer": answer, "rule": self.rule}
         if max(len(gold), len(answer)) <= LONGEST_HERE:
             found = compare_texts(gold, answer, self.rule)
             if isinstance(found, str):
-                return Known(self._grade(found, answer))
+                return known(self._grade(found, answer))
             question = dict(zip(("gold", "answer"), found, strict=True))
-        reply = self._start().submit(question, self._timeout)
-        return Asked(reply, lambda reply: self._grade(self._verdict(reply, answer), answer, reply["seconds"]))
+        return self.pool.submit(
+            question,
+            self._timeout,
+            lambda reply: self._grade(self._verdict(reply, answer), answer, reply["seconds"]),
+        )
 
     def _grade(self, verdict: str, answer: str, seconds: float = 0.0) -> Grade:
         line = " ".join(answer.split())
@@ -139,10 +128,8 @@ class MathGrader:
             return "correct"
         return "wrong" if reply["parsed"] else "unparseable"
 
-    def _start(self) -> WorkerPool:
-        if self._pool is None:
-            self._pool = WorkerPool(WORKER_MODULE, self._workers, batch=LARGEST_BATCH)
-        return self._pool
+    def _make_pool(self) -> WorkerPool:
+        return WorkerPool(WORKER_MODULE, self._workers)
 
 
 def _gold_reason(reply: dict) -> str | None:

@@ -23,7 +23,6 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 
 from megatron_eqlen.rewards.sandbox import program
-from megatron_eqlen.rewards.sandbox.folder import EmptyFolder
 from megatron_eqlen.rewards.sandbox.kernel import SET_CHILD_SUBREAPER, prctl
 from megatron_eqlen.rewards.sandbox.program import Isolation, Limits, Rules
 
@@ -61,12 +60,11 @@ class Sandbox:
 
     def __init__(self, isolation: Isolation) -> None:
         self.isolation = isolation
-        self._folder = EmptyFolder()
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._zygote = os.fork()
         if self._zygote == 0:
             self._connection.close()
-            _serve(theirs, isolation, self._folder)
+            _serve(theirs, isolation)
         theirs.close()
 
     def __enter__(self) -> Sandbox:
@@ -78,7 +76,6 @@ class Sandbox:
     def close(self) -> None:
         self._connection.close()
         os.waitpid(self._zygote, 0)
-        self._folder.unlock()
 
     def run(
         self,
@@ -153,15 +150,14 @@ def _interpret(
     return Execution(status, text, result, error, seconds)
 
 
-def _serve(connection: socket.socket, isolation: Isolation, folder: EmptyFolder) -> None:
+def _serve(connection: socket.socket, isolation: Isolation) -> None:
     """Run the zygote: fork, wait, clean up, answer; end with the worker."""
-    _close_all_but(connection.fileno(), folder.lock)  # do not keep the worker's open
+    _close_all_but(connection.fileno())  # do not keep the worker's open
     prctl(SET_CHILD_SUBREAPER, 1)  # processes that a program leaves behind become our children
     zygote = os.getpid()  # a program that asked for its parent might find this process gone already
     while True:
         request, descriptors, _, _ = socket.recv_fds(connection, LARGEST_REQUEST, 5)
         if not request:
-            folder.remove()
             os._exit(0)
         asked = json.loads(request)
         limits = Limits(**asked["limits"])
@@ -173,7 +169,7 @@ def _serve(connection: socket.socket, isolation: Isolation, folder: EmptyFolder)
             connection.send(json.dumps({"failed": f"fork: {error}"}).encode())
             continue
         if pid == 0:
-            _become_program(zygote, descriptors, told, limits, isolation, folder.path, asked)
+            _become_program(zygote, descriptors, told, limits, isolation, asked)
         os.close(told)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -198,7 +194,6 @@ def _become_program(
     pipe: int,
     limits: Limits,
     isolation: Isolation,
-    folder: str,
     asked: dict,
 ) -> None:
     """In the child: lock down, run, exit. A failure before the program starts counts as the sandbox's."""
@@ -210,7 +205,7 @@ def _become_program(
         for target, descriptor in zip(targets, copies, strict=True):
             os.dup2(descriptor, target)
         os.closerange(told + 1, 1 << 12)
-        program.enter(limits, isolation, folder, zygote)
+        program.enter(limits, isolation, zygote)
     except BaseException as error:  # noqa: BLE001 - told to the parent, who raises it
         os.write(told, f"cannot isolate: {type(error).__name__}: {error}"[:500].encode())
         os._exit(1)

@@ -1,25 +1,23 @@
-"""Finds the isolation that this machine gives: programs that try to escape run in sandboxes of every
-strength.
-
-An attempt that succeeds does no harm: signals are number 0, and owners are set, but nothing that would signal
-them is armed.
-"""
+"""Finds the isolation that this machine gives: a plain program and one that tries to escape run in sandboxes
+of every strength, the strongest first."""
 
 from __future__ import annotations
 
 import logging
 import os
-from dataclasses import replace
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import lru_cache
+from typing import Any, Literal
 
-from megatron_eqlen.rewards.sandbox.client import MOST_THREADS, Execution, Sandbox, SandboxError
-from megatron_eqlen.rewards.sandbox.kernel import abi_version
+from megatron_eqlen.rewards.sandbox.client import Sandbox, SandboxError
 from megatron_eqlen.rewards.sandbox.program import Isolation, Limits
+from megatron_eqlen.rewards.workers.pool import WorkerPool
 
 log = logging.getLogger(__name__)
 
 LIMITS = Limits(cpu_seconds=10, wall_seconds=60, memory_mb=512)
-ROOMY = replace(LIMITS, memory_mb=1 << 16)
-"""Limits that leave addresses for the stacks of many threads."""
 HELLO = """\
 import os, sys
 for folder in sys.prefix, sys.base_prefix, os.path.dirname(os.__file__):
@@ -29,101 +27,65 @@ print(sum(map(int, input().split())))
 """A program that reads Python's folders, so that every module can be imported, also ones not yet in
 memory."""
 ESCAPES = """\
-import ctypes, fcntl, os, resource, socket
-libc = ctypes.CDLL(None, use_errno=True)
-parent = os.getppid()
-ready, told = os.pipe()
-x86 = os.uname().machine == "x86_64"
-def kernel(result):
-    if result < 0:
-        raise OSError(ctypes.get_errno(), "")
-def call(number, *arguments):
-    kernel(libc.syscall(number, *arguments, *[0] * (6 - len(arguments))))
-def ioctl(request):
-    fcntl.ioctl(ready, request, (1).to_bytes(4, "little"))
-def raise_limit():
-    limit = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    try:
-        resource.setrlimit(resource.RLIMIT_CPU, (limit + 1, limit + 1))
-    except ValueError:
-        raise PermissionError from None
+import os, socket
 attempts = {
-    "reads the root folder": lambda: os.listdir("/"),
-    "reads /proc": lambda: os.listdir("/proc"),
-    "reads its parent": lambda: open(f"/proc/{parent}/environ").read(),
-    "reads /etc/passwd": lambda: open("/etc/passwd").read(),
-    "writes here": lambda: open("escaped", "w"),
+    "reads /etc/passwd": lambda: open("/etc/passwd"),
     "writes to a library": lambda: open(os.__file__, "a"),
-    "opens a network socket": lambda: socket.socket(),
-    "opens a local socket": lambda: socket.socket(socket.AF_UNIX),
+    "opens a network socket": socket.socket,
     "starts a process": lambda: os.fork() or os._exit(0),
-    "starts a program": lambda: os.posix_spawn("/bin/true", ["true"], {}),
-    "raises its limits": raise_limit,
-    "becomes root": lambda: os.setuid(0),
-    "enters a namespace": lambda: kernel(libc.unshare(0x10000000)),
-    "traces its parent": lambda: kernel(libc.ptrace(16, parent, 0, 0)),
-    "signals its parent": lambda: os.kill(parent, 0),
-    "signals a parent's thread": lambda: call(234 if x86 else 131, parent, parent, 0),
-    "queues a signal": lambda: call(129 if x86 else 138, parent, 0, bytes(128)),
-    "signals a process's descriptor": lambda: call(424, 0, 0),
-    "signals by fcntl F_SETOWN": lambda: fcntl.fcntl(ready, 8, parent),
-    "signals by fcntl F_SETOWN_EX": lambda: fcntl.fcntl(ready, 15, bytes(8)),
-    "signals by fcntl F_SETSIG": lambda: fcntl.fcntl(ready, 10, 9),
-    "signals by fcntl O_ASYNC": lambda: fcntl.fcntl(ready, fcntl.F_SETFL, 0x2000),
-    "signals by fcntl F_SETLEASE": lambda: fcntl.fcntl(0, 1024, 0),
-    "signals by fcntl F_NOTIFY": lambda: fcntl.fcntl(0, 1026, 0),
-    "signals by ioctl FIOASYNC": lambda: ioctl(0x5452),
-    "signals by ioctl FIOSETOWN": lambda: ioctl(0x8901),
-    "signals by ioctl SIOCSPGRP": lambda: ioctl(0x8902),
-    "signals by prctl PR_SET_PDEATHSIG": lambda: kernel(libc.prctl(1, 9, 0, 0, 0)),
-    "signals by a timer": lambda: call(222 if x86 else 107, 0, 0, 0),
-    "signals by a message queue": lambda: call(244 if x86 else 184, 0, 0),
-    "signals by a poisoned page": lambda: call(28 if x86 else 233, 0, 0, 100),
-    "submits input and output": lambda: call(206 if x86 else 0, 0, 0),
-    "sets up io_uring": lambda: call(425, 1, 0),
-    "counts events": lambda: call(298 if x86 else 241, 0, 0, 0, 0, 0),
-    "handles page faults": lambda: call(282 if x86 else 74, 0),
-    "loads a kernel program": lambda: call(321 if x86 else 280, 0, 0, 0),
-    "adds a key": lambda: call(248 if x86 else 217, 0, 0, 0, 0, 0),
 }
 for name, act in attempts.items():
     try:
         act()
-    except (PermissionError, FileNotFoundError):
+    except PermissionError:
         continue
-    except OSError as error:
-        name += f" ({error.strerror})"
     print("a program", name)
 """
-"""A program that prints every call that was not refused. A call with meaningless arguments counts if it
-reaches the kernel."""
+"""A program that prints every attempt that was not refused."""
+AS_ROOT = f" (programs run as root: nobody cannot read Python's folder {sys.prefix} or its parents)"
 
-THREADS = f"""\
-import threading, time
-threading.stack_size(1 << 16)
-for _ in range({2 * MOST_THREADS}):
-    threading.Thread(target=time.sleep, args=(5,), daemon=True).start()
-time.sleep(5)
-"""
-"""A program that starts too many threads and finishes only if nobody counts them."""
+
+def required_isolation(mode: Literal["strict", "best_effort"]) -> Isolation:
+    """Return the isolation that this machine offers, and log it. Raises ValueError if ``strict`` asks for
+    more."""
+    isolation = offered_isolation()
+    if not isolation.strict and mode == "strict":
+        raise ValueError(
+            "reward.code_sandbox: strict needs Landlock and seccomp, this machine offers "
+            f"{isolation}; set reward.sandbox_url, or accept less with code_sandbox: best_effort"
+        )
+    level = logging.WARNING if isolation.as_root or not isolation.strict else logging.INFO
+    log.log(level, "code sandbox: %s%s", isolation, AS_ROOT if isolation.as_root else "")
+    return isolation
+
+
+@lru_cache(maxsize=1)
+def offered_isolation() -> Isolation:
+    """Return the strongest isolation that works on this machine, tried once in a process of its own."""
+    pool = WorkerPool(__name__, 1)
+    try:
+        (answer,) = pool.map([{}], 600.0, wall_factor=1.0)
+    finally:
+        pool.close()
+    if "landlock" not in answer:
+        raise SandboxError(f"no sandbox works here: {answer}")
+    return Isolation(**{name: answer[name] for name in Isolation.__dataclass_fields__})
+
+
+def make_handler() -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda _: asdict(probe())
 
 
 def probe() -> Isolation:
     """Return the strongest isolation that works here, tried with real programs. It may be less than
     strict."""
-    root = os.geteuid() == 0
-    wishes = [Isolation(True, True, drop) for drop in ((True, False) if root else (False,))]
-    wishes += [
-        Isolation(False, True, root),
-        Isolation(abi_version() > 0, False, root),
-        Isolation(False, False, root),
-    ]
-    wishes.append(Isolation(False, False, False))
-    for wish in wishes:
-        failure = shortcoming(wish)
+    users = (True, False) if os.geteuid() == 0 else (False,)
+    layers = ((True, True), (False, True), (True, False), (False, False))
+    for isolation in (Isolation(*layer, user) for layer in layers for user in users):
+        failure = shortcoming(isolation)
         if failure is None:
-            return wish
-        log.warning("code sandbox: %s does not work here: %s", wish, failure)
+            return isolation
+        log.warning("code sandbox: %s does not work here: %s", isolation, failure)
     raise SandboxError("no program can be run here, not even without isolation")
 
 
@@ -132,16 +94,11 @@ def shortcoming(isolation: Isolation) -> str | None:
     try:
         with Sandbox(isolation) as sandbox:
             hello = sandbox.run(HELLO, "2 3\n", LIMITS)
-            escapes = sandbox.run(ESCAPES, "", LIMITS) if isolation.strict else Execution("finished")
-            threads = sandbox.run(THREADS, "", ROOMY).status if isolation.strict else ""
+            escapes = sandbox.run(ESCAPES, "", LIMITS)
     except SandboxError as error:
         return str(error)
     if hello.stdout != "5\n":
         return f"a plain program fails: {hello.error or hello.status}"
-    if threads == "finished":
-        return f"a program starts more than {MOST_THREADS} threads"
-    return escapes.stdout or (None if escapes.status == "finished" else escapes.error)
-
-
-if __name__ == "__main__":
-    print(probe())
+    if not isolation.strict or (escapes.status, escapes.stdout) == ("finished", ""):
+        return None
+    return escapes.stdout or escapes.error

@@ -87,11 +87,10 @@ def readable_paths() -> list[str]:
     return [*SYSTEM_PATHS, *SYSTEM_FILES, *{sys.prefix, sys.base_prefix, os.path.dirname(os.__file__)}]
 
 
-def enter(limits: Limits, isolation: Isolation, folder: str, zygote: int) -> None:
-    """Give up every right, and die with the process ``zygote``; ``folder`` (empty, not writable) becomes the
-    working directory."""
+def enter(limits: Limits, isolation: Isolation, zygote: int) -> None:
+    """Give up every right, and die with the process ``zygote``."""
     os.setsid()
-    os.chdir(folder)
+    os.chdir("/proc")  # nobody can make a file there, and Landlock keeps programs from reading it
     os.umask(0o077)
     signal.signal(
         signal.SIGXFSZ, signal.SIG_DFL

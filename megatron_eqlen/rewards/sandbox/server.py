@@ -13,6 +13,7 @@ import secrets
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
@@ -61,11 +62,14 @@ class SandboxServer:
         self._size = workers * REQUESTS_PER_WORKER
         self._threads: ThreadPoolExecutor | None = None
 
-    def submit(self, item: dict[str, Any]) -> Future[dict[str, Any]]:
-        """Return a future of a Judgement's fields, for a ``{"program", "tests", "limits"}``."""
+    def submit(
+        self, item: dict[str, Any], seconds: float, read: Callable[[dict[str, Any]], Any], **options: Any
+    ) -> Future[Any]:
+        """Return a future of what ``read`` makes of a Judgement's fields, for a ``{"program", "tests",
+        "limits"}``. The server keeps its own time limits."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self._size, "sandbox-server")
-        return self._threads.submit(self._judge, item)
+        return self._threads.submit(lambda: read(self._judge(item)))
 
     def cut(self) -> None:
         """Cancel queued requests; running ones finish on the server."""

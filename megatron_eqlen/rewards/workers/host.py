@@ -3,8 +3,8 @@
     trainer ──Popen──► host (imports the grader once, no torch) ──fork──► worker ──fork──► ...
 
 ``python -m megatron_eqlen.rewards.workers.host MODULE OPTIONS`` imports MODULE, then forks a worker for
-every socket that arrives on its stdin. A worker reads batches, calls ``MODULE.make_handler(**OPTIONS)``'s
-handler on each item and answers one by one, in order. A worker that hangs is killed by the trainer; a new one
+every socket that arrives on its stdin. A worker answers one item after the other with
+``MODULE.make_handler(**OPTIONS)``'s handler. A worker that hangs is killed by the trainer; a new one
 is forked, with everything already imported. When the trainer is gone, however it ended and even if another
 process still holds the socket, the host ends and takes its workers with it; they die with the host, too. The
 host checks for the trainer in its main loop, because a process that forks must have no second thread.
@@ -18,56 +18,15 @@ import os
 import select
 import signal
 import socket
-import struct
 import sys
-from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 from megatron_eqlen.processes.lifeline import INTERVAL
 from megatron_eqlen.rewards.sandbox.kernel import die_with
 
 Item = dict[str, Any]
-HEADER = struct.Struct("<I")
-
-
-def send_message(connection: socket.socket, message: Any) -> None:
-    """Send one length-prefixed JSON message."""
-    data = json.dumps(message).encode()
-    connection.sendall(HEADER.pack(len(data)) + data)
-
-
-def receive_message(connection: socket.socket) -> Any:
-    """Return the next message. Raises EOFError when the other side is gone."""
-    (size,) = HEADER.unpack(_receive(connection, HEADER.size))
-    return json.loads(_receive(connection, size))
-
-
-def _receive(connection: socket.socket, size: int) -> bytearray:
-    data = bytearray()
-    while len(data) < size:
-        chunk = connection.recv(min(size - len(data), 1 << 20))
-        if not chunk:
-            raise EOFError
-        data += chunk
-    return data
-
-
-def serve(connection: socket.socket, handle: Callable[[Item], Item]) -> None:
-    """Answer batches until the trainer closes the connection. An exception is reported and ends the
-    worker.
-    """
-    while True:
-        try:
-            batch = receive_message(connection)
-        except (EOFError, ConnectionResetError):
-            return
-        for item in batch:
-            try:
-                answer = handle(item)
-            except BaseException as error:
-                send_message(connection, {"failure": f"{type(error).__name__}: {error}"[:500]})
-                raise
-            send_message(connection, answer)
+PID_BYTES = 4
 
 
 def main() -> None:
@@ -91,20 +50,35 @@ def main() -> None:
         if pid == 0:
             die_with(host)
             control.close()
-            _run_worker(module, options, descriptors[0])
+            _run_worker(module, options, Connection(descriptors[0]))
         workers.add(pid)
         os.close(descriptors[0])
-        control.sendall(HEADER.pack(pid))
+        control.sendall(pid.to_bytes(PID_BYTES))
     for pid in workers:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 
 
-def _run_worker(module: Any, options: dict[str, Any], descriptor: int) -> None:
+def _run_worker(module: Any, options: dict[str, Any], connection: Connection) -> None:
+    """Answer items until the trainer closes the connection. An exception is reported and ends the worker."""
     try:
-        serve(socket.socket(fileno=descriptor), module.make_handler(**options))
+        handle = module.make_handler(**options)
+        while True:
+            item = json.loads(connection.recv_bytes())
+            try:
+                answer = handle(item)
+            except BaseException as error:
+                _send(connection, {"failure": f"{type(error).__name__}: {error}"[:500]})
+                raise
+            _send(connection, answer)
+    except (EOFError, ConnectionResetError):
+        pass
     finally:
         os._exit(0)  # a worker must not run the host's clean-up
+
+
+def _send(connection: Connection, answer: Item) -> None:
+    connection.send_bytes(json.dumps(answer).encode())
 
 
 if __name__ == "__main__":

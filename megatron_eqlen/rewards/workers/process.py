@@ -1,6 +1,6 @@
 """The processes behind a pool: a clean host, and the workers that are forked from it.
 
-The host imports a grader's module once (see worker_host); it is no fork of the trainer, so it has none of the
+The host imports a grader's module once (``host.py``); it is no fork of the trainer, so it has none of the
 trainer's memory or environment.
 """
 
@@ -13,14 +13,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections import deque
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.rewards.workers.host import HEADER, Item, receive_message, send_message
+from megatron_eqlen.rewards.workers.host import PID_BYTES, Item
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 START_SECONDS = 300.0
@@ -28,6 +27,8 @@ START_SECONDS = 300.0
 END_SECONDS = 5.0
 """Seconds after which a host that was told to end with its workers is killed; normally it takes no time."""
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+SHORTEST_WAIT = 0.05
+"""Seconds between two looks at the processor time of a worker that has almost used its limit."""
 
 
 class WorkerHost:
@@ -36,6 +37,7 @@ class WorkerHost:
     def __init__(self, module: str, options: dict[str, Any]) -> None:
         self._control, theirs = socket.socketpair()
         self._control.settimeout(START_SECONDS)
+        self._asking = threading.Lock()
         command = [sys.executable, "-P", "-m", "megatron_eqlen.rewards.workers.host"]
         with theirs:
             self._process = subprocess.Popen(
@@ -54,16 +56,16 @@ class WorkerHost:
         """Fork a new worker. Raises RuntimeError if the host has died or is silent."""
         ours, theirs = socket.socketpair()
         try:
-            with theirs:
+            with self._asking, theirs:
                 socket.send_fds(self._control, [b"+"], [theirs.fileno()])
-            reply = self._control.recv(HEADER.size, socket.MSG_WAITALL)
+                reply = self._control.recv(PID_BYTES, socket.MSG_WAITALL)
         except TimeoutError:
             raise RuntimeError(f"no worker in {START_SECONDS:.0f} s from {self._process.args}") from None
         except (BrokenPipeError, ConnectionResetError):
             reply = b""
-        if len(reply) < HEADER.size:
+        if len(reply) < PID_BYTES:
             raise RuntimeError(f"the grader host ended with status {self._end()}: {self._process.args}")
-        return Worker(ours, HEADER.unpack(reply)[0])
+        return Worker(Connection(ours.detach()), int.from_bytes(reply))
 
     def leave(self) -> None:
         """Tell the host to end with its workers; a ``fork`` in another thread fails."""
@@ -86,79 +88,40 @@ class WorkerHost:
             return self._process.wait()
 
 
-@dataclass(order=True)
-class Job:
-    """An item that was submitted. Jobs sort by the order in which they are begun: the longest limit first, so
-    that no long job runs alone at the end; equal ones in order of submission."""
-
-    urgency: float = field(init=False)
-    number: int
-    item: Item = field(compare=False)
-    limit: float = field(compare=False)
-    """Limit in seconds of the worker's CPU time, and ``wall_factor`` times it on the wall clock."""
-    wall_factor: float = field(compare=False)
-    attempts: int = field(compare=False)
-    """Number of remaining attempts."""
-    answer: Future[Item] = field(init=False, compare=False, default_factory=Future)
-
-    def __post_init__(self) -> None:
-        self.urgency = -self.limit
-
-
 class Worker:
-    """A process that answers items in order, and the clock of the first unanswered job."""
+    """A process that answers items, one at a time."""
 
-    def __init__(self, connection: socket.socket, pid: int) -> None:
-        self.connection, self.pid = connection, pid
-        self.pending: deque[Job] = deque()
-        """Jobs that were sent and not yet answered, in order."""
-        self.deadline = 0.0
-        """When to check next whether the first of them has used its limit, by ``time.monotonic()``."""
-        self._since = self._cpu = 0.0
-        """When the first job started, and the worker's CPU seconds then."""
+    def __init__(self, connection: Connection, pid: int) -> None:
+        self._connection, self.pid = connection, pid
 
-    @property
-    def seconds(self) -> float:
-        """Seconds that the worker has spent on its first job."""
-        return time.monotonic() - self._since
+    def ask(self, item: Item, seconds: float, wall_factor: float) -> Item:
+        """Return the worker's answer and the ``seconds`` it took; ``timeout`` after ``seconds`` of its
+        processor time or ``wall_factor`` times as long, ``failure`` if it died."""
+        started = time.monotonic()
+        answer = self._ask(item, seconds, started + wall_factor * seconds)
+        return answer | {"seconds": time.monotonic() - started}
 
-    def send(self, jobs: list[Job]) -> None:
-        """Send jobs to a worker that has none."""
-        self.pending.extend(jobs)
-        self.begin()
-        with contextlib.suppress(BrokenPipeError):  # the worker died between batches; receive notices
-            send_message(self.connection, [job.item for job in jobs])
-
-    def receive(self) -> Item:
-        """Return the worker's next message."""
+    def _ask(self, item: Item, seconds: float, deadline: float) -> Item:
+        used_before = cpu_seconds(self.pid)
         try:
-            return receive_message(self.connection)
-        except (EOFError, ConnectionResetError):
+            self._connection.send_bytes(json.dumps(item).encode())
+            wait = seconds
+            while not self._connection.poll(wait):
+                left = deadline - time.monotonic()
+                cpu_left = seconds - (cpu_seconds(self.pid) - used_before)
+                if min(left, cpu_left) <= 0:
+                    return {"timeout": True}
+                wait = min(left, max(cpu_left, SHORTEST_WAIT))
+            return json.loads(self._connection.recv_bytes())
+        except (EOFError, OSError):
             return {"failure": "the worker died"}
 
-    def overrun(self) -> bool:
-        """Return True if the first job has used its limit; otherwise set the earliest time at which it could
-        have."""
-        job = self.pending[0]
-        now, used = time.monotonic(), cpu_seconds(self.pid) - self._cpu
-        last = self._since + job.wall_factor * job.limit
-        if now < self.deadline:
-            return False
-        if used >= job.limit or now >= last:
-            return True
-        self.deadline = min(last, now + max(job.limit - used, 0.05))
-        return False
-
-    def begin(self) -> None:
-        """Start the clock of the first pending job."""
-        self._since = time.monotonic()
-        self._cpu = cpu_seconds(self.pid)
-        self.deadline = self._since + (self.pending[0].limit if self.pending else 0.0)
-
     def kill(self) -> None:
-        self.connection.close()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        self._connection.close()
 
 
 def cpu_seconds(pid: int) -> float:
