@@ -51,14 +51,20 @@ class CodeTests:
     """True if LiveCodeBench's preamble, limits and equality apply (rewards/code/livecodebench.py)."""
 
     def __post_init__(self) -> None:
-        for name in ("inputs", "outputs"):
-            if not isinstance(found := getattr(self, name), list):
-                raise ValueError(f"{name}: expected a list, found {type(found).__name__}")
+        _expect(isinstance(self.inputs, list), "inputs", "a list", self.inputs)
+        _expect(isinstance(self.outputs, list), "outputs", "a list", self.outputs)
         if not self.inputs:
             raise ValueError("expected at least one test, found none")
         if len(self.inputs) != len(self.outputs):
             raise ValueError(f"{len(self.inputs)} inputs, but {len(self.outputs)} outputs")
-        self._check_options()
+        _expect(self.function is None or _is_name(self.function), "function", "a name", self.function)
+        _expect(isinstance(self.wrapped, bool), "wrapped", "true or false", self.wrapped)
+        _expect(isinstance(self.livecodebench, bool), "livecodebench", "true or false", self.livecodebench)
+        seconds, memory = self.time_limit, self.memory_mb
+        number = f"a number above 0, at most {LARGEST_TIME_LIMIT:g}"
+        _expect(seconds is None or _is_number(seconds, LARGEST_TIME_LIMIT), "time_limit", number, seconds)
+        whole = memory is None or (_is_number(memory, LARGEST_MEMORY) and memory == int(memory))
+        _expect(whole, "memory_mb", f"a whole number above 0, at most {LARGEST_MEMORY:g}", memory)
         for number, (given, expected) in enumerate(zip(self.inputs, self.outputs, strict=True)):
             if self.function is None and not (isinstance(given, str) and isinstance(expected, str)):
                 raise ValueError(f"test {number}: expected the text of stdin and stdout")
@@ -81,18 +87,6 @@ class CodeTests:
     def _output_bytes(self, number: int) -> int:
         expected = self.outputs[number]
         return len((expected if self.function is None else json.dumps(expected)).encode(errors="replace"))
-
-    def _check_options(self) -> None:
-        name = self.function
-        if name is not None and not _is_name(name):
-            raise ValueError(f"function: expected a name, found {name!r:.80}")
-        for flag in ("wrapped", "livecodebench"):
-            if not isinstance(found := getattr(self, flag), bool):
-                raise ValueError(f"{flag}: expected true or false, found {found!r:.80}")
-        _check_limit("time_limit", self.time_limit, LARGEST_TIME_LIMIT)
-        _check_limit("memory_mb", self.memory_mb, LARGEST_MEMORY)
-        if self.memory_mb is not None and self.memory_mb != int(self.memory_mb):
-            raise ValueError(f"memory_mb: expected a whole number, found {self.memory_mb!r}")
 
     @classmethod
     def from_json(cls, text: str) -> CodeTests:
@@ -197,8 +191,10 @@ def _is_name(value: Any) -> bool:
     return plain and len(value) <= LONGEST_NAME
 
 
-def _check_limit(name: str, value: Any, largest: float) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= largest:
-        raise ValueError(f"{name}: expected a number above 0, at most {largest:g}, found {value!r:.80}")
+def _is_number(value: Any, largest: float) -> bool:
+    return type(value) in (int, float) and 0 < value <= largest
+
+
+def _expect(holds: bool, name: str, wanted: str, value: Any) -> None:
+    if not holds:
+        raise ValueError(f"{name}: expected {wanted}, found {value!r:.80}")
