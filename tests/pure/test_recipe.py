@@ -29,149 +29,66 @@ SMALL = {
 }
 
 
-SERVED = {"engine": "server", "max_response_length": 100}
-
-
 def small(**changes):
     return parse(SMALL | changes, "test")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"objetive": "grpo"}, "unknown key 'objetive' (nearest: 'objective')"),
-        ({"loss": {"clip_ratio": 0.2}}, "unknown key 'loss.clip_ratio' (nearest: 'loss.clip_ratio_"),
-        (
-            {"data": {"sources": [{"name": "a", "path": "b", "wieght": 2}]}},
-            "unknown key 'data.sources.0.wieght' (nearest: 'data.sources.0.weight')",
-        ),
-        (
-            {
-                "evaluation": {
-                    "benchmarks": [{"name": "a", "path": "b"}, {"name": "a", "path": "b", "limits": 2}]
-                }
-            },
-            "unknown key 'evaluation.benchmarks.1.limits' (nearest: 'evaluation.benchmarks.1.limit')",
-        ),
-        ({"lr": 1e-3}, "unknown key 'lr' (nearest: 'optimizer.lr')"),
-        ({"rollout": {"temp": 1}}, "unknown key 'rollout.temp' (nearest: 'rollout.temperature')"),
-        ({"kl_coeff": 0}, "unknown key 'kl_coeff' (nearest: 'loss.kl_coef')"),
-        ({"loss": {"temprature": 1}}, "unknown key 'loss.temprature' (nearest: 'rollout.temperature')"),
-        ({"wieght": 1}, "unknown key 'wieght' (nearest: 'data.sources.0.weight')"),
-        ({"losses": {"kl_coef": 0}}, "unknown key 'losses' (nearest: 'loss')"),
-        ({"zzzzzzz": 1}, "unknown key 'zzzzzzz'"),
-        ({"name": "../../x"}, "name: expected 1 to 100 letters, digits"),
-        ({"name": ".."}, "found '..'"),
-        ({"name": ""}, "found ''"),
-        ({"steps": 0}, "steps: Input should be greater than 0, found 0"),
-        ({"objective": "gpo"}, "objective: 'gpo' is not one of"),
-        ({"group_size": 7}, "group_size: 7 is odd"),
-        (
-            {"packing": {"max_tokens_per_row": 150}},
-            "data.max_prompt_length 100 + rollout.max_response_length 100 = 200",
-        ),
-        (
-            {"parallel": {"tensor": 3}},
-            "tensor 3 x context 1 x pipeline 1 = 3 does not divide the 1 processes (cluster.nodes x",
-        ),
-        ({"equal_length": {"prefix_in_gradient": True}}, "needs packing.layout: expanded"),
-        ({"rollout": {"engine": "server", "max_response_length": 100}}, "rollout.servers"),
-        (
-            {"rollout": {"max_num_batched_tokens": 100, "max_response_length": 100}},
-            "rollout.max_num_batched_tokens: 100 is less than rollout.max_num_seqs 512",
-        ),
-        (
-            {"rollout": {"temperature": 0.001, "max_response_length": 100}},
-            "rollout.temperature: Input should be greater than or equal to 0.01, found 0.001",
-        ),
-        (
-            {"rollout": {"keep_sampling_mask": True, "top_k": 0, "max_response_length": 100}},
-            "rollout.keep_sampling_mask: true needs rollout.top_k from 1 to 255",
-        ),
-        (
-            {"rollout": {"keep_columns": ["entropy", "entropies"], "max_response_length": 100}},
-            "rollout.keep_columns: expected different names among entropy, found entropy, entropies",
-        ),
-        (
-            {
-                "model": {"path": "m", "dtype": "float32"},
-                "rollout": {"quantization": "fp8", "max_response_length": 100},
-            },
-            "rollout.quantization: fp8 needs model.dtype: bfloat16, found float32",
-        ),
-        (
-            {"rollout": {"batch_invariant": True, "max_response_length": 100}, "cluster": {"device": "cpu"}},
-            "rollout.batch_invariant: true needs cluster.device: gpu, found cpu",
-        ),
-        (
-            {"rollout": {"keep_sampling_mask": True, "max_response_length": 100}},
-            "needs rollout.logprobs_mode: processed (both are of the kept tokens alone), found raw",
-        ),
-        (
-            {
-                "rollout": {
-                    "engine": "server",
-                    "servers": ["http://a"],
-                    "max_response_length": 100,
-                    "park_trainer": "all",
-                }
-            },
-            "rollout.park_trainer: all makes room for a colocated engine, found rollout.engine: server",
-        ),
-        (
-            {"rollout": SERVED | {"servers": ["notaurl"]}},
-            "rollout.servers.0: expected http://HOST:PORT, found",
-        ),
-        ({"rollout": SERVED | {"servers": ["http://a:b"]}}, "expected http://HOST:PORT, found 'http://a:b'"),
-        (
-            {"rollout": SERVED | {"servers": ["http://a:1", "http://b", "http://a:1/"]}},
-            "rollout.servers.2: expected each server once, found 'http://a:1/' again",
-        ),
-        (
-            {"rollout": SERVED | {"servers": ["http://a:80", "http://A"]}},
-            "rollout.servers.1: expected each server once, found 'http://A' again",
-        ),
-        ({"rollout": SERVED | {"servers": ["http://a b"]}}, "expected http://HOST:PORT, found 'http://a b'"),
-        (
-            {"loss": {"rollout_is_threshold": [2, 1]}},
-            "threshold: Input should be a valid number or expected [low, high], found [2, 1]",
-        ),
-        (
-            {"model": {"path": "m", "dtype": "float32"}, "optimizer": {"grad_dtype": "bfloat16"}},
-            "optimizer.grad_dtype: bfloat16 needs model.dtype: bfloat16, found float32",
-        ),
-        (
-            {"model": {"path": "m", "dtype": "float32"}, "optimizer": {"offload": True}},
-            "optimizer.offload: true needs model.dtype: bfloat16, found float32",
-        ),
-        (
-            {"optimizer": {"offload": True, "precision": "bfloat16"}},
-            "optimizer.precision: bfloat16 is for a state that stays on the GPU",
-        ),
-        (
-            {"optimizer": {"lr": 1e-6, "min_lr": 1e-5}},
-            "optimizer.min_lr: 1e-05 is the final learning rate: expected at most optimizer.lr 1e-06",
-        ),
-        (
-            {"optimizer": {"precision": "bfloat16"}, "checkpoint": {"resharding": "any"}},
-            "checkpoint.resharding: any needs optimizer.precision: float32",
-        ),
-        ({"lora": {"rank": 8, "targets": ["mlp", "head"]}}, "lora.targets"),
-        ({"lora": {"rank": 8, "targets": ["mlp", "mlp"]}}, "expected each target once, found mlp, mlp"),
-        ({"lora": {"targets": ["mlp"]}}, "lora: alpha and targets are of adapters"),
-        (
-            {
-                "lora": {"rank": 8},
-                "optimizer": {"offload": True},
-                "model": {"path": "m", "dtype": "bfloat16"},
-            },
-            "optimizer.offload: true makes room for the optimizer state of all weights",
-        ),
-    ],
-)
-def test_a_mistake_is_an_error_that_names_the_key(changes, message):
+BENCHMARKS = "evaluation.benchmarks=[{name: a, path: b}, {name: a, path: b, limits: 2}]"
+SERVED = "rollout.engine=server "
+MISTAKES = [
+    ("objetive=grpo", "unknown key 'objetive' (nearest: 'objective')"),
+    ("loss.clip_ratio=0.2", "unknown key 'loss.clip_ratio' (nearest: 'loss.clip_ratio_"),
+    ("data.sources.0.wieght=2", "unknown key 'data.sources.0.wieght' (nearest: 'data.sources.0.weight')"),
+    (BENCHMARKS, "'evaluation.benchmarks.1.limits' (nearest: 'evaluation.benchmarks.1.limit')"),
+    ("lr=1e-3", "unknown key 'lr' (nearest: 'optimizer.lr')"),
+    ("rollout.temp=1", "unknown key 'rollout.temp' (nearest: 'rollout.temperature')"),
+    ("kl_coeff=0", "unknown key 'kl_coeff' (nearest: 'loss.kl_coef')"),
+    ("loss.temprature=1", "unknown key 'loss.temprature' (nearest: 'rollout.temperature')"),
+    ("wieght=1", "unknown key 'wieght' (nearest: 'data.sources.0.weight')"),
+    ("losses.kl_coef=0", "unknown key 'losses' (nearest: 'loss')"),
+    ("zzzzzzz=1", "unknown key 'zzzzzzz'"),
+    ("name=../../x", "name: expected 1 to 100 letters, digits"),
+    ("name=..", "found '..'"),
+    ("name=''", "found ''"),
+    ("steps=0", "steps: Input should be greater than 0, found '0'"),
+    ("objective=gpo", "objective: 'gpo' is not one of"),
+    ("group_size=7", "group_size: 7 is odd"),
+    ("packing.max_tokens_per_row=150", "prompt_length 100 + rollout.max_response_length 100 = 200"),
+    ("parallel.tensor=3", "tensor 3 x context 1 x pipeline 1 = 3 does not divide the 1 processes (cluster"),
+    ("equal_length.prefix_in_gradient=true", "needs packing.layout: expanded"),
+    ("rollout.engine=server", "rollout.servers"),
+    ("rollout.max_num_batched_tokens=100", "_tokens: 100 is less than rollout.max_num_seqs 512"),
+    ("rollout.temperature=0.001", "temperature: Input should be greater than or equal to 0.01, found"),
+    ("rollout.keep_sampling_mask=true rollout.top_k=0", "true needs rollout.top_k from 1 to 255"),
+    ("rollout.keep_columns=[entropy,entropies]", "different names among entropy, found entropy, entropies"),
+    ("model.dtype=float32 rollout.quantization=fp8", "fp8 needs model.dtype: bfloat16, found float32"),
+    ("rollout.batch_invariant=true cluster.device=cpu", "true needs cluster.device: gpu, found cpu"),
+    ("rollout.keep_sampling_mask=true", "processed (both are of the kept tokens alone), found raw"),
+    (SERVED + "rollout.servers=[http://a] rollout.park_trainer=all", "all makes room for a colocated engine"),
+    (SERVED + "rollout.servers=[notaurl]", "rollout.servers.0: expected http://HOST:PORT, found 'notaurl'"),
+    (SERVED + "rollout.servers=[http://a:b]", "expected http://HOST:PORT, found 'http://a:b'"),
+    (SERVED + "rollout.servers=[http://a:1,http://b,http://a:1/]", "servers.2: expected each server once"),
+    (SERVED + "rollout.servers=[http://a:80,http://A]", "servers.1: expected each server once, found"),
+    ("loss.rollout_is_threshold=[2,1]", "valid number or expected [low, high], found ['2', '1']"),
+    ("model.dtype=float32 optimizer.grad_dtype=bfloat16", "bfloat16 needs model.dtype: bfloat16, found"),
+    ("model.dtype=float32 optimizer.offload=true", "true needs model.dtype: bfloat16, found float32"),
+    ("optimizer.offload=true optimizer.precision=bfloat16", "bfloat16 is for a state that stays on the GPU"),
+    ("optimizer.lr=1e-6 optimizer.min_lr=1e-5", "final learning rate: expected at most optimizer.lr 1e-06"),
+    ("optimizer.precision=bfloat16 checkpoint.resharding=any", "any needs optimizer.precision: float32"),
+    ("lora.rank=8 lora.targets=[mlp,head]", "lora.targets"),
+    ("lora.rank=8 lora.targets=[mlp,mlp]", "expected each target once, found mlp, mlp"),
+    ("lora.targets=[mlp]", "lora: alpha and targets are of adapters"),
+    ("lora.rank=8 optimizer.offload=true model.dtype=bfloat16", "for the optimizer state of all weights"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "message"), MISTAKES)
+def test_a_mistake_is_an_error_that_names_the_key(tmp_path, overrides, message):
+    path = tmp_path / "r.yaml"
+    path.write_text(dump(small()))
+    words = [overrides] if overrides is BENCHMARKS else overrides.split()
     with pytest.raises(RecipeError) as error:
-        small(**changes)
+        load(path, words)
     assert message in str(error.value)
 
 
@@ -229,56 +146,30 @@ def test_bounds_that_reject_perfect_agreement_are_refused(bounds, reason):
         small(loss=bounds)
 
 
-@pytest.mark.parametrize(
-    ("changes", "remark"),
-    [
-        (
-            {"loss": {"rollout_is_threshold": 3}},
-            "loss.rollout_is_threshold: 3.0 has no effect: it",
-        ),
-        (
-            {"loss": {"router_replay": False}},
-            "loss.router_replay: false has no effect: it needs rollout",
-        ),
-        (
-            {"loss": {"router_replay": True}},
-            "loss.router_replay: true has no effect: it needs rollout",
-        ),
-        (
-            {"rollout": {"record_routes": False}},
-            "rollout.record_routes: false has no effect: it",
-        ),
-        (
-            {"rollout": {"max_staleness": 3}},
-            "rollout.max_staleness: 3 has no effect: it needs rollout",
-        ),
-        (
-            {"rollout": {"on_sync": "recompute"}},
-            'on_sync: "recompute" has no effect: it needs rollout',
-        ),
-        (
-            {"rollout": {"servers": ["http://a"]}},
-            'servers: ["http://a"] has no effect: it needs rollout',
-        ),
-        (
-            {"objective": "rloo", "loss": {"old_logprobs": "rollout"}},
-            "it needs an objective with",
-        ),
-        ({"optimizer": {"min_lr": 1e-7}}, "it needs optimizer.lr_schedule: linear or cosine"),
-        ({"sampling": "independent", "equal_length": {"max_pairs": 3}}, "it needs sampling: equal_length"),
-        (
-            {
-                "rollout": {"carry_over": True, "tokens_per_step": 9},
-                "loss": {"rollout_rs": {"token_k1": 1e6}},
-            },
-            "loss.rollout_rs alone leaves out what is too far off",
-        ),
-    ],
-)
-def test_a_key_without_effect_is_a_remark_that_names_the_key_it_needs(changes, remark):
-    changes.setdefault("rollout", {}).setdefault("max_response_length", 100)
-    (found,) = remarks(small(**changes))
-    assert remark in found
+REMARKS = [
+    ("loss.rollout_is_threshold=3", "loss.rollout_is_threshold: 3.0 has no effect: it"),
+    ("loss.router_replay=false", "loss.router_replay: false has no effect: it needs rollout"),
+    ("loss.router_replay=true", "loss.router_replay: true has no effect: it needs rollout"),
+    ("rollout.record_routes=false", "rollout.record_routes: false has no effect: it"),
+    ("rollout.max_staleness=3", "rollout.max_staleness: 3 has no effect: it needs rollout"),
+    ("rollout.on_sync=recompute", 'on_sync: "recompute" has no effect: it needs rollout'),
+    ("rollout.servers=[http://a]", 'servers: ["http://a"] has no effect: it needs rollout'),
+    ("objective=rloo loss.old_logprobs=rollout", "it needs an objective with"),
+    ("optimizer.min_lr=1e-7", "it needs optimizer.lr_schedule: linear or cosine"),
+    ("sampling=independent equal_length.max_pairs=3", "it needs sampling: equal_length"),
+    (
+        "rollout.carry_over=true rollout.tokens_per_step=9 loss.rollout_rs.token_k1=1e6",
+        "loss.rollout_rs alone leaves out what is too far off",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "remark"), REMARKS)
+def test_a_key_without_effect_is_a_remark_that_names_the_key_it_needs(tmp_path, overrides, remark):
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump(SMALL))
+    (text,) = remarks(load(path, overrides.split()))
+    assert remark in text
 
 
 def test_the_plan_ends_with_the_remarks(capsys):
