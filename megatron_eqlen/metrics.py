@@ -73,7 +73,6 @@ HARVEST_SEGMENT_LENGTH = "harvest/segment_length"
 HARVEST_RESPONSE_LENGTH = "harvest/response_length"
 ENGINE_SYNC_SECONDS = "engine/sync_seconds"
 ENGINE_SYNC_BYTES = "engine/sync_bytes"
-ENGINE_SYNC_SENT_BYTES = "engine/sync_sent_bytes"
 ENGINE_PREEMPTIONS = "engine/preemptions"
 ENGINE_REMOVED_PROBABILITY = "engine/removed_probability"
 ENGINE_ROUTE_SECONDS = "engine/route_seconds"
@@ -206,7 +205,6 @@ DECLARED = (
     Metric("harvest/response_length_max", "tokens", "max", "longest completion"),
     Metric(ENGINE_SYNC_SECONDS, "s", "max", "of the last weight sync", in_turn="sum"),
     Metric(ENGINE_SYNC_BYTES, "bytes", "sum", "received in the last weight sync"),
-    Metric(ENGINE_SYNC_SENT_BYTES, "bytes", "sum", "sent to all nodes of all servers in the last sync"),
     Metric(ENGINE_PREEMPTIONS, "requests", "sum", "preempted for lack of KV cache"),
     Metric(ENGINE_REMOVED_PROBABILITY, "share", mean(HARVEST_GENERATED_TOKENS), "by top-k, top-p, min-p"),
     Metric(ENGINE_ROUTE_SECONDS, "s", "max", "of the engine's time, to gather routes", in_turn="sum"),

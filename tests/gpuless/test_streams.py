@@ -8,7 +8,6 @@ tensors lie on it: fake CUDA tensors.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +27,7 @@ from megatron_eqlen.models.tree_params import TreeParams
 from megatron_eqlen.packing.pack import pack
 from megatron_eqlen.rollout.vllm.engine.draws import DrawSettings, Limits, PathDraws
 from megatron_eqlen.rollout.vllm.engine.routes import RouteCapture
-from megatron_eqlen.rollout.vllm.weights.nccl_sender import _made_on
+from megatron_eqlen.rollout.vllm.weights import nccl
 from megatron_eqlen.training.parking import Parked, memory_of
 from tests.kit.tree_samples import stream as tree_of
 
@@ -160,31 +159,19 @@ class Streams(CUDASanitizerDispatchMode):
         self.event_handler = EventHandler()
         self.kept: list[Any] = []
         """Memory is not used twice."""
-        self.recorded: list[tuple[int, int]] = []
-        self.events = itertools.count()
-
-        def record(tensor: Tensor, stream: Any) -> None:
-            self.recorded.append((tensor.data_ptr(), stream.cuda_stream))
-
         self.main = self.current = self.stream(0)
-        self.own = tuple(self.stream(number) for number in (1, 2))
+        self.own = self.stream(1)
         patch.setattr(torch.Tensor, "is_cuda", True)
-        patch.setattr(torch.Tensor, "record_stream", record)
         patch.setattr(torch.cuda, "current_stream", lambda: self.current)
         patch.setattr(torch.cuda, "stream", self._entered)
         patch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-        patch.setattr(packed_tensor, "_get_streams", lambda device, count: self.own)
+        patch.setattr(packed_tensor, "_get_streams", lambda device, count: (self.own,) * count)
 
     def stream(self, number: int) -> Any:
-        def wait_stream(other: Any) -> None:
-            event = next(self.events)
-            self.event_handler._handle_event_record(event, other.cuda_stream)
-            self.event_handler._handle_event_wait(event, number)
-
         def synchronize() -> None:
             self.event_handler._handle_stream_synchronization(number)
 
-        return SimpleNamespace(cuda_stream=number, wait_stream=wait_stream, synchronize=synchronize)
+        return SimpleNamespace(cuda_stream=number, synchronize=synchronize)
 
     @contextlib.contextmanager
     def _entered(self, stream: Any) -> Iterator[None]:
@@ -197,46 +184,30 @@ class Streams(CUDASanitizerDispatchMode):
         return self.kept[-1]
 
 
-def send(streams: Streams, ordered: bool) -> tuple[list[float], list[int]]:
-    """Send eight weights as soon as the optimizer has written them; return the numbers sent, and the
-    addresses of the tensors read."""
+def send(streams: Streams) -> list[float]:
+    """Send eight weights as soon as the optimizer has written them; return the numbers sent."""
     weights = [torch.full((16,), float(number)) for number in range(8)]
     sent: list[Tensor] = []
-    read: list[int] = []
-
-    def named() -> Iterator[tuple[str, Tensor]]:
-        for weight in weights:
-            gathered = weight * 2
-            read.append(gathered.data_ptr())
-            yield "weight", gathered
-
     with streams:
         for weight in weights:
             weight.add_(1)
-        packed_tensor.packed_nccl_broadcast_producer(
-            iterator=_made_on(streams.main, named()) if ordered else named(),
-            group=SimpleNamespace(broadcast=lambda packed, src: sent.append(packed.clone())),
-            src=0,
-            post_iter_func=lambda item: item[1],
-            buffer_size_bytes=100,
-            num_buffers=2,
-        )
+        group = SimpleNamespace(broadcast=lambda packed, src: sent.append(packed.clone()))
+        nccl.broadcast((("weight", weight * 2) for weight in weights), group)
         for weight in weights:
             weight.add_(1)  # the next update
-    return [float(number) for packed in sent for number in packed.view(torch.float32)[::16]], read
+    return [float(number) for packed in sent for number in packed.view(torch.float32)[::16]]
 
 
 def test_vllms_producer_packs_weights_after_they_are_written(monkeypatch):
-    streams = Streams(monkeypatch)
-    sent, read = send(streams, ordered=True)
-    assert sent == [2.0 * (number + 1) for number in range(8)]
-    assert [address for address, _ in streams.recorded] == read
-    assert {stream for _, stream in streams.recorded} == {1, 2}
+    monkeypatch.setattr(nccl, "BUFFER_BYTES", 100)
+    assert send(Streams(monkeypatch)) == [2.0 * (number + 1) for number in range(8)]
 
 
 def test_without_our_order_vllms_producer_may_read_weights_that_are_not_written(monkeypatch):
+    streams = Streams(monkeypatch)
+    streams.main.synchronize = lambda: None
     with pytest.raises(CUDASanitizerErrors):
-        send(Streams(monkeypatch), ordered=False)
+        send(streams)
 
 
 def test_sampling_waits_for_the_gpu_only_when_its_sums_are_read(monkeypatch):

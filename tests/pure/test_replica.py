@@ -10,7 +10,7 @@ from typing import NoReturn
 import pytest
 
 from megatron_eqlen.rollout.engine import EngineError
-from megatron_eqlen.rollout.vllm.server.replica import Background
+from megatron_eqlen.rollout.vllm.server.replicas import Background
 
 
 def test_nobody_waits_for_a_call_that_a_close_cuts_off():

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_eqlen.metrics import ENGINE_SYNC_SECONDS, ENGINE_SYNC_SENT_BYTES
+from megatron_eqlen.metrics import ENGINE_SYNC_SECONDS
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout.engine import Engine
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
                 recipe = make_recipe(model, list(servers)[:count], workers)
                 engine = ServerEngine(model, recipe.rollout, [1], MAX_LEN, syncs_first=True)
                 what = f"{count} server(s) of {workers}"
-                results.append(measure(what, engine, weights, args.repeat, count * workers))
+                results.append(measure(what, engine, weights, args.repeat))
     size = sum(weight.nbytes for weight in weights.values()) / 1e9
     show(results, f"{size:.2f} GB bfloat16, {torch.get_num_threads()} thread(s)", args.json)
 
@@ -87,18 +87,14 @@ def colocated(model: Path) -> Engine:
     return ColocatedEngine(model, make_recipe(model, []).rollout, "bfloat16", [1], MAX_LEN)
 
 
-def measure(
-    name: str, engine: Engine, weights: dict[str, Tensor], repeat: int, workers: int = 1
-) -> dict[str, Any]:
+def measure(name: str, engine: Engine, weights: dict[str, Tensor], repeat: int) -> dict[str, Any]:
     """Return medians of ``repeat`` syncs after a warm-up."""
-    seconds, processor, sent = [], [], 0.0
+    seconds, processor = [], []
     for version in range(1, repeat + 2):
         before = time.process_time()
         engine.update_weights(iter(weights.items()), version)
         processor.append(time.process_time() - before)
-        metrics = engine.metrics()
-        seconds.append(metrics[ENGINE_SYNC_SECONDS])
-        sent = metrics.get(ENGINE_SYNC_SENT_BYTES, 0.0)
+        seconds.append(engine.metrics()[ENGINE_SYNC_SECONDS])
     engine.close()
     took = statistics.median(seconds[1:])
     size = sum(weight.nbytes for weight in weights.values()) / 1e9
@@ -107,7 +103,4 @@ def measure(
         "seconds": took,
         "GB/s": size / took,
         "trainer's CPU seconds": statistics.median(processor[1:]),
-        "GB sent": sent / 1e9,
-        "GB sent per worker": sent / 1e9 / workers,
-        "copies sent": sent / 1e9 / size,
     }

@@ -1,13 +1,12 @@
 """vLLM servers on other nodes: token ids in, token ids out, over HTTP.
 
     step ◄── queue ◄── one stream of server-sent events per request ◄── replica 1, 2, ...
-                 ◄── one heartbeat per replica: alive, and with the weights we sent?
-    update_weights ──► one TCP connection per node of each replica (``tcp_sender``), or NCCL (``nccl_sender``)
+    update_weights ──► one TCP connection per replica (``weights.tcp``), or NCCL (``weights.nccl``)
 
-Requests of a replica that dies (``pool``) come back as ``lost`` with all their tokens kept, and the harvester
-submits the rest to another replica. With ``rollout.staleness`` one thread harvests while another sends new
-weights: the servers pause, and each request then continues where it was. Nothing here imports vLLM, unless
-NCCL sends the weights.
+Requests of a replica that dies come back as ``lost`` with all their tokens kept, and the harvester submits
+the rest to another replica. With ``rollout.staleness`` one thread harvests while another sends new weights:
+the servers pause, and each request then continues where it was. Nothing here imports vLLM, unless NCCL sends
+the weights.
 """
 
 from __future__ import annotations
@@ -17,20 +16,17 @@ import threading
 import time
 from collections.abc import Collection, Iterable
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.metrics import (
-    ENGINE_PREEMPTIONS,
     ENGINE_REMOVED_PROBABILITY,
     ENGINE_ROUTE_SECONDS,
     ENGINE_SYNC_BYTES,
     ENGINE_SYNC_SECONDS,
-    ENGINE_SYNC_SENT_BYTES,
 )
 from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.rollout.engine import Delta, EngineError, check_request
@@ -41,25 +37,16 @@ from megatron_eqlen.rollout.vllm.server.generate_api import (
     request_body,
     sampling_params,
 )
-from megatron_eqlen.rollout.vllm.server.pool import ReplicaPool
-from megatron_eqlen.rollout.vllm.server.replica import ReplicaError, ServerReplica, words
-from megatron_eqlen.rollout.vllm.weights.tcp_sender import TcpSender, WeightSender
+from megatron_eqlen.rollout.vllm.server.replicas import Replica, ReplicaError, ReplicaPool, Request, words
+from megatron_eqlen.rollout.vllm.weights.tcp import TcpSender
 from megatron_eqlen.rollout.weights import WeightTable
 from megatron_eqlen.types import Metrics
 
+if TYPE_CHECKING:
+    from megatron_eqlen.rollout.vllm.weights.nccl import NcclSender
+
 UNTOUCHED = "default"
 """vLLM's name for the version of weights that were loaded at start."""
-
-
-@dataclass
-class Failure:
-    """A failed request or replica; it is queued like a delta."""
-
-    replica: ServerReplica
-    reason: str
-    weight_version: str
-    """Engine's weight version at that time."""
-    request_id: str | None = None
 
 
 class ServerEngine:
@@ -86,10 +73,11 @@ class ServerEngine:
         self.max_model_len = max_model_len
         self.policy_version = policy_version
         self.weight_version = UNTOUCHED
-        self.homes: dict[str, ServerReplica] = {}
+        self.homes: dict[str, Replica] = {}
         self.versions = {UNTOUCHED: policy_version}
         """Policy versions of the weights that may sample tokens, by vLLM's names; the newest is last."""
-        self.arrivals: queue.SimpleQueue[Delta | Failure] = queue.SimpleQueue()
+        self.arrivals: queue.SimpleQueue[tuple[Request, Delta | str]] = queue.SimpleQueue()
+        """Deltas of requests, and why requests failed."""
         self.lost: list[str] = []
         """Requests whose replica died; ``step`` gives them back."""
         self.busy = threading.RLock()
@@ -98,17 +86,13 @@ class ServerEngine:
         self.refusal = "update_weights must come first" if syncs_first else None
         self.closed = False
         self.sync: Metrics = {}
-        self.sent_bytes = 0
-        """Bytes that the last weight sync sent, to all replicas."""
         self.pool = ReplicaPool(rollout.servers, rollout.request_timeout / 2, self.lost.append)
         try:
             self.sender = self._sender()
-            self._connect(any_weights=syncs_first)
+            self._connect(None if syncs_first else self.weight_version)
         except EngineError:
             self.close()
             raise
-        if not syncs_first:
-            self.pool.start_heartbeats(self.weight_version, self._failed)
 
     @property
     def max_num_seqs(self) -> int:
@@ -132,13 +116,14 @@ class ServerEngine:
                 path_rows,
                 self._cache_salt(),
             )
-            replica = self._home(request_id)
-            replica.requests[request_id] = self.pool.io.start(self._stream(replica, request_id, body))
+            request = Request(request_id, self._home(request_id))
+            request.answer = self.pool.io.start(self._stream(request, body))
+            request.replica.requests[request_id] = request
 
     def step(self) -> list[Delta]:
         """Return the deltas that have arrived; wait a moment if there are none. Raises EngineError once the
         engine is closed."""
-        arrived: list[Delta | Failure] = []
+        arrived: list[tuple[Request, Delta | str]] = []
         with suppress(queue.Empty):
             arrived.append(self.arrivals.get(timeout=0.05))
             while True:
@@ -146,7 +131,7 @@ class ServerEngine:
         with self.busy:
             if self.closed:
                 raise EngineError("the engine was closed")
-            deltas = [delta for arrival in arrived for delta in self._take(arrival)]
+            deltas = [delta for arrival in arrived if (delta := self._take(*arrival)) is not None]
             deltas += [Delta(request_id, [], {}, "lost") for request_id in self.lost]
             self.lost.clear()
             return deltas
@@ -175,11 +160,9 @@ class ServerEngine:
                 raise
             self.refusal = None
             self.policy_version, self.weight_version = policy_version, str(policy_version)
-            self.pool.start_heartbeats(self.weight_version, self._failed)
         self.sync = {
             ENGINE_SYNC_SECONDS: time.perf_counter() - start,
             ENGINE_SYNC_BYTES: self.weights.bytes_seen,
-            ENGINE_SYNC_SENT_BYTES: self.sent_bytes,
         }
 
     def reset_cache(self) -> None:
@@ -213,30 +196,26 @@ class ServerEngine:
 
     def metrics(self) -> Metrics:
         with self.busy:
-            return self._metrics()
-
-    def _metrics(self) -> Metrics:
-        counts = [first for first, *_ in self.pool.rpc("eqlen_counts")]
-        removed, sampled = (sum(count[i] for count in counts) for i in (0, 1))
-        preemptions = sum(self.pool.each("metrics", lambda replica: replica.new_preemptions()))
-        metrics = {
-            ENGINE_PREEMPTIONS: preemptions,
-            ENGINE_REMOVED_PROBABILITY: removed / max(sampled, 1),
-            "engine/live_replicas": float(len(self.pool.alive)),
-        }
-        if self.rollout.keep_routes and all(len(count) > 2 for count in counts):  # V2 does not count it
-            metrics[ENGINE_ROUTE_SECONDS] = max(count[2] for count in counts)
-        metrics |= self.sync
-        self.sync = {}
-        return metrics
+            answers = self.pool.each("eqlen_counts", lambda replica: replica.rpc("eqlen_counts"))
+            counts = [first for first, *_ in answers.values()]
+            removed, sampled = (sum(count[i] for count in counts) for i in (0, 1))
+            metrics = {
+                ENGINE_REMOVED_PROBABILITY: removed / max(sampled, 1),
+                "engine/live_replicas": float(len(self.pool.alive)),
+            }
+            if self.rollout.keep_routes and all(len(count) > 2 for count in counts):  # V2 does not count it
+                metrics[ENGINE_ROUTE_SECONDS] = max(count[2] for count in counts)
+            metrics |= self.sync
+            self.sync = {}
+            return metrics
 
     # ---- requests -----------------------------------------------------------------------------------
 
-    def _replica_of(self, request_id: str) -> ServerReplica | None:
+    def _replica_of(self, request_id: str) -> Replica | None:
         """Return the replica that runs an unfinished request."""
         return next((replica for replica in self.pool.replicas if request_id in replica.requests), None)
 
-    def _home(self, request_id: str) -> ServerReplica:
+    def _home(self, request_id: str) -> Replica:
         """Return the replica for a request. Requests whose ids agree up to the last ``/`` share a prefix, so
         they share a replica."""
         family = request_id.rpartition("/")[0]
@@ -246,66 +225,63 @@ class ServerEngine:
             home = self.homes[family] = min(self.pool.alive, key=lambda replica: len(replica.requests))
         return home
 
-    def _take(self, arrival: Delta | Failure) -> list[Delta]:
-        if isinstance(arrival, Failure):
-            self._fail(arrival)
-            return []
-        replica = self._replica_of(arrival.request_id)
-        if replica is None:  # sent before the server saw the abort
-            return []
+    def _take(self, request: Request, arrival: Delta | str) -> Delta | None:
+        """Return what has arrived for a request; None if it was aborted meanwhile, or has failed: then its
+        replica is left out."""
+        replica = request.replica
+        if replica.requests.get(request.request_id) is not request:
+            return None
+        if isinstance(arrival, str):
+            self.pool.leave_out(replica, arrival)
+            return None
         if arrival.finish_reason is not None:
-            del replica.requests[arrival.request_id]
-        return [arrival]
+            del replica.requests[request.request_id]
+        return arrival
 
-    def _fail(self, failure: Failure) -> None:
-        """Handle a failure. A replica's failure before the newest weights is void; a request's is not."""
-        if failure.weight_version == self.weight_version:
-            self.pool.bury(failure.replica, failure.reason)
-        elif failure.request_id in failure.replica.requests:
-            failure.replica.forget(failure.request_id)
-            self.lost.append(failure.request_id)
-
-    async def _stream(self, replica: ServerReplica, request_id: str, body: dict[str, Any]) -> None:
-        """Put a request's deltas in the queue as they arrive, or a failure."""
+    async def _stream(self, request: Request, body: dict[str, Any]) -> None:
+        """Put a request's deltas in the queue as they arrive, or why it failed."""
+        name = request.request_id
         last: Delta | None = None
         try:
-            async with aclosing(replica.events(PATH, body, self.pool.silence)) as events:
+            async with aclosing(request.replica.events(PATH, body, self.pool.silence)) as events:
                 async for event in events:
                     if "error" in event:
                         raise ConnectionError(event["error"])
                     if last is not None:
                         last.num_cached_tokens = cached_tokens(event)
                     elif event.get("choices"):
-                        deltas = read_event(request_id, event, self.versions, self.rollout, self.moe_layers)
+                        deltas = read_event(name, event, self.versions, self.rollout, self.moe_layers)
                         if deltas[-1].finish_reason is not None:  # token usage comes after the last tokens
                             last = deltas.pop()
                         for delta in deltas:
-                            self.arrivals.put(delta)
+                            self.arrivals.put((request, delta))
             if last is None:
-                raise ConnectionError(f"request {request_id}: the stream broke off")
-            self.arrivals.put(last)
+                raise ConnectionError(f"request {name}: the stream broke off")
+            self.arrivals.put((request, last))
         except ReplicaError as error:
-            self._failed(replica, words(error), request_id)
-
-    def _failed(self, replica: ServerReplica, reason: str, request_id: str | None = None) -> None:
-        self.arrivals.put(Failure(replica, reason, self.weight_version, request_id))
+            self.arrivals.put((request, words(error)))
 
     # ---- weights ------------------------------------------------------------------------------------
 
-    def _sender(self) -> WeightSender:
+    def _sender(self) -> TcpSender | NcclSender:
         if self.rollout.sync == "tcp":
             return TcpSender(self.pool, self.rollout.request_timeout)
-        from megatron_eqlen.rollout.vllm.weights.nccl_sender import NcclSender  # imports vLLM
+        from megatron_eqlen.rollout.vllm.weights.nccl import NcclSender  # imports vLLM
 
         return NcclSender(self.pool, self.weights.shapes)
 
-    def _connect(self, any_weights: bool = False) -> None:
-        """Set up every replica that answers and has the right weights (or any weights, before a sync)."""
-        expected = None if any_weights else self.weight_version
+    def _connect(self, weights: str | None) -> None:
+        """Set up every replica that answers and holds the version ``weights`` (None: any, before a sync).
+        Raises EngineError if none does."""
         setup = [self.rollout.logprobs_mode, self.rollout.mask_width, self.rollout.keep_columns]
-        self.pool.connect(expected, setup, self._check_limits)
+        answers = self.pool.each(
+            "connecting", lambda replica: replica.set_up(weights, setup), self.pool.replicas
+        )
+        for replica, workers in answers.items():
+            self._check_limits(replica, workers[0])
+            replica.alive, replica.absence, replica.workers = True, "", len(workers)
 
-    def _check_limits(self, replica: ServerReplica, limits: dict[str, int]) -> None:
+    def _check_limits(self, replica: Replica, limits: dict[str, int]) -> None:
         self.vocab_size = limits["vocab_size"]
         if limits["max_model_len"] < self.max_model_len:
             raise EngineError(
@@ -322,16 +298,15 @@ class ServerEngine:
     def _update_replicas(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Send these weights to all replicas that answer. Raises EngineError when none is left, and whatever
         the stream raises."""
-        self._connect(any_weights=True)
+        self._connect(None)
         self.refusal = "the last weight update failed half way; update_weights must succeed first"
-        self.pool.stop_heartbeats()
         if self.rollout.staleness:
             self._pause()
         self.pool.post("start_weight_update")
         before = self.versions if self.has_unfinished else {}
         self.versions = before | {str(policy_version): policy_version}
         try:
-            self.sent_bytes = self.sender.send(named_tensors)
+            self.sender.send(named_tensors)
         finally:
             self.pool.post("finish_weight_update", {"weight_version": str(policy_version)})
         self.pool.post("resume" if self.rollout.staleness else "reset_prefix_cache")

@@ -9,10 +9,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from typing import Any
 
-import torch.distributed as dist
+import torch
 from vllm import envs
 from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import (
@@ -27,19 +26,19 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from megatron_eqlen.rollout.vllm.engine.draws import DrawSettings
 from megatron_eqlen.rollout.vllm.engine.repack import repack
 from megatron_eqlen.rollout.vllm.engine.sampler import install
-from megatron_eqlen.rollout.vllm.weights.relay import Neighbours, node_name, receive_on_node
+from megatron_eqlen.rollout.vllm.weights.tcp import NamedTensors, connect, receive
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Nothing(WeightTransferInitInfo):
+class NoSettings(WeightTransferInitInfo):
     """vLLM's settings for a rendezvous at the start: none, because every sync opens its own connections."""
 
 
 @dataclass
-class Invitation(WeightTransferUpdateInfo):
-    """Address of the sender of the weights, see ``weight_feed``."""
+class SenderAddress(WeightTransferUpdateInfo):
+    """Where worker 0 fetches the weights, see ``tcp``."""
 
     host: str
     port: int
@@ -73,39 +72,47 @@ class _Reload(WeightTransferEngine):
         self.updating = False
 
 
-class TcpWeightTransfer(_Reload, WeightTransferEngine[Nothing, Invitation]):
-    """Weight transfer by TCP, frame by frame."""
+class TcpWeightTransfer(_Reload, WeightTransferEngine[NoSettings, SenderAddress]):
+    """Weight transfer by TCP, frame by frame: worker 0 receives, and passes on to the others of its group."""
 
-    init_info_cls = Nothing
-    update_info_cls = Invitation
+    init_info_cls = NoSettings
+    update_info_cls = SenderAddress
 
-    def init_transfer_engine(self, init_info: Nothing) -> None:
+    def init_transfer_engine(self, init_info: NoSettings) -> None:
         pass
 
-    @cached_property
-    def neighbours(self) -> Neighbours:
-        """This node's workers. Collective over the server's workers at the first call."""
-        group = get_world_group()
-        nodes: list[Any] = [None] * group.world_size
-        dist.all_gather_object(nodes, node_name(), group=group.cpu_group)
-        return Neighbours(group.rank_in_group, nodes)
-
-    def receive_weights(self, update_info: Invitation) -> None:
+    def receive_weights(self, update_info: SenderAddress) -> None:
         """Load the weights as they arrive. A broken connection is logged, not raised. The trainer notices by
         itself (it gets no ``done``), or is dead. But if one rank raised here, vLLM would read the other
         ranks' answers to this call as answers to its next call, and the next trainer's sync would fail."""
+        group = get_world_group()
+        if not group.is_first_rank:
+            while header := group.broadcast_object():
+                self._load([(name, torch.empty(shape, dtype=dtype)) for name, dtype, shape in header])
+            return
         try:
-            for named_tensors in receive_on_node(self.neighbours, **asdict(update_info)):
-                self.model.load_weights(named_tensors)
+            with connect(**asdict(update_info)) as sock:
+                for named_tensors in receive(sock):
+                    group.broadcast_object([(name, t.dtype, t.shape) for name, t in named_tensors])
+                    self._load(named_tensors)
         except OSError as error:
             logger.warning("weight update broke off: %s", error)
+        finally:
+            group.broadcast_object([])  # the others must not wait for more
+
+    def _load(self, named_tensors: NamedTensors) -> None:
+        """Load a frame, which worker 0 has and the others get."""
+        on_device = [(name, tensor.to(self.device)) for name, tensor in named_tensors]
+        for _, tensor in on_device:
+            get_world_group().broadcast(tensor.view(-1).view(torch.uint8))
+        self.model.load_weights(on_device)
 
     def shutdown(self) -> None:
         pass
 
 
 class NcclWeightTransfer(_Reload, NCCLWeightTransferEngine):
-    """vLLM's own NCCL transfer, fed by ``nccl_sender``."""
+    """vLLM's own NCCL transfer, fed by ``nccl``."""
 
 
 for name, engine in {"eqlen_tcp": TcpWeightTransfer, "eqlen_nccl": NcclWeightTransfer}.items():
