@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import cast
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core import tensor_parallel as megatron_tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed import ProcessGroup
 
 from megatron_eqlen.hf.weight_map import Weight
@@ -42,32 +42,11 @@ def stop() -> None:
     distributed.leave()
 
 
-def tensor_parallel() -> ProcessGroup:
-    return cast(ProcessGroup, parallel_state.get_tensor_model_parallel_group())
-
-
-def pipeline_parallel() -> ProcessGroup:
-    return cast(ProcessGroup, parallel_state.get_pipeline_model_parallel_group())
-
-
-def data_parallel() -> ProcessGroup:
-    """Return the group of ranks with other rows; ranks with the same rows (context parallel) are not in
-    it."""
-    return cast(ProcessGroup, parallel_state.get_data_parallel_group())
-
-
-def context_parallel() -> ProcessGroup:
-    return cast(ProcessGroup, parallel_state.get_context_parallel_group())
-
-
-def expert_parallel() -> ProcessGroup:
-    return cast(ProcessGroup, parallel_state.get_expert_model_parallel_group())
-
-
-def expert_tensor_parallel() -> ProcessGroup:
-    return cast(ProcessGroup, parallel_state.get_expert_tensor_parallel_group())
+def own() -> ProcessGroupCollection:
+    """Return this rank's groups. ``dp``: ranks with other rows; ranks with the same rows are in ``cp``."""
+    return ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "dp", "pp", "ep", "expt_tp"])
 
 
 def tensor_group(weight: Weight) -> ProcessGroup:
     """Return the group that divides ``weight``."""
-    return tensor_parallel() if weight.expert is None else expert_tensor_parallel()
+    return own().tp if weight.expert is None else own().expt_tp

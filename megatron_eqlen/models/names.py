@@ -11,10 +11,10 @@ import re
 from collections.abc import Sequence
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_eqlen.hf.config import ModelConfig
-from megatron_eqlen.models import groups
 from megatron_eqlen.models.gpt import PolicyModel
 from megatron_eqlen.models.layer_specs import FUSED_NORMS
 
@@ -53,10 +53,13 @@ def global_name(chunk: PolicyModel, name: str) -> str:
     rest = re.sub(r"experts\.(linear_fc[12])\.adapters\.(\d+)", r"experts.local_experts.\2.\1.adapter", rest)
     expert = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(.*)", rest)
     if expert:
-        number = int(expert[1]) + experts_per_rank(chunk.model_config) * groups.expert_parallel().rank()
+        first = experts_per_rank(chunk.model_config) * parallel_state.get_expert_model_parallel_rank()
+        number = first + int(expert[1])
         rest = f"mlp.experts.local_experts.{number}.{expert[2]}"
     return f"decoder.layers.{layer}.{rest}"
 
 
 def experts_per_rank(model: ModelConfig) -> int:
-    return model.experts.num_experts // groups.expert_parallel().size() if model.experts else 0
+    if not model.experts:
+        return 0
+    return model.experts.num_experts // parallel_state.get_expert_model_parallel_world_size()

@@ -1,9 +1,9 @@
 """Core attention on token trees: position k is visible to position q iff k <= q < visible_until[k].
 
-Two implementations of the same rule (``BACKENDS``):
+Two implementations of the same rule:
 
-* merged: dense flash attention part by part (``merged_attention.py``).
-* flex: FlexAttention. The blocks of keys that a block of queries sees, fully or partially, follow from
+* CPUs: dense flash attention part by part (``merged_attention.py``).
+* GPUs: FlexAttention. The blocks of keys that a block of queries sees, fully or partially, follow from
   the smallest and largest ``visible_until`` of each block, so the mask costs (S / 128)^2. One compiled kernel
   serves rows of whole blocks, as in training; another serves all other rows.
 
@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from megatron_eqlen.models.context import Share, gather_keys
-from megatron_eqlen.models.merged_attention import CpuKernel, FlashKernel, merged_attention
-from megatron_eqlen.models.tree_params import Backend, TreeParams
+from megatron_eqlen.models.merged_attention import merged_attention
+from megatron_eqlen.models.tree_params import TreeParams
 from megatron_eqlen.packing.context import BLOCK
 
 
@@ -95,19 +95,10 @@ class TreeAttention(MegatronModule):
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: TreeParams, scale: float) -> Tensor:
     """q [1, heads, S, d], k and v [1, groups, S, d] -> [1, heads, S, d]; with ``tree.share`` s queries and K
     keys instead of S."""
-    return BACKENDS[tree.attention or fastest_backend(q.device)](q, k, v, tree, scale)
-
-
-def fastest_backend(device: torch.device) -> Backend:
-    """Return the fastest backend by ``tools/bench.py trees``; ``merged`` has not been measured on GPUs."""
-    return "flex" if device.type == "cuda" else "merged"
-
-
-def merged_tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: TreeParams, scale: float) -> Tensor:
-    """Compute the parts one by one, with the device's flash kernel."""
-    kernel = FlashKernel() if q.is_cuda else CpuKernel()
+    if q.is_cuda:
+        return flex_tree_attention(q, k, v, tree, scale)
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-    return merged_attention(q, k, v, tree, scale, kernel).transpose(0, 1)[None]
+    return merged_attention(q, k, v, tree, scale).transpose(0, 1)[None]
 
 
 def flex_tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: TreeParams, scale: float) -> Tensor:
@@ -197,9 +188,3 @@ def _listed(seen: Tensor) -> tuple[Tensor, Tensor]:
     counts = seen.sum(dim=1, dtype=torch.int32)
     numbers = torch.argsort(~seen, dim=1, stable=True).to(torch.int32)
     return counts[None, None], numbers[None, None]
-
-
-BACKENDS: dict[Backend, Callable[..., Tensor]] = {
-    "flex": flex_tree_attention,
-    "merged": merged_tree_attention,
-}

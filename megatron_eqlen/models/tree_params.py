@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 import torch
@@ -29,8 +28,6 @@ from torch.nn.attention.flex_attention import BlockMask
 from megatron_eqlen.models.context import Share
 from megatron_eqlen.packing.context import Span
 from megatron_eqlen.types import Row, RowNode
-
-Backend = Literal["flex", "merged"]
 
 KERNEL_CHUNK = 64
 """Positions per chunk in kernels for runs of any length."""
@@ -56,17 +53,13 @@ class Chain:
 
 @dataclass(frozen=True)
 class Call:
-    """Pairs of (queries, keys) for one call of a variable-length attention kernel; no query is in two
-    pairs."""
+    """Pairs of (queries, keys) that attention computes one by one; no query is in two pairs."""
 
     pairs: tuple[tuple[slice, slice], ...]
     """Slices of the row; with ``TreeParams.share``, slices of its positions and its ``keys``."""
     causal: bool
     """True: the queries of a pair are its keys, and each sees those up to itself; False: each sees all
     keys."""
-    varlen: tuple[Tensor, Tensor, int, int]
-    """Kernel arguments: starts of each pair's queries and keys, [pairs + 1] int32, and their maximum
-    lengths."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +105,6 @@ class TreeParams(PackedSeqParams):
     """``Row.path_columns`` at this rank's positions."""
     share: Share | None = None
     """This rank's part of the row; None: all of it."""
-    attention: Backend | None = None
-    """Attention backend; None: the fastest."""
     block_mask: BlockMask | None = None
     """FlexAttention's mask of the row, filled in by the first layer that needs it."""
 
@@ -122,7 +113,6 @@ class TreeParams(PackedSeqParams):
         cls,
         row: Row,
         device: torch.device | str | None = None,
-        attention: Backend | None = None,
         share: Share | None = None,
     ) -> TreeParams:
         """Return the trees of ``row``. ``device``: default the current CUDA device, or the CPU without
@@ -148,7 +138,6 @@ class TreeParams(PackedSeqParams):
                 for name, values in row.path_columns.items()
             },
             share=share,
-            attention=attention,
         )
 
     @classmethod
@@ -215,7 +204,7 @@ class TreeParams(PackedSeqParams):
 
     @cached_property
     def calls(self) -> list[Call]:
-        """Kernel calls: every chain with itself, then with its prefix's first span, its second, ..."""
+        """Attention of every chain to itself, then to its prefix's first span, its second, ..."""
         chains, share = self.chains, self.share
         if share is not None:
             parts = (chain.within(*span) for span in share.slices for chain in chains)
@@ -234,12 +223,7 @@ class TreeParams(PackedSeqParams):
             pairs = [(slice(*queries), slice(*keys)) for queries, keys in spans]
         else:
             pairs = [(share.query_span(queries), share.key_span(keys)) for queries, keys in spans]
-        lengths = np.array([[span.stop - span.start for span in pair] for pair in pairs])
-        starts = np.zeros((2, len(pairs) + 1), dtype=np.int32)
-        starts[:, 1:] = lengths.cumsum(axis=0).T
-        queries, keys = torch.from_numpy(starts).to(self.device)
-        longest = lengths.max(axis=0)
-        return Call(tuple(pairs), causal, (queries, keys, int(longest[0]), int(longest[1])))
+        return Call(tuple(pairs), causal)
 
     @cached_property
     def _previous(self) -> np.ndarray:

@@ -131,7 +131,7 @@ def _own_part(tensor: Tensor, weight: Weight) -> Tensor:
 
 def _stages(local: dict[str, torch.nn.Parameter]) -> dict[str, int]:
     """Return the pipeline rank that holds each layer, or each tensor outside the layers."""
-    group = groups.pipeline_parallel()
+    group = groups.own().pp
     homes: list[set[str]] = [set()] * group.size()
     dist.all_gather_object(homes, {_home(name) for name in local}, group=group)
     return {home: rank for rank, names in enumerate(homes) for home in names}
@@ -200,14 +200,14 @@ def _batches(
 
 def _gather_batch(batch: _Batch, local: _Local, like: Tensor) -> list[Tensor]:
     """Return the batch's Hugging Face tensors on every rank: gathered over TP, broadcast over EP, then PP."""
-    pipeline = groups.pipeline_parallel()
+    pipeline = groups.own().pp
     tensors = None
     if pipeline.rank() == batch.stage:
         if batch.weights[0].megatron in local.parameters:
             own = [(weight, local.merged(weight.megatron)) for weight in batch.weights]
             tensors = [part for weight, tensor in own for part in _gathered(weight, tensor)]
         if batch.owner is not None:
-            tensors = _broadcast(tensors, batch.shapes, like, batch.owner, groups.expert_parallel())
+            tensors = _broadcast(tensors, batch.shapes, like, batch.owner, groups.own().ep)
     return _broadcast(tensors, batch.shapes, like, batch.stage, pipeline)
 
 

@@ -81,7 +81,7 @@ def run_rows(
 
 
 def _forward_step(temperature: float, result: RowResult, train: bool, logits_chunk: int | None) -> Callable:
-    group, context = groups.tensor_parallel(), groups.context_parallel()
+    group, context = groups.own().tp, groups.own().cp
 
     def step(data: Iterator[Row], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
         beat()

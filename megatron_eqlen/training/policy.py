@@ -288,9 +288,7 @@ class Policy:
     def _measured(self, rows: Rows, losses: list[RowLoss]) -> tuple[Metrics, WorstToken | None]:
         """Return the metrics of the last pipeline stages of all data-parallel ranks, and the worst token, on
         every rank. ``worst`` is updated if this token is worse."""
-        local = (
-            (reduce_metrics(losses, groups.data_parallel()), worst_token(rows, losses)) if losses else None
-        )
+        local = (reduce_metrics(losses, groups.own().dp), worst_token(rows, losses)) if losses else None
         found = [measured for measured in gather([local]) if measured is not None]
         worst = max((token for _, token in found if token is not None), default=None)
         self.worst = max((token for token in (self.worst, worst) if token is not None), default=None)

@@ -26,12 +26,11 @@ from megatron_eqlen.models.gated_delta_net import (
     tree_convolution,
     tree_delta_rule,
 )
-from megatron_eqlen.models.merged_attention import CpuKernel, FlashKernel, merged_attention
+from megatron_eqlen.models.merged_attention import merged_attention
 from megatron_eqlen.models.tree_attention import (
     BLOCK,
     block_visibility,
     flex_tree_attention,
-    merged_tree_attention,
     tree_block_mask,
     whole_block_attention,
 )
@@ -88,82 +87,33 @@ def assert_equal_with_gradients(ours, reference, inputs, used: int, tolerance: f
         torch.testing.assert_close(mine, expected, rtol=tolerance, atol=tolerance)
 
 
-def flash_forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug_mask, scale):
-    """Stand in for torch's FlashAttention for rows of sequences: its arguments and shapes, by the
-    definition."""
-    assert (max_q, max_k) == (cu_q.diff().max(), cu_k.diff().max())
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[1::-1])
-    for a, b in pieces(cu_q, cu_k):
-        scores = flash_scores(q[a], k[b], causal, scale)
-        lse[:, a] = scores.logsumexp(-1)
-        out[a] = (scores.softmax(-1) @ of_heads(v[b], q)).transpose(0, 1)
-    return out, lse, None, None, None
-
-
-def flash_backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, state, offset, scale):
-    """Stand in for its backward pass, which relies on the given output and log-sum-exp."""
-    assert lse.is_contiguous()
-    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    group = q.shape[1] // k.shape[1]
-    for a, b in pieces(cu_q, cu_k):
-        probabilities = (flash_scores(q[a], k[b], causal, scale) - lse[:, a, None]).exp()
-        g = grad[a].transpose(0, 1)
-        delta = (grad[a] * out[a]).sum(-1).T[..., None]
-        scores = probabilities * (g @ of_heads(v[b], q).mT - delta) * scale
-        dq[a] = (scores @ of_heads(k[b], q)).transpose(0, 1)
-        dk[b] = (scores.mT @ q[a].transpose(0, 1)).unflatten(0, (-1, group)).sum(1).transpose(0, 1)
-        dv[b] = (probabilities.mT @ g).unflatten(0, (-1, group)).sum(1).transpose(0, 1)
-    return dq, dk, dv
-
-
-def pieces(*starts: torch.Tensor) -> list[list[slice]]:
-    return list(zip(*([slice(*pair) for pair in pairwise(x.tolist())] for x in starts), strict=True))
-
-
-def of_heads(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Return [heads, s, d] from [s, groups, d]."""
-    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1).transpose(0, 1)
-
-
-def flash_scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
-    scores = q.transpose(0, 1) @ of_heads(k, q).mT * scale
-    later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1) if causal else torch.tensor(False)
-    return scores.masked_fill(later, float("-inf"))
-
-
-KERNELS = {"cpu": CpuKernel(), "flash": FlashKernel(flash_forward, flash_backward)}
-
-
-def assert_merged_parts_are_the_rule(row: Row, kernel: str, heads: int, groups: int, size: int) -> None:
+def assert_merged_parts_are_the_rule(row: Row, heads: int, groups: int, size: int) -> None:
     length = len(row.input_ids)
     q, k, v = (normal(i, length, n, size) for i, n in enumerate((heads, groups, groups)))
-    ours = merged_attention(q, k, v, TreeParams.from_row(row, "cpu"), size**-0.5, KERNELS[kernel])
+    ours = merged_attention(q, k, v, TreeParams.from_row(row, "cpu"), size**-0.5)
     reference = dense_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), visible(row))
     ours = ours.transpose(0, 1)[None]
     assert_equal_with_gradients(ours, reference, [q, k, v], row.num_tokens, 1e-12)
 
 
-@pytest.mark.parametrize(
-    ("kernel", "heads", "groups", "size"), [("cpu", 4, 2, 8), ("cpu", 2, 1, 256), ("flash", 4, 2, 8)]
-)
-def test_merged_parts_equal_the_dense_mask(row, kernel, heads, groups, size):
-    assert_merged_parts_are_the_rule(row, kernel, heads, groups, size)
+@pytest.mark.parametrize(("heads", "groups", "size"), [(4, 2, 8), (2, 1, 256)])
+def test_merged_parts_equal_the_dense_mask(row, heads, groups, size):
+    assert_merged_parts_are_the_rule(row, heads, groups, size)
 
 
 ANY_TREES = {
     "seed": st.integers(0, 2**32 - 1),
     "counts": st.lists(st.integers(1, 14), min_size=1, max_size=4),
     "longest": st.sampled_from([2, 5, 40]),
-    "kernel": st.sampled_from(list(KERNELS)),
 }
 
 
 @examples(15)
 @given(**ANY_TREES)
-def test_merged_parts_of_any_trees_equal_the_dense_mask(seed, counts, longest, kernel):
+def test_merged_parts_of_any_trees_equal_the_dense_mask(seed, counts, longest):
     rng = np.random.default_rng(seed)
     for row in pack([any_tree(rng, count, longest) for count in counts], 14 * 40)[0]:
-        assert_merged_parts_are_the_rule(row, kernel, heads=4, groups=2, size=8)
+        assert_merged_parts_are_the_rule(row, heads=4, groups=2, size=8)
 
 
 def shares_of(row: Row, ranks: int) -> list[Share]:
@@ -179,7 +129,7 @@ def joined_shares(row: Row, ranks: int, attend: Callable[[Share], torch.Tensor])
 
 @examples(15)
 @given(**ANY_TREES, ranks=st.integers(2, 4))
-def test_context_parallel_ranks_share_the_dense_mask(seed, counts, longest, kernel, ranks):
+def test_context_parallel_ranks_share_the_dense_mask(seed, counts, longest, ranks):
     """The trees are arbitrary; each rank has only the keys that its queries see."""
     rng = np.random.default_rng(seed)
     trees = [any_tree(rng, count, longest) for count in counts]
@@ -190,7 +140,7 @@ def test_context_parallel_ranks_share_the_dense_mask(seed, counts, longest, kern
         def attend(share: Share, row: Row = row, q=q, k=k, v=v) -> torch.Tensor:
             tree = TreeParams.from_row(row, "cpu", share=share)
             mine = q[share.positions], k[share.keys], v[share.keys]
-            return merged_attention(*mine, tree, 8**-0.5, KERNELS[kernel]).transpose(0, 1)[None]
+            return merged_attention(*mine, tree, 8**-0.5).transpose(0, 1)[None]
 
         ours = joined_shares(row, ranks, attend)
         reference = dense_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), visible(row))
@@ -473,13 +423,12 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA dev
 
 @pytest.mark.gpu
 @gpu
-@pytest.mark.parametrize("attend", [flex_tree_attention, merged_tree_attention])
 @pytest.mark.parametrize(("heads", "groups", "size"), [(4, 2, 64), (4, 1, 256)])
-def test_attention_on_gpu_equals_the_dense_mask(row, heads, groups, size, attend):
+def test_attention_on_gpu_equals_the_dense_mask(row, heads, groups, size):
     length = len(row.input_ids)
     q, k, v = (normal(i, 1, n, length, size, device="cuda") for i, n in enumerate((heads, groups, groups)))
     halves = [x.detach().to(torch.bfloat16).requires_grad_() for x in (q, k, v)]
-    ours = attend(*halves, TreeParams.from_row(row, "cuda"), size**-0.5)
+    ours = flex_tree_attention(*halves, TreeParams.from_row(row, "cuda"), size**-0.5)
     rounded = [x.detach().double().requires_grad_() for x in halves]
     reference = dense_attention(*rounded, visible(row))
     weights = normal(9, *reference.shape, device="cuda").detach()

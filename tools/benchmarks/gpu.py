@@ -268,9 +268,9 @@ def measure_step(model: torch.nn.Module, row: Row, args: Namespace) -> Cost | No
     memory(reset=True)
     try:
         with torch.no_grad():
-            forward = fastest(lambda: trees.forward(model, row, "supervised", None), args.repeat)
+            forward = fastest(lambda: trees.forward(model, row, "supervised"), args.repeat)
         model.zero_grad(set_to_none=True)
-        both = fastest(lambda: trees.step(model, [row], "supervised", None), args.repeat)
+        both = fastest(lambda: trees.step(model, [row], "supervised"), args.repeat)
     except torch.OutOfMemoryError:
         return None
     return Cost(forward, max(both - forward, 0.0), memory())

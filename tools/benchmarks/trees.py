@@ -44,8 +44,8 @@ from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.context import Share
 from megatron_eqlen.models.gated_delta_net import CHUNK
 from megatron_eqlen.models.groups import start, stop
-from megatron_eqlen.models.tree_attention import BACKENDS, fastest_backend, tree_block_mask
-from megatron_eqlen.models.tree_params import Backend, TreeParams
+from megatron_eqlen.models.tree_attention import tree_block_mask
+from megatron_eqlen.models.tree_params import TreeParams
 from megatron_eqlen.packing.context import BLOCK
 from megatron_eqlen.packing.pack import pack
 from megatron_eqlen.plan.flops import active_parameters, attention_layers
@@ -73,7 +73,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocabulary", type=int, default=2048)
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--head", choices=["supervised", "all"], default="supervised")
-    parser.add_argument("--attention", choices=BACKENDS, help="default: the fastest; flex needs a GPU")
     parser.add_argument("--threads", type=int, default=1, help="of torch, on CPU")
     parser.add_argument("--repeat", type=int, default=2, help="the fastest of so many steps counts")
     parser.add_argument("--context", type=int, default=1, help="ranks that share a row: what they send")
@@ -163,7 +162,7 @@ def measure(
     rows = layout()
     model.zero_grad(set_to_none=True)
     idle = memory(reset=True)
-    seconds = timed(lambda: step(model, rows, args.head, args.attention))
+    seconds = timed(lambda: step(model, rows, args.head))
     peak = memory() - idle
     return {
         "rows": len(rows),
@@ -191,12 +190,12 @@ def forward_flops(row: Row, model: ModelConfig, head: str) -> float:
     return 2 * float(linear) + 4 * pairs
 
 
-def step(model: torch.nn.Module, rows: list[Row], head: str, attention: Backend | None) -> None:
+def step(model: torch.nn.Module, rows: list[Row], head: str) -> None:
     for row in rows:
-        forward(model, row, head, attention).backward()
+        forward(model, row, head).backward()
 
 
-def forward(model: torch.nn.Module, row: Row, head: str, attention: Backend | None) -> torch.Tensor:
+def forward(model: torch.nn.Module, row: Row, head: str) -> torch.Tensor:
     """Return the weighted sum of the row's supervised log-probs."""
     at = torch.from_numpy(np.flatnonzero(row.weights > 0)).to(device())
     ids, positions, labels, weights = (
@@ -206,7 +205,7 @@ def forward(model: torch.nn.Module, row: Row, head: str, attention: Backend | No
         ids[None],
         positions[None],
         None,
-        packed_seq_params=TreeParams.from_row(row, attention=attention),
+        packed_seq_params=TreeParams.from_row(row),
         supervised=at if head == "supervised" else None,
     )[0]
     logprobs, _ = token_logprobs(logits if head == "supervised" else logits[at], labels[at])
@@ -216,7 +215,7 @@ def forward(model: torch.nn.Module, row: Row, head: str, attention: Backend | No
 def derive(row: Row, args: argparse.Namespace) -> None:
     """Derive everything that a model of the family derives from a row's nodes."""
     tree = TreeParams.from_row(row)
-    if (args.attention or fastest_backend(tree.device)) == "flex":
+    if tree.device.type == "cuda":
         tree_block_mask(tree.visible_until)
     else:
         _ = tree.calls
