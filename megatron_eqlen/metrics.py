@@ -134,14 +134,6 @@ COMPARED, MISMATCH_OF_COMPARED = "mismatch/compared_tokens", "mismatch/compared_
 SEQUENCES = "mismatch/sequences"
 LOSS, POLICY_LOSS, KL_PENALTY = "loss/total", "loss/policy", "loss/kl_penalty"
 PER_TOKEN, PER_SEQUENCE, PER_UPDATE = mean(TOKENS), mean(SEQUENCES), mean(UPDATES)
-RATIO_QUANTILES = {
-    0.0: Metric("mismatch/ratio_min", "ratio", "min", "trainer / engine of a token, within 1% of its log"),
-    0.01: Metric("mismatch/ratio_p1", "ratio", "min", "1% of tokens are below; of several updates the least"),
-    0.5: Metric("mismatch/ratio_p50", "ratio", PER_TOKEN, "median"),
-    0.99: Metric("mismatch/ratio_p99", "ratio", "max", "1% of tokens are above; of several updates the most"),
-    1.0: Metric("mismatch/ratio_max", "ratio", "max", "largest"),
-}
-"""Quantiles of trainer / engine over tokens."""
 PER_STREAM_OR_COMPLETION = mean("harvest/streams", "harvest/completions")
 """Each harvest has one of the two."""
 PER_KEPT_TOKEN = mean(HARVEST_SUPERVISED_TOKENS, "harvest/tail_tokens")
@@ -294,7 +286,6 @@ DECLARED = (
     Metric("mismatch/chi2_token", "chi2", PER_TOKEN, "(trainer / engine)^2 - 1"),
     Metric("mismatch/chi2_seq", "chi2", PER_SEQUENCE, "the same of segments' products"),
     Metric("mismatch/log_ppl_abs_diff", "nats", PER_SEQUENCE, "|mean log trainer / engine| of a segment"),
-    *RATIO_QUANTILES.values(),
     Metric("mismatch/rollout_is_mean", "weight", PER_TOKEN, "importance weight as used"),
     Metric("mismatch/rollout_is_truncated_fraction", "share", PER_TOKEN, "beyond rollout_is_threshold"),
     Metric("mismatch/rollout_rs_masked_fraction", "share", PER_TOKEN, "no gradient: rollout_rs or the veto"),
@@ -303,7 +294,7 @@ DECLARED = (
     Metric(ROUTER_AGREEMENT, "share", PER_TOKEN, "those that the trainer's own routers would choose"),
     # ---- train --------------------------------------------------------------------------------------------
     Metric(UPDATES, "updates", "sum", "optimizer steps taken"),
-    Metric(TRAIN_SKIPPED_UPDATES, "updates", "sum", "not taken: not finite, or the mismatch too large"),
+    Metric(TRAIN_SKIPPED_UPDATES, "updates", "sum", "not taken: not finite"),
     Metric(TRAIN_GRAD_NORM, "norm", "max", "before clipping", PER_UPDATE),
     Metric(f"{TRAIN_GRAD_NORM}/*", "norm", "max", "of this kind of weights: squares add up", PER_UPDATE),
     Metric("train/lr", "rate", "last", "learning rate"),

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -311,29 +311,6 @@ class TokenTree:
     """Name for messages: the prompt's id and the stream's number."""
     nodes: list[Node]
     """``nodes[0]`` is the root."""
-
-
-class WorstToken(NamedTuple):
-    """Token of an update whose log-probs of trainer and engine differ most."""
-
-    difference: float
-    """|trainer - engine|, nats."""
-    tree: str
-    """``TokenTree.name``."""
-    node: int
-    """Index in ``TokenTree.nodes``."""
-    token: int
-    """Index in the node's tokens."""
-    trainer: float
-    """Trainer's log-prob."""
-    engine: float
-
-    def __str__(self) -> str:
-        """Return the token's name for messages."""
-        return (
-            f"token {self.token} of node {self.node} of token tree {self.tree!r}: "
-            f"log-prob {self.trainer:.3g} by the trainer, {self.engine:.3g} by the engine"
-        )
 
 
 @dataclass

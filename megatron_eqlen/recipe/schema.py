@@ -228,12 +228,9 @@ class MismatchRecipe(Section):
     tolerance: PositiveFloat = 0.1
     """Limit in nats. Float32 on CPUs stays below 1e-4, dense models in bfloat16 at 0.01 to 0.04; an engine
     with wrong weights reaches 0.7 and more."""
-    window: PositiveInt = 5
-    """Number of steps whose mean ``warn`` and ``stop`` compare with ``tolerance``."""
-    then: Literal["warn", "skip", "stop"] = "warn"
-    """``warn``: print a warning, once until the mean is below again. ``skip``: skip an update whose own
-    mismatch is above, like an update that is not finite (``optimizer.max_skipped_updates``). ``stop``: end
-    the run after the step, with a checkpoint."""
+    then: Literal["warn", "stop"] = "warn"
+    """Reaction to a step above the tolerance. ``warn``: print a warning, once until a step is below again.
+    ``stop``: end the run after the step, with a checkpoint."""
 
 
 def _keys(kind: Literal["keep_key", "record_key", "train_key"]) -> Iterator[tuple[str, str]]:

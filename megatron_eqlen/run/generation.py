@@ -49,7 +49,7 @@ from megatron_eqlen.run.replicas import Replicas, shared
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Batch, Step
 from megatron_eqlen.sampling.harvester import HarvestObserver
-from megatron_eqlen.training.agreement import MismatchWatch
+from megatron_eqlen.training.agreement import disagreement
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Metrics, Prompt, RolloutKey, rollout_key
 
@@ -93,7 +93,7 @@ class Rollouts(Protocol):
         ...
 
     def disagreement(self, mismatch: float | None) -> str | None:
-        """Return a warning about a step's mismatch, if it gives reason to (``MismatchWatch.see``)."""
+        """Return a warning about a step's mismatch, if it is too large (``agreement.disagreement``)."""
         ...
 
     def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult: ...
@@ -147,7 +147,6 @@ class Generator(InTurn):
         session.watchdog.add_facts(lambda: {"engine": self.engine.state()})
         self.patience = self.recipe.rollout.request_timeout
         """Seconds after which a silent engine is given up."""
-        self.watch = MismatchWatch(self.recipe.rollout.mismatch)
         self.suspended: dict[RolloutKey, RolloutOrigin] = {}
         self.resumed: dict[RolloutKey, RolloutOrigin] = {}
         """Partial rollouts that this step resumes."""
@@ -293,7 +292,7 @@ class Generator(InTurn):
         return seconds
 
     def disagreement(self, mismatch: float | None) -> str | None:
-        return self.watch.see(mismatch) if self.recipe.rollout.comparable else None
+        return disagreement(mismatch, self.recipe.rollout)
 
     def _set_aside_stale(self, step: Step) -> None:
         staleness, folder = self.recipe.rollout.staleness, self.streams / step.name

@@ -55,7 +55,7 @@ def train(recipe: Recipe, replay: Path | None = None) -> None:
             step = step.log(run.unpark(policy))
             step = run.update(step, policy, trees)
             step = step.log(run.park(policy))
-            run.report_mismatch(rollouts.disagreement(policy.mismatch))
+            run.report_mismatch(rollouts.disagreement(policy.mismatch), policy.worst)
             step = step.log(rollouts.update_weights(policy))
             step = run.evaluate_if_due(step, rollouts)
             run.end(step)

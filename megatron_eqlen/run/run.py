@@ -55,7 +55,7 @@ from megatron_eqlen.training import checkpoint
 from megatron_eqlen.training.agreement import MismatchError
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.training.profiler import Profiler, snapshot_when_out_of_memory
-from megatron_eqlen.types import Metrics, TokenTree, WorstToken
+from megatron_eqlen.types import Metrics, TokenTree
 
 
 class Run:
@@ -97,7 +97,7 @@ class Run:
         self.before: list[EvaluationResult] = []
         """Results of the evaluation before the first step."""
         self.newest: list[EvaluationResult] = []
-        self.worst: WorstToken | None = None
+        self.disagrees = False
         """The newest step's token about which trainer and engine disagree most."""
 
     def _watch_memory(self) -> None:
@@ -239,7 +239,6 @@ class Run:
         """Train on ``minibatches``; a step without any update is reported on the screen."""
         with self.session.stage("train") as seconds:
             metrics = policy.update(minibatches)
-        self.worst = policy.worst
         trained = metrics.get(PACKING_TOKENS, 0.0) * self.recipe.loss.epochs
         speed = trained / seconds[TIME_TRAIN]
         step = step.log(metrics | seconds | {TRAIN_TOKENS_PER_SECOND: speed})
@@ -259,11 +258,14 @@ class Run:
             policy.unpark()
         return seconds
 
-    def report_mismatch(self, disagreement: str | None) -> None:
-        """Warn that trainer and engine disagree, and end the run after this step where the recipe says so."""
-        if disagreement is None:
+    def report_mismatch(self, disagreement: str | None, worst: tuple[float, str]) -> None:
+        """Warn that trainer and engine disagree, unless they did in the step before, and end the run after
+        this step where the recipe says so. ``worst``: see ``Policy.worst``."""
+        before, self.disagrees = self.disagrees, disagreement is not None
+        if disagreement is None or before:
             return
-        self.session.progress.warn(f"{disagreement}; most in {self.worst}")
+        difference, place = worst
+        self.session.progress.warn(f"{disagreement}; most, by {difference:.3g}, in {place}")
         if self.recipe.rollout.mismatch.then == "stop":
             self.stopped_by = disagreement
 

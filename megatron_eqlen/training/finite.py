@@ -29,18 +29,14 @@ class NonFiniteError(ValueError):
     """Training cannot continue because numbers are not finite. The newest checkpoint precedes them."""
 
 
-NOT_FINITE = "not finite"
-
-
 class Problem(NamedTuple):
     """Reason to skip an update; the lowest ``order`` is nearest to the cause."""
 
     order: int
     text: str
-    kind: str = NOT_FINITE
 
     def __str__(self) -> str:
-        return f"{self.kind}: {self.text}"
+        return f"not finite: {self.text}"
 
 
 def first_problem(mine: Problem | None) -> Problem | None:

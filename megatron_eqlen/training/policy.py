@@ -30,10 +30,9 @@ from megatron_eqlen.plan.flops import pair_cost
 from megatron_eqlen.processes.distributed import gather, is_rank0
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.inputs import local_path
-from megatron_eqlen.training.agreement import MismatchError, mismatch_of, mismatch_problem, worst_token
+from megatron_eqlen.training.agreement import mismatch_of, worst_token
 from megatron_eqlen.training.exchange import Placement, exchange
 from megatron_eqlen.training.finite import (
-    NOT_FINITE,
     NonFiniteError,
     Problem,
     first_problem,
@@ -42,12 +41,11 @@ from megatron_eqlen.training.finite import (
     weight_problem,
 )
 from megatron_eqlen.training.forward import RowResult, microbatch_multiple, row_multiple, run_rows
-from megatron_eqlen.training.gradient_norms import gradient_norms
 from megatron_eqlen.training.optimizer import build_optimizer, gradient_norm, take_step, wrap
 from megatron_eqlen.training.parking import ReferenceWeights, TrainerMemory
 from megatron_eqlen.training.policy_loss import RowLoss, policy_loss, reduce_metrics
 from megatron_eqlen.training.rows import Rows
-from megatron_eqlen.types import Metrics, Row, TokenTree, WorstToken
+from megatron_eqlen.types import Metrics, Row, TokenTree
 
 logger = logging.getLogger(__name__)
 
@@ -110,8 +108,8 @@ class Policy:
         (``agreement``); None: there are none, or the update took no step."""
         self.before = 0
         """``version`` before the newest ``update``."""
-        self.worst: WorstToken | None = None
-        """Worst token of the newest ``update``, even if the update took no step."""
+        self.worst = (-1.0, "")
+        """Largest |trainer - engine| log-prob of the newest ``update``, and its token's place."""
 
     def park(self) -> Metrics:
         """Free memory for the engine, as ``rollout.park_trainer`` specifies. ``weights`` and checkpoints
@@ -130,12 +128,12 @@ class Policy:
         Every rank passes the same trees, as skeletons if the arrays have another home, and trains the rows
         that the packer assigns to it; it receives missing arrays from their homes. Minibatches without a
         supervised token are left out. A step is skipped on all ranks if a row's loss or the gradient's norm
-        is not finite or, with ``rollout.mismatch.then: skip``, the mismatch is too large: weights, optimizer
-        and schedule are unchanged. Metrics are merged over the steps that were taken. Raises NonFiniteError
-        or MismatchError after more than ``optimizer.max_skipped_updates`` skipped updates in a row.
+        is not finite: weights, optimizer and schedule are unchanged. Metrics are merged over the steps that
+        were taken. Raises NonFiniteError after more than ``optimizer.max_skipped_updates`` skipped updates in
+        a row.
         """
         assert not self.memory.away, "parked"
-        self.worst, self.before = None, self.version
+        self.worst, self.before = (-1.0, ""), self.version
         batches = [batch for batch in map(self._prepare, minibatches) if batch.trains]
         every_rows = [batch.rows for batch in batches if batch.rows is not None]
         for rows in every_rows:
@@ -229,10 +227,8 @@ class Policy:
         grad_norm = gradient_norm(self.optimizer)
         if grad_norm == 0 and is_rank0() and batch.has_advantages:
             logger.warning("update %d: the gradient of every weight is exactly 0", self.version + 1)
-        by_kind = gradient_norms(self.chunks, self.optimizer)
-        measured, worst = self._measured(batch.rows, losses)
+        measured = self._measured(batch.rows, losses)
         problem = first_problem(row_problem(batch.rows, losses) or gradient_problem(self.chunks, grad_norm))
-        problem = problem or mismatch_problem(mismatch_of(measured), worst, self.recipe.rollout)
         if problem:
             return self._skip(problem)
         self.schedule.step(increment=1)  # before the update, since the first learning rate is 0
@@ -244,7 +240,7 @@ class Policy:
             "train/lr": self.optimizer.param_groups[0]["lr"],
         }
         agreement = batch.rows.agreement or {}
-        return measured | agreement | by_kind | taken
+        return measured | agreement | taken
 
     def _backward(self, rows: Rows) -> list[RowLoss]:
         """Compute the gradients of the rows' loss; return each row's loss and metrics, on the last pipeline
@@ -278,21 +274,19 @@ class Policy:
                 problem,
             )
         if self.skipped_in_a_row > allowed:
-            error = NonFiniteError if problem.kind == NOT_FINITE else MismatchError
-            raise error(
+            raise NonFiniteError(
                 f"{self.skipped_in_a_row} updates in a row could not be taken, "
                 f"optimizer.max_skipped_updates is {allowed}; the last: {problem}"
             )
         return skipped(1)
 
-    def _measured(self, rows: Rows, losses: list[RowLoss]) -> tuple[Metrics, WorstToken | None]:
-        """Return the metrics of the last pipeline stages of all data-parallel ranks, and the worst token, on
-        every rank. ``worst`` is updated if this token is worse."""
+    def _measured(self, rows: Rows, losses: list[RowLoss]) -> Metrics:
+        """Return the metrics of the last pipeline stages of all data-parallel ranks, on every rank. Updates
+        ``worst``."""
         local = (reduce_metrics(losses, groups.own().dp), worst_token(rows, losses)) if losses else None
-        found = [measured for measured in gather([local]) if measured is not None]
-        worst = max((token for _, token in found if token is not None), default=None)
-        self.worst = max((token for token in (self.worst, worst) if token is not None), default=None)
-        return found[0][0], worst
+        measured = [part for part in gather([local]) if part is not None]
+        self.worst = max(self.worst, *(worst for _, worst in measured))
+        return measured[0][0]
 
     def _loss(
         self, logprobs: torch.Tensor, entropy: torch.Tensor, row: Row, at: np.ndarray

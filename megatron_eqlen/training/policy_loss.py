@@ -11,7 +11,6 @@ arithmetic is float64: a row has few numbers, and sums over rows then differ by 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -28,7 +27,6 @@ from megatron_eqlen.metrics import (
     LOSS_REF_KL,
     MISMATCH_OF_COMPARED,
     POLICY_LOSS,
-    RATIO_QUANTILES,
     TOKENS,
     Mean,
     metric,
@@ -42,7 +40,6 @@ from megatron_eqlen.objectives.surrogates import (
     importance_ratio,
 )
 from megatron_eqlen.recipe import LossRecipe
-from megatron_eqlen.training import log_ratios
 from megatron_eqlen.training.mismatch import correct
 from megatron_eqlen.training.segments import Segments
 from megatron_eqlen.types import Metrics
@@ -135,20 +132,15 @@ def reduce_metrics(rows: Sequence[RowLoss], group: dist.ProcessGroup | None = No
     names = list(rows[0].metrics)
     values = torch.stack([torch.stack(list(row.metrics.values())) for row in rows])
     sums, peaks = values.sum(0), values.nan_to_num(torch.inf, torch.inf, -torch.inf).amax(0)  # MAX drops NaN
-    counts = log_ratios.count(torch.cat([row.log_ratio for row in rows]))
     if group is not None:
-        dist.all_reduce(counts, group=group)
         dist.all_reduce(sums, group=group)
         dist.all_reduce(peaks, dist.ReduceOp.MAX, group=group)
     totals = dict(zip(names, sums.tolist(), strict=True))
     totals[LOSS] = totals[POLICY_LOSS] + totals[KL_PENALTY]
     largest = dict(zip(names, peaks.tolist(), strict=True))
     if not totals[TOKENS]:
-        return dict.fromkeys((*totals, *(ratio.name for ratio in RATIO_QUANTILES.values())), 0.0)
-    quantiles = {
-        ratio.name: math.exp(log_ratios.quantile(counts, at)) for at, ratio in RATIO_QUANTILES.items()
-    }
-    return {name: _merged(name, totals, largest) for name in totals} | quantiles
+        return dict.fromkeys(totals, 0.0)
+    return {name: _merged(name, totals, largest) for name in totals}
 
 
 def _merged(name: str, totals: Metrics, largest: Metrics) -> float:

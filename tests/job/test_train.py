@@ -64,8 +64,6 @@ def test_the_run_folder_is_complete(trained):
     for record in metrics(trained):
         assert record["memory/peak/train"] > 1e8
         assert record["train/tokens_per_gpu_second"] > 0
-        kinds = [value for name, value in record.items() if name.startswith("train/grad_norm/")]
-        assert sum(value**2 for value in kinds) == pytest.approx(record["train/grad_norm"] ** 2, rel=1e-4)
     assert [record["data/prompts_drawn"] for record in metrics(trained)] == [4, 8, 12]
     assert first["data/source/questions/epochs"] == 4 / 40
     for record in later:  # the checkpoint of the step before, in force before this step's update

@@ -50,7 +50,7 @@ def calls(monkeypatch) -> list[str]:
         },
     )
     rollouts = Recorded("engine", calls, {"collect": lambda step: step})
-    policy = Recorded("policy", calls, {"mismatch": None})
+    policy = Recorded("policy", calls, {"mismatch": None, "worst": None})
 
     class NoSession:
         def __init__(self, recipe: Any) -> None: ...
