@@ -35,9 +35,8 @@ from typing import Any
 from megatron_eqlen.files import refuse_unwritable, step_folders, step_name, unused, write_text
 from megatron_eqlen.metrics import spent
 from megatron_eqlen.processes import events
-from megatron_eqlen.processes.hang import HANGS
 from megatron_eqlen.processes.hold import Hold
-from megatron_eqlen.processes.watchdog import remove_quiet
+from megatron_eqlen.processes.watchdog import HANGS, remove_quiet
 from megatron_eqlen.recipe import MAY_CHANGE, Recipe, RecipeError, differences, is_under
 from megatron_eqlen.recipe.load import RECIPE, dump, load
 from megatron_eqlen.report.metrics import FILE as METRICS

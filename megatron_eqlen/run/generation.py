@@ -144,7 +144,7 @@ class Generator(InTurn):
             self.recipe, session.tokenizer.eos_token_ids, session.replicas, syncs_first=synced
         )
         session.ends_with(self.engine.close)
-        session.watchdog.add_facts(lambda: {"engine": self.engine.state()})
+        session.watchdog.add_facts(lambda: f"engine: {self.engine.state()}")
         self.patience = self.recipe.rollout.request_timeout
         """Seconds after which a silent engine is given up."""
         self.suspended: dict[RolloutKey, RolloutOrigin] = {}

@@ -68,7 +68,7 @@ class Run:
             hold = self.folder.open(self.recipe)
             session.enter(session.events.writing(self.folder.path, hold.check))
         failures.keep_in(self.folder.path)
-        session.watchdog.add_facts(lambda: {"step": self.begun})
+        session.watchdog.add_facts(lambda: f"step {self.begun}")
         session.watch(self.folder.hang)
         self.profiler = Profiler(self.folder.profile, self.recipe.profile)
         if self.recipe.profile.out_of_memory:

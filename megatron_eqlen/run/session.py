@@ -48,14 +48,15 @@ class Session:
         timeout = timedelta(seconds=max(1800.0, 2 * FIRST * (seconds or 0.0)))  # longer than a hang lasts
         groups.start(recipe.parallel, recipe.seed, timeout)
         self._ends = contextlib.ExitStack()
-        self.watchdog = Watchdog(dist.get_rank(), dist.get_world_size(), seconds, flight_recorder.status)
+        self.watchdog = Watchdog(
+            dist.get_rank(), dist.get_world_size(), seconds, flight_recorder.status, flight_recorder.traces
+        )
         self.ends_with(self.watchdog.stop)  # closing the functions registered before may hang, too
         self._ends.callback(groups.stop)
         self.recipe = recipe
         _agree_on_revisions(recipe)
         self.events = EventWriter()
         self.timeline = Timeline(self.events.note)
-        self.watchdog.add_facts(lambda: {"collectives": flight_recorder.collectives()})
         self.objective = resolve(recipe)
         self.replicas = engine_replicas(recipe)
         self.tokenizer = load_tokenizer(local_path(recipe.model))

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
+import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from megatron_eqlen.processes import bystander
 from megatron_eqlen.processes.watchdog import HUNG
 from megatron_eqlen.report.run_state import read_state
 from tests.kit.jobs import start, start_ranks
@@ -32,8 +30,8 @@ if len(sys.argv) > 2:
     rank, world = dist.get_rank(), dist.get_world_size()
     dist.all_reduce(torch.ones(1))
 watchdog.FIRST = 1.5
-dog = watchdog.Watchdog(rank, world, 2.0, flight_recorder.status)
-dog.add_facts(lambda: {"collectives": flight_recorder.collectives(), "step": 7})
+dog = watchdog.Watchdog(rank, world, 2.0, flight_recorder.status, flight_recorder.traces)
+dog.add_facts(lambda: "step 7")
 dog.start(Path(sys.argv[1]))
 atexit.register(dog.stop)
 """
@@ -117,6 +115,10 @@ def jobs(tmp_path_factory):
         job.kill()
 
 
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
 def recorded(file: Path) -> list[str]:
     """Return the causes of the hangs that the run's record names ``file`` for."""
     return [hang.cause for hang in read_state(file.parents[2]).hangs if hang.file == str(file)]
@@ -147,8 +149,8 @@ def test_ranks_that_are_all_stopped_go_on_and_one_that_is_stopped_alone_is_named
     assert alone.wait() == 0, alone.stderr
     assert not (home / "alone").exists()
     assert within(60, lambda: ranks[0].poll() == HUNG)
-    assert "rank 1 wrote no facts: the process or its node is stopped or gone" in ranks[0].stderr
-    assert "rank 0 on" in (home / "stopped/index.txt").read_text()
+    assert "rank 0 has made no progress for" in (home / "stopped/index.txt").read_text()
+    assert (home / "stopped/rank-1.txt").stat().st_size == 0
 
 
 def test_a_busy_rank_that_is_stopped_again_and_again_goes_on(tmp_path):
@@ -156,9 +158,9 @@ def test_a_busy_rank_that_is_stopped_again_and_again_goes_on(tmp_path):
     stacks = tmp_path / "hang/busy/rank-0.txt"
     try:
         assert within(60, stacks.exists)
-        for _ in range(8):
+        for _ in range(4):
             os.kill(job.pid, signal.SIGSTOP)
-            time.sleep(1.5)  # a rank may be silent for 0.75 s
+            time.sleep(1.0)  # a rank may be silent for 0.75 s
             os.kill(job.pid, signal.SIGCONT)
             assert not within(0.3, lambda: job.poll() is not None), job.stderr
             assert stacks.stat().st_size == 0
@@ -186,10 +188,10 @@ def test_after_a_stop_a_rank_that_waits_gives_the_others_time_to_come_back(jobs)
     assert begun["waits"].wait() == [0, 0]
 
 
-def test_a_rank_that_is_stopped_while_it_asks_for_the_others_goes_on(jobs):
+def test_a_rank_that_is_stopped_between_two_looks_continues(jobs):
     home, begun = jobs
     (job,) = begun["asking"]
-    assert within(60, lambda: bystander.is_stopped(job.pid))
+    assert within(60, lambda: is_stopped(job.pid))
     time.sleep(4.0)  # a rank may be silent for 3 s
     os.kill(job.pid, signal.SIGCONT)
     (home / "go").touch()
@@ -197,20 +199,22 @@ def test_a_rank_that_is_stopped_while_it_asks_for_the_others_goes_on(jobs):
     assert not (home / "asking").exists()
 
 
-def test_a_rank_that_misses_a_collective_is_named_and_one_that_was_slow_is_not_ended(jobs):
+def test_a_rank_that_misses_a_collective_is_recorded_and_one_that_was_slow_is_not_ended(jobs):
     folder, ranks = jobs[0] / "misses", jobs[1]["misses"]
     assert ranks.wait() == [HUNG, HUNG]
-    cause, *lines = (folder / "index.txt").read_text().splitlines()
-    assert "rank 1 did not come to gloo:all_reduce number 3 of group default_pg (ranks 0, 1)" in cause
-    assert "rank 1 is in stage sync for" in cause
-    assert "rank 0 on" in lines[1]
-    assert f"eqlen: {cause}; see {folder / 'index.txt'}" in ranks[0].stderr + ranks[1].stderr
-    assert recorded(folder / "index.txt") == [cause]
+    said = (folder / "index.txt").read_text().rstrip()
+    command = f"torchfrtrace --prefix gloo_ {folder}"
+    assert re.search(r"the run hangs: rank . has made no progress for \d+ s in stage sync", said)
+    assert command in said
+    assert f"eqlen: {said}" in ranks[0].stderr + ranks[1].stderr
+    assert recorded(folder / "index.txt") == [said]
     for rank, place in enumerate(("in all_reduce", "in <module>")):
         text = (folder / f"rank-{rank}.txt").read_text()
-        assert text.startswith("Thread MainThread (newest call last):")
+        assert text.startswith(f"rank {rank} has made no progress for")
+        assert "\nstep 7\n" in text
         assert place in text
-    assert json.loads((folder / "rank-1.json").read_text())["step"] == 7
+    analysis = subprocess.run(command.split(), timeout=60, capture_output=True, text=True, check=False)
+    assert "all_reduce" in analysis.stdout + analysis.stderr
 
 
 def test_what_a_stage_took_before_it_may_take_again(jobs):
@@ -219,30 +223,16 @@ def test_what_a_stage_took_before_it_may_take_again(jobs):
     assert not (jobs[0] / "learns").exists(), "nothing is left of ranks that ended well"
 
 
-def test_where_no_thread_can_run_python_the_stacks_are_written_all_the_same(jobs):
+def test_where_no_thread_can_run_python_the_stacks_are_printed_and_the_rank_ends(jobs):
     (job,) = jobs[1]["keeps"]
-    assert job.wait() == -signal.SIGKILL
-    stacks = jobs[0] / "keeps/rank-0.txt"
-    assert f"eqlen: no thread of rank 0 could run Python: C code kept its lock; see {stacks}" in job.stderr
-    assert recorded(stacks) == ["no thread of rank 0 could run Python: C code kept its lock"]
-    text = stacks.read_text()
-    assert text.startswith("Timeout: no thread could run Python")
-    assert "most recent call first" in text
+    assert job.wait() == 1
+    assert "Timeout (" in job.stderr
+    assert "most recent call first" in job.stderr
 
 
-def test_the_stacks_of_a_rank_that_cannot_run_python_stand_beside_the_others(jobs):
+def test_the_stacks_of_a_rank_that_cannot_run_python_are_printed_beside_the_others(jobs):
     folder, ranks = jobs[0] / "one_keeps", jobs[1]["one_keeps"]
     assert within(60, lambda: ranks[0].poll() == HUNG)
-    assert "rank 1 wrote no facts" in (folder / "index.txt").read_text()
-    text = (folder / "rank-1.txt").read_text()
-    assert text.startswith("Timeout")
-    assert "most recent call first" in text
-
-
-def test_a_helper_whose_rank_has_ended_before_it_starts_ends_and_kills_nobody(tmp_path):
-    stacks = tmp_path / "hang/now/rank-0.txt"
-    stacks.parent.mkdir(parents=True)
-    stacks.write_text("Timeout")
-    another = str(os.getppid())  # the helper's parent is this process, as an ended rank's would be another
-    helper = [sys.executable, "-IS", bystander.__file__, another, str(stacks), "0", "1"]
-    assert subprocess.run(helper, timeout=30, check=True, capture_output=True).stderr == b""
+    assert "rank 0 has made no progress for" in (folder / "rank-0.txt").read_text()
+    assert within(60, lambda: ranks[1].poll() == 1)
+    assert "Timeout (" in ranks[1].stderr
