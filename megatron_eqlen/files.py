@@ -6,26 +6,22 @@
     new_folder(path)                                  create a folder under a new name
 
 All are flushed to disk before they get their final name. A killed process leaves the old file, or no folder,
-and a ``.NAME.*.partial``; ``new_folder`` and ``sweep`` remove the remains of a killed ``new_folder``.
+and a ``.NAME*.partial``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import itertools
 import json
-import logging
 import os
 import re
 import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
-
-logger = logging.getLogger(__name__)
+from typing import Any
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 DISK_FAULTS = (*DISK_FULL, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
@@ -33,10 +29,6 @@ DISK_FAULTS = (*DISK_FULL, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
 
 LATEST = "latest"
 """File in a folder of checkpoints that names the checkpoint in force."""
-
-LOCK = ".{name}.eqlen-lock"
-"""Lock file beside a folder that is being made: its maker holds the lock; the file holds the temporary
-name."""
 
 
 class CheckpointError(ValueError):
@@ -125,18 +117,22 @@ def replaced(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield an empty folder to fill. It is renamed to ``path`` when the block ends; an error removes it.
+    """Yield an empty folder ``.NAME.partial`` to fill. It is renamed to ``path`` when the block ends; an
+    error removes it.
 
-    Until then no other process can make ``path``. Raises CheckpointError if ``path`` exists, or if another
-    process is making it.
+    Raises CheckpointError if ``path`` exists, or if its ``.NAME.partial`` does.
     """
     path = path.absolute()
     refuse_existing(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with naming(path), _claimed(path) as note:
-        partial = path.with_name(_partial_name(path))
-        _write_note(note, partial.name)
-        partial.mkdir()
+    partial = path.with_name(f".{path.name}.partial")
+    with naming(path):
+        try:
+            partial.mkdir()
+        except FileExistsError:
+            raise CheckpointError(
+                f"{path}: another process is writing it, or was killed and left {partial}: remove it then"
+            ) from None
         try:
             yield partial
             sync_tree(partial)
@@ -147,12 +143,12 @@ def new_folder(path: Path) -> Iterator[Path]:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def sweep(folder: Path) -> None:
-    """Remove the unfinished folders of killed processes in ``folder``."""
-    for lock in folder.glob(LOCK.format(name="*")):
-        name = lock.name.removeprefix(".").removesuffix(".eqlen-lock")
-        with contextlib.suppress(CheckpointError), _claimed(folder / name):
-            pass
+def remove_partial(folder: Path) -> None:
+    """Remove what killed processes left of ``new_folder`` in ``folder``, to which this process alone
+    writes."""
+    for partial in folder.glob(".*.partial"):
+        if partial.is_dir():
+            shutil.rmtree(partial)
 
 
 def refuse_existing(path: Path) -> None:
@@ -196,52 +192,8 @@ def sync_tree(folder: Path) -> None:
     sync(folder)
 
 
-@contextlib.contextmanager
-def _claimed(path: Path) -> Iterator[TextIO]:
-    """Lock ``path`` against other processes until the block or this process ends, and remove the remains of a
-    killed holder. Yields the lock file."""
-    lock = path.with_name(LOCK.format(name=path.name))
-    with _locked(lock, path) as note:
-        try:
-            _sweep(note, path)
-            yield note
-        finally:
-            lock.unlink()  # while locked, so that a process that opened it notices
-
-
-@contextlib.contextmanager
-def _locked(lock: Path, path: Path) -> Iterator[TextIO]:
-    while True:
-        with open(lock, "a+", encoding="utf-8") as note:
-            try:
-                fcntl.flock(note, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise CheckpointError(f"{path}: another process is writing it") from None
-            if lock.exists() and os.path.samestat(os.fstat(note.fileno()), lock.stat()):
-                yield note
-                return
-
-
-def _sweep(note: TextIO, path: Path) -> None:
-    note.seek(0)
-    partial = path.with_name(note.read().strip() or "nothing")
-    if re.fullmatch(_partial_pattern(path), partial.name) and partial.is_dir() and not partial.is_symlink():
-        logger.warning("%s: removed, a process that was killed left it", partial)
-        shutil.rmtree(partial)
-
-
-def _write_note(note: TextIO, text: str) -> None:
-    note.truncate(0)
-    note.write(text)
-    note.flush()
-
-
 def _partial_name(path: Path) -> str:
     return f".{path.name}.{secrets.token_hex(4)}.partial"
-
-
-def _partial_pattern(path: Path) -> str:
-    return re.escape(f".{path.name}.") + r"[0-9a-f]{8}\.partial"
 
 
 def write_between(document: Path, start: str, end: str, text: str) -> None:

@@ -179,10 +179,8 @@ def _on_ranks(recipe: Recipe, work: Callable[[], None], stop: Path | None = None
 def _start(recipe: Recipe, work: Callable[[], None], interrupts: Interrupts) -> int:
     from megatron_eqlen.processes.launch import launch
     from megatron_eqlen.processes.lifeline import die_with_launcher
-    from megatron_eqlen.processes.scratch import use_scratch
 
     die_with_launcher()
-    use_scratch()
     os.environ.setdefault(BEGAN, str(IMPORTED))
     if _needs_launch(recipe):
         return launch(recipe.cluster.processes_per_node, sys.argv[1:], interrupts)

@@ -6,14 +6,11 @@ torchrun starts its ranks in separate sessions, which SLURM may lose track of; t
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import sys
 import threading
 import time
-
-from megatron_eqlen.processes.scratch import note_shared_memory
 
 LAUNCHER = "EQLEN_LAUNCHED"
 """Environment variable: the process id of the launcher."""
@@ -22,9 +19,6 @@ TORCHRUN = "TORCHELASTIC_RUN_ID"
 INTERVAL = 0.25
 """Seconds between two looks. The kernel's signal (``PR_SET_PDEATHSIG``) would arrive when the launcher's
 *thread* ends, which may be before its process ends."""
-
-LOOKS_A_NOTE = 40
-"""Looks between two updates of the list of mapped shared memory."""
 
 
 def named() -> dict[str, str]:
@@ -45,9 +39,6 @@ def die_with_launcher() -> None:
 
 
 def _watch(launcher: int) -> None:
-    looks = itertools.count()
     while os.getppid() == launcher:  # an orphan has another parent
-        if next(looks) % LOOKS_A_NOTE == 0:
-            note_shared_memory()
         time.sleep(INTERVAL)
     os.kill(os.getpid(), signal.SIGKILL)

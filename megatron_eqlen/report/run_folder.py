@@ -32,7 +32,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.files import refuse_unwritable, step_folders, step_name, unused, write_text
+from megatron_eqlen.files import (
+    refuse_unwritable,
+    remove_partial,
+    step_folders,
+    step_name,
+    unused,
+    write_text,
+)
 from megatron_eqlen.metrics import spent
 from megatron_eqlen.processes import events
 from megatron_eqlen.processes.hold import Hold
@@ -118,6 +125,7 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         self.check(recipe)
         self.hold = Hold(self.path, origin())
+        remove_partial(self.path)
         remove_quiet(self.hang)
         if self.stop.exists() and self.stop.stat().st_mtime < float(os.environ.get(BEGAN, IMPORTED)):
             self.stop.unlink()

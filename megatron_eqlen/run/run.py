@@ -220,7 +220,7 @@ class Run:
     def begin(self, policy: Policy) -> Step:
         """Return the next step, still empty."""
         self.begun += 1
-        self.profiler.begin(self.begun, policy.chunks)
+        self.profiler.begin(self.begun)
         return Step(self.begun - 1, policy.version)
 
     def build_trees(self, step: Step) -> tuple[Step, list[list[TokenTree]]]:

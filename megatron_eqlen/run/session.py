@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 from torch.utils import deterministic
 
 from megatron_eqlen.hf.tokenizer import load_tokenizer
@@ -28,7 +29,6 @@ from megatron_eqlen.report.progress import Progress
 from megatron_eqlen.rewards.scoring import EarlyGrading, Scorer
 from megatron_eqlen.run.replicas import Replicas
 from megatron_eqlen.training import flight_recorder, peak_memory
-from megatron_eqlen.training.profiler import marked
 from megatron_eqlen.types import Metrics
 
 
@@ -102,7 +102,11 @@ class Session:
         if not alone:
             self.progress.stage(name)
             peak_memory.begin()
-        with marked(f"stage {name}"), self.watchdog.stage(name, patience), self.timeline.span(name) as span:
+        with (
+            record_function(f"stage {name}"),
+            self.watchdog.stage(name, patience),
+            self.timeline.span(name) as span,
+        ):
             yield measured
         measured[f"time/{name}"] = span.ended - span.began
         if not alone:

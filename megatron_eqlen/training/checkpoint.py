@@ -33,10 +33,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_eqlen.files import (
     CheckpointError,
     new_folder,
+    remove_partial,
     step_folders,
     step_name,
     step_number,
-    sweep,
     unused,
 )
 from megatron_eqlen.metrics import CHECKPOINT_BYTES, CHECKPOINT_WRITE_SECONDS
@@ -120,7 +120,7 @@ def begin(folder: Path, step: int, policy: Policy, position: dict[str, Any], kee
         return None
     made = ExitStack()
     if dist.get_rank() == 0:
-        sweep(folder)
+        remove_partial(folder)
         shutil.rmtree(final, ignore_errors=True)  # a leftover that ``latest`` does not name
     partial = agree(lambda: made.enter_context(new_folder(final)))
     with policy.memory.readable():

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from megatron_eqlen.tokens import Ragged
 from megatron_eqlen.training.logprobs import masked_token_logprobs, token_logprobs
-from megatron_eqlen.training.profiler import marked
 from megatron_eqlen.types import Row
 
 UNIT = 8
@@ -71,7 +70,6 @@ class Head:
         mask = (torch.from_numpy(ids).to(device), torch.from_numpy(counts).to(device))
         return cls(labels, mask, np.append(0, np.cumsum(counts)), temperature, group, chunk)
 
-    @marked("layer head")
     def __call__(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """hidden [n, h], the same on every tensor-parallel rank; weight [V / TP, h] -> [2, n] log-probs and
         entropy, of the distribution that is trained. The entropy has no gradient."""
@@ -110,7 +108,6 @@ class _ChunkedHead(torch.autograd.Function):
         return torch.cat(parts, dim=1)
 
     @staticmethod
-    @marked("layer head, backward")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden, weight = ctx.saved_tensors
         total = ctx.main_grad

@@ -10,10 +10,10 @@ import pytest
 from megatron_eqlen.files import (
     CheckpointError,
     new_folder,
+    remove_partial,
     step_folders,
     step_name,
     step_number,
-    sweep,
     write_json,
     write_text,
 )
@@ -70,19 +70,19 @@ def test_an_error_leaves_nothing(tmp_path, error):
 
 
 def test_a_users_folders_of_similar_names_stay(tmp_path):
-    for mine in ("out.partial", ".out.partial", ".out.0123abcd.partial", "out.lock"):
+    for mine in ("out.partial", ".out.0123abcd.partial"):
         (tmp_path / mine).mkdir()
         (tmp_path / mine / "precious").touch()
     with new_folder(tmp_path / "out"):
         pass
-    for mine in ("out.partial", ".out.partial", ".out.0123abcd.partial", "out.lock"):
+    for mine in ("out.partial", ".out.0123abcd.partial"):
         assert (tmp_path / mine / "precious").exists()
 
 
 def test_two_makers_of_one_folder_do_not_mix(tmp_path, maker):
     process, go_on = maker
     with (
-        pytest.raises(CheckpointError, match="out: another process is writing it"),
+        pytest.raises(CheckpointError, match="out: another process is writing it, or was killed and left"),
         new_folder(tmp_path / "out"),
     ):
         pytest.fail("both write")
@@ -94,25 +94,16 @@ def test_two_makers_of_one_folder_do_not_mix(tmp_path, maker):
     assert names(tmp_path) == {"out", "other"}
 
 
-def test_what_a_killed_maker_left_is_swept_by_the_next_one(tmp_path, maker):
+def test_what_a_killed_maker_left_is_removed_where_nobody_else_writes(tmp_path, maker):
     process, _ = maker
     os.kill(process.pid, signal.SIGKILL)
     process.join()
-    assert len(names(tmp_path)) == 2, "a folder and its lock"
+    (tmp_path / "out.partial").mkdir()
+    assert names(tmp_path) == {".out.partial", "out.partial"}
+    remove_partial(tmp_path)
     with new_folder(tmp_path / "out"):
         pass
-    assert names(tmp_path) == {"out"}
-
-
-def test_a_sweep_spares_those_who_live(tmp_path, maker):
-    process, _ = maker
-    before = names(tmp_path)
-    sweep(tmp_path)
-    assert names(tmp_path) == before
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    sweep(tmp_path)
-    assert names(tmp_path) == set()
+    assert names(tmp_path) == {"out", "out.partial"}
 
 
 def make_while_a_user_does(path: Path) -> None:

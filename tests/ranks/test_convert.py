@@ -424,15 +424,12 @@ def convert_and_stall(source: str, out: str) -> None:
     hf_to_megatron(source, out, stall)
 
 
-def test_a_conversion_killed_with_9_is_swept_by_the_next_and_a_users_folder_is_not(tmp_path, converted):
-    (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial" / "precious").touch()
+def test_what_a_conversion_killed_with_9_left_is_named(tmp_path, converted):
     with pytest.raises(RuntimeError, match="died without an answer"):
         run_ranks(1, convert_and_stall, str(converted[0]), str(tmp_path / "out"))
-    assert len(list(tmp_path.glob(".out.*.partial"))) == 1
-    run_ranks(1, to_megatron, str(converted[0]), str(tmp_path / "out"))
-    assert {path.name for path in tmp_path.iterdir()} == {"out", "out.partial"}
-    assert (tmp_path / "out.partial" / "precious").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {".out.partial"}
+    with pytest.raises(Exception, match=r"was killed and left .*/\.out\.partial: remove it then"):
+        run_ranks(1, to_megatron, str(converted[0]), str(tmp_path / "out"))
 
 
 def script(name: str, *args: str) -> tuple[int, str]:

@@ -1,53 +1,33 @@
-"""Output of a recipe's ``profile``: traces that name layers, snapshots of a GPU's memory."""
+"""Output of a recipe's ``profile``: traces, snapshots of a GPU's memory."""
 
 from __future__ import annotations
 
 import gzip
 import json
-from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_eqlen.models.groups import start, stop
-from megatron_eqlen.packing.pack import plan_rows
-from megatron_eqlen.recipe import ParallelRecipe, ProfileRecipe
+from megatron_eqlen.recipe import ProfileRecipe
 from megatron_eqlen.training import profiler
-from megatron_eqlen.training.forward import run_rows
 from megatron_eqlen.training.profiler import Profiler, snapshot_when_out_of_memory
-from tests.kit.distributed import run_ranks
-from tests.kit.tree_samples import forest
-from tests.kit.tree_training import build, weighted_sum
 
 
-def traced(folder: Path, out: Path) -> None:
-    """Trace one row of a hybrid model with experts: in step 1 without a trace, in step 2 with one."""
-    parallel = ParallelRecipe()
-    start(parallel, seed=1)
-    model = build(folder, parallel)
-    rows = plan_rows(forest(3), 400, 1, 2).rows(0)[:1]
-    tracer = Profiler(out, ProfileRecipe(steps=[2]))
+def test_a_trace_is_of_the_recipes_steps_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(profiler.dist, "get_rank", lambda: 0)
+    tracer = Profiler(tmp_path, ProfileRecipe(steps=[2]))
     for step in (1, 2, 3):
-        tracer.begin(step, [chunk.module for chunk in model])
-        run_rows(model, rows, 1.0, weighted_sum, train=True, logits_chunk=8)
+        tracer.begin(step)
+        with torch.profiler.record_function(f"step {step}"):
+            torch.ones(3).sum()
         tracer.end(step)
-    stop()
-
-
-@pytest.mark.slow  # tests/job has a run's traces, but for the counts
-def test_a_trace_names_each_layers_kind_once_a_pass(folders, tmp_path):
-    run_ranks(1, traced, folders / "qwen3_next", tmp_path)
     (file,) = tmp_path.iterdir()
     assert file.name == "step-00000002-rank-0.json.gz"
     with gzip.open(file, "rt") as trace:
         events = json.load(trace)["traceEvents"]
-    names = Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
-    assert {name: count for name, count in names.items() if name.startswith("layer")} == {
-        "layer attention": 1, "layer delta net": 3, "layer experts": 4, "layer head": 1,
-        "layer head, backward": 1,
-    }  # fmt: skip
+    assert [event["name"] for event in events if event.get("cat") == "user_annotation"] == ["step 2"]
 
 
 class Memory:

@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_eqlen.processes.lifeline import die_with_launcher, named
 from megatron_eqlen.processes.quiet import quiet
-from megatron_eqlen.processes.scratch import use_scratch
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
 
 def main() -> None:
-    use_scratch()
     os.environ.update(named())
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     from megatron_eqlen.rollout.vllm.engine.engine_args import ROUTES_WORKER
