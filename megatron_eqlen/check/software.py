@@ -17,7 +17,7 @@ from megatron_eqlen.hf.folder import HFFolder
 from megatron_eqlen.hf.folder_check import check_folder
 from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.megatron_cpu import packages
-from megatron_eqlen.megatron_cpu.packages import FLA, NEEDED, TRANSFORMER_ENGINE, Package
+from megatron_eqlen.megatron_cpu.packages import APEX, FLA, NEEDED, TRANSFORMER_ENGINE, Package
 from megatron_eqlen.plan.model import model_config
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.inputs import fetch, local_path, revisions
@@ -141,6 +141,7 @@ CHECKS = [
     *(Check(wanted.name, partial(package, wanted)) for wanted in NEEDED),
     _on_gpus(TRANSFORMER_ENGINE),
     _on_gpus(FLA),
+    _on_gpus(APEX),
     Check("container", container),
     Check("inputs", inputs),
     Check("benchmarks apart", overlap, needed=lambda place: False, in_short=False),

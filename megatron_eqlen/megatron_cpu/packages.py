@@ -13,13 +13,10 @@ import importlib
 import logging
 import os
 import sys
-import warnings
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
-
-from megatron_eqlen.processes.quiet import quiet
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +47,6 @@ class Finding:
     installed: bool
     fault: str
     """Reason why it cannot be used; empty if it can."""
-
-    def __str__(self) -> str:
-        name = f"{self.package.name} {self.version}".rstrip()
-        if not self.fault:
-            return f"ok       {name}: {self.package.purpose}"
-        state, fault = ("broken ", f" {self.fault}.") if self.installed else ("missing", "")
-        return f"{state}  {name}: {self.package.purpose}.{fault} {self.package.without or 'Needed'}"
 
 
 NEEDED = (
@@ -121,16 +111,6 @@ def leave_out_broken() -> None:
             _warn(finding)
 
 
-def main() -> int:
-    """Print the packages; return the exit status."""
-    quiet()
-    warnings.simplefilter("ignore")  # libraries warn of the same faults
-    optional = [_find_or_hide(package) for package in OPTIONAL]
-    needed = [find(package) for package in NEEDED]
-    print(*needed, *optional, sep="\n")
-    return int(any(finding.fault for finding in needed))
-
-
 @cache
 def _find_or_hide(package: Package) -> Finding:
     """Return the finding; a broken package looks absent from now on."""
@@ -174,7 +154,3 @@ def _version(package: Package) -> str:
         except metadata.PackageNotFoundError:
             continue
     return ""
-
-
-if __name__ == "__main__":
-    sys.exit(main())

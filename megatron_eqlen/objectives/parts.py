@@ -144,12 +144,16 @@ def _try_aggregation(part: Callable[..., Any], _: Iterable[str]) -> None:
 def _try_surrogate(part: Callable[..., Any], columns: Iterable[str]) -> None:
     import torch
 
+    from megatron_eqlen.objectives.segments import Segments
+
     where = _check_call(part, "surrogate", ("tokens",))
     old = torch.tensor([-20.0, -1.1, -1.0, 0.0, -1.0, -0.9], dtype=torch.float64)
     logprobs = old.flip(0).requires_grad_()
     ones, advantages = torch.ones_like(old), torch.tensor([1.0, -1.0, 0.0] * 2, dtype=torch.float64)
     kept = KeptColumns(dict.fromkeys(columns, ones))
-    tokens = SupervisedTokens(logprobs, old, advantages, ones, _OneSequence(ones), kept)
+    tokens = SupervisedTokens(
+        logprobs, old, advantages, ones, Segments(torch.zeros_like(ones, dtype=torch.int64)), kept
+    )
     losses, metrics = checked_surrogate(part, tokens)
     check(dict.fromkeys(metrics, 0.0))
     if not losses.requires_grad:
@@ -161,22 +165,6 @@ def _try_surrogate(part: Callable[..., Any], columns: Iterable[str]) -> None:
                 f"{where}: {name} not finite: {values.detach()} for log-ratios "
                 f"{tokens.log_ratio.detach()} and advantages {advantages}"
             )
-
-
-class _OneSequence:
-    """All tokens are of one sequence."""
-
-    def __init__(self, ones: Any) -> None:
-        self.length = ones.sum().expand_as(ones)
-
-    def sum(self, values: Any) -> Any:
-        return values.sum().expand_as(values)
-
-    def mean(self, values: Any) -> Any:
-        return values.mean().expand_as(values)
-
-    def max(self, values: Any) -> Any:
-        return values.max().expand_as(values)
 
 
 _TRIALS = {"advantage": _try_advantage, "aggregation": _try_aggregation, "surrogate": _try_surrogate}

@@ -12,30 +12,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 from megatron_eqlen.metrics import LOSS_CLIP_FRACTION_HIGH, LOSS_CLIP_FRACTION_LOW, LOSS_RATIO
 
 if TYPE_CHECKING:
     import torch
 
+    from megatron_eqlen.objectives.segments import Segments
+
 EXPONENT_LIMIT = 20.0
 """Bound of log-ratios and of the exponent of k3, +-20 as in verl (core_algos.py): e^20 is far beyond any clip
 range, and no loss overflows. The gradient is 0 there. VESPO bounds the log of a sequence's weight in the same
 way."""
-
-
-class Sequences(Protocol):
-    """Sequences that tokens belong to. A statistic of a sequence is repeated for each of its tokens."""
-
-    @property
-    def length(self) -> torch.Tensor:
-        """[n] int64"""
-        ...
-
-    def sum(self, values: torch.Tensor) -> torch.Tensor: ...
-    def mean(self, values: torch.Tensor) -> torch.Tensor: ...
-    def max(self, values: torch.Tensor) -> torch.Tensor: ...
 
 
 class KeptColumns(dict[str, "torch.Tensor"]):
@@ -59,7 +48,7 @@ class SupervisedTokens:
     advantages: torch.Tensor
     kept: torch.Tensor
     """1; 0 for tokens that the correction of the mismatch rejects, whose loss is multiplied by 0."""
-    sequences: Sequences
+    sequences: Segments
     """Sides of pairs, completions, or steps of sampled trees. No sequence is in two rows."""
     columns: KeptColumns = field(default_factory=KeptColumns)
     """Numbers of the tokens that ``rollout.keep_columns`` names."""

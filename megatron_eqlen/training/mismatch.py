@@ -25,8 +25,8 @@ from dataclasses import dataclass
 import torch
 
 from megatron_eqlen.metrics import MISMATCH, MISMATCH_KL, SEQUENCES
+from megatron_eqlen.objectives.segments import Segments
 from megatron_eqlen.recipe import LossRecipe
-from megatron_eqlen.training.segments import Segments
 
 RATIO_LIMIT = 20.0
 """Bound of exponents, +-20 as in verl: log rho of a token for ``rollout_is: token`` and ``rollout_rs``, its

@@ -33,6 +33,7 @@ from megatron_eqlen.metrics import (
 )
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.objectives.parts import checked_surrogate
+from megatron_eqlen.objectives.segments import Segments
 from megatron_eqlen.objectives.surrogates import (
     EXPONENT_LIMIT,
     KeptColumns,
@@ -41,7 +42,6 @@ from megatron_eqlen.objectives.surrogates import (
 )
 from megatron_eqlen.recipe import LossRecipe
 from megatron_eqlen.training.mismatch import correct
-from megatron_eqlen.training.segments import Segments
 from megatron_eqlen.types import Metrics
 
 

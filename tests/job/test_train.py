@@ -114,7 +114,6 @@ def test_the_baseline_runs_with_the_same_command_and_its_trace_names_the_stages(
     with gzip.open(folder / "profile/step-00000001-rank-0.json.gz", "rt") as file:
         names = {event.get("name") for event in json.load(file)["traceEvents"]}
     assert names >= {"stage harvest", "stage trees", "stage train", "stage sync", "[memory]", "aten::mm"}
-    assert names >= {"layer attention", "layer mlp", "layer head"}
     assert column(folder, "harvest/completions") == [4 * 4]
     assert column(folder, "train/grad_norm")[0] > 0
 

@@ -88,10 +88,10 @@ def test_transformer_engine_finds_the_libraries_that_torch_has_loaded(install, t
         last="import sys\nif 'torch' not in sys.modules: raise OSError('libnccl.so.2: cannot open')",
         deepest=False,
     )
-    code = "from megatron_eqlen.megatron_cpu.packages import *; print(find(TRANSFORMER_ENGINE))"
+    code = "from megatron_eqlen.megatron_cpu.packages import *; print(find(TRANSFORMER_ENGINE).fault or 'ok')"
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     found = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
-    assert found.stdout.startswith("ok "), found.stdout + found.stderr
+    assert found.stdout == "ok\n", found.stdout + found.stderr
 
 
 def test_a_package_that_lacks_what_is_used_of_it_is_broken(install, caplog):
@@ -146,22 +146,6 @@ def test_gated_delta_net_takes_the_kernel_of_an_fla_that_imports(dtype, install)
 def test_gated_delta_net_goes_without_an_fla_that_does_not_import(install):
     install(packages.FLA.modules[::-1], last="raise RuntimeError('0 active drivers')")
     assert gated_delta_net.fla_kernel(torch.bfloat16) is None
-
-
-def test_the_table_tells_ok_broken_and_missing_and_fails_for_needed_ones_alone(install, monkeypatch, capsys):
-    pyarrow = packages.Package("pyarrow", ("pyarrow",), "records")
-    absent = packages.Package("no_such_package", ("no-such-package",), "nothing")
-    install(packages.FLA.modules, last="raise OSError('libcudart.so.13')")
-    monkeypatch.setattr(packages, "quiet", lambda: None)
-    monkeypatch.setattr(packages, "OPTIONAL", (packages.FLA,))
-    for needed, status in ((pyarrow,), 0), ((pyarrow, absent), 1):
-        monkeypatch.setattr(packages, "NEEDED", needed)
-        assert packages.main() == status
-        lines = capsys.readouterr().out.splitlines()
-        assert lines[0] == f"ok       pyarrow {packages.find(pyarrow).version}: records"
-        assert lines[-1].startswith("broken   fla: Gated DeltaNet's kernel")
-        assert "OSError: libcudart.so.13. Gated DeltaNet runs in plain torch" in lines[-1]
-    assert lines[1] == "missing  no_such_package: nothing. Needed"
 
 
 def test_what_is_needed_is_installed_here():

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from megatron_eqlen.objectives.registry import lookup
+from megatron_eqlen.objectives.segments import Segments
 from megatron_eqlen.recipe import LossRecipe
 from megatron_eqlen.training.logprobs import masked_token_logprobs, token_logprobs
 from megatron_eqlen.training.mismatch import correct
 from megatron_eqlen.training.policy_loss import RowLoss, policy_loss, reduce_metrics
-from megatron_eqlen.training.segments import Segments
 
 N = 6
 

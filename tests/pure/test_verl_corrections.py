@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from megatron_eqlen.objectives.registry import lookup
+from megatron_eqlen.objectives.segments import Segments
 from megatron_eqlen.recipe import LossRecipe
 from megatron_eqlen.training.mismatch import correct
 from megatron_eqlen.training.policy_loss import policy_loss, reduce_metrics
-from megatron_eqlen.training.segments import Segments
 from tests.kit import ROOT
 
 TABLE = json.loads((ROOT / "tests/tables/verl_rollout_corr.json").read_text())

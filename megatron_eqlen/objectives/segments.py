@@ -1,4 +1,4 @@
-"""Statistics of each segment's tokens, repeated for every token of the segment."""
+"""Statistics of each segment's tokens, repeated for every token of the segment. Imports torch."""
 
 from __future__ import annotations
 
