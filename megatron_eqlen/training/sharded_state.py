@@ -64,12 +64,11 @@ def check_content(path: Path, saved: dict[str, Any], policy: Policy) -> None:
     """Raise CheckpointError if ``path`` has other adapters than the policy, or is bound to another layout.
     ``saved``: its ``content``."""
     expected = _adapters(policy)
-    if (found := saved.get(LORA, expected)) != expected:  # older checkpoints do not name them
+    if (found := saved[LORA]) != expected:
         raise CheckpointError(f"{path}: expected {_words(expected)}, as in the recipe, found {_words(found)}")
     if saved["distrib_optim_sharding_type"] != SHARDING["data_parallel"]:
         return
     ours, theirs = _bucket_layout(policy), saved["bound_to"]
-    theirs = {LAYERS: None} | theirs  # older checkpoints have an even split
     different = [f"{key} {theirs[key]} (now {ours[key]})" for key in ours if ours[key] != theirs[key]]
     if different:
         raise CheckpointError(
