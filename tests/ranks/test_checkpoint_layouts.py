@@ -68,21 +68,14 @@ def plain_tensors(*folders: str) -> list[dict[str, torch.Tensor]]:
 
 SAME_BUCKETS = {
     "DP 2 -> DP 3": ("qwen3-short", 2, {}, 3, {}),
-    "TP 2 -> TP 2, DP 2": ("qwen3-short", 2, {"tensor": 2}, 4, {"tensor": 2}),
     "overlapped buckets, DP 2 -> DP 1": (
         "qwen3", 2, {"overlap_grad_reduce": True}, 1, {"overlap_grad_reduce": True}
     ),
-    "CP 2 -> DP 1": ("qwen3-short", 2, {"context": 2}, 1, {}),
     "DP 1 -> CP 4": ("qwen3-short", 1, {}, 4, {"context": 4}),
     "EP 2 -> EP 2, expert DP 2": ("qwen3_moe-short", 2, {"expert": 2}, 4, {"expert": 2}),
 }  # fmt: skip
 OTHER_BUCKETS = {
-    "TP 2 -> TP 1": ("qwen3-short", 2, {"tensor": 2}, 1, {}, "parallel.tensor 2 (now 1)"),
     "DP 2 -> PP 2": ("qwen3-short", 2, {}, 2, {"pipeline": 2}, "parallel.pipeline 1 (now 2)"),
-    "PP 2 -> VPP 2": (
-        "qwen3", 2, {"pipeline": 2}, 2, {"pipeline": 2, "virtual_pipeline": 2},
-        "parallel.virtual_pipeline None (now 2)",
-    ),
     "PP 2 -> PP 2, uneven": (
         "qwen3", 2, {"pipeline": 2}, 2, {"pipeline": 2, "layers_per_stage": [3, 1]},
         "parallel.layers_per_stage None (now [3, 1])",

@@ -257,13 +257,13 @@ def check_held(plan: Packing, whole: Packing, placement: Placement, rank: int) -
         )
 
 
-@pytest.mark.parametrize("world", [slow(1), 2, slow(4)])
+@pytest.mark.parametrize("world", [2, slow(4)])
 def test_every_rank_fills_the_rows_of_full_rollouts_and_holds_no_other_arrays(world):
     @settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(st.lists(cases, min_size=10, max_size=10))
     def check(cases):
         received = np.array(run_ranks(world, try_cases, cases))
-        assert received.any() == (world > 1)
+        assert received.any()
 
     check()
 
@@ -300,8 +300,8 @@ def whole_and_shared(folder: str, sections: dict[str, Any], one_home: bool) -> l
 
 @pytest.mark.parametrize(
     ("layers", "one_home"),
-    [slow({}, False), slow({"tensor": 2}, False), ({"pipeline": 2}, False), ({}, True)],
-    ids=["data parallel", "tensor parallel", "pipeline", "servers"],
+    [slow({"tensor": 2}, False), ({"pipeline": 2}, False), ({}, True)],
+    ids=["tensor parallel", "pipeline", "servers"],
 )
 def test_an_update_is_the_same_bit_for_bit(folder, layers, one_home):
     """The update has masks, old and reference log-probs, and two minibatches."""
@@ -330,9 +330,8 @@ def with_a_bad_logprob(folder: str, sections: dict[str, Any]) -> tuple[float, li
     return metrics["train/skipped_updates"], messages
 
 
-@pytest.mark.parametrize("layers", [{}, {"pipeline": 2}], ids=["data parallel", "pipeline"])
-def test_a_bad_number_is_named_on_whichever_rank_it_is(folder, layers):
-    sections = layout(2, **layers) | {"optimizer": {"lr": 1e-3, "max_skipped_updates": 9}}
+def test_a_bad_number_is_named_on_whichever_rank_it_is(folder):
+    sections = layout(2) | {"optimizer": {"lr": 1e-3, "max_skipped_updates": 9}}
     (skipped, messages), (also, _) = run_ranks(2, with_a_bad_logprob, folder, sections)
     assert skipped == also == 1
     assert all("token tree 'q2/1', node" in message for message in messages), messages

@@ -100,7 +100,6 @@ def test_with_replay_a_model_with_experts_differs_no_more_than_a_dense_one(repla
 
 
 LAYOUTS = [
-    ("moe", {}),  # data parallel
     ("next", {"tensor": 2, "expert": 2}),
     ("moe", {"pipeline": 2}),
 ]

@@ -121,19 +121,14 @@ def test_gradients_do_not_depend_on_the_rows(name, rows, folders, whole):
 
 
 PARALLEL = [
-    ("dense", {"tensor": 2}),
     slow("dense", {"tensor": 2, "sequence": True, "pipeline": 2}),
     ("delta_net", {"tensor": 2}),
     slow("delta_net", {"pipeline": 2, "virtual_pipeline": 2, "recompute": "full"}),
-    slow("moe", {"expert": 2}),
     slow("moe", {"expert_tensor": 2}),
     ("moe", {"tensor": 2, "expert": 2}),
-    slow("next", {"tensor": 2, "expert": 2}),
     ("next", {}),  # data parallel
-    ("dense", {"context": 2, "recompute": "full"}),
     slow("dense", {"context": 3}),
     slow("dense", {"context": 2, "tensor": 2, "sequence": True, "pipeline": 2}),
-    ("delta_net", {"context": 2}),
     slow("delta_net", {"context": 2, "pipeline": 2, "virtual_pipeline": 2, "recompute": "full"}),
     slow("moe", {"context": 2, "tensor": 2, "expert": 4}),
     ("next", {"context": 2, "expert": 2}),
