@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 
-from megatron_eqlen.metrics import PARKED_BYTES, TRAIN_GRAD_NORM, TRAIN_SKIPPED_UPDATES, UPDATES, in_turn
+from megatron_eqlen import metrics as m
 from megatron_eqlen.models import groups
 from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.lora import add_adapters, switched_off
@@ -116,7 +116,7 @@ class Policy:
         still work; ``update`` needs ``unpark``. Return the bytes that were freed."""
         before = sum(self.memory.on_device().values())
         self.memory.park()
-        return {PARKED_BYTES: float(before - sum(self.memory.on_device().values()))}
+        return {m.PARKED_BYTES: float(before - sum(self.memory.on_device().values()))}
 
     def unpark(self) -> None:
         """Restore the memory that ``park`` freed, bit for bit; gradients are zeros."""
@@ -139,11 +139,11 @@ class Policy:
         for rows in every_rows:
             self._annotate(rows, old=len(batches) * self.recipe.loss.epochs > 1)
         steps = [self._step(batch) for _ in range(self.recipe.loss.epochs) for batch in batches]
-        packed = in_turn(
+        packed = m.in_turn(
             [batch.exchanged | batch.rows.planned.metrics for batch in batches if batch.rows is not None]
         )
-        metrics = packed | in_turn([skipped(0), *steps])
-        self.mismatch = mismatch_of(metrics) if metrics[UPDATES] else None
+        metrics = packed | m.in_turn([skipped(0), *steps])
+        self.mismatch = mismatch_of(metrics) if metrics[m.UPDATES] else None
         return metrics
 
     def check_weights(self) -> None:
@@ -235,8 +235,8 @@ class Policy:
         take_step(self.optimizer, grad_norm)
         self.version, self.skipped_in_a_row = self.version + 1, 0
         taken = {
-            UPDATES: 1.0,
-            TRAIN_GRAD_NORM: grad_norm,
+            m.UPDATES: 1.0,
+            m.TRAIN_GRAD_NORM: grad_norm,
             "train/lr": self.optimizer.param_groups[0]["lr"],
         }
         agreement = batch.rows.agreement or {}
@@ -311,4 +311,4 @@ class Policy:
 
 
 def skipped(count: int) -> Metrics:
-    return {UPDATES: 0.0, TRAIN_SKIPPED_UPDATES: float(count)}
+    return {m.UPDATES: 0.0, m.TRAIN_SKIPPED_UPDATES: float(count)}

@@ -18,19 +18,7 @@ from types import MappingProxyType
 import torch
 import torch.distributed as dist
 
-from megatron_eqlen.metrics import (
-    COMPARED,
-    KL_PENALTY,
-    LOSS,
-    LOSS_ENTROPY,
-    LOSS_RATIO,
-    LOSS_REF_KL,
-    MISMATCH_OF_COMPARED,
-    POLICY_LOSS,
-    TOKENS,
-    Mean,
-    metric,
-)
+from megatron_eqlen import metrics as m
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.objectives.parts import checked_surrogate
 from megatron_eqlen.objectives.segments import Segments
@@ -104,23 +92,23 @@ def policy_loss(
     policy_part, kl_part = weights * correction.importance * policy, weights * correction.kept * kl
     policy_sum, kl_sum = policy_part.sum(), loss.kl_coef * kl_part.sum()
     with torch.no_grad():
-        if LOSS_RATIO not in ratios:
+        if m.LOSS_RATIO not in ratios:
             ratios = importance_ratio(supervised.log_ratio)[1] | ratios
         metrics = {
-            TOKENS: torch.ones_like(logp),
-            LOSS_ENTROPY: entropy,
-            LOSS_REF_KL: kl,
+            m.TOKENS: torch.ones_like(logp),
+            m.LOSS_ENTROPY: entropy,
+            m.LOSS_REF_KL: kl,
             "loss/kl_clamped_fraction": kl_clamped,
             "loss/policy_kl": old - logp,
-            "loss/ratio_max": ratios[LOSS_RATIO],
+            "loss/ratio_max": ratios[m.LOSS_RATIO],
             **ratios,
             **correction.metrics,
         }
         same = torch.ones_like(at)[at] if compared is None else compared[at]
         if compared is not None:
-            metrics |= {COMPARED: same.double(), MISMATCH_OF_COMPARED: correction.log_ratio.abs() * same}
+            metrics |= {m.COMPARED: same.double(), m.MISMATCH_OF_COMPARED: correction.log_ratio.abs() * same}
         of_row = {name: _of_row(name, values) for name, values in metrics.items()}
-        of_row |= {POLICY_LOSS: policy_sum.detach().clone(), KL_PENALTY: kl_sum.detach().clone()}
+        of_row |= {m.POLICY_LOSS: policy_sum.detach().clone(), m.KL_PENALTY: kl_sum.detach().clone()}
         tokens = policy_part.detach() + loss.kl_coef * kl_part.detach()
         row = RowLoss(of_row, tokens, correction.log_ratio, same)
     return policy_sum + kl_sum, row
@@ -136,22 +124,22 @@ def reduce_metrics(rows: Sequence[RowLoss], group: dist.ProcessGroup | None = No
         dist.all_reduce(sums, group=group)
         dist.all_reduce(peaks, dist.ReduceOp.MAX, group=group)
     totals = dict(zip(names, sums.tolist(), strict=True))
-    totals[LOSS] = totals[POLICY_LOSS] + totals[KL_PENALTY]
+    totals[m.LOSS] = totals[m.POLICY_LOSS] + totals[m.KL_PENALTY]
     largest = dict(zip(names, peaks.tolist(), strict=True))
-    if not totals[TOKENS]:
+    if not totals[m.TOKENS]:
         return dict.fromkeys(totals, 0.0)
     return {name: _merged(name, totals, largest) for name in totals}
 
 
 def _merged(name: str, totals: Metrics, largest: Metrics) -> float:
-    way = metric(name).merge
-    if isinstance(way, Mean):
+    way = m.metric(name).merge
+    if isinstance(way, m.Mean):
         return totals[name] / (sum(totals[count] for count in way.counts) or 1.0)  # 0 if nothing was compared
     return largest[name] if way == "max" else totals[name]
 
 
 def _of_row(name: str, values: torch.Tensor) -> torch.Tensor:
-    return _largest(values) if metric(name).merge == "max" else values.detach().double().sum()
+    return _largest(values) if m.metric(name).merge == "max" else values.detach().double().sum()
 
 
 def _kl(logp: torch.Tensor, ref: torch.Tensor, loss: LossRecipe) -> tuple[torch.Tensor, torch.Tensor]:
