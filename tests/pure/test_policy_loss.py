@@ -189,7 +189,7 @@ def test_the_mismatch_is_measured_as_defined():
 
 
 def test_metrics_of_rows_are_those_of_one_row_with_all_their_segments():
-    """The metrics are means over tokens, means over segments, extremes, and quantiles."""
+    """The metrics are means over tokens, means over segments, and extremes."""
     torch.manual_seed(0)
     trainer, engine = torch.rand(2, 60, dtype=torch.float64).log()
     segment_ids = torch.arange(60) // 7
@@ -208,9 +208,6 @@ def test_metrics_of_rows_are_those_of_one_row_with_all_their_segments():
         [row(slice(0, 14)), row(slice(14, 14)), row(slice(14, 60))],
     )
     assert reduce_metrics(parts) == pytest.approx(whole)
-    log_rho = (trainer - engine).sort().values.tolist()
-    for name, rank in (("min", 0), ("p1", 0), ("p50", 29), ("p99", 59), ("max", 59)):
-        assert math.log(whole[f"mismatch/ratio_{name}"]) == pytest.approx(log_rho[rank], rel=0.0101), name
     assert 0 < whole["mismatch/rollout_rs_seq_masked_fraction"] < 1
 
 

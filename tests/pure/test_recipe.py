@@ -107,7 +107,7 @@ def number_keys(schema, path=()):
 def test_a_boolean_is_not_a_number_anywhere():
     keys = [*number_keys(Recipe)]
     assert len(keys) > 70
-    assert {("loss", "kl_coef"), ("rollout", "top_k"), ("seed",), ("rollout", "mismatch", "window")} <= {
+    assert {("loss", "kl_coef"), ("rollout", "top_k"), ("seed",), ("rollout", "mismatch", "tolerance")} <= {
         *keys
     }
     wrapped = {
