@@ -1,7 +1,7 @@
 """Hugging Face folders on disk: read any part of any tensor, write tensors in any order.
 
-Training, conversion and weight sync share this reader. Tensors are mapped one at a time and written one at a
-time into files whose layout is known in advance.
+Training, conversion and weight sync share this reader. The safetensors library reads; it saves whole
+dictionaries only, so the writer here puts one tensor at a time into files whose layout is known in advance.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_eqlen.files import CheckpointError, read_json
-from megatron_eqlen.hf.safetensors_header import Entry, read_header, write_header
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +47,31 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""PyTorch's dtype for each of ``safetensors_header.ITEM_BYTES``."""
+"""Dtypes of the format, by its names."""
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".index.json")
 """Endings of the names of files that hold weights, or of an index of such files."""
 
 FUSED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a folder, and where it is stored."""
+
+    file: str
+    dtype: str
+    """Key of ``DTYPES``."""
+    shape: tuple[int, ...]
+    stored: str
+    """Name of the tensor in the file; with ``expert``, of the fused tensor that holds this one."""
+    expert: int | None = None
+    start: int = 0
+    """First row of a fused expert's projection."""
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 class HFFolder:
@@ -73,17 +91,16 @@ class HFFolder:
         self.files = sorted(set(self.index["weight_map"].values())) if self.index else [SINGLE]
         if not self.index and (self.path / INDEX).is_file():
             say_once(f"{self.path / INDEX}: ignored as stale, as Transformers does: {SINGLE} is beside it")
+        self._opened = {file: _open(self.path / file) for file in self.files}
         self.entries = self._read_entries()
 
     def tensor(self, name: str) -> Tensor:
-        """Return the tensor, mapped from disk: pages are read on use and dropped with the tensor."""
+        """Return the tensor, mapped from disk: pages are read on use."""
         entry = self.entries[name]
-        if entry.nbytes == 0:
-            return torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-        mapped = np.memmap(
-            self.path / entry.file, np.uint8, mode="c", offset=entry.start, shape=(entry.nbytes,)
-        )
-        return torch.frombuffer(mapped, dtype=torch.uint8).view(DTYPES[entry.dtype]).view(entry.shape)
+        stored = self._opened[entry.file]
+        if entry.expert is None:
+            return stored.get_tensor(entry.stored)
+        return stored.get_slice(entry.stored)[entry.expert, entry.start : entry.start + entry.shape[0]]
 
     def other_files(self) -> Iterable[Path]:
         """Return all files except the weights: configuration, tokenizer, generation settings, chat
@@ -107,8 +124,8 @@ class HFFolder:
     def _read_entries(self) -> dict[str, Entry]:
         entries: dict[str, Entry] = {}
         for file in self.files:
-            for name, stored in read_header(self.path / file).items():
-                for single, entry in _unfused(self.path, name, stored):
+            for stored in _entries(self.path / file, self._opened[file]):
+                for single, entry in _unfused(self.path, stored):
                     if single in entries:
                         raise CheckpointError(
                             f"{self.path / file}: {single} is in {entries[single].file} already"
@@ -125,21 +142,21 @@ class FolderWriter:
 
     def __init__(self, path: Path, source: HFFolder) -> None:
         self.path, self.source = path, source
-        self.entries: dict[str, Entry] = {}
+        self.places: dict[str, int] = {}
+        """Offset of each tensor in its file, in bytes."""
         for file in sorted({entry.file for entry in source.entries.values()}):
             here = {name: entry for name, entry in source.entries.items() if entry.file == file}
-            self.entries |= write_header(path / file, here)
-        self.missing = set(self.entries)
+            self.places |= _write_header(path / file, here)
+        self.missing = set(self.places)
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write ``tensor`` to its place, in the source's dtype. Raises CheckpointError if it does not fit."""
-        entry = self.entries[name]
+        entry = self.source.entries[name]
         if tuple(tensor.shape) != entry.shape:
             raise CheckpointError(f"{name}: expected shape {entry.shape}, found {tuple(tensor.shape)}")
-        _check_range(name, tensor, DTYPES[entry.dtype])
         data = tensor.detach().to("cpu", DTYPES[entry.dtype]).contiguous().view(-1).view(torch.uint8)
         with open(self.path / entry.file, "r+b", buffering=0) as file:
-            file.seek(entry.start)
+            file.seek(self.places[name])
             _write_all(file.fileno(), data.numpy().data)
         self.missing.discard(name)
 
@@ -148,7 +165,7 @@ class FolderWriter:
         for name in sorted(self.missing):
             self.write(name, self.source.tensor(name))
         if self.source.index:
-            weight_map = {name: entry.file for name, entry in sorted(self.entries.items())}
+            weight_map = {name: entry.file for name, entry in sorted(self.source.entries.items())}
             index = {**self.source.index, "weight_map": weight_map}
             text = json.dumps(index, indent=2, sort_keys=True) + "\n"
             (self.path / INDEX).write_text(text, encoding="utf-8")
@@ -169,15 +186,41 @@ def say_once(message: str) -> None:
         logger.warning(message)
 
 
-def _check_range(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-    """Raise CheckpointError for a number beyond ``dtype``'s range, which would become infinity."""
-    if tensor.dtype == dtype or not tensor.numel():
-        return
-    largest = max(abs(end.item()) for end in torch.aminmax(tensor.detach()))
-    if math.isfinite(largest) and largest > torch.finfo(dtype).max:
-        raise CheckpointError(
-            f"{name}: {largest:g} is beyond {dtype}, the source's dtype (at most {torch.finfo(dtype).max:g})"
-        )
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, "pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: not a safetensors file, or not readable: {error}") from None
+
+
+def _entries(file: Path, opened: Any) -> Iterator[Entry]:
+    """Yield the tensors of a file in their order there."""
+    for name in opened.offset_keys():
+        part = opened.get_slice(name)
+        if part.get_dtype() not in DTYPES:
+            raise CheckpointError(f"{file}: {name}: dtype {part.get_dtype()} is not supported")
+        yield Entry(file.name, part.get_dtype(), tuple(part.get_shape()), name)
+
+
+def _write_header(file: Path, entries: Mapping[str, Entry]) -> dict[str, int]:
+    """Create ``file`` with room for the data of ``entries``, in their order; return each tensor's offset.
+
+    The format (https://github.com/huggingface/safetensors): 8 bytes length (little-endian), JSON {name:
+    {dtype, shape, data_offsets}}, then the data, without gaps.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, entry in entries.items():
+        stop = offset + entry.nbytes
+        header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [offset, stop]}
+        offset = stop
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    data = 8 + len(text)
+    with open(file, "wb") as opened:
+        opened.write(len(text).to_bytes(8, "little") + text)
+        opened.truncate(data + offset)
+    return {name: data + header[name]["data_offsets"][0] for name in entries}
 
 
 def _write_all(handle: int, data: memoryview) -> None:
@@ -223,21 +266,21 @@ def _projections(fused: str) -> list[str]:
     return ["gate_proj", "up_proj"] if fused == "gate_up_proj" else ["down_proj"]
 
 
-def _unfused(folder: Path, name: str, entry: Entry) -> Iterator[tuple[str, Entry]]:
+def _unfused(folder: Path, stored: Entry) -> Iterator[tuple[str, Entry]]:
     """Yield the entry itself, or one entry per expert and projection if they are fused."""
-    match = FUSED_EXPERTS.fullmatch(name)
+    match = FUSED_EXPERTS.fullmatch(stored.stored)
     if match is None:
-        yield name, entry
+        yield stored.stored, stored
         return
     parts = _projections(match[2])
-    if len(entry.shape) != 3 or entry.shape[1] % len(parts):
+    if len(stored.shape) != 3 or stored.shape[1] % len(parts):
         expected = "[experts, 2 x width, hidden]" if len(parts) == 2 else "[experts, hidden, width]"
         raise CheckpointError(
-            f"{folder / entry.file}: {name}: expected shape {expected}, found {list(entry.shape)}"
+            f"{folder / stored.file}: {stored.stored}: expected shape {expected}, found {list(stored.shape)}"
         )
-    experts, rows, columns = entry.shape
-    piece = replace(entry, shape=(rows // len(parts), columns))
+    experts, rows, columns = stored.shape
+    rows //= len(parts)
     for expert in range(experts):
         for part, projection in enumerate(parts):
-            start = entry.start + (expert * len(parts) + part) * piece.nbytes
-            yield f"{match[1]}.{expert}.{projection}.weight", replace(piece, start=start)
+            piece = replace(stored, shape=(rows, columns), expert=expert, start=part * rows)
+            yield f"{match[1]}.{expert}.{projection}.weight", piece

@@ -6,134 +6,36 @@ import struct
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megatron_eqlen.files import CheckpointError
 from megatron_eqlen.hf.config import read_config
-from megatron_eqlen.hf.folder import DTYPES, INDEX, SINGLE, FolderWriter, HFFolder
+from megatron_eqlen.hf.folder import INDEX, SINGLE, HFFolder
 from megatron_eqlen.hf.folder_check import check_folder
-from megatron_eqlen.hf.safetensors_header import ITEM_BYTES, read_header
 from megatron_eqlen.rollout.weights import WeightTable
-from tests.kit.marks import examples
 from tests.kit.tiny_models import save_tiny
 
-
-def write_file(file, header, data: bytes = b"") -> None:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    file.write_bytes(struct.pack("<Q", len(text)) + text + data)
+HEADER = b'{"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}'
 
 
-def tensor(start: int, stop: int, dtype: object = "U8", shape: object = None) -> dict:
-    return {
-        "dtype": dtype,
-        "shape": [stop - start] if shape is None else shape,
-        "data_offsets": [start, stop],
-    }
-
-
-MALFORMED = {
-    "an empty file": (b"", "not a safetensors file, or truncated"),
-    "a header longer than the file": (
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
         struct.pack("<Q", 1 << 60) + b"{}",
-        "not a safetensors file, or truncated",
-    ),
-    "a header that is not UTF-8": (b'{"\xff": 1}', "not a safetensors file: 'utf-8'"),
-    "a header in UTF-16": ("{}".encode("utf-16"), "not a safetensors file"),
-    "a header that is no JSON": (b"{", "not a safetensors file"),
-    "a header that is a list": ([], "not a safetensors file: expected a JSON object"),
-    "a deep header": (b"[" * 200_000, "not a safetensors file"),
-    "a long number": (b'{"w": ' + b"9" * 5000 + b"}", "not a safetensors file"),
-    "half a character": (b'{"\\ud800": 1}', "not a safetensors file"),
-    "a tensor that is a number": ({"w": 3}, "'w': expected dtype, shape and data_offsets"),
-    "a tensor without a shape": ({"w": {"dtype": "U8", "data_offsets": [0, 8]}}, "'w': shape: .* found None"),
-    "a dtype that is a number": ({"w": tensor(0, 8, dtype=8)}, "'w': dtype: expected one of F64, .* found 8"),
-    "an unknown dtype": ({"w": tensor(0, 8, dtype="F6")}, "'w': dtype: expected one of F64, .* found 'F6'"),
-    "a dtype that is a list": ({"w": tensor(0, 8, dtype=[])}, "'w': dtype: expected"),
-    "a negative size": ({"w": tensor(0, 8, shape=[-8, -1])}, r"'w': shape: .* found \[-8, -1\]"),
-    "a size that is true": ({"w": tensor(0, 8, shape=[8, True])}, "'w': shape: "),
-    "a size that is a fraction": ({"w": tensor(0, 8, shape=[8.0])}, "'w': shape: "),
-    "negative offsets": ({"w": tensor(-8, 0)}, r"'w': data_offsets: .* found \[-8, 0\]"),
-    "offsets in reverse": ({"w": tensor(8, 0, shape=[8])}, "'w': data_offsets: "),
-    "one offset": ({"w": {"dtype": "U8", "shape": [8], "data_offsets": [8]}}, "'w': data_offsets: "),
-    "text as offsets": ({"w": {"dtype": "U8", "shape": [8], "data_offsets": "08"}}, "'w': data_offsets: "),
-    "another size": ({"w": tensor(0, 8, "F32", [8])}, r"'w': shape \[8\] of F32 has 32 bytes, .* have 8"),
-    "a huge size": ({"w": tensor(0, 8, shape=[1 << 62, 1 << 62])}, "'w': shape"),
-    "an end outside of the file": ({"w": tensor(0, 16)}, "truncated: 'w' ends at byte"),
-    "overlapping tensors": ({"v": tensor(0, 6), "w": tensor(4, 8)}, "'w' overlaps 'v'"),
-    "the same place twice": ({"v": tensor(0, 8), "w": tensor(0, 8)}, "'w' overlaps 'v'"),
-    "a gap": ({"v": tensor(0, 2), "w": tensor(4, 8)}, "'w' leaves a gap after 'v'"),
-    "a gap at the start": ({"w": tensor(4, 8)}, "'w': 4 bytes before it"),
-    "bytes at the end": ({"w": tensor(0, 4)}, "4 bytes after the last tensor"),
-    "a name that comes twice": (
-        b'{"w": %b, "w": %b}' % ((json.dumps(tensor(0, 8)).encode(),) * 2),
-        "not a safetensors file: 'w' comes twice",
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", MALFORMED)
-def test_malformed_files_are_named_and_the_library_refuses_them_too(tmp_path, fault):
-    header, message = MALFORMED[fault]
-    file = tmp_path / "model.safetensors"
-    if isinstance(header, bytes) and (not header or header[:1] == b"\0"):
-        file.write_bytes(header)
-    else:
-        write_file(file, header, bytes(8))
-    with pytest.raises(CheckpointError, match=rf"model\.safetensors: {message}"):
-        read_header(file)
-    if fault != "a name that comes twice":  # the library takes the last
-        with pytest.raises(SafetensorError), safe_open(file, "pt") as opened:
-            opened.keys()
-
-
-SAMPLED_DTYPES = st.sampled_from(["F32", "BF16", "U8", "I64", "BOOL", "f32", "", None, 4])
-NUMBERS = st.integers(-2, 40) | st.sampled_from([1 << 63, 1.5, None, "4", True])
-ENTRIES = st.fixed_dictionaries(
-    {
-        "dtype": SAMPLED_DTYPES,
-        "shape": st.lists(NUMBERS, max_size=3),
-        "data_offsets": st.lists(NUMBERS, max_size=3),
-    }
+        struct.pack("<Q", 1) + b"{",
+        struct.pack("<Q", len(HEADER)) + HEADER + bytes(3),
+        struct.pack("<Q", len(HEADER)) + HEADER + bytes(5),
+    ],
+    ids=["empty", "a header longer than the file", "no JSON", "truncated", "bytes at the end"],
 )
-WHOLE = st.lists(st.sampled_from([("F32", 4), ("BF16", 2), ("U8", 1)]), max_size=3)
-
-
-@given(header=st.dictionaries(st.sampled_from("abc"), ENTRIES, max_size=3), size=st.integers(0, 64))
-@examples(150)
-def test_any_header_is_read_or_refused_as_by_the_library(tmp_path_factory, header, size):
-    agrees_with_the_library(tmp_path_factory, header, size)
-
-
-@given(dtypes=WHOLE, cut=st.integers(-1, 1), moved=st.integers(-1, 1), at=st.integers(0, 5))
-@examples(100)
-def test_headers_that_are_nearly_right_are_too(tmp_path_factory, dtypes, cut, moved, at):
-    header, end = {}, 0
-    for name, (dtype, size) in zip("abc", dtypes, strict=False):
-        header[name] = {"dtype": dtype, "shape": [3], "data_offsets": [end, end + 3 * size]}
-        end += 3 * size
-    ends = [entry["data_offsets"] for entry in header.values()]
-    if at // 2 < len(ends):
-        ends[at // 2][at % 2] += moved
-    agrees_with_the_library(tmp_path_factory, header, max(0, end + cut))
-
-
-def agrees_with_the_library(tmp_path_factory, header: dict, size: int) -> None:
-    file = tmp_path_factory.getbasetemp() / "any.safetensors"
-    write_file(file, header, bytes(size))
-    try:
-        with safe_open(file, "pt") as opened:
-            expected = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-    except SafetensorError:
-        expected = None
-    try:
-        found = {name: entry.shape for name, entry in read_header(file).items()}
-    except CheckpointError:
-        found = None
-    assert found == expected
+def test_malformed_files_are_named(tmp_path, content):
+    (tmp_path / SINGLE).write_bytes(content)
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors: not a safetensors file, or not readable: "
+    ):
+        HFFolder(tmp_path)
 
 
 @pytest.fixture
@@ -230,7 +132,7 @@ BAD_INDEX = {
     "a file elsewhere": (mapped(w="../model.safetensors"), r"'w': expected the name .*, found '\.\./model"),
     "a file in a folder": (mapped(w="a/b.safetensors"), "'w': expected the name of a file beside it"),
     "a file with a zero": (mapped(w="a\0b"), "'w': expected the name of a file beside it"),
-    "a missing file": (mapped(w="gone.safetensors"), r"gone\.safetensors: no such file"),
+    "a missing file": (mapped(w="gone.safetensors"), r"gone\.safetensors: .*No such file"),
     "a missing tensor": (mapped(w="model-00001-of-00002.safetensors"), "model-00001.*: w is missing"),
     "another file's tensor": (
         mapped(**{"lm_head.weight": "model-00002-of-00002.safetensors"}),
@@ -364,17 +266,3 @@ def test_a_head_equal_to_tied_embeddings_is_no_matter(tmp_path, head):
     tied_with_head(tmp_path, head)
     check_folder(HFFolder(tmp_path), read_config(tmp_path))
     assert "lm_head.weight" not in WeightTable.read(tmp_path).shapes
-
-
-def test_a_number_beyond_the_sources_dtype_is_refused_not_written_as_an_infinity(tmp_path):
-    weights = {"a": torch.ones(3), "b": torch.ones(3)}
-    save_file({name: weight.half() for name, weight in weights.items()}, tmp_path / SINGLE)
-    (tmp_path / "out").mkdir()
-    writer = FolderWriter(tmp_path / "out", HFFolder(tmp_path))
-    writer.write("a", torch.tensor([65504.0, -65504.0, 1e-9]))
-    with pytest.raises(CheckpointError, match=r"b: 70000 is beyond torch\.float16, .* \(at most 65504\)"):
-        writer.write("b", torch.tensor([1.0, -70000.0, 2.0]))
-
-
-def test_each_dtype_of_the_format_has_its_size_and_its_dtype_in_pytorch():
-    assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == ITEM_BYTES

@@ -328,17 +328,13 @@ def test_another_models_checkpoint_is_refused_before_anything_is_written(tmp_pat
 
 def changed_by_one_bit(checkpoint: str, source: str, folder: str) -> str:
     from megatron_eqlen.files import CheckpointError
-    from megatron_eqlen.hf.folder import HFFolder
     from megatron_eqlen.models.convert import verify_hash
 
     start_alone()
     copied(Path(source), Path(folder))
-    entry = HFFolder(folder).entries["model.layers.1.mlp.up_proj.weight"]
-    with open(Path(folder, entry.file), "r+b") as file:
-        file.seek(entry.start + 100)
-        byte = file.read(1)[0]
-        file.seek(entry.start + 100)
-        file.write(bytes([byte ^ 1]))
+    weights = load_file(Path(folder, "model.safetensors"))
+    weights["model.layers.1.mlp.up_proj.weight"].view(torch.int32)[0, 0] ^= 1
+    save_file(weights, Path(folder, "model.safetensors"))
     try:
         verify_hash(checkpoint, folder, source)
     except CheckpointError as error:
