@@ -1,6 +1,7 @@
 """Read Hugging Face's ``config.json`` into a ``ModelConfig``.
 
-Every value comes from the file; no library's default replaces a missing value. An unsupported field that
+Every value comes from the file; no library's default replaces a missing value, but that embeddings are not
+tied (Llama's files do not say so). An unsupported field that
 changes the result is an error that names the field. ``config_fields.FAMILIES`` lists the families.
 """
 
@@ -15,13 +16,12 @@ from typing import Any
 from megatron_eqlen.files import read_json
 from megatron_eqlen.hf.config_fields import (
     FAMILIES,
-    HARMLESS,
     ConfigError,
     Family,
     Fields,
     refuse_unsupported,
 )
-from megatron_eqlen.hf.rope import Llama3, Yarn, read_rope
+from megatron_eqlen.hf.rope import Scaling, read_rope
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     experts: Experts | None = None
     delta_net: DeltaNet | None = None
-    yarn: Yarn | None = None
-    llama3: Llama3 | None = None
+    rope_scaling: Scaling = ()
 
     @property
     def family(self) -> Family:
@@ -81,7 +80,14 @@ class ModelConfig:
     def context_length(self) -> int:
         """Maximum number of positions. Qwen's models reach longer contexts by adding yarn alone, so that
         ``max_position_embeddings`` keeps the original length; Llama's files count the extended one."""
-        return self.yarn.context_length if self.yarn else self.max_position_embeddings
+        if not self.has_yarn:
+            return self.max_position_embeddings
+        rope = dict(self.rope_scaling)
+        return int(rope["factor"] * rope["original_max_position_embeddings"])
+
+    @property
+    def has_yarn(self) -> bool:
+        return ("rope_type", "yarn") in self.rope_scaling
 
     @property
     def moe_layers(self) -> list[int]:
@@ -142,14 +148,12 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         rms_norm_eps=fields.get("rms_norm_eps", float),
         rope_theta=rope.theta,
         partial_rotary_factor=rope.partial_rotary_factor,
-        tie_word_embeddings=fields.get("tie_word_embeddings", bool),
+        tie_word_embeddings=fields.optional("tie_word_embeddings", bool, False),
         experts=_experts(fields, layers, family.shared_expert) if family.experts else None,
         delta_net=_delta_net(fields, layers) if family.hybrid else None,
-        yarn=rope.yarn,
-        llama3=rope.llama3,
+        rope_scaling=rope.scaling,
     )
     _check_sizes(model, where)
-    fields.warn_of_unread(HARMLESS | family.only_supported.keys())
     return model
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-import warnings
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 
@@ -15,11 +14,10 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Fields:
-    """Fields of a config.json. Errors name the file; unread fields are remembered."""
+    """Fields of a config.json. Errors name the file."""
 
     raw: Mapping[str, Any]
     where: str
-    read: set[str] = field(default_factory=set)
 
     def get(self, name: str, kind: type) -> Any:
         """Return a required field; numbers must be positive."""
@@ -29,7 +27,6 @@ class Fields:
 
     def get_or_null(self, name: str, kind: type, null: Any) -> Any:
         """Return a required field that may be null, which means ``null``."""
-        self.read.add(name)
         return null if name in self.raw and self.raw[name] is None else self.get(name, kind)
 
     def optional(self, name: str, kind: type, default: Any) -> Any:
@@ -37,7 +34,6 @@ class Fields:
         return default if self.raw.get(name) is None else self._checked(name, kind)
 
     def _checked(self, name: str, kind: type) -> Any:
-        self.read.add(name)
         value = self.raw[name]
         if type(value) is not kind and not (kind is float and type(value) is int):
             raise ConfigError(f"{self.where}: {name}: expected {kind.__name__}, found {value!r}")
@@ -55,12 +51,6 @@ class Fields:
         if found[0] != found[-1]:
             raise ConfigError(f"{self.where}: {name} is {found[0]} but {other} is {found[-1]}")
         return found[0]
-
-    def warn_of_unread(self, harmless: Collection[str]) -> None:
-        """Warn of fields that were not read and are not known to be ``harmless``."""
-        unread = sorted(self.raw.keys() - self.read - set(harmless))
-        if unread:
-            warnings.warn(f"{self.where}: unknown fields are ignored: {', '.join(unread)}", stacklevel=3)
 
 
 @dataclass(frozen=True)
@@ -116,18 +106,6 @@ ONLY_SUPPORTED: dict[str, Any] = {
     "dual_chunk_attention_config": None,
     "pretraining_tp": 1,
 }
-
-HARMLESS = frozenset(
-    """
-    architectures auto_map bos_token_id eos_token_id pad_token_id dtype torch_dtype transformers_version
-    use_cache initializer_range max_window_layers sliding_window full_attention_interval layer_types
-    rope_theta rope_scaling rope_parameters partial_rotary_factor output_router_logits router_aux_loss_coef
-    _name_or_path output_attentions output_hidden_states return_dict id2label label2id problem_type
-    _model_name_or_path unk_token_id chunk_size_feed_forward is_encoder_decoder is_llama_config
-    transformers.js_config mamba_ssm_dtype mlp_only_layers mtp_num_hidden_layers mtp_use_dedicated_embeddings
-    """.split()  # noqa: SIM905
-)
-"""Fields that do not change the result, or that are read only where they matter."""
 
 
 def refuse_unsupported(fields: Fields, family: str, layers: int) -> None:

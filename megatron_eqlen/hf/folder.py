@@ -189,8 +189,10 @@ def say_once(message: str) -> None:
 def _open(file: Path) -> Any:
     try:
         return safe_open(file, "pt")
+    except FileNotFoundError:
+        raise CheckpointError(f"{file}: no such file") from None
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file}: not a safetensors file, or not readable: {error}") from None
+        raise CheckpointError(f"{file}: not a safetensors file, or truncated: {error}") from None
 
 
 def _entries(file: Path, opened: Any) -> Iterator[Entry]:

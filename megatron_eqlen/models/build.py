@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from torch.overrides import TorchFunctionMode
 
 from megatron_eqlen.hf.config import ModelConfig, read_config
-from megatron_eqlen.models.config import gpt_arguments, scaled_frequencies, transformer_config
+from megatron_eqlen.models.config import gpt_arguments, scaled_rope, transformer_config
 from megatron_eqlen.models.gpt import PolicyModel
 from megatron_eqlen.models.layer_specs import block_spec
 from megatron_eqlen.models.router_replay import number_routers
@@ -85,10 +85,8 @@ def _chunk(model: ModelConfig, config: Any, vp_stage: int | None, separate_norms
         **gpt_arguments(model),
     )
     chunk.model_config = model
-    plain = chunk.rotary_pos_emb.inv_freq
-    scaled = scaled_frequencies(model, 2 * len(plain))
-    if scaled is not None:
-        chunk.rotary_pos_emb.inv_freq = scaled.to(plain.device)
+    if (rope := scaled_rope(model)) is not None:
+        chunk.rotary_pos_emb.inv_freq = rope[0].to(chunk.rotary_pos_emb.inv_freq.device)
     _mark_expert_parameters(chunk)
     if torch.cuda.is_available() and not next(chunk.parameters()).is_meta:
         chunk.cuda()

@@ -12,7 +12,6 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_eqlen.hf.config import DeltaNet, Experts, ModelConfig
-from megatron_eqlen.hf.rope import Llama3, Yarn
 from megatron_eqlen.megatron_cpu import packages
 from megatron_eqlen.recipe import ParallelRecipe, layout
 
@@ -53,8 +52,8 @@ def transformer_config(
     if model.delta_net:
         fields |= _delta_net_fields(model.delta_net)
     config = TransformerConfig(**fields | overrides)
-    if model.yarn:
-        set_attention_factor(config, model.yarn.attention_factor)
+    if (rope := scaled_rope(model)) is not None:
+        set_attention_factor(config, rope[1])
     return config
 
 
@@ -158,52 +157,24 @@ def _delta_net_fields(delta_net: DeltaNet) -> dict[str, Any]:
     }
 
 
-def scaled_frequencies(model: ModelConfig, dim: int) -> Tensor | None:
-    """Return the angles per position, [dim / 2] float32, of heads that are rotated in ``dim`` dimensions;
-    None if the model does not scale them."""
-    if model.yarn:
-        return yarn_frequencies(model.yarn, model.rope_theta, dim)
-    return llama3_frequencies(model.llama3, model.rope_theta, dim) if model.llama3 else None
+def scaled_rope(model: ModelConfig) -> tuple[Tensor, float] | None:
+    """Return (angles per position, [rotated dimensions / 2] float32; factor of cosine and sine) as
+    Transformers computes them; None if the model does not scale its frequencies."""
+    if not model.rope_scaling:
+        return None
+    from transformers import PreTrainedConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-
-def yarn_frequencies(yarn: Yarn, theta: float, dim: int) -> Tensor:
-    """Return the angles of ``scaled_frequencies`` with YaRN.
-
-    They equal those of Transformers' ``_compute_yarn_parameters`` to the bit: at position 131,072 a different
-    rounding of a frequency near 1 changes the angle by 0.01.
-    """
-
-    def dimension(turns: float) -> float:
-        """Return the dimension with this number of turns within the original length (the paper's section
-        3.2)."""
-        length = yarn.original_max_position_embeddings
-        return (dim * math.log(length / (turns * 2 * math.pi))) / (2 * math.log(theta))
-
-    low, high = dimension(yarn.beta_fast), dimension(yarn.beta_slow)
-    if yarn.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
-    ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)
-    kept = 1 - ramp.clamp(0, 1)
-    wavelengths = theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-    return 1.0 / (yarn.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
-
-
-def llama3_frequencies(llama3: Llama3, theta: float, dim: int) -> Tensor:
-    """Return the angles of ``scaled_frequencies`` with Llama 3.1's scaling, to the bit those of Transformers'
-    ``_compute_llama3_parameters``."""
-    plain = 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
-    length, low, high = (
-        llama3.original_max_position_embeddings,
-        llama3.low_freq_factor,
-        llama3.high_freq_factor,
+    rope = {"rope_theta": model.rope_theta, "partial_rotary_factor": model.partial_rotary_factor}
+    rope |= dict(model.rope_scaling)
+    config = PreTrainedConfig(
+        rope_parameters=rope,
+        head_dim=model.head_dim,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        max_position_embeddings=model.max_position_embeddings,
     )
-    wavelengths = 2 * math.pi / plain
-    stretched = torch.where(wavelengths > length / low, plain / llama3.factor, plain)
-    smooth = (length / wavelengths - low) / (high - low)
-    between = (1 - smooth) * stretched / llama3.factor + smooth * stretched
-    medium = ~(wavelengths < length / high) & ~(wavelengths > length / low)
-    return torch.where(medium, between, stretched)
+    return ROPE_INIT_FUNCTIONS[str(rope["rope_type"])](config, torch.device("cpu"))
 
 
 def set_attention_factor(config: TransformerConfig, factor: float) -> None:

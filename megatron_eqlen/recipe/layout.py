@@ -166,7 +166,7 @@ def paths(recipe: Recipe, model: ModelConfig) -> Iterator[str]:
     prompt, response = recipe.data.max_prompt_length, recipe.rollout.max_response_length
     if prompt + response > model.context_length:
         source = "max_position_embeddings"
-        if model.yarn:
+        if model.has_yarn:
             source = "yarn's factor x original_max_position_embeddings"
         yield (
             f"data.max_prompt_length {prompt} + rollout.max_response_length {response} = "

@@ -234,7 +234,7 @@ BROKEN = {
         lambda folder: (folder / "model-00001-of-00002.safetensors").unlink(),
         "model-00001-of-00002.safetensors: no such file",
     ),
-    "truncated": (truncate, "model-00002-of-00002.safetensors: truncated: "),
+    "truncated": (truncate, "model-00002-of-00002.safetensors: not a safetensors file, or truncated: "),
     "not safetensors": (
         lambda folder: (folder / "model-00001-of-00002.safetensors").write_text("<html>not found</html>"),
         "not a safetensors file",

@@ -56,7 +56,7 @@ def engine_args(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_l
         _require_batch_invariant_kernels(rollout)
     if kv_gib:
         args["kv_cache_memory_bytes"] = int(kv_gib * 2**30)
-    if model.yarn:  # vLLM takes max_position_embeddings for the length after scaling, Qwen3's files keep it
+    if model.has_yarn:  # vLLM takes max_position_embeddings for the scaled length, Qwen3's keep it
         args["hf_overrides"] = {"max_position_embeddings": model.context_length}
     return args
 
