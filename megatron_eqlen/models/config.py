@@ -167,13 +167,9 @@ def scaled_rope(model: ModelConfig) -> tuple[Tensor, float] | None:
 
     rope = {"rope_theta": model.rope_theta, "partial_rotary_factor": model.partial_rotary_factor}
     rope |= dict(model.rope_scaling)
-    config = PreTrainedConfig(
-        rope_parameters=rope,
-        head_dim=model.head_dim,
-        hidden_size=model.hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        max_position_embeddings=model.max_position_embeddings,
-    )
+    sizes = ("head_dim", "hidden_size", "num_attention_heads", "max_position_embeddings")
+    fields: dict[str, Any] = {name: getattr(model, name) for name in sizes} | {"rope_parameters": rope}
+    config = PreTrainedConfig(**fields)
     return ROPE_INIT_FUNCTIONS[str(rope["rope_type"])](config, torch.device("cpu"))
 
 

@@ -110,7 +110,7 @@ def test_no_field_has_a_default(tmp_path, family):
 
 def test_a_file_that_does_not_tie_embeddings_has_a_head_of_its_own(tmp_path):
     raw = saved(tmp_path, "llama")
-    assert not raw.pop("tie_word_embeddings")
+    raw.pop("tie_word_embeddings")
     assert parse_config(raw, "here.json") == parse_config(raw | {"tie_word_embeddings": False}, "there.json")
 
 
