@@ -20,7 +20,7 @@ from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.report.rollouts import recipe_of
 from megatron_eqlen.report.run_state import read_state
 from megatron_eqlen.report.status import status
-from megatron_eqlen.rollout.record.reader import read_dump, read_step
+from megatron_eqlen.rollout.record.reader import read_step
 from tests.kit import ROOT
 from tests.kit.jobs import run
 from tests.kit.processes import are_gone, command_line, descendants, within
@@ -42,7 +42,7 @@ def test_trainer_and_engine_agree_at_every_step(trained):
 
 def test_every_rollout_is_recorded_with_its_grades(trained):
     for step in range(STEPS):
-        rollouts = read_dump(trained / f"streams/step-{step:08d}/rank-0.arrow")
+        rollouts = read_step(trained / f"streams/step-{step:08d}")
         assert len(rollouts) == 4 * 2
         assert {rollout.policy_version for rollout in rollouts} == {step}
         assert all(segment.grade is not None for rollout in rollouts for segment, _ in rollout.ended())
@@ -139,9 +139,7 @@ def test_with_the_sampling_mask_the_trainer_computes_the_distribution_that_was_s
     assert min(column(folder, "engine/removed_probability")) > 0.5
     assert all(1 < kept <= 5 for kept in column(folder, "harvest/kept_per_token"))
     assert min(column(folder, "train/grad_norm")) > 0
-    segments = [
-        segment for r in read_dump(folder / "streams/step-00000001/rank-0.arrow") for segment in r.segments()
-    ]
+    segments = [segment for r in read_step(folder / "streams/step-00000001") for segment in r.segments()]
     for segment in segments:
         assert all(t in kept for t, kept in zip(segment.token_ids, segment.tokens["kept"], strict=True))
 
@@ -182,7 +180,7 @@ def test_harvest_without_a_trainer(home):
     out = home / "harvested"
     arguments = ["-m", "megatron_eqlen.cli", "harvest", home / "recipe.yaml", "--out", out]
     assert f"8 rollouts in {out}/step-00000000" in run(*arguments).stdout
-    assert len(read_dump(out / "step-00000000/rank-0.arrow")) == 4 * 2
+    assert len(read_step(out / "step-00000000")) == 4 * 2
     assert recipe_of(out) == recipe_of(out / "step-00000000") == load(home / "recipe.yaml")
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_eqlen.rollout.record import recorder
-from megatron_eqlen.rollout.record.reader import read_dump
+from megatron_eqlen.rollout.record.reader import read_step
 from tests.kit.jobs import run
 from tests.kit.processes import within
 from tools.make_search import write_rows
@@ -92,7 +92,7 @@ def streams_that_teach_little(trained: Path, folder: Path, spoil_of: dict[int, C
     shutil.copytree(trained / "streams", folder)
     for step, spoil in spoil_of.items():
         path = folder / f"step-{step:08d}/rank-0.arrow"
-        rollouts = read_dump(path)
+        rollouts = read_step(path.parent)
         path.unlink()
         path.with_name("grades-rank-0.arrow").unlink()
         for rollout in rollouts:

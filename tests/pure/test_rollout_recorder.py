@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import re
 import resource
 import signal
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +24,6 @@ from megatron_eqlen.rollout.record.format import BATCH_BYTES, SEGMENTS
 from megatron_eqlen.rollout.record.reader import (
     fill_numbers,
     has_columns,
-    read_dump,
     read_progress,
     read_skeletons,
     read_step,
@@ -79,9 +80,10 @@ EMPTY = Stream(prompt("q"), 0, 0, [], "budget")
 def test_rollouts_and_grades_read_back_identically(tmp_path):
     path = tmp_path / "step-00000001" / "rank-0.arrow"
     record(path, [STREAM, GROUP, TREE])
-    assert read_dump(path) == [STREAM, GROUP, TREE]
-    assert read_dump(path) != [STREAM, TREE, GROUP]
-    assert [rollout_key(r) for r in read_dump(path)] == [("deepmath/a.parquet#17", 2), ("p", 0), ("t", 0)]
+    assert read_step(path.parent) == [GROUP, STREAM, TREE]
+    assert [rollout_key(r) for r in read_step(path.parent)] == [
+        ("p", 0), ("deepmath/a.parquet#17", 2), ("t", 0),
+    ]  # fmt: skip
 
 
 def test_routes_are_recorded_as_the_recipe_says(tmp_path):
@@ -123,9 +125,9 @@ def test_grades_are_a_file_of_their_own_and_nothing_is_rewritten(tmp_path):
     with Recorder(path) as recorder:
         recorder.write(STREAM)
     before = path.read_bytes()
-    assert all(segment.grade is None for segment in read_dump(path)[0].segments())
+    assert all(segment.grade is None for segment in read_step(tmp_path)[0].segments())
     record_grades(path, [STREAM])
-    assert read_dump(path) == [STREAM]
+    assert read_step(tmp_path) == [STREAM]
     assert path.read_bytes() == before
 
 
@@ -135,19 +137,42 @@ def test_cut_at_any_byte_a_file_holds_its_whole_batches(tmp_path, caplog):
     data, rollouts = path.read_bytes(), [GROUP, EMPTY]
     for size in range(0, len(data), 131):
         path.write_bytes(data[:size])
-        found = read_dump(path)
+        found = read_step(tmp_path)
         assert found == rollouts[: len(found)]
     assert "dropped a torn end of" in caplog.text
 
 
-def test_a_flipped_bit_is_found(tmp_path):
-    path = tmp_path / "rank-0.arrow"
-    record(path, [GROUP, STREAM])
-    data = path.read_bytes()
-    for at in range(4, len(data) - 20, 397):
-        path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
-        with pytest.raises(ValueError, match=r"rank-0\.arrow: damaged: expected the checksum"):
-            read_dump(path)
+@pytest.mark.parametrize("name", ["rank-0.arrow", "grades-rank-0.arrow"])
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_flipped_bit_changes_no_value(tmp_path, name, closed):
+    """It makes a closed file unreadable; of the file of a killed process the batches before it are read. Some
+    bits have no meaning: fillings between columns, for example."""
+    record(tmp_path / "rank-0.arrow", [GROUP, STREAM])
+    path = tmp_path / name
+    data = path.read_bytes()[: None if closed else -8]
+    outcomes: Counter[str] = Counter()
+    for at in range(4, len(data) - 8, 67):
+        path.write_bytes(data[:at] + bytes([data[at] ^ (1 << at % 8)]) + data[at + 1 :])
+        try:
+            found = read_step(tmp_path)
+        except ValueError as error:
+            message = str(error)
+            outcomes["refused"] += bool(re.search(rf"/{name}: (damaged: |expected .* version)", message))
+            continue
+        if found == [GROUP, STREAM]:
+            outcomes["the same"] += 1
+            continue
+        assert not closed
+        assert found in ([], [GROUP], [ungraded(GROUP), ungraded(STREAM)])
+        outcomes["dropped"] += 1
+    assert outcomes["refused" if closed else "dropped"] > 0.6 * outcomes.total()
+
+
+def ungraded(rollout: Stream | Group) -> Stream | Group:
+    rollout = pickle.loads(pickle.dumps(rollout))
+    for segment in rollout.segments():
+        segment.grade = None
+    return rollout
 
 
 def test_kill_9_loses_nothing_that_was_written(tmp_path, caplog):
@@ -186,19 +211,16 @@ def test_a_full_disk_is_an_error_of_the_next_rollout_or_of_the_end(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, before)
-    assert read_dump(path) == [GROUP], "what was whole stays"
+    assert read_step(tmp_path) == [GROUP], "what was whole stays"
 
 
 def test_what_is_no_record_or_of_another_version_is_refused_in_words(tmp_path):
     (tmp_path / "notes.arrow").write_text("nonsense")
     with pytest.raises(ValueError, match=r"notes\.arrow: expected rollouts .*found b'nonsense'"):
-        read_dump(tmp_path / "notes.arrow")
+        list(batches(tmp_path / "notes.arrow", SEGMENTS))
     with pa.ipc.new_stream(str(tmp_path / "rank-7.arrow"), pa.schema({"a": pa.int32()})) as stream:
         stream.write_table(pa.table({"a": pa.array([1], pa.int32())}))
-    with pytest.raises(ValueError, match=r"rank-7\.arrow: expected .* version 8, found version none"):
-        read_step(tmp_path)
-    (tmp_path / "rank-0.jsonl").write_text('{"type": "header", "version": 2}\n')
-    with pytest.raises(ValueError, match=r"rank-0\.jsonl: .* version 8, found version 2 or older"):
+    with pytest.raises(ValueError, match=r"rank-7\.arrow: expected .* version 9, found version none"):
         read_step(tmp_path)
 
 
@@ -233,7 +255,7 @@ def test_skeletons_have_everything_but_arrays(tmp_path):
             used(next(found[0].segments()).token_ids)
 
 
-def test_skeletons_read_no_arrays_and_token_ids_only_of_those_who_are_asked_for(tmp_path):
+def test_skeletons_read_no_arrays(tmp_path):
     """Arrays are damaged here, which only readers of arrays notice."""
     noise = np.random.default_rng(0).integers(0, 1 << 30, 100_000)
     long = Group(prompt("p"), 0, [Segment(Tokens.of(noise, np.zeros(len(noise))), "stop", GRADE)])
@@ -246,9 +268,6 @@ def test_skeletons_read_no_arrays_and_token_ids_only_of_those_who_are_asked_for(
     (tmp_path / "rank-0.arrow").write_bytes(data)
     skeletons = read_skeletons(step_files(tmp_path))
     assert [rollout_key(skeleton) for skeleton in skeletons] == [rollout_key(long), rollout_key(STREAM)]
-    fill_numbers(skeletons[1:], step_files(tmp_path))
-    found, written = ([s.token_ids.tolist() for s in stream.segments()] for stream in (skeletons[1], STREAM))
-    assert found == written
     with pytest.raises(ValueError, match=r"rank-0\.arrow: damaged"):
         fill_numbers(skeletons, step_files(tmp_path))
     with pytest.raises(ValueError, match=r"rank-0\.arrow: damaged"):
@@ -267,7 +286,7 @@ def test_a_batch_is_small_however_much_completes_at_once(tmp_path):
     sizes = [pc.sum(batch["tokens"]).as_py() or 0 for batch in batches(path, SEGMENTS)]
     assert sum(sizes) == 900_000 + 5, "five prompts of a token"
     assert max(sizes) < BATCH_BYTES + 90_000
-    assert read_dump(path) == long
+    assert read_step(tmp_path) == long
 
 
 @pytest.mark.parametrize("rollout", [STREAM, GROUP, TREE])
@@ -284,7 +303,7 @@ def test_a_recorded_token_takes_at_most_9_bytes_in_memory_and_6_on_disk(tmp_path
     )
     path = tmp_path / "rank-0.arrow"
     record(path, [group])
-    (segment,) = read_dump(path)[0].segments()
+    (segment,) = read_step(tmp_path)[0].segments()
     assert segment.tokens.nbytes == 8 * len(segment)
     assert path.stat().st_size < 6 * len(segment)
 

@@ -15,18 +15,11 @@ import pyarrow as pa
 from megatron_eqlen.files import step_name, step_number, unused
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout.partial import HarvestProgress, PartialRollout, RolloutOrigin
-from megatron_eqlen.rollout.record.arrow_log import (
-    OLD_VERSION,
-    batches,
-    check_version,
-    other_version,
-    pieces,
-    placed,
-    values,
-)
+from megatron_eqlen.rollout.record.arrow_log import batches, pieces, values
 from megatron_eqlen.rollout.record.format import (
     CONTEXT,
     END,
+    GRADES,
     PROMPT,
     SEGMENTS,
     SKELETON,
@@ -34,13 +27,10 @@ from megatron_eqlen.rollout.record.format import (
     from_batch,
     grades_of,
 )
-from megatron_eqlen.rollout.record.recorder import FILES, GRADE_FILES, OLD_FILES, OPEN, OPEN_FILES
+from megatron_eqlen.rollout.record.recorder import FILES, GRADE_FILES, OPEN, OPEN_FILES
 from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.tokens import COLUMNS, NUMBERS, VERSIONS, Tokens
 from megatron_eqlen.types import Grade, Prompt, Rollout, RolloutKey, rollout_key, training_order
-
-RowKey = tuple[str, int | None]
-"""(prompt_id, index of the rollout), or None for the prompt itself."""
 
 NOTHING: Mapping[RolloutKey, RolloutOrigin] = MappingProxyType({})
 
@@ -49,16 +39,6 @@ logger = logging.getLogger(__name__)
 
 class PartialRolloutError(ValueError):
     """A suspended rollout is not recorded; names the folder, what was expected and what was found."""
-
-
-def read_dump(path: str | Path) -> list[Rollout]:
-    """Return the rollouts of a file with the grades beside it, in the order in which they were completed.
-
-    A torn end is dropped with a warning. Raises ValueError, naming the file, where it is damaged, is no
-    record of rollouts, or is of another version of the format.
-    """
-    path = Path(path)
-    return list(_assembled([path]).rollouts.values())
 
 
 def read_step(
@@ -84,8 +64,7 @@ def read_prompts(files: Sequence[Path]) -> list[Prompt]:
     """Return the whole prompts of some of a step's files, in the order in which they were drawn."""
     assembly, columns = Assembly(), (*SKELETON, "token_ids", "gold")
     for path in files:
-        named: set[RowKey] = {(name, None) for name in values(path, SEGMENTS, "prompt_id")}
-        for batch in batches(path, SEGMENTS, columns, _places(path, named)):
+        for batch in batches(path, SEGMENTS, columns):
             for row in from_batch(batch):
                 if row["role"] == PROMPT:
                     assembly.take(row)
@@ -95,10 +74,8 @@ def read_prompts(files: Sequence[Path]) -> list[Prompt]:
 def fill_numbers(skeletons: Sequence[Rollout], files: Sequence[Path]) -> None:
     """Read the columns of one number for each token, and their prompts' golds, of some of the rollouts that
     ``read_skeletons`` found in ``files``."""
-    rows: set[RowKey] = {
-        row for skeleton in skeletons for row in (rollout_key(skeleton), (skeleton.prompt_id, None))
-    }
-    rollouts = _assembled(files, (*SKELETON, *NUMBERS, "gold"), rows).rollouts
+    prompt_ids = {skeleton.prompt_id for skeleton in skeletons}
+    rollouts = _assembled(files, (*SKELETON, *NUMBERS, "gold"), prompt_ids).rollouts
     for skeleton in skeletons:
         rollout = rollouts[rollout_key(skeleton)]
         skeleton.prompt = replace(skeleton.prompt, gold=rollout.prompt.gold)
@@ -245,9 +222,7 @@ def _versions(path: Path, oldest: int, carried: Mapping[RolloutKey, int]) -> set
 
 
 def step_files(folder: Path) -> list[Path]:
-    """Return a step's files of rollouts. Raises ValueError where they are of an older version."""
-    if old := sorted(folder.glob(OLD_FILES)):
-        raise other_version(old[0], OLD_VERSION)
+    """Return a step's files of rollouts."""
     return _in_order(folder.glob(FILES))
 
 
@@ -260,9 +235,8 @@ def read_grades(folder: Path) -> dict[tuple[str, int, int], Grade]:
     """Return all grades of a step's folder, by prompt_id, index and number of the segment."""
     grades: dict[tuple[str, int, int], Grade] = {}
     for path in _in_order(folder.glob(GRADE_FILES)):
-        table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
-        check_version(path, table.schema)
-        grades = grades_of(table.to_pylist()) | grades
+        for batch in batches(path, GRADES):
+            grades = grades_of(batch.to_pylist()) | grades
     return grades
 
 
@@ -314,26 +288,15 @@ def _naming(files: Sequence[Path], prompt_ids: Collection[str] | None) -> list[P
 def _assembled(
     files: Sequence[Path],
     columns: Sequence[str] | None = None,
-    wanted: set[RowKey] | None = None,
     prompt_ids: Collection[str] | None = None,
     without: Collection[str] = (),
 ) -> Assembly:
-    """Read the files of one folder: all rows, only the ``wanted`` rows, or the rows of some prompts."""
+    """Read the files of one folder: all rows, or the rows of some prompts."""
     assembly = Assembly(read_grades(files[0].parent) if files else {}, without=without)
     for path in files:
-        for batch in batches(path, SEGMENTS, columns, None if wanted is None else _places(path, wanted)):
+        for batch in batches(path, SEGMENTS, columns):
             for row in from_batch(batch):
-                asked = prompt_ids is None or row["prompt_id"] in prompt_ids
-                if asked and (wanted is None or (row["prompt_id"], row["index"]) in wanted):
+                if prompt_ids is None or row["prompt_id"] in prompt_ids:
                     assembly.take(row)
         assembly.end_file()
     return assembly
-
-
-def _places(path: Path, wanted: set[RowKey]) -> list[int]:
-    """Return the places where batches begin that hold any of the rows."""
-    return [
-        place
-        for place, batch in placed(path, SEGMENTS, ["prompt_id", "index"])
-        if not wanted.isdisjoint(zip(*(column.to_pylist() for column in batch.columns), strict=True))
-    ]

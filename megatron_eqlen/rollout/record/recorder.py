@@ -47,8 +47,6 @@ OPEN = "open-"
 """Prefix of the name of a file of unfinished rollouts; the name of the file of rollouts is appended."""
 OPEN_FILES = f"{OPEN}{FILES}"
 GRADE_FILES = "grades-*.arrow"
-OLD_FILES = "rank-*.jsonl"
-"""Names of such files in versions before 3."""
 
 INTERVAL = 2.0
 """Seconds between two looks at the tracks of a harvest."""
@@ -268,6 +266,6 @@ def record_grades(path: Path, graded: Iterable[Rollout]) -> None:
     """Write the grades of rollouts that were recorded in ``path`` to a file beside it."""
     rows = grade_rows(graded)
     with replaced(unused(path.with_name(f"grades-{path.name}"))) as partial:
-        options = pa.ipc.IpcWriteOptions(compression="zstd")
-        with pa.ipc.new_file(str(partial), GRADES, options=options) as file:
-            file.write_table(pa.Table.from_pylist(rows, GRADES))
+        file = ArrowLog(partial, GRADES)
+        file.write(pa.RecordBatch.from_pylist(rows, GRADES))
+        file.close()
