@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from importlib import import_module
+
+from torch.distributed import distributed_c10d
 
 _c10d = import_module("torch._C._distributed_c10d")  # missing in its stubs
 
@@ -31,7 +34,16 @@ def status() -> str:
 
 def traces() -> dict[str, bytes]:
     """Return the recorded collectives, by the prefix of the files that ``torchfrtrace`` reads."""
-    recorded = {"gloo_": _c10d._dump_fr_trace()}
+    gloo = pickle.loads(_c10d._dump_fr_trace())
+    gloo["pg_config"] = {  # gloo leaves it empty
+        name: {
+            "name": name,
+            "desc": group.group_desc,
+            "ranks": str(sorted(distributed_c10d._world.pg_group_ranks[group])),
+        }
+        for group, name in list(distributed_c10d._world.pg_names.items())
+    }
+    recorded = {"gloo_": pickle.dumps(gloo)}
     if has_nccl():
         recorded["nccl_"] = _c10d._dump_nccl_trace()
     return recorded

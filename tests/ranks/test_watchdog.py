@@ -217,7 +217,9 @@ def test_a_rank_that_misses_a_collective_is_recorded_and_one_that_was_slow_is_no
         assert place in text
     command = f"{Path(sys.executable).parent}/{command}"
     analysis = subprocess.run(command.split(), timeout=60, capture_output=True, text=True, check=False)
-    assert "all_reduce" in analysis.stdout + analysis.stderr
+    said = analysis.stdout + analysis.stderr
+    assert "collective: gloo:all_reduce\n" in said, said
+    assert "missing ranks: {1}" in said, said
 
 
 def test_what_a_stage_took_before_it_may_take_again(jobs):
