@@ -63,6 +63,7 @@ _MARKUP = _compile(  # what is drawn, not what it means
     (rf"(?<!\\)\\(?:[,;:> \n]|(?:q?quad|thinspace|enspace|space){_END})|~|\\$|\s+", " "),
     (r"\\hspace\*?\{[^{}]*\}", " "),
     (rf"\\(?:mathbf|bf)\s*\{{([RZQNC])\}}|\\Bbb\s*\{{?([RZQNC])(?:\}}|{_END})", r"\\mathbb{\1\2}"),
+    (r"\\mathbb\s*([A-Z])(?![A-Za-z])", r"\\mathbb{\1}"),
     (r"\{([,:])\}", r"\1"),
     (r'^\s*["`*]+|["`*]+\s*$', ""),  # Markdown
 )  # fmt: skip
@@ -97,6 +98,7 @@ _SPELLING = _compile(  # one name for one thing
     (r":=|\\coloneqq", "="),
     (rf"\\colon{_END}", ":"),
     (rf"\\div{_END}", "/"),
+    (rf"\\var(phi|epsilon|theta|rho|sigma|kappa){_END}", r"\\\1"),
     (rf"\\vee{_END}", r"\\lor "),
     (rf"\\varnothing{_END}|\\\{{\s*\\\}}", r"\\emptyset"),
     (rf"\^\s*(?:\{{\s*\\circ\s*\}}|\\circ{_END})|\\degree{_END}", r"^\\circ "),
@@ -191,6 +193,11 @@ _PROSE = re.compile(
 """Words among mathematics."""
 _PHRASE = re.compile(r"[^\W\d_]+(?:[\s-]+[^\W\d_]+)*")
 _WORDS = re.compile(r"\s*([A-Za-z]+(?:[\s-]+[A-Za-z]+)*)\s*")
+_SENTENCES = _compile(  # words around an answer of words
+    (r"(?i)^(?:(?:the|this) (?:equation|system) ha(?:s|ve) |there (?:is|are|exists?) "
+     r"|(?:the|an?) (?=\w+ \w))+", ""),
+    (r"(?i)(?<=\w) (?:always )?(?:wins(?: the game)?|has a winning strategy)$", ""),
+)  # fmt: skip
 _SHORT_WORDS = {"yes", "no", "odd", "one", "two", "six", "ten", "all", "any", "dne", "nan"}
 _SAME_WORDS: dict[str, str] = dict.fromkeys(
     ("dne", "thelimitdoesnotexist", "limitdoesnotexist"), r"\text{doesnotexist}"
@@ -213,7 +220,7 @@ def normalize(answer: str) -> str:
     while (unwrapped := _apply(_WRAPPERS, text)) != text:
         text = unwrapped
     text = delimit(_apply(_LEADS, _apply(_SPELLING, _apply(_LEADS, _REMARK.sub(_without_remark, text)))))
-    value, unit = _split_unit(_SIZE.sub(_power_of_ten, text))
+    value, unit = _split_units(_SIZE.sub(_power_of_ten, text))
     value = _words(_CONNECTIVE.sub(lambda match: _connect(match, value), value))
     value = _apply(_LAYOUT, _apply(_NUMBERS, value.strip()))
     return (value or "0") + rf"\unit{{{unit}}}" if unit and value else value
@@ -289,11 +296,19 @@ def _is_word(text: str) -> bool:
 def _word(match: re.Match[str]) -> str:
     if len(match[0]) == 1:
         return match[0]  # a name or a choice
-    word = re.sub(r"[\s-]", "", match[0]).lower()
+    word = re.sub(r"[\s-]", "", _apply(_SENTENCES, match[0])).lower()
     return _SAME_WORDS.get(word, rf"\text{{{word}}}")
 
 
 # --- units
+
+
+def _split_units(text: str) -> tuple[str, str]:
+    """Return the value and the name of its unit; for a list, the one unit of all its members."""
+    parts = [_split_unit(part) for part in _CONNECTIVE.sub(",", text).split(",")]
+    if len(parts) > 1 and len({unit for _, unit in parts}) == 1 and parts[0][1]:
+        return ",".join(value for value, _ in parts), parts[0][1]
+    return _split_unit(text)
 
 
 def _split_unit(text: str) -> tuple[str, str]:

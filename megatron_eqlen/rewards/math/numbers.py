@@ -5,11 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import mpmath
-from sympy import Expr, Float, Integer, Pow, Rational, binomial, factorial
+from sympy import Expr, Float, Integer, Pow, Rational, binomial, factorial, simplify, solve
 
 DIGITS = 15
 LARGEST_BITS = 1 << 20
 """A number of more bits is never computed: it is compared as it is written."""
+MOST_DIGITS = 300
+"""Exact numbers that agree in so many digits are not known to differ."""
+INTEGERS = frozenset("kmnKMN")
+"""Symbols whose values are integers."""
+SIZES = ((3, Rational(3, 11)), (4, Rational(17, 3)), (7, Rational(40, 3)))
+"""Values of the first symbol, as an integer and as another number; further symbols have larger ones."""
 
 
 def number_of(value: Any, point: dict[Any, Any] | None = None) -> Any:
@@ -57,19 +63,50 @@ def surely_different(gold: Any, answer: Any) -> bool:
     """Return True if both are expressions that differ at one point of their symbols: no simplification can
     make them equal.
 
-    Most wrong answers are found here, at a tenth of the cost of SymPy's ``simplify``. False means: not known.
+    Most wrong answers are found here, at a tenth of the cost of SymPy's ``simplify``, and those that differ
+    by less than math-verify looks at. False means: not known.
     """
     if not (isinstance(gold, Expr) and isinstance(answer, Expr)):
         return False
     if gold.is_Symbol or answer.is_Symbol:
         return False  # names compare as text
     symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
-    point: dict[Any, Any] = {
-        symbol: Rational(2 * number + 3, 7 * number + 11) for number, symbol in enumerate(symbols)
-    }
-    here, there = number_of(gold, point), number_of(answer, point)
-    return (
-        here is not None
-        and there is not None
-        and bool(abs(here - there) > 1e-3 * max(1, abs(here), abs(there)))
+    return any(
+        _differ(gold, answer, _point(symbols, number), real=number > 0)
+        for number in range(len(SIZES) if symbols else 1)
     )
+
+
+def _point(symbols: list[Any], number: int) -> dict[Any, Any]:
+    integer, size = SIZES[number]
+    return {
+        symbol: integer + n if str(symbol) in INTEGERS else size + Rational(n, 7 * n + 11)
+        for n, symbol in enumerate(symbols)
+    }
+
+
+def _differ(gold: Expr, answer: Expr, point: dict[Any, Any], real: bool) -> bool:
+    """Return True if two expressions have different numbers at ``point``; with ``real``, if both are real: of
+    ``\\ln(1+x)-\\ln(1-x)``, for example, other points show only another branch."""
+    here, there = number_of(gold, point), number_of(answer, point)
+    if here is None or there is None or (real and (here.imag or there.imag)):
+        return False
+    if abs(here - there) > 1e-3 * max(1, abs(here), abs(there)):
+        return True
+    if has_decimals(gold, answer):
+        return False
+    try:
+        parts = (gold - answer).subs(point).doit().evalf(DIGITS, maxn=MOST_DIGITS).as_real_imag()
+    except (TypeError, ValueError, OverflowError, AttributeError, ZeroDivisionError):
+        return False
+    return any(part.is_Number and part != 0 and getattr(part, "_prec", 2) > 1 for part in parts)
+
+
+def same_without_solutions(gold: Any, answer: Any) -> bool:
+    """Return True if one ``Eq`` is a multiple of the other, or has a real solution: math-verify compares
+    solutions, and takes all equations without one for equal."""
+    try:
+        ratio = simplify((gold.lhs - gold.rhs) / (answer.lhs - answer.rhs))
+        return not ratio.free_symbols or solve(gold, *gold.free_symbols) != []
+    except (TypeError, ValueError, AttributeError, NotImplementedError, ZeroDivisionError):
+        return True

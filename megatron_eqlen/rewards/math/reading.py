@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from math import prod
 from typing import Any
+from zlib import crc32
 
 from antlr4 import PredictionMode
 from antlr4.error.ErrorListener import ErrorListener
@@ -23,11 +25,25 @@ CLEAN_UP = NormalizationConfig(
 ourselves."""
 READING = ConversionConfig(interpret_as_mixed_fractions=False, lowercase_symbols=False)
 """Mixed numbers were already written as sums."""
-_PRODUCT = re.compile(r"(?<=\d)(?=\(|\\(?:binom|frac))")
-"""Place where the library would wrongly read a mixed number, for example ``2(3)`` as 5."""
-_RECIPROCAL = re.compile(r"\\(coth|sech|csch)((?:\^\{\w+\})?\([^()]*\))")
 _HYPERBOLIC = {"coth": "tanh", "sech": "cosh", "csch": "sinh"}
 """Each function that the library cannot read, and its reciprocal."""
+
+
+def _symbol(text: str) -> str:
+    """Return a symbol that stands for an expression which the library cannot compute with."""
+    return f"Q_{{{crc32(text.encode())}}}"
+
+
+_REWRITES = (
+    (r"\\(coth|sech|csch)((?:\^\{\w+\})?\([^()]*\))", lambda m: rf"(1/\{_HYPERBOLIC[m[1]]}{m[2]})"),
+    (r"(?<![\d!.])(\d{1,3})!!", lambda m: str(prod(range(int(m[1]), 0, -2)))),
+    (r"(?:[A-Za-z]|\([^()]*\))!!", lambda m: _symbol(m[0])),
+    (r"\\(gcd|lcm)\(([^()]*[A-Za-z][^()]*)\)", lambda m: _symbol(m[1] + ",".join(sorted(m[2].split(","))))),
+    (r"\\gamma(?![(_A-Za-z])", r"(\\gamma)"),
+    (r"(?<=\d)(?=\(|\\(?:binom|frac))", r"\\cdot "),
+)
+"""What the library would misread: ``3!!`` as (3!)!, ``\\gcd(m,n)`` as 1, ``\\gamma+1`` as gamma(1), and
+``2(3)`` as 5."""
 _TWO_NUMBERS = re.compile(r"\d \d")
 
 
@@ -73,8 +89,9 @@ def read(text: str, is_complex: bool = False) -> Any:
         return _read_union(text.split(r"\lor"), is_complex)
     try:
         parser = _Latex2Sympy(is_real=not is_complex, config=READING)
-        text = _RECIPROCAL.sub(lambda call: rf"(1/\{_HYPERBOLIC[call[1]]}{call[2]})", text)
-        value: Any = parser.parse(normalize_latex(_PRODUCT.sub(r"\\cdot ", text), CLEAN_UP))
+        for pattern, replacement in _REWRITES:
+            text = re.sub(pattern, replacement, text)
+        value: Any = parser.parse(normalize_latex(text, CLEAN_UP))
         value = value.xreplace({Symbol("i", real=False): I}) if is_complex else value
         return value.replace(Function(r"\zeta"), zeta) if r"\zeta(" in text else value
     except Exception:  # noqa: BLE001  the library raises what it likes on text that is no mathematics

@@ -15,10 +15,11 @@ import resource
 import sys
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import pairwise, product
 from typing import Any
 
 from math_verify import verify
-from sympy import Float, Rational
+from sympy import Eq, Float, Rational
 
 from megatron_eqlen.rewards.math.match import compare_texts
 from megatron_eqlen.rewards.math.numbers import (
@@ -26,6 +27,7 @@ from megatron_eqlen.rewards.math.numbers import (
     has_decimals,
     is_huge,
     number_of,
+    same_without_solutions,
     surely_different,
 )
 from megatron_eqlen.rewards.math.reading import read
@@ -81,6 +83,7 @@ _NAME = re.compile(
     r"|\\(?:dim|det|lim|max|min|sup|inf|gcd|lcm|deg|arg|int|sum|prod|ker)(?![A-Za-z]).+"
 )
 """The left side of an equation that only names the value on the right."""
+_FUNCTION = re.compile(r"[A-Za-z](?:\(([a-z])\))?")
 _BARE_LOG = re.compile(r"\\log(?!_|[A-Za-z])")
 _TEXT = re.compile(r"\\text\{(.*?)\}")
 _OBJECT = re.compile(
@@ -111,6 +114,8 @@ def members(text: str) -> tuple[str, list[str]]:
     group = _GROUP.fullmatch(text)
     if group and _is_balanced(group[2]):
         inside = split(group[2], ",")
+        if len(inside) > 1 and group[1] == "(" and r"\pm" in text:
+            return "", _signs(text)
         if len(inside) > 1 or group[1] == r"\{":
             return group[1] + group[3], [sign for part in inside for sign in _signs(part)]
     return "", [sign for part in split(text, ",") for sign in _signs(part)]
@@ -126,7 +131,10 @@ def _is_balanced(text: str) -> bool:
 
 
 def _signs(text: str) -> list[str]:
-    r"""Both values of ``1 \pm 2``."""
+    r"""Both values of ``1 \pm 2``, all of ``(\pm 1, \pm 2)``."""
+    group = _GROUP.fullmatch(text)
+    if group and group[1] == "(" and r"\pm" in text and len(inside := split(group[2], ",")) > 1:
+        return [f"({','.join(values)})" for values in product(*map(_signs, inside))]
     if text.count(r"\pm") != 1:
         return [text]
     return [text.replace(r"\pm", sign).removeprefix("+") for sign in "+-"]
@@ -249,13 +257,18 @@ def _equal_equations(gold: str, answer: str, is_complex: bool) -> bool:
         return any(equal(value, answer, is_complex) for value in values)
     if not _is_true(found, is_complex):
         return False
-    if _NAME.fullmatch(wanted[0]) and _plain_name(wanted[0]) == _plain_name(found[0]):
+    if _NAME.fullmatch(wanted[0]) and _same_name(wanted[0], found[0], wanted[-1]):
         return equal(wanted[-1], found[-1], is_complex)
     return _equal_values(f"{wanted[0]}={wanted[-1]}", f"{found[0]}={found[-1]}", is_complex)
 
 
-def _plain_name(name: str) -> str:
-    return re.sub(r"[() ]", "", name)
+def _same_name(name: str, other: str, value: str) -> bool:
+    """Return True for one name, and for names of a function of one variable: ``y``, ``y(x)`` and ``f(x)``."""
+    if re.sub(r"[() ]", "", name) == re.sub(r"[() ]", "", other):
+        return True
+    calls = [_FUNCTION.fullmatch(each) for each in (name, other)]
+    variables = {call[1] for call in calls if call and call[1]}
+    return all(calls) and len(variables) == 1 and not variables & {name, other} and variables.pop() in value
 
 
 def _conclusions(answer: str, gold: str, is_complex: bool) -> list[str]:
@@ -270,7 +283,8 @@ def _conclusions(answer: str, gold: str, is_complex: bool) -> list[str]:
         return []
     if roundings and _NAME.fullmatch(value):
         return roundings[-1:]
-    return [value, *roundings] if all(_rounds_to(value, one, is_complex) for one in roundings) else []
+    true = all(_rounds_to(*pair, is_complex) for pair in pairwise([value, *roundings]))
+    return [value, *roundings] if true else []
 
 
 def _is_true(terms: list[str], is_complex: bool) -> bool:
@@ -297,7 +311,8 @@ def _equal_values(gold: str, answer: str, is_complex: bool) -> bool:
     if surely_different(wanted, found):
         return False
     if _verify(_exact(wanted), _exact(found)):
-        return True
+        both = isinstance(wanted, Eq) and isinstance(found, Eq)
+        return not both or same_without_solutions(wanted, found)
     return has_decimals(wanted, found) and _verify(wanted, found) and not _only_both_small(wanted, found)
 
 
