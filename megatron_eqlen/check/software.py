@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 from megatron_eqlen.check.finding import Check, Finding, Place
 from megatron_eqlen.data.overlap import read_overlaps
@@ -86,22 +82,6 @@ def overlap(place: Place) -> Finding | None:
     return Finding("ok", "the training data holds no question of a benchmark")
 
 
-def container(place: Place) -> Finding | None:
-    """Check that SLURM can start ``CONTAINER_IMAGE``; runs outside the container, where srun is."""
-    image, srun = os.environ.get("CONTAINER_IMAGE"), shutil.which("srun")
-    if image is None or srun is None:
-        return None
-    said = subprocess.run([srun, "--help"], capture_output=True, text=True, check=False, timeout=30)
-    if "--container-image" not in said.stdout:
-        advice = "NVIDIA's pyxis, or Apptainer (docs/cluster.md)"
-        return Finding("missing", f"srun has no --container-image for CONTAINER_IMAGE={image}", advice)
-    if image.startswith("/") and not Path(image).exists():
-        return Finding(
-            "failed", f"CONTAINER_IMAGE: {image} does not exist", "enroot import (docs/cluster.md)"
-        )
-    return Finding("ok", f"srun starts {image}")
-
-
 def sandbox(place: Place) -> Finding | None:
     """Report the isolation that generated programs get, tested with programs that attempt to escape."""
     if place.recipe and (place.recipe.reward.sandbox_url or not _graders(place) & (CODE | ANY)):
@@ -142,7 +122,6 @@ CHECKS = [
     _on_gpus(TRANSFORMER_ENGINE),
     _on_gpus(FLA),
     _on_gpus(APEX),
-    Check("container", container),
     Check("inputs", inputs),
     Check("benchmarks apart", overlap, needed=lambda place: False, in_short=False),
     Check("code sandbox", sandbox, needed=_grades_code, in_short=False),

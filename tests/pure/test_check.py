@@ -7,7 +7,6 @@ import re
 import socket
 import warnings
 from collections import namedtuple
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from subprocess import TimeoutExpired
 from types import SimpleNamespace
@@ -58,12 +57,6 @@ def gpus(monkeypatch, count: int, free_gib: float = 79.0, gib: float = 79.6, com
 @pytest.fixture
 def no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-@pytest.fixture(scope="module")
-def address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"127.0.0.1:{server.getsockname()[1]}"
 
 
 # ---- the command -------------------------------------------------------------------------------------
@@ -154,22 +147,6 @@ def test_fla_is_only_looked_for_where_the_model_has_what_it_computes(large):
     assert software.package(packages.FLA, hybrid) is not None
 
 
-def test_an_image_needs_pyxis_and_must_be_there(anywhere, tmp_path, monkeypatch):
-    image, srun = tmp_path / "eqlen.sqsh", tmp_path / "srun"
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setenv("CONTAINER_IMAGE", str(image))
-    srun.write_text("#!/bin/bash\necho '      --container=PATH   an OCI bundle'\n")
-    srun.chmod(0o755)
-    assert finding(software.container(anywhere)).state == "missing"
-    srun.write_text("#!/bin/bash\necho '      --container-image=[USER@][REGISTRY#]IMAGE[:TAG]|PATH'\n")
-    assert finding(software.container(anywhere)).state == "failed"
-    image.touch()
-    assert finding(software.container(anywhere)).state == "ok"
-    srun.unlink()
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert software.container(anywhere) is None, "inside of the image there is no srun"
-
-
 @pytest.mark.parametrize(
     ("isolation", "state"), [((True, True, False), "ok"), ((False, True, True), "missing")]
 )
@@ -193,7 +170,7 @@ def test_the_sandbox_is_tried_where_answers_are_programs(large, anywhere, monkey
 
 def test_gpus_are_counted_and_compute(large, anywhere, monkeypatch):
     gpus(monkeypatch, 8)
-    assert devices.gpus(large).text.startswith("8 x H100, driver ")
+    assert devices.gpus(large).text.startswith("8 x H100")
     gpus(monkeypatch, 4)
     assert devices.gpus(large).text == "4 GPUs for 8 processes a node (cluster.processes_per_node)"
     assert devices.gpus(anywhere).state == "ok"
@@ -203,15 +180,12 @@ def test_gpus_are_counted_and_compute(large, anywhere, monkeypatch):
     )
 
 
-def test_without_a_gpu_it_says_why(large, anywhere, no_gpu, monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", None)
-    finding = devices.gpus(large)
-    assert "was built for CPUs" in finding.text
-    assert finding.todo.startswith("tools/setup gpu")
-    assert devices.gpus(anywhere).todo == ""
+def test_without_a_gpu_it_says_what_torch_is_for(large, anywhere, no_gpu, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(devices, "_driver", lambda: "")
-    assert "(torch for CUDA 13.0, driver not found)" in devices.gpus(large).text
+    finding = devices.gpus(large)
+    assert "is for CUDA 13.0" in finding.text
+    assert "cluster.device=cpu" in finding.todo
+    assert devices.gpus(anywhere).todo == ""
 
 
 def test_the_plan_is_held_against_the_memory_that_is_there(large, monkeypatch):
@@ -254,28 +228,13 @@ def finding(found: Finding | None) -> Finding:
     return found
 
 
-def test_a_wrong_sum_is_no_collective(anywhere, no_gpu, monkeypatch):
-    assert devices.collectives(anywhere) == Finding("ok", "gloo")
-    monkeypatch.setattr(devices, "reduced_by_gloo", lambda: [2.0, 1.0])
-    assert devices.collectives(anywhere).state == "failed"
-
-
-def test_why_gloo_fails_is_said(anywhere, no_gpu, monkeypatch):
-    def no_network(*_: object) -> None:
-        raise RuntimeError("Unable to find address for: n1")
-
-    monkeypatch.setattr(devices.dist, "ProcessGroupGloo", no_network)
-    (item,) = [item for item in CHECKS if item.name == "collectives"]
-    assert "Unable to find address for: n1" in finding(look(item, anywhere)).text
-
-
 def test_nccls_sum_is_that_of_all_gpus(anywhere, monkeypatch):
     gpus(monkeypatch, 8)
     monkeypatch.setattr(devices.nccl, "version", lambda: (2, 30, 4))
     monkeypatch.setattr(devices, "reduced_by_nccl", lambda: [8.0] * 8)
     assert devices.collectives(anywhere) == Finding("ok", "NCCL 2.30.4 between 8 GPUs")
     monkeypatch.setattr(devices, "reduced_by_nccl", lambda: [8.0] * 7 + [7.0])
-    assert devices.collectives(anywhere).state == "failed"
+    assert finding(devices.collectives(anywhere)).state == "failed"
 
 
 @pytest.mark.gpu
@@ -341,26 +300,6 @@ def test_a_container_with_dockers_shared_memory_is_refused(anywhere, monkeypatch
     assert machine.shared_memory(anywhere).state == "failed"
 
 
-def test_a_slow_disk_says_how_long_a_checkpoint_takes(large, monkeypatch):
-    monkeypatch.setattr(machine, "SAMPLE", 1 << 20)
-    monkeypatch.setattr(machine, "seconds", lambda work: work() or 0.001)
-    assert machine.disk(large).state == "ok"
-    monkeypatch.setattr(machine, "seconds", lambda work: work() or 0.1)
-    slow = machine.disk(large)
-    assert slow.state == "slow"
-    assert "writes 10 MB/s, reads 10 MB/s: a checkpoint takes 729 minutes" in slow.text
-    assert not large.folder.exists()
-
-
-def test_a_disk_that_cannot_be_written_fails(tmp_path, monkeypatch, anywhere):
-    def full(**_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(machine.tempfile, "TemporaryFile", full)
-    (item,) = [item for item in CHECKS if item.name == "disk"]
-    assert "No space left on device" in finding(look(item, anywhere)).text
-
-
 def test_space_counts_what_a_run_has_written_already(large, monkeypatch):
     usage = SimpleNamespace(free=int(1e12))
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage)
@@ -369,31 +308,6 @@ def test_space_counts_what_a_run_has_written_already(large, monkeypatch):
     assert "1000 GB free" in short.text
     monkeypatch.setattr(machine, "_size", lambda folder: int(0.6e12))
     assert machine.space(large).state == "ok"
-
-
-def test_hosts_that_meet_compare_their_clocks(anywhere, monkeypatch):
-    assert machine.hosts(anywhere) is None
-    monkeypatch.setenv(machine.MEET, "n1:20000")
-    monkeypatch.setenv("SLURM_NTASKS", "2")
-    monkeypatch.setenv("SLURM_PROCID", "1")
-    for clocks, state in (([5.0, 5.5], "ok"), ([5.0, 9.0], "slow")):
-        monkeypatch.setattr(machine, "meet", lambda address, count, number, clocks=clocks: clocks)
-        assert finding(machine.hosts(anywhere)).state == state
-
-
-@pytest.mark.parametrize("once", ["more", "and again"])
-def test_processes_meet_once(once, address):
-    """The rendezvous of the ranks meets at the same port afterwards."""
-    with ThreadPoolExecutor(3) as pool:
-        first, *others = pool.map(lambda number: machine.meet(address, 3, number), range(3))
-    assert others == [first, first]
-    assert max(first) - min(first) < machine.CLOCKS
-
-
-def test_hosts_that_do_not_meet_say_who_waited_where(monkeypatch):
-    monkeypatch.setattr(machine, "MEETING", machine.timedelta(seconds=1))
-    with pytest.raises(RuntimeError, match=r"did not meet 1 others at 127.0.0.1:1 within 1 s"):
-        machine.meet("127.0.0.1:1", 2, 1)
 
 
 def test_the_models_tensors_are_looked_for_and_the_first_steps_prompts_made_except_in_short(tmp_path, large):
