@@ -194,14 +194,3 @@ def sync_tree(folder: Path) -> None:
 
 def _partial_name(path: Path) -> str:
     return f".{path.name}.{secrets.token_hex(4)}.partial"
-
-
-def write_between(document: Path, start: str, end: str, text: str) -> None:
-    """Replace the text between the lines ``start`` and ``end`` of a document. Raises ValueError for a
-    document without these lines."""
-    before = document.read_text(encoding="utf-8")
-    head, _, rest = before.partition(start)
-    _, found, tail = rest.partition(end)
-    if not found:
-        raise ValueError(f"{document}: expected a line {start}, and after it one {end}")
-    write_text(document, f"{head}{start}\n{text}{end}{tail}")

@@ -175,12 +175,8 @@ def _add_results(verbs: Verbs) -> None:
         "--baseline", help="baseline method (default: the first in the table after the base)"
     )
     compare.add_argument(
-        "--interval",
-        choices=("headline", "paper", "t"),
-        default="headline",
-        help="headline: resamples seeds and problems; paper and t: seeds only, problems held fixed",
+        "--out", type=Path, metavar="FOLDER", help="write tables.md, tables.json and curves (SVG) there"
     )
-    compare.add_argument("--json", type=Path, metavar="FILE", help="write the tables there, too")
 
 
 def _add_sweep(verbs: Verbs) -> None:
@@ -192,17 +188,8 @@ def _add_sweep(verbs: Verbs) -> None:
     )
     sweep.add_argument("--jobs", type=_positive, default=1, metavar="N", help="runs at a time (default 1)")
     instead = sweep.add_mutually_exclusive_group()
-    instead.add_argument("--dry-run", action="store_true", help="print the runs and what they may spend")
+    instead.add_argument("--dry-run", action="store_true", help="print runs, budgets, and eqlen submit lines")
     instead.add_argument("--tables", action="store_true", help="only make tables of the runs that have ended")
-    instead.add_argument("--slurm", action="store_true", help="print the script that submits all to SLURM")
-    instead.add_argument("--cell", metavar="NAME", help="print a run's arguments of eqlen train, one a line")
-    sweep.add_argument(
-        "--into",
-        type=Path,
-        metavar="FILE.md",
-        help="put the tables into this document, too, between the lines that docs/results.md has",
-    )
-    sweep.add_argument("--submit", action="store_true", help="with --slurm: run that script")
 
 
 def _add_inspect(verbs: Verbs) -> None:

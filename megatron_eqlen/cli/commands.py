@@ -125,25 +125,17 @@ def compare(arguments: argparse.Namespace) -> int:
     _must_exist(*arguments.runs)
     from megatron_eqlen.report.compare import compare_runs
 
-    compare_runs(arguments.runs, arguments.baseline, arguments.interval, arguments.json)
+    compare_runs(arguments.runs, arguments.baseline, arguments.out)
     return 0
 
 
 def sweep(arguments: argparse.Namespace) -> int:
-    from megatron_eqlen.sweep import command
+    from megatron_eqlen.cli import sweep as command
 
     plan = command.read(arguments.sweep, arguments.overrides)
-    if arguments.submit and not arguments.slurm:
-        raise ValueError("--submit: expected with --slurm")
     if arguments.dry_run:
         return command.describe(plan)
-    if arguments.slurm:
-        return command.to_slurm(plan, arguments.sweep, arguments.overrides, arguments.submit)
-    if arguments.cell:
-        return command.cell(plan, arguments.cell)
-    if arguments.tables:
-        return command.tables(plan, arguments.into)
-    return command.run(plan, arguments.jobs, into=arguments.into)
+    return command.tables(plan) if arguments.tables else command.run(plan, arguments.jobs)
 
 
 def inspect(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""SLURM options of a recipe's job, used by ``plan``, ``submit`` and ``sweep --slurm``."""
+"""SLURM options of a recipe's job, used by ``plan`` and ``submit``."""
 
 from __future__ import annotations
 

@@ -1,35 +1,88 @@
-"""Runs side by side, as the paper's tables: ``eqlen compare``.
+"""Methods side by side, for ``eqlen compare`` and ``eqlen sweep``: accuracy, difference, efficiency.
 
-run folders ──► groups (model, method) of seeds ──► accuracy, difference to a baseline, efficiency
+run folders ──► groups (model, method) of seeds ──► rows ──► Markdown, JSON, and curves as SVG (``figures``)
 
-Markdown on the terminal, everything as JSON if asked for. Accuracies are over seeds: a run's samples are
-averaged first. With a single seed its samples are the replicates, and the table says so. Notes below the
-tables report unequal budgets.
+Accuracies are over seeds: a run's samples are averaged first. With a single seed its samples are the
+replicates. A row is a dict from a column's name to its value.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_eqlen.evaluation.result import compare_seeds, over_seeds
-from megatron_eqlen.evaluation.statistics import Interval
+from megatron_eqlen.evaluation.statistics import Interval, detectable_difference, seed_difference
+from megatron_eqlen.files import write_text
 from megatron_eqlen.recipe.budget import COSTS, UNITS
+from megatron_eqlen.report.figures import curves, sheet
 from megatron_eqlen.report.format import compact
 from megatron_eqlen.report.run_groups import AFTER, BASE, Group, RunResult, group_runs, read_run, run_folders
-from megatron_eqlen.report.tables import markdown_rows
 
 UNEQUAL = 1.1
 """Ratio of costs from which budgets count as unequal. Not 1, because a run completes its last step."""
+METHOD, SEEDS, PER_HOUR, PER_TOKEN = "Method", "Seeds", "Samples/GPU-h", "Samples/1k tokens"
+ABOUT_ACCURACY = (
+    "± is half the 95% bootstrap interval over seeds with the problems held fixed, as in the paper; brackets "
+    "are the 95% bootstrap interval over seeds and problems. Of a single seed the samples are the replicates."
+)
+ABOUT_DIFFERENCE = (
+    "Points above {}: mean [95% t interval, paired over seeds, problems held fixed] / the smallest "
+    "difference that as many seeds would have shown in 80% of experiments. Of a single seed: [95% bootstrap "
+    "interval over samples and problems]."
+)
+Rows = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Accuracy of a method over its seeds."""
+
+    paper: Interval
+    """Bootstrap over seeds, problems held fixed."""
+    headline: Interval
+    """Bootstrap over seeds and problems."""
+    seeds: int
+
+    def __str__(self) -> str:
+        """Format in percent: ``84.2±1.0 [80.3, 88.0]``; without ± for a single seed."""
+        if self.seeds == 1:
+            return str(self.headline)
+        half = 50 * (self.paper.high - self.paper.low)
+        low, high = 100 * self.headline.low, 100 * self.headline.high
+        return f"{100 * self.paper.mean:.1f}±{half:.1f} [{low:.1f}, {high:.1f}]"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Difference of two methods' accuracies."""
+
+    interval: Interval
+    detectable: float | None
+    """Smallest difference that as many seeds would have shown in 80% of all experiments; None for one."""
+    seeds: int
+
+    def __str__(self) -> str:
+        """Format in points: ``+2.0 [-0.9, +4.9] / 4.1``."""
+        mean, low, high = (100 * v for v in (self.interval.mean, self.interval.low, self.interval.high))
+        detectable = "" if self.detectable is None else f" / {100 * self.detectable:.1f}"
+        return f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]{detectable}"
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    rows: Rows
+    notes: Sequence[str] = ()
 
 
 def compare_runs(
-    folders: Sequence[Path], baseline: str | None, interval: str, out: Path | None, say: Callable = print
+    folders: Sequence[Path], baseline: str | None, out: Path | None, say: Callable[[str], None] = print
 ) -> None:
     """Print the tables of ``folders`` (run folders, or folders that hold some), and write them to ``out``.
 
@@ -45,18 +98,172 @@ def compare_runs(
     if not ended:
         raise ValueError(f"{', '.join(map(str, folders))}: expected a run that has ended, found none")
     groups = group_runs([read_run(folder) for folder in ended])
+    known = list(dict.fromkeys(group.method for group in groups))
+    baseline = baseline or next((name for name in known if name != BASE), BASE)
+    if baseline not in known:
+        raise ValueError(f"--baseline: expected one of {', '.join(known)}, found {baseline!r}")
+    tables = [
+        Table("Accuracy", accuracies(groups), [ABOUT_ACCURACY]),
+        Table("Difference", differences(groups, baseline), [ABOUT_DIFFERENCE.format(baseline)]),
+        Table("Efficiency", efficiency(groups)),
+    ]
+    tables = [table for table in tables if table.rows]
     notes = budget_notes(groups)
-    tables = {
-        "accuracy": accuracy_table(groups, interval),
-        "difference": difference_table(groups, baseline or _default_baseline(groups)),
-        "efficiency": efficiency_table(groups),
-    }
-    say("\n\n".join(markdown_rows(rows) for rows in tables.values() if rows))
-    for note in notes:
-        say(f"\n{note}")
+    say(markdown(tables, notes))
     if out is not None:
-        text = json.dumps(tables | {"notes": notes}, indent=1, default=_plain)
-        out.write_text(text + "\n", encoding="utf-8")
+        write(out, tables, notes, groups)
+
+
+def write(
+    folder: Path,
+    tables: Sequence[Table],
+    notes: Sequence[str],
+    groups: Sequence[Group],
+    axis: str | None = None,
+    charts: Sequence[str] | None = None,
+) -> list[Path]:
+    """Write ``tables.md``, ``tables.json`` and, for each model, ``figures-MODEL.svg``; return their paths.
+
+    ``groups``: those whose curves are drawn, over ``axis`` (a key of ``UNITS``; default: the cost at which
+    they are compared); ``charts``: titles of the charts, default all.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / "tables.md", folder / "tables.json"]
+    write_text(paths[0], markdown(tables, notes) + "\n")
+    record = {"tables": [asdict(table) for table in tables], "notes": list(notes)}
+    write_text(paths[1], json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    axis = axis or compared_cost(groups)
+    for model in dict.fromkeys(group.model for group in groups):
+        methods = {g.method: [run.folder for run in g.runs] for g in groups if g.model == model}
+        methods.pop(BASE, None)
+        paths.append(folder / f"figures-{model}.svg")
+        write_text(paths[-1], sheet(f"{model}, over {UNITS[axis]}", curves(methods, axis, charts)))
+    return paths
+
+
+# ---- rows -------------------------------------------------------------------------------------------------
+
+
+def accuracies(groups: Sequence[Group], benchmarks: Sequence[str] | None = None) -> Rows:
+    """Return the paper's tables 1 and 3: a row for each method, a column for each model and benchmark.
+
+    ``benchmarks``: the benchmarks to show, in this order; default: all.
+    """
+
+    def accuracy(group: Group, benchmark: str) -> Accuracy | None:
+        results = group.results(benchmark)
+        if not results:
+            return None
+        intervals = over_seeds(results)
+        return Accuracy(intervals["paper"], intervals["headline"], len(results))
+
+    rows = by_benchmark(groups, benchmarks, accuracy)
+    seeds: dict[str, int] = {}
+    for group in groups:
+        seeds[group.method] = max(len(group.runs), seeds.get(group.method, 0))
+    return [{METHOD: row[METHOD], SEEDS: seeds[row[METHOD]]} | row for row in rows]
+
+
+def differences(groups: Sequence[Group], baseline: str, benchmarks: Sequence[str] | None = None) -> Rows:
+    """Return how much better each method is than ``baseline``, in the same columns."""
+    base = {group.model: group for group in groups if group.method == baseline}
+
+    def above(group: Group, benchmark: str) -> Difference | None:
+        return difference(base[group.model], group, benchmark) if group.model in base else None
+
+    return by_benchmark([g for g in groups if g.method not in (baseline, BASE)], benchmarks, above)
+
+
+def by_benchmark(
+    groups: Sequence[Group],
+    benchmarks: Sequence[str] | None,
+    value: Callable[[Group, str], Accuracy | Difference | None],
+) -> Rows:
+    """Return a row for each method, with ``value(group, benchmark)`` for each model and benchmark."""
+    models = list(dict.fromkeys(group.model for group in groups))
+    known = dict.fromkeys(name for group in groups for run in group.runs for name in run.after)
+    rows = []
+    for method in dict.fromkeys(group.method for group in groups):
+        mine = {group.model: group for group in groups if group.method == method}
+        row: dict[str, Any] = {METHOD: method}
+        for model in models:
+            for benchmark in benchmarks or known:
+                column = benchmark if len(models) == 1 else f"{model} {benchmark}"
+                row[column] = value(mine[model], benchmark) if model in mine else None
+        rows.append(row)
+    return rows
+
+
+def difference(before: Group, after: Group, benchmark: str) -> Difference | None:
+    """Return the difference, paired over the seeds that both have; with fewer than two such seeds paired by
+    problem; None without evaluations of the benchmark."""
+    theirs, ours = _means(before, benchmark), _means(after, benchmark)
+    seeds = sorted(theirs.keys() & ours.keys())
+    if not (theirs and ours):
+        return None
+    by_problem = compare_seeds(before.results(benchmark), after.results(benchmark))  # checks the questions
+    if len(seeds) < 2:
+        return Difference(by_problem, None, len(seeds))
+    pair = np.array([theirs[seed] for seed in seeds]), np.array([ours[seed] for seed in seeds])
+    return Difference(seed_difference(*pair), detectable_difference(*pair), len(seeds))
+
+
+def _means(group: Group, benchmark: str) -> dict[int, float]:
+    """Return each seed's accuracy."""
+    results = {run.recipe.seed: run.before if group.method == BASE else run.after for run in group.runs}
+    return {
+        seed: float(tested[benchmark].scores.mean())
+        for seed, tested in results.items()
+        if benchmark in tested
+    }
+
+
+def efficiency(groups: Sequence[Group]) -> Rows:
+    """Return the paper's table 2, means over each method's runs, with effective samples per generated token
+    beside those per GPU hour; the last columns are ratios to the first method's."""
+    rows: list[dict[str, Any]] = []
+    for group in (group for group in groups if group.method != BASE):
+        row: dict[str, Any] = {
+            METHOD: _label(group, groups),
+            "Parallel Tracks": group.runs[0].recipe.group_size,
+            "Eff. Samples": _mean(group, lambda run: run.effective_samples),
+            "GPU Time (h)": _mean(group, lambda run: run.spent.gpu_hours),
+            PER_HOUR: _mean(group, lambda run: _ratio(run.effective_samples, run.spent.gpu_hours)),
+            PER_TOKEN: _mean(group, lambda run: 1000 * _ratio(run.effective_samples, run.generated_tokens)),
+            "Equal-Len.": group.runs[0].recipe.sampling == "equal_length",
+        }
+        first = rows[0] if rows else row
+        for name, short in ((PER_HOUR, "GPU-h"), (PER_TOKEN, "tokens")):
+            row[f"x first, {short}"] = row[name] / first[name] if first[name] else None
+        rows.append(row)
+    return rows
+
+
+# ---- text -------------------------------------------------------------------------------------------------
+
+
+def markdown(tables: Sequence[Table], notes: Sequence[str]) -> str:
+    """Format tables for GitHub, with their notes and those on all of them."""
+    parts = ["\n\n".join([f"### {t.title}", markdown_rows(t.rows), *t.notes]) for t in tables]
+    return "\n\n".join([*parts, *notes])
+
+
+def markdown_rows(rows: Rows) -> str:
+    """Format rows as a GitHub table."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [names, *([_text(row.get(name)) for name in names] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
+        for line in lines
+    )
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return compact(value) if isinstance(value, float) else "–" if value is None else str(value)
 
 
 def budget_notes(groups: Sequence[Group]) -> list[str]:
@@ -96,74 +303,9 @@ def _short(label: str, run: RunResult) -> str | None:
     return None
 
 
-def accuracy_table(groups: Sequence[Group], interval: str = "headline") -> list[dict[str, Any]]:
-    """Return one row for each method, one column for each model and benchmark: mean accuracy with interval,
-    in %."""
-    models = list(dict.fromkeys(group.model for group in groups))
-    rows = []
-    for method in dict.fromkeys(group.method for group in groups):
-        mine = [group for group in groups if group.method == method]
-        row: dict[str, Any] = {
-            "method": method,
-            "seeds": None if method == BASE else max(len(group.runs) for group in mine),
-        }
-        for group in mine:
-            for benchmark in _benchmarks(groups):
-                column = benchmark if len(models) == 1 else f"{group.model} {benchmark}"
-                results = group.results(benchmark)
-                row[column] = over_seeds(results)[interval] if results else None
-        rows.append(row)
-    return rows
-
-
-def difference_table(groups: Sequence[Group], baseline: str) -> list[dict[str, Any]]:
-    """Return how much better each method is than ``baseline``, in points, paired by problem."""
-    if baseline not in {group.method for group in groups}:
-        known = ", ".join(dict.fromkeys(group.method for group in groups))
-        raise ValueError(f"--baseline: expected one of {known}, found {baseline!r}")
-    rows = []
-    for group in (group for group in groups if group.method not in (baseline, BASE)):
-        row: dict[str, Any] = {f"points above {baseline}": _label(group, groups)}
-        for base in (other for other in groups if (other.model, other.method) == (group.model, baseline)):
-            for benchmark in _benchmarks(groups):
-                ours, theirs = group.results(benchmark), base.results(benchmark)
-                row[benchmark] = compare_seeds(theirs, ours) if ours and theirs else None
-        rows.append(row)
-    return rows
-
-
-def efficiency_table(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """Return the paper's efficiency comparison, a mean over each method's runs."""
-    return [
-        {
-            "method": _label(group, groups),
-            "tracks": group.runs[0].recipe.group_size,
-            "effective samples": _mean(group, lambda run: run.effective_samples),
-            "GPU hours": _mean(group, lambda run: run.spent.gpu_hours),
-            "samples / GPU hour": _mean(
-                group, lambda run: _ratio(run.effective_samples, run.spent.gpu_hours)
-            ),
-            "samples / 1k tokens": _mean(
-                group, lambda run: 1000 * _ratio(run.effective_samples, run.generated_tokens)
-            ),
-            "equal lengths": group.runs[0].recipe.sampling == "equal_length",
-        }
-        for group in groups
-        if group.method != BASE
-    ]
-
-
 def _label(group: Group, groups: Sequence[Group]) -> str:
     several = len({other.model for other in groups}) > 1
     return f"{group.model} {group.method}" if several else group.method
-
-
-def _benchmarks(groups: Sequence[Group]) -> list[str]:
-    return list(dict.fromkeys(name for group in groups for run in group.runs for name in run.after))
-
-
-def _default_baseline(groups: Sequence[Group]) -> str:
-    return next((group.method for group in groups if group.method != BASE), BASE)
 
 
 def _mean(group: Group, of: Callable[[RunResult], float]) -> float:
@@ -172,8 +314,3 @@ def _mean(group: Group, of: Callable[[RunResult], float]) -> float:
 
 def _ratio(above: float, below: float) -> float:
     return above / below if below else 0.0
-
-
-def _plain(value: Any) -> Any:
-    assert isinstance(value, Interval)
-    return asdict(value)

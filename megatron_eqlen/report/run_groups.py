@@ -81,8 +81,8 @@ def _runs_in(folder: Path) -> Iterator[Path]:
                 yield from _runs_in(inner)
 
 
-def read_run(folder: Path) -> RunResult:
-    """Return the results of a run that has ended."""
+def read_run(folder: Path, recipe: Recipe | None = None) -> RunResult:
+    """Return the results of a run that has ended. ``recipe``: the run's; default: read from its folder."""
     before = folder / "evaluation" / "before.json"
     records = read_metrics(folder)
 
@@ -91,7 +91,7 @@ def read_run(folder: Path) -> RunResult:
 
     return RunResult(
         folder,
-        load_run(folder),
+        recipe or load_run(folder),
         _by_benchmark(before) if before.is_file() else {},
         _by_benchmark(folder / AFTER),
         total(OBJECTIVE_EFFECTIVE_SAMPLES),

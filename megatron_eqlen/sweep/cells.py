@@ -99,13 +99,6 @@ class Plan:
         """One run of each recipe and method; the others differ from it in their seed alone."""
         return [next(cells) for _, cells in groupby(self.cells, key=lambda cell: cell.group)]
 
-    def cell(self, name: str) -> Cell:
-        """Return the cell of that name. Raises ValueError if there is none."""
-        for cell in self.cells:
-            if cell.name == name:
-                return cell
-        raise ValueError(f"expected a run of the sweep, RECIPE/METHOD-seedN, found {name!r}")
-
     def is_reference(self, cell: Cell) -> bool:
         return cell.method == self.sweep.reference
 

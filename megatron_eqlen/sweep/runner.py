@@ -18,10 +18,11 @@ from typing import Protocol
 from megatron_eqlen.processes.lifeline import named
 from megatron_eqlen.report.format import duration
 from megatron_eqlen.sweep.cells import Cell, Plan
-from megatron_eqlen.sweep.display import Display
 
 LOG = "train.log"
 """File of a run's output, in its folder."""
+LAST_LINES = 3
+"""Number of last output lines shown of a failed run."""
 INTERVAL = 0.5
 """Seconds between two looks at the runs."""
 
@@ -56,14 +57,17 @@ def start_process(arguments: Sequence[str], environ: dict[str, str], log: Path) 
 
 
 class Runner:
-    """One attempt at all runs of a plan."""
+    """One attempt at all runs of a plan; prints a line for each event."""
 
-    def __init__(self, plan: Plan, jobs: int, display: Display, start: Start = start_process) -> None:
-        self.plan, self.display, self.start = plan, display, start
+    def __init__(self, plan: Plan, jobs: int, start: Start = start_process) -> None:
+        self.plan, self.start = plan, start
         recipes = [plan.some_recipe(cell) for cell in plan.firsts]
         for recipe in recipes:
             if recipe.cluster.nodes > 1:
-                raise ValueError(f"{recipe.name}: cluster.nodes is {recipe.cluster.nodes}: use --slurm")
+                raise ValueError(
+                    f"{recipe.name}: cluster.nodes is {recipe.cluster.nodes}: expected 1 for runs of this "
+                    f"command; --dry-run prints `eqlen submit` lines for SLURM"
+                )
         self.slots = slots(jobs, max(recipe.world_size for recipe in recipes))
         self.todo = [*plan.cells]
         self.done: set[Cell] = set()
@@ -76,13 +80,13 @@ class Runner:
         while self.todo or self.running:
             self._collect()
             self._fill()
-            self.display.show([child.cell for child in self.running])
             if not self.running and self.todo:  # the remaining runs wait for runs that failed
                 break
             if self.running:
                 time.sleep(INTERVAL)
         for cell in self.todo:
-            self.display.skipped(cell)
+            reference = self.plan.sweep.reference
+            print(f"{cell.name} was not started: it may spend what runs of {reference} did", flush=True)
         return self.failed + self.todo
 
     def _collect(self) -> None:
@@ -96,10 +100,14 @@ class Runner:
             limits = self.plan.limits(child.cell)
             if status == 0 and limits is not None and child.cell.ended(limits):
                 self.done.add(child.cell)
-                self.display.ended(child.cell, duration(time.monotonic() - child.started))
+                taken = duration(time.monotonic() - child.started)
+                self._say(child.cell, f"ended after {child.cell.spent().steps} steps, {taken}")
             else:
                 self.failed.append(child.cell)
-                self.display.failed(child.cell, status, child.cell.folder / LOG)
+                log = child.cell.folder / LOG
+                self._say(child.cell, f"FAILED, status {status}; see {log}")
+                said = log.read_text(errors="replace").splitlines() if log.is_file() else []
+                print(*(f"    {line}" for line in said[-LAST_LINES:]), sep="\n", flush=True)
 
     def _fill(self) -> None:
         """Start runs while there are slots and runs that may start."""
@@ -113,7 +121,7 @@ class Runner:
             assert limits is not None, "the runs that say so have ended"
             if cell.ended(limits):
                 self.done.add(cell)
-                self.display.found(cell)
+                self._say(cell, "was complete")
             else:
                 self._start(cell, limits)
 
@@ -123,7 +131,10 @@ class Runner:
         arguments = ["train", cell.recipe_file, *cell.overrides, *limits]
         process = self.start(arguments, environ | named(), cell.folder / LOG)
         self.running.append(Running(cell, process, environ, time.monotonic()))
-        self.display.started(cell)
+        self._say(cell, "started")
+
+    def _say(self, cell: Cell, text: str) -> None:
+        print(f"[{len(self.done)}/{len(self.plan.cells)}] {cell.name} {text}", flush=True)
 
 
 def slots(jobs: int, processes: int) -> list[dict[str, str]]:

@@ -24,24 +24,14 @@ class MethodRecipe(Section):
 
 class TableRecipe(Section):
     title: str
-    kind: Literal[
-        "accuracy", "difference", "learned", "efficiency", "training", "pairs", "learning_tax", "drift"
-    ] = "accuracy"
+    kind: Literal["accuracy", "difference", "efficiency"] = "accuracy"
     methods: list[str] | None = None
     """Rows of the table, ``base`` among them if it is wanted; default: all. A ``difference`` is taken to the
     first."""
     recipes: list[str] | None = None
-    """Recipes that the table covers; default: all. For ``learned`` the last one is the control: the same
-    questions with rewards that carry no information, for example coin flips."""
+    """Recipes that the table covers; default: all."""
     benchmarks: list[str] | None = None
     """Benchmarks that the table covers; default: all."""
-
-
-class SummaryRecipe(Section):
-    methods: list[str] = Field(min_length=1)
-    """Methods that it shows; also among ``figures``, if that is set."""
-    charts: list[str] = Field(min_length=1)
-    """Titles of its charts, as in the other figures."""
 
 
 class SweepRecipe(Section):
@@ -63,14 +53,12 @@ class SweepRecipe(Section):
     """Quantity to match; the paper matches GPU hours, on a loaded machine ``flops`` is fairer."""
     max_steps: PositiveInt | None = None
     """Most steps of the other methods, whatever remains of their budget; default: no such limit."""
-    names: dict[str, str] = Field({})
-    """Names of recipes and benchmarks in tables and figures; default: unchanged."""
     tables: list[TableRecipe] = Field([])
     """Default: a table of all accuracies, and one of efficiency."""
     figures: list[str] | None = None
     """Methods that figures show: more than ten are hard to tell apart. Default: all."""
-    summary: SummaryRecipe | None = None
-    """A small figure for a document, beside the one with all charts."""
+    charts: list[str] | None = None
+    """Titles of the charts that figures show, for example ``Reward``. Default: all."""
     folder: str | None = None
     """Folder of the sweep; default: ``runs/NAME``."""
 
@@ -79,16 +67,12 @@ class SweepRecipe(Section):
         return Path(self.folder) if self.folder else Path("runs") / self.name
 
     def label(self, method: str) -> str:
-        return "Base" if method == BASE else self.methods[method].label or method
+        return self.methods[method].label or method
 
     def seeds_of(self, model: str, method: str) -> list[int]:
         """Return the seeds of a method on the recipe file of that name."""
         numbers = [self.fewer_seeds[name] for name in (model, method) if name in self.fewer_seeds]
         return self.seeds[: min(numbers, default=None)]
-
-    def called(self, name: str) -> str:
-        """Return the name of a recipe or benchmark in tables and figures."""
-        return self.names.get(name, name)
 
 
 def load_sweep(path: Path) -> SweepRecipe:
@@ -125,13 +109,9 @@ def _check(sweep: SweepRecipe) -> None:
         ("figures", sweep.figures, {*sweep.methods}),
         ("fewer_seeds", sweep.fewer_seeds, {*stems, *sweep.methods}),
     ]
-    if sweep.summary is not None:
-        chosen.append(("summary.methods", sweep.summary.methods, {*(sweep.figures or sweep.methods)}))
     for number, table in enumerate(sweep.tables):
         chosen.append((f"tables.{number}.methods", table.methods, {BASE, *sweep.methods}))
         chosen.append((f"tables.{number}.recipes", table.recipes, {*stems}))
-        if table.kind == "learned" and len(table.recipes or stems) < 2:
-            raise ValueError(f"tables.{number}.recipes: expected recipes and their control, found one recipe")
     for key, found, known in chosen:
         if unknown := [name for name in found or () if name not in known]:
             raise ValueError(f"{key}: expected some of {', '.join(sorted(known))}, found {unknown[0]!r}")

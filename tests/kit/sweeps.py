@@ -10,6 +10,8 @@ from megatron_eqlen.evaluation.result import Answers, EvaluationResult, write_re
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.load import dump
+from megatron_eqlen.sweep.cells import Cell, Plan
+from megatron_eqlen.sweep.schema import load_sweep
 
 PROBLEMS, SAMPLES = 12, 4
 
@@ -24,13 +26,9 @@ methods:
   grpo: {{label: GRPO, set: {{sampling: independent}}}}
   eqlen: {{label: EqLen}}
   mean: {{label: Mean reward, set: {{equal_length.suffix_reward: mean}}}}
-names: {{sums: Sums}}
 tables:
   - {{title: Main results, methods: [base, grpo, eqlen]}}
   - {{title: Differences, kind: difference, methods: [grpo, eqlen]}}
-  - {{title: Training, kind: training, methods: [grpo, eqlen]}}
-  - {{title: Pairs, kind: pairs}}
-  - {{title: Drift, kind: drift, methods: [eqlen, grpo]}}
   - {{title: Efficiency, kind: efficiency, methods: [grpo, eqlen]}}
 """
 RECIPE = """
@@ -95,6 +93,24 @@ def leave_a_run(recipe: Recipe) -> None:
     write_results(folder / "evaluation/after.json", [result(right, recipe.seed)])
     (folder / "export").mkdir(exist_ok=True)
     (folder / "report.html").touch()
+
+
+def ended(file: Path) -> Plan:
+    """Write the folder of each of the sweep's runs, as if all had ended."""
+    plan = Plan(load_sweep(file))
+    for cell in plan.cells:
+        leave_a_run(cell.recipe(plan.limits(cell) or []))
+    return plan
+
+
+def cell_of(plan: Plan, name: str) -> Cell:
+    return next(cell for cell in plan.cells if cell.name == name)
+
+
+def rewards(folder: Path, label: str) -> list[list[float]]:
+    """Return [problem][sample], read from the file itself."""
+    (record,) = json.loads((folder / f"evaluation/{label}.json").read_text())
+    return [answers["rewards"] for answers in record["answers"]]
 
 
 def _spent(record: dict):

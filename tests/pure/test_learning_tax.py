@@ -10,8 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eqlen.objectives.build import build_minibatches
-from megatron_eqlen.paper.learning_tax import Tax, learning_tax, shared_coefficients
-from megatron_eqlen.paper.tables import tax_of_run
 from megatron_eqlen.rollout.record.recorder import record
 from tests.kit.marks import examples
 from tests.kit.theory import (
@@ -25,6 +23,7 @@ from tests.kit.theory import (
     recipe,
     trees_of,
 )
+from tools.research.learning_tax import Tax, learning_tax, shared_coefficients, tax_of_run
 
 
 def test_grpo_pushes_the_papers_prefix_both_ways_and_most_of_it_cancels():

@@ -51,6 +51,14 @@ def rows(text: str) -> list[list[str]]:
     ]
 
 
+def tables_of(tmp_path: Path) -> dict:
+    """Return rows by title, and the notes."""
+    out = tmp_path / "compared"
+    assert cli.main(["compare", str(tmp_path), "--out", str(out)]) == 0
+    record = json.loads((out / "tables.json").read_text())
+    return {table["title"]: table["rows"] for table in record["tables"]} | {"notes": record["notes"]}
+
+
 def test_methods_side_by_side(tmp_path, capsys):
     for seed, right in enumerate((11, 13)):
         make_run(tmp_path, seed, right, sampling="independent")
@@ -58,32 +66,27 @@ def test_methods_side_by_side(tmp_path, capsys):
         make_run(tmp_path, seed, right)
     make_run(tmp_path, 0, 14, equal_length={"suffix_reward": "mean"})
     make_run(tmp_path, 5, None)
-    out = tmp_path / "tables.json"
-    assert cli.main(["compare", str(tmp_path), "--json", str(out)]) == 0
+    tables = tables_of(tmp_path)
     text = capsys.readouterr().out
     assert f"{tmp_path}/eqlen-grpo-seed5: left out, it has not ended" in text
-    tables = json.loads(out.read_text())
-    accuracy = {row["method"]: row for row in tables["accuracy"]}
+    accuracy = {row["Method"]: row for row in tables["Accuracy"]}
     assert list(accuracy) == ["base", "grpo", "eqlen-grpo", "eqlen-grpo-mean-reward"]
-    means = {method: round(row["aime25"]["mean"], 6) for method, row in accuracy.items()}
+    means = {method: round(row["aime25"]["headline"]["mean"], 6) for method, row in accuracy.items()}
     assert means == {"base": 0.5, "grpo": 0.6, "eqlen-grpo": 0.8, "eqlen-grpo-mean-reward": 0.7}
-    assert [row["seeds"] for row in tables["accuracy"]] == [None, 2, 2, 1]
-    difference = {row["points above grpo"]: row["aime25"] for row in tables["difference"]}
-    assert difference["eqlen-grpo"]["mean"] == pytest.approx(0.2)
-    assert difference["eqlen-grpo"]["low"] > 0
-    (grpo, eqlen, _) = tables["efficiency"]
-    assert (grpo["effective samples"], grpo["GPU hours"], grpo["samples / GPU hour"]) == (60, 1, 60)
-    assert (grpo["samples / 1k tokens"], grpo["equal lengths"], eqlen["equal lengths"]) == (15, False, True)
+    assert [accuracy[name]["Seeds"] for name in ("grpo", "eqlen-grpo-mean-reward")] == [2, 1]
+    difference = {row["Method"]: row["aime25"] for row in tables["Difference"]}
+    assert difference["eqlen-grpo"]["interval"]["mean"] == pytest.approx(0.2)
+    assert difference["eqlen-grpo"]["interval"]["low"] > 0
+    alone = difference["eqlen-grpo-mean-reward"]
+    assert (alone["seeds"], alone["detectable"]) == (1, None), "its samples are the replicates"
+    (grpo, eqlen, _) = tables["Efficiency"]
+    assert (grpo["Eff. Samples"], grpo["GPU Time (h)"], grpo["Samples/GPU-h"]) == (60, 1, 60)
+    assert (grpo["Samples/1k tokens"], grpo["Equal-Len."], eqlen["Equal-Len."]) == (15, False, True)
     printed = rows(text)
-    assert ["method", "seeds", "aime25"] in printed
-    assert next(row for row in printed if row[0] == "eqlen-grpo")[2].startswith("80.0% [")
-
-
-def test_the_papers_interval_holds_problems_fixed(tmp_path, capsys):
-    for seed in range(2):
-        make_run(tmp_path, seed, 15)
-    cli.main(["compare", str(tmp_path), "--interval", "paper"])
-    assert "75.0% [75.0, 75.0]" in capsys.readouterr().out
+    assert ["Method", "Seeds", "aime25"] in printed
+    assert next(row for row in printed if row[0] == "eqlen-grpo")[2].startswith("80.0±")
+    svg = tmp_path / "compared/figures-Tiny-1B.svg"
+    assert "Accuracy on aime25, %" in svg.read_text()
 
 
 def test_two_models_have_columns_of_their_own(tmp_path):
@@ -91,10 +94,9 @@ def test_two_models_have_columns_of_their_own(tmp_path):
     other = make_run(tmp_path / "b", 0, 16)
     text = (other / "recipe.yaml").read_text().replace("Tiny-1B", "Tiny-2B")
     (other / "recipe.yaml").write_text(text)
-    out = tmp_path / "tables.json"
-    cli.main(["compare", str(tmp_path), "--json", str(out)])
-    (_, row) = json.loads(out.read_text())["accuracy"]
-    assert np.allclose([row["Tiny-1B aime25"]["mean"], row["Tiny-2B aime25"]["mean"]], [0.6, 0.8])
+    (_, row) = tables_of(tmp_path)["Accuracy"]
+    means = [row[f"{model} aime25"]["paper"]["mean"] for model in ("Tiny-1B", "Tiny-2B")]
+    assert np.allclose(means, [0.6, 0.8])
 
 
 def test_what_cannot_be_compared_is_named(tmp_path, capsys):
@@ -111,12 +113,6 @@ def test_what_cannot_be_compared_is_named(tmp_path, capsys):
     assert "aime25: the results are of different questions" in capsys.readouterr().err
 
 
-def tables_of(tmp_path: Path) -> dict:
-    out = tmp_path / "tables.json"
-    assert cli.main(["compare", str(tmp_path), "--json", str(out)]) == 0
-    return json.loads(out.read_text())
-
-
 def test_runs_of_two_recipes_are_two_methods_named_by_what_differs(tmp_path):
     """Folders and names do not matter; seeds of one recipe stay one method."""
     for seed, right in ((0, 11), (1, 13)):
@@ -124,13 +120,12 @@ def test_runs_of_two_recipes_are_two_methods_named_by_what_differs(tmp_path):
         make_run(tmp_path / "large", seed, right + 4, group_size=8, name="other", optimizer={"lr": 1e-3})
     make_run(tmp_path, 0, 10, sampling="independent")
     tables = tables_of(tmp_path)
-    assert [(row["method"], row["seeds"]) for row in tables["accuracy"]] == [
-        ("base", None),
+    assert [(row["Method"], row["Seeds"]) for row in tables["Accuracy"]][1:] == [
         ("grpo", 1),
         ("eqlen-grpo (group_size=8, optimizer.lr=0.001)", 2),
         ("eqlen-grpo (group_size=4, optimizer.lr=1e-06)", 2),
     ]
-    assert [row["tracks"] for row in tables["efficiency"]] == [4, 8, 4]
+    assert [row["Parallel Tracks"] for row in tables["Efficiency"]] == [4, 8, 4]
 
 
 def test_a_default_written_out_is_no_difference(tmp_path):
@@ -138,7 +133,7 @@ def test_a_default_written_out_is_no_difference(tmp_path):
     make_run(
         tmp_path / "b", 1, 11, loss={"clip_ratio_low": 0.2}, cluster={"nodes": 2}, evaluation={"every": 1}
     )
-    assert [row["method"] for row in tables_of(tmp_path)["accuracy"]] == ["base", "eqlen-grpo"]
+    assert [row["Method"] for row in tables_of(tmp_path)["Accuracy"]] == ["base", "eqlen-grpo"]
 
 
 def test_equal_budgets_need_no_word(tmp_path):
@@ -161,7 +156,7 @@ def test_unequal_budgets_and_runs_cut_short_are_said(tmp_path, capsys):
 def test_seeds_of_unequal_limits_are_not_pooled(tmp_path):
     make_run(tmp_path, 0, 11, steps=2)
     make_run(tmp_path, 1, 11, steps=3)
-    assert [row["method"] for row in tables_of(tmp_path)["accuracy"]] == [
+    assert [row["Method"] for row in tables_of(tmp_path)["Accuracy"]] == [
         "base",
         "eqlen-grpo (steps=2)",
         "eqlen-grpo (steps=3)",

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_eqlen.cli import __main__ as cli
+from megatron_eqlen.cli import sweep as command
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.recipe import RecipeError
-from megatron_eqlen.recipe.load import load_run
-from megatron_eqlen.report.run_state import read_state
-from megatron_eqlen.sweep import command, results, runner
+from megatron_eqlen.report import compare
+from megatron_eqlen.sweep import runner
 from megatron_eqlen.sweep.cells import Plan
 from megatron_eqlen.sweep.schema import load_sweep
 from tests.kit import ROOT
@@ -30,7 +27,7 @@ SEEDS = ("seed0", "seed1", "seed2")
 def _no_waiting(monkeypatch):
     monkeypatch.setattr(runner, "INTERVAL", 0.0)
     monkeypatch.setattr(runner, "visible_gpus", list)
-    monkeypatch.setattr(results, "sheet", lambda title, charts: "")  # test_sweep_tables.py has the figures
+    monkeypatch.setattr(compare, "sheet", lambda title, charts: "")  # test_sweep_tables.py has the figures
 
 
 @pytest.fixture
@@ -131,7 +128,7 @@ def test_each_run_has_its_own_gpus(sweep, monkeypatch):
 
 
 def test_a_recipe_of_several_nodes_is_for_slurm(sweep):
-    with pytest.raises(ValueError, match=r"cluster\.nodes is 2: use --slurm"):
+    with pytest.raises(ValueError, match=r"cluster\.nodes is 2: expected 1 .*`eqlen submit`"):
         command.run(command.read(sweep, ["cluster.nodes=2"]), 1, Scripted())
 
 
@@ -260,85 +257,27 @@ def test_a_method_that_is_no_recipe_is_refused_before_anything_starts(tmp_path):
     assert scripted.names == []
 
 
-# ---- SLURM ----------------------------------------------------------------------------------------------
-
-SBATCH = """#!/bin/bash
-echo "sbatch $*" >>{log}
-echo $((100 + $(wc -l <{log})))
-"""
-
-
-@pytest.fixture
-def submitted(tmp_path, monkeypatch) -> Path:
-    """Return the file where an sbatch in front of the PATH writes its command lines; its jobs are 101, 102,
-    ..."""
-    (tmp_path / "bin").mkdir()
-    log, program = tmp_path / "submitted", tmp_path / "bin/sbatch"
-    program.write_text(SBATCH.format(log=log))
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    return log
+def submit_lines(sweep: Path, capsys) -> tuple[list[str], str]:
+    """Return the commands that a dry run prints, and the line after them."""
+    assert cli.main(["sweep", str(sweep), "--dry-run", "cluster.account=us", "model.path=qwen3-0.6b"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    return [line for line in lines if line.startswith("eqlen submit ")], lines[-1]
 
 
-def test_the_arrays_wait_for_the_reference_and_the_tables_for_all(sweep, submitted):
-    assert cli.main(["sweep", str(sweep), "--slurm", "--submit", "cluster.account=us"]) == 0
-    first, second, third, last = submitted.read_text().splitlines()
-    assert "--job-name=small-tiny-eqlen" in first
-    assert "--account=us --array=0,1,2 slurm/train.sbatch" in first
-    assert first.endswith(f"--sweep {sweep} tiny/eqlen cluster.account=us")
-    for line, method in ((second, "grpo"), (third, "mean")):
-        assert "--array=0,1,2 --dependency=afterok:101 --kill-on-invalid-dep=yes slurm/train.sbatch" in line
-        assert f"tiny/{method} " in line
-    assert "--dependency=afterany:101:102:103" in last
-    assert f"sweep --tables {sweep}" in last
-    plan = command.read(sweep, [])
-    jobs = {cell.name: read_state(cell.folder).job for cell in plan.cells}
-    assert {name: job for name, job in jobs.items() if name.endswith("seed2")} == {
-        "tiny/eqlen-seed2": "101_2",
-        "tiny/grpo-seed2": "102_2",
-        "tiny/mean-seed2": "103_2",
-    }
-    assert load_run(plan.cells[0].folder).cluster.account == "us"
-
-
-def test_runs_that_have_ended_are_not_submitted(sweep, submitted):
-    plan = command.read(sweep, [])
-    for seed in (0, 1, 2):
-        leave_a_run(plan.cell(f"tiny/eqlen-seed{seed}").recipe([]))
-    done = plan.cell("tiny/grpo-seed1")
-    leave_a_run(done.recipe(plan.limits(done) or []))
-    assert cli.main(["sweep", str(sweep), "--slurm", "--submit"]) == 0
-    first, second, _ = submitted.read_text().splitlines()
-    assert ("--array=0,2 slurm/" in first, "--array=0,1,2 slurm/" in second) == (True, True), (
-        "nothing to wait for"
+def test_a_dry_run_prints_what_submits_the_runs_that_may_start(sweep, capsys):
+    lines, last = submit_lines(sweep, capsys)
+    folder = sweep.parent
+    assert lines[2] == (
+        f"eqlen submit {folder}/tiny.yaml cluster.account=us model.path=qwen3-0.6b seed=2 "
+        f"run_dir={folder}/runs/tiny/eqlen-seed2"
     )
-
-
-def test_a_task_of_an_array_asks_for_its_run(sweep, capsys):
-    cell = ["sweep", str(sweep), "--cell", "tiny/grpo-seed1"]
-    assert cli.main(cell) == 2
-    assert (
-        "tiny/grpo-seed1 may spend what the runs of eqlen did: not all have ended" in capsys.readouterr().err
-    )
+    assert (len(lines), last) == (3, "# 6 runs wait for those of eqlen: ask again when these have ended")
     plan = command.read(sweep, [])
-    for seed in (0, 1, 2):
-        leave_a_run(plan.cell(f"tiny/eqlen-seed{seed}").recipe([]))
-    assert cli.main([*cell, "group_size=8"]) == 0
-    file, *overrides = capsys.readouterr().out.splitlines()
-    recipe = load(file, overrides)
-    assert (recipe.sampling, recipe.seed, recipe.flops, recipe.group_size) == ("independent", 1, 2080.0, 8)
-
-
-def test_the_batch_script_turns_a_task_into_its_run(sweep, tmp_path):
-    """The test runs the part of slurm/train.sbatch before SLURM is asked for anything."""
-    script = (ROOT / "slurm/train.sbatch").read_text().split("restart=")[0] + '\nprintf "%s\\n" "$@"\n'
-    name = ROOT / "slurm/train.sbatch"
-    said = subprocess.run(
-        ["bash", "-c", script, name, "--sweep", str(sweep), "tiny/eqlen", "group_size=8"],
-        env=os.environ
-        | {"SLURM_ARRAY_TASK_ID": "2", "EQLEN_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, check=True,
-    ).stdout.splitlines()  # fmt: skip
-    recipe = load(said[0], said[1:])
-    assert (recipe.seed, recipe.group_size) == (2, 8)
-    assert recipe.run_folder == tmp_path / "runs/tiny/eqlen-seed2"
+    for cell in plan.cells:
+        if cell.name in ("tiny/eqlen-seed0", "tiny/eqlen-seed1", "tiny/eqlen-seed2", "tiny/grpo-seed1"):
+            leave_a_run(cell.recipe(plan.limits(cell) or []))
+    lines, _ = submit_lines(sweep, capsys)
+    assert [line.rpartition("run_dir=")[2].split()[0].rpartition("/")[2] for line in lines] == [
+        "grpo-seed0", "grpo-seed2", "mean-seed0", "mean-seed1", "mean-seed2",
+    ]  # fmt: skip
+    assert "flops=2080.0" in lines[0]

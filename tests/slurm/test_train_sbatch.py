@@ -123,20 +123,6 @@ def test_before_the_time_limit_it_stops_with_a_checkpoint_and_goes_on_in_a_new_t
     assert "stopped-0" in {path.name for path in job.run.iterdir()}
 
 
-def test_a_task_of_an_array_is_started_again_alone(side_by_side, cluster, tmp_path):
-    """The task with the array's own number is covered, too, as in a sweep."""
-    runs = [tmp_path / f"model/method-seed{seed}" for seed in (0, 1)]
-    for run in runs:
-        run.mkdir(parents=True)
-    (runs[1] / "faults.json").write_text(json.dumps({"0": {"dies_at": 2}}))
-    options = ("--array=0,1", "--nodes=1", SCRIPT, "--sweep", tmp_path, "model/method")
-    cluster.submit(*options, folder=tmp_path, **ENVIRONMENT, STEP_SECONDS="1")
-    cluster.wait(lambda: all((run / "export").is_dir() for run in runs), "both runs' ends")
-    assert [len(_lines(run / "tries.jsonl")) for run in runs] == [1, 2]
-    for run in runs:
-        assert [line["step"] for line in _lines(run / "metrics.jsonl")] == list(range(1, STEPS + 1))
-
-
 def test_a_stop_file_of_before_it_begins_ends_it_unless_an_earlier_try_left_it(submit, bed):
     job = submit("--begin=now+1hour", EQLEN_CHECK="1")
     (job.run / "hold-check").touch()

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Stands in for ``EQLEN_PYTHON`` in ``slurm/train.sbatch``: counts steps, without a model.
 
-``-m megatron_eqlen.cli plan RUN ...`` prints the run folder, ``sweep FOLDER --cell NAME`` prints a run's,
+``-m megatron_eqlen.cli plan RUN ...`` prints the run folder,
 ``check --short RUN ...`` leaves RUN/checked-NODE, waits while RUN/hold-check is there, and fails on the
 nodes of faults.json's ``unready``.
 ``-m torch.distributed.run ... train RUN ...`` takes steps, in which the nodes wait for each other and for
@@ -110,7 +110,8 @@ def main() -> int:
             (run / f"checked-{node}").touch()
             assert within(300, lambda: not (run / "hold-check").exists())
             return int(node in faults(run).get("unready", []))
-        print(f"run folder  {server.run_folder(rest)}" if command == "plan" else "/".join([rest[0], rest[2]]))
+        assert command == "plan"
+        print(f"run folder  {server.run_folder(rest)}")
         return 0
     if module == "megatron_eqlen.rollout.vllm.server":
         server.main()

@@ -3,6 +3,8 @@
 Each step harvests from the present policy and Adam takes its two parameters along the method's gradient.
 Under coin flips nothing is to be learnt, so that what changes is the method's doing. Length and accuracy of a
 policy are computed exactly; seeds differ in rollouts and rewards.
+
+    python -m tools.research.drift --figure drift.svg
 """
 
 from __future__ import annotations
@@ -20,12 +22,11 @@ import numpy as np
 import torch
 
 from megatron_eqlen.evaluation.statistics import Interval, seed_difference
-from megatron_eqlen.files import write_between, write_text
+from megatron_eqlen.files import write_text
 from megatron_eqlen.objectives.build import build_trees
-from megatron_eqlen.paper.figures import svg
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.report.tables import Rows, markdown_rows
-from tools.benchmarks.table import show
+from megatron_eqlen.report.compare import Rows, markdown_rows
+from megatron_eqlen.report.figures import svg
 from tools.research.mechanism import METHODS, WORLDS, Case, World, recipe_of
 
 SHAPE = "lognormal 0.6"
@@ -122,8 +123,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(TRAINED))
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--figure", type=Path, help="lengths during training, as SVG")
-    parser.add_argument("--into", type=Path, help="document whose tables to replace")
-    parser.add_argument("--json", type=Path)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -135,13 +134,8 @@ def run(args: argparse.Namespace) -> None:
     with ProcessPoolExecutor(args.jobs) as pool:
         ended = iter(list(pool.map(Training.run, chain(*runs), chunksize=4)))
     rows = [_row(seeds, [next(ended) for _ in seeds]) for seeds in runs]
-    show(
-        [{key: value for key, value in row.items() if key != "curves"} for row in rows],
-        f"mean {args.mean:g}, {args.steps} steps, {args.seeds} seeds, lr {args.lr:g}",
-        args.json,
-    )
-    if args.into is not None:
-        write_between(args.into, START, END, "\n".join([*_tables(rows, args.rewards), ""]))
+    for line in _tables(rows, args.rewards):
+        print(line)
     if args.figure is not None:
         draw([row for row in rows if row["rewards"] in PANELS], args.figure)
 
@@ -155,10 +149,6 @@ def _row(seeds: Sequence[Training], ended: Sequence[tuple[Curve, float]]) -> dic
         "accuracy, points": _change(100 * np.array([accuracy for _, accuracy in ended])),
         "curves": curves,
     }
-
-
-START, END = "<!-- training of the scripted policy -->", "<!-- end of the training -->"
-"""Lines of a document that enclose the tables."""
 
 
 def _tables(rows: Rows, rewards: Sequence[str]) -> Iterator[str]:

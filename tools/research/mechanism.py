@@ -6,6 +6,8 @@ A right answer gets likelier with the share of good tokens or, where errors are 
 without a bad token. So the true gradient (d/d eta, d/d theta) of the expected reward is a sum over lengths
 and numbers of good tokens. A method without bias has the same ratio eta / theta; scale does not count, since
 Adam divides it out.
+
+    python -m tools.research.mechanism --steps 40 --figure length_bias.svg
 """
 
 from __future__ import annotations
@@ -20,16 +22,15 @@ from typing import Any
 
 import numpy as np
 
-from megatron_eqlen.files import write_between, write_text
+from megatron_eqlen.files import write_text
 from megatron_eqlen.metrics import OBJECTIVE_EFFECTIVE_SAMPLES
 from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.objectives.recipes import parse
-from megatron_eqlen.paper.figures import svg
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.report.tables import Rows, markdown_rows
+from megatron_eqlen.report.compare import Rows, markdown_rows
+from megatron_eqlen.report.figures import svg
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.types import Delta, Grade, Prompt, Rollout, Stream, TokenTree
-from tools.benchmarks.table import show
 
 EOS, BAD, GOOD = 1, 2, 3
 DIFFICULTIES = (-1.0, 0.0, 1.0)
@@ -395,8 +396,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--figure", type=Path, help="bias by number of pairs, as SVG")
-    parser.add_argument("--into", type=Path, help="document whose tables to replace")
-    parser.add_argument("--json", type=Path)
 
 
 WORLDS: dict[str, dict[str, Any]] = {
@@ -422,19 +421,10 @@ def run(args: argparse.Namespace) -> None:
     for most in args.pairs:
         case = Case(args.shapes[0], args.mean, 2 * args.limit, **WORLDS["share"])
         by_pairs += measure(case, [name for name in paired if name != "EqLen, single pair"], args, most)
-    title = (
-        f"mean {args.mean:g}, limit {args.limit}, {args.steps} steps of {PROMPTS} prompts x {GROUP} tracks"
-    )
-    show(rows + by_pairs, title, args.json)
-    if args.into is not None:
-        start = START.format(f"{args.mean:g}", args.limit)
-        write_between(args.into, start, END, "\n".join([*_tables(rows, by_pairs, args.methods), ""]))
+    for line in _tables(rows, by_pairs, args.methods):
+        print(line)
     if args.figure is not None:
         draw(by_pairs, args.figure)
-
-
-START, END = "<!-- scripted policy: mean {}, limit {} -->", "<!-- end of the scripted policy -->"
-"""Lines of a document that enclose the tables."""
 
 
 def _tables(rows: Rows, by_pairs: Rows, methods: Sequence[str]) -> Iterator[str]:

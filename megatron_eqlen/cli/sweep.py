@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -12,9 +12,7 @@ from megatron_eqlen.plan.model import model_config
 from megatron_eqlen.plan.workload import workload
 from megatron_eqlen.recipe.budget import UNITS
 from megatron_eqlen.recipe.inputs import fetch, pinned
-from megatron_eqlen.sweep import slurm
 from megatron_eqlen.sweep.cells import Cell, Plan
-from megatron_eqlen.sweep.display import Display
 from megatron_eqlen.sweep.runner import Runner, Start, start_process
 from megatron_eqlen.sweep.schema import load_sweep
 
@@ -25,53 +23,44 @@ def read(path: Path, overrides: Sequence[str]) -> Plan:
 
 
 def describe(plan: Plan) -> int:
-    """Print the runs, their overrides and budgets, and the total cost."""
+    """Print the runs, their overrides, budgets and cost, and the commands that submit to SLURM what is left
+    of them."""
     print(description(plan))
+    print(*submissions(plan), sep="\n")
     return 0
 
 
-def run(plan: Plan, jobs: int, start: Start = start_process, into: Path | None = None) -> int:
-    """Run unfinished runs here, ``jobs`` at a time, and write the tables, also into the document ``into``;
-    return 1 if a run failed."""
+def run(plan: Plan, jobs: int, start: Start = start_process) -> int:
+    """Run unfinished runs here, ``jobs`` at a time, and write the tables; return 1 if a run failed."""
     for cell in plan.firsts:
         fetch(pinned(plan.some_recipe(cell)))  # the runs inherit the commits
-    display = Display(plan)
-    try:
-        failed = Runner(plan, jobs, display, start).run()
-    finally:
-        display.close()
-    tables(plan, into)
+    failed = Runner(plan, jobs, start).run()
+    tables(plan)
     return 1 if failed else 0
 
 
-def to_slurm(plan: Plan, file: Path, overrides: Sequence[str], submit: bool) -> int:
-    """Print the script that submits the sweep, or run it."""
-    if submit:
-        return slurm.submit(plan, file, overrides)
-    print(slurm.script(plan, file, overrides), end="")
-    return 0
-
-
-def cell(plan: Plan, name: str) -> int:
-    """Print the arguments of ``eqlen train`` for a run, one a line."""
-    run = plan.cell(name)
-    limits = plan.limits(run)
-    if limits is None:
-        raise ValueError(f"{name} may spend what the runs of {plan.sweep.reference} did: not all have ended")
-    print(run.recipe_file, *run.overrides, *limits, sep="\n")
-    return 0
-
-
-def tables(plan: Plan, into: Path | None = None) -> int:
+def tables(plan: Plan) -> int:
     """Write the tables and figures of the runs that have ended, and print the tables."""
-    from megatron_eqlen.sweep import results
+    from megatron_eqlen.sweep.results import write_results
 
-    text, *others = results.write(plan)
-    if into is not None:
-        results.write_into(into, plan.sweep.path)
-    print(text.read_text(encoding="utf-8"))
-    print("see", ", ".join(map(str, others)))
+    text, paths = write_results(plan)
+    print(text)
+    print("\nsee", ", ".join(map(str, paths)))
     return 0
+
+
+def submissions(plan: Plan) -> Iterator[str]:
+    """Yield the ``eqlen submit`` commands of the runs that have not ended and may start, and a comment on
+    those whose budget is not known yet."""
+    waiting = 0
+    for cell in plan.cells:
+        limits = plan.limits(cell)
+        if limits is None:
+            waiting += 1
+        elif not cell.ended(limits):
+            yield shlex.join(["eqlen", "submit", cell.recipe_file, *cell.overrides, *limits])
+    if waiting:
+        yield f"# {waiting} runs wait for those of {plan.sweep.reference}: ask again when these have ended"
 
 
 def description(plan: Plan) -> str:

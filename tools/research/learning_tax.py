@@ -13,9 +13,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from megatron_eqlen.files import step_folders
+from megatron_eqlen.objectives.build import build_minibatches
+from megatron_eqlen.objectives.dynamic_sampling import trained
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.report.compare import METHOD, Rows
+from megatron_eqlen.report.run_groups import Group
+from megatron_eqlen.rollout.record.reader import read_step
+from megatron_eqlen.tokens import COLUMNS, NUMBERS
 from megatron_eqlen.types import Node, TokenTree
 
 
@@ -147,3 +156,41 @@ def _paths(tree: TokenTree) -> Iterator[_Path]:
 
 def _coefficient(node: Node) -> float:
     return node.weight * node.advantage
+
+
+TAX_STEPS = 8
+"""Number of a run's steps that are read, evenly spread."""
+
+
+def tax_of_run(folder: Path, recipe: Recipe) -> Tax:
+    """Return the tax of some steps of a run; zero if it kept no rollouts."""
+    steps = [step for _, step in step_folders(folder / "streams")]
+    chosen = (
+        np.unique(np.linspace(0, len(steps) - 1, min(TAX_STEPS, len(steps))).round().astype(int))
+        if steps
+        else []
+    )
+    return sum((tax_of_step(steps[number], recipe) for number in chosen), Tax())
+
+
+def tax_of_step(folder: Path, recipe: Recipe) -> Tax:
+    rollouts = trained(read_step(folder, without=COLUMNS.keys() - NUMBERS), recipe)
+    batches, _ = build_minibatches(rollouts, recipe)
+    return sum(map(learning_tax, batches), Tax())
+
+
+def learning_taxes(groups: Sequence[Group]) -> Rows:
+    """Return a row for each method: its runs' shared prefixes, and the sums of their gradients; None where
+    the runs kept no rollouts."""
+    rows = []
+    for group in groups:
+        tax = sum((tax_of_run(run.folder, run.recipe) for run in group.runs), Tax())
+        values = {
+            "shared tokens": tax.shared,
+            "pushed both ways, %": 100 * tax.opposed_share,
+            "cancelled, %": 100 * tax.cancelled_share,
+            "gradient: mean": tax.mean,
+            "gradient: deviation": tax.deviation,
+        }
+        rows.append({METHOD: group.method, **(values if tax.trained else dict.fromkeys(values))})
+    return rows

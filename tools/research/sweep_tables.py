@@ -1,0 +1,198 @@
+"""Tables on the runs of a sweep beyond accuracy and efficiency, as Markdown, and a picture of their drift.
+
+    python -m tools.research.sweep_tables recipes/null_tiny.yaml --figure drift.svg
+    python -m tools.research.sweep_tables recipes/tables_tiny.yaml --control null_coin
+
+``drift``: change from before training to after it: means over seeds with 95% t intervals. Length and accuracy
+are those of the evaluations, which ask the same questions, whatever grader the rewards came from; entropy is
+that of the training steps. ``ends``: means of the last steps. ``pairs``: statistics of pairs in the first and
+the last third of runs. ``learned``: points above the same method on the recipe ``--control``, whose rewards
+carry no information. ``tax``: the learning tax (learning_tax.py), of runs that kept their rollouts.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+
+from megatron_eqlen.evaluation.result import EvaluationResult
+from megatron_eqlen.evaluation.statistics import Interval, seed_difference
+from megatron_eqlen.files import write_text
+from megatron_eqlen.metrics import (
+    HARVEST_PAIRS_PER_STREAM,
+    HARVEST_TRUNCATED_FRACTION,
+    LOSS_ENTROPY,
+    OBJECTIVE_REWARD_GAP,
+    OBJECTIVE_SKIP_RATE,
+)
+from megatron_eqlen.report.compare import METHOD, SEEDS, Rows, by_benchmark, difference, markdown_rows
+from megatron_eqlen.report.figures import MEASURES, Curves, svg
+from megatron_eqlen.report.metrics import mean_of_known, read_metrics
+from megatron_eqlen.report.run_groups import BASE, Group, RunResult
+from megatron_eqlen.sweep.cells import Plan
+from megatron_eqlen.sweep.results import ended_groups
+from megatron_eqlen.sweep.schema import load_sweep
+from tools.research.learning_tax import learning_taxes
+
+LENGTH = "Length, tokens"
+NEWEST, ENDS = 3, 10
+"""Steps at the end of a run over which entropy (of ``drift``) and curves (of ``ends``) are averaged."""
+Ends = tuple[float, float]
+"""Values at the start and at the end of a run."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Change of a quantity during runs, a mean over their seeds."""
+
+    interval: Interval
+    seeds: int
+
+    def __str__(self) -> str:
+        """Format the change: ``+12.3 [+8.1, +16.5]``; without an interval for a single seed."""
+        mean, low, high = self.interval.mean, self.interval.low, self.interval.high
+        return f"{mean:+.3g}" if self.seeds == 1 else f"{mean:+.3g} [{low:+.3g}, {high:+.3g}]"
+
+
+def drifts(groups: Sequence[Group]) -> Rows:
+    """Return a row for each method: mean changes over its runs with 95% t intervals."""
+    measures: dict[str, Callable[[RunResult], Ends | None]] = {
+        LENGTH: lambda run: _tested(run, lambda result: result.mean_tokens),
+        "Cut at the limit, points": lambda run: _tested(run, lambda r: 100 * r.verdict_fraction("truncated")),
+        "Entropy, nats": _entropy,
+        "Accuracy, points": lambda run: _tested(run, lambda result: 100 * float(result.scores.mean())),
+    }
+    return [
+        {METHOD: group.method, SEEDS: len(group.runs)}
+        | {title: _change([measure(run) for run in group.runs]) for title, measure in measures.items()}
+        for group in groups
+    ]
+
+
+def _tested(run: RunResult, of: Callable[[EvaluationResult], float]) -> Ends | None:
+    """Return the means over the benchmarks that were evaluated before and after training."""
+    common = run.before.keys() & run.after.keys()
+    if not common:
+        return None
+    return fmean(of(run.before[name]) for name in common), fmean(of(run.after[name]) for name in common)
+
+
+def _entropy(run: RunResult) -> Ends | None:
+    records = read_metrics(run.folder)
+    first = mean_of_known(record.get(LOSS_ENTROPY) for record in records[:1])
+    last = mean_of_known(record.get(LOSS_ENTROPY) for record in records[-NEWEST:])
+    return None if first is None or last is None else (first, last)
+
+
+def _change(ends: Sequence[Ends | None]) -> Change | None:
+    known = np.array([pair for pair in ends if pair is not None])
+    return Change(seed_difference(known[:, 0], known[:, 1]), len(known)) if len(known) else None
+
+
+def ends(groups: Sequence[Group]) -> Rows:
+    """Return a row for each method: its curves at the end, and the final evaluation's responses."""
+    rows = []
+    for group in groups:
+        row = {METHOD: group.method}
+        for title, measure in MEASURES.items():
+            curves = [measure(Curves(run.folder))[-ENDS:] for run in group.runs]
+            row[title] = mean_of_known(fmean(value for _, value in points) for points in curves if points)
+        tested = [result for run in group.runs for result in run.after.values()]
+        row["Test: length, tokens"] = mean_of_known(result.mean_tokens for result in tested)
+        row["Test: cut, %"] = mean_of_known(100 * result.verdict_fraction("truncated") for result in tested)
+        rows.append(row)
+    return rows
+
+
+PAIR_STATISTICS = {
+    "pairs a stream": (HARVEST_PAIRS_PER_STREAM, 1),
+    "streams that reach the limit, %": (HARVEST_TRUNCATED_FRACTION, 100),
+    "pairs with equal rewards, %": (OBJECTIVE_SKIP_RATE, 100),
+    "reward of B: max less mean": (OBJECTIVE_REWARD_GAP, 1),
+}
+"""Title -> (metric, factor from the metric's unit to the title's)."""
+
+
+def pairs(groups: Sequence[Group]) -> Rows:
+    """Return two rows for each method that has pairs: means over the first and the last third of steps."""
+    rows = []
+    for group in groups:
+        if group.runs[0].recipe.sampling != "equal_length":
+            continue
+        runs = [read_metrics(run.folder) for run in group.runs]
+        for part in ("first", "last"):
+            row = {METHOD: group.method, "third of each run": part}
+            for title, (metric, scale) in PAIR_STATISTICS.items():
+                thirds = [max(1, len(records) // 3) for records in runs]
+                chosen = [r[:n] if part == "first" else r[-n:] for r, n in zip(runs, thirds, strict=True)]
+                mean = mean_of_known(mean_of_known(step.get(metric) for step in steps) for steps in chosen)
+                row[title] = None if mean is None else scale * mean
+            rows.append(row)
+    return rows
+
+
+def learned(groups: Sequence[Group], controls: Sequence[Group]) -> Rows:
+    """Return how much better each method is than itself in ``controls``: the rest of its gain is drift."""
+    drifted = {group.method: group for group in controls}
+    chosen = [group for group in groups if group.method in drifted]
+    return by_benchmark(chosen, None, lambda group, name: difference(drifted[group.method], group, name))
+
+
+def draw(tables: Sequence[tuple[str, Rows]]) -> str:
+    """Return a picture of the changes of length, as SVG. Each (title, rows of ``drifts``) has a panel; two
+    panels share a line."""
+    import matplotlib  # slow to import
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({"font.size": 8, "axes.titlesize": 9}):
+        lines = [[*tables[start : start + 2]] for start in range(0, len(tables), 2)]
+        heights = [1 + 0.25 * max(len(rows) for _, rows in line) for line in lines]
+        figure = Figure(figsize=(8, sum(heights)), layout="constrained")
+        panels = figure.subplots(len(lines), len(lines[0]), squeeze=False, sharex=True, height_ratios=heights)
+        for spare in panels.flat[len(tables) :]:
+            spare.remove()
+        for panel, (title, rows) in zip(panels.flat, tables, strict=False):
+            shown = [(row[METHOD], row[LENGTH].interval) for row in rows[::-1] if row[LENGTH] is not None]
+            for place, (method, interval) in enumerate(shown):
+                colour = "#cc3311" if method.startswith("EqLen") else "#0077bb"
+                panel.barh(place, interval.mean, color=colour, alpha=0.75)
+                panel.plot([interval.low, interval.high], [place, place], color="black", linewidth=1)
+            panel.set_yticks(range(len(shown)), [method for method, _ in shown])
+            panel.axvline(0, color="black", linewidth=0.8)
+            panel.set(title=title, xlabel="change of length, tokens")
+        return svg(figure)
+
+
+KINDS = {"drift": drifts, "ends": ends, "pairs": pairs, "tax": learning_taxes}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("sweep", type=Path)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["drift", "ends", "pairs"])
+    parser.add_argument("--control", help="recipe of the sweep, for `learned`")
+    parser.add_argument("--figure", type=Path, help="changes of length, as SVG")
+    args = parser.parse_args()
+    plan = Plan(load_sweep(args.sweep))
+    models: dict[str, list[Group]] = {}
+    for group in ended_groups(plan):
+        if group.method != BASE:
+            labelled = Group(group.model, plan.sweep.label(group.method), group.runs)
+            models.setdefault(group.model, []).append(labelled)
+    for model, groups in models.items():
+        for kind in args.kinds:
+            print(f"\n### {model}: {kind}\n\n{markdown_rows(KINDS[kind](groups))}")
+        if args.control in models and model != args.control:
+            print(f"\n### {model}: points above {args.control}\n")
+            print(markdown_rows(learned(groups, models[args.control])))
+    if args.figure is not None:
+        write_text(args.figure, draw([(model, drifts(groups)) for model, groups in models.items()]))
+
+
+if __name__ == "__main__":
+    main()
