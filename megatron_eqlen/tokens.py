@@ -1,6 +1,6 @@
 """Tables of tokens: consecutive tokens of a path, with named columns that hold a value for each token.
 
-    engine ─Delta─► GrowingTokens of a track ─slice─► Segment ─join─► Node ─► Row ─► loss, router replay
+    engine ─Delta─► GrowingTokens of a track ─slice─► Part ─join─► Node ─► Row ─► loss, router replay
                             │                            └──► record on disk, other ranks
 
 A column is declared in ``COLUMNS``, filled by its producer (the sampler, the router hook) and read by its

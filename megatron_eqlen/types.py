@@ -20,9 +20,10 @@ the root holds ``q``; ``A_1`` and ``B_1`` are its children; ``A_2`` and ``B_2`` 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
@@ -31,13 +32,11 @@ from megatron_eqlen.tokens import COLUMNS, TokenIds, Tokens, Values, join
 FinishReason = Literal["stop", "length"]
 """``stop``: the last token is in the end-of-sequence set. ``length``: the path reached its limit."""
 
-Outcome = Literal["both_ended", "truncated", "max_pairs", "budget"]
-"""Reason why a stream is complete: both tracks ended at one position; no track can end any more;
-``max_pairs`` were harvested (the survivor was finished alone); the step's budget ran out."""
-
-Suspended = Literal["suspended"]
-"""Partial rollout: finished segments only; the next step resumes it (``rollout.carry_over``). Replaces an
-outcome."""
+Outcome = Literal["complete", "both_ended", "truncated", "max_pairs", "budget", "suspended"]
+"""State in which a step left a rollout. ``complete``: all its tracks ended. Of streams: ``both_ended`` at
+one position; ``truncated``, no track can end any more; ``max_pairs`` were harvested, and the survivor was
+finished alone. ``budget``: the step's ran out. ``suspended``: a partial rollout, which has finished parts
+only; the next step resumes it (``rollout.carry_over``)."""
 
 
 @dataclass(frozen=True)
@@ -99,20 +98,28 @@ class Grade:
 
 
 @dataclass
-class Segment:
-    """New tokens of one track: a side of a pair, a whole completion, or a trunk's tail."""
+class Part:
+    """New tokens of one track, as a part of its rollout."""
 
     tokens: Tokens
     """Bare on ranks other than ``home``."""
     finish_reason: FinishReason | None = None
-    """None if the track continued beyond this segment."""
+    """None if the track continued beyond this part."""
     grade: Grade | None = None
-    """Filled by scoring if ``finish_reason == "stop"``: the grade of the whole response that this segment
-    ends (everything after the prompt on its path)."""
+    """Filled by scoring if ``finish_reason == "stop"``: the grade of the whole response that this part ends
+    (everything after the prompt on its line)."""
+    role: str = "completion"
+    """What it is to its sampling kind: ``completion``; ``step``; of a stream ``a``, the side of a pair that
+    ended, ``b``, the side that joined the trunk, or ``tail``."""
+    number: int = 0
+    """Identifies the part in its rollout, and is above its parent's. It does not depend on the order in which
+    parts become final."""
+    parent: int = -1
+    """Number of the part that this one continues, -1 for the prompt."""
     home: int | None = None
-    """Rank that holds the values. None: every rank with the segment holds them."""
+    """Rank that holds the values. None: every rank with the part holds them."""
     carried: bool = False
-    """True if the segment was final before this step began: an earlier step graded it, and trained it if its
+    """True if the part was final before this step began: an earlier step graded it, and trained it if its
     reward was final."""
 
     def __len__(self) -> int:
@@ -126,33 +133,56 @@ class Segment:
 NO_TOKENS = np.zeros(0, np.int32)
 
 
+def line_of(parts: Mapping[int, Part], number: int) -> list[Part]:
+    """Return the parts from the prompt down to part ``number``; none for -1. ``parts``: by number."""
+    line: list[Part] = []
+    while number >= 0:
+        line.append(parts[number])
+        number = line[-1].parent
+    return line[::-1]
+
+
+def tokens_along(line: Iterable[Part]) -> TokenIds:
+    """Return the token ids of consecutive parts; a single part is not copied."""
+    return join([NO_TOKENS, *(part.token_ids for part in line)])
+
+
+class Line(NamedTuple):
+    """A line of a rollout, from the prompt down to a part that no part continues, as a sample of the policy:
+    lines that share a beginning are not sampled independently, and their lengths may decide which of them
+    there are."""
+
+    weight: float
+    """The weights of a rollout add up to 1; a mean over its lines with these weights is unbiased."""
+    length: int
+    """Tokens."""
+    last: Part
+
+
 @dataclass
-class Pair:
-    """An equal-length pair: ``len(a) == len(b)``, both continuing the same prefix."""
+class Rollout:
+    """Tree of parts that was sampled for one prompt. Each part continues another one, or the prompt.
 
-    a: Segment
-    """The side that ended (``finish_reason == "stop"``)."""
-    b: Segment
-    """The side that joined the trunk; ``stop`` too if both ended at this position."""
-
-
-@dataclass
-class Stream:
-    """Rollout of one dual-track subgroup (2 of the G tracks)."""
+    A group of independent completions is a tree of depth 1. A stream of equal-length pairs is a caterpillar:
+    both sides of a pair, and the tail, continue the B side before.
+    """
 
     prompt: Prompt
     index: int
-    """Index among the prompt's G/2 subgroups."""
+    """Index among the prompt's rollouts."""
+    kind: str
+    """Sampling kind that made it (``Recipe.sampling``)."""
     policy_version: int
-    """Version of the engine's weights when the stream was complete: the number of optimizer steps behind
+    """Version of the engine's weights when the rollout was complete: the number of optimizer steps behind
     them; those of each token are a column."""
-    pairs: list[Pair]
-    outcome: Outcome | Suspended
-    tail: Segment | None = None
-    """Tokens of the trunk's track after the last pair (the invalid suffix, never trained). If the track ended
-    (``stop``), its grade still counts as an extension of every B."""
+    parts: Sequence[Part]
+    """In the order of their numbers, so each comes after its parent; given in any order."""
+    outcome: Outcome = "complete"
     prompt_columns: Tokens | None = None
     """Columns of the prompt's tokens besides their ids, where any are kept."""
+
+    def __post_init__(self) -> None:
+        self.parts = tuple(sorted(self.parts, key=lambda part: part.number))
 
     @property
     def prompt_id(self) -> str:
@@ -162,110 +192,48 @@ class Stream:
     def suspended(self) -> bool:
         return self.outcome == "suspended"
 
-    def trunk_token_ids(self, pairs: int) -> TokenIds:
-        """Return the token ids of ``B_1 .. B_pairs``: the inherited prefix after the prompt."""
-        return join([NO_TOKENS, *(pair.b.token_ids for pair in self.pairs[:pairs])])
+    def with_role(self, role: str) -> list[Part]:
+        return [part for part in self.parts if part.role == role]
 
-    def ended(self) -> Iterator[tuple[Segment, TokenIds]]:
-        """Yield every segment that ends a response, with the whole response's token ids."""
-        trunk = self.trunk_token_ids(len(self.pairs))
-        end = 0
-        for pair in self.pairs:
-            yield pair.a, join([trunk[:end], pair.a.token_ids])
-            end += len(pair.b)
-            if pair.b.finish_reason == "stop":
-                yield pair.b, trunk[:end]
-        if self.tail is not None and self.tail.finish_reason == "stop":
-            yield self.tail, join([trunk, self.tail.token_ids])
+    def line(self, number: int) -> list[Part]:
+        """Return the parts from the prompt down to part ``number``; none for -1."""
+        return line_of({part.number: part for part in self.parts}, number)
 
-    def segments(self) -> Iterator[Segment]:
-        for pair in self.pairs:
-            yield pair.a
-            yield pair.b
-        if self.tail is not None:
-            yield self.tail
+    def ended(self) -> Iterator[tuple[Part, TokenIds]]:
+        """Yield every part that ends a response, with the whole response's token ids."""
+        by_number = {part.number: part for part in self.parts}
+        for part in self.parts:
+            if part.finish_reason == "stop":
+                yield part, tokens_along(line_of(by_number, part.number))
 
+    def ends(self) -> dict[int, int]:
+        """Return the number of tokens from the prompt to the end of each part, by the part's number; 0 for
+        -1."""
+        ends = {-1: 0}
+        for part in self.parts:
+            ends[part.number] = ends[part.parent] + len(part)
+        return ends
 
-@dataclass
-class Group:
-    """G independent completions of one prompt (``sampling: independent``)."""
+    def lines(self) -> Iterator[Line]:
+        """Yield all lines. Parts that continue the same part share its weight equally: each of them is what
+        the policy might have continued it with."""
+        siblings = Counter(part.parent for part in self.parts)
+        weights, ends = {-1: 1.0}, self.ends()
+        for part in self.parts:
+            weights[part.number] = weights[part.parent] / siblings[part.parent]
+            if part.number not in siblings:
+                yield Line(weights[part.number], ends[part.number], part)
 
-    prompt: Prompt
-    policy_version: int
-    completions: list[Segment]
-    index: int = 0
-    """Always 0: a prompt has one group."""
-    prompt_columns: Tokens | None = None
-    """Columns of the prompt's tokens besides their ids, where any are kept."""
-    numbers: list[int] = field(default_factory=list)
-    """Number of each completion among the G, ascending. Default: the indices in ``completions``."""
-    suspended: bool = False
-    """True for a partial rollout, with only the completions that have ended."""
+    def skeleton(self) -> Rollout:
+        """Return the rollout with bare tables: lengths, grades and finish reasons, a few hundred bytes a
+        part. Ranks that do not hold the tokens decide with skeletons. The prompt keeps its id alone."""
+        return replace(
+            self,
+            prompt=Prompt(self.prompt_id, [], "", "", ""),
+            parts=[replace(part, tokens=part.tokens.bare()) for part in self.parts],
+            prompt_columns=None if self.prompt_columns is None else self.prompt_columns.bare(),
+        )
 
-    def __post_init__(self) -> None:
-        self.numbers = self.numbers or list(range(len(self.completions)))
-
-    @property
-    def prompt_id(self) -> str:
-        return self.prompt.prompt_id
-
-    def ended(self) -> Iterator[tuple[Segment, TokenIds]]:
-        """Yield every completion that ended by itself, with its token ids."""
-        for completion in self.completions:
-            if completion.finish_reason == "stop":
-                yield completion, completion.token_ids
-
-    def segments(self) -> Iterator[Segment]:
-        yield from self.completions
-
-
-@dataclass
-class SampledTree:
-    """Step-wise branching of one prompt (``sampling: tree``): every step that did not end a response was
-    continued several times. Lists are aligned; a step comes after its parent."""
-
-    prompt: Prompt
-    policy_version: int
-    steps: list[Segment]
-    """Steps; ``finish_reason`` is None if the step was continued."""
-    parents: list[int]
-    """Index in ``steps`` of each step's parent, -1 for the prompt."""
-    index: int = 0
-    """Always 0: a prompt has one tree."""
-    numbers: list[int] = field(default_factory=list)
-    """Number of each step in the complete N-ary heap, which identifies it before all steps are known,
-    ascending. Default: the indices in ``steps``."""
-    suspended: bool = False
-    """True for a partial rollout, with only the steps that have ended."""
-    prompt_columns: Tokens | None = None
-    """Columns of the prompt's tokens besides their ids, where any are kept."""
-
-    def __post_init__(self) -> None:
-        self.numbers = self.numbers or list(range(len(self.steps)))
-
-    @property
-    def prompt_id(self) -> str:
-        return self.prompt.prompt_id
-
-    def path(self, step: int) -> list[Segment]:
-        """Return the steps from the prompt down to ``step``; empty for -1."""
-        return [*self.path(self.parents[step]), self.steps[step]] if step >= 0 else []
-
-    def response(self, step: int) -> TokenIds:
-        """Return the token ids from the end of the prompt to the end of a step."""
-        return join([NO_TOKENS, *(segment.token_ids for segment in self.path(step))])
-
-    def ended(self) -> Iterator[tuple[Segment, TokenIds]]:
-        """Yield every step that ends a response, with the whole response's token ids."""
-        for number, step in enumerate(self.steps):
-            if step.finish_reason == "stop":
-                yield step, self.response(number)
-
-    def segments(self) -> Iterator[Segment]:
-        yield from self.steps
-
-
-Rollout = Stream | Group | SampledTree
 
 RolloutKey = tuple[str, int]
 """Identifier of a rollout: its prompt's id, and its number among the prompt's rollouts."""
@@ -293,7 +261,7 @@ class Node:
     """Weight of every token of this node in the loss; it contains every 1/L, 1/N_k, 2/G and 1/P, so that the
     loss is a plain sum. 0: not supervised (context only)."""
     home: int | None = None
-    """Rank that holds the values (see ``Segment.home``); every rank has the ids of a root."""
+    """Rank that holds the values (see ``Part.home``); every rank has the ids of a root."""
 
     def __len__(self) -> int:
         return len(self.tokens)

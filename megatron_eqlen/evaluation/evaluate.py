@@ -16,7 +16,7 @@ from megatron_eqlen.rollout.engine import Engine
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.sampling.harvester import all_rollouts
-from megatron_eqlen.types import Group, Prompt, Segment
+from megatron_eqlen.types import Part, Prompt, Rollout
 
 EVALUATION_SEED = 20_000_003
 """Added to the recipe's seed, so that no sample repeats a training sample. Evaluations before and after use
@@ -63,7 +63,7 @@ def evaluate(
     seed = recipe.seed + EVALUATION_SEED
     plan = HarvestPlan(share(problems), sampling, eos_token_ids, seed, keeps_columns=_no_columns)
     harvested, _ = harvest(engine, plan, [EarlyGrading(scorer, grades)])
-    groups = [group for group in harvested if isinstance(group, Group) and grades(group.prompt, group.index)]
+    groups = [group for group in harvested if grades(group.prompt, group.index)]
     scorer.score(groups)
     gathered = gather([(_answers(group), _grader(group)) for group in groups])
     answers = {answer.prompt_id: answer for answer, _ in gathered}
@@ -75,24 +75,24 @@ def evaluate(
     )
 
 
-def _answers(group: Group) -> Answers:
+def _answers(group: Rollout) -> Answers:
     return Answers(
         prompt_id=group.prompt_id,
-        rewards=[segment.grade.reward if segment.grade else 0.0 for segment in group.completions],
-        verdicts=list(map(_verdict, group.completions)),
-        lengths=list(map(len, group.completions)),
+        rewards=[part.grade.reward if part.grade else 0.0 for part in group.parts],
+        verdicts=list(map(_verdict, group.parts)),
+        lengths=list(map(len, group.parts)),
     )
 
 
-def _verdict(completion: Segment) -> str:
+def _verdict(completion: Part) -> str:
     if completion.finish_reason != "stop":
         return "truncated"
     assert completion.grade is not None, "an ended completion was not scored"
     return completion.grade.verdict
 
 
-def _grader(group: Group) -> str:
-    return next((segment.grade.grader for segment in group.completions if segment.grade), "")
+def _grader(group: Rollout) -> str:
+    return next((part.grade.grader for part in group.parts if part.grade), "")
 
 
 def _manifest(

@@ -7,7 +7,7 @@ from functools import partial
 
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.sampling import KINDS, kind_of
+from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty, no_penalty
 from megatron_eqlen.tokens import COLUMNS
 from megatron_eqlen.types import FinishReason, Rollout, TokenTree
@@ -32,7 +32,7 @@ def comparison_units(
 
 def due_rollouts(rollouts: Sequence[Rollout], recipe: Recipe) -> list[Rollout]:
     """Return the scored rollouts of a step that it averages over; the others are suspended."""
-    return [rollout for rollout in rollouts if kind_of(rollout).is_due(rollout, recipe)]
+    return [rollout for rollout in rollouts if KINDS[rollout.kind].is_due(rollout, recipe)]
 
 
 def verifier_rewards(rollout: Rollout, recipe: Recipe) -> list[list[float]]:
@@ -65,11 +65,10 @@ def _length_penalty(recipe: Recipe, objective: Objective) -> Penalty:
 
 
 def _check_kind(rollout: Rollout, recipe: Recipe) -> None:
-    wanted = KINDS[recipe.sampling].rollout_type
-    if not isinstance(rollout, wanted):
+    if rollout.kind != recipe.sampling:
         raise ValueError(
-            f"prompt {rollout.prompt_id}: sampling: {recipe.sampling} trains on {wanted.__name__} rollouts, "
-            f"found a {type(rollout).__name__}"
+            f"prompt {rollout.prompt_id}: expected a rollout of sampling: {recipe.sampling}, found one of "
+            f"{rollout.kind}"
         )
 
 
@@ -81,7 +80,7 @@ def _check_columns(rollout: Rollout, recipe: Recipe) -> None:
         if column.needed_by != "loss" or column.keep_key is None:
             continue
         wanted = name in recipe.rollout.columns
-        if any(wanted != (name in segment.tokens) and len(segment) for segment in rollout.segments()):
+        if any(wanted != (name in part.tokens) and len(part) for part in rollout.parts):
             raise ValueError(
                 f"prompt {rollout.prompt_id}: rollout.{column.keep_key}: {str(wanted).lower()}, found a "
                 f"rollout recorded {'without' if wanted else 'with'} the column {name}"

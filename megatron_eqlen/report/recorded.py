@@ -82,8 +82,8 @@ class Recorded:
 
     def verdicts(self) -> list[tuple[str, int]]:
         """Return the verdicts of all its responses with their numbers, the most frequent first."""
-        grades = [segment.grade for rollout in self.rollouts for segment in rollout.segments()]
+        grades = [part.grade for rollout in self.rollouts for part in rollout.parts]
         return Counter(grade.verdict for grade in grades if grade is not None).most_common()
 
     def _teaches(self, rollout: Rollout) -> bool:
-        return any(self.training.of(segment).role in ("raised", "lowered") for segment in rollout.segments())
+        return any(self.training.of(part).role in ("raised", "lowered") for part in rollout.parts)

@@ -14,10 +14,9 @@ from megatron_eqlen.recipe.load import RECIPE, load
 from megatron_eqlen.report.format import compact, shorten
 from megatron_eqlen.rollout.record.reader import step_files
 from megatron_eqlen.rollout.record.recorder import FILES
-from megatron_eqlen.sampling import kind_of
-from megatron_eqlen.sampling.kind import LabeledSegment
+from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.tokens import SAMPLED, VERSIONS, Placeholder, TokenIds
-from megatron_eqlen.types import Grade, Node, Prompt, Rollout, Segment
+from megatron_eqlen.types import Grade, Node, Part, Prompt, Rollout, tokens_along
 
 Decode = Callable[[TokenIds], str]
 
@@ -143,28 +142,28 @@ class Training:
     recipe. Skeletons suffice."""
 
     def __init__(self, rollouts: Sequence[Rollout], recipe: Recipe) -> None:
-        self.scored = all(segment.grade for rollout in rollouts for segment, _ in rollout.ended())
+        self.scored = all(part.grade for rollout in rollouts for part, _ in rollout.ended())
         self.members: dict[int, Lesson] = {}
-        """Lessons by the ``id()`` of the segment."""
+        """Lessons by the ``id()`` of the part."""
         if self.scored:
             self._compare(rollouts, recipe)
 
-    def of(self, segment: Segment) -> Lesson:
+    def of(self, part: Part) -> Lesson:
         use = "not trained" if self.scored else "not scored"
-        return self.members.get(id(segment)) or Lesson(_own_reward(segment), None, "plain", use)
+        return self.members.get(id(part)) or Lesson(_own_reward(part), None, "plain", use)
 
     def _compare(self, rollouts: Sequence[Rollout], recipe: Recipe) -> None:
         for unit in weighted_units(trained(rollouts, recipe), recipe):
-            for segment, node, reward in zip(unit.members, unit.nodes, unit.rewards, strict=True):
+            for part, node, reward in zip(unit.members, unit.nodes, unit.rewards, strict=True):
                 use = "trained" if node.weight else "skipped"
-                self.members[id(segment)] = Lesson(reward, node.advantage, _role(node), use)
+                self.members[id(part)] = Lesson(reward, node.advantage, _role(node), use)
 
 
 class Unknown:
     """Used instead of ``Training`` if the recipe is not known."""
 
-    def of(self, segment: Segment) -> Lesson:
-        return Lesson(_own_reward(segment), None, "plain", "")
+    def of(self, part: Part) -> Lesson:
+        return Lesson(_own_reward(part), None, "plain", "")
 
 
 def _role(node: Node) -> Role:
@@ -173,21 +172,39 @@ def _role(node: Node) -> Role:
     return "raised" if node.advantage > 0 else "lowered"
 
 
+class LabeledPart(NamedTuple):
+    """A part with its label."""
+
+    label: str
+    """``A1``, ``B1``, ``tail``, ``completion 3``, ``step 2 after step 0``."""
+    part: Part
+    inherited: TokenIds
+    """Token ids between the prompt and the part."""
+
+
+def labeled_parts(rollout: Rollout) -> tuple[str, list[LabeledPart]]:
+    """Return a rollout's title and its parts."""
+    title, labels = KINDS[rollout.kind].labels(rollout)
+    return title, [
+        LabeledPart(label, part, tokens_along(rollout.line(part.parent)))
+        for label, part in zip(labels, rollout.parts, strict=True)
+    ]
+
+
 def view(rollout: Rollout, decode: Decode, training: Training | Unknown) -> RolloutView:
     """Return a rollout as text; ``training`` gives the lessons."""
-    picture = kind_of(rollout).picture(rollout)
-
+    title, parts = labeled_parts(rollout)
     gold = gold_answer(rollout.prompt)
-
-    def seen(placed: LabeledSegment) -> SegmentView:
-        return _segment(placed, decode, training, gold)
-
+    seen = {role: list[SegmentView]() for role in ("a", "b", "")}
+    for placed in parts:
+        role = placed.part.role if placed.part.role in seen else ""
+        seen[role].append(_segment(placed, decode, training, gold))
     return RolloutView(
         rollout.prompt_id,
         rollout.prompt.question,
-        picture.title,
-        [PairView(seen(a), seen(b)) for a, b in picture.pairs],
-        [seen(placed) for placed in picture.segments],
+        title,
+        [PairView(a, b) for a, b in zip(seen["a"], seen["b"], strict=True)],
+        seen[""],
     )
 
 
@@ -204,35 +221,35 @@ def _verdict(grade: Grade, gold: str) -> str:
 
 
 def _segment(
-    placed: LabeledSegment, decode: Decode, training: Training | Unknown, gold: str = ""
+    placed: LabeledPart, decode: Decode, training: Training | Unknown, gold: str = ""
 ) -> SegmentView:
-    segment, grade = placed.segment, placed.segment.grade
+    part, grade = placed.part, placed.part.grade
     return SegmentView(
         label=placed.label,
         before=decode(placed.inherited[-CONTEXT_TOKENS:]),
-        text=decode(segment.token_ids),
-        length=len(segment),
+        text=decode(part.token_ids),
+        length=len(part),
         inherited=len(placed.inherited),
-        end=segment.finish_reason or "continues",
-        **training.of(segment)._asdict(),
+        end=part.finish_reason or "continues",
+        **training.of(part)._asdict(),
         verdict="" if grade is None else _verdict(grade, gold),
-        versions=_versions(segment),
-        means=_means(segment),
+        versions=_versions(part),
+        means=_means(part),
     )
 
 
-def _versions(segment: Segment) -> tuple[int, ...]:
-    """Return the policy versions that sampled a segment, in order."""
-    if "versions" not in segment.tokens or not len(segment):
+def _versions(part: Part) -> tuple[int, ...]:
+    """Return the policy versions that sampled a part, in order."""
+    if "versions" not in part.tokens or not len(part):
         return ()
-    found = dict.fromkeys(segment.tokens["versions"].tolist())
+    found = dict.fromkeys(part.tokens["versions"].tolist())
     return tuple(version for version in found if version != VERSIONS.unknown)
 
 
-def _means(segment: Segment) -> dict[str, float]:
-    known = {name: segment.tokens[name] for name in SAMPLED if name in segment.tokens and len(segment)}
+def _means(part: Part) -> dict[str, float]:
+    known = {name: part.tokens[name] for name in SAMPLED if name in part.tokens and len(part)}
     return {name: float(v.mean()) for name, v in known.items() if not isinstance(v, Placeholder)}
 
 
-def _own_reward(segment: Segment) -> float | None:
-    return None if segment.grade is None else segment.grade.reward
+def _own_reward(part: Part) -> float | None:
+    return None if part.grade is None else part.grade.reward

@@ -1,7 +1,7 @@
 """Scoring: every response that ended gets its verifier's grade, once.
 
 a response ends ──begin──► background: decode, grade ──┐ the harvest ends ─► score: what is not begun yet
-──────┴──► Segment.grade
+──────┴──► Part.grade
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from megatron_eqlen.rewards.grader import (
     response_key,
 )
 from megatron_eqlen.rewards.math.grader import MathGrader
-from megatron_eqlen.sampling import kind_of
-from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver, RolloutPart, all_rollouts
-from megatron_eqlen.types import Grade, Metrics, Prompt, Rollout, Segment, TokenIds
+from megatron_eqlen.sampling.comparison import response_reward
+from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver, all_rollouts
+from megatron_eqlen.types import Grade, Metrics, Part, Prompt, Rollout, TokenIds
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class _Ended:
     key: Key
     prompt: Prompt
     response: TokenIds
-    segment: Segment
+    part: Part
 
 
 class Scorer:
@@ -85,7 +85,7 @@ class Scorer:
     def begin_ended(self, rollouts: Iterable[Rollout]) -> None:
         """Call ``begin`` for every response of ``rollouts`` without a grade."""
         for entry in _ended(rollouts):
-            if entry.segment.grade is None:
+            if entry.part.grade is None:
                 self._begin(entry.key, entry.prompt, entry.response)
 
     def score(self, rollouts: Sequence[Rollout], seconds: float = math.inf) -> Metrics:
@@ -97,7 +97,7 @@ class Scorer:
         """
         started = time.monotonic()
         ended = list(_ended(rollouts))
-        ungraded = {entry.key: entry for entry in ended if entry.segment.grade is None}
+        ungraded = {entry.key: entry for entry in ended if entry.part.grade is None}
         try:
             hidden = sum(grade.seconds for grade in self._background.ready(ungraded))
             for key, entry in ungraded.items():
@@ -119,8 +119,8 @@ class Scorer:
                 seconds,
             )
         for entry in ended:
-            entry.segment.grade = entry.segment.grade or grades[entry.key]
-        new = [(entry.prompt, entry.segment.grade) for entry in ended if not entry.segment.carried]
+            entry.part.grade = entry.part.grade or grades[entry.key]
+        new = [(entry.prompt, entry.part.grade) for entry in ended if not entry.part.carried]
         return (
             reward_metrics(new)
             | policy_metrics(rollouts)
@@ -210,15 +210,15 @@ class EarlyGrading(HarvestObserver):
     def __init__(self, scorer: Scorer, grades: Callable[[Prompt, int], bool] = all_rollouts) -> None:
         self.scorer, self.grades = scorer, grades
 
-    def part_finished(self, harvester: Harvester, part: RolloutPart) -> None:
-        if part.segment.finish_reason == "stop" and self.grades(harvester.prompt, harvester.index):
+    def part_finished(self, harvester: Harvester, part: Part) -> None:
+        if part.finish_reason == "stop" and self.grades(harvester.prompt, harvester.index):
             self.scorer.begin(harvester.prompt, harvester.response(part))
 
 
 def _ended(rollouts: Iterable[Rollout]) -> Iterator[_Ended]:
     for rollout in rollouts:
-        for segment, response in rollout.ended():
-            yield _Ended(response_key(rollout.prompt, response), rollout.prompt, response, segment)
+        for part, response in rollout.ended():
+            yield _Ended(response_key(rollout.prompt, response), rollout.prompt, response, part)
 
 
 def make_grader(name: str, reward: RewardRecipe) -> Grader:
@@ -272,12 +272,13 @@ def policy_metrics(rollouts: Iterable[Rollout]) -> Metrics:
     """Return mean reward and length of the policy's responses, estimated without bias from complete scored
     rollouts of any kind. ``reward/mean``, over the responses of streams, is biased to longer ones."""
     complete = [rollout for rollout in rollouts if not rollout.suspended]
-    sampled = [samples for rollout in complete if (samples := [*kind_of(rollout).policy_samples(rollout)])]
+    sampled = [rollout for rollout in complete if rollout.parts]
     if not sampled:
         return {}
-    every = [sample for samples in sampled for sample in samples]
+    lines = [(line, rollout.prompt_id) for rollout in sampled for line in rollout.lines()]
     return {
         POLICY_ROLLOUTS: len(sampled),
-        POLICY_REWARD: sum(sample.weight * sample.reward for sample in every) / len(sampled),
-        POLICY_RESPONSE_LENGTH: sum(sample.weight * sample.length for sample in every) / len(sampled),
+        POLICY_REWARD: sum(line.weight * response_reward(line.last, prompt) for line, prompt in lines)
+        / len(sampled),
+        POLICY_RESPONSE_LENGTH: sum(line.weight * line.length for line, _ in lines) / len(sampled),
     }

@@ -108,7 +108,7 @@ def _check_version(rollout: Rollout, version: int, oldest: int | None) -> None:
 
 def _oldest_version(rollout: Rollout) -> int:
     """Return the oldest policy version that sampled a token of the rollout."""
-    oldest = (segment.tokens.oldest_version for segment in rollout.segments() if len(segment))
+    oldest = (part.tokens.oldest_version for part in rollout.parts if len(part))
     return min(oldest, default=rollout.policy_version)
 
 

@@ -21,7 +21,7 @@ from megatron_eqlen.metrics import (
 )
 from megatron_eqlen.rollout.engine import Decoder
 from megatron_eqlen.rollout.partial import HarvestProgress
-from megatron_eqlen.sampling import kind_of
+from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.tokens import COLUMNS, Column, Tokens
 from megatron_eqlen.types import Delta, Metrics, Rollout
@@ -131,12 +131,12 @@ def rollout_metrics(rollouts: list[Rollout]) -> Metrics:
     metrics: Metrics = {"harvest/rollouts": len(rollouts), "harvest/ended_responses": len(ended)}
     if ended:
         metrics[HARVEST_ENDED_RESPONSE_LENGTH] = fmean(ended)
-    tables = [segment.tokens for rollout in rollouts for segment in rollout.segments()]
+    tables = [part.tokens for rollout in rollouts for part in rollout.parts]
     contexts = [rollout.prompt_columns for rollout in rollouts if rollout.prompt_columns is not None]
     for column in COLUMNS.values():
         metrics |= _column_metrics(column, tables, contexts)
-    for kind in dict.fromkeys(map(kind_of, rollouts)):
-        metrics |= kind.harvest_metrics([rollout for rollout in rollouts if kind_of(rollout) is kind])
+    for kind in dict.fromkeys(rollout.kind for rollout in rollouts):
+        metrics |= KINDS[kind].harvest_metrics([rollout for rollout in rollouts if rollout.kind == kind])
     return metrics
 
 

@@ -5,7 +5,7 @@
                                                               ┘   the same parts are cut
 
 The result of a harvest depends on the tokens of its tracks alone, so these are all that is needed to resume
-it. Parts that were final when an earlier step ended keep their grades and are marked ``Segment.carried``:
+it. Parts that were final when an earlier step ended keep their grades and are marked ``Part.carried``:
 they are neither graded nor trained again. ``record.reader.read_progress`` reads partial rollouts.
 """
 
@@ -16,10 +16,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.sampling import kind_of
-from megatron_eqlen.sampling.harvester import RolloutPart
 from megatron_eqlen.tokens import Tokens
-from megatron_eqlen.types import Prompt, Rollout, RolloutKey
+from megatron_eqlen.types import Part, Prompt, Rollout, RolloutKey
 
 
 class RolloutOrigin(NamedTuple):
@@ -46,7 +44,7 @@ class PartialRollout:
     """Steps since the one that drew its prompt."""
     last_step: bool = False
     """True where it is not suspended again: it is cut where the budget ends."""
-    final: dict[int, RolloutPart] = field(default_factory=dict)
+    final: dict[int, Part] = field(default_factory=dict)
     """Parts that were final when an earlier step ended, graded, by their number."""
     earlier_tokens: int = 0
     """Number of tokens of its tracks that earlier steps generated."""
@@ -60,18 +58,16 @@ class PartialRollout:
         """Number of tokens that earlier attempts at this step generated for it."""
         return sum(map(len, self.tracks.values())) - self.earlier_tokens
 
-    def restore_grades(self, parts: Iterable[RolloutPart]) -> list[RolloutPart]:
+    def restore_grades(self, parts: Iterable[Part]) -> list[Part]:
         """Copy recorded grades to those of ``parts`` that were final before; return the other parts."""
-        new: list[RolloutPart] = []
+        new: list[Part] = []
         for part in parts:
             before = self.final.get(part.number)
             if before is None:
                 new.append(part)
             else:
-                assert len(part.segment) == len(before.segment), (
-                    "a harvest is a function of its tracks' tokens"
-                )
-                part.segment.grade, part.segment.carried = before.segment.grade, True
+                assert len(part) == len(before), "a harvest is a function of its tracks' tokens"
+                part.grade, part.carried = before.grade, True
         return new
 
 
@@ -90,6 +86,8 @@ class HarvestProgress:
 
 
 def open_prompts(suspended: Iterable[Rollout], recipe: Recipe) -> float:
-    """Return the number of new prompts that would start as many tracks as are open in ``suspended``."""
-    shares = (kind_of(rollout).open_share(rollout, recipe) for rollout in suspended)
+    """Return the number of new prompts that would start as many tracks as are open in ``suspended``.
+    Completions that have ended leave their places free; streams and trees fork into them."""
+    independent = recipe.sampling == "independent"
+    shares = (1 - len(each.parts) / recipe.group_size if independent else 1.0 for each in suspended)
     return sum(shares) / recipe.rollouts_per_prompt

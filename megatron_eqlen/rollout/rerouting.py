@@ -94,7 +94,7 @@ class Rerouting:
         return any(
             prefills[part.number, shared] != version
             if (part.number, shared) in prefills
-            else not part.segment.tokens.sampled_by(version)
+            else not part.tokens.sampled_by(version)
             for _, part, shared in harvester.parts_along(track)
         )
 
@@ -119,12 +119,10 @@ class Rerouting:
             if first + shared > len(rows):
                 continue
             prefills[part.number, 1] = prefills[part.number, shared] = request.version
-            tokens = part.segment.tokens
+            tokens = part.tokens
             if ROUTES.name in tokens:
                 known, chosen = tokens[ROUTES.name], rows[first : first + shared]
-                part.segment.tokens = tokens.with_column(
-                    ROUTES.name, np.concatenate([chosen, known[shared:]])
-                )
+                part.tokens = tokens.with_column(ROUTES.name, np.concatenate([chosen, known[shared:]]))
                 older.append(known[:shared])
                 newer.append(chosen)
         # the track's own tokens

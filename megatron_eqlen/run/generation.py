@@ -310,12 +310,12 @@ def select(scored: Batch, step: Step, session: Session) -> Batch:
     ``data.prompts_per_step``."""
     recipe = session.recipe
     ended = [
-        (rollout.prompt, segment)
+        (rollout.prompt, part)
         for rollout in scored.rollouts
-        for segment in rollout.segments()
-        if segment.finish_reason == "stop"
+        for part in rollout.parts
+        if part.finish_reason == "stop"
     ]
-    new = [(prompt, segment.grade) for prompt, segment in ended if not segment.carried]
+    new = [(prompt, part.grade) for prompt, part in ended if not part.carried]
     metrics = scored.metrics | reward_metrics(new)
     rollouts = due_rollouts(scored.rollouts, recipe)
     if session.objective.dynamic_sampling:

@@ -10,11 +10,9 @@ import torch.distributed as dist
 
 from megatron_eqlen.metrics import at_once
 from megatron_eqlen.processes.distributed import gather
-from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.types import Metrics, Prompt, Rollout, rollout_key, training_order
 
 Item = TypeVar("Item")
-Some = TypeVar("Some", bound=Rollout)
 
 
 class Replicas:
@@ -47,7 +45,7 @@ class Replicas:
         """Return True if this rank needs all columns of a rollout, to record or to grade it."""
         return self.leads or self.grades(prompt, index)
 
-    def part(self, rollouts: Sequence[Some]) -> list[Some]:
+    def part(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Return the rollouts that this rank grades; every rank of the replica has all of ``rollouts``."""
         return [rollout for rollout in rollouts if self.grades(rollout.prompt, rollout.index)]
 
@@ -63,11 +61,11 @@ def shared(part: Sequence[Rollout], prompts: Sequence[Prompt]) -> list[Rollout]:
     ``prompts``: the prompts of all ranks.
     """
     rank, by_id = dist.get_rank(), {prompt.prompt_id: prompt for prompt in prompts}
-    for segment in (segment for rollout in part for segment in rollout.segments()):
-        segment.home = rank
+    for sampled in (sampled for rollout in part for sampled in rollout.parts):
+        sampled.home = rank
     own = {rollout_key(rollout): rollout for rollout in part}
     rollouts = [
         own.get(rollout_key(bare)) or dataclasses.replace(bare, prompt=by_id[bare.prompt_id])
-        for bare in gather([kind_of(rollout).skeleton(rollout) for rollout in part])
+        for bare in gather([rollout.skeleton() for rollout in part])
     ]
     return sorted(rollouts, key=training_order)

@@ -1,4 +1,4 @@
-"""Comparison units: segments whose rewards are measured against each other.
+"""Comparison units: parts whose rewards are measured against each other.
 
 A unit is the two sides of an equal-length pair, the completions of a group, the children of a node of a
 sampled tree. Each member is one node of a token tree, so that an advantage and a weight written on the node
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from megatron_eqlen.tokens import Tokens
-from megatron_eqlen.types import FinishReason, Node, Rollout, Segment
+from megatron_eqlen.types import FinishReason, Node, Part, Rollout, TokenTree
 
 EQUAL_REWARDS = 1e-9
 """Rewards closer than this are equal: a mean of rewards carries round-off, and dividing by a standard
@@ -26,8 +26,8 @@ class ComparisonUnit:
     """Members that are compared with each other; the lists are aligned."""
 
     prompt_id: str
-    members: list[Segment]
-    """Segments that are compared."""
+    members: list[Part]
+    """Parts that are compared."""
     nodes: list[Node]
     """Their nodes in the token tree."""
     rewards: list[float]
@@ -57,30 +57,30 @@ def no_penalty(length: int, finish_reason: FinishReason | None) -> float:
     return 0.0
 
 
-def verifier_reward(segment: Segment, prompt_id: str) -> float:
-    """Return the verifier's reward of the response that ends with ``segment``. Raises ValueError if it has no
+def verifier_reward(part: Part, prompt_id: str) -> float:
+    """Return the verifier's reward of the response that ends with ``part``. Raises ValueError if it has no
     grade."""
-    if segment.grade is None:
+    if part.grade is None:
         raise ValueError(
             f"prompt {prompt_id}: an ended response has no grade; score rollouts before training"
         )
-    return segment.grade.reward
+    return part.grade.reward
 
 
-def response_reward(segment: Segment, prompt_id: str) -> float:
+def response_reward(part: Part, prompt_id: str) -> float:
     """Return ``verifier_reward``, or 0 for a truncated response, which has no answer."""
-    return verifier_reward(segment, prompt_id) if segment.finish_reason == "stop" else 0.0
+    return verifier_reward(part, prompt_id) if part.finish_reason == "stop" else 0.0
 
 
-def root(rollout: Rollout) -> Node:
-    """Return the node of the rollout's prompt."""
-    home = next((segment.home for segment in rollout.segments()), None)
+def token_tree(rollout: Rollout, name: str, parts: Sequence[Part]) -> tuple[TokenTree, dict[int, Node]]:
+    """Return the token tree of some ``parts`` of a rollout, with those that they continue, and its nodes by
+    the numbers of their parts; the root's is -1."""
+    home = rollout.parts[0].home if rollout.parts else None
     tokens = Tokens.of(rollout.prompt.token_ids)
     if rollout.prompt_columns is not None and len(tokens):  # skeletons on disk have no prompts
         tokens = Tokens({**rollout.prompt_columns.columns, **tokens.columns})
-    return Node(-1, tokens, home=home)
-
-
-def node(parent: int, *segments: Segment) -> Node:
-    """Return one node over the tokens of consecutive segments of a path."""
-    return Node(parent, Tokens.joined([segment.tokens for segment in segments]), home=segments[0].home)
+    nodes, places = {-1: Node(-1, tokens, home=home)}, {-1: 0}
+    for part in parts:
+        places[part.number] = len(nodes)
+        nodes[part.number] = Node(places[part.parent], part.tokens, home=part.home)
+    return TokenTree(name, list(nodes.values())), nodes

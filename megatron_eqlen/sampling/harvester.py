@@ -1,4 +1,4 @@
-"""Harvesters, which make a rollout each out of the tokens of its tracks, and the parts that they make.
+"""Harvesters, which make a rollout each out of the tokens of its tracks.
 
 tracks ─tokens─► Harvester ─► parts (final, append-only) ─► rollout
                      │
@@ -7,98 +7,105 @@ tracks ─tokens─► Harvester ─► parts (final, append-only) ─► rollou
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.tokens import TokenIds, Tokens
-from megatron_eqlen.types import Outcome, Prompt, Rollout, Segment, Suspended
+from megatron_eqlen.types import Outcome, Part, Prompt, Rollout, line_of, tokens_along
 
 
-@dataclass(frozen=True)
-class RolloutPart:
-    """A segment and its place in its rollout, which is harvested, recorded and read as a list of parts."""
-
-    role: str
-    """``a``, ``b``, ``tail``, ``completion`` or ``step``."""
-    number: int
-    """Identifies the part in its rollout. It does not depend on the order in which parts become final."""
-    segment: Segment
-    parent: int = -1
-    """Number of the step that a ``step`` continues, -1 for the prompt."""
-
-
-def in_order(parts: Sequence[RolloutPart]) -> list[RolloutPart]:
-    """Return the parts sorted by number."""
-    return sorted(parts, key=lambda part: part.number)
-
-
-@dataclass(frozen=True)
-class RolloutHeader:
-    """Everything that a rollout holds besides its parts."""
-
-    prompt: Prompt
-    index: int
-    policy_version: int
-    outcome: Outcome | Suspended | None = None
-    """Outcome of a stream. Rollouts of other kinds have ``suspended`` or None."""
-    prompt_columns: Tokens | None = None
-
-
-def header_of(rollout: Rollout) -> RolloutHeader:
-    """Return the header of a rollout."""
-    outcome = "suspended" if rollout.suspended else getattr(rollout, "outcome", None)
-    return RolloutHeader(
-        rollout.prompt, rollout.index, rollout.policy_version, outcome, rollout.prompt_columns
-    )
-
-
-class Harvester(Protocol):
+class Harvester(ABC):
     """Makes one rollout: launches tracks and decides, from their tokens, when the rollout is complete.
 
     Plain Python that sees token sequences only. The result does not depend on the order in which tokens
     arrive.
     """
 
-    prompt: Prompt
-    index: int
-    """Number of the rollout among those of its prompt."""
-    parts: list[RolloutPart]
-    """Finished parts, append-only."""
-    prompt_columns: Tokens | None
-    """Columns of the prompt's tokens, once the driver has them (``types.Stream.prompt_columns``)."""
+    kind: ClassVar[str]
+    """Sampling kind of its rollout."""
+
+    def __init__(
+        self, prompt: Prompt, index: int, limit: int, eos_token_ids: frozenset[int], seed: int
+    ) -> None:
+        """``index``: of the rollout among those of its prompt. ``limit``: tokens of a response."""
+        self.prompt, self.index, self.limit = prompt, index, limit
+        self.eos_token_ids, self.seed = eos_token_ids, seed
+        self.parts: list[Part] = []
+        """Finished parts, append-only."""
+        self.open: dict[int, Track] = {}
+        """Tracks that may grow or wait for others, by number; the trunk's track of a stream comes first."""
+        self.outcome: Outcome = "suspended"
+        self.prompt_columns: Tokens | None = None
+        """Columns of the prompt's tokens, once the driver has them (``Rollout.prompt_columns``)."""
 
     @property
-    def complete(self) -> bool: ...
+    def complete(self) -> bool:
+        return self.outcome != "suspended"
 
+    @abstractmethod
     def start(self) -> list[Track]:
         """Return the first tracks to launch."""
-        ...
 
+    @abstractmethod
     def advance(self) -> list[Track]:
         """Use the new tokens of the tracks and return the tracks to launch. Called when a track has ended or
         has reached the length ``Track.awaited``."""
-        ...
 
+    @abstractmethod
     def cut(self) -> None:
         """Complete the rollout with the tokens that are there, because the budget is used up."""
-        ...
 
-    def response(self, part: RolloutPart) -> TokenIds:
+    def rollout(self, policy_version: int) -> Rollout:
+        """Return the rollout of the parts, which is suspended unless it is complete."""
+        return Rollout(
+            self.prompt,
+            self.index,
+            self.kind,
+            policy_version,
+            self.parts,
+            self.outcome,
+            self.prompt_columns,
+        )
+
+    def response(self, part: Part) -> TokenIds:
         """Return the token ids from after the prompt to the end of ``part``. Any thread may call this."""
-        ...
+        return tokens_along(self._line(part.number))
 
-    def parts_along(self, track: Track) -> Iterator[tuple[int, RolloutPart, int]]:
+    def parts_along(self, track: Track) -> Iterator[tuple[int, Part, int]]:
         """Yield the finished parts that share positions with the path of ``track``: the part's first position
         after the prompt, the part, and how many of its tokens were predicted at positions on the path. These
         are all of a part that lies on the path, and the first one of a part that forks off it (a token is
         predicted at the position before it)."""
-        ...
+        along = {part.number for part in self._line(track.parent)}
+        ends = {-1: 0}
+        for part in sorted(self.parts, key=lambda part: part.number):  # a part comes after its parent
+            if part.parent in along or part.parent == -1:
+                start = ends[part.parent]
+                ends[part.number] = start + len(part)
+                yield start, part, len(part) if part.number in along else 1
 
-    def rollout(self, policy_version: int) -> Rollout:
-        """Join the parts to a rollout, which is suspended unless it is complete. Called after ``start``."""
-        ...
+    def open_track(self, number: int, response: list[int], limit: int, parent: int) -> Track:
+        """Return a new track, which continues part ``parent`` after the tokens of ``response`` by at most
+        ``limit`` tokens."""
+        self.open[number] = Track(
+            self.prompt, self.index, number, response, limit, self.eos_token_ids, self.seed, parent
+        )
+        return self.open[number]
+
+    def add_part(self, track: Track, role: str, number: int, length: int | None = None) -> Part:
+        """Make the next ``length`` tokens of a track (default: all that are in no part) part ``number``; the
+        finish reason belongs to the track's last token."""
+        stop = len(track) if length is None else track.start + length
+        reason = track.finish_reason if stop == len(track) else None
+        part = Part(track.tokens[track.start : stop], reason, None, role, number, track.parent)
+        track.start, track.parent = stop, number
+        self.parts.append(part)
+        return part
+
+    def _line(self, number: int) -> list[Part]:
+        return line_of({part.number: part for part in self.parts}, number)
 
 
 def all_rollouts(prompt: Prompt, index: int) -> bool:
@@ -115,7 +122,7 @@ class HarvestObserver:
     def track_launched(self, track: Track) -> None:
         """Handle a new track, which holds the tokens of earlier attempts and steps, if any."""
 
-    def part_finished(self, harvester: Harvester, part: RolloutPart) -> None:
+    def part_finished(self, harvester: Harvester, part: Part) -> None:
         """Handle a part that has become final in this step."""
 
     def rollout_completed(self, rollout: Rollout, generated_tokens: int) -> None:

@@ -11,7 +11,7 @@ from array import array
 from typing import Any
 
 from megatron_eqlen.tokens import ALWAYS, GrowingTokens, Tokens
-from megatron_eqlen.types import Delta, FinishReason, Prompt, Segment
+from megatron_eqlen.types import Delta, FinishReason, Prompt
 
 
 def track_seed(seed: int, prompt_id: str, index: int, number: int) -> int:
@@ -29,7 +29,8 @@ class Track:
 
     __slots__ = (
         "age", "attempts", "awaited", "context", "eos_token_ids", "finish_reason", "index", "is_fork",
-        "keeps_columns", "limit", "name", "number", "prompt_columns", "prompt_id", "seed", "tokens",
+        "keeps_columns", "limit", "name", "number", "parent", "prompt_columns", "prompt_id", "seed", "start",
+        "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -41,6 +42,7 @@ class Track:
         limit: int,
         eos_token_ids: frozenset[int],
         seed: int,
+        parent: int = -1,
     ) -> None:
         self.prompt_id = prompt.prompt_id
         self.index = index
@@ -55,6 +57,10 @@ class Track:
         self.eos_token_ids = eos_token_ids
         self.is_fork = bool(trunk)
         self.tokens = GrowingTokens()
+        self.start = 0
+        """Number of tokens that are in parts of the rollout."""
+        self.parent = parent
+        """Number of the part that the other tokens continue, -1 for the prompt."""
         self.prompt_columns: Tokens | None = None
         """Columns of the rollout's prompt, where this track's request brought them."""
         self.keeps_columns = True
@@ -124,8 +130,3 @@ class Track:
         """Drop the last token of a track that has ended, to be generated again."""
         self.finish_reason = None
         self.tokens.cut(len(self) - 1)
-
-    def segment(self, start: int, stop: int | None = None) -> Segment:
-        """Return tokens ``start`` to ``stop`` of this track; the finish reason belongs to its last token."""
-        stop = len(self) if stop is None else stop
-        return Segment(self.tokens[start:stop], self.finish_reason if stop == len(self) else None)

@@ -35,8 +35,9 @@ from megatron_eqlen.rollout.vllm.server.__main__ import server_command
 from megatron_eqlen.rollout.vllm.server.generate_api import sampling_params
 from megatron_eqlen.rollout.vllm.weights import tcp
 from megatron_eqlen.rollout.vllm.weights.tcp import NONCE_BYTES, connect, encode, invite, receive
-from megatron_eqlen.sampling.harvester import Harvester, RolloutPart
-from megatron_eqlen.types import Delta, Metrics, Prompt, Rollout, rollout_key
+from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
+from megatron_eqlen.sampling.harvester import Harvester
+from megatron_eqlen.types import Delta, Metrics, Part, Prompt, Rollout, rollout_key
 from tests.kit.jobs import Job
 from tests.kit.observers import OnPart
 from tests.kit.processes import descendants
@@ -60,12 +61,12 @@ def open_engine(recipe: Recipe) -> ServerEngine:
 
 def assert_same(found: list[Rollout], expected: list[Rollout]) -> None:
     """Assert equal tokens and outcomes, and log-probs equal up to the round-off of other batch sizes."""
-    assert [(r.prompt_id, r.index, r.outcome, len(r.pairs)) for r in found] == [
-        (r.prompt_id, r.index, r.outcome, len(r.pairs)) for r in expected
+    assert [(r.prompt_id, r.index, r.outcome, len(pairs_of(r))) for r in found] == [
+        (r.prompt_id, r.index, r.outcome, len(pairs_of(r))) for r in expected
     ]
     for rollout, wanted in zip(found, expected, strict=True):
         assert rollout.prompt_columns == wanted.prompt_columns
-        for a, b in zip(rollout.segments(), wanted.segments(), strict=True):
+        for a, b in zip(rollout.parts, wanted.parts, strict=True):
             computed = [name for name in ("logprobs", "entropy") if name in b.tokens]
             rest = [replace(s, tokens=s.tokens.without(computed)) for s in (a, b)]
             assert rest[0] == rest[1]
@@ -123,7 +124,7 @@ def test_a_server_that_falls_silent_in_a_harvest_is_left_and_nothing_is_lost(ser
         silent: list[int] = []
         replicas = remote.pool.replicas
 
-        def freeze_one(harvester: Harvester, part: RolloutPart) -> None:
+        def freeze_one(harvester: Harvester, part: Part) -> None:
             if not silent:
                 silent.append(max(range(2), key=lambda which: len(replicas[which].requests)))
                 process = list(servers.values())[silent[0]]
@@ -199,7 +200,7 @@ def test_two_servers_harvest_what_one_process_does_through_a_sync_and_a_death(se
     assert metrics["engine/sync_bytes"] == sum(w.numel() * w.element_size() for w in weights.values())
     announced = set()
 
-    def kill_one(harvester: Harvester, part: RolloutPart) -> None:
+    def kill_one(harvester: Harvester, part: Part) -> None:
         if not announced:
             next(iter(servers.values())).kill()
         announced.add((harvester.prompt.prompt_id, harvester.index))
@@ -207,7 +208,7 @@ def test_two_servers_harvest_what_one_process_does_through_a_sync_and_a_death(se
     found, metrics = harvest(
         remote, HarvestPlan([], recipe, EOS, seed=0, progress=carried), [OnPart(kill_one)]
     )
-    for segment in (segment for rollout in found for segment in rollout.segments()):
+    for segment in (segment for rollout in found for segment in rollout.parts):
         segment.carried = False
     assert_same(sorted([*complete, *found], key=rollout_key), expected)
     assert announced == set(map(rollout_key, found))
@@ -385,7 +386,7 @@ def harvest_independent(fakes: list[Fake], during=None, **over):
         if during is not None:
             during(engine)
         rollouts, metrics = harvest(engine, HarvestPlan(PROMPT, recipe, {90}, seed=0))
-        return [completion.token_ids.tolist() for completion in rollouts[0].completions], metrics
+        return [completion.token_ids.tolist() for completion in rollouts[0].parts], metrics
     finally:
         engine.close()
 

@@ -17,7 +17,8 @@ from megatron_eqlen.rollout.engine import EngineError
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.vllm.engine import lifecycle
-from megatron_eqlen.types import Prompt
+from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
+from megatron_eqlen.types import Prompt, tokens_along
 from tests.kit import jobs
 from tests.kit.rollout_kit import CHANGES, DTYPES, folder, generate, open_engine, requests
 
@@ -114,21 +115,19 @@ def test_every_family_is_harvested_and_its_logprobs_are_transformers(fresh):
     )  # fmt: skip
     streams, metrics = harvest(engine, HarvestPlan(prompts, recipe, EOS, seed=3))
     assert len(streams) == 8
-    assert sum(len(stream.pairs) for stream in streams) > 16
+    assert sum(len(pairs_of(stream)) for stream in streams) > 16
     assert all(tokens[-1] in EOS and len(tokens) <= 150 for s in streams for _, tokens in s.ended())
     context = {prompt.prompt_id: prompt.token_ids for prompt in prompts}
     paths, ours = [], []
     for stream in streams:
-        if not stream.pairs:
-            continue
-        ends = [(pair.a.token_ids, pair.a.tokens["logprobs"]) for pair in stream.pairs]
-        ends.append(
-            ([], np.concatenate([pair.b.tokens["logprobs"] for pair in stream.pairs]))
-        )  # of the whole trunk
-        for number, (token_ids, logprobs) in enumerate(ends):
-            path = [*context[stream.prompt_id], *stream.trunk_token_ids(number), *token_ids]
-            paths.append(torch.tensor(path))
-            ours.append(torch.tensor(logprobs))
+        for pair in pairs_of(stream):
+            line = stream.line(pair.a.number)
+            paths.append(torch.tensor([*context[stream.prompt_id], *tokens_along(line)]))
+            ours.append(torch.tensor(pair.a.tokens["logprobs"]))
+        if pairs_of(stream):  # the whole trunk
+            line = stream.line(pairs_of(stream)[-1].b.number)
+            paths.append(torch.tensor([*context[stream.prompt_id], *tokens_along(line)]))
+            ours.append(torch.tensor(np.concatenate([part.tokens["logprobs"] for part in line])))
     lengths = [len(tokens) for tokens in ours]
     exact, near = (logprobs_of(kind, paths, lengths, dtype) for dtype in (torch.float32, torch.bfloat16))
     errors, noise = (exact - torch.cat(ours)).abs(), (exact - near).abs()

@@ -18,9 +18,8 @@ from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.record import recorder
 from megatron_eqlen.rollout.record.reader import read_progress, read_step
-from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.tokens import join
-from megatron_eqlen.types import Prompt, Rollout, Stream
+from megatron_eqlen.types import Prompt, Rollout
 from tests.engine.test_rollout_vllm import Killed, mortal
 from tests.kit.rollout_kit import DTYPES, EOS, folder, open_engine, take_logprobs
 from tests.pure.test_rollout_harvest import make_recipe
@@ -49,23 +48,8 @@ def harvested(engine, **over) -> list[Rollout]:
 
 def paths(rollout: Rollout):
     """Yield the path to the end of each of the rollout's segments, and the path's rows."""
-    parts = {part.number: part for part in kind_of(rollout).parts(rollout)}
-    for part in parts.values():
-        if isinstance(rollout, Stream):
-            above = [
-                trunk_part.segment
-                for trunk_part in parts.values()
-                if trunk_part.role == "b" and trunk_part.number < part.number - 1
-            ]
-            if part.role != "b":
-                above = [
-                    trunk_part.segment
-                    for trunk_part in parts.values()
-                    if trunk_part.role == "b" and trunk_part.number < part.number
-                ]
-            whole = [*above, part.segment]
-        else:
-            whole = rollout.path(list(parts).index(part.number)) if part.role == "step" else [part.segment]
+    for part in rollout.parts:
+        whole = rollout.line(part.number)
         tokens = [*rollout.prompt.token_ids, *join([segment.token_ids for segment in whole]).tolist()]
         of_prompt = rollout.prompt_columns["routes"][1:]
         yield tokens, join([of_prompt, *(segment.tokens["routes"] for segment in whole)])
@@ -138,7 +122,7 @@ def test_routes_do_not_depend_on_what_the_cache_held_or_how_a_prefill_was_cut(en
     logprobs = take_logprobs(want)
     np.testing.assert_allclose(take_logprobs(again), logprobs, rtol=0, atol=5e-6)
     assert again == want
-    tables = [s.tokens for rollout in want for s in rollout.segments()]
+    tables = [s.tokens for rollout in want for s in rollout.parts]
     tables += [rollout.prompt_columns for rollout in want]
     assert metrics["harvest/route_bytes"] == sum(table["routes"].nbytes for table in tables)
     assert metrics["engine/route_seconds"] > 0

@@ -113,7 +113,7 @@ def test_routes_of_a_harvest_are_those_of_v1(scheduling):
     assert preempted > 0
     first, again, later = rollouts[2]
     assert first == again != later
-    assert any(segment.tokens["routes"].any() for rollout in first for segment in rollout.segments())
+    assert any(segment.tokens["routes"].any() for rollout in first for segment in rollout.parts)
 
 
 def test_v2_has_no_routes_for_the_ranks_of_a_colocated_replica(monkeypatch):

@@ -7,7 +7,8 @@ from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.objectives.units import comparison_units
 from megatron_eqlen.rollout.record.reader import read_step
-from megatron_eqlen.sampling import kind_of
+from megatron_eqlen.sampling import KINDS
+from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from megatron_eqlen.types import rollout_key
 from tests.kit.jobs import run, start_ranks
 from tests.kit.train_runs import NO_EVALUATION, column, command, same_weights, train, wait_for_steps
@@ -23,16 +24,14 @@ def check_that_every_pair_is_trained_once(folder: Path) -> None:
     trained, pairs, ended, versions = Counter(), {}, set(), set()
     for number, step in enumerate(sorted((folder / "streams").glob("step-*"))):
         for stream in read_step(step):
-            if kind_of(stream).is_due(stream, recipe):
+            if KINDS[stream.kind].is_due(stream, recipe):
                 for unit in comparison_units(stream, recipe, resolve(recipe))[1]:
                     trained[rollout_key(stream), unit.members[0].tokens["logprobs"].tobytes()] += 1
             if not stream.suspended:
                 assert rollout_key(stream) not in pairs
-                pairs[rollout_key(stream)] = len(stream.pairs)
+                pairs[rollout_key(stream)] = len(pairs_of(stream))
             ended |= {(rollout_key(stream), response.tobytes()) for _, response in stream.ended()}
-            versions |= {
-                (number, version) for s in stream.segments() for version in s.tokens["versions"].tolist()
-            }
+            versions |= {(number, version) for s in stream.parts for version in s.tokens["versions"].tolist()}
     assert set(trained.values()) == {1}
     of_complete = Counter(key for key, _ in trained if key in pairs)
     assert of_complete == Counter(pairs), "and all of them"

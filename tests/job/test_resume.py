@@ -18,7 +18,7 @@ from megatron_eqlen.report.status import status
 from megatron_eqlen.rollout.record.arrow_log import batches
 from megatron_eqlen.rollout.record.format import SEGMENTS
 from megatron_eqlen.rollout.record.reader import read_step
-from megatron_eqlen.types import Segment
+from megatron_eqlen.types import Part
 from tests.kit import ROOT
 from tests.kit.jobs import run, start, start_ranks
 from tests.kit.processes import are_gone, descendants, within
@@ -38,13 +38,13 @@ from tests.kit.train_runs import (
 )
 
 
-def streams_of(folder: Path) -> list[Segment]:
+def streams_of(folder: Path) -> list[Part]:
     """Return all segments of a run's record, in training order."""
     return [
         segment
         for step in sorted((folder / "streams").glob("step-*"))
         for rollout in read_step(step)
-        for segment in rollout.segments()
+        for segment in rollout.parts
     ]
 
 

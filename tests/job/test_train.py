@@ -139,7 +139,7 @@ def test_with_the_sampling_mask_the_trainer_computes_the_distribution_that_was_s
     assert min(column(folder, "engine/removed_probability")) > 0.5
     assert all(1 < kept <= 5 for kept in column(folder, "harvest/kept_per_token"))
     assert min(column(folder, "train/grad_norm")) > 0
-    segments = [segment for r in read_step(folder / "streams/step-00000001") for segment in r.segments()]
+    segments = [segment for r in read_step(folder / "streams/step-00000001") for segment in r.parts]
     for segment in segments:
         assert all(t in kept for t, kept in zip(segment.token_ids, segment.tokens["kept"], strict=True))
 

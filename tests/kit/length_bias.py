@@ -20,7 +20,7 @@ import numpy as np
 from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.equal_length.dual_track import DualTrack
-from megatron_eqlen.types import Delta, Grade, Prompt, Stream, TokenTree
+from megatron_eqlen.types import Delta, Grade, Prompt, Rollout, TokenTree
 
 Path = tuple[int, ...]
 """Token ids of a response, or of the beginning of one."""
@@ -104,7 +104,7 @@ class Process:
         terms = [p * self.value(path) * self.score((), path) for path, p in self.continuations(())]
         return np.sum(terms, axis=0)
 
-    def streams(self, recipe: Recipe) -> Iterator[tuple[Stream, float]]:
+    def streams(self, recipe: Recipe) -> Iterator[tuple[Rollout, float]]:
         """Yield every stream that the recipe's harvester can make of this process, with its probability."""
         choices: list[int] = []
         while True:
@@ -117,7 +117,7 @@ class Process:
                 return
             choices[-1] += 1
 
-    def _stream(self, recipe: Recipe, choices: Sequence[int]) -> tuple[Stream, float, list[int]]:
+    def _stream(self, recipe: Recipe, choices: Sequence[int]) -> tuple[Rollout, float, list[int]]:
         """Return the stream whose track n is number ``choices[n]`` (default: 0) of the continuations of its
         trunk, its probability, and the numbers of continuations."""
         settings = recipe.equal_length
@@ -135,8 +135,8 @@ class Process:
                 track.extend(Delta(track.name, list(tokens), {"logprobs": [0.0] * len(tokens)}), 0)
             launched = harvester.advance()
         stream = harvester.rollout(0)
-        for segment, response in stream.ended():
-            segment.grade = Grade(self.reward(tuple(response.tolist())), "")
+        for part, response in stream.ended():
+            part.grade = Grade(self.reward(tuple(response.tolist())), "")
         return stream, probability, sizes
 
     def estimate(self, trees: Sequence[TokenTree]) -> np.ndarray:

@@ -8,6 +8,7 @@ from html import unescape
 from pathlib import Path
 from typing import Any
 
+import tests.kit.rollouts as kit
 from megatron_eqlen.hf.tokenizer import Tokenizer, load_tokenizer
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.processes import events
@@ -15,7 +16,7 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.load import dump
 from megatron_eqlen.rollout.record.recorder import record
 from megatron_eqlen.tokens import Tokens
-from megatron_eqlen.types import Grade, Group, Pair, Prompt, Rollout, SampledTree, Segment, Stream
+from megatron_eqlen.types import Grade, Part, Prompt, Rollout
 from tools.tokenizer_maker import write_hf_tokenizer
 
 RIGHT, WRONG = Grade(1.0, "correct", "7"), Grade(0.0, "wrong", "<b>8</b>")
@@ -38,47 +39,43 @@ def recipe(model: Path, **changes) -> Recipe:
     return parse(raw | changes, "test")
 
 
-def segment(tokenizer: Tokenizer, text: str, grade: Grade | None = None, stop: bool = False) -> Segment:
+def segment(tokenizer: Tokenizer, text: str, grade: Grade | None = None, stop: bool = False) -> Part:
     tokens = tokenizer.encode(text) + ([min(tokenizer.eos_token_ids)] if stop or grade else [])
-    return Segment(Tokens.of(tokens, [-0.5] * len(tokens)), "stop" if stop or grade else None, grade)
+    return Part(Tokens.of(tokens, [-0.5] * len(tokens)), "stop" if stop or grade else None, grade)
 
 
 def prompt(number: int) -> Prompt:
     return Prompt(f"sums/a.parquet#{number}", [1, 2], "What is 3 + 4?", "math", "7", number=number)
 
 
-def example_stream() -> Stream:
+def example_stream() -> Rollout:
     """Return ``A_1 = [5, 9]``, ``B_1 = [6, 7]``, ``A_2 = [8, 9]``, ``B_2 = [4, 4]``, tail ``[9]``.
 
     A_1 is wrong, A_2 right, the tail wrong: B_1's reward is 1 (A_2 extends it), B_2's is 0.
     """
     pairs = [
-        Pair(
-            Segment(Tokens.of([5, 9], [-1.0, -1.0]), "stop", WRONG), Segment(Tokens.of([6, 7], [-1.0, -1.0]))
-        ),
-        Pair(
-            Segment(Tokens.of([8, 9], [-1.0, -1.0]), "stop", RIGHT), Segment(Tokens.of([4, 4], [-1.0, -1.0]))
-        ),
+        (Part(Tokens.of([5, 9], [-1.0, -1.0]), "stop", WRONG), Part(Tokens.of([6, 7], [-1.0, -1.0]))),
+        (Part(Tokens.of([8, 9], [-1.0, -1.0]), "stop", RIGHT), Part(Tokens.of([4, 4], [-1.0, -1.0]))),
     ]
-    return Stream(prompt(1), 0, 3, pairs, "max_pairs", Segment(Tokens.of([9], [-1.0]), "stop", WRONG))
+    return kit.stream(prompt(1), 0, 3, pairs, "max_pairs", Part(Tokens.of([9], [-1.0]), "stop", WRONG))
 
 
-def example_group() -> Group:
+def example_group() -> Rollout:
     completions = [
-        Segment(Tokens.of([5, 9], [-1.0, -1.0]), "stop", RIGHT),
-        Segment(Tokens.of([6, 7, 8, 9], [-1.0] * 4), "stop", WRONG),
-        Segment(Tokens.of([4, 4], [-1.0, -1.0]), "length"),
+        Part(Tokens.of([5, 9], [-1.0, -1.0]), "stop", RIGHT),
+        Part(Tokens.of([6, 7, 8, 9], [-1.0] * 4), "stop", WRONG),
+        Part(Tokens.of([4, 4], [-1.0, -1.0]), "length"),
     ]
-    return Group(prompt(2), 3, completions)
+    return kit.group(prompt(2), 3, completions)
 
 
-def example_tree() -> SampledTree:
+def example_tree() -> Rollout:
     steps = [
-        Segment(Tokens.of([5, 6], [-1.0] * 2)),
-        Segment(Tokens.of([9], [-1.0]), "stop", RIGHT),
-        Segment(Tokens.of([7, 7], [-1.0] * 2), "length"),
+        Part(Tokens.of([5, 6], [-1.0] * 2)),
+        Part(Tokens.of([9], [-1.0]), "stop", RIGHT),
+        Part(Tokens.of([7, 7], [-1.0] * 2), "length"),
     ]
-    return SampledTree(prompt(3), 3, steps, [-1, 0, 0])
+    return kit.tree(prompt(3), 3, steps, [-1, 0, 0])
 
 
 def write_run(folder: Path, recipe: Recipe, streams: dict[str, list[Rollout]] | None = None) -> Path:

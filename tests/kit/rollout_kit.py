@@ -109,7 +109,7 @@ def generate(
 
 def take_logprobs(streams: list) -> np.ndarray:
     """Return the log-probs of all tokens, and remove them from ``streams``."""
-    segments = [segment for stream in streams for segment in stream.segments()]
+    segments = [segment for stream in streams for segment in stream.parts]
     logprobs = np.concatenate([segment.tokens.columns["logprobs"] for segment in segments])
     for segment in segments:
         segment.tokens = segment.tokens.without(["logprobs"])

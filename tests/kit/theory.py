@@ -20,12 +20,13 @@ import numpy as np
 import torch
 from torch import nn
 
+import tests.kit.rollouts as kit
 from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.objectives.registry import lookup
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.equal_length.suffix import pair_rewards
 from megatron_eqlen.tokens import Tokens
-from megatron_eqlen.types import Grade, Group, Pair, Prompt, Rollout, Segment, Stream, TokenTree
+from megatron_eqlen.types import Grade, Part, Prompt, Rollout, TokenTree
 
 QUESTION = Prompt("q", [0], "?", "math", "1")
 VOCABULARY = 12
@@ -101,27 +102,27 @@ def _picked(logits: torch.Tensor, response: Sequence[int]) -> torch.Tensor:
 # ---- rollouts of the construction ------------------------------------------------------------------------
 
 
-def graded(token_ids: Sequence[int], reward: float | None = None) -> Segment:
-    """Return a segment that ended with this reward, or that had not ended (None)."""
+def graded(token_ids: Sequence[int], reward: float | None = None) -> Part:
+    """Return a part that ended with this reward, or that had not ended (None)."""
     tokens, logprobs = np.array(token_ids, np.int32), np.zeros(len(token_ids), np.float32)
     if reward is None:
-        return Segment(Tokens.of(tokens, logprobs))
-    return Segment(Tokens.of(tokens, logprobs), "stop", Grade(reward, ""))
+        return Part(Tokens.of(tokens, logprobs))
+    return Part(Tokens.of(tokens, logprobs), "stop", Grade(reward, ""))
 
 
-def grpo_group(*responses: tuple[Sequence[int], float]) -> Group:
-    return Group(QUESTION, 0, [graded(tokens, reward) for tokens, reward in responses])
+def grpo_group(*responses: tuple[Sequence[int], float]) -> Rollout:
+    return kit.group(QUESTION, 0, [graded(tokens, reward) for tokens, reward in responses])
 
 
-def unlucky_group() -> Group:
+def unlucky_group() -> Rollout:
     """Return the sample of Proposition 1: A_1 is right, B_1 A_2 is wrong."""
     return grpo_group((A_1, 1.0), (B_1 + A_2, 0.0))
 
 
-def eqlen_stream(third: float = 1.0) -> Stream:
+def eqlen_stream(third: float = 1.0) -> Rollout:
     """Return the same responses as a stream. ``third``: the reward of B_1 B_2 A_3, which ends the trunk."""
-    pairs = [Pair(graded(A_1, 1.0), graded(B_1)), Pair(graded(A_2, 0.0), graded(B_2))]
-    return Stream(QUESTION, 0, 0, pairs, "max_pairs", tail=graded(A_3, third))
+    pairs = [(graded(A_1, 1.0), graded(B_1)), (graded(A_2, 0.0), graded(B_2))]
+    return kit.stream(QUESTION, 0, 0, pairs, "max_pairs", graded(A_3, third))
 
 
 def recipe(sampling: str, objective: str = "grpo", **equal_length: Any) -> Recipe:
@@ -144,8 +145,7 @@ def recipe(sampling: str, objective: str = "grpo", **equal_length: Any) -> Recip
 
 def trees_of(rollout: Rollout, prefix_in_gradient: bool = False) -> list[TokenTree]:
     """Return the trees that GRPO (for a group) or EqLen-GRPO (for a stream) trains."""
-    sampling = "equal_length" if isinstance(rollout, Stream) else "independent"
-    return build_trees([rollout], recipe(sampling, prefix_in_gradient=prefix_in_gradient))[0]
+    return build_trees([rollout], recipe(rollout.kind, prefix_in_gradient=prefix_in_gradient))[0]
 
 
 # ---- what a step does ------------------------------------------------------------------------------------
@@ -271,9 +271,8 @@ def survivor_advantage(
     """
     outcomes = []
     for first, *rest in itertools.product([0.0, 1.0], repeat=extensions + 1):
-        pairs = [Pair(graded([9], first), graded([1]))]
-        pairs += [Pair(graded([9], reward), graded([1])) for reward in rest[:-1]]
-        stream = Stream(QUESTION, 0, 0, pairs, "max_pairs", tail=graded([9], rest[-1]))
+        pairs = [(graded([9], reward), graded([1])) for reward in (first, *rest[:-1])]
+        stream = kit.stream(QUESTION, 0, 0, pairs, "max_pairs", graded([9], rest[-1]))
         rewards = pair_rewards(stream, suffix_reward)[0]
         assert rewards is not None
         right = first + sum(rest)

@@ -107,7 +107,7 @@ def no_reward(rollout) -> None:
 
 
 def nan_logprob(rollout) -> None:
-    for segment in rollout.segments():
+    for segment in rollout.parts:
         logprobs = segment.tokens["logprobs"].copy()
         logprobs[0] = math.nan
         segment.tokens = segment.tokens.with_column("logprobs", logprobs)

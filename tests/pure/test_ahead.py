@@ -192,7 +192,7 @@ def train(source: Any, engine: Served, trained: dict[int, Trained], until: int) 
 
 def tokens(trained: Trained) -> list[tuple]:
     return [
-        (rollout.prompt_id, rollout.index, [segment.token_ids.tolist() for segment in rollout.segments()])
+        (rollout.prompt_id, rollout.index, [segment.token_ids.tolist() for segment in rollout.parts])
         for rollout in trained.rollouts
     ]
 

@@ -20,7 +20,8 @@ from megatron_eqlen.rollout.harvest import harvest, harvest_seed
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.record.reader import read_step
 from megatron_eqlen.run.step import Step
-from megatron_eqlen.sampling import kind_of
+from megatron_eqlen.sampling import KINDS
+from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from megatron_eqlen.types import Delta, Prompt, Rollout, RolloutKey, rollout_key
 from tests.kit.marks import examples
 from tests.pure import test_ahead as ahead
@@ -148,7 +149,7 @@ def check_record(streams: Path, trained: dict[int, Trained], recipe: Recipe) -> 
     rollout, found = recipe.rollout, Harvested({}, {}, defaultdict(list))
     for number, step in sorted(trained.items()):
         recorded = read_step(streams / step_name(number))
-        due = [seen for seen in recorded if kind_of(seen).is_due(seen, recipe)]
+        due = [seen for seen in recorded if KINDS[seen.kind].is_due(seen, recipe)]
         assert [*map(content, step.rollouts)] == [*map(content, due)], "it was trained as recorded"
         for seen in recorded:
             key = rollout_key(seen)
@@ -177,8 +178,8 @@ def check(streams: Path, trained: dict[int, Trained], recipe: Recipe) -> None:
             assert content(seen) == content(whole)
             assert found.units[key] == wanted
         else:
-            assert [len(unit) for unit in found.units[key]] == [2] * len(seen.pairs)
-            assert content(seen)[: 2 * len(seen.pairs)] == content(whole)[: 2 * len(seen.pairs)]
+            assert [len(unit) for unit in found.units[key]] == [2] * len(pairs_of(seen))
+            assert content(seen)[: 2 * len(pairs_of(seen))] == content(whole)[: 2 * len(pairs_of(seen))]
 
 
 def uninterrupted(prompt: Prompt, drawn: int, recipe: Recipe) -> list[Rollout]:

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tests.kit.rollouts as kit
 from megatron_eqlen.files import step_name
 from megatron_eqlen.objectives.build import weighted_units
 from megatron_eqlen.objectives.registry import resolve
@@ -35,28 +36,17 @@ from megatron_eqlen.rollout.record.reader import (
     remove_open_tracks,
 )
 from megatron_eqlen.rollout.record.recorder import OPEN_FILES, Recorder, record_grades
-from megatron_eqlen.sampling import kind_of
+from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.comparison import no_penalty
+from megatron_eqlen.sampling.equal_length.dual_track import tail_of
 from megatron_eqlen.sampling.equal_length.streams import KIND, due_rewards
 from megatron_eqlen.tokens import Tokens
-from megatron_eqlen.types import (
-    Delta,
-    Grade,
-    Group,
-    Pair,
-    Prompt,
-    Rollout,
-    RolloutKey,
-    Segment,
-    Stream,
-    rollout_key,
-    training_order,
-)
+from megatron_eqlen.types import Delta, Grade, Part, Prompt, Rollout, RolloutKey, rollout_key, training_order
 from tests.kit.marks import examples
 from tests.pure.test_rollout_harvest import EOS, check_routes, make_recipe, versions_of
 from tests.pure.test_rollout_resume import Killed, Lockstep
 
-KINDS = {
+SAMPLINGS = {
     "equal_length": {},
     "independent": {"sampling": "independent"},
     "tree": {
@@ -145,12 +135,10 @@ class Run:
         return rollouts
 
     def grade(self, rollout: Rollout) -> None:
-        responses = {id(segment): response for segment, response in rollout.ended()}
-        for part in kind_of(rollout).parts(rollout):
-            segment = part.segment
-            if id(segment) in responses and segment.grade is None:
+        for part, response in rollout.ended():
+            if part.grade is None:
                 self.graded[rollout_key(rollout), part.number] += 1
-                segment.grade = Grade(reward_of(responses[id(segment)]), "wrong")
+                part.grade = Grade(reward_of(response), "wrong")
 
     def whole(self, prompt_id: str) -> list[Rollout]:
         """Return the rollouts of a prompt as one harvest without a budget makes them, graded."""
@@ -167,14 +155,14 @@ class Run:
 
 def content(rollout: Rollout) -> list:
     return [
-        (part.role, part.number, part.parent, part.segment.token_ids.tolist(), part.segment.finish_reason)
-        for part in kind_of(rollout).parts(rollout)
+        (part.role, part.number, part.parent, part.token_ids.tolist(), part.finish_reason)
+        for part in rollout.parts
     ]
 
 
 def units_of(rollout: Rollout, recipe: Recipe) -> list:
     """Return tokens and reward of each member of each unit."""
-    if not kind_of(rollout).is_due(rollout, recipe):
+    if not KINDS[rollout.kind].is_due(rollout, recipe):
         return []
     units = comparison_units(rollout, recipe, resolve(recipe))[1]
     return [
@@ -188,7 +176,7 @@ def units_of(rollout: Rollout, recipe: Recipe) -> list:
 
 cases = st.fixed_dictionaries(
     {
-        "kind": st.sampled_from(list(KINDS)),
+        "kind": st.sampled_from(list(SAMPLINGS)),
         "suffix_reward": st.sampled_from(["max", "max", "mean"]),
         "unfinished": st.sampled_from(["zero", "drop"]),
         "max_pairs": st.sampled_from([None, None, 2]),
@@ -219,7 +207,7 @@ def recipe_of(case: dict, **rollout) -> Recipe:
         rollout={"carry_over": True, "tokens_per_step": 1} | masks | limits | rollout,
         equal_length={name: case[name] for name in ("suffix_reward", "unfinished", "max_pairs")},
         loss={"rollout_is": "token", "overlong_buffer": min(case["overlong"], case["limit"] - 1)},
-        **KINDS[case["kind"]],
+        **SAMPLINGS[case["kind"]],
     )
 
 
@@ -242,7 +230,7 @@ def test_every_unit_is_trained_once_with_the_rewards_of_a_harvest_that_nothing_i
                 took_part[key] += bool(units)
                 if not rollout.suspended:
                     complete[key] = rollout
-                    is_due = kind_of(rollout).is_due(rollout, recipe)
+                    is_due = KINDS[rollout.kind].is_due(rollout, recipe)
                     assert is_due or took_part[key], "every rollout is in a step"
                     assert not is_due or units or not took_part[key], "and no other"
                     assert versions_of(rollout) <= set(range(number + 1))
@@ -251,10 +239,10 @@ def test_every_unit_is_trained_once_with_the_rewards_of_a_harvest_that_nothing_i
             for want in run.whole(prompt_id):
                 found = complete.pop(rollout_key(want))
                 assert content(found) == content(want)
-                if case["routes"] and any(map(len, found.segments())):
+                if case["routes"] and any(map(len, found.parts)):
                     check_routes(found)
-                assert [s.grade and s.grade.reward for s in found.segments()] == [
-                    s.grade and s.grade.reward for s in want.segments()
+                assert [s.grade and s.grade.reward for s in found.parts] == [
+                    s.grade and s.grade.reward for s in want.parts
                 ]
                 assert trained[rollout_key(want)] == units_of(want, recipe)
         assert not complete
@@ -282,20 +270,20 @@ class Rerouting(Lockstep):
         return replace(delta, columns=columns, path=path)
 
 
-def paths_with_rows(rollout: Rollout) -> Iterator[tuple[Segment, np.ndarray]]:
+def paths_with_rows(rollout: Rollout) -> Iterator[tuple[Part, np.ndarray]]:
     """Yield each segment with the rows of the positions before it, those of the prompt first."""
     above = {-1: rollout.prompt_columns["routes"][1:]}
-    for part in kind_of(rollout).parts(rollout):
-        before = above[-1 if isinstance(rollout, Stream) else part.parent]
-        yield part.segment, before
-        after = np.concatenate([before, part.segment.tokens["routes"]])
+    for part in rollout.parts:
+        before = above[part.parent]
+        yield part, before
+        after = np.concatenate([before, part.tokens["routes"]])
         above[part.number] = after
         if part.role == "b":
             above[-1] = after
 
 
 @pytest.mark.parametrize("kills", [(), (4, 12)], ids=["", "killed"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SAMPLINGS)
 def test_new_tokens_rest_on_routes_of_the_weights_that_prefilled_their_path(
     kind, kills, tmp_path, monkeypatch
 ):
@@ -323,10 +311,9 @@ def test_a_rollout_is_cut_where_it_would_grow_too_old(tmp_path):
         assert ages == set(range(min(number, 1) + 1)), "nothing is suspended in the second step after its own"
     old = [rollout for rollout in found if rollout.prompt_id == "p#0.0"]
     assert [rollout.outcome for rollout in old] == ["budget", "budget"]
-    assert all(rollout.tail is not None and len(rollout.tail) > 3 for rollout in old), (
-        "with what three steps generated"
-    )
-    assert [len(np.unique(rollout.tail.tokens["versions"])) for rollout in old] == [3, 3]
+    tails = [tail_of(rollout) for rollout in old]
+    assert all(tail is not None and len(tail) > 3 for tail in tails), "with what three steps generated"
+    assert [len(np.unique(tail.tokens["versions"])) for tail in tails] == [3, 3]
 
 
 class Late(Lockstep):
@@ -353,7 +340,7 @@ def test_what_arrives_of_a_request_that_the_last_step_aborted_is_ignored(tmp_pat
         run.engine = engine(random.Random(0), 0.1)
         found.append([run.step(number, prompts_of(number, 1), budget=10) for number in range(5)])
     assert found[0] == found[1]
-    assert any(segment.carried for step in found[0] for rollout in step for segment in rollout.segments())
+    assert any(segment.carried for step in found[0] for rollout in step for segment in rollout.parts)
 
 
 def test_what_was_suspended_and_is_not_there_is_named(tmp_path):
@@ -366,18 +353,18 @@ def test_what_was_suspended_and_is_not_there_is_named(tmp_path):
         read_progress(folder, prompts, run.recipe, {**run.suspended, ("q", 0): RolloutOrigin(0)})
 
 
-def stream_with(rewards: str, carried: int = 0, outcome="suspended") -> Stream:
+def stream_with(rewards: str, carried: int = 0, outcome="suspended") -> Rollout:
     """Return a stream whose A sides were wrong (0), half right (h) or right (1)."""
     pairs = [
-        Pair(
-            Segment(Tokens.of([5, 9], [-1, -1]), "stop", Grade({"0": 0.0, "h": 0.5, "1": 1.0}[r], "")),
-            Segment(Tokens.of([6, 7], [-1, -1])),
+        (
+            Part(Tokens.of([5, 9], [-1, -1]), "stop", Grade({"0": 0.0, "h": 0.5, "1": 1.0}[r], "")),
+            Part(Tokens.of([6, 7], [-1, -1])),
         )
         for r in rewards
     ]
-    for pair in pairs[:carried]:
-        pair.a.carried = pair.b.carried = True
-    return Stream(prompts_of(0, 1)[0], 0, 0, pairs, outcome)
+    for a, b in pairs[:carried]:
+        a.carried = b.carried = True
+    return kit.stream(prompts_of(0, 1)[0], 0, 0, pairs, outcome)
 
 
 @pytest.mark.parametrize(
@@ -417,10 +404,10 @@ def test_a_stream_without_pairs_is_averaged_over_in_the_step_where_it_ends():
     drops = make_recipe(equal_length={"unfinished": "drop"})  # the newest pair, whose B nothing extends
     assert KIND.is_due(stream_with("0", outcome="truncated"), drops)
     assert not KIND.is_due(stream_with("01", carried=2, outcome="truncated"), drops), "it was, for the first"
-    group = Group(
-        prompts_of(0, 1)[0], 0, [Segment(Tokens.of([9], [-1]), "stop", Grade(1.0, ""))], suspended=True
+    group = kit.group(
+        prompts_of(0, 1)[0], 0, [Part(Tokens.of([9], [-1]), "stop", Grade(1.0, ""))], outcome="suspended"
     )
-    assert not kind_of(group).is_due(group, recipe)
+    assert not KINDS[group.kind].is_due(group, recipe)
 
 
 def test_a_part_of_a_stream_weighs_as_much_as_a_stream():
@@ -436,9 +423,9 @@ def test_a_part_of_a_stream_weighs_as_much_as_a_stream():
 
 
 def test_new_prompts_are_as_many_as_the_open_tracks_of_carried_ones_leave():
-    segment = Segment(Tokens.of([9], [-1]), "stop", Grade(1.0, ""))
+    ended = [Part(Tokens.of([9], [-1]), "stop", Grade(1.0, "")) for _ in range(3)]
     prompt = prompts_of(0, 1)[0]
-    group = Group(prompt, 0, [segment] * 3, numbers=[0, 1, 3], suspended=True)
+    group = kit.group(prompt, 0, ended, numbers=[0, 1, 3], outcome="suspended")
     recipe = make_recipe(sampling="independent", group_size=4)
-    assert open_prompts([group, replace(group, completions=[], numbers=[])], recipe) == 1 / 4 + 1
+    assert open_prompts([group, replace(group, parts=())], recipe) == 1 / 4 + 1
     assert open_prompts([stream_with("01"), stream_with("")], make_recipe(group_size=8)) == 2 / 4

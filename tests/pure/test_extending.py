@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 
+import tests.kit.rollouts as kit
 from megatron_eqlen.data.prompts import PromptSource
 from megatron_eqlen.hf.config import ConfigError, read_config
 from megatron_eqlen.hf.config_fields import FAMILIES, Family
@@ -41,7 +42,7 @@ from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.kind import SamplingKind
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.training.policy_loss import policy_loss, reduce_metrics
-from megatron_eqlen.types import Delta, Grade, Group, Prompt, Segment
+from megatron_eqlen.types import Delta, Grade, Part, Prompt, Rollout
 from tests.kit.tiny_models import save_tiny
 from tools.tokenizer_maker import write_hf_tokenizer
 
@@ -297,8 +298,8 @@ def test_a_reader_and_a_grader_are_one_file_each(package):
     (prompt,) = prompts.next(1)
     prompts.close()
     assert prompt.question in ("1 + 1", "2 + 2")
-    short, long = (Segment(Tokens.of(tokenizer.encode(text), 0.0), "stop") for text in ("1", "1 + 2 = 4"))
-    Scorer(mine.reward, tokenizer).score([Group(prompt, 0, [short, long])])
+    short, long = (Part(Tokens.of(tokenizer.encode(text), 0.0), "stop") for text in ("1", "1 + 2 = 4"))
+    Scorer(mine.reward, tokenizer).score([kit.group(prompt, 0, [short, long])])
     assert [segment.grade.reward for segment in (short, long)] == [0.0, 1.0]
 
 
@@ -329,74 +330,41 @@ def test_rows_cannot_name_code(package):
         PromptSource(data, load_tokenizer(package / "model"), seed=0)
 
 
-def group(rewards: list[float]) -> Group:
+def group(rewards: list[float]) -> Rollout:
     completions = [
-        Segment(Tokens.of([5, 9], [-1.0, -1.0]), "stop", Grade(reward, "scored")) for reward in rewards
+        Part(Tokens.of([5, 9], [-1.0, -1.0]), "stop", Grade(reward, "scored")) for reward in rewards
     ]
-    return Group(Prompt("q", [1, 2], "?", "math", "1"), 0, completions)
+    return kit.group(Prompt("q", [1, 2], "?", "math", "1"), 0, completions)
 
 
-# ---- a sampling kind: its rollout, its class, its line in KINDS, its name in the schema -------------------
+# ---- a sampling kind: its class, its line in KINDS, its name in the schema --------------------------------
 
 KIND = """
-from dataclasses import dataclass
-
-from megatron_eqlen.sampling.comparison import ComparisonUnit, node, response_reward, root
-from megatron_eqlen.sampling.harvester import RolloutHeader, RolloutPart, in_order
-from megatron_eqlen.sampling.independent import IndependentGroup
-from megatron_eqlen.sampling.kind import LabeledSegment, Picture, SamplingKind
-from megatron_eqlen.types import Prompt, Segment, TokenTree
+from megatron_eqlen.sampling.comparison import ComparisonUnit, response_reward, token_tree
+from megatron_eqlen.sampling.independent import Group
+from megatron_eqlen.sampling.kind import SamplingKind
 
 
-@dataclass
-class Duel:
-    prompt: Prompt
-    policy_version: int
-    sides: list
-    index: int = 0
-    prompt_columns: None = None
-    suspended: bool = False
-
-    @property
-    def prompt_id(self):
-        return self.prompt.prompt_id
-
-    def ended(self):
-        return ((side, side.token_ids) for side in self.sides if side.finish_reason == "stop")
-
-    def segments(self):
-        return iter(self.sides)
+class Duellists(Group):
+    kind = "duel"
 
 
-class Duellists(IndependentGroup):
-    def rollout(self, policy_version):
-        return DUEL.join(RolloutHeader(self.prompt, self.index, policy_version), self.parts)
-
-
-class DuelSampling(SamplingKind[Duel]):
+class DuelSampling(SamplingKind):
     name = "duel"
-    rollout_type = Duel
 
     def harvesters(self, prompts, recipe, eos_token_ids, seed):
         limit = recipe.rollout.max_response_length
-        return [Duellists(prompt, 2, limit, eos_token_ids, seed) for prompt in prompts]
-
-    def parts(self, rollout):
-        return [RolloutPart("side", number, side) for number, side in enumerate(rollout.sides)]
-
-    def join(self, header, parts):
-        sides = [part.segment for part in in_order(parts)]
-        return Duel(header.prompt, header.policy_version, sides, header.index)
+        return [Duellists(prompt, limit, eos_token_ids, seed, 2, 1, limit) for prompt in prompts]
 
     def compare(self, rollout, recipe, penalty):
-        nodes = [node(0, side) for side in rollout.sides]
-        rewards = [response_reward(side, rollout.prompt_id) for side in rollout.sides]
-        unit = ComparisonUnit(rollout.prompt_id, rollout.sides, nodes, rewards, skip_equal=True)
-        return TokenTree(rollout.prompt_id, [root(rollout), *nodes]), [unit]
+        tree, nodes = token_tree(rollout, rollout.prompt_id, rollout.parts)
+        rewards = [response_reward(side, rollout.prompt_id) for side in rollout.parts]
+        members = [nodes[side.number] for side in rollout.parts]
+        unit = ComparisonUnit(rollout.prompt_id, [*rollout.parts], members, rewards, skip_equal=True)
+        return tree, [unit]
 
-    def picture(self, rollout):
-        left, right = (LabeledSegment(name, side, []) for name, side in zip("LR", rollout.sides))
-        return Picture("a duel", [(left, right)])
+    def labels(self, rollout):
+        return "a duel", ["L", "R"]
 
     def harvest_metrics(self, rollouts):
         return {"harvest/completions": 2 * len(rollouts)}
@@ -419,7 +387,7 @@ def test_a_sampling_kind_is_a_class_and_a_line(package, tmp_path, monkeypatch):
     prompts = [Prompt(f"q{number}", [1, 2], "?", "math", "1", number=number) for number in range(3)]
     engine = Scripted(random.Random(0))
     rollouts, metrics = harvest(engine, HarvestPlan(prompts, mine, {9}, seed=0))
-    assert [len(rollout.sides) for rollout in rollouts] == [2, 2, 2]
+    assert [len(rollout.parts) for rollout in rollouts] == [2, 2, 2]
     assert metrics["harvest/completions"] == 6
     for rollout in rollouts:
         for number, (segment, _) in enumerate(rollout.ended()):
@@ -429,13 +397,14 @@ def test_a_sampling_kind_is_a_class_and_a_line(package, tmp_path, monkeypatch):
             recorder.write(rollout)
     recorded = read_step(tmp_path / "step-00000000")
     assert [rollout.prompt_id for rollout in recorded] == ["q0", "q1", "q2"]
-    assert [rollout.sides for rollout in recorded] == [
-        [dataclasses.replace(side, grade=None) for side in rollout.sides] for rollout in rollouts
+    assert recorded == [
+        dataclasses.replace(rollout, parts=[dataclasses.replace(side, grade=None) for side in rollout.parts])
+        for rollout in rollouts
     ]
     trees, metrics = build_trees(rollouts, mine)
     assert len(trees) == metrics["objective/pairs"] == 3
     seen = view(rollouts[0], str, Unknown())
-    assert (seen.title, [(pair.a.label, pair.b.label) for pair in seen.pairs]) == ("a duel", [("L", "R")])
+    assert (seen.title, [side.label for side in seen.segments]) == ("a duel", ["L", "R"])
 
 
 class Scripted:

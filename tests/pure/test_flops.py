@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+import tests.kit.rollouts as kit
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.packing.pack import plan_rows
 from megatron_eqlen.plan.flops import achieved, counted, forward_flops
 from megatron_eqlen.plan.model import KNOWN_MODELS
+from megatron_eqlen.report.rollouts import labeled_parts
 from megatron_eqlen.rollout.meter import rollout_metrics
-from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.tokens import Tokens
-from megatron_eqlen.types import Group, Node, Pair, Prompt, Rollout, SampledTree, Segment, Stream, TokenTree
+from megatron_eqlen.types import Node, Part, Prompt, Rollout, TokenTree
 from tests.kit import ROOT
 from tests.kit.marks import examples
 
@@ -52,18 +53,18 @@ def prompt() -> Prompt:
     return Prompt(next(names), [1, 2, 3], "", "", "")
 
 
-def segment(length: int) -> Segment:
-    return Segment(Tokens.of(list(range(length)), [0.0] * length), "stop")
+def segment(length: int) -> Part:
+    return Part(Tokens.of(list(range(length)), [0.0] * length), "stop")
 
 
-def stream(sides: list[int]) -> Stream:
-    pairs = [Pair(segment(length), segment(length)) for length in sides]
-    return Stream(prompt(), 0, 0, pairs, "truncated", segment(3))
+def stream(sides: list[int]) -> Rollout:
+    pairs = [(segment(length), segment(length)) for length in sides]
+    return kit.stream(prompt(), 0, 0, pairs, "truncated", segment(3))
 
 
-def tree(steps: list[int]) -> SampledTree:
+def tree(steps: list[int]) -> Rollout:
     """Return a tree in which each step continues the one before the last."""
-    return SampledTree(
+    return kit.tree(
         prompt(), 0, [segment(n) for n in steps], [n - 2 if n > 1 else -1 for n in range(len(steps))]
     )
 
@@ -71,7 +72,7 @@ def tree(steps: list[int]) -> SampledTree:
 rollouts = st.lists(
     st.one_of(
         lengths.map(stream),
-        lengths.map(lambda many: Group(prompt(), 0, [*map(segment, many)])),
+        lengths.map(lambda many: kit.group(prompt(), 0, [*map(segment, many)])),
         lengths.map(tree),
     ),
     min_size=1,
@@ -82,16 +83,18 @@ rollouts = st.lists(
 def seen_one_by_one(rollout: Rollout) -> list[int]:
     """Return for each generated token of a rollout, as it is drawn, the number of tokens before it on its
     path."""
-    drawn = kind_of(rollout).picture(rollout)
-    placed = [side for pair in drawn.pairs for side in pair] + drawn.segments
-    return [3 + len(labeled.inherited) + n for labeled in placed for n in range(len(labeled.segment))]
+    return [
+        3 + len(labeled.inherited) + n
+        for labeled in labeled_parts(rollout)[1]
+        for n in range(len(labeled.part))
+    ]
 
 
 @given(rollouts)
 @examples(30)
 def test_the_context_of_a_rollout_is_what_its_tokens_see(rollouts):
-    for kind in dict.fromkeys(map(kind_of, rollouts)):  # a step has rollouts of one kind
-        mine = [rollout for rollout in rollouts if kind_of(rollout) is kind]
+    for kind in dict.fromkeys(rollout.kind for rollout in rollouts):  # a step has rollouts of one kind
+        mine = [rollout for rollout in rollouts if rollout.kind == kind]
         seen = [count for rollout in mine for count in seen_one_by_one(rollout)]
         metrics = rollout_metrics(mine)
         assert metrics["harvest/context"] == pytest.approx(np.mean(seen))

@@ -11,6 +11,7 @@ from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.objectives.recipes import load, parse, remarks
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.recipe.plugins import load_object
+from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from tests.kit import ROOT
 from tests.kit.length_bias import Process
 from tools.research.drift import Training
@@ -75,7 +76,7 @@ def stopping(gradient):
 def test_enumerated_streams_are_all_there_are(process):
     streams = list(process.streams(recipe()))
     assert sum(probability for _, probability in streams) == pytest.approx(1, abs=1e-12)
-    assert {(stream.outcome, len(stream.pairs)) for stream, _ in streams} == {
+    assert {(stream.outcome, len(pairs_of(stream))) for stream, _ in streams} == {
         *(("both_ended", pairs) for pairs in (1, 2, 3)),
         *(("truncated", pairs) for pairs in (0, 1, 2, 3)),
     }
@@ -172,7 +173,7 @@ def test_on_policy_weight_of_a_stream_does_not_depend_on_the_streams_of_its_step
     settings = repaired(rollout={"carry_over": True, "tokens_per_step": 100}, loss={"rollout_is": "token"})
     settings = settings.model_copy(update={"group_size": 8})
     streams = [
-        replace(stream, index=i) for i, (stream, _) in enumerate(line.streams(settings)) if stream.pairs
+        replace(stream, index=i) for i, (stream, _) in enumerate(line.streams(settings)) if pairs_of(stream)
     ]
     together, _ = build_trees(streams[:4], settings)
     for stream, tree in zip(streams[:4], together, strict=True):

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tests.kit.rollouts as kit
 from megatron_eqlen import metrics
 from megatron_eqlen.metrics import DECLARED, Mean, MetricError, at_once, check, in_turn, metric, over_ranks
 from megatron_eqlen.rollout.meter import rollout_metrics
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.training import peak_memory
-from megatron_eqlen.types import Group, Pair, Prompt, Segment, Stream
+from megatron_eqlen.types import Part, Prompt, Rollout
 from tests.kit import ROOT
 
 PACKAGE = ROOT / "megatron_eqlen"
@@ -23,8 +24,8 @@ SOURCES = {*PACKAGE.rglob("*.py")}
 STAGES = {declared.name.split("/")[0] for declared in DECLARED} - {"evaluation"}
 
 
-def segment(length: int, finish_reason: str | None = "stop") -> Segment:
-    return Segment(Tokens.of(list(range(length)), [0.0] * length), finish_reason)
+def segment(length: int, finish_reason: str | None = "stop") -> Part:
+    return Part(Tokens.of(list(range(length)), [0.0] * length), finish_reason)
 
 
 names = map(str, itertools.count())
@@ -34,16 +35,18 @@ def prompt() -> Prompt:
     return Prompt(next(names), [1, 2, 3], "", "", "")
 
 
-def stream(*lengths: int) -> Stream:
-    pairs = [Pair(segment(length), segment(length, None)) for length in lengths]
-    return Stream(prompt(), 0, 0, pairs, "truncated", segment(3, "length"))
+def stream(*lengths: int) -> Rollout:
+    pairs = [(segment(length), segment(length, None)) for length in lengths]
+    return kit.stream(prompt(), 0, 0, pairs, "truncated", segment(3, "length"))
 
 
 rollouts = st.one_of(
     st.lists(st.lists(st.integers(1, 9), max_size=4).map(lambda lengths: stream(*lengths)), max_size=5),
     st.lists(
         st.lists(st.integers(1, 9), min_size=1, max_size=4).map(
-            lambda lengths: Group(prompt(), 0, [segment(n, "stop" if n % 2 else "length") for n in lengths])
+            lambda lengths: kit.group(
+                prompt(), 0, [segment(n, "stop" if n % 2 else "length") for n in lengths]
+            )
         ),
         max_size=5,
     ),

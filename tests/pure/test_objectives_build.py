@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tests.kit.rollouts as kit
 from megatron_eqlen.objectives.advantages import rloo
 from megatron_eqlen.objectives.aggregation import token_mean
 from megatron_eqlen.objectives.build import build_minibatches, build_trees
@@ -16,8 +17,9 @@ from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.objectives.surrogates import Reinforce
 from megatron_eqlen.recipe import RecipeError
+from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from megatron_eqlen.tokens import Ragged, Tokens
-from megatron_eqlen.types import Grade, Group, Pair, Prompt, Segment, Stream
+from megatron_eqlen.types import Grade, Part, Prompt
 from tests.kit.marks import examples
 
 QUESTION = Prompt("q", [1, 2], "?", "math", "1")
@@ -54,7 +56,7 @@ def recipe(**keys):
 def segment(tokens, reward=None):
     """Return a segment that ended with this reward, or that did not end (None)."""
     ended = reward is not None
-    return Segment(
+    return Part(
         Tokens.of(list(tokens), [-0.5] * len(tokens)),
         "stop" if ended else None,
         Grade(reward, "correct" if reward else "wrong") if ended else None,
@@ -64,10 +66,10 @@ def segment(tokens, reward=None):
 def worked_example(a1=0.0, a2=1.0, tail=0.0):
     """Return A_1 = 5 9, B_1 = 6 7, A_2 = 8 9, B_2 = 4 4, and a tail that ends."""
     pairs = [
-        Pair(segment([5, 9], a1), segment([6, 7])),
-        Pair(segment([8, 9], a2), segment([4, 4])),
+        (segment([5, 9], a1), segment([6, 7])),
+        (segment([8, 9], a2), segment([4, 4])),
     ]
-    return Stream(QUESTION, 0, 0, pairs, "max_pairs", tail=segment([9], tail))
+    return kit.stream(QUESTION, 0, 0, pairs, "max_pairs", tail=segment([9], tail))
 
 
 def build(rollouts, **keys):
@@ -121,8 +123,8 @@ def test_single_pair_and_prefix_in_gradient():
 
 
 def test_a_group_becomes_a_star_and_a_truncated_completion_gets_zero():
-    truncated = Segment(Tokens.of([7] * 4, [-1.0] * 4), "length")
-    group = Group(QUESTION, 0, [segment([3, 9], 1.0), truncated])
+    truncated = Part(Tokens.of([7] * 4, [-1.0] * 4), "length")
+    group = kit.group(QUESTION, 0, [segment([3, 9], 1.0), truncated])
     (tree,), metrics = build([group], sampling="independent")
     assert [node.parent for node in tree.nodes] == [-1, 0, 0]
     assert [node.advantage for node in tree.nodes] == [0, 1, -1]
@@ -131,7 +133,7 @@ def test_a_group_becomes_a_star_and_a_truncated_completion_gets_zero():
 
 
 def test_equal_rewards_in_a_group_are_trained_for_their_kl_alone():
-    group = Group(QUESTION, 0, [segment([3, 9], 1.0), segment([4, 9], 1.0)])
+    group = kit.group(QUESTION, 0, [segment([3, 9], 1.0), segment([4, 9], 1.0)])
     for kl_coef, weight in ((0.0, 0.0), (0.1, 0.25)):
         (tree,), metrics = build([group], sampling="independent", loss__kl_coef=kl_coef)
         assert [node.advantage for node in tree.nodes] == [0, 0, 0]
@@ -140,13 +142,13 @@ def test_equal_rewards_in_a_group_are_trained_for_their_kl_alone():
 
 
 def test_rewards_equal_up_to_round_off_are_equal():
-    group = Group(QUESTION, 0, [segment([3, 9], 0.1 + 0.2), segment([4, 9], 0.3)])
+    group = kit.group(QUESTION, 0, [segment([3, 9], 0.1 + 0.2), segment([4, 9], 0.3)])
     (tree,), _ = build([group], sampling="independent")
     assert [node.advantage for node in tree.nodes] == [0, 0, 0]
 
 
 def test_an_unscored_response_is_refused_by_name():
-    group = Group(QUESTION, 0, [segment([3, 9], 1.0), Segment(Tokens.of([4, 9], [-1, -1]), "stop")])
+    group = kit.group(QUESTION, 0, [segment([3, 9], 1.0), Part(Tokens.of([4, 9], [-1, -1]), "stop")])
     with pytest.raises(ValueError, match=r"prompt q: .*no grade"):
         build([group], sampling="independent")
 
@@ -234,7 +236,7 @@ def test_old_log_probs_that_no_ratio_reads_do_not_correct_for_staleness(objectiv
 
 
 def test_minibatches_hold_whole_prompts_and_average_over_their_own():
-    groups = [Group(prompt(name), 0, [segment([3, 9], 1.0), segment([4, 9], 0.0)]) for name in "abc"]
+    groups = [kit.group(prompt(name), 0, [segment([3, 9], 1.0), segment([4, 9], 0.0)]) for name in "abc"]
     keys = {"sampling": "independent", "loss__minibatches": 2}
     batches, metrics = build_minibatches(groups, recipe(**keys))
     assert [[tree.name for tree in batch] for batch in batches] == [["a", "b"], ["c"]]
@@ -246,9 +248,9 @@ def test_minibatches_hold_whole_prompts_and_average_over_their_own():
 def test_dynamic_sampling_drops_prompts_whose_verifier_rewards_are_all_equal():
     long = segment([7] * 49 + [9], 1.0)  # correct but penalised for its length: still nothing to learn
     groups = [
-        Group(prompt("a"), 0, [segment([3, 9], 1.0), segment([4, 9], 0.0)]),
-        Group(prompt("b"), 0, [segment([3, 9], 1.0), long]),
-        Group(prompt("c"), 0, [segment([3, 9], 0.5), Segment(Tokens.of([7], [-1.0]), "length")]),
+        kit.group(prompt("a"), 0, [segment([3, 9], 1.0), segment([4, 9], 0.0)]),
+        kit.group(prompt("b"), 0, [segment([3, 9], 1.0), long]),
+        kit.group(prompt("c"), 0, [segment([3, 9], 0.5), Part(Tokens.of([7], [-1.0]), "length")]),
     ]
     assert filter_groups(groups, recipe(sampling="independent", objective="dapo")) == (["a", "c"], ["b"])
     streams = [worked_example(a1=1, a2=1, tail=1), worked_example(a1=0, a2=0, tail=1)]
@@ -274,13 +276,13 @@ def test_lspo_keeps_prompts_up_to_the_low_quantile_and_from_high_to_max_of_each_
     for number, (right, wrong) in enumerate(lengths):
         asked = dataclasses.replace(prompt(f"p{number}"), number=number)
         responses = [segment([3] * right, 1.0), segment([3] * wrong, 0.0)]
-        groups.append(Group(asked, 0, responses))
-    dull = Group(dataclasses.replace(prompt("dull"), number=0), 0, [segment([3] * 50, 1.0)] * 2)
+        groups.append(kit.group(asked, 0, responses))
+    dull = kit.group(dataclasses.replace(prompt("dull"), number=0), 0, [segment([3] * 50, 1.0) for _ in "ab"])
     low, high, top = (share / 100 for share in shares)
     expected = set()
     for first in range(0, len(groups), size):
         drawn = groups[first : first + size]
-        means = [sum(map(len, group.completions)) / 2 for group in drawn]
+        means = [sum(map(len, group.parts)) / 2 for group in drawn]
         q_low, q_high, q_max = (quantile_by_definition(means, share) for share in (low, high, top))
         kept = (mean <= q_low or q_high <= mean <= q_max for mean in means)
         expected |= {group.prompt_id for group, keep in zip(drawn, kept, strict=True) if keep}
@@ -300,7 +302,9 @@ def test_lspo_trains_what_it_keeps_as_grpo_does():
 
 
 def test_rollouts_of_another_sampling_are_refused():
-    with pytest.raises(ValueError, match="trains on Group rollouts, found a Stream"):
+    with pytest.raises(
+        ValueError, match="expected a rollout of sampling: independent, found one of equal_length"
+    ):
         build([worked_example()], sampling="independent")
 
 
@@ -309,7 +313,7 @@ def test_sampling_masks_go_with_their_tokens_and_must_be_what_the_recipe_says():
     stream = worked_example()
     with pytest.raises(ValueError, match="keep_sampling_mask: true, found a rollout recorded without"):
         build([stream], **masked)
-    for sampled in stream.segments():
+    for sampled in stream.parts:
         kept = Ragged.of((token, token + 10) for token in sampled.token_ids)
         sampled.tokens = sampled.tokens.with_column("kept", kept)
     for changes in ({}, {"equal_length__prefix_in_gradient": True, "packing__layout": "expanded"}):
@@ -322,28 +326,28 @@ def test_sampling_masks_go_with_their_tokens_and_must_be_what_the_recipe_says():
 
 def test_a_tree_has_policy_versions_only_where_a_step_trains_older_tokens():
     stream = worked_example()
-    for sampled in stream.segments():
+    for sampled in stream.parts:
         sampled.tokens = sampled.tokens.with_column("versions", np.full(len(sampled), 3, np.int32))
     servers = {"rollout__engine": "server", "rollout__servers": ["http://localhost:8000"]}
     for older in (False, True):
         (tree,), _ = build([stream], **servers, rollout__staleness=int(older), loss__rollout_is="token")
         assert all(("versions" in node.tokens) == older for node in tree.nodes[1:])
-    assert all("versions" in sampled.tokens for sampled in stream.segments())
+    assert all("versions" in sampled.tokens for sampled in stream.parts)
 
 
 def test_a_completion_that_the_budget_cut_off_is_in_no_unit():
-    cut = Segment(Tokens.of([3, 4], [-1.0, -1.0]))
-    group = Group(QUESTION, 0, [segment([3, 9], 1.0), segment([4, 9], 0.0), cut])
+    cut = Part(Tokens.of([3, 4], [-1.0, -1.0]))
+    group = kit.group(QUESTION, 0, [segment([3, 9], 1.0), segment([4, 9], 0.0), cut])
     (tree,), metrics = build([group], sampling="independent")
     assert [node.weight for node in tree.nodes] == [0, 1 / 4, 1 / 4]
     assert metrics["objective/effective_samples"] == 2
-    (tree,), _ = build([Group(QUESTION, 0, [cut])], sampling="independent")
+    (tree,), _ = build([kit.group(QUESTION, 0, [cut])], sampling="independent")
     assert len(tree.nodes) == 1
-    assert filter_groups([Group(QUESTION, 0, [cut])], recipe(sampling="independent")) == ([], ["q"])
+    assert filter_groups([kit.group(QUESTION, 0, [cut])], recipe(sampling="independent")) == ([], ["q"])
 
 
 def test_sides_of_unequal_length_are_refused_by_name():
     stream = worked_example()
-    stream.pairs[1].b.tokens = Tokens.of([4, 4, 3], -0.5)
+    pairs_of(stream)[1].b.tokens = Tokens.of([4, 4, 3], -0.5)
     with pytest.raises(ValueError, match=r"stream q/0: pair 1: .* found 2 and 3 tokens"):
         build([stream])

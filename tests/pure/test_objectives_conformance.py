@@ -14,13 +14,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tests.kit.rollouts as kit
 from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.packing.pack import pack
+from megatron_eqlen.sampling.equal_length.dual_track import pairs_of, tail_of
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.training.policy_loss import policy_loss
-from megatron_eqlen.types import Grade, Group, Pair, Prompt, SampledTree, Segment, Stream
+from megatron_eqlen.types import Grade, Part, Prompt, tokens_along
 from tests.kit.marks import examples
 
 LONGEST = 12
@@ -52,9 +54,7 @@ class Draws:
             self.rollout.append(float(np.float32(self.old[-1] + 0.5 * self.random.normal())))
         grade = None if reward is None else Grade(reward, "")
         finish_reason = finish_reason or (None if reward is None else "stop")
-        return Segment(
-            Tokens.of(list(range(first, first + length)), self.rollout[first:]), finish_reason, grade
-        )
+        return Part(Tokens.of(list(range(first, first + length)), self.rollout[first:]), finish_reason, grade)
 
 
 def recipe(sampling, objective, **loss):
@@ -214,9 +214,9 @@ scales = st.sampled_from([0.0, 1e-4, 0.3, 60.0])
 def of_grpo(groups, name="grpo"):
     """Return token ids of each completion, its advantage by the method's estimator, and GRPO's divisor."""
     for group in groups:
-        rewards = [c.grade.reward if c.grade else 0.0 for c in group.completions]
-        for completion, advantage in zip(group.completions, advantages_of(name, rewards, None), strict=True):
-            yield completion.token_ids, advantage, len(groups) * len(group.completions) * len(completion)
+        rewards = [c.grade.reward if c.grade else 0.0 for c in group.parts]
+        for completion, advantage in zip(group.parts, advantages_of(name, rewards, None), strict=True):
+            yield completion.token_ids, advantage, len(groups) * len(group.parts) * len(completion)
 
 
 def sample_groups(shapes, tokens):
@@ -225,7 +225,7 @@ def sample_groups(shapes, tokens):
         completions = [
             tokens.segment(n, None, "length") if n == LONGEST else tokens.segment(n, r) for n, r in shape
         ]
-        groups.append(Group(prompt(number), 0, completions))
+        groups.append(kit.group(prompt(number), 0, completions))
     return groups
 
 
@@ -245,8 +245,8 @@ def test_groups_follow_their_equation(name, shapes, scale, seed):
     expected = np.zeros(len(tokens.new))
     scored = []
     for group in groups:
-        lengths = [len(c) for c in group.completions]
-        rewards = [c.grade.reward if c.grade else 0.0 for c in group.completions]
+        lengths = [len(c) for c in group.parts]
+        rewards = [c.grade.reward if c.grade else 0.0 for c in group.parts]
         if name == "dapo":
             rewards = [r + overlong(n) for r, n in zip(rewards, lengths, strict=True)]
         scored.append(advantages_of(name, rewards, lengths))
@@ -255,12 +255,12 @@ def test_groups_follow_their_equation(name, shapes, scale, seed):
         mean = flat.mean() if name == "reinforce_pp" else 0.0
         std = math.sqrt(((flat - mean) ** 2).mean()) if np.ptp(flat) > 1e-9 else 0.0
         scored = [[(a - mean) / std if std else 0.0 for a in group] for group in scored]
-    total = sum(len(c) for group in groups for c in group.completions)
+    total = sum(len(c) for group in groups for c in group.parts)
     for group, advantages in zip(groups, scored, strict=True):
-        for completion, advantage in zip(group.completions, advantages, strict=True):
+        for completion, advantage in zip(group.parts, advantages, strict=True):
             factor = response_factor(name, len(completion), total)
             if name not in TOKEN_MEANS:
-                factor /= len(groups) * len(group.completions)
+                factor /= len(groups) * len(group.parts)
             slopes = sequence_slopes(name, tokens, completion.token_ids, advantage)
             expected[completion.token_ids] = -factor * np.array(slopes)
     np.testing.assert_allclose(our_gradient(groups, tokens, settings), expected, rtol=1e-8, atol=1e-14)
@@ -275,15 +275,15 @@ def test_balanced_aggregation_follows_its_equation(shapes, scale, seed):
     groups = sample_groups(shapes, tokens)
     expected = np.zeros(len(tokens.new))
     for group in groups:
-        rewards = [c.grade.reward if c.grade else 0.0 for c in group.completions]
+        rewards = [c.grade.reward if c.grade else 0.0 for c in group.parts]
         advantages = standardized(rewards)
         for sign in (1, -1):
             subset = [i for i, a in enumerate(advantages) if a * sign > 0]
-            total = sum(len(group.completions[i]) for i in subset)
+            total = sum(len(group.parts[i]) for i in subset)
             for i in subset:
-                ids = group.completions[i].token_ids
+                ids = group.parts[i].token_ids
                 slopes = np.array(sequence_slopes("ba", tokens, ids, advantages[i]))
-                expected[ids] = -slopes / total * len(subset) / len(group.completions) / len(groups)
+                expected[ids] = -slopes / total * len(subset) / len(group.parts) / len(groups)
     found = our_gradient(groups, tokens, recipe("independent", "ba"))
     np.testing.assert_allclose(found, expected, rtol=1e-8, atol=1e-14)
 
@@ -413,11 +413,11 @@ def test_loss_keys_change_what_they_name(name, keys, low, high, dual, shapes, sc
     old = tokens.rollout if "old_logprobs" in keys else tokens.old
     expected = np.zeros(len(tokens.new))
     for group in groups:
-        rewards = [c.grade.reward if c.grade else 0.0 for c in group.completions]
-        whole = sum(len(c) for c in group.completions)
+        rewards = [c.grade.reward if c.grade else 0.0 for c in group.parts]
+        whole = sum(len(c) for c in group.parts)
         advantages = advantages_of(name, rewards, None)
-        for completion, advantage in zip(group.completions, advantages, strict=True):
-            factor = whole if name == "dapo" else len(group.completions) * len(completion)
+        for completion, advantage in zip(group.parts, advantages, strict=True):
+            factor = whole if name == "dapo" else len(group.parts) * len(completion)
             for i in completion.token_ids:
                 ratio = math.exp(tokens.new[i] - old[i])
                 expected[i] = -clip_slope(ratio, advantage, low, high, dual) / (factor * len(groups))
@@ -439,26 +439,26 @@ def sample_streams(shapes, tokens):
     """Return two streams a prompt, as ``group_size: 4`` has them (the recipe's own number is not read)."""
     streams = []
     for number, (pairs, outcome, last_reward) in enumerate(shapes):
-        built = [Pair(tokens.segment(n, r), tokens.segment(n)) for n, r in pairs]
+        built = [(tokens.segment(n, r), tokens.segment(n)) for n, r in pairs]
         tail = None
         if outcome == "both_ended" and built:
-            built[-1].b = tokens.segment(pairs[-1][0], last_reward)
+            built[-1] = built[-1][0], tokens.segment(pairs[-1][0], last_reward)
         elif outcome == "max_pairs":
             tail = tokens.segment(1, last_reward)
-        streams.append(Stream(prompt(number // 2), number % 2, 0, built, outcome, tail))
+        streams.append(kit.stream(prompt(number // 2), number % 2, 0, built, outcome, tail))
     return streams
 
 
 def suffix_rewards(stream, reduce):
     """Return the paper's rewards: A_i by the verifier, B_i by all its extension trajectories."""
     rewards = []
-    for i, pair in enumerate(stream.pairs):
+    for i, pair in enumerate(pairs_of(stream)):
         if pair.b.grade is not None:
             extensions = [pair.b.grade.reward]
         else:
-            extensions = [later.a.grade.reward for later in stream.pairs[i + 1 :]]
-            extensions += [later.b.grade.reward for later in stream.pairs[i + 1 :] if later.b.grade]
-            extensions += [stream.tail.grade.reward] if stream.tail else []
+            extensions = [later.a.grade.reward for later in pairs_of(stream)[i + 1 :]]
+            extensions += [later.b.grade.reward for later in pairs_of(stream)[i + 1 :] if later.b.grade]
+            extensions += [tail_of(stream).grade.reward] if tail_of(stream) else []
         rewards.append((pair.a.grade.reward, reduce(extensions) if extensions else 0.0))
     return rewards
 
@@ -499,17 +499,17 @@ def test_pairs_follow_eq_5_and_eq_6(name, keys, shapes, scale, seed):
     whole = keys.get("prefix_in_gradient", False)
     expected = np.zeros(len(tokens.new))
     prompts = per_prompt(streams)
-    total = sum(2 * len(pair.a) for stream in streams for pair in stream.pairs)
+    total = sum(2 * len(pair.a) for stream in streams for pair in pairs_of(stream))
     for subgroups in prompts.values():
         for stream in subgroups:
             rewards = suffix_rewards(stream, reduce)
-            pairs = stream.pairs[:1] if keys.get("single_pair") else stream.pairs
+            pairs = pairs_of(stream)[:1] if keys.get("single_pair") else pairs_of(stream)
             live = [abs(a - b) > 1e-9 for a, b in rewards[: len(pairs)]]
             count = sum(live) if keys.get("pair_count") == "effective" else len(pairs)
             for i, pair in enumerate(pairs):
                 if not live[i]:
                     continue
-                prefix = stream.trunk_token_ids(i) if whole else []
+                prefix = tokens_along(stream.line(pair.a.parent)) if whole else []
                 advantages = advantages_of(name, list(rewards[i]), [len(pair.a)] * 2)
                 for side, advantage in zip((pair.a, pair.b), advantages, strict=True):
                     ids = [*prefix, *side.token_ids]
@@ -569,5 +569,5 @@ def test_treerpo_compares_siblings_by_the_mean_of_their_leaves(branching, depth,
         for segment, advantage in zip(members, centred(rewards), strict=True):
             slopes = sequence_slopes("treerpo", tokens, segment.token_ids, advantage)
             expected[segment.token_ids] = -np.array(slopes) / (len(groups) * branching * len(segment))
-    ours = our_gradient([SampledTree(prompt(0), 0, steps, parents)], tokens, recipe("tree", "treerpo"))
+    ours = our_gradient([kit.tree(prompt(0), 0, steps, parents)], tokens, recipe("tree", "treerpo"))
     np.testing.assert_allclose(ours, expected, rtol=1e-8, atol=1e-14)

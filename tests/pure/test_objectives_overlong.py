@@ -6,18 +6,19 @@ the limit -1.
 
 import pytest
 
+import tests.kit.rollouts as kit
 from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.tokens import Tokens
-from megatron_eqlen.types import Grade, Group, Pair, SampledTree, Segment, Stream
+from megatron_eqlen.types import Grade, Part
 from tests.pure.test_objectives_build import QUESTION, recipe
 
 LIMIT = 50
 WINS, LOSES, SKIPPED = (1, -1), (-1, 1), (0, 0)
 
 
-def segment(length: int, finish_reason: str | None = None, reward: float | None = None) -> Segment:
+def segment(length: int, finish_reason: str | None = None, reward: float | None = None) -> Part:
     grade = None if reward is None else Grade(reward, "correct" if reward else "wrong")
-    return Segment(Tokens.of([5] * length, [-0.5] * length), finish_reason, grade)
+    return Part(Tokens.of([5] * length, [-0.5] * length), finish_reason, grade)
 
 
 def signs(rollout, **keys) -> tuple[int, int]:
@@ -42,7 +43,7 @@ AGAINST_TRUNCATED = [
 def test_a_side_against_one_that_only_a_truncated_response_extends(_name, length, reward, expected, reduce):
     tail = segment(LIMIT - length, "length") if length < LIMIT else None
     b = segment(length, None if tail else "length")
-    stream = Stream(QUESTION, 0, 0, [Pair(segment(length, "stop", reward), b)], "truncated", tail)
+    stream = kit.stream(QUESTION, 0, 0, [(segment(length, "stop", reward), b)], "truncated", tail)
     assert signs(stream, objective="dapo", equal_length__suffix_reward=reduce) == expected
     (tree,), _ = build_trees(
         [stream], recipe(objective="dapo", loss__overlong_buffer=10, equal_length__unfinished="drop")
@@ -53,7 +54,7 @@ def test_a_side_against_one_that_only_a_truncated_response_extends(_name, length
 @pytest.mark.parametrize(("_name", "length", "reward", "expected"), AGAINST_TRUNCATED)
 @pytest.mark.parametrize("truncated_at", [LIMIT, 30])
 def test_a_completion_against_a_truncated_one(_name, length, reward, expected, truncated_at):
-    group = Group(QUESTION, 0, [segment(length, "stop", reward), segment(truncated_at, "length")])
+    group = kit.group(QUESTION, 0, [segment(length, "stop", reward), segment(truncated_at, "length")])
     assert signs(group, objective="dapo", sampling="independent") == expected
 
 
@@ -61,7 +62,7 @@ def test_a_completion_against_a_truncated_one(_name, length, reward, expected, t
 def test_a_leaf_of_a_sampled_tree_against_a_truncated_one(_name, length, reward, expected):
     """The leaves continue one step each: lengths and limits are those of whole responses."""
     steps = [segment(4), segment(4), segment(length - 4, "stop", reward), segment(LIMIT - 4, "length")]
-    tree = SampledTree(QUESTION, 0, steps, [-1, -1, 0, 1])
+    tree = kit.tree(QUESTION, 0, steps, [-1, -1, 0, 1])
     assert signs(tree, objective="treerpo", sampling="tree") == expected
 
 
@@ -78,10 +79,10 @@ def test_a_truncated_response_beside_an_ended_one_counts_in_the_mean_alone(
     a_reward, later, later_reward, by_max, by_mean
 ):
     pairs = [
-        Pair(segment(45, "stop", a_reward), segment(45)),
-        Pair(segment(later - 45, "stop", later_reward), segment(later - 45)),
+        (segment(45, "stop", a_reward), segment(45)),
+        (segment(later - 45, "stop", later_reward), segment(later - 45)),
     ]
-    stream = Stream(QUESTION, 0, 0, pairs, "truncated", segment(LIMIT - later, "length"))
+    stream = kit.stream(QUESTION, 0, 0, pairs, "truncated", segment(LIMIT - later, "length"))
     assert signs(stream, objective="dapo") == by_max
     assert signs(stream, objective="dapo", equal_length__suffix_reward="mean") == by_mean
 
@@ -89,12 +90,12 @@ def test_a_truncated_response_beside_an_ended_one_counts_in_the_mean_alone(
 @pytest.mark.parametrize(("reached", "expected"), [(45, SKIPPED), (47, WINS), (49, WINS)])
 def test_a_side_that_the_token_budget_cut_escapes_no_penalty_of_the_shorter_one(reached, expected):
     tail = segment(reached - 45) if reached > 45 else None
-    stream = Stream(QUESTION, 0, 0, [Pair(segment(45, "stop", 0.0), segment(45))], "budget", tail)
+    stream = kit.stream(QUESTION, 0, 0, [(segment(45, "stop", 0.0), segment(45))], "budget", tail)
     assert signs(stream, objective="dapo") == expected
 
 
 def test_without_a_penalty_a_truncated_trunk_is_no_response():
-    pairs = [Pair(segment(5, "stop", 0.0), segment(5)), Pair(segment(5, "stop", 1.0), segment(5))]
-    stream = Stream(QUESTION, 0, 0, pairs, "truncated", segment(40, "length"))
+    pairs = [(segment(5, "stop", 0.0), segment(5)), (segment(5, "stop", 1.0), segment(5))]
+    stream = kit.stream(QUESTION, 0, 0, pairs, "truncated", segment(40, "length"))
     (tree,), _ = build_trees([stream], recipe(objective="dr_grpo", equal_length__suffix_reward="mean"))
     assert [node.advantage for node in tree.nodes[1:3]] == [-0.5, 0.5]

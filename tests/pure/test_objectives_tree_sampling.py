@@ -1,13 +1,16 @@
 """Tree sampling grows the tree that its recipe describes, whatever order tokens arrive in."""
 
+from collections import Counter
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tests.kit.rollouts as kit
 from megatron_eqlen.objectives.dynamic_sampling import filter_groups
-from megatron_eqlen.sampling.tree import GrowingTree, step_rewards
+from megatron_eqlen.sampling.tree import KIND, step_rewards
 from megatron_eqlen.tokens import Tokens
-from megatron_eqlen.types import Delta, Grade, Prompt, SampledTree, Segment
+from megatron_eqlen.types import Delta, Grade, Part, Prompt, tokens_along
 from tests.kit.marks import examples
 from tests.pure.test_objectives_build import recipe
 
@@ -25,7 +28,7 @@ def sampled(branching, depth, step_tokens, limit, seed, order):
         tree_sampling__depth=depth,
         tree_sampling__step_tokens=step_tokens,
     )
-    unit = GrowingTree(PROMPT, settings, frozenset({EOS}), seed)
+    (unit,) = KIND.harvesters([PROMPT], settings, frozenset({EOS}), seed)
     arrival = np.random.default_rng(order)
     running = [(track, np.random.default_rng(track.seed)) for track in unit.start()]
     while not unit.complete:
@@ -48,41 +51,35 @@ def sampled(branching, depth, step_tokens, limit, seed, order):
 def test_the_tree_has_its_recipes_shape(branching, depth, step_tokens, limit, seed):
     tree = sampled(branching, depth, step_tokens, limit, seed, order=0)
     assert tree == sampled(branching, depth, step_tokens, limit, seed, order=1)
-    children = {i: [c for c, p in enumerate(tree.parents) if p == i] for i in range(-1, len(tree.steps))}
-    assert len(children.pop(-1)) == branching
-    for i, step in enumerate(tree.steps):
-        level = len(list(ancestors(tree, i)))
-        response = tree.response(i).tolist()
-        assert tree.parents[i] < i
+    children = Counter(step.parent for step in tree.parts)
+    assert children.pop(-1) == branching
+    for step in tree.parts:
+        line = tree.line(step.number)
+        level, response = len(line), tokens_along(line).tolist()
+        assert step.parent < step.number
         assert len(response) <= limit
-        assert (step.finish_reason is None) == bool(children[i])
-        if children[i]:
-            assert len(children[i]) == branching
+        assert (step.finish_reason is None) == bool(children[step.number])
+        if children[step.number]:
+            assert children[step.number] == branching
             assert len(step) == step_tokens
             assert level < depth
         if step.finish_reason == "stop":
             assert response.index(EOS) == len(response) - 1
-        elif not children[i]:
+        elif not children[step.number]:
             assert len(response) == limit
-
-
-def ancestors(tree, step):
-    while step >= 0:
-        yield step
-        step = tree.parents[step]
 
 
 def test_rewards_are_means_of_leaves_below_and_unknown_where_the_budget_cut():
     def step(reward=None, finish_reason=None):
         grade = None if reward is None else Grade(reward, "")
-        return Segment(Tokens.of([5], [-1.0]), finish_reason or (None if reward is None else "stop"), grade)
+        return Part(Tokens.of([5], [-1.0]), finish_reason or (None if reward is None else "stop"), grade)
 
     steps = [step(), step(1.0), step(1.0), step(finish_reason="length"), step()]
-    tree = SampledTree(PROMPT, 0, steps, [-1, -1, 0, 0, -1])
-    assert step_rewards(tree) == [0.5, 1.0, 1.0, 0.0, None]
+    tree = kit.tree(PROMPT, 0, steps, [-1, -1, 0, 0, -1])
+    assert step_rewards(tree) == {0: 0.5, 1: 1.0, 2: 1.0, 3: 0.0}
     settings = recipe(sampling="tree", objective="treerpo")
     assert filter_groups([tree], settings) == (["q"], [])
-    equal = SampledTree(PROMPT, 0, [step(1.0), step(1.0)], [-1, -1])
+    equal = kit.tree(PROMPT, 0, [step(1.0), step(1.0)], [-1, -1])
     assert filter_groups([equal], settings) == ([], ["q"])
 
 
@@ -91,4 +88,3 @@ def test_ended_responses_are_whole_paths():
     for segment, response in tree.ended():
         assert response[-len(segment) :].tolist() == segment.token_ids.tolist()
         assert response.tolist().count(EOS) == 1
-    assert list(tree.segments()) == tree.steps

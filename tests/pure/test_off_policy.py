@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+import tests.kit.rollouts as kit
 from megatron_eqlen.objectives.build import build_minibatches, weighted_units
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.training.policy_loss import policy_loss
-from megatron_eqlen.types import Grade, Group, Prompt, Segment
+from megatron_eqlen.types import Grade, Part, Prompt, Rollout
 from tests.pure.test_rollout_harvest import make_recipe
 
 ACTIONS = 5
@@ -39,16 +40,16 @@ def drawn(action: int, version: int) -> Tokens:
     return Tokens.of([action], versions=version).with_column("logprobs", logprob)
 
 
-def groups_of(versions: tuple[int, int]) -> list[tuple[float, Group]]:
+def groups_of(versions: tuple[int, int]) -> list[tuple[float, Rollout]]:
     """Return every group of two responses, sampled by weights of these versions, with its probability."""
     found = []
     for number, actions in enumerate(itertools.product(range(ACTIONS), repeat=2)):
         segments = [
-            Segment(drawn(action, version), "stop", Grade(REWARDS[action], ""))
+            Part(drawn(action, version), "stop", Grade(REWARDS[action], ""))
             for action, version in zip(actions, versions, strict=True)
         ]
         probability = float(PROBS[versions[0], actions[0]] * PROBS[versions[1], actions[1]])
-        found.append((probability, Group(Prompt(f"q{number}", [1], "", "", ""), 2, segments)))
+        found.append((probability, kit.group(Prompt(f"q{number}", [1], "", "", ""), 2, segments)))
     return found
 
 
@@ -150,9 +151,9 @@ def test_staleness_is_counted_in_trained_tokens():
         loss=DECOUPLED, objective="grpo",
     )  # fmt: skip
     old, new = Grade(0.0, ""), Grade(1.0, "")
-    group = Group(Prompt("q", [1], "", "", ""), 5, [
-        Segment(Tokens.of([3, 3, 9], [-1, -1, -1], versions=[2, 2, 5]), "stop", old),
-        Segment(Tokens.of([9], [-1], versions=4), "stop", new),
+    group = kit.group(Prompt("q", [1], "", "", ""), 5, [
+        Part(Tokens.of([3, 3, 9], [-1, -1, -1], versions=[2, 2, 5]), "stop", old),
+        Part(Tokens.of([9], [-1], versions=4), "stop", new),
     ])  # fmt: skip
     _, metrics = build_minibatches([group], recipe, policy_version=5)
     assert {name: value for name, value in metrics.items() if name.startswith("staleness")} == {

@@ -16,6 +16,7 @@ from megatron_eqlen.evaluation.result import Answers, EvaluationResult, write_re
 from megatron_eqlen.report.charts import MAX_POINTS, Chart, Series, charts
 from megatron_eqlen.report.metrics import MetricsWriter
 from megatron_eqlen.report.page import write_page
+from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from tests.kit import ROOT
 from tests.kit.report_runs import (
     charts_of,
@@ -172,7 +173,8 @@ def test_rollouts_of_the_first_and_the_newest_steps_are_decoded(tmp_path):
 
 def test_one_rollout_a_prompt_is_shown_and_first_those_that_train(tmp_path):
     dull = example_stream()
-    dull.pairs[1].a.grade = dull.pairs[0].a.grade
+    first, second = pairs_of(dull)
+    second.a.grade = first.a.grade
     other = dataclasses.replace(dull, prompt=prompt(0), index=1)
     streams = [other, dull, dataclasses.replace(example_stream(), index=2)]
     run = write_run(tmp_path, recipe(tmp_path), {"step-00000000": streams})

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+import tests.kit.rollouts as kit
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.report.drawing import draw
 from megatron_eqlen.report.rollouts import RolloutView, Training, view
 from megatron_eqlen.report.text import print_rollouts
-from megatron_eqlen.types import Pair, Stream
+from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from tests.kit.report_runs import (
     RIGHT,
     WRONG,
@@ -74,9 +75,9 @@ def uses(seen: RolloutView) -> list[str]:
 
 def test_equal_rewards_are_skipped_and_dropped_pairs_not_trained():
     stream = example_stream()
-    stream.pairs[1].a.grade = WRONG
+    pairs_of(stream)[1].a.grade = WRONG
     assert uses(look(stream)) == ["skipped"] * 4 + ["not trained"]
-    unfinished = dataclasses.replace(stream, tail=None)
+    unfinished = dataclasses.replace(stream, parts=stream.parts[:-1])
     assert (
         uses(look(unfinished, equal_length={"unfinished": "drop"})) == ["skipped"] * 2 + ["not trained"] * 2
     )
@@ -99,8 +100,8 @@ def test_pairs_that_a_single_pair_run_leaves_out_are_not_called_trained():
 
 def test_unscored_rollouts_have_no_rewards():
     stream, group = example_stream(), example_group()
-    stream.pairs[1].a.grade = None
-    group.completions[1].grade = None
+    pairs_of(stream)[1].a.grade = None
+    group.parts[1].grade = None
     assert {(pair.a.use, pair.a.role) for pair in look(stream).pairs} == {("not scored", "plain")}
     assert {(shown.use, shown.role) for shown in look(group, "independent").segments} == {
         ("not scored", "plain")
@@ -118,7 +119,7 @@ def test_a_group_is_compared_with_its_mean_and_truncated_counts_as_wrong():
 
 def test_what_the_budget_cut_off_is_not_trained_and_moves_nowhere():
     group = example_group()
-    group.completions[2] = dataclasses.replace(group.completions[2], finish_reason=None)
+    group.parts[2].finish_reason = None
     seen = look(group, "independent")
     assert [(shown.reward, shown.role, shown.use) for shown in seen.segments] == [
         (1.0, "raised", "trained"),
@@ -129,7 +130,7 @@ def test_what_the_budget_cut_off_is_not_trained_and_moves_nowhere():
 
 def test_a_group_without_an_advantage_is_skipped_unless_a_kl_penalty_trains_it():
     group = example_group()
-    group.completions[0].grade = WRONG
+    group.parts[0].grade = WRONG
     for kl_coef, use in ((0.0, "skipped"), (0.1, "trained")):
         seen = look(group, "independent", loss={"kl_coef": kl_coef})
         assert {(shown.role, shown.use) for shown in seen.segments} == {("equal", use)}
@@ -137,7 +138,7 @@ def test_a_group_without_an_advantage_is_skipped_unless_a_kl_penalty_trains_it()
 
 def test_prompts_that_dynamic_sampling_dropped_are_not_trained():
     dull = dataclasses.replace(example_group(), prompt=prompt(9))
-    dull.completions[0].grade = WRONG
+    dull.parts[0].grade = WRONG
     group = example_group()
     changes = {"sampling": "independent", "objective": "dapo"}
     training = Training([dull, group], recipe(Path("model"), **changes))
@@ -149,13 +150,13 @@ def test_roles_and_uses_are_those_of_the_trees_that_are_trained():
     """With every objective, a segment's tokens are trained upwards exactly if their node's product of weight
     and advantage is positive."""
     rollouts = [example_stream(), dataclasses.replace(example_stream(), index=1)]
-    rollouts[1].pairs[0].a.grade = RIGHT
+    pairs_of(rollouts[1])[0].a.grade = RIGHT
     for objective in ("grpo", "dr_grpo", "dler", "rloo", "gspo"):
         asked = recipe(Path("model"), objective=objective)
         training = Training(rollouts, asked)
         (trees,), _ = build_minibatches(rollouts, asked)
         for rollout, tree in zip(rollouts, trees, strict=True):
-            sides = [side for pair in rollout.pairs for side in (pair.a, pair.b)]
+            sides = [side for pair in pairs_of(rollout) for side in pair]
             for side, node in zip(sides, tree.nodes[1:], strict=True):
                 assert node.token_ids.tolist() == side.token_ids.tolist()
                 push = np.sign(node.weight * node.advantage)
@@ -200,11 +201,10 @@ def model(tmp_path_factory):
 @pytest.fixture
 def run(tmp_path, model):
     tokenizer = make_tokenizer(model)
-    stream = Stream(prompt(1), 0, 0, [], "both_ended")
     right, wrong = (
         segment(tokenizer, text, g) for text, g in (("it is seven", RIGHT), ("is it seven", WRONG))
     )
-    stream.pairs = [Pair(wrong, right)]
+    stream = kit.stream(prompt(1), 0, 0, [(wrong, right)], "both_ended")
     other = dataclasses.replace(example_stream(), prompt=prompt(2))
     return write_run(
         tmp_path,
@@ -231,7 +231,7 @@ def test_inspect_prints_text_rewards_and_outcome(run, model):
 
 def test_inspect_shows_the_mean_of_a_column_that_the_recipe_keeps(tmp_path, model):
     stream = example_stream()
-    for side in stream.segments():
+    for side in stream.parts:
         side.tokens = side.tokens.with_column("entropy", np.full(len(side), 0.25, np.float32))
     run = write_run(tmp_path, recipe(model), {"step-00000000": [stream]})
     assert re.search(r"A1 +reward [^,]*, advantage [^,]*, entropy 0\.250, ", printed(run / "streams", model))

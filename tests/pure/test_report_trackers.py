@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_eqlen.report.metrics import MetricsWriter, read_metrics
 from megatron_eqlen.report.samples import COLUMNS, Samples, samples
 from megatron_eqlen.report.trackers import PATIENCE, start_trackers
+from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from tests.kit.report_runs import example_stream, prompt, recipe, write_run
 
 
@@ -83,7 +84,7 @@ def wandb(monkeypatch):
 def rollouts(tmp_path) -> Samples:
     """Return samples of the third step: types.py's worked example, and a group's question."""
     other = dataclasses.replace(example_stream(), prompt=prompt(2))
-    other.pairs[1].a.grade = other.pairs[0].a.grade
+    pairs_of(other)[1].a.grade = pairs_of(other)[0].a.grade
     asked = recipe(tmp_path)
     run = write_run(tmp_path / "recorded", asked, {"step-00000002": [other, example_stream()]})
     assert samples(run / "streams/step-00000001", asked, str) is None, "not recorded, as with --replay"

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tests.kit.rollouts as kit
 from megatron_eqlen.evaluation.evaluate import evaluate
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import RewardRecipe
@@ -16,7 +17,7 @@ from megatron_eqlen.rewards.scoring import EarlyGrading, Scorer, make_grader
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.tokens import Tokens
-from megatron_eqlen.types import Delta, Grade, Group, Prompt, Segment
+from megatron_eqlen.types import Delta, Grade, Part, Prompt, Rollout
 from tests.kit import slow_graders
 from tests.kit.marks import examples
 from tests.kit.processes import are_gone, descendants, within
@@ -62,20 +63,20 @@ def tokens_of(text: str) -> list[int]:
     return [*map(ord, text), END]
 
 
-def ending(text: str) -> Segment:
-    return Segment(Tokens.of(tokens_of(text), [0.0] * len(tokens_of(text))), "stop")
+def ending(text: str) -> Part:
+    return Part(Tokens.of(tokens_of(text), [0.0] * len(tokens_of(text))), "stop")
 
 
 def prompt(grader: str = OBEDIENT, name: str = "q#7") -> Prompt:
     return Prompt(name, [1], "?", grader, "right", "sums")
 
 
-def group(*texts: str, grader: str = OBEDIENT) -> Group:
-    return Group(prompt(grader), 0, [ending(text) for text in texts])
+def group(*texts: str, grader: str = OBEDIENT) -> Rollout:
+    return kit.group(prompt(grader), 0, [ending(text) for text in texts])
 
 
-def verdicts(rollout: Group) -> list[tuple[str, float] | None]:
-    return [seg.grade and (seg.grade.verdict, seg.grade.reward) for seg in rollout.completions]
+def verdicts(rollout: Rollout) -> list[tuple[str, float] | None]:
+    return [seg.grade and (seg.grade.verdict, seg.grade.reward) for seg in rollout.parts]
 
 
 @pytest.fixture
@@ -125,7 +126,7 @@ def test_a_response_is_graded_while_others_are_generated(scorer, begun, recipe, 
     assert begun() == ["wrong", "right", "last"]
     assert metrics["reward/calls"] == metrics["reward/ended"] == 3
     assert metrics["reward/cut_off"] == 0
-    assert metrics["reward/hidden_seconds"] >= rollouts[0].completions[0].grade.seconds > 0
+    assert metrics["reward/hidden_seconds"] >= rollouts[0].parts[0].grade.seconds > 0
 
 
 def test_an_evaluation_grades_while_it_generates(scorer, begun, recipe):
@@ -150,7 +151,7 @@ def test_what_has_no_verdict_in_time_is_a_timeout_and_said_once(scorer, begun, c
     assert verdicts(stuck) == [("timeout", 0.0)] * 3
     assert metrics["reward/cut_off"] == 2, "equal responses are one"
     assert metrics["reward/verdict/timeout"] == 3 / 5
-    assert stuck.completions[0].grade == Grade(
+    assert stuck.parts[0].grade == Grade(
         0.0, "timeout", None, "obedient-1", detail="no verdict 2 s after the harvest"
     )
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -175,12 +176,12 @@ def test_what_goes_wrong_in_the_background_is_raised_once_with_the_prompts_id(sc
 
 def test_equal_responses_are_begun_once_and_recorded_grades_are_kept(scorer, begun):
     kept, first, other = Grade(0.25, "kept"), group("right", "x"), group("right", "x")
-    first.completions[1].grade = kept
+    first.parts[1].grade = kept
     scorer.begin_ended([first, other])
     scorer.begin_ended([other])
     assert scorer.score([first, other])["reward/calls"] == 2
     assert sorted(begun()) == ["right", "x"]
-    assert first.completions[1].grade is kept
+    assert first.parts[1].grade is kept
     assert verdicts(other) == [("done", 1.0), ("done", 0.0)]
 
 
@@ -244,7 +245,7 @@ def test_which_graders_work_in_the_background():
 )
 def test_grades_do_not_depend_on_when_grading_began(texts, early):
     at_once, in_parts = (
-        [Group(Prompt(f"q{n}", [1], "?", "math", "5"), 0, [ending(text)]) for n, text in enumerate(texts)]
+        [kit.group(Prompt(f"q{n}", [1], "?", "math", "5"), 0, [ending(text)]) for n, text in enumerate(texts)]
         for _ in "12"
     )
     scorer = Scorer(RewardRecipe(math_rule="exact", workers=1), Letters())

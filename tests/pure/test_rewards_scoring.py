@@ -5,10 +5,12 @@ import sys
 
 import pytest
 
+import tests.kit.rollouts as kit
 from megatron_eqlen.recipe import RewardRecipe
 from megatron_eqlen.rewards.scoring import Scorer
+from megatron_eqlen.sampling.equal_length.dual_track import pairs_of, tail_of
 from megatron_eqlen.tokens import Tokens
-from megatron_eqlen.types import Grade, Group, Pair, Prompt, Segment, Stream
+from megatron_eqlen.types import Grade, Part, Prompt, Rollout
 
 END = 0
 
@@ -20,21 +22,21 @@ class Letters:
         return "".join(chr(token) for token in token_ids if token != END)
 
 
-def segment(text: str, ended: bool = False, reason: str | None = None) -> Segment:
+def segment(text: str, ended: bool = False, reason: str | None = None) -> Part:
     tokens = [ord(letter) for letter in text] + [END] * ended
-    return Segment(Tokens.of(tokens, [0.0] * len(tokens)), "stop" if ended else reason)
+    return Part(Tokens.of(tokens, [0.0] * len(tokens)), "stop" if ended else reason)
 
 
 def prompt(name: str = "q", grader: str = "math", gold: str = "5", source: str = "sums") -> Prompt:
     return Prompt(name, [1], "What is 2 + 3?", grader, gold, source)
 
 
-def make_stream(index: int = 0) -> Stream:
+def make_stream(index: int = 0) -> Rollout:
     pairs = [
-        Pair(segment(r"x \boxed{5}", ended=True), segment(r"so it is \bo")),
-        Pair(segment("xed{6}", ended=True), segment("xed{5}", ended=True)),
+        (segment(r"x \boxed{5}", ended=True), segment(r"so it is \bo")),
+        (segment("xed{6}", ended=True), segment("xed{5}", ended=True)),
     ]
-    return Stream(prompt("q"), index, 0, pairs, "both_ended")
+    return kit.stream(prompt("q"), index, 0, pairs, "both_ended")
 
 
 @pytest.fixture
@@ -58,42 +60,42 @@ def test_a_segment_is_graded_as_the_whole_response_it_ends(scorer):
     assert metrics["policy/response_length"] == lengths[0] / 2 + lengths[1] / 2, "A_2 and B_2 end alike"
 
 
-def grades(stream: Stream) -> list[Grade | None]:
-    return [side.grade for pair in stream.pairs for side in (pair.a, pair.b)]
+def grades(stream: Rollout) -> list[Grade | None]:
+    return [side.grade for pair in pairs_of(stream) for side in (pair.a, pair.b)]
 
 
 def test_an_ended_tail_is_graded_and_a_truncated_one_is_not(scorer):
-    ended, cut = make_stream(), make_stream()
-    for stream in (ended, cut):
-        stream.pairs.pop()
-    ended.tail, cut.tail = segment("xed{5}", ended=True), segment("xed{5}", reason="length")
+    tails = segment("xed{5}", ended=True), segment("xed{5}", reason="length")
+    ended, cut = (
+        kit.stream(prompt("q"), 0, 0, pairs_of(make_stream())[:1], "max_pairs", tail) for tail in tails
+    )
     scorer.score([ended, cut])
-    assert ended.tail.grade.reward == 1.0
-    assert cut.tail.grade is None
+    assert tail_of(ended).grade.reward == 1.0
+    assert tail_of(cut).grade is None
 
 
 def test_equal_responses_are_graded_once_and_old_grades_stay(scorer, monkeypatch):
     streams = [make_stream(0), make_stream(1)]
     kept = Grade(0.25, "wrong")
-    streams[0].pairs[0].a.grade = kept
+    pairs_of(streams[0])[0].a.grade = kept
     decoded = []
     monkeypatch.setattr(Letters, "decode", lambda self, tokens: decoded.append(tokens) or "x")
     assert scorer.score(streams)["reward/calls"] == 3
     assert len(decoded) == 3
-    assert streams[0].pairs[0].a.grade is kept
+    assert pairs_of(streams[0])[0].a.grade is kept
     assert scorer.score(streams)["reward/calls"] == 0
 
 
 def test_each_source_has_its_own_grader():
-    def group(prompt: Prompt, text: str) -> Group:
-        return Group(prompt, 0, [segment(text, ended=True)])
+    def group(prompt: Prompt, text: str) -> Rollout:
+        return kit.group(prompt, 0, [segment(text, ended=True)])
 
     scorer = Scorer(RewardRecipe(math_rule="exact", rubric=f"{__name__}:shorter_is_better"), Letters())
     rollouts = [group(prompt("a"), r"\boxed{5}"), group(prompt("b", "rubric", "10", "judged"), "12345")]
     metrics = scorer.score(rollouts)
-    assert [rollout.completions[0].grade.reward for rollout in rollouts] == [1.0, 0.5]
+    assert [rollout.parts[0].grade.reward for rollout in rollouts] == [1.0, 0.5]
     assert metrics["reward/source/judged/mean"] == 0.5
-    assert rollouts[1].completions[0].grade.grader.endswith(":shorter_is_better")
+    assert rollouts[1].parts[0].grade.grader.endswith(":shorter_is_better")
     with pytest.raises(ValueError, match=r"expected a reward in \[0, 1\], got -4"):
         scorer.score([group(prompt("b", "rubric", "1", "judged"), "12345")])
 

@@ -23,20 +23,11 @@ from megatron_eqlen.rollout.engine import EngineError, StalePolicyError
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.partial import HarvestProgress, PartialRollout
-from megatron_eqlen.sampling import kind_of
-from megatron_eqlen.sampling.equal_length.dual_track import DualTrack
-from megatron_eqlen.sampling.harvester import Harvester, RolloutPart, all_rollouts
+from megatron_eqlen.sampling.equal_length.dual_track import DualTrack, pairs_of, tail_of
+from megatron_eqlen.sampling.harvester import Harvester, all_rollouts
 from megatron_eqlen.sampling.track import track_seed
 from megatron_eqlen.tokens import Ragged, Tokens
-from megatron_eqlen.types import (
-    Delta,
-    Grade,
-    Group,
-    Prompt,
-    Rollout,
-    Stream,
-    rollout_key,
-)
+from megatron_eqlen.types import Delta, Grade, Part, Prompt, Rollout, rollout_key
 from tests.kit.marks import examples
 from tests.kit.observers import OnPart
 
@@ -161,7 +152,7 @@ def routes_of(path: list[int], first: int, stop: int) -> np.ndarray:
 
 def versions_of(rollout: Rollout) -> set[int]:
     """Return the policy versions that sampled a rollout's tokens; the rollout's own if it has no tokens."""
-    found = {int(version) for s in rollout.segments() for version in np.unique(s.tokens["versions"])}
+    found = {int(version) for s in rollout.parts for version in np.unique(s.tokens["versions"])}
     return found or {rollout.policy_version}
 
 
@@ -175,20 +166,11 @@ def check_routes(rollout: Rollout) -> None:
     there."""
     prompt = rollout.prompt.token_ids
     assert np.array_equal(rollout.prompt_columns["routes"][1:], routes_of(prompt, 1, len(prompt)))
-    harvested = kind_of(rollout).parts(rollout)
-    trunk: dict[int, list[int]] = {-1: prompt}
-    for part in harvested:
-        if isinstance(rollout, Stream):
-            above = [
-                earlier.segment
-                for earlier in harvested[: part.number - (part.role == "b")]
-                if earlier.role == "b"
-            ]
-            before = prompt + [token for segment in above for token in segment.token_ids.tolist()]
-        else:
-            before = trunk[part.parent]
-        trunk[part.number] = path = before + part.segment.token_ids.tolist()
-        assert np.array_equal(part.segment.tokens["routes"], routes_of(path, len(before), len(path)))
+    paths: dict[int, list[int]] = {-1: prompt}
+    for part in rollout.parts:
+        before = paths[part.parent]
+        paths[part.number] = path = before + part.token_ids.tolist()
+        assert np.array_equal(part.tokens["routes"], routes_of(path, len(before), len(path)))
 
 
 def reference_stream(prompt: Prompt, index: int, recipe: Recipe, seed: int, end: float) -> dict:
@@ -225,32 +207,20 @@ def reference_stream(prompt: Prompt, index: int, recipe: Recipe, seed: int, end:
     return {"pairs": pairs, "outcome": "truncated", "tail": survivor[base:limit]}
 
 
-def shape(stream: Stream) -> dict:
+def shape(stream: Rollout) -> dict:
     return {
-        "pairs": [(pair.a.token_ids.tolist(), pair.b.token_ids.tolist()) for pair in stream.pairs],
+        "pairs": [(pair.a.token_ids.tolist(), pair.b.token_ids.tolist()) for pair in pairs_of(stream)],
         "outcome": stream.outcome,
-        "tail": stream.tail.token_ids.tolist() if stream.tail else [],
+        "tail": tail_of(stream).token_ids.tolist() if tail_of(stream) else [],
     }
 
 
 def check_logprobs(rollout: Rollout, start: int) -> None:
     """Check the script's log-prob of a token, which encodes its position, and its mask, which encodes the
     token."""
-    paths = []
-    if isinstance(rollout, Group):
-        paths = list(rollout.completions)
-        offsets = [start] * len(paths)
-    else:
-        offsets = []
-        base = start
-        for pair in rollout.pairs:
-            paths += [pair.a, pair.b]
-            offsets += [base, base]
-            base += len(pair.b)
-        if rollout.tail:
-            paths.append(rollout.tail)
-            offsets.append(base)
-    for segment, offset in zip(paths, offsets, strict=True):
+    ends = rollout.ends()
+    for segment in rollout.parts:
+        offset = start + ends[segment.parent]
         logprobs = np.array([-(offset + i) / 7 for i in range(len(segment))], np.float32)
         assert np.array_equal(segment.tokens["logprobs"], logprobs)
         assert segment.tokens["kept"] == Ragged.of((token, token + 100) for token in segment.token_ids)
@@ -330,15 +300,15 @@ def test_pairs_are_equally_long_and_no_token_is_lost_or_used_twice(case):
     rollouts, metrics, _, _ = run_case(case)
     kept = 0
     for stream in rollouts:
-        for pair in stream.pairs:
+        for pair in pairs_of(stream):
             assert len(pair.a) == len(pair.b) > 0
             assert pair.a.finish_reason == "stop"
             assert pair.a.token_ids[-1] in EOS
             assert not EOS & {*pair.a.token_ids[:-1], *pair.b.token_ids[:-1]}
             assert (pair.b.token_ids[-1] in EOS) == (pair.b.finish_reason == "stop")
-        assert sum(len(pair.b) for pair in stream.pairs) <= case["limit"]
+        assert sum(len(pair.b) for pair in pairs_of(stream)) <= case["limit"]
         check_logprobs(stream, start=2)
-        kept += sum(len(segment) for segment in stream.segments())
+        kept += sum(len(segment) for segment in stream.parts)
     # What is not kept is the second of two truncated tracks: it is nobody's prefix.
     unkept = metrics["harvest/generated_tokens"] - kept
     truncated = sum(stream.outcome == "truncated" for stream in rollouts)
@@ -354,13 +324,13 @@ def test_independent_completions(case):
     assert [group.prompt_id for group in rollouts] == ["p#0", "p#1", "p#2"]
     for prompt, group in zip(make_prompts(3), rollouts, strict=True):
         check_logprobs(group, start=2)
-        for number, completion in enumerate(group.completions):
+        for number, completion in enumerate(group.parts):
             seed = track_seed(case["seed"], prompt.prompt_id, 0, number)
             full = continuation(prompt.token_ids, seed, case["end"])
             assert completion.token_ids.tolist() == full[: case["limit"]]
             ended = completion.token_ids[-1] in EOS
             assert completion.finish_reason == ("stop" if ended else "length")
-    assert metrics["harvest/generated_tokens"] == sum(len(s) for g in rollouts for s in g.segments())
+    assert metrics["harvest/generated_tokens"] == sum(len(s) for g in rollouts for s in g.parts)
 
 
 @examples(40)
@@ -381,7 +351,7 @@ def test_a_token_budget_ends_the_step_and_keeps_whole_pairs(case, budget):
     for stream in rollouts:
         whole = free[stream.prompt_id, stream.index]
         if stream.outcome == "budget":
-            assert stream.pairs == whole.pairs[: len(stream.pairs)]
+            assert pairs_of(stream) == pairs_of(whole)[: len(pairs_of(stream))]
         else:
             assert stream == whole
 
@@ -408,17 +378,17 @@ def test_of_rollouts_that_another_rank_keeps_there_are_token_ids_alone(case, sam
         if mine(found.prompt, found.index):
             assert found == full
             continue
-        for segment, wanted in zip(found.segments(), full.segments(), strict=True):
+        for segment, wanted in zip(found.parts, full.parts, strict=True):
             assert segment == replace(wanted, tokens=wanted.tokens.only(["token_ids", "versions"]))
 
 
 @examples(40)
 @given(cases, st.sampled_from(["equal_length", "independent", "tree"]), st.sampled_from([None, 20, 80]))
 def test_parts_are_announced_as_they_become_final_and_make_up_the_rollout(case, sampling, budget):
-    """Each part is announced once, with its response; a kind's own ``parts`` and ``ended`` list them."""
-    announced: dict[tuple[str, int], dict[int, tuple[RolloutPart, list[int]]]] = defaultdict(dict)
+    """Each part is announced once, with its response; ``parts`` and ``ended`` list them."""
+    announced: dict[tuple[str, int], dict[int, tuple[Part, list[int]]]] = defaultdict(dict)
 
-    def hear(harvester: Harvester, part: RolloutPart) -> None:
+    def hear(harvester: Harvester, part: Part) -> None:
         key = harvester.prompt.prompt_id, harvester.index
         assert part.number not in announced[key]
         announced[key][part.number] = part, harvester.response(part).tolist()
@@ -435,12 +405,12 @@ def test_parts_are_announced_as_they_become_final_and_make_up_the_rollout(case, 
     )
     for rollout in rollouts:
         heard = announced[rollout_key(rollout)]
-        parts = kind_of(rollout).parts(rollout)
+        parts = list(rollout.parts)
         assert [heard[number][0] for number in sorted(heard)] == parts
         responses = {id(segment): tokens.tolist() for segment, tokens in rollout.ended()}
         for part, response in heard.values():
-            if part.segment.finish_reason == "stop":
-                assert responses.pop(id(part.segment)) == response
+            if part.finish_reason == "stop":
+                assert responses.pop(id(part)) == response
         assert not responses
 
 
@@ -530,7 +500,7 @@ def test_done_rollouts_are_returned_and_not_generated_again():
 def test_weights_that_change_under_a_harvest_are_noticed():
     engine = ScriptedEngine(random.Random(0))
 
-    def sync(harvester: Harvester, part: RolloutPart) -> None:
+    def sync(harvester: Harvester, part: Part) -> None:
         engine.policy_version += 1
 
     with pytest.raises(StalePolicyError):

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
+import tests.kit.rollouts as kit
 from megatron_eqlen.rollout.record.arrow_log import batches
 from megatron_eqlen.rollout.record.format import BATCH_BYTES, SEGMENTS
 from megatron_eqlen.rollout.record.reader import (
@@ -35,18 +36,7 @@ from megatron_eqlen.rollout.record.reader import (
 from megatron_eqlen.rollout.record.recorder import Recorder, record, record_grades
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.tokens import Placeholder, Tokens
-from megatron_eqlen.types import (
-    Delta,
-    Grade,
-    Group,
-    Pair,
-    Prompt,
-    SampledTree,
-    Segment,
-    Stream,
-    rollout_key,
-    training_order,
-)
+from megatron_eqlen.types import Delta, Grade, Part, Prompt, Rollout, rollout_key, training_order
 from tests.pure.test_rollout_harvest import make_recipe
 
 
@@ -55,26 +45,26 @@ def prompt(name: str, number: int = 0) -> Prompt:
 
 
 GRADE = Grade(0.5, "correct", "\\frac{1}{3} – π", "math_verify-0.9.0", 0.1 + 0.2)
-STREAM = Stream(
+STREAM = kit.stream(
     Prompt("deepmath/a.parquet#17", [1, 2], "¿x?", "math", "3", "deepmath", 4), 2, 5,
-    [Pair(
-        Segment(Tokens.of([1, 9], [-0.1, -1e-9 / 3]), "stop", GRADE),
-        Segment(Tokens.of([3, 4], [-1 / 3, -12.0])),
+    [(
+        Part(Tokens.of([1, 9], [-0.1, -1e-9 / 3]), "stop", GRADE),
+        Part(Tokens.of([3, 4], [-1 / 3, -12.0])),
     )],
-    "truncated", Segment(Tokens.of([7], [-np.inf]), "length"),
+    "truncated", Part(Tokens.of([7], [-np.inf]), "length"),
 )  # fmt: skip
 ROUTES = np.arange(36, dtype=np.uint16).reshape(3, 4, 3) * 900
-GROUP = Group(prompt("p"), 0, [
-    Segment(Tokens.of([1], [-0.5], kept=[(1, 4)], routes=ROUTES[:1]), "stop"),
-    Segment(Tokens.of([2, 2], [-0.1, -0.7],
+GROUP = kit.group(prompt("p"), 0, [
+    Part(Tokens.of([1], [-0.5], kept=[(1, 4)], routes=ROUTES[:1]), "stop"),
+    Part(Tokens.of([2, 2], [-0.1, -0.7],
         kept=[(2,), (0, 2, 9)], routes=ROUTES[1:], versions=[3, 1 << 30], entropy=[0.5, 0])),
 ], prompt_columns=Tokens({"routes": ROUTES[:1]}))  # fmt: skip
-TREE = SampledTree(
+TREE = kit.tree(
     prompt("t", 9), 3,
-    [Segment(Tokens.of([4], [-1.0])), Segment(Tokens.of([5], [-2.0]), "stop", GRADE)],
+    [Part(Tokens.of([4], [-1.0])), Part(Tokens.of([5], [-2.0]), "stop", GRADE)],
     [-1, 0], numbers=[1, 4],
 )  # fmt: skip
-EMPTY = Stream(prompt("q"), 0, 0, [], "budget")
+EMPTY = kit.stream(prompt("q"), 0, 0, [], "budget")
 
 
 def test_rollouts_and_grades_read_back_identically(tmp_path):
@@ -89,10 +79,10 @@ def test_rollouts_and_grades_read_back_identically(tmp_path):
 def test_routes_are_recorded_as_the_recipe_says(tmp_path):
     """In the record, routes take the bits that the experts' numbers need: 7 of 8 with 128 experts."""
     routes = np.random.default_rng(0).integers(0, 128, (20_000, 48, 8)).astype(np.uint8)
-    segment = Segment(Tokens.of(np.ones(20_000), np.zeros(20_000), routes=routes), "stop")
-    group = Group(prompt("p"), 0, [segment], prompt_columns=Tokens({"routes": routes[:1]}))
+    segment = Part(Tokens.of(np.ones(20_000), np.zeros(20_000), routes=routes), "stop")
+    group = kit.group(prompt("p"), 0, [segment], prompt_columns=Tokens({"routes": routes[:1]}))
     without = replace(segment, tokens=segment.tokens.without(["routes"]))
-    bare = replace(group, completions=[without], prompt_columns=None)
+    bare = replace(group, parts=[without], prompt_columns=None)
     for unrecorded in ((), ("routes",)):
         path = tmp_path / str(len(unrecorded)) / "rank-0.arrow"
         with Recorder(path, unrecorded) as recorder:
@@ -103,7 +93,7 @@ def test_routes_are_recorded_as_the_recipe_says(tmp_path):
         assert read_progress(path.parent, [prompt("p")], keeps).rollouts == [group] * (not unrecorded)
         assert path.stat().st_size < (0.001 if unrecorded else 0.9) * routes.nbytes
     (found,) = read_skeletons([tmp_path / "0" / "rank-0.arrow"])
-    assert found.completions[0].tokens["routes"] == Placeholder((20_000, 48, 8), "uint8")
+    assert found.parts[0].tokens["routes"] == Placeholder((20_000, 48, 8), "uint8")
     assert found.prompt_columns["routes"] == Placeholder((1, 48, 8), "uint8")
     assert has_columns(EMPTY, ["routes"]), "without tokens there is nothing to route"
     assert not has_columns(bare, ["routes"])
@@ -125,7 +115,7 @@ def test_grades_are_a_file_of_their_own_and_nothing_is_rewritten(tmp_path):
     with Recorder(path) as recorder:
         recorder.write(STREAM)
     before = path.read_bytes()
-    assert all(segment.grade is None for segment in read_step(tmp_path)[0].segments())
+    assert all(segment.grade is None for segment in read_step(tmp_path)[0].parts)
     record_grades(path, [STREAM])
     assert read_step(tmp_path) == [STREAM]
     assert path.read_bytes() == before
@@ -168,9 +158,9 @@ def test_a_flipped_bit_changes_no_value(tmp_path, name, closed):
     assert outcomes["refused" if closed else "dropped"] > 0.6 * outcomes.total()
 
 
-def ungraded(rollout: Stream | Group) -> Stream | Group:
+def ungraded(rollout: Rollout) -> Rollout:
     rollout = pickle.loads(pickle.dumps(rollout))
-    for segment in rollout.segments():
+    for segment in rollout.parts:
         segment.grade = None
     return rollout
 
@@ -179,11 +169,12 @@ def test_kill_9_loses_nothing_that_was_written(tmp_path, caplog):
     script = f"""
 from megatron_eqlen.rollout.record.recorder import Recorder
 from megatron_eqlen.tokens import Tokens
-from megatron_eqlen.types import Group, Prompt, Segment
+from megatron_eqlen.types import Part, Prompt, Rollout
 recorder = Recorder({str(tmp_path / "rank-0.arrow")!r})
 for i in range(10**9):
     prompt = Prompt(str(i), [1], "?", "math", "1", number=i)
-    recorder.write(Group(prompt, 0, [Segment(Tokens.of(range(50), [-0.5] * 50), "stop")]))
+    part = Part(Tokens.of(range(50), [-0.5] * 50), "stop")
+    recorder.write(Rollout(prompt, 0, "independent", 0, [part]))
     if i == 20:
         recorder._thread.submit(int).result()  # after all that was put before
         print("written", flush=True)
@@ -220,7 +211,7 @@ def test_what_is_no_record_or_of_another_version_is_refused_in_words(tmp_path):
         list(batches(tmp_path / "notes.arrow", SEGMENTS))
     with pa.ipc.new_stream(str(tmp_path / "rank-7.arrow"), pa.schema({"a": pa.int32()})) as stream:
         stream.write_table(pa.table({"a": pa.array([1], pa.int32())}))
-    with pytest.raises(ValueError, match=r"rank-7\.arrow: expected .* version 9, found version none"):
+    with pytest.raises(ValueError, match=r"rank-7\.arrow: expected .* version 10, found version none"):
         read_step(tmp_path)
 
 
@@ -235,9 +226,9 @@ def test_a_notebook_reads_segments_with_their_rewards(tmp_path):
 
 def shape(rollout) -> list:
     """Return all that is decided without arrays."""
-    facts = [(len(s), s.finish_reason, s.grade, "kept" in s.tokens) for s in rollout.segments()]
+    facts = [(len(s), s.finish_reason, s.grade, "kept" in s.tokens) for s in rollout.parts]
     ended = [(s.finish_reason, len(response)) for s, response in rollout.ended()]
-    layouts = [s.tokens.layout for s in rollout.segments()]
+    layouts = [s.tokens.layout for s in rollout.parts]
     layouts += [rollout.prompt_columns and rollout.prompt_columns.layout]
     return [rollout_key(rollout), training_order(rollout), rollout.policy_version, facts, ended, layouts]
 
@@ -248,17 +239,17 @@ def test_skeletons_have_everything_but_arrays(tmp_path):
     record(path, rollouts)
     found = read_skeletons([path])
     assert list(map(shape, found)) == list(map(shape, sorted(rollouts, key=training_order)))
-    masks = [s.tokens["kept"] for rollout in found for s in rollout.segments() if "kept" in s.tokens]
+    masks = [s.tokens["kept"] for rollout in found for s in rollout.parts if "kept" in s.tokens]
     assert [(len(mask), len(mask.values)) for mask in masks] == [(1, 2), (2, 4)]
     for used in (np.asarray, list):
         with pytest.raises(AssertionError, match=r"an array of shape \(1,\) was read where only its shape"):
-            used(next(found[0].segments()).token_ids)
+            used(found[0].parts[0].token_ids)
 
 
 def test_skeletons_read_no_arrays(tmp_path):
     """Arrays are damaged here, which only readers of arrays notice."""
     noise = np.random.default_rng(0).integers(0, 1 << 30, 100_000)
-    long = Group(prompt("p"), 0, [Segment(Tokens.of(noise, np.zeros(len(noise))), "stop", GRADE)])
+    long = kit.group(prompt("p"), 0, [Part(Tokens.of(noise, np.zeros(len(noise))), "stop", GRADE)])
     with Recorder(tmp_path / "rank-0.arrow") as recorder:
         for rollout in (long, STREAM):
             recorder.write(rollout)
@@ -277,8 +268,8 @@ def test_skeletons_read_no_arrays(tmp_path):
 def test_a_batch_is_small_however_much_completes_at_once(tmp_path):
     """All streams of a step may end in one moment; their batch must not need the step's memory again."""
     path = tmp_path / "rank-0.arrow"
-    segments = [Segment(Tokens.of(np.full(90_000, n), np.zeros(90_000)), "stop") for n in range(10)]
-    long = [Group(prompt(str(n), n), 0, segments[2 * n : 2 * n + 2]) for n in range(5)]
+    segments = [Part(Tokens.of(np.full(90_000, n), np.zeros(90_000)), "stop") for n in range(10)]
+    long = [kit.group(prompt(str(n), n), 0, segments[2 * n : 2 * n + 2]) for n in range(5)]
     with Recorder(path) as recorder:
         for rollout in long:
             recorder.rollout_completed(rollout, 180_000)
@@ -298,12 +289,12 @@ def test_a_recorded_token_takes_at_most_9_bytes_in_memory_and_6_on_disk(tmp_path
     """The tokens are like a model's: log-probs are 4 random bytes, ids fall off as words do."""
     random = np.random.default_rng(0)
     ids = np.minimum(random.zipf(1.3, 200_000), 150_000)
-    group = Group(
-        prompt("p"), 0, [Segment(Tokens.of(ids, -random.exponential(1, len(ids)).astype(np.float32)), "stop")]
+    group = kit.group(
+        prompt("p"), 0, [Part(Tokens.of(ids, -random.exponential(1, len(ids)).astype(np.float32)), "stop")]
     )
     path = tmp_path / "rank-0.arrow"
     record(path, [group])
-    (segment,) = read_step(tmp_path)[0].segments()
+    (segment,) = read_step(tmp_path)[0].parts
     assert segment.tokens.nbytes == 8 * len(segment)
     assert path.stat().st_size < 6 * len(segment)
 
@@ -327,8 +318,8 @@ def test_what_weights_of_another_version_generated_is_set_aside(tmp_path, caplog
 @pytest.mark.parametrize(("carried", "stays"), [({}, False), ({("a", 0): 3}, False), ({("a", 0): 2}, True)])
 def test_tokens_that_a_step_carried_may_be_as_old_as_their_rollout(tmp_path, carried, stays):
     folder = tmp_path / "step-00000003"
-    completion = Segment(Tokens.of([5, 6, 9], [-1, -1, -1], versions=[2, 4, 4]), "stop")
-    record(folder / "rank-0.arrow", [Group(prompt("a"), 4, [completion])])
+    completion = Part(Tokens.of([5, 6, 9], [-1, -1, -1], versions=[2, 4, 4]), "stop")
+    record(folder / "rank-0.arrow", [kit.group(prompt("a"), 4, [completion])])
     set_aside_stale(folder, 4, math.inf, carried)
     assert folder.exists() == stays
 

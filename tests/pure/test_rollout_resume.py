@@ -23,7 +23,6 @@ from megatron_eqlen.rollout.record import recorder as recorder_module
 from megatron_eqlen.rollout.record.arrow_log import ArrowLog
 from megatron_eqlen.rollout.record.reader import read_progress, read_step, recorded_files, remove_open_tracks
 from megatron_eqlen.rollout.record.recorder import OPEN_FILES, Recorder
-from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.types import Metrics, Rollout, rollout_key
 from tests.kit.marks import examples
 from tests.kit.observers import OnPart
@@ -108,7 +107,7 @@ def attempt(
     for rollout in rollouts:
         if rollout_key(rollout) not in map(rollout_key, left.rollouts):  # those that were recorded, too
             heard = sorted(announced[rollout_key(rollout)], key=lambda part: part.number)
-            assert heard == kind_of(rollout).parts(rollout)
+            assert heard == list(rollout.parts)
     return rollouts, metrics, left
 
 
@@ -182,7 +181,7 @@ def test_killed_at_any_batch_and_any_step_a_harvest_ends_as_if_it_had_not_been(c
         assert read_step(folder) == want
         for rollout in found:
             check_versions(rollout, case["version_tokens"])
-            if case["routes"] and any(map(len, rollout.segments())):
+            if case["routes"] and any(map(len, rollout.parts)):
                 check_routes(rollout)
         # steps that carry over keep the files of killed attempts: complete rollouts come before their tracks
         assert not list(folder.glob(OPEN_FILES)) or case["carry_over"]
@@ -191,7 +190,7 @@ def test_killed_at_any_batch_and_any_step_a_harvest_ends_as_if_it_had_not_been(c
 def check_versions(rollout: Rollout, version_tokens: int | None) -> None:
     """Check versions by the script's log-probs, which encode a token's place on its path, and so its
     weights."""
-    for segment in rollout.segments():
+    for segment in rollout.parts:
         places = np.rint(segment.tokens["logprobs"] * -7).astype(int)
         assert np.array_equal(segment.tokens["versions"], 3 + places // (version_tokens or 10**9))
 

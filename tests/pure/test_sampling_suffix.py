@@ -4,23 +4,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tests.kit.rollouts as kit
+from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from megatron_eqlen.sampling.equal_length.suffix import due_pairs, pair_rewards
 from megatron_eqlen.tokens import Tokens
-from megatron_eqlen.types import Grade, Pair, Prompt, Segment, Stream
+from megatron_eqlen.types import Grade, Part, Prompt, Rollout
 
 QUESTION = Prompt("q", [1], "?", "math", "1")
 
 
-def segment(length: int, reward: float | None) -> Segment:
+def segment(length: int, reward: float | None) -> Part:
     grade = None if reward is None else Grade(reward, "correct" if reward else "wrong")
-    return Segment(Tokens.of([1] * length, [0.0] * length), None if reward is None else "stop", grade)
+    return Part(Tokens.of([1] * length, [0.0] * length), None if reward is None else "stop", grade)
 
 
-def stream(a_rewards: list[float], last_b: float | None, tail: float | None) -> Stream:
+def stream(a_rewards: list[float], last_b: float | None, tail: float | None) -> Rollout:
     lasts = [None] * (len(a_rewards) - 1) + [last_b]
-    pairs = [Pair(segment(2, a), segment(2, b)) for a, b in zip(a_rewards, lasts, strict=True)]
+    pairs = [(segment(2, a), segment(2, b)) for a, b in zip(a_rewards, lasts, strict=True)]
     outcome = "truncated" if last_b is None else "both_ended"
-    return Stream(QUESTION, 0, 0, pairs, outcome, None if tail is None else segment(3, tail))
+    return kit.stream(QUESTION, 0, 0, pairs, outcome, None if tail is None else segment(3, tail))
 
 
 rewards = st.sampled_from([0.0, 0.25, 0.5, 1.0])
@@ -53,8 +55,8 @@ def test_the_worked_example():
 
 
 def test_a_truncated_tail_says_nothing():
-    unfinished = stream([1.0], None, None)
-    unfinished.tail = Segment(Tokens.of([1], [0.0]), "length")
+    pairs = pairs_of(stream([1.0], None, None))
+    unfinished = kit.stream(QUESTION, 0, 0, pairs, "truncated", Part(Tokens.of([1], [0.0]), "length"))
     assert pair_rewards(unfinished, unfinished="drop") == [None]
 
 
@@ -63,7 +65,7 @@ def test_a_reward_above_the_highest_is_refused_where_a_stream_is_suspended():
     suspended = stream([1.0, 0.0, 1.0], None, None)
     suspended.outcome = "suspended"
     assert due_pairs(suspended, "max") == range(2)
-    suspended.pairs[2].a.grade = Grade(2.0, "")
+    pairs_of(suspended)[2].a.grade = Grade(2.0, "")
     assert due_pairs(suspended, "mean") == range(0)
     with pytest.raises(ValueError, match=r"stream q/0: expected rewards of at most 1, found 2"):
         due_pairs(suspended, "max")

@@ -14,8 +14,8 @@ from megatron_eqlen.data import sources
 from megatron_eqlen.data.rows import Tally
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.rewards.math.grader import MathGrader
-from megatron_eqlen.sampling.equal_length.dual_track import DualTrack
-from megatron_eqlen.types import Delta, Prompt, Stream
+from megatron_eqlen.sampling.equal_length.dual_track import DualTrack, pairs_of
+from megatron_eqlen.types import Delta, Prompt, Rollout
 from tests.kit import ROOT
 from tools.make_search import PAPERS_REGIME, Dials, Puzzle, draw_puzzle, make_rows, pieces, search, write_rows
 from tools.tokenizer_maker import write_hf_tokenizer
@@ -138,14 +138,14 @@ class Imitator:
             rng.written = len(tokens)
         return [*tokens, 0], rng.drawn
 
-    def stream(self, limit: int) -> Stream:
+    def stream(self, limit: int) -> Rollout:
         harvester = DualTrack(Prompt("q", [0], "?", "math", "1"), 0, limit, frozenset([0]), 0)
         drawn: dict[str, list] = {}
         launched = harvester.start()
         while not harvester.complete:
             for track in launched:
                 start = len(track.context) - 1
-                known = drawn[harvester.open[0].track.name] if start else []
+                known = drawn[next(iter(harvester.open.values())).name] if start else []
                 tokens, drawn[track.name] = self.respond(start, known)
                 rest = tokens[start:limit]
                 track.extend(Delta(track.name, rest, {"logprobs": [0.0] * len(rest)}), 0)
@@ -158,6 +158,6 @@ def test_the_papers_regime_has_six_to_nine_pairs_a_stream_and_few_that_both_trac
     imitators = [Imitator(draw_puzzle(rng, PAPERS_REGIME), PAPERS_REGIME, rng) for _ in range(800)]
     lengths = [len(imitator.respond()[0]) for imitator in imitators]
     streams = [imitator.stream(round(3 * fmean(lengths))) for imitator in imitators]
-    assert 6 < fmean(len(stream.pairs) for stream in streams) < 9
+    assert 6 < fmean(len(pairs_of(stream)) for stream in streams) < 9
     assert fmean(stream.outcome == "both_ended" for stream in streams) < 0.05
     assert pstdev(lengths) / fmean(lengths) > 0.5

@@ -9,6 +9,7 @@ import torch
 from megatron_eqlen.objectives.registry import lookup, resolve
 from megatron_eqlen.packing.pack import pack
 from megatron_eqlen.recipe import LossRecipe
+from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from megatron_eqlen.training.policy_loss import policy_loss
 from tests.kit import theory_numbers
 from tests.kit.theory import (
@@ -183,7 +184,7 @@ def test_eqlen_has_no_term_of_an_inherited_prefix():
     """Whatever the later pairs' rewards are, B_1 is trained by its own pair's advantage or not at all."""
     for second, third in itertools.product([0.0, 1.0], repeat=2):
         stream = eqlen_stream(third)
-        stream.pairs[1].a.grade.reward = second
+        pairs_of(stream)[1].a.grade.reward = second
         best = max(second, third)
         assert direct_coefficient(stream, B_1) == (-1 / 8 if best < 1 else 0.0)
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import tests.kit.rollouts as kit
 from megatron_eqlen.models.groups import start
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.packing.pack import Layout, Packing, plan_rows
@@ -27,17 +28,7 @@ from megatron_eqlen.training import shipping
 from megatron_eqlen.training.exchange import Placement, exchange_paths, exchange_tokens
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.training.rows import Rows
-from megatron_eqlen.types import (
-    Grade,
-    Group,
-    Node,
-    Pair,
-    Prompt,
-    Rollout,
-    SampledTree,
-    Segment,
-    Stream,
-)
+from megatron_eqlen.types import Grade, Node, Part, Prompt, Rollout
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import slow
 from tests.kit.routes import any_routes
@@ -51,12 +42,12 @@ MOE_LAYERS = 3
 # ---- rollouts of every kind ------------------------------------------------------------------------------
 
 
-def segment(rng: np.random.Generator, length: int, masks: bool, ended: bool) -> Segment:
+def segment(rng: np.random.Generator, length: int, masks: bool, ended: bool) -> Part:
     tokens = rng.integers(3, 90, length)
     kept = [sorted({int(t), *rng.integers(3, 90, rng.integers(0, 6)).tolist()}) for t in tokens]
     grade = Grade(float(rng.integers(0, 2)), "scored") if ended else None
     table = Tokens.of(tokens, -rng.exponential(1.0, length), kept=kept if masks else None, versions=3)
-    return Segment(table, "stop" if ended else None, grade)
+    return Part(table, "stop" if ended else None, grade)
 
 
 def rollouts_of(seed: int, sampling: str, masks: bool, routes: bool = False) -> list[Rollout]:
@@ -66,7 +57,7 @@ def rollouts_of(seed: int, sampling: str, masks: bool, routes: bool = False) -> 
     for rollout in made if routes else ():
         of_prompt = any_routes(rng, len(rollout.prompt.token_ids), MOE_LAYERS)
         rollout.prompt_columns = Tokens({"routes": of_prompt})
-        for sampled in rollout.segments():
+        for sampled in rollout.parts:
             routes_of_tokens = any_routes(rng, len(sampled), MOE_LAYERS)
             sampled.tokens = sampled.tokens.with_column("routes", routes_of_tokens)
     return made
@@ -80,15 +71,15 @@ def _rollouts_of(seed: int, sampling: str, masks: bool) -> list[Rollout]:
         if sampling == "equal_length":
             for index in range(2):
                 lengths = rng.integers(1, 9, rng.integers(0, 5)).tolist()
-                pairs = [Pair(segment(rng, n, masks, True), segment(rng, n, masks, False)) for n in lengths]
+                pairs = [(segment(rng, n, masks, True), segment(rng, n, masks, False)) for n in lengths]
                 tail = segment(rng, 3, masks, bool(rng.integers(2)))
-                made.append(Stream(prompt, index, 0, pairs, "both_ended", tail))
+                made.append(kit.stream(prompt, index, 0, pairs, "both_ended", tail))
         elif sampling == "independent":
             ends = [segment(rng, int(rng.integers(1, 20)), masks, True) for _ in range(4)]
-            made.append(Group(prompt, 0, ends))
+            made.append(kit.group(prompt, 0, ends))
         else:
             steps = [segment(rng, int(rng.integers(1, 9)), masks, n > 1) for n in range(6)]
-            made.append(SampledTree(prompt, 0, steps, [-1, -1, 0, 0, 1, 1]))
+            made.append(kit.tree(prompt, 0, steps, [-1, -1, 0, 0, 1, 1]))
     return made
 
 
@@ -319,7 +310,7 @@ def with_a_bad_logprob(folder: str, sections: dict[str, Any]) -> tuple[float, li
     start(mine.parallel, seed=1)
     everything = rollouts_of(5, "equal_length", masks=False)
     part = everything[rank::world]
-    for sampled in part[-1].segments() if rank == world - 1 else ():
+    for sampled in part[-1].parts if rank == world - 1 else ():
         sampled.tokens["logprobs"][0] = np.nan
     messages: list[str] = []
     handler = logging.Handler()

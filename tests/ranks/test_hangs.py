@@ -48,7 +48,7 @@ made = recipe(home, reward={"rubric": "tests.kit.rubrics:never", "workers": 1})
 scorer = Scorer(made.reward, make_tokenizer(home), 1)
 group = example_group()
 group.prompt = replace(group.prompt, grader="rubric")
-for one in group.completions:
+for one in group.parts:
     one.grade = None
 with dog.stage("score"):
     scorer.score([group], 600.0)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+import tests.kit.rollouts as kit
 from megatron_eqlen.recipe import RewardRecipe
 from megatron_eqlen.rewards.scoring import Scorer
 from megatron_eqlen.rollout.harvest import harvest
@@ -17,7 +18,7 @@ from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.run.replicas import Replicas, shared
 from megatron_eqlen.sampling.harvester import all_rollouts
 from megatron_eqlen.tokens import Tokens
-from megatron_eqlen.types import Grade, Group, Prompt, Rollout, Segment
+from megatron_eqlen.types import Grade, Part, Prompt, Rollout
 from tests.kit.distributed import run_ranks
 from tools.benchmarks.host import make_prompts, make_recipe
 from tools.benchmarks.scripted import EOS, ScriptedEngine
@@ -37,9 +38,9 @@ class Letters:
         return self.decoded[-1]
 
 
-def generated(prompt: Prompt, index: int) -> Group:
+def generated(prompt: Prompt, index: int) -> Rollout:
     tokens = [*map(ord, rf"{prompt.prompt_id}/{index}: \boxed{{{prompt.number + index}}}"), END]
-    return Group(prompt, 0, [Segment(Tokens.of(tokens, [0.0] * len(tokens)), "stop")], index)
+    return kit.group(prompt, 0, [Part(Tokens.of(tokens, [0.0] * len(tokens)), "stop")], index)
 
 
 def harvest_and_grade(engine_size: int, in_step: bool, rollouts: int) -> tuple[list, list, list]:
@@ -58,7 +59,7 @@ def harvest_and_grade(engine_size: int, in_step: bool, rollouts: int) -> tuple[l
     return (
         [(group.prompt_id, group.index) for group in harvested],
         [text.partition(":")[0] for text in letters.decoded],
-        [(group.prompt_id, group.index, group.completions[0].grade.verdict) for group in everyone],
+        [(group.prompt_id, group.index, group.parts[0].grade.verdict) for group in everyone],
     )
 
 
@@ -92,19 +93,19 @@ def harvest_in_step(model: Path) -> tuple[list[bool], list[bool]]:
         return harvest(engine, HarvestPlan(mine, recipe, [EOS], seed=0, keeps_columns=keeps_columns))[0]
 
     part = replicas.part(harvested(replicas.keeps))
-    for segment in (segment for rollout in part for segment in rollout.segments()):
+    for segment in (segment for rollout in part for segment in rollout.parts):
         segment.grade = Grade(1.0, "scored") if segment.finish_reason == "stop" else None
     everyone = shared(part, prompts)
-    mine = [all(s.home == dist.get_rank() for s in graded.segments()) for graded in everyone]
+    mine = [all(s.home == dist.get_rank() for s in graded.parts) for graded in everyone]
     same = [
         plain(found) == plain(wanted) if whole else len(found) == len(wanted)
         for graded, full, whole in zip(everyone, harvested(all_rollouts), mine, strict=True)
-        for found, wanted in zip(graded.segments(), full.segments(), strict=True)
+        for found, wanted in zip(graded.parts, full.parts, strict=True)
     ]
     return mine, same
 
 
-def plain(segment: Segment) -> Segment:
+def plain(segment: Part) -> Part:
     return replace(segment, grade=None, home=None)
 
 

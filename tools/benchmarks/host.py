@@ -36,7 +36,6 @@ from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.record.reader import read_step
 from megatron_eqlen.rollout.record.recorder import FILES, INTERVAL, Recorder, record_grades
-from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.types import Grade, Prompt, Rollout
 from tools.benchmarks.scripted import EOS, ScriptedEngine, write_tokenizer
 from tools.benchmarks.table import show
@@ -121,7 +120,7 @@ def measure(folder: Path, part: int, args: argparse.Namespace) -> Size:
     prompts = make_prompts(max(1, args.prompts // part))
     size = Size()
     rollouts = size.rollouts = harvested(engine, prompts, recipe, size)
-    size.tokens = sum(len(segment) for rollout in rollouts for segment in rollout.segments())
+    size.tokens = sum(len(part) for rollout in rollouts for part in rollout.parts)
     record(rollouts, streams, size)
     size.bytes["on disk"] = sum(file.stat().st_size for file in streams.iterdir())
     train(rollouts, recipe, size)
@@ -166,7 +165,7 @@ def record(rollouts: list[Rollout], folder: Path, size: Size) -> None:
 
 def train(rollouts: list[Rollout], recipe: Recipe, size: Size) -> None:
     """Go from one replica's rollouts to filled rows."""
-    size.bytes["skeletons"] = len(pickle.dumps([kind_of(rollout).skeleton(rollout) for rollout in rollouts]))
+    size.bytes["skeletons"] = len(pickle.dumps([rollout.skeleton() for rollout in rollouts]))
     size.bytes["in memory"] = resident(pickle.dumps(rollouts))
     (trees,), _ = timed(size, "trees", lambda: build_minibatches(rollouts, recipe))
     planned = timed(size, "plan", lambda: plan_rows(trees, recipe.packing.max_tokens_per_row))
@@ -198,7 +197,7 @@ def harvest_peak(folder: Path, args: argparse.Namespace) -> dict[str, float]:
         )
         _, most = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        return most / sum(len(segment) for rollout in rollouts for segment in rollout.segments())
+        return most / sum(len(part) for rollout in rollouts for part in rollout.parts)
 
     records = peak(lambda prompt, index: True)
     grades = peak(lambda prompt, index: (prompt.number + index) % RANKS == 0)

@@ -30,7 +30,7 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.report.compare import Rows, markdown_rows
 from megatron_eqlen.report.figures import svg
 from megatron_eqlen.sampling import KINDS
-from megatron_eqlen.types import Delta, Grade, Prompt, Rollout, Stream, TokenTree
+from megatron_eqlen.types import Delta, Grade, Prompt, Rollout, TokenTree
 
 EOS, BAD, GOOD = 1, 2, 3
 DIFFICULTIES = (-1.0, 0.0, 1.0)
@@ -321,7 +321,7 @@ def measure(case: Case, names: Sequence[str], args: argparse.Namespace, max_pair
         for number in range(args.steps):
             rollouts, count, longest = world.step(recipes[alike[0]], number)
             tokens, decode_steps, streams = tokens + count, decode_steps + longest, streams + len(rollouts)
-            made += sum(len(rollout.pairs) for rollout in rollouts if isinstance(rollout, Stream))
+            made += sum(len(rollout.with_role("a")) for rollout in rollouts)
             for name in alike:
                 trees, metrics = build_trees(rollouts, recipes[name])
                 gradients[name].append(world.gradient(trees))

@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from megatron_eqlen.files import naming
 
-VERSION = 9
+VERSION = 10
 """Version of the format of recorded rollouts."""
 VERSION_KEY = b"eqlen.version"
 """Key of the version in a schema's metadata."""

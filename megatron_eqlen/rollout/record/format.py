@@ -2,12 +2,12 @@
 
     role        row
     prompt      a prompt, before the first rollout that answers it
-    a b tail    parts of a stream; ``completion``: of a group; ``step``: of a sampled tree
+    a b tail    parts of a stream; ``completion``: of a group; ``step``: of a sampled tree (``Part.role``)
     context     columns of a rollout's prompt, where any are kept
     end         the rollout is complete, or suspended; readers leave out the parts of a rollout without it
     track       tokens that a track of an unfinished rollout got since its row before (``recorder``)
 
-Parts of a rollout are numbered (``RolloutPart.number``), and so are its tracks; a grade (in a file of its
+Parts of a rollout are numbered (``Part.number``), and so are its tracks; a grade (in a file of its
 own) belongs to a part's number.
 """
 
@@ -21,11 +21,9 @@ import numpy as np
 import pyarrow as pa
 
 from megatron_eqlen.rollout.record.arrow_log import VERSION, VERSION_KEY, lists, pieces
-from megatron_eqlen.sampling import KINDS, kind_of
-from megatron_eqlen.sampling.harvester import RolloutHeader, RolloutPart, header_of
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.tokens import COLUMNS, Column, Ragged, Tokens
-from megatron_eqlen.types import Grade, Prompt, Rollout, RolloutKey, Segment, rollout_key
+from megatron_eqlen.types import Grade, Part, Prompt, Rollout, RolloutKey, rollout_key
 
 PROMPT, CONTEXT, END, TRACK = "prompt", "context", "end", "track"
 
@@ -47,11 +45,11 @@ SEGMENTS = pa.schema(
         "index": pa.int32(),  # which of the prompt's rollouts
         "policy_version": pa.int64(),  # of the rollout
         "number": pa.int32(),  # of the part or track in its rollout
-        "parent": pa.int32(),  # number of the step that a step continues, -1 for the prompt
+        "parent": pa.int32(),  # number of the part that it continues, -1 for the prompt
         "finish_reason": pa.string(),
-        "outcome": pa.string(),  # in the row ``end`` of a stream, or of any rollout that is suspended
+        "outcome": pa.string(),  # in the row ``end``
         "generated_tokens": pa.int64(),  # in the row ``end``: in this step, of all tracks, parts or not
-        "carried": pa.bool_(),  # Segment.carried
+        "carried": pa.bool_(),  # Part.carried
         "tokens": pa.int32(),  # how many
         "layout": pa.string(),  # Tokens.layout
         **_fields([column for column in COLUMNS.values() if column.dtype]),
@@ -108,30 +106,29 @@ def rollout_rows(
 ) -> list[Row]:
     """Return the rows of a rollout's parts and its end. ``generated_tokens``: tokens of its tracks, if known.
     ``without``: columns that are left out."""
-    kind = kind_of(rollout)
     common = {
         "prompt_id": rollout.prompt_id,
-        "kind": kind.name,
+        "kind": rollout.kind,
         "index": rollout.index,
         "policy_version": rollout.policy_version,
     }
-    rows = [_part_row(part) for part in kind.parts(rollout)]
+    rows = [_part_row(part) for part in rollout.parts]
     if rollout.prompt_columns is not None:
         rows.append({"role": CONTEXT, "table": rollout.prompt_columns})
     for row in rows if without else ():
         row["table"] = row["table"].without(without)
-    rows.append({"role": END, "outcome": header_of(rollout).outcome, "generated_tokens": generated_tokens})
+    rows.append({"role": END, "outcome": rollout.outcome, "generated_tokens": generated_tokens})
     return [common | row for row in rows]
 
 
-def _part_row(part: RolloutPart) -> Row:
+def _part_row(part: Part) -> Row:
     return {
         "role": part.role,
         "number": part.number,
         "parent": part.parent,
-        "finish_reason": part.segment.finish_reason,
-        "carried": part.segment.carried,
-        "table": part.segment.tokens,
+        "finish_reason": part.finish_reason,
+        "carried": part.carried,
+        "table": part.tokens,
     }
 
 
@@ -239,7 +236,7 @@ class Assembly:
     """Tokens of each track of unfinished rollouts, by its number; of two files those that got further."""
     contexts: dict[RolloutKey, Tokens] = field(default_factory=dict)
     """Columns of prompts."""
-    _open: dict[RolloutKey, list[RolloutPart]] = field(default_factory=dict)
+    _open: dict[RolloutKey, list[Part]] = field(default_factory=dict)
     _pieces: dict[RolloutKey, dict[int, list[Tokens]]] = field(default_factory=dict)
     """Tokens of tracks in the file that is being read."""
 
@@ -257,14 +254,16 @@ class Assembly:
             case "track":
                 self._pieces.setdefault(key, {}).setdefault(row["number"], []).append(row["table"])
             case "end":
-                header = RolloutHeader(
+                rollout = Rollout(
                     self.prompts[key[0]],
                     key[1],
+                    row["kind"],
                     row["policy_version"],
+                    self._open.pop(key, []),
                     row["outcome"],
                     self.contexts.pop(key, None),
                 )
-                self.rollouts.setdefault(key, _kind(row["kind"]).join(header, self._open.pop(key, [])))
+                self.rollouts.setdefault(key, rollout)
                 self.generated_tokens.setdefault(key, row["generated_tokens"] or 0)
             case _:
                 self._open.setdefault(key, []).append(self._part(row))
@@ -278,16 +277,10 @@ class Assembly:
                 known[number] = max(tokens, known.get(number, tokens), key=len)
         self._pieces = {}
 
-    def _part(self, row: Row) -> RolloutPart:
+    def _part(self, row: Row) -> Part:
         grade = self.grades.get((row["prompt_id"], row["index"], row["number"]))
-        segment = Segment(row["table"], row["finish_reason"], grade, carried=row["carried"])
-        return RolloutPart(row["role"], row["number"], segment, row["parent"])
-
-
-def _kind(name: str) -> Any:
-    if name not in KINDS:
-        raise ValueError(f"kind: expected {', '.join(KINDS)}, found {name!r}")
-    return KINDS[name]
+        place = row["role"], row["number"], row["parent"]
+        return Part(row["table"], row["finish_reason"], grade, *place, carried=row["carried"])
 
 
 def _prompt(row: Row) -> Prompt:
@@ -307,10 +300,10 @@ def grade_rows(rollouts: Iterable[Rollout]) -> list[Row]:
     """Return a row for each grade of ``rollouts``."""
     return [
         dict(zip(("prompt_id", "index", "number"), (*rollout_key(rollout), part.number), strict=True))
-        | asdict(part.segment.grade)
+        | asdict(part.grade)
         for rollout in rollouts
-        for part in kind_of(rollout).parts(rollout)
-        if part.segment.grade is not None
+        for part in rollout.parts
+        if part.grade is not None
     ]
 
 

@@ -28,7 +28,6 @@ from megatron_eqlen.rollout.record.format import (
     grades_of,
 )
 from megatron_eqlen.rollout.record.recorder import FILES, GRADE_FILES, OPEN, OPEN_FILES
-from megatron_eqlen.sampling import kind_of
 from megatron_eqlen.tokens import COLUMNS, NUMBERS, VERSIONS, Tokens
 from megatron_eqlen.types import Grade, Prompt, Rollout, RolloutKey, rollout_key, training_order
 
@@ -79,9 +78,8 @@ def fill_numbers(skeletons: Sequence[Rollout], files: Sequence[Path]) -> None:
     for skeleton in skeletons:
         rollout = rollouts[rollout_key(skeleton)]
         skeleton.prompt = replace(skeleton.prompt, gold=rollout.prompt.gold)
-        segments = zip(skeleton.segments(), rollout.segments(), strict=True)
-        for segment, found in segments:
-            segment.tokens = found.tokens
+        for part, found in zip(skeleton.parts, rollout.parts, strict=True):
+            part.tokens = found.tokens
 
 
 def read_progress(
@@ -105,7 +103,7 @@ def read_progress(
     partial = _resumed_rollouts(folder, by_id, recipe, resumed)
     # grades and tokens of earlier attempts at this step
     for key in partial.keys() & rollouts.keys():
-        partial[key].restore_grades(kind_of(rollouts[key]).parts(rollouts[key]))
+        partial[key].restore_grades(rollouts[key].parts)
     for key in found.tracks.keys() - rollouts.keys():
         tracks, context = found.tracks[key], found.contexts.get(key)
         tracks = {number: known for number, known in tracks.items() if all(name in known for name in kept)}
@@ -148,7 +146,7 @@ def _resumed_rollouts(
             origin,
             age=number - origin.step,
             last_step=number - origin.step >= recipe.rollout.max_staleness,
-            final={part.number: part for part in kind_of(suspended[key]).parts(suspended[key])},
+            final={part.number: part for part in suspended[key].parts},
             earlier_tokens=sum(map(len, tracks.values())),
         )
         for key, origin in resumed.items()
@@ -157,7 +155,7 @@ def _resumed_rollouts(
 
 def has_columns(rollout: Rollout, names: Iterable[str]) -> bool:
     """Return True if all tokens of a rollout, its prompt's included, have these columns."""
-    tables = [segment.tokens for segment in rollout.segments() if len(segment)]
+    tables = [part.tokens for part in rollout.parts if len(part)]
     return all(name in table for name in names for table in tables) and (
         not tables or has_path_columns(rollout.prompt_columns, names)
     )

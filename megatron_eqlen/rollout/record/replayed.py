@@ -11,7 +11,7 @@ from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout.record.reader import has_columns
 from megatron_eqlen.rollout.record.recorder import FILES
-from megatron_eqlen.sampling import KINDS, kind_of
+from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.tokens import COLUMNS
 from megatron_eqlen.types import Rollout, rollout_key
 
@@ -37,7 +37,7 @@ def check_steps(streams: Path, first: int, steps: int | None) -> None:
 def check_step(folder: Path, rollouts: Sequence[Rollout], recipe: Recipe, eos: frozenset[int]) -> None:
     """Raise ReplayError unless a step's rollouts are those that ``recipe`` would generate for their
     prompts."""
-    kinds = Counter(kind_of(recorded).name for recorded in rollouts)
+    kinds = Counter(recorded.kind for recorded in rollouts)
     if set(kinds) != {recipe.sampling}:
         _refuse(folder, f"rollouts of sampling: {recipe.sampling}", " and ".join(kinds) or "none")
     missing = [name for name in recipe.rollout.columns if not all(has_columns(r, [name]) for r in rollouts)]

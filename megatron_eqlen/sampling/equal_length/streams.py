@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from statistics import fmean
-from typing import Literal, get_args
+from typing import Literal
 
 from megatron_eqlen.metrics import (
     HARVEST_PAIRS_PER_STREAM,
@@ -17,34 +17,21 @@ from megatron_eqlen.metrics import (
     OBJECTIVE_SKIP_RATE,
 )
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.sampling.comparison import (
-    ComparisonUnit,
-    Penalty,
-    all_equal,
-    no_penalty,
-    node,
-    response_reward,
-    root,
-)
-from megatron_eqlen.sampling.equal_length.dual_track import DualTrack, stream_of
+from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty, all_equal, no_penalty, token_tree
+from megatron_eqlen.sampling.equal_length.dual_track import DualTrack, Pair, pairs_of, tail_of
 from megatron_eqlen.sampling.equal_length.suffix import due_pairs, pair_rewards, policy_rewards, trunk_reward
-from megatron_eqlen.sampling.harvester import RolloutHeader, RolloutPart
-from megatron_eqlen.sampling.kind import (
-    LabeledSegment,
-    Picture,
-    PolicySample,
-    SamplingKind,
-    context_metrics,
-    plural,
-)
-from megatron_eqlen.types import Metrics, Outcome, Pair, Prompt, Segment, Stream, TokenTree
+from megatron_eqlen.sampling.kind import SamplingKind, context_metrics, plural
+from megatron_eqlen.tokens import Tokens
+from megatron_eqlen.types import Metrics, Node, Outcome, Prompt, Rollout, TokenTree
+
+OUTCOMES: tuple[Outcome, ...] = ("both_ended", "truncated", "max_pairs", "budget")
+"""Outcomes of complete streams."""
 
 
-class EqualLength(SamplingKind[Stream]):
+class EqualLength(SamplingKind):
     """Streams of equal-length pairs. A stream's parts are the sides of each pair in turn, then the tail."""
 
     name = "equal_length"
-    rollout_type = Stream
 
     def harvesters(
         self, prompts: Sequence[Prompt], recipe: Recipe, eos_token_ids: frozenset[int], seed: int
@@ -58,83 +45,73 @@ class EqualLength(SamplingKind[Stream]):
             for index in range(recipe.streams_per_prompt)
         ]
 
-    def parts(self, rollout: Stream) -> list[RolloutPart]:
-        segments = [side for pair in rollout.pairs for side in (("a", pair.a), ("b", pair.b))]
-        segments += [("tail", rollout.tail)] if rollout.tail is not None else []
-        return [RolloutPart(role, number, segment) for number, (role, segment) in enumerate(segments)]
-
-    def join(self, header: RolloutHeader, parts: Sequence[RolloutPart]) -> Stream:
-        return stream_of(header, parts)
-
     def compare(
-        self, rollout: Stream, recipe: Recipe, penalty: Penalty
+        self, rollout: Rollout, recipe: Recipe, penalty: Penalty
     ) -> tuple[TokenTree, list[ComparisonUnit]]:
         """Return a caterpillar, or with ``prefix_in_gradient`` a star whose leaves hold their prefix, too;
         and a unit for each pair."""
         on_policy = recipe.equal_length.pair_weight == "on_policy"
-        tree = TokenTree(f"{rollout.prompt_id}/{rollout.index}", [root(rollout)])
+        rewards = due_rewards(rollout, recipe, penalty)
+        pairs = pairs_of(rollout)[: len(rewards)]
+        sides = [side for pair in pairs for side in pair]
+        tree, nodes = token_tree(rollout, f"{rollout.prompt_id}/{rollout.index}", sides)
+        if recipe.equal_length.prefix_in_gradient:
+            for side in sides:
+                prefix = rollout.line(side.number)
+                nodes[side.number].parent = 0
+                nodes[side.number].tokens = Tokens.joined([part.tokens for part in prefix])
         units: list[ComparisonUnit] = []
-        trunk = 0
-        for i, rewards in enumerate(due_rewards(rollout, recipe, penalty)):
-            pair = rollout.pairs[i]
+        for i, pair in enumerate(pairs):
             _check_equal_length(rollout, i, pair)
-            if recipe.equal_length.prefix_in_gradient:
-                prefix = [earlier.b for earlier in rollout.pairs[:i]]
-                sides = [node(0, *prefix, pair.a), node(0, *prefix, pair.b)]
-            else:
-                sides = [node(trunk, pair.a), node(trunk, pair.b)]
-            tree.nodes += sides
-            trunk = len(tree.nodes) - 1
-            if rewards is not None:
-                members = [pair.a, pair.b]
-                unit = ComparisonUnit(rollout.prompt_id, members, sides, list(rewards), skip_equal=True)
+            if (of_pair := rewards[i]) is not None:
+                unit = ComparisonUnit(
+                    rollout.prompt_id,
+                    list(pair),
+                    [nodes[side.number] for side in pair],
+                    list(of_pair),
+                    skip_equal=not on_policy,
+                )
                 if on_policy:
-                    unit.skip_equal, unit.share = False, 2.0**-i
+                    unit.share = 2.0**-i
                 units.append(unit)
-        if on_policy and not rollout.suspended and rollout.tail is not None:
+        if on_policy and not rollout.suspended:
             units += _tail_units(rollout, tree, units, recipe, penalty)
         return tree, units
 
-    def is_due(self, rollout: Stream, recipe: Recipe) -> bool:
+    def is_due(self, rollout: Rollout, recipe: Recipe) -> bool:
         """Return True if pairs are trained, or the stream ends here without any pair that was due before."""
         if any(rewards is not None for rewards in due_rewards(rollout, recipe, no_penalty)):
             return True
         return not rollout.suspended and due_pairs(rollout, _reduction(recipe)).start == 0
 
-    def picture(self, rollout: Stream) -> Picture:
-        pairs: list[tuple[LabeledSegment, LabeledSegment]] = []
-        for number, pair in enumerate(rollout.pairs):
-            prefix = rollout.trunk_token_ids(number)
-            a = LabeledSegment(f"A{number + 1}", pair.a, prefix)
-            b = LabeledSegment(f"B{number + 1}", pair.b, prefix)
-            pairs.append((a, b))
-        tail = []
-        if rollout.tail is not None:
-            tail = [LabeledSegment("tail", rollout.tail, rollout.trunk_token_ids(len(pairs)))]
-        outcome = rollout.outcome.replace("_", " ")
-        return Picture(f"stream {rollout.index}, {plural(len(pairs), 'pair')}, {outcome}", pairs, tail)
+    def labels(self, rollout: Rollout) -> tuple[str, list[str]]:
+        """Return labels ``A1``, ``B1``, ``A2``, ... and ``tail``."""
+        pairs, outcome = len(pairs_of(rollout)), rollout.outcome.replace("_", " ")
+        labels = [f"{side}{number + 1}" for number in range(pairs) for side in "AB"]
+        labels += ["tail"] if tail_of(rollout) is not None else []
+        return f"stream {rollout.index}, {plural(pairs, 'pair')}, {outcome}", labels
 
-    def harvest_metrics(self, rollouts: Sequence[Stream]) -> Metrics:
+    def harvest_metrics(self, rollouts: Sequence[Rollout]) -> Metrics:
         """Return numbers of pairs, their lengths, and the shares of the streams' outcomes."""
-        lengths = [len(pair.a) for stream in rollouts for pair in stream.pairs]
+        pairs = [pairs_of(stream) for stream in rollouts]
+        lengths = [len(pair.a) for of_stream in pairs for pair in of_stream]
         outcomes = Counter(stream.outcome for stream in rollouts)
         metrics: Metrics = {
             "harvest/streams": len(rollouts),
             "harvest/pairs": len(lengths),
             HARVEST_PAIRS_PER_STREAM: len(lengths) / len(rollouts),
             HARVEST_SUPERVISED_TOKENS: 2 * sum(lengths),
-            "harvest/tail_tokens": sum(len(stream.tail) for stream in rollouts if stream.tail is not None),
+            "harvest/tail_tokens": sum(len(tail) for tail in map(tail_of, rollouts) if tail is not None),
         }
-        for outcome in get_args(Outcome):
+        for outcome in OUTCOMES:
             metrics[f"harvest/{outcome}_fraction"] = outcomes[outcome] / len(rollouts)
         if lengths:
             metrics[HARVEST_SEGMENT_LENGTH] = fmean(lengths)
             metrics["harvest/segment_length_max"] = max(lengths)
-        branches = sum(max(len(stream.pairs) - 1, 0) for stream in rollouts)
-        return metrics | context_metrics(rollouts, map(_starts, rollouts), branches)
+        return metrics | context_metrics(rollouts, branches=sum(max(len(each) - 1, 0) for each in pairs))
 
     def objective_metrics(
-        self, units: Sequence[ComparisonUnit], rollouts: Sequence[Stream], recipe: Recipe
+        self, units: Sequence[ComparisonUnit], rollouts: Sequence[Rollout], recipe: Recipe
     ) -> Metrics:
         """Return numbers and lengths of pairs with rewards, and the share of pairs with equal rewards, which
         are not trained; empty for no streams."""
@@ -151,30 +128,11 @@ class EqualLength(SamplingKind[Stream]):
             "objective/segment_length_max": float(max(lengths, default=0)),
         }
 
-    def policy_samples(self, rollout: Stream) -> Iterator[PolicySample]:
-        """Yield every A side, and the response that the trunk ends with.
-
-        At each fork two tracks continue the same trunk, independently. The continuation of the longer one is
-        estimated by all that follows its B, so A_i has half of the weight that there is from its fork on:
-        1 / 2^i. The plain mean over the responses of a stream is biased to longer ones: each B side was
-        chosen because its track had not ended.
-        """
-        weight, start = 1.0, 0
-        for pair in rollout.pairs:
-            weight /= 2
-            yield _policy_sample(rollout, weight, start, pair.a)
-            start += len(pair.b)
-        if rollout.tail is not None:
-            yield _policy_sample(rollout, weight, start, rollout.tail)
-        elif rollout.pairs:
-            last = rollout.pairs[-1].b
-            yield _policy_sample(rollout, weight, start - len(last), last)
-
 
 KIND = EqualLength()
 
 
-def due_rewards(stream: Stream, recipe: Recipe, penalty: Penalty) -> list[tuple[float, float] | None]:
+def due_rewards(stream: Rollout, recipe: Recipe, penalty: Penalty) -> list[tuple[float, float] | None]:
     """Return the rewards of A_i and B_i for each pair that is trained in this step, None for the others."""
     settings = recipe.equal_length
     if settings.pair_weight == "on_policy":
@@ -194,7 +152,7 @@ def _reduction(recipe: Recipe) -> Literal["max", "mean"]:
 
 
 def _tail_units(
-    stream: Stream, tree: TokenTree, units: Sequence[ComparisonUnit], recipe: Recipe, penalty: Penalty
+    stream: Rollout, tree: TokenTree, units: Sequence[ComparisonUnit], recipe: Recipe, penalty: Penalty
 ) -> list[ComparisonUnit]:
     """Append the tail to ``tree`` and return its unit, or nothing where it has no gradient.
 
@@ -202,21 +160,19 @@ def _tail_units(
     pair trains what extends that B, and the tail is compared with the A side of the same pair. Both of the
     stream's last tracks are truncated otherwise, and equal; compared with other streams they differ.
     """
-    assert stream.tail is not None
-    streams = recipe.equal_length.baseline == "streams"
-    if stream.outcome == "budget" or not (streams or (units and stream.outcome == "max_pairs")):
+    tail, streams = tail_of(stream), recipe.equal_length.baseline == "streams"
+    has_gradient = stream.outcome != "budget" and (streams or (units and stream.outcome == "max_pairs"))
+    if tail is None or not has_gradient:
         return []
-    tail = node(len(tree.nodes) - 1, stream.tail)
-    tree.nodes.append(tail)
-    unit = ComparisonUnit(
-        stream.prompt_id, [stream.tail], [tail], [trunk_reward(stream, penalty)], skip_equal=False
-    )
+    node = Node(len(tree.nodes) - 1, tail.tokens, home=tail.home)
+    tree.nodes.append(node)
+    unit = ComparisonUnit(stream.prompt_id, [tail], [node], [trunk_reward(stream, penalty)], skip_equal=False)
     unit.share = 2.0 ** -len(units)
     unit.baseline = units[-1].rewards[0] if units else None
     return [unit]
 
 
-def _check_equal_length(stream: Stream, number: int, pair: Pair) -> None:
+def _check_equal_length(stream: Rollout, number: int, pair: Pair) -> None:
     if len(pair.a) != len(pair.b):
         raise ValueError(
             f"stream {stream.prompt_id}/{stream.index}: pair {number}: expected sides of equal length, "
@@ -224,21 +180,7 @@ def _check_equal_length(stream: Stream, number: int, pair: Pair) -> None:
         )
 
 
-def _policy_sample(stream: Stream, weight: float, start: int, segment: Segment) -> PolicySample:
-    return PolicySample(weight, start + len(segment), response_reward(segment, stream.prompt_id))
-
-
-def _starts(stream: Stream) -> Iterator[int]:
-    """Yield the number of tokens between the prompt and each segment."""
-    trunk = 0
-    for pair in stream.pairs:
-        yield from (trunk, trunk)
-        trunk += len(pair.b)
-    if stream.tail is not None:
-        yield trunk
-
-
-def _reward_gap(streams: Sequence[Stream], recipe: Recipe) -> float:
+def _reward_gap(streams: Sequence[Rollout], recipe: Recipe) -> float:
     """Return by how much the suffix reward ``max`` exceeds ``mean``, on average over the B sides of streams
     that are complete."""
     streams = [stream for stream in streams if not stream.suspended]
@@ -246,6 +188,6 @@ def _reward_gap(streams: Sequence[Stream], recipe: Recipe) -> float:
     return fmean(best) - fmean(mean) if best else 0.0
 
 
-def _b_rewards(streams: Sequence[Stream], reduce: Literal["max", "mean"], recipe: Recipe) -> list[float]:
+def _b_rewards(streams: Sequence[Rollout], reduce: Literal["max", "mean"], recipe: Recipe) -> list[float]:
     rewards = [pair_rewards(stream, reduce, recipe.equal_length.unfinished) for stream in streams]
     return [pair[1] for pairs in rewards for pair in pairs if pair]

@@ -17,11 +17,11 @@ is 1, a grader's highest; the mean once the stream is complete.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Literal
 
 from megatron_eqlen.sampling.comparison import Penalty, no_penalty, verifier_reward
-from megatron_eqlen.types import Pair, Segment, Stream
+from megatron_eqlen.sampling.equal_length.dual_track import Pair, pairs_of, tail_of
+from megatron_eqlen.types import Rollout
 
 BEST = 1.0
 """The highest reward. A length penalty does not rise with length, and responses that may yet extend a B side
@@ -30,7 +30,7 @@ one."""
 
 
 def pair_rewards(
-    stream: Stream,
+    stream: Rollout,
     reduce: Literal["max", "mean"] = "max",
     unfinished: Literal["zero", "drop"] = "zero",
     penalty: Penalty = no_penalty,
@@ -40,17 +40,15 @@ def pair_rewards(
     A B_i that no ended response extends has reward 0 and the penalty of the trunk, as long as it got
     (``zero``), or its pair is left out (``drop``: None).
     """
-    starts = list(accumulate((len(pair.b) for pair in stream.pairs), initial=0))
-    trunk_penalty, truncated = _open_end(stream, penalty)
+    own, (trunk_penalty, truncated) = _own_rewards(stream, penalty), _open_end(stream, penalty)
     known = [trunk_penalty] if truncated and penalty is not no_penalty else []
-    ended: list[float] = []
-    if stream.tail is not None and stream.tail.finish_reason == "stop":
-        ended.append(_reward(stream, stream.tail, starts[-1], penalty))
+    tail = tail_of(stream)
+    ended = [own[tail.number]] if tail is not None and tail.number in own else []
     rewards: list[tuple[float, float] | None] = []
-    for pair, start in zip(reversed(stream.pairs), reversed(starts[:-1]), strict=True):
-        if pair.b.finish_reason == "stop":
-            ended.append(_reward(stream, pair.b, start, penalty))
-        a = _reward(stream, pair.a, start, penalty)
+    for pair in reversed(pairs_of(stream)):
+        if pair.b.number in own:
+            ended.append(own[pair.b.number])
+        a = own[pair.a.number]
         if ended:
             rewards.append((a, _reduce(ended + known, reduce)))
         else:
@@ -59,7 +57,7 @@ def pair_rewards(
     return rewards[::-1]
 
 
-def policy_rewards(stream: Stream, penalty: Penalty = no_penalty) -> list[tuple[float, float]]:
+def policy_rewards(stream: Rollout, penalty: Penalty = no_penalty) -> list[tuple[float, float]]:
     """Return ``(reward of A_i, value of B_i)`` for each pair of a scored, complete stream.
 
     The value is an unbiased estimate of the expected reward of responses that extend B_i. Two tracks continue
@@ -67,31 +65,31 @@ def policy_rewards(stream: Stream, penalty: Penalty = no_penalty) -> list[tuple[
     sum of 2^-j r(A_{i+j}), plus the remaining weight times the reward of the end of the trunk: that of a
     both-ended B_N or of the tail, and 0 (with the full length penalty) where the trunk reached the limit.
     """
-    starts = list(accumulate((len(pair.b) for pair in stream.pairs), initial=0))
-    value = trunk_reward(stream, penalty)
+    own, value = _own_rewards(stream, penalty), trunk_reward(stream, penalty)
     rewards: list[tuple[float, float]] = []
-    for pair, start in zip(reversed(stream.pairs), reversed(starts[:-1]), strict=True):
-        if pair.b.finish_reason == "stop":
-            value = _reward(stream, pair.b, start, penalty)
-        a = _reward(stream, pair.a, start, penalty)
+    for pair in reversed(pairs_of(stream)):
+        value = own.get(pair.b.number, value)
+        a = own[pair.a.number]
         rewards.append((a, value))
         value = (a + value) / 2
     return rewards[::-1]
 
 
-def trunk_reward(stream: Stream, penalty: Penalty) -> float:
+def trunk_reward(stream: Rollout, penalty: Penalty) -> float:
     """Return the reward of the response that trunk and tail make, where the last B side did not end."""
-    if stream.tail is not None and stream.tail.finish_reason == "stop":
-        return _reward(stream, stream.tail, sum(len(pair.b) for pair in stream.pairs), penalty)
+    tail, own = tail_of(stream), _own_rewards(stream, penalty)
+    if tail is not None and tail.number in own:
+        return own[tail.number]
     return _open_end(stream, penalty)[0]
 
 
-def due_pairs(stream: Stream, reduce: Literal["max", "mean"]) -> range:
+def due_pairs(stream: Rollout, reduce: Literal["max", "mean"]) -> range:
     """Return the pairs whose rewards became final in this step. They are consecutive: a response that extends
     a B side extends those before it, too."""
     name = f"{stream.prompt_id}/{stream.index}"
-    before = _final(name, [pair for pair in stream.pairs if pair.a.carried], reduce)
-    return range(before, _final(name, stream.pairs, reduce) if stream.suspended else len(stream.pairs))
+    pairs = pairs_of(stream)
+    before = _final(name, [pair for pair in pairs if pair.a.carried], reduce)
+    return range(before, _final(name, pairs, reduce) if stream.suspended else len(pairs))
 
 
 def _final(name: str, pairs: Sequence[Pair], reduce: Literal["max", "mean"]) -> int:
@@ -111,20 +109,24 @@ def _final(name: str, pairs: Sequence[Pair], reduce: Literal["max", "mean"]) -> 
     return max((i for i, pair in enumerate(pairs) if pair.a.grade and pair.a.grade.reward >= BEST), default=0)
 
 
-def _open_end(stream: Stream, penalty: Penalty) -> tuple[float, bool]:
+def _open_end(stream: Rollout, penalty: Penalty) -> tuple[float, bool]:
     """Return the penalty of the whole trunk, and True if it reached the limit; (0, False) where it ended."""
-    parts = [*(pair.b for pair in stream.pairs), *([stream.tail] if stream.tail is not None else [])]
-    if not parts or parts[-1].finish_reason == "stop":
+    trunk = [part for part in stream.parts if part.role != "a"]
+    if not trunk or trunk[-1].finish_reason == "stop":
         return 0.0, False
-    truncated = stream.outcome == "truncated" or parts[-1].finish_reason == "length"
-    return penalty(sum(map(len, parts)), "length" if truncated else None), truncated
+    truncated = stream.outcome == "truncated" or trunk[-1].finish_reason == "length"
+    return penalty(sum(map(len, trunk)), "length" if truncated else None), truncated
 
 
 def _reduce(rewards: list[float], reduce: Literal["max", "mean"]) -> float:
     return max(rewards) if reduce == "max" else sum(rewards) / len(rewards)
 
 
-def _reward(stream: Stream, segment: Segment, start: int, penalty: Penalty) -> float:
-    """Return the reward of the response that ends with ``segment``, ``start`` tokens after the prompt."""
-    assert segment.finish_reason == "stop", f"{stream.prompt_id}: only ended responses have a reward"
-    return verifier_reward(segment, stream.prompt_id) + penalty(start + len(segment), segment.finish_reason)
+def _own_rewards(stream: Rollout, penalty: Penalty) -> dict[int, float]:
+    """Return the reward of each response, by the number of the part that ends it."""
+    ends = stream.ends()
+    return {
+        part.number: verifier_reward(part, stream.prompt_id) + penalty(ends[part.number], "stop")
+        for part in stream.parts
+        if part.finish_reason == "stop"
+    }
