@@ -22,7 +22,6 @@ import sys
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import chain
 from typing import Any, Literal, NoReturn, cast, overload
 
@@ -53,8 +52,6 @@ class Column:
     """Key in ``rollout``: false where the record of rollouts leaves the column out."""
     train_key: str | None = None
     """Property of ``rollout``: false where no loss reads the column, so it is not sent to other ranks."""
-    rarely_changes: bool = False
-    """True for values that stay the same over many tokens; they take no memory in a track."""
     unknown: float = 0.0
     """Value in a row where the column has none (``Row.column``)."""
     count: str | None = None
@@ -74,15 +71,7 @@ class Column:
 TOKEN_IDS = Column("token_ids", "int32", "rows", always=True)
 LOGPROBS = Column("logprobs", "float32", "loss")
 """The engine's log-probs of the tokens (rollout_logprobs), natural log, in ``rollout.logprobs_mode``."""
-VERSIONS = Column(
-    "versions",
-    "int32",
-    "loss",
-    always=True,
-    train_key="trains_older",
-    rarely_changes=True,
-    unknown=-1,
-)
+VERSIONS = Column("versions", "int32", "loss", always=True, train_key="trains_older", unknown=-1)
 """Policy version of the weights that sampled the token."""
 KEPT = Column(
     "kept",
@@ -122,9 +111,6 @@ SAMPLED = tuple(column.name for column in COLUMNS.values() if column.sampled)
 
 NUMBERS = tuple(column.name for column in COLUMNS.values() if column.dtype and not column.ragged)
 """Names of the columns of one number for each token."""
-
-LONGEST = 1 << 40
-"""Maximum number of tokens in a table."""
 
 MOST_PER_TOKEN = 255
 """Maximum length of a token's list in a ragged column."""
@@ -215,31 +201,7 @@ def join(pieces: Sequence[Any]) -> Any:
         return Ragged(join([piece.values for piece in pieces]), join([piece.counts for piece in pieces]))
     if any(isinstance(piece, Placeholder) for piece in pieces):
         return Placeholder.of(first).resized(sum(map(len, pieces)))
-    if all(piece.strides == (0,) and piece[0] == first[0] for piece in pieces):
-        return _constant(first[:1])[: sum(map(len, pieces))]
     return np.concatenate(pieces)
-
-
-def _loaded(name: str, values: Any) -> Any:
-    if not COLUMNS[name].rarely_changes or isinstance(values, Placeholder):
-        return values
-    return _folded(values)
-
-
-def _folded(values: np.ndarray) -> np.ndarray:
-    """Return values that are all the same in the memory of one number, others unchanged."""
-    same = len(values) > 0 and bool((values == values[0]).all())
-    return _constant(values[:1])[: len(values)] if same else values
-
-
-def _constant(value: np.ndarray) -> np.ndarray:
-    """Return [LONGEST], all ``value`` [1], in the memory of one number."""
-    return _of_bytes(value.tobytes(), value.dtype)
-
-
-@lru_cache(maxsize=256)
-def _of_bytes(value: bytes, dtype: np.dtype) -> np.ndarray:
-    return np.ndarray((LONGEST,), dtype, value, strides=(0,))
 
 
 def _arrays(values: Any) -> list[Any]:
@@ -374,12 +336,7 @@ class Tokens:
     def __reduce__(self) -> tuple[Any, ...]:
         if self.is_bare:
             return Tokens.absent, (len(self), self.layout)
-        return Tokens.loaded, (self.columns, len(self))
-
-    @classmethod
-    def loaded(cls, columns: Mapping[str, Any], length: int) -> Tokens:
-        """Return a table of columns that were read; values that are all the same take no memory."""
-        return cls({name: _loaded(name, values) for name, values in columns.items()}, length)
+        return Tokens, (self.columns, len(self))
 
     # ---- to another rank ----------------------------------------------------------------------------
 
@@ -399,7 +356,7 @@ def _values(name: str, values: Any, length: int) -> Any:
     if isinstance(values, Placeholder):
         return values
     if np.ndim(values) == 0:
-        return _constant(np.array([values], column.dtype))[:length]
+        return np.full(length, values, column.dtype)
     return np.asarray(values, column.dtype)
 
 
@@ -440,15 +397,13 @@ class GrowingTokens:
     72, and nearly as fast to append to.
     """
 
-    __slots__ = ("_appends", "columns", "token_ids", "version", "versions")
+    __slots__ = ("_appends", "columns", "token_ids", "versions")
 
     def __init__(self) -> None:
         self.token_ids = array("i")
-        self.versions = _Runs()
+        self.versions = array("i")
         self.columns: dict[str, Any] = {}
         """The other columns, by name."""
-        self.version: int | None = None
-        """Policy version of the last token."""
         self._appends: list[tuple[str, Callable[[Any], None]]] = []
         """Names of ``columns`` and their methods ``append``."""
 
@@ -462,14 +417,12 @@ class GrowingTokens:
         count = len(token_ids)
         if not count:
             return
-        if version != self.version:
-            if not self.token_ids:
-                self.expect(columns)
-            self.versions.begin(len(self.token_ids), version)
-            self.version = version
+        if not self.token_ids:
+            self.expect(columns)
         if len(columns) > len(self._appends):
             raise ValueError(f"expected {', '.join(self.columns)} of each token, found {', '.join(columns)}")
         self.token_ids.fromlist(token_ids)
+        self.versions.fromlist([version] * count)
         for name, append in self._appends:
             values = columns.get(name, ())
             if len(values) != count:
@@ -490,10 +443,7 @@ class GrowingTokens:
                 f"expected {missing[0]} of the {len(tokens)} tokens that it had before, found none"
             )
         versions = tokens.columns.get("versions", np.full(len(tokens), VERSIONS.unknown, np.int32))
-        changes = np.flatnonzero(np.diff(versions, prepend=versions[:1] - 1))
-        for start in changes.tolist():
-            self.version = int(versions[start])
-            self.versions.begin(len(self) + start, self.version)
+        self.versions.frombytes(np.ascontiguousarray(versions).tobytes())
         self.token_ids.frombytes(np.ascontiguousarray(tokens.token_ids).tobytes())
         self.expect(name for name in tokens.columns if name not in ("token_ids", "versions"))
         for name, column in self.columns.items():
@@ -505,10 +455,9 @@ class GrowingTokens:
 
     def cut(self, end: int) -> None:
         """Drop the tokens from number ``end`` on."""
-        del self.token_ids[end:]
-        for column in (self.versions, *self.columns.values()):
+        del self.token_ids[end:], self.versions[end:]
+        for column in self.columns.values():
             column.cut(end)
-        self.version = self.versions.last
 
     def values(self, name: str, stop: int) -> np.ndarray:
         """Return the values of a column of arrays for the tokens before number ``stop``."""
@@ -516,14 +465,19 @@ class GrowingTokens:
 
     def sampled_by(self, version: int) -> bool:
         """Return True if weights of ``version`` sampled all tokens."""
-        return self.versions.all_are(version)
+        return self.versions.count(version) == len(self)
+
+    @property
+    def version(self) -> int | None:
+        """Policy version of the last token."""
+        return self.versions[-1] if self.versions else None
 
     def __getitem__(self, part: slice) -> Tokens:
         start, stop, _ = part.indices(len(self))
         columns: dict[str, Any] = {"token_ids": np.frombuffer(self.token_ids[start:stop], np.int32)}
         for name, column in self.columns.items():
             columns[name] = column.values(start, stop)
-        columns["versions"] = self.versions.values(start, stop)
+        columns["versions"] = np.frombuffer(self.versions[start:stop], np.int32)
         return Tokens(columns, stop - start)
 
 
@@ -600,41 +554,6 @@ class _Rows:
     def values(self, start: int, stop: int) -> np.ndarray:
         data = self._bytes[start * self._width : stop * self._width]
         return np.frombuffer(data, self._dtype).reshape(stop - start, *self._row)
-
-
-class _Runs:
-    """Growing column of numbers that rarely change."""
-
-    __slots__ = ("_numbers", "_starts")
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._numbers: list[int] = []
-
-    @property
-    def last(self) -> int | None:
-        return self._numbers[-1] if self._numbers else None
-
-    def all_are(self, number: int) -> bool:
-        return all(found == number for found in self._numbers)
-
-    def begin(self, start: int, number: int) -> None:
-        """Set ``number`` for all tokens from number ``start`` on."""
-        self._starts.append(start)
-        self._numbers.append(number)
-
-    def cut(self, end: int) -> None:
-        while self._starts and self._starts[-1] >= end:
-            self._starts.pop()
-            self._numbers.pop()
-
-    def values(self, start: int, stop: int) -> np.ndarray:
-        numbers = np.array(self._numbers, np.int32)
-        if len(numbers) == 1:
-            return _constant(numbers)[: stop - start]
-        starts = self._starts[: len(numbers)]  # another thread may be appending
-        lengths = np.diff(np.clip([*starts, stop], start, stop))
-        return _folded(np.repeat(numbers, lengths))
 
 
 def _growing(column: Column) -> Any:

@@ -205,9 +205,7 @@ def _values(column: pa.Array) -> Iterable[Any]:
 
 def _table(row: Row) -> Tokens:
     table = Tokens.absent(row["tokens"], row["layout"])
-    return Tokens.loaded(
-        {name: _read(row, name, absent) for name, absent in table.columns.items()}, len(table)
-    )
+    return Tokens({name: _read(row, name, absent) for name, absent in table.columns.items()}, len(table))
 
 
 def _read(row: Row, name: str, absent: Any) -> Any:
