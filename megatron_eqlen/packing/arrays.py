@@ -7,14 +7,6 @@ import numpy as np
 from megatron_eqlen.packing.tree import Forest, NonFiniteTreeError, TreeError
 
 
-def check_tokens(forest: Forest, nodes: np.ndarray) -> None:
-    """Raise TreeError if a token id of ``nodes`` ([m] int64, forest indices) is negative."""
-    for node in nodes.tolist():
-        least = forest.node(node).token_ids.min()
-        if least < 0:
-            raise TreeError(f"{forest.where(node)}: expected token ids >= 0, found {least}")
-
-
 def check_loss_arrays(forest: Forest, nodes: np.ndarray) -> None:
     """Raise TreeError if a rollout log-prob of ``nodes``, which are supervised, is not finite, or if a token
     is not in its sampling mask."""

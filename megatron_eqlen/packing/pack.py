@@ -29,7 +29,7 @@ from megatron_eqlen.metrics import (
     PACKING_TOKENS,
     PACKING_UNIQUE_TOKENS,
 )
-from megatron_eqlen.packing.arrays import check_loss_arrays, check_tokens
+from megatron_eqlen.packing.arrays import check_loss_arrays
 from megatron_eqlen.packing.row import fill_row
 from megatron_eqlen.packing.tree import Forest, leaf_chain_bounds
 from megatron_eqlen.types import Metrics, Row, TokenTree
@@ -99,10 +99,8 @@ class Packing:
 
     def check_arrays(self, rank: int, for_loss: bool = True) -> None:
         """Raise TreeError if a node in the rank's rows has arrays that cannot be trained on."""
-        nodes, trained = self.needed(rank)
-        check_tokens(self.forest, nodes)
         if for_loss:
-            check_loss_arrays(self.forest, trained)
+            check_loss_arrays(self.forest, self.needed(rank)[1])
 
     def length(self, row: RowPlan) -> int:
         """Return the row's S: the positions in use, or the full budget; rounded up to ``multiple_of``."""

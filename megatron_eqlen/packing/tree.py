@@ -10,6 +10,7 @@ tokens). It reads only the number of tokens, so skeletons suffice. It relies on 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -51,15 +52,13 @@ class Forest:
         nodes = [node for tree in trees for node in tree.nodes]
         counts = np.array([len(tree.nodes) for tree in trees], dtype=np.int64)
         names = [tree.name for tree in trees]
-        _check_roots(trees)
+        _check(trees)
         index = np.repeat(np.arange(len(trees)), counts)
         first = np.repeat(np.cumsum(counts) - counts, counts)
         local = np.arange(len(nodes)) - first
         parent = np.fromiter((node.parent for node in nodes), np.int64, len(nodes))
         length = np.fromiter(map(len, nodes), np.int64, len(nodes))
         weight = np.fromiter((node.weight for node in nodes), np.float64, len(nodes))
-        _check_parents(trees, index, local, parent)
-        _check_values(trees, index, local, length, weight)
         home = np.fromiter((-1 if node.home is None else node.home for node in nodes), np.int64, len(nodes))
         above = np.where(parent < 0, -1, parent + first)
         return cls(names, nodes, index, above, length - (local == 0), weight, home)
@@ -75,38 +74,21 @@ class Forest:
         return np.fromiter(found, bool, len(self))
 
     @cached_property
-    def depth(self) -> np.ndarray:
-        """[n] int64, nodes above each node."""
-        depth = np.zeros(len(self), dtype=np.int64)
-        below = np.flatnonzero(self.parent >= 0)
-        above = self.parent[below]
-        while below.size:
-            depth[below] += 1
-            above = self.parent[above]
-            below, above = below[above >= 0], above[above >= 0]
-        return depth
-
-    def levels(self) -> list[np.ndarray]:
-        """Return the node indices of depth 0, 1, 2, ..."""
-        order = np.argsort(self.depth, kind="stable")
-        ends = np.cumsum(np.bincount(self.depth))
-        return np.split(order, ends[:-1])
-
-    @cached_property
     def position(self) -> np.ndarray:
         """[n] int64, positions of the path above each node."""
         position = np.zeros(len(self), dtype=np.int64)
-        for level in self.levels()[1:]:
-            above = self.parent[level]
-            position[level] = position[above] + self.length[above]
+        for node, above in enumerate(self.parent.tolist()):
+            if above >= 0:
+                position[node] = position[above] + self.length[above]
         return position
 
     @cached_property
     def live(self) -> np.ndarray:
         """[n] bool, True if the node or a node below it is supervised."""
         live = self.weight > 0
-        for level in reversed(self.levels()[1:]):
-            live[self.parent[level[live[level]]]] = True
+        for node in reversed(range(len(self))):
+            if live[node] and self.parent[node] >= 0:
+                live[self.parent[node]] = True
         return live
 
     @cached_property
@@ -120,27 +102,18 @@ class Forest:
 
         A child's length is its longest path of live positions; ties keep the order of the tree's nodes.
         """
-        length = np.where(self.live, self.length, 0)
-        levels = self.levels()
-        height, size = length.copy(), length.copy()
-        for level in reversed(levels[1:]):
-            above = self.parent[level]
-            tallest = np.zeros(len(self), dtype=np.int64)
-            np.maximum.at(tallest, above, height[level])
-            height += tallest
-            np.add.at(size, above, size[level])
-        siblings = np.lexsort((np.arange(len(self)), -height, self.parent))
-        before = np.cumsum(size[siblings]) - size[siblings]
-        family = self.parent[siblings]
-        eldest = np.r_[True, family[1:] != family[:-1]] if len(self) else np.zeros(0, bool)
-        offset = np.empty(len(self), dtype=np.int64)
-        offset[siblings] = before - np.maximum.accumulate(np.where(eldest, before, 0))
-        start = np.zeros(len(self), dtype=np.int64)
-        for level in levels[1:]:
-            above = self.parent[level]
-            start[level] = start[above] + length[above] + offset[level]
-        order = np.lexsort((self.depth, start, self.tree))
-        return order[self.live[order]]
+        live, parent = self.live.tolist(), self.parent.tolist()
+        height = np.where(self.live, self.length, 0).tolist()
+        below, roots = defaultdict[int, list[int]](list), list[int]()
+        for node in reversed(range(len(self))):
+            if live[node]:
+                height[node] += max((height[child] for child in below[node]), default=0)
+                (below[parent[node]] if parent[node] >= 0 else roots).append(node)
+        order, rest = list[int](), roots
+        while rest:
+            order.append(rest.pop())
+            rest += sorted(below[order[-1]], key=height.__getitem__)
+        return np.array(order, np.int64)
 
     def path(self, node: int) -> list[int]:
         """Return the node and its ancestors, root first."""
@@ -183,70 +156,21 @@ def leaf_chain_bounds(forest: Forest, order: np.ndarray) -> list[int]:
     return [0, *cuts.tolist(), len(order)]
 
 
-def _check_roots(trees: Sequence[TokenTree]) -> None:
+def _check(trees: Sequence[TokenTree]) -> None:
+    """Raise TreeError for a node that comes before its parent, or that is supervised without a column which
+    the loss reads."""
+    trained = [node for tree in trees for node in tree.nodes if node.weight > 0]
+    names = {name for node in trained for name in node.tokens.columns if COLUMNS[name].needed_by == "loss"}
+    names |= {"logprobs"}
     for tree in trees:
-        if not tree.nodes:
-            raise TreeError(f"token tree {tree.name!r}: expected a root, found no nodes")
-        root = tree.nodes[0]
-        if root.parent != -1:
-            raise TreeError(f"token tree {tree.name!r}, node 0: the root's parent is -1, found {root.parent}")
-        if root.weight:
-            raise TreeError(
-                f"token tree {tree.name!r}, node 0: the root is the prompt and is not supervised, "
-                f"found weight {root.weight}"
-            )
-
-
-def _check_parents(
-    trees: Sequence[TokenTree], index: np.ndarray, local: np.ndarray, parent: np.ndarray
-) -> None:
-    for i in np.flatnonzero((local > 0) & ((parent < 0) | (parent >= local))):
-        tree, node = trees[int(index[i])], int(local[i])
-        where = f"token tree {tree.name!r}, node {node}"
-        if not 0 <= parent[i] < len(tree.nodes):
-            raise TreeError(
-                f"{where}: its parent {parent[i]} is missing (the tree has {len(tree.nodes)} nodes)"
-            )
-        cycle = _cycle(tree, node)
-        if cycle:
-            raise TreeError(f"{where}: a cycle, {' -> '.join(map(str, cycle))}")
-        raise TreeError(f"{where}: its parent {parent[i]} comes after it")
-
-
-def _cycle(tree: TokenTree, node: int) -> list[int]:
-    """Return the nodes from ``node`` up to the first repeated node, or [] if the path ends at a root."""
-    seen = [node]
-    while 0 <= tree.nodes[seen[-1]].parent < len(tree.nodes):
-        seen.append(tree.nodes[seen[-1]].parent)
-        if seen[-1] in seen[:-1]:
-            return seen
-    return []
-
-
-def _check_values(
-    trees: Sequence[TokenTree], index: np.ndarray, local: np.ndarray, length: np.ndarray, weight: np.ndarray
-) -> None:
-    nodes = [node for tree in trees for node in tree.nodes]
-    advantage = np.fromiter((node.advantage for node in nodes), np.float64, len(nodes))
-    problems: list[tuple[np.ndarray, str, np.ndarray | None]] = [
-        (length == 0, "expected at least one token, found none", None),
-        (~np.isfinite(weight) | (weight < 0), "expected a finite weight >= 0", weight),
-    ]
-    names = {
-        name
-        for node, trained in zip(nodes, weight > 0, strict=True)
-        if trained
-        for name in node.tokens.columns
-    }
-    for name in sorted({"logprobs", *(name for name in names if COLUMNS[name].needed_by == "loss")}):
-        has = np.fromiter((name in node.tokens for node in nodes), bool, len(nodes))
-        others = "" if name == "logprobs" else ", which other nodes of the batch have"
-        problem = f"supervised (weight > 0), but without the column {name}{others}"
-        problems.append(((weight > 0) & ~has, problem, None))
-    infinite = (~np.isfinite(advantage), "the advantage is not finite", advantage)
-    for wrong, problem, found in [*problems, infinite]:
-        if wrong.any():
-            i = int(np.argmax(wrong))
-            detail = "" if found is None else f", found {found[i]}"
-            error = NonFiniteTreeError if wrong is infinite[0] else TreeError
-            raise error(f"token tree {trees[int(index[i])].name!r}, node {local[i]}: {problem}{detail}")
+        for number, node in enumerate(tree.nodes):
+            where = f"token tree {tree.name!r}, node {number}"
+            if not (0 <= node.parent < number if number else node.parent == -1):
+                raise TreeError(
+                    f"{where}: expected a parent before it (-1 for the root), found {node.parent}"
+                )
+            if node.weight > 0 and (missing := sorted(name for name in names if name not in node.tokens)):
+                others = "" if missing[0] == "logprobs" else ", which other nodes of the batch have"
+                raise TreeError(
+                    f"{where}: supervised (weight > 0), but without the column {missing[0]}{others}"
+                )

@@ -23,31 +23,9 @@ def side(parent: int, advantage: float = 1.0, weight: float = 0.5, **columns) ->
 @pytest.mark.parametrize(
     ("nodes", "message"),
     [
-        ([], "expected a root, found no nodes"),
-        ([side(0)], "node 0: the root's parent is -1, found 0"),
-        ([Node(-1, Tokens.of([1]), weight=1.0)], "node 0: the root is the prompt and is not supervised"),
-        ([Node(-1, Tokens.of([1])), side(7)], "node 1: its parent 7 is missing (the tree has 2 nodes)"),
-        ([Node(-1, Tokens.of([1])), side(-1)], "node 1: its parent -1 is missing"),
-        ([Node(-1, Tokens.of([1])), side(0), side(3), side(2)], "node 2: a cycle, 2 -> 3 -> 2"),
-        ([Node(-1, Tokens.of([1])), side(1)], "node 1: a cycle, 1 -> 1"),
-        ([Node(-1, Tokens.of([1])), side(2), side(0)], "node 1: its parent 2 comes after it"),
-        ([Node(-1, Tokens.of([]))], "node 0: expected at least one token"),
-        (
-            [Node(-1, Tokens.of([1])), side(0, advantage=math.nan)],
-            "node 1: the advantage is not finite, found nan",
-        ),
-        (
-            [Node(-1, Tokens.of([1])), side(0, advantage=-math.inf)],
-            "node 1: the advantage is not finite, found -inf",
-        ),
-        (
-            [Node(-1, Tokens.of([1])), side(0, weight=math.nan)],
-            "node 1: expected a finite weight >= 0, found nan",
-        ),
-        (
-            [Node(-1, Tokens.of([1])), side(0, weight=-1.0)],
-            "node 1: expected a finite weight >= 0, found -1.0",
-        ),
+        ([side(0)], "node 0: expected a parent before it (-1 for the root), found 0"),
+        ([Node(-1, Tokens.of([1])), side(-1)], "node 1: expected a parent before it"),
+        ([Node(-1, Tokens.of([1])), side(2), side(0)], "node 1: expected a parent before it"),
         (
             [Node(-1, Tokens.of([1])), side(0, logprobs=None)],
             "node 1: supervised (weight > 0), but without",
@@ -56,7 +34,6 @@ def side(parent: int, advantage: float = 1.0, weight: float = 0.5, **columns) ->
             [Node(-1, Tokens.of([1])), side(0, logprobs=[-1.0, math.nan])],
             "rollout_logprob of token 1 is nan",
         ),
-        ([Node(-1, Tokens.of([1])), side(0, token_ids=[3, -4])], "node 1: expected token ids >= 0, found -4"),
         (
             [Node(-1, Tokens.of([1] * 30)), side(0)],
             "node 1: the path that ends there takes 31 positions; a row has 16",
