@@ -1,9 +1,6 @@
 """The graders' speed: answers a second of the math grader, programs a second of the sandbox.
 
-Math answers are drawn as they come in training: about half equal the gold as text, the others are written
-differently, wrong, or both. ``grouped`` has 16 samples a prompt, which share answers; ``distinct`` has
-none to share; ``math_verify`` sends every one of those through the parser. CPU time of the workers is
-measured beside the wall clock, so that the numbers mean something on a busy machine too.
+``grouped`` has 16 samples a prompt, which share answers; ``distinct`` has none to share.
 
 Agreement: tests/tables/math_answers.jsonl holds answers with a person's verdict. The table counts how often
 each rule agrees with it, and plain math-verify, used on the whole response as its documentation shows.
@@ -15,9 +12,7 @@ import argparse
 import json
 import logging
 import random
-import resource
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -25,7 +20,6 @@ from typing import Any, get_args
 from megatron_eqlen.rewards.code.grader import CodeGrader
 from megatron_eqlen.rewards.code.tests import CodeTests
 from megatron_eqlen.rewards.math.grader import MathGrader, MathRule
-from megatron_eqlen.types import Grade
 from tools.benchmarks.table import show
 
 ANSWER_TABLE = Path(__file__).resolve().parents[2] / "tests" / "tables" / "math_answers.jsonl"
@@ -45,10 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     show_agreement(read_answer_table(args.table), args)
     results = [
-        measure_math("grouped", "either", SAMPLES_PER_PROMPT, args),
-        measure_math("distinct", "either", 1, args),
-        measure_math("math_verify", "math_verify", 1, args),
-        measure_code(args),
+        measure(
+            "grouped", MathGrader("either", args.workers), *draw_answers(args.answers, SAMPLES_PER_PROMPT)
+        ),
+        measure("distinct", MathGrader("either", args.workers), *draw_answers(args.answers, 1)),
+        measure("programs", CodeGrader(args.workers), *draw_programs(args.programs)),
     ]
     show(results, f"graders, {args.workers} workers", args.json)
 
@@ -103,25 +98,39 @@ def plain_math_verify(gold: str, response: str) -> bool:
     return bool(verify(parse(f"${gold}$"), parse(response)))
 
 
-def measure_math(name: str, rule: MathRule, samples: int, args: argparse.Namespace) -> dict[str, Any]:
+def measure(name: str, grader: MathGrader | CodeGrader, texts: list[str], golds: list[str]) -> dict[str, Any]:
+    """Return answers a second, of warm workers."""
+    grader.grade(texts[:1], golds[:1])
+    wall, own = time.perf_counter(), time.process_time()
+    grades = grader.grade(texts, golds)
+    wall, own = time.perf_counter() - wall, time.process_time() - own
+    grader.close()
+    return {
+        "what": name,
+        "answers": len(texts),
+        "right": sum(grade.reward for grade in grades) / len(texts),
+        "answers/s": len(texts) / wall,
+        "ms CPU in trainer": 1000 * own / len(texts),
+    }
+
+
+def draw_answers(count: int, samples: int) -> tuple[list[str], list[str]]:
+    """Return responses and golds. ``samples`` responses share a gold and a few answers."""
     rng = random.Random(0)
     texts, golds = [], []
-    for _ in range(args.answers // samples):
+    for _ in range(count // samples):
         gold = draw_gold(rng)
         answers = [draw_answer(rng, gold) for _ in range(ANSWERS_PER_PROMPT)]
         golds += [gold] * samples
         texts += ["so " * 1000 + rf"\boxed{{{rng.choice(answers)}}}" for _ in range(samples)]
-    return _measure(name, lambda: MathGrader(rule, args.workers), r"\boxed{2x+1}", texts, golds)
+    return texts, golds
 
 
-def measure_code(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure programs with one test each: the cost of a process, not of a program."""
+def draw_programs(count: int) -> tuple[list[str], list[str]]:
+    """Return programs with one test each: the cost of a process, not of a program."""
     program = "```python\nprint(sum(map(int, input().split())) + {number} * 0)\n```"
-    texts = [program.replace("{number}", str(number)) for number in range(args.programs)]
     tests = CodeTests(["2 3\n"], ["5\n"]).to_json()
-    golds = [tests] * len(texts)
-    measured = _measure("programs", lambda: CodeGrader(args.workers), "```python\npass\n```", texts, golds)
-    return measured | {"ms CPU in workers": float("nan")}  # the workers do not wait for their zygotes
+    return [program.replace("{number}", str(number)) for number in range(count)], [tests] * count
 
 
 def draw_gold(rng: random.Random) -> str:
@@ -133,46 +142,3 @@ def draw_gold(rng: random.Random) -> str:
 def draw_answer(rng: random.Random, gold: str) -> str:
     written_otherwise = [gold.replace(r"\frac", r"\dfrac"), gold + r"\text{ cm}"]
     return rng.choice([gold, gold, gold, *written_otherwise, *(draw_gold(rng) for _ in range(3))])
-
-
-def _measure(
-    name: str, make: Callable[[], MathGrader | CodeGrader], warm_up: str, texts: list[str], golds: list[str]
-) -> dict[str, Any]:
-    """Grade in warm workers; the cost of start and warm-up is measured alone and subtracted."""
-    first = [([warm_up], golds[:1])]
-    start = _session(make(), first)
-    session = _session(make(), [*first, (texts, golds)])
-    return {
-        "what": name,
-        "answers": len(texts),
-        "right": sum(grade.reward for grade in session.grades) / len(texts),
-        "answers/s (wall)": len(texts) / session.wall,
-        "ms CPU in workers": 1000 * (session.workers - start.workers) / len(texts),
-        "ms CPU in trainer": 1000 * session.trainer / len(texts),
-    }
-
-
-@dataclass(frozen=True)
-class _Session:
-    grades: list[Grade]
-    wall: float
-    """Seconds of the last batch, as are the next fields."""
-    trainer: float
-    workers: float
-    """CPU seconds of all child processes from start to end."""
-
-
-def _session(grader: MathGrader | CodeGrader, batches: list[tuple[list[str], list[str]]]) -> _Session:
-    children = _child_seconds()
-    for texts, golds in batches:
-        wall, own = time.perf_counter(), time.process_time()
-        grades = grader.grade(texts, golds)
-        wall, own = time.perf_counter() - wall, time.process_time() - own
-    grader.close()
-    return _Session(grades, wall, own, _child_seconds() - children)
-
-
-def _child_seconds() -> float:
-    """Return the CPU time of the child processes that have ended."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime

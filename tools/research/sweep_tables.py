@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 
@@ -98,7 +99,7 @@ def ends(groups: Sequence[Group]) -> Rows:
     """Return a row for each method: its curves at the end, and the final evaluation's responses."""
     rows = []
     for group in groups:
-        row = {METHOD: group.method}
+        row: dict[str, Any] = {METHOD: group.method}
         for title, measure in MEASURES.items():
             curves = [measure(Curves(run.folder))[-ENDS:] for run in group.runs]
             row[title] = mean_of_known(fmean(value for _, value in points) for points in curves if points)
@@ -126,7 +127,7 @@ def pairs(groups: Sequence[Group]) -> Rows:
             continue
         runs = [read_metrics(run.folder) for run in group.runs]
         for part in ("first", "last"):
-            row = {METHOD: group.method, "third of each run": part}
+            row: dict[str, Any] = {METHOD: group.method, "third of each run": part}
             for title, (metric, scale) in PAIR_STATISTICS.items():
                 thirds = [max(1, len(records) // 3) for records in runs]
                 chosen = [r[:n] if part == "first" else r[-n:] for r, n in zip(runs, thirds, strict=True)]
