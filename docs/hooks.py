@@ -19,14 +19,14 @@ sys.path.insert(0, str(ROOT))
 
 from tools.reference import REFERENCES  # noqa: E402 (needs the path)
 
-SHOWN = ("*.md", ":!.github", "docs", ":!docs/hooks.py", "recipes", "slurm", "LICENSE")
+SHOWN = ("*.md", ":!.github", "docs", ":!docs/hooks.py", "recipes", "slurm", "LICENSE", "CITATION.cff")
 """What git knows, or would add."""
 MARK = re.compile(r"<!-- reference: (\w+) -->")
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """The READMEs of the package's folders are a part of the navigation, with their own titles."""
-    folders = sorted(ROOT.glob("megatron_eqlen/*/README.md"))
+    """The READMEs of folders are a part of the navigation, with their own titles."""
+    folders = [*sorted(ROOT.glob("megatron_eqlen/*/README.md")), ROOT / "tests/gpuless/README.md"]
     assert config.nav is not None
     config.nav.append({"Folders": [str(readme.relative_to(ROOT)) for readme in folders]})
 
