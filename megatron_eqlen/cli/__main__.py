@@ -167,7 +167,6 @@ def _add_results(verbs: Verbs) -> None:
 
     status = _add(verbs, "status", "where a run stands: step, stage, rate, alive or dead")
     status.add_argument("run", type=Path, help="run folder")
-    status.add_argument("--json", action="store_true", help="print everything as JSON")
 
     compare = _add(verbs, "compare", "print runs side by side: accuracy, difference, efficiency")
     compare.add_argument("runs", type=Path, nargs="+", help="run folders, or folders that contain some")

@@ -117,7 +117,7 @@ def report(arguments: argparse.Namespace) -> int:
 def status(arguments: argparse.Namespace) -> int:
     from megatron_eqlen.report.status import print_status
 
-    print_status(arguments.run, arguments.json)
+    print_status(arguments.run)
     return 0
 
 

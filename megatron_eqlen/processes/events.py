@@ -26,6 +26,7 @@ from megatron_eqlen.files import naming
 from megatron_eqlen.processes.hold import HeldError
 
 FILE = "events.jsonl"
+STAGE = b'"kind": "stage"'
 LOST = "events.lost"
 """Empty file: an event could not be appended, because the disk is full."""
 BEAT = 15.0
@@ -50,21 +51,20 @@ def append(run: Path, kind: str, **fields: Any) -> None:
         raise
 
 
-def read(run: Path, offset: int = 0) -> tuple[list[Event], int]:
-    """Return the events from byte ``offset`` on, and the offset of the next.
+def read(run: Path, stages: int | None = None) -> list[Event]:
+    """Return the events so far; of stages, if ``stages`` is given, only those among so many newest events.
 
-    A last line without its end may still be in writing: the next call reads it. Lines that are not JSON were
-    torn, and are skipped with a warning. Raises ValueError with the file's name for any other line.
+    A last line without its end may still be in writing, and is left out. Lines that are not JSON were torn,
+    and are skipped with a warning. Raises ValueError with the file's name for any other line.
     """
-    path = run / FILE
-    try:
-        with open(path, "rb") as file:
-            file.seek(offset)
-            data = file.read()
-    except FileNotFoundError:
-        return [], 0
-    complete, events = data[: data.rfind(b"\n") + 1], []
-    for line in filter(None, complete.split(b"\n")):
+    path, found = run / FILE, []
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")[:-1]
+    old = 0 if stages is None else len(lines) - stages
+    for number, line in enumerate(lines):
+        if not line or (number < old and STAGE in line):
+            continue
         try:
             event = json.loads(line)
         except ValueError:
@@ -72,8 +72,8 @@ def read(run: Path, offset: int = 0) -> tuple[list[Event], int]:
             continue
         if not isinstance(event, dict) or not {"time", "kind"} <= event.keys():
             raise ValueError(f"{path}: expected an event with a time and a kind, found {line[:80]!r}")
-        events.append(event)
-    return events, offset + len(complete)
+        found.append(event)
+    return found
 
 
 def _event(kind: str, fields: dict[str, Any]) -> Event:

@@ -58,7 +58,7 @@ def load_run(folder: Path) -> Recipe:
 
 def _submitted(folder: Path) -> Any:
     """Return the recipe of the newest ``eqlen submit`` as plain data, None if there was none."""
-    found = [event for event in events.read(folder)[0] if event["kind"] == "submitted"]
+    found = [event for event in events.read(folder) if event["kind"] == "submitted"]
     return found[-1].get("recipe") if found else None
 
 

@@ -1,13 +1,14 @@
-"""Charts over steps: a run's metrics, in the form that ``page.js`` draws."""
+"""Charts over steps: their titles, series and numbers. ``plots.py`` draws them."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
+
+import numpy as np
 
 from megatron_eqlen.metrics import (
     HARVEST_SEGMENT_LENGTH,
@@ -41,13 +42,18 @@ from megatron_eqlen.report.format import (
     compact,
     duration,
 )
-from megatron_eqlen.report.metrics import Records
+from megatron_eqlen.report.metrics import Columns
 from megatron_eqlen.report.progress import STEPS_FOR_ETA
 
 MAX_POINTS = 1000
 """Most points of a series; longer ones are averaged in equal groups of neighbours: no chart has more
 pixels."""
 
+COLOURS = (
+    "#3f7ad6", "#d9822b", "#379a72", "#a65bbd", "#c95567", "#8a8f98", "#4aa3b5", "#9a7350", "#9cab2a",
+    "#e07fb4",
+)  # fmt: skip
+"""Colours of series, that can be told apart on light and on dark ground."""
 COLOURED = [*LANED, *(stage for stage in STAGES if stage not in LANED)]
 """Stages in the order of their colours, which the picture of the last steps uses as well."""
 
@@ -85,6 +91,18 @@ CHARTS: dict[str, dict[str, Names]] = {
 }
 """Each chart's title, with its series and the names of their metrics. Series without a value are left out."""
 
+RARE = {
+    "KL to the reference model, nats", "Staleness of trained tokens, updates", "Clipped tokens, %",
+    "Tokens trained",
+}  # fmt: skip
+"""Charts that a page shows on demand."""
+METRICS = {
+    TIME_STEP,
+    *(f"time/{stage}" for stage in STAGES),
+    *(name for lines in CHARTS.values() for names in lines.values() for name in names),
+}
+"""All metrics that a page draws."""
+
 
 @dataclass(frozen=True)
 class Series:
@@ -108,46 +126,51 @@ class Chart:
     title: str
     series: Sequence[Series]
     x_name: str = "step"
-    seconds: Mapping[Any, float] = field(default_factory=dict)
-    """Seconds since the run's start at each x; empty if x is not a step of one run."""
+    seconds: tuple[np.ndarray, np.ndarray] | None = None
+    """Steps, and seconds since the run's start at their ends; None if x is not a step of one run."""
     stacked: bool = False
     """The series are parts of a whole and have the same x."""
 
-    def data(self) -> dict[str, Any]:
-        """Data for ``page.js``: every series over the union of all x, rounded to six digits."""
+    @property
+    def rare(self) -> bool:
+        """True for a chart that a page shows on demand."""
+        return self.title in RARE
+
+    def columns(self) -> dict[str, Any]:
+        """Return ``x``, and for series number n ``y<n>`` and where it has intervals ``low<n>``, ``high<n>``:
+        float arrays over the union of all x, NaN where a series has no value. Besides ``smooth<n>``, the
+        moving average; ``hover``, a height between the series; and ``clock``, times as text."""
         drawn = [_averaged(series) for series in self.series]
-        places = sorted({x for series in drawn for x, _ in series.points})
-        return {
-            "title": self.title,
-            "xName": self.x_name,
-            "stacked": self.stacked,
-            "x": [_rounded(x) for x in places],
-            "seconds": [_rounded(_at(self.seconds, x)) for x in places] if self.seconds else None,
-            "series": [
-                {"name": series.name, "colour": series.colour, **_columns(series, places)} for series in drawn
-            ],
-        }  # fmt: skip
+        xs = np.array(sorted({x for series in drawn for x, _ in series.points}))
+        found: dict[str, Any] = {"x": xs}
+        for n, series in enumerate(drawn):
+            places = np.searchsorted(xs, [x for x, _ in series.points])
+            found[f"y{n}"] = _spread(places, [y for _, y in series.points], len(xs))
+            found[f"smooth{n}"] = _smoothed(found[f"y{n}"])
+            for side, name in enumerate(("low", "high") if series.intervals else ()):
+                found[f"{name}{n}"] = _spread(places, [pair[side] for pair in series.intervals], len(xs))
+        values = np.array([found[f"y{n}"] for n in range(len(drawn))])
+        counts = np.isfinite(values).sum(axis=0)
+        found["hover"] = np.nansum(values, axis=0) / np.maximum(counts, 1)
+        if self.seconds is not None:
+            found["clock"] = [duration(second) for second in np.interp(xs, *self.seconds)]
+        return found
 
 
-def _columns(series: Series, places: Sequence[float]) -> dict[str, list[float | None]]:
-    """Return ``y`` at each of ``places``, with ``low`` and ``high`` if the series has intervals."""
-    xs = [x for x, _ in series.points]
-    rows = {"y": [y for _, y in series.points]}
-    if series.intervals:
-        rows |= {"low": [low for low, _ in series.intervals], "high": [high for _, high in series.intervals]}
-    found = {name: dict(zip(xs, values, strict=True)) for name, values in rows.items()}
-    return {name: [_rounded(values.get(x)) for x in places] for name, values in found.items()}
+def _spread(places: np.ndarray, values: Sequence[float], length: int) -> np.ndarray:
+    spread = np.full(length, np.nan)
+    spread[places] = values
+    spread[~np.isfinite(spread)] = np.nan
+    return spread
 
 
-def _rounded(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
-
-
-def _at(values: Mapping[Any, float], x: float) -> float:
-    """Return the value at ``x``, or at the largest key below it: averaged points lie between steps."""
-    if x in values:
-        return values[x]
-    return values[max((key for key in values if key < x), default=min(values))]
+def _smoothed(values: np.ndarray) -> np.ndarray:
+    """Return the mean of each value with its neighbours, a twentieth of all to each side."""
+    reach = max(len(values) // 40, 1)
+    kernel, known = np.ones(2 * reach + 1), np.isfinite(values)
+    sums = np.convolve(np.where(known, values, 0.0), kernel)[reach:-reach]
+    counts = np.convolve(known.astype(float), kernel)[reach:-reach]
+    return np.where(known, sums / np.maximum(counts, 1.0), np.nan)
 
 
 def _averaged(series: Series) -> Series:
@@ -155,88 +178,88 @@ def _averaged(series: Series) -> Series:
     if len(series.points) <= MAX_POINTS or series.intervals:
         return series
     size = math.ceil(len(series.points) / MAX_POINTS)
-    groups = [series.points[start : start + size] for start in range(0, len(series.points), size)]
-    return Series(series.name, [(fmean(x for x, _ in group), fmean(y for _, y in group)) for group in groups])
+    points = np.array(series.points, float)
+    groups = np.split(points, range(size, len(points), size))
+    return Series(series.name, [(x, y) for x, y in (group.mean(axis=0).tolist() for group in groups)])
 
 
 # ---- what a run measured --------------------------------------------------------------------------------
 
 
-def charts(records: Records, evaluations: Sequence[Evaluation]) -> list[Chart]:
+def charts(columns: Columns, evaluations: Sequence[Evaluation]) -> list[Chart]:
     """Return the charts: accuracies with their intervals, then ``CHARTS``."""
-    seconds = _seconds(records)
+    seconds = _seconds(columns)
     drawn = [_accuracy_chart(evaluations, seconds)] if evaluations else []
     for title, lines in CHARTS.items():
-        found = [Series(name, _points(records, name, metric)) for name, metric in lines.items()]
+        found = [Series(name, _points(columns, name, metric)) for name, metric in lines.items()]
         if shown := [series for series in found if series.points]:
             drawn.append(Chart(title, shown, seconds=seconds))
     return drawn
 
 
-def stages(records: Records) -> Chart | None:
+def stages(columns: Columns) -> Chart | None:
     """Return the seconds of every stage of every step, the longest at the bottom; None without records."""
-    rows = [_stage_seconds(record) for record in records]
-    totals = sum((Counter(row) for row in rows), Counter())
+    taken = {stage: np.nan_to_num(columns[f"time/{stage}"]) for stage in STAGES}
+    totals = {stage: float(seconds.sum()) for stage, seconds in taken.items() if seconds.any()}
     if not totals:
         return None
-    overall = totals.total()
+    overall = sum(totals.values())
     series = [
         Series(
-            name,
-            [(record["step"], row.get(name, 0.0)) for record, row in zip(records, rows, strict=True)],
-            colour=COLOURED.index(name),
-            remark=f"{compact(total / len(rows))} s, {total / overall:.0%}",
+            stage,
+            list(zip(columns.steps.tolist(), taken[stage].tolist(), strict=True)),
+            colour=COLOURED.index(stage),
+            remark=f"{compact(total / len(columns.steps))} s, {total / overall:.0%}",
         )
-        for name, total in totals.most_common()
+        for stage, total in sorted(totals.items(), key=lambda item: -item[1])
     ]
-    return Chart("Seconds per step by stage", series, seconds=_seconds(records), stacked=True)
+    return Chart("Seconds per step by stage", series, seconds=_seconds(columns), stacked=True)
 
 
-def facts(records: Records, budget: Budget) -> list[tuple[str, str, str]]:
+def facts(columns: Columns, budget: Budget) -> list[tuple[str, str, str]]:
     """Return (name, value, remark) of the boxes below the headline."""
     boxes = []
-    if reward := measured(records, REWARD):
+    if reward := measured(columns, REWARD):
         share = max(len(reward) // 5, 1)
         first, last = (fmean(y for _, y in part) for part in (reward[:share], reward[-share:]))
         boxes.append(("reward", f"{compact(first)} → {compact(last)}", f"mean of {share} steps at each end"))
     for name, metric in (("rollout", ROLLOUT_SPEED), ("training", TRAINING_SPEED)):
-        if values := measured(records, metric):
+        if values := measured(columns, metric):
             boxes.append((name, f"{compact(fmean(y for _, y in values))} tokens/s", "mean over steps"))
-    if seconds := measured(records, (TIME_STEP,)):
+    if seconds := measured(columns, (TIME_STEP,)):
         newest = [y for _, y in seconds[-STEPS_FOR_ETA:]]
         remark = f"mean of the newest {len(newest)}; {duration(sum(y for _, y in seconds))} in all steps"
         boxes.append(("time per step", f"{compact(fmean(newest))} s", remark))
-    if records:
-        outcome = budget.outcome(spent(records[-1]["step"], records[-1]))
+    if columns.last:
+        outcome = budget.outcome(spent(columns.last["step"], columns.last))
         boxes.append(("progress", outcome, f"limit: {budget.describe()}"))
     return boxes
 
 
-def measured(records: Records, names: Names) -> list[Point]:
-    """Return (step, value) of the first of ``names`` that the run recorded, where it is a number."""
-    name = next((name for name in names if any(name in record for record in records)), "")
-    return [(record["step"], record[name]) for record in records if record.get(name) is not None]
+def measured(columns: Columns, names: Names) -> list[Point]:
+    """Return (step, value) of the first of ``names`` that the run measured, where it is a number."""
+    for name in names:
+        known = np.isfinite(columns[name])
+        if known.any():
+            return list(zip(columns.steps[known].tolist(), columns[name][known].tolist(), strict=True))
+    return []
 
 
-def _points(records: Records, name: str, metric: Names) -> list[Point]:
+def _points(columns: Columns, name: str, metric: Names) -> list[Point]:
     scale = 100 if PERCENT in name else 1
-    return [(step, scale * value) for step, value in measured(records, metric)]
+    return [(step, scale * value) for step, value in measured(columns, metric)]
 
 
-def _seconds(records: Records) -> dict[float, float]:
-    """Return for each step the seconds from the start of the first recorded step to its end."""
-    if not records:
-        return {}
-    start = records[0]["time"] - (records[0].get(TIME_STEP) or 0.0)
-    return {records[0]["step"] - 1: 0.0} | {record["step"]: record["time"] - start for record in records}
+def _seconds(columns: Columns) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the steps, and the seconds from the start of the first recorded step to the end of each."""
+    if not len(columns.steps):
+        return None
+    times, first = columns.times, columns[TIME_STEP][0]
+    start = times[0] - (first if math.isfinite(first) else 0.0)
+    return np.append(columns.steps[0] - 1, columns.steps), np.append(0.0, times - start)
 
 
-def _stage_seconds(record: dict[str, Any]) -> dict[str, float]:
-    """Return seconds by stage, without the stages that the step did not have."""
-    return {stage: record[f"time/{stage}"] for stage in STAGES if record.get(f"time/{stage}") is not None}
-
-
-def _accuracy_chart(evaluations: Sequence[Evaluation], seconds: Mapping[float, float]) -> Chart:
+def _accuracy_chart(evaluations: Sequence[Evaluation], seconds: Any) -> Chart:
     drawn = []
     for name in dict.fromkeys(row.result.benchmark for row in evaluations):
         rows = {row.step: row.accuracy for row in evaluations if row.result.benchmark == name}

@@ -10,10 +10,12 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from megatron_eqlen.files import naming, write_text
 from megatron_eqlen.report.trackers import Tracker
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from megatron_eqlen.report.samples import Samples
 
 FILE = "metrics.jsonl"
+TAIL = 1 << 18
+"""Bytes read from the end of the file at first; a record has some thousands."""
 
 Records = list[dict[str, Any]]
 """One dict a step: ``step`` (int), ``time`` (Unix seconds), and the metrics (float, None if not finite)."""
@@ -74,14 +78,50 @@ def read_metrics(folder: Path) -> Records:
     A torn last line is left out with a warning. Raises ValueError with file and line for any other line that
     is no record of a step.
     """
-    path = folder / FILE
+    return list(_records(folder / FILE))
+
+
+def read_newest(folder: Path, count: int) -> Records:
+    """Return the records of the newest ``count`` steps, from the end of the file alone."""
+    path, size = folder / FILE, TAIL
     if not path.is_file():
         return []
-    data = path.read_bytes()
-    complete = data[: data.rfind(b"\n") + 1]
-    if len(complete) < len(data):
-        logger.warning("%s: dropped a torn last line of %d bytes", path, len(data) - len(complete))
-    return [_record(line, f"{path}:{number}") for number, line in enumerate(complete.splitlines(), 1)]
+    with open(path, "rb") as file:
+        whole = file.seek(0, 2)
+        while True:
+            file.seek(max(whole - size, 0))
+            lines = file.read().split(b"\n")[:-1]  # the last is empty, or torn
+            if size >= whole or len(lines) > count:
+                return [_record(line, str(path)) for line in lines[-count:]]
+            size *= 4
+
+
+class Columns:
+    """A run's metrics as columns: ``steps`` and ``times`` (Unix seconds), and by name the values of those
+    that are asked for, float64 arrays with an element for each step; NaN where a step has no number."""
+
+    def __init__(self, folder: Path, names: Collection[str]) -> None:
+        self.last: dict[str, Any] = {}
+        """The whole record of the newest step; empty before the first."""
+        rows = []
+        for self.last in _records(folder / FILE):
+            rows.append((self.last["step"], self.last["time"], *map(self.last.get, names)))
+        table = np.array(rows, float).reshape(-1, 2 + len(names)).T
+        self.steps, self.times, self._values = table[0], table[1], dict(zip(names, table[2:], strict=True))
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._values[name]
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.is_file():
+        return
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                logger.warning("%s: dropped a torn last line of %d bytes", path, len(line))
+                return
+            yield _record(line, f"{path}:{number}")
 
 
 def _record(line: bytes, where: str) -> dict[str, Any]:

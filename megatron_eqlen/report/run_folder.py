@@ -47,7 +47,7 @@ from megatron_eqlen.processes.watchdog import HANGS, remove_quiet
 from megatron_eqlen.recipe import MAY_CHANGE, Recipe, RecipeError, differences, is_under
 from megatron_eqlen.recipe.load import RECIPE, dump, load
 from megatron_eqlen.report.metrics import FILE as METRICS
-from megatron_eqlen.report.metrics import read_metrics
+from megatron_eqlen.report.metrics import read_newest
 from megatron_eqlen.report.run_state import read_state
 
 IMPORTED = time.time()
@@ -154,7 +154,7 @@ class RunFolder:
         evaluated = self.evaluation("after").exists() or not recipe.evaluation.benchmarks
         if not (evaluated and self.export.exists() and self.report.exists()):
             return False
-        return any(recipe.budget.ended_by(spent(last["step"], last)) for last in read_metrics(self.path)[-1:])
+        return any(recipe.budget.ended_by(spent(last["step"], last)) for last in read_newest(self.path, 1))
 
     def remove_old_streams(self, recipe: Recipe, saved: int) -> None:
         """Remove records of steps that ``report.keep_streams`` does not name; steps after the checkpoint of
@@ -173,7 +173,7 @@ class RunFolder:
     def reopen(self) -> None:
         """Rename the final evaluation and export of an ended run after its last step, because the run
         continues."""
-        metrics = read_metrics(self.path)
+        metrics = read_newest(self.path, 1)
         label = step_name(int(metrics[-1]["step"]) if metrics else 0)
         ended = {
             self.evaluation("after"): self.evaluation(label),

@@ -14,6 +14,9 @@ from megatron_eqlen.processes.failures import free_space
 
 STEPS, WARNINGS = 4, 20
 """Numbers of newest steps whose stages, and of newest warnings that the state has."""
+STAGES = 1000
+"""Number of newest events among which stages are read: many times those of ``STEPS`` steps. They are nearly
+all events of a long run."""
 
 Moment = tuple[float, str]
 """Seconds since 1970, and a stage that began or a warning that was given then."""
@@ -65,8 +68,6 @@ class RunState:
     """Notice that SLURM told the newest try to end."""
     sign_of_life: float = 0.0
     """Time of the newest event, or of the newest sign of life without one."""
-    offset: int = 0
-    """Number of bytes of the record that the state is made of."""
 
     def take(self, event: Event) -> None:
         """Change the state as the event says. Unknown kinds, of a later version, change nothing."""
@@ -113,16 +114,13 @@ class RunState:
                 self.ended, self.end_error = True, event["error"]
 
 
-def read_state(run: Path, before: RunState | None = None) -> RunState:
-    """Return the state of the run in the folder ``run``. ``before``: an earlier state of it, which is brought
-    up to date."""
-    state = before or RunState()
-    file, lost = run / events.FILE, run / events.LOST
-    found, state.offset = events.read(run, state.offset)
+def read_state(run: Path) -> RunState:
+    """Return the state of the run in the folder ``run``."""
+    state, file, lost = RunState(), run / events.FILE, run / events.LOST
     with expecting("an event", file):
-        for event in found:
+        for event in events.read(run, STAGES):
             state.take(event)
-    if state.offset:
+    if file.exists():
         state.sign_of_life = file.stat().st_mtime
     if not state.first_error and lost.exists() and lost.stat().st_mtime >= state.began:
         state.first_error = (

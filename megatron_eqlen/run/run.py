@@ -44,7 +44,7 @@ from megatron_eqlen.recipe.inputs import local_path
 from megatron_eqlen.report.metrics import FILE as METRICS
 from megatron_eqlen.report.metrics import MetricsWriter, read_metrics
 from megatron_eqlen.report.model_card import write_model_card
-from megatron_eqlen.report.page import write_page
+from megatron_eqlen.report.page import PageWriter, write_page
 from megatron_eqlen.report.run_folder import RunFolder
 from megatron_eqlen.report.samples import Samples, samples
 from megatron_eqlen.report.trackers import start_trackers
@@ -74,6 +74,7 @@ class Run:
         if self.recipe.profile.out_of_memory:
             self._watch_memory()
         self.writer: MetricsWriter | None = None
+        self.page = PageWriter(self.folder.path)
         self.spent = Spent()
         """Budget spent on the completed steps."""
         self.begun = 0
@@ -274,7 +275,10 @@ class Run:
         every = self.recipe.evaluation.every
         if not every or (step.number + 1) % every:
             return step
-        return step.log(self.evaluate(step_name(step.number + 1), rollouts))
+        step = step.log(self.evaluate(step_name(step.number + 1), rollouts))
+        if distributed.is_rank0():
+            self.page.update()
+        return step
 
     def end(self, step: Step) -> None:
         """Count the step, and write its metrics."""
@@ -348,6 +352,7 @@ class Run:
         if distributed.is_rank0():
             self.session.events.note("saved", step=self.saved)
             self.folder.remove_old_streams(self.recipe, self.saved)
+            self.page.update()
         return metrics | {TIME_CHECKPOINT: seconds[TIME_CHECKPOINT] + self.saving_seconds}
 
     def _save(self, step: Step, policy: Policy) -> None:

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_eqlen.models import checkpoint_folder
-from megatron_eqlen.report.status import status
+from megatron_eqlen.report.run_state import read_state
+from megatron_eqlen.report.status import condition
 from megatron_eqlen.rollout.record.arrow_log import batches
 from megatron_eqlen.rollout.record.format import SEGMENTS
 from megatron_eqlen.rollout.record.reader import read_step
@@ -65,7 +66,7 @@ def test_steps_that_train_nothing_are_said_and_skipped_ones_leave_the_checkpoint
     assert "no checkpoint after step 2" in said.stdout
     assert "WARNING: 2 of 3 steps trained nothing" in said.stdout
     assert re.search(r"\nafter the last step: checkpoint \d+\.\d s, export \d+\.\d s\n", said.stdout)
-    warned = [text for _, text in status(home / "idle").warnings]
+    warned = [text for _, text in read_state(home / "idle").warnings]
     assert warned[0].startswith("step 1 trained nothing")
     assert warned[1].startswith("update 1 is skipped")
     assert "the rollout_logprob of token 0 is nan" in said.stderr
@@ -130,7 +131,7 @@ def test_killed_in_mid_harvest_it_resumes_from_the_journal_and_ends_with_the_sam
     job = start("-c", HOLDS_IN_MID_HARVEST, *arguments)
     assert within(300, lambda: tokens_in(journal) > 100 or job.poll() is not None), job.stderr
     job.kill()
-    assert status(folder).condition == "killed"
+    assert condition(folder) == "killed"
     train(home, "long-killed", *LONG)
     tokens = [[segment.token_ids for segment in streams_of(run)] for run in (folder, whole)]
     assert all(np.array_equal(mine, others) for mine, others in zip(*tokens, strict=True))
@@ -180,7 +181,7 @@ def test_killed_at_any_moment_and_started_again_it_ends_the_same(home, trained, 
     wait_for_steps(folder, 2, *ranks)
     for rank in ranks:
         rank.kill()
-    assert status(folder).condition == "killed"
+    assert condition(folder) == "killed"
     train(home, "killed", NO_EVALUATION, ranks=2)
     assert column(folder, "step") == [1, 2, 3]
     assert column(folder, "loss/total") == column(whole, "loss/total")
@@ -237,7 +238,7 @@ def test_a_stop_file_of_after_the_commands_start_ends_the_run_before_it_begins(h
     said = run(*command(home, "early", "cluster.processes_per_node=2"), ranks=2, EQLEN_BEGAN="0").stdout
     assert f"stopped before it began, as {folder}/STOP asked; the same command starts it" in said
     assert not (folder / "STOP").exists()
-    assert status(folder).condition == "stopped"
+    assert condition(folder) == "stopped"
     assert not (folder / "evaluation").exists()
 
 

@@ -19,7 +19,7 @@ from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.report.rollouts import recipe_of
 from megatron_eqlen.report.run_state import read_state
-from megatron_eqlen.report.status import status
+from megatron_eqlen.report.status import condition
 from megatron_eqlen.rollout.record.reader import read_step
 from tests.kit import ROOT
 from tests.kit.jobs import run
@@ -56,7 +56,7 @@ def test_the_run_folder_is_complete(trained):
         "step-00000003",
     ]
     assert not (trained / "hang").exists()
-    assert status(trained).condition == "complete"
+    assert condition(trained) == "complete"
     first, *later = metrics(trained)
     assert first.get("checkpoint/bytes") is None
     for step in read_state(trained).steps:

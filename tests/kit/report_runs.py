@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import re
-from html import unescape
 from pathlib import Path
-from typing import Any
 
 import tests.kit.rollouts as kit
 from megatron_eqlen.hf.tokenizer import Tokenizer, load_tokenizer
@@ -90,8 +86,3 @@ def leave_a_span(run: Path, step: int, stage: str, began: float, ended: float) -
     """Record a stage that ended with its step."""
     events.append(run, "stage", time=ended, stage=stage, began=began)
     events.append(run, "step", time=ended, step=step)
-
-
-def charts_of(html: str) -> list[dict[str, Any]]:
-    """Return the data from which a page's charts are drawn."""
-    return [json.loads(unescape(data)) for data in re.findall(r"data-chart='([^']*)'", html)]

@@ -18,7 +18,7 @@ from tests.kit.processes import within
 
 
 def kinds(run: Path) -> list[str]:
-    return [event["kind"] for event in events.read(run)[0]]
+    return [event["kind"] for event in events.read(run)]
 
 
 def state(*happened: tuple[str, dict]) -> RunState:
@@ -33,11 +33,9 @@ def test_a_torn_line_is_skipped_and_the_next_event_stands_in_its_own_line(tmp_pa
     events.append(tmp_path, "started")
     with open(tmp_path / events.FILE, "ab") as file:
         file.write(torn)
-    found, offset = events.read(tmp_path)
-    assert [event["kind"] for event in found] == ["started"]
+    assert kinds(tmp_path) == ["started"]
     events.append(tmp_path, "step", step=1)
     assert kinds(tmp_path) == ["started", "step"]
-    assert [event["kind"] for event in events.read(tmp_path, offset)[0]] == ["step"], "only what is new"
 
 
 def _append(run: Path, writer: int) -> None:
@@ -52,7 +50,7 @@ def test_events_of_several_processes_do_not_mix(tmp_path):
         writer.start()
     for writer in writers:
         writer.join()
-    found, _ = events.read(tmp_path)
+    found = events.read(tmp_path)
     assert len(found) == 200
     for writer in range(4):
         assert [event["number"] for event in found if event["writer"] == writer] == list(range(50))
@@ -83,18 +81,23 @@ def test_events_noted_before_the_folder_is_known_are_written_then(tmp_path):
     writer.note("warning", text="early")
     with pytest.raises(KeyError), writer.writing(tmp_path, lambda: None):
         raise KeyError("x")
-    (early, ended), _ = events.read(tmp_path)
+    early, ended = events.read(tmp_path)
     assert early["text"] == "early"
     assert ended["error"] == "KeyError: 'x'"
 
 
-def test_the_state_is_brought_up_to_date_by_what_is_new(tmp_path):
+def test_of_a_long_run_only_old_stages_are_not_read(tmp_path, monkeypatch):
+    events.append(tmp_path, "submitted", job="12")
     events.append(tmp_path, "started")
-    found = read_state(tmp_path)
-    events.append(tmp_path, "saved", step=7)
-    assert read_state(tmp_path, found) is found
-    assert found.saved == 7
-    assert found == read_state(tmp_path)
+    for step in range(1, 8):
+        events.append(tmp_path, "stage", stage="train", began=float(step))
+        events.append(tmp_path, "step", step=step)
+    whole = read_state(tmp_path)
+    monkeypatch.setattr("megatron_eqlen.report.run_state.STAGES", 4)
+    state = read_state(tmp_path)
+    assert (state.job, state.started, [step["step"] for step in state.steps]) == ("12", True, [4, 5, 6, 7])
+    assert [len(step["spans"]) for step in state.steps] == [0, 0, 1, 1]
+    assert [len(step["spans"]) for step in whole.steps] == [1, 1, 1, 1]
 
 
 def test_a_killed_run_was_in_the_stages_that_have_no_end():

@@ -60,7 +60,7 @@ def test_torch_reads_what_is_recorded_and_so_do_we(run):
     assert theirs.message["message"] == "RuntimeError: no more"
     assert theirs.message["extraInfo"]["py_callstack"] == ours.traceback
     assert theirs.timestamp == int(ours.time)
-    (error,), _ = events.read(run)
+    (error,) = events.read(run)
     assert error["rank"] == 3
     assert error["text"].splitlines()[0].endswith("failed first: RuntimeError: no more")
     assert error["text"].endswith("raise error\nRuntimeError: no more")
@@ -106,7 +106,7 @@ def test_only_the_first_error_of_a_process_is_kept(run):
     failures.record(raised(RuntimeError("first")))
     failures.record(raised(RuntimeError("second")))
     assert [failure.message for failure in failures.read(run)] == ["RuntimeError: first"]
-    assert len(events.read(run)[0]) == 1
+    assert len(events.read(run)) == 1
 
 
 @pytest.mark.parametrize("error", [RuntimeError(BROKEN), HeldError("taken over")])
@@ -142,7 +142,7 @@ def test_a_lost_connection_is_said_by_the_name_of_its_host(monkeypatch, text, sa
 def test_without_a_launcher_nobody_else_tells_it(run, monkeypatch):
     monkeypatch.delenv(ERROR_FILE)
     assert not failures.record(raised(ValueError("wrong")))
-    assert events.read(run)[0][0]["kind"] == "error"
+    assert events.read(run)[0]["kind"] == "error"
     assert json.dumps(failures.read(run)) == "[]"
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.report.run_state import read_state
-from megatron_eqlen.report.status import status
+from megatron_eqlen.report.status import condition
 from tests.kit import ROOT
 from tests.kit.processes import within
 from tests.slurm.test_train_sbatch import TRAINER, Job
@@ -71,14 +71,14 @@ def test_status_says_that_a_job_was_cancelled_before_it_trained(submit, bed, tmp
     bed.run("scancel", job.id)
     bed.wait_for(job.id, "CANCELLED")
     assert within(20, lambda: read_state(job.run).cancelled)
-    assert status(job.run).condition == "cancelled"
+    assert condition(job.run) == "cancelled"
     later = submit("--", "--begin=now+1hour")
-    assert status(later.run).condition == "not started"
+    assert condition(later.run) == "not started"
     bed.program(tmp_path / "bin/squeue", "/usr/bin/squeue")
-    assert status(later.run).condition == "not started"
+    assert condition(later.run) == "not started"
     bed.run("scancel", later.id)
     bed.wait_for(later.id, "CANCELLED")
-    assert status(later.run).condition == "cancelled"
+    assert condition(later.run) == "cancelled"
 
 
 def test_near_the_time_limit_before_servers_are_up_the_job_starts_again(submit, bed):
