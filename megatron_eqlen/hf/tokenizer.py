@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +57,7 @@ class Tokenizer(ABC):
         return text.rpartition(after)[2][-longest:]
 
     def _spoken(self, token_ids: Sequence[int] | np.ndarray) -> list[int]:
-        ids = np.asarray(token_ids, np.int64)
-        return ids[~np.isin(ids, self._silent)].tolist()
+        return _without(token_ids, self._silent)
 
     def apply_chat_template(self, messages: list[Message], enable_thinking: bool | None = None) -> list[int]:
         """Return the token ids of ``messages`` up to the start of the assistant's answer.
@@ -198,6 +197,30 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         f"{path}: expected tokenizer.json, vocab.json or one SentencePiece .model file, "
         f"found {[model.name for model in models] or 'none'}"
     )
+
+
+def load_decoder(path: str | Path) -> Callable[[Sequence[int] | np.ndarray], str]:
+    """Return ``load_tokenizer(path).decode``; ``tokenizer.json`` is read without Transformers, whose import
+    takes seconds. Raises ValueError as ``load_tokenizer``."""
+    folder = Path(path)
+    if not (folder / "tokenizer.json").is_file():
+        return load_tokenizer(path).decode
+    from tokenizers import Tokenizer as Backend
+
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    config = _read_json(folder / "tokenizer_config.json")
+    eos, pad = (
+        backend.token_to_id(_token_text(config[key])) if config.get(key) else None
+        for key in ("eos_token", "pad_token")
+    )
+    ends, padding = _special_ids(folder, eos, pad)
+    silent = sorted(ends | {padding})
+    return lambda token_ids: backend.decode(_without(token_ids, silent), skip_special_tokens=False)
+
+
+def _without(token_ids: Sequence[int] | np.ndarray, silent: list[int]) -> list[int]:
+    ids = np.asarray(token_ids, np.int64)
+    return ids[~np.isin(ids, silent)].tolist()
 
 
 def _special_ids(

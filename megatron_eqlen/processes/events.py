@@ -26,7 +26,7 @@ from megatron_eqlen.files import naming
 from megatron_eqlen.processes.hold import HeldError
 
 FILE = "events.jsonl"
-STAGE = b'"kind": "stage"'
+STAGE, STEP = b'"kind": "stage"', b'"kind": "step"'
 LOST = "events.lost"
 """Empty file: an event could not be appended, because the disk is full."""
 BEAT = 15.0
@@ -51,29 +51,37 @@ def append(run: Path, kind: str, **fields: Any) -> None:
         raise
 
 
-def read(run: Path, stages: int | None = None) -> list[Event]:
-    """Return the events so far; of stages, if ``stages`` is given, only those among so many newest events.
+def read(run: Path, newest: int | None = None) -> list[Event]:
+    """Return the events so far; of steps and stages, if ``newest`` is given, only those in so many bytes at
+    the end.
 
     A last line without its end may still be in writing, and is left out. Lines that are not JSON were torn,
     and are skipped with a warning. Raises ValueError with the file's name for any other line.
     """
-    path, found = run / FILE, []
+    path, events = run / FILE, []
     if not path.exists():
         return []
-    lines = path.read_bytes().split(b"\n")[:-1]
-    old = 0 if stages is None else len(lines) - stages
-    for number, line in enumerate(lines):
-        if not line or (number < old and STAGE in line):
-            continue
-        try:
-            event = json.loads(line)
-        except ValueError:
-            logger.warning("%s: skipped a torn line of %d bytes", path, len(line))
-            continue
-        if not isinstance(event, dict) or not {"time", "kind"} <= event.keys():
-            raise ValueError(f"{path}: expected an event with a time and a kind, found {line[:80]!r}")
-        found.append(event)
-    return found
+    with open(path, "rb") as file:
+        old, place = 0 if newest is None else os.fstat(file.fileno()).st_size - newest, 0
+        for line in file:
+            place += len(line)
+            if place <= old and (STAGE in line or STEP in line):
+                continue
+            if line.endswith(b"\n") and line != b"\n":
+                events += _parsed(line.rstrip(b"\n"), path)
+    return events
+
+
+def _parsed(line: bytes, path: Path) -> list[Event]:
+    """Return the event of a line; none if the line was torn."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        logger.warning("%s: skipped a torn line of %d bytes", path, len(line))
+        return []
+    if not isinstance(event, dict) or not {"time", "kind"} <= event.keys():
+        raise ValueError(f"{path}: expected an event with a time and a kind, found {line[:80]!r}")
+    return [event]
 
 
 def _event(kind: str, fields: dict[str, Any]) -> Event:

@@ -54,7 +54,7 @@ def write_page(run: Path) -> Path:
         scripts=[library(), script] if script else [],
         recipe=recipe,
         recipe_text=dump(recipe),
-        rows=page_rows(run),
+        rows=page_rows(run, state),
         outcomes=outcomes(evaluated),
         facts=facts(columns, recipe.budget),
         charts=list(zip(drawn, elements, strict=True)),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_eqlen.files import step_folders, step_number
-from megatron_eqlen.hf.tokenizer import load_tokenizer
+from megatron_eqlen.hf.tokenizer import load_decoder
 from megatron_eqlen.recipe import ModelRecipe, Recipe
 from megatron_eqlen.recipe.inputs import local_path
 from megatron_eqlen.report.rollouts import Decode, RolloutView, Training, view
@@ -39,8 +39,6 @@ class Decoder(NamedTuple):
     """The part of a model's tokenizer that pages use."""
 
     decode: Decode
-    eos_token_ids: frozenset[int] = frozenset()
-    """End-of-sequence tokens; empty if unknown."""
     note: str = ""
     """Why token ids are shown instead of text; empty if text is shown."""
 
@@ -48,11 +46,10 @@ class Decoder(NamedTuple):
 def find_decoder(model: ModelRecipe) -> Decoder:
     """Return the decoder of the model's tokenizer; if there is none, one that prints token ids."""
     try:
-        tokenizer = load_tokenizer(local_path(model))
+        return Decoder(load_decoder(local_path(model)))
     except ValueError as error:
         note = f"Token ids instead of text: {error}"
         return Decoder(lambda token_ids: " ".join(map(str, token_ids)), note=note)
-    return Decoder(tokenizer.decode, tokenizer.eos_token_ids)
 
 
 class Recorded:

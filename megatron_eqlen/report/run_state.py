@@ -14,9 +14,9 @@ from megatron_eqlen.processes.failures import free_space
 
 STEPS, WARNINGS = 4, 20
 """Numbers of newest steps whose stages, and of newest warnings that the state has."""
-STAGES = 1000
-"""Number of newest events among which stages are read: many times those of ``STEPS`` steps. They are nearly
-all events of a long run."""
+NEWEST = 1 << 18
+"""Bytes at the end of the record in which steps and stages are read: many times those of ``STEPS`` steps.
+They are nearly all events of a long run."""
 
 Moment = tuple[float, str]
 """Seconds since 1970, and a stage that began or a warning that was given then."""
@@ -118,7 +118,7 @@ def read_state(run: Path) -> RunState:
     """Return the state of the run in the folder ``run``."""
     state, file, lost = RunState(), run / events.FILE, run / events.LOST
     with expecting("an event", file):
-        for event in events.read(run, STAGES):
+        for event in events.read(run, NEWEST):
             state.take(event)
     if file.exists():
         state.sign_of_life = file.stat().st_mtime

@@ -78,10 +78,10 @@ def rows(folder: Path) -> list[Row]:
     return [(name, text) for name, text in found if text]
 
 
-def page_rows(folder: Path) -> list[Row]:
+def page_rows(folder: Path, state: RunState) -> list[Row]:
     """Return the lines of a page about the run in ``folder``: those that will still hold when it is read,
     with times in place of ages, and where the run comes from."""
-    seen = _Seen(folder)
+    seen = _Seen(folder, state)
     holder = seen.holder
     ended = seen.condition not in ("running", "silent")
     found = [
@@ -110,9 +110,9 @@ def print_status(folder: Path, console: Console | None = None) -> None:
 class _Seen:
     """A run's files as they are now."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, state: RunState | None = None) -> None:
         self.recipe = load_run(folder)
-        self.folder, self.state = folder, read_state(folder)
+        self.folder, self.state = folder, state or read_state(folder)
         self.holder = hold.read_holder(folder / hold.FILE)
         self.records = read_newest(folder, SPARK_STEPS)
         self.last: dict[str, Any] = self.records[-1] if self.records else {}

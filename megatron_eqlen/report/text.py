@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from megatron_eqlen.hf.tokenizer import load_tokenizer
+from megatron_eqlen.hf.tokenizer import load_decoder
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.report.rollouts import (
     PairView,
@@ -43,7 +43,7 @@ def print_rollouts(
         console.print(
             f"{streams}: no run's recipe.yaml above it (or give one): what was trained is not known\n"
         )
-    decode = load_tokenizer(model).decode
+    decode = load_decoder(model)
     left = limit
     for name, files in recorded_steps(streams):
         rollouts = read_skeletons(files)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_eqlen.hf import tokenizer as hf_tokenizer
-from megatron_eqlen.hf.tokenizer import load_tokenizer
+from megatron_eqlen.hf.tokenizer import load_decoder, load_tokenizer
 from megatron_eqlen.rewards.code import grader as code
 from megatron_eqlen.rewards.code.grader import extract_program
 from megatron_eqlen.rewards.grader import END_OF_THINKING, answer_section
@@ -91,3 +91,11 @@ def test_after_the_thinking_no_more_is_decoded_than_needed(tokenizer, monkeypatc
     response = tokenizer.encode("so 5 or " * 20_000 + r"</think> \boxed{5}")
     assert tokenizer.decode_end(np.array(response), END_OF_THINKING, 32_768).strip() == r"\boxed{5}"
     assert sum(decoded) == hf_tokenizer.FIRST_READ
+
+
+@given(data=st.data())
+@settings(deadline=None)
+def test_pages_decode_as_the_tokenizer_does(tokenizer, data):
+    """Pages read tokenizer.json without Transformers."""
+    ids = data.draw(responses(tokenizer))
+    assert load_decoder(tokenizer.folder)(ids) == tokenizer.decode(ids)

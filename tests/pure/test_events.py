@@ -86,17 +86,17 @@ def test_events_noted_before_the_folder_is_known_are_written_then(tmp_path):
     assert ended["error"] == "KeyError: 'x'"
 
 
-def test_of_a_long_run_only_old_stages_are_not_read(tmp_path, monkeypatch):
+def test_of_a_long_run_only_old_steps_and_stages_are_not_read(tmp_path, monkeypatch):
     events.append(tmp_path, "submitted", job="12")
     events.append(tmp_path, "started")
     for step in range(1, 8):
         events.append(tmp_path, "stage", stage="train", began=float(step))
         events.append(tmp_path, "step", step=step)
-    whole = read_state(tmp_path)
-    monkeypatch.setattr("megatron_eqlen.report.run_state.STAGES", 4)
+    whole, lines = read_state(tmp_path), (tmp_path / events.FILE).read_bytes().splitlines(keepends=True)
+    monkeypatch.setattr("megatron_eqlen.report.run_state.NEWEST", len(b"".join(lines[-4:])))
     state = read_state(tmp_path)
-    assert (state.job, state.started, [step["step"] for step in state.steps]) == ("12", True, [4, 5, 6, 7])
-    assert [len(step["spans"]) for step in state.steps] == [0, 0, 1, 1]
+    assert (state.job, state.started, [step["step"] for step in state.steps]) == ("12", True, [6, 7])
+    assert [len(step["spans"]) for step in state.steps] == [1, 1]
     assert [len(step["spans"]) for step in whole.steps] == [1, 1, 1, 1]
 
 

@@ -233,7 +233,7 @@ def test_a_run_says_with_what_it_was_started(run, monkeypatch):
     made = recipe(run.parent, run_dir=str(run))
     write_run(run, made)
     RunFolder(made).open(made).check()
-    shown = dict(page_rows(run))
+    shown = dict(page_rows(run, read_state(run)))
     assert shown["command"] == "eqlen train 'a b.yaml' steps=3"
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert head.stdout.startswith(shown["commit"].split()[0])
@@ -247,7 +247,7 @@ def test_a_page_has_times_in_place_of_ages(run):
     life.steps(4)
     with life.timeline.span("evaluate"):
         life.wait_until(lambda state: state.stages)
-        written = dict(page_rows(run))
+        written = dict(page_rows(run, read_state(run)))
     assert not {"state", "now"} & {*written}
     assert written["last step"].startswith(time.strftime("%Y-%m-%d %H:"))
     assert " ago" not in " ".join(written.values())
