@@ -180,7 +180,8 @@ def _averaged(series: Series) -> Series:
     size = math.ceil(len(series.points) / MAX_POINTS)
     points = np.array(series.points, float)
     groups = np.split(points, range(size, len(points), size))
-    return Series(series.name, [(x, y) for x, y in (group.mean(axis=0).tolist() for group in groups)])
+    means = [(x, y) for x, y in (group.mean(axis=0).tolist() for group in groups)]
+    return Series(series.name, means, colour=series.colour, remark=series.last)
 
 
 # ---- what a run measured --------------------------------------------------------------------------------
@@ -191,7 +192,7 @@ def charts(columns: Columns, evaluations: Sequence[Evaluation]) -> list[Chart]:
     seconds = _seconds(columns)
     drawn = [_accuracy_chart(evaluations, seconds)] if evaluations else []
     for title, lines in CHARTS.items():
-        found = [Series(name, _points(columns, name, metric)) for name, metric in lines.items()]
+        found = [_averaged(Series(name, _points(columns, name, metric))) for name, metric in lines.items()]
         if shown := [series for series in found if series.points]:
             drawn.append(Chart(title, shown, seconds=seconds))
     return drawn
@@ -205,11 +206,13 @@ def stages(columns: Columns) -> Chart | None:
         return None
     overall = sum(totals.values())
     series = [
-        Series(
-            stage,
-            list(zip(columns.steps.tolist(), taken[stage].tolist(), strict=True)),
-            colour=COLOURED.index(stage),
-            remark=f"{compact(total / len(columns.steps))} s, {total / overall:.0%}",
+        _averaged(
+            Series(
+                stage,
+                list(zip(columns.steps.tolist(), taken[stage].tolist(), strict=True)),
+                colour=COLOURED.index(stage),
+                remark=f"{compact(total / len(columns.steps))} s, {total / overall:.0%}",
+            )
         )
         for stage, total in sorted(totals.items(), key=lambda item: -item[1])
     ]

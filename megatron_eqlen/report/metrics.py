@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import time
+from array import array
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -103,11 +104,12 @@ class Columns:
     def __init__(self, folder: Path, names: Collection[str]) -> None:
         self.last: dict[str, Any] = {}
         """The whole record of the newest step; empty before the first."""
-        rows = []
+        numbers, kept = array("d"), ("step", "time", *names)
         for self.last in _records(folder / FILE):
-            rows.append((self.last["step"], self.last["time"], *map(self.last.get, names)))
-        table = np.array(rows, float).reshape(-1, 2 + len(names)).T
-        self.steps, self.times, self._values = table[0], table[1], dict(zip(names, table[2:], strict=True))
+            values = map(self.last.get, kept)
+            numbers.extend(math.nan if value is None else value for value in values)
+        self._values = dict(zip(kept, np.array(numbers).reshape(-1, len(kept)).T, strict=True))
+        self.steps, self.times = self._values["step"], self._values["time"]
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._values[name]
