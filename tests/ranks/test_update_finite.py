@@ -44,10 +44,6 @@ def nan_logprob(node):
     node.tokens["logprobs"][1] = NAN
 
 
-def infinite_advantage(node):
-    node.advantage = -math.inf
-
-
 def in_a_column(policy, column, value):
     """Put a fault into a number of a row, after packing, on the rank that trains the tree."""
     read = Rows.__getitem__
@@ -91,7 +87,6 @@ def in_a_loss(policy):
 
 FAULTS = {
     "rollout_logprob": (lambda policy: None, in_a_tree(nan_logprob), NODE + ": the rollout_logprob"),
-    "advantage": (lambda policy: None, in_a_tree(infinite_advantage), NODE + ": the advantage"),
     "ref_logprob": (lambda p: in_a_column(p, "ref_logprobs", NAN), TREES, NODE + ": ref_logprobs of"),
     "old_logprob": (lambda p: in_a_column(p, "old_logprobs", NAN), TREES, NODE + ": old_logprobs of"),
     "late_advantage": (lambda p: in_a_column(p, "advantages", math.inf), TREES, "advantages of token"),
