@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
 
@@ -10,7 +12,8 @@ class Segments:
 
     def __init__(self, segment_ids: torch.Tensor) -> None:
         """segment_ids: [n] int64, the same for tokens of the same segment."""
-        _, self.number, counts = torch.unique(segment_ids, return_inverse=True, return_counts=True)
+        unique = torch.unique(segment_ids, return_inverse=True, return_counts=True)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        _, self.number, counts = cast(tuple[torch.Tensor, torch.Tensor, torch.Tensor], unique)
         self.count = len(counts)
         self.length = counts[self.number]
         """[n] int64"""
