@@ -13,7 +13,6 @@ from megatron_eqlen.processes.quiet import quiet
 
 BENCHMARKS = {
     "harvest": "equal-length and independent harvest against plain LLM.generate on one engine",
-    "sync": "weight syncs into the engine in process and into servers",
     "gpu": "attention, delta rule, head and layers at the paper's shapes on one GPU, beside yardsticks",
     "trees": "forward and backward of token trees against 2N and N + 1 sequences",
     "grade": "answers a second of the math grader and the code sandbox",
