@@ -10,7 +10,7 @@ from megatron_eqlen.rollout.vllm.server.__main__ import server_command
 from tests.kit import jobs
 from tests.kit.asynchronous import asynchronous
 from tests.kit.rollout_kit import open_engine, server_recipe
-from tools.benchmarks.servers import ENVIRON, free_ports, wait_until_up
+from tests.kit.servers import ENVIRON, free_ports, wait_until_up
 
 
 @pytest.fixture(scope="module", params=["in turns", "asynchronous"])

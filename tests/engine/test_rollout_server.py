@@ -42,7 +42,7 @@ from tests.kit.jobs import Job
 from tests.kit.observers import OnPart
 from tests.kit.processes import descendants
 from tests.kit.rollout_kit import folder, server_recipe
-from tools.benchmarks.servers import free_ports
+from tests.kit.servers import free_ports
 
 EOS = range(1, 7)
 NORM = "model.norm.weight"

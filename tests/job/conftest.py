@@ -9,8 +9,8 @@ from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.processes.lifeline import named
 from megatron_eqlen.rollout.vllm.server.__main__ import server_command
 from tests.kit import jobs
+from tests.kit.servers import ENVIRON, free_ports, wait_until_up
 from tests.kit.train_runs import make_home, train
-from tools.benchmarks.servers import ENVIRON, free_ports, wait_until_up
 
 
 @pytest.fixture(scope="session")

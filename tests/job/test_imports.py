@@ -28,7 +28,6 @@ def test_only_a_start_of_vllm_imports_it():
             "megatron_eqlen.plan",
             "megatron_eqlen.rollout.vllm.client",
             "tools.benchmarks.harvest",
-            "tools.benchmarks.servers",
         ]
     )
 

@@ -21,12 +21,11 @@ from megatron_eqlen.report.rollouts import recipe_of
 from megatron_eqlen.report.run_state import read_state
 from megatron_eqlen.report.status import condition
 from megatron_eqlen.rollout.record.reader import read_step
-from tests.kit import ROOT
+from tests.kit import ROOT, servers
 from tests.kit.jobs import run
 from tests.kit.processes import are_gone, command_line, descendants, within
+from tests.kit.servers import free_ports
 from tests.kit.train_runs import NO_EVALUATION, STEPS, column, command, metrics, train
-from tools.benchmarks import servers
-from tools.benchmarks.servers import free_ports
 from tools.tokenizer_maker import write_sentencepiece_tokenizer
 
 

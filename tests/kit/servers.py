@@ -1,4 +1,4 @@
-"""vLLM servers on this machine, for benchmarks and tests."""
+"""vLLM servers on this machine."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from megatron_eqlen.processes.lifeline import named
-from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.rollout.vllm.server.__main__ import server_command
 
 ENVIRON = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """Environment: several servers on one machine must not bind their threads to the same cores."""
@@ -23,23 +20,6 @@ ENVIRON = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 class Process(Protocol):
     def poll(self) -> int | None: ...
-
-
-@contextmanager
-def running(recipe: Recipe, count: int, **environ: str) -> Iterator[dict[str, subprocess.Popen]]:
-    """Yield ``count`` running servers of ``recipe``'s model, by URL; ``environ`` adds to their
-    environment."""
-    started = {}
-    try:
-        for port in free_ports(count):
-            command, extra = server_command(recipe, port, "127.0.0.1")
-            started[f"http://127.0.0.1:{port}"] = start(command, extra | environ)
-        for url, process in started.items():
-            wait_until_up(url, process)
-        yield started
-    finally:
-        for process in started.values():
-            stop(process)
 
 
 def start(
