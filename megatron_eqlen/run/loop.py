@@ -23,9 +23,10 @@ from megatron_eqlen.processes.hold import Hold
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.load import RECIPE, dump
 from megatron_eqlen.run.ahead import Ahead
+from megatron_eqlen.run.evaluations import evaluate
 from megatron_eqlen.run.generation import Generator, Rollouts
 from megatron_eqlen.run.replay import Replay
-from megatron_eqlen.run.run import Run, evaluate
+from megatron_eqlen.run.run import Run
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Step
 from megatron_eqlen.training.policy import Policy
@@ -46,12 +47,12 @@ def train(recipe: Recipe, replay: Path | None = None) -> None:
         rollouts = start_rollouts(session, run.folder.streams, replay)
         run.resume(rollouts)
         rollouts.update_weights(policy)
-        run.evaluate("before", rollouts)
+        run.evaluations.evaluate("before", rollouts)
         while run.has_next_step():
             step = rollouts.collect(run.begin(policy))
             step, trees = run.build_trees(step)
             rollouts.sleep()
-            step = step.log(run.finish_checkpoint())
+            step = step.log(run.checkpoints.finish())
             step = step.log(run.unpark(policy))
             step = run.update(step, policy, trees)
             step = step.log(run.park(policy))
@@ -62,7 +63,7 @@ def train(recipe: Recipe, replay: Path | None = None) -> None:
             run.checkpoint_if_due(step, policy)
             del step, trees  # free these arrays before the next step's are made
         if run.complete:
-            run.evaluate("after", rollouts)
+            run.evaluations.evaluate("after", rollouts)
             run.export(policy)
         run.report(rollouts)
 

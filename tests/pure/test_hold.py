@@ -9,7 +9,9 @@ import pytest
 
 from megatron_eqlen.processes.hold import HeldError, Hold
 from megatron_eqlen.processes.timeline import Timeline
+from megatron_eqlen.report.page import PageWriter
 from megatron_eqlen.report.run_folder import RunFolder
+from megatron_eqlen.run.checkpoints import Checkpoints
 from megatron_eqlen.run.run import Run
 from megatron_eqlen.run.step import Step
 from tests.kit.report_runs import recipe
@@ -80,15 +82,17 @@ def test_a_lock_that_the_file_system_has_dropped_is_noticed(tmp_path):
 
 def test_a_run_that_was_taken_over_puts_nothing_in_force(tmp_path, monkeypatch):
     """Metrics, checkpoint and export are not written: the functions that would are not there to be called."""
-    monkeypatch.setattr("megatron_eqlen.run.run.agree", lambda ask: ask())
+    for module in ("run", "checkpoints"):
+        monkeypatch.setattr(f"megatron_eqlen.run.{module}.agree", lambda ask: ask())
     run: Any = object.__new__(Run)
     run.recipe = recipe(tmp_path, run_dir=str(tmp_path / "run"))
     run.folder, run.session = RunFolder(run.recipe), SimpleNamespace(timeline=Timeline())
-    run.saving, run.profiler = object(), SimpleNamespace(end=lambda step: None)
+    run.checkpoints = Checkpoints(run.session, run.folder, PageWriter(tmp_path))
+    run.checkpoints._saving, run.profiler = object(), SimpleNamespace(end=lambda step: None)
     try_of(monkeypatch, "7", 0)
     run.folder.open(run.recipe)
     try_of(monkeypatch, "7", 1)
     RunFolder(run.recipe).open(run.recipe)
-    for last_word in (lambda: run.end(Step(0, 0)), run.finish_checkpoint, lambda: run.export(None)):
+    for last_word in (lambda: run.end(Step(0, 0)), run.checkpoints.finish, lambda: run.export(None)):
         with pytest.raises(HeldError, match="has taken this run over"):
             last_word()

@@ -12,6 +12,8 @@ from megatron_eqlen.run import loop
 from megatron_eqlen.run.step import Step
 
 STEPS = 3
+VALUES = ("folder", "complete", "mismatch", "checkpoints", "evaluations")
+"""Attributes that the loop reads; all others are verbs."""
 
 
 class Recorded:
@@ -26,7 +28,7 @@ class Recorded:
             answer = self.answers.get(verb, {})
             return answer(*arguments) if callable(answer) else answer
 
-        return self.answers[verb] if verb in ("folder", "complete", "mismatch") else call
+        return self.answers[verb] if verb in VALUES else call
 
 
 @pytest.fixture
@@ -40,6 +42,8 @@ def calls(monkeypatch) -> list[str]:
         calls,
         {
             "folder": SimpleNamespace(streams=None),
+            "checkpoints": Recorded("checkpoints", calls, {}),
+            "evaluations": Recorded("evaluations", calls, {}),
             "complete": True,
             "has_next_step": lambda: next(left),
             "begin": lambda policy: step,
@@ -89,7 +93,7 @@ def test_the_trainer_is_parked_whenever_the_engine_is_awake(calls):
         if call == "run.update":
             assert not parked
             assert not awake
-        if call in ("engine.collect", "run.evaluate", "run.evaluate_if_due"):
+        if call in ("engine.collect", "evaluations.evaluate", "run.evaluate_if_due"):
             assert awake, call
     assert calls.count("run.update") == STEPS
 
@@ -99,7 +103,7 @@ def test_the_phases_of_a_run_come_in_the_order_of_the_loop(calls):
         "run.load": "load",
         "engine.build": "start",
         "engine.update_weights": "sync",
-        "run.evaluate": "evaluate",
+        "evaluations.evaluate": "evaluate",
         "engine.collect": "generate",
         "run.update": "train",
         "run.checkpoint_if_due": "checkpoint",
@@ -113,7 +117,7 @@ def test_a_checkpoint_is_in_force_before_what_it_is_written_from_changes(calls):
     for call in calls:
         if call == "run.checkpoint_if_due":
             being_written = True  # ``Run`` waits for the last one itself
-        elif call == "run.finish_checkpoint":
+        elif call == "checkpoints.finish":
             being_written = False
         assert not (being_written and call in ("run.unpark", "run.update")), call
-    assert calls.count("run.finish_checkpoint") == STEPS
+    assert calls.count("checkpoints.finish") == STEPS

@@ -1,0 +1,88 @@
+"""Checkpoints of a run: the one that it starts from, and the one that is being written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_eqlen import metrics as m
+from megatron_eqlen.files import CheckpointError
+from megatron_eqlen.processes import distributed
+from megatron_eqlen.processes.distributed import agree
+from megatron_eqlen.recipe.budget import COSTS, Budget, Spent
+from megatron_eqlen.report.page import PageWriter
+from megatron_eqlen.report.run_folder import RunFolder
+from megatron_eqlen.run.session import Session
+from megatron_eqlen.training import checkpoint
+from megatron_eqlen.training.policy import Policy
+from megatron_eqlen.types import Metrics
+
+
+class Checkpoints:
+    """Loads the newest checkpoint and writes new ones, beside the stages that follow where the recipe says
+    so."""
+
+    def __init__(self, session: Session, folder: RunFolder, page: PageWriter) -> None:
+        self._session, self._folder, self._page = session, folder, page
+        self._saving: checkpoint.Saving | None = None
+        self._seconds = 0.0  # that beginning the checkpoint being written took
+        self.saved = 0
+        """Steps taken when the newest checkpoint was begun."""
+
+    def load(self, policy: Policy) -> dict[str, Any] | None:
+        """Load the newest checkpoint into the policy and return its other contents, None if there is none.
+
+        Raises CheckpointError if one was saved and none is there, NonFiniteError if a weight is not finite.
+        """
+        position = checkpoint.load(self._folder.checkpoints, policy)
+        policy.check_weights()
+        if position is None:
+            if fault := agree(self._folder.lost_checkpoints):
+                raise CheckpointError(fault)
+        else:
+            self.saved = position["step"]
+        return position
+
+    def save(self, spent: Spent, data: Any, policy: Policy, last: bool) -> None:
+        """Begin a checkpoint after ``spent.steps`` steps. ``data``: position of the data source, on rank 0;
+        ``last``: no step follows, so wait until it is written."""
+        position = {"data": agree(lambda: data), **{key: getattr(spent, key) for key in COSTS}}
+        options = self._session.recipe.checkpoint
+        with self._session.stage("checkpoint") as seconds:
+            self._saving = checkpoint.begin(
+                self._folder.checkpoints, spent.steps, policy, position, options.keep
+            )
+        self.saved, self._seconds = spent.steps, seconds[m.TIME_CHECKPOINT]
+        if last or not options.background:
+            self.finish()
+
+    def finish(self) -> Metrics:
+        """Put a checkpoint that is being written in force, before the next update changes the tensors it is
+        read from."""
+        if self._saving is None:
+            return {}
+        check_held(self._folder)
+        with self._session.stage("checkpoint") as seconds:
+            metrics = self._saving.finish()
+        self._saving = None
+        if distributed.is_rank0():
+            self._session.events.note("saved", step=self.saved)
+            self._folder.remove_old_streams(self._session.recipe, self.saved)
+            self._page.update()
+        return metrics | {m.TIME_CHECKPOINT: seconds[m.TIME_CHECKPOINT] + self._seconds}
+
+
+def check_held(folder: RunFolder) -> None:
+    """Check, before anything is put in force, that no later try of this job has taken the run over. Raises
+    HeldError on every rank if one has."""
+    agree(lambda: folder.hold and folder.hold.check())
+
+
+def spent_until(position: dict[str, Any], budget: Budget) -> Spent:
+    """Return what a checkpoint's run had spent. Raises CheckpointError if it does not say how much of a
+    limited quantity was spent, because it was written before that was counted."""
+    for key, limit in budget.limits():
+        if key in COSTS and key not in position:
+            raise CheckpointError(
+                f"{key}: {limit:g} limits this run, but its checkpoint does not say how much was spent before"
+            )
+    return Spent(position["step"], **{key: position.get(key, 0.0) for key in COSTS})

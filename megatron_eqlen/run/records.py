@@ -1,0 +1,84 @@
+"""Metrics of a run's steps as they are written and shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_eqlen import metrics as m
+from megatron_eqlen.processes import distributed
+from megatron_eqlen.processes.timeline import Span
+from megatron_eqlen.report.metrics import FILE as METRICS
+from megatron_eqlen.report.metrics import MetricsWriter, read_metrics
+from megatron_eqlen.report.run_folder import RunFolder
+from megatron_eqlen.report.samples import Samples, samples
+from megatron_eqlen.report.trackers import start_trackers
+from megatron_eqlen.run.session import Session
+from megatron_eqlen.types import Metrics
+
+
+class Records:
+    """Writes each step's metrics to ``metrics.jsonl``, trackers and screen. On rank 0; nothing elsewhere."""
+
+    def __init__(self, session: Session, folder: RunFolder) -> None:
+        self._session, self._folder = session, folder
+        self._writer: MetricsWriter | None = None
+        self._idle_steps = 0  # without an update, on rank 0
+
+    def compare(self, steps: int, resumed: bool) -> None:
+        """Report disagreements with the records of the ``steps`` steps before this start."""
+        if not distributed.is_rank0():
+            return
+        records = read_metrics(self._folder.path)
+        recorded = {record["step"] for record in records}
+        self._idle_steps = sum(record.get(m.UPDATES) == 0 for record in records if record["step"] <= steps)
+        if not resumed and recorded:
+            self._session.progress.say(
+                f"no checkpoint was saved yet: {len(recorded)} steps are trained again"
+            )
+        missing = [step for step in range(1, steps + 1) if step not in recorded]
+        if missing:
+            self._session.progress.warn(
+                f"{self._folder.path / METRICS} has no record of {len(missing)} of {steps} steps (the "
+                f"first: step {missing[0]}): the run continues, and reports and comparisons lack them"
+            )
+
+    def open(self, steps: int) -> None:
+        """Continue the records after ``steps`` steps."""
+        if distributed.is_rank0():
+            trackers = start_trackers(self._folder.path, steps, self._session.recipe)
+            self._writer = MetricsWriter(self._folder.path, steps, trackers)
+            self._session.enter(self._writer)
+
+    def write(self, steps: int, metrics: Metrics, step_name: str) -> None:
+        """Record step number ``steps``, counted from 1."""
+        if self._writer is not None:
+            self._writer.write(steps, metrics, self._samples(steps, step_name))
+        self._session.events.note("step", step=steps)
+        self._idle_steps += metrics.get(m.UPDATES) == 0
+        self._session.progress.step(steps, metrics)
+
+    def _samples(self, steps: int, step_name: str) -> Samples | None:
+        """Return samples of the step's rollouts for trackers, if the recipe asks for them."""
+        recipe = self._session.recipe
+        if not recipe.report.samples_every or steps % recipe.report.samples_every:
+            return None
+        return samples(self._folder.streams / step_name, recipe, self._session.tokenizer.decode)
+
+    def warn_of_idle_steps(self, steps: int) -> None:
+        """Warn at the end of a run if some of its steps, or all, trained nothing."""
+        if self._idle_steps and self._idle_steps == steps:
+            self._session.progress.warn(
+                "no step trained anything; the weights are those that the run started from"
+            )
+        elif self._idle_steps:
+            self._session.progress.warn(f"{self._idle_steps} of {steps} steps trained nothing")
+
+
+def seconds_by_stage(spans: Sequence[Span]) -> str:
+    """Return ``checkpoint 3.1 s, evaluate 12.0 s, export 2.2 s``: the stages of a run's end, which no step's
+    record holds."""
+    took = dict.fromkeys(("checkpoint", "evaluate", "export"), 0.0)
+    for span in spans:
+        if span.stage in took:
+            took[span.stage] += span.ended - span.began
+    return ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in took.items() if seconds)
