@@ -13,7 +13,15 @@ from typing import Any
 
 import numpy as np
 from bokeh.embed import components
-from bokeh.models import BoxZoomTool, ColumnDataSource, CustomJSTickFormatter, HoverTool, ResetTool
+from bokeh.models import (
+    BasicTicker,
+    BoxZoomTool,
+    ColumnDataSource,
+    CustomJSTickFormatter,
+    DataRange1d,
+    HoverTool,
+    ResetTool,
+)
 from bokeh.plotting import figure
 from bokeh.resources import Resources
 
@@ -60,14 +68,14 @@ def _figure(chart: Chart) -> figure:
     for axis in (plot.xaxis, plot.yaxis):
         axis.axis_line_color = axis.major_tick_line_color = axis.minor_tick_line_color = None
         axis.formatter = CustomJSTickFormatter(code=LARGE_NUMBERS)
-        axis.ticker.desired_num_ticks = 5
+        axis.ticker = BasicTicker(desired_num_ticks=5)
     if chart.x_name == "step":
-        plot.xaxis.ticker.mantissas, plot.xaxis.ticker.min_interval = [1, 2, 5], 1
+        plot.xaxis.ticker = BasicTicker(desired_num_ticks=5, mantissas=[1, 2, 5], min_interval=1)
     source = ColumnDataSource(chart.columns())
     hovered = _bars(plot, chart, source) if chart.stacked else _lines(plot, chart, source)
     where = f"{chart.x_name} @x{{0.[00]}}" + (", @clock after the start" if chart.seconds else "")
     rows = [(series.name, f"@y{n}{{%.5g}}") for n, series in enumerate(chart.series)]
-    formatters = {f"@y{n}": "printf" for n in range(len(rows))}
+    formatters: Any = {f"@y{n}": "printf" for n in range(len(rows))}
     plot.add_tools(
         HoverTool(
             tooltips=[("", where), *rows], formatters=formatters, mode="vline", renderers=[hovered],
@@ -118,7 +126,7 @@ def _bars(plot: figure, chart: Chart, source: ColumnDataSource) -> Any:
     xs: Any = source.data["x"]
     width = 0.84 * (xs[-1] - xs[0]) / max(len(xs) - 1, 1) or 0.84
     bars = plot.vbar_stack(names, x="x", width=width, color=colours, source=source)
-    plot.y_range.start = 0
+    plot.y_range = DataRange1d(start=0)
     return bars[0]
 
 

@@ -117,7 +117,7 @@ class _Seen:
         self.records = read_newest(folder, SPARK_STEPS)
         self.last: dict[str, Any] = self.records[-1] if self.records else {}
         files = RunFolder(self.recipe.model_copy(update={"run_dir": str(folder)}))
-        self.condition = _condition(files, self.recipe, self.holder, self.state)
+        self.condition: Condition = _condition(files, self.recipe, self.holder, self.state)
         self.job, end = _job(folder, self.state) if self.condition != "complete" else ("", None)
         if end and self.condition in UNEXPLAINED:
             self.condition = end
