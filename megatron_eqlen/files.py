@@ -84,8 +84,8 @@ def expecting(what: str, file: Path) -> Iterator[None]:
     try:
         yield
     except (AttributeError, IndexError, KeyError, TypeError) as error:
-        found = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{file}: expected {what}, found something else ({found})") from None
+        fault = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{file}: expected {what}, found something else ({fault})") from None
 
 
 @contextlib.contextmanager

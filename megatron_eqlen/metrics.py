@@ -371,7 +371,7 @@ def over_ranks(ranks: Sequence[Metrics]) -> Metrics:
     memory = [
         {name: value for name, value in metrics.items() if name.startswith(MEMORY)} for metrics in ranks
     ]
-    found = at_once(memory)
+    combined = at_once(memory)
     for stage in STAGES if len(ranks) > 1 else ():
         times = [
             (metrics[f"time/{stage}"], -rank)
@@ -380,8 +380,8 @@ def over_ranks(ranks: Sequence[Metrics]) -> Metrics:
         ]
         if times:
             seconds, rank = max(times)
-            found |= {f"time/slowest/{stage}": seconds, f"time/slowest_rank/{stage}": float(-rank)}
-    return found
+            combined |= {f"time/slowest/{stage}": seconds, f"time/slowest_rank/{stage}": float(-rank)}
+    return combined
 
 
 def _names(parts: Sequence[Metrics]) -> Iterable[str]:

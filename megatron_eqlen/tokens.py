@@ -306,7 +306,7 @@ class Tokens:
 
     @property
     def nbytes(self) -> int:
-        return sum(found.nbytes for values in self.columns.values() for found in _arrays(values))
+        return sum(array.nbytes for values in self.columns.values() for array in _arrays(values))
 
     # ---- lengths only -------------------------------------------------------------------------------
 
@@ -342,7 +342,7 @@ class Tokens:
 
     def arrays(self) -> list[np.ndarray]:
         """Return all arrays, in the order of the columns."""
-        return [np.ascontiguousarray(found) for values in self.columns.values() for found in _arrays(values)]
+        return [np.ascontiguousarray(array) for values in self.columns.values() for array in _arrays(values)]
 
     def with_room(self) -> Tokens:
         """Return a bare table with new arrays in place of its placeholders, to be filled."""

@@ -338,8 +338,10 @@ class Row:
 
     def column(self, name: str) -> np.ndarray:
         """Return [S], a column of one number for each token; all ``Column.unknown`` if the row has none."""
-        found = self.columns.get(name)
-        return np.full(len(self.labels), COLUMNS[name].unknown) if found is None else cast(np.ndarray, found)
+        values = self.columns.get(name)
+        return (
+            np.full(len(self.labels), COLUMNS[name].unknown) if values is None else cast(np.ndarray, values)
+        )
 
 
 Metrics = dict[str, float]

@@ -29,9 +29,9 @@ def gpus(place: Place) -> Finding:
         asked = f"{place.processes} processes a node (cluster.processes_per_node)"
         return Finding("failed", f"{count} GPUs for {asked}", "ask SLURM for as many: --gpus-per-node")
     for device in range(count):
-        if (found := multiplied(torch.device("cuda", device))) != 64.0:
+        if (product := multiplied(torch.device("cuda", device))) != 64.0:
             return Finding(
-                "failed", f"GPU {device} computes {found} for 64", "leave the node out; nvidia-smi -q"
+                "failed", f"GPU {device} computes {product} for 64", "leave the node out; nvidia-smi -q"
             )
     names = {torch.cuda.get_device_properties(device).name for device in range(count)}
     return Finding("ok", f"{count} x {', '.join(sorted(names))}")
@@ -88,10 +88,10 @@ def delta_net_gradients(place: Place) -> Finding | None:
     if place.recipe is None or model_config(place.recipe).delta_net is None or not torch.cuda.is_available():
         return None
     version = metadata.version("triton")
-    found = tuple(map(int, re.findall(r"\d+", version)[:3]))
+    release = tuple(map(int, re.findall(r"\d+", version)[:3]))
     if (
         torch.cuda.get_device_capability()[0] != HOPPER
-        or not WRONG_ON_HOPPER[0] <= found < WRONG_ON_HOPPER[1]
+        or not WRONG_ON_HOPPER[0] <= release < WRONG_ON_HOPPER[1]
     ):
         return Finding("ok", f"Triton {version}")
     return Finding("failed", f"Triton {version} on Hopper, expected 3.7.1 or newer", "tools/setup gpu")

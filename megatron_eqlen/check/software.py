@@ -28,23 +28,23 @@ ANY = {"jsonl", "prepared"}
 
 
 def python(place: Place) -> Finding:
-    found = ".".join(map(str, sys.version_info[:3]))
+    version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info[:2] in PYTHONS:
-        return Finding("ok", f"{found}, {sys.executable}")
-    return Finding("failed", f"{found}, expected 3.12 or 3.13", "PYTHON=python3.12 tools/setup")
+        return Finding("ok", f"{version}, {sys.executable}")
+    return Finding("failed", f"{version}, expected 3.12 or 3.13", "PYTHON=python3.12 tools/setup")
 
 
 def package(wanted: Package, place: Place) -> Finding | None:
     """Import the package; where seconds matter, only look whether it is installed."""
     if wanted is FLA and not _has_delta_net(place):
         return None
-    found = packages.look(wanted) if place.short else packages.find(wanted)
-    name = f"{found.version}: {wanted.purpose}".removeprefix(": ")
-    if not found.fault:
+    state = packages.look(wanted) if place.short else packages.find(wanted)
+    name = f"{state.version}: {wanted.purpose}".removeprefix(": ")
+    if not state.fault:
         return Finding("ok", name)
-    if not found.installed:
+    if not state.installed:
         return Finding("missing", name, wanted.without or SETUP)
-    return Finding("failed", f"{name}. {found.fault}", wanted.without or f"{SETUP} installs what fits")
+    return Finding("failed", f"{name}. {state.fault}", wanted.without or f"{SETUP} installs what fits")
 
 
 def inputs(place: Place) -> Finding | None:
@@ -54,12 +54,12 @@ def inputs(place: Place) -> Finding | None:
         return None
     fetch(place.recipe)
     commits = "".join(f", {key} {commit}" for key, commit in revisions(place.recipe).items())
-    found = f"{place.recipe.model.path} and the data are there{commits}"
+    summary = f"{place.recipe.model.path} and the data are there{commits}"
     if place.short:
-        return Finding("ok", found)
+        return Finding("ok", summary)
     model = local_path(place.recipe.model)
     check_folder(HFFolder(model), read_config(model))
-    return Finding("ok", f"{found}; {_first_prompts(place.recipe)}")
+    return Finding("ok", f"{summary}; {_first_prompts(place.recipe)}")
 
 
 def _first_prompts(recipe: Recipe) -> str:
@@ -77,8 +77,8 @@ def overlap(place: Place) -> Finding | None:
     """Look for benchmark questions in the training data, which is read for this."""
     if place.recipe is None or not place.recipe.evaluation.benchmarks:
         return None
-    if found := read_overlaps(place.recipe.data, place.recipe.evaluation.benchmarks):
-        return Finding("failed", "; ".join(found))
+    if overlaps := read_overlaps(place.recipe.data, place.recipe.evaluation.benchmarks):
+        return Finding("failed", "; ".join(overlaps))
     return Finding("ok", "the training data holds no question of a benchmark")
 
 

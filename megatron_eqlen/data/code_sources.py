@@ -68,10 +68,10 @@ class SourceSet:
 def question_and_tests(source: SourceSet, record: dict[str, Any]) -> tuple[str, CodeTests]:
     """Return question and tests of one record. Raises BadRow."""
     statement = source.statement(record)
-    if found := INTERACTIVE.search(statement):
-        raise BadRow("interactive", f"the statement says {found[0]!r}")
-    if not source.names_checkers and (found := SEVERAL_ANSWERS.search(statement)):
-        raise BadRow("needs_checker", f"the statement says {found[0]!r}")
+    if phrase := INTERACTIVE.search(statement):
+        raise BadRow("interactive", f"the statement says {phrase[0]!r}")
+    if not source.names_checkers and (phrase := SEVERAL_ANSWERS.search(statement)):
+        raise BadRow("needs_checker", f"the statement says {phrase[0]!r}")
     with reading_tests():
         tests = source.tests(record)
     starter = optional_text_field(record, "starter_code") or ""
@@ -102,8 +102,8 @@ def _code_contests_tests(record: dict[str, Any]) -> CodeTests:
     """Read tests of CodeContests: three structs of ``{input[], output[]}``; records that name files in place
     of stdin and stdout are refused."""
     for name in ("input_file", "output_file"):
-        if found := record.get(name):
-            raise BadRow("file_input", f"{name} is {found!r:.80}, expected none")
+        if file_name := record.get(name):
+            raise BadRow("file_input", f"{name} is {file_name!r:.80}, expected none")
     inputs: list[str] = []
     outputs: list[str] = []
     for name in ("public_tests", "private_tests", "generated_tests"):

@@ -84,8 +84,8 @@ def parse_json(text: str | bytes) -> Any:
         try:
             text = text.decode("utf-8")
         except UnicodeDecodeError as error:
-            found = f"byte 0x{text[error.start]:02x} at {error.start}"
-            raise ValueError(f"expected UTF-8, found {found}") from None
+            byte = f"byte 0x{text[error.start]:02x} at {error.start}"
+            raise ValueError(f"expected UTF-8, found {byte}") from None
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
@@ -173,7 +173,7 @@ def _decoded(batch: pa.RecordBatch, file: Path, first: int) -> list[dict[str, An
                 try:
                     column[number].as_py()
                 except UnicodeDecodeError as error:
-                    found = f"byte 0x{error.object[error.start]:02x}"
+                    byte = f"byte 0x{error.object[error.start]:02x}"
                     where = f"{file}: row {first + number}: {name}"
-                    raise ValueError(f"{where}: expected UTF-8, found {found}") from None
+                    raise ValueError(f"{where}: expected UTF-8, found {byte}") from None
         raise

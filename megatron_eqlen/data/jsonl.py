@@ -73,8 +73,8 @@ def _renamed(record: Any, columns: Mapping[str, str]) -> Any:
     """Return the record with the values of ``columns`` under our names."""
     if not isinstance(record, dict):
         return record
-    found = {name: _at(record, column.split(".")) for name, column in columns.items()}
-    return record | {name: value for name, value in found.items() if value is not None}
+    values = {name: _at(record, column.split(".")) for name, column in columns.items()}
+    return record | {name: value for name, value in values.items() if value is not None}
 
 
 def _at(value: Any, keys: Sequence[str]) -> Any:
@@ -112,8 +112,8 @@ def _require(fields: dict[str, Any], columns: Mapping[str, str], names: list[str
     for accepted in (("question", "messages"), (graded_by,)):
         if accepted[0] not in fields:
             wanted = " or ".join(repr(columns.get(name, name)) for name in accepted)
-            found = f"expected {wanted}, found {names}"
-            raise BadRow("missing_column", f"{found}; data.sources[].columns takes other names")
+            detail = f"expected {wanted}, found {names}"
+            raise BadRow("missing_column", f"{detail}; data.sources[].columns takes other names")
 
 
 def _chat(value: Any) -> tuple[tuple[Message, ...], str | None]:

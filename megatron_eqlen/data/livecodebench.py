@@ -108,16 +108,16 @@ def _checked_json(text: str) -> Any:
 
 
 def _row(question_id: str, record: dict[str, Any]) -> Problem:
-    found = _list(json.loads(text_field(record, "public_test_cases")), "public_test_cases")
-    found += _list(unpack_private_tests(text_field(record, "private_test_cases")), "private_test_cases")
-    kinds = {test.get("testtype") if isinstance(test, dict) else None for test in found}
+    cases = _list(json.loads(text_field(record, "public_test_cases")), "public_test_cases")
+    cases += _list(unpack_private_tests(text_field(record, "private_test_cases")), "private_test_cases")
+    kinds = {test.get("testtype") if isinstance(test, dict) else None for test in cases}
     if kinds == {"stdin"}:
         function = None
-        inputs, outputs = [test.get("input") for test in found], [test.get("output") for test in found]
+        inputs, outputs = [test.get("input") for test in cases], [test.get("output") for test in cases]
     elif kinds == {"functional"}:
         function = text_field(json.loads(text_field(record, "metadata")), "func_name")
-        inputs = [_arguments(text_field(test, "input")) for test in found]
-        outputs = [json.loads(text_field(test, "output")) for test in found]
+        inputs = [_arguments(text_field(test, "input")) for test in cases]
+        outputs = [json.loads(text_field(test, "output")) for test in cases]
     else:
         raise BadRow("bad_tests", f"expected stdin or functional tests, found {sorted(map(str, kinds))}")
     field_of(record, "starter_code")

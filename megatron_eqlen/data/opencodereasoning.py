@@ -38,11 +38,11 @@ def read(path: Path, tally: Tally, split: str | None = None, tests: str | None =
     for (dataset, part), wanted in sorted(_collect(path, tally, split).items()):
         source = SOURCE_SETS[dataset]
         for number, record in enumerate(source.records(Path(tests), part)):
-            found = _take(wanted, number, record, source)
-            if not found:
+            questions = _take(wanted, number, record, source)
+            if not questions:
                 continue
-            question_id, difficulty = found[0]
-            for other_id, _ in found[1:]:
+            question_id, difficulty = questions[0]
+            for other_id, _ in questions[1:]:
                 detail = f"{other_id}; {question_id} has the same text"
                 tally.drop(f"{dataset}/{part}#{number}", "same_question", detail)
             try:

@@ -53,7 +53,7 @@ class EvaluationResult:
         return statistics.crossed_bootstrap(self.scores)
 
     def verdict_fraction(self, verdict: str) -> float:
-        verdicts = [found for answers in self.answers for found in answers.verdicts]
+        verdicts = [given for answers in self.answers for given in answers.verdicts]
         return verdicts.count(verdict) / len(verdicts)
 
     @property

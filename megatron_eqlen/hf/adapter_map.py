@@ -46,11 +46,11 @@ def adapter_map(model: ModelConfig, rank: int, targets: tuple[str, ...] | None) 
 
     Raises ValueError if the model has no layer of a target.
     """
-    found: dict[str, list[Weight]] = {target: [] for target in TARGETS}
+    by_target: dict[str, list[Weight]] = {target: [] for target in TARGETS}
     for weight in weight_map(model):
         if (target := _target(weight.megatron)) is not None:
-            found[target].append(weight)
-    present = [target for target in TARGETS if found[target]]
+            by_target[target].append(weight)
+    present = [target for target in TARGETS if by_target[target]]
     if absent := [target for target in targets or () if target not in present]:
         raise ValueError(
             f"lora.targets: a {model.model_type} model has no {', '.join(absent)}: "

@@ -45,12 +45,12 @@ class Fields:
 
     def one_of(self, name: str, other: str, kind: type) -> Any:
         """Return a field with two names, of which at least one must be present."""
-        found = [self.get(key, kind) for key in (name, other) if key in self.raw]
-        if not found:
+        values = [self.get(key, kind) for key in (name, other) if key in self.raw]
+        if not values:
             raise ConfigError(f"{self.where}: missing field {name!r} (or {other!r})")
-        if found[0] != found[-1]:
-            raise ConfigError(f"{self.where}: {name} is {found[0]} but {other} is {found[-1]}")
-        return found[0]
+        if values[0] != values[-1]:
+            raise ConfigError(f"{self.where}: {name} is {values[0]} but {other} is {values[-1]}")
+        return values[0]
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,9 @@ ONLY_SUPPORTED: dict[str, Any] = {
 def refuse_unsupported(fields: Fields, family: str, layers: int) -> None:
     """Raise ConfigError for a field at a value that is not supported in the family."""
     for name, expected in FAMILIES[family].only_supported.items():
-        if (found := fields.raw.get(name, expected)) != expected:
+        if (value := fields.raw.get(name, expected)) != expected:
             raise ConfigError(
-                f"{fields.where}: {name}: only {expected!r} is supported in a {family} model, found {found!r}"
+                f"{fields.where}: {name}: only {expected!r} is supported in a {family} model, found {value!r}"
             )
     kinds = fields.optional("layer_types", list, None)
     if kinds is None:

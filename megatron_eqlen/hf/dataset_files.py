@@ -47,9 +47,9 @@ def choose_files(names: Sequence[str], card: Mapping[str, Any], part: Part) -> l
         raise ValueError(f"split: expected one of {', '.join(splits)}, found {part.split!r}")
     files = sorted(set(splits[chosen]))
     if not files or (odd := [name for name in files if not name.endswith(SUFFIXES)]):
-        found = ", ".join(odd[:3]) if files else "none"
+        others = ", ".join(odd[:3]) if files else "none"
         raise ValueError(
-            f"split {chosen}: expected files {', '.join(SUFFIXES)}, found {found} (the hub converts public "
+            f"split {chosen}: expected files {', '.join(SUFFIXES)}, found {others} (the hub converts public "
             "data sets: revision: refs/convert/parquet)"
         )
     return files
@@ -80,10 +80,10 @@ def _splits(names: Sequence[str], card: Mapping[str, Any], config: str | None) -
         data = [name for name in data if config in PurePosixPath(name).parts[:-1]]
         if not data:
             raise ValueError(f"config: expected one of {', '.join(folders) or 'none'}, found {config!r}")
-    found: dict[str, list[str]] = {}
+    splits: dict[str, list[str]] = {}
     for name in data:
-        found.setdefault(_split_of(name), []).append(name)
-    return found or {"train": data}
+        splits.setdefault(_split_of(name), []).append(name)
+    return splits or {"train": data}
 
 
 def _card_entry(card: Mapping[str, Any], config: str | None) -> Mapping[str, Any] | None:

@@ -113,8 +113,8 @@ class HFFolder:
         """Raise CheckpointError if vLLM would load other files than Transformers and this class: vLLM reads
         all safetensors files, or the files of an index (``model_loader/default_loader.py``)."""
         index = _read_index(self.path) if (self.path / INDEX).is_file() else None
-        found = {file.name for file in self.path.glob("*.safetensors")}
-        theirs = set(index["weight_map"].values()) if index else found
+        present = {file.name for file in self.path.glob("*.safetensors")}
+        theirs = set(index["weight_map"].values()) if index else present
         if theirs != set(self.files):
             raise CheckpointError(
                 f"{self.path}: Transformers loads {first_few(self.files)}, vLLM would load "

@@ -53,14 +53,14 @@ def read_rope(fields: Fields, partial: bool) -> Rope:
 
 def _rope_dict(fields: Fields) -> Fields:
     """Return the dict with the rotary parameters; empty if there is none."""
-    found = {key: fields.optional(key, dict, {}) for key in ("rope_scaling", "rope_parameters")}
-    if all(found.values()) and found["rope_scaling"] != found["rope_parameters"]:
+    sections = {key: fields.optional(key, dict, {}) for key in ("rope_scaling", "rope_parameters")}
+    if all(sections.values()) and sections["rope_scaling"] != sections["rope_parameters"]:
         raise ConfigError(
             f"{fields.where}: rope_scaling beside rope_parameters: Transformers would read the first alone; "
             "merge it into rope_parameters"
         )
-    name = "rope_scaling" if found["rope_scaling"] else "rope_parameters"
-    rope = Fields(found[name], f"{fields.where}: {name}")
+    name = "rope_scaling" if sections["rope_scaling"] else "rope_parameters"
+    rope = Fields(sections[name], f"{fields.where}: {name}")
     kind = _kind(rope)
     if not isinstance(kind, str) or kind not in _REQUIRED:
         raise ConfigError(f"{rope.where}.rope_type: expected one of {', '.join(_REQUIRED)}, found {kind!r}")

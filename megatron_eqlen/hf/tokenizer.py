@@ -260,10 +260,10 @@ def _as_set(value: Any, where: Path) -> frozenset[int]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    found = read_json(path) if path.is_file() else {}
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: expected a JSON object, found a {type(found).__name__}")
-    return found
+    content = read_json(path) if path.is_file() else {}
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object, found a {type(content).__name__}")
+    return content
 
 
 def _read_template(folder: Path, config: dict[str, Any]) -> str | None:

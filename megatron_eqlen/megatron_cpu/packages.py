@@ -90,8 +90,8 @@ def look(package: Package) -> Finding:
 
 def find(package: Package) -> Finding:
     """Import ``package`` and return the result. Raises nothing."""
-    found = look(package)
-    return replace(found, fault=_fault(package)) if found.installed else found
+    state = look(package)
+    return replace(state, fault=_fault(package)) if state.installed else state
 
 
 def usable(package: Package) -> bool:

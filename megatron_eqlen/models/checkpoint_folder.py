@@ -59,8 +59,8 @@ def file_names(folder: Path) -> list[str]:
 def describe(folder: Path, names: Collection[str]) -> Manifest:
     """Return the manifest's entries for these files."""
     with ThreadPoolExecutor(READERS) as readers:
-        found = readers.map(lambda name: _describe(folder / name), names)
-        return dict(zip(names, found, strict=True))
+        descriptions = readers.map(lambda name: _describe(folder / name), names)
+        return dict(zip(names, descriptions, strict=True))
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -86,15 +86,15 @@ def read_manifest(folder: Path) -> Manifest:
 def faults(folder: Path, manifest: Manifest, names: Collection[str]) -> list[str]:
     """Return the faults of these files, one sentence each."""
     with ThreadPoolExecutor(READERS) as readers:
-        found = readers.map(lambda name: _fault(folder / name, manifest[name]), names)
-        return [fault for fault in found if fault]
+        per_file = readers.map(lambda name: _fault(folder / name, manifest[name]), names)
+        return [fault for fault in per_file if fault]
 
 
 def verify(folder: Path) -> None:
     """Raise CheckpointError if a file differs from the folder's manifest."""
     manifest = read_manifest(folder)
-    if found := faults(folder, manifest, manifest):
-        raise CheckpointError(found[0])
+    if damage := faults(folder, manifest, manifest):
+        raise CheckpointError(damage[0])
 
 
 def _describe(file: Path) -> dict[str, Any]:
@@ -114,11 +114,11 @@ def _fault(file: Path, expected: dict[str, Any]) -> str | None:
         if (size := file.stat().st_size) != expected["bytes"]:
             word = "truncated" if size < expected["bytes"] else "too long"
             return f"{file}: {word}: expected {expected['bytes']} bytes, found {size}"
-        found = _describe(file)
+        description = _describe(file)
     except FileNotFoundError:
         return f"{file}: no such file, though the checkpoint has one"
     except OSError as error:
         return f"{file}: cannot be read: {error.strerror}"
-    if found["crc32"] != expected["crc32"]:
-        return f"{file}: damaged: expected crc32 {expected['crc32']}, found {found['crc32']}"
+    if description["crc32"] != expected["crc32"]:
+        return f"{file}: damaged: expected crc32 {expected['crc32']}, found {description['crc32']}"
     return None

@@ -133,12 +133,14 @@ def _set_advantages(units: list[ComparisonUnit], objective: Objective) -> None:
 
 def _advantages(unit: ComparisonUnit, objective: Objective) -> list[float]:
     if unit.baseline is None:
-        found = objective.advantage(unit.rewards, unit.lengths)
+        advantages = objective.advantage(unit.rewards, unit.lengths)
     else:
         members = zip(unit.rewards, unit.lengths, strict=True)
-        found = [objective.advantage([reward, unit.baseline], [length] * 2)[0] for reward, length in members]
+        advantages = [
+            objective.advantage([reward, unit.baseline], [length] * 2)[0] for reward, length in members
+        ]
     where = f"prompt {unit.prompt_id}: advantage {described(objective.advantage)} of rewards {unit.rewards}"
-    return checked_advantages(found, len(unit.nodes), where)
+    return checked_advantages(advantages, len(unit.nodes), where)
 
 
 def _set_baselines(units: list[ComparisonUnit]) -> None:

@@ -77,10 +77,10 @@ def _check_pair_weight(recipe: Recipe, objective: Objective) -> None:
     if not is_on_policy(recipe):
         return
     for key, (value, reason) in BIASED_WITH_ON_POLICY.items():
-        found = getattr(recipe.equal_length, key)
-        if found != value:
+        setting = getattr(recipe.equal_length, key)
+        if setting != value:
             raise ValueError(
-                f"equal_length.{key}: {str(found).lower()} with equal_length.pair_weight: on_policy: "
+                f"equal_length.{key}: {str(setting).lower()} with equal_length.pair_weight: on_policy: "
                 f"{reason}; expected {str(value).lower()}"
             )
     if objective.advantage is grpo:
@@ -120,12 +120,12 @@ def _check_baseline(recipe: Recipe) -> None:
 
 
 def _check_clip(recipe: Recipe, objective: Objective) -> None:
-    surrogate, found = objective.surrogate, options(objective.surrogate)
+    surrogate, settings = objective.surrogate, options(objective.surrogate)
     for key, value in clip_keys(recipe.loss).items():
-        if key not in found:
+        if key not in settings:
             reason = WITHOUT_CLIP.get(type(surrogate), "it has no such option")
             raise ValueError(f"loss.{key}: {value} with surrogate {described(surrogate)}: {reason}")
-    low, high, dual = (found.get(f"clip_ratio_{end}") for end in ("low", "high", "c"))
+    low, high, dual = (settings.get(f"clip_ratio_{end}") for end in ("low", "high", "c"))
     if isinstance(surrogate, Ppo) and (low is None) != (high is None):
         raise ValueError(
             f"objective: {objective.name} does not clip by itself: set both loss.clip_ratio_low and "

@@ -43,8 +43,8 @@ def filter_groups(rollouts: Sequence[Rollout], recipe: Recipe) -> tuple[list[str
         for lengths in _mean_lengths_by_draw(left, recipe):
             extreme = _extremes(lengths, quantiles)
             differs |= {prompt_id: prompt_id in extreme for prompt_id in lengths}
-    keep = [prompt_id for prompt_id, found in differs.items() if found]
-    return keep, [prompt_id for prompt_id, found in differs.items() if not found]
+    keep = [prompt_id for prompt_id, varies in differs.items() if varies]
+    return keep, [prompt_id for prompt_id, varies in differs.items() if not varies]
 
 
 def _mean_lengths_by_draw(rollouts: Sequence[Rollout], recipe: Recipe) -> list[dict[str, float]]:

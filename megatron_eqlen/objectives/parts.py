@@ -95,20 +95,20 @@ def checked_weight(weight: float, where: str) -> float:
 def checked_surrogate(surrogate: Surrogate, tokens: SupervisedTokens) -> tuple[torch.Tensor, TokenMetrics]:
     """Return the surrogate's losses and metrics. Raises ValueError unless all are tensors of the tokens'
     shape."""
-    where, found = f"surrogate {described(surrogate)}", surrogate(tokens)
-    if not _is_pair(found):
-        raise ValueError(f"{where}: expected (losses, metrics), found a {type(found).__name__}")
-    for name, values in {"losses": found[0], **found[1]}.items():
+    where, result = f"surrogate {described(surrogate)}", surrogate(tokens)
+    if not _is_pair(result):
+        raise ValueError(f"{where}: expected (losses, metrics), found a {type(result).__name__}")
+    for name, values in {"losses": result[0], **result[1]}.items():
         shape = getattr(values, "shape", type(values).__name__)
         if shape != tokens.logprobs.shape:
             raise ValueError(
                 f"{where}: {name}: expected a tensor of {len(tokens.logprobs)} values, found {shape}"
             )
-    return found
+    return result
 
 
-def _is_pair(found: object) -> bool:
-    return isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)  # pyright: ignore[reportUnknownArgumentType]
+def _is_pair(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict)  # pyright: ignore[reportUnknownArgumentType]
 
 
 def _check_call(part: Callable[..., Any], field: str, arguments: Sequence[str]) -> str:

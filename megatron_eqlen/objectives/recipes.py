@@ -26,23 +26,23 @@ def parse(raw: dict[str, Any], where: str) -> Recipe:
 
 def remarks(recipe: Recipe) -> list[str]:
     """Return remarks on a valid recipe: keys that have no effect, corrections that do little."""
-    found: list[str] = []
+    sentences: list[str] = []
     for key, needed, met in _conditions(recipe):
         value, default = _value_and_default(recipe, key)
         if not met and (value != default or _is_switched_on(recipe, key)):
-            found.append(f"{key}: {json.dumps(value)} has no effect: it needs {needed}")
+            sentences.append(f"{key}: {json.dumps(value)} has no effect: it needs {needed}")
     from_engine = recipe.loss.old_logprobs == "rollout" and resolve(recipe).has_ratio
     if recipe.rollout.trains_older and recipe.loss.rollout_is == "none" and not from_engine:
-        found.append(
+        sentences.append(
             "loss.rollout_rs alone leaves out what is too far off: tokens of older weights within its bounds "
             "train as if the policy had sampled them (loss.rollout_is or loss.old_logprobs: rollout corrects)"
         )
     if is_on_policy(recipe) and recipe.rollout.tokens_per_step and not recipe.rollout.carry_over:
-        found.append(
+        sentences.append(
             "rollout.tokens_per_step cuts the longest streams, whose open ends count as 0: "
             "equal_length.pair_weight: on_policy is unbiased only with rollout.carry_over: true"
         )
-    return found
+    return sentences
 
 
 def _conditions(recipe: Recipe) -> Iterator[tuple[str, str, bool]]:

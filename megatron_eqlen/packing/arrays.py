@@ -30,9 +30,9 @@ def _check_mask(forest: Forest, node: int) -> None:
         return
     kept, tokens = forest.node(node).tokens["kept"], forest.node(node).token_ids
     owner = np.repeat(np.arange(len(kept)), kept.counts)
-    found = np.bincount(owner[kept.values == tokens[owner]], minlength=len(kept)) > 0
-    if not found.all():
-        token = int(np.argmin(found))
+    contains = np.bincount(owner[kept.values == tokens[owner]], minlength=len(kept)) > 0
+    if not contains.all():
+        token = int(np.argmin(contains))
         raise TreeError(
             f"{forest.where(node)}: expected the token {tokens[token]} in its sampling mask, "
             f"found {list(kept)[token].tolist()}"

@@ -70,8 +70,8 @@ class Forest:
     def has_path_columns(self) -> np.ndarray:
         """[n] bool, True for nodes with a column of the path (``Column.of_path``); the same on every rank."""
         names = [name for name, column in COLUMNS.items() if column.of_path]
-        found = (any(name in node.tokens for name in names) for node in self.nodes)
-        return np.fromiter(found, bool, len(self))
+        holds = (any(name in node.tokens for name in names) for node in self.nodes)
+        return np.fromiter(holds, bool, len(self))
 
     @cached_property
     def position(self) -> np.ndarray:

@@ -154,13 +154,13 @@ class Row:
 
     def _adapters(self, number: int, imbalance: float) -> float:
         """Return the bytes between A and B; a layer's input is kept for its weight's gradient otherwise."""
-        each, found = self.b * self.lora.rank, 0.0
+        each, total = self.b * self.lora.rank, 0.0
         for adapter in adapter_map(self.model, self.lora.rank, self.lora.targets):
             if adapter.base.megatron.startswith(f"decoder.layers.{number}.") and not adapter.base.expert:
                 routed = adapter.base.expert is not None
                 rows = self._routed(imbalance) if routed else self.shard if adapter.base.dim else self.tokens
-                found += each * rows
-        return found
+                total += each * rows
+        return total
 
     def passing(self, number: int, imbalance: float) -> float:
         """Return the temporary bytes of one layer: the gradients of its widest part and, with sequence

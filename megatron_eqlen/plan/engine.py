@@ -51,21 +51,21 @@ def parameters(model: ModelConfig, ranks: int, kinds: tuple[str, ...] | None = N
     tensors). vLLM splits every tensor that Megatron-Core splits, experts included; it replicates key-value
     heads if they are fewer than the ranks, and pads the vocabulary.
     """
-    found = 0.0
+    total = 0.0
     for weight in weight_map(model):
         if kinds is not None and not _is_matrix_of(weight.megatron, kinds):
             continue
         size = sum(map(prod, weight.shapes))
         if weight.dim is None:
-            found += size
+            total += size
         elif "linear_qkv" in weight.megatron:
             query, *key_value = map(prod, weight.shapes)
-            found += (query + max(1.0, ranks / model.num_key_value_heads) * sum(key_value)) / ranks
+            total += (query + max(1.0, ranks / model.num_key_value_heads) * sum(key_value)) / ranks
         elif weight.megatron in ("embedding.word_embeddings.weight", "output_layer.weight"):
-            found += -(-model.vocab_size // VLLM_VOCABULARY) * VLLM_VOCABULARY * model.hidden_size / ranks
+            total += -(-model.vocab_size // VLLM_VOCABULARY) * VLLM_VOCABULARY * model.hidden_size / ranks
         else:
-            found += size / ranks
-    return found
+            total += size / ranks
+    return total
 
 
 def sampler(recipe: Recipe, model: ModelConfig) -> float:

@@ -60,17 +60,17 @@ class Memory:
     def _lacking(self) -> list[tuple[float, str]]:
         if self.recipe.cluster.device == "cpu":
             return []
-        found = [
+        lacking = [
             (need - self.usable, f"{phase}: {_gb(need)} of {_gb(self.usable)} usable")
             for phase, need in self.phases.items()
             if need > self.usable
         ]
         if self.recipe.rollout.engine == "colocated":
-            found += self._engine_lacking()
-        return found
+            lacking += self._engine_lacking()
+        return lacking
 
     def _engine_lacking(self) -> list[tuple[float, str]]:
-        found = []
+        lacking = []
         beside = sum(self.parts[part] for part in self.table["start"] if part not in ("engine", "kv_cache"))
         wanted, free = engine.requested(self.recipe), self.total - beside
         if wanted > free:
@@ -78,15 +78,15 @@ class Memory:
             text = (
                 f"vLLM wants {_gb(wanted)} free (rollout.gpu_memory_utilization {share}), found {_gb(free)}"
             )
-            found.append((wanted - free, f"start: {text}"))
+            lacking.append((wanted - free, f"start: {text}"))
         cache, path = engine.kv_cache(self.recipe, self.model), engine.longest_path(self.recipe, self.model)
         if cache < path:
             text = (
                 f"{_gb(cache)} are left for the KV cache, and the longest path (data.max_prompt_length + "
                 f"rollout.max_response_length) needs {_gb(path)}"
             )
-            found.append((path - cache, f"start: {text}"))
-        return found
+            lacking.append((path - cache, f"start: {text}"))
+        return lacking
 
 
 def memory(recipe: Recipe, model: ModelConfig) -> Memory:

@@ -111,8 +111,8 @@ def free_space(path: Path) -> str:
 
 def _lost_host(text: str) -> str:
     """Return the host named in the text; empty if there is none or it is this machine."""
-    found = PEER.search(text)
-    address = (found[1] or found[2]) if found else ""
+    match = PEER.search(text)
+    address = (match[1] or match[2]) if match else ""
     if not address or address.startswith("127.") or address == "::1":
         return ""
     try:

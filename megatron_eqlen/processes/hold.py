@@ -108,9 +108,9 @@ def read_holder(path: Path) -> dict[str, Any]:
             return {}
     except FileNotFoundError:
         return {}
-    found = read_json(path)
+    holder = read_json(path)
     with expecting("the holder of a run", path):
-        return found | {name: found[name] for name in HOLDER} if found else {}
+        return holder | {name: holder[name] for name in HOLDER} if holder else {}
 
 
 def named(holder: dict[str, Any]) -> str:

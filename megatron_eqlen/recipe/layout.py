@@ -45,8 +45,8 @@ def check(recipe: Recipe, model: ModelConfig | None = None) -> None:
 
 def require(problems: Iterable[str]) -> None:
     """Raise one LayoutError that lists ``problems``, if there are any."""
-    if found := list(problems):
-        raise LayoutError("; ".join(found))
+    if messages := list(problems):
+        raise LayoutError("; ".join(messages))
 
 
 def check_started(recipe: Recipe, processes: int) -> None:
@@ -206,8 +206,8 @@ def _stages(parallel: ParallelRecipe, model: ModelConfig) -> Iterator[str]:
         if len(split) != pipeline * virtual:
             yield f"parallel.layers_per_stage: {len(split)} numbers, but {stages}"
         if sum(split) != layers:
-            found = f"parallel.layers_per_stage: {split} = {sum(split)}"
-            yield f"{found}, but the model's num_hidden_layers is {layers}"
+            stated = f"parallel.layers_per_stage: {split} = {sum(split)}"
+            yield f"{stated}, but the model's num_hidden_layers is {layers}"
 
 
 def _divides(key: str, parts: int, sizes: dict[str, int]) -> Iterator[str]:

@@ -58,8 +58,8 @@ def load_run(folder: Path) -> Recipe:
 
 def _submitted(folder: Path) -> Any:
     """Return the recipe of the newest ``eqlen submit`` as plain data, None if there was none."""
-    found = [event for event in events.read(folder) if event["kind"] == "submitted"]
-    return found[-1].get("recipe") if found else None
+    submissions = [event for event in events.read(folder) if event["kind"] == "submitted"]
+    return submissions[-1].get("recipe") if submissions else None
 
 
 def _variant(raw: dict[str, Any], recipe: Recipe, keys: tuple[str, ...]) -> dict[str, str]:
@@ -111,8 +111,8 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise RecipeError(f"{path}: not valid YAML: {in_one_line(error)}") from None
     if not isinstance(raw, dict):
-        found = "nothing" if raw is None else f"{type(raw).__name__} {raw!r}"[:80]
-        raise RecipeError(f"{path}: expected keys and values, found {found}")
+        content = "nothing" if raw is None else f"{type(raw).__name__} {raw!r}"[:80]
+        raise RecipeError(f"{path}: expected keys and values, found {content}")
     base = raw.pop("extends", None)
     if base is None:
         return raw
@@ -168,9 +168,9 @@ def explain(error: ValidationError, schema: type[Section] = Recipe) -> str:
     """Return the errors of all keys as text, with the nearest key of ``schema`` for an unknown one."""
     alternatives: dict[tuple[str, str], list[str]] = {}  # of a key and its value: what each type expects
     for item in error.errors():
-        key, expected, found = _parts(item, schema)
-        alternatives.setdefault((key, found), []).append(expected)
-    return "; ".join(key + " or ".join(expected) + found for (key, found), expected in alternatives.items())
+        key, expected, actual = _parts(item, schema)
+        alternatives.setdefault((key, actual), []).append(expected)
+    return "; ".join(key + " or ".join(expected) + actual for (key, actual), expected in alternatives.items())
 
 
 def _parts(item: ErrorDetails, schema: type[Section]) -> tuple[str, str, str]:

@@ -53,10 +53,10 @@ def leaves(plain: Any, at: str = "") -> dict[str, Any]:
     if not isinstance(plain, dict | list) or not plain:
         return {at: plain}
     items = plain.items() if isinstance(plain, dict) else enumerate(plain)
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in items:
-        found |= leaves(value, f"{at}.{key}" if at else str(key))
-    return found
+        flat |= leaves(value, f"{at}.{key}" if at else str(key))
+    return flat
 
 
 def differences(before: Any, after: Any) -> dict[str, tuple[Any, Any]]:

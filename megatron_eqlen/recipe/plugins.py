@@ -24,12 +24,12 @@ def load_object(path: str, key: str, expected: type | None = None) -> Any:
     if os.getcwd() not in sys.path:  # as for `python -m`, however this process was started
         sys.path.append(os.getcwd())
     try:
-        found = getattr(importlib.import_module(module), name, None)
+        loaded = getattr(importlib.import_module(module), name, None)
     except ImportError as error:
         raise ValueError(f"{key}: {path!r} cannot be imported: {error}") from None
-    if found is None:
+    if loaded is None:
         raise ValueError(f"{key}: {module} has no {name!r}")
-    if not (callable(found) if expected is None else isinstance(found, expected)):
+    if not (callable(loaded) if expected is None else isinstance(loaded, expected)):
         wanted = "something that can be called" if expected is None else f"a {expected.__name__}"
-        raise ValueError(f"{key}: {path!r}: expected {wanted}, found a {type(found).__name__}")
-    return found
+        raise ValueError(f"{key}: {path!r}: expected {wanted}, found a {type(loaded).__name__}")
+    return loaded

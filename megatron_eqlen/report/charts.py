@@ -142,19 +142,19 @@ class Chart:
         moving average; ``hover``, a height between the series; and ``clock``, times as text."""
         drawn = [_averaged(series) for series in self.series]
         xs = np.array(sorted({x for series in drawn for x, _ in series.points}))
-        found: dict[str, Any] = {"x": xs}
+        columns: dict[str, Any] = {"x": xs}
         for n, series in enumerate(drawn):
             places = np.searchsorted(xs, [x for x, _ in series.points])
-            found[f"y{n}"] = _spread(places, [y for _, y in series.points], len(xs))
-            found[f"smooth{n}"] = _smoothed(found[f"y{n}"])
+            columns[f"y{n}"] = _spread(places, [y for _, y in series.points], len(xs))
+            columns[f"smooth{n}"] = _smoothed(columns[f"y{n}"])
             for side, name in enumerate(("low", "high") if series.intervals else ()):
-                found[f"{name}{n}"] = _spread(places, [pair[side] for pair in series.intervals], len(xs))
-        values = np.array([found[f"y{n}"] for n in range(len(drawn))])
+                columns[f"{name}{n}"] = _spread(places, [pair[side] for pair in series.intervals], len(xs))
+        values = np.array([columns[f"y{n}"] for n in range(len(drawn))])
         counts = np.isfinite(values).sum(axis=0)
-        found["hover"] = np.nansum(values, axis=0) / np.maximum(counts, 1)
+        columns["hover"] = np.nansum(values, axis=0) / np.maximum(counts, 1)
         if self.seconds is not None:
-            found["clock"] = [duration(second) for second in np.interp(xs, *self.seconds)]
-        return found
+            columns["clock"] = [duration(second) for second in np.interp(xs, *self.seconds)]
+        return columns
 
 
 def _spread(places: np.ndarray, values: Sequence[float], length: int) -> np.ndarray:
@@ -192,8 +192,8 @@ def charts(columns: Columns, evaluations: Sequence[Evaluation]) -> list[Chart]:
     seconds = _seconds(columns)
     drawn = [_accuracy_chart(evaluations, seconds)] if evaluations else []
     for title, lines in CHARTS.items():
-        found = [_averaged(Series(name, _points(columns, name, metric))) for name, metric in lines.items()]
-        if shown := [series for series in found if series.points]:
+        averaged = [_averaged(Series(name, _points(columns, name, metric))) for name, metric in lines.items()]
+        if shown := [series for series in averaged if series.points]:
             drawn.append(Chart(title, shown, seconds=seconds))
     return drawn
 

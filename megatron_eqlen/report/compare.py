@@ -90,9 +90,9 @@ def compare_runs(
     independently. Runs that have not ended are named and left out. Raises ValueError if none has ended, for
     two runs of one seed, and for evaluations on different questions.
     """
-    found = run_folders(folders)
-    ended = [folder for folder in found if (folder / AFTER).is_file()]
-    for folder in found:
+    runs = run_folders(folders)
+    ended = [folder for folder in runs if (folder / AFTER).is_file()]
+    for folder in runs:
         if folder not in ended:
             say(f"{folder}: left out, it has not ended ({AFTER} is not there)\n")
     if not ended:

@@ -69,11 +69,11 @@ class Curves:
     def accuracies(self) -> dict[str, list[tuple[int, float]]]:
         """(step, accuracy in percent) pairs by benchmark."""
         done = self.records[-1]["step"] if self.records else 0
-        found: dict[str, dict[int, float]] = {}
+        by_benchmark: dict[str, dict[int, float]] = {}
         for _, step, results in evaluations(self.folder / "evaluation", done):
             for result in results:
-                found.setdefault(result.benchmark, {})[step] = 100 * float(result.scores.mean())
-        return {name: sorted(points.items()) for name, points in found.items()}
+                by_benchmark.setdefault(result.benchmark, {})[step] = 100 * float(result.scores.mean())
+        return {name: sorted(points.items()) for name, points in by_benchmark.items()}
 
     def along(self, axis: str) -> dict[int, float]:
         """Return for each step the spending by its end, in the unit of ``axis``, a key of ``UNITS``."""

@@ -147,5 +147,5 @@ def _cut_after(path: Path, step: int) -> None:
 
 def mean_of_known(values: Iterable[float | None]) -> float | None:
     """Return the mean of the known values; None if the metric is unknown in all these steps."""
-    found = [value for value in values if value is not None]
-    return fmean(found) if found else None
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None

@@ -29,8 +29,8 @@ def write_model_card(run_folder: Path) -> Path:
     records = read_metrics(run_folder)
     steps = int(records[-1]["step"] or 0) if records else 0
     results = evaluations(run_folder / "evaluation", steps)
-    after = next((found for label, _, found in reversed(results) if label == "after"), [])
-    before = next((found for label, _, found in results if label == "before"), [])
+    after = next((measured for label, _, measured in reversed(results) if label == "after"), [])
+    before = next((measured for label, _, measured in results if label == "before"), [])
     outcome = recipe.budget.outcome(spent(steps, records[-1])) if records else "no step"
     text = "\n\n".join([
         f"---\n{_data(recipe, after).to_yaml()}\n---",

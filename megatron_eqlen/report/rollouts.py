@@ -116,9 +116,9 @@ def recorded_steps(streams: Path) -> Iterator[tuple[str, list[Path]]]:
     steps = ((folder.name, files) for folder in folders if (files := step_files(folder)))
     first = next(steps, None)
     if first is None:
-        found = "neither" if streams.is_dir() else "no such file or folder"
+        kind = "neither" if streams.is_dir() else "no such file or folder"
         raise ValueError(
-            f"{streams}: expected a .arrow file, or a folder with {FILES} or step-*/{FILES}, found {found}"
+            f"{streams}: expected a .arrow file, or a folder with {FILES} or step-*/{FILES}, found {kind}"
         )
     yield first
     yield from steps
@@ -242,8 +242,8 @@ def _versions(part: Part) -> tuple[int, ...]:
     """Return the policy versions that sampled a part, in order."""
     if "versions" not in part.tokens or not len(part):
         return ()
-    found = dict.fromkeys(part.tokens["versions"].tolist())
-    return tuple(version for version in found if version != VERSIONS.unknown)
+    distinct = dict.fromkeys(part.tokens["versions"].tolist())
+    return tuple(version for version in distinct if version != VERSIONS.unknown)
 
 
 def _means(part: Part) -> dict[str, float]:

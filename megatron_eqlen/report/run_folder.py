@@ -65,11 +65,11 @@ logger = logging.getLogger(__name__)
 
 def versions() -> dict[str, str]:
     """Return the versions of this package, its main dependencies, and Python."""
-    found = {}
+    by_package = {}
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found | {"Python": platform.python_version()}
+            by_package[name] = metadata.version(name)
+    return by_package | {"Python": platform.python_version()}
 
 
 def origin() -> dict[str, Any]:

@@ -59,15 +59,15 @@ class Group:
 
     def results(self, benchmark: str) -> list[EvaluationResult]:
         every = [run.before if self.method == BASE else run.after for run in self.runs]
-        found = [results[benchmark] for results in every if benchmark in results]
+        measured = [results[benchmark] for results in every if benchmark in results]
         if self.method == BASE:  # runs of one seed drew the same samples from it
-            return list({result.scores.tobytes(): result for result in found}.values())
-        return found
+            return list({result.scores.tobytes(): result for result in measured}.values())
+        return measured
 
 
 def run_folders(folders: Sequence[Path]) -> list[Path]:
     """Return the run folders among and below ``folders``."""
-    return list(dict.fromkeys(found for folder in folders for found in _runs_in(folder)))
+    return list(dict.fromkeys(run for folder in folders for run in _runs_in(folder)))
 
 
 def _runs_in(folder: Path) -> Iterator[Path]:
@@ -134,8 +134,8 @@ def _by_recipe(method: str, runs: Sequence[RunResult]) -> dict[str, list[RunResu
 
 def _method_keys(recipe: Recipe) -> dict[str, Any]:
     """Return the resolved recipe by dotted key, without the keys that do not belong to the method."""
-    found = leaves(with_defaults(recipe).model_dump(mode="json"))
-    return {key: value for key, value in found.items() if not is_under(key, NOT_THE_METHOD)}
+    settings = leaves(with_defaults(recipe).model_dump(mode="json"))
+    return {key: value for key, value in settings.items() if not is_under(key, NOT_THE_METHOD)}
 
 
 def _differ(key: str, values: Sequence[dict[str, Any]]) -> bool:

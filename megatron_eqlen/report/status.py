@@ -68,14 +68,14 @@ def rows(folder: Path) -> list[Row]:
     run's folder, or naming a file that cannot be read."""
     seen, now = _Seen(folder), time.time()
     state = Text(seen.condition, STYLES.get(seen.condition, "bold yellow")) + Text(seen.who(now))
-    found = [
+    candidates = [
         ("state", state),
         ("job", seen.job),
         ("progress", seen.progress()),
         ("now", seen.stages(now)),
         *seen.history(now),
     ]
-    return [(name, text) for name, text in found if text]
+    return [(name, text) for name, text in candidates if text]
 
 
 def page_rows(folder: Path, state: RunState) -> list[Row]:
@@ -84,7 +84,7 @@ def page_rows(folder: Path, state: RunState) -> list[Row]:
     seen = _Seen(folder, state)
     holder = seen.holder
     ended = seen.condition not in ("running", "silent")
-    found = [
+    candidates = [
         ("state", seen.condition if ended else ""),
         ("job", seen.job if ended else ""),
         ("progress", seen.progress()),
@@ -94,7 +94,7 @@ def page_rows(folder: Path, state: RunState) -> list[Row]:
         ("commit", holder.get("commit", "")),
         ("versions", ", ".join(f"{name} {of}" for name, of in holder.get("versions", {}).items())),
     ]
-    return [(name, text) for name, text in found if text]
+    return [(name, text) for name, text in candidates if text]
 
 
 def print_status(folder: Path, console: Console | None = None) -> None:
@@ -227,8 +227,8 @@ def _evaluated(folder: Path, steps: int) -> Iterator[Row]:
     for label, _, results in evaluations(folder / "evaluation", steps):
         for result in results:
             by_name.setdefault(result.benchmark, []).append((label, result))
-    for name, found in by_name.items():
-        shown = [found[0], *found[1:][-1:]]
+    for name, history in by_name.items():
+        shown = [history[0], *history[1:][-1:]]
         yield name, ", then ".join(f"{label} avg@{one.samples} {one.accuracy}" for label, one in shown)
 
 

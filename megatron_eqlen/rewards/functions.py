@@ -50,10 +50,10 @@ class RewardFunction:
 def is_reward_function(path: str) -> bool:
     """Return True if ``path`` names a function of a response, False if it names a factory of graders, which
     takes the recipe's ``reward`` section alone."""
-    found = load_object(path, "grader")
-    if inspect.isclass(found):
+    loaded = load_object(path, "grader")
+    if inspect.isclass(loaded):
         return False
-    parameters = inspect.signature(found).parameters.values()
+    parameters = inspect.signature(loaded).parameters.values()
     required = [
         each for each in parameters if each.default is each.empty and each.kind is not each.VAR_KEYWORD
     ]

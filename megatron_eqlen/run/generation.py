@@ -61,8 +61,8 @@ SUSPENDED = "suspended"
 
 def suspended_at(data_position: dict[str, Any] | None) -> dict[RolloutKey, RolloutOrigin]:
     """Return ``Rollouts.suspended`` for a data source at ``data_position``."""
-    found = (data_position or {}).get(SUSPENDED, [])
-    return {(prompt_id, index): RolloutOrigin(*origin) for prompt_id, index, *origin in found}
+    entries = (data_position or {}).get(SUSPENDED, [])
+    return {(prompt_id, index): RolloutOrigin(*origin) for prompt_id, index, *origin in entries}
 
 
 class Rollouts(Protocol):

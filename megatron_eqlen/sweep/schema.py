@@ -112,6 +112,6 @@ def _check(sweep: SweepRecipe) -> None:
     for number, table in enumerate(sweep.tables):
         chosen.append((f"tables.{number}.methods", table.methods, {BASE, *sweep.methods}))
         chosen.append((f"tables.{number}.recipes", table.recipes, {*stems}))
-    for key, found, known in chosen:
-        if unknown := [name for name in found or () if name not in known]:
+    for key, names, known in chosen:
+        if unknown := [name for name in names or () if name not in known]:
             raise ValueError(f"{key}: expected some of {', '.join(sorted(known))}, found {unknown[0]!r}")

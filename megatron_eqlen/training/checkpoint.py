@@ -187,14 +187,14 @@ def _newest_whole(folder: Path) -> Path | None:
 def _candidates(folder: Path) -> tuple[list[Path], str | None]:
     """Return (checkpoints from the one that ``latest`` names, newest first; the fault of ``latest``, if
     any)."""
-    found = checkpoint_folder.steps(folder)[::-1]
+    checkpoints = checkpoint_folder.steps(folder)[::-1]
     try:
         pointed = checkpoint_folder.latest(folder)
     except CheckpointError as error:
-        return found, str(error)
+        return checkpoints, str(error)
     if pointed is None:
-        return found, f"{folder / checkpoint_folder.LATEST}: no such file" if found else None
-    return [pointed, *(path for path in found if path.name < pointed.name)], None
+        return checkpoints, f"{folder / checkpoint_folder.LATEST}: no such file" if checkpoints else None
+    return [pointed, *(path for path in checkpoints if path.name < pointed.name)], None
 
 
 def _fault(checkpoint: Path) -> str | None:
@@ -202,8 +202,8 @@ def _fault(checkpoint: Path) -> str | None:
     manifest, fault = agree(lambda: _manifest(checkpoint))
     if fault:
         return fault
-    found = _by_all_ranks(lambda mine: checkpoint_folder.faults(checkpoint, manifest, mine), [*manifest])
-    return next((fault for part in found for fault in part), None)
+    by_rank = _by_all_ranks(lambda mine: checkpoint_folder.faults(checkpoint, manifest, mine), [*manifest])
+    return next((fault for part in by_rank for fault in part), None)
 
 
 def _manifest(checkpoint: Path) -> tuple[checkpoint_folder.Manifest, str | None]:

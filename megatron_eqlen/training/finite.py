@@ -41,9 +41,9 @@ class Problem(NamedTuple):
 
 def first_problem(mine: Problem | None) -> Problem | None:
     """Return the problem of all ranks that is nearest to the cause, on every rank. Collective."""
-    found = torch.tensor(float(mine is not None), device=device())
-    dist.all_reduce(found)
-    if not found:
+    count = torch.tensor(float(mine is not None), device=device())
+    dist.all_reduce(count)
+    if not count:
         return None
     return min(problem for problem in gather([mine]) if problem is not None)
 

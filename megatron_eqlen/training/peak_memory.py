@@ -38,7 +38,7 @@ def most() -> int:
 def measured(stage: str) -> Metrics:
     """Return the peak since ``begin`` as ``memory/peak/STAGE``; on a GPU also the allocator's reserved
     memory."""
-    found = {f"memory/peak/{stage}": float(most())}
+    metrics = {f"memory/peak/{stage}": float(most())}
     if torch.cuda.is_available():
-        found[f"memory/reserved/{stage}"] = float(torch.cuda.max_memory_reserved())
-    return found
+        metrics[f"memory/reserved/{stage}"] = float(torch.cuda.max_memory_reserved())
+    return metrics

@@ -64,8 +64,10 @@ def check_content(path: Path, saved: dict[str, Any], policy: Policy) -> None:
     """Raise CheckpointError if ``path`` has other adapters than the policy, or is bound to another layout.
     ``saved``: its ``content``."""
     expected = _adapters(policy)
-    if (found := saved[LORA]) != expected:
-        raise CheckpointError(f"{path}: expected {_words(expected)}, as in the recipe, found {_words(found)}")
+    if (saved_lora := saved[LORA]) != expected:
+        raise CheckpointError(
+            f"{path}: expected {_words(expected)}, as in the recipe, found {_words(saved_lora)}"
+        )
     if saved["distrib_optim_sharding_type"] != SHARDING["data_parallel"]:
         return
     ours, theirs = _bucket_layout(policy), saved["bound_to"]

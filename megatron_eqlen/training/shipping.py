@@ -34,8 +34,8 @@ class Share:
 
     def of(self, tokens: Tokens) -> Tokens:
         """Return the table of these columns alone, whole or bare."""
-        found = tokens.only(name for name in tokens.columns if COLUMNS[name].needed_by == self.needed_by)
-        return of_layers(found, self.layers) if self.layers else found
+        needed = tokens.only(name for name in tokens.columns if COLUMNS[name].needed_by == self.needed_by)
+        return of_layers(needed, self.layers) if self.layers else needed
 
 
 def of_layers(tokens: Tokens, layers: tuple[int, ...]) -> Tokens:

@@ -42,8 +42,8 @@ def judge(program: str, tests: CodeTests, limits: Limits, run: RunProgram) -> Ju
         if ended.status != "finished":
             return _failed(tests, number, ended.status, ended.error, seconds)
         if not tests.is_right(number, ended.stdout, ended.result):
-            found = ended.stdout if tests.function is None else ended.result
-            return _failed(tests, number, "wrong_answer", _difference(tests, number, found), seconds)
+            output = ended.stdout if tests.function is None else ended.result
+            return _failed(tests, number, "wrong_answer", _difference(tests, number, output), seconds)
     return Judgement("passed", "", seconds)
 
 
@@ -51,8 +51,8 @@ def _failed(tests: CodeTests, number: int, verdict: str, why: str, seconds: floa
     return Judgement(verdict, _line(f"test {number + 1} of {len(tests.inputs)}: {why}"), seconds)
 
 
-def _difference(tests: CodeTests, number: int, found: str | None) -> str:
-    shown = None if found is None else found[:150]
+def _difference(tests: CodeTests, number: int, output: str | None) -> str:
+    shown = None if output is None else output[:150]
     return f"expected {tests.outputs[number]!r:.150}, found {shown!r:.150}"
 
 

@@ -100,10 +100,10 @@ class MathGrader(PoolGrader):
             return known(self._grade("unparseable", answer))
         question: Item = {"gold": gold, "answer": answer, "rule": self.rule}
         if max(len(gold), len(answer)) <= LONGEST_HERE:
-            found = compare_texts(gold, answer, self.rule)
-            if isinstance(found, str):
-                return known(self._grade(found, answer))
-            question = dict(zip(("gold", "answer"), found, strict=True))
+            compared = compare_texts(gold, answer, self.rule)
+            if isinstance(compared, str):
+                return known(self._grade(compared, answer))
+            question = dict(zip(("gold", "answer"), compared, strict=True))
         return self.pool.submit(
             question,
             self._timeout,

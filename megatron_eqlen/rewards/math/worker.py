@@ -157,8 +157,8 @@ def equal(gold: str, answer: str, is_complex: bool = False) -> bool:
         candidates = _conclusions(answer, gold, is_complex)
         if candidates != [answer]:
             return any(equal(gold, candidate, is_complex) for candidate in candidates)
-    (_, wanted), (_, found) = members(gold), members(answer)
-    if min(len(wanted), len(found)) == 1 and (_SET.search(gold) or _SET.search(answer)):
+    (_, wanted), (_, given) = members(gold), members(answer)
+    if min(len(wanted), len(given)) == 1 and (_SET.search(gold) or _SET.search(answer)):
         return _equal_values(gold, answer, is_complex)
     return _equal_lists(gold, answer, is_complex)
 
@@ -170,15 +170,15 @@ def _without_names(gold: str, answer: str) -> tuple[str, str] | tuple[()] | None
     list without names and brackets. Return None if neither side names several values, () if they name
     different ones.
     """
-    wanted, found = _assignments(gold), _assignments(answer)
-    if wanted is None and found is None:
+    wanted, given = _assignments(gold), _assignments(answer)
+    if wanted is None and given is None:
         return None
-    if wanted is not None and found is not None:
-        same = set(wanted[0]) == set(found[0])
+    if wanted is not None and given is not None:
+        same = set(wanted[0]) == set(given[0])
         return (
-            (_tuples(*wanted, sorted(set(wanted[0]))), _tuples(*found, sorted(set(found[0])))) if same else ()
+            (_tuples(*wanted, sorted(set(wanted[0]))), _tuples(*given, sorted(set(given[0])))) if same else ()
         )
-    names, values = wanted or found or ([], [])
+    names, values = wanted or given or ([], [])
     order = sorted(set(names))
     other = answer if wanted else gold
     if len(names) == len(order) == len(split(other, ",")):
@@ -229,37 +229,37 @@ def _hundredths(text: str) -> str:
 
 
 def _equal_lists(gold: str, answer: str, is_complex: bool) -> bool:
-    (brackets, wanted), (others, found) = members(gold), members(answer)
-    if len(wanted) == len(found) == 1 and not (brackets == others == r"\{\}"):
-        return _equal_values(wanted[0], found[0], is_complex)
-    if brackets in ("", r"\{\}") and others in ("", r"\{\}") and len(wanted) > 1 < len(found):
-        return _same_members(wanted, found, is_complex) and _same_members(found, wanted, is_complex)
-    if len(wanted) != len(found):
+    (brackets, wanted), (others, given) = members(gold), members(answer)
+    if len(wanted) == len(given) == 1 and not (brackets == others == r"\{\}"):
+        return _equal_values(wanted[0], given[0], is_complex)
+    if brackets in ("", r"\{\}") and others in ("", r"\{\}") and len(wanted) > 1 < len(given):
+        return _same_members(wanted, given, is_complex) and _same_members(given, wanted, is_complex)
+    if len(wanted) != len(given):
         return False
     if brackets != others and {brackets, others} != {"", "()"}:
         return False
-    return all(equal(one, other, is_complex) for one, other in zip(wanted, found, strict=True))
+    return all(equal(one, other, is_complex) for one, other in zip(wanted, given, strict=True))
 
 
-def _same_members(wanted: list[str], found: list[str], is_complex: bool) -> bool:
+def _same_members(wanted: list[str], given: list[str], is_complex: bool) -> bool:
     """Compare members in any order."""
-    return all(any(equal(value, other, is_complex) for other in found) for value in wanted)
+    return all(any(equal(value, other, is_complex) for other in given) for value in wanted)
 
 
 def _equal_equations(gold: str, answer: str, is_complex: bool) -> bool:
     """Compare with a gold that is an equation: the answer is another form of it, or the value that it gives a
     name."""
-    wanted, found = split(gold, _EQUALS), split(answer, _EQUALS)
-    if len(found) == 1:
+    wanted, given = split(gold, _EQUALS), split(answer, _EQUALS)
+    if len(given) == 1:
         values = [wanted[-1]] * bool(_NAME.fullmatch(wanted[0])) + [wanted[0]] * bool(
             _NAME.fullmatch(wanted[-1])
         )
         return any(equal(value, answer, is_complex) for value in values)
-    if not _is_true(found, is_complex):
+    if not _is_true(given, is_complex):
         return False
-    if _NAME.fullmatch(wanted[0]) and _same_name(wanted[0], found[0], wanted[-1]):
-        return equal(wanted[-1], found[-1], is_complex)
-    return _equal_values(f"{wanted[0]}={wanted[-1]}", f"{found[0]}={found[-1]}", is_complex)
+    if _NAME.fullmatch(wanted[0]) and _same_name(wanted[0], given[0], wanted[-1]):
+        return equal(wanted[-1], given[-1], is_complex)
+    return _equal_values(f"{wanted[0]}={wanted[-1]}", f"{given[0]}={given[-1]}", is_complex)
 
 
 def _same_name(name: str, other: str, value: str) -> bool:
@@ -303,17 +303,17 @@ def _equal_values(gold: str, answer: str, is_complex: bool) -> bool:
     """Return True if two expressions, relations or sets are equal by math-verify's rules, made exact."""
     if sorted(_TEXT.findall(gold)) != sorted(_TEXT.findall(answer)):
         return False  # words are no products of their letters
-    wanted, found = read(gold, is_complex), read(answer, is_complex)
-    if wanted is None or found is None:
+    wanted, given = read(gold, is_complex), read(answer, is_complex)
+    if wanted is None or given is None:
         return False
-    if is_huge(wanted) or is_huge(found):
-        return as_written(wanted) == as_written(found)
-    if surely_different(wanted, found):
+    if is_huge(wanted) or is_huge(given):
+        return as_written(wanted) == as_written(given)
+    if surely_different(wanted, given):
         return False
-    if _verify(_exact(wanted), _exact(found)):
-        both = isinstance(wanted, Eq) and isinstance(found, Eq)
-        return not both or same_without_solutions(wanted, found)
-    return has_decimals(wanted, found) and _verify(wanted, found) and not _only_both_small(wanted, found)
+    if _verify(_exact(wanted), _exact(given)):
+        both = isinstance(wanted, Eq) and isinstance(given, Eq)
+        return not both or same_without_solutions(wanted, given)
+    return has_decimals(wanted, given) and _verify(wanted, given) and not _only_both_small(wanted, given)
 
 
 def _verify(gold: Any, answer: Any) -> bool:
@@ -345,10 +345,10 @@ def compare(item: dict[str, Any]) -> dict[str, Any]:
     A ``\log`` without base is natural or decimal: the answer is right if it is under one of the two readings.
     """
     if "rule" in item:
-        found = compare_texts(**item)
-        if isinstance(found, str):
-            return {"verdict": found}
-        item = dict(zip(("gold", "answer"), found, strict=True))
+        compared = compare_texts(**item)
+        if isinstance(compared, str):
+            return {"verdict": compared}
+        item = dict(zip(("gold", "answer"), compared, strict=True))
     if _BARE_LOG.search(item["gold"] + item["answer"]):
         natural, decimal = (
             _compare({key: _BARE_LOG.sub(log, text) for key, text in item.items()})

@@ -102,8 +102,8 @@ class SandboxServer:
         run = _interpret(result, limits)
         if function is None or run.status != "finished":
             return run
-        _, found, value = run.stdout.rpartition("\n" + marker)
-        if not found:
+        _, separator, value = run.stdout.rpartition("\n" + marker)
+        if not separator:
             return Execution(
                 "runtime_error", run.stdout, None, f"it ended before {function} returned", run.seconds
             )

@@ -132,10 +132,10 @@ def _crc(batch: pa.RecordBatch) -> bytes:
 
 
 def _check_version(path: Path, schema: pa.Schema) -> None:
-    found = (schema.metadata or {}).get(VERSION_KEY, b"none").decode(errors="replace")
-    if found != str(VERSION):
+    version = (schema.metadata or {}).get(VERSION_KEY, b"none").decode(errors="replace")
+    if version != str(VERSION):
         raise ValueError(
-            f"{path}: expected recorded rollouts of format version {VERSION}, found version {found}: "
+            f"{path}: expected recorded rollouts of format version {VERSION}, found version {version}: "
             f"read it with the release that wrote it, or remove it and the step is generated again"
         )
 

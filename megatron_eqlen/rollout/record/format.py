@@ -164,13 +164,13 @@ def to_batch(rows: list[Row]) -> pa.RecordBatch:
     columns["tokens"] = [None if table is None else len(table) for table in tables]
     columns["layout"] = [None if table is None else table.layout for table in tables]
     for name in set().union(*(table.columns for table in tables if table is not None)):
-        found = [None if table is None else table.columns.get(name) for table in tables]
+        cells = [None if table is None else table.columns.get(name) for table in tables]
         if COLUMNS[name].ragged:
-            columns[name + COUNTS] = [None if values is None else values.counts for values in found]
-            found = [None if values is None else values.values for values in found]
+            columns[name + COUNTS] = [None if values is None else values.counts for values in cells]
+            cells = [None if values is None else values.values for values in cells]
         if COLUMNS[name].dtype is None:
-            found = [None if values is None else _as_bytes(values) for values in found]
-        columns[name] = found
+            cells = [None if values is None else _as_bytes(values) for values in cells]
+        columns[name] = cells
     nothing = [None] * len(rows)
     arrays = [_column(columns.get(field.name, nothing), field.type) for field in SEGMENTS]
     return pa.record_batch(arrays, schema=SEGMENTS)

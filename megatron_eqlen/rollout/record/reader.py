@@ -78,8 +78,8 @@ def fill_numbers(skeletons: Sequence[Rollout], files: Sequence[Path]) -> None:
     for skeleton in skeletons:
         rollout = rollouts[rollout_key(skeleton)]
         skeleton.prompt = replace(skeleton.prompt, gold=rollout.prompt.gold)
-        for part, found in zip(skeleton.parts, rollout.parts, strict=True):
-            part.tokens = found.tokens
+        for part, source in zip(skeleton.parts, rollout.parts, strict=True):
+            part.tokens = source.tokens
 
 
 def read_progress(
@@ -98,14 +98,14 @@ def read_progress(
     """
     by_id, kept = {prompt.prompt_id: prompt for prompt in prompts}, recipe.rollout.columns
     files = recorded_files(folder) if files is None else files
-    found = _assembled(_naming(files, by_id), prompt_ids=by_id)
-    rollouts = {key: rollout for key, rollout in found.rollouts.items() if has_columns(rollout, kept)}
+    recorded = _assembled(_naming(files, by_id), prompt_ids=by_id)
+    rollouts = {key: rollout for key, rollout in recorded.rollouts.items() if has_columns(rollout, kept)}
     partial = _resumed_rollouts(folder, by_id, recipe, resumed)
     # grades and tokens of earlier attempts at this step
     for key in partial.keys() & rollouts.keys():
         partial[key].restore_grades(rollouts[key].parts)
-    for key in found.tracks.keys() - rollouts.keys():
-        tracks, context = found.tracks[key], found.contexts.get(key)
+    for key in recorded.tracks.keys() - rollouts.keys():
+        tracks, context = recorded.tracks[key], recorded.contexts.get(key)
         tracks = {number: known for number, known in tracks.items() if all(name in known for name in kept)}
         if not tracks or not has_path_columns(context, kept):
             continue
@@ -113,7 +113,7 @@ def read_progress(
         for number, known in tracks.items():
             rollout.tracks[number] = max(known, rollout.tracks.get(number, known), key=len)
         rollout.prompt_columns = context
-    generated = sum(found.generated_tokens[key] for key in rollouts)
+    generated = sum(recorded.generated_tokens[key] for key in rollouts)
     generated += sum(rollout.new_tokens for rollout in partial.values())
     return HarvestProgress(sorted(rollouts.values(), key=training_order), list(partial.values()), generated)
 
@@ -128,8 +128,8 @@ def _resumed_rollouts(
     assert number, "the first step resumes nothing"
     before = folder.with_name(step_name(number - 1))
     names = {prompt_id for prompt_id, _ in resumed}
-    found = _assembled(_naming(recorded_files(before), names), prompt_ids=names)
-    suspended = {key: rollout for key, rollout in found.rollouts.items() if rollout.suspended}
+    recorded = _assembled(_naming(recorded_files(before), names), prompt_ids=names)
+    suspended = {key: rollout for key, rollout in recorded.rollouts.items() if rollout.suspended}
     if missing := [key for key in resumed if key not in suspended]:
         (prompt_id, index), there = missing[0], len(resumed) - len(missing)
         raise PartialRolloutError(
@@ -141,8 +141,8 @@ def _resumed_rollouts(
         key: PartialRollout(
             prompts[key[0]],
             key[1],
-            tracks := found.tracks.get(key, {}),
-            found.contexts.get(key),
+            tracks := recorded.tracks.get(key, {}),
+            recorded.contexts.get(key),
             origin,
             age=number - origin.step,
             last_step=number - origin.step >= recipe.rollout.max_staleness,
@@ -190,14 +190,14 @@ def set_aside_stale(
 
     This happens where a run went back to a checkpoint, and now took an update that it had skipped before.
     """
-    found = {version for path in recorded_files(folder) for version in _versions(path, oldest, carried)}
-    if any(not oldest <= version <= newest for version in found):
+    versions = {version for path in recorded_files(folder) for version in _versions(path, oldest, carried)}
+    if any(not oldest <= version <= newest for version in versions):
         later = [step for step in sorted(folder.parent.glob("step-*")) if step.name > folder.name]
         aside, *_ = [step.rename(unused(step.with_name(f"stale-{step.name}"))) for step in (folder, *later)]
         logger.warning(
             "%s: generated with policy version %s, but this run is at %d: set aside as %s",
             folder,
-            ", ".join(map(str, sorted(found))),
+            ", ".join(map(str, sorted(versions))),
             oldest,
             aside.name,
         )
@@ -206,7 +206,7 @@ def set_aside_stale(
 def _versions(path: Path, oldest: int, carried: Mapping[RolloutKey, int]) -> set[int]:
     """Return the versions of a file's rollouts and their tokens, except for versions before ``oldest`` that
     ``carried`` allows."""
-    found: set[int] = set()
+    outside: set[int] = set()
     for batch in batches(path, SEGMENTS, ["prompt_id", "index", "policy_version", "versions"]):
         names, indices, of_rollouts = (batch[n].to_pylist() for n in ("prompt_id", "index", "policy_version"))
         of_tokens = pieces(batch["versions"])
@@ -215,8 +215,8 @@ def _versions(path: Path, oldest: int, carried: Mapping[RolloutKey, int]) -> set
         ):
             allowed = range(carried.get((prompt_id, index), oldest), oldest)
             known = set() if versions is None else set(np.unique(versions).tolist())
-            found |= {version for version in known if version not in allowed} | {of_rollout}
-    return found - {None, int(VERSIONS.unknown)}
+            outside |= {version for version in known if version not in allowed} | {of_rollout}
+    return outside - {None, int(VERSIONS.unknown)}
 
 
 def step_files(folder: Path) -> list[Path]:
@@ -262,11 +262,11 @@ def _table(path: Path) -> pa.Table:
     table = table.filter(pa.array([role not in (PROMPT, CONTEXT, END) for role in roles]))
     table = table.select(SEGMENTS.names[: SEGMENTS.names.index("question")])
     grades, keys = read_grades(path.parent), ("prompt_id", "index", "number")
-    found = [grades.get(key) for key in zip(*(table[name].to_pylist() for name in keys), strict=True)]
+    row_grades = [grades.get(key) for key in zip(*(table[name].to_pylist() for name in keys), strict=True)]
     for name, column in {
-        "step": [path.parent.name] * len(found),
-        "reward": [grade and grade.reward for grade in found],
-        "verdict": [grade and grade.verdict for grade in found],
+        "step": [path.parent.name] * len(row_grades),
+        "reward": [grade and grade.reward for grade in row_grades],
+        "verdict": [grade and grade.verdict for grade in row_grades],
     }.items():
         table = table.append_column(name, pa.array(column, pa.float64() if name == "reward" else pa.string()))
     return table

@@ -85,16 +85,16 @@ class OpenTracks:
 
     def new_tokens(self) -> list[NewTokens]:
         """Return the tokens that the tracks got since the last call. Costs no more than a look at each."""
-        found = [
+        added = [
             NewTokens(track, start, len(track), self._new_prompt(track))
             for track, start in self._known.items()
             if len(track) > start
         ]
-        for new in found:
+        for new in added:
             self._known[new.track] = new.stop
             if new.track.finish_reason is not None:
                 del self._known[new.track]
-        return found
+        return added
 
     def _new_prompt(self, track: Track) -> bool:
         key = track.prompt_id, track.index

@@ -25,11 +25,11 @@ def check_steps(streams: Path, first: int, steps: int | None) -> None:
     recorded = {folder.name for folder in streams.glob("step-*") if any(folder.glob(FILES))}
     wanted = [step_name(number) for number in range(first, max(first + 1, steps or 0))]
     if missing := [name for name in wanted if name not in recorded]:
-        found = (
+        stored = (
             f"{len(recorded)} steps, {min(recorded)} to {max(recorded)}" if recorded else "no recorded step"
         )
         raise ReplayError(
-            f"--replay: {streams}: expected {wanted[0]} to {wanted[-1]}, found {found}: "
+            f"--replay: {streams}: expected {wanted[0]} to {wanted[-1]}, found {stored}: "
             f"{missing[0]} is missing"
         )
 
@@ -59,9 +59,9 @@ def check_step(folder: Path, rollouts: Sequence[Rollout], recipe: Recipe, eos: f
         _refuse(folder, f"rollouts of {wanted} prompts (data.prompts_per_step)", str(len(prompts)))
     harvesters = KINDS[recipe.sampling].harvesters(list(prompts.values()), recipe, eos, 0)
     expected = {(harvester.prompt.prompt_id, harvester.index) for harvester in harvesters}
-    found = {rollout_key(recorded) for recorded in rollouts}
-    if found - expected or (expected - found and not cut):
-        counts = Counter(prompt_id for prompt_id, _ in found)
+    present = {rollout_key(recorded) for recorded in rollouts}
+    if present - expected or (expected - present and not cut):
+        counts = Counter(prompt_id for prompt_id, _ in present)
         each = len(expected) // len(prompts)
         prompt_id = next(name for name in prompts if counts[name] != each)
         what = f"{each} rollouts of every prompt (group_size {recipe.group_size})"
