@@ -10,9 +10,10 @@ Prefixes that responses share by chance, in any method, are counted as well.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -53,11 +54,6 @@ class Tax:
         return Tax(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
     @property
-    def opposed_share(self) -> float:
-        """Share of shared tokens that are trained with both signs."""
-        return self.opposed / self.shared if self.shared else 0.0
-
-    @property
     def cancelled_share(self) -> float:
         """Share of the shared tokens' absolute coefficients that other responses cancel."""
         return 1 - self.net / self.gross if self.gross else 0.0
@@ -79,79 +75,55 @@ class Tax:
 
 
 def learning_tax(trees: Sequence[TokenTree]) -> Tax:
-    """Return the tax of one optimizer step's trees, with advantages and weights; arrays of token ids are
-    read."""
-    nodes = [node for tree in trees for node in tree.nodes if _coefficient(node)]
-    tax = Tax(
-        sum(len(node.token_ids) for node in nodes),
-        float(sum(len(node.token_ids) * _coefficient(node) ** 2 for node in nodes)),
-    )
+    """Return the tax of one optimizer step's trees, with advantages and weights."""
+    tax = Tax()
     prompts: dict[bytes, list[TokenTree]] = defaultdict(list)
     for tree in trees:
         prompts[tree.nodes[0].token_ids.tobytes()].append(tree)
-    for same in prompts.values():
-        for values in shared_coefficients(same):
-            tax += _of_token(values)
+        for node in tree.nodes:
+            if value := _coefficient(node):
+                tax += Tax(len(node), len(node) * value**2)
+    for values in chain.from_iterable(map(shared_coefficients, prompts.values())):
+        tax += Tax(
+            shared=1,
+            opposed=int(values.min() < 0 < values.max()),
+            mean_squares=float(values.mean() ** 2),
+            variances=float(values.var()),
+            gross=float(np.abs(values).sum()),
+            net=float(abs(values.sum())),
+        )
     return tax
-
-
-def _of_token(values: np.ndarray) -> Tax:
-    return Tax(
-        shared=1,
-        opposed=int(values.min() < 0 < values.max()),
-        mean_squares=float(values.mean() ** 2),
-        variances=float(values.var()),
-        gross=float(np.abs(values).sum()),
-        net=float(abs(values.sum())),
-    )
 
 
 def shared_coefficients(trees: Sequence[TokenTree]) -> Iterator[np.ndarray]:
     """Yield, for each token that two or more paths of one prompt's ``trees`` share after the same tokens, [n]
     float64: the coefficients of the segments that train it, at least one."""
-    groups = [(0, [path for tree in trees for path in _paths(tree)])]
-    while groups:
-        position, paths = groups.pop()
-        by_token: dict[int, list[_Path]] = defaultdict(list)
-        for path in paths:
-            if position < len(path.token_ids):
-                by_token[int(path.token_ids[position])].append(path)
-        for sharing in by_token.values():
-            if len(sharing) < 2:
-                continue
-            owners = {id(node): node for node in (path.owner(position) for path in sharing)}
-            values = [value for node in owners.values() if (value := _coefficient(node))]
-            if values:
-                yield np.array(values)
-            groups.append((position + 1, sharing))
+    places: dict[tuple[int, int], int] = {}
+    """(place of the token before, token) -> place: a trie of the paths."""
+    paths: Counter[int] = Counter()
+    coefficients: dict[int, dict[int, float]] = defaultdict(dict)
+    for node_path in chain.from_iterable(map(_node_paths, trees)):
+        place = 0
+        for node in node_path:
+            value = _coefficient(node)
+            for token in node.token_ids.tolist():
+                place = places.setdefault((place, token), len(places) + 1)
+                paths[place] += 1
+                if value:
+                    coefficients[place][id(node)] = value
+    for place, values in coefficients.items():
+        if paths[place] > 1:
+            yield np.array([*values.values()])
 
 
-@dataclass(frozen=True)
-class _Path:
-    """A path from the end of the prompt to a leaf."""
-
-    nodes: list[Node]
-    ends: np.ndarray
-    """[nodes] int64, end position of each node."""
-    token_ids: np.ndarray
-
-    def owner(self, position: int) -> Node:
-        """Return the node that holds the token at ``position``."""
-        return self.nodes[int(np.searchsorted(self.ends, position, side="right"))]
-
-
-def _paths(tree: TokenTree) -> Iterator[_Path]:
-    inner = {node.parent for node in tree.nodes}
-    for number in range(1, len(tree.nodes)):
-        if number in inner:
-            continue
-        above = []
+def _node_paths(tree: TokenTree) -> Iterator[list[Node]]:
+    """Yield the nodes from the end of the prompt to each leaf."""
+    for number in set(range(1, len(tree.nodes))) - {node.parent for node in tree.nodes}:
+        nodes = []
         while number > 0:
-            above.append(tree.nodes[number])
+            nodes.append(tree.nodes[number])
             number = tree.nodes[number].parent
-        nodes = above[::-1]
-        ends = np.cumsum([len(node.token_ids) for node in nodes])
-        yield _Path(nodes, ends, np.concatenate([node.token_ids for node in nodes]))
+        yield nodes[::-1]
 
 
 def _coefficient(node: Node) -> float:
@@ -165,18 +137,12 @@ TAX_STEPS = 8
 def tax_of_run(folder: Path, recipe: Recipe) -> Tax:
     """Return the tax of some steps of a run; zero if it kept no rollouts."""
     steps = [step for _, step in step_folders(folder / "streams")]
-    chosen = (
-        np.unique(np.linspace(0, len(steps) - 1, min(TAX_STEPS, len(steps))).round().astype(int))
-        if steps
-        else []
-    )
-    return sum((tax_of_step(steps[number], recipe) for number in chosen), Tax())
-
-
-def tax_of_step(folder: Path, recipe: Recipe) -> Tax:
-    rollouts = trained(read_step(folder, without=COLUMNS.keys() - NUMBERS), recipe)
-    batches, _ = build_minibatches(rollouts, recipe)
-    return sum(map(learning_tax, batches), Tax())
+    chosen = {round(number) for number in np.linspace(0, len(steps) - 1, TAX_STEPS)} if steps else ()
+    tax = Tax()
+    for number in sorted(chosen):
+        rollouts = trained(read_step(steps[number], without=COLUMNS.keys() - NUMBERS), recipe)
+        tax = sum(map(learning_tax, build_minibatches(rollouts, recipe)[0]), tax)
+    return tax
 
 
 def learning_taxes(groups: Sequence[Group]) -> Rows:
@@ -187,7 +153,7 @@ def learning_taxes(groups: Sequence[Group]) -> Rows:
         tax = sum((tax_of_run(run.folder, run.recipe) for run in group.runs), Tax())
         values = {
             "shared tokens": tax.shared,
-            "pushed both ways, %": 100 * tax.opposed_share,
+            "pushed both ways, %": 100 * tax.opposed / max(tax.shared, 1),
             "cancelled, %": 100 * tax.cancelled_share,
             "gradient: mean": tax.mean,
             "gradient: deviation": tax.deviation,
