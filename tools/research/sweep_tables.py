@@ -5,9 +5,9 @@
 
 ``drift``: change from before training to after it: means over seeds with 95% t intervals. Length and accuracy
 are those of the evaluations, which ask the same questions, whatever grader the rewards came from; entropy is
-that of the training steps. ``ends``: means of the last steps. ``pairs``: statistics of pairs in the first and
-the last third of runs. ``learned``: points above the same method on the recipe ``--control``, whose rewards
-carry no information. ``tax``: the learning tax (learning_tax.py), of runs that kept their rollouts.
+that of the training steps. ``pairs``: statistics of pairs in the first and the last third of runs.
+``learned``: points above the same method on the recipe ``--control``, whose rewards carry no information.
+``tax``: the learning tax (learning_tax.py), of runs that kept their rollouts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron_eqlen.metrics import (
     OBJECTIVE_SKIP_RATE,
 )
 from megatron_eqlen.report.compare import METHOD, SEEDS, Rows, by_benchmark, difference, markdown_rows
-from megatron_eqlen.report.figures import MEASURES, Curves, svg
+from megatron_eqlen.report.figures import svg
 from megatron_eqlen.report.metrics import mean_of_known, read_metrics
 from megatron_eqlen.report.run_groups import BASE, Group, RunResult
 from megatron_eqlen.sweep.cells import Plan
@@ -41,8 +41,8 @@ from megatron_eqlen.sweep.schema import load_sweep
 from tools.research.learning_tax import learning_taxes
 
 LENGTH = "Length, tokens"
-NEWEST, ENDS = 3, 10
-"""Steps at the end of a run over which entropy (of ``drift``) and curves (of ``ends``) are averaged."""
+NEWEST = 3
+"""Steps at the end of a run over which entropy is averaged."""
 Ends = tuple[float, float]
 """Values at the start and at the end of a run."""
 
@@ -95,21 +95,6 @@ def _change(ends: Sequence[Ends | None]) -> Change | None:
     return Change(seed_difference(known[:, 0], known[:, 1]), len(known)) if len(known) else None
 
 
-def ends(groups: Sequence[Group]) -> Rows:
-    """Return a row for each method: its curves at the end, and the final evaluation's responses."""
-    rows = []
-    for group in groups:
-        row: dict[str, Any] = {METHOD: group.method}
-        for title, measure in MEASURES.items():
-            curves = [measure(Curves(run.folder))[-ENDS:] for run in group.runs]
-            row[title] = mean_of_known(fmean(value for _, value in points) for points in curves if points)
-        tested = [result for run in group.runs for result in run.after.values()]
-        row["Test: length, tokens"] = mean_of_known(result.mean_tokens for result in tested)
-        row["Test: cut, %"] = mean_of_known(100 * result.verdict_fraction("truncated") for result in tested)
-        rows.append(row)
-    return rows
-
-
 PAIR_STATISTICS = {
     "pairs a stream": (HARVEST_PAIRS_PER_STREAM, 1),
     "streams that reach the limit, %": (HARVEST_TRUNCATED_FRACTION, 100),
@@ -144,38 +129,29 @@ def learned(groups: Sequence[Group], controls: Sequence[Group]) -> Rows:
     return by_benchmark(chosen, None, lambda group, name: difference(drifted[group.method], group, name))
 
 
-def draw(tables: Sequence[tuple[str, Rows]]) -> str:
-    """Return a picture of the changes of length, as SVG. Each (title, rows of ``drifts``) has a panel; two
-    panels share a line."""
-    import matplotlib  # slow to import
-    from matplotlib.figure import Figure
+def draw(tables: dict[str, Rows]) -> str:
+    """Return a picture of the changes of length, as SVG, with a panel for each title's rows of ``drifts``."""
+    from matplotlib.figure import Figure  # slow to import
 
-    with matplotlib.rc_context({"font.size": 8, "axes.titlesize": 9}):
-        lines = [[*tables[start : start + 2]] for start in range(0, len(tables), 2)]
-        heights = [1 + 0.25 * max(len(rows) for _, rows in line) for line in lines]
-        figure = Figure(figsize=(8, sum(heights)), layout="constrained")
-        panels = figure.subplots(len(lines), len(lines[0]), squeeze=False, sharex=True, height_ratios=heights)
-        for spare in panels.flat[len(tables) :]:
-            spare.remove()
-        for panel, (title, rows) in zip(panels.flat, tables, strict=False):
-            shown = [(row[METHOD], row[LENGTH].interval) for row in rows[::-1] if row[LENGTH] is not None]
-            for place, (method, interval) in enumerate(shown):
-                colour = "#cc3311" if method.startswith("EqLen") else "#0077bb"
-                panel.barh(place, interval.mean, color=colour, alpha=0.75)
-                panel.plot([interval.low, interval.high], [place, place], color="black", linewidth=1)
-            panel.set_yticks(range(len(shown)), [method for method, _ in shown])
-            panel.axvline(0, color="black", linewidth=0.8)
-            panel.set(title=title, xlabel="change of length, tokens")
-        return svg(figure)
+    figure = Figure(figsize=(8, 1 + 3 * len(tables)), layout="constrained")
+    panels = figure.subplots(len(tables), squeeze=False, sharex=True)[:, 0]
+    for panel, (title, rows) in zip(panels, tables.items(), strict=True):
+        for row in (row for row in reversed(rows) if row[LENGTH] is not None):
+            interval = row[LENGTH].interval
+            errors = [[interval.mean - interval.low], [interval.high - interval.mean]]
+            colour = "#cc3311" if row[METHOD].startswith("EqLen") else "#0077bb"
+            panel.barh(row[METHOD], interval.mean, xerr=errors, color=colour, alpha=0.75)
+        panel.set(title=title, xlabel="change of length, tokens")
+    return svg(figure)
 
 
-KINDS = {"drift": drifts, "ends": ends, "pairs": pairs, "tax": learning_taxes}
+KINDS = {"drift": drifts, "pairs": pairs, "tax": learning_taxes}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("sweep", type=Path)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["drift", "ends", "pairs"])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["drift", "pairs"])
     parser.add_argument("--control", help="recipe of the sweep, for `learned`")
     parser.add_argument("--figure", type=Path, help="changes of length, as SVG")
     args = parser.parse_args()
@@ -192,7 +168,7 @@ def main() -> None:
             print(f"\n### {model}: points above {args.control}\n")
             print(markdown_rows(learned(groups, models[args.control])))
     if args.figure is not None:
-        write_text(args.figure, draw([(model, drifts(groups)) for model, groups in models.items()]))
+        write_text(args.figure, draw({model: drifts(groups) for model, groups in models.items()}))
 
 
 if __name__ == "__main__":
