@@ -11,7 +11,7 @@ python -m tools.research.samples
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 from scipy import stats
@@ -56,18 +56,9 @@ class Ratios:
     for each generated token."""
 
 
-@dataclass(frozen=True)
-class _Prompt:
-    samples: int
-    trained: int
-    tokens: float
-    longest: float
-
-
 def ratios(law: str, accuracy: float = 0.5, prompts: int = 400) -> Ratios:
     """Return the ratios, means over ``prompts`` simulated prompts of ``TRACKS`` tracks."""
     random = np.random.default_rng(0)
-
     grid = np.linspace(0, LIMIT / MEAN, GRID)
     hazard = -LAWS[law].logsf(grid)  # cumulative
 
@@ -79,29 +70,22 @@ def ratios(law: str, accuracy: float = 0.5, prompts: int = 400) -> Ratios:
     def right() -> bool:
         return bool(random.random() < accuracy)
 
-    groups = [_group(length, right) for _ in range(prompts)]
-    streams = [_streams(length, right) for _ in range(prompts)]
-
-    def total(name: str) -> float:
-        """Return EqLen's sum over prompts relative to GRPO's."""
-        return sum(getattr(p, name) for p in streams) / sum(getattr(p, name) for p in groups)
-
-    return Ratios(
-        sum(prompt.samples for prompt in streams) / (prompts * TRACKS),
-        total("samples") / total("longest"),
-        total("samples") / total("tokens"),
-        total("trained") / total("tokens"),
-    )
+    groups = np.sum([_group(length, right) for _ in range(prompts)], axis=0)
+    streams = np.sum([_streams(length, right) for _ in range(prompts)], axis=0)
+    made, trained, tokens, longest = streams / groups
+    return Ratios(made, made / longest, made / tokens, trained / tokens)
 
 
-def _group(length: Callable[[float], float], right: Callable[[], bool]) -> _Prompt:
+def _group(length: Callable[[float], float], right: Callable[[], bool]) -> tuple[float, ...]:
+    """Return a group's samples, trained samples, tokens and longest response."""
     lengths = [length(0) for _ in range(TRACKS)]
-    rewards = {found <= LIMIT and right() for found in lengths}
-    made = [min(found, LIMIT) for found in lengths]
-    return _Prompt(TRACKS, TRACKS if len(rewards) > 1 else 0, sum(made), max(made))
+    rewards = {each <= LIMIT and right() for each in lengths}
+    made = [min(each, LIMIT) for each in lengths]
+    return TRACKS, TRACKS if len(rewards) > 1 else 0, sum(made), max(made)
 
 
-def _streams(length: Callable[[float], float], right: Callable[[], bool]) -> _Prompt:
+def _streams(length: Callable[[float], float], right: Callable[[], bool]) -> tuple[float, ...]:
+    """Return the same of a prompt's streams."""
     samples, trained, tokens = 0, 0, 0.0
     for _ in range(TRACKS // 2):
         tracks, rewards = [length(0), length(0)], []
@@ -113,25 +97,11 @@ def _streams(length: Callable[[float], float], right: Callable[[], bool]) -> _Pr
             tracks = [max(tracks), fork]
         samples += 2 * len(rewards)
         trained += 2 * sum(reward != any(rewards[n + 1 :]) for n, reward in enumerate(rewards))
-    return _Prompt(samples, trained, tokens, longest=LIMIT)  # two tracks never end at exactly one length
+    return samples, trained, tokens, LIMIT  # two tracks never end at exactly one length
 
 
-def main() -> None:
-    print(
-        f"EqLen's effective samples / GRPO's; mean {MEAN:,}, limit {LIMIT:,}, half of the ended ones right\n"
-    )
-    rows = []
-    for law in LAWS:
-        found = ratios(law)
-        values = {
-            "pairs a stream": found.pairs,
-            "lockstep time, all pairs": found.lockstep,
-            "per token, all pairs": found.token,
-            "per token, trained pairs": found.trained,
-        }
-        rows.append({"lengths": law} | {name: f"{value:.2f}" for name, value in values.items()})
-    print(markdown_rows(rows))
-
+COLUMNS = ("pairs a stream", "lockstep time, all pairs", "per token, all pairs", "per token, trained pairs")
 
 if __name__ == "__main__":
-    main()
+    rows = [(law, *(f"{ratio:.2f}" for ratio in astuple(ratios(law)))) for law in LAWS]
+    print(markdown_rows([dict(zip(("lengths", *COLUMNS), row, strict=True)) for row in rows]))
