@@ -10,22 +10,19 @@ policy are computed exactly; seeds differ in rollouts and rewards.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import chain, product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from megatron_eqlen.evaluation.statistics import Interval, seed_difference
+from megatron_eqlen.evaluation.statistics import seed_difference
 from megatron_eqlen.files import write_text
 from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.report.compare import Rows, markdown_rows
+from megatron_eqlen.report.compare import markdown_rows
 from megatron_eqlen.report.figures import svg
 from tools.research.mechanism import METHODS, WORLDS, Case, World, recipe_of
 
@@ -45,11 +42,9 @@ PANELS = ("coin", "shorter")
 """Rewards in the figure."""
 REWARDS = {
     "coin": "Coin flips, no response is cut",
-    "cut": "Coin flips, and truncated responses are wrong",
     "longer": "Longer responses win",
     "shorter": "Shorter responses win",
     "share": "Good tokens win, length says nothing",
-    "irreversible": "A bad token makes a response wrong",
 }
 """Kinds of rewards, with the titles of their tables."""
 TRUTH = "policy gradient, exact"
@@ -65,16 +60,18 @@ class Training:
     rewards: str
     method: str
     seed: int | None
-    mean: float
-    steps: int
-    lr: float
+    mean: float = 50
+    """Mean length at the start."""
+    steps: int = 40
+    lr: float = 0.03
+    """Learning rate of Adam for the two logits."""
 
     @property
     def case(self) -> Case:
         """Return the start. The limit is three times the mean length, as in the paper; without cuts it is so
         far away that responses may grow several times."""
         limit = int(self.mean) * (30 if self.rewards == "coin" else 3)
-        return Case(SHAPE, self.mean, limit, **WORLDS["coin" if self.rewards == "cut" else self.rewards])
+        return Case(SHAPE, self.mean, limit, **WORLDS[self.rewards])
 
     @property
     def recipe(self) -> Recipe | None:
@@ -112,89 +109,60 @@ def _accuracy(case: Case) -> float:
     return World(case, 0).accuracy()
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--mean", type=float, default=50, help="mean length at the start")
+def main() -> None:
+    parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=40, help=f"of {PROMPTS} prompts and {GROUP} tracks each")
-    parser.add_argument("--lr", type=float, default=0.03, help="of Adam, for the two logits")
     parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument(
-        "--rewards", nargs="+", choices=REWARDS, default=["coin", "longer", "shorter", "share"]
-    )
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(TRAINED))
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--figure", type=Path, help="lengths during training, as SVG")
-
-
-def run(args: argparse.Namespace) -> None:
-    methods = [(TRUTH, [None]), *((method, range(args.seeds)) for method in args.methods)]
-    runs = [
-        [Training(rewards, method, seed, args.mean, args.steps, args.lr) for seed in seeds]
-        for rewards, (method, seeds) in product(args.rewards, methods)
-    ]
+    args = parser.parse_args()
+    methods = [(TRUTH, [None]), *((method, range(args.seeds)) for method in TRAINED)]
+    curves: dict[str, dict[str, np.ndarray]] = {rewards: {} for rewards in REWARDS}
     with ProcessPoolExecutor(args.jobs) as pool:
-        ended = iter(list(pool.map(Training.run, chain(*runs), chunksize=4)))
-    rows = [_row(seeds, [next(ended) for _ in seeds]) for seeds in runs]
-    for line in _tables(rows, args.rewards):
-        print(line)
+        for rewards, title in REWARDS.items():
+            rows = []
+            for method, seeds in methods:
+                runs = [Training(rewards, method, seed, steps=args.steps) for seed in seeds]
+                ended = list(pool.map(Training.run, runs))
+                lengths = curves[rewards][method] = np.array([curve for curve, _ in ended])
+                row = {"method": method, "length, %": _change(100 * (lengths[:, -1] / lengths[:, 0] - 1))}
+                if rewards != "coin":
+                    row["accuracy, points"] = _change(100 * np.array([gain for _, gain in ended]))
+                rows.append(row)
+            print(f"\n**{title}**:\n\n{markdown_rows(rows)}")
     if args.figure is not None:
-        draw([row for row in rows if row["rewards"] in PANELS], args.figure)
-
-
-def _row(seeds: Sequence[Training], ended: Sequence[tuple[Curve, float]]) -> dict[str, Any]:
-    curves = np.array([curve for curve, _ in ended])
-    return {
-        "rewards": seeds[0].rewards,
-        "method": seeds[0].method,
-        "length, %": _change(100 * (curves[:, -1] / curves[:, 0] - 1)),
-        "accuracy, points": _change(100 * np.array([accuracy for _, accuracy in ended])),
-        "curves": curves,
-    }
-
-
-def _tables(rows: Rows, rewards: Sequence[str]) -> Iterator[str]:
-    """Yield Markdown: change of length in percent and of accuracy in points, with 95% t intervals over
-    seeds."""
-    for name in rewards:
-        yield f"\n**{REWARDS[name]}**:\n"
-        columns = ("method", "length, %") if name == "coin" else ("method", "length, %", "accuracy, points")
-        yield markdown_rows([{key: row[key] for key in columns} for row in rows if row["rewards"] == name])
+        write_text(args.figure, draw({rewards: curves[rewards] for rewards in PANELS}))
 
 
 def _change(changes: np.ndarray) -> str:
-    """Return the mean over seeds with its interval, in bold where that excludes 0."""
+    """Return the mean over seeds with its 95% t interval, in bold where that excludes 0."""
     if len(changes) == 1:
         return f"{changes[0]:+.1f}"
-    interval: Interval = seed_difference(np.zeros(len(changes)), changes)
+    interval = seed_difference(np.zeros(len(changes)), changes)
     text = f"{interval.mean:+.1f} [{interval.low:+.1f}, {interval.high:+.1f}]"
     return text if interval.low <= 0 <= interval.high else f"**{text}**"
 
 
-def draw(rows: Rows, file: Path) -> None:
-    """Draw the length of the policy relative to the start, a panel for each kind of rewards: geometric mean
-    and range over seeds."""
+def draw(curves: dict[str, dict[str, np.ndarray]]) -> str:
+    """Return, as SVG, the length of the policy relative to the start, a panel for each kind of rewards:
+    geometric mean and range over seeds. ``curves``: rewards -> method -> [seeds, steps + 1]."""
     from matplotlib.figure import Figure  # slow to import
 
-    panels = {row["rewards"]: REWARDS[row["rewards"]].partition(",")[0] for row in rows}
-    figure = Figure(figsize=(4 * len(panels), 3.4), layout="constrained")
-    axes = dict(zip(panels, figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], strict=True))
-    for row in rows:
-        lengths = row["curves"] / row["curves"][:, :1]
-        mean, place = np.exp(np.log(lengths).mean(0)), axes[row["rewards"]]
-        if row["method"] == TRUTH:
-            place.plot(mean, color="black", linewidth=1, linestyle="--", label=TRUTH)
-        elif (colour := DRAWN.get(row["method"])) is not None:
-            place.plot(mean, color=colour, linewidth=2, label=row["method"])
+    figure = Figure(figsize=(4 * len(curves), 3.4), layout="constrained")
+    panels = figure.subplots(1, len(curves), squeeze=False, sharey=True)[0]
+    for panel, (rewards, methods) in zip(panels, curves.items(), strict=True):
+        panel.set(title=REWARDS[rewards].partition(",")[0], xlabel="steps of training")
+        for method in (TRUTH, *DRAWN):
+            lengths = methods[method] / methods[method][:, :1]
+            style = "--" if method == TRUTH else "-"
+            colour = DRAWN.get(method, "black")
+            panel.plot(np.exp(np.log(lengths).mean(0)), style, color=colour, label=method)
             band = lengths.min(0), lengths.max(0)
-            place.fill_between(range(lengths.shape[1]), *band, color=colour, alpha=0.15, linewidth=0)
-    for name, place in axes.items():
-        place.set(title=panels[name], xlabel="steps of training")
-    first = next(iter(axes.values()))
-    first.set(ylabel="length ÷ length at the start")
-    first.legend(frameon=False, fontsize=8)
-    write_text(file, svg(figure))
+            panel.fill_between(range(lengths.shape[1]), *band, color=colour, alpha=0.15, linewidth=0)
+    panels[0].set(ylabel="length ÷ length at the start")
+    panels[0].legend(frameon=False, fontsize=8)
+    return svg(figure)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    run(parser.parse_args())
+    main()

@@ -7,15 +7,14 @@ without a bad token. So the true gradient (d/d eta, d/d theta) of the expected r
 and numbers of good tokens. A method without bias has the same ratio eta / theta; scale does not count, since
 Adam divides it out.
 
-    python -m tools.research.mechanism --steps 40 --figure length_bias.svg
+    python -m tools.research.mechanism --figure length_bias.svg
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -76,8 +75,13 @@ METHODS = {
 }
 """Method -> recipe keys. All importance ratios are 1, so that GSPO equals GRPO, and EqLen-LUSPO equals
 EqLen-Dr. GRPO up to a constant."""
-DRAWN = ("EqLen, max", "EqLen, mean, RLOO", "EqLen, on_policy", "EqLen, on_policy, streams")
-"""Methods in the figure."""
+DRAWN = {
+    "EqLen, max": "#cc3311", "EqLen, mean, RLOO": "#ee7733", "EqLen, on_policy": "#0077bb",
+    "EqLen, on_policy, streams": "#009988",
+}  # fmt: skip
+"""Methods in the figure, with their colours."""
+MAX_PAIRS = (1, 2, 3, 4, 6, 8, 10, 12)
+"""Limits of the pairs of a stream, by which the figure goes."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +93,6 @@ class Case:
     limit: int
     strength: float
     """Influence of good tokens on rewards; 0: coin flips."""
-    ease: float = 0.0
-    """Added to the logit of a right answer."""
     irreversible: bool = False
     """True: a single bad token makes a response wrong (mostly). Half of the responses of mean length have
     none."""
@@ -111,14 +113,6 @@ class Case:
         """Probability that a token is good."""
         good = 0.5 ** (1 / self.mean) if self.irreversible else 0.5
         return float(_shifted(good, self.theta)) if self.theta else good
-
-    @property
-    def rewards(self) -> str:
-        if self.length_pays:
-            return "longer" if self.length_pays > 0 else "shorter"
-        if not self.strength:
-            return "coin"
-        return "irreversible" if self.irreversible else "easy" if self.ease else "share"
 
 
 def _shifted(probability: Any, shift: float) -> Any:
@@ -183,7 +177,7 @@ class World:
             share = np.where(length > 1, good / np.maximum(length - 1, 1) - 0.5, 0.0)
             effect = 2 * math.sqrt(case.mean) * share
         effect = case.strength * effect + case.length_pays * np.log(length / case.mean)
-        return 1 / (1 + np.exp(-difficulty - case.ease - effect))
+        return 1 / (1 + np.exp(-difficulty - effect))
 
     def step(self, recipe: Recipe, number: int) -> tuple[list[Rollout], int, int]:
         """Return graded rollouts of a step, their tokens, and the decode steps that they take if all run in
@@ -235,17 +229,13 @@ class World:
 
     def mean_length(self) -> float:
         """Return the expected length of the policy's responses, cut ones included."""
-        return float(self._alive().sum())
-
-    def _alive(self) -> np.ndarray:
-        """Return [limit]: the probability that a response reaches each position."""
-        return np.exp(-self.survival[:-1])
+        return float(np.exp(-self.survival[:-1]).sum())
 
     def _reward_and_gradient(self) -> np.ndarray:
         """Return [3]: the expected reward and its gradient, by summation (for long responses, quadrature over
         the normal distribution of good tokens)."""
         lengths = np.arange(1, self.case.limit + 1)
-        probability = self._alive() * self.hazard
+        probability = np.exp(-self.survival[:-1]) * self.hazard
         stopping = 1 - self.cumulative[1:]
         total = np.zeros(3)
         for length, p, score in zip(lengths, probability, stopping, strict=True):
@@ -281,239 +271,159 @@ def _log_binomial(n: int) -> np.ndarray:
 
 
 def recipe_of(
-    case: Case,
-    method: dict[str, Any],
-    max_pairs: int | None = None,
-    prompts: int = PROMPTS,
-    group: int = GROUP,
+    case: Case, method: dict[str, Any], max_pairs: int | None, prompts: int = PROMPTS, group: int = GROUP
 ) -> Recipe:
+    data = {"sources": [{"name": "-", "path": "-"}], "max_prompt_length": 1, "prompts_per_step": prompts}
     raw = {
-        "name": "mechanism",
-        "steps": 1,
-        "group_size": group,
-        "model": {"path": "-"},
-        "data": {
-            "sources": [{"name": "-", "path": "-"}],
-            "max_prompt_length": 1,
-            "prompts_per_step": prompts,
-        },
+        "name": "mechanism", "steps": 1, "group_size": group, "model": {"path": "-"}, "data": data,
         "rollout": {"max_response_length": case.limit},
         "loss": {"kl_coef": 0.0},
         **method,
         "packing": {"max_tokens_per_row": case.limit + 1} | method.get("packing", {}),
-    }
-    if max_pairs is not None and raw["sampling"] == "equal_length":
-        pairs_of = raw["equal_length"]
-        raw["equal_length"] = pairs_of if pairs_of.get("single_pair") else pairs_of | {"max_pairs": max_pairs}
+    }  # fmt: skip
+    options = method.get("equal_length")
+    if max_pairs is not None and options is not None and not options.get("single_pair"):
+        raw["equal_length"] = options | {"max_pairs": max_pairs}
     return parse(raw, "mechanism")
 
 
-def measure(case: Case, names: Sequence[str], args: argparse.Namespace, max_pairs: int | None = None) -> list:
+def measure(case: Case, names: Sequence[str], steps: int, max_pairs: int | None = None) -> Rows:
     """Return a row for each method. Methods whose rollouts are alike share them."""
-    world = World(case, seed=args.seed)
+    world = World(case, seed=0)
     truth = world.truth()
     recipes = {name: recipe_of(case, METHODS[name], max_pairs) for name in names}
+    alike: dict[Any, list[str]] = {}
+    for name, recipe in recipes.items():
+        alike.setdefault((recipe.sampling, recipe.equal_length.single_pair), []).append(name)
     rows = []
-    for alike in _alike(recipes):
-        gradients: dict[str, list[Gradient]] = {name: [] for name in alike}
-        effective = dict.fromkeys(alike, 0.0)
+    for sharing in alike.values():
+        gradients: dict[str, list[Gradient]] = {name: [] for name in sharing}
+        effective = dict.fromkeys(sharing, 0.0)
         tokens = decode_steps = made = streams = 0
-        for number in range(args.steps):
-            rollouts, count, longest = world.step(recipes[alike[0]], number)
+        for number in range(steps):
+            rollouts, count, longest = world.step(recipes[sharing[0]], number)
             tokens, decode_steps, streams = tokens + count, decode_steps + longest, streams + len(rollouts)
             made += sum(len(rollout.with_role("a")) for rollout in rollouts)
-            for name in alike:
+            for name in sharing:
                 trees, metrics = build_trees(rollouts, recipes[name])
                 gradients[name].append(world.gradient(trees))
                 effective[name] += metrics[OBJECTIVE_EFFECTIVE_SAMPLES]
-        for name in alike:
+        for name in sharing:
+            direction, signal = _statistics(np.array(gradients[name]), truth)
             rows.append(
                 {
-                    "lengths": case.shape,
-                    "mean, limit": f"{case.mean:g}, {case.limit}",
-                    "rewards": case.rewards,
-                    "max_pairs": max_pairs,
                     "method": name,
-                    "pairs": made / streams if made else None,
-                    **_statistics(np.array(gradients[name]), truth, tokens, decode_steps),
-                    "samples/ktoken": 1000 * effective[name] / tokens,
-                    "samples/decode step": effective[name] / decode_steps,
+                    "pairs": f"{made / streams:.1f}",
+                    "direction": direction,
+                    SIGNAL_PER_TOKEN: f"{1e6 * signal / tokens:,.0f}",
+                    SIGNAL_PER_STEP: f"{1e3 * signal / decode_steps:.1f}",
+                    SAMPLES_PER_TOKEN: f"{1e3 * effective[name] / tokens:.1f}",
                 }
             )
     return rows
 
 
-def _alike(recipes: dict[str, Recipe]) -> Iterator[list[str]]:
-    groups: dict[Any, list[str]] = {}
-    for name, recipe in recipes.items():
-        groups.setdefault((recipe.sampling, recipe.equal_length.single_pair), []).append(name)
-    yield from groups.values()
+SIGNAL_PER_TOKEN = "Squared signal over noise of theta, per million tokens"
+SIGNAL_PER_STEP = "Squared signal over noise of theta, per 1,000 lockstep decode steps"
+SAMPLES_PER_TOKEN = "Effective samples per 1,000 tokens"
 
 
-def _statistics(gradients: np.ndarray, truth: Gradient, tokens: int, decode_steps: int) -> dict[str, Any]:
-    """Return eta / theta (with coin flips, where theta is 0: the mean of eta over its standard deviation in a
-    step) with its 95% interval over steps, and squared signal over noise of eta and theta in a step, per
-    million tokens and per 1,000 decode steps (lockstep: as long as the longest response of a step)."""
+@dataclass(frozen=True)
+class Direction:
+    """Measured eta / theta with its 95% interval over steps, and that of the policy gradient. Under coin
+    flips, where theta is 0: the mean of eta over its standard deviation in a step."""
+
+    value: float
+    low: float
+    high: float
+    truth: float
+
+    def __str__(self) -> str:
+        text = f"{self.value:.2g} [{self.low:.2g}, {self.high:.2g}]"
+        return text if self.low <= self.truth <= self.high else f"**{text}**"
+
+
+def _statistics(gradients: np.ndarray, truth: Gradient) -> tuple[Direction, float]:
+    """Return the direction of [steps, 2] gradients, and the squared signal over noise of theta, summed over
+    the steps (decode steps run in lockstep: a step takes as many as its longest response)."""
     draws = np.random.default_rng(0).integers(len(gradients), size=(DRAWS, len(gradients)))
     means, deviation = gradients[draws].mean(1), gradients.std(0, ddof=1)
     mean, coin = gradients.mean(0), abs(truth[1]) < 1e-9
-    values = means[:, 0] / (deviation[0] if coin else means[:, 1])
-    low, high = np.quantile(values, [0.025, 0.975])
-    signal = np.full(2, np.nan) if coin else (mean / deviation) ** 2 - 1 / len(gradients)
-    per_token, per_decode = (
-        signal / tokens * len(gradients) * 1e6,
-        signal / decode_steps * len(gradients) * 1e3,
-    )
-    return {
-        "truth": 0.0 if coin else float(truth[0] / truth[1]),
-        "found": float(mean[0] / (deviation[0] if coin else mean[1])),
-        "low": float(low),
-        "high": float(high),
-        "eta/Mtoken": float(per_token[0]),
-        "theta/Mtoken": float(per_token[1]),
-        "eta/kdecode": float(per_decode[0]),
-        "theta/kdecode": float(per_decode[1]),
-    }
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--mean", type=float, default=100, help="mean length before the limit cuts it")
-    parser.add_argument("--limit", type=int, default=300)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument(
-        "--worlds",
-        nargs="*",
-        choices=WORLDS,
-        default=["share", "irreversible", "coin"],
-        help="kinds of rewards",
-    )
-    parser.add_argument(
-        "--pairs", type=int, nargs="*", default=[1, 2, 3, 4, 6, 8, 10, 12], help="of streams, at most"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=100, help=f"of {PROMPTS} prompts and {GROUP} tracks each"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--figure", type=Path, help="bias by number of pairs, as SVG")
+    low, high = np.quantile(means[:, 0] / (deviation[0] if coin else means[:, 1]), [0.025, 0.975])
+    value = mean[0] / (deviation[0] if coin else mean[1])
+    direction = Direction(value, low, high, 0.0 if coin else truth[0] / truth[1])
+    return direction, len(gradients) * (mean[1] / deviation[1]) ** 2 - 1
 
 
 WORLDS: dict[str, dict[str, Any]] = {
     "share": {"strength": 1.0},
     "irreversible": {"strength": 1.0, "irreversible": True},
-    "easy": {"strength": 1.0, "ease": 1.5},
     "coin": {"strength": 0.0},
     "longer": {"strength": 0.0, "length_pays": 1.0},
     "shorter": {"strength": 0.0, "length_pays": -1.0},
 }
-
-
-def run(args: argparse.Namespace) -> None:
-    rows = []
-    for rewards, shape in itertools.product(args.worlds, args.shapes):
-        case = Case(shape, args.mean, args.limit, **WORLDS[rewards])
-        if case.strength:
-            rows += measure(case, args.methods, args)
-        else:  # a limit that no response reaches: truncation would make stopping right
-            rows += measure(replace(case, limit=20 * args.limit), args.methods, args, max_pairs=6)
-    by_pairs = []
-    paired = [name for name in args.methods if METHODS[name]["sampling"] == "equal_length"]
-    for most in args.pairs:
-        case = Case(args.shapes[0], args.mean, 2 * args.limit, **WORLDS["share"])
-        by_pairs += measure(case, [name for name in paired if name != "EqLen, single pair"], args, most)
-    for line in _tables(rows, by_pairs, args.methods):
-        print(line)
-    if args.figure is not None:
-        draw(by_pairs, args.figure)
-
-
-def _tables(rows: Rows, by_pairs: Rows, methods: Sequence[str]) -> Iterator[str]:
-    """Yield Markdown: directions (in bold where the interval excludes the truth), what they cost, directions
-    by number of pairs."""
-    for rewards, mine in _by(rows, "rewards").items():
-        shapes = _by(mine, "lengths")
-        unit = "mean of eta over its deviation" if rewards == "coin" else "eta / theta"
-        yield f"\n**{TITLES[rewards]}**, {unit}:\n"
-        truth = {"": "truth"} | {shape: f"{found[0]['truth']:.2g}" for shape, found in shapes.items()}
-        found = [
-            {"": name} | {row["lengths"]: _cell(row) for row in mine if row["method"] == name}
-            for name in methods
-        ]
-        yield markdown_rows([truth, *found])
-    for name, title, digits in COSTS:
-        cells = [row for row in rows if row["rewards"] == "share"]
-        if cells:
-            yield f"\n**{title}**:\n"
-            yield markdown_rows(
-                [
-                    {"": method}
-                    | {row["lengths"]: f"{row[name]:,.{digits}f}" for row in cells if row["method"] == method}
-                    for method in methods
-                ]
-            )
-    if by_pairs:
-        limit, truth = by_pairs[0]["mean, limit"].split()[1], by_pairs[0]["truth"]
-        yield f"\n**By pairs a stream**, limit of {limit}, truth {truth:.2g}:\n"
-        yield markdown_rows(
-            [
-                {"": name} | {f"{row['pairs']:.1f}": _cell(row) for row in mine}
-                for name, mine in _by(by_pairs, "method").items()
-            ]
-        )
-
-
 TITLES = {
-    "share": "Rewards by the share of good tokens",
-    "easy": "Easy prompts (rewards by the share of good tokens)",
-    "irreversible": "Irreversible errors",
-    "coin": "Coin flips",
-    "longer": "Longer responses win",
-    "shorter": "Shorter responses win",
+    "share": "Rewards by the share of good tokens, eta / theta",
+    "irreversible": "Irreversible errors, eta / theta",
+    "coin": "Coin flips, mean of eta over its deviation",
 }
-COSTS = (
-    ("theta/Mtoken", "Squared signal over noise of theta, per million tokens", 0),
-    ("eta/Mtoken", "Squared signal over noise of eta, per million tokens", 0),
-    ("theta/kdecode", "Squared signal over noise of theta, per 1,000 lockstep decode steps", 1),
-    ("samples/ktoken", "Effective samples per 1,000 tokens", 1),
-    ("samples/decode step", "Effective samples per lockstep decode step", 2),
-)
-"""(key, title, digits)"""
 
 
-def _by(rows: Rows, key: str) -> dict[str, list[dict[str, Any]]]:
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault(row[key], []).append(row)
-    return groups
+def show_by_law(case: Case, rewards: str, shapes: Sequence[str], steps: int) -> None:
+    """Print Markdown: the direction of each method by length law, then what it costs."""
+    found = {}
+    for shape in shapes:
+        law = replace(case, shape=shape, **WORLDS[rewards])
+        # A limit that no response reaches under coin flips: truncation would make stopping right.
+        coin = rewards == "coin"
+        law, most = (replace(law, limit=20 * law.limit), 6) if coin else (law, None)
+        found[shape] = {row["method"]: row for row in measure(law, list(METHODS), steps, most)}
+    truth = {shape: f"{next(iter(rows.values()))['direction'].truth:.2g}" for shape, rows in found.items()}
+    costs = (SIGNAL_PER_TOKEN, SIGNAL_PER_STEP, SAMPLES_PER_TOKEN) if rewards == "share" else ()
+    for key in ("direction", *costs):
+        cells = [{"": name} | {shape: rows[name][key] for shape, rows in found.items()} for name in METHODS]
+        head = [{"": "truth"} | truth] if key == "direction" else []
+        print(f"\n**{TITLES[rewards] if key == 'direction' else key}**:\n\n{markdown_rows(head + cells)}")
 
 
-def _cell(row: dict[str, Any]) -> str:
-    text = f"{row['found']:.2g} [{row['low']:.2g}, {row['high']:.2g}]"
-    return text if row["low"] <= row["truth"] <= row["high"] else f"**{text}**"
-
-
-def draw(rows: Rows, file: Path) -> None:
+def draw_by_pairs(case: Case, steps: int, file: Path) -> None:
+    """Print the direction by number of pairs as Markdown, and draw it as SVG."""
     from matplotlib.figure import Figure  # slow to import
 
+    many = [name for name, keys in METHODS.items() if "equal_length" in keys and name != "EqLen, single pair"]
+    found = [{row["method"]: row for row in measure(case, many, steps, most)} for most in MAX_PAIRS]
+    cells = [{"": name} | {rows[name]["pairs"]: rows[name]["direction"] for rows in found} for name in many]
+    print(f"\n**By pairs a stream**, limit of {case.limit}:\n\n{markdown_rows(cells)}")
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axes = figure.subplots()
-    axes.axhline(rows[0]["truth"], color="black", linewidth=1, label="policy gradient")
-    for name, colour in zip(DRAWN, ("#cc3311", "#ee7733", "#0077bb", "#009988"), strict=True):
-        mine = [row for row in rows if row["method"] == name]
-        middle = [row["found"] for row in mine]
-        spread = [
-            [row["found"] - row["low"] for row in mine],
-            [row["high"] - row["found"] for row in mine],
-        ]
-        axes.errorbar(
-            [r["pairs"] for r in mine], middle, spread, color=colour, marker="o", capsize=2, label=name
-        )
+    axes.axhline(found[0][many[0]]["direction"].truth, color="black", linewidth=1, label="policy gradient")
+    for name, colour in DRAWN.items():
+        drawn = [rows[name]["direction"] for rows in found]
+        spread = [[each.value - each.low for each in drawn], [each.high - each.value for each in drawn]]
+        counts = [float(rows[name]["pairs"]) for rows in found]
+        style = {"color": colour, "marker": "o", "capsize": 2, "label": name}
+        axes.errorbar(counts, [each.value for each in drawn], spread, **style)
     axes.set(xlabel="pairs a stream", ylabel="stopping ÷ good tokens")
     axes.legend(frameon=False)
     write_text(file, svg(figure))
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    run(parser.parse_args())
+    parser.add_argument("--paper", action="store_true", help="the paper's lengths, one kind of rewards")
+    parser.add_argument("--steps", type=int, default=40, help=f"of {PROMPTS} prompts and {GROUP} tracks each")
+    parser.add_argument("--figure", type=Path, help="bias by number of pairs, as SVG")
+    args = parser.parse_args()
+    if args.paper:
+        case = Case("exponential", 10_000, 32_768, strength=1.0)
+        show_by_law(case, "share", ["exponential", "lognormal 0.6"], args.steps)
+        return
+    case = Case("exponential", 100, 300, strength=1.0)
+    for rewards in TITLES:
+        show_by_law(case, rewards, list(SHAPES), args.steps)
+    if args.figure is not None:
+        draw_by_pairs(replace(case, limit=2 * case.limit), args.steps, args.figure)
+
+
+if __name__ == "__main__":
+    main()
