@@ -41,7 +41,6 @@ def test_trees_against_2n_and_n_plus_1(tmp_path, capsys):
     for result in results:
         assert result["token_ratio"] == pytest.approx(tokens[result["layout"]] / tokens["tree"])
         assert result["efficiency"] == pytest.approx(result["speedup"] / result["token_ratio"])
-        assert result["efficiency"] == pytest.approx(result["bound"] * result["FLOP_efficiency"])
     assert "N+1" in capsys.readouterr().out
 
 
@@ -63,22 +62,12 @@ def test_the_bound_of_trees_against_2n_is_what_a_hand_finds(pairs, bound):
     )
     flops = [2 * a * t + 4 * c * s + 2 * h * 2 * pairs * side for t, s in zip(tokens, seen, strict=True)]
     by_hand = flops[1] / flops[0] / (tokens[1] / tokens[0])
-    made = trees.streams(pairs, prompt, False, args)
+    made = [trees.stream(pairs, prompt, False, side, args.vocabulary)]
     rows = [pack(made, 1 << 20, layout=layout)[0] for layout in ("tree", "expanded")]
-    found = [sum(trees.forward_flops(row, model, "supervised") for row in each) for each in rows]
+    found = [sum(trees.forward_flops(row, model) for row in each) for each in rows]
     counted = [sum(row.num_tokens for row in each) for each in rows]
     assert found[1] / found[0] / (counted[1] / counted[0]) == pytest.approx(by_hand, rel=2e-3)
     assert by_hand == pytest.approx(bound, abs=5e-3)
-
-
-def test_what_context_parallel_ranks_send_of_a_trunk_with_leaves(tmp_path):
-    """Two ranks share a row whose leaves are as long as its trunk: never more than everything is sent."""
-    case = ["--pairs", "6", "--prompts", "128", "--segment", "500", "--context", "2", "--dtype", "bfloat16"]
-    for result in run(trees, tmp_path, *case):
-        assert result["all_gather_MB"] == result["positions"] / 2 * 2 * 2 * 64 * 2 / 1e6
-        assert 0 < result["of_all_gather"] < 0.8
-        assert result["received_MB"] <= result["all_gather_MB"]
-        assert 1 <= result["area_max/mean"] < 1.15
 
 
 def test_the_host_benchmark_shows_a_quadratic_cost_as_one_and_projects_the_largest_size():

@@ -29,7 +29,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.models.gated_delta_net import tree_convolution, tree_delta_rule
 from megatron_eqlen.models.groups import start, stop
 from megatron_eqlen.models.tree_attention import tree_attention
@@ -44,7 +43,9 @@ from megatron_eqlen.types import Node, Row, TokenTree
 from tools.benchmarks import trees
 from tools.benchmarks.clock import fastest, memory
 from tools.benchmarks.table import show
-from tools.benchmarks.trees import DTYPES, visible_pairs
+from tools.benchmarks.trees import visible_pairs
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 PROMPT, DELTA_HEADS, DELTA_DIM, WINDOW = 64, 16, 128, 4
 HEADS, GROUPS, FEED_FORWARD = 8, 1, 5 / 8
@@ -95,20 +96,15 @@ def result(
 ) -> dict[str, Any]:
     """Return a line of the table. ``flops``: of a forward pass and a backward pass of twice that;
     ``yardstick``: FLOP/s; None for ``cost`` or ``yardstick``: memory was not enough."""
-    line: dict[str, Any] = {"part": part, "positions": positions}
-    if cost is None:
-        return (
-            line
-            | dict.fromkeys(("forward_ms", "backward_ms", "TFLOP/s", "of_yardstick"), "–")
-            | {"peak_GB": "out of memory"}
-        )
-    speed = cost.speed(flops)
-    return line | {
-        "forward_ms": 1e3 * cost.forward,
-        "backward_ms": 1e3 * cost.backward,
-        "TFLOP/s": speed / 1e12,
-        "of_yardstick": speed / yardstick if yardstick else "–",
-        "peak_GB": cost.peak / 1e9,
+    speed = cost.speed(flops) if cost else None
+    return {
+        "part": part,
+        "positions": positions,
+        "forward_ms": 1e3 * cost.forward if cost else "–",
+        "backward_ms": 1e3 * cost.backward if cost else "–",
+        "TFLOP/s": speed / 1e12 if speed else "–",
+        "of_yardstick": speed / yardstick if speed and yardstick else "–",
+        "peak_GB": cost.peak / 1e9 if cost else "out of memory",
     }
 
 
@@ -176,35 +172,16 @@ def head(args: Namespace) -> Iterator[dict[str, Any]]:
 
 def layers(args: Namespace) -> Iterator[dict[str, Any]]:
     """Measure the layers with the embedding and the head."""
-    yardstick, model = matrix_product(args), rank_of_32b(args)
+    yardstick = matrix_product(args)
+    model = trees.qwen3(args, HEADS, GROUPS, head_dim=128, feed_forward=int(FEED_FORWARD * args.hidden))
     for recompute in ("none", "full"):
         built = trees.random_model(model, DTYPES[args.dtype], ParallelRecipe(recompute=recompute))
         for positions in args.positions:
             row = stream(positions, args)
-            flops = 3 * trees.forward_flops(row, model, "supervised")
+            flops = 3 * trees.forward_flops(row, model)
             cost = measure_step(built, row, args)
             yield result(f"layers, recompute {recompute}", len(row.input_ids), flops, cost, yardstick)
         del built
-
-
-def rank_of_32b(args: Namespace) -> ModelConfig:
-    return ModelConfig(
-        model_type="qwen3",
-        vocab_size=args.vocabulary,
-        hidden_size=args.hidden,
-        intermediate_size=int(FEED_FORWARD * args.hidden),
-        num_hidden_layers=args.layers,
-        num_attention_heads=HEADS,
-        num_key_value_heads=GROUPS,
-        head_dim=128,
-        max_position_embeddings=131072,
-        rms_norm_eps=1e-6,
-        rope_theta=1e6,
-        partial_rotary_factor=1.0,
-        tie_word_embeddings=False,
-        experts=None,
-        delta_net=None,
-    )
 
 
 PARTS: dict[str, Callable[[Namespace], Iterator[dict[str, Any]]]] = {
@@ -221,23 +198,20 @@ PARTS: dict[str, Callable[[Namespace], Iterator[dict[str, Any]]]] = {
 
 def stream(positions: int, args: Namespace) -> Row:
     """Return a stream of pairs of equal sides, in about ``positions`` positions, whole blocks."""
-    sides = Namespace(segment=(positions - PROMPT) // (2 * args.pairs), streams=1, vocabulary=args.vocabulary)
-    return _row(trees.streams(args.pairs, PROMPT, False, sides), positions)
+    side = (positions - PROMPT) // (2 * args.pairs)
+    return _row(trees.stream(args.pairs, PROMPT, False, side, args.vocabulary), positions)
 
 
 def chain(positions: int, args: Namespace) -> Row:
     """Return one sequence in as many positions as the stream has."""
-    n = PROMPT + 2 * args.pairs * ((positions - PROMPT) // (2 * args.pairs))
-    tokens = np.random.default_rng(0).integers(0, args.vocabulary, n)
-    nodes = [
-        Node(-1, Tokens.of(tokens[:PROMPT])),
-        Node(0, Tokens.of(tokens[PROMPT:], np.zeros(n - PROMPT)), 1.0, 1.0),
-    ]
-    return _row([TokenTree("chain", nodes)], positions)
+    n = 2 * args.pairs * ((positions - PROMPT) // (2 * args.pairs))
+    tokens = np.random.default_rng(0).integers(0, args.vocabulary, PROMPT + n)
+    prompt, response = Tokens.of(tokens[:PROMPT]), Tokens.of(tokens[PROMPT:], np.zeros(n))
+    return _row(TokenTree("chain", [Node(-1, prompt), Node(0, response, 1.0, 1.0)]), positions)
 
 
-def _row(made: list[TokenTree], positions: int) -> Row:
-    (row,) = pack(made, positions + BLOCK, multiple_of=BLOCK)[0]
+def _row(tree: TokenTree, positions: int) -> Row:
+    (row,) = pack([tree], positions + BLOCK, multiple_of=BLOCK)[0]
     return row
 
 
@@ -253,24 +227,24 @@ def matrix_product(args: Namespace) -> float:
 
 def measure(function: Callable[..., Tensor], inputs: list[Tensor], args: Namespace) -> Cost | None:
     """Measure a part; None if the GPU's memory is not enough."""
-    memory(reset=True)
-    try:
-        with torch.no_grad():
-            gradient = torch.randn_like(function(*inputs))
-            forward = fastest(lambda: function(*inputs), args.repeat)
-        both = fastest(lambda: torch.autograd.grad(function(*inputs), inputs, gradient), args.repeat)
-    except torch.OutOfMemoryError:
-        return None
-    return Cost(forward, max(both - forward, 0.0), memory())
+
+    def both() -> None:
+        output = function(*inputs)
+        torch.autograd.grad(output, inputs, torch.ones_like(output))
+
+    return _cost(lambda: function(*inputs), both, args)
 
 
 def measure_step(model: torch.nn.Module, row: Row, args: Namespace) -> Cost | None:
+    model.zero_grad(set_to_none=True)
+    return _cost(lambda: trees.forward(model, row), lambda: trees.step(model, [row]), args)
+
+
+def _cost(forward: Callable[[], object], both: Callable[[], object], args: Namespace) -> Cost | None:
     memory(reset=True)
     try:
         with torch.no_grad():
-            forward = fastest(lambda: trees.forward(model, row, "supervised"), args.repeat)
-        model.zero_grad(set_to_none=True)
-        both = fastest(lambda: trees.step(model, [row], "supervised"), args.repeat)
+            seconds = fastest(forward, args.repeat)
+        return Cost(seconds, max(fastest(both, args.repeat) - seconds, 0.0), memory())
     except torch.OutOfMemoryError:
         return None
-    return Cost(forward, max(both - forward, 0.0), memory())
