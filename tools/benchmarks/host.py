@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import pickle
 import tempfile
@@ -36,7 +35,7 @@ from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.record.reader import read_step
 from megatron_eqlen.rollout.record.recorder import FILES, INTERVAL, Recorder, record_grades
-from megatron_eqlen.types import Grade, Prompt, Rollout
+from megatron_eqlen.types import Grade, Metrics, Prompt, Rollout
 from tools.benchmarks.scripted import EOS, ScriptedEngine, write_tokenizer
 from tools.benchmarks.table import show
 
@@ -45,8 +44,6 @@ STEP_SECONDS = 900
 DECODE_SECONDS = 0.025
 STEP_TOKENS = 31_000_000
 REPLICAS = 4
-RANKS = 8
-"""Number of ranks of a replica, on one node."""
 PARTS = {
     "harvest": 1, "record": 0, "grades": 1, "score": 1, "trees": REPLICAS, "plan": REPLICAS, "fill": 1,
     "read": 0,
@@ -68,23 +65,14 @@ def run(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder) / "model")
         sizes = [measure(Path(folder), part, args) for part in (4, 2, 1)]
-        held = harvest_peak(Path(folder), args)
         steps = [decode_step(Path(folder), requests, args) for requests in args.requests]
-    tokens = sizes[-1].tokens
-    title = f"{tokens / 1e6:.2f} million tokens, masks of {args.kept}"
     results = [line(name, sizes) for name in sizes[-1].seconds]
-    per_step = sum(result["of a step"] for result in results if PARTS[result["stage"]])
-    show(results, title, None)
-    print(f"in each step: {per_step:.1%} of {STEP_SECONDS} s")
-    size = {name: count / tokens for name, count in sizes[-1].bytes.items()}
-    show([size], "bytes a token", None)
-    show([held], f"bytes a token at the peak of a harvest, by {RANKS} ranks in step", None)
+    in_each = sum(result["of a step"] for result in results if PARTS[result["stage"]])
+    show(results, f"{sizes[-1].tokens / 1e6:.2f} million tokens, masks of {args.kept}", args.json)
+    print(f"in each step: {in_each:.1%} of {STEP_SECONDS} s")
+    show([sizes[-1].bytes], "bytes a token", None)
     if steps:
         show(steps, "a decode step of harvest(), without the engine", None)
-    if args.json is not None:
-        found = {"stages": results, "of a step": per_step, "bytes a token": size}
-        found |= {"harvest peak": held, "decode steps": steps}
-        args.json.write_text(json.dumps({"title": title} | found, indent=1) + "\n", encoding="utf-8")
 
 
 @dataclass
@@ -93,8 +81,8 @@ class Size:
 
     tokens: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
-    bytes: dict[str, int] = field(default_factory=dict)
-    rollouts: list[Rollout] = field(default_factory=list)
+    bytes: dict[str, float] = field(default_factory=dict)
+    """Bytes a token."""
 
 
 def line(name: str, sizes: Sequence[Size]) -> dict[str, Any]:
@@ -116,93 +104,55 @@ def measure(folder: Path, part: int, args: argparse.Namespace) -> Size:
     """Measure every stage at 1 / ``part`` of the prompts and lengths."""
     recipe = make_recipe(folder / "model", args.limit // part, args.kept)
     engine = ScriptedEngine(args.median // part, PROMPT_TOKENS, args.kept)
-    streams = folder / f"run-{part}" / "streams" / step_name(0)
     prompts = make_prompts(max(1, args.prompts // part))
+    streams = folder / f"run-{part}" / "streams" / step_name(0)
+    file = streams / FILES.replace("*", "0")
     size = Size()
-    rollouts = size.rollouts = harvested(engine, prompts, recipe, size)
-    size.tokens = sum(len(part) for rollout in rollouts for part in rollout.parts)
-    record(rollouts, streams, size)
-    size.bytes["on disk"] = sum(file.stat().st_size for file in streams.iterdir())
-    train(rollouts, recipe, size)
-    return size
 
-
-def timed(size: Size, name: str, work: Callable[[], Any]) -> Any:
-    gc.collect()
-    started = time.process_time()
-    result = work()
-    size.seconds[name] = time.process_time() - started
-    return result
-
-
-def harvested(engine: ScriptedEngine, prompts: list[Prompt], recipe: Recipe, size: Size) -> list[Rollout]:
-    """Harvest and record, the tokens of unfinished rollouts included."""
-
-    def work() -> list[Rollout]:
-        with tempfile.TemporaryDirectory() as home, EverySoManySteps(Path(home) / "rank-0.arrow") as recorder:
-            return harvest(engine, HarvestPlan(prompts, recipe, [EOS], seed=0), [recorder])[0]
-
-    rollouts = timed(size, "harvest", work)
-    size.seconds["harvest"] -= engine.seconds
-    return rollouts
-
-
-def record(rollouts: list[Rollout], folder: Path, size: Size) -> None:
-    """Write the rollouts to disk and read them back, grades included."""
-    file = folder / FILES.replace("*", "0")
+    def timed(name: str, work: Callable[[], Any]) -> Any:
+        gc.collect()
+        started = time.process_time()
+        result = work()
+        size.seconds[name] = time.process_time() - started
+        return result
 
     def write() -> None:
         with Recorder(file) as recorder:
             for rollout in rollouts:
                 recorder.write(rollout)
 
-    timed(size, "record", write)
-    scorer = Scorer(RewardRecipe(), load_tokenizer(folder.parents[2] / "model"))
-    timed(size, "score", lambda: scorer.score(rollouts))
-    timed(size, "grades", lambda: record_grades(file, rollouts))
-    timed(size, "read", lambda: read_step(folder))
+    rollouts, _ = timed("harvest", lambda: harvested(engine, prompts, recipe))
+    size.seconds["harvest"] -= engine.seconds
+    size.tokens = sum(len(part) for rollout in rollouts for part in rollout.parts)
+    timed("record", write)
+    scorer = Scorer(RewardRecipe(), load_tokenizer(folder / "model"))
+    timed("score", lambda: scorer.score(rollouts))
+    timed("grades", lambda: record_grades(file, rollouts))
+    timed("read", lambda: read_step(streams))
+    written = sum(file.stat().st_size for file in streams.iterdir())
+    size.bytes = {"on disk": written / size.tokens, "in memory": resident(rollouts) / size.tokens}
+    (trees,), _ = timed("trees", lambda: build_minibatches(rollouts, recipe))
+    planned = timed("plan", lambda: plan_rows(trees, recipe.packing.max_tokens_per_row))
+    timed("fill", lambda: planned.rows(0))
+    return size
 
 
-def train(rollouts: list[Rollout], recipe: Recipe, size: Size) -> None:
-    """Go from one replica's rollouts to filled rows."""
-    size.bytes["skeletons"] = len(pickle.dumps([rollout.skeleton() for rollout in rollouts]))
-    size.bytes["in memory"] = resident(pickle.dumps(rollouts))
-    (trees,), _ = timed(size, "trees", lambda: build_minibatches(rollouts, recipe))
-    planned = timed(size, "plan", lambda: plan_rows(trees, recipe.packing.max_tokens_per_row))
-    timed(size, "fill", lambda: planned.rows(0))
+def harvested(engine: ScriptedEngine, prompts: list[Prompt], recipe: Recipe) -> tuple[list[Rollout], Metrics]:
+    """Harvest and record, the tokens of unfinished rollouts included."""
+    with tempfile.TemporaryDirectory() as home, EverySoManySteps(Path(home) / "rank-0.arrow") as recorder:
+        return harvest(engine, HarvestPlan(prompts, recipe, [EOS], seed=0), [recorder])
 
 
-def resident(sent: bytes) -> int:
+def resident(rollouts: list[Rollout]) -> int:
     """Return the bytes that the rollouts take."""
+    sent = pickle.dumps(rollouts)
     gc.collect()
     tracemalloc.start()
-    rollouts = pickle.loads(sent)
+    received = pickle.loads(sent)
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    del rollouts
+    del received
     return taken
-
-
-def harvest_peak(folder: Path, args: argparse.Namespace) -> dict[str, float]:
-    """Return bytes a token of a replica's rank that records, of one that only grades its part, and of the
-    node."""
-    recipe = make_recipe(folder / "model", args.limit // 4, args.kept)
-
-    def peak(whole: Callable[[Prompt, int], bool]) -> float:
-        engine = ScriptedEngine(args.median // 4, PROMPT_TOKENS, args.kept)
-        gc.collect()
-        tracemalloc.start()
-        rollouts, _ = harvest(
-            engine, HarvestPlan(make_prompts(2), recipe, [EOS], seed=0, keeps_columns=whole)
-        )
-        _, most = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        return most / sum(len(part) for rollout in rollouts for part in rollout.parts)
-
-    records = peak(lambda prompt, index: True)
-    grades = peak(lambda prompt, index: (prompt.number + index) % RANKS == 0)
-    paper = (records + (RANKS - 1) * grades) * STEP_TOKENS / REPLICAS
-    return {"it records": records, "it grades": grades, "GB a node at the paper's size": paper / 1e9}
 
 
 def decode_step(folder: Path, requests: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -213,10 +163,9 @@ def decode_step(folder: Path, requests: int, args: argparse.Namespace) -> dict[s
     engine = ScriptedEngine(args.median // 16, PROMPT_TOKENS, args.kept, max_num_seqs=requests)
     prompts = make_prompts(math.ceil(requests / recipe.group_size))
     gc.collect()
-    with tempfile.TemporaryDirectory() as home, EverySoManySteps(Path(home) / "rank-0.arrow") as recorder:
-        everything, driver = time.process_time(), time.thread_time()
-        _, metrics = harvest(engine, HarvestPlan(prompts, recipe, [EOS], seed=0), [recorder])
-        everything, driver = time.process_time() - everything, time.thread_time() - driver
+    everything, driver = time.process_time(), time.thread_time()
+    _, metrics = harvested(engine, prompts, recipe)
+    everything, driver = time.process_time() - everything, time.thread_time() - driver
     in_flight = metrics["harvest/slot_occupancy"] * requests
     step = 1e3 / metrics["harvest/engine_steps"] * requests / in_flight
     own = driver - engine.seconds
