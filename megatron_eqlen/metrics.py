@@ -62,7 +62,6 @@ HARVEST_TOKENS_PER_SECOND = "harvest/tokens_per_second"
 HARVEST_SLOT_OCCUPANCY = "harvest/slot_occupancy"
 HARVEST_OVERHEAD_SECONDS_PER_STEP = "harvest/overhead_seconds_per_step"
 HARVEST_FORKS = "harvest/forks"
-HARVEST_REROUTED_TOKENS = "harvest/rerouted_tokens"
 HARVEST_RECOMPUTED_TOKENS_PER_FORK = "harvest/recomputed_tokens_per_fork"
 HARVEST_ENDED_RESPONSE_LENGTH = "harvest/ended_response_length"
 HARVEST_PAIRS_PER_STREAM = "harvest/pairs_per_stream"
@@ -173,13 +172,6 @@ DECLARED = (
     Metric("harvest/masked_tokens", "tokens", "sum", "recorded with a sampling mask"),
     Metric("harvest/kept_per_token", "tokens", mean("harvest/masked_tokens"), "tokens in a sampling mask"),
     Metric("harvest/entropy", "nats", PER_KEPT_TOKEN, "of the distributions that tokens were drawn from"),
-    Metric(HARVEST_REROUTED_TOKENS, "tokens", "sum", "older positions whose experts were chosen again"),
-    Metric(
-        "harvest/rerouted_agreement",
-        "share",
-        mean(HARVEST_REROUTED_TOKENS),
-        "share of their experts that newer weights chose as well",
-    ),
     Metric("harvest/route_bytes", "bytes", "sum", "of recorded routes of prompts and generated tokens"),
     Metric("harvest/streams", "streams", "sum", "dual-track subgroups"),
     Metric("harvest/pairs", "pairs", "sum", "equal-length pairs"),

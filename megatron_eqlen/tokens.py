@@ -275,10 +275,6 @@ class Tokens:
         """Oldest policy version that sampled one of the tokens, at least one."""
         return int(self.columns["versions"].min())
 
-    def sampled_by(self, version: int) -> bool:
-        """Return True if weights of ``version`` sampled all tokens."""
-        return bool((self.columns["versions"] == version).all())
-
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Tokens)
@@ -449,28 +445,11 @@ class GrowingTokens:
         for name, column in self.columns.items():
             column.extend(tokens[name])
 
-    def replace(self, name: str, values: np.ndarray) -> None:
-        """Put ``values`` in the place of the first values of a column of arrays."""
-        self.columns[name].replace(values)
-
     def cut(self, end: int) -> None:
         """Drop the tokens from number ``end`` on."""
         del self.token_ids[end:], self.versions[end:]
         for column in self.columns.values():
             column.cut(end)
-
-    def values(self, name: str, stop: int) -> np.ndarray:
-        """Return the values of a column of arrays for the tokens before number ``stop``."""
-        return self.columns[name].values(0, stop)
-
-    def sampled_by(self, version: int) -> bool:
-        """Return True if weights of ``version`` sampled all tokens."""
-        return self.versions.count(version) == len(self)
-
-    @property
-    def version(self) -> int | None:
-        """Policy version of the last token."""
-        return self.versions[-1] if self.versions else None
 
     def __getitem__(self, part: slice) -> Tokens:
         start, stop, _ = part.indices(len(self))
@@ -544,9 +523,6 @@ class _Rows:
         self._bytes += rows.tobytes()
 
     extend = append
-
-    def replace(self, rows: np.ndarray) -> None:
-        self._bytes[: len(rows) * self._width] = rows.tobytes()
 
     def cut(self, end: int) -> None:
         del self._bytes[end * self._width :]

@@ -18,7 +18,7 @@ from megatron_eqlen.processes.watchdog import beat
 from megatron_eqlen.rollout.engine import Decoder, EngineError
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.meter import Meter
-from megatron_eqlen.rollout.rerouting import Rerouting
+from megatron_eqlen.rollout.prompt_routes import PromptRoutes
 from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import Delta, Rollout, RolloutKey
@@ -48,8 +48,7 @@ class Driver:
         """Tokens that this step generated for each running harvester, in tracks that have ended."""
         self.launched: dict[RolloutKey, list[Track]] = {}
         """All tracks of each running harvester, if its rollout may be suspended."""
-        resumed = {key for key, partial in self.partial.items() if partial.origin is not None}
-        self.rerouting = Rerouting(engine, meter, self.running, resumed) if self.rollout.keep_routes else None
+        self.prompt_routes = PromptRoutes(self.running) if self.rollout.keep_routes else None
 
     def run(self, harvesters: dict[RolloutKey, Harvester]) -> None:
         """Run ``harvesters`` to their ends and report to the observers."""
@@ -120,8 +119,6 @@ class Driver:
                 except ValueError as error:
                     raise EngineError(f"track {track.name}: {error}") from None
                 track.prompt_columns = harvester.prompt_columns
-                if self.rerouting is not None:
-                    self.rerouting.check_resumed(track)
         if self.rollout.carry_over:
             self.launched.setdefault(key, []).append(track)
         if track.finish_reason is None:
@@ -133,21 +130,21 @@ class Driver:
         """Submit the rest of a track as a request."""
         self.in_flight[track.request_id] = (track, key)
         self.meter.launched(track)
-        path_rows = self.rerouting.rows_of(track, key) if self.rerouting is not None else 0
+        path_rows = self.prompt_routes.rows_of(track, key) if self.prompt_routes is not None else 0
         self.engine.submit(track.request_id, track.path, track.remaining, track.seed, path_rows)
 
     def deliver(self, deltas: list[Delta]) -> list[RolloutKey]:
         """Hand tokens to their tracks; return the keys of harvesters that can now decide something."""
         touched: dict[RolloutKey, None] = {}
         tokens = 0
-        in_flight, rerouting, current = self.in_flight, self.rerouting, self.engine.policy_version
+        in_flight, prompt_routes, current = self.in_flight, self.prompt_routes, self.engine.policy_version
         for delta in deltas:
             entry = in_flight.get(delta.request_id)
             if entry is None:  # sent before the engine saw the abort
                 continue
             track, key = entry
-            if rerouting is not None and delta.token_ids:
-                rerouting.take(track, key, delta)
+            if prompt_routes is not None and delta.token_ids:
+                prompt_routes.take(track, key, delta)
             tokens += len(delta.token_ids)
             if delta.num_cached_tokens is not None:
                 self.meter.prefilled(track, delta.num_cached_tokens)
@@ -176,8 +173,8 @@ class Driver:
         """Submit the rest of a request that the engine gave up or ended early. Raises EngineError after
         MAX_ATTEMPTS."""
         del self.in_flight[delta.request_id]
-        if self.rerouting is not None:
-            self.rerouting.lose(delta.request_id, key)
+        if self.prompt_routes is not None:
+            self.prompt_routes.lose(delta.request_id, key)
         track.attempts += 1
         self.meter.retries += 1
         self.losses[track.name, self.engine.policy_version] += 1
@@ -214,8 +211,8 @@ class Driver:
     def take(self, key: RolloutKey, harvester: Harvester) -> tuple[Rollout, int]:
         """Stop running a harvester; return its rollout, and the number of tokens generated for it."""
         self.running.pop(key, None)
-        if self.rerouting is not None:
-            self.rerouting.end(key)
+        if self.prompt_routes is not None:
+            self.prompt_routes.end(key)
         return harvester.rollout(self.engine.policy_version), self.generated.pop(key, 0)
 
     def finish_decode_step(self, last: bool = False) -> None:

@@ -14,7 +14,6 @@ from megatron_eqlen.metrics import (
     HARVEST_GENERATED_TOKENS,
     HARVEST_OVERHEAD_SECONDS_PER_STEP,
     HARVEST_RECOMPUTED_TOKENS_PER_FORK,
-    HARVEST_REROUTED_TOKENS,
     HARVEST_SLOT_OCCUPANCY,
     HARVEST_SUSPENDED_ROLLOUTS,
     HARVEST_TOKENS_PER_SECOND,
@@ -41,7 +40,6 @@ class Meter:
         self.requests = self.forks = self.retries = 0
         self.fork_prefix_tokens = self.fork_cached_tokens = self.forks_prefilled = 0
         self.steps = self.deltas = 0
-        self.rerouted_tokens, self.rerouted_same = 0, 0.0
         self.engine_seconds = 0.0
         self.started = time.perf_counter()
         self.rollouts: list[Rollout] = []
@@ -71,13 +69,6 @@ class Meter:
             self.forks_prefilled += 1
             self.fork_prefix_tokens += len(track.context)
             self.fork_cached_tokens += cached_tokens
-
-    def rerouted(self, older: np.ndarray, newer: np.ndarray) -> None:
-        """Count positions whose routes a new prefill chose again. ``older``, ``newer``: [n, moe_layers,
-        top_k] experts before and now, in any order."""
-        self.rerouted_tokens += len(older)
-        same = (older[..., :, None] == newer[..., None, :]).any(-1)
-        self.rerouted_same += float(same.mean(axis=(1, 2)).sum())
 
     def count(self, rollout: Rollout) -> None:
         if rollout.suspended:
@@ -112,9 +103,6 @@ class Meter:
                 "harvest/carried_tokens": sum(partial.earlier_tokens for partial in self.carried),
                 HARVEST_SUSPENDED_ROLLOUTS: self.suspended,
             }
-        if self.rerouted_tokens:
-            metrics[HARVEST_REROUTED_TOKENS] = self.rerouted_tokens
-            metrics["harvest/rerouted_agreement"] = self.rerouted_same / self.rerouted_tokens
         return metrics | rollout_metrics(self.rollouts) | self.engine.metrics()
 
 

@@ -8,7 +8,7 @@ tracks ─tokens─► Harvester ─► parts (final, append-only) ─► rollou
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 from megatron_eqlen.sampling.track import Track
@@ -72,19 +72,6 @@ class Harvester(ABC):
     def response(self, part: Part) -> TokenIds:
         """Return the token ids from after the prompt to the end of ``part``. Any thread may call this."""
         return tokens_along(self._line(part.number))
-
-    def parts_along(self, track: Track) -> Iterator[tuple[int, Part, int]]:
-        """Yield the finished parts that share positions with the path of ``track``: the part's first position
-        after the prompt, the part, and how many of its tokens were predicted at positions on the path. These
-        are all of a part that lies on the path, and the first one of a part that forks off it (a token is
-        predicted at the position before it)."""
-        along = {part.number for part in self._line(track.parent)}
-        ends = {-1: 0}
-        for part in sorted(self.parts, key=lambda part: part.number):  # a part comes after its parent
-            if part.parent in along or part.parent == -1:
-                start = ends[part.parent]
-                ends[part.number] = start + len(part)
-                yield start, part, len(part) if part.number in along else 1
 
     def open_track(self, number: int, response: list[int], limit: int, parent: int) -> Track:
         """Return a new track, which continues part ``parent`` after the tokens of ``response`` by at most

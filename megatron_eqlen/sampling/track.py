@@ -125,8 +125,3 @@ class Track:
         elif len(token_ids) >= self.limit:
             self.finish_reason = "length"
         self.tokens.cut(min(stop + 1, self.limit))
-
-    def reopen(self) -> None:
-        """Drop the last token of a track that has ended, to be generated again."""
-        self.finish_reason = None
-        self.tokens.cut(len(self) - 1)

@@ -115,26 +115,24 @@ def reference(context: list[int], tokens: list[int], before: int, recomputed: bo
     return logprobs.gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
 
 
-def test_requests_that_a_recomputing_sync_holds_up_are_lost_and_bring_the_new_routes_of_their_paths(servers):
+def test_tokens_have_the_routes_of_the_weights_that_sampled_them_also_after_a_recomputing_sync(servers):
     with opened(servers, on_sync="recompute", keep_routes=True) as engine:
-        context, limit, seed = [5, 6, 7, 8] * 10, 100, 3
-        path = list(context)
-        engine.submit("r/0", context, limit, seed)
-        while len(path) < len(context) + 20:
-            path += [token for delta in engine.step() for token in delta.token_ids]
-        sync(engine, 1)
-        lost = [delta for _ in range(20) for delta in engine.step()]
-        assert [(delta.request_id, delta.token_ids, delta.finish_reason) for delta in lost] == [
-            ("r/0", [], "lost")
-        ]
-        engine.submit("r/0~1", path, limit, seed, path_rows=len(path) - 1)
-        while not (deltas := [delta for delta in engine.step() if delta.token_ids]):
-            pass
-        rows = deltas[0].path["routes"]
-        engine.abort(["r/0~1"])
-    with torch.no_grad():
-        logits = model(1)(torch.tensor([path]), output_router_logits=True).router_logits
-    chosen = torch.stack(logits, 1)[:-1].topk(rows.shape[-1]).indices  # [positions, layers, experts]
-    same = (chosen[..., None] == torch.from_numpy(rows.astype("int64"))[..., None, :]).any(-1)
-    assert len(rows) == len(path) - 1
-    assert same.double().mean() > 0.97
+        path, versions, rows = [5, 6, 7, 8] * 10, [], []
+        start = len(path)
+        engine.submit("r/0", list(path), 40, seed=3)
+        while engine.has_unfinished:
+            for delta in engine.step():
+                path += delta.token_ids
+                versions += [delta.policy_version] * len(delta.token_ids)
+                rows += [torch.from_numpy(row.astype("int64")) for row in delta.columns.get("routes", ())]
+            if engine.policy_version == 0 and len(versions) >= 15:
+                sync(engine, 1)
+    assert set(versions) == {0, 1}
+    for version in (0, 1):
+        with torch.no_grad():
+            logits = model(version)(torch.tensor([path]), output_router_logits=True).router_logits
+        own = torch.tensor(versions) == version
+        found = torch.stack(rows)[own]
+        chosen = torch.stack(logits, 1)[start - 1 : -1][own].topk(found.shape[-1]).indices
+        same = (chosen[..., None] == found[..., None, :]).any(-1)
+        assert same.double().mean() > 0.97

@@ -8,7 +8,7 @@ import random
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -255,7 +255,7 @@ SIMPLE = {
 }  # fmt: skip
 
 
-class Rerouting(Lockstep):
+class RoutingByVersion(Lockstep):
     """Chooses experts by the weights that prefill or decode: each row is the policy version."""
 
     def _with_routes(self, delta, first):
@@ -270,36 +270,21 @@ class Rerouting(Lockstep):
         return replace(delta, columns=columns, path=path)
 
 
-def paths_with_rows(rollout: Rollout) -> Iterator[tuple[Part, np.ndarray]]:
-    """Yield each segment with the rows of the positions before it, those of the prompt first."""
-    above = {-1: rollout.prompt_columns["routes"][1:]}
-    for part in rollout.parts:
-        before = above[part.parent]
-        yield part, before
-        after = np.concatenate([before, part.tokens["routes"]])
-        above[part.number] = after
-        if part.role == "b":
-            above[-1] = after
-
-
 @pytest.mark.parametrize("kills", [(), (4, 12)], ids=["", "killed"])
 @pytest.mark.parametrize("kind", SAMPLINGS)
-def test_new_tokens_rest_on_routes_of_the_weights_that_prefilled_their_path(
-    kind, kills, tmp_path, monkeypatch
-):
+def test_tokens_keep_the_routes_of_the_weights_that_sampled_them(kind, kills, tmp_path, monkeypatch):
     monkeypatch.setattr(recorder_module, "INTERVAL", 0.0)
-    monkeypatch.setattr(sys.modules[__name__], "Lockstep", Rerouting)
+    monkeypatch.setattr(sys.modules[__name__], "Lockstep", RoutingByVersion)
     recipe = recipe_of(SIMPLE | {"kind": kind, "routes": True})
     run = Run(tmp_path, recipe, end=0.1)
     run.step(0, prompts_of(0, 2), budget=30)
     assert run.suspended
     found = run.step(1, [], budget=None, kills=kills)
     mixed = 0
-    for segment, before in (pair for rollout in found for pair in paths_with_rows(rollout)):
-        if segment.tokens["versions"][-1] == 1:
-            assert (before == 1).all()
-            assert (segment.tokens["routes"] == 1).all()
-            mixed += len(np.unique(segment.tokens["versions"])) > 1
+    for part in (part for rollout in found for part in rollout.parts):
+        versions = part.tokens["versions"]
+        assert (part.tokens["routes"] == versions[:, None, None]).all()
+        mixed += len(np.unique(versions)) > 1
     assert mixed
 
 

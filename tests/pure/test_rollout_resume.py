@@ -211,7 +211,6 @@ def test_no_token_that_was_recorded_is_generated_again(case, life):
     assert rest["harvest/resumed_tokens"] == left.generated_tokens == delivered
     of_this_attempt = (
         "requests",
-        "rerouted",
         "forks",
         "cache",
         "prefix",

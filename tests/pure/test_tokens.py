@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eqlen.tokens import ALWAYS, GrowingTokens, Placeholder, Ragged, Tokens
+from megatron_eqlen.tokens import GrowingTokens, Placeholder, Ragged, Tokens
 from tests.kit.marks import examples
 
 NUMBERS = {"logprobs": st.floats(-9, 0, width=32), "entropy": st.floats(0, 9, width=32)}
@@ -54,11 +54,6 @@ def test_a_track_that_grows_and_is_cut_has_the_tokens_of_the_table(table, data):
     assert {name: _flat(v).tolist() for name, v in grown[start:stop].columns.items()} == {
         name: _flat(v).tolist() for name, v in table[start:stop].columns.items()
     }
-    assert all(
-        np.array_equal(_flat(grown.values(name, stop)), _flat(table[:stop][name]))
-        for name in table.columns
-        if name not in ALWAYS
-    )
 
 
 @examples(60)

@@ -312,18 +312,8 @@ class ServerEngine:
         self.pool.post("resume" if self.rollout.staleness else "reset_prefix_cache")
 
     def _pause(self) -> None:
-        """Stop decoding until the weights are loaded; requests stay where they are.
-
-        With ``on_sync: recompute`` and routes, requests are lost instead: the caller that submits them again
-        asks for the routes that the new weights choose for their paths. A server that computes a path again
-        in the middle of a request would not send these.
-        """
+        """Stop decoding until the weights are loaded; requests stay where they are."""
         recompute = self.rollout.on_sync == "recompute"
-        if recompute and self.rollout.keep_routes:
-            for replica in self.pool.replicas:
-                for request_id in list(replica.requests):
-                    replica.forget(request_id)
-                    self.lost.append(request_id)
         self.pool.post(f"pause?mode=keep&clear_cache={str(recompute).lower()}")
 
     def _cache_salt(self) -> str | None:
