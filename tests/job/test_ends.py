@@ -50,13 +50,10 @@ def send(job: Job, *numbers: signal.Signals) -> None:
         os.kill(job.pid, number)
 
 
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("raise", "failed first: RuntimeError: no more (and with it ended the other 1)"),
-        ("kill", "failed first: it was killed by SIGKILL, as the kernel does where memory runs out"),
-    ],
-)
+@pytest.mark.parametrize(("how", "said"), [
+    ("raise", "failed first: RuntimeError: no more (and with it ended the other 1)"),
+    ("kill", "failed first: it was killed by SIGKILL, as the kernel does where memory runs out"),
+])  # fmt: skip
 def test_the_last_line_says_which_rank_failed_first_and_why(tmp_path, how, said):
     job = start("-c", LAUNCH, how, tmp_path)
     pids = ranks(tmp_path)
@@ -103,17 +100,14 @@ FIRST = "megatron_eqlen.processes.failures"
 STATUS, CHECK, TRAIN = ["status", "."], ["check"], ["train", "recipes/tiny_cpu.yaml", "run_dir=nowhere"]
 
 
-@pytest.mark.parametrize(
-    ("command", "module"),
-    [
-        (STATUS, FIRST),
-        (STATUS, "pydantic_core"),
-        (CHECK, "torch"),
-        (CHECK, "pyarrow"),
-        (TRAIN, "pydantic_core"),
-        (TRAIN, "torch"),
-    ],
-)
+@pytest.mark.parametrize(("command", "module"), [
+    (STATUS, FIRST),
+    (STATUS, "pydantic_core"),
+    (CHECK, "torch"),
+    (CHECK, "pyarrow"),
+    (TRAIN, "pydantic_core"),
+    (TRAIN, "torch"),
+])  # fmt: skip
 def test_ctrl_c_ends_a_command_in_one_line_while_it_imports(command, module):
     job = interrupted_at(module, command)
     assert (job.returncode, job.stderr) == (130, "eqlen: ended by SIGINT\n")

@@ -32,15 +32,12 @@ def test_only_a_start_of_vllm_imports_it():
     )
 
 
-@pytest.mark.parametrize(
-    "modules",
-    [
-        ["megatron_eqlen.cli"],
-        ["megatron_eqlen.report.page", "megatron_eqlen.report.text", "megatron_eqlen.report.compare"],
-        ["megatron_eqlen.rollout.harvest"],
-        ["megatron_eqlen.hf.config", "megatron_eqlen.plan"],
-        ["megatron_eqlen.paper.figures"],
-    ],
-)
+@pytest.mark.parametrize("modules", [
+    ["megatron_eqlen.cli"],
+    ["megatron_eqlen.report.page", "megatron_eqlen.report.text", "megatron_eqlen.report.compare"],
+    ["megatron_eqlen.rollout.harvest"],
+    ["megatron_eqlen.hf.config", "megatron_eqlen.plan"],
+    ["megatron_eqlen.paper.figures"],
+])  # fmt: skip
 def test_commands_that_compute_nothing_import_no_torch(modules):
     assert not imported_by(modules) & {"torch", "vllm", "transformers", "megatron", "matplotlib"}

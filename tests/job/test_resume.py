@@ -89,12 +89,7 @@ def test_a_run_whose_last_update_is_skipped_ends_like_any_other(home, trained, t
     assert (home / "last/export/model.safetensors").read_bytes() == exported
 
 
-LONG = (
-    "rollout.max_response_length=240",
-    "packing.max_tokens_per_row=1024",
-    "steps=2",
-    NO_EVALUATION,
-)
+LONG = ("rollout.max_response_length=240", "packing.max_tokens_per_row=1024", "steps=2", NO_EVALUATION)
 
 
 HOLDS_IN_MID_HARVEST = """

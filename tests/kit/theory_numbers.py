@@ -109,9 +109,7 @@ def moments(name: str, found: theory.Moments) -> None:
 
 
 def share(
-    name: str,
-    policies: Sequence[theory.TransformerPolicy],
-    holds: Callable[[theory.TransformerPolicy], bool],
+    name: str, policies: Sequence[theory.TransformerPolicy], holds: Callable[[theory.TransformerPolicy], bool]
 ) -> None:
     print(f"  {name:<44} {sum(map(holds, policies))} of {len(policies)}")
 

@@ -16,11 +16,7 @@ from megatron_eqlen.objectives.registry import lookup
 from megatron_eqlen.recipe import LossRecipe, RecipeError
 from megatron_eqlen.recipe.budget import Spent
 from megatron_eqlen.run.run import Run
-from megatron_eqlen.training.agreement import (
-    MismatchError,
-    disagreement,
-    mismatch_of,
-)
+from megatron_eqlen.training.agreement import MismatchError, disagreement, mismatch_of
 from megatron_eqlen.training.policy_loss import policy_loss, reduce_metrics
 
 SMALL = {"name": "t", "steps": 9, "model": {"path": "m"}, "data": {"sources": [{"name": "a", "path": "b"}]}}

@@ -30,17 +30,14 @@ def end_of(budget: Budget, steps: int, hours: float) -> str:
     return out.getvalue().splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    ("budget", "steps", "hours", "key", "said"),
-    [
-        (Budget(30, None), 30, 9.0, "steps", "30 of 30 steps"),
-        (Budget(30, None), 29, 9.0, None, "29 of 30 steps"),
-        (Budget(None, 2.5), 17, 2.6, "gpu_hours", "17 steps, 2.6 of 2.5 GPU hours (ended by gpu_hours)"),
-        (Budget(30, 2.5), 17, 2.6, "gpu_hours", "17 of 30 steps, 2.6 of 2.5 GPU hours (ended by gpu_hours)"),
-        (Budget(30, 2.5), 30, 0.4, "steps", "30 of 30 steps, 0.4 of 2.5 GPU hours (ended by steps)"),
-        (Budget(None, 2.5), 17, 2.4, None, "17 steps, 2.4 of 2.5 GPU hours,"),
-    ],
-)
+@pytest.mark.parametrize(("budget", "steps", "hours", "key", "said"), [
+    (Budget(30, None), 30, 9.0, "steps", "30 of 30 steps"),
+    (Budget(30, None), 29, 9.0, None, "29 of 30 steps"),
+    (Budget(None, 2.5), 17, 2.6, "gpu_hours", "17 steps, 2.6 of 2.5 GPU hours (ended by gpu_hours)"),
+    (Budget(30, 2.5), 17, 2.6, "gpu_hours", "17 of 30 steps, 2.6 of 2.5 GPU hours (ended by gpu_hours)"),
+    (Budget(30, 2.5), 30, 0.4, "steps", "30 of 30 steps, 0.4 of 2.5 GPU hours (ended by steps)"),
+    (Budget(None, 2.5), 17, 2.4, None, "17 steps, 2.4 of 2.5 GPU hours,"),
+])  # fmt: skip
 def test_the_limit_that_ends_a_run_is_said(budget, steps, hours, key, said):
     assert budget.ended_by(Spent(steps, hours)) == key
     assert said in end_of(budget, steps, hours)

@@ -31,20 +31,17 @@ def test_a_container_may_use_fewer_cores_than_the_machine_has(machine, affinity,
     assert usable_cores() == usable
 
 
-@pytest.mark.parametrize(
-    ("affinity", "ranks", "slurm", "each"),
-    [
-        (96, 8, {}, 12),
-        (2, 8, {}, 1),
-        (96, 8, {"CPUS_PER_TASK": "64", "TASKS_PER_NODE": "1(x4)"}, 8),  # one torchrun a node
-        (96, 8, {"CPUS_PER_TASK": "12", "TASKS_PER_NODE": "8(x4)"}, 12),  # a task is a rank, seen unbound
-        (12, 8, {"CPUS_PER_TASK": "12", "TASKS_PER_NODE": "8(x4)"}, 12),  # and bound to its cores
-        (96, 8, {"CPUS_PER_TASK": "6", "TASKS_PER_NODE": "1", "STEP_TASKS_PER_NODE": "8(x3),4"}, 6),
-        (96, 4, {"CPUS_PER_TASK": "64", "TASKS_PER_NODE": "2(x2)"}, 32),
-        (16, 1, {"CPUS_PER_TASK": "32"}, 16),
-        (16, 4, {"CPUS_PER_TASK": "2", "TASKS_PER_NODE": "1"}, 1),
-    ],
-)
+@pytest.mark.parametrize(("affinity", "ranks", "slurm", "each"), [
+    (96, 8, {}, 12),
+    (2, 8, {}, 1),
+    (96, 8, {"CPUS_PER_TASK": "64", "TASKS_PER_NODE": "1(x4)"}, 8),  # one torchrun a node
+    (96, 8, {"CPUS_PER_TASK": "12", "TASKS_PER_NODE": "8(x4)"}, 12),  # a task is a rank, seen unbound
+    (12, 8, {"CPUS_PER_TASK": "12", "TASKS_PER_NODE": "8(x4)"}, 12),  # and bound to its cores
+    (96, 8, {"CPUS_PER_TASK": "6", "TASKS_PER_NODE": "1", "STEP_TASKS_PER_NODE": "8(x3),4"}, 6),
+    (96, 4, {"CPUS_PER_TASK": "64", "TASKS_PER_NODE": "2(x2)"}, 32),
+    (16, 1, {"CPUS_PER_TASK": "32"}, 16),
+    (16, 4, {"CPUS_PER_TASK": "2", "TASKS_PER_NODE": "1"}, 1),
+])  # fmt: skip
 def test_ranks_share_a_node_or_a_slurm_task(machine, affinity, ranks, slurm, each):
     machine(affinity)
     assert cores_per_rank(ranks, {f"SLURM_{name}": value for name, value in slurm.items()}) == each

@@ -213,29 +213,22 @@ CONTESTS_ROW = {
 TACO_ROW = taco_row(TAKE_TWO, {"inputs": ["1 2\n"], "outputs": ["3\n"]})
 
 
-@pytest.mark.parametrize(
-    ("dataset", "change", "reason"),
-    [
-        ("open-r1/codeforces", {"interaction_format": "Print a query, then read the answer."}, "interactive"),
-        ("open-r1/codeforces", {"description": "This is an interactive problem."}, "interactive"),
-        ("open-r1/codeforces", {"input_mode": "file"}, "file_input"),
-        ("open-r1/codeforces", {"executable": False}, "not_executable"),
-        ("open-r1/codeforces", {"official_tests_complete": False}, "incomplete_tests"),
-        ("open-r1/codeforces", {"generated_checker": "import sys"}, "needs_checker"),
-        ("code_contests", {"input_file": "sum.in"}, "file_input"),
-        ("code_contests", {"output_file": "sum.out"}, "file_input"),
-        (
-            "code_contests",
-            {"description": "If there are several, print any of them."},
-            "needs_checker",
-        ),
-        ("code_contests", {"description": "Any valid solution will be accepted."}, "needs_checker"),
-        ("taco", {"question": "Its absolute or relative error must not exceed 1e-6."}, "needs_checker"),
-        ("taco", {"question": "Answers within 10^-5 of the actual value are accepted."}, "needs_checker"),
-        ("apps", {"question": "You may return the answer in any order."}, "needs_checker"),
-        ("apps", {"question": "The task is interactive: flush after each line."}, "interactive"),
-    ],
-)
+@pytest.mark.parametrize(("dataset", "change", "reason"), [
+    ("open-r1/codeforces", {"interaction_format": "Print a query, then read the answer."}, "interactive"),
+    ("open-r1/codeforces", {"description": "This is an interactive problem."}, "interactive"),
+    ("open-r1/codeforces", {"input_mode": "file"}, "file_input"),
+    ("open-r1/codeforces", {"executable": False}, "not_executable"),
+    ("open-r1/codeforces", {"official_tests_complete": False}, "incomplete_tests"),
+    ("open-r1/codeforces", {"generated_checker": "import sys"}, "needs_checker"),
+    ("code_contests", {"input_file": "sum.in"}, "file_input"),
+    ("code_contests", {"output_file": "sum.out"}, "file_input"),
+    ("code_contests", {"description": "If there are several, print any of them."}, "needs_checker"),
+    ("code_contests", {"description": "Any valid solution will be accepted."}, "needs_checker"),
+    ("taco", {"question": "Its absolute or relative error must not exceed 1e-6."}, "needs_checker"),
+    ("taco", {"question": "Answers within 10^-5 of the actual value are accepted."}, "needs_checker"),
+    ("apps", {"question": "You may return the answer in any order."}, "needs_checker"),
+    ("apps", {"question": "The task is interactive: flush after each line."}, "interactive"),
+])  # fmt: skip
 def test_problems_that_stdin_and_stdout_cannot_judge_are_left_out_by_reason(dataset, change, reason):
     whole = {"open-r1/codeforces": CODEFORCES_ROW, "code_contests": CONTESTS_ROW}.get(dataset, TACO_ROW)
     question_and_tests(SOURCE_SETS[dataset], whole)
@@ -244,15 +237,12 @@ def test_problems_that_stdin_and_stdout_cannot_judge_are_left_out_by_reason(data
     assert bad.value.reason == reason
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "Note that this is not an interactive problem.",
-        "Do not print any extra spaces.",
-        "The numbers are given in any order. Print the smallest.",
-        "It is possible to reach any of them. Print the number of ways.",
-    ],
-)
+@pytest.mark.parametrize("statement", [
+    "Note that this is not an interactive problem.",
+    "Do not print any extra spaces.",
+    "The numbers are given in any order. Print the smallest.",
+    "It is possible to reach any of them. Print the number of ways.",
+])  # fmt: skip
 def test_statements_with_one_right_output_are_kept(statement):
     question_and_tests(SOURCE_SETS["taco"], TACO_ROW | {"question": statement})
 

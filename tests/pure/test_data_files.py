@@ -19,20 +19,16 @@ from megatron_eqlen.data.sources import PLAIN_READERS
 GOOD = b'{"question": "What is 1 + 1?", "answer": 2}\n'
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (b"{", "not JSON: Expecting property name enclosed in double quotes at column [23] of '"),
-        (b'{"question": "\xff", "answer": "1"}', "expected UTF-8, found byte 0xff at 14"),
-        (b'{"question": "a\\ud800b", "answer": "1"}', r"half a surrogate pair, \\ud800"),
-        (b'{"question": "q", "answer": "1", "note\\udfff": 1}', r"half a surrogate pair, \\udfff"),
-        (b'{"question": "q", "answer": ' + b"9" * 5000 + b"}", "4300"),
-        (b'{"question": "q", "answer": ' + b"[" * 100_000, "deeper nesting"),
-        (b'{"question": "q", "answer": NaN}', "found NaN"),
-        (b'{"question": "q", "difficulty": -Infinity}', "found -Infinity"),
-    ],
-    ids=["json", "utf-8", "surrogate", "surrogate key", "digits", "depth", "nan", "infinity"],
-)
+@pytest.mark.parametrize(("line", "message"), [
+    (b"{", "not JSON: Expecting property name enclosed in double quotes at column [23] of '"),
+    (b'{"question": "\xff", "answer": "1"}', "expected UTF-8, found byte 0xff at 14"),
+    (b'{"question": "a\\ud800b", "answer": "1"}', r"half a surrogate pair, \\ud800"),
+    (b'{"question": "q", "answer": "1", "note\\udfff": 1}', r"half a surrogate pair, \\udfff"),
+    (b'{"question": "q", "answer": ' + b"9" * 5000 + b"}", "4300"),
+    (b'{"question": "q", "answer": ' + b"[" * 100_000, "deeper nesting"),
+    (b'{"question": "q", "answer": NaN}', "found NaN"),
+    (b'{"question": "q", "difficulty": -Infinity}', "found -Infinity"),
+], ids=["json", "utf-8", "surrogate", "surrogate key", "digits", "depth", "nan", "infinity"])  # fmt: skip
 def test_a_bad_line_is_named(tmp_path, line, message):
     file = tmp_path / "rows.jsonl"
     file.write_bytes(GOOD + GOOD + line + b"\n")
@@ -44,18 +40,14 @@ def test_a_bad_line_is_named(tmp_path, line, message):
         list(read_records(listed, ()))
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"", "expected records, found an empty file"),
-        (gzip.compress(GOOD), "found a gzip file: unpack it"),
-        (b"\x28\xb5\x2f\xfd" + GOOD, "found a zstd file"),
-        (GOOD.decode().encode("utf-16"), "found UTF-16: convert it to UTF-8"),
-        (GOOD.decode().encode("utf-16-be"), "line 1: not JSON"),
-        (b"PAR1" + GOOD, "found a parquet file: name it .parquet"),
-    ],
-    ids=["empty", "gzip", "zstd", "utf-16", "utf-16 without mark", "parquet"],
-)
+@pytest.mark.parametrize(("data", "message"), [
+    (b"", "expected records, found an empty file"),
+    (gzip.compress(GOOD), "found a gzip file: unpack it"),
+    (b"\x28\xb5\x2f\xfd" + GOOD, "found a zstd file"),
+    (GOOD.decode().encode("utf-16"), "found UTF-16: convert it to UTF-8"),
+    (GOOD.decode().encode("utf-16-be"), "line 1: not JSON"),
+    (b"PAR1" + GOOD, "found a parquet file: name it .parquet"),
+], ids=["empty", "gzip", "zstd", "utf-16", "utf-16 without mark", "parquet"])  # fmt: skip
 def test_a_file_of_another_kind_is_named(tmp_path, data, message):
     file = tmp_path / "rows.jsonl"
     file.write_bytes(data)

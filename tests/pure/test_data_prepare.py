@@ -208,8 +208,7 @@ def test_reading_streams(tmp_path, monkeypatch):
     file = write_deepmath(tmp_path / "train-0.parquet", rows)
     taken, plain = [], reading.text_field
     monkeypatch.setattr(
-        "megatron_eqlen.data.jsonl.text_field",
-        lambda record, name: taken.append(name) or plain(record, name),
+        "megatron_eqlen.data.jsonl.text_field", lambda record, name: taken.append(name) or plain(record, name)
     )
     seen = []
     prepare(

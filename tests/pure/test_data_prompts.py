@@ -380,28 +380,25 @@ def test_aime_files_of_every_kind_give_integers(tokenizer, tmp_path, columns):
     assert prompts[0].source == "aime25"
 
 
-@pytest.mark.parametrize(
-    ("answer", "gold"),
-    [
-        (r"336^\circ", "336"),  # II-5 of 2025
-        ("336°", "336"),
-        (r"$70^{\circ}$", "70"),
-        (r"\boxed{070}", "70"),
-        ("70 degrees", "70"),
-        (r"81\text{ cm}^2", "81"),
-        (70.0, "70"),
-        ("000", "0"),
-        ("70.", "70"),
-        ("1,000", None),
-        ("-5", None),
-        ("70.5", None),
-        (r"\frac{1}{2}", None),
-        ("70, 71", None),
-        ("60_8", None),
-        (r"50\%", None),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize(("answer", "gold"), [
+    (r"336^\circ", "336"),  # II-5 of 2025
+    ("336°", "336"),
+    (r"$70^{\circ}$", "70"),
+    (r"\boxed{070}", "70"),
+    ("70 degrees", "70"),
+    (r"81\text{ cm}^2", "81"),
+    (70.0, "70"),
+    ("000", "0"),
+    ("70.", "70"),
+    ("1,000", None),
+    ("-5", None),
+    ("70.5", None),
+    (r"\frac{1}{2}", None),
+    ("70, 71", None),
+    ("60_8", None),
+    (r"50\%", None),
+    ("", None),
+])  # fmt: skip
 def test_an_aime_gold_may_have_a_unit_or_zeros_but_no_other_value(tmp_path, answer, gold):
     file, tally = tmp_path / "aime.jsonl", Tally()
     file.write_text(json.dumps({"problem": "p", "answer": answer}) + "\n")

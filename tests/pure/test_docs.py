@@ -111,21 +111,14 @@ def test_what_a_text_names_is_there(missing: Callable[[Path, str], Iterator[str]
     assert {f"{file.relative_to(ROOT)}: {name}" for file, name in names} == set()
 
 
-@pytest.mark.parametrize(
-    ("missing", "text", "found"),
-    [
-        (missing_links, "[a](nowhere.md), [b](README.md#nothing), [c](#nothing)", 3),
-        (missing_links, "[a](README.md#start-here), [b](docs/start.md), [c](https://example.org)", 0),
-        (missing_commands, "```\neqlen trane R  # eqlen nothing\n.venv/bin/eqlen train R\n```", 1),
-        (missing_files, "`tools/nothing`, `recipes/qwen3_32b.yaml`, `slurm/nothing.sbatch x`", 2),
-        (
-            missing_keys,
-            "`rollout.nothing: 1`, `rollout.top_k`, `data.sources[].reader`, `report.html`",
-            1,
-        ),
-        (missing_metrics, "`harvest/nothing`, `harvest/pairs`, `packing/fill`, `reward/verdict/*`", 1),
-    ],
-)
+@pytest.mark.parametrize(("missing", "text", "found"), [
+    (missing_links, "[a](nowhere.md), [b](README.md#nothing), [c](#nothing)", 3),
+    (missing_links, "[a](README.md#start-here), [b](docs/start.md), [c](https://example.org)", 0),
+    (missing_commands, "```\neqlen trane R  # eqlen nothing\n.venv/bin/eqlen train R\n```", 1),
+    (missing_files, "`tools/nothing`, `recipes/qwen3_32b.yaml`, `slurm/nothing.sbatch x`", 2),
+    (missing_keys, "`rollout.nothing: 1`, `rollout.top_k`, `data.sources[].reader`, `report.html`", 1),
+    (missing_metrics, "`harvest/nothing`, `harvest/pairs`, `packing/fill`, `reward/verdict/*`", 1),
+])  # fmt: skip
 def test_a_name_that_is_not_there_is_found(missing, text, found):
     assert len(list(missing(ROOT / "README.md", text))) == found
 

@@ -258,26 +258,23 @@ def test_a_recipe_can_name_every_built_in_part_and_no_other(field):
         recipe(loss={"kl_coef": 0.0, key: "another"})
 
 
-@pytest.mark.parametrize(
-    ("key", "name", "reason"),
-    [
-        ("surrogate", "ppu", "expected one of ppo, .* found 'ppu' .nearest: 'ppo'"),
-        ("surrogate", "mine.parts:none", "loss.surrogate: mine.parts has no 'none'"),
-        ("surrogate", "mine.absent:none", "loss.surrogate: 'mine.absent:none' cannot be imported"),
-        ("surrogate", "mine.parts:Soft", "surrogate Soft: expected a function or an instance, found a class"),
-        ("surrogate", "mine.parts:two_arguments", r"called with \(tokens\), found .* \(tokens, clip\)"),
-        ("surrogate", "mine.parts:no_pair", r"no_pair: expected \(losses, metrics\), found a Tensor"),
-        ("surrogate", "mine.parts:one_number", "losses: expected a tensor of 6 values"),
-        ("surrogate", "mine.parts:infinite", "surrogate infinite: losses not finite: .*nan"),
-        ("surrogate", "mine.parts:constant", "do not depend on tokens.logprobs"),
-        ("surrogate", "mine.parts:undeclared", "metric 'loss/mine' is not declared"),
-        ("surrogate", "mine.parts:by_entropy", r"rollout.keep_columns names \(none\), found 'entropy'"),
-        ("loss_agg_mode", "mine.parts:negative", "aggregation negative: expected a finite weight .*-0.25"),
-        ("loss_agg_mode", "mine.parts:undefined", "aggregation undefined: expected a finite weight .*nan"),
-        ("advantage", "mine.parts:short", r"advantage short of .*: expected 2 finite advantages, found \["),
-        ("advantage", "mine.parts:constant", r"called with \(rewards, lengths\), found .* \(tokens\)"),
-    ],
-)
+@pytest.mark.parametrize(("key", "name", "reason"), [
+    ("surrogate", "ppu", "expected one of ppo, .* found 'ppu' .nearest: 'ppo'"),
+    ("surrogate", "mine.parts:none", "loss.surrogate: mine.parts has no 'none'"),
+    ("surrogate", "mine.absent:none", "loss.surrogate: 'mine.absent:none' cannot be imported"),
+    ("surrogate", "mine.parts:Soft", "surrogate Soft: expected a function or an instance, found a class"),
+    ("surrogate", "mine.parts:two_arguments", r"called with \(tokens\), found .* \(tokens, clip\)"),
+    ("surrogate", "mine.parts:no_pair", r"no_pair: expected \(losses, metrics\), found a Tensor"),
+    ("surrogate", "mine.parts:one_number", "losses: expected a tensor of 6 values"),
+    ("surrogate", "mine.parts:infinite", "surrogate infinite: losses not finite: .*nan"),
+    ("surrogate", "mine.parts:constant", "do not depend on tokens.logprobs"),
+    ("surrogate", "mine.parts:undeclared", "metric 'loss/mine' is not declared"),
+    ("surrogate", "mine.parts:by_entropy", r"rollout.keep_columns names \(none\), found 'entropy'"),
+    ("loss_agg_mode", "mine.parts:negative", "aggregation negative: expected a finite weight .*-0.25"),
+    ("loss_agg_mode", "mine.parts:undefined", "aggregation undefined: expected a finite weight .*nan"),
+    ("advantage", "mine.parts:short", r"advantage short of .*: expected 2 finite advantages, found \["),
+    ("advantage", "mine.parts:constant", r"called with \(rewards, lengths\), found .* \(tokens\)"),
+])  # fmt: skip
 def test_a_part_that_does_not_fit_is_refused_before_anything_starts(package, key, name, reason):
     with pytest.raises(RecipeError, match=reason):
         recipe(loss={"kl_coef": 0.0, key: name})
@@ -303,17 +300,14 @@ def test_a_reader_and_a_grader_are_one_file_each(package):
     assert [segment.grade.reward for segment in (short, long)] == [0.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"objective": "mine.half:NOTHING"}, r"objective: mine\.half has no 'NOTHING'"),
-        ({"objective": "mine.half:above_half"}, "expected a Objective, found a function"),
-        ({"objective": "nowhere.at:ALL"}, "objective: 'nowhere.at:ALL' cannot be imported"),
-        ({"source": {"reader": "mine.sums:none"}}, "data.sources.0.reader: mine.sums has no 'none'"),
-        ({"source": {"reader": "depmath"}}, "nearest: 'deepmath'"),
-        ({"source": {"grader": "maths"}}, "nearest: 'math'"),
-    ],
-)
+@pytest.mark.parametrize(("keys", "message"), [
+    ({"objective": "mine.half:NOTHING"}, r"objective: mine\.half has no 'NOTHING'"),
+    ({"objective": "mine.half:above_half"}, "expected a Objective, found a function"),
+    ({"objective": "nowhere.at:ALL"}, "objective: 'nowhere.at:ALL' cannot be imported"),
+    ({"source": {"reader": "mine.sums:none"}}, "data.sources.0.reader: mine.sums has no 'none'"),
+    ({"source": {"reader": "depmath"}}, "nearest: 'deepmath'"),
+    ({"source": {"grader": "maths"}}, "nearest: 'math'"),
+])  # fmt: skip
 def test_what_is_not_there_is_named_before_anything_starts(package, keys, message):
     with pytest.raises(RecipeError, match=message):
         recipe(**keys)

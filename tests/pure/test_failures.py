@@ -76,15 +76,12 @@ def test_a_users_mistake_has_no_traceback_unless_asked_for(run, error, monkeypat
     assert not failures.is_expected(error)
 
 
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (NotADirectoryError(errno.ENOTDIR, "Not a directory", "runs/a"), "runs/a: Not a directory"),
-        (OSError(errno.EROFS, "Read-only file system", "a", None, "b"), "a -> b: Read-only file system"),
-        (OSError(errno.ENAMETOOLONG, "File name too long", "aaa"), "aaa: File name too long"),
-        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
-    ],
-)
+@pytest.mark.parametrize(("error", "words"), [
+    (NotADirectoryError(errno.ENOTDIR, "Not a directory", "runs/a"), "runs/a: Not a directory"),
+    (OSError(errno.EROFS, "Read-only file system", "a", None, "b"), "a -> b: Read-only file system"),
+    (OSError(errno.ENAMETOOLONG, "File name too long", "aaa"), "aaa: File name too long"),
+    (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+])  # fmt: skip
 def test_an_error_of_files_and_disks_is_one_line_that_begins_with_the_path(error, words):
     assert failures.is_expected(error)
     assert failures.words(error) == words
@@ -115,19 +112,13 @@ def test_a_lost_connection_and_a_run_that_was_taken_over_say_nothing_in_the_runs
     assert not (run / events.FILE).exists()
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.77.0.2]:40881", "to n2: [gloo"),
-        (
-            "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [::ffff:10.77.0.3]:1",
-            "to 10.77.0.3: [",
-        ),
-        ("ncclRemoteError: Connection closed by remote peer n2<4023>", "to n2: nccl"),
-        ("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:40881", None),
-        ("timeout [10.77.0.2]:80", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), [
+    ("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.77.0.2]:40881", "to n2: [gloo"),
+    ("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [::ffff:10.77.0.3]:1", "to 10.77.0.3: ["),
+    ("ncclRemoteError: Connection closed by remote peer n2<4023>", "to n2: nccl"),
+    ("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:40881", None),
+    ("timeout [10.77.0.2]:80", None),
+])  # fmt: skip
 def test_a_lost_connection_is_said_by_the_name_of_its_host(monkeypatch, text, said):
     def named(address: str) -> tuple[str, list, list]:
         if address not in ("10.77.0.2", "n2"):

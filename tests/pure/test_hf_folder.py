@@ -19,17 +19,13 @@ from tests.kit.tiny_models import save_tiny
 HEADER = b'{"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}'
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        struct.pack("<Q", 1 << 60) + b"{}",
-        struct.pack("<Q", 1) + b"{",
-        struct.pack("<Q", len(HEADER)) + HEADER + bytes(3),
-        struct.pack("<Q", len(HEADER)) + HEADER + bytes(5),
-    ],
-    ids=["empty", "a header longer than the file", "no JSON", "truncated", "bytes at the end"],
-)
+@pytest.mark.parametrize("content", [
+    b"",
+    struct.pack("<Q", 1 << 60) + b"{}",
+    struct.pack("<Q", 1) + b"{",
+    struct.pack("<Q", len(HEADER)) + HEADER + bytes(3),
+    struct.pack("<Q", len(HEADER)) + HEADER + bytes(5),
+], ids=["empty", "a header longer than the file", "no JSON", "truncated", "bytes at the end"])  # fmt: skip
 def test_malformed_files_are_named(tmp_path, content):
     (tmp_path / SINGLE).write_bytes(content)
     with pytest.raises(CheckpointError, match=r"model\.safetensors: not a safetensors file, or truncated: "):

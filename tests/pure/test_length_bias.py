@@ -89,13 +89,10 @@ def test_on_policy_pairs_have_exactly_the_policy_gradient(process, keys):
     assert np.abs(process.gradient()).max() > 0.01
 
 
-@pytest.mark.parametrize(
-    ("objective", "factor"),
-    [
-        *((name, 1.0) for name in ("rloo", "grpo", "dapo", "gspo", "luspo", "cispo")),
-        *((name, 0.5) for name in ("dr_grpo", "vespo")),  # r - mean is half of r - the other's
-    ],
-)
+@pytest.mark.parametrize(("objective", "factor"), [
+    *((name, 1.0) for name in ("rloo", "grpo", "dapo", "gspo", "luspo", "cispo")),
+    *((name, 0.5) for name in ("dr_grpo", "vespo")),  # r - mean is half of r - the other's
+])  # fmt: skip
 def test_every_objective_keeps_the_on_policy_gradient_up_to_a_constant(line, objective, factor):
     found = line.expected_estimate(repaired(objective=objective))
     np.testing.assert_allclose(found, factor * line.gradient(), rtol=0, atol=1e-12)
@@ -121,11 +118,7 @@ def test_a_length_penalty_is_a_part_of_the_on_policy_reward(process, max_pairs):
 
 @pytest.mark.parametrize(
     "keys",
-    [
-        {"objective": "grpo"},
-        {"suffix_reward": "mean"},
-        {"loss": {"loss_agg_mode": "seq-mean-token-sum"}},
-    ],
+    [{"objective": "grpo"}, {"suffix_reward": "mean"}, {"loss": {"loss_agg_mode": "seq-mean-token-sum"}}],
     ids=str,
 )
 def test_the_papers_weights_have_another_direction_than_the_policy_gradient(process, keys):
@@ -181,15 +174,12 @@ def test_on_policy_weight_of_a_stream_does_not_depend_on_the_streams_of_its_step
         assert [node.weight for node in alone.nodes] == [node.weight for node in tree.nodes]
 
 
-@pytest.mark.parametrize(
-    "world",
-    [
-        {"strength": 1.0},
-        {"strength": 1.0, "irreversible": True},
-        {"strength": 1.0, "length_pays": -1.0, "eta": 0.4, "theta": -0.7},
-        {"strength": 1.0, "irreversible": True, "eta": -0.4, "theta": 0.7},
-    ],
-)
+@pytest.mark.parametrize("world", [
+    {"strength": 1.0},
+    {"strength": 1.0, "irreversible": True},
+    {"strength": 1.0, "length_pays": -1.0, "eta": 0.4, "theta": -0.7},
+    {"strength": 1.0, "irreversible": True, "eta": -0.4, "theta": 0.7},
+])  # fmt: skip
 def test_the_benchmarks_true_gradient_is_that_of_the_enumerated_process(world):
     world = World(Case("lognormal 0.6", 2.5, limit=4, **world), seed=0)
     good_token = world.case.good

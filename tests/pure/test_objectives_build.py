@@ -65,10 +65,7 @@ def segment(tokens, reward=None):
 
 def worked_example(a1=0.0, a2=1.0, tail=0.0):
     """Return A_1 = 5 9, B_1 = 6 7, A_2 = 8 9, B_2 = 4 4, and a tail that ends."""
-    pairs = [
-        (segment([5, 9], a1), segment([6, 7])),
-        (segment([8, 9], a2), segment([4, 4])),
-    ]
+    pairs = [(segment([5, 9], a1), segment([6, 7])), (segment([8, 9], a2), segment([4, 4]))]
     return kit.stream(QUESTION, 0, 0, pairs, "max_pairs", tail=segment([9], tail))
 
 
@@ -153,42 +150,35 @@ def test_an_unscored_response_is_refused_by_name():
         build([group], sampling="independent")
 
 
-@pytest.mark.parametrize(
-    ("keys", "reason"),
-    [
-        ({"objective": "grop"}, "nearest: 'grpo'"),
-        ({"objective": "gr3"}, "1 for both sides"),
-        ({"objective": "treerpo"}, "belong together"),
-        ({"sampling": "independent", "equal_length__single_pair": True}, "needs sampling: equal_length"),
-        ({"objective": "rloo", "loss__minibatches": 2}, "no importance ratio"),
-        ({"objective": "rloo", "loss__clip_ratio_low": 0.2}, "set both"),
-        ({"objective": "vespo", "loss__clip_ratio_high": 0.2}, "soft kernel"),
-        ({"objective": "dapo", "loss__overlong_buffer": 50}, "do not lie inside"),
-        ({"loss__minibatches": 5}, "more than data.prompts_per_step"),
-        ({"loss__old_logprobs": "rollout", "loss__rollout_is": "token"}, "already starts from"),
-        ({"loss__clip_ratio_low": 1.5}, "below zero"),
-        ({"loss__gr3_alpha": 0.1}, "only objective: gr3"),
-        ({"loss__overlong_factor": 0.5}, "set loss.overlong_buffer"),
-        ({"objective": "vespo", "loss__rollout_is": "token"}, "takes an importance weight already"),
-        (
-            {"loss__rollout_rs": {"seq_max_k2": [0.5, 2]}},
-            r"rollout_rs.seq_max_k2: expected one number.*\[0.5, 2.0\]",
-        ),
-        ({"loss__rollout_rs": {"seq_max_k1": 2}}, "seq_max_k1"),
-        ({"objective": "cispo", "loss__clip_ratio_c": 3.0}, "cispo clips only the "),
-        ({"objective": "p-gspo"}, "p-gspo is not here: its paper was withdrawn"),
-        ({"objective": "T2T"}, "T2T is not here: the equations of its paper .* are not transcribed"),
-        ({"objective": "lspo"}, "sampling: equal_length: its responses share prefixes"),
-        ({"sampling": "independent", "loss__length_quantiles": [0.3, 0.6, 0.9]}, "set loss.dynamic_sampling"),
-        (
-            {"sampling": "independent", "objective": "lspo", "loss__length_quantiles": [0.3, 0.2, 0.9]},
-            "expected .low, high, max. with low <= high <= max",
-        ),
-        ({"loss__rollout_is_threshold": [2, 1]}, r"expected \[low, high\], found \[2, 1\]"),
-        ({"equal_length__single_pair": True, "equal_length__max_pairs": 3}, "stops after one pair"),
-        ({"sampling": "tree"}, "belong together"),
-    ],
-)
+@pytest.mark.parametrize(("keys", "reason"), [
+    ({"objective": "grop"}, "nearest: 'grpo'"),
+    ({"objective": "gr3"}, "1 for both sides"),
+    ({"objective": "treerpo"}, "belong together"),
+    ({"sampling": "independent", "equal_length__single_pair": True}, "needs sampling: equal_length"),
+    ({"objective": "rloo", "loss__minibatches": 2}, "no importance ratio"),
+    ({"objective": "rloo", "loss__clip_ratio_low": 0.2}, "set both"),
+    ({"objective": "vespo", "loss__clip_ratio_high": 0.2}, "soft kernel"),
+    ({"objective": "dapo", "loss__overlong_buffer": 50}, "do not lie inside"),
+    ({"loss__minibatches": 5}, "more than data.prompts_per_step"),
+    ({"loss__old_logprobs": "rollout", "loss__rollout_is": "token"}, "already starts from"),
+    ({"loss__clip_ratio_low": 1.5}, "below zero"),
+    ({"loss__gr3_alpha": 0.1}, "only objective: gr3"),
+    ({"loss__overlong_factor": 0.5}, "set loss.overlong_buffer"),
+    ({"objective": "vespo", "loss__rollout_is": "token"}, "takes an importance weight already"),
+    ({"loss__rollout_rs": {"seq_max_k2": [0.5, 2]}},
+     r"rollout_rs.seq_max_k2: expected one number.*\[0.5, 2.0\]"),
+    ({"loss__rollout_rs": {"seq_max_k1": 2}}, "seq_max_k1"),
+    ({"objective": "cispo", "loss__clip_ratio_c": 3.0}, "cispo clips only the "),
+    ({"objective": "p-gspo"}, "p-gspo is not here: its paper was withdrawn"),
+    ({"objective": "T2T"}, "T2T is not here: the equations of its paper .* are not transcribed"),
+    ({"objective": "lspo"}, "sampling: equal_length: its responses share prefixes"),
+    ({"sampling": "independent", "loss__length_quantiles": [0.3, 0.6, 0.9]}, "set loss.dynamic_sampling"),
+    ({"sampling": "independent", "objective": "lspo", "loss__length_quantiles": [0.3, 0.2, 0.9]},
+     "expected .low, high, max. with low <= high <= max"),
+    ({"loss__rollout_is_threshold": [2, 1]}, r"expected \[low, high\], found \[2, 1\]"),
+    ({"equal_length__single_pair": True, "equal_length__max_pairs": 3}, "stops after one pair"),
+    ({"sampling": "tree"}, "belong together"),
+])  # fmt: skip
 def test_combinations_without_sense_are_refused_with_the_reason(keys, reason):
     with pytest.raises(RecipeError, match=reason):
         recipe(**keys)
@@ -199,18 +189,15 @@ MASKED = UNMASKED | {"rollout__keep_sampling_mask": True}
 CARRIED = {"rollout__carry_over": True, "rollout__tokens_per_step": 9}
 
 
-@pytest.mark.parametrize(
-    ("keys", "named"),
-    [
-        ({"loss__old_logprobs": "rollout"}, "loss.old_logprobs: rollout"),
-        ({"loss__rollout_is": "sequence"}, "loss.rollout_is: sequence"),
-        ({"loss__rollout_rs": {"seq_mean_k3": 0.01}}, "loss.rollout_rs"),
-        ({"loss__rollout_token_veto_threshold": 1e-4}, "loss.rollout_token_veto_threshold"),
-        ({"rollout__mismatch": {"then": "stop"}}, "rollout.mismatch.then: stop"),
-        (CARRIED, "rollout.carry_over: true"),
-        (CARRIED | {"loss__rollout_is": "token"}, "loss.rollout_is: token"),
-    ],
-)
+@pytest.mark.parametrize(("keys", "named"), [
+    ({"loss__old_logprobs": "rollout"}, "loss.old_logprobs: rollout"),
+    ({"loss__rollout_is": "sequence"}, "loss.rollout_is: sequence"),
+    ({"loss__rollout_rs": {"seq_mean_k3": 0.01}}, "loss.rollout_rs"),
+    ({"loss__rollout_token_veto_threshold": 1e-4}, "loss.rollout_token_veto_threshold"),
+    ({"rollout__mismatch": {"then": "stop"}}, "rollout.mismatch.then: stop"),
+    (CARRIED, "rollout.carry_over: true"),
+    (CARRIED | {"loss__rollout_is": "token"}, "loss.rollout_is: token"),
+])  # fmt: skip
 def test_a_comparison_with_the_engine_needs_log_probs_of_the_trained_distribution(keys, named):
     with pytest.raises(RecipeError, match=f"{named} compares the engine's log-probs.*keep_sampling_mask"):
         recipe(**UNMASKED | keys)
@@ -220,10 +207,7 @@ def test_a_comparison_with_the_engine_needs_log_probs_of_the_trained_distributio
 
 @pytest.mark.parametrize(
     "older",
-    [
-        CARRIED,
-        {"rollout__engine": "server", "rollout__servers": ["http://a"], "rollout__staleness": 2},
-    ],
+    [CARRIED, {"rollout__engine": "server", "rollout__servers": ["http://a"], "rollout__staleness": 2}],
     ids=["carry_over", "staleness"],
 )
 @pytest.mark.parametrize("objective", ["rloo", "tests.pure.test_objectives_build:WITHOUT_RATIO"])

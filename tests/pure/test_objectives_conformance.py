@@ -396,15 +396,12 @@ def test_tokens_and_segments_beyond_their_bounds_give_no_gradient_and_leave_the_
     np.testing.assert_allclose(our_gradient(groups, tokens, settings_), expected, rtol=1e-9, atol=1e-14)
 
 
-@pytest.mark.parametrize(
-    ("name", "keys", "low", "high", "dual"),
-    [
-        ("rloo", {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3}, 0.1, 0.3, None),
-        ("grpo", {"clip_ratio_high": 0.28, "clip_ratio_c": 3.0}, 0.2, 0.28, 3.0),
-        ("grpo", {"old_logprobs": "rollout"}, 0.2, 0.2, None),
-        ("dapo", {"loss_agg_mode": "prompt-mean-token-mean", "overlong_buffer": 0}, 0.2, 0.28, 10.0),
-    ],
-)
+@pytest.mark.parametrize(("name", "keys", "low", "high", "dual"), [
+    ("rloo", {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3}, 0.1, 0.3, None),
+    ("grpo", {"clip_ratio_high": 0.28, "clip_ratio_c": 3.0}, 0.2, 0.28, 3.0),
+    ("grpo", {"old_logprobs": "rollout"}, 0.2, 0.2, None),
+    ("dapo", {"loss_agg_mode": "prompt-mean-token-mean", "overlong_buffer": 0}, 0.2, 0.28, 10.0),
+])  # fmt: skip
 @given(shapes=st.lists(lengths_and_rewards, min_size=1, max_size=3), scale=scales, seed=st.integers(0, 99))
 @THOROUGH
 def test_loss_keys_change_what_they_name(name, keys, low, high, dual, shapes, scale, seed):
@@ -471,25 +468,22 @@ def per_prompt(streams):
     return {p: [s for s in streams if s.prompt_id == p] for p in {s.prompt_id for s in streams}}
 
 
-@pytest.mark.parametrize(
-    ("name", "keys"),
-    [
-        ("grpo", {}),
-        ("grpo", {"pair_count": "effective"}),
-        ("grpo", {"suffix_reward": "mean"}),
-        ("grpo", {"prefix_in_gradient": True}),
-        ("grpo", {"single_pair": True}),
-        ("rloo", {}),
-        ("rloo", {"suffix_reward": "mean"}),
-        ("dr_grpo", {}),
-        ("gspo", {}),
-        ("luspo", {}),
-        ("dapo", {"overlong_buffer": 0}),
-        ("vespo", {}),
-        ("ba", {}),
-        ("cispo", {}),
-    ],
-)
+@pytest.mark.parametrize(("name", "keys"), [
+    ("grpo", {}),
+    ("grpo", {"pair_count": "effective"}),
+    ("grpo", {"suffix_reward": "mean"}),
+    ("grpo", {"prefix_in_gradient": True}),
+    ("grpo", {"single_pair": True}),
+    ("rloo", {}),
+    ("rloo", {"suffix_reward": "mean"}),
+    ("dr_grpo", {}),
+    ("gspo", {}),
+    ("luspo", {}),
+    ("dapo", {"overlong_buffer": 0}),
+    ("vespo", {}),
+    ("ba", {}),
+    ("cispo", {}),
+])  # fmt: skip
 @given(shapes=st.lists(stream_shape, min_size=1, max_size=4), scale=scales, seed=st.integers(0, 99))
 @THOROUGH
 def test_pairs_follow_eq_5_and_eq_6(name, keys, shapes, scale, seed):
@@ -536,12 +530,7 @@ def test_binary_eqlen_rloo_and_eqlen_grpo_are_one_method_on_policy(shapes, seed)
 # --- tree sampling ----------------------------------------------------------------------------------------
 
 
-@given(
-    branching=st.integers(2, 3),
-    depth=st.integers(1, 3),
-    scale=scales,
-    seed=st.integers(0, 99),
-)
+@given(branching=st.integers(2, 3), depth=st.integers(1, 3), scale=scales, seed=st.integers(0, 99))
 @THOROUGH
 def test_treerpo_compares_siblings_by_the_mean_of_their_leaves(branching, depth, scale, seed):
     tokens = Draws(scale, seed)

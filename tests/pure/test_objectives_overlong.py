@@ -66,15 +66,12 @@ def test_a_leaf_of_a_sampled_tree_against_a_truncated_one(_name, length, reward,
     assert signs(tree, objective="treerpo", sampling="tree") == expected
 
 
-@pytest.mark.parametrize(
-    ("a_reward", "later", "later_reward", "by_max", "by_mean"),
-    [
-        (0.0, 48, 1.0, LOSES, LOSES),  # -0.5 against 0.2, and (0.2 - 1) / 2
-        (0.0, 48, 0.0, WINS, WINS),  # -0.5 against -0.8, and -0.9
-        (0.0, 49, 0.8, LOSES, WINS),  # -0.5 against -0.1, and -0.55
-        (1.0, 46, 1.0, WINS, WINS),  # 0.5 against 0.4, and -0.3
-    ],
-)
+@pytest.mark.parametrize(("a_reward", "later", "later_reward", "by_max", "by_mean"), [
+    (0.0, 48, 1.0, LOSES, LOSES),  # -0.5 against 0.2, and (0.2 - 1) / 2
+    (0.0, 48, 0.0, WINS, WINS),  # -0.5 against -0.8, and -0.9
+    (0.0, 49, 0.8, LOSES, WINS),  # -0.5 against -0.1, and -0.55
+    (1.0, 46, 1.0, WINS, WINS),  # 0.5 against 0.4, and -0.3
+])  # fmt: skip
 def test_a_truncated_response_beside_an_ended_one_counts_in_the_mean_alone(
     a_reward, later, later_reward, by_max, by_mean
 ):

@@ -20,26 +20,15 @@ def side(parent: int, advantage: float = 1.0, weight: float = 0.5, **columns) ->
     return Node(parent, Tokens.of(**columns), advantage, weight)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "message"),
-    [
-        ([side(0)], "node 0: expected a parent before it (-1 for the root), found 0"),
-        ([Node(-1, Tokens.of([1])), side(-1)], "node 1: expected a parent before it"),
-        ([Node(-1, Tokens.of([1])), side(2), side(0)], "node 1: expected a parent before it"),
-        (
-            [Node(-1, Tokens.of([1])), side(0, logprobs=None)],
-            "node 1: supervised (weight > 0), but without",
-        ),
-        (
-            [Node(-1, Tokens.of([1])), side(0, logprobs=[-1.0, math.nan])],
-            "rollout_logprob of token 1 is nan",
-        ),
-        (
-            [Node(-1, Tokens.of([1] * 30)), side(0)],
-            "node 1: the path that ends there takes 31 positions; a row has 16",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("nodes", "message"), [
+    ([side(0)], "node 0: expected a parent before it (-1 for the root), found 0"),
+    ([Node(-1, Tokens.of([1])), side(-1)], "node 1: expected a parent before it"),
+    ([Node(-1, Tokens.of([1])), side(2), side(0)], "node 1: expected a parent before it"),
+    ([Node(-1, Tokens.of([1])), side(0, logprobs=None)], "node 1: supervised (weight > 0), but without"),
+    ([Node(-1, Tokens.of([1])), side(0, logprobs=[-1.0, math.nan])], "rollout_logprob of token 1 is nan"),
+    ([Node(-1, Tokens.of([1] * 30)), side(0)],
+     "node 1: the path that ends there takes 31 positions; a row has 16"),
+])  # fmt: skip
 def test_bad_trees_are_named(nodes, message):
     good = TokenTree("good#0", [Node(-1, Tokens.of([1, 2])), side(0)])
     with pytest.raises(ValueError, match="bad#1") as error:
@@ -52,14 +41,11 @@ def test_a_path_that_is_pruned_may_be_long():
     assert pack([tree], 16)[0][0].num_tokens == 3
 
 
-@pytest.mark.parametrize(
-    ("mask", "message"),
-    [
-        (None, "node 2: supervised (weight > 0), but without the column kept, which other nodes"),
-        ([(3,), ()], "node 2: expected the token 4 in its sampling mask, found []"),
-        ([(4,), (3, 4)], "node 2: expected the token 3 in its sampling mask, found [4]"),
-    ],
-)
+@pytest.mark.parametrize(("mask", "message"), [
+    (None, "node 2: supervised (weight > 0), but without the column kept, which other nodes"),
+    ([(3,), ()], "node 2: expected the token 4 in its sampling mask, found []"),
+    ([(4,), (3, 4)], "node 2: expected the token 3 in its sampling mask, found [4]"),
+])  # fmt: skip
 def test_bad_sampling_masks_are_named(mask, message):
     good = side(0, kept=[(1, 3), (4, 9)])
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -77,13 +63,10 @@ def test_a_column_of_too_few_tokens_is_named(column):
         side(0, **column)
 
 
-@pytest.mark.parametrize(
-    ("experts", "twice", "message"),
-    [
-        (7, False, "node 1: expected experts 0 to 6, found 7"),
-        (8, True, r"node 1: expected different experts for a token, found [0, 0] in row 1 of its routes"),
-    ],
-)
+@pytest.mark.parametrize(("experts", "twice", "message"), [
+    (7, False, "node 1: expected experts 0 to 6, found 7"),
+    (8, True, r"node 1: expected different experts for a token, found [0, 0] in row 1 of its routes"),
+])  # fmt: skip
 def test_bad_routes_are_named(experts, twice, message):
     routes = ROUTES.copy()
     routes[1:] *= not twice

@@ -114,13 +114,10 @@ def test_the_papers_recipes_are_planned_on_the_papers_machines():
         assert without.problems(), "full Adam state does not fit there"
 
 
-@pytest.mark.parametrize(
-    ("file", "gigabytes"),
-    [
-        ("qwen3_32b.yaml", {"weights": 8.2, "gradients": 16.4, "optimizer": 49.2}),
-        ("qwen3_next_80b.yaml", {"weights": 10.9, "gradients": 21.7, "optimizer": 59.8}),
-    ],
-)
+@pytest.mark.parametrize(("file", "gigabytes"), [
+    ("qwen3_32b.yaml", {"weights": 8.2, "gradients": 16.4, "optimizer": 49.2}),
+    ("qwen3_next_80b.yaml", {"weights": 10.9, "gradients": 21.7, "optimizer": 59.8}),
+])  # fmt: skip
 def test_the_trainers_parts_are_those_of_a_count_by_hand(file, gigabytes):
     parts = planned(file).parts
     assert {name: round(parts[name] / 1e9, 1) for name in gigabytes} == gigabytes

@@ -57,15 +57,12 @@ def test_a_row_that_its_task_cannot_generate_is_counted_and_replaced(tmp_path):
     assert len(rows) + len([*read(file, tally)]) + 2 * tally.dropped["not_generated"] == 18
 
 
-@pytest.mark.parametrize(
-    ("datasets", "changes", "message"),
-    [
-        ([{"name": "countdwn"}], {}, "datasets.0.name: no task 'countdwn' (nearest: 'countdown')"),
-        ([{"name": "gcd", "config": {"hard": 1}}], {}, "reasoning-gym refuses it: .*hard"),
-        ([{"name": "gcd", "config": {"min_numbers": 0}}], {}, "reasoning-gym refuses it: min_numbers"),
-        ([{"name": "gcd"}], {"seed": None}, "expected size, seed (a number) and datasets"),
-    ],
-)
+@pytest.mark.parametrize(("datasets", "changes", "message"), [
+    ([{"name": "countdwn"}], {}, "datasets.0.name: no task 'countdwn' (nearest: 'countdown')"),
+    ([{"name": "gcd", "config": {"hard": 1}}], {}, "reasoning-gym refuses it: .*hard"),
+    ([{"name": "gcd", "config": {"min_numbers": 0}}], {}, "reasoning-gym refuses it: min_numbers"),
+    ([{"name": "gcd"}], {"seed": None}, "expected size, seed (a number) and datasets"),
+])  # fmt: skip
 def test_a_mistake_in_a_mix_names_the_file_and_what_is_wrong(tmp_path, datasets, changes, message):
     file = mix(tmp_path, *datasets, **changes)
     pattern = message.replace("(", r"\(").replace(")", r"\)")

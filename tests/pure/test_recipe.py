@@ -128,19 +128,14 @@ def test_a_boolean_is_not_a_number_anywhere():
             parse(raw, "test")
 
 
-@pytest.mark.parametrize(
-    ("bounds", "reason"),
-    [
-        (
-            {"rollout_is": "token", "rollout_is_threshold": [1.5, 5]},
-            r"threshold: \[1.5, 5.0\] leaves out a ratio",
-        ),
-        ({"rollout_is": "token", "rollout_is_threshold": 0.5}, "threshold: 0.5 .* expected at least 1"),
-        ({"rollout_rs": {"token_k1": 1}}, "token_k1: 1 .* expected more than 1"),
-        ({"rollout_rs": {"seq_mean_k1": [1, 1]}}, r"seq_mean_k1: \[1.0, 1.0\] leaves out a ratio of 1"),
-        ({"rollout_rs": {"seq_sum_k1": [0.2, 0.9]}}, r"seq_sum_k1: \[0.2, 0.9\] leaves out a ratio of 1"),
-    ],
-)
+@pytest.mark.parametrize(("bounds", "reason"), [
+    ({"rollout_is": "token", "rollout_is_threshold": [1.5, 5]},
+     r"threshold: \[1.5, 5.0\] leaves out a ratio"),
+    ({"rollout_is": "token", "rollout_is_threshold": 0.5}, "threshold: 0.5 .* expected at least 1"),
+    ({"rollout_rs": {"token_k1": 1}}, "token_k1: 1 .* expected more than 1"),
+    ({"rollout_rs": {"seq_mean_k1": [1, 1]}}, r"seq_mean_k1: \[1.0, 1.0\] leaves out a ratio of 1"),
+    ({"rollout_rs": {"seq_sum_k1": [0.2, 0.9]}}, r"seq_sum_k1: \[0.2, 0.9\] leaves out a ratio of 1"),
+])  # fmt: skip
 def test_bounds_that_reject_perfect_agreement_are_refused(bounds, reason):
     with pytest.raises(RecipeError, match=reason):
         small(loss=bounds)
@@ -157,11 +152,9 @@ REMARKS = [
     ("objective=rloo loss.old_logprobs=rollout", "it needs an objective with"),
     ("optimizer.min_lr=1e-7", "it needs optimizer.lr_schedule: linear or cosine"),
     ("sampling=independent equal_length.max_pairs=3", "it needs sampling: equal_length"),
-    (
-        "rollout.carry_over=true rollout.tokens_per_step=9 loss.rollout_rs.token_k1=1e6",
-        "loss.rollout_rs alone leaves out what is too far off",
-    ),
-]
+    ("rollout.carry_over=true rollout.tokens_per_step=9 loss.rollout_rs.token_k1=1e6",
+     "loss.rollout_rs alone leaves out what is too far off"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("overrides", "remark"), REMARKS)
@@ -247,18 +240,12 @@ def test_null_unsets_a_key_that_holds_text(tmp_path):
     assert load(path, ["cluster.account=null"]).cluster.account is None
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("name: a\nsteps: 3\nname: b\n", "line 3: key 'name' is given twice (first in line 1)"),
-        (
-            "loss:\n  kl_coef: 0\n  kl_coef: 1\n",
-            "line 3: key 'loss.kl_coef' is given twice (first in line 2)",
-        ),
-        ("data: {sources: [{name: a, name: b}]}\n", "line 1: key 'data.sources.0.name' is given twice"),
-        ("name: [a\n", "line 2: "),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("name: a\nsteps: 3\nname: b\n", "line 3: key 'name' is given twice (first in line 1)"),
+    ("loss:\n  kl_coef: 0\n  kl_coef: 1\n", "line 3: key 'loss.kl_coef' is given twice (first in line 2)"),
+    ("data: {sources: [{name: a, name: b}]}\n", "line 1: key 'data.sources.0.name' is given twice"),
+    ("name: [a\n", "line 2: "),
+])  # fmt: skip
 def test_a_file_that_says_a_key_twice_or_is_no_yaml_is_named_with_the_line(tmp_path, text, message):
     path = tmp_path / "r.yaml"
     path.write_text(text)
@@ -396,24 +383,15 @@ def test_overrides_may_stand_after_options(capsys):
         assert f"{words[0]}: unrecognized arguments: {words[-1]}\n" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["train", "{here}/extends.yaml"],
-            "nope.yaml: no such recipe file ({here}/extends.yaml extends it)",
-        ),
-        (["train", "{here}/empty.yaml"], "{here}/empty.yaml: expected keys and values, found nothing"),
-        (["train", "{recipes}/paper_tables.yaml"], "found a sweep of several: eqlen sweep {recipes}/paper"),
-        (["sweep", "{recipes}/tiny_cpu.yaml"], "found a recipe: eqlen train {recipes}/tiny_cpu.yaml"),
-        (["compare", "nope"], "eqlen compare: nope: No such file or directory"),
-        (
-            ["evaluate", "{recipes}/tiny_cpu.yaml", "--out", "{here}/empty.yaml/x"],
-            "empty.yaml: Not a directory",
-        ),
-        (["harvest", "{recipes}/tiny_cpu.yaml", "--out", "{here}/empty.yaml"], "empty.yaml: Not a directory"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["train", "{here}/extends.yaml"], "nope.yaml: no such recipe file ({here}/extends.yaml extends it)"),
+    (["train", "{here}/empty.yaml"], "{here}/empty.yaml: expected keys and values, found nothing"),
+    (["train", "{recipes}/paper_tables.yaml"], "found a sweep of several: eqlen sweep {recipes}/paper"),
+    (["sweep", "{recipes}/tiny_cpu.yaml"], "found a recipe: eqlen train {recipes}/tiny_cpu.yaml"),
+    (["compare", "nope"], "eqlen compare: nope: No such file or directory"),
+    (["evaluate", "{recipes}/tiny_cpu.yaml", "--out", "{here}/empty.yaml/x"], "empty.yaml: Not a directory"),
+    (["harvest", "{recipes}/tiny_cpu.yaml", "--out", "{here}/empty.yaml"], "empty.yaml: Not a directory"),
+])  # fmt: skip
 def test_a_mistaken_command_is_told_what_is_wrong_in_one_line(capsys, tmp_path, words, message):
     (tmp_path / "extends.yaml").write_text("extends: nope.yaml\n")
     (tmp_path / "empty.yaml").touch()
@@ -424,31 +402,22 @@ def test_a_mistaken_command_is_told_what_is_wrong_in_one_line(capsys, tmp_path, 
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["train"], "the following arguments are required: recipe\n"),
-        (["sweep", "s.yaml", "--jobs", "0"], "argument --jobs: expected a number from 1 on, found '0'\n"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["train"], "the following arguments are required: recipe\n"),
+    (["sweep", "s.yaml", "--jobs", "0"], "argument --jobs: expected a number from 1 on, found '0'\n"),
+])  # fmt: skip
 def test_what_is_not_required_or_possible_is_not_asked_for(capsys, words, message):
     with pytest.raises(SystemExit, match="2"):
         cli.main(words)
     assert capsys.readouterr().err.endswith(message)
 
 
-@pytest.mark.parametrize(
-    ("words", "hint"),
-    [
-        (
-            ["--steps", "3"],
-            "unrecognized arguments: --steps 3 (a recipe key is given without dashes: steps=3)",
-        ),
-        (["--optimizer.lr=1e-5"], " (a recipe key is given without dashes: optimizer.lr=1e-5)"),
-        (["--group-size", "--dry-run"], " (a recipe key is given without dashes: group_size=VALUE)"),
-        (["--stepz", "3"], "unrecognized arguments: --stepz 3"),
-    ],
-)
+@pytest.mark.parametrize(("words", "hint"), [
+    (["--steps", "3"], "unrecognized arguments: --steps 3 (a recipe key is given without dashes: steps=3)"),
+    (["--optimizer.lr=1e-5"], " (a recipe key is given without dashes: optimizer.lr=1e-5)"),
+    (["--group-size", "--dry-run"], " (a recipe key is given without dashes: group_size=VALUE)"),
+    (["--stepz", "3"], "unrecognized arguments: --stepz 3"),
+])  # fmt: skip
 def test_a_recipe_key_with_dashes_is_told_without(capsys, words, hint):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["train", str(RECIPES / "tiny_cpu.yaml"), *words])

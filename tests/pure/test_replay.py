@@ -52,26 +52,17 @@ def test_what_dynamic_sampling_drew_again_belongs_to_the_step(tmp_path):
 
 
 OTHERS = {
-    "another number of streams": (
-        streams_of(3, 4),
-        {},
-        r"expected 2 rollouts .*group_size 4\), found 4 of a#0",
-    ),
+    "another number of streams": (streams_of(3, 4), {},
+     r"expected 2 rollouts .*group_size 4\), found 4 of a#0"),
     "fewer prompts": (streams_of(2, 2), {}, r"expected rollouts of 3 prompts .*, found 2"),
     "more prompts": (streams_of(4, 2), {}, r"expected rollouts of 3 prompts .*, found 4"),
-    "another sampling": (
-        [example_group()],
-        {},
-        "expected rollouts of sampling: equal_length, found independent",
-    ),
+    "another sampling": ([example_group()], {},
+     "expected rollouts of sampling: equal_length, found independent"),
     "nothing": ([], {}, "expected rollouts of sampling: equal_length, found none"),
-    "no routes": (
-        streams_of(3, 2),
-        {"rollout": {"max_response_length": 192, "keep_routes": True}},
-        r"expected routes of all tokens, .*rollout\.record_routes\); change rollout\.keep_routes to train",
-    ),
+    "no routes": (streams_of(3, 2), {"rollout": {"max_response_length": 192, "keep_routes": True}},
+     r"expected routes of all tokens, .*rollout\.record_routes\); change rollout\.keep_routes to train"),
     "a run stopped in the middle": (streams_of(3, 2)[:-1], {}, "expected 2 rollouts .*, found 1 of a#2"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", OTHERS)

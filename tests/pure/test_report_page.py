@@ -19,14 +19,7 @@ from megatron_eqlen.report.metrics import Columns, MetricsWriter
 from megatron_eqlen.report.page import PageWriter, write_page
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from tests.kit import ROOT
-from tests.kit.report_runs import (
-    example_stream,
-    leave_a_span,
-    make_tokenizer,
-    prompt,
-    recipe,
-    write_run,
-)
+from tests.kit.report_runs import example_stream, leave_a_span, make_tokenizer, prompt, recipe, write_run
 
 VOID = {"meta", "br", "link", "input"}
 """Elements of the page that have no end tag; SVG's shapes close themselves."""

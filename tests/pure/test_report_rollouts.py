@@ -207,9 +207,7 @@ def run(tmp_path, model):
     stream = kit.stream(prompt(1), 0, 0, [(wrong, right)], "both_ended")
     other = dataclasses.replace(example_stream(), prompt=prompt(2))
     return write_run(
-        tmp_path,
-        recipe(model),
-        {"step-00000000": [stream, other], "step-00000004": [example_stream()]},
+        tmp_path, recipe(model), {"step-00000000": [stream, other], "step-00000004": [example_stream()]}
     )
 
 

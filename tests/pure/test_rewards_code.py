@@ -33,28 +33,25 @@ def grader():
     grader.close()
 
 
-@pytest.mark.parametrize(
-    ("text", "program"),
-    [
-        ("```python\nx = 1\n```", "x = 1\n"),
-        ("```\na\n```\nbetter:\n```py\nb\n```", "b\n"),
-        ("```python\na\n```</think>\n```python\nb\n```", "b\n"),
-        ("```python\na\n```</think> no program", None),
-        ("```python\nnever closed", None),
-        ("```python\na\n```\nthen\n```python\nnever closed", "a\n"),
-        ("```python\ncut off\n```python\nb\n```", "b\n"),
-        ("````python\na\n````", "a\n"),
-        ('````python\ns = """\n```\n"""\n````', 's = """\n```\n"""\n'),
-        ("~~~python\na\n~~~", "a\n"),
-        ("~~~\n```\na\n~~~~", "```\na\n"),
-        ("```python\na\n``` And that is it.", "a\n"),
-        ("  ```Python3\na\n  ```", "a\n"),
-        ("```python\na\n```\nUse ```b``` as well", "a\n"),
-        ("```python\n\n```", None),
-        ("x = 1", None),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "program"), [
+    ("```python\nx = 1\n```", "x = 1\n"),
+    ("```\na\n```\nbetter:\n```py\nb\n```", "b\n"),
+    ("```python\na\n```</think>\n```python\nb\n```", "b\n"),
+    ("```python\na\n```</think> no program", None),
+    ("```python\nnever closed", None),
+    ("```python\na\n```\nthen\n```python\nnever closed", "a\n"),
+    ("```python\ncut off\n```python\nb\n```", "b\n"),
+    ("````python\na\n````", "a\n"),
+    ('````python\ns = """\n```\n"""\n````', 's = """\n```\n"""\n'),
+    ("~~~python\na\n~~~", "a\n"),
+    ("~~~\n```\na\n~~~~", "```\na\n"),
+    ("```python\na\n``` And that is it.", "a\n"),
+    ("  ```Python3\na\n  ```", "a\n"),
+    ("```python\na\n```\nUse ```b``` as well", "a\n"),
+    ("```python\n\n```", None),
+    ("x = 1", None),
+    ("", None),
+])  # fmt: skip
 def test_the_last_fenced_block_after_thinking(text, program):
     assert extract_program(text) == program
 
@@ -66,24 +63,21 @@ def test_extraction_takes_linear_time(line):
     assert time.process_time() - started < 1.0
 
 
-@pytest.mark.parametrize(
-    ("printed", "expected", "same"),
-    [
-        ("5\n", "5", True),
-        ("  5  \n\n", "5\n", True),
-        ("3.0", "3", True),
-        ("1e2 2", "100 2.0", True),
-        ("0.3000001", "0.3", False),
-        ("Yes", "YES", False),
-        ("1 2", "1\n2", False),
-        ("1\n2", "1\n2\n3", False),
-        ("1  2", "1 2", True),
-        ("a  b", "a b", False),  # text lines are compared as they are
-        ("nan", "nan", True),
-        ("", "", True),
-        ("1 2 3", "1 2", False),
-    ],
-)
+@pytest.mark.parametrize(("printed", "expected", "same"), [
+    ("5\n", "5", True),
+    ("  5  \n\n", "5\n", True),
+    ("3.0", "3", True),
+    ("1e2 2", "100 2.0", True),
+    ("0.3000001", "0.3", False),
+    ("Yes", "YES", False),
+    ("1 2", "1\n2", False),
+    ("1\n2", "1\n2\n3", False),
+    ("1  2", "1 2", True),
+    ("a  b", "a b", False),  # text lines are compared as they are
+    ("nan", "nan", True),
+    ("", "", True),
+    ("1 2 3", "1 2", False),
+])  # fmt: skip
 def test_livecodebench_comparison(printed, expected, same):
     assert same_output(printed, expected) is same
 
@@ -137,19 +131,16 @@ def test_values_compare_as_json(grader):
 NOTHING = CodeTests([[1]], [None], function="f").to_json()
 
 
-@pytest.mark.parametrize(
-    ("program", "verdict"),
-    [
-        ("def f(a):\n    pass", "passed"),
-        ("import os\ndef f(a):\n    os._exit(0)", "runtime_error"),
-        ("import sys\ndef f(a):\n    sys.exit(0)", "runtime_error"),
-        ("import os\nos._exit(0)", "runtime_error"),
-        ("import os\nos.write(4, b'null')\nos._exit(0)", "runtime_error"),
-        ("import os\nos.write(4, b'{\"result\": null}')\nos._exit(0)", "runtime_error"),
-        ("import os\nos.write(4, b'result\\nnull')\ndef f(a):\n    pass", "runtime_error"),
-        ("def f(a):\n    return 0", "wrong_answer"),
-    ],
-)
+@pytest.mark.parametrize(("program", "verdict"), [
+    ("def f(a):\n    pass", "passed"),
+    ("import os\ndef f(a):\n    os._exit(0)", "runtime_error"),
+    ("import sys\ndef f(a):\n    sys.exit(0)", "runtime_error"),
+    ("import os\nos._exit(0)", "runtime_error"),
+    ("import os\nos.write(4, b'null')\nos._exit(0)", "runtime_error"),
+    ("import os\nos.write(4, b'{\"result\": null}')\nos._exit(0)", "runtime_error"),
+    ("import os\nos.write(4, b'result\\nnull')\ndef f(a):\n    pass", "runtime_error"),
+    ("def f(a):\n    return 0", "wrong_answer"),
+])  # fmt: skip
 def test_null_is_what_a_function_returns_not_what_is_left_out(grader, program, verdict):
     (grade,) = grader.grade([fenced(program)], [NOTHING])
     assert grade.verdict == verdict, grade.detail
@@ -203,36 +194,33 @@ def test_no_program_is_no_answer(grader):
     assert [grade.verdict for grade in grader.grade(["I cannot."], [ADD])] == ["no_answer"]
 
 
-@pytest.mark.parametrize(
-    ("tests", "message"),
-    [
-        ({"inputs": [], "outputs": []}, "at least one test"),
-        ({"inputs": ["1"], "outputs": []}, "1 inputs, but 0 outputs"),
-        ({"inputs": [1], "outputs": ["1"]}, "test 0: expected the text"),
-        ({"inputs": ["1"], "outputs": ["1"], "function": "f"}, "test 0: expected the list of f's arguments"),
-        ({"inputs": "1", "outputs": "1"}, "inputs: expected a list, found '1'"),
-        ({"inputs": ["1"]}, "outputs: expected a list, found None"),
-        ({"inputs": ["1"], "outputs": [None]}, "test 0: expected the text"),
-        ({"inputs": ["1"], "outputs": ["1"], "time_limit": -1}, "time_limit: expected a number above 0"),
-        ({"inputs": ["1"], "outputs": ["1"], "time_limit": 0}, "time_limit: expected a number above 0"),
-        ({"inputs": ["1"], "outputs": ["1"], "time_limit": float("nan")}, "time_limit: .* found nan"),
-        ({"inputs": ["1"], "outputs": ["1"], "time_limit": float("inf")}, "time_limit: .* found inf"),
-        ({"inputs": ["1"], "outputs": ["1"], "time_limit": 1e300}, "time_limit: .* found 1e"),
-        ({"inputs": ["1"], "outputs": ["1"], "time_limit": "2"}, "time_limit: .* found '2'"),
-        ({"inputs": ["1"], "outputs": ["1"], "time_limit": True}, "time_limit: .* found True"),
-        ({"inputs": ["1"], "outputs": ["1"], "memory_mb": -5}, "memory_mb: expected a whole number above 0"),
-        ({"inputs": ["1"], "outputs": ["1"], "memory_mb": 1e18}, "memory_mb: .* at most"),
-        ({"inputs": ["1"], "outputs": ["1"], "memory_mb": 0.5}, "memory_mb: expected a whole number"),
-        ({"inputs": [[1]], "outputs": [1], "function": ""}, "function: expected a name, found ''"),
-        ({"inputs": [[1]], "outputs": [1], "function": "a b"}, "function: expected a name"),
-        ({"inputs": [[1]], "outputs": [1], "function": "f" * 5000}, "function: expected a name"),
-        ({"inputs": [[1]], "outputs": [1], "function": "lambda"}, "function: expected a name"),
-        ({"inputs": [[1]], "outputs": [1], "function": ["f"]}, "function: expected a name"),
-        ({"inputs": [[1]], "outputs": [1], "function": "f", "wrapped": 1}, "wrapped: expected true or false"),
-        ({"inputs": ["1"], "outputs": ["1"], "fn_name": "f"}, r"unknown \['fn_name'\]"),
-        ([], "expected an object of tests"),
-    ],
-)
+@pytest.mark.parametrize(("tests", "message"), [
+    ({"inputs": [], "outputs": []}, "at least one test"),
+    ({"inputs": ["1"], "outputs": []}, "1 inputs, but 0 outputs"),
+    ({"inputs": [1], "outputs": ["1"]}, "test 0: expected the text"),
+    ({"inputs": ["1"], "outputs": ["1"], "function": "f"}, "test 0: expected the list of f's arguments"),
+    ({"inputs": "1", "outputs": "1"}, "inputs: expected a list, found '1'"),
+    ({"inputs": ["1"]}, "outputs: expected a list, found None"),
+    ({"inputs": ["1"], "outputs": [None]}, "test 0: expected the text"),
+    ({"inputs": ["1"], "outputs": ["1"], "time_limit": -1}, "time_limit: expected a number above 0"),
+    ({"inputs": ["1"], "outputs": ["1"], "time_limit": 0}, "time_limit: expected a number above 0"),
+    ({"inputs": ["1"], "outputs": ["1"], "time_limit": float("nan")}, "time_limit: .* found nan"),
+    ({"inputs": ["1"], "outputs": ["1"], "time_limit": float("inf")}, "time_limit: .* found inf"),
+    ({"inputs": ["1"], "outputs": ["1"], "time_limit": 1e300}, "time_limit: .* found 1e"),
+    ({"inputs": ["1"], "outputs": ["1"], "time_limit": "2"}, "time_limit: .* found '2'"),
+    ({"inputs": ["1"], "outputs": ["1"], "time_limit": True}, "time_limit: .* found True"),
+    ({"inputs": ["1"], "outputs": ["1"], "memory_mb": -5}, "memory_mb: expected a whole number above 0"),
+    ({"inputs": ["1"], "outputs": ["1"], "memory_mb": 1e18}, "memory_mb: .* at most"),
+    ({"inputs": ["1"], "outputs": ["1"], "memory_mb": 0.5}, "memory_mb: expected a whole number"),
+    ({"inputs": [[1]], "outputs": [1], "function": ""}, "function: expected a name, found ''"),
+    ({"inputs": [[1]], "outputs": [1], "function": "a b"}, "function: expected a name"),
+    ({"inputs": [[1]], "outputs": [1], "function": "f" * 5000}, "function: expected a name"),
+    ({"inputs": [[1]], "outputs": [1], "function": "lambda"}, "function: expected a name"),
+    ({"inputs": [[1]], "outputs": [1], "function": ["f"]}, "function: expected a name"),
+    ({"inputs": [[1]], "outputs": [1], "function": "f", "wrapped": 1}, "wrapped: expected true or false"),
+    ({"inputs": ["1"], "outputs": ["1"], "fn_name": "f"}, r"unknown \['fn_name'\]"),
+    ([], "expected an object of tests"),
+])  # fmt: skip
 def test_bad_tests_are_refused_with_the_reason(tests, message):
     with pytest.raises(ValueError, match=message):
         CodeTests.from_json(json.dumps(tests))
@@ -332,20 +320,12 @@ def test_programs_can_go_to_a_sandbox_server(fusion):
     assert function[0].verdict == "passed"
 
 
-@pytest.mark.parametrize(
-    ("source", "function", "stdin", "printed"),
-    [
-        ("from __future__ import annotations\nprint(gcd(4, 6), __name__)\nexit(3)", None, "", "2 __main__"),
-        (
-            "class Solution:\n    def f(self, a: List[int]): return [inf]",
-            "f",
-            "[1, 2]",
-            "[Infinity]",
-        ),
-        ("import numpy as np\ndef f(a): return np.sum(a)", "f", "[1, 2]", "3"),
-        ("if __name__ == '__main__': 1 / 0\ndef f(): return 1", "f", "", "1"),
-    ],
-)
+@pytest.mark.parametrize(("source", "function", "stdin", "printed"), [
+    ("from __future__ import annotations\nprint(gcd(4, 6), __name__)\nexit(3)", None, "", "2 __main__"),
+    ("class Solution:\n    def f(self, a: List[int]): return [inf]", "f", "[1, 2]", "[Infinity]"),
+    ("import numpy as np\ndef f(a): return np.sum(a)", "f", "[1, 2]", "3"),
+    ("if __name__ == '__main__': 1 / 0\ndef f(): return 1", "f", "", "1"),
+])  # fmt: skip
 def test_what_a_server_runs_of_livecodebench_is_a_program_of_its_own(source, function, stdin, printed):
     code = whole_program(source, function, "livecodebench", "marker:")
     ended = subprocess.run([sys.executable, "-c", code], input=stdin, capture_output=True, text=True)

@@ -27,31 +27,28 @@ def grader():
     grader.close()
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        (r"so \boxed{5}", "5"),
-        (r"\boxed{4} no, \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
-        (r"\boxed{4}</think>\boxed{5}", "5"),
-        (r"<think>a</think>b</think>\boxed{5}", "5"),
-        (r"\boxed{4}</think> I do not know", None),
-        (r"\boxed{5} and \boxed{6", "5"),
-        (r"\boxed{x and \boxed{5}", "5"),
-        (r"\boxed{1 + \boxed{2}}", r"1 + \boxed{2}"),
-        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-        (r"\boxed {5}", "5"),
-        (r"}}} {{{ \boxed{5} }}}", "5"),
-        (r"\boxed{}", None),
-        ("the answer is 5", None),
-        (r"\boxed 42, so", "42"),
-        (r"$\boxed \frac{1}{2}$", r"\frac{1}{2}"),
-        (r"\fbox{42}", "42"),
-        (r"\boxed{41} or \boxed{42}", "41, 42"),
-        (r"$\boxed{1}$ and $\boxed{2}$", "1, 2"),
-        (r"\boxed{42}, that is \boxed{42}", "42"),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "answer"), [
+    (r"so \boxed{5}", "5"),
+    (r"\boxed{4} no, \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+    (r"\boxed{4}</think>\boxed{5}", "5"),
+    (r"<think>a</think>b</think>\boxed{5}", "5"),
+    (r"\boxed{4}</think> I do not know", None),
+    (r"\boxed{5} and \boxed{6", "5"),
+    (r"\boxed{x and \boxed{5}", "5"),
+    (r"\boxed{1 + \boxed{2}}", r"1 + \boxed{2}"),
+    (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+    (r"\boxed {5}", "5"),
+    (r"}}} {{{ \boxed{5} }}}", "5"),
+    (r"\boxed{}", None),
+    ("the answer is 5", None),
+    (r"\boxed 42, so", "42"),
+    (r"$\boxed \frac{1}{2}$", r"\frac{1}{2}"),
+    (r"\fbox{42}", "42"),
+    (r"\boxed{41} or \boxed{42}", "41, 42"),
+    (r"$\boxed{1}$ and $\boxed{2}$", "1, 2"),
+    (r"\boxed{42}, that is \boxed{42}", "42"),
+    ("", None),
+])  # fmt: skip
 def test_the_last_balanced_box_after_thinking(text, answer):
     assert extract_answer(text) == answer
 

@@ -38,17 +38,14 @@ overrides = st.lists(st.sampled_from(sorted(VALUES)), unique=True, max_size=4).f
 )
 
 
-@pytest.mark.parametrize(
-    ("given_", "folder"),
-    [
-        ((), "eqlen-grpo-seed0"),
-        (("group_size=8", "steps=3", "cluster.processes_per_node=1"), "eqlen-grpo-seed0"),
-        (("group_size=4",), "eqlen-grpo-group_size=4-seed0"),
-        (("loss.kl_coef=0", "group_size=4", "seed=2"), "eqlen-grpo-group_size=4,loss.kl_coef=0.0-seed2"),
-        (("objective=dapo", "sampling=independent"), "dapo-seed0"),
-        (("equal_length.single_pair=true",), "eqlen-grpo-single-pair-seed0"),
-    ],
-)
+@pytest.mark.parametrize(("given_", "folder"), [
+    ((), "eqlen-grpo-seed0"),
+    (("group_size=8", "steps=3", "cluster.processes_per_node=1"), "eqlen-grpo-seed0"),
+    (("group_size=4",), "eqlen-grpo-group_size=4-seed0"),
+    (("loss.kl_coef=0", "group_size=4", "seed=2"), "eqlen-grpo-group_size=4,loss.kl_coef=0.0-seed2"),
+    (("objective=dapo", "sampling=independent"), "dapo-seed0"),
+    (("equal_length.single_pair=true",), "eqlen-grpo-single-pair-seed0"),
+])  # fmt: skip
 def test_a_folders_name_says_what_the_command_line_changed(given_, folder):
     assert load(TINY, given_).run_folder == Path("runs/tiny_cpu") / folder
 

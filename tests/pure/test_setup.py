@@ -42,14 +42,11 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        ("echo 570.133.20", "expected NVIDIA's driver 580 or newer (for CUDA 13), found 570.133.20"),
-        ("echo NVIDIA-SMI has failed because it could not communicate; exit 9", "found none"),
-        ("echo No devices were found; exit 6", "tools/setup gpu --no-driver"),
-    ],
-)
+@pytest.mark.parametrize(("answer", "message"), [
+    ("echo 570.133.20", "expected NVIDIA's driver 580 or newer (for CUDA 13), found 570.133.20"),
+    ("echo NVIDIA-SMI has failed because it could not communicate; exit 9", "found none"),
+    ("echo No devices were found; exit 6", "tools/setup gpu --no-driver"),
+])  # fmt: skip
 def test_a_driver_that_is_missing_or_too_old_is_refused_before_anything_is_made(answer, message, machine):
     machine.command("bin/nvidia-smi", answer)
     ended = machine.run("tools/setup", "gpu")
@@ -91,14 +88,11 @@ def test_a_compiler_must_be_there(machine):
     assert not (machine.folder / ".venv").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["gpus"], "expected cpu, gpu or docs, found gpus"),
-        (["gpu", "--with-te"], "gpu has no option --with-te"),
-        (["cpu", "--no-driver"], "cpu has no option --no-driver"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["gpus"], "expected cpu, gpu or docs, found gpus"),
+    (["gpu", "--with-te"], "gpu has no option --with-te"),
+    (["cpu", "--no-driver"], "cpu has no option --no-driver"),
+])  # fmt: skip
 def test_an_unknown_word_is_an_error(arguments, message, machine):
     ended = machine.run("tools/setup", *arguments)
     assert ended.returncode == 1

@@ -327,18 +327,15 @@ def slurm(folder: Path, monkeypatch, squeue: str, sacct: str = "exit 1") -> None
 UNKNOWN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
 
 
-@pytest.mark.parametrize(
-    ("squeue", "sacct", "expected", "said"),
-    [
-        ("echo PENDING", "", "not started", "SLURM job 12 has not started: squeue --job 12 says why"),
-        ("echo RUNNING", "", "not started", "a SLURM job gets ready"),
-        ("echo CANCELLED", "", "cancelled", "SLURM job 12 has ended: CANCELLED; see "),
-        ("echo FAILED", "", "failed", "SLURM job 12 has ended: FAILED; see "),
-        (UNKNOWN, "echo 'CANCELLED by 1000'", "cancelled", "SLURM job 12 has ended: CANCELLED"),
-        (UNKNOWN, "exit 1", "not started", "SLURM job 12 has ended: SLURM no longer knows it"),
-        ("echo 'Unable to contact' >&2; exit 1", "", "not started", "SLURM job 12 has not started"),
-    ],
-)
+@pytest.mark.parametrize(("squeue", "sacct", "expected", "said"), [
+    ("echo PENDING", "", "not started", "SLURM job 12 has not started: squeue --job 12 says why"),
+    ("echo RUNNING", "", "not started", "a SLURM job gets ready"),
+    ("echo CANCELLED", "", "cancelled", "SLURM job 12 has ended: CANCELLED; see "),
+    ("echo FAILED", "", "failed", "SLURM job 12 has ended: FAILED; see "),
+    (UNKNOWN, "echo 'CANCELLED by 1000'", "cancelled", "SLURM job 12 has ended: CANCELLED"),
+    (UNKNOWN, "exit 1", "not started", "SLURM job 12 has ended: SLURM no longer knows it"),
+    ("echo 'Unable to contact' >&2; exit 1", "", "not started", "SLURM job 12 has not started"),
+])  # fmt: skip
 def test_a_job_that_never_trained_is_what_slurm_says_of_it(run, monkeypatch, squeue, sacct, expected, said):
     made = recipe(run.parent, run_dir=str(run))
     RunFolder(made).submitted("12", made)

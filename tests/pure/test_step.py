@@ -46,13 +46,10 @@ def test_a_metric_that_nothing_declares_is_an_error():
         Step(0, 0).add(Batch([], {"harvest/generated_tokns": 1.0}, None)).metrics  # noqa: B018
 
 
-@pytest.mark.parametrize(
-    ("units", "reason"),
-    [
-        (0, "no response ended within rollout.max_response_length"),
-        (3, "none of its 3 comparison units has unequal rewards"),
-    ],
-)
+@pytest.mark.parametrize(("units", "reason"), [
+    (0, "no response ended within rollout.max_response_length"),
+    (3, "none of its 3 comparison units has unequal rewards"),
+])  # fmt: skip
 def test_a_step_without_an_update_says_whether_anything_could_be_compared(units, reason):
     step = Step(0, 0).log({"objective/units": units, "train/skipped_updates": 0.0})
     assert _why_not(step).endswith(reason)

@@ -136,19 +136,13 @@ def test_the_script_is_kept_with_its_environment_and_the_job_is_named(recipe, he
     assert not (run / "STOP").exists()
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["parallel.tensor=3"], "parallel: tensor 3 x .* = 3 does not divide the 2 processes"),
-        (
-            ["rollout.tensor_parallel=3", "--servers=1"],
-            "tensor_parallel: 3 is more than .*processes_per_node 1",
-        ),
-        (["data.sources.0.path=/nowhere"], "data.sources.0.path: /nowhere does not exist"),
-        (["strange"], "override 'strange': expected key.sub=value"),
-        ([], "sbatch: not found on the PATH; .*small/eqlen-grpo-seed0/submit.sbatch"),
-    ],
-)
+@pytest.mark.parametrize(("more", "message"), [
+    (["parallel.tensor=3"], "parallel: tensor 3 x .* = 3 does not divide the 2 processes"),
+    (["rollout.tensor_parallel=3", "--servers=1"], "tensor_parallel: 3 is more than .*processes_per_node 1"),
+    (["data.sources.0.path=/nowhere"], "data.sources.0.path: /nowhere does not exist"),
+    (["strange"], "override 'strange': expected key.sub=value"),
+    ([], "sbatch: not found on the PATH; .*small/eqlen-grpo-seed0/submit.sbatch"),
+])  # fmt: skip
 def test_what_cannot_start_is_refused_before_it_is_submitted(
     recipe, here, monkeypatch, capsys, more, message
 ):
@@ -161,13 +155,10 @@ def test_what_cannot_start_is_refused_before_it_is_submitted(
     assert not (here / "submitted").exists()
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        ("invalid partition", "sbatch: error: invalid partition"),
-        ("Invalid generic resource (gres) specification", "cluster.device=cpu asks for no GPUs"),
-    ],
-)
+@pytest.mark.parametrize(("error", "said"), [
+    ("invalid partition", "sbatch: error: invalid partition"),
+    ("Invalid generic resource (gres) specification", "cluster.device=cpu asks for no GPUs"),
+])  # fmt: skip
 def test_what_sbatch_refuses_is_said(recipe, here, monkeypatch, capsys, error, said):
     refuses = write(here / "bin/sbatch", f"#!/bin/bash\necho 'sbatch: error: {error}' >&2; exit 1\n")
     monkeypatch.setenv("PATH", f"{refuses.parent}:{os.environ['PATH']}")
@@ -274,15 +265,12 @@ def test_the_first_error_of_a_try_is_printed_with_its_traceback(here):
     assert (state.first_error, state.stalled_tries, state.waits) == (texts[0], 1, "try")
 
 
-@pytest.mark.parametrize(
-    ("nodes", "up", "listed", "left_out"),
-    [
-        ("n1", "n1 alloc\nn2 idle", "", "n1"),
-        ("n1", "n1 alloc\nn2 mixed", "n4", "n1,n4"),
-        ("n1", "n1 alloc\nn2 drained", "", None),
-        ("n1 n2", "n1 alloc\nn2 alloc\nn3 idle\nn4 idle", "", None),
-    ],
-)
+@pytest.mark.parametrize(("nodes", "up", "listed", "left_out"), [
+    ("n1", "n1 alloc\nn2 idle", "", "n1"),
+    ("n1", "n1 alloc\nn2 mixed", "n4", "n1,n4"),
+    ("n1", "n1 alloc\nn2 drained", "", None),
+    ("n1 n2", "n1 alloc\nn2 alloc\nn3 idle\nn4 idle", "", None),
+])  # fmt: skip
 def test_a_node_that_is_not_ready_ends_the_try_and_is_left_out_where_another_is_up(
     here, nodes, up, listed, left_out
 ):

@@ -164,13 +164,10 @@ def test_every_run_of_the_small_sweep_is_a_recipe():
     assert sources == {("pauses_cpu", path, None), ("null_coin", path, coin)}, "questions and their control"
 
 
-@pytest.mark.parametrize(
-    ("file", "parts"),
-    [
-        ("paper_tables.yaml", {"dapo-no-overlong": {"overlong_buffer": 0}}),
-        ("tables_tiny.yaml", {"dapo-token-mean": {"dynamic_sampling": False, "overlong_buffer": 0}}),
-    ],
-)
+@pytest.mark.parametrize(("file", "parts"), [
+    ("paper_tables.yaml", {"dapo-no-overlong": {"overlong_buffer": 0}}),
+    ("tables_tiny.yaml", {"dapo-token-mean": {"dynamic_sampling": False, "overlong_buffer": 0}}),
+])  # fmt: skip
 def test_a_method_that_is_named_after_a_part_differs_from_the_whole_by_that_part_alone(file, parts):
     plan = Plan(load_sweep(ROOT / "recipes" / file))
     methods = {cell.method: plan.some_recipe(cell) for cell in plan.firsts}
@@ -230,19 +227,16 @@ def test_the_papers_sweep_has_the_papers_methods():
         assert methods[name].method == f"eqlen-grpo-{name}"
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("reference: eqlen", "reference: dapo", "reference: expected one of grpo, eqlen, mean, found 'dapo'"),
-        ("seeds: [0, 1, 2]", "seed: [0]", r"unknown key 'seed' \(nearest: 'seeds'\)"),
-        ("seeds: [0, 1, 2]", "seeds: [1, 1]", r"seeds: expected each once, found \[1, 1\]"),
-        ("methods: [grpo, eqlen]", "methods: [ppo]", "expected some of base, eqlen, grpo, mean, found 'ppo'"),
-        ("  mean: ", "  a/b: ", "as the name of a sweep or method .*, found 'a/b'"),
-        ("match: flops", "figures: [base]", "figures: expected some of eqlen, grpo, mean, found 'base'"),
-        ("match: flops", "fewer_seeds: {{ppo: 1}}", "fewer_seeds: expected some of eqlen, .*, found 'ppo'"),
-        ("match: flops", "match: hours", "match: Input should be 'gpu_hours', 'generated_tokens' or 'flops'"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "message"), [
+    ("reference: eqlen", "reference: dapo", "reference: expected one of grpo, eqlen, mean, found 'dapo'"),
+    ("seeds: [0, 1, 2]", "seed: [0]", r"unknown key 'seed' \(nearest: 'seeds'\)"),
+    ("seeds: [0, 1, 2]", "seeds: [1, 1]", r"seeds: expected each once, found \[1, 1\]"),
+    ("methods: [grpo, eqlen]", "methods: [ppo]", "expected some of base, eqlen, grpo, mean, found 'ppo'"),
+    ("  mean: ", "  a/b: ", "as the name of a sweep or method .*, found 'a/b'"),
+    ("match: flops", "figures: [base]", "figures: expected some of eqlen, grpo, mean, found 'base'"),
+    ("match: flops", "fewer_seeds: {{ppo: 1}}", "fewer_seeds: expected some of eqlen, .*, found 'ppo'"),
+    ("match: flops", "match: hours", "match: Input should be 'gpu_hours', 'generated_tokens' or 'flops'"),
+])  # fmt: skip
 def test_a_file_that_is_no_sweep_is_refused(tmp_path, old, new, message):
     assert old in SWEEP
     with pytest.raises(RecipeError, match=message):

@@ -111,19 +111,15 @@ DAMAGES = {
     "a flipped bit": (lambda path: flip(data_file(path), 3000), r"\.distcp: damaged: expected crc32"),
     "the last bit": (lambda path: flip(data_file(path), -1), r"\.distcp: damaged: expected crc32"),
     "a flipped bit of the metadata": (lambda path: flip(path / ".metadata", 20), r"\.metadata: damaged"),
-    "a flipped bit beside the tensors": (
-        lambda path: flip(path / "metadata.json", 20),
-        r"metadata\.json: damaged",
-    ),
+    "a flipped bit beside the tensors": (lambda path: flip(path / "metadata.json", 20),
+     r"metadata\.json: damaged"),
     "a lost byte": (lambda path: cut(data_file(path)), r"\.distcp: truncated: expected \d+ bytes, found \d+"),
     "a lost file": (lambda path: data_file(path).unlink(), r"\.distcp: no such file"),
     "a lost manifest": (lambda path: (path / "manifest.json").unlink(), r"manifest\.json: no such file"),
     "half a manifest": (lambda path: cut(path / "manifest.json"), r"manifest\.json: not valid JSON"),
-    "nothing left": (
-        lambda path: [file.unlink() for file in path.iterdir()],
-        r"manifest\.json: no such file",
-    ),
-}
+    "nothing left": (lambda path: [file.unlink() for file in path.iterdir()],
+     r"manifest\.json: no such file"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

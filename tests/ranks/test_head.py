@@ -136,14 +136,11 @@ def train(folder: Path, layers: dict, with_masks: bool) -> None:
     stop()
 
 
-@pytest.mark.parametrize(
-    ("layers", "tied", "with_masks"),
-    [
-        ({"tensor": 2, "sequence": True}, True, False),
-        ({"tensor": 2, "sequence": False}, False, True),
-        ({"pipeline": 2}, True, True),
-    ],
-)
+@pytest.mark.parametrize(("layers", "tied", "with_masks"), [
+    ({"tensor": 2, "sequence": True}, True, False),
+    ({"tensor": 2, "sequence": False}, False, True),
+    ({"pipeline": 2}, True, True),
+])  # fmt: skip
 def test_a_model_trains_the_same_in_chunks(tmp_path, layers, tied, with_masks):
     """Equal bit for bit, except for the gradient of the head's own weight (and of embeddings that are tied to
     it)."""

@@ -17,11 +17,7 @@ from megatron_eqlen import hf
 from megatron_eqlen.hf.config import ConfigError, parse_config, read_config
 from megatron_eqlen.hf.config_fields import FAMILIES as FAMILY_TABLE
 from megatron_eqlen.hf.families import weight_map
-from megatron_eqlen.models.config import (
-    gpt_arguments,
-    scaled_rope,
-    transformer_config,
-)
+from megatron_eqlen.models.config import gpt_arguments, scaled_rope, transformer_config
 from megatron_eqlen.plan.flops import active_parameters, pair_cost
 from megatron_eqlen.recipe import ParallelRecipe
 from megatron_eqlen.run.session import use_deterministic_kernels
@@ -261,66 +257,33 @@ def test_what_changes_the_result_and_is_not_supported_is_named(tmp_path, field):
 
 
 SIZES = {
-    "query heads": (
-        "qwen3",
-        {"num_attention_heads": 6, "num_key_value_heads": 4},
-        "num_key_value_heads 4, found 6",
-    ),
+    "query heads": ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 4},
+     "num_key_value_heads 4, found 6"),
     "more key-value heads": ("qwen3", {"num_key_value_heads": 8}, "num_attention_heads: .* 8, found 4"),
     "an odd head": ("qwen3", {"head_dim": 15}, "head_dim x partial_rotary_factor: .* of 2, found 15"),
     "an odd rotation": ("qwen3_next", {"head_dim": 20}, "head_dim x partial_rotary_factor: .* of 2, found 5"),
     "no rotation": ("qwen3_next", {"head_dim": 2}, "head_dim x partial_rotary_factor: .* of 2, found 0"),
-    "linear heads": (
-        "qwen3_next",
-        {"linear_num_key_heads": 2, "linear_num_value_heads": 5},
-        "linear_num_value_heads: expected a multiple of linear_num_key_heads 2, found 5",
-    ),
-    "experts of a token": (
-        "qwen3_moe",
-        {"num_experts_per_tok": 5},
-        "num_experts_per_tok: .* num_experts 4, found 5",
-    ),
-    "dense layers by name": (
-        "qwen3_moe",
-        {"mlp_only_layers": ["first"]},
-        "mlp_only_layers: .* found 'first'",
-    ),
-    "too few kinds": (
-        "qwen3",
-        {"layer_types": ["full_attention"] * 3},
-        "num_hidden_layers 4 entries, found 3",
-    ),
-    "too many kinds": (
-        "qwen3_next",
-        {"layer_types": ["full_attention"] * 5},
-        "num_hidden_layers 4 .*, found 5",
-    ),
-    "biases that a family has or lacks": (
-        "qwen2",
-        {"attention_bias": False},
-        "attention_bias: only True is supported in a qwen2 model, found False",
-    ),
-    "a size of heads that is not given": (
-        "llama",
-        {"hidden_size": 66, "head_dim": None},
-        "hidden_size 66: expected num_attention_heads 4 x head_dim, found head_dim None",
-    ),
-    "a size of heads that vLLM does not read": (
-        "qwen2",
-        {"head_dim": 32},
-        "hidden_size 64: expected num_attention_heads 4 x head_dim, found head_dim 32",
-    ),
-    "a stretched rotation": (
-        "llama",
-        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
-        "rope_parameters.rope_type: expected one of default, yarn, llama3, found 'longrope'",
-    ),
-    "a kind of kinds": (
-        "qwen3",
-        {"layer_types": [["full_attention"]] * 4},
-        "layer_types: .'full_attention'. is not",
-    ),
-}
+    "linear heads": ("qwen3_next", {"linear_num_key_heads": 2, "linear_num_value_heads": 5},
+     "linear_num_value_heads: expected a multiple of linear_num_key_heads 2, found 5"),
+    "experts of a token": ("qwen3_moe", {"num_experts_per_tok": 5},
+     "num_experts_per_tok: .* num_experts 4, found 5"),
+    "dense layers by name": ("qwen3_moe", {"mlp_only_layers": ["first"]},
+     "mlp_only_layers: .* found 'first'"),
+    "too few kinds": ("qwen3", {"layer_types": ["full_attention"] * 3},
+     "num_hidden_layers 4 entries, found 3"),
+    "too many kinds": ("qwen3_next", {"layer_types": ["full_attention"] * 5},
+     "num_hidden_layers 4 .*, found 5"),
+    "biases that a family has or lacks": ("qwen2", {"attention_bias": False},
+     "attention_bias: only True is supported in a qwen2 model, found False"),
+    "a size of heads that is not given": ("llama", {"hidden_size": 66, "head_dim": None},
+     "hidden_size 66: expected num_attention_heads 4 x head_dim, found head_dim None"),
+    "a size of heads that vLLM does not read": ("qwen2", {"head_dim": 32},
+     "hidden_size 64: expected num_attention_heads 4 x head_dim, found head_dim 32"),
+    "a stretched rotation": ("llama", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+     "rope_parameters.rope_type: expected one of default, yarn, llama3, found 'longrope'"),
+    "a kind of kinds": ("qwen3", {"layer_types": [["full_attention"]] * 4},
+     "layer_types: .'full_attention'. is not"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", SIZES)
@@ -330,17 +293,14 @@ def test_numbers_that_no_model_can_have_are_refused_by_key_and_number(tmp_path, 
         parse_config(saved(tmp_path, family) | changes, "here.json")
 
 
-@pytest.mark.parametrize(
-    ("family", "field"),
-    [
-        ("qwen3_moe", "mlp_only_layers"),
-        ("qwen3_next", "mlp_only_layers"),
-        ("qwen3", "layer_types"),
-        ("qwen3_next", "layer_types"),
-        ("qwen3", "rope_scaling"),
-        ("qwen3_moe", "output_router_logits"),
-    ],
-)
+@pytest.mark.parametrize(("family", "field"), [
+    ("qwen3_moe", "mlp_only_layers"),
+    ("qwen3_next", "mlp_only_layers"),
+    ("qwen3", "layer_types"),
+    ("qwen3_next", "layer_types"),
+    ("qwen3", "rope_scaling"),
+    ("qwen3_moe", "output_router_logits"),
+])  # fmt: skip
 def test_null_means_what_transformers_takes_it_for(tmp_path, family, field):
     raw = saved(tmp_path, family)
     interval = {"full_attention_interval": 4} if family == "qwen3_next" else {}
@@ -386,17 +346,11 @@ IMPOSSIBLE = {
     "more stages than layers": ("qwen3", {"pipeline": 5}, "num_hidden_layers 4"),
     "experts that do not divide": ("qwen3_moe", {"expert": 3}, "num_experts 4"),
     "experts of a dense model": ("qwen3", {"expert": 2}, "has no experts"),
-    "Gated DeltaNet without sequence parallelism": (
-        "qwen3_5_text",
-        {"tensor": 2, "sequence": False},
-        "sequence: false",
-    ),
-    "experts without sequence parallelism": (
-        "qwen3_moe",
-        {"tensor": 2, "sequence": False},
-        "sequence: false",
-    ),
-}
+    "Gated DeltaNet without sequence parallelism": ("qwen3_5_text", {"tensor": 2, "sequence": False},
+     "sequence: false"),
+    "experts without sequence parallelism": ("qwen3_moe", {"tensor": 2, "sequence": False},
+     "sequence: false"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", IMPOSSIBLE)

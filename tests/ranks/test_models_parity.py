@@ -209,11 +209,7 @@ SHAPES = {
         "qwen3_next",
         {
             "partial_rotary_factor": 0.5,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1e7,
-                "partial_rotary_factor": 0.5,
-            },
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.5},
         },
     ),
     "attention first": (

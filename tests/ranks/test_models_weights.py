@@ -16,17 +16,12 @@ LAYOUTS = {
     "llama": [(2, {"pipeline": 2})],
     "qwen2": [(2, {"tensor": 2})],
     "qwen3_5_text": [(2, {"tensor": 2})],
-    "qwen3": [
-        (2, {"tensor": 2}),
-        (4, {"tensor": 2, "pipeline": 2}),
-        (2, {"pipeline": 2, "virtual_pipeline": 2}),
-    ],
-    "qwen3_moe": [
-        (2, {"tensor": 2, "expert": 2}),
-        (4, {"pipeline": 2, "expert": 2, "layers_per_stage": [1, 3]}),
-    ],
+    "qwen3": [(2, {"tensor": 2}), (4, {"tensor": 2, "pipeline": 2}),
+     (2, {"pipeline": 2, "virtual_pipeline": 2})],
+    "qwen3_moe": [(2, {"tensor": 2, "expert": 2}),
+     (4, {"pipeline": 2, "expert": 2, "layers_per_stage": [1, 3]})],
     "qwen3_next": [(2, {"tensor": 2, "expert": 2}), (4, {"tensor": 2, "pipeline": 2, "expert": 2})],
-}
+}  # fmt: skip
 CASES = [(family, world, layout) for family in FAMILIES for world, layout in LAYOUTS[family]]
 
 

@@ -210,12 +210,7 @@ def measure(folder: str, case: Case) -> dict[str, Any]:
     }
 
 
-FAST = {
-    "dense, state on the host",
-    "dense, sequence parallel",
-    "experts",
-    "dense, adapters",
-}
+FAST = {"dense, state on the host", "dense, sequence parallel", "experts", "dense, adapters"}
 
 
 @pytest.fixture(scope="module", params=slow_but(FAST, CASES))

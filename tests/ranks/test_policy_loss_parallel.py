@@ -71,8 +71,7 @@ def one_process(folder):
 
 
 @pytest.mark.parametrize(
-    ("name", "with_masks"),
-    [("dp2", True), ("tp2", True), slow("tp2-pp2", False), ("cp2", True)],
+    ("name", "with_masks"), [("dp2", True), ("tp2", True), slow("tp2-pp2", False), ("cp2", True)]
 )
 def test_every_layout_gives_the_loss_of_one_process(folder, one_process, name, with_masks):
     world, layers = LAYOUTS[name]

@@ -99,10 +99,7 @@ def test_with_replay_a_model_with_experts_differs_no_more_than_a_dense_one(repla
     assert EXPERT_AGREEMENT not in replayed["dense"]
 
 
-LAYOUTS = [
-    ("next", {"tensor": 2, "expert": 2}),
-    ("moe", {"pipeline": 2}),
-]
+LAYOUTS = [("next", {"tensor": 2, "expert": 2}), ("moe", {"pipeline": 2})]
 
 
 @pytest.mark.parametrize(("name", "layers"), LAYOUTS, ids=str)

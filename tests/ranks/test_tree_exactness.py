@@ -168,15 +168,11 @@ TWO_TOKENS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "trees", "layers"),
-    [
-        ("next", 2, forest(0)[:1], {"expert": 2}),
-        ("dense", 3, TWO_TOKENS, {"context": 3}),
-        ("next", 4, TWO_TOKENS, {"context": 2, "expert": 4}),
-    ],
-    ids=["a tree for two ranks", "two positions for six slices", "and a shared row without any"],
-)
+@pytest.mark.parametrize(("name", "ranks", "trees", "layers"), [
+    ("next", 2, forest(0)[:1], {"expert": 2}),
+    ("dense", 3, TWO_TOKENS, {"context": 3}),
+    ("next", 4, TWO_TOKENS, {"context": 2, "expert": 4}),
+], ids=["a tree for two ranks", "two positions for six slices", "and a shared row without any"])  # fmt: skip
 def test_a_rank_without_a_token_takes_part(folders, name, ranks, trees, layers):
     """The rank's positions are padding, and its experts still serve the other ranks."""
     alone = train_trees(folders[name], trees, BUDGET)

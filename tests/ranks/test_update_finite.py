@@ -141,10 +141,7 @@ def try_faults(folder: str, changes: dict, faults: set[str]) -> dict:
     return found
 
 
-LAYOUTS = {
-    "data parallel": layout(2),
-    "pipeline": layout(2, pipeline=2),
-}
+LAYOUTS = {"data parallel": layout(2), "pipeline": layout(2, pipeline=2)}
 
 
 @pytest.mark.parametrize("name", slow_but({"data parallel"}, LAYOUTS))
