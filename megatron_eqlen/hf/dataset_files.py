@@ -29,7 +29,7 @@ _HEAD = re.compile(r"---\s*\n(.*?)\n---\s*(\n|$)", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Part:
+class DatasetPart:
     """The wanted files of a data set."""
 
     config: str | None
@@ -38,7 +38,7 @@ class Part:
     """Split that is read if ``split`` is None and there are several."""
 
 
-def choose_files(names: Sequence[str], card: Mapping[str, Any], part: Part) -> list[str]:
+def choose_files(names: Sequence[str], card: Mapping[str, Any], part: DatasetPart) -> list[str]:
     """Return those of the data set's files that belong to ``part``, sorted. Raises ValueError."""
     splits = _splits(names, card, part.config)
     usual = next(iter(splits)) if len(splits) == 1 else part.usual

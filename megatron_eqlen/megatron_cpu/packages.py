@@ -39,7 +39,7 @@ class Package:
 
 
 @dataclass(frozen=True)
-class Finding:
+class PackageState:
     """Result of an import of ``package``."""
 
     package: Package
@@ -82,13 +82,13 @@ APEX = Package(
 OPTIONAL = (TRANSFORMER_ENGINE, FLA, APEX)
 
 
-def look(package: Package) -> Finding:
+def look(package: Package) -> PackageState:
     """Return whether ``package`` is installed, without importing it."""
     installed = find_spec(package.name) is not None
-    return Finding(package, _version(package), installed, "" if installed else "not installed")
+    return PackageState(package, _version(package), installed, "" if installed else "not installed")
 
 
-def find(package: Package) -> Finding:
+def find(package: Package) -> PackageState:
     """Import ``package`` and return the result. Raises nothing."""
     state = look(package)
     return replace(state, fault=_fault(package)) if state.installed else state
@@ -97,37 +97,37 @@ def find(package: Package) -> Finding:
 def usable(package: Package) -> bool:
     """Return True if the optional ``package`` imports. If not, a WARNING gives the reason, once on each
     machine."""
-    finding = _find_or_hide(package)
-    if finding.fault:
-        _warn(finding)
-    return not finding.fault
+    state = _find_or_hide(package)
+    if state.fault:
+        _warn(state)
+    return not state.fault
 
 
 def leave_out_broken() -> None:
     """Hide broken packages. Call before Megatron-Core is imported, which imports every installed optional
     package."""
-    for finding in map(_find_or_hide, OPTIONAL):
-        if finding.fault and finding.installed:
-            _warn(finding)
+    for state in map(_find_or_hide, OPTIONAL):
+        if state.fault and state.installed:
+            _warn(state)
 
 
 @cache
-def _find_or_hide(package: Package) -> Finding:
-    """Return the finding; a broken package looks absent from now on."""
-    finding = find(package)
-    if finding.fault and finding.installed:
+def _find_or_hide(package: Package) -> PackageState:
+    """Return the state; a broken package looks absent from now on."""
+    state = find(package)
+    if state.fault and state.installed:
         _hide(package.name)
-    return finding
+    return state
 
 
 @cache
-def _warn(finding: Finding) -> None:
+def _warn(state: PackageState) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        name = f"{finding.package.name} {finding.version}".rstrip()
-        state = (
-            f"does not import and is left out ({finding.fault})" if finding.installed else "is not installed"
+        name = f"{state.package.name} {state.version}".rstrip()
+        condition = (
+            f"does not import and is left out ({state.fault})" if state.installed else "is not installed"
         )
-        logger.warning("%s %s. %s", name, state, finding.package.without)
+        logger.warning("%s %s. %s", name, condition, state.package.without)
 
 
 def _hide(name: str) -> None:

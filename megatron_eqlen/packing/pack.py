@@ -41,7 +41,7 @@ PAIR_COST = 3.3e-5
 
 
 @dataclass(frozen=True)
-class Part:
+class TreePart:
     """Unit of placement: a whole tree, or some of its leaf chains with their ancestors."""
 
     nodes: np.ndarray
@@ -54,7 +54,7 @@ class Part:
 class RowPlan:
     """Parts of one row."""
 
-    parts: list[Part]
+    parts: list[TreePart]
     used: int
     """Positions that the parts occupy."""
 
@@ -199,7 +199,7 @@ def pairs_seen(forest: Forest) -> np.ndarray:
     return forest.length * forest.position + forest.length * (forest.length + 1) / 2
 
 
-def _sums(values: np.ndarray, parts: list[Part]) -> np.ndarray:
+def _sums(values: np.ndarray, parts: list[TreePart]) -> np.ndarray:
     """Return [parts]: for each part the sum of the nodes' values."""
     if not parts:
         return np.zeros(0, values.dtype)
@@ -207,7 +207,7 @@ def _sums(values: np.ndarray, parts: list[Part]) -> np.ndarray:
     return np.add.reduceat(values[np.concatenate([part.nodes for part in parts])], starts)
 
 
-def _tree_parts(forest: Forest, budget: int) -> Iterator[Part]:
+def _tree_parts(forest: Forest, budget: int) -> Iterator[TreePart]:
     """Yield whole trees if they fit, otherwise the parts into which they are cut."""
     order = forest.row_order()
     if not order.size:
@@ -215,12 +215,12 @@ def _tree_parts(forest: Forest, budget: int) -> Iterator[Part]:
     starts = np.flatnonzero(np.diff(forest.tree[order], prepend=-1))
     for nodes in np.split(order, starts[1:]):
         if forest.length[nodes].sum() <= budget:
-            yield Part(nodes, np.ones(len(nodes), bool))
+            yield TreePart(nodes, np.ones(len(nodes), bool))
         else:
             yield from _cut(forest, nodes, budget)
 
 
-def _cut(forest: Forest, order: np.ndarray, budget: int) -> Iterator[Part]:
+def _cut(forest: Forest, order: np.ndarray, budget: int) -> Iterator[TreePart]:
     """Yield runs of leaf chains in row order, each as long as fits with its ancestors (repeated as context).
 
     Deepest chains come first, so each part reaches as far up as it can before the next part repeats a prefix;
@@ -235,18 +235,18 @@ def _cut(forest: Forest, order: np.ndarray, budget: int) -> Iterator[Part]:
     yield _with_context(forest, order[first:])
 
 
-def _with_context(forest: Forest, nodes: np.ndarray) -> Part:
+def _with_context(forest: Forest, nodes: np.ndarray) -> TreePart:
     """Return a part of ``nodes``, preceded by the ancestors of the first node as unsupervised context."""
     above = forest.path(int(nodes[0]))[:-1]
     supervised = np.arange(len(above) + len(nodes)) >= len(above)
-    return Part(np.concatenate((np.array(above, np.int64), nodes)), supervised)
+    return TreePart(np.concatenate((np.array(above, np.int64), nodes)), supervised)
 
 
-def _expanded_parts(forest: Forest) -> Iterator[Part]:
+def _expanded_parts(forest: Forest) -> Iterator[TreePart]:
     """Yield each supervised node with its own copy of its ancestors."""
     for node in np.flatnonzero(forest.weight > 0):
         path = np.array(forest.path(int(node)))
-        yield Part(path, path == node)
+        yield TreePart(path, path == node)
 
 
 def first_fit_decreasing(sizes: np.ndarray, capacity: int) -> list[list[int]]:

@@ -83,7 +83,7 @@ def activations(
     """Return the activation memory of pipeline stage ``stage``. ``sequence``: sequence parallelism is on.
     ``rows``: rows per data-parallel rank and minibatch; None: enough to fill the pipeline."""
     parallel = recipe.parallel
-    row = Row(
+    row = RankRow(
         model,
         parallel,
         recipe.packing.max_tokens_per_row // parallel.context,
@@ -121,7 +121,7 @@ def _under_way(parallel: ParallelRecipe, stage: int, rows: int | None) -> int:
 
 
 @dataclass(frozen=True)
-class Row:
+class RankRow:
     """The ``tokens`` of a row on one context-parallel rank."""
 
     model: ModelConfig

@@ -27,7 +27,7 @@ class Memory:
     stages: list[Trainer]
     activations: Activations
     parts: dict[str, float]
-    """Bytes of each part of ``phases.Part``, and of ``runtime``."""
+    """Bytes of each part of ``phases.MemoryPart``, and of ``runtime``."""
     table: dict[str, tuple[str, ...]]
     """Parts on the GPU, by phase."""
 

@@ -51,7 +51,7 @@ def beat() -> None:
     _beats += 1
 
 
-class Running:
+class RunningStage:
     """A running stage."""
 
     def __init__(self, name: str, patience: float) -> None:
@@ -79,7 +79,7 @@ class Watchdog:
         self.rank, self.world, self.seconds = rank, world, seconds
         self._collectives, self._traces = collectives, traces
         self._facts: list[Callable[[], str]] = []
-        self._running: list[Running] = []
+        self._running: list[RunningStage] = []
         self._silences: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
         self._seen: Any = None
         self._since = time.monotonic()
@@ -90,7 +90,7 @@ class Watchdog:
     @contextlib.contextmanager
     def stage(self, name: str, patience: float = 0.0) -> Iterator[None]:
         """Mark the block as a stage. ``patience``: the block's own timeout in seconds, added to the limit."""
-        running = Running(name, patience)
+        running = RunningStage(name, patience)
         beat()
         self._running.append(running)
         try:
@@ -143,7 +143,7 @@ class Watchdog:
         running = list(self._running)
         return max([self._limit(stage) for stage in running], default=FIRST * self.seconds)
 
-    def _limit(self, stage: Running) -> float:
+    def _limit(self, stage: RunningStage) -> float:
         assert self.seconds is not None
         if silences := self._silences[stage.name]:
             longest = LONGER * statistics.median(silences)

@@ -26,7 +26,7 @@ from typing import Literal, get_args
 
 from megatron_eqlen.recipe import Recipe
 
-Part = Literal[
+MemoryPart = Literal[
     "weights",
     "gradients",
     "optimizer",
@@ -49,24 +49,24 @@ class Phase:
     """Period of a run in which the same parts are on the GPU."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[MemoryPart, ...]
 
     def __post_init__(self) -> None:
-        assert set(self.parts) <= set(get_args(Part))
+        assert set(self.parts) <= set(get_args(MemoryPart))
 
 
 def phases(recipe: Recipe) -> list[Phase]:
     """Return the phases in the order of their first occurrence."""
     parked = recipe.rollout.parked
-    weights: list[Part] = ["weights"]
-    state: list[Part] = ["gradients"] if recipe.optimizer.offload else ["gradients", "optimizer"]
+    weights: list[MemoryPart] = ["weights"]
+    state: list[MemoryPart] = ["gradients"] if recipe.optimizer.offload else ["gradients", "optimizer"]
     trainer = weights + state
     kept = {"none": trainer, "state": weights, "all": []}[parked]
     synced = trainer if parked == "none" else weights
     colocated = recipe.rollout.engine == "colocated"
-    awake: list[Part] = ["engine", "kv_cache"] if colocated else []
-    woken: list[Part] = ["engine"] if colocated else []
-    asleep: list[Part] = ["sleeping_engine"] if colocated else []
+    awake: list[MemoryPart] = ["engine", "kv_cache"] if colocated else []
+    woken: list[MemoryPart] = ["engine"] if colocated else []
+    asleep: list[MemoryPart] = ["sleeping_engine"] if colocated else []
     return [
         Phase("load", (*trainer,)),
         Phase("start", (*kept, *awake)),

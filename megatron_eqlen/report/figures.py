@@ -38,7 +38,7 @@ Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Line:
+class MethodCurve:
     """Curve of one method: [n] places, means over its seeds, lowest and highest seed."""
 
     x: np.ndarray
@@ -48,10 +48,10 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Chart:
+class SheetChart:
     title: str
     x_name: str
-    lines: Mapping[str, Line]
+    lines: Mapping[str, MethodCurve]
     """By method."""
 
 
@@ -126,7 +126,7 @@ MEASURES: dict[str, Measure] = {
 
 def curves(
     methods: Mapping[str, Sequence[Path]], axis: str, titles: Sequence[str] | None = None
-) -> list[Chart]:
+) -> list[SheetChart]:
     """Return the charts of ``methods`` (name -> run folders of its seeds) along ``axis``, a key of ``UNITS``,
     or along steps if no run has spent any of it.
 
@@ -141,7 +141,7 @@ def curves(
     if unknown := [title for title in titles or () if title not in measures]:
         raise ValueError(f"charts: expected some of {', '.join(measures)}, found {unknown[0]!r}")
     x_name = UNITS[axis] if axis != "steps" else "step"
-    charts = [Chart(title, x_name, _lines(runs, measures[title], axis)) for title in titles or measures]
+    charts = [SheetChart(title, x_name, _lines(runs, measures[title], axis)) for title in titles or measures]
     return [chart for chart in charts if chart.lines]
 
 
@@ -149,7 +149,7 @@ def _accuracy(benchmark: str) -> Measure:
     return lambda run: run.accuracies.get(benchmark, [])
 
 
-def _lines(runs: Mapping[str, Sequence[Curves]], measure: Measure, axis: str) -> dict[str, Line]:
+def _lines(runs: Mapping[str, Sequence[Curves]], measure: Measure, axis: str) -> dict[str, MethodCurve]:
     lines = {
         method: over_seeds([_points(run, measure, axis) for run in seeds]) for method, seeds in runs.items()
     }
@@ -161,7 +161,7 @@ def _points(run: Curves, measure: Measure, axis: str) -> list[Point]:
     return [(along[step], value) for step, value in measure(run) if step in along]
 
 
-def over_seeds(seeds: Sequence[Sequence[Point]]) -> Line | None:
+def over_seeds(seeds: Sequence[Sequence[Point]]) -> MethodCurve | None:
     """Return the mean of the seeds' curves with the band from the lowest to the highest, where all have
     points; None without any.
 
@@ -177,10 +177,10 @@ def over_seeds(seeds: Sequence[Sequence[Point]]) -> Line | None:
     else:
         grid = np.linspace(max(places[0] for places in own), min(places[-1] for places in own), POINTS)
     values = np.array([np.interp(grid, [x for x, _ in curve], [y for _, y in curve]) for curve in seeds])
-    return Line(grid, values.mean(axis=0), values.min(axis=0), values.max(axis=0))
+    return MethodCurve(grid, values.mean(axis=0), values.min(axis=0), values.max(axis=0))
 
 
-def sheet(title: str, charts: Sequence[Chart]) -> str:
+def sheet(title: str, charts: Sequence[SheetChart]) -> str:
     """Return ``charts`` on one sheet, as SVG."""
     import matplotlib  # slow to import
     from matplotlib.figure import Figure
@@ -203,7 +203,7 @@ def sheet(title: str, charts: Sequence[Chart]) -> str:
         return svg(figure)
 
 
-def _plot(place: Any, name: str, line: Line, number: int) -> Any:
+def _plot(place: Any, name: str, line: MethodCurve, number: int) -> Any:
     """Plot a line with its band. Dashes and widths tell lines apart that coincide."""
     style = {"color": f"C{number % 10}", "linestyle": DASHES[number % 4], "linewidth": 2 - 0.2 * (number % 4)}
     (plotted,) = place.plot(line.x, line.mean, **style)

@@ -35,7 +35,7 @@ def is_scored(folder: Path) -> bool:
     return any(folder.glob(GRADE_FILES))
 
 
-class Decoder(NamedTuple):
+class TextDecoder(NamedTuple):
     """The part of a model's tokenizer that pages use."""
 
     decode: Decode
@@ -43,13 +43,13 @@ class Decoder(NamedTuple):
     """Why token ids are shown instead of text; empty if text is shown."""
 
 
-def find_decoder(model: ModelRecipe) -> Decoder:
+def find_decoder(model: ModelRecipe) -> TextDecoder:
     """Return the decoder of the model's tokenizer; if there is none, one that prints token ids."""
     try:
-        return Decoder(load_decoder(local_path(model)))
+        return TextDecoder(load_decoder(local_path(model)))
     except ValueError as error:
         note = f"Token ids instead of text: {error}"
-        return Decoder(lambda token_ids: " ".join(map(str, token_ids)), note=note)
+        return TextDecoder(lambda token_ids: " ".join(map(str, token_ids)), note=note)
 
 
 class Recorded:

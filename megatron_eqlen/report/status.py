@@ -54,7 +54,7 @@ SOURCE_EPOCHS = re.compile(r"data/source/(.*)/epochs")
 IS_SILENT = "it is stopped, or the disk of its folder blocks"
 
 
-Row = tuple[str, str | Text]
+StatusRow = tuple[str, str | Text]
 """Name and text."""
 
 
@@ -63,7 +63,7 @@ def condition(folder: Path) -> Condition:
     return _Seen(folder).condition
 
 
-def rows(folder: Path) -> list[Row]:
+def rows(folder: Path) -> list[StatusRow]:
     """Return the lines of a screen about the run in ``folder``, as of now. Raises ValueError if that is no
     run's folder, or naming a file that cannot be read."""
     seen, now = _Seen(folder), time.time()
@@ -78,7 +78,7 @@ def rows(folder: Path) -> list[Row]:
     return [(name, text) for name, text in candidates if text]
 
 
-def page_rows(folder: Path, state: RunState) -> list[Row]:
+def page_rows(folder: Path, state: RunState) -> list[StatusRow]:
     """Return the lines of a page about the run in ``folder``: those that will still hold when it is read,
     with times in place of ages, and where the run comes from."""
     seen = _Seen(folder, state)
@@ -147,7 +147,7 @@ class _Seen:
         cut_off = self.state.stages if self.condition == "killed" else []
         return ", ".join(f"cut off in {stage}" for _, stage in cut_off)
 
-    def history(self, now: float | None = None) -> Iterator[Row]:
+    def history(self, now: float | None = None) -> Iterator[StatusRow]:
         """Yield what went wrong and what the run has reached, with ages up to ``now`` or else with times."""
         yield from self._troubles()
         if self.last:
@@ -163,7 +163,7 @@ class _Seen:
         for at, text in [*self.state.warnings][-MOST_WARNINGS:]:
             yield "warning", f"{time.strftime('%H:%M:%S', time.localtime(at))} {text}"
 
-    def _troubles(self) -> Iterator[Row]:
+    def _troubles(self) -> Iterator[StatusRow]:
         state = self.state
         error = state.first_error or (state.end_error if self.condition == "failed" else None) or ""
         text, _, traceback = error.partition("\n")
@@ -221,7 +221,7 @@ def _job(folder: Path, state: RunState) -> tuple[str, Condition | None]:
     return f"SLURM job {job} has not started: squeue --job {job} says why", None
 
 
-def _evaluated(folder: Path, steps: int) -> Iterator[Row]:
+def _evaluated(folder: Path, steps: int) -> Iterator[StatusRow]:
     """Yield each benchmark with its first result, and the newest if there is another."""
     by_name: dict[str, list[tuple[str, EvaluationResult]]] = {}
     for label, _, results in evaluations(folder / "evaluation", steps):

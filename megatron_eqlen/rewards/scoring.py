@@ -42,7 +42,7 @@ from megatron_eqlen.types import Grade, Metrics, Part, Prompt, Rollout, TokenIds
 log = logging.getLogger(__name__)
 
 
-class Decoder(Protocol):
+class TokenDecoder(Protocol):
     """The part of a tokenizer that scoring needs; a ``Tokenizer`` can also decode a response's end alone."""
 
     def decode(self, token_ids: TokenIds) -> str: ...
@@ -66,7 +66,7 @@ class Scorer:
     calls it.
     """
 
-    def __init__(self, reward: RewardRecipe, tokenizer: Decoder, graders_on_node: int = 1) -> None:
+    def __init__(self, reward: RewardRecipe, tokenizer: TokenDecoder, graders_on_node: int = 1) -> None:
         self.workers = reward.workers or cores_per_rank(graders_on_node)
         """Processes of each grader of this rank; ``graders_on_node`` ranks share the node's cores."""
         self._reward = reward.model_copy(update={"workers": self.workers})

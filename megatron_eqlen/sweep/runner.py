@@ -38,7 +38,7 @@ Start = Callable[[Sequence[str], dict[str, str], Path], Process]
 
 
 @dataclass
-class Running:
+class RunningCell:
     cell: Cell
     process: Process
     environ: dict[str, str]
@@ -71,7 +71,7 @@ class Runner:
         self.slots = slots(jobs, max(recipe.world_size for recipe in recipes))
         self.todo = [*plan.cells]
         self.done: set[Cell] = set()
-        self.running: list[Running] = []
+        self.running: list[RunningCell] = []
         self.failed: list[Cell] = []
 
     def run(self) -> list[Cell]:
@@ -130,7 +130,7 @@ class Runner:
         environ = self.slots.pop(0)
         arguments = ["train", cell.recipe_file, *cell.overrides, *limits]
         process = self.start(arguments, environ | named(), cell.folder / LOG)
-        self.running.append(Running(cell, process, environ, time.monotonic()))
+        self.running.append(RunningCell(cell, process, environ, time.monotonic()))
         self._say(cell, "started")
 
     def _say(self, cell: Cell, text: str) -> None:

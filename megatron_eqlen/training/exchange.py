@@ -22,7 +22,7 @@ from megatron_eqlen.metrics import EXCHANGE_ROUTES_BYTES, EXCHANGE_ROUTES_SECOND
 from megatron_eqlen.packing.arrays import check_route_shapes, check_routes
 from megatron_eqlen.packing.pack import Packing
 from megatron_eqlen.processes.distributed import gather
-from megatron_eqlen.training.shipping import Demand, Share, demand_of, of_layers, send_tokens
+from megatron_eqlen.training.shipping import ColumnShare, Demand, demand_of, of_layers, send_tokens
 from megatron_eqlen.types import Metrics, Node
 
 
@@ -79,8 +79,8 @@ def _demands(planned: Packing, placements: Sequence[Placement]) -> Iterator[Dema
         responses = nodes[planned.forest.parent[nodes] >= 0]
         ranks = [rank for rank, placement in enumerate(placements) if placement.data_parallel == index]
         last_stage = [rank for rank in ranks if placements[rank].for_loss]
-        yield demand_of(responses, home, ranks, Share("rows"))
-        yield demand_of(trained, home, last_stage, Share("loss"))
+        yield demand_of(responses, home, ranks, ColumnShare("rows"))
+        yield demand_of(trained, home, last_stage, ColumnShare("loss"))
 
 
 def exchange_paths(planned: Packing, placements: Sequence[Placement]) -> tuple[Packing, int]:
@@ -112,4 +112,4 @@ def _path_demands(planned: Packing, placements: Sequence[Placement]) -> Iterator
         nodes, _ = planned.needed(placement.data_parallel)
         if placement.moe_layers:
             routed = nodes[planned.forest.has_path_columns[nodes]]
-            yield demand_of(routed, planned.forest.home, ranks, Share("moe", placement.moe_layers))
+            yield demand_of(routed, planned.forest.home, ranks, ColumnShare("moe", placement.moe_layers))

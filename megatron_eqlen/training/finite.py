@@ -29,7 +29,7 @@ class NonFiniteError(ValueError):
     """Training cannot continue because numbers are not finite. The newest checkpoint precedes them."""
 
 
-class Problem(NamedTuple):
+class NumericalProblem(NamedTuple):
     """Reason to skip an update; the lowest ``order`` is nearest to the cause."""
 
     order: int
@@ -39,7 +39,7 @@ class Problem(NamedTuple):
         return f"not finite: {self.text}"
 
 
-def first_problem(mine: Problem | None) -> Problem | None:
+def first_problem(mine: NumericalProblem | None) -> NumericalProblem | None:
     """Return the problem of all ranks that is nearest to the cause, on every rank. Collective."""
     count = torch.tensor(float(mine is not None), device=device())
     dist.all_reduce(count)
@@ -48,32 +48,32 @@ def first_problem(mine: Problem | None) -> Problem | None:
     return min(problem for problem in gather([mine]) if problem is not None)
 
 
-def row_problem(rows: Rows, losses: Sequence[RowLoss]) -> Problem | None:
+def row_problem(rows: Rows, losses: Sequence[RowLoss]) -> NumericalProblem | None:
     """Return a problem for the first of this rank's rows whose loss is not finite; ``losses`` is empty except
     on the last pipeline stage."""
     for number, loss in enumerate(losses):
         if not torch.isfinite(loss.metrics[POLICY_LOSS] + loss.metrics[KL_PENALTY]):
             rank, where = parallel_state.get_data_parallel_rank(), _locate(rows.planned, rows[number], loss)
-            return Problem(0, f"row {number} of data-parallel rank {rank}, {where}")
+            return NumericalProblem(0, f"row {number} of data-parallel rank {rank}, {where}")
     return None
 
 
-def weight_problem(chunks: list) -> Problem | None:
+def weight_problem(chunks: list) -> NumericalProblem | None:
     """Return a problem for the first weight of this rank that is not finite."""
     name = _first_name(_named(chunks))
-    return None if name is None else Problem(0, f"the weight {name} on rank {dist.get_rank()}")
+    return None if name is None else NumericalProblem(0, f"the weight {name} on rank {dist.get_rank()}")
 
 
-def gradient_problem(chunks: list, grad_norm: float) -> Problem | None:
+def gradient_problem(chunks: list, grad_norm: float) -> NumericalProblem | None:
     """Return a problem if the norm is not finite, with a gradient of this rank that made it so."""
     if math.isfinite(grad_norm):
         return None
     trained = ((name, parameter) for name, parameter in _named(chunks) if parameter.requires_grad)
     name = _first_name((name, _main_grad(parameter)) for name, parameter in trained)
     if name is None:
-        return Problem(2, f"the gradient's norm, {grad_norm}; its parts are finite")
+        return NumericalProblem(2, f"the gradient's norm, {grad_norm}; its parts are finite")
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    return Problem(
+    return NumericalProblem(
         1, f"the gradient of {name} on rank {dist.get_rank()} (pipeline stage {stage}); every loss is finite"
     )
 

@@ -183,7 +183,7 @@ class TrainerMemory:
             yield
 
     def on_device(self) -> dict[str, int]:
-        """Return the bytes on the device now, by part (``phases.Part``)."""
+        """Return the bytes on the device now, by part (``phases.MemoryPart``)."""
         parts = {
             "weights": self._weights(),
             "gradients": [buffer.grad_data for buffer in self._buffers],

@@ -34,7 +34,7 @@ from megatron_eqlen.training.agreement import mismatch_of, worst_token
 from megatron_eqlen.training.exchange import Placement, exchange
 from megatron_eqlen.training.finite import (
     NonFiniteError,
-    Problem,
+    NumericalProblem,
     first_problem,
     gradient_problem,
     row_problem,
@@ -58,7 +58,7 @@ class Minibatch:
 
     rows: Rows | None
     """Rows of this rank; None if there is a problem."""
-    problem: Problem | None = None
+    problem: NumericalProblem | None = None
     exchanged: Metrics = field(default_factory=dict)
     """Metrics of the exchange."""
 
@@ -193,7 +193,7 @@ class Policy:
             rows = Rows(planned, self.placement.data_parallel, self.placement.for_loss)
             batch = Minibatch(rows, exchanged=exchanged)
         except NonFiniteTreeError as error:
-            batch = Minibatch(None, Problem(0, str(error)))
+            batch = Minibatch(None, NumericalProblem(0, str(error)))
         problem = first_problem(batch.problem)
         return Minibatch(None, problem) if problem else batch
 
@@ -261,7 +261,7 @@ class Policy:
             yield
         rows.agreement = agreement.metrics()
 
-    def _skip(self, problem: Problem) -> Metrics:
+    def _skip(self, problem: NumericalProblem) -> Metrics:
         """Skip the step: change nothing, and log the reason."""
         self.skipped_in_a_row += 1
         allowed = self.recipe.optimizer.max_skipped_updates

@@ -24,7 +24,7 @@ CHUNK = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
+class ColumnShare:
     """Columns that some ranks need of a node's tokens."""
 
     needed_by: str
@@ -61,7 +61,7 @@ class Transfer(NamedTuple):
     nodes: np.ndarray
     source: np.ndarray
     target: np.ndarray
-    share: Share
+    share: ColumnShare
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Demand:
     """[n] int64"""
     ranks: np.ndarray
     """[k] int64, the ranks that need them."""
-    share: Share
+    share: ColumnShare
 
     @property
     def via(self) -> np.ndarray:
@@ -90,7 +90,7 @@ class Demand:
         return [Transfer(self.nodes, via, np.full_like(via, rank), self.share) for rank in self.ranks]
 
 
-def demand_of(nodes: np.ndarray, home: np.ndarray, ranks: list[int], share: Share) -> Demand:
+def demand_of(nodes: np.ndarray, home: np.ndarray, ranks: list[int], share: ColumnShare) -> Demand:
     """Return the demand of ``ranks`` for those of ``nodes`` that have a home."""
     nodes = nodes[home[nodes] >= 0]
     return Demand(nodes, home[nodes], np.array(ranks, np.int64), share)

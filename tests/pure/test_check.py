@@ -133,7 +133,7 @@ def test_a_python_that_the_packages_are_not_for(anywhere, monkeypatch):
     [(True, "", "ok"), (False, "not installed", "missing"), (True, "OSError: libcudart", "failed")],
 )
 def test_a_package_is_there_absent_or_broken(anywhere, monkeypatch, installed, fault, state):
-    found = packages.Finding(packages.TRANSFORMER_ENGINE, "2.1", installed, fault)
+    found = packages.PackageState(packages.TRANSFORMER_ENGINE, "2.1", installed, fault)
     monkeypatch.setattr(packages, "find", lambda package: found)
     finding = software.package(packages.TRANSFORMER_ENGINE, anywhere)
     assert finding is not None

@@ -10,11 +10,11 @@ from typing import NoReturn
 import pytest
 
 from megatron_eqlen.rollout.engine import EngineError
-from megatron_eqlen.rollout.vllm.server.replicas import Background
+from megatron_eqlen.rollout.vllm.server.replicas import HttpLoop
 
 
 def test_nobody_waits_for_a_call_that_a_close_cuts_off():
-    io = Background()
+    io = HttpLoop()
     call = io.start(asyncio.sleep(60))
     io.close()
     with pytest.raises(CancelledError):
@@ -22,7 +22,7 @@ def test_nobody_waits_for_a_call_that_a_close_cuts_off():
 
 
 def test_a_closed_engine_refuses_calls():
-    io = Background()
+    io = HttpLoop()
     io.close()
     with pytest.raises(EngineError, match="was closed"):
         io.start(asyncio.sleep(0))
@@ -31,7 +31,7 @@ def test_a_closed_engine_refuses_calls():
 def test_a_call_that_meets_a_close_ends_or_is_refused():
     """Either thread may come first."""
     for _ in range(20):
-        io, met = Background(), threading.Event()
+        io, met = HttpLoop(), threading.Event()
         closing = threading.Thread(target=lambda io=io, met=met: (met.wait(), io.close()))
         closing.start()
         with pytest.raises((EngineError, CancelledError)):
@@ -39,7 +39,7 @@ def test_a_call_that_meets_a_close_ends_or_is_refused():
         closing.join()
 
 
-def call_until_refused(io: Background, met: threading.Event) -> NoReturn:
+def call_until_refused(io: HttpLoop, met: threading.Event) -> NoReturn:
     while True:
         io.start(asyncio.sleep(0)).result(timeout=5)
         met.set()

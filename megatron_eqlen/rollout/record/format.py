@@ -88,14 +88,14 @@ moment."""
 GradeKey = tuple[str, int, int]
 """(prompt_id, index, number) of a part."""
 
-Row = dict[str, Any]
+RecordedRow = dict[str, Any]
 """Columns of ``SEGMENTS``; those that are not there are null. ``table`` holds all columns of tokens."""
 
 
 # ---- to rows ---------------------------------------------------------------------------------------------
 
 
-def prompt_row(prompt: Prompt) -> Row:
+def prompt_row(prompt: Prompt) -> RecordedRow:
     row = asdict(prompt)
     row |= {"role": PROMPT, "prompt_number": row.pop("number")}
     return row | {"table": Tokens.of(row.pop("token_ids"))}
@@ -103,7 +103,7 @@ def prompt_row(prompt: Prompt) -> Row:
 
 def rollout_rows(
     rollout: Rollout, generated_tokens: int | None = None, without: Collection[str] = ()
-) -> list[Row]:
+) -> list[RecordedRow]:
     """Return the rows of a rollout's parts and its end. ``generated_tokens``: tokens of its tracks, if known.
     ``without``: columns that are left out."""
     common = {
@@ -121,7 +121,7 @@ def rollout_rows(
     return [common | row for row in rows]
 
 
-def _part_row(part: Part) -> Row:
+def _part_row(part: Part) -> RecordedRow:
     return {
         "role": part.role,
         "number": part.number,
@@ -132,7 +132,7 @@ def _part_row(part: Part) -> Row:
     }
 
 
-def track_row(track: Track, tokens: Tokens, role: str = TRACK) -> Row:
+def track_row(track: Track, tokens: Tokens, role: str = TRACK) -> RecordedRow:
     """Return the row of new ``tokens`` of a track, or (``CONTEXT``) of columns of its rollout's prompt."""
     return {
         "role": role,
@@ -143,7 +143,7 @@ def track_row(track: Track, tokens: Tokens, role: str = TRACK) -> Row:
     }
 
 
-def portions(rows: Iterable[Row]) -> Iterator[list[Row]]:
+def portions(rows: Iterable[RecordedRow]) -> Iterator[list[RecordedRow]]:
     """Yield the rows in lists of ``BATCH_BYTES`` of tokens or a few more."""
     portion, size = [], 0
     for row in rows:
@@ -156,7 +156,7 @@ def portions(rows: Iterable[Row]) -> Iterator[list[Row]]:
         yield portion
 
 
-def to_batch(rows: list[Row]) -> pa.RecordBatch:
+def to_batch(rows: list[RecordedRow]) -> pa.RecordBatch:
     """Return the rows as columns; arrays are copied once."""
     given = set().union(*rows)
     columns = {name: [row.get(name) for row in rows] for name in (*SKELETON, "gold") if name in given}
@@ -189,7 +189,7 @@ def _as_bytes(values: np.ndarray) -> np.ndarray:
 # ---- from rows -------------------------------------------------------------------------------------------
 
 
-def from_batch(batch: pa.RecordBatch) -> Iterator[Row]:
+def from_batch(batch: pa.RecordBatch) -> Iterator[RecordedRow]:
     """Yield the rows of a batch, the inverse of ``to_batch``. Arrays are views of the batch; where it lacks
     their columns, tables are bare."""
     names = batch.schema.names
@@ -203,12 +203,12 @@ def _values(column: pa.Array) -> Iterable[Any]:
     return pieces(column) if pa.types.is_list(column.type) else column.to_pylist()
 
 
-def _table(row: Row) -> Tokens:
+def _table(row: RecordedRow) -> Tokens:
     table = Tokens.absent(row["tokens"], row["layout"])
     return Tokens({name: _read(row, name, absent) for name, absent in table.columns.items()}, len(table))
 
 
-def _read(row: Row, name: str, absent: Any) -> Any:
+def _read(row: RecordedRow, name: str, absent: Any) -> Any:
     """Return the values of a column, or ``absent`` where they were not read."""
     data = row.get(name)
     if data is None:
@@ -238,7 +238,7 @@ class Assembly:
     _pieces: dict[RolloutKey, dict[int, list[Tokens]]] = field(default_factory=dict)
     """Tokens of tracks in the file that is being read."""
 
-    def take(self, row: Row) -> None:
+    def take(self, row: RecordedRow) -> None:
         """Add a row. Raises ValueError or KeyError for a row that does not fit its place."""
         key = row["prompt_id"], row["index"]
         if "table" in row and self.without:
@@ -275,13 +275,13 @@ class Assembly:
                 known[number] = max(tokens, known.get(number, tokens), key=len)
         self._pieces = {}
 
-    def _part(self, row: Row) -> Part:
+    def _part(self, row: RecordedRow) -> Part:
         grade = self.grades.get((row["prompt_id"], row["index"], row["number"]))
         place = row["role"], row["number"], row["parent"]
         return Part(row["table"], row["finish_reason"], grade, *place, carried=row["carried"])
 
 
-def _prompt(row: Row) -> Prompt:
+def _prompt(row: RecordedRow) -> Prompt:
     tokens = row["table"]
     return Prompt(
         prompt_id=row["prompt_id"],
@@ -294,7 +294,7 @@ def _prompt(row: Row) -> Prompt:
     )
 
 
-def grade_rows(rollouts: Iterable[Rollout]) -> list[Row]:
+def grade_rows(rollouts: Iterable[Rollout]) -> list[RecordedRow]:
     """Return a row for each grade of ``rollouts``."""
     return [
         dict(zip(("prompt_id", "index", "number"), (*rollout_key(rollout), part.number), strict=True))
@@ -305,7 +305,7 @@ def grade_rows(rollouts: Iterable[Rollout]) -> list[Row]:
     ]
 
 
-def grades_of(rows: Iterable[Row]) -> dict[GradeKey, Grade]:
+def grades_of(rows: Iterable[RecordedRow]) -> dict[GradeKey, Grade]:
     """Return the grades of rows, the inverse of ``grade_rows``."""
     keys = ("prompt_id", "index", "number")
     return {

@@ -29,7 +29,7 @@ from megatron_eqlen.rollout.record.format import (
     CONTEXT,
     GRADES,
     SEGMENTS,
-    Row,
+    RecordedRow,
     grade_rows,
     portions,
     prompt_row,
@@ -61,7 +61,7 @@ class NewTokens(NamedTuple):
     with_prompt: bool
     """True if the columns of the rollout's prompt are new as well."""
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[RecordedRow]:
         """Return the rows that record them. Any thread may call this: a track only ever grows."""
         rows = [track_row(self.track, self.track.tokens[self.start : self.stop])]
         if self.with_prompt:
@@ -128,12 +128,12 @@ class Recorder(HarvestObserver):
         self._open = OpenTracks()
         self._prompts: set[str] = set()
         """Ids of the prompts that the file holds."""
-        self._complete: list[Row] = []
+        self._complete: list[RecordedRow] = []
         """Rows of rollouts that wait for the next write."""
-        self._suspended: list[tuple[list[Row], Sequence[Track]]] = []
+        self._suspended: list[tuple[list[RecordedRow], Sequence[Track]]] = []
         """Rows and tracks of suspended rollouts."""
         self._due = time.monotonic() + INTERVAL
-        self._queue: SimpleQueue[tuple[list[NewTokens], list[Row]]] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[list[NewTokens], list[RecordedRow]]] = SimpleQueue()
         self._thread = ThreadPoolExecutor(1, "recorder")
         self._writing: Future[None] | None = None
 
@@ -213,14 +213,14 @@ class Recorder(HarvestObserver):
         if self._writing is not None:
             self._writing.result()
 
-    def _rows(self, rollout: Rollout, generated_tokens: int | None) -> list[Row]:
+    def _rows(self, rollout: Rollout, generated_tokens: int | None) -> list[RecordedRow]:
         rows = rollout_rows(rollout, generated_tokens, self._without)
         if rollout.prompt_id not in self._prompts:
             self._prompts.add(rollout.prompt_id)
             rows = [prompt_row(rollout.prompt), *rows]
         return rows
 
-    def _put(self, tokens: list[NewTokens], rows: list[Row]) -> None:
+    def _put(self, tokens: list[NewTokens], rows: list[RecordedRow]) -> None:
         if self._writing is not None and self._writing.done():
             self._writing.result()
         self._queue.put((tokens, rows))
@@ -229,7 +229,7 @@ class Recorder(HarvestObserver):
     def _drain(self) -> None:
         """Write all that waits in the queue, rollouts after the tokens that all rollouts had then: rollouts
         on disk are never ahead of the open tracks."""
-        rows: list[Row] = []
+        rows: list[RecordedRow] = []
         try:
             while True:
                 tokens, complete = self._queue.get_nowait()
@@ -248,7 +248,7 @@ def _append_tokens(file: ArrowLog, tokens: Iterable[NewTokens]) -> None:
         file.write(to_batch(rows))
 
 
-def _append(file: ArrowLog, rows: Iterable[Row]) -> None:
+def _append(file: ArrowLog, rows: Iterable[RecordedRow]) -> None:
     """Append rows of rollouts in portions."""
     for portion in portions(rows):
         file.write(to_batch(portion))

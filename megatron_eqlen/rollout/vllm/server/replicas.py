@@ -31,7 +31,7 @@ ReplicaError = (aiohttp.ClientError, OSError)
 """Errors raised here when a replica is dead, dying or silent (timeouts are OSErrors)."""
 
 
-class Background:
+class HttpLoop:
     """An event loop in its own thread, with an HTTP session. Any thread may use and close it."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Request:
 class Replica:
     """The server at ``url``. Its coroutines raise one of ``ReplicaError`` if it fails to answer."""
 
-    def __init__(self, url: str, io: Background) -> None:
+    def __init__(self, url: str, io: HttpLoop) -> None:
         self.url = url
         self.io = io
         self.alive = False
@@ -169,7 +169,7 @@ class ReplicaPool:
     """
 
     def __init__(self, urls: Iterable[str], silence: float, on_lost: Callable[[str], None]) -> None:
-        self.io = Background()
+        self.io = HttpLoop()
         self.silence = silence
         self.on_lost = on_lost
         self.replicas = [Replica(url.rstrip("/"), self.io) for url in urls]
