@@ -109,7 +109,7 @@ class Part:
     """Filled by scoring if ``finish_reason == "stop"``: the grade of the whole response that this part ends
     (everything after the prompt on its line)."""
     role: str = "completion"
-    """What it is to its sampling kind: ``completion``; ``step``; of a stream ``a``, the side of a pair that
+    """Role in its sampling kind: ``completion``; ``step``; of a stream ``a``, the side of a pair that
     ended, ``b``, the side that joined the trunk, or ``tail``."""
     number: int = 0
     """Identifies the part in its rollout, and is above its parent's. It does not depend on the order in which

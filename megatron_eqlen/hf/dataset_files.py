@@ -70,9 +70,9 @@ def _splits(names: Sequence[str], card: Mapping[str, Any], config: str | None) -
     """Return the files of each split of ``config``."""
     if entry := _card_entry(card, config):
         parts = entry["data_files"]
-        if not (isinstance(parts, list) and all(isinstance(each, dict) for each in parts)):
+        if not (isinstance(parts, list) and all(isinstance(part, dict) for part in parts)):
             parts = [{"split": "train", "path": parts}]
-        return {str(each["split"]): _matching(names, each["path"], entry.get("data_dir")) for each in parts}
+        return {str(part["split"]): _matching(names, part["path"], entry.get("data_dir")) for part in parts}
     data = [name for name in names if name.endswith(SUFFIXES) and PurePosixPath(name).name not in NOT_DATA]
     data = [name for name in data if not any(folder.startswith(".") for folder in name.split("/"))]
     if config is not None:
@@ -115,7 +115,7 @@ def _matching(names: Sequence[str], patterns: str | Sequence[str], folder: str |
     listed = [patterns] if isinstance(patterns, str) else patterns
     within = f"{folder}/" if folder else ""
     wanted = [re.compile(_expression(f"{within}{pattern}".removeprefix("./"))) for pattern in listed]
-    return [name for name in names if any(each.fullmatch(name) for each in wanted)]
+    return [name for name in names if any(pattern.fullmatch(name) for pattern in wanted)]
 
 
 def _expression(pattern: str) -> str:

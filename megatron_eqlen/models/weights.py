@@ -94,7 +94,7 @@ def write_peft(
 ) -> None:
     """Write a PEFT folder. ``tensors``: by their names in ``A.hf`` and ``B.hf``."""
     with new_folder(out) as partial:
-        named = {peft: tensors[own].clone() for each in which for peft, own in peft_tensors(each)}
+        named = {peft: tensors[own].clone() for adapter in which for peft, own in peft_tensors(adapter)}
         save_file(named, partial / PEFT_WEIGHTS, metadata={"format": "pt"})
         write_json(partial / "adapter_config.json", peft_config(which, lora.rank, lora.alpha, str(base)))
 

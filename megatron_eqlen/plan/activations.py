@@ -154,12 +154,12 @@ class RankRow:
 
     def _adapters(self, number: int, imbalance: float) -> float:
         """Return the bytes between A and B; a layer's input is kept for its weight's gradient otherwise."""
-        each, total = self.b * self.lora.rank, 0.0
+        bytes_per_row, total = self.b * self.lora.rank, 0.0
         for adapter in adapter_map(self.model, self.lora.rank, self.lora.targets):
             if adapter.base.megatron.startswith(f"decoder.layers.{number}.") and not adapter.base.expert:
                 routed = adapter.base.expert is not None
                 rows = self._routed(imbalance) if routed else self.shard if adapter.base.dim else self.tokens
-                total += each * rows
+                total += bytes_per_row * rows
         return total
 
     def passing(self, number: int, imbalance: float) -> float:

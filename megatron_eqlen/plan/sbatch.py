@@ -33,13 +33,13 @@ def train_environment(recipe: Recipe) -> dict[str, str]:
 def server_options(recipe: Recipe, job_name: str, nodes: int) -> list[str]:
     """Return sbatch's options for ``nodes`` nodes like the trainer's, filled with vLLM servers, one task per
     server."""
-    each = recipe.rollout.tensor_parallel
+    gpus = recipe.rollout.tensor_parallel
     return [
         f"--job-name={job_name}",
         f"--nodes={nodes}",
         f"--ntasks-per-node={replicas_on_node(recipe)}",
-        *_of_gpus(recipe, f"--gpus-per-task={each}", _servers_bytes),
-        f"--cpus-per-task={each * recipe.cluster.cpus_per_process}",
+        *_of_gpus(recipe, f"--gpus-per-task={gpus}", _servers_bytes),
+        f"--cpus-per-task={gpus * recipe.cluster.cpus_per_process}",
         *_placement_options(recipe),
     ]
 

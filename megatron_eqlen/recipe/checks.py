@@ -36,8 +36,10 @@ def check(recipe: Recipe) -> None:
 
 def _check_data(recipe: Recipe) -> None:
     """Raise ValueError for keys of a data source or benchmark that its reader has no use for."""
-    sources = {f"data.sources.{number}": each for number, each in enumerate(recipe.data.sources)}
-    benchmarks = {f"evaluation.benchmarks.{n}": each for n, each in enumerate(recipe.evaluation.benchmarks)}
+    sources = {f"data.sources.{number}": source for number, source in enumerate(recipe.data.sources)}
+    benchmarks = {
+        f"evaluation.benchmarks.{n}": benchmark for n, benchmark in enumerate(recipe.evaluation.benchmarks)
+    }
     for key, section in (sources | benchmarks).items():
         if section.columns and section.reader != "jsonl":
             raise ValueError(f"{key}.columns: expected with reader: jsonl, found reader: {section.reader}")

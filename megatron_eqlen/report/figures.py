@@ -57,7 +57,7 @@ class SheetChart:
 
 @dataclass(frozen=True)
 class Curves:
-    """What a run's folder says of every step."""
+    """Curves over the steps of a run, read from its folder."""
 
     folder: Path
 

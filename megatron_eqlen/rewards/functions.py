@@ -39,8 +39,8 @@ class RewardFunction:
             known = {"prompt": prompt.question, "question": prompt.question, "answer": prompt.gold}
             given = {COMPLETION: completion, **known}
             wanted = inspect.signature(self._function).parameters.values()
-            everything = any(each.kind is each.VAR_KEYWORD for each in wanted)
-            names = given if everything else given.keys() & {each.name for each in wanted}
+            everything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in wanted)
+            names = given if everything else given.keys() & {parameter.name for parameter in wanted}
             reward = self._function(**{name: given[name] for name in names})
         else:
             reward = self._function(prompt.question, completion, prompt.gold)
@@ -55,6 +55,8 @@ def is_reward_function(path: str) -> bool:
         return False
     parameters = inspect.signature(loaded).parameters.values()
     required = [
-        each for each in parameters if each.default is each.empty and each.kind is not each.VAR_KEYWORD
+        parameter
+        for parameter in parameters
+        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
     ]
-    return COMPLETION in {each.name for each in parameters} or len(required) == 3
+    return COMPLETION in {parameter.name for parameter in parameters} or len(required) == 3

@@ -42,8 +42,8 @@ _REWRITES = (
     (r"\\gamma(?![(_A-Za-z])", r"(\\gamma)"),
     (r"(?<=\d)(?=\(|\\(?:binom|frac))", r"\\cdot "),
 )
-"""What the library would misread: ``3!!`` as (3!)!, ``\\gcd(m,n)`` as 1, ``\\gamma+1`` as gamma(1), and
-``2(3)`` as 5."""
+"""Spellings that the library would misread: ``3!!`` as (3!)!, ``\\gcd(m,n)`` as 1, ``\\gamma+1`` as
+gamma(1), and ``2(3)`` as 5."""
 _TWO_NUMBERS = re.compile(r"\d \d")
 
 

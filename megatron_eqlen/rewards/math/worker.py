@@ -238,7 +238,7 @@ def _equal_lists(gold: str, answer: str, is_complex: bool) -> bool:
         return False
     if brackets != others and {brackets, others} != {"", "()"}:
         return False
-    return all(equal(one, other, is_complex) for one, other in zip(wanted, given, strict=True))
+    return all(equal(value, other, is_complex) for value, other in zip(wanted, given, strict=True))
 
 
 def _same_members(wanted: list[str], given: list[str], is_complex: bool) -> bool:
