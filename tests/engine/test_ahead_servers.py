@@ -69,7 +69,7 @@ def untouched(servers) -> Iterator[list[str]]:
     engine.close()
 
 
-def test_a_run_whose_sync_fails_goes_on_with_one_server_and_then_with_two_again(untouched, tmp_path):
+def test_a_run_whose_sync_fails_continues_with_one_server_and_then_with_two_again(untouched, tmp_path):
     trained: dict[int, Trained] = {}
     with pytest.raises(ValueError, match="expected shape"):
         live(tmp_path, untouched, trained, 7, broken=3)

@@ -584,7 +584,7 @@ def submit_slow(engine: ServerEngine, bad: Fake, good: Fake) -> None:
     bad.behaviour = "die"
 
 
-def test_a_replica_that_dies_in_a_sync_loses_its_requests_and_those_of_others_go_on(open_fakes):
+def test_a_replica_that_dies_in_a_sync_loses_its_requests_and_those_of_others_continue(open_fakes):
     engine, (bad, good) = open_fakes("slow", "slow", staleness=1)
     submit_slow(engine, bad, good)
     engine.update_weights(iter(new_weights().items()), 1)

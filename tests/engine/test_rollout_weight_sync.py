@@ -140,7 +140,7 @@ def test_every_family_is_harvested_and_its_logprobs_are_transformers(fresh):
         assert metrics["harvest/recomputed_tokens_per_fork"] > 32
 
 
-def test_wrong_weights_are_named_and_the_engine_refuses_to_go_on():
+def test_wrong_weights_are_named_and_the_engine_refuses_to_continue():
     engine = open_engine(folder("qwen3"))
     good = load_file(folder("qwen3", 1) / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"

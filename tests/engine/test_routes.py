@@ -136,7 +136,7 @@ def test_routes_do_not_depend_on_what_the_cache_held_or_how_a_prefill_was_cut(en
     assert found == want
 
 
-def test_a_killed_harvest_goes_on_with_the_routes_that_it_had(engine, tmp_path, monkeypatch):
+def test_a_killed_harvest_continues_with_the_routes_that_it_had(engine, tmp_path, monkeypatch):
     want = harvested(engine)
     monkeypatch.setattr(recorder, "INTERVAL", 0.0)
     monkeypatch.setattr(engine, "step", mortal(engine.step, 30))

@@ -39,7 +39,7 @@ def check_that_every_pair_is_trained_once(folder: Path) -> None:
     assert any(version < number for number, version in versions), "some tokens were older than their step"
 
 
-def test_suspended_streams_go_on_in_the_next_step_also_of_a_run_that_stopped_and_of_its_record(home):
+def test_suspended_streams_continue_in_the_next_step_also_of_a_run_that_stopped_and_of_its_record(home):
     whole = train(home, "carried", *CARRIED)
     assert column(whole, "harvest/carried_tokens")[0] == 0
     assert min(column(whole, "harvest/carried_tokens")[1:]) > 0
@@ -51,7 +51,7 @@ def test_suspended_streams_go_on_in_the_next_step_also_of_a_run_that_stopped_and
     assert same_weights(replay, whole)
 
 
-def test_a_run_with_suspended_streams_is_killed_and_goes_on_with_fewer_replicas(home):
+def test_a_run_with_suspended_streams_is_killed_and_resumes_with_fewer_replicas(home):
     ranks = start_ranks(2, *command(home, "killed-2", "cluster.processes_per_node=2", *CARRIED))
     wait_for_steps(home / "killed-2", 2, *ranks)
     for rank in ranks:

@@ -185,7 +185,7 @@ def test_killed_at_any_moment_and_started_again_it_ends_the_same(home, trained, 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a disk of its own needs root")
-def test_a_run_whose_disk_fills_up_leaves_whole_checkpoints_and_goes_on_when_there_is_room(home, trained):
+def test_a_run_whose_disk_fills_up_leaves_whole_checkpoints_and_continues_when_there_is_room(home, trained):
     """The disk fills up while the second checkpoint is written."""
     folder = home / "full"
     folder.mkdir()
@@ -237,7 +237,7 @@ def test_a_stop_file_of_after_the_commands_start_ends_the_run_before_it_begins(h
     assert not (folder / "evaluation").exists()
 
 
-def test_a_run_ends_with_its_budget_and_goes_on_with_more_to_the_same_bits(home, trained):
+def test_a_run_ends_with_its_budget_and_resumes_with_more_to_the_same_bits(home, trained):
     folder = train(home, "budget", "gpu_hours=1e-6")
     assert column(folder, "step") == [1]
     ended = (folder / "evaluation/after.json").read_bytes()

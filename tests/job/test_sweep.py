@@ -51,7 +51,7 @@ def start_job_and_kill_grpo(arguments: Sequence[str], environ: dict[str, str], l
     raise KeyboardInterrupt
 
 
-def test_a_sweep_goes_on_where_it_was_killed_and_matches_what_the_reference_spent(home, trained, capsys):
+def test_a_sweep_continues_where_it_was_killed_and_matches_what_the_reference_spent(home, trained, capsys):
     (home / "sweep.yaml").write_text(SWEEP.format(folder=home))
     plan = command.read(home / "sweep.yaml", [])
     with pytest.raises(KeyboardInterrupt):

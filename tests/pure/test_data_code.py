@@ -146,7 +146,7 @@ def test_questions_meet_their_tests_and_the_rest_is_counted(folders):
     assert all(row.grader == "code" and row.instruction == "" for row in rows.values())
 
 
-def test_one_split_alone(folders):
+def test_opencodereasoning_reads_one_split_alone(folders):
     ocr, sets = folders
     rows = list(opencodereasoning.read(ocr, Tally(), split="split_1", tests=str(sets)))
     assert [row.row_id for row in rows] == ["apps-1"]

@@ -188,7 +188,7 @@ def test_without_shuffling_the_order_is_the_files(tokenizer, tmp_path):
 
 
 @pytest.mark.slow  # starts seven pools of graders
-def test_resume_goes_on_exactly_across_epochs_and_drops(tokenizer, tmp_path):
+def test_resume_continues_exactly_across_epochs_and_drops(tokenizer, tmp_path):
     rows = [*sums(17), ("bad gold?", "\\frac{", 1.0)]
     first = write_deepmath(tmp_path / "a" / "train-0.parquet", rows)
     second = write_deepmath(tmp_path / "b" / "train-0.parquet", sums(5, start=50))

@@ -142,7 +142,7 @@ def test_step_names_are_read_back(step):
 @pytest.mark.parametrize(
     "name", ["step-12", "step-00000012-damaged", "step--0000012", ".step-00000012", "latest"]
 )
-def test_other_names_are_no_steps(name):
+def test_names_of_other_folders_are_no_steps(name):
     assert step_number(name) is None
 
 

@@ -45,7 +45,7 @@ def test_eqlen_trains_an_inherited_prefix_once():
     assert learning_tax(trees_of(eqlen_stream())).shared == 0, "a pair with equal rewards is not trained"
 
 
-def test_the_ablation_pays_it():
+def test_prefix_in_gradient_pays_the_learning_tax():
     tax = learning_tax(trees_of(eqlen_stream(), prefix_in_gradient=True))
     assert (tax.shared, tax.opposed, tax.cancelled_share) == (len(B_1), len(B_1), 1.0)
 

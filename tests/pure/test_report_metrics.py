@@ -55,7 +55,7 @@ def test_steps_taken_again_after_a_resume_appear_once(tmp_path):
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_a_torn_last_line_is_dropped_aloud_and_the_file_goes_on(tmp_path, caplog):
+def test_a_torn_last_line_is_dropped_aloud_and_the_file_continues(tmp_path, caplog):
     write(tmp_path, [1, 2, 3], 0.0)
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-9])

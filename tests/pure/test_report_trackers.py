@@ -103,7 +103,7 @@ def test_the_recipe_is_the_config_of_the_wandb_run(tmp_path, wandb):
     assert {step: values["reward/mean"] for step, values in shown.items()} == {1: 1.0, 2: 2.0}
 
 
-def test_a_resumed_run_goes_on_with_its_curve_and_shows_no_step_twice(tmp_path, wandb):
+def test_a_resumed_run_continues_its_curve_and_shows_no_step_twice(tmp_path, wandb):
     fake = wandb()
     train(tmp_path, [1, 2, 3])
     train(tmp_path, [3, 4], behind=2, gpu_hours=1.0)  # step 3 was lost with its checkpoint

@@ -534,7 +534,7 @@ def test_a_row_that_is_missing_or_too_many_is_an_error(found, message):
     assert not engine.requests
 
 
-def test_tokens_of_before_that_have_no_routes_are_not_gone_on_with():
+def test_earlier_tokens_without_routes_are_not_continued():
     recipe = make_recipe(rollout={"keep_routes": True})
     engine = ScriptedEngine(random.Random(0), routes=True)
     prompts = make_prompts(2)

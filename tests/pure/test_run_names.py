@@ -52,7 +52,7 @@ def test_a_folders_name_says_what_the_command_line_changed(given_, folder):
 
 @examples(200)
 @given(first=overrides, second=overrides)
-def test_two_recipes_share_a_folder_only_if_one_may_go_on_as_the_other(first, second):
+def test_two_recipes_share_a_folder_only_if_one_may_continue_as_the_other(first, second):
     recipe, other = load(TINY, first), load(TINY, second)
     found = differences(recipe.model_dump(mode="json"), other.model_dump(mode="json"))
     apart = [key for key in found if not is_under(key, MAY_CHANGE)]

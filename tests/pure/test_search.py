@@ -74,7 +74,7 @@ def test_lengths_have_a_heavy_tail_of_which_a_few_percent_reach_the_recipes_limi
     assert 0.005 < fmean(length > limit for length in lengths) < 0.05
 
 
-def test_who_imitates_it_is_right_half_of_the_time():
+def test_an_imitator_of_the_search_is_right_half_of_the_time():
     """An imitator that gives up can only guess among the modulus' values."""
     rng = random.Random(1)
     right = []

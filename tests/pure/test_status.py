@@ -108,7 +108,7 @@ def test_a_job_that_was_submitted_is_told_of_until_it_has_the_folder(run):
     assert "a SLURM job gets ready" in screen(run)
 
 
-def test_a_run_that_goes_on_says_who_does_what_since_when(run):
+def test_a_run_in_progress_says_who_does_what_since_when(run):
     life = Life(run)
     assert condition(run) == "running"
     life.steps(4)
@@ -122,7 +122,7 @@ def test_a_run_that_goes_on_says_who_does_what_since_when(run):
     life.end()
 
 
-def test_one_that_was_cut_off_says_in_what(run):
+def test_a_run_that_was_cut_off_says_in_which_stage(run):
     """An earlier try hung."""
     events.append(run, "hang", file=f"{run}/hang/1/index.txt", text="rank 0 is in stage score")
     life = Life(run)
@@ -136,7 +136,7 @@ def test_one_that_was_cut_off_says_in_what(run):
 @pytest.mark.parametrize(
     ("error", "expected"), [(None, "stopped"), (ValueError("no KV cache: 3 < 4"), "failed")]
 )
-def test_one_that_ended_before_its_limit_says_whether_an_error_ended_it(run, error, expected):
+def test_a_run_that_ended_before_its_limit_says_whether_an_error_ended_it(run, error, expected):
     life = Life(run)
     life.end(error)
     assert condition(run) == expected
@@ -218,7 +218,7 @@ def test_a_run_that_slurm_starts_no_more_says_so(run):
     assert "tries" not in lines(run), "who starts it by hand has not"
 
 
-def test_one_that_holds_its_folder_without_a_sign_of_life_is_silent(run, monkeypatch):
+def test_a_run_that_holds_its_folder_without_a_sign_of_life_is_silent(run, monkeypatch):
     """Causes: stopped by a signal, or blocked by a disk."""
     life = Life(run)
     assert condition(run) == "running"
@@ -261,7 +261,7 @@ def test_the_data_position_is_that_of_the_newest_step(run):
     assert "480 prompts drawn; epochs: sums 0.240" in screen(run)
 
 
-def test_one_whose_work_is_all_done_is_complete(run):
+def test_a_run_whose_work_is_all_done_is_complete(run):
     life = Life(run)
     life.steps(20)
     (run / "export").mkdir()
@@ -271,7 +271,7 @@ def test_one_whose_work_is_all_done_is_complete(run):
     assert "left" not in screen(run)
 
 
-def test_one_on_another_machine_is_believed_while_it_gives_signs_of_life(run, monkeypatch):
+def test_a_run_on_another_machine_is_believed_while_it_gives_signs_of_life(run, monkeypatch):
     """The lock may not be seen there: some file systems keep locks to one machine."""
     life = Life(run)
     with life.timeline.span("train"):

@@ -87,7 +87,7 @@ def _interrupt() -> bool:
     raise KeyboardInterrupt
 
 
-def test_a_reference_that_may_go_on_lets_all_others_go_on(sweep):
+def test_a_reference_that_may_continue_lets_all_others_continue(sweep):
     run(sweep)
     (sweep.parent / "tiny.yaml").write_text(
         (sweep.parent / "tiny.yaml").read_text().replace("steps: 4", "steps: 5")

@@ -147,7 +147,7 @@ def go_on(model: str, folder: str) -> list[str]:
     return names(Path(folder))
 
 
-def test_a_run_goes_on_past_the_damage_and_the_damaged_one_stays_for_its_owner(saved, checkpoints):
+def test_a_run_resumes_past_the_damage_and_the_damaged_one_stays_for_its_owner(saved, checkpoints):
     for _ in range(2):
         cut(data_file(checkpoints / "step-00000012"))
         run_ranks(1, go_on, saved[0], str(checkpoints))

@@ -124,7 +124,7 @@ def recorded(file: Path) -> list[str]:
     return [hang.cause for hang in read_state(file.parents[2]).hangs if hang.file == str(file)]
 
 
-def test_ranks_that_are_all_stopped_go_on_and_one_that_is_stopped_alone_is_named(jobs):
+def test_ranks_that_are_all_stopped_continue_and_one_that_is_stopped_alone_is_named(jobs):
     home, begun = jobs
     (alone,), ranks = begun["alone"], begun["stopped"]
     all_of_them = [alone, *ranks]
@@ -153,7 +153,7 @@ def test_ranks_that_are_all_stopped_go_on_and_one_that_is_stopped_alone_is_named
     assert (home / "stopped/rank-1.txt").stat().st_size == 0
 
 
-def test_a_busy_rank_that_is_stopped_again_and_again_goes_on(tmp_path):
+def test_a_busy_rank_that_is_stopped_again_and_again_continues(tmp_path):
     job = start("-c", BEGIN.replace("2.0", "0.5") + IS_BUSY, tmp_path / "hang/busy")
     stacks = tmp_path / "hang/busy/rank-0.txt"
     try:

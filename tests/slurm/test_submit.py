@@ -91,7 +91,7 @@ def test_near_the_time_limit_before_servers_are_up_the_job_starts_again(submit, 
     assert read_state(job.run).stalled_tries == 1
 
 
-def test_trainer_and_servers_start_go_on_and_end_together(submit, monkeypatch):
+def test_trainer_and_servers_start_continue_and_end_together(submit, monkeypatch):
     """The trainer fails in its first try; in the second a server dies, is started again and taken back."""
     monkeypatch.setenv("STEP_SECONDS", "0.5")
     job = submit("--servers=2", faults={"0": {"dies_at": 1}})

@@ -115,7 +115,7 @@ def job(request, side_by_side) -> Job:
 
 
 @submitted(STEP_SECONDS="2")
-def test_before_the_time_limit_it_stops_with_a_checkpoint_and_goes_on_in_a_new_try(job, cluster):
+def test_before_the_time_limit_it_stops_with_a_checkpoint_and_continues_in_a_new_try(job, cluster):
     """SLURM's signal at the time limit, sent by hand: it goes to the batch script alone."""
     job.wait_for_steps(2)
     cluster.run("scancel", "--batch", "--signal=USR1", job.id)
@@ -139,7 +139,7 @@ def test_a_stop_file_of_before_it_begins_ends_it_unless_an_earlier_try_left_it(s
 
 
 @submitted(faults={"0": {"dies_at": 2, "rank": 1}})
-def test_a_rank_that_dies_takes_the_others_along_and_the_run_goes_on(job):
+def test_a_rank_that_dies_takes_the_others_along_and_the_run_continues(job):
     job.finished_with(restarts=1)
     assert "not finished (status" in job.log
 
@@ -178,7 +178,7 @@ def test_scancel_ends_it_for_good(submit, bed):
     assert len(job.metrics) == 1
 
 
-def test_a_preempted_run_goes_on_when_the_nodes_are_free_again(submit, bed, tmp_path):
+def test_a_preempted_run_resumes_when_the_nodes_are_free_again(submit, bed, tmp_path):
     job = submit("--partition=low", faults=HELD)
     job.wait_for_steps(1)
     bed.run("srun", "--partition=high", "--nodes=3", "--exclusive", "sleep", "1", folder=tmp_path)
