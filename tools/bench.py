@@ -15,7 +15,7 @@ BENCHMARKS = {
     "harvest": "equal-length and independent harvest against plain LLM.generate on one engine",
     "gpu": "attention, delta rule, head and layers at the paper's shapes on one GPU, beside yardsticks",
     "trees": "forward and backward of token trees against 2N and N + 1 sequences",
-    "grade": "answers a second of the math grader and the code sandbox",
+    "grade": "agreement and speed of the math grader",
     "host": "the processors' work around a step of the paper's size: harvest, record, share, pack, report",
 }
 

@@ -1,4 +1,4 @@
-"""The graders' speed: answers a second of the math grader, programs a second of the sandbox.
+"""The math grader's speed, in answers a second.
 
 ``grouped`` has 16 samples a prompt, which share answers; ``distinct`` has none to share.
 
@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from megatron_eqlen.rewards.code.grader import CodeGrader
-from megatron_eqlen.rewards.code.tests import CodeTests
 from megatron_eqlen.rewards.math.grader import MathGrader, MathRule
 from tools.benchmarks.table import show
 
@@ -29,23 +27,17 @@ ANSWERS_PER_PROMPT = 5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--answers", type=int, default=4096)
-    parser.add_argument("--programs", type=int, default=256)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--table", type=Path, default=ANSWER_TABLE, help="answers with a person's verdict")
-    parser.add_argument("--differences", action="store_true", help="print each answer judged differently")
     parser.add_argument("--json", type=Path)
 
 
 def run(args: argparse.Namespace) -> None:
-    show_agreement(read_answer_table(args.table), args)
+    show_agreement(read_answer_table(), args.workers)
     results = [
-        measure(
-            "grouped", MathGrader("either", args.workers), *draw_answers(args.answers, SAMPLES_PER_PROMPT)
-        ),
-        measure("distinct", MathGrader("either", args.workers), *draw_answers(args.answers, 1)),
-        measure("programs", CodeGrader(args.workers), *draw_programs(args.programs)),
+        measure("grouped", args.workers, *draw_answers(args.answers, SAMPLES_PER_PROMPT)),
+        measure("distinct", args.workers, *draw_answers(args.answers, 1)),
     ]
-    show(results, f"graders, {args.workers} workers", args.json)
+    show(results, f"math grader, {args.workers} workers", args.json)
 
 
 @dataclass(frozen=True)
@@ -58,26 +50,19 @@ class AnswerCase:
     remark: str
 
 
-def read_answer_table(path: Path = ANSWER_TABLE) -> list[AnswerCase]:
-    """Return the cases of a JSON Lines file with the fields of AnswerCase."""
-    return [AnswerCase(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+def read_answer_table() -> list[AnswerCase]:
+    return [AnswerCase(**json.loads(line)) for line in ANSWER_TABLE.read_text(encoding="utf-8").splitlines()]
 
 
-def show_agreement(cases: list[AnswerCase], args: argparse.Namespace) -> None:
+def show_agreement(cases: list[AnswerCase], workers: int) -> None:
     judges = {}
     for rule in get_args(MathRule):
-        grader = MathGrader(rule, args.workers)
+        grader = MathGrader(rule, workers)
         grades = grader.grade([case.response for case in cases], [case.gold for case in cases])
         grader.close()
         judges[grader.name] = [grade.reward == 1.0 for grade in grades]
     judges["plain math_verify"] = [plain_math_verify(case.gold, case.response) for case in cases]
     show([_agreement(name, cases, judged) for name, judged in judges.items()], f"{len(cases)} answers", None)
-    for name, judged in judges.items() if args.differences else ():
-        for case, right in zip(cases, judged, strict=True):
-            if right != case.right:
-                print(
-                    f"{name}: {'right' if right else 'wrong'}: {case.gold!r} {case.response!r}: {case.remark}"
-                )
 
 
 def _agreement(name: str, cases: list[AnswerCase], judged: list[bool]) -> dict[str, Any]:
@@ -98,8 +83,9 @@ def plain_math_verify(gold: str, response: str) -> bool:
     return bool(verify(parse(f"${gold}$"), parse(response)))
 
 
-def measure(name: str, grader: MathGrader | CodeGrader, texts: list[str], golds: list[str]) -> dict[str, Any]:
+def measure(name: str, workers: int, texts: list[str], golds: list[str]) -> dict[str, Any]:
     """Return answers a second, of warm workers."""
+    grader = MathGrader("either", workers)
     grader.grade(texts[:1], golds[:1])
     wall, own = time.perf_counter(), time.process_time()
     grades = grader.grade(texts, golds)
@@ -124,13 +110,6 @@ def draw_answers(count: int, samples: int) -> tuple[list[str], list[str]]:
         golds += [gold] * samples
         texts += ["so " * 1000 + rf"\boxed{{{rng.choice(answers)}}}" for _ in range(samples)]
     return texts, golds
-
-
-def draw_programs(count: int) -> tuple[list[str], list[str]]:
-    """Return programs with one test each: the cost of a process, not of a program."""
-    program = "```python\nprint(sum(map(int, input().split())) + {number} * 0)\n```"
-    tests = CodeTests(["2 3\n"], ["5\n"]).to_json()
-    return [program.replace("{number}", str(number)) for number in range(count)], [tests] * count
 
 
 def draw_gold(rng: random.Random) -> str:
