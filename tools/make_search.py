@@ -32,7 +32,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -192,33 +192,17 @@ def write_rows(path: Path, rows: list[dict]) -> None:
 
 
 def main() -> None:
-    default = Dials()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the two files")
     parser.add_argument("--train", type=int, default=1800, help="questions to train on")
     parser.add_argument("--test", type=int, default=256, help="held-out questions")
-    parser.add_argument(
-        "--moduli", type=int, nargs="+", default=default.moduli, help="primes: mean tries of a search"
-    )
-    parser.add_argument("--offsets", type=int, default=default.offsets, help="terms without x: longer tries")
-    parser.add_argument(
-        "--gives-up", type=float, default=default.gives_up, help="probability before each try"
-    )
-    parser.add_argument("--in-order", type=float, default=default.in_order, help="share of orderly searches")
-    parser.add_argument("--checks", type=float, default=default.checks, help="share that check the answer")
-    parser.add_argument(
-        "--remarks", type=float, default=default.remarks, help="share of tries that say they do not fit"
-    )
-    parser.add_argument("--pauses", type=float, default=default.pauses, help="mean number after a term")
-    parser.add_argument(
-        "--closing", type=float, default=default.closing, help="mean number of pauses after the answer"
-    )
+    parser.add_argument("--pauses", type=float, default=0.0, help="mean number after a term")
+    parser.add_argument("--closing", type=float, default=0.0, help="mean number of pauses after the answer")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    dials = Dials(**{field.name: getattr(args, field.name) for field in fields(Dials)})
-    rows = make_rows(args.train + args.test, args.seed, dials)
+    rows = make_rows(args.train + args.test, args.seed, Dials(pauses=args.pauses, closing=args.closing))
     write_rows(args.out / "test.parquet", rows[: args.test])
     write_rows(args.out / "train.parquet", rows[args.test :])
 
