@@ -1,7 +1,7 @@
 #!/usr/bin/env python
-"""Make and warm up a tiny model: a Hugging Face folder that training and vLLM load like a real one.
+"""Make and warm up a tiny Qwen3: a Hugging Face folder that training and vLLM load like a real one.
 
-    tools/make_tiny_model.py --family qwen3 --data runs/search/data/train.parquet --out models/tiny
+    tools/make_tiny_model.py --data runs/search/data/train.parquet --out models/tiny
 
 The demonstrations of a DeepMath-103K parquet file become a tokenizer and a few hundred steps of supervised
 fine-tuning with plain Transformers: one single-threaded process a core, gradients summed. The same arguments
@@ -32,28 +32,23 @@ import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.multiprocessing.spawn import start_processes
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, GenerationConfig
-from transformers.models.qwen3 import Qwen3Config
-from transformers.models.qwen3_moe import Qwen3MoeConfig
-from transformers.models.qwen3_next import Qwen3NextConfig
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from megatron_eqlen.hf.tokenizer import Tokenizer, load_tokenizer
 from megatron_eqlen.processes.failures import run_script
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tools.tokenizer_maker import (
-    END_OF_TURN,
-    write_hf_tokenizer,
-    write_sentencepiece_tokenizer,
-)
+from tools.tokenizer_maker import END_OF_TURN, write_hf_tokenizer
 
 VOCAB_SIZE = 384
 TOKENIZER_TEXTS = 3000
 """Number of demonstrations that the tokenizer is trained on."""
 ALIKE = 3
 """Number of demonstrations of similar length that are computed together."""
-COMMON = {
+LR, MUON_LR = 3e-3, 3e-2
+"""Peak learning rates of AdamW and of Muon."""
+CONFIG = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 96,
     "num_hidden_layers": 3,
@@ -65,53 +60,17 @@ COMMON = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
     "initializer_range": 0.02,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
-EXPERTS = {
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 96,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "router_aux_loss_coef": 0.001,
-}
-LINEAR_ATTENTION = {
-    "full_attention_interval": 4,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 64,  # the smallest that vLLM's CPU kernel takes
-    "linear_value_head_dim": 64,
-    "linear_conv_kernel_dim": 4,
-    "shared_expert_intermediate_size": 96,
-    "partial_rotary_factor": 0.25,
-}
-ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-
-
-def make_config(family: str):
-    """Return a tiny configuration of ``family``, every size divisible by 2 for tensor parallelism."""
-    if family == "qwen3":
-        return Qwen3Config(**COMMON, rope_parameters=ROPE)
-    if family == "qwen3_moe":
-        return Qwen3MoeConfig(**COMMON, **EXPERTS, rope_parameters=ROPE)
-    return Qwen3NextConfig(
-        **COMMON | {"num_hidden_layers": 4},
-        **EXPERTS,
-        **LINEAR_ATTENTION,
-        rope_parameters=ROPE | {"partial_rotary_factor": 0.25},
-    )
+"""Every size is divisible by 2 for tensor parallelism."""
 
 
 @dataclass(frozen=True)
 class Warmup:
     """Settings of a warm-up; with the data's hash, all that its weights depend on."""
 
-    family: str
-    tokenizer: str
     steps: int
     batch_size: int
-    lr: float
-    muon_lr: float
     seed: int
     processes: int
 
@@ -186,15 +145,15 @@ def average_over_processes(model: torch.nn.Module, loss_sum: float, tokens: int)
     return (flat[0] / flat[1]).item()
 
 
-def make_optimizers(model: torch.nn.Module, warmup: Warmup) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
     """Return Muon for the matrices inside the layers (far fewer steps than with AdamW), AdamW for the
     rest."""
     inner = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
     inside = set(map(id, inner))
     outer = [parameter for parameter in model.parameters() if id(parameter) not in inside]
     return [
-        torch.optim.Muon(inner, lr=warmup.muon_lr, weight_decay=0.01),
-        torch.optim.AdamW(outer, lr=warmup.lr, betas=(0.9, 0.98), weight_decay=0.0),
+        torch.optim.Muon(inner, lr=MUON_LR, weight_decay=0.01),
+        torch.optim.AdamW(outer, lr=LR, betas=(0.9, 0.98), weight_decay=0.0),
     ]
 
 
@@ -230,8 +189,8 @@ def train(rank: int, warmup: Warmup, examples: list[Example], folder: str, pad: 
         rendezvous = f"file://{folder}/rendezvous"
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=warmup.processes)
     torch.manual_seed(warmup.seed)
-    model = AutoModelForCausalLM.from_config(make_config(warmup.family), dtype=torch.float32)
-    optimizers = make_optimizers(model, warmup)
+    model = Qwen3ForCausalLM(Qwen3Config(**CONFIG))
+    optimizers = make_optimizers(model)
     schedules = [make_schedule(optimizer, warmup.steps) for optimizer in optimizers]
     shares = [
         examples[start : start + warmup.batch_size][rank :: warmup.processes]
@@ -253,8 +212,10 @@ def train(rank: int, warmup: Warmup, examples: list[Example], folder: str, pad: 
         dist.destroy_process_group()
 
 
-def fingerprint(warmup: Warmup, data: Path) -> dict:
-    return asdict(warmup) | {"data_sha256": hashlib.sha256(data.read_bytes()).hexdigest()}
+def fingerprint(warmup: Warmup, data: Path) -> dict[str, object]:
+    """Return all that the model depends on."""
+    fixed = {"family": "qwen3", "tokenizer": "hf", "lr": LR, "muon_lr": MUON_LR}
+    return fixed | asdict(warmup) | {"data_sha256": hashlib.sha256(data.read_bytes()).hexdigest()}
 
 
 def make(out: Path, data: Path, warmup: Warmup) -> None:
@@ -278,8 +239,7 @@ def make(out: Path, data: Path, warmup: Warmup) -> None:
 
 def _make(folder: Path, data: Path, warmup: Warmup) -> None:
     texts = read_texts(data)
-    write_tokenizer = write_hf_tokenizer if warmup.tokenizer == "hf" else write_sentencepiece_tokenizer
-    write_tokenizer(folder, ("\n".join(text) for text in texts[:TOKENIZER_TEXTS]), VOCAB_SIZE)
+    write_hf_tokenizer(folder, ("\n".join(text) for text in texts[:TOKENIZER_TEXTS]), VOCAB_SIZE)
     tokenizer = load_tokenizer(folder)
     examples = draw_examples(texts, warmup.steps * warmup.batch_size, tokenizer, warmup.seed)
     arguments = (warmup, examples, str(folder), tokenizer.pad_token_id)
@@ -294,16 +254,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--family", choices=("qwen3", "qwen3_moe", "qwen3_next"), default="qwen3")
     parser.add_argument(
         "--data", type=Path, required=True, help="DeepMath-103K parquet file with demonstrations"
     )
     parser.add_argument("--out", type=Path, required=True, help="model folder to write")
-    parser.add_argument("--tokenizer", choices=("hf", "sentencepiece"), default="hf")
     parser.add_argument("--steps", type=int, default=500, help="optimizer steps; 0 leaves the weights random")
     parser.add_argument("--batch-size", type=int, default=32, help="demonstrations a step")
-    parser.add_argument("--lr", type=float, default=3e-3, help="AdamW's peak learning rate")
-    parser.add_argument("--muon-lr", type=float, default=3e-2, help="Muon's peak learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2, help="part of what the weights depend on")
     args = parser.parse_args()
@@ -311,8 +267,7 @@ def main() -> None:
         parser.error(f"--data: no such file: {args.data}")
     if not 1 <= args.processes <= args.batch_size:
         parser.error(f"--processes: expected 1 to --batch-size {args.batch_size}, found {args.processes}")
-    settings = {name: value for name, value in vars(args).items() if name not in ("data", "out")}
-    make(args.out, args.data, Warmup(**settings))
+    make(args.out, args.data, Warmup(args.steps, args.batch_size, args.seed, args.processes))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,11 @@
-"""Tokenizers for tiny models, made like Qwen's: digits one by one, Qwen's chat tokens and template.
-
-``write_hf_tokenizer`` trains a byte-level BPE with the ``tokenizers`` library, so any text survives a round
-trip; ``write_sentencepiece_tokenizer`` trains a SentencePiece ``.model`` with the same added tokens.
-"""
+"""A tokenizer for tiny models, made like Qwen's: digits one by one, Qwen's chat tokens and template."""
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import sentencepiece
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 END_OF_TEXT, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -39,7 +33,8 @@ ROLES = "user\nassistant\nsystem\n"
 
 
 def write_hf_tokenizer(folder: Path, corpus: Iterable[str], vocab_size: int = 384) -> None:
-    """Write tokenizer.json and its companions (chat template, end tokens) into ``folder``.
+    """Write tokenizer.json, a byte-level BPE (any text survives a round trip), and its companions (chat
+    template, end tokens) into ``folder``.
 
     ``vocab_size`` bounds the tokens, added ones included: at least 256 bytes and the five added tokens.
     """
@@ -67,10 +62,10 @@ def write_hf_tokenizer(folder: Path, corpus: Iterable[str], vocab_size: int = 38
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in THINK_TOKENS])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    _write_companions(folder, lambda token: tokenizer.get_vocab()[token])
+    write_companions(folder, lambda token: tokenizer.get_vocab()[token])
 
 
-def _write_companions(folder: Path, token_id: Callable[[str], int]) -> None:
+def write_companions(folder: Path, token_id: Callable[[str], int]) -> None:
     """Write the chat template, and the end-of-sequence set as Qwen3 has it: end of turn and end of text."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -84,32 +79,3 @@ def _write_companions(folder: Path, token_id: Callable[[str], int]) -> None:
     ends = [token_id(END_OF_TURN), token_id(END_OF_TEXT)]
     generation = {"eos_token_id": ends, "pad_token_id": ends[1], "do_sample": True}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
-
-
-def write_sentencepiece_tokenizer(folder: Path, corpus: Iterable[str], vocab_size: int = 384) -> None:
-    """Write tokenizer.model (BPE with byte fallback) and its companions into ``folder``.
-
-    ``vocab_size`` bounds the pieces; a small corpus may fill fewer. The added tokens are user-defined
-    symbols, which SentencePiece reads from text.
-    """
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([line for text in corpus for line in (ROLES + text).splitlines()]),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=vocab_size,
-        hard_vocab_limit=False,
-        byte_fallback=True,
-        split_digits=True,
-        add_dummy_prefix=False,
-        remove_extra_whitespaces=False,
-        normalization_rule_name="identity",
-        user_defined_symbols=[*SPECIAL_TOKENS, *THINK_TOKENS, "\n"],
-        bos_id=-1,
-        eos_id=-1,
-        minloglevel=2,
-    )
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer.model").write_bytes(model.getvalue())
-    pieces = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
-    _write_companions(folder, pieces.piece_to_id)

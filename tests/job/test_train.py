@@ -24,9 +24,9 @@ from megatron_eqlen.rollout.record.reader import read_step
 from tests.kit import ROOT, servers
 from tests.kit.jobs import run
 from tests.kit.processes import are_gone, command_line, descendants, within
+from tests.kit.sentencepiece_maker import write_sentencepiece_tokenizer
 from tests.kit.servers import free_ports
 from tests.kit.train_runs import NO_EVALUATION, STEPS, column, command, metrics, train
-from tools.tokenizer_maker import write_sentencepiece_tokenizer
 
 
 def test_trainer_and_engine_agree_at_every_step(trained):

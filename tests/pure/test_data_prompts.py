@@ -16,7 +16,8 @@ from megatron_eqlen.data.rows import Tally
 from megatron_eqlen.data.sources import open_source
 from megatron_eqlen.hf.tokenizer import Tokenizer, load_tokenizer
 from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, SourceRecipe
-from tools.tokenizer_maker import write_hf_tokenizer, write_sentencepiece_tokenizer
+from tests.kit.sentencepiece_maker import write_sentencepiece_tokenizer
+from tools.tokenizer_maker import write_hf_tokenizer
 
 CORPUS = ["What is 12 + 30? Please reason step by step. \\boxed{42}", "</think> the answer is Yes."] * 8
 

@@ -17,7 +17,8 @@ from megatron_eqlen.rewards.code.grader import extract_program
 from megatron_eqlen.rewards.grader import END_OF_THINKING, answer_section
 from megatron_eqlen.rewards.math import grader as math
 from megatron_eqlen.rewards.math.grader import MathGrader, extract_answer
-from tools.tokenizer_maker import write_hf_tokenizer, write_sentencepiece_tokenizer
+from tests.kit.sentencepiece_maker import write_sentencepiece_tokenizer
+from tools.tokenizer_maker import write_hf_tokenizer
 
 TEXT = [r"So \boxed{5} and ```python print(1) ``` 漢字 é 🙂 </think> or \fbox{x} " * 9]
 BITS = [
