@@ -21,7 +21,6 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 from megatron_eqlen.data.prepare import prepare
 from megatron_eqlen.data.rows import Tally
@@ -77,7 +76,9 @@ def main() -> None:
             raise SystemExit(f"error: {error}") from None
         finally:
             grader.close()
-    print_summary(manifest, args.out)
+    for reason, count in manifest["dropped"].items():
+        print(f"left out: {reason} {count:,}")
+    print(f"{manifest['rows']:,} rows kept; {args.out} and its manifest are written")
 
 
 def count_rows(path: Path) -> int | None:
@@ -88,16 +89,6 @@ def count_rows(path: Path) -> int | None:
         return sum(pq.read_metadata(file).num_rows for file in files if file.is_file()) or None
     except (pa.ArrowException, OSError):
         return None
-
-
-def print_summary(manifest: dict, out: Path) -> None:
-    table = Table("rows", "count")
-    table.add_row("kept", f"{manifest['rows']:,}")
-    for reason, count in manifest["dropped"].items():
-        table.add_row(f"left out: {reason}", f"{count:,}")
-    console = Console()
-    console.print(table)
-    console.print(f"{out} and its manifest are written", soft_wrap=True)
 
 
 if __name__ == "__main__":

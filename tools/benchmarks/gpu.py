@@ -5,9 +5,8 @@ that the mathematics needs a second (a recomputed layer counts once), and the sa
 measured beside it:
 
 * attention, of 8 query heads and 1 key head (a TP-8 rank of Qwen3-32B): a causal flash attention of as
-  many
-  positions;
-* delta rule and convolution, of 16 heads of 128 (a TP-2 rank of Qwen3-Next): the same on a plain sequence;
+  many positions;
+* delta rule, of 16 heads of 128 (a TP-2 rank of Qwen3-Next): the same on a plain sequence;
 * head, the log-probs of a vocabulary's share, and layers, 4 of Qwen3-32B's 64 as a TP-8 rank has them: a
   matrix product of 8,192 x 8,192 x 8,192 in the same dtype. Nothing is sent between ranks.
 
@@ -29,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_eqlen.models.gated_delta_net import tree_convolution, tree_delta_rule
+from megatron_eqlen.models.gated_delta_net import tree_delta_rule
 from megatron_eqlen.models.groups import start, stop
 from megatron_eqlen.models.tree_attention import tree_attention
 from megatron_eqlen.models.tree_params import TreeParams
@@ -47,7 +46,7 @@ from tools.benchmarks.trees import visible_pairs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-PROMPT, DELTA_HEADS, DELTA_DIM, WINDOW = 64, 16, 128, 4
+PROMPT, DELTA_HEADS, DELTA_DIM = 64, 16, 128
 HEADS, GROUPS, FEED_FORWARD = 8, 1, 5 / 8
 """Heads, key groups and feed-forward share (of ``--hidden``) of a TP-8 rank of Qwen3-32B."""
 
@@ -96,19 +95,18 @@ def result(
 ) -> dict[str, Any]:
     """Return a line of the table. ``flops``: of a forward pass and a backward pass of twice that;
     ``yardstick``: FLOP/s; None for ``cost`` or ``yardstick``: memory was not enough."""
-    speed = cost.speed(flops) if cost else None
-    return {
-        "part": part,
-        "positions": positions,
-        "forward_ms": 1e3 * cost.forward if cost else "–",
-        "backward_ms": 1e3 * cost.backward if cost else "–",
-        "TFLOP/s": speed / 1e12 if speed else "–",
-        "of_yardstick": speed / yardstick if speed and yardstick else "–",
-        "peak_GB": cost.peak / 1e9 if cost else "out of memory",
+    line: dict[str, Any] = {"part": part, "positions": positions}
+    if cost is None:
+        missing = dict.fromkeys(("forward_ms", "backward_ms", "TFLOP/s", "of_yardstick"), "–")
+        return line | missing | {"peak_GB": "out of memory"}
+    speed = cost.speed(flops)
+    return line | {
+        "forward_ms": 1e3 * cost.forward,
+        "backward_ms": 1e3 * cost.backward,
+        "TFLOP/s": speed / 1e12,
+        "of_yardstick": speed / yardstick if yardstick else "–",
+        "peak_GB": cost.peak / 1e9,
     }
-
-
-# ---- the parts ------------------------------------------------------------------------------------------
 
 
 def attention(args: Namespace) -> Iterator[dict[str, Any]]:
@@ -130,35 +128,17 @@ def delta_rule(args: Namespace) -> Iterator[dict[str, Any]]:
     every position."""
     for positions in args.positions:
         rows = [stream(positions, args), chain(positions, args)]
-        shape = (1, len(rows[0].input_ids), DELTA_HEADS, DELTA_DIM)
+        n = len(rows[0].input_ids)
+        shape = (1, n, DELTA_HEADS, DELTA_DIM)
         q, k = (F.normalize(random(shape, args), dim=-1).detach().requires_grad_() for _ in range(2))
         decay = (-F.softplus(random(shape[:3], args).float())).detach().requires_grad_()
         beta = random(shape[:3], args).sigmoid().detach().requires_grad_()
-        yield _against_a_chain(
-            "delta rule", rows, 3 * 8 * DELTA_HEADS * DELTA_DIM**2, tree_delta_rule,
-            [q, k, random(shape, args), decay, beta], args,
-        )  # fmt: skip
-
-
-def convolution(args: Namespace) -> Iterator[dict[str, Any]]:
-    for positions in args.positions:
-        rows, channels = [stream(positions, args), chain(positions, args)], 3 * DELTA_HEADS * DELTA_DIM
-        inputs = [random((1, len(rows[0].input_ids), channels), args), random((channels, 1, WINDOW), args)]
-        yield _against_a_chain("convolution", rows, 3 * 2 * channels * WINDOW, tree_convolution, inputs, args)
-
-
-def _against_a_chain(
-    part: str,
-    rows: Sequence[Row],
-    flops: float,
-    function: Callable[..., Tensor],
-    inputs: list[Tensor],
-    args: Namespace,
-) -> dict[str, Any]:
-    """Measure ``flops`` a position. The second of ``rows`` is a plain sequence of as many positions."""
-    ours, plain = (measure(partial(function, tree=TreeParams.from_row(row)), inputs, args) for row in rows)
-    n = len(rows[0].input_ids)
-    return result(part, n, flops * n, ours, plain.speed(flops * n) if plain else None)
+        inputs = [q, k, random(shape, args), decay, beta]
+        ours, plain = (
+            measure(partial(tree_delta_rule, tree=TreeParams.from_row(row)), inputs, args) for row in rows
+        )
+        flops = 3 * 8 * DELTA_HEADS * DELTA_DIM**2 * n
+        yield result("delta rule", n, flops, ours, plain.speed(flops) if plain else None)
 
 
 def head(args: Namespace) -> Iterator[dict[str, Any]]:
@@ -187,13 +167,9 @@ def layers(args: Namespace) -> Iterator[dict[str, Any]]:
 PARTS: dict[str, Callable[[Namespace], Iterator[dict[str, Any]]]] = {
     "attention": attention,
     "delta_rule": delta_rule,
-    "convolution": convolution,
     "head": head,
     "layers": layers,
 }
-
-
-# ---- rows and clocks ------------------------------------------------------------------------------------
 
 
 def stream(positions: int, args: Namespace) -> Row:
