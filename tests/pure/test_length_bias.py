@@ -181,7 +181,7 @@ def test_on_policy_weight_of_a_stream_does_not_depend_on_the_streams_of_its_step
     {"strength": 1.0, "irreversible": True, "eta": -0.4, "theta": 0.7},
 ])  # fmt: skip
 def test_the_benchmarks_true_gradient_is_that_of_the_enumerated_process(world):
-    world = World(Case("lognormal 0.6", 2.5, limit=4, **world), seed=0)
+    world = World(Case("lognormal, CV 0.6", 2.5, limit=4, **world), seed=0)
     good_token = world.case.good
 
     def reward(path):
@@ -199,7 +199,7 @@ def test_the_benchmarks_true_gradient_is_that_of_the_enumerated_process(world):
 
 @pytest.mark.parametrize("irreversible", [False, True])
 def test_a_policys_parameters_are_added_to_the_logits_of_stopping_and_of_a_good_token(irreversible):
-    start = Case("lognormal 0.6", 50, limit=80, strength=1.0, irreversible=irreversible)
+    start = Case("lognormal, CV 0.6", 50, limit=80, strength=1.0, irreversible=irreversible)
     moved = replace(start, eta=0.4, theta=-0.7)
     np.testing.assert_allclose(logit(moved.hazard) - logit(start.hazard), 0.4, atol=1e-9)
     assert logit(moved.good) - logit(start.good) == pytest.approx(-0.7)

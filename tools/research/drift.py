@@ -26,7 +26,7 @@ from megatron_eqlen.report.compare import markdown_rows
 from megatron_eqlen.report.figures import svg
 from tools.research.mechanism import METHODS, WORLDS, Case, World, recipe_of
 
-SHAPE = "lognormal 0.6"
+SHAPE = "lognormal, CV 0.6"
 PROMPTS, GROUP = 4, 8
 """Prompts of a step, and responses (tracks) of a prompt."""
 TRAINED = (

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
 from megatron_eqlen.files import write_text
 from megatron_eqlen.metrics import OBJECTIVE_EFFECTIVE_SAMPLES
@@ -30,6 +31,7 @@ from megatron_eqlen.report.compare import Rows, markdown_rows
 from megatron_eqlen.report.figures import svg
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.types import Delta, Grade, Prompt, Rollout, TokenTree
+from tools.research.samples import LAWS
 
 EOS, BAD, GOOD = 1, 2, 3
 DIFFICULTIES = (-1.0, 0.0, 1.0)
@@ -65,8 +67,6 @@ METHODS = {
     "EqLen, mean": pairs(suffix_reward="mean"),
     "EqLen, mean, RLOO": pairs("rloo", suffix_reward="mean"),
     "EqLen, drop": pairs(unfinished="drop"),
-    "EqLen, trained pairs": pairs(pair_count="effective"),
-    "EqLen, prefix": pairs(prefix_in_gradient=True) | {"packing": {"layout": "expanded"}},
     "EqLen, single pair": pairs(single_pair=True),
     "EqLen-Dr. GRPO": pairs("dr_grpo"),
     "EqLen-DAPO, token mean": pairs("dapo") | TOKEN_MEAN,
@@ -89,6 +89,7 @@ class Case:
     """Length law, response limit, and how rewards depend on tokens."""
 
     shape: str
+    """A law of ``LAWS``."""
     mean: float
     limit: int
     strength: float
@@ -105,7 +106,8 @@ class Case:
 
     @property
     def hazard(self) -> Hazard:
-        hazard = np.clip(SHAPES[self.shape](np.arange(self.limit + 1.0), self.mean), 1e-9, 0.5)
+        log_survival = LAWS[self.shape].logsf(np.arange(self.limit + 1) / self.mean)
+        hazard = np.clip(-np.expm1(np.diff(log_survival)), 1e-9, 0.5)
         return _shifted(hazard, self.eta) if self.eta else hazard
 
     @property
@@ -119,31 +121,6 @@ def _shifted(probability: Any, shift: float) -> Any:
     """Return probabilities whose logits are greater by ``shift``."""
     odds = np.exp(shift) * probability / (1 - probability)
     return odds / (1 + odds)
-
-
-def _from_survival(survival: np.ndarray) -> Hazard:
-    return 1 - survival[1:] / np.maximum(survival[:-1], 1e-300)
-
-
-def _lognormal(t: np.ndarray, mean: float, cv: float) -> Hazard:
-    """Return the hazard of a lognormal law, constant from where all but 1e-9 of the responses have ended."""
-    variance = math.log(1 + cv * cv)
-    z = (np.log(np.maximum(t, 1e-9)) - math.log(mean) + variance / 2) / math.sqrt(2 * variance)
-    hazard = _from_survival(np.array([0.5 * math.erfc(value) for value in z]))
-    beyond = int(np.count_nonzero(z < 4.2))
-    hazard[beyond:] = hazard[min(beyond, len(hazard)) - 1]
-    return hazard
-
-
-SHAPES: dict[str, Callable[[np.ndarray, float], Hazard]] = {
-    "exponential": lambda t, mean: np.full(len(t) - 1, 1 / mean),
-    "lognormal 0.3": lambda t, mean: _lognormal(t, mean, cv=0.3),
-    "lognormal 0.6": lambda t, mean: _lognormal(t, mean, cv=0.6),
-    "lognormal 1.2": lambda t, mean: _lognormal(t, mean, cv=1.2),
-    "heavy tail": lambda t, mean: _from_survival((1 + t / (1.2 * mean)) ** -2.2),
-}
-"""Name (with the coefficient of variation) -> hazard at positions 1, 2, ... for a mean length (of the Lomax
-distribution for the heavy tail)."""
 
 
 class World:
@@ -253,21 +230,15 @@ class World:
             every = self.case.good**count
             others = count * (self.case.good - every) / max(1 - every, 1e-300)
             return np.array([count, others]), np.array([every, 1 - every])
-        good, bad = self.case.good, 1 - self.case.good
+        good = self.case.good
         if count < 200:
             numbers = np.arange(count + 1)
-            logs = _log_binomial(count) + numbers * math.log(good) + numbers[::-1] * math.log(bad)
-            return numbers, np.exp(logs)
-        return count * good + NODES * math.sqrt(count * good * bad), NODE_WEIGHTS
+            return numbers, stats.binom.pmf(numbers, count, good)
+        return count * good + NODES * math.sqrt(count * good * (1 - good)), NODE_WEIGHTS
 
 
 NODES, NODE_WEIGHTS = np.polynomial.hermite_e.hermegauss(60)
 NODE_WEIGHTS = NODE_WEIGHTS / NODE_WEIGHTS.sum()
-
-
-def _log_binomial(n: int) -> np.ndarray:
-    logs = np.array([math.lgamma(k + 1) for k in range(n + 1)])
-    return logs[n] - logs - logs[::-1]
 
 
 def recipe_of(
@@ -278,8 +249,8 @@ def recipe_of(
         "name": "mechanism", "steps": 1, "group_size": group, "model": {"path": "-"}, "data": data,
         "rollout": {"max_response_length": case.limit},
         "loss": {"kl_coef": 0.0},
+        "packing": {"max_tokens_per_row": case.limit + 1},
         **method,
-        "packing": {"max_tokens_per_row": case.limit + 1} | method.get("packing", {}),
     }  # fmt: skip
     options = method.get("equal_length")
     if max_pairs is not None and options is not None and not options.get("single_pair"):
@@ -393,10 +364,11 @@ def draw_by_pairs(case: Case, steps: int, file: Path) -> None:
     many = [name for name, keys in METHODS.items() if "equal_length" in keys and name != "EqLen, single pair"]
     found = [{row["method"]: row for row in measure(case, many, steps, most)} for most in MAX_PAIRS]
     cells = [{"": name} | {rows[name]["pairs"]: rows[name]["direction"] for rows in found} for name in many]
-    print(f"\n**By pairs a stream**, limit of {case.limit}:\n\n{markdown_rows(cells)}")
+    truth = found[0][many[0]]["direction"].truth
+    print(f"\n**By pairs a stream**, truth {truth:.2g}:\n\n{markdown_rows(cells)}")
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axes = figure.subplots()
-    axes.axhline(found[0][many[0]]["direction"].truth, color="black", linewidth=1, label="policy gradient")
+    axes.axhline(truth, color="black", linewidth=1, label="policy gradient")
     for name, colour in DRAWN.items():
         drawn = [rows[name]["direction"] for rows in found]
         spread = [[each.value - each.low for each in drawn], [each.high - each.value for each in drawn]]
@@ -416,11 +388,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.paper:
         case = Case("exponential", 10_000, 32_768, strength=1.0)
-        show_by_law(case, "share", ["exponential", "lognormal 0.6"], args.steps)
+        show_by_law(case, "share", ["exponential", "lognormal, CV 0.6"], args.steps)
         return
     case = Case("exponential", 100, 300, strength=1.0)
     for rewards in TITLES:
-        show_by_law(case, rewards, list(SHAPES), args.steps)
+        show_by_law(case, rewards, list(LAWS), args.steps)
     if args.figure is not None:
         draw_by_pairs(replace(case, limit=2 * case.limit), args.steps, args.figure)
 
