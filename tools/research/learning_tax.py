@@ -1,9 +1,9 @@
 """The paper's learning tax (Proposition 2), measured: gradients on prefixes that responses share.
 
 Each trained segment that holds a token after the same path gives that token the gradient c x d log pi, with c
-= weight x advantage and the same d log pi for all (before the step's first update). So mean and variance of
-the gradient are those of c. GRPO trains a shared prefix once for each response, with that response's
-advantage; advantages of both signs cancel. EqLen trains an inherited prefix once, as the pair's side B.
+= weight x advantage and the same d log pi for all (before the step's first update). GRPO trains a shared
+prefix once for each response, with that response's advantage; advantages of both signs cancel. EqLen trains
+an inherited prefix once, as the pair's side B.
 
 Prefixes that responses share by chance, in any method, are counted as well.
 """
@@ -35,16 +35,10 @@ class Tax:
 
     trained: int = 0
     """Number of trained tokens, shared or not, each as often as it is trained."""
-    squares: float = 0.0
-    """Sum of the squared coefficients of these tokens."""
     shared: int = 0
     """Number of different tokens that two or more paths share and that are trained at least once."""
     opposed: int = 0
     """Number of shared tokens that are trained with both signs."""
-    mean_squares: float = 0.0
-    """Sum of the squared mean coefficients of the shared tokens."""
-    variances: float = 0.0
-    """Sum of the variances of each shared token's coefficients."""
     gross: float = 0.0
     """Sum of the absolute coefficients of shared tokens."""
     net: float = 0.0
@@ -58,21 +52,6 @@ class Tax:
         """Share of the shared tokens' absolute coefficients that other responses cancel."""
         return 1 - self.net / self.gross if self.gross else 0.0
 
-    @property
-    def mean(self) -> float:
-        """Root mean square, over shared tokens, of the gradient's mean, in units of that of all
-        trained tokens' gradients."""
-        return self._relative(self.mean_squares)
-
-    @property
-    def deviation(self) -> float:
-        """Root mean square of the gradient's standard deviation, in the same units."""
-        return self._relative(self.variances)
-
-    def _relative(self, squares: float) -> float:
-        typical = self.squares / self.trained if self.trained else 0.0
-        return float(np.sqrt(squares / self.shared / typical)) if self.shared and typical else 0.0
-
 
 def learning_tax(trees: Sequence[TokenTree]) -> Tax:
     """Return the tax of one optimizer step's trees, with advantages and weights."""
@@ -81,14 +60,11 @@ def learning_tax(trees: Sequence[TokenTree]) -> Tax:
     for tree in trees:
         prompts[tree.nodes[0].token_ids.tobytes()].append(tree)
         for node in tree.nodes:
-            if value := _coefficient(node):
-                tax += Tax(len(node), len(node) * value**2)
+            tax += Tax(trained=len(node) if _coefficient(node) else 0)
     for values in chain.from_iterable(map(shared_coefficients, prompts.values())):
         tax += Tax(
             shared=1,
             opposed=int(values.min() < 0 < values.max()),
-            mean_squares=float(values.mean() ** 2),
-            variances=float(values.var()),
             gross=float(np.abs(values).sum()),
             net=float(abs(values.sum())),
         )
@@ -155,8 +131,6 @@ def learning_taxes(groups: Sequence[Group]) -> Rows:
             "shared tokens": tax.shared,
             "pushed both ways, %": 100 * tax.opposed / max(tax.shared, 1),
             "cancelled, %": 100 * tax.cancelled_share,
-            "gradient: mean": tax.mean,
-            "gradient: deviation": tax.deviation,
         }
         rows.append({METHOD: group.method, **(values if tax.trained else dict.fromkeys(values))})
     return rows
