@@ -60,7 +60,7 @@ def test_a_later_try_of_a_job_takes_over_from_a_node_that_was_given_up(tmp_path,
 
 
 @pytest.mark.parametrize(("job", "restart"), [("8", 1), ("7", 0), (None, 0)])
-def test_others_do_not(tmp_path, monkeypatch, job, restart):
+def test_another_job_or_a_shell_does_not_take_over(tmp_path, monkeypatch, job, restart):
     """Cases: another job, the same try once more, a shell."""
     try_of(monkeypatch, "7", 0)
     ours = Hold(tmp_path)
