@@ -203,14 +203,15 @@ def _scan_levels(
             written.append(new_)
             outputs.append(torch.zeros_like(new_))
         else:
-            state = state.index_select(0, chunks.parents[level])
+            state = state.index_select(0, chunks.parents[level])  # each chunk starts from its parent's end
             removed, output = (reads_ @ state).split(size, dim=-2)
             written.append(new_ - removed)
             outputs.append(output)
         if level + 1 < len(chunks.levels):
-            heirs = chunks.heirs[level]
-            added = writes_[:heirs] @ written[-1][:heirs]
-            state = added if state is None else added + keep_[:heirs] * state[:heirs]
+            # State at the end of each chunk with children: its start, decayed, plus its own writes.
+            with_children = chunks.with_children[level]
+            added = writes_[:with_children] @ written[-1][:with_children]
+            state = added if state is None else added + keep_[:with_children] * state[:with_children]
     return torch.cat(written), torch.cat(outputs)
 
 

@@ -74,7 +74,7 @@ class Chunks:
     """Number of chunks at each level; a chunk's parent lies at the level before."""
     parents: list[Tensor]
     """For each level, [chunks] int64: the parent's number within the level before (level 0: empty)."""
-    heirs: list[int]
+    with_children: list[int]
     """For each level, the number of its chunks with children; these come first in their level."""
 
 
@@ -316,7 +316,7 @@ class TreeParams(PackedSeqParams):
             slots=torch.from_numpy(slots[:none]).to(self.device),
             levels=per_level,
             parents=[numbers.to(self.device) for numbers in parents],
-            heirs=np.bincount(level[~childless], minlength=len(per_level)).tolist(),
+            with_children=np.bincount(level[~childless], minlength=len(per_level)).tolist(),
         )
 
     @cached_property
