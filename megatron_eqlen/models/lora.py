@@ -173,7 +173,8 @@ def load_state_dict(chunk: torch.nn.Module, state: dict[str, Tensor]) -> None:
 
 def _initial(weight: Weight, seed: int) -> Tensor:
     """Return A as PEFT draws it, whole: uniform within 1 / sqrt(in)."""
-    generator = torch.Generator().manual_seed((seed << 32) + zlib.crc32(weight.megatron.encode()))
+    number = zlib.crc32(f"{seed} {weight.megatron}".encode())  # torch's CPU generator takes 32 bits
+    generator = torch.Generator().manual_seed(number)
     (shape,) = weight.shapes
     bound = 1 / math.sqrt(shape[1])
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)

@@ -31,7 +31,7 @@ from megatron.core.dist_checkpointing.dict_utils import (
 )
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -51,6 +51,7 @@ from megatron_eqlen.hf.folder_check import WEIGHT_DTYPES
 from megatron_eqlen.models import checkpoint_folder
 from megatron_eqlen.models.build import build_meta_model
 from megatron_eqlen.models.names import local_parameters
+from megatron_eqlen.processes.distributed import agree
 from megatron_eqlen.recipe import LoraRecipe
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,19 @@ UNREADABLE = (
     ValueError, RuntimeError,
 )  # fmt: skip
 """Errors that unpickling raises for damaged bytes (docs.python.org/3/library/pickle.html, torch.load)."""
+
+METADATA = ".metadata"
+ALLOWED = {
+    "torch": r"Size|bool|u?int\d+|float\d+|bfloat16|float8_\w+|complex\d+",
+    "torch.serialization": "_get_layout",
+    "torch.distributed.checkpoint.metadata": "Metadata|TensorStorageMetadata|BytesStorageMetadata|"
+    "ChunkStorageMetadata|MetadataIndex|TensorProperties|StorageMeta|_MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.planner": "SavePlan|WriteItem|WriteItemType|TensorWriteData|"
+    "BytesIOWriteData",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "pathlib": "PosixPath|PurePosixPath",
+}
+"""Names that ``.metadata`` may import, by module: the data classes that it consists of, and their fields."""
 
 LORA = "lora"
 """Key of the recipe of adapters in a checkpoint's content metadata; None: it holds all weights."""
@@ -121,12 +135,45 @@ def checkpoint_layout(model: ModelConfig) -> CheckpointLayout:
     return layout
 
 
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if not re.fullmatch(ALLOWED.get(module_name, ""), global_name):
+            raise CheckpointError(f"names {module_name}.{global_name}, which no index of a checkpoint needs")
+        return super().find_class(module_name, global_name)
+
+
+def read_metadata(path: Path) -> Metadata:
+    """Return the index of a checkpoint: every tensor's shape, dtype and place. Raises CheckpointError, also
+    for an index that would run code; nothing of that has run then."""
+    file = path / METADATA
+    try:
+        with open(file, "rb") as opened:
+            metadata = _MetadataUnpickler(opened).load()
+    except CheckpointError as error:
+        raise CheckpointError(f"{file}: {error}") from None
+    except UNREADABLE as error:
+        raise CheckpointError(f"{file}: cannot be read: {error!r}") from None
+    if not isinstance(metadata, Metadata):
+        raise CheckpointError(f"{file}: cannot be read: expected Metadata, found {type(metadata).__name__}")
+    return metadata
+
+
+def content_metadata(path: Path) -> dict[str, Any]:
+    """Return what a run noted of its checkpoint (``training.sharded_state.content``); {} of other software.
+    Raises CheckpointError."""
+    check_objects(path)  # Megatron reads them again, with plain unpicklers
+    return dist_checkpointing.load_content_metadata(str(path)) or {}
+
+
 def load_sharded(state: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return ``state``, a sharded state dict, filled from the checkpoint ``path`` by Megatron. Collective.
+    Raises CheckpointError for an index or an object that cannot be read or might run code.
 
     Modules' extra states are None: Transformer Engine keeps fp8 state there, which is not used here, and
     saves extra states for modules that have none without it.
     """
+    if fault := agree(lambda: _index_fault(path)):
+        raise CheckpointError(fault)
     extra, kept = extract_matching_values(state, _is_extra_state)
     assert isinstance(kept, dict)  # as ``state`` is
     dict_list_map_inplace(lambda _: None, extra)
@@ -134,6 +181,32 @@ def load_sharded(state: dict[str, Any], path: Path) -> dict[str, Any]:
     assert isinstance(loaded, dict)  # a tuple only if mismatched keys are requested
     merge(loaded, extra)
     return loaded
+
+
+def check_objects(path: Path) -> None:
+    """Raise CheckpointError if an object that Megatron would unpickle holds more than plain data and
+    tensors, and so might run code."""
+    metadata = read_metadata(path)
+    for index, stored in metadata.storage_data.items():
+        kind = metadata.state_dict_metadata.get(index.fqn)
+        if not isinstance(kind, BytesStorageMetadata) or "_extra_state" in index.fqn:
+            continue
+        file = path / stored.relative_path
+        try:
+            with open(file, "rb") as opened:
+                opened.seek(stored.offset)
+                content = io.BytesIO(opened.read(stored.length))
+            torch.load(content, map_location="cpu", weights_only=True)
+        except UNREADABLE as error:
+            raise CheckpointError(f"{file}: {index.fqn}: is no plain data: {error}") from None
+
+
+def _index_fault(path: Path) -> str | None:
+    try:
+        check_objects(path)
+    except CheckpointError as error:
+        return str(error)
+    return None
 
 
 def _is_extra_state(item: object) -> bool:
@@ -161,11 +234,11 @@ class CheckpointReader:
             checkpoint_folder.verify(self.path)
         else:
             logger.warning("%s: no %s: its bytes are not checked", self.path, checkpoint_folder.MANIFEST)
+        self.metadata = read_metadata(self.path)
         try:
-            self.metadata = FileSystemReader(self.path).read_metadata()
             ends = _ends(self.metadata)
         except UNREADABLE as error:
-            raise CheckpointError(f"{self.path / '.metadata'}: cannot be read: {error!r}") from None
+            raise CheckpointError(f"{self.path / METADATA}: cannot be read: {error!r}") from None
         self._check_files(ends)
 
     @cached_property
@@ -173,7 +246,7 @@ class CheckpointReader:
         """Recipe of the adapters that the checkpoint holds in place of all weights."""
         if not any(ADAPTER.search(key) for key in self.metadata.state_dict_metadata):
             return None
-        content = dist_checkpointing.load_content_metadata(str(self.path)) or {}
+        content = content_metadata(self.path)
         if LORA not in content:
             raise CheckpointError(
                 f"{self.path}: has adapters, but not their alpha: saved by an older version. Resume the run "

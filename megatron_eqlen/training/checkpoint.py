@@ -41,7 +41,7 @@ from megatron_eqlen.files import (
 )
 from megatron_eqlen.metrics import CHECKPOINT_BYTES, CHECKPOINT_WRITE_SECONDS
 from megatron_eqlen.models import checkpoint_folder
-from megatron_eqlen.models.megatron_checkpoint import load_sharded
+from megatron_eqlen.models.megatron_checkpoint import content_metadata, load_sharded
 from megatron_eqlen.processes.distributed import agree, gather
 from megatron_eqlen.training import sharded_state
 from megatron_eqlen.training.policy import Policy
@@ -151,8 +151,7 @@ def load(folder: Path, policy: Policy) -> dict[str, Any] | None:
     newest = _newest_whole(folder)
     if newest is None:
         return None
-    saved = agree(lambda: dist_checkpointing.load_content_metadata(str(newest)))
-    assert saved is not None
+    saved = agree(lambda: content_metadata(newest))
     sharded_state.check_content(newest, saved, policy)
     loaded = load_sharded(sharded_state.like(policy, saved), newest)
     sharded_state.load(policy, loaded)

@@ -1,6 +1,7 @@
 """The converters: exact for every layout, atomic, and clear about bad input."""
 
 import os
+import pickle
 import re
 import signal
 import sys
@@ -238,6 +239,72 @@ def test_a_flipped_bit_is_found_and_its_file_named(tmp_path, converted, file, at
     flip(checkpoint / file, at)
     with pytest.raises(CheckpointError, match=re.escape(str(checkpoint / file))):
         CheckpointReader(checkpoint)
+
+
+class Payload:
+    """Unpickling an instance makes the file ``made``."""
+
+    def __init__(self, made: Path) -> None:
+        self.made = made
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self.made,)
+
+
+def load_and_convert(checkpoint: str, source: str, out: str) -> list[str]:
+    """Return the errors of each way to read a checkpoint."""
+    from megatron_eqlen.files import CheckpointError
+    from megatron_eqlen.models.convert import megatron_to_hf
+    from megatron_eqlen.models.megatron_checkpoint import content_metadata, load_sharded
+
+    chunks, errors = build(source, {}), []
+    for read in (
+        lambda: megatron_to_hf(checkpoint, source, out),
+        lambda: load_sharded(state_of(chunks), Path(checkpoint)),
+        lambda: content_metadata(Path(checkpoint)),
+    ):
+        with pytest.raises(CheckpointError) as raised:
+            read()
+        errors.append(str(raised.value))
+    return errors
+
+
+def test_an_index_that_would_run_code_is_refused_before_it_does(tmp_path, converted):
+    checkpoint, made = copied(converted[1], tmp_path / "foreign"), tmp_path / "made"
+    (checkpoint / "manifest.json").unlink()
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Payload(made)))
+    arguments = (str(checkpoint), str(converted[0]), str(tmp_path / "out"))
+    for error in run_ranks(1, load_and_convert, *arguments)[0]:
+        assert re.search(r"foreign/\.metadata: names \S+, which no index of a checkpoint needs", error)
+    assert not made.exists()
+
+
+def saved_with_payload(source: str, checkpoint: str, made: Path) -> list[str]:
+    """Save a model beside an object that runs code; return the errors of both ways to read it."""
+    from megatron.core import dist_checkpointing
+
+    from megatron_eqlen.files import CheckpointError
+    from megatron_eqlen.models.megatron_checkpoint import content_metadata, load_sharded
+
+    chunks, errors = build(source, {}), []
+    Path(checkpoint).mkdir()
+    dist_checkpointing.save({**state_of(chunks), "args": Payload(made)}, checkpoint)
+    made.unlink(missing_ok=True)
+    for read in (
+        lambda: load_sharded(state_of(chunks), Path(checkpoint)),
+        lambda: content_metadata(Path(checkpoint)),
+    ):
+        with pytest.raises(CheckpointError) as raised:
+            read()
+        errors.append(str(raised.value))
+    return errors
+
+
+def test_an_object_that_would_run_code_is_refused_before_it_does(tmp_path, converted):
+    made = tmp_path / "made"
+    errors = run_ranks(1, saved_with_payload, str(converted[0]), str(tmp_path / "foreign"), made)[0]
+    assert all("common_state/shard_0_1: is no plain data" in error for error in errors)
+    assert not made.exists()
 
 
 POINTERS = {

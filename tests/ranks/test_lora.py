@@ -16,12 +16,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM
 
 from megatron_eqlen.files import CheckpointError
-from megatron_eqlen.hf.adapter_map import AdapterWeights
+from megatron_eqlen.hf.adapter_map import AdapterWeights, adapter_map
+from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.hf.folder import HFFolder
 from megatron_eqlen.models import checkpoint_folder
 from megatron_eqlen.models.groups import start
-from megatron_eqlen.models.lora import adapters, add_adapters
+from megatron_eqlen.models.lora import _initial, adapters, add_adapters
 from megatron_eqlen.models.names import local_parameters, model_config
 from megatron_eqlen.models.weights import export_adapters, export_hf
 from megatron_eqlen.recipe import LoraRecipe, ParallelRecipe
@@ -115,6 +116,13 @@ LAYOUTS = [
     ("qwen3_next", 2, {"pipeline": 2, "recompute": "full"}, "tree"),
     ("qwen3_5_text", 2, {"tensor": 2}, "tree"),
 ]
+
+
+def test_every_seed_draws_a_matrix_of_its_own(tmp_path):
+    save_tiny(tmp_path, "qwen3")
+    weight = adapter_map(read_config(tmp_path), 4, LoraRecipe(rank=4).targets)[0].A
+    drawn = [_initial(weight, seed) for seed in (0, 1, 2**32 - 1, 2**32 + 5)]
+    assert not any(torch.equal(one, other) for i, one in enumerate(drawn) for other in drawn[:i])
 
 
 @pytest.mark.parametrize(("family", "world", "layers", "layout"), LAYOUTS, ids=str)
