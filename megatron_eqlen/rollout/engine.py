@@ -32,10 +32,6 @@ class EngineError(ExpectedError):
     """An engine died, hangs, or broke the protocol; tokens harvested before stay recorded."""
 
 
-class StalePolicyError(EngineError):
-    """Tokens or weights are of another policy version than the expected one."""
-
-
 class Decoder(Protocol):
     """The part of an engine that a harvest uses: completions."""
 

@@ -24,9 +24,6 @@ class HarvestPlan:
     _: KW_ONLY
     progress: HarvestProgress = field(default_factory=HarvestProgress)
     """Recorded results. A prompt that has a rollout of an earlier step names no other rollouts."""
-    oldest_version: int | None = None
-    """Oldest policy version that may have sampled a token of the result, also in earlier attempts; rollouts
-    of earlier steps have their own. None: the engine's weights do not change during the harvest."""
     keeps_columns: Callable[[Prompt, int], bool] = all_rollouts
     """(prompt, number of the rollout) -> whether this rank keeps all columns of the rollout's tokens. Token
     ids, which forks need, are kept of all."""

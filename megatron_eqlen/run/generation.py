@@ -227,7 +227,7 @@ class Generator(InTurn):
 
     def _plan(self, step: Step, prompts: list[Prompt]) -> HarvestPlan:
         """Return the plan for this replica's ``prompts``: new rollouts, and recorded and partial ones."""
-        replicas, rollout = self.session.replicas, self.recipe.rollout
+        replicas = self.session.replicas
         prompt_ids = {prompt.prompt_id for prompt in prompts}
         resumed = {key: origin for key, origin in self.resumed.items() if key[0] in prompt_ids}
         folder, files = self.streams / step.name, self.recorded[1]
@@ -238,7 +238,6 @@ class Generator(InTurn):
             self.session.tokenizer.eos_token_ids,
             seed=harvest_seed(self.recipe, step.number),
             progress=progress,
-            oldest_version=step.policy_version if rollout.staleness else None,
             keeps_columns=replicas.keeps,
         )
 
