@@ -13,12 +13,11 @@ def test_each_check_ends_and_says_something(home):
         "vllm",
         "inputs",
         "gpus",
-        "disk",
         "space",
         "memory",
         "shared memory",
         "cores",
     ):
         assert f"  {name} " in said
-    assert f"ok       collectives         {'NCCL' if torch.cuda.is_available() else 'gloo'}" in said
+    assert ("  collectives " in said) == torch.cuda.is_available()
     assert said.splitlines()[-1].endswith(": ready for test")

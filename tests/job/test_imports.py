@@ -37,7 +37,7 @@ def test_only_a_start_of_vllm_imports_it():
     ["megatron_eqlen.report.page", "megatron_eqlen.report.text", "megatron_eqlen.report.compare"],
     ["megatron_eqlen.rollout.harvest"],
     ["megatron_eqlen.hf.config", "megatron_eqlen.plan"],
-    ["megatron_eqlen.paper.figures"],
+    ["megatron_eqlen.report.figures"],
 ])  # fmt: skip
 def test_commands_that_compute_nothing_import_no_torch(modules):
     assert not imported_by(modules) & {"torch", "vllm", "transformers", "megatron", "matplotlib"}

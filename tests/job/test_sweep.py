@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_eqlen.sweep import command
+from megatron_eqlen.cli import sweep as command
 from tests.kit.jobs import Job
 from tests.kit.train_runs import STEPS, column
 
