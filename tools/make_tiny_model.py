@@ -21,6 +21,7 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -212,9 +213,9 @@ def train(rank: int, warmup: Warmup, examples: list[Example], folder: str, pad: 
         dist.destroy_process_group()
 
 
-def fingerprint(warmup: Warmup, data: Path) -> dict[str, object]:
+def fingerprint(warmup: Warmup, data: Path) -> dict[str, Any]:
     """Return all that the model depends on."""
-    fixed = {"family": "qwen3", "tokenizer": "hf", "lr": LR, "muon_lr": MUON_LR}
+    fixed: dict[str, Any] = {"family": "qwen3", "tokenizer": "hf", "lr": LR, "muon_lr": MUON_LR}
     return fixed | asdict(warmup) | {"data_sha256": hashlib.sha256(data.read_bytes()).hexdigest()}
 
 
