@@ -9,11 +9,14 @@ from hypothesis import settings
 
 FEWER = int(os.environ.get("EQLEN_FEWER_EXAMPLES", "1"))
 """Divisor of a property's examples: ``tools/test --fast`` tries a fourth."""
+MORE = int(os.environ.get("EQLEN_RANDOM_EXAMPLES", "0"))
+"""Factor of a property's examples, which are then random (weekly); 0: the same ones in every run."""
 
 
 def examples(count: int) -> settings:
     """Return a property's settings: ``count`` examples, no deadline, because a machine may be busy."""
-    return settings(max_examples=max(1, count // FEWER), deadline=None)
+    tries = max(1, count * (MORE or 1) // FEWER)
+    return settings(max_examples=tries, deadline=None, derandomize=not MORE)
 
 
 def slow(*values: Any) -> Any:
