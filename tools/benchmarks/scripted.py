@@ -19,7 +19,7 @@ from megatron_eqlen.types import Delta, Metrics
 VOCABULARY = 32768
 EOS = 0
 SIGMA = 0.8
-"""Of the log-normal lengths."""
+"""Standard deviation of the logarithm of lengths."""
 POOL = 1 << 16
 """Number of tokens that are drawn beforehand."""
 
