@@ -17,7 +17,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools.reference import REFERENCES  # noqa: E402 (needs the path)
+from tools import reference  # noqa: E402 (needs the path)
 
 SHOWN = ("*.md", ":!.github", "docs", ":!docs/hooks.py", "recipes", "slurm", "LICENSE", "CITATION.cff")
 """What git knows, or would add."""
@@ -46,5 +46,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """The text of a page with the reference that it asks for."""
-    return MARK.sub(lambda mark: REFERENCES[mark[1]](), markdown)
+    """The text of a page with the reference that it asks for; below the README of a folder, its files."""
+    folder = ROOT / Path(page.file.src_uri).parent
+    if folder.parent == reference.PACKAGE:
+        markdown += f"\n\n## Files\n\n{reference.files(folder)}"
+    return MARK.sub(lambda mark: reference.REFERENCES[mark[1]](), markdown)

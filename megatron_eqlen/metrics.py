@@ -177,7 +177,7 @@ DECLARED = (
     Metric("harvest/pairs", "pairs", "sum", "equal-length pairs"),
     Metric(HARVEST_PAIRS_PER_STREAM, "pairs", mean("harvest/streams"), "pairs of a stream (the paper's N_k)"),
     Metric(HARVEST_SUPERVISED_TOKENS, "tokens", "sum", "inside pairs or completions"),
-    Metric("harvest/tail_tokens", "tokens", "sum", "after the last pair, never trained"),
+    Metric("harvest/tail_tokens", "tokens", "sum", "after the last pair"),
     Metric("harvest/both_ended_fraction", "share", mean("harvest/streams"), "both tracks ended at once"),
     Metric("harvest/max_pairs_fraction", "share", mean("harvest/streams"), "stopped at max_pairs"),
     Metric(HARVEST_TRUNCATED_FRACTION, "share", PER_STREAM_OR_COMPLETION, "at the response limit"),

@@ -1,20 +1,23 @@
 #!/usr/bin/env python
-"""Print the reference of recipe keys or of metrics as Markdown, made from the code that defines them:
-``tools/reference.py keys`` or ``tools/reference.py metrics``. The site of the documentation holds both."""
+"""Print a reference as Markdown, made from the code that defines it: recipe keys, metrics, or the package's
+files, as ``tools/reference.py keys``. The site of the documentation holds all three."""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import inspect
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from megatron_eqlen.metrics import DECLARED, Mean, Metric, Way
 from megatron_eqlen.recipe import Recipe
 
+PACKAGE = Path(__file__).parents[1] / "megatron_eqlen"
 Schema = dict[str, Any]
 """JSON schema of a recipe, one of its sections, or a key."""
 
@@ -84,8 +87,12 @@ def _default(schema: Schema) -> str:
 
 
 def _text(schema: Schema) -> str:
+    return _markdown(inspect.cleandoc(schema.get("description", "")))
+
+
+def _markdown(docstring: str) -> str:
     """Return a docstring as one line of Markdown."""
-    return re.sub(r"``(.+?)``", r"`\1`", " ".join(inspect.cleandoc(schema.get("description", "")).split()))
+    return re.sub(r"``(.+?)``", r"`\1`", " ".join(docstring.split()))
 
 
 def metrics() -> str:
@@ -114,7 +121,17 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     return "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in lines)
 
 
-REFERENCES = {"keys": keys, "metrics": metrics}
+def files(folder: Path = PACKAGE) -> str:
+    """Return each module below ``folder`` with the first sentence of its docstring."""
+    docstrings = {
+        str(file.relative_to(folder)): ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
+        for file in sorted(folder.rglob("*.py"))
+    }
+    first = {name: re.split(r"\.\s|\n\n|\.$", text)[0] for name, text in docstrings.items() if text}
+    return _table(("file", "content"), ((f"`{name}`", _markdown(text)) for name, text in first.items()))
+
+
+REFERENCES: dict[str, Callable[[], str]] = {"keys": keys, "metrics": metrics, "files": files}
 
 
 def main() -> None:

@@ -15,10 +15,13 @@ from megatron_eqlen.metrics import DECLARED, MetricError, metric
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.keys import all_keys
 from tests.kit import ROOT
-from tools.reference import keys, metrics
+from tools.reference import PACKAGE, files, keys, metrics
 
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"``(.+?)``|`([^`\n]+)`")
+OPTION = re.compile(r"(?<=\s)--(?!help)[a-z][a-z-]+")
+HELD = re.compile(r"--[a-z-]+")
+CONVERT = "megatron_eqlen/cli/convert.py"
 LINK = re.compile(r"(?<!\\)\]\(([^)\s]+)\)")
 FAMILIES = {declared.name.split("/")[0] for declared in DECLARED}
 SECTIONS = {name for name, field in Recipe.model_fields.items() if field.annotation not in (str, int)}
@@ -69,12 +72,32 @@ def code_of(text: str) -> Iterator[str]:
 
 
 def missing_commands(file: Path, text: str) -> Iterator[str]:
+    """Yield commands that do not exist, and options that a command or a script does not have."""
     choices = next(action.choices for action in _parser()._actions if action.dest == "name")
-    assert choices is not None
-    for code in code_of(text):
-        for name in re.findall(r"(?:^|/)eqlen ([a-z-]+)\b", code):
+    assert isinstance(choices, dict)
+    for code in code_of(text.replace("\\\n", "")):
+        for name, rest in re.findall(r"(?:^|[\s/=])eqlen ([a-z-]+)\b((?:(?! -- | && |\||#).)*)", code):
             if name not in choices:
                 yield f"eqlen {name}"
+            elif name != "convert":
+                known = HELD.findall(choices[name].format_help())
+                yield from (
+                    f"eqlen {name} {option}" for option in OPTION.findall(rest) if option not in known
+                )
+        for script, rest in re.findall(
+            r"(?:^|\s|/)(tools[/.][\w./]+(?: [a-z]+)?)((?:(?! && |\||#).)*)", code
+        ):
+            known = HELD.findall("".join(map(Path.read_text, sources(script))))
+            yield from (f"{script} {option}" for option in OPTION.findall(rest) if option not in known)
+
+
+def sources(script: str) -> list[Path]:
+    """Return the files that hold the options of ``tools/...`` or ``tools.research...``."""
+    name, _, first = script.partition(" ")
+    file = ROOT / (name.replace(".", "/") + ".py" if name.startswith("tools.") else name)
+    other = {"tools/bench.py": f"tools/benchmarks/{first}.py", "tools/gpuless": "tests/gpuless/kernels.py"}
+    other |= dict.fromkeys(["tools/convert_hf_to_megatron.py", "tools/convert_megatron_to_hf.py"], CONVERT)
+    return [path for path in (file, ROOT / other.get(name, name)) if path.is_file()]
 
 
 def missing_files(file: Path, text: str) -> Iterator[str]:
@@ -115,6 +138,8 @@ def test_what_a_text_names_is_there(missing: Callable[[Path, str], Iterator[str]
     (missing_links, "[a](nowhere.md), [b](README.md#nothing), [c](#nothing)", 3),
     (missing_links, "[a](README.md#start-here), [b](docs/start.md), [c](https://example.org)", 0),
     (missing_commands, "```\neqlen trane R  # eqlen nothing\n.venv/bin/eqlen train R\n```", 1),
+    (missing_commands, "`eqlen train R --no`, `tools/bench.py trees --no`, `tools/setup gpu --no`", 3),
+    (missing_commands, "`eqlen submit R --servers 2 -- --mem=0`, `tools/bench.py trees --pairs 6`", 0),
     (missing_files, "`tools/nothing`, `recipes/qwen3_32b.yaml`, `slurm/nothing.sbatch x`", 2),
     (missing_keys, "`rollout.nothing: 1`, `rollout.top_k`, `data.sources[].reader`, `report.html`", 1),
     (missing_metrics, "`harvest/nothing`, `harvest/pairs`, `packing/fill`, `reward/verdict/*`", 1),
@@ -168,20 +193,11 @@ def test_every_page_of_the_documentation_is_in_the_navigation_of_the_site():
     assert pages == set(re.findall(r": (docs/\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
 
 
-@pytest.mark.parametrize(
-    "folder", sorted(file.parent for file in (ROOT / "megatron_eqlen").glob("*/__init__.py"))
-)
-def test_the_readme_of_a_folder_lists_its_modules_and_no_others(folder: Path):
-    """The first column of its tables of files; a path may begin at a folder below."""
-    tables = re.findall(r"^\| file.*\n\|-.*\n((?:\|.*\n)+)", (folder / "README.md").read_text(), re.MULTILINE)
-    cells = [line.split("|")[1] for table in tables for line in table.splitlines()]
-    listed = {name for cell in cells for name in re.findall(r"`([\w/]+\.py)`", cell)}
-    modules = {str(file.relative_to(folder)) for file in folder.rglob("*.py")}
-    found = {name: {module for module in modules if f"/{module}".endswith(f"/{name}")} for name in listed}
-    assert {name for name, matches in found.items() if not matches} == set()
-    assert {
-        module for module in modules.difference(*found.values()) if Path(module).name != "__init__.py"
-    } == set()
+def test_the_reference_of_files_says_of_every_module_what_it_holds():
+    table = rows(files())
+    modules = {str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py") if file.stat().st_size}
+    assert set(table) == modules
+    assert all(content.strip() for (content,) in table.values())
 
 
 def test_the_messages_of_troubleshooting_are_in_the_code():
