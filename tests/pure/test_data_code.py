@@ -46,9 +46,12 @@ def taco_row(question: str, input_output: object, starter: str = "") -> dict:
 def folders(tmp_path) -> tuple[Path, Path]:
     """Return an OpenCodeReasoning folder and its source sets, every case once."""
     ocr, sets = tmp_path / "ocr", tmp_path / "sets"
-    write(
-        ocr / "split_0" / "train-00000-of-00001.parquet",
-        [
+    function = {"inputs": [[[1, 2]]], "outputs": [[3]], "fn_name": "total"}
+    empty = {"input": [], "output": []}
+    plain = {"official_tests": [{"input": "2 3\n", "output": "6\n"}], "generated_checker": None}
+    plain |= {"time_limit": 1.0, "memory_limit": 256.0}
+    files = {
+        ocr / "split_0/train-00000-of-00001.parquet": [
             ocr_row("cc-0", "code_contests", "Add.", difficulty="2"),
             ocr_row("cc-0", "code_contests", "Add."),
             ocr_row("cc-none", "code_contests", "No tests here."),
@@ -58,61 +61,36 @@ def folders(tmp_path) -> tuple[Path, Path]:
             ocr_row("cf-checker", "open-r1/codeforces", "Print any number."),
             ocr_row("other", "leetcode", "?"),
         ],
-    )
-    write(
-        ocr / "split_1" / "train-00000-of-00001.parquet",
-        [
+        ocr / "split_1/train-00000-of-00001.parquet": [
             ocr_row("apps-1", "apps", "-", index="1", difficulty="interview"),
             ocr_row("apps-2", "apps", "-", index="2"),
             ocr_row("apps-9", "apps", "-", index="9"),
             ocr_row("apps-x", "apps", "-", index="one"),
         ],
-    )
-    write(
-        sets / "taco" / "train-00000.parquet",
-        [
+        sets / "taco/train-00000.parquet": [
             taco_row("Something else.", ""),
             taco_row(TAKE_TWO, {"inputs": ["1 2\n", ["3", "4"]], "outputs": ["3\n", ["7"]]}),
         ],
-    )
-    function = {"inputs": [[[1, 2]]], "outputs": [[3]], "fn_name": "total"}
-    write(
-        sets / "apps" / "train.jsonl",
-        [
+        sets / "apps/train.jsonl": [
             taco_row("Zero.", ""),
             taco_row("Sum a list.", function, "class Solution:\n    def total(self, xs):\n"),
             taco_row("Broken.", {"inputs": ["1"], "outputs": []}),
         ],
-    )
-    empty = {"input": [], "output": []}
-    write(
-        sets / "code_contests" / "train-00000.parquet",
-        [
-            {
-                "description": "Add.",
-                "public_tests": {"input": ["1 1\n"], "output": ["2\n"]},
-                "private_tests": {"input": ["2 2\n"], "output": ["4\n"]},
-                "generated_tests": {"input": [""], "output": ["0\n"]},
-                "time_limit": {"seconds": 2, "nanos": 500000000},
-            },
-            {
-                "description": "No tests here.",
-                "public_tests": empty,
-                "private_tests": empty,
-                "generated_tests": empty,
-                "time_limit": None,
-            },
+        sets / "code_contests/train-00000.parquet": [
+            {"description": "Add.", "public_tests": {"input": ["1 1\n"], "output": ["2\n"]},
+             "private_tests": {"input": ["2 2\n"], "output": ["4\n"]},
+             "generated_tests": {"input": [""], "output": ["0\n"]},
+             "time_limit": {"seconds": 2, "nanos": 500000000}},
+            {"description": "No tests here.", "public_tests": empty, "private_tests": empty,
+             "generated_tests": empty, "time_limit": None},
         ],
-    )
-    tests = [{"input": "2 3\n", "output": "6\n"}]
-    plain = {"official_tests": tests, "generated_checker": None, "time_limit": 1.0, "memory_limit": 256.0}
-    write(
-        sets / "codeforces" / "train-00000.parquet",
-        [
+        sets / "codeforces/train-00000.parquet": [
             plain | {"description": "Multiply."},
             plain | {"description": "Print any number.", "generated_checker": "import sys"},
         ],
-    )
+    }  # fmt: skip
+    for path, rows in files.items():
+        write(path, rows)
     return ocr, sets
 
 
@@ -122,14 +100,9 @@ def test_questions_meet_their_tests_and_the_rest_is_counted(folders):
     rows = {row.row_id: row for row in opencodereasoning.read(ocr, tally, tests=str(sets))}
     assert set(rows) == {"cc-0", "taco-text", "cf-0", "apps-1"}
     assert tally.dropped == {
-        "same_question": 1,
-        "no_tests": 1,
-        "not_in_source_set": 2,
-        "needs_checker": 1,
-        "unknown_dataset": 1,
-        "bad_tests": 1,
-        "wrong_type": 1,
-    }
+        "same_question": 1, "no_tests": 1, "not_in_source_set": 2, "needs_checker": 1, "unknown_dataset": 1,
+        "bad_tests": 1, "wrong_type": 1,
+    }  # fmt: skip
     contest = CodeTests.from_json(rows["cc-0"].gold)
     assert contest.inputs == ["1 1\n", "2 2\n", ""]
     assert contest.time_limit == 2.5
@@ -173,10 +146,9 @@ def test_two_ids_of_one_record_are_one_question_and_the_second_is_counted(folder
     assert tally.dropped == {"same_question": 2}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"starter_code": ["def f():"]}, {"starter_code": 5}, {"difficulty": None}, {"difficulty": "\u00b2"}],
-)
+@pytest.mark.parametrize("change", [
+    {"starter_code": ["def f():"]}, {"starter_code": 5}, {"difficulty": None}, {"difficulty": "\u00b2"},
+])  # fmt: skip
 def test_odd_values_in_optional_columns_never_end_the_reading(tmp_path, change):
     question = ocr_row("q", "taco", TAKE_TWO) | ({} if "starter_code" in change else change)
     write(tmp_path / "ocr.jsonl", [{key: value for key, value in question.items() if value is not None}])
@@ -196,20 +168,14 @@ def test_missing_source_sets_are_named(folders, tmp_path):
 
 
 CODEFORCES_ROW = {
-    "description": "Multiply.",
-    "official_tests": [{"input": "2 3\n", "output": "6\n"}],
-    "official_tests_complete": True,
-    "input_mode": "stdio",
-    "executable": True,
-    "interaction_format": None,
+    "description": "Multiply.", "official_tests": [{"input": "2 3\n", "output": "6\n"}],
+    "official_tests_complete": True, "input_mode": "stdio", "executable": True, "interaction_format": None,
     "generated_checker": None,
-}
+}  # fmt: skip
 CONTESTS_ROW = {
-    "description": "Add.",
-    "public_tests": {"input": ["1 1\n"], "output": ["2\n"]},
-    "input_file": "",
-    "output_file": "",
-}
+    "description": "Add.", "public_tests": {"input": ["1 1\n"], "output": ["2\n"]},
+    "input_file": "", "output_file": "",
+}  # fmt: skip
 TACO_ROW = taco_row(TAKE_TWO, {"inputs": ["1 2\n"], "outputs": ["3\n"]})
 
 
@@ -281,23 +247,15 @@ def test_a_codeforces_question_has_its_formats_examples_and_note(tmp_path):
 
 
 GOOD_TESTS = {"inputs": ["1"], "outputs": ["1"]}
-BAD_TESTS = [
-    None,
-    "1",
-    [],
-    {},
-    {"inputs": [], "outputs": []},
-    {"inputs": None, "outputs": None},
-    {"inputs": ["1"], "outputs": []},
-    {"inputs": ["1"], "outputs": [None]},
-    {"inputs": ["1"], "outputs": [1]},
-    GOOD_TESTS | {"time_limit": -1},
-    GOOD_TESTS | {"time_limit": "fast"},
-    GOOD_TESTS | {"memory_mb": 0},
-    GOOD_TESTS | {"function": "f"},
-    {"inputs": [[1]], "outputs": [1], "function": "f()"},
-    {"inputs": [[1]], "outputs": [json.loads("[" * 300 + "]" * 300)], "function": "f"},
-]
+DEEP = json.loads("[" * 300 + "]" * 300)
+BAD_TESTS = [None, "1", [], {}]
+BAD_TESTS += [{"inputs": inputs, "outputs": outputs} for inputs, outputs in (
+    ([], []), (None, None), (["1"], []), (["1"], [None]), (["1"], [1]),
+)]  # fmt: skip
+BAD_TESTS += [GOOD_TESTS | {"time_limit": -1}, GOOD_TESTS | {"time_limit": "fast"}]
+BAD_TESTS += [GOOD_TESTS | {"memory_mb": 0}, GOOD_TESTS | {"function": "f"}]
+BAD_TESTS += [{"inputs": [[1]], "outputs": [1], "function": "f()"}]
+BAD_TESTS += [{"inputs": [[1]], "outputs": [DEEP], "function": "f"}]
 
 
 def test_bad_tests_in_plain_rows_are_left_out_with_file_row_and_reason(tmp_path, caplog):
@@ -308,14 +266,11 @@ def test_bad_tests_in_plain_rows_are_left_out_with_file_row_and_reason(tmp_path,
     (kept,) = jsonl.read(path, tally)
     assert CodeTests.from_json(kept.gold).inputs == ["1"]
     assert tally.dropped == {"bad_tests": len(BAD_TESTS)}
-    assert (
-        f"{path}: code.jsonl#0: left out: bad_tests (expected an object of tests, found NoneType)"
-        in caplog.text
-    )
+    first = f"{path}: code.jsonl#0: left out: bad_tests (expected an object of tests, found NoneType)"
+    assert first in caplog.text
     write(path, rows[:-1])
-    with pytest.raises(
-        ValueError, match=r"code.jsonl: no usable row: 15 of 15 rows are left out: 15 bad_tests"
-    ):
+    said = r"code.jsonl: no usable row: 15 of 15 rows are left out: 15 bad_tests"
+    with pytest.raises(ValueError, match=said):
         open_source(SourceRecipe(name="s", reader="jsonl", path=str(path)), Tally())
 
 
@@ -356,18 +311,11 @@ def lcb_row(question_id: str, contest: str = "2025-03-01T00:00:00", **keys) -> d
     public = [{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}]
     private = [{"input": "5 5\n", "output": "10\n", "testtype": "stdin"}]
     return {
-        "question_title": "Sum",
-        "question_content": "Add two numbers.",
-        "platform": "atcoder",
-        "question_id": question_id,
-        "contest_id": "x",
-        "contest_date": contest,
-        "starter_code": "",
-        "difficulty": "easy",
-        "public_test_cases": json.dumps(public),
-        "private_test_cases": pack(json.dumps(private)),
-        "metadata": "{}",
-    } | keys
+        "question_title": "Sum", "question_content": "Add two numbers.", "platform": "atcoder",
+        "question_id": question_id, "contest_id": "x", "contest_date": contest, "starter_code": "",
+        "difficulty": "easy", "public_test_cases": json.dumps(public),
+        "private_test_cases": pack(json.dumps(private)), "metadata": "{}",
+    } | keys  # fmt: skip
 
 
 def read_lcb(
@@ -443,11 +391,7 @@ def test_bad_problems_are_counted(tmp_path):
         lcb_row("d", contest_date="soon"),
         lcb_row("e"),
         lcb_row("e"),
-        {
-            key: value
-            for key, value in lcb_row("f").items()
-            if key != "metadata" and key != "question_content"
-        },
+        {key: value for key, value in lcb_row("f").items() if key not in ("metadata", "question_content")},
     ]
     kept, tally = read_lcb(tmp_path, rows)
     assert [row.row_id for row in kept] == ["e"]

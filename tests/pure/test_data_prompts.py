@@ -108,24 +108,16 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path):
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("role", "expected"),
-    [
-        ("user", "<|im_start|>user\nWhat is 0 + 1?\n\nBox it.<|im_end|>\n<|im_start|>assistant\n"),
-        (
-            "system",
-            "<|im_start|>system\nBox it.<|im_end|>\n<|im_start|>user\nWhat is 0 + 1?<|im_end|>\n"
-            "<|im_start|>assistant\n",
-        ),
-        ("none", "<|im_start|>user\nWhat is 0 + 1?<|im_end|>\n<|im_start|>assistant\n"),
-    ],
-)
-def test_instruction_role(tokenizer, tmp_path, role, expected):
+@pytest.mark.parametrize(("role", "system", "user"), [
+    ("user", "", "What is 0 + 1?\n\nBox it."),
+    ("system", "<|im_start|>system\nBox it.<|im_end|>\n", "What is 0 + 1?"),
+    ("none", "", "What is 0 + 1?"),
+])  # fmt: skip
+def test_the_instruction_stands_where_the_recipe_says(tokenizer, tmp_path, role, system, user):
     file = write_deepmath(tmp_path / "train-0.parquet", sums(1))
-    prompts = PromptSource(
-        recipe(source(file), instruction="Box it.", instruction_role=role), tokenizer, seed=0
-    )
-    assert prompts.next(1)[0].token_ids == tokenizer.encode(expected)
+    data = recipe(source(file), instruction="Box it.", instruction_role=role)
+    expected = f"{system}<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n"
+    assert PromptSource(data, tokenizer, seed=0).next(1)[0].token_ids == tokenizer.encode(expected)
 
 
 CHAT = [
@@ -180,7 +172,7 @@ def test_an_epoch_has_every_row_once_and_the_next_is_shuffled_anew(tokenizer, tm
     assert len({prompt.prompt_id for prompt in first + second}) == 60
 
 
-def test_without_shuffling_the_order_is_the_files(tokenizer, tmp_path):
+def test_without_shuffling_the_order_is_that_of_the_files(tokenizer, tmp_path):
     write_deepmath(tmp_path / "data" / "train-00000-of-00002.parquet", sums(3))
     write_deepmath(tmp_path / "data" / "train-00001-of-00002.parquet", sums(3, start=3))
     prompts = PromptSource(recipe(source(tmp_path), shuffle=False), tokenizer, seed=0).next(6)
@@ -228,7 +220,7 @@ def test_mixture_follows_the_weights(tokenizer, tmp_path):
     assert 560 < drawn["one"] < 640  # 600 expected, standard deviation 12
 
 
-def test_what_is_left_out_is_counted_by_reason(tokenizer, tmp_path):
+def test_rows_left_out_are_counted_by_reason(tokenizer, tmp_path):
     rows = [
         ("What is 1 + 1?", "2", 3.0),
         ("What is 1 + 1?", "2", 3.0),
@@ -246,17 +238,9 @@ def test_what_is_left_out_is_counted_by_reason(tokenizer, tmp_path):
     data = recipe(source(file, max_difficulty=5.0, exclude=str(listed)), max_prompt_length=200)
     prompts = PromptSource(data, tokenizer, 0)
     assert {prompt.question for prompt in prompts.next(4)} == {"What is 1 + 1?"}
-    assert prompts.report()["deepmath"] == {
-        "kept": 1,
-        "dropped/difficulty": 1,
-        "dropped/duplicate": 1,
-        "dropped/empty_field": 1,
-        "dropped/excluded": 1,
-        "dropped/no_difficulty": 1,
-        "dropped/too_long": 1,
-        "dropped/unparseable_gold": 1,
-        "dropped/wrong_type": 1,
-    }
+    reasons = "difficulty duplicate empty_field excluded no_difficulty too_long unparseable_gold wrong_type"
+    expected = {"kept": 1} | {f"dropped/{reason}": 1 for reason in reasons.split()}
+    assert prompts.report()["deepmath"] == expected
     prompts.close()
 
 
@@ -274,69 +258,53 @@ def test_rows_left_out_are_totalled_when_a_source_is_read_and_after_its_first_ep
     assert caplog.text.count(expected) == 1
 
 
-def test_a_file_without_rows_says_so(tokenizer, tmp_path):
+QUESTIONS = {"question": "promt", "answer": "solution"}
+UNUSABLE = {
+    "column": ([{"prompt": "a?", "solution": "1"}] * 2, {},
+     "2 missing_column; the first is FILE#0: expected 'question' or 'messages', found ['prompt', 'solution'"
+     "]; data.sources[].columns takes other names"),
+    "typo in columns": ([{"prompt": "a?", "solution": "1"}], QUESTIONS,
+     "FILE#0: expected 'promt' or 'messages', found ['prompt', 'solution']; data"),
+    "no answer": ([{"question": 1, "answer": 1}, {"question": "a?"}, {"question": "b?"}], {},
+     "FILE#1: expected 'answer', found ['question']; data"),
+    "chat without an answer": ([{"messages": CHAT[:2]}], {},
+     "FILE#0: expected 'answer', found ['messages']; data"),
+    "null": ([{"question": "a?", "answer": None}], {}, "FILE#0: answer: expected text, found null"),
+    "long": ([{"question": "long " * 99, "answer": 1}], {}, " tokens, data.max_prompt_length is 20"),
+    "nothing": ([], {}, "rows.jsonl: no usable row: the files hold no row"),
+}  # fmt: skip
+"""The error names the first row of the most frequent reason."""
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_rows_that_are_all_unusable_are_an_error_that_says_why(tokenizer, tmp_path, case):
+    rows, columns, message = UNUSABLE[case]
     file = tmp_path / "rows.jsonl"
-    file.write_text("\n\n")
-    with pytest.raises(ValueError, match=r"rows.jsonl: no usable row: the files hold no row$"):
-        PromptSource(recipe(source(file, reader="jsonl")), tokenizer, 0)
-
-
-def test_a_parquet_file_under_a_reader_of_json_is_refused(tokenizer, tmp_path):
-    file = write_deepmath(tmp_path / "train-0.parquet", sums(3))
-    dates = {"since": "2025-02-01", "until": "2025-05-31"}
-    benchmark = BenchmarkRecipe(name="b", reader="livecodebench", path=str(file), **dates)
-    with pytest.raises(ValueError, match=r"parquet: this reader expects .jsonl, found a parquet file: name"):
-        read_benchmark(benchmark, recipe(source(file)), tokenizer)
-
-
-def test_a_source_without_a_usable_row_says_why(tokenizer, tmp_path):
-    file = write_deepmath(tmp_path / "train-0.parquet", sums(3))
-    with pytest.raises(ValueError, match=r"no usable row: 3 of 3 rows are left out: 3 difficulty"):
-        PromptSource(recipe(source(file, min_difficulty=100.0)), tokenizer, 0)
-    with pytest.raises(ValueError, match=r"no usable row: 3 of 3 rows are left out: 3 too_long"):
-        PromptSource(recipe(source(file), max_prompt_length=3), tokenizer, 0).next(1)
-
-
-@pytest.mark.parametrize(
-    ("rows", "columns", "message"),
-    [
-        (
-            [{"prompt": "a?", "solution": "1"}] * 2,
-            {},
-            "2 missing_column; the first is FILE#0: expected 'question' or 'messages', found ['prompt', "
-            "'solution']; data.sources[].columns takes other names",
-        ),
-        (
-            [{"prompt": "a?", "solution": "1"}],
-            {"question": "promt", "answer": "solution"},
-            "FILE#0: expected 'promt' or 'messages', found ['prompt', 'solution']; data",
-        ),
-        (
-            [{"question": 1, "answer": 1}, {"question": "a?"}, {"question": "b?"}],
-            {},
-            "FILE#1: expected 'answer', found ['question']; data",
-        ),
-        ([{"messages": CHAT[:2]}], {}, "FILE#0: expected 'answer', found ['messages']; data"),
-        ([{"question": "a?", "answer": None}], {}, "FILE#0: answer: expected text, found null"),
-        ([{"question": "long " * 99, "answer": 1}], {}, " tokens, data.max_prompt_length is 20"),
-    ],
-    ids=["column", "typo in columns", "no answer", "chat without an answer", "null", "long"],
-)
-def test_rows_that_are_all_unusable_give_an_error_with_the_first_of_the_most_frequent_reason(
-    tokenizer, tmp_path, rows, columns, message
-):
-    file = tmp_path / "rows.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)))
+    file.write_text("\n".join(map(json.dumps, rows)) or "\n\n")
     data = recipe(source(file, reader="jsonl", columns=columns), max_prompt_length=20, shuffle=False)
     with pytest.raises(ValueError, match=re.escape(message.replace("FILE", f"{file}: rows.jsonl"))):
         PromptSource(data, tokenizer, 0).next(1)
 
 
-def test_a_parquet_file_with_a_missing_column_is_named(tokenizer, tmp_path):
+@pytest.mark.parametrize(("keys", "data", "message"), [
+    ({"min_difficulty": 100.0}, {}, r"no usable row: 3 of 3 rows are left out: 3 difficulty"),
+    ({}, {"max_prompt_length": 3}, r"no usable row: 3 of 3 rows are left out: 3 too_long"),
+])  # fmt: skip
+def test_a_source_without_a_usable_row_says_why(tokenizer, tmp_path, keys, data, message):
+    file = write_deepmath(tmp_path / "train-0.parquet", sums(3))
+    with pytest.raises(ValueError, match=message):
+        PromptSource(recipe(source(file, **keys), **data), tokenizer, 0).next(1)
+
+
+def test_a_parquet_file_without_the_readers_columns_or_under_a_reader_of_json_is_refused(tokenizer, tmp_path):
     file = tmp_path / "train-0.parquet"
     pq.write_table(pa.table({"question": ["a"], "answer": ["b"]}), file)
     with pytest.raises(ValueError, match=r"expected 'final_answer', found \['question', 'answer'\]"):
         PromptSource(recipe(source(file)), tokenizer, 0)
+    dates = {"since": "2025-02-01", "until": "2025-05-31"}
+    benchmark = BenchmarkRecipe(name="b", reader="livecodebench", path=str(file), **dates)
+    with pytest.raises(ValueError, match=r"parquet: this reader expects .jsonl, found a parquet file: name"):
+        read_benchmark(benchmark, recipe(source(file)), tokenizer)
 
 
 def test_jsonl_rows_carry_their_own_grader(tokenizer, tmp_path):
@@ -428,9 +396,9 @@ def test_a_benchmark_with_long_questions_names_the_longest_and_the_key_to_raise(
     assert len(read_benchmark(benchmark, enough, tokenizer)) == 5
 
 
-@pytest.mark.parametrize(
-    ("given", "added"), [({"instruction": ""}, ""), ({"instruction": None}, "Box it."), ({}, "Box it.")]
-)
+@pytest.mark.parametrize(("given", "added"), [
+    ({"instruction": ""}, ""), ({"instruction": None}, "Box it."), ({}, "Box it."),
+])  # fmt: skip
 def test_an_empty_instruction_replaces_the_recipes(tokenizer, tmp_path, given, added):
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"question": "What is 1 + 1?", "answer": 2} | given) + "\n")

@@ -162,13 +162,7 @@ def package(tmp_path, monkeypatch):
     """Make a user's package ``mine``, found from the working directory as `eqlen` finds it."""
     folder = tmp_path / "mine"
     folder.mkdir()
-    for name, source in {
-        "__init__": "",
-        "half": OBJECTIVE,
-        "sums": READER,
-        "longer": GRADER,
-        "parts": OWN_PARTS,
-    }.items():
+    for name, source in SOURCES.items():
         (folder / f"{name}.py").write_text(source)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -178,21 +172,13 @@ def package(tmp_path, monkeypatch):
 
 
 def recipe(source: dict | None = None, **keys) -> Recipe:
+    sources = [{"name": "sums", "path": "sums.txt"} | (source or {})]
     raw = {
-        "name": "mine",
-        "steps": 1,
-        "sampling": "independent",
-        "group_size": 2,
-        "model": {"path": "model"},
-        "data": {
-            "max_prompt_length": 64,
-            "instruction_role": "none",
-            "sources": [{"name": "sums", "path": "sums.txt"} | (source or {})],
-        },
-        "rollout": {"max_response_length": 8},
-        "packing": {"max_tokens_per_row": 128},
+        "name": "mine", "steps": 1, "sampling": "independent", "group_size": 2, "model": {"path": "model"},
+        "data": {"max_prompt_length": 64, "instruction_role": "none", "sources": sources},
+        "rollout": {"max_response_length": 8}, "packing": {"max_tokens_per_row": 128},
         "loss": {"kl_coef": 0.0},
-    }
+    }  # fmt: skip
     return parse(raw | keys, "test")
 
 
@@ -274,10 +260,20 @@ def test_a_recipe_can_name_every_built_in_part_and_no_other(field):
     ("loss_agg_mode", "mine.parts:undefined", "aggregation undefined: expected a finite weight .*nan"),
     ("advantage", "mine.parts:short", r"advantage short of .*: expected 2 finite advantages, found \["),
     ("advantage", "mine.parts:constant", r"called with \(rewards, lengths\), found .* \(tokens\)"),
+    ("objective", "mine.half:NOTHING", r"objective: mine\.half has no 'NOTHING'"),
+    ("objective", "mine.half:above_half", "expected a Objective, found a function"),
+    ("objective", "nowhere.at:ALL", "objective: 'nowhere.at:ALL' cannot be imported"),
+    ("reader", "mine.sums:none", "data.sources.0.reader: mine.sums has no 'none'"),
+    ("reader", "depmath", "nearest: 'deepmath'"),
+    ("grader", "maths", "nearest: 'math'"),
 ])  # fmt: skip
-def test_a_part_that_does_not_fit_is_refused_before_anything_starts(package, key, name, reason):
+def test_a_part_that_is_not_there_or_does_not_fit_is_refused_before_anything_starts(
+    package, key, name, reason
+):
+    loss = {"loss": {"kl_coef": 0.0, key: name}}
+    keys = {"objective": {key: name}, "reader": {"source": {key: name}}, "grader": {"source": {key: name}}}
     with pytest.raises(RecipeError, match=reason):
-        recipe(loss={"kl_coef": 0.0, key: name})
+        recipe(**keys.get(key, loss))
 
 
 def test_an_advantage_that_is_not_finite_is_refused_with_the_prompt_and_its_rewards(package):
@@ -298,19 +294,6 @@ def test_a_reader_and_a_grader_are_one_file_each(package):
     short, long = (Part(Tokens.of(tokenizer.encode(text), 0.0), "stop") for text in ("1", "1 + 2 = 4"))
     Scorer(mine.reward, tokenizer).score([kit.group(prompt, 0, [short, long])])
     assert [segment.grade.reward for segment in (short, long)] == [0.0, 1.0]
-
-
-@pytest.mark.parametrize(("keys", "message"), [
-    ({"objective": "mine.half:NOTHING"}, r"objective: mine\.half has no 'NOTHING'"),
-    ({"objective": "mine.half:above_half"}, "expected a Objective, found a function"),
-    ({"objective": "nowhere.at:ALL"}, "objective: 'nowhere.at:ALL' cannot be imported"),
-    ({"source": {"reader": "mine.sums:none"}}, "data.sources.0.reader: mine.sums has no 'none'"),
-    ({"source": {"reader": "depmath"}}, "nearest: 'deepmath'"),
-    ({"source": {"grader": "maths"}}, "nearest: 'math'"),
-])  # fmt: skip
-def test_what_is_not_there_is_named_before_anything_starts(package, keys, message):
-    with pytest.raises(RecipeError, match=message):
-        recipe(**keys)
 
 
 def test_rows_cannot_name_code(package):

@@ -128,16 +128,12 @@ BAD_INDEX = {
     "a file with a zero": (mapped(w="a\0b"), "'w': expected the name of a file beside it"),
     "a missing file": (mapped(w="gone.safetensors"), r"gone\.safetensors: no such file"),
     "a missing tensor": (mapped(w="model-00001-of-00002.safetensors"), "model-00001.*: w is missing"),
-    "another file's tensor": (
-        mapped(**{"lm_head.weight": "model-00002-of-00002.safetensors"}),
-        "model-00002.*: lm_head.weight is missing, though",
-    ),
+    "another file's tensor": (mapped(**{"lm_head.weight": "model-00002-of-00002.safetensors"}),
+     "model-00002.*: lm_head.weight is missing, though"),
     "a tensor in two files": (duplicate, "lm_head.weight is in model-00001.* already"),
     "neither": (lambda folder: (folder / SINGLE).unlink(), "expected model.safetensors or .*, found neither"),
-    "not UTF-8": (
-        lambda folder: (mapped()(folder), (folder / INDEX).write_bytes(b'{"\xff": 1}')),
-        "index.json: not UTF-8",
-    ),
+    "not UTF-8": (lambda folder: (mapped()(folder), (folder / INDEX).write_bytes(b'{"\xff": 1}')),
+     "index.json: not UTF-8"),
 }  # fmt: skip
 
 
@@ -200,40 +196,33 @@ def test_a_sync_brings_what_is_trained_and_nothing_else(tmp_path, tied):
         list(table.check(weights.items()))
 
 
-def fuse_experts(folder, model) -> None:
-    """Write the experts as Transformers 5 holds them in memory."""
+@pytest.fixture
+def fused(tmp_path):
+    """Return a model's folder, whose experts are as Transformers 5 holds them in memory, and its tensors."""
+    model = save_tiny(tmp_path, "qwen3_moe")
+    single = load_file(tmp_path / SINGLE)
     fused = {name: weight.contiguous() for name, weight in model.state_dict().items()}
     assert any(name.endswith("experts.gate_up_proj") for name in fused)
-    save_file(fused, folder / SINGLE, metadata={"format": "pt"})
+    save_file(fused, tmp_path / SINGLE, metadata={"format": "pt"})
+    return tmp_path, single
 
 
-def test_a_folder_with_fused_experts_takes_part_in_weight_sync(tmp_path):
-    model = save_tiny(tmp_path, "qwen3_moe")
-    single = load_file(tmp_path / SINGLE)
-    fuse_experts(tmp_path, model)
-    assert WeightTable.read(tmp_path).shapes == {name: tuple(weight.shape) for name, weight in single.items()}
-    assert dict(WeightTable.read(tmp_path).check(single.items())).keys() == single.keys()
-
-
-def test_an_index_of_fused_experts_is_understood(tmp_path):
-    model = save_tiny(tmp_path, "qwen3_moe")
-    single = load_file(tmp_path / SINGLE)
-    fuse_experts(tmp_path, model)
-    shard(tmp_path)
-    (tmp_path / SINGLE).unlink()
-    folder = HFFolder(tmp_path)
-    assert all(torch.equal(folder.tensor(name), weight) for name, weight in single.items())
+def test_fused_experts_are_read_one_by_one_from_a_file_or_by_an_index(fused):
+    folder, single = fused
+    assert WeightTable.read(folder).shapes == {name: tuple(weight.shape) for name, weight in single.items()}
+    assert dict(WeightTable.read(folder).check(single.items())).keys() == single.keys()
+    shard(folder)
+    (folder / SINGLE).unlink()
+    read = HFFolder(folder)
+    assert all(torch.equal(read.tensor(name), weight) for name, weight in single.items())
 
 
 @pytest.mark.parametrize("shape", [(8,), (64, 64), (8, 63, 64), (2, 4, 64, 64)])
-def test_fused_experts_of_another_rank_are_named(tmp_path, shape):
-    model = save_tiny(tmp_path, "qwen3_moe")
-    fuse_experts(tmp_path, model)
-    rewrite(tmp_path, **{"model.layers.1.mlp.experts.gate_up_proj": torch.zeros(shape)})
-    with pytest.raises(
-        CheckpointError, match=r"layers\.1\.mlp\.experts\.gate_up_proj: expected shape \[experts, 2 x"
-    ):
-        HFFolder(tmp_path)
+def test_fused_experts_of_another_rank_are_named(fused, shape):
+    rewrite(fused[0], **{"model.layers.1.mlp.experts.gate_up_proj": torch.zeros(shape)})
+    message = r"layers\.1\.mlp\.experts\.gate_up_proj: expected shape \[experts, 2 x"
+    with pytest.raises(CheckpointError, match=message):
+        HFFolder(fused[0])
 
 
 def tied_with_head(folder, head) -> None:

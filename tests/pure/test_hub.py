@@ -114,38 +114,28 @@ def test_processes_that_a_command_starts_use_its_commits(hub):
     assert hub.requests == []
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ({"path": "ann/none"}, "no such model, or it is private and you are not logged in"),
-        ({"path": "ann/gated"}, "it is gated: accept its terms on its page, then log in"),
-        ({"path": "ann/tiny", "revision": "v9"}, "it has no revision 'v9'"),
-    ],
-)
-def test_a_name_that_the_hub_refuses_is_an_error_that_says_why(hub, model, message):
-    hub.gated.add("ann/gated")
-    with pytest.raises(
-        RecipeError, match=f"^model.path: model '{model['path']}' on {hub.address}: {message}"
-    ):
-        pinned(recipe(model=model))
-
-
 TOKEN = r" \(it refuses this token, or none was sent: hf auth login, or HF_TOKEN\)$"
+REFUSALS = [
+    ({"path": "ann/none"}, None, "no such model, or it is private and you are not logged in"),
+    ({"path": "ann/gated"}, None, "it is gated: accept its terms on its page, then log in"),
+    ({"path": "ann/tiny", "revision": "v9"}, None, "it has no revision 'v9'"),
+    ({"path": "ann/tiny"}, (401, "Invalid credentials"),
+     "it answered 401 Unauthorized: Invalid credentials" + TOKEN),
+    ({"path": "ann/tiny"}, (403, "No access"), "it answered 403 Forbidden: No access" + TOKEN),
+    ({"path": "ann/tiny"}, (429, "Too fast"), "it answered 429 Too Many Requests: Too fast$"),
+    ({"path": "ann/tiny"}, (503, "Down"),
+     "it answered 503 Service Unavailable: Down, and the cache .* lacks it: run"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("status", "said", "message"),
-    [
-        (401, "Invalid credentials", "it answered 401 Unauthorized: Invalid credentials" + TOKEN),
-        (403, "No access", "it answered 403 Forbidden: No access" + TOKEN),
-        (429, "Too fast", "it answered 429 Too Many Requests: Too fast$"),
-        (503, "Down", "it answered 503 Service Unavailable: Down, and the cache .* lacks it: run"),
-    ],
-)
-def test_an_answer_without_contents_is_given_in_one_line_with_what_to_do(hub, status, said, message):
-    hub.answer = status, said
-    with pytest.raises(RecipeError, match=f"^model.path: model 'ann/tiny' on {hub.address}: {message}"):
-        pinned(recipe())
+@pytest.mark.parametrize(("model", "answer", "message"), REFUSALS)
+def test_a_name_that_the_hub_refuses_is_an_error_that_says_why_and_what_to_do(hub, model, answer, message):
+    hub.gated.add("ann/gated")
+    if answer:
+        hub.answer = answer
+    expected = f"^model.path: model '{model['path']}' on {hub.address}: {message}"
+    with pytest.raises(RecipeError, match=expected):
+        pinned(recipe(model=model))
 
 
 def test_without_network_and_cache_the_command_to_run_is_named(hub, monkeypatch, tmp_path):
@@ -225,22 +215,19 @@ CARD = {
 NAMES = ["README.md", "a/1.parquet", "a/2.parquet", "a/d/e/1.parquet", "b/x1.jsonl", "b/xx1.jsonl", "b/y.csv"]
 
 
-@pytest.mark.parametrize(
-    ("names", "card", "part", "chosen"),
-    [
-        (NAMES, CARD, ("a", None), ["a/1.parquet", "a/2.parquet"]),
-        (NAMES, CARD, ("a", "dev"), ["a/d/e/1.parquet"]),
-        (NAMES, CARD, (None, None), ["b/x1.jsonl"]),
-        (NAMES, CARD, ("c", None), "config: expected one of a, b, found 'c'"),
-        (NAMES, CARD, ("a", "test"), "split: expected one of train, dev, found 'test'"),
-        (["data/test-00000-of-00001.parquet"], {}, (None, None), ["data/test-00000-of-00001.parquet"]),
-        (["m/train.json", "m/valid.json", "dataset_infos.json"], {}, ("m", "validation"), ["m/valid.json"]),
-        (["test.jsonl", "test2.jsonl", "train.jsonl"], {}, (None, "test"), ["test.jsonl", "test2.jsonl"]),
-        (["one.jsonl", "two.jsonl", ".cache/x.json"], {}, (None, None), ["one.jsonl", "two.jsonl"]),
-        (["train.csv"], {}, (None, None), "split train: expected files .parquet, .jsonl, .json, found none"),
-        (["m/train.jsonl"], {}, ("n", None), "config: expected one of m, found 'n'"),
-    ],
-)
+@pytest.mark.parametrize(("names", "card", "part", "chosen"), [
+    (NAMES, CARD, ("a", None), ["a/1.parquet", "a/2.parquet"]),
+    (NAMES, CARD, ("a", "dev"), ["a/d/e/1.parquet"]),
+    (NAMES, CARD, (None, None), ["b/x1.jsonl"]),
+    (NAMES, CARD, ("c", None), "config: expected one of a, b, found 'c'"),
+    (NAMES, CARD, ("a", "test"), "split: expected one of train, dev, found 'test'"),
+    (["data/test-00000-of-00001.parquet"], {}, (None, None), ["data/test-00000-of-00001.parquet"]),
+    (["m/train.json", "m/valid.json", "dataset_infos.json"], {}, ("m", "validation"), ["m/valid.json"]),
+    (["test.jsonl", "test2.jsonl", "train.jsonl"], {}, (None, "test"), ["test.jsonl", "test2.jsonl"]),
+    (["one.jsonl", "two.jsonl", ".cache/x.json"], {}, (None, None), ["one.jsonl", "two.jsonl"]),
+    (["train.csv"], {}, (None, None), "split train: expected files .parquet, .jsonl, .json, found none"),
+    (["m/train.jsonl"], {}, ("n", None), "config: expected one of m, found 'n'"),
+])  # fmt: skip
 def test_files_are_chosen_by_the_card_or_by_their_names(names, card, part, chosen):
     if isinstance(chosen, str):
         with pytest.raises(ValueError, match=f"^{chosen}"):

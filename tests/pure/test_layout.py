@@ -176,79 +176,36 @@ def test_a_layout_is_approved_if_and_only_if_megatron_can_build_it(raw, keys, da
 
 
 REFUSED = {
-    "tensor against key-value heads": (
-        "qwen3",
-        {"parallel.tensor": 4},
-        "parallel.tensor: 4 does not divide the model's num_key_value_heads 2",
-    ),
-    "tensor against linear heads": (
-        "qwen3_next",
-        {"parallel.tensor": 2, "parallel.sequence": False},
-        "parallel.sequence: false with parallel.tensor 2",
-    ),
-    "tensor and pipeline against processes": (
-        "qwen3",
-        {"parallel.pipeline": 3},
-        "parallel: tensor 1 x context 1 x pipeline 3 = 3 does not divide the 4 processes",
-    ),
-    "context against linear heads": (
-        "qwen3_next",
-        {"parallel.context": 4},
-        "parallel.tensor x parallel.context: 4 does not divide the model's linear_num_key_heads 2",
-    ),
-    "experts against processes": (
-        "qwen3_moe",
-        {"parallel.expert": 8},
-        "parallel: expert_tensor 1 x expert 8 x pipeline 1 = 8 does not divide the 4 processes",
-    ),
-    "experts against the model": (
-        "qwen3_moe",
-        {"parallel.expert": 3, "cluster.processes_per_node": 3},
-        "parallel.expert: 3 does not divide the model's num_experts 4",
-    ),
+    "tensor against key-value heads": ("qwen3", {"parallel.tensor": 4},
+     "parallel.tensor: 4 does not divide the model's num_key_value_heads 2"),
+    "tensor against linear heads": ("qwen3_next", {"parallel.tensor": 2, "parallel.sequence": False},
+     "parallel.sequence: false with parallel.tensor 2"),
+    "tensor and pipeline against processes": ("qwen3", {"parallel.pipeline": 3},
+     "parallel: tensor 1 x context 1 x pipeline 3 = 3 does not divide the 4 processes"),
+    "context against linear heads": ("qwen3_next", {"parallel.context": 4},
+     "parallel.tensor x parallel.context: 4 does not divide the model's linear_num_key_heads 2"),
+    "experts against processes": ("qwen3_moe", {"parallel.expert": 8},
+     "parallel: expert_tensor 1 x expert 8 x pipeline 1 = 8 does not divide the 4 processes"),
+    "experts against the model": ("qwen3_moe", {"parallel.expert": 3, "cluster.processes_per_node": 3},
+     "parallel.expert: 3 does not divide the model's num_experts 4"),
     "experts that are not there": ("qwen3", {"parallel.expert": 2}, "a qwen3 model has no experts"),
-    "layers": (
-        "qwen3",
-        {"parallel.pipeline": 2, "parallel.virtual_pipeline": 4},
-        "parallel.pipeline 2 x parallel.virtual_pipeline 4 = 8 is more than the model's num_hidden_layers 4",
-    ),
-    "layers of other stages": (
-        "qwen3",
-        {"parallel.pipeline": 2, "parallel.layers_per_stage": [1, 1, 2]},
-        "parallel.layers_per_stage: 3 numbers, but parallel.pipeline: 2",
-    ),
-    "layers of another model": (
-        "qwen3",
-        {"parallel.pipeline": 2, "parallel.layers_per_stage": [2, 3]},
-        "parallel.layers_per_stage: [2, 3] = 5, but the model's num_hidden_layers is 4",
-    ),
-    "virtual stages without stages": (
-        "qwen3",
-        {"parallel.virtual_pipeline": 2},
-        "parallel.virtual_pipeline: 2 stages a rank need parallel.pipeline of at least 2, found 1",
-    ),
-    "an engine across machines": (
-        "qwen3",
-        {"rollout.tensor_parallel": 8, "cluster.nodes": 2},
-        "rollout.tensor_parallel: 8 does not divide cluster.processes_per_node 4",
-    ),
-    "an engine's heads": (
-        "qwen3_next",
-        {"rollout.tensor_parallel": 4},
-        "rollout.tensor_parallel: 4 does not divide the model's linear_num_key_heads 2",
-    ),
-    "an engine's kernels": (
-        "qwen3_next",
-        {"rollout.batch_invariant": True},
-        "rollout.batch_invariant: true, but a qwen3_next model has Gated DeltaNet, for which vLLM has no",
-    ),
-    "paths": (
-        "qwen3",
-        {"rollout.max_response_length": 500},
-        "data.max_prompt_length 100 + rollout.max_response_length 500 = 600 is more than the model's "
-        "max_position_embeddings 512",
-    ),
-}
+    "layers": ("qwen3", {"parallel.pipeline": 2, "parallel.virtual_pipeline": 4},
+     "pipeline 2 x parallel.virtual_pipeline 4 = 8 is more than the model's num_hidden_layers 4"),
+    "layers of other stages": ("qwen3", {"parallel.pipeline": 2, "parallel.layers_per_stage": [1, 1, 2]},
+     "parallel.layers_per_stage: 3 numbers, but parallel.pipeline: 2"),
+    "layers of another model": ("qwen3", {"parallel.pipeline": 2, "parallel.layers_per_stage": [2, 3]},
+     "parallel.layers_per_stage: [2, 3] = 5, but the model's num_hidden_layers is 4"),
+    "virtual stages without stages": ("qwen3", {"parallel.virtual_pipeline": 2},
+     "parallel.virtual_pipeline: 2 stages a rank need parallel.pipeline of at least 2, found 1"),
+    "an engine across machines": ("qwen3", {"rollout.tensor_parallel": 8, "cluster.nodes": 2},
+     "rollout.tensor_parallel: 8 does not divide cluster.processes_per_node 4"),
+    "an engine's heads": ("qwen3_next", {"rollout.tensor_parallel": 4},
+     "rollout.tensor_parallel: 4 does not divide the model's linear_num_key_heads 2"),
+    "an engine's kernels": ("qwen3_next", {"rollout.batch_invariant": True},
+     "rollout.batch_invariant: true, but a qwen3_next model has Gated DeltaNet, for which vLLM has no"),
+    "paths": ("qwen3", {"rollout.max_response_length": 500},
+     "rollout.max_response_length 500 = 600 is more than the model's max_position_embeddings 512"),
+}  # fmt: skip
 
 
 def write_recipe(folder: Path, family: str) -> Path:
@@ -286,12 +243,11 @@ def test_plan_and_start_refuse_with_the_same_words_before_any_process(case, tmp_
         "megatron_eqlen.processes.launch.launch", lambda *_: pytest.fail("ranks were started")
     )
     family, keys, message = REFUSED[case]
-    recipe = str(write_recipe(tmp_path, family))
-    planned = outcome(capsys, "plan", recipe, *overrides(keys))
+    words = [str(write_recipe(tmp_path, family)), *overrides(keys)]
+    planned = outcome(capsys, "plan", *words)
     assert message in planned
-    assert outcome(capsys, "train", recipe, *overrides(keys)) == planned
-    assert outcome(capsys, "train", recipe, *overrides(keys), "--dry-run") == planned
-    assert outcome(capsys, "harvest", recipe, *overrides(keys), "--out", str(tmp_path / "out")) == planned
+    for command in (["train"], ["train", "--dry-run"], ["harvest", "--out", str(tmp_path / "out")]):
+        assert outcome(capsys, *command[:1], *words, *command[1:]) == planned
     assert not (tmp_path / "run").exists()
 
 
@@ -304,7 +260,7 @@ def test_plan_and_start_refuse_with_the_same_words_before_any_process(case, tmp_
     per_node=st.integers(1, 6),
 )
 @example("qwen3_moe", dict.fromkeys(PARALLEL, 1) | {"virtual_pipeline": None, "pipeline": 5}, 1, 1, 5)
-def test_what_plan_approves_is_launched_and_nothing_else(
+def test_recipes_that_plan_approves_are_launched_and_no_others(
     tmp_path_factory, family, keys, engine, nodes, per_node
 ):
     """The fact holds for any small numbers; and there is no message but one line."""

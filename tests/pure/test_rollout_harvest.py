@@ -9,7 +9,9 @@ from __future__ import annotations
 import random
 import zlib
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,10 +26,10 @@ from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.partial import HarvestProgress, PartialRollout
 from megatron_eqlen.sampling.equal_length.dual_track import DualTrack, pairs_of, tail_of
-from megatron_eqlen.sampling.harvester import Harvester, all_rollouts
+from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver, all_rollouts
 from megatron_eqlen.sampling.track import track_seed
 from megatron_eqlen.tokens import Ragged, Tokens
-from megatron_eqlen.types import Delta, Grade, Part, Prompt, Rollout, rollout_key
+from megatron_eqlen.types import Delta, Grade, Metrics, Part, Prompt, Rollout, rollout_key
 from tests.kit.marks import examples
 from tests.kit.observers import OnPart
 
@@ -47,6 +49,19 @@ def make_recipe(**over) -> Recipe:
 
 def make_prompts(count: int) -> list[Prompt]:
     return [Prompt(f"p#{i}", [1, i], "q", "math", "0") for i in range(count)]
+
+
+def harvested(
+    engine: ScriptedEngine,
+    recipe: Recipe | None = None,
+    prompts: int = 2,
+    seed: int = 0,
+    observers: Sequence[HarvestObserver] = (),
+    **plan: Any,
+) -> tuple[list[Rollout], Metrics]:
+    """Return rollouts and metrics of a harvest of that many prompts."""
+    made = HarvestPlan(make_prompts(prompts), recipe or make_recipe(), EOS, seed=seed, **plan)
+    return harvest(engine, made, observers)
 
 
 def continuation(context: list[int], seed: int, end: float) -> list[int]:
@@ -250,7 +265,7 @@ def run_case(case: dict, prompts: int = 3, **over) -> tuple[list[Rollout], dict,
         random.Random(case["chaos"]), case["end"], case["loss"], max_num_seqs=case["max_num_seqs"],
         max_chunk=case["max_chunk"],
     )  # fmt: skip
-    rollouts, metrics = harvest(engine, HarvestPlan(make_prompts(prompts), recipe, EOS, seed=case["seed"]))
+    rollouts, metrics = harvested(engine, recipe, prompts, case["seed"])
     return rollouts, metrics, engine, recipe
 
 
@@ -272,16 +287,16 @@ def test_streams_are_the_lockstep_harvest_whatever_the_delivery(case):
     assert not engine.requests, "a request was left running"
 
 
-@pytest.mark.parametrize(
-    ("sampling", "objective"), [("equal_length", "grpo"), ("independent", "grpo"), ("tree", "treerpo")]
-)
+@pytest.mark.parametrize(("sampling", "objective"), [
+    ("equal_length", "grpo"), ("independent", "grpo"), ("tree", "treerpo"),
+])  # fmt: skip
 def test_means_over_draws_are_the_policys_where_means_over_ended_responses_are_not(sampling, objective):
     """Each token ends a response with probability 0.2. Responses that end after more than 4 tokens get 1,
     responses that do not end within 12 get 0."""
     tree = {"branching": 2, "depth": 3}
     recipe = make_recipe(sampling=sampling, objective=objective, group_size=8, tree_sampling=tree)
     engine = ScriptedEngine(random.Random(1), max_num_seqs=400)
-    rollouts, _ = harvest(engine, HarvestPlan(make_prompts(250), recipe, EOS, seed=7))
+    rollouts, _ = harvested(engine, recipe, 250, seed=7)
     ended = [(segment, len(tokens)) for rollout in rollouts for segment, tokens in rollout.ended()]
     for segment, length in ended:
         segment.grade = Grade(float(length > 4), "scored")
@@ -338,13 +353,10 @@ def test_independent_completions(case):
 def test_a_token_budget_ends_the_step_and_keeps_whole_pairs(case, budget):
     recipe = make_recipe(rollout={"max_response_length": case["limit"], "tokens_per_step": budget})
     engine = ScriptedEngine(random.Random(case["chaos"]), case["end"], max_num_seqs=4, max_chunk=3)
-    rollouts, metrics = harvest(engine, HarvestPlan(make_prompts(3), recipe, EOS, seed=case["seed"]))
+    rollouts, metrics = harvested(engine, recipe, 3, case["seed"])
     no_budget = make_recipe(rollout={"max_response_length": case["limit"]})
-    unlimited = HarvestPlan(make_prompts(3), no_budget, EOS, seed=case["seed"])
-    free = {
-        (s.prompt_id, s.index): s
-        for s in harvest(ScriptedEngine(random.Random(0), case["end"]), unlimited)[0]
-    }  # fmt: skip
+    unlimited, _ = harvested(ScriptedEngine(random.Random(0), case["end"]), no_budget, 3, case["seed"])
+    free = {(stream.prompt_id, stream.index): stream for stream in unlimited}
     assert not engine.requests
     # One step may bring a chunk from each of the requests that run (forks may exceed the slots by one).
     assert metrics["harvest/generated_tokens"] < budget + 3 * (engine.max_num_seqs + 2)
@@ -365,16 +377,14 @@ def test_of_rollouts_that_another_rank_keeps_there_are_token_ids_alone(case, sam
         **({"objective": "treerpo"} if sampling == "tree" else {}),
     )
 
-    def harvested(keeps_columns=all_rollouts) -> list[Rollout]:
+    def rollouts(keeps_columns=all_rollouts) -> list[Rollout]:
         engine = ScriptedEngine(random.Random(case["chaos"]), case["end"], case["loss"])
-        return harvest(
-            engine, HarvestPlan(make_prompts(3), recipe, EOS, seed=case["seed"], keeps_columns=keeps_columns)
-        )[0]
+        return harvested(engine, recipe, 3, case["seed"], keeps_columns=keeps_columns)[0]
 
     def mine(prompt: Prompt, index: int) -> bool:
         return (prompt.token_ids[1] + index) % 2 == 0
 
-    for found, full in zip(harvested(mine), harvested(), strict=True):
+    for found, full in zip(rollouts(mine), rollouts(), strict=True):
         if mine(found.prompt, found.index):
             assert found == full
             continue
@@ -400,9 +410,7 @@ def test_parts_are_announced_as_they_become_final_and_make_up_the_rollout(case, 
         **({"objective": "treerpo"} if sampling == "tree" else {}),
     )
     engine = ScriptedEngine(random.Random(case["chaos"]), case["end"])
-    rollouts, _ = harvest(
-        engine, HarvestPlan(make_prompts(3), recipe, EOS, seed=case["seed"]), [OnPart(hear)]
-    )
+    rollouts, _ = harvested(engine, recipe, 3, case["seed"], [OnPart(hear)])
     for rollout in rollouts:
         heard = announced[rollout_key(rollout)]
         parts = list(rollout.parts)
@@ -473,40 +481,20 @@ def test_a_fork_is_submitted_in_the_step_that_made_its_length_certain():
 
     engine = Lockstep(random.Random(1), max_num_seqs=64, max_chunk=1)
     recipe = make_recipe(rollout={"max_response_length": 24, "max_num_seqs": 64})
-    _, metrics = harvest(engine, HarvestPlan(make_prompts(4), recipe, EOS, seed=5))
+    _, metrics = harvested(engine, recipe, 4, seed=5)
     assert metrics["harvest/forks"] > 0
     assert metrics["harvest/recomputed_tokens_per_fork"] < 4  # the script caches blocks of 4
 
 
-def test_done_rollouts_are_returned_and_not_generated_again():
-    recipe = make_recipe()
-    first, _ = harvest(ScriptedEngine(random.Random(0)), HarvestPlan(make_prompts(3), recipe, EOS, seed=1))
-    engine = ScriptedEngine(random.Random(7))
-    announced = set()
-    second, _ = harvest(
-        engine,
-        HarvestPlan(make_prompts(3), recipe, EOS, seed=1, progress=HarvestProgress(first[1:4])),
-        [OnPart(lambda harvester, part: announced.add((harvester.prompt.prompt_id, harvester.index)))],
-    )
-    assert second == first
-    assert announced == set(map(rollout_key, [first[0], *first[4:]]))
+TWO = {"routes": np.zeros((2, 1, 2), np.uint8)}
 
 
-@pytest.mark.parametrize(
-    ("found", "message"),
-    [
-        ({"columns": {"logprobs": [-1.0]}}, "expected routes of 1 tokens, found 0"),
-        (
-            {"columns": {"logprobs": [-1.0], "routes": np.zeros((2, 1, 2), np.uint8)}},
-            "expected routes of 1 tokens, found 2",
-        ),
-        ({"path": {}}, "of the first 1 positions of its path, found 0"),
-        (
-            {"path": {"routes": np.zeros((2, 1, 2), np.uint8)}},
-            "of the first 1 positions of its path, found 2",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("found", "message"), [
+    ({"columns": {"logprobs": [-1.0]}}, "expected routes of 1 tokens, found 0"),
+    ({"columns": {"logprobs": [-1.0]} | TWO}, "expected routes of 1 tokens, found 2"),
+    ({"path": {}}, "of the first 1 positions of its path, found 0"),
+    ({"path": TWO}, "of the first 1 positions of its path, found 2"),
+])  # fmt: skip
 def test_a_row_that_is_missing_or_too_many_is_an_error(found, message):
     class Broken(ScriptedEngine):
         def _delta(self, name):
@@ -514,25 +502,23 @@ def test_a_row_that_is_missing_or_too_many_is_an_error(found, message):
 
     engine = Broken(random.Random(0), max_chunk=1, routes=True)
     with pytest.raises(EngineError, match=message):
-        harvest(engine, HarvestPlan(make_prompts(2), make_recipe(rollout={"keep_routes": True}), EOS, seed=0))
+        harvested(engine, make_recipe(rollout={"keep_routes": True}))
     assert not engine.requests
 
 
 def test_earlier_tokens_without_routes_are_not_continued():
     recipe = make_recipe(rollout={"keep_routes": True})
     engine = ScriptedEngine(random.Random(0), routes=True)
-    prompts = make_prompts(2)
-    partial = PartialRollout(prompts[0], 0, {1: Tokens.of([5, 5], [-1.0, -1.0], versions=0)})
-    progress = HarvestProgress(partial=[partial])
+    partial = PartialRollout(make_prompts(1)[0], 0, {1: Tokens.of([5, 5], [-1.0, -1.0], versions=0)})
     with pytest.raises(EngineError, match=r"p#0/0/1: expected routes of the 2 tokens .*, found none"):
-        harvest(engine, HarvestPlan(prompts, recipe, EOS, seed=0, progress=progress))
+        harvested(engine, recipe, progress=HarvestProgress(partial=[partial]))
     assert not engine.requests
 
 
 def test_a_request_that_is_always_lost_is_an_error_and_nothing_stays_running():
     engine = ScriptedEngine(random.Random(0), end=0.0, loss=1.0, max_chunk=1, max_losses=99)
     with pytest.raises(EngineError, match=r"'lost' after 4 of 12 tokens .* 4 times"):
-        harvest(engine, HarvestPlan(make_prompts(2), make_recipe(), EOS, seed=0))
+        harvested(engine)
     assert not engine.requests
 
 
@@ -544,13 +530,8 @@ def test_a_server_that_returns_fewer_tokens_is_asked_for_the_rest():
             if "~" not in request_id and len(tokens) > 2:
                 self.requests[request_id] = (tokens[:2], start)
 
-    want, _ = harvest(
-        ScriptedEngine(random.Random(0)), HarvestPlan(make_prompts(2), make_recipe(), EOS, seed=0)
-    )
-    found, metrics = harvest(
-        Short(random.Random(0)), HarvestPlan(make_prompts(2), make_recipe(), EOS, seed=0)
-    )
-    assert found == want
+    found, metrics = harvested(Short(random.Random(0)))
+    assert found == harvested(ScriptedEngine(random.Random(0)))[0]
     assert metrics["harvest/retries"] > 0
 
 
@@ -560,7 +541,7 @@ def test_missing_logprobs_and_hangs_are_errors():
             return [Delta(name, [5], {"logprobs": []}) for name in self.requests]
 
     with pytest.raises(EngineError, match="expected logprobs of 1 tokens, found 0"):
-        harvest(Bare(random.Random(0)), HarvestPlan(make_prompts(1), make_recipe(), EOS, seed=0))
+        harvested(Bare(random.Random(0)))
 
     class Hung(ScriptedEngine):
         def step(self):
@@ -568,20 +549,15 @@ def test_missing_logprobs_and_hangs_are_errors():
 
     hung = Hung(random.Random(0))
     with pytest.raises(EngineError, match=r"no token for .* with 4 requests in flight"):
-        harvest(
-            hung, HarvestPlan(make_prompts(1), make_recipe(rollout={"request_timeout": 0.05}), EOS, seed=0)
-        )
+        harvested(hung, make_recipe(rollout={"request_timeout": 0.05}), prompts=1)
     assert not hung.requests
 
 
-@pytest.mark.parametrize(
-    ("prompts", "message"),
-    [
-        ([Prompt("a", [1] * 60, "", "", "")], r"prompt a: 60 tokens \+ .* 12 = 72 exceed the engine's 64"),
-        ([Prompt("a", [], "", "", "")], "prompt a: expected at least one token"),
-        (make_prompts(1) * 2, "prompt p#0: expected once"),
-    ],
-)
+@pytest.mark.parametrize(("prompts", "message"), [
+    ([Prompt("a", [1] * 60, "", "", "")], r"prompt a: 60 tokens \+ .* 12 = 72 exceed the engine's 64"),
+    ([Prompt("a", [], "", "", "")], "prompt a: expected at least one token"),
+    (make_prompts(1) * 2, "prompt p#0: expected once"),
+])  # fmt: skip
 def test_prompts_that_cannot_run_are_refused_before_anything_is_submitted(prompts, message):
     engine = ScriptedEngine(random.Random(0))
     with pytest.raises(ValueError, match=message):

@@ -74,8 +74,7 @@ def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: np.
 def assert_equal_with_gradients(ours, reference, inputs, used: int, tolerance: float) -> None:
     """Compare outputs [.., used, ..] on dimension 2, and the gradients of a random weighted sum of them."""
     weights = normal(9, *reference.shape).detach().to(reference.device)
-    for out in (ours, reference):
-        assert out.shape == reference.shape
+    assert ours.shape == reference.shape
     torch.testing.assert_close(ours[:, :, :used], reference[:, :, :used], rtol=tolerance, atol=tolerance)
     gradients = [
         torch.autograd.grad((out * weights)[:, :, :used].sum(), inputs, retain_graph=True, allow_unused=True)
@@ -262,15 +261,6 @@ def activated(q, k, v, g, beta):
     return q, k, v, -torch.nn.functional.softplus(g), beta.sigmoid()
 
 
-@pytest.mark.parametrize("size", [4, 64])
-def test_chunked_delta_rule_equals_the_recurrence(row, size):
-    inputs = delta_inputs(len(row.input_ids))
-    ours = chunked_delta_rule(*activated(*inputs), TreeParams.from_row(row, "cpu"), size)
-    reference = naive_delta_rule(*activated(*inputs), row)
-    swap = (out.swapaxes(1, 2) for out in (ours, reference))
-    assert_equal_with_gradients(*swap, inputs, row.num_tokens, 1e-11)
-
-
 def sequential_kernel(
     q, k, v, g, beta, initial_state, output_final_state, cu_seqlens, chunk_indices, chunk_size
 ):
@@ -296,14 +286,20 @@ def chunks_of(cu_seqlens: torch.Tensor, size: int) -> torch.Tensor:
     return torch.tensor([(number, i) for number, count in enumerate(counts) for i in range(count)])
 
 
-def test_run_by_run_delta_rule_equals_the_recurrence(row):
-    """This tests the plumbing of the GPU path, with a stand-in of the kernel's signature."""
+DELTA_RULES = {
+    "chunks of 4": lambda *inputs: chunked_delta_rule(*inputs, 4),
+    "chunks of 64": lambda *inputs: chunked_delta_rule(*inputs, 64),
+    "run by run": lambda *inputs: run_by_run_delta_rule(*inputs, sequential_kernel),
+}
+"""The last one is the GPU's path, with a stand-in of the kernel's signature."""
+
+
+def test_delta_rules_equal_the_recurrence(row):
     inputs = delta_inputs(len(row.input_ids))
-    tree = TreeParams.from_row(row, "cpu")
-    ours = run_by_run_delta_rule(*activated(*inputs), tree, sequential_kernel)
-    reference = naive_delta_rule(*activated(*inputs), row)
-    swap = (out.swapaxes(1, 2) for out in (ours, reference))
-    assert_equal_with_gradients(*swap, inputs, row.num_tokens, 1e-11)
+    reference = naive_delta_rule(*activated(*inputs), row).swapaxes(1, 2)
+    for rule in DELTA_RULES.values():
+        ours = rule(*activated(*inputs), TreeParams.from_row(row, "cpu")).swapaxes(1, 2)
+        assert_equal_with_gradients(ours, reference, inputs, row.num_tokens, 1e-11)
 
 
 def test_convolution_follows_the_path(row):
@@ -405,10 +401,9 @@ def test_kernels_without_edges_serve_all_shares_of_rows(monkeypatch):
     assert graphs.cut == [False] * 2
 
 
-@pytest.mark.parametrize(
-    ("gpu", "ranks", "context", "multiple"),
-    [(True, 8, 1, 128), (True, 3, 1, 384), (False, 8, 1, 8), (True, 8, 2, 512), (False, 8, 3, 48)],
-)
+@pytest.mark.parametrize(("gpu", "ranks", "context", "multiple"), [
+    (True, 8, 1, 128), (True, 3, 1, 384), (False, 8, 1, 8), (True, 8, 2, 512), (False, 8, 3, 48),
+])  # fmt: skip
 def test_rows_are_whole_blocks_on_gpus_alone(gpu, ranks, context, multiple, monkeypatch):
     """With context parallelism this holds for each slice of a rank."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
