@@ -275,7 +275,7 @@ def test_tokens_that_are_too_old_are_set_aside_and_sampled_anew(tmp_path, caplog
     assert {version for rollout in trained[2].rollouts for version in versions_of(rollout)} == {8}
 
 
-def test_what_fails_in_the_harvest_is_raised_where_the_step_is_taken(tmp_path):
+def test_an_error_of_the_harvest_is_raised_where_the_step_is_taken(tmp_path):
     engine = Served(random.Random(0), policy_version=0)
     with rollouts(engine, tmp_path, 1) as source:
         source.collect(Step(0, 0))

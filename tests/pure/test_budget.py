@@ -76,7 +76,7 @@ def test_the_page_and_the_folder_know_the_end(tmp_path):
     assert not RunFolder(run).ended(run), "nothing says that it has"
 
 
-def test_what_is_left_is_estimated_by_the_nearer_limit():
+def test_the_time_left_is_estimated_by_the_nearer_limit():
     assert Budget(30, None).steps_left(Spent(10, 1.0)) == 20
     assert Budget(30, 1.5).steps_left(Spent(10, 1.0)) == pytest.approx(5)
     assert Budget(None, 1.5).steps_left(Spent()) is None

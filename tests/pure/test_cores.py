@@ -22,10 +22,9 @@ def machine(monkeypatch):
     return have
 
 
-@pytest.mark.parametrize(
-    ("affinity", "quotas", "usable"),
-    [(96, [], 96), (96, [12.0], 12), (4, [12.0], 4), (96, [12.0, 2.5], 2), (8, [0.5], 1)],
-)
+@pytest.mark.parametrize(("affinity", "quotas", "usable"), [
+    (96, [], 96), (96, [12.0], 12), (4, [12.0], 4), (96, [12.0, 2.5], 2), (8, [0.5], 1),
+])  # fmt: skip
 def test_a_container_may_use_fewer_cores_than_the_machine_has(machine, affinity, quotas, usable):
     machine(affinity, *quotas)
     assert usable_cores() == usable

@@ -129,7 +129,7 @@ def missing_metrics(file: Path, text: str) -> Iterator[str]:
 @pytest.mark.parametrize(
     "missing", [missing_links, missing_commands, missing_files, missing_keys, missing_metrics]
 )
-def test_what_a_text_names_is_there(missing: Callable[[Path, str], Iterator[str]]):
+def test_a_text_names_nothing_that_is_not_there(missing: Callable[[Path, str], Iterator[str]]):
     names = ((file, name) for file in TODAY for name in missing(file, file.read_text()))
     assert {f"{file.relative_to(ROOT)}: {name}" for file, name in names} == set()
 

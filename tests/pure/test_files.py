@@ -94,7 +94,7 @@ def test_two_makers_of_one_folder_do_not_mix(tmp_path, maker):
     assert names(tmp_path) == {"out", "other"}
 
 
-def test_what_a_killed_maker_left_is_removed_where_nobody_else_writes(tmp_path, maker):
+def test_the_rest_of_a_killed_maker_is_removed_where_nobody_else_writes(tmp_path, maker):
     process, _ = maker
     os.kill(process.pid, signal.SIGKILL)
     process.join()

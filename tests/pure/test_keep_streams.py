@@ -28,10 +28,9 @@ def make_recipe(folder: Path, keep: str | int, every: int, **over) -> Recipe:
     )
 
 
-@pytest.mark.parametrize(
-    ("keep", "left"),
-    [("all", range(8)), (1, [5, 6, 7]), (4, [2, 3, 4, 5, 6, 7]), ("evaluations", [2, 5, 6, 7])],
-)
+@pytest.mark.parametrize(("keep", "left"), [
+    ("all", range(8)), (1, [5, 6, 7]), (4, [2, 3, 4, 5, 6, 7]), ("evaluations", [2, 5, 6, 7]),
+])  # fmt: skip
 def test_steps_that_are_named_stay_and_those_that_a_resumed_run_reads(tmp_path, keep, left):
     recipe = make_recipe(tmp_path, keep, every=3)
     folder = RunFolder(recipe)

@@ -148,5 +148,5 @@ def test_gated_delta_net_goes_without_an_fla_that_does_not_import(install):
     assert gated_delta_net.fla_kernel(torch.bfloat16) is None
 
 
-def test_what_is_needed_is_installed_here():
+def test_packages_that_are_needed_are_installed_here():
     assert all(find_spec(package.name) and packages._version(package) for package in packages.NEEDED)

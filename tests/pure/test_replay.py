@@ -42,12 +42,12 @@ def test_a_steps_own_record_is_accepted(tmp_path):
     check(tmp_path, streams_of(3, 2))
 
 
-def test_what_a_token_budget_left_out_is_not_missed(tmp_path):
+def test_rollouts_that_a_token_budget_left_out_are_not_missed(tmp_path):
     rollout = {"max_response_length": 192, "tokens_per_step": 100}
     check(tmp_path, streams_of(3, 2)[:-3], rollout=rollout)
 
 
-def test_what_dynamic_sampling_drew_again_belongs_to_the_step(tmp_path):
+def test_prompts_that_dynamic_sampling_drew_again_belong_to_the_step(tmp_path):
     check(tmp_path, streams_of(6, 2), objective="dapo")
 
 

@@ -55,7 +55,7 @@ def test_the_lock_names_no_place_that_packages_come_from():
     assert re.findall(r"\w+://[^\"]*", (ROOT / "uv.lock").read_text()) == []
 
 
-def test_what_this_package_imports_has_one_version_on_cpus_and_gpus():
+def test_packages_that_this_one_imports_have_one_version_on_cpus_and_gpus():
     cpu, gpu = (exported("--extra", kind, "--extra", "test") for kind in ("cpu", "gpu"))
     direct = {re.split("[><=]", each.lower().replace("_", "-"))[0] for each in PROJECT["dependencies"]}
     assert direct <= cpu.keys()

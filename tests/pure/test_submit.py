@@ -89,7 +89,7 @@ def test_the_script_asks_for_what_the_plan_counts_and_calls_train_sbatch(capsys,
     assert not folder.exists()
 
 
-def test_what_follows_two_dashes_has_the_last_word(capsys):
+def test_options_after_two_dashes_have_the_last_word(capsys):
     assert cli.main(["submit", LARGE, "--dry-run", "--", "--time=1:00:00", "--comment", "two words"]) == 0
     text = capsys.readouterr().out
     assert directives(text)[0]["--time"] == "1:00:00"
@@ -143,7 +143,7 @@ def test_the_script_is_kept_with_its_environment_and_the_job_is_named(recipe, he
     (["strange"], "override 'strange': expected key.sub=value"),
     ([], "sbatch: not found on the PATH; .*small/eqlen-grpo-seed0/submit.sbatch"),
 ])  # fmt: skip
-def test_what_cannot_start_is_refused_before_it_is_submitted(
+def test_a_recipe_that_cannot_start_is_refused_before_it_is_submitted(
     recipe, here, monkeypatch, capsys, more, message
 ):
     if more:
@@ -159,7 +159,7 @@ def test_what_cannot_start_is_refused_before_it_is_submitted(
     ("invalid partition", "sbatch: error: invalid partition"),
     ("Invalid generic resource (gres) specification", "cluster.device=cpu asks for no GPUs"),
 ])  # fmt: skip
-def test_what_sbatch_refuses_is_said(recipe, here, monkeypatch, capsys, error, said):
+def test_a_refusal_of_sbatch_is_said(recipe, here, monkeypatch, capsys, error, said):
     refuses = write(here / "bin/sbatch", f"#!/bin/bash\necho 'sbatch: error: {error}' >&2; exit 1\n")
     monkeypatch.setenv("PATH", f"{refuses.parent}:{os.environ['PATH']}")
     assert cli.main(["submit", recipe]) == 2

@@ -39,7 +39,7 @@ def test_idle_is_the_time_that_no_span_covers(spans, ongoing, since, length):
         assert line.idle(stages, since, since + length) == length - len(covered)
 
 
-def test_what_raises_has_ended_too():
+def test_a_stage_that_raises_has_ended_too():
     line = Timeline()
     with pytest.raises(KeyError), line.span("train"):
         raise KeyError

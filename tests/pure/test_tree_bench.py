@@ -133,7 +133,7 @@ def test_a_part_or_yardstick_that_does_not_fit_into_memory_says_so(tmp_path, mon
     assert attention["of_yardstick"] == "–"
 
 
-def test_what_was_measured_before_a_part_that_fails_is_kept(tmp_path, monkeypatch):
+def test_results_of_the_parts_before_one_that_fails_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "token_logprobs", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(gpu, tmp_path, *SMALL, "--parts", "attention", "head")

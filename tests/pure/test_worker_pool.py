@@ -112,7 +112,7 @@ def test_an_item_whose_worker_dies_is_asked_again_as_often_as_it_may(make_pool, 
     assert slow.result()["timeout"]
 
 
-def test_what_is_cut_is_cancelled_and_its_worker_killed_and_the_next_item_is_answered(make_pool, begun):
+def test_items_that_are_cut_are_cancelled_their_worker_killed_and_the_next_item_is_answered(make_pool, begun):
     pool = make_pool()
     running, waiting = (pool.submit({"name": name, "do": "loop"}, 600.0) for name in ("running", "waiting"))
     after = pool.submit({"name": "before"}, 1.0)

@@ -222,7 +222,7 @@ def test_a_rank_that_misses_a_collective_is_recorded_and_one_that_was_slow_is_no
     assert "missing ranks: {1}" in said, said
 
 
-def test_what_a_stage_took_before_it_may_take_again(jobs):
+def test_a_stage_may_take_as_long_as_it_took_before(jobs):
     (job,) = jobs[1]["learns"]
     assert job.wait() == 0, job.stderr
     assert not (jobs[0] / "learns").exists(), "nothing is left of ranks that ended well"
