@@ -1,5 +1,8 @@
 """The commands that convert models: ``tools/convert_hf_to_megatron.py``, ``tools/convert_megatron_to_hf.py``.
 
+A model that is larger than a host's memory is divided over processes that torchrun starts, on one host or
+several: ``torchrun --nproc-per-node 8 tools/convert_hf_to_megatron.py SOURCE OUT --pipeline 8``.
+
 Exit status: 0 converted (and verified), 1 killed or crashed, 2 a mistake in the input or a full
 disk, said in one line.
 """
@@ -11,18 +14,17 @@ import os
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks: conversion runs on the CPU
 
 import argparse
-import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from megatron_eqlen.models import convert
 from megatron_eqlen.models.groups import start, stop
 from megatron_eqlen.processes import failures
 from megatron_eqlen.recipe import ParallelRecipe
+
+PARTS = ("tensor", "pipeline", "expert")
+"""Kinds of parallelism that may divide a model while it is converted."""
 
 
 def hf_to_megatron(argv: list[str] | None = None) -> int:
@@ -35,12 +37,11 @@ def hf_to_megatron(argv: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="checkpoint folder to make; must not exist")
     args = parser.parse_args(argv)
 
-    def run() -> None:
-        with _progress("converting", args.source) as progress:
-            convert.hf_to_megatron(args.source, args.out, progress)
-        _verify(args.verify, args.out, args.source, args.source)
+    def run(parallel: ParallelRecipe) -> None:
+        convert.hf_to_megatron(args.source, args.out, parallel)
+        _verify(args.verify, args.out, args.source, args.source, parallel)
 
-    return _guarded(parser.prog, run)
+    return _guarded(parser, args, run)
 
 
 def megatron_to_hf(argv: list[str] | None = None) -> int:
@@ -67,17 +68,16 @@ def megatron_to_hf(argv: list[str] | None = None) -> int:
     if args.adapter and args.verify:
         parser.error("--verify compares whole models: leave out --adapter or --verify")
 
-    def run() -> None:
+    def run(parallel: ParallelRecipe) -> None:
         if args.adapter:
-            convert.megatron_to_peft(args.checkpoint, args.source, args.out)
+            convert.megatron_to_peft(args.checkpoint, args.source, args.out, parallel)
             return
         if args.verify == "logits":
             convert.check_logits_are_comparable(args.checkpoint)
-        with _progress("converting", args.source) as progress:
-            convert.megatron_to_hf(args.checkpoint, args.source, args.out, progress)
-        _verify(args.verify, args.checkpoint, args.out, args.source)
+        convert.megatron_to_hf(args.checkpoint, args.source, args.out, parallel)
+        _verify(args.verify, args.checkpoint, args.out, args.source, parallel)
 
-    return _guarded(parser.prog, run)
+    return _guarded(parser, args, run)
 
 
 def _parser(direction: str | None, description: str) -> argparse.ArgumentParser:
@@ -86,7 +86,8 @@ def _parser(direction: str | None, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=direction and f"eqlen convert {direction}",
         description=description,
-        epilog="One process, on the CPU.",
+        epilog="On the CPU, in one process, or in as many as torchrun starts: the product of --tensor, "
+        "--pipeline and --expert.",
     )
     parser.add_argument(
         "--verify",
@@ -96,35 +97,45 @@ def _parser(direction: str | None, description: str) -> argparse.ArgumentParser:
         help="read everything back and compare its bits (hash); also run both models in float32 (logits: "
         "both must fit in memory)",
     )
+    for part in PARTS:
+        parser.add_argument(
+            f"--{part}", type=int, default=1, metavar="N", help=f"{part}-parallel processes (default 1)"
+        )
     return parser
 
 
-def _verify(level: str | None, checkpoint: Path, folder: Path, source: Path) -> None:
+def _verify(
+    level: str | None, checkpoint: Path, folder: Path, source: Path, parallel: ParallelRecipe
+) -> None:
     if level is None:
         return
-    with _progress("verifying", folder) as progress:
-        digest = convert.verify_hash(checkpoint, folder, source, progress)
-    print(f"same weights: sha256 {digest}")
+    digest = convert.verify_hash(checkpoint, folder, source, parallel)
+    _say(f"same weights: sha256 {digest}")
     if level == "logits":
         error = convert.verify_logits(checkpoint, folder)
-        print(f"same logits: largest difference {error:.1e} of the largest logit")
+        _say(f"same logits: largest difference {error:.1e} of the largest logit")
 
 
-@contextlib.contextmanager
-def _progress(verb: str, folder: Path) -> Iterator[convert.Progress]:
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(verb, total=convert.converted_bytes(folder))
-        yield lambda nbytes: bar.advance(task, nbytes)
+def _say(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(text)
 
 
-def _guarded(name: str, run: Callable[[], None]) -> int:
-    os.environ.pop("RANK", None)  # one process, also inside an srun step
-    start(ParallelRecipe(), seed=0)
+def _guarded(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, run: Callable[[ParallelRecipe], None]
+) -> int:
+    sizes = {part: getattr(args, part) for part in PARTS}
+    alone = max(sizes.values()) == 1
+    if not alone and args.verify == "logits":
+        parser.error("--verify logits runs whole models, in one process")
+    if alone:
+        os.environ.pop("RANK", None)  # also inside an srun step
     try:
-        run()
+        parallel = ParallelRecipe.model_validate(sizes)
+        start(parallel, seed=0)
+        run(parallel)
     except (ValueError, OSError) as error:
-        print(f"{name}: {failures.words(error)}", file=sys.stderr)
+        print(f"{parser.prog}: {failures.words(error)}", file=sys.stderr)
         return 2
     finally:
         stop()

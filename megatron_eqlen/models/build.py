@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from torch.overrides import TorchFunctionMode
 
 from megatron_eqlen.hf.config import ModelConfig, read_config
 from megatron_eqlen.models.config import gpt_arguments, scaled_rope, transformer_config
@@ -41,37 +38,6 @@ def build_model(
     chunks = [_chunk(model, config, stage, separate_norms) for stage in stages]
     number_routers(chunks)
     return chunks
-
-
-def build_meta_model(model: ModelConfig) -> PolicyModel:
-    """Return the complete model in plain torch modules on the meta device: names and shapes.
-
-    Megatron's groups must have been started without any parallelism.
-    """
-    plain = {"transformer_impl": "local", "moe_grouped_gemm": False, "use_cpu_initialization": True}
-    with meta_device():
-        (chunk,) = build_model(model, ParallelRecipe(), torch.float32, **plain)
-    return chunk
-
-
-@contextlib.contextmanager
-def meta_device() -> Iterator[None]:
-    """Build models in the block without memory on any device."""
-    with torch.device("meta"), _NamedDevicesAreMeta():
-        yield
-
-
-class _NamedDevicesAreMeta(TorchFunctionMode):
-    """Redirect named devices to meta: ``torch.device("meta")`` sets only the default, and Megatron names the
-    GPU."""
-
-    def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if kwargs.get("device") is not None:
-            kwargs["device"] = "meta"
-        return func(*args, **kwargs)
 
 
 def _chunk(model: ModelConfig, config: Any, vp_stage: int | None, separate_norms: bool) -> PolicyModel:

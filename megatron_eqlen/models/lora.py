@@ -16,7 +16,6 @@ off the model is the one that training started from, bit for bit.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,7 +37,6 @@ from torch import Tensor
 from megatron_eqlen.hf.adapter_map import AdapterWeights, adapter_map
 from megatron_eqlen.hf.weight_map import Weight
 from megatron_eqlen.models import groups
-from megatron_eqlen.models.megatron_checkpoint import CheckpointLayout, Piece
 from megatron_eqlen.models.names import global_name, model_config, unwrapped
 from megatron_eqlen.recipe import LoraRecipe
 
@@ -146,21 +144,6 @@ def sharded_state_dict(chunk: torch.nn.Module) -> dict[str, ShardedTensorFactory
             (adapter.weights.B.megatron, adapter.weights.B, adapter.B),
         )
     }
-
-
-def checkpoint_layout(which: Iterable[AdapterWeights]) -> CheckpointLayout:
-    """Return the tensors of adapters as ``sharded_state_dict`` names and divides them: names are those in
-    ``hf``."""
-    layout = CheckpointLayout({}, {}, [])
-    for weight in (matrix for adapter in which for matrix in (adapter.A, adapter.B)):
-        number = itertools.count()
-        for name, (rows, columns) in zip(weight.hf, weight.shapes, strict=True):
-            start, layout.shapes[name], layout.pieces[name] = 0, (rows, columns), []
-            for part in weight.local_sections(torch.empty(rows, columns, device="meta"), 1):
-                key, shape = f"{weight.megatron}.{next(number)}", tuple(part.shape)
-                layout.pieces[name].append(Piece(start, key, shape, (0, 0), shape))
-                start += part.numel()
-    return layout
 
 
 @torch.no_grad()

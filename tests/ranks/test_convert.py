@@ -3,6 +3,7 @@
 import os
 import pickle
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -124,6 +125,27 @@ def test_a_converted_folder_loads_with_megatron_in_any_layout(tmp_path, family):
     assert error <= 1e-4
 
 
+def convert_in_parts(source: str, checkpoint: str, out: str, layout: dict) -> str:
+    from megatron_eqlen.models.convert import hf_to_megatron, megatron_to_hf, verify_hash
+    from megatron_eqlen.models.groups import start
+    from megatron_eqlen.recipe import ParallelRecipe
+
+    parallel = ParallelRecipe(**layout)
+    start(parallel, seed=1)
+    hf_to_megatron(source, checkpoint, parallel)
+    megatron_to_hf(checkpoint, source, out, parallel)
+    return verify_hash(checkpoint, out, source, parallel)
+
+
+def test_processes_convert_a_model_that_is_divided_among_them(tmp_path):
+    source, checkpoint, out = (str(tmp_path / name) for name in ("hf", "megatron", "out"))
+    save_tiny(Path(source), "qwen3_next")
+    layout = {"pipeline": 2, "expert": 2, "tensor": 2}
+    digests = run_ranks(4, convert_in_parts, source, checkpoint, out, layout)
+    assert len({*digests}) == 1
+    assert Path(out, "model.safetensors").read_bytes() == Path(source, "model.safetensors").read_bytes()
+
+
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory):
     """Return (Hugging Face folder, its checkpoint)."""
@@ -131,35 +153,6 @@ def converted(tmp_path_factory):
     save_tiny(folder / "hf", "qwen3", num_hidden_layers=2)
     run_ranks(1, to_megatron, str(folder / "hf"), str(folder / "megatron"))
     return folder / "hf", folder / "megatron"
-
-
-def interrupted(source: str, out: str) -> bool:
-    """Return True if a conversion that dies half-way leaves nothing, and a second one is complete."""
-    from megatron_eqlen.models.convert import hf_to_megatron, megatron_to_hf
-
-    start_alone()
-    calls = []
-
-    def die(nbytes: int) -> None:
-        calls.append(nbytes)
-        if len(calls) == 5:
-            raise KeyboardInterrupt
-
-    back = out + "-back"
-    for convert, target in (
-        (lambda progress: hf_to_megatron(source, out, progress), out),
-        (lambda progress: megatron_to_hf(out, source, back, progress), back),
-    ):
-        calls.clear()
-        with pytest.raises(KeyboardInterrupt):
-            convert(die)
-        assert not list(Path(target).parent.glob(f"*{Path(target).name}*"))
-        convert(lambda nbytes: None)
-    return Path(back, "model.safetensors").read_bytes() == Path(source, "model.safetensors").read_bytes()
-
-
-def test_an_interrupted_conversion_leaves_nothing(tmp_path, converted):
-    assert run_ranks(1, interrupted, str(converted[0]), str(tmp_path / "out")) == [True]
 
 
 def copied(folder: Path, to: Path) -> Path:
@@ -170,8 +163,13 @@ def copied(folder: Path, to: Path) -> Path:
 
 
 def truncate(checkpoint: Path) -> None:
-    (file,) = checkpoint.glob("*.distcp")
+    file = checkpoint / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-100])
+
+
+def lengthen(checkpoint: Path) -> None:
+    with open(checkpoint / "metadata.json", "ab") as file:
+        file.write(b" ")
 
 
 def flip(file: Path, at: int) -> None:
@@ -198,8 +196,11 @@ def put(name: str, data: bytes):
 
 BROKEN = {
     "truncated": (truncate, r"__0_0\.distcp: truncated: expected \d+ bytes, found \d+"),
-    "longer": (lambda path: put("common.pt", (path / "common.pt").read_bytes() + b"?")(path), "too long"),
-    "missing data": (remove("*.distcp"), r"__0_0\.distcp: no such file"),
+    "longer": (
+        lambda path: put("metadata.json", (path / "metadata.json").read_bytes() + b" ")(path),
+        "too long",
+    ),
+    "missing data": (remove("__0_0.distcp"), r"__0_0\.distcp: no such file"),
     "missing metadata": (remove(".metadata"), r"\.metadata: no such file"),
     "broken metadata": (put(".metadata", b"?"), r"\.metadata: truncated"),
     "not a checkpoint": (remove("metadata.json"), r"no metadata\.json"),
@@ -209,7 +210,7 @@ BROKEN = {
     "a list as manifest": (put("manifest.json", b"[]"), r"manifest\.json: damaged"),
     "an empty manifest": (put("manifest.json", b"{}"), r"__0_0\.distcp: not in manifest\.json"),
     "foreign, truncated": (without_manifest(truncate), r"__0_0\.distcp: truncated: expected \d+ bytes"),
-    "foreign, missing data": (without_manifest(remove("*.distcp")), r"__0_0\.distcp: no such file"),
+    "foreign, missing data": (without_manifest(remove("__0_0.distcp")), r"__0_0\.distcp: no such file"),
     "foreign, missing metadata": (without_manifest(remove(".metadata")), r"\.metadata: cannot be read"),
     "foreign, broken metadata": (without_manifest(put(".metadata", b"?")), r"\.metadata: cannot be read"),
     "foreign, other metadata": (without_manifest(put(".metadata", b"N.")), r"\.metadata: cannot be read"),
@@ -219,26 +220,26 @@ BROKEN = {
 @pytest.mark.parametrize("fault", BROKEN)
 def test_broken_checkpoints_are_named(tmp_path, converted, fault):
     from megatron_eqlen.files import CheckpointError
-    from megatron_eqlen.models.megatron_checkpoint import CheckpointReader
+    from megatron_eqlen.models.megatron_checkpoint import find_checkpoint
 
     damage, message = BROKEN[fault]
     checkpoint = copied(converted[1], tmp_path / "checkpoint")
     damage(checkpoint)
     with pytest.raises(CheckpointError, match=message):
-        CheckpointReader(checkpoint)
+        find_checkpoint(checkpoint)
 
 
 @pytest.mark.parametrize("at", [100, 5_000, 100_003, -3])
-@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "common.pt", "metadata.json"])
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "metadata.json"])
 def test_a_flipped_bit_is_found_and_its_file_named(tmp_path, converted, file, at):
     from megatron_eqlen.files import CheckpointError
-    from megatron_eqlen.models.megatron_checkpoint import CheckpointReader
+    from megatron_eqlen.models.megatron_checkpoint import find_checkpoint
 
     checkpoint = copied(converted[1], tmp_path / "checkpoint")
-    CheckpointReader(checkpoint)
+    find_checkpoint(checkpoint)
     flip(checkpoint / file, at)
     with pytest.raises(CheckpointError, match=re.escape(str(checkpoint / file))):
-        CheckpointReader(checkpoint)
+        find_checkpoint(checkpoint)
 
 
 class Payload:
@@ -318,15 +319,15 @@ POINTERS = {
 @pytest.mark.parametrize("fault", POINTERS)
 def test_a_broken_pointer_to_the_newest_checkpoint_is_named(tmp_path, converted, fault):
     from megatron_eqlen.files import CheckpointError
-    from megatron_eqlen.models.megatron_checkpoint import CheckpointReader
+    from megatron_eqlen.models.megatron_checkpoint import find_checkpoint
 
     copied(converted[1], tmp_path / "step-00000004")
     (tmp_path / "latest").write_text("step-00000004\n")
-    assert CheckpointReader(tmp_path).path == tmp_path / "step-00000004"
+    assert find_checkpoint(tmp_path) == tmp_path / "step-00000004"
     data, message = POINTERS[fault]
     (tmp_path / "latest").write_bytes(data)
     with pytest.raises(CheckpointError, match=message):
-        CheckpointReader(tmp_path)
+        find_checkpoint(tmp_path)
 
 
 def test_a_checkpoint_with_a_head_is_not_exported_as_a_tied_model(tmp_path, converted):
@@ -340,16 +341,12 @@ def test_a_checkpoint_with_a_head_is_not_exported_as_a_tied_model(tmp_path, conv
 
 
 def test_a_tied_checkpoint_of_two_stages_becomes_the_folder_again(tmp_path):
-    """The last stage has a copy of the embeddings, which is no head of its own and no progress."""
-    from megatron_eqlen.models.convert import converted_bytes
-
+    """The last stage has a copy of the embeddings, which is no head of its own."""
     source, checkpoint, out = tmp_path / "hf", tmp_path / "trained", tmp_path / "out"
     save_tiny(source, "qwen3", tie_word_embeddings=True)
     run_ranks(2, save_with_megatron, str(source), {"pipeline": 2}, str(checkpoint))
     run_ranks(1, to_hf, str(checkpoint), str(source), str(out))
     assert (out / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
-    stored = load_file(source / "model.safetensors")
-    assert converted_bytes(source) == sum(tensor.nbytes for tensor in stored.values())
 
 
 def test_a_source_with_fewer_layers_does_not_shorten_a_model(tmp_path):
@@ -362,28 +359,22 @@ def test_a_source_with_fewer_layers_does_not_shorten_a_model(tmp_path):
 
 
 def with_integers(checkpoint: str, source: str, out: str) -> None:
-    """Save a checkpoint whose writer was told that one weight is of integers."""
-    from megatron_eqlen.hf.config import read_config
-    from megatron_eqlen.models.megatron_checkpoint import (
-        CheckpointReader,
-        CheckpointWriter,
-        checkpoint_layout,
-    )
+    """Save a model with a weight of integers, and convert it."""
+    from megatron.core import dist_checkpointing
 
-    start_alone()
-    reader, layout = CheckpointReader(checkpoint), checkpoint_layout(read_config(source))
-    Path(out).mkdir()
-    writer = CheckpointWriter(Path(out), layout)
-    for name in layout.pieces:
-        parameter = reader.parameter(layout, name)
-        writer.write(name, parameter.int() if name == "decoder.final_layernorm.weight" else parameter)
-    writer.finish()
-    CheckpointReader(out).check(layout)
+    from megatron_eqlen.models.convert import megatron_to_hf
+
+    chunks = build(source, {})
+    norm = chunks[0].decoder.final_layernorm.weight.requires_grad_(False)
+    norm.data = norm.data.int()
+    Path(checkpoint).mkdir()
+    dist_checkpointing.save(state_of(chunks), checkpoint)
+    megatron_to_hf(checkpoint, source, out)
 
 
 def test_integers_in_a_checkpoint_are_no_weights(tmp_path, converted):
     with pytest.raises(RuntimeError, match=r"final_layernorm.weight: torch.int32 is not a weight's dtype"):
-        run_ranks(1, with_integers, str(converted[1]), str(converted[0]), str(tmp_path / "out"))
+        run_ranks(1, with_integers, str(tmp_path / "integers"), str(converted[0]), str(tmp_path / "out"))
 
 
 def test_another_models_checkpoint_is_refused_before_anything_is_written(tmp_path, converted):
@@ -476,23 +467,25 @@ def test_a_source_that_is_no_model_is_explained_and_leaves_nothing(tmp_path, con
         assert {path.name for path in tmp_path.iterdir()} == {"bad"}
 
 
-def convert_and_stall(source: str, out: str) -> None:
+def convert_and_die(source: str, out: str) -> None:
+    from megatron.core import dist_checkpointing
+
     from megatron_eqlen.models.convert import hf_to_megatron
 
     start_alone()
-
-    def stall(nbytes: int) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    hf_to_megatron(source, out, stall)
+    dist_checkpointing.save = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    hf_to_megatron(source, out)
 
 
-def test_what_a_conversion_killed_with_9_left_is_named(tmp_path, converted):
+def test_a_conversion_killed_with_9_leaves_a_folder_that_the_next_one_names(tmp_path, converted):
+    arguments = str(converted[0]), str(tmp_path / "out")
     with pytest.raises(RuntimeError, match="died without an answer"):
-        run_ranks(1, convert_and_stall, str(converted[0]), str(tmp_path / "out"))
-    assert {path.name for path in tmp_path.iterdir()} == {".out.partial"}
-    with pytest.raises(Exception, match=r"was killed and left .*/\.out\.partial: remove it then"):
-        run_ranks(1, to_megatron, str(converted[0]), str(tmp_path / "out"))
+        run_ranks(1, convert_and_die, *arguments)
+    with pytest.raises(RuntimeError, match=r"was killed and left \S*/\.out\.partial: remove it"):
+        run_ranks(1, to_megatron, *arguments)
+    shutil.rmtree(tmp_path / ".out.partial")
+    run_ranks(1, to_megatron, *arguments)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def script(name: str, *args: str) -> tuple[int, str]:
@@ -518,3 +511,15 @@ def test_the_tools_name_a_missing_folder(name, arguments):
     status, err = run_ranks(1, script, name, *arguments)[0]
     assert status == 2
     assert err.strip().splitlines()[-1] == f"{name}: nowhere: no such folder"
+
+
+def visible_gpus() -> tuple[str | None, bool]:
+    from megatron_eqlen.cli import convert as convert_command
+
+    assert convert_command
+    return os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.is_available()
+
+
+def test_the_commands_see_no_gpu():
+    """Otherwise a CUDA context would take memory of a GPU that trains."""
+    assert run_ranks(1, visible_gpus) == [("", False)]

@@ -22,6 +22,7 @@ from megatron_eqlen.plan.flops import active_parameters, pair_cost
 from megatron_eqlen.recipe import ParallelRecipe
 from megatron_eqlen.run.session import use_deterministic_kernels
 from tests.kit.distributed import run_ranks
+from tests.kit.meta import meta_device
 from tests.kit.tiny_models import FAMILIES, LLAMA3, tiny_config
 
 SHIPPED = Path(hf.__file__).parent / "configs"
@@ -36,7 +37,7 @@ def saved(tmp_path, family: str, **changes) -> dict[str, Any]:
 
 
 def count_on_meta(config: Path) -> int:
-    from megatron_eqlen.models.build import build_model, meta_device
+    from megatron_eqlen.models.build import build_model
     from megatron_eqlen.models.groups import start
 
     start(ParallelRecipe(), seed=1)
