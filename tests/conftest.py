@@ -15,7 +15,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests.kit import ROOT, jobs
 from tests.kit.marks import examples
-from tests.kit.processes import adopt_orphans, command_line, descendants, within
+from tests.kit.processes import adopt_orphans, descendants, described, within
 from tests.kit.zygote import JOBS, RANKS, Zygote
 
 hypothesis.settings.register_profile("tests", examples(100))
@@ -78,5 +78,6 @@ def no_process_is_left_over() -> Iterator[None]:
 
 
 def leftovers() -> list[str]:
-    lines = map(command_line, sorted(descendants(os.getpid())))
+    """Return what is left over; what a zygote has forked bears the name of its test's file."""
+    lines = map(described, sorted(descendants(os.getpid())))
     return [line for line in lines if line and not any(helper in line for helper in HELPERS)]

@@ -14,7 +14,6 @@ data or tensors.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import socket
@@ -95,8 +94,6 @@ def _rank_main(pipe: Connection) -> None:
         message = (None, function(*args))
     except BaseException:  # noqa: BLE001  whatever it is, the test must see it
         message = (traceback.format_exc(), None)
-    for helper in multiprocessing.active_children():  # Megatron's checkpointing starts one
-        helper.kill()
     pipe.send_bytes(pickle.dumps(message))
     sys.stdout.flush()
     with suppress(EOFError):  # peers may still be connecting to this rank: it stays until all have answered

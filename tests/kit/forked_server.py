@@ -13,10 +13,18 @@ import pytest
 from megatron_eqlen.processes.lifeline import die_with_launcher
 from tests.kit.asynchronous import without_refusal, without_streams
 
+
+def die_in_child() -> None:
+    try:
+        die_with_launcher()
+    except SystemExit:
+        os._exit(1)  # Python ignores exceptions of such a hook, and the child would live for ever
+
+
 if __name__ == "__main__":
     contexts = vars(multiprocessing.context)["_concrete_contexts"]
     contexts["spawn"] = contexts["fork"]
-    os.register_at_fork(after_in_child=die_with_launcher)  # spawned, they do so when they import ``serve``
+    os.register_at_fork(after_in_child=die_in_child)  # spawned, they do so when they import ``serve``
     if os.environ.get("ASYNCHRONOUS"):
         without_streams(pytest.MonkeyPatch())
         without_refusal(pytest.MonkeyPatch())

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.kit import ROOT
-from tests.kit.processes import adopt_orphans
+from tests.kit.processes import adopt_orphans, name
 
 RANKS = (
     "megatron_eqlen.models.build",  # before anything else of Megatron
@@ -221,6 +221,8 @@ def _become(
     vllms = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
     os.environ.clear()
     os.environ.update(vllms | environ)
+    test, _, _ = environ.get("PYTEST_CURRENT_TEST", "").partition("::")
+    name(test.rpartition("/")[2].removeprefix("test_"))
     os.chdir(folder)
     for descriptor, file in enumerate(files):
         os.dup2(file, descriptor)
