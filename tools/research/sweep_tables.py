@@ -1,6 +1,6 @@
-"""Tables on the runs of a sweep beyond accuracy and efficiency, as Markdown, and a picture of their drift.
+"""Tables on the runs of a sweep beyond accuracy and efficiency, as Markdown.
 
-    python -m tools.research.sweep_tables recipes/null_tiny.yaml --figure drift.svg
+    python -m tools.research.sweep_tables recipes/null_tiny.yaml
     python -m tools.research.sweep_tables recipes/tables_tiny.yaml --control null_coin
 
 ``drift``: change from before training to after it: means over seeds with 95% t intervals. Length and accuracy
@@ -23,7 +23,6 @@ import numpy as np
 
 from megatron_eqlen.evaluation.result import EvaluationResult
 from megatron_eqlen.evaluation.statistics import Interval, seed_difference
-from megatron_eqlen.files import write_text
 from megatron_eqlen.metrics import (
     HARVEST_PAIRS_PER_STREAM,
     HARVEST_TRUNCATED_FRACTION,
@@ -32,7 +31,6 @@ from megatron_eqlen.metrics import (
     OBJECTIVE_SKIP_RATE,
 )
 from megatron_eqlen.report.compare import METHOD, SEEDS, Rows, by_benchmark, difference, markdown_rows
-from megatron_eqlen.report.figures import svg
 from megatron_eqlen.report.metrics import mean_of_known, read_metrics
 from megatron_eqlen.report.run_groups import BASE, Group, RunResult
 from megatron_eqlen.sweep.cells import Plan
@@ -129,22 +127,6 @@ def learned(groups: Sequence[Group], controls: Sequence[Group]) -> Rows:
     return by_benchmark(chosen, None, lambda group, name: difference(drifted[group.method], group, name))
 
 
-def draw(tables: dict[str, Rows]) -> str:
-    """Return a picture of the changes of length, as SVG, with a panel for each title's rows of ``drifts``."""
-    from matplotlib.figure import Figure  # slow to import
-
-    figure = Figure(figsize=(8, 1 + 3 * len(tables)), layout="constrained")
-    panels = figure.subplots(len(tables), squeeze=False, sharex=True)[:, 0]
-    for panel, (title, rows) in zip(panels, tables.items(), strict=True):
-        for row in (row for row in reversed(rows) if row[LENGTH] is not None):
-            interval = row[LENGTH].interval
-            errors = [[interval.mean - interval.low], [interval.high - interval.mean]]
-            colour = "#cc3311" if row[METHOD].startswith("EqLen") else "#0077bb"
-            panel.barh(row[METHOD], interval.mean, xerr=errors, color=colour, alpha=0.75)
-        panel.set(title=title, xlabel="change of length, tokens")
-    return svg(figure)
-
-
 KINDS = {"drift": drifts, "pairs": pairs, "tax": learning_taxes}
 
 
@@ -153,7 +135,6 @@ def main() -> None:
     parser.add_argument("sweep", type=Path)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["drift", "pairs"])
     parser.add_argument("--control", help="recipe of the sweep, for `learned`")
-    parser.add_argument("--figure", type=Path, help="changes of length, as SVG")
     args = parser.parse_args()
     plan = Plan(load_sweep(args.sweep))
     models: dict[str, list[Group]] = {}
@@ -167,8 +148,6 @@ def main() -> None:
         if args.control in models and model != args.control:
             print(f"\n### {model}: points above {args.control}\n")
             print(markdown_rows(learned(groups, models[args.control])))
-    if args.figure is not None:
-        write_text(args.figure, draw({model: drifts(groups) for model, groups in models.items()}))
 
 
 if __name__ == "__main__":
