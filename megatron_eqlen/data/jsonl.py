@@ -34,7 +34,7 @@ from megatron_eqlen.data.rows import (
     optional_text_field,
     text_field,
 )
-from megatron_eqlen.hf.tokenizer import Message
+from megatron_eqlen.hf.tokenizer import Turn
 from megatron_eqlen.rewards.code.tests import CodeTests
 from megatron_eqlen.rewards.math.answer import normalize
 
@@ -116,7 +116,7 @@ def _require(fields: dict[str, Any], columns: Mapping[str, str], names: list[str
             raise BadRow("missing_column", f"{detail}; data.sources[].columns takes other names")
 
 
-def _chat(value: Any) -> tuple[tuple[Message, ...], str | None]:
+def _chat(value: Any) -> tuple[tuple[Turn, ...], str | None]:
     """Return the turns before the assistant's last one, and that one's text. Raises BadRow."""
     turns = value if isinstance(value, list) else []
     for turn in turns:
@@ -131,7 +131,7 @@ def _chat(value: Any) -> tuple[tuple[Message, ...], str | None]:
     return messages, reply
 
 
-def _transcript(messages: Sequence[Message]) -> str:
+def _transcript(messages: Sequence[Turn]) -> str:
     """Return the chat as text, for filters, graders and reports."""
     if len(messages) == 1:
         return messages[0]["content"]

@@ -20,7 +20,7 @@ from megatron_eqlen.data.overlap import overlaps
 from megatron_eqlen.data.reasoning_gym import NOT_GENERATED
 from megatron_eqlen.data.rows import BadRow, Problem, Tally
 from megatron_eqlen.data.sources import open_source, read_problems
-from megatron_eqlen.hf.tokenizer import Message, Tokenizer
+from megatron_eqlen.hf.tokenizer import Tokenizer, Turn
 from megatron_eqlen.metrics import PROMPTS_DRAWN
 from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, SourceRecipe
 from megatron_eqlen.rewards.math.grader import MathGrader
@@ -266,7 +266,7 @@ InstructionRole = Literal["user", "system", "none"]
 
 def format_prompt(
     tokenizer: Tokenizer,
-    question: str | Sequence[Message],
+    question: str | Sequence[Turn],
     instruction: str = "",
     instruction_role: InstructionRole = "user",
     enable_thinking: bool | None = None,
@@ -284,7 +284,7 @@ def format_prompt(
     return tokenizer.apply_chat_template(messages, enable_thinking)
 
 
-def chat_messages(question: str, instruction: str, instruction_role: InstructionRole) -> list[Message]:
+def chat_messages(question: str, instruction: str, instruction_role: InstructionRole) -> list[Turn]:
     if not instruction or instruction_role == "none":
         return [{"role": "user", "content": question}]
     if instruction_role == "user":

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.hf.tokenizer import Message
+from megatron_eqlen.hf.tokenizer import Turn
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Problem:
     """Replaces the recipe's instruction; None: the recipe's."""
     gold_checked: bool = False
     """True if the gold is known to parse and to equal itself."""
-    messages: tuple[Message, ...] | None = None
+    messages: tuple[Turn, ...] | None = None
     """The prompt's turns, where they are more than the question; the question is then their text."""
 
 

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 FIRST_READ = 2048
 """Tokens at a response's end that are decoded first, to find the answer after the thinking."""
-Message = dict[str, str]
+Turn = dict[str, str]
 """``{"role": ..., "content": ...}``"""
 
 
@@ -59,7 +59,7 @@ class Tokenizer(ABC):
     def _spoken(self, token_ids: Sequence[int] | np.ndarray) -> list[int]:
         return _without(token_ids, self._silent)
 
-    def apply_chat_template(self, messages: list[Message], enable_thinking: bool | None = None) -> list[int]:
+    def apply_chat_template(self, messages: list[Turn], enable_thinking: bool | None = None) -> list[int]:
         """Return the token ids of ``messages`` up to the start of the assistant's answer.
 
         Raises ValueError if the model's files hold no chat template.
@@ -81,7 +81,7 @@ class Tokenizer(ABC):
     def _decode(self, token_ids: list[int]) -> str: ...
 
     @abstractmethod
-    def _render(self, messages: list[Message], options: dict[str, Any]) -> str: ...
+    def _render(self, messages: list[Turn], options: dict[str, Any]) -> str: ...
 
     def _require_template(self) -> str:
         if self.chat_template is None:
@@ -117,7 +117,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def _decode(self, token_ids: list[int]) -> str:
         return self._backend.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def _render(self, messages: list[Message], options: dict[str, Any]) -> str:
+    def _render(self, messages: list[Turn], options: dict[str, Any]) -> str:
         self._require_template()
         return self._backend.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, **options
@@ -159,7 +159,7 @@ class SentencePieceTokenizer(Tokenizer):
     def _decode(self, token_ids: list[int]) -> str:
         return self._backend.decode(token_ids)
 
-    def _render(self, messages: list[Message], options: dict[str, Any]) -> str:
+    def _render(self, messages: list[Turn], options: dict[str, Any]) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         template = self._require_template()

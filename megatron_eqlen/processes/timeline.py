@@ -15,7 +15,7 @@ TRAINER = ("trees", "unpark", "train", "park", "sync", "checkpoint")
 
 
 @dataclass
-class Span:
+class TimeSpan:
     """A stage from ``began`` to ``ended``, in seconds of ``time.perf_counter``."""
 
     stage: str
@@ -29,13 +29,13 @@ class Timeline:
     (``EventWriter.note``)."""
 
     def __init__(self, note: Callable[..., None] = lambda kind, **fields: None) -> None:
-        self.spans: deque[Span] = deque(maxlen=1000)  # more than a step's
+        self.spans: deque[TimeSpan] = deque(maxlen=1000)  # more than a step's
         self._note = note
         self._epoch = time.time() - time.perf_counter()
 
     @contextmanager
-    def span(self, stage: str) -> Iterator[Span]:
-        span = Span(stage, time.perf_counter())
+    def span(self, stage: str) -> Iterator[TimeSpan]:
+        span = TimeSpan(stage, time.perf_counter())
         self.spans.append(span)
         began = round(span.began + self._epoch, 3)
         self._note("stage", stage=stage, time=began)

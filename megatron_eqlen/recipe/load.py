@@ -23,11 +23,11 @@ RECIPE = "recipe.yaml"
 """File in a run's folder: the resolved recipe."""
 
 
-Check = Callable[[Recipe], None]
+RecipeCheck = Callable[[Recipe], None]
 """Check that raises ValueError if keys of a recipe contradict each other."""
 
 
-def load(path: str | Path, overrides: Sequence[str] = (), checks: Sequence[Check] = ()) -> Recipe:
+def load(path: str | Path, overrides: Sequence[str] = (), checks: Sequence[RecipeCheck] = ()) -> Recipe:
     """Load the recipe in ``path`` with ``key.sub=value`` overrides applied. Raises RecipeError.
 
     ``checks`` run after the recipe's own. ``objectives.recipes.load`` passes the objective's checks; reading
@@ -78,7 +78,7 @@ def _variant(raw: dict[str, Any], recipe: Recipe, keys: tuple[str, ...]) -> dict
     }
 
 
-def parse(raw: dict[str, Any], where: str, checks: Sequence[Check] = ()) -> Recipe:
+def parse(raw: dict[str, Any], where: str, checks: Sequence[RecipeCheck] = ()) -> Recipe:
     """Make a recipe from plain data and check it; ``where`` names it in errors. Raises RecipeError."""
     try:
         recipe = Recipe.model_validate(raw)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron_eqlen import metrics as m
 from megatron_eqlen.processes import distributed
-from megatron_eqlen.processes.timeline import Span
+from megatron_eqlen.processes.timeline import TimeSpan
 from megatron_eqlen.report.metrics import FILE as METRICS
 from megatron_eqlen.report.metrics import MetricsWriter, read_metrics
 from megatron_eqlen.report.run_folder import RunFolder
@@ -16,7 +16,7 @@ from megatron_eqlen.run.session import Session
 from megatron_eqlen.types import Metrics
 
 
-class Records:
+class StepRecords:
     """Writes each step's metrics to ``metrics.jsonl``, trackers and screen. On rank 0; nothing elsewhere."""
 
     def __init__(self, session: Session, folder: RunFolder) -> None:
@@ -74,7 +74,7 @@ class Records:
             self._session.progress.warn(f"{self._idle_steps} of {steps} steps trained nothing")
 
 
-def seconds_by_stage(spans: Sequence[Span]) -> str:
+def seconds_by_stage(spans: Sequence[TimeSpan]) -> str:
     """Return ``checkpoint 3.1 s, evaluate 12.0 s, export 2.2 s``: the stages of a run's end, which no step's
     record holds."""
     took = dict.fromkeys(("checkpoint", "evaluate", "export"), 0.0)

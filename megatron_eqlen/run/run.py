@@ -24,7 +24,7 @@ from megatron_eqlen.report.run_folder import RunFolder
 from megatron_eqlen.run.checkpoints import Checkpoints, check_held, spent_until
 from megatron_eqlen.run.evaluations import Evaluations
 from megatron_eqlen.run.generation import Rollouts
-from megatron_eqlen.run.records import Records, seconds_by_stage
+from megatron_eqlen.run.records import StepRecords, seconds_by_stage
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Step
 from megatron_eqlen.training.agreement import MismatchError
@@ -51,7 +51,7 @@ class Run:
         self.page = PageWriter(self.folder.path)
         self.checkpoints = Checkpoints(session, self.folder, self.page)
         self.evaluations = Evaluations(session, self.folder)
-        self.records = Records(session, self.folder)
+        self.records = StepRecords(session, self.folder)
         self.spent = Spent()
         """Budget spent on the completed steps."""
         self.begun = 0

@@ -15,7 +15,7 @@ from megatron_eqlen.metrics import COMPARED, MISMATCH, MISMATCH_OF_COMPARED
 from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.training.forward import supervised_positions
 from megatron_eqlen.training.policy_loss import RowLoss
-from megatron_eqlen.training.rows import Rows
+from megatron_eqlen.training.rows import RankRows
 from megatron_eqlen.types import Metrics
 
 
@@ -41,7 +41,7 @@ def disagreement(mismatch: float | None, rollout: RolloutRecipe) -> str | None:
     )
 
 
-def worst_token(rows: Rows, losses: Sequence[RowLoss]) -> tuple[float, str]:
+def worst_token(rows: RankRows, losses: Sequence[RowLoss]) -> tuple[float, str]:
     """Return the largest |log-prob difference| over the comparable tokens of this rank's rows, and the
     token's place; (-1, "") if no token can be compared."""
     differences = [torch.where(loss.compared, loss.log_ratio.abs(), -1.0) for loss in losses]

@@ -21,7 +21,7 @@ from megatron_eqlen.packing.pack import Packing
 from megatron_eqlen.processes.distributed import device, gather
 from megatron_eqlen.training.forward import supervised_positions
 from megatron_eqlen.training.policy_loss import RowLoss
-from megatron_eqlen.training.rows import Rows
+from megatron_eqlen.training.rows import RankRows
 from megatron_eqlen.types import Row
 
 
@@ -48,7 +48,7 @@ def first_problem(mine: NumericalProblem | None) -> NumericalProblem | None:
     return min(problem for problem in gather([mine]) if problem is not None)
 
 
-def row_problem(rows: Rows, losses: Sequence[RowLoss]) -> NumericalProblem | None:
+def row_problem(rows: RankRows, losses: Sequence[RowLoss]) -> NumericalProblem | None:
     """Return a problem for the first of this rank's rows whose loss is not finite; ``losses`` is empty except
     on the last pipeline stage."""
     for number, loss in enumerate(losses):

@@ -44,7 +44,7 @@ from megatron_eqlen.training.forward import RowResult, microbatch_multiple, row_
 from megatron_eqlen.training.optimizer import build_optimizer, gradient_norm, take_step, wrap
 from megatron_eqlen.training.parking import ReferenceWeights, TrainerMemory
 from megatron_eqlen.training.policy_loss import RowLoss, policy_loss, reduce_metrics
-from megatron_eqlen.training.rows import Rows
+from megatron_eqlen.training.rows import RankRows
 from megatron_eqlen.types import Metrics, Row, TokenTree
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Minibatch:
     """Data of one optimizer step."""
 
-    rows: Rows | None
+    rows: RankRows | None
     """Rows of this rank; None if there is a problem."""
     problem: NumericalProblem | None = None
     exchanged: Metrics = field(default_factory=dict)
@@ -190,14 +190,14 @@ class Policy:
         every rank."""
         try:
             planned, exchanged = exchange(self._pack(trees), self.placements, self.chunks[0].model_config)
-            rows = Rows(planned, self.placement.data_parallel, self.placement.for_loss)
+            rows = RankRows(planned, self.placement.data_parallel, self.placement.for_loss)
             batch = Minibatch(rows, exchanged=exchanged)
         except NonFiniteTreeError as error:
             batch = Minibatch(None, NumericalProblem(0, str(error)))
         problem = first_problem(batch.problem)
         return Minibatch(None, problem) if problem else batch
 
-    def _annotate(self, rows: Rows, old: bool) -> None:
+    def _annotate(self, rows: RankRows, old: bool) -> None:
         """Compute old and reference log-probs if the loss needs them."""
         if old:
             with self._comparing(rows):
@@ -206,14 +206,14 @@ class Policy:
             with self.reference():
                 rows.ref_logprobs = self._log_probs(rows)
 
-    def _log_probs(self, rows: Rows) -> list[np.ndarray]:
+    def _log_probs(self, rows: RankRows) -> list[np.ndarray]:
         """Return for each row [n] float64, at its supervised positions; empty except on the last pipeline
         stage."""
         return self._run(
             rows, lambda logprobs, entropy, row, at: logprobs.double().cpu().numpy(), train=False
         )
 
-    def _run(self, rows: Rows, result: RowResult, *, train: bool) -> list[Any]:
+    def _run(self, rows: RankRows, result: RowResult, *, train: bool) -> list[Any]:
         """Call ``run_rows`` with the recipe's options."""
         temperature, logits_chunk = self.recipe.rollout.temperature, self.recipe.packing.logits_chunk
         return run_rows(self.model, rows, temperature, result, train=train, logits_chunk=logits_chunk)
@@ -242,7 +242,7 @@ class Policy:
         agreement = batch.rows.agreement or {}
         return measured | agreement | taken
 
-    def _backward(self, rows: Rows) -> list[RowLoss]:
+    def _backward(self, rows: RankRows) -> list[RowLoss]:
         """Compute the gradients of the rows' loss; return each row's loss and metrics, on the last pipeline
         stage."""
         for chunk in self.model:
@@ -252,7 +252,7 @@ class Policy:
             return self._run(rows, self._loss, train=True)
 
     @contextlib.contextmanager
-    def _comparing(self, rows: Rows) -> Iterator[None]:
+    def _comparing(self, rows: RankRows) -> Iterator[None]:
         """Set ``rows.agreement`` from the first pass over rows in the block."""
         if rows.agreement is not None or not rows.planned.forest.has_path_columns.any():
             yield
@@ -280,7 +280,7 @@ class Policy:
             )
         return skipped(1)
 
-    def _measured(self, rows: Rows, losses: list[RowLoss]) -> Metrics:
+    def _measured(self, rows: RankRows, losses: list[RowLoss]) -> Metrics:
         """Return the metrics of the last pipeline stages of all data-parallel ranks, on every rank. Updates
         ``worst``."""
         local = (reduce_metrics(losses, groups.own().dp), worst_token(rows, losses)) if losses else None

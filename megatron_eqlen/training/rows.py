@@ -11,7 +11,7 @@ from megatron_eqlen.packing.pack import Packing
 from megatron_eqlen.types import Metrics, Row
 
 
-class Rows(Sequence[Row]):
+class RankRows(Sequence[Row]):
     """Rows of a data-parallel rank, with old and reference log-probs once they are known.
 
     Raises TreeError if an array of a node cannot be trained on.

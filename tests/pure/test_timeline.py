@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eqlen.processes.timeline import ENGINE, TRAINER, Span, Timeline
+from megatron_eqlen.processes.timeline import ENGINE, TRAINER, Timeline, TimeSpan
 from megatron_eqlen.report.drawing import LANES, STAGES, timeline
 from tests.kit.marks import examples
 
@@ -25,9 +25,9 @@ TIMES = st.integers(0, 20)
 )
 def test_idle_is_the_time_that_no_span_covers(spans, ongoing, since, length):
     line = Timeline()
-    line.spans = deque(Span(stage, min(pair), max(pair)) for stage, *pair in spans)
+    line.spans = deque(TimeSpan(stage, min(pair), max(pair)) for stage, *pair in spans)
     if ongoing is not None:
-        line.spans.append(Span("harvest", ongoing))
+        line.spans.append(TimeSpan("harvest", ongoing))
     for stages in (ENGINE, TRAINER):
         covered = {
             moment

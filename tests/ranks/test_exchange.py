@@ -27,7 +27,7 @@ from megatron_eqlen.tokens import Placeholder, Tokens
 from megatron_eqlen.training import shipping
 from megatron_eqlen.training.exchange import Placement, exchange_paths, exchange_tokens
 from megatron_eqlen.training.policy import Policy
-from megatron_eqlen.training.rows import Rows
+from megatron_eqlen.training.rows import RankRows
 from megatron_eqlen.types import Grade, Node, Part, Prompt, Rollout
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import slow
@@ -196,7 +196,7 @@ def try_cases(cases: list[Case]) -> list[int]:
             plan, came = exchange_paths(plan, placements)
             assert came == lacked_routes(whole, plan.forest.home, placement, rank)
             whole, _ = exchange_paths(in_every_rank(whole), placements)
-            rows = Rows(plan, placement.data_parallel, placement.for_loss)
+            rows = RankRows(plan, placement.data_parallel, placement.for_loss)
             wanted = [whole.fill(row, placement.for_loss) for row in whole.ranks[placement.data_parallel]]
             assert len(rows) == len(wanted)
             for row, full in zip(rows, wanted, strict=True):

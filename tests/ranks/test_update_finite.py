@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_eqlen.training import checkpoint
 from megatron_eqlen.training.finite import NonFiniteError
-from megatron_eqlen.training.rows import Rows
+from megatron_eqlen.training.rows import RankRows
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import slow_but
 from tests.kit.tiny_models import save_tiny
@@ -46,7 +46,7 @@ def nan_logprob(node):
 
 def in_a_column(policy, column, value):
     """Put a fault into a number of a row, after packing, on the rank that trains the tree."""
-    read = Rows.__getitem__
+    read = RankRows.__getitem__
 
     def spoiled(rows, number):
         row = read(rows, number)
@@ -56,8 +56,8 @@ def in_a_column(policy, column, value):
             numbers[at[3]] = value
         return row
 
-    Rows.__getitem__ = spoiled
-    return lambda: setattr(Rows, "__getitem__", read)
+    RankRows.__getitem__ = spoiled
+    return lambda: setattr(RankRows, "__getitem__", read)
 
 
 def in_a_gradient(policy):
