@@ -345,4 +345,4 @@ class Row:
 
 
 Metrics = dict[str, float]
-"""Flat names with a stage prefix: ``harvest/pairs_per_stream``, ``reward/mean``, ``loss/kl``."""
+"""Flat names with a stage prefix: ``harvest/pairs_per_stream``, ``reward/mean``, ``loss/kl_penalty``."""
