@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from megatron_eqlen.rewards.code.grader import WORKER_MODULE
-from megatron_eqlen.rewards.sandbox import client, kernel, probe, seccomp
+from megatron_eqlen.rewards.sandbox import kernel, probe, seccomp, zygote
 from megatron_eqlen.rewards.sandbox.client import Execution, Sandbox
 from megatron_eqlen.rewards.sandbox.probe import offered_isolation, required_isolation, shortcoming
 from megatron_eqlen.rewards.sandbox.program import Isolation, Limits, enter
@@ -170,7 +170,7 @@ stop.set()
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a program a user id of its own")
 def test_the_kernel_bounds_threads_where_the_zygote_looks_too_late(monkeypatch):
-    monkeypatch.setattr(client, "MOST_THREADS", 1 << 20)
+    monkeypatch.setattr(zygote, "MOST_THREADS", 1 << 20)
     with Sandbox(Isolation(True, True, False)) as unwatched:
         limits = Limits(10, 30, 1 << 20)  # MB: the zygote is a fork of this large process
         assert 256 < int(unwatched.run(SMALL_THREADS, "", limits).stdout) < 512

@@ -11,27 +11,17 @@ behind.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import secrets
-import select
 import signal
 import socket
-import time
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 
 from megatron_eqlen.rewards.sandbox import program
-from megatron_eqlen.rewards.sandbox.kernel import SET_CHILD_SUBREAPER, prctl
 from megatron_eqlen.rewards.sandbox.program import Isolation, Limits, Rules
+from megatron_eqlen.rewards.sandbox.zygote import LARGEST_REQUEST, MOST_THREADS, serve
 
-LARGEST_REQUEST = 4096
-MOST_THREADS = 256
-"""Threads a program may have at once. A system-call filter cannot count them, and RLIMIT_NPROC counts all of
-the user's, which only root can make the program's alone (``program.HARD_THREADS``); so the zygote looks."""
-WATCH_SECONDS = 0.01
-"""Seconds between two looks at the number of threads."""
 EXTRA_SECONDS = 30.0
 """Seconds beyond a run's wall-clock limit after which the zygote counts as broken."""
 
@@ -64,7 +54,7 @@ class Sandbox:
         self._zygote = os.fork()
         if self._zygote == 0:
             self._connection.close()
-            _serve(theirs, isolation)
+            serve(theirs, isolation)
         theirs.close()
 
     def __enter__(self) -> Sandbox:
@@ -148,121 +138,6 @@ def _interpret(
         status, error = "finished", ""
     result = told if status == "finished" and kind == "result" else None
     return Execution(status, text, result, error, seconds)
-
-
-def _serve(connection: socket.socket, isolation: Isolation) -> None:
-    """Run the zygote: fork, wait, clean up, answer; end with the worker."""
-    _close_all_but(connection.fileno())  # do not keep the worker's open
-    prctl(SET_CHILD_SUBREAPER, 1)  # processes that a program leaves behind become our children
-    zygote = os.getpid()  # a program that asked for its parent might find this process gone already
-    while True:
-        request, descriptors, _, _ = socket.recv_fds(connection, LARGEST_REQUEST, 5)
-        if not request:
-            os._exit(0)
-        asked = json.loads(request)
-        limits = Limits(**asked["limits"])
-        started = time.monotonic()
-        ready, told = os.pipe()
-        try:
-            pid = os.fork()
-        except OSError as error:
-            connection.send(json.dumps({"failed": f"fork: {error}"}).encode())
-            continue
-        if pid == 0:
-            _become_program(zygote, descriptors, told, limits, isolation, asked)
-        os.close(told)
-        for descriptor in descriptors:
-            os.close(descriptor)
-        ending = _wait(pid, started + limits.wall_seconds, connection)
-        refused = os.read(ready, 500).decode(errors="replace")
-        os.close(ready)
-        ending["wall"] = time.monotonic() - started
-        _kill_leftovers()
-        connection.send(json.dumps({"failed": refused} if refused else ending).encode())
-
-
-def _close_all_but(*kept: int) -> None:
-    """Close all descriptors except 0, 1, 2 and those named."""
-    for before, after in pairwise(sorted({2, *kept, 1 << 16})):
-        if before + 1 < after:
-            os.closerange(before + 1, after)
-
-
-def _become_program(
-    zygote: int,
-    descriptors: list[int],
-    pipe: int,
-    limits: Limits,
-    isolation: Isolation,
-    asked: dict,
-) -> None:
-    """In the child: lock down, run, exit. A failure before the program starts counts as the sandbox's."""
-    try:
-        null = os.open(os.devnull, os.O_RDWR)
-        told = program.NULL + 1
-        targets = [*range(len(descriptors)), program.NULL, told]
-        copies = [fcntl.fcntl(source, fcntl.F_DUPFD, told + 1) for source in (*descriptors, null, pipe)]
-        for target, descriptor in zip(targets, copies, strict=True):
-            os.dup2(descriptor, target)
-        os.closerange(told + 1, 1 << 12)
-        program.enter(limits, isolation, zygote)
-    except BaseException as error:  # noqa: BLE001 - told to the parent, who raises it
-        os.write(told, f"cannot isolate: {type(error).__name__}: {error}"[:500].encode())
-        os._exit(1)
-    os.close(told)
-    program.run(asked["function"], asked["rules"], asked["token"])
-
-
-def _wait(pid: int, deadline: float, connection: socket.socket) -> dict:
-    """Wait until the program ends, has too many threads or reaches its deadline; then kill the rest of it.
-
-    A worker that goes away ends the wait too.
-    """
-    tasks = os.open(f"/proc/{pid}/task", os.O_RDONLY)
-    process = os.pidfd_open(pid)
-    poll = select.poll()
-    poll.register(process, select.POLLIN)
-    poll.register(connection, 0)  # only to notice that it is gone
-    events: list[tuple[int, int]] = []
-    crowded = timed_out = False
-    while not (events or crowded or timed_out):
-        left = deadline - time.monotonic()
-        events = poll.poll(max(0.0, min(left, WATCH_SECONDS)) * 1000)
-        crowded = os.fstat(tasks).st_nlink - 2 > MOST_THREADS  # the kernel counts threads as links
-        timed_out = not events and left <= 0
-    os.close(process)
-    os.close(tasks)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    _, status, usage = os.wait4(pid, 0)
-    return {
-        "exit": os.waitstatus_to_exitcode(status),
-        "cpu": usage.ru_utime + usage.ru_stime,
-        "timed_out": timed_out,
-        "crowded": crowded,
-    }
-
-
-def _kill_leftovers() -> None:
-    """Kill and reap every process a run left behind (none can be, under seccomp)."""
-    children = f"/proc/self/task/{os.getpid()}/children"
-    while True:
-        try:
-            with open(children) as file:
-                pids = [int(pid) for pid in file.read().split()]
-        except FileNotFoundError:
-            pids = []
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        try:
-            os.waitpid(-1, 0 if pids else os.WNOHANG)
-        except ChildProcessError:
-            return
-        if not pids:
-            return
 
 
 def _memory_file(stack: contextlib.ExitStack, text: str) -> int:
