@@ -28,7 +28,7 @@ from megatron_eqlen.data.rows import (
     optional_text_field,
     text_field,
 )
-from megatron_eqlen.rewards.code.livecodebench import MEMORY_MB
+from megatron_eqlen.rewards.code.rules import MEMORY_MB
 from megatron_eqlen.rewards.code.tests import CodeTests
 
 TEXT_OPCODES = ("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8")

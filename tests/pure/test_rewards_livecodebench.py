@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron_eqlen.rewards.code.grader import CodeGrader
-from megatron_eqlen.rewards.code.livecodebench import MEMORY_MB
+from megatron_eqlen.rewards.code.rules import MEMORY_MB
 from megatron_eqlen.rewards.code.tests import CodeTests
 from tests.kit import TABLES
 from tests.kit.marks import slow

@@ -48,7 +48,7 @@ class CodeTests:
     memory_mb: int | None = None
     """MiB a program may use if that is more than the recipe allows."""
     livecodebench: bool = False
-    """True if LiveCodeBench's preamble, limits and equality apply (rewards/code/livecodebench.py)."""
+    """True if LiveCodeBench's preamble, limits and equality apply (rewards/code/rules.py)."""
 
     def __post_init__(self) -> None:
         _expect(isinstance(self.inputs, list), "inputs", "a list", self.inputs)

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
-from megatron_eqlen.rewards.code import livecodebench
+from megatron_eqlen.rewards.code import rules as own_rules
 from megatron_eqlen.rewards.sandbox.kernel import (
     SET_DUMPABLE,
     die_with,
@@ -210,14 +210,14 @@ def _execute(source: bytes, main: types.ModuleType, function: str | None, rules:
         code = compile(source, "solution.py", "exec", dont_inherit=True)
         stage = "runtime_error"
         if lcb:
-            livecodebench.prepare(main.__dict__)
+            own_rules.prepare(main.__dict__)
         if function is None:
             exec(code, main.__dict__)
             _finish()
         else:
             main.__name__ = "solution"  # so the program's `__main__` part is not run
             exec(code, main.__dict__)
-            _report(token, "result", _call(main, function, livecodebench.encode if lcb else encode))
+            _report(token, "result", _call(main, function, own_rules.encode if lcb else encode))
     except SystemExit as end:
         _finish()
         return 0 if lcb else end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -240,7 +240,7 @@ def _call(main: types.ModuleType, name: str, encode: Callable[[Any], str]) -> st
 
 def encode(value: Any) -> str:
     """Return JSON of a function's result: tuples are lists, NumPy's scalars are numbers."""
-    return json.dumps(value, default=livecodebench.number_like)
+    return json.dumps(value, default=own_rules.number_like)
 
 
 def _finish() -> None:

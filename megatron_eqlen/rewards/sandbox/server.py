@@ -19,7 +19,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_eqlen.rewards.code.judge import judge
-from megatron_eqlen.rewards.code.livecodebench import LARGEST_INTEGER_TEXT, PREAMBLE
+from megatron_eqlen.rewards.code.rules import LARGEST_INTEGER_TEXT, PREAMBLE
 from megatron_eqlen.rewards.code.tests import CodeTests
 from megatron_eqlen.rewards.sandbox.client import Execution, SandboxError
 from megatron_eqlen.rewards.sandbox.program import REPORT_TEXT, Limits, Rules
