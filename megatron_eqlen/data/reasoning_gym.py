@@ -17,12 +17,14 @@ import ast
 import difflib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 import numpy as np
-import yaml
+from pydantic import Field, TypeAdapter, ValidationError
 
 from megatron_eqlen.data.rows import BadRow, Problem, Tally
+from megatron_eqlen.recipe.load import explain, read_yaml
+from megatron_eqlen.recipe.schema import PositiveFloat, PositiveInt, Section
 
 INSTRUCTION = (
     "Think step by step, then give your final answer between <answer> and </answer> tags, without "
@@ -30,7 +32,18 @@ INSTRUCTION = (
 )
 PACKAGE = "reasoning-gym>=0.1.25,<0.2"
 NOT_GENERATED = "not_generated"
-KEYS = {"size", "seed", "datasets"}
+
+
+class _Task(Section):
+    name: str
+    weight: PositiveFloat = 1.0
+    config: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies it
+
+
+class _Mix(Section):
+    size: PositiveInt
+    seed: int
+    datasets: Annotated[list[_Task], Field(min_length=1)]
 
 
 class TaskRows(Sequence[Problem]):
@@ -93,26 +106,38 @@ def _plain(value: Any) -> Any:
 
 def _read_mix(path: Path) -> Any:
     try:
-        from reasoning_gym.composite import CompositeConfig, CompositeDataset
+        from reasoning_gym.composite import CompositeConfig, CompositeDataset, DatasetSpec
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise ValueError(f"reader reasoning_gym: {error}: .venv/bin/pip install '{PACKAGE}'") from None
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(raw, dict) or raw.keys() != KEYS or type(raw["seed"]) is not int:
-        raise ValueError(f"{path}: expected size, seed (a number) and datasets, found {raw!s:.200}")
-    for number, task in enumerate(raw["datasets"]):
-        if task.get("name") not in DATASETS:
-            near = difflib.get_close_matches(str(task.get("name")), DATASETS, n=1, cutoff=0.0)[0]
-            raise ValueError(
-                f"{path}: datasets.{number}.name: no task {task.get('name')!r} (nearest: {near!r})"
-            )
-        task.setdefault("config", {})
-        task.setdefault("weight", 1.0)
+        mix = _Mix.model_validate(read_yaml(path))
+    except ValidationError as error:
+        raise ValueError(f"{path}: {explain(error, _Mix)}") from None
+    specs = []
+    for number, task in enumerate(mix.datasets):
+        where = f"{path}: datasets.{number}"
+        if task.name not in DATASETS:
+            near = difflib.get_close_matches(task.name, DATASETS, n=1, cutoff=0.0)[0]
+            raise ValueError(f"{where}.name: no task {task.name!r} (nearest: {near!r})")
+        config = _typed(task.config, DATASETS[task.name][1], f"{where}.config")
+        specs.append(DatasetSpec(task.name, task.weight, config))
     try:
-        config = CompositeConfig.from_yaml_stream(yaml.safe_dump(raw))
-        return CompositeDataset(config)
+        return CompositeDataset(CompositeConfig(mix.size, mix.seed, specs))
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: reasoning-gym refuses it: {error}") from None
+
+
+def _typed(config: dict[str, Any], schema: Any, where: str) -> dict[str, Any]:
+    """Return the texts of ``config`` as the types that the task's own dataclass ``schema`` declares."""
+    hints, fields = get_type_hints(schema), schema.__dataclass_fields__
+    typed = {}
+    for key, text in sorted(config.items()):
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.0)[0]
+            raise ValueError(f"{where}: unknown key {key!r} (nearest: {near!r})")
+        try:
+            typed[key] = TypeAdapter(hints[key]).validate_python(text)
+        except ValidationError as error:
+            raise ValueError(f"{where}.{key}: {explain(error, _Mix).removeprefix(': ')}") from None
+    return typed

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 
 def mix(folder: Path, *datasets: dict, size: int = 400, **changes) -> Path:
     file = folder / "mix.yaml"
-    file.write_text(yaml.safe_dump({"size": size, "seed": 7, "datasets": [*datasets], **changes}))
+    file.write_text(yaml.safe_dump({"size": size, "seed": 7, "datasets": [*datasets]} | changes))
     return file
 
 
@@ -59,14 +59,26 @@ def test_a_row_that_its_task_cannot_generate_is_counted_and_replaced(tmp_path):
 
 @pytest.mark.parametrize(("datasets", "changes", "message"), [
     ([{"name": "countdwn"}], {}, "datasets.0.name: no task 'countdwn' (nearest: 'countdown')"),
-    ([{"name": "gcd", "config": {"hard": 1}}], {}, "reasoning-gym refuses it: .*hard"),
+    ([{"name": "gcd", "config": {"hard": 1}}], {}, "datasets.0.config: unknown key 'hard'"),
+    ([{"name": "gcd", "config": {"min_numbers": 2.5}}], {}, "datasets.0.config.min_numbers: .* found '2.5'"),
+    ([{"name": "gcd", "config": None}], {}, "datasets.0.config: .* found None"),
+    ([{"name": "gcd", "weight": "nan"}], {}, "datasets.0.weight: .* found 'nan'"),
+    ([{"name": "gcd"}], {"size": 5.5}, "size: .* found '5.5'"),
+    ([{"name": "gcd"}], {"sizes": 5}, "unknown key 'sizes' (nearest: 'size')"),
     ([{"name": "gcd", "config": {"min_numbers": 0}}], {}, "reasoning-gym refuses it: min_numbers"),
-    ([{"name": "gcd"}], {"seed": None}, "expected size, seed (a number) and datasets"),
+    ([{"name": "gcd"}], {"seed": None}, "seed: .* found None"),
 ])  # fmt: skip
 def test_a_mistake_in_a_mix_names_the_file_and_what_is_wrong(tmp_path, datasets, changes, message):
     file = mix(tmp_path, *datasets, **changes)
     pattern = message.replace("(", r"\(").replace(")", r"\)")
     with pytest.raises(ValueError, match=f"mix.yaml: {pattern}"):
+        TaskRows(file)
+
+
+def test_a_repeated_key_of_a_mix_is_an_error(tmp_path):
+    file = mix(tmp_path, {"name": "gcd"})
+    file.write_text(file.read_text() + "size: 3\n")
+    with pytest.raises(ValueError, match=r"mix.yaml: .*key 'size' is given twice"):
         TaskRows(file)
 
 
