@@ -65,7 +65,7 @@ _MARKUP = _compile(  # what is drawn, not what it means
     (rf"\\(?:mathbf|bf)\s*\{{([RZQNC])\}}|\\Bbb\s*\{{?([RZQNC])(?:\}}|{_END})", r"\\mathbb{\1\2}"),
     (r"\\mathbb\s*([A-Z])(?![A-Za-z])", r"\\mathbb{\1}"),
     (r"\{([,:])\}", r"\1"),
-    (r'^\s*["`*]+|["`*]+\s*$', ""),  # Markdown
+    (r'^\s*["`*]+|(?<!\^)["`*]+\s*$', ""),  # Markdown
 )  # fmt: skip
 _WRAPPERS = _compile(  # from the inside out, until nothing changes
     (r"\\(?:math(?:bf|it|sf|tt|normal)|boldsymbol|bm|pmb|underline|ensuremath|boxed|fbox|framebox|emph)\s*"
@@ -77,6 +77,7 @@ _WRAPPERS = _compile(  # from the inside out, until nothing changes
     (r"\\text\s*\{\s*([A-H]{2,})\s*\}", r"\1"),  # several choices
     (r"\\text\s*\{([^{}A-Za-z]*|[^{}]*\d[^{}]*)\}(?!\^|\s*/)", r" \1 "),
     (r"(^|[^\d\s}])\s*\\text\s*\{(\s*\(?[A-Za-z][).:]{0,2}\s*)\}", r"\1 \2 "),  # after a number it is a unit
+    (r"\\text\s*\{([^{}]*\w)\s+(and|or)\s*\}", r"\\text{\1}\\text{ \2 }"),
     (r"\\text\s*\{([^{}]*)\}\s*(?:/|\\cdot)\s*\\text\s*\{([^{}]*)\}", r"\\text{\1/\2}"),
     (r"^\s*\{([^{}]*)\}\s*$", r"\1"),
 )  # fmt: skip
@@ -124,6 +125,9 @@ _SPELLING = _compile(  # one name for one thing
     (r"\\mathbb\{Z\}\s*/\s*\(?\s*(\d+)\s*(?:\\mathbb\{Z\})?\s*\)?", r"\\mathbb{Z}_{\1}"),
     (r"^\\begin\{pmatrix\}([^&,]*)\\end\{pmatrix\}$", lambda m: f"({m[1].replace(chr(92) * 2, ',')})"),
     (rf"\\equiv{_END}", "="),
+    (r"\\(max|min|gcd|lcm)\s*\\\{([^{}]*)\\\}", r"\\\1(\2)"),
+    (rf"\^\s*(?:\{{\s*(?:\*|\\(?:times|ast))\s*\}}|\*|\\(?:times|ast){_END})", r"^{*}"),
+    (r"(\\mathbb\{[A-Z]\})\s*\\times\s*\1(?![_^/])", r"\1^{2}"),
     (rf"\\oplus{_END}", r"\\times "),
 )  # fmt: skip
 _LEADS = _compile(  # what stands before the answer
@@ -191,23 +195,26 @@ _PROSE = re.compile(
     r"\\text\s*\{([^{}]*)\}|(?<![\\A-Za-z{])(?:(?![A-H]{4})[A-Za-z]{4,}|[A-Z][a-z]{2,}|(?i:yes|no))(?![A-Za-z}])"
 )
 """Words among mathematics."""
+_LIST = re.compile(r"\s*(\\\{|[(\[])?(.*?)(\\\}|[)\]])?\s*", re.DOTALL)
 _PHRASE = re.compile(r"[^\W\d_]+(?:[\s-]+[^\W\d_]+)*")
 _WORDS = re.compile(r"\s*([A-Za-z]+(?:[\s-]+[A-Za-z]+)*)\s*")
 _SENTENCES = _compile(  # words around an answer of words
-    (r"(?i)^(?:(?:the|this) (?:equation|system) ha(?:s|ve) |there (?:is|are|exists?) "
-     r"|(?:the|an?) (?=\w+ \w))+", ""),
-    (r"(?i)(?<=\w) (?:always )?(?:wins(?: the game)?|has a winning strategy)$", ""),
+    (r"(?i)^(?:(?:the|this) (?:equation|system|function|series|sequence|limit|integral|triangle|answer) "
+     r"(?:ha(?:s|ve) |is )?(?=\w)|(?:there|it) (?:is|are|exists?) |(?:the|an?|on) (?=\w{3}))+", ""),
+    (r"(?i)(?<=\w) (?:always )?(?:wins(?: the game)?|has a winning strategy|(?<!not )exists?)$", ""),
+    (r"(?i)(?<=\w) (?:player|number|triangle|function)$", ""),
 )  # fmt: skip
 _SHORT_WORDS = {"yes", "no", "odd", "one", "two", "six", "ten", "all", "any", "dne", "nan"}
 _SAME_WORDS: dict[str, str] = dict.fromkeys(
     ("dne", "thelimitdoesnotexist", "limitdoesnotexist"), r"\text{doesnotexist}"
 )
-_SAME_WORDS |= {"infinite": r"\infty", "infinitelymany": r"\infty"}
+_SAME_WORDS |= dict.fromkeys(("infinite", "infinitelymany", "infinitelymanysolutions"), r"\infty")
 _SAME_WORDS |= dict.fromkeys(("allrealnumbers", "allreals", "therealnumbers", "realnumbers"), r"\mathbb{R}")
 _SAME_WORDS |= dict.fromkeys(
-    ("nosolution", "nosolutions", "norealsolution", "norealsolutions", "emptyset", "theemptyset"),
-    r"\emptyset",
+    ("nosolution", "nosolutions", "norealsolution", "norealsolutions", "emptyset", "none"), r"\emptyset"
 )
+_SAME_WORDS |= {"notpossible": r"\text{impossible}", "nointegersolution": r"\text{nointegersolutions}"}
+_SAME_WORDS |= {"convergent": r"\text{converges}", "divergent": r"\text{diverges}"}
 
 
 @lru_cache(maxsize=1 << 16)
@@ -284,7 +291,7 @@ def _words(text: str) -> str:
     r"""Words as ``\text{lowercase}``; letters that may be variables stay."""
     if (whole := _WORDS.fullmatch(text)) and _is_word(whole[1]):
         text = rf"\text{{{text}}}"
-    text = _PROSE.sub(lambda match: _PHRASE.sub(_word, match[1] or match[0].strip()), text)
+    text = _PROSE.sub(lambda match: _PHRASE.sub(_word, (match[1] or match[0]).strip(" .!")), text)
     return text.replace(r"}\text{", "")
 
 
@@ -305,9 +312,10 @@ def _word(match: re.Match[str]) -> str:
 
 def _split_units(text: str) -> tuple[str, str]:
     """Return the value and the name of its unit; for a list, the one unit of all its members."""
-    parts = [_split_unit(part) for part in _CONNECTIVE.sub(",", text).split(",")]
+    opening, inside, closing = re.fullmatch(_LIST, text).groups("")  # pyright: ignore
+    parts = [_split_unit(part) for part in _CONNECTIVE.sub(",", inside).split(",")]
     if len(parts) > 1 and len({unit for _, unit in parts}) == 1 and parts[0][1]:
-        return ",".join(value for value, _ in parts), parts[0][1]
+        return opening + ", ".join(value for value, _ in parts) + closing, parts[0][1]
     return _split_unit(text)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import mpmath
-from sympy import Expr, Float, Integer, Pow, Rational, binomial, factorial, simplify, solve
+from sympy import Eq, Expr, Float, Integer, Pow, Rational, binomial, factorial, simplify, solve
+from sympy.logic.boolalg import BooleanAtom
 
 DIGITS = 15
 LARGEST_BITS = 1 << 20
@@ -102,11 +103,22 @@ def _differ(gold: Expr, answer: Expr, point: dict[Any, Any], real: bool) -> bool
     return any(part.is_Number and part != 0 and getattr(part, "_prec", 2) > 1 for part in parts)
 
 
+def is_identity(equation: Any) -> bool:
+    """Return True for a statement that is true, or false, for all values of its symbols."""
+    try:
+        return isinstance(equation, BooleanAtom) or (
+            isinstance(equation, Eq) and simplify(equation.lhs - equation.rhs) == 0
+        )
+    except (TypeError, ValueError, AttributeError):
+        return False
+
+
 def same_without_solutions(gold: Any, answer: Any) -> bool:
     """Return True if one ``Eq`` is a multiple of the other, or has a real solution: math-verify compares
     solutions, and takes all equations without one for equal."""
     try:
         ratio = simplify((gold.lhs - gold.rhs) / (answer.lhs - answer.rhs))
-        return not ratio.free_symbols or solve(gold, *gold.free_symbols) != []
+        is_multiple = ratio.is_number and ratio.is_finite and ratio != 0
+        return bool(is_multiple) or solve(gold, *gold.free_symbols) != []
     except (TypeError, ValueError, AttributeError, NotImplementedError, ZeroDivisionError):
         return True

@@ -34,16 +34,19 @@ def _symbol(text: str) -> str:
     return f"Q_{{{crc32(text.encode())}}}"
 
 
+_D = r"(?:d|\\partial ?)"
 _REWRITES = (
     (r"\\(coth|sech|csch)((?:\^\{\w+\})?\([^()]*\))", lambda m: rf"(1/\{_HYPERBOLIC[m[1]]}{m[2]})"),
     (r"(?<![\d!.])(\d{1,3})!!", lambda m: str(prod(range(int(m[1]), 0, -2)))),
     (r"(?:[A-Za-z]|\([^()]*\))!!", lambda m: _symbol(m[0])),
     (r"\\(gcd|lcm)\(([^()]*[A-Za-z][^()]*)\)", lambda m: _symbol(m[1] + ",".join(sorted(m[2].split(","))))),
     (r"\\gamma(?![(_A-Za-z])", r"(\\gamma)"),
+    (rf"\\frac\{{{_D}(?:\^\{{\d\}})?[A-Za-z]\}}\{{{_D}[A-Za-z](?:\^\{{\d\}})?\}}", lambda m: _symbol(m[0])),
+    (r"(?:[A-Za-z]|\d+)'+(?!\()|\\d?dot\{[A-Za-z]\}", lambda m: _symbol(m[0])),
     (r"(?<=\d)(?=\(|\\(?:binom|frac))", r"\\cdot "),
 )
 """Spellings that the library would misread: ``3!!`` as (3!)!, ``\\gcd(m,n)`` as 1, ``\\gamma+1`` as
-gamma(1), and ``2(3)`` as 5."""
+gamma(1), ``2(3)`` as 5, and derivatives of unknown functions as 0 or without their primes."""
 _TWO_NUMBERS = re.compile(r"\d \d")
 
 

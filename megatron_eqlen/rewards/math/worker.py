@@ -15,17 +15,18 @@ import resource
 import sys
 from collections.abc import Callable
 from functools import lru_cache
-from itertools import pairwise, product
+from itertools import pairwise, product, repeat, zip_longest
 from typing import Any
 
 from math_verify import verify
-from sympy import Eq, Float, Rational
+from sympy import Eq, Expr, Float, Rational
 
 from megatron_eqlen.rewards.math.match import compare_texts
 from megatron_eqlen.rewards.math.numbers import (
     as_written,
     has_decimals,
     is_huge,
+    is_identity,
     number_of,
     same_without_solutions,
     surely_different,
@@ -84,6 +85,7 @@ _NAME = re.compile(
 )
 """The left side of an equation that only names the value on the right."""
 _FUNCTION = re.compile(r"[A-Za-z](?:\(([a-z])\))?")
+_TOKEN = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
 _BARE_LOG = re.compile(r"\\log(?!_|[A-Za-z])")
 _TEXT = re.compile(r"\\text\{(.*?)\}")
 _OBJECT = re.compile(
@@ -181,6 +183,8 @@ def _without_names(gold: str, answer: str) -> tuple[str, str] | tuple[()] | None
     names, values = wanted or given or ([], [])
     order = sorted(set(names))
     other = answer if wanted else gold
+    if any(len(split(part, _EQUALS)) > 1 for part in split(other, ",")):
+        return None  # other names, or some of them
     if len(names) == len(order) == len(split(other, ",")):
         other = f"({other})"
         order = names if wanted else order
@@ -247,8 +251,8 @@ def _same_members(wanted: list[str], given: list[str], is_complex: bool) -> bool
 
 
 def _equal_equations(gold: str, answer: str, is_complex: bool) -> bool:
-    """Compare with a gold that is an equation: the answer is another form of it, or the value that it gives a
-    name."""
+    """Compare with a gold that is an equation: the answer is another form of it, the value that it gives a
+    name, or the same chain term by term."""
     wanted, given = split(gold, _EQUALS), split(answer, _EQUALS)
     if len(given) == 1:
         values = [wanted[-1]] * bool(_NAME.fullmatch(wanted[0])) + [wanted[0]] * bool(
@@ -257,18 +261,32 @@ def _equal_equations(gold: str, answer: str, is_complex: bool) -> bool:
         return any(equal(value, answer, is_complex) for value in values)
     if not _is_true(given, is_complex):
         return False
-    if _NAME.fullmatch(wanted[0]) and _same_name(wanted[0], given[0], wanted[-1]):
-        return equal(wanted[-1], given[-1], is_complex)
-    return _equal_values(f"{wanted[0]}={wanted[-1]}", f"{given[0]}={given[-1]}", is_complex)
+    value = _under_name(wanted[0], given[0], given[-1], wanted[-1])
+    readable = all(read(term, is_complex) is not None for term in wanted[1:-1])
+    if value is not None and readable and _NAME.fullmatch(wanted[0]):
+        return equal(wanted[-1], value, is_complex)
+    ends, other_ends = wanted[:: len(wanted) - 1], given[:: len(given) - 1]
+    if is_identity(read("=".join(ends), is_complex)):  # what it says, its solutions do not tell
+        return all(equal(*pair, is_complex) for pair in zip(ends, other_ends, strict=True))
+    if wanted != ends or given != other_ends:
+        return all(equal(*pair, is_complex) for pair in zip_longest(wanted, given, fillvalue=""))
+    return _equal_values(gold, answer, is_complex)
 
 
-def _same_name(name: str, other: str, value: str) -> bool:
-    """Return True for one name, and for names of a function of one variable: ``y``, ``y(x)`` and ``f(x)``."""
+def _under_name(name: str, other: str, value: str, wanted: str) -> str | None:
+    """Return the ``value`` of ``other`` as one of ``name``, whose own is ``wanted``; None if they name
+    different things. Names of a function of one variable are one: ``y``, ``y(x)``, ``f(x)``, ``f(t)``."""
     if re.sub(r"[() ]", "", name) == re.sub(r"[() ]", "", other):
-        return True
+        return value
     calls = [_FUNCTION.fullmatch(each) for each in (name, other)]
-    variables = {call[1] for call in calls if call and call[1]}
-    return all(calls) and len(variables) == 1 and not variables & {name, other} and variables.pop() in value
+    variables = [call[1] for call in calls if call and call[1]]
+    if not all(calls) or not variables or {*variables} & {name, other} or variables[0] not in wanted:
+        return None
+    if variables[0] == variables[-1]:
+        return value
+    if variables[0] in value or r"\text" in value:
+        return None
+    return _TOKEN.sub(lambda token: variables[0] if token[0] == variables[1] else token[0], value)
 
 
 def _conclusions(answer: str, gold: str, is_complex: bool) -> list[str]:
@@ -279,7 +297,7 @@ def _conclusions(answer: str, gold: str, is_complex: bool) -> list[str]:
     if len(terms) + len(roundings) == 1:
         return [answer]
     value = terms[0] if _NAME.fullmatch(terms[-1]) and not _NAME.fullmatch(gold) else terms[-1]
-    if not _is_true(terms, is_complex):
+    if not _is_true(terms, is_complex) or any(map(_is_false, pairwise(terms), repeat(is_complex))):
         return []
     if roundings and _NAME.fullmatch(value):
         return roundings[-1:]
@@ -291,6 +309,13 @@ def _is_true(terms: list[str], is_complex: bool) -> bool:
     """Return True if the numbers among ``terms`` are equal."""
     numbers = [term for term in terms if number_of(read(term, is_complex)) is not None]
     return all(_equal_values(numbers[0], other, is_complex) for other in numbers[1:])
+
+
+def _is_false(link: tuple[str, str], is_complex: bool) -> bool:
+    """Return True if two expressions of the same symbols are known to differ."""
+    here, there = (read(term, is_complex) for term in link)
+    symbols = [value.free_symbols for value in (here, there) if isinstance(value, Expr)]
+    return len(symbols) == 2 and symbols[0] == symbols[1] and surely_different(here, there)
 
 
 def _rounds_to(value: str, rounding: str, is_complex: bool) -> bool:
