@@ -15,8 +15,9 @@ from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.megatron_cpu import packages
 from megatron_eqlen.megatron_cpu.packages import APEX, FLA, NEEDED, TRANSFORMER_ENGINE, Package
 from megatron_eqlen.plan.model import model_config
-from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe import Recipe, RewardRecipe
 from megatron_eqlen.recipe.inputs import fetch, local_path, revisions
+from megatron_eqlen.rewards.sandbox.interpreter import find_python
 from megatron_eqlen.rewards.sandbox.probe import offered_isolation
 
 PYTHONS = ((3, 12), (3, 13))
@@ -82,11 +83,19 @@ def overlap(place: Place) -> Finding | None:
     return Finding("ok", "the training data holds no question of a benchmark")
 
 
+def programs(place: Place) -> Finding | None:
+    """Look for the Python that generated programs run in."""
+    if not _runs_programs(place):
+        return None
+    wanted = _reward(place).code_python
+    return Finding("ok", f"{wanted}: {find_python(wanted)}")
+
+
 def sandbox(place: Place) -> Finding | None:
     """Report the isolation that generated programs get, tested with programs that attempt to escape."""
-    if place.recipe and (place.recipe.reward.sandbox_url or not _graders(place) & (CODE | ANY)):
+    if not _runs_programs(place):
         return None
-    isolation = offered_isolation()
+    isolation = offered_isolation(find_python(_reward(place).code_python))
     if isolation.strict:
         return Finding("ok", str(isolation))
     advice = (
@@ -95,9 +104,21 @@ def sandbox(place: Place) -> Finding | None:
     return Finding("missing", f"{isolation}, expected landlock + seccomp", advice)
 
 
+def _reward(place: Place) -> RewardRecipe:
+    return place.recipe.reward if place.recipe else RewardRecipe()
+
+
+def _runs_programs(place: Place) -> bool:
+    """Return True if answers may be programs that run on this machine."""
+    return not _reward(place).sandbox_url and bool(place.recipe is None or _graders(place) & (CODE | ANY))
+
+
 def _grades_code(place: Place) -> bool:
-    recipe = place.recipe
-    return recipe is not None and recipe.reward.code_sandbox == "strict" and bool(_graders(place) & CODE)
+    return bool(_graders(place) & CODE)
+
+
+def _needs_isolation(place: Place) -> bool:
+    return _grades_code(place) and _reward(place).code_sandbox == "strict"
 
 
 def _graders(place: Place) -> set[str]:
@@ -124,5 +145,6 @@ CHECKS = [
     _on_gpus(APEX),
     Check("inputs", inputs),
     Check("benchmarks apart", overlap, needed=lambda place: False, in_short=False),
-    Check("code sandbox", sandbox, needed=_grades_code, in_short=False),
+    Check("code python", programs, needed=_grades_code),
+    Check("code sandbox", sandbox, needed=_needs_isolation, in_short=False),
 ]

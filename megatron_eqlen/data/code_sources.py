@@ -7,7 +7,6 @@ right outputs, which need a checker of their own.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_eqlen.data.code_rows import code_question, reading_tests
-from megatron_eqlen.data.files import find_files, read_records
+from megatron_eqlen.data.files import find_files, parse_json, read_records
 from megatron_eqlen.data.rows import BadRow, number_field, optional_text_field, text_field
 from megatron_eqlen.rewards.code.tests import CodeTests
 
@@ -27,16 +26,19 @@ INTERACTIVE = re.compile(
 """Words of a statement that announce an interactive problem."""
 SEVERAL_ANSWERS = re.compile(
     r"""
-    \b(?:print|output|report|return|choose|give|write|find)\s+any\s+(?:one\b|
+    \b(?:print|output|report|return|give|write|find)\s+any\s+(?:one\b|
         (?:one\s+)?(?:of\s+(?:them|these|those|the)|such|valid|possible|correct|suitable|optimal|answer|
         solution)\b)
+    | \b(?:print|output|report|return|write)\s+any\s*(?:[.,;:()]|$)
+    | \b(?:several|multiple|many|more\s+than\s+one)\b[^.]{0,80}\b(?:you\s+(?:can|may)|please)\s+
+        (?:choose|select|pick)\s+any\b
     | \bany\s+(?:of\s+them|(?:(?:valid|correct|possible|such|optimal)\s+)?(?:answers?|solutions?|outputs?))
         \s+(?:will\s+be|is|are)\s+(?:accepted|acceptable|allowed|considered)\b
     | \b(?:print|output|return)\b[^.]{0,60}\bin\s+any\s+order\b
     | \b(?:absolute|relative)\s+(?:or\s+(?:absolute|relative)\s+)?(?:error|precision)\b
     | \bwithin\s+\$?10\S{1,8}\s+of\s+the\s+actual\b
     """,
-    re.I | re.X,
+    re.I | re.M | re.X,
 )
 """Words of a statement that accept more than one output: any answer, any order, a tolerance."""
 
@@ -81,7 +83,7 @@ def question_and_tests(source: SourceSet, record: dict[str, Any]) -> tuple[str, 
 def _input_output_tests(record: dict[str, Any]) -> CodeTests:
     """Read tests of APPS and TACO: a JSON text ``{inputs, outputs[, fn_name]}``, often empty."""
     text = record.get("input_output")
-    held = json.loads(text) if isinstance(text, str) and text.strip() else {}
+    held = parse_json(text) if isinstance(text, str) and text.strip() else {}
     if not isinstance(held, dict) or not held.get("inputs"):
         raise BadRow("no_tests")
     function = held.get("fn_name")
@@ -90,7 +92,7 @@ def _input_output_tests(record: dict[str, Any]) -> CodeTests:
         raise BadRow("bad_tests", "inputs and outputs: expected lists")
     if function is None:
         inputs, outputs = [_joined(text) for text in inputs], [_joined(text) for text in outputs]
-    return CodeTests(inputs, outputs, function, wrapped=function is not None)
+    return CodeTests(inputs, outputs, function, rules="apps")
 
 
 def _joined(text: Any) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import pickletools
 import zlib
 from collections.abc import Iterator
@@ -108,27 +107,27 @@ def _checked_json(text: str) -> Any:
 
 
 def _row(question_id: str, record: dict[str, Any]) -> Problem:
-    cases = _list(json.loads(text_field(record, "public_test_cases")), "public_test_cases")
+    cases = _list(parse_json(text_field(record, "public_test_cases")), "public_test_cases")
     cases += _list(unpack_private_tests(text_field(record, "private_test_cases")), "private_test_cases")
     kinds = {test.get("testtype") if isinstance(test, dict) else None for test in cases}
     if kinds == {"stdin"}:
         function = None
         inputs, outputs = [test.get("input") for test in cases], [test.get("output") for test in cases]
     elif kinds == {"functional"}:
-        function = text_field(json.loads(text_field(record, "metadata")), "func_name")
+        function = text_field(parse_json(text_field(record, "metadata")), "func_name")
         inputs = [_arguments(text_field(test, "input")) for test in cases]
-        outputs = [json.loads(text_field(test, "output")) for test in cases]
+        outputs = [parse_json(text_field(test, "output")) for test in cases]
     else:
         raise BadRow("bad_tests", f"expected stdin or functional tests, found {sorted(map(str, kinds))}")
     field_of(record, "starter_code")
     starter = optional_text_field(record, "starter_code") or ""
     question = code_question(text_field(record, "question_content"), function, starter)
-    tests = CodeTests(inputs, outputs, function, memory_mb=MEMORY_MB, livecodebench=True)
+    tests = CodeTests(inputs, outputs, function, memory_mb=MEMORY_MB, rules="livecodebench")
     return code_row(question_id, question, tests)
 
 
 def _arguments(text: str) -> list[Any]:
-    return [json.loads(line) for line in text.split("\n") if line.strip()]
+    return [parse_json(line) for line in text.split("\n") if line.strip()]
 
 
 def _list(tests: Any, name: str) -> list[Any]:

@@ -377,6 +377,9 @@ class RewardRecipe(Section):
     """Seconds a code test may take."""
     code_memory_mb: PositiveInt = 1024
     """Memory that a code test may use; a problem may set a higher limit."""
+    code_python: Annotated[str, Field(pattern=r"^(3\.(1[1-9]|[2-9]\d)(\.\d+)?|/.+)$")] = "3.11"
+    """Python that programs run in, a version or a path. Contest solutions are written for 3.11 and earlier:
+    from 3.12 on, recursion through C functions (``lru_cache``) ends at a depth of about 500."""
     code_sandbox: Literal["strict", "best_effort"] = "strict"
     """``strict``: refuse to run programs if the machine cannot isolate them; ``best_effort``: isolate them as
     far as possible, and warn."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import json
 import logging
-from collections.abc import Callable
+import sys
 from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
@@ -22,10 +22,11 @@ import reasoning_gym
 from reasoning_gym.utils import extract_answer
 
 from megatron_eqlen.recipe import RewardRecipe
+from megatron_eqlen.rewards.code import judge
 from megatron_eqlen.rewards.grader import PoolGrader, answer_section, known
-from megatron_eqlen.rewards.sandbox.client import EXTRA_SECONDS, Sandbox, SandboxError
+from megatron_eqlen.rewards.sandbox.client import EXTRA_SECONDS, SandboxError
 from megatron_eqlen.rewards.sandbox.probe import required_isolation
-from megatron_eqlen.rewards.sandbox.program import Isolation, Limits
+from megatron_eqlen.rewards.sandbox.program import Limits
 from megatron_eqlen.rewards.workers.pool import WorkerPool
 from megatron_eqlen.types import Grade
 
@@ -63,14 +64,15 @@ class ReasoningGymGrader(PoolGrader):
             return known(Grade(0.0, "no_answer", None, self.name))
         cpu = self._reward.timeout
         limits = Limits(cpu, 4 * cpu + 2, self._reward.code_memory_mb, output_bytes=1 << 20)
-        item = {"gold": gold, "answer": answer, "limits": asdict(limits)}
+        arguments = "\n".join(json.dumps(text) for text in (gold, answer))
+        item = {"program": PROGRAM, "stdin": arguments, "limits": asdict(limits), "function": "score"}
         longest = limits.wall_seconds + EXTRA_SECONDS
         return self.pool.submit(
             item, longest, partial(self._grade, answer, gold), wall_factor=1.0, attempts=2
         )
 
     def _make_pool(self) -> WorkerPool:
-        isolation = required_isolation(self._reward.code_sandbox)
+        isolation = required_isolation(self._reward.code_sandbox, sys.executable)
         assert self._reward.workers is not None, "the scorer has asked the machine"
         return WorkerPool(__name__, self._reward.workers, {"isolation": asdict(isolation)})
 
@@ -98,15 +100,5 @@ def _fraction(result: str) -> float:
     return float(reward) if isinstance(reward, int | float) and 0 <= reward <= 1 else 0.0
 
 
-def make_handler(isolation: dict[str, bool]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return the handler of a worker: it scores an answer in a sandbox of its own."""
-    sandbox = Sandbox(Isolation(**isolation))
-
-    def handle(item: dict[str, Any]) -> dict[str, Any]:
-        arguments = "\n".join(json.dumps(item[name]) for name in ("gold", "answer"))
-        return asdict(sandbox.run(PROGRAM, arguments, Limits(**item["limits"]), "score"))
-
-    return handle
-
-
-assert reasoning_gym.create_dataset  # imported here once: the sandbox's processes are forked with it
+make_handler = judge.make_handler
+assert reasoning_gym.create_dataset  # imported here once: workers and their sandboxes are forked with it

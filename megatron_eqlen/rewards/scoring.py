@@ -233,6 +233,7 @@ def make_grader(name: str, reward: RewardRecipe) -> Grader:
             reward.code_memory_mb,
             reward.code_sandbox,
             reward.sandbox_url,
+            reward.code_python,
         )
     if name == "reasoning_gym":
         from megatron_eqlen.rewards.reasoning_gym import ReasoningGymGrader  # an optional package

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import socket
+import sys
 import warnings
 from collections import namedtuple
 from dataclasses import replace
@@ -21,6 +22,7 @@ from megatron_eqlen.files import CheckpointError
 from megatron_eqlen.megatron_cpu import packages
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.recipe import RecipeError
+from megatron_eqlen.rewards.sandbox.interpreter import find_python
 from megatron_eqlen.rewards.sandbox.program import Isolation
 from tests.kit import ROOT
 from tests.kit.tiny_models import save_tiny
@@ -151,7 +153,8 @@ def test_fla_is_only_looked_for_where_the_model_has_what_it_computes(large):
     ("isolation", "state"), [((True, True, False), "ok"), ((False, True, True), "missing")]
 )
 def test_the_sandbox_is_tried_where_answers_are_programs(large, anywhere, monkeypatch, isolation, state):
-    monkeypatch.setattr(software, "offered_isolation", lambda: Isolation(*isolation))
+    monkeypatch.setattr(software, "offered_isolation", lambda python: Isolation(*isolation))
+    monkeypatch.setattr(software, "find_python", str)
     finding = software.sandbox(anywhere)
     assert finding is not None
     assert finding.state == state
@@ -163,6 +166,23 @@ def test_the_sandbox_is_tried_where_answers_are_programs(large, anywhere, monkey
         with_recipe(large, "data.sources.0.grader=code", "reward.code_sandbox=best_effort")
     )
     assert software.sandbox(with_recipe(large, "reward.sandbox_url=http://elsewhere")) is None
+
+
+def test_a_missing_python_for_programs_fails_each_check_of_a_recipe_that_runs_them(
+    large, monkeypatch, capsys
+):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(sys, "prefix", "/nowhere")
+    find_python.cache_clear()
+    checks = [entry for entry in CHECKS if entry.name == "code python"]
+    code = with_recipe(large, "data.sources.0.grader=code")
+    assert check(code.recipe, short=True, checks=checks) == 1
+    assert "reward.code_python: expected CPython 3.11" in (told := capsys.readouterr().out)
+    assert "tools/setup programs" in told
+    elsewhere = with_recipe(code, "reward.sandbox_url=http://elsewhere")
+    assert check(elsewhere.recipe, short=True, checks=checks) == 0
+    own = with_recipe(large, "data.sources.0.grader=code", f"reward.code_python={sys.executable}")
+    assert check(own.recipe, short=True, checks=checks) == 0
 
 
 # ---- GPUs --------------------------------------------------------------------------------------------

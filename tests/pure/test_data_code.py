@@ -111,7 +111,7 @@ def test_questions_meet_their_tests_and_the_rest_is_counted(folders):
     assert (lines.stdin(1), lines.outputs[1]) == ("3\n4", "7")
     assert CodeTests.from_json(rows["cf-0"].gold).memory_mb == 256
     called = CodeTests.from_json(rows["apps-1"].gold)
-    assert (called.function, called.wrapped, called.inputs) == ("total", True, [[[1, 2]]])
+    assert (called.function, called.rules, called.inputs) == ("total", "apps", [[[1, 2]]])
     assert called.is_right(0, "", "3")
     assert called.is_right(0, "", "[3]")
     assert "def total(self, xs)" in rows["apps-1"].question
@@ -190,6 +190,9 @@ TACO_ROW = taco_row(TAKE_TWO, {"inputs": ["1 2\n"], "outputs": ["3\n"]})
     ("code_contests", {"output_file": "sum.out"}, "file_input"),
     ("code_contests", {"description": "If there are several, print any of them."}, "needs_checker"),
     ("code_contests", {"description": "Any valid solution will be accepted."}, "needs_checker"),
+    ("code_contests", {"description": "If there are many answers, print any."}, "needs_checker"),
+    ("taco", {"question": "In case of a tie output any, but only one."}, "needs_checker"),
+    ("apps", {"question": "If there are multiple plans, you may choose any of them."}, "needs_checker"),
     ("taco", {"question": "Its absolute or relative error must not exceed 1e-6."}, "needs_checker"),
     ("taco", {"question": "Answers within 10^-5 of the actual value are accepted."}, "needs_checker"),
     ("apps", {"question": "You may return the answer in any order."}, "needs_checker"),
@@ -208,6 +211,8 @@ def test_problems_that_stdin_and_stdout_cannot_judge_are_left_out_by_reason(data
     "Do not print any extra spaces.",
     "The numbers are given in any order. Print the smallest.",
     "It is possible to reach any of them. Print the number of ways.",
+    "In one move Bob may choose any of the stones. How many moves does he need?",
+    "Alice can choose any one of several cards. Print the largest sum.",
 ])  # fmt: skip
 def test_statements_with_one_right_output_are_kept(statement):
     question_and_tests(SOURCE_SETS["taco"], TACO_ROW | {"question": statement})
@@ -294,6 +299,7 @@ def test_malformed_records_of_the_source_sets_are_bad_rows():
         "taco": [
             {"input_output": "["},
             {"input_output": "[" * 100_000},
+            {"input_output": '{"inputs": [[NaN]], "outputs": [1], "fn_name": "f"}'},
             {"input_output": '{"inputs": [[1]], "outputs": [1], "fn_name": 7}'},
         ],
     }
@@ -338,6 +344,13 @@ def test_livecodebench_window_is_inclusive_and_required(tmp_path):
         read_lcb(tmp_path, rows, until="v6")
 
 
+@pytest.mark.parametrize(("given", "returned"), [("NaN", "1"), ("1", "[Infinity]"), ("1" * 5000, "1")])
+def test_livecodebench_values_that_json_has_not_are_bad_tests(tmp_path, given, returned):
+    tests = json.dumps([{"input": given, "output": returned, "testtype": "functional"}])
+    row = lcb_row("q", public_test_cases=tests, private_test_cases="[]", metadata='{"func_name": "f"}')
+    assert read_lcb(tmp_path, [row])[1].dropped == {"bad_tests": 1}
+
+
 def test_livecodebench_tests_of_both_kinds(tmp_path):
     functional = [{"input": '[1, 2]\n"x"', "output": "[3]", "testtype": "functional"}]
     rows = [
@@ -355,7 +368,7 @@ def test_livecodebench_tests_of_both_kinds(tmp_path):
     tests = {row.row_id: CodeTests.from_json(row.gold) for row in kept}
     assert tests["stdin"].inputs == ["1 2\n", "5 5\n"]
     assert tests["json"].inputs == ["1 2\n"]
-    assert all(test.livecodebench and test.memory_mb == 4096 for test in tests.values())
+    assert all(test.rules == "livecodebench" and test.memory_mb == 4096 for test in tests.values())
     assert tests["function"].inputs == [[[1, 2], "x"]] * 2
     assert tests["function"].outputs == [[3], [3]]
     assert "def solve(self, xs, s)" in kept[2].question

@@ -17,6 +17,7 @@ from megatron_eqlen.rewards.sandbox import probe
 from megatron_eqlen.rewards.sandbox.client import SandboxError
 from megatron_eqlen.rewards.sandbox.program import Isolation, Limits
 from megatron_eqlen.rewards.sandbox.server import SandboxServer, whole_program
+from tests.kit.programs import PYTHON
 
 ADD = CodeTests(["2 3\n", "4 5\n", "6 7\n"], ["5\n", "9\n", "13\n"]).to_json()
 ADD_FUNCTION = CodeTests([[2, 3], [4, 5]], [5, 9], function="add").to_json()
@@ -28,7 +29,7 @@ def fenced(program: str) -> str:
 
 @pytest.fixture(scope="module")
 def grader():
-    grader = CodeGrader(workers=2, timeout=2.0, memory_mb=512)
+    grader = CodeGrader(workers=2, timeout=2.0, memory_mb=512, python=PYTHON)
     yield grader
     grader.close()
 
@@ -102,7 +103,7 @@ def test_verdicts_and_the_first_failing_test(grader):
     assert details["runtime_error"].startswith("test 3 of 3:")
     assert "ZeroDivisionError" in details["runtime_error"]
     assert "SyntaxError" in details["compile_error"]
-    assert all(grade.grader == "code-3" for grade in grades)
+    assert all(grade.grader == "code-4" for grade in grades)
 
 
 def test_time_limit_is_cpu_time(grader):
@@ -121,11 +122,28 @@ def test_function_problems(grader):
 def test_values_compare_as_json(grader):
     tests = CodeTests([[1]], [[[1, 2], [3]]], function="f").to_json()
     tuples = "def f(a):\n    return (1, 2), [3]"
-    wrapped = CodeTests([[1]], [[7]], function="f", wrapped=True).to_json()
+    wrapped = CodeTests([[1]], [[7]], function="f", rules="apps").to_json()
     seven = "def f(a):\n    return 7"
-    cases = [(tuples, tests), (seven, wrapped), (seven, wrapped.replace("true", "false"))]
+    cases = [(tuples, tests), (seven, wrapped), (seven, wrapped.replace("apps", "plain"))]
     grades = grader.grade([fenced(program) for program, _ in cases], [gold for _, gold in cases])
     assert [grade.verdict for grade in grades] == ["passed", "passed", "wrong_answer"]
+
+
+@pytest.mark.parametrize(("program", "tests", "verdict"), [
+    ("class Solution:\n    def f(self, xs: List[int]) -> Optional[int]:\n        return ceil(max(xs))",
+     CodeTests([[[1, 2]]], [2], "f", rules="apps"), "passed"),
+    ("def f(a):\n    return sum(a) + a[3]", CodeTests([[{"3": 4}]], [7], "f", rules="apps"), "passed"),
+    ("def f(names):\n    return names['a']", CodeTests([[{"a": 4}]], [4], "f", rules="apps"), "passed"),
+    ("def f(a):\n    return [(a, a)]", CodeTests([[1]], [[[[1, 1]]]], "f", rules="apps"), "passed"),
+    ("def f(a):\n    return [1]", CodeTests([[1]], [1], "f", rules="apps"), "wrong_answer"),
+    ("print(gcd(*map(int, stdin.readline().split())))", CodeTests(["4 6"], ["2"], rules="apps"), "passed"),
+    ("print(2)\nsys.exit(1)", CodeTests([""], ["2"], rules="apps"), "runtime_error"),
+])  # fmt: skip
+def test_functions_of_apps_and_taco_have_the_names_that_their_checker_imports(
+    grader, program, tests, verdict
+):
+    (grade,) = grader.grade([fenced(program)], [tests.to_json()])
+    assert grade.verdict == verdict, grade.detail
 
 
 NOTHING = CodeTests([[1]], [None], function="f").to_json()
@@ -217,7 +235,7 @@ def test_no_program_is_no_answer(grader):
     ({"inputs": [[1]], "outputs": [1], "function": "f" * 5000}, "function: expected a name"),
     ({"inputs": [[1]], "outputs": [1], "function": "lambda"}, "function: expected a name"),
     ({"inputs": [[1]], "outputs": [1], "function": ["f"]}, "function: expected a name"),
-    ({"inputs": [[1]], "outputs": [1], "function": "f", "wrapped": 1}, "wrapped: expected true or false"),
+    ({"inputs": [[1]], "outputs": [1], "function": "f", "rules": 1}, "rules: expected one of plain"),
     ({"inputs": ["1"], "outputs": ["1"], "fn_name": "f"}, r"unknown \['fn_name'\]"),
     ([], "expected an object of tests"),
 ])  # fmt: skip
@@ -254,16 +272,16 @@ def test_an_expected_output_that_no_program_may_print_is_refused(monkeypatch):
 
 
 def test_tests_survive_the_trip():
-    tests = CodeTests([[1, "x"]], [[None]], "f", True, 2.5, 512)
+    tests = CodeTests([[1, "x"]], [[None]], "f", 2.5, 512, "apps")
     assert CodeTests.from_json(tests.to_json()) == tests
 
 
 def test_strict_refuses_a_machine_that_cannot_isolate(monkeypatch, caplog):
     weak = Isolation(landlock=False, seccomp=False, drop_user=False)
-    monkeypatch.setattr(probe, "offered_isolation", lambda: weak)
+    monkeypatch.setattr(probe, "offered_isolation", lambda python: weak)
     with pytest.raises(ValueError, match="strict needs Landlock and seccomp, this machine offers rlimits"):
-        CodeGrader().grade([fenced("x")], [ADD])
-    accepting = CodeGrader(workers=1, sandbox="best_effort")
+        CodeGrader(python=PYTHON).grade([fenced("x")], [ADD])
+    accepting = CodeGrader(workers=1, sandbox="best_effort", python=PYTHON)
     assert accepting.grade([fenced(VERDICTS["passed"])], [ADD])[0].verdict == "passed"
     assert "code sandbox: rlimits" in caplog.text
     accepting.close()
@@ -285,7 +303,7 @@ class FakeFusion(BaseHTTPRequestHandler):
             result["stdout"] = f"{sum(map(int, body['stdin'].split()))}\n"
         elif body["code"].startswith("slow"):
             result["status"] = "TimeLimitExceeded"
-        elif body["code"].startswith("def add"):
+        elif "def add" in body["code"]:
             marker = body["code"].rpartition('print("\\n" + ')[2].split("'")[1]
             result["stdout"] = f"noise\n{marker}{sum(map(json.loads, body['stdin'].split()))}\n"
         else:
@@ -314,20 +332,26 @@ def test_programs_can_go_to_a_sandbox_server(fusion):
     grader = CodeGrader(sandbox_url=fusion)
     grades = grader.grade([fenced("add"), fenced("slow"), fenced("eats memory")], [ADD] * 3)
     assert [grade.verdict for grade in grades] == ["passed", "time_limit", "memory_limit"]
-    assert grades[0].grader == "code-3@server"
+    assert grades[0].grader == "code-4@server"
     assert not any("13" in json.dumps(body) for body in FakeFusion.bodies)  # expected outputs stay here
     function = grader.grade([fenced("def add(a, b):\n    return a + b")], [ADD_FUNCTION])
     assert function[0].verdict == "passed"
 
 
-@pytest.mark.parametrize(("source", "function", "stdin", "printed"), [
-    ("from __future__ import annotations\nprint(gcd(4, 6), __name__)\nexit(3)", None, "", "2 __main__"),
-    ("class Solution:\n    def f(self, a: List[int]): return [inf]", "f", "[1, 2]", "[Infinity]"),
-    ("import numpy as np\ndef f(a): return np.sum(a)", "f", "[1, 2]", "3"),
-    ("if __name__ == '__main__': 1 / 0\ndef f(): return 1", "f", "", "1"),
+@pytest.mark.parametrize(("source", "function", "rules", "stdin", "printed"), [
+    ("from __future__ import annotations\nprint(gcd(4, 6), __name__)\nexit(3)", None, "livecodebench", "",
+     "2 __main__"),
+    ("class Solution:\n    def f(self, a: List[int]): return [inf]", "f", "livecodebench", "[1]",
+     "[Infinity]"),
+    ("import numpy as np\ndef f(a): return np.sum(a)", "f", "livecodebench", "[1, 2]", "3"),
+    ("if __name__ == '__main__': 1 / 0\ndef f(): return 1", "f", "livecodebench", "", "1"),
+    ("def f(a: Dict): return a[3]", "f", "apps", '{"3": 4}', "4"),
+    ("print(stdin.read())", None, "apps", "5", "5"),
 ])  # fmt: skip
-def test_what_a_server_runs_of_livecodebench_is_a_program_of_its_own(source, function, stdin, printed):
-    code = whole_program(source, function, "livecodebench", "marker:")
+def test_what_a_server_runs_by_the_rules_of_a_set_is_a_program_of_its_own(
+    source, function, rules, stdin, printed
+):
+    code = whole_program(source, function, rules, "marker:")
     ended = subprocess.run([sys.executable, "-c", code], input=stdin, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.strip().removeprefix("marker:") == printed

@@ -9,6 +9,7 @@ from megatron_eqlen.rewards.code.rules import MEMORY_MB
 from megatron_eqlen.rewards.code.tests import CodeTests
 from tests.kit import TABLES
 from tests.kit.marks import slow
+from tests.kit.programs import PYTHON
 
 TABLE = json.loads((TABLES / "livecodebench_programs.json").read_text())["problems"]
 CASES = [(case, problem["tests"]) for problem in TABLE for case in problem["programs"]]
@@ -21,12 +22,12 @@ def gold(tests: dict, seconds: float | None = None) -> str:
         inputs = [[json.loads(line) for line in text.split("\n")] for text in inputs]
         outputs = [json.loads(text) for text in outputs]
     return CodeTests(
-        inputs, outputs, function, time_limit=seconds, memory_mb=MEMORY_MB, livecodebench=True
+        inputs, outputs, function, time_limit=seconds, memory_mb=MEMORY_MB, rules="livecodebench"
     ).to_json()
 
 
 def verdicts(cases: list[tuple[dict, dict]]) -> dict[str, bool]:
-    grader = CodeGrader(workers=2)
+    grader = CodeGrader(workers=2, python=PYTHON)
     texts = [f"```python\n{case['program']}\n```" for case, _ in cases]
     grades = grader.grade(texts, [gold(tests, case.get("seconds")) for case, tests in cases])
     grader.close()
@@ -41,10 +42,10 @@ def test_our_rules_differ_from_the_official_ones_only_where_the_table_says(step)
 
 def test_rules_are_in_force_for_livecodebench_problems_alone():
     """Programs of other sets must import their names, and their exit status counts."""
-    grader = CodeGrader(workers=1)
+    grader = CodeGrader(workers=1, python=PYTHON)
     programs = ["print(gcd(4, 6))", "import sys\nprint(2)\nsys.exit(1)"]
     texts = [f"```python\n{program}\n```" for program in programs]
-    plain, lcb = (CodeTests([""], ["2"], livecodebench=flag).to_json() for flag in (False, True))
+    plain, lcb = (CodeTests([""], ["2"], rules=rules).to_json() for rules in ("plain", "livecodebench"))
     grades = grader.grade(texts * 2, [plain] * 2 + [lcb] * 2)
     grader.close()
     assert [grade.verdict for grade in grades] == ["runtime_error"] * 2 + ["passed"] * 2

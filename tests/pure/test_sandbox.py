@@ -24,24 +24,27 @@ import pytest
 from megatron_eqlen.rewards.code.grader import WORKER_MODULE
 from megatron_eqlen.rewards.sandbox import kernel, probe, seccomp, zygote
 from megatron_eqlen.rewards.sandbox.client import Execution, Sandbox
+from megatron_eqlen.rewards.sandbox.interpreter import find_python
 from megatron_eqlen.rewards.sandbox.probe import offered_isolation, required_isolation, shortcoming
 from megatron_eqlen.rewards.sandbox.program import Isolation, Limits, enter
 from megatron_eqlen.rewards.sandbox.seccomp import MACHINES, build_filter
 from megatron_eqlen.rewards.workers.pool import WorkerPool
 from tests.kit.marks import slow_but
 from tests.kit.processes import are_gone, descendants, within
+from tests.kit.programs import PYTHON
 
 LIMITS = Limits(cpu_seconds=1, wall_seconds=20, memory_mb=512, output_bytes=1 << 20)
 ROOMY = Limits(cpu_seconds=10, wall_seconds=60, memory_mb=1 << 16, output_bytes=1 << 20)
 """Limits for sandboxes that are forks of this large process."""
 SECRET = "the-parents-secret"
+PATH = find_python(PYTHON)
 
 
 @pytest.fixture(scope="module")
 def sandbox():
     """Yield a worker with a sandbox, forked from a clean process as in training."""
     os.environ["SECRET_TOKEN"] = SECRET
-    pool = WorkerPool(WORKER_MODULE, 1, {"isolation": vars(offered_isolation())})
+    pool = WorkerPool(WORKER_MODULE, 1, {"isolation": vars(offered_isolation(PATH)), "python": PATH})
     run(pool, "pass")  # the worker starts with its first job
     yield pool
     pool.close()
@@ -58,8 +61,8 @@ def run(
 
 
 def test_isolation_is_strict_here():
-    assert offered_isolation().strict
-    assert "rlimits + landlock + seccomp" in str(offered_isolation())
+    assert offered_isolation(PATH).strict
+    assert "rlimits + landlock + seccomp" in str(offered_isolation(PATH))
 
 
 PROGRAMS = {
@@ -100,12 +103,44 @@ PROGRAMS = {
         "for t in threads:\n    t.start()\nfor t in threads:\n    t.join()\n"
         "print(sum(map(int, input().split())))"
     ),
+    "32 threads": (
+        "import time\nfrom concurrent.futures import ThreadPoolExecutor\n"
+        "with ThreadPoolExecutor(32) as pool:\n"
+        "    list(pool.map(lambda n: (time.sleep(0.1), bytearray(10**5)), range(32)))\n"
+        "print(sum(map(int, input().split())))"
+    ),
+    "a stack of any size": (
+        "import resource\nfor size in (2**29, resource.RLIM_INFINITY):\n"
+        "    resource.setrlimit(resource.RLIMIT_STACK, (size, resource.RLIM_INFINITY))\n"
+        "print(sum(map(int, input().split())))"
+    ),
+    "/dev/stdout": (
+        "import os, sys\nsys.stderr = open('/dev/stderr', 'w')\n"
+        "os.write(os.open('/dev/stdout', os.O_WRONLY), b' ')\n"
+        "open('/dev/stdout', 'w').write(str(sum(map(int, open('/dev/stdin').read().split()))))"
+    ),
     "numpy": "import numpy as np\nprint(np.array(input().split(), dtype=int).sum())",
+    "memoised recursion": (
+        "import sys\nfrom functools import lru_cache\nsys.setrecursionlimit(10**6)\n"
+        "@lru_cache(None)\ndef depth(n):\n    return n and 1 + depth(n - 1)\n"
+        "print(sum(map(int, input().split())) + depth(10**5) - 10**5)"
+    ),
 }
+NEEDS = {
+    "numpy": ("import numpy", "no NumPy for programs"),
+    "memoised recursion": (
+        "import sys; assert sys.version_info < (3, 12)",
+        "no Python 3.11 here",
+    ),
+}
+"""What a program asks of the interpreter, and the reason to skip it."""
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_honest_programs_work(sandbox, name):
+    needed, reason = NEEDS.get(name, ("", ""))
+    if subprocess.run([PATH, "-c", needed], stderr=subprocess.DEVNULL, check=False).returncode:
+        pytest.skip(reason)
     ended = run(sandbox, PROGRAMS[name], "2 3\n", Limits(10, 60, 1024))
     assert (ended.status, ended.stdout.strip()) == ("finished", "5"), ended.error
 
@@ -411,7 +446,7 @@ def test_a_program_that_runs_as_root_has_no_capability(caplog):
 
 
 def test_programs_that_run_as_root_are_a_warning(monkeypatch, caplog):
-    monkeypatch.setattr(probe, "offered_isolation", lambda: Isolation(True, True, drop_user=False))
+    monkeypatch.setattr(probe, "offered_isolation", lambda python: Isolation(True, True, drop_user=False))
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     required_isolation("strict")
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -452,7 +487,7 @@ def test_expected_outputs_are_not_in_the_programs_memory(sandbox):
 
 def test_a_killed_worker_takes_its_program_with_it():
     before = processes()
-    pool = WorkerPool(WORKER_MODULE, 1, {"isolation": vars(offered_isolation())})
+    pool = WorkerPool(WORKER_MODULE, 1, {"isolation": vars(offered_isolation(PATH)), "python": PATH})
     item = {
         "program": "while True:\n    pass",
         "tests": '{"inputs": [""], "outputs": [""]}',
@@ -465,12 +500,13 @@ def test_a_killed_worker_takes_its_program_with_it():
 
 
 TRAINER = """
-import os, time
+import os, sys, time
 from megatron_eqlen.rewards.code.grader import WORKER_MODULE
 from megatron_eqlen.rewards.workers.pool import WorkerPool
 limits = {"cpu_seconds": 100, "wall_seconds": 100, "memory_mb": 256}
 item = {"program": "import time\\nprint(1)\\ntime.sleep(99)", "stdin": "", "limits": limits}
-pool = WorkerPool(WORKER_MODULE, 1, {"isolation": {"landlock": True, "seccomp": True, "drop_user": False}})
+isolation = {"landlock": True, "seccomp": True, "drop_user": False}
+pool = WorkerPool(WORKER_MODULE, 1, {"isolation": isolation, "python": sys.argv[1]})
 keeper = os.fork()  # a child that holds the trainer's end of every socket
 if keeper == 0:
     time.sleep(60)
@@ -483,7 +519,7 @@ pool.map([item], 100.0, 1.0)
 @pytest.mark.parametrize("victim", ["trainer", "host", "worker", "zygote"])
 def test_what_a_killed_process_started_dies_with_it(victim):
     """The chain is trainer > host > worker > zygote > program, and a process that keeps the sockets open."""
-    command = [sys.executable, "-P", "-c", TRAINER]
+    command = [sys.executable, "-P", "-c", TRAINER, PATH]
     trainer = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
         assert within(30, lambda: deepest_chain(trainer.pid, 5) is not None)

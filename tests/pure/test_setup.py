@@ -89,7 +89,7 @@ def test_a_compiler_must_be_there(machine):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["gpus"], "expected cpu, gpu or docs, found gpus"),
+    (["gpus"], "expected cpu, gpu, docs or programs, found gpus"),
     (["gpu", "--with-te"], "gpu has no option --with-te"),
     (["cpu", "--no-driver"], "cpu has no option --no-driver"),
 ])  # fmt: skip
@@ -112,3 +112,14 @@ def test_the_quickstart_uses_a_gpu_where_there_is_one_and_else_what_was_set_up(m
     device = "cluster.device=gpu cluster.processes_per_node=1 " * uses_gpu
     ran = machine.run("tools/quickstart", "seed=2").stdout.splitlines()
     assert ran[0] == f"eqlen train recipes/tiny_cpu.yaml {device}seed=2"
+
+
+def test_a_machine_that_cannot_have_the_python_of_programs_is_told_what_needs_it(machine):
+    machine.environ = {"PYENV_ROOT": str(machine.folder)}
+    ended = machine.run("tools/setup", "programs")
+    assert (ended.returncode, ended.stderr) == (1, "tools/setup: expected .venv first: tools/setup\n")
+    machine.command(".venv/bin/uv", "echo no network; exit 2")
+    ended = machine.run("tools/setup", "programs")
+    assert ended.returncode == 1
+    assert "Programs of code rewards need it, or another that reward.code_python names" in ended.stderr
+    assert (machine.folder / ".venv/programs.log").read_text().count("no network") == 3

@@ -18,13 +18,14 @@ from typing import Any, Literal
 from megatron_eqlen.rewards.code.tests import CodeTests
 from megatron_eqlen.rewards.grader import PoolGrader, answer_section, known
 from megatron_eqlen.rewards.sandbox.client import EXTRA_SECONDS, SandboxError
+from megatron_eqlen.rewards.sandbox.interpreter import find_python
 from megatron_eqlen.rewards.sandbox.probe import required_isolation
 from megatron_eqlen.rewards.sandbox.program import Limits
 from megatron_eqlen.rewards.sandbox.server import SandboxServer
 from megatron_eqlen.rewards.workers.pool import WorkerPool
 from megatron_eqlen.types import Grade
 
-VERSION = 3
+VERSION = 4
 """Raised whenever a change here or in ``code_tests`` changes a verdict."""
 LONGEST_PROGRAM = 100_000
 """Most characters of a program."""
@@ -66,12 +67,14 @@ class CodeGrader(PoolGrader):
         memory_mb: int = 1024,
         sandbox: Literal["strict", "best_effort"] = "strict",
         sandbox_url: str | None = None,
+        python: str = "3.11",
     ) -> None:
         self._workers = workers
         self._timeout = timeout
         self._memory_mb = memory_mb
         self._mode: Literal["strict", "best_effort"] = sandbox
         self._url = sandbox_url
+        self._python = python
 
     @property
     def name(self) -> str:
@@ -104,8 +107,9 @@ class CodeGrader(PoolGrader):
         """Find out which isolation works; refuse too little; log the isolation in force."""
         if self._url is not None:
             return SandboxServer(self._url, self._workers)
-        isolation = required_isolation(self._mode)
-        return WorkerPool(WORKER_MODULE, self._workers, {"isolation": asdict(isolation)})
+        python = find_python(self._python)
+        isolation = asdict(required_isolation(self._mode, python))
+        return WorkerPool(WORKER_MODULE, self._workers, {"isolation": isolation, "python": python})
 
     def _grade(self, shown: str, answer: dict[str, Any]) -> Grade:
         if "verdict" not in answer:

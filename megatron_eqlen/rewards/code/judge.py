@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
+from megatron_eqlen.rewards.code.rules import Rules
 from megatron_eqlen.rewards.code.tests import CodeTests
 from megatron_eqlen.rewards.sandbox.client import Execution, Sandbox
-from megatron_eqlen.rewards.sandbox.program import Isolation, Limits, Rules
+from megatron_eqlen.rewards.sandbox.program import Isolation, Limits
 
 
 class RunProgram(Protocol):
@@ -35,9 +36,9 @@ class Judgement:
 
 def judge(program: str, tests: CodeTests, limits: Limits, run: RunProgram) -> Judgement:
     """Return the verdict on a program; passed only if every test passes."""
-    seconds, rules = 0.0, "livecodebench" if tests.livecodebench else "plain"
+    seconds = 0.0
     for number in range(len(tests.inputs)):
-        ended = run(program, tests.stdin(number), limits, tests.function, rules)
+        ended = run(program, tests.stdin(number), limits, tests.function, tests.rules)
         seconds += ended.seconds
         if ended.status != "finished":
             return _failed(tests, number, ended.status, ended.error, seconds)
@@ -61,9 +62,12 @@ def _line(text: str) -> str:
     return line if len(line) <= LONGEST_DETAIL else "..." + line[-LONGEST_DETAIL:]
 
 
-def make_handler(isolation: dict[str, bool]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return a handler that answers ``{"program", "tests", "limits"}`` with a Judgement."""
-    sandbox = Sandbox(Isolation(**isolation))
+def make_handler(
+    isolation: dict[str, bool], python: str | None = None
+) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return a handler that answers ``{"program", "tests", "limits"}`` with a Judgement; with ``stdin`` and
+    ``function`` in place of tests, with an Execution."""
+    sandbox = Sandbox(Isolation(**isolation), python)
 
     def handle(item: dict[str, Any]) -> dict[str, Any]:
         limits = Limits(**item["limits"])

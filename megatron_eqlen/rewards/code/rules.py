@@ -1,7 +1,10 @@
-"""LiveCodeBench's own rules (lcb_runner/evaluation/testing_util.py, July 2025) for its problems.
+"""The rules of data sets' own checkers, for their problems.
 
-The names of its preamble are in force, so that a program that never imports ``List`` or ``heapq`` runs, as it
-does there; and a function's value must equal the expected one by Python's ``==``.
+``livecodebench`` (lcb_runner/evaluation/testing_util.py, July 2025): a function's value must equal the
+expected one by Python's ``==``. ``apps`` (testing_util.py of APPS and TACO). The names of a set's preamble
+are in force, so that a program that never imports ``List`` or ``heapq`` runs, as it does there.
+
+This file needs the standard library alone, since it runs in other interpreters and is sent to servers.
 """
 
 from __future__ import annotations
@@ -10,42 +13,81 @@ import contextlib
 import importlib
 import json
 import sys
-from typing import Any
+from types import CodeType, ModuleType
+from typing import Any, Literal
 
+Rules = Literal["plain", "livecodebench", "apps"]
 MODULES = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics",
     "itertools", "functools", "operator", "io", "sys", "json",
 )  # fmt: skip
-"""Modules imported by name, after ``*`` imports of all of them and of ``builtins`` and ``typing``."""
+"""Modules that LiveCodeBench imports by name, after ``*`` imports of all of them and of ``builtins`` and
+``typing``."""
 STARRED = (*MODULES, "builtins", "typing")
 RECURSION_LIMIT = 50_000
 LARGEST_INTEGER_TEXT = 50_000
 """Most digits that ``str`` and ``int`` convert."""
 MEMORY_MB = 4096
 """The checker sets no limit; a comment in it names 4 GB."""
-PREAMBLE = "\n".join(
-    [f"from {name} import *" for name in STARRED]
-    + [f"import {name}" for name in MODULES]
-    + [f"sys.setrecursionlimit({RECURSION_LIMIT})"]
-)
+PREAMBLES: dict[Rules, str] = {
+    "plain": "",
+    "livecodebench": "\n".join(
+        [f"from {name} import *" for name in STARRED]
+        + [f"import {name}" for name in MODULES]
+        + [f"sys.setrecursionlimit({RECURSION_LIMIT})", f"sys.set_int_max_str_digits({LARGEST_INTEGER_TEXT})"]
+    ),
+    "apps": """\
+from typing import *
+import sys, time, itertools, collections, math, fractions, random, heapq
+from itertools import accumulate, product, permutations, combinations
+from collections import Counter, OrderedDict, deque, defaultdict, ChainMap
+from functools import lru_cache
+from math import sqrt, sin, cos, tan, ceil, fabs, floor, gcd, exp, log, log2
+from heapq import *
+stdin, stdout = sys.stdin, sys.stdout
+try:
+    import numpy as np
+except ImportError:
+    pass
+""",
+}
+"""Code before a program. Of ``typing``, APPS imports two names alone, but its starter code uses others."""
 
-for _name in STARRED:  # before any program: it then only copies names
+for _name in (*STARRED, "fractions", "time"):  # before any program: it then only copies names
     importlib.import_module(_name)
 
 
-def prepare(namespace: dict[str, Any]) -> None:
-    """Put the preamble's names into ``namespace`` and its limits in force."""
-    sys.set_int_max_str_digits(LARGEST_INTEGER_TEXT)
-    exec(compile(PREAMBLE, "preamble", "exec", dont_inherit=True), namespace)
+def call(main: ModuleType, code: CodeType, function: str | None, rules: Rules) -> str | None:
+    """Run a program in the module ``main``, after its set's preamble; return None, or the JSON of what
+    ``function``, one of its own or of its ``class Solution``, returns on the arguments in stdin."""
+    exec(compile(PREAMBLES[rules], "preamble", "exec", dont_inherit=True), main.__dict__)
+    main.__name__ = "__main__" if function is None else "solution"  # whose ``__main__`` part is not run
+    exec(code, main.__dict__)
+    if function is None:
+        return None
+    owner = main.Solution() if hasattr(main, "Solution") else main
+    return encode(rules, getattr(owner, function)(*arguments(rules, sys.stdin.read())))
 
 
-def encode(value: Any) -> str:
-    """Return JSON that equals the expected value's exactly if ``value`` equals it by Python's ``==`` (a tuple
-    counts as a list).
+def arguments(rules: Rules, lines: str) -> list[Any]:
+    """Return the arguments of a function, one JSON value a line. JSON's keys are texts: APPS makes integers
+    of those of a first argument that is an object, if it can."""
+    values = [json.loads(line) for line in lines.split("\n") if line.strip()]
+    if rules == "apps" and values and isinstance(values[0], dict):
+        with contextlib.suppress(ValueError):
+            values[0] = {int(key): value for key, value in values[0].items()}
+    return values
 
-    A value that equals no JSON value (a tuple inside a list, a key that is not text) gives text that is not
-    JSON.
+
+def encode(rules: Rules, value: Any) -> str:
+    """Return JSON of a function's result: tuples are lists, NumPy's scalars are numbers.
+
+    By LiveCodeBench's rules it equals the expected value's exactly if ``value`` equals it by Python's ``==``
+    (a tuple counts as a list): a value that equals no JSON value (a tuple inside a list, a key that is not
+    text) gives text that is not JSON.
     """
+    if rules != "livecodebench":
+        return json.dumps(value, default=number_like)
     try:
         return json.dumps(_plain(list(value) if isinstance(value, tuple) else value))
     except TypeError as error:

@@ -17,9 +17,11 @@ from decimal import Decimal, InvalidOperation
 from functools import cached_property
 from itertools import chain, zip_longest
 from keyword import iskeyword
-from typing import Any
+from typing import Any, get_args
 
-VERSION = 2
+from megatron_eqlen.rewards.code.rules import Rules
+
+VERSION = 3
 """Version of the checks that tests and their problems must pass; raised with every new check, so that
 prepared files are checked again."""
 LARGEST_TIME_LIMIT = 3600.0
@@ -40,15 +42,12 @@ class CodeTests:
     inputs: list[Any]
     outputs: list[Any]
     function: str | None = None
-    wrapped: bool = False
-    """True if a function's value may be wrapped in a list, as in APPS and TACO: its first element is right
-    too."""
     time_limit: float | None = None
     """Seconds a test may take; None: the recipe's limit."""
     memory_mb: int | None = None
     """MiB a program may use if that is more than the recipe allows."""
-    livecodebench: bool = False
-    """True if LiveCodeBench's preamble, limits and equality apply (rewards/code/rules.py)."""
+    rules: Rules = "plain"
+    """Set whose preamble, limits and equality apply (rewards/code/rules.py)."""
 
     def __post_init__(self) -> None:
         _expect(isinstance(self.inputs, list), "inputs", "a list", self.inputs)
@@ -58,8 +57,8 @@ class CodeTests:
         if len(self.inputs) != len(self.outputs):
             raise ValueError(f"{len(self.inputs)} inputs, but {len(self.outputs)} outputs")
         _expect(self.function is None or _is_name(self.function), "function", "a name", self.function)
-        _expect(isinstance(self.wrapped, bool), "wrapped", "true or false", self.wrapped)
-        _expect(isinstance(self.livecodebench, bool), "livecodebench", "true or false", self.livecodebench)
+        known = self.rules in get_args(Rules) if isinstance(self.rules, str) else False
+        _expect(known, "rules", f"one of {', '.join(get_args(Rules))}", self.rules)
         seconds, memory = self.time_limit, self.memory_mb
         number = f"a number above 0, at most {LARGEST_TIME_LIMIT:g}"
         _expect(seconds is None or _is_number(seconds, LARGEST_TIME_LIMIT), "time_limit", number, seconds)
@@ -110,7 +109,7 @@ class CodeTests:
 
     def to_json(self) -> str:
         held = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return json.dumps({name: value for name, value in held.items() if value not in (None, False)})
+        return json.dumps({name: value for name, value in held.items() if value not in (None, "plain")})
 
     def stdin(self, number: int) -> str:
         """Return the stdin of a test: the text, or one JSON argument a line."""
@@ -124,8 +123,8 @@ class CodeTests:
         if self.function is None:
             return same_output(stdout, expected)
         accepted = [expected]
-        if self.wrapped and isinstance(expected, list) and expected:
-            accepted.append(expected[0])
+        if self.rules == "apps" and isinstance(expected, list) and expected:
+            accepted.append(expected[0])  # some values are wrapped in a list
         return result is not None and any(_is_json_of(result, value) for value in accepted)
 
 

@@ -2,10 +2,10 @@
 
     worker (knows the tests) ──descriptors──► zygote (knows nothing) ──fork──► program
 
-The zygote is forked from the worker before any test arrives and never reads a program, an input or an
-output: they travel as descriptors of memory files. So a program finds no expected output in its memory,
-and nothing of the programs before it. Ending a run kills its whole process group and everything it left
-behind.
+The zygote starts before any test arrives, in the interpreter that programs run in (``interpreter.py``), and
+never reads a program, an input or an output: they travel as descriptors of memory files. So a program finds
+no expected output in its memory, and nothing of the programs before it. Ending a run kills its whole process
+group and everything it left behind.
 """
 
 from __future__ import annotations
@@ -18,10 +18,16 @@ import signal
 import socket
 from dataclasses import asdict, dataclass
 
+from megatron_eqlen.rewards.code.rules import Rules
 from megatron_eqlen.rewards.sandbox import program
-from megatron_eqlen.rewards.sandbox.program import Isolation, Limits, Rules
-from megatron_eqlen.rewards.sandbox.zygote import LARGEST_REQUEST, MOST_THREADS, serve
+from megatron_eqlen.rewards.sandbox.program import Isolation, Limits
+from megatron_eqlen.rewards.sandbox.zygote import CONNECTION, LARGEST_REQUEST, MOST_THREADS, serve
+from megatron_eqlen.rewards.workers.process import PACKAGE_ROOT, scrubbed_environment
 
+ZYGOTE = (
+    "import sys; from megatron_eqlen.rewards.sandbox.zygote import main; "
+    "sys.path.remove(sys.argv[1]); main(sys.argv[2])"
+)
 EXTRA_SECONDS = 30.0
 """Seconds beyond a run's wall-clock limit after which the zygote counts as broken."""
 
@@ -46,16 +52,26 @@ class Execution:
 
 
 class Sandbox:
-    """Runs programs one at a time. Use as a context manager, or ``close``."""
+    """Runs programs one at a time, in the interpreter at ``python`` (None: in forks of this process). Use as
+    a context manager, or ``close``."""
 
-    def __init__(self, isolation: Isolation) -> None:
+    def __init__(self, isolation: Isolation, python: str | None = None) -> None:
         self.isolation = isolation
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._zygote = os.fork()
-        if self._zygote == 0:
-            self._connection.close()
-            serve(theirs, isolation)
-        theirs.close()
+        with theirs:
+            if python is not None:
+                arguments = [str(PACKAGE_ROOT), json.dumps(asdict(isolation))]
+                self._zygote = os.posix_spawn(
+                    python,
+                    [python, "-P", "-s", "-c", ZYGOTE, *arguments],
+                    scrubbed_environment(),
+                    file_actions=[(os.POSIX_SPAWN_DUP2, theirs.fileno(), CONNECTION)],
+                )
+            elif (zygote := os.fork()) == 0:
+                self._connection.close()
+                serve(theirs, isolation)
+            else:
+                self._zygote = zygote
 
     def __enter__(self) -> Sandbox:
         return self

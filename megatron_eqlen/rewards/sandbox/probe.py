@@ -5,15 +5,11 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
-from collections.abc import Callable
-from dataclasses import asdict
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal
 
 from megatron_eqlen.rewards.sandbox.client import Sandbox, SandboxError
 from megatron_eqlen.rewards.sandbox.program import Isolation, Limits
-from megatron_eqlen.rewards.workers.pool import WorkerPool
 
 log = logging.getLogger(__name__)
 
@@ -42,57 +38,42 @@ for name, act in attempts.items():
     print("a program", name)
 """
 """A program that prints every attempt that was not refused."""
-AS_ROOT = f" (programs run as root: nobody cannot read Python's folder {sys.prefix} or its parents)"
+AS_ROOT = " (programs run as root: nobody cannot read the folder of {} or its parents)"
 
 
-def required_isolation(mode: Literal["strict", "best_effort"]) -> Isolation:
-    """Return the isolation that this machine offers, and log it. Raises ValueError if ``strict`` asks for
-    more."""
-    isolation = offered_isolation()
+def required_isolation(mode: Literal["strict", "best_effort"], python: str) -> Isolation:
+    """Return the isolation that this machine offers to programs of the interpreter ``python``, and log it.
+    Raises ValueError if ``strict`` asks for more."""
+    isolation = offered_isolation(python)
     if not isolation.strict and mode == "strict":
         raise ValueError(
             "reward.code_sandbox: strict needs Landlock and seccomp, this machine offers "
             f"{isolation}; set reward.sandbox_url, or accept less with code_sandbox: best_effort"
         )
     level = logging.WARNING if isolation.as_root or not isolation.strict else logging.INFO
-    log.log(level, "code sandbox: %s%s", isolation, AS_ROOT if isolation.as_root else "")
+    as_root = AS_ROOT.format(python) if isolation.as_root else ""
+    log.log(level, "code sandbox: %s%s", isolation, as_root)
     return isolation
 
 
-@lru_cache(maxsize=1)
-def offered_isolation() -> Isolation:
-    """Return the strongest isolation that works on this machine, tried once in a process of its own."""
-    pool = WorkerPool(__name__, 1)
-    try:
-        (answer,) = pool.map([{}], 600.0, wall_factor=1.0)
-    finally:
-        pool.close()
-    if "landlock" not in answer:
-        raise SandboxError(f"no sandbox works here: {answer}")
-    return Isolation(**{name: answer[name] for name in Isolation.__dataclass_fields__})
-
-
-def make_handler() -> Callable[[dict[str, Any]], dict[str, Any]]:
-    return lambda _: asdict(probe())
-
-
-def probe() -> Isolation:
-    """Return the strongest isolation that works here, tried with real programs. It may be less than
-    strict."""
+@lru_cache(maxsize=4)
+def offered_isolation(python: str) -> Isolation:
+    """Return the strongest isolation that works on this machine, tried with real programs of the interpreter
+    ``python``. It may be less than strict."""
     users = (True, False) if os.geteuid() == 0 else (False,)
     layers = ((True, True), (False, True), (True, False), (False, False))
     for isolation in (Isolation(*layer, user) for layer in layers for user in users):
-        failure = shortcoming(isolation)
+        failure = shortcoming(isolation, python)
         if failure is None:
             return isolation
         log.warning("code sandbox: %s does not work here: %s", isolation, failure)
     raise SandboxError("no program can be run here, not even without isolation")
 
 
-def shortcoming(isolation: Isolation) -> str | None:
+def shortcoming(isolation: Isolation, python: str | None = None) -> str | None:
     """Return None if programs run and (with strict isolation) cannot escape, else the failure."""
     try:
-        with Sandbox(isolation) as sandbox:
+        with Sandbox(isolation, python) as sandbox:
             hello = sandbox.run(HELLO, "2 3\n", LIMITS)
             escapes = sandbox.run(ESCAPES, "", LIMITS)
     except SandboxError as error:

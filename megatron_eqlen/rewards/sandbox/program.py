@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import builtins
 import io
-import json
 import os
 import resource
 import signal
@@ -20,11 +19,10 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
-from megatron_eqlen.rewards.code import rules as own_rules
+from megatron_eqlen.rewards.code.rules import Rules, call
 from megatron_eqlen.rewards.sandbox.kernel import (
     SET_DUMPABLE,
     die_with,
@@ -37,6 +35,7 @@ from megatron_eqlen.rewards.sandbox.seccomp import restrict_system_calls
 SOURCE, REPORT, NULL = 3, 4, 5
 """File descriptors of the program's text, of the report and of /dev/null; 0, 1 and 2 are stdin, stdout and
 stderr."""
+DEVICES = {b"/dev/null": NULL, b"/dev/stdout": 1, b"/dev/stderr": 2}
 NOBODY = 65534
 FIRST_USER = 1 << 24
 """User ids of programs are this and the process id (``own_user``)."""
@@ -44,10 +43,9 @@ HARD_THREADS = 512
 """Threads that the kernel allows a program with a user id of its own; the zygote kills it earlier."""
 SYSTEM_PATHS = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/lib", "/lib64")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/zero", "/dev/urandom")
+STACK_BYTES = 256 << 20
 REPORT_TEXT = 1000
 """Characters of an error that are reported."""
-Rules = Literal["plain", "livecodebench"]
-"""Plain Python, or with LiveCodeBench's preamble and limits."""
 
 
 @dataclass(frozen=True)
@@ -139,9 +137,11 @@ def _limit_resources(limits: Limits, isolation: Isolation) -> None:
         (resource.RLIMIT_FSIZE, limits.output_bytes),
         (resource.RLIMIT_NOFILE, 64),
         (resource.RLIMIT_MEMLOCK, 0),
-        (resource.RLIMIT_STACK, min(memory, 256 << 20)),
     ):
         _limit(kind, value)
+    # Programs raise it themselves, as contests allow; the memory limit bounds the stack, too.
+    stack = resource.getrlimit(resource.RLIMIT_STACK)[1]
+    resource.setrlimit(resource.RLIMIT_STACK, (min(STACK_BYTES, stack % (1 << 64)), stack))
     if (
         not isolation.seccomp
     ):  # RLIMIT_NPROC counts all of the user's threads, so it cannot be low; with seccomp it is not needed
@@ -168,7 +168,7 @@ def run(function: str | None, rules: Rules, token: str) -> NoReturn:
     sys.stdout = sys.__stdout__ = _text_file(1, "w")
     sys.stderr = sys.__stderr__ = _text_file(2, "w")
     atexit._clear()  # drop the worker's exit functions
-    _allow_null()
+    _allow_devices()
     status = 1
     try:
         with open(SOURCE, "rb") as file:
@@ -178,24 +178,26 @@ def run(function: str | None, rules: Rules, token: str) -> NoReturn:
         os._exit(status)  # always: the program must never return into the code that called us
 
 
-def _allow_null() -> None:
-    """Let Python open /dev/null for writing: the system-call filter sees flags but no path, so it refuses."""
+def _allow_devices() -> None:
+    """Let Python open /dev/null, stdout and stderr for writing: the system-call filter sees flags but no
+    path, so it refuses."""
     open_file, open_descriptor, dup = io.open, os.open, os.dup
 
-    def open_with_null(file: Any, *arguments: Any, **options: Any) -> Any:
-        if _is_null(file):
-            options["opener"] = lambda *_: dup(NULL)
+    def open_with_devices(file: Any, *arguments: Any, **options: Any) -> Any:
+        if (descriptor := _device(file)) is not None:
+            options["opener"] = lambda *_: dup(descriptor)
         return open_file(file, *arguments, **options)
 
-    def open_descriptor_with_null(path: Any, *arguments: Any, **options: Any) -> int:
-        return dup(NULL) if _is_null(path) else open_descriptor(path, *arguments, **options)
+    def open_descriptor_with_devices(path: Any, *arguments: Any, **options: Any) -> int:
+        descriptor = _device(path)
+        return open_descriptor(path, *arguments, **options) if descriptor is None else dup(descriptor)
 
-    builtins.open = io.open = open_with_null
-    os.open = open_descriptor_with_null
+    builtins.open = io.open = open_with_devices
+    os.open = open_descriptor_with_devices
 
 
-def _is_null(path: Any) -> bool:
-    return isinstance(path, str | bytes | os.PathLike) and os.fsencode(path) == os.devnull.encode()
+def _device(path: Any) -> int | None:
+    return DEVICES.get(os.fsencode(path)) if isinstance(path, str | bytes | os.PathLike) else None
 
 
 def _text_file(descriptor: int, mode: Literal["r", "w"]) -> io.TextIOWrapper:
@@ -205,42 +207,28 @@ def _text_file(descriptor: int, mode: Literal["r", "w"]) -> io.TextIOWrapper:
 def _execute(source: bytes, main: types.ModuleType, function: str | None, rules: Rules, token: str) -> int:
     """Run the program; return its exit status. Any exception it raises is an error of the program's."""
     stage = "compile_error"
-    lcb = rules == "livecodebench"
     try:
         code = compile(source, "solution.py", "exec", dont_inherit=True)
         stage = "runtime_error"
-        if lcb:
-            own_rules.prepare(main.__dict__)
-        if function is None:
-            exec(code, main.__dict__)
+        result = call(main, code, function, rules)
+        if result is None:
             _finish()
         else:
-            main.__name__ = "solution"  # so the program's `__main__` part is not run
-            exec(code, main.__dict__)
-            _report(token, "result", _call(main, function, own_rules.encode if lcb else encode))
+            _report(token, "result", result)
     except SystemExit as end:
         _finish()
-        return 0 if lcb else end.code if isinstance(end.code, int) else int(end.code is not None)
+        if rules == "livecodebench":
+            return 0
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException as error:  # noqa: BLE001 - the program's, whatever it is
         stage = "memory_limit" if isinstance(error, MemoryError) else stage
-        own = error.__traceback__ and error.__traceback__.tb_next  # leave this frame out of the traceback
+        own = error.__traceback__
+        while own and own.tb_frame.f_code.co_filename != "solution.py":  # the traceback begins in the program
+            own = own.tb_next
         text = "".join(traceback.format_exception(type(error), error, own, limit=-3))
         _report(token, stage, text[-REPORT_TEXT:])
         return 1
     return 0
-
-
-def _call(main: types.ModuleType, name: str, encode: Callable[[Any], str]) -> str:
-    """Return the result of ``name``, a method of ``class Solution`` or a function, on one JSON value a line
-    of stdin; a result that is not plain data is an error of the program's."""
-    arguments = [json.loads(line) for line in sys.stdin.read().split("\n") if line.strip()]
-    owner = main.Solution() if hasattr(main, "Solution") else main
-    return encode(getattr(owner, name)(*arguments))
-
-
-def encode(value: Any) -> str:
-    """Return JSON of a function's result: tuples are lists, NumPy's scalars are numbers."""
-    return json.dumps(value, default=own_rules.number_like)
 
 
 def _finish() -> None:

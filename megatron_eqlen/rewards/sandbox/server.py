@@ -2,12 +2,13 @@
 
 ``POST URL/run_code`` with ``code, language, stdin, run_timeout, memory_limit_MB``; the answer's
 ``run_result`` holds ``status`` (Finished, Error, TimeLimitExceeded), ``return_code``, ``stdout``,
-``stderr``. The tests' outputs stay here. A function is called by a few lines after the program, which
-print its result behind a marker.
+``stderr``. The tests' outputs stay here. A function is called by code around the program, which prints its
+result behind a marker.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import secrets
 import time
@@ -18,40 +19,38 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
+from megatron_eqlen.rewards.code import rules as own_rules
 from megatron_eqlen.rewards.code.judge import judge
-from megatron_eqlen.rewards.code.rules import LARGEST_INTEGER_TEXT, PREAMBLE
+from megatron_eqlen.rewards.code.rules import Rules
 from megatron_eqlen.rewards.code.tests import CodeTests
 from megatron_eqlen.rewards.sandbox.client import Execution, SandboxError
-from megatron_eqlen.rewards.sandbox.program import REPORT_TEXT, Limits, Rules
+from megatron_eqlen.rewards.sandbox.program import REPORT_TEXT, Limits
 
 ATTEMPTS = 3
 REQUESTS_PER_WORKER = 8
 
-CALL = """
-import json as _json, sys as _sys
-_owner = Solution() if "Solution" in globals() else None
-_call = getattr(_owner, {function!r}) if _owner else globals()[{function!r}]
-_result = _call(*[_json.loads(_line) for _line in _sys.stdin.read().split("\\n") if _line.strip()])
-print("\\n" + {marker!r} + _json.dumps(_result, default=lambda value: value.item()))
-"""
-AS_LIVECODEBENCH = f"""\
-{PREAMBLE}
-sys.set_int_max_str_digits({LARGEST_INTEGER_TEXT})
-__name__ = {{name!r}}
+BY_RULES = """\
+{library}
+_kept = sys.modules["__main__"]
+sys.modules["__main__"] = _main = ModuleType("__main__")
+_code = compile({source!r}, "solution.py", "exec", dont_inherit=True)
 try:
-    exec(compile({{source!r}}, "solution.py", "exec", dont_inherit=True), globals())
+    _result = call(_main, _code, {function!r}, {rules!r})
+    if _result is not None:
+        print("\\n" + {marker!r} + _result)
 except SystemExit:
-    if __name__ != "__main__":
+    if {rules!r} != "livecodebench" or {function!r}:
         raise
 """
 
 
 def whole_program(source: str, function: str | None, rules: Rules, marker: str) -> str:
-    """Return the program for the server: ``source`` under ``rules``, and the call whose result follows
+    """Return the program for the server: ``source`` under ``rules``; what ``function`` returns follows
     ``marker``."""
-    if rules == "livecodebench":
-        source = AS_LIVECODEBENCH.format(source=source, name="solution" if function else "__main__")
-    return source if function is None else source + CALL.format(function=function, marker=marker)
+    if function is None and rules == "plain":
+        return source
+    library = inspect.getsource(own_rules)
+    return BY_RULES.format(library=library, source=source, function=function, rules=rules, marker=marker)
 
 
 class SandboxServer:

@@ -1,4 +1,7 @@
-"""The process that programs are forked from: it locks each one down, waits for it and cleans up behind it."""
+"""The process that programs are forked from: it locks each one down, waits for it and cleans up behind it.
+
+It runs in the programs' interpreter: it and what it imports need Python 3.11 and the standard library alone.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,22 @@ from megatron_eqlen.rewards.sandbox import program
 from megatron_eqlen.rewards.sandbox.kernel import SET_CHILD_SUBREAPER, prctl
 from megatron_eqlen.rewards.sandbox.program import Isolation, Limits
 
+CONNECTION = 3
+"""Descriptor of the socket of a zygote that was started, not forked."""
 LARGEST_REQUEST = 4096
 MOST_THREADS = 256
 """Threads a program may have at once. A system-call filter cannot count them, and RLIMIT_NPROC counts all of
 the user's, which only root can make the program's alone (``program.HARD_THREADS``); so the zygote looks."""
 WATCH_SECONDS = 0.01
 """Seconds between two looks at the number of threads."""
+
+
+def main(isolation: str) -> None:
+    """Serve the socket CONNECTION, with NumPy at hand where this interpreter has it: programs then need not
+    wait for it."""
+    with contextlib.suppress(ImportError):
+        import numpy  # noqa: F401
+    serve(socket.socket(fileno=CONNECTION), Isolation(**json.loads(isolation)))
 
 
 def serve(connection: socket.socket, isolation: Isolation) -> None:

@@ -143,4 +143,5 @@ def scrubbed_environment() -> dict[str, str]:
         "PYTHONHASHSEED": "0",
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
+        "MALLOC_ARENA_MAX": "1",  # else each thread of a program reserves 64 MiB of its address space
     }
