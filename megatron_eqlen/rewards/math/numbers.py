@@ -105,10 +105,9 @@ def _differ(gold: Expr, answer: Expr, point: dict[Any, Any], real: bool) -> bool
 
 def is_identity(equation: Any) -> bool:
     """Return True for a statement that is true, or false, for all values of its symbols."""
+    sides: tuple[Any, ...] = equation.args if isinstance(equation, Eq) else ()
     try:
-        return isinstance(equation, BooleanAtom) or (
-            isinstance(equation, Eq) and simplify(equation.lhs - equation.rhs) == 0
-        )
+        return isinstance(equation, BooleanAtom) or (bool(sides) and simplify(sides[0] - sides[1]) == 0)
     except (TypeError, ValueError, AttributeError):
         return False
 
