@@ -448,7 +448,7 @@ def test_a_program_that_runs_as_root_has_no_capability(caplog):
 def test_programs_that_run_as_root_are_a_warning(monkeypatch, caplog):
     monkeypatch.setattr(probe, "offered_isolation", lambda python: Isolation(True, True, drop_user=False))
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    required_isolation("strict")
+    required_isolation("strict", PATH)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "root without capabilities (programs run as root: nobody cannot read" in caplog.text
 
