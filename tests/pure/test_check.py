@@ -168,9 +168,7 @@ def test_the_sandbox_is_tried_where_answers_are_programs(large, anywhere, monkey
     assert software.sandbox(with_recipe(large, "reward.sandbox_url=http://elsewhere")) is None
 
 
-def test_a_missing_python_for_programs_fails_each_check_of_a_recipe_that_runs_them(
-    large, monkeypatch, capsys
-):
+def test_a_recipe_that_runs_programs_needs_their_python(large, monkeypatch, capsys):
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(sys, "prefix", "/nowhere")
     find_python.cache_clear()
