@@ -12,9 +12,9 @@ K trained.
 With ``rollout.carry_over`` the harvest of a step resumes the rollouts that the step before suspended, and
 which the thread has scored by then. Their tokens may be older by as many steps.
 
-If the run is killed, the steps under way are on disk like any other (``rollout/record/recorder.py``). A checkpoint
-after step n holds the data source's position after step n's prompts, and the ages of the tokens in steps that
-had begun: a resumed run draws the same prompts for them again and resumes from the record.
+If the run is killed, the steps under way are on disk like any other (``rollout/record/recorder.py``). A
+checkpoint after step n holds the data source's position after step n's prompts, and the ages of the tokens in
+steps that had begun: a resumed run draws the same prompts for them again and resumes from the record.
 """
 
 from __future__ import annotations
