@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,34 @@ def build_policy(folder: str, changes: dict[str, Any] | None = None) -> Policy:
     recipe = recipe_of(folder, changes or {})
     start(recipe.parallel, seed=1)
     return Policy(recipe)
+
+
+def numbers(policy: Policy) -> list[torch.Tensor]:
+    """Return copies of this rank's weights, main weights and state of the optimizer."""
+    read = policy.memory.weights.host
+    found = [read(parameter) for chunk in policy.chunks for parameter in chunk.parameters()]
+    for part in policy.optimizer.chained_optimizers:
+        for group in part.param_groups:
+            for main in group["params"]:
+                found += [main, *(x for x in part.state[main].values() if isinstance(x, torch.Tensor))]
+    return [tensor.detach().clone() for tensor in found]
+
+
+def same(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
+    """Return True if both are equal bit for bit; one nan equals another."""
+    pairs = zip(before, after, strict=True)
+    return len(before) == len(after) and all(
+        torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5)) for a, b in pairs
+    )
+
+
+def heard() -> list[str]:
+    """Return a list that gets each message which the package logs from now on."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("megatron_eqlen").addHandler(handler)
+    return messages
 
 
 def weights_of(policy: Policy) -> dict[str, torch.Tensor]:

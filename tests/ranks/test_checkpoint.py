@@ -1,7 +1,6 @@
 """A run's checkpoints: any damage is found, named, and costs no more than the steps since the one before."""
 
 import json
-import logging
 import os
 import re
 import shutil
@@ -13,6 +12,7 @@ import torch
 from megatron_eqlen.files import CheckpointError
 from tests.kit.distributed import run_ranks
 from tests.kit.tiny_models import save_tiny
+from tests.kit.updates import heard
 
 STEPS = (4, 8, 12)
 
@@ -57,16 +57,13 @@ def load_newest(model: str, folder: str) -> tuple[dict | None, float, int, list[
     """Return (position, weight, policy version, warnings) on each rank, or the CheckpointError's message."""
     from megatron_eqlen.training import checkpoint
 
-    heard: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())
-    logging.getLogger("megatron_eqlen").addHandler(handler)
+    messages = heard()
     policy = policy_of(model)
     try:
         position = checkpoint.load(Path(folder), policy)
     except CheckpointError as error:
         return str(error)
-    return position, weight(policy), policy.version, heard
+    return position, weight(policy), policy.version, messages
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +84,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_what_is_saved_comes_back_on_another_number_of_ranks(saved, checkpoints):
+def test_a_checkpoint_comes_back_on_another_number_of_ranks(saved, checkpoints):
     assert names(checkpoints) == ["latest", "step-00000004", "step-00000008", "step-00000012"]
     for found in run_ranks(1, load_newest, saved[0], str(checkpoints)):
         assert found == ({"step": 12, "policy_version": 120, "data": "at 12"}, 12.0, 120, [])
@@ -131,10 +128,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(saved, chec
     ranks = run_ranks(2, load_newest, saved[0], str(checkpoints))
     for position, norm, version, _ in ranks:
         assert (position["step"], position["data"], norm, version) == (8, "at 8", 8.0, 80)
-    heard = ranks[0][3]
-    assert re.search(rf"checkpoints/step-00000012/.*{message}", heard[0])
-    assert "step-00000012-damaged: set aside" in heard[1]
-    assert "step-00000008: the run continues from this checkpoint" in heard[2]
+    messages = ranks[0][3]
+    assert re.search(rf"checkpoints/step-00000012/.*{message}", messages[0])
+    assert "step-00000012-damaged: set aside" in messages[1]
+    assert "step-00000008: the run continues from this checkpoint" in messages[2]
     assert ranks[1][3] == [], "said once"
     assert names(checkpoints) == ["latest", "step-00000004", "step-00000008", "step-00000012-damaged"]
     assert (checkpoints / "latest").read_text() == "step-00000008\n"
@@ -182,9 +179,9 @@ def test_a_broken_pointer_is_named_and_the_newest_checkpoint_is_used(saved, chec
     (checkpoints / "latest").unlink()
     if POINTERS[pointer] is not None:
         (checkpoints / "latest").write_bytes(POINTERS[pointer])
-    ((position, _, _, heard),) = run_ranks(1, load_newest, saved[0], str(checkpoints))
+    ((position, _, _, messages),) = run_ranks(1, load_newest, saved[0], str(checkpoints))
     assert position["step"] == 12
-    assert heard[0].startswith(f"{checkpoints}/latest: ")
+    assert messages[0].startswith(f"{checkpoints}/latest: ")
     assert (checkpoints / "latest").read_text() == "step-00000012\n"
 
 
@@ -197,8 +194,8 @@ def test_a_pointer_alone_is_an_error_and_an_empty_folder_is_a_start(saved, tmp_p
 def test_an_older_checkpoint_that_the_pointer_names_is_in_force(saved, checkpoints):
     """A run may be killed between the rename of a checkpoint and that of the pointer."""
     (checkpoints / "latest").write_text("step-00000008\n")
-    ((position, *_, heard),) = run_ranks(1, load_newest, saved[0], str(checkpoints))
-    assert (position["step"], heard) == (8, [])
+    ((position, *_, messages),) = run_ranks(1, load_newest, saved[0], str(checkpoints))
+    assert (position["step"], messages) == (8, [])
     run_ranks(1, go_on, saved[0], str(checkpoints))
     assert run_ranks(1, load_newest, saved[0], str(checkpoints))[0][0]["step"] == 12
 
@@ -242,7 +239,7 @@ def die_while_saving(model: str, folder: str) -> None:
     save_steps(model, folder, (16,))
 
 
-def test_what_a_killed_save_left_is_swept_by_the_next_one(saved, checkpoints):
+def test_the_rest_of_a_killed_save_is_swept_by_the_next_one(saved, checkpoints):
     with pytest.raises(RuntimeError, match="died without an answer"):
         run_ranks(1, die_while_saving, saved[0], str(checkpoints))
     assert len(names(checkpoints)) == 4 + 1, "a folder in the making"

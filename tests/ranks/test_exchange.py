@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -33,7 +32,7 @@ from tests.kit.distributed import run_ranks
 from tests.kit.marks import slow
 from tests.kit.routes import any_routes
 from tests.kit.tiny_models import save_tiny
-from tests.kit.updates import layout, recipe_of, weights_of
+from tests.kit.updates import heard, layout, recipe_of, weights_of
 
 LONGEST = 40
 MOE_LAYERS = 3
@@ -289,11 +288,9 @@ def whole_and_shared(folder: str, sections: dict[str, Any], one_home: bool) -> l
     return results
 
 
-@pytest.mark.parametrize(
-    ("layers", "one_home"),
-    [slow({"tensor": 2}, False), ({"pipeline": 2}, False), ({}, True)],
-    ids=["tensor parallel", "pipeline", "servers"],
-)
+@pytest.mark.parametrize(("layers", "one_home"), [
+    slow({"tensor": 2}, False), ({"pipeline": 2}, False), ({}, True),
+], ids=["tensor parallel", "pipeline", "servers"])  # fmt: skip
 def test_an_update_is_the_same_bit_for_bit(folder, layers, one_home):
     """The update has masks, old and reference log-probs, and two minibatches."""
     sections = layout(2, **layers) | {"loss": {"kl_coef": 0.1, "epochs": 2, "minibatches": 2}}
@@ -312,10 +309,7 @@ def with_a_bad_logprob(folder: str, sections: dict[str, Any]) -> tuple[float, li
     part = everything[rank::world]
     for sampled in part[-1].parts if rank == world - 1 else ():
         sampled.tokens["logprobs"][0] = np.nan
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("megatron_eqlen").addHandler(handler)
+    messages = heard()
     known = shared(part, [rollout.prompt for rollout in everything])
     metrics = Policy(mine).update(build_minibatches(known, mine)[0])
     return metrics["train/skipped_updates"], messages

@@ -68,11 +68,9 @@ def test_parking_frees_what_it_says_and_brings_it_back_bit_for_bit(folder, world
     policy.update([one_tree_a_row(3)])
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "bytes_of_a_parameter"),
-    [({}, 12), ({"offload": True}, 0), ({"precision": "bfloat16"}, 6)],
-    ids=["default", "offload", "precision"],
-)
+@pytest.mark.parametrize(("optimizer", "bytes_of_a_parameter"), [
+    ({}, 12), ({"offload": True}, 0), ({"precision": "bfloat16"}, 6),
+], ids=["default", "offload", "precision"])  # fmt: skip
 def test_the_optimizer_takes_the_bytes_that_its_keys_promise_and_trains(
     folder, world, optimizer, bytes_of_a_parameter
 ):

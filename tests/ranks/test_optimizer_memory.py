@@ -187,7 +187,7 @@ def test_a_host_optimizer_computes_with_this_ranks_share_of_the_cores(monkeypatc
     torch.set_num_threads(before)
 
 
-def test_what_needs_transformer_engine_is_refused_without_it(folders):
+def test_a_precision_that_needs_transformer_engine_is_refused_without_it(folders):
     if torch.cuda.is_available():
         pytest.skip("there may be one")
     folder, changes = changes_of(folders, "DP 2")

@@ -1,7 +1,6 @@
 """A trainer that is parked between its updates computes bit for bit what one that is never parked
 computes."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from megatron_eqlen.training.parking import memory_of
 from megatron_eqlen.training.policy import Policy
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import slow, slow_but
-from tests.kit.updates import build_policy, layout, one_tree_a_row, recipe_of
+from tests.kit.updates import build_policy, heard, layout, numbers, one_tree_a_row, recipe_of, same
 
 BFLOAT16 = {"dtype": "bfloat16"}
 LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -30,21 +29,6 @@ def changes_of(name: str, folders: Path, park: str) -> tuple[str, dict[str, Any]
     folder = str(folders / family)
     rollout = {"max_response_length": 20, "temperature": 1.0, "park_trainer": park}
     return folder, layout(2, **parallel) | {"model": {"path": folder, "dtype": dtype}, "rollout": rollout}
-
-
-def numbers(policy: Policy) -> list[torch.Tensor]:
-    """Return weights, main weights and all state of the optimizer, of this rank."""
-    read = policy.memory.weights.host
-    found = [read(parameter) for chunk in policy.chunks for parameter in chunk.parameters()]
-    for part in policy.optimizer.chained_optimizers:
-        for group in part.param_groups:
-            for main in group["params"]:
-                found += [main, *part.state[main].values()]
-    return [tensor.detach().clone() for tensor in found]
-
-
-def same(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
-    return len(before) == len(after) and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def is_wired(policy: Policy) -> bool:
@@ -166,10 +150,7 @@ def update_without_hooks(folder: str, changes: dict[str, Any]) -> list[str]:
             own = parameter.data
             parameter.data = own.double()
             parameter.data = own
-    warnings: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())
-    logging.getLogger("megatron_eqlen").addHandler(handler)
+    warnings = heard()
     policy.update([one_tree_a_row(2)])
     return warnings
 

@@ -2,7 +2,6 @@
 from."""
 
 import copy
-import logging
 import math
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from megatron_eqlen.training.rows import RankRows
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import slow_but
 from tests.kit.tiny_models import save_tiny
-from tests.kit.updates import TWO_EPOCHS, build_policy, layout, one_tree_a_row
+from tests.kit.updates import TWO_EPOCHS, build_policy, heard, layout, numbers, one_tree_a_row, same
 
 TREES = one_tree_a_row(3)[:2]
 NODE = f"{TREES[1].name!r}, node 2"
@@ -96,17 +95,8 @@ FAULTS = {
 
 
 def state_of(policy) -> list:
-    """Return copies of everything that an update changes: weights, the optimizer's state, the schedule."""
-    tensors = [p.detach().clone() for p in policy.chunks[0].parameters()]
-    for part in policy.optimizer.chained_optimizers:
-        for kept in part.state.values():
-            tensors += [value.clone() for value in kept.values() if isinstance(value, torch.Tensor)]
-    return [*tensors, torch.tensor([policy.version, policy.schedule.num_steps])]
-
-
-def unchanged(before: list, policy) -> bool:
-    now = state_of(policy)
-    return all(torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5)) for a, b in zip(before, now, strict=True))
+    """Return copies of everything that an update changes: numbers and the schedule."""
+    return [*numbers(policy), torch.tensor([policy.version, policy.schedule.num_steps])]
 
 
 ANYWHERE = {"old_logprob", "gradient", "loss"}
@@ -118,10 +108,7 @@ def try_faults(folder: str, changes: dict, faults: set[str]) -> dict:
     after)."""
     policy = build_policy(folder, changes)
     policy.update([TREES])
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("megatron_eqlen").addHandler(handler)
+    messages = heard()
     found = {}
     for name, (inject, trees, _) in FAULTS.items():
         if name not in faults:
@@ -130,14 +117,11 @@ def try_faults(folder: str, changes: dict, faults: set[str]) -> dict:
         take_back = inject(policy)
         before = state_of(policy)
         metrics = policy.update([trees])
-        same = all(
-            torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5))
-            for a, b in zip(before, state_of(policy), strict=True)
-        )
+        unchanged = same(before, state_of(policy))
         assert policy.mismatch is None
         if take_back is not None:
             take_back()
-        found[name] = metrics, same, list(messages), policy.update([TREES])
+        found[name] = metrics, unchanged, list(messages), policy.update([TREES])
     return found
 
 
@@ -152,8 +136,8 @@ def test_nothing_changes_on_any_rank_and_the_next_good_step_is_taken(folder, nam
     faults = set(FAULTS) if name == "data parallel" else ANYWHERE
     ranks = run_ranks(2, try_faults, folder, changes, faults)
     for rank, found in enumerate(ranks):
-        for fault, (metrics, same, messages, after) in found.items():
-            assert same, f"{fault} changed rank {rank}"
+        for fault, (metrics, unchanged, messages, after) in found.items():
+            assert unchanged, f"{fault} changed rank {rank}"
             assert (metrics["train/updates"], metrics["train/skipped_updates"]) == (0, 2), fault
             assert "loss/policy" not in metrics, "numbers of a step that was not taken"
             assert (after["train/updates"], after["train/skipped_updates"]) == (2, 0), fault
@@ -177,13 +161,13 @@ def until_the_end(folder: str, checkpoints: Path) -> tuple[str, int, bool]:
         policy.update([TREES])
     position = checkpoint.load(checkpoints, policy)
     assert position is not None
-    return str(error.value), position["step"], unchanged(good, policy)
+    return str(error.value), position["step"], same(good, state_of(policy))
 
 
 def test_after_some_in_a_row_the_run_ends_and_the_last_checkpoint_stands(folder, tmp_path):
-    for error, step, same in run_ranks(2, until_the_end, folder, tmp_path):
+    for error, step, unchanged in run_ranks(2, until_the_end, folder, tmp_path):
         assert "4 updates in a row could not be taken, optimizer.max_skipped_updates is 3" in error
-        assert (step, same) == (1, True)
+        assert (step, unchanged) == (1, True)
 
 
 def with_a_weight_that_is_no_number(folder: str) -> str:
