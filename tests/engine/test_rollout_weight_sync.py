@@ -48,7 +48,7 @@ def fresh(request):
 def test_after_a_sync_the_engine_is_a_freshly_loaded_one(fresh):
     kind, dtype, loaded = fresh
     engine = open_engine(folder(kind, 0), dtype, EOS, temperature=1.0)
-    before = generate(engine, requests(16))
+    before = generate(engine, requests(6))
     weights = load_file(folder(kind, 1) / "model.safetensors")
     engine.sleep()
     with pytest.raises(EngineError, match="update_weights must come first"):
@@ -56,13 +56,13 @@ def test_after_a_sync_the_engine_is_a_freshly_loaded_one(fresh):
     engine.wake()
     engine.update_weights(iter(weights.items()), policy_version=4)
     assert engine.policy_version == 4
-    after = generate(engine, requests(16))
+    after = generate(engine, requests(6))
     metrics = engine.metrics()
     assert metrics["engine/sync_bytes"] == sum(w.numel() * w.element_size() for w in weights.values())
     assert metrics["engine/sync_seconds"] > 0
     engine.close()
     loaded.reset_cache()
-    assert after == generate(loaded, requests(16)), "log-probs, tokens, and cached prefixes"
+    assert after == generate(loaded, requests(6)), "log-probs, tokens, and cached prefixes"
     assert after != before
 
 
@@ -104,19 +104,19 @@ def test_every_family_is_harvested_and_its_logprobs_are_transformers(fresh):
     """Tolerance: 5e-5 in float32; Gated DeltaNet in bfloat16 is as near as Transformers' own bfloat16."""
     kind, dtype, engine = fresh
     engine.reset_cache()
-    prompts = [Prompt(f"p{i}", [5 + i, 6, 7] * 14, "", "math", "") for i in range(4)]
+    prompts = [Prompt(f"p{i}", [5 + i, 6, 7] * 14, "", "math", "") for i in range(2)]
     recipe = parse(
         {
             "name": "t", "steps": 1, "group_size": 4, "model": {"path": "none"},
             "data": {"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 50},
-            "rollout": {"max_response_length": 150, "temperature": 1.0, "max_num_seqs": 64},
+            "rollout": {"max_response_length": 80, "temperature": 1.0, "max_num_seqs": 64},
         },
         "test",
     )  # fmt: skip
     streams, metrics = harvest(engine, HarvestPlan(prompts, recipe, EOS, seed=3))
-    assert len(streams) == 8
-    assert sum(len(pairs_of(stream)) for stream in streams) > 16
-    assert all(tokens[-1] in EOS and len(tokens) <= 150 for s in streams for _, tokens in s.ended())
+    assert len(streams) == 4
+    assert sum(len(pairs_of(stream)) for stream in streams) > 8
+    assert all(tokens[-1] in EOS and len(tokens) <= 80 for s in streams for _, tokens in s.ended())
     context = {prompt.prompt_id: prompt.token_ids for prompt in prompts}
     paths, ours = [], []
     for stream in streams:
@@ -128,6 +128,7 @@ def test_every_family_is_harvested_and_its_logprobs_are_transformers(fresh):
             line = stream.line(pairs_of(stream)[-1].b.number)
             paths.append(torch.tensor([*context[stream.prompt_id], *tokens_along(line)]))
             ours.append(torch.tensor(np.concatenate([part.tokens["logprobs"] for part in line])))
+    paths, ours = paths[::3], ours[::3]
     lengths = [len(tokens) for tokens in ours]
     exact, near = (logprobs_of(kind, paths, lengths, dtype) for dtype in (torch.float32, torch.bfloat16))
     errors, noise = (exact - torch.cat(ours)).abs(), (exact - near).abs()

@@ -87,10 +87,9 @@ def test_in_short_what_is_slow_to_find_out_is_left_out_and_only_troubles_are_pri
     assert last == f"{socket.gethostname()}: ready for what every run needs"
 
 
-@pytest.mark.parametrize(
-    "error",
-    [OSError(28, "No space left on device"), RuntimeError("NCCL error"), TimeoutExpired("nvidia-smi", 30)],
-)
+@pytest.mark.parametrize("error", [
+    OSError(28, "No space left on device"), RuntimeError("NCCL error"), TimeoutExpired("nvidia-smi", 30),
+])  # fmt: skip
 def test_a_check_that_breaks_is_a_finding(anywhere, error):
     def breaks(place: Place) -> Finding:
         raise error
@@ -130,10 +129,9 @@ def test_a_python_that_the_packages_are_not_for(anywhere, monkeypatch):
     assert (finding.state, finding.text) == ("failed", "3.10.1, expected 3.12 or 3.13")
 
 
-@pytest.mark.parametrize(
-    ("installed", "fault", "state"),
-    [(True, "", "ok"), (False, "not installed", "missing"), (True, "OSError: libcudart", "failed")],
-)
+@pytest.mark.parametrize(("installed", "fault", "state"), [
+    (True, "", "ok"), (False, "not installed", "missing"), (True, "OSError: libcudart", "failed"),
+])  # fmt: skip
 def test_a_package_is_there_absent_or_broken(anywhere, monkeypatch, installed, fault, state):
     found = packages.PackageState(packages.TRANSFORMER_ENGINE, "2.1", installed, fault)
     monkeypatch.setattr(packages, "find", lambda package: found)
@@ -162,9 +160,8 @@ def test_the_sandbox_is_tried_where_answers_are_programs(large, anywhere, monkey
     code = with_recipe(large, "data.sources.0.grader=code")
     assert software.sandbox(code) == finding
     assert item.needed(code)
-    assert not item.needed(
-        with_recipe(large, "data.sources.0.grader=code", "reward.code_sandbox=best_effort")
-    )
+    relaxed = with_recipe(large, "data.sources.0.grader=code", "reward.code_sandbox=best_effort")
+    assert not item.needed(relaxed)
     assert software.sandbox(with_recipe(large, "reward.sandbox_url=http://elsewhere")) is None
 
 
@@ -186,18 +183,6 @@ def test_a_recipe_that_runs_programs_needs_their_python(large, monkeypatch, caps
 # ---- GPUs --------------------------------------------------------------------------------------------
 
 
-def test_gpus_are_counted_and_compute(large, anywhere, monkeypatch):
-    gpus(monkeypatch, 8)
-    assert devices.gpus(large).text.startswith("8 x H100")
-    gpus(monkeypatch, 4)
-    assert devices.gpus(large).text == "4 GPUs for 8 processes a node (cluster.processes_per_node)"
-    assert devices.gpus(anywhere).state == "ok"
-    gpus(monkeypatch, 8, computes=float("nan"))
-    assert devices.gpus(large) == Finding(
-        "failed", "GPU 0 computes nan for 64", "leave the node out; nvidia-smi -q"
-    )
-
-
 def test_without_a_gpu_it_says_what_torch_is_for(large, anywhere, no_gpu, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     finding = devices.gpus(large)
@@ -206,30 +191,41 @@ def test_without_a_gpu_it_says_what_torch_is_for(large, anywhere, no_gpu, monkey
     assert devices.gpus(anywhere).todo == ""
 
 
-def test_the_plan_is_held_against_the_memory_that_is_there(large, monkeypatch):
-    gpus(monkeypatch, 8)
-    assert finding(devices.gpu_memory(large)).state == "ok"
-    gpus(monkeypatch, 8, free_gib=20)
-    busy = finding(devices.gpu_memory(large))
-    assert (busy.state, busy.todo) == ("failed", "nvidia-smi shows which processes have the rest")
+GPUS = {
+    "counted": (devices.gpus, {"count": 8}, "ok", "8 x H100"),
+    "too few": (devices.gpus, {"count": 4}, "failed",
+     "4 GPUs for 8 processes a node (cluster.processes_per_node)"),
+    "one that computes nonsense": (devices.gpus, {"count": 8, "computes": float("nan")}, "failed",
+     "GPU 0 computes nan for 64 (leave the node out; nvidia-smi -q)"),
+    "memory for the plan": (devices.gpu_memory, {"count": 8}, "ok", ""),
+    "memory that others hold": (devices.gpu_memory, {"count": 8, "free_gib": 20}, "failed",
+     "(nvidia-smi shows which processes have the rest)"),
+    "too little memory": (devices.gpu_memory, {"count": 8, "free_gib": 39, "gib": 40}, "failed",
+     "of 40.8 GB usable"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GPUS)
+def test_gpus_are_counted_compute_and_hold_the_plan(large, monkeypatch, case):
+    check_of_it, there, state, text = GPUS[case]
+    gpus(monkeypatch, **there)
+    found = finding(check_of_it(large))
+    assert found.state == state
+    assert text in f"{found.text} ({found.todo})"
+
+
+def test_without_a_recipe_gpus_are_counted_and_for_cpus_their_memory_is_said(large, anywhere, monkeypatch):
+    gpus(monkeypatch, 4)
+    assert devices.gpus(anywhere).state == "ok"
     gpus(monkeypatch, 8, free_gib=39, gib=40)
-    small = finding(devices.gpu_memory(large))
-    assert small.state == "failed"
-    assert "of 40.8 GB usable" in small.text
     elsewhere = finding(devices.gpu_memory(with_recipe(large, "cluster.device=cpu")))
     assert (elsewhere.state, elsewhere.text) == ("ok", "41.9 GB free of 42.9 GB")
 
 
-@pytest.mark.parametrize(
-    ("triton", "capability", "state"),
-    [
-        ("3.4.0", 9, "failed"),
-        ("3.7.0", 9, "failed"),
-        ("3.7.1", 9, "ok"),
-        ("3.3.1", 9, "ok"),
-        ("3.7.0", 8, "ok"),
-    ],
-)
+@pytest.mark.parametrize(("triton", "capability", "state"), [
+    ("3.4.0", 9, "failed"), ("3.7.0", 9, "failed"), ("3.7.1", 9, "ok"), ("3.3.1", 9, "ok"),
+    ("3.7.0", 8, "ok"),
+])  # fmt: skip
 def test_a_triton_with_wrong_gradients_of_delta_net_is_refused_on_hopper(
     large, monkeypatch, triton, capability, state
 ):
@@ -268,9 +264,8 @@ def test_gpus_of_this_machine(item, anywhere):
 
 
 def test_a_run_for_gpus_is_refused_without(large, no_gpu, monkeypatch):
-    with pytest.raises(
-        RecipeError, match=r"cluster.device: gpu, found no GPU on .*: cluster.device=cpu trains"
-    ):
+    none = r"cluster.device: gpu, found no GPU on .*: cluster.device=cpu trains"
+    with pytest.raises(RecipeError, match=none):
         machine.refuse_unfit(large.recipe)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -312,15 +307,12 @@ def test_memory_is_what_the_machine_and_its_cgroup_leave(large, anywhere, monkey
     assert machine.host_memory(anywhere) == Finding("ok", "64.0 GB")
 
 
-def test_a_container_with_dockers_shared_memory_is_refused(anywhere, monkeypatch):
-    usage = SimpleNamespace(free=64 << 20)
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage)
+def test_dockers_shared_memory_is_refused_and_space_counts_what_a_run_has_written(
+    large, anywhere, monkeypatch
+):
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 << 20))
     assert machine.shared_memory(anywhere).state == "failed"
-
-
-def test_space_counts_what_a_run_has_written_already(large, monkeypatch):
-    usage = SimpleNamespace(free=int(1e12))
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=int(1e12)))
     short = machine.space(large)
     assert short.state == "failed"
     assert "1000 GB free" in short.text

@@ -205,7 +205,7 @@ def test_a_full_disk_is_an_error_of_the_next_rollout_or_of_the_end(tmp_path):
     assert read_step(tmp_path) == [GROUP], "what was whole stays"
 
 
-def test_what_is_no_record_or_of_another_version_is_refused_in_words(tmp_path):
+def test_a_file_that_is_no_record_or_of_another_version_is_refused_in_words(tmp_path):
     (tmp_path / "notes.arrow").write_text("nonsense")
     with pytest.raises(ValueError, match=r"notes\.arrow: expected rollouts .*found b'nonsense'"):
         list(batches(tmp_path / "notes.arrow", SEGMENTS))
@@ -280,11 +280,6 @@ def test_a_batch_is_small_however_much_completes_at_once(tmp_path):
     assert read_step(tmp_path) == long
 
 
-@pytest.mark.parametrize("rollout", [STREAM, GROUP, TREE])
-def test_pickled_rollouts_are_equal(rollout):
-    assert pickle.loads(pickle.dumps(rollout)) == rollout
-
-
 def test_a_recorded_token_takes_at_most_9_bytes_in_memory_and_6_on_disk(tmp_path):
     """The tokens are like a model's: log-probs are 4 random bytes, ids fall off as words do."""
     random = np.random.default_rng(0)
@@ -299,7 +294,7 @@ def test_a_recorded_token_takes_at_most_9_bytes_in_memory_and_6_on_disk(tmp_path
     assert path.stat().st_size < 6 * len(segment)
 
 
-def test_what_weights_of_another_version_generated_is_set_aside(tmp_path, caplog):
+def test_rollouts_of_weights_of_another_version_are_set_aside(tmp_path, caplog):
     """After a resume an update that was skipped may be taken: later recorded steps are stale then."""
     folder = tmp_path / "step-00000003"
     set_aside_stale(folder, 3, 3)  # nothing is recorded yet
