@@ -4,7 +4,6 @@ engine of ``test_rollout_harvest``, and a trainer that only counts versions."""
 from __future__ import annotations
 
 import random
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +14,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_eqlen.processes.timeline import Timeline
 from megatron_eqlen.processes.watchdog import Watchdog
@@ -29,7 +26,6 @@ from megatron_eqlen.run.replicas import Replicas
 from megatron_eqlen.run.step import Step
 from megatron_eqlen.sampling.harvester import HarvestObserver
 from megatron_eqlen.types import Grade, Prompt
-from tests.kit.marks import examples
 from tests.pure.test_rollout_harvest import EOS, ScriptedEngine, make_recipe, versions_of, without
 
 STEPS, PROMPTS = 5, 2
@@ -188,52 +184,6 @@ def train(source: Any, engine: Served, trained: dict[int, Trained], until: int) 
         trained[number] = Trained(version, step.rollouts, step.data_position)
         version += 1
         engine.update_weights(None, version)
-
-
-def tokens(trained: Trained) -> list[tuple]:
-    return [
-        (rollout.prompt_id, rollout.index, [segment.token_ids.tolist() for segment in rollout.parts])
-        for rollout in trained.rollouts
-    ]
-
-
-def uninterrupted() -> list[list[tuple]]:
-    trained: dict[int, Trained] = {}
-    engine = Served(random.Random(0), policy_version=0)
-    with tempfile.TemporaryDirectory() as home, rollouts(engine, Path(home), 0) as source:
-        train(source, engine, trained, STEPS)
-    return [tokens(trained[number]) for number in range(STEPS)]
-
-
-@examples(8)
-@given(
-    seed=st.integers(0, 2**16),
-    staleness=st.integers(1, 3),
-    lives=st.lists(st.integers(0, 60), max_size=4),
-    back=st.integers(0, 2),
-)
-def test_killed_at_any_moment_a_run_trains_each_prompt_once_and_nothing_older_than_allowed(
-    seed, staleness, lives, back
-):
-    """``lives``: number of decode steps after which each attempt is killed; ``back``: number of trained steps
-    that then have no checkpoint. The script's tokens do not depend on the weights, so they equal those of
-    a run in turn."""
-    chaos, trained = random.Random(seed), {}
-    with tempfile.TemporaryDirectory() as home:
-        for life in [*lives, float("inf")]:
-            for number in sorted(trained)[-back:] if back else []:
-                del trained[number]
-            engine = Served(chaos, policy_version=0, loss=0.1, life=life)
-            with rollouts(engine, Path(home), staleness) as source:
-                try:
-                    train(source, engine, trained, STEPS)
-                except Killed:
-                    continue
-        assert not list(Path(home).glob("stale-*")), "nothing that was harvested is thrown away"
-    assert [tokens(trained[number]) for number in range(STEPS)] == uninterrupted()
-    for number, step in trained.items():
-        oldest = trained[max(number - staleness, 0)].version
-        assert min(version for rollout in step.rollouts for version in versions_of(rollout)) >= oldest
 
 
 def test_steps_are_harvested_while_earlier_ones_train_and_no_further_than_allowed(tmp_path):

@@ -16,7 +16,6 @@ from megatron_eqlen.data.rows import Tally
 from megatron_eqlen.data.sources import open_source
 from megatron_eqlen.hf.tokenizer import Tokenizer, load_tokenizer
 from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, SourceRecipe
-from tests.kit.sentencepiece_maker import write_sentencepiece_tokenizer
 from tools.tokenizer_maker import write_hf_tokenizer
 
 CORPUS = ["What is 12 + 30? Please reason step by step. \\boxed{42}", "</think> the answer is Yes."] * 8
@@ -89,18 +88,6 @@ def test_decode_keeps_think_and_drops_ends(tokenizer):
     text = "<think>a</think> b"
     ids = tokenizer.encode(text)
     assert tokenizer.decode([*ids, *tokenizer.eos_token_ids, tokenizer.pad_token_id]) == text
-
-
-def test_sentencepiece_reads_the_same_chat(tokenizer, tmp_path):
-    write_sentencepiece_tokenizer(tmp_path, CORPUS)
-    pieces = load_tokenizer(tmp_path)
-    turn = [{"role": "user", "content": "What is 12 + 30?"}]
-    text = "<|im_start|>user\nWhat is 12 + 30?<|im_end|>\n<|im_start|>assistant\n"
-    assert pieces.encode(text) == pieces.apply_chat_template(turn)
-    assert tokenizer.encode(text) == tokenizer.apply_chat_template(turn)
-    assert len(pieces.eos_token_ids) == 2
-    assert len(pieces.eos_token_ids & set(pieces.apply_chat_template(turn))) == 1
-    assert pieces.decode(pieces.encode("12 + 30 </think> Yes")) == "12 + 30 </think> Yes"
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path):

@@ -283,18 +283,6 @@ def test_recipes_that_plan_approves_are_launched_and_no_others(
     assert bool(launched) == (planned == 0)
 
 
-def test_the_papers_model_is_refused_where_it_cannot_start(capsys):
-    refused = {
-        "parallel.tensor=16": "num_key_value_heads 2",
-        "parallel.expert=32": "expert 32 x pipeline 2 = 64 does not divide the 32 processes",
-        "parallel.expert=3": "= 6 does not divide the 32 processes",
-        "cluster.nodes=2": "expert 16 x pipeline 2 = 32 does not divide the 16 processes",
-        "parallel.pipeline=5": "tensor 2 x context 1 x pipeline 5 = 10 does not divide the 32 processes",
-    }
-    for override, message in refused.items():
-        assert message in outcome(capsys, "plan", str(RECIPES / "qwen3_next_80b_h100x32.yaml"), override)
-
-
 def test_layers_that_do_not_divide_are_fewer_at_the_ends():
     """Cases: 94 layers of Qwen3-235B, 12 layers, and one layer a stage."""
     model = parse_config(tiny_config("qwen3").to_dict(), "tiny")

@@ -148,7 +148,12 @@ def our_pass(folder: str, layout: dict) -> tuple[dict[int, Tensor], dict[str, Te
         for parameter in chunk.parameters():
             parameter.data = parameter.main_grad.to(parameter.dtype)
     gradients = {name: tensor.clone() for name, tensor in export_hf(chunks)}
+    parallel_state.destroy_model_parallel()
     return kept, gradients if dist.get_rank() == 0 else {}
+
+
+def our_passes(folders: list[str]) -> list[tuple[dict[int, Tensor], dict[str, Tensor]]]:
+    return [our_pass(folder, {}) for folder in folders]
 
 
 @pytest.fixture(scope="module")
@@ -219,12 +224,20 @@ SHAPES = {
 }
 
 
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory):
+    """Return shape -> (its folder, our pass)."""
+    folders = [tmp_path_factory.mktemp("shape") for _ in SHAPES]
+    for folder, (family, changes) in zip(folders, SHAPES.values(), strict=True):
+        save_tiny(folder, family, **changes | {"num_hidden_layers": 4 if "next" in family else 2})
+    (passes,) = run_ranks(1, our_passes, [str(folder) for folder in folders])
+    return dict(zip(SHAPES, zip(folders, passes, strict=True), strict=True))
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_shape_computes_what_transformers_computes(tmp_path, shape):
-    family, changes = SHAPES[shape]
-    save_tiny(tmp_path, family, **changes)
-    logits, gradients = reference(tmp_path)
-    kept, ours = run_ranks(1, our_pass, str(tmp_path), {})[0]
+def test_every_shape_computes_what_transformers_computes(shapes, shape):
+    folder, (kept, ours) = shapes[shape]
+    logits, gradients = reference(folder)
     for row in range(ROWS):
         torch.testing.assert_close(kept[row][0], logits[row], atol=MAX_LOGIT_ERROR, rtol=0)
     assert_same_gradients(ours, gradients)

@@ -28,7 +28,6 @@ from tests.kit.tree_samples import forest, paths
 from tests.kit.tree_training import (
     Trained,
     assert_same,
-    gradients,
     record_experts,
     train_sequences,
     train_trees,
@@ -140,27 +139,6 @@ def test_gradients_do_not_depend_on_the_parallel_layout(name, layers, folders, w
     ranks = max(2, prod(layers.get(key, 1) for key in ("tensor", "context", "pipeline")))
     for trained in run_ranks(ranks, train_trees, folders[name], forest(0), BUDGET, "tree", layers):
         assert_same(trained, whole[name])
-
-
-def test_the_head_is_computed_where_supervised_alone(folders):
-    """Logits there and the gradient of every weight equal those of logits everywhere."""
-    with world_of(folders["dense"]) as chunks:
-        (model,) = chunks
-        row = pack(forest(0), BUDGET)[0][0]
-        at = torch.from_numpy(np.flatnonzero(row.weights > 0))
-        found = []
-        for supervised in (at, None):
-            model.zero_grad_buffer()
-            ids, positions = torch.from_numpy(row.input_ids)[None], torch.from_numpy(row.position_ids)[None]
-            logits = model(
-                ids, positions, None, packed_seq_params=TreeParams.from_row(row), supervised=supervised
-            )
-            logits = logits[0] if supervised is not None else logits[0, at]
-            loss = logits.square().sum()
-            loss.backward()
-            found.append(Trained(loss.item(), gradients(chunks)))
-        assert len(at) < len(row.input_ids)
-        assert_same(*found)
 
 
 TWO_TOKENS = [
