@@ -13,7 +13,7 @@ import pytest
 from execnet import XSpec
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.kit import ROOT, jobs
+from tests.kit import ROOT, jobs, servers
 from tests.kit.marks import examples
 from tests.kit.processes import adopt_orphans, descendants, described, within
 from tests.kit.zygote import JOBS, RANKS, Zygote
@@ -27,9 +27,16 @@ HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "to
 
 TOGETHER = {
     "servers": ("engine/test_ahead_servers", "engine/test_rollout_held_up", "engine/test_rollout_server"),
-    "a run": ("job/test_ahead", "job/test_resume", "job/test_sweep", "job/test_train"),
+    "a run": ("job/test_ahead", "job/test_check", "job/test_resume", "job/test_sweep", "job/test_train"),
 }
 """Groups of files that share fixtures: two vLLM servers, or a run that has ended."""
+
+
+def group_of(nodeid: str) -> str:
+    file = nodeid.split("::")[0].removeprefix("tests/").removesuffix(".py")
+    if file.startswith("slurm/"):
+        return "slurm"
+    return next((group for group, files in TOGETHER.items() if file in files), file)
 
 
 class ByFile(LoadScopeScheduling):
@@ -37,10 +44,7 @@ class ByFile(LoadScopeScheduling):
     worker."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.split("::")[0].removeprefix("tests/").removesuffix(".py")
-        if file.startswith("slurm/"):
-            return "slurm"
-        return next((what for what, files in TOGETHER.items() if file in files), file)
+        return group_of(nodeid)
 
 
 @pytest.hookimpl(optionalhook=True)  # without xdist, or with -p no:xdist, nobody asks
@@ -49,8 +53,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put tests that mostly wait first: at the end they would have nothing beside them."""
-    items.sort(key=lambda item: not item.nodeid.startswith("tests/slurm/"))
+    """Put tests that mostly wait first: at the end they would have nothing beside them. Groups follow."""
+    order = ["slurm", *TOGETHER]
+    items.sort(key=lambda item: [group_of(item.nodeid) != group for group in order])
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Stop the servers of a group of files after its last test: they poll while they wait."""
+    if nextitem is None or group_of(nextitem.nodeid) != group_of(item.nodeid):
+        while servers.STARTED:
+            servers.STARTED.pop().kill()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -10,7 +10,7 @@ from megatron_eqlen.rollout.vllm.server.__main__ import server_command
 from tests.kit import jobs
 from tests.kit.asynchronous import asynchronous
 from tests.kit.rollout_kit import open_engine, server_recipe
-from tests.kit.servers import ENVIRON, free_ports, wait_until_up
+from tests.kit.servers import ENVIRON, STARTED, free_ports, wait_until_up
 
 
 @pytest.fixture(scope="module", params=["in turns", "asynchronous"])
@@ -22,19 +22,16 @@ def opened(request):
 
 @pytest.fixture(scope="session")
 def servers():
-    """Yield {url: process}; some tests kill one."""
+    """Return {url: process}; some tests kill one."""
     started = {}
-    try:
-        for workers, port in enumerate(free_ports(2), 1):
-            recipe = server_recipe(["http://unknown"], keep_routes=True, tensor_parallel=workers)
-            (_, _, _, *flags), environ = server_command(recipe, port, "127.0.0.1")
-            command = ("-m", "tests.kit.forked_server", *flags)
-            if workers == 2:
-                environ["ASYNCHRONOUS"] = "1"
-            started[f"http://127.0.0.1:{port}"] = jobs.start(*command, **named(), **ENVIRON, **environ)
-        for url, process in started.items():
-            wait_until_up(url, process)
-        yield started
-    finally:
-        for process in started.values():
-            process.kill()
+    for workers, port in enumerate(free_ports(2), 1):
+        recipe = server_recipe(["http://unknown"], keep_routes=True, tensor_parallel=workers)
+        (_, _, _, *flags), environ = server_command(recipe, port, "127.0.0.1")
+        command = ("-m", "tests.kit.forked_server", *flags)
+        if workers == 2:
+            environ["ASYNCHRONOUS"] = "1"
+        started[f"http://127.0.0.1:{port}"] = jobs.start(*command, **named(), **ENVIRON, **environ)
+    STARTED.extend(started.values())
+    for url, process in started.items():
+        wait_until_up(url, process)
+    return started

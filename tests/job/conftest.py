@@ -1,6 +1,5 @@
 """A tiny model with its data and a recipe, and a finished run of it: made once for all jobs of a worker."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.processes.lifeline import named
 from megatron_eqlen.rollout.vllm.server.__main__ import server_command
 from tests.kit import jobs
-from tests.kit.servers import ENVIRON, free_ports, wait_until_up
+from tests.kit.servers import ENVIRON, STARTED, free_ports, wait_until_up
 from tests.kit.train_runs import make_home, train
 
 
@@ -20,16 +19,14 @@ def home(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def served(home) -> Iterator[list[str]]:
-    """Yield the overrides with which a recipe uses a running server."""
+def served(home) -> list[str]:
+    """Return the overrides with which a recipe uses a running server."""
     (port,) = free_ports(1)
     (_, _, _, *flags), environ = server_command(load(home / "recipe.yaml"), port, "127.0.0.1")
     process = jobs.start("-m", "tests.kit.forked_server", *flags, **named(), **ENVIRON, **environ)
-    try:
-        wait_until_up(f"http://127.0.0.1:{port}", process)
-        yield ["rollout.engine=server", f"rollout.servers=[http://127.0.0.1:{port}]"]
-    finally:
-        process.kill()
+    STARTED.append(process)
+    wait_until_up(f"http://127.0.0.1:{port}", process)
+    return ["rollout.engine=server", f"rollout.servers=[http://127.0.0.1:{port}]"]
 
 
 @pytest.fixture(scope="session")

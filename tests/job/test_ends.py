@@ -65,14 +65,15 @@ def test_the_last_line_says_which_rank_failed_first_and_why(tmp_path, how, said)
     assert are_gone(pids)()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_signal_ends_the_launcher_and_its_ranks_at_once(tmp_path, number):
-    job = start("-c", LAUNCH, "sleep", tmp_path)
+    killed = number == signal.SIGKILL
+    job = start("-c", LAUNCH, "work" if killed else "sleep", tmp_path)
     pids = ranks(tmp_path)
     send(job, number)
-    assert job.wait() == 128 + number
-    assert job.stderr == f"eqlen: ended by {number.name}; the same command resumes it\n"
-    assert are_gone(pids)()
+    assert job.wait() == (-number if killed else 128 + number)
+    assert job.stderr == ("" if killed else f"eqlen: ended by {number.name}; the same command resumes it\n")
+    assert within(20, are_gone(pids))
 
 
 @pytest.mark.parametrize("script", [LAUNCH, ALONE])
@@ -102,10 +103,7 @@ STATUS, CHECK, TRAIN = ["status", "."], ["check"], ["train", "recipes/tiny_cpu.y
 
 @pytest.mark.parametrize(("command", "module"), [
     (STATUS, FIRST),
-    (STATUS, "pydantic_core"),
-    (CHECK, "torch"),
     (CHECK, "pyarrow"),
-    (TRAIN, "pydantic_core"),
     (TRAIN, "torch"),
 ])  # fmt: skip
 def test_ctrl_c_ends_a_command_in_one_line_while_it_imports(command, module):

@@ -5,7 +5,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,6 @@ from megatron_eqlen.rollout.record.arrow_log import batches
 from megatron_eqlen.rollout.record.format import SEGMENTS
 from megatron_eqlen.rollout.record.reader import read_step
 from megatron_eqlen.types import Part
-from tests.kit import ROOT
 from tests.kit.jobs import run, start, start_ranks
 from tests.kit.processes import are_gone, descendants, within
 from tests.kit.train_runs import (
@@ -72,14 +70,14 @@ def test_steps_that_train_nothing_are_said_and_skipped_ones_leave_the_checkpoint
     assert "the rollout_logprob of token 0 is nan" in said.stderr
     assert checkpoints(home / "idle") == ["1", "3"]
     with pytest.raises(AssertionError, match="1 updates in a row could not be taken"):
-        run(*command(home, "strict", "optimizer.max_skipped_updates=0", *replay))
+        run(*command(home, "strict", "optimizer.max_skipped_updates=0", NO_EVALUATION, *replay))
     assert checkpoints(home / "strict") == ["1"]
     assert not (home / "strict/export").exists()
 
 
 def test_a_run_whose_last_update_is_skipped_ends_like_any_other(home, trained, tmp_path):
     spoiled = streams_that_teach_little(trained, tmp_path / "streams", {STEPS - 1: nan_logprob})
-    again = command(home, "last", "--replay", str(spoiled))
+    again = command(home, "last", NO_EVALUATION, "--replay", str(spoiled))
     assert "WARNING: step 3 trained nothing: 1 updates were skipped" in run(*again).stdout
     assert checkpoints(home / "last") == ["2", "3"]
     ended = (home / "last/metrics.jsonl").read_bytes()
@@ -136,46 +134,30 @@ def test_killed_in_mid_harvest_it_resumes_from_the_journal_and_ends_with_the_sam
 
 
 HOLDS_AFTER_A_STEP = """
-import os, time
+import sys, time
+from megatron_eqlen.cli.__main__ import main
 from megatron_eqlen.report.metrics import MetricsWriter
 write = MetricsWriter.write
 def write_and_hold(self, step, *others):
     write(self, step, *others)
-    if step == int(os.environ["HOLDS_AFTER"]):
-        time.sleep(600)
+    time.sleep(600)
 MetricsWriter.write = write_and_hold
-"""
-MAIN = """
-import sys
-from megatron_eqlen.cli.__main__ import main
 sys.exit(main())
 """
+"""``eqlen`` that waits after a step until it is killed."""
 
 
-def test_killed_at_any_moment_and_started_again_it_ends_the_same(home, trained, tmp_path):
-    """One kill hits the launcher alone, with the processes that `eqlen` itself starts; another the ranks. The
-    run waits for either after a step."""
+def test_killed_ranks_take_their_processes_with_them_and_started_again_the_run_ends_the_same(home, trained):
     whole = train(home, "two", NO_EVALUATION, ranks=2)
     folder = home / "killed"
-    two = command(home, "killed", "cluster.processes_per_node=2", NO_EVALUATION)
-    (tmp_path / "sitecustomize.py").write_text(HOLDS_AFTER_A_STEP)  # each Python runs it first
-    launcher = subprocess.Popen(
-        [sys.executable, *map(str, two)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path), "HOLDS_AFTER": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    wait_for_steps(folder, 1, launcher)
-    started = descendants(launcher.pid)
-    launcher.kill()
-    launcher.wait()
-    assert within(20, are_gone(started))
-    _, _, *arguments = two
-    ranks = start_ranks(2, "-c", HOLDS_AFTER_A_STEP + MAIN, *arguments, HOLDS_AFTER="2")
-    wait_for_steps(folder, 2, *ranks)
+    _, _, *arguments = command(home, "killed", "cluster.processes_per_node=2", NO_EVALUATION)
+    ranks = start_ranks(2, "-c", HOLDS_AFTER_A_STEP, *arguments)
+    wait_for_steps(folder, 1, *ranks)
+    started = [pid for rank in ranks for pid in descendants(rank.pid)]
+    assert started
     for rank in ranks:
         rank.kill()
+    assert within(20, are_gone(started))
     assert condition(folder) == "killed"
     train(home, "killed", NO_EVALUATION, ranks=2)
     assert column(folder, "step") == [1, 2, 3]
@@ -190,7 +172,7 @@ def test_a_run_whose_disk_fills_up_leaves_whole_checkpoints_and_continues_when_t
     folder = home / "full"
     folder.mkdir()
     size = sum(file.stat().st_size for file in (trained / "checkpoints/step-00000003").iterdir())
-    replay = command(home, "full", "--replay", str(trained / "streams"))
+    replay = command(home, "full", NO_EVALUATION, "--replay", str(trained / "streams"))
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={int(1.6 * size)}", "tmpfs", folder], check=True)
     try:
         failure = r"eqlen train: .*step-00000002: could not be written: .* \(0.00 GB free there\)"

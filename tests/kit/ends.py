@@ -28,6 +28,13 @@ def main(how: str, folder: str) -> int:
         time.sleep(600)  # it is slow to end
     if how == "kill" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "work":  # the way that commands go
+        from megatron_eqlen.cli import commands
+        from megatron_eqlen.processes.interrupts import Interrupts
+        from megatron_eqlen.recipe.load import load
+
+        stop = Interrupts(Path(folder) / "STOP")
+        commands._start(load("recipes/tiny_cpu.yaml"), lambda: time.sleep(600), stop)
     time.sleep(600)
     return 0
 

@@ -20,6 +20,11 @@ ENVIRON = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 class Process(Protocol):
     def poll(self) -> int | None: ...
+    def kill(self) -> None: ...
+
+
+STARTED: list[Process] = []
+"""Servers that run until the last test of a group of files has ended."""
 
 
 def start(

@@ -43,12 +43,15 @@ RANKS = (
 )
 JOBS = (
     "megatron_eqlen.run.loop",
-    "megatron_eqlen.rollout.vllm.engine.colocated",
+    "megatron_eqlen.rollout.vllm.client",
     "megatron_eqlen.report.page",
+    "megatron_eqlen.plan",
     "megatron_eqlen.run.run",
     "megatron_eqlen.processes.launch",
     "pyarrow.compute",
+    "tools.benchmarks.harvest",
     "vllm.v1.worker.cpu_worker",  # it, and what follows, when an engine starts
+    "megatron_eqlen.rollout.vllm.engine.colocated",
     "vllm.model_executor.layers.quantization.online.base",
     "vllm.model_executor.models.qwen3",
     "vllm.v1.attention.backends.cpu_attn",
@@ -58,6 +61,8 @@ JOBS = (
 )
 """Modules that start no threads and keep no state that processes could share."""
 START = f"import sys; sys.path[0] = {str(ROOT)!r}; from tests.kit import zygote; zygote.main(*sys.argv[1:])"
+brought_vllm = ""
+"""The one of a zygote's imports that has imported vLLM."""
 FEW = 5
 """Number of modules up to which a later request's imports are not worth gathering in huge pages."""
 HUGE_PAGE = 2 << 20
@@ -165,10 +170,13 @@ def _serve(listener: socket.socket, lifeline: int) -> NoReturn:
 
 
 def _import(names: Sequence[str]) -> None:
+    global brought_vllm
     if not set(names) <= sys.modules.keys():
         gc.disable()  # it would sort through all of it again and again
         for name in names:
             importlib.import_module(name)
+            if "vllm" in sys.modules:
+                brought_vllm = brought_vllm or name
         gc.enable()
         gc.collect()
         gc.freeze()  # and so would each fork
