@@ -78,6 +78,9 @@ ENGINE_ROUTE_SECONDS = "engine/route_seconds"
 REWARD_MEAN = "reward/mean"
 POLICY_ROLLOUTS = "policy/rollouts"
 POLICY_REWARD, POLICY_RESPONSE_LENGTH = "policy/reward", "policy/response_length"
+PROFILE_ROLLOUTS, PROFILE_FORKS = "profile/rollouts", "profile/forks"
+PROFILE_VARIANCE, PROFILE_UNDECIDED = "profile/variance", "profile/undecided"
+PROFILE_TOKENS_AFTER = "profile/tokens_after"
 PROMPTS_DRAWN = "data/prompts_drawn"
 OBJECTIVE_UNITS = "objective/units"
 OBJECTIVE_ZERO_ADVANTAGE_FRACTION = "objective/zero_advantage_fraction"
@@ -210,6 +213,12 @@ DECLARED = (
     Metric(POLICY_ROLLOUTS, "rollouts", "sum", "complete rollouts, over which these means are taken"),
     Metric(POLICY_REWARD, "reward", mean(POLICY_ROLLOUTS), "the verifier's, 0 for unended responses"),
     Metric(POLICY_RESPONSE_LENGTH, "tokens", mean(POLICY_ROLLOUTS), "response length, ended or not"),
+    # ---- outcome profile: what forks leave undecided (sampling/profile.py) --------------------------------
+    Metric(PROFILE_ROLLOUTS, "rollouts", "sum", "several lines of which start at the prompt"),
+    Metric(PROFILE_VARIANCE, "reward²", mean(PROFILE_ROLLOUTS), "variance of the reward given the prompt"),
+    Metric(PROFILE_FORKS, "forks", "sum", "after the prompt"),
+    Metric(PROFILE_UNDECIDED, "reward²", mean(PROFILE_FORKS), "variance given the tokens before a fork"),
+    Metric(PROFILE_TOKENS_AFTER, "share", mean(PROFILE_FORKS), "tokens of a response after a fork"),
     # ---- objective: the step's comparison units -----------------------------------------------------------
     Metric(OBJECTIVE_UNITS, "units", "sum", "pairs, groups, or siblings of sampled trees"),
     Metric("objective/members", "members", "sum", "sides, completions or steps in them"),

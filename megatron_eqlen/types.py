@@ -214,14 +214,22 @@ class Rollout:
             ends[part.number] = ends[part.parent] + len(part)
         return ends
 
-    def lines(self) -> Iterator[Line]:
-        """Yield all lines. Parts that continue the same part share its weight equally: each of them is what
-        the policy might have continued it with."""
+    def weights(self) -> dict[int, float]:
+        """Return the weight of each part in its rollout, by its number; 1 for -1, the prompt. Parts that
+        continue the same part share its weight equally: each of them is what the policy might have
+        continued it with."""
         siblings = Counter(part.parent for part in self.parts)
-        weights, ends = {-1: 1.0}, self.ends()
+        weights = {-1: 1.0}
         for part in self.parts:
             weights[part.number] = weights[part.parent] / siblings[part.parent]
-            if part.number not in siblings:
+        return weights
+
+    def lines(self) -> Iterator[Line]:
+        """Yield all lines."""
+        inner = {part.parent for part in self.parts}
+        weights, ends = self.weights(), self.ends()
+        for part in self.parts:
+            if part.number not in inner:
                 yield Line(weights[part.number], ends[part.number], part)
 
     def skeleton(self) -> Rollout:
@@ -256,7 +264,8 @@ class Node:
     """Index of the parent in ``TokenTree.nodes``, -1 for the root; always before this node."""
     tokens: Tokens
     """Tokens of the node; the root holds the whole prompt (at least one token)."""
-    advantage: float = 0.0
+    advantage: float | np.ndarray = 0.0
+    """One number for all tokens, or an array with one for each."""
     weight: float = 0.0
     """Weight of every token of this node in the loss; it contains every 1/L, 1/N_k, 2/G and 1/P, so that the
     loss is a plain sum. 0: not supervised (context only)."""

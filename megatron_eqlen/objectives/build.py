@@ -9,8 +9,8 @@ of the N units of one of the K rollouts of one of the batch's P prompts, ``seq-m
 
 An equal-length stream has K = G/2, N = N_k, M = 2 (Eq. 5 and 6 of the paper); a group K = N = 1, M = G.
 
-With ``equal_length.pair_weight: on_policy`` a unit names its share of the rollout, 2^-(i-1) for pair i, which
-replaces 1/N. P and K are then the recipe's numbers, not those of the step.
+With ``equal_length.pair_weight: on_policy`` and in trees a unit names its share of the rollout, 2^-(i-1) for
+pair i, which replaces 1/N. P and K are then the recipe's numbers, not those of the step.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from megatron_eqlen.objectives.metrics import staleness_metrics, unit_metrics
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.objectives.parts import checked_advantages, checked_weight, described
 from megatron_eqlen.objectives.registry import resolve
+from megatron_eqlen.objectives.token_baseline import alive_baselines
 from megatron_eqlen.objectives.units import comparison_units
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.sampling.comparison import ComparisonUnit, all_equal
+from megatron_eqlen.sampling.comparison import EQUAL_REWARDS, ComparisonUnit, all_equal
 from megatron_eqlen.types import Metrics, Rollout, TokenTree
 
 
@@ -104,6 +105,9 @@ def _weigh(parts: Sequence[Sequence[Rollout]], recipe: Recipe) -> list[_Batch]:
         for batch in batches:
             _set_baselines(batch.units)
     _set_advantages(units, objective)
+    if recipe.loss.baseline == "alive":
+        for batch, part in zip(batches, parts, strict=True):
+            _set_token_advantages(batch.units, part)
     _mark_trained(units, recipe)
     for batch in batches:
         _set_weights(batch, recipe, objective)
@@ -116,6 +120,8 @@ def _compare(rollouts: Sequence[Rollout], recipe: Recipe, objective: Objective) 
         tree, units = comparison_units(rollout, recipe, objective)
         for unit in units:
             unit.rollout = number
+            if objective.equal_units:
+                unit.share = None
         batch.trees.append(tree)
         batch.units += units
     return batch
@@ -129,6 +135,16 @@ def _set_advantages(units: list[ComparisonUnit], objective: Objective) -> None:
         unit.advantages = values
         for node, value in zip(unit.nodes, values, strict=True):
             node.advantage = value
+
+
+def _set_token_advantages(units: list[ComparisonUnit], rollouts: Sequence[Rollout]) -> None:
+    """Compare each token with the other lines that are alive there; a unit's advantages become means."""
+    for unit, baselines in zip(units, alive_baselines(units, rollouts), strict=True):
+        for number, (node, baseline) in enumerate(zip(unit.nodes, baselines, strict=True)):
+            if baseline is not None:
+                values = unit.rewards[number] - baseline
+                node.advantage = values if np.abs(values).max(initial=0.0) > EQUAL_REWARDS else 0.0
+                unit.advantages[number] = float(np.mean(node.advantage))
 
 
 def _advantages(unit: ComparisonUnit, objective: Objective) -> list[float]:
@@ -162,7 +178,8 @@ def _mark_trained(units: list[ComparisonUnit], recipe: Recipe) -> None:
     the packer drop it."""
     for unit in units:
         skipped = unit.skip_equal and all_equal(unit.rewards)
-        unit.trained = not skipped and (any(unit.advantages) or recipe.loss.kl_coef > 0)
+        has_gradient = any(np.any(node.advantage) for node in unit.nodes)
+        unit.trained = not skipped and (has_gradient or recipe.loss.kl_coef > 0)
         unit.counted = unit.trained or not (unit.skip_equal and recipe.equal_length.pair_count == "effective")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megatron_eqlen.objectives.advantages import Gr3, grpo
+from megatron_eqlen.objectives.advantages import Gr3, dr_grpo, grpo, rloo
 from megatron_eqlen.objectives.aggregation import AGGREGATIONS
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.objectives.parts import PARTS, described, name_of, options, try_parts
@@ -18,7 +18,9 @@ def check_combination(recipe: Recipe) -> None:
     objective = resolve(recipe)
     try_parts({field: getattr(objective, field) for field in PARTS}, recipe.rollout.keep_columns)
     _check_sampling(recipe, objective)
+    _check_forks(recipe)
     _check_pair_weight(recipe, objective)
+    _check_token_baseline(recipe, objective)
     _check_clip(recipe, objective)
     _check_ratio(recipe, objective)
     _check_bounds(recipe.loss)
@@ -29,10 +31,10 @@ def check_combination(recipe: Recipe) -> None:
 
 
 def _check_sampling(recipe: Recipe, objective: Objective) -> None:
-    if (objective.name == "treerpo") != (recipe.sampling == "tree"):
+    if objective.equal_units and recipe.sampling != "tree":
         raise ValueError(
-            f"objective: {objective.name} with sampling: {recipe.sampling}: treerpo and sampling: tree "
-            f"belong together (only treerpo says what an inner node's reward is)"
+            f"objective: {objective.name} with sampling: {recipe.sampling}: it weighs the forks of a tree; "
+            f"expected sampling: tree"
         )
     if recipe.sampling == "equal_length" and isinstance(objective.advantage, Gr3):
         raise ValueError(
@@ -73,36 +75,81 @@ WITHOUT_CLIP: dict[type, str] = {
 
 def _check_pair_weight(recipe: Recipe, objective: Objective) -> None:
     if recipe.equal_length.baseline == "streams":
-        _check_baseline(recipe)
-    if not is_on_policy(recipe):
+        _check_baseline(recipe, objective)
+    if not is_on_policy(recipe, objective):
         return
+    weights = "sampling: tree" if recipe.sampling == "tree" else "equal_length.pair_weight: on_policy"
     for key, (value, reason) in BIASED_WITH_ON_POLICY.items():
         setting = getattr(recipe.equal_length, key)
-        if setting != value:
+        if setting != value and recipe.sampling == "equal_length":
             raise ValueError(
-                f"equal_length.{key}: {str(setting).lower()} with equal_length.pair_weight: on_policy: "
-                f"{reason}; expected {str(value).lower()}"
+                f"equal_length.{key}: {str(setting).lower()} with {weights}: {reason}; expected "
+                f"{str(value).lower()}"
             )
     if objective.advantage is grpo:
         raise ValueError(
-            "loss.advantage: grpo with equal_length.pair_weight: on_policy: divided by the std of a pair, an "
-            "advantage is only the sign of the pair's gap; use rloo"
+            f"loss.advantage: grpo with {weights}: divided by the std of a pair, an advantage is only the "
+            f"sign of the pair's gap; use rloo"
         )
+    if isinstance(objective.advantage, Gr3):
+        raise ValueError(f"objective: gr3 with {weights}: it scales rewards by lengths; use rloo")
     average = name_of(objective.aggregation, AGGREGATIONS)
     if average is not None and average not in SUMS:
         raise ValueError(
-            f"loss.loss_agg_mode: {average} with equal_length.pair_weight: on_policy divides "
-            f"by numbers of tokens, which biases the gradient; expected one of {', '.join(SUMS)}"
+            f"loss.loss_agg_mode: {average} with {weights} divides by numbers of tokens, which biases the "
+            f"gradient; expected one of {', '.join(SUMS)}"
         )
     if objective.name == "ba":
         raise ValueError(
-            "objective: ba with equal_length.pair_weight: on_policy: ba is an average over tokens, which "
-            "on_policy replaces by a sum; use grpo"
+            f"objective: ba with {weights}: ba is an average over tokens, which these weights replace by a "
+            f"sum; use grpo"
         )
 
 
-def _check_baseline(recipe: Recipe) -> None:
-    if not is_on_policy(recipe):
+LARGEST_NUMBER = 2**31 - 1
+"""Largest number of a part in a record."""
+
+
+def _check_forks(recipe: Recipe) -> None:
+    tree = recipe.tree_sampling
+    if recipe.sampling != "tree":
+        return
+    if (tree.fork == "marker") != (tree.marker is not None) or tree.marker == "":
+        raise ValueError(
+            f"tree_sampling.fork: {tree.fork}: expected tree_sampling.marker with fork: marker and no other, "
+            f"found {tree.marker!r}"
+        )
+    if tree.fork != "tokens" and tree.step_tokens is not None:
+        raise ValueError(
+            f"tree_sampling.step_tokens: {tree.step_tokens} with tree_sampling.fork: {tree.fork}: only fork: "
+            f"tokens has steps of a length"
+        )
+    if tree.fork != "death" and recipe.group_size * tree.branching**tree.forks > LARGEST_NUMBER:
+        raise ValueError(
+            f"tree_sampling.forks: {recipe.group_size} lines x {tree.branching} ** {tree.forks} are more "
+            f"than {LARGEST_NUMBER} leaves"
+        )
+
+
+def _check_token_baseline(recipe: Recipe, objective: Objective) -> None:
+    """Refuse token baselines where something else says what a reward is compared with."""
+    if recipe.loss.baseline != "alive":
+        return
+    key = "loss.baseline: alive"
+    if recipe.sampling == "equal_length":
+        raise ValueError(
+            f"{key} with sampling: equal_length: of two tracks that are truncated only one is trained, so "
+            f"lines that are alive are not all there; use sampling: tree with tree_sampling.fork: death"
+        )
+    if objective.equal_units or objective.advantage not in (rloo, dr_grpo) or objective.whitened:
+        raise ValueError(
+            f"{key} is the advantage itself, reward less baseline; objective: {objective.name} has "
+            f"advantage {described(objective.advantage)}: use dr_grpo or rloo"
+        )
+
+
+def _check_baseline(recipe: Recipe, objective: Objective) -> None:
+    if recipe.sampling != "equal_length" or not is_on_policy(recipe, objective):
         raise ValueError(
             "equal_length.baseline: streams needs sampling: equal_length and equal_length.pair_weight: "
             "on_policy"

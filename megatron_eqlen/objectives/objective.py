@@ -32,6 +32,9 @@ class Objective:
     """LSPO's (low, high, max): dynamic sampling also replaces prompts whose mean response length is neither
     up to the quantile low nor from high to max."""
 
+    equal_units: bool = False
+    """All comparison units of a rollout weigh the same, whatever share of it they are (TreeRPO)."""
+
     @property
     def has_ratio(self) -> bool:
         """True if the surrogate depends on the old log-probs."""

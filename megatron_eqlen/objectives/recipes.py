@@ -37,10 +37,12 @@ def remarks(recipe: Recipe) -> list[str]:
             "loss.rollout_rs alone leaves out what is too far off: tokens of older weights within its bounds "
             "train as if the policy had sampled them (loss.rollout_is or loss.old_logprobs: rollout corrects)"
         )
-    if is_on_policy(recipe) and recipe.rollout.tokens_per_step and not recipe.rollout.carry_over:
+    budget = recipe.rollout.tokens_per_step
+    if is_on_policy(recipe, resolve(recipe)) and budget and not recipe.rollout.carry_over:
+        kind = "sampling: tree" if recipe.sampling == "tree" else "equal_length.pair_weight: on_policy"
         sentences.append(
-            "rollout.tokens_per_step cuts the longest streams, whose open ends count as 0: "
-            "equal_length.pair_weight: on_policy is unbiased only with rollout.carry_over: true"
+            "rollout.tokens_per_step cuts the longest rollouts, whose open ends count as 0 or are left out: "
+            f"{kind} is unbiased only with rollout.carry_over: true"
         )
     return sentences
 
@@ -65,6 +67,8 @@ def _conditions(recipe: Recipe) -> Iterator[tuple[str, str, bool]]:
         yield f"equal_length.{name}", "sampling: equal_length", recipe.sampling == "equal_length"
     for name in type(recipe.tree_sampling).model_fields:
         yield f"tree_sampling.{name}", "sampling: tree", recipe.sampling == "tree"
+    yield "tree_sampling.step_tokens", "tree_sampling.fork: tokens", recipe.tree_sampling.fork == "tokens"
+    yield "tree_sampling.marker", "tree_sampling.fork: marker", recipe.tree_sampling.fork == "marker"
 
 
 def _rate_falls(recipe: Recipe) -> bool:

@@ -56,7 +56,7 @@ OBJECTIVES = {
         Objective("gr3", Gr3(), seq_mean_token_mean, Ppo()),
         Objective("vespo", dr_grpo, token_mean, Vespo()),
         Objective("dler", dr_grpo, token_mean, Ppo(0.2, 0.28), whitened="scale", dynamic_sampling=True),
-        Objective("treerpo", dr_grpo, seq_mean_token_mean, Ppo()),
+        Objective("treerpo", dr_grpo, seq_mean_token_mean, Ppo(), equal_units=True),
         Objective("ba", grpo, balanced_token_mean, Ppo()),
         Objective("cispo", grpo, token_mean, Cispo()),
         Objective("reinforce_pp", reward, token_mean, Ppo(), whitened="standardize"),
@@ -90,13 +90,13 @@ def lookup(name: str) -> Objective:
 def resolve(recipe: Recipe) -> Objective:
     """Return the recipe's objective: the method's defaults, overridden by the ``loss`` keys that are set.
 
-    ``equal_length.pair_weight: on_policy`` sums tokens in place of the method's average, and does not divide
-    advantages by the standard deviation of a pair, which would leave only the sign of its gap.
+    ``equal_length.pair_weight: on_policy`` and trees sum tokens in place of the method's average, and do not
+    divide advantages by the standard deviation of a pair, which would leave only the sign of its gap.
     """
     objective, loss = lookup(recipe.objective), recipe.loss
     named = ("overlong_factor", "dynamic_sampling", "length_quantiles")
     changes: dict[str, Any] = {key: getattr(loss, key) for key in named if getattr(loss, key) is not None}
-    if is_on_policy(recipe):
+    if is_on_policy(recipe, objective):
         changes["aggregation"] = seq_mean_token_sum_norm
         if objective.advantage is grpo:
             changes["advantage"] = rloo
@@ -126,7 +126,11 @@ def _with_clip(surrogate: Surrogate, loss: LossRecipe) -> Surrogate:
     return dataclasses.replace(surrogate, **changes) if changes else surrogate  # pyright: ignore[reportArgumentType, reportUnknownVariableType]
 
 
-def is_on_policy(recipe: Recipe) -> bool:
+def is_on_policy(recipe: Recipe, objective: Objective) -> bool:
+    """Return True if comparison units have shares of their rollout that make the gradient that of the
+    expected reward."""
+    if recipe.sampling == "tree":
+        return not objective.equal_units
     return recipe.sampling == "equal_length" and recipe.equal_length.pair_weight == "on_policy"
 
 

@@ -43,13 +43,24 @@ def fill_row(
     # loss, of trained nodes only
     trained = supervised & (forest.weight[nodes] > 0)
     row.segment_ids[:used] = np.repeat(np.where(trained, forest.segment[nodes], -1), lengths)
-    advantage = np.fromiter((forest.node(node).advantage for node in nodes), np.float64, len(nodes))
-    row.advantages[:used] = np.repeat(np.where(trained, advantage, 0.0), lengths)
+    row.advantages[:used] = _advantages(forest, nodes, trained, lengths)
     row.weights[:used] = np.repeat(np.where(trained, forest.weight[nodes], 0.0), lengths)
     row.path_columns = _path_columns(forest, nodes, starts, length)
     if for_loss:
         row.columns = _columns(forest, nodes[trained], row.segment_ids >= 0)
     return row
+
+
+def _advantages(forest: Forest, nodes: np.ndarray, trained: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return the advantage of each position, 0 outside trained nodes."""
+    of_nodes = [forest.node(node).advantage if use else 0.0 for node, use in zip(nodes, trained, strict=True)]
+    by_token = {i: values for i, values in enumerate(of_nodes) if isinstance(values, np.ndarray)}
+    numbers = [0.0 if i in by_token else values for i, values in enumerate(of_nodes)]
+    advantages = np.repeat(np.array(numbers, np.float64), lengths)
+    starts = np.cumsum(lengths) - lengths
+    for i, values in by_token.items():
+        advantages[starts[i] : starts[i] + lengths[i]] = values
+    return advantages
 
 
 def _ancestry(

@@ -37,13 +37,16 @@ def workload(recipe: Recipe) -> Workload:
 
 def _spans(recipe: Recipe) -> list[tuple[int, int, int]]:
     """Return (tracks, start, end): so many tracks of a prompt generate the tokens from ``start`` to ``end``
-    of their responses. The two tracks of a stream generate pairs until the limit ends both."""
-    limit, shape = recipe.rollout.max_response_length, recipe.tree_sampling
+    of their responses. The two tracks of a stream generate pairs until the limit ends both. Markers
+    are taken to divide a response evenly."""
+    limit, tree, lines = recipe.rollout.max_response_length, recipe.tree_sampling, recipe.group_size
     if recipe.sampling != "tree":
-        return [(recipe.group_size, 0, limit)]
-    step = shape.step_tokens or max(1, limit // shape.depth)
-    starts = range(0, min(limit, shape.depth * step), step)
+        return [(lines, 0, limit)]
+    if tree.fork == "death":
+        return [(lines + tree.forks * (tree.branching - 2), 0, limit)]
+    step = tree.step_tokens or max(1, limit // (tree.forks + 1))
+    starts = [start for start in range(0, (tree.forks + 1) * step, step) if start < limit]
     return [
-        (shape.branching**level, start, start + step if level < len(starts) else limit)
-        for level, start in enumerate(starts, start=1)
+        (lines * tree.branching**level, start, end)
+        for level, (start, end) in enumerate(zip(starts, [*starts[1:], limit], strict=True))
     ]

@@ -211,14 +211,21 @@ class EqualLengthRecipe(Section):
 
 
 class TreeSamplingRecipe(Section):
-    """Shape of the sampled trees, for ``sampling: tree``."""
+    """Forks of the sampled trees, for ``sampling: tree``: ``group_size`` lines start at the prompt, and each
+    is continued several times where it forks."""
 
-    branching: Annotated[int, Field(ge=2), NUMBER] = 8
-    """Continuations of every step; a prompt has up to branching ** depth responses."""
-    depth: PositiveInt = 3
-    """Steps of a response; the last one runs to max_response_length."""
+    fork: Literal["tokens", "marker", "death"] = "tokens"
+    """``tokens``: a line forks every ``step_tokens``. ``marker``: after it has generated ``marker``, so that
+    several answers continue one thought. ``death``: where a line ends, the heaviest of the others forks, so
+    that as many lines go on."""
+    branching: Annotated[int, Field(ge=2), NUMBER] = 2
+    """Lines that continue after a fork: the line itself and new ones."""
+    forks: PositiveInt = 2
+    """Most forks of a line; with ``death``, of a tree."""
     step_tokens: PositiveInt | None = None
-    """Length of a step, default max_response_length // depth (our choice)."""
+    """Tokens between forks, default max_response_length // (forks + 1) (our choice)."""
+    marker: str | None = None
+    """Text that a line forks after: ``</think>``. The tokenizer splits it by itself, without its context."""
 
 
 class MismatchRecipe(Section):
@@ -394,6 +401,10 @@ class LossRecipe(Section):
 
     advantage: AdvantageName | None = None
     """Estimator of advantages by name (``objectives/advantages.py``), or the import path of your own."""
+    baseline: Literal["unit", "alive"] = "unit"
+    """Rewards that a token is compared with: the other members of its comparison unit (and
+    ``equal_length.baseline``), or all lines of the prompt that are alive where the token is, and the prompt's
+    mean. ``alive`` takes the difference itself for the advantage."""
     surrogate: SurrogateName | None = None
     """Loss of a token before its weight, by name (``objectives/surrogates.py``), or the import path of your
     own. Its options replace those of the objective."""
@@ -655,7 +666,8 @@ class Recipe(Section):
     objective: str = "grpo"
     """Name of the method (objectives/README.md lists them), or the import path of your own."""
     group_size: Annotated[int, Field(ge=2), NUMBER] = 16
-    """G: independent completions per prompt, or 2 x its dual-track subgroups."""
+    """G: lines that start at a prompt: independent completions, roots of a tree, or 2 x its dual-track
+    subgroups."""
     model: ModelRecipe
     lora: LoraRecipe = LoraRecipe()
     data: DataRecipe

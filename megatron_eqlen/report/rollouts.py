@@ -16,7 +16,7 @@ from megatron_eqlen.rollout.record.reader import step_files
 from megatron_eqlen.rollout.record.recorder import FILES
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.tokens import SAMPLED, VERSIONS, Placeholder, TokenIds
-from megatron_eqlen.types import Grade, Node, Part, Prompt, Rollout, tokens_along
+from megatron_eqlen.types import Grade, Part, Prompt, Rollout, tokens_along
 
 Decode = Callable[[TokenIds], str]
 
@@ -154,9 +154,10 @@ class Training:
 
     def _compare(self, rollouts: Sequence[Rollout], recipe: Recipe) -> None:
         for unit in weighted_units(trained(rollouts, recipe), recipe):
-            for part, node, reward in zip(unit.members, unit.nodes, unit.rewards, strict=True):
+            members = zip(unit.members, unit.nodes, unit.rewards, unit.advantages, strict=True)
+            for part, node, reward, advantage in members:
                 use = "trained" if node.weight else "skipped"
-                self.members[id(part)] = Lesson(reward, node.advantage, _role(node), use)
+                self.members[id(part)] = Lesson(reward, advantage, _role(node.weight, advantage), use)
 
 
 class Unknown:
@@ -166,10 +167,10 @@ class Unknown:
         return Lesson(_own_reward(part), None, "plain", "")
 
 
-def _role(node: Node) -> Role:
-    if not node.weight or not node.advantage:
+def _role(weight: float, advantage: float) -> Role:
+    if not weight or not advantage:
         return "equal"
-    return "raised" if node.advantage > 0 else "lowered"
+    return "raised" if advantage > 0 else "lowered"
 
 
 class LabeledPart(NamedTuple):

@@ -75,12 +75,12 @@ def _harvesters(plan: HarvestPlan) -> dict[RolloutKey, Harvester]:
     for partial in plan.progress.partial:
         if partial.origin is not None:
             seed = harvest_seed(plan.recipe, partial.origin.step)
-            of_prompt = kind.harvesters([partial.prompt], plan.recipe, eos, seed)
+            of_prompt = kind.harvesters([partial.prompt], plan.recipe, eos, seed, plan.marker)
             harvesters[partial.key] = next(found for found in of_prompt if found.index == partial.index)
     # new ones
     resumed_prompts = {prompt_id for prompt_id, _ in harvesters}
     new = [prompt for prompt in plan.prompts if prompt.prompt_id not in resumed_prompts]
-    for harvester in kind.harvesters(new, plan.recipe, eos, plan.seed):
+    for harvester in kind.harvesters(new, plan.recipe, eos, plan.seed, plan.marker):
         harvesters[harvester.prompt.prompt_id, harvester.index] = harvester
     for partial in plan.progress.partial:
         if partial.key in harvesters:

@@ -27,3 +27,5 @@ class HarvestPlan:
     keeps_columns: Callable[[Prompt, int], bool] = all_rollouts
     """(prompt, number of the rollout) -> whether this rank keeps all columns of the rollout's tokens. Token
     ids, which forks need, are kept of all."""
+    marker: Sequence[int] = ()
+    """Token ids of ``tree_sampling.marker``."""

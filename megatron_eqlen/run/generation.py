@@ -232,13 +232,15 @@ class Generator(InTurn):
         resumed = {key: origin for key, origin in self.resumed.items() if key[0] in prompt_ids}
         folder, files = self.streams / step.name, self.recorded[1]
         progress = read_progress(folder, prompts, self.recipe, resumed, files)
+        tokenizer, marker = self.session.tokenizer, self.recipe.tree_sampling.marker
         return HarvestPlan(
             prompts,
             one_replicas_share(self.recipe, replicas),
-            self.session.tokenizer.eos_token_ids,
+            tokenizer.eos_token_ids,
             seed=harvest_seed(self.recipe, step.number),
             progress=progress,
             keeps_columns=replicas.keeps,
+            marker=tokenizer.encode(marker) if marker else (),
         )
 
     def score(self, step: Step, harvested: Batch) -> Batch:

@@ -28,9 +28,15 @@ class SamplingKind(ABC):
 
     @abstractmethod
     def harvesters(
-        self, prompts: Sequence[Prompt], recipe: Recipe, eos_token_ids: frozenset[int], seed: int
+        self,
+        prompts: Sequence[Prompt],
+        recipe: Recipe,
+        eos_token_ids: frozenset[int],
+        seed: int,
+        marker: Sequence[int] = (),
     ) -> Sequence[Harvester]:
-        """Return a harvester for each rollout of ``prompts``, those of a prompt next to each other."""
+        """Return a harvester for each rollout of ``prompts``, those of a prompt next to each other.
+        ``marker``: token ids of ``tree_sampling.marker``."""
 
     @abstractmethod
     def compare(

@@ -1,16 +1,22 @@
-"""Trees of steps, each step continued several times: TreeRPO's sampling.
+"""Trees of lines: a line is continued several times where it forks.
 
-    prompt ─► N steps ─► N steps after each ─► ... ─► depth steps (the last runs to the response limit)
+    prompt ─┬─ part 0 ─┬─ part 2 ─ ...        group_size lines start at the prompt; the line of part 0 forked
+            │          └─ part 3 ─ ...        and goes on as part 2
+            └─ part 1 ─ ...
 
-A step ends at ``step_tokens`` (then it is continued, down to ``depth``) or at an end of sequence (then it is
-a leaf). Steps are numbered as in an N-ary heap, so seeds do not depend on the order in which tokens arrive.
+A fork depends on what was sampled before it, never on later tokens of its line, even where an engine has
+delivered them already; the line itself goes on undisturbed. Lines that continue the same part share its
+weight, so that the weighted mean over lines is an unbiased estimate for any such rule (docs/length_bias.md).
+TreeRPO's trees fork at fixed lengths; groups of completions do not fork.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import fmean
+from typing import ClassVar
 
 from megatron_eqlen.metrics import (
     HARVEST_RESPONSE_LENGTH,
@@ -30,34 +36,51 @@ from megatron_eqlen.sampling.kind import SamplingKind, context_metrics, plural
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import Metrics, Part, Prompt, Rollout, TokenTree
 
+POLL = 16
+"""Tokens after which a line is searched for the marker again. The line grows meanwhile, and forks from its
+marker on."""
+
 
 class TreeSampling(SamplingKind):
-    """Sampled trees; steps that continue the same step are compared."""
+    """Sampled trees; parts that continue the same part are compared."""
 
     name = "tree"
+    shares: ClassVar[bool] = True
+    """Units have shares of their rollout."""
 
     def harvesters(
-        self, prompts: Sequence[Prompt], recipe: Recipe, eos_token_ids: frozenset[int], seed: int
-    ) -> list[GrowingTree]:
+        self,
+        prompts: Sequence[Prompt],
+        recipe: Recipe,
+        eos_token_ids: frozenset[int],
+        seed: int,
+        marker: Sequence[int] = (),
+    ) -> Sequence[GrowingTree]:
         """Return one harvester for each prompt."""
         tree, limit = recipe.tree_sampling, recipe.rollout.max_response_length
-        step_tokens = tree.step_tokens or max(1, limit // tree.depth)
-        return [
-            GrowingTree(prompt, limit, eos_token_ids, seed, tree.branching, tree.depth, step_tokens)
-            for prompt in prompts
-        ]
+        shape = Shape(recipe.group_size, tree.branching, tree.forks, "step")
+        step_tokens = tree.step_tokens or max(1, limit // (tree.forks + 1))
+
+        def made(prompt: Prompt) -> GrowingTree:
+            if tree.fork == "death":
+                return ForkedAtDeaths(prompt, limit, eos_token_ids, seed, shape)
+            search = after_marker(marker) if tree.fork == "marker" else every(step_tokens)
+            return GrowingTree(prompt, limit, eos_token_ids, seed, shape, search)
+
+        return [made(prompt) for prompt in prompts]
 
     def compare(
         self, rollout: Rollout, recipe: Recipe, penalty: Penalty
     ) -> tuple[TokenTree, list[ComparisonUnit]]:
-        """Return the tree as it was sampled, without steps whose reward is not known, and a unit for each set
-        of siblings, once the tree is complete."""
-        rewards = step_rewards(rollout, penalty)
+        """Return the tree as it was sampled, without parts whose reward is not known, and a unit for each set
+        of siblings, once the tree is complete. A unit's share is the weight of the part that it continues."""
+        rewards = part_rewards(rollout, penalty)
         parts = [part for part in rollout.parts if part.number in rewards]
         tree, nodes = token_tree(rollout, rollout.prompt_id, parts)
         siblings: dict[int, list[Part]] = defaultdict(list)
         for part in parts:
             siblings[part.parent].append(part)
+        weights = rollout.weights()
         units = [
             ComparisonUnit(
                 rollout.prompt_id,
@@ -65,8 +88,9 @@ class TreeSampling(SamplingKind):
                 [nodes[part.number] for part in members],
                 [rewards[part.number] for part in members],
                 skip_equal=False,
+                share=weights[parent] if self.shares else None,
             )
-            for members in siblings.values()
+            for parent, members in siblings.items()
             if not rollout.suspended
         ]
         return tree, units
@@ -80,10 +104,11 @@ class TreeSampling(SamplingKind):
         return f"tree of {plural(len(labels), 'step')}", labels
 
     def harvest_metrics(self, rollouts: Sequence[Rollout]) -> Metrics:
-        """Return the number of completions (each step counts as one), their lengths, and why they ended."""
+        """Return the number of completions (each part counts as one), their lengths, and why they ended."""
         parts = [part for rollout in rollouts for part in rollout.parts]
         lengths = [len(part) for part in parts]
         reasons = Counter(part.finish_reason for part in parts)
+        forks = sum(len({part.parent for part in rollout.parts} - {-1}) for rollout in rollouts)
         return {
             "harvest/completions": len(parts),
             HARVEST_SUPERVISED_TOKENS: sum(lengths),
@@ -91,17 +116,17 @@ class TreeSampling(SamplingKind):
             "harvest/response_length_max": max(lengths),
             HARVEST_TRUNCATED_FRACTION: reasons["length"] / len(parts),
             "harvest/budget_fraction": reasons[None] / len(parts),
-        } | context_metrics(rollouts, branches=sum(part.parent >= 0 for part in parts))
+        } | context_metrics(rollouts, branches=sum(part.parent >= 0 for part in parts) - forks)
 
 
 KIND = TreeSampling()
 
 
-def step_rewards(tree: Rollout, penalty: Penalty = no_penalty) -> dict[int, float]:
-    """Return TreeRPO's reward of each step, by its number: a leaf's is that of its response, an inner step's
-    the mean of the steps that continue it.
+def part_rewards(tree: Rollout, penalty: Penalty = no_penalty) -> dict[int, float]:
+    """Return the reward of each part, by its number: a leaf's is that of its response, an inner part's the
+    mean of the parts that continue it.
 
-    A step that the token budget cut off, and that no step with a reward continues, has none.
+    A part that the token budget cut off, and that no part with a reward continues, has none.
     """
     ends, rewards = tree.ends(), dict[int, float]()
     below: dict[int, list[float]] = defaultdict(list)
@@ -117,10 +142,90 @@ def step_rewards(tree: Rollout, penalty: Penalty = no_penalty) -> dict[int, floa
     return rewards
 
 
-class GrowingTree(Harvester):
-    """Harvests the tree of one prompt."""
+# ---- where a line forks ----------------------------------------------------------------------------------
 
-    kind, role = "tree", "step"
+Search = Callable[["Line"], int | None]
+"""Returns the number of tokens of its response after which a line forks next. None: its tokens do not reach
+a fork, and its track's ``awaited`` says when to search again."""
+
+
+@dataclass
+class Line:
+    """An open line of a tree, from the prompt down."""
+
+    track: Track
+    offset: int
+    """Tokens of the response before those of the track."""
+    number: int
+    """Number of the part that its next tokens make."""
+    forks: int
+    """Forks behind it."""
+    weight: float
+    searched: int
+    """Tokens of the response that no later fork lies in, nor a marker that it needs."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the response so far."""
+        return self.offset + len(self.track)
+
+    def is_alive_at(self, length: int) -> bool:
+        """Return True if the line goes on after ``length`` tokens of its response."""
+        return self.length > length or (self.length == length and self.track.finish_reason is None)
+
+    def await_length(self, length: int) -> None:
+        self.track.awaited = min(length - self.offset, self.track.limit)
+
+
+def every(tokens: int) -> Search:
+    """Return the rule that forks a line every so many tokens."""
+
+    def search(line: Line) -> int | None:
+        length = (line.searched // tokens + 1) * tokens
+        if line.length >= length:
+            return length
+        line.await_length(length)
+        return None
+
+    return search
+
+
+def after_marker(marker: Sequence[int]) -> Search:
+    """Return the rule that forks a line after these token ids."""
+    wanted = list(marker)
+
+    def search(line: Line) -> int | None:
+        assert wanted, "the harvest's plan has the marker"
+        ids = line.track.token_ids
+        for end in range(line.searched - line.offset + len(wanted), len(ids) + 1):
+            if ids[end - 1] == wanted[-1] and ids[end - len(wanted) : end].tolist() == wanted:
+                return line.offset + end
+        line.searched = max(line.searched, line.length + 1 - len(wanted))
+        line.await_length(line.length + POLL)
+        return None
+
+    return search
+
+
+# ---- trees that grow -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    roots: int
+    """Lines that start at the prompt."""
+    branching: int = 1
+    """Lines that continue after a fork."""
+    forks: int = 0
+    """Most forks of a line, or of a tree."""
+    role: str = "completion"
+    """Role of its parts."""
+
+
+class GrowingTree(Harvester):
+    """Harvests the tree of one prompt, whose lines fork where ``search`` finds it in their own tokens."""
+
+    kind = "tree"
 
     def __init__(
         self,
@@ -128,47 +233,106 @@ class GrowingTree(Harvester):
         limit: int,
         eos_token_ids: frozenset[int],
         seed: int,
-        branching: int,
-        depth: int,
-        step_tokens: int,
+        shape: Shape,
+        search: Search | None = None,
     ) -> None:
         super().__init__(prompt, 0, limit, eos_token_ids, seed)
-        self.branching, self.depth, self.step_tokens = branching, depth, step_tokens
+        self.shape, self.search = shape, search
+        self.lines: list[Line] = []
+        """Open lines, in the order of their tracks' numbers."""
 
     def start(self) -> list[Track]:
-        return self._continue(-1, [], depth=1)
+        weight = 1 / self.shape.roots
+        return [self._open(number, [], -1, 0, weight) for number in range(self.shape.roots)]
 
     def advance(self) -> list[Track]:
-        """Continue the steps that reached their length; a tree without open steps is complete."""
+        """Fork and end lines; a tree without open lines is complete."""
         launched: list[Track] = []
-        for number in sorted(n for n, track in self.open.items() if track.finish_reason is not None):
-            track = self.open.pop(number)
-            step = self.add_part(track, self.role, number)
-            response = track.path[len(self.prompt.token_ids) :]
-            depth = self._depth(number)
-            if track.finish_reason == "length" and depth < self.depth and len(response) < self.limit:
-                step.finish_reason = None
-                launched += self._continue(number, response, depth + 1)
-        if not self.open:
-            self.outcome = "complete"
+        for line in list(self.lines):
+            while (length := self._next_fork(line)) is not None:
+                launched += self.fork(line, length)
+            if line.track.finish_reason is not None:
+                self.end(line)
         return launched
 
     def cut(self) -> None:
-        for number, track in sorted(self.open.items()):
-            if len(track) or self.depth == 1:  # a group has all its completions
-                self.add_part(track, self.role, number)
-        self.open.clear()
+        for line in list(self.lines):
+            # a group has all its completions
+            if len(line.track) > line.track.start or not self.shape.forks:
+                self.end(line)
+        self.lines.clear()
         self.outcome = "budget"
 
-    def _continue(self, parent: int, response: list[int], depth: int) -> list[Track]:
-        """Open the steps that continue step ``parent``, after the tokens of ``response``."""
-        room = self.limit - len(response)
-        limit = room if depth == self.depth else min(self.step_tokens, room)
-        first = (parent + 1) * self.branching
+    def fork(self, line: Line, length: int) -> list[Track]:
+        """Continue a line several times after ``length`` tokens of its response; return the new tracks."""
+        track, branching = line.track, self.shape.branching
+        part = self.add_part(track, self.shape.role, line.number, length - line.offset - track.start)
+        first = self._first_child(part.number)
+        line.number, line.searched = first, length
+        line.forks, line.weight = line.forks + 1, line.weight / branching
+        response = track.path[len(self.prompt.token_ids) :][:length]
         return [
-            self.open_track(number, response, limit, parent)
-            for number in range(first, first + self.branching)
+            self._open(number, response, part.number, line.forks, line.weight)
+            for number in range(first + 1, first + branching)
         ]
 
-    def _depth(self, number: int) -> int:
-        return 1 if number < self.branching else 1 + self._depth(number // self.branching - 1)
+    def end(self, line: Line) -> None:
+        """Make the rest of a line's tokens its last part."""
+        self.add_part(line.track, self.shape.role, line.number)
+        self.lines.remove(line)
+        del self.open[line.track.number]
+        if not self.lines:
+            self.outcome = "complete"
+
+    def _next_fork(self, line: Line) -> int | None:
+        if self.search is None or line.forks == self.shape.forks:
+            return None
+        length = self.search(line)
+        return length if length is not None and line.is_alive_at(length) else None
+
+    def _first_child(self, number: int) -> int:
+        """Return the number of the first part that continues a part, as in a heap: it does not depend on the
+        order in which lines fork."""
+        return self.shape.roots + number * self.shape.branching
+
+    def _open(self, number: int, response: list[int], parent: int, forks: int, weight: float) -> Track:
+        track = self.open_track(number, response, self.limit - len(response), parent)
+        self.lines.append(Line(track, len(response), number, forks, weight, searched=len(response)))
+        if self.search is not None and forks < self.shape.forks:
+            self.search(self.lines[-1])  # says what to await
+        return track
+
+
+class ForkedAtDeaths(GrowingTree):
+    """Harvests a tree that forks where a line ends: the heaviest of the lines that go on."""
+
+    forked = 0
+    """Forks of the tree."""
+
+    def advance(self) -> list[Track]:
+        """Use the ends of lines in the order of their lengths, once each is certain to be the next."""
+        while ended := [line for line in self.lines if line.track.finish_reason is not None]:
+            first = min(ended, key=lambda line: (line.length, line.number))
+            behind = [line for line in self.lines if line not in ended and line.length < first.length]
+            if behind and self.forked < self.shape.forks:
+                for line in behind:
+                    line.await_length(first.length)
+                return []
+            self.end(first)
+            if self.forked < self.shape.forks and (heaviest := self._heaviest(first.length)) is not None:
+                return self.fork(heaviest, first.length)
+        return []
+
+    def fork(self, line: Line, length: int) -> list[Track]:
+        launched = super().fork(line, length)
+        self.forked += 1
+        return launched
+
+    def _heaviest(self, length: int) -> Line | None:
+        """Return the heaviest line that goes on after ``length`` tokens and has not just forked there."""
+        lines = [line for line in self.lines if line.is_alive_at(length) and line.searched < length]
+        return max(lines, key=lambda line: (line.weight, -line.number), default=None)
+
+    def _first_child(self, number: int) -> int:
+        """Return the next free number: these forks have an order."""
+        return self.shape.roots + self.forked * self.shape.branching

@@ -69,7 +69,7 @@ class Minibatch:
     @property
     def has_advantages(self) -> bool:
         nodes = [] if self.rows is None else self.rows.planned.forest.nodes
-        return any(node.weight and node.advantage for node in nodes)
+        return any(node.weight and np.any(node.advantage) for node in nodes)
 
 
 class Policy:

@@ -99,7 +99,7 @@ def check(
 @pytest.mark.parametrize("sampling", ["equal_length", "tree"])
 def test_recorded_experts_are_those_of_transformers(engine, sampling):
     over = (
-        {"objective": "treerpo", "tree_sampling": {"branching": 2, "depth": 3}} if sampling == "tree" else {}
+        {"objective": "treerpo", "tree_sampling": {"branching": 2, "forks": 2}} if sampling == "tree" else {}
     )
     rollouts = harvested(engine, sampling=sampling, **over)
     check(folder("qwen3_moe"), rollouts, torch.float32, 1e-4)

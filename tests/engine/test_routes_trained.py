@@ -21,7 +21,7 @@ PROMPTS = [Prompt(f"p{i}", [5 + i, 6, 7, 8] * 8, "?", "math", "1", number=i) for
 SECTIONS = {
     "sampling": "tree",  # forks wherever a step ends, and with the KL penalty all of it is trained
     "objective": "treerpo",
-    "tree_sampling": {"branching": 2, "depth": 3},
+    "tree_sampling": {"branching": 2, "forks": 2},
     "rollout": {"max_response_length": 60, "max_num_seqs": 64, "keep_routes": True, "temperature": 1.0},
     "data": {"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 32},
     "packing": {"max_tokens_per_row": 200},

@@ -19,7 +19,8 @@ import numpy as np
 
 from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.sampling.equal_length.dual_track import DualTrack
+from megatron_eqlen.sampling import KINDS
+from megatron_eqlen.sampling.harvester import Harvester
 from megatron_eqlen.types import Delta, Grade, Prompt, Rollout, TokenTree
 
 Path = tuple[int, ...]
@@ -41,6 +42,8 @@ class Process:
     """Tokens 0 to ``ends - 1`` end a response."""
     truncated: float = 0.0
     """Reward of a response that the limit cut."""
+    marker: Path = ()
+    """Tokens that ``tree_sampling.fork: marker`` forks after."""
 
     @classmethod
     def random(cls, vocabulary: int, limit: int, reward: Reward, ends: int = 1, seed: int = 0) -> Process:
@@ -117,12 +120,17 @@ class Process:
                 return
             choices[-1] += 1
 
+    def harvester(self, recipe: Recipe) -> Harvester:
+        """Return the harvester of the first rollout."""
+        ends, rollout = frozenset(range(self.ends)), recipe.rollout
+        rollout = rollout.model_copy(update={"max_response_length": self.limit})
+        recipe = recipe.model_copy(update={"rollout": rollout})
+        return KINDS[recipe.sampling].harvesters([QUESTION], recipe, ends, 0, self.marker)[0]
+
     def _stream(self, recipe: Recipe, choices: Sequence[int]) -> tuple[Rollout, float, list[int]]:
         """Return the stream whose track n is number ``choices[n]`` (default: 0) of the continuations of its
         trunk, its probability, and the numbers of continuations."""
-        settings = recipe.equal_length
-        max_pairs = 1 if settings.single_pair else settings.max_pairs
-        harvester = DualTrack(QUESTION, 0, self.limit, frozenset(range(self.ends)), 0, max_pairs)
+        harvester = self.harvester(recipe)
         probability, sizes = 1.0, []
         launched = harvester.start()
         while not harvester.complete:
@@ -147,14 +155,19 @@ class Process:
             for node in tree.nodes[1:]:
                 trunk, tokens = paths[node.parent], node.token_ids.tolist()
                 paths.append((*trunk, *tokens))
-                if node.weight and node.advantage:
+                if not node.weight or not np.any(node.advantage):
+                    continue
+                if isinstance(node.advantage, float):
                     total += node.weight * node.advantage * self.score(trunk, tokens)
+                    continue
+                for t, advantage in enumerate(node.advantage):
+                    total += node.weight * advantage * self.score((*trunk, *tokens[:t]), [tokens[t]])
         return total
 
     def expected_estimate(self, recipe: Recipe) -> np.ndarray:
         """Return the expectation of ``estimate`` over all streams of a prompt."""
         total = np.zeros_like(self.logits)
-        for drawn in itertools.product(list(self.streams(recipe)), repeat=recipe.streams_per_prompt):
+        for drawn in itertools.product(list(self.streams(recipe)), repeat=recipe.rollouts_per_prompt):
             rollouts = [replace(stream, index=i) for i, (stream, _) in enumerate(drawn)]
             probability = math.prod(share for _, share in drawn)
             total += probability * self.estimate(build_trees(rollouts, recipe)[0])

@@ -50,7 +50,7 @@ SAMPLINGS = {
     "equal_length": {},
     "independent": {"sampling": "independent"},
     "tree": {
-        "sampling": "tree", "objective": "treerpo", "tree_sampling": {"branching": 2, "depth": 3},
+        "sampling": "tree", "objective": "treerpo", "tree_sampling": {"branching": 2, "forks": 2},
     },
 }  # fmt: skip
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import tests.kit.rollouts as kit
 from megatron_eqlen.objectives.dynamic_sampling import filter_groups
-from megatron_eqlen.sampling.tree import KIND, step_rewards
+from megatron_eqlen.sampling.tree import KIND, part_rewards
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Delta, Grade, Part, Prompt, tokens_along
 from tests.kit.marks import examples
@@ -18,14 +18,15 @@ EOS = 0
 PROMPT = Prompt("q", [1, 2], "?", "math", "1")
 
 
-def sampled(branching, depth, step_tokens, limit, seed, order):
+def sampled(branching, forks, step_tokens, limit, seed, order):
     """Drive the unit as the harvest does; tokens depend on a track's seed, arrival on ``order``."""
     settings = recipe(
         sampling="tree",
         objective="treerpo",
         rollout__max_response_length=limit,
         tree_sampling__branching=branching,
-        tree_sampling__depth=depth,
+        tree_sampling__forks=forks,
+        group_size=branching,
         tree_sampling__step_tokens=step_tokens,
     )
     (unit,) = KIND.harvesters([PROMPT], settings, frozenset({EOS}), seed)
@@ -42,15 +43,15 @@ def sampled(branching, depth, step_tokens, limit, seed, order):
 
 @given(
     branching=st.integers(2, 3),
-    depth=st.integers(1, 3),
+    forks=st.integers(1, 2),
     step_tokens=st.integers(1, 6),
     limit=st.integers(3, 14),
     seed=st.integers(0, 9),
 )
 @examples(30)
-def test_the_tree_has_its_recipes_shape(branching, depth, step_tokens, limit, seed):
-    tree = sampled(branching, depth, step_tokens, limit, seed, order=0)
-    assert tree == sampled(branching, depth, step_tokens, limit, seed, order=1)
+def test_the_tree_has_its_recipes_shape(branching, forks, step_tokens, limit, seed):
+    tree = sampled(branching, forks, step_tokens, limit, seed, order=0)
+    assert tree == sampled(branching, forks, step_tokens, limit, seed, order=1)
     children = Counter(step.parent for step in tree.parts)
     assert children.pop(-1) == branching
     for step in tree.parts:
@@ -62,7 +63,7 @@ def test_the_tree_has_its_recipes_shape(branching, depth, step_tokens, limit, se
         if children[step.number]:
             assert children[step.number] == branching
             assert len(step) == step_tokens
-            assert level < depth
+            assert level <= forks
         if step.finish_reason == "stop":
             assert response.index(EOS) == len(response) - 1
         elif not children[step.number]:
@@ -76,7 +77,7 @@ def test_rewards_are_means_of_leaves_below_and_unknown_where_the_budget_cut():
 
     steps = [step(), step(1.0), step(1.0), step(finish_reason="length"), step()]
     tree = kit.tree(PROMPT, 0, steps, [-1, -1, 0, 0, -1])
-    assert step_rewards(tree) == {0: 0.5, 1: 1.0, 2: 1.0, 3: 0.0}
+    assert part_rewards(tree) == {0: 0.5, 1: 1.0, 2: 1.0, 3: 0.0}
     settings = recipe(sampling="tree", objective="treerpo")
     assert filter_groups([tree], settings) == (["q"], [])
     equal = kit.tree(PROMPT, 0, [step(1.0), step(1.0)], [-1, -1])

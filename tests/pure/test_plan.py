@@ -187,8 +187,10 @@ def test_a_step_generates_what_its_sampling_can_grow_to():
     pairs = work("sampling=equal_length", "group_size=4")
     assert pairs == Workload(3 * 4, 3 * 4000, 3 * (4000 + 2 * 256), 256 + 500)
     assert work("sampling=independent", "group_size=4") == replace(pairs, trained=3 * (4000 + 256))
-    shape = ["branching=2", "depth=2", "step_tokens=100"]
-    tree = work("sampling=tree", "objective=treerpo", *(f"tree_sampling.{key}" for key in shape))
+    shape = ["branching=2", "forks=1", "step_tokens=100"]
+    tree = work(
+        "sampling=tree", "objective=treerpo", "group_size=2", *(f"tree_sampling.{key}" for key in shape)
+    )
     assert (tree.tracks, tree.generated, tree.trained) == (3 * 4, 3 * 3800, 3 * (3800 + 256))
     assert tree.context == pytest.approx(256 + (200 * 50 + 3600 * 550) / 3800)
 

@@ -293,7 +293,7 @@ def test_streams_are_the_lockstep_harvest_whatever_the_delivery(case):
 def test_means_over_draws_are_the_policys_where_means_over_ended_responses_are_not(sampling, objective):
     """Each token ends a response with probability 0.2. Responses that end after more than 4 tokens get 1,
     responses that do not end within 12 get 0."""
-    tree = {"branching": 2, "depth": 3}
+    tree = {"branching": 2, "forks": 2}
     recipe = make_recipe(sampling=sampling, objective=objective, group_size=8, tree_sampling=tree)
     engine = ScriptedEngine(random.Random(1), max_num_seqs=400)
     rollouts, _ = harvested(engine, recipe, 250, seed=7)

@@ -133,7 +133,7 @@ kills = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60), st.integers(0
 def recipe_of(case: dict) -> Recipe:
     kind = {"sampling": case["sampling"]}
     if case["sampling"] == "tree":
-        kind |= {"objective": "treerpo", "tree_sampling": {"branching": 2, "depth": 3}}
+        kind |= {"objective": "treerpo", "tree_sampling": {"branching": 2, "forks": 2}}
     return make_recipe(
         rollout={
             "max_response_length": case["limit"],

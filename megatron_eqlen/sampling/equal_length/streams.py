@@ -34,7 +34,12 @@ class EqualLength(SamplingKind):
     name = "equal_length"
 
     def harvesters(
-        self, prompts: Sequence[Prompt], recipe: Recipe, eos_token_ids: frozenset[int], seed: int
+        self,
+        prompts: Sequence[Prompt],
+        recipe: Recipe,
+        eos_token_ids: frozenset[int],
+        seed: int,
+        marker: Sequence[int] = (),
     ) -> list[DualTrack]:
         """Return one harvester for each of the G / 2 subgroups of every prompt."""
         limit = recipe.rollout.max_response_length

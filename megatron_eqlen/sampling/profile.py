@@ -1,0 +1,117 @@
+"""Outcome profile: how much of the reward's variance is decided in each part of a response.
+
+Lines that fork at a prefix h are independent continuations of it, so that their rewards estimate Var(R | h)
+without bias: what h leaves undecided. With v the share of Var(R | prompt) that a fork leaves undecided, and
+c the share of a response's tokens after it, answers at forks have up to
+
+    1 / ((1 - c) sqrt(1 - v) + sqrt(c v))^2
+
+times the squared signal over noise of independent responses that are compared with their mean, at equal
+tokens (Neyman's allocation for two stages; docs/length_bias.md). Where the outcome is decided evenly forks
+buy nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from statistics import fmean
+from typing import NamedTuple
+
+from megatron_eqlen.metrics import (
+    PROFILE_FORKS,
+    PROFILE_ROLLOUTS,
+    PROFILE_TOKENS_AFTER,
+    PROFILE_UNDECIDED,
+    PROFILE_VARIANCE,
+)
+from megatron_eqlen.sampling.comparison import response_reward
+from megatron_eqlen.types import Metrics, Part, Rollout
+
+
+class Fork(NamedTuple):
+    """A part of a rollout, or its prompt, that several lines continue."""
+
+    length: int
+    """Tokens of the response before the fork."""
+    after: float
+    """Mean number of tokens after it."""
+    weight: float
+    """Weight of the line that forks."""
+    variance: float
+    """Unbiased estimate of the variance of the reward, given the tokens before; it may be negative."""
+
+
+class _Outcomes(NamedTuple):
+    """Means over what continues a part, itself included."""
+
+    reward: float
+    square: float
+    tokens: float
+
+
+def forks(rollout: Rollout) -> Iterator[Fork]:
+    """Yield the forks of a complete scored rollout, those of the longest lines first. Parts that the budget
+    cut off are left out."""
+    ends, weights = rollout.ends(), rollout.weights()
+    below: dict[int, list[_Outcomes]] = defaultdict(list)
+    parents = {part.number: part for part in reversed(rollout.parts)}
+    # of two tracks that are truncated a stream keeps one
+    twins = {part.parent for part in rollout.with_role("tail") if rollout.outcome == "truncated"}
+    for number in (*parents, -1):
+        part, branches = parents.get(number), below[number]
+        if len(branches) > 1 or (branches and number in twins):
+            after = fmean(branch.tokens for branch in branches)
+            yield Fork(ends[number], after, weights[number], _variance(branches))
+        if part is not None and (outcomes := _outcomes(rollout, part, branches)) is not None:
+            below[part.parent].append(outcomes)
+
+
+def _outcomes(rollout: Rollout, part: Part, branches: list[_Outcomes]) -> _Outcomes | None:
+    if branches:
+        reward, square, tokens = map(fmean, zip(*branches, strict=True))
+        return _Outcomes(reward, square, tokens + len(part))
+    if part.finish_reason is None:
+        return None
+    reward = response_reward(part, rollout.prompt_id)
+    return _Outcomes(reward, reward**2, len(part))
+
+
+def _variance(branches: list[_Outcomes]) -> float:
+    """Return the mean of (R - R')^2 / 2 over rewards of different branches."""
+    if len(branches) == 1:
+        return 0.0
+    count, rewards = len(branches), [branch.reward for branch in branches]
+    products = (sum(rewards) ** 2 - sum(reward**2 for reward in rewards)) / (count * (count - 1))
+    return fmean(branch.square for branch in branches) - products
+
+
+def profile_metrics(rollouts: Iterable[Rollout]) -> Metrics:
+    """Return the ``profile/...`` metrics of complete scored rollouts; none without forks after the prompt."""
+    all_forks = [fork for rollout in rollouts for fork in forks(rollout)]
+    first = [fork.variance for fork in all_forks if not fork.length]
+    later = [fork for fork in all_forks if fork.length]
+    if not first or not later:
+        return {}
+    weight = sum(fork.weight for fork in later)
+    return {
+        PROFILE_ROLLOUTS: len(first),
+        PROFILE_VARIANCE: fmean(first),
+        PROFILE_FORKS: len(later),
+        PROFILE_UNDECIDED: sum(fork.weight * fork.variance for fork in later) / weight,
+        PROFILE_TOKENS_AFTER: sum(fork.weight * fork.after / (fork.length + fork.after) for fork in later)
+        / weight,
+    }
+
+
+def fork_gain(undecided: float, tokens_after: float) -> float:
+    """Return what the best number of answers at a fork gives: the factor of squared signal over noise at
+    equal tokens.
+
+    ``undecided``: share of the reward's variance after the fork; ``tokens_after``: share of the tokens. Both
+    are taken into [0, 1].
+    """
+    v, c = (min(max(share, 0.0), 1.0) for share in (undecided, tokens_after))
+    noise = (1 - c) * math.sqrt(1 - v) + math.sqrt(c * v)
+    return math.inf if noise == 0 else 1 / noise**2

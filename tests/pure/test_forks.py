@@ -1,0 +1,212 @@
+"""Trees whose lines fork by any rule have the policy gradient: all trees of small processes, enumerated."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_eqlen.objectives.recipes import parse
+from megatron_eqlen.recipe import RecipeError
+from megatron_eqlen.sampling import KINDS
+from megatron_eqlen.sampling.profile import fork_gain, forks
+from megatron_eqlen.types import Delta, Prompt
+from tests.kit.length_bias import Process
+from tests.kit.marks import examples
+from tests.pure.test_length_bias import recipe as pairs_recipe
+
+RULES = {
+    "tokens": {"fork": "tokens", "step_tokens": 1, "forks": 2},
+    "tokens, 3 branches": {"fork": "tokens", "step_tokens": 2, "forks": 1, "branching": 3},
+    "marker": {"fork": "marker", "marker": "m", "forks": 1},
+    "two markers": {"fork": "marker", "marker": "m", "forks": 2},
+    "death": {"fork": "death", "forks": 2},
+    "death, 3 branches": {"fork": "death", "forks": 1, "branching": 3},
+}
+
+
+@cache
+def reward_of(path):
+    """An arbitrary reward in [0, 1] of each response."""
+    return float(np.random.default_rng([7, *path]).random())
+
+
+def recipe(rule=None, sampling="tree", objective="rloo", group_size=2, limit=3, loss=None, **keys):
+    raw = pairs_recipe().model_dump(exclude_unset=True)
+    raw["rollout"]["max_response_length"] = limit
+    raw |= {"sampling": sampling, "objective": objective, "group_size": group_size}
+    raw["loss"] |= {"loss_agg_mode": "seq-mean-token-sum"} | (loss or {})
+    raw["equal_length"] = keys
+    raw["packing"]["max_tokens_per_row"] = 64
+    if rule is not None:
+        raw["tree_sampling"] = RULES[rule] if isinstance(rule, str) else rule
+    return parse({key: value for key, value in raw.items() if value != {}}, "test")
+
+
+def process(vocabulary=2, limit=3):
+    """Return a process whose token 0 ends a response and whose token 1 is the marker."""
+    contexts = sum((vocabulary - 1) ** length for length in range(limit))
+    logits = np.random.default_rng(5).normal(size=(contexts, vocabulary)) / 2
+    return Process(logits, limit, reward_of, marker=(1,))
+
+
+def assert_unbiased(world, settings, factor=1.0):
+    truth = world.gradient()
+    np.testing.assert_allclose(world.expected_estimate(settings), factor * truth, rtol=0, atol=1e-12)
+    assert np.abs(truth).max() > 0.01
+
+
+ALIVE = {"baseline": "alive"}
+
+
+@pytest.mark.parametrize("loss", [{}, ALIVE], ids=["unit", "alive"])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_tree_has_exactly_the_policy_gradient_wherever_it_forks(rule, loss):
+    limit = 3 if RULES[rule]["forks"] > 1 else 4
+    assert_unbiased(process(limit=limit), recipe(rule, limit=limit, loss=loss))
+    assert_unbiased(process(vocabulary=3, limit=2), recipe(rule, limit=2, loss=loss))
+
+
+def test_three_roots_have_the_gradient_of_two():
+    for loss in ({}, ALIVE):
+        assert_unbiased(process(), recipe("death", group_size=3, loss=loss))
+
+
+@pytest.mark.parametrize(("objective", "factor"), [("grpo", 1.0), ("dapo", 1.0), ("dr_grpo", 0.5)])
+def test_an_objective_keeps_the_gradient_of_a_tree_up_to_a_constant(objective, factor):
+    loss = {} if objective != "dapo" else {"dynamic_sampling": False, "overlong_buffer": 0}
+    assert_unbiased(process(), recipe("marker", objective=objective, loss=loss), factor)
+
+
+def test_responses_that_are_alive_are_an_exact_baseline_of_each_other():
+    assert_unbiased(process(), recipe(sampling="independent", objective="dr_grpo", group_size=3, loss=ALIVE))
+
+
+def test_treerpo_weighs_all_forks_alike_and_so_has_another_direction():
+    world = process()
+    settings = recipe("tokens", objective="treerpo")
+    found, truth = world.expected_estimate(settings).ravel(), world.gradient().ravel()
+    assert found @ truth / np.linalg.norm(found) / np.linalg.norm(truth) < 0.99
+
+
+# ---- outcome profile -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keys", [
+    {"rule": {"fork": "tokens", "step_tokens": 1, "forks": 1}, "group_size": 3},
+    {"rule": {"fork": "tokens", "step_tokens": 1, "forks": 2}},
+    {"sampling": "equal_length"},
+], ids=str)  # fmt: skip
+def test_forks_estimate_the_variance_that_a_prefix_leaves_undecided(keys):
+    world = process()
+    estimates, truth = np.zeros(world.limit), np.zeros(world.limit)
+    for rollout, probability in world.streams(recipe(**keys)):
+        for fork in forks(rollout):
+            estimates[fork.length] += probability * fork.weight * fork.variance
+            truth[fork.length] += probability * fork.weight * variance(world, (1,) * fork.length)
+    np.testing.assert_allclose(estimates, truth, rtol=0, atol=1e-12)
+    assert truth[:2].min() > 0.001
+
+
+def variance(world, prefix):
+    """Return the variance of the reward of responses that continue ``prefix``."""
+    values = [(p, world.value((*prefix, *rest))) for rest, p in world.continuations(prefix)]
+    mean = sum(p * value for p, value in values)
+    return sum(p * (value - mean) ** 2 for p, value in values)
+
+
+def test_the_gain_of_forks_is_that_of_the_best_of_many_allocations():
+    """Noise x cost of lines that each fork into m for the last tenth of their tokens."""
+    undecided, after = 0.9, 0.1
+    allocations = [
+        ((1 - after) * (1 - undecided) + undecided / m) * (1 - after + after * m)
+        for m in np.linspace(1, 40, 2000)
+    ]
+    assert fork_gain(undecided, after) == pytest.approx(1 / min(allocations), rel=1e-3)
+    assert fork_gain(0.5, 0.5) == pytest.approx(1 / (0.5 * 0.5**0.5 + 0.5) ** 2)
+    assert fork_gain(0.0, 0.5) >= 1
+
+
+# ---- a fork knows the past only --------------------------------------------------------------------------
+
+PROMPT = Prompt("q", [1, 2], "?", "math", "1")
+EOS, MARKER, LENGTH = 0, 3, 24
+
+
+def grown(rule, seed, order=0, other_after=LENGTH):
+    """Return the parts of a tree, and which of them fork. Its tokens come from the seeds of its tracks, other
+    ones after that many tokens of a response; they arrive in the pieces of ``order``."""
+    (tree,) = KINDS["tree"].harvesters(
+        [PROMPT], recipe(rule, limit=LENGTH, group_size=3), frozenset({EOS}), seed, [MARKER] * 2
+    )
+    arrival, left = np.random.default_rng(order), {}
+
+    def launch(tracks):
+        for track in tracks:
+            start = len(track.context) - len(PROMPT.token_ids)
+            tokens = [
+                np.random.default_rng([track.seed, n]).choice([EOS, 1, 2, *[MARKER] * 7], LENGTH)
+                for n in (0, 1)
+            ]
+            same = max(other_after - start, 0)
+            left[track] = [*tokens[0][:same].tolist(), *tokens[1][same:].tolist()]
+
+    launch(tree.start())
+    while not tree.complete:
+        track = list(left)[arrival.integers(len(left))]
+        tokens = left[track]
+        piece = [tokens.pop(0) for _ in range(min(len(tokens), int(arrival.integers(1, LENGTH))))]
+        if track.extend(Delta(track.name, piece, {"logprobs": [0.0] * len(piece)}), 0):
+            while launched := tree.advance():
+                launch(launched)
+        left = {track: tokens for track, tokens in left.items() if track.finish_reason is None}
+    return tree.rollout(0)
+
+
+@given(
+    rule=st.sampled_from([*RULES.values(), {"fork": "tokens", "step_tokens": 5}]),
+    seed=st.integers(0, 99),
+    orders=st.tuples(st.integers(0, 99), st.integers(0, 99)),
+    now=st.integers(1, LENGTH),
+)
+@examples(60)
+def test_forks_depend_on_earlier_tokens_alone_and_not_on_their_arrival(rule, seed, orders, now):
+    assert grown(rule, seed, orders[0]) == grown(rule, seed, orders[1])
+    assert forks_within(grown(rule, seed, orders[0]), now) == forks_within(
+        grown(rule, seed, orders[1], now), now
+    )
+
+
+def forks_within(tree, now):
+    """Return the parts that fork within the first ``now`` tokens."""
+    ends, inner = tree.ends(), {part.parent for part in tree.parts}
+    return [part for part in tree.parts if part.number in inner and ends[part.number] <= now]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_forks(rule):
+    trees = [grown(RULES[rule], seed) for seed in range(20)]
+    assert sum(len(forks_within(tree, LENGTH)) for tree in trees) >= 10
+    for tree in trees:
+        assert sum(line.weight for line in tree.lines()) == pytest.approx(1)
+        assert len(forks_within(tree, LENGTH)) <= (RULES[rule]["forks"] if "death" in rule else 3 * 3)
+
+
+@pytest.mark.parametrize(("keys", "message"), [
+    ({"rule": {"fork": "marker"}}, "expected tree_sampling.marker with fork: marker"),
+    ({"rule": {"marker": "</think>"}}, "expected tree_sampling.marker with fork: marker"),
+    ({"rule": {"fork": "death", "step_tokens": 3}}, "only fork: tokens has steps"),
+    ({"rule": {"branching": 9, "forks": 12}}, "more than 2147483647 leaves"),
+    ({"objective": "gr3"}, "gr3 with sampling: tree"),
+    ({"objective": "ba"}, "ba with sampling: tree"),
+    ({"loss": {"advantage": "grpo"}}, "only the sign"),
+    ({"loss": {"loss_agg_mode": "token-mean"}}, "biases the gradient"),
+    ({"objective": "treerpo", "sampling": "independent"}, "expected sampling: tree"),
+    ({"sampling": "equal_length", "loss": ALIVE}, "of two tracks that are truncated"),
+    ({"sampling": "independent", "objective": "grpo", "loss": ALIVE}, "use dr_grpo or rloo"),
+    ({"sampling": "independent", "objective": "dler", "loss": ALIVE}, "use dr_grpo or rloo"),
+])  # fmt: skip
+def test_a_recipe_of_forks_that_does_not_fit_is_refused(keys, message):
+    with pytest.raises(RecipeError, match=message):
+        recipe(**keys)
