@@ -225,7 +225,7 @@ class TreeSamplingRecipe(Section):
     step_tokens: PositiveInt | None = None
     """Tokens between forks, default max_response_length // (forks + 1) (our choice)."""
     marker: str | None = None
-    """Text that a line forks after: ``</think>``. The tokenizer splits it by itself, without its context."""
+    """Text that a line forks after, where the token ends that completes it: ``</think>``."""
 
 
 class MismatchRecipe(Section):

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout.partial import HarvestProgress
-from megatron_eqlen.sampling.harvester import all_rollouts
+from megatron_eqlen.sampling.harvester import Marker, all_rollouts
 from megatron_eqlen.types import Prompt
 
 
@@ -27,5 +27,5 @@ class HarvestPlan:
     keeps_columns: Callable[[Prompt, int], bool] = all_rollouts
     """(prompt, number of the rollout) -> whether this rank keeps all columns of the rollout's tokens. Token
     ids, which forks need, are kept of all."""
-    marker: Sequence[int] = ()
-    """Token ids of ``tree_sampling.marker``."""
+    marker: Marker | None = None
+    """Of ``tree_sampling.marker``."""

@@ -23,6 +23,7 @@ from megatron_eqlen.evaluation.evaluate import evaluate
 from megatron_eqlen.evaluation.result import EvaluationResult
 from megatron_eqlen.files import step_name
 from megatron_eqlen.hf.folder import HFFolder
+from megatron_eqlen.hf.tokenizer import Tokenizer
 from megatron_eqlen.metrics import at_once
 from megatron_eqlen.objectives import dynamic_sampling
 from megatron_eqlen.objectives.units import due_rollouts
@@ -48,7 +49,7 @@ from megatron_eqlen.rollout.record.recorder import Recorder, record_grades
 from megatron_eqlen.run.replicas import Replicas, shared
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Batch, Step
-from megatron_eqlen.sampling.harvester import HarvestObserver
+from megatron_eqlen.sampling.harvester import HarvestObserver, Marker
 from megatron_eqlen.training.agreement import disagreement
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Metrics, Prompt, RolloutKey, rollout_key
@@ -232,15 +233,14 @@ class Generator(InTurn):
         resumed = {key: origin for key, origin in self.resumed.items() if key[0] in prompt_ids}
         folder, files = self.streams / step.name, self.recorded[1]
         progress = read_progress(folder, prompts, self.recipe, resumed, files)
-        tokenizer, marker = self.session.tokenizer, self.recipe.tree_sampling.marker
         return HarvestPlan(
             prompts,
             one_replicas_share(self.recipe, replicas),
-            tokenizer.eos_token_ids,
+            self.session.tokenizer.eos_token_ids,
             seed=harvest_seed(self.recipe, step.number),
             progress=progress,
             keeps_columns=replicas.keeps,
-            marker=tokenizer.encode(marker) if marker else (),
+            marker=_marker(self.recipe.tree_sampling.marker, self.session.tokenizer),
         )
 
     def score(self, step: Step, harvested: Batch) -> Batch:
@@ -323,6 +323,13 @@ def select(scored: Batch, step: Step, session: Session) -> Batch:
         room = recipe.data.prompts_per_step - step.prompts
         rollouts, metrics["objective/filtered_prompts"] = dynamic_sampling.select(rollouts, recipe, room)
     return Batch(rollouts, metrics, scored.data_position)
+
+
+def _marker(text: str | None, tokenizer: Tokenizer) -> Marker | None:
+    """Return the marker that a tree forks after. A token holds at least one byte of it."""
+    if text is None:
+        return None
+    return Marker(lambda ids: text in tokenizer.decode(ids), len(text.encode()))
 
 
 def start_engine(

@@ -8,12 +8,21 @@ tracks ─tokens─► Harvester ─► parts (final, append-only) ─► rollou
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import ClassVar, NamedTuple
 
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.tokens import TokenIds, Tokens
 from megatron_eqlen.types import Outcome, Part, Prompt, Rollout, line_of, tokens_along
+
+
+class Marker(NamedTuple):
+    """Text that sampling looks for in a response."""
+
+    contains: Callable[[list[int]], bool]
+    """Returns True if the text of these consecutive tokens contains it."""
+    width: int
+    """Most tokens that it takes."""
 
 
 class Harvester(ABC):

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.sampling.harvester import Marker
 from megatron_eqlen.sampling.kind import plural
 from megatron_eqlen.sampling.tree import GrowingTree, Shape, TreeSampling
 from megatron_eqlen.types import Prompt, Rollout
@@ -29,7 +30,7 @@ class Independent(TreeSampling):
         recipe: Recipe,
         eos_token_ids: frozenset[int],
         seed: int,
-        marker: Sequence[int] = (),
+        marker: Marker | None = None,
     ) -> list[GrowingTree]:
         """Return one harvester for each prompt."""
         limit, shape = recipe.rollout.max_response_length, Shape(recipe.group_size)

@@ -16,7 +16,7 @@ from typing import ClassVar
 from megatron_eqlen.metrics import HARVEST_BRANCHES, HARVEST_CONTEXT, HARVEST_PROMPT_TOKENS
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty
-from megatron_eqlen.sampling.harvester import Harvester
+from megatron_eqlen.sampling.harvester import Harvester, Marker
 from megatron_eqlen.types import Metrics, Prompt, Rollout, TokenTree
 
 
@@ -33,10 +33,10 @@ class SamplingKind(ABC):
         recipe: Recipe,
         eos_token_ids: frozenset[int],
         seed: int,
-        marker: Sequence[int] = (),
+        marker: Marker | None = None,
     ) -> Sequence[Harvester]:
         """Return a harvester for each rollout of ``prompts``, those of a prompt next to each other.
-        ``marker``: token ids of ``tree_sampling.marker``."""
+        ``marker``: of ``tree_sampling.marker``."""
 
     @abstractmethod
     def compare(

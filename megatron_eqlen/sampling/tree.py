@@ -31,7 +31,7 @@ from megatron_eqlen.sampling.comparison import (
     response_reward,
     token_tree,
 )
-from megatron_eqlen.sampling.harvester import Harvester
+from megatron_eqlen.sampling.harvester import Harvester, Marker
 from megatron_eqlen.sampling.kind import SamplingKind, context_metrics, plural
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import Metrics, Part, Prompt, Rollout, TokenTree
@@ -54,7 +54,7 @@ class TreeSampling(SamplingKind):
         recipe: Recipe,
         eos_token_ids: frozenset[int],
         seed: int,
-        marker: Sequence[int] = (),
+        marker: Marker | None = None,
     ) -> Sequence[GrowingTree]:
         """Return one harvester for each prompt."""
         tree, limit = recipe.tree_sampling, recipe.rollout.max_response_length
@@ -190,17 +190,16 @@ def every(tokens: int) -> Search:
     return search
 
 
-def after_marker(marker: Sequence[int]) -> Search:
-    """Return the rule that forks a line after these token ids."""
-    wanted = list(marker)
+def after_marker(marker: Marker | None) -> Search:
+    """Return the rule that forks a line after the token that completes the marker."""
 
     def search(line: Line) -> int | None:
-        assert wanted, "the harvest's plan has the marker"
-        ids = line.track.token_ids
-        for end in range(line.searched - line.offset + len(wanted), len(ids) + 1):
-            if ids[end - 1] == wanted[-1] and ids[end - len(wanted) : end].tolist() == wanted:
-                return line.offset + end
-        line.searched = max(line.searched, line.length + 1 - len(wanted))
+        assert marker is not None, "the plan of a harvest has the marker"
+        first, ids = line.searched - line.offset, line.track.token_ids
+        if marker.contains(ids[first:].tolist()):
+            ends = range(first + 1, len(ids) + 1)
+            return line.offset + next(end for end in ends if marker.contains(ids[first:end].tolist()))
+        line.searched = max(line.searched, line.length + 1 - marker.width)
         line.await_length(line.length + POLL)
         return None
 

@@ -20,7 +20,7 @@ import numpy as np
 from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling import KINDS
-from megatron_eqlen.sampling.harvester import Harvester
+from megatron_eqlen.sampling.harvester import Harvester, Marker
 from megatron_eqlen.types import Delta, Grade, Prompt, Rollout, TokenTree
 
 Path = tuple[int, ...]
@@ -42,8 +42,8 @@ class Process:
     """Tokens 0 to ``ends - 1`` end a response."""
     truncated: float = 0.0
     """Reward of a response that the limit cut."""
-    marker: Path = ()
-    """Tokens that ``tree_sampling.fork: marker`` forks after."""
+    marker: int = -1
+    """Token that ``tree_sampling.fork: marker`` forks after."""
 
     @classmethod
     def random(cls, vocabulary: int, limit: int, reward: Reward, ends: int = 1, seed: int = 0) -> Process:
@@ -125,7 +125,10 @@ class Process:
         ends, rollout = frozenset(range(self.ends)), recipe.rollout
         rollout = rollout.model_copy(update={"max_response_length": self.limit})
         recipe = recipe.model_copy(update={"rollout": rollout})
-        return KINDS[recipe.sampling].harvesters([QUESTION], recipe, ends, 0, self.marker)[0]
+        marker = Marker(lambda ids: self.marker in ids, 1)
+        return KINDS[recipe.sampling].harvesters(
+            [QUESTION], recipe, ends, 0, Marker(lambda ids: self.marker in ids, 1)
+        )[0]
 
     def _stream(self, recipe: Recipe, choices: Sequence[int]) -> tuple[Rollout, float, list[int]]:
         """Return the stream whose track n is number ``choices[n]`` (default: 0) of the continuations of its

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.sampling import KINDS
+from megatron_eqlen.sampling.harvester import Marker
 from megatron_eqlen.sampling.profile import fork_gain, forks
 from megatron_eqlen.types import Delta, Prompt
 from tests.kit.length_bias import Process
@@ -48,7 +49,7 @@ def process(vocabulary=2, limit=3):
     """Return a process whose token 0 ends a response and whose token 1 is the marker."""
     contexts = sum((vocabulary - 1) ** length for length in range(limit))
     logits = np.random.default_rng(5).normal(size=(contexts, vocabulary)) / 2
-    return Process(logits, limit, reward_of, marker=(1,))
+    return Process(logits, limit, reward_of, marker=1)
 
 
 def assert_unbiased(world, settings, factor=1.0):
@@ -132,13 +133,14 @@ def test_the_gain_of_forks_is_that_of_the_best_of_many_allocations():
 
 PROMPT = Prompt("q", [1, 2], "?", "math", "1")
 EOS, MARKER, LENGTH = 0, 3, 24
+TWO_MARKERS = Marker(lambda ids: "33" in "".join(map(str, ids)), 2)
 
 
 def grown(rule, seed, order=0, other_after=LENGTH):
     """Return the parts of a tree, and which of them fork. Its tokens come from the seeds of its tracks, other
     ones after that many tokens of a response; they arrive in the pieces of ``order``."""
     (tree,) = KINDS["tree"].harvesters(
-        [PROMPT], recipe(rule, limit=LENGTH, group_size=3), frozenset({EOS}), seed, [MARKER] * 2
+        [PROMPT], recipe(rule, limit=LENGTH, group_size=3), frozenset({EOS}), seed, TWO_MARKERS
     )
     arrival, left = np.random.default_rng(order), {}
 

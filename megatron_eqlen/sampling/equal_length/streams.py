@@ -20,6 +20,7 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty, all_equal, no_penalty, token_tree
 from megatron_eqlen.sampling.equal_length.dual_track import DualTrack, Pair, pairs_of, tail_of
 from megatron_eqlen.sampling.equal_length.suffix import due_pairs, pair_rewards, policy_rewards, trunk_reward
+from megatron_eqlen.sampling.harvester import Marker
 from megatron_eqlen.sampling.kind import SamplingKind, context_metrics, plural
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Metrics, Node, Outcome, Prompt, Rollout, TokenTree
@@ -39,7 +40,7 @@ class EqualLength(SamplingKind):
         recipe: Recipe,
         eos_token_ids: frozenset[int],
         seed: int,
-        marker: Sequence[int] = (),
+        marker: Marker | None = None,
     ) -> list[DualTrack]:
         """Return one harvester for each of the G / 2 subgroups of every prompt."""
         limit = recipe.rollout.max_response_length
