@@ -80,7 +80,7 @@ POLICY_ROLLOUTS = "policy/rollouts"
 POLICY_REWARD, POLICY_RESPONSE_LENGTH = "policy/reward", "policy/response_length"
 PROFILE_ROLLOUTS, PROFILE_FORKS = "profile/rollouts", "profile/forks"
 PROFILE_VARIANCE, PROFILE_UNDECIDED = "profile/variance", "profile/undecided"
-PROFILE_TOKENS_AFTER = "profile/tokens_after"
+PROFILE_TOKENS_AFTER, PROFILE_FORK_GAIN = "profile/tokens_after", "profile/fork_gain"
 PROMPTS_DRAWN = "data/prompts_drawn"
 OBJECTIVE_UNITS = "objective/units"
 OBJECTIVE_ZERO_ADVANTAGE_FRACTION = "objective/zero_advantage_fraction"
@@ -219,6 +219,7 @@ DECLARED = (
     Metric(PROFILE_FORKS, "forks", "sum", "after the prompt"),
     Metric(PROFILE_UNDECIDED, "reward²", mean(PROFILE_FORKS), "variance given the tokens before a fork"),
     Metric(PROFILE_TOKENS_AFTER, "share", mean(PROFILE_FORKS), "tokens of a response after a fork"),
+    Metric(PROFILE_FORK_GAIN, "ratio", "last", "signal over noise (squared, a token) that forks there give"),
     # ---- objective: the step's comparison units -----------------------------------------------------------
     Metric(OBJECTIVE_UNITS, "units", "sum", "pairs, groups, or siblings of sampled trees"),
     Metric("objective/members", "members", "sum", "sides, completions or steps in them"),

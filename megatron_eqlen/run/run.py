@@ -27,6 +27,7 @@ from megatron_eqlen.run.generation import Rollouts
 from megatron_eqlen.run.records import StepRecords, seconds_by_stage
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Step
+from megatron_eqlen.sampling.profile import gain_metrics
 from megatron_eqlen.training.agreement import MismatchError
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.training.profiler import Profiler, snapshot_when_out_of_memory
@@ -251,6 +252,7 @@ class Run:
             m.TIME_TRAINER_IDLE: timeline.idle(TRAINER, step.started, now),
             m.EFFECTIVE_PER_GPU_SECOND: effective / (taken * self.recipe.gpus),
         }
+        step = step.log(gain_metrics(step.metrics))
         ranks = m.over_ranks(gather([step.metrics]))
         self.step_ended = now
         self.records.write(self.steps, step.metrics | reached | ranks | speed | totals, step.name)

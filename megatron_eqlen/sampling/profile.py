@@ -20,6 +20,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from megatron_eqlen.metrics import (
+    PROFILE_FORK_GAIN,
     PROFILE_FORKS,
     PROFILE_ROLLOUTS,
     PROFILE_TOKENS_AFTER,
@@ -105,6 +106,14 @@ def profile_metrics(rollouts: Iterable[Rollout]) -> Metrics:
     }
 
 
+def gain_metrics(metrics: Metrics) -> Metrics:
+    """Return ``profile/fork_gain`` of a whole step's ``profile_metrics``; nothing where no reward varies."""
+    if metrics.get(PROFILE_VARIANCE, 0.0) <= 0:
+        return {}
+    undecided = metrics[PROFILE_UNDECIDED] / metrics[PROFILE_VARIANCE]
+    return {PROFILE_FORK_GAIN: fork_gain(undecided, metrics[PROFILE_TOKENS_AFTER])}
+
+
 def fork_gain(undecided: float, tokens_after: float) -> float:
     """Return what the best number of answers at a fork gives: the factor of squared signal over noise at
     equal tokens.
@@ -114,4 +123,4 @@ def fork_gain(undecided: float, tokens_after: float) -> float:
     """
     v, c = (min(max(share, 0.0), 1.0) for share in (undecided, tokens_after))
     noise = (1 - c) * math.sqrt(1 - v) + math.sqrt(c * v)
-    return math.inf if noise == 0 else 1 / noise**2
+    return 1 / max(noise, 1e-3) ** 2

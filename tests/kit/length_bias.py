@@ -126,9 +126,7 @@ class Process:
         rollout = rollout.model_copy(update={"max_response_length": self.limit})
         recipe = recipe.model_copy(update={"rollout": rollout})
         marker = Marker(lambda ids: self.marker in ids, 1)
-        return KINDS[recipe.sampling].harvesters(
-            [QUESTION], recipe, ends, 0, Marker(lambda ids: self.marker in ids, 1)
-        )[0]
+        return KINDS[recipe.sampling].harvesters([QUESTION], recipe, ends, 0, marker)[0]
 
     def _stream(self, recipe: Recipe, choices: Sequence[int]) -> tuple[Rollout, float, list[int]]:
         """Return the stream whose track n is number ``choices[n]`` (default: 0) of the continuations of its
