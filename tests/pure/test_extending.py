@@ -320,6 +320,7 @@ KIND = """
 from megatron_eqlen.sampling.comparison import ComparisonUnit, response_reward, token_tree
 from megatron_eqlen.sampling.independent import Group
 from megatron_eqlen.sampling.kind import SamplingKind
+from megatron_eqlen.sampling.tree import Shape
 
 
 class Duellists(Group):
@@ -329,9 +330,9 @@ class Duellists(Group):
 class DuelSampling(SamplingKind):
     name = "duel"
 
-    def harvesters(self, prompts, recipe, eos_token_ids, seed):
+    def harvesters(self, prompts, recipe, eos_token_ids, seed, marker=None):
         limit = recipe.rollout.max_response_length
-        return [Duellists(prompt, limit, eos_token_ids, seed, 2, 1, limit) for prompt in prompts]
+        return [Duellists(prompt, limit, eos_token_ids, seed, Shape(2)) for prompt in prompts]
 
     def compare(self, rollout, recipe, penalty):
         tree, nodes = token_tree(rollout, rollout.prompt_id, rollout.parts)

@@ -153,7 +153,7 @@ def test_an_unscored_response_is_refused_by_name():
 @pytest.mark.parametrize(("keys", "reason"), [
     ({"objective": "grop"}, "nearest: 'grpo'"),
     ({"objective": "gr3"}, "1 for both sides"),
-    ({"objective": "treerpo"}, "belong together"),
+    ({"objective": "treerpo"}, "expected sampling: tree"),
     ({"sampling": "independent", "equal_length__single_pair": True}, "needs sampling: equal_length"),
     ({"objective": "rloo", "loss__minibatches": 2}, "no importance ratio"),
     ({"objective": "rloo", "loss__clip_ratio_low": 0.2}, "set both"),
@@ -177,7 +177,6 @@ def test_an_unscored_response_is_refused_by_name():
      "expected .low, high, max. with low <= high <= max"),
     ({"loss__rollout_is_threshold": [2, 1]}, r"expected \[low, high\], found \[2, 1\]"),
     ({"equal_length__single_pair": True, "equal_length__max_pairs": 3}, "stops after one pair"),
-    ({"sampling": "tree"}, "belong together"),
 ])  # fmt: skip
 def test_combinations_without_sense_are_refused_with_the_reason(keys, reason):
     with pytest.raises(RecipeError, match=reason):
