@@ -103,7 +103,7 @@ def _node_paths(tree: TokenTree) -> Iterator[list[Node]]:
 
 
 def _coefficient(node: Node) -> float:
-    return node.weight * node.advantage
+    return float(node.weight * np.mean(node.advantage))
 
 
 TAX_STEPS = 8
