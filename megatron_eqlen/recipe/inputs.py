@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import re
+import sys
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 from megatron_eqlen.hf.dataset_files import DatasetPart, choose_files, read_card
 from megatron_eqlen.hf.hub import HubError, HubRepo, is_name, model_files
 from megatron_eqlen.recipe import BenchmarkRecipe, ModelRecipe, Recipe, RecipeError, SourceRecipe
+from megatron_eqlen.recipe.contents import Contents, contents, keep_same
 from megatron_eqlen.recipe.load import RECIPE, load
+from megatron_eqlen.recipe.naming import leaves
+from megatron_eqlen.recipe.plugins import is_import_path, load_object
 
 PINS = "EQLEN_REVISIONS"
 """Environment variable: the commits that this command has resolved, for the processes that it starts."""
@@ -24,6 +29,8 @@ WHOLE_FOLDER = ("opencodereasoning", "livecodebench")
 """Readers that choose among a data set's files themselves."""
 
 MODEL = "model"
+OWN = re.compile(r"objective|.*\.(reader|grader|rubric|advantage|surrogate|loss_agg_mode)")
+"""Keys that may name a user's own object by import path."""
 
 Input = ModelRecipe | SourceRecipe | BenchmarkRecipe
 
@@ -118,6 +125,24 @@ def _chosen(section: SourceRecipe | BenchmarkRecipe, names: Sequence[str]) -> li
         return [name for name in names if name.endswith((".parquet", ".jsonl"))]
     usual = "train" if isinstance(section, SourceRecipe) else "test"
     return choose_files(names, card, DatasetPart(section.config, section.split, usual))
+
+
+def keep_inputs(run: Path, recipe: Recipe) -> None:
+    """Record in ``run`` the contents of the recipe's local inputs: model with tokenizer and template, data,
+    benchmarks, and the modules that import paths name (not what these import). For a name on the hub the
+    stored recipe has the commit. Raises ContentsError if an earlier start found others."""
+    paths = {section.path for section in _inputs(recipe).values() if not hub_repo(section)}
+    paths |= {path for source in recipe.data.sources for path in (source.tests, source.exclude) if path}
+    keep_same(run, {path: contents(Path(path)) for path in sorted(paths)} | dict(_modules(recipe)))
+
+
+def _modules(recipe: Recipe) -> Iterator[tuple[str, Contents]]:
+    """Yield the contents of the user's own graders, readers and parts of the objective, by import path."""
+    for key, value in leaves(recipe.model_dump()).items():
+        if OWN.fullmatch(key) and value and is_import_path(value):
+            load_object(value, key, object)
+            if file := sys.modules[value.partition(":")[0]].__file__:
+                yield value, contents(Path(file))
 
 
 def _inputs(recipe: Recipe) -> dict[str, Input]:

@@ -2,6 +2,7 @@
 
 runs/NAME/METHOD-seedN/     (eqlen-grpo-group_size=8-seed0: with what the command line changed)
     recipe.yaml          the resolved recipe
+    contents.json        digests of what the run reads, and of its export (recipe/contents.py)
     submit.sbatch        the newest `eqlen submit`
     events.jsonl         what happened: starts, stages, steps, errors, hangs (processes/events.py)
     metrics.jsonl        one line a step
@@ -45,6 +46,7 @@ from megatron_eqlen.processes import events
 from megatron_eqlen.processes.hold import Hold
 from megatron_eqlen.processes.watchdog import HANGS, remove_quiet
 from megatron_eqlen.recipe import MAY_CHANGE, Recipe, RecipeError, differences, is_under
+from megatron_eqlen.recipe.contents import Contents, contents, keep, recorded
 from megatron_eqlen.recipe.load import RECIPE, dump, load
 from megatron_eqlen.report.metrics import FILE as METRICS
 from megatron_eqlen.report.metrics import read_newest
@@ -152,9 +154,27 @@ class RunFolder:
     def ended(self, recipe: Recipe) -> bool:
         """Return True if nothing of ``recipe`` is left to do here."""
         evaluated = self.evaluation("after").exists() or not recipe.evaluation.benchmarks
-        if not (evaluated and self.export.exists() and self.report.exists()):
+        exports = [self.export, self.adapter] if recipe.lora.rank else [self.export]
+        if not (evaluated and self.report.exists() and all(map(self.is_whole, exports))):
             return False
         return any(recipe.budget.ended_by(spent(last["step"], last)) for last in read_newest(self.path, 1))
+
+    def is_whole(self, export: Path) -> bool:
+        """Return True if ``export/`` or ``adapter/`` is there, and holds what was written if that was
+        recorded."""
+        if not export.exists():
+            return False
+        return recorded(self.path).get(f"RUN/{export.name}") in (None, _without_card(export))
+
+    def wrote(self, export: Path) -> None:
+        """Record the contents of ``export/`` or ``adapter/``."""
+        keep(self.path, {f"RUN/{export.name}": _without_card(export)})
+
+    def set_aside(self, export: Path) -> None:
+        """Rename an export that lacks some of what was written, or has something else."""
+        if export.exists():
+            aside = export.rename(unused(export.with_name(f"{export.name}-changed")))
+            logger.warning("%s: not what this run wrote: set aside as %s", export, aside.name)
 
     def remove_old_streams(self, recipe: Recipe, saved: int) -> None:
         """Remove records of steps that ``report.keep_streams`` does not name; steps after the checkpoint of
@@ -197,11 +217,17 @@ class RunFolder:
             )
 
 
+def _without_card(export: Path) -> Contents:
+    """Return an export's contents without its card, which people edit."""
+    return {name: digest for name, digest in contents(export).items() if name != "README.md"}
+
+
 def check_harvest(out: Path, recipe: Recipe) -> None:
     """Raise ValueError unless ``out`` is new, has no rollouts, or has those of a harvest of ``recipe``."""
     other = "choose another --out"
     refuse_unwritable(out)
-    for folder in (out.resolve(), *out.resolve().parents):
+    here = Path(os.path.realpath(out))
+    for folder in (here, *here.parents):
         if (folder / RECIPE).is_file() and any((folder / name).exists() for name in (METRICS, events.FILE)):
             raise ValueError(f"--out {out}: expected a folder of its own, found the run {folder}; {other}")
     recorded = [path.name for _, path in step_folders(out)]

@@ -21,6 +21,7 @@ from megatron_eqlen.files import write_text
 from megatron_eqlen.processes import distributed
 from megatron_eqlen.processes.hold import Hold
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe.inputs import keep_inputs
 from megatron_eqlen.recipe.load import RECIPE, dump
 from megatron_eqlen.run.ahead import Ahead
 from megatron_eqlen.run.evaluations import evaluate
@@ -76,6 +77,7 @@ def harvest_only(recipe: Recipe, out: Path) -> None:
         if distributed.is_rank0():
             out.mkdir(parents=True, exist_ok=True)
             hold = Hold(out)
+            keep_inputs(out, recipe)
             write_text(out / RECIPE, dump(recipe))
         step = Generator(session, out, synced=False).collect(Step(number=0, policy_version=0))
         if hold is not None:

@@ -17,7 +17,7 @@ from megatron_eqlen.processes import distributed, failures
 from megatron_eqlen.processes.distributed import agree, gather
 from megatron_eqlen.processes.timeline import ENGINE, TRAINER
 from megatron_eqlen.recipe.budget import Spent
-from megatron_eqlen.recipe.inputs import local_path
+from megatron_eqlen.recipe.inputs import keep_inputs, local_path
 from megatron_eqlen.report.model_card import write_model_card
 from megatron_eqlen.report.page import PageWriter, write_page
 from megatron_eqlen.report.run_folder import RunFolder
@@ -43,6 +43,7 @@ class Run:
         if distributed.is_rank0():
             hold = self.folder.open(self.recipe)
             session.enter(session.events.writing(self.folder.path, hold.check))
+            keep_inputs(self.folder.path, self.recipe)
         failures.keep_in(self.folder.path)
         session.watchdog.add_facts(lambda: f"step {self.begun}")
         session.watch(self.folder.hang)
@@ -127,15 +128,19 @@ class Run:
         return self.recipe.budget.ended_by(self.spent) is not None
 
     def export(self, policy: Policy) -> None:
-        """Export the trained model as a Hugging Face folder, and its adapters as a PEFT folder."""
-        if self.recipe.lora.rank and not agree(self.folder.adapter.exists):
-            check_held(self.folder)
+        """Export the trained model as a Hugging Face folder, and its adapters as a PEFT folder, unless they
+        are there."""
+        check_held(self.folder)
+        exports = {self.folder.export: policy.export}
+        if self.recipe.lora.rank:
+            exports[self.folder.adapter] = policy.export_adapters
+        for folder, export in exports.items():
+            if agree(lambda folder=folder: self.folder.is_whole(folder)):
+                continue
             with self.session.stage("export"):
-                policy.export_adapters(self.folder.adapter)
-        if not agree(self.folder.export.exists):
-            check_held(self.folder)
-            with self.session.stage("export"):
-                policy.export(self.folder.export)
+                agree(lambda folder=folder: self.folder.set_aside(folder))
+                export(folder)
+                agree(lambda folder=folder: self.folder.wrote(folder))
 
     def report(self, rollouts: Rollouts) -> None:
         """Write report.html and print its path, as the last line of the run. Raises MismatchError if the

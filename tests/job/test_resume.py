@@ -252,6 +252,26 @@ def test_a_run_whose_checkpoints_or_records_are_gone_says_so(home, trained):
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
+def test_an_ended_run_exports_again_what_was_lost_and_refuses_other_data(home, trained):
+    folder = shutil.copytree(trained, home / "exported")
+    (folder / "export/README.md").write_text("Edited.")
+    assert "complete; see" in run(*command(home, "exported")).stdout
+    (folder / "export/model.safetensors").unlink()
+    said = run(*command(home, "exported"))
+    assert "export: not what this run wrote: set aside as export-changed" in said.stderr
+    assert same_weights(folder, trained)
+    assert (folder / "export-changed/README.md").read_text() == "Edited."
+    rows = home / "questions.jsonl"
+    kept = rows.read_text()
+    rows.write_text("".join(reversed(kept.splitlines(keepends=True))))
+    try:
+        with pytest.raises(AssertionError, match=r"other inputs: .*questions\.jsonl has changed; put them"):
+            run(*command(home, "exported", "steps=4"))
+    finally:
+        rows.write_text(kept)
+    assert column(folder, "step") == [1, 2, 3]
+
+
 def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(home, trained):
     """The run was complete at step 3: its final results stay those of step 3, though it goes back to
     step 2."""

@@ -1,0 +1,88 @@
+"""Contents of the files that a run reads and writes, so that a resumed run notices what was replaced.
+
+    RUN/contents.json    {"runs/search/base": {"model.safetensors": DIGEST, ...}, ..., "RUN/export": {...}}
+
+``inputs.keep_inputs`` says what a run reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from megatron_eqlen.files import read_json, write_json
+
+FILE = "contents.json"
+BLOCK, BLOCKS = 1 << 18, 64
+"""Bytes of a block, and number of blocks, that identify a file of weights beyond their product (16 MiB): a
+folder of 160 GB costs a second."""
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+
+Contents = dict[str, str]
+"""Digest of each file, by its path in a folder; by "" for a file alone."""
+
+
+class ContentsError(ValueError):
+    """Inputs of a run are not those that it began with; the message names the files."""
+
+
+def contents(path: Path) -> Contents:
+    """Return the digests of a file, or of a folder's files except hidden ones."""
+    if path.is_file():
+        return {"": _digest(path)}
+    names = {file.relative_to(path): file for file in sorted(path.rglob("*")) if file.is_file()}
+    shown = {name: file for name, file in names.items() if not any(p.startswith(".") for p in name.parts)}
+    return {str(name): _digest(file) for name, file in shown.items()}
+
+
+def weights(model: Path) -> Contents:
+    """Return the contents of a model's files of weights."""
+    return {name: digest for name, digest in contents(model).items() if name.endswith(WEIGHTS)}
+
+
+def keep(run: Path, found: dict[str, Contents]) -> None:
+    """Add contents to the record of ``run``."""
+    write_json(run / FILE, recorded(run) | found)
+
+
+def recorded(run: Path) -> dict[str, Contents]:
+    return read_json(run / FILE) if (run / FILE).exists() else {}
+
+
+def keep_same(run: Path, found: dict[str, Contents]) -> None:
+    """Record the contents of the inputs of ``run``. Raises ContentsError if an earlier start found others
+    there."""
+    before = recorded(run)
+    changed = [
+        str(Path(path, name)) + _what(before[path].get(name), found[path].get(name))
+        for path in found.keys() & before.keys()
+        for name in found[path].keys() | before[path].keys()
+        if found[path].get(name) != before[path].get(name)
+    ]
+    if changed:
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        raise ContentsError(
+            f"{run}: began with other inputs: {', '.join(sorted(changed)[:3])}{more}; put them back, give "
+            f"this run its own folder (name=... or run_dir=...), or remove {run / FILE} to go on with these"
+        )
+    keep(run, found)
+
+
+def _what(before: str | None, now: str | None) -> str:
+    return " is new" if before is None else " is missing" if now is None else " has changed"
+
+
+def _digest(file: Path) -> str:
+    """Return the sha256 of a file; of weights beyond 16 MiB that of their size and of blocks from begin to
+    end, the first of which holds the names and shapes."""
+    with file.open("rb") as opened:
+        size = opened.seek(0, os.SEEK_END)
+        opened.seek(0)
+        if not file.name.endswith(WEIGHTS) or size <= BLOCK * BLOCKS:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+        digest = hashlib.sha256(str(size).encode())
+        for number in range(BLOCKS):
+            opened.seek((size - BLOCK) * number // (BLOCKS - 1))
+            digest.update(opened.read(BLOCK))
+        return digest.hexdigest()
