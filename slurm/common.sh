@@ -21,11 +21,13 @@ say() { echo "$2" && note "$@"; } # on the screen, too
 events() { grep -E "^\{\"time\": [0-9.]+, \"kind\": \"($1)\"" "$folder/events.jsonl" 2>/dev/null; }
 since_try() { events "try|$1" | awk '/"kind": "try"/ { n = 0; next } { found[n++] = $0 } END { for (i = 0; i < n; i++) print found[i] }'; }
 value() { sed -nE "s/.*\"$1\": \"?([^\",}]*).*/\1/p"; }
-newest_restart() { # of the run's tries; an image may have nothing but sed
+newest_restart() { # of this job's tries; an image may have nothing but sed
     local restarts
-    restarts=$(sed -nE 's/^\{"time": [0-9.]+, "kind": "try",.*"restart": ([0-9]+).*/\1/p' "$folder/events.jsonl" 2>/dev/null)
+    restarts=$(sed -nE 's/^\{"time": [0-9.]+, "kind": "try",.*"job": "'"$job"'", "restart": ([0-9]+).*/\1/p' \
+        "$folder/events.jsonl" 2>/dev/null)
     echo "${restarts##*$'\n'}"
 }
+new_secret() { od -An -N16 -tx1 /dev/urandom | tr -d ' \n'; }
 of_group() { # of_group SLURM_NAME: its value for that component
     local name=$1${HET_GROUP:+_HET_GROUP_$HET_GROUP}
     echo "${!name:-}"

@@ -13,6 +13,7 @@ import pytest
 from execnet import XSpec
 from xdist.scheduler import LoadScopeScheduling
 
+from megatron_eqlen.rollout.vllm.server.gate import KEY
 from tests.kit import ROOT, jobs, servers
 from tests.kit.marks import examples
 from tests.kit.processes import adopt_orphans, descendants, described, within
@@ -20,6 +21,8 @@ from tests.kit.zygote import JOBS, RANKS, Zygote
 
 hypothesis.settings.register_profile("tests", examples(100))
 hypothesis.settings.load_profile("tests")
+
+os.environ.setdefault(KEY, "the-secret-of-the-tests")
 
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker")
 """Libraries' own processes, which live as long as this one."""

@@ -17,6 +17,7 @@ from megatron_eqlen.recipe import Recipe, RecipeError, layout
 from megatron_eqlen.recipe.inputs import fetch, local_path, pinned
 from megatron_eqlen.recipe.load import dump
 from megatron_eqlen.report.run_folder import BEGAN, IMPORTED, RunFolder, check_harvest
+from megatron_eqlen.rollout.vllm.server.gate import authorization
 
 
 def train(arguments: argparse.Namespace) -> int:
@@ -29,6 +30,8 @@ def train(arguments: argparse.Namespace) -> int:
     if folder.ended(recipe):
         print(f"{folder.path}: complete; see {folder.report}")
         return 0
+    if recipe.rollout.engine == "server" and not arguments.replay:
+        authorization()  # without a secret, refuse before anything is loaded
 
     def work() -> None:
         from megatron_eqlen.run.loop import train

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.rollout.vllm.client import UNTOUCHED, ServerEngine
+from megatron_eqlen.rollout.vllm.client import ServerEngine
 from megatron_eqlen.run.step import Step
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
-from tests.kit.rollout_kit import folder, server_recipe
+from tests.kit.rollout_kit import folder, server_recipe, sync_as_started
 from tests.pure.test_ahead import opened, world_of_one
 from tests.pure.test_ahead_carried import Trained, check_record
 from tests.pure.test_rollout_harvest import EOS, versions_of
@@ -64,8 +64,7 @@ def untouched(servers) -> Iterator[list[str]]:
     yield [*servers]
     recipe = recipe_for([*servers])
     engine = ServerEngine(recipe.model.path, recipe.rollout, EOS, 200, syncs_first=True)
-    engine.update_weights(Policy(0).weights(), 0)
-    engine.pool.post("update_weight_version", {"new_version": UNTOUCHED})
+    sync_as_started(engine)
     engine.close()
 
 

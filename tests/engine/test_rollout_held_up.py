@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from megatron_eqlen.rollout.vllm.client import UNTOUCHED, ServerEngine
+from megatron_eqlen.rollout.vllm.client import ServerEngine
 from megatron_eqlen.types import Delta
-from tests.kit.rollout_kit import folder, requests, server_recipe
+from tests.kit.rollout_kit import folder, requests, server_recipe, sync_as_started
 
 LIMIT = 150
 
@@ -44,8 +44,7 @@ def opened(servers, **rollout) -> Iterator[ServerEngine]:
     server_engine = ServerEngine(recipe.model.path, recipe.rollout, [], 200, syncs_first=True)
     sync(server_engine, 0)
     yield server_engine
-    sync(server_engine, 0)
-    server_engine.pool.post("update_weight_version", {"new_version": UNTOUCHED})
+    sync_as_started(server_engine)
     server_engine.close()
 
 

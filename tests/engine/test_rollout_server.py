@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from aiohttp import web
 from safetensors.torch import load_file
 
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe.contents import weights
 from megatron_eqlen.rollout.engine import Engine, EngineError
 from megatron_eqlen.rollout.harvest import harvest, harvest_seed
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
@@ -32,6 +34,7 @@ from megatron_eqlen.rollout.record.recorder import Recorder
 from megatron_eqlen.rollout.vllm.client import ServerEngine
 from megatron_eqlen.rollout.vllm.server import replicas
 from megatron_eqlen.rollout.vllm.server.__main__ import server_command
+from megatron_eqlen.rollout.vllm.server.gate import HEALTH, KEY, RPC, SERVED
 from megatron_eqlen.rollout.vllm.server.generate_api import sampling_params
 from megatron_eqlen.rollout.vllm.weights import tcp
 from megatron_eqlen.rollout.vllm.weights.tcp import NONCE_BYTES, connect, encode, invite, receive
@@ -96,6 +99,38 @@ def test_sampling_masks_come_from_servers_that_were_started_without(servers):
     assert 0 < metrics["harvest/entropy"] < np.log(12)
     remote.close()
     local.close()
+
+
+def status(url: str, path: str, key: str | None, body: object = None) -> int:
+    """Return the status of a server's answer to a POST of ``body``, or to a GET."""
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        return urllib.request.urlopen(urllib.request.Request(url + path, data, headers)).status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_servers_answer_who_knows_the_secret_and_only_what_a_run_needs(servers):
+    key = os.environ[KEY]
+    for url in servers:
+        assert status(url, HEALTH, None) == 200
+        for path in SERVED - {HEALTH}:
+            for wrong in (None, key[:-1], "Bearer"):
+                assert status(url, path, wrong) == status(url, path, wrong, {}) == 401
+        for path in ("/sleep", "/update_weight_version", "/v1/load_lora_adapter", "/ping", "/docs"):
+            assert status(url, path, key, {}) == 404
+        for body in ({"method": "reload_weights"}, {"method": ["eqlen_setup"]}, [], {}):
+            assert status(url, RPC, key, body) == 403
+        assert status(url, "/v1/models", key) == 200  # OpenAI's clients
+        asked = {"model": str(folder("qwen3_moe")), "prompt": [5, 6, 7], "max_tokens": 2}
+        assert status(url, "/v1/completions", key, asked | {"detokenize": False}) == 200
+
+
+def test_a_trainer_without_the_secret_says_how_to_give_it(fake, monkeypatch):
+    monkeypatch.delenv(KEY)
+    with pytest.raises(ValueError, match=rf"{KEY}: expected a secret in the environment of the trainer"):
+        open_engine(server_recipe([fake().url]))
 
 
 @contextmanager
@@ -237,6 +272,7 @@ class Fake:
     def __init__(self, behaviour: str = "good") -> None:
         self.behaviour = behaviour
         self.version = "default"
+        self.model = folder("qwen3_moe")
         self.max_model_len = 256
         self.asked = 0
         self.posted: dict[str, dict] = {}
@@ -253,7 +289,7 @@ class Fake:
         self.url = f"http://127.0.0.1:{self.port}"
 
     def _serve(self) -> None:
-        app = web.Application(client_max_size=2**30)
+        app = web.Application(client_max_size=2**30, middlewares=[self.with_the_secret])
         app.router.add_get("/weight_info", self.weight_info)
         app.router.add_post("/inference/v1/generate", self.generate)
         app.router.add_post("/{name}", self.control)
@@ -263,6 +299,11 @@ class Fake:
         self.up.set()
         self.loop.run_forever()
         self.loop.run_until_complete(runner.cleanup())
+
+    @web.middleware
+    async def with_the_secret(self, request, handler):
+        assert request.headers["Authorization"] == f"Bearer {os.environ[KEY]}"
+        return await handler(request)
 
     async def weight_info(self, request):
         return web.json_response({"weight_version": self.version})
@@ -275,6 +316,8 @@ class Fake:
         if body and body.get("method") == "eqlen_setup":
             limits = {"vocab_size": 96, "max_model_len": self.max_model_len, "routes": 0}
             return web.json_response({"results": [limits]})
+        if body and body.get("method") == "eqlen_weights":
+            return web.json_response({"results": [weights(self.model)]})
         if body and body.get("method") == "eqlen_counts":
             return web.json_response({"results": [[0.0, 0, 0.0]]})
         if request.match_info["name"] == "finish_weight_update":
@@ -420,7 +463,7 @@ def test_a_replica_that_restarted_with_old_weights_is_noticed(fake, caplog):
     found, metrics = harvest_independent([slow, good], restart)
     assert found == COUNTED
     assert metrics["harvest/retries"] == 4
-    assert "expected tokens of weights '7', found 'default'" in caplog.text
+    assert re.search("expected tokens of weights '7-[0-9a-f]{16}', found 'default'", caplog.text)
 
 
 @pytest.mark.parametrize("status", [200, 404])
@@ -452,6 +495,10 @@ def test_servers_that_do_not_fit_are_refused(fake):
     old.version = "12"
     with pytest.raises(EngineError, match="none is alive"):
         open_engine(server_recipe([old.url]))
+    other = fake()
+    other.model = folder("qwen3_moe", 1)
+    with pytest.raises(EngineError, match=r"expected a server of the same model\.path, found other weights"):
+        open_engine(server_recipe([other.url]))
     short = fake()
     short.max_model_len = 100
     with pytest.raises(EngineError, match="--max-model-len of at least 200, found 100"):
@@ -519,7 +566,8 @@ def test_a_sync_brings_every_replica_the_same_bits_in_many_frames(open_fakes):
         assert all(
             len(frame) == 1 or sum(w.nbytes for w in frame.values()) <= 20_000 for frame in server.frames
         )
-        assert server.version == "3"
+        assert server.version == engine.weight_version
+    assert re.fullmatch("3-[0-9a-f]{16}", engine.weight_version)
     metrics = engine.metrics()
     assert metrics["engine/sync_bytes"] == sum(w.nbytes for w in weights.values())
 

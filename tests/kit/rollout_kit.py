@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import Recipe, RolloutRecipe
+from megatron_eqlen.rollout.vllm import client
+from megatron_eqlen.rollout.vllm.client import ServerEngine
+from megatron_eqlen.rollout.vllm.server.replicas import UNTOUCHED
 from tests.kit.tiny_models import save_tiny
 
 if TYPE_CHECKING:
@@ -79,6 +84,13 @@ def server_recipe(urls: list[str], **over) -> Recipe:
         },
         "test",
     )  # fmt: skip
+
+
+def sync_as_started(engine: ServerEngine) -> None:
+    """Give servers the weights that they were started with, under the name that these had."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client, "name_of_sync", lambda version: UNTOUCHED)
+        engine.update_weights(iter(load_file(folder("qwen3_moe") / "model.safetensors").items()), 0)
 
 
 def generate(

@@ -294,6 +294,7 @@ class FakeFusion(BaseHTTPRequestHandler):
     bodies: list = []  # noqa: RUF012
 
     def do_POST(self):
+        assert self.headers["Authorization"] == "Bearer secret"
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.bodies.append(body)
         first = body["code"] not in self.seen
@@ -320,6 +321,7 @@ class FakeFusion(BaseHTTPRequestHandler):
 @pytest.fixture
 def fusion(monkeypatch):
     monkeypatch.setattr("time.sleep", lambda _: None)
+    monkeypatch.setenv("SANDBOX_API_KEY", "secret")
     FakeFusion.seen, FakeFusion.bodies = set(), []
     server = ThreadingHTTPServer(("127.0.0.1", 0), FakeFusion)
     thread = threading.Thread(target=server.serve_forever, daemon=True)

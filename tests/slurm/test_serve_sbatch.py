@@ -13,12 +13,23 @@ SERVER = Path(__file__).with_name("server.py")
 
 def test_replicas_on_two_nodes_are_listed_started_again_and_ended_together(bed, tmp_path):
     options = ("--nodes=2", "--ntasks-per-node=2", "--overcommit")
-    job = bed.submit(*options, SCRIPT, tmp_path, folder=tmp_path, EQLEN_PYTHON=str(SERVER), RESTART_PAUSE="1")
+    environ = {"EQLEN_PYTHON": str(SERVER), "RESTART_PAUSE": "1", "VLLM_API_KEY": ""}
+    job = bed.submit(*options, SCRIPT, tmp_path, folder=tmp_path, **environ)
     urls = tmp_path / f"servers-{job}.yaml"
     bed.wait(urls.exists, "the list of servers")
     listed = [re.fullmatch(r"http://(n\d):(\d+)", url).groups() for url in yaml.safe_load(urls.read_text())]
     assert len({node for node, _ in listed}) == 2
     assert len(listed) == len(set(listed)) == 4
+
+    key = tmp_path / f"servers-{job}.key"
+    assert key.stat().st_mode & 0o777 == 0o600
+    lines = {pid: command_line(pid) for pid in running()}
+    servers = [pid for pid, line in lines.items() if f"{SERVER} -m" in line and str(tmp_path) in line]
+    assert {lines[pid].partition("--host ")[2].split()[0] for pid in servers} == {
+        f"10.77.0.{node.removeprefix('n')}" for node, _ in listed
+    }
+    for pid in servers:
+        assert f"\0VLLM_API_KEY={key.read_text().strip()}\0" in Path(f"/proc/{pid}/environ").read_text()
 
     def starts() -> list[list[str]]:
         return [line.split() for line in (tmp_path / "starts").read_text().splitlines()]

@@ -2,14 +2,15 @@
 
 ``POST URL/run_code`` with ``code, language, stdin, run_timeout, memory_limit_MB``; the answer's
 ``run_result`` holds ``status`` (Finished, Error, TimeLimitExceeded), ``return_code``, ``stdout``,
-``stderr``. The tests' outputs stay here. A function is called by code around the program, which prints its
-result behind a marker.
+``stderr``. A secret in ``SANDBOX_API_KEY`` goes along. The tests' outputs stay here. A function is called by
+code around the program, which prints its result behind a marker.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
+import os
 import secrets
 import time
 import urllib.error
@@ -113,9 +114,10 @@ class SandboxServer:
         return asdict(judge(item["program"], tests, limits, self.run))
 
     def _post(self, body: dict[str, Any]) -> dict[str, Any]:
-        request = urllib.request.Request(
-            self._url, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("SANDBOX_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        request = urllib.request.Request(self._url, json.dumps(body).encode(), headers)
         problem = ""
         for attempt in range(ATTEMPTS):
             time.sleep(attempt)

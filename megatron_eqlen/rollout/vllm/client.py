@@ -12,6 +12,7 @@ the weights.
 from __future__ import annotations
 
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Collection, Iterable
@@ -29,6 +30,7 @@ from megatron_eqlen.metrics import (
     ENGINE_SYNC_SECONDS,
 )
 from megatron_eqlen.recipe import RolloutRecipe
+from megatron_eqlen.recipe.contents import Contents, weights
 from megatron_eqlen.rollout.engine import Delta, EngineError, check_request
 from megatron_eqlen.rollout.vllm.server.generate_api import (
     PATH,
@@ -37,7 +39,14 @@ from megatron_eqlen.rollout.vllm.server.generate_api import (
     request_body,
     sampling_params,
 )
-from megatron_eqlen.rollout.vllm.server.replicas import Replica, ReplicaError, ReplicaPool, Request, words
+from megatron_eqlen.rollout.vllm.server.replicas import (
+    UNTOUCHED,
+    Replica,
+    ReplicaError,
+    ReplicaPool,
+    Request,
+    words,
+)
 from megatron_eqlen.rollout.vllm.weights.tcp import TcpSender
 from megatron_eqlen.rollout.weights import WeightTable
 from megatron_eqlen.types import Metrics
@@ -45,8 +54,11 @@ from megatron_eqlen.types import Metrics
 if TYPE_CHECKING:
     from megatron_eqlen.rollout.vllm.weights.nccl import NcclSender
 
-UNTOUCHED = "default"
-"""vLLM's name for the version of weights that were loaded at start."""
+
+def name_of_sync(policy_version: int) -> str:
+    """Return a name for the weights of one sync, which no other sync has, of another run for example: with it
+    servers label the tokens of these weights."""
+    return f"{policy_version}-{secrets.token_hex(8)}"
 
 
 class ServerEngine:
@@ -89,7 +101,7 @@ class ServerEngine:
         self.pool = ReplicaPool(rollout.servers, rollout.request_timeout / 2, self.lost.append)
         try:
             self.sender = self._sender()
-            self._connect(None if syncs_first else self.weight_version)
+            self._connect(None if syncs_first else weights(Path(model_path)))
         except EngineError:
             self.close()
             raise
@@ -159,7 +171,7 @@ class ServerEngine:
                     pass
                 raise
             self.refusal = None
-            self.policy_version, self.weight_version = policy_version, str(policy_version)
+            self.policy_version, self.weight_version = policy_version, [*self.versions][-1]
         self.sync = {
             ENGINE_SYNC_SECONDS: time.perf_counter() - start,
             ENGINE_SYNC_BYTES: self.weights.bytes_seen,
@@ -270,12 +282,12 @@ class ServerEngine:
 
         return NcclSender(self.pool, self.weights.shapes)
 
-    def _connect(self, weights: str | None) -> None:
-        """Set up every replica that answers and holds the version ``weights`` (None: any, before a sync).
-        Raises EngineError if none does."""
+    def _connect(self, untouched: Contents | None) -> None:
+        """Set up every replica that answers and was started with the weights ``untouched`` (None: any, before
+        a sync). Raises EngineError if none does."""
         setup = [self.rollout.logprobs_mode, self.rollout.mask_width, self.rollout.keep_columns]
         answers = self.pool.each(
-            "connecting", lambda replica: replica.set_up(weights, setup), self.pool.replicas
+            "connecting", lambda replica: replica.set_up(untouched, setup), self.pool.replicas
         )
         for replica, workers in answers.items():
             self._check_limits(replica, workers[0])
@@ -304,11 +316,12 @@ class ServerEngine:
             self._pause()
         self.pool.post("start_weight_update")
         before = self.versions if self.has_unfinished else {}
-        self.versions = before | {str(policy_version): policy_version}
+        name = name_of_sync(policy_version)
+        self.versions = before | {name: policy_version}
         try:
             self.sender.send(named_tensors)
         finally:
-            self.pool.post("finish_weight_update", {"weight_version": str(policy_version)})
+            self.pool.post("finish_weight_update", {"weight_version": name})
         self.pool.post("resume" if self.rollout.staleness else "reset_prefix_cache")
 
     def _pause(self) -> None:

@@ -1,6 +1,6 @@
 """A vLLM server for a recipe's rollouts: ``python -m megatron_eqlen.rollout.vllm.server RECIPE --port PORT``.
 
-The command sets vLLM's variables and becomes ``serve``, which is vLLM's own server.
+The command sets vLLM's variables and becomes ``serve``, which is vLLM's own server behind a ``gate``.
 """
 
 from __future__ import annotations
@@ -10,14 +10,18 @@ import os
 import sys
 
 from megatron_eqlen.hf.config import read_config
+from megatron_eqlen.processes.failures import run_script
 from megatron_eqlen.processes.quiet import VERBOSE, quiet
 from megatron_eqlen.recipe import Recipe, layout
 from megatron_eqlen.recipe.inputs import fetch_model, local_path
 from megatron_eqlen.recipe.load import load
+from megatron_eqlen.rollout.vllm.server.gate import authorization
 from megatron_eqlen.tokens import SAMPLED
 
+LOOPBACK = "127.0.0.1"
 
-def server_command(recipe: Recipe, port: int, host: str = "0.0.0.0") -> tuple[list[str], dict[str, str]]:
+
+def server_command(recipe: Recipe, port: int, host: str = LOOPBACK) -> tuple[list[str], dict[str, str]]:
     """Return arguments and environment of a server that ``ServerEngine`` can use with this recipe."""
     from megatron_eqlen.rollout.vllm.engine.engine_args import as_flags, engine_args, environ
 
@@ -26,6 +30,7 @@ def server_command(recipe: Recipe, port: int, host: str = "0.0.0.0") -> tuple[li
     flags = engine_args(str(local_path(recipe.model)), rollout, recipe.model.dtype, longest) | {
         "host": host,
         "port": port,
+        "middleware": "megatron_eqlen.rollout.vllm.server.gate.Gate",
         "enable_scale_out": True,
         "enable_prompt_tokens_details": True,
         "disable_uvicorn_access_log": True,
@@ -41,10 +46,11 @@ def server_command(recipe: Recipe, port: int, host: str = "0.0.0.0") -> tuple[li
 def main() -> None:
     parser = argparse.ArgumentParser(description="Start a vLLM server for a recipe's rollouts.")
     parser.add_argument("recipe")
-    parser.add_argument("--host", default="0.0.0.0")
+    parser.add_argument("--host", default=LOOPBACK, help="address to listen at (default: loopback)")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     args = parser.parse_args()
+    authorization()  # without a secret, refuse before anything is loaded
     recipe = load(args.recipe, args.overrides)
     layout.require(layout.engine(recipe.rollout, read_config(fetch_model(recipe))))
     quiet()
@@ -56,4 +62,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -18,10 +18,14 @@ from typing import Any
 
 import aiohttp
 
+from megatron_eqlen.recipe.contents import Contents
 from megatron_eqlen.rollout.engine import EngineError
+from megatron_eqlen.rollout.vllm.server.gate import authorization
 
 logger = logging.getLogger(__name__)
 
+UNTOUCHED = "default"
+"""vLLM's name for the version of weights that were loaded at start."""
 PATIENCE = 30.0
 """Seconds a replica may take to be set up: it may be in the middle of a long engine step."""
 PATIENCE_ABSENT = 5.0
@@ -32,9 +36,11 @@ ReplicaError = (aiohttp.ClientError, OSError)
 
 
 class HttpLoop:
-    """An event loop in its own thread, with an HTTP session. Any thread may use and close it."""
+    """An event loop in its own thread, with an HTTP session that sends the servers' secret. Any thread may
+    use and close it. Raises ValueError if the environment has no secret."""
 
     def __init__(self) -> None:
+        headers = authorization()
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True, name="vllm-servers")
         self.thread.start()
@@ -42,7 +48,7 @@ class HttpLoop:
         self._starts = threading.Lock()
         """Protects the loop's end: a coroutine handed over later would never run, and its caller would
         hang."""
-        self.session: aiohttp.ClientSession = self.run(self._open())
+        self.session: aiohttp.ClientSession = self.run(self._open(headers))
 
     def start(self, coroutine: Coroutine) -> Any:
         """Return a concurrent future of the coroutine's result, cancelled if ``close`` comes before its end.
@@ -74,10 +80,11 @@ class HttpLoop:
         await self.session.close()
 
     @staticmethod
-    async def _open() -> aiohttp.ClientSession:
+    async def _open(headers: dict[str, str]) -> aiohttp.ClientSession:
         # A kept connection may be closed by the server just as a request goes out on it: that looks like a
         # replica that died.
         return aiohttp.ClientSession(
+            headers=headers,
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, connect=10),
         )
@@ -113,13 +120,17 @@ class Replica:
         """Drop a request: vLLM aborts a request whose connection is closed."""
         self.requests.pop(request_id).answer.cancel()
 
-    async def set_up(self, weights: str | None, setup: list[Any]) -> list[dict[str, int]]:
+    async def set_up(self, untouched: Contents | None, setup: list[Any]) -> list[dict[str, int]]:
         """Set each worker's sampling by ``setup`` (``WorkerExtension.eqlen_setup``); return each worker's
-        limits. The server must hold the version ``weights`` (None: any)."""
+        limits. With ``untouched`` the server must hold the weights that it was started with, and these
+        contents."""
         async with at_most(PATIENCE_ABSENT if self.absence else PATIENCE):
-            held = (await self._json("GET", "weight_info")).get("weight_version")
-            if weights not in (None, held):
-                raise ConnectionError(f"expected weights {weights!r}, found {held!r}")
+            if untouched is not None:
+                held = (await self._json("GET", "weight_info")).get("weight_version")
+                if held != UNTOUCHED:
+                    raise ConnectionError(f"expected weights {UNTOUCHED!r}, found {held!r}")
+                if (await self.rpc("eqlen_weights"))[0] != untouched:
+                    raise ConnectionError("expected a server of the same model.path, found other weights")
             workers = await self.rpc("eqlen_setup", *setup)
             if not self.alive:
                 await self.rpc("eqlen_counts")

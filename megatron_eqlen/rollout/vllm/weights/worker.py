@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from megatron_eqlen.recipe.contents import Contents, weights
 from megatron_eqlen.rollout.vllm.engine.draws import DrawSettings
 from megatron_eqlen.rollout.vllm.engine.repack import repack
 from megatron_eqlen.rollout.vllm.engine.sampler import install
@@ -144,6 +146,10 @@ class WorkerExtension:
             "vocab_size": self.model_config.get_vocab_size(),
             "max_model_len": self.model_config.max_model_len,
         }
+
+    def eqlen_weights(self) -> Contents:
+        """Return the contents of the files that the server was started with."""
+        return weights(Path(self.model_config.model))
 
     def eqlen_counts(self) -> list[float]:
         """Return probability mass removed, tokens sampled and, of ``RoutesWorker``, seconds spent on routes,
