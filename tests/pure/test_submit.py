@@ -96,6 +96,14 @@ def test_options_after_two_dashes_have_the_last_word(capsys):
     assert "#SBATCH --time=1:00:00 --comment 'two words'\n" in text
 
 
+def test_an_option_with_a_line_break_is_refused(capsys):
+    assert cli.main(["submit", LARGE, "--dry-run", "--", "--comment=a\nrm -r b"]) == 2
+    assert (
+        "sbatch options: expected each in one line, found ['--comment=a\\nrm -r b']"
+        in capsys.readouterr().err
+    )
+
+
 def test_servers_are_a_component_of_their_own(capsys):
     more = ["rollout.staleness=1", "loss.rollout_is=token", "rollout.tensor_parallel=4"]
     text = script(capsys, LARGE, "--servers", "2", *more)
@@ -194,7 +202,7 @@ case "$*" in
     *"cli plan"*) echo "run folder  {folder}/run" ;;
     *"cli check"*) exit 1 ;;
     *"cli train"*)
-        line='{{"time": 1, "kind": "try", "restart": '"${{LATER:-}}"'}}'
+        line='{{"time": 1, "kind": "try", "job": "7", "restart": '"${{LATER:-}}"'}}'
         [ -z "${{LATER:-}}" ] || echo "$line" >>{folder}/run/events.jsonl
         [ -z "${{ERRORS:-}}" ] || echo "$ERRORS" >>{folder}/run/events.jsonl
         exit "${{STATUS:-17}}"
@@ -229,7 +237,7 @@ def test_without_an_image_srun_starts_the_ranks_and_nothing_else(here):
     assert said.splitlines()[-1] == "scontrol requeue 7"
     assert ranks.startswith("--kill-on-bad-exit=1 --wait=60 bash -c ")
     assert "container" not in ranks
-    assert f" --log-dir={here}/run/.torchrun/0 " in ranks, "torchrun leaves its own under TMPDIR"
+    assert f" --log-dir={here}/run/.torchrun/7.0 " in ranks, "torchrun leaves its own under TMPDIR"
 
 
 def test_in_a_container_every_python_runs_in_one_that_the_job_names(here):

@@ -241,6 +241,30 @@ def test_a_node_off_the_network_is_replaced_and_comes_back_to_nothing(submit, be
     )
 
 
+def test_another_job_leaves_a_run_that_is_held_as_it_is(submit, bed):
+    """One begins while the run is held; another had begun before, and its ranks meet the lock."""
+    early = submit("--nodes=1", faults=HELD, EQLEN_CHECK="1")
+    (early.run / "hold-check").touch()
+    bed.wait(lambda: list(early.run.glob("checked-*")), "the check")
+    arguments = ("--nodes=1", SCRIPT, early.run)
+    held = bed.submit(*arguments, folder=early.run.parent, **ENVIRONMENT)
+    early.wait_for_steps(1)
+    bed.run("scancel", "--batch", "--signal=USR1", held)
+    bed.wait((early.run / "STOP").exists, "the stop near the limit")
+    (early.run / f".torchrun/{held}.0").mkdir(parents=True)
+    late = bed.submit(*arguments, folder=early.run.parent, **ENVIRONMENT)
+    (early.run / "hold-check").unlink()
+    for job in (late, early.id):
+        bed.wait_for(job, "COMPLETED", "FAILED")
+        assert (bed.state(job), bed.job(job)["Restarts"]) == ("FAILED", "0")
+    assert early.log.count(f"left as it is: job {held} holds {early.run}: submit it again") == 2
+    assert (early.run / "STOP").read_text() == f"{held}.0\n"
+    assert (early.run / f".torchrun/{held}.0").is_dir()
+    early.id = held
+    early.go_on()
+    early.finished_with(restarts=1)
+
+
 def test_a_node_that_is_not_ready_is_left_out_of_the_next_try(submit, bed):
     job = submit(faults={"unready": ["n1"]}, EQLEN_CHECK="1")
     job.finished_with(restarts=1)
