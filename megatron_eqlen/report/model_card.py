@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from megatron_eqlen.report.metrics import read_metrics
 from megatron_eqlen.report.run_folder import versions
 
 TASK = "text-generation"
-OWN = ("cluster", "run_dir", "inputs_from", "report", "profile")
-"""Sections of a recipe about the place where it ran: accounts, partitions, folders."""
+OWN = ("cluster", "run_dir", "inputs_from", "report", "profile", "variant")
+"""Sections of a recipe about the place where it ran: accounts, partitions, folders, the command line."""
 
 
 def write_model_card(run_folder: Path) -> Path:
@@ -104,7 +105,7 @@ def _named(value: Any) -> Any:
         return {key: _named(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_named(item) for item in value]
-    is_local = isinstance(value, str) and "/" in value and (value[0] in "/~." or Path(value).exists())
+    is_local = isinstance(value, str) and "/" in value and (value[0] in "/~." or os.path.exists(value))
     return Path(value).name if is_local else value
 
 

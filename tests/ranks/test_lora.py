@@ -338,6 +338,7 @@ def test_both_exports_are_the_policy_in_transformers(folders, qwen3):
     assert (base(IDS).logits - ours).abs().max() > 1e-2
     tensors = load_file(out / "adapter" / "adapter_model.safetensors")
     config = json.loads((out / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "qwen3", "others see no local path"
     modules = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in tensors}
     assert {name.rpartition(".")[2] for name in modules} == {*config["target_modules"]}
     for name in modules:
