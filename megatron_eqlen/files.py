@@ -170,10 +170,12 @@ def refuse_unwritable(folder: Path) -> None:
         raise OSError(wrong, os.strerror(wrong), str(there))
 
 
-def unused(path: Path) -> Path:
-    """Return ``path``, or ``NAME-2``, ``NAME-3`` ... if the name is taken."""
+def unused(path: Path, prefix: str = "") -> Path:
+    """Return ``path``, or ``NAME-2``, ``NAME-3`` ... if the name is taken, or the same name after
+    ``prefix``."""
     names = itertools.chain([path.name], (f"{path.stem}-{n}{path.suffix}" for n in itertools.count(2)))
-    return next(free for name in names if not os.path.lexists(free := path.with_name(name)))
+    taken = {name.removeprefix(prefix) for name in os.listdir(path.parent)}
+    return path.with_name(next(name for name in names if name not in taken))
 
 
 def sync(path: Path) -> None:

@@ -363,6 +363,19 @@ def test_cut_at_any_byte_a_journal_holds_what_all_tracks_had_at_one_moment(tmp_p
     assert not journal.exists()
 
 
+def test_an_attempt_beside_a_journal_whose_record_is_gone_has_a_file_of_its_own(tmp_path):
+    track = Track(prompt("a"), 0, 0, [], 99, frozenset([9]), 0)
+    for name in ("rank-0.arrow", "rank-0-2.arrow"):
+        recorder = Recorder(tmp_path / "rank-0.arrow")
+        assert recorder.path.name == name
+        recorder.track_launched(track)
+        grown(track, [1, 2], extras=False)
+        recorder.decode_step_finished(last=True)
+        recorder._thread.submit(int).result()
+        recorder.path.unlink()
+    assert len(read_progress(tmp_path, [prompt("a")], make_recipe()).partial[0].tracks[0]) == 2
+
+
 def test_a_journal_of_another_version_is_set_aside_too(tmp_path):
     folder = tmp_path / "step-00000003"
     recorder = Recorder(folder / "rank-0.arrow")

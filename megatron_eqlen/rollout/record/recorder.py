@@ -120,7 +120,7 @@ class Recorder(HarvestObserver):
         path = Path(path)
         self._without = without
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = unused(path)
+        self.path = unused(path, OPEN)
         self._file = ArrowLog(self.path, SEGMENTS)
         self._open_path = self.path.with_name(OPEN + self.path.name)
         self._open_file: ArrowLog | None = None
