@@ -37,6 +37,7 @@ def quiet() -> None:
     for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*reduce_op. is deprecated")
+    warnings.filterwarnings("ignore", category=SyntaxWarning, message="invalid escape")  # when compiled
     warnings.filterwarnings("ignore", category=UserWarning, message=".* is experimental and still under")
     warnings.filterwarnings("ignore", category=UserWarning, message=".*numa_migrate_pages failed")
     warnings.filterwarnings(

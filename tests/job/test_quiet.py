@@ -21,6 +21,7 @@ logging.getLogger("torch._library.triton").warning("Triton not available")
 logging.getLogger("vllm.triton_utils.importing").warning("no CPU backend")
 logging.getLogger("megatron.core.distributed.distributed_data_parallel").warning("no full_param_layout")
 import warnings
+compile(r"'\\-'", "a library", "exec")
 warnings.warn("MimoModelConfig is experimental and still under active development.", UserWarning)
 from huggingface_hub.utils import are_progress_bars_disabled
 if not are_progress_bars_disabled():
