@@ -122,7 +122,9 @@ def _directives(*options: str) -> list[str]:
 
 def _directive(options: Sequence[str]) -> str:
     """Return a line of ``options``. sbatch reads it as a shell does, and later lines overrule earlier
-    ones."""
+    ones. Raises ValueError for a line break, which would end it."""
+    if any(len(option.splitlines()) > 1 for option in options):
+        raise ValueError(f"sbatch options: expected each in one line, found {options}")
     return "#SBATCH " + shlex.join(options)
 
 

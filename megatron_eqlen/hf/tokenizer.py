@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_eqlen.files import read_json
+from megatron_eqlen.files import expecting, read_json
 
 log = logging.getLogger(__name__)
 
@@ -96,9 +96,7 @@ class HuggingFaceTokenizer(Tokenizer):
     """``tokenizer.json`` and its companions, through ``transformers.AutoTokenizer``."""
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer  # slow to import; grader workers never need it
-
-        self._backend = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        self._backend = _from_transformers(folder)
         super().__init__(
             folder, *_special_ids(folder, self._backend.eos_token_id, self._backend.pad_token_id)
         )
@@ -269,6 +267,21 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _read_template(folder: Path, config: dict[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     return file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+
+
+def _from_transformers(folder: Path) -> Any:
+    """Return Transformers' tokenizer. Raises ValueError, which names the file, for damaged files."""
+    from transformers import AutoTokenizer  # slow to import; grader workers never need it
+
+    for name in ("config.json", "tokenizer_config.json", "tokenizer.json"):
+        _read_json(folder / name)
+    try:
+        with expecting("the files of a tokenizer", folder):
+            return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:
+        if type(error) is not Exception:  # which the tokenizers library raises for its file
+            raise
+        raise ValueError(f"{folder / 'tokenizer.json'}: {error}") from None
 
 
 def _token_text(token: str | dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ from megatron_eqlen.tokens import MOST_PER_TOKEN, SAMPLED
 def check(recipe: Recipe) -> None:
     """Raise ValueError, with the arithmetic, for keys that contradict each other."""
     _check_name(recipe.name)
+    _check_place(recipe)
     _check_data(recipe)
     _check_end(recipe)
     _check_lora(recipe)
@@ -54,6 +55,21 @@ def _check_name(name: str) -> None:
             f"name: expected 1 to 100 letters, digits or any of ' _-.,=+@' (it names a folder under runs/), "
             f"found {name!r}"
         )
+
+
+def _check_place(recipe: Recipe) -> None:
+    """Raise ValueError for a folder, or for options of SLURM, that no batch script can hold."""
+    cluster = recipe.cluster
+    if not re.fullmatch(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED", cluster.time):
+        raise ValueError(
+            f"cluster.time: expected SLURM's MINUTES, HOURS:MINUTES:SECONDS, DAYS-HOURS or UNLIMITED, found "
+            f"{cluster.time!r}"
+        )
+    for key, name in (("partition", cluster.partition), ("account", cluster.account)):
+        if name is not None and not re.fullmatch(r"[\w.,:@+-]+", name):
+            raise ValueError(f"cluster.{key}: expected a name that SLURM knows, found {name!r}")
+    if not (recipe.run_dir or "").isprintable():
+        raise ValueError(f"run_dir: expected a path in one line, found {recipe.run_dir!r}")
 
 
 def _check_end(recipe: Recipe) -> None:

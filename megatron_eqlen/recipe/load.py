@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from megatron_eqlen.files import naming
 from megatron_eqlen.processes import events
 from megatron_eqlen.recipe import Recipe, RecipeError, Section
 from megatron_eqlen.recipe.checks import check
@@ -99,13 +101,15 @@ def dump(recipe: Recipe) -> str:
 
 def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Return the keys of a YAML file, over those of the file that it ``extends``. Raises RecipeError."""
-    if path.resolve() in seen:
+    real = Path(os.path.realpath(path))  # other than Path.resolve, it ends in a loop of links
+    if real in seen:
         raise RecipeError(f"{path}: extends itself through {' -> '.join(map(str, seen))}")
     if not path.is_file():
         extends = f" ({seen[-1]} extends it)" if seen else ""
         raise RecipeError(f"{path}: no such recipe file{extends}")
     try:
-        raw = read_value(path.read_text(encoding="utf-8"))
+        with naming(path):
+            raw = read_value(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: not a text in UTF-8: {error}") from None
     except yaml.YAMLError as error:
@@ -118,7 +122,7 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         return raw
     if not isinstance(base, str):
         raise RecipeError(f"{path}: extends: expected a recipe file, found {base!r}")
-    return _merge(read_yaml(path.parent / base, (*seen, path.resolve())), raw)
+    return _merge(read_yaml(path.parent / base, (*seen, real)), raw)
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

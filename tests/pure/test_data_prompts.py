@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -88,6 +89,20 @@ def test_decode_keeps_think_and_drops_ends(tokenizer):
     text = "<think>a</think> b"
     ids = tokenizer.encode(text)
     assert tokenizer.decode([*ids, *tokenizer.eos_token_ids, tokenizer.pad_token_id]) == text
+
+
+@pytest.mark.parametrize(("file", "text", "fault"), [
+    ("tokenizer.json", "{}", "expected the files of a tokenizer, found something else"),
+    ("tokenizer.json", "[]", "tokenizer.json: expected a JSON object, found a list"),
+    ("tokenizer.json", '{"added_tokens": [], "model": {"type": "?"}}', "tokenizer.json: data did not match"),
+    ("tokenizer_config.json", "{", "tokenizer_config.json: not valid JSON"),
+    ("config.json", "3", "config.json: expected a JSON object, found a int"),
+])  # fmt: skip
+def test_a_damaged_tokenizer_is_named(folder, tmp_path, file, text, fault):
+    shutil.copytree(folder, tmp_path / "model")
+    (tmp_path / "model" / file).write_text(text)
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/model.*{re.escape(fault)}"):
+        load_tokenizer(tmp_path / "model")
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path):

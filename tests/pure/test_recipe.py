@@ -228,6 +228,31 @@ def test_a_file_that_says_a_key_twice_or_is_no_yaml_is_named_with_the_line(tmp_p
     assert "\n" not in str(error.value)
 
 
+def test_a_recipe_that_cannot_be_read_is_named(tmp_path, capsys):
+    (tmp_path / "loop.yaml").symlink_to("loop.yaml")
+    faults = {tmp_path / "loop.yaml": "no such recipe file", "/proc/self/mem": "Input/output error"}
+    for path, fault in faults.items():
+        assert cli.main(["plan", str(path)]) == 2
+        assert capsys.readouterr().err == f"eqlen plan: {path}: {fault}\n"
+
+
+@pytest.mark.parametrize(("key", "good", "bad"), [
+    ("time", ["90", "1:30", "24:00:00", "2-12", "2-12:30:00", "UNLIMITED"], ["banana", "1:00\n", "-1", ""]),
+    ("account", ["a-b.c", None], ["us\n#SBATCH --uid=0", "two words", ""]),
+    ("partition", ["gpu,gpu-long"], ["gpu\n", "gpu;ls"]),
+])  # fmt: skip
+def test_what_no_batch_script_can_hold_is_refused(key, good, bad):
+    for value in good:
+        small(cluster={key: value})
+    for value in bad:
+        with pytest.raises(
+            RecipeError, match=rf"cluster\.{key}: expected .*, found {re.escape(repr(value))}"
+        ):
+            small(cluster={key: value})
+    with pytest.raises(RecipeError, match=r"run_dir: expected a path in one line, found 'a\\nb'"):
+        small(run_dir="a\nb")
+
+
 def test_extends_merges_sections_and_overrides_win(tmp_path):
     (tmp_path / "base.yaml").write_text("steps: 5\nmodel: {path: m, dtype: float32}\noptimizer: {lr: 1e-6}\n")
     (tmp_path / "child.yaml").write_text(
@@ -415,6 +440,8 @@ def test_a_harvest_has_a_folder_of_its_own_or_completes_its_own(tmp_path):
     ):
         with pytest.raises(ValueError, match=rf"^--out {out}: .*{message}.* choose another --out$"):
             check_harvest(out, recipe)
+    (tmp_path / "loop").symlink_to("loop")
+    check_harvest(tmp_path / "loop", recipe)  # who makes the folder says that it cannot
     with pytest.raises(ValueError, match=r"holds a harvest with another recipe \(seed: 1 -> 2\)"):
         check_harvest(tmp_path / "cut off", other)
 
