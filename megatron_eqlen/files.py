@@ -48,8 +48,11 @@ def step_number(name: str) -> int | None:
 
 def step_folders(parent: Path) -> list[tuple[int, Path]]:
     """Return (number, folder) of the steps in ``parent``, in order."""
-    named = ((step_number(path.name), path) for path in parent.glob("step-*") if path.is_dir())
-    return sorted((number, path) for number, path in named if number is not None)
+    if not parent.is_dir():
+        return []
+    with os.scandir(parent) as entries:
+        named = [(step_number(entry.name), entry.name) for entry in entries if entry.is_dir()]
+    return sorted((number, parent / name) for number, name in named if number is not None)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -406,7 +406,12 @@ def _weighted(name: str, counts: tuple[str, ...], parts: Sequence[Metrics]) -> f
     return sum(w * part.get(name, 0.0) for w, part in zip(weights, parts, strict=True)) / sum(weights)
 
 
+COST_METRICS = {
+    "gpu_hours": TIME_GPU_HOURS, "generated_tokens": TOTAL_GENERATED_TOKENS, "flops": TOTAL_FLOPS,
+}  # fmt: skip
+"""Metrics that hold a run's costs so far, by the recipe's key that limits them."""
+
+
 def spent(steps: int, metrics: Mapping[str, float | None]) -> Spent:
     """Return the costs of a run up to step ``steps``, from its metrics; missing metrics count as 0."""
-    totals = (metrics.get(name) or 0.0 for name in (TIME_GPU_HOURS, TOTAL_GENERATED_TOKENS, TOTAL_FLOPS))
-    return Spent(steps, *totals)
+    return Spent(steps, **{cost: metrics.get(name) or 0.0 for cost, name in COST_METRICS.items()})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,9 @@ class EvaluationResult:
     def samples(self) -> int:
         return len(self.answers[0].rewards)
 
-    @property
+    @cached_property
     def accuracy(self) -> Interval:
-        """avg@k."""
+        """avg@k; of a result that was read, as it was computed when it was written."""
         return statistics.crossed_bootstrap(self.scores)
 
     def verdict_fraction(self, verdict: str) -> float:
@@ -129,12 +130,14 @@ def write_results(path: Path, results: list[EvaluationResult]) -> None:
 def read_results(path: Path) -> list[EvaluationResult]:
     """Read a file of ``write_results``. Raises ValueError naming the file for any other content."""
     with expecting("an evaluation result", path):
-        return [
-            EvaluationResult(
-                record["benchmark"], [Answers(**answers) for answers in record["answers"]], record["manifest"]
-            )
-            for record in read_json(path)
-        ]
+        return [_result(record) for record in read_json(path)]
+
+
+def _result(record: dict[str, Any]) -> EvaluationResult:
+    answers = [Answers(**answers) for answers in record["answers"]]
+    result = EvaluationResult(record["benchmark"], answers, record["manifest"])
+    vars(result)["accuracy"] = Interval(**record["summary"]["intervals"][0])
+    return result
 
 
 def file_hashes(path: Path, chosen: Sequence[Path] | None = None) -> dict[str, str]:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from scipy.special import stdtrit
 
 LEVEL = 0.95
 POWER = 0.8
@@ -57,7 +56,7 @@ def t_interval(scores: np.ndarray) -> Interval:
     mean, count = float(per_replicate.mean()), len(per_replicate)
     if count == 1:
         return Interval(mean, float("nan"), float("nan"), "t over replicates")
-    half = stdtrit(count - 1, (1 + LEVEL) / 2) * per_replicate.std(ddof=1) / np.sqrt(count)
+    half = _quantile(count, (1 + LEVEL) / 2) * per_replicate.std(ddof=1) / np.sqrt(count)
     return Interval(mean, mean - half, mean + half, "t over replicates")
 
 
@@ -93,7 +92,7 @@ def detectable_difference(before: np.ndarray, after: np.ndarray) -> float:
     count = len(differences)
     if count == 1:
         return float("nan")
-    quantiles = stdtrit(count - 1, (1 + LEVEL) / 2) + stdtrit(count - 1, POWER)  # of Student's t
+    quantiles = _quantile(count, (1 + LEVEL) / 2) + _quantile(count, POWER)
     return float(quantiles * differences.std(ddof=1) / np.sqrt(count))
 
 
@@ -110,6 +109,13 @@ def pass_at_k(scores: np.ndarray, k: int) -> float:
     steps = np.arange(k)
     all_wrong = np.clip(wrong[:, None] - steps, 0, None) / (replicates - steps)
     return float(1.0 - all_wrong.prod(axis=1).mean())
+
+
+def _quantile(count: int, share: float) -> float:
+    """Return the quantile of Student's t of ``count`` values."""
+    from scipy.special import stdtrit  # slow to import
+
+    return float(stdtrit(count - 1, share))
 
 
 def _checked(scores: np.ndarray) -> np.ndarray:

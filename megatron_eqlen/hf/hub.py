@@ -1,7 +1,8 @@
 """Models and data sets of the Hugging Face Hub: pin a revision, download files once, find them again.
 
 ``huggingface_hub`` does the work and its variables apply: HF_HOME and HF_HUB_CACHE (the cache), HF_TOKEN,
-HF_ENDPOINT, HF_HUB_OFFLINE. A pinned revision whose files are in the cache needs no network.
+HF_ENDPOINT, HF_HUB_OFFLINE. A pinned revision whose files are in the cache needs no network. What it imports
+for the network costs half a second, so it is imported where it is used.
 """
 
 from __future__ import annotations
@@ -17,28 +18,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import httpx
-from huggingface_hub import HfApi, constants, get_cached_repo_tree, hf_hub_download, snapshot_download
-from huggingface_hub.errors import (
-    CachedRepoTreeNotFoundError,
-    GatedRepoError,
-    HfHubHTTPError,
-    IncompleteSnapshotError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RemoteEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-    RevisionResolutionError,
-)
-from tqdm.auto import tqdm
+import huggingface_hub as api
+from huggingface_hub import constants
+from tqdm import tqdm
 
 LOCAL_FOLDERS = ("data", "models", "runs", "recipes")
 """Folders beside a recipe: ``models/Qwen3-4B`` is never a name on the hub, even if the folder is missing."""
 FILE_SUFFIXES = (".json", ".jsonl", ".parquet", ".yaml", ".yml")
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "LICENSE*")
 """Files of a model's top folder that training and export read."""
-UNREACHABLE = (RevisionResolutionError, LocalEntryNotFoundError, OfflineModeIsEnabled, httpx.TransportError)
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -70,18 +58,20 @@ class HubRepo:
         if self.is_pinned:
             return self
         with _explained(self):
-            commit = HfApi().resolve_revision(self.name, repo_type=self.kind, revision=self.revision)
+            commit = api.HfApi().resolve_revision(self.name, repo_type=self.kind, revision=self.revision)
         return replace(self, revision=str(commit.resolved))
 
     def files(self) -> list[str]:
         """Return the names of all files at this commit, from the cache if it has them. Raises HubError."""
+        from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
         try:
-            return [file.path for file in get_cached_repo_tree(**self._where())]
+            return [file.path for file in api.get_cached_repo_tree(**self._where())]
         except CachedRepoTreeNotFoundError:
             pass
         folder = self._snapshot(["README.md"])  # writes the cache's list of files
         try:
-            return [file.path for file in get_cached_repo_tree(**self._where())]
+            return [file.path for file in api.get_cached_repo_tree(**self._where())]
         except CachedRepoTreeNotFoundError:  # offline, with a cache written by an older huggingface_hub
             return [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
 
@@ -99,9 +89,7 @@ class HubRepo:
     def file(self, name: str) -> Path:
         """Download one file, unless the cache has it; return its path. Raises HubError."""
         with _explained(self):
-            return Path(
-                hf_hub_download(self.name, name, repo_type=self.kind, revision=self.revision, tqdm_class=_Bar)
-            )
+            return Path(api.hf_hub_download(**self._where(), filename=name, tqdm_class=_Bar))
 
     def cached(self) -> Path:
         """Return the folder of this commit in the cache, complete or not. Raises HubError if there is
@@ -123,12 +111,11 @@ class HubRepo:
         return {"repo_id": self.name, "repo_type": self.kind, "revision": self.revision}
 
     def _snapshot(self, patterns: Sequence[str]) -> Path:
+        options: dict[str, Any] = {"tqdm_class": _Bar}
+        if constants.is_offline_mode():
+            options = {"local_files_only": True}
         with _explained(self):
-            if constants.is_offline_mode():
-                return Path(
-                    snapshot_download(**self._where(), allow_patterns=[*patterns], local_files_only=True)
-                )
-            return Path(snapshot_download(**self._where(), allow_patterns=[*patterns], tqdm_class=_Bar))
+            return Path(api.snapshot_download(**self._where(), allow_patterns=[*patterns], **options))
 
 
 def is_name(path: str) -> bool:
@@ -165,25 +152,34 @@ def _shows_progress() -> bool:
 @contextmanager
 def _explained(repo: HubRepo) -> Iterator[None]:
     """Turn errors of the hub into HubError."""
+    import httpx
+    from huggingface_hub import errors
+
+    unreachable = (
+        errors.RevisionResolutionError,
+        errors.LocalEntryNotFoundError,
+        errors.OfflineModeIsEnabled,
+        httpx.TransportError,
+    )
     where = f"{repo.kind} {repo.name!r} on {constants.ENDPOINT}"
     try:
         yield
-    except GatedRepoError:
+    except errors.GatedRepoError:
         raise HubError(
             f"{where}: it is gated: accept its terms on its page, then log in (hf auth login, or HF_TOKEN)"
         ) from None
-    except RepositoryNotFoundError:
+    except errors.RepositoryNotFoundError:
         raise HubError(
             f"{where}: no such {repo.kind}, or it is private and you are not logged in (hf auth login, or "
             "HF_TOKEN); a local folder must exist"
         ) from None
-    except RevisionNotFoundError:
+    except errors.RevisionNotFoundError:
         raise HubError(f"{where}: it has no revision {repo.revision!r}") from None
-    except RemoteEntryNotFoundError as error:
+    except errors.RemoteEntryNotFoundError as error:
         raise HubError(f"{where}: no such file: {str(error).splitlines()[-1]}") from None
-    except IncompleteSnapshotError as error:
+    except errors.IncompleteSnapshotError as error:
         raise HubError(f"{where}: {error}") from None
-    except UNREACHABLE as error:
+    except unreachable as error:
         why = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else _cause(error)
         command = f"hf download {repo.name}" + " --type dataset" * (repo.kind == "dataset")
         command += f" --revision {repo.revision}" * (repo.revision is not None)
@@ -192,20 +188,22 @@ def _explained(repo: HubRepo) -> Iterator[None]:
             f"{where}: {why}, and the cache {constants.HF_HUB_CACHE} lacks {lacks}: run `{command}` with a "
             "connection (HF_HOME is the cache's place), or name a local folder"
         ) from None
-    except HfHubHTTPError as error:
+    except errors.HfHubHTTPError as error:
         raise HubError(f"{where}: {_answer(error)}") from None
 
 
 def _cause(error: BaseException) -> str:
     """Return why a connection failed: its first cause."""
+    from httpx import HTTPStatusError
+
     while error.__cause__ is not None:
         error = error.__cause__
-    if isinstance(error, httpx.HTTPStatusError):
+    if isinstance(error, HTTPStatusError):
         return _answer(error)
     return f"no connection ({type(error).__name__}: {error})"
 
 
-def _answer(error: httpx.HTTPStatusError | HfHubHTTPError) -> str:
+def _answer(error: Any) -> str:
     """Return the hub's answer to a request that it did not serve, and what to do about a refused login."""
     status = error.response.status_code
     message = error.response.headers.get("X-Error-Message") or getattr(error, "server_message", None)

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -37,6 +37,7 @@ ABOUT_DIFFERENCE = (
     "interval over samples and problems]."
 )
 Rows = Sequence[dict[str, Any]]
+Kind = Literal["accuracy", "difference", "efficiency"]
 
 
 @dataclass(frozen=True)
@@ -102,11 +103,8 @@ def compare_runs(
     baseline = baseline or next((name for name in known if name != BASE), BASE)
     if baseline not in known:
         raise ValueError(f"--baseline: expected one of {', '.join(known)}, found {baseline!r}")
-    tables = [
-        Table("Accuracy", accuracies(groups), [ABOUT_ACCURACY]),
-        Table("Difference", differences(groups, baseline), [ABOUT_DIFFERENCE.format(baseline)]),
-        Table("Efficiency", efficiency(groups)),
-    ]
+    kinds: list[Kind] = ["accuracy", "difference", "efficiency"]
+    tables = [make_table(kind.capitalize(), kind, groups, baseline) for kind in kinds]
     tables = [table for table in tables if table.rows]
     notes = budget_notes(groups)
     say(markdown(tables, notes))
@@ -144,11 +142,23 @@ def write(
 # ---- rows -------------------------------------------------------------------------------------------------
 
 
-def accuracies(groups: Sequence[Group], benchmarks: Sequence[str] | None = None) -> Rows:
-    """Return the paper's tables 1 and 3: a row for each method, a column for each model and benchmark.
+def make_table(
+    title: str, kind: Kind, groups: Sequence[Group], baseline: str, benchmarks: Sequence[str] | None = None
+) -> Table:
+    """Return a table of ``kind``. ``baseline``: the method that differences are taken to; ``benchmarks``: the
+    benchmarks to show, in this order; default: all."""
+    match kind:
+        case "accuracy":
+            return Table(title, accuracies(groups, benchmarks), [ABOUT_ACCURACY])
+        case "difference":
+            about = ABOUT_DIFFERENCE.format(baseline)
+            return Table(title, differences(groups, baseline, benchmarks), [about])
+        case "efficiency":
+            return Table(title, efficiency(groups))
 
-    ``benchmarks``: the benchmarks to show, in this order; default: all.
-    """
+
+def accuracies(groups: Sequence[Group], benchmarks: Sequence[str] | None = None) -> Rows:
+    """Return the paper's tables 1 and 3: a row for each method, a column for each model and benchmark."""
 
     def accuracy(group: Group, benchmark: str) -> Accuracy | None:
         results = group.results(benchmark)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from megatron_eqlen.metrics import STAGES as ALL_STAGES
 from megatron_eqlen.report.format import compact
 from megatron_eqlen.report.metrics import Records
 from megatron_eqlen.report.rollouts import RolloutView, SegmentView
@@ -24,9 +25,19 @@ LANES = {
     "trainer": ("trees", "train", "sync", "checkpoint"),
 }
 STAGES = tuple(stage for lane in LANES.values() for stage in lane)
-"""Stages in the order of their colours."""
+COLOURS = (
+    "#3f7ad6", "#d9822b", "#379a72", "#a65bbd", "#c95567", "#8a8f98", "#4aa3b5", "#9a7350", "#9cab2a",
+    "#e07fb4",
+)  # fmt: skip
+"""Colours of series and stages, that can be told apart on light and on dark ground."""
 LEFT, LANE, BOTTOM = 14.0, 26, 20
 """Percent left of the spans; pixels of a lane, and below all of them."""
+
+
+def stage_colour(stage: str) -> str:
+    """Return the colour of a stage, the same in every picture."""
+    order = [*STAGES, *(other for other in ALL_STAGES if other not in STAGES)]
+    return COLOURS[order.index(stage) % len(COLOURS)]
 
 
 def draw(rollout: RolloutView) -> str:
@@ -68,9 +79,9 @@ def _line(kind: str, x: float, top: float, bottom: float) -> str:
     return f'<line class="{kind}" x1="{x:.2f}%" x2="{x:.2f}%" y1="{top}" y2="{bottom}"/>'
 
 
-def timeline(records: Records) -> tuple[list[tuple[str, str]], str]:
-    """Return (stage, its seconds) of the last ``STEPS`` steps, and their picture: a lane each for engine,
-    graders and trainer, and a line at each step's end. Empty if no step has spans."""
+def timeline(records: Records) -> tuple[list[tuple[str, str, str]], str]:
+    """Return (stage, its seconds, its colour) of the last ``STEPS`` steps, and their picture: a lane each for
+    engine, graders and trainer, and a line at each step's end. Empty if no step has spans."""
     shown = [record for record in records if record["spans"]][-STEPS:]
     spans = [span for record in shown for span in record["spans"] if span["stage"] in STAGES]
     if not spans:
@@ -95,11 +106,11 @@ def timeline(records: Records) -> tuple[list[tuple[str, str]], str]:
         lane = next(number for number, stages in enumerate(LANES.values()) if span["stage"] in stages)
         left, right = place(span["began"]), place(span["ended"])
         parts.append(
-            f'<rect class="c{STAGES.index(span["stage"])}" x="{left:.2f}%" y="{LANE * lane + 4}" '
+            f'<rect fill="{stage_colour(span["stage"])}" x="{left:.2f}%" y="{LANE * lane + 4}" '
             f'width="{max(right - left, 0.1):.2f}%" height="{LANE - 8}">'
             f"<title>{span['stage']}: {compact(span['ended'] - span['began'])} s</title></rect>"
         )
-    legend = [(stage, f"{compact(total)} s") for stage, total in seconds.items()]
+    legend = [(stage, f"{compact(total)} s", stage_colour(stage)) for stage, total in seconds.items()]
     return legend, _svg("timeline", "who worked when in the last steps", parts, bottom + BOTTOM)
 
 

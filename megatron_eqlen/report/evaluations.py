@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from megatron_eqlen.evaluation.result import EvaluationResult, compare, read_results
@@ -11,27 +13,35 @@ from megatron_eqlen.evaluation.statistics import Interval
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One row of the table of evaluations."""
+    """One benchmark of one evaluation."""
 
     label: str
     step: int
     result: EvaluationResult
-    accuracy: Interval
-    gain: Interval | None
-    """Change since the run's first evaluation of the benchmark, paired by problem; None without one."""
+    first: EvaluationResult
+    """The run's first result on this benchmark."""
 
     @property
     def when(self) -> str:
         """``before``, ``step 20`` or ``after``."""
         return self.label if self.label in ("before", "after") else f"step {self.step}"
 
+    @property
+    def accuracy(self) -> Interval:
+        return self.result.accuracy
 
-def evaluations(folder: Path, steps: int) -> list[tuple[str, int, list[EvaluationResult]]]:
-    """Return (label, step, benchmarks' results) of a run that has taken ``steps`` steps, in order: ``before``
-    is step 0, ``after`` comes after all. Raises ValueError naming a file with other content."""
-    order = {path: _step(path.stem, steps) for path in sorted(folder.glob("*.json"))}
-    paths = sorted(order, key=lambda path: (order[path], path.stem == "after"))
-    return [(path.stem, order[path], read_results(path)) for path in paths]
+    @cached_property
+    def gain(self) -> Interval | None:
+        """Change since the run's first evaluation of the benchmark, paired by problem; None without one."""
+        same_questions = self.first.manifest["question_ids"] == self.result.manifest["question_ids"]
+        return compare(self.first, self.result) if self.first is not self.result and same_questions else None
+
+
+def evaluation_files(folder: Path, steps: int) -> list[tuple[int, Path]]:
+    """Return (step, file) of the evaluations of a run that has taken ``steps`` steps, in order: ``before`` is
+    step 0, ``after`` comes after all."""
+    files = [(_step(path.stem, steps), path) for path in folder.glob("*.json")]
+    return sorted(files, key=lambda file: (file[0], file[1].stem == "after", file[1].name))
 
 
 def _step(label: str, last: int) -> int:
@@ -39,25 +49,19 @@ def _step(label: str, last: int) -> int:
     return 0 if label == "before" else int(digits) if digits.isdecimal() else last
 
 
-def read_evaluations(folder: Path, steps: int) -> list[Evaluation]:
-    """Return all evaluations of a run that has taken ``steps`` steps, by their steps."""
+def read_evaluations(files: Iterable[tuple[int, Path]]) -> list[Evaluation]:
+    """Return the evaluations in ``evaluation_files``. Raises ValueError naming a file with other content."""
     first: dict[str, EvaluationResult] = {}
-    rows = []
-    for label, step, results in evaluations(folder, steps):
-        for result in results:
-            gain = _gain(first.setdefault(result.benchmark, result), result)
-            rows.append(Evaluation(label, step, result, result.accuracy, gain))
-    return rows
+    return [
+        Evaluation(path.stem, step, result, first.setdefault(result.benchmark, result))
+        for step, path in files
+        for result in read_results(path)
+    ]
 
 
-def _gain(first: EvaluationResult, result: EvaluationResult) -> Interval | None:
-    same_questions = first.manifest["question_ids"] == result.manifest["question_ids"]
-    return compare(first, result) if first is not result and same_questions else None
-
-
-def outcomes(evaluations: list[Evaluation]) -> list[list[Evaluation]]:
-    """Return the first and the last evaluation of each benchmark, or the only one."""
-    by_benchmark: dict[str, list[Evaluation]] = {}
+def histories(evaluations: Iterable[Evaluation]) -> dict[str, list[Evaluation]]:
+    """Return the evaluations of each benchmark, in order."""
+    groups: dict[str, list[Evaluation]] = {}
     for row in evaluations:
-        by_benchmark.setdefault(row.result.benchmark, []).append(row)
-    return [[*rows[:1], *rows[1:][-1:]] for rows in by_benchmark.values()]
+        groups.setdefault(row.result.benchmark, []).append(row)
+    return groups

@@ -5,24 +5,16 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_eqlen.metrics import (
-    LOSS_ENTROPY,
-    LOSS_REF_KL,
-    OBJECTIVE_EFFECTIVE_SAMPLES,
-    TRAIN_GRAD_NORM,
-    spent,
-)
+from megatron_eqlen import metrics as m
 from megatron_eqlen.recipe.budget import UNITS
-from megatron_eqlen.report.evaluations import evaluations
-from megatron_eqlen.report.format import RESPONSE_LENGTH, REWARD, first_of
-from megatron_eqlen.report.metrics import Records, read_metrics
+from megatron_eqlen.report.evaluations import evaluation_files, histories, read_evaluations
+from megatron_eqlen.report.format import RESPONSE_LENGTH, REWARD
+from megatron_eqlen.report.metrics import Columns
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,7 +26,9 @@ WINDOW = 10
 COLUMNS = 2
 """Charts in a row of a sheet."""
 DASHES = ("-", "--", ":", "-.")
-Point = tuple[float, float]
+
+Curve = tuple[np.ndarray, np.ndarray]
+"""[n] places, rising, and the values there."""
 
 
 @dataclass(frozen=True)
@@ -55,73 +49,47 @@ class SheetChart:
     """By method."""
 
 
-@dataclass(frozen=True)
-class Curves:
-    """Curves over the steps of a run, read from its folder."""
-
-    folder: Path
-
-    @cached_property
-    def records(self) -> Records:
-        return read_metrics(self.folder)
-
-    @cached_property
-    def accuracies(self) -> dict[str, list[tuple[int, float]]]:
-        """(step, accuracy in percent) pairs by benchmark."""
-        done = self.records[-1]["step"] if self.records else 0
-        by_benchmark: dict[str, dict[int, float]] = {}
-        for _, step, results in evaluations(self.folder / "evaluation", done):
-            for result in results:
-                by_benchmark.setdefault(result.benchmark, {})[step] = 100 * float(result.scores.mean())
-        return {name: sorted(points.items()) for name, points in by_benchmark.items()}
-
-    def along(self, axis: str) -> dict[int, float]:
-        """Return for each step the spending by its end, in the unit of ``axis``, a key of ``UNITS``."""
-        return {0: 0.0} | {
-            record["step"]: getattr(spent(record["step"], record), axis) for record in self.records
-        }
+def oscillation(norms: np.ndarray) -> np.ndarray:
+    """Return how much a gradient norm [n] changes from step to step, 2 |x' - x| / (|x'| + |x|): a mean
+    over the newest ``WINDOW`` steps; NaN at the first. 0: constant; 2: it is zero at every other step."""
+    size = norms[1:] + norms[:-1]
+    changes = np.where(size > 0, 2 * np.abs(np.diff(norms)) / np.where(size > 0, size, 1), 0.0)
+    means = [changes[max(0, n - WINDOW) : n].mean() for n in range(1, len(changes) + 1)]
+    return np.array([np.nan, *means])[: len(norms)]
 
 
-Measure = Callable[[Curves], list[tuple[int, float]]]
-"""(step, value) pairs of a run."""
-
-
-def metric(*names: str) -> Measure:
-    """Return the first of ``names`` that the run recorded."""
-
-    def measure(run: Curves) -> list[tuple[int, float]]:
-        values = ((record["step"], first_of(record, names)) for record in run.records)
-        return [(step, value) for step, value in values if value is not None]
-
-    return measure
-
-
-def effective_samples(run: Curves) -> list[tuple[int, float]]:
-    """Return the effective samples of all steps so far."""
-    values = np.cumsum([record.get(OBJECTIVE_EFFECTIVE_SAMPLES) or 0.0 for record in run.records])
-    return [(record["step"], float(value)) for record, value in zip(run.records, values, strict=True)]
-
-
-def oscillation(run: Curves) -> list[tuple[int, float]]:
-    """Return how much the gradient norm changes from one step to the next: 2 |x' - x| / (|x'| + |x|), a mean
-    over the newest ``WINDOW`` steps. 0: constant; 2: it is zero at every other step."""
-    changes: list[tuple[int, float]] = []
-    for (_, before), (step, after) in pairwise(metric(TRAIN_GRAD_NORM)(run)):
-        size = before + after
-        changes.append((step, 2 * abs(after - before) / size if size else 0.0))
-    newest = [changes[max(0, n - WINDOW + 1) : n + 1] for n in range(len(changes))]
-    return [(part[-1][0], float(np.mean([change for _, change in part]))) for part in newest]
-
-
-MEASURES: dict[str, Measure] = {
-    "Reward": metric(*REWARD),
-    "Length of responses, tokens": metric(*RESPONSE_LENGTH),
-    "Entropy, nats": metric(LOSS_ENTROPY),
-    "KL to the reference model": metric(LOSS_REF_KL),
-    "Effective samples so far": effective_samples,
-    "Gradient norm": metric(TRAIN_GRAD_NORM),
-    "Oscillation of the gradient norm": oscillation,
+MEASURES: dict[str, tuple[Sequence[str], Callable[[np.ndarray], np.ndarray]]] = {
+    "Reward": (REWARD, np.asarray),
+    "Length of responses, tokens": (RESPONSE_LENGTH, np.asarray),
+    "Entropy, nats": ((m.LOSS_ENTROPY,), np.asarray),
+    "KL to the reference model": ((m.LOSS_REF_KL,), np.asarray),
+    "Effective samples so far": ((m.OBJECTIVE_EFFECTIVE_SAMPLES,), np.cumsum),
+    "Gradient norm": ((m.TRAIN_GRAD_NORM,), np.asarray),
+    "Oscillation of the gradient norm": ((m.TRAIN_GRAD_NORM,), oscillation),
 }
+"""Names of each measure's metric, of which a run has recorded the first, and what is made of its values."""
+READ = {*m.COST_METRICS.values(), *(name for names, _ in MEASURES.values() for name in names)}
+
+
+def read_curves(folder: Path, axis: str) -> dict[str, Curve]:
+    """Return a run's curves by title, along ``axis``, a key of ``UNITS``."""
+    columns = Columns(folder, READ)
+    steps = columns.steps
+    x = steps if axis == "steps" else np.nan_to_num(columns[m.COST_METRICS[axis]])
+    files = evaluation_files(folder / "evaluation", columns.last.get("step", 0))
+    curves = {}
+    for name, rows in histories(read_evaluations(files)).items():
+        at = {row.step: 100 * float(row.result.scores.mean()) for row in rows}
+        begun, spent = np.append(0, steps), np.append(0.0, x)
+        there = np.isin(begun, [*at])
+        values = np.array([at[step] for step in begun[there].astype(int).tolist()])
+        curves[f"Accuracy on {name}, %"] = spent[there], values
+    for title, (names, made) in MEASURES.items():
+        values = columns.first_of(names)
+        known = np.isfinite(values)
+        values = made(values[known])
+        curves[title] = x[known][np.isfinite(values)], values[np.isfinite(values)]
+    return curves
 
 
 def curves(
@@ -132,51 +100,41 @@ def curves(
 
     ``titles``: the charts to draw; default: all that have points. Raises ValueError for another title.
     """
-    runs = {method: [Curves(folder) for folder in folders] for method, folders in methods.items()}
-    every = [run for seeds in runs.values() for run in seeds]
-    if not any(max(run.along(axis).values()) for run in every):
-        axis = "steps"
-    benchmarks = dict.fromkeys(name for run in every for name in run.accuracies)
-    measures = {f"Accuracy on {name}, %": _accuracy(name) for name in benchmarks} | MEASURES
-    if unknown := [title for title in titles or () if title not in measures]:
-        raise ValueError(f"charts: expected some of {', '.join(measures)}, found {unknown[0]!r}")
+    runs = {name: [read_curves(folder, axis) for folder in folders] for name, folders in methods.items()}
+    places = [curve[0] for seeds in runs.values() for run in seeds for curve in run.values()]
+    if axis != "steps" and not any(x.any() for x in places):
+        return curves(methods, "steps", titles)
+    known = dict.fromkeys(title for seeds in runs.values() for run in seeds for title in run)
+    known = sorted(known, key=lambda title: title in MEASURES)  # accuracies first
+    if unknown := [title for title in titles or () if title not in known]:
+        raise ValueError(f"charts: expected some of {', '.join(known)}, found {unknown[0]!r}")
     x_name = UNITS[axis] if axis != "steps" else "step"
-    charts = [SheetChart(title, x_name, _lines(runs, measures[title], axis)) for title in titles or measures]
-    return [chart for chart in charts if chart.lines]
+    charts = []
+    for title in titles or known:
+        lines = {
+            name: over_seeds([run[title] for run in seeds if title in run]) for name, seeds in runs.items()
+        }
+        if drawn := {name: line for name, line in lines.items() if line is not None}:
+            charts.append(SheetChart(title, x_name, drawn))
+    return charts
 
 
-def _accuracy(benchmark: str) -> Measure:
-    return lambda run: run.accuracies.get(benchmark, [])
-
-
-def _lines(runs: Mapping[str, Sequence[Curves]], measure: Measure, axis: str) -> dict[str, MethodCurve]:
-    lines = {
-        method: over_seeds([_points(run, measure, axis) for run in seeds]) for method, seeds in runs.items()
-    }
-    return {method: line for method, line in lines.items() if line is not None}
-
-
-def _points(run: Curves, measure: Measure, axis: str) -> list[Point]:
-    along = run.along(axis)
-    return [(along[step], value) for step, value in measure(run) if step in along]
-
-
-def over_seeds(seeds: Sequence[Sequence[Point]]) -> MethodCurve | None:
+def over_seeds(seeds: Sequence[Curve]) -> MethodCurve | None:
     """Return the mean of the seeds' curves with the band from the lowest to the highest, where all have
     points; None without any.
 
     Places are the seeds' own x if these are the same, else ``POINTS`` places between their common ends, to
     which each curve is interpolated linearly.
     """
-    seeds = [points for points in seeds if points]
+    seeds = [curve for curve in seeds if len(curve[0])]
     if not seeds:
         return None
-    own = [[x for x, _ in points] for points in seeds]
-    if all(places == own[0] for places in own):
-        grid = np.array(own[0])
+    own = [x for x, _ in seeds]
+    if all(np.array_equal(x, own[0]) for x in own):
+        grid = own[0]
     else:
-        grid = np.linspace(max(places[0] for places in own), min(places[-1] for places in own), POINTS)
-    values = np.array([np.interp(grid, [x for x, _ in curve], [y for _, y in curve]) for curve in seeds])
+        grid = np.linspace(max(x[0] for x in own), min(x[-1] for x in own), POINTS)
+    values = np.array([np.interp(grid, x, y) for x, y in seeds])
     return MethodCurve(grid, values.mean(axis=0), values.min(axis=0), values.max(axis=0))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from megatron_eqlen.metrics import (
     HARVEST_ENDED_RESPONSE_LENGTH,
@@ -18,9 +17,6 @@ from megatron_eqlen.metrics import (
     REWARD_MEAN,
     TRAIN_TOKENS_PER_SECOND,
 )
-
-if TYPE_CHECKING:
-    from megatron_eqlen.evaluation.statistics import Interval  # imports SciPy; commands start without it
 
 REWARD = (POLICY_REWARD, REWARD_MEAN, "objective/reward_mean")
 PAIRS = (HARVEST_PAIRS_PER_STREAM, OBJECTIVE_PAIRS_PER_STREAM)
@@ -77,9 +73,3 @@ def shorten(text: str) -> str:
 
 def percent(share: float) -> str:
     return f"{100 * share:.1f}%"
-
-
-def points(interval: Interval) -> str:
-    """Format a difference of accuracies: ``+18.2 [+12.0, +24.5] points``."""
-    mean, low, high = (f"{100 * value:+.1f}" for value in (interval.mean, interval.low, interval.high))
-    return f"{mean} [{low}, {high}] points"

@@ -9,16 +9,17 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import time
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pydantic_core import from_json
 
-from megatron_eqlen.files import naming, write_text
+from megatron_eqlen.files import naming
 from megatron_eqlen.report.trackers import Tracker
 from megatron_eqlen.types import Metrics
 
@@ -36,15 +37,15 @@ logger = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Writes into a run folder, and hands the same metrics to ``trackers``; rank 0 has one. Use as a context:
-    trackers learn whether an error ends the run.
+    """Writes into a run folder, and hands the same metrics to a tracker; rank 0 has one. Use as a context:
+    the tracker learns whether an error ends the run.
 
     ``step`` is the number of steps that the run has taken: later lines are removed.
     """
 
-    def __init__(self, folder: Path, step: int = 0, trackers: Sequence[Tracker] = ()) -> None:
+    def __init__(self, folder: Path, step: int = 0, tracker: Tracker | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.trackers = trackers
+        self.tracker = tracker
         self._path = folder / FILE
         _cut_after(self._path, step)
         self.file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
@@ -57,20 +58,20 @@ class MetricsWriter:
 
     def close(self, failed: bool = False) -> None:
         self.file.close()
-        for tracker in self.trackers:
-            tracker.finish(failed)
+        if self.tracker is not None:
+            self.tracker.finish(failed)
 
     def write(self, step: int, metrics: Metrics, samples: Samples | None = None) -> None:
         """Append the metrics of ``step`` (counted from 1). Numbers that are not finite become null.
-        ``samples``: for trackers."""
+        ``samples``: for the tracker."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         record = {"step": step, "time": time.time(), **finite}
         line = memoryview(json.dumps(record).encode() + b"\n")
         with naming(self._path):
             while line:  # a full disk raises; a signal may shorten a write
                 line = line[self.file.write(line) :]
-        for tracker in self.trackers:
-            tracker.log(step, metrics, samples)
+        if self.tracker is not None:
+            self.tracker.log(step, metrics, samples)
 
 
 def read_metrics(folder: Path) -> Records:
@@ -79,7 +80,7 @@ def read_metrics(folder: Path) -> Records:
     A torn last line is left out with a warning. Raises ValueError with file and line for any other line that
     is no record of a step.
     """
-    return list(_records(folder / FILE))
+    return [record for _, record in _lines(folder / FILE)]
 
 
 def read_newest(folder: Path, count: int) -> Records:
@@ -105,7 +106,7 @@ class Columns:
         self.last: dict[str, Any] = {}
         """The whole record of the newest step; empty before the first."""
         numbers, kept = array("d"), ("step", "time", *names)
-        for self.last in _records(folder / FILE):
+        for _, self.last in _lines(folder / FILE):
             values = map(self.last.get, kept)
             numbers.extend(math.nan if value is None else value for value in values)
         self._values = dict(zip(kept, np.array(numbers).reshape(-1, len(kept)).T, strict=True))
@@ -114,8 +115,13 @@ class Columns:
     def __getitem__(self, name: str) -> np.ndarray:
         return self._values[name]
 
+    def first_of(self, names: Sequence[str]) -> np.ndarray:
+        """Return the values of the first of ``names`` that the run measured."""
+        return next((self[name] for name in names if np.isfinite(self[name]).any()), self[names[0]])
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
+
+def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yield each line with its record."""
     if not path.is_file():
         return
     with open(path, "rb") as file:
@@ -123,12 +129,12 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             if not line.endswith(b"\n"):
                 logger.warning("%s: dropped a torn last line of %d bytes", path, len(line))
                 return
-            yield _record(line, f"{path}:{number}")
+            yield line, _record(line, f"{path}:{number}")
 
 
 def _record(line: bytes, where: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = from_json(line)  # three times as fast as json
     except ValueError:
         record = None
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
@@ -137,15 +143,12 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
 
 
 def _cut_after(path: Path, step: int) -> None:
-    """Keep the records up to ``step``; the file is replaced atomically, so a crash leaves the old or the new
-    one."""
+    """Cut the file off after the record of ``step``, or before a torn last line."""
     if not path.exists():
         return
-    kept = [record for record in read_metrics(path.parent) if record["step"] <= step]
-    write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
-
-
-def mean_of_known(values: Iterable[float | None]) -> float | None:
-    """Return the mean of the known values; None if the metric is unknown in all these steps."""
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
+    end = 0
+    for line, record in _lines(path):
+        if record["step"] > step:
+            break
+        end += len(line)
+    os.truncate(path, end)

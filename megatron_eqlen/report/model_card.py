@@ -8,15 +8,14 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from megatron_eqlen.evaluation.result import EvaluationResult, compare
 from megatron_eqlen.files import write_text
 from megatron_eqlen.metrics import spent
 from megatron_eqlen.recipe import ModelRecipe, Recipe, SourceRecipe
 from megatron_eqlen.recipe.inputs import hub_repo
 from megatron_eqlen.recipe.load import load_run
 from megatron_eqlen.recipe.yaml_values import to_yaml
-from megatron_eqlen.report.evaluations import evaluations
-from megatron_eqlen.report.metrics import read_metrics
+from megatron_eqlen.report.evaluations import Evaluation, evaluation_files, histories, read_evaluations
+from megatron_eqlen.report.metrics import read_newest
 from megatron_eqlen.report.run_folder import versions
 
 TASK = "text-generation"
@@ -27,19 +26,23 @@ OWN = ("cluster", "run_dir", "inputs_from", "report", "profile", "variant")
 def write_model_card(run_folder: Path) -> Path:
     """Write ``export/README.md`` of a run that has exported its model; return its path."""
     recipe = load_run(run_folder)
-    records = read_metrics(run_folder)
-    steps = int(records[-1]["step"] or 0) if records else 0
-    results = evaluations(run_folder / "evaluation", steps)
-    after = next((measured for label, _, measured in reversed(results) if label == "after"), [])
-    before = next((measured for label, _, measured in results if label == "before"), [])
-    outcome = recipe.budget.outcome(spent(steps, records[-1])) if records else "no step"
+    newest = read_newest(run_folder, 1)
+    steps = newest[-1]["step"] if newest else 0
+    files = [
+        (step, path)
+        for step, path in evaluation_files(run_folder / "evaluation", steps)
+        if path.stem in ("before", "after")
+    ]
+    results = histories(read_evaluations(files)).values()
+    after = [rows[-1] for rows in results if rows[-1].label == "after"]
+    outcome = recipe.budget.outcome(spent(steps, newest[-1])) if newest else "no step"
     text = "\n\n".join([
         f"---\n{_data(recipe, after).to_yaml()}\n---",
         f"# {_name(recipe)}",
         f"`{_place(recipe.model)}` trained with megatron_eqlen: {recipe.method}, seed {recipe.seed}; "
         f"{outcome}.",
         f"## Data\n\n{_sources(recipe)}",
-        *(["## Evaluation\n\n" + _table(before, after)] if after else []),
+        *(["## Evaluation\n\n" + _table(after)] if after else []),
         f"## Recipe\n\n```yaml\n{to_yaml(_published(recipe)).strip()}\n```",
         f"## Made with\n\n{_versions()}",
     ])  # fmt: skip
@@ -48,7 +51,7 @@ def write_model_card(run_folder: Path) -> Path:
     return card
 
 
-def _data(recipe: Recipe, after: list[EvaluationResult]) -> ModelCardData:
+def _data(recipe: Recipe, after: list[Evaluation]) -> ModelCardData:
     """Return the metadata that the hub indexes."""
     named = [source.path for source in recipe.data.sources if hub_repo(source)]
     return ModelCardData(
@@ -61,13 +64,13 @@ def _data(recipe: Recipe, after: list[EvaluationResult]) -> ModelCardData:
         eval_results=[
             EvalResult(
                 task_type=TASK,
-                dataset_type=result.benchmark,
-                dataset_name=result.benchmark,
+                dataset_type=row.result.benchmark,
+                dataset_name=row.result.benchmark,
                 metric_type="accuracy",
-                metric_name=f"avg@{result.samples}",
-                metric_value=round(result.accuracy.mean, 4),
+                metric_name=f"avg@{row.result.samples}",
+                metric_value=round(row.accuracy.mean, 4),
             )
-            for result in after
+            for row in after
         ],
     )
 
@@ -109,14 +112,12 @@ def _named(value: Any) -> Any:
     return Path(value).name if is_local else value
 
 
-def _table(before: list[EvaluationResult], after: list[EvaluationResult]) -> str:
+def _table(after: list[Evaluation]) -> str:
     """Return a table of accuracies with 95% intervals, and the paired change on the same questions."""
-    earlier = {result.benchmark: result for result in before}
     rows = ["| benchmark | problems | | accuracy | change |", "|---|---|---|---|---|"]
-    for result in after:
-        accuracy = f"avg@{result.samples} | {result.accuracy}"
-        same = earlier.get(result.benchmark)
-        change = compare(same, result).points if same else "not measured before"
+    for row in after:
+        result, change = row.result, row.gain.points if row.gain else "not measured before"
+        accuracy = f"avg@{result.samples} | {row.accuracy}"
         rows.append(f"| {result.benchmark} | {len(result.answers)} | {accuracy} | {change} |")
     return "\n".join([*rows, "", "95% intervals; the change is paired by problem."])
 

@@ -8,8 +8,10 @@ policy forbids a browser to load anything.
 
 from __future__ import annotations
 
+import logging
 import time
 from importlib import resources
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,20 +19,25 @@ from typing import Any
 import jinja2
 
 from megatron_eqlen.files import write_text
-from megatron_eqlen.recipe.load import dump, load_run
-from megatron_eqlen.report.charts import COLOURS, METRICS, charts, facts, stages
-from megatron_eqlen.report.drawing import draw, timeline
-from megatron_eqlen.report.evaluations import outcomes, read_evaluations
-from megatron_eqlen.report.format import compact, percent, points, shorten
+from megatron_eqlen.recipe.load import dump
+from megatron_eqlen.report.charts import METRICS, charts, facts
+from megatron_eqlen.report.drawing import COLOURS, draw, timeline
+from megatron_eqlen.report.evaluations import evaluation_files, histories, read_evaluations
+from megatron_eqlen.report.format import compact, percent, shorten
 from megatron_eqlen.report.metrics import Columns
-from megatron_eqlen.report.recorded import Recorded, find_decoder, is_scored, recorded
-from megatron_eqlen.report.run_state import read_state
-from megatron_eqlen.report.status import page_rows
+from megatron_eqlen.report.recorded import RecordedStep, find_decoder
+from megatron_eqlen.report.status import RunStatus
+from megatron_eqlen.rollout.record.reader import check_newest, scored_steps, step_files
 
+PAGE = "report.html"
 STEPS = 2
 """Number of newest graded steps whose rollouts are shown, besides the first step."""
+EVALUATIONS = 20
+"""Number of a benchmark's newest evaluations in the table, besides the first; the chart shows all."""
 FREE = 100
 """A page is written while a run trains if all its pages take at most one ``FREE``th of the run's time."""
+
+logger = logging.getLogger(__name__)
 
 
 def write_page(run: Path) -> Path:
@@ -39,38 +46,43 @@ def write_page(run: Path) -> Path:
     Metrics, evaluations and streams may be missing. Raises ValueError if the folder holds no recipe, or
     naming the file that cannot be read.
     """
-    from megatron_eqlen.report.plots import library, plots  # imports Bokeh
-
-    recipe, state, columns = load_run(run), read_state(run), Columns(run, METRICS)
-    evaluated = read_evaluations(run / "evaluation", columns.last.get("step", 0))
+    status, columns = RunStatus(run), Columns(run, METRICS)
+    recipe = status.recipe
+    evaluated = read_evaluations(evaluation_files(run / "evaluation", columns.last.get("step", 0)))
+    benchmarks = histories(evaluated).values()
     decoder = find_decoder(recipe.model)
-    steps = [Recorded(folder, recipe) for folder in _shown(run / "streams")]
-    drawn = [*charts(columns, evaluated), *filter(None, [stages(columns)])]
-    script, elements = plots(drawn)
+    check_newest(run / "streams")
+    newest = islice(scored_steps(run / "streams", newest_first=True), STEPS)
+    shown = dict([*newest, *islice(scored_steps(run / "streams"), 1)])
+    steps = [(n + 1, RecordedStep(step_files(folder), recipe)) for n, folder in shown.items()]
+    drawn = charts(columns, evaluated)
     html = _environment().get_template("page.html.jinja").render(
         title=f"{recipe.name} · {recipe.method} · seed {recipe.seed}",
         colours=COLOURS,
-        style=(resources.files("megatron_eqlen.report") / "page.css").read_text(encoding="utf-8"),
-        scripts=[library(), script] if script else [],
+        style=_own("page.css"),
+        library=_bokeh() if drawn else "",
+        script=_own("page.js"),
         recipe=recipe,
         recipe_text=dump(recipe),
-        rows=page_rows(run, state),
-        outcomes=outcomes(evaluated),
-        facts=facts(columns, recipe.budget),
-        charts=list(zip(drawn, elements, strict=True)),
-        timeline=timeline(list(state.steps)),
-        evaluations=evaluated,
-        steps=[(step, step.verdicts(), step.views(decoder.decode)) for step in steps],
+        rows=status.page(),
+        outcomes=[[*rows[:1], *rows[1:][-1:]] for rows in benchmarks],
+        facts=facts(columns),
+        charts=list(enumerate(drawn)),
+        data=[chart.data() for chart in drawn],
+        timeline=timeline(list(status.state.steps)),
+        evaluations=[row for rows in benchmarks for row in [*rows[:1], *rows[1:][-EVALUATIONS:]]],
+        steps=[(number, step.verdicts(), step.telling(decoder.decode)) for number, step in steps],
         note=decoder.note,
         last=columns.last,
     )  # fmt: skip
-    path = run / "report.html"
+    path = run / PAGE
     write_text(path, html)
     return path
 
 
 class PageWriter:
-    """Writes the page of the run in ``folder`` while it trains, as often as that costs next to nothing."""
+    """Writes the page of the run in ``folder`` while it trains, as often as that costs next to nothing. If a
+    damaged file in the folder forbids it, that is a warning."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._began = folder, time.monotonic()
@@ -81,9 +93,30 @@ class PageWriter:
         began = time.monotonic()
         if FREE * (self._taken + self._longest) > began - self._began:
             return
-        write_page(self._folder)
+        self.write()
         took = time.monotonic() - began
         self._taken, self._longest = self._taken + took, max(self._longest, took)
+
+    def write(self) -> Path:
+        """Write the page; return its path."""
+        try:
+            return write_page(self._folder)
+        except ValueError as error:
+            logger.warning("report.html is not written: %s", error)
+            return self._folder / PAGE
+
+
+def _own(name: str) -> str:
+    return (resources.files("megatron_eqlen.report") / name).read_text(encoding="utf-8")
+
+
+def _bokeh() -> str:
+    """Return BokehJS. Bokeh itself is not imported, which takes longer than all else."""
+    package = find_spec("bokeh")
+    assert package is not None, "pyproject.toml requires it"
+    assert package.origin is not None
+    scripts = Path(package.origin).parent / "server/static/js"
+    return "\n".join((scripts / f"{name}.min.js").read_text("utf-8") for name in ("bokeh", "bokeh-api"))
 
 
 def _environment() -> jinja2.Environment:
@@ -95,12 +128,5 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters.update(compact=compact, shorten=shorten, percent=percent, points=points, draw=draw)
+    made.filters.update(compact=compact, shorten=shorten, percent=percent, draw=draw)
     return made
-
-
-def _shown(streams: Path) -> list[Path]:
-    """Return the newest steps that are harvested and graded, the newest first, then the first one."""
-    newest = list(islice(filter(is_scored, recorded(streams, newest_first=True)), STEPS))
-    first = list(islice(filter(is_scored, recorded(streams)), 1))
-    return list(dict.fromkeys([*newest, *first]))

@@ -1,29 +1,24 @@
-"""Recorded rollouts in readable form: text, rewards, and their part in training."""
+"""Rollouts in readable form: text, rewards, and their part in training."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 from megatron_eqlen.objectives.build import weighted_units
 from megatron_eqlen.objectives.dynamic_sampling import trained
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.recipe.load import RECIPE, load
 from megatron_eqlen.report.format import compact, shorten
-from megatron_eqlen.rollout.record.reader import step_files
-from megatron_eqlen.rollout.record.recorder import FILES
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.tokens import SAMPLED, VERSIONS, Placeholder, TokenIds
-from megatron_eqlen.types import Grade, Part, Prompt, Rollout, tokens_along
+from megatron_eqlen.types import Grade, Part, Rollout, tokens_along
 
 Decode = Callable[[TokenIds], str]
 
 Role = Literal["raised", "lowered", "equal", "plain"]
 """Effect of training on the segment's probability, by its advantage. ``equal``: compared, but without an
 advantage; ``plain``: not compared."""
-
 Use = Literal["trained", "skipped", "not trained", "not scored", ""]
 """``skipped``: compared, but its weight is 0 (equal rewards). ``not trained``: part of no comparison. Empty
 if unknown."""
@@ -32,6 +27,8 @@ MATH = "math"
 """The grader that compares an answer with a gold one (``Prompt.grader``)."""
 CONTEXT_TOKENS = 24
 """Number of tokens before a segment that are shown with it."""
+SHOWN = 4
+"""Number of a step's rollouts that are shown."""
 
 
 class Lesson(NamedTuple):
@@ -50,6 +47,7 @@ class SegmentView:
     """One side of a pair, a completion, a tail, or a step of a tree."""
 
     label: str
+    """``A1``, ``B1``, ``tail``, ``completion 3``, ``step 2 after step 0``."""
     before: str
     """End of the tokens that the segment inherits after the prompt."""
     text: str
@@ -84,8 +82,7 @@ class SegmentView:
         ]
 
 
-@dataclass(frozen=True)
-class PairView:
+class PairView(NamedTuple):
     a: SegmentView
     b: SegmentView
 
@@ -95,76 +92,47 @@ class RolloutView:
     prompt_id: str
     question: str
     title: str
-    pairs: list[PairView] = field(default_factory=list)
-    segments: list[SegmentView] = field(default_factory=list)
+    pairs: list[PairView]
+    segments: list[SegmentView]
     """Segments outside pairs."""
 
     def all_segments(self) -> list[SegmentView]:
-        return [*(side for pair in self.pairs for side in (pair.a, pair.b)), *self.segments]
-
-
-def recorded_steps(streams: Path) -> Iterator[tuple[str, list[Path]]]:
-    """Yield (name, files) of a ``.arrow`` file, of one step's folder, or of the steps of a ``streams/``
-    folder.
-
-    Raises ValueError naming the path if there are none.
-    """
-    if streams.is_file():
-        yield streams.name, [streams]
-        return
-    folders = [streams] if any(streams.glob(FILES)) else sorted(streams.glob("step-*"))
-    steps = ((folder.name, files) for folder in folders if (files := step_files(folder)))
-    first = next(steps, None)
-    if first is None:
-        kind = "neither" if streams.is_dir() else "no such file or folder"
-        raise ValueError(
-            f"{streams}: expected a .arrow file, or a folder with {FILES} or step-*/{FILES}, found {kind}"
-        )
-    yield first
-    yield from steps
-
-
-def recipe_of(streams: Path) -> Recipe | None:
-    """Return the recipe of the run or harvest that recorded ``streams`` (as for ``recorded_steps``).
-
-    The recipe lies beside the steps, or beside the folder ``streams/`` that holds them.
-    """
-    here = streams.resolve()
-    for folder in (here, *here.parents):
-        recorded = (folder / "streams").is_dir() or any(folder.glob(f"step-*/{FILES}"))
-        if recorded and (folder / RECIPE).is_file():
-            return load(folder / RECIPE)
-    return None
+        return [*(side for pair in self.pairs for side in pair), *self.segments]
 
 
 class Training:
-    """Effects of training on a step's ``rollouts``, found with the functions of training itself and the run's
-    recipe. Skeletons suffice."""
+    """Effects of training on a step's rollouts, found with the functions of training itself; skeletons
+    suffice. Without the recipe nothing is known.
 
-    def __init__(self, rollouts: Sequence[Rollout], recipe: Recipe) -> None:
-        self.scored = all(part.grade for rollout in rollouts for part, _ in rollout.ended())
-        self.members: dict[int, Lesson] = {}
-        """Lessons by the ``id()`` of the part."""
-        if self.scored:
-            self._compare(rollouts, recipe)
+    ``selected``: ``rollouts`` are those that the step trains, not all that it recorded.
+    """
 
-    def of(self, part: Part) -> Lesson:
-        use = "not trained" if self.scored else "not scored"
-        return self.members.get(id(part)) or Lesson(_own_reward(part), None, "plain", use)
-
-    def _compare(self, rollouts: Sequence[Rollout], recipe: Recipe) -> None:
-        for unit in weighted_units(trained(rollouts, recipe), recipe):
+    def __init__(self, rollouts: Sequence[Rollout], recipe: Recipe | None, selected: bool = False) -> None:
+        scored = all(part.grade for rollout in rollouts for part, _ in rollout.ended())
+        self._other: Use = "" if recipe is None else "not trained" if scored else "not scored"
+        self._lessons: dict[int, Lesson] = {}
+        """By the ``id()`` of the part."""
+        if recipe is None or not scored:
+            return
+        for unit in weighted_units(rollouts if selected else trained(rollouts, recipe), recipe):
             members = zip(unit.members, unit.nodes, unit.rewards, unit.advantages, strict=True)
             for part, node, reward, advantage in members:
                 use = "trained" if node.weight else "skipped"
-                self.members[id(part)] = Lesson(reward, advantage, _role(node.weight, advantage), use)
-
-
-class Unknown:
-    """Used instead of ``Training`` if the recipe is not known."""
+                self._lessons[id(part)] = Lesson(reward, advantage, _role(node.weight, advantage), use)
 
     def of(self, part: Part) -> Lesson:
-        return Lesson(_own_reward(part), None, "plain", "")
+        reward = None if part.grade is None else part.grade.reward
+        return self._lessons.get(id(part)) or Lesson(reward, None, "plain", self._other)
+
+    def telling(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Return a few of ``rollouts`` of different prompts, first those with unequal rewards."""
+        by_prompt: dict[str, Rollout] = {}
+        for rollout in sorted(rollouts, key=lambda rollout: not self._teaches(rollout)):
+            by_prompt.setdefault(rollout.prompt_id, rollout)
+        return [*by_prompt.values()][:SHOWN]
+
+    def _teaches(self, rollout: Rollout) -> bool:
+        return any(self.of(part).role in ("raised", "lowered") for part in rollout.parts)
 
 
 def _role(weight: float, advantage: float) -> Role:
@@ -173,45 +141,34 @@ def _role(weight: float, advantage: float) -> Role:
     return "raised" if advantage > 0 else "lowered"
 
 
-class LabeledPart(NamedTuple):
-    """A part with its label."""
-
-    label: str
-    """``A1``, ``B1``, ``tail``, ``completion 3``, ``step 2 after step 0``."""
-    part: Part
-    inherited: TokenIds
-    """Token ids between the prompt and the part."""
-
-
-def labeled_parts(rollout: Rollout) -> tuple[str, list[LabeledPart]]:
-    """Return a rollout's title and its parts."""
-    title, labels = KINDS[rollout.kind].labels(rollout)
-    return title, [
-        LabeledPart(label, part, tokens_along(rollout.line(part.parent)))
-        for label, part in zip(labels, rollout.parts, strict=True)
-    ]
-
-
-def view(rollout: Rollout, decode: Decode, training: Training | Unknown) -> RolloutView:
+def view(rollout: Rollout, decode: Decode, training: Training) -> RolloutView:
     """Return a rollout as text; ``training`` gives the lessons."""
-    title, parts = labeled_parts(rollout)
-    gold = gold_answer(rollout.prompt)
+    title, labels = KINDS[rollout.kind].labels(rollout)
     seen = {role: list[SegmentView]() for role in ("a", "b", "")}
-    for placed in parts:
-        role = placed.part.role if placed.part.role in seen else ""
-        seen[role].append(_segment(placed, decode, training, gold))
-    return RolloutView(
-        rollout.prompt_id,
-        rollout.prompt.question,
-        title,
-        [PairView(a, b) for a, b in zip(seen["a"], seen["b"], strict=True)],
-        seen[""],
+    for label, part in zip(labels, rollout.parts, strict=True):
+        inherited = tokens_along(rollout.line(part.parent))
+        shown = _segment(rollout, part, label, inherited, decode, training)
+        seen[part.role if part.role in seen else ""].append(shown)
+    pairs = [PairView(a, b) for a, b in zip(seen["a"], seen["b"], strict=True)]
+    return RolloutView(rollout.prompt_id, rollout.prompt.question, title, pairs, seen[""])
+
+
+def _segment(
+    rollout: Rollout, part: Part, label: str, inherited: TokenIds, decode: Decode, training: Training
+) -> SegmentView:
+    gold = rollout.prompt.gold if rollout.prompt.grader == MATH else ""  # of other graders no one answer
+    return SegmentView(
+        label=label,
+        before=decode(inherited[-CONTEXT_TOKENS:]),
+        text=decode(part.token_ids),
+        length=len(part),
+        inherited=len(inherited),
+        end=part.finish_reason or "continues",
+        **training.of(part)._asdict(),
+        verdict="" if part.grade is None else _verdict(part.grade, gold),
+        versions=_versions(part),
+        means=_means(part),
     )
-
-
-def gold_answer(prompt: Prompt) -> str:
-    """Return the gold answer; empty if that is not one answer, as for programs."""
-    return prompt.gold if prompt.grader == MATH else ""
 
 
 def _verdict(grade: Grade, gold: str) -> str:
@@ -219,24 +176,6 @@ def _verdict(grade: Grade, gold: str) -> str:
     answer = "" if grade.answer is None else f": {grade.answer}"
     beside = f" (gold: {gold})" if gold and grade.verdict != "correct" else ""
     return f"{grade.verdict}{answer}{beside}"
-
-
-def _segment(
-    placed: LabeledPart, decode: Decode, training: Training | Unknown, gold: str = ""
-) -> SegmentView:
-    part, grade = placed.part, placed.part.grade
-    return SegmentView(
-        label=placed.label,
-        before=decode(placed.inherited[-CONTEXT_TOKENS:]),
-        text=decode(part.token_ids),
-        length=len(part),
-        inherited=len(placed.inherited),
-        end=part.finish_reason or "continues",
-        **training.of(part)._asdict(),
-        verdict="" if grade is None else _verdict(grade, gold),
-        versions=_versions(part),
-        means=_means(part),
-    )
 
 
 def _versions(part: Part) -> tuple[int, ...]:
@@ -250,7 +189,3 @@ def _versions(part: Part) -> tuple[int, ...]:
 def _means(part: Part) -> dict[str, float]:
     known = {name: part.tokens[name] for name in SAMPLED if name in part.tokens and len(part)}
     return {name: float(v.mean()) for name, v in known.items() if not isinstance(v, Placeholder)}
-
-
-def _own_reward(part: Part) -> float | None:
-    return None if part.grade is None else part.grade.reward

@@ -12,13 +12,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from megatron_eqlen import metrics as m
 from megatron_eqlen.evaluation.result import EvaluationResult, read_results
-from megatron_eqlen.metrics import HARVEST_GENERATED_TOKENS, OBJECTIVE_EFFECTIVE_SAMPLES, spent
 from megatron_eqlen.objectives.registry import with_defaults
 from megatron_eqlen.recipe import Recipe, is_under, leaves
 from megatron_eqlen.recipe.budget import Spent
 from megatron_eqlen.recipe.load import RECIPE, load_run
-from megatron_eqlen.report.metrics import read_metrics
+from megatron_eqlen.report.metrics import Columns
 
 BASE = "base"
 """Method name of the model before training: every run's first evaluation."""
@@ -84,19 +86,15 @@ def _runs_in(folder: Path) -> Iterator[Path]:
 def read_run(folder: Path, recipe: Recipe | None = None) -> RunResult:
     """Return the results of a run that has ended. ``recipe``: the run's; default: read from its folder."""
     before = folder / "evaluation" / "before.json"
-    records = read_metrics(folder)
-
-    def total(name: str) -> float:
-        return sum(record.get(name) or 0.0 for record in records)
-
+    columns = Columns(folder, (m.OBJECTIVE_EFFECTIVE_SAMPLES, m.HARVEST_GENERATED_TOKENS))
     return RunResult(
         folder,
         recipe or load_run(folder),
         _by_benchmark(before) if before.is_file() else {},
         _by_benchmark(folder / AFTER),
-        total(OBJECTIVE_EFFECTIVE_SAMPLES),
-        total(HARVEST_GENERATED_TOKENS),
-        spent(records[-1]["step"], records[-1]) if records else Spent(),
+        float(np.nansum(columns[m.OBJECTIVE_EFFECTIVE_SAMPLES])),
+        float(np.nansum(columns[m.HARVEST_GENERATED_TOKENS])),
+        m.spent(columns.last.get("step", 0), columns.last),
     )
 
 
@@ -110,7 +108,8 @@ def group_runs(runs: Sequence[RunResult]) -> list[Group]:
         if any(run.before for run in mine):
             groups.append(Group(model, BASE, mine))
         for method in dict.fromkeys(run.recipe.method for run in mine):
-            same = sorted((run for run in mine if run.recipe.method == method), key=_seed)
+            same = [run for run in mine if run.recipe.method == method]
+            same.sort(key=lambda run: run.recipe.seed)
             groups += [Group(model, name, runs) for name, runs in _by_recipe(method, same).items()]
     for group in groups:
         if group.method != BASE:
@@ -122,9 +121,8 @@ def _by_recipe(method: str, runs: Sequence[RunResult]) -> dict[str, list[RunResu
     """Return runs by the name of their recipe: the method, and the keys in which recipes of this method
     differ."""
     values = [_method_keys(run.recipe) for run in runs]
-    keys = [
-        key for key in dict.fromkeys(key for entries in values for key in entries) if _differ(key, values)
-    ]
+    every = dict.fromkeys(key for entries in values for key in entries)
+    keys = [key for key in every if any(entries.get(key) != values[0].get(key) for entries in values)]
     named: dict[str, list[RunResult]] = {}
     for run, entries in zip(runs, values, strict=True):
         apart = ", ".join(f"{key}={_plain_text(entries.get(key))}" for key in keys)
@@ -138,10 +136,6 @@ def _method_keys(recipe: Recipe) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if not is_under(key, NOT_THE_METHOD)}
 
 
-def _differ(key: str, values: Sequence[dict[str, Any]]) -> bool:
-    return any(entries.get(key) != values[0].get(key) for entries in values)
-
-
 def _plain_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
@@ -150,14 +144,10 @@ def _by_benchmark(path: Path) -> dict[str, EvaluationResult]:
     return {result.benchmark: result for result in read_results(path)}
 
 
-def _seed(run: RunResult) -> int:
-    return run.recipe.seed
-
-
 def _check_seeds(runs: list[RunResult]) -> None:
     for run, other in pairwise(runs):
-        if _seed(run) == _seed(other):
+        if (seed := run.recipe.seed) == other.recipe.seed:
             raise ValueError(
                 f"{run.folder} and {other.folder}: expected runs of {run.recipe.method} to differ in their "
-                f"seed, found {_seed(run)} twice"
+                f"seed, found {seed} twice"
             )

@@ -1,15 +1,16 @@
-"""A few scored rollouts of a step as a table: a row for each segment, a pair's two sides together."""
+"""A few scored rollouts of a step for trackers: a row for each segment, a pair's two sides together."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.report.format import shorten
-from megatron_eqlen.report.recorded import Recorded, is_scored
-from megatron_eqlen.report.rollouts import Decode, RolloutView, SegmentView
+from megatron_eqlen.report.rollouts import Decode, RolloutView, Training, view
+from megatron_eqlen.tokens import Placeholder
+from megatron_eqlen.types import Rollout
 
 COLUMNS = (
     "step", "prompt", "question", "rollout", "segment", "text", "reward", "advantage", "use", "verdict",
@@ -26,11 +27,14 @@ class Samples:
 
     def rows(self) -> list[list[Any]]:
         """Return a row of ``COLUMNS`` for each segment; long texts are shortened, as in the report."""
-        return [
-            [self.step, rollout.prompt_id, shorten(rollout.question), rollout.title, *_cells(segment)]
-            for rollout in self.rollouts
-            for segment in rollout.all_segments()
-        ]
+        rows = []
+        for shown in self.rollouts:
+            about = [self.step, shown.prompt_id, shorten(shown.question), shown.title]
+            for one in shown.all_segments():
+                effect = [one.reward, one.advantage, one.use, one.verdict, one.end]
+                origin = [one.length, one.inherited, ", ".join(map(str, one.versions))]
+                rows.append([*about, one.label, shorten(one.text), *effect, *origin])
+        return rows
 
     def markdown(self) -> str:
         """Return the samples as a text to be read from top to bottom."""
@@ -43,28 +47,16 @@ class Samples:
         return "\n\n".join(parts)
 
 
-def samples(folder: Path, recipe: Recipe, decode: Decode) -> Samples | None:
-    """Return samples of the step recorded in ``folder``: rollouts of different prompts, first those that
-    teach something. None if nothing is recorded, as with ``--replay``."""
-    if not is_scored(folder):
-        return None
-    step = Recorded(folder, recipe)
-    return Samples(step.step, step.views(decode))
+def samples(step: int, rollouts: Sequence[Rollout], recipe: Recipe, decode: Decode) -> Samples:
+    """Return samples of the ``rollouts`` that ``step`` trains, of those whose tokens this rank holds: of
+    different prompts, first those that teach something."""
+    training = Training(rollouts, recipe, selected=True)
+    here = [rollout for rollout in rollouts if not _is_bare(rollout)]
+    return Samples(step, [view(rollout, decode, training) for rollout in training.telling(here)])
 
 
-def _cells(segment: SegmentView) -> list[Any]:
-    return [
-        segment.label,
-        shorten(segment.text),
-        segment.reward,
-        segment.advantage,
-        segment.use,
-        segment.verdict,
-        segment.end,
-        segment.length,
-        segment.inherited,
-        ", ".join(map(str, segment.versions)),
-    ]
+def _is_bare(rollout: Rollout) -> bool:
+    return any(isinstance(part.token_ids, Placeholder) for part in rollout.parts)
 
 
 def _quoted(text: str) -> str:

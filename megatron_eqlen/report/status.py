@@ -15,20 +15,20 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.text import Text
 
-from megatron_eqlen.evaluation.result import EvaluationResult
 from megatron_eqlen.files import LATEST
 from megatron_eqlen.metrics import PROMPTS_DRAWN, TIME_STEP, spent
 from megatron_eqlen.processes import hold
 from megatron_eqlen.processes.events import BEAT
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.load import load_run
-from megatron_eqlen.report.evaluations import evaluations
+from megatron_eqlen.report.evaluations import evaluation_files, histories, read_evaluations
 from megatron_eqlen.report.format import REWARD, compact, duration, first_of
 from megatron_eqlen.report.metrics import read_newest
 from megatron_eqlen.report.progress import SPARK_STEPS, STEPS_FOR_ETA, numbers
 from megatron_eqlen.report.run_folder import RunFolder
 from megatron_eqlen.report.run_state import RunState, read_state
 from megatron_eqlen.report.slurm_state import ENDED, GONE, job_state
+from megatron_eqlen.rollout.record.reader import check_newest
 
 MOST_WARNINGS = 5
 SILENCE = 4 * BEAT
@@ -58,61 +58,24 @@ StatusRow = tuple[str, str | Text]
 """Name and text."""
 
 
-def condition(folder: Path) -> Condition:
-    """Return the condition of the run in ``folder``. Raises ValueError as ``rows`` does."""
-    return _Seen(folder).condition
-
-
-def rows(folder: Path) -> list[StatusRow]:
-    """Return the lines of a screen about the run in ``folder``, as of now. Raises ValueError if that is no
-    run's folder, or naming a file that cannot be read."""
-    seen, now = _Seen(folder), time.time()
-    state = Text(seen.condition, STYLES.get(seen.condition, "bold yellow")) + Text(seen.who(now))
-    candidates = [
-        ("state", state),
-        ("job", seen.job),
-        ("progress", seen.progress()),
-        ("now", seen.stages(now)),
-        *seen.history(now),
-    ]
-    return [(name, text) for name, text in candidates if text]
-
-
-def page_rows(folder: Path, state: RunState) -> list[StatusRow]:
-    """Return the lines of a page about the run in ``folder``: those that will still hold when it is read,
-    with times in place of ages, and where the run comes from."""
-    seen = _Seen(folder, state)
-    holder = seen.holder
-    ended = seen.condition not in ("running", "silent")
-    candidates = [
-        ("state", seen.condition if ended else ""),
-        ("job", seen.job if ended else ""),
-        ("progress", seen.progress()),
-        *seen.history(),
-        ("trained by", hold.named(holder) if holder else ""),
-        ("command", holder.get("command", "")),
-        ("commit", holder.get("commit", "")),
-        ("versions", ", ".join(f"{name} {of}" for name, of in holder.get("versions", {}).items())),
-    ]
-    return [(name, text) for name, text in candidates if text]
-
-
 def print_status(folder: Path, console: Console | None = None) -> None:
-    """Print one screen of text."""
-    recipe, shown = load_run(folder), rows(folder)
+    """Print one screen of text about the run in ``folder``. Raises ValueError if that is no run's folder, or
+    naming a file that cannot be read."""
+    status = RunStatus(folder)
+    check_newest(folder / "streams")
     console = console or Console(highlight=False, soft_wrap=True)
+    recipe = status.recipe
     name = f"{recipe.name} {recipe.method} seed {recipe.seed}"
     console.print(Text.assemble((name, "bold"), "  ", (str(folder), "dim")))
-    for name, text in shown:
+    for name, text in status.screen():
         console.print(Text(f"  {name:<11} ").append(text))
 
 
-class _Seen:
-    """A run's files as they are now."""
+class RunStatus:
+    """A run's files as they are now. Raises ValueError as ``print_status``."""
 
-    def __init__(self, folder: Path, state: RunState | None = None) -> None:
-        self.recipe = load_run(folder)
-        self.folder, self.state = folder, state or read_state(folder)
+    def __init__(self, folder: Path) -> None:
+        self.recipe, self.folder, self.state = load_run(folder), folder, read_state(folder)
         self.holder = hold.read_holder(folder / hold.FILE)
         self.records = read_newest(folder, SPARK_STEPS)
         self.last: dict[str, Any] = self.records[-1] if self.records else {}
@@ -123,7 +86,34 @@ class _Seen:
             self.condition = end
         self._latest = files.checkpoints / LATEST
 
-    def who(self, now: float) -> str:
+    def screen(self) -> list[StatusRow]:
+        """Return the lines of a screen, as of now."""
+        now = time.time()
+        state = Text(self.condition, STYLES.get(self.condition, "bold yellow")) + Text(self._who(now))
+        running = [
+            ("state", state),
+            ("job", self.job),
+            ("progress", self._progress()),
+            ("now", self._now(now)),
+        ]
+        return [(name, text) for name, text in [*running, *self._history(now)] if text]
+
+    def page(self) -> list[StatusRow]:
+        """Return the lines of a page: those that will still hold when it is read, with times in place of
+        ages, and where the run comes from."""
+        holder, ended = self.holder, self.condition not in ("running", "silent")
+        candidates = [
+            *([("state", self.condition), ("job", self.job)] if ended else []),
+            ("progress", self._progress()),
+            *self._history(),
+            ("trained by", hold.named(holder) if holder else ""),
+            ("command", holder.get("command", "")),
+            ("commit", holder.get("commit", "")),
+            ("versions", ", ".join(f"{name} {of}" for name, of in holder.get("versions", {}).items())),
+        ]
+        return [(name, text) for name, text in candidates if text]
+
+    def _who(self, now: float) -> str:
         """Return who trains it, or did last, and when it gave the newest sign of life."""
         if not self.holder:
             return ""
@@ -131,7 +121,7 @@ class _Seen:
         why = f": {IS_SILENT}" if self.condition == "silent" else ""
         return f", {hold.named(self.holder)}{seen}{why}"
 
-    def progress(self) -> str:
+    def _progress(self) -> str:
         done = spent(self.last.get("step", 0), self.last)
         seconds = [record[TIME_STEP] for record in self.records[-STEPS_FOR_ETA:] if record.get(TIME_STEP)]
         pace = f", {compact(sum(seconds) / len(seconds))} s a step" if seconds else ""
@@ -139,7 +129,7 @@ class _Seen:
         rest = f", {duration(left)} left" if pace and left is not None else ""
         return f"{self.recipe.budget.outcome(done)}{pace}{rest}"
 
-    def stages(self, now: float) -> str:
+    def _now(self, now: float) -> str:
         """Return the stages in progress, or those at which a killed run was cut off."""
         if self.condition == "running":
             stages = [f"{stage} for {duration(now - since)}" for since, stage in self.state.stages]
@@ -147,7 +137,7 @@ class _Seen:
         cut_off = self.state.stages if self.condition == "killed" else []
         return ", ".join(f"cut off in {stage}" for _, stage in cut_off)
 
-    def history(self, now: float | None = None) -> Iterator[StatusRow]:
+    def _history(self, now: float | None = None) -> Iterator[StatusRow]:
         """Yield what went wrong and what the run has reached, with ages up to ``now`` or else with times."""
         yield from self._troubles()
         if self.last:
@@ -156,7 +146,8 @@ class _Seen:
             line = numbers(metrics, [reward for reward in rewards if reward is not None])
             yield "last step", f"{_ago(self.last['time'], now)}: {line}"
             yield "data", _position(metrics)
-        yield from _evaluated(self.folder, self.last.get("step", 0))
+        if now is not None:  # a page has a table of them
+            yield from _evaluated(self.folder, self.last.get("step", 0))
         if self._latest.exists():
             name, saved = self._latest.read_text(encoding="utf-8").strip(), self._latest.stat().st_mtime
             yield "checkpoint", f"{name}, {_ago(saved, now)}"
@@ -222,14 +213,11 @@ def _job(folder: Path, state: RunState) -> tuple[str, Condition | None]:
 
 
 def _evaluated(folder: Path, steps: int) -> Iterator[StatusRow]:
-    """Yield each benchmark with its first result, and the newest if there is another."""
-    by_name: dict[str, list[tuple[str, EvaluationResult]]] = {}
-    for label, _, results in evaluations(folder / "evaluation", steps):
-        for result in results:
-            by_name.setdefault(result.benchmark, []).append((label, result))
-    for name, history in by_name.items():
-        shown = [history[0], *history[1:][-1:]]
-        yield name, ", then ".join(f"{label} avg@{one.samples} {one.accuracy}" for label, one in shown)
+    """Yield each benchmark of the first evaluation and of the newest."""
+    files = evaluation_files(folder / "evaluation", steps)
+    shown = read_evaluations([*files[:1], *files[1:][-1:]])
+    for name, rows in histories(shown).items():
+        yield name, ", then ".join(f"{row.label} avg@{row.result.samples} {row.accuracy}" for row in rows)
 
 
 def _position(metrics: Mapping[str, float | None]) -> str:

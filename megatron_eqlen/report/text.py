@@ -10,17 +10,11 @@ from rich.text import Text
 
 from megatron_eqlen.hf.tokenizer import load_decoder
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.report.rollouts import (
-    PairView,
-    RolloutView,
-    SegmentView,
-    Training,
-    Unknown,
-    recipe_of,
-    recorded_steps,
-    view,
-)
-from megatron_eqlen.rollout.record.reader import fill_numbers, read_skeletons
+from megatron_eqlen.recipe.load import RECIPE, load
+from megatron_eqlen.report.recorded import RecordedStep
+from megatron_eqlen.report.rollouts import RolloutView, SegmentView
+from megatron_eqlen.rollout.record.reader import recorded_steps
+from megatron_eqlen.rollout.record.recorder import FILES
 
 STYLES = {"raised": "green", "lowered": "red", "equal": "yellow", "plain": "default"}
 
@@ -44,16 +38,20 @@ def print_rollouts(
             f"{streams}: no run's recipe.yaml above it (or give one): what was trained is not known\n"
         )
     decode = load_decoder(model)
+    steps = recorded_steps(streams)
+    if not steps:
+        kind = "neither" if streams.is_dir() else "no such file or folder"
+        raise ValueError(
+            f"{streams}: expected a .arrow file, or a folder with {FILES} or step-*/{FILES}, found {kind}"
+        )
     left = limit
-    for name, files in recorded_steps(streams):
-        rollouts = read_skeletons(files)
-        if rollouts and streams.is_dir():
+    for name, files in steps:
+        step = RecordedStep(files, recipe)
+        if step.rollouts and streams.is_dir():
             console.rule(name, characters="─")
-        training = Unknown() if recipe is None else Training(rollouts, recipe)
-        shown = rollouts[:left]
-        fill_numbers(shown, files)
-        for rollout in shown:
-            _print(console, view(rollout, decode, training))
+        shown = step.rollouts[:left]
+        for rollout in step.views(shown, decode):
+            _print(console, rollout)
         left -= len(shown)
         if not left:
             return
@@ -61,21 +59,30 @@ def print_rollouts(
         raise ValueError(f"{streams}: expected at least one recorded rollout, found none")
 
 
+def recipe_of(streams: Path) -> Recipe | None:
+    """Return the recipe of the run or harvest that recorded ``streams`` (as for ``print_rollouts``).
+
+    The recipe lies beside the steps, or beside the folder ``streams/`` that holds them.
+    """
+    here = streams.resolve()
+    for folder in (here, *here.parents):
+        recorded = (folder / "streams").is_dir() or any(folder.glob(f"step-*/{FILES}"))
+        if recorded and (folder / RECIPE).is_file():
+            return load(folder / RECIPE)
+    return None
+
+
 def _print(console: Console, rollout: RolloutView) -> None:
     console.print(Text.assemble((rollout.prompt_id, "bold"), "  ", rollout.title))
     if rollout.question:
         console.print(Padding(Text(rollout.question, "italic"), (0, 0, 0, 2)))
     for pair in rollout.pairs:
-        _print_pair(console, pair)
+        console.print(f"  {pair.a.length} tokens a side, {pair.a.inherited} inherited")
+        for side in pair:
+            _print_segment(console, side, indent=4)
     for segment in rollout.segments:
         _print_segment(console, segment, indent=2)
     console.print()
-
-
-def _print_pair(console: Console, pair: PairView) -> None:
-    console.print(f"  {pair.a.length} tokens a side, {pair.a.inherited} inherited")
-    _print_segment(console, pair.a, indent=4)
-    _print_segment(console, pair.b, indent=4)
 
 
 def _print_segment(console: Console, segment: SegmentView, indent: int) -> None:

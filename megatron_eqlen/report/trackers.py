@@ -1,7 +1,5 @@
 """Places that show a run besides its own record: TensorBoard, and on request wandb.
 
-    MetricsWriter ─► Guarded ─► TensorBoard, Wandb
-
 A tracker is optional: one that fails is left out, with one warning; it never ends a run.
 """
 
@@ -41,46 +39,49 @@ class Tracker(Protocol):
         ...
 
 
-def start_trackers(folder: Path, steps: int, recipe: Recipe) -> list[Tracker]:
-    """Start the trackers of a run that has ``steps`` steps behind it: later points are removed.
+class Trackers:
+    """The trackers of a run; after its first failure one is no longer called."""
 
-    Raises ValueError if the recipe wants one whose package is not installed.
-    """
-    trackers: list[Tracker] = [Guarded("TensorBoard", lambda: TensorBoard(folder, steps))]
-    if project := recipe.report.wandb_project:
-        try:
-            importlib.import_module("wandb")
-        except ImportError:
+    def __init__(self, folder: Path, steps: int, recipe: Recipe) -> None:
+        """Start them for a run that has ``steps`` steps behind it: later points are removed.
+
+        Raises ValueError if the recipe wants one whose package is not installed.
+        """
+        self._running: dict[str, Tracker] = {}
+        if (project := recipe.report.wandb_project) and not _installed("wandb"):
             raise ValueError(
                 f"report.wandb_project: {project!r} needs wandb, which is not installed "
                 "(pip install '.[wandb]')"
-            ) from None
-        trackers.append(Guarded("wandb", lambda: Wandb(folder, recipe)))
-    return trackers
+            )
+        self._start("TensorBoard", lambda: TensorBoard(folder, steps))
+        if project:
+            self._start("wandb", lambda: Wandb(folder, recipe))
 
-
-class Guarded:
-    """The tracker that ``start`` returns; after its first failure it is no longer called."""
-
-    def __init__(self, name: str, start: Callable[[], Tracker]) -> None:
-        self.name = name
-        self.tracker: Tracker | None = None
-        self._try(lambda: setattr(self, "tracker", start()))
+    def _start(self, name: str, start: Callable[[], Tracker]) -> None:
+        self._try(name, lambda: self._running.update({name: start()}))
 
     def log(self, step: int, metrics: Metrics, samples: Samples | None) -> None:
-        if (tracker := self.tracker) is not None:
-            self._try(lambda: tracker.log(step, metrics, samples))
+        for name, tracker in [*self._running.items()]:
+            self._try(name, tracker.log, step, metrics, samples)
 
     def finish(self, failed: bool) -> None:
-        if (tracker := self.tracker) is not None:
-            self._try(lambda: tracker.finish(failed))
+        for name, tracker in [*self._running.items()]:
+            self._try(name, tracker.finish, failed)
 
-    def _try(self, call: Callable[[], None]) -> None:
+    def _try(self, name: str, call: Callable[..., None], *arguments: Any) -> None:
         try:
-            call()
+            call(*arguments)
         except Exception as error:  # noqa: BLE001 (whatever a service raises is no reason to end a run)
-            self.tracker = None
-            logger.warning("%s failed and is left out: %s: %s", self.name, type(error).__name__, error)
+            self._running.pop(name, None)
+            logger.warning("%s failed and is left out: %s: %s", name, type(error).__name__, error)
+
+
+def _installed(package: str) -> bool:
+    try:
+        importlib.import_module(package)
+    except ImportError:
+        return False
+    return True
 
 
 class TensorBoard:

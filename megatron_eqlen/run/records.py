@@ -8,12 +8,12 @@ from megatron_eqlen import metrics as m
 from megatron_eqlen.processes import distributed
 from megatron_eqlen.processes.timeline import TimeSpan
 from megatron_eqlen.report.metrics import FILE as METRICS
-from megatron_eqlen.report.metrics import MetricsWriter, read_metrics
+from megatron_eqlen.report.metrics import Columns, MetricsWriter
 from megatron_eqlen.report.run_folder import RunFolder
-from megatron_eqlen.report.samples import Samples, samples
-from megatron_eqlen.report.trackers import start_trackers
+from megatron_eqlen.report.samples import samples
+from megatron_eqlen.report.trackers import Trackers
 from megatron_eqlen.run.session import Session
-from megatron_eqlen.types import Metrics
+from megatron_eqlen.types import Metrics, Rollout
 
 
 class StepRecords:
@@ -28,9 +28,9 @@ class StepRecords:
         """Report disagreements with the records of the ``steps`` steps before this start."""
         if not distributed.is_rank0():
             return
-        records = read_metrics(self._folder.path)
-        recorded = {record["step"] for record in records}
-        self._idle_steps = sum(record.get(m.UPDATES) == 0 for record in records if record["step"] <= steps)
+        columns = Columns(self._folder.path, [m.UPDATES])
+        recorded = {*columns.steps.astype(int).tolist()}
+        self._idle_steps = int((columns[m.UPDATES][columns.steps <= steps] == 0).sum())
         if not resumed and recorded:
             self._session.progress.say(
                 f"no checkpoint was saved yet: {len(recorded)} steps are trained again"
@@ -45,24 +45,20 @@ class StepRecords:
     def open(self, steps: int) -> None:
         """Continue the records after ``steps`` steps."""
         if distributed.is_rank0():
-            trackers = start_trackers(self._folder.path, steps, self._session.recipe)
+            trackers = Trackers(self._folder.path, steps, self._session.recipe)
             self._writer = MetricsWriter(self._folder.path, steps, trackers)
             self._session.enter(self._writer)
 
-    def write(self, steps: int, metrics: Metrics, step_name: str) -> None:
-        """Record step number ``steps``, counted from 1."""
+    def write(self, steps: int, metrics: Metrics, rollouts: Sequence[Rollout]) -> None:
+        """Record step number ``steps``, counted from 1, which trained ``rollouts``."""
         if self._writer is not None:
-            self._writer.write(steps, metrics, self._samples(steps, step_name))
+            every, recipe = self._session.recipe.report.samples_every, self._session.recipe
+            due = every and steps % every == 0
+            shown = samples(steps, rollouts, recipe, self._session.tokenizer.decode) if due else None
+            self._writer.write(steps, metrics, shown)
         self._session.events.note("step", step=steps)
         self._idle_steps += metrics.get(m.UPDATES) == 0
         self._session.progress.step(steps, metrics)
-
-    def _samples(self, steps: int, step_name: str) -> Samples | None:
-        """Return samples of the step's rollouts for trackers, if the recipe asks for them."""
-        recipe = self._session.recipe
-        if not recipe.report.samples_every or steps % recipe.report.samples_every:
-            return None
-        return samples(self._folder.streams / step_name, recipe, self._session.tokenizer.decode)
 
     def warn_of_idle_steps(self, steps: int) -> None:
         """Warn at the end of a run if some of its steps, or all, trained nothing."""

@@ -19,7 +19,7 @@ from megatron_eqlen.processes.timeline import ENGINE, TRAINER
 from megatron_eqlen.recipe.budget import Spent
 from megatron_eqlen.recipe.inputs import keep_inputs, local_path
 from megatron_eqlen.report.model_card import write_model_card
-from megatron_eqlen.report.page import PageWriter, write_page
+from megatron_eqlen.report.page import PageWriter
 from megatron_eqlen.report.run_folder import RunFolder
 from megatron_eqlen.run.checkpoints import Checkpoints, check_held, spent_until
 from megatron_eqlen.run.evaluations import Evaluations
@@ -158,7 +158,7 @@ class Run:
             if self.folder.export.exists():
                 write_model_card(self.folder.path)
             learned = self.evaluations.learned() if self.complete else ""
-            self.session.progress.finish(write_page(self.folder.path), learned)
+            self.session.progress.finish(self.page.write(), learned)
         if self.stopped_by and not self.complete:
             raise MismatchError(
                 f"{self.stopped_by}: stopped after step {self.steps}, with a checkpoint "
@@ -260,7 +260,7 @@ class Run:
         step = step.log(gain_metrics(step.metrics))
         ranks = m.over_ranks(gather([step.metrics]))
         self.step_ended = now
-        self.records.write(self.steps, step.metrics | reached | ranks | speed | totals, step.name)
+        self.records.write(self.steps, step.metrics | reached | ranks | speed | totals, step.rollouts)
 
     def checkpoint_if_due(self, step: Step, policy: Policy) -> None:
         """Save what the next step starts from: every few steps, at the end, and when asked to stop.

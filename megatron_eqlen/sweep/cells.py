@@ -19,7 +19,7 @@ from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.recipe import Recipe, RecipeError
 from megatron_eqlen.recipe.budget import UNITS, Spent
 from megatron_eqlen.recipe.yaml_values import read_value
-from megatron_eqlen.report.metrics import read_metrics
+from megatron_eqlen.report.metrics import read_newest
 from megatron_eqlen.report.run_folder import RunFolder
 from megatron_eqlen.sweep.schema import SweepRecipe
 
@@ -62,8 +62,8 @@ class Cell:
 
     def spent(self) -> Spent:
         """Return the run's spending so far."""
-        records = read_metrics(self.folder)
-        return spent(records[-1]["step"], records[-1]) if records else Spent()
+        newest = read_newest(self.folder, 1)
+        return spent(newest[-1]["step"], newest[-1]) if newest else Spent()
 
 
 class Plan:

@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from megatron_eqlen.report.compare import (
-    ABOUT_ACCURACY,
-    ABOUT_DIFFERENCE,
-    METHOD,
-    Table,
-    accuracies,
-    budget_notes,
-    differences,
-    efficiency,
-    markdown,
-    write,
-)
+from megatron_eqlen.report.compare import METHOD, Table, budget_notes, make_table, markdown, write
 from megatron_eqlen.report.run_groups import BASE, Group, read_run
 from megatron_eqlen.sweep.cells import Plan
 from megatron_eqlen.sweep.schema import SweepRecipe, TableRecipe
@@ -73,13 +63,9 @@ def _table(sweep: SweepRecipe, table: TableRecipe, groups: Sequence[Group]) -> T
         for group in groups
         if group.method == method and group.model in recipes
     ]
-    rows, notes = accuracies(chosen, table.benchmarks), [ABOUT_ACCURACY]
-    if table.kind == "difference":
-        baseline = BASE if methods[0] == BASE else sweep.label(methods[0])
-        rows, notes = differences(chosen, baseline, table.benchmarks), [ABOUT_DIFFERENCE.format(baseline)]
-    elif table.kind == "efficiency":
-        rows, notes = efficiency(chosen), []
-    return Table(table.title, rows or [{METHOD: "none has ended"}], notes)
+    baseline = BASE if methods[0] == BASE else sweep.label(methods[0])
+    made = make_table(table.title, table.kind, chosen, baseline, table.benchmarks)
+    return made if made.rows else replace(made, rows=[{METHOD: "none has ended"}])
 
 
 def _missing(sweep: SweepRecipe, groups: Sequence[Group]) -> list[str]:

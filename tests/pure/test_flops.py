@@ -18,7 +18,6 @@ from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.packing.pack import plan_rows
 from megatron_eqlen.plan.flops import achieved, counted, forward_flops
 from megatron_eqlen.plan.model import KNOWN_MODELS
-from megatron_eqlen.report.rollouts import labeled_parts
 from megatron_eqlen.rollout.meter import rollout_metrics
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Node, Part, Prompt, Rollout, TokenTree
@@ -83,11 +82,8 @@ rollouts = st.lists(
 def seen_one_by_one(rollout: Rollout) -> list[int]:
     """Return for each generated token of a rollout, as it is drawn, the number of tokens before it on its
     path."""
-    return [
-        3 + len(labeled.inherited) + n
-        for labeled in labeled_parts(rollout)[1]
-        for n in range(len(labeled.part))
-    ]
+    ends = rollout.ends()
+    return [3 + ends[part.parent] + n for part in rollout.parts for n in range(len(part))]
 
 
 @given(rollouts)

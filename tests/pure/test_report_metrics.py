@@ -23,7 +23,7 @@ def files_are_counted_as_in_a_process_of_its_own(monkeypatch):
 
 def write(folder, steps, value, behind=0, close=True):
     folder.mkdir(exist_ok=True)
-    writer = MetricsWriter(folder, behind, [TensorBoard(folder, behind)])
+    writer = MetricsWriter(folder, behind, TensorBoard(folder, behind))
     for step in steps:
         writer.write(step, {"reward/mean": value + step, "loss/total": -1 / 3})
     if close:

@@ -19,6 +19,7 @@ from megatron_eqlen.report.drawing import draw
 from megatron_eqlen.report.rollouts import RolloutView, Training, view
 from megatron_eqlen.report.text import print_rollouts
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
+from megatron_eqlen.types import Grade, Rollout
 from tests.kit.report_runs import (
     RIGHT,
     WRONG,
@@ -64,76 +65,60 @@ def test_a_stream_shows_what_each_side_inherits_and_how_it_is_rewarded():
         ("A2", "6 7", "8 9", 2, 1.0, "raised"),
         ("B2", "6 7", "4 4", 2, 0.0, "lowered"),
     ]
-    assert uses(seen) == ["trained"] * 4 + ["not trained"]
     (tail,) = seen.segments
     assert (tail.label, tail.before, tail.inherited, tail.role) == ("tail", "6 7 4 4", 4, "plain")
 
 
 def uses(seen: RolloutView) -> list[str]:
-    return [side.use for pair in seen.pairs for side in (pair.a, pair.b)] + [s.use for s in seen.segments]
+    return [segment.use for segment in seen.all_segments()]
 
 
-def test_equal_rewards_are_skipped_and_dropped_pairs_not_trained():
-    stream = example_stream()
-    pairs_of(stream)[1].a.grade = WRONG
-    assert uses(look(stream)) == ["skipped"] * 4 + ["not trained"]
-    unfinished = dataclasses.replace(stream, parts=stream.parts[:-1])
-    assert (
-        uses(look(unfinished, equal_length={"unfinished": "drop"})) == ["skipped"] * 2 + ["not trained"] * 2
-    )
+def with_grades(rollout: Rollout, grades: dict[int, Grade | None]) -> Rollout:
+    """Return the rollout with other grades, by the number of the part."""
+    for number, grade in grades.items():
+        rollout.parts[number].grade = grade
+    return rollout
 
 
-def test_a_b_side_shows_the_reward_that_the_run_gave_it():
-    """B_1 is extended by A_2, which is right, and by the tail, which is wrong."""
-    stream = example_stream()
-    assert look(stream).pairs[0].b.reward == 1.0
-    seen = look(stream, equal_length={"suffix_reward": "mean"})
-    assert seen.pairs[0].b.reward == 0.5
-    assert [pair.b.role for pair in seen.pairs] == ["raised", "lowered"]
+def cut_off(rollout: Rollout) -> Rollout:
+    rollout.parts[2].finish_reason = None
+    return rollout
 
 
-def test_pairs_that_a_single_pair_run_leaves_out_are_not_called_trained():
-    seen = look(example_stream(), equal_length={"single_pair": True})
-    assert uses(seen) == ["trained"] * 2 + ["not trained"] * 3
-    assert [pair.a.role for pair in seen.pairs] == ["lowered", "plain"]
+STREAM, GROUP, TRAINED = example_stream, example_group, "trained"
+UNTRAINED = (None, "plain", "not trained")
+UNSCORED = {"plain"}, {"not scored"}
 
 
-def test_unscored_rollouts_have_no_rewards():
-    stream, group = example_stream(), example_group()
-    pairs_of(stream)[1].a.grade = None
-    group.parts[1].grade = None
-    assert {(pair.a.use, pair.a.role) for pair in look(stream).pairs} == {("not scored", "plain")}
-    assert {(shown.use, shown.role) for shown in look(group, "independent").segments} == {
-        ("not scored", "plain")
-    }
-
-
-def test_a_group_is_compared_with_its_mean_and_truncated_counts_as_wrong():
-    seen = look(example_group(), "independent")
-    assert [(shown.reward, shown.role, shown.end) for shown in seen.segments] == [
-        (1.0, "raised", "stop"),
-        (0.0, "lowered", "stop"),
-        (0.0, "lowered", "length"),
-    ]
-
-
-def test_what_the_budget_cut_off_is_not_trained_and_moves_nowhere():
-    group = example_group()
-    group.parts[2].finish_reason = None
-    seen = look(group, "independent")
-    assert [(shown.reward, shown.role, shown.use) for shown in seen.segments] == [
-        (1.0, "raised", "trained"),
-        (0.0, "lowered", "trained"),
-        (None, "plain", "not trained"),
-    ]
-
-
-def test_a_group_without_an_advantage_is_skipped_unless_a_kl_penalty_trains_it():
-    group = example_group()
-    group.parts[0].grade = WRONG
-    for kl_coef, use in ((0.0, "skipped"), (0.1, "trained")):
-        seen = look(group, "independent", loss={"kl_coef": kl_coef})
-        assert {(shown.role, shown.use) for shown in seen.segments} == {("equal", use)}
+@pytest.mark.parametrize(("rollout", "changes", "lessons"), [
+    # pairs A1 B1 A2 B2, then the tail; B1 is extended by A2, which is right, and by the tail, which is wrong
+    (STREAM(), {}, [(0, "lowered", TRAINED), (1, "raised", TRAINED), (1, "raised", TRAINED),
+                    (0, "lowered", TRAINED), (0, "plain", "not trained")]),
+    (STREAM(), {"equal_length": {"suffix_reward": "mean"}},
+     [(0, "lowered", TRAINED), (0.5, "raised", TRAINED), (1, "raised", TRAINED), (0, "lowered", TRAINED),
+      (0, "plain", "not trained")]),
+    (STREAM(), {"equal_length": {"single_pair": True}},
+     [(0, "lowered", TRAINED), (1, "raised", TRAINED), (1, "plain", "not trained"), UNTRAINED,
+      (0, "plain", "not trained")]),
+    (with_grades(STREAM(), {2: WRONG}), {}, [(0, "equal", "skipped")] * 4 + [(0, "plain", "not trained")]),
+    (dataclasses.replace(STREAM(), parts=STREAM().parts[:-1]),
+     {"equal_length": {"unfinished": "drop"}}, [(0, "lowered", TRAINED), (1, "raised", TRAINED),
+                                                (1, "plain", "not trained"), UNTRAINED]),
+    (with_grades(STREAM(), {2: None}), {}, UNSCORED),
+    (with_grades(GROUP(), {1: None}), {}, UNSCORED),
+    # a group is compared with its mean; truncated counts as wrong, what the budget cut off is not trained
+    (GROUP(), {}, [(1, "raised", TRAINED), (0, "lowered", TRAINED), (0, "lowered", TRAINED)]),
+    (cut_off(GROUP()), {}, [(1, "raised", TRAINED), (0, "lowered", TRAINED), UNTRAINED]),
+    # without an advantage it is skipped, unless a KL penalty trains it
+    (with_grades(GROUP(), {0: WRONG}), {"loss": {"kl_coef": 0.0}}, [(0, "equal", "skipped")] * 3),
+    (with_grades(GROUP(), {0: WRONG}), {"loss": {"kl_coef": 0.1}}, [(0, "equal", TRAINED)] * 3),
+])  # fmt: skip
+def test_a_segment_shows_the_reward_the_role_and_the_use_that_it_had_in_training(rollout, changes, lessons):
+    seen = look(rollout, rollout.kind, **changes).all_segments()
+    if isinstance(lessons, tuple):
+        assert ({one.role for one in seen}, {one.use for one in seen}) == lessons
+    else:
+        assert [(one.reward, one.role, one.use) for one in seen] == lessons
 
 
 def test_prompts_that_dynamic_sampling_dropped_are_not_trained():

@@ -13,9 +13,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_eqlen.report.metrics import MetricsWriter, read_metrics
 from megatron_eqlen.report.samples import COLUMNS, Samples, samples
-from megatron_eqlen.report.trackers import PATIENCE, start_trackers
+from megatron_eqlen.report.trackers import PATIENCE, Trackers
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
-from tests.kit.report_runs import example_stream, prompt, recipe, write_run
+from tests.kit.report_runs import example_stream, prompt, recipe
 
 
 class FakeWandb(types.ModuleType):
@@ -61,7 +61,7 @@ def train(folder, steps, /, behind=0, samples=None, error=False, **changes):
     asked = recipe(folder, **{"report": report} | changes)
     with (
         suppress(InterruptedError),
-        MetricsWriter(folder, behind, start_trackers(folder, behind, asked)) as writer,
+        MetricsWriter(folder, behind, Trackers(folder, behind, asked)) as writer,
     ):
         for step in steps:
             writer.write(step, {"reward/mean": float(step), "evaluation/sums/avg@8": 0.5}, samples=samples)
@@ -86,11 +86,9 @@ def rollouts(tmp_path) -> Samples:
     other = dataclasses.replace(example_stream(), prompt=prompt(2))
     pairs_of(other)[1].a.grade = pairs_of(other)[0].a.grade
     asked = recipe(tmp_path)
-    run = write_run(tmp_path / "recorded", asked, {"step-00000002": [other, example_stream()]})
-    assert samples(run / "streams/step-00000001", asked, str) is None, "not recorded, as with --replay"
-    found = samples(run / "streams/step-00000002", asked, lambda ids: " ".join(map(str, ids)))
-    assert found is not None
-    return found
+    elsewhere = dataclasses.replace(example_stream(), prompt=prompt(3)).skeleton()  # of another rank
+    held = [other, elsewhere, example_stream()]
+    return samples(3, held, asked, lambda ids: " ".join(map(str, ids)))
 
 
 def test_the_recipe_is_the_config_of_the_wandb_run(tmp_path, wandb):

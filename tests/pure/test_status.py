@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -26,13 +27,94 @@ from megatron_eqlen.processes.hold import FILE, Hold
 from megatron_eqlen.processes.timeline import Timeline
 from megatron_eqlen.recipe.budget import Budget
 from megatron_eqlen.report.metrics import MetricsWriter
+from megatron_eqlen.report.page import write_page
 from megatron_eqlen.report.progress import Progress
 from megatron_eqlen.report.run_folder import RunFolder
-from megatron_eqlen.report.run_state import RunState, read_state
-from megatron_eqlen.report.status import SILENCE, condition, page_rows, print_status, rows
+from megatron_eqlen.report.run_state import read_state
+from megatron_eqlen.report.status import SILENCE, Condition, RunStatus, print_status
+from megatron_eqlen.rollout.record.reader import read_step
 from tests.kit import ROOT
 from tests.kit.processes import within
-from tests.kit.report_runs import recipe, write_run
+from tests.kit.report_runs import example_stream, recipe, write_run
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    return write_run(tmp_path / "run", recipe(tmp_path))
+
+
+def condition(run: Path) -> Condition:
+    return RunStatus(run).condition
+
+
+def screen(folder: Path) -> str:
+    out = io.StringIO()
+    print_status(folder, console=Console(file=out, width=500, highlight=False))
+    return out.getvalue()
+
+
+def let_go(hold: Hold) -> None:
+    """Leave a lock as a process leaves it that ends, in whatever way."""
+    hold._file.close()
+
+
+Happened = tuple[str, dict[str, Any]]
+
+
+def of(kind: str, **fields: Any) -> Happened:
+    return kind, fields
+
+
+STARTED, ENDED = of("started"), of("ended", error=None)
+SUBMITTED, TRY = of("submitted", job="12", recipe={}), of("try", job="12", restart=1)
+FIRST = "rank 3 on n2 failed first: OSError: no room"
+ERRORS = [of("error", text=f"{FIRST}\nTraceback ..."), of("error", text="rank 4 on n2 failed first: OSError")]
+HUNG = [
+    of("hang", file="hang/1/index.txt", text="rank 0 is in stage score"),
+    of("hang", file="hang/2/index.txt", text="no thread of rank 1 could run Python"),
+]
+STALLED = of("requeued", stalled=2, text="not finished (status 75): requeue 2 of 20")
+GIVEN_UP = of("given_up", stalled=0, text="3 tries took no new step: given up")
+CANCELLED = of("cancelled", text="SLURM told job 12 to end")
+
+
+@pytest.mark.parametrize(("held", "happened", "expected", "said", "unsaid"), [
+    (False, [], "not started", "progress    0 of 20 steps", "last step"),
+    (False, [STARTED, ENDED], "stopped", "", "error"),
+    (False, [STARTED, of("ended", error="ValueError: 3 < 4")], "failed", "error       ValueError: 3 < 4", ""),
+    (False, [HUNG[0], STARTED, of("stage", stage="train")], "killed", "cut off in train", ""),
+    (False, [STARTED, *ERRORS], "failed", f"error       {FIRST}\n  traceback   Traceback ...\n", "rank 4"),
+    (True, [STARTED, *ERRORS, STARTED], "running", "starting, or between two stages", "error  "),
+    (True, [*HUNG, STARTED], "running", "an earlier try: no thread of rank 1", "rank 0"),
+    (True, [*HUNG, STARTED], "running", "2/index.txt (2 tries hung)", "rank 0"),
+    (True, [STARTED, *HUNG], "hung", "hang        no thread of rank 1 could run Python; see ", "earlier"),
+    (False, [STARTED, *HUNG], "hung", "hang        no thread of rank 1 could run Python; see ", "earlier"),
+    (False, [STARTED, STALLED], "killed", "2 in a row have taken no new step", ""),
+    (False, [STARTED, STALLED, GIVEN_UP], "given up", "3 tries took no new step: given up", "in a row"),
+    (True, [STARTED, STALLED, GIVEN_UP, STARTED], "running", "", "tries"),
+    (False, [STARTED, ENDED, SUBMITTED], "stopped", "SLURM job 12 has not started: squeue --job 12 says", ""),
+    (False, [SUBMITTED, TRY], "not started", "a SLURM job gets ready: the newest slurm-*.out in the fol", ""),
+    (True, [SUBMITTED, TRY, STARTED], "running", "", "SLURM"),
+    (False, [SUBMITTED, TRY, STARTED, of("ended", error="a node is gone")], "failed", "", "SLURM"),
+    (False, [SUBMITTED, TRY, STARTED, CANCELLED], "cancelled", "SLURM told job 12 to end", ""),
+    (False, [SUBMITTED, TRY, STARTED, CANCELLED, SUBMITTED], "killed", "has not started", "told"),
+])  # fmt: skip
+def test_the_condition_follows_from_the_events_and_the_lock(
+    run, monkeypatch, held, happened, expected, said, unsaid
+):
+    """No command of SLURM is there."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    hold = Hold(run) if held or STARTED in happened else None
+    for kind, fields in happened:
+        events.append(run, kind, **fields)
+    if hold and not held:
+        let_go(hold)
+    assert condition(run) == expected
+    shown = screen(run)
+    assert said in shown
+    assert not unsaid or unsaid not in shown
+    if hold:
+        let_go(hold)
 
 
 class Life:
@@ -47,119 +129,49 @@ class Life:
         self.ends = ExitStack()
         self.ends.enter_context(writer.writing(folder, self.hold.check))
 
-    def wait_until(self, true: Callable[[RunState], object]) -> dict[str, str]:
-        """Return the lines of the screen as soon as the events say so."""
-        assert within(60, lambda: true(read_state(self.folder)))
-        return lines(self.folder)
-
-    def steps(self, count: int) -> None:
-        writer = MetricsWriter(self.folder)
-        for step in range(1, count + 1):
-            writer.write(step, {"reward/mean": step / 10, "time/step": 3.0})
-        writer.close()
-
     def end(self, error: Exception | None = None) -> None:
         self.ends.__exit__(type(error) if error else None, error, None)
-        self.hold._file.close()
-
-    def cut_off(self) -> None:
-        """Leave the state of kill -9: the record as it is, and no lock."""
-        self.hold._file.close()
-        written = (self.folder / events.FILE).read_bytes()
-        self.end()
-        (self.folder / events.FILE).write_bytes(written)
+        let_go(self.hold)
 
 
-@pytest.fixture
-def run(tmp_path) -> Path:
-    return write_run(tmp_path / "run", recipe(tmp_path))
+def take_steps(run: Path, count: int) -> None:
+    with MetricsWriter(run) as writer:
+        for step in range(1, count + 1):
+            more = {"data/prompts_drawn": 480.0, "data/source/sums/epochs": 0.24}
+            writer.write(step, {"reward/mean": step / 10, "time/step": 3.0, **more})
 
 
-def lines(folder: Path) -> dict[str, str]:
-    return {name: str(text) for name, text in rows(folder)}
-
-
-def screen(folder: Path) -> str:
-    out = io.StringIO()
-    print_status(folder, console=Console(file=out, width=500, highlight=False))
-    return out.getvalue()
-
-
-def test_a_folder_with_a_recipe_alone_has_not_started(run):
-    assert lines(run) == {"state": "not started", "progress": "0 of 20 steps"}
-    assert screen(run).splitlines()[0].startswith("tiny eqlen-grpo seed 0")
-
-
-def test_a_job_that_was_submitted_is_told_of_until_it_has_the_folder(run):
-    """The job may also be one that resumes a stopped run."""
+def test_a_run_in_progress_says_who_does_what_since_when_and_its_page_says_what_will_hold(run):
     life = Life(run)
-    life.end()
-    made = recipe(run.parent, run_dir=str(run))
-    RunFolder(made).submitted("12", made)
-    assert condition(run) == "stopped"
-    assert "SLURM job 12 has not started: squeue --job 12 says why" in screen(run)
-    events.append(run, "try", job="12", restart=0)  # as slurm/train.sbatch begins
-    assert "a SLURM job gets ready: the newest slurm-*.out in the folder" in screen(run)
-    life = Life(run)
-    assert "job" not in lines(run)
-    life.end(ValueError("a node is gone"))
-    assert "job" not in lines(run)
-    events.append(run, "try", job="12", restart=1)
-    assert "a SLURM job gets ready" in screen(run)
-
-
-def test_a_run_in_progress_says_who_does_what_since_when(run):
-    life = Life(run)
-    assert condition(run) == "running"
-    life.steps(4)
+    take_steps(run, 4)
     with life.timeline.span("train"), life.timeline.span("harvest"):
-        found = life.wait_until(lambda state: len(state.stages) == 2)
-        assert re.fullmatch(r"train for \d s, harvest for \d s", found["now"])
-        assert found["state"].startswith(f"running, process {os.getpid()} on ")
-        assert found["progress"] == "4 of 20 steps, 3 s a step, 48 s left"
-        assert "reward 0.400  ▁▃▆█" in found["last step"]
-    life.wait_until(lambda state: not state.stages)
+        assert within(60, lambda: len(read_state(run).stages) == 2)
+        status = RunStatus(run)
+    found = {name: str(text) for name, text in status.screen()}
+    assert re.fullmatch(r"train for \d s, harvest for \d s", found["now"])
+    assert found["state"].startswith(f"running, process {os.getpid()} on ")
+    assert found["progress"] == "4 of 20 steps, 3 s a step, 48 s left"
+    assert "reward 0.400  ▁▃▆█" in found["last step"]
+    assert found["data"] == "480 prompts drawn; epochs: sums 0.240"
+    page = dict(status.page())
+    assert not {"state", "now"} & {*page}
+    assert page["last step"].startswith(time.strftime("%Y-%m-%d %H:"))
+    assert " ago" not in " ".join(map(str, page.values()))
     life.end()
 
 
-def test_a_run_that_was_cut_off_says_in_which_stage(run):
-    """An earlier try hung."""
-    events.append(run, "hang", file=f"{run}/hang/1/index.txt", text="rank 0 is in stage score")
-    life = Life(run)
-    with life.timeline.span("train"):
-        life.wait_until(lambda state: state.stages)
-        life.cut_off()
-    assert condition(run) == "killed"
-    assert lines(run)["now"] == "cut off in train"
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"), [(None, "stopped"), (ValueError("no KV cache: 3 < 4"), "failed")]
-)
-def test_a_run_that_ended_before_its_limit_says_whether_an_error_ended_it(run, error, expected):
-    life = Life(run)
-    life.end(error)
-    assert condition(run) == expected
-    assert lines(run).get("error") == (error and "ValueError: no KV cache: 3 < 4")
-
-
-def test_a_first_error_of_any_rank_is_what_ended_it(run):
-    """The launcher killed rank 0, which says nothing of how it ended."""
-    life = Life(run)
-    life.cut_off()
-    events.append(run, "error", text="rank 3 on n2 failed first: OSError: no room\nTraceback ...")
-    events.append(run, "error", text="rank 4 on n2 failed first: OSError: no room")
-    assert condition(run) == "failed"
-    assert "rank 3 on n2 failed first: OSError: no room\n  traceback   Traceback ...\n" in screen(run)
-    life = Life(run)  # the next try
-    assert condition(run) == "running"
-    assert "error" not in lines(run)
-    life.end()
+def test_a_run_whose_work_is_all_done_is_complete(run):
+    take_steps(run, 20)
+    (run / "export").mkdir()
+    (run / "report.html").touch()
+    let_go(Hold(run))
+    assert condition(run) == "complete"
+    assert "left" not in screen(run)
 
 
 def test_an_error_for_which_the_disk_had_no_room_is_told(run, monkeypatch):
-    life = Life(run)
-    life.cut_off()
+    let_go(Hold(run))
+    events.append(run, "started")
     monkeypatch.setattr(failures, "_run", run)
     monkeypatch.setattr(failures, "_told", None)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -175,8 +187,7 @@ def test_an_error_for_which_the_disk_had_no_room_is_told(run, monkeypatch):
 @pytest.mark.parametrize("damage", ["{", '"text"', "[3]", '{"step": "x"}', "\0"])
 @pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl", "evaluation/before.json", ".lock"])
 def test_a_damaged_file_is_named(run, name, damage):
-    life = Life(run)
-    life.cut_off()
+    let_go(Hold(run))
     (run / name).parent.mkdir(exist_ok=True)
     (run / name).write_text(damage + "\n")
     if name == events.FILE and damage in ("{", "\0"):
@@ -186,97 +197,44 @@ def test_a_damaged_file_is_named(run, name, damage):
         screen(run)
 
 
-def hang(run: Path, name: str, cause: str) -> None:
-    events.append(run, "hang", file=f"{run}/hang/{name}/index.txt", text=cause)
+@pytest.mark.parametrize("name", ["rank-0.arrow", "grades-rank-0.arrow"])
+def test_status_and_report_refuse_the_record_that_training_refuses(tmp_path, name):
+    """A bit is flipped. The page does not show rollouts of that step."""
+    run = write_run(tmp_path, recipe(tmp_path), {f"step-0000000{n}": [example_stream()] for n in range(4)})
+    damaged = run / "streams/step-00000001" / name
+    written = damaged.read_bytes()
 
+    def refused(read: Callable[[Path], object], at: Path) -> bool:
+        try:
+            read(at)
+        except ValueError as error:
+            return str(error).startswith(f"{damaged}: ")
+        return False
 
-def test_hangs_are_told_by_their_cause_the_newest_first(run):
-    hang(run, "1", "rank 0 is in stage score")
-    hang(run, "2", "no thread of rank 1 could run Python")
-    life = Life(run)
-    assert condition(run) == "running"
-    assert "an earlier try: no thread of rank 1" in screen(run)
-    assert "2/index.txt (2 tries hung)" in screen(run)
-    hang(run, "3", "rank 0 is in stage checkpoint")
-    assert condition(run) == "hung", "though a disk that blocks keeps its process"
-    life.cut_off()
-    assert condition(run) == "hung"
-    assert screen(run).count("rank 0 is in stage checkpoint; see") == 1
-
-
-def test_a_run_that_slurm_starts_no_more_says_so(run):
-    Life(run).cut_off()
-    events.append(run, "requeued", stalled=2, text="not finished (status 75): requeue 2 of 20")
-    assert "2 in a row have taken no new step" in screen(run)
-    text = "not finished (status 75), and 3 tries took no new step: given up"
-    events.append(run, "given_up", stalled=0, text=text)
-    assert condition(run) == "given up"
-    assert "3 tries took no new step: given up" in screen(run)
-    made = recipe(run.parent, run_dir=str(run))
-    write_run(run, made)
-    RunFolder(made).open(made)
-    assert "tries" not in lines(run), "who starts it by hand has not"
+    assert not refused(write_page, run)
+    found = []
+    for at in range(4, len(written) - 8, len(written) // 8):
+        damaged.write_bytes(written[:at] + bytes([written[at] ^ 4]) + written[at + 1 :])
+        found.append(refused(read_step, damaged.parent))
+        assert [refused(shown, run) for shown in (screen, write_page)] == found[-1:] * 2
+    assert sum(found) > 2
 
 
 def test_a_run_that_holds_its_folder_without_a_sign_of_life_is_silent(run, monkeypatch):
     """Causes: stopped by a signal, or blocked by a disk."""
-    life = Life(run)
+    hold = Hold(run)
+    events.append(run, "started")
     assert condition(run) == "running"
     monkeypatch.setattr("megatron_eqlen.report.status.SILENCE", -1.0)
     assert condition(run) == "silent"
     assert "it is stopped, or the disk of its folder blocks" in screen(run)
-    life.end()
-
-
-def test_a_run_says_with_what_it_was_started(run, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["/venv/bin/eqlen", "train", "a b.yaml", "steps=3"])
-    made = recipe(run.parent, run_dir=str(run))
-    write_run(run, made)
-    RunFolder(made).open(made).check()
-    shown = dict(page_rows(run, read_state(run)))
-    assert shown["command"] == "eqlen train 'a b.yaml' steps=3"
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert head.stdout.startswith(shown["commit"].split()[0])
-    assert f"process {os.getpid()} on {socket.gethostname()}" in shown["trained by"]
-    assert f"torch {metadata.version('torch')}" in shown["versions"]
-
-
-def test_a_page_has_times_in_place_of_ages(run):
-    """The page is read long after the run wrote it at its end."""
-    life = Life(run)
-    life.steps(4)
-    with life.timeline.span("evaluate"):
-        life.wait_until(lambda state: state.stages)
-        written = dict(page_rows(run, read_state(run)))
-    assert not {"state", "now"} & {*written}
-    assert written["last step"].startswith(time.strftime("%Y-%m-%d %H:"))
-    assert " ago" not in " ".join(written.values())
-    life.end()
-
-
-def test_the_data_position_is_that_of_the_newest_step(run):
-    writer = MetricsWriter(run)
-    writer.write(1, {"data/prompts_drawn": 480.0, "data/source/sums/epochs": 0.24})
-    writer.close()
-    assert "480 prompts drawn; epochs: sums 0.240" in screen(run)
-
-
-def test_a_run_whose_work_is_all_done_is_complete(run):
-    life = Life(run)
-    life.steps(20)
-    (run / "export").mkdir()
-    (run / "report.html").touch()
-    life.end()
-    assert condition(run) == "complete"
-    assert "left" not in screen(run)
+    let_go(hold)
 
 
 def test_a_run_on_another_machine_is_believed_while_it_gives_signs_of_life(run, monkeypatch):
     """The lock may not be seen there: some file systems keep locks to one machine."""
-    life = Life(run)
-    with life.timeline.span("train"):
-        life.wait_until(lambda state: state.stages)
-        life.cut_off()
+    let_go(Hold(run))
+    events.append(run, "started")
     monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
     assert condition(run) == "running"
     now = time.time()
@@ -284,15 +242,26 @@ def test_a_run_on_another_machine_is_believed_while_it_gives_signs_of_life(run, 
     assert condition(run) == "killed"
 
 
-def test_warnings_are_kept_and_still_printed(run, capsys):
+def test_a_run_says_with_what_it_was_started(run, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/venv/bin/eqlen", "train", "a b.yaml", "steps=3"])
+    made = recipe(run.parent, run_dir=str(run))
+    write_run(run, made)
+    RunFolder(made).open(made).check()
+    shown = {name: str(text) for name, text in RunStatus(run).page()}
+    assert shown["command"] == "eqlen train 'a b.yaml' steps=3"
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert head.stdout.startswith(shown["commit"].split()[0])
+    assert f"process {os.getpid()} on {socket.gethostname()}" in shown["trained by"]
+    assert f"torch {metadata.version('torch')}" in shown["versions"]
+
+
+def test_warnings_are_kept_and_still_printed(run):
     life = Life(run)
     life.progress.warn("step 3 trained nothing")
     logging.getLogger("megatron_eqlen.training.policy").warning("update %d is skipped", 7)
-    life.wait_until(lambda state: len(state.warnings) == 2)
-    assert re.findall(r"warning     \S+ (.*)", screen(run)) == [
-        "step 3 trained nothing",
-        "update 7 is skipped",
-    ]
+    assert within(60, lambda: len(read_state(run).warnings) == 2)
+    warnings = re.findall(r"warning     \S+ (.*)", screen(run))
+    assert warnings == ["step 3 trained nothing", "update 7 is skipped"]
     life.end()
     logging.getLogger("megatron_eqlen.training.policy").warning("after the end")
     assert screen(run).count("warning  ") == 2
@@ -315,49 +284,33 @@ def test_a_folder_that_is_no_run_is_named(run, capsys):
     assert not (run.parent / FILE).exists()
 
 
-def slurm(folder: Path, monkeypatch, squeue: str, sacct: str = "exit 1") -> None:
-    """Put stand-ins for SLURM's commands first on the PATH."""
-    (folder / "bin").mkdir(exist_ok=True)
-    for name, text in {"squeue": squeue, "sacct": sacct}.items():
-        (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
-        (folder / "bin" / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}/bin:/usr/bin:/bin")
-
-
 UNKNOWN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
 
 
-@pytest.mark.parametrize(("squeue", "sacct", "expected", "said"), [
-    ("echo PENDING", "", "not started", "SLURM job 12 has not started: squeue --job 12 says why"),
-    ("echo RUNNING", "", "not started", "a SLURM job gets ready"),
-    ("echo CANCELLED", "", "cancelled", "SLURM job 12 has ended: CANCELLED; see "),
-    ("echo FAILED", "", "failed", "SLURM job 12 has ended: FAILED; see "),
-    (UNKNOWN, "echo 'CANCELLED by 1000'", "cancelled", "SLURM job 12 has ended: CANCELLED"),
-    (UNKNOWN, "exit 1", "not started", "SLURM job 12 has ended: SLURM no longer knows it"),
-    ("echo 'Unable to contact' >&2; exit 1", "", "not started", "SLURM job 12 has not started"),
+@pytest.mark.parametrize(("happened", "squeue", "sacct", "expected", "said"), [
+    ([], "echo PENDING", "", "not started", "SLURM job 12 has not started: squeue --job 12 says why"),
+    ([], "echo RUNNING", "", "not started", "a SLURM job gets ready"),
+    ([], "echo CANCELLED", "", "cancelled", "SLURM job 12 has ended: CANCELLED; see "),
+    ([], "echo FAILED", "", "failed", "SLURM job 12 has ended: FAILED; see "),
+    ([], UNKNOWN, "echo 'CANCELLED by 1000'", "cancelled", "SLURM job 12 has ended: CANCELLED"),
+    ([], UNKNOWN, "exit 1", "not started", "SLURM job 12 has ended: SLURM no longer knows it"),
+    ([], "echo 'Unable to contact' >&2; exit 1", "", "not started", "SLURM job 12 has not started"),
+    ([TRY, STARTED, CANCELLED], "echo PENDING", "", "killed", "SLURM job 12 has not started"),
+    ([TRY, STARTED, CANCELLED], UNKNOWN, "exit 1", "cancelled", "SLURM told job 12 to end"),
 ])  # fmt: skip
-def test_a_job_that_never_trained_is_what_slurm_says_of_it(run, monkeypatch, squeue, sacct, expected, said):
+def test_a_job_that_does_not_train_is_what_slurm_says_of_it(
+    run, monkeypatch, happened, squeue, sacct, expected, said
+):
     made = recipe(run.parent, run_dir=str(run))
     RunFolder(made).submitted("12", made)
-    slurm(run.parent, monkeypatch, squeue, sacct)
+    if happened:
+        let_go(Hold(run))
+    for kind, fields in happened:
+        events.append(run, kind, **fields)
+    (run.parent / "bin").mkdir()
+    for name, text in {"squeue": squeue, "sacct": sacct}.items():
+        (run.parent / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (run.parent / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{run.parent}/bin:/usr/bin:/bin")
     assert condition(run) == expected
     assert said in screen(run)
-
-
-def test_a_job_that_slurm_told_to_end_is_cancelled_unless_it_waits_to_start_again(run, monkeypatch):
-    """The condition is also found without any command of SLURM."""
-    made = recipe(run.parent, run_dir=str(run))
-    RunFolder(made).submitted("12", made)
-    events.append(run, "try", job="12", restart=0)
-    Life(run).cut_off()
-    events.append(run, "cancelled", text="SLURM told job 12 to end")  # as slurm/train.sbatch does
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert condition(run) == "cancelled"
-    assert "SLURM told job 12 to end" in screen(run)
-    slurm(run.parent, monkeypatch, "echo PENDING")
-    assert condition(run) == "killed"
-    assert "SLURM job 12 has not started" in screen(run)
-    slurm(run.parent, monkeypatch, UNKNOWN)
-    assert condition(run) == "cancelled"
-    RunFolder(made).submitted("13", made)
-    assert read_state(run).cancelled is None, "it is of the job before"

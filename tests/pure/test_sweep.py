@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.cli import sweep as command
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.objectives.registry import resolve
-from megatron_eqlen.recipe import RecipeError
+from megatron_eqlen.recipe import Recipe, RecipeError
 from megatron_eqlen.report import compare
 from megatron_eqlen.sweep import runner
 from megatron_eqlen.sweep.cells import Plan
@@ -152,16 +153,22 @@ def test_a_dry_run_says_what_each_may_spend_and_what_it_may_cost(capsys):
     assert re.search(r"at most [\d.]+e\+21 FLOPs in 500 steps; x 105 runs\n", said)
 
 
-def test_every_run_of_the_small_sweep_is_a_recipe():
-    plan = Plan(load_sweep(ROOT / "recipes/tables_tiny.yaml"))
-    sources = {
-        (cell.model, source.path, source.grader)
-        for cell in plan.firsts
-        for source in plan.some_recipe(cell).data.sources
-    }
-    path = "runs/pauses/data/train.parquet"
-    coin = "tools.research.coin:Coin"
-    assert sources == {("pauses_cpu", path, None), ("null_coin", path, coin)}, "questions and their control"
+@functools.cache
+def recipes_of(file: str) -> dict[tuple[str, str], Recipe]:
+    """Return a recipe of each model and method of a sweep in ``recipes/``; its runs differ in their seed."""
+    plan = Plan(load_sweep(ROOT / "recipes" / file))
+    return {(cell.model, cell.method): plan.some_recipe(cell) for cell in plan.firsts}
+
+
+def test_every_run_of_the_small_sweeps_is_a_recipe_with_its_control():
+    sources = {model: recipe.data.sources[0] for (model, _), recipe in recipes_of("tables_tiny.yaml").items()}
+    graders = {model: source.grader for model, source in sources.items()}
+    assert graders == {"pauses_cpu": None, "null_coin": "tools.research.coin:Coin"}
+    assert {source.path for source in sources.values()} == {"runs/pauses/data/train.parquet"}
+    drift = [recipe.data.sources[0].grader or "" for recipe in recipes_of("null_tiny.yaml").values()]
+    assert len(drift) == 44
+    names = dict.fromkeys(grader.partition(":")[2] for grader in drift)
+    assert [*names] == ["Coin", "LongerPays", "ShorterPays"]
 
 
 @pytest.mark.parametrize(("file", "parts"), [
@@ -169,8 +176,7 @@ def test_every_run_of_the_small_sweep_is_a_recipe():
     ("tables_tiny.yaml", {"dapo-token-mean": {"dynamic_sampling": False, "overlong_buffer": 0}}),
 ])  # fmt: skip
 def test_a_method_that_is_named_after_a_part_differs_from_the_whole_by_that_part_alone(file, parts):
-    plan = Plan(load_sweep(ROOT / "recipes" / file))
-    methods = {cell.method: plan.some_recipe(cell) for cell in plan.firsts}
+    methods = {method: recipe for (_, method), recipe in recipes_of(file).items()}
     found = {name: resolve(recipe) for name, recipe in methods.items()}
     whole = found["dapo"]
     assert (whole.dynamic_sampling, whole.overlong_buffer > 0) == (True, True)
@@ -178,21 +184,7 @@ def test_a_method_that_is_named_after_a_part_differs_from_the_whole_by_that_part
         assert found[name] == dataclasses.replace(whole, **changes)
     for name, recipe in methods.items():
         assert recipe.loss.minibatches == (4 if name.endswith("-4-updates") else 1), name
-
-
-@pytest.mark.parametrize("file", ["paper_tables.yaml", "tables_tiny.yaml"])
-def test_leaving_out_pairs_without_an_end_is_a_method(file):
-    plan = Plan(load_sweep(ROOT / "recipes" / file))
-    recipes = {cell.method: plan.some_recipe(cell) for cell in plan.firsts}
-    assert recipes["unfinished-drop"].equal_length.unfinished == "drop"
-
-
-def test_every_run_of_the_drift_sweep_is_a_recipe_with_coins():
-    plan = Plan(load_sweep(ROOT / "recipes/null_tiny.yaml"))
-    sources = [plan.some_recipe(cell).data.sources[0] for cell in plan.firsts]
-    assert len(sources) == 44
-    graders = dict.fromkeys((source.grader or "").partition(":")[2] for source in sources)
-    assert [*graders] == ["Coin", "LongerPays", "ShorterPays"]
+    assert methods["unfinished-drop"].equal_length.unfinished == "drop"
 
 
 def test_the_affordable_sweep_has_coin_flip_controls(capsys):
@@ -200,16 +192,13 @@ def test_the_affordable_sweep_has_coin_flip_controls(capsys):
     assert cli.main(["sweep", str(file), "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "2 recipes x 6 methods x 3 seeds = 36 runs" in said
-    coins = [cell for cell in Plan(load_sweep(file)).firsts if cell.method.endswith("-coin")]
-    assert len(coins) == 4
+    assert sum(cell.method.endswith("-coin") for cell in Plan(load_sweep(file)).firsts) == 4
 
 
 def test_the_papers_sweep_has_the_papers_methods():
     """Every run's recipe passes the checks and agrees with its label."""
-    plan = Plan(load_sweep(ROOT / "recipes/paper_tables.yaml"))
-    recipes = {cell: plan.some_recipe(cell) for cell in plan.cells}
-    methods = {cell.method: recipe for cell, recipe in recipes.items()}
-    assert {recipe.seed for recipe in recipes.values()} == {0, 1, 2, 3, 4}
+    methods = {method: recipe for (_, method), recipe in recipes_of("paper_tables.yaml").items()}
+    assert load_sweep(ROOT / "recipes/paper_tables.yaml").seeds == [0, 1, 2, 3, 4]
     assert [benchmark.name for benchmark in methods["grpo"].evaluation.benchmarks] == [
         "aime25",
         "hmmt25",

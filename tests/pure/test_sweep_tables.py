@@ -17,7 +17,7 @@ import pytest
 from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.evaluation.statistics import detectable_difference, seed_difference
 from megatron_eqlen.recipe import RecipeError
-from megatron_eqlen.report.figures import MEASURES, Curves, over_seeds
+from megatron_eqlen.report.figures import MEASURES, over_seeds, read_curves
 from megatron_eqlen.sweep.cells import Plan
 from megatron_eqlen.sweep.results import write_results
 from megatron_eqlen.sweep.schema import load_sweep
@@ -179,8 +179,13 @@ def test_a_table_of_an_unknown_kind_is_refused(tmp_path):
 # ---- curves ---------------------------------------------------------------------------------------------
 
 
+def curve(*points: tuple[float, float]) -> tuple[np.ndarray, np.ndarray]:
+    x, y = np.array(points).T
+    return x, y
+
+
 def test_seeds_with_the_same_steps_are_averaged_where_they_are():
-    line = over_seeds([[(1, 2.0), (2, 4.0)], [(1, 4.0), (2, 10.0)]])
+    line = over_seeds([curve((1, 2.0), (2, 4.0)), curve((1, 4.0), (2, 10.0))])
     assert line is not None
     assert [line.x.tolist(), line.mean.tolist()] == [[1, 2], [3, 7]]
     assert [line.low.tolist(), line.high.tolist()] == [[2, 4], [4, 10]]
@@ -188,7 +193,7 @@ def test_seeds_with_the_same_steps_are_averaged_where_they_are():
 
 def test_seeds_with_other_costs_are_compared_at_the_same_cost():
     """Both curves are straight lines, so interpolation is exact: y = x, and y = 2 x from x = 1 on."""
-    line = over_seeds([[(0.0, 0.0), (3.0, 3.0), (8.0, 8.0)], [(1.0, 2.0), (5.0, 10.0)]])
+    line = over_seeds([curve((0, 0), (3, 3), (8, 8)), curve((1, 2), (5, 10))])
     assert line is not None
     assert (line.x[0], line.x[-1]) == (1.0, 5.0)
     np.testing.assert_allclose([line.mean, line.low, line.high], [1.5 * line.x, line.x, 2 * line.x])
@@ -197,7 +202,8 @@ def test_seeds_with_other_costs_are_compared_at_the_same_cost():
 def measured(title: str, folder: Path, name: str, values: list[float]) -> list[tuple[int, float]]:
     records = ({"step": step, "time": 0.0, name: value} for step, value in enumerate(values, 1))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    return MEASURES[title](Curves(folder))
+    x, y = read_curves(folder, "steps")[title]
+    return list(zip(x.tolist(), y.tolist(), strict=True))
 
 
 def test_an_oscillation_is_the_relative_change_from_step_to_step(tmp_path):

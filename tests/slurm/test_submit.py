@@ -9,7 +9,7 @@ import pytest
 
 from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.report.run_state import read_state
-from megatron_eqlen.report.status import condition
+from megatron_eqlen.report.status import RunStatus
 from tests.kit import ROOT
 from tests.kit.processes import within
 from tests.slurm.test_train_sbatch import TRAINER, Job
@@ -71,14 +71,14 @@ def test_status_says_that_a_job_was_cancelled_before_it_trained(submit, bed, tmp
     bed.run("scancel", job.id)
     bed.wait_for(job.id, "CANCELLED")
     assert within(20, lambda: read_state(job.run).cancelled)
-    assert condition(job.run) == "cancelled"
+    assert RunStatus(job.run).condition == "cancelled"
     later = submit("--", "--begin=now+1hour")
-    assert condition(later.run) == "not started"
+    assert RunStatus(later.run).condition == "not started"
     bed.program(tmp_path / "bin/squeue", "/usr/bin/squeue")
-    assert condition(later.run) == "not started"
+    assert RunStatus(later.run).condition == "not started"
     bed.run("scancel", later.id)
     bed.wait_for(later.id, "CANCELLED")
-    assert condition(later.run) == "cancelled"
+    assert RunStatus(later.run).condition == "cancelled"
 
 
 def test_near_the_time_limit_before_servers_are_up_the_job_starts_again(submit, bed):

@@ -31,7 +31,7 @@ from megatron_eqlen.metrics import (
     OBJECTIVE_SKIP_RATE,
 )
 from megatron_eqlen.report.compare import METHOD, SEEDS, Rows, by_benchmark, difference, markdown_rows
-from megatron_eqlen.report.metrics import mean_of_known, read_metrics
+from megatron_eqlen.report.metrics import Columns
 from megatron_eqlen.report.run_groups import BASE, Group, RunResult
 from megatron_eqlen.sweep.cells import Plan
 from megatron_eqlen.sweep.results import ended_groups
@@ -82,10 +82,15 @@ def _tested(run: RunResult, of: Callable[[EvaluationResult], float]) -> Ends | N
 
 
 def _entropy(run: RunResult) -> Ends | None:
-    records = read_metrics(run.folder)
-    first = mean_of_known(record.get(LOSS_ENTROPY) for record in records[:1])
-    last = mean_of_known(record.get(LOSS_ENTROPY) for record in records[-NEWEST:])
+    entropy = Columns(run.folder, [LOSS_ENTROPY])[LOSS_ENTROPY]
+    first, last = mean_of_known(entropy[:1]), mean_of_known(entropy[-NEWEST:])
     return None if first is None or last is None else (first, last)
+
+
+def mean_of_known(values: np.ndarray) -> float | None:
+    """Return the mean of the finite values; None if there is none."""
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if len(known) else None
 
 
 def _change(ends: Sequence[Ends | None]) -> Change | None:
@@ -108,13 +113,18 @@ def pairs(groups: Sequence[Group]) -> Rows:
     for group in groups:
         if group.runs[0].recipe.sampling != "equal_length":
             continue
-        runs = [read_metrics(run.folder) for run in group.runs]
+        names = [metric for metric, _ in PAIR_STATISTICS.values()]
+        runs = [Columns(run.folder, names) for run in group.runs]
         for part in ("first", "last"):
             row: dict[str, Any] = {METHOD: group.method, "third of each run": part}
             for title, (metric, scale) in PAIR_STATISTICS.items():
-                thirds = [max(1, len(records) // 3) for records in runs]
-                chosen = [r[:n] if part == "first" else r[-n:] for r, n in zip(runs, thirds, strict=True)]
-                mean = mean_of_known(mean_of_known(step.get(metric) for step in steps) for steps in chosen)
+                thirds = [max(1, len(run.steps) // 3) for run in runs]
+                chosen = [
+                    run[metric][:n] if part == "first" else run[metric][-n:]
+                    for run, n in zip(runs, thirds, strict=True)
+                ]
+                means = [mean_of_known(values) for values in chosen]
+                mean = mean_of_known(np.array(means, float))
                 row[title] = None if mean is None else scale * mean
             rows.append(row)
     return rows

@@ -114,6 +114,14 @@ def batches(path: Path, schema: pa.Schema, columns: Sequence[str] | None = None)
         logger.warning("%s: dropped a torn end of %d bytes", path, data.size - read)
 
 
+def is_closed(path: Path) -> bool:
+    """Return True if the file was closed: its writer was not killed, and writes no more."""
+    with open(path, "rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(size - len(CLOSED), 0))
+        return file.read() == CLOSED
+
+
 def _next(stream: pa.RecordBatchReader, verify: bool) -> pa.RecordBatch | None:
     """Return the next batch, None at the end. Raises ArrowInvalid for a damaged one."""
     try:

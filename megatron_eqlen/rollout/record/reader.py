@@ -6,16 +6,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
 import pyarrow as pa
 
-from megatron_eqlen.files import step_name, step_number, unused
+from megatron_eqlen.files import step_folders, step_name, step_number, unused
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout.partial import HarvestProgress, PartialRollout, RolloutOrigin
-from megatron_eqlen.rollout.record.arrow_log import batches, pieces, values
+from megatron_eqlen.rollout.record.arrow_log import batches, is_closed, pieces, values
 from megatron_eqlen.rollout.record.format import (
     CONTEXT,
     END,
@@ -32,6 +33,9 @@ from megatron_eqlen.tokens import COLUMNS, NUMBERS, VERSIONS, Tokens
 from megatron_eqlen.types import Grade, Prompt, Rollout, RolloutKey, rollout_key, training_order
 
 NOTHING: Mapping[RolloutKey, RolloutOrigin] = MappingProxyType({})
+
+CHECKED_STEPS, CHECKED_BYTES = 20, 64e6
+"""Newest steps whose records ``check_newest`` reads, and about how many bytes of them."""
 
 logger = logging.getLogger(__name__)
 
@@ -229,6 +233,32 @@ def _in_order(files: Iterable[Path]) -> list[Path]:
     return sorted(files, key=lambda path: (len(path.name), path.name))
 
 
+def check_file(path: Path) -> None:
+    """Verify the checksums of a file of rollouts or grades that was closed: the end of others may be torn.
+    Raises ValueError naming the file if it is damaged."""
+    if is_closed(path):
+        for _ in batches(path, GRADES if path.match(GRADE_FILES) else SEGMENTS):
+            pass
+
+
+def scored_steps(streams: Path, newest_first: bool = False) -> Iterator[tuple[int, Path]]:
+    """Yield (number, folder) of the steps that are harvested and graded, which happens after the harvest."""
+    for number, folder in sorted(step_folders(streams), reverse=newest_first):
+        if step_files(folder) and any(folder.glob(GRADE_FILES)):
+            yield number, folder
+
+
+def check_newest(streams: Path) -> None:
+    """Verify the checksums of the newest steps' records. Raises ValueError naming a file that is damaged."""
+    left = CHECKED_BYTES
+    for _, folder in islice(scored_steps(streams, newest_first=True), CHECKED_STEPS):
+        for path in (*step_files(folder), *folder.glob(GRADE_FILES)):
+            check_file(path)
+            left -= path.stat().st_size
+        if left < 0:
+            break
+
+
 def read_grades(folder: Path) -> dict[tuple[str, int, int], Grade]:
     """Return all grades of a step's folder, by prompt_id, index and number of the segment."""
     grades: dict[tuple[str, int, int], Grade] = {}
@@ -245,15 +275,17 @@ def read_streams(path: str | Path) -> Iterator[pa.Table]:
     Columns are those of ``format.SEGMENTS`` before ``question``, then ``step`` (the folder's name),
     ``reward`` and ``verdict``, null where a segment ends no graded response.
     """
-    path = Path(path)
-    files = (
-        [path]
-        if path.is_file()
-        else [*step_files(path)]
-        or [file for folder in sorted(path.glob("step-*")) for file in step_files(folder)]
-    )
-    for file in files:
-        yield _table(file)
+    for _, files in recorded_steps(Path(path)):
+        yield from map(_table, files)
+
+
+def recorded_steps(path: Path) -> list[tuple[str, list[Path]]]:
+    """Return (name, files) of a file of rollouts, of a step's folder, or of each step of a run's ``streams/``
+    folder."""
+    if path.is_file():
+        return [(path.name, [path])]
+    folders = [path] if step_files(path) else sorted(path.glob("step-*"))
+    return [(folder.name, files) for folder in folders if (files := step_files(folder))]
 
 
 def _table(path: Path) -> pa.Table:
