@@ -119,8 +119,7 @@ class Part:
     home: int | None = None
     """Rank that holds the values. None: every rank with the part holds them."""
     carried: bool = False
-    """True if the part was final before this step began: an earlier step graded it, and trained it if its
-    reward was final."""
+    """True if the part was final before this step began: an earlier step graded it."""
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -12,8 +12,9 @@ class BatchSize:
 
     tokens: int
     """Tokens of all members of all counted units."""
-    tokens_of_prompt: dict[str, int]
-    prompts: int
+    tokens_of_prompt: dict[str, float]
+    """Tokens of each prompt. With ``rollout.carry_over`` those of complete rollouts stand for all."""
+    prompts: float
     max_response_length: int
 
 

@@ -10,7 +10,10 @@ of the N units of one of the K rollouts of one of the batch's P prompts, ``seq-m
 An equal-length stream has K = G/2, N = N_k, M = 2 (Eq. 5 and 6 of the paper); a group K = N = 1, M = G.
 
 With ``equal_length.pair_weight: on_policy`` and in trees a unit names its share of the rollout, 2^-(i-1) for
-pair i, which replaces 1/N. P and K are then the recipe's numbers, not those of the step.
+pair i, which replaces 1/N.
+
+P and K are those of the batch. Where units name shares, and with ``rollout.carry_over``, they are the recipe's:
+how many rollouts are complete in a step depends on their lengths then, and so would the weight of each.
 """
 
 from __future__ import annotations
@@ -190,11 +193,13 @@ def _set_weights(batch: _Batch, recipe: Recipe, objective: Objective) -> None:
     for unit in batch.units:
         if not unit.trained:
             continue
+        rollouts = len(batch.rollouts) * batch.rollouts[unit.prompt_id]
+        if unit.share is not None or recipe.rollout.carry_over:
+            rollouts = recipe.data.prompts_per_step * recipe.rollouts_per_prompt / recipe.loss.minibatches
         if unit.share is None:
-            members = batch.rollouts[unit.prompt_id] * counted[unit.rollout] * len(unit.nodes)
-            sequence = 1 / (len(batch.rollouts) * members)
+            sequence = 1 / (rollouts * counted[unit.rollout] * len(unit.nodes))
         else:
-            sequence = unit.share / (_rollouts_per_update(recipe) * len(unit.nodes))
+            sequence = unit.share / (rollouts * len(unit.nodes))
         alike, tokens = _alike(unit)
         for node, advantage in zip(unit.nodes, unit.advantages, strict=True):
             if len(node):
@@ -202,12 +207,6 @@ def _set_weights(batch: _Batch, recipe: Recipe, objective: Objective) -> None:
                 member = Member(sequence, len(node), unit.prompt_id, alike[sign], tokens[sign])
                 weight = objective.aggregation(member, size)
                 node.weight = checked_weight(weight, f"prompt {unit.prompt_id}: {where}")
-
-
-def _rollouts_per_update(recipe: Recipe) -> float:
-    """Return the number of rollouts that an optimizer step averages over, as the recipe has it: how many are
-    due in a step depends on their lengths with ``rollout.carry_over``, and so would the weight."""
-    return recipe.data.prompts_per_step * recipe.rollouts_per_prompt / recipe.loss.minibatches
 
 
 def _alike(unit: ComparisonUnit) -> tuple[Counter[float], Counter[float]]:
@@ -223,4 +222,10 @@ def _size(batch: _Batch, recipe: Recipe) -> BatchSize:
     tokens: Counter[str] = Counter()
     for unit in batch.units:
         tokens[unit.prompt_id] += sum(unit.lengths) if unit.counted else 0
-    return BatchSize(tokens.total(), tokens, len(batch.rollouts), recipe.rollout.max_response_length)
+    of_prompt: dict[str, float] = {**tokens}
+    prompts: float = len(batch.rollouts)
+    if recipe.rollout.carry_over:
+        prompts = recipe.data.prompts_per_step / recipe.loss.minibatches
+        for prompt_id in of_prompt:  # as if its rollouts in other steps were like these
+            of_prompt[prompt_id] *= recipe.rollouts_per_prompt / batch.rollouts[prompt_id]
+    return BatchSize(tokens.total(), of_prompt, prompts, recipe.rollout.max_response_length)

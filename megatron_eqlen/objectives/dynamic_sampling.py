@@ -68,7 +68,7 @@ def _extremes(lengths: Mapping[str, float], quantiles: tuple[float, float, float
 
 def trained(rollouts: Sequence[Rollout], recipe: Recipe) -> Sequence[Rollout]:
     """Return the recorded rollouts of a step that it trained on."""
-    rollouts = due_rollouts(rollouts, recipe)
+    rollouts = due_rollouts(rollouts)
     if not resolve(recipe).dynamic_sampling:
         return rollouts
     return select(rollouts, recipe, recipe.data.prompts_per_step)[0]

@@ -30,9 +30,10 @@ def comparison_units(
     return tree, units
 
 
-def due_rollouts(rollouts: Sequence[Rollout], recipe: Recipe) -> list[Rollout]:
-    """Return the scored rollouts of a step that it averages over; the others are suspended."""
-    return [rollout for rollout in rollouts if KINDS[rollout.kind].is_due(rollout, recipe)]
+def due_rollouts(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Return the rollouts of a step that it trains: those that are complete. How many units share a rollout's
+    weight, and their rewards, are known only then."""
+    return [rollout for rollout in rollouts if not rollout.suspended]
 
 
 def verifier_rewards(rollout: Rollout, recipe: Recipe) -> list[list[float]]:

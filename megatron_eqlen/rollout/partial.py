@@ -6,7 +6,7 @@
 
 The result of a harvest depends on the tokens of its tracks alone, so these are all that is needed to resume
 it. Parts that were final when an earlier step ended keep their grades and are marked ``Part.carried``:
-they are neither graded nor trained again. ``record.reader.read_progress`` reads partial rollouts.
+they are not graded again. ``record.reader.read_progress`` reads partial rollouts.
 """
 
 from __future__ import annotations

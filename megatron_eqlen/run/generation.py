@@ -318,7 +318,7 @@ def select(scored: Batch, step: Step, session: Session) -> Batch:
     ]
     new = [(prompt, part.grade) for prompt, part in ended if not part.carried]
     metrics = scored.metrics | reward_metrics(new)
-    rollouts = due_rollouts(scored.rollouts, recipe)
+    rollouts = due_rollouts(scored.rollouts)
     if session.objective.dynamic_sampling:
         room = recipe.data.prompts_per_step - step.prompts
         rollouts, metrics["objective/filtered_prompts"] = dynamic_sampling.select(rollouts, recipe, room)

@@ -148,8 +148,8 @@ class Run:
         if distributed.is_rank0():
             if count := len(rollouts.suspended):
                 self.session.progress.say(
-                    f"{count} rollouts are suspended at the end: their finished parts have been trained, "
-                    "the rest has not; a run with more steps resumes with them"
+                    f"{count} rollouts are suspended at the end and have not been trained; a run with more "
+                    "steps resumes with them"
                 )
             self.records.warn_of_idle_steps(self.steps)
             spans = [span for span in self.session.timeline.spans if span.began >= self.step_ended]

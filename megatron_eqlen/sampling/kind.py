@@ -42,8 +42,8 @@ class SamplingKind(ABC):
     def compare(
         self, rollout: Rollout, recipe: Recipe, penalty: Penalty
     ) -> tuple[TokenTree, list[ComparisonUnit]]:
-        """Return the token tree of a scored rollout, and the comparison units over its nodes whose rewards
-        became final in this step: each unit is in one step. ``penalty`` depends on the response's length."""
+        """Return the token tree of a scored, complete rollout, and the comparison units over its nodes.
+        ``penalty`` depends on the response's length."""
 
     @abstractmethod
     def labels(self, rollout: Rollout) -> tuple[str, list[str]]:
@@ -58,14 +58,6 @@ class SamplingKind(ABC):
     ) -> Metrics:
         """Return the ``objective/...`` metrics of a step that only this kind has; none by default."""
         return {}
-
-    def is_due(self, rollout: Rollout, recipe: Recipe) -> bool:
-        """Return True if the step trains the scored rollout and averages over it.
-
-        By default a rollout is trained when it is complete. Every rollout is due in at least one step; one
-        that is trained in parts (see ``compare``) in several.
-        """
-        return not rollout.suspended
 
 
 # ---- helpers for kinds -----------------------------------------------------------------------------------

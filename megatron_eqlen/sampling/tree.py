@@ -73,7 +73,7 @@ class TreeSampling(SamplingKind):
         self, rollout: Rollout, recipe: Recipe, penalty: Penalty
     ) -> tuple[TokenTree, list[ComparisonUnit]]:
         """Return the tree as it was sampled, without parts whose reward is not known, and a unit for each set
-        of siblings, once the tree is complete. A unit's share is the weight of the part that it continues."""
+        of siblings. A unit's share is the weight of the part that it continues."""
         rewards = part_rewards(rollout, penalty)
         parts = [part for part in rollout.parts if part.number in rewards]
         tree, nodes = token_tree(rollout, rollout.prompt_id, parts)
@@ -91,7 +91,6 @@ class TreeSampling(SamplingKind):
                 share=weights[parent] if self.shares else None,
             )
             for parent, members in siblings.items()
-            if not rollout.suspended
         ]
         return tree, units
 

@@ -11,23 +11,50 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
-from megatron_eqlen.objectives.build import build_trees
+from megatron_eqlen.objectives.build import build_minibatches, build_trees
+from megatron_eqlen.objectives.dynamic_sampling import trained
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.rollout.harvest_plan import HarvestPlan
+from megatron_eqlen.rollout.partial import HarvestProgress, PartialRollout, RolloutOrigin
 from megatron_eqlen.sampling import KINDS
-from megatron_eqlen.sampling.harvester import Harvester, Marker
-from megatron_eqlen.types import Delta, Grade, Prompt, Rollout, TokenTree
+from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver, Marker
+from megatron_eqlen.sampling.track import Track
+from megatron_eqlen.types import Delta, Grade, Metrics, Prompt, Rollout, TokenTree
 
 Path = tuple[int, ...]
 """Token ids of a response, or of the beginning of one."""
 Reward = Callable[[Path], float]
+Choose = Callable[[int], int]
+"""Number of possibilities -> number of the one that is chosen."""
 
 QUESTION = Prompt("q", [9], "?", "math", "1")
+
+
+def every_outcome[T](run: Callable[[Choose], T]) -> Iterator[T]:
+    """Yield what ``run`` returns, for everything that it can choose."""
+    choices: list[int] = []
+    sizes: list[int] = []
+
+    def choose(size: int) -> int:
+        sizes.append(size)
+        if len(choices) < len(sizes):
+            choices.append(0)
+        return choices[len(sizes) - 1]
+
+    while not sizes or choices:
+        sizes.clear()
+        yield run(choose)
+        while choices and choices[-1] + 1 == sizes[len(choices) - 1]:
+            choices.pop()
+        if choices:
+            choices[-1] += 1
 
 
 @dataclass(frozen=True)
@@ -109,16 +136,7 @@ class Process:
 
     def streams(self, recipe: Recipe) -> Iterator[tuple[Rollout, float]]:
         """Yield every stream that the recipe's harvester can make of this process, with its probability."""
-        choices: list[int] = []
-        while True:
-            stream, probability, sizes = self._stream(recipe, choices)
-            yield stream, probability
-            choices += [0] * (len(sizes) - len(choices))
-            while choices and choices[-1] + 1 == sizes[len(choices) - 1]:
-                choices.pop()
-            if not choices:
-                return
-            choices[-1] += 1
+        return every_outcome(lambda choose: self._stream(recipe, choose))
 
     def harvester(self, recipe: Recipe) -> Harvester:
         """Return the harvester of the first rollout."""
@@ -128,25 +146,54 @@ class Process:
         marker = Marker(lambda ids: self.marker in ids, 1)
         return KINDS[recipe.sampling].harvesters([QUESTION], recipe, ends, 0, marker)[0]
 
-    def _stream(self, recipe: Recipe, choices: Sequence[int]) -> tuple[Rollout, float, list[int]]:
-        """Return the stream whose track n is number ``choices[n]`` (default: 0) of the continuations of its
-        trunk, its probability, and the numbers of continuations."""
+    def _stream(self, recipe: Recipe, choose: Choose) -> tuple[Rollout, float]:
+        """Return the stream whose tracks are the chosen continuations of its trunk, and its probability."""
         harvester = self.harvester(recipe)
-        probability, sizes = 1.0, []
+        probability = 1.0
         launched = harvester.start()
         while not harvester.complete:
             for track in launched:
                 possible = self.continuations(tuple(track.context[len(QUESTION.token_ids) :]))
-                choice = choices[len(sizes)] if len(sizes) < len(choices) else 0
-                sizes.append(len(possible))
-                tokens, share = possible[choice]
+                tokens, share = possible[choose(len(possible))]
                 probability *= share
                 track.extend(Delta(track.name, list(tokens), {"logprobs": [0.0] * len(tokens)}), 0)
             launched = harvester.advance()
         stream = harvester.rollout(0)
-        for part, response in stream.ended():
+        self.grade(stream)
+        return stream, probability
+
+    def grade(self, rollout: Rollout) -> None:
+        for part, response in rollout.ended():
             part.grade = Grade(self.reward(tuple(response.tolist())), "")
-        return stream, probability, sizes
+
+    def steps(self, recipe: Recipe, prompts: int) -> Iterator[tuple[list[list[Rollout]], float]]:
+        """Yield every sequence of steps that train the first step's prompts, with its probability. They are
+        harvested as in training, with the recipe's budget and ``carry_over``, but for the draws."""
+        return every_outcome(lambda choose: self._steps(recipe, prompts, choose))
+
+    def _steps(self, recipe: Recipe, prompts: int, choose: Choose) -> tuple[list[list[Rollout]], float]:
+        engine, carried = (
+            Drawing(self, choose),
+            Suspended([replace(QUESTION, prompt_id=f"q{n}") for n in range(prompts)]),
+        )
+        steps: list[list[Rollout]] = []
+        while carried.prompts:
+            asked, progress = carried.prompts, HarvestProgress(partial=carried.partial)
+            plan = HarvestPlan(asked, recipe, range(self.ends), seed=0, progress=progress)
+            carried = Suspended([], len(steps) + 1, recipe.rollout.max_staleness)
+            steps.append(harvest(engine, plan, [carried])[0])
+            for rollout in steps[-1]:
+                self.grade(rollout)
+        return steps, engine.probability
+
+    def expected_steps(self, recipe: Recipe, prompts: int = 1) -> np.ndarray:
+        """Return the expectation of the sum of ``estimate`` over all updates of ``steps``."""
+        total = np.zeros_like(self.logits)
+        for steps, probability in self.steps(recipe, prompts):
+            for rollouts in steps:
+                for trees in build_minibatches(trained(rollouts, recipe), recipe)[0]:
+                    total += probability * self.estimate(trees)
+        return total
 
     def estimate(self, trees: Sequence[TokenTree]) -> np.ndarray:
         """Return what an on-policy step on ``trees`` ascends: sum of weight x advantage x score."""
@@ -173,3 +220,62 @@ class Process:
             probability = math.prod(share for _, share in drawn)
             total += probability * self.estimate(build_trees(rollouts, recipe)[0])
         return total
+
+
+class Drawing:
+    """An engine that gives each request one token a step, chosen among all, and multiplies their
+    probabilities."""
+
+    policy_version, max_model_len, max_num_seqs = 0, 99, 99
+
+    def __init__(self, process: Process, choose: Choose) -> None:
+        self.process, self.choose, self.probability = process, choose, 1.0
+        self.paths: dict[str, Path] = {}
+
+    def submit(
+        self, request_id: str, token_ids: list[int], max_tokens: int, seed: int, path_rows: int = 0
+    ) -> None:
+        self.paths[request_id] = tuple(token_ids[len(QUESTION.token_ids) :])
+
+    def step(self) -> list[Delta]:
+        return [self._next(name) for name in list(self.paths)]
+
+    def _next(self, name: str) -> Delta:
+        row = self.process.probabilities[self.process.contexts[self.paths[name]]]
+        token = self.choose(len(row))
+        self.probability *= float(row[token])
+        self.paths[name] += (token,)
+        return Delta(name, [token], {"logprobs": [0.0]})
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        for name in request_ids:
+            self.paths.pop(name, None)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.paths)
+
+    def metrics(self) -> Metrics:
+        return {}
+
+
+@dataclass
+class Suspended(HarvestObserver):
+    """What a step leaves to step ``number``."""
+
+    prompts: list[Prompt]
+    number: int = 0
+    max_staleness: int = 0
+    partial: list[PartialRollout] = field(default_factory=list)
+
+    def rollout_suspended(self, rollout: Rollout, generated_tokens: int, tracks: Sequence[Track]) -> None:
+        if rollout.prompt not in self.prompts:
+            self.prompts.append(rollout.prompt)
+        tokens = {track.number: track.tokens[:] for track in tracks}
+        self.partial.append(
+            PartialRollout(
+                rollout.prompt, rollout.index, tokens, origin=RolloutOrigin(0), age=self.number,
+                last_step=self.number >= self.max_staleness, final={p.number: p for p in rollout.parts},
+                earlier_tokens=sum(map(len, tokens.values())),
+            )
+        )  # fmt: skip

@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import random
 import tempfile
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,19 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eqlen.files import step_name
+from megatron_eqlen.objectives.units import due_rollouts
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout.engine import EngineError
 from megatron_eqlen.rollout.harvest import harvest, harvest_seed
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.record.reader import read_step
 from megatron_eqlen.run.step import Step
-from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from megatron_eqlen.types import Delta, Prompt, Rollout, RolloutKey, rollout_key
 from tests.kit.marks import examples
 from tests.pure import test_ahead as ahead
 from tests.pure.test_ahead import Counting, Graders, Killed, Served, rollouts, world_of_one
-from tests.pure.test_carry_over import content, units_of
+from tests.pure.test_carry_over import content, lessons_of
 from tests.pure.test_rollout_harvest import EOS, versions_of
 from tests.pure.test_rollout_resume import Lockstep
 
@@ -155,10 +154,10 @@ class Harvested:
 
 def check_record(streams: Path, trained: dict[int, Trained], recipe: Recipe) -> Harvested:
     """Assert that each rollout takes part where units are due, ends once, and is no older than allowed."""
-    rollout, found = recipe.rollout, Harvested({}, {}, defaultdict(list))
+    rollout, found = recipe.rollout, Harvested({}, {}, {})
     for number, step in sorted(trained.items()):
         recorded = read_step(streams / step_name(number))
-        due = [seen for seen in recorded if KINDS[seen.kind].is_due(seen, recipe)]
+        due = due_rollouts(recorded)
         assert [*map(content, step.rollouts)] == [*map(content, due)], "it was trained as recorded"
         for seen in recorded:
             key = rollout_key(seen)
@@ -166,9 +165,9 @@ def check_record(streams: Path, trained: dict[int, Trained], recipe: Recipe) -> 
             drawn = found.drawn.setdefault(key, number)
             assert number - drawn <= rollout.max_staleness - seen.suspended
             assert min(versions_of(seen)) >= trained[max(drawn - rollout.staleness, 0)].before
-            found.units[key] += units_of(seen, recipe)
             if not seen.suspended:
                 found.ended[key] = seen
+        found.units |= lessons_of(recorded, recipe)
     prompts = {prompt_id for prompt_id, _ in found.drawn}
     assert prompts == {f"p#{n}" for n in range(len(prompts))}, "none is left out"
     assert len(found.drawn) == len(prompts) * recipe.streams_per_prompt
@@ -176,16 +175,18 @@ def check_record(streams: Path, trained: dict[int, Trained], recipe: Recipe) -> 
 
 
 def check(streams: Path, trained: dict[int, Trained], recipe: Recipe) -> None:
+    # as if all carried rollouts over: the weight of a rollout is the same in every step then
+    recipe = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"carry_over": True})})
     found = check_record(streams, trained, recipe)
     for (prompt_id, index), drawn in found.drawn.items():
         (prompt,) = Counting(int(prompt_id[2:])).next(1)
         whole = uninterrupted(prompt, drawn, recipe)[index]
-        key, wanted = rollout_key(whole), units_of(whole, recipe)
+        key = rollout_key(whole)
         if key not in found.ended:
-            assert found.units[key] == wanted[: len(found.units[key])], "suspended at the end"
+            assert key not in found.units, "suspended at the end"
         elif (seen := found.ended[key]).outcome != "budget":
             assert content(seen) == content(whole)
-            assert found.units[key] == wanted
+            assert found.units[key] == lessons_of([whole], recipe)[key]
         else:
             assert [len(unit) for unit in found.units[key]] == [2] * len(pairs_of(seen))
             assert content(seen)[: 2 * len(pairs_of(seen))] == content(whole)[: 2 * len(pairs_of(seen))]

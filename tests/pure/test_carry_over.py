@@ -1,5 +1,5 @@
 """Rollouts that a budget suspends, step after step, with kills and other numbers of replicas in between, end
-as if nothing had interrupted them, and every unit of theirs is trained in exactly one step."""
+and are trained as if nothing had interrupted them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import random
 import sys
 import tempfile
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 import tests.kit.rollouts as kit
 from megatron_eqlen.files import step_name
+from megatron_eqlen.objectives.aggregation import AGGREGATIONS
 from megatron_eqlen.objectives.build import weighted_units
-from megatron_eqlen.objectives.registry import resolve
-from megatron_eqlen.objectives.units import comparison_units
+from megatron_eqlen.objectives.units import due_rollouts
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout.harvest import harvest, harvest_seed
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
@@ -36,10 +36,7 @@ from megatron_eqlen.rollout.record.reader import (
     remove_open_tracks,
 )
 from megatron_eqlen.rollout.record.recorder import OPEN_FILES, Recorder, record_grades
-from megatron_eqlen.sampling import KINDS
-from megatron_eqlen.sampling.comparison import no_penalty
 from megatron_eqlen.sampling.equal_length.dual_track import tail_of
-from megatron_eqlen.sampling.equal_length.streams import KIND, due_rewards
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Delta, Grade, Part, Prompt, Rollout, RolloutKey, rollout_key, training_order
 from tests.kit.marks import examples
@@ -160,19 +157,25 @@ def content(rollout: Rollout) -> list:
     ]
 
 
-def units_of(rollout: Rollout, recipe: Recipe) -> list:
-    """Return tokens and reward of each member of each unit."""
-    if not KINDS[rollout.kind].is_due(rollout, recipe):
-        return []
-    units = comparison_units(rollout, recipe, resolve(recipe))[1]
-    return [
-        [
-            (m.token_ids.tolist(), m.tokens["logprobs"].tolist(), r)
-            for m, r in zip(u.members, u.rewards, strict=True)
-        ]
-        for u in units
-    ]
+def lessons_of(rollouts: Sequence[Rollout], recipe: Recipe) -> dict[RolloutKey, list]:
+    """Return tokens, reward, advantage and weight of each member of each unit of the rollouts that a step
+    trains."""
+    rollouts = due_rollouts(rollouts)
+    owner = {id(part): rollout_key(rollout) for rollout in rollouts for part in rollout.parts}
+    found: dict[RolloutKey, list] = {rollout_key(rollout): [] for rollout in rollouts}
+    for unit in weighted_units(rollouts, recipe):
+        of_members = zip(unit.members, unit.rewards, unit.nodes, strict=True)
+        found[owner[id(unit.members[0])]].append(
+            [
+                (m.token_ids.tolist(), m.tokens["logprobs"].tolist(), r, node.advantage, node.weight)
+                for m, r, node in of_members
+            ]
+        )
+    return found
 
+
+RATIOS = {"token-mean", "prompt-mean-token-mean"}
+"""Averages whose denominator is a number of tokens of several rollouts."""
 
 cases = st.fixed_dictionaries(
     {
@@ -180,6 +183,9 @@ cases = st.fixed_dictionaries(
         "suffix_reward": st.sampled_from(["max", "max", "mean"]),
         "unfinished": st.sampled_from(["zero", "drop"]),
         "max_pairs": st.sampled_from([None, None, 2]),
+        "on_policy": st.booleans(),
+        "average": st.sampled_from([None, *AGGREGATIONS.keys() - RATIOS]),
+        "minibatches": st.integers(1, 2),
         "overlong": st.sampled_from([0, 8]),
         "seed": st.integers(0, 2**32),
         "end": st.sampled_from([0.05, 0.15, 0.4]),
@@ -202,56 +208,64 @@ steps = st.lists(
 def recipe_of(case: dict, **rollout) -> Recipe:
     limits = {"max_response_length": case["limit"], "max_staleness": 1000, "keep_routes": case["routes"]}
     masks = {"keep_sampling_mask": True, "top_k": 5, "logprobs_mode": "processed"}
+    pairs, average = (
+        {name: case[name] for name in ("suffix_reward", "unfinished", "max_pairs")},
+        case["average"],
+    )
+    if case["kind"] == "equal_length" and case["on_policy"]:
+        pairs, average = {"pair_weight": "on_policy", "max_pairs": case["max_pairs"]}, None
     return make_recipe(
         seed=case["seed"],
         rollout={"carry_over": True, "tokens_per_step": 1} | masks | limits | rollout,
-        equal_length={name: case[name] for name in ("suffix_reward", "unfinished", "max_pairs")},
-        loss={"rollout_is": "token", "overlong_buffer": min(case["overlong"], case["limit"] - 1)},
+        equal_length=pairs,
+        loss={
+            "rollout_is": "token",
+            "overlong_buffer": min(case["overlong"], case["limit"] - 1),
+            "loss_agg_mode": average,
+            "minibatches": case["minibatches"],
+        },
         **SAMPLINGS[case["kind"]],
     )
 
 
 @examples(16)
 @given(cases, steps, st.sampled_from([0.0, 0.0005]))
-def test_every_unit_is_trained_once_with_the_rewards_of_a_harvest_that_nothing_interrupted(
+def test_every_rollout_is_trained_once_with_the_rewards_and_weights_of_a_step_that_trains_all_at_once(
     case, steps, interval
 ):
     recipe = recipe_of(case)
-    trained, took_part, complete = defaultdict(list), Counter(), {}
+    lessons, complete = {}, {}
     with tempfile.TemporaryDirectory() as home, patch.object(recorder_module, "INTERVAL", interval):
         run = Run(Path(home), recipe, case["end"])
         last = (len(steps), (0, None, 2, []))
         for number, (new, budget, replicas, kills) in [*enumerate(steps), last]:
-            for rollout in run.step(number, prompts_of(number, new), budget, replicas, kills):
-                key = rollout_key(rollout)
-                assert key not in complete
-                units = units_of(rollout, recipe)
-                trained[key] += units
-                took_part[key] += bool(units)
+            rollouts = run.step(number, prompts_of(number, new), budget, replicas, kills)
+            of_step = lessons_of(rollouts, recipe)
+            assert not of_step.keys() & lessons.keys()
+            lessons |= of_step
+            for rollout in rollouts:
+                assert rollout_key(rollout) not in complete
                 if not rollout.suspended:
-                    complete[key] = rollout
-                    is_due = KINDS[rollout.kind].is_due(rollout, recipe)
-                    assert is_due or took_part[key], "every rollout is in a step"
-                    assert not is_due or units or not took_part[key], "and no other"
+                    complete[rollout_key(rollout)] = rollout
                     assert versions_of(rollout) <= set(range(number + 1))
         assert not run.suspended
-        for prompt_id in run.drawn:
-            for want in run.whole(prompt_id):
-                found = complete.pop(rollout_key(want))
-                assert content(found) == content(want)
-                if case["routes"] and any(map(len, found.parts)):
-                    check_routes(found)
-                assert [s.grade and s.grade.reward for s in found.parts] == [
-                    s.grade and s.grade.reward for s in want.parts
-                ]
-                assert trained[rollout_key(want)] == units_of(want, recipe)
+        whole = [rollout for prompt_id in run.drawn for rollout in run.whole(prompt_id)]
+        for want in whole:
+            found = complete.pop(rollout_key(want))
+            assert content(found) == content(want)
+            if case["routes"] and any(map(len, found.parts)):
+                check_routes(found)
+            assert [s.grade and s.grade.reward for s in found.parts] == [
+                s.grade and s.grade.reward for s in want.parts
+            ]
         assert not complete
+        assert lessons == lessons_of(whole, recipe)
         assert max(run.graded.values(), default=1) == 1, "nothing is graded twice"
 
 
 SIMPLE = {
     "kind": "equal_length", "suffix_reward": "max", "unfinished": "zero", "max_pairs": None, "overlong": 0,
-    "seed": 1, "limit": 24, "routes": False,
+    "seed": 1, "limit": 24, "routes": False, "on_policy": False, "average": None, "minibatches": 1,
 }  # fmt: skip
 
 
@@ -338,73 +352,34 @@ def test_what_was_suspended_and_is_not_there_is_named(tmp_path):
         read_progress(folder, prompts, run.recipe, {**run.suspended, ("q", 0): RolloutOrigin(0)})
 
 
-def stream_with(rewards: str, carried: int = 0, outcome="suspended") -> Rollout:
-    """Return a stream whose A sides were wrong (0), half right (h) or right (1)."""
+@pytest.mark.parametrize("apart", [False, True], ids=["one step", "two steps"])
+@pytest.mark.parametrize("average", sorted(RATIOS))
+def test_an_average_over_the_tokens_of_several_rollouts_is_one_of_the_step_that_trains_them(average, apart):
+    """Each token of a step weighs the same (``token-mean``), or each rollout of a prompt on average
+    (``prompt-mean-token-mean``): whatever the number of steps, the prompt weighs 1/P in all."""
+    recipe = make_recipe(
+        loss={"rollout_is": "token", "loss_agg_mode": average},
+        rollout={"carry_over": True, "tokens_per_step": 1},
+        data={"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 8, "prompts_per_step": 5},
+    )
+    streams = [stream_with("01"), replace(stream_with("0001"), index=1)]
+    steps = [[stream] for stream in streams] if apart else [streams]
+    units = [weighted_units(rollouts, recipe) for rollouts in steps]
+    weights = [[node.weight for unit in of_step for node in unit.nodes] for of_step in units]
+    if average == "token-mean":
+        assert weights == [[1 / (2 * len(of_step))] * len(of_step) for of_step in weights]
+    else:
+        total = sum(weight * 2 for of_step in weights for weight in of_step)
+        assert total == pytest.approx(1 / 5)
+
+
+def stream_with(rewards: str, outcome="truncated") -> Rollout:
+    """Return a stream whose A sides were wrong (0) or right (1)."""
     pairs = [
-        (
-            Part(Tokens.of([5, 9], [-1, -1]), "stop", Grade({"0": 0.0, "h": 0.5, "1": 1.0}[r], "")),
-            Part(Tokens.of([6, 7], [-1, -1])),
-        )
+        (Part(Tokens.of([5, 9], [-1, -1]), "stop", Grade(float(r), "")), Part(Tokens.of([6, 7], [-1, -1])))
         for r in rewards
     ]
-    for a, b in pairs[:carried]:
-        a.carried = b.carried = True
     return kit.stream(prompts_of(0, 1)[0], 0, 0, pairs, outcome)
-
-
-@pytest.mark.parametrize(
-    ("stream", "reduce", "due"),
-    [
-        (stream_with("001h0"), "max", [0, 1]),  # what comes after the right answer may be bettered
-        (stream_with("10hh"), "max", []),  # its own A extends no B
-        (stream_with("0011", carried=3), "max", [2]),  # the first two were due when three were there
-        (stream_with("001", carried=3), "max", []),
-        (stream_with("00100", carried=3, outcome="truncated"), "max", [2, 3, 4]),
-        (stream_with("001", carried=3, outcome="truncated"), "max", [2]),
-        (stream_with("111"), "mean", []),
-        (stream_with("111", carried=2, outcome="truncated"), "mean", [0, 1, 2]),
-    ],
-)
-def test_a_pair_is_due_when_nothing_that_is_unfinished_can_change_its_reward(stream, reduce, due):
-    recipe = make_recipe(equal_length={"suffix_reward": reduce})
-    rewards = [i for i, pair in enumerate(due_rewards(stream, recipe, no_penalty)) if pair is not None]
-    assert rewards == due
-    assert KIND.is_due(stream, recipe) == bool(due)
-
-
-def test_on_policy_pairs_are_due_when_their_stream_is_complete():
-    recipe = make_recipe(equal_length={"pair_weight": "on_policy"})
-    right = stream_with("0011", carried=3)  # the maximum of the first two is final, their values are not
-    assert due_rewards(right, recipe, no_penalty) == [None] * 4
-    assert not KIND.is_due(right, recipe)
-    complete = stream_with("0011", carried=3, outcome="truncated")
-    values = [1 / 4 + 1 / 8, 1 / 2 + 1 / 4, 1 / 2, 0]
-    assert due_rewards(complete, recipe, no_penalty) == list(zip([0, 0, 1, 1], values, strict=True))
-
-
-def test_a_stream_without_pairs_is_averaged_over_in_the_step_where_it_ends():
-    recipe = make_recipe()
-    assert not KIND.is_due(stream_with(""), recipe)
-    assert KIND.is_due(stream_with("", outcome="truncated"), recipe)
-    drops = make_recipe(equal_length={"unfinished": "drop"})  # the newest pair, whose B nothing extends
-    assert KIND.is_due(stream_with("0", outcome="truncated"), drops)
-    assert not KIND.is_due(stream_with("01", carried=2, outcome="truncated"), drops), "it was, for the first"
-    group = kit.group(
-        prompts_of(0, 1)[0], 0, [Part(Tokens.of([9], [-1]), "stop", Grade(1.0, ""))], outcome="suspended"
-    )
-    assert not KINDS[group.kind].is_due(group, recipe)
-
-
-def test_a_part_of_a_stream_weighs_as_much_as_a_stream():
-    """Eq. 5 and 6 over the units that a step trains: 1/P x 1/K x 1/N x 1/2 x 1/L, N the pairs that are
-    due."""
-    recipe = make_recipe(loss={"rollout_is": "token", "kl_coef": 0.1}, objective="grpo")
-    two = stream_with("010", outcome="truncated")
-    part = replace(stream_with("0001h", carried=2), index=1)
-    units = weighted_units([two, part], recipe)
-    assert [len(unit.nodes) for unit in units] == [2] * 6
-    weights = [unit.nodes[0].weight * 2 * 2 * len(unit.members[0]) for unit in units if unit.trained]
-    assert weights == pytest.approx([1 / 3] * 5)
 
 
 def test_new_prompts_are_as_many_as_the_open_tracks_of_carried_ones_leave():
@@ -413,4 +388,9 @@ def test_new_prompts_are_as_many_as_the_open_tracks_of_carried_ones_leave():
     group = kit.group(prompt, 0, ended, numbers=[0, 1, 3], outcome="suspended")
     recipe = make_recipe(sampling="independent", group_size=4)
     assert open_prompts([group, replace(group, parts=())], recipe) == 1 / 4 + 1
-    assert open_prompts([stream_with("01"), stream_with("")], make_recipe(group_size=8)) == 2 / 4
+    assert (
+        open_prompts(
+            [stream_with("01", "suspended"), stream_with("", "suspended")], make_recipe(group_size=8)
+        )
+        == 2 / 4
+    )

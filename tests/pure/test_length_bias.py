@@ -20,19 +20,22 @@ from tools.research.mechanism import DIFFICULTIES, Case, World
 LIMIT = 3
 
 
-def recipe(limit=LIMIT, objective="rloo", group_size=2, loss=None, rollout=None, **equal_length):
+def recipe(
+    limit=LIMIT, objective="rloo", group_size=2, loss=None, rollout=None, sampling="equal_length", prompts=1,
+    **equal_length,
+):  # fmt: skip
     return parse(
         {
             "name": "test",
             "steps": 1,
             "group_size": group_size,
-            "sampling": "equal_length",
+            "sampling": sampling,
             "objective": objective,
             "model": {"path": "none"},
             "data": {
                 "sources": [{"name": "s", "path": "none"}],
                 "max_prompt_length": 1,
-                "prompts_per_step": 1,
+                "prompts_per_step": prompts,
             },
             "rollout": {"max_response_length": limit} | (rollout or {}),
             "packing": {
@@ -161,17 +164,49 @@ def test_on_policy_kl_covers_each_token_as_often_as_the_policy_samples_it():
     np.testing.assert_allclose(visits, [1, *process.probabilities[0, 1:]], rtol=0, atol=1e-12)
 
 
-def test_on_policy_weight_of_a_stream_does_not_depend_on_the_streams_of_its_step(line):
-    """With carry-over short streams are complete in an earlier step than long ones of the same prompt."""
-    settings = repaired(rollout={"carry_over": True, "tokens_per_step": 100}, loss={"rollout_is": "token"})
-    settings = settings.model_copy(update={"group_size": 8})
-    streams = [
-        replace(stream, index=i) for i, (stream, _) in enumerate(line.streams(settings)) if pairs_of(stream)
-    ]
-    together, _ = build_trees(streams[:4], settings)
-    for stream, tree in zip(streams[:4], together, strict=True):
-        (alone,), _ = build_trees([stream], settings)
-        assert [node.weight for node in alone.nodes] == [node.weight for node in tree.nodes]
+def carried(**rollout):
+    """Return keys of a run in which no stream of LIMIT tokens is complete in its first step."""
+    limits = {"carry_over": True, "tokens_per_step": 2} | rollout
+    return {"rollout": limits, "loss": {"rollout_is": "token"}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "bias"),
+    [
+        ({}, 0),
+        (carried(), 0),
+        (carried(max_staleness=2), 0),
+        (carried(max_staleness=1), 0.607),  # cuts what is open after two steps of two tokens
+        ({"rollout": {"tokens_per_step": 4}}, 0.607),
+        ({"rollout": {"tokens_per_step": 2}}, 2.406),
+    ],
+    ids=str,
+)
+def test_the_steps_of_carry_over_have_the_policy_gradient_but_for_what_max_staleness_cuts(line, keys, bias):
+    truth = line.gradient()
+    found = np.linalg.norm(line.expected_steps(repaired(**keys)) - truth) / np.linalg.norm(truth)
+    assert found == pytest.approx(bias, abs=1e-3 if bias else 1e-12)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"objective": "grpo"},
+        {"suffix_reward": "mean", "unfinished": "drop"},
+        {"pair_weight": "on_policy", "loss": {"minibatches": 2}, "objective": "dr_grpo"},
+        {"sampling": "independent", "objective": "dr_grpo"},
+        {"sampling": "independent", "objective": "ba", "loss": {"minibatches": 2}},
+        {"loss": {"loss_agg_mode": "prompt-mean-token-mean"}},
+    ],
+    ids=str,
+)
+def test_the_steps_of_carry_over_sum_to_the_estimate_of_one_step_without_a_budget(keys):
+    process = Process.random(2, 2, reward_of)
+    suspending = carried()
+    suspending["loss"] |= keys.get("loss", {})
+    at_once, in_steps = recipe(2, prompts=2, **keys), recipe(2, prompts=2, **keys | suspending)
+    found = process.expected_steps(in_steps, prompts=2)
+    np.testing.assert_allclose(found, process.expected_steps(at_once, prompts=2), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("world", [
@@ -244,7 +279,7 @@ def test_on_policy_refuses_what_would_bias_it(keys, message):
 
 def test_a_budget_that_cuts_on_policy_streams_is_remarked():
     (remark,) = remarks(repaired(rollout={"tokens_per_step": 100}))
-    assert "unbiased only with rollout.carry_over" in remark
+    assert "unbiased only with rollout.carry_over: true and a rollout.max_staleness that cuts none" in remark
     carried = repaired(rollout={"tokens_per_step": 100, "carry_over": True}, loss={"rollout_is": "token"})
     assert not remarks(carried)
 

@@ -58,7 +58,9 @@ def expected_gradient(policy: int, versions: tuple[int, int], **recipe) -> torch
     ``LOGITS[policy]``."""
     mine = make_recipe(
         sampling="independent", group_size=2,
-        rollout={"carry_over": True, "tokens_per_step": 1, "max_staleness": 2}, **recipe,
+        rollout={"carry_over": True, "tokens_per_step": 1, "max_staleness": 2},
+        data={"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 8, "prompts_per_step": 1},
+        **recipe,
     )  # fmt: skip
     logits = LOGITS[policy].clone().requires_grad_()
     old = LOGITS[2].log_softmax(-1)

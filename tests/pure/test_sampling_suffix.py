@@ -1,12 +1,11 @@
 """Suffix reduction against the definition: enumerate every ended response that extends B_i."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import tests.kit.rollouts as kit
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
-from megatron_eqlen.sampling.equal_length.suffix import due_pairs, pair_rewards
+from megatron_eqlen.sampling.equal_length.suffix import pair_rewards
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Grade, Part, Prompt, Rollout
 
@@ -58,14 +57,3 @@ def test_a_truncated_tail_says_nothing():
     pairs = pairs_of(stream([1.0], None, None))
     unfinished = kit.stream(QUESTION, 0, 0, pairs, "truncated", Part(Tokens.of([1], [0.0]), "length"))
     assert pair_rewards(unfinished, unfinished="drop") == [None]
-
-
-def test_a_reward_above_the_highest_is_refused_where_a_stream_is_suspended():
-    """A right answer (reward 1) makes the pairs before it final; a later reward of 2 would change them."""
-    suspended = stream([1.0, 0.0, 1.0], None, None)
-    suspended.outcome = "suspended"
-    assert due_pairs(suspended, "max") == range(2)
-    pairs_of(suspended)[2].a.grade = Grade(2.0, "")
-    assert due_pairs(suspended, "mean") == range(0)
-    with pytest.raises(ValueError, match=r"stream q/0: expected rewards of at most 1, found 2"):
-        due_pairs(suspended, "max")

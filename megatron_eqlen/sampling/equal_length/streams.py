@@ -17,9 +17,9 @@ from megatron_eqlen.metrics import (
     OBJECTIVE_SKIP_RATE,
 )
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty, all_equal, no_penalty, token_tree
+from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty, all_equal, token_tree
 from megatron_eqlen.sampling.equal_length.dual_track import DualTrack, Pair, pairs_of, tail_of
-from megatron_eqlen.sampling.equal_length.suffix import due_pairs, pair_rewards, policy_rewards, trunk_reward
+from megatron_eqlen.sampling.equal_length.suffix import pair_rewards, policy_rewards, trunk_reward
 from megatron_eqlen.sampling.harvester import Marker
 from megatron_eqlen.sampling.kind import SamplingKind, context_metrics, plural
 from megatron_eqlen.tokens import Tokens
@@ -57,7 +57,7 @@ class EqualLength(SamplingKind):
         """Return a caterpillar, or with ``prefix_in_gradient`` a star whose leaves hold their prefix, too;
         and a unit for each pair."""
         on_policy = recipe.equal_length.pair_weight == "on_policy"
-        rewards = due_rewards(rollout, recipe, penalty)
+        rewards = _rewards(rollout, recipe, penalty)
         pairs = pairs_of(rollout)[: len(rewards)]
         sides = [side for pair in pairs for side in pair]
         tree, nodes = token_tree(rollout, f"{rollout.prompt_id}/{rollout.index}", sides)
@@ -80,15 +80,9 @@ class EqualLength(SamplingKind):
                 if on_policy:
                     unit.share = 2.0**-i
                 units.append(unit)
-        if on_policy and not rollout.suspended:
+        if on_policy:
             units += _tail_units(rollout, tree, units, recipe, penalty)
         return tree, units
-
-    def is_due(self, rollout: Rollout, recipe: Recipe) -> bool:
-        """Return True if pairs are trained, or the stream ends here without any pair that was due before."""
-        if any(rewards is not None for rewards in due_rewards(rollout, recipe, no_penalty)):
-            return True
-        return not rollout.suspended and due_pairs(rollout, _reduction(recipe)).start == 0
 
     def labels(self, rollout: Rollout) -> tuple[str, list[str]]:
         """Return labels ``A1``, ``B1``, ``A2``, ... and ``tail``."""
@@ -138,23 +132,13 @@ class EqualLength(SamplingKind):
 KIND = EqualLength()
 
 
-def due_rewards(stream: Rollout, recipe: Recipe, penalty: Penalty) -> list[tuple[float, float] | None]:
-    """Return the rewards of A_i and B_i for each pair that is trained in this step, None for the others."""
+def _rewards(stream: Rollout, recipe: Recipe, penalty: Penalty) -> Sequence[tuple[float, float] | None]:
+    """Return the rewards of A_i and B_i for each pair that is compared; None where it is left out."""
     settings = recipe.equal_length
     if settings.pair_weight == "on_policy":
-        rewards: Sequence[tuple[float, float] | None] = policy_rewards(stream, penalty)
-    else:
-        rewards = pair_rewards(stream, settings.suffix_reward, settings.unfinished, penalty)
-    due = due_pairs(stream, _reduction(recipe))
-    rewards = [pair if i in due else None for i, pair in enumerate(rewards)]
+        return policy_rewards(stream, penalty)[: 1 if settings.single_pair else None]
+    rewards = pair_rewards(stream, settings.suffix_reward, settings.unfinished, penalty)
     return rewards[:1] if settings.single_pair else rewards
-
-
-def _reduction(recipe: Recipe) -> Literal["max", "mean"]:
-    """Return how rewards of B sides are reduced, as far as it says when they are final: a value, which is a
-    weighted mean, is final when a mean is."""
-    settings = recipe.equal_length
-    return "mean" if settings.pair_weight == "on_policy" else settings.suffix_reward
 
 
 def _tail_units(
@@ -187,9 +171,7 @@ def _check_equal_length(stream: Rollout, number: int, pair: Pair) -> None:
 
 
 def _reward_gap(streams: Sequence[Rollout], recipe: Recipe) -> float:
-    """Return by how much the suffix reward ``max`` exceeds ``mean``, on average over the B sides of streams
-    that are complete."""
-    streams = [stream for stream in streams if not stream.suspended]
+    """Return by how much the suffix reward ``max`` exceeds ``mean``, on average over all B sides."""
     best, mean = (_b_rewards(streams, reduce, recipe) for reduce in ("max", "mean"))
     return fmean(best) - fmean(mean) if best else 0.0
 

@@ -9,24 +9,15 @@ own grade.
 A length penalty is added to each response before they are reduced. A trunk that reached the limit then is a
 response as well, with reward 0 and the full penalty, and counts in the mean (nothing is less, so no maximum
 needs it). Otherwise B_i would escape a penalty that the shorter A_i pays.
-
-A stream that is suspended has no final reward of its newest B. The maximum over extensions is final once it
-is 1, a grader's highest; the mean once the stream is complete.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 from megatron_eqlen.sampling.comparison import Penalty, no_penalty, verifier_reward
-from megatron_eqlen.sampling.equal_length.dual_track import Pair, pairs_of, tail_of
+from megatron_eqlen.sampling.equal_length.dual_track import pairs_of, tail_of
 from megatron_eqlen.types import Rollout
-
-BEST = 1.0
-"""The highest reward. A length penalty does not rise with length, and responses that may yet extend a B side
-are longer than those that have ended on its path: none can have a higher reward than a response with this
-one."""
 
 
 def pair_rewards(
@@ -35,7 +26,7 @@ def pair_rewards(
     unfinished: Literal["zero", "drop"] = "zero",
     penalty: Penalty = no_penalty,
 ) -> list[tuple[float, float] | None]:
-    """Return ``(reward of A_i, reward of B_i)`` for each pair of a scored stream.
+    """Return ``(reward of A_i, reward of B_i)`` for each pair of a scored, complete stream.
 
     A B_i that no ended response extends has reward 0 and the penalty of the trunk, as long as it got
     (``zero``), or its pair is left out (``drop``: None).
@@ -81,32 +72,6 @@ def trunk_reward(stream: Rollout, penalty: Penalty) -> float:
     if tail is not None and tail.number in own:
         return own[tail.number]
     return _open_end(stream, penalty)[0]
-
-
-def due_pairs(stream: Rollout, reduce: Literal["max", "mean"]) -> range:
-    """Return the pairs whose rewards became final in this step. They are consecutive: a response that extends
-    a B side extends those before it, too."""
-    name = f"{stream.prompt_id}/{stream.index}"
-    pairs = pairs_of(stream)
-    before = _final(name, [pair for pair in pairs if pair.a.carried], reduce)
-    return range(before, _final(name, pairs, reduce) if stream.suspended else len(pairs))
-
-
-def _final(name: str, pairs: Sequence[Pair], reduce: Literal["max", "mean"]) -> int:
-    """Return the number of leading pairs of a suspended stream whose rewards are final: an A side with the
-    best reward extends their B sides.
-
-    Raises ValueError for a reward above ``BEST``, which would change rewards that were taken for final.
-    """
-    if reduce == "mean":
-        return 0
-    for pair in pairs:
-        if pair.a.grade and pair.a.grade.reward > BEST:
-            raise ValueError(
-                f"stream {name}: expected rewards of at most {BEST:g}, found {pair.a.grade.reward:g}: with "
-                f"rollout.carry_over, equal_length.suffix_reward: max takes {BEST:g} for a grader's highest"
-            )
-    return max((i for i, pair in enumerate(pairs) if pair.a.grade and pair.a.grade.reward >= BEST), default=0)
 
 
 def _open_end(stream: Rollout, penalty: Penalty) -> tuple[float, bool]:
