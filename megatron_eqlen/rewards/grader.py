@@ -27,7 +27,8 @@ def answer_section(text: str, longest: int) -> str:
 
 
 class Grader(Protocol):
-    """Result of a factory named by import path, which is called with the recipe's ``reward`` section."""
+    """Result of a factory named by import path, which is called with the recipe's ``reward`` section, and
+    with the run's ``seed`` if it has a parameter of that name."""
 
     def grade(self, texts: Sequence[str], golds: Sequence[str]) -> list[Grade]:
         """Return a grade for each response text against its gold, in order."""

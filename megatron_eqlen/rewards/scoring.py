@@ -6,6 +6,7 @@ a response ends ──begin──► background: decode, grade ──┐ the har
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import time
@@ -67,11 +68,13 @@ class Scorer:
     calls it.
     """
 
-    def __init__(self, reward: RewardRecipe, tokenizer: TokenDecoder, graders_on_node: int = 1) -> None:
+    def __init__(
+        self, reward: RewardRecipe, tokenizer: TokenDecoder, graders_on_node: int = 1, seed: int = 0
+    ) -> None:
         self.workers = reward.workers or cores_per_rank(graders_on_node)
         """Processes of each grader of this rank; ``graders_on_node`` ranks share the node's cores."""
         self._reward = reward.model_copy(update={"workers": self.workers})
-        self._tokenizer = tokenizer
+        self._tokenizer, self._seed = tokenizer, seed
         self._graders: dict[str, Grader] = {}
         self._functions: dict[str, RewardFunction | None] = {}
         """By grader: the reward function that it names; None for a grader."""
@@ -189,7 +192,7 @@ class Scorer:
 
     def _grader(self, name: str) -> Grader:
         if name not in self._graders:
-            self._graders[name] = make_grader(name, self._reward)
+            self._graders[name] = make_grader(name, self._reward, self._seed)
         return self._graders[name]
 
     def _function(self, name: str) -> RewardFunction | None:
@@ -222,8 +225,8 @@ def _ended(rollouts: Iterable[Rollout]) -> Iterator[_Ended]:
             yield _Ended(response_key(rollout.prompt, response), rollout.prompt, response, part)
 
 
-def make_grader(name: str, reward: RewardRecipe) -> Grader:
-    """Make the grader called ``name``. Raises ValueError if there is none."""
+def make_grader(name: str, reward: RewardRecipe, seed: int = 0) -> Grader:
+    """Make the grader called ``name``, for a run with ``seed``. Raises ValueError if there is none."""
     assert reward.workers is not None, "the scorer has asked the machine"
     if name == "math":
         return MathGrader(reward.math_rule, reward.workers, reward.timeout)
@@ -241,7 +244,9 @@ def make_grader(name: str, reward: RewardRecipe) -> Grader:
 
         return ReasoningGymGrader(reward)
     if is_import_path(name):
-        return load_object(name, "grader")(reward)
+        factory = load_object(name, "grader")
+        draws = "seed" in inspect.signature(factory).parameters
+        return factory(reward, seed=seed) if draws else factory(reward)
     raise ValueError(
         f"grader: expected math, code, reasoning_gym, rubric or package.module:name, found {name!r}"
     )

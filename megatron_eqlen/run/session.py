@@ -60,7 +60,7 @@ class Session:
         self.objective = resolve(recipe)
         self.replicas = engine_replicas(recipe)
         self.tokenizer = load_tokenizer(local_path(recipe.model))
-        self.scorer = Scorer(recipe.reward, self.tokenizer, recipe.graders_on_node)
+        self.scorer = Scorer(recipe.reward, self.tokenizer, recipe.graders_on_node, recipe.seed)
         self.early_grading = EarlyGrading(self.scorer, self.replicas.grades)
         self.ends_with(self.scorer.close)
         title = f"{recipe.name} {recipe.method}"

@@ -10,7 +10,7 @@ from scipy.special import logit
 from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.objectives.recipes import load, parse, remarks
 from megatron_eqlen.recipe import RecipeError
-from megatron_eqlen.recipe.plugins import load_object
+from megatron_eqlen.rewards.scoring import make_grader
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from tests.kit import ROOT
 from tests.kit.length_bias import Process
@@ -286,8 +286,10 @@ def test_a_budget_that_cuts_on_policy_streams_is_remarked():
 
 def test_the_coin_grader_flips_anew_for_a_text_that_it_has_seen():
     rewards = flips("null_coin", "the same")
-    assert {*rewards} == {0.0, 1.0}
     assert 450 < sum(rewards) < 550
+    assert flips("null_coin", "the same") == rewards, "by the run's seed"
+    both = sum(map(float.__eq__, flips("null_coin", "the same", seed=1), rewards))
+    assert 450 < both < 550, "independent of another seed's"
 
 
 def test_longer_and_shorter_texts_win_by_their_graders():
@@ -295,7 +297,7 @@ def test_longer_and_shorter_texts_win_by_their_graders():
     assert sum(flips("null_shorter", "a" * 800)) < 300 < 700 < sum(flips("null_shorter", "a" * 50))
 
 
-def flips(recipe, text):
-    settings = load(ROOT / "recipes" / f"{recipe}.yaml")
-    grader = load_object(settings.data.sources[0].grader or "", "grader")(settings.reward)
+def flips(recipe, text, seed=0):
+    settings = load(ROOT / "recipes" / f"{recipe}.yaml", ["reward.workers=1"])
+    grader = make_grader(settings.data.sources[0].grader or "", settings.reward, seed)
     return [grade.reward for grade in grader.grade([text] * 1000, ["1"] * 1000)]

@@ -7,32 +7,36 @@ What a run with ``Coin`` changes (length, entropy, accuracy) is drift of the met
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 
 from megatron_eqlen.recipe import RewardRecipe
 from megatron_eqlen.types import Grade
 
-SEED = 0
 EVEN = 200
 """Characters of a response whose coin is fair with ``LongerPays`` and ``ShorterPays``."""
 
 
 class Coin:
-    """Flips one coin for each response, in the order in which responses are graded.
+    """Flips a coin for each response, other ones in each run, and another one where a text comes again: a
+    policy cannot learn which of them are lucky."""
 
-    The flips do not depend on texts: a policy cannot learn which of them are lucky.
-    """
-
-    def __init__(self, settings: RewardRecipe) -> None:
-        self.random = random.Random(SEED)
+    def __init__(self, settings: RewardRecipe, seed: int) -> None:
+        self.seed = seed
+        self.seen: Counter[tuple[str, str]] = Counter()
 
     def chance(self, length: int) -> float:
         """Return the probability of reward 1 for a response of ``length`` characters."""
         return 0.5
 
     def grade(self, texts: Sequence[str], golds: Sequence[str]) -> list[Grade]:
-        rewards = [float(self.random.random() < self.chance(len(text))) for text in texts]
-        return [Grade(reward, "correct" if reward else "wrong") for reward in rewards]
+        return [self._flip(text, gold) for text, gold in zip(texts, golds, strict=True)]
+
+    def _flip(self, text: str, gold: str) -> Grade:
+        self.seen[text, gold] += 1
+        draw = random.Random(f"{self.seed}/{self.seen[text, gold]}/{gold}/{text}").random()
+        reward = float(draw < self.chance(len(text)))
+        return Grade(reward, "correct" if reward else "wrong")
 
     def close(self) -> None:
         pass
