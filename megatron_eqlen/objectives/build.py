@@ -12,15 +12,16 @@ An equal-length stream has K = G/2, N = N_k, M = 2 (Eq. 5 and 6 of the paper); a
 With ``equal_length.pair_weight: on_policy`` and in trees a unit names its share of the rollout, 2^-(i-1) for
 pair i, which replaces 1/N.
 
-P and K are those of the batch. Where units name shares, and with ``rollout.carry_over``, they are the recipe's:
-how many rollouts are complete in a step depends on their lengths then, and so would the weight of each.
+P and K are those of the batch. Where units name shares, and with ``rollout.carry_over``, they are the
+recipe's: how many rollouts are complete in a step depends on their lengths then, and so would the weight of
+each.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
@@ -35,7 +36,7 @@ from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.objectives.token_baseline import alive_baselines
 from megatron_eqlen.objectives.units import comparison_units
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.sampling.comparison import EQUAL_REWARDS, ComparisonUnit, all_equal
+from megatron_eqlen.sampling.comparison import EQUAL_REWARDS, ComparisonUnit
 from megatron_eqlen.types import Metrics, Rollout, TokenTree
 
 
@@ -74,6 +75,15 @@ def weighted_units(rollouts: Sequence[Rollout], recipe: Recipe) -> list[Comparis
     return [unit for batch in _weigh(_minibatches(rollouts, recipe), recipe) for unit in batch.units]
 
 
+def has_gradient(rollouts: Sequence[Rollout], recipe: Recipe) -> dict[str, bool]:
+    """Return for each prompt, in order of appearance, whether the verifier's rewards in one of its units
+    differ from what they are compared with. Length penalties do not count."""
+    found = {rollout.prompt_id: False for rollout in rollouts}
+    for unit in _compare(rollouts, recipe, replace(resolve(recipe), overlong_buffer=0)).units:
+        found[unit.prompt_id] |= unit.differs
+    return found
+
+
 def _minibatches(rollouts: Sequence[Rollout], recipe: Recipe) -> list[list[Rollout]]:
     order = list(dict.fromkeys(rollout.prompt_id for rollout in rollouts))
     count = min(recipe.loss.minibatches, max(len(order), 1))
@@ -104,9 +114,6 @@ def _weigh(parts: Sequence[Sequence[Rollout]], recipe: Recipe) -> list[_Batch]:
     objective = resolve(recipe)
     batches = [_compare(part, recipe, objective) for part in parts]
     units = [unit for batch in batches for unit in batch.units]
-    if recipe.equal_length.baseline == "streams":
-        for batch in batches:
-            _set_baselines(batch.units)
     _set_advantages(units, objective)
     if recipe.loss.baseline == "alive":
         for batch, part in zip(batches, parts, strict=True):
@@ -127,6 +134,8 @@ def _compare(rollouts: Sequence[Rollout], recipe: Recipe, objective: Objective) 
                 unit.share = None
         batch.trees.append(tree)
         batch.units += units
+    if recipe.equal_length.baseline == "streams":
+        _set_baselines(batch.units)
     return batch
 
 
@@ -180,9 +189,9 @@ def _mark_trained(units: list[ComparisonUnit], recipe: Recipe) -> None:
     """Mark units that have a gradient. Without a KL penalty a unit with no advantage has none: weight 0 lets
     the packer drop it."""
     for unit in units:
-        skipped = unit.skip_equal and all_equal(unit.rewards)
-        has_gradient = any(np.any(node.advantage) for node in unit.nodes)
-        unit.trained = not skipped and (has_gradient or recipe.loss.kl_coef > 0)
+        skipped = unit.skip_equal and not unit.differs
+        has_advantage = any(np.any(node.advantage) for node in unit.nodes)
+        unit.trained = not skipped and (has_advantage or recipe.loss.kl_coef > 0)
         unit.counted = unit.trained or not (unit.skip_equal and recipe.equal_length.pair_count == "effective")
 
 

@@ -28,6 +28,7 @@ def check_combination(recipe: Recipe) -> None:
     _check_off_policy(recipe, objective)
     _check_rewards(recipe, objective)
     _check_lengths(recipe, objective)
+    _check_dynamic_sampling(objective)
 
 
 def _check_sampling(recipe: Recipe, objective: Objective) -> None:
@@ -321,4 +322,13 @@ def _check_lengths(recipe: Recipe, objective: Objective) -> None:
         raise ValueError(
             f"{key} with rollout.carry_over: true: groups that are complete in the same step are of like "
             f"lengths, so that their quantiles are not those of the prompts drawn together"
+        )
+
+
+def _check_dynamic_sampling(objective: Objective) -> None:
+    """Refuse to leave prompts out that have a gradient."""
+    if objective.dynamic_sampling and objective.whitened == "standardize":
+        raise ValueError(
+            f"loss.dynamic_sampling: true with objective: {objective.name}, which compares each reward with "
+            f"those of the whole batch: a prompt whose rewards are all equal has a gradient, too"
         )

@@ -1,7 +1,7 @@
 """Dynamic sampling: keeps the prompts that a step trains. The loop replaces the others.
 
-DAPO keeps the prompts whose rewards differ. LSPO (arXiv 2510.01459) keeps of these the prompts with short and
-with long responses: with L(q) the mean length of the responses to q,
+DAPO keeps the prompts whose rewards differ from what they are compared with. LSPO (arXiv 2510.01459) keeps of
+these the prompts with short and with long responses: with L(q) the mean length of the responses to q,
 
     L(q) <= Q(low)  or  Q(high) <= L(q) <= Q(max)
 
@@ -16,10 +16,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
+from megatron_eqlen.objectives.build import has_gradient
 from megatron_eqlen.objectives.registry import resolve
-from megatron_eqlen.objectives.units import due_rollouts, response_lengths, verifier_rewards
+from megatron_eqlen.objectives.units import due_rollouts, response_lengths
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.sampling.comparison import all_equal
 from megatron_eqlen.types import Rollout
 
 ROUND_OFF = 1e-9
@@ -29,14 +29,10 @@ ROUND_OFF = 1e-9
 def filter_groups(rollouts: Sequence[Rollout], recipe: Recipe) -> tuple[list[str], list[str]]:
     """Return (prompt_ids to keep, prompt_ids to drop), each in order of appearance.
 
-    A prompt is kept if the verifier's rewards differ inside at least one of its comparison units (its group,
-    a pair of its streams). Length penalties do not count, as in DAPO: a group that is all correct teaches
-    nothing about the problem. ``loss.length_quantiles`` drops prompts of medium length, too.
+    A prompt is kept if it ``has_gradient``. Length penalties do not count, as in DAPO: a group that is all
+    correct teaches nothing about the problem. ``loss.length_quantiles`` drops prompts of medium length, too.
     """
-    differs = {rollout.prompt_id: False for rollout in rollouts}
-    for rollout in rollouts:
-        units = verifier_rewards(rollout, recipe)
-        differs[rollout.prompt_id] |= any(rewards and not all_equal(rewards) for rewards in units)
+    differs = has_gradient(rollouts, recipe)
     quantiles = resolve(recipe).length_quantiles
     if quantiles is not None:
         left = [rollout for rollout in rollouts if differs[rollout.prompt_id]]

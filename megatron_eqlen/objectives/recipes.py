@@ -42,7 +42,8 @@ def remarks(recipe: Recipe) -> list[str]:
         kind = "sampling: tree" if recipe.sampling == "tree" else "equal_length.pair_weight: on_policy"
         sentences.append(
             "rollout.tokens_per_step cuts the longest rollouts, whose open ends count as 0 or are left out: "
-            f"{kind} is unbiased only with rollout.carry_over: true and a rollout.max_staleness that cuts none"
+            f"{kind} is unbiased only with rollout.carry_over: true and a rollout.max_staleness that cuts "
+            "none"
         )
     return sentences
 

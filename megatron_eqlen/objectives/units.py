@@ -36,11 +36,6 @@ def due_rollouts(rollouts: Sequence[Rollout]) -> list[Rollout]:
     return [rollout for rollout in rollouts if not rollout.suspended]
 
 
-def verifier_rewards(rollout: Rollout, recipe: Recipe) -> list[list[float]]:
-    """Return the members' rewards of each comparison unit, before any length penalty."""
-    return [unit.rewards for unit in KINDS[recipe.sampling].compare(rollout, recipe, no_penalty)[1]]
-
-
 def response_lengths(rollout: Rollout, recipe: Recipe) -> list[int]:
     """Return the lengths of a rollout's responses, if each member of its comparison units is a response."""
     units = KINDS[recipe.sampling].compare(rollout, recipe, no_penalty)[1]

@@ -48,6 +48,12 @@ class ComparisonUnit:
     def lengths(self) -> list[int]:
         return [len(node) for node in self.nodes]
 
+    @property
+    def differs(self) -> bool:
+        """True if a member's reward differs from one that it is compared with: else no advantage is due to
+        rewards."""
+        return not all_equal(self.rewards if self.baseline is None else [*self.rewards, self.baseline])
+
 
 def all_equal(rewards: Sequence[float]) -> bool:
     return max(rewards) - min(rewards) <= EQUAL_REWARDS

@@ -1,5 +1,6 @@
 """Length bias of EqLen's gradient, exactly: all streams of small processes, enumerated in float64."""
 
+import itertools
 from dataclasses import replace
 from functools import cache
 
@@ -8,6 +9,7 @@ import pytest
 from scipy.special import logit
 
 from megatron_eqlen.objectives.build import build_trees
+from megatron_eqlen.objectives.dynamic_sampling import trained
 from megatron_eqlen.objectives.recipes import load, parse, remarks
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.rewards.scoring import make_grader
@@ -207,6 +209,40 @@ def test_the_steps_of_carry_over_sum_to_the_estimate_of_one_step_without_a_budge
     at_once, in_steps = recipe(2, prompts=2, **keys), recipe(2, prompts=2, **keys | suspending)
     found = process.expected_steps(in_steps, prompts=2)
     np.testing.assert_allclose(found, process.expected_steps(at_once, prompts=2), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("keys", [
+    {"prompts": 2, "loss": {"minibatches": 2}},
+    {"group_size": 4, "baseline": "streams", "objective": "dapo"},  # dynamic sampling leaves prompts out
+], ids=str)  # fmt: skip
+def test_the_updates_of_a_step_have_the_policy_gradient_each(keys):
+    """Rewards are 0 or 1, so that many pairs and streams are equal."""
+    process, prompts = Process.random(2, 2, lambda path: float(len(path) == 1)), keys.get("prompts", 1)
+    found = process.expected_steps(repaired(**{"limit": 2, "objective": "grpo"} | keys), prompts)
+    np.testing.assert_allclose(found, prompts * process.gradient(), rtol=0, atol=1e-12)
+
+
+def test_dynamic_sampling_has_the_mean_gradient_of_all_prompts_over_the_share_that_it_keeps():
+    """Draws two prompts, easy or hard, with groups of two responses of one token."""
+    coins = Process.coin_flips(0.0, 1)
+    processes = [coins, replace(coins, logits=np.array([[2.0, 0.0, -1.0]]))]
+    settings = recipe(1, "dr_grpo", prompts=2, sampling="independent", loss={"dynamic_sampling": True})
+    drawn = [
+        (number, replace(groups[0], prompt=replace(groups[0].prompt, prompt_id=name)), share / 2)
+        for number, process in enumerate(processes)
+        for (groups,), share in process.steps(settings, 1)
+        for name in "ab"
+    ]
+    found, kept, some = [np.zeros((1, 3)) for _ in processes], 0.0, 0.0
+    for (i, first, p), (j, second, q) in itertools.product(drawn[::2], drawn[1::2]):
+        left = trained([first, second], settings)
+        kept, some = kept + p * q * len(left) / 2, some + p * q * bool(left)
+        for number, group in ((i, first), (j, second)):
+            trees = [tree for tree in build_trees(left, settings)[0] if tree.name == group.prompt_id]
+            found[number] += p * q * processes[number].estimate(trees)
+    for process, estimate in zip(processes, found, strict=True):
+        expected = some / kept * process.gradient() / 2 / 2  # r - mean is half of r - the other's
+        np.testing.assert_allclose(estimate, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("world", [

@@ -177,6 +177,8 @@ def test_an_unscored_response_is_refused_by_name():
      "expected .low, high, max. with low <= high <= max"),
     ({"loss__rollout_is_threshold": [2, 1]}, r"expected \[low, high\], found \[2, 1\]"),
     ({"equal_length__single_pair": True, "equal_length__max_pairs": 3}, "stops after one pair"),
+    ({"sampling": "independent", "objective": "reinforce_pp", "loss__dynamic_sampling": True},
+     "all equal has a gradient, too"),
 ])  # fmt: skip
 def test_combinations_without_sense_are_refused_with_the_reason(keys, reason):
     with pytest.raises(RecipeError, match=reason):
