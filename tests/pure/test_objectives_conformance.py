@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import tests.kit.rollouts as kit
@@ -27,7 +27,25 @@ from tests.kit.marks import examples
 
 LONGEST = 12
 BUFFER = 5
-THOROUGH = examples(15)
+THOROUGH = examples(10)
+GROUPS = [[(2, 1.0), (3, 0.0), (LONGEST, 1.0), (4, 0.25)], [(5, 1.0), (1, 0.0)]]
+"""(length, reward) of the completions of two groups."""
+STREAMS = [
+    ([(2, 0.0), (3, 1.0), (1, 0.0)], "truncated", 0.0),
+    ([(1, 1.0), (2, 0.0)], "both_ended", 1.0),
+    ([(3, 0.5)], "max_pairs", 1.0),
+]
+"""(length and reward of A of each pair, outcome, reward of the end) of three streams."""
+
+
+def fixed(shapes):
+    """Add examples that every run tries, with few drawn ones, too: ratios inside of GSPO's clip range, and
+    beyond the others'."""
+
+    def add(test):
+        return example(shapes=shapes, scale=1e-4, seed=0)(example(shapes=shapes, scale=0.3, seed=0)(test))
+
+    return add
 
 
 @dataclass
@@ -238,6 +256,7 @@ INDEPENDENT = [
 @pytest.mark.parametrize("name", INDEPENDENT)
 @given(shapes=st.lists(lengths_and_rewards, min_size=1, max_size=3), scale=scales, seed=st.integers(0, 99))
 @THOROUGH
+@fixed(GROUPS)
 def test_groups_follow_their_equation(name, shapes, scale, seed):
     tokens = Draws(scale, seed)
     groups = sample_groups(shapes, tokens)
@@ -268,6 +287,7 @@ def test_groups_follow_their_equation(name, shapes, scale, seed):
 
 @given(shapes=st.lists(lengths_and_rewards, min_size=1, max_size=3), scale=scales, seed=st.integers(0, 99))
 @THOROUGH
+@fixed(GROUPS)
 def test_balanced_aggregation_follows_its_equation(shapes, scale, seed):
     """The equation for each group: |S+| / G times the token mean over S+, and the same for S- (arXiv
     2605.04077)."""
@@ -365,7 +385,10 @@ rejections = st.fixed_dictionaries(
     veto=st.sampled_from([None, 0.3, 0.7]),
     name=st.sampled_from(["grpo", "gspo", "luspo", "vespo"]),
 )
-@examples(60)
+@example(GROUPS, 0, "token", [0.5, 2.0], {"token_k1": 1.5}, None, "gspo")
+@example(GROUPS, 0, "sequence", [0.5, 2.0], {"seq_max_k2": 0.3}, 0.3, "luspo")
+@example(GROUPS, 0, "none", [0.5, 2.0], {"token_k3": 0.1}, None, "vespo")
+@examples(40)
 def test_tokens_and_segments_beyond_their_bounds_give_no_gradient_and_leave_the_ratio(
     shapes, seed, level, band, rejected, veto, name
 ):
@@ -404,6 +427,7 @@ def test_tokens_and_segments_beyond_their_bounds_give_no_gradient_and_leave_the_
 ])  # fmt: skip
 @given(shapes=st.lists(lengths_and_rewards, min_size=1, max_size=3), scale=scales, seed=st.integers(0, 99))
 @THOROUGH
+@fixed(GROUPS)
 def test_loss_keys_change_what_they_name(name, keys, low, high, dual, shapes, scale, seed):
     tokens = Draws(scale, seed)
     groups = sample_groups(shapes, tokens)
@@ -486,6 +510,7 @@ def per_prompt(streams):
 ])  # fmt: skip
 @given(shapes=st.lists(stream_shape, min_size=1, max_size=4), scale=scales, seed=st.integers(0, 99))
 @THOROUGH
+@fixed(STREAMS)
 def test_pairs_follow_eq_5_and_eq_6(name, keys, shapes, scale, seed):
     tokens = Draws(scale, seed)
     streams = sample_streams(shapes, tokens)
