@@ -1,6 +1,7 @@
 """Advantages and weights of token trees, on the worked example of types.py and on groups."""
 
 import dataclasses
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -8,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tests.kit.rollouts as kit
-from megatron_eqlen.objectives.advantages import rloo
+from megatron_eqlen.objectives.advantages import dr_grpo, rloo, whiten
 from megatron_eqlen.objectives.aggregation import token_mean
 from megatron_eqlen.objectives.build import build_minibatches, build_trees
-from megatron_eqlen.objectives.dynamic_sampling import filter_groups
+from megatron_eqlen.objectives.dynamic_sampling import filter_groups, select
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.objectives.registry import resolve
@@ -237,7 +238,11 @@ def test_dynamic_sampling_drops_prompts_whose_verifier_rewards_are_all_equal():
         kit.group(prompt("b"), 0, [segment([3, 9], 1.0), long]),
         kit.group(prompt("c"), 0, [segment([3, 9], 0.5), Part(Tokens.of([7], [-1.0]), "length")]),
     ]
-    assert filter_groups(groups, recipe(sampling="independent", objective="dapo")) == (["a", "c"], ["b"])
+    dapo = recipe(sampling="independent", objective="dapo")
+    assert filter_groups(groups, dapo) == (["a", "c"], ["b"])
+    assert select(groups, dapo, room=1) == ([groups[0]], 1)
+    carried = recipe(sampling="independent", objective="dapo", loss__rollout_is="token", **CARRIED)
+    assert select(groups, carried, room=1) == ([groups[0], groups[2]], 1), "no later step trains them"
     streams = [worked_example(a1=1, a2=1, tail=1), worked_example(a1=0, a2=0, tail=1)]
     streams[1].prompt = prompt("r")
     assert filter_groups(streams, recipe(objective="dapo")) == (["r"], ["q"])
@@ -318,6 +323,12 @@ def test_a_tree_has_policy_versions_only_where_a_step_trains_older_tokens():
         (tree,), _ = build([stream], **servers, rollout__staleness=int(older), loss__rollout_is="token")
         assert all(("versions" in node.tokens) == older for node in tree.nodes[1:])
     assert all("versions" in sampled.tokens for sampled in stream.parts)
+
+
+def test_whitening_leaves_an_advantage_of_0_as_it_is():
+    centred = dr_grpo([0.1, 0.2, 0.4], [1, 1, 1])
+    assert fmean(centred) != 0, "but for round-off"
+    assert whiten([centred, [0.0, 0.0]], centre=False)[1] == [0.0, 0.0]
 
 
 def test_a_completion_that_the_budget_cut_off_is_in_no_unit():

@@ -108,6 +108,12 @@ def test_the_clipped_loss_by_hand():
     assert loss.item() == pytest.approx(expected, abs=1e-6)
 
 
+def test_a_ratio_counts_as_clipped_where_its_advantage_pulls_beyond_the_bound():
+    tokens = row(advantages=[1.0, 0.0, 0.0, -2.0], old_logprobs=[-1.5, -2.5, -0.5, -1.0])  # ratios e^±0.5
+    metrics = reduce_metrics([policy_loss(**tokens, objective=lookup("grpo"), loss=LossRecipe(kl_coef=0))[1]])
+    assert metrics["loss/clip_fraction_high"] == metrics["loss/clip_fraction_low"] == pytest.approx(1 / 3)
+
+
 def test_without_old_logprobs_the_policy_is_the_old_policy():
     tensors = row(old_logprobs=None, ref_logprobs=None)
     loss, log = policy_loss(**tensors, objective=lookup("grpo"), loss=LossRecipe(kl_coef=0))
