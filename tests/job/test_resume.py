@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from megatron_eqlen.models import checkpoint_folder
 from megatron_eqlen.report.run_state import read_state
-from megatron_eqlen.report.status import condition
+from megatron_eqlen.report.status import RunStatus
 from megatron_eqlen.rollout.record.arrow_log import batches
 from megatron_eqlen.rollout.record.format import SEGMENTS
 from megatron_eqlen.rollout.record.reader import read_step
@@ -124,7 +124,7 @@ def test_killed_in_mid_harvest_it_resumes_from_the_journal_and_ends_with_the_sam
     job = start("-c", HOLDS_IN_MID_HARVEST, *arguments)
     assert within(300, lambda: tokens_in(journal) > 100 or job.poll() is not None), job.stderr
     job.kill()
-    assert condition(folder) == "killed"
+    assert RunStatus(folder).condition == "killed"
     train(home, "long-killed", *LONG)
     tokens = [[segment.token_ids for segment in streams_of(run)] for run in (folder, whole)]
     assert all(np.array_equal(mine, others) for mine, others in zip(*tokens, strict=True))
@@ -158,7 +158,7 @@ def test_killed_ranks_take_their_processes_with_them_and_started_again_the_run_e
     for rank in ranks:
         rank.kill()
     assert within(20, are_gone(started))
-    assert condition(folder) == "killed"
+    assert RunStatus(folder).condition == "killed"
     train(home, "killed", NO_EVALUATION, ranks=2)
     assert column(folder, "step") == [1, 2, 3]
     assert column(folder, "loss/total") == column(whole, "loss/total")
@@ -215,7 +215,7 @@ def test_a_stop_file_of_after_the_commands_start_ends_the_run_before_it_begins(h
     said = run(*command(home, "early", "cluster.processes_per_node=2"), ranks=2, EQLEN_BEGAN="0").stdout
     assert f"stopped before it began, as {folder}/STOP asked; the same command starts it" in said
     assert not (folder / "STOP").exists()
-    assert condition(folder) == "stopped"
+    assert RunStatus(folder).condition == "stopped"
     assert not (folder / "evaluation").exists()
 
 

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.objectives.recipes import load
-from megatron_eqlen.report.rollouts import recipe_of
 from megatron_eqlen.report.run_state import read_state
-from megatron_eqlen.report.status import condition
+from megatron_eqlen.report.status import RunStatus
+from megatron_eqlen.report.text import recipe_of
 from megatron_eqlen.rollout.record.reader import read_step
 from tests.kit import ROOT, servers
 from tests.kit.jobs import run
@@ -55,7 +55,7 @@ def test_the_run_folder_is_complete(trained):
         "step-00000003",
     ]
     assert not (trained / "hang").exists()
-    assert condition(trained) == "complete"
+    assert RunStatus(trained).condition == "complete"
     first, *later = metrics(trained)
     assert first.get("checkpoint/bytes") is None
     for step in read_state(trained).steps:

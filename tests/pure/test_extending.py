@@ -32,7 +32,7 @@ from megatron_eqlen.objectives.surrogates import Ppo
 from megatron_eqlen.plan.flops import active_parameters
 from megatron_eqlen.recipe import ParallelRecipe, Recipe, RecipeError, layout
 from megatron_eqlen.recipe.plugins import load_object
-from megatron_eqlen.report.rollouts import Unknown, view
+from megatron_eqlen.report.rollouts import Training, view
 from megatron_eqlen.rewards.scoring import Scorer
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
@@ -381,7 +381,7 @@ def test_a_sampling_kind_is_a_class_and_a_line(package, tmp_path, monkeypatch):
     ]
     trees, metrics = build_trees(rollouts, mine)
     assert len(trees) == metrics["objective/pairs"] == 3
-    seen = view(rollouts[0], str, Unknown())
+    seen = view(rollouts[0], str, Training(rollouts, None))
     assert (seen.title, [side.label for side in seen.segments]) == ("a duel", ["L", "R"])
 
 

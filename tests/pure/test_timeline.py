@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eqlen.processes.timeline import ENGINE, TRAINER, Timeline, TimeSpan
-from megatron_eqlen.report.drawing import LANES, STAGES, timeline
+from megatron_eqlen.report.drawing import LANES, STAGES, stage_colour, timeline
 from tests.kit.marks import examples
 
 TIMES = st.integers(0, 20)
@@ -50,9 +50,9 @@ def test_the_picture_has_a_bar_for_each_stage_in_its_lane():
     spans = [{"stage": stage, "began": 100.0 + n, "ended": 101.0 + n} for n, stage in enumerate(STAGES)]
     records = [{"step": 1, "time": 104.0, "spans": spans[:4]}, {"step": 2, "time": 107.0, "spans": spans[4:]}]
     legend, picture = timeline([{"step": 0, "time": 99.0, "spans": []}, *records])
-    assert legend == [(stage, "1 s") for stage in STAGES]
-    bars = re.findall(r'<rect class="c(\d)" x="([\d.]+)%" y="(\d+)" width="([\d.]+)%"', picture)
-    assert [int(colour) for colour, *_ in bars] == list(range(len(STAGES)))
+    assert legend == [(stage, "1 s", stage_colour(stage)) for stage in STAGES]
+    bars = re.findall(r'<rect fill="(#\w+)" x="([\d.]+)%" y="(\d+)" width="([\d.]+)%"', picture)
+    assert [colour for colour, *_ in bars] == [stage_colour(stage) for stage in STAGES]
     lanes = [number for number, stages in enumerate(LANES.values()) for _ in stages]
     rows = sorted({int(y) for _, _, y, _ in bars})
     assert [rows.index(int(y)) for _, _, y, _ in bars] == lanes
