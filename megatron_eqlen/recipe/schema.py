@@ -295,7 +295,7 @@ class RolloutRecipe(Section):
     quantization: Literal["fp8"] | None = None
     """``fp8``: the engine quantizes its matrices at every weight sync, with a scale for each block of 128 x
     128 weights, and activations as it computes (vLLM's online quantization); training stays in bfloat16.
-    Correct the mismatch with ``loss.rollout_is`` (docs/low_precision.md). Servers must be started with it,
+    Correct the mismatch with ``loss.rollout_is`` (docs/recipes.md). Servers must be started with it,
     too."""
     tensor_parallel: PositiveInt = 1
     """GPUs of one engine or server replica."""
