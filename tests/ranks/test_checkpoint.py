@@ -63,7 +63,11 @@ def load_newest(model: str, folder: str) -> tuple[dict | None, float, int, list[
         position = checkpoint.load(Path(folder), policy)
     except CheckpointError as error:
         return str(error)
-    return position, weight(policy), policy.version, messages
+    return position, weight(policy), policy.version, [*messages]
+
+
+def load_each(model: str, folders: list[str]) -> list:
+    return [load_newest(model, folder) for folder in folders]
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +104,8 @@ def flip(file: Path, at: int) -> None:
     file.write_bytes(data)
 
 
-def cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-1])
+def cut(file: Path, count: int = 1) -> None:
+    file.write_bytes(file.read_bytes()[:-count])
 
 
 DAMAGES = {
@@ -113,19 +117,26 @@ DAMAGES = {
     "a lost byte": (lambda path: cut(data_file(path)), r"\.distcp: truncated: expected \d+ bytes, found \d+"),
     "a lost file": (lambda path: data_file(path).unlink(), r"\.distcp: no such file"),
     "a lost manifest": (lambda path: (path / "manifest.json").unlink(), r"manifest\.json: no such file"),
-    "half a manifest": (lambda path: cut(path / "manifest.json"), r"manifest\.json: not valid JSON"),
+    "half a manifest": (lambda path: cut(path / "manifest.json", 2), r"manifest\.json: not valid JSON"),
     "nothing left": (lambda path: [file.unlink() for file in path.iterdir()],
      r"manifest\.json: no such file"),
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def damaged(saved, tmp_path_factory):
+    """Return damage -> (checkpoints whose newest has it, what each of two ranks loads of them)."""
+    home = tmp_path_factory.mktemp("damaged")
+    folders = [shutil.copytree(saved[1], home / str(n) / "checkpoints") for n in range(len(DAMAGES))]
+    for (hurt, _), folder in zip(DAMAGES.values(), folders, strict=True):
+        hurt(folder / "step-00000012")
+    ranks = run_ranks(2, load_each, saved[0], [*map(str, folders)])
+    return dict(zip(DAMAGES, zip(folders, zip(*ranks, strict=True), strict=True), strict=True))
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(saved, checkpoints, damage):
-    hurt, message = DAMAGES[damage]
-    if damage == "half a manifest":
-        cut(checkpoints / "step-00000012" / "manifest.json")
-    hurt(checkpoints / "step-00000012")
-    ranks = run_ranks(2, load_newest, saved[0], str(checkpoints))
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(damaged, damage):
+    (checkpoints, ranks), (_, message) = damaged[damage], DAMAGES[damage]
     for position, norm, version, _ in ranks:
         assert (position["step"], position["data"], norm, version) == (8, "at 8", 8.0, 80)
     messages = ranks[0][3]
@@ -174,15 +185,17 @@ POINTERS = {
 }
 
 
-@pytest.mark.parametrize("pointer", POINTERS)
-def test_a_broken_pointer_is_named_and_the_newest_checkpoint_is_used(saved, checkpoints, pointer):
-    (checkpoints / "latest").unlink()
-    if POINTERS[pointer] is not None:
-        (checkpoints / "latest").write_bytes(POINTERS[pointer])
-    ((position, _, _, messages),) = run_ranks(1, load_newest, saved[0], str(checkpoints))
-    assert position["step"] == 12
-    assert messages[0].startswith(f"{checkpoints}/latest: ")
-    assert (checkpoints / "latest").read_text() == "step-00000012\n"
+def test_a_broken_pointer_is_named_and_the_newest_checkpoint_is_used(saved, tmp_path):
+    folders = [shutil.copytree(saved[1], tmp_path / name) for name in POINTERS]
+    for folder, pointer in zip(folders, POINTERS.values(), strict=True):
+        (folder / "latest").unlink()
+        if pointer is not None:
+            (folder / "latest").write_bytes(pointer)
+    (loaded,) = run_ranks(1, load_each, saved[0], [*map(str, folders)])
+    for folder, (position, _, _, messages) in zip(folders, loaded, strict=True):
+        assert position["step"] == 12
+        assert messages[0].startswith(f"{folder}/latest: ")
+        assert (folder / "latest").read_text() == "step-00000012\n"
 
 
 def test_a_pointer_alone_is_an_error_and_an_empty_folder_is_a_start(saved, tmp_path):
