@@ -4,6 +4,7 @@ resumes, and tables for notebooks."""
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -13,7 +14,7 @@ from types import MappingProxyType
 import numpy as np
 import pyarrow as pa
 
-from megatron_eqlen.files import step_folders, step_name, step_number, unused
+from megatron_eqlen.files import step_name, step_number, unused
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout.partial import HarvestProgress, PartialRollout, RolloutOrigin
 from megatron_eqlen.rollout.record.arrow_log import batches, is_closed, pieces, values
@@ -34,7 +35,7 @@ from megatron_eqlen.types import Grade, Prompt, Rollout, RolloutKey, rollout_key
 
 NOTHING: Mapping[RolloutKey, RolloutOrigin] = MappingProxyType({})
 
-CHECKED_STEPS, CHECKED_BYTES = 20, 64e6
+CHECKED_STEPS, CHECKED_BYTES = 10, 64e6
 """Newest steps whose records ``check_newest`` reads, and about how many bytes of them."""
 
 logger = logging.getLogger(__name__)
@@ -243,8 +244,10 @@ def check_file(path: Path) -> None:
 
 def scored_steps(streams: Path, newest_first: bool = False) -> Iterator[tuple[int, Path]]:
     """Yield (number, folder) of the steps that are harvested and graded, which happens after the harvest."""
-    for number, folder in sorted(step_folders(streams), reverse=newest_first):
-        if step_files(folder) and any(folder.glob(GRADE_FILES)):
+    names = os.listdir(streams) if streams.is_dir() else []
+    for name in sorted(names, reverse=newest_first):  # by number, too
+        number, folder = step_number(name), streams / name
+        if number is not None and step_files(folder) and any(folder.glob(GRADE_FILES)):
             yield number, folder
 
 
