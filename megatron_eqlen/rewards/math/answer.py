@@ -199,10 +199,10 @@ _LIST = re.compile(r"\s*(\\\{|[(\[])?(.*?)(\\\}|[)\]])?\s*", re.DOTALL)
 _PHRASE = re.compile(r"[^\W\d_]+(?:[\s-]+[^\W\d_]+)*")
 _WORDS = re.compile(r"\s*([A-Za-z]+(?:[\s-]+[A-Za-z]+)*)\s*")
 _SENTENCES = _compile(  # words around an answer of words
-    (r"(?i)^(?:(?:the|this) (?:equation|system|function|series|sequence|limit|integral|triangle|answer) "
-     r"(?:ha(?:s|ve) |is )?(?=\w)|(?:there|it) (?:is|are|exists?) |(?:the|an?|on) (?=\w{3}))+", ""),
     (r"(?i)(?<=\w) (?:always )?(?:wins(?: the game)?|has a winning strategy|(?<!not )exists?)$", ""),
     (r"(?i)(?<=\w) (?:player|number|triangle|function)$", ""),
+    (r"(?i)^(?:(?:the|this) (?:equation|system|function|series|sequence|limit|integral|triangle|answer) "
+     r"(?:ha(?:s|ve) |is )?(?=\w)|(?:there|it) (?:is|are|exists?) |(?:the|an?|on) (?=\w{3}))+", ""),
 )  # fmt: skip
 _SHORT_WORDS = {"yes", "no", "odd", "one", "two", "six", "ten", "all", "any", "dne", "nan"}
 _SAME_WORDS: dict[str, str] = dict.fromkeys(
@@ -291,7 +291,7 @@ def _words(text: str) -> str:
     r"""Words as ``\text{lowercase}``; letters that may be variables stay."""
     if (whole := _WORDS.fullmatch(text)) and _is_word(whole[1]):
         text = rf"\text{{{text}}}"
-    text = _PROSE.sub(lambda match: _PHRASE.sub(_word, (match[1] or match[0]).strip(" .!")), text)
+    text = _PROSE.sub(lambda match: _PHRASE.sub(_word, (match[1] or match[0]).strip(" .")), text)
     return text.replace(r"}\text{", "")
 
 
@@ -304,7 +304,7 @@ def _word(match: re.Match[str]) -> str:
     if len(match[0]) == 1:
         return match[0]  # a name or a choice
     word = re.sub(r"[\s-]", "", _apply(_SENTENCES, match[0])).lower()
-    return _SAME_WORDS.get(word, rf"\text{{{word}}}")
+    return word.upper() if len(word) == 1 else _SAME_WORDS.get(word, rf"\text{{{word}}}")
 
 
 # --- units
