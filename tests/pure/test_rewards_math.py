@@ -180,6 +180,15 @@ OTHER_READING = [  # numbers that differ by less than a double shows, floors, eq
     ("(x-x^{-1})^2=x^2-2+x^{-2}", "(x-x^{-1})^2=x^2-3+x^{-2}"),
     (r"\frac{x-1}{2}=\frac{y+1}{3}=z", r"\frac{x-1}{2}=\frac{y+1}{5}=z"),
     ("c_4=7,c_5=2", "c_5=7,c_5=2"),
+    (
+        r"\begin{pmatrix}4\\4\end{pmatrix}=2\begin{pmatrix}2\\2\end{pmatrix}",
+        r"\begin{pmatrix}4\\4\end{pmatrix}=2\begin{pmatrix}2\\3\end{pmatrix}",
+    ),
+    (r"A(3)=5000\approx\$12", r"A(6)=6000\approx\$30"),
+    (
+        r"\text{The inverse is } A=\begin{pmatrix}1&2\\3&4\end{pmatrix} \text{ over } F",
+        r"\text{The inverse is } A=\begin{pmatrix}1&2\\3&5\end{pmatrix} \text{ over } F",
+    ),
     ("x^2+2x", "x(x+1)=x^2+2x"),
     (r"30^\circ,150^\circ", "30150"),
     (r"\text{an even number}", "an odd number"),

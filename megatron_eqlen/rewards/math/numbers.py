@@ -6,6 +6,7 @@ from typing import Any
 
 import mpmath
 from sympy import Eq, Expr, Float, Integer, Pow, Rational, binomial, factorial, simplify, solve
+from sympy.core.function import AppliedUndef
 from sympy.logic.boolalg import BooleanAtom
 
 DIGITS = 15
@@ -21,7 +22,7 @@ SIZES = ((3, Rational(3, 11)), (4, Rational(17, 3)), (7, Rational(40, 3)))
 
 def number_of(value: Any, point: dict[Any, Any] | None = None) -> Any:
     """Return the number (mpmath.mpc) that ``value`` is at ``point``, of any size; None if it is none."""
-    if not isinstance(value, Expr) or is_huge(value) or (not point and value.free_symbols):
+    if not isinstance(value, Expr) or value.is_Matrix or is_huge(value) or (not point and value.free_symbols):
         return None
     try:
         number = mpmath.mpc((value.subs(point) if point else value).evalf(DIGITS)._to_mpmath(53))
@@ -103,11 +104,14 @@ def _differ(gold: Expr, answer: Expr, point: dict[Any, Any], real: bool) -> bool
     return any(part.is_Number and part != 0 and getattr(part, "_prec", 2) > 1 for part in parts)
 
 
-def is_identity(equation: Any) -> bool:
-    """Return True for a statement that is true, or false, for all values of its symbols."""
+def is_statement(equation: Any) -> bool:
+    """Return True if an equation has no solutions to compare: it is true, or false, for all values of its
+    symbols, or about matrices."""
     sides: tuple[Any, ...] = equation.args if isinstance(equation, Eq) else ()
+    if not sides or any(side.is_Matrix for side in sides):
+        return bool(sides) or isinstance(equation, BooleanAtom)
     try:
-        return isinstance(equation, BooleanAtom) or (bool(sides) and simplify(sides[0] - sides[1]) == 0)
+        return simplify(sides[0] - sides[1]) == 0
     except (TypeError, ValueError, AttributeError):
         return False
 
@@ -118,6 +122,6 @@ def same_without_solutions(gold: Any, answer: Any) -> bool:
     try:
         ratio = simplify((gold.lhs - gold.rhs) / (answer.lhs - answer.rhs))
         is_multiple = ratio.is_number and ratio.is_finite and ratio != 0
-        return bool(is_multiple) or solve(gold, *gold.free_symbols) != []
+        return bool(is_multiple) or (not gold.atoms(AppliedUndef) and solve(gold, *gold.free_symbols) != [])
     except (TypeError, ValueError, AttributeError, NotImplementedError, ZeroDivisionError):
         return True

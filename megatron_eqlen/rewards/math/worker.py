@@ -26,7 +26,7 @@ from megatron_eqlen.rewards.math.numbers import (
     as_written,
     has_decimals,
     is_huge,
-    is_identity,
+    is_statement,
     number_of,
     same_without_solutions,
     surely_different,
@@ -262,11 +262,11 @@ def _equal_equations(gold: str, answer: str, is_complex: bool) -> bool:
     if not _is_true(given, is_complex):
         return False
     value = _under_name(wanted[0], given[0], given[-1], wanted[-1])
-    readable = all(read(term, is_complex) is not None for term in wanted[1:-1])
-    if value is not None and readable and _NAME.fullmatch(wanted[0]):
-        return equal(wanted[-1], value, is_complex)
+    if value is not None and _NAME.fullmatch(wanted[0]):
+        same = len(given) == 2 or all(equal(wanted[-1], term, is_complex) for term in wanted[1:-1])
+        return same and equal(wanted[-1], value, is_complex)
     ends, other_ends = wanted[:: len(wanted) - 1], given[:: len(given) - 1]
-    if is_identity(read("=".join(ends), is_complex)):  # what it says, its solutions do not tell
+    if is_statement(read("=".join(ends), is_complex)):  # what it says, its solutions do not tell
         return all(equal(*pair, is_complex) for pair in zip(ends, other_ends, strict=True))
     if wanted != ends or given != other_ends:
         return all(equal(*pair, is_complex) for pair in zip_longest(wanted, given, fillvalue=""))
@@ -326,8 +326,9 @@ def _rounds_to(value: str, rounding: str, is_complex: bool) -> bool:
 
 def _equal_values(gold: str, answer: str, is_complex: bool) -> bool:
     """Return True if two expressions, relations or sets are equal by math-verify's rules, made exact."""
-    if sorted(_TEXT.findall(gold)) != sorted(_TEXT.findall(answer)):
-        return False  # words are no products of their letters
+    words = _TEXT.findall(gold)
+    if len(words) > 1 or words != _TEXT.findall(answer):
+        return False  # words are no products of their letters, a sentence is no formula
     wanted, given = read(gold, is_complex), read(answer, is_complex)
     if wanted is None or given is None:
         return False
