@@ -9,7 +9,6 @@ stream of Hugging Face names; every completion belongs to the ``policy_version``
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -50,14 +49,19 @@ class Decoder(Protocol):
         """Requests decoded at once; more wait in the engine's queue."""
         ...
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        ...
+
     def submit(
         self, request_id: str, token_ids: list[int], max_tokens: int, seed: int, path_rows: int = 0
     ) -> None:
-        """Start a completion of ``token_ids``. Token t of the path is drawn from ``(seed, t)``: a request
-        that was interrupted and is submitted again with the tokens it had gets the same continuation.
-        Requests whose ids agree up to the last ``/`` share a prefix. Its first delta
-        brings the columns of the path (``Column.of_path``), too, of its last ``path_rows`` tokens.
-        Raises ValueError for a request that cannot run, EngineError if the weights are not loaded."""
+        """Start a completion of ``token_ids``; ``harvest`` has checked that it fits. Token t of the path is
+        drawn from ``(seed, t)``: a request that was interrupted and is submitted again with the tokens it had
+        gets the same continuation. Requests whose ids agree up to the last ``/`` share a prefix. Its first
+        delta brings the columns of the path (``Column.of_path``), too, of its last ``path_rows`` tokens.
+        Raises EngineError if the weights are not loaded."""
         ...
 
     def step(self) -> list[Delta]:
@@ -120,37 +124,11 @@ def split_path(rows: np.ndarray, tokens: int, layers: Sequence[int]) -> tuple[np
     return rows[:before], rows[before:]
 
 
-def check_request(
-    request_id: str, token_ids: list[int], max_tokens: int, max_model_len: int, vocab_size: int
-) -> None:
-    """Raise ValueError for a request that would crash the engine: no tokens, too many, or unknown ones."""
-    if not token_ids or max_tokens < 1:
-        raise ValueError(
-            f"request {request_id}: expected tokens to continue and at least 1 to generate, "
-            f"found {len(token_ids)} and {max_tokens}"
-        )
-    if len(token_ids) + max_tokens > max_model_len:
-        raise ValueError(
-            f"request {request_id}: {len(token_ids)} tokens + {max_tokens} to generate = "
-            f"{len(token_ids) + max_tokens} exceed the engine's {max_model_len}"
-        )
-    if not _all_below(vocab_size, token_ids):
-        unknown = next(token for token in token_ids if not 0 <= token < vocab_size)
-        raise ValueError(f"request {request_id}: expected token ids in 0..{vocab_size - 1}, found {unknown}")
-
-
-def _all_below(vocab_size: int, token_ids: list[int]) -> bool:
-    """Return True if all ids are in 0..vocab_size - 1. One pass in C: every fork checks its whole prefix."""
-    try:
-        return bool(np.frombuffer(array("I", token_ids), np.uint32).max() < vocab_size)
-    except OverflowError:
-        return False
-
-
 class IdleEngine:
     """Engine of a rank that drives none: it takes part in weight syncs and is never asked for tokens."""
 
     max_num_seqs = 1
+    vocab_size = 0
     has_unfinished = False
 
     def __init__(self, max_model_len: int) -> None:

@@ -38,7 +38,7 @@ def harvest(
     that did not start are left out. With ``rollout.carry_over`` both are suspended and in the list. Raises
     ValueError for prompts that do not fit, and EngineError for an engine that died or hangs.
     """
-    check_prompts(plan.prompts, plan.recipe, engine.max_model_len)
+    check_prompts(plan.prompts, plan.recipe, engine)
     meter = Meter(engine, plan.progress, plan.recipe.rollout.carry_over)
     finished = _Finished(meter)
     for rollout in plan.progress.rollouts:
@@ -88,8 +88,9 @@ def _harvesters(plan: HarvestPlan) -> dict[RolloutKey, Harvester]:
     return harvesters
 
 
-def check_prompts(prompts: Sequence[Prompt], recipe: Recipe, max_model_len: int) -> None:
-    """Raise ValueError for a prompt that is empty, occurs twice, or is too long for the engine."""
+def check_prompts(prompts: Sequence[Prompt], recipe: Recipe, engine: Decoder) -> None:
+    """Raise ValueError for a prompt that is empty, occurs twice, is too long for the engine, or has a token
+    that its model lacks."""
     seen: set[str] = set()
     for prompt in prompts:
         if prompt.prompt_id in seen:
@@ -98,8 +99,13 @@ def check_prompts(prompts: Sequence[Prompt], recipe: Recipe, max_model_len: int)
         if not prompt.token_ids:
             raise ValueError(f"prompt {prompt.prompt_id}: expected at least one token, found none")
         path = len(prompt.token_ids) + recipe.rollout.max_response_length
-        if path > max_model_len:
+        if path > engine.max_model_len:
             raise ValueError(
                 f"prompt {prompt.prompt_id}: {len(prompt.token_ids)} tokens + rollout.max_response_length "
-                f"{recipe.rollout.max_response_length} = {path} exceed the engine's {max_model_len}"
+                f"{recipe.rollout.max_response_length} = {path} exceed the engine's {engine.max_model_len}"
+            )
+        if max(prompt.token_ids) >= engine.vocab_size or min(prompt.token_ids) < 0:
+            raise ValueError(
+                f"prompt {prompt.prompt_id}: expected token ids in 0..{engine.vocab_size - 1}, found "
+                f"{min(prompt.token_ids)} to {max(prompt.token_ids)}"
             )

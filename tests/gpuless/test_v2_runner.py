@@ -49,7 +49,8 @@ def open_on(runner: int, *args: Any, **over: Any) -> ColocatedEngine:
         envs.disable_envs_cache()  # it holds the last engine's runner
         patch.setitem(engine_args.RUNNER, "VLLM_USE_V2_MODEL_RUNNER", str(runner - 1))
         engine = open_engine(*args, **{"max_num_seqs": 8, "max_num_batched_tokens": 64} | over)
-    assert type(lifecycle._worker_runner(engine.core).sampler) is (PathSampler, V2PathSampler)[runner - 1]
+    sampler = lifecycle.worker(engine.core).model_runner.sampler
+    assert type(sampler) is (PathSampler, V2PathSampler)[runner - 1]
     return engine
 
 

@@ -39,6 +39,7 @@ class AnsweringEngine:
 
     max_model_len = 200
     max_num_seqs = 64
+    vocab_size = 0x110000
 
     def __init__(self, answers: dict[str, list[str]], policy_version: int = 0) -> None:
         self.policy_version = policy_version

@@ -388,7 +388,7 @@ def test_a_sampling_kind_is_a_class_and_a_line(package, tmp_path, monkeypatch):
 class Scripted:
     """Ends every request at once with token 9; sampling masks are off."""
 
-    max_model_len, max_num_seqs, policy_version = 64, 8, 0
+    max_model_len, max_num_seqs, vocab_size, policy_version = 64, 8, 0x110000, 0
 
     def __init__(self, chaos: random.Random) -> None:
         self.requests: list[str] = []

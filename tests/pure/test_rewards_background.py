@@ -36,7 +36,7 @@ class Letters:
 class OneByOne:
     """An engine that ends the requests one after the other, each when ``may_end(number)`` is true."""
 
-    max_model_len, max_num_seqs, policy_version = 200, 64, 0
+    max_model_len, max_num_seqs, vocab_size, policy_version = 200, 64, 0x110000, 0
 
     def __init__(self, texts, may_end) -> None:
         self.texts, self.may_end = texts, may_end

@@ -85,6 +85,7 @@ class ScriptedEngine:
     loss: float = 0.0
     max_model_len: int = 64
     max_num_seqs: int = 6
+    vocab_size: int = 1000
     policy_version: int = 3
     version_tokens: int | None = None
     """Number of tokens of each path after which the weights change; None: never."""
@@ -556,6 +557,8 @@ def test_missing_logprobs_and_hangs_are_errors():
 @pytest.mark.parametrize(("prompts", "message"), [
     ([Prompt("a", [1] * 60, "", "", "")], r"prompt a: 60 tokens \+ .* 12 = 72 exceed the engine's 64"),
     ([Prompt("a", [], "", "", "")], "prompt a: expected at least one token"),
+    ([Prompt("a", [5, 1000, 2], "", "", "")], r"prompt a: expected token ids in 0\.\.999, found 2 to 1000"),
+    ([Prompt("a", [5, -1], "", "", "")], r"prompt a: expected token ids in 0\.\.999, found -1 to 5"),
     (make_prompts(1) * 2, "prompt p#0: expected once"),
 ])  # fmt: skip
 def test_prompts_that_cannot_run_are_refused_before_anything_is_submitted(prompts, message):

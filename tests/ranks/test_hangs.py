@@ -31,7 +31,7 @@ from megatron_eqlen.types import Prompt
 from tests.kit.report_runs import recipe
 
 class Engine:
-    max_num_seqs, max_model_len, policy_version = 8, 300, 0
+    max_num_seqs, max_model_len, vocab_size, policy_version = 8, 300, 300, 0
     def submit(self, *_): ...
     def step(self): never()
 

@@ -13,7 +13,6 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from megatron_eqlen.rollout.engine import check_request
 from megatron_eqlen.types import Delta, Metrics
 
 VOCABULARY = 32768
@@ -52,6 +51,7 @@ class ScriptedEngine:
     """Number of tokens in each sampling mask; 0: none is recorded."""
     max_num_seqs: int = 256
     max_model_len: int = 1 << 20
+    vocab_size: int = VOCABULARY
     policy_version: int = 0
     seconds: float = 0.0
     requests: dict[str, _Request] = field(default_factory=dict)
@@ -66,7 +66,6 @@ class ScriptedEngine:
     def submit(
         self, request_id: str, token_ids: list[int], max_tokens: int, seed: int, path_rows: int = 0
     ) -> None:
-        check_request(request_id, token_ids, max_tokens, self.max_model_len, VOCABULARY)
         started = time.thread_time()
         trunk = len(token_ids) - self.prompt
         length = response_length(np.random.default_rng(seed), self.median, trunk) - trunk

@@ -31,7 +31,7 @@ from megatron_eqlen.metrics import (
 )
 from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.recipe.contents import Contents, weights
-from megatron_eqlen.rollout.engine import Delta, EngineError, check_request
+from megatron_eqlen.rollout.engine import Delta, EngineError
 from megatron_eqlen.rollout.vllm.server.generate_api import (
     PATH,
     cached_tokens,
@@ -116,9 +116,7 @@ class ServerEngine:
         with self.busy:
             if self.refusal is not None:
                 raise EngineError(f"request {request_id}: {self.refusal}")
-            if self._replica_of(request_id) is not None:
-                raise ValueError(f"request {request_id}: expected an unused id, found it in flight")
-            check_request(request_id, token_ids, max_tokens, self.max_model_len, self.vocab_size)
+            assert self._replica_of(request_id) is None
             body = request_body(
                 request_id,
                 token_ids,

@@ -24,12 +24,14 @@ from megatron_eqlen.metrics import (
     ENGINE_SYNC_SECONDS,
 )
 from megatron_eqlen.recipe import RolloutRecipe
-from megatron_eqlen.rollout.engine import Delta, EngineError, check_request
+from megatron_eqlen.rollout.engine import Delta, EngineError
 from megatron_eqlen.rollout.vllm.engine.containment import importing_vllm
 from megatron_eqlen.rollout.weights import WeightTable
 from megatron_eqlen.types import Metrics
 
 with importing_vllm():
+    from vllm.platforms import current_platform
+
     from megatron_eqlen.rollout.vllm.engine import engine_core, lifecycle
 
 
@@ -53,7 +55,7 @@ class ColocatedEngine:
         self.weights = WeightTable.read(model_path)
         self.core = lifecycle.build(str(model_path), rollout, dtype, max_model_len, seed)
         self.params = engine_core.sampling_params(rollout, eos_token_ids)
-        self.vocab_size = lifecycle.vocab_size(self.core)
+        self.vocab_size = self.core.vllm_config.model_config.get_vocab_size()
         self.max_model_len = max_model_len
         self.max_num_seqs = rollout.max_num_seqs
         self.keep_columns = rollout.keep_columns
@@ -74,10 +76,10 @@ class ColocatedEngine:
     ) -> None:
         if self.refusal is not None:
             raise EngineError(f"request {request_id}: {self.refusal}")
-        if request_id in self.requests:
-            raise ValueError(f"request {request_id}: expected an unused id, found it in flight")
-        check_request(request_id, token_ids, max_tokens, self.max_model_len, self.vocab_size)
-        self._wake_cache()
+        assert request_id not in self.requests
+        if self.asleep:
+            self._wake("kv_cache")
+            self.asleep = False
         self.requests[request_id] = engine_core.submit(
             self.core, request_id, next(self.numbers), token_ids, self.params, max_tokens, seed, path_rows
         )
@@ -91,7 +93,8 @@ class ColocatedEngine:
 
     def abort(self, request_ids: Iterable[str]) -> None:
         mine = [self.requests.pop(request_id) for request_id in request_ids if request_id in self.requests]
-        engine_core.abort(self.core, mine)
+        if mine:
+            self.core.abort_requests([request.request_id for request in mine])
         self.preemptions += sum(request.num_preemptions for request in mine)
 
     @property
@@ -105,6 +108,7 @@ class ColocatedEngine:
         self.refusal = "the last weight update failed half way; update_weights must succeed first"
         checked = self.weights.check(named_tensors)
         lifecycle.load_weights(self.core, checked)
+        self.reset_cache()
         self.refusal = None
         self.policy_version = policy_version
         self.sync = {
@@ -113,19 +117,21 @@ class ColocatedEngine:
         }
 
     def reset_cache(self) -> None:
-        lifecycle.reset_cache(self.core)
+        if not self.core.reset_prefix_cache():
+            raise EngineError("the prefix cache is still in use: requests were left unfinished")
 
     def sleep(self) -> None:
         if self.requests:
             raise EngineError(f"sleep: {len(self.requests)} requests are unfinished")
         self.refusal = "sleep dropped the weights; wake and update_weights must come first"
         self.asleep = True
-        lifecycle.sleep(self.core)
+        if not current_platform.is_cpu():
+            self.core.sleep(level=2)
 
     def wake(self) -> None:
         """Take memory for the weights only; the KV cache takes its memory with the first request, so that a
         weight sync has the room."""
-        lifecycle.wake(self.core, "weights")
+        self._wake("weights")
 
     def state(self) -> dict[str, Any]:
         return {
@@ -139,19 +145,19 @@ class ColocatedEngine:
         lifecycle.close(self.core)
 
     def metrics(self) -> Metrics:
-        removed, sampled = lifecycle.removed_mass(self.core)
+        worker = lifecycle.worker(self.core)
+        removed, sampled = worker.model_runner.sampler.take_removed_mass()
         metrics: Metrics = {
             ENGINE_PREEMPTIONS: self.preemptions,
             ENGINE_REMOVED_PROBABILITY: removed / max(sampled, 1),
             **self.sync,
         }
-        if (seconds := lifecycle.route_seconds(self.core)) is not None:
-            metrics[ENGINE_ROUTE_SECONDS] = seconds
+        if hasattr(worker, "routes"):  # ``RoutesWorker``
+            metrics[ENGINE_ROUTE_SECONDS] = worker.routes.take_seconds()
         self.preemptions = 0
         self.sync = {}
         return metrics
 
-    def _wake_cache(self) -> None:
-        if self.asleep:
-            lifecycle.wake(self.core, "kv_cache")
-            self.asleep = False
+    def _wake(self, tag: str) -> None:
+        if not current_platform.is_cpu():
+            self.core.wake_up(tags=[tag])

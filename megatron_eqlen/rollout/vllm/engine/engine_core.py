@@ -53,8 +53,7 @@ def submit(
     seed: int,
     path_rows: int = 0,
 ) -> Request:
-    """Submit a request to the engine core and return its record, which ``step`` updates. The caller has
-    checked the ids and the length.
+    """Submit a request to the engine core and return its record, which ``step`` updates.
 
     ``number`` differs for each request of an engine and makes vLLM's name for it unique. With asynchronous
     scheduling, vLLM's default on GPUs, an aborted request may still have a token to come; a new request of
@@ -134,8 +133,3 @@ def _sampling_masks(chosen: Sequence[LogprobsLists | None], numbers: int) -> lis
     return [
         None if output is None else list(islice(tokens, len(output.logprob_token_ids))) for output in chosen
     ]
-
-
-def abort(core: EngineCore, requests: Iterable[Request]) -> None:
-    if names := [request.request_id for request in requests]:
-        core.abort_requests(names)

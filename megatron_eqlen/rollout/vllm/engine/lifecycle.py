@@ -21,9 +21,8 @@ from vllm.v1.executor import Executor
 
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.recipe import RolloutRecipe, layout
-from megatron_eqlen.rollout.engine import EngineError
 from megatron_eqlen.rollout.vllm.engine.containment import contained
-from megatron_eqlen.rollout.vllm.engine.draws import DrawSettings, PathDraws
+from megatron_eqlen.rollout.vllm.engine.draws import DrawSettings
 from megatron_eqlen.rollout.vllm.engine.engine_args import engine_args, environ
 from megatron_eqlen.rollout.vllm.engine.repack import repack
 from megatron_eqlen.rollout.vllm.engine.sampler import install
@@ -71,7 +70,7 @@ def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: in
                 f"{max_model_len} tokens: {error}"
             ) from error
         processed, numbers = rollout.logprobs_mode == "processed", tuple(rollout.keep_columns)
-        install(_worker_runner(core), DrawSettings(processed, rollout.mask_width, numbers=numbers))
+        install(worker(core).model_runner, DrawSettings(processed, rollout.mask_width, numbers=numbers))
     _live_engines += 1
     return core
 
@@ -94,9 +93,9 @@ def close(core: EngineCore) -> None:
 
 
 def load_weights(core: EngineCore, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Stream weights into the running model (vLLM's layerwise reload) and forget all cached prefixes.
-    If the stream raises, some layers hold old weights or none, but the model can be loaded again."""
-    runner = _worker_runner(core)
+    """Stream weights into the running model (vLLM's layerwise reload). If the stream raises, some layers hold
+    old weights or none, but the model can be loaded again."""
+    runner = worker(core).model_runner
     with contained():
         try:
             core.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
@@ -104,49 +103,9 @@ def load_weights(core: EngineCore, named_tensors: Iterable[tuple[str, Tensor]]) 
             with set_current_vllm_config(runner.vllm_config):
                 finalize_layerwise_reload(runner.get_model(), runner.model_config)
         repack(runner.get_model())
-    reset_cache(core)
 
 
-def reset_cache(core: EngineCore) -> None:
-    if not core.reset_prefix_cache():
-        raise EngineError("the prefix cache is still in use: requests were left unfinished")
-
-
-def sleep(core: EngineCore) -> None:
-    """Drop weights and KV cache from the GPU. Does nothing on a CPU."""
-    if not current_platform.is_cpu():
-        core.sleep(level=2)
-
-
-def wake(core: EngineCore, tag: str) -> None:
-    """Take back the memory of ``weights`` or of the ``kv_cache``."""
-    if not current_platform.is_cpu():
-        core.wake_up(tags=[tag])
-
-
-def vocab_size(core: EngineCore) -> int:
-    return core.vllm_config.model_config.get_vocab_size()
-
-
-def removed_mass(core: EngineCore) -> tuple[float, int]:
-    """Return the probability mass that top-k, top-p and min-p removed, summed over the sampled tokens, and
-    their number."""
-    sampler = _worker_runner(core).sampler
-    assert isinstance(sampler, PathDraws)
-    return sampler.take_removed_mass()
-
-
-def route_seconds(core: EngineCore) -> float | None:
-    """Return the seconds that ``RoutesWorker`` spent on routes since the last call; None with another
-    worker."""
-    routes = getattr(_worker(core), "routes", None)
-    return None if routes is None else routes.take_seconds()
-
-
-def _worker_runner(core: EngineCore) -> Any:
-    return _worker(core).model_runner
-
-
-def _worker(core: EngineCore) -> Any:
+def worker(core: EngineCore) -> Any:
+    """Return vLLM's worker, which holds the model."""
     executor: Any = core.model_executor
     return executor.driver_worker.worker
