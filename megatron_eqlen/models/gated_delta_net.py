@@ -134,7 +134,7 @@ def tree_convolution(x: Tensor, weight: Tensor, tree: TreeParams) -> Tensor:
     at, windows = tree.seams(width)
     if not len(at):
         return flat
-    padded = F.pad(x, (0, 0, 0, 1))
+    padded = F.pad(x, (0, 0, 0, 1))  # position S: zeros, before a path's start
     seams = torch.einsum("bmwd,dw->bmd", padded[:, windows], weight.squeeze(1))
     return flat.index_copy(1, at, seams)
 
@@ -161,16 +161,24 @@ def tree_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, tr
 def chunked_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, tree: TreeParams, size: int = CHUNK
 ) -> Tensor:
-    """Compute the recurrence in plain torch, in at least float32."""
-    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
+    """Compute the recurrence in plain torch, in at least float32.
+
+    Within a chunk, with G_t the sum of its g up to t and S its state at the start, the values w that are
+    written to the state solve a triangular system:
+    w_t = beta_t (v_t - exp(G_t) S^T k_t - sum over s < t of exp(G_t - G_s) (k_t . k_s) w_s).
+    """
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))  # [b, S, H, d_k]
     chunks = tree.chunks(size)
+    # all [n, b, H, size, d]; d = 1 for g and beta
     q, k, v_, g, beta = (
         _to_chunks(_wide(x), chunks.positions, size) for x in (q, k, v, g[..., None], beta[..., None])
     )
-    g = g.squeeze(-1).cumsum(-1)
+    g = g.squeeze(-1).cumsum(-1)  # G: [n, b, H, size]
     upper = torch.ones(size, size, dtype=torch.bool, device=g.device).triu(1)
+    # exp(G_t - G_s) for s <= t, else 0: [n, b, H, size, size]
     decay = (g[..., :, None] - g[..., None, :]).masked_fill(upper, float("-inf")).exp()
-    among_keys = (k * beta) @ k.mT * decay
+    among_keys = (k * beta) @ k.mT * decay  # the system below its diagonal, which counts as ones
+    # w = new - read S: new [.., size, d_v], read [.., size, d_k]
     new, read = torch.linalg.solve_triangular(
         among_keys,
         torch.cat((v_ * beta, k * beta * g[..., None].exp()), dim=-1),
@@ -178,11 +186,11 @@ def chunked_delta_rule(
         unitriangular=True,
     ).split([v.shape[-1], k.shape[-1]], dim=-1)
     q = q * q.shape[-1] ** -0.5
-    within = q @ k.mT * decay
-    reads = torch.cat((read, q * g[..., None].exp()), dim=-2)
-    writes = (k * (g[..., -1:] - g)[..., None].exp()).mT
+    within = q @ k.mT * decay  # what o_t reads of w_s, s <= t, in its own chunk: [.., size, size]
+    reads = torch.cat((read, q * g[..., None].exp()), dim=-2)  # both of S, in one product: [.., 2 size, d_k]
+    writes = (k * (g[..., -1:] - g)[..., None].exp()).mT  # what is left of k_t at the end: [.., d_k, size]
     written, from_state = _scan_levels(new, reads, writes, g[..., -1].exp()[..., None, None], chunks)
-    out = from_state + within @ written
+    out = from_state + within @ written  # [.., size, d_v]
     return _from_chunks(out, chunks.slots).to(v.dtype)
 
 
@@ -204,11 +212,12 @@ def _scan_levels(
             outputs.append(torch.zeros_like(new_))
         else:
             state = state.index_select(0, chunks.parents[level])  # each chunk starts from its parent's end
-            removed, output = (reads_ @ state).split(size, dim=-2)
+            removed, output = (reads_ @ state).split(size, dim=-2)  # each [m, b, H, size, d_v]
             written.append(new_ - removed)
             outputs.append(output)
         if level + 1 < len(chunks.levels):
-            # State at the end of each chunk with children: its start, decayed, plus its own writes.
+            # state at the end of each chunk with children, [m, b, H, d_k, d_v]: its start's, decayed, and
+            # its own writes
             with_children = chunks.with_children[level]
             added = writes_[:with_children] @ written[-1][:with_children]
             state = added if state is None else added + keep_[:with_children] * state[:with_children]
@@ -232,7 +241,7 @@ def run_by_run_delta_rule(
 ) -> Tensor:
     """Compute the recurrence with ``kernel``, fla's or one with its signature: one call for each depth of
     runs."""
-    outputs, state = [], None
+    outputs, state = [], None  # state: [runs of the level before, H, d_k, d_v], at their ends
     for depth, level in enumerate(tree.run_levels):
         last = depth + 1 == len(tree.run_levels)
         out, state = kernel(

@@ -35,6 +35,7 @@ class _Merged(torch.autograd.Function):
         for number, call in enumerate(tree.calls):
             for queries, keys in call.pairs:
                 inputs = [_bhsd(x) for x in (q[queries], k[keys], v[keys])]
+                # [1, heads, s, d] and [1, heads, s], as if these keys were all
                 part, part_lse = attend(*inputs, 0.0, call.causal, scale=scale)
                 if number == 0:
                     out[queries], lse[:, queries] = _shd(part), part_lse[0]
@@ -49,7 +50,7 @@ class _Merged(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         q, k, v, out, lse = ctx.saved_tensors
-        sums = [torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v)]
+        sums = [torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v)]  # of the calls' parts
         for call in ctx.tree.calls:
             for queries, keys in call.pairs:
                 inputs = map(_bhsd, (grad[queries], q[queries], k[keys], v[keys], out[queries]))
@@ -62,7 +63,7 @@ class _Merged(torch.autograd.Function):
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merge a part in place, as if all keys had been seen in one call."""
-    both = torch.logaddexp(lse, part_lse)
+    both = torch.logaddexp(lse, part_lse)  # [heads, s]; each output's weight is exp(its lse - both)
     out.mul_((lse - both).exp_().T[..., None]).addcmul_((part_lse - both).exp_().T[..., None], part)
     lse.copy_(both)
 

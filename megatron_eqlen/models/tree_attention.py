@@ -148,7 +148,7 @@ def _shared_block_mask(visible_until: Tensor, share: Share, partial: Tensor, ful
     """Return the row's mask, at the share's queries and keys."""
     queries, keys = (torch.from_numpy(x).to(visible_until.device) for x in (share.positions, share.keys))
     assert len(queries) % (2 * BLOCK) == 0, "slices are whole blocks"
-    rows, columns = queries[::BLOCK] // BLOCK, keys[::BLOCK] // BLOCK
+    rows, columns = queries[::BLOCK] // BLOCK, keys[::BLOCK] // BLOCK  # the share's blocks in the row
     until = visible_until[keys]
 
     def visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -174,9 +174,9 @@ def block_visibility(visible_until: Tensor) -> tuple[Tensor, Tensor]:
     """
     length = len(visible_until)
     blocks = -(-length // BLOCK)
-    reach = F.pad(visible_until, (0, blocks * BLOCK - length)).view(blocks, BLOCK)
-    first_query = torch.arange(blocks, device=visible_until.device)[:, None] * BLOCK
-    earlier = first_query > first_query.T
+    reach = F.pad(visible_until, (0, blocks * BLOCK - length)).view(blocks, BLOCK)  # 0: never visible
+    first_query = torch.arange(blocks, device=visible_until.device)[:, None] * BLOCK  # [n, 1]
+    earlier = first_query > first_query.T  # [n, n], like all below: blocks of queries x of keys
     seen = earlier & (reach.amax(1) > first_query)
     full = earlier & (reach.amin(1) >= first_query + BLOCK)
     own = torch.eye(blocks, dtype=torch.bool, device=visible_until.device)

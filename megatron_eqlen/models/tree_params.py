@@ -253,13 +253,14 @@ class TreeParams(PackedSeqParams):
     def _find_seams(self, width: int) -> tuple[Tensor, Tensor]:
         none = len(self)
         starts = np.array([run.start for run in self.runs], dtype=np.int64)
+        # [m] the first width - 1 positions of each run: elsewhere path and row agree
         near = np.unique((starts[:, None] + np.arange(width - 1)).ravel())
         near = near[near < none]
-        window = np.empty((len(near), width), dtype=np.int64)
+        window = np.empty((len(near), width), dtype=np.int64)  # filled from its end, a step up the path each
         window[:, -1] = near
         for step in range(width - 2, -1, -1):
             window[:, step] = self._previous[window[:, step + 1]]
-        flat = near[:, None] + np.arange(1 - width, 1)
+        flat = near[:, None] + np.arange(1 - width, 1)  # [m, width] the row's last positions
         apart = (np.where(flat < 0, none, flat) != window).any(axis=1)
         return torch.from_numpy(near[apart]).to(self.device), torch.from_numpy(window[apart]).to(self.device)
 
@@ -276,14 +277,14 @@ class TreeParams(PackedSeqParams):
     def _cut(self, size: int) -> Chunks:
         lengths = np.array([run.length for run in self.runs], dtype=np.int64)
         starts = np.array([run.start for run in self.runs], dtype=np.int64)
-        counts = -(-lengths // size)
-        last = np.cumsum(counts) - 1
+        counts = -(-lengths // size)  # [runs] chunks of each run
+        last = np.cumsum(counts) - 1  # [runs] number of its last chunk
         first = last + 1 - counts
-        level_of_run = np.zeros(len(self.runs), dtype=np.int64)
+        level_of_run = np.zeros(len(self.runs), dtype=np.int64)  # of its first chunk
         for i, run in enumerate(self.runs):
             level_of_run[i] = level_of_run[run.parent] + counts[run.parent] if run.parent >= 0 else 0
-        run = np.repeat(np.arange(len(self.runs)), counts)
-        step = np.arange(len(run)) - first[run]
+        run = np.repeat(np.arange(len(self.runs)), counts)  # [n] each chunk's run
+        step = np.arange(len(run)) - first[run]  # [n] its place in the run
         level = level_of_run[run] + step
         above = np.array([last[run.parent] if run.parent >= 0 else -1 for run in self.runs], dtype=np.int64)
         parent = np.where(step > 0, np.arange(len(run)) - 1, above[run])
@@ -292,14 +293,16 @@ class TreeParams(PackedSeqParams):
     def _sorted_chunks(
         self, size: int, level: np.ndarray, parent: np.ndarray, start: np.ndarray, end: np.ndarray
     ) -> Chunks:
+        """Return chunks of which each has a level, its parent's number (-1: none), and a first and last
+        position: all [n] int64."""
         count, none = len(level), len(self)
         childless = np.ones(count, dtype=bool)
         childless[parent[parent >= 0]] = False
-        order = np.lexsort((np.arange(count), childless, level))
-        rank = np.empty(count, dtype=np.int64)
+        order = np.lexsort((np.arange(count), childless, level))  # by level, those with children first
+        rank = np.empty(count, dtype=np.int64)  # new number of each chunk
         rank[order] = np.arange(count)
         per_level = np.bincount(level).tolist()
-        offset = np.cumsum([0, *per_level])
+        offset = np.cumsum([0, *per_level])  # first new number of each level
         sorted_parent = np.where(parent[order] >= 0, rank[parent[order]], 0)
         parents = [
             torch.from_numpy(
@@ -307,9 +310,9 @@ class TreeParams(PackedSeqParams):
             )
             for i in range(len(per_level))
         ]
-        positions = start[order][:, None] + np.arange(size)
+        positions = start[order][:, None] + np.arange(size)  # [n, size]
         positions = np.where(positions < end[order][:, None], positions, none).ravel()
-        slots = np.empty(none + 1, dtype=np.int64)
+        slots = np.empty(none + 1, dtype=np.int64)  # the last is of filling slots, and dropped
         slots[positions] = np.arange(count * size)
         return Chunks(
             positions=torch.from_numpy(positions).to(self.device),
@@ -335,7 +338,7 @@ class TreeParams(PackedSeqParams):
         spans = [np.arange(run.start, run.start + run.length) for run in runs]
         lengths = np.array([run.length for run in runs], dtype=np.int64)
         counts = -(-lengths // KERNEL_CHUNK)
-        owner = np.repeat(np.arange(len(runs)), counts)
+        owner = np.repeat(np.arange(len(runs)), counts)  # [chunks] each one's run, and its place there
         place = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
         parents = np.array([number[run.parent] for run in runs if run.parent >= 0], dtype=np.int64)
         return RunLevel(
