@@ -11,12 +11,10 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.hf.families import weight_map
-from megatron_eqlen.hf.hub import is_name
 from megatron_eqlen.hf.weight_map import Same, Weight
 
 TARGETS = {
@@ -46,7 +44,7 @@ class AdapterWeights:
 def adapter_map(model: ModelConfig, rank: int, targets: tuple[str, ...] | None) -> tuple[AdapterWeights, ...]:
     """Return every adapter of ``model``, in the model's order. ``targets``: keys of TARGETS; None: all.
 
-    Raises ValueError if the model has no layer of a target.
+    Raises ValueError if the model has no layer of a target, or if the rank is above that of a matrix.
     """
     by_target: dict[str, list[Weight]] = {target: [] for target in TARGETS}
     for weight in weight_map(model):
@@ -59,7 +57,15 @@ def adapter_map(model: ModelConfig, rank: int, targets: tuple[str, ...] | None) 
             f"expected some of {', '.join(present)}"
         )
     kinds = present if targets is None else targets
-    return tuple(_adapter(weight, rank) for weight in weight_map(model) if _target(weight.megatron) in kinds)
+    weights = [weight for weight in weight_map(model) if _target(weight.megatron) in kinds]
+    for weight in weights:
+        rows, columns = sum(rows for rows, _ in weight.shapes), weight.shapes[0][1]
+        if rank > min(rows, columns):
+            raise ValueError(
+                f"lora.rank: {rank} is above the rank of {weight.megatron}, which has {rows} rows and "
+                f"{columns} columns: expected at most {min(rows, columns)}"
+            )
+    return tuple(_adapter(weight, rank) for weight in weights)
 
 
 def peft_tensors(adapter: AdapterWeights) -> Iterator[tuple[str, str]]:
@@ -70,13 +76,12 @@ def peft_tensors(adapter: AdapterWeights) -> Iterator[tuple[str, str]]:
 
 
 def peft_config(adapters: Sequence[AdapterWeights], rank: int, alpha: float, base: str) -> dict[str, Any]:
-    """Return the content of ``adapter_config.json``. ``base``: name of the base model, or its folder, of
-    which others see the last part alone."""
+    """Return the content of ``adapter_config.json``. ``base``: folder or name of the base model."""
     modules = sorted({module.rpartition(".")[2] for adapter in adapters for module in adapter.modules})
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base if is_name(base) else Path(base).name,
+        "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": 0.0,

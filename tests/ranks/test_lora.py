@@ -416,14 +416,11 @@ def test_another_base_rank_or_target_is_refused_by_name(folders, qwen3, tmp_path
     assert not (tmp_path / "out").exists()
 
 
-def refusal(folder: str) -> str:
-    try:
-        build_policy(folder, {"lora": {"rank": 3, "targets": ["mlp", "experts"]}})
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_a_target_that_the_model_lacks_is_refused(folders):
-    (message,) = run_ranks(1, refusal, str(folders / "qwen3"))
-    assert message == "lora.targets: a qwen3 model has no experts: expected some of attention, mlp"
+@pytest.mark.parametrize(("rank", "targets", "message"), [
+    (3, ("mlp", "experts"), r"lora.targets: a qwen3 model has no experts: expected some of attention, mlp"),
+    (65, None, r"lora.rank: 65 is above the rank of decoder\S+, which has \d+ rows and \d+ columns"),
+])  # fmt: skip
+def test_adapters_that_the_model_has_no_place_for_are_refused(folders, rank, targets, message):
+    adapter_map(read_config(folders / "qwen3"), 64, None)
+    with pytest.raises(ValueError, match=message):
+        adapter_map(read_config(folders / "qwen3"), rank, targets)
