@@ -226,7 +226,7 @@ class Drawing:
     """An engine that gives each request one token a step, chosen among all, and multiplies their
     probabilities."""
 
-    policy_version, max_model_len, max_num_seqs = 0, 99, 99
+    policy_version, max_model_len, max_num_seqs, vocab_size = 0, 99, 99, 99
 
     def __init__(self, process: Process, choose: Choose) -> None:
         self.process, self.choose, self.probability = process, choose, 1.0
