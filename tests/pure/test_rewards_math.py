@@ -181,6 +181,10 @@ OTHER_READING = [  # numbers that differ by less than a double shows, floors, eq
     (r"\frac{x-1}{2}=\frac{y+1}{3}=z", r"\frac{x-1}{2}=\frac{y+1}{5}=z"),
     ("c_4=7,c_5=2", "c_5=7,c_5=2"),
     (
+        r"2\begin{pmatrix}2&0\\0&2\end{pmatrix}=\begin{pmatrix}4&0\\0&4\end{pmatrix} So x=4",
+        r"2\begin{pmatrix}2&0\\0&2\end{pmatrix}=\begin{pmatrix}4&0\\0&5\end{pmatrix} So x=4",
+    ),
+    (
         r"\begin{pmatrix}4\\4\end{pmatrix}=2\begin{pmatrix}2\\2\end{pmatrix}",
         r"\begin{pmatrix}4\\4\end{pmatrix}=2\begin{pmatrix}2\\3\end{pmatrix}",
     ),

@@ -266,7 +266,9 @@ def _equal_equations(gold: str, answer: str, is_complex: bool) -> bool:
         same = len(given) == 2 or all(equal(wanted[-1], term, is_complex) for term in wanted[1:-1])
         return same and equal(wanted[-1], value, is_complex)
     ends, other_ends = wanted[:: len(wanted) - 1], given[:: len(given) - 1]
-    if is_statement(read("=".join(ends), is_complex)):  # what it says, its solutions do not tell
+    steps = [read(term, is_complex) for term in given[1:-1]]
+    computed = all(isinstance(step, Expr) and not step.is_Matrix for step in steps)
+    if computed and is_statement(read("=".join(ends), is_complex)):  # its solutions do not tell what it says
         return all(equal(*pair, is_complex) for pair in zip(ends, other_ends, strict=True))
     if wanted != ends or given != other_ends:
         return all(equal(*pair, is_complex) for pair in zip_longest(wanted, given, fillvalue=""))
