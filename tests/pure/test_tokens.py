@@ -85,6 +85,11 @@ def test_a_table_without_some_of_its_values_keeps_the_others():
     assert again["routes"] == routes
 
 
+def test_tables_whose_lists_are_all_empty_join():
+    table = Tokens.of([5, 6], [-1.0, -2.0], kept=[[], []])
+    assert Tokens.joined([table[:1], table[1:]]) == table
+
+
 def test_values_of_another_number_of_tokens_are_refused():
     with pytest.raises(ValueError, match="column logprobs: expected values of 2 tokens, found values of 3"):
         Tokens.of([1, 2], [-1.0, -1.0, -1.0])
