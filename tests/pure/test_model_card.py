@@ -48,7 +48,7 @@ def test_the_card_has_no_address_account_or_local_path(tmp_path):
         "run_dir": str(tmp_path / "run"),
         "reward": {"sandbox_url": "http://secret-host:1"},
         "variant": {"reward.sandbox_url": "http://secret-host:1"},
-        "data": {"instruction": "and/or " + "x" * 300, "sources": [{"name": "sums", "path": "sums.parquet"}]},
+        "data": {"instruction": "x" * 300 + " and/or", "sources": [{"name": "sums", "path": "sums.parquet"}]},
     }
     run = write_run(tmp_path / "run", recipe(tmp_path / "Qwen3-Tiny", **where))
     (run / "export").mkdir()
