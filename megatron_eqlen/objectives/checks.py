@@ -8,13 +8,15 @@ from megatron_eqlen.objectives.advantages import Gr3, dr_grpo, grpo, rloo
 from megatron_eqlen.objectives.aggregation import AGGREGATIONS
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.objectives.parts import PARTS, described, name_of, options, try_parts
-from megatron_eqlen.objectives.registry import clip_keys, is_on_policy, resolve
+from megatron_eqlen.objectives.registry import clip_keys, is_on_policy, resolve, with_defaults
 from megatron_eqlen.objectives.surrogates import Cispo, Ppo, Reinforce, Vespo
 from megatron_eqlen.recipe import LossRecipe, Recipe
+from megatron_eqlen.recipe.checks import check_effects
 
 
 def check_combination(recipe: Recipe) -> None:
     """Raise ValueError, with the reason, if the objective and the rest of the recipe do not fit."""
+    check_effects(recipe, with_defaults(recipe))
     objective = resolve(recipe)
     try_parts({field: getattr(objective, field) for field in PARTS}, recipe.rollout.keep_columns)
     _check_sampling(recipe, objective)
@@ -43,26 +45,8 @@ def _check_sampling(recipe: Recipe, objective: Objective) -> None:
             "group, which is 1 for both sides of an equal-length pair; use dr_grpo, which it then equals "
             "up to the factor 1 / (1 + alpha)"
         )
-    if recipe.sampling != "equal_length":
-        for key in ("single_pair", "prefix_in_gradient"):
-            if getattr(recipe.equal_length, key):
-                raise ValueError(
-                    f"equal_length.{key}: true needs sampling: equal_length, found {recipe.sampling}"
-                )
-    if recipe.equal_length.single_pair and (recipe.equal_length.max_pairs or 1) > 1:
-        raise ValueError(
-            f"equal_length.single_pair: true stops after one pair, found max_pairs "
-            f"{recipe.equal_length.max_pairs}"
-        )
 
 
-BIASED_WITH_ON_POLICY = {
-    "suffix_reward": ("max", "the reward of B_i is an estimate of its value, not a maximum or mean"),
-    "unfinished": ("zero", "pairs would be left out because they are long"),
-    "pair_count": ("all", "no pair is divided by a number of pairs"),
-    "prefix_in_gradient": (False, "an inherited prefix has its gradient from its own pair"),
-}
-"""Keys of ``equal_length`` that ``pair_weight: on_policy`` leaves no choice: key -> (value, reason)."""
 SUMS = ("seq-mean-token-sum", "seq-mean-token-sum-norm")
 """Averages over sequences that sum a sequence's tokens."""
 WITHOUT_CLIP: dict[type, str] = {
@@ -75,18 +59,14 @@ WITHOUT_CLIP: dict[type, str] = {
 
 
 def _check_pair_weight(recipe: Recipe, objective: Objective) -> None:
-    if recipe.equal_length.baseline == "streams":
-        _check_baseline(recipe, objective)
     if not is_on_policy(recipe, objective):
         return
     weights = "sampling: tree" if recipe.sampling == "tree" else "equal_length.pair_weight: on_policy"
-    for key, (value, reason) in BIASED_WITH_ON_POLICY.items():
-        setting = getattr(recipe.equal_length, key)
-        if setting != value and recipe.sampling == "equal_length":
-            raise ValueError(
-                f"equal_length.{key}: {str(setting).lower()} with {weights}: {reason}; expected "
-                f"{str(value).lower()}"
-            )
+    if recipe.equal_length.baseline == "streams" and recipe.streams_per_prompt < 2:
+        raise ValueError(
+            f"equal_length.baseline: streams compares the streams of a prompt: expected group_size of at "
+            f"least 4, found {recipe.group_size}"
+        )
     if objective.advantage is grpo:
         raise ValueError(
             f"loss.advantage: grpo with {weights}: divided by the std of a pair, an advantage is only the "
@@ -115,16 +95,8 @@ def _check_forks(recipe: Recipe) -> None:
     tree = recipe.tree_sampling
     if recipe.sampling != "tree":
         return
-    if (tree.fork == "marker") != (tree.marker is not None) or tree.marker == "":
-        raise ValueError(
-            f"tree_sampling.fork: {tree.fork}: expected tree_sampling.marker with fork: marker and no other, "
-            f"found {tree.marker!r}"
-        )
-    if tree.fork != "tokens" and tree.step_tokens is not None:
-        raise ValueError(
-            f"tree_sampling.step_tokens: {tree.step_tokens} with tree_sampling.fork: {tree.fork}: only fork: "
-            f"tokens has steps of a length"
-        )
+    if tree.fork == "marker" and not tree.marker:
+        raise ValueError(f"tree_sampling.fork: marker: expected tree_sampling.marker, found {tree.marker!r}")
     if tree.fork != "death" and recipe.group_size * tree.branching**tree.forks > LARGEST_NUMBER:
         raise ValueError(
             f"tree_sampling.forks: {recipe.group_size} lines x {tree.branching} ** {tree.forks} are more "
@@ -146,24 +118,6 @@ def _check_token_baseline(recipe: Recipe, objective: Objective) -> None:
         raise ValueError(
             f"{key} is the advantage itself, reward less baseline; objective: {objective.name} has "
             f"advantage {described(objective.advantage)}: use dr_grpo or rloo"
-        )
-
-
-def _check_baseline(recipe: Recipe, objective: Objective) -> None:
-    if recipe.sampling != "equal_length" or not is_on_policy(recipe, objective):
-        raise ValueError(
-            "equal_length.baseline: streams needs sampling: equal_length and equal_length.pair_weight: "
-            "on_policy"
-        )
-    if recipe.streams_per_prompt < 2:
-        raise ValueError(
-            f"equal_length.baseline: streams compares the streams of a prompt: expected group_size of at "
-            f"least 4, found {recipe.group_size}"
-        )
-    if recipe.rollout.carry_over:
-        raise ValueError(
-            "equal_length.baseline: streams with rollout.carry_over: true: streams that are complete in the "
-            "same step are of like lengths, which would bias the baseline; use baseline: pair"
         )
 
 
@@ -270,21 +224,24 @@ def _older_tokens(recipe: Recipe) -> str:
 
 
 def _check_off_policy(recipe: Recipe, objective: Objective) -> None:
-    """Refuse to train tokens that older weights sampled as if they were new."""
-    loss = recipe.loss
-    from_engine = loss.old_logprobs == "rollout" and objective.has_ratio
-    if not recipe.rollout.trains_older or from_engine or loss.rollout_is != "none" or loss.rollout_rs:
-        return
-    if loss.old_logprobs == "rollout":
+    """Refuse to train tokens that other weights sampled as if they were the policy's."""
+    rollout, loss = recipe.rollout, recipe.loss
+    if loss.old_logprobs == "rollout" and not objective.has_ratio:
         raise ValueError(
-            f"{_older_tokens(recipe)} trains tokens that older weights sampled, and loss.old_logprobs: "
-            f"rollout does not correct for it: objective: {objective.name} has no importance ratio. Set "
-            f"loss.rollout_is: token or sequence, or loss.rollout_rs"
+            f"loss.old_logprobs: rollout acts only in an importance ratio, and objective: {objective.name} "
+            f"has none: leave it out (loss.rollout_is and loss.rollout_rs correct without a ratio)"
         )
+    if loss.old_logprobs == "rollout" or loss.rollout_is != "none" or loss.rollout_rs:
+        return
+    if rollout.trains_older:
+        cause = f"{_older_tokens(recipe)} trains tokens that older weights sampled"
+    elif rollout.quantization:
+        cause = f"rollout.quantization: {rollout.quantization} trains tokens that rounded weights sampled"
+    else:
+        return
     raise ValueError(
-        f"{_older_tokens(recipe)} trains tokens that older weights sampled, and nothing corrects for it: "
-        "set loss.rollout_is: token or sequence (decoupled PPO), loss.rollout_rs, or loss.old_logprobs: "
-        "rollout (see objectives/README.md)"
+        f"{cause}, and nothing corrects for it: set loss.rollout_is: token or sequence (decoupled PPO), "
+        "loss.rollout_rs, or loss.old_logprobs: rollout (see objectives/README.md)"
     )
 
 
@@ -294,11 +251,6 @@ def _check_rewards(recipe: Recipe, objective: Objective) -> None:
         raise ValueError(
             f"loss.overlong_buffer: {objective.overlong_buffer} tokens do not lie inside "
             f"rollout.max_response_length {longest}"
-        )
-    if recipe.loss.overlong_factor is not None and not objective.overlong_buffer:
-        raise ValueError(
-            f"loss.overlong_factor: {recipe.loss.overlong_factor} scales a length penalty that objective: "
-            f"{objective.name} does not have: set loss.overlong_buffer too"
         )
     if recipe.loss.gr3_alpha is not None and not isinstance(objective.advantage, Gr3):
         raise ValueError(f"loss.gr3_alpha: only objective: gr3 has it, found objective: {objective.name}")

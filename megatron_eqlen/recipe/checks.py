@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from typing import Any
 
 from pydantic import HttpUrl, ValidationError
 
-from megatron_eqlen.recipe import OptimizerRecipe, Recipe, RolloutRecipe, layout
+from megatron_eqlen.recipe import LoraRecipe, OptimizerRecipe, Recipe, RolloutRecipe, Section, layout
 from megatron_eqlen.recipe.budget import COSTS
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
+from megatron_eqlen.recipe.schema import When, shown
 from megatron_eqlen.tokens import MOST_PER_TOKEN, SAMPLED
 
 
@@ -19,31 +22,64 @@ def check(recipe: Recipe) -> None:
     _check_place(recipe)
     _check_data(recipe)
     _check_end(recipe)
-    _check_lora(recipe)
+    _check_lora(recipe.lora)
     _check_learning_rate(recipe.optimizer)
     _check_row_budget(recipe)
     _check_sampling(recipe)
     _check_engine(recipe.rollout)
     _check_sampling_mask(recipe.rollout)
     _check_columns(recipe.rollout)
-    _check_batch_invariant(recipe)
-    _check_quantization(recipe)
-    _check_carry_over(recipe.rollout)
     _check_keep_streams(recipe)
-    _check_memory(recipe)
     layout.check(recipe)
     _check_plugins(recipe)
 
 
+def check_effects(recipe: Recipe, resolved: Recipe) -> None:
+    """Raise ValueError for a key that is set and cannot act under the other keys (``When``).
+
+    ``resolved``: the recipe with its objective's defaults.
+    """
+    for key, value, default, conditions in _set_keys(recipe):
+        for condition in conditions:
+            found = value_of(resolved, condition.key)
+            if not condition.is_met(found):
+                raise ValueError(
+                    f"{key}: {shown(value)} acts only with {condition}, found {shown(found)}: leave it out "
+                    f"(default {shown(default)})"
+                )
+
+
+def _set_keys(
+    section: Section, prefix: str = "", inherited: tuple[When, ...] = ()
+) -> Iterator[tuple[str, Any, Any, tuple[When, ...]]]:
+    """Yield the keys that differ from their default, or are switched on as by default: name, value, default,
+    conditions. A section that gives all its keys is a resolved recipe's, where none is switched on."""
+    fields, given = type(section).model_fields, section.model_fields_set
+    for name, field in fields.items():
+        key, value, default = prefix + name, getattr(section, name), field.get_default()
+        own = (condition.within(prefix) for condition in field.metadata if isinstance(condition, When))
+        conditions = (*inherited, *own)
+        below = {key: value} if isinstance(value, Section) else {}
+        if isinstance(value, list):
+            below = {f"{key}.{n}": item for n, item in enumerate(value) if isinstance(item, Section)}
+        for at, item in below.items():
+            yield from _set_keys(item, f"{at}.", conditions)
+        switched_on = value is True and name in given and len(given) < len(fields)
+        if not isinstance(value, Section) and (value != default or switched_on):
+            yield key, value, default, conditions
+
+
+def value_of(recipe: Recipe, key: str) -> Any:
+    """Return the value of a dotted key."""
+    at: Any = recipe
+    for part in key.split("."):
+        at = at[int(part)] if part.isdecimal() else getattr(at, part)
+    return at
+
+
 def _check_data(recipe: Recipe) -> None:
-    """Raise ValueError for keys of a data source or benchmark that its reader has no use for."""
-    sources = {f"data.sources.{number}": source for number, source in enumerate(recipe.data.sources)}
-    benchmarks = {
-        f"evaluation.benchmarks.{n}": benchmark for n, benchmark in enumerate(recipe.evaluation.benchmarks)
-    }
-    for key, section in (sources | benchmarks).items():
-        if section.columns and section.reader != "jsonl":
-            raise ValueError(f"{key}.columns: expected with reader: jsonl, found reader: {section.reader}")
+    for number, section in enumerate(recipe.data.sources):
+        key = f"data.sources.{number}"
         if section.reader == "opencodereasoning" and section.split not in (None, "split_0", "split_1"):
             raise ValueError(f"{key}.split: expected split_0 or split_1, found {section.split!r}")
 
@@ -75,25 +111,11 @@ def _check_place(recipe: Recipe) -> None:
 def _check_end(recipe: Recipe) -> None:
     if not [*recipe.budget.limits()]:
         raise ValueError(f"steps: expected this, or one of {', '.join(COSTS)}, to end a run, found none")
-    if recipe.steps is None and recipe.optimizer.lr_schedule != "constant":
-        raise ValueError(
-            f"optimizer.lr_schedule: {recipe.optimizer.lr_schedule} decays over a run's steps: set steps"
-        )
 
 
-def _check_lora(recipe: Recipe) -> None:
-    lora, optimizer = recipe.lora, recipe.optimizer
-    if not lora.rank:
-        if lora != type(lora)():
-            raise ValueError("lora: alpha and targets are of adapters, which lora.rank 0 switches off")
-        return
+def _check_lora(lora: LoraRecipe) -> None:
     if len(set(lora.targets or ())) < len(lora.targets or ()):
         raise ValueError(f"lora.targets: expected each target once, found {', '.join(lora.targets or ())}")
-    if optimizer.offload:
-        raise ValueError(
-            "optimizer.offload: true makes room for the optimizer state of all weights; with lora.rank "
-            f"{lora.rank} only the adapters have one: leave one out"
-        )
 
 
 def _check_learning_rate(optimizer: OptimizerRecipe) -> None:
@@ -118,11 +140,6 @@ def _check_sampling(recipe: Recipe) -> None:
         raise ValueError(
             f"group_size: {recipe.group_size} is odd; equal_length sampling splits it into pairs of tracks"
         )
-    if recipe.equal_length.prefix_in_gradient and recipe.packing.layout != "expanded":
-        raise ValueError(
-            "equal_length.prefix_in_gradient: true needs packing.layout: expanded "
-            "(each side trains its own copy of the prefix)"
-        )
 
 
 def _check_engine(rollout: RolloutRecipe) -> None:
@@ -134,11 +151,6 @@ def _check_engine(rollout: RolloutRecipe) -> None:
     if rollout.engine == "server" and not rollout.servers:
         raise ValueError("rollout.servers: expected at least one URL with rollout.engine: server, found none")
     _check_servers(rollout.servers)
-    if rollout.staleness and rollout.engine != "server":
-        raise ValueError(
-            f"rollout.staleness: {rollout.staleness} needs rollout.engine: server, found {rollout.engine}: a "
-            f"colocated engine sleeps while the trainer works"
-        )
 
 
 def _check_servers(urls: list[str]) -> None:
@@ -164,72 +176,17 @@ def _check_columns(rollout: RolloutRecipe) -> None:
         )
 
 
-def _check_batch_invariant(recipe: Recipe) -> None:
-    if recipe.rollout.batch_invariant and recipe.cluster.device == "cpu":
-        raise ValueError(
-            "rollout.batch_invariant: true needs cluster.device: gpu, found cpu: vLLM has no batch-invariant "
-            "kernels for CPUs"
-        )
-
-
-def _check_quantization(recipe: Recipe) -> None:
-    quantization = recipe.rollout.quantization
-    if quantization and recipe.model.dtype != "bfloat16":
-        raise ValueError(
-            f"rollout.quantization: {quantization} needs model.dtype: bfloat16, found {recipe.model.dtype}"
-        )
-
-
 def _check_sampling_mask(rollout: RolloutRecipe) -> None:
-    if not rollout.keep_sampling_mask:
-        return
-    if not 1 <= rollout.top_k <= MOST_PER_TOKEN:
+    if rollout.keep_sampling_mask and not 1 <= rollout.top_k <= MOST_PER_TOKEN:
         raise ValueError(
             f"rollout.keep_sampling_mask: true needs rollout.top_k from 1 to {MOST_PER_TOKEN} (it bounds "
             f"what is recorded of each token), found {rollout.top_k}"
-        )
-    if rollout.logprobs_mode != "processed":
-        raise ValueError(
-            "rollout.keep_sampling_mask: true needs rollout.logprobs_mode: processed (both are of the kept "
-            f"tokens alone), found {rollout.logprobs_mode}"
-        )
-
-
-def _check_carry_over(rollout: RolloutRecipe) -> None:
-    if rollout.carry_over and rollout.tokens_per_step is None:
-        raise ValueError(
-            "rollout.carry_over: true needs rollout.tokens_per_step, which ends a step's harvest before all "
-            "is finished; found none"
         )
 
 
 def _check_keep_streams(recipe: Recipe) -> None:
     if recipe.report.keep_streams == "evaluations" and not recipe.evaluation.every:
         raise ValueError("report.keep_streams: evaluations needs evaluation.every >= 1, found 0")
-
-
-def _check_memory(recipe: Recipe) -> None:
-    optimizer, park = recipe.optimizer, recipe.rollout.park_trainer
-    if recipe.rollout.engine == "server" and park not in (None, "none"):
-        raise ValueError(
-            f"rollout.park_trainer: {park} makes room for a colocated engine, found rollout.engine: server"
-        )
-    saving = {"offload": True, "precision": "bfloat16", "grad_dtype": "bfloat16"}
-    asked = [f"{key}: {value}" for key, value in saving.items() if getattr(optimizer, key) == value]
-    if asked and recipe.model.dtype != "bfloat16":
-        raise ValueError(
-            f"optimizer.{asked[0].lower()} needs model.dtype: bfloat16, found {recipe.model.dtype}"
-        )
-    if optimizer.offload and optimizer.precision != "float32":
-        raise ValueError(
-            "optimizer.precision: bfloat16 is for a state that stays on the GPU; optimizer.offload: true "
-            "keeps it in host memory, in float32: leave one out"
-        )
-    if recipe.checkpoint.resharding == "any" and optimizer.precision != "float32":
-        raise ValueError(
-            "checkpoint.resharding: any needs optimizer.precision: float32, found bfloat16 (Megatron-Core "
-            "gathers main weights in float32 only)"
-        )
 
 
 def _check_plugins(recipe: Recipe) -> None:

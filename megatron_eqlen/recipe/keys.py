@@ -46,16 +46,16 @@ def all_keys(section: type[Section] = Recipe, at: tuple[str, ...] = ()) -> Itera
     """Yield every key of the schema and of its sections; list items have the number 0."""
     for name, field in section.model_fields.items():
         yield (*at, name)
-        below, is_list = _section(field.annotation)
+        below, is_list = section_in(field.annotation)
         if below is not None:
             yield from all_keys(below, (*at, name, *(["0"] if is_list else [])))
 
 
-def _section(annotation: Any) -> tuple[type[Section] | None, bool]:
+def section_in(annotation: Any) -> tuple[type[Section] | None, bool]:
     """Return the section in a key of this type, and True if the key holds a list of sections."""
     origin = typing.get_origin(annotation)
     if origin in (list, types.UnionType, typing.Union):
-        sections = [_section(argument)[0] for argument in typing.get_args(annotation)]
+        sections = [section_in(argument)[0] for argument in typing.get_args(annotation)]
         return next((section for section in sections if section is not None), None), origin is list
     is_section = isinstance(annotation, type) and issubclass(annotation, Section)
     return (annotation if is_section else None), False

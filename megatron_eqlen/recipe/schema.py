@@ -6,6 +6,7 @@ Relative paths in a recipe are relative to the working directory, as on the comm
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -97,6 +98,32 @@ AggregationName = Annotated[
 """verl's ``loss_agg_mode``, and two more; ``objectives.aggregation`` defines them."""
 
 
+class When:
+    """Metadata of a key or section: it acts only where another key has one of ``values``, or, without values,
+    where that key is set: not null, 0, false or empty. ``.key`` lies in the same section.
+
+    ``checks.check_effects`` refuses a key that is set and cannot act.
+    """
+
+    def __init__(self, key: str, *values: Any) -> None:
+        self.key, self.values = key, values
+
+    def within(self, prefix: str) -> When:
+        """Return the condition with the key's full name. ``prefix``: of the section, with its dot."""
+        return When(prefix + self.key[1:], *self.values) if self.key.startswith(".") else self
+
+    def is_met(self, value: Any) -> bool:
+        return value in self.values if self.values else bool(value)
+
+    def __str__(self) -> str:
+        return f"{self.key}: {' or '.join(map(shown, self.values))}" if self.values else f"{self.key} set"
+
+
+def shown(value: Any) -> str:
+    """Return a value as YAML writes it, in one line."""
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -122,9 +149,9 @@ class LoraRecipe(Section):
 
     rank: NonNegativeInt = 0
     """Rank of the adapters; 0: no adapters, all weights are trained."""
-    alpha: PositiveFloat = 32.0
+    alpha: Annotated[PositiveFloat, When(".rank")] = 32.0
     """An adapter adds alpha / rank times B A x to a layer's output. Our choice."""
-    targets: Annotated[tuple[LoraTarget, ...], Field(min_length=1)] | None = None
+    targets: Annotated[Annotated[tuple[LoraTarget, ...], Field(min_length=1)] | None, When(".rank")] = None
     """Linear layers with adapters: those of ``attention``, ``delta_net`` (Gated DeltaNet), ``mlp`` (shared
     experts, too) and ``experts``. Default: all that the model has."""
 
@@ -150,7 +177,7 @@ class SourceRecipe(Section):
     config: str | None = None
     """Configuration of the data set (``datasets`` calls it so); default: the only one, or the one that its
     card marks."""
-    columns: dict[ColumnName, str] = {}
+    columns: Annotated[dict[ColumnName, str], When(".reader", "jsonl")] = {}
     """For ``reader: jsonl``: names of the file's columns, where they differ: ``{question: problem}``. A dot
     reaches into a record: ``reward_model.ground_truth``."""
     weight: PositiveFloat = 1.0
@@ -158,7 +185,7 @@ class SourceRecipe(Section):
     split: str | None = None
     """Split of the data set; default: ``train``, or the only one. For ``opencodereasoning``: ``split_0`` or
     ``split_1``, default both."""
-    tests: str | None = None
+    tests: Annotated[str | None, When(".reader", "opencodereasoning")] = None
     """Folder of the source sets (TACO, APPS, CodeContests, Codeforces) that hold the code problems' tests."""
     min_difficulty: Real | None = None
     """Leave out rows below this difficulty, and rows without a difficulty."""
@@ -176,7 +203,9 @@ class DataRecipe(Section):
     """Prompts per step; each gets ``group_size`` responses or tracks. The paper's number."""
     max_prompt_length: PositiveInt = 2048
     """Limit in tokens; longer prompts are left out and counted."""
-    instruction: str = "Please reason step by step, and put your final answer within \\boxed{}."
+    instruction: Annotated[str, When(".instruction_role", "user", "system")] = (
+        "Please reason step by step, and put your final answer within \\boxed{}."
+    )
     """Instruction that the model gets with every question, unless the row has its own."""
     instruction_role: Literal["user", "system", "none"] = "user"
     """Chat role that holds the instruction; ``none`` leaves the instruction out."""
@@ -189,24 +218,28 @@ class DataRecipe(Section):
 class EqualLengthRecipe(Section):
     """Construction and reward of pairs, for ``sampling: equal_length``."""
 
-    suffix_reward: Literal["max", "mean"] = "max"
+    suffix_reward: Annotated[Literal["max", "mean"], When(".pair_weight", "paper")] = "max"
     """Reward of B_i over the ended responses that extend it (ablation: mean)."""
-    unfinished: Literal["zero", "drop"] = "zero"
+    unfinished: Annotated[Literal["zero", "drop"], When(".pair_weight", "paper")] = "zero"
     """B_i that no ended response extends: its reward is 0, or its pair is left out."""
-    pair_count: Literal["all", "effective"] = "all"
+    pair_count: Annotated[Literal["all", "effective"], When(".pair_weight", "paper")] = "all"
     """N_k of Eq. 6: all pairs, as written, or only pairs with unequal rewards."""
     pair_weight: Literal["paper", "on_policy"] = "paper"
     """``paper``: each of the N_k pairs of a stream has weight 1/N_k, as in Eq. 6. ``on_policy``: pair i has
     weight 2^-(i-1), tokens are summed, and the reward of B_i is an unbiased estimate of its value: the
     gradient is that of the expected reward (docs/length_bias.md)."""
-    baseline: Literal["pair", "streams"] = "pair"
+    baseline: Annotated[
+        Literal["pair", "streams"], When(".pair_weight", "on_policy"), When("rollout.carry_over", False)
+    ] = "pair"
     """With ``pair_weight: on_policy``: the reward of a side is compared with the pair's other side, or with
     the mean value of the prompt in its other streams, which has less noise."""
-    max_pairs: PositiveInt | None = None
+    max_pairs: Annotated[PositiveInt | None, When(".single_pair", False)] = None
     """End a stream after this many pairs; the remaining track runs alone to its end, for its reward."""
     single_pair: bool = False
     """Ablation: one pair per stream, no prefix inheritance."""
-    prefix_in_gradient: bool = False
+    prefix_in_gradient: Annotated[bool, When(".pair_weight", "paper"), When("packing.layout", "expanded")] = (
+        False
+    )
     """Ablation: the inherited prefix is trained with its side's advantage (expanded layout)."""
 
 
@@ -222,9 +255,9 @@ class TreeSamplingRecipe(Section):
     """Lines that continue after a fork: the line itself and new ones."""
     forks: PositiveInt = 2
     """Most forks of a line; with ``death``, of a tree."""
-    step_tokens: PositiveInt | None = None
+    step_tokens: Annotated[PositiveInt | None, When(".fork", "tokens")] = None
     """Tokens between forks, default max_response_length // (forks + 1) (our choice)."""
-    marker: str | None = None
+    marker: Annotated[str | None, When(".fork", "marker")] = None
     """Text that a line forks after, where the token ends that completes it: ``</think>``."""
 
 
@@ -232,9 +265,10 @@ class MismatchRecipe(Section):
     """Monitoring of the train-inference mismatch: the mean |log-prob difference| of trainer and engine, over
     those tokens of an update that were sampled by the weights which the update trains."""
 
-    tolerance: PositiveFloat = 0.1
-    """Limit in nats. Float32 on CPUs stays below 1e-4, dense models in bfloat16 at 0.01 to 0.04; an engine
-    with wrong weights reaches 0.7 and more."""
+    tolerance: PositiveFloat | None = None
+    """Limit in nats; default 0.1, or 0.5 with ``quantization``. Float32 on CPUs stays below 1e-4, dense
+    models in bfloat16 at 0.01 to 0.04, in fp8 at ten times as much; an engine with wrong weights reaches 0.7
+    and more."""
     then: Literal["warn", "stop"] = "warn"
     """Reaction to a step above the tolerance. ``warn``: print a warning, once until a step is below again.
     ``stop``: end the run after the step, with a checkpoint."""
@@ -266,7 +300,7 @@ class RolloutRecipe(Section):
     logprobs_mode: Literal["raw", "processed"] = "raw"
     """``raw``: log-softmax of the logits divided by the temperature, as in the trainer. ``processed``: after
     top-k, top-p and min-p as well."""
-    keep_sampling_mask: bool = False
+    keep_sampling_mask: Annotated[bool, When(".logprobs_mode", "processed")] = False
     """Record the tokens that top-k, top-p and min-p kept, and normalise over the same tokens in training: the
     trained distribution is then the sampled distribution (DeepSeek-V3.2, section 3.1)."""
     keep_routes: bool = False
@@ -275,28 +309,28 @@ class RolloutRecipe(Section):
     keep_columns: list[str] = []
     """Further numbers of each sampled token to record and log, which a surrogate of your own can read
     (``tokens.SAMPLED``)."""
-    record_routes: bool = True
+    record_routes: Annotated[bool, When(".keep_routes")] = True
     """With ``keep_routes``: record routes on disk as well, hundreds of bytes per token. If false, a replayed
     step uses the trainer's own routing, and a step killed between its harvest and its update is generated
     again."""
     tokens_per_step: PositiveInt | None = None
     """Generated tokens after which a step's harvest ends early; with ``loss.dynamic_sampling``, the limit
     applies to each batch of prompts that the step draws."""
-    carry_over: bool = False
+    carry_over: Annotated[bool, When(".tokens_per_step")] = False
     """Resume the unfinished rollouts of a harvest that ended early in the next step; otherwise they are
     cut."""
-    max_staleness: PositiveInt = 8
+    max_staleness: Annotated[PositiveInt, When(".carry_over")] = 8
     """With ``carry_over``: number of steps for which a rollout resumes after the step that drew its prompt;
     then it is cut. No token is trained more steps after it was sampled; with ``staleness`` the two add up."""
-    batch_invariant: bool = False
+    batch_invariant: Annotated[bool, When("cluster.device", "gpu")] = False
     """Use kernels whose results do not depend on the batch: vLLM's batch-invariant ones in the engine
     (``VLLM_BATCH_INVARIANT``; GPUs, no Gated DeltaNet), deterministic ones in training. Slower;
     ``mismatch/equal_tokens`` says how many log-probs are then equal. Servers must be started with it, too."""
-    quantization: Literal["fp8"] | None = None
+    quantization: Annotated[Literal["fp8"] | None, When("model.dtype", "bfloat16")] = None
     """``fp8``: the engine quantizes its matrices at every weight sync, with a scale for each block of 128 x
     128 weights, and activations as it computes (vLLM's online quantization); training stays in bfloat16.
-    Correct the mismatch with ``loss.rollout_is`` (docs/recipes.md). Servers must be started with it,
-    too."""
+    Needs a correction of the mismatch, as ``loss.rollout_is`` (docs/recipes.md). Servers must be
+    started with it, too."""
     tensor_parallel: PositiveInt = 1
     """GPUs of one engine or server replica."""
     max_num_seqs: PositiveInt = 512
@@ -309,20 +343,20 @@ class RolloutRecipe(Section):
     """Share of a GPU's memory that the engine may use while it is awake."""
     kv_cache_gib: PositiveFloat | None = None
     """Fixed size of the KV cache (the CPU engine needs one; default there: 1)."""
-    park_trainer: Literal["none", "state", "all"] | None = None
+    park_trainer: Annotated[Literal["none", "state", "all"] | None, When(".engine", "colocated")] = None
     """Trainer memory that leaves the GPU while the engine is awake. ``state``: gradients, and the optimizer
     state, which moves to host memory; ``all``: the weights as well, except during weight syncs. Default:
     ``state`` with a colocated engine, ``none`` with servers."""
-    servers: list[str] = []
+    servers: Annotated[list[str], When(".engine", "server")] = []
     """Base URLs of the replicas, for ``engine: server``."""
-    staleness: NonNegativeInt = 0
+    staleness: Annotated[NonNegativeInt, When(".engine", "server")] = 0
     """With servers: number of steps that are harvested while an earlier step trains. A token is trained at
     most this many weight syncs after it was sampled. 0: each step is harvested with the weights that it
     trains."""
-    on_sync: Literal["continue", "recompute"] = "continue"
+    on_sync: Annotated[Literal["continue", "recompute"], When(".staleness")] = "continue"
     """With ``staleness``: KV cache with which a request in flight resumes after a weight sync: its own,
     computed with older weights, or one that the new weights recompute for all its tokens."""
-    sync: Literal["tcp", "nccl"] = "tcp"
+    sync: Annotated[Literal["tcp", "nccl"], When(".engine", "server")] = "tcp"
     """Transport of weights to servers: TCP, once per node; or NCCL, if trainer and servers share a fabric
     (servers must be started with the same value)."""
     request_timeout: PositiveFloat = 600.0
@@ -333,6 +367,11 @@ class RolloutRecipe(Section):
     def comparable(self) -> bool:
         """True if the engine's log-probs belong to the distribution that the trainer computes."""
         return self.logprobs_mode == "raw" or self.keep_sampling_mask
+
+    @property
+    def tolerance(self) -> float:
+        """Value of ``mismatch.tolerance``, or its default."""
+        return self.mismatch.tolerance or (0.5 if self.quantization else 0.1)
 
     @property
     def mask_width(self) -> int:
@@ -384,10 +423,12 @@ class RewardRecipe(Section):
     """Seconds a code test may take."""
     code_memory_mb: PositiveInt = 1024
     """Memory that a code test may use; a problem may set a higher limit."""
-    code_python: Annotated[str, Field(pattern=r"^(3\.(1[1-9]|[2-9]\d)(\.\d+)?|/.+)$")] = "3.11"
+    code_python: Annotated[
+        str, Field(pattern=r"^(3\.(1[1-9]|[2-9]\d)(\.\d+)?|/.+)$"), When(".sandbox_url", None)
+    ] = "3.11"
     """Python that programs run in, a version or a path. Contest solutions are written for 3.11 and earlier:
     from 3.12 on, recursion through C functions (``lru_cache``) ends at a depth of about 500."""
-    code_sandbox: Literal["strict", "best_effort"] = "strict"
+    code_sandbox: Annotated[Literal["strict", "best_effort"], When(".sandbox_url", None)] = "strict"
     """``strict``: refuse to run programs if the machine cannot isolate them; ``best_effort``: isolate them as
     far as possible, and warn."""
     sandbox_url: str | None = None
@@ -416,17 +457,17 @@ class LossRecipe(Section):
     """Dual clip: lower bound of the objective for negative advantages."""
     kl_coef: NonNegativeFloat = 0.002
     """The paper's beta_kl, on supervised tokens against the reference model; 0 keeps no reference."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_estimator: Annotated[Literal["k1", "k2", "k3"], When(".kl_coef")] = "k3"
     """Estimator of a token's KL divergence (objectives/README.md). Our choice; the paper names none."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
     """Denominator of the ratios: the trainer's log-probs before the step's first update, or the log-probs
     that the engine recorded."""
-    router_replay: bool = True
+    router_replay: Annotated[bool, When("rollout.keep_routes")] = True
     """With ``rollout.keep_routes``: use the experts that the engine chose (R3, arXiv 2510.11370). False: the
     trainer's routers choose, and ``mismatch/expert_agreement`` reports how often they agree."""
     rollout_is: Literal["none", "token", "sequence"] = "none"
     """Importance weights for the train-inference mismatch, per token or per segment."""
-    rollout_is_threshold: PositiveFloat | Band = 2.0
+    rollout_is_threshold: Annotated[PositiveFloat | Band, When(".rollout_is", "token", "sequence")] = 2.0
     """A number truncates weights; with ``[low, high]``, weights outside give no gradient (IcePop)."""
     rollout_rs: dict[RejectionName, PositiveFloat | Band] | None = None
     """Bounds beyond which tokens or segments give no gradient. ``k1`` bounds the ratio engine / trainer:
@@ -443,14 +484,16 @@ class LossRecipe(Section):
     """Strength of GR3's length scaling."""
     overlong_buffer: NonNegativeInt | None = None
     """DAPO: number of tokens before ``max_response_length`` in which a growing penalty applies."""
-    overlong_factor: NonNegativeFloat | None = None
+    overlong_factor: Annotated[NonNegativeFloat | None, When(".overlong_buffer")] = None
     """DAPO: penalty of a response that reached the limit."""
     dynamic_sampling: bool | None = None
     """DAPO: replace prompts whose rewards are all equal with new prompts."""
     length_quantiles: tuple[Quantile, Quantile, Quantile] | None = None
     """LSPO: ``[low, high, max]``. With ``dynamic_sampling``, replace also prompts whose mean response length
     is neither up to the quantile low nor from high to max, of the prompts drawn together."""
-    max_num_gen_batches: PositiveInt = 10
+    max_num_gen_batches: Annotated[
+        PositiveInt, When(".dynamic_sampling"), When("rollout.carry_over", False)
+    ] = 10
     """With ``dynamic_sampling``: maximum number of batches of prompts that a step draws."""
 
 
@@ -461,9 +504,9 @@ class OptimizerRecipe(Section):
     """Learning rate after the warm-up."""
     warmup_steps: NonNegativeInt = 20
     """Updates in which the learning rate rises from 0."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    lr_schedule: Annotated[Literal["constant", "linear", "cosine"], When("steps")] = "constant"
     """Learning rate after the warm-up, until ``steps``."""
-    min_lr: NonNegativeFloat = 0.0
+    min_lr: Annotated[NonNegativeFloat, When(".lr_schedule", "linear", "cosine")] = 0.0
     """Final value of ``linear`` and ``cosine``."""
     adam_beta1: BelowOne = 0.9
     """Decay of Adam's first moment. Our choice."""
@@ -475,13 +518,15 @@ class OptimizerRecipe(Section):
     """Weight decay of AdamW. Our choice."""
     clip_grad: NonNegativeFloat = 1.0
     """Maximum global gradient norm; 0 is off."""
-    offload: bool = False
+    offload: Annotated[bool, When("model.dtype", "bfloat16"), When("lora.rank", 0)] = False
     """Keep main weights and Adam's moments in host memory and update them there: 16 bytes per parameter."""
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Annotated[
+        Literal["float32", "bfloat16"], When("model.dtype", "bfloat16"), When(".offload", False)
+    ] = "float32"
     """Precision of the optimizer state on the GPU. ``bfloat16``: moments in bfloat16, and of each float32
     main weight only the 16 bits that the model's weight lacks: 6 bytes per parameter, not 12. Needs a GPU and
     Transformer Engine."""
-    grad_dtype: Literal["float32", "bfloat16"] = "float32"
+    grad_dtype: Annotated[Literal["float32", "bfloat16"], When("model.dtype", "bfloat16")] = "float32"
     """Dtype in which gradients are summed, over rows and ranks; ``bfloat16`` rounds each sum."""
     max_skipped_updates: NonNegativeInt = 3
     """An update with a loss or gradient that is not finite is skipped; more than this many in a row
@@ -535,7 +580,9 @@ class CheckpointRecipe(Section):
     """Steps from one checkpoint to the next."""
     keep: PositiveInt = 2
     """Number of newest checkpoints that are kept."""
-    resharding: Literal["data_parallel", "any"] = "data_parallel"
+    resharding: Annotated[Literal["data_parallel", "any"], When("optimizer.precision", "float32")] = (
+        "data_parallel"
+    )
     """Layouts that can resume from a checkpoint. ``data_parallel``: the same ``parallel`` section on any
     number of nodes; every rank writes its own shard. ``any``: all layouts, but ranks gather the optimizer
     state."""
@@ -563,15 +610,15 @@ class BenchmarkRecipe(Section):
     card marks."""
     split: str | None = None
     """Split of the data set; default: ``test``, or the only one."""
-    columns: dict[ColumnName, str] = {}
+    columns: Annotated[dict[ColumnName, str], When(".reader", "jsonl")] = {}
     """For ``reader: jsonl``: names of the file's columns, where they differ: ``{question: problem}``. A dot
     reaches into a record: ``reward_model.ground_truth``."""
     limit: PositiveInt | None = None
     """Use only the first this many problems."""
-    since: str | None = None
+    since: Annotated[str | None, When(".reader", "livecodebench")] = None
     """First contest date (YYYY-MM-DD). LiveCodeBench needs both dates: "v6" alone names several problem
     sets."""
-    until: str | None = None
+    until: Annotated[str | None, When(".reader", "livecodebench")] = None
     """Last contest date, inclusive."""
 
 
@@ -581,7 +628,7 @@ class EvaluationRecipe(Section):
     benchmarks: list[BenchmarkRecipe] = []
     samples: PositiveInt = 32
     """Completions of each problem: the k of avg@k."""
-    every: NonNegativeInt = 0
+    every: Annotated[NonNegativeInt, When(".benchmarks")] = 0
     """Steps between evaluations; 0: only before and after training. Sampling parameters are the rollout's."""
 
 
@@ -604,7 +651,7 @@ class ProfileRecipe(Section):
     steps: list[PositiveInt] = []
     """Steps that every rank traces, counted from 1, for Chrome's and Perfetto's viewers. Traced steps are
     slower."""
-    memory: bool = False
+    memory: Annotated[bool, When(".steps")] = False
     """Include each allocation and release of memory in the traces."""
     out_of_memory: bool = False
     """Write a memory snapshot when a GPU runs out of memory, for pytorch.org/memory_viz. Slows each
@@ -671,8 +718,8 @@ class Recipe(Section):
     model: ModelRecipe
     lora: LoraRecipe = LoraRecipe()
     data: DataRecipe
-    equal_length: EqualLengthRecipe = EqualLengthRecipe()
-    tree_sampling: TreeSamplingRecipe = TreeSamplingRecipe()
+    equal_length: Annotated[EqualLengthRecipe, When("sampling", "equal_length")] = EqualLengthRecipe()
+    tree_sampling: Annotated[TreeSamplingRecipe, When("sampling", "tree")] = TreeSamplingRecipe()
     rollout: RolloutRecipe = RolloutRecipe()
     reward: RewardRecipe = RewardRecipe()
     loss: LossRecipe = LossRecipe()

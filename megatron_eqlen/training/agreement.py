@@ -32,7 +32,7 @@ def mismatch_of(measured: Metrics) -> float | None:
 
 def disagreement(mismatch: float | None, rollout: RolloutRecipe) -> str | None:
     """Return a message if a step's mismatch is above the tolerance; NaN is."""
-    tolerance = rollout.mismatch.tolerance
+    tolerance = rollout.tolerance
     if not rollout.comparable or mismatch is None or mismatch <= tolerance:
         return None
     return (

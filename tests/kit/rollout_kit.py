@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import Recipe, RolloutRecipe
+from megatron_eqlen.recipe.load import parse
 from megatron_eqlen.rollout.vllm import client
 from megatron_eqlen.rollout.vllm.client import ServerEngine
 from megatron_eqlen.rollout.vllm.server.replicas import UNTOUCHED

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.objectives.registry import lookup
-from megatron_eqlen.recipe import LossRecipe, RecipeError
+from megatron_eqlen.recipe import LossRecipe, RecipeError, RolloutRecipe
 from megatron_eqlen.recipe.budget import Spent
 from megatron_eqlen.run.run import Run
 from megatron_eqlen.training.agreement import MismatchError, disagreement, mismatch_of
@@ -34,6 +34,12 @@ def test_a_step_disagrees_above_the_tolerance(mismatch, above):
 def test_the_message_names_the_mismatch_and_the_key():
     message = str(disagreement(0.72, small().rollout))
     assert "differ by 0.72 on average of the step, rollout.mismatch.tolerance is 0.1" in message
+
+
+def test_an_engine_in_fp8_may_differ_more():
+    rollout = RolloutRecipe(quantization="fp8")
+    assert disagreement(0.4, rollout) is None
+    assert "tolerance is 0.5" in str(disagreement(0.6, rollout))
 
 
 class Screen:

@@ -328,9 +328,8 @@ def test_the_models_tensors_are_looked_for_and_the_first_steps_prompts_made_exce
     write_hf_tokenizer(model, ["What is 1 + 1?"] * 8)
     path.write_text("".join(f'{{"question": "{n} + 1?", "answer": {n + 1}}}\n' for n in range(10, 15)))
     rows = f"data.sources=[{{name: rows, reader: jsonl, path: {path}}}]"
-    place = with_recipe(
-        large, f"model.path={model}", rows, "data.prompts_per_step=4", "evaluation.benchmarks=[]"
-    )
+    keys = ("data.prompts_per_step=4", "evaluation.benchmarks=[]", "evaluation.every=0")
+    place = with_recipe(large, f"model.path={model}", rows, *keys)
     found = software.inputs(place)
     assert re.search(r"are there; the first step's 4 prompts have (\d+) to \1 tokens$", found.text)
     (model / "chat_template.jinja").unlink()

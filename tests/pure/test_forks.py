@@ -196,9 +196,9 @@ def test_every_rule_forks(rule):
 
 
 @pytest.mark.parametrize(("keys", "message"), [
-    ({"rule": {"fork": "marker"}}, "expected tree_sampling.marker with fork: marker"),
-    ({"rule": {"marker": "</think>"}}, "expected tree_sampling.marker with fork: marker"),
-    ({"rule": {"fork": "death", "step_tokens": 3}}, "only fork: tokens has steps"),
+    ({"rule": {"fork": "marker"}}, "expected tree_sampling.marker, found None"),
+    ({"rule": {"marker": "</think>"}}, "acts only with tree_sampling.fork: marker"),
+    ({"rule": {"fork": "death", "step_tokens": 3}}, "acts only with tree_sampling.fork: tokens"),
     ({"rule": {"branching": 9, "forks": 12}}, "more than 2147483647 leaves"),
     ({"objective": "gr3"}, "gr3 with sampling: tree"),
     ({"objective": "ba"}, "ba with sampling: tree"),

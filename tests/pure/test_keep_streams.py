@@ -21,7 +21,7 @@ def make_recipe(folder: Path, keep: str | int, every: int, **over) -> Recipe:
             "model": {"path": "none"},
             "data": {"sources": [{"name": "s", "path": "none"}]},
             "report": {"keep_streams": keep},
-            "evaluation": {"every": every},
+            "evaluation": {"every": every, "benchmarks": [{"name": "b", "path": "none"}]},
         }
         | over,
         "test",

@@ -289,10 +289,10 @@ def test_training_on_coin_flips_grows_with_the_papers_weights_and_not_with_on_po
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"suffix_reward": "mean"}, "equal_length.suffix_reward: mean with .*not a maximum or mean"),
-        ({"unfinished": "drop"}, "equal_length.unfinished: drop with .*because they are long"),
-        ({"pair_count": "effective"}, "equal_length.pair_count: effective with"),
-        ({"prefix_in_gradient": True}, "equal_length.prefix_in_gradient: true with"),
+        ({"suffix_reward": "mean"}, "suffix_reward: mean acts only with equal_length.pair_weight: paper"),
+        ({"unfinished": "drop"}, "unfinished: drop acts only with"),
+        ({"pair_count": "effective"}, "pair_count: effective acts only with"),
+        ({"prefix_in_gradient": True}, "prefix_in_gradient: true acts only with"),
         ({"loss": {"advantage": "grpo"}}, "loss.advantage: grpo with .*only the sign"),
         ({"loss": {"loss_agg_mode": "token-mean"}}, "loss.loss_agg_mode: token-mean with .*biases"),
         ({"objective": "ba"}, "objective: ba with"),
@@ -304,7 +304,7 @@ def test_training_on_coin_flips_grows_with_the_papers_weights_and_not_with_on_po
                 "rollout": {"carry_over": True, "tokens_per_step": 100},
                 "loss": {"rollout_is": "token"},
             },
-            "baseline: streams with rollout.carry_over: true",
+            "baseline: streams acts only with rollout.carry_over: false",
         ),
     ],
 )
@@ -314,10 +314,9 @@ def test_on_policy_refuses_what_would_bias_it(keys, message):
 
 
 def test_a_budget_that_cuts_on_policy_streams_is_remarked():
-    (remark,) = remarks(repaired(rollout={"tokens_per_step": 100}))
-    assert "unbiased only with rollout.carry_over: true and a rollout.max_staleness that cuts none" in remark
+    assert "unbiased only with rollout.carry_over" in remarks(repaired(rollout={"tokens_per_step": 100}))[-1]
     carried = repaired(rollout={"tokens_per_step": 100, "carry_over": True}, loss={"rollout_is": "token"})
-    assert not remarks(carried)
+    assert "unbiased" not in "".join(remarks(carried))
 
 
 def test_the_coin_grader_flips_anew_for_a_text_that_it_has_seen():

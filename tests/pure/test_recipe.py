@@ -1,6 +1,8 @@
 """Recipes: strict keys, composition, overrides, checks that show the arithmetic, and a dry run's plan."""
 
+import contextlib
 import copy
+import itertools
 import os
 import re
 import sys
@@ -9,6 +11,7 @@ from typing import Annotated, get_args, get_origin
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.cli import commands
@@ -16,7 +19,10 @@ from megatron_eqlen.objectives.recipes import load, parse, remarks
 from megatron_eqlen.objectives.registry import OBJECTIVES, resolve, with_defaults
 from megatron_eqlen.processes import cores
 from megatron_eqlen.recipe import Recipe, RecipeError, Section
+from megatron_eqlen.recipe.checks import check_effects, value_of
+from megatron_eqlen.recipe.keys import section_in
 from megatron_eqlen.recipe.load import dump
+from megatron_eqlen.recipe.schema import When
 from megatron_eqlen.report.run_folder import RunFolder, check_harvest
 from tests.kit import ROOT
 
@@ -56,30 +62,30 @@ MISTAKES = [
     ("group_size=7", "group_size: 7 is odd"),
     ("packing.max_tokens_per_row=150", "prompt_length 100 + rollout.max_response_length 100 = 200"),
     ("parallel.tensor=3", "tensor 3 x context 1 x pipeline 1 = 3 does not divide the 1 processes (cluster"),
-    ("equal_length.prefix_in_gradient=true", "needs packing.layout: expanded"),
+    ("equal_length.prefix_in_gradient=true", "acts only with packing.layout: expanded"),
     ("rollout.engine=server", "rollout.servers"),
     ("rollout.max_num_batched_tokens=100", "_tokens: 100 is less than rollout.max_num_seqs 512"),
     ("rollout.temperature=0.001", "temperature: Input should be greater than or equal to 0.01, found"),
     ("rollout.keep_sampling_mask=true rollout.top_k=0", "true needs rollout.top_k from 1 to 255"),
     ("rollout.keep_columns=[entropy,entropies]", "different names among entropy, found entropy, entropies"),
-    ("model.dtype=float32 rollout.quantization=fp8", "fp8 needs model.dtype: bfloat16, found float32"),
-    ("rollout.batch_invariant=true cluster.device=cpu", "true needs cluster.device: gpu, found cpu"),
-    ("rollout.keep_sampling_mask=true", "processed (both are of the kept tokens alone), found raw"),
-    (SERVED + "rollout.servers=[http://a] rollout.park_trainer=all", "all makes room for a colocated engine"),
+    ("model.dtype=float32 rollout.quantization=fp8", "fp8 acts only with model.dtype: bfloat16"),
+    ("rollout.batch_invariant=true cluster.device=cpu", "true acts only with cluster.device: gpu, found cpu"),
+    ("rollout.keep_sampling_mask=true", "true acts only with rollout.logprobs_mode: processed, found raw"),
+    (SERVED + "rollout.servers=[http://a] rollout.park_trainer=all", "all acts only with rollout.engine:"),
     (SERVED + "rollout.servers=[notaurl]", "rollout.servers.0: expected http://HOST:PORT, found 'notaurl'"),
     (SERVED + "rollout.servers=[http://a:b]", "expected http://HOST:PORT, found 'http://a:b'"),
     (SERVED + "rollout.servers=[http://a:1,http://b,http://a:1/]", "servers.2: expected each server once"),
     (SERVED + "rollout.servers=[http://a:80,http://A]", "servers.1: expected each server once, found"),
     ("loss.rollout_is_threshold=[2,1]", "valid number or expected [low, high], found ['2', '1']"),
-    ("model.dtype=float32 optimizer.grad_dtype=bfloat16", "bfloat16 needs model.dtype: bfloat16, found"),
-    ("model.dtype=float32 optimizer.offload=true", "true needs model.dtype: bfloat16, found float32"),
-    ("optimizer.offload=true optimizer.precision=bfloat16", "bfloat16 is for a state that stays on the GPU"),
+    ("model.dtype=float32 optimizer.grad_dtype=bfloat16", "bfloat16 acts only with model.dtype: bfloat16"),
+    ("model.dtype=float32 optimizer.offload=true", "true acts only with model.dtype: bfloat16"),
+    ("optimizer.offload=true optimizer.precision=bfloat16", "bfloat16 acts only with optimizer.offload"),
     ("optimizer.lr=1e-6 optimizer.min_lr=1e-5", "final learning rate: expected at most optimizer.lr 1e-06"),
-    ("optimizer.precision=bfloat16 checkpoint.resharding=any", "any needs optimizer.precision: float32"),
+    ("optimizer.precision=bfloat16 checkpoint.resharding=any", "any acts only with optimizer.precision:"),
     ("lora.rank=8 lora.targets=[mlp,head]", "lora.targets"),
     ("lora.rank=8 lora.targets=[mlp,mlp]", "expected each target once, found mlp, mlp"),
-    ("lora.targets=[mlp]", "lora: alpha and targets are of adapters"),
-    ("lora.rank=8 optimizer.offload=true model.dtype=bfloat16", "for the optimizer state of all weights"),
+    ("lora.targets=[mlp]", "acts only with lora.rank set, found 0"),
+    ("lora.rank=8 optimizer.offload=true model.dtype=bfloat16", "true acts only with lora.rank: 0, found 8"),
     ("loss.rollout_is=token loss.rollout_is_threshold=[1.5,5]", "threshold: [1.5, 5.0] leaves out a ratio"),
     ("loss.rollout_is=token loss.rollout_is_threshold=0.5", "agree: expected at least 1"),
     ("loss.rollout_rs={token_k1: 1}", "token_k1: 1 is a bound on ratios, which are 1 where trainer and"),
@@ -147,24 +153,85 @@ def test_a_boolean_is_not_a_number_anywhere():
             parse(raw, "test")
 
 
-REMARKS = [
-    ("loss.rollout_is_threshold=3", "loss.rollout_is_threshold: 3.0 has no effect: it"),
-    ("loss.router_replay=false", "loss.router_replay: false has no effect: it needs rollout"),
-    ("loss.router_replay=true", "loss.router_replay: true has no effect: it needs rollout"),
-    ("rollout.record_routes=false", "rollout.record_routes: false has no effect: it"),
-    ("rollout.max_staleness=3", "rollout.max_staleness: 3 has no effect: it needs rollout"),
-    ("rollout.on_sync=recompute", 'on_sync: "recompute" has no effect: it needs rollout'),
-    ("rollout.servers=[http://a]", 'servers: ["http://a"] has no effect: it needs rollout'),
-    ("objective=rloo loss.old_logprobs=rollout", "it needs an objective with"),
-    ("optimizer.min_lr=1e-7", "it needs optimizer.lr_schedule: linear or cosine"),
-    ("sampling=independent equal_length.max_pairs=3", "it needs sampling: equal_length"),
-    ("rollout.carry_over=true rollout.tokens_per_step=9 loss.rollout_rs.token_k1=1e6",
-     "loss.rollout_rs alone leaves out what is too far off"),
+VALUES = [
+    None, False, True, 0, 1, 2, 64, 0.5, 3.0, "a", "http://a", "/a", "deepmath", ["a"], [1, 2], ["mlp"], [1],
+    [0.1, 0.2, 0.3], {"question": "a"}, {"a": "b"}, {"token_k2": 2.0}, [], [{"name": "b", "path": "c"}],
 ]  # fmt: skip
+"""Values of which each key can hold one, besides those that its type or a condition lists."""
 
 
-@pytest.mark.parametrize(("overrides", "remark"), REMARKS)
-def test_a_key_without_effect_is_a_remark_that_names_the_key_it_needs(tmp_path, overrides, remark):
+def keys_and_conditions(section=Recipe, prefix="", inherited=()):
+    """Yield every key, list items with the number 0, with its field and with when it acts."""
+    for name, field in section.model_fields.items():
+        own = (condition.within(prefix) for condition in field.metadata if isinstance(condition, When))
+        conditions = (*inherited, *own)
+        below, is_list = section_in(field.annotation)
+        if below is not None:
+            yield from keys_and_conditions(below, f"{prefix}{name}.{'0.' * is_list}", conditions)
+        if below is None or is_list:
+            yield prefix + name, field, conditions
+
+
+CONDITIONS = {key: conditions for key, _, conditions in keys_and_conditions()}
+
+
+def with_value(raw, key, fits):
+    """Return ``raw`` with a value of ``key`` that ``fits``, and with what the key needs to act."""
+    for condition in CONDITIONS[key]:
+        if not condition.is_met(value_of(Recipe.model_validate(raw), condition.key)):
+            raw = with_value(raw, condition.key, condition.is_met)
+    field = next(field for name, field, _ in keys_and_conditions() if name == key)
+    listed = [choice for kind in (field.annotation, *get_args(field.annotation)) for choice in get_args(kind)]
+    needed = (each.values for each in itertools.chain(*CONDITIONS.values()) if each.key == key)
+    for value in [*VALUES, *itertools.chain(*needed), *(each for each in listed if isinstance(each, str))]:
+        changed = at = copy.deepcopy(raw)
+        *parents, last = key.split(".")
+        for part in parents:
+            at = at[0] if part == "0" else at.setdefault(part, {})
+        at[last] = value
+        with contextlib.suppress(ValidationError):
+            if fits(value_of(Recipe.model_validate(changed), key)):
+                return changed
+    raise AssertionError(f"{key}: no value fits")
+
+
+def test_every_key_acts_in_some_recipe_and_is_refused_where_another_key_keeps_it_from_acting():
+    base = SMALL | {"evaluation": {"benchmarks": [{"name": "a", "path": "b"}]}}
+    for key, field, conditions in keys_and_conditions():
+        acts = with_value(base, key, lambda value, field=field: value != field.get_default())
+        recipe = Recipe.model_validate(acts)
+        check_effects(recipe, recipe)
+        for condition in conditions:
+            broken = with_value(acts, condition.key, lambda value, met=condition.is_met: not met(value))
+            recipe = Recipe.model_validate(broken)
+            with pytest.raises(ValueError, match=f" acts only with {re.escape(str(condition))}, found "):
+                check_effects(recipe, recipe)
+
+
+@pytest.mark.parametrize(("overrides", "message"), [
+    ("loss.rollout_is_threshold=3",
+     "loss.rollout_is_threshold: 3.0 acts only with loss.rollout_is: token or sequence, found none: leave it "
+     "out (default 2.0)"),
+    ("loss.router_replay=true", "router_replay: true acts only with rollout.keep_routes set, found false"),
+    ("data.sources.0.columns.question=q", '{"question": "q"} acts only with data.sources.0.reader: jsonl'),
+    ("loss.max_num_gen_batches=3", "acts only with loss.dynamic_sampling set, found false"),
+    ("objective=rloo loss.old_logprobs=rollout", "acts only in an importance ratio, and objective: rloo"),
+    ("rollout.quantization=fp8", "fp8 trains tokens that rounded weights sampled, and nothing"),
+])  # fmt: skip
+def test_a_key_without_effect_is_an_error_that_names_the_key_it_needs(tmp_path, overrides, message):
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump(SMALL))
+    with pytest.raises(RecipeError) as error:
+        load(path, overrides.split())
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("overrides", "remark"), [
+    ("steps=30 rollout.carry_over=true rollout.tokens_per_step=9 loss.rollout_rs.token_k1=1e6",
+     "loss.rollout_rs alone leaves out what is too far off"),
+    ("optimizer.warmup_steps=7 loss.epochs=2", "warmup_steps: 7 is more than the run's 6 updates"),
+])  # fmt: skip
+def test_a_key_that_does_little_is_a_remark(tmp_path, overrides, remark):
     path = tmp_path / "r.yaml"
     path.write_text(yaml.safe_dump(SMALL))
     (text,) = remarks(load(path, overrides.split()))
@@ -297,7 +364,7 @@ def test_a_run_holds_the_gpus_of_the_servers_it_uses():
     rollout = {"max_response_length": 100, "tensor_parallel": 4, "servers": ["http://a", "http://b"]}
     cluster = {"nodes": 2, "processes_per_node": 8}
     assert small(rollout=rollout | {"engine": "server"}, cluster=cluster).gpus == 16 + 2 * 4
-    assert small(rollout=rollout, cluster=cluster).gpus == 16
+    assert small(cluster=cluster).gpus == 16
 
 
 @pytest.mark.parametrize(("changes", "text"), [
@@ -338,7 +405,7 @@ PRINTED = [
     ("train {large} --dry-run", "32.762B parameters(.|\n)*fits"),
     ("plan {next}", "79.674B parameters, 3.564B active for a token"),
     ("plan {large} optimizer.offload=false", "DOES NOT FIT: train: "),
-    ("plan {large} rollout.on_sync=recompute", 'WARNING: rollout.on_sync: "recompute" has no .*\n$'),
+    ("plan {large} steps=3", r"WARNING: optimizer.warmup_steps: 20 is more than .*\n$"),
     ("train {large} --dry-run seed=3 steps=4", "seed: 3\nsteps: 4\n"),
     ("train {large} seed=3 --dry-run steps=4", "seed: 3\nsteps: 4\n"),
 ]  # fmt: skip

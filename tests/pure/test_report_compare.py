@@ -131,7 +131,7 @@ def test_runs_of_two_recipes_are_two_methods_named_by_what_differs(tmp_path):
 def test_a_default_written_out_is_no_difference(tmp_path):
     make_run(tmp_path / "a", 0, 11)
     make_run(
-        tmp_path / "b", 1, 11, loss={"clip_ratio_low": 0.2}, cluster={"nodes": 2}, evaluation={"every": 1}
+        tmp_path / "b", 1, 11, loss={"clip_ratio_low": 0.2}, cluster={"nodes": 2}, profile={"steps": [1]}
     )
     assert [row["Method"] for row in tables_of(tmp_path)["Accuracy"]] == ["base", "eqlen-grpo"]
 

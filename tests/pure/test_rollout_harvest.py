@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe.load import parse
 from megatron_eqlen.rewards.scoring import policy_metrics
 from megatron_eqlen.rollout.engine import EngineError
 from megatron_eqlen.rollout.harvest import harvest
