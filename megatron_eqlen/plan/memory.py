@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -50,43 +51,29 @@ class Memory:
 
     def problems(self) -> list[str]:
         """Return the reasons why the recipe does not fit; empty if it fits or uses no GPU."""
-        return [text for _, text in self._lacking()]
-
-    @property
-    def shortfall(self) -> float:
-        """Largest number of bytes that a GPU lacks in a phase; 0 if the recipe fits."""
-        return max((size for size, _ in self._lacking()), default=0.0)
-
-    def _lacking(self) -> list[tuple[float, str]]:
         if self.recipe.cluster.device == "cpu":
             return []
-        lacking = [
-            (need - self.usable, f"{phase}: {_gb(need)} of {_gb(self.usable)} usable")
+        problems = [
+            f"{phase}: {_gb(need)} of {_gb(self.usable)} usable"
             for phase, need in self.phases.items()
             if need > self.usable
         ]
         if self.recipe.rollout.engine == "colocated":
-            lacking += self._engine_lacking()
-        return lacking
+            problems += (f"start: {text}" for text in self._engine_problems())
+        return problems
 
-    def _engine_lacking(self) -> list[tuple[float, str]]:
-        lacking = []
+    def _engine_problems(self) -> Iterator[str]:
         beside = sum(self.parts[part] for part in self.table["start"] if part not in ("engine", "kv_cache"))
         wanted, free = engine.requested(self.recipe), self.total - beside
         if wanted > free:
             share = self.recipe.rollout.gpu_memory_utilization
-            text = (
-                f"vLLM wants {_gb(wanted)} free (rollout.gpu_memory_utilization {share}), found {_gb(free)}"
-            )
-            lacking.append((wanted - free, f"start: {text}"))
+            yield f"vLLM wants {_gb(wanted)} free (rollout.gpu_memory_utilization {share}), found {_gb(free)}"
         cache, path = engine.kv_cache(self.recipe, self.model), engine.longest_path(self.recipe, self.model)
         if cache < path:
-            text = (
+            yield (
                 f"{_gb(cache)} are left for the KV cache, and the longest path (data.max_prompt_length + "
                 f"rollout.max_response_length) needs {_gb(path)}"
             )
-            lacking.append((path - cache, f"start: {text}"))
-        return lacking
 
 
 def memory(recipe: Recipe, model: ModelConfig) -> Memory:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.objectives.parts import PARTS, described
 from megatron_eqlen.objectives.registry import resolve, with_defaults
@@ -16,7 +14,7 @@ from megatron_eqlen.plan.roofline import ASSUMPTIONS, Roofline, rooflines
 from megatron_eqlen.plan.sbatch import train_environment, train_options
 from megatron_eqlen.plan.workload import Workload, workload
 from megatron_eqlen.processes.cores import cores_per_rank
-from megatron_eqlen.recipe import Recipe, layout
+from megatron_eqlen.recipe import Recipe, layout, shown
 
 
 def describe(recipe: Recipe) -> str:
@@ -150,13 +148,9 @@ def _objective(recipe: Recipe) -> str:
     parts = [f"{part} {described(getattr(objective, part))}" for part in ("advantage", "surrogate")]
     keys = with_defaults(recipe).loss.model_dump(mode="json")
     parts += [
-        f"{key} {_text(value)}" for key, value in keys.items() if value is not None and key not in PARTS
+        f"{key} {shown(value)}" for key, value in keys.items() if value is not None and key not in PARTS
     ]
     return f"{recipe.method}: " + ", ".join(parts)
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _sbatch(recipe: Recipe) -> str:

@@ -24,6 +24,8 @@ from megatron_eqlen.recipe.schema import (
     RolloutRecipe,
     Section,
     SourceRecipe,
+    When,
+    shown,
 )
 
 __all__ = [
@@ -46,7 +48,9 @@ __all__ = [
     "RolloutRecipe",
     "Section",
     "SourceRecipe",
+    "When",
     "differences",
     "is_under",
     "leaves",
+    "shown",
 ]

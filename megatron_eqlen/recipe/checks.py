@@ -9,10 +9,18 @@ from typing import Any
 
 from pydantic import HttpUrl, ValidationError
 
-from megatron_eqlen.recipe import LoraRecipe, OptimizerRecipe, Recipe, RolloutRecipe, Section, layout
+from megatron_eqlen.recipe import (
+    LoraRecipe,
+    OptimizerRecipe,
+    Recipe,
+    RolloutRecipe,
+    Section,
+    When,
+    layout,
+    shown,
+)
 from megatron_eqlen.recipe.budget import COSTS
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
-from megatron_eqlen.recipe.schema import When, shown
 from megatron_eqlen.tokens import MOST_PER_TOKEN, SAMPLED
 
 
@@ -43,9 +51,9 @@ def check_effects(recipe: Recipe, resolved: Recipe) -> None:
         for condition in conditions:
             found = value_of(resolved, condition.key)
             if not condition.is_met(found):
+                remedy = "leave it out" if value == default else f"leave it at {shown(default)}"
                 raise ValueError(
-                    f"{key}: {shown(value)} acts only with {condition}, found {shown(found)}: leave it out "
-                    f"(default {shown(default)})"
+                    f"{key}: {shown(value)} acts only with {condition}, found {shown(found)}: {remedy}"
                 )
 
 

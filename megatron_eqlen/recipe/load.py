@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from pydantic_core import ErrorDetails
 
 from megatron_eqlen.files import naming
 from megatron_eqlen.processes import events
-from megatron_eqlen.recipe import Recipe, RecipeError, Section
+from megatron_eqlen.recipe import Recipe, RecipeError, Section, shown
 from megatron_eqlen.recipe.checks import check
 from megatron_eqlen.recipe.keys import nearest
 from megatron_eqlen.recipe.naming import ABLATIONS, MAY_CHANGE, NAMED_ELSEWHERE, differences, is_under
@@ -74,7 +73,7 @@ def _variant(raw: dict[str, Any], recipe: Recipe, keys: tuple[str, ...]) -> dict
     changed = differences(alone, recipe.model_dump(mode="json"))
     named = (*MAY_CHANGE, *NAMED_ELSEWHERE, *(ABLATIONS if recipe.sampling == "equal_length" else ()))
     return {
-        key: new if isinstance(new, str) else json.dumps(new)
+        key: shown(new)
         for key, (_, new) in changed.items()
         if is_under(key, keys) and not is_under(key, named)
     }

@@ -5,7 +5,6 @@ If recipes of one method differ, each counts as a method of its own, named by th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,7 +16,7 @@ import numpy as np
 from megatron_eqlen import metrics as m
 from megatron_eqlen.evaluation.result import EvaluationResult, read_results
 from megatron_eqlen.objectives.registry import with_defaults
-from megatron_eqlen.recipe import Recipe, is_under, leaves
+from megatron_eqlen.recipe import Recipe, is_under, leaves, shown
 from megatron_eqlen.recipe.budget import Spent
 from megatron_eqlen.recipe.load import RECIPE, load_run
 from megatron_eqlen.report.metrics import Columns
@@ -125,7 +124,7 @@ def _by_recipe(method: str, runs: Sequence[RunResult]) -> dict[str, list[RunResu
     keys = [key for key in every if any(entries.get(key) != values[0].get(key) for entries in values)]
     named: dict[str, list[RunResult]] = {}
     for run, entries in zip(runs, values, strict=True):
-        apart = ", ".join(f"{key}={_plain_text(entries.get(key))}" for key in keys)
+        apart = ", ".join(f"{key}={shown(entries.get(key))}" for key in keys)
         named.setdefault(f"{method} ({apart})" if apart else method, []).append(run)
     return named
 
@@ -134,10 +133,6 @@ def _method_keys(recipe: Recipe) -> dict[str, Any]:
     """Return the resolved recipe by dotted key, without the keys that do not belong to the method."""
     settings = leaves(with_defaults(recipe).model_dump(mode="json"))
     return {key: value for key, value in settings.items() if not is_under(key, NOT_THE_METHOD)}
-
-
-def _plain_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _by_benchmark(path: Path) -> dict[str, EvaluationResult]:

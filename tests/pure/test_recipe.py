@@ -18,11 +18,10 @@ from megatron_eqlen.cli import commands
 from megatron_eqlen.objectives.recipes import load, parse, remarks
 from megatron_eqlen.objectives.registry import OBJECTIVES, resolve, with_defaults
 from megatron_eqlen.processes import cores
-from megatron_eqlen.recipe import Recipe, RecipeError, Section
+from megatron_eqlen.recipe import Recipe, RecipeError, Section, When
 from megatron_eqlen.recipe.checks import check_effects, value_of
 from megatron_eqlen.recipe.keys import section_in
 from megatron_eqlen.recipe.load import dump
-from megatron_eqlen.recipe.schema import When
 from megatron_eqlen.report.run_folder import RunFolder, check_harvest
 from tests.kit import ROOT
 
@@ -211,8 +210,8 @@ def test_every_key_acts_in_some_recipe_and_is_refused_where_another_key_keeps_it
 @pytest.mark.parametrize(("overrides", "message"), [
     ("loss.rollout_is_threshold=3",
      "loss.rollout_is_threshold: 3.0 acts only with loss.rollout_is: token or sequence, found none: leave it "
-     "out (default 2.0)"),
-    ("loss.router_replay=true", "router_replay: true acts only with rollout.keep_routes set, found false"),
+     "at 2.0"),
+    ("loss.router_replay=true", "true acts only with rollout.keep_routes set, found false: leave it out"),
     ("data.sources.0.columns.question=q", '{"question": "q"} acts only with data.sources.0.reader: jsonl'),
     ("loss.max_num_gen_batches=3", "acts only with loss.dynamic_sampling set, found false"),
     ("objective=rloo loss.old_logprobs=rollout", "acts only in an importance ratio, and objective: rloo"),
