@@ -87,7 +87,9 @@ def _default(schema: Schema) -> str:
 
 
 def _text(schema: Schema) -> str:
-    return _markdown(inspect.cleandoc(schema.get("description", "")))
+    conditions = " and ".join(f"``{when}``".replace(" set``", "`` set") for when in schema.get("when", ()))
+    about = inspect.cleandoc(schema.get("description", ""))
+    return _markdown(f"{about} Acts only with {conditions}." if conditions else about)
 
 
 def _markdown(docstring: str) -> str:

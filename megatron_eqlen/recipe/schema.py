@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler
+from pydantic_core import CoreSchema
 
 from megatron_eqlen.recipe.budget import Budget
 from megatron_eqlen.recipe.naming import variant_name
@@ -115,6 +116,11 @@ class When:
     def is_met(self, value: Any) -> bool:
         return value in self.values if self.values else bool(value)
 
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Return the key's schema with a list ``when``, for ``docs/recipe_keys.md``."""
+        schema = handler(core)
+        return schema | {"when": [*schema.get("when", ()), str(self).lstrip(".")]}
+
     def __str__(self) -> str:
         return f"{self.key}: {' or '.join(map(shown, self.values))}" if self.values else f"{self.key} set"
 
@@ -178,8 +184,8 @@ class SourceRecipe(Section):
     """Configuration of the data set (``datasets`` calls it so); default: the only one, or the one that its
     card marks."""
     columns: Annotated[dict[ColumnName, str], When(".reader", "jsonl")] = {}
-    """For ``reader: jsonl``: names of the file's columns, where they differ: ``{question: problem}``. A dot
-    reaches into a record: ``reward_model.ground_truth``."""
+    """Names of the file's columns, where they differ: ``{question: problem}``. A dot reaches into a record:
+    ``reward_model.ground_truth``."""
     weight: PositiveFloat = 1.0
     """Share of the prompts, relative to the other sources' weights."""
     split: str | None = None
@@ -231,8 +237,8 @@ class EqualLengthRecipe(Section):
     baseline: Annotated[
         Literal["pair", "streams"], When(".pair_weight", "on_policy"), When("rollout.carry_over", False)
     ] = "pair"
-    """With ``pair_weight: on_policy``: the reward of a side is compared with the pair's other side, or with
-    the mean value of the prompt in its other streams, which has less noise."""
+    """The reward of a side is compared with the pair's other side, or with the mean value of the prompt in
+    its other streams, which has less noise."""
     max_pairs: Annotated[PositiveInt | None, When(".single_pair", False)] = None
     """End a stream after this many pairs; the remaining track runs alone to its end, for its reward."""
     single_pair: bool = False
@@ -310,7 +316,7 @@ class RolloutRecipe(Section):
     """Further numbers of each sampled token to record and log, which a surrogate of your own can read
     (``tokens.SAMPLED``)."""
     record_routes: Annotated[bool, When(".keep_routes")] = True
-    """With ``keep_routes``: record routes on disk as well, hundreds of bytes per token. If false, a replayed
+    """Record routes on disk as well, hundreds of bytes per token. If false, a replayed
     step uses the trainer's own routing, and a step killed between its harvest and its update is generated
     again."""
     tokens_per_step: PositiveInt | None = None
@@ -320,7 +326,7 @@ class RolloutRecipe(Section):
     """Resume the unfinished rollouts of a harvest that ended early in the next step; otherwise they are
     cut."""
     max_staleness: Annotated[PositiveInt, When(".carry_over")] = 8
-    """With ``carry_over``: number of steps for which a rollout resumes after the step that drew its prompt;
+    """Number of steps for which a rollout resumes after the step that drew its prompt;
     then it is cut. No token is trained more steps after it was sampled; with ``staleness`` the two add up."""
     batch_invariant: Annotated[bool, When("cluster.device", "gpu")] = False
     """Use kernels whose results do not depend on the batch: vLLM's batch-invariant ones in the engine
@@ -348,13 +354,13 @@ class RolloutRecipe(Section):
     state, which moves to host memory; ``all``: the weights as well, except during weight syncs. Default:
     ``state`` with a colocated engine, ``none`` with servers."""
     servers: Annotated[list[str], When(".engine", "server")] = []
-    """Base URLs of the replicas, for ``engine: server``."""
+    """Base URLs of the replicas."""
     staleness: Annotated[NonNegativeInt, When(".engine", "server")] = 0
-    """With servers: number of steps that are harvested while an earlier step trains. A token is trained at
+    """Number of steps that are harvested while an earlier step trains. A token is trained at
     most this many weight syncs after it was sampled. 0: each step is harvested with the weights that it
     trains."""
     on_sync: Annotated[Literal["continue", "recompute"], When(".staleness")] = "continue"
-    """With ``staleness``: KV cache with which a request in flight resumes after a weight sync: its own,
+    """KV cache with which a request in flight resumes after a weight sync: its own,
     computed with older weights, or one that the new weights recompute for all its tokens."""
     sync: Annotated[Literal["tcp", "nccl"], When(".engine", "server")] = "tcp"
     """Transport of weights to servers: TCP, once per node; or NCCL, if trainer and servers share a fabric
@@ -463,7 +469,7 @@ class LossRecipe(Section):
     """Denominator of the ratios: the trainer's log-probs before the step's first update, or the log-probs
     that the engine recorded."""
     router_replay: Annotated[bool, When("rollout.keep_routes")] = True
-    """With ``rollout.keep_routes``: use the experts that the engine chose (R3, arXiv 2510.11370). False: the
+    """Use the experts that the engine chose (R3, arXiv 2510.11370). False: the
     trainer's routers choose, and ``mismatch/expert_agreement`` reports how often they agree."""
     rollout_is: Literal["none", "token", "sequence"] = "none"
     """Importance weights for the train-inference mismatch, per token or per segment."""
@@ -494,7 +500,7 @@ class LossRecipe(Section):
     max_num_gen_batches: Annotated[
         PositiveInt, When(".dynamic_sampling"), When("rollout.carry_over", False)
     ] = 10
-    """With ``dynamic_sampling``: maximum number of batches of prompts that a step draws."""
+    """Maximum number of batches of prompts that a step draws."""
 
 
 class OptimizerRecipe(Section):
@@ -611,8 +617,8 @@ class BenchmarkRecipe(Section):
     split: str | None = None
     """Split of the data set; default: ``test``, or the only one."""
     columns: Annotated[dict[ColumnName, str], When(".reader", "jsonl")] = {}
-    """For ``reader: jsonl``: names of the file's columns, where they differ: ``{question: problem}``. A dot
-    reaches into a record: ``reward_model.ground_truth``."""
+    """Names of the file's columns, where they differ: ``{question: problem}``. A dot reaches into a record:
+    ``reward_model.ground_truth``."""
     limit: PositiveInt | None = None
     """Use only the first this many problems."""
     since: Annotated[str | None, When(".reader", "livecodebench")] = None
