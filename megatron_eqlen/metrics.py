@@ -73,8 +73,6 @@ HARVEST_RESPONSE_LENGTH = "harvest/response_length"
 ENGINE_SYNC_SECONDS = "engine/sync_seconds"
 ENGINE_SYNC_BYTES = "engine/sync_bytes"
 ENGINE_PREEMPTIONS = "engine/preemptions"
-ENGINE_REMOVED_PROBABILITY = "engine/removed_probability"
-ENGINE_ROUTE_SECONDS = "engine/route_seconds"
 REWARD_MEAN = "reward/mean"
 POLICY_ROLLOUTS = "policy/rollouts"
 POLICY_REWARD, POLICY_RESPONSE_LENGTH = "policy/reward", "policy/response_length"
@@ -174,7 +172,6 @@ DECLARED = (
     Metric(HARVEST_ENDED_RESPONSE_LENGTH, "tokens", mean("harvest/ended_responses"), "length of one"),
     Metric("harvest/masked_tokens", "tokens", "sum", "recorded with a sampling mask"),
     Metric("harvest/kept_per_token", "tokens", mean("harvest/masked_tokens"), "tokens in a sampling mask"),
-    Metric("harvest/entropy", "nats", PER_KEPT_TOKEN, "of the distributions that tokens were drawn from"),
     Metric("harvest/route_bytes", "bytes", "sum", "of recorded routes of prompts and generated tokens"),
     Metric("harvest/streams", "streams", "sum", "dual-track subgroups"),
     Metric("harvest/pairs", "pairs", "sum", "equal-length pairs"),
@@ -193,8 +190,6 @@ DECLARED = (
     Metric(ENGINE_SYNC_SECONDS, "s", "max", "of the last weight sync", in_turn="sum"),
     Metric(ENGINE_SYNC_BYTES, "bytes", "sum", "received in the last weight sync"),
     Metric(ENGINE_PREEMPTIONS, "requests", "sum", "preempted for lack of KV cache"),
-    Metric(ENGINE_REMOVED_PROBABILITY, "share", mean(HARVEST_GENERATED_TOKENS), "by top-k, top-p, min-p"),
-    Metric(ENGINE_ROUTE_SECONDS, "s", "max", "of the engine's time, to gather routes", in_turn="sum"),
     Metric("engine/live_replicas", "replicas", "sum", "replicas that answer", in_turn="min"),
     # ---- reward: of all responses of the step -------------------------------------------------------------
     Metric("reward/ended", "responses", "sum", "responses that were graded"),

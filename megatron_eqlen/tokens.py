@@ -17,7 +17,6 @@ A table without values (``Tokens.bare``) knows its columns and lengths: that is 
 
 from __future__ import annotations
 
-import math
 import sys
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -42,8 +41,6 @@ class Column:
     """Ranks that train with it: all that train a row with the token, those that compute its loss, or those
     that compute MoE layers; the first axis of a token's array is then that of the model's MoE layers."""
     ragged: bool = False
-    sampled: bool = False
-    """True for a number that the sampler delivers where ``rollout.keep_columns`` names the column."""
     always: bool = False
     """True for a column of every track, also on ranks that neither record nor train it."""
     keep_key: str | None = None
@@ -70,7 +67,8 @@ class Column:
 
 TOKEN_IDS = Column("token_ids", "int32", "rows", always=True)
 LOGPROBS = Column("logprobs", "float32", "loss")
-"""The engine's log-probs of the tokens (rollout_logprobs), natural log, in ``rollout.logprobs_mode``."""
+"""The engine's log-probs of the tokens (rollout_logprobs), natural log, of the distribution that they were
+drawn from: after temperature, top-k, top-p and min-p."""
 VERSIONS = Column("versions", "int32", "loss", always=True, train_key="trains_older", unknown=-1)
 """Policy version of the weights that sampled the token."""
 KEPT = Column(
@@ -96,18 +94,11 @@ ROUTES = Column(
 whose input is the preceding token on its path; in the model's order of layers, without dense layers. A
 prompt's first token is not predicted: its row is zeros and is not read."""
 
-ENTROPY = Column("entropy", "float32", "loss", sampled=True, unknown=math.nan, mean="harvest/entropy")
-"""Entropy of the distribution that the token was drawn from, after temperature, top-k, top-p and min-p, in
-nats."""
-
-COLUMNS = {column.name: column for column in (TOKEN_IDS, LOGPROBS, VERSIONS, KEPT, ROUTES, ENTROPY)}
+COLUMNS = {column.name: column for column in (TOKEN_IDS, LOGPROBS, VERSIONS, KEPT, ROUTES)}
 """All columns, in the order in which they are sent and recorded."""
 
 ALWAYS = tuple(column.name for column in COLUMNS.values() if column.always)
 """Names of the columns of every track."""
-
-SAMPLED = tuple(column.name for column in COLUMNS.values() if column.sampled)
-"""Names of the columns that ``rollout.keep_columns`` may name."""
 
 NUMBERS = tuple(column.name for column in COLUMNS.values() if column.dtype and not column.ragged)
 """Names of the columns of one number for each token."""
@@ -489,6 +480,11 @@ class _Lists:
 
     def append(self, lists: Iterable[Sequence[int]]) -> None:
         for numbers in lists:
+            if len(numbers) > MOST_PER_TOKEN:  # those that tie with the last of top-k are kept, too
+                raise ValueError(
+                    f"expected at most {MOST_PER_TOKEN} kept tokens, found {len(numbers)}: rollout.top_k "
+                    "must leave room for ties"
+                )
             self._numbers.extend(numbers)
             self._counts.append(len(numbers))
 

@@ -76,6 +76,8 @@ class Delta:
     """Prompt tokens whose KV came from the prefix cache; set in one of a request's deltas."""
     policy_version: int | None = None
     """Version of the weights that sampled these tokens. None: the engine's ``policy_version`` at delivery."""
+    sampler: str = "eqlen"
+    """Sampler that drew these tokens (``rollout.engine.SAMPLERS``)."""
     path: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
     """With a request's first tokens: columns of its path that the request asked for (``path_rows``)."""
 

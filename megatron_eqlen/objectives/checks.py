@@ -18,7 +18,7 @@ def check_combination(recipe: Recipe) -> None:
     """Raise ValueError, with the reason, if the objective and the rest of the recipe do not fit."""
     check_effects(recipe, with_defaults(recipe))
     objective = resolve(recipe)
-    try_parts({field: getattr(objective, field) for field in PARTS}, recipe.rollout.keep_columns)
+    try_parts({field: getattr(objective, field) for field in PARTS})
     _check_sampling(recipe, objective)
     _check_forks(recipe)
     _check_pair_weight(recipe, objective)
@@ -212,8 +212,9 @@ def _check_engine_logprobs(recipe: Recipe) -> None:
     asked = [key for key, used in comparisons.items() if used]
     if asked and not rollout.comparable:
         raise ValueError(
-            f"{asked[0]} compares the engine's log-probs with the trainer's: it needs rollout.logprobs_mode: "
-            f"raw, or rollout.keep_sampling_mask: true, found log-probs after top-k, top-p and min-p alone"
+            f"{asked[0]} compares the engine's log-probs with the trainer's: it needs "
+            f"rollout.keep_sampling_mask: true, or top_k: 0, top_p: 1 and min_p: 0, found log-probs over the "
+            f"tokens that top_k: {rollout.top_k}, top_p: {rollout.top_p:g} and min_p: {rollout.min_p:g} keep"
         )
 
 

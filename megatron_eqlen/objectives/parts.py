@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ from megatron_eqlen.objectives.advantages import ADVANTAGES
 from megatron_eqlen.objectives.aggregation import AGGREGATIONS, BatchSize, Member
 from megatron_eqlen.objectives.surrogates import (
     SURROGATES,
-    KeptColumns,
     SupervisedTokens,
     Surrogate,
     TokenMetrics,
@@ -69,13 +68,12 @@ def options(part: Callable[..., Any]) -> dict[str, Any]:
     return {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
 
 
-def try_parts(parts: Mapping[str, Callable[..., Any]], columns: Iterable[str] = ()) -> None:
-    """Call each part of a user's own once, with few numbers. ``columns``: those that tokens have
-    (``rollout.keep_columns``). Raises ValueError for a part that cannot be
+def try_parts(parts: Mapping[str, Callable[..., Any]]) -> None:
+    """Call each part of a user's own once, with few numbers. Raises ValueError for a part that cannot be
     called with its arguments or returns something else than is expected."""
     for field, part in parts.items():
         if not part.__module__.startswith(BUILT_IN):
-            _TRIALS[field](part, columns)
+            _TRIALS[field](part)
 
 
 def checked_advantages(values: list[float], members: int, where: str) -> list[float]:
@@ -128,20 +126,20 @@ def _check_call(part: Callable[..., Any], field: str, arguments: Sequence[str]) 
     return where
 
 
-def _try_advantage(part: Callable[..., Any], _: Iterable[str]) -> None:
+def _try_advantage(part: Callable[..., Any]) -> None:
     where = _check_call(part, "advantage", ("rewards", "lengths"))
     for rewards in ([1.0, 0.0], [1.0, 1.0]):
         checked_advantages(part(rewards, [3, 3]), 2, f"{where} of rewards {rewards}")
 
 
-def _try_aggregation(part: Callable[..., Any], _: Iterable[str]) -> None:
+def _try_aggregation(part: Callable[..., Any]) -> None:
     where = _check_call(part, "aggregation", ("member", "batch"))
     member = Member(weight=0.25, length=4, prompt_id="p", alike=1, alike_tokens=4)
     size = BatchSize(tokens=16, tokens_of_prompt={"p": 16}, prompts=1, max_response_length=32)
     checked_weight(part(member, size), where)
 
 
-def _try_surrogate(part: Callable[..., Any], columns: Iterable[str]) -> None:
+def _try_surrogate(part: Callable[..., Any]) -> None:
     import torch
 
     from megatron_eqlen.objectives.segments import Segments
@@ -150,10 +148,8 @@ def _try_surrogate(part: Callable[..., Any], columns: Iterable[str]) -> None:
     old = torch.tensor([-20.0, -1.1, -1.0, 0.0, -1.0, -0.9], dtype=torch.float64)
     logprobs = old.flip(0).requires_grad_()
     ones, advantages = torch.ones_like(old), torch.tensor([1.0, -1.0, 0.0] * 2, dtype=torch.float64)
-    kept = KeptColumns(dict.fromkeys(columns, ones))
-    tokens = SupervisedTokens(
-        logprobs, old, advantages, ones, Segments(torch.zeros_like(ones, dtype=torch.int64)), kept
-    )
+    segments = Segments(torch.zeros_like(ones, dtype=torch.int64))
+    tokens = SupervisedTokens(logprobs, old, advantages, ones, segments)
     losses, metrics = checked_surrogate(part, tokens)
     check(dict.fromkeys(metrics, 0.0))
     if not losses.requires_grad:

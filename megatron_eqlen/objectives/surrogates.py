@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from megatron_eqlen.metrics import LOSS_CLIP_FRACTION_HIGH, LOSS_CLIP_FRACTION_LOW, LOSS_RATIO
@@ -27,16 +27,6 @@ range, and no loss overflows. The gradient is 0 there. VESPO bounds the log of a
 way."""
 
 
-class KeptColumns(dict[str, "torch.Tensor"]):
-    """Columns that ``rollout.keep_columns`` names. Raises ValueError for others."""
-
-    def __missing__(self, name: str) -> torch.Tensor:
-        raise ValueError(
-            f"tokens.columns: expected columns that rollout.keep_columns names "
-            f"({', '.join(self) or 'none'}), found {name!r}"
-        )
-
-
 @dataclass(frozen=True)
 class SupervisedTokens:
     """Supervised tokens of a row. All tensors are [n] float64; only ``logprobs`` has a gradient."""
@@ -50,8 +40,6 @@ class SupervisedTokens:
     """1; 0 for tokens that the correction of the mismatch rejects, whose loss is multiplied by 0."""
     sequences: Segments
     """Sides of pairs, completions, or steps of sampled trees. No sequence is in two rows."""
-    columns: KeptColumns = field(default_factory=KeptColumns)
-    """Numbers of the tokens that ``rollout.keep_columns`` names."""
 
     @property
     def log_ratio(self) -> torch.Tensor:

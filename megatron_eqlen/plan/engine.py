@@ -19,13 +19,11 @@ from megatron_eqlen.recipe.layout import VLLM_VOCABULARY
 
 GIB = 2**30
 WORKSPACE = 3e9
-"""CUDA graphs, and the workspace of a forward pass of ``max_num_batched_tokens``; an allowance."""
+"""CUDA graphs, and the workspace of sampling and of a forward pass of ``max_num_batched_tokens``; an
+allowance."""
 ASLEEP = 3.5e9
 """Memory that remains after ``sleep(level=2)``: graphs, NCCL buffers, workspaces; an allowance. With the CUDA
 context 4 GB; users of vLLM's sleep mode report 2 to 5 GB."""
-SAMPLER_BYTES = {"vocabulary": 28, "columns": 45}
-"""Peak bytes of the sampler for each request and token of the vocabulary, without top-k; ``columns``: with
-``rollout.keep_columns`` as well."""
 STATE_BYTES = 4
 """Bytes of one number of Gated DeltaNet's state."""
 
@@ -66,16 +64,6 @@ def parameters(model: ModelConfig, ranks: int, kinds: tuple[str, ...] | None = N
         else:
             total += size / ranks
     return total
-
-
-def sampler(recipe: Recipe, model: ModelConfig) -> float:
-    """Return the peak bytes of ``PathSampler`` beyond vLLM's share of the GPU. vLLM sizes the KV cache after
-    a run with its own sampler, which needs more than ours with top-k."""
-    rollout = recipe.rollout
-    if rollout.top_k > 0:
-        return 0.0
-    kind = "columns" if rollout.keep_columns else "vocabulary"
-    return SAMPLER_BYTES[kind] * rollout.max_num_seqs * model.vocab_size
 
 
 def _is_matrix_of(name: str, kinds: tuple[str, ...]) -> bool:

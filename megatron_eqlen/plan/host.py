@@ -89,7 +89,7 @@ def token_bytes(recipe: Recipe) -> float:
     """Return the bytes of a generated token in memory, with at most ``mask_width`` kept ids of its sampling
     mask."""
     width = recipe.rollout.mask_width
-    return TOKEN + (4 * width + 1 if width else 0) + 4 * len(recipe.rollout.keep_columns)
+    return TOKEN + (4 * width + 1 if width else 0)
 
 
 def route_bytes(model: ModelConfig) -> int:

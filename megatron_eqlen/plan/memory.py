@@ -94,7 +94,7 @@ def _parts(recipe: Recipe, model: ModelConfig, rank: Trainer) -> dict[str, float
     }
     if recipe.rollout.engine == "colocated":
         parts |= {
-            "engine": engine.weights(recipe, model) + engine.WORKSPACE + engine.sampler(recipe, model),
+            "engine": engine.weights(recipe, model) + engine.WORKSPACE,
             "kv_cache": max(engine.kv_cache(recipe, model), 0.0),
             "sleeping_engine": engine.ASLEEP,
         }

@@ -21,7 +21,7 @@ from megatron_eqlen.recipe import (
 )
 from megatron_eqlen.recipe.budget import COSTS
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
-from megatron_eqlen.tokens import MOST_PER_TOKEN, SAMPLED
+from megatron_eqlen.tokens import MOST_PER_TOKEN
 
 
 def check(recipe: Recipe) -> None:
@@ -36,7 +36,7 @@ def check(recipe: Recipe) -> None:
     _check_sampling(recipe)
     _check_engine(recipe.rollout)
     _check_sampling_mask(recipe.rollout)
-    _check_columns(recipe.rollout)
+    _check_gpus(recipe)
     _check_keep_streams(recipe)
     layout.check(recipe)
     _check_plugins(recipe)
@@ -175,12 +175,18 @@ def _check_servers(urls: list[str]) -> None:
         addresses.append(str(url).rstrip("/"))
 
 
-def _check_columns(rollout: RolloutRecipe) -> None:
-    unknown = [name for name in rollout.keep_columns if name not in SAMPLED]
-    if unknown or len(set(rollout.keep_columns)) < len(rollout.keep_columns):
+def _check_gpus(recipe: Recipe) -> None:
+    """Refuse what vLLM lacks on GPUs."""
+    rollout = recipe.rollout
+    routed = recipe.cluster.device == "gpu" and rollout.keep_routes and rollout.engine == "colocated"
+    if routed and rollout.tensor_parallel > 1:
         raise ValueError(
-            f"rollout.keep_columns: expected different names among {', '.join(SAMPLED)}, "
-            f"found {', '.join(rollout.keep_columns)}"
+            "rollout.keep_routes: true needs rollout.engine: server or rollout.tensor_parallel: 1, found "
+            f"a colocated engine of {rollout.tensor_parallel} GPUs, of which vLLM gives one the routes"
+        )
+    if rollout.speculation and rollout.min_p > 0:
+        raise ValueError(
+            f"rollout.speculation needs rollout.min_p: 0, found {rollout.min_p:g}: vLLM has no min-p then"
         )
 
 

@@ -11,7 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    StrictBool,
+)
 from pydantic_core import CoreSchema
 
 from megatron_eqlen.recipe.budget import Budget
@@ -36,6 +44,8 @@ NonNegativeInt = Annotated[int, Field(ge=0), NUMBER]
 PositiveFloat = Annotated[float, Field(gt=0), NUMBER]
 NonNegativeFloat = Annotated[float, Field(ge=0), NUMBER]
 Fraction = Annotated[float, Field(ge=0, le=1), NUMBER]
+Value = Annotated[StrictBool | int | float | bool | str | None, Field(union_mode="left_to_right")]
+"""Value of a key that is not ours. Recipes are read as text, whose type the first that fits decides."""
 BelowOne = Annotated[float, Field(ge=0, lt=1), NUMBER]
 
 
@@ -303,18 +313,12 @@ class RolloutRecipe(Section):
     """Sample among tokens with at least this share of the likeliest token's probability; 0: off."""
     max_response_length: PositiveInt = 32768
     """Maximum number of tokens after the prompt, on any path."""
-    logprobs_mode: Literal["raw", "processed"] = "raw"
-    """``raw``: log-softmax of the logits divided by the temperature, as in the trainer. ``processed``: after
-    top-k, top-p and min-p as well."""
-    keep_sampling_mask: Annotated[bool, When(".logprobs_mode", "processed")] = False
+    keep_sampling_mask: bool = False
     """Record the tokens that top-k, top-p and min-p kept, and normalise over the same tokens in training: the
     trained distribution is then the sampled distribution (DeepSeek-V3.2, section 3.1)."""
     keep_routes: bool = False
     """Record the experts that each MoE layer chose for every token, and train with the same experts (router
     replay, R3, arXiv:2510.11370); the gates are the trainer's own. Servers must be started with it, too."""
-    keep_columns: list[str] = []
-    """Further numbers of each sampled token to record and log, which a surrogate of your own can read
-    (``tokens.SAMPLED``)."""
     record_routes: Annotated[bool, When(".keep_routes")] = True
     """Record routes on disk as well, hundreds of bytes per token. If false, a replayed
     step uses the trainer's own routing, and a step killed between its harvest and its update is generated
@@ -337,6 +341,9 @@ class RolloutRecipe(Section):
     128 weights, and activations as it computes (vLLM's online quantization); training stays in bfloat16.
     Needs a correction of the mismatch, as ``loss.rollout_is`` (docs/recipes.md). Servers must be
     started with it, too."""
+    speculation: Annotated[dict[str, Value], When("cluster.device", "gpu")] = {}
+    """On GPUs: vLLM's ``speculative_config``, such as ``{method: mtp, num_speculative_tokens: 2}``. Servers
+    must be started with it."""
     tensor_parallel: PositiveInt = 1
     """GPUs of one engine or server replica."""
     max_num_seqs: PositiveInt = 512
@@ -372,7 +379,7 @@ class RolloutRecipe(Section):
     @property
     def comparable(self) -> bool:
         """True if the engine's log-probs belong to the distribution that the trainer computes."""
-        return self.logprobs_mode == "raw" or self.keep_sampling_mask
+        return self.keep_sampling_mask or (self.top_k < 1 and self.top_p == 1 and self.min_p == 0)
 
     @property
     def tolerance(self) -> float:
@@ -388,7 +395,7 @@ class RolloutRecipe(Section):
     def columns(self) -> tuple[str, ...]:
         """Columns of tokens that the engine delivers (``tokens.COLUMNS``), besides those of every track."""
         kept = (name for name, key in _keys("keep_key") if getattr(self, key))
-        return (LOGPROBS.name, *kept, *self.keep_columns)
+        return (LOGPROBS.name, *kept)
 
     @property
     def unrecorded_columns(self) -> tuple[str, ...]:

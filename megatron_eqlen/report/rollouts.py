@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from megatron_eqlen.objectives.build import weighted_units
@@ -11,7 +11,7 @@ from megatron_eqlen.objectives.dynamic_sampling import trained
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.report.format import compact, shorten
 from megatron_eqlen.sampling import KINDS
-from megatron_eqlen.tokens import SAMPLED, VERSIONS, Placeholder, TokenIds
+from megatron_eqlen.tokens import VERSIONS, TokenIds
 from megatron_eqlen.types import Grade, Part, Rollout, tokens_along
 
 Decode = Callable[[TokenIds], str]
@@ -67,12 +67,10 @@ class SegmentView:
     the gold one."""
     versions: tuple[int, ...] = ()
     """Policy versions of the weights that sampled it, in order; empty if unknown."""
-    means: dict[str, float] = field(default_factory=dict)
-    """Means over its tokens of the columns that ``rollout.keep_columns`` names."""
 
     def facts(self) -> list[str]:
         """Facts shown beside its label."""
-        known = {"reward": self.reward, "advantage": self.advantage, **self.means}
+        known = {"reward": self.reward, "advantage": self.advantage}
         return [
             *(f"{name} {compact(value)}" for name, value in known.items() if value is not None),
             *([shorten(self.verdict)] if self.verdict else []),
@@ -167,7 +165,6 @@ def _segment(
         **training.of(part)._asdict(),
         verdict="" if part.grade is None else _verdict(part.grade, gold),
         versions=_versions(part),
-        means=_means(part),
     )
 
 
@@ -184,8 +181,3 @@ def _versions(part: Part) -> tuple[int, ...]:
         return ()
     distinct = dict.fromkeys(part.tokens["versions"].tolist())
     return tuple(version for version in distinct if version != VERSIONS.unknown)
-
-
-def _means(part: Part) -> dict[str, float]:
-    known = {name: part.tokens[name] for name in SAMPLED if name in part.tokens and len(part)}
-    return {name: float(v.mean()) for name, v in known.items() if not isinstance(v, Placeholder)}

@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 from megatron_eqlen.processes.watchdog import beat
-from megatron_eqlen.rollout.engine import Decoder, EngineError
+from megatron_eqlen.rollout.engine import SAMPLERS, Decoder, EngineError
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.meter import Meter
 from megatron_eqlen.rollout.prompt_routes import PromptRoutes
@@ -143,6 +143,11 @@ class Driver:
             if entry is None:  # sent before the engine saw the abort
                 continue
             track, key = entry
+            if delta.sampler not in SAMPLERS:
+                raise EngineError(
+                    f"request {delta.request_id}: expected tokens that {' or '.join(SAMPLERS)} drew, found "
+                    f"tokens of the sampler {delta.sampler}, with draws and log-probs of its own"
+                )
             if prompt_routes is not None and delta.token_ids:
                 prompt_routes.take(track, key, delta)
             tokens += len(delta.token_ids)

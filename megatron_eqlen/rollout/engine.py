@@ -22,9 +22,23 @@ if TYPE_CHECKING:
 
 
 SEED = "eqlen_seed"
-"""Key in a vLLM request's ``extra_args`` that holds its seed. vLLM's own ``seed`` is not used: vLLM makes a
-torch generator of it and rewinds that when a prefill takes several steps, which fails if nothing was drawn
-from it."""
+"""Key in a request's ``extra_args`` that holds its seed for our sampler. With vLLM's own ``seed`` its V1
+model runner makes a torch generator and rewinds it when a prefill takes several steps, which fails if nothing
+was drawn from it."""
+OURS, STOCK = SAMPLERS = ("eqlen", "vLLM V2")
+"""Samplers whose tokens can be trained: ours on CPUs, on GPUs that of vLLM's V2 model runner. Both draw token
+t of a path from its seed and t, and give its log-prob under the distribution that it was drawn from."""
+
+
+def seeded(seed: int, sampler: str) -> dict[str, Any]:
+    """Return the sampling parameters that fix a request's draws."""
+    return {"seed": seed} if sampler == STOCK else {"extra_args": {SEED: seed}}
+
+
+def sampler_of(rank: int | None, stock: str) -> str:
+    """Return the sampler that drew a token to which vLLM gives this rank among the likeliest: ours leaves it
+    at 0, which is sent as None. ``stock``: the name of vLLM's own sampler in this engine."""
+    return stock if rank else OURS
 
 
 class EngineError(ExpectedError):

@@ -303,7 +303,6 @@ class Policy:
             rollout_logprobs=of(row.column("logprobs")),
             old_logprobs=None if row.old_logprobs is None else of(row.old_logprobs),
             ref_logprobs=None if row.ref_logprobs is None else of(row.ref_logprobs),
-            columns={name: of(row.column(name)) for name in self.recipe.rollout.keep_columns},
             compared=of(row.column("versions") == self.before) if self.recipe.rollout.trains_older else None,
             objective=self.objective,
             loss=self.recipe.loss,

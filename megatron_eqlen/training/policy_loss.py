@@ -11,9 +11,8 @@ arithmetic is float64: a row has few numbers, and sums over rows then differ by 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,6 @@ from megatron_eqlen.objectives.parts import checked_surrogate
 from megatron_eqlen.objectives.segments import Segments
 from megatron_eqlen.objectives.surrogates import (
     EXPONENT_LIMIT,
-    KeptColumns,
     SupervisedTokens,
     importance_ratio,
 )
@@ -60,15 +58,13 @@ def policy_loss(
     old_logprobs: torch.Tensor | None = None,
     ref_logprobs: torch.Tensor | None = None,
     compared: torch.Tensor | None = None,
-    columns: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> tuple[torch.Tensor, RowLoss]:
     """Return the row's part of the loss (a float64 scalar with gradient) and of the metrics.
 
     All tensors are [n]: a row's positions, or any of them that include the supervised positions (weight > 0).
     Only supervised positions are read. A segment lies in one row. ``old_logprobs`` None: the first and only
     update of the batch, so the policy is the old policy. ``ref_logprobs`` are needed if ``loss.kl_coef > 0``.
-    ``compared``, bool: tokens that the policy's own weights sampled; None: all. ``columns``: further numbers
-    of each token for the surrogate (``rollout.keep_columns``).
+    ``compared``, bool: tokens that the policy's own weights sampled; None: all.
     """
     # supervised positions
     at = weights > 0
@@ -80,8 +76,7 @@ def policy_loss(
     recomputed = logp.detach() if old_logprobs is None else old_logprobs[at].double()
     old = rollout if loss.old_logprobs == "rollout" else recomputed
     correction = correct(recomputed, rollout, segments, loss)
-    numbers = KeptColumns((name, values[at].double()) for name, values in columns.items())
-    supervised = SupervisedTokens(logp, old, advantages, correction.kept, segments, numbers)
+    supervised = SupervisedTokens(logp, old, advantages, correction.kept, segments)
     policy, ratios = checked_surrogate(objective.surrogate, supervised)
     kl, kl_clamped = 0 * weights, 0 * weights
     if loss.kl_coef:

@@ -33,9 +33,7 @@ from megatron_eqlen.rollout.record.reader import read_progress
 from megatron_eqlen.rollout.record.recorder import Recorder
 from megatron_eqlen.rollout.vllm.client import ServerEngine
 from megatron_eqlen.rollout.vllm.server import replicas
-from megatron_eqlen.rollout.vllm.server.__main__ import server_command
-from megatron_eqlen.rollout.vllm.server.gate import HEALTH, KEY, RPC, SERVED
-from megatron_eqlen.rollout.vllm.server.generate_api import sampling_params
+from megatron_eqlen.rollout.vllm.server.gate import HEALTH, KEY, RPC, SERVED, authorization
 from megatron_eqlen.rollout.vllm.weights import tcp
 from megatron_eqlen.rollout.vllm.weights.tcp import NONCE_BYTES, connect, encode, invite, receive
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
@@ -70,35 +68,52 @@ def assert_same(found: list[Rollout], expected: list[Rollout]) -> None:
     for rollout, wanted in zip(found, expected, strict=True):
         assert rollout.prompt_columns == wanted.prompt_columns
         for a, b in zip(rollout.parts, wanted.parts, strict=True):
-            computed = [name for name in ("logprobs", "entropy") if name in b.tokens]
-            rest = [replace(s, tokens=s.tokens.without(computed)) for s in (a, b)]
+            rest = [replace(s, tokens=s.tokens.without(["logprobs"])) for s in (a, b)]
             assert rest[0] == rest[1]
-            for name in computed:
-                assert np.abs(a.tokens[name] - b.tokens[name]).max() < 2e-5
+            assert np.abs(a.tokens["logprobs"] - b.tokens["logprobs"]).max() < 2e-5
 
 
-@pytest.mark.parametrize("top_k", [12, 40])
-def test_a_server_may_send_all_likely_ids_that_a_recipe_of_its_top_k_asks_for(top_k):
-    recipe = server_recipe(["http://127.0.0.1:1"], top_k=top_k)
-    masks = {"keep_sampling_mask": True, "logprobs_mode": "processed", "keep_columns": ["entropy"]}
-    flags, _ = server_command(recipe, 1)
-    most = int(flags[flags.index("--max-logprobs") + 1])
-    assert sampling_params(recipe.rollout.model_copy(update=masks), EOS)["logprobs"] <= most
+@pytest.fixture
+def foreign(servers):
+    """Keep other clients busy at both servers: greedy, with top-p, asking for log-probs, with vLLM's seed."""
+    kinds = {"temperature": 0.0}, {"temperature": 1.3, "top_p": 0.8}, {"logprobs": 5}, {"seed": 7}
+    stop, answered = threading.Event(), []
+
+    headers = {"Content-Type": "application/json", **authorization()}
+
+    def ask(url: str, params: dict) -> None:
+        sampling = {"max_tokens": 60, "detokenize": False, **params}
+        body = json.dumps({"token_ids": [5, 6, 7], "sampling_params": sampling}).encode()
+        request = urllib.request.Request(f"{url}/inference/v1/generate", body, headers)
+        while not stop.is_set():
+            answered.append(json.load(urllib.request.urlopen(request, timeout=60)))
+
+    threads = [threading.Thread(target=ask, args=(url, kind)) for url in servers for kind in kinds]
+    for thread in threads:
+        thread.start()
+    yield answered
+    stop.set()
+    for thread in threads:
+        thread.join()
 
 
-def test_sampling_masks_come_from_servers_that_were_started_without(servers):
-    sampling = {"keep_sampling_mask": True, "logprobs_mode": "processed", "top_k": 12, "top_p": 0.8}
-    sampling["keep_columns"] = ["entropy"]
-    recipe = server_recipe(list(servers), **sampling)
+def test_other_clients_of_the_servers_change_no_token_and_no_mask(servers, foreign):
+    recipe = server_recipe(list(servers), keep_sampling_mask=True, top_k=12, top_p=0.8)
     local = open_local(recipe)
-    remote = open_engine(recipe)
     expected, _ = harvest(local, HarvestPlan(PROMPTS[:2], recipe, EOS, seed=1))
+    local.close()
+    remote = open_engine(recipe)
     found, metrics = harvest(remote, HarvestPlan(PROMPTS[:2], recipe, EOS, seed=1))
     assert_same(found, expected)
     assert 1 < metrics["harvest/kept_per_token"] <= 12
-    assert 0 < metrics["harvest/entropy"] < np.log(12)
+    assert len(foreign) > 8
     remote.close()
-    local.close()
+
+
+def test_a_server_must_be_started_with_what_a_recipe_keeps(fake):
+    recipe = server_recipe([fake().url], keep_sampling_mask=True, top_k=12)
+    with pytest.raises(EngineError, match=r"rollout\.keep_sampling_mask: true, found one without"):
+        open_engine(recipe)
 
 
 def status(url: str, path: str, key: str | None, body: object = None) -> int:
@@ -224,7 +239,6 @@ def test_two_servers_harvest_what_one_process_does_through_a_sync_and_a_death(se
     assert_same(found, expected)
     assert metrics["engine/live_replicas"] == 2
     assert 0 <= metrics["harvest/recomputed_tokens_per_fork"] <= recipe.rollout.block_size
-    assert metrics["engine/removed_probability"] > 0
 
     begin_a_sync_and_die(remote)
     remote.update_weights(iter(weights.items()), 1)
@@ -314,12 +328,11 @@ class Fake:
         if request.match_info["name"] == "update_weights" and "host" in body["update_info"]:
             return await self.update_weights(request, body["update_info"])
         if body and body.get("method") == "eqlen_setup":
-            limits = {"vocab_size": 96, "max_model_len": self.max_model_len, "routes": 0}
+            limits = {"vocab_size": 96, "max_model_len": self.max_model_len, "stock": "vLLM V1"}
+            limits["started_with"] = {"keep_sampling_mask": False}
             return web.json_response({"results": [limits]})
         if body and body.get("method") == "eqlen_weights":
             return web.json_response({"results": [weights(self.model)]})
-        if body and body.get("method") == "eqlen_counts":
-            return web.json_response({"results": [[0.0, 0, 0.0]]})
         if request.match_info["name"] == "finish_weight_update":
             self.version = body["weight_version"]
         return web.json_response({})
@@ -380,7 +393,7 @@ class Fake:
             if slow:
                 await asyncio.sleep(0.2)
             reason = "length" if i + 2 >= len(tokens) else None
-            content = [{"logprob": -0.5} for _ in part]
+            content = [{"logprob": -0.5, "rank": None} for _ in part]
             choice = {"token_ids": part, "finish_reason": reason, "logprobs": {"content": content}}
             spans.setdefault(self.version, [i, 0])[1] = i + len(part)
             choice["weight_versions"] = [

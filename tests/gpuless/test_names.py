@@ -11,19 +11,32 @@ from typing import NamedTuple
 
 import pytest
 
+from megatron_eqlen.recipe import RolloutRecipe
+from megatron_eqlen.rollout.vllm.engine import engine_args
 from tests.gpuless import sources
 from tests.gpuless.sources import Definition, Function, definition
 from tests.kit import ROOT
 from tests.kit import transformer_engine_names as te
+from tests.kit.tiny_models import save_tiny
 
 PACKAGES = ("vllm", "megatron.core", "transformer_engine", "fla")
 FILES = sorted((ROOT / "megatron_eqlen").rglob("*.py"))
+PROTOCOL = "vllm.entrypoints.scale_out.token_in_token_out.protocol"
 REPLACED = {
     ("vllm.v1.engine.output_processor", "RequestState"): ["_new_completion_output"],
     ("vllm.outputs", "RequestOutput"): ["add"],
     ("vllm.v1.sample.sampler", "Sampler"): ["forward"],
 }
 """Names inside vLLM that the package assigns to (megatron_eqlen/rollout/README.md)."""
+
+TYPES = {
+    ("vllm/server/generate_api.py", "choice"): (PROTOCOL, "GenerateTokensStreamChoice"),
+    ("vllm/server/generate_api.py", "token"): (PROTOCOL, "GenerateLogProbsContent"),
+    ("vllm/engine/engine_core.py", "output"): ("vllm.v1.engine", "EngineCoreOutput"),
+    ("vllm/engine/engine_core.py", "chosen"): ("vllm.v1.outputs", "LogprobsLists"),
+    ("vllm/engine/sampler.py", "output"): ("vllm.v1.outputs", "SamplerOutput"),
+}
+"""Types of variables in files of ``rollout`` that hold objects of vLLM."""
 
 MODULES = {te.Linear: "linear", te.GroupedLinear: "grouped_linear"}
 """Files of Transformer Engine's linear layers."""
@@ -80,6 +93,29 @@ def test_what_is_replaced_inside_vllm_is_there(place, methods):
     found = definition(*place)
     assert found is not None
     assert [name for name in methods if sources.method(found, name) is None] == []
+
+
+@pytest.mark.parametrize(("place", "kind"), TYPES.items(), ids=lambda value: value[1])
+def test_what_is_read_of_vllms_objects_is_a_field_of_theirs(place, kind):
+    file, variable = place
+    found = definition(*kind)
+    assert found is not None
+    read = set()
+    for node in ast.walk(ast.parse((ROOT / "megatron_eqlen/rollout" / file).read_text())):
+        if isinstance(node, ast.Attribute | ast.Subscript) and ast.unparse(node.value) == variable:
+            read.add(node.attr if isinstance(node, ast.Attribute) else ast.literal_eval(node.slice))
+    assert len(read) > 1
+    assert {name for name in read if not sources.method(found, name)} <= sources.fields(found)
+
+
+def test_engine_arguments_are_those_of_vllm(monkeypatch, tmp_path):
+    monkeypatch.setattr(engine_args, "STOCK", True)
+    save_tiny(tmp_path, "qwen3_moe")
+    drafts = {"method": "ngram", "num_speculative_tokens": 2}
+    rollout = RolloutRecipe(keep_routes=True, keep_sampling_mask=True, speculation=drafts)
+    found = definition("vllm.engine.arg_utils", "EngineArgs")
+    assert found is not None
+    assert engine_args.engine_args(str(tmp_path), rollout, "float32", 256).keys() <= sources.fields(found)
 
 
 def test_calls_pass_arguments_that_the_packages_take():

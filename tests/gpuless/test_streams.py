@@ -1,8 +1,8 @@
 """Orders of work that only a GPU can get wrong, on a machine without one.
 
 Copies between device and host: ``Gpu`` delivers an asynchronous copy when the host waits for it. Streams:
-torch's own sanitizer for CUDA, which looks for kernels that no event orders. What waits for the GPU and which
-tensors lie on it: fake CUDA tensors.
+torch's own sanitizer for CUDA, which looks for kernels that no event orders. Places of tensors: fake CUDA
+tensors.
 """
 
 from __future__ import annotations
@@ -16,17 +16,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.cuda._sanitizer import CUDASanitizerDispatchMode, CUDASanitizerErrors, EventHandler
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.distributed.weight_transfer import packed_tensor
-from vllm.v1.sample.ops import topk_topp_sampler
 
 from megatron_eqlen.models.tree_params import TreeParams
 from megatron_eqlen.packing.pack import pack
-from megatron_eqlen.rollout.vllm.engine.draws import DrawSettings, Limits, PathDraws
-from megatron_eqlen.rollout.vllm.engine.routes import RouteCapture
 from megatron_eqlen.rollout.vllm.weights import nccl
 from megatron_eqlen.training.parking import Parked, memory_of
 from tests.kit.tree_samples import stream as tree_of
@@ -131,25 +128,6 @@ def test_parking_without_the_wait_is_a_hazard(monkeypatch):
         Parked(lambda: [weight]).park()
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_routes_are_read_once_their_copy_has_arrived(monkeypatch, waits):
-    rows = torch.arange(12, dtype=torch.uint8).view(3, 2, 2)
-    capture: Any = object.__new__(RouteCapture)
-    batch = SimpleNamespace(
-        num_reqs=1, num_computed_tokens_cpu=np.zeros(1, np.int64), req_id_to_index={"a": 0}
-    )
-    starts = SimpleNamespace(np=np.array([0, 3]))
-    capture.runner = SimpleNamespace(input_batch=batch, query_start_loc=starts)
-    capture._asked, capture._slots_of = list, lambda requests, positions: 4 + positions
-    capture.capturer = SimpleNamespace(snapshot_routing_data=lambda count: rows[:count].clone())
-    capture.seconds, capture.slots = 0.0, np.zeros((8, 2, 2), np.uint8)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    with Gpu(monkeypatch, waits):
-        found = capture.begin().finish()
-    assert np.array_equal(found.newest, rows[2:].numpy()) == waits
-    assert np.array_equal(capture.slots[4:7], rows.numpy()) == waits
-
-
 class Streams(CUDASanitizerDispatchMode):
     """CPU tensors on streams of a GPU: raises CUDASanitizerErrors at a kernel that reads or writes what a
     kernel of another stream writes, unless one waits for the other."""
@@ -208,23 +186,6 @@ def test_without_our_order_vllms_producer_may_read_weights_that_are_not_written(
     streams.main.synchronize = lambda: None
     with pytest.raises(CUDASanitizerErrors):
         send(streams)
-
-
-def test_sampling_waits_for_the_gpu_only_when_its_sums_are_read(monkeypatch):
-    """A fake tensor refuses whatever needs its numbers, or tensors on two devices. vLLM's kernel for top-k is
-    left out."""
-    monkeypatch.setattr(topk_topp_sampler, "HAS_TRITON", False)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        top_k, draws = torch.empty(3, dtype=torch.int32, device="cuda"), PathDraws()
-        draws.start(torch.device("cuda"), DrawSettings(processed=True, mask_width=4, numbers=("entropy",)))
-        temperature, top_p = (torch.empty(3, device="cuda") for _ in range(2))
-        limits = Limits(temperature, top_k, top_p, lambda logits: logits, most_kept=20)
-        logits = torch.empty(3, 1000, dtype=torch.bfloat16, device="cuda")
-        tokens, recorded, mass = draws.draw(logits, limits, np.zeros(3))
-        draws.count_removed(mass, np.array([True, False, True]))
-        assert {tensor.device.type for tensor in (tokens, *recorded[:3], draws.removed)} == {"cuda"}
-        with pytest.raises(DataDependentOutputException):
-            draws.take_removed_mass()
 
 
 def test_all_tensors_of_a_row_lie_on_the_gpu():

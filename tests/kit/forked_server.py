@@ -1,17 +1,14 @@
 """``megatron_eqlen.rollout.vllm.server.serve``, with an engine and workers that are forked from the server.
 
 On CPUs vLLM spawns them, so that each imports vLLM again, which takes longer than most tests of servers. One
-test of ``tests/job`` starts a server as users do. With ``ASYNCHRONOUS`` set it schedules as on GPUs.
+test of ``tests/job`` starts a server as users do.
 """
 
 import multiprocessing.context
 import os
 import runpy
 
-import pytest
-
 from megatron_eqlen.processes.lifeline import die_with_launcher
-from tests.kit.asynchronous import without_refusal, without_streams
 
 
 def die_in_child() -> None:
@@ -25,7 +22,4 @@ if __name__ == "__main__":
     contexts = vars(multiprocessing.context)["_concrete_contexts"]
     contexts["spawn"] = contexts["fork"]
     os.register_at_fork(after_in_child=die_in_child)  # spawned, they do so when they import ``serve``
-    if os.environ.get("ASYNCHRONOUS"):
-        without_streams(pytest.MonkeyPatch())
-        without_refusal(pytest.MonkeyPatch())
     runpy.run_module("megatron_eqlen.rollout.vllm.server.serve", run_name="__main__")

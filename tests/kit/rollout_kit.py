@@ -61,7 +61,8 @@ def folder(kind: str, seed: int = 0) -> Path:
 
 
 def make_rollout(**over) -> RolloutRecipe:
-    return RolloutRecipe(**{"max_num_seqs": 64, "kv_cache_gib": 0.02, "max_response_length": 60} | over)
+    size = {"max_num_seqs": 64, "kv_cache_gib": 0.02, "max_response_length": 60}
+    return RolloutRecipe(**size | {"top_k": 0, "top_p": 1.0} | over)
 
 
 def open_engine(path: Path, dtype: str = "float32", eos=EOS, **over) -> ColocatedEngine:
@@ -74,7 +75,8 @@ def open_engine(path: Path, dtype: str = "float32", eos=EOS, **over) -> Colocate
 
 def server_recipe(urls: list[str], **over) -> Recipe:
     """Return the recipe of a tiny model that is served at ``urls``."""
-    rollout = {"max_response_length": 150, "temperature": 1.0, "max_num_seqs": 16, "kv_cache_gib": 0.02}
+    rollout = {"max_response_length": 150, "max_num_seqs": 16, "kv_cache_gib": 0.02}
+    rollout |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
     return parse(
         {
             "name": "t", "steps": 1, "group_size": 4, "loss": {"rollout_is": "token"},

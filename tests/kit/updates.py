@@ -26,7 +26,7 @@ def recipe_of(folder: str, changes: dict[str, Any]) -> Recipe:
     plain: dict[str, Any] = {
         "name": "t", "steps": 4, "model": {"path": folder, "dtype": "float32"},
         "data": {"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 4},
-        "rollout": {"max_response_length": 20, "temperature": 1.0},
+        "rollout": {"max_response_length": 20, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
         "packing": {"max_tokens_per_row": ROW}, "optimizer": {"lr": 1e-3, "warmup_steps": 0},
         "loss": {"kl_coef": 0.1},
     }  # fmt: skip

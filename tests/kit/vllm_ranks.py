@@ -1,5 +1,4 @@
-"""A rank in the test of two ranks that are two replicas or one split engine, with asynchronous scheduling:
-``OLD_MODEL NEW_MODEL``."""
+"""A rank in the test of two ranks that are two replicas or one split engine: ``OLD_MODEL NEW_MODEL``."""
 
 import json
 import sys
@@ -8,8 +7,7 @@ from pathlib import Path
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tests.kit.asynchronous import asynchronous
-from tests.kit.rollout_kit import generate, requests
+from tests.kit.rollout_kit import generate, open_engine, requests
 
 
 def main(old: Path, new: Path) -> None:
@@ -17,13 +15,12 @@ def main(old: Path, new: Path) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     for size in (1, 2):
-        with asynchronous() as opened:
-            engine = opened(old, temperature=1.0, tensor_parallel=size, keep_routes=True)
-            generate(engine, requests(4 if size == 2 else 2 + 5 * rank))
-            engine.update_weights(iter(load_file(new / "model.safetensors").items()), 1)
-            routes: dict[str, list] = {}
-            out = generate(engine, requests(8), routes), routes
-            engine.close()
+        engine = open_engine(old, temperature=1.0, tensor_parallel=size, keep_routes=True)
+        generate(engine, requests(4 if size == 2 else 2 + 5 * rank))
+        engine.update_weights(iter(load_file(new / "model.safetensors").items()), 1)
+        routes: dict[str, list] = {}
+        out = generate(engine, requests(8), routes), routes
+        engine.close()
         every = [None, None]
         dist.all_gather_object(every, out)
         assert every[0] == every[1]

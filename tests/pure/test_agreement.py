@@ -23,7 +23,7 @@ SMALL = {"name": "t", "steps": 9, "model": {"path": "m"}, "data": {"sources": [{
 
 
 def small(**rollout):
-    return parse(SMALL | {"rollout": rollout}, "test")
+    return parse(SMALL | {"rollout": {"top_k": 0, "top_p": 1.0} | rollout}, "test")
 
 
 @pytest.mark.parametrize(("mismatch", "above"), [(None, False), (0.1, False), (0.11, True), (math.nan, True)])
@@ -77,13 +77,12 @@ def test_stop_ends_the_run_after_the_step_and_warn_does_not(then, monkeypatch):
 
 
 def test_log_probs_that_are_not_comparable_cannot_stop_a_run():
-    processed = small(logprobs_mode="processed").rollout
-    assert processed.mismatch.then == "warn"
-    assert disagreement(9.0, processed) is None
-    with pytest.raises(RecipeError, match=r"mismatch.then: stop .* needs rollout.logprobs_mode: raw"):
-        small(logprobs_mode="processed", mismatch={"then": "stop"})
-    kept = {"logprobs_mode": "processed", "keep_sampling_mask": True}
-    assert small(mismatch={"then": "stop"}, **kept).rollout.comparable
+    truncated = small(top_k=20).rollout
+    assert truncated.mismatch.then == "warn"
+    assert disagreement(9.0, truncated) is None
+    with pytest.raises(RecipeError, match=r"mismatch.then: stop .* needs rollout.keep_sampling_mask: true"):
+        small(top_k=20, mismatch={"then": "stop"})
+    assert small(top_k=20, mismatch={"then": "stop"}, keep_sampling_mask=True).rollout.comparable
 
 
 EIGHTHS = st.integers(-24, 0).map(lambda n: n / 8)

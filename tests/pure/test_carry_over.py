@@ -207,7 +207,7 @@ steps = st.lists(
 
 def recipe_of(case: dict, **rollout) -> Recipe:
     limits = {"max_response_length": case["limit"], "max_staleness": 1000, "keep_routes": case["routes"]}
-    masks = {"keep_sampling_mask": True, "top_k": 5, "logprobs_mode": "processed"}
+    masks = {"keep_sampling_mask": True, "top_k": 5}
     pairs, average = (
         {name: case[name] for name in ("suffix_reward", "unfinished", "max_pairs")},
         case["average"],

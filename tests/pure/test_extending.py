@@ -84,10 +84,6 @@ class Soft:
 SOFT = Soft()
 
 
-def by_entropy(tokens):
-    return -tokens.columns["entropy"] * tokens.log_ratio.exp() * tokens.advantages, {}
-
-
 def two_arguments(tokens, clip):
     return tokens
 
@@ -221,20 +217,6 @@ def test_an_advantage_a_surrogate_and_an_aggregation_are_named_in_the_recipe(pac
     assert with_defaults(mine).loss.loss_agg_mode == "mine.parts:root_length"
 
 
-def test_a_surrogate_reads_a_column_that_the_recipe_keeps(package):
-    mine = recipe(
-        loss={"kl_coef": 0.0, "surrogate": "mine.parts:by_entropy"},
-        rollout={"keep_columns": ["entropy"], "max_response_length": 64},
-    )
-    logprobs = torch.tensor([-1.0, -1.0], dtype=torch.float64, requires_grad=True)
-    loss, _ = policy_loss(
-        logprobs, torch.zeros(2), weights=torch.ones(2), advantages=torch.tensor([1.0, -1.0]),
-        segment_ids=torch.tensor([0, 1]), rollout_logprobs=logprobs.detach(),
-        columns={"entropy": torch.tensor([0.25, 2.0])}, objective=resolve(mine), loss=mine.loss,
-    )  # fmt: skip
-    assert loss.item() == -0.25 + 2.0
-
-
 @pytest.mark.parametrize("field", PARTS)
 def test_a_recipe_can_name_every_built_in_part_and_no_other(field):
     key, table = PARTS[field]
@@ -255,7 +237,6 @@ def test_a_recipe_can_name_every_built_in_part_and_no_other(field):
     ("surrogate", "mine.parts:infinite", "surrogate infinite: losses not finite: .*nan"),
     ("surrogate", "mine.parts:constant", "do not depend on tokens.logprobs"),
     ("surrogate", "mine.parts:undeclared", "metric 'loss/mine' is not declared"),
-    ("surrogate", "mine.parts:by_entropy", r"rollout.keep_columns names \(none\), found 'entropy'"),
     ("loss_agg_mode", "mine.parts:negative", "aggregation negative: expected a finite weight .*-0.25"),
     ("loss_agg_mode", "mine.parts:undefined", "aggregation undefined: expected a finite weight .*nan"),
     ("advantage", "mine.parts:short", r"advantage short of .*: expected 2 finite advantages, found \["),

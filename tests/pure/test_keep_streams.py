@@ -44,7 +44,7 @@ def test_steps_that_are_named_stay_and_those_that_a_resumed_run_reads(tmp_path, 
 def test_with_carry_over_the_step_before_each_checkpoint_stays(tmp_path):
     """The newest checkpoint is of step 6, and the one before, which is kept as well, of step 4."""
     recipe = make_recipe(
-        tmp_path, 1, every=3, rollout={"carry_over": True, "tokens_per_step": 9},
+        tmp_path, 1, every=3, rollout={"carry_over": True, "tokens_per_step": 9, "keep_sampling_mask": True},
         loss={"rollout_is": "token"}, checkpoint={"every": 2, "keep": 2},
     )  # fmt: skip
     folder = RunFolder(recipe)

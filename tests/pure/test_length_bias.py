@@ -39,7 +39,7 @@ def recipe(
                 "max_prompt_length": 1,
                 "prompts_per_step": prompts,
             },
-            "rollout": {"max_response_length": limit} | (rollout or {}),
+            "rollout": {"max_response_length": limit, "top_k": 0, "top_p": 1.0} | (rollout or {}),
             "packing": {
                 "max_tokens_per_row": 16,
                 "layout": "expanded" if equal_length.get("prefix_in_gradient") else "tree",

@@ -41,7 +41,7 @@ def recipe(**keys):
         "group_size": 2,
         "model": {"path": "none"},
         "data": {"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 8, "prompts_per_step": 4},
-        "rollout": {"max_response_length": 50},
+        "rollout": {"max_response_length": 50, "top_k": 0, "top_p": 1.0},
         "packing": {"max_tokens_per_row": 128},
         "loss": {"kl_coef": 0.0},
     }
@@ -186,7 +186,7 @@ def test_combinations_without_sense_are_refused_with_the_reason(keys, reason):
         recipe(**keys)
 
 
-UNMASKED = {"rollout__logprobs_mode": "processed", "rollout__top_k": 20}
+UNMASKED = {"rollout__top_k": 20}
 MASKED = UNMASKED | {"rollout__keep_sampling_mask": True}
 CARRIED = {"rollout__carry_over": True, "rollout__tokens_per_step": 9}
 
@@ -299,7 +299,7 @@ def test_rollouts_of_another_sampling_are_refused():
 
 
 def test_sampling_masks_go_with_their_tokens_and_must_be_what_the_recipe_says():
-    masked = {"rollout__keep_sampling_mask": True, "rollout__logprobs_mode": "processed"}
+    masked = {"rollout__keep_sampling_mask": True, "rollout__top_k": 20}
     stream = worked_example()
     with pytest.raises(ValueError, match="keep_sampling_mask: true, found a rollout recorded without"):
         build([stream], **masked)

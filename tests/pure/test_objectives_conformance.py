@@ -87,7 +87,7 @@ def recipe(sampling, objective, **loss):
             "objective": objective,
             "model": {"path": "none"},
             "data": {"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 4},
-            "rollout": {"max_response_length": LONGEST},
+            "rollout": {"max_response_length": LONGEST, "top_k": 0, "top_p": 1.0},
             "packing": {"max_tokens_per_row": 16, "layout": layout},
             "equal_length": equal_length,
             "loss": {"kl_coef": 0.0} | loss,

@@ -66,10 +66,11 @@ MISTAKES = [
     ("rollout.max_num_batched_tokens=100", "_tokens: 100 is less than rollout.max_num_seqs 512"),
     ("rollout.temperature=0.001", "temperature: Input should be greater than or equal to 0.01, found"),
     ("rollout.keep_sampling_mask=true rollout.top_k=0", "true needs rollout.top_k from 1 to 255"),
-    ("rollout.keep_columns=[entropy,entropies]", "different names among entropy, found entropy, entropies"),
     ("model.dtype=float32 rollout.quantization=fp8", "fp8 acts only with model.dtype: bfloat16"),
     ("rollout.batch_invariant=true cluster.device=cpu", "true acts only with cluster.device: gpu, found cpu"),
-    ("rollout.keep_sampling_mask=true", "true acts only with rollout.logprobs_mode: processed, found raw"),
+    ("rollout.speculation.method=mtp cluster.device=cpu", "acts only with cluster.device: gpu, found cpu"),
+    ("rollout.speculation.method=mtp rollout.min_p=0.1", "speculation needs rollout.min_p: 0, found 0.1"),
+    ("rollout.keep_routes=true rollout.tensor_parallel=2", "found a colocated engine of 2 GPUs"),
     (SERVED + "rollout.servers=[http://a] rollout.park_trainer=all", "all acts only with rollout.engine:"),
     (SERVED + "rollout.servers=[notaurl]", "rollout.servers.0: expected http://HOST:PORT, found 'notaurl'"),
     (SERVED + "rollout.servers=[http://a:b]", "expected http://HOST:PORT, found 'http://a:b'"),
@@ -232,7 +233,7 @@ def test_a_key_without_effect_is_an_error_that_names_the_key_it_needs(tmp_path, 
 ])  # fmt: skip
 def test_a_key_that_does_little_is_a_remark(tmp_path, overrides, remark):
     path = tmp_path / "r.yaml"
-    path.write_text(yaml.safe_dump(SMALL))
+    path.write_text(yaml.safe_dump(SMALL | {"rollout": SMALL["rollout"] | {"keep_sampling_mask": True}}))
     (text,) = remarks(load(path, overrides.split()))
     assert remark in text
 

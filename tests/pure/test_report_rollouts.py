@@ -212,14 +212,6 @@ def test_inspect_prints_text_rewards_and_outcome(run, model):
     assert re.search(r"B1 +reward 1, advantage 1, correct: 7, stop, \d+ tokens, trained\n +it is seven", text)
 
 
-def test_inspect_shows_the_mean_of_a_column_that_the_recipe_keeps(tmp_path, model):
-    stream = example_stream()
-    for side in stream.parts:
-        side.tokens = side.tokens.with_column("entropy", np.full(len(side), 0.25, np.float32))
-    run = write_run(tmp_path, recipe(model), {"step-00000000": [stream]})
-    assert re.search(r"A1 +reward [^,]*, advantage [^,]*, entropy 0\.250, ", printed(run / "streams", model))
-
-
 def test_inspect_shows_what_the_run_trained_by_its_own_recipe(tmp_path, model):
     mean = recipe(model, equal_length={"suffix_reward": "mean"})
     run = write_run(tmp_path, mean, {"step-00000000": [example_stream()]})

@@ -57,7 +57,7 @@ ROUTES = np.arange(36, dtype=np.uint16).reshape(3, 4, 3) * 900
 GROUP = kit.group(prompt("p"), 0, [
     Part(Tokens.of([1], [-0.5], kept=[(1, 4)], routes=ROUTES[:1]), "stop"),
     Part(Tokens.of([2, 2], [-0.1, -0.7],
-        kept=[(2,), (0, 2, 9)], routes=ROUTES[1:], versions=[3, 1 << 30], entropy=[0.5, 0])),
+        kept=[(2,), (0, 2, 9)], routes=ROUTES[1:], versions=[3, 1 << 30])),
 ], prompt_columns=Tokens({"routes": ROUTES[:1]}))  # fmt: skip
 TREE = kit.tree(
     prompt("t", 9), 3,

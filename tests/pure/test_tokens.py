@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_eqlen.tokens import GrowingTokens, Placeholder, Ragged, Tokens
 from tests.kit.marks import examples
 
-NUMBERS = {"logprobs": st.floats(-9, 0, width=32), "entropy": st.floats(0, 9, width=32)}
+NUMBERS = {"logprobs": st.floats(-9, 0, width=32)}
 
 
 @st.composite
@@ -97,8 +97,10 @@ def test_values_of_another_number_of_tokens_are_refused():
     grown.append([1], {"logprobs": [-1.0]}, version=0)
     with pytest.raises(ValueError, match="expected logprobs of 2 tokens, found 0"):
         grown.append([1, 2], {}, version=0)
-    with pytest.raises(ValueError, match="expected logprobs of each token, found logprobs, entropy"):
-        grown.append([1], {"logprobs": [-1.0], "entropy": [0.5]}, version=0)
+    with pytest.raises(ValueError, match="expected logprobs of each token, found logprobs, kept"):
+        grown.append([1], {"logprobs": [-1.0], "kept": [[1]]}, version=0)
+    with pytest.raises(ValueError, match="expected at most 255 kept tokens, found 256"):
+        GrowingTokens().append([1], {"logprobs": [-1.0], "kept": [range(256)]}, version=0)
 
 
 def _flat(values: Any) -> np.ndarray:

@@ -83,14 +83,13 @@ def _rollouts_of(seed: int, sampling: str, masks: bool) -> list[Rollout]:
 
 
 def recipe(sampling: str, masks: bool, folder: str = "model", **changes: Any) -> Recipe:
-    kept = {"keep_sampling_mask": masks, "top_k": 6 if masks else 0}
-    mode = "processed" if masks else "raw"
+    kept = {"keep_sampling_mask": masks, "top_k": 6 if masks else 0, "top_p": 1.0}
     return recipe_of(
         folder,
         {
             "sampling": sampling,
             "objective": "treerpo" if sampling == "tree" else "grpo",
-            "rollout": {"max_response_length": LONGEST, "temperature": 1.0, "logprobs_mode": mode} | kept,
+            "rollout": {"max_response_length": LONGEST, "temperature": 1.0} | kept,
             "packing": {"max_tokens_per_row": 2 * LONGEST},
         }
         | changes,

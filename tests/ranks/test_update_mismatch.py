@@ -15,7 +15,8 @@ TREES = one_tree_a_row(3)
 
 def with_old_tokens_off(folder: str, changes: dict) -> tuple:
     """Take an update whose older tokens have other log-probs, then one that has no others."""
-    rollout = {"max_response_length": 20, "temperature": 1.0, "carry_over": True, "tokens_per_step": 1}
+    rollout = {"max_response_length": 20, "carry_over": True, "tokens_per_step": 1}
+    rollout |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
     policy = build_policy(folder, changes | {"rollout": rollout, "loss": {"rollout_is": "token"}})
     trees = copy.deepcopy(TREES)
     nodes = [node for tree in trees for node in tree.nodes[1:]]

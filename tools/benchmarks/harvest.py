@@ -147,7 +147,6 @@ def make_recipe(model: Path, args: argparse.Namespace) -> Recipe:
     rollout = {
         "temperature": 1.0, "top_p": args.top_p, "top_k": args.top_k,
         "keep_sampling_mask": args.keep_sampling_mask,
-        "logprobs_mode": "processed" if args.keep_sampling_mask else "raw",
         "max_response_length": args.max_response_length,
         "max_num_seqs": args.slots, "block_size": 32, "kv_cache_gib": 2.0,
     }  # fmt: skip

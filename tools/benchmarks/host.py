@@ -189,8 +189,7 @@ class EverySoManySteps(Recorder):
 
 
 def make_recipe(model: Path, limit: int, kept: int) -> Recipe:
-    sampling = {"max_response_length": limit, "top_k": kept, "keep_sampling_mask": bool(kept)}
-    rollout = sampling | {"logprobs_mode": "processed" if kept else "raw"}
+    rollout = {"max_response_length": limit, "top_k": kept, "keep_sampling_mask": bool(kept)}
     data = {"sources": [{"name": "scripted", "path": "none"}], "max_prompt_length": PROMPT_TOKENS}
     packing = {"max_tokens_per_row": PROMPT_TOKENS + limit}
     raw = {"name": "host", "steps": 500, "model": {"path": str(model)}, "data": data, "rollout": rollout}

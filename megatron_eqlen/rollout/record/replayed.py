@@ -43,11 +43,10 @@ def check_step(folder: Path, rollouts: Sequence[Rollout], recipe: Recipe, eos: f
     missing = [name for name in recipe.rollout.columns if not all(has_columns(r, [name]) for r in rollouts)]
     if missing:
         column = COLUMNS[missing[0]]
-        keep = column.keep_key or "keep_columns"
-        keys = (f"rollout.{key}" for key in (keep, column.record_key) if key)
+        keys = (f"rollout.{key}" for key in (column.keep_key, column.record_key) if key)
         raise ReplayError(
             f"--replay: {folder}: expected {column.name} of all tokens, found tokens without: its run did "
-            f"not keep or record them ({', '.join(keys)}); change rollout.{keep} to train without"
+            f"not keep or record them ({', '.join(keys)}); change rollout.{column.keep_key} to train without"
         )
     prompts = {recorded.prompt_id: recorded.prompt for recorded in rollouts}
     if recipe.rollout.carry_over:

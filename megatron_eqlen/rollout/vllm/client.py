@@ -24,8 +24,6 @@ from torch import Tensor
 
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.metrics import (
-    ENGINE_REMOVED_PROBABILITY,
-    ENGINE_ROUTE_SECONDS,
     ENGINE_SYNC_BYTES,
     ENGINE_SYNC_SECONDS,
 )
@@ -117,18 +115,20 @@ class ServerEngine:
             if self.refusal is not None:
                 raise EngineError(f"request {request_id}: {self.refusal}")
             assert self._replica_of(request_id) is None
+            replica = self._home(request_id)
             body = request_body(
                 request_id,
                 token_ids,
                 self.sampling,
                 max_tokens,
                 seed,
+                replica.stock,
                 path_rows,
                 self._cache_salt(),
             )
-            request = Request(request_id, self._home(request_id))
+            request = Request(request_id, replica)
             request.answer = self.pool.io.start(self._stream(request, body))
-            request.replica.requests[request_id] = request
+            replica.requests[request_id] = request
 
     def step(self) -> list[Delta]:
         """Return the deltas that have arrived; wait a moment if there are none. Raises EngineError once the
@@ -206,16 +206,7 @@ class ServerEngine:
 
     def metrics(self) -> Metrics:
         with self.busy:
-            answers = self.pool.each("eqlen_counts", lambda replica: replica.rpc("eqlen_counts"))
-            counts = [first for first, *_ in answers.values()]
-            removed, sampled = (sum(count[i] for count in counts) for i in (0, 1))
-            metrics = {
-                ENGINE_REMOVED_PROBABILITY: removed / max(sampled, 1),
-                "engine/live_replicas": float(len(self.pool.alive)),
-            }
-            if self.rollout.keep_routes and all(len(count) > 2 for count in counts):  # V2 does not count it
-                metrics[ENGINE_ROUTE_SECONDS] = max(count[2] for count in counts)
-            metrics |= self.sync
+            metrics = {"engine/live_replicas": float(len(self.pool.alive)), **self.sync}
             self.sync = {}
             return metrics
 
@@ -260,7 +251,9 @@ class ServerEngine:
                     if last is not None:
                         last.num_cached_tokens = cached_tokens(event)
                     elif event.get("choices"):
-                        deltas = read_event(name, event, self.versions, self.rollout, self.moe_layers)
+                        deltas = read_event(
+                            name, event, self.versions, self.rollout, request.replica.stock, self.moe_layers
+                        )
                         if deltas[-1].finish_reason is not None:  # token usage comes after the last tokens
                             last = deltas.pop()
                         for delta in deltas:
@@ -283,23 +276,21 @@ class ServerEngine:
     def _connect(self, untouched: Contents | None) -> None:
         """Set up every replica that answers and was started with the weights ``untouched`` (None: any, before
         a sync). Raises EngineError if none does."""
-        setup = [self.rollout.logprobs_mode, self.rollout.mask_width, self.rollout.keep_columns]
-        answers = self.pool.each(
-            "connecting", lambda replica: replica.set_up(untouched, setup), self.pool.replicas
-        )
+        answers = self.pool.each("connecting", lambda replica: replica.set_up(untouched), self.pool.replicas)
         for replica, workers in answers.items():
             self._check_limits(replica, workers[0])
+            replica.stock = workers[0]["stock"]
             replica.alive, replica.absence, replica.workers = True, "", len(workers)
 
-    def _check_limits(self, replica: Replica, limits: dict[str, int]) -> None:
+    def _check_limits(self, replica: Replica, limits: dict[str, Any]) -> None:
         self.vocab_size = limits["vocab_size"]
         if limits["max_model_len"] < self.max_model_len:
             raise EngineError(
                 f"{replica.url}: expected a server with --max-model-len of at least {self.max_model_len}, "
                 f"found {limits['max_model_len']}"
             )
-        for key in ("keep_routes", "batch_invariant", "quantization"):
-            if (value := getattr(self.rollout, key)) and not limits[key]:
+        for key, started in limits["started_with"].items():
+            if (value := getattr(self.rollout, key)) and not started:
                 raise EngineError(
                     f"{replica.url}: expected a server started with rollout.{key}: {str(value).lower()}, "
                     f"found one without"

@@ -18,8 +18,6 @@ from torch import Tensor
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.metrics import (
     ENGINE_PREEMPTIONS,
-    ENGINE_REMOVED_PROBABILITY,
-    ENGINE_ROUTE_SECONDS,
     ENGINE_SYNC_BYTES,
     ENGINE_SYNC_SECONDS,
 )
@@ -58,7 +56,6 @@ class ColocatedEngine:
         self.vocab_size = self.core.vllm_config.model_config.get_vocab_size()
         self.max_model_len = max_model_len
         self.max_num_seqs = rollout.max_num_seqs
-        self.keep_columns = rollout.keep_columns
         self.moe_layers = read_config(model_path).moe_layers
         self.policy_version = policy_version
         self.requests: dict[str, engine_core.Request] = {}
@@ -85,7 +82,7 @@ class ColocatedEngine:
         )
 
     def step(self) -> list[Delta]:
-        deltas = engine_core.step(self.core, self.keep_columns, self.moe_layers)
+        deltas = engine_core.step(self.core, self.moe_layers)
         for delta in deltas:
             if delta.finish_reason is not None:
                 self.preemptions += self.requests.pop(delta.request_id).num_preemptions
@@ -145,15 +142,7 @@ class ColocatedEngine:
         lifecycle.close(self.core)
 
     def metrics(self) -> Metrics:
-        worker = lifecycle.worker(self.core)
-        removed, sampled = worker.model_runner.sampler.take_removed_mass()
-        metrics: Metrics = {
-            ENGINE_PREEMPTIONS: self.preemptions,
-            ENGINE_REMOVED_PROBABILITY: removed / max(sampled, 1),
-            **self.sync,
-        }
-        if hasattr(worker, "routes"):  # ``RoutesWorker``
-            metrics[ENGINE_ROUTE_SECONDS] = worker.routes.take_seconds()
+        metrics: Metrics = {ENGINE_PREEMPTIONS: self.preemptions, **self.sync}
         self.preemptions = 0
         self.sync = {}
         return metrics

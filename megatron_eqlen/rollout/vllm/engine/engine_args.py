@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
+from dataclasses import fields
+from difflib import get_close_matches
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -13,11 +14,14 @@ from vllm.platforms import current_platform
 from megatron_eqlen.hf.config import ModelConfig, read_config
 from megatron_eqlen.recipe import RolloutRecipe
 
-ROUTES_WORKER = "megatron_eqlen.rollout.vllm.engine.routes.RoutesWorker"
-ROUTES_SCHEDULER = "megatron_eqlen.rollout.vllm.engine.routes.scheduler"
-"""Worker and scheduler of an engine that records routes with vLLM's V1 model runner."""
-RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0")}
-"""Selects the V1 model runner where the environment does not ask for V2."""
+STOCK = not current_platform.is_cpu()
+"""True where vLLM samples, masks and records routes itself: in its V2 model runner, which has none for
+CPUs."""
+REFERENCE = "megatron_eqlen.rollout.vllm.engine.cpu.Reference"
+STARTED_WITH = ("keep_sampling_mask", "keep_routes", "batch_invariant", "quantization")
+"""Keys of ``rollout`` that an engine must be started with, to use them."""
+WITHOUT_WEIGHTS = ("ngram", "ngram_gpu")
+"""Methods of speculation whose drafts need no weights."""
 
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 """Variable that selects vLLM's batch-invariant kernels; read when vLLM is imported."""
@@ -47,9 +51,18 @@ def engine_args(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_l
         "tensor_parallel_size": rollout.tensor_parallel,
         "enforce_eager": cpu,
         "generation_config": "vllm",
+        "additional_config": {key: getattr(rollout, key) for key in STARTED_WITH},
     }
-    if rollout.keep_routes:
-        args |= _routes_args(rollout)
+    if STOCK:
+        args |= {
+            "logprobs_mode": "processed_logprobs",
+            "return_sampling_mask": rollout.keep_sampling_mask,
+            "enable_return_routed_experts": rollout.keep_routes,
+        }
+    else:
+        args |= {"worker_cls": f"{REFERENCE}Worker", "scheduler_cls": f"{REFERENCE}Scheduler"}
+    if rollout.speculation:
+        args["speculative_config"] = _speculation(rollout)
     if rollout.quantization:
         args |= _quantization_args(model)
     if rollout.batch_invariant:
@@ -63,21 +76,33 @@ def engine_args(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_l
 
 def environ(rollout: RolloutRecipe) -> dict[str, str]:
     """Return the environment variables that vLLM needs with these settings."""
-    return RUNNER | ({BATCH_INVARIANT: "1"} if rollout.batch_invariant else {})
+    runner = {"VLLM_USE_V2_MODEL_RUNNER": "1" if STOCK else "0"}
+    return runner | ({BATCH_INVARIANT: "1"} if rollout.batch_invariant else {})
 
 
-def _routes_args(rollout: RolloutRecipe) -> dict[str, Any]:
-    """Return the arguments of an engine that records routes. vLLM records them itself only with its V2 model
-    runner, and gives them to the scheduler of the first rank alone; colocated replicas have a scheduler in
-    each rank."""
-    if RUNNER["VLLM_USE_V2_MODEL_RUNNER"] == "0":
-        return {"worker_cls": ROUTES_WORKER, "scheduler_cls": ROUTES_SCHEDULER}
-    if rollout.engine == "colocated" and rollout.tensor_parallel > 1:
+def _speculation(rollout: RolloutRecipe) -> dict[str, Any]:
+    """Return ``rollout.speculation``, checked by vLLM's names."""
+    from vllm.config import SpeculativeConfig  # takes long
+
+    if not STOCK:
         raise ValueError(
-            f"rollout.keep_routes: expected vLLM's V1 model runner (VLLM_USE_V2_MODEL_RUNNER=0) with "
-            f"rollout.engine: colocated and rollout.tensor_parallel: {rollout.tensor_parallel}, found V2"
+            "rollout.speculation: expected a GPU, found a CPU, where our sampler takes no drafts"
         )
-    return {"enable_return_routed_experts": True}
+    known = {field.name for field in fields(SpeculativeConfig) if field.init}
+    if unknown := sorted(rollout.speculation.keys() - known):
+        nearest = get_close_matches(unknown[0], known, 1, 0)[0]
+        raise ValueError(
+            f"rollout.speculation: expected keys of vLLM's speculative_config, found {unknown[0]!r} "
+            f"(nearest: {nearest!r})"
+        )
+    method = rollout.speculation.get("method")
+    if rollout.engine == "colocated" and method not in WITHOUT_WEIGHTS:
+        raise ValueError(
+            f"rollout.speculation.method: expected one of {', '.join(WITHOUT_WEIGHTS)} with rollout.engine: "
+            f"colocated, found {method!r}: the engine drops weights to sleep, and a sync brings those of the "
+            "model alone"
+        )
+    return rollout.speculation
 
 
 def _quantization_args(model: ModelConfig) -> dict[str, Any]:

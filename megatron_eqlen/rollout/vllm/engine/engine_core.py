@@ -6,20 +6,26 @@ Written for vLLM 0.32 and its V1 engine.
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Iterable, Sequence
-from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
 
 from megatron_eqlen.recipe import RolloutRecipe
-from megatron_eqlen.rollout.engine import SEED, Delta, EngineError, path_start, split_path
+from megatron_eqlen.rollout.engine import (
+    OURS,
+    STOCK,
+    Delta,
+    EngineError,
+    path_start,
+    sampler_of,
+    seeded,
+    split_path,
+)
 
 
 def sampling_params(rollout: RolloutRecipe, eos_token_ids: Iterable[int]) -> SamplingParams:
@@ -62,7 +68,8 @@ def submit(
     params = params.clone()
     params.max_tokens = max_tokens
     params.routed_experts_prompt_start = path_start(token_ids, path_rows)
-    params.extra_args = {SEED: seed}
+    for name, value in seeded(seed, stock_sampler(core)).items():
+        setattr(params, name, value)
     asked = EngineCoreRequest(
         request_id=f"{request_id} {number}",
         prompt_token_ids=token_ids,
@@ -80,16 +87,21 @@ def submit(
     return request
 
 
-def step(core: EngineCore, numbers: Sequence[str] = (), layers: Sequence[int] = ()) -> list[Delta]:
-    """Run one engine step. ``numbers``: columns of ``PathDraws.numbers``. ``layers``: the layers whose routes
-    are kept. Raises EngineError if the engine ended a request with an error."""
+def stock_sampler(core: EngineCore) -> str:
+    """Return the name of vLLM's own sampler in this engine."""
+    return STOCK if core.vllm_config.use_v2_model_runner else "vLLM V1"
+
+
+def step(core: EngineCore, layers: Sequence[int] = ()) -> list[Delta]:
+    """Run one engine step. ``layers``: the layers whose routes are kept. Raises EngineError if the engine
+    ended a request with an error."""
+    stock = stock_sampler(core)
     deltas = []
     of_clients, computed = core.step_fn()
     core.post_step(model_executed=computed)
     ours = of_clients.get(0) if of_clients else None
     outputs = ours.outputs if ours else []
-    masks = _sampling_masks([output.new_logprobs for output in outputs], len(numbers))
-    for output, mask in zip(outputs, masks, strict=True):
+    for output in outputs:
         request_id = output.request_id.rpartition(" ")[0]
         reason = output.finish_reason
         if reason is not None and reason not in FINISHED:
@@ -97,10 +109,8 @@ def step(core: EngineCore, numbers: Sequence[str] = (), layers: Sequence[int] = 
         chosen = output.new_logprobs
         path: dict[str, np.ndarray] = {}
         columns: dict[str, Any] = {"logprobs": chosen.logprobs[:, 0].tolist() if chosen else []}
-        if mask is not None:
-            columns["kept"] = mask
-        for place, name in enumerate(numbers, -len(numbers)):
-            columns[name] = chosen.logprobs[:, place].tolist() if chosen else []
+        if output.new_sampling_mask is not None:
+            columns["kept"] = output.new_sampling_mask.to_nested_list()
         if output.routed_experts is not None:
             new = len(output.new_token_ids)
             path["routes"], columns["routes"] = split_path(output.routed_experts, new, layers)
@@ -111,25 +121,8 @@ def step(core: EngineCore, numbers: Sequence[str] = (), layers: Sequence[int] = 
                 columns,
                 None if reason is None else FINISHED[reason],
                 output.prefill_stats.num_cached_tokens if output.prefill_stats else None,
+                sampler=sampler_of(chosen.sampled_token_ranks.max(), stock) if chosen else OURS,
                 path=path,
             )
         )
     return deltas
-
-
-def _sampling_masks(chosen: Sequence[LogprobsLists | None], numbers: int) -> list[list[array[int]] | None]:
-    """Return the sampling masks of all requests of a step from ``PathDraws``'s
-    [tokens, 1 + width + numbers]; None where it records no mask."""
-    of_requests = [output.logprob_token_ids for output in chosen if output is not None]
-    columns = [ids[:, : ids.shape[1] - numbers] for ids in of_requests]
-    if not columns or columns[0].shape[1] == 1:
-        return [None] * len(chosen)
-    ids = np.sort(np.concatenate(columns), axis=1)
-    first = np.ones(ids.shape, bool)
-    first[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    kept_ids = array("i", ids[first].astype(np.int32).tobytes())
-    ends = np.cumsum(first.sum(axis=1)).tolist()
-    tokens = (kept_ids[start:end] for start, end in zip([0, *ends], ends, strict=False))
-    return [
-        None if output is None else list(islice(tokens, len(output.logprob_token_ids))) for output in chosen
-    ]

@@ -22,10 +22,8 @@ from vllm.v1.executor import Executor
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.recipe import RolloutRecipe, layout
 from megatron_eqlen.rollout.vllm.engine.containment import contained
-from megatron_eqlen.rollout.vllm.engine.draws import DrawSettings
 from megatron_eqlen.rollout.vllm.engine.engine_args import engine_args, environ
 from megatron_eqlen.rollout.vllm.engine.repack import repack
-from megatron_eqlen.rollout.vllm.engine.sampler import install
 
 _live_engines = 0
 _owns_process_group = False
@@ -69,8 +67,6 @@ def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: in
                 f"rollout.gpu_memory_utilization {rollout.gpu_memory_utilization} and paths of "
                 f"{max_model_len} tokens: {error}"
             ) from error
-        processed, numbers = rollout.logprobs_mode == "processed", tuple(rollout.keep_columns)
-        install(worker(core).model_runner, DrawSettings(processed, rollout.mask_width, numbers=numbers))
     _live_engines += 1
     return core
 

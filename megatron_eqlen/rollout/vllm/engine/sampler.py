@@ -1,4 +1,8 @@
-"""Our sampler in vLLM's model runners, V1 and V2: written for vLLM 0.32."""
+"""Our sampler, for CPUs: what vLLM's V2 model runner does on GPUs, in plain torch (vLLM 0.32).
+
+vLLM's V1 model runner, the only one for CPUs, draws from generators that start over when a request is
+submitted again, and returns no sampling masks.
+"""
 
 from __future__ import annotations
 
@@ -8,163 +12,125 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from vllm import SamplingParams
-from vllm.v1.outputs import SamplerOutput
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput, SamplingMaskLists
 from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
-from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
-from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2ModelRunner
-from vllm.v1.worker.gpu.sample.output import SamplerOutput as V2SamplerOutput
-from vllm.v1.worker.gpu.sample.sampler import Sampler as V2Sampler
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from megatron_eqlen.rollout.engine import SEED, EngineError
-from megatron_eqlen.rollout.vllm.engine.draws import TIES, DrawSettings, Limits, PathDraws, uniform
+from megatron_eqlen.rollout.engine import SEED
 
 
 @dataclass
 class Rows:
-    """Values that stay the same as long as the batch's requests do."""
+    """The rows of a batch whose requests have our seed; they stay the same as long as ``metadata`` does."""
 
     metadata: SamplingMetadata
+    places: np.ndarray
+    """[rows] int64, their places in the batch"""
     seeds: np.ndarray
     """[rows] uint64"""
-    limits: Limits
+    temperature: Tensor
+    top_k: Tensor
+    """[rows] int64; 0: off. The other limits are [rows] float32."""
+    top_p: Tensor
+    min_p: Tensor
 
 
-class PathSampler(PathDraws, Sampler):
-    """``PathDraws`` in the V1 model runner.
+class PathSampler(Sampler):
+    """Draws token t of a path as its seed and t say: one uniform number, a hash of both, picks the token by
+    the inverse of the cumulative distribution.
 
-    vLLM's own per-request generators are drawn from one request at a time, consume the training process's
-    generator as well, and start over when a request is submitted again; and it has no log-prob mode for the
-    temperature alone.
+    Log-probs are those of the distribution that tokens are drawn from. The rank of a token is 0, which vLLM
+    gives to none. Requests without our seed are drawn by vLLM.
     """
 
-    def __init__(self, runner: Any, settings: DrawSettings) -> None:
-        Sampler.__init__(self)
-        self.start(runner.device, settings)
+    def __init__(self, runner: Any, keep_masks: bool) -> None:
+        super().__init__()
         self.runner = runner
+        self.keep_masks = keep_masks
+        self.masks: SamplingMaskLists | None = None
+        """Sampling masks of the last batch, of rows without our seed empty."""
         self.rows: Rows | None = None
 
     def forward(
         self, logits: Tensor, sampling_metadata: SamplingMetadata, *args: Any, **kwargs: Any
     ) -> SamplerOutput:
         """Sample a token for each row. ``logits``: [rows, vocabulary], any float dtype."""
-        count = len(logits)
-        if (rows := self.rows_of(sampling_metadata, count)) is None:
-            return super().forward(logits, sampling_metadata, *args, **kwargs)
-        lengths = self.runner.input_batch.num_tokens_no_spec[:count]
-        tokens, recorded, mass = self.draw(
-            logits, rows.limits, uniform(rows.seeds, lengths.astype(np.uint64))
-        )
-        counted = ~self.runner.discard_request_mask.np[:count]  # the others are still in their prefill
-        self.count_removed(mass, counted)
-        return SamplerOutput(tokens.to(torch.int32).unsqueeze(1), recorded)
+        if self.rows is None or self.rows.metadata is not sampling_metadata:
+            self.rows = self._rows(sampling_metadata, len(logits))
+        rows, places = self.rows, torch.from_numpy(self.rows.places)
+        lengths = self.runner.input_batch.num_tokens_no_spec[self.rows.places].astype(np.uint64)
+        tokens, logprobs, kept = draw(logits[places], rows, uniform(rows.seeds, lengths))
+        if self.keep_masks:
+            self.masks = _masks(kept, rows.places, len(logits))
+        if len(places) == len(logits):
+            ranks = torch.zeros(len(logits), dtype=torch.int64)
+            recorded = LogprobsTensors(tokens.unsqueeze(1), logprobs.unsqueeze(1), ranks)
+            return SamplerOutput(tokens.unsqueeze(1), recorded)
+        output = super().forward(logits, sampling_metadata, *args, **kwargs)  # may write to the logits
+        if len(places):
+            assert output.logprobs_tensors is not None, "our requests ask for them"
+            ids, values, ranks, *_ = output.logprobs_tensors
+            output.sampled_token_ids[places, 0] = ids[places, 0] = tokens
+            values[places, 0], ranks[places] = logprobs, 0
+        return output
 
-    def rows_of(self, metadata: SamplingMetadata, count: int) -> Rows | None:
-        """Return the values of a batch of ``count`` requests; None if one has no seed: in vLLM's own dummy
-        run, or in another client's request to a server."""
-        if self.rows is None or self.rows.metadata is not metadata:
-            self.rows = self._rows(metadata, count)
-        return self.rows
-
-    def _rows(self, metadata: SamplingMetadata, rows: int) -> Rows | None:
-        names = self.runner.input_batch.req_ids
+    def _rows(self, metadata: SamplingMetadata, count: int) -> Rows:
+        names = self.runner.input_batch.req_ids[:count]  # none in vLLM's dummy runs
         params = [self.runner.requests[name].sampling_params for name in names]
-        seeds = [(param.extra_args or {}).get(SEED) for param in params]
-        if len(seeds) != rows or None in seeds:
-            return None
-
-        def min_p(logits: Tensor) -> Tensor:
-            for processor in metadata.logitsprocs.argmax_invariant:
-                logits = processor.apply(logits)
-            return logits
-
-        assert metadata.temperature is not None
-        top_k = [param.top_k for param in params]
-        most_kept = None if min(top_k) < 1 else max(top_k) + TIES
-        limits = Limits(metadata.temperature, metadata.top_k, metadata.top_p, min_p, most_kept)
-        return Rows(metadata, np.array(seeds, dtype=np.uint64), limits)
-
-
-class V2PathSampler(PathDraws, V2Sampler):
-    """``PathDraws`` in the V2 model runner, in place of ``sampler``, whose state it shares.
-
-    The runner tells a sampler each request once, when it is first scheduled; so seeds are kept by the
-    request's index in the runner.
-    """
-
-    def __init__(self, sampler: V2Sampler, settings: DrawSettings) -> None:
-        vars(self).update(vars(sampler))
-        self.start(sampler.req_states.device, settings)
-        if not isinstance(sampler, V2PathSampler):
-            self.seeds = np.zeros(sampler.req_states.max_num_reqs, np.uint64)
-            self.seeded = np.zeros(sampler.req_states.max_num_reqs, bool)
-
-    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
-        super().add_request(req_idx, sampling_params)
-        seed = (sampling_params.extra_args or {}).get(SEED)
-        self.seeded[req_idx] = seed is not None
-        self.seeds[req_idx] = seed or 0
-
-    def __call__(self, logits: Tensor, input_batch: InputBatch) -> V2SamplerOutput:
-        """Sample a token for each row. ``logits``: [rows, vocabulary], any float dtype."""
-        rows, places = input_batch.num_reqs, input_batch.idx_mapping_np
-        if not self.seeded[places].all():  # vLLM's own dummy run, or another client's request to a server
-            return super().__call__(logits, input_batch)
-        # an upper bound only where drafts may be rejected
-        lengths = input_batch.seq_lens_cpu_upper_bound.numpy()[:rows]
-        draws = uniform(self.seeds[places], lengths.astype(np.uint64))
-        tokens, recorded, mass = self.draw(logits, self._limits(input_batch), draws)
-        counted = lengths >= input_batch.prefill_len_np
-        self.count_removed(mass, counted)
-        num_sampled, num_rejected = get_num_sampled_and_rejected(
-            input_batch.seq_lens.new_ones(rows),
-            input_batch.seq_lens,
-            input_batch.cu_num_logits,
-            input_batch.idx_mapping,
-            self.req_states.prefill_len.gpu,
+        ours = [(place, p) for place, p in enumerate(params) if SEED in (p.extra_args or {})]
+        return Rows(
+            metadata,
+            np.array([place for place, _ in ours], np.int64),
+            np.array([p.extra_args[SEED] for _, p in ours], np.uint64),
+            torch.tensor([p.temperature for _, p in ours]),
+            torch.tensor([max(p.top_k, 0) for _, p in ours]),
+            torch.tensor([p.top_p for _, p in ours]),
+            torch.tensor([p.min_p for _, p in ours]),
         )
-        return V2SamplerOutput(tokens.unsqueeze(1), recorded, None, num_sampled, num_rejected)
-
-    def _limits(self, batch: InputBatch) -> Limits:
-        states, places = self.sampling_states, batch.idx_mapping_np
-
-        def min_p(logits: Tensor) -> Tensor:
-            states.apply_min_p(logits, batch.idx_mapping, places)
-            return logits
-
-        top_k, top_p = states.get_top_k_top_p(batch.idx_mapping, places)
-        limit = states.top_k.np[places].max()
-        most_kept = None if limit == states.vocab_size else int(limit) + TIES
-        return Limits(states.temperature.gpu[batch.idx_mapping], top_k, top_p, min_p, most_kept)
 
 
-def install(runner: Any, settings: DrawSettings) -> None:
-    """Make ``runner`` sample with a ``PathSampler`` or ``V2PathSampler`` of these settings.
+def draw(logits: Tensor, rows: Rows, draws: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a token for each row ([rows] int32), its log-prob ([rows] float32) and the tokens that top-k,
+    top-p and min-p kept ([rows, vocabulary] bool).
 
-    Raises EngineError unless it is one of vLLM's model runners with vLLM's plain sampler: vLLM would
-    otherwise generate with a sampler of its own, whose log-probs and draws are others.
+    ``logits``: [rows, vocabulary], any float dtype. ``draws``: [rows] float64 in [0, 1).
     """
-    v2 = issubclass(type(runner), V2ModelRunner)
-    if not v2 and not issubclass(type(runner), GPUModelRunner):
-        raise EngineError(f"expected vLLM's V1 or V2 model runner, found {_name(runner)}")
-    plain, ours = (V2Sampler, V2PathSampler) if v2 else (Sampler, PathSampler)
-    found = runner.sampler
-    if type(found) not in (plain, ours):
-        raise EngineError(f"expected vLLM's {_name(plain)}, to replace it, found {_name(found)}")
-    if v2 and runner.rejection_sampler is not None:  # it draws in place of the sampler
-        raise EngineError(
-            f"expected a V2 model runner without drafts, found {_name(runner.rejection_sampler)}"
-        )
-    if type(found) is ours and found.settings == settings:
-        return
-    if isinstance(found, V2Sampler):
-        runner.sampler = V2PathSampler(found, settings)
-    else:
-        runner.sampler = PathSampler(runner, settings)
+    logits = logits.float() / rows.temperature.unsqueeze(1)
+    logprobs = logits.log_softmax(-1)
+    if rows.min_p.any():
+        probabilities = logits.softmax(-1)
+        least = rows.min_p.unsqueeze(1) * probabilities.amax(-1, keepdim=True)
+        logits = logits.masked_fill(probabilities < least, -torch.inf)
+    size = logits.shape[1]
+    top_k = torch.where(rows.top_k > 0, rows.top_k, size).clamp(max=size) if rows.top_k.any() else None
+    logits = apply_top_k_top_p(logits, top_k, rows.top_p if (rows.top_p < 1).any() else None)
+    kept = logits > -torch.inf
+    cumulative = torch.where(kept, logprobs.exp(), 0.0).cumsum(-1, dtype=torch.float64)
+    mass = cumulative[:, -1:]
+    targets = torch.from_numpy(draws).unsqueeze(1) * mass
+    tokens = torch.searchsorted(cumulative, targets, right=True)
+    limited = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
+    removed = torch.where(limited.unsqueeze(1), mass.log().float(), 0.0)
+    return tokens.squeeze(1).to(torch.int32), (logprobs.gather(1, tokens) - removed).squeeze(1), kept
 
 
-def _name(thing: Any) -> str:
-    kind = thing if isinstance(thing, type) else type(thing)
-    return f"{kind.__module__}.{kind.__qualname__}"
+def _masks(kept: Tensor, places: np.ndarray, count: int) -> SamplingMaskLists:
+    """Return the kept ids of ``count`` rows in vLLM's form, for those at ``places``; empty for others."""
+    counts = np.zeros(count, np.int64)
+    counts[places] = kept.sum(1).numpy()
+    return SamplingMaskLists(kept.nonzero()[:, 1].to(torch.int32).numpy(), np.append(0, counts.cumsum()))
+
+
+def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Return numbers in [0, 1) that only ``seeds`` and ``positions`` (both uint64, same shape) determine:
+    splitmix64's finalizer applied twice, upper 32 bits."""
+    with np.errstate(over="ignore"):
+        state = _mix(_mix(seeds) + (positions + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
+    return (state >> np.uint64(32)).astype(np.float64) * 2.0**-32
+
+
+def _mix(state: np.ndarray) -> np.ndarray:
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))

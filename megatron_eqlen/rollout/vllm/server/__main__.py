@@ -16,7 +16,6 @@ from megatron_eqlen.recipe import Recipe, layout
 from megatron_eqlen.recipe.inputs import fetch_model, local_path
 from megatron_eqlen.recipe.load import load
 from megatron_eqlen.rollout.vllm.server.gate import authorization
-from megatron_eqlen.tokens import SAMPLED
 
 LOOPBACK = "127.0.0.1"
 
@@ -35,7 +34,6 @@ def server_command(recipe: Recipe, port: int, host: str = LOOPBACK) -> tuple[lis
         "enable_prompt_tokens_details": True,
         "disable_uvicorn_access_log": True,
         "uvicorn_log_level": "info" if VERBOSE in os.environ else "warning",
-        "max_logprobs": max(rollout.top_k, 20) + 1 + len(SAMPLED),  # the limit of ``likely_ids``
         "worker_extension_cls": "megatron_eqlen.rollout.vllm.weights.worker.WorkerExtension",
         "weight_transfer_config": {"backend": f"eqlen_{rollout.sync}"},
     }

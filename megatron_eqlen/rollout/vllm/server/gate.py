@@ -15,7 +15,7 @@ KEY = "VLLM_API_KEY"
 HEALTH = "/health"
 """Needs no secret: batch scripts and load balancers ask whether a server is up."""
 RPC = "/collective_rpc"
-METHODS = ("eqlen_setup", "eqlen_counts", "eqlen_weights")
+METHODS = ("eqlen_setup", "eqlen_weights")
 """Methods of ``WorkerExtension``, the only ones that ``RPC`` calls."""
 SERVED = {
     *(HEALTH, RPC, "/metrics", "/version"),

@@ -9,22 +9,17 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from megatron_eqlen.recipe import RolloutRecipe
-from megatron_eqlen.rollout.engine import SEED, Delta, path_start, split_path
+from megatron_eqlen.rollout.engine import Delta, path_start, sampler_of, seeded, split_path
 
 PATH = "inference/v1/generate"
 TOKENS_PER_EVENT = 8
 """Tokens a server collects before it sends them."""
-
-
-def likely_ids(rollout: RolloutRecipe) -> int:
-    """Return the number of ids that a server sends in vLLM's field for the most likely tokens: the sampling
-    mask, and the numbers of ``keep_columns`` beside the drawn token."""
-    return rollout.mask_width + (1 + len(rollout.keep_columns) if rollout.keep_columns else 0)
 
 
 def sampling_params(rollout: RolloutRecipe, eos_token_ids: Iterable[int]) -> dict[str, Any]:
@@ -35,7 +30,7 @@ def sampling_params(rollout: RolloutRecipe, eos_token_ids: Iterable[int]) -> dic
         "top_k": max(rollout.top_k, 0),
         "min_p": rollout.min_p,
         "stop_token_ids": sorted(eos_token_ids),
-        "logprobs": likely_ids(rollout),
+        "logprobs": 0,
         "detokenize": False,
         "stream_interval": TOKENS_PER_EVENT,
     }
@@ -47,13 +42,15 @@ def request_body(
     sampling: dict[str, Any],
     max_tokens: int,
     seed: int,
+    stock: str,
     path_rows: int = 0,
     cache_salt: str | None = None,
 ) -> dict[str, Any]:
-    """Return the body of a request. Requests share cached prefixes only with the same ``cache_salt``."""
+    """Return the body of a request to a server whose vLLM has the sampler ``stock``. Requests share cached
+    prefixes only with the same ``cache_salt``."""
     own = {
         "max_tokens": max_tokens,
-        "extra_args": {SEED: seed},
+        **seeded(seed, stock),
         "routed_experts_prompt_start": path_start(token_ids, path_rows),
     }
     return {
@@ -71,17 +68,20 @@ def read_event(
     event: dict[str, Any],
     versions: Mapping[str, int],
     rollout: RolloutRecipe,
+    stock: str,
     layers: Sequence[int] = (),
 ) -> list[Delta]:
     """Return one server-sent event as deltas, one for each policy version that sampled some of its tokens,
     with the columns that ``rollout`` keeps.
 
-    ``versions``: policy versions by vLLM's names for them. ``layers``: layers whose routes are kept. Raises
+    ``versions``: policy versions by vLLM's names for them. ``stock``: the name of vLLM's sampler in the
+    server. ``layers``: layers whose routes are kept. Raises
     ConnectionError for tokens of other weights, and for an event of another shape than this version's.
     """
     try:
         choice = event["choices"][0]
-        return by_version(_delta(request_id, choice, rollout, layers), choice["weight_versions"], versions)
+        delta = _delta(request_id, choice, rollout, stock, layers)
+        return by_version(delta, choice["weight_versions"], versions)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ConnectionError(f"request {request_id}: expected vLLM 0.32's events, {error!r}") from error
 
@@ -103,28 +103,35 @@ def by_version(delta: Delta, spans: list[dict[str, Any]], versions: Mapping[str,
         within = slice(max(span["start"] - first, 0), span["end"] - first)
         columns = {column: values[within] for column, values in delta.columns.items()}
         pieces.append(
-            Delta(delta.request_id, delta.token_ids[within], columns, policy_version=versions[name])
+            replace(
+                delta,
+                token_ids=delta.token_ids[within],
+                columns=columns,
+                finish_reason=None,
+                path={},
+                policy_version=versions[name],
+            )
         )
     pieces[0].path, pieces[-1].finish_reason = delta.path, delta.finish_reason
     return pieces
 
 
-def _delta(request_id: str, choice: dict[str, Any], rollout: RolloutRecipe, layers: Sequence[int]) -> Delta:
+def _delta(
+    request_id: str, choice: dict[str, Any], rollout: RolloutRecipe, stock: str, layers: Sequence[int]
+) -> Delta:
     reason = choice["finish_reason"]
     chosen = (choice["logprobs"] or {"content": []})["content"]
     tokens = choice["token_ids"] or []
     path: dict[str, np.ndarray] = {}
     columns: dict[str, Any] = {"logprobs": [token["logprob"] for token in chosen]}
-    if rollout.keep_sampling_mask or rollout.keep_columns:
-        likely = [_by_id(token["top_logprobs"]) for token in chosen]
-        if rollout.keep_sampling_mask:
-            columns["kept"] = [tuple(sorted(number for number in ids if number >= 0)) for ids in likely]
-        for place, name in enumerate(rollout.keep_columns, 1):
-            columns[name] = [ids[-place] for ids in likely]
-    if layers and (encoded := choice.get("routed_experts")) is not None:
+    if rollout.keep_sampling_mask:
+        columns["kept"] = choice["sampling_mask"] or []
+    if layers and (encoded := choice["routed_experts"]) is not None:
         path["routes"], columns["routes"] = split_path(_array(encoded), len(tokens), layers)
     finished = reason if reason in ("stop", "length", None) else "lost"
-    return Delta(request_id, tokens, columns, finished, path=path)
+    ranks = [token["rank"] or 0 for token in chosen]
+    sampler = sampler_of(max(ranks, default=0), stock)
+    return Delta(request_id, tokens, columns, finished, sampler=sampler, path=path)
 
 
 def _array(encoded: str) -> np.ndarray:
@@ -137,9 +144,3 @@ def cached_tokens(event: dict[str, Any]) -> int | None:
     it."""
     details = (event.get("usage") or {}).get("prompt_tokens_details")
     return details["cached_tokens"] if details else None
-
-
-def _by_id(top_logprobs: list[dict[str, Any]]) -> dict[int, float]:
-    """Return vLLM's field for the most likely tokens by token id. ``PathDraws`` puts the sampling mask into
-    it, and numbers of the sampled token under negative ids."""
-    return {token["token_id"]: token["logprob"] for token in top_logprobs}

@@ -111,6 +111,8 @@ class Replica:
         """Unfinished requests by id."""
         self.workers = 0
         """Number of its tensor-parallel ranks."""
+        self.stock = ""
+        """Name of vLLM's own sampler there."""
         self.absence = ""
         """Why the replica is not used; empty while it is used."""
         self.absent_since = 0.0
@@ -120,10 +122,9 @@ class Replica:
         """Drop a request: vLLM aborts a request whose connection is closed."""
         self.requests.pop(request_id).answer.cancel()
 
-    async def set_up(self, untouched: Contents | None, setup: list[Any]) -> list[dict[str, int]]:
-        """Set each worker's sampling by ``setup`` (``WorkerExtension.eqlen_setup``); return each worker's
-        limits. With ``untouched`` the server must hold the weights that it was started with, and these
-        contents."""
+    async def set_up(self, untouched: Contents | None) -> list[dict[str, Any]]:
+        """Return what each worker says of the engine (``WorkerExtension.eqlen_setup``). With ``untouched``
+        the server must hold the weights that it was started with, and these contents."""
         async with at_most(PATIENCE_ABSENT if self.absence else PATIENCE):
             if untouched is not None:
                 held = (await self._json("GET", "weight_info")).get("weight_version")
@@ -131,9 +132,8 @@ class Replica:
                     raise ConnectionError(f"expected weights {UNTOUCHED!r}, found {held!r}")
                 if (await self.rpc("eqlen_weights"))[0] != untouched:
                     raise ConnectionError("expected a server of the same model.path, found other weights")
-            workers = await self.rpc("eqlen_setup", *setup)
+            workers = await self.rpc("eqlen_setup")
             if not self.alive:
-                await self.rpc("eqlen_counts")
                 await self.post("resume")  # a trainer that was killed may have left it paused
             return workers
 

@@ -1,4 +1,4 @@
-"""Additions of this package to a vLLM server: its sampler, and weights from the trainer.
+"""Additions of this package to a vLLM server: weights from the trainer.
 
 Loaded inside the server's workers by ``--worker-extension-cls`` (see ``server.server_command``); importing it
 registers the weight-transfer backends ``eqlen_tcp`` and ``eqlen_nccl`` (``rollout.sync``).
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm import envs
 from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -25,9 +24,9 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from megatron_eqlen.recipe.contents import Contents, weights
-from megatron_eqlen.rollout.vllm.engine.draws import DrawSettings
+from megatron_eqlen.rollout.engine import STOCK
+from megatron_eqlen.rollout.vllm.engine.engine_args import STARTED_WITH
 from megatron_eqlen.rollout.vllm.engine.repack import repack
-from megatron_eqlen.rollout.vllm.engine.sampler import install
 from megatron_eqlen.rollout.vllm.weights.tcp import NamedTensors, connect, receive
 
 logger = logging.getLogger(__name__)
@@ -125,24 +124,20 @@ for name, engine in {"eqlen_tcp": TcpWeightTransfer, "eqlen_nccl": NcclWeightTra
 class WorkerExtension:
     """Methods for ``/collective_rpc``; mixed into vLLM's worker."""
 
-    model_runner: Any
     model_config: Any
     vllm_config: Any
     weight_transfer_engine: _Reload
     finish_weight_update: Callable[[], None]
 
-    def eqlen_setup(self, logprobs_mode: str, mask_width: int, numbers: list[str]) -> dict[str, int]:
-        """Sample with these ``DrawSettings``; return limits of the engine, and settings that it was started
-        with."""
+    def eqlen_setup(self) -> dict[str, Any]:
+        """Return limits of the engine, the keys of ``rollout`` that it was started with, and the name of
+        vLLM's own sampler in it."""
         if self.weight_transfer_engine.updating:  # left open by a trainer that was killed
             self.finish_weight_update()
-        processed = logprobs_mode == "processed"
-        install(self.model_runner, DrawSettings(processed, mask_width, tuple(numbers)))
-        routes = self._eqlen_routes() is not None or self.vllm_config.aux_output_config.enabled
+        started = self.vllm_config.additional_config
         return {
-            "keep_routes": int(routes),
-            "quantization": int(self.model_config.quantization is not None),
-            "batch_invariant": int(envs.VLLM_BATCH_INVARIANT),
+            "started_with": {key: started.get(key) for key in STARTED_WITH},
+            "stock": STOCK if self.vllm_config.use_v2_model_runner else "vLLM V1",
             "vocab_size": self.model_config.get_vocab_size(),
             "max_model_len": self.model_config.max_model_len,
         }
@@ -150,14 +145,3 @@ class WorkerExtension:
     def eqlen_weights(self) -> Contents:
         """Return the contents of the files that the server was started with."""
         return weights(Path(self.model_config.model))
-
-    def eqlen_counts(self) -> list[float]:
-        """Return probability mass removed, tokens sampled and, of ``RoutesWorker``, seconds spent on routes,
-        since the last call."""
-        routes = self._eqlen_routes()
-        removed = self.model_runner.sampler.take_removed_mass()
-        return [*removed, routes.take_seconds()] if routes else [*removed]
-
-    def _eqlen_routes(self) -> Any:
-        """Return the ``RouteCapture`` of a ``RoutesWorker``."""
-        return getattr(self, "routes", None)
