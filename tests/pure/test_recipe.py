@@ -220,7 +220,7 @@ def test_every_key_acts_in_some_recipe_and_is_refused_where_another_key_keeps_it
 ])  # fmt: skip
 def test_a_key_without_effect_is_an_error_that_names_the_key_it_needs(tmp_path, overrides, message):
     path = tmp_path / "r.yaml"
-    path.write_text(yaml.safe_dump(SMALL))
+    path.write_text(yaml.safe_dump(SMALL | {"rollout": SMALL["rollout"] | {"keep_sampling_mask": True}}))
     with pytest.raises(RecipeError) as error:
         load(path, overrides.split())
     assert message in str(error.value)
