@@ -45,7 +45,7 @@ def test_two_ranks_train_on_what_a_server_generates_ahead(home, served):
 def test_killed_and_stopped_in_the_middle_of_an_overlap_a_run_loses_and_repeats_nothing(home, served):
     """The streams that are suspended at that moment are neither lost nor repeated."""
     folder, limits = home / "overlap", ("rollout.staleness=2", "rollout.max_staleness=2", "steps=8")
-    asked = (*served, *CARRIED, *limits, "rollout.max_response_length=48")  # what the server can take
+    asked = (*served, *CARRIED, *limits)
     killed = start(*command(home, "overlap", *asked))
     wait_for_steps(folder, 2, killed)
     killed.kill()

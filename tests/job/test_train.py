@@ -133,7 +133,6 @@ def test_dynamic_sampling_refills_the_step_with_prompts_that_teach(home):
 def test_with_the_sampling_mask_the_trainer_computes_the_distribution_that_was_sampled(home):
     """Sampling cuts off half of the probability here, so without the mask the two would be far apart."""
     sampling = ["rollout.top_k=5", "rollout.top_p=0.7", "rollout.keep_sampling_mask=true"]
-    sampling += ["rollout.max_response_length=80"]  # fewer end
     folder = train(home, "masked", "steps=2", *sampling, NO_EVALUATION)
     assert max(column(folder, "mismatch/logprob_abs_diff_max")) < 1e-4
     assert all(1 < kept <= 5 for kept in column(folder, "harvest/kept_per_token"))
