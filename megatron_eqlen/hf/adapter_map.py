@@ -11,10 +11,12 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.hf.families import weight_map
+from megatron_eqlen.hf.hub import is_name
 from megatron_eqlen.hf.weight_map import Same, Weight
 
 TARGETS = {
@@ -76,12 +78,13 @@ def peft_tensors(adapter: AdapterWeights) -> Iterator[tuple[str, str]]:
 
 
 def peft_config(adapters: Sequence[AdapterWeights], rank: int, alpha: float, base: str) -> dict[str, Any]:
-    """Return the content of ``adapter_config.json``. ``base``: folder or name of the base model."""
+    """Return the content of ``adapter_config.json``. ``base``: name of the base model, or its folder, of
+    which others see the last part alone."""
     modules = sorted({module.rpartition(".")[2] for adapter in adapters for module in adapter.modules})
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": base if is_name(base) else Path(base).name,
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": 0.0,

@@ -303,7 +303,7 @@ def test_memory_is_what_the_machine_and_its_cgroup_leave(large, anywhere, monkey
     monkeypatch.setattr(machine, "memory_limit", lambda: 64e9)
     short = machine.host_memory(large)
     assert short.state == "failed"
-    assert short.text.startswith("64.0 GB, the plan needs 801 GB")
+    assert short.text.startswith("64.0 GB, the plan needs 826 GB")
     assert machine.host_memory(anywhere) == Finding("ok", "64.0 GB")
 
 

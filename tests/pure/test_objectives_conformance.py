@@ -413,8 +413,8 @@ def test_tokens_and_segments_beyond_their_bounds_give_no_gradient_and_leave_the_
             weight = rho if level == "none" or band[0] <= rho <= band[1] else 0.0
             kl_slope = 1 - math.exp(tokens.ref[ids[n]] - tokens.new[ids[n]])
             expected[ids[n]] = (-weight * share * slope + 0.07 * kl_slope) / factor
-    keys = {"rollout_is": level, "rollout_is_threshold": band, "rollout_rs": rejected or None}
-    keys["loss_agg_mode"] = "seq-mean-token-mean"
+    keys = {"rollout_is": level, "rollout_rs": rejected or None, "loss_agg_mode": "seq-mean-token-mean"}
+    keys |= {"rollout_is_threshold": band} if level != "none" else {}
     settings_ = recipe("independent", name, kl_coef=0.07, rollout_token_veto_threshold=veto, **keys)
     np.testing.assert_allclose(our_gradient(groups, tokens, settings_), expected, rtol=1e-9, atol=1e-14)
 

@@ -248,7 +248,9 @@ def test_a_gpu_too_small_is_refused_in_the_phase_that_does_not_fit():
 
 @pytest.mark.parametrize(("file", "each"), [("qwen3_next_80b", 48 * 10 * 2), ("qwen3_30b_a3b", 48 * 8)])
 def test_routes_take_host_memory_once_where_they_were_graded_and_once_a_tensor_parallel_rank(file, each):
-    recipe = load(ROOT / "recipes" / f"{file}.yaml", ["rollout.keep_routes=true"])
+    recipe = load(
+        ROOT / "recipes" / f"{file}.yaml", ["rollout.keep_routes=true", "rollout.tensor_parallel=1"]
+    )
     model, plain = model_config(recipe), load(ROOT / "recipes" / f"{file}.yaml")
     stages, work = memory(recipe, model).stages, Workload(1, 1000, 1000, 1)
     parts = host_parts(recipe, model, stages, work)

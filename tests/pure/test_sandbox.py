@@ -16,6 +16,7 @@ import struct
 import subprocess
 import sys
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -542,6 +543,7 @@ def test_a_program_whose_zygote_is_gone_already_does_not_run():
             another = os.getpid()  # nobody's own parent
             enter(Limits(9, 9, 1 << 20), Isolation(False, False, False), zygote=another)
         finally:
+            traceback.print_exc()
             os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 

@@ -54,12 +54,10 @@ def sampled_by(folder: Path, dtype: torch.dtype) -> list[TokenTree]:
 
 
 def update(folder: str, trees: list[TokenTree], changes: dict[str, Any]) -> Metrics:
-    loss = {"loss": {"kl_coef": 0.1, "epochs": 2} | changes.pop("loss", {})}
-    plain = {
-        "packing": {"max_tokens_per_row": 700},
-        "rollout": {"max_response_length": 300, "temperature": 1.0},
-    }
-    return build_policy(folder, plain | loss | changes).update([trees])
+    loss = {"kl_coef": 0.1, "epochs": 2} | changes.get("loss", {})
+    rollout = {"max_response_length": 300, "temperature": 1.0} | changes.get("rollout", {})
+    recipe = {"packing": {"max_tokens_per_row": 700}, "rollout": rollout}
+    return build_policy(folder, recipe | changes | {"loss": loss, "rollout": rollout}).update([trees])
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +83,7 @@ def replayed(folders, sampled) -> dict[str, Metrics]:
 def test_routers_that_choose_themselves_disagree_with_the_engine_and_replay_does_not(
     name, folders, sampled, replayed
 ):
-    free = {"loss": {"router_replay": False}}
+    free = {"loss": {"router_replay": False}, "rollout": {"keep_routes": True}}
     (free,) = run_ranks(1, update, str(folders[name]), sampled[name], free)
     assert free[EXPERT_AGREEMENT] == free[ROUTER_AGREEMENT] < 0.99
     assert replayed[name][EXPERT_AGREEMENT] == 1.0
