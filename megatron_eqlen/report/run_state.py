@@ -114,6 +114,10 @@ class RunState:
                 self.ended, self.end_error = True, event["error"]
 
 
+TICK = 0.1
+"""Seconds by which the time of a file may lie before the clock: it is that of the kernel's last tick."""
+
+
 def read_state(run: Path) -> RunState:
     """Return the state of the run in the folder ``run``."""
     state, file, lost = RunState(), run / events.FILE, run / events.LOST
@@ -122,7 +126,7 @@ def read_state(run: Path) -> RunState:
             state.take(event)
     if file.exists():
         state.sign_of_life = file.stat().st_mtime
-    if not state.first_error and lost.exists() and lost.stat().st_mtime >= state.began:
+    if not state.first_error and lost.exists() and lost.stat().st_mtime >= state.began - TICK:
         state.first_error = (
             f"an error that could not be written down, as on a full disk ({free_space(run)} now); "
             "the last lines of the run's output say it"
