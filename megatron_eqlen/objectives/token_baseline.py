@@ -40,16 +40,25 @@ def alive_baselines(
     line of the prompt has a reward. ``ComparisonUnit.rollout`` counts in ``rollouts``."""
     spans: dict[str, list[list[_Span]]] = defaultdict(list)
     ends = [rollout.ends() for rollout in rollouts]
+    roots = [_roots(rollout) for rollout in rollouts]
     for unit in units:
         weight = (1.0 if unit.share is None else unit.share) / len(unit.members)
         of_unit: list[_Span] = []
         for part, reward in zip(unit.members, unit.rewards, strict=True):
             start = ends[unit.rollout][part.parent]
-            root = unit.rollout, rollouts[unit.rollout].line(part.number)[0].number
+            root = unit.rollout, roots[unit.rollout][part.number]
             of_unit.append(_Span(start, start + len(part), weight, reward, root))
         spans[unit.prompt_id].append(of_unit)
     baselines = {prompt_id: iter(_of_prompt(of_units)) for prompt_id, of_units in spans.items()}
     return [next(baselines[unit.prompt_id]) for unit in units]
+
+
+def _roots(rollout: Rollout) -> dict[int, int]:
+    """Return the number of the first part of each part's line, by the part's number."""
+    roots: dict[int, int] = {}
+    for part in rollout.parts:
+        roots[part.number] = roots.get(part.parent, part.number)
+    return roots
 
 
 def _of_prompt(units: list[list[_Span]]) -> list[list[np.ndarray | None]]:

@@ -158,8 +158,7 @@ class Line:
     number: int
     """Number of the part that its next tokens make."""
     forks: int
-    """Forks behind it."""
-    weight: float
+    """Forks behind it. A line of fewer forks is heavier: each fork divides its weight."""
     searched: int
     """Tokens of the response that no later fork lies in, nor a marker that it needs."""
 
@@ -240,8 +239,7 @@ class GrowingTree(Harvester):
         """Open lines, in the order of their tracks' numbers."""
 
     def start(self) -> list[Track]:
-        weight = 1 / self.shape.roots
-        return [self._open(number, [], -1, 0, weight) for number in range(self.shape.roots)]
+        return [self._open(number, [], -1, 0) for number in range(self.shape.roots)]
 
     def advance(self) -> list[Track]:
         """Fork and end lines; a tree without open lines is complete."""
@@ -266,11 +264,10 @@ class GrowingTree(Harvester):
         track, branching = line.track, self.shape.branching
         part = self.add_part(track, self.shape.role, line.number, length - line.offset - track.start)
         first = self._first_child(part.number)
-        line.number, line.searched = first, length
-        line.forks, line.weight = line.forks + 1, line.weight / branching
+        line.number, line.searched, line.forks = first, length, line.forks + 1
         response = track.path[len(self.prompt.token_ids) :][:length]
         return [
-            self._open(number, response, part.number, line.forks, line.weight)
+            self._open(number, response, part.number, line.forks)
             for number in range(first + 1, first + branching)
         ]
 
@@ -293,9 +290,9 @@ class GrowingTree(Harvester):
         order in which lines fork."""
         return self.shape.roots + number * self.shape.branching
 
-    def _open(self, number: int, response: list[int], parent: int, forks: int, weight: float) -> Track:
+    def _open(self, number: int, response: list[int], parent: int, forks: int) -> Track:
         track = self.open_track(number, response, self.limit - len(response), parent)
-        self.lines.append(Line(track, len(response), number, forks, weight, searched=len(response)))
+        self.lines.append(Line(track, len(response), number, forks, searched=len(response)))
         if self.search is not None and forks < self.shape.forks:
             self.search(self.lines[-1])  # says what to await
         return track
@@ -329,7 +326,7 @@ class ForkedAtDeaths(GrowingTree):
     def _heaviest(self, length: int) -> Line | None:
         """Return the heaviest line that goes on after ``length`` tokens and has not just forked there."""
         lines = [line for line in self.lines if line.is_alive_at(length) and line.searched < length]
-        return max(lines, key=lambda line: (line.weight, -line.number), default=None)
+        return min(lines, key=lambda line: (line.forks, line.number), default=None)
 
     def _first_child(self, number: int) -> int:
         """Return the next free number: these forks have an order."""
