@@ -6,7 +6,9 @@ import re
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -254,20 +256,24 @@ class Payload:
 
 def load_and_convert(checkpoint: str, source: str, out: str) -> list[str]:
     """Return the errors of each way to read a checkpoint."""
-    from megatron_eqlen.files import CheckpointError
     from megatron_eqlen.models.convert import megatron_to_hf
     from megatron_eqlen.models.megatron_checkpoint import content_metadata, load_sharded
 
-    chunks, errors = build(source, {}), []
-    for read in (
-        lambda: megatron_to_hf(checkpoint, source, out),
-        lambda: load_sharded(state_of(chunks), Path(checkpoint)),
-        lambda: content_metadata(Path(checkpoint)),
-    ):
-        with pytest.raises(CheckpointError) as raised:
-            read()
-        errors.append(str(raised.value))
-    return errors
+    chunks = build(source, {})
+    return [
+        refusal(lambda: megatron_to_hf(checkpoint, source, out)),
+        refusal(lambda: load_sharded(state_of(chunks), Path(checkpoint))),
+        refusal(lambda: content_metadata(Path(checkpoint))),
+    ]
+
+
+def refusal(read: Callable[[], Any]) -> str:
+    """Return the error of reading a checkpoint."""
+    from megatron_eqlen.files import CheckpointError
+
+    with pytest.raises(CheckpointError) as raised:
+        read()
+    return str(raised.value)
 
 
 def test_an_index_that_would_run_code_is_refused_before_it_does(tmp_path, converted):
@@ -284,21 +290,16 @@ def saved_with_payload(source: str, checkpoint: str, made: Path) -> list[str]:
     """Save a model beside an object that runs code; return the errors of both ways to read it."""
     from megatron.core import dist_checkpointing
 
-    from megatron_eqlen.files import CheckpointError
     from megatron_eqlen.models.megatron_checkpoint import content_metadata, load_sharded
 
-    chunks, errors = build(source, {}), []
+    chunks = build(source, {})
     Path(checkpoint).mkdir()
     dist_checkpointing.save({**state_of(chunks), "args": Payload(made)}, checkpoint)
     made.unlink(missing_ok=True)
-    for read in (
-        lambda: load_sharded(state_of(chunks), Path(checkpoint)),
-        lambda: content_metadata(Path(checkpoint)),
-    ):
-        with pytest.raises(CheckpointError) as raised:
-            read()
-        errors.append(str(raised.value))
-    return errors
+    return [
+        refusal(lambda: load_sharded(state_of(chunks), Path(checkpoint))),
+        refusal(lambda: content_metadata(Path(checkpoint))),
+    ]
 
 
 def test_an_object_that_would_run_code_is_refused_before_it_does(tmp_path, converted):
