@@ -17,6 +17,8 @@ STEPS, WARNINGS = 4, 20
 NEWEST = 1 << 18
 """Bytes at the end of the record in which steps and stages are read: many times those of ``STEPS`` steps.
 They are nearly all events of a long run."""
+TICK = 0.1
+"""Seconds by which the time of a file may lie before the clock: it is that of the kernel's last tick."""
 
 Moment = tuple[float, str]
 """Seconds since 1970, and a stage that began or a warning that was given then."""
@@ -112,10 +114,6 @@ class RunState:
                 self.cancelled = text
             case "ended":
                 self.ended, self.end_error = True, event["error"]
-
-
-TICK = 0.1
-"""Seconds by which the time of a file may lie before the clock: it is that of the kernel's last tick."""
 
 
 def read_state(run: Path) -> RunState:

@@ -28,4 +28,4 @@ class HarvestPlan:
     """(prompt, number of the rollout) -> whether this rank keeps all columns of the rollout's tokens. Token
     ids, which forks need, are kept of all."""
     marker: Marker | None = None
-    """Of ``tree_sampling.marker``."""
+    """Marker that trees fork after (``tree_sampling.marker``)."""

@@ -261,7 +261,7 @@ class Drawing:
 
 @dataclass
 class Suspended(HarvestObserver):
-    """What a step leaves to step ``number``."""
+    """Rollouts that a step leaves to step ``number``."""
 
     prompts: list[Prompt]
     number: int = 0

@@ -133,7 +133,7 @@ NEEDS = {
         "no Python 3.11 here",
     ),
 }
-"""What a program asks of the interpreter, and the reason to skip it."""
+"""Requirements of a program on the interpreter, and the reason to skip it."""
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
