@@ -19,6 +19,7 @@ from megatron_eqlen.recipe import Recipe, RewardRecipe
 from megatron_eqlen.recipe.inputs import fetch, local_path, revisions
 from megatron_eqlen.rewards.sandbox.interpreter import find_python
 from megatron_eqlen.rewards.sandbox.probe import offered_isolation
+from megatron_eqlen.sampling.harvester import Marker
 
 PYTHONS = ((3, 12), (3, 13))
 SETUP = "tools/setup (gpu)"
@@ -65,8 +66,11 @@ def inputs(place: Place) -> Finding | None:
 
 def _first_prompts(recipe: Recipe) -> str:
     """Return the lengths of the first step's prompts. Raises ValueError for data or a tokenizer that cannot
-    make them."""
-    source = PromptSource(recipe.data, load_tokenizer(local_path(recipe.model)), recipe.seed)
+    make them, or a marker that no response can contain."""
+    tokenizer = load_tokenizer(local_path(recipe.model))
+    if recipe.tree_sampling.marker is not None:
+        Marker.of(recipe.tree_sampling.marker, tokenizer)
+    source = PromptSource(recipe.data, tokenizer, recipe.seed)
     try:
         lengths = [len(prompt.token_ids) for prompt in source.next(recipe.data.prompts_per_step)]
     finally:

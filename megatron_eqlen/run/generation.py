@@ -23,8 +23,7 @@ from megatron_eqlen.evaluation.evaluate import evaluate
 from megatron_eqlen.evaluation.result import EvaluationResult
 from megatron_eqlen.files import step_name
 from megatron_eqlen.hf.folder import HFFolder
-from megatron_eqlen.hf.tokenizer import Tokenizer
-from megatron_eqlen.metrics import at_once
+from megatron_eqlen.metrics import HARVEST_BRANCHES, at_once
 from megatron_eqlen.objectives import dynamic_sampling
 from megatron_eqlen.objectives.units import due_rollouts
 from megatron_eqlen.processes import distributed
@@ -148,6 +147,10 @@ class Generator(InTurn):
         session.watchdog.add_facts(lambda: f"engine: {self.engine.state()}")
         self.patience = self.recipe.rollout.request_timeout
         """Seconds after which a silent engine is given up."""
+        text = self.recipe.tree_sampling.marker
+        self.marker = None if text is None else Marker.of(text, session.tokenizer)
+        self.forked = True
+        """False if no line of the newest harvest forked that could have forked."""
         self.suspended: dict[RolloutKey, RolloutOrigin] = {}
         self.resumed: dict[RolloutKey, RolloutOrigin] = {}
         """Partial rollouts that this step resumes."""
@@ -223,8 +226,23 @@ class Generator(InTurn):
         combined = replicas.combine(metrics)  # every rank has read the files that are removed now
         if distributed.is_rank0() and not self.recipe.rollout.carry_over:
             remove_open_tracks(self.recorded[1], {prompt.prompt_id for prompt in prompts})
+        self._warn_without_forks(combined)
         measured = combined | seconds | position_metrics(position)
         return Batch(rollouts, measured, position, prompts)
+
+    def _warn_without_forks(self, harvested: Metrics) -> None:
+        """Warn, unless the harvest before was such, of trees without a fork: they are independent
+        responses."""
+        tree, before = self.recipe.tree_sampling, self.forked
+        self.forked = self.recipe.sampling != "tree" or harvested.get(HARVEST_BRANCHES) != 0
+        if before and not self.forked:
+            why = {
+                "tokens": "all responses end within tree_sampling.step_tokens",
+                "marker": f"{tree.marker!r} (tree_sampling.marker) is in none of the responses, or at their "
+                "very end",
+                "death": "no line goes on where another ends",
+            }[tree.fork]
+            self.session.progress.warn(f"no line forked: {why}")
 
     def _plan(self, step: Step, prompts: list[Prompt]) -> HarvestPlan:
         """Return the plan for this replica's ``prompts``: new rollouts, and recorded and partial ones."""
@@ -240,7 +258,7 @@ class Generator(InTurn):
             seed=harvest_seed(self.recipe, step.number),
             progress=progress,
             keeps_columns=replicas.keeps,
-            marker=_marker(self.recipe.tree_sampling.marker, self.session.tokenizer),
+            marker=self.marker,
         )
 
     def score(self, step: Step, harvested: Batch) -> Batch:
@@ -323,13 +341,6 @@ def select(scored: Batch, step: Step, session: Session) -> Batch:
         room = recipe.data.prompts_per_step - step.prompts
         rollouts, metrics["objective/filtered_prompts"] = dynamic_sampling.select(rollouts, recipe, room)
     return Batch(rollouts, metrics, scored.data_position)
-
-
-def _marker(text: str | None, tokenizer: Tokenizer) -> Marker | None:
-    """Return the marker that a tree forks after. A token holds at least one byte of it."""
-    if text is None:
-        return None
-    return Marker(lambda ids: text in tokenizer.decode(ids), len(text.encode()))
 
 
 def start_engine(

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.tokens import TokenIds, Tokens
 from megatron_eqlen.types import Outcome, Part, Prompt, Rollout, line_of, tokens_along
+
+if TYPE_CHECKING:
+    from megatron_eqlen.hf.tokenizer import Tokenizer
 
 
 class Marker(NamedTuple):
@@ -23,6 +26,21 @@ class Marker(NamedTuple):
     """Returns True if the text of these consecutive tokens contains it."""
     width: int
     """Most tokens that it takes."""
+
+    @classmethod
+    def of(cls, text: str, tokenizer: Tokenizer) -> Marker:
+        """Return the marker ``text``; a token holds at least one byte of it. Raises ValueError if the
+        tokenizer's texts cannot contain it."""
+        if text not in (read := tokenizer.decode(tokenizer.encode(text))):
+            raise ValueError(
+                f"tree_sampling.marker: {text!r}: expected text that a response can contain, found that the "
+                f"tokenizer reads its tokens as {read!r} (without end-of-sequence tokens)"
+            )
+
+        def contains(token_ids: list[int]) -> bool:
+            return text in tokenizer.decode(token_ids)
+
+        return cls(contains, len(text.encode()))
 
 
 class Harvester(ABC):

@@ -3,11 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.sampling.harvester import Marker
-from megatron_eqlen.sampling.kind import plural
+from megatron_eqlen.sampling.kind import Setting, plural
 from megatron_eqlen.sampling.tree import GrowingTree, Shape, TreeSampling
 from megatron_eqlen.types import Prompt, Rollout
 
@@ -24,17 +20,10 @@ class Independent(TreeSampling):
     name = "independent"
     shares = False
 
-    def harvesters(
-        self,
-        prompts: Sequence[Prompt],
-        recipe: Recipe,
-        eos_token_ids: frozenset[int],
-        seed: int,
-        marker: Marker | None = None,
-    ) -> list[GrowingTree]:
-        """Return one harvester for each prompt."""
-        limit, shape = recipe.rollout.max_response_length, Shape(recipe.group_size)
-        return [Group(prompt, limit, eos_token_ids, seed, shape) for prompt in prompts]
+    def harvester(self, prompt: Prompt, index: int, setting: Setting) -> GrowingTree:
+        recipe, shape = setting.recipe, Shape(setting.recipe.group_size)
+        limit = recipe.rollout.max_response_length
+        return Group(prompt, limit, setting.eos_token_ids, setting.seed, shape)
 
     def labels(self, rollout: Rollout) -> tuple[str, list[str]]:
         count = len(rollout.parts)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from megatron_eqlen.metrics import HARVEST_BRANCHES, HARVEST_CONTEXT, HARVEST_PROMPT_TOKENS
 from megatron_eqlen.recipe import Recipe
@@ -20,13 +20,22 @@ from megatron_eqlen.sampling.harvester import Harvester, Marker
 from megatron_eqlen.types import Metrics, Prompt, Rollout, TokenTree
 
 
+class Setting(NamedTuple):
+    """What the harvesters of a step's rollouts share."""
+
+    recipe: Recipe
+    eos_token_ids: frozenset[int]
+    seed: int
+    marker: Marker | None = None
+    """Marker that trees fork after (``tree_sampling.marker``)."""
+
+
 class SamplingKind(ABC):
     """One value of the recipe's ``sampling``. Objects have no state."""
 
     name: ClassVar[str]
     """Value of the recipe's key, and ``Rollout.kind``."""
 
-    @abstractmethod
     def harvesters(
         self,
         prompts: Sequence[Prompt],
@@ -34,9 +43,14 @@ class SamplingKind(ABC):
         eos_token_ids: frozenset[int],
         seed: int,
         marker: Marker | None = None,
-    ) -> Sequence[Harvester]:
-        """Return a harvester for each rollout of ``prompts``, those of a prompt next to each other.
-        ``marker``: of ``tree_sampling.marker``."""
+    ) -> list[Harvester]:
+        """Return a harvester for each rollout of ``prompts``, those of a prompt next to each other."""
+        setting, numbers = Setting(recipe, eos_token_ids, seed, marker), range(recipe.rollouts_per_prompt)
+        return [self.harvester(prompt, number, setting) for prompt in prompts for number in numbers]
+
+    @abstractmethod
+    def harvester(self, prompt: Prompt, index: int, setting: Setting) -> Harvester:
+        """Return the harvester of rollout ``index`` of ``prompt``, below ``Recipe.rollouts_per_prompt``."""
 
     @abstractmethod
     def compare(

@@ -32,7 +32,7 @@ from megatron_eqlen.sampling.comparison import (
     token_tree,
 )
 from megatron_eqlen.sampling.harvester import Harvester, Marker
-from megatron_eqlen.sampling.kind import SamplingKind, context_metrics, plural
+from megatron_eqlen.sampling.kind import SamplingKind, Setting, context_metrics, plural
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import Metrics, Part, Prompt, Rollout, TokenTree
 
@@ -48,26 +48,15 @@ class TreeSampling(SamplingKind):
     shares: ClassVar[bool] = True
     """Units have shares of their rollout."""
 
-    def harvesters(
-        self,
-        prompts: Sequence[Prompt],
-        recipe: Recipe,
-        eos_token_ids: frozenset[int],
-        seed: int,
-        marker: Marker | None = None,
-    ) -> Sequence[GrowingTree]:
-        """Return one harvester for each prompt."""
+    def harvester(self, prompt: Prompt, index: int, setting: Setting) -> GrowingTree:
+        recipe, eos, seed, marker = setting
         tree, limit = recipe.tree_sampling, recipe.rollout.max_response_length
         shape = Shape(recipe.group_size, tree.branching, tree.forks, "step")
+        if tree.fork == "death":
+            return ForkedAtDeaths(prompt, limit, eos, seed, shape)
         step_tokens = tree.step_tokens or max(1, limit // (tree.forks + 1))
-
-        def made(prompt: Prompt) -> GrowingTree:
-            if tree.fork == "death":
-                return ForkedAtDeaths(prompt, limit, eos_token_ids, seed, shape)
-            search = after_marker(marker) if tree.fork == "marker" else every(step_tokens)
-            return GrowingTree(prompt, limit, eos_token_ids, seed, shape, search)
-
-        return [made(prompt) for prompt in prompts]
+        search = after_marker(marker) if tree.fork == "marker" else every(step_tokens)
+        return GrowingTree(prompt, limit, eos, seed, shape, search)
 
     def compare(
         self, rollout: Rollout, recipe: Recipe, penalty: Penalty

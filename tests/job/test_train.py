@@ -174,12 +174,14 @@ def test_a_model_whose_tokenizer_is_a_sentencepiece_model_is_trained_reported_an
     assert not (folder / "export/tokenizer.json").exists()
 
 
-def test_harvest_without_a_trainer(home):
+def test_harvest_without_a_trainer_says_that_nothing_forked(home):
     out = home / "harvested"
-    arguments = ["-m", "megatron_eqlen.cli", "harvest", home / "recipe.yaml", "--out", out]
-    assert f"8 rollouts in {out}/step-00000000" in run(*arguments).stdout
-    assert len(read_step(out / "step-00000000")) == 4 * 2
-    assert recipe_of(out) == recipe_of(out / "step-00000000") == load(home / "recipe.yaml")
+    trees = ["sampling=tree", "objective=rloo", "tree_sampling={fork: marker, marker: never}"]
+    said = run("-m", "megatron_eqlen.cli", "harvest", home / "recipe.yaml", *trees, "--out", out).stdout
+    assert f"4 rollouts in {out}/step-00000000" in said
+    assert "WARNING: no line forked: 'never' (tree_sampling.marker) is in none of the responses" in said
+    assert len(read_step(out / "step-00000000")) == 4
+    assert recipe_of(out) == recipe_of(out / "step-00000000") == load(home / "recipe.yaml", trees)
 
 
 def test_another_model_is_evaluated_on_other_questions(home, trained):

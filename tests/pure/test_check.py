@@ -332,6 +332,11 @@ def test_the_models_tensors_are_looked_for_and_the_first_steps_prompts_made_exce
     place = with_recipe(large, f"model.path={model}", rows, *keys)
     found = software.inputs(place)
     assert re.search(r"are there; the first step's 4 prompts have (\d+) to \1 tokens$", found.text)
+    marker = ("sampling=tree", "objective=rloo", "tree_sampling={fork: marker, marker: <|im_end|>}")
+    with pytest.raises(
+        ValueError, match=r"marker: '<\|im_end\|>': expected text that a response can contain"
+    ):
+        software.inputs(with_recipe(large, f"model.path={model}", rows, *keys, *marker))
     (model / "chat_template.jinja").unlink()
     with pytest.raises(ValueError, match=f"^{model}: expected a chat template"):
         software.inputs(place)

@@ -311,9 +311,9 @@ class Duellists(Group):
 class DuelSampling(SamplingKind):
     name = "duel"
 
-    def harvesters(self, prompts, recipe, eos_token_ids, seed, marker=None):
-        limit = recipe.rollout.max_response_length
-        return [Duellists(prompt, limit, eos_token_ids, seed, Shape(2)) for prompt in prompts]
+    def harvester(self, prompt, index, setting):
+        limit = setting.recipe.rollout.max_response_length
+        return Duellists(prompt, limit, setting.eos_token_ids, setting.seed, Shape(2))
 
     def compare(self, rollout, recipe, penalty):
         tree, nodes = token_tree(rollout, rollout.prompt_id, rollout.parts)

@@ -20,8 +20,7 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty, all_equal, token_tree
 from megatron_eqlen.sampling.equal_length.dual_track import DualTrack, Pair, pairs_of, tail_of
 from megatron_eqlen.sampling.equal_length.suffix import pair_rewards, policy_rewards, trunk_reward
-from megatron_eqlen.sampling.harvester import Marker
-from megatron_eqlen.sampling.kind import SamplingKind, context_metrics, plural
+from megatron_eqlen.sampling.kind import SamplingKind, Setting, context_metrics, plural
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Metrics, Node, Outcome, Prompt, Rollout, TokenTree
 
@@ -34,22 +33,10 @@ class EqualLength(SamplingKind):
 
     name = "equal_length"
 
-    def harvesters(
-        self,
-        prompts: Sequence[Prompt],
-        recipe: Recipe,
-        eos_token_ids: frozenset[int],
-        seed: int,
-        marker: Marker | None = None,
-    ) -> list[DualTrack]:
-        """Return one harvester for each of the G / 2 subgroups of every prompt."""
-        limit = recipe.rollout.max_response_length
-        max_pairs = 1 if recipe.equal_length.single_pair else recipe.equal_length.max_pairs
-        return [
-            DualTrack(prompt, index, limit, eos_token_ids, seed, max_pairs)
-            for prompt in prompts
-            for index in range(recipe.streams_per_prompt)
-        ]
+    def harvester(self, prompt: Prompt, index: int, setting: Setting) -> DualTrack:
+        limit, settings = setting.recipe.rollout.max_response_length, setting.recipe.equal_length
+        max_pairs = 1 if settings.single_pair else settings.max_pairs
+        return DualTrack(prompt, index, limit, setting.eos_token_ids, setting.seed, max_pairs)
 
     def compare(
         self, rollout: Rollout, recipe: Recipe, penalty: Penalty
