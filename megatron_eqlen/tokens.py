@@ -94,7 +94,12 @@ ROUTES = Column(
 whose input is the preceding token on its path; in the model's order of layers, without dense layers. A
 prompt's first token is not predicted: its row is zeros and is not read."""
 
-COLUMNS = {column.name: column for column in (TOKEN_IDS, LOGPROBS, VERSIONS, KEPT, ROUTES)}
+GIVEN = Column("given", "int32", "rows", ragged=True, always=True)
+"""Only where an environment takes part: the number of the turn that a token of the environment answers (an
+observation, with what the chat template puts around it); no number for a token that the policy generated. A
+bare table knows how many tokens were generated."""
+
+COLUMNS = {column.name: column for column in (TOKEN_IDS, LOGPROBS, VERSIONS, KEPT, ROUTES, GIVEN)}
 """All columns, in the order in which they are sent and recorded."""
 
 ALWAYS = tuple(column.name for column in COLUMNS.values() if column.always)
@@ -260,6 +265,16 @@ class Tokens:
     @property
     def token_ids(self) -> TokenIds:
         return self.columns["token_ids"]
+
+    @property
+    def generated(self) -> int:
+        """Number of tokens that the policy generated; all but those of an environment."""
+        return self._length - (len(self.columns["given"].values) if "given" in self.columns else 0)
+
+    @property
+    def is_generated(self) -> np.ndarray:
+        """[L] bool, True for the tokens that the policy generated."""
+        return self.columns["given"].counts == 0 if "given" in self.columns else np.ones(len(self), bool)
 
     @property
     def oldest_version(self) -> int:

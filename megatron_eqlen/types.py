@@ -124,7 +124,8 @@ class Part:
     """True if the part was final before this step began: an earlier step graded it."""
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        """Return the number of generated tokens; ``len(tokens)`` counts those of an environment, too."""
+        return self.tokens.generated
 
     @property
     def token_ids(self) -> TokenIds:
@@ -146,6 +147,16 @@ def line_of(parts: Mapping[int, Part], number: int) -> list[Part]:
 def tokens_along(line: Iterable[Part]) -> TokenIds:
     """Return the token ids of consecutive parts; a single part is not copied."""
     return join([NO_TOKENS, *(part.token_ids for part in line)])
+
+
+def last_turn(line: Sequence[Part]) -> TokenIds:
+    """Return the token ids that the policy generated since an environment's last token, at the end of a line:
+    all of the line without an environment, or in skeletons."""
+    token_ids = tokens_along(line)
+    if any(len(part) < len(part.tokens) and not part.tokens.is_bare for part in line):
+        generated = np.concatenate([part.tokens.is_generated for part in line])
+        return token_ids[int(np.flatnonzero(~generated)[-1]) + 1 :]
+    return token_ids
 
 
 class Line(NamedTuple):
@@ -201,15 +212,16 @@ class Rollout:
         return line_of({part.number: part for part in self.parts}, number)
 
     def ended(self) -> Iterator[tuple[Part, TokenIds]]:
-        """Yield every part that ends a response, with the whole response's token ids."""
+        """Yield every part that ends a response, with the response's token ids, or with an environment those
+        of its last turn."""
         by_number = {part.number: part for part in self.parts}
         for part in self.parts:
             if part.finish_reason == "stop":
-                yield part, tokens_along(line_of(by_number, part.number))
+                yield part, last_turn(line_of(by_number, part.number))
 
     def ends(self) -> dict[int, int]:
-        """Return the number of tokens from the prompt to the end of each part, by the part's number; 0 for
-        -1."""
+        """Return the number of generated tokens from the prompt to the end of each part, by the part's
+        number; 0 for -1."""
         ends = {-1: 0}
         for part in self.parts:
             ends[part.number] = ends[part.parent] + len(part)
@@ -266,10 +278,10 @@ class Node:
     tokens: Tokens
     """Tokens of the node; the root holds the whole prompt (at least one token)."""
     advantage: float | np.ndarray = 0.0
-    """One number for all tokens, or an array with one for each."""
+    """One number for all tokens, or an array with one for each generated token."""
     weight: float = 0.0
-    """Weight of every token of this node in the loss; it contains every 1/L, 1/N_k, 2/G and 1/P, so that the
-    loss is a plain sum. 0: not supervised (context only)."""
+    """Weight of every generated token of this node in the loss; it contains every 1/L, 1/N_k, 2/G and 1/P, so
+    that the loss is a plain sum. 0: not supervised (context only)."""
     home: int | None = None
     """Rank that holds the values (see ``Part.home``); every rank has the ids of a root."""
 

@@ -10,7 +10,7 @@ reason, and replaced by the next one of the same source.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any, Literal
 
@@ -28,6 +28,9 @@ from megatron_eqlen.types import Metrics, Prompt
 
 log = logging.getLogger(__name__)
 
+Tools = Sequence[Mapping[str, Any]]
+"""JSON schemas of tools, for the chat template."""
+
 
 class LongPrompt(BadRow):
     """A prompt of more tokens than ``data.max_prompt_length``."""
@@ -41,8 +44,8 @@ class PromptMaker:
     """Turns rows into prompts. Holds the grader that checks gold answers, which starts when it is first
     needed."""
 
-    def __init__(self, data: DataRecipe, tokenizer: Tokenizer) -> None:
-        self._data = data
+    def __init__(self, data: DataRecipe, tokenizer: Tokenizer, tools: Tools = ()) -> None:
+        self._data, self._tools = data, tools
         self._tokenizer = tokenizer
         self._grader = MathGrader("either", workers=1, timeout=30.0)
 
@@ -58,6 +61,7 @@ class PromptMaker:
             self._data.instruction if row.instruction is None else row.instruction,
             self._data.instruction_role,
             self._data.enable_thinking,
+            self._tools,
         )
         if len(token_ids) > self._data.max_prompt_length:
             raise LongPrompt(len(token_ids), self._data.max_prompt_length)
@@ -156,11 +160,12 @@ class PromptSource:
     unique in a run.
     """
 
-    def __init__(self, data: DataRecipe, tokenizer: Tokenizer, seed: int) -> None:
+    def __init__(self, data: DataRecipe, tokenizer: Tokenizer, seed: int, tools: Tools = ()) -> None:
+        """``tools``: JSON schemas of an environment's tools, for the chat template."""
         names = [source.name for source in data.sources]
         if len(set(names)) < len(names):
             raise ValueError(f"data.sources: expected distinct names, found {names}")
-        self._maker = PromptMaker(data, tokenizer)
+        self._maker = PromptMaker(data, tokenizer, tools)
         self._seed = seed
         self._sources = [
             _Source(recipe, number, seed, data.shuffle) for number, recipe in enumerate(data.sources)
@@ -211,7 +216,9 @@ class PromptSource:
         return prompt
 
 
-def read_benchmark(benchmark: BenchmarkRecipe, data: DataRecipe, tokenizer: Tokenizer) -> list[Prompt]:
+def read_benchmark(
+    benchmark: BenchmarkRecipe, data: DataRecipe, tokenizer: Tokenizer, tools: Tools = ()
+) -> list[Prompt]:
     """Return all problems of a benchmark in file order (the first ``limit``), formatted as the recipe formats
     questions.
 
@@ -219,7 +226,7 @@ def read_benchmark(benchmark: BenchmarkRecipe, data: DataRecipe, tokenizer: Toke
     benchmark.
     """
     tally = Tally()
-    maker = PromptMaker(data, tokenizer)
+    maker = PromptMaker(data, tokenizer, tools)
     prompts: list[Prompt] = []
     long: dict[str, int] = {}
     where = f"benchmark {benchmark.name}: {benchmark.path}"
@@ -270,6 +277,7 @@ def format_prompt(
     instruction: str = "",
     instruction_role: InstructionRole = "user",
     enable_thinking: bool | None = None,
+    tools: Tools = (),
 ) -> list[int]:
     """Return the token ids of ``question``, ready for the assistant's answer. A question that is a chat takes
     no instruction.
@@ -281,7 +289,7 @@ def format_prompt(
         messages = chat_messages(question, instruction, instruction_role)
     else:
         messages = [*question]
-    return tokenizer.apply_chat_template(messages, enable_thinking)
+    return tokenizer.apply_chat_template(messages, enable_thinking, tools)
 
 
 def chat_messages(question: str, instruction: str, instruction_role: InstructionRole) -> list[Turn]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
+from megatron_eqlen.environments.conversation import Conversations
 from megatron_eqlen.evaluation.result import Answers, EvaluationResult, file_hashes
 from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
 from megatron_eqlen.recipe.inputs import data_files, local_path
@@ -42,6 +43,7 @@ def evaluate(
     share: Callable[[list[Prompt]], list[Prompt]] = _everything,
     grades: Callable[[Prompt, int], bool] = all_rollouts,
     gather: Callable[[list], list] = _everything,
+    conversations: Conversations | None = None,
 ) -> EvaluationResult:
     """Evaluate the engine's weights on ``problems`` with ``recipe.evaluation.samples`` completions each.
 
@@ -61,7 +63,14 @@ def evaluate(
     )
 
     seed = recipe.seed + EVALUATION_SEED
-    plan = HarvestPlan(share(problems), sampling, eos_token_ids, seed, keeps_columns=_no_columns)
+    plan = HarvestPlan(
+        share(problems),
+        sampling,
+        eos_token_ids,
+        seed,
+        keeps_columns=_no_columns,
+        conversations=conversations,
+    )
     harvested, _ = harvest(engine, plan, [EarlyGrading(scorer, grades)])
     groups = [group for group in harvested if grades(group.prompt, group.index)]
     scorer.score(groups)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +59,27 @@ class Tokenizer(ABC):
     def _spoken(self, token_ids: Sequence[int] | np.ndarray) -> list[int]:
         return _without(token_ids, self._silent)
 
-    def apply_chat_template(self, messages: list[Turn], enable_thinking: bool | None = None) -> list[int]:
-        """Return the token ids of ``messages`` up to the start of the assistant's answer.
+    def apply_chat_template(
+        self,
+        messages: list[Turn],
+        enable_thinking: bool | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
+        """Return the token ids of ``render_chat``."""
+        return self.encode(self.render_chat(messages, enable_thinking, tools))
+
+    def render_chat(
+        self,
+        messages: list[Turn],
+        enable_thinking: bool | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        """Return the text of ``messages`` up to the start of the assistant's answer. ``tools``: JSON schemas.
 
         Raises ValueError if the model's files hold no chat template.
         """
-        options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-        return self.encode(self._render(messages, options))
+        options: dict[str, Any] = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        return self._render(messages, options | ({"tools": [*tools]} if tools else {}))
 
     @property
     @abstractmethod

@@ -211,9 +211,9 @@ def _set_weights(batch: _Batch, recipe: Recipe, objective: Objective) -> None:
             sequence = unit.share / (rollouts * len(unit.nodes))
         alike, tokens = _alike(unit)
         for node, advantage in zip(unit.nodes, unit.advantages, strict=True):
-            if len(node):
+            if length := node.tokens.generated:
                 sign = np.sign(advantage)
-                member = Member(sequence, len(node), unit.prompt_id, alike[sign], tokens[sign])
+                member = Member(sequence, length, unit.prompt_id, alike[sign], tokens[sign])
                 weight = objective.aggregation(member, size)
                 node.weight = checked_weight(weight, f"prompt {unit.prompt_id}: {where}")
 

@@ -31,6 +31,7 @@ def _check_mask(forest: Forest, node: int) -> None:
     kept, tokens = forest.node(node).tokens["kept"], forest.node(node).token_ids
     owner = np.repeat(np.arange(len(kept)), kept.counts)
     contains = np.bincount(owner[kept.values == tokens[owner]], minlength=len(kept)) > 0
+    contains |= ~forest.node(node).tokens.is_generated
     if not contains.all():
         token = int(np.argmin(contains))
         raise TreeError(

@@ -42,24 +42,39 @@ def fill_row(
     row.visible_until[:used] = np.repeat(ends, lengths)
     # loss, of trained nodes only
     trained = supervised & (forest.weight[nodes] > 0)
-    row.segment_ids[:used] = np.repeat(np.where(trained, forest.segment[nodes], -1), lengths)
-    row.advantages[:used] = _advantages(forest, nodes, trained, lengths)
-    row.weights[:used] = np.repeat(np.where(trained, forest.weight[nodes], 0.0), lengths)
+    generated = _generated(forest, nodes, lengths)
+    row.segment_ids[:used] = np.where(
+        generated, np.repeat(np.where(trained, forest.segment[nodes], -1), lengths), -1
+    )
+    row.advantages[:used] = _advantages(forest, nodes, trained, generated, lengths)
+    row.weights[:used] = np.repeat(np.where(trained, forest.weight[nodes], 0.0), lengths) * generated
     row.path_columns = _path_columns(forest, nodes, starts, length)
     if for_loss:
         row.columns = _columns(forest, nodes[trained], row.segment_ids >= 0)
     return row
 
 
-def _advantages(forest: Forest, nodes: np.ndarray, trained: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the advantage of each position, 0 outside trained nodes."""
+def _generated(forest: Forest, nodes: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return [used] bool, False for the positions that predict a token of an environment."""
+    generated = np.ones(int(lengths.sum()), bool)
+    for node, start, length in zip(nodes.tolist(), np.cumsum(lengths) - lengths, lengths, strict=True):
+        tokens = forest.node(node).tokens
+        if len(tokens) > tokens.generated:
+            generated[start : start + length] = tokens.is_generated
+    return generated
+
+
+def _advantages(
+    forest: Forest, nodes: np.ndarray, trained: np.ndarray, generated: np.ndarray, lengths: np.ndarray
+) -> np.ndarray:
+    """Return the advantage of each position, 0 outside trained nodes and for tokens of an environment."""
     of_nodes = [forest.node(node).advantage if use else 0.0 for node, use in zip(nodes, trained, strict=True)]
     by_token = {i: values for i, values in enumerate(of_nodes) if isinstance(values, np.ndarray)}
     numbers = [0.0 if i in by_token else values for i, values in enumerate(of_nodes)]
-    advantages = np.repeat(np.array(numbers, np.float64), lengths)
+    advantages = np.repeat(np.array(numbers, np.float64), lengths) * generated
     starts = np.cumsum(lengths) - lengths
     for i, values in by_token.items():
-        advantages[starts[i] : starts[i] + lengths[i]] = values
+        advantages[starts[i] : starts[i] + lengths[i]][generated[starts[i] : starts[i] + lengths[i]]] = values
     return advantages
 
 
@@ -144,15 +159,17 @@ def _columns(forest: Forest, nodes: np.ndarray, supervised: np.ndarray) -> dict[
     bool), as ``Row.columns``."""
     if not len(nodes):
         return {}
-    tokens = Tokens.joined([forest.node(node).tokens for node in nodes])
+    tables = [forest.node(node).tokens for node in nodes]
+    tokens, generated = Tokens.joined(tables), np.concatenate([table.is_generated for table in tables])
     columns: dict[str, Values] = {}
     for name, values in tokens.columns.items():
         if COLUMNS[name].needed_by != "loss":
             continue
         if isinstance(values, Ragged):
-            columns[name] = Ragged(values.values.astype(np.int64), values.counts.astype(np.int64))
+            # tokens of an environment have no lists
+            columns[name] = Ragged(values.values.astype(np.int64), values.counts[generated].astype(np.int64))
             continue
         wide = np.float64 if values.dtype.kind == "f" else np.int64
         spread = columns[name] = np.full(len(supervised), COLUMNS[name].unknown, wide)
-        spread[supervised] = values
+        spread[supervised] = values[generated]
     return columns

@@ -100,8 +100,7 @@ def kv_cache(recipe: Recipe, model: ModelConfig) -> float:
 def longest_path(recipe: Recipe, model: ModelConfig) -> float:
     """Return the bytes that the KV cache needs for one request of the greatest length; with less, vLLM does
     not start."""
-    tokens = recipe.data.max_prompt_length + recipe.rollout.max_response_length
-    return tokens * kv_bytes_per_token(recipe, model) + state_bytes_per_sequence(recipe, model)
+    return recipe.longest_path * kv_bytes_per_token(recipe, model) + state_bytes_per_sequence(recipe, model)
 
 
 def sequences_at_once(recipe: Recipe, model: ModelConfig, mean_length: float) -> float:

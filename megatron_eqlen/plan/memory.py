@@ -71,8 +71,8 @@ class Memory:
         cache, path = engine.kv_cache(self.recipe, self.model), engine.longest_path(self.recipe, self.model)
         if cache < path:
             yield (
-                f"{_gb(cache)} are left for the KV cache, and the longest path (data.max_prompt_length + "
-                f"rollout.max_response_length) needs {_gb(path)}"
+                f"{_gb(cache)} are left for the KV cache, and the longest path "
+                f"({self.recipe.longest_path_text}) needs {_gb(path)}"
             )
 
 

@@ -8,6 +8,7 @@ from megatron_eqlen.recipe.naming import MAY_CHANGE, differences, is_under, leav
 from megatron_eqlen.recipe.schema import (
     BenchmarkRecipe,
     DataRecipe,
+    EnvironmentRecipe,
     EqualLengthRecipe,
     LoraRecipe,
     LossRecipe,
@@ -32,6 +33,7 @@ __all__ = [
     "MAY_CHANGE",
     "BenchmarkRecipe",
     "DataRecipe",
+    "EnvironmentRecipe",
     "EqualLengthRecipe",
     "LoraRecipe",
     "LossRecipe",

@@ -36,6 +36,7 @@ def check(recipe: Recipe) -> None:
     _check_sampling(recipe)
     _check_engine(recipe.rollout)
     _check_sampling_mask(recipe.rollout)
+    _check_environment(recipe)
     _check_gpus(recipe)
     _check_keep_streams(recipe)
     layout.check(recipe)
@@ -135,11 +136,18 @@ def _check_learning_rate(optimizer: OptimizerRecipe) -> None:
 
 
 def _check_row_budget(recipe: Recipe) -> None:
-    prompt, response = recipe.data.max_prompt_length, recipe.rollout.max_response_length
-    if recipe.packing.max_tokens_per_row < prompt + response:
+    if recipe.packing.max_tokens_per_row < recipe.longest_path:
         raise ValueError(
             f"packing.max_tokens_per_row: {recipe.packing.max_tokens_per_row} is less than the longest path, "
-            f"data.max_prompt_length {prompt} + rollout.max_response_length {response} = {prompt + response}"
+            f"{recipe.longest_path_text}"
+        )
+
+
+def _check_environment(recipe: Recipe) -> None:
+    if recipe.environment.name and recipe.rollout.keep_routes:
+        raise ValueError(
+            "rollout.keep_routes: true is not possible with an environment: the engine gives no routes of "
+            "the tokens that it adds"
         )
 
 
@@ -211,3 +219,5 @@ def _check_plugins(recipe: Recipe) -> None:
             for key, path in (("reader", item.reader), ("grader", item.grader or "")):
                 if is_import_path(path):
                     load_object(path, f"{section}.{number}.{key}")
+    if is_import_path(recipe.environment.name or ""):
+        load_object(recipe.environment.name or "", "environment.name")

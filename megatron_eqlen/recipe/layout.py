@@ -163,15 +163,11 @@ def engine(rollout: RolloutRecipe, model: ModelConfig) -> Iterator[str]:
 
 def paths(recipe: Recipe, model: ModelConfig) -> Iterator[str]:
     """Yield a violation if the longest path exceeds the model's positions."""
-    prompt, response = recipe.data.max_prompt_length, recipe.rollout.max_response_length
-    if prompt + response > model.context_length:
+    if recipe.longest_path > model.context_length:
         source = "max_position_embeddings"
         if model.has_yarn:
             source = "yarn's factor x original_max_position_embeddings"
-        yield (
-            f"data.max_prompt_length {prompt} + rollout.max_response_length {response} = "
-            f"{prompt + response} is more than the model's {source} {model.context_length}"
-        )
+        yield (f"{recipe.longest_path_text} is more than the model's {source} {model.context_length}")
 
 
 def _tensor_sizes(model: ModelConfig) -> dict[str, int]:

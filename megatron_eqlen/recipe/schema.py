@@ -277,6 +277,25 @@ class TreeSamplingRecipe(Section):
     """Text that a line forks after, where the token ends that completes it: ``</think>``."""
 
 
+class EnvironmentRecipe(Section):
+    """Environment that answers the policy's turns with tools, games or databases (docs/agents.md)."""
+
+    name: str | None = None
+    """``python``: a Python tool in the sandbox; or the import path of your own class. None: a response is one
+    turn."""
+    options: Annotated[dict[str, Value], When(".name")] = {}
+    """Arguments of the class besides prompt and seed."""
+    max_turns: Annotated[PositiveInt, When(".name")] = 8
+    """The response ends with the answer to this many turns."""
+    max_given_tokens: Annotated[PositiveInt, When(".name")] = 4096
+    """Most tokens that the environment gives on a path; the response ends where more would be given. They
+    count for context and rows, not for ``rollout.max_response_length``."""
+    timeout: Annotated[PositiveFloat, When(".name")] = 60.0
+    """Seconds after which a call has failed and its rollout is left out."""
+    workers: Annotated[PositiveInt, When(".name")] = 8
+    """Calls at once, per engine replica."""
+
+
 class MismatchRecipe(Section):
     """Monitoring of the train-inference mismatch: the mean |log-prob difference| of trainer and engine, over
     those tokens of an update that were sampled by the weights which the update trains."""
@@ -733,6 +752,7 @@ class Recipe(Section):
     data: DataRecipe
     equal_length: Annotated[EqualLengthRecipe, When("sampling", "equal_length")] = EqualLengthRecipe()
     tree_sampling: Annotated[TreeSamplingRecipe, When("sampling", "tree")] = TreeSamplingRecipe()
+    environment: EnvironmentRecipe = EnvironmentRecipe()
     rollout: RolloutRecipe = RolloutRecipe()
     reward: RewardRecipe = RewardRecipe()
     loss: LossRecipe = LossRecipe()
@@ -744,6 +764,30 @@ class Recipe(Section):
     report: ReportRecipe = ReportRecipe()
     profile: ProfileRecipe = ProfileRecipe()
     cluster: ClusterRecipe = ClusterRecipe()
+
+    @property
+    def longest_response(self) -> int:
+        """Most tokens after a prompt, generated and given."""
+        given = self.environment.max_given_tokens if self.environment.name else 0
+        return self.rollout.max_response_length + given
+
+    @property
+    def longest_path(self) -> int:
+        """Most tokens of a path."""
+        return self.data.max_prompt_length + self.longest_response
+
+    @property
+    def longest_response_text(self) -> str:
+        """The sum behind ``longest_response``, for messages."""
+        given = f" + environment.max_given_tokens {self.environment.max_given_tokens}"
+        text = f"rollout.max_response_length {self.rollout.max_response_length}"
+        return text + given * (self.environment.name is not None)
+
+    @property
+    def longest_path_text(self) -> str:
+        """The sum behind ``longest_path``, for messages."""
+        prompt = f"data.max_prompt_length {self.data.max_prompt_length}"
+        return f"{prompt} + {self.longest_response_text} = {self.longest_path}"
 
     @property
     def budget(self) -> Budget:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from megatron_eqlen.objectives.build import weighted_units
 from megatron_eqlen.objectives.dynamic_sampling import trained
 from megatron_eqlen.recipe import Recipe
@@ -158,7 +160,7 @@ def _segment(
     return SegmentView(
         label=label,
         before=decode(inherited[-CONTEXT_TOKENS:]),
-        text=decode(part.token_ids),
+        text=_text(part, decode),
         length=len(part),
         inherited=len(inherited),
         end=part.finish_reason or "continues",
@@ -166,6 +168,17 @@ def _segment(
         verdict="" if part.grade is None else _verdict(part.grade, gold),
         versions=_versions(part),
     )
+
+
+def _text(part: Part, decode: Decode) -> str:
+    """Return the text of a part; what an environment gave stands between brackets."""
+    if len(part) == len(part.tokens):
+        return decode(part.token_ids)
+    generated = part.tokens.is_generated
+    changes = np.flatnonzero(np.diff(generated)) + 1
+    runs = np.split(part.token_ids, changes)
+    own = generated[[0, *changes.tolist()]]
+    return "".join(decode(run) if mine else f"⟦{decode(run)}⟧" for run, mine in zip(runs, own, strict=True))
 
 
 def _verdict(grade: Grade, gold: str) -> str:

@@ -215,7 +215,11 @@ class EarlyGrading(HarvestObserver):
         self.scorer, self.grades = scorer, grades
 
     def part_finished(self, harvester: Harvester, part: Part) -> None:
-        if part.finish_reason == "stop" and self.grades(harvester.prompt, harvester.index):
+        if (
+            part.finish_reason == "stop"
+            and part.grade is None
+            and self.grades(harvester.prompt, harvester.index)
+        ):
             self.scorer.begin(harvester.prompt, harvester.response(part))
 
 

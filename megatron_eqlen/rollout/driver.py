@@ -5,16 +5,19 @@
                  └──────── advance: pairs, forks, outcome ◄── tokens by position ◄── step ──┘
 
 The driver admits harvesters while the engine has free slots, hands each its tokens, submits its forks at
-once, submits lost requests again, and stops when the step's tokens are generated.
+once, submits lost requests again, lets environments answer turns (``dialogues``), and stops when the step's
+tokens are generated.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
 
 from megatron_eqlen.processes.watchdog import beat
+from megatron_eqlen.rollout.dialogues import Dialogues
 from megatron_eqlen.rollout.engine import SAMPLERS, Decoder, EngineError
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.meter import Meter
@@ -22,6 +25,8 @@ from megatron_eqlen.rollout.prompt_routes import PromptRoutes
 from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import Delta, Rollout, RolloutKey
+
+log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 4
 """Attempts per track and policy version. A track that is lost so often means that the engine fails."""
@@ -49,6 +54,7 @@ class Driver:
         self.launched: dict[RolloutKey, list[Track]] = {}
         """All tracks of each running harvester, if its rollout may be suspended."""
         self.prompt_routes = PromptRoutes(self.running) if self.rollout.keep_routes else None
+        self.dialogues = meter.dialogues
 
     def run(self, harvesters: dict[RolloutKey, Harvester]) -> None:
         """Run ``harvesters`` to their ends and report to the observers."""
@@ -66,11 +72,13 @@ class Driver:
                     self.end_early()
                     break
                 self.admit()
-                deltas = self.meter.timed(self.engine.step)
+                deltas = self.meter.timed(self.engine.step) if self.in_flight else []
                 self.advance(self.deliver(deltas))
+                if self.dialogues is not None:
+                    self.converse(self.dialogues)
                 # give up a silent engine
                 now = time.monotonic()
-                if deltas:
+                if deltas or not self.in_flight:
                     last_progress = now
                     beat()
                 elif now - last_progress > self.rollout.request_timeout:
@@ -82,6 +90,8 @@ class Driver:
             self.finish_decode_step(last=True)
         finally:
             self.engine.abort(list(self.in_flight))
+            if self.dialogues is not None:
+                self.dialogues.close()
 
     @property
     def budget_used_up(self) -> bool:
@@ -121,10 +131,10 @@ class Driver:
                 track.prompt_columns = harvester.prompt_columns
         if self.rollout.carry_over:
             self.launched.setdefault(key, []).append(track)
-        if track.finish_reason is None:
-            self.submit(track, key)
-        else:
+        if track.finish_reason is not None:
             self.generated[key] += len(track)
+        elif not track.calls:
+            self.submit(track, key)
 
     def submit(self, track: Track, key: RolloutKey) -> None:
         """Submit the rest of a track as a request."""
@@ -163,6 +173,8 @@ class Driver:
             if track.finish_reason is not None:
                 self.generated[key] += len(track)
                 self.forget(delta)
+            elif track.calls:
+                self.forget(delta)
             elif delta.finish_reason is not None:
                 self.retry(track, key, delta)
         self.meter.stepped(len(deltas), tokens)
@@ -196,9 +208,44 @@ class Driver:
             harvester = self.running[key]
             before = len(harvester.parts)
             while launched := harvester.advance():  # a fork may have recorded tokens, and have ended
+                if self.dialogues is not None and (error := self.dialogues.fork(key, harvester, launched)):
+                    self.drop(key, error)
+                    break
                 for track in launched:
                     self.launch(track, key)
-            self.report(key, harvester, before)
+            if key in self.running:
+                self.report(key, harvester, before)
+            if self.dialogues is not None and key in self.running:
+                self.dialogues.begin(key, harvester)
+
+    def converse(self, dialogues: Dialogues) -> None:
+        """Hand the answers of environments to their tracks, which go on or have ended."""
+        touched: dict[RolloutKey, None] = {}
+        for call in dialogues.calls.finished(wait=not self.in_flight and len(dialogues.calls) > 0):
+            if call.key not in self.running:  # dropped with another call
+                continue
+            if call.error is not None:
+                self.drop(call.key, call.error)
+                continue
+            dialogues.take(call)
+            touched[call.key] = None
+            if call.track.finish_reason is None:
+                self.submit(call.track, call.key)
+            else:
+                self.generated[call.key] += len(call.track)
+        self.advance([key for key in touched if key in self.running])
+
+    def drop(self, key: RolloutKey, error: BaseException) -> None:
+        """Leave out a rollout whose environment failed: that says nothing about the policy."""
+        log.warning("rollout %s/%d is left out, its environment failed: %r", *key, error)
+        requests = [name for name, (_, of) in self.in_flight.items() if of == key]
+        self.engine.abort(requests)
+        for name in requests:
+            del self.in_flight[name]
+        assert self.dialogues is not None
+        self.dialogues.dropped += 1
+        self.launched.pop(key, None)
+        self.take(key, self.running[key])
 
     def report(self, key: RolloutKey, harvester: Harvester, before: int) -> None:
         """Tell the observers of the parts after the first ``before`` ones, and of the end of the rollout."""
@@ -218,6 +265,8 @@ class Driver:
         self.running.pop(key, None)
         if self.prompt_routes is not None:
             self.prompt_routes.end(key)
+        if self.dialogues is not None:
+            self.dialogues.end(key)
         return harvester.rollout(self.engine.policy_version), self.generated.pop(key, 0)
 
     def finish_decode_step(self, last: bool = False) -> None:
@@ -233,6 +282,7 @@ class Driver:
         self.in_flight.clear()
         # end running harvesters
         for key, harvester in list(self.running.items()):
+            self.generated[key] += sum(len(track) for track in harvester.open.values() if track.calls)
             if self.may_suspend(key):
                 self.suspend(key, harvester)
             else:

@@ -12,8 +12,9 @@ import zlib
 from collections.abc import Sequence
 
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.rollout.dialogues import Dialogues, grade_again
 from megatron_eqlen.rollout.driver import Driver
-from megatron_eqlen.rollout.engine import Decoder
+from megatron_eqlen.rollout.engine import Decoder, EngineError
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.meter import Meter
 from megatron_eqlen.sampling import KINDS
@@ -39,13 +40,19 @@ def harvest(
     ValueError for prompts that do not fit, and EngineError for an engine that died or hangs.
     """
     check_prompts(plan.prompts, plan.recipe, engine)
-    meter = Meter(engine, plan.progress, plan.recipe.rollout.carry_over)
+    dialogues = Dialogues(plan.conversations) if plan.conversations is not None else None
+    meter = Meter(engine, plan.progress, plan.recipe.rollout.carry_over, dialogues)
     finished = _Finished(meter)
     for rollout in plan.progress.rollouts:
-        finished.add(rollout)
+        if plan.conversations is None or grade_again(plan.conversations, rollout, plan.seed):
+            finished.add(rollout)
     harvesters = _harvesters(plan)
+    for harvester in harvesters.values():
+        harvester.takes_turns = plan.conversations is not None
     driver = Driver(engine, plan, meter, [finished, *observers])
     driver.run({key: harvester for key, harvester in harvesters.items() if key not in finished.rollouts})
+    if dialogues is not None and dialogues.dropped and not finished.rollouts:
+        raise EngineError(f"all {dialogues.dropped} rollouts are left out: their environments failed")
     return [finished.rollouts[key] for key in harvesters if key in finished.rollouts], meter.metrics()
 
 
@@ -98,11 +105,11 @@ def check_prompts(prompts: Sequence[Prompt], recipe: Recipe, engine: Decoder) ->
         seen.add(prompt.prompt_id)
         if not prompt.token_ids:
             raise ValueError(f"prompt {prompt.prompt_id}: expected at least one token, found none")
-        path = len(prompt.token_ids) + recipe.rollout.max_response_length
+        path = len(prompt.token_ids) + recipe.longest_response
         if path > engine.max_model_len:
             raise ValueError(
-                f"prompt {prompt.prompt_id}: {len(prompt.token_ids)} tokens + rollout.max_response_length "
-                f"{recipe.rollout.max_response_length} = {path} exceed the engine's {engine.max_model_len}"
+                f"prompt {prompt.prompt_id}: {len(prompt.token_ids)} tokens + {recipe.longest_response_text} "
+                f"= {path} exceed the engine's {engine.max_model_len}"
             )
         if max(prompt.token_ids) >= engine.vocab_size or min(prompt.token_ids) < 0:
             raise ValueError(

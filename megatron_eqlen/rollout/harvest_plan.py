@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
+from megatron_eqlen.environments.conversation import Conversations
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout.partial import HarvestProgress
 from megatron_eqlen.sampling.harvester import Marker, all_rollouts
@@ -29,3 +30,5 @@ class HarvestPlan:
     ids, which forks need, are kept of all."""
     marker: Marker | None = None
     """Marker that trees fork after (``tree_sampling.marker``)."""
+    conversations: Conversations | None = None
+    """Environments that answer the ends of turns; None: a response is one turn."""

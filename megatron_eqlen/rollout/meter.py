@@ -18,6 +18,7 @@ from megatron_eqlen.metrics import (
     HARVEST_SUSPENDED_ROLLOUTS,
     HARVEST_TOKENS_PER_SECOND,
 )
+from megatron_eqlen.rollout.dialogues import Dialogues
 from megatron_eqlen.rollout.engine import Decoder
 from megatron_eqlen.rollout.partial import HarvestProgress
 from megatron_eqlen.sampling import KINDS
@@ -34,8 +35,14 @@ class Meter:
     attempts at the harvest, and tokens of earlier steps are not counted again.
     """
 
-    def __init__(self, engine: Decoder, progress: HarvestProgress, carries_over: bool) -> None:
-        self.engine = engine
+    def __init__(
+        self,
+        engine: Decoder,
+        progress: HarvestProgress,
+        carries_over: bool,
+        dialogues: Dialogues | None = None,
+    ) -> None:
+        self.engine, self.dialogues = engine, dialogues
         self.generated_tokens = self.resumed_tokens = progress.generated_tokens
         self.requests = self.forks = self.retries = 0
         self.fork_prefix_tokens = self.fork_cached_tokens = self.forks_prefilled = 0
@@ -103,6 +110,8 @@ class Meter:
                 "harvest/carried_tokens": sum(partial.earlier_tokens for partial in self.carried),
                 HARVEST_SUSPENDED_ROLLOUTS: self.suspended,
             }
+        if self.dialogues is not None:
+            metrics |= self.dialogues.metrics()
         return metrics | rollout_metrics(self.rollouts) | self.engine.metrics()
 
 
@@ -115,11 +124,16 @@ def rollout_metrics(rollouts: list[Rollout]) -> Metrics:
     """Return counts of pairs, lengths and outcomes; empty for no rollouts."""
     if not rollouts:
         return {}
-    ended = [len(tokens) for rollout in rollouts for _, tokens in rollout.ended()]
+    ends = [(rollout, rollout.ends()) for rollout in rollouts]
+    ended = [
+        end[part.number] for rollout, end in ends for part in rollout.parts if part.finish_reason == "stop"
+    ]
     metrics: Metrics = {"harvest/rollouts": len(rollouts), "harvest/ended_responses": len(ended)}
     if ended:
         metrics[HARVEST_ENDED_RESPONSE_LENGTH] = fmean(ended)
     tables = [part.tokens for rollout in rollouts for part in rollout.parts]
+    if given := sum(len(table) - table.generated for table in tables):
+        metrics["environment/given_share"] = given / max(sum(table.generated for table in tables), 1)
     contexts = [rollout.prompt_columns for rollout in rollouts if rollout.prompt_columns is not None]
     for column in COLUMNS.values():
         metrics |= _column_metrics(column, tables, contexts)

@@ -56,7 +56,7 @@ class PartialRollout:
     @property
     def new_tokens(self) -> int:
         """Number of tokens that earlier attempts at this step generated for it."""
-        return sum(map(len, self.tracks.values())) - self.earlier_tokens
+        return sum(tokens.generated for tokens in self.tracks.values()) - self.earlier_tokens
 
     def restore_grades(self, parts: Iterable[Part]) -> list[Part]:
         """Copy recorded grades to those of ``parts`` that were final before; return the other parts."""

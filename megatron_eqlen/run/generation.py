@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from megatron_eqlen.data.prompts import PromptSource, position_metrics, read_benchmark
+from megatron_eqlen.environments.load import conversations
 from megatron_eqlen.evaluation.evaluate import evaluate
 from megatron_eqlen.evaluation.result import EvaluationResult
 from megatron_eqlen.files import step_name
@@ -134,11 +135,15 @@ class Generator(InTurn):
     def __init__(self, session: Session, streams: Path, synced: bool = True) -> None:
         self.session, self.recipe, self.streams = session, session.recipe, streams
         self.benchmarks = self.recipe.evaluation.benchmarks
+        self.conversations = conversations(self.recipe, session.tokenizer)
+        if self.conversations is not None:
+            session.ends_with(self.conversations.close)
+        self._tools = self.conversations.tools if self.conversations is not None else ()
         self.source: PromptSource | None = None
         """On rank 0 only, which draws for all ranks. Gold answers are checked under a time limit, so ranks
         that each drew their own prompts could keep different ones."""
         if distributed.is_rank0():
-            self.source = PromptSource(self.recipe.data, session.tokenizer, self.recipe.seed)
+            self.source = PromptSource(self.recipe.data, session.tokenizer, self.recipe.seed, self._tools)
             session.ends_with(self.source.close)
         self.engine = start_engine(
             self.recipe, session.tokenizer.eos_token_ids, session.replicas, syncs_first=synced
@@ -259,6 +264,7 @@ class Generator(InTurn):
             progress=progress,
             keeps_columns=replicas.keeps,
             marker=self.marker,
+            conversations=self.conversations,
         )
 
     def score(self, step: Step, harvested: Batch) -> Batch:
@@ -287,13 +293,14 @@ class Generator(InTurn):
         return evaluate(
             self.engine,
             benchmark,
-            agree(lambda: read_benchmark(benchmark, self.recipe.data, session.tokenizer)),
+            agree(lambda: read_benchmark(benchmark, self.recipe.data, session.tokenizer, self._tools)),
             session.scorer,
             self.recipe,
             session.tokenizer.eos_token_ids,
             share=session.replicas.share,
             grades=session.replicas.grades,
             gather=gather,
+            conversations=self.conversations,
         )
 
     def check(self, first: int) -> None:
@@ -348,7 +355,7 @@ def start_engine(
 ) -> Engine:
     """Start this rank's engine, with the weights that the recipe starts from."""
     rollout, path = recipe.rollout, str(local_path(recipe.model))
-    longest = recipe.data.max_prompt_length + rollout.max_response_length
+    longest = recipe.longest_path
     if not replicas.drives:
         return IdleEngine(longest)
     if not syncs_first:

@@ -46,7 +46,7 @@ class ComparisonUnit:
 
     @property
     def lengths(self) -> list[int]:
-        return [len(node) for node in self.nodes]
+        return [node.tokens.generated for node in self.nodes]
 
     @property
     def differs(self) -> bool:

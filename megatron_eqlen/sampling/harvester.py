@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.tokens import TokenIds, Tokens
-from megatron_eqlen.types import Outcome, Part, Prompt, Rollout, line_of, tokens_along
+from megatron_eqlen.types import Outcome, Part, Prompt, Rollout, last_turn, line_of
 
 if TYPE_CHECKING:
     from megatron_eqlen.hf.tokenizer import Tokenizer
@@ -64,6 +64,8 @@ class Harvester(ABC):
         self.open: dict[int, Track] = {}
         """Tracks that may grow or wait for others, by number; the trunk's track of a stream comes first."""
         self.outcome: Outcome = "suspended"
+        self.takes_turns = False
+        """True if an environment answers the ends of its tracks' turns."""
         self.prompt_columns: Tokens | None = None
         """Columns of the prompt's tokens, once the driver has them (``Rollout.prompt_columns``)."""
 
@@ -79,6 +81,14 @@ class Harvester(ABC):
     def advance(self) -> list[Track]:
         """Use the new tokens of the tracks and return the tracks to launch. Called when a track has ended or
         has reached the length ``Track.awaited``."""
+
+    def calls(self) -> list[Track]:
+        """Return the tracks whose ended turns the environment may answer now.
+
+        A fork copies the environment of the line that it leaves, as it is where it leaves it. So an answer
+        must wait until no fork can lie before it.
+        """
+        return [track for track in self.open.values() if track.calls]
 
     @abstractmethod
     def cut(self) -> None:
@@ -97,29 +107,46 @@ class Harvester(ABC):
         )
 
     def response(self, part: Part) -> TokenIds:
-        """Return the token ids from after the prompt to the end of ``part``. Any thread may call this."""
-        return tokens_along(self._line(part.number))
+        """Return the token ids from after the prompt to the end of ``part``, or with an environment those of
+        its last turn. Any thread may call this."""
+        return last_turn(self.line(part.number))
 
     def open_track(self, number: int, response: list[int], limit: int, parent: int) -> Track:
         """Return a new track, which continues part ``parent`` after the tokens of ``response`` by at most
         ``limit`` tokens."""
-        self.open[number] = Track(
+        track = self.open[number] = Track(
             self.prompt, self.index, number, response, limit, self.eos_token_ids, self.seed, parent
         )
-        return self.open[number]
+        track.takes_turns = self.takes_turns
+        return track
 
     def add_part(self, track: Track, role: str, number: int, length: int | None = None) -> Part:
-        """Make the next ``length`` tokens of a track (default: all that are in no part) part ``number``; the
-        finish reason belongs to the track's last token."""
+        """Make the next ``length`` generated tokens of a track (default: all that are in no part) part
+        ``number``, with an environment's answers to them; the finish reason and the environment's grade
+        belong to the track's last token."""
         stop = len(track) if length is None else track.start + length
         reason = track.finish_reason if stop == len(track) else None
-        part = Part(track.tokens[track.start : stop], reason, None, role, number, track.parent)
+        tokens = track.tokens[track.place(track.start) : track.place(stop)]
+        grade = track.grade if reason == "stop" else None
+        part = Part(tokens, reason, grade, role, number, track.parent)
         track.start, track.parent = stop, number
         self.parts.append(part)
         return part
 
-    def _line(self, number: int) -> list[Part]:
+    def line(self, number: int) -> list[Part]:
+        """Return the finished parts from the prompt down to part ``number``; none for -1."""
         return line_of({part.number: part for part in self.parts}, number)
+
+
+def in_step(tracks: Sequence[Track], places: Sequence[int]) -> list[Track]:
+    """Return those of ``tracks``, at these lengths, whose turns may be answered where the end of one track
+    forks another: all tracks have come as far, so no end is before them. The others are told to come."""
+    calling = [place for track, place in zip(tracks, places, strict=True) if track.calls]
+    for track, place in zip(tracks, places, strict=True):
+        ahead = [other for other in calling if other > place]
+        if ahead and track.finish_reason is None and not track.calls:
+            track.awaited = min(len(track) + min(ahead) - place, track.awaited)
+    return [t for t, place in zip(tracks, places, strict=True) if t.calls and place == min(places)]
 
 
 def all_rollouts(prompt: Prompt, index: int) -> bool:

@@ -2,16 +2,21 @@
 
 A track's end is decided here, by position, not by what the engine says: ``stop`` at the first token of
 the end-of-sequence set, ``length`` when the path is full. Tokens that an engine sends after that are cut.
+With an environment that token ends a turn; the environment answers it, or says that the track has ended.
+Lengths count generated tokens.
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
-from megatron_eqlen.tokens import ALWAYS, GrowingTokens, Tokens
-from megatron_eqlen.types import Delta, FinishReason, Prompt
+import numpy as np
+
+from megatron_eqlen.tokens import ALWAYS, COLUMNS, GIVEN, GrowingTokens, Tokens
+from megatron_eqlen.types import Delta, FinishReason, Grade, Prompt
 
 
 def track_seed(seed: int, prompt_id: str, index: int, number: int) -> int:
@@ -28,9 +33,9 @@ class Track:
     """A track continues ``context`` by at most ``limit`` tokens."""
 
     __slots__ = (
-        "age", "attempts", "awaited", "context", "eos_token_ids", "finish_reason", "index", "is_fork",
-        "keeps_columns", "limit", "name", "number", "parent", "prompt_columns", "prompt_id", "seed", "start",
-        "tokens",
+        "age", "attempts", "awaited", "calls", "context", "eos_token_ids", "finish_reason", "given", "grade",
+        "index", "is_fork", "keeps_columns", "limit", "name", "number", "parent", "prompt_columns",
+        "prompt_id", "seed", "start", "takes_turns", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -58,7 +63,7 @@ class Track:
         self.is_fork = bool(trunk)
         self.tokens = GrowingTokens()
         self.start = 0
-        """Number of tokens that are in parts of the rollout."""
+        """Number of generated tokens that are in parts of the rollout."""
         self.parent = parent
         """Number of the part that the other tokens continue, -1 for the prompt."""
         self.prompt_columns: Tokens | None = None
@@ -66,12 +71,21 @@ class Track:
         self.keeps_columns = True
         """False on a rank that neither records nor trains the rollout: it keeps ``ALWAYS`` only."""
         self.finish_reason: FinishReason | None = None
+        self.takes_turns = False
+        """True if an environment answers the ends of turns."""
+        self.calls = False
+        """True if the last token ends a turn that the environment has not answered."""
+        self.given = 0
+        """Number of ``tokens`` that an environment gave."""
+        self.grade: Grade | None = None
+        """The environment's grade of the response that has ended."""
         self.attempts = 0
         self.age = 0
         """Steps since the one that drew the prompt."""
 
     def __len__(self) -> int:
-        return len(self.tokens.token_ids)
+        """Return the number of generated tokens."""
+        return len(self.tokens.token_ids) - self.given
 
     @property
     def token_ids(self) -> array[int]:
@@ -79,10 +93,19 @@ class Track:
         return self.tokens.token_ids
 
     @property
+    def generated_ids(self) -> Sequence[int]:
+        """Token ids that the policy generated; not to be written to."""
+        if not self.given:
+            return self.token_ids
+        tokens = self.tokens[:]
+        return tokens.token_ids[tokens.is_generated].tolist()
+
+    @property
     def request_id(self) -> str:
-        """Id of the track's request, new with every attempt and step, so that a late delta of a request that
-        was lost or aborted is ignored."""
+        """Id of the track's request, new with every attempt, step and turn, so that a late delta of a request
+        that was lost or aborted is ignored."""
         name = f"{self.name}+{self.age}" if self.age else self.name
+        name = f"{name}:{self.given}" if self.given else name
         return f"{name}~{self.attempts}" if self.attempts else name
 
     @property
@@ -101,27 +124,65 @@ class Track:
         Runs once a token of every response, and nearly always nothing ends: that case is found first.
         """
         tokens = self.tokens
-        tokens.append(delta.token_ids, delta.columns if self.keeps_columns else NO_COLUMNS, version)
+        columns = delta.columns if self.keeps_columns else NO_COLUMNS
+        if self.takes_turns:
+            columns = {**columns, GIVEN.name: [()] * len(delta.token_ids)}
+        tokens.append(delta.token_ids, columns, version)
         length = len(tokens.token_ids)
-        if length < self.awaited and self.eos_token_ids.isdisjoint(delta.token_ids):
+        if length - self.given < self.awaited and self.eos_token_ids.isdisjoint(delta.token_ids):
             return False
         self._end(first=length - len(delta.token_ids))
         return True
 
+    def answer(self, token_ids: list[int], turn: int) -> None:
+        """Append an environment's answer to turn number ``turn``. The track has reached its limit if no token
+        can follow."""
+        self.calls = False
+        if not self.remaining:
+            self.finish_reason = "length"
+            return
+        columns: dict[str, Any] = {
+            name: [()] * len(token_ids) if COLUMNS[name].ragged else [0.0] * len(token_ids)
+            for name in self.tokens.columns
+        }
+        columns[GIVEN.name] = [(turn,)] * len(token_ids)
+        self.tokens.append(token_ids, columns, self.tokens.versions[-1])
+        self.given += len(token_ids)
+
+    def finish(self, grade: Grade | None) -> None:
+        """End the track with the turn that it has ended."""
+        self.calls, self.finish_reason, self.grade = False, "stop", grade
+
+    def place(self, length: int) -> int:
+        """Return the place in ``tokens`` after so many generated tokens, and an environment's answer to
+        them."""
+        if not self.given:
+            return length
+        places = np.flatnonzero(self.tokens[:].is_generated)
+        return int(places[length]) if length < len(places) else len(self.tokens)
+
     def resume(self, known: Tokens) -> None:
         """Take the tokens of an earlier attempt at this track, or of an earlier step."""
         self.tokens.extend(known if self.keeps_columns else known.only(ALWAYS))
-        self._end(first=0)
+        self.given = len(known) - known.generated
+        self._end(first=self._first_open() if self.given else 0)
+
+    def _first_open(self) -> int:
+        """Return the place after the last token that an environment gave: turns before it are answered."""
+        return int(np.flatnonzero(~self.tokens[:].is_generated)[-1]) + 1
 
     def _end(self, first: int) -> None:
         """Find the end of the track among the tokens from number ``first`` on, and cut later tokens."""
         self.awaited = self.limit
         token_ids = self.token_ids
+        end = self.limit + self.given  # of the tokens
         stop = next(
-            (n for n in range(first, len(token_ids)) if token_ids[n] in self.eos_token_ids), self.limit
+            (n for n in range(first, min(len(token_ids), end)) if token_ids[n] in self.eos_token_ids), end
         )
-        if stop < self.limit:
+        if stop < end and self.takes_turns:
+            self.calls = True
+        elif stop < end:
             self.finish_reason = "stop"
-        elif len(token_ids) >= self.limit:
+        elif len(token_ids) >= end:
             self.finish_reason = "length"
-        self.tokens.cut(min(stop + 1, self.limit))
+        self.tokens.cut(min(stop + 1, end))

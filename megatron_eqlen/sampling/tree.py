@@ -31,7 +31,7 @@ from megatron_eqlen.sampling.comparison import (
     response_reward,
     token_tree,
 )
-from megatron_eqlen.sampling.harvester import Harvester, Marker
+from megatron_eqlen.sampling.harvester import Harvester, Marker, in_step
 from megatron_eqlen.sampling.kind import SamplingKind, Setting, context_metrics, plural
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import Metrics, Part, Prompt, Rollout, TokenTree
@@ -153,12 +153,13 @@ class Line:
 
     @property
     def length(self) -> int:
-        """Tokens of the response so far."""
+        """Generated tokens of the response so far."""
         return self.offset + len(self.track)
 
     def is_alive_at(self, length: int) -> bool:
         """Return True if the line goes on after ``length`` tokens of its response."""
-        return self.length > length or (self.length == length and self.track.finish_reason is None)
+        open_end = self.track.finish_reason is None and not self.track.calls
+        return self.length > length or (self.length == length and open_end)
 
     def await_length(self, length: int) -> None:
         self.track.awaited = min(length - self.offset, self.track.limit)
@@ -182,10 +183,10 @@ def after_marker(marker: Marker | None) -> Search:
 
     def search(line: Line) -> int | None:
         assert marker is not None, "the plan of a harvest has the marker"
-        first, ids = line.searched - line.offset, line.track.token_ids
-        if marker.contains(ids[first:].tolist()):
+        first, ids = line.searched - line.offset, line.track.generated_ids
+        if marker.contains(list(ids[first:])):
             ends = range(first + 1, len(ids) + 1)
-            return line.offset + next(end for end in ends if marker.contains(ids[first:end].tolist()))
+            return line.offset + next(end for end in ends if marker.contains(list(ids[first:end])))
         line.searched = max(line.searched, line.length + 1 - marker.width)
         line.await_length(line.length + POLL)
         return None
@@ -228,7 +229,7 @@ class GrowingTree(Harvester):
         """Open lines, in the order of their tracks' numbers."""
 
     def start(self) -> list[Track]:
-        return [self._open(number, [], -1, 0) for number in range(self.shape.roots)]
+        return [self._open(number, [], 0, -1, 0) for number in range(self.shape.roots)]
 
     def advance(self) -> list[Track]:
         """Fork and end lines; a tree without open lines is complete."""
@@ -254,9 +255,10 @@ class GrowingTree(Harvester):
         part = self.add_part(track, self.shape.role, line.number, length - line.offset - track.start)
         first = self._first_child(part.number)
         line.number, line.searched, line.forks = first, length, line.forks + 1
-        response = track.path[len(self.prompt.token_ids) :][:length]
+        end = len(track.context) + track.place(length - line.offset)
+        response = track.path[len(self.prompt.token_ids) : end]
         return [
-            self._open(number, response, part.number, line.forks)
+            self._open(number, response, length, part.number, line.forks)
             for number in range(first + 1, first + branching)
         ]
 
@@ -279,9 +281,10 @@ class GrowingTree(Harvester):
         order in which lines fork."""
         return self.shape.roots + number * self.shape.branching
 
-    def _open(self, number: int, response: list[int], parent: int, forks: int) -> Track:
-        track = self.open_track(number, response, self.limit - len(response), parent)
-        self.lines.append(Line(track, len(response), number, forks, searched=len(response)))
+    def _open(self, number: int, response: list[int], length: int, parent: int, forks: int) -> Track:
+        """Open a line after ``response``, which has ``length`` generated tokens."""
+        track = self.open_track(number, response, self.limit - length, parent)
+        self.lines.append(Line(track, length, number, forks, searched=length))
         if self.search is not None and forks < self.shape.forks:
             self.search(self.lines[-1])  # says what to await
         return track
@@ -297,7 +300,7 @@ class ForkedAtDeaths(GrowingTree):
         """Use the ends of lines in the order of their lengths, once each is certain to be the next."""
         while ended := [line for line in self.lines if line.track.finish_reason is not None]:
             first = min(ended, key=lambda line: (line.length, line.number))
-            behind = [line for line in self.lines if line not in ended and line.length < first.length]
+            behind = [line for line in self.lines if line not in ended and not line.is_alive_at(first.length)]
             if behind and self.forked < self.shape.forks:
                 for line in behind:
                     line.await_length(first.length)
@@ -306,6 +309,9 @@ class ForkedAtDeaths(GrowingTree):
             if self.forked < self.shape.forks and (heaviest := self._heaviest(first.length)) is not None:
                 return self.fork(heaviest, first.length)
         return []
+
+    def calls(self) -> list[Track]:
+        return in_step([line.track for line in self.lines], [line.length for line in self.lines])
 
     def fork(self, line: Line, length: int) -> list[Track]:
         launched = super().fork(line, length)

@@ -46,11 +46,22 @@ def any_tree(rng: np.random.Generator, count: int, longest: int) -> TokenTree:
     return TokenTree(f"any {count}", nodes)
 
 
+def answered(tree: TokenTree) -> TokenTree:
+    """Return the tree, where an environment gave the middle of each node, or its last token."""
+    for number, node in enumerate(tree.nodes[1:]):
+        middle, last = len(node) // 2, len(node) - 1
+        given = set(range(middle, middle + 3)) if number % 2 else {last}
+        column = Ragged.of([0] if at in given and at > 0 else [] for at in range(len(node)))
+        node.tokens = node.tokens.with_column("given", column)
+    return tree
+
+
 def forest(seed: int) -> list[TokenTree]:
-    """Return streams, a group and general trees, with prompts of one and two tokens among them."""
+    """Return streams, a group and general trees, with prompts of one and two tokens among them. An
+    environment gave tokens of the first."""
     rng = np.random.default_rng(seed)
     return [
-        stream(rng, 7, [5, 70, 3, 1]),
+        answered(stream(rng, 7, [5, 70, 3, 1])),
         stream(rng, 1, [2, 4, 1]),
         stream(rng, 2, [9]),
         group(rng, 5, [8, 66, 2]),
@@ -64,9 +75,9 @@ def masked(trees: list[TokenTree], seed: int = 0) -> list[TokenTree]:
     """Return the same trees, where each token was drawn from itself and up to five others."""
     rng = np.random.default_rng(seed)
     for sampled in (node for tree in trees for node in tree.nodes[1:]):
-        kept = Ragged.of(
-            sorted({int(token), *tokens(rng, int(rng.integers(0, 6)))}) for token in sampled.token_ids
-        )
+        lists = [sorted({int(token), *tokens(rng, int(rng.integers(0, 6)))}) for token in sampled.token_ids]
+        generated = sampled.tokens.is_generated
+        kept = Ragged.of(ids if mine else [] for ids, mine in zip(lists, generated, strict=True))
         sampled.tokens = sampled.tokens.with_column("kept", kept)
     return trees
 

@@ -91,7 +91,7 @@ def test_routes_are_recorded_as_the_recipe_says(tmp_path):
         assert read_step(path.parent, without=["routes"]) == [bare]
         keeps = make_recipe(rollout={"keep_routes": True})
         assert read_progress(path.parent, [prompt("p")], keeps).rollouts == [group] * (not unrecorded)
-        assert path.stat().st_size < (0.001 if unrecorded else 0.9) * routes.nbytes
+        assert path.stat().st_size < (0.002 if unrecorded else 0.9) * routes.nbytes
     (found,) = read_skeletons([tmp_path / "0" / "rank-0.arrow"])
     assert found.parts[0].tokens["routes"] == Placeholder((20_000, 48, 8), "uint8")
     assert found.prompt_columns["routes"] == Placeholder((1, 48, 8), "uint8")

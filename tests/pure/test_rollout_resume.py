@@ -7,6 +7,7 @@ import contextlib
 import random
 import re
 import tempfile
+import zlib
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_eqlen.environments.conversation import Conversations
+from megatron_eqlen.environments.environment import Environment, Observation
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
@@ -24,7 +27,7 @@ from megatron_eqlen.rollout.record import recorder as recorder_module
 from megatron_eqlen.rollout.record.arrow_log import ArrowLog
 from megatron_eqlen.rollout.record.reader import read_progress, read_step, recorded_files, remove_open_tracks
 from megatron_eqlen.rollout.record.recorder import OPEN_FILES, Recorder
-from megatron_eqlen.types import Metrics, Rollout, rollout_key
+from megatron_eqlen.types import Metrics, Prompt, Rollout, rollout_key
 from tests.kit.marks import examples
 from tests.kit.observers import OnPart
 from tests.pure.test_rollout_harvest import (
@@ -92,7 +95,11 @@ write = ArrowLog.write
 
 
 def attempt(
-    folder: Path, engine: Mortal, recipe: Recipe, seed: int
+    folder: Path,
+    engine: Mortal,
+    recipe: Recipe,
+    seed: int,
+    conversations: Conversations | None = None,
 ) -> tuple[list[Rollout], Metrics, HarvestProgress]:
     files = recorded_files(folder)
     left = read_progress(folder, PROMPTS, recipe)
@@ -100,7 +107,7 @@ def attempt(
     with Recorder(folder / "rank-0.arrow", recipe.rollout.unrecorded_columns) as recorder:
         rollouts, metrics = harvest(
             engine,
-            HarvestPlan(PROMPTS, recipe, EOS, seed=seed, progress=left),
+            HarvestPlan(PROMPTS, recipe, EOS, seed=seed, progress=left, conversations=conversations),
             [recorder, OnPart(lambda unit, part: announced[unit.prompt.prompt_id, unit.index].append(part))],
         )
     if not recipe.rollout.carry_over:
@@ -125,9 +132,35 @@ cases = st.fixed_dictionaries(
         "version_tokens": st.sampled_from([None, 1, 5]),
         "budget": st.sampled_from([None, None, 10, 50, 90]),
         "carry_over": st.booleans(),
+        "environment": st.booleans(),
     }
 )
 kills = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60), st.integers(0, 2**16)), max_size=4)
+
+
+def environment_of(case: dict) -> Conversations | None:
+    """Return the environment. With a budget, the harvest would depend on the time that calls take; and no
+    routes are kept of what an environment gives."""
+    if not case["environment"] or case["routes"] or case["budget"] is not None:
+        return None
+    return Conversations(
+        Dealer, str, lambda observation: list(map(int, observation.content.split())), max_turns=4
+    )
+
+
+class Dealer(Environment):
+    """Answers by a random generator, and by all messages so far."""
+
+    def __init__(self, prompt: Prompt, seed: int) -> None:
+        self.random, self.messages = random.Random(seed), ""
+
+    def step(self, message: str) -> Observation:
+        self.messages += message
+        card = 20 + (zlib.crc32(self.messages.encode()) + self.random.randrange(100)) % 100
+        return Observation(" ".join([str(card)] * self.random.randint(0, 3)), done=self.random.random() < 0.4)
+
+    def grade(self) -> float:
+        return zlib.crc32(self.messages.encode()) % 1000 / 1000
 
 
 def recipe_of(case: dict) -> Recipe:
@@ -164,22 +197,28 @@ def engine_of(case: dict, chaos: int, life: int = 10**9) -> Mortal:
 @given(cases, kills, st.sampled_from([0.0, 0.0, 0.0005]))
 def test_killed_at_any_batch_and_any_step_a_harvest_ends_as_if_it_had_not_been(case, kills, interval):
     recipe = recipe_of(case)
-    want, _ = harvest(engine_of(case, 0), HarvestPlan(PROMPTS, recipe, EOS, seed=case["seed"]))
+    speak = environment_of(case)
+    plan = HarvestPlan(PROMPTS, recipe, EOS, seed=case["seed"], conversations=speak)
+    want, _ = harvest(engine_of(case, 0), plan)
     with tempfile.TemporaryDirectory() as home, patch.object(recorder_module, "INTERVAL", interval):
         folder = Path(home) / "step-00000000"
         for life, batches, chaos in kills:
             disk = Stopping(batches)
             with patch.object(ArrowLog, "write", lambda log, batch, disk=disk: disk.write(log, batch)):
                 try:
-                    attempt(folder, engine_of(case, chaos, life), recipe, case["seed"])
+                    attempt(folder, engine_of(case, chaos, life), recipe, case["seed"], speak)
                 except Killed:
                     pass
                 else:
                     if disk.batches < 0:  # it was not killed: no disk is like that
                         return
-        found, _, _ = attempt(folder, engine_of(case, 99), recipe, case["seed"])
+        found, _, _ = attempt(folder, engine_of(case, 99), recipe, case["seed"], speak)
         assert found == want
-        assert read_step(folder) == want
+        recorded = read_step(folder)
+        for rollout in want:  # grades are recorded once all rollouts are scored
+            for part in rollout.parts:
+                part.grade = None
+        assert recorded == want
         for rollout in found:
             check_versions(rollout, case["version_tokens"])
             if case["routes"] and any(map(len, rollout.parts)):
@@ -192,8 +231,9 @@ def check_versions(rollout: Rollout, version_tokens: int | None) -> None:
     """Check versions by the script's log-probs, which encode a token's place on its path, and so its
     weights."""
     for segment in rollout.parts:
-        places = np.rint(segment.tokens["logprobs"] * -7).astype(int)
-        assert np.array_equal(segment.tokens["versions"], 3 + places // (version_tokens or 10**9))
+        sampled = segment.tokens.is_generated
+        places = np.rint(segment.tokens["logprobs"][sampled] * -7).astype(int)
+        assert np.array_equal(segment.tokens["versions"][sampled], 3 + places // (version_tokens or 10**9))
 
 
 @examples(15)

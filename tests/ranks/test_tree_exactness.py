@@ -61,13 +61,13 @@ def whole(folders) -> dict[str, Trained]:
 
 def path_to(tree: TokenTree, node: int, supervised: set[int]) -> tuple[list[int], np.ndarray]:
     """Return tokens from the prompt to the node's end, and weight x advantage of those of ``supervised``
-    nodes."""
+    nodes that the policy generated."""
     tokens, factors = [], []
     while node >= 0:
         at = tree.nodes[node]
         factor = at.weight * at.advantage if node in supervised else 0.0
         tokens = at.token_ids.tolist() + tokens
-        factors = [factor] * len(at.token_ids) + factors
+        factors = [*np.where(at.tokens.is_generated, factor, 0.0), *factors]
         node = at.parent
     return tokens, np.array(factors[1:])
 

@@ -20,6 +20,7 @@ from megatron_eqlen.rollout.partial import HarvestProgress, PartialRollout, Roll
 from megatron_eqlen.rollout.record.arrow_log import batches, is_closed, pieces, values
 from megatron_eqlen.rollout.record.format import (
     CONTEXT,
+    COUNTS,
     END,
     GRADES,
     PROMPT,
@@ -30,7 +31,7 @@ from megatron_eqlen.rollout.record.format import (
     grades_of,
 )
 from megatron_eqlen.rollout.record.recorder import FILES, GRADE_FILES, OPEN, OPEN_FILES
-from megatron_eqlen.tokens import COLUMNS, NUMBERS, VERSIONS, Tokens
+from megatron_eqlen.tokens import COLUMNS, GIVEN, NUMBERS, VERSIONS, Tokens
 from megatron_eqlen.types import Grade, Prompt, Rollout, RolloutKey, rollout_key, training_order
 
 NOTHING: Mapping[RolloutKey, RolloutOrigin] = MappingProxyType({})
@@ -79,7 +80,9 @@ def fill_numbers(skeletons: Sequence[Rollout], files: Sequence[Path]) -> None:
     """Read the columns of one number for each token, and their prompts' golds, of some of the rollouts that
     ``read_skeletons`` found in ``files``."""
     prompt_ids = {skeleton.prompt_id for skeleton in skeletons}
-    rollouts = _assembled(files, (*SKELETON, *NUMBERS, "gold"), prompt_ids).rollouts
+    rollouts = _assembled(
+        files, (*SKELETON, *NUMBERS, GIVEN.name, GIVEN.name + COUNTS, "gold"), prompt_ids
+    ).rollouts
     for skeleton in skeletons:
         rollout = rollouts[rollout_key(skeleton)]
         skeleton.prompt = replace(skeleton.prompt, gold=rollout.prompt.gold)
@@ -152,7 +155,7 @@ def _resumed_rollouts(
             age=number - origin.step,
             last_step=number - origin.step >= recipe.rollout.max_staleness,
             final={part.number: part for part in suspended[key].parts},
-            earlier_tokens=sum(map(len, tracks.values())),
+            earlier_tokens=sum(tokens.generated for tokens in tracks.values()),
         )
         for key, origin in resumed.items()
     }

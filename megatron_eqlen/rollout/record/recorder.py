@@ -81,14 +81,14 @@ class OpenTracks:
     def follow(self, track: Track, since: int | None = None) -> None:
         """Return the tokens of ``track`` from number ``since`` on, by default those that it gets from now on,
         as new, until it has ended."""
-        self._known.setdefault(track, len(track) if since is None else since)
+        self._known.setdefault(track, len(track.tokens) if since is None else since)
 
     def new_tokens(self) -> list[NewTokens]:
         """Return the tokens that the tracks got since the last call. Costs no more than a look at each."""
         added = [
-            NewTokens(track, start, len(track), self._new_prompt(track))
+            NewTokens(track, start, len(track.tokens), self._new_prompt(track))
             for track, start in self._known.items()
-            if len(track) > start
+            if len(track.tokens) > start
         ]
         for new in added:
             self._known[new.track] = new.stop

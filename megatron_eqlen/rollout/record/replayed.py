@@ -52,7 +52,7 @@ def check_step(folder: Path, rollouts: Sequence[Rollout], recipe: Recipe, eos: f
     if recipe.rollout.carry_over:
         return  # the number of resumed rollouts depends on the step before
     wanted, rollout = recipe.data.prompts_per_step, recipe.rollout
-    cut = rollout.tokens_per_step is not None
+    cut = rollout.tokens_per_step is not None or recipe.environment.name is not None
     too_many = len(prompts) > wanted and not resolve(recipe).dynamic_sampling
     if too_many or (len(prompts) < wanted and not cut):
         _refuse(folder, f"rollouts of {wanted} prompts (data.prompts_per_step)", str(len(prompts)))

@@ -10,13 +10,16 @@ length L is certain, the ended track's L tokens are A_i, the other's first L tok
 the trunk. The other track is never interrupted; one new track is forked on prompt + trunk, because an
 independent continuation of a prefix is what the paper's two fresh tracks are. So no token is generated
 twice, and the harvest depends on token sequences alone.
+
+With an environment, lengths count generated tokens. A side that ends a turn where it is cut includes the
+environment's answer; the fork starts after it, with a copy of the environment.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_eqlen.sampling.harvester import Harvester
+from megatron_eqlen.sampling.harvester import Harvester, in_step
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import Outcome, Part, Prompt, Rollout
 
@@ -57,6 +60,8 @@ class DualTrack(Harvester):
         super().__init__(prompt, index, limit, eos_token_ids, seed)
         self.max_pairs = max_pairs
         self.trunk: list[int] = []
+        self.trunk_length = 0
+        """Generated tokens of the trunk."""
         self.launched = 0
 
     def start(self) -> list[Track]:
@@ -80,7 +85,13 @@ class DualTrack(Harvester):
             assert other.finish_reason != "length", "a truncated track is as long as any"
             other.awaited = other.start + _outside(short)
             return []
+        if other.calls and _outside(other) == _outside(short):
+            return []  # the environment may end it here
         return self._inherit(short, other)
+
+    def calls(self) -> list[Track]:
+        tracks = list(self.open.values())
+        return in_step(tracks, [_outside(track) for track in tracks])
 
     def cut(self) -> None:
         self._complete("budget")
@@ -96,7 +107,8 @@ class DualTrack(Harvester):
             self._complete("both_ended")
             return []
         self.trunk += b.token_ids.tolist()
-        if len(self.trunk) == self.limit:
+        self.trunk_length += length
+        if self.trunk_length == self.limit:
             self._complete("truncated")
         elif len(self.parts) // 2 == self.max_pairs:
             self.advance()  # the survivor may have finished already
@@ -113,9 +125,9 @@ class DualTrack(Harvester):
 
     def _launch(self, parent: int) -> Track:
         self.launched += 1
-        return self.open_track(self.launched - 1, self.trunk, self.limit - len(self.trunk), parent)
+        return self.open_track(self.launched - 1, self.trunk, self.limit - self.trunk_length, parent)
 
 
 def _outside(track: Track) -> int:
-    """Return the number of a track's tokens that are in no part."""
+    """Return the number of a track's generated tokens that are in no part."""
     return len(track) - track.start

@@ -25,8 +25,7 @@ def server_command(recipe: Recipe, port: int, host: str = LOOPBACK) -> tuple[lis
     from megatron_eqlen.rollout.vllm.engine.engine_args import as_flags, engine_args, environ
 
     rollout = recipe.rollout
-    longest = recipe.data.max_prompt_length + rollout.max_response_length
-    flags = engine_args(str(local_path(recipe.model)), rollout, recipe.model.dtype, longest) | {
+    flags = engine_args(str(local_path(recipe.model)), rollout, recipe.model.dtype, recipe.longest_path) | {
         "host": host,
         "port": port,
         "middleware": "megatron_eqlen.rollout.vllm.server.gate.Gate",

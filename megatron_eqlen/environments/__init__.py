@@ -1,0 +1,1 @@
+"""Environments that answer the turns of a response: tools, games, databases."""

@@ -1,0 +1,120 @@
+"""Between an environment, which reads and writes text, and tracks, which are tokens.
+
+    path of a track:   generated ─ given ─ generated ─ given ─ generated
+                       └─ turn 0 ┘         └─ turn 1 ┘         └─ the open turn
+
+What was generated stays as it was sampled: no turn is ever rendered again. An observation is rendered alone,
+as the chat template continues a conversation with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron_eqlen.environments.environment import Environment, Observation
+from megatron_eqlen.tokens import TokenIds, Tokens
+from megatron_eqlen.types import Grade, Prompt
+
+
+class Turn(NamedTuple):
+    """A turn of the policy with its answer."""
+
+    generated: TokenIds
+    given: TokenIds
+    """Empty for the open turn."""
+
+
+def turns_of(path: Tokens) -> list[Turn]:
+    """Return the turns of a response so far; the last one is open."""
+    if not len(path):
+        return [Turn(path.token_ids, path.token_ids)]
+    generated = path.is_generated
+    # a turn begins with a generated token after a given one
+    begins = np.flatnonzero(generated & ~np.concatenate([[True], generated[:-1]]))
+    bounds = [0, *begins.tolist(), len(path)]
+    turns: list[Turn] = []
+    for first, stop in pairwise(bounds):
+        own = generated[first:stop]
+        ids = path.token_ids[first:stop]
+        turns.append(Turn(ids[own], ids[~own]))
+    if turns[-1].given.size:
+        turns.append(Turn(path.token_ids[:0], path.token_ids[:0]))
+    return turns
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """Makes the environments of a harvest, and translates for them."""
+
+    make: Callable[[Prompt, int], Environment]
+    """(prompt, seed) -> a new environment."""
+    read: Callable[[TokenIds], str]
+    """Tokens of a turn -> its text."""
+    write: Callable[[Observation], list[int]]
+    """Observation -> tokens that follow the turn's last token, up to the start of the next turn."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """JSON schemas for the prompts."""
+    max_turns: int = 8
+    """The response ends with its answer to turn number ``max_turns - 1``."""
+    max_given_tokens: int = 1024
+    """Most tokens that environments may give on a path; the response ends where more would be given."""
+    timeout: float = 60.0
+    """Seconds after which a call has failed."""
+    workers: int = 8
+    """Calls at once."""
+    close: Callable[[], None] = lambda: None
+    """Gives up what all environments share."""
+
+
+class Answer(NamedTuple):
+    """Result of a call."""
+
+    environment: Environment
+    given: list[int] | None = None
+    """Tokens that answer the turn; None: the response has ended."""
+    grade: Grade | None = None
+    """Of an ended response, where the environment grades."""
+    cut: bool = False
+    """True if a limit ended the response, not the environment."""
+
+
+class ChangedAnswerError(RuntimeError):
+    """An environment answered a turn differently than before."""
+
+
+def answer(speak: Conversations, environment: Environment, turns: list[Turn]) -> Answer:
+    """Let the environment answer the last of ``turns``, which are all turns of the response so far."""
+    observation = environment.step(speak.read(turns[-1].generated))
+    given = [] if observation.done else speak.write(observation)
+    before = sum(len(turn.given) for turn in turns)
+    over = len(turns) >= speak.max_turns or before + len(given) > speak.max_given_tokens
+    if observation.done or over:
+        return Answer(environment, None, _grade(environment), cut=not observation.done)
+    return Answer(environment, given)
+
+
+def replayed(speak: Conversations, prompt: Prompt, seed: int, turns: list[Turn]) -> Environment:
+    """Return a new environment in the state after the answered ``turns``. Raises ChangedAnswerError if it
+    answers otherwise than it did."""
+    environment = speak.make(prompt, seed)
+    for number, turn in enumerate(turns):
+        observation = environment.step(speak.read(turn.generated))
+        given = [] if observation.done else speak.write(observation)
+        if given != turn.given.tolist():
+            raise ChangedAnswerError(
+                f"turn {number}: expected the answer that was recorded, found another: the environment's "
+                "state depends on more than its prompt, its seed and the messages"
+            )
+    return environment
+
+
+def _grade(environment: Environment) -> Grade | None:
+    grade = environment.grade()
+    if grade is None or isinstance(grade, Grade):
+        return grade
+    return Grade(float(grade), "scored", None, type(environment).__name__)

@@ -1,0 +1,65 @@
+"""What an environment is: something that answers turns, grades, and can be copied.
+
+    a turn of the policy ──step──► Observation ──chat template──► given tokens, which are not trained
+                            └────► done: the response has ended, and is graded
+
+An environment stands still while a turn is generated. A fork copies it, its random generator included, where
+the fork leaves its line: both continuations then are what the policy might have met, and comparing them is
+unbiased (docs/agents.md). A new environment in place of a copy would not be.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megatron_eqlen.types import Grade, Prompt
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Answer to a turn."""
+
+    content: str = ""
+    """Text that the policy reads."""
+    done: bool = False
+    """True if the response has ended; ``content`` is not read then."""
+    role: str = "tool"
+    """Role of the message in the chat template."""
+
+
+class Environment:
+    """One episode. Subclass it: ``step`` is needed, and often ``__init__(prompt, seed, **options)``.
+
+    ``seed`` is the same for all lines of a rollout; draw from a generator of your own. ``options`` are
+    ``environment.options`` of the recipe. An exception means that the environment failed, not the policy: the
+    rollout is dropped and counted. A tool's error or time-out is an observation.
+    """
+
+    tools: ClassVar[Sequence[Mapping[str, Any]]] = ()
+    """JSON schemas of the tools, as the chat template takes them."""
+    copies: ClassVar[bool] = True
+    """False if ``fork`` is not possible: only sampling that forks nothing can be used."""
+
+    def __init__(self, prompt: Prompt, seed: int) -> None: ...
+
+    def step(self, message: str) -> Observation:
+        """Answer a turn of the policy. ``message``: its text, without end-of-sequence tokens."""
+        raise NotImplementedError
+
+    def grade(self) -> Grade | float | None:
+        """Return the reward of the ended response. None: the prompt's grader grades its last turn."""
+        return None
+
+    def fork(self) -> Environment:
+        """Return an independent copy in the same state. Called between steps."""
+        return copy.deepcopy(self)
+
+    def close(self) -> None:
+        """Give up what the environment holds."""
+
+    @classmethod
+    def end(cls) -> None:
+        """Give up what all environments of the class share, at the end of the process."""

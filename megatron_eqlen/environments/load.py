@@ -1,0 +1,106 @@
+"""The environments that a recipe names, and the chat template's words around what they say."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_eqlen.environments.conversation import Conversations
+from megatron_eqlen.environments.environment import Environment, Observation
+from megatron_eqlen.hf.tokenizer import Tokenizer
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe.plugins import load_object
+from megatron_eqlen.types import Prompt
+
+BUILT_IN = {"python": "megatron_eqlen.environments.python_tool:PythonTool"}
+
+TURN = "<think>\nthought\n</think>\n\nA turn that the policy generated."
+"""Stands for a turn where an observation is rendered."""
+
+
+def environment_class(recipe: Recipe) -> type[Environment]:
+    """Return the class that ``environment.name`` names. Raises ValueError if it does not fit the recipe."""
+    section = recipe.environment
+    assert section.name is not None
+    path = BUILT_IN.get(section.name, section.name)
+    if ":" not in path:
+        known = ", ".join(BUILT_IN)
+        raise ValueError(f"environment.name: expected {known} or package.module:Class, found {path!r}")
+    cls = load_object(path, "environment.name")
+    if not (inspect.isclass(cls) and issubclass(cls, Environment)):
+        raise ValueError(
+            f"environment.name: {path}: expected a subclass of "
+            f"megatron_eqlen.environments.environment.Environment, found {cls!r}"
+        )
+    try:
+        inspect.signature(cls).bind(None, 0, **section.options)
+    except TypeError as error:
+        raise ValueError(f"environment.options: {path}(prompt, seed, **options): {error}") from None
+    pairs = recipe.sampling == "equal_length" and not recipe.equal_length.single_pair
+    if (pairs or recipe.sampling == "tree") and not cls.copies:
+        raise ValueError(
+            f"environment.name: {path} cannot be copied, and sampling: {recipe.sampling} forks: set "
+            "sampling: independent, or sampling: equal_length with equal_length.single_pair: true"
+        )
+    return cls
+
+
+def conversations(recipe: Recipe, tokenizer: Tokenizer) -> Conversations | None:
+    """Return how a harvest speaks with the recipe's environment; None without one. Raises ValueError for an
+    environment or a chat template that does not fit."""
+    section = recipe.environment
+    if section.name is None:
+        return None
+    cls, thinking = environment_class(recipe), recipe.data.enable_thinking
+
+    def make(prompt: Prompt, seed: int) -> Environment:
+        return cls(prompt, seed, **section.options)  # type: ignore[call-arg]
+
+    def write(observation: Observation) -> list[int]:
+        return given_tokens(tokenizer, observation, cls.tools, thinking)
+
+    write(Observation("content"))  # an unfit template is refused before anything is generated
+    return Conversations(
+        make,
+        tokenizer.decode,
+        write,
+        cls.tools,
+        section.max_turns,
+        section.max_given_tokens,
+        section.timeout,
+        section.workers,
+        cls.end,
+    )
+
+
+def given_tokens(
+    tokenizer: Tokenizer,
+    observation: Observation,
+    tools: Sequence[Mapping[str, Any]] = (),
+    enable_thinking: bool | None = None,
+) -> list[int]:
+    """Return the tokens between a turn's last token and the first one of the next turn.
+
+    Raises ValueError for a chat template that changes earlier turns: what was generated could not stay as it
+    is. Qwen3's drops earlier thinking once a ``user`` speaks, and keeps it before a ``tool``.
+    """
+    messages = [
+        {"role": "user", "content": "question"},
+        {"role": "assistant", "content": TURN},
+        {"role": observation.role, "content": observation.content},
+    ]
+    text = tokenizer.render_chat(messages, enable_thinking, tools)
+    _, turn, after = text.partition(TURN)
+    if not turn:
+        raise ValueError(
+            f"{tokenizer.folder}: expected a chat template that keeps the assistant's turns as they are "
+            f"before a message of the role {observation.role!r}, found one that changes them"
+        )
+    token_ids = tokenizer.encode(after)
+    if not token_ids or token_ids[0] not in tokenizer.eos_token_ids:
+        raise ValueError(
+            f"{tokenizer.folder}: expected a chat template that ends the assistant's turn with an end of "
+            f"sequence ({sorted(tokenizer.eos_token_ids)}), found {token_ids[:1]}"
+        )
+    return token_ids[1:]

@@ -1,0 +1,36 @@
+"""Calls of tools in the text of a turn, as Qwen3 (Hermes) and Llama 3 write them."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, NamedTuple
+
+_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+_LLAMA = re.compile(r"\s*(?:<\|python_tag\|>)?\s*(\{.*\})\s*", re.DOTALL)
+
+
+class ToolCall(NamedTuple):
+    name: str
+    arguments: dict[str, Any]
+
+
+class BadToolCall(ValueError):
+    """A call that cannot be read; the message is for the policy."""
+
+
+def tool_call(message: str) -> ToolCall | None:
+    """Return the first call of a tool in a turn, None if there is none. What stands before ``</think>`` calls
+    nothing. Raises BadToolCall."""
+    spoken = message.rpartition("</think>")[2]
+    match = _HERMES.search(spoken) or _LLAMA.fullmatch(spoken)
+    if match is None:
+        return None
+    try:
+        call = json.loads(match[1])
+    except ValueError as error:
+        raise BadToolCall(f"the call is not JSON: {error}") from None
+    arguments = call.get("arguments", call.get("parameters")) if isinstance(call, dict) else None
+    if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
+        raise BadToolCall('expected {"name": "...", "arguments": {...}}')
+    return ToolCall(call["name"], arguments)

@@ -1,0 +1,443 @@
+"""Turns that an environment answers: exact forks, given tokens, failures, and resuming."""
+
+import copy
+import itertools
+import json
+import re
+import threading
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+from megatron_eqlen.environments.conversation import Conversations
+from megatron_eqlen.environments.environment import Environment, Observation
+from megatron_eqlen.environments.load import environment_class, given_tokens
+from megatron_eqlen.environments.python_tool import PythonTool
+from megatron_eqlen.hf.tokenizer import load_tokenizer
+from megatron_eqlen.objectives.build import build_trees
+from megatron_eqlen.recipe import EnvironmentRecipe
+from megatron_eqlen.rollout.engine import EngineError
+from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.rollout.harvest_plan import HarvestPlan
+from megatron_eqlen.rollout.partial import HarvestProgress, PartialRollout
+from megatron_eqlen.tokens import Tokens
+from megatron_eqlen.types import Delta
+from tests.kit import ROOT
+from tests.kit.length_bias import QUESTION, every_outcome
+from tests.pure.test_forks import recipe
+from tools.tokenizer_maker import write_hf_tokenizer
+
+END, CALL = 0, 1
+COINS = (7, 8)
+"""Tokens that the environment gives."""
+
+
+@cache
+def row(path):
+    """Return the probabilities of the next generated token after a path."""
+    logits = np.random.default_rng([4, *path]).normal(size=2) / 2
+    return np.exp(logits) / np.exp(logits).sum()
+
+
+@cache
+def reward(turns, coins):
+    return float(np.random.default_rng([5, *turns, 9, *coins]).random())
+
+
+class Coins(Environment):
+    """Answers a turn that calls by a coin; a turn of END alone ends the response. The reward depends on all
+    turns and coins."""
+
+    def __init__(self, prompt, seed, flips):
+        super().__init__(prompt, seed)
+        self.flips, self.coins, self.turns = flips, (), ()
+
+    def step(self, message):
+        self.turns += (len(message.split()),)
+        if message.split()[0] == str(END):
+            return Observation(done=True)
+        self.coins += (self.flips(len(self.coins)),)
+        return Observation(str(COINS[self.coins[-1]]))
+
+    def grade(self):
+        return reward(self.turns, self.coins)
+
+    def fork(self):
+        return copy.copy(self)  # flips belong to the world, and both copies see the same ones
+
+
+class OwnCoins(Coins):
+    """A copy draws later coins of its own."""
+
+    def fork(self):
+        other = copy.copy(self)
+        other.flips = self.flips.independent(len(self.coins))
+        return other
+
+
+class Reset(Coins):
+    def fork(self):
+        return type(self)(QUESTION, 0, self.flips)
+
+
+class Flips:
+    """Coins that all environments with the same ones see alike."""
+
+    def __init__(self, choose, known=()):
+        self.choose, self.known = choose, list(known)
+
+    def __call__(self, number):
+        while len(self.known) <= number:
+            self.known.append(self.choose(2))
+        return self.known[number]
+
+    def independent(self, number):
+        return Flips(self.choose, self.known[:number])
+
+
+@dataclass
+class Drawing:
+    """An engine that gives each request one token a step, chosen among all."""
+
+    choose: object
+    policy_version, max_model_len, max_num_seqs, vocab_size = 0, 99, 99, 99
+
+    def __post_init__(self):
+        self.probability, self.paths = 1.0, {}
+
+    def submit(self, request_id, token_ids, max_tokens, seed, path_rows=0):
+        assert request_id not in self.paths
+        assert max_tokens > 0
+        self.paths[request_id] = tuple(token_ids[len(QUESTION.token_ids) :])
+
+    def step(self):
+        return [self._next(name) for name in list(self.paths)]
+
+    def _next(self, name):
+        token = self.choose(2)
+        self.probability *= row(self.paths[name])[token]
+        self.paths[name] += (token,)
+        return Delta(name, [token], {"logprobs": [0.0]})
+
+    def abort(self, request_ids):
+        for name in request_ids:
+            self.paths.pop(name, None)
+
+    def metrics(self):
+        return {}
+
+
+def speaking(make, **limits):
+    """Return conversations of environments that ``make`` makes; a token is a word."""
+    read = lambda ids: " ".join(map(str, ids.tolist()))  # noqa: E731
+    write = lambda observation: list(map(int, observation.content.split()))  # noqa: E731
+    return Conversations(make, read, write, workers=1, **limits)
+
+
+def harvested(settings, cls, choose):
+    """Return the rollouts of one harvest, and its probability. A coin is fair."""
+    engine, flips, coins = Drawing(choose), {}, [0]
+
+    def coin(size):
+        coins[0] += 1
+        return choose(size)
+
+    def make(prompt, seed):
+        return cls(prompt, seed, flips.setdefault(seed, Flips(coin)))
+
+    plan = HarvestPlan([QUESTION], settings, [END], seed=0, conversations=speaking(make))
+    rollouts = harvest(engine, plan)[0]
+    return rollouts, engine.probability * 0.5 ** coins[0]
+
+
+def add_scores(total, path, generated, factors):
+    for t in np.flatnonzero(generated):
+        before = tuple(path[:t])
+        total[before] = total[before] - factors[t] * row(before)
+        total[before][path[t]] += factors[t]
+
+
+def expected_step(settings, cls):
+    total, mass = defaultdict(lambda: np.zeros(2)), 0.0
+    for rollouts, probability in every_outcome(lambda choose: harvested(settings, cls, choose)):
+        mass += probability
+        for tree in build_trees(rollouts, settings)[0]:
+            paths = [()]
+            for node in tree.nodes[1:]:
+                above, ids = paths[node.parent], tuple(node.token_ids.tolist())
+                paths.append(above + ids)
+                generated = np.concatenate([np.zeros(len(above), bool), node.tokens.is_generated])
+                factors = np.zeros(len(generated))
+                factors[generated] = probability * node.weight * node.advantage
+                add_scores(total, above + ids, generated, factors)
+    assert mass == pytest.approx(1)
+    return total
+
+
+def gradient(limit):
+    """Return the policy gradient: every response with every coin."""
+    total = defaultdict(lambda: np.zeros(2))
+
+    def walk(path, generated, turn, turns, coins, probability):
+        if sum(generated) == limit:
+            return  # truncated: reward 0
+        for token in (END, CALL):
+            after = (*path, token), (*generated, True), (*turn, token)
+            p = probability * row(path)[token]
+            if token != END:
+                walk(*after, turns, coins, p)
+            elif after[2][0] == END:
+                value = reward((*turns, len(after[2])), coins)
+                add_scores(total, after[0], np.array(after[1]), np.full(len(after[0]), p * value))
+            else:
+                for coin in (0, 1):
+                    answered = (*after[0], COINS[coin]), (*after[1], False), ()
+                    walk(*answered, (*turns, len(after[2])), (*coins, coin), p / 2)
+
+    walk((), (), (), (), (), 1.0)
+    return total
+
+
+SETTINGS = {
+    "pairs": (4, {"sampling": "equal_length", "pair_weight": "on_policy"}),
+    "one pair": (4, {"sampling": "equal_length", "pair_weight": "on_policy", "single_pair": True}),
+    "group": (4, {"sampling": "independent"}),
+    "forks at a length": (3, {"rule": {"fork": "tokens", "step_tokens": 2, "forks": 1}}),
+    "forks where lines end": (3, {"rule": {"fork": "death", "forks": 2}}),
+}
+
+
+def error_of_the_step(name, cls):
+    """Return the largest difference to the policy gradient."""
+    limit, settings = SETTINGS[name]
+    truth, step = gradient(limit), expected_step(recipe(limit=limit, **settings), cls)
+    assert max(np.abs(values).max() for values in truth.values()) > 0.01
+    return max(np.abs(step[path] - truth[path]).max() for path in {*step, *truth})
+
+
+@pytest.mark.parametrize("cls", [Coins, OwnCoins])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_an_expected_step_is_the_policy_gradient_where_forks_copy_the_environment(name, cls):
+    assert error_of_the_step(name, cls) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["pairs", "forks at a length"])
+def test_an_expected_step_is_not_the_policy_gradient_where_forks_reset_the_environment(name):
+    assert error_of_the_step(name, Reset) > 1e-3
+
+
+# ---- failures --------------------------------------------------------------------------------------------
+
+
+class Answers(Environment):
+    """Answers the first ``options`` turns."""
+
+    def __init__(self, prompt, seed, most=1, fails=None):
+        self.asked, self.most, self.fails = 0, most, fails
+        self.prompt_id = prompt.prompt_id
+
+    def step(self, message):
+        self.asked += 1
+        if self.fails is not None:
+            self.fails(self.prompt_id)
+        return Observation("7 7", done=self.asked > self.most)
+
+
+def words(make, settings=None, count=3, **limits):
+    """Return rollouts and metrics of ``count`` prompts; a turn has two words."""
+    prompts = [replace(QUESTION, prompt_id=f"q{n}") for n in range(count)]
+    settings = settings or recipe(limit=9, sampling="independent", objective="grpo")
+    plan = HarvestPlan(prompts, settings, [END], seed=0, conversations=speaking(make, **limits))
+    alternating = iter([CALL, END] * 10_000)
+    engine = Drawing(lambda size: next(alternating))
+    engine.step = lambda: [engine._next(name) for name in list(engine.paths)[:1]]
+    return harvest(engine, plan)
+
+
+def test_an_environment_that_fails_drops_its_rollout_and_no_other(caplog):
+    def fails(prompt_id):
+        if prompt_id == "q1":
+            raise ConnectionError("no server")
+
+    rollouts, metrics = words(lambda prompt, seed: Answers(prompt, seed, fails=fails))
+    assert [rollout.prompt_id for rollout in rollouts] == ["q0", "q2"]
+    assert metrics["environment/dropped"] == 1
+    assert "q1/0 is left out, its environment failed: ConnectionError('no server')" in caplog.text
+
+
+def test_a_call_without_an_answer_drops_its_rollout():
+    over = threading.Event()
+    fails = {"q0": over.wait}
+    make = lambda prompt, seed: Answers(prompt, seed, fails=lambda name: fails.get(name, bool)())  # noqa: E731
+    rollouts, metrics = words(make, timeout=0.2)
+    over.set()
+    assert ([rollout.prompt_id for rollout in rollouts], metrics["environment/dropped"]) == (["q1", "q2"], 1)
+
+
+def test_an_environment_that_cannot_be_copied_after_all_drops_its_rollout(caplog):
+    class Torn(Answers):
+        def fork(self):
+            raise OSError("torn")
+
+    settings = recipe({"fork": "tokens", "step_tokens": 3, "forks": 1}, limit=9)
+    with pytest.raises(EngineError, match="all 1 rollouts"):
+        words(lambda prompt, seed: Torn(prompt, seed, most=2), settings, count=1)
+    assert "its environment failed: OSError('torn')" in caplog.text
+
+
+def test_a_harvest_whose_environments_all_fail_is_an_error():
+    def fails(prompt_id):
+        raise ConnectionError("no server")
+
+    with pytest.raises(EngineError, match="all 3 rollouts are left out: their environments failed"):
+        words(lambda prompt, seed: Answers(prompt, seed, fails=fails))
+
+
+@pytest.mark.parametrize(("limits", "turns"), [({}, 3), ({"max_turns": 2}, 2), ({"max_given_tokens": 3}, 2)])
+def test_limits_end_a_response_that_its_environment_would_answer(limits, turns):
+    rollouts, metrics = words(lambda prompt, seed: Answers(prompt, seed, most=2), count=1, **limits)
+    for part in rollouts[0].parts:
+        assert part.finish_reason == "stop"
+        assert len(part) == 2 * turns
+        assert part.token_ids.tolist() == [CALL, END, *[7, 7, CALL, END] * (turns - 1)]
+        assert part.tokens["given"].counts.tolist() == [0, 0, *[1, 1, 0, 0] * (turns - 1)]
+    assert metrics["environment/cut"] == (2 if limits else 0)
+
+
+def test_a_response_that_reaches_its_length_in_a_call_is_truncated():
+    settings = recipe(limit=4, sampling="independent", objective="grpo")
+    rollouts, _ = words(lambda prompt, seed: Answers(prompt, seed, most=9), settings, count=1)
+    assert [(part.finish_reason, len(part)) for part in rollouts[0].parts] == [("length", 4)] * 2
+
+
+def test_an_environment_that_cannot_repeat_itself_drops_what_it_cannot_resume():
+    """The environment counts the seconds, so to speak."""
+    clock = itertools.count(10)
+
+    class Clock(Answers):
+        def step(self, message):
+            return replace(super().step(message), content=str(next(clock)))
+
+    settings = recipe(limit=9, sampling="independent", objective="grpo")
+    known = Tokens.of([CALL, END, 7], [0.0] * 3, versions=[0] * 3, given=[[], [], [0]])
+    more = Tokens.of([CALL, END], [0.0] * 2, versions=[0] * 2, given=[[], []])
+    tracks = {0: Tokens.joined([known, more]), 1: known}
+    progress = HarvestProgress(partial=[PartialRollout(QUESTION, 0, tracks)])
+    made = speaking(lambda prompt, seed: Clock(prompt, seed, most=3))
+    plan = HarvestPlan([QUESTION], settings, [END], seed=0, progress=progress, conversations=made)
+    with pytest.raises(EngineError, match="all 1 rollouts are left out"):
+        harvest(Drawing(lambda size: END), plan)
+
+
+# ---- recipes, templates, tools ---------------------------------------------------------------------------
+
+
+class Fixed(Environment):
+    copies = False
+
+    def __init__(self, prompt, seed, size=1): ...
+
+
+HERE = "tests.pure.test_environments"
+REFUSED = {
+    "environment.name: expected python or package.module:Class, found 'pyhton'": {"name": "pyhton"},
+    "expected a subclass of megatron_eqlen.environments.environment.Environment": {"name": f"{HERE}:words"},
+    "environment.options: .* unexpected keyword argument 'sise'": {
+        "name": f"{HERE}:Fixed",
+        "options": {"sise": 2},
+    },
+    "Fixed cannot be copied, and sampling: equal_length forks": {"name": f"{HERE}:Fixed"},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_an_environment_that_does_not_fit_is_refused(message):
+    settings = recipe(sampling="equal_length").model_copy(
+        update={"environment": EnvironmentRecipe(**REFUSED[message])}
+    )
+    with pytest.raises(ValueError, match=message):
+        environment_class(settings)
+
+
+def test_sampling_without_forks_takes_an_environment_that_cannot_be_copied():
+    section = {"environment": EnvironmentRecipe(name=f"{HERE}:Fixed", options={"size": 3})}
+    for settings in (recipe(sampling="independent"), recipe(sampling="equal_length", single_pair=True)):
+        assert environment_class(settings.model_copy(update=section)) is Fixed
+
+
+HISTORY = "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+TEMPLATES = {
+    "plain": HISTORY,
+    "qwen3": "{% set drops = m.role == 'assistant' and messages[-1].role == 'user' %}"
+    "{% set content = m.content.split('</think>')[-1] if drops else m.content %}"
+    + HISTORY.replace("m.content", "content"),
+}
+
+
+def tokenizer_with(folder, template):
+    write_hf_tokenizer(folder, ["again 7"])
+    loop = "{% for m in messages %}" + template + "{% endfor %}{{ '<|im_start|>assistant\\n' }}"
+    (folder / "chat_template.jinja").write_text(loop)
+    return load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_given_tokens_continue_the_turn_as_the_template_does(template, tmp_path):
+    tokenizer = tokenizer_with(tmp_path, TEMPLATES[template])
+    given = given_tokens(tokenizer, Observation("7 apples"))
+    assert tokenizer.decode(given) == "\n<|im_start|>tool\n7 apples\n<|im_start|>assistant\n"  # without ends
+    assert tokenizer.eos_token_ids & {*given}
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    whole = tokenizer.apply_chat_template([*chat, {"role": "tool", "content": "7 apples"}])
+    assert whole[-len(given) :] == given
+
+
+def test_a_template_that_changes_earlier_turns_is_refused(tmp_path):
+    tokenizer = tokenizer_with(tmp_path, TEMPLATES["qwen3"])
+    with pytest.raises(
+        ValueError, match="keeps the assistant's turns as they are before a message of the role 'user'"
+    ):
+        given_tokens(tokenizer, Observation("again", role="user"))
+
+
+def run_cell(tool, code):
+    call = {"name": "python", "arguments": {"code": code}}
+    return tool.step(f"<think>\nlet me see\n</think>\n<tool_call>\n{json.dumps(call)}\n</tool_call>").content
+
+
+def test_the_python_tool_keeps_names_and_a_copy_has_its_own(request):
+    request.addfinalizer(PythonTool.end)
+    tool = PythonTool(QUESTION, 0, sandbox="best_effort", timeout=2.0, longest_output=100)
+    assert run_cell(tool, "x = 3\nx + 1") == "4"
+    copied = tool.fork()
+    assert run_cell(tool, "x *= 5\nprint(x)") == "15"
+    assert [run_cell(each, "x") for each in (tool, copied)] == ["15", "3"]
+    assert run_cell(tool, "y = 1 / 0") == "ZeroDivisionError: division by zero"
+    assert run_cell(tool, "while True: pass") == "error: time limit"
+    assert len(run_cell(tool, "print('a' * 999)")) < 140
+    assert tool.step("<tool_call>{</tool_call>").content.startswith("error: the call is not JSON")
+    assert tool.step('<tool_call>{"name": "p", "arguments": {}}</tool_call>').content.startswith(
+        "error: expected"
+    )
+    assert tool.step("It is \\boxed{15}.").done
+
+
+# ---- the page for authors --------------------------------------------------------------------------------
+
+
+def test_the_environment_of_the_page_plays_and_its_copy_plays_on_alone():
+    code = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "agents.md").read_text(), re.DOTALL)
+    names = {}
+    exec(code[1], names)
+    game = names["HigherLower"](replace(QUESTION, gold="100"), seed=3)
+    assert game.step("hm").content == "Guess a number."
+    low, high, copied = 1, 100, None
+    while not (answer := game.step(f"I guess {(low + high) // 2}.")).done:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if answer.content == "higher" else (low, middle - 1)
+        copied = copied or game.fork()
+    assert game.grade() == 1.0
+    assert (copied.grade(), copied.left, copied.number) == (0.0, 6, game.number)
