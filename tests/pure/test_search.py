@@ -17,7 +17,17 @@ from megatron_eqlen.rewards.math.grader import MathGrader
 from megatron_eqlen.sampling.equal_length.dual_track import DualTrack, pairs_of
 from megatron_eqlen.types import Delta, Prompt, Rollout
 from tests.kit import ROOT
-from tools.make_search import PAPERS_REGIME, Dials, Puzzle, draw_puzzle, make_rows, pieces, search, write_rows
+from tools.make_search import (
+    PAPERS_REGIME,
+    Dials,
+    Puzzle,
+    draw_puzzle,
+    make_late_rows,
+    make_rows,
+    pieces,
+    search,
+    write_rows,
+)
 from tools.tokenizer_maker import write_hf_tokenizer
 
 SOLUTIONS = ("r1_solution_1", "r1_solution_2", "r1_solution_3")
@@ -161,3 +171,21 @@ def test_the_papers_regime_has_six_to_nine_pairs_a_stream_and_few_that_both_trac
     assert 6 < fmean(len(pairs_of(stream)) for stream in streams) < 9
     assert fmean(stream.outcome == "both_ended" for stream in streams) < 0.05
     assert pstdev(lengths) / fmean(lengths) > 0.5
+
+
+def test_the_late_task_is_decided_by_a_code_at_the_end_that_demonstrations_get_wrong():
+    rows = make_late_rows(600, seed=0)
+    assert len({row["question"] for row in rows}) == 600
+    lengths, right, by_length = [], [], {True: [], False: []}
+    for row in rows:
+        digits = [int(digit) for digit in row["question"].removeprefix("Code ").removesuffix(".").split()]
+        assert row["final_answer"] == "".join(str((7 * digit + 3) % 10) for digit in digits)
+        for name in SOLUTIONS:
+            words, answer = re.fullmatch(r"((?: \w+)*)\\boxed\{(\d{4})\}", row[name]).groups()
+            lengths.append(len(words.split()))
+            right.append(answer == row["final_answer"])
+            by_length[lengths[-1] > 35].append(right[-1])
+    assert fmean(lengths) == pytest.approx(50, rel=0.1)
+    assert pstdev(lengths) == pytest.approx(50, rel=0.1), "geometric"
+    assert fmean(right) == pytest.approx(0.75**4, abs=0.04)
+    assert fmean(by_length[True]) == pytest.approx(fmean(by_length[False]), abs=0.06), "thoughts do not help"

@@ -35,7 +35,7 @@ from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.record.reader import read_step
 from megatron_eqlen.rollout.record.recorder import FILES, INTERVAL, Recorder, record_grades
-from megatron_eqlen.types import Grade, Metrics, Prompt, Rollout
+from megatron_eqlen.types import Metrics, Prompt, Rollout
 from tools.benchmarks.scripted import EOS, ScriptedEngine, write_tokenizer
 from tools.benchmarks.table import show
 
@@ -197,18 +197,7 @@ def make_recipe(model: Path, limit: int, kept: int) -> Recipe:
 
 
 def make_prompts(count: int) -> list[Prompt]:
-    grader = f"{__name__}:Coin"
+    grader = "tools.research.coin:Coin"
     return [
         Prompt(f"scripted/{i}", [1 + i] * PROMPT_TOKENS, "?", grader, "", "scripted", i) for i in range(count)
     ]
-
-
-class Coin:
-    """A grader that costs nothing: half of the responses are right."""
-
-    def __init__(self, reward: RewardRecipe) -> None: ...
-
-    def grade(self, texts: Sequence[str], golds: Sequence[str]) -> list[Grade]:
-        return [Grade(float(len(text) % 2), "scored") for text in texts]
-
-    def close(self) -> None: ...
