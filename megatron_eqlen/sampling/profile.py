@@ -101,8 +101,8 @@ def profile_metrics(rollouts: Iterable[Rollout]) -> Metrics:
         PROFILE_VARIANCE: fmean(first),
         PROFILE_FORKS: len(later),
         PROFILE_UNDECIDED: sum(fork.weight * fork.variance for fork in later) / weight,
-        PROFILE_TOKENS_AFTER: sum(fork.weight * fork.after / (fork.length + fork.after) for fork in later)
-        / weight,
+        PROFILE_TOKENS_AFTER: sum(fork.weight * fork.after for fork in later)
+        / sum(fork.weight * (fork.length + fork.after) for fork in later),
     }
 
 

@@ -11,8 +11,9 @@ from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.harvester import Marker
-from megatron_eqlen.sampling.profile import fork_gain, forks
-from megatron_eqlen.types import Delta, Prompt
+from megatron_eqlen.sampling.profile import fork_gain, forks, profile_metrics
+from megatron_eqlen.tokens import Tokens
+from megatron_eqlen.types import Delta, Grade, Part, Prompt, Rollout
 from tests.kit.length_bias import Process
 from tests.kit.marks import examples
 from tests.pure.test_length_bias import recipe as pairs_recipe
@@ -115,6 +116,26 @@ def variance(world, prefix):
     values = [(p, world.value((*prefix, *rest))) for rest, p in world.continuations(prefix)]
     mean = sum(p * value for p, value in values)
     return sum(p * (value - mean) ** 2 for p, value in values)
+
+
+def test_the_share_of_the_tokens_after_forks_is_that_of_all_tokens():
+    """A mean of the shares, 0.3 here, would say that answers cost more beside their thoughts than they do."""
+    rollouts = []
+    for thought in (9, 1):
+        lengths = {0: (thought, -1), 1: (1, 0), 2: (1, 0), 3: (thought, -1), 4: (1, 3), 5: (1, 3)}
+        rollout = [
+            Part(
+                Tokens.of([1] * n),
+                "stop" if n == 1 and parent >= 0 else None,
+                Grade(1.0, ""),
+                "step",
+                i,
+                parent,
+            )
+            for i, (n, parent) in lengths.items()
+        ]
+        rollouts.append(Rollout(Prompt("q", [1], "", "", ""), 0, "tree", 0, rollout))
+    assert profile_metrics(rollouts)["profile/tokens_after"] == pytest.approx(2 / 12)
 
 
 def test_the_gain_of_forks_is_that_of_the_best_of_many_allocations():
