@@ -30,9 +30,17 @@ DISK_FAULTS = (*DISK_FULL, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
 LATEST = "latest"
 """File in a folder of checkpoints that names the checkpoint in force."""
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
 
 class CheckpointError(ValueError):
     """Weights or a checkpoint that cannot be read or written; the message names the file and the tensor."""
+
+
+def is_lfs_pointer(file: Path) -> bool:
+    """Return True for the text that stands for a large file in a repository cloned without Git LFS."""
+    with file.open("rb") as opened:
+        return opened.read(len(LFS_POINTER)) == LFS_POINTER
 
 
 def step_name(step: int) -> str:

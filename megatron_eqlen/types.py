@@ -20,6 +20,7 @@ the root holds ``q``; ``A_1`` and ``B_1`` are its children; ``A_2`` and ``B_2`` 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -51,7 +52,8 @@ class Prompt:
     grader: str
     """Grader of the answers: ``math``, ``code`` or ``rubric``."""
     gold: str
-    """Reference for the grader: LaTeX or text for ``math``, a JSON of tests for ``code``."""
+    """Reference for the grader: LaTeX or text for ``math``, a JSON of tests for ``code``; for a reward
+    function also columns of its file (``rewards.functions.reference``)."""
     source: str = ""
     """Name of the data source in the recipe (metrics are reported per source)."""
     number: int = 0
@@ -87,9 +89,10 @@ class Grade:
     """Verifier's judgement of one ended response."""
 
     reward: float
-    """Reward in [0, 1]."""
+    """Any finite number; built-in graders give 0 to 1. A truncated response counts as 0."""
     verdict: str
-    """``correct``, ``wrong``, ``no_answer``, ``unparseable``, ``timeout``, or a code verdict."""
+    """``correct``, ``wrong``, ``no_answer``, ``unparseable``, ``timeout``, or a code verdict; ``scored`` by a
+    reward function."""
     answer: str | None = None
     """Extracted answer, shortened to a line."""
     grader: str = ""
@@ -97,6 +100,10 @@ class Grade:
     seconds: float = 0.0
     detail: str = ""
     """Details of the verdict, for example the first failing test of a program."""
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.reward):
+            raise ValueError(f"{self.grader}: expected a finite reward, got {self.reward}")
 
 
 @dataclass

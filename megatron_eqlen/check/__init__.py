@@ -39,6 +39,8 @@ def check(recipe: Recipe | None, short: bool = False, checks: Sequence[Check] = 
             wanting.append(entry.name)
         if finding.state != "ok" or not short:
             print(line(entry, finding, bad), flush=True)
+    if "prompts" in vars(place):
+        place.prompts.close()
     who = recipe.name if recipe else "what every run needs"
     verdict = f"NOT READY for {who}: {', '.join(wanting)}" if wanting else f"ready for {who}"
     print(f"{socket.gethostname()}: {verdict}", flush=True)
@@ -56,6 +58,6 @@ def look(entry: Check, place: Place) -> Finding | None:
 
 
 def line(entry: Check, finding: Finding, bad: bool) -> str:
-    optional = "" if bad or finding.state in ("ok", "slow") else " (not needed here)"
+    optional = "" if bad or finding.state in ("ok", "slow", "doubt") else " (not needed here)"
     todo = f" -> {finding.todo}" if finding.todo else ""
     return f"{finding.state:<7}  {entry.name:<18}  {finding.text}{optional}{todo}"

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
+from megatron_eqlen.data.prompts import PromptSource
+from megatron_eqlen.environments.load import tools
+from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe.inputs import local_path
 
-State = Literal["ok", "slow", "missing", "failed"]
+State = Literal["ok", "slow", "doubt", "missing", "failed"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,13 @@ class Place:
     """Run folder; need not exist."""
     short: bool
     """Run only quick checks, because every node of a job is waiting."""
+
+    @cached_property
+    def prompts(self) -> PromptSource:
+        """The recipe's training prompts, read once. Raises ValueError for data that cannot be read."""
+        assert self.recipe is not None
+        tokenizer = load_tokenizer(local_path(self.recipe.model))
+        return PromptSource(self.recipe.data, tokenizer, self.recipe.seed, tools(self.recipe))
 
     @property
     def on_gpus(self) -> bool:

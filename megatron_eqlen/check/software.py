@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from functools import partial
 
 from megatron_eqlen.check.finding import Check, Finding, Place
+from megatron_eqlen.data.first_rewards import READ, first_rewards, refuse_unfit
 from megatron_eqlen.data.overlap import read_overlaps
-from megatron_eqlen.data.prompts import PromptSource
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.hf.folder import HFFolder
 from megatron_eqlen.hf.folder_check import check_folder
@@ -15,12 +16,15 @@ from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.megatron_cpu import packages
 from megatron_eqlen.megatron_cpu.packages import APEX, FLA, NEEDED, TRANSFORMER_ENGINE, Package
 from megatron_eqlen.plan.model import model_config
-from megatron_eqlen.recipe import Recipe, RewardRecipe
+from megatron_eqlen.recipe import RewardRecipe
 from megatron_eqlen.recipe.inputs import fetch, local_path, revisions
 from megatron_eqlen.rewards.sandbox.interpreter import find_python
 from megatron_eqlen.rewards.sandbox.probe import offered_isolation
+from megatron_eqlen.rewards.scoring import Scorer
 from megatron_eqlen.sampling.harvester import Marker
 
+TRIED = 200
+"""Rows of each source that are made prompts."""
 PYTHONS = ((3, 12), (3, 13))
 SETUP = "tools/setup (gpu)"
 CODE = {"code", "opencodereasoning", "livecodebench", "reasoning_gym"}
@@ -51,7 +55,7 @@ def package(wanted: Package, place: Place) -> Finding | None:
 
 def inputs(place: Place) -> Finding | None:
     """Check the model, data and benchmarks that the recipe reads; download those that it names on the hub.
-    Where seconds do not matter, look for every tensor of the model and make the prompts of the first step."""
+    Where seconds do not matter, look for every tensor of the model."""
     if place.recipe is None:
         return None
     fetch(place.recipe)
@@ -61,21 +65,38 @@ def inputs(place: Place) -> Finding | None:
         return Finding("ok", summary)
     model = local_path(place.recipe.model)
     check_folder(HFFolder(model), read_config(model))
-    return Finding("ok", f"{summary}; {_first_prompts(place.recipe)}")
+    if (marker := place.recipe.tree_sampling.marker) is not None:
+        Marker.of(marker, load_tokenizer(model))
+    return Finding("ok", summary)
 
 
-def _first_prompts(recipe: Recipe) -> str:
-    """Return the lengths of the first step's prompts. Raises ValueError for data or a tokenizer that cannot
-    make them, or a marker that no response can contain."""
-    tokenizer = load_tokenizer(local_path(recipe.model))
-    if recipe.tree_sampling.marker is not None:
-        Marker.of(recipe.tree_sampling.marker, tokenizer)
-    source = PromptSource(recipe.data, tokenizer, recipe.seed)
+def prompts(place: Place) -> Finding | None:
+    """Make prompts of some rows of each source."""
+    return Finding("ok", "; ".join(place.prompts.describe(TRIED))) if place.recipe else None
+
+
+def rewards(place: Place) -> Finding | None:
+    """Grade a right, a wrong and a missing answer to a row of each source and benchmark."""
+    recipe = place.recipe
+    if recipe is None:
+        return None
     try:
-        lengths = [len(prompt.token_ids) for prompt in source.next(recipe.data.prompts_per_step)]
-    finally:
-        source.close()
-    return f"the first step's {len(lengths)} prompts have {min(lengths)} to {max(lengths)} tokens"
+        source = place.prompts
+    except ValueError:
+        return None  # ``prompts`` says why
+    tokenizer = load_tokenizer(local_path(recipe.model))
+    with closing(Scorer(recipe.reward, tokenizer)) as scorer:
+        first = first_rewards(recipe, source, scorer, tokenizer)
+    refuse_unfit(first)
+    if not first:
+        return None
+    text = "; ".join(map(str, first))
+    if any(each.cause for each in first):
+        ours = any(each.cause and each.grader in READ for each in first)
+        return Finding("failed" if ours else "doubt", text)
+    if any(each.lowest < 0 for each in first):
+        return Finding("doubt", f"{text}; a truncated response gets 0, more than the lowest of these")
+    return Finding("ok", text)
 
 
 def overlap(place: Place) -> Finding | None:
@@ -148,6 +169,8 @@ CHECKS = [
     _on_gpus(FLA),
     _on_gpus(APEX),
     Check("inputs", inputs),
+    Check("prompts", prompts, in_short=False),
+    Check("first rewards", rewards, in_short=False),
     Check("benchmarks apart", overlap, needed=lambda place: False, in_short=False),
     Check("code python", programs, needed=_grades_code),
     Check("code sandbox", sandbox, needed=_needs_isolation, in_short=False),

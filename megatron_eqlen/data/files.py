@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megatron_eqlen.files import is_lfs_pointer
+
 BATCH_ROWS = 256
 MAGIC = {
     b"\x1f\x8b": "a gzip file: unpack it",
@@ -26,6 +28,12 @@ MAGIC = {
     b"\xfe\xff": "UTF-16: convert it to UTF-8",
 }
 """First bytes of kinds of files that are often taken for JSON."""
+CONVERTED = {
+    ".csv": "Dataset.from_csv('FILE')",
+    ".tsv": "Dataset.from_csv('FILE', sep='\\t')",
+    ".arrow": "load_from_disk('FOLDER')",
+}
+"""How to read files of other kinds, to write them as parquet."""
 UTF8_MARK = b"\xef\xbb\xbf"
 
 
@@ -39,41 +47,46 @@ def find_files(path: Path, *patterns: str) -> list[Path]:
             raise ValueError(
                 f"{path}: this reader expects {expected}, found a parquet file: name another reader"
             )
+        _refuse_kind(path)
         return [path]
     if not path.is_dir():
         raise ValueError(f"{path}: no such file or folder")
     for pattern in patterns:
         if files := sorted(file for file in path.rglob(pattern) if file.is_file()):
             return files
+    for file in path.rglob("*"):
+        _refuse_kind(file)
     raise ValueError(f"{path}: expected files named {' or '.join(patterns)}, found none")
 
 
+def _refuse_kind(file: Path) -> None:
+    if file.suffix in CONVERTED:
+        raise ValueError(
+            f"{file}: expected .jsonl, .parquet or .json, found {file.suffix}: with the package datasets, "
+            f"{CONVERTED[file.suffix]}.to_parquet('train.parquet')"
+        )
+
+
 def read_records(
-    file: Path, columns: Iterable[str], optional: Iterable[str] = ()
+    file: Path, columns: Iterable[str], optional: Iterable[str] | None = ()
 ) -> Iterator[dict[str, Any]]:
     """Yield the records of a parquet, JSON Lines or JSON-list file, streamed.
 
     A parquet file lacking one of ``columns`` raises ValueError; in JSON a record may lack any of them.
+    ``optional``: further columns of a parquet file, None: all.
     """
     if not file.is_file():
         raise ValueError(f"{file}: expected a file, found {'a folder' if file.is_dir() else 'none'}")
     if file.stat().st_size == 0:
         raise ValueError(f"{file}: expected records, found an empty file")
+    if is_lfs_pointer(file):
+        raise ValueError(f"{file}: expected records, found a pointer of Git LFS: run git lfs pull there")
     if file.suffix == ".parquet":
-        yield from _read_parquet(file, list(columns), list(optional))
+        yield from _read_parquet(file, list(columns), None if optional is None else list(optional))
     elif file.suffix == ".json":
         yield from _read_json_list(file)
     else:
         yield from _read_json_lines(file)
-
-
-def column_names(file: Path) -> list[str] | None:
-    """Return the columns of a parquet file; None for other files, whose records may differ, and for a file
-    that ``read_records`` will refuse."""
-    try:
-        return pq.read_schema(file).names if file.suffix == ".parquet" else None
-    except (pa.ArrowException, OSError):
-        return None
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -131,7 +144,8 @@ def _read_json_list(file: Path) -> list[Any]:
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
     if not isinstance(records, list):
-        raise ValueError(f"{file}: expected a list of records, found {type(records).__name__}")
+        found = f"a record of {', '.join(records)}" if isinstance(records, dict) else type(records).__name__
+        raise ValueError(f"{file}: expected a list of records, found {found}")
     return records
 
 
@@ -141,7 +155,7 @@ def _check_start(file: Path, start: bytes) -> None:
             raise ValueError(f"{file}: expected JSON in UTF-8, found {kind}")
 
 
-def _read_parquet(file: Path, columns: list[str], optional: list[str]) -> Iterator[dict[str, Any]]:
+def _read_parquet(file: Path, columns: list[str], optional: list[str] | None) -> Iterator[dict[str, Any]]:
     row = 0
     try:
         with pq.ParquetFile(file, page_checksum_verification=True) as parquet:
@@ -154,10 +168,12 @@ def _read_parquet(file: Path, columns: list[str], optional: list[str]) -> Iterat
         raise ValueError(f"{file}: row {row} or after: expected parquet data, found: {error}") from None
 
 
-def _wanted_columns(file: Path, present: list[str], columns: list[str], optional: list[str]) -> list[str]:
+def _wanted_columns(
+    file: Path, present: list[str], columns: list[str], optional: list[str] | None
+) -> list[str]:
     if missing := [name for name in columns if name not in present]:
         raise ValueError(f"{file}: expected columns {columns}, missing {missing}; found {present}")
-    wanted = columns + [name for name in optional if name in present]
+    wanted = present if optional is None else columns + [name for name in optional if name in present]
     if twice := sorted({name for name in wanted if present.count(name) > 1}):
         raise ValueError(f"{file}: expected each column once, found {twice} more than once")
     return wanted

@@ -10,7 +10,7 @@ reason, and replaced by the next one of the same source.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Literal
 
@@ -117,6 +117,18 @@ class _Source:
             self.tally.kept += self.epoch == 0
             return prompt
 
+    def try_rows(self, maker: PromptMaker, count: int) -> tuple[list[Prompt], Tally]:
+        """Return the prompts of ``count`` rows, evenly spaced, and what was left out of them; the position
+        stays."""
+        prompts, tally = list[Prompt](), Tally()
+        for number in np.linspace(0, len(self.rows) - 1, min(count, len(self.rows)), dtype=int):
+            try:
+                row = self.rows[int(number)]
+                prompts.append(maker.make(row, self.recipe, f"{self.name}/{row.row_id}", 0))
+            except BadRow as bad:
+                tally.drop(f"{self.name}/#{number}", bad.reason, bad.detail)
+        return prompts, tally
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "rows": len(self.rows),
@@ -200,6 +212,37 @@ class PromptSource:
     def report(self) -> dict[str, dict[str, int]]:
         """Per source: rows that became prompts so far, and rows left out by reason."""
         return {source.name: source.tally.report() for source in self._sources}
+
+    def told(self) -> list[str]:
+        """Return a sentence for each source whose columns were recognised by other names than ours."""
+        sources = ((source.name, "; ".join(source.tally.told)) for source in self._sources)
+        return [f"data source {name}: {text}" for name, text in sources if text]
+
+    def first_prompts(self) -> Iterator[Prompt]:
+        """Yield the first row of each source that makes a prompt; the position stays."""
+        for source in self._sources:
+            tries = (source.try_rows(self._maker, count)[0] for count in (1, 100))
+            yield from next(filter(None, tries), [])[:1]
+
+    def describe(self, count: int) -> list[str]:
+        """Return a sentence for each source, from ``count`` of its rows: how many it has, how many are left
+        out and why, and the lengths of prompts. Raises ValueError if none of them makes a prompt."""
+        sentences: list[str] = []
+        for source in self._sources:
+            prompts, tally = source.try_rows(self._maker, count)
+            if not prompts:
+                raise ValueError(f"data source {source.name}: {tally.none_usable()}")
+            lengths = sorted(len(prompt.token_ids) for prompt in prompts)
+            text = f"{source.name}: {len(source.rows):,} rows"
+            if source.tally.told:
+                text += f" ({'; '.join(source.tally.told)})"
+            if source.tally.dropped:
+                text += f"; {source.tally.summary(len(source.rows))}"
+            if tally.dropped:
+                text += f"; of {len(prompts) + tally.dropped.total()} tried {tally.summary(len(prompts))}"
+                text += f", the first {next(iter(tally.first.values()))}"
+            sentences.append(f"{text}; prompts of {lengths[0]} to {lengths[-1]} tokens")
+        return sentences
 
     def overlaps(self, benchmarks: Sequence[BenchmarkRecipe]) -> list[str]:
         """Return a sentence for each source that holds questions of a benchmark."""

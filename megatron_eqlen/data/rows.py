@@ -47,6 +47,12 @@ class Tally:
     dropped: Counter[str] = field(default_factory=Counter)
     first: dict[str, str] = field(default_factory=dict)
     """For each reason the first row and what was found there; not kept in checkpoints."""
+    told: list[str] = field(default_factory=list[str])
+    """Sentences on how the files were read."""
+
+    def say(self, text: str) -> None:
+        if text and text not in self.told:
+            self.told.append(text)
 
     def drop(self, where: str, reason: str, detail: str = "") -> None:
         if not self.dropped[reason]:
@@ -112,6 +118,8 @@ def answer_field(record: Any, name: str) -> str:
     """Return the answer in ``record[name]`` as text; files in the wild write numbers too, and 70 as 70.0.
     Raises BadRow."""
     value = field_of(record, name)
+    if isinstance(value, list) and len(value) == 1:
+        return answer_field({name: value[0]}, name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return text_field(record, name)
     if isinstance(value, int):
@@ -144,4 +152,6 @@ def field_of(record: Any, name: str) -> Any:
 
 
 def _kind(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"a record of {', '.join(map(str, value))}"
     return "null" if value is None else type(value).__name__

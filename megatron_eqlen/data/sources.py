@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_eqlen.data import jsonl, livecodebench, opencodereasoning, prepared, reasoning_gym
 from megatron_eqlen.data.filters import Exclusion, filter_rows, read_exclusion
 from megatron_eqlen.data.rows import Problem, Tally
-from megatron_eqlen.recipe import BenchmarkRecipe, SourceRecipe
+from megatron_eqlen.recipe import ANY_COLUMNS, BenchmarkRecipe, SourceRecipe
 from megatron_eqlen.recipe.inputs import data_files, local_path
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
 
@@ -22,8 +22,8 @@ Reader = Callable[[Path, Tally], Iterator[Problem]]
 
 PLAIN_READERS: dict[str, Reader] = {
     "aime25": jsonl.read_aime25,
-    "deepmath": partial(jsonl.read, columns={"answer": "final_answer"}),
-    "hmmt25": partial(jsonl.read, columns={"question": "problem"}),
+    "deepmath": jsonl.read,
+    "hmmt25": jsonl.read,
     "jsonl": jsonl.read,
     "prepared": prepared.read,
     "reasoning_gym": reasoning_gym.read,
@@ -82,8 +82,8 @@ def read_problems(benchmark: BenchmarkRecipe, tally: Tally) -> Iterator[Problem]
 def _read(section: SourceRecipe | BenchmarkRecipe, tally: Tally) -> Iterator[Problem]:
     """Yield the rows of the section's path, or of the files that its ``config`` and ``split`` choose."""
     reader: Callable[..., Iterator[Problem]] = _reader(section.reader)
-    if section.columns:
-        reader = partial(reader, columns=section.columns)
+    if section.reader in ANY_COLUMNS:
+        reader = partial(reader, columns=section.columns, grader=section.grader)
     files, path = data_files(section), local_path(section)
     if files is None:
         yield from reader(path, tally)

@@ -46,6 +46,11 @@ def environment_class(recipe: Recipe) -> type[Environment]:
     return cls
 
 
+def tools(recipe: Recipe) -> Sequence[Mapping[str, Any]]:
+    """Return the JSON schemas of the tools of the recipe's environment; none without one."""
+    return environment_class(recipe).tools if recipe.environment.name else ()
+
+
 def conversations(recipe: Recipe, tokenizer: Tokenizer) -> Conversations | None:
     """Return how a harvest speaks with the recipe's environment; None without one. Raises ValueError for an
     environment or a chat template that does not fit."""

@@ -103,6 +103,8 @@ class ModelConfig:
 def read_config(path: str | Path) -> ModelConfig:
     """Return the model of ``path``: a config.json or a folder that contains it. Raises ConfigError."""
     file = config_file(path)
+    if not file.exists():
+        raise ConfigError(f"{file}: no such file{_instead(file.parent)}")
     try:
         raw = read_json(file)
     except ValueError as error:
@@ -110,6 +112,16 @@ def read_config(path: str | Path) -> ModelConfig:
     if not isinstance(raw, dict):
         raise ConfigError(f"{file}: expected a JSON object, found a {type(raw).__name__}")
     return parse_config(raw, str(file))
+
+
+def _instead(folder: Path) -> str:
+    """Return what a folder without a config.json is, where that can be seen."""
+    if (adapter := folder / "adapter_config.json").is_file():
+        base = read_json(adapter).get("base_model_name_or_path")
+        return f": the folder holds adapters (PEFT) of {base}: merge them, or name that model"
+    if any(folder.glob("*.gguf")):
+        return ": the folder holds GGUF, expected Hugging Face's files (config.json, *.safetensors)"
+    return ""
 
 
 def config_file(path: str | Path) -> Path:

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_eqlen.files import CheckpointError, read_json
+from megatron_eqlen.files import CheckpointError, is_lfs_pointer, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -192,6 +192,8 @@ def _open(file: Path) -> Any:
     except FileNotFoundError:
         raise CheckpointError(f"{file}: no such file") from None
     except (SafetensorError, OSError) as error:
+        if is_lfs_pointer(file):
+            raise CheckpointError(f"{file}: a pointer of Git LFS: run git lfs pull there") from None
         raise CheckpointError(f"{file}: not a safetensors file, or truncated: {error}") from None
 
 

@@ -52,6 +52,11 @@ class Gr3:
     alpha: float = 0.33
 
     def __call__(self, rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
+        if min(rewards) < 0:
+            raise ValueError(
+                f"objective: gr3 divides rewards by lengths: expected rewards of at least 0, found "
+                f"{min(rewards):g}"
+            )
         mean_length = fmean(lengths)
         scaled = [r / (1 + self.alpha * n / mean_length) for r, n in zip(rewards, lengths, strict=True)]
         return dr_grpo(scaled, lengths)

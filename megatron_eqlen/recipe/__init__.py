@@ -6,6 +6,7 @@ that trains or generates.
 
 from megatron_eqlen.recipe.naming import MAY_CHANGE, differences, is_under, leaves
 from megatron_eqlen.recipe.schema import (
+    ANY_COLUMNS,
     BenchmarkRecipe,
     DataRecipe,
     EnvironmentRecipe,
@@ -30,6 +31,7 @@ from megatron_eqlen.recipe.schema import (
 )
 
 __all__ = [
+    "ANY_COLUMNS",
     "MAY_CHANGE",
     "BenchmarkRecipe",
     "DataRecipe",

@@ -120,7 +120,7 @@ def data_files(section: SourceRecipe | BenchmarkRecipe) -> list[Path] | None:
 
 
 def _chosen(section: SourceRecipe | BenchmarkRecipe, names: Sequence[str]) -> list[str]:
-    card = read_card(local_path(section))
+    card = read_card(local_path(section)) if "README.md" in names else {}
     if section.reader in WHOLE_FOLDER:
         return [name for name in names if name.endswith((".parquet", ".jsonl"))]
     usual = "train" if isinstance(section, SourceRecipe) else "test"

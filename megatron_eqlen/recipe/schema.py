@@ -87,6 +87,8 @@ def one_of(*names: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+ANY_COLUMNS = ("deepmath", "jsonl", "aime25", "hmmt25")
+"""Readers of files whose columns may have any names."""
 ColumnName = Literal["question", "answer", "messages", "grader", "difficulty", "instruction", "tests"]
 SourceReader = Annotated[str, one_of("deepmath", "opencodereasoning", "jsonl", "reasoning_gym", "prepared")]
 BenchmarkReader = Annotated[
@@ -182,8 +184,8 @@ class SourceRecipe(Section):
     ``package.module:read``."""
     grader: GraderName | None = None
     """Grader of all its answers: ``math``, ``code``, ``reasoning_gym``, ``rubric``, or the import path of
-    your own: a function of (question, completion, answer), or a factory (rewards/README.md). Default: the
-    grader that the reader sets for each row."""
+    your own: a function of the response, or a factory (docs/extending.md). Default: the grader that the
+    reader sets for each row."""
     path: str
     """A file, a folder with the data set's files, or the name of a data set on the hub,
     ``zwhe99/DeepMath-103K``; a local path of that name wins."""
@@ -193,9 +195,9 @@ class SourceRecipe(Section):
     config: str | None = None
     """Configuration of the data set (``datasets`` calls it so); default: the only one, or the one that its
     card marks."""
-    columns: Annotated[dict[ColumnName, str], When(".reader", "jsonl")] = {}
-    """Names of the file's columns, where they differ: ``{question: problem}``. A dot reaches into a record:
-    ``reward_model.ground_truth``."""
+    columns: Annotated[dict[ColumnName, str], When(".reader", *ANY_COLUMNS)] = {}
+    """Names of the file's columns, where they are not those that ``data/layouts.py`` recognises:
+    ``{question: task}``. A dot reaches into a record: ``reward_model.ground_truth``."""
     weight: PositiveFloat = 1.0
     """Share of the prompts, relative to the other sources' weights."""
     split: str | None = None
@@ -642,9 +644,9 @@ class BenchmarkRecipe(Section):
     card marks."""
     split: str | None = None
     """Split of the data set; default: ``test``, or the only one."""
-    columns: Annotated[dict[ColumnName, str], When(".reader", "jsonl")] = {}
-    """Names of the file's columns, where they differ: ``{question: problem}``. A dot reaches into a record:
-    ``reward_model.ground_truth``."""
+    columns: Annotated[dict[ColumnName, str], When(".reader", *ANY_COLUMNS)] = {}
+    """Names of the file's columns, where they are not those that ``data/layouts.py`` recognises:
+    ``{question: task}``. A dot reaches into a record: ``reward_model.ground_truth``."""
     limit: PositiveInt | None = None
     """Use only the first this many problems."""
     since: Annotated[str | None, When(".reader", "livecodebench")] = None

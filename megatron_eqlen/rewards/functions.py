@@ -1,62 +1,275 @@
-"""A user's reward function: ``function(question, completion, answer) -> float``, named by import path.
+"""A user's reward function, named by import path. Its parameters say by their names what it gets, never by
+their number or order.
 
-The names of `verifiers` are understood, too: a function whose parameters are called ``completion``, and
-``prompt``, ``question`` or ``answer``, gets what it names, and may be ``async``.
+The names of verl, TRL, OpenRLHF, verifiers and slime are understood (``NAMES``); any other is a column of the
+data file. A plural, ``completions``, gets a list of one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from megatron_eqlen.recipe.plugins import load_object
-from megatron_eqlen.types import Grade, Prompt
+import numpy as np
 
-COMPLETION = "completion"
+from megatron_eqlen.recipe.plugins import load_object
+from megatron_eqlen.types import Grade, Prompt, TokenIds
+
+NAMES = {
+    "completion": ("completion", "response", "solution_str", "predict_str", "prediction", "output", "text"),
+    "query": ("queries",),
+    "question": ("question", "prompt", "problem", "input"),
+    "gold": ("answer", "gold", "ground_truth", "label", "target", "reference", "expected", "expected_answer",
+             "gold_answer", "correct_answer", "reference_answer", "solution"),
+    "source": ("data_source", "task"),
+    "info": ("extra_info", "info", "metadata"),
+    "tokens": ("completion_id",),
+    "state": ("state",),
+}  # fmt: skip
+"""Names of parameters by what they get, in the singular: the response; the question and the response
+(OpenRLHF); the question; the gold answer; the source's name; an empty record, where the file
+has none; the response's token ids; all of this (verifiers' ``state``)."""
+KINDS = {name: kind for kind, names in NAMES.items() for name in names}
+OF_A_RESPONSE = ("completion", "query")
+NUMBER_KEYS = ("score", "reward", "rewards")
+"""Keys of the reward where a function returns a record (verl: ``score``, OpenRLHF: ``rewards``)."""
+PACKED = '{"eqlen_gold": '
+"""Beginning of a gold that also holds columns."""
+
+
+def reference(gold: Any, columns: Mapping[str, Any]) -> str:
+    """Return ``Prompt.gold`` for a reward function: the gold, and the columns of the file that it names."""
+    if isinstance(gold, str) and not columns:
+        return gold
+    return json.dumps({"eqlen_gold": gold, "columns": dict(columns)}, default=str)
+
+
+def referred(text: str) -> tuple[Any, dict[str, Any]]:
+    """Return the gold and the columns in ``Prompt.gold``, the inverse of ``reference``."""
+    if not text.startswith(PACKED):
+        return text, {}
+    packed = json.loads(text)
+    return packed["eqlen_gold"], packed["columns"]
+
+
+class _NoValue(ValueError):
+    """A parameter that nothing is known for."""
 
 
 class RewardFunction:
-    """The function at the import path ``path``; ``key``: the recipe's key, for messages."""
+    """The function at the import path ``path``; ``key``: the recipe's key, for messages. Raises ValueError
+    for a function without a parameter that takes the response."""
 
     def __init__(self, path: str, key: str) -> None:
         self.path = path
         self._function: Callable[..., Any] = load_object(path, key)
-        self._by_name = COMPLETION in inspect.signature(self._function).parameters
+        self._parameters = _parameters(self._function, path, key)
+        self._everything = any(one.kind is one.VAR_KEYWORD for one in self._parameters.values())
+        self._is_chat: bool | None = None
+        """True if the function takes the response as messages, None if that is not known yet."""
+        if not _takes_response(self._parameters):
+            raise ValueError(_not_a_reward(self._parameters, path, key))
 
-    def grade(self, prompt: Prompt, completion: str) -> Grade:
-        """Return the grade of a response. Raises ValueError for a reward outside [0, 1]."""
+    @property
+    def needs_gold(self) -> bool:
+        """True if a row without an answer cannot be graded."""
+        return any(_kind(name) == "gold" and one.default is one.empty for name, one in self._named())
+
+    def columns(self, names: Sequence[str]) -> list[str]:
+        """Return those of a file's columns that the function gets: all with ``**kwargs``."""
+        top = dict.fromkeys(name.partition(".")[0] for name in names)
+        wanted = {name for name, _ in self._named() if _kind(name) not in OF_A_RESPONSE}
+        return [name for name in top if self._everything or {name, f"{name}s"} & wanted]
+
+    def grade(self, prompt: Prompt, completion: str, token_ids: Sequence[int] | TokenIds = ()) -> Grade:
+        """Return the grade of a response. Raises ValueError, naming the function, for an error in it, and for
+        what is no finite number."""
         started = time.monotonic()
-        reward = float(self._call(prompt, completion))
-        if not 0.0 <= reward <= 1.0:
-            raise ValueError(f"{self.path}: expected a reward in [0, 1], got {reward}")
-        return Grade(reward, "scored", None, self.path, time.monotonic() - started)
+        with own_code(self.path):
+            returned = self._call(prompt, completion, token_ids)
+        try:
+            reward = _number(returned)
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {error}") from None
+        verdict = "not_applicable" if reward is None else "scored"
+        return Grade(reward or 0.0, verdict, None, self.path, time.monotonic() - started)
 
-    def _call(self, prompt: Prompt, completion: str) -> Any:
-        if self._by_name:
-            known = {"prompt": prompt.question, "question": prompt.question, "answer": prompt.gold}
-            given = {COMPLETION: completion, **known}
-            wanted = inspect.signature(self._function).parameters.values()
-            everything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in wanted)
-            names = given if everything else given.keys() & {parameter.name for parameter in wanted}
-            reward = self._function(**{name: given[name] for name in names})
-        else:
-            reward = self._function(prompt.question, completion, prompt.gold)
-        return asyncio.run(reward) if inspect.iscoroutine(reward) else reward
+    def _call(self, prompt: Prompt, completion: str, token_ids: Sequence[int] | TokenIds) -> Any:
+        """Call the function with the response as text; if it fails on text and not on a chat, with messages,
+        as TRL and verifiers hand them over for chats."""
+        if (
+            self._is_chat is None
+            and self._in_lists
+            and isinstance(referred(prompt.gold)[1].get("prompt"), list)
+        ):
+            self._is_chat = True
+        if self._is_chat:
+            return self._called(prompt, _messages(completion), token_ids)
+        try:
+            returned = self._called(prompt, completion, token_ids)
+        except (TypeError, IndexError, AttributeError):
+            if self._is_chat is False or not completion:
+                raise
+            try:
+                returned = self._called(prompt, _messages(completion), token_ids)
+            except Exception:  # noqa: BLE001 - the user's code may raise anything; the first error is raised
+                returned = None
+            if returned is None:
+                raise
+            self._is_chat = True
+        if self._is_chat is None and completion:
+            self._is_chat = False
+        return returned
+
+    def _called(
+        self, prompt: Prompt, completion: str | list[dict[str, str]], token_ids: Sequence[int] | TokenIds
+    ) -> Any:
+        gold, columns = referred(prompt.gold)
+        text = completion if isinstance(completion, str) else completion[0]["content"]
+        values: dict[str, Any] = {
+            "completion": completion,
+            "query": prompt.question + text,
+            "question": prompt.question,
+            "gold": gold,
+            "source": prompt.source,
+            "info": {},
+            "tokens": [*map(int, token_ids)],
+        }
+        values["state"] = {name: values[kind] for name, kind in KINDS.items() if kind != "state"} | columns
+        given = {name: _value(name, values, columns, self._in_lists) for name, _ in self._named()}
+        if self._everything:
+            others = {"prompt": values["question"], "answer": gold} | columns
+            if not given:
+                others["completion"] = completion
+            listed = {name: [value] if self._in_lists else value for name, value in others.items()}
+            given = listed | given
+        missing = [
+            name
+            for name, one in self._named()
+            if one.default is one.empty and given[name] is inspect.Parameter.empty
+        ]
+        if missing:
+            raise _NoValue(
+                f"no value for the parameter {missing[0]!r}: expected a column of the data file "
+                f"({', '.join(columns) or 'none is read here'}), or a name such as "
+                f"{', '.join(names[0] for names in NAMES.values())}"
+            )
+        filled = {name: value for name, value in given.items() if value is not inspect.Parameter.empty}
+        names = [name for name, one in self._named() if one.kind is one.POSITIONAL_ONLY and name in filled]
+        first = [filled.pop(name) for name in names]
+        returned = self._function(*first, **filled)
+        return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
+
+    @property
+    def _in_lists(self) -> bool:
+        """True if the function grades a batch, as in TRL and OpenRLHF."""
+        return any(
+            name in ("completions", "queries", "solution_strs", "responses") for name, _ in self._named()
+        )
+
+    def _named(self) -> list[tuple[str, inspect.Parameter]]:
+        return [
+            (name, one)
+            for name, one in self._parameters.items()
+            if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+        ]
+
+
+@contextmanager
+def own_code(path: str) -> Iterator[None]:
+    """Make an error of the user's own code at the import path ``path`` a ValueError that names its line."""
+    try:
+        yield
+    except _NoValue as error:
+        raise ValueError(f"{path}: {error}") from None
+    except (Exception, SystemExit) as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{at.filename.rpartition('/')[2]}:{at.lineno}"
+        raise ValueError(f"{path}: {type(error).__name__} at {where}: {error}") from error
 
 
 def is_reward_function(path: str) -> bool:
-    """Return True if ``path`` names a function of a response, False if it names a factory of graders, which
-    takes the recipe's ``reward`` section alone."""
+    """Return True if ``path`` names a function of a response, False if it names a factory of graders: a
+    class, or a function of the recipe's ``reward`` section (and ``seed``) alone. Raises ValueError for what
+    is neither."""
     loaded = load_object(path, "grader")
     if inspect.isclass(loaded):
         return False
-    parameters = inspect.signature(loaded).parameters.values()
-    required = [
-        parameter
-        for parameter in parameters
-        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
-    ]
-    return COMPLETION in {parameter.name for parameter in parameters} or len(required) == 3
+    parameters = _parameters(loaded, path, "grader")
+    if _takes_response(parameters):
+        return True
+    required = [name for name, one in parameters.items() if _is_required(one) and name != "seed"]
+    if len(required) != 1:
+        raise ValueError(_not_a_reward(parameters, path, "grader"))
+    return False
+
+
+def _parameters(function: Callable[..., Any], path: str, key: str) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        raise ValueError(f"{key}: {path}: expected a function whose parameters have names") from None
+
+
+def _takes_response(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    if any(_kind(name) in OF_A_RESPONSE for name in parameters):
+        return True
+    only = [*parameters.values()]
+    return len(only) == 1 and only[0].kind is only[0].VAR_KEYWORD
+
+
+def _is_required(one: inspect.Parameter) -> bool:
+    return one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+
+
+def _not_a_reward(parameters: Mapping[str, inspect.Parameter], path: str, key: str) -> str:
+    names = (name for kind in OF_A_RESPONSE for name in NAMES[kind])
+    return (
+        f"{key}: {path}: expected a parameter that takes the response, one of {', '.join(names)}, found "
+        f"({', '.join(parameters)}): arguments are given by name (docs/extending.md)"
+    )
+
+
+def _kind(name: str) -> str | None:
+    """Return what a parameter gets, by its name in the singular or plural."""
+    return KINDS.get(name) or KINDS.get(name.removesuffix("s"))
+
+
+def _value(name: str, values: Mapping[str, Any], columns: Mapping[str, Any], in_lists: bool) -> Any:
+    """Return the value of a parameter, ``Parameter.empty`` if there is none. A column of the file comes
+    before a value that we know by the same name, except for the response."""
+    kind, singular = _kind(name), name if name in KINDS else name.removesuffix("s")
+    if kind not in OF_A_RESPONSE:
+        for column in (name, singular):
+            if column in columns:
+                return [columns[column]] if in_lists or column != name else columns[column]
+    if kind is None:
+        return inspect.Parameter.empty
+    return [values[kind]] if singular != name or in_lists else values[kind]
+
+
+def _messages(completion: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": completion}]
+
+
+def _number(returned: Any) -> float | None:
+    """Return the reward in what a function returned, None for a list with None (TRL: does not apply). Raises
+    ValueError for anything but one finite number."""
+    value: Any = returned
+    if isinstance(value, Mapping):
+        value = next((value[key] for key in NUMBER_KEYS if key in value), value)
+    if hasattr(value, "tolist"):  # an array or a tensor
+        value = value.tolist()
+    if isinstance(value, list | tuple) and len(value) == 1:
+        if value[0] is None:
+            return None
+        value = value[0]
+    if not isinstance(value, bool | int | float) or not np.isfinite(value):
+        raise ValueError(f"expected a finite number as reward, got {returned!r:.200}")
+    return float(value)

@@ -12,6 +12,7 @@ import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,7 +25,7 @@ from megatron_eqlen.processes.watchdog import beat
 from megatron_eqlen.recipe import RewardRecipe
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
 from megatron_eqlen.rewards.code.grader import CodeGrader
-from megatron_eqlen.rewards.functions import RewardFunction, is_reward_function
+from megatron_eqlen.rewards.functions import RewardFunction, is_reward_function, own_code
 from megatron_eqlen.rewards.grader import (
     END_OF_THINKING,
     Background,
@@ -137,22 +138,33 @@ class Scorer:
             }
         )
 
-    def grade_texts(self, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[Grade]:
-        """Return a grade for each response text, computed by this thread."""
+    def grade_texts(
+        self,
+        texts: Sequence[str],
+        prompts: Sequence[Prompt],
+        token_ids: Sequence[Sequence[int] | TokenIds] | None = None,
+    ) -> list[Grade]:
+        """Return a grade for each response text, computed by this thread. ``token_ids``: of the responses,
+        for reward functions that ask for them."""
         grades: dict[int, Grade] = {}
         by_grader: dict[str, list[int]] = defaultdict(list)
         for number, prompt in enumerate(prompts):
             by_grader[prompt.grader].append(number)
         for name, numbers in by_grader.items():
             if function := self._function(name):
-                answers = [_call(function, prompts[n], texts[n]) for n in numbers]
+                ids = token_ids or [()] * len(texts)
+                answers = [_call(function, prompts[n], texts[n], ids[n]) for n in numbers]
             elif name == "rubric":
                 first = prompts[numbers[0]].prompt_id
                 raise ValueError(f"reward.rubric: expected module:function for prompt {first}, found none")
             else:
-                answers = self._grader(name).grade(
-                    [texts[n] for n in numbers], [prompts[n].gold for n in numbers]
-                )
+                grader, golds = self._grader(name), [prompts[n].gold for n in numbers]
+                with own_code(name) if is_import_path(name) else nullcontext():
+                    answers = grader.grade([texts[n] for n in numbers], golds)
+                if len(answers) != len(numbers) or not all(isinstance(one, Grade) for one in answers):
+                    raise ValueError(
+                        f"{name}: grade(texts, golds): expected {len(numbers)} Grade, got {answers!r:.200}"
+                    )
             grades |= zip(numbers, answers, strict=True)
         return [grades[number] for number in range(len(texts))]
 
@@ -176,7 +188,9 @@ class Scorer:
 
     def _grade_now(self, responses: Sequence[_Ended]) -> dict[Key, Grade]:
         texts = [self._tokenizer.decode(entry.response) for entry in responses]
-        grades = self.grade_texts(texts, [entry.prompt for entry in responses])
+        grades = self.grade_texts(
+            texts, [entry.prompt for entry in responses], [entry.response for entry in responses]
+        )
         return {entry.key: grade for entry, grade in zip(responses, grades, strict=True)}
 
     def _collect(self, begun: Sequence[Key], grades: dict[Key, Grade], seconds: float) -> int:
@@ -202,10 +216,10 @@ class Scorer:
         return self._functions[name]
 
 
-def _call(function: RewardFunction, prompt: Prompt, text: str) -> Grade:
+def _call(function: RewardFunction, prompt: Prompt, text: str, token_ids: Sequence[int] | TokenIds) -> Grade:
     beat()
     with naming(prompt.prompt_id):
-        return function.grade(prompt, text)
+        return function.grade(prompt, text, token_ids)
 
 
 class EarlyGrading(HarvestObserver):
@@ -250,7 +264,14 @@ def make_grader(name: str, reward: RewardRecipe, seed: int = 0) -> Grader:
     if is_import_path(name):
         factory = load_object(name, "grader")
         draws = "seed" in inspect.signature(factory).parameters
-        return factory(reward, seed=seed) if draws else factory(reward)
+        with own_code(name):
+            grader = factory(reward, seed=seed) if draws else factory(reward)
+        if not (callable(getattr(grader, "grade", None)) and callable(getattr(grader, "close", None))):
+            raise ValueError(
+                f"grader: {name}: expected a reward function (docs/extending.md), or a factory whose result "
+                f"has grade(texts, golds) and close(), found {grader!r:.80}"
+            )
+        return grader
     raise ValueError(
         f"grader: expected math, code, reasoning_gym, rubric or package.module:name, found {name!r}"
     )

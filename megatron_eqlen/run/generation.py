@@ -18,8 +18,9 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from megatron_eqlen.data.first_rewards import first_rewards, refuse_unfit
 from megatron_eqlen.data.prompts import PromptSource, position_metrics, read_benchmark
-from megatron_eqlen.environments.load import conversations
+from megatron_eqlen.environments.load import conversations, tools
 from megatron_eqlen.evaluation.evaluate import evaluate
 from megatron_eqlen.evaluation.result import EvaluationResult
 from megatron_eqlen.files import step_name
@@ -31,6 +32,7 @@ from megatron_eqlen.processes import distributed
 from megatron_eqlen.processes.distributed import agree, gather
 from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
 from megatron_eqlen.recipe.inputs import local_path
+from megatron_eqlen.recipe.plugins import is_import_path
 from megatron_eqlen.rewards.scoring import reward_metrics
 from megatron_eqlen.rollout.engine import Engine, IdleEngine
 from megatron_eqlen.rollout.harvest import harvest, harvest_seed
@@ -132,19 +134,18 @@ class Generator(InTurn):
     ``recipe.model.path`` are used.
     """
 
-    def __init__(self, session: Session, streams: Path, synced: bool = True) -> None:
+    def __init__(
+        self, session: Session, streams: Path, synced: bool = True, source: PromptSource | None = None
+    ) -> None:
         self.session, self.recipe, self.streams = session, session.recipe, streams
         self.benchmarks = self.recipe.evaluation.benchmarks
         self.conversations = conversations(self.recipe, session.tokenizer)
         if self.conversations is not None:
             session.ends_with(self.conversations.close)
         self._tools = self.conversations.tools if self.conversations is not None else ()
-        self.source: PromptSource | None = None
+        self.source = source or start_prompts(session)
         """On rank 0 only, which draws for all ranks. Gold answers are checked under a time limit, so ranks
         that each drew their own prompts could keep different ones."""
-        if distributed.is_rank0():
-            self.source = PromptSource(self.recipe.data, session.tokenizer, self.recipe.seed, self._tools)
-            session.ends_with(self.source.close)
         self.engine = start_engine(
             self.recipe, session.tokenizer.eos_token_ids, session.replicas, syncs_first=synced
         )
@@ -328,6 +329,30 @@ class Generator(InTurn):
 
     def _file(self, step: Step) -> Path:
         return self.streams / step.name / f"rank-{dist.get_rank()}.arrow"
+
+
+def start_prompts(session: Session) -> PromptSource | None:
+    """Return the prompts of rank 0, None on others."""
+    if not distributed.is_rank0():
+        return None
+    recipe = session.recipe
+    source = PromptSource(recipe.data, session.tokenizer, recipe.seed, tools(recipe))
+    session.ends_with(source.close)
+    return source
+
+
+def try_rewards(session: Session, source: PromptSource) -> None:
+    """Say how data files are read, and call each grader of the user's own once on a real row. Raises
+    ValueError for an error of it."""
+    for text in source.told():
+        session.progress.say(text)
+    own = [section.grader or "" for section in session.recipe.data.sources]
+    if not (session.recipe.reward.rubric or any(map(is_import_path, own))):
+        return
+    rewards = first_rewards(session.recipe, source, session.scorer, session.tokenizer)
+    refuse_unfit(rewards)
+    for first in rewards:
+        (session.progress.warn if first.cause else session.progress.say)(f"first rewards of {first}")
 
 
 def select(scored: Batch, step: Step, session: Session) -> Batch:

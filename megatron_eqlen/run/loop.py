@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_eqlen.data.prompts import PromptSource
 from megatron_eqlen.files import write_text
 from megatron_eqlen.processes import distributed
 from megatron_eqlen.processes.hold import Hold
@@ -25,7 +26,7 @@ from megatron_eqlen.recipe.inputs import keep_inputs
 from megatron_eqlen.recipe.load import RECIPE, dump
 from megatron_eqlen.run.ahead import Ahead
 from megatron_eqlen.run.evaluations import evaluate
-from megatron_eqlen.run.generation import Generator, Rollouts
+from megatron_eqlen.run.generation import Generator, Rollouts, start_prompts, try_rewards
 from megatron_eqlen.run.replay import Replay
 from megatron_eqlen.run.run import Run
 from megatron_eqlen.run.session import Session
@@ -42,10 +43,13 @@ def train(recipe: Recipe, replay: Path | None = None) -> None:
         run = Run(session)
         if run.was_asked_to_stop():
             return
+        prompts = None if replay else start_prompts(session)
+        if prompts is not None:
+            try_rewards(session, prompts)
         policy = Policy(recipe)
         run.load(policy)
         run.park(policy)  # the engine is built where it will live: in the memory that the trainer leaves free
-        rollouts = start_rollouts(session, run.folder.streams, replay)
+        rollouts = start_rollouts(session, run.folder.streams, replay, prompts)
         run.resume(rollouts)
         rollouts.update_weights(policy)
         run.evaluations.evaluate("before", rollouts)
@@ -91,10 +95,12 @@ def evaluate_only(recipe: Recipe, out: Path) -> None:
         evaluate(session, Generator(session, out.parent, synced=False), out, "model")
 
 
-def start_rollouts(session: Session, streams: Path, replay: Path | None) -> Rollouts:
+def start_rollouts(
+    session: Session, streams: Path, replay: Path | None, prompts: PromptSource | None
+) -> Rollouts:
     """Return the source of the recipe's rollouts, recorded under ``streams``."""
     if replay is not None:
         return Replay(session, replay)
-    generator = Generator(session, streams)
+    generator = Generator(session, streams, source=prompts)
     generator.warn_of_overlaps()
     return Ahead(generator) if session.recipe.rollout.staleness else generator

@@ -320,7 +320,7 @@ def test_dockers_shared_memory_is_refused_and_space_counts_what_a_run_has_writte
     assert machine.space(large).state == "ok"
 
 
-def test_the_models_tensors_are_looked_for_and_the_first_steps_prompts_made_except_in_short(tmp_path, large):
+def test_the_models_tensors_are_looked_for_and_prompts_made_except_in_short(tmp_path, large):
     """Missing tensors, and a chat template, columns and lengths that do not fit, are found before anything
     starts."""
     model, path = tmp_path / "model", tmp_path / "rows.jsonl"
@@ -330,16 +330,18 @@ def test_the_models_tensors_are_looked_for_and_the_first_steps_prompts_made_exce
     rows = f"data.sources=[{{name: rows, reader: jsonl, path: {path}}}]"
     keys = ("data.prompts_per_step=4", "evaluation.benchmarks=[]", "evaluation.every=0")
     place = with_recipe(large, f"model.path={model}", rows, *keys)
-    found = software.inputs(place)
-    assert re.search(r"are there; the first step's 4 prompts have (\d+) to \1 tokens$", found.text)
     marker = ("sampling=tree", "objective=rloo", "tree_sampling={fork: marker, marker: <|im_end|>}")
     with pytest.raises(
         ValueError, match=r"marker: '<\|im_end\|>': expected text that a response can contain"
     ):
         software.inputs(with_recipe(large, f"model.path={model}", rows, *keys, *marker))
+    found = software.prompts(place)
+    assert re.search(r"^rows: 5 rows; prompts of (\d+) to \1 tokens$", found.text)
+    found = software.rewards(place)
+    assert found == Finding("ok", "rows (math): right 1, wrong 0, empty 0, without its form 0")
     (model / "chat_template.jinja").unlink()
     with pytest.raises(ValueError, match=f"^{model}: expected a chat template"):
-        software.inputs(place)
+        software.prompts(replace(place))
     (model / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=f"^{model}: "):
         software.inputs(place)

@@ -47,7 +47,8 @@ def test_a_bad_line_is_named(tmp_path, line, message):
     (GOOD.decode().encode("utf-16"), "found UTF-16: convert it to UTF-8"),
     (GOOD.decode().encode("utf-16-be"), "line 1: not JSON"),
     (b"PAR1" + GOOD, "found a parquet file: name it .parquet"),
-], ids=["empty", "gzip", "zstd", "utf-16", "utf-16 without mark", "parquet"])  # fmt: skip
+    (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n", "a pointer of Git LFS"),
+], ids=["empty", "gzip", "zstd", "utf-16", "utf-16 without mark", "parquet", "lfs"])  # fmt: skip
 def test_a_file_of_another_kind_is_named(tmp_path, data, message):
     file = tmp_path / "rows.jsonl"
     file.write_bytes(data)

@@ -1,5 +1,6 @@
 """Readers, chat format, mixture, resume: facts about the trainer's prompts."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -10,13 +11,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from megatron_eqlen.data.first_rewards import first_reward, refuse_unfit
 from megatron_eqlen.data.jsonl import read_aime25
 from megatron_eqlen.data.overlap import read_overlaps
 from megatron_eqlen.data.prompts import PromptSource, read_benchmark
 from megatron_eqlen.data.rows import Tally
 from megatron_eqlen.data.sources import open_source
 from megatron_eqlen.hf.tokenizer import Tokenizer, load_tokenizer
-from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, SourceRecipe
+from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, RewardRecipe, SourceRecipe
+from megatron_eqlen.rewards.scoring import Scorer
 from tools.tokenizer_maker import write_hf_tokenizer
 
 CORPUS = ["What is 12 + 30? Please reason step by step. \\boxed{42}", "</think> the answer is Yes."] * 8
@@ -148,13 +151,116 @@ def test_a_chat_is_the_prompt_as_it_stands_and_its_last_reply_the_answer(tokeniz
     assert prompts.report()["deepmath"] == {"kept": 2, "dropped/bad_messages": 2, "dropped/missing_column": 1}
 
 
-def test_columns_of_other_names_are_read_from_parquet(tmp_path):
-    """The schema of verl's files."""
-    row = {"prompt": CHAT[:2], "reward_model": {"ground_truth": "5", "style": "rule"}, "data_source": "x"}
+DAPO = (
+    "Solve the following math problem step by step. The last line of your response should be of the form "
+    "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n2 + 3?\n\nRemember to "
+    'put your answer on its own line after "Answer:".'
+)
+USER = [{"role": "user", "content": "2 + 3?"}]
+SHAREGPT = [{"from": "human", "value": "2 + 3?"}, {"from": "gpt", "value": "5"}]
+LAYOUTS = {
+    "gsm8k": ({"question": "2 + 3?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"}, "TEXT", ""),
+    "verl": ({"data_source": "x", "prompt": USER, "ability": "math", "reward_model": {"ground_truth": "5"}},
+             "CHAT", "question from prompt (a chat, as it stands), answer from reward_model.ground_truth"),
+    "dapo": ({"prompt": [{"role": "user", "content": DAPO}], "reward_model": {"ground_truth": "5"}}, "TEXT",
+             "question from prompt (a chat, as it stands), answer from reward_model.ground_truth"),
+    "trl": ({"prompt": "2 + 3?", "solution": "It is $\\boxed{5}$, as 2 and 3 are 5."}, "TEXT",
+            "question from prompt, answer from solution"),
+    "trl chat": ({"prompt": USER, "ground_truth": 5}, "CHAT",
+                 "question from prompt (a chat, as it stands), answer from ground_truth"),
+    "openrlhf": ({"input": "2 + 3?", "label": "5"}, "TEXT", "question from input, answer from label"),
+    "sharegpt": ({"conversations": SHAREGPT}, "CHAT", "question from conversations (a chat, as it stands)"),
+    "nemo-rl": ({"problem": "2 + 3?", "expected_answer": "5"}, "TEXT",
+                "question from problem, answer from expected_answer"),
+    "parts": ({"messages": [{"role": "user", "content": [{"type": "text", "text": "2 + 3?"}]}], "gold": "5"},
+              "CHAT", "question from messages (a chat, as it stands), answer from gold"),
+    "capitals, written as text": (
+        {"Question": json.dumps(USER), "Answer": "The answer is: 5.", "choices": ["4", "5"]}, "CHAT",
+        "question from Question, answer from Answer; not shown to the model: choices"),
+    "a whole solution beside the answer": (
+        {"problem": "2 + 3?", "solution": "Add.", "answer": ["5"], "difficulty": "hard"}, "TEXT",
+        "question from problem, answer from answer"),
+}  # fmt: skip
+"""A row, how its question is put, and what is said of the file."""
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_layouts_of_other_trainers_are_recognised(tmp_path, case):
+    row, form, told = LAYOUTS[case]
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "train.parquet")
-    columns = {"messages": "prompt", "answer": "reward_model.ground_truth"}
-    (read,) = open_source(source(tmp_path, reader="jsonl", columns=columns), Tally())
-    assert (read.messages, read.gold) == (tuple(CHAT[:2]), "5")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    for name in ("train.parquet", "rows.jsonl"):
+        tally = Tally()
+        (read,) = open_source(source(tmp_path / name), tally)
+        assert (read.question, read.gold) == ("2 + 3?", "5")
+        assert read.messages == (tuple(USER) if form == "CHAT" else None)
+        assert read.instruction == ("" if form == "CHAT" else None), "a chat asks in its own way"
+        assert "".join(tally.told) == told
+
+
+@pytest.mark.parametrize(("columns", "keys", "message"), [
+    ({"question": "promt"}, {}, "columns: question: 'promt' is in none of its first 1 rows (nearest: "
+     "'prompt'): expected one of ['prompt', 'text', 'gold.value', 'gold.kind']"),
+    ({"answer": "gold.valeu"}, {}, "'gold.valeu' is in none of its first 1 rows (nearest: 'gold.value')"),
+    ({"question": "text", "messages": "prompt"}, {}, "messages: prompt has no effect: columns has"),
+    ({"tests": "gold"}, {}, "tests: gold has no effect: no row's grader is code"),
+    ({"grader": "text"}, {"grader": "math"}, "grader: text has no effect: the recipe's grader is math"),
+])  # fmt: skip
+def test_a_columns_entry_that_cannot_act_is_refused(tmp_path, columns, keys, message):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": USER, "text": "a", "gold": {"value": "5", "kind": "x"}}))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        open_source(source(file, columns=columns, **keys), Tally())
+
+
+def by_length(response):
+    return -len(response)
+
+
+def of_hashes(response, answer):
+    return float(response.rpartition("#### ")[2] == answer)
+
+
+ASKS_HASHES = [{"role": "user", "content": "2 + 3? Write the answer after ####."}]
+MATH = {"question": "2 + 3?", "answer": 5}
+FIRST = {
+    "math": (MATH, None, "right 1, wrong 0, empty 0, without its form 0"),
+    "a worked gold": (MATH | {"answer": "2 + 3 is 5\n#### 5"}, None, "right 1, wrong 0, "),
+    "another form": (MATH | {"question": ASKS_HASHES}, None,
+                     "right 0, wrong 0, empty 0, without its form 0: the prompt asks for #### ..., the "
+                     "grader reads \\boxed{...}: change the prompt (data.instruction; a chat keeps"),
+    "own function": (MATH | {"question": ASKS_HASHES, "answer": "5"}, "of_hashes", "right 1, wrong 0, "),
+    "own function, gold as a number": (MATH | {"question": ASKS_HASHES}, "of_hashes",
+                                       "right 0, wrong 0, empty 0, without its form 0: its gold '5', written "
+                                       "#### ..., earns no more than a wrong answer"),
+    "negative": (MATH, "by_length", "right -9, wrong -11, empty 0, without its form -8"),
+}  # fmt: skip
+"""A row, its grader, and what is said of its first rewards."""
+
+
+@pytest.mark.parametrize("case", FIRST)
+def test_first_rewards_name_the_cause_of_a_right_answer_that_earns_nothing(tokenizer, tmp_path, case):
+    row, function, told = FIRST[case]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    of_it = source(tmp_path, grader=function and f"{__name__}:{function}")
+    prompts = PromptSource(recipe(of_it), tokenizer, 0)
+    scorer = Scorer(RewardRecipe(math_rule="exact"), tokenizer)
+    (prompt,) = prompts.first_prompts()
+    first = first_reward(prompt, scorer, tokenizer)
+    assert str(first).partition("): ")[2].startswith(told)
+    assert bool(first.cause) == ("earns no" in told or "asks for" in told)
+    refuse_unfit([first])
+    if first.lowest < 0:
+        with pytest.raises(ValueError, match=r"benchmarks: deepmath: avg@k and pass@k are of .*, found -9"):
+            refuse_unfit([dataclasses.replace(first, of_benchmark=True)])
+
+
+def test_columns_come_before_what_is_recognised(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    row = {"question": "other", "answer": "7", "chat": USER, "gold": {"value": 5}}
+    file.write_text(json.dumps(row))
+    (read,) = open_source(source(file, columns={"messages": "chat", "answer": "gold.value"}), Tally())
+    assert (read.question, read.gold, read.messages) == ("2 + 3?", "5", tuple(USER))
 
 
 def test_thinking_switch_reaches_the_template(tokenizer, tmp_path):
@@ -260,17 +366,14 @@ def test_rows_left_out_are_totalled_when_a_source_is_read_and_after_its_first_ep
     assert caplog.text.count(expected) == 1
 
 
-QUESTIONS = {"question": "promt", "answer": "solution"}
 UNUSABLE = {
-    "column": ([{"prompt": "a?", "solution": "1"}] * 2, {},
-     "2 missing_column; the first is FILE#0: expected 'question' or 'messages', found ['prompt', 'solution'"
-     "]; data.sources[].columns takes other names"),
-    "typo in columns": ([{"prompt": "a?", "solution": "1"}], QUESTIONS,
-     "FILE#0: expected 'promt' or 'messages', found ['prompt', 'solution']; data"),
+    "column": ([{"task": "a?", "reply": "1"}] * 2, {},
+     "2 missing_column; the first is FILE#0: expected 'question' or one of problem, prompt, messages, "
+     "conversations, input, query, found ['task', 'reply']; data.sources[].columns takes other names"),
     "no answer": ([{"question": 1, "answer": 1}, {"question": "a?"}, {"question": "b?"}], {},
-     "FILE#1: expected 'answer', found ['question']; data"),
+     "FILE#1: expected 'answer', found ['question', 'answer']; data"),
     "chat without an answer": ([{"messages": CHAT[:2]}], {},
-     "FILE#0: expected 'answer', found ['messages']; data"),
+     "FILE#0: expected 'answer' or one of final_answer, "),
     "null": ([{"question": "a?", "answer": None}], {}, "FILE#0: answer: expected text, found null"),
     "long": ([{"question": "long " * 99, "answer": 1}], {}, " tokens, data.max_prompt_length is 20"),
     "nothing": ([], {}, "rows.jsonl: no usable row: the files hold no row"),
@@ -298,11 +401,9 @@ def test_a_source_without_a_usable_row_says_why(tokenizer, tmp_path, keys, data,
         PromptSource(recipe(source(file, **keys), **data), tokenizer, 0).next(1)
 
 
-def test_a_parquet_file_without_the_readers_columns_or_under_a_reader_of_json_is_refused(tokenizer, tmp_path):
+def test_a_parquet_file_under_a_reader_of_json_is_refused(tokenizer, tmp_path):
     file = tmp_path / "train-0.parquet"
     pq.write_table(pa.table({"question": ["a"], "answer": ["b"]}), file)
-    with pytest.raises(ValueError, match=r"expected 'final_answer', found \['question', 'answer'\]"):
-        PromptSource(recipe(source(file)), tokenizer, 0)
     dates = {"since": "2025-02-01", "until": "2025-05-31"}
     benchmark = BenchmarkRecipe(name="b", reader="livecodebench", path=str(file), **dates)
     with pytest.raises(ValueError, match=r"parquet: this reader expects .jsonl, found a parquet file: name"):
@@ -332,7 +433,8 @@ def test_jsonl_rows_carry_their_own_grader(tokenizer, tmp_path):
         "kept": 3,
         "dropped/missing_column": 1,
         "dropped/unknown_grader": 1,
-        "dropped/wrong_type": 2,
+        "dropped/bad_messages": 1,
+        "dropped/wrong_type": 1,
     }
 
 

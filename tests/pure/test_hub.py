@@ -79,6 +79,13 @@ def test_names_become_commits_and_only_the_files_that_are_read_are_downloaded(hu
     ]
 
 
+def test_a_data_set_without_a_card_is_read(hub):
+    hub.commit("dataset", "ann/sums", {name: data for name, data in DATA.items() if name != "README.md"})
+    ready = pinned(recipe())
+    fetch(ready)
+    assert len(open_source(ready.data.sources[0], Tally())) == 3
+
+
 def test_a_pinned_recipe_needs_no_network_once_its_files_are_in_the_cache(hub, monkeypatch, tmp_path):
     ready = pinned(recipe())
     fetch(ready)

@@ -64,11 +64,12 @@ def calls(monkeypatch) -> list[str]:
         def __exit__(self, *_: object) -> None: ...
 
     def built(name: str, what: Any) -> Any:
-        return lambda *arguments: calls.append(f"{name}.build") or what
+        return lambda *arguments, **keys: calls.append(f"{name}.build") or what
 
     monkeypatch.setattr(loop, "Session", NoSession)
     monkeypatch.setattr(loop, "Run", lambda session: run)
     monkeypatch.setattr(loop, "Policy", built("policy", policy))
+    monkeypatch.setattr(loop, "start_prompts", lambda session: None)
     monkeypatch.setattr(loop, "Generator", built("engine", rollouts))
     loop.train(recipe())
     return calls

@@ -213,7 +213,8 @@ def test_every_key_acts_in_some_recipe_and_is_refused_where_another_key_keeps_it
      "loss.rollout_is_threshold: 3.0 acts only with loss.rollout_is: token or sequence, found none: leave it "
      "at 2.0"),
     ("loss.router_replay=true", "true acts only with rollout.keep_routes set, found false: leave it out"),
-    ("data.sources.0.columns.question=q", '{"question": "q"} acts only with data.sources.0.reader: jsonl'),
+    ("data.sources.0.columns.question=q data.sources.0.reader=prepared",
+     '{"question": "q"} acts only with data.sources.0.reader: deepmath or jsonl or aime25 or hmmt25'),
     ("loss.max_num_gen_batches=3", "acts only with loss.dynamic_sampling set, found false"),
     ("objective=rloo loss.old_logprobs=rollout", "acts only in an importance ratio, and objective: rloo"),
     ("rollout.quantization=fp8", "fp8 trains tokens that rounded weights sampled, and nothing"),
@@ -483,8 +484,23 @@ def test_a_run_folder_belongs_to_one_recipe(tmp_path):
     older.write_text(older.read_text().replace("  keep_sampling_mask: false\n", ""))
     RunFolder(recipe).check(recipe)
     other = small(run_dir=str(tmp_path / "run"), optimizer={"lr": 1.0})
-    with pytest.raises(RecipeError, match=r"optimizer.lr: 1e-06 -> 1.0"):
-        RunFolder(other).check(other)
+    RunFolder(other).check(other)  # nothing was made: the start failed
+    for made in ("streams/step-00000000", "checkpoints/step-00000001", "evaluation/before.json"):
+        (tmp_path / "run" / made).mkdir(parents=True)
+        with pytest.raises(RecipeError, match=r"optimizer.lr: 1e-06 -> 1.0"):
+            RunFolder(other).check(other)
+        (tmp_path / "run" / made).rmdir()
+
+
+def test_a_start_that_made_nothing_leaves_room_for_another_recipe_and_other_inputs(tmp_path):
+    recipe = small(run_dir=str(tmp_path / "run"))
+    RunFolder(recipe).open(recipe)
+    (tmp_path / "run" / "contents.json").write_text("{}")
+    assert RunFolder(recipe).is_empty()
+    other = small(run_dir=str(tmp_path / "run"), optimizer={"lr": 1.0})
+    RunFolder(other).open(other)
+    assert "lr: 1.0" in (tmp_path / "run" / "recipe.yaml").read_text()
+    assert not (tmp_path / "run" / "contents.json").exists()
 
 
 def test_a_harvest_has_a_folder_of_its_own_or_completes_its_own(tmp_path):
@@ -492,6 +508,9 @@ def test_a_harvest_has_a_folder_of_its_own_or_completes_its_own(tmp_path):
     check_harvest(tmp_path / "new", recipe)
     (tmp_path / "cut off/step-00000000").mkdir(parents=True)
     (tmp_path / "cut off/recipe.yaml").write_text(dump(small(seed=1, cluster={"account": "a"})))
+    (tmp_path / "failed").mkdir()
+    (tmp_path / "failed/recipe.yaml").write_text(dump(small(seed=5)))
+    check_harvest(tmp_path / "failed", recipe)
     check_harvest(tmp_path / "cut off", recipe)
     (run / "streams/step-00000000").mkdir(parents=True)
     (run / "recipe.yaml").write_text(dump(recipe))

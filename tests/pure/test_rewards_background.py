@@ -214,7 +214,7 @@ class Plain:
 
 def rubric(question: str, response: str, gold: str) -> float:
     CALLS.append(response)
-    return 2.0 if response == "too good" else 1.0
+    return float("nan" if response == "too good" else 1)
 
 
 def test_code_of_this_process_is_called_when_the_harvest_is_over(begun):
@@ -225,7 +225,7 @@ def test_code_of_this_process_is_called_when_the_harvest_is_over(begun):
     assert CALLS == ["made for 3 workers"]
     assert scorer.score(rollouts)["reward/calls"] == 3
     assert CALLS == ["made for 3 workers", "a,b", "c"]
-    with pytest.raises(ValueError, match=r"expected a reward in \[0, 1\], got 2") as raised:
+    with pytest.raises(ValueError, match=r"expected a finite number as reward, got nan") as raised:
         scorer.score([group("too good", grader="rubric")])
     assert "q#7" in raised.value.__notes__[0]
     scorer.close()

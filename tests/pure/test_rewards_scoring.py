@@ -1,12 +1,15 @@
 """Scoring: every ended response is graded, once, by its prompt's grader."""
 
-import dataclasses
+import json
 import sys
 
+import numpy as np
 import pytest
 
 import tests.kit.rollouts as kit
-from megatron_eqlen.recipe import RewardRecipe
+from megatron_eqlen.data.rows import Tally
+from megatron_eqlen.data.sources import open_source
+from megatron_eqlen.recipe import RewardRecipe, SourceRecipe
 from megatron_eqlen.rewards.scoring import Scorer
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of, tail_of
 from megatron_eqlen.tokens import Tokens
@@ -96,33 +99,148 @@ def test_each_source_has_its_own_grader():
     assert [rollout.parts[0].grade.reward for rollout in rollouts] == [1.0, 0.5]
     assert metrics["reward/source/judged/mean"] == 0.5
     assert rollouts[1].parts[0].grade.grader.endswith(":shorter_is_better")
-    with pytest.raises(ValueError, match=r"expected a reward in \[0, 1\], got -4"):
-        scorer.score([group(prompt("b", "rubric", "1", "judged"), "12345")])
+    scorer.score([negative := group(prompt("b", "rubric", "1", "judged"), "12345")])
+    assert negative.parts[0].grade.reward == -4, "any finite number"
 
 
 def shorter_is_better(question: str, response: str, gold: str) -> float:
     return 1 - len(response) / int(gold)
 
 
-def positional(question: str, text: str, gold: str) -> float:
-    return 0.25 * (question == "?") + 0.25 * (text == "so") + 0.5 * (gold == "1")
+def ours(question: str, response: str, gold: str) -> float:
+    return 0.25 * (question == "?") + 0.25 * (response == "so") + 0.5 * (gold == "1")
 
 
-def named(completion: str, answer: str, **others: object) -> float:
-    return float((completion, answer, others["prompt"]) == ("so", "1", "?"))
+def gold_first(gold: str, question: str, response: str) -> float:
+    return ours(question, response, gold)
 
 
-async def awaited(completion: str) -> float:
-    return 0.5 * (completion == "so")
+def of_verl(solution_str, ground_truth, extra_info=None):
+    return {"score": ours("?", solution_str, ground_truth), "acc": extra_info["index"] == 3}
 
 
-@pytest.mark.parametrize(("function", "reward"), [(positional, 1.0), (named, 1.0), (awaited, 0.5)])
-def test_a_grader_may_be_a_function_of_question_completion_and_answer(function, reward):
-    scorer = Scorer(RewardRecipe(), Letters())
+def of_verl_with_source(data_source, solution_str, ground_truth, extra_info=None):
+    assert (data_source, extra_info) == ("openai/gsm8k", {"index": 3})
+    return ours("?", solution_str, ground_truth)
+
+
+def of_trl(prompts, completions, completion_ids, difficulty, **kwargs):
+    (prompt,), (completion,), (ids,) = prompts, completions, completion_ids
+    assert kwargs["extra_info"] == [{"index": 3}]
+    return [ours(prompt, completion, kwargs["answer"][0]) * (ids == [7, 8]) * (difficulty == [2.5])]
+
+
+def of_trl_for_chats(completions, **kwargs):
+    return [0.5 + 0.5 * (completion[0]["content"] == "so") for completion in completions]
+
+
+def not_applicable(completions, **kwargs):
+    return [None]
+
+
+def of_openrlhf(queries, prompts, labels, **kwargs):
+    right = [query == prompt + "so" for query, prompt in zip(queries, prompts, strict=True)]
+    return {"rewards": np.array(right) * np.array([label == "1" for label in labels])}
+
+
+async def of_verifiers(completion: str, answer: str, prompt, info, state, **kwargs) -> float:
+    return float((completion, answer, prompt, state["answer"], info) == ("so", "1", "?", "1", {}))
+
+
+def by_position(response, answer, /, *, question):
+    return ours(question, response, answer)
+
+
+def of_messages(completion) -> float:
+    return float(completion[-1]["content"] == "so")
+
+
+ROW = {
+    "data_source": "openai/gsm8k",
+    "question": "?",
+    "answer": "1",
+    "difficulty": 2.5,
+    "extra_info": {"index": 3},
+}
+FUNCTIONS = [
+    ours, gold_first, of_verl, of_verl_with_source, of_trl, of_trl_for_chats, of_openrlhf, of_verifiers,
+    of_messages, by_position,
+]  # fmt: skip
+
+
+def graded(tmp_path, function, row=ROW, completion="so"):
+    """Return the grade of a response to the question of a file."""
     path = f"{__name__}:{function.__name__}"
-    asked = dataclasses.replace(prompt("b", path, "1"), question="?")
-    (grade,) = scorer.grade_texts(["so"], [asked])
-    assert (grade.reward, grade.grader) == (reward, path)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    source = SourceRecipe(name="sums", path=str(tmp_path), grader=path)
+    (problem,) = open_source(source, Tally())
+    asked = Prompt("b", [1], problem.question, path, problem.gold, "sums")
+    return Scorer(RewardRecipe(), Letters()).grade_texts([completion], [asked], [[7, 8]])[0]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_function_gets_what_its_parameters_name(tmp_path, function):
+    grade = graded(tmp_path, function)
+    assert (grade.reward, grade.verdict) == (1.0, "scored")
+    assert grade.grader == f"{__name__}:{function.__name__}"
+
+
+def test_a_function_gets_a_gold_of_any_type_and_a_reward_that_does_not_apply_is_0(tmp_path):
+    assert graded(tmp_path, gold_first, {"question": "?", "answer": ["1", "2"]}).reward == 0.5
+    grade = graded(tmp_path, not_applicable, {"question": "?"})
+    assert (grade.reward, grade.verdict) == (0.0, "not_applicable")
+
+
+def of_other_names(a, b, c):
+    return 1.0
+
+
+def one_name(response, rules):
+    return 1.0
+
+
+def returns_none(response):
+    pass
+
+
+def returns_nan(response):
+    return float("nan")
+
+
+def returns_text(response):
+    return "1"
+
+
+def returns_two(completions, **kwargs):
+    return [1.0, 0.0]
+
+
+def ends(response):
+    raise SystemExit(3)
+
+
+def fails(response):
+    return 1 / len("")
+
+
+def not_a_grader(reward):
+    return 1.0
+
+
+@pytest.mark.parametrize(("function", "message"), [
+    (of_other_names, r"expected a parameter that takes the response, one of comp.*, found \(a, b, c\)"),
+    (one_name, r"no value for the parameter 'rules': expected a column of the data file \(none is"),
+    (returns_none, "expected a finite number as reward, got None"),
+    (returns_nan, "expected a finite number as reward, got nan"),
+    (returns_text, "expected a finite number as reward, got '1'"),
+    (returns_two, r"expected a finite number as reward, got \[1.0, 0.0\]"),
+    (ends, r"ends: SystemExit at test_rewards_scoring.py:\d+: 3"),
+    (fails, r"fails: ZeroDivisionError at test_rewards_scoring.py:\d+: division by zero"),
+    (not_a_grader, r"or a factory whose result has grade\(texts, golds\) and close\(\), found 1.0"),
+])  # fmt: skip
+def test_a_mistake_in_a_function_is_named(tmp_path, function, message):
+    with pytest.raises(ValueError, match=message):
+        graded(tmp_path, function)
 
 
 def test_mistakes_in_the_recipe_are_named():

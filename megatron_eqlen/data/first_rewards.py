@@ -1,0 +1,142 @@
+r"""First rewards: a right, a wrong and a missing answer to a real row, graded before model and engine load.
+
+The right answer is the gold in the form that the prompt asks for: ``\boxed{}``, ``####``, ``<answer>`` or
+``Answer:``. If that earns nothing, no response of a model will.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from megatron_eqlen.data.layouts import final_answer
+from megatron_eqlen.data.prompts import PromptMaker, PromptSource
+from megatron_eqlen.data.rows import BadRow, Tally
+from megatron_eqlen.data.sources import read_problems
+from megatron_eqlen.hf.tokenizer import Tokenizer
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.rewards.functions import referred
+from megatron_eqlen.rewards.scoring import Scorer
+from megatron_eqlen.types import Prompt
+
+FORMS = {
+    "\\boxed": "\\boxed{%s}",
+    "####": "#### %s",
+    "<answer>": "<answer>%s</answer>",
+    "Answer:": "Answer: %s",
+}
+"""What a prompt that asks for a form contains, and the form; the last one in the prompt counts."""
+READ = {"math": "\\boxed{%s}", "reasoning_gym": "<answer>%s</answer>"}
+"""Form that a grader of ours reads."""
+
+
+@dataclass(frozen=True)
+class FirstReward:
+    """Rewards of four answers to the first usable row of a source or benchmark."""
+
+    name: str
+    grader: str
+    rewards: dict[str, float]
+    cause: str = ""
+    """Why the right answer earns no more than a wrong one; empty if it does."""
+    of_benchmark: bool = False
+
+    def __str__(self) -> str:
+        rewards = ", ".join(f"{answer} {reward:g}" for answer, reward in self.rewards.items())
+        return (
+            f"{'benchmark ' * self.of_benchmark}{self.name} ({self.grader}): {rewards}"
+            + f": {self.cause}" * bool(self.cause)
+        )
+
+    @property
+    def lowest(self) -> float:
+        return min(self.rewards.values())
+
+
+def first_rewards(
+    recipe: Recipe, source: PromptSource, scorer: Scorer, tokenizer: Tokenizer
+) -> list[FirstReward]:
+    """Return the first reward of each source and benchmark. Programs are left out: no row has a right one.
+    Raises ValueError, naming the source, for an error of a grader."""
+    prompts = {False: source.first_prompts(), True: _first_of_benchmarks(recipe, tokenizer)}
+    return [
+        replace(first_reward(prompt, scorer, tokenizer), of_benchmark=of_benchmark)
+        for of_benchmark, each in prompts.items()
+        for prompt in each
+        if prompt.grader != "code"
+    ]
+
+
+def first_reward(prompt: Prompt, scorer: Scorer, tokenizer: Tokenizer) -> FirstReward:
+    """Grade four answers to ``prompt``."""
+    asked = _form(tokenizer.decode(prompt.token_ids))
+    read = READ.get(prompt.grader)
+    form, gold = asked or read or "%s", _gold(prompt)
+    texts = {
+        "right": form % gold,
+        "wrong": form % _wrong(gold),
+        "empty": "",
+        "without its form": f"It is {gold}.",
+    }
+    if form == "%s":
+        del texts["without its form"]
+    try:
+        grades = scorer.grade_texts(
+            [*texts.values()], [prompt] * len(texts), [tokenizer.encode(text) for text in texts.values()]
+        )
+    except ValueError as error:
+        raise ValueError(f"{prompt.source}: {error}") from error
+    rewards = {answer: grade.reward for answer, grade in zip(texts, grades, strict=True)}
+    cause = ""
+    if rewards["right"] <= rewards["wrong"]:
+        cause = f"its gold {gold!r:.60}, written {form % '...'}, earns no more than a wrong answer"
+        if read and asked and asked != read:
+            cause = (
+                f"the prompt asks for {asked % '...'}, the grader reads {read % '...'}: change the prompt "
+                "(data.instruction; a chat keeps its own), or name a grader that reads it"
+            )
+    return FirstReward(prompt.source, prompt.grader, rewards, cause)
+
+
+def refuse_unfit(rewards: Iterable[FirstReward]) -> None:
+    """Raise ValueError for a reward of a benchmark that is no accuracy."""
+    for first in rewards:
+        for answer, reward in first.rewards.items():
+            if first.of_benchmark and not 0 <= reward <= 1:
+                raise ValueError(
+                    f"evaluation.benchmarks: {first.name}: avg@k and pass@k are of rewards in [0, 1], found "
+                    f"{reward:g} for a {answer} answer: give the benchmark a grader of its own"
+                )
+
+
+def _first_of_benchmarks(recipe: Recipe, tokenizer: Tokenizer) -> Iterable[Prompt]:
+    maker = PromptMaker(recipe.data, tokenizer)
+    try:
+        for benchmark in recipe.evaluation.benchmarks:
+            for row in islice(read_problems(benchmark, Tally()), 1):
+                try:
+                    yield maker.make(row, benchmark, f"{benchmark.name}/{row.row_id}", 0)
+                except BadRow:  # the evaluation refuses it, with all others
+                    continue
+    finally:
+        maker.close()
+
+
+def _form(prompt: str) -> str | None:
+    """Return the form of the answer that a prompt asks for, None if it asks for none that we know."""
+    places = {prompt.rfind(mark): form for mark, form in FORMS.items() if mark in prompt}
+    return places[max(places)] if places else None
+
+
+def _wrong(gold: str) -> str:
+    """Return a number that shares no digit with the gold, where there is one."""
+    return 3 * next((digit for digit in "7310246589" if digit not in gold), "0")
+
+
+def _gold(prompt: Prompt) -> str:
+    if prompt.grader == "reasoning_gym":
+        return str(ast.literal_eval(prompt.gold)["entry"]["answer"])
+    gold = referred(prompt.gold)[0]
+    return final_answer(gold) if isinstance(gold, str) else str(gold)
