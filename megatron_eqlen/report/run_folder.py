@@ -46,6 +46,7 @@ from megatron_eqlen.processes import events
 from megatron_eqlen.processes.hold import Hold
 from megatron_eqlen.processes.watchdog import HANGS, remove_quiet
 from megatron_eqlen.recipe import MAY_CHANGE, Recipe, RecipeError, differences, is_under
+from megatron_eqlen.recipe.contents import FILE as CONTENTS
 from megatron_eqlen.recipe.contents import Contents, contents, keep, recorded
 from megatron_eqlen.recipe.load import RECIPE, dump, load
 from megatron_eqlen.report.metrics import FILE as METRICS
@@ -127,6 +128,8 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         self.check(recipe)
         self.hold = Hold(self.path, origin())
+        if self.recipe.exists() and self.is_empty():
+            (self.path / CONTENTS).unlink(missing_ok=True)
         remove_partial(self.path)
         remove_quiet(self.hang)
         if self.stop.exists() and self.stop.stat().st_mtime < float(os.environ.get(BEGAN, IMPORTED)):
@@ -150,6 +153,13 @@ class RunFolder:
             f"give a new run its own folder (name=... or run_dir=...), or remove "
             f"{self.path / events.FILE} to begin again in this one"
         )
+
+    def is_empty(self) -> bool:
+        """Return True if no start here made a step, checkpoint, record or evaluation. Such a folder takes
+        another recipe and other inputs."""
+        results = (self.path / METRICS, self.evaluation("before"), self.evaluation("after"), self.export)
+        folders = [*step_folders(self.streams), *step_folders(self.checkpoints)]
+        return not folders and not any(map(Path.exists, results)) and read_state(self.path).saved is None
 
     def ended(self, recipe: Recipe) -> bool:
         """Return True if nothing of ``recipe`` is left to do here."""
@@ -208,7 +218,7 @@ class RunFolder:
         """Raise RecipeError if the folder holds a run of another recipe, OSError if nothing can be written
         there."""
         refuse_unwritable(self.path)
-        if not self.recipe.exists():
+        if not self.recipe.exists() or self.is_empty():
             return
         if changed := _changed(self.recipe, recipe):
             raise RecipeError(
@@ -231,13 +241,15 @@ def check_harvest(out: Path, recipe: Recipe) -> None:
         if (folder / RECIPE).is_file() and any((folder / name).exists() for name in (METRICS, events.FILE)):
             raise ValueError(f"--out {out}: expected a folder of its own, found the run {folder}; {other}")
     recorded = [path.name for _, path in step_folders(out)]
+    if not recorded and (out / RECIPE).is_file():
+        (out / CONTENTS).unlink(missing_ok=True)
     if not (out / RECIPE).is_file():
         if recorded:
             raise ValueError(
                 f"--out {out}: expected a new folder, found recorded rollouts ({recorded[0]}) without a "
                 f"{RECIPE}; {other}"
             )
-    elif changed := _changed(out / RECIPE, recipe):
+    elif recorded and (changed := _changed(out / RECIPE, recipe)):
         raise ValueError(f"--out {out}: holds a harvest with another recipe ({changed}); {other}")
 
 
