@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from statistics import fmean
 from typing import Any
 
@@ -33,7 +34,7 @@ from megatron_eqlen.objectives.metrics import staleness_metrics, unit_metrics
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.objectives.parts import checked_advantages, checked_weight, described
 from megatron_eqlen.objectives.registry import resolve
-from megatron_eqlen.objectives.token_baseline import alive_baselines
+from megatron_eqlen.objectives.token_baseline import of_unit, token_baselines
 from megatron_eqlen.objectives.units import comparison_units
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import EQUAL_REWARDS, ComparisonUnit
@@ -112,21 +113,23 @@ def _build(
 
 def _weigh(parts: Sequence[Sequence[Rollout]], recipe: Recipe) -> list[_Batch]:
     objective = resolve(recipe)
-    batches = [_compare(part, recipe, objective) for part in parts]
+    first = [0, *accumulate(map(len, parts))]
+    batches = [_compare(part, recipe, objective, number) for part, number in zip(parts, first, strict=False)]
     units = [unit for batch in batches for unit in batch.units]
     _set_advantages(units, objective)
-    if recipe.loss.baseline == "alive":
-        for batch, part in zip(batches, parts, strict=True):
-            _set_token_advantages(batch.units, part)
+    if objective.baseline is not of_unit:
+        rollouts = [rollout for part in parts for rollout in part]
+        _set_token_advantages(units, rollouts, objective, recipe)
     _mark_trained(units, recipe)
     for batch in batches:
         _set_weights(batch, recipe, objective)
     return batches
 
 
-def _compare(rollouts: Sequence[Rollout], recipe: Recipe, objective: Objective) -> _Batch:
+def _compare(rollouts: Sequence[Rollout], recipe: Recipe, objective: Objective, first: int = 0) -> _Batch:
+    """Return the units of ``rollouts``, which are numbered from ``first`` on."""
     batch = _Batch(Counter(rollout.prompt_id for rollout in rollouts))
-    for number, rollout in enumerate(rollouts):
+    for number, rollout in enumerate(rollouts, first):
         tree, units = comparison_units(rollout, recipe, objective)
         for unit in units:
             unit.rollout = number
@@ -149,9 +152,13 @@ def _set_advantages(units: list[ComparisonUnit], objective: Objective) -> None:
             node.advantage = value
 
 
-def _set_token_advantages(units: list[ComparisonUnit], rollouts: Sequence[Rollout]) -> None:
-    """Compare each token with the other lines that are alive there; a unit's advantages become means."""
-    for unit, baselines in zip(units, alive_baselines(units, rollouts), strict=True):
+def _set_token_advantages(
+    units: list[ComparisonUnit], rollouts: Sequence[Rollout], objective: Objective, recipe: Recipe
+) -> None:
+    """Compare each token with its own baseline; a unit's advantages become means."""
+    limit = recipe.rollout.max_response_length
+    found = token_baselines(units, rollouts, objective.baseline, limit)
+    for unit, baselines in zip(units, found, strict=True):
         for number, (node, baseline) in enumerate(zip(unit.nodes, baselines, strict=True)):
             if baseline is not None:
                 values = unit.rewards[number] - baseline

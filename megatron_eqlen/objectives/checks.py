@@ -10,6 +10,7 @@ from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.objectives.parts import PARTS, described, name_of, options, try_parts
 from megatron_eqlen.objectives.registry import clip_keys, is_on_policy, resolve, with_defaults
 from megatron_eqlen.objectives.surrogates import Cispo, Ppo, Reinforce, Vespo
+from megatron_eqlen.objectives.token_baseline import fitted, of_unit
 from megatron_eqlen.recipe import LossRecipe, Recipe
 from megatron_eqlen.recipe.checks import check_effects
 
@@ -106,9 +107,9 @@ def _check_forks(recipe: Recipe) -> None:
 
 def _check_token_baseline(recipe: Recipe, objective: Objective) -> None:
     """Refuse token baselines where something else says what a reward is compared with."""
-    if recipe.loss.baseline != "alive":
+    if objective.baseline is of_unit:
         return
-    key = "loss.baseline: alive"
+    key = f"loss.baseline: {described(objective.baseline)}"
     if recipe.sampling == "equal_length":
         raise ValueError(
             f"{key} with sampling: equal_length: of two tracks that are truncated only one is trained, so "
@@ -118,6 +119,11 @@ def _check_token_baseline(recipe: Recipe, objective: Objective) -> None:
         raise ValueError(
             f"{key} is the advantage itself, reward less baseline; objective: {objective.name} has "
             f"advantage {described(objective.advantage)}: use dr_grpo or rloo"
+        )
+    if objective.baseline is fitted and recipe.rollout.carry_over:
+        raise ValueError(
+            f"{key} with rollout.carry_over: true: prompts that are complete in the same step have like "
+            f"lengths, so that a fit to the others depends on the own length; use alive"
         )
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 from megatron_eqlen.objectives.advantages import Estimator
 from megatron_eqlen.objectives.aggregation import Aggregation
 from megatron_eqlen.objectives.surrogates import Surrogate
+from megatron_eqlen.objectives.token_baseline import TokenBaseline, of_unit
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Objective:
     whitened: Literal["scale", "standardize"] | None = None
     """``scale``: advantages are divided by their population std in the whole batch (DLER, REINFORCE++ with
     baseline). ``standardize``: the batch's mean is subtracted before (REINFORCE++)."""
+    baseline: TokenBaseline = of_unit
+    """Reward that each token is compared with: the advantage is the difference."""
     overlong_buffer: int = 0
     """Tokens before max_response_length where the length penalty starts; 0: no penalty."""
     overlong_factor: float = 1.0

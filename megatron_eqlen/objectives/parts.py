@@ -3,6 +3,7 @@
 loss.advantage        rewards of a comparison unit -> advantages      advantages.py
 loss.surrogate        log-probs and advantages -> loss of a token     surrogates.py
 loss.loss_agg_mode    member of a unit -> weight of its tokens        aggregation.py
+loss.baseline         rewards of a batch -> baseline of each token    token_baseline.py
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from megatron_eqlen.objectives.surrogates import (
     Surrogate,
     TokenMetrics,
 )
+from megatron_eqlen.objectives.token_baseline import BASELINES, Span, checked_baselines
 from megatron_eqlen.recipe import LossRecipe
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
 
@@ -33,6 +35,7 @@ PARTS: dict[str, tuple[str, Mapping[str, Callable[..., Any]]]] = {
     "advantage": ("advantage", ADVANTAGES),
     "surrogate": ("surrogate", SURROGATES),
     "aggregation": ("loss_agg_mode", AGGREGATIONS),
+    "baseline": ("baseline", BASELINES),
 }
 """Field of ``Objective`` -> (key of ``loss``, built-in parts by name)."""
 BUILT_IN = f"{__package__}."
@@ -163,4 +166,15 @@ def _try_surrogate(part: Callable[..., Any]) -> None:
             )
 
 
-_TRIALS = {"advantage": _try_advantage, "aggregation": _try_aggregation, "surrogate": _try_surrogate}
+def _try_baseline(part: Callable[..., Any]) -> None:
+    _check_call(part, "baseline", ("prompts", "limit"))
+    spans = [Span(0, 2 + number, 0.5, float(number), (0, number), 0) for number in range(2)]
+    checked_baselines(part, [spans, spans], 8)
+
+
+_TRIALS = {
+    "advantage": _try_advantage,
+    "aggregation": _try_aggregation,
+    "surrogate": _try_surrogate,
+    "baseline": _try_baseline,
+}

@@ -22,6 +22,7 @@ from megatron_eqlen.objectives.aggregation import (
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.objectives.parts import name_of, named_parts, options
 from megatron_eqlen.objectives.surrogates import Cispo, Gspo, Ppo, Reinforce, Surrogate, Vespo
+from megatron_eqlen.objectives.token_baseline import BASELINES
 from megatron_eqlen.recipe import LossRecipe, Recipe
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
 
@@ -145,6 +146,7 @@ def with_defaults(recipe: Recipe) -> Recipe:
             if key in LossRecipe.model_fields
         },
         "loss_agg_mode": name_of(objective.aggregation, AGGREGATIONS) or recipe.loss.loss_agg_mode,
+        "baseline": name_of(objective.baseline, BASELINES) or recipe.loss.baseline,
         "overlong_buffer": objective.overlong_buffer,
         "dynamic_sampling": objective.dynamic_sampling,
         "length_quantiles": objective.length_quantiles,

@@ -96,6 +96,7 @@ BenchmarkReader = Annotated[
 ]
 GraderName = Annotated[str, one_of("math", "code", "reasoning_gym", "rubric")]
 AdvantageName = Annotated[str, one_of("grpo", "dr_grpo", "rloo", "reward", "gr3")]
+BaselineName = Annotated[str, one_of("unit", "alive", "fitted")]
 SurrogateName = Annotated[str, one_of("ppo", "gspo", "reinforce", "cispo", "vespo")]
 AggregationName = Annotated[
     str,
@@ -476,10 +477,11 @@ class LossRecipe(Section):
 
     advantage: AdvantageName | None = None
     """Estimator of advantages by name (``objectives/advantages.py``), or the import path of your own."""
-    baseline: Literal["unit", "alive"] = "unit"
-    """Rewards that a token is compared with: the other members of its comparison unit (and
-    ``equal_length.baseline``), or all lines of the prompt that are alive where the token is, and the prompt's
-    mean. ``alive`` takes the difference itself for the advantage."""
+    baseline: BaselineName | None = None
+    """Reward that a token is compared with, by name (``objectives/token_baseline.py``), or the import path of
+    your own. ``unit``, the default: the other members of its comparison unit, as ``advantage`` does it.
+    ``alive``: the prompt's lines that are alive where the token is, and its mean. ``fitted``: the same,
+    corrected by a fit to the other prompts."""
     surrogate: SurrogateName | None = None
     """Loss of a token before its weight, by name (``objectives/surrogates.py``), or the import path of your
     own. Its options replace those of the objective."""

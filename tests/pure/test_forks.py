@@ -1,5 +1,6 @@
 """Trees whose lines fork by any rule have the policy gradient: all trees of small processes, enumerated."""
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.sampling import KINDS
@@ -59,7 +61,7 @@ def assert_unbiased(world, settings, factor=1.0):
     assert np.abs(truth).max() > 0.01
 
 
-ALIVE = {"baseline": "alive"}
+ALIVE, FITTED = {"baseline": "alive"}, {"baseline": "fitted"}
 
 
 @pytest.mark.parametrize("loss", [{}, ALIVE], ids=["unit", "alive"])
@@ -83,6 +85,60 @@ def test_an_objective_keeps_the_gradient_of_a_tree_up_to_a_constant(objective, f
 
 def test_responses_that_are_alive_are_an_exact_baseline_of_each_other():
     assert_unbiased(process(), recipe(sampling="independent", objective="dr_grpo", group_size=3, loss=ALIVE))
+
+
+@pytest.mark.parametrize(("keys", "prompts"), [
+    ({"rule": "marker"}, 1),
+    ({"rule": "death"}, 1),
+    ({"sampling": "independent", "objective": "dr_grpo"}, 2),
+], ids=str)  # fmt: skip
+def test_a_fit_to_other_prompts_is_an_exact_baseline(keys, prompts):
+    """The fit of a prompt is that of one tree of another prompt, here the unlikely ones. ``prompts``: number
+    that weights divide by."""
+    world, settings = process(vocabulary=3, limit=2), recipe(loss=FITTED, limit=2, **keys)
+    trees = sorted(world.streams(settings), key=lambda tree: tree[1])
+    expected, fit = np.zeros((2, *world.logits.shape)), 0.0
+    for tree, probability in trees:
+        alone = build_trees([tree], recipe(loss=ALIVE, limit=2, **keys))[0]
+        for number, (other, _) in enumerate(trees[:2]):
+            other = replace(other, prompt=replace(other.prompt, prompt_id="other"))
+            built = build_trees([tree, other], settings)[0][:1]
+            expected[number] += probability * world.estimate(built)
+            fit += np.abs(built[0].nodes[1].advantage - alone[0].nodes[1].advantage).max()
+    for found in expected:
+        np.testing.assert_allclose(prompts * found, world.gradient(), rtol=0, atol=1e-12)
+    assert fit > 1
+
+
+def with_own_line(prompts, limit):
+    """The mean of all lines that are alive: the optimal token baseline as published, where tokens have like
+    score norms."""
+    return [
+        [
+            np.array(
+                [
+                    np.mean([other.reward for other in spans if other.start <= t < other.end])
+                    for t in range(span.start, span.end)
+                ]
+            )
+            for span in spans
+        ]
+        for spans in prompts
+    ]
+
+
+def too_few(prompts, limit):
+    return [[np.zeros(1) for _ in spans] for spans in prompts]
+
+
+def test_a_baseline_that_contains_the_own_line_turns_the_step():
+    world = process(vocabulary=3, limit=3)
+    settings = recipe(
+        sampling="independent", objective="dr_grpo", loss={"baseline": f"{__name__}:with_own_line"}
+    )
+    found, truth = world.expected_estimate(settings).ravel(), world.gradient().ravel()
+    cosine = found @ truth / np.linalg.norm(found) / np.linalg.norm(truth)
+    assert 0.975 < cosine < 0.985
 
 
 def test_treerpo_weighs_all_forks_alike_and_so_has_another_direction():
@@ -229,6 +285,8 @@ def test_every_rule_forks(rule):
     ({"sampling": "equal_length", "loss": ALIVE}, "of two tracks that are truncated"),
     ({"sampling": "independent", "objective": "grpo", "loss": ALIVE}, "use dr_grpo or rloo"),
     ({"sampling": "independent", "objective": "dler", "loss": ALIVE}, "use dr_grpo or rloo"),
+    ({"loss": {"baseline": f"{__name__}:reward_of"}}, r"called with \(prompts, limit\)"),
+    ({"loss": {"baseline": f"{__name__}:too_few"}}, "expected 2 finite numbers or None, found"),
 ])  # fmt: skip
 def test_a_recipe_of_forks_that_does_not_fit_is_refused(keys, message):
     with pytest.raises(RecipeError, match=message):
