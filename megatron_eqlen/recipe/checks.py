@@ -20,6 +20,7 @@ from megatron_eqlen.recipe import (
     shown,
 )
 from megatron_eqlen.recipe.budget import COSTS
+from megatron_eqlen.recipe.engine_options import check_options
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
 from megatron_eqlen.tokens import MOST_PER_TOKEN
 
@@ -41,6 +42,8 @@ def check(recipe: Recipe) -> None:
     _check_keep_streams(recipe)
     layout.check(recipe)
     _check_plugins(recipe)
+    check_options("model.megatron", recipe.model.megatron)
+    check_options("rollout.vllm", recipe.rollout.vllm)
 
 
 def check_effects(recipe: Recipe, resolved: Recipe) -> None:

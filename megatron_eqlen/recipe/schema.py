@@ -46,6 +46,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0), NUMBER]
 Fraction = Annotated[float, Field(ge=0, le=1), NUMBER]
 Value = Annotated[StrictBool | int | float | bool | str | None, Field(union_mode="left_to_right")]
 """Value of a key that is not ours. Recipes are read as text, whose type the first that fits decides."""
+Options = dict[str, Value | list[Value] | dict[str, Value]]
 BelowOne = Annotated[float, Field(ge=0, lt=1), NUMBER]
 
 
@@ -158,6 +159,9 @@ class ModelRecipe(Section):
     the commit."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of parameters and activations in training; the optimizer's main weights are float32."""
+    megatron: Options = {}
+    """Further fields of Megatron-Core's ``TransformerConfig``, such as ``{moe_permute_fusion: true}``; some
+    are refused (``recipe/engine_options.py``)."""
 
 
 LoraTarget = Literal["attention", "delta_net", "mlp", "experts"]
@@ -366,6 +370,9 @@ class RolloutRecipe(Section):
     speculation: Annotated[dict[str, Value], When("cluster.device", "gpu")] = {}
     """On GPUs: vLLM's ``speculative_config``, such as ``{method: mtp, num_speculative_tokens: 2}``. Servers
     must be started with it."""
+    vllm: Options = {}
+    """Further fields of vLLM's ``EngineArgs``, such as ``{async_scheduling: false}``; some are refused
+    (``recipe/engine_options.py``). Servers must be started with it, too."""
     tensor_parallel: PositiveInt = 1
     """GPUs of one engine or server replica."""
     max_num_seqs: PositiveInt = 512

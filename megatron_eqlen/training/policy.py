@@ -81,7 +81,11 @@ class Policy:
         folder = local_path(recipe.model)
         has_adapters = recipe.lora.rank > 0
         self.chunks = build_model(
-            folder, recipe.parallel, DTYPES[recipe.model.dtype], separate_norms=has_adapters
+            folder,
+            recipe.parallel,
+            DTYPES[recipe.model.dtype],
+            separate_norms=has_adapters,
+            **recipe.model.megatron,
         )
         load_hf(self.chunks, folder)
         if has_adapters:

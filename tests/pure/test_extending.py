@@ -6,6 +6,7 @@ family are added to this package: here for the length of a test.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -18,11 +19,12 @@ import yaml
 
 import tests.kit.rollouts as kit
 from megatron_eqlen.data.prompts import PromptSource
-from megatron_eqlen.hf.config import ConfigError, read_config
+from megatron_eqlen.hf.config import ConfigError, parse_config, read_config
 from megatron_eqlen.hf.config_fields import FAMILIES, Family
 from megatron_eqlen.hf.folder import HFFolder
 from megatron_eqlen.hf.folder_check import check_folder
 from megatron_eqlen.hf.tokenizer import load_tokenizer
+from megatron_eqlen.models import config as models_config
 from megatron_eqlen.models.config import transformer_config
 from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.objectives.parts import PARTS
@@ -31,6 +33,7 @@ from megatron_eqlen.objectives.registry import resolve, with_defaults
 from megatron_eqlen.objectives.surrogates import Ppo
 from megatron_eqlen.plan.flops import active_parameters
 from megatron_eqlen.recipe import ParallelRecipe, Recipe, RecipeError, layout
+from megatron_eqlen.recipe.engine_options import check_options
 from megatron_eqlen.recipe.plugins import load_object
 from megatron_eqlen.report.rollouts import Training, view
 from megatron_eqlen.rewards.scoring import Scorer
@@ -43,7 +46,7 @@ from megatron_eqlen.sampling.kind import SamplingKind
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.training.policy_loss import policy_loss, reduce_metrics
 from megatron_eqlen.types import Delta, Grade, Part, Prompt, Rollout
-from tests.kit.tiny_models import save_tiny
+from tests.kit.tiny_models import save_tiny, tiny_config
 from tools.tokenizer_maker import write_hf_tokenizer
 
 OBJECTIVE = """
@@ -408,3 +411,26 @@ def test_a_model_family_of_known_parts_is_one_line(tmp_path, monkeypatch):
     assert model.experts is not None
     megatron = transformer_config(model, ParallelRecipe(), torch.float32)
     assert megatron.num_moe_experts == model.experts.num_experts
+
+
+OF_EXECUTION = {
+    "gradient_accumulation_fusion", "bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion",
+    "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_router_dtype",
+}  # fmt: skip
+"""Fields that we set and a recipe may set otherwise."""
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
+def test_a_recipe_cannot_change_what_model_and_layout_say_through_further_options(monkeypatch, family):
+    fields: dict = {}
+    monkeypatch.setattr(models_config, "TransformerConfig", lambda **given: fields.update(given))
+    model = parse_config(tiny_config(family).to_dict(), "config")
+    layout = ParallelRecipe(tensor=2, pipeline=2, recompute="full")
+    models_config.transformer_config(model, layout, torch.bfloat16, moe_permute_fusion=True)
+    assert fields["moe_permute_fusion"] is True
+    allowed = set()
+    for name in fields:
+        with contextlib.suppress(ValueError):
+            check_options("model.megatron", {name: 1})
+            allowed.add(name)
+    assert allowed - {"moe_permute_fusion"} <= OF_EXECUTION

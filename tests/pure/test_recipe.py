@@ -59,6 +59,14 @@ MISTAKES = [
     ("steps=0", "steps: Input should be greater than 0, found '0'"),
     ("objective=gpo", "objective: 'gpo' is not one of"),
     ("group_size=7", "group_size: 7 is odd"),
+    ("model.megatron.moe_permute_fuson=true",
+     "model.megatron.moe_permute_fuson: the engine has no such option (nearest: 'moe_permute_fusion')"),
+    ("model.megatron.hidden_size=3", "hidden_size: refused: the model's config.json says it"),
+    ("model.megatron.attention_dropout=0.1", "refused: a token's log-prob must not depend on chance"),
+    ("model.megatron.context_parallel_size=2", "context_parallel_size: refused: `parallel` says it"),
+    ("rollout.vllm.async_schedulin=true", "the engine has no such option (nearest: 'async_scheduling')"),
+    ("rollout.vllm.max_num_seqs=3", "rollout.vllm.max_num_seqs: refused: `rollout` has a key for it"),
+    ("rollout.vllm.generation_config=auto", "refused: what is sampled must be what is trained"),
     ("packing.max_tokens_per_row=150", "prompt_length 100 + rollout.max_response_length 100 = 200"),
     ("parallel.tensor=3", "tensor 3 x context 1 x pipeline 1 = 3 does not divide the 1 processes (cluster"),
     ("equal_length.prefix_in_gradient=true", "acts only with packing.layout: expanded"),
@@ -206,6 +214,16 @@ def test_every_key_acts_in_some_recipe_and_is_refused_where_another_key_keeps_it
             recipe = Recipe.model_validate(broken)
             with pytest.raises(ValueError, match=f" acts only with {re.escape(str(condition))}, found "):
                 check_effects(recipe, recipe)
+
+
+def test_further_options_of_the_engines_have_their_types_and_are_recorded(tmp_path):
+    path = tmp_path / "r.yaml"
+    vllm = {"async_scheduling": False, "compilation_config": {"mode": 3}, "cudagraph_capture_sizes": [1, 2]}
+    path.write_text(yaml.safe_dump(SMALL | {"rollout": SMALL["rollout"] | {"vllm": vllm}}))
+    recipe = load(path, ["model.megatron={moe_permute_fusion: true, bias_activation_fusion: true}"])
+    assert recipe.rollout.vllm == vllm
+    assert recipe.model.megatron == {"moe_permute_fusion": True, "bias_activation_fusion": True}
+    assert parse(yaml.safe_load(dump(recipe)), "dump") == recipe
 
 
 @pytest.mark.parametrize(("overrides", "message"), [

@@ -290,7 +290,7 @@ class ServerEngine:
                 f"found {limits['max_model_len']}"
             )
         for key, started in limits["started_with"].items():
-            if (value := getattr(self.rollout, key)) and not started:
+            if (value := getattr(self.rollout, key)) and value != started:
                 raise EngineError(
                     f"{replica.url}: expected a server started with rollout.{key}: {str(value).lower()}, "
                     f"found one without"

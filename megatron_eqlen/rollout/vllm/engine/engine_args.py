@@ -18,7 +18,7 @@ STOCK = not current_platform.is_cpu()
 """True where vLLM samples, masks and records routes itself: in its V2 model runner, which has none for
 CPUs."""
 REFERENCE = "megatron_eqlen.rollout.vllm.engine.cpu.Reference"
-STARTED_WITH = ("keep_sampling_mask", "keep_routes", "batch_invariant", "quantization")
+STARTED_WITH = ("keep_sampling_mask", "keep_routes", "batch_invariant", "quantization", "vllm")
 """Keys of ``rollout`` that an engine must be started with, to use them."""
 WITHOUT_WEIGHTS = ("ngram", "ngram_gpu")
 """Methods of speculation whose drafts need no weights."""
@@ -71,7 +71,7 @@ def engine_args(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_l
         args["kv_cache_memory_bytes"] = int(kv_gib * 2**30)
     if model.has_yarn:  # vLLM takes max_position_embeddings for the scaled length, Qwen3's keep it
         args["hf_overrides"] = {"max_position_embeddings": model.context_length}
-    return args
+    return args | rollout.vllm
 
 
 def environ(rollout: RolloutRecipe) -> dict[str, str]:
@@ -136,6 +136,8 @@ def as_flags(args: dict[str, Any]) -> list[str]:
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             flags.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, list):
+            flags += [f"--{flag}", *map(str, value)]
         else:
             flags += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
     return flags

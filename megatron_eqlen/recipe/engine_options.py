@@ -1,0 +1,91 @@
+"""Options of both engines that have no key of their own: ``model.megatron`` and ``rollout.vllm``.
+
+Names are those of the engines' own classes, whose source is read, not imported. Options that would break
+what a run promises are refused, each with the reason.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from collections.abc import Mapping
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+MEGATRON = (
+    ("megatron", "core/transformer/transformer_config.py", "TransformerConfig"),
+    ("megatron", "core/model_parallel_config.py", "ModelParallelConfig"),
+)
+VLLM = (("vllm", "engine/arg_utils.py", "EngineArgs"),)
+REFUSED = {
+    "model.megatron": {
+        r".*(parallel|pipeline|microbatch|p2p|gtp_|seqlen_per).*|.*num_weight_shards": "`parallel` says it",
+        r"params_dtype|bf16|fp16|.*autocast.*|fp[48].*": "`model.dtype` says it",
+        r"recompute_.*|moe_layer_recompute": "`parallel.recompute` says it",
+        r"deterministic_mode|batch_invariant_mode": "`rollout.batch_invariant` says it",
+        r"num_(layers|attention_heads|query_groups|moe_experts)|(moe_)?(ffn_)?hidden_size|kv_channels|norm.*"
+        r"|layernorm.*|qk_.*|.*bias.*(?<!_fusion)|gated.*|activation_func.*|window.*|rotary.*|softmax.*"
+        r"|attention_output_gate|linear_.*|experimental.*|moe_ffn.*|moe_layer.*|moe_shared_expert_(inter|gate).*"
+        r"|moe_router_(topk|pre|score|num|group|enable|force).*|use_mup|mup_.*|multi_latent.*": (
+            "the model's config.json says it"
+        ),
+        r".*dropout|moe_input_jitter_eps|moe_(token_drop|expert_capacity|expert_rank|pad_expert).*": (
+            "a token's log-prob must not depend on chance or on other tokens of its batch"
+        ),
+        r"moe_(aux|z)_loss.*|moe_router_load.*|mtp_.*|calculate_per_token_loss|.*_loss_coeff": (
+            "the loss is the objective's alone"
+        ),
+        r"perform_initialization|variable_seq_lengths|use_cpu_.*|.*_func|.*init_method.*|init_model.*|transformer_impl|moe_enable_routing.*"
+        r"|hetereogenous.*|heterogeneous.*|cpu_offloading.*|_.*": "this package sets it",
+    },
+    "rollout.vllm": {
+        r"model|tokenizer.*|skip_tokenizer_init|hf_config_path|revision|code_revision|load_format|config_format"
+        r"|dtype|seed|max_model_len|hf_overrides": "`model` and the lengths of `data` and `rollout` say it",
+        r"max_num_seqs|max_num_batched_tokens|block_size|gpu_memory_utilization|kv_cache_memory_bytes"
+        r"|quantization|quantization_config|speculative_config|spec_.*|tensor_parallel_size": (
+            "`rollout` has a key for it"
+        ),
+        r"logprobs_mode|.*generation_config|return_sampling_mask|enable_return_routed_experts|logits_processors"
+        r"|reasoning_.*|structured_outputs_config|watermark.*|diffusion_config|disable_cascade_attn": (
+            "what is sampled must be what is trained"
+        ),
+        r"enable_prefix_caching": "forks reuse their prefix",
+        r"worker_cls|scheduler_cls|worker_extension_cls|additional_config|weight_transfer_config|enable_sleep_mode"
+        r"|distributed_executor_backend|enable_lora|.*(data|pipeline|context)_parallel.*|nnodes|node_rank|master_.*"
+        r"|cpu_offload.*|runner|convert|tokens_only|use_tqdm_on_load|_.*": "weight syncs and sleep need ours",
+    },
+}  # fmt: skip
+"""By key: patterns of names, and why they are refused."""
+
+
+def check_options(key: str, options: Mapping[str, Any]) -> None:
+    """Raise ValueError for an option of ``key`` that its engine does not have, or that is refused. Names are
+    not checked where the engine is not installed."""
+    if not options:
+        return
+    known = set().union(*map(_names, MEGATRON if key == "model.megatron" else VLLM))
+    for name in options:
+        if known and name not in known:
+            near = get_close_matches(name, known, 1, 0.0)[0]
+            raise ValueError(f"{key}.{name}: the engine has no such option (nearest: {near!r})")
+        for pattern, reason in REFUSED[key].items():
+            if re.fullmatch(pattern, name):
+                raise ValueError(f"{key}.{name}: refused: {reason}")
+
+
+@cache
+def _names(place: tuple[str, str, str]) -> frozenset[str]:
+    """Return the fields of the dataclass ``place``: package, file, class."""
+    package, file, name = place
+    spec = importlib.util.find_spec(package)  # of a top-level package: imports nothing
+    folders = (spec.submodule_search_locations if spec else None) or ()
+    for path in (Path(folder, file) for folder in folders):
+        if path.is_file():
+            body = ast.parse(path.read_text(encoding="utf-8")).body
+            found = next(each for each in body if isinstance(each, ast.ClassDef) and each.name == name)
+            fields = (each.target for each in found.body if isinstance(each, ast.AnnAssign))
+            return frozenset(field.id for field in fields if isinstance(field, ast.Name))
+    return frozenset()
