@@ -9,6 +9,7 @@ from functools import partial
 from megatron_eqlen.check.finding import Check, Finding, Place
 from megatron_eqlen.data.first_rewards import READ, first_rewards, refuse_unfit
 from megatron_eqlen.data.overlap import read_overlaps
+from megatron_eqlen.environments.load import conversations
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.hf.folder import HFFolder
 from megatron_eqlen.hf.folder_check import check_folder
@@ -67,6 +68,7 @@ def inputs(place: Place) -> Finding | None:
     check_folder(HFFolder(model), read_config(model))
     if (marker := place.recipe.tree_sampling.marker) is not None:
         Marker.of(marker, load_tokenizer(model))
+    conversations(place.recipe, load_tokenizer(model))
     return Finding("ok", summary)
 
 

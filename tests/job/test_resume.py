@@ -21,6 +21,7 @@ from megatron_eqlen.rollout.record.reader import read_step
 from megatron_eqlen.types import Part
 from tests.kit.jobs import run, start, start_ranks
 from tests.kit.processes import are_gone, descendants, within
+from tests.kit.talking import ANSWERED
 from tests.kit.train_runs import (
     NO_EVALUATION,
     STEPS,
@@ -117,20 +118,22 @@ def tokens_in(journal: Path) -> int:
 
 
 def test_killed_in_mid_harvest_it_resumes_from_the_journal_and_ends_with_the_same_bits(home):
-    whole = train(home, "long", *LONG)
+    """An environment answers turns: what it said before is repeated to a new one."""
+    whole = train(home, "long", *LONG, *ANSWERED)
     folder = home / "long-killed"
     journal = folder / "streams/step-00000001/open-rank-0.arrow"
-    _, _, *arguments = command(home, "long-killed", *LONG)
+    _, _, *arguments = command(home, "long-killed", *LONG, *ANSWERED)
     job = start("-c", HOLDS_IN_MID_HARVEST, *arguments)
     assert within(300, lambda: tokens_in(journal) > 100 or job.poll() is not None), job.stderr
     job.kill()
     assert RunStatus(folder).condition == "killed"
-    train(home, "long-killed", *LONG)
+    train(home, "long-killed", *LONG, *ANSWERED)
     tokens = [[segment.token_ids for segment in streams_of(run)] for run in (folder, whole)]
     assert all(np.array_equal(mine, others) for mine, others in zip(*tokens, strict=True))
     assert same_weights(folder, whole)
     assert column(folder, "harvest/resumed_tokens")[1] > 100
     assert column(folder, "harvest/generated_tokens") == column(whole, "harvest/generated_tokens")
+    assert column(whole, "environment/turns")[1] > 0
 
 
 HOLDS_AFTER_A_STEP = """
