@@ -1,0 +1,42 @@
+"""Graders, for this trainer and for others: ``grade_math`` and ``grade_program`` import nothing that trains.
+
+Both keep their worker processes for the calling process; the first call takes a second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_eqlen.rewards.grader import Grader
+    from megatron_eqlen.types import Grade
+
+WORKERS, SECONDS = 2, 6.0
+
+
+def grade_math(response: str, gold: str) -> Grade:
+    r"""Return the grade of the last ``\boxed{}`` of a response against ``gold`` (LaTeX or text)."""
+    return _grader("math", os.getpid()).grade([response], [str(gold)])[0]
+
+
+def grade_program(response: str, tests: str | Mapping[str, Any]) -> Grade:
+    """Return the grade of the last fenced block of a response, run in the sandbox against ``tests``:
+    ``{"inputs": [...], "outputs": [...]}``, or its JSON (``code/tests.py``)."""
+    given = tests if isinstance(tests, str) else json.dumps(dict(tests))
+    return _grader("code", os.getpid()).grade([response], [given])[0]
+
+
+@cache
+def _grader(name: str, process: int) -> Grader:
+    """Return the grader of this process: a forked one must not use its parent's workers."""
+    if name == "math":
+        from megatron_eqlen.rewards.math.grader import MathGrader
+
+        return MathGrader("either", WORKERS, SECONDS)
+    from megatron_eqlen.rewards.code.grader import CodeGrader
+
+    return CodeGrader(WORKERS, SECONDS)

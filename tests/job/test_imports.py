@@ -38,3 +38,30 @@ def test_commands_that_compute_nothing_import_no_torch():
         "megatron_eqlen.plan",
     ]
     assert not imported_by(modules) & {"torch", "vllm", "transformers", "megatron", "matplotlib"}
+
+
+def test_the_graders_for_other_trainers_import_nothing_that_trains():
+    tests = '{"inputs": ["3\\n"], "outputs": ["4\\n"]}'
+    script = f"""
+import sys
+from megatron_eqlen.rewards import grade_math, grade_program
+program = "```python\\nprint(int(input()) + 1)\\n```"
+print(grade_math("so \\\\boxed{{5}}", 5).reward, grade_program(program, {tests!r}).reward)
+print(*sorted(name for name in sys.modules if name.count(".") < 2))
+"""
+    command = [sys.executable, "-c", script]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    rewards, modules = ended.stdout.splitlines()
+    assert rewards == "1.0 1.0"
+    loaded = set(modules.split())
+    assert not loaded & {
+        "torch",
+        "vllm",
+        "transformers",
+        "megatron",
+        "pydantic",
+        "pyarrow",
+        "huggingface_hub",
+    }
+    ours = {name.partition(".")[2] for name in loaded if name.startswith("megatron_eqlen.")}
+    assert ours <= {"rewards", "types", "tokens", "files", "processes"}
