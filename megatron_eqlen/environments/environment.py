@@ -61,5 +61,10 @@ class Environment:
         """Give up what the environment holds."""
 
     @classmethod
+    def start(cls, **options: Any) -> None:
+        """Load what all environments of the class share, before anything is generated. Raises ValueError for
+        options that do not fit."""
+
+    @classmethod
     def end(cls) -> None:
         """Give up what all environments of the class share, at the end of the process."""

@@ -13,7 +13,10 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.plugins import load_object
 from megatron_eqlen.types import Prompt
 
-BUILT_IN = {"python": "megatron_eqlen.environments.python_tool:PythonTool"}
+BUILT_IN = {
+    "python": "megatron_eqlen.environments.python_tool:PythonTool",
+    "search": "megatron_eqlen.environments.search_tool:SearchTool",
+}
 
 TURN = "<think>\nthought\n</think>\n\nA turn that the policy generated."
 """Stands for a turn where an observation is rendered."""
@@ -58,6 +61,7 @@ def conversations(recipe: Recipe, tokenizer: Tokenizer) -> Conversations | None:
     if section.name is None:
         return None
     cls, thinking = environment_class(recipe), recipe.data.enable_thinking
+    cls.start(**section.options)
 
     def make(prompt: Prompt, seed: int) -> Environment:
         return cls(prompt, seed, **section.options)  # type: ignore[call-arg]

@@ -10,10 +10,10 @@ import copy
 from dataclasses import dataclass
 from queue import Empty, LifoQueue
 from threading import Lock
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_eqlen.environments.environment import Environment, Observation
-from megatron_eqlen.environments.tool_calls import BadToolCall, tool_call
+from megatron_eqlen.environments.tool_calls import BadToolCall, described, tool_call
 from megatron_eqlen.rewards.sandbox.client import Execution, Sandbox
 from megatron_eqlen.rewards.sandbox.interpreter import find_python
 from megatron_eqlen.rewards.sandbox.probe import required_isolation
@@ -50,19 +50,11 @@ class PythonTool(Environment):
     grades it."""
 
     tools = (
-        {
-            "type": "function",
-            "function": {
-                "name": NAME,
-                "description": "Run Python code. Names stay defined. Returns what it prints and the value of "
-                "the last expression.",
-                "parameters": {
-                    "type": "object",
-                    "properties": {"code": {"type": "string"}},
-                    "required": ["code"],
-                },
-            },
-        },
+        described(
+            NAME,
+            "Run Python code. Names stay defined. Returns what it prints and the last expression's value.",
+            "code",
+        ),
     )
 
     def __init__(
@@ -98,6 +90,10 @@ class PythonTool(Environment):
             return Observation(self._short(f"{run.stdout}\nerror: {run.status.replace('_', ' ')}".strip()))
         self.cells += (code,)
         return Observation(self._short(run.stdout.rstrip() or "(no output)"))
+
+    @classmethod
+    def start(cls, **options: Any) -> None:
+        _sandboxes((options.get("sandbox", "strict"), options.get("python", "3.11")))
 
     @classmethod
     def end(cls) -> None:

@@ -15,6 +15,12 @@ class ToolCall(NamedTuple):
     arguments: dict[str, Any]
 
 
+def described(name: str, what: str, argument: str) -> dict[str, Any]:
+    """Return the JSON schema of a tool that takes one text."""
+    parameters = {"type": "object", "properties": {argument: {"type": "string"}}, "required": [argument]}
+    return {"type": "function", "function": {"name": name, "description": what, "parameters": parameters}}
+
+
 class BadToolCall(ValueError):
     """A call that cannot be read; the message is for the policy."""
 

@@ -16,6 +16,7 @@ from megatron_eqlen.environments.conversation import Conversations
 from megatron_eqlen.environments.environment import Environment, Observation
 from megatron_eqlen.environments.load import environment_class, given_tokens
 from megatron_eqlen.environments.python_tool import PythonTool
+from megatron_eqlen.environments.search_tool import SearchTool
 from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.recipe import EnvironmentRecipe
@@ -343,7 +344,7 @@ class Fixed(Environment):
 
 HERE = "tests.pure.test_environments"
 REFUSED = {
-    "environment.name: expected python or package.module:Class, found 'pyhton'": {"name": "pyhton"},
+    "environment.name: expected python, search or package.module:Class, found 'pyhton'": {"name": "pyhton"},
     "expected a subclass of megatron_eqlen.environments.environment.Environment": {"name": f"{HERE}:words"},
     "environment.options: .* unexpected keyword argument 'sise'": {
         "name": f"{HERE}:Fixed",
@@ -423,6 +424,27 @@ def test_the_python_tool_keeps_names_and_a_copy_has_its_own(request):
         "error: expected"
     )
     assert tool.step("It is \\boxed{15}.").done
+
+
+def test_the_search_tool_finds_the_passages_that_fit_best(tmp_path):
+    texts = ["Paris is the capital of France.", "Rome is the capital of Italy.", "Cats sleep. Cats eat."]
+    records = [{"title": "Cities", "text": text} for text in texts[:2]] + [{"text": texts[2]}]
+    (tmp_path / "index.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    tool = SearchTool(QUESTION, 0, index=str(tmp_path / "index.jsonl"), top_k=1)
+
+    def found(query):
+        call = json.dumps({"name": "search", "arguments": {"query": query}})
+        return tool.step(f"<tool_call>{call}</tool_call>").content
+
+    assert found("the capital of Italy") == f"Cities\n{texts[1]}"
+    assert found("a cat, or cats?") == texts[2]
+    assert found("dogs") == "(nothing found)"
+    assert tool.step("Rome").done
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"txt": "b"}\n')
+    with pytest.raises(ValueError, match=r"bad\.jsonl, line 2: expected"):
+        SearchTool.start(index=str(tmp_path / "bad.jsonl"))
+    with pytest.raises(ValueError, match="index: expected a JSONL file, found none at nowhere"):
+        SearchTool.start(index="nowhere")
 
 
 # ---- the page for authors --------------------------------------------------------------------------------

@@ -1,0 +1,97 @@
+"""A search tool: the passages of a local JSONL file that a query's words fit best (BM25)."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter, defaultdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatron_eqlen.environments.environment import Environment, Observation
+from megatron_eqlen.environments.tool_calls import BadToolCall, described, tool_call
+from megatron_eqlen.types import Prompt
+
+NAME = "search"
+SATURATION, LENGTH = 1.5, 0.75
+"""BM25's k1 and b."""
+_WORD = re.compile(r"\w+")
+
+
+class SearchTool(Environment):
+    """Answers calls of the tool ``search``; a turn without a call ends the response, and the prompt's grader
+    grades it. It keeps no state."""
+
+    tools = (described(NAME, "Search for passages.", "query"),)
+
+    def __init__(self, prompt: Prompt, seed: int, index: str, top_k: int = 3, longest: int = 1500) -> None:
+        """``index``: JSONL file of records with ``text``, and ``title`` or not. ``longest``: characters of an
+        answer."""
+        self.index, self.top_k, self.longest = index_of(index), top_k, longest
+
+    @classmethod
+    def start(cls, **options: Any) -> None:
+        index_of(options["index"])
+
+    def step(self, message: str) -> Observation:
+        try:
+            call = tool_call(message)
+        except BadToolCall as error:
+            return Observation(f"error: {error}")
+        if call is None:
+            return Observation(done=True)
+        query = call.arguments.get("query")
+        if call.name != NAME or not isinstance(query, str):
+            return Observation(f'error: expected the tool {NAME} with {{"query": "..."}}')
+        return Observation(
+            "\n\n".join(self.index.best(query, self.top_k))[: self.longest] or "(nothing found)"
+        )
+
+    def fork(self) -> SearchTool:
+        return self
+
+
+class Index:
+    """Passages, and how often each word stands in which."""
+
+    def __init__(self, passages: list[str]) -> None:
+        self.passages = passages
+        self.counts: dict[str, dict[int, int]] = defaultdict(dict)
+        self.lengths = [0] * len(passages)
+        for number, passage in enumerate(passages):
+            words = Counter(_WORD.findall(passage.lower()))
+            self.lengths[number] = words.total()
+            for word, count in words.items():
+                self.counts[word][number] = count
+        self.mean = sum(self.lengths) / max(len(passages), 1)
+
+    def best(self, query: str, top_k: int) -> list[str]:
+        """Return the passages with the highest scores, of equal ones the first in the file."""
+        scores: dict[int, float] = defaultdict(float)
+        for word in set(_WORD.findall(query.lower())):
+            of_word = self.counts.get(word, {})
+            rarity = math.log(1 + (len(self.passages) - len(of_word) + 0.5) / (len(of_word) + 0.5))
+            for number, count in of_word.items():
+                damped = SATURATION * (1 - LENGTH + LENGTH * self.lengths[number] / self.mean)
+                scores[number] += rarity * count * (SATURATION + 1) / (count + damped)
+        ranked = sorted(scores, key=lambda number: (-scores[number], number))
+        return [self.passages[number] for number in ranked[:top_k]]
+
+
+@cache
+def index_of(path: str) -> Index:
+    """Read an index once. Raises ValueError for a file that is not there or a line without text."""
+    if not Path(path).is_file():
+        raise ValueError(f"environment.options: index: expected a JSONL file, found none at {path}")
+    passages: list[str] = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+            raise ValueError(f'{path}, line {number}: expected {{"text": "..."}}, found {line[:80]!r}')
+        passages.append(f"{record['title']}\n{record['text']}" if record.get("title") else record["text"])
+    return Index(passages)
