@@ -28,6 +28,8 @@ FORMS = {
     "Answer:": "Answer: %s",
 }
 """What a prompt that asks for a form contains, and the form; the last one in the prompt counts."""
+LONG_GOLD = 20
+"""Words beyond which a gold is no answer but an explanation."""
 READ = {"math": "\\boxed{%s}", "reasoning_gym": "<answer>%s</answer>"}
 """Form that a grader of ours reads."""
 
@@ -40,7 +42,7 @@ class FirstReward:
     grader: str
     rewards: dict[str, float]
     cause: str = ""
-    """Why the right answer earns no more than a wrong one; empty if it does."""
+    """Why no response will earn a reward, if that can be seen."""
     of_benchmark: bool = False
 
     def __str__(self) -> str:
@@ -90,6 +92,8 @@ def first_reward(prompt: Prompt, scorer: Scorer, tokenizer: Tokenizer) -> FirstR
         raise ValueError(f"{prompt.source}: {error}") from error
     rewards = {answer: grade.reward for answer, grade in zip(texts, grades, strict=True)}
     cause = ""
+    if prompt.grader == "math" and len(gold.split()) > LONG_GOLD:
+        cause = f"its gold has {len(gold.split())} words, which no response will repeat: {gold!r:.80}"
     if rewards["right"] <= rewards["wrong"]:
         cause = f"its gold {gold!r:.60}, written {form % '...'}, earns no more than a wrong answer"
         if read and asked and asked != read:

@@ -35,6 +35,7 @@ from megatron_eqlen.data.rows import (
     optional_text_field,
     text_field,
 )
+from megatron_eqlen.hf.dataset_files import split_of
 from megatron_eqlen.hf.tokenizer import Turn
 from megatron_eqlen.recipe.plugins import is_import_path
 from megatron_eqlen.rewards.code.tests import CodeTests
@@ -56,7 +57,10 @@ def read(
     names of the file's columns by our names, where they differ; ``grader``: the recipe's, if it names one."""
     named = grader is not None and is_import_path(grader) and is_reward_function(grader)
     function = RewardFunction(grader, "grader") if grader is not None and named else None
-    for file in find_files(path, "*.jsonl", "*.parquet", "*.json"):
+    files = find_files(path, "*.jsonl", "*.parquet", "*.json")
+    if len(splits := {split_of(file.name) for file in files}) > 1:
+        tally.say(f"files of {', '.join(sorted(splits))} are read together (split: picks one)")
+    for file in files:
         layout = find_layout(file, read_records(file, (), None), columns, grader)
         tally.say(layout.told)
         extra = function.columns(layout.names) if function else ()

@@ -43,7 +43,7 @@ ANSWERS = (
     "extra_info.answer",
     "solution",  # TRL, MATH: a whole solution, or the answer alone
 )
-BESIDE = ("choices", "options", "context", "passage", "image", "images")
+BESIDE = ("choices", "options", "context", "passage", "body", "image", "images")
 """Columns without which a question may make no sense."""
 OPTIONAL = ("grader", "difficulty", "instruction", "tests")
 """Columns that are read under our names alone."""
@@ -145,7 +145,10 @@ def unwrapped(question: str) -> str | None:
 
 def final_answer(gold: str) -> str:
     r"""Return the answer at the end of a worked solution: in the last ``\boxed{}``, or after ``####`` (GSM8K)
-    or ``The answer is:`` (MetaMathQA); other golds as they are."""
+    or ``The answer is:`` (MetaMathQA); of a list of one, written as JSON, that one. Other golds as they
+    are."""
+    if gold.startswith('["') and gold.endswith('"]') and '", "' not in gold:
+        gold = gold[2:-2].replace("\\\\", "\\")
     if boxed := extract_answer(gold):
         return boxed
     return match[1] if (match := _FINAL.search(gold)) else gold
@@ -197,7 +200,8 @@ def _told(places: Mapping[str, str], sample: Sequence[dict[str, Any]]) -> str:
     values = (value_at(record, question) for record in sample)
     kind = " (a chat, as it stands)" if any(isinstance(value, list) for value in values) else ""
     answer = places.get("answer", "")
-    beside = [name for name in BESIDE if _has(sample, name)]
+    names = dict.fromkeys(name for record in sample for name in record)
+    beside = [name for name in names if name.lower() in BESIDE and _has(sample, name)]
     unread = f"; not shown to the model: {', '.join(beside)}" if beside else ""
     ours = (question, kind) == ("question", "") and answer in ANSWERS[:2]
     if not question or (ours and not unread):

@@ -82,7 +82,7 @@ def _splits(names: Sequence[str], card: Mapping[str, Any], config: str | None) -
             raise ValueError(f"config: expected one of {', '.join(folders) or 'none'}, found {config!r}")
     splits: dict[str, list[str]] = {}
     for name in data:
-        splits.setdefault(_split_of(name), []).append(name)
+        splits.setdefault(split_of(name), []).append(name)
     return splits or {"train": data}
 
 
@@ -103,7 +103,8 @@ def _card_entry(card: Mapping[str, Any], config: str | None) -> Mapping[str, Any
     return chosen
 
 
-def _split_of(name: str) -> str:
+def split_of(name: str) -> str:
+    """Return the split that a file belongs to, by its name."""
     if shard := _SHARD.fullmatch(PurePosixPath(name).name):
         return shard[1]
     words = re.split(r"[^A-Za-z]+", name)

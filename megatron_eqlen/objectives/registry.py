@@ -83,7 +83,7 @@ def lookup(name: str) -> Objective:
     if reason := NOT_HERE.get(name.lower().replace("-", "_")):
         raise ValueError(f"objective: {name} is not here: {reason}")
     if name not in OBJECTIVES:
-        near = difflib.get_close_matches(name, OBJECTIVES, n=1, cutoff=0.0)[0]
+        near = difflib.get_close_matches(name.lower(), OBJECTIVES, n=1, cutoff=0.0)[0]
         raise ValueError(f"objective: {name!r} is not one of {', '.join(OBJECTIVES)} (nearest: {near!r})")
     return OBJECTIVES[name]
 

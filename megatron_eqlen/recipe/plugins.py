@@ -25,11 +25,18 @@ def load_object(path: str, key: str, expected: type | None = None) -> Any:
         sys.path.append(os.getcwd())
     try:
         loaded = getattr(importlib.import_module(module), name, None)
-    except ImportError as error:
-        raise ValueError(f"{key}: {path!r} cannot be imported: {error}") from None
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's own module may raise anything
+        as_file = f": a file {module} is named {_dotted(module)}:{name}" if "/" in module else ""
+        kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
+        raise ValueError(f"{key}: {path!r} cannot be imported: {kind}{error}{as_file}") from None
     if loaded is None:
         raise ValueError(f"{key}: {module} has no {name!r}")
     if not (callable(loaded) if expected is None else isinstance(loaded, expected)):
         wanted = "something that can be called" if expected is None else f"a {expected.__name__}"
         raise ValueError(f"{key}: {path!r}: expected {wanted}, found a {type(loaded).__name__}")
     return loaded
+
+
+def _dotted(file: str) -> str:
+    """Return a file's name as that of a module: ``rewards/mine.py`` -> ``rewards.mine``."""
+    return file.removesuffix(".py").strip("./").replace("/", ".")

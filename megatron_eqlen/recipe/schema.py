@@ -78,7 +78,9 @@ def one_of(*names: str) -> AfterValidator:
 
     def check(value: str) -> str:
         if value not in names and not is_import_path(value):
-            near = difflib.get_close_matches(value, names, n=1, cutoff=0.0)[0]
+            near = difflib.get_close_matches(value.lower(), names, n=1, cutoff=0.0)[0]
+            if "." in value:
+                near = ":".join(value.rsplit(".", 1))
             raise ValueError(
                 f"expected one of {', '.join(names)}, or package.module:name, found {value!r} "
                 f"(nearest: {near!r})"

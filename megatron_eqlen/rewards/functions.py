@@ -1,7 +1,7 @@
 """A user's reward function, named by import path. Its parameters say by their names what it gets, never by
 their number or order.
 
-The names of verl, TRL, OpenRLHF, verifiers and slime are understood (``NAMES``); any other is a column of the
+The names of verl, TRL, OpenRLHF and verifiers are understood (``NAMES``); any other is a column of the
 data file. A plural, ``completions``, gets a list of one.
 """
 
@@ -262,14 +262,15 @@ def _number(returned: Any) -> float | None:
     """Return the reward in what a function returned, None for a list with None (TRL: does not apply). Raises
     ValueError for anything but one finite number."""
     value: Any = returned
-    if isinstance(value, Mapping):
-        value = next((value[key] for key in NUMBER_KEYS if key in value), value)
-    if hasattr(value, "tolist"):  # an array or a tensor
-        value = value.tolist()
-    if isinstance(value, list | tuple) and len(value) == 1:
-        if value[0] is None:
-            return None
-        value = value[0]
+    for _ in range(2):  # verl's batches are lists of records, OpenRLHF returns a record of tensors
+        if isinstance(value, Mapping):
+            value = next((value[key] for key in NUMBER_KEYS if key in value), value)
+        if (tolist := getattr(value, "tolist", None)) is not None:  # of an array or a tensor
+            value = tolist()
+        if isinstance(value, list | tuple) and len(value) == 1:
+            if value[0] is None:
+                return None
+            value = value[0]
     if not isinstance(value, bool | int | float) or not np.isfinite(value):
         raise ValueError(f"expected a finite number as reward, got {returned!r:.200}")
     return float(value)

@@ -168,6 +168,9 @@ LAYOUTS = {
             "question from prompt, answer from solution"),
     "trl chat": ({"prompt": USER, "ground_truth": 5}, "CHAT",
                  "question from prompt (a chat, as it stands), answer from ground_truth"),
+    "gold as a list in text": ({"prompt": USER, "reward_model": {"ground_truth": '["5"]'}}, "CHAT",
+                               "question from prompt (a chat, as it stands), answer from reward_model."
+                               "ground_truth"),
     "openrlhf": ({"input": "2 + 3?", "label": "5"}, "TEXT", "question from input, answer from label"),
     "sharegpt": ({"conversations": SHAREGPT}, "CHAT", "question from conversations (a chat, as it stands)"),
     "nemo-rl": ({"problem": "2 + 3?", "expected_answer": "5"}, "TEXT",
@@ -229,6 +232,8 @@ FIRST = {
     "another form": (MATH | {"question": ASKS_HASHES}, None,
                      "right 0, wrong 0, empty 0, without its form 0: the prompt asks for #### ..., the "
                      "grader reads \\boxed{...}: change the prompt (data.instruction; a chat keeps"),
+    "no answer but an explanation": (MATH | {"answer": "word " * 21}, None, "right 1, wrong 0, empty 0, "
+                                     "without its form 0: its gold has 21 words, which no response will"),
     "own function": (MATH | {"question": ASKS_HASHES, "answer": "5"}, "of_hashes", "right 1, wrong 0, "),
     "own function, gold as a number": (MATH | {"question": ASKS_HASHES}, "of_hashes",
                                        "right 0, wrong 0, empty 0, without its form 0: its gold '5', written "
@@ -247,12 +252,23 @@ def test_first_rewards_name_the_cause_of_a_right_answer_that_earns_nothing(token
     scorer = Scorer(RewardRecipe(math_rule="exact"), tokenizer)
     (prompt,) = prompts.first_prompts()
     first = first_reward(prompt, scorer, tokenizer)
+    scorer.close()
+    prompts.close()
     assert str(first).partition("): ")[2].startswith(told)
-    assert bool(first.cause) == ("earns no" in told or "asks for" in told)
+    assert bool(first.cause) == any(why in told for why in ("earns no", "asks for", "its gold has"))
     refuse_unfit([first])
     if first.lowest < 0:
         with pytest.raises(ValueError, match=r"benchmarks: deepmath: avg@k and pass@k are of .*, found -9"):
             refuse_unfit([dataclasses.replace(first, of_benchmark=True)])
+
+
+def test_files_of_several_splits_that_are_read_together_are_said(tmp_path):
+    for name in ("train.jsonl", "test.jsonl"):
+        (tmp_path / name).write_text(json.dumps({"question": name, "answer": 1}))
+    tally = Tally()
+    assert len(open_source(source(tmp_path), tally)) == 2
+    assert tally.told == ["files of test, train are read together (split: picks one)"]
+    assert len(open_source(source(tmp_path, split="test"), tally)) == 1
 
 
 def test_columns_come_before_what_is_recognised(tmp_path):

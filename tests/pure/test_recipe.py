@@ -20,7 +20,7 @@ from megatron_eqlen.objectives.registry import OBJECTIVES, resolve, with_default
 from megatron_eqlen.processes import cores
 from megatron_eqlen.recipe import Recipe, RecipeError, Section, When
 from megatron_eqlen.recipe.checks import check_effects, value_of
-from megatron_eqlen.recipe.keys import section_in
+from megatron_eqlen.recipe.keys import OF_OTHERS, all_keys, section_in
 from megatron_eqlen.recipe.load import dump
 from megatron_eqlen.report.run_folder import RunFolder, check_harvest
 from tests.kit import ROOT
@@ -59,6 +59,12 @@ MISTAKES = [
     ("steps=0", "steps: Input should be greater than 0, found '0'"),
     ("objective=gpo", "objective: 'gpo' is not one of"),
     ("group_size=7", "group_size: 7 is odd"),
+    ("Learning_Rate=1e-5", "unknown key 'Learning_Rate' (nearest: 'optimizer.lr')"),
+    ("trainer.nnodes=2", "unknown key 'trainer' (nearest: 'cluster')"),
+    ("objective=GRPO", "(nearest: 'grpo')"),
+    ("data.sources.0.grader=mine.score", "found 'mine.score' (nearest: 'mine:score')"),
+    ("data.sources.0.grader=my/rules.py:score", "cannot be imported: No module named 'my/rules': a file "
+     "my/rules.py is named my.rules:score"),
     ("model.megatron.moe_permute_fuson=true",
      "model.megatron.moe_permute_fuson: the engine has no such option (nearest: 'moe_permute_fusion')"),
     ("model.megatron.hidden_size=3", "hidden_size: refused: the model's config.json says it"),
@@ -214,6 +220,21 @@ def test_every_key_acts_in_some_recipe_and_is_refused_where_another_key_keeps_it
             recipe = Recipe.model_validate(broken)
             with pytest.raises(ValueError, match=f" acts only with {re.escape(str(condition))}, found "):
                 check_effects(recipe, recipe)
+
+
+def test_every_name_of_another_trainer_leads_to_a_key():
+    keys = {".".join(key) for key in all_keys()}
+    assert OF_OTHERS.keys() <= keys
+    names = [name for names in OF_OTHERS.values() for name in names]
+    assert len(set(names)) == len(names)
+    assert not {*names} & {key.rpartition(".")[2] for key in keys}
+
+
+def test_an_own_module_that_fails_is_named(tmp_path, monkeypatch):
+    (tmp_path / "broken_rules.py").write_text("def f(response:\n    return 1\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"'broken_rules:f' cannot be imported: SyntaxError: .*line 1"):
+        small(data={"sources": [{"name": "a", "path": "b", "grader": "broken_rules:f"}]})
 
 
 def test_further_options_of_the_engines_have_their_types_and_are_recorded(tmp_path):

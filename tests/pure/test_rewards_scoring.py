@@ -124,6 +124,11 @@ def of_verl_with_source(data_source, solution_str, ground_truth, extra_info=None
     return ours("?", solution_str, ground_truth)
 
 
+def of_verl_in_batches(data_sources, solution_strs, ground_truths, extra_infos=None):
+    rows = zip(solution_strs, ground_truths, extra_infos, strict=True)
+    return [{"score": ours("?", text, gold) * (info["index"] == 3)} for text, gold, info in rows]
+
+
 def of_trl(prompts, completions, completion_ids, difficulty, **kwargs):
     (prompt,), (completion,), (ids,) = prompts, completions, completion_ids
     assert kwargs["extra_info"] == [{"index": 3}]
@@ -163,8 +168,8 @@ ROW = {
     "extra_info": {"index": 3},
 }
 FUNCTIONS = [
-    ours, gold_first, of_verl, of_verl_with_source, of_trl, of_trl_for_chats, of_openrlhf, of_verifiers,
-    of_messages, by_position,
+    ours, gold_first, of_verl, of_verl_in_batches, of_verl_with_source, of_trl, of_trl_for_chats,
+    of_openrlhf, of_verifiers, of_messages, by_position,
 ]  # fmt: skip
 
 
