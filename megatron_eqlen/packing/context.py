@@ -23,7 +23,7 @@ def slices_of_ranks(position_ids: np.ndarray, ranks: int) -> list[tuple[Span, Sp
     length is a multiple of 2 x ``ranks``."""
     size, rest = divmod(len(position_ids), 2 * ranks)
     assert not rest, f"a row of {len(position_ids)} positions cannot be cut into {2 * ranks} slices"
-    seen = (position_ids + 1).reshape(2 * ranks, size).sum(1)  # a query sees its path, itself included
+    seen = position_ids.reshape(2 * ranks, size).sum(1)  # a query sees its path
     order = np.argsort(-seen, kind="stable").tolist()
     pairs = (sorted(pair) for pair in zip(order[:ranks], order[: -ranks - 1 : -1], strict=True))
     return [((a * size, (a + 1) * size), (b * size, (b + 1) * size)) for a, b in pairs]

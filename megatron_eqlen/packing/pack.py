@@ -214,10 +214,7 @@ def _tree_parts(forest: Forest, budget: int) -> Iterator[TreePart]:
         return
     starts = np.flatnonzero(np.diff(forest.tree[order], prepend=-1))
     for nodes in np.split(order, starts[1:]):
-        if forest.length[nodes].sum() <= budget:
-            yield TreePart(nodes, np.ones(len(nodes), bool))
-        else:
-            yield from _cut(forest, nodes, budget)
+        yield from _cut(forest, nodes, budget)
 
 
 def _cut(forest: Forest, order: np.ndarray, budget: int) -> Iterator[TreePart]:

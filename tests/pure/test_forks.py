@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tests.kit.rollouts as kit
 from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.harvester import Marker
-from megatron_eqlen.sampling.profile import fork_gain, forks, profile_metrics
+from megatron_eqlen.sampling.profile import fork_gain, forks, gain_metrics, profile_metrics
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Delta, Grade, Part, Prompt, Rollout
 from tests.kit.length_bias import Process
@@ -204,6 +205,19 @@ def test_the_gain_of_forks_is_that_of_the_best_of_many_allocations():
     assert fork_gain(undecided, after) == pytest.approx(1 / min(allocations), rel=1e-3)
     assert fork_gain(0.5, 0.5) == pytest.approx(1 / (0.5 * 0.5**0.5 + 0.5) ** 2)
     assert fork_gain(0.0, 0.5) >= 1
+
+
+def test_the_profile_of_a_step_is_that_of_its_forks():
+    """A response of 6 tokens is wrong; another forks after 4 into a right end of 2 and a wrong one of 4."""
+    ends = [(4, None), (6, 0.0), (2, 1.0), (4, 0.0)]
+    steps = [
+        Part(Tokens.of([1] * length), *(("stop", Grade(reward, "")) if reward is not None else ()))
+        for length, reward in ends
+    ]
+    metrics = profile_metrics([kit.tree(PROMPT, 0, steps, [-1, -1, 0, 0])])
+    expected = {"rollouts": 1, "variance": 1 / 4, "forks": 1, "undecided": 1 / 2, "tokens_after": 3 / 7}
+    assert metrics == {f"profile/{name}": pytest.approx(value) for name, value in expected.items()}
+    assert gain_metrics(metrics) == {"profile/fork_gain": pytest.approx(7 / 3)}, "all is undecided there"
 
 
 # ---- a fork knows the past only --------------------------------------------------------------------------

@@ -240,6 +240,7 @@ def test_dynamic_sampling_has_the_mean_gradient_of_all_prompts_over_the_share_th
         for number, group in ((i, first), (j, second)):
             trees = [tree for tree in build_trees(left, settings)[0] if tree.name == group.prompt_id]
             found[number] += p * q * processes[number].estimate(trees)
+    assert 0.1 < kept < 0.9
     for process, estimate in zip(processes, found, strict=True):
         expected = some / kept * process.gradient() / 2 / 2  # r - mean is half of r - the other's
         np.testing.assert_allclose(estimate, expected, rtol=0, atol=1e-12)

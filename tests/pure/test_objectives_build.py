@@ -87,6 +87,9 @@ def test_the_worked_example_has_the_weights_of_eq_5_and_6():
     assert [node.advantage for node in tree.nodes] == [0, -1, 1, 1, -1]
     assert [node.weight for node in tree.nodes] == [0, 1 / 8, 1 / 8, 1 / 8, 1 / 8]
     assert metrics["objective/effective_samples"] == 4
+    shorter = (segment([9], 1.0), segment([4]))
+    stream = kit.stream(QUESTION, 0, 0, [*pairs_of(worked_example())[:1], shorter], "truncated")
+    assert build([stream])[1]["objective/segment_length_max"] == 2
 
 
 def test_a_skipped_pair_has_no_weight_but_stays_in_n_k():
@@ -102,6 +105,15 @@ def test_the_mean_reward_ablation_reports_the_gap_to_max():
     (tree,), metrics = build([stream], equal_length__suffix_reward="mean", objective="rloo")
     assert [node.advantage for node in tree.nodes] == [0, 0.5, -0.5, 1, -1]
     assert metrics["objective/reward_gap_max_mean"] == pytest.approx(0.25)
+    assert metrics["objective/advantage_max"] == 1
+    assert metrics["objective/advantage_std"] == pytest.approx(((0.5**2 + 1) / 2) ** 0.5)
+
+
+def test_the_only_stream_of_a_prompt_is_compared_within_its_pairs():
+    keys = {"equal_length__pair_weight": "on_policy", "group_size": 4}
+    (tree,), _ = build([worked_example()], **keys, equal_length__baseline="streams")
+    (within,), _ = build([worked_example()], **keys)
+    assert [node.advantage for node in tree.nodes] == [node.advantage for node in within.nodes]
 
 
 def test_single_pair_and_prefix_in_gradient():
@@ -139,9 +151,10 @@ def test_equal_rewards_in_a_group_are_trained_for_their_kl_alone():
         assert metrics["objective/zero_advantage_fraction"] == 1
 
 
-def test_rewards_equal_up_to_round_off_are_equal():
+@pytest.mark.parametrize("keys", [{}, {"loss__baseline": "alive", "objective": "dr_grpo"}], ids=str)
+def test_rewards_equal_up_to_round_off_are_equal(keys):
     group = kit.group(QUESTION, 0, [segment([3, 9], 0.1 + 0.2), segment([4, 9], 0.3)])
-    (tree,), _ = build([group], sampling="independent")
+    (tree,), _ = build([group], sampling="independent", **keys)
     assert [node.advantage for node in tree.nodes] == [0, 0, 0]
 
 
@@ -229,6 +242,8 @@ def test_minibatches_hold_whole_prompts_and_average_over_their_own():
     assert [batch[0].nodes[1].weight for batch in batches] == [1 / 8, 1 / 4]
     assert metrics["objective/units"] == 3
     assert len(build_minibatches(groups[:1], recipe(**keys))[0]) == 1
+    for of_kind in (keys, {}):
+        assert build_minibatches([], recipe(**of_kind))[0] == [[]], "an update without a token"
 
 
 def test_dynamic_sampling_drops_prompts_whose_verifier_rewards_are_all_equal():

@@ -84,6 +84,11 @@ def test_rewards_are_means_of_leaves_below_and_unknown_where_the_budget_cut():
     assert filter_groups([equal], settings) == ([], ["q"])
 
 
+def test_more_forks_than_tokens_fork_at_each_token():
+    lengths = [len(step) for step in sampled(2, 9, None, 3, seed=4, order=0).parts]
+    assert lengths == [1] * len(lengths)
+
+
 def test_ended_responses_are_whole_paths():
     tree = sampled(2, 3, 4, 12, seed=4, order=0)
     for segment, response in tree.ended():

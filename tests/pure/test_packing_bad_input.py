@@ -24,6 +24,7 @@ def side(parent: int, advantage: float = 1.0, weight: float = 0.5, **columns) ->
     ([side(0)], "node 0: expected a parent before it (-1 for the root), found 0"),
     ([Node(-1, Tokens.of([1])), side(-1)], "node 1: expected a parent before it"),
     ([Node(-1, Tokens.of([1])), side(2), side(0)], "node 1: expected a parent before it"),
+    ([Node(-1, Tokens.of([1])), side(1)], "node 1: expected a parent before it"),
     ([Node(-1, Tokens.of([1])), side(0, logprobs=None)], "node 1: supervised (weight > 0), but without"),
     ([Node(-1, Tokens.of([1])), side(0, logprobs=[-1.0, math.nan])], "rollout_logprob of token 1 is nan"),
     ([Node(-1, Tokens.of([1] * 30)), side(0)],
@@ -81,3 +82,4 @@ def test_routes_of_another_shape_are_named_though_the_arrays_are_elsewhere():
     tree = TokenTree("t", [Node(-1, Tokens.of([1])), side(0, routes=Placeholder.of(ROUTES))])
     with pytest.raises(ValueError, match="node 1: expected routes of the model's 4 MoE layers x 2 experts"):
         check_route_shapes(Forest.of([tree]), (4, 2))
+    check_route_shapes(Forest.of([tree]), (1, 2))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from megatron_eqlen.packing.context import BLOCK, keys_of_ranks, slices_of_ranks
 from megatron_eqlen.packing.pack import node_costs, pack, plan_rows
 from megatron_eqlen.packing.tree import Forest
 from megatron_eqlen.tokens import Tokens
@@ -133,15 +135,18 @@ def test_packing_is_deterministic_and_segments_do_not_depend_on_it(trees, ranks,
 
 def test_the_worked_example():
     """types.py: q = [1 2], A_1 = [5 9], B_1 = [6 7], A_2 = [8 9], B_2 = [4 4]."""
-    logprobs = [-1.0, -2.0]
+
+    def tokens(*ids: int) -> Tokens:
+        return Tokens.of(ids, [-1.0, -2.0], routes=np.array(ids, np.uint8).reshape(2, 1, 1))
+
     tree = TokenTree(
         "example",
         [
-            Node(-1, Tokens.of([1, 2])),
-            Node(0, Tokens.of([5, 9], logprobs), 1.0, 0.25),
-            Node(0, Tokens.of([6, 7], logprobs), -1.0, 0.25),
-            Node(2, Tokens.of([8, 9], logprobs), 1.0, 0.25),
-            Node(2, Tokens.of([4, 4], logprobs), -1.0, 0.25),
+            Node(-1, tokens(1, 2)),
+            Node(0, tokens(5, 9), 1.0, 0.25),
+            Node(0, tokens(6, 7), -1.0, 0.25),
+            Node(2, tokens(8, 9), 1.0, 0.25),
+            Node(2, tokens(4, 4), -1.0, 0.25),
         ],
     )
     ((row,),) = pack([tree], 12, multiple_of=4)
@@ -152,6 +157,30 @@ def test_the_worked_example():
     assert row.visible_until.tolist() == [9, 7, 7, 5, 5, 7, 7, 9, 9, 10, 11, 12]
     assert row.segment_ids.tolist() == [-1, 1, 1, 2, 2, 3, 3, 0, 0, -1, -1, -1]
     assert row.num_tokens == 9
+    routes = {name: values.ravel().tolist() for name, values in row.path_columns.items()}
+    assert routes == {"routes": [2, 6, 7, 8, 9, 4, 4, 5, 9, -1, -1, -1]}
+
+
+@examples(25)
+@given(forests, st.integers(1, 3), st.sampled_from([1, 70]))
+@example([TokenTree("line", [Node(-1, Tokens.of([1] * 401))])], 2, 1)
+def test_context_parallel_ranks_share_a_row_and_get_the_keys_that_their_queries_see(trees, ranks, longer):
+    for row in pack(trees, max(longest_path(trees), 1), multiple_of=2 * ranks * longer)[0]:
+        length, until = len(row.input_ids), row.visible_until
+        slices = slices_of_ranks(row.position_ids, ranks)
+        positions = [np.concatenate([np.arange(*span) for span in spans]) for spans in slices]
+        assert sorted(np.concatenate(positions).tolist()) == list(range(length))
+        unit = math.gcd(length // ranks // 2, BLOCK)
+        for queries, keys in zip(positions, keys_of_ranks(slices, until), strict=True):
+            k = np.arange(length)
+            seen = ((k <= queries[:, None]) & (queries[:, None] < until)).any(0)
+            assert (keys == seen.reshape(-1, unit).any(1).repeat(unit)).all()
+
+
+def test_the_slice_that_sees_most_goes_with_the_one_that_sees_fewest():
+    assert slices_of_ranks(np.arange(8), 2) == [((0, 2), (6, 8)), ((2, 4), (4, 6))]
+    tree = np.array([0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 0, 1])  # a slice of two sees 3, 7, 11, 3, 7, 3
+    assert slices_of_ranks(tree, 3) == [((4, 6), (10, 12)), ((2, 4), (6, 8)), ((0, 2), (8, 10))]
 
 
 def caterpillar(lengths: list[int], dead: frozenset[int] = frozenset(), name: str = "stream") -> TokenTree:
@@ -185,8 +214,9 @@ def test_a_tree_larger_than_a_row_repeats_only_context():
     rows = planned.rows(0)
     assert len(rows) > 1
     assert what_rows_train(rows) == what_is_trained([tree])
-    assert planned.metrics["packing/repeated_tokens"] > 0
-    assert planned.metrics["packing/tokens"] < planned.metrics["packing/expanded_tokens"]
+    expanded = plan_rows([tree], 44, layout="expanded").metrics["packing/tokens"]
+    assert planned.metrics["packing/tokens"] < planned.metrics["packing/expanded_tokens"] == expanded
+    assert planned.metrics["packing/repeated_tokens"] == planned.metrics["packing/tokens"] - (4 + 8 * 10) > 0
 
 
 def test_cost_counts_the_pairs_that_attention_sees():
@@ -200,9 +230,17 @@ def test_cost_counts_the_pairs_that_attention_sees():
 def test_ranks_get_equal_cost_and_rows():
     rng = np.random.default_rng(0)
     trees = [caterpillar(rng.integers(5, 60, rng.integers(1, 9)).tolist()) for _ in range(200)]
-    metrics = plan_rows(trees, 2000, data_parallel=8, pair_cost=1e-3).metrics
-    assert metrics["packing/max_over_mean_cost"] < 1.005
-    assert metrics["packing/fill"] == 1.0
+    planned = plan_rows(trees, 2000, data_parallel=8, pair_cost=1e-3)
+    assert planned.metrics["packing/max_over_mean_cost"] < 1.005
+    assert planned.metrics["packing/fill"] == 1.0
+    costs = node_costs(planned.forest, 1e-3)
+    of_rows = np.array([[costs[row.nodes].sum() for row in rows] for rows in planned.ranks])
+    assert (np.diff(of_rows) <= 0).all(), "rows that ranks compute together are alike"
+    of_ranks = of_rows.sum(1)
+    assert planned.metrics["packing/max_over_mean_cost"] == pytest.approx(of_ranks.max() / of_ranks.mean())
+    assert sum(len(row.parts) for rows in planned.ranks for row in rows) == len(trees), (
+        "a tree that fits is whole"
+    )
 
 
 def test_nothing_to_train_gives_padding_rows():
@@ -217,6 +255,8 @@ def test_nothing_to_train_gives_padding_rows():
 def test_a_budget_of_exactly_the_longest_path_is_enough():
     tree = caterpillar([7, 9, 2])
     budget = longest_path([tree])
-    assert what_rows_train(pack([tree], budget)[0]) == what_is_trained([tree])
+    rows = pack([tree], budget)[0]
+    assert what_rows_train(rows) == what_is_trained([tree])
+    assert max(row.num_tokens for row in rows) == budget
     with pytest.raises(ValueError, match=f"takes {budget} positions; a row has {budget - 1}"):
         pack([tree], budget - 1)

@@ -394,7 +394,7 @@ def test_of_rollouts_that_another_rank_keeps_there_are_token_ids_alone(case, sam
 
 
 @examples(40)
-@given(cases, st.sampled_from(["equal_length", "independent", "tree"]), st.sampled_from([None, 20, 80]))
+@given(cases, st.sampled_from(["equal_length", "independent", "tree"]), st.sampled_from([None, 5, 80]))
 def test_parts_are_announced_as_they_become_final_and_make_up_the_rollout(case, sampling, budget):
     """Each part is announced once, with its response; ``parts`` and ``ended`` list them."""
     announced: dict[tuple[str, int], dict[int, tuple[Part, list[int]]]] = defaultdict(dict)
@@ -415,6 +415,7 @@ def test_parts_are_announced_as_they_become_final_and_make_up_the_rollout(case, 
     for rollout in rollouts:
         heard = announced[rollout_key(rollout)]
         parts = list(rollout.parts)
+        assert sampling != "independent" or len(parts) == recipe.group_size, "also where a budget ends it"
         assert [heard[number][0] for number in sorted(heard)] == parts
         responses = {id(segment): tokens.tolist() for segment, tokens in rollout.ended()}
         for part, response in heard.values():
@@ -461,11 +462,15 @@ def test_the_worked_example_of_types():
         "generated_tokens": 10, "supervised_tokens": 10, "forks": 2, "fork_prefix_tokens": 10, "streams": 1,
         "pairs_per_stream": 3, "segment_length": 5 / 3, "segment_length_max": 2, "both_ended_fraction": 1,
         "ended_responses": 4, "ended_response_length": (2 + 4 + 5 + 5) / 4, "tail_tokens": 0, "retries": 0,
+        "context": (2 * (2 + 3) + 2 * (4 + 5) + 2 * 6) / 10, "prompt_tokens": 2, "branches": 2,
     }  # fmt: skip
     assert {name: metrics[f"harvest/{name}"] for name in expected} == expected
 
 
-def test_a_fork_is_submitted_in_the_step_that_made_its_length_certain():
+@pytest.mark.parametrize("kind", [
+    {}, {"sampling": "tree", "objective": "rloo", "tree_sampling": {"forks": 2, "step_tokens": 3}},
+], ids=["pairs", "tree"])  # fmt: skip
+def test_a_fork_is_submitted_in_the_step_that_made_its_length_certain(kind):
     """An engine that gives every request one token a step runs both tracks at one position, so a fork
     at trunk length n must be there after exactly n steps."""
 
@@ -480,8 +485,8 @@ def test_a_fork_is_submitted_in_the_step_that_made_its_length_certain():
             super().submit(request_id, token_ids, max_tokens, seed, path_rows)
             assert len(token_ids) - 2 == self.steps
 
-    engine = Lockstep(random.Random(1), max_num_seqs=64, max_chunk=1)
-    recipe = make_recipe(rollout={"max_response_length": 24, "max_num_seqs": 64})
+    engine = Lockstep(random.Random(1), end=0.05, max_num_seqs=64, max_chunk=1)
+    recipe = make_recipe(rollout={"max_response_length": 24, "max_num_seqs": 64}, **kind)
     _, metrics = harvested(engine, recipe, 4, seed=5)
     assert metrics["harvest/forks"] > 0
     assert metrics["harvest/recomputed_tokens_per_fork"] < 4  # the script caches blocks of 4
