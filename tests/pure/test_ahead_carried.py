@@ -23,7 +23,7 @@ from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.record.reader import read_step
 from megatron_eqlen.run.step import Step
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
-from megatron_eqlen.types import Delta, Prompt, Rollout, RolloutKey, rollout_key
+from megatron_eqlen.types import Delta, Rollout, RolloutKey, rollout_key
 from tests.kit.marks import examples
 from tests.pure import test_ahead as ahead
 from tests.pure.test_ahead import Counting, Graders, Killed, Served, rollouts, world_of_one
@@ -178,9 +178,8 @@ def check(streams: Path, trained: dict[int, Trained], recipe: Recipe) -> None:
     # as if all carried rollouts over: the weight of a rollout is the same in every step then
     recipe = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"carry_over": True})})
     found = check_record(streams, trained, recipe)
-    for (prompt_id, index), drawn in found.drawn.items():
-        (prompt,) = Counting(int(prompt_id[2:])).next(1)
-        whole = uninterrupted(prompt, drawn, recipe)[index]
+    drawn = {prompt_id: step for (prompt_id, _), step in found.drawn.items()}
+    for whole in itertools.chain(*(uninterrupted(*prompt, recipe) for prompt in drawn.items())):
         key = rollout_key(whole)
         if key not in found.ended:
             assert key not in found.units, "suspended at the end"
@@ -192,11 +191,12 @@ def check(streams: Path, trained: dict[int, Trained], recipe: Recipe) -> None:
             assert content(seen)[: 2 * len(pairs_of(seen))] == content(whole)[: 2 * len(pairs_of(seen))]
 
 
-def uninterrupted(prompt: Prompt, drawn: int, recipe: Recipe) -> list[Rollout]:
+def uninterrupted(prompt_id: str, drawn: int, recipe: Recipe) -> list[Rollout]:
     """Return the graded rollouts of a prompt as one harvest without a budget makes them."""
+    prompts = Counting(int(prompt_id[2:])).next(1)
     rollout = recipe.rollout.model_copy(update={"tokens_per_step": None, "carry_over": False})
     recipe = recipe.model_copy(update={"rollout": rollout})
     engine = Lockstep(random.Random(0), masks=False)
-    found, _ = harvest(engine, HarvestPlan([prompt], recipe, EOS, seed=harvest_seed(recipe, drawn)))
+    found, _ = harvest(engine, HarvestPlan(prompts, recipe, EOS, seed=harvest_seed(recipe, drawn)))
     Graders().score(found)
     return found

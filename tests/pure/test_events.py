@@ -13,7 +13,7 @@ import pytest
 
 from megatron_eqlen.processes import events
 from megatron_eqlen.processes.events import EventWriter
-from megatron_eqlen.report.run_state import Hang, RunState, read_state
+from megatron_eqlen.report.run_state import RunState, read_state
 from tests.kit.processes import within
 
 
@@ -127,32 +127,6 @@ def test_stages_are_those_of_the_step_in_which_they_ended_and_steps_taken_again_
     )
     first = {"step": 1, "time": 2.0, "spans": [{"stage": "train", "began": 0.0, "ended": 1.0}]}
     assert [*found.steps] == [first]
-
-
-def test_a_new_try_forgets_how_the_one_before_ended_and_a_new_start_that_it_hung():
-    happened = [
-        ("submitted", {"job": "7", "recipe": {}}),
-        ("try", {"job": "7", "restart": 0}),
-        ("started", {}),
-        ("error", {"text": "first\nTraceback"}),
-        ("error", {"text": "second"}),
-        ("hang", {"file": "hang/1/index.txt", "text": "rank 0 is in stage score"}),
-        ("cancelled", {"text": "told to end"}),
-        ("requeued", {"stalled": 1, "text": "again"}),
-    ]
-    found = state(*happened)
-    assert (found.first_error, found.cancelled, found.stalled_tries) == ("first\nTraceback", "told to end", 1)
-    assert (found.job, found.waits) == ("7", None)
-    found = state(*happened, ("try", {"job": "7", "restart": 1}))
-    assert (found.first_error, found.cancelled, found.waits, found.hung) == (None, None, "try", True)
-    found = state(*happened, ("started", {}))
-    assert (found.hung, found.hangs) == (False, [Hang("hang/1/index.txt", "rank 0 is in stage score", 5.0)])
-    found = state(*happened, ("given_up", {"stalled": 0, "text": "given up"}))
-    assert (found.given_up, found.stalled_tries) == ("given up", 0)
-    found = state(*happened, ("step", {"step": 3}))
-    assert found.stalled_tries == 0
-    found = state(*happened, ("submitted", {"job": "8", "recipe": {}}))
-    assert (found.job, found.waits, found.cancelled) == ("8", "submitted", None)
 
 
 def test_an_event_of_a_later_version_changes_nothing():

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eqlen.packing.context import BLOCK, keys_of_ranks, slices_of_ranks
 from megatron_eqlen.packing.pack import node_costs, pack, plan_rows
 from megatron_eqlen.packing.tree import Forest
 from megatron_eqlen.tokens import Tokens
@@ -159,28 +157,6 @@ def test_the_worked_example():
     assert row.num_tokens == 9
     routes = {name: values.ravel().tolist() for name, values in row.path_columns.items()}
     assert routes == {"routes": [2, 6, 7, 8, 9, 4, 4, 5, 9, -1, -1, -1]}
-
-
-@examples(25)
-@given(forests, st.integers(1, 3), st.sampled_from([1, 70]))
-@example([TokenTree("line", [Node(-1, Tokens.of([1] * 401))])], 2, 1)
-def test_context_parallel_ranks_share_a_row_and_get_the_keys_that_their_queries_see(trees, ranks, longer):
-    for row in pack(trees, max(longest_path(trees), 1), multiple_of=2 * ranks * longer)[0]:
-        length, until = len(row.input_ids), row.visible_until
-        slices = slices_of_ranks(row.position_ids, ranks)
-        positions = [np.concatenate([np.arange(*span) for span in spans]) for spans in slices]
-        assert sorted(np.concatenate(positions).tolist()) == list(range(length))
-        unit = math.gcd(length // ranks // 2, BLOCK)
-        for queries, keys in zip(positions, keys_of_ranks(slices, until), strict=True):
-            k = np.arange(length)
-            seen = ((k <= queries[:, None]) & (queries[:, None] < until)).any(0)
-            assert (keys == seen.reshape(-1, unit).any(1).repeat(unit)).all()
-
-
-def test_the_slice_that_sees_most_goes_with_the_one_that_sees_fewest():
-    assert slices_of_ranks(np.arange(8), 2) == [((0, 2), (6, 8)), ((2, 4), (4, 6))]
-    tree = np.array([0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 0, 1])  # a slice of two sees 3, 7, 11, 3, 7, 3
-    assert slices_of_ranks(tree, 3) == [((4, 6), (10, 12)), ((2, 4), (6, 8)), ((0, 2), (8, 10))]
 
 
 def caterpillar(lengths: list[int], dead: frozenset[int] = frozenset(), name: str = "stream") -> TokenTree:

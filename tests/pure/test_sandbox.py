@@ -29,7 +29,6 @@ from megatron_eqlen.rewards.sandbox.probe import offered_isolation, required_iso
 from megatron_eqlen.rewards.sandbox.program import Isolation, Limits, enter
 from megatron_eqlen.rewards.sandbox.seccomp import MACHINES, build_filter
 from megatron_eqlen.rewards.workers.pool import WorkerPool
-from tests.kit.marks import slow_but
 from tests.kit.processes import are_gone, descendants, within
 from tests.kit.programs import PYTHON
 
@@ -249,79 +248,25 @@ ATTACKS = {
         "import signal\nfor s in range(1, 65):\n    try:\n        signal.signal(s, signal.SIG_IGN)\n"
         "    except (OSError, ValueError):\n        pass\nwhile True:\n    pass"
     ),
-    "raising its limits": (
-        "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (999, 999))\n" + succeeded("limits")
-    ),
     "exec": "import os\nos.execv('/bin/sh', ['sh', '-c', 'echo succeeded: exec'])",
-    "subprocess": "import subprocess\nprint('succeeded', subprocess.check_output(['id']))",
     "daemon": "import os\nif os.fork() == 0:\n    os.setsid()\n    while True:\n        pass",
     "environment": f"import os\nprint('succeeded' if {SECRET!r} in str(os.environ) else '')",
-    "parent's environment": "import os\nprint('succeeded', open(f'/proc/{os.getppid()}/environ').read())",
     "own old environment": "print('succeeded', open('/proc/self/environ').read())",
-    "parent's memory": "import os\nprint('succeeded', open(f'/proc/{os.getppid()}/mem', 'rb'))",
-    "passwd": "print('succeeded', open('/etc/passwd').read())",
-    "home": "import os\nprint('succeeded', os.listdir(os.path.expanduser('~root')))",
-    "root folder": "import os\nprint('succeeded', os.listdir('/'))",
     "writing here": "open('file', 'w')\n" + succeeded("write"),
     "writing to tmp": "open('/tmp/from-the-sandbox', 'w')\n" + succeeded("write"),
-    "writing to the library": "import json\nopen(json.__file__, 'a')\n" + succeeded("write"),
-    "deleting": "import os, json\nos.remove(json.__file__)\n" + succeeded("delete"),
     "rm -r": "import shutil\nshutil.rmtree('/work')\n" + succeeded("delete"),
-    "chmod": "import os\nos.chmod('.', 0o777)\n" + succeeded("chmod"),
     "tcp": "import socket\nsocket.create_connection(('127.0.0.1', PORT))\n" + succeeded("tcp"),
-    "udp": "import socket\nsocket.socket(type=socket.SOCK_DGRAM)\n" + succeeded("udp"),
-    "unix socket": "import socket\nsocket.socket(socket.AF_UNIX)\n" + succeeded("unix"),
     "inherited descriptors": (
         "import os\nfor fd in range(6, 4096):\n    try:\n        os.fstat(fd)\n"
         "        print('succeeded', fd)\n    except OSError:\n        pass"
     ),
-    "killing the parent": "import os\nos.kill(os.getppid(), 9)\n" + succeeded("kill"),
     "killing everyone": "import os\nos.kill(-1, 9)\n" + succeeded("kill"),
-    "ptrace": (
-        "import ctypes, os\nlibc = ctypes.CDLL(None)\nr = libc.ptrace(16, os.getppid(), 0, 0)\n"
-        "print('succeeded' if r == 0 else '')"
-    ),
-    "user namespace": (
-        "import ctypes\nprint('succeeded' if ctypes.CDLL(None).unshare(0x10000000) == 0 else '')"
-    ),
-    "io_uring": "import ctypes\nprint('succeeded' if ctypes.CDLL(None).syscall(425, 1, 0) >= 0 else '')",
-    "a pipe that kills the parent": (
-        "import os\nfrom fcntl import fcntl, F_SETOWN, F_SETFL\nready, told = os.pipe()\n"
-        "fcntl(ready, F_SETOWN, os.getppid())\nfcntl(ready, 10, 9)\nfcntl(ready, F_SETFL, os.O_ASYNC)\n"
-        "os.write(told, b'x')\n" + succeeded("fcntl")
-    ),
-    "a pipe that kills the parent, by ioctl": (
-        "import fcntl, os, struct\nready, told = os.pipe()\n"
-        "fcntl.ioctl(ready, 0x8901, struct.pack('i', os.getppid()))\n"
-        "fcntl.ioctl(ready, 0x5452, struct.pack('i', 1))\nos.write(told, b'x')\n" + succeeded("ioctl")
-    ),
-    "an owner and its thread": (
-        "import fcntl, os, struct\nready, told = os.pipe()\n"
-        "fcntl.fcntl(ready, 15, struct.pack('ii', 1, os.getppid()))\n" + succeeded("fcntl")
-    ),
-    "locking a library": (
-        "import fcntl, json\nfcntl.lockf(open(json.__file__), fcntl.LOCK_SH)\n" + succeeded("lock")
-    ),
-    "sealing its output": "import fcntl\nfcntl.fcntl(1, fcntl.F_ADD_SEALS, 15)\n" + succeeded("seal"),
-    "poisoning a shared page": (
-        "import ctypes\nprint('succeeded' if ctypes.CDLL(None).madvise(0, 0, 100) == 0 else '')"
-    ),
-    "a network namespace for a thread": (
-        "import ctypes\nlibc = ctypes.CDLL(None)\nr = libc.syscall(56, 0x40010f00, 0, 0, 0, 0)\n"
-        "print('succeeded' if r >= 0 else '')"
-    ),
     "becoming root": "import os\nos.setuid(0)\n" + succeeded("root"),
     "a forged report": 'import os\nos.write(4, b\'{"result": 5, "error": []}\')',
     "a garbage report": "import os\nos.write(4, b'[' * 100000)",
     "exit status 0 after nothing": "import os\nos._exit(0)",
 }
-OF_ITS_OWN_KIND = {
-    "fork bomb", "thread bomb", "memory bomb", "endless output", "endless errors", "ignoring signals", "exec",
-    "daemon", "environment", "own old environment", "writing here", "writing to tmp", "rm -r", "tcp",
-    "inherited descriptors", "killing everyone", "becoming root", "a forged report", "a garbage report",
-    "exit status 0 after nothing",
-}  # fmt: skip
-"""Attacks that ESCAPES, one program with many calls, does not try in another way."""
+"""Attacks that ESCAPES, one program with many calls, does not try."""
 
 
 ESCAPES = """\
@@ -350,6 +295,10 @@ attempts = {
     "reads /etc/passwd": lambda: open("/etc/passwd").read(),
     "writes here": lambda: open("escaped", "w"),
     "writes to a library": lambda: open(os.__file__, "a"),
+    "removes a library": lambda: os.remove(os.__file__),
+    "changes a mode": lambda: os.chmod(".", 0o777),
+    "locks a library": lambda: fcntl.lockf(open(os.__file__), fcntl.LOCK_SH),
+    "seals its output": lambda: fcntl.fcntl(1, 1033, 15),
     "opens a network socket": lambda: socket.socket(),
     "opens a local socket": lambda: socket.socket(socket.AF_UNIX),
     "starts a process": lambda: os.fork() or os._exit(0),
@@ -403,7 +352,7 @@ def test_no_call_of_the_list_is_let_through(sandbox):
 def test_no_attack_succeeds_where_landlock_has_no_signal_scopes(monkeypatch):
     """Kernels before 6.12 have none: only the system-call filter stands between a program and a signal."""
     monkeypatch.setattr(kernel, "SCOPE_ABI", 1 << 30)
-    attacks = [text for name, text in ATTACKS.items() if "kill" in name or "pipe" in name or "owner" in name]
+    attacks = [text for name, text in ATTACKS.items() if "kill" in name]
     with Sandbox(Isolation(True, True, False)) as sandbox:
         printed = [sandbox.run(attack, "", ROOMY).stdout for attack in [*attacks, ESCAPES]]
     assert printed == [""] * len(printed)
@@ -458,7 +407,7 @@ def processes() -> set[int]:
     return descendants(os.getpid())
 
 
-@pytest.mark.parametrize("name", slow_but(OF_ITS_OWN_KIND, ATTACKS))
+@pytest.mark.parametrize("name", ATTACKS)
 def test_attacks_fail_and_the_next_job_runs(sandbox, name):
     with socket.create_server(("127.0.0.1", 0)) as server:
         before = processes()

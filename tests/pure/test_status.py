@@ -92,6 +92,8 @@ CANCELLED = of("cancelled", text="SLURM told job 12 to end")
     (False, [STARTED, STALLED], "killed", "2 in a row have taken no new step", ""),
     (False, [STARTED, STALLED, GIVEN_UP], "given up", "3 tries took no new step: given up", "in a row"),
     (True, [STARTED, STALLED, GIVEN_UP, STARTED], "running", "", "tries"),
+    (True, [STARTED, STALLED, STARTED, of("step", step=3)], "running", "", "in a row"),
+    (False, [SUBMITTED, TRY, STARTED, *ERRORS, CANCELLED, TRY], "killed", "a SLURM job", "failed first"),
     (False, [STARTED, ENDED, SUBMITTED], "stopped", "SLURM job 12 has not started: squeue --job 12 says", ""),
     (False, [SUBMITTED, TRY], "not started", "a SLURM job gets ready: the newest slurm-*.out in the fol", ""),
     (True, [SUBMITTED, TRY, STARTED], "running", "", "SLURM"),

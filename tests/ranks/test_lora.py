@@ -67,7 +67,7 @@ def with_adapters(chunks: list) -> None:
         adapter.B.data.copy_(weights.arrangement.merge(whole))
 
 
-def trained(folder: Path, layers: dict[str, Any], layout: str) -> tuple[Trained, Tensors, Tensors, Any]:
+def trained(folder: Path, layers: dict[str, Any]) -> tuple[Trained, Tensors, Tensors, Any]:
     """Return the adapters' gradients, the matrices, the merged weights, and the adapters' names."""
     found: dict[str, Any] = {}
 
@@ -77,7 +77,7 @@ def trained(folder: Path, layers: dict[str, Any], layout: str) -> tuple[Trained,
         found["own"] = {name: tensor.clone() for name, tensor in export_adapters(chunks, found["which"])}
         found["merged"] = {name: tensor.clone() for name, tensor in export_hf(chunks)}
 
-    result = train_trees(folder, some_trees(), 96, layout, layers, prepare=prepare)
+    result = train_trees(folder, some_trees(), 96, "tree", layers, prepare=prepare)
     assert result is not None
     return result, found["own"], found["merged"], found["which"]
 
@@ -106,15 +106,14 @@ def chain_rule(which: list[AdapterWeights], own: Tensors, whole: Tensors) -> Ten
 
 
 LAYOUTS = [
-    ("qwen2", 1, {}, "tree"),
-    ("qwen3", 2, {"tensor": 2}, "tree"),
-    ("qwen3", 2, {"tensor": 2, "sequence": True, "recompute": "full"}, "tree"),
-    ("qwen3", 2, {"context": 2}, "tree"),
-    ("qwen3", 1, {}, "expanded"),
-    ("qwen3_moe", 2, {"expert_tensor": 2, "tensor": 2}, "tree"),
-    ("qwen3_next", 2, {"tensor": 2, "expert": 2}, "tree"),
-    ("qwen3_next", 2, {"pipeline": 2, "recompute": "full"}, "tree"),
-    ("qwen3_5_text", 2, {"tensor": 2}, "tree"),
+    ("qwen2", 1, {}),
+    ("qwen3", 2, {"tensor": 2}),
+    ("qwen3", 2, {"tensor": 2, "sequence": True, "recompute": "full"}),
+    ("qwen3", 2, {"context": 2}),
+    ("qwen3_moe", 2, {"expert_tensor": 2, "tensor": 2}),
+    ("qwen3_next", 2, {"tensor": 2, "expert": 2}),
+    ("qwen3_next", 2, {"pipeline": 2, "recompute": "full"}),
+    ("qwen3_5_text", 2, {"tensor": 2}),
 ]
 
 
@@ -125,13 +124,11 @@ def test_every_seed_draws_a_matrix_of_its_own(tmp_path):
     assert not any(torch.equal(one, other) for i, one in enumerate(drawn) for other in drawn[:i])
 
 
-@pytest.mark.parametrize(("family", "world", "layers", "layout"), LAYOUTS, ids=str)
-def test_gradients_of_adapters_are_the_merged_models_by_the_chain_rule(
-    folders, family, world, layers, layout
-):
+@pytest.mark.parametrize(("family", "world", "layers"), LAYOUTS, ids=str)
+def test_gradients_of_adapters_are_the_merged_models_by_the_chain_rule(folders, family, world, layers):
     """In float64 with any layout of the adapters; the merged model is trained by one rank."""
     folder = folders / family
-    ours, own, merged, which = run_ranks(world, trained, folder, layers, layout)[0]
+    ours, own, merged, which = run_ranks(world, trained, folder, layers)[0]
     (whole,) = run_ranks(1, trained_whole, folder, merged)
     expected = Trained(whole.loss, chain_rule(which, own, whole.gradients))
     assert ours.loss == pytest.approx(whole.loss, rel=1e-12)
@@ -160,7 +157,7 @@ def trained_grouped(folder: Path, layers: dict[str, Any]) -> Trained:
 
 def test_adapters_of_grouped_experts_have_the_gradients_of_experts_one_by_one(folders):
     folder = folders / "qwen3_moe"
-    alone, *_ = run_ranks(1, trained, folder, {}, "tree")[0]
+    alone, *_ = run_ranks(1, trained, folder, {})[0]
     grouped = run_ranks(2, trained_grouped, folder, {"expert": 2})[0]
     assert grouped.loss == pytest.approx(alone.loss, rel=1e-12)
     difference, name = worst_difference(grouped, alone)

@@ -29,7 +29,6 @@ LAYOUTS = {
     "pp2-vpp2": (2, {"pipeline": 2, "virtual_pipeline": 2}),
     "pp3": (3, {"pipeline": 3}),
     "pp2, uneven": (2, {"pipeline": 2, "layers_per_stage": [3, 1]}),
-    "dp2": (2, {}),
     "ep2": (2, {"expert": 2}),
     "tp2-ep2": (2, {"tensor": 2, "expert": 2}),
     "tp2-etp2": (2, {"tensor": 2, "expert_tensor": 2}),
@@ -37,10 +36,10 @@ LAYOUTS = {
     "tp2-pp2": (4, {"tensor": 2, "pipeline": 2}),
     "tp2-ep2-dp2": (4, {"tensor": 2, "expert": 2, "recompute": "full"}),
 }
-CASES = slow_but({"tp2-sp", "pp2-vpp2"}, ("tp2-sp", "pp3", "pp2-vpp2", "dp2"), "qwen3")
+CASES = slow_but({"tp2-sp", "pp2-vpp2"}, ("tp2-sp", "pp3", "pp2-vpp2"), "qwen3")
 CASES += [("qwen2", "tp2-sp"), ("llama", "tp2"), ("qwen3_5_text", "tp2-sp"), slow("qwen3_5_text", "tp2-pp2")]
 CASES += slow_but({"tp2-ep2"}, ("pp2, uneven", "ep2", "tp2-ep2", "tp2-ep2-etp2", "tp2-ep2-dp2"), "qwen3_moe")
-CASES += slow_but({"tp2-ep2"}, ("tp2-ep2", "pp2", "tp2-etp2", "tp2-ep2-dp2"), "qwen3_next")
+CASES += slow_but({"tp2-ep2"}, ("tp2-ep2", "pp2", "tp2-etp2"), "qwen3_next")
 """One case for each mechanism of a family."""
 
 

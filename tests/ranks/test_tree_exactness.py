@@ -112,8 +112,7 @@ ROWS = {
 
 
 IN_ROWS = [*(("next", rows) for rows in ROWS), ("dense", "expanded"), ("dense", "cut")]
-IN_ROWS += [("dense", "recompute_attention"), ("delta_net", "wide"), ("delta_net", "recompute")]
-IN_ROWS += [("moe", "cut"), ("moe", "recompute")]
+IN_ROWS += [("dense", "recompute_attention")]  # of delta_net's and moe's layers next has both
 
 
 @pytest.mark.parametrize(("name", "rows"), IN_ROWS)

@@ -5,7 +5,6 @@ import torch
 
 from megatron_eqlen.types import Metrics
 from tests.kit.distributed import run_ranks
-from tests.kit.marks import slow
 from tests.kit.tiny_models import save_tiny
 from tests.kit.updates import TWO_EPOCHS, layout, one_tree_a_row, update
 
@@ -19,7 +18,7 @@ def folder(tmp_path_factory):
     return str(path)
 
 
-@pytest.mark.parametrize("rows", [1, slow(2), 5])
+@pytest.mark.parametrize("rows", [1, 5])
 def test_a_virtual_pipeline_trains_any_number_of_rows(folder, rows):
     """The update has the reference's and the old policy's forward passes; the padding rows change no
     number."""
