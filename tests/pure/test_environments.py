@@ -24,6 +24,7 @@ from megatron_eqlen.rollout.engine import EngineError
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.partial import HarvestProgress, PartialRollout
+from megatron_eqlen.sampling.harvester import Marker
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Delta
 from tests.kit import ROOT
@@ -149,7 +150,8 @@ def harvested(settings, cls, choose):
     def make(prompt, seed):
         return cls(prompt, seed, flips.setdefault(seed, Flips(coin)))
 
-    plan = HarvestPlan([QUESTION], settings, [END], seed=0, conversations=speaking(make))
+    marker = Marker(lambda ids: CALL in ids, 1)
+    plan = HarvestPlan([QUESTION], settings, [END], seed=0, marker=marker, conversations=speaking(make))
     rollouts = harvest(engine, plan)[0]
     return rollouts, engine.probability * 0.5 ** coins[0]
 
@@ -208,6 +210,7 @@ SETTINGS = {
     "group": (4, {"sampling": "independent"}),
     "forks at a length": (3, {"rule": {"fork": "tokens", "step_tokens": 2, "forks": 1}}),
     "forks where lines end": (3, {"rule": {"fork": "death", "forks": 2}}),
+    "forks after a marker": (3, {"rule": {"fork": "marker", "marker": "m", "forks": 1}}),
 }
 
 
