@@ -12,7 +12,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,7 +33,7 @@ from megatron_eqlen.processes.distributed import agree, gather
 from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
 from megatron_eqlen.recipe.inputs import local_path
 from megatron_eqlen.recipe.plugins import is_import_path
-from megatron_eqlen.rewards.scoring import reward_metrics
+from megatron_eqlen.rewards.scoring import Scorer, reward_metrics
 from megatron_eqlen.rollout.engine import Engine, IdleEngine
 from megatron_eqlen.rollout.harvest import harvest, harvest_seed
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
@@ -349,7 +349,9 @@ def try_rewards(session: Session, source: PromptSource) -> None:
     own = [section.grader or "" for section in session.recipe.data.sources]
     if not (session.recipe.reward.rubric or any(map(is_import_path, own))):
         return
-    rewards = first_rewards(session.recipe, source, session.scorer, session.tokenizer)
+    recipe = session.recipe
+    with closing(Scorer(recipe.reward, session.tokenizer, seed=recipe.seed)) as scorer:  # the run's is fresh
+        rewards = first_rewards(recipe, source, scorer, session.tokenizer)
     refuse_unfit(rewards)
     for first in rewards:
         (session.progress.warn if first.cause else session.progress.say)(f"first rewards of {first}")

@@ -1,15 +1,19 @@
 """The main loop's order, and with it the owner of the GPU. The verbs themselves are tested in their own
 files."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.objectives.recipes import parse
+from megatron_eqlen.recipe import DataRecipe, SourceRecipe
 from megatron_eqlen.recipe.phases import phases
-from megatron_eqlen.run import loop
+from megatron_eqlen.run import generation, loop
 from megatron_eqlen.run.step import Step
+from tools.tokenizer_maker import write_hf_tokenizer
 
 STEPS = 3
 VALUES = ("folder", "complete", "mismatch", "checkpoints", "evaluations")
@@ -122,3 +126,46 @@ def test_a_checkpoint_is_in_force_before_what_it_is_written_from_changes(calls):
             being_written = False
         assert not (being_written and call in ("run.unpark", "run.update")), call
     assert calls.count("checkpoints.finish") == STEPS
+
+
+def half(response: str, answer: int) -> float:
+    return 1.5 if response == f"\\boxed{{{answer}}}" else -0.5
+
+
+def unknown(respones: str, answer: int) -> float:
+    return 1.0
+
+
+def fails(response: str) -> float:
+    return float(response.split("=")[1])
+
+
+@pytest.mark.parametrize(("grader", "error"), [
+    ("half", ""),
+    ("unknown", r"a parameter that takes the response.*found \(respones, answer\)"),
+    ("fails", "IndexError at"),
+])  # fmt: skip
+def test_a_reward_function_is_called_on_a_real_row_before_the_policy_is_built(
+    tmp_path, monkeypatch, grader, error
+):
+    write_hf_tokenizer(tmp_path, ["What is 1 + 1?"] * 8)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 1}')
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "What is 1 + 1?", "label": 2}\n')
+    source = {"name": "sums", "path": f"{tmp_path}/rows.jsonl", "grader": f"{__name__}:{grader}"}
+    made = recipe().model_copy(update={"data": DataRecipe(sources=[SourceRecipe(**source)])})
+    said, ends = [], []
+    progress = SimpleNamespace(say=said.append, warn=lambda text: said.append(f"WARNING: {text}"))
+    session = SimpleNamespace(
+        recipe=made, tokenizer=load_tokenizer(tmp_path), progress=progress, ends_with=ends.append
+    )
+    monkeypatch.setattr(generation.distributed, "is_rank0", lambda: True)
+    with pytest.raises(ValueError, match=error) if error else nullcontext():
+        generation.try_rewards(session, generation.start_prompts(session))
+    for end in ends:
+        end()
+    if not error:
+        right = "right 1.5, wrong -0.5, empty -0.5, without its form -0.5"
+        assert said == [
+            "data source sums: question from prompt, answer from label",
+            f"first rewards of sums ({__name__}:half): {right}",
+        ]
