@@ -111,9 +111,14 @@ def convert(arguments: argparse.Namespace) -> int:
 
 
 def report(arguments: argparse.Namespace) -> int:
+    from megatron_eqlen.recipe.load import load_run
     from megatron_eqlen.report.page import write_page
+    from megatron_eqlen.report.recorded import recorded_advice
 
     print(write_page(arguments.run))
+    _, advice = recorded_advice(arguments.run, load_run(arguments.run))
+    if advice:
+        print(advice)
     return 0
 
 

@@ -59,6 +59,11 @@ def of_unit(prompts: Sequence[Sequence[Span]], limit: int) -> Baselines:
     return [[None] * len(spans) for spans in prompts]
 
 
+def prompt_mean(prompts: Sequence[Sequence[Span]], limit: int) -> Baselines:
+    """B alone, which ``alive`` and ``fitted`` are measured against."""
+    return [[known and np.full_like(known.alive, known.prompt) for known in _others(s)] for s in prompts]
+
+
 def alive(prompts: Sequence[Sequence[Span]], limit: int) -> Baselines:
     return [[known and known.alive for known in _others(spans)] for spans in prompts]
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron_eqlen import metrics as m
+from megatron_eqlen.objectives.advice import Profile
 from megatron_eqlen.report.drawing import COLOURS, stage_colour
 from megatron_eqlen.report.evaluations import Evaluation, histories
 from megatron_eqlen.report.format import (
@@ -98,6 +99,8 @@ class Chart:
     """[n] times since the run's start, as text; empty if they are not known."""
     stacked: bool = False
     """The series are parts of a whole."""
+    starts: Sequence[float] = ()
+    """Of bars that begin there and end at ``x``, in percent of a response."""
 
     @property
     def rare(self) -> bool:
@@ -124,6 +127,7 @@ class Chart:
             "hover": _plain(np.nansum(values, axis=0) / np.maximum(counts, 1)),
             "series": series,
             "stacked": self.stacked,
+            "starts": [*self.starts],
         }
 
 
@@ -171,6 +175,15 @@ def charts(columns: Columns, evaluations: Sequence[Evaluation]) -> list[Chart]:
     if stages := _stages(columns):
         drawn.append(Chart("Seconds per step by stage", x, stages, clock, stacked=True))
     return drawn
+
+
+def profile_chart(profile: Profile) -> Chart:
+    """Return the chart of the outcome profile."""
+    ends, (decided, *band) = 100 * profile.ends, 100 * profile.decided
+    last = f"{decided[-1]:.0f}% in the last {100 - ([0.0, *ends])[-2]:.0f}% of the tokens"
+    series = [Series("decided in this part", decided, np.array(band), last=last)]
+    title = "Share of the reward's variance that each part of a response decides, % with 95% interval"
+    return Chart(title, ends, series, starts=[0.0, *ends[:-1].tolist()])
 
 
 def _known(values: np.ndarray) -> np.ndarray:

@@ -63,14 +63,24 @@ function bars(plot, chart, source) {
   return drawn[0]
 }
 
+// Draw bars from chart.starts to chart.x, with the intervals of their heights. Return what hover looks for.
+function parts(plot, chart, source) {
+  const [{columns, colour}] = chart.series
+  Object.assign(source.data, {...columns, left: chart.starts, middle: chart.x.map((x, i) => (x + chart.starts[i]) / 2)})
+  plot.xaxis.axis_label = "tokens of a response, %"
+  const column = name => ({field: name})
+  plot.segment({x0: column("middle"), x1: column("middle"), y0: column("low"), y1: column("high"), color: colour, line_width: 2, source})
+  return plot.quad({left: column("left"), right: column("x"), bottom: 0, top: column("y"), color: colour, alpha: 0.5, source})
+}
+
 CHARTS.forEach((chart, number) => {
   const plot = frame(chart)
   const values = chart.series.map((series, n) => [`y${n}`, series.columns.y.map(y => y ?? NaN)])
   const source = new Bokeh.ColumnDataSource({
-    data: {x: chart.x, hover: chart.hover, clock: chart.clock, ...Object.fromEntries(values)},
+    data: {x: chart.x, hover: chart.hover, ...(chart.clock.length && {clock: chart.clock}), ...Object.fromEntries(values)},
   })
-  const looked = chart.stacked ? bars(plot, chart, source) : lines(plot, chart, source)
-  const where = "step @x{0.[00]}" + (chart.clock ? ", @clock after the start" : "")
+  const looked = chart.starts.length ? parts(plot, chart, source) : chart.stacked ? bars(plot, chart, source) : lines(plot, chart, source)
+  const where = chart.starts.length ? "@left to @x% of a response" : "step @x{0.[00]}" + (chart.clock.length ? ", @clock after the start" : "")
   plot.add_tools(new Bokeh.HoverTool({
     tooltips: [["", where], ...chart.series.map((series, n) => [series.name, `@y${n}{%.5g}`])],
     formatters: Object.fromEntries(chart.series.map((_, n) => [`@y${n}`, "printf"])),

@@ -20,12 +20,12 @@ import jinja2
 
 from megatron_eqlen.files import write_text
 from megatron_eqlen.recipe.load import dump
-from megatron_eqlen.report.charts import METRICS, charts, facts
+from megatron_eqlen.report.charts import METRICS, charts, facts, profile_chart
 from megatron_eqlen.report.drawing import COLOURS, draw, timeline
 from megatron_eqlen.report.evaluations import evaluation_files, histories, read_evaluations
 from megatron_eqlen.report.format import compact, percent, shorten
 from megatron_eqlen.report.metrics import Columns
-from megatron_eqlen.report.recorded import RecordedStep, find_decoder
+from megatron_eqlen.report.recorded import RecordedStep, find_decoder, recorded_advice
 from megatron_eqlen.report.status import RunStatus
 from megatron_eqlen.rollout.record.reader import check_newest, scored_steps, step_files
 
@@ -55,7 +55,8 @@ def write_page(run: Path) -> Path:
     newest = islice(scored_steps(run / "streams", newest_first=True), STEPS)
     shown = dict([*newest, *islice(scored_steps(run / "streams"), 1)])
     steps = [(n + 1, RecordedStep(step_files(folder), recipe)) for n, folder in shown.items()]
-    drawn = charts(columns, evaluated)
+    profile, advice = recorded_advice(run, recipe)
+    drawn = charts(columns, evaluated) + ([profile_chart(profile)] if profile else [])
     html = _environment().get_template("page.html.jinja").render(
         title=f"{recipe.name} · {recipe.method} · seed {recipe.seed}",
         colours=COLOURS,
@@ -68,6 +69,7 @@ def write_page(run: Path) -> Path:
         outcomes=[[*rows[:1], *rows[1:][-1:]] for rows in benchmarks],
         facts=facts(columns),
         charts=list(enumerate(drawn)),
+        advice=advice,
         data=[chart.data() for chart in drawn],
         timeline=timeline(list(status.state.steps)),
         evaluations=[row for rows in benchmarks for row in [*rows[:1], *rows[1:][-EVALUATIONS:]]],

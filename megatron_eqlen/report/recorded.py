@@ -7,15 +7,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron_eqlen.hf.tokenizer import load_decoder
+from megatron_eqlen.objectives.advice import Profile, advice
 from megatron_eqlen.recipe import ModelRecipe, Recipe
 from megatron_eqlen.recipe.inputs import local_path
 from megatron_eqlen.report.rollouts import Decode, RolloutView, Training, view
-from megatron_eqlen.rollout.record.reader import check_file, fill_numbers, read_skeletons
+from megatron_eqlen.rollout.record.reader import (
+    check_file,
+    fill_numbers,
+    read_skeletons,
+    scored_steps,
+    step_files,
+)
 from megatron_eqlen.types import Rollout
+
+PROFILED = 8
+"""Number of newest steps whose rollouts give advice."""
 
 
 class TextDecoder(NamedTuple):
@@ -33,6 +44,19 @@ def find_decoder(model: ModelRecipe) -> TextDecoder:
     except ValueError as error:
         note = f"Token ids instead of text: {error}"
         return TextDecoder(lambda token_ids: " ".join(map(str, token_ids)), note=note)
+
+
+def recorded_advice(run: Path, recipe: Recipe) -> tuple[Profile | None, str]:
+    """Return what the newest steps in the folder of a run or harvest advise (``objectives/advice.py``)."""
+    streams = run / "streams" if (run / "streams").is_dir() else run
+    newest = islice(scored_steps(streams, newest_first=True), PROFILED)
+    rollouts = [rollout for _, folder in newest for rollout in read_skeletons(step_files(folder))]
+    scored = [
+        rollout
+        for rollout in rollouts
+        if not rollout.suspended and all(part.grade for part in rollout.parts if part.finish_reason == "stop")
+    ]
+    return advice(scored, recipe) if scored else (None, "")
 
 
 class RecordedStep:

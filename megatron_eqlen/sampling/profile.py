@@ -1,21 +1,21 @@
 """Outcome profile: how much of the reward's variance is decided in each part of a response.
 
 Lines that fork at a prefix h are independent continuations of it, so that their rewards estimate Var(R | h)
-without bias: what h leaves undecided. With v the share of Var(R | prompt) that a fork leaves undecided, and
-c the share of a response's tokens after it, answers at forks have up to
+without bias: what h leaves undecided. Forks of the same rank, the first of all lines, the second and so on,
+end a part of a response. If the share v_k of Var(R | prompt) is decided in part k, which ends at the share
+x_k of a response's tokens, forks there give up to
 
-    1 / ((1 - c) sqrt(1 - v) + sqrt(c v))^2
+    1 / (sum of sqrt(x_k v_k (x_k - x_{k-1})))^2
 
 times the squared signal over noise of independent responses that are compared with their mean, at equal
-tokens (Neyman's allocation for two stages; docs/length_bias.md). Where the outcome is decided evenly forks
-buy nothing.
+tokens (Neyman's allocation). Where the outcome is decided evenly forks buy nothing.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
@@ -42,6 +42,8 @@ class Fork(NamedTuple):
     """Weight of the line that forks."""
     variance: float
     """Unbiased estimate of the variance of the reward, given the tokens before; it may be negative."""
+    behind: int
+    """Forks behind it, that of the prompt included."""
 
 
 class _Outcomes(NamedTuple):
@@ -55,7 +57,9 @@ class _Outcomes(NamedTuple):
 def forks(rollout: Rollout) -> Iterator[Fork]:
     """Yield the forks of a complete scored rollout, those of the longest lines first. Parts that the budget
     cut off are left out."""
-    ends, weights = rollout.ends(), rollout.weights()
+    ends, weights, behind = rollout.ends(), rollout.weights(), {-1: 0}
+    for part in rollout.parts:
+        behind[part.number] = behind[part.parent] + 1
     below: dict[int, list[_Outcomes]] = defaultdict(list)
     parents = {part.number: part for part in reversed(rollout.parts)}
     # of two tracks that are truncated a stream keeps one
@@ -64,7 +68,7 @@ def forks(rollout: Rollout) -> Iterator[Fork]:
         part, branches = parents.get(number), below[number]
         if len(branches) > 1 or (branches and number in twins):
             after = fmean(branch.tokens for branch in branches)
-            yield Fork(ends[number], after, weights[number], _variance(branches))
+            yield Fork(ends[number], after, weights[number], _variance(branches), behind[number])
         if part is not None and (outcomes := _outcomes(rollout, part, branches)) is not None:
             below[part.parent].append(outcomes)
 
@@ -91,8 +95,8 @@ def _variance(branches: list[_Outcomes]) -> float:
 def profile_metrics(rollouts: Iterable[Rollout]) -> Metrics:
     """Return the ``profile/...`` metrics of complete scored rollouts; none without forks after the prompt."""
     all_forks = [fork for rollout in rollouts for fork in forks(rollout)]
-    first = [fork.variance for fork in all_forks if not fork.length]
-    later = [fork for fork in all_forks if fork.length]
+    first = [fork.variance for fork in all_forks if not fork.behind]
+    later = [fork for fork in all_forks if fork.behind]
     if not first or not later:
         return {}
     weight = sum(fork.weight for fork in later)
@@ -110,17 +114,18 @@ def gain_metrics(metrics: Metrics) -> Metrics:
     """Return ``profile/fork_gain`` of a whole step's ``profile_metrics``; nothing where no reward varies."""
     if metrics.get(PROFILE_VARIANCE, 0.0) <= 0:
         return {}
-    undecided = metrics[PROFILE_UNDECIDED] / metrics[PROFILE_VARIANCE]
-    return {PROFILE_FORK_GAIN: fork_gain(undecided, metrics[PROFILE_TOKENS_AFTER])}
+    undecided = min(max(metrics[PROFILE_UNDECIDED] / metrics[PROFILE_VARIANCE], 0.0), 1.0)
+    ends, decided = [1 - metrics[PROFILE_TOKENS_AFTER], 1.0], [1 - undecided, undecided]
+    return {PROFILE_FORK_GAIN: fork_gain(ends, decided)}
 
 
-def fork_gain(undecided: float, tokens_after: float) -> float:
-    """Return what the best number of answers at a fork gives: the factor of squared signal over noise at
-    equal tokens.
+def fork_gain(ends: Sequence[float], decided: Sequence[float]) -> float:
+    """Return what the best numbers of lines at forks give: the factor of squared signal over noise at equal
+    tokens.
 
-    ``undecided``: share of the reward's variance after the fork; ``tokens_after``: share of the tokens. Both
-    are taken into [0, 1].
+    ``ends``: shares of a response's tokens at the ends of its parts, the last one 1; ``decided``: shares of
+    the reward's variance that are decided in them, of sum 1.
     """
-    v, c = (min(max(share, 0.0), 1.0) for share in (undecided, tokens_after))
-    noise = (1 - c) * math.sqrt(1 - v) + math.sqrt(c * v)
+    parts = zip(ends, [0.0, *ends], decided, strict=False)
+    noise = sum(math.sqrt(end * (end - start) * share) for end, start, share in parts)
     return 1 / max(noise, 1e-3) ** 2

@@ -1,5 +1,6 @@
 """Trees whose lines fork by any rule have the policy gradient: all trees of small processes, enumerated."""
 
+import re
 from dataclasses import replace
 from functools import cache
 
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tests.kit.rollouts as kit
+from megatron_eqlen.objectives.advice import advice
 from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import RecipeError
@@ -43,7 +45,7 @@ def recipe(rule=None, sampling="tree", objective="rloo", group_size=2, limit=3, 
     raw |= {"sampling": sampling, "objective": objective, "group_size": group_size}
     raw["loss"] |= {"loss_agg_mode": "seq-mean-token-sum"} | (loss or {})
     raw["equal_length"] = keys
-    raw["packing"]["max_tokens_per_row"] = 64
+    raw["packing"]["max_tokens_per_row"] = 129
     if rule is not None:
         raw["tree_sampling"] = RULES[rule] if isinstance(rule, str) else rule
     return parse({key: value for key, value in raw.items() if value != {}}, "test")
@@ -202,9 +204,53 @@ def test_the_gain_of_forks_is_that_of_the_best_of_many_allocations():
         ((1 - after) * (1 - undecided) + undecided / m) * (1 - after + after * m)
         for m in np.linspace(1, 40, 2000)
     ]
-    assert fork_gain(undecided, after) == pytest.approx(1 / min(allocations), rel=1e-3)
-    assert fork_gain(0.5, 0.5) == pytest.approx(1 / (0.5 * 0.5**0.5 + 0.5) ** 2)
-    assert fork_gain(0.0, 0.5) >= 1
+    assert fork_gain([0.9, 1.0], [0.1, 0.9]) == pytest.approx(1 / min(allocations), rel=1e-3)
+    assert fork_gain([0.5, 1.0], [1.0, 0.0]) >= 1
+    even = np.arange(1, 1001) / 1000
+    assert fork_gain(even, np.full(1000, 1e-3)) == pytest.approx(9 / 4, rel=1e-2)
+
+
+def answers(prompt, right):
+    """Return a tree of thoughts of 90 tokens, each closed by answers of 10; right: [thoughts, answers]."""
+    parts, answered = [Part(Tokens.of([5] * 90), number=n) for n in range(len(right))], len(right)
+    for thought, rewards in enumerate(right):
+        for reward in rewards:
+            grade = Grade(float(reward), "")
+            parts.append(Part(Tokens.of([5] * 10), "stop", grade, number=answered, parent=thought))
+            answered += 1
+    return Rollout(Prompt(f"p{prompt}", [1], "?", "math", "1"), 0, "tree", 0, parts)
+
+
+@pytest.mark.parametrize(("late", "decided", "gain"), [(True, 0.9, (2.5, 6)), (False, 0.1, (1, 1.4))])
+def test_the_profile_says_where_the_outcome_is_decided_and_what_forks_there_give(late, decided, gain):
+    """An answer has its thought's luck with a probability whose square the thought decides, or its own."""
+    settings, draws = recipe("marker", group_size=4, limit=128), np.random.default_rng(0)
+    luck, own, shared = (draws.random((100, 4, n)) for n in (1, 4, 4))
+    right = np.where(shared**2 < (1 - decided), luck < 0.5, own < 0.5)
+    profile, sentence = advice([answers(n, of_prompt) for n, of_prompt in enumerate(right)], settings)
+    np.testing.assert_allclose(profile.ends, [0.9, 1.0])
+    low, high = profile.decided[1:, 1]
+    assert low < decided < high
+    assert high - low < 0.25
+    assert gain[0] < profile.gain.low < profile.gain.value < profile.gain.high < gain[1]
+    assert sentence.startswith(f"forks after 'm' at 90% of a response: about {profile.gain} signal per token")
+    assert sentence.endswith("(100 prompts)")
+
+
+def test_a_fitted_baseline_pays_where_responses_that_go_on_have_failed():
+    draws = np.random.default_rng(0)
+    settings = recipe(sampling="independent", objective="dr_grpo", group_size=8, limit=128)
+
+    def group(number):
+        lengths = draws.choice([10, 100], 8).tolist()
+        grades = [Grade(float(length == 10), "") for length in lengths]
+        parts = [Part(Tokens.of([5] * lengths[n]), "stop", grades[n], number=n) for n in range(8)]
+        return Rollout(Prompt(f"p{number}", [1], "?", "math", "1"), 0, "independent", 0, parts)
+
+    profile, sentence = advice([group(number) for number in range(20)], settings)
+    assert profile is None
+    found = re.fullmatch(r"forks: not known, .*; a token baseline .*: x([.\d]+) .* \(20 prompts\)", sentence)
+    assert float(found[1]) > 2
 
 
 def test_the_profile_of_a_step_is_that_of_its_forks():

@@ -13,13 +13,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import tests.kit.rollouts as kit
+from megatron_eqlen.cli.__main__ import main
 from megatron_eqlen.evaluation.result import Answers, EvaluationResult, write_results
 from megatron_eqlen.report.charts import MAX_POINTS, METRICS, Chart, averaged, charts, smoothed
 from megatron_eqlen.report.metrics import Columns, MetricsWriter
 from megatron_eqlen.report.page import PageWriter, write_page
+from megatron_eqlen.rollout.record.recorder import record
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
+from megatron_eqlen.tokens import Tokens
+from megatron_eqlen.types import Part
 from tests.kit import ROOT
-from tests.kit.report_runs import example_stream, leave_a_span, make_tokenizer, prompt, recipe, write_run
+from tests.kit.report_runs import (
+    RIGHT,
+    WRONG,
+    example_stream,
+    leave_a_span,
+    make_tokenizer,
+    prompt,
+    recipe,
+    write_run,
+)
 
 VOID = {"meta", "br", "link", "input"}
 """Elements of the page that have no end tag; SVG's shapes close themselves."""
@@ -83,6 +97,7 @@ def test_a_run_that_has_only_begun_has_a_page(tmp_path):
     assert "0 of 20 steps" in page.text
     assert "No step has been taken yet" in page.text
     assert "No step's rollouts are recorded" in page.text
+    assert "<script" not in page.html, "no chart, no script"
 
 
 def test_a_page_loads_nothing(tmp_path):
@@ -111,6 +126,31 @@ def test_the_headline_is_accuracy_before_and_after_with_its_paired_gain(tmp_path
     assert re.search(r"\+31\.2 points \[[+-]\d+\.\d, \+\d+\.\d\]", page.text)
     labels = re.findall(r"4 problems × 4 (before|step 2|after)", page.text)
     assert labels == ["before", "step 2", "after"]
+
+
+@pytest.mark.parametrize("folder", ["streams/step-00000000", "step-00000000"], ids=["run", "harvest"])
+@pytest.mark.parametrize("sampling", ["tree", "equal_length"])
+def test_forks_of_a_run_or_harvest_say_where_its_outcome_is_decided(tmp_path, folder, sampling, capsys):
+    ends = [Part(Tokens.of([9], [-1.0]), "stop", grade) for grade in (WRONG, RIGHT, WRONG)]
+    tree = kit.tree(prompt(1), 3, [Part(Tokens.of([5, 6], [-1.0] * 2)), *ends], [-1, -1, 0, 0])
+    rollout = tree if sampling == "tree" else example_stream()
+    forked = [dataclasses.replace(rollout, prompt=prompt(number)) for number in range(3)]
+    objective = "rloo" if sampling == "tree" else "grpo"
+    run = write_run(tmp_path, recipe(tmp_path, sampling=sampling, objective=objective))
+    (run / folder).mkdir(parents=True)
+    record(run / folder / "rank-0.arrow", forked)
+    assert main(["report", str(run)]) == 0
+    path, sentence = capsys.readouterr().out.splitlines()
+    assert path == str(run / "report.html")
+    assert re.match(
+        r"forks at \d+% of a response: about x[\d.]+ \[.*\] signal per token.* \(3 prompts\)", sentence
+    )
+    page = Page(run / "report.html")
+    assert sentence in page.text
+    (chart,) = json.loads(re.search("const CHARTS = (.*)\n", page.html)[1])
+    assert chart["starts"][0] == 0
+    assert chart["x"][-1] == 100
+    assert sum(chart["series"][0]["columns"]["y"]) == pytest.approx(100)
 
 
 def test_only_stages_share_out_a_step(tmp_path):
@@ -170,7 +210,6 @@ def test_rollouts_of_the_first_and_the_newest_steps_are_decoded(tmp_path):
     assert tokenizer.decode([8]) in page.text
     assert "Token ids instead of text" not in page.text
     assert "<script>1 < 2</script>" in page.text  # as text:
-    assert "<script" not in page.html, "no chart, no script"
 
 
 def test_one_rollout_a_prompt_is_shown_and_first_those_that_train(tmp_path):
