@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron_eqlen.environments.conversation import Conversations
@@ -11,6 +13,7 @@ from megatron_eqlen.environments.environment import Environment, Observation
 from megatron_eqlen.hf.tokenizer import Tokenizer
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.plugins import load_object
+from megatron_eqlen.rewards.functions import referred
 from megatron_eqlen.types import Prompt
 
 BUILT_IN = {
@@ -64,7 +67,9 @@ def conversations(recipe: Recipe, tokenizer: Tokenizer) -> Conversations | None:
     cls.start(**section.options)
 
     def make(prompt: Prompt, seed: int) -> Environment:
-        return cls(prompt, seed, **section.options)  # type: ignore[call-arg]
+        gold, _ = referred(prompt.gold)  # a reward function's may hold columns
+        plain = gold if isinstance(gold, str) else json.dumps(gold)
+        return cls(replace(prompt, gold=plain), seed, **section.options)  # type: ignore[call-arg]
 
     def write(observation: Observation) -> list[int]:
         return given_tokens(tokenizer, observation, cls.tools, thinking)

@@ -78,7 +78,7 @@ class Driver:
                     self.converse(self.dialogues)
                 # give up a silent engine
                 now = time.monotonic()
-                if deltas or not self.in_flight:
+                if deltas or (self.dialogues is not None and len(self.dialogues.calls)):
                     last_progress = now
                     beat()
                 elif now - last_progress > self.rollout.request_timeout:

@@ -23,7 +23,7 @@ from tests.kit import ROOT
 class Words:
     """A tokenizer of one token a word."""
 
-    def apply_chat_template(self, messages, enable_thinking=None):
+    def apply_chat_template(self, messages, enable_thinking=None, tools=()):
         return [1 for message in messages for _ in message["content"].split()]
 
 

@@ -81,7 +81,8 @@ def on_paths(folder: Path, trees: list[TokenTree]) -> Trained:
             tokens = torch.from_numpy(np.concatenate(path_tokens(tree, number))).long()
             logits = model(tokens[None, :-1]).logits[0, -len(node) :]
             logprobs = logits.log_softmax(-1).gather(1, tokens[-len(node) :, None])
-            loss = node.weight * node.advantage * logprobs.sum()
+            generated = torch.from_numpy(node.tokens.is_generated)
+            loss = node.weight * node.advantage * logprobs[generated].sum()
             loss.backward()
             total += loss.item()
     return Trained(total, gradients_by_name(model))
@@ -97,7 +98,7 @@ def test_given_experts_are_what_transformers_computes_with(name, folders, whole)
     """Gradients of all weights are compared, the routers' too. (Transformers' norms and delta rule are in
     float32.)"""
     expected = on_paths(folders[name], trees_of(name))
-    assert whole[name].loss == pytest.approx(expected.loss, rel=1e-5)
+    assert whole[name].loss == pytest.approx(expected.loss, rel=1e-5, abs=1e-4 if name == "next" else 0)
     difference, weight = worst_difference(whole[name], expected)
     assert difference < (1e-3 if name == "next" else 2e-5), f"{weight}: {difference}"
 
