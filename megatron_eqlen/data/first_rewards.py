@@ -27,7 +27,7 @@ FORMS = {
     "<answer>": "<answer>%s</answer>",
     "Answer:": "Answer: %s",
 }
-"""What a prompt that asks for a form contains, and the form; the last one in the prompt counts."""
+"""Text of a prompt that asks for a form -> the form; the last one in the prompt counts."""
 LONG_GOLD = 20
 """Words beyond which a gold is no answer but an explanation."""
 READ = {"math": "\\boxed{%s}", "reasoning_gym": "<answer>%s</answer>"}

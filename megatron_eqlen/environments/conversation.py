@@ -78,7 +78,7 @@ class Answer(NamedTuple):
     given: list[int] | None = None
     """Tokens that answer the turn; None: the response has ended."""
     grade: Grade | None = None
-    """Of an ended response, where the environment grades."""
+    """Grade of an ended response, where the environment grades."""
     cut: bool = False
     """True if a limit ended the response, not the environment."""
 

@@ -1,4 +1,4 @@
-"""What an environment is: something that answers turns, grades, and can be copied.
+"""Environments: they answer turns, grade responses, and can be copied.
 
     a turn of the policy ──step──► Observation ──chat template──► given tokens, which are not trained
                             └────► done: the response has ended, and is graded

@@ -12,15 +12,13 @@ from queue import Empty, LifoQueue
 from threading import Lock
 from typing import Any, Literal
 
-from megatron_eqlen.environments.environment import Environment, Observation
-from megatron_eqlen.environments.tool_calls import BadToolCall, described, tool_call
+from megatron_eqlen.environments.tool_calls import ToolEnvironment, schema
 from megatron_eqlen.rewards.sandbox.client import Execution, Sandbox
 from megatron_eqlen.rewards.sandbox.interpreter import find_python
 from megatron_eqlen.rewards.sandbox.probe import required_isolation
 from megatron_eqlen.rewards.sandbox.program import Limits
 from megatron_eqlen.types import Prompt
 
-NAME = "python"
 Place = tuple[Literal["strict", "best_effort"], str]
 """Isolation, and the interpreter."""
 RUN_CELLS = """
@@ -45,15 +43,15 @@ except BaseException as error:
 """
 
 
-class PythonTool(Environment):
-    """Answers calls of the tool ``python``; a turn without a call ends the response, and the prompt's grader
-    grades it."""
+class PythonTool(ToolEnvironment):
+    """Runs cells."""
 
+    name, argument = "python", "code"
     tools = (
-        described(
-            NAME,
+        schema(
+            name,
             "Run Python code. Names stay defined. Returns what it prints and the last expression's value.",
-            "code",
+            argument,
         ),
     )
 
@@ -74,22 +72,13 @@ class PythonTool(Environment):
         self.place: Place = (sandbox, python)
         self.cells: tuple[str, ...] = ()
 
-    def step(self, message: str) -> Observation:
-        try:
-            call = tool_call(message)
-        except BadToolCall as error:
-            return Observation(f"error: {error}")
-        if call is None:
-            return Observation(done=True)
-        code = call.arguments.get("code")
-        if call.name != NAME or not isinstance(code, str):
-            return Observation(f'error: expected the tool {NAME} with {{"code": "..."}}')
-        program = RUN_CELLS.format(before=list(self.cells), cell=code)
+    def run(self, text: str) -> str:
+        program = RUN_CELLS.format(before=list(self.cells), cell=text)
         run = _sandboxes(self.place).run(program, self.limits)
         if run.status != "finished":
-            return Observation(self._short(f"{run.stdout}\nerror: {run.status.replace('_', ' ')}".strip()))
-        self.cells += (code,)
-        return Observation(self._short(run.stdout.rstrip() or "(no output)"))
+            return self._short(f"{run.stdout}\nerror: {run.status.replace('_', ' ')}".strip())
+        self.cells += (text,)
+        return self._short(run.stdout.rstrip() or "(no output)")
 
     @classmethod
     def start(cls, **options: Any) -> None:

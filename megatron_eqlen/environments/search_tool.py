@@ -10,21 +10,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.environments.environment import Environment, Observation
-from megatron_eqlen.environments.tool_calls import BadToolCall, described, tool_call
+from megatron_eqlen.environments.tool_calls import ToolEnvironment, schema
 from megatron_eqlen.types import Prompt
 
-NAME = "search"
 SATURATION, LENGTH = 1.5, 0.75
 """BM25's k1 and b."""
 _WORD = re.compile(r"\w+")
 
 
-class SearchTool(Environment):
-    """Answers calls of the tool ``search``; a turn without a call ends the response, and the prompt's grader
-    grades it. It keeps no state."""
+class SearchTool(ToolEnvironment):
+    """Answers queries. It keeps no state."""
 
-    tools = (described(NAME, "Search for passages.", "query"),)
+    name, argument = "search", "query"
+    tools = (schema(name, "Search for passages.", argument),)
 
     def __init__(self, prompt: Prompt, seed: int, index: str, top_k: int = 3, longest: int = 1500) -> None:
         """``index``: JSONL file of records with ``text``, and ``title`` or not. ``longest``: characters of an
@@ -35,19 +33,8 @@ class SearchTool(Environment):
     def start(cls, **options: Any) -> None:
         index_of(options["index"])
 
-    def step(self, message: str) -> Observation:
-        try:
-            call = tool_call(message)
-        except BadToolCall as error:
-            return Observation(f"error: {error}")
-        if call is None:
-            return Observation(done=True)
-        query = call.arguments.get("query")
-        if call.name != NAME or not isinstance(query, str):
-            return Observation(f'error: expected the tool {NAME} with {{"query": "..."}}')
-        return Observation(
-            "\n\n".join(self.index.best(query, self.top_k))[: self.longest] or "(nothing found)"
-        )
+    def run(self, text: str) -> str:
+        return "\n\n".join(self.index.best(text, self.top_k))[: self.longest] or "(nothing found)"
 
     def fork(self) -> SearchTool:
         return self

@@ -100,7 +100,7 @@ class Chart:
     stacked: bool = False
     """The series are parts of a whole."""
     starts: Sequence[float] = ()
-    """Of bars that begin there and end at ``x``, in percent of a response."""
+    """Left ends of bars that end at ``x``, in percent of a response."""
 
     @property
     def rare(self) -> bool:

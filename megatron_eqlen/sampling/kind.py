@@ -21,7 +21,7 @@ from megatron_eqlen.types import Metrics, Prompt, Rollout, TokenTree
 
 
 class Setting(NamedTuple):
-    """What the harvesters of a step's rollouts share."""
+    """Values that the harvesters of a step's rollouts share."""
 
     recipe: Recipe
     eos_token_ids: frozenset[int]
