@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -11,7 +12,6 @@ from typing import NamedTuple
 from megatron_eqlen.environments.calls import Call, Calls
 from megatron_eqlen.environments.conversation import (
     Answer,
-    ChangedAnswerError,
     Conversations,
     Turn,
     answer,
@@ -22,7 +22,9 @@ from megatron_eqlen.environments.environment import Environment
 from megatron_eqlen.sampling.harvester import Harvester
 from megatron_eqlen.sampling.track import Track, track_seed
 from megatron_eqlen.tokens import Tokens
-from megatron_eqlen.types import Metrics, Prompt, Rollout, RolloutKey
+from megatron_eqlen.types import Metrics, Prompt, Rollout, RolloutKey, rollout_key
+
+log = logging.getLogger(__name__)
 
 COINS = -1
 """Number, in place of a track's, in the seed that all environments of a rollout share."""
@@ -151,13 +153,15 @@ def _call(
 
 def grade_again(speak: Conversations, rollout: Rollout, seed: int) -> bool:
     """Fill in the environments' grades of a recorded rollout that was not scored, by replaying its messages.
-    Return False if an environment answers otherwise: the rollout must be generated again."""
+    Return False if an environment fails or answers otherwise: the rollout must be generated again.
+    ``seed``: of its harvester."""
     seed = track_seed(seed, rollout.prompt_id, rollout.index, COINS)
     for part in rollout.parts:
         if part.finish_reason == "stop" and part.grade is None:
             turns = turns_of(Tokens.joined([above.tokens for above in rollout.line(part.number)]))
             try:
                 part.grade = answer(speak, replayed(speak, rollout.prompt, seed, turns[:-1]), turns).grade
-            except ChangedAnswerError:
+            except Exception as error:  # noqa: BLE001  another's code
+                log.warning("rollout %s/%d is generated again: %r", *rollout_key(rollout), error)
                 return False
     return True

@@ -43,10 +43,11 @@ def harvest(
     dialogues = Dialogues(plan.conversations) if plan.conversations is not None else None
     meter = Meter(engine, plan.progress, plan.recipe.rollout.carry_over, dialogues)
     finished = _Finished(meter)
-    for rollout in plan.progress.rollouts:
-        if plan.conversations is None or grade_again(plan.conversations, rollout, plan.seed):
-            finished.add(rollout)
     harvesters = _harvesters(plan)
+    for rollout in plan.progress.rollouts:
+        speak = plan.conversations
+        if speak is None or grade_again(speak, rollout, harvesters[rollout_key(rollout)].seed):
+            finished.add(rollout)
     for harvester in harvesters.values():
         harvester.takes_turns = plan.conversations is not None
     driver = Driver(engine, plan, meter, [finished, *observers])

@@ -21,9 +21,9 @@ from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.recipe import EnvironmentRecipe
 from megatron_eqlen.rollout.engine import EngineError
-from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.rollout.harvest import harvest, harvest_seed
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
-from megatron_eqlen.rollout.partial import HarvestProgress, PartialRollout
+from megatron_eqlen.rollout.partial import HarvestProgress, PartialRollout, RolloutOrigin
 from megatron_eqlen.sampling.harvester import Marker
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Delta
@@ -334,6 +334,33 @@ def test_an_environment_that_cannot_repeat_itself_drops_what_it_cannot_resume():
     plan = HarvestPlan([QUESTION], settings, [END], seed=0, progress=progress, conversations=made)
     with pytest.raises(EngineError, match="all 1 rollouts are left out"):
         harvest(Drawing(lambda size: END), plan)
+
+
+def test_a_recorded_rollout_without_grades_gets_those_of_its_own_environment():
+    """That of the step that began it."""
+
+    class Seeded(Answers):
+        def __init__(self, prompt, seed):
+            super().__init__(prompt, seed, most=0)
+            self.seed = seed
+
+        def grade(self):
+            return self.seed % 997 / 997
+
+    settings = recipe(limit=9, sampling="independent", objective="grpo")
+    make = speaking(lambda prompt, seed: Seeded(prompt, seed))
+
+    def graded(seed, progress):
+        plan = HarvestPlan([QUESTION], settings, [END], seed=seed, progress=progress, conversations=make)
+        return harvest(Drawing(lambda size: END), plan)[0]
+
+    (first,) = graded(harvest_seed(settings, 3), HarvestProgress())
+    known = [part.grade.reward for part in first.parts]
+    for part in first.parts:
+        part.grade = None
+    begun = PartialRollout(QUESTION, 0, origin=RolloutOrigin(step=3))
+    (again,) = graded(harvest_seed(settings, 4), HarvestProgress([first], [begun]))
+    assert [part.grade.reward for part in again.parts] == known
 
 
 # ---- recipes, templates, tools ---------------------------------------------------------------------------
