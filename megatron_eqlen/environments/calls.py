@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from megatron_eqlen.environments.conversation import Answer
@@ -30,7 +30,6 @@ class Call:
     work: Callable[[], Answer]
     result: Answer | None = None
     error: BaseException | None = None
-    asked: float = field(default_factory=time.monotonic)
     started: float = 0.0
     ended: float = 0.0
 
