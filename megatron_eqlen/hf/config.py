@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_eqlen.files import read_json
 from megatron_eqlen.hf.config_fields import (
     FAMILIES,
+    OF_IMAGES,
     ConfigError,
     Family,
     Fields,
@@ -71,6 +72,8 @@ class ModelConfig:
     experts: Experts | None = None
     delta_net: DeltaNet | None = None
     rope_scaling: Scaling = ()
+    prefix: str = "model."
+    """Beginning of the names of tensors in the model's files, but for the output layer's."""
 
     @property
     def family(self) -> Family:
@@ -84,6 +87,11 @@ class ModelConfig:
             return self.max_position_embeddings
         rope = dict(self.rope_scaling)
         return int(rope["factor"] * rope["original_max_position_embeddings"])
+
+    @property
+    def reads_images(self) -> bool:
+        """True for the text part of a model of texts and images."""
+        return self.prefix != "model."
 
     @property
     def has_yarn(self) -> bool:
@@ -133,13 +141,12 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     """Return the model that the fields ``raw`` describe; ``where`` names the file in errors."""
     fields = Fields(raw, where)
     name = fields.get("model_type", str)
+    if name in OF_IMAGES:
+        return _text_model(fields, OF_IMAGES[name])
     if name not in FAMILIES:
-        text = raw.get("text_config")
-        hint = "a new family is added in megatron_eqlen/hf/config_fields.py; see README.md there"
-        if isinstance(text, dict) and text.get("model_type") in FAMILIES:
-            hint = "save its text model alone: docs/models_and_data.md"
         raise ConfigError(
-            f"{where}: model_type: expected one of {', '.join(FAMILIES)}, found {name!r} ({hint})"
+            f"{where}: model_type: expected one of {', '.join([*FAMILIES, *OF_IMAGES])}, found {name!r} "
+            "(a new family is added in megatron_eqlen/hf/config_fields.py; see README.md there)"
         )
     family = FAMILIES[name]
     layers = fields.get("num_hidden_layers", int)
@@ -151,7 +158,10 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         model_type=name,
         vocab_size=fields.get("vocab_size", int),
         hidden_size=hidden,
-        intermediate_size=fields.get("intermediate_size", int),
+        # without dense layers nothing has this size, and files do not state it
+        intermediate_size=fields.get(
+            "moe_intermediate_size" if family.only_experts else "intermediate_size", int
+        ),
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=fields.get("num_key_value_heads", int),
@@ -161,12 +171,25 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         rope_theta=rope.theta,
         partial_rotary_factor=rope.partial_rotary_factor,
         tie_word_embeddings=fields.optional("tie_word_embeddings", bool, False),
-        experts=_experts(fields, layers, family.shared_expert) if family.experts else None,
+        experts=_experts(fields, layers, family) if family.experts else None,
         delta_net=_delta_net(fields, layers) if family.hybrid else None,
         rope_scaling=rope.scaling,
     )
     _check_sizes(model, where)
     return model
+
+
+def _text_model(whole: Fields, model_type: str) -> ModelConfig:
+    """Return the text model of a model of texts and images."""
+    where = f"{whole.where}: text_config"
+    text = Fields(whole.get("text_config", dict), where)
+    if (name := text.get("model_type", str)) != model_type:
+        raise ConfigError(f"{where}: model_type: expected {model_type!r}, found {name!r}")
+    for key in ("tie_word_embeddings", "quantization_config"):
+        outer, inner = (fields.raw.get(key) or None for fields in (whole, text))
+        if outer != inner:
+            raise ConfigError(f"{whole.where}: {key} is {outer} but text_config.{key} is {inner}")
+    return replace(parse_config(text.raw, where), prefix="model.language_model.")
 
 
 def _head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
@@ -203,9 +226,10 @@ def _check_sizes(model: ModelConfig, where: str) -> None:
         )
 
 
-def _experts(fields: Fields, layers: int, shared: bool) -> Experts:
+def _experts(fields: Fields, layers: int, family: Family) -> Experts:
     count = fields.one_of("num_experts", "num_local_experts", int)
-    per_token, normalised = fields.get("num_experts_per_tok", int), fields.get("norm_topk_prob", bool)
+    per_token = fields.get("num_experts_per_tok", int)
+    normalised = family.only_experts or fields.get("norm_topk_prob", bool)
     if per_token == 1 and normalised:
         raise ConfigError(f"{fields.where}: norm_topk_prob: one expert a token would get a constant 1")
     if fields.optional("output_router_logits", bool, False):
@@ -215,8 +239,10 @@ def _experts(fields: Fields, layers: int, shared: bool) -> Experts:
         num_experts_per_tok=per_token,
         moe_intermediate_size=fields.get("moe_intermediate_size", int),
         norm_topk_prob=normalised,
-        shared_expert_intermediate_size=fields.get("shared_expert_intermediate_size", int) if shared else 0,
-        layers=_sparse_layers(fields, layers),
+        shared_expert_intermediate_size=fields.get("shared_expert_intermediate_size", int)
+        if family.shared_expert
+        else 0,
+        layers=(True,) * layers if family.only_experts else _sparse_layers(fields, layers),
     )
 
 

@@ -73,6 +73,8 @@ class Family:
     norms are centred on zero."""
     separate_projections: bool = False
     """True: Gated DeltaNet's input projections are four tensors, not two interleaved by key head."""
+    only_experts: bool = False
+    """True: every feed-forward layer has experts, whose weights for a token sum to 1."""
 
     @property
     def layer_types(self) -> set[str]:
@@ -82,7 +84,8 @@ class Family:
     def only_supported(self) -> dict[str, Any]:
         """Fields that change the result and are supported at one value only; missing fields mean that
         value."""
-        return ONLY_SUPPORTED | {"attention_bias": self.qkv_bias, "attn_output_gate": self.hybrid}
+        values = ONLY_SUPPORTED | {"attention_bias": self.qkv_bias, "attn_output_gate": self.hybrid}
+        return values | (ONLY_EXPERTS if self.only_experts else {})
 
 
 FAMILIES: dict[str, Family] = {
@@ -92,8 +95,17 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(head_dim="optional", experts=True),
     "qwen3_next": Family(experts=True, shared_expert=True, hybrid=True),
     "qwen3_5_text": Family(hybrid=True, separate_projections=True),
+    "qwen3_5_moe_text": Family(
+        experts=True, shared_expert=True, hybrid=True, separate_projections=True, only_experts=True
+    ),
 }
 """Supported families by ``model_type``."""
+
+OF_IMAGES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+"""``model_type`` of models of texts and images -> of the text model in their ``text_config``."""
+
+ONLY_EXPERTS = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+"""Values that ``Family.only_experts`` stands for."""
 
 ONLY_SUPPORTED: dict[str, Any] = {
     "hidden_act": "silu",
@@ -103,6 +115,7 @@ ONLY_SUPPORTED: dict[str, Any] = {
     "mlp_bias": False,
     "rope_interleaved": False,
     "use_mrope": False,
+    "output_gate_type": "swish",
     "dual_chunk_attention_config": None,
     "pretraining_tp": 1,
 }

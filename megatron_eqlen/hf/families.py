@@ -12,7 +12,7 @@ from functools import cache
 from megatron_eqlen.hf.config import DeltaNet, Experts, ModelConfig
 from megatron_eqlen.hf.weight_map import DeltaNetInput, GroupedHeads, Stacked, Weight
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+HEAD = "lm_head.weight"
 
 
 @cache
@@ -38,24 +38,26 @@ def _weights(model: ModelConfig) -> Iterator[Weight]:
 
 def embedding(model: ModelConfig) -> Weight:
     shape = (model.vocab_size, model.hidden_size)
-    return Weight("embedding.word_embeddings.weight", (EMBEDDING,), (shape,), dim=0)
+    return Weight(
+        "embedding.word_embeddings.weight", (model.prefix + "embed_tokens.weight",), (shape,), dim=0
+    )
 
 
 def head(model: ModelConfig) -> Iterator[Weight]:
-    yield Weight("decoder.final_layernorm.weight", ("model.norm.weight",), ((model.hidden_size,),))
+    yield Weight("decoder.final_layernorm.weight", (model.prefix + "norm.weight",), ((model.hidden_size,),))
     if not model.tie_word_embeddings:
         shape = (model.vocab_size, model.hidden_size)
         yield Weight("output_layer.weight", (HEAD,), (shape,), dim=0)
 
 
 def norms(model: ModelConfig, layer: int) -> Iterator[Weight]:
-    megatron, hf, shape = f"decoder.layers.{layer}.", f"model.layers.{layer}.", (model.hidden_size,)
+    megatron, hf, shape = f"decoder.layers.{layer}.", f"{model.prefix}layers.{layer}.", (model.hidden_size,)
     yield Weight(megatron + "input_layernorm.weight", (hf + "input_layernorm.weight",), (shape,))
     yield Weight(megatron + "pre_mlp_layernorm.weight", (hf + "post_attention_layernorm.weight",), (shape,))
 
 
 def attention(model: ModelConfig, layer: int) -> Iterator[Weight]:
-    megatron, hf = f"decoder.layers.{layer}.self_attention.", f"model.layers.{layer}.self_attn."
+    megatron, hf = f"decoder.layers.{layer}.self_attention.", f"{model.prefix}layers.{layer}.self_attn."
     hidden, heads, groups = model.hidden_size, model.num_attention_heads, model.num_key_value_heads
     query, key = heads * model.head_dim, groups * model.head_dim
     rows = (2 * query if model.gated_attention else query), key, key
@@ -75,7 +77,7 @@ def attention(model: ModelConfig, layer: int) -> Iterator[Weight]:
 
 
 def dense_mlp(model: ModelConfig, layer: int) -> Iterator[Weight]:
-    megatron, hf = f"decoder.layers.{layer}.mlp.", f"model.layers.{layer}.mlp."
+    megatron, hf = f"decoder.layers.{layer}.mlp.", f"{model.prefix}layers.{layer}.mlp."
     yield from gated_mlp(megatron, hf, model.hidden_size, model.intermediate_size)
 
 
@@ -95,7 +97,7 @@ def gated_mlp(megatron: str, hf: str, hidden: int, width: int, expert: int | Non
 
 
 def experts(model: ModelConfig, moe: Experts, layer: int) -> Iterator[Weight]:
-    megatron, hf = f"decoder.layers.{layer}.mlp.", f"model.layers.{layer}.mlp."
+    megatron, hf = f"decoder.layers.{layer}.mlp.", f"{model.prefix}layers.{layer}.mlp."
     yield Weight(megatron + "router.weight", (hf + "gate.weight",), ((moe.num_experts, model.hidden_size),))
     for e in range(moe.num_experts):
         ours, theirs = f"{megatron}experts.local_experts.{e}.", f"{hf}experts.{e}."
@@ -103,7 +105,7 @@ def experts(model: ModelConfig, moe: Experts, layer: int) -> Iterator[Weight]:
 
 
 def delta_net(model: ModelConfig, net: DeltaNet, layer: int) -> Iterator[Weight]:
-    megatron, hf = f"decoder.layers.{layer}.self_attention.", f"model.layers.{layer}.linear_attn."
+    megatron, hf = f"decoder.layers.{layer}.self_attention.", f"{model.prefix}layers.{layer}.linear_attn."
     keys, values = net.num_key_heads * net.key_head_dim, net.num_value_heads * net.value_head_dim
     hidden, per_value_head = model.hidden_size, ((net.num_value_heads,),)
     mixed, heads = (keys, keys, values), net.num_value_heads
@@ -137,7 +139,7 @@ def delta_net(model: ModelConfig, net: DeltaNet, layer: int) -> Iterator[Weight]
 
 
 def shared_expert(model: ModelConfig, moe: Experts, layer: int) -> Iterator[Weight]:
-    megatron, hf = f"decoder.layers.{layer}.mlp.", f"model.layers.{layer}.mlp."
+    megatron, hf = f"decoder.layers.{layer}.mlp.", f"{model.prefix}layers.{layer}.mlp."
     width, hidden = moe.shared_expert_intermediate_size, model.hidden_size
     yield from gated_mlp(megatron + "shared_experts.", hf + "shared_expert.", hidden, width)
     gate = hf + "shared_expert_gate.weight"

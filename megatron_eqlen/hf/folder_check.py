@@ -9,15 +9,16 @@ from torch import Tensor
 
 from megatron_eqlen.files import CheckpointError
 from megatron_eqlen.hf.config import ModelConfig, read_config
-from megatron_eqlen.hf.families import EMBEDDING, HEAD, embedding, weight_map
+from megatron_eqlen.hf.families import HEAD, embedding, weight_map
 from megatron_eqlen.hf.folder import DTYPES, HFFolder, first_few, say_once
 from megatron_eqlen.hf.weight_map import Weight
 
 WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Dtypes that a trained tensor may have on disk."""
 
-UNTRAINED_PREFIX = "mtp."
-"""Multi-token prediction layers of Qwen3-Next and Qwen3.5: carried through conversion, never trained."""
+UNTRAINED = ("mtp.", "model.visual.")
+"""Beginnings of names that are carried through conversion, never trained: layers of multi-token prediction,
+and Qwen3.5's encoder of images."""
 
 
 def with_tied_head(
@@ -25,9 +26,10 @@ def with_tied_head(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors and, if ``folder`` stores a tied output layer, the embeddings again under its
     name."""
+    (embeddings,) = embedding(model).hf
     for name, tensor in tensors:
         yield name, tensor
-        if name == EMBEDDING and model.tie_word_embeddings and HEAD in folder.entries:
+        if name == embeddings and model.tie_word_embeddings and HEAD in folder.entries:
             yield HEAD, tensor
 
 
@@ -44,7 +46,7 @@ def check_folder(folder: HFFolder, model: ModelConfig) -> dict[str, Weight]:
     by_name = {weight.megatron: weight for weight in weights}
     if model.tie_word_embeddings:  # the last pipeline stage keeps a copy
         by_name["output_layer.weight"] = embedding(model)
-        _check_tied(folder, weights[0].shapes[0])
+        _check_tied(folder, weights[0])
     _name_unexpected(folder, {name for weight in weights for name in weight.hf} | {HEAD})
     return by_name
 
@@ -63,23 +65,22 @@ def _check_tensor(folder: HFFolder, name: str, shape: tuple[int, ...]) -> None:
         )
 
 
-def _check_tied(folder: HFFolder, shape: tuple[int, ...]) -> None:
+def _check_tied(folder: HFFolder, embeddings: Weight) -> None:
     """Raise CheckpointError if an output layer beside tied embeddings differs from them: Transformers then
     does not tie (``PreTrainedModel.tie_weights``) but vLLM does, so the folder must decide."""
     if HEAD not in folder.entries:
         return
-    _check_tensor(folder, HEAD, shape)
-    rows = (folder.tensor(name).split(4096) for name in (EMBEDDING, HEAD))
+    _check_tensor(folder, HEAD, embeddings.shapes[0])
+    (name,) = embeddings.hf
+    rows = (folder.tensor(each).split(4096) for each in (name, HEAD))
     if not all(torch.equal(row.double(), other.double()) for row, other in zip(*rows, strict=True)):
         raise CheckpointError(
-            f"{folder.path}: config.json has tie_word_embeddings: true, but {HEAD} differs from {EMBEDDING}. "
+            f"{folder.path}: config.json has tie_word_embeddings: true, but {HEAD} differs from {name}. "
             f"Set it to false to use {HEAD}, as Transformers does, or remove that tensor"
         )
 
 
 def _name_unexpected(folder: HFFolder, expected: set[str]) -> None:
-    unexpected = [
-        name for name in folder.entries if name not in expected and not name.startswith(UNTRAINED_PREFIX)
-    ]
+    unexpected = [name for name in folder.entries if name not in expected and not name.startswith(UNTRAINED)]
     if unexpected:
         say_once(f"{folder.path}: the model has no use for {first_few(unexpected)}: not trained")

@@ -251,7 +251,8 @@ def _special_ids(
 
 
 def _fallback_eos(folder: Path, tokenizer_eos: int | None) -> frozenset[int]:
-    eos = _as_set(_read_json(folder / "config.json").get("eos_token_id"), folder / "config.json")
+    config = _read_json(folder / "config.json")
+    eos = _as_set(config.get("text_config", config).get("eos_token_id"), folder / "config.json")
     origin = "config.json"
     if not eos and tokenizer_eos is not None:
         eos, origin = frozenset({tokenizer_eos}), "the tokenizer"

@@ -33,7 +33,7 @@ ARCHITECTURES = {
     "qwen3_next": "Qwen3NextForCausalLM",
 }
 if find_spec("torchvision"):
-    ARCHITECTURES["qwen3_5_text"] = "Qwen3_5ForCausalLM"
+    ARCHITECTURES |= {"qwen3_5_text": "Qwen3_5ForCausalLM", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}
 
 
 @pytest.fixture

@@ -44,8 +44,9 @@ CHANGES = {
         "rope_parameters": YARN | {"partial_rotary_factor": 0.25},
     },
     "qwen3_5_text": {"head_dim": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    "qwen3_5_moe": {"head_dim": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
 }
-DTYPES = dict.fromkeys(("qwen3_next", "qwen3_5_text"), "bfloat16")
+DTYPES = dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe"), "bfloat16")
 """The only type that vLLM's CPU build has for Gated DeltaNet."""
 
 

@@ -6,15 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.models.llama import LlamaConfig
 from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3_5 import Qwen3_5TextConfig
+from transformers.models.qwen3_5_moe import Qwen3_5MoeConfig, Qwen3_5MoeTextConfig
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_next import Qwen3NextConfig
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 COMMON: dict[str, Any] = {
     "vocab_size": 96,
@@ -57,7 +58,14 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_moe": COMMON | EXPERTS,
     "qwen3_next": COMMON | EXPERTS | NEXT,
     "qwen3_5_text": COMMON | LINEAR,
+    "qwen3_5_moe_text": {
+        key: value
+        for key, value in (COMMON | EXPERTS | NEXT).items()
+        if key not in ("intermediate_size", "norm_topk_prob")
+    },
 }
+WITH_IMAGES: dict[str, tuple[Any, str]] = {"qwen3_5_moe": (Qwen3_5MoeConfig, "qwen3_5_moe_text")}
+"""Models of texts and images, and the family of their text model."""
 CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "llama": LlamaConfig,
     "qwen2": Qwen2Config,
@@ -65,6 +73,7 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "qwen3_moe": Qwen3MoeConfig,
     "qwen3_next": Qwen3NextConfig,
     "qwen3_5_text": Qwen3_5TextConfig,
+    "qwen3_5_moe_text": Qwen3_5MoeTextConfig,
 }
 SHORT: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 2},
@@ -73,18 +82,30 @@ SHORT: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_hidden_layers": 2},
     "qwen3_next": {"num_hidden_layers": 2, "full_attention_interval": 2},
     "qwen3_5_text": {"num_hidden_layers": 2, "full_attention_interval": 2},
+    "qwen3_5_moe": {"num_hidden_layers": 2, "full_attention_interval": 2},
 }
 """Changes that halve the number of layers; Qwen3-Next keeps one of each kind."""
 
 
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
-    return CONFIGS[family](**OWN[family] | changes)
+    if family not in WITH_IMAGES:
+        return CONFIGS[family](**OWN[family] | changes)
+    kind, text = WITH_IMAGES[family]
+    size = dict.fromkeys(("hidden_size", "intermediate_size", "num_position_embeddings"), 16)
+    vision = size | {"depth": 1, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64}
+    return kind(text_config=OWN[text] | changes, vision_config=vision)
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """Return the class that loads a whole folder."""
+    return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
 
 
 def tiny_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """Return a float32 model in which every weight, norms too, changes the result."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny_config(family, **changes), attn_implementation="sdpa")
+    config = tiny_config(family, **changes)
+    model = auto_class(config).from_config(config, attn_implementation="sdpa")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("_proj.bias"):
@@ -102,9 +123,11 @@ def save_tiny(folder: Path, family: str, **changes: Any) -> PreTrainedModel:
 
 
 def gradients_by_name(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return gradients by the names of files: experts, which Transformers fuses, one by one."""
+    """Return gradients by the names of files, not images; experts, which Transformers fuses, one by one."""
     gradients: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
+        if ".visual." in name:
+            continue
         assert parameter.grad is not None, name
         if name.endswith("experts.gate_up_proj"):
             for expert, both in enumerate(parameter.grad):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.kit.distributed import run_ranks
-from tests.kit.tiny_models import FAMILIES, save_tiny
+from tests.kit.tiny_models import save_tiny
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "llama": {"tensor": 2},
@@ -85,7 +85,7 @@ def both(folder: Path, layout: dict[str, Any], checkpoint: Path) -> None:
         assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LAYOUTS)
 def test_transformer_engines_modules_and_plain_ones_share_checkpoints(tmp_path, family):
     save_tiny(tmp_path / "hf", family)
     run_ranks(2, both, tmp_path / "hf", LAYOUTS[family], tmp_path / "checkpoints")

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from tests.kit.meta import meta_device
 from tests.kit.tiny_models import FAMILIES, LLAMA3, tiny_config
 
 SHIPPED = Path(hf.__file__).parent / "configs"
-PARAMETERS = {"qwen3-32b": 32.762, "qwen3-next-80b-a3b-thinking": 79.674}
+PARAMETERS = {"qwen3-32b": 32.762, "qwen3-next-80b-a3b-thinking": 79.674, "qwen3.5-35b-a3b": 34.661}
 """Billions of parameters of the published checkpoints without the multi-token prediction layer."""
 
 
@@ -55,7 +56,8 @@ def mapped(config: Path) -> int:
 def test_the_real_models_have_their_published_size(name, tmp_path):
     """The built model has four layers, one period of Qwen3-Next; their weights are mapped like all others."""
     assert mapped(SHIPPED / f"{name}.json") / 1e9 == pytest.approx(PARAMETERS[name], abs=5e-4)
-    short = json.loads((SHIPPED / f"{name}.json").read_text()) | {"num_hidden_layers": 4}
+    short = json.loads((SHIPPED / f"{name}.json").read_text())
+    short.get("text_config", short)["num_hidden_layers"] = 4
     (tmp_path / "config.json").write_text(json.dumps(short))
     assert run_ranks(1, count_on_meta, tmp_path) == [mapped(tmp_path)]
 
@@ -65,15 +67,15 @@ def test_the_shipped_files_are_understood_whole(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = read_config(SHIPPED / f"{name}.json")
-    next_ = name.startswith("qwen3-next")
+    next_ = name != "qwen3-32b"
     assert gpt_arguments(model)["rotary_base"] == (1e7 if next_ else 1e6)
     assert gpt_arguments(model)["rotary_percent"] == (0.25 if next_ else 1.0)
     if next_:
         assert model.delta_net is not None
         assert model.experts is not None
-        assert sum(model.delta_net.layers) == 36
+        assert 4 * sum(model.delta_net.layers) == 3 * model.num_hidden_layers
         assert model.delta_net.layers[:4] == (True, True, True, False)
-        assert sum(model.experts.layers) == 48
+        assert all(model.experts.layers)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -313,10 +315,23 @@ def test_an_unsupported_family_is_told_where_a_new_one_is_added(tmp_path):
         parse_config(saved(tmp_path, "qwen3") | {"model_type": "mistral"}, "here.json")
 
 
-def test_a_model_of_images_is_told_how_its_text_model_is_saved(tmp_path):
-    raw = {"model_type": "qwen3_5", "text_config": saved(tmp_path, "qwen3_5_text")}
-    with pytest.raises(ConfigError, match=r"found .qwen3_5. .*save its text model alone"):
-        parse_config(raw, "here.json")
+def test_of_a_model_of_images_the_text_model_is_read(tmp_path):
+    text = saved(tmp_path, "qwen3_5_text")
+    model = parse_config({"model_type": "qwen3_5", "text_config": text}, "here.json")
+    assert model == replace(parse_config(text, "text.json"), prefix="model.language_model.")
+    for changes, message in (
+        (
+            {"tie_word_embeddings": True},
+            "tie_word_embeddings is True but text_config.tie_word_embeddings is None",
+        ),
+        ({"text_config": text | {"model_type": "qwen3"}}, "text_config: model_type: expected 'qwen3_5_text'"),
+        (
+            {"text_config": text | {"output_gate_type": "sigmoid"}},
+            "output_gate_type: only 'swish' is supported",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_config({"model_type": "qwen3_5", "text_config": text} | changes, "here.json")
 
 
 UNREADABLE = {

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import slow, slow_but
-from tests.kit.tiny_models import FAMILIES, gradients_by_name, save_tiny
+from tests.kit.tiny_models import FAMILIES, WITH_IMAGES, auto_class, gradients_by_name, save_tiny
 
 ROWS, LENGTH = 2, 24
 MAX_LOGIT_ERROR = 1e-5
@@ -40,6 +40,7 @@ CASES = slow_but({"tp2-sp", "pp2-vpp2"}, ("tp2-sp", "pp3", "pp2-vpp2"), "qwen3")
 CASES += [("qwen2", "tp2-sp"), ("llama", "tp2"), ("qwen3_5_text", "tp2-sp"), slow("qwen3_5_text", "tp2-pp2")]
 CASES += slow_but({"tp2-ep2"}, ("pp2, uneven", "ep2", "tp2-ep2", "tp2-ep2-etp2", "tp2-ep2-dp2"), "qwen3_moe")
 CASES += slow_but({"tp2-ep2"}, ("tp2-ep2", "pp2", "tp2-etp2"), "qwen3_next")
+CASES += [("qwen3_5_moe", "tp2-ep2")]
 """One case for each mechanism of a family."""
 
 
@@ -81,11 +82,12 @@ def in_doubles() -> Iterator[None]:
 def reference(folder: Path) -> tuple[Tensor, dict[str, Tensor]]:
     """Return (logits, gradients by name) of Transformers' model, fused experts taken apart. Its code must
     have been imported."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
+    config = AutoConfig.from_pretrained(folder)
     ids, labels, weights = make_rows()
     with in_doubles():
-        model = AutoModelForCausalLM.from_pretrained(
+        model = auto_class(config).from_pretrained(
             folder, dtype=torch.float64, experts_implementation="eager", attn_implementation="sdpa"
         )
         logits = model(ids).logits
@@ -159,7 +161,7 @@ def our_passes(folders: list[str]) -> list[tuple[dict[int, Tensor], dict[str, Te
 def references(tmp_path_factory):
     """Return family -> (folder, logits, gradients)."""
     made = {}
-    for family in FAMILIES:
+    for family in (*FAMILIES, *WITH_IMAGES):
         folder = tmp_path_factory.mktemp(family)
         save_tiny(folder, family)
         made[family] = (str(folder), *reference(folder))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from tests.kit.distributed import run_ranks
-from tests.kit.tiny_models import FAMILIES, save_tiny, tiny_config
+from tests.kit.tiny_models import save_tiny, tiny_config
 
 LAYOUTS = {
     "llama": [(2, {"pipeline": 2})],
@@ -20,9 +20,10 @@ LAYOUTS = {
      (2, {"pipeline": 2, "virtual_pipeline": 2})],
     "qwen3_moe": [(2, {"tensor": 2, "expert": 2}),
      (4, {"pipeline": 2, "expert": 2, "layers_per_stage": [1, 3]})],
+    "qwen3_5_moe": [(2, {"tensor": 2, "expert": 2})],
     "qwen3_next": [(2, {"tensor": 2, "expert": 2}), (4, {"tensor": 2, "pipeline": 2, "expert": 2})],
 }  # fmt: skip
-CASES = [(family, world, layout) for family in FAMILIES for world, layout in LAYOUTS[family]]
+CASES = [(family, world, layout) for family in LAYOUTS for world, layout in LAYOUTS[family]]
 
 
 def build(folder: str, layout: dict, dtype: torch.dtype = torch.float32) -> list:
@@ -57,7 +58,7 @@ def test_round_trip_is_exact_on_every_rank(tmp_path, family, world_size, layout)
     source, out = tmp_path / "hf", tmp_path / "one-file"
     save_tiny(source, family)
     exported = run_ranks(world_size, load_and_save, str(source), layout, str(out), torch.float32)
-    names = set(load_file(source / "model.safetensors"))
+    names = {name for name in load_file(source / "model.safetensors") if ".visual." not in name}
     assert all(rank == names for rank in exported)
     assert (out / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
 

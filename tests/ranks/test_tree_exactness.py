@@ -41,6 +41,7 @@ MODELS = {
     "delta_net": ("qwen3_5_text", {}),
     "moe": ("qwen3_moe", {"num_hidden_layers": 2}),
     "next": ("qwen3_next", SHORT["qwen3_next"]),
+    "images": ("qwen3_5_moe", SHORT["qwen3_5_moe"]),
 }
 BUDGET = 400
 
@@ -129,6 +130,7 @@ PARALLEL = [
     slow("moe", {"expert_tensor": 2}),
     ("moe", {"tensor": 2, "expert": 2}),
     ("next", {}),  # data parallel
+    slow("images", {"tensor": 2, "expert": 2}),
     slow("dense", {"context": 3}),
     slow("dense", {"context": 2, "tensor": 2, "sequence": True, "pipeline": 2}),
     slow("delta_net", {"context": 2, "pipeline": 2, "virtual_pipeline": 2, "recompute": "full"}),

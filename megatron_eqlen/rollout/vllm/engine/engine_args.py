@@ -70,7 +70,10 @@ def engine_args(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_l
     if kv_gib:
         args["kv_cache_memory_bytes"] = int(kv_gib * 2**30)
     if model.has_yarn:  # vLLM takes max_position_embeddings for the scaled length, Qwen3's keep it
-        args["hf_overrides"] = {"max_position_embeddings": model.context_length}
+        longer = {"max_position_embeddings": model.context_length}
+        args["hf_overrides"] = {"text_config": longer} if model.reads_images else longer
+    if model.reads_images:
+        args["language_model_only"] = True
     return args | rollout.vllm
 
 

@@ -18,8 +18,9 @@ def repack(model: nn.Module) -> list[str]:
         if kernel is not None:
             kernel.fused_experts.process_weights_after_loading(module)
             done.append(name)
-    head = getattr(model, "lm_head", None)
-    embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
+    text = getattr(model, "language_model", model)  # of a model that also reads images
+    head = getattr(text, "lm_head", None)
+    embedding = getattr(getattr(text, "model", None), "embed_tokens", None)
     if head is None or embedding is None or head is embedding:
         return done
     if head.weight is embedding.weight:
