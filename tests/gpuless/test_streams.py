@@ -138,12 +138,12 @@ class Streams(CUDASanitizerDispatchMode):
         self.kept: list[Any] = []
         """Memory is not used twice."""
         self.main = self.current = self.stream(0)
-        self.own = self.stream(1)
+        self.streams = (self.stream(1), self.stream(2))
         patch.setattr(torch.Tensor, "is_cuda", True)
         patch.setattr(torch.cuda, "current_stream", lambda: self.current)
         patch.setattr(torch.cuda, "stream", self._entered)
         patch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-        patch.setattr(packed_tensor, "_get_streams", lambda device, count: (self.own,) * count)
+        patch.setattr(packed_tensor, "_get_streams", lambda device, count: self.streams[:count])
 
     def stream(self, number: int) -> Any:
         def synchronize() -> None:
@@ -186,6 +186,79 @@ def test_without_our_order_vllms_producer_may_read_weights_that_are_not_written(
     streams.main.synchronize = lambda: None
     with pytest.raises(CUDASanitizerErrors):
         send(streams)
+
+
+class SharedMemory(Streams):
+    """Streams that use memory again as PyTorch's allocator does: a block goes back to the stream that it was
+    made on once nothing on the host holds it, whatever other streams still read."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__(patch)
+        self.blocks: list[tuple[Any, Tensor, int]] = []
+        """Stream, memory, and the number of its holders while it is free."""
+        self.sent: int | None = None
+        self.make = torch.empty
+        patch.setattr(torch, "empty", self.empty)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return CUDASanitizerDispatchMode.__torch_dispatch__(self, func, types, args, kwargs)
+
+    def empty(self, size: int, dtype: torch.dtype, device: str) -> Tensor:
+        for stream, block, free in self.blocks:
+            if stream is self.current and block.numel() >= size and holders(block) == free:
+                return block[:size]
+        block = self.make(size, dtype=dtype)
+        self.blocks.append((self.current, block, holders(block)))
+        return block[:size]
+
+    def broadcast(self, packed: Tensor, src: int) -> None:
+        """Write as NCCL does: a communicator's kernels wait for each other, whatever their streams."""
+        if self.sent is not None:
+            self.event_handler._handle_event_wait(self.sent, self.current.cuda_stream)
+        packed.fill_(1)
+        self.sent = 0 if self.sent is None else self.sent + 1
+        self.event_handler._handle_event_record(self.sent, self.current.cuda_stream)
+
+
+def holders(tensor: Tensor) -> int:
+    return torch._C._storage_Use_Count(memory_of(tensor))
+
+
+def receive(memory: SharedMemory, buffers: int, per_layer: int = 8) -> None:
+    """Receive layers of ``per_layer`` weights, two in a message. Like vLLM's layerwise reload, keep views of
+    a layer's weights until all are there."""
+    targets = iter([torch.zeros(16) for _ in range(6 * per_layer)])
+    kept: list[Tensor] = []
+
+    def load(named_tensors: list[tuple[str, Tensor]]) -> None:
+        for _, weight in named_tensors:
+            kept.append(weight)
+            if len(kept) == per_layer:
+                for each in kept:
+                    next(targets).copy_(each)
+                kept.clear()
+
+    with memory:
+        packed_tensor.packed_nccl_broadcast_consumer(
+            iterator=(("weight", ([16], torch.float32)) for _ in range(6 * per_layer)),
+            group=SimpleNamespace(broadcast=memory.broadcast),
+            src=0,
+            post_unpack_func=load,
+            buffer_size_bytes=100,
+            num_buffers=buffers,
+            device="cpu",
+        )
+    assert next(targets, None) is None
+    assert len(memory.blocks) < 3 * per_layer, "memory is used again"
+
+
+def test_vllms_consumer_reads_a_layer_before_its_memory_takes_the_next(monkeypatch):
+    receive(SharedMemory(monkeypatch), nccl.BUFFERS)
+
+
+def test_with_two_buffers_vllms_consumer_may_read_another_layers_weights(monkeypatch):
+    with pytest.raises(CUDASanitizerErrors):
+        receive(SharedMemory(monkeypatch), 2)
 
 
 def test_all_tensors_of_a_row_lie_on_the_gpu():
