@@ -1,11 +1,10 @@
-"""MkDocs hooks: which files the site has, and the pages that are made from code (see mkdocs.yml).
+"""MkDocs hooks: which files the site has, and the lists of folders' files (see mkdocs.yml).
 
 Every file lies in the site where it lies in the repository, so one link is right in both.
 """
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +20,6 @@ from tools import reference  # noqa: E402 (needs the path)
 
 SHOWN = ("*.md", ":!.github", "docs", ":!docs/hooks.py", "recipes", "slurm", "LICENSE", "CITATION.cff")
 """What git knows, or would add."""
-MARK = re.compile(r"<!-- reference: (\w+) -->")
 
 
 def on_config(config: MkDocsConfig) -> None:
@@ -46,8 +44,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """The text of a page with the reference that it asks for; below the README of a folder, its files."""
+    """The text of a page; below the README of a folder, its files."""
     folder = ROOT / Path(page.file.src_uri).parent
     if folder.parent == reference.PACKAGE:
         markdown += f"\n\n## Files\n\n{reference.files(folder)}"
-    return MARK.sub(lambda mark: reference.REFERENCES[mark[1]](), markdown)
+    return markdown

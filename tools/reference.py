@@ -1,6 +1,7 @@
 #!/usr/bin/env python
-"""Print a reference as Markdown, made from the code that defines it: recipe keys, metrics, or the package's
-files, as ``tools/reference.py keys``. The site of the documentation holds all three."""
+"""Print a reference as Markdown, made from the code that defines it: recipe keys, metrics, other trainers'
+keys, or the package's files, as ``tools/reference.py keys``. ``tools/reference.py write`` puts those of
+``PAGES`` into their pages."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from typing import Any
 
 from megatron_eqlen.metrics import DECLARED, Mean, Metric, Way
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe.others import TRAINERS, Row, table
 
 PACKAGE = Path(__file__).parents[1] / "megatron_eqlen"
 Schema = dict[str, Any]
@@ -133,13 +135,52 @@ def files(folder: Path = PACKAGE) -> str:
     return _table(("file", "content"), ((f"`{name}`", _markdown(text)) for name, text in first.items()))
 
 
-REFERENCES: dict[str, Callable[[], str]] = {"keys": keys, "metrics": metrics, "files": files}
+NAMES = {"verl": "verl", "trl": "TRL", "slime": "slime"}
+
+
+def others() -> str:
+    """Return each key of the other trainers: ours, their default, and what to know."""
+    head = ("key", "ours", "its default", "remark")
+    return "\n\n".join(
+        f"## {NAMES[name]}\n\n" + _table(head, map(_other, table()[name])) for name in TRAINERS
+    )
+
+
+def _other(row: Row) -> tuple[str, ...]:
+    values = "".join(
+        f"; {theirs}: {new or 'as ours'}" for theirs, new in (row.values or {}).items() if theirs != new
+    )
+    ours = f"`{row.ours}`" if row.ours else "-" if row.lost else "not needed"
+    remark = row.differs or row.always or row.lost
+    return f"`{row.theirs}`", ours, row.default or "", remark + (values if remark else values[2:])
+
+
+REFERENCES: dict[str, Callable[[], str]] = {
+    "keys": keys,
+    "metrics": metrics,
+    "others": others,
+    "files": files,
+}
+DOCS = PACKAGE.parent / "docs"
+PAGES = {"keys": DOCS / "recipe_keys.md", "metrics": DOCS / "metrics.md", "others": DOCS / "from_verl.md"}
+"""Pages that hold a reference, after the line ``MARK``."""
+MARK = "<!-- The rest of this page is made by tools/reference.py write. -->\n"
+
+
+def page(name: str) -> str:
+    """Return the page of a reference as it should be."""
+    return PAGES[name].read_text(encoding="utf-8").partition(MARK)[0] + MARK + f"\n{REFERENCES[name]()}\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name", choices=REFERENCES)
-    print(REFERENCES[parser.parse_args().name]())
+    parser.add_argument("name", choices=(*REFERENCES, "write"))
+    name = parser.parse_args().name
+    if name != "write":
+        print(REFERENCES[name]())
+        return
+    for each, path in PAGES.items():
+        path.write_text(page(each), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -137,6 +137,13 @@ def _add_training(verbs: Verbs) -> None:
     )
     submit.add_argument("--dry-run", action="store_true", help="print the batch script and submit nothing")
 
+    recipe = _add(verbs, "recipe", "write a recipe from another trainer's configuration (docs/from_verl.md)")
+    recipe.add_argument("file", type=Path, help="YAML file, shell script, or TRL's Python; none is executed")
+    recipe.add_argument(
+        "--from", dest="trainer", required=True, choices=("verl", "trl", "slime"), help="trainer it is for"
+    )
+    recipe.add_argument("--out", type=Path, metavar="FILE", help="recipe file to write (default: print)")
+
     check = _add(verbs, "check", "what is installed and works here, and what a recipe lacks")
     check.add_argument("recipe", type=Path, nargs="?", help="recipe file (YAML); default: none in particular")
     check.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help=OVERRIDES_HELP)

@@ -62,6 +62,22 @@ def check(arguments: argparse.Namespace) -> int:
     return check(pinned(recipe, recipe.run_folder) if recipe else None, arguments.short)
 
 
+def recipe(arguments: argparse.Namespace) -> int:
+    from megatron_eqlen.cli.translate import translate
+    from megatron_eqlen.files import write_text
+
+    text = translate(arguments.trainer, arguments.file).text(f"{arguments.trainer}'s {arguments.file.name}")
+    if arguments.out is None:
+        print(text, end="")
+        return 0
+    refuse_existing(arguments.out)
+    write_text(arguments.out, text)
+    print(
+        "".join(line[2:] or "\n" for line in text.splitlines(keepends=True) if line.startswith("#")), end=""
+    )
+    return 0
+
+
 def _print_plan(recipe: Recipe) -> int:
     from megatron_eqlen.objectives.registry import with_defaults
     from megatron_eqlen.plan import describe
