@@ -169,6 +169,7 @@ DECLARED = (
     Metric("environment/copies", "environments", "sum", "copied for forks"),
     Metric("environment/replays", "environments", "sum", "rebuilt from recorded messages"),
     Metric("environment/dropped", "rollouts", "sum", "left out because their environment failed"),
+    Metric("environment/refused", "requests", "sum", "of agents that went on, refused"),
     Metric("environment/given_share", "share", mean(HARVEST_SUPERVISED_TOKENS), "given per generated token"),
     Metric(HARVEST_PROMPT_TOKENS, "tokens", "sum", "of prompts, each prompt once"),
     Metric(HARVEST_BRANCHES, "tracks", "sum", "forks in the finished rollouts"),

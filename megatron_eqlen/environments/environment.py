@@ -28,6 +28,8 @@ class Observation:
     """True if the response has ended; ``content`` is not read then."""
     role: str = "tool"
     """Role of the message in the chat template."""
+    messages: Sequence[Mapping[str, Any]] = ()
+    """Several messages, in place of ``content`` and ``role``."""
 
 
 class Environment:
@@ -42,6 +44,8 @@ class Environment:
     """JSON schemas of the tools, as the chat template takes them."""
     copies: ClassVar[bool] = True
     """False if ``fork`` is not possible: only sampling that forks nothing can be used."""
+    refused: int = 0
+    """Requests of an agent that were refused."""
 
     def __init__(self, prompt: Prompt, seed: int) -> None: ...
 
@@ -59,6 +63,15 @@ class Environment:
 
     def close(self) -> None:
         """Give up what the environment holds."""
+
+    def opening(self) -> tuple[Sequence[Any], Sequence[Any]] | None:
+        """Return the messages and tools that the prompt must consist of; None if any prompt fits."""
+        return None
+
+    @classmethod
+    def schemas(cls, **options: Any) -> Sequence[Mapping[str, Any]]:
+        """Return the JSON schemas of the tools, as the chat template takes them."""
+        return cls.tools
 
     @classmethod
     def start(cls, **options: Any) -> None:

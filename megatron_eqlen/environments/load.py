@@ -19,6 +19,7 @@ from megatron_eqlen.types import Prompt
 BUILT_IN = {
     "python": "megatron_eqlen.environments.python_tool:PythonTool",
     "search": "megatron_eqlen.environments.search_tool:SearchTool",
+    "agent": "megatron_eqlen.environments.agent:Agent",
 }
 
 TURN = "<think>\nthought\n</think>\n\nA turn that the policy generated."
@@ -54,7 +55,7 @@ def environment_class(recipe: Recipe) -> type[Environment]:
 
 def tools(recipe: Recipe) -> Sequence[Mapping[str, Any]]:
     """Return the JSON schemas of the tools of the recipe's environment; none without one."""
-    return environment_class(recipe).tools if recipe.environment.name else ()
+    return environment_class(recipe).schemas(**recipe.environment.options) if recipe.environment.name else ()
 
 
 def conversations(recipe: Recipe, tokenizer: Tokenizer) -> Conversations | None:
@@ -65,21 +66,29 @@ def conversations(recipe: Recipe, tokenizer: Tokenizer) -> Conversations | None:
         return None
     cls, thinking = environment_class(recipe), recipe.data.enable_thinking
     cls.start(**section.options)
+    schemas = cls.schemas(**section.options)
 
     def make(prompt: Prompt, seed: int) -> Environment:
         gold, _ = referred(prompt.gold)  # a reward function's may hold columns
         plain = gold if isinstance(gold, str) else json.dumps(gold)
-        return cls(replace(prompt, gold=plain), seed, **section.options)  # type: ignore[call-arg]
+        made = cls(replace(prompt, gold=plain), seed, **section.options)  # type: ignore[call-arg]
+        if (opening := made.opening()) is not None:
+            try:
+                refuse_other_prompt(tokenizer, prompt, *opening, thinking)
+            except BaseException:
+                made.close()
+                raise
+        return made
 
     def write(observation: Observation) -> list[int]:
-        return given_tokens(tokenizer, observation, cls.tools, thinking)
+        return given_tokens(tokenizer, observation, schemas, thinking)
 
     write(Observation("content"))  # an unfit template is refused before anything is generated
     return Conversations(
         make,
         tokenizer.decode,
         write,
-        cls.tools,
+        schemas,
         section.max_turns,
         section.max_given_tokens,
         section.timeout,
@@ -99,17 +108,17 @@ def given_tokens(
     Raises ValueError for a chat template that changes earlier turns: what was generated could not stay as it
     is. Qwen3's drops earlier thinking once a ``user`` speaks, and keeps it before a ``tool``.
     """
-    messages = [
+    messages: list[Any] = [
         {"role": "user", "content": "question"},
         {"role": "assistant", "content": TURN},
-        {"role": observation.role, "content": observation.content},
+        *(observation.messages or [{"role": observation.role, "content": observation.content}]),
     ]
     text = tokenizer.render_chat(messages, enable_thinking, tools)
     _, turn, after = text.partition(TURN)
     if not turn:
         raise ValueError(
             f"{tokenizer.folder}: expected a chat template that keeps the assistant's turns as they are "
-            f"before a message of the role {observation.role!r}, found one that changes them"
+            f"before a message of the role {messages[-1]['role']!r}, found one that changes them"
         )
     token_ids = tokenizer.encode(after)
     if not token_ids or token_ids[0] not in tokenizer.eos_token_ids:
@@ -118,3 +127,19 @@ def given_tokens(
             f"sequence ({sorted(tokenizer.eos_token_ids)}), found {token_ids[:1]}"
         )
     return token_ids[1:]
+
+
+def refuse_other_prompt(
+    tokenizer: Tokenizer,
+    prompt: Prompt,
+    messages: Sequence[Any],
+    tools: Sequence[Mapping[str, Any]],
+    enable_thinking: bool | None,
+) -> None:
+    """Raise ValueError unless the messages of an agent's first request are the prompt."""
+    text = tokenizer.render_chat([*messages], enable_thinking, tools)
+    if tokenizer.encode(text) != prompt.token_ids:
+        raise ValueError(
+            f"first request: expected the prompt, {tokenizer.decode(prompt.token_ids)!r}, found {text!r}: "
+            "see data.instruction, data.instruction_role, and environment.options: tools"
+        )

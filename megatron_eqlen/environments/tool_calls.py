@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
 from megatron_eqlen.environments.environment import Environment, Observation
@@ -24,12 +25,19 @@ class BadToolCall(ValueError):
 def tool_call(message: str) -> ToolCall | None:
     """Return the first call of a tool in a turn, None if there is none. What stands before ``</think>`` calls
     nothing. Raises BadToolCall."""
+    return next(iter(tool_calls(message)), None)
+
+
+def tool_calls(message: str) -> Iterator[ToolCall]:
+    """Yield all calls of tools in a turn."""
     spoken = message.rpartition("</think>")[2]
-    match = _HERMES.search(spoken) or _LLAMA.fullmatch(spoken)
-    if match is None:
-        return None
+    calls = list(_HERMES.finditer(spoken)) or [_LLAMA.fullmatch(spoken)]
+    return (_read(match[1]) for match in calls if match is not None)
+
+
+def _read(text: str) -> ToolCall:
     try:
-        call = json.loads(match[1])
+        call = json.loads(text)
     except ValueError as error:
         raise BadToolCall(f"the call is not JSON: {error}") from None
     arguments = call.get("arguments", call.get("parameters")) if isinstance(call, dict) else None

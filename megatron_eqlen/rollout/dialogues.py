@@ -51,7 +51,7 @@ class Dialogues:
         self._due: dict[Track, float] = {}
         """Turns that wait for other tracks, and since when."""
         self._asked: set[Track] = set()
-        self.answered = self.cut = self.dropped = self.copies = self.replays = 0
+        self.answered = self.cut = self.dropped = self.copies = self.replays = self.refused = 0
         self.seconds = self.waited = 0.0
 
     def begin(self, key: RolloutKey, harvester: Harvester) -> None:
@@ -113,6 +113,7 @@ class Dialogues:
             del self._due[track]
             self._asked.discard(track)
         for state in self._states.pop(key, {}).values():
+            self.refused += state.environment.refused
             with contextlib.suppress(Exception):  # another's code, and nothing depends on it
                 state.environment.close()
 
@@ -131,6 +132,7 @@ class Dialogues:
             "environment/copies": self.copies,
             "environment/replays": self.replays,
             "environment/dropped": self.dropped,
+            "environment/refused": self.refused,
         }
 
 

@@ -1,0 +1,306 @@
+"""An endpoint as OpenAI's, at which an agent finds the policy for the length of one response.
+
+    agent ── POST BASE_URL/chat/completions ──► Episode ── new messages ──► Agent.step's observation
+          ◄─────────── policy's turn ──────────         ◄── text of a turn ──
+
+A request must continue the conversation so far. The same request again, from a client that retries, waits for
+the same turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, NamedTuple
+
+from megatron_eqlen.environments.tool_calls import BadToolCall, tool_calls
+
+log = logging.getLogger(__name__)
+
+Message = dict[str, Any]
+
+POLL_SECONDS = 0.05
+USED = {"messages", "tools", "model", "stream", "stream_options"}
+ONLY: dict[str, tuple[Any, ...]] = {
+    "n": (None, 1), "logprobs": (None, False), "tool_choice": (None, "auto"),
+    "response_format": (None, {"type": "text"}),
+}  # fmt: skip
+"""Values that a request may have; all other keys are ignored."""
+
+
+class RefusedError(ValueError):
+    """A request that cannot be answered. The text is for the agent."""
+
+
+class Reply(NamedTuple):
+    status: int
+    kind: str
+    """Content type."""
+    body: bytes
+
+
+class Request(NamedTuple):
+    messages: list[Message]
+    tools: list[Message]
+
+    @classmethod
+    def read(cls, body: Any) -> Request:
+        """Return the request in a JSON body. Raises RefusedError."""
+        if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
+            raise RefusedError("expected a JSON object with messages")
+        for key, values in ONLY.items():
+            if body.get(key) not in values:
+                raise RefusedError(f"{key}: expected {values[-1]!r} or nothing, found {body[key]!r}")
+        return cls([_plain(message) for message in body["messages"]], body.get("tools") or [])
+
+
+def _plain(message: Any) -> Message:
+    """Return what the chat template reads of a message."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise RefusedError(f"messages: expected objects with a role, found {message!r:.200}")
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+            raise RefusedError("messages: expected text, found other content")
+        content = "".join(part["text"] for part in content)
+    plain = {"role": message["role"], "content": content}
+    if message.get("tool_calls"):
+        plain["tool_calls"] = [dict(call["function"]) for call in message["tool_calls"]]
+    return plain
+
+
+def as_message(text: str, turn: int, tools: bool) -> Message:
+    """Return a turn's text as an assistant's message: thinking apart, and calls of ``tools``, if there are
+    some."""
+    thinking, closed, spoken = text.rpartition("</think>")
+    calls = []
+    if tools:
+        with contextlib.suppress(BadToolCall):  # the agent sees the text
+            calls = list(tool_calls(text))
+    if calls:
+        spoken = spoken.partition("<tool_call>")[0] if "<tool_call>" in spoken else ""
+    message: Message = {"role": "assistant", "content": spoken.strip() or (None if calls else "")}
+    if closed:
+        message["reasoning_content"] = thinking.removeprefix("<think>").strip()
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": f"call_{turn}_{number}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+            }
+            for number, call in enumerate(calls)
+        ]
+    return message
+
+
+class Episode:
+    """Conversation of one agent: its requests, which the policy's turns answer, and its result."""
+
+    def __init__(self) -> None:
+        self.key = secrets.token_urlsafe(16)
+        self.requests: list[Request] = []
+        self.turns: list[Message] = []
+        """Answers to ``requests``; the last one may be missing."""
+        self.refused = 0
+        self.ended = False
+        self.reward: Any = None
+        self.error: BaseException | None = None
+        self._closed: str | None = None
+        self._changed = threading.Condition()
+
+    # ---- the agent's side ----------------------------------------------------------------------------
+
+    def ask(self, body: Any) -> Message:
+        """Return the policy's turn that answers a request, once there is one. Raises RefusedError."""
+        with self._changed:
+            try:
+                number = self._number_of(Request.read(body))
+            except RefusedError:
+                self.refused += 1
+                raise
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: len(self.turns) > number or self._closed is not None)
+            if len(self.turns) <= number:
+                raise RefusedError(str(self._closed))
+            return self.turns[number]
+
+    def end(self, reward: Any = None, error: BaseException | None = None) -> None:
+        """Take the agent's result."""
+        with self._changed:
+            self.ended, self.reward, self.error = True, reward, error
+            self._changed.notify_all()
+
+    def _number_of(self, request: Request) -> int:
+        if request in self.requests:
+            return self.requests.index(request)
+        if self._closed is not None:
+            raise RefusedError(self._closed)
+        if len(self.turns) < len(self.requests):
+            raise RefusedError("another request waits for its turn: requests must come one after the other")
+        if self.requests:
+            self._refuse_changes(request)
+        self.requests.append(request)
+        return len(self.requests) - 1
+
+    def _refuse_changes(self, request: Request) -> None:
+        """Raise RefusedError unless a request continues the conversation."""
+        before = [*self.requests[-1].messages, _plain(self.turns[-1])]
+        for number, message in enumerate(before):
+            if number >= len(request.messages) or not _same(message, request.messages[number]):
+                raise RefusedError(
+                    f"messages[{number}]: expected a conversation that goes on as it was, with {message}, "
+                    f"found {request.messages[number : number + 1]}"
+                )
+        new = request.messages[len(before) :]
+        if not new or any(message["role"] == "assistant" for message in new):
+            raise RefusedError(
+                "messages: expected new messages after the policy's last turn, none of them its own"
+            )
+        if request.tools != self.requests[-1].tools:
+            raise RefusedError("tools: expected those of the first request")
+
+    # ---- the environment's side ----------------------------------------------------------------------
+
+    def asked(self) -> list[Message] | None:
+        """Return the new messages of the next request, once there is one; None if the agent has ended. Raises
+        the agent's error."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: len(self.requests) > len(self.turns) or self.ended or self._closed is not None
+            )
+            if len(self.requests) > len(self.turns):
+                known = len(self.requests[-2].messages) + 1 if self.turns else 0
+                return self.requests[-1].messages[known:]
+            if self.error is not None:
+                raise self.error
+            return None
+
+    def answer(self, text: str) -> None:
+        """Answer the open request with the text of a turn."""
+        with self._changed:
+            self.turns.append(as_message(text, len(self.turns), bool(self.requests[-1].tools)))
+            self._changed.notify_all()
+
+    def close(self, why: str) -> None:
+        """Refuse the open request and all later ones."""
+        with self._changed:
+            self._closed = self._closed or why
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Wait for the agent's end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.ended)
+
+
+def _same(ours: Message, theirs: Message) -> bool:
+    """Return True if messages are the same but for space around a turn's text and in its calls' JSON."""
+    if ours["role"] != "assistant" or theirs["role"] != "assistant":
+        return ours == theirs
+    return _turn(ours) == _turn(theirs)
+
+
+def _turn(message: Message) -> Any:
+    calls = [(call.get("name"), _json(call.get("arguments"))) for call in message.get("tool_calls", ())]
+    return message["content"].strip(), calls
+
+
+def _json(text: Any) -> Any:
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError):
+        return text
+
+
+class Endpoint:
+    """HTTP server of all episodes of this process, on a port of its own of the loopback interface."""
+
+    def __init__(self) -> None:
+        self.episodes: dict[str, Episode] = {}
+        self.ignored: set[str] = set()
+        """Keys of requests that have no effect, and that were named."""
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                status, kind, sent = outer.reply(self.path, body)
+                with contextlib.suppress(ConnectionError):  # a client that has given up
+                    self.send_response(status)
+                    self.send_header("Content-Type", kind)
+                    self.send_header("Content-Length", str(len(sent)))
+                    self.end_headers()
+                    self.wfile.write(sent)
+
+            def log_message(self, format: str, *args: Any) -> None: ...
+
+        class Server(ThreadingHTTPServer):
+            request_queue_size = 256
+
+        self._server = Server(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(POLL_SECONDS,), name="endpoint", daemon=True
+        )
+        self._thread.start()
+
+    def open(self, episode: Episode) -> str:
+        """Return the base URL of an episode."""
+        self.episodes[episode.key] = episode
+        return f"http://127.0.0.1:{self._server.server_port}/rollout/{episode.key}/v1"
+
+    def reply(self, path: str, body: bytes) -> Reply:
+        """Return the answer to a request. A stream is one chunk: a turn is complete before it is answered."""
+        _, rollout, key, *rest = [*path.split("/"), "", ""]
+        episode = self.episodes.get(key)
+        if rollout != "rollout" or rest[:3] != ["v1", "chat", "completions"]:
+            return _error(404, f"expected .../v1/chat/completions, found {path}")
+        if episode is None:
+            return _error(404, "the rollout has ended")
+        try:
+            asked = json.loads(body)
+            self._name_ignored(asked)
+            message = episode.ask(asked)
+        except ValueError as error:
+            return _error(400, str(error))
+        reason = "tool_calls" if message.get("tool_calls") else "stop"
+        choice = {"index": 0, "finish_reason": reason, "logprobs": None}
+        reply = {
+            "id": f"chatcmpl-{secrets.token_hex(8)}",
+            "created": int(time.time()),
+            "model": asked.get("model"),
+        }
+        if not asked.get("stream"):
+            return _reply(
+                200, reply | {"object": "chat.completion", "choices": [choice | {"message": message}]}
+            )
+        calls = [{"index": number} | call for number, call in enumerate(message.get("tool_calls", ()))]
+        choice["delta"] = message | ({"tool_calls": calls} if calls else {})
+        chunk = json.dumps(reply | {"object": "chat.completion.chunk", "choices": [choice]})
+        return Reply(200, "text/event-stream", f"data: {chunk}\n\ndata: [DONE]\n\n".encode())
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _name_ignored(self, asked: Any) -> None:
+        new = {*asked} - USED - {*ONLY} - self.ignored if isinstance(asked, dict) else set[str]()
+        if new:
+            self.ignored |= new
+            log.warning("requests of agents: %s: ignored, the recipe decides", ", ".join(sorted(new)))
+
+
+def _error(status: int, text: str) -> Reply:
+    return _reply(status, {"error": {"message": text, "type": "invalid_request_error"}})
+
+
+def _reply(status: int, content: Mapping[str, Any]) -> Reply:
+    return Reply(status, "application/json", json.dumps(content).encode())

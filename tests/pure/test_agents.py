@@ -1,0 +1,329 @@
+"""Agents of others: real OpenAI clients against the endpoint, in a real harvest."""
+
+import json
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+import openai
+import pytest
+
+from megatron_eqlen.environments.agent import Agent
+from megatron_eqlen.environments.endpoint import as_message
+from megatron_eqlen.environments.load import conversations
+from megatron_eqlen.recipe import EnvironmentRecipe
+from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.rollout.harvest_plan import HarvestPlan
+from megatron_eqlen.rollout.partial import HarvestProgress, PartialRollout
+from megatron_eqlen.types import Delta
+from tests.kit import ROOT
+from tests.kit.length_bias import QUESTION
+from tests.pure.test_environments import TEMPLATES, tokenizer_with
+from tests.pure.test_forks import recipe
+
+HERE = "tests.pure.test_agents"
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+CALL = 'so\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+FIRST = [{"role": "user", "content": "q"}]
+
+
+def client(base_url, **options):
+    return openai.OpenAI(base_url=base_url, api_key="any", **options)
+
+
+def ask(base_url, messages, **options):
+    return client(base_url).chat.completions.create(model="policy", messages=messages, **options).choices[0]
+
+
+def talks(base_url, prompt, seed, turns=2):
+    """Hands each turn back as it came, says ``more`` until there are ``turns``, and rewards the length."""
+    messages = [*FIRST]
+    for turn in range(turns):
+        messages += [{"role": "user", "content": "more"}] if turn else []
+        messages.append(ask(base_url, messages, temperature=0.3).message)
+    return len(messages) / 10
+
+
+async def calls(base_url, prompt, seed):
+    """Asynchronous, with tools, and a stream."""
+    session = openai.AsyncOpenAI(base_url=base_url, api_key="any")
+    turn = (await session.chat.completions.create(model="m", messages=FIRST, tools=[TOOL])).choices[0]
+    assert turn.finish_reason == "tool_calls"
+    (call,) = turn.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
+    results = [{"role": "tool", "tool_call_id": call.id, "content": word} for word in ("one", "two")]
+    stream = await session.chat.completions.create(
+        model="m", messages=[*FIRST, turn.message, *results], tools=[TOOL], stream=True
+    )
+    chunks = [chunk async for chunk in stream]
+    return 1.0 if chunks[0].choices[0].delta.tool_calls else 0.5
+
+
+def retries(base_url, prompt, seed):
+    """Gives up an answer before it is there, and asks again; also after it."""
+    impatient = client(base_url, timeout=0.1, max_retries=50)
+    first = impatient.chat.completions.create(model="m", messages=FIRST).choices[0].message
+    return float(first == ask(base_url, FIRST).message)
+
+
+def edits(base_url, prompt, seed):
+    """Changes history, asks twice at once, asks for what there is not; then goes on as it should."""
+    turn = ask(base_url, FIRST).message
+    more = {"role": "user", "content": "more"}
+    edited = {"role": "assistant", "content": "I never said that."}
+    bad = [
+        [*FIRST, edited, more],
+        [{"role": "system", "content": "Be brief."}, *FIRST, turn, more],
+        [{"role": "user", "content": "another"}],
+        [*FIRST, turn, edited, more],
+        [*FIRST, turn],
+    ]
+    for messages in bad:
+        with pytest.raises(openai.BadRequestError, match="messages"):
+            ask(base_url, messages)
+    with pytest.raises(openai.BadRequestError, match="n: expected 1"):
+        ask(base_url, FIRST, n=2)
+
+    def answered(word):
+        try:
+            ask(base_url, [*FIRST, turn, {"role": "user", "content": word}])
+        except openai.BadRequestError:
+            return 0.0
+        return 1.0
+
+    with ThreadPoolExecutor() as pool:
+        return sum(pool.map(answered, ["more", "other"]))
+
+
+def insists(base_url, prompt, seed):
+    ask(base_url, FIRST)
+    ask(base_url, [{"role": "user", "content": "another"}])
+
+
+def crashes(base_url, prompt, seed):
+    ask(base_url, FIRST)
+    raise OSError("disk full")
+
+
+def hangs(base_url, prompt, seed):
+    ask(base_url, FIRST)
+    time.sleep(5)
+
+
+def idles(base_url, prompt, seed):
+    return 1.0
+
+
+def strays(base_url, prompt, seed):
+    ask(base_url, [{"role": "system", "content": "Be brief."}, *FIRST])
+
+
+def endless(base_url, prompt, seed):
+    messages = [*FIRST]
+    try:
+        while True:
+            messages += [ask(base_url, messages).message, {"role": "user", "content": "more"}]
+    except openai.BadRequestError as error:
+        return 0.25 if "the response has ended" in str(error) else 0.5
+
+
+@dataclass
+class Speaking:
+    """An engine that gives a request's next turn, a few tokens a step."""
+
+    tokenizer: object
+    text: str
+    seconds: float = 0.0
+    policy_version, max_model_len, max_num_seqs, vocab_size = 0, 999, 99, 999
+    left: dict = field(default_factory=dict)
+    drawn: list = field(default_factory=list)
+
+    def submit(self, request_id, token_ids, max_tokens, seed, path_rows=0):
+        turn = [*self.tokenizer.encode(f"{self.text} {seed % 97}" if "{" not in self.text else self.text)]
+        self.left[request_id] = [*turn, *self.tokenizer.encode("<|im_end|>")][:max_tokens]
+        self.drawn.append(self.left[request_id])
+
+    def step(self):
+        time.sleep(self.seconds)
+        return [self._next(name) for name in list(self.left)]
+
+    def _next(self, name):
+        tokens, self.left[name] = self.left[name][:7], self.left[name][7:]
+        if not self.left[name]:
+            del self.left[name]
+        return Delta(name, tokens, {"logprobs": [0.0] * len(tokens)})
+
+    def abort(self, request_ids):
+        for name in request_ids:
+            self.left.pop(name, None)
+
+    def metrics(self):
+        return {}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return tokenizer_with(tmp_path_factory.mktemp("tokenizer"), TEMPLATES["plain"])
+
+
+@pytest.fixture(autouse=True)
+def endpoint():
+    yield
+    Agent.end()
+
+
+def played(tokenizer, name, count=1, tools=None, progress=None, engine=None, **section):
+    """Return rollouts, metrics and the engine of ``count`` prompts; each has two completions."""
+    options = {"function": f"{HERE}:{name}"} | ({"tools": str(tools)} if tools else {})
+    section = EnvironmentRecipe(
+        **({"name": "agent", "options": options, "timeout": 20.0, "max_given_tokens": 512} | section)
+    )
+    settings = recipe(sampling="independent", objective="grpo")
+    rollout = settings.rollout.model_copy(update={"max_response_length": 300})
+    settings = settings.model_copy(update={"environment": section, "rollout": rollout})
+    ids = tokenizer.apply_chat_template(FIRST)
+    prompts = [replace(QUESTION, prompt_id=f"q{number}", token_ids=ids) for number in range(count)]
+    engine = engine or Speaking(tokenizer, "hm\n</think>\n\n I say")
+    plan = HarvestPlan(
+        prompts,
+        settings,
+        tokenizer.eos_token_ids,
+        seed=0,
+        progress=progress or HarvestProgress(),
+        conversations=conversations(settings, tokenizer),
+    )
+    rollouts, metrics = harvest(engine, plan)
+    return rollouts, metrics, engine
+
+
+def generated(rollouts):
+    return sorted(
+        ids
+        for rollout in rollouts
+        for part in rollout.parts
+        for ids in _runs(part.tokens.token_ids.tolist(), part.tokens.is_generated.tolist())
+    )
+
+
+def _runs(ids, own):
+    turns, before = [], False
+    for token, mine in zip(ids, own, strict=True):
+        if mine and not before:
+            turns.append([])
+        if mine:
+            turns[-1].append(token)
+        before = mine
+    return turns
+
+
+def test_what_is_trained_is_what_was_generated_and_the_agent_reads_it_without_thinking(tokenizer, caplog):
+    rollouts, metrics, engine = played(tokenizer, "talks", count=3)
+    assert generated(rollouts) == sorted(engine.drawn)
+    assert (len(engine.drawn), metrics["environment/turns"], metrics["environment/dropped"]) == (12, 12, 0)
+    for rollout in rollouts:
+        for part in rollout.parts:
+            assert (part.grade.reward, part.finish_reason) == (0.4, "stop")
+            said = tokenizer._decode(part.token_ids.tolist())
+            assert said.count("<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\nhm") == 1
+    assert caplog.text.count("requests of agents: temperature: ignored, the recipe decides") == 1
+
+
+def test_an_asynchronous_agent_gets_calls_of_tools_and_answers_several_at_once(tokenizer, tmp_path):
+    (tmp_path / "tools.json").write_text(json.dumps([TOOL]))
+    rollouts, _, engine = played(
+        tokenizer, "calls", tools=tmp_path / "tools.json", engine=Speaking(tokenizer, CALL)
+    )
+    assert generated(rollouts) == sorted(engine.drawn)
+    for part in rollouts[0].parts:
+        assert part.grade.reward == 1.0
+        assert "tool\none<|im_end|>\n<|im_start|>tool\ntwo" in tokenizer._decode(part.token_ids.tolist())
+
+
+def test_a_request_that_is_sent_again_gets_the_same_turn(tokenizer):
+    engine = Speaking(tokenizer, "a turn that takes longer than a client waits", seconds=0.1)
+    rollouts, metrics, engine = played(tokenizer, "retries", engine=engine)
+    assert [part.grade.reward for part in rollouts[0].parts] == [1.0, 1.0]
+    assert (len(engine.drawn), metrics["environment/refused"]) == (2, 0)
+
+
+def test_a_request_that_does_not_continue_the_conversation_is_refused_and_counted(tokenizer):
+    engine = Speaking(tokenizer, "hm", seconds=0.05)
+    rollouts, metrics, engine = played(tokenizer, "edits", engine=engine)
+    assert [part.grade.reward for part in rollouts[0].parts] == [1.0, 1.0]
+    assert generated(rollouts) == sorted(engine.drawn)
+    assert metrics["environment/refused"] == 2 * 7
+
+
+FAILURES = {
+    "insists": r"messages\[0\]: expected a conversation that goes on as it was",
+    "crashes": "disk full",
+    "hangs": r"no answer in 1 s \(environment.timeout\)",
+    "idles": "the agent ended before its first request",
+    "strays": "first request: expected the prompt, '.*user.*found '.*Be brief",
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_an_agent_that_fails_drops_its_rollout(tokenizer, name, caplog):
+    with pytest.raises(RuntimeError, match="all 1 rollouts are left out"):
+        played(tokenizer, name, timeout=1.0)
+    assert re.search(FAILURES[name], caplog.text, re.DOTALL)
+
+
+@pytest.mark.parametrize("name", ["endless", "talks"])
+def test_an_agent_says_what_a_response_is_worth_that_a_limit_ends(tokenizer, name):
+    """One that does not, has reward 0."""
+    rollouts, metrics, _ = played(tokenizer, name, max_turns=1)
+    assert [part.grade.reward for part in rollouts[0].parts] == [0.25 if name == "endless" else 0.0] * 2
+    assert metrics["environment/cut"] == 2
+
+
+def test_an_agent_goes_on_where_its_rollout_was_left(tokenizer):
+    (whole,), _, _ = played(tokenizer, "talks")
+    tracks = {part.number: part.tokens for part in whole.parts}
+    cut = {number: tokens[: len(tokens) - 3] for number, tokens in tracks.items()}
+    prompt = replace(QUESTION, prompt_id="q0", token_ids=tokenizer.apply_chat_template(FIRST))
+
+    class Finishing(Speaking):
+        def submit(self, request_id, token_ids, max_tokens, seed, path_rows=0):
+            known = tracks[int(request_id.split("/")[2].split(":")[0])].token_ids.tolist()
+            self.left[request_id] = known[len(token_ids) - len(prompt.token_ids) :]
+
+    progress = HarvestProgress(partial=[PartialRollout(prompt, 0, cut)])
+    (again,), metrics, _ = played(tokenizer, "talks", progress=progress, engine=Finishing(tokenizer, ""))
+    assert [part.token_ids.tolist() for part in again.parts] == [
+        part.token_ids.tolist() for part in whole.parts
+    ]
+    assert [part.grade.reward for part in again.parts] == [0.4, 0.4]
+    assert metrics["environment/replays"] == 2
+    progress = HarvestProgress(partial=[PartialRollout(prompt, 0, cut)])
+    with pytest.raises(RuntimeError, match="all 1 rollouts are left out"):  # its requests differ
+        played(tokenizer, "crashes", progress=progress, engine=Finishing(tokenizer, ""))
+
+
+def test_the_agent_of_the_page_plays(tokenizer, monkeypatch):
+    *_, code = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "agents.md").read_text(), re.DOTALL)
+    names = {}
+    exec(code, names)
+    monkeypatch.setitem(globals(), "play", names["play"])
+    monkeypatch.setattr("tests.pure.test_agents.QUESTION", replace(QUESTION, question="q", gold="say 1"))
+    rollouts, metrics, _ = played(tokenizer, "play")
+    assert [part.grade.reward for part in rollouts[0].parts] == [0.0, 0.0]
+    assert metrics["environment/turns"] == 6
+
+
+def test_an_agent_whose_arguments_do_not_fit_is_refused(tokenizer):
+    section = {"options": {"function": f"{HERE}:talks", "turn": 3}}
+    with pytest.raises(
+        ValueError, match=r"talks.base_url, prompt, seed, .*unexpected keyword argument 'turn'"
+    ):
+        played(tokenizer, "talks", **section)
+
+
+def test_text_that_is_no_call_stays_text():
+    assert as_message("a\n</think>\n\nb <tool_call>{</tool_call>", 0, True) == {
+        "role": "assistant",
+        "content": "b <tool_call>{</tool_call>",
+        "reasoning_content": "a",
+    }
