@@ -374,7 +374,9 @@ class Fixed(Environment):
 
 HERE = "tests.pure.test_environments"
 REFUSED = {
-    "environment.name: expected python, search, agent or package.module:Class, found 'pyhton'": {"name": "pyhton"},
+    "environment.name: expected python, search, agent or package.module:Class, found 'pyhton'": {
+        "name": "pyhton"
+    },
     "expected a subclass of megatron_eqlen.environments.environment.Environment": {"name": f"{HERE}:words"},
     "environment.options: .* unexpected keyword argument 'sise'": {
         "name": f"{HERE}:Fixed",
