@@ -14,7 +14,7 @@ from megatron_eqlen.files import refuse_existing, refuse_unwritable
 from megatron_eqlen.objectives.recipes import load, remarks
 from megatron_eqlen.processes.interrupts import Interrupts, watch
 from megatron_eqlen.recipe import Recipe, RecipeError, layout
-from megatron_eqlen.recipe.inputs import fetch, local_path, pinned
+from megatron_eqlen.recipe.inputs import fetch, local_path, missing_inputs, pinned
 from megatron_eqlen.recipe.load import dump
 from megatron_eqlen.report.run_folder import BEGAN, IMPORTED, RunFolder, check_harvest
 from megatron_eqlen.rollout.vllm.server.gate import authorization
@@ -51,6 +51,8 @@ def submit(arguments: argparse.Namespace) -> int:
     submission = Submission(arguments.recipe, arguments.overrides, arguments.servers, arguments.sbatch)
     if arguments.dry_run:
         print(submission.script(), end="")
+        if missing := missing_inputs(submission.recipe):
+            print(f"WARNING: {missing}", file=sys.stderr)
         return 0
     return submission.submit()
 
@@ -85,7 +87,7 @@ def _print_plan(recipe: Recipe) -> int:
     plan = describe(recipe)
     print(dump(with_defaults(recipe)))
     print(plan)
-    for remark in remarks(recipe):
+    for remark in filter(None, (missing_inputs(recipe), *remarks(recipe))):
         print(f"WARNING: {remark}")
     return 0
 

@@ -1,12 +1,14 @@
 r"""First rewards: a right, a wrong and a missing answer to a real row, graded before model and engine load.
 
 The right answer is the gold in the form that the prompt asks for: ``\boxed{}``, ``####``, ``<answer>`` or
-``Answer:``. If that earns nothing, no response of a model will.
+``Answer:``, or a program that looks up what its tests expect. If that earns nothing, no response of a model
+will.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -30,6 +32,18 @@ FORMS = {
 """Text of a prompt that asks for a form -> the form; the last one in the prompt counts."""
 LONG_GOLD = 20
 """Words beyond which a gold is no answer but an explanation."""
+LARGEST_TESTS = 200_000
+"""Characters of a problem's tests beyond which no program looks them up."""
+STDIN = """```python
+import sys
+tests = {tests!r}
+print(tests.get(sys.stdin.read().strip(), ""))
+```"""
+FUNCTION = """```python
+tests = {tests!r}
+def {name}(*arguments):
+    return next((output for inputs, output in tests if inputs == [*arguments]), None)
+```"""
 READ = {"math": "\\boxed{%s}", "reasoning_gym": "<answer>%s</answer>"}
 """Form that a grader of ours reads."""
 
@@ -60,14 +74,14 @@ class FirstReward:
 def first_rewards(
     recipe: Recipe, source: PromptSource, scorer: Scorer, tokenizer: Tokenizer
 ) -> list[FirstReward]:
-    """Return the first reward of each source and benchmark. Programs are left out: no row has a right one.
-    Raises ValueError, naming the source, for an error of a grader."""
+    """Return the first reward of each source and benchmark. Raises ValueError, naming the source, for an
+    error of a grader."""
     prompts = {False: source.first_prompts(), True: _first_of_benchmarks(recipe, tokenizer)}
     return [
         replace(first_reward(prompt, scorer, tokenizer), of_benchmark=of_benchmark)
         for of_benchmark, each in prompts.items()
         for prompt in each
-        if prompt.grader != "code"
+        if prompt.grader != "code" or len(prompt.gold) <= LARGEST_TESTS
     ]
 
 
@@ -82,7 +96,10 @@ def first_reward(prompt: Prompt, scorer: Scorer, tokenizer: Tokenizer) -> FirstR
         "empty": "",
         "without its form": f"It is {gold}.",
     }
-    if form == "%s":
+    if prompt.grader == "code":
+        form, gold = "%s", "its tests"
+        texts = {"right": _program(prompt.gold), "wrong": "```python\n```", "empty": ""}
+    elif form == "%s":
         del texts["without its form"]
     try:
         grades = scorer.grade_texts(
@@ -126,6 +143,16 @@ def _first_of_benchmarks(recipe: Recipe, tokenizer: Tokenizer) -> Iterable[Promp
                     continue
     finally:
         maker.close()
+
+
+def _program(gold: str) -> str:
+    """Return a program that looks up what the tests of a code problem expect."""
+    tests = json.loads(gold)
+    if name := tests.get("function"):
+        return FUNCTION.format(tests=[*zip(tests["inputs"], tests["outputs"], strict=True)], name=name)
+    return STDIN.format(
+        tests={text.strip(): output for text, output in zip(tests["inputs"], tests["outputs"], strict=True)}
+    )
 
 
 def _form(prompt: str) -> str | None:

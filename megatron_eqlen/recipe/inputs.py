@@ -72,12 +72,20 @@ def fetch_model(recipe: Recipe) -> Path:
 def check_inputs(recipe: Recipe) -> None:
     """Raise RecipeError, naming the key, for a local file or folder that the recipe reads and that is not
     there."""
+    if problems := missing_inputs(recipe):
+        raise RecipeError(problems)
+
+
+def missing_inputs(recipe: Recipe) -> str:
+    """Return which local files and folders that the recipe reads are not there, and the command that makes
+    them; empty if all are."""
     paths = {f"{key}.path": section.path for key, section in _inputs(recipe).items() if not hub_repo(section)}
+    for number, source in enumerate(recipe.data.sources):
+        named = {"tests": source.tests, "exclude": source.exclude}
+        paths |= {f"data.sources.{number}.{key}": path for key, path in named.items() if path}
     missing = {key: path for key, path in paths.items() if not Path(path).exists()}
-    if missing:
-        problems = "; ".join(f"{key}: {path} does not exist" for key, path in missing.items())
-        hint = where_from(recipe) if missing.keys() - recipe.variant.keys() else ""
-        raise RecipeError(problems + hint)
+    problems = "; ".join(f"{key}: {path} does not exist" for key, path in missing.items())
+    return problems + (where_from(recipe) if missing.keys() - recipe.variant.keys() else "")
 
 
 def where_from(recipe: Recipe) -> str:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -226,6 +227,7 @@ def of_hashes(response, answer):
 
 ASKS_HASHES = [{"role": "user", "content": "2 + 3? Write the answer after ####."}]
 MATH = {"question": "2 + 3?", "answer": 5}
+CODE = {"question": "Add two numbers.", "grader": "code", "tests": {"inputs": ["2 3\n"], "outputs": ["5\n"]}}
 FIRST = {
     "math": (MATH, None, "right 1, wrong 0, empty 0, without its form 0"),
     "a worked gold": (MATH | {"answer": "2 + 3 is 5\n#### 5"}, None, "right 1, wrong 0, "),
@@ -238,6 +240,8 @@ FIRST = {
     "own function, gold as a number": (MATH | {"question": ASKS_HASHES}, "of_hashes",
                                        "right 0, wrong 0, empty 0, without its form 0: its gold '5', written "
                                        "#### ..., earns no more than a wrong answer"),
+    "program": (CODE, None, "right 1, wrong 0, empty 0"),
+    "function": (CODE | {"tests": {"inputs": [[2, 3]], "outputs": [5], "function": "add"}}, None, "right 1"),
     "negative": (MATH, "by_length", "right -9, wrong -11, empty 0, without its form -8"),
 }  # fmt: skip
 """A row, its grader, and what is said of its first rewards."""
@@ -249,7 +253,7 @@ def test_first_rewards_name_the_cause_of_a_right_answer_that_earns_nothing(token
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     of_it = source(tmp_path, grader=function and f"{__name__}:{function}")
     prompts = PromptSource(recipe(of_it), tokenizer, 0)
-    scorer = Scorer(RewardRecipe(math_rule="exact"), tokenizer)
+    scorer = Scorer(RewardRecipe(math_rule="exact", code_python=sys.executable), tokenizer)
     (prompt,) = prompts.first_prompts()
     first = first_reward(prompt, scorer, tokenizer)
     scorer.close()

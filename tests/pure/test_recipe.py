@@ -516,6 +516,7 @@ PRINTED = [
     ("train {large} --dry-run", "32.762B parameters(.|\n)*fits"),
     ("plan {next}", "79.674B parameters, 3.564B active for a token"),
     ("plan {large} optimizer.offload=false", "DOES NOT FIT: train: "),
+    ("plan {large} steps=3", "WARNING: model.path: .* does not exist; data.sources.0.path: .* does"),
     ("plan {large} steps=3", r"WARNING: optimizer.warmup_steps: 20 is more than .*\n$"),
     ("train {large} --dry-run seed=3 steps=4", "seed: 3\nsteps: 4\n"),
     ("train {large} seed=3 --dry-run steps=4", "seed: 3\nsteps: 4\n"),

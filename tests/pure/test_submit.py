@@ -59,7 +59,9 @@ def recipe(here) -> str:
 
 def script(capsys, *arguments: str) -> str:
     assert cli.main(["submit", *arguments, "--dry-run"]) == 0
-    return capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert ("WARNING: model.path: " in printed.err) == (arguments[0] == LARGE), "what is not there"
+    return printed.out
 
 
 def directives(text: str) -> list[dict[str, str]]:
