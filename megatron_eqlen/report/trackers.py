@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_eqlen.files import write_text
-from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.objectives.registry import with_defaults
+from megatron_eqlen.recipe import Recipe, leaves, shown
 from megatron_eqlen.types import Metrics
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class Trackers:
                 f"report.wandb_project: {project!r} needs wandb, which is not installed "
                 "(pip install '.[wandb]')"
             )
-        self._start("TensorBoard", lambda: TensorBoard(folder, steps))
+        self._start("TensorBoard", lambda: TensorBoard(folder, steps, recipe))
         if project:
             self._start("wandb", lambda: Wandb(folder, recipe))
 
@@ -84,11 +85,22 @@ def _installed(package: str) -> bool:
     return True
 
 
+def _hparams(recipe: Recipe) -> Any:
+    """Return the recipe for TensorBoard's tab HParams: a column for each key in which runs differ."""
+    from torch.utils.tensorboard.summary import hparams  # slow to import
+
+    keys = leaves(with_defaults(recipe).model_dump(mode="json"))
+    plain = {key: value if isinstance(value, int | float) else shown(value) for key, value in keys.items()}
+    _, session, _ = hparams(plain, {})  # the first would fix the columns to this run's
+    return session
+
+
 class TensorBoard:
-    def __init__(self, folder: Path, steps: int) -> None:
+    def __init__(self, folder: Path, steps: int, recipe: Recipe) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=steps + 1)
+        self.writer._get_file_writer().add_summary(_hparams(recipe))
 
     def log(self, step: int, metrics: Metrics, samples: Samples | None) -> None:
         now = time.time()

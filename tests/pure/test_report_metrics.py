@@ -11,6 +11,7 @@ from tensorboard.summary.writer import event_file_writer
 
 from megatron_eqlen.report.metrics import MetricsWriter, read_metrics
 from megatron_eqlen.report.trackers import TensorBoard
+from tests.kit.report_runs import recipe
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +24,7 @@ def files_are_counted_as_in_a_process_of_its_own(monkeypatch):
 
 def write(folder, steps, value, behind=0, close=True):
     folder.mkdir(exist_ok=True)
-    writer = MetricsWriter(folder, behind, TensorBoard(folder, behind))
+    writer = MetricsWriter(folder, behind, TensorBoard(folder, behind, recipe(folder)))
     for step in steps:
         writer.write(step, {"reward/mean": value + step, "loss/total": -1 / 3})
     if close:

@@ -10,6 +10,8 @@ from contextlib import suppress
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from megatron_eqlen.report.metrics import MetricsWriter, read_metrics
 from megatron_eqlen.report.samples import COLUMNS, Samples, samples
@@ -173,6 +175,18 @@ def test_tensorboard_that_cannot_write_ends_no_run(tmp_path, caplog):
     train(tmp_path, [1, 2], report={})
     assert "TensorBoard failed and is left out" in caplog.text
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]
+
+
+def test_tensorboard_has_the_recipe_with_its_defaults_by_key(tmp_path):
+    train(tmp_path, [1], report={}, optimizer={"lr": 1e-5})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    written = events.PluginTagToContent("hparams")
+    assert {*written} == {SESSION_START_INFO_TAG}, "columns are the keys in which runs differ"
+    keys = HParamsPluginData.FromString(written[SESSION_START_INFO_TAG]).session_start_info.hparams
+    assert keys["optimizer.lr"].number_value == 1e-5
+    assert keys["objective"].string_value == "grpo"
+    assert keys["loss.clip_ratio_low"].number_value == 0.2
 
 
 def test_a_tracker_that_is_not_installed_is_a_clear_error(tmp_path, monkeypatch):
