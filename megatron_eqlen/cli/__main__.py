@@ -171,6 +171,12 @@ def _add_parts(verbs: Verbs) -> None:
 def _add_results(verbs: Verbs) -> None:
     report = _add(verbs, "report", "write a run folder's report.html again")
     report.add_argument("run", type=Path, help="run folder")
+    report.add_argument(
+        "--step",
+        type=_steps,
+        metavar="N[-M]",
+        help="write rollouts-N.html instead: all rollouts of these steps",
+    )
 
     status = _add(verbs, "status", "where a run stands: step, stage, rate, alive or dead")
     status.add_argument("run", type=Path, help="run folder")
@@ -216,6 +222,14 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"expected a number from 1 on, found {text!r}")
     return int(text)
+
+
+def _steps(text: str) -> tuple[int, int]:
+    """Return the first and the last of ``12`` or ``10-12``."""
+    first, _, last = text.partition("-")
+    if not (first.isdecimal() and (last or first).isdecimal() and 0 < int(first) <= int(last or first)):
+        raise argparse.ArgumentTypeError(f"expected a step as 12, or steps as 10-12, found {text!r}")
+    return int(first), int(last or first)
 
 
 def _add(verbs: Verbs, name: str, text: str) -> argparse.ArgumentParser:

@@ -129,6 +129,11 @@ def convert(arguments: argparse.Namespace) -> int:
 
 
 def report(arguments: argparse.Namespace) -> int:
+    if arguments.step is not None:
+        from megatron_eqlen.report.step_page import write_step_page
+
+        print(write_step_page(arguments.run, *arguments.step))
+        return 0
     from megatron_eqlen.recipe.load import load_run
     from megatron_eqlen.report.page import write_page
     from megatron_eqlen.report.recorded import recorded_advice

@@ -57,12 +57,11 @@ def write_page(run: Path) -> Path:
     steps = [(n + 1, RecordedStep(step_files(folder), recipe)) for n, folder in shown.items()]
     profile, advice = recorded_advice(run, recipe)
     drawn = charts(columns, evaluated) + ([profile_chart(profile)] if profile else [])
-    html = _environment().get_template("page.html.jinja").render(
+    html = environment().get_template("page.html.jinja").render(
         title=f"{recipe.name} · {recipe.method} · seed {recipe.seed}",
-        colours=COLOURS,
-        style=_own("page.css"),
+        style=own("page.css"),
         library=_bokeh() if drawn else "",
-        script=_own("page.js"),
+        script=own("page.js"),
         recipe=recipe,
         recipe_text=dump(recipe),
         rows=status.page(),
@@ -108,7 +107,8 @@ class PageWriter:
             return self._folder / PAGE
 
 
-def _own(name: str) -> str:
+def own(name: str) -> str:
+    """Return a file of this folder."""
     return (resources.files("megatron_eqlen.report") / name).read_text(encoding="utf-8")
 
 
@@ -121,8 +121,8 @@ def _bokeh() -> str:
     return "\n".join((scripts / f"{name}.min.js").read_text("utf-8") for name in ("bokeh", "bokeh-api"))
 
 
-def _environment() -> jinja2.Environment:
-    """Return the environment of the page's template; a missing value is an error."""
+def environment() -> jinja2.Environment:
+    """Return the environment of the pages' templates; a missing value is an error."""
     made: Any = jinja2.Environment(
         loader=jinja2.PackageLoader("megatron_eqlen.report", "."),
         autoescape=True,
@@ -130,5 +130,6 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    made.globals["colours"] = COLOURS
     made.filters.update(compact=compact, shorten=shorten, percent=percent, draw=draw)
     return made

@@ -23,7 +23,7 @@ from megatron_eqlen.rollout.record.reader import (
     scored_steps,
     step_files,
 )
-from megatron_eqlen.types import Rollout
+from megatron_eqlen.types import Node, Part, Rollout
 
 PROFILED = 8
 """Number of newest steps whose rollouts give advice."""
@@ -76,6 +76,10 @@ class RecordedStep:
         """Return some of ``rollouts`` as text."""
         fill_numbers(rollouts, self._files)
         return [view(rollout, decode, self._training) for rollout in rollouts]
+
+    def node_of(self, part: Part) -> Node | None:
+        """Return the node that trained a part, with its advantage and weight; None: not compared."""
+        return self._training.node_of(part)
 
     def verdicts(self) -> list[tuple[str, int]]:
         """Return the verdicts of all its responses with their numbers, the most frequent first."""

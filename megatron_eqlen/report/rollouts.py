@@ -14,7 +14,7 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.report.format import compact, shorten
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.tokens import VERSIONS, TokenIds
-from megatron_eqlen.types import Grade, Part, Rollout, tokens_along
+from megatron_eqlen.types import Grade, Node, Part, Rollout, tokens_along
 
 Decode = Callable[[TokenIds], str]
 
@@ -111,18 +111,24 @@ class Training:
         scored = all(part.grade for rollout in rollouts for part, _ in rollout.ended())
         self._other: Use = "" if recipe is None else "not trained" if scored else "not scored"
         self._lessons: dict[int, Lesson] = {}
-        """By the ``id()`` of the part."""
+        self._nodes: dict[int, Node] = {}
+        """By the ``id()`` of the part, as ``_lessons``."""
         if recipe is None or not scored:
             return
         for unit in weighted_units(rollouts if selected else trained(rollouts, recipe), recipe):
             members = zip(unit.members, unit.nodes, unit.rewards, unit.advantages, strict=True)
             for part, node, reward, advantage in members:
                 use = "trained" if node.weight else "skipped"
+                self._nodes[id(part)] = node
                 self._lessons[id(part)] = Lesson(reward, advantage, _role(node.weight, advantage), use)
 
     def of(self, part: Part) -> Lesson:
         reward = None if part.grade is None else part.grade.reward
         return self._lessons.get(id(part)) or Lesson(reward, None, "plain", self._other)
+
+    def node_of(self, part: Part) -> Node | None:
+        """Return the node that trains a part; None: not compared."""
+        return self._nodes.get(id(part))
 
     def telling(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Return a few of ``rollouts`` of different prompts, first those with unequal rewards."""

@@ -240,7 +240,7 @@ def test_the_page_is_part_of_the_built_package(tmp_path):
     command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     report = tmp_path / "megatron_eqlen" / "report"
-    for name in ("page.html.jinja", "page.css", "page.js"):
+    for name in ("page.html.jinja", "page.css", "page.js", "rollouts.html.jinja", "rollouts.js"):
         assert (report / name).is_file(), name
 
 
