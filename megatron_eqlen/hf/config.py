@@ -34,9 +34,11 @@ class Experts:
     moe_intermediate_size: int
     norm_topk_prob: bool
     shared_expert_intermediate_size: int
-    """0: no shared expert."""
+    """0: no shared expert. Several shared experts are one of their summed size."""
     layers: tuple[bool, ...]
     """Per layer: True for experts, False for a dense feed-forward layer."""
+    routed_scaling_factor: float = 1.0
+    """Factor of the experts' weights."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ class ModelConfig:
     rope_scaling: Scaling = ()
     prefix: str = "model."
     """Beginning of the names of tensors in the model's files, but for the output layer's."""
+    qkv_bias: bool = False
+    qk_norm: bool = True
 
     @property
     def family(self) -> Family:
@@ -153,7 +157,7 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     refuse_unsupported(fields, name, layers)
     heads = fields.get("num_attention_heads", int)
     hidden = fields.get("hidden_size", int)
-    rope = read_rope(fields, partial=family.hybrid)
+    rope = read_rope(fields, partial=family.hybrid or family.glm)
     model = ModelConfig(
         model_type=name,
         vocab_size=fields.get("vocab_size", int),
@@ -174,6 +178,8 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         experts=_experts(fields, layers, family) if family.experts else None,
         delta_net=_delta_net(fields, layers) if family.hybrid else None,
         rope_scaling=rope.scaling,
+        qkv_bias=fields.get("attention_bias", bool) if family.glm else family.qkv_bias,
+        qk_norm=fields.get("use_qk_norm", bool) if family.glm else family.qk_norm,
     )
     _check_sizes(model, where)
     return model
@@ -227,7 +233,12 @@ def _check_sizes(model: ModelConfig, where: str) -> None:
 
 
 def _experts(fields: Fields, layers: int, family: Family) -> Experts:
-    count = fields.one_of("num_experts", "num_local_experts", int)
+    if family.glm:
+        count, shared = fields.get("n_routed_experts", int), fields.get("n_shared_experts", int)
+        shared *= fields.get("moe_intermediate_size", int)
+    else:
+        count = fields.one_of("num_experts", "num_local_experts", int)
+        shared = fields.get("shared_expert_intermediate_size", int) if family.shared_expert else 0
     per_token = fields.get("num_experts_per_tok", int)
     normalised = family.only_experts or fields.get("norm_topk_prob", bool)
     if per_token == 1 and normalised:
@@ -239,14 +250,18 @@ def _experts(fields: Fields, layers: int, family: Family) -> Experts:
         num_experts_per_tok=per_token,
         moe_intermediate_size=fields.get("moe_intermediate_size", int),
         norm_topk_prob=normalised,
-        shared_expert_intermediate_size=fields.get("shared_expert_intermediate_size", int)
-        if family.shared_expert
-        else 0,
-        layers=(True,) * layers if family.only_experts else _sparse_layers(fields, layers),
+        shared_expert_intermediate_size=shared,
+        layers=_sparse_layers(fields, family, layers),
+        routed_scaling_factor=fields.get("routed_scaling_factor", float) if family.glm else 1.0,
     )
 
 
-def _sparse_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
+def _sparse_layers(fields: Fields, family: Family, layers: int) -> tuple[bool, ...]:
+    if family.only_experts:
+        return (True,) * layers
+    if family.glm:
+        first = fields.get("first_k_dense_replace", int)
+        return tuple(layer >= first for layer in range(layers))
     step, dense = fields.get("decoder_sparse_step", int), fields.get_or_null("mlp_only_layers", list, [])
     if odd := [layer for layer in dense if type(layer) is not int]:
         raise ConfigError(f"{fields.where}: mlp_only_layers: expected numbers of layers, found {odd[0]!r}")

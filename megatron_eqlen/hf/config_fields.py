@@ -75,6 +75,10 @@ class Family:
     """True: Gated DeltaNet's input projections are four tensors, not two interleaved by key head."""
     only_experts: bool = False
     """True: every feed-forward layer has experts, whose weights for a token sum to 1."""
+    glm: bool = False
+    """True: attention rotates a part of each head, and its biases and norms are the file's choice; experts
+    are scored by sigmoids and chosen with a bias that is not trained, after ``first_k_dense_replace`` dense
+    layers; shared experts have no gate; the layer after the last predicts further tokens."""
 
     @property
     def layer_types(self) -> set[str]:
@@ -84,6 +88,8 @@ class Family:
     def only_supported(self) -> dict[str, Any]:
         """Fields that change the result and are supported at one value only; missing fields mean that
         value."""
+        if self.glm:
+            return ONLY_SUPPORTED | ONLY_GLM
         values = ONLY_SUPPORTED | {"attention_bias": self.qkv_bias, "attn_output_gate": self.hybrid}
         return values | (ONLY_EXPERTS if self.only_experts else {})
 
@@ -98,6 +104,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe_text": Family(
         experts=True, shared_expert=True, hybrid=True, separate_projections=True, only_experts=True
     ),
+    "glm4_moe": Family(head_dim="optional", experts=True, shared_expert=True, glm=True),
 }
 """Supported families by ``model_type``."""
 
@@ -106,6 +113,8 @@ OF_IMAGES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 
 ONLY_EXPERTS = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 """Values that ``Family.only_experts`` stands for."""
+
+ONLY_GLM = {"norm_topk_prob": True, "n_group": 1, "topk_group": 1}
 
 ONLY_SUPPORTED: dict[str, Any] = {
     "hidden_act": "silu",

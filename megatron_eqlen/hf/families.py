@@ -1,4 +1,4 @@
-"""Trained tensors of every model family by Hugging Face's and Megatron's names.
+"""Tensors of every model family by Hugging Face's and Megatron's names.
 
 The models are made of a few parts, each a generator of ``Weight``. Multi-token prediction layers (``mtp.*``)
 are not trained; conversion carries them through.
@@ -17,7 +17,7 @@ HEAD = "lm_head.weight"
 
 @cache
 def weight_map(model: ModelConfig) -> tuple[Weight, ...]:
-    """Return every trained tensor of ``model``, in the model's order."""
+    """Return every tensor of ``model``, in the model's order."""
     return tuple(_weights(model))
 
 
@@ -62,7 +62,7 @@ def attention(model: ModelConfig, layer: int) -> Iterator[Weight]:
     query, key = heads * model.head_dim, groups * model.head_dim
     rows = (2 * query if model.gated_attention else query), key, key
     for kind, row in {"weight": (hidden,), "bias": ()}.items():
-        if kind == "weight" or model.family.qkv_bias:
+        if kind == "weight" or model.qkv_bias:
             yield Weight(
                 f"{megatron}linear_qkv.{kind}",
                 tuple(f"{hf}{name}_proj.{kind}" for name in "qkv"),
@@ -71,7 +71,7 @@ def attention(model: ModelConfig, layer: int) -> Iterator[Weight]:
                 arrangement=GroupedHeads(model.head_dim, heads // groups, model.gated_attention),
             )
     yield Weight(megatron + "linear_proj.weight", (hf + "o_proj.weight",), ((hidden, query),), dim=1)
-    if model.family.qk_norm:
+    if model.qk_norm:
         yield Weight(megatron + "q_layernorm.weight", (hf + "q_norm.weight",), ((model.head_dim,),))
         yield Weight(megatron + "k_layernorm.weight", (hf + "k_norm.weight",), ((model.head_dim,),))
 
@@ -99,6 +99,9 @@ def gated_mlp(megatron: str, hf: str, hidden: int, width: int, expert: int | Non
 def experts(model: ModelConfig, moe: Experts, layer: int) -> Iterator[Weight]:
     megatron, hf = f"decoder.layers.{layer}.mlp.", f"{model.prefix}layers.{layer}.mlp."
     yield Weight(megatron + "router.weight", (hf + "gate.weight",), ((moe.num_experts, model.hidden_size),))
+    if model.family.glm:
+        name, shape = hf + "gate.e_score_correction_bias", (moe.num_experts,)
+        yield Weight(megatron + "router.expert_bias", (name,), (shape,), trained=False)
     for e in range(moe.num_experts):
         ours, theirs = f"{megatron}experts.local_experts.{e}.", f"{hf}experts.{e}."
         yield from gated_mlp(ours, theirs, model.hidden_size, moe.moe_intermediate_size, expert=e)
@@ -141,6 +144,9 @@ def delta_net(model: ModelConfig, net: DeltaNet, layer: int) -> Iterator[Weight]
 def shared_expert(model: ModelConfig, moe: Experts, layer: int) -> Iterator[Weight]:
     megatron, hf = f"decoder.layers.{layer}.mlp.", f"{model.prefix}layers.{layer}.mlp."
     width, hidden = moe.shared_expert_intermediate_size, model.hidden_size
-    yield from gated_mlp(megatron + "shared_experts.", hf + "shared_expert.", hidden, width)
+    name = "shared_experts." if model.family.glm else "shared_expert."
+    yield from gated_mlp(megatron + "shared_experts.", hf + name, hidden, width)
+    if model.family.glm:
+        return
     gate = hf + "shared_expert_gate.weight"
     yield Weight(megatron + "shared_experts.gate_weight", (gate,), ((1, hidden),))

@@ -47,7 +47,10 @@ def check_folder(folder: HFFolder, model: ModelConfig) -> dict[str, Weight]:
     if model.tie_word_embeddings:  # the last pipeline stage keeps a copy
         by_name["output_layer.weight"] = embedding(model)
         _check_tied(folder, weights[0])
-    _name_unexpected(folder, {name for weight in weights for name in weight.hf} | {HEAD})
+    carried = UNTRAINED
+    if model.family.glm:
+        carried += (f"{model.prefix}layers.{model.num_hidden_layers}.",)
+    _name_unexpected(folder, {name for weight in weights for name in weight.hf} | {HEAD}, carried)
     return by_name
 
 
@@ -80,7 +83,7 @@ def _check_tied(folder: HFFolder, embeddings: Weight) -> None:
         )
 
 
-def _name_unexpected(folder: HFFolder, expected: set[str]) -> None:
-    unexpected = [name for name in folder.entries if name not in expected and not name.startswith(UNTRAINED)]
+def _name_unexpected(folder: HFFolder, expected: set[str], carried: tuple[str, ...]) -> None:
+    unexpected = [name for name in folder.entries if name not in expected and not name.startswith(carried)]
     if unexpected:
         say_once(f"{folder.path}: the model has no use for {first_few(unexpected)}: not trained")

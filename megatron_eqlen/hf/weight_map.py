@@ -149,6 +149,8 @@ class Weight:
     expert: int | None = None
     """Number of the expert, which is divided by expert-tensor and placed by expert parallelism; None: no
     expert."""
+    trained: bool = True
+    """False: a buffer, in float32 whatever the model's dtype."""
 
     def local_ranges(self, shape: tuple[int, ...], rank: int, size: int) -> list[tuple[int, int]]:
         """Return the [start, stop) ranges along ``dim`` that tensor-parallel rank ``rank`` of ``size`` holds

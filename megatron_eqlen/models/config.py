@@ -35,8 +35,8 @@ def transformer_config(
         "normalization": "RMSNorm",
         "layernorm_epsilon": model.rms_norm_eps,
         "layernorm_zero_centered_gamma": model.gated_attention,
-        "qk_layernorm": model.family.qk_norm,
-        "add_qkv_bias": model.family.qkv_bias,
+        "qk_layernorm": model.qk_norm,
+        "add_qkv_bias": model.qkv_bias,
         "attention_output_gate": model.gated_attention,
         "gated_linear_unit": True,
         "activation_func": F.silu,
@@ -48,7 +48,7 @@ def transformer_config(
     fields |= _execution_fields(parallel, dtype, sequence=sequence_parallel(model, parallel))
     fields["pipeline_model_parallel_layout"] = _pipeline_layout(layout.stages(parallel, model))
     if model.experts:
-        fields |= _expert_fields(model.experts, dtype)
+        fields |= _expert_fields(model.experts, model.family.glm, dtype)
     if model.delta_net:
         fields |= _delta_net_fields(model.delta_net)
     config = TransformerConfig(**fields | overrides)
@@ -124,7 +124,7 @@ def _pipeline_layout(stages: list[range]) -> list[list[str]] | None:
     return [["embedding", *chunks[0]], *chunks[1:-1], [*chunks[-1], "loss"]]
 
 
-def _expert_fields(experts: Experts, dtype: torch.dtype) -> dict[str, Any]:
+def _expert_fields(experts: Experts, glm: bool, dtype: torch.dtype) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "num_moe_experts": experts.num_experts,
         "moe_layer_freq": [int(sparse) for sparse in experts.layers],
@@ -138,7 +138,10 @@ def _expert_fields(experts: Experts, dtype: torch.dtype) -> dict[str, Any]:
     }
     if experts.shared_expert_intermediate_size:
         fields["moe_shared_expert_intermediate_size"] = experts.shared_expert_intermediate_size
-        fields["moe_shared_expert_gate"] = True
+        fields["moe_shared_expert_gate"] = not glm
+    if glm:
+        fields["moe_router_score_function"] = "sigmoid"
+        fields["moe_router_topk_scaling_factor"] = experts.routed_scaling_factor
     if not all(experts.layers):
         fields["hetereogenous_dist_checkpoint"] = True
     return fields

@@ -19,12 +19,13 @@ from megatron_eqlen.models.gpt import PolicyModel
 from megatron_eqlen.models.layer_specs import FUSED_NORMS
 
 
-def local_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
-    """Return this rank's parameters under their names in the weight maps."""
+def local_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """Return this rank's parameters, and its routers' biases, under their names in the weight maps."""
     return {
-        global_name(chunk, name): parameter
+        global_name(chunk, name): tensor
         for chunk in map(unwrapped, chunks)
-        for name, parameter in chunk.named_parameters()
+        for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers())
+        if isinstance(tensor, torch.nn.Parameter) or name.endswith("router.expert_bias")
     }
 
 

@@ -98,6 +98,9 @@ class ReplayRouter(TopKRouter):
         """False: given experts are only compared with the router's choice."""
         self.agreement: Agreement | None = None
         """Counter of agreement during ``compared``; None otherwise."""
+        if self.score_function == "sigmoid":  # Megatron's own flag would change the bias as well
+            del self.expert_bias
+            self.register_buffer("expert_bias", self.weight.new_zeros(len(self.weight), dtype=torch.float32))
 
     @property
     def moe_layer(self) -> int:

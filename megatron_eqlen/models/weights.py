@@ -129,7 +129,7 @@ def _own_part(tensor: Tensor, weight: Weight) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=weight.dim)
 
 
-def _stages(local: dict[str, torch.nn.Parameter]) -> dict[str, int]:
+def _stages(local: dict[str, Tensor]) -> dict[str, int]:
     """Return the pipeline rank that holds each layer, or each tensor outside the layers."""
     group = groups.own().pp
     homes: list[set[str]] = [set()] * group.size()
@@ -147,14 +147,15 @@ def _export(chunks: Sequence[torch.nn.Module], weights: Iterable[Weight]) -> Ite
     per_rank = experts_per_rank(model_config(chunks))
     for batch in _batches(weights, _stages(local.parameters), per_rank, like.element_size()):
         names = [name for weight in batch.weights for name in weight.hf]
-        yield from zip(names, _gather_batch(batch, local, like), strict=True)
+        empty = like.new_empty(0, dtype=like.dtype if batch.trained else torch.float32)
+        yield from zip(names, _gather_batch(batch, local, empty), strict=True)
 
 
 @dataclass(frozen=True)
 class _Local:
     """This rank's parameters and adapters, by their names in the weight maps."""
 
-    parameters: dict[str, torch.nn.Parameter]
+    parameters: dict[str, Tensor]
     adapters: dict[str, Adapter]
 
     def merged(self, name: str) -> Tensor:
@@ -170,9 +171,14 @@ class _Batch:
     """Pipeline rank that holds the weights."""
     owner: int | None
     """Expert-parallel rank that holds the weights; None: all ranks."""
+    trained: bool
     weights: list[Weight] = field(default_factory=list)
     size: int = 0
     """Size in bytes."""
+
+    @property
+    def place(self) -> tuple[int, int | None, bool]:
+        return self.stage, self.owner, self.trained
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -188,10 +194,11 @@ def _batches(
         stage = stages[_home(weight.megatron)]
         owner = None if weight.expert is None else weight.expert // per_rank
         size = element_size * sum(map(prod, weight.shapes))
-        if batch is None or (batch.stage, batch.owner) != (stage, owner) or batch.size + size > SENT_AT_ONCE:
+        place = (stage, owner, weight.trained)
+        if batch is None or batch.place != place or batch.size + size > SENT_AT_ONCE:
             if batch is not None:
                 yield batch
-            batch = _Batch(stage, owner)
+            batch = _Batch(*place)
         batch.weights.append(weight)
         batch.size += size
     if batch is not None:

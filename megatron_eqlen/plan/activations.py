@@ -233,7 +233,7 @@ class RankRow:
             kept += query * (self.b + WIDE)
         if (ranks := self.parallel.context) > 1:  # gathered keys and values, at most those of the whole row
             kept += self.b * (2 * key * ranks - key)
-        if not model.family.qk_norm:
+        if not model.qk_norm:
             return self.tokens * kept
         norms = self._norm(self.tokens, query, heads) + self._norm(self.tokens, key, groups, True)
         return self.tokens * kept + norms

@@ -44,6 +44,7 @@ CHANGES = {
         "rope_parameters": YARN | {"partial_rotary_factor": 0.25},
     },
     "qwen3_5_text": {"head_dim": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    "glm4_moe": {"head_dim": 32, "num_hidden_layers": 2, "moe_intermediate_size": 64},
     "qwen3_5_moe": {"head_dim": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
 }
 DTYPES = dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe"), "bfloat16")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers.models.glm4_moe import Glm4MoeConfig
 from transformers.models.llama import LlamaConfig
 from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen3 import Qwen3Config
@@ -15,7 +16,16 @@ from transformers.models.qwen3_5_moe import Qwen3_5MoeConfig, Qwen3_5MoeTextConf
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_next import Qwen3NextConfig
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+FAMILIES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "glm4_moe",
+)
 
 COMMON: dict[str, Any] = {
     "vocab_size": 96,
@@ -64,6 +74,15 @@ OWN: dict[str, dict[str, Any]] = {
         if key not in ("intermediate_size", "norm_topk_prob")
     },
 }
+OWN["glm4_moe"] = COMMON | {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 2.5,
+    "attention_bias": True,
+    "use_qk_norm": True,
+}
 WITH_IMAGES: dict[str, tuple[Any, str]] = {"qwen3_5_moe": (Qwen3_5MoeConfig, "qwen3_5_moe_text")}
 """Models of texts and images, and the family of their text model."""
 CONFIGS: dict[str, type[PreTrainedConfig]] = {
@@ -74,6 +93,7 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "qwen3_next": Qwen3NextConfig,
     "qwen3_5_text": Qwen3_5TextConfig,
     "qwen3_5_moe_text": Qwen3_5MoeTextConfig,
+    "glm4_moe": Glm4MoeConfig,
 }
 SHORT: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 2},
@@ -83,6 +103,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "qwen3_next": {"num_hidden_layers": 2, "full_attention_interval": 2},
     "qwen3_5_text": {"num_hidden_layers": 2, "full_attention_interval": 2},
     "qwen3_5_moe": {"num_hidden_layers": 2, "full_attention_interval": 2},
+    "glm4_moe": {"num_hidden_layers": 2},
 }
 """Changes that halve the number of layers; Qwen3-Next keeps one of each kind."""
 
@@ -112,6 +133,9 @@ def tiny_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
                 parameter.add_(0.3 * torch.randn_like(parameter))
             elif parameter.dim() > 1:
                 parameter.normal_(0, 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.normal_(0, 0.1)
     return model.eval()
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe import moe_utils, router
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_eqlen.hf.adapter_map import AdapterWeights, adapter_map
@@ -54,6 +55,16 @@ class TorchOfDoubles:
 
 
 moe_utils.torch = TorchOfDoubles()
+
+
+def routing(logits: torch.Tensor, *args: Any, **options: Any) -> Any:
+    """Route as Megatron, whose scores are of float32, with scores in the dtype of ``logits``."""
+    same = torch.Tensor.double if logits.dtype == torch.float64 else torch.Tensor.float
+    with patch.object(torch.Tensor, "float", same):
+        return moe_utils.topk_routing_with_score_function(logits, *args, **options)
+
+
+router.topk_routing_with_score_function = routing
 
 
 @dataclass

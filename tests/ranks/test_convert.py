@@ -22,6 +22,7 @@ from tests.kit.tiny_models import save_tiny
 TOOLS = ROOT / "tools"
 LAYOUTS = {
     "qwen2": (4, {"tensor": 2, "pipeline": 2}),
+    "glm4_moe": (2, {"tensor": 2, "expert": 2}),
     "qwen3_next": (2, {"tensor": 2, "expert": 2}),
 }
 

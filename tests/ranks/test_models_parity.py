@@ -40,7 +40,7 @@ CASES = slow_but({"tp2-sp", "pp2-vpp2"}, ("tp2-sp", "pp3", "pp2-vpp2"), "qwen3")
 CASES += [("qwen2", "tp2-sp"), ("llama", "tp2"), ("qwen3_5_text", "tp2-sp"), slow("qwen3_5_text", "tp2-pp2")]
 CASES += slow_but({"tp2-ep2"}, ("pp2, uneven", "ep2", "tp2-ep2", "tp2-ep2-etp2", "tp2-ep2-dp2"), "qwen3_moe")
 CASES += slow_but({"tp2-ep2"}, ("tp2-ep2", "pp2", "tp2-etp2"), "qwen3_next")
-CASES += [("qwen3_5_moe", "tp2-ep2")]
+CASES += [("qwen3_5_moe", "tp2-ep2"), ("glm4_moe", "tp2-ep2"), slow("glm4_moe", "pp2")]
 """One case for each mechanism of a family."""
 
 
@@ -148,7 +148,7 @@ def our_pass(folder: str, layout: dict) -> tuple[dict[int, Tensor], dict[str, Te
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.data = parameter.main_grad.to(parameter.dtype)
-    gradients = {name: tensor.clone() for name, tensor in export_hf(chunks)}
+    gradients = {name: tensor.clone() for name, tensor in export_hf(chunks) if "correction" not in name}
     parallel_state.destroy_model_parallel()
     return kept, gradients if dist.get_rank() == 0 else {}
 
@@ -207,6 +207,7 @@ SHAPES = {
         {"head_dim": 32, "rope_parameters": YARN | {"partial_rotary_factor": 0.25, "beta_fast": 4.0}},
     ),
     "router weights as they are": ("qwen3_moe", {"norm_topk_prob": False}),
+    "no biases and norms of attention": ("glm4_moe", {"attention_bias": False, "use_qk_norm": False}),
     "some layers dense": ("qwen3_moe", {"mlp_only_layers": [0], "decoder_sparse_step": 2}),
     "tied experts model": ("qwen3_moe", {"tie_word_embeddings": True, "num_experts_per_tok": 3}),
     "five heads in next": ("qwen3_next", {"num_attention_heads": 5, "num_key_value_heads": 1}),

@@ -20,6 +20,7 @@ LAYOUTS = {
      (2, {"pipeline": 2, "virtual_pipeline": 2})],
     "qwen3_moe": [(2, {"tensor": 2, "expert": 2}),
      (4, {"pipeline": 2, "expert": 2, "layers_per_stage": [1, 3]})],
+    "glm4_moe": [(4, {"pipeline": 2, "tensor": 2, "expert": 2})],
     "qwen3_5_moe": [(2, {"tensor": 2, "expert": 2})],
     "qwen3_next": [(2, {"tensor": 2, "expert": 2}), (4, {"tensor": 2, "pipeline": 2, "expert": 2})],
 }  # fmt: skip

@@ -42,6 +42,7 @@ MODELS = {
     "moe": ("qwen3_moe", {"num_hidden_layers": 2}),
     "next": ("qwen3_next", SHORT["qwen3_next"]),
     "images": ("qwen3_5_moe", SHORT["qwen3_5_moe"]),
+    "glm": ("glm4_moe", SHORT["glm4_moe"]),
 }
 BUDGET = 400
 
