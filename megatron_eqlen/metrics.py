@@ -125,7 +125,7 @@ STAGES = (
     "harvest", "score", "wait", "trees", "unpark", "train", "park", "sync", "evaluate", "checkpoint",
 )  # fmt: skip
 """Stages of a step, each measured as ``time/NAME``."""
-MEMORY = ("memory/peak/", "memory/reserved/")
+MEMORY = ("memory/peak/", "memory/reserved/", "memory/device/", "memory/planned/")
 """Prefixes of per-stage memory metrics; the stage name is appended."""
 
 TOKENS, UPDATES = "loss/tokens", "train/updates"
@@ -315,6 +315,8 @@ DECLARED = (
     # ---- memory: per GPU, or per process on CPUs ----------------------------------------------------------
     Metric("memory/peak/*", "bytes", "max", "peak of this stage, over ranks"),
     Metric("memory/reserved/*", "bytes", "max", "peak that PyTorch's allocator reserved in this stage"),
+    Metric("memory/device/*", "bytes", "max", "in use on the GPU after this stage, NCCL and CUDA included"),
+    Metric("memory/planned/*", "bytes", "max", "what the plan counts for this stage"),
     Metric(PARKED_BYTES, "bytes", "max", "freed on rank 0's GPU while the engine is awake"),
     # ---- time: of a step's stages, and evaluation ---------------------------------------------------------
     Metric(TIME_STEP, "s", "max", "the whole step", in_turn="sum"),

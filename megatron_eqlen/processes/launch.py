@@ -35,6 +35,8 @@ def launch(
         signal.signal(number, handle)
     quiet()  # again: importing the agent's module resets its logger's level
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # PYTORCH_ALLOC_CONF would win
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     os.environ.update(named())
     with tempfile.TemporaryDirectory(prefix="eqlen-") as folder:
         config = LaunchConfig(

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.models import groups
 from megatron_eqlen.objectives.recipes import remarks
 from megatron_eqlen.objectives.registry import resolve
+from megatron_eqlen.plan.memory import memory
+from megatron_eqlen.plan.model import model_config
 from megatron_eqlen.processes import distributed, failures
 from megatron_eqlen.processes.events import EventWriter
 from megatron_eqlen.processes.timeline import Timeline
@@ -30,6 +33,11 @@ from megatron_eqlen.rewards.scoring import EarlyGrading, Scorer
 from megatron_eqlen.run.replicas import Replicas
 from megatron_eqlen.training import flight_recorder, peak_memory
 from megatron_eqlen.types import Metrics
+
+PHASES = {"harvest": "generate", "train": "train"} | {
+    name: name for name in ("sync", "evaluate", "checkpoint")
+}
+"""Phases of the memory plan, by stage."""
 
 
 class Session:
@@ -103,6 +111,7 @@ class Session:
             self.progress.stage(name)
             peak_memory.begin()
         with (
+            self._out_of_memory(name),
             record_function(f"stage {name}"),
             self.watchdog.stage(name, patience),
             self.timeline.span(name) as span,
@@ -110,7 +119,24 @@ class Session:
             yield measured
         measured[f"time/{name}"] = span.ended - span.began
         if not alone:
-            measured |= peak_memory.measured(name)
+            measured |= peak_memory.measured(name, self.planned)
+
+    @contextlib.contextmanager
+    def _out_of_memory(self, stage: str) -> Iterator[None]:
+        """Add to the error of a GPU without memory what the memory holds."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            error.add_note(peak_memory.shortage(stage, self.planned))
+            raise
+
+    @cached_property
+    def planned(self) -> dict[str, float]:
+        """Bytes of a GPU that the plan counts, by stage; empty without a GPU."""
+        if not torch.cuda.is_available():
+            return {}
+        phases = memory(self.recipe, model_config(self.recipe)).phases
+        return {stage: phases[phase] for stage, phase in PHASES.items()}
 
 
 def use_deterministic_kernels() -> None:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
+from vllm.device_allocator import alloc_conf
 
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.rollout.engine import EngineError
@@ -175,3 +176,15 @@ def test_two_ranks_are_two_replicas_or_one_split_engine():
             assert found[name][0] == tokens
             assert found[name][2] == reason
             assert np.abs(np.array(found[name][1]) - np.array(logprobs)).max() < 2e-5
+
+
+@pytest.mark.parametrize("expandable", ["True", "False"])
+def test_an_engine_is_built_without_expandable_segments_and_other_settings_stay(monkeypatch, expandable):
+    was = f"max_split_size_mb:512,expandable_segments:{expandable}"
+    monkeypatch.setattr(alloc_conf, "live_alloc_conf", lambda: was)
+    written = []
+    monkeypatch.setattr(alloc_conf, "set_alloc_conf", written.append)
+    with lifecycle.whole_segments():
+        inside = [*written]
+    assert inside == (["max_split_size_mb:512,expandable_segments:False"] if expandable == "True" else [])
+    assert written[1:] == ([was] if inside else [])

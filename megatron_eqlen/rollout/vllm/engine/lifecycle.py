@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from vllm.config import set_current_vllm_config
+from vllm.device_allocator import alloc_conf
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -42,7 +44,7 @@ def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: in
     layout.require(layout.engine(rollout, read_config(model_path)))
     cpu = current_platform.is_cpu()
     args = engine_args(model_path, rollout, dtype, max_model_len)
-    with contained():
+    with contained(), nullcontext() if cpu else whole_segments():
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.update(environ(rollout))
         if launched:
@@ -69,6 +71,21 @@ def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: in
             ) from error
     _live_engines += 1
     return core
+
+
+@contextmanager
+def whole_segments() -> Iterator[None]:
+    """Switch PyTorch's expandable segments off in the block: vLLM's all-reduce shares the memory of its CUDA
+    graphs with other processes, and CUDA shares none of an expandable segment."""
+    before = alloc_conf.current_alloc_conf()
+    if not alloc_conf.conf_flag_enabled(before, alloc_conf.EXPANDABLE_SEGMENTS):
+        yield
+        return
+    alloc_conf.set_alloc_conf(alloc_conf.with_conf_flag(before, alloc_conf.EXPANDABLE_SEGMENTS, False))
+    try:
+        yield
+    finally:
+        alloc_conf.set_alloc_conf(before)
 
 
 def close(core: EngineCore) -> None:
