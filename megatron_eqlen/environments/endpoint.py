@@ -288,6 +288,8 @@ class Endpoint:
         return Reply(200, "text/event-stream", f"data: {chunk}\n\ndata: [DONE]\n\n".encode())
 
     def close(self) -> None:
+        for episode in [*self.episodes.values()]:
+            episode.close("the harvest has ended")
         self._server.shutdown()
         self._server.server_close()
 
