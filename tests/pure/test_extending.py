@@ -36,6 +36,7 @@ from megatron_eqlen.recipe import ParallelRecipe, Recipe, RecipeError, layout
 from megatron_eqlen.recipe.engine_options import check_options
 from megatron_eqlen.recipe.plugins import load_object
 from megatron_eqlen.report.rollouts import Training, view
+from megatron_eqlen.rewards.functions import RewardFunction, is_reward_function
 from megatron_eqlen.rewards.scoring import Scorer
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
@@ -46,6 +47,7 @@ from megatron_eqlen.sampling.kind import SamplingKind
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.training.policy_loss import policy_loss, reduce_metrics
 from megatron_eqlen.types import Delta, Grade, Part, Prompt, Rollout
+from tests.kit import ROOT
 from tests.kit.tiny_models import save_tiny, tiny_config
 from tools.tokenizer_maker import write_hf_tokenizer
 
@@ -434,3 +436,15 @@ def test_a_recipe_cannot_change_what_model_and_layout_say_through_further_option
             check_options("model.megatron", {name: 1})
             allowed.add(name)
     assert allowed - {"moe_permute_fusion"} <= OF_EXECUTION
+
+
+@pytest.mark.parametrize("path", [*(ROOT / "recipes/examples").glob("*/recipe.yaml")])
+def test_an_example_loads_with_its_own_reward_and_objective(path):
+    recipe = load(path)
+    assert recipe.name == path.parent.name
+    for source in recipe.data.sources:
+        if (grader := source.grader) and is_reward_function(grader):
+            function = RewardFunction(grader, "grader")
+            prompt = Prompt("x", [1], "2 + 3?", grader, "5")
+            right, wrong = (function.grade(prompt, f"\\boxed{{{number}}}").reward for number in (5, 6))
+            assert right > wrong == 0
