@@ -15,15 +15,16 @@ from megatron_eqlen.report.step_page import unpacked
 from megatron_eqlen.rollout.record.reader import read_step
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.tokens import Tokens
-from megatron_eqlen.types import Rollout
+from megatron_eqlen.types import Grade, Rollout
 from tests.kit.report_runs import example_stream, make_tokenizer, recipe, write_run
 
 STEPS = ("step-00000000", "step-00000001", "step-00000006")
 
 
 def of_an_environment() -> Rollout:
-    """Return the stream with a token in B_1 that an environment gave."""
+    """Return the stream with a token in B_1 that an environment gave; what is wrong there has a quarter."""
     stream = example_stream()
+    stream.parts[0].grade = stream.parts[4].grade = Grade(0.25, "wrong", "8")
     part = stream.parts[1]
     part.tokens = Tokens.of([6, 3, 7], [-1.25, 0.0, -0.5], versions=[4, 4, 5], given=[[], [0], []])
     return stream
@@ -46,8 +47,8 @@ def test_the_page_has_the_rollouts_of_a_step_as_they_were_recorded_and_trained(r
     assert page == run / "rollouts-2.html"
     (row,), recorded = rows(page), read_step(run / "streams" / STEPS[1])
     assert [row[name] for name in ("step", "prompt", "source")] == [2, "sums/a.parquet#1", "sums"]
-    assert (row["verdicts"], row["length"], row["gap"]) == (["correct", "wrong"], 5, 1)
-    assert row["reward"] == pytest.approx(1 / 3, abs=1e-3)
+    assert (row["verdicts"], row["length"], row["gap"]) == (["correct", "wrong"], 5, 0.75)
+    assert row["reward"] == 0.5
     shown, (rollout,) = unpacked(row["packed"])["parts"], recorded
     assert [part["label"] for part in shown] == KINDS[rollout.kind].labels(rollout)[1]
     assert [part["parent"] for part in shown] == [part.parent for part in rollout.parts]
