@@ -40,6 +40,18 @@ def rloo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     return [value * n / (n - 1) for value in dr_grpo(rewards, lengths)]
 
 
+def maxrl(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
+    """Return (r - mean) / mean, 0 where the mean is 0: the gradient of the truncated log-likelihood of a
+    right response (MaxRL, arXiv 2602.02710)."""
+    mean = fmean(rewards)
+    if min(rewards) < 0:
+        raise ValueError(
+            f"advantage maxrl divides by the mean reward: expected rewards of at least 0, found "
+            f"{min(rewards):g}"
+        )
+    return [value / mean if mean else 0.0 for value in dr_grpo(rewards, lengths)]
+
+
 def reward(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     """Return r itself: REINFORCE++ compares with the whole batch only (``whiten``)."""
     return list(rewards)
@@ -66,6 +78,7 @@ ADVANTAGES: dict[str, Estimator] = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,
     "rloo": rloo,
+    "maxrl": maxrl,
     "reward": reward,
     "gr3": Gr3(),
 }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Member:
     """Members of its unit whose advantages have the same sign (+, 0, -), itself included."""
     alike_tokens: int
     """Tokens of these members."""
+    lengths: Sequence[int]
+    """Lengths of all members of its unit."""
 
 
 Aggregation = Callable[[Member, BatchSize], float]
@@ -63,6 +66,16 @@ def balanced_token_mean(member: Member, batch: BatchSize) -> float:
     return member.weight * member.alike / member.alike_tokens
 
 
+def delta_l(member: Member, batch: BatchSize) -> float:
+    """Delta L normalization (arXiv 2509.07558, alpha = 1): members of a unit are weighed by 1 / L.
+
+    Their mean has the least variance if that of a gradient grows with L, and no bias if its mean does not
+    depend on L.
+    """
+    share = 1 / (member.length * fmean(1 / length for length in member.lengths))
+    return member.weight * share / batch.max_response_length
+
+
 AGGREGATIONS: dict[str, Aggregation] = {
     "seq-mean-token-mean": seq_mean_token_mean,
     "seq-mean-token-sum": seq_mean_token_sum,
@@ -70,4 +83,5 @@ AGGREGATIONS: dict[str, Aggregation] = {
     "token-mean": token_mean,
     "prompt-mean-token-mean": prompt_mean_token_mean,
     "balanced-token-mean": balanced_token_mean,
+    "delta-l": delta_l,
 }

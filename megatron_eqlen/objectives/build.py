@@ -220,7 +220,7 @@ def _set_weights(batch: _Batch, recipe: Recipe, objective: Objective) -> None:
         for node, advantage in zip(unit.nodes, unit.advantages, strict=True):
             if length := node.tokens.generated:
                 sign = np.sign(advantage)
-                member = Member(sequence, length, unit.prompt_id, alike[sign], tokens[sign])
+                member = Member(sequence, length, unit.prompt_id, alike[sign], tokens[sign], unit.lengths)
                 weight = objective.aggregation(member, size)
                 node.weight = checked_weight(weight, f"prompt {unit.prompt_id}: {where}")
 

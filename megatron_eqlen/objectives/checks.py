@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from megatron_eqlen.objectives.advantages import Gr3, dr_grpo, grpo, rloo
+from megatron_eqlen.objectives.advantages import Gr3, dr_grpo, grpo, maxrl, rloo
 from megatron_eqlen.objectives.aggregation import AGGREGATIONS
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.objectives.parts import PARTS, described, name_of, options, try_parts
 from megatron_eqlen.objectives.registry import clip_keys, is_on_policy, resolve, with_defaults
-from megatron_eqlen.objectives.surrogates import Cispo, Ppo, Reinforce, Vespo
+from megatron_eqlen.objectives.surrogates import Cispo, Ppo, Reinforce, Sapo, Vespo
 from megatron_eqlen.objectives.token_baseline import fitted, of_unit
 from megatron_eqlen.recipe import LossRecipe, Recipe
 from megatron_eqlen.recipe.checks import check_effects
@@ -52,6 +52,7 @@ SUMS = ("seq-mean-token-sum", "seq-mean-token-sum-norm")
 """Averages over sequences that sum a sequence's tokens."""
 WITHOUT_CLIP: dict[type, str] = {
     Vespo: "vespo has a soft kernel in place of clipping",
+    Sapo: "sapo has a soft gate in place of clipping",
     Cispo: "cispo clips only the weight in front of log pi, so there is no clipped loss to bound",
     Reinforce: "a plain policy gradient has no clipped ratio to bound: set loss.clip_ratio_low and "
     "loss.clip_ratio_high too",
@@ -75,16 +76,21 @@ def _check_pair_weight(recipe: Recipe, objective: Objective) -> None:
         )
     if isinstance(objective.advantage, Gr3):
         raise ValueError(f"objective: gr3 with {weights}: it scales rewards by lengths; use rloo")
+    if objective.advantage is maxrl:
+        raise ValueError(
+            f"loss.advantage: maxrl with {weights}: the mean of a pair or of siblings is no estimate of the "
+            f"prompt's pass rate, which it divides by; use sampling: independent, or rloo"
+        )
     average = name_of(objective.aggregation, AGGREGATIONS)
     if average is not None and average not in SUMS:
         raise ValueError(
             f"loss.loss_agg_mode: {average} with {weights} divides by numbers of tokens, which biases the "
             f"gradient; expected one of {', '.join(SUMS)}"
         )
-    if objective.name == "ba":
+    if objective.name in ("ba", "delta_l"):
         raise ValueError(
-            f"objective: ba with {weights}: ba is an average over tokens, which these weights replace by a "
-            f"sum; use grpo"
+            f"objective: {objective.name} with {weights}: {objective.name} is an average by length, which "
+            f"these weights replace by a sum; use grpo or dr_grpo"
         )
 
 
@@ -258,6 +264,11 @@ def _check_rewards(recipe: Recipe, objective: Objective) -> None:
         raise ValueError(
             f"loss.overlong_buffer: {objective.overlong_buffer} tokens do not lie inside "
             f"rollout.max_response_length {longest}"
+        )
+    if objective.overlong_buffer and (objective.advantage is maxrl or isinstance(objective.advantage, Gr3)):
+        raise ValueError(
+            f"loss.overlong_buffer: {objective.overlong_buffer} makes rewards negative, and advantage "
+            f"{described(objective.advantage)} needs rewards of at least 0: set loss.overlong_buffer: 0"
         )
     if recipe.loss.gr3_alpha is not None and not isinstance(objective.advantage, Gr3):
         raise ValueError(f"loss.gr3_alpha: only objective: gr3 has it, found objective: {objective.name}")

@@ -10,10 +10,11 @@ import dataclasses
 import difflib
 from typing import Any
 
-from megatron_eqlen.objectives.advantages import Gr3, dr_grpo, grpo, reward, rloo
+from megatron_eqlen.objectives.advantages import Gr3, dr_grpo, grpo, maxrl, reward, rloo
 from megatron_eqlen.objectives.aggregation import (
     AGGREGATIONS,
     balanced_token_mean,
+    delta_l,
     seq_mean_token_mean,
     seq_mean_token_sum,
     seq_mean_token_sum_norm,
@@ -21,7 +22,7 @@ from megatron_eqlen.objectives.aggregation import (
 )
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.objectives.parts import name_of, named_parts, options
-from megatron_eqlen.objectives.surrogates import Cispo, Gspo, Ppo, Reinforce, Surrogate, Vespo
+from megatron_eqlen.objectives.surrogates import Cispo, Dppo, Gspo, Ppo, Reinforce, Sapo, Surrogate, Vespo
 from megatron_eqlen.objectives.token_baseline import BASELINES
 from megatron_eqlen.recipe import LossRecipe, Recipe
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
@@ -60,6 +61,10 @@ OBJECTIVES = {
         Objective("treerpo", dr_grpo, seq_mean_token_mean, Ppo(), equal_units=True),
         Objective("ba", grpo, balanced_token_mean, Ppo()),
         Objective("cispo", grpo, token_mean, Cispo()),
+        Objective("sapo", grpo, seq_mean_token_mean, Sapo()),
+        Objective("dppo", dr_grpo, seq_mean_token_sum_norm, Dppo()),
+        Objective("maxrl", maxrl, seq_mean_token_sum_norm, Ppo()),
+        Objective("delta_l", dr_grpo, delta_l, Ppo()),
         Objective("reinforce_pp", reward, token_mean, Ppo(), whitened="standardize"),
         Objective("reinforce_pp_baseline", dr_grpo, token_mean, Ppo(), whitened="scale"),
     ]

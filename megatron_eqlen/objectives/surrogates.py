@@ -147,12 +147,49 @@ class Vespo:
         return -kernel * advantages * tokens.logprobs, metrics | {"loss/vespo_kernel": kernel}
 
 
+@dataclass(frozen=True)
+class Sapo:
+    """Soft gate 4 / tau x sigmoid(tau (ratio - 1)) in place of a clip (SAPO, arXiv 2511.20347)."""
+
+    positive: float = 1.0
+    """tau where the advantage is above 0. A larger one closes the gate earlier."""
+    negative: float = 1.05
+
+    def __call__(self, tokens: SupervisedTokens) -> tuple[torch.Tensor, TokenMetrics]:
+        ratio, metrics = importance_ratio(tokens.log_ratio)
+        rises = (tokens.advantages > 0).to(ratio)
+        tau = rises * self.positive + (1 - rises) * self.negative
+        gate = 4 / tau * (tau * (ratio - 1)).sigmoid()
+        return -gate * tokens.advantages, metrics
+
+
+@dataclass(frozen=True)
+class Dppo:
+    """Detached ratio in front of -A log pi; a token whose probability has moved too far in the direction of
+    its advantage has no gradient (DPPO with the binary total variation, arXiv 2602.04879)."""
+
+    clip_ratio_low: float | None = 0.15
+    """The probability may fall by this (a difference, not a ratio). None: no bound."""
+    clip_ratio_high: float | None = 0.15
+
+    def __call__(self, tokens: SupervisedTokens) -> tuple[torch.Tensor, TokenMetrics]:
+        ratio, metrics = importance_ratio(tokens.log_ratio)
+        moved = (tokens.logprobs.exp() - tokens.old_logprobs.exp()).detach()
+        low = -math.inf if self.clip_ratio_low is None else -self.clip_ratio_low
+        high = math.inf if self.clip_ratio_high is None else self.clip_ratio_high
+        clips = _clip_fractions(moved, tokens.advantages, low, high)
+        within = ~(clips[LOSS_CLIP_FRACTION_LOW] | clips[LOSS_CLIP_FRACTION_HIGH])
+        return -(within * ratio.detach()) * tokens.advantages * tokens.logprobs, metrics | clips
+
+
 SURROGATES: dict[str, Surrogate] = {
     "ppo": Ppo(),
     "gspo": Gspo(),
     "reinforce": Reinforce(),
     "cispo": Cispo(),
     "vespo": Vespo(),
+    "sapo": Sapo(),
+    "dppo": Dppo(),
 }
 
 
@@ -175,8 +212,8 @@ def _bounds(below: float | None, above: float | None) -> tuple[float, float]:
     return -math.inf if below is None else 1 - below, math.inf if above is None else 1 + above
 
 
-def _clip_fractions(ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float) -> TokenMetrics:
+def _clip_fractions(value: torch.Tensor, advantages: torch.Tensor, low: float, high: float) -> TokenMetrics:
     return {
-        LOSS_CLIP_FRACTION_LOW: (advantages < 0) & (ratio < low),
-        LOSS_CLIP_FRACTION_HIGH: (advantages > 0) & (ratio > high),
+        LOSS_CLIP_FRACTION_LOW: (advantages < 0) & (value < low),
+        LOSS_CLIP_FRACTION_HIGH: (advantages > 0) & (value > high),
     }

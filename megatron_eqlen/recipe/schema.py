@@ -98,9 +98,9 @@ BenchmarkReader = Annotated[
     str, one_of("deepmath", "aime25", "hmmt25", "livecodebench", "jsonl", "reasoning_gym", "prepared")
 ]
 GraderName = Annotated[str, one_of("math", "code", "reasoning_gym", "rubric")]
-AdvantageName = Annotated[str, one_of("grpo", "dr_grpo", "rloo", "reward", "gr3")]
+AdvantageName = Annotated[str, one_of("grpo", "dr_grpo", "rloo", "maxrl", "reward", "gr3")]
 BaselineName = Annotated[str, one_of("unit", "alive", "fitted")]
-SurrogateName = Annotated[str, one_of("ppo", "gspo", "reinforce", "cispo", "vespo")]
+SurrogateName = Annotated[str, one_of("ppo", "gspo", "reinforce", "cispo", "vespo", "sapo", "dppo")]
 AggregationName = Annotated[
     str,
     one_of(
@@ -110,9 +110,10 @@ AggregationName = Annotated[
         "token-mean",
         "prompt-mean-token-mean",
         "balanced-token-mean",
+        "delta-l",
     ),
 ]
-"""verl's ``loss_agg_mode``, and two more; ``objectives.aggregation`` defines them."""
+"""verl's ``loss_agg_mode``, and three more; ``objectives.aggregation`` defines them."""
 
 
 class When:

@@ -167,6 +167,10 @@ def test_an_unscored_response_is_refused_by_name():
 @pytest.mark.parametrize(("keys", "reason"), [
     ({"objective": "grop"}, "nearest: 'grpo'"),
     ({"objective": "gr3"}, "1 for both sides"),
+    ({"objective": "maxrl", "equal_length__pair_weight": "on_policy"}, "no estimate of the prompt"),
+    ({"objective": "delta_l", "equal_length__pair_weight": "on_policy"}, "an average by length"),
+    ({"sampling": "independent", "objective": "maxrl", "loss__overlong_buffer": 2}, "rewards of at least 0"),
+    ({"objective": "sapo", "loss__clip_ratio_high": 0.2}, "soft gate"),
     ({"objective": "treerpo"}, "expected sampling: tree"),
     ({"sampling": "independent", "equal_length__single_pair": True}, "acts only with sampling: equal_length"),
     ({"objective": "rloo", "loss__minibatches": 2}, "no importance ratio"),

@@ -195,6 +195,17 @@ def sequence_slopes(name, tokens, ids, advantage):
         return [advantage] * len(ids)
     if name == "cispo":  # Eq. 4 and 5 of MiniMax-M1: sg(clip(r)) A log pi; no lower bound, r at most 5
         return [min(math.exp(min(max(x, -20), 20)), 5.0) * advantage for x in ratios]
+    if name in ("maxrl", "delta_l"):
+        return [clip_slope(math.exp(x), advantage, 0.2, 0.2) for x in ratios]
+    if name == "sapo":  # 2511.20347: the gate's slope is 4 p (1 - p), p = sigmoid(tau (ratio - 1))
+        tau = 1.0 if advantage > 0 else 1.05
+        ratios = [math.exp(x) if abs(x) <= 20 else 0.0 for x in ratios]
+        gates = [1 / (1 + math.exp(min(-tau * (r - 1), 700))) for r in ratios]
+        return [4 * p * (1 - p) * r * advantage for p, r in zip(gates, ratios, strict=True)]
+    if name == "dppo":  # Eq. of the mask in 2602.04879, with the binary total variation: |pi - pi_old|
+        moved = [math.exp(tokens.new[i]) - math.exp(tokens.old[i]) for i in ids]
+        free = [m <= 0.15 if advantage > 0 else m >= -0.15 for m in moved]
+        return [f * advantage * math.exp(min(max(x, -20), 20)) for f, x in zip(free, ratios, strict=True)]
     assert name == "vespo"
     k, lam = (2, 3) if advantage >= 0 else (3, 2)
     w = math.exp(min(max(sum(ratios), -20), 20))
@@ -202,23 +213,36 @@ def sequence_slopes(name, tokens, ids, advantage):
 
 
 def advantages_of(name, rewards, lengths):
-    if name in ("grpo", "dapo", "gspo", "luspo", "ba", "cispo"):
+    if name in ("grpo", "dapo", "gspo", "luspo", "ba", "cispo", "sapo"):
         return standardized(rewards)
     if name == "reinforce_pp":
         return rewards
     if name == "rloo":
         return leave_one_out(rewards)
+    if name == "maxrl":
+        return [a / (sum(rewards) / len(rewards)) if any(rewards) else 0.0 for a in centred(rewards)]
     return gr3(rewards, lengths) if name == "gr3" else centred(rewards)
 
 
 TOKEN_MEANS = ("dapo", "dler", "vespo", "cispo", "reinforce_pp", "reinforce_pp_baseline")
 
 
-def response_factor(name, length, total):
-    """Return the factor of a token's slope besides 1/G and 1/P; token means divide by all tokens instead."""
+def response_factor(name, length, total, lengths=(1,)):
+    """Return the factor of a token's slope besides 1/G and 1/P; token means divide by all tokens instead.
+
+    ``lengths``: of the responses of the unit.
+    """
     if name in TOKEN_MEANS:
         return 1 / total
-    return {"dr_grpo": 1 / LONGEST, "gspo": 1.0, "luspo": length}.get(name, 1 / length)
+    if name == "delta_l":  # x_i of 2509.07558 for alpha 1, its constant M being the limit, times G
+        return len(lengths) / length / sum(1 / n for n in lengths) / LONGEST
+    return {
+        "dr_grpo": 1 / LONGEST,
+        "dppo": 1 / LONGEST,
+        "maxrl": 1 / LONGEST,
+        "gspo": 1.0,
+        "luspo": length,
+    }.get(name, 1 / length)
 
 
 # --- independent sampling ---------------------------------------------------------------------------------
@@ -249,7 +273,7 @@ def sample_groups(shapes, tokens):
 
 INDEPENDENT = [
     *("grpo", "dr_grpo", "dapo", "gspo", "luspo", "rloo", "gr3", "vespo", "dler"),
-    *("cispo", "reinforce_pp", "reinforce_pp_baseline"),
+    *("cispo", "reinforce_pp", "reinforce_pp_baseline", "sapo", "dppo", "maxrl", "delta_l"),
 ]
 
 
@@ -277,7 +301,7 @@ def test_groups_follow_their_equation(name, shapes, scale, seed):
     total = sum(len(c) for group in groups for c in group.parts)
     for group, advantages in zip(groups, scored, strict=True):
         for completion, advantage in zip(group.parts, advantages, strict=True):
-            factor = response_factor(name, len(completion), total)
+            factor = response_factor(name, len(completion), total, [len(c) for c in group.parts])
             if name not in TOKEN_MEANS:
                 factor /= len(groups) * len(group.parts)
             slopes = sequence_slopes(name, tokens, completion.token_ids, advantage)

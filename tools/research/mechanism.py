@@ -63,6 +63,8 @@ METHODS = {
     "DAPO, token mean": independent("dapo") | TOKEN_MEAN,
     "LUSPO": independent("luspo"),
     "RLOO": independent("rloo"),
+    "MaxRL": independent("maxrl"),
+    "Delta L": independent("delta_l"),
     "EqLen, max": pairs(),
     "EqLen, mean": pairs(suffix_reward="mean"),
     "EqLen, mean, RLOO": pairs("rloo", suffix_reward="mean"),
