@@ -337,7 +337,7 @@ def test_an_environment_that_cannot_repeat_itself_drops_what_it_cannot_resume():
 
 
 def test_a_recorded_rollout_without_grades_gets_those_of_its_own_environment():
-    """That of the step that began it."""
+    """The environment of the step that began the rollout grades it again."""
 
     class Seeded(Answers):
         def __init__(self, prompt, seed):
