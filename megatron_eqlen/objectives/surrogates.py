@@ -175,8 +175,7 @@ class Dppo:
     def __call__(self, tokens: SupervisedTokens) -> tuple[torch.Tensor, TokenMetrics]:
         ratio, metrics = importance_ratio(tokens.log_ratio)
         moved = (tokens.logprobs.exp() - tokens.old_logprobs.exp()).detach()
-        low = -math.inf if self.clip_ratio_low is None else -self.clip_ratio_low
-        high = math.inf if self.clip_ratio_high is None else self.clip_ratio_high
+        low, high = _bounds(self.clip_ratio_low, self.clip_ratio_high, around=0)
         clips = _clip_fractions(moved, tokens.advantages, low, high)
         within = ~(clips[LOSS_CLIP_FRACTION_LOW] | clips[LOSS_CLIP_FRACTION_HIGH])
         return -(within * ratio.detach()) * tokens.advantages * tokens.logprobs, metrics | clips
@@ -207,9 +206,10 @@ def _clamp(exponent: torch.Tensor) -> torch.Tensor:
     return exponent.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT)
 
 
-def _bounds(below: float | None, above: float | None) -> tuple[float, float]:
-    """Return the lower and upper bound of the ratio."""
-    return -math.inf if below is None else 1 - below, math.inf if above is None else 1 + above
+def _bounds(below: float | None, above: float | None, around: float = 1) -> tuple[float, float]:
+    """Return the lower and upper bound of the ratio, or of another value that is ``around`` without a change
+    of the policy."""
+    return -math.inf if below is None else around - below, math.inf if above is None else around + above
 
 
 def _clip_fractions(value: torch.Tensor, advantages: torch.Tensor, low: float, high: float) -> TokenMetrics:
