@@ -68,10 +68,15 @@ def _plain(message: Any) -> Message:
     if isinstance(content, list):
         if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
             raise RefusedError("messages: expected text, found other content")
-        content = "".join(part["text"] for part in content)
+        content = "".join(str(part.get("text", "")) for part in content)
     plain = {"role": message["role"], "content": content}
-    if message.get("tool_calls"):
-        plain["tool_calls"] = [dict(call["function"]) for call in message["tool_calls"]]
+    if calls := message.get("tool_calls"):
+        try:
+            plain["tool_calls"] = [dict(call["function"]) for call in calls]
+        except (KeyError, TypeError, ValueError):
+            raise RefusedError(
+                f"messages: tool_calls: expected objects with a function, found {calls!r:.200}"
+            ) from None
     return plain
 
 

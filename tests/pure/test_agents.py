@@ -78,6 +78,7 @@ def edits(base_url, prompt, seed):
         [{"role": "user", "content": "another"}],
         [*FIRST, turn, edited, more],
         [*FIRST, turn],
+        [*FIRST, {"role": "assistant", "tool_calls": [{"id": "call_0"}]}, more],
     ]
     for messages in bad:
         with pytest.raises(openai.BadRequestError, match="messages"):
@@ -226,6 +227,7 @@ def test_what_is_trained_is_what_was_generated_and_the_agent_reads_it_without_th
             assert (part.grade.reward, part.finish_reason) == (0.4, "stop")
             said = tokenizer._decode(part.token_ids.tolist())
             assert said.count("<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\nhm") == 1
+            assert said.count("I say") == 2  # no turn is given back
     assert caplog.text.count("requests of agents: temperature: ignored, the recipe decides") == 1
 
 
@@ -252,7 +254,7 @@ def test_a_request_that_does_not_continue_the_conversation_is_refused_and_counte
     rollouts, metrics, engine = played(tokenizer, "edits", engine=engine)
     assert [part.grade.reward for part in rollouts[0].parts] == [1.0, 1.0]
     assert generated(rollouts) == sorted(engine.drawn)
-    assert metrics["environment/refused"] == 2 * 7
+    assert metrics["environment/refused"] == 2 * 8
 
 
 FAILURES = {
