@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import math
 import re
 import threading
 from collections import defaultdict
@@ -28,7 +29,7 @@ from megatron_eqlen.sampling.harvester import Marker
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Delta
 from tests.kit import ROOT
-from tests.kit.length_bias import QUESTION, every_outcome
+from tests.kit.length_bias import QUESTION
 from tests.pure.test_forks import recipe
 from tools.tokenizer_maker import write_hf_tokenizer
 
@@ -88,27 +89,29 @@ class Reset(Coins):
 class Flips:
     """Coins that all environments with the same ones see alike."""
 
-    def __init__(self, choose, known=()):
-        self.choose, self.known = choose, list(known)
+    def __init__(self, choose, name, known=()):
+        self.choose, self.name, self.known, self.copies = choose, name, list(known), 0
 
     def __call__(self, number):
         while len(self.known) <= number:
-            self.known.append(self.choose(2))
+            self.known.append(self.choose((*self.name, len(self.known)), (0.5, 0.5)))
         return self.known[number]
 
     def independent(self, number):
-        return Flips(self.choose, self.known[:number])
+        self.copies += 1
+        return Flips(self.choose, (*self.name, "copy", number, self.copies), self.known[:number])
 
 
 @dataclass
 class Drawing:
-    """An engine that gives each request one token a step, chosen among all."""
+    """An engine that gives each request one token a step, chosen among all. ``choose(name, shares)`` returns
+    the number of one of several possibilities."""
 
     choose: object
     policy_version, max_model_len, max_num_seqs, vocab_size = 0, 99, 99, 99
 
     def __post_init__(self):
-        self.probability, self.paths = 1.0, {}
+        self.paths = {}
 
     def submit(self, request_id, token_ids, max_tokens, seed, path_rows=0):
         assert request_id not in self.paths
@@ -119,8 +122,7 @@ class Drawing:
         return [self._next(name) for name in list(self.paths)]
 
     def _next(self, name):
-        token = self.choose(2)
-        self.probability *= row(self.paths[name])[token]
+        token = self.choose((name, self.paths[name]), row(self.paths[name]))
         self.paths[name] += (token,)
         return Delta(name, [token], {"logprobs": [0.0]})
 
@@ -139,21 +141,34 @@ def speaking(make, **limits):
     return Conversations(make, read, write, workers=1, **limits)
 
 
-def harvested(settings, cls, choose):
-    """Return the rollouts of one harvest, and its probability. A coin is fair."""
-    engine, flips, coins = Drawing(choose), {}, [0]
+def every_outcome(run):
+    """Yield what ``run`` returns, and its probability, for everything that it can choose. A choice has a
+    name: an environment and the engine choose from two threads, in any order."""
+    chosen = {}
+    while True:
+        now = dict(chosen)  # of this run: a call that it gave up may still choose
+        result = run(lambda name, shares, now=now: now.setdefault(name, (0, shares))[0])
+        chosen = dict(now)
+        yield result, math.prod(shares[number] for number, shares in chosen.values())
+        while chosen:
+            name, (number, shares) = chosen.popitem()
+            if number + 1 < len(shares):
+                chosen[name] = number + 1, shares
+                break
+        else:
+            return
 
-    def coin(size):
-        coins[0] += 1
-        return choose(size)
+
+def harvested(settings, cls, choose):
+    """Return the rollouts of one harvest. A coin is fair."""
+    flips = {}
 
     def make(prompt, seed):
-        return cls(prompt, seed, flips.setdefault(seed, Flips(coin)))
+        return cls(prompt, seed, flips.setdefault(seed, Flips(choose, (seed,))))
 
     marker = Marker(lambda ids: CALL in ids, 1)
     plan = HarvestPlan([QUESTION], settings, [END], seed=0, marker=marker, conversations=speaking(make))
-    rollouts = harvest(engine, plan)[0]
-    return rollouts, engine.probability * 0.5 ** coins[0]
+    return harvest(Drawing(choose), plan)[0]
 
 
 def add_scores(total, path, generated, factors):
@@ -164,9 +179,8 @@ def add_scores(total, path, generated, factors):
 
 
 def expected_step(settings, cls):
-    total, mass = defaultdict(lambda: np.zeros(2)), 0.0
+    total = defaultdict(lambda: np.zeros(2))
     for rollouts, probability in every_outcome(lambda choose: harvested(settings, cls, choose)):
-        mass += probability
         for tree in build_trees(rollouts, settings)[0]:
             paths = [()]
             for node in tree.nodes[1:]:
@@ -176,7 +190,6 @@ def expected_step(settings, cls):
                 factors = np.zeros(len(generated))
                 factors[generated] = probability * node.weight * node.advantage
                 add_scores(total, above + ids, generated, factors)
-    assert mass == pytest.approx(1)
     return total
 
 
@@ -256,7 +269,7 @@ def words(make, settings=None, count=3, **limits):
     settings = settings or recipe(limit=9, sampling="independent", objective="grpo")
     plan = HarvestPlan(prompts, settings, [END], seed=0, conversations=speaking(make, **limits))
     alternating = iter([CALL, END] * 10_000)
-    engine = Drawing(lambda size: next(alternating))
+    engine = Drawing(lambda name, shares: next(alternating))
     engine.step = lambda: [engine._next(name) for name in list(engine.paths)[:1]]
     return harvest(engine, plan)
 
@@ -333,7 +346,7 @@ def test_an_environment_that_cannot_repeat_itself_drops_what_it_cannot_resume():
     made = speaking(lambda prompt, seed: Clock(prompt, seed, most=3))
     plan = HarvestPlan([QUESTION], settings, [END], seed=0, progress=progress, conversations=made)
     with pytest.raises(EngineError, match="all 1 rollouts are left out"):
-        harvest(Drawing(lambda size: END), plan)
+        harvest(Drawing(lambda name, shares: END), plan)
 
 
 def test_a_recorded_rollout_without_grades_gets_those_of_its_own_environment():
@@ -352,7 +365,7 @@ def test_a_recorded_rollout_without_grades_gets_those_of_its_own_environment():
 
     def graded(seed, progress):
         plan = HarvestPlan([QUESTION], settings, [END], seed=seed, progress=progress, conversations=make)
-        return harvest(Drawing(lambda size: END), plan)[0]
+        return harvest(Drawing(lambda name, shares: END), plan)[0]
 
     (first,) = graded(harvest_seed(settings, 3), HarvestProgress())
     known = [part.grade.reward for part in first.parts]
