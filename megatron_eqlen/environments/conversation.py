@@ -9,9 +9,11 @@ as the chat template continues a conversation with it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,6 +71,8 @@ class Conversations:
     """Calls at once."""
     close: Callable[[], None] = lambda: None
     """Gives up what all environments share."""
+    own_seeds: bool = False
+    """True if each first track of a rollout has a seed of its own, as the samples of an evaluation have."""
 
 
 class Answer(NamedTuple):
@@ -89,7 +93,7 @@ class ChangedAnswerError(RuntimeError):
 
 def answer(speak: Conversations, environment: Environment, turns: list[Turn]) -> Answer:
     """Let the environment answer the last of ``turns``, which are all turns of the response so far."""
-    observation = environment.step(speak.read(turns[-1].generated))
+    observation = _step(speak, environment, turns[-1])
     given = [] if observation.done else speak.write(observation)
     before = sum(len(turn.given) for turn in turns)
     over = len(turns) >= speak.max_turns or before + len(given) > speak.max_given_tokens
@@ -103,7 +107,7 @@ def replayed(speak: Conversations, prompt: Prompt, seed: int, turns: list[Turn])
     answers otherwise than it did."""
     environment = speak.make(prompt, seed)
     for number, turn in enumerate(turns):
-        observation = environment.step(speak.read(turn.generated))
+        observation = _step(speak, environment, turn)
         given = [] if observation.done else speak.write(observation)
         if given != turn.given.tolist():
             raise ChangedAnswerError(
@@ -113,8 +117,26 @@ def replayed(speak: Conversations, prompt: Prompt, seed: int, turns: list[Turn])
     return environment
 
 
+def _step(speak: Conversations, environment: Environment, turn: Turn) -> Observation:
+    """Let the environment answer a turn. Raises TypeError for what is no answer."""
+    observation = environment.step(speak.read(turn.generated))
+    if not isinstance(observation, Observation):
+        raise _wrong(environment, "step", "an Observation", observation)
+    if not isinstance(observation.content, str):
+        raise _wrong(environment, "step", "an Observation whose content is a str", observation.content)
+    return observation
+
+
 def _grade(environment: Environment) -> Grade | None:
+    """Return the environment's grade of the response. Raises TypeError for what is no grade."""
     grade = environment.grade()
     if grade is None or isinstance(grade, Grade):
         return grade
+    if not isinstance(grade, Real) or not math.isfinite(grade):
+        raise _wrong(environment, "grade", "a finite number, a Grade or None", grade)
     return Grade(float(grade), "scored", None, type(environment).__name__)
+
+
+def _wrong(environment: Environment, method: str, expected: str, given: object) -> TypeError:
+    name, text = f"{type(environment).__name__}.{method}", str(given)[:80]
+    return TypeError(f"{name}: expected {expected}, found {text!r} of the type {type(given).__name__}")

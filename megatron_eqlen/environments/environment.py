@@ -35,7 +35,8 @@ class Observation:
 class Environment:
     """One episode. Subclass it: ``step`` is needed, and often ``__init__(prompt, seed, **options)``.
 
-    ``seed`` is the same for all lines of a rollout; draw from a generator of your own. ``options`` are
+    ``seed`` is the same for all lines of a rollout, which are compared; each sample of an evaluation has its
+    own. Draw from a generator of your own. ``options`` are
     ``environment.options`` of the recipe. An exception means that the environment failed, not the policy: the
     rollout is dropped and counted. A tool's error or time-out is an observation.
     """
@@ -59,7 +60,13 @@ class Environment:
 
     def fork(self) -> Environment:
         """Return an independent copy in the same state. Called between steps."""
-        return copy.deepcopy(self)
+        try:
+            return copy.deepcopy(self)
+        except Exception as error:
+            raise TypeError(
+                f"{type(self).__name__}.fork: expected a state that copy.deepcopy copies, found {error!r}: "
+                "define fork, or set copies = False"
+            ) from error
 
     def close(self) -> None:
         """Give up what the environment holds."""

@@ -40,6 +40,8 @@ def environment_class(recipe: Recipe) -> type[Environment]:
             f"environment.name: {path}: expected a subclass of "
             f"megatron_eqlen.environments.environment.Environment, found {cls!r}"
         )
+    if cls.step is Environment.step:
+        raise ValueError(f"environment.name: {path}: expected a class with a method step, found none")
     try:
         inspect.signature(cls).bind(None, 0, **section.options)
     except TypeError as error:

@@ -5,7 +5,9 @@ problems ─► k completions each (the engine) ─► grades ─► EvaluationR
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 from megatron_eqlen.environments.conversation import Conversations
@@ -18,6 +20,8 @@ from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.sampling.harvester import all_rollouts
 from megatron_eqlen.types import Part, Prompt, Rollout
+
+log = logging.getLogger(__name__)
 
 EVALUATION_SEED = 20_000_003
 """Added to the recipe's seed, so that no sample repeats a training sample. Evaluations before and after use
@@ -49,8 +53,9 @@ def evaluate(
 
     With several engine replicas, each answers its ``share`` of the problems, each of its ranks ``grades``
     some of them, and ``gather`` merges the results in any order. Responses are graded while others are
-    generated, and every verdict is waited for. The same weights and recipe give the same result. Raises
-    ValueError if the recipe asks for other sampling than the engine was started with.
+    generated, and every verdict is waited for. The same weights and recipe give the same result. A problem
+    whose environment failed is left out, and is not among the manifest's questions. Raises ValueError if the
+    recipe asks for other sampling than the engine was started with.
     """
     sampling = recipe.model_copy(
         update={
@@ -69,7 +74,7 @@ def evaluate(
         eos_token_ids,
         seed,
         keeps_columns=_no_columns,
-        conversations=conversations,
+        conversations=conversations and replace(conversations, own_seeds=True),
     )
     harvested, _ = harvest(engine, plan, [EarlyGrading(scorer, grades)])
     groups = [group for group in harvested if grades(group.prompt, group.index)]
@@ -77,6 +82,10 @@ def evaluate(
     gathered = gather([(_answers(group), _grader(group)) for group in groups])
     answers = {answer.prompt_id: answer for answer, _ in gathered}
     graders = sorted({grader for _, grader in gathered} - {""})
+    if conversations is not None and (lost := len(problems) - len(answers)):
+        problems = [problem for problem in problems if problem.prompt_id in answers]
+        left = f"{lost} of {lost + len(problems)} problems are left out"
+        log.warning("evaluation: %s: %s: their environments failed", benchmark.name, left)
     return EvaluationResult(
         benchmark=benchmark.name,
         answers=[answers[problem.prompt_id] for problem in problems],

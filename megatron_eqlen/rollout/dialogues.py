@@ -27,7 +27,8 @@ from megatron_eqlen.types import Metrics, Prompt, Rollout, RolloutKey, rollout_k
 log = logging.getLogger(__name__)
 
 COINS = -1
-"""Number, in place of a track's, in the seed that all environments of a rollout share."""
+"""Number, in place of a track's, in the seed that all environments of a rollout share; with own seeds they
+have this number and those below."""
 
 
 class _State(NamedTuple):
@@ -51,6 +52,8 @@ class Dialogues:
         self._due: dict[Track, float] = {}
         """Turns that wait for other tracks, and since when."""
         self._asked: set[Track] = set()
+        self.last_error: BaseException | None = None
+        """Why the last rollout that was left out failed."""
         self.answered = self.cut = self.dropped = self.copies = self.replays = self.refused = 0
         self.seconds = self.waited = 0.0
 
@@ -67,7 +70,9 @@ class Dialogues:
                 state = self._states.get(key, {}).get(track.number)
                 turns = turns_of(path_of(harvester, track))
                 self.replays += state is None and len(turns) > 1
-                work = partial(_call, self.speak, state, harvester.prompt, _seed(harvester), turns)
+                work = partial(
+                    _call, self.speak, state, harvester.prompt, self._seed(harvester, track), turns
+                )
                 self.calls.start(Call(key, track, len(turns), work))
 
     def fork(self, key: RolloutKey, harvester: Harvester, launched: Sequence[Track]) -> Exception | None:
@@ -122,6 +127,10 @@ class Dialogues:
         for key in list(self._states):
             self.end(key)
 
+    def _seed(self, harvester: Harvester, track: Track) -> int:
+        number = COINS - track.number if self.speak.own_seeds else COINS
+        return track_seed(harvester.seed, harvester.prompt.prompt_id, harvester.index, number)
+
     def metrics(self) -> Metrics:
         turns = max(self.answered, 1)
         return {
@@ -140,10 +149,6 @@ def path_of(harvester: Harvester, track: Track) -> Tokens:
     """Return the tokens of a track's response so far."""
     own = track.tokens[track.place(track.start) :]
     return Tokens.joined([*(part.tokens for part in harvester.line(track.parent)), own])
-
-
-def _seed(harvester: Harvester) -> int:
-    return track_seed(harvester.seed, harvester.prompt.prompt_id, harvester.index, COINS)
 
 
 def _call(

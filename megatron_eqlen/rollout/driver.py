@@ -244,6 +244,7 @@ class Driver:
             del self.in_flight[name]
         assert self.dialogues is not None
         self.dialogues.dropped += 1
+        self.dialogues.last_error = error
         self.launched.pop(key, None)
         self.take(key, self.running[key])
 

@@ -53,7 +53,10 @@ def harvest(
     driver = Driver(engine, plan, meter, [finished, *observers])
     driver.run({key: harvester for key, harvester in harvesters.items() if key not in finished.rollouts})
     if dialogues is not None and dialogues.dropped and not finished.rollouts:
-        raise EngineError(f"all {dialogues.dropped} rollouts are left out: their environments failed")
+        raise EngineError(
+            f"all {dialogues.dropped} rollouts are left out: their environments failed, the last with "
+            f"{dialogues.last_error!r}"
+        )
     return [finished.rollouts[key] for key in harvesters if key in finished.rollouts], meter.metrics()
 
 

@@ -10,6 +10,7 @@ from megatron_eqlen.rollout.record.reader import read_step
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from megatron_eqlen.types import rollout_key
 from tests.kit.jobs import run, start_ranks
+from tests.kit.talking import ANSWERED
 from tests.kit.train_runs import NO_EVALUATION, column, command, same_weights, train, wait_for_steps
 
 CARRIED = (
@@ -48,9 +49,15 @@ def test_suspended_streams_continue_in_the_next_step_also_of_a_run_that_stopped_
     assert same_weights(replay, whole)
 
 
-def test_a_run_with_suspended_streams_is_killed_and_resumes_with_fewer_replicas(home):
-    ranks = start_ranks(2, *command(home, "killed-2", "cluster.processes_per_node=2", *CARRIED))
+def test_a_run_with_suspended_streams_and_environments_is_killed_and_resumes_with_fewer_replicas(home):
+    """Suspended and killed streams get new environments, which are told what was said."""
+    arguments = (*CARRIED, *ANSWERED)
+    ranks = start_ranks(2, *command(home, "killed-2", "cluster.processes_per_node=2", *arguments))
     wait_for_steps(home / "killed-2", 2, *ranks)
     for rank in ranks:
         rank.kill()
-    check_that_every_pair_is_trained_once(train(home, "killed-2", *CARRIED))
+    resumed = train(home, "killed-2", *arguments)
+    check_that_every_pair_is_trained_once(resumed)
+    assert sum(column(resumed, "environment/replays")) > 0
+    assert sum(column(resumed, "environment/dropped")) == 0, "and each said the same again"
+    assert max(column(resumed, "mismatch/compared_abs_diff")) < 1e-4, "trainer and engine saw the same tokens"

@@ -285,6 +285,29 @@ def test_an_environment_that_fails_drops_its_rollout_and_no_other(caplog):
     assert "q1/0 is left out, its environment failed: ConnectionError('no server')" in caplog.text
 
 
+WRONG = {
+    "step: expected an Observation, found '7 7' of the type str": ("7 7", 0.0),
+    "step: expected an Observation whose content is a str, found '7' of the type int": (Observation(7), 0.0),
+    "grade: expected a finite number, a Grade or None, found '1.0' of the type str": (None, "1.0"),
+    "grade: expected a finite number, a Grade or None, found 'nan' of the type float": (None, float("nan")),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_what_is_no_answer_or_no_grade_is_named(message):
+    answer, grade = WRONG[message]
+
+    class Odd(Environment):
+        def step(self, message):
+            return answer or Observation(done=True)
+
+        def grade(self):
+            return grade
+
+    with pytest.raises(EngineError, match=f"their environments failed, the last with .*Odd.{message}"):
+        words(Odd)
+
+
 def test_a_call_without_an_answer_drops_its_rollout():
     over = threading.Event()
     fails = {"q0": over.wait}
@@ -295,14 +318,18 @@ def test_a_call_without_an_answer_drops_its_rollout():
 
 
 def test_an_environment_that_cannot_be_copied_after_all_drops_its_rollout(caplog):
-    class Torn(Answers):
-        def fork(self):
-            raise OSError("torn")
+    class Holds(Answers):
+        def __init__(self, *arguments):
+            super().__init__(*arguments, most=2)
+            self.lock = threading.Lock()
 
     settings = recipe({"fork": "tokens", "step_tokens": 3, "forks": 1}, limit=9)
-    with pytest.raises(EngineError, match="all 1 rollouts"):
-        words(lambda prompt, seed: Torn(prompt, seed, most=2), settings, count=1)
-    assert "its environment failed: OSError('torn')" in caplog.text
+    message = (
+        "Holds.fork: expected a state that copy.deepcopy copies, found .*lock.*: define fork, or set copies"
+    )
+    with pytest.raises(EngineError, match=f"all 1 rollouts .*{message}"):
+        words(Holds, settings, count=1)
+    assert "q0/0 is left out, its environment failed: TypeError" in caplog.text
 
 
 def test_a_harvest_whose_environments_all_fail_is_an_error():
@@ -384,6 +411,12 @@ class Fixed(Environment):
 
     def __init__(self, prompt, seed, size=1): ...
 
+    def step(self, message):
+        return Observation(done=True)
+
+
+class Silent(Environment): ...
+
 
 HERE = "tests.pure.test_environments"
 REFUSED = {
@@ -391,6 +424,7 @@ REFUSED = {
         "name": "pyhton"
     },
     "expected a subclass of megatron_eqlen.environments.environment.Environment": {"name": f"{HERE}:words"},
+    "environment.name: .*: expected a class with a method step": {"name": f"{HERE}:Silent"},
     "environment.options: .* unexpected keyword argument 'sise'": {
         "name": f"{HERE}:Fixed",
         "options": {"sise": 2},

@@ -7,6 +7,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 
+from megatron_eqlen.environments.conversation import Conversations
+from megatron_eqlen.environments.environment import Environment, Observation
 from megatron_eqlen.evaluation import statistics
 from megatron_eqlen.evaluation.evaluate import evaluate
 from megatron_eqlen.evaluation.result import (
@@ -99,11 +101,11 @@ ANSWERS = {
 PROBLEMS = [Prompt(f"sums/{q}", [*map(ord, q)], q, "math", str(eval(q))) for q in ANSWERS]
 
 
-def run(recipe, engine, **replicas) -> EvaluationResult:
+def run(recipe, engine, **arguments) -> EvaluationResult:
     scorer = Scorer(recipe.reward, Letters())
     try:
         benchmark: BenchmarkRecipe = recipe.evaluation.benchmarks[0]
-        return evaluate(engine, benchmark, PROBLEMS, scorer, recipe, {EOS}, **replicas)
+        return evaluate(engine, benchmark, PROBLEMS, scorer, recipe, {EOS}, **arguments)
     finally:
         scorer.close()
 
@@ -145,6 +147,32 @@ def test_replicas_together_give_what_one_gives(recipe):
         run(recipe, AnsweringEngine(ANSWERS), share=lambda all: all[1::2], gather=gather)
     together = run(recipe, AnsweringEngine(ANSWERS), share=lambda all: all[0::2], gather=gather)
     assert together == alone
+
+
+def test_samples_have_environments_of_their_own_and_a_problem_whose_environment_fails_is_left_out(
+    recipe, caplog
+):
+    seeds = []
+
+    class Fails(Environment):
+        def __init__(self, prompt, seed):
+            seeds.append(seed)
+            self.problem = prompt.prompt_id
+
+        def step(self, message):
+            if self.problem == "sums/2+2":
+                raise ConnectionError("no server")
+            return Observation(done=True)
+
+        def grade(self):
+            return 1
+
+    speak = Conversations(Fails, Letters().decode, lambda observation: [])
+    result = run(recipe, AnsweringEngine(ANSWERS), conversations=speak)
+    assert [answers.rewards for answers in result.answers] == [[1, 1, 1]]
+    assert result.manifest["question_ids"] == ["sums/1+1"]
+    assert "sums: 1 of 2 problems are left out: their environments failed" in caplog.text
+    assert len({*seeds}) == len(seeds)
 
 
 def test_results_survive_the_disk_and_bad_files_are_named(recipe, tmp_path):
