@@ -21,9 +21,9 @@ GIB = 2**30
 WORKSPACE = 3e9
 """CUDA graphs, and the workspace of sampling and of a forward pass of ``max_num_batched_tokens``; an
 allowance."""
-ASLEEP = 3.5e9
-"""Memory that remains after ``sleep(level=2)``: graphs, NCCL buffers, workspaces; an allowance. With the CUDA
-context 4 GB; users of vLLM's sleep mode report 2 to 5 GB."""
+ASLEEP = 2.5e9
+"""Memory that remains after ``sleep(level=2)``: workspaces, torch's groups; an allowance. Users of vLLM's
+sleep mode report 2 to 5 GB with the CUDA context, with graphs and NCCL's buffers, which go to sleep here."""
 STATE_BYTES = 4
 """Bytes of one number of Gated DeltaNet's state."""
 

@@ -13,8 +13,12 @@ from megatron_eqlen.plan.trainer import Trainer, sent_tensors, trainer
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.phases import phases
 
-RUNTIME = 2.5e9
-"""CUDA's context, the trainer's NCCL groups, cuBLAS; an allowance."""
+RUNTIME = 1.5e9
+"""CUDA's context, cuBLAS; an allowance."""
+COMMUNICATOR = 0.8e9
+"""Buffers of an NCCL communicator, from its first collective on; an allowance. Measured elsewhere: 0.54 GB of
+2 ranks and 0.69 GB of more on A100 (NVIDIA/nccl issue 964); 7 GB (dense) and 9.5 GB (MoE) in all of a rank of
+8 H100 (verl PR 6408)."""
 UNUSABLE = 0.05
 """Share of the GPU that fragmentation takes; an allowance."""
 
@@ -28,7 +32,7 @@ class Memory:
     stages: list[Trainer]
     activations: Activations
     parts: dict[str, float]
-    """Bytes of each part of ``phases.MemoryPart``, and of ``runtime``."""
+    """Bytes of each part of ``phases.MemoryPart``, of ``runtime``, and of the trainer's ``communicators``."""
     table: dict[str, tuple[str, ...]]
     """Parts on the GPU, by phase."""
 
@@ -86,6 +90,7 @@ def memory(recipe: Recipe, model: ModelConfig) -> Memory:
 def _parts(recipe: Recipe, model: ModelConfig, rank: Trainer) -> dict[str, float]:
     parts = {
         "runtime": RUNTIME,
+        "communicators": COMMUNICATOR * len(communicators(recipe, model)),
         "weights": rank.weights,
         "gradients": rank.gradients,
         "optimizer": rank.optimizer,
@@ -101,8 +106,33 @@ def _parts(recipe: Recipe, model: ModelConfig, rank: Trainer) -> dict[str, float
     return parts
 
 
+def communicators(recipe: Recipe, model: ModelConfig) -> list[str]:
+    """Return the trainer's groups of more than one rank that carry tensors of GPUs; each has an NCCL
+    communicator of its own, also where two have the same ranks. vLLM's are part of the engine."""
+    parallel, world = recipe.parallel, recipe.world_size
+    data = world // (parallel.tensor * parallel.pipeline * parallel.context)
+    experts = parallel.expert * parallel.expert_tensor
+    sizes = {
+        "world": world,
+        "optimizer": world,
+        "tensor": parallel.tensor,
+        "pipeline": parallel.pipeline,
+        "context": parallel.context,
+        "data": data,
+        "data and context": data * parallel.context,
+        "embedding": parallel.pipeline if model.tie_word_embeddings else 1,
+    }
+    if model.experts:
+        sizes |= {
+            "expert": parallel.expert,
+            "expert and tensor": experts,
+            "expert data": world // (parallel.pipeline * experts),
+        }
+    return [name for name, size in sizes.items() if size > 1]
+
+
 def _table(recipe: Recipe) -> dict[str, tuple[str, ...]]:
-    return {phase.name: ("runtime", *phase.parts) for phase in phases(recipe)}
+    return {phase.name: ("runtime", "communicators", *phase.parts) for phase in phases(recipe)}
 
 
 def _gb(size: float) -> str:

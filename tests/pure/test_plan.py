@@ -66,7 +66,9 @@ def planned(file: str, *overrides: str) -> Memory:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_shipped_recipe_fits_and_its_line_in_the_table_is_what_the_plan_says(path: Path):
     recipe = load(path)
-    assert memory(recipe, model_config(recipe)).problems() == []
+    need = memory(recipe, model_config(recipe))
+    assert need.problems() == []
+    assert need.peak < 0.92 * need.total  # what nobody counted must not end a first run
     assert {TABLE_HEAD, table_row(path.name, recipe)} <= {
         *(ROOT / "docs/recipes.md").read_text().splitlines()
     }
@@ -142,7 +144,7 @@ def test_a_trainer_that_is_not_parked_leaves_vllm_too_little_to_start():
     """``request_memory`` requires its share of the GPU to be free, whatever size the KV cache is given."""
     for overrides in ((), ("rollout.kv_cache_gib=20",)):
         need = planned("qwen3_32b.yaml", "rollout.park_trainer=none", *overrides)
-        assert any(problem.startswith("start: vLLM wants 68.7 GB free") for problem in need.problems())
+        assert any(problem.startswith("start: vLLM wants 64.4 GB free") for problem in need.problems())
 
 
 @pytest.mark.parametrize(

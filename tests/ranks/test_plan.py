@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,17 @@ from megatron_eqlen.models.groups import start
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.plan.activations import CPU, CPU_CHUNK, FLA_CHUNK, LOSS_BLOCK, activations
 from megatron_eqlen.plan.host import checkpoint_bytes
+from megatron_eqlen.plan.memory import communicators
 from megatron_eqlen.plan.parameters import RankBuffers
 from megatron_eqlen.plan.trainer import SENT_AT_ONCE, optimizer_bytes, trainer
+from megatron_eqlen.processes import distributed
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Node, TokenTree
+from tests.kit import updates
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import slow_but
 from tests.kit.tiny_models import save_tiny
+from tests.kit.updates import TWO_EPOCHS, one_tree_a_row, update
 
 ROW = 256
 
@@ -259,6 +263,47 @@ def test_what_autograd_keeps_is_within_a_tenth_of_the_plan(planned_and_real):
             recipe, model, stage, sequence=sequence, kernels=CPU, imbalance=1.0, rows=case.rows
         )
         assert sum(here) / len(here) == pytest.approx(planned.saved, rel=0.1)
+
+
+def groups_used(folder: str, changes: dict[str, Any]) -> set[str]:
+    """Return the names of this rank's groups that carry tensors in an update and an export. Objects have a
+    group of their own."""
+    from torch.distributed import ProcessGroup
+
+    words = ("gather", "reduce", "all_to_all", "alltoall", "broadcast", "send", "recv")
+    used: set[str] = set()
+
+    def watched(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(group: ProcessGroup, *args: Any, **options: Any) -> Any:
+            if group.size() > 1 and group is not distributed.host():
+                used.add(group.group_name)
+            return real(group, *args, **options)
+
+        return call
+
+    for name in dir(ProcessGroup):
+        if any(word in name for word in words):
+            setattr(ProcessGroup, name, watched(getattr(ProcessGroup, name)))
+    update(folder, [one_tree_a_row(4)], TWO_EPOCHS | changes)
+    return used
+
+
+GROUPS = {
+    "dense, tied, pipeline": ("qwen3", {"tensor": 2, "pipeline": 2}, {"tie_word_embeddings": True}),
+    "dense, context parallel": ("qwen3", {"context": 2}, {}),
+    "experts, tensor parallel": ("qwen3_moe", {"tensor": 2, "expert": 2}, {}),
+    "experts, pipeline": ("qwen3_moe", {"tensor": 1, "expert": 2, "pipeline": 2}, {}),
+}
+
+
+@pytest.mark.parametrize("name", slow_but({"experts, tensor parallel"}, GROUPS))
+def test_communicators_are_the_groups_that_carry_tensors(name, tmp_path):
+    family, parallel, model = GROUPS[name]
+    save_tiny(tmp_path, family, **model)
+    changes = {"parallel": parallel, "cluster": {"processes_per_node": 4}}
+    used = run_ranks(4, groups_used, str(tmp_path), changes)
+    planned = communicators(updates.recipe_of(str(tmp_path), changes), read_config(tmp_path))
+    assert max(map(len, used)) == len(planned)
 
 
 WIDE: dict[str, Any] = {

@@ -27,6 +27,10 @@ from megatron_eqlen.rollout.vllm.engine.containment import contained
 from megatron_eqlen.rollout.vllm.engine.engine_args import engine_args, environ
 from megatron_eqlen.rollout.vllm.engine.repack import repack
 
+SLEEPING = ("enable_sleep_mode", "enable_nccl_comm_suspend", "sleep_mode_offload_cudagraph")
+"""vLLM's switches for what leaves the GPU while an engine sleeps: weights and KV cache, the buffers of its
+NCCL groups, CUDA graphs."""
+
 _live_engines = 0
 _owns_process_group = False
 
@@ -56,10 +60,9 @@ def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: in
             _owns_process_group = True
         try:
             config = EngineArgs(
-                **args,
+                **(dict.fromkeys(SLEEPING, not cpu) | args),
                 seed=seed,
                 distributed_executor_backend="external_launcher" if launched else "uni",
-                enable_sleep_mode=not cpu,
                 use_tqdm_on_load=False,
             ).create_engine_config(UsageContext.LLM_CLASS)
             core = EngineCore(config, Executor.get_class(config), log_stats=False)
