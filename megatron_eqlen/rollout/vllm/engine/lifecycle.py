@@ -47,7 +47,8 @@ def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: in
     layout.require(layout.replicas(rollout, int(os.environ.get("LOCAL_WORLD_SIZE", ranks))))
     layout.require(layout.engine(rollout, read_config(model_path)))
     cpu = current_platform.is_cpu()
-    args = engine_args(model_path, rollout, dtype, max_model_len)
+    args: dict[str, Any] = dict.fromkeys(SLEEPING, not cpu)
+    args |= engine_args(model_path, rollout, dtype, max_model_len)
     with contained(), nullcontext() if cpu else whole_segments():
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.update(environ(rollout))
@@ -60,7 +61,7 @@ def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: in
             _owns_process_group = True
         try:
             config = EngineArgs(
-                **(dict.fromkeys(SLEEPING, not cpu) | args),
+                **args,
                 seed=seed,
                 distributed_executor_backend="external_launcher" if launched else "uni",
                 use_tqdm_on_load=False,
