@@ -130,7 +130,7 @@ def convert(arguments: argparse.Namespace) -> int:
 
 def report(arguments: argparse.Namespace) -> int:
     if arguments.step is not None:
-        from megatron_eqlen.report.step_page import write_step_page
+        from megatron_eqlen.report.page import write_step_page
 
         print(write_step_page(arguments.run, *arguments.step))
         return 0

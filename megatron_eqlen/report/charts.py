@@ -11,7 +11,6 @@ import numpy as np
 
 from megatron_eqlen import metrics as m
 from megatron_eqlen.objectives.advice import Profile
-from megatron_eqlen.report.drawing import COLOURS, stage_colour
 from megatron_eqlen.report.evaluations import Evaluation, histories
 from megatron_eqlen.report.format import (
     MISMATCH,
@@ -23,9 +22,21 @@ from megatron_eqlen.report.format import (
     compact,
     duration,
 )
-from megatron_eqlen.report.metrics import Columns
+from megatron_eqlen.report.metrics import Columns, Records
 from megatron_eqlen.report.progress import STEPS_FOR_ETA
+from megatron_eqlen.report.run_state import STEPS
 
+LANES = {
+    "engine": ("harvest", "evaluate"),
+    "graders": ("score",),
+    "trainer": ("trees", "train", "sync", "checkpoint"),
+}
+STAGES = tuple(stage for lane in LANES.values() for stage in lane)
+COLOURS = (
+    "#3f7ad6", "#d9822b", "#379a72", "#a65bbd", "#c95567", "#8a8f98", "#4aa3b5", "#9a7350", "#9cab2a",
+    "#e07fb4",
+)  # fmt: skip
+"""Colours of series and stages, that can be told apart on light and on dark ground."""
 MAX_POINTS = 1000
 """Most points of a series; longer ones are averaged in equal groups of neighbours: no chart has more
 pixels."""
@@ -101,6 +112,8 @@ class Chart:
     """The series are parts of a whole."""
     starts: Sequence[float] = ()
     """Left ends of bars that end at ``x``, in percent of a response."""
+    spans: Sequence[tuple[str, str, float, float]] = ()
+    """Activities: lane, stage, begin and end; ``x`` are the ends of the steps. All in seconds."""
 
     @property
     def rare(self) -> bool:
@@ -110,7 +123,7 @@ class Chart:
     def data(self) -> dict[str, Any]:
         """Return what ``page.js`` draws, as plain data: of each series the columns ``y`` and, where there are
         some, ``low``, ``high`` and ``smooth``, the moving average; ``hover``, a height between the series."""
-        values = np.array([series.y for series in self.series])
+        values = np.array([series.y for series in self.series if not self.spans]).reshape(-1, len(self.x))
         counts = np.isfinite(values).sum(axis=0)
         series = []
         for one in self.series:
@@ -128,6 +141,8 @@ class Chart:
             "series": series,
             "stacked": self.stacked,
             "starts": [*self.starts],
+            "spans": [[*span, stage_colour(span[1])] for span in self.spans],
+            "lanes": [*LANES][::-1],
         }
 
 
@@ -184,6 +199,35 @@ def profile_chart(profile: Profile) -> Chart:
     series = [Series("decided in this part", decided, np.array(band), last=last)]
     title = "Share of the reward's variance that each part of a response decides, % with 95% interval"
     return Chart(title, ends, series, starts=[0.0, *ends[:-1].tolist()])
+
+
+def stage_colour(stage: str) -> str:
+    """Return the colour of a stage, the same in every picture."""
+    order = [*STAGES, *(other for other in m.STAGES if other not in STAGES)]
+    return COLOURS[order.index(stage) % len(COLOURS)]
+
+
+def timeline(records: Records) -> list[Chart]:
+    """Return the chart of the last ``STEPS`` steps: a lane each for engine, graders and trainer; none if no
+    step has spans."""
+    shown = [record for record in records if record["spans"]][-STEPS:]
+    lanes = {stage: lane for lane, stages in LANES.items() for stage in stages}
+    spans = [span for record in shown for span in record["spans"] if span["stage"] in lanes]
+    if not spans:
+        return []
+    first = min(span["began"] for span in spans)
+    times = [
+        (lanes[span["stage"]], span["stage"], span["began"] - first, span["ended"] - first) for span in spans
+    ]
+    seconds = {stage: sum(end - begin for _, of, begin, end in times if of == stage) for stage in lanes}
+    series = [
+        Series(stage, np.empty(0), colour=stage_colour(stage), last=f"{compact(total)} s")
+        for stage, total in seconds.items()
+    ]
+    ends = np.array([record["time"] - first for record in shown])
+    return [
+        Chart("The last steps", ends, series, [f"step {record['step']}" for record in shown], spans=times)
+    ]
 
 
 def _known(values: np.ndarray) -> np.ndarray:

@@ -24,7 +24,7 @@ from megatron_eqlen.report.trackers import Tracker
 from megatron_eqlen.types import Metrics
 
 if TYPE_CHECKING:
-    from megatron_eqlen.report.samples import Samples
+    from megatron_eqlen.report.rollouts import RolloutView
 
 FILE = "metrics.jsonl"
 TAIL = 1 << 18
@@ -61,7 +61,7 @@ class MetricsWriter:
         if self.tracker is not None:
             self.tracker.finish(failed)
 
-    def write(self, step: int, metrics: Metrics, samples: Samples | None = None) -> None:
+    def write(self, step: int, metrics: Metrics, samples: Sequence[RolloutView] = ()) -> None:
         """Append the metrics of ``step`` (counted from 1). Numbers that are not finite become null.
         ``samples``: for the tracker."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}

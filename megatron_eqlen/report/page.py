@@ -1,9 +1,11 @@
-"""A run's page: one static file, ``report.html``, made from the run folder's files alone.
+"""A run's pages, made from the run folder's files alone.
 
 recipe.yaml, metrics.jsonl, events.jsonl, evaluation/*.json, streams/ ──► page.html.jinja ──► report.html
+streams/step-00000011/ ──► rollouts.html.jinja ──► rollouts-12.html
 
-The file needs nothing from elsewhere: style, plots and their library are part of it, and its content security
-policy forbids a browser to load anything.
+Facts that a page filters by lie open in it; a rollout's text and columns of tokens are compressed, and
+unpacked by the browser when somebody looks at that rollout. A page needs nothing from elsewhere: style, plots
+and their library are part of it, and its content security policy forbids a browser to load anything.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ from typing import Any
 import jinja2
 
 from megatron_eqlen.files import write_text
-from megatron_eqlen.recipe.load import dump
-from megatron_eqlen.report.charts import METRICS, charts, facts, profile_chart
-from megatron_eqlen.report.drawing import COLOURS, draw, timeline
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe.load import dump, load_run
+from megatron_eqlen.report.charts import COLOURS, METRICS, charts, facts, profile_chart, timeline
 from megatron_eqlen.report.evaluations import evaluation_files, histories, read_evaluations
-from megatron_eqlen.report.format import compact, percent, shorten
+from megatron_eqlen.report.format import compact, percent
 from megatron_eqlen.report.metrics import Columns
 from megatron_eqlen.report.recorded import RecordedStep, find_decoder, recorded_advice
 from megatron_eqlen.report.status import RunStatus
@@ -54,31 +56,73 @@ def write_page(run: Path) -> Path:
     check_newest(run / "streams")
     newest = islice(scored_steps(run / "streams", newest_first=True), STEPS)
     shown = dict([*newest, *islice(scored_steps(run / "streams"), 1)])
-    steps = [(n + 1, RecordedStep(step_files(folder), recipe)) for n, folder in shown.items()]
+    steps, rows = [], list[dict[str, Any]]()
+    for number, folder in shown.items():
+        step = RecordedStep(step_files(folder), recipe)
+        steps.append((number + 1, step.verdicts()))
+        rows += [{"step": number + 1} | row for row in step.rows(step.telling(), decoder.decode)]
     profile, advice = recorded_advice(run, recipe)
-    drawn = charts(columns, evaluated) + ([profile_chart(profile)] if profile else [])
-    html = environment().get_template("page.html.jinja").render(
-        title=f"{recipe.name} · {recipe.method} · seed {recipe.seed}",
-        style=own("page.css"),
+    drawn = charts(columns, evaluated) + timeline([*status.state.steps])
+    drawn += [profile_chart(profile)] if profile else []
+    return _write(
+        run / PAGE,
+        "page.html.jinja",
+        recipe,
+        rows,
         library=_bokeh() if drawn else "",
-        script=own("page.js"),
-        recipe=recipe,
+        script=_own("page.js"),
         recipe_text=dump(recipe),
-        rows=status.page(),
-        outcomes=[[*rows[:1], *rows[1:][-1:]] for rows in benchmarks],
+        facts_of_run=status.page(),
+        outcomes=[[*history[:1], *history[1:][-1:]] for history in benchmarks],
         facts=facts(columns),
         charts=list(enumerate(drawn)),
         advice=advice,
         data=[chart.data() for chart in drawn],
-        timeline=timeline(list(status.state.steps)),
-        evaluations=[row for rows in benchmarks for row in [*rows[:1], *rows[1:][-EVALUATIONS:]]],
-        steps=[(number, step.verdicts(), step.telling(decoder.decode)) for number, step in steps],
+        evaluations=[row for history in benchmarks for row in [*history[:1], *history[1:][-EVALUATIONS:]]],
+        steps=steps,
         note=decoder.note,
         last=columns.last,
     )  # fmt: skip
-    path = run / PAGE
-    write_text(path, html)
+
+
+def write_step_page(run: Path, first: int, last: int) -> Path:
+    """Write ``rollouts-12.html`` (``rollouts-10-12.html``) of the steps ``first`` to ``last`` (from 1)
+    into the folder ``run``; return its path.
+
+    Raises ValueError naming the steps that are recorded if one of these is not, or a file that is damaged.
+    """
+    recipe, folders = load_run(run), {n + 1: folder for n, folder in scored_steps(run / "streams")}
+    if missing := [step for step in range(first, last + 1) if step not in folders]:
+        raise ValueError(
+            f"--step {missing[0]}: expected one of the recorded and graded steps of {run / 'streams'} "
+            f"({_spans([*folders]) or 'there are none'}), found no such step"
+        )
+    decoder, rows = find_decoder(recipe.model), list[dict[str, Any]]()
+    for number in range(first, last + 1):
+        step = RecordedStep(step_files(folders[number]), recipe)
+        rows += [{"step": number} | row for row in step.rows(step.rollouts, decoder.decode)]
+    name = str(first) if first == last else f"{first}-{last}"
+    path = run / f"rollouts-{name}.html"
+    script = _own("list.js")
+    return _write(path, "rollouts.html.jinja", recipe, rows, step=name, note=decoder.note, script=script)
+
+
+def _write(path: Path, template: str, recipe: Recipe, rows: list[dict[str, Any]], **values: Any) -> Path:
+    """Write a page with the rollouts ``rows``; return its path."""
+    title = f"{recipe.name} · {recipe.method} · seed {recipe.seed}"
+    style, drawing = _own("page.css"), _own("rollouts.js")
+    page = _environment().get_template(template)
+    write_text(
+        path, page.render(title=title, style=style, drawing=drawing, recipe=recipe, rows=rows, **values)
+    )
     return path
+
+
+def _spans(steps: list[int]) -> str:
+    """Format rising numbers: ``1-3, 7``."""
+    starts = [n for n in steps if n - 1 not in steps]
+    ends = [n for n in steps if n + 1 not in steps]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
 class PageWriter:
@@ -107,7 +151,7 @@ class PageWriter:
             return self._folder / PAGE
 
 
-def own(name: str) -> str:
+def _own(name: str) -> str:
     """Return a file of this folder."""
     return (resources.files("megatron_eqlen.report") / name).read_text(encoding="utf-8")
 
@@ -121,7 +165,7 @@ def _bokeh() -> str:
     return "\n".join((scripts / f"{name}.min.js").read_text("utf-8") for name in ("bokeh", "bokeh-api"))
 
 
-def environment() -> jinja2.Environment:
+def _environment() -> jinja2.Environment:
     """Return the environment of the pages' templates; a missing value is an error."""
     made: Any = jinja2.Environment(
         loader=jinja2.PackageLoader("megatron_eqlen.report", "."),
@@ -131,5 +175,5 @@ def environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     made.globals["colours"] = COLOURS
-    made.filters.update(compact=compact, shorten=shorten, percent=percent, draw=draw)
+    made.filters.update(compact=compact, percent=percent)
     return made

@@ -1,21 +1,26 @@
-"""Recorded steps: whether their records are whole, their verdicts, and the rollouts that teach.
+"""Recorded steps: whether their records are whole, their verdicts, and their rollouts as pages have them.
 
 Skeletons are read once; token ids are read only of the rollouts that are shown.
 """
 
 from __future__ import annotations
 
+import base64
+import json
+import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from megatron_eqlen.hf.tokenizer import load_decoder
 from megatron_eqlen.objectives.advice import Profile, advice
 from megatron_eqlen.recipe import ModelRecipe, Recipe
 from megatron_eqlen.recipe.inputs import local_path
-from megatron_eqlen.report.rollouts import Decode, RolloutView, Training, view
+from megatron_eqlen.report.rollouts import Decode, PartView, RolloutView, Training, by_token, view
 from megatron_eqlen.rollout.record.reader import (
     check_file,
     fill_numbers,
@@ -23,14 +28,16 @@ from megatron_eqlen.rollout.record.reader import (
     scored_steps,
     step_files,
 )
-from megatron_eqlen.types import Node, Part, Rollout
+from megatron_eqlen.types import Part, Rollout
 
 PROFILED = 8
 """Number of newest steps whose rollouts give advice."""
+DIGITS = 3
+"""Decimal places of log-probs; advantages and weights have as many significant digits."""
 
 
 class TextDecoder(NamedTuple):
-    """The part of a model's tokenizer that pages use."""
+    """The part of a model's tokenizer that pages use: the text of tokens inside of a response."""
 
     decode: Decode
     note: str = ""
@@ -40,10 +47,10 @@ class TextDecoder(NamedTuple):
 def find_decoder(model: ModelRecipe) -> TextDecoder:
     """Return the decoder of the model's tokenizer; if there is none, one that prints token ids."""
     try:
-        return TextDecoder(load_decoder(local_path(model)))
+        return TextDecoder(by_token(load_decoder(local_path(model))))
     except ValueError as error:
         note = f"Token ids instead of text: {error}"
-        return TextDecoder(lambda token_ids: " ".join(map(str, token_ids)), note=note)
+        return TextDecoder(lambda token_ids: "".join(f"{token} " for token in token_ids), note=note)
 
 
 def recorded_advice(run: Path, recipe: Recipe) -> tuple[Profile | None, str]:
@@ -68,20 +75,87 @@ class RecordedStep:
         self._files, self.rollouts = files, read_skeletons(files)
         self._training = Training(self.rollouts, recipe)
 
-    def telling(self, decode: Decode) -> list[RolloutView]:
-        """Return a few rollouts of different prompts as text, first those with unequal rewards."""
-        return self.views(self._training.telling(self.rollouts), decode)
+    def telling(self) -> list[Rollout]:
+        """Return a few rollouts of different prompts, first those with unequal rewards."""
+        return self._training.telling(self.rollouts)
 
     def views(self, rollouts: Sequence[Rollout], decode: Decode) -> list[RolloutView]:
         """Return some of ``rollouts`` as text."""
         fill_numbers(rollouts, self._files)
         return [view(rollout, decode, self._training) for rollout in rollouts]
 
-    def node_of(self, part: Part) -> Node | None:
-        """Return the node that trained a part, with its advantage and weight; None: not compared."""
-        return self._training.node_of(part)
-
     def verdicts(self) -> list[tuple[str, int]]:
         """Return the verdicts of all its responses with their numbers, the most frequent first."""
         grades = [part.grade for rollout in self.rollouts for part in rollout.parts]
         return Counter(grade.verdict for grade in grades if grade is not None).most_common()
+
+    def rows(self, rollouts: Sequence[Rollout], decode: Decode) -> Iterator[dict[str, Any]]:
+        """Yield some of ``rollouts`` as plain data: what a page filters by, and ``packed``."""
+        for rollout, seen in zip(rollouts, self.views(rollouts, decode), strict=True):
+            grades = [part.grade for part in rollout.parts if part.grade is not None]
+            parts = [_part(part, one) for part, one in zip(rollout.parts, seen.parts, strict=True)]
+            detail = {"question": seen.question, "parts": parts}
+            text = json.dumps(detail, ensure_ascii=False, separators=(",", ":"))
+            yield {
+                "prompt": rollout.prompt_id,
+                "source": rollout.prompt.source or rollout.prompt_id.partition("/")[0],
+                "title": seen.title,
+                "question": seen.question[:160],
+                "verdicts": sorted({grade.verdict for grade in grades}),
+                "reward": _rounded(np.mean([grade.reward for grade in grades])) if grades else None,
+                "length": max((length for _, length, _ in rollout.lines()), default=0),
+                "gap": _gap(rollout, seen),
+                "packed": base64.b64encode(zlib.compress(text.encode(), 9)).decode(),
+            }
+
+
+def unpacked(packed: str) -> dict[str, Any]:
+    """Return the ``question`` and ``parts`` of a rollout. A part has its place in the tree, facts, the
+    text of each token, and ``columns`` with a number for each token, or one for all."""
+    return json.loads(zlib.decompress(base64.b64decode(packed)))
+
+
+def _gap(rollout: Rollout, seen: RolloutView) -> float | None:
+    """Return the largest difference of rewards within a pair, or without pairs of all parts."""
+    rewards = {side: list[float | None]() for side in ("a", "b", "")}
+    for part, one in zip(rollout.parts, seen.parts, strict=True):
+        rewards[part.role if part.role in rewards else ""].append(one.lesson.reward)
+    sets = [*zip(rewards["a"], rewards["b"], strict=True)] or [rewards[""]]
+    known = [[reward for reward in rewards if reward is not None] for rewards in sets]
+    return max((_rounded(max(rewards) - min(rewards)) for rewards in known if rewards), default=None)
+
+
+def _part(part: Part, seen: PartView) -> dict[str, Any]:
+    own, node = part.tokens.is_generated, seen.lesson.node
+    columns = {}
+    if "logprobs" in part.tokens:
+        columns["log-prob"] = np.round(part.tokens["logprobs"].astype(float), DIGITS)
+    if node is not None:
+        advantages = np.zeros(len(own))
+        advantages[own] = node.advantage
+        columns |= {"advantage": advantages, "weight": np.where(own, node.weight, 0.0)}
+    if "versions" in part.tokens:
+        columns["version"] = part.tokens["versions"]
+    if not own.all():
+        columns["given"] = ~own
+    return {
+        "label": seen.label,
+        "parent": seen.parent,
+        "facts": seen.facts(),
+        "role": seen.lesson.role,
+        "start": seen.start,
+        "ended": seen.end == "stop",
+        "tokens": seen.tokens,
+        "columns": {name: _numbers(values) for name, values in columns.items()},
+    }
+
+
+def _numbers(values: np.ndarray) -> float | list[float]:
+    """Return one number if all are equal."""
+    if len(values) and (values == values[0]).all():
+        return _rounded(values[0].item())
+    return [_rounded(value) for value in values.tolist()]
+
+
+def _rounded(value: Any) -> float:
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else int(value)

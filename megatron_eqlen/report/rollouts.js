@@ -1,9 +1,7 @@
-// Lists ROWS, made by step_page.py, by the filters of the form, and draws the rollout that is chosen: its tree to
-// scale, and its text with a colour for each token.
+// Draws rollouts of ROWS, made by recorded.py: each one's tree to scale, and its text with a colour for each token.
 
-const SVG = "http://www.w3.org/2000/svg", PROMPT = 4, ROW = 20, GAP = 8
-const id = name => document.getElementById(name), filters = id("filters"), overlay = id("overlay")
-let order = {key: "", down: true}, chosen = null, opened = null
+const SVG = "http://www.w3.org/2000/svg", PROMPT = 4, ROW = 20, GAP = 8, CONTEXT = 24
+const id = name => document.getElementById(name), overlay = id("overlay")
 
 function make(tag, properties = {}, ...children) {
   const made = Object.assign(document.createElement(tag), properties)
@@ -11,52 +9,18 @@ function make(tag, properties = {}, ...children) {
   return made
 }
 
-// ---- the list
-
-function passes(row) {
-  const asked = name => filters.elements[name].value
-  if (asked("verdict") && !row.verdicts.includes(asked("verdict"))) return false
-  if (asked("source") && row.source !== asked("source")) return false
-  for (const name of ["reward", "length", "gap"]) {
-    const [low, high] = [asked(name + "-min"), asked(name + "-max")]
-    if ((low || high) && row[name] === null) return false
-    if (low && row[name] < +low || high && row[name] > +high) return false
-  }
-  return (row.prompt + " " + row.question).toLowerCase().includes(asked("words").toLowerCase())
-}
-
-function list() {
-  const shown = ROWS.filter(passes)
-  if (order.key) shown.sort((a, b) => ((a[order.key] ?? -Infinity) - (b[order.key] ?? -Infinity)) * (order.down ? -1 : 1))
-  id("count").textContent = `${shown.length} of ${ROWS.length} rollouts`
-  id("list").replaceChildren(...shown.map(row => {
-    const about = `${row.title}${row.verdicts.length ? " · " + row.verdicts.join(", ") : ""}`
-    const cells = ["reward", "length", "gap"].map(name => make("td", {textContent: row[name] ?? "–"}))
-    const line = make("tr", {className: row === chosen ? "on" : "", onclick: () => choose(row, line)},
-      make("td", {}, `step ${row.step} · ${row.prompt}`, make("small", {textContent: about})), ...cells)
-    return line
-  }))
-}
-
-// ---- the rollout
-
 async function unpack(packed) {
   const bytes = Uint8Array.from(atob(packed), c => c.charCodeAt(0))
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))
   return JSON.parse(await new Response(stream).text())
 }
 
-async function choose(row, line) {
-  chosen = row
-  for (const other of id("list").querySelectorAll(".on")) other.className = ""
-  if (line) line.className = "on"
-  opened = await unpack(row.packed)
-  const names = new Set(opened.parts.flatMap(part => Object.keys(part.columns)))
+// Offer the columns of these rollouts as colours.
+function offer(details) {
+  const names = new Set(details.flatMap(detail => detail.parts).flatMap(part => Object.keys(part.columns))), before = overlay.value
   names.delete("given")
-  const before = overlay.value
   overlay.replaceChildren(overlay.options[0], ...[...names].map(name => make("option", {textContent: name, value: name})))
   overlay.value = names.has(before) ? before : ""
-  draw()
 }
 
 // Parts that continue each other share a row: the child that reaches furthest stays on its parent's.
@@ -83,25 +47,26 @@ function shape(tag, attributes) {
   return made
 }
 
-function tree(parts) {
+function tree(parts, show) {
   const row = rows(parts), scale = (100 - PROMPT) / Math.max(1, ...parts.map(part => part.start + part.tokens.length))
   const height = n => n * (ROW + GAP)
   const picture = shape("svg", {class: "stream", width: "100%", height: height(Math.max(0, ...row) + 1)})
-  const box = (kind, left, top, width, label) => {
+  const box = (kind, left, top, width, label, about) => {
     const group = shape("g", {}), place = {x: left + "%", y: top, width: width + "%", height: ROW}
     const inner = shape("svg", place), text = shape("text", {x: 6, y: 14}), title = shape("title", {})
-    text.textContent = title.textContent = label
+    text.textContent = label
+    title.textContent = about
     inner.append(text)
     group.append(title, shape("rect", {class: kind, ...place, rx: 3}), inner)
     picture.append(group)
     return group
   }
-  box("prompt", 0, 0, PROMPT, "q")
+  box("prompt", 0, 0, PROMPT, "q", "the prompt")
   parts.forEach((part, i) => {
     const left = PROMPT + part.start * scale, top = height(row[i]), width = part.tokens.length * scale
     const above = part.parent < 0 ? 0 : row[part.parent]
     if (row[i] > above) picture.append(shape("line", {class: "fork", x1: left + "%", x2: left + "%", y1: height(above) + ROW, y2: top}))
-    box(part.role, left, top, width, part.label).onclick = () => id(`part-${i}`).scrollIntoView({behavior: "smooth"})
+    box(part.role, left, top, width, part.label, [part.label, ...part.facts].join(" · ")).onclick = () => show(i)
     const right = left + width + "%"
     if (part.ended) picture.append(shape("line", {class: "end", x1: right, x2: right, y1: top, y2: top + ROW}))
   })
@@ -117,41 +82,56 @@ function colour(name, value, low, high) {
   return `hsl(${hue} 75% 50% / ${(0.65 * Math.min(strength, 1)).toFixed(2)})`
 }
 
-function text(part, ends) {
+// The end of what a part inherits, whose tokens are not trained again.
+function inherited(parts, i) {
+  let text = []
+  for (let at = parts[i].parent; at >= 0 && text.length < CONTEXT; at = parts[at].parent) text = [...parts[at].tokens, ...text]
+  return text.length ? "…" + text.slice(-CONTEXT).join("") : ""
+}
+
+function text(parts, i, ends) {
+  const part = parts[i]
   const name = overlay.value, {given} = part.columns, plain = !name || part.columns[name] === undefined
   const block = make(plain ? "mark" : "span", {className: plain ? part.role : ""})
-  part.tokens.forEach((token, i) => {
-    const isGiven = given !== undefined && at(given, i)
-    const opens = isGiven && (i === 0 || !at(given, i - 1)), closes = isGiven && (i + 1 === part.tokens.length || !at(given, i + 1))
+  part.tokens.forEach((token, n) => {
+    const isGiven = given !== undefined && at(given, n)
+    const opens = isGiven && (n === 0 || !at(given, n - 1)), closes = isGiven && (n + 1 === part.tokens.length || !at(given, n + 1))
     const span = make("span", {textContent: (opens ? "⟦" : "") + token + (closes ? "⟧" : ""), className: isGiven ? "given" : ""})
-    if (!plain && !isGiven) span.style.background = colour(name, at(part.columns[name], i), ...ends)
-    span.dataset.i = i
+    if (!plain && !isGiven) span.style.background = colour(name, at(part.columns[name], n), ...ends)
+    span.dataset.n = n
     block.append(span)
   })
   block.onmouseover = ({target: {dataset}}) => {
-    if (dataset.i === undefined) return
-    const numbers = Object.entries(part.columns).filter(([name]) => name !== "given").map(([name, column]) => `${name} ${at(column, dataset.i)}`)
-    id("columns").textContent = [`${part.label}, token ${part.start + +dataset.i + 1}`, ...numbers].join(" · ")
+    if (dataset.n === undefined) return
+    const numbers = Object.entries(part.columns).filter(([name]) => name !== "given").map(([name, column]) => `${name} ${at(column, dataset.n)}`)
+    id("columns").textContent = [`${part.label}, token ${part.start + +dataset.n + 1}`, ...numbers].join(" · ")
   }
-  return make("div", {className: "text"}, block)
+  return make("div", {className: "text"}, make("span", {className: "before", textContent: inherited(parts, i)}), block)
 }
 
-function draw() {
-  const {question, parts} = opened
+// Draw a rollout into `place`; with `folded` its text is made when somebody opens it.
+function drawRollout(place, row, {question, parts}, folded = null) {
   const values = parts.flatMap(part => part.columns[overlay.value] ?? [])
   const ends = [Math.min, Math.max].map(end => values.reduce((a, b) => end(a, b), values[0]))
-  const shown = parts.map((part, i) => make("div", {className: "segment", id: `part-${i}`},
-    make("div", {className: "soft"}, make("b", {textContent: part.label}), " · " + part.facts.join(" · ")), text(part, ends)))
-  id("rollout").replaceChildren(make("h3", {textContent: `${chosen.prompt}, ${chosen.title}`}),
-    make("p", {className: "text", textContent: question}), tree(parts), ...shown)
+  const shown = make("div", {className: "sides"}), texts = make("details", {open: folded === false}, make("summary", {textContent: "Text"}))
+  const fill = () => shown.childElementCount || shown.append(...parts.map((part, i) => make("div", {className: "segment"},
+    make("div", {className: "soft"}, make("b", {textContent: part.label}), " · " + part.facts.join(" · ")), text(parts, i, ends))))
+  const show = i => { texts.open = true; fill(); shown.children[i].scrollIntoView({behavior: "smooth", block: "nearest"}) }
+  texts.append(shown)
+  texts.ontoggle = fill
+  if (!folded) fill()
+  place.replaceChildren(make("div", {}, make("b", {textContent: row.prompt}), " ", make("span", {className: "soft", textContent: row.title})),
+    ...(question ? [make("p", {className: "text", textContent: question})] : []), tree(parts, show), folded === null ? shown : texts)
 }
 
-for (const [name, of] of [["verdict", row => row.verdicts], ["source", row => row.source]])
-  for (const value of [...new Set(ROWS.flatMap(of))].sort()) filters.elements[name].append(make("option", {textContent: value, value}))
-filters.oninput = list
-filters.onsubmit = event => event.preventDefault()
-overlay.onchange = () => opened && draw()
-for (const head of document.querySelectorAll("[data-key]"))
-  head.onclick = () => { order = {key: head.dataset.key, down: order.key !== head.dataset.key || !order.down}; list() }
-list()
-if (ROWS.length) choose(ROWS[0], id("list").firstChild)
+// The run's page has a place for each rollout, the first of each step open.
+async function drawAll(places) {
+  const details = await Promise.all(ROWS.map(row => unpack(row.packed)))
+  const all = () => places.forEach((place, i) => {
+    const before = place.querySelector("details"), folded = before ? !before.open : i > 0 && ROWS[i - 1].step === ROWS[i].step
+    drawRollout(place, ROWS[i], details[i], folded)
+  })
+  offer(details)
+  overlay.onchange = all
+  all()
+}

@@ -1,25 +1,25 @@
-"""Rollouts in readable form: text, rewards, and their part in training."""
+"""Rollouts in readable form: text, rewards, and their part in training. Pages draw them, ``eqlen inspect``
+prints them, wandb gets them as a table."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
-
-import numpy as np
+from functools import cache
+from itertools import groupby
+from typing import Any, Literal, NamedTuple
 
 from megatron_eqlen.objectives.build import weighted_units
 from megatron_eqlen.objectives.dynamic_sampling import trained
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.report.format import compact, shorten
 from megatron_eqlen.sampling import KINDS
-from megatron_eqlen.tokens import VERSIONS, TokenIds
-from megatron_eqlen.types import Grade, Node, Part, Rollout, tokens_along
+from megatron_eqlen.tokens import VERSIONS
+from megatron_eqlen.types import Grade, Node, Part, Rollout
 
-Decode = Callable[[TokenIds], str]
-
+Decode = Callable[[Sequence[int]], str]
 Role = Literal["raised", "lowered", "equal", "plain"]
-"""Effect of training on the segment's probability, by its advantage. ``equal``: compared, but without an
+"""Effect of training on the part's probability, by its advantage. ``equal``: compared, but without an
 advantage; ``plain``: not compared."""
 Use = Literal["trained", "skipped", "not trained", "not scored", ""]
 """``skipped``: compared, but its weight is 0 (equal rewards). ``not trained``: part of no comparison. Empty
@@ -27,14 +27,16 @@ if unknown."""
 
 MATH = "math"
 """The grader that compares an answer with a gold one (``Prompt.grader``)."""
-CONTEXT_TOKENS = 24
-"""Number of tokens before a segment that are shown with it."""
 SHOWN = 4
 """Number of a step's rollouts that are shown."""
+CUT = 4
+"""Most tokens that one character is made of."""
+FIRST_IDS = 1000
+"""Token ids among which a letter or digit is looked for."""
 
 
 class Lesson(NamedTuple):
-    """Effect of training on a segment."""
+    """Effect of training on a part."""
 
     reward: float | None
     """Reward in its comparison, or the grader's; None if there is none (yet)."""
@@ -42,49 +44,52 @@ class Lesson(NamedTuple):
     """Advantage; None: not compared."""
     role: Role
     use: Use
+    node: Node | None = None
+    """The node that trained it; None: not compared."""
 
 
 @dataclass(frozen=True)
-class SegmentView:
+class PartView:
     """One side of a pair, a completion, a tail, or a step of a tree."""
 
     label: str
     """``A1``, ``B1``, ``tail``, ``completion 3``, ``step 2 after step 0``."""
-    before: str
-    """End of the tokens that the segment inherits after the prompt."""
-    text: str
-    length: int
-    """Number of tokens."""
-    inherited: int
-    """Number of tokens between the prompt and this segment."""
+    parent: int
+    """Place of the part that it continues, -1 for the prompt."""
+    start: int
+    """Number of tokens between the prompt and this part."""
+    tokens: list[str]
+    """Text of each token."""
+    own: list[bool]
+    """True for each token that the policy generated, False for one that an environment gave."""
     end: str
     """``stop``, ``length`` or ``continues`` (not ended here)."""
-    reward: float | None
-    """This and the next three: see ``Lesson``."""
-    advantage: float | None
-    role: Role
-    use: Use
-    verdict: str = ""
-    """If the segment ends a response: the grader's verdict, the extracted answer and, unless it is correct,
-    the gold one."""
-    versions: tuple[int, ...] = ()
+    lesson: Lesson
+    verdict: str
+    """If the part ends a response: the grader's verdict, the extracted answer and, unless it is correct, the
+    gold one."""
+    versions: tuple[int, ...]
     """Policy versions of the weights that sampled it, in order; empty if unknown."""
+
+    @property
+    def text(self) -> str:
+        """Text of the part; what an environment gave stands between brackets."""
+        runs = groupby(zip(self.own, self.tokens, strict=True), key=lambda pair: pair[0])
+        texts = [(own, "".join(text for _, text in run)) for own, run in runs]
+        return "".join(text if own else f"⟦{text}⟧" for own, text in texts)
 
     def facts(self) -> list[str]:
         """Facts shown beside its label."""
-        known = {"reward": self.reward, "advantage": self.advantage}
+        known = {"reward": self.lesson.reward, "advantage": self.lesson.advantage}
         return [
             *(f"{name} {compact(value)}" for name, value in known.items() if value is not None),
             *([shorten(self.verdict)] if self.verdict else []),
             self.end,
-            f"{self.length} tokens",
+            f"{sum(self.own)} tokens",
+            *([f"inherits {self.start}"] if self.start else []),
             *([f"policy version {', '.join(map(str, self.versions))}"] if self.versions else []),
+            *([self.lesson.use] if self.lesson.use else []),
         ]
-
-
-class PairView(NamedTuple):
-    a: SegmentView
-    b: SegmentView
 
 
 @dataclass(frozen=True)
@@ -92,12 +97,22 @@ class RolloutView:
     prompt_id: str
     question: str
     title: str
-    pairs: list[PairView]
-    segments: list[SegmentView]
-    """Segments outside pairs."""
+    parts: list[PartView]
 
-    def all_segments(self) -> list[SegmentView]:
-        return [*(side for pair in self.pairs for side in pair), *self.segments]
+    def table_rows(self, step: int) -> list[list[Any]]:
+        """Return a row of ``COLUMNS`` for each part; long texts are shortened."""
+        about = [step, self.prompt_id, shorten(self.question), self.title]
+        return [
+            [*about, one.label, shorten(one.text), *one.lesson[:2], one.lesson.use, one.verdict, one.end,
+             sum(one.own), one.start, ", ".join(map(str, one.versions))]
+            for one in self.parts
+        ]  # fmt: skip
+
+
+COLUMNS = [
+    "step", "prompt", "question", "rollout", "part", "text", "reward", "advantage", "use", "verdict",
+    "end", "tokens", "inherited_tokens", "policy_versions",
+]  # fmt: skip
 
 
 class Training:
@@ -110,25 +125,18 @@ class Training:
     def __init__(self, rollouts: Sequence[Rollout], recipe: Recipe | None, selected: bool = False) -> None:
         scored = all(part.grade for rollout in rollouts for part, _ in rollout.ended())
         self._other: Use = "" if recipe is None else "not trained" if scored else "not scored"
-        self._lessons: dict[int, Lesson] = {}
-        self._nodes: dict[int, Node] = {}
-        """By the ``id()`` of the part, as ``_lessons``."""
+        self._lessons: dict[int, Lesson] = {}  # by the id() of the part
         if recipe is None or not scored:
             return
         for unit in weighted_units(rollouts if selected else trained(rollouts, recipe), recipe):
             members = zip(unit.members, unit.nodes, unit.rewards, unit.advantages, strict=True)
             for part, node, reward, advantage in members:
                 use = "trained" if node.weight else "skipped"
-                self._nodes[id(part)] = node
-                self._lessons[id(part)] = Lesson(reward, advantage, _role(node.weight, advantage), use)
+                self._lessons[id(part)] = Lesson(reward, advantage, _role(node.weight, advantage), use, node)
 
     def of(self, part: Part) -> Lesson:
         reward = None if part.grade is None else part.grade.reward
         return self._lessons.get(id(part)) or Lesson(reward, None, "plain", self._other)
-
-    def node_of(self, part: Part) -> Node | None:
-        """Return the node that trains a part; None: not compared."""
-        return self._nodes.get(id(part))
 
     def telling(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Return a few of ``rollouts`` of different prompts, first those with unequal rewards."""
@@ -141,6 +149,13 @@ class Training:
         return any(self.of(part).role in ("raised", "lowered") for part in rollout.parts)
 
 
+def samples(rollouts: Sequence[Rollout], recipe: Recipe, decode: Decode) -> list[RolloutView]:
+    """Return a few of the ``rollouts`` that a step trains, of those whose tokens this rank holds."""
+    training, decode = Training(rollouts, recipe, selected=True), by_token(decode)
+    here = [rollout for rollout in rollouts if not any(part.tokens.is_bare for part in rollout.parts)]
+    return [view(rollout, decode, training) for rollout in training.telling(here)]
+
+
 def _role(weight: float, advantage: float) -> Role:
     if not weight or not advantage:
         return "equal"
@@ -148,43 +163,47 @@ def _role(weight: float, advantage: float) -> Role:
 
 
 def view(rollout: Rollout, decode: Decode, training: Training) -> RolloutView:
-    """Return a rollout as text; ``training`` gives the lessons."""
+    """Return a rollout as text; ``training`` gives the lessons. ``decode``: as ``by_token`` returns it."""
     title, labels = KINDS[rollout.kind].labels(rollout)
-    seen = {role: list[SegmentView]() for role in ("a", "b", "")}
-    for label, part in zip(labels, rollout.parts, strict=True):
-        inherited = tokens_along(rollout.line(part.parent))
-        shown = _segment(rollout, part, label, inherited, decode, training)
-        seen[part.role if part.role in seen else ""].append(shown)
-    pairs = [PairView(a, b) for a, b in zip(seen["a"], seen["b"], strict=True)]
-    return RolloutView(rollout.prompt_id, rollout.prompt.question, title, pairs, seen[""])
-
-
-def _segment(
-    rollout: Rollout, part: Part, label: str, inherited: TokenIds, decode: Decode, training: Training
-) -> SegmentView:
+    places, ends = {part.number: place for place, part in enumerate(rollout.parts)}, {-1: 0}
+    for part in rollout.parts:
+        ends[part.number] = ends[part.parent] + len(part.tokens)
     gold = rollout.prompt.gold if rollout.prompt.grader == MATH else ""  # of other graders no one answer
-    return SegmentView(
-        label=label,
-        before=decode(inherited[-CONTEXT_TOKENS:]),
-        text=_text(part, decode),
-        length=len(part),
-        inherited=len(inherited),
-        end=part.finish_reason or "continues",
-        **training.of(part)._asdict(),
-        verdict="" if part.grade is None else _verdict(part.grade, gold),
-        versions=_versions(part),
-    )
+    parts = [
+        PartView(
+            label=label,
+            parent=places.get(part.parent, -1),
+            start=ends[part.parent],
+            tokens=_texts(part.token_ids.tolist(), decode),
+            own=part.tokens.is_generated.tolist(),
+            end=part.finish_reason or "continues",
+            lesson=training.of(part),
+            verdict="" if part.grade is None else _verdict(part.grade, gold),
+            versions=_versions(part),
+        )
+        for label, part in zip(labels, rollout.parts, strict=True)
+    ]
+    return RolloutView(rollout.prompt_id, rollout.prompt.question, title, parts)
 
 
-def _text(part: Part, decode: Decode) -> str:
-    """Return the text of a part; what an environment gave stands between brackets."""
-    if len(part) == len(part.tokens):
-        return decode(part.token_ids)
-    generated = part.tokens.is_generated
-    changes = np.flatnonzero(np.diff(generated)) + 1
-    runs = np.split(part.token_ids, changes)
-    own = generated[[0, *changes.tolist()]]
-    return "".join(decode(run) if mine else f"⟦{decode(run)}⟧" for run, mine in zip(runs, own, strict=True))
+def by_token(decode: Decode) -> Decode:
+    """Return ``decode`` for tokens inside of a text: many tokenizers drop the space before its first word."""
+    first = next((n for n in range(FIRST_IDS) if decode([n]).isascii() and decode([n]).isalnum()), None)
+    head = [] if first is None else [first]
+    skipped = len(decode(head))
+    return cache(lambda token_ids: decode([*head, *token_ids])[skipped:])
+
+
+def _texts(token_ids: list[int], decode: Decode) -> list[str]:
+    """Return the text of each token. A character that several tokens make stands at the last of them."""
+    texts, cut = list[str](), list[int]()
+    for token in token_ids:
+        cut.append(token)
+        text = decode(tuple(cut))
+        whole = not text.endswith("\ufffd") or len(cut) == CUT
+        texts.append(text if whole else "")
+        cut = [] if whole else cut
+    return texts
 
 
 def _verdict(grade: Grade, gold: str) -> str:

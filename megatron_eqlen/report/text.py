@@ -12,10 +12,12 @@ from megatron_eqlen.hf.tokenizer import load_decoder
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.load import RECIPE, load
 from megatron_eqlen.report.recorded import RecordedStep
-from megatron_eqlen.report.rollouts import RolloutView, SegmentView
+from megatron_eqlen.report.rollouts import RolloutView, by_token
 from megatron_eqlen.rollout.record.reader import recorded_steps
 from megatron_eqlen.rollout.record.recorder import FILES
 
+BEFORE = 80
+"""Characters of the part before that are printed with a part."""
 STYLES = {"raised": "green", "lowered": "red", "equal": "yellow", "plain": "default"}
 
 
@@ -37,7 +39,7 @@ def print_rollouts(
         console.print(
             f"{streams}: no run's recipe.yaml above it (or give one): what was trained is not known\n"
         )
-    decode = load_decoder(model)
+    decode = by_token(load_decoder(model))
     steps = recorded_steps(streams)
     if not steps:
         kind = "neither" if streams.is_dir() else "no such file or folder"
@@ -76,21 +78,10 @@ def _print(console: Console, rollout: RolloutView) -> None:
     console.print(Text.assemble((rollout.prompt_id, "bold"), "  ", rollout.title))
     if rollout.question:
         console.print(Padding(Text(rollout.question, "italic"), (0, 0, 0, 2)))
-    for pair in rollout.pairs:
-        console.print(f"  {pair.a.length} tokens a side, {pair.a.inherited} inherited")
-        for side in pair:
-            _print_segment(console, side, indent=4)
-    for segment in rollout.segments:
-        _print_segment(console, segment, indent=2)
+    for part in rollout.parts:
+        style = STYLES[part.lesson.role]
+        console.print(Text.assemble("  ", (part.label, f"bold {style}"), "  ", ", ".join(part.facts())))
+        before = rollout.parts[part.parent].text[-BEFORE:] if part.parent >= 0 else ""
+        text = Text.assemble((f"…{before}▸" if before else "", "dim"), (part.text, style))
+        console.print(Padding(text, (0, 0, 0, 4)))
     console.print()
-
-
-def _print_segment(console: Console, segment: SegmentView, indent: int) -> None:
-    facts = ", ".join(segment.facts())
-    use = (f", {segment.use}" if segment.use else "", "bold" if segment.use == "trained" else "dim")
-    console.print(
-        Text.assemble(" " * indent, (segment.label, f"bold {STYLES[segment.role]}"), "  ", facts, use)
-    )
-    before = f"…{segment.before}▸" if segment.before else ""
-    text = Text.assemble((before, "dim"), (segment.text, STYLES[segment.role]))
-    console.print(Padding(text, (0, 0, 0, indent + 2)))

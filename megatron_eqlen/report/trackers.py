@@ -9,7 +9,7 @@ import importlib
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,10 +19,8 @@ from megatron_eqlen.recipe import Recipe, leaves, shown
 from megatron_eqlen.types import Metrics
 
 if TYPE_CHECKING:
-    from megatron_eqlen.report.samples import Samples  # with all that reads rollouts
+    from megatron_eqlen.report.rollouts import RolloutView  # with all that reads rollouts
 
-TABLE = "rollouts"
-"""Name of the samples' table."""
 PATIENCE = 20.0
 """Seconds that wandb may take to start, and to send the rest at a run's end."""
 
@@ -30,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    def log(self, step: int, metrics: Metrics, samples: Samples | None) -> None:
+    def log(self, step: int, metrics: Metrics, samples: Sequence[RolloutView]) -> None:
         """Show the metrics of ``step``, counted from 1, and some of its rollouts. Steps come in order, each
         once."""
         ...
@@ -61,7 +59,7 @@ class Trackers:
     def _start(self, name: str, start: Callable[[], Tracker]) -> None:
         self._try(name, lambda: self._running.update({name: start()}))
 
-    def log(self, step: int, metrics: Metrics, samples: Samples | None) -> None:
+    def log(self, step: int, metrics: Metrics, samples: Sequence[RolloutView]) -> None:
         for name, tracker in [*self._running.items()]:
             self._try(name, tracker.log, step, metrics, samples)
 
@@ -102,12 +100,10 @@ class TensorBoard:
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=steps + 1)
         self.writer._get_file_writer().add_summary(_hparams(recipe))
 
-    def log(self, step: int, metrics: Metrics, samples: Samples | None) -> None:
+    def log(self, step: int, metrics: Metrics, samples: Sequence[RolloutView]) -> None:
         now = time.time()
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, step, walltime=now)
-        if samples is not None:
-            self.writer.add_text(TABLE, samples.markdown(), step, walltime=now)
         self.writer.flush()
 
     def finish(self, failed: bool) -> None:
@@ -136,13 +132,14 @@ class Wandb:
             settings=wandb.Settings(finish_timeout=PATIENCE, init_timeout=PATIENCE),
         )
 
-    def log(self, step: int, metrics: Metrics, samples: Samples | None) -> None:
-        from megatron_eqlen.report.samples import COLUMNS
+    def log(self, step: int, metrics: Metrics, samples: Sequence[RolloutView]) -> None:
+        from megatron_eqlen.report.rollouts import COLUMNS
 
         if step < self.run.starting_step:
             return
-        shown = {} if samples is None else {TABLE: self.table(columns=[*COLUMNS], data=samples.rows())}
-        self.run.log(metrics | shown, step=step, commit=True)
+        rows = [row for rollout in samples for row in rollout.table_rows(step)]
+        table = {"rollouts": self.table(columns=COLUMNS, data=rows)} if rows else {}
+        self.run.log(metrics | table, step=step, commit=True)
 
     def finish(self, failed: bool) -> None:
         self.run.finish(exit_code=int(failed))

@@ -9,8 +9,8 @@ from megatron_eqlen.processes import distributed
 from megatron_eqlen.processes.timeline import TimeSpan
 from megatron_eqlen.report.metrics import FILE as METRICS
 from megatron_eqlen.report.metrics import Columns, MetricsWriter
+from megatron_eqlen.report.rollouts import samples
 from megatron_eqlen.report.run_folder import RunFolder
-from megatron_eqlen.report.samples import samples
 from megatron_eqlen.report.trackers import Trackers
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.types import Metrics, Rollout
@@ -52,10 +52,9 @@ class StepRecords:
     def write(self, steps: int, metrics: Metrics, rollouts: Sequence[Rollout]) -> None:
         """Record step number ``steps``, counted from 1, which trained ``rollouts``."""
         if self._writer is not None:
-            every, recipe = self._session.recipe.report.samples_every, self._session.recipe
-            due = every and steps % every == 0
-            shown = samples(steps, rollouts, recipe, self._session.tokenizer.decode) if due else None
-            self._writer.write(steps, metrics, shown)
+            recipe, decode = self._session.recipe, self._session.tokenizer.decode
+            due = (every := recipe.report.samples_every) and steps % every == 0
+            self._writer.write(steps, metrics, samples(rollouts, recipe, decode) if due else ())
         self._session.events.note("step", step=steps)
         self._idle_steps += metrics.get(m.UPDATES) == 0
         self._session.progress.step(steps, metrics)

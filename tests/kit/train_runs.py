@@ -48,7 +48,6 @@ checkpoint: {{every: 1, keep: 2}}
 evaluation:
   samples: 2
   benchmarks: [{{name: questions, reader: jsonl, path: {folder}/questions.jsonl, limit: 4}}]
-report: {{samples_every: 2}}
 cluster: {{device: cpu}}
 """
     )

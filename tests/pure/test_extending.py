@@ -369,7 +369,7 @@ def test_a_sampling_kind_is_a_class_and_a_line(package, tmp_path, monkeypatch):
     trees, metrics = build_trees(rollouts, mine)
     assert len(trees) == metrics["objective/pairs"] == 3
     seen = view(rollouts[0], str, Training(rollouts, None))
-    assert (seen.title, [side.label for side in seen.segments]) == ("a duel", ["L", "R"])
+    assert (seen.title, [side.label for side in seen.parts]) == ("a duel", ["L", "R"])
 
 
 class Scripted:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from megatron_eqlen.evaluation.result import Answers, EvaluationResult, write_re
 from megatron_eqlen.report.charts import MAX_POINTS, METRICS, Chart, averaged, charts, smoothed
 from megatron_eqlen.report.metrics import Columns, MetricsWriter
 from megatron_eqlen.report.page import PageWriter, write_page
+from megatron_eqlen.report.recorded import unpacked
 from megatron_eqlen.rollout.record.recorder import record
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from megatron_eqlen.tokens import Tokens
@@ -66,6 +68,10 @@ class Page(HTMLParser):
     def handle_data(self, data):
         if not {"style", "script"} & {*self.open}:
             self.words.append(data)
+
+
+def drawn_rollouts(page: Page) -> list[dict[str, Any]]:
+    return json.loads(re.search("const ROWS = (.*)\n", page.html)[1])
 
 
 def log_steps(run: Path, steps: int, **extra: float) -> None:
@@ -181,9 +187,9 @@ def test_a_stage_has_one_colour_on_the_page(tmp_path):
     writer.close()
     leave_a_span(run, 1, "train", 0.0, 1.0)
     html = Page(write_page(run)).html
-    (colour,) = set(re.findall(r'<i style="color: (#\w+)"></i>train <b>', html))
-    assert html.count(f'color: {colour}"></i>train <b>') == 2
-    assert f'<rect fill="{colour}"' in html
+    colours = re.findall(r'<i style="color: (#\w+)"></i>train <b>', html)
+    assert len(colours) == 2
+    assert {*colours} == {*re.findall(r'"train", 0.0, 1.0, "(#\w+)"', html)}
 
 
 def test_charts_of_what_was_not_measured_are_left_out(tmp_path):
@@ -203,13 +209,23 @@ def test_rollouts_of_the_first_and_the_newest_steps_are_decoded(tmp_path):
     streams = {f"step-{n:08d}": [stream] for n in (0, 1, 6, 7)}
     run = write_run(tmp_path / "run", recipe(tmp_path / "model"), streams)
     page = Page(write_page(run))
-    assert [name for name in ("Step 1 ", "Step 7 ", "Step 8 ") if name not in page.text] == []
-    assert "Step 2 " not in page.text
-    assert "Pair 2 · 2 tokens a side · inherits 2" in page.text
-    assert "reward 1 · advantage 1 · correct: 7 · stop · 2 tokens · trained" in page.text
-    assert tokenizer.decode([8]) in page.text
+    assert re.findall(r"Step (\d+) ", page.text) == ["8", "7", "1"]
+    assert [row["step"] for row in drawn_rollouts(page)] == [8, 7, 1]
+    shown = unpacked(drawn_rollouts(page)[0]["packed"])
+    assert shown["question"] == asked.question
+    side = shown["parts"][2]
+    assert side["facts"] == [
+        "reward 1",
+        "advantage 1",
+        "correct: 7",
+        "stop",
+        "2 tokens",
+        "inherits 2",
+        "trained",
+    ]
+    assert "".join(side["tokens"]) == tokenizer.decode([8, 9])
     assert "Token ids instead of text" not in page.text
-    assert "<script>1 < 2</script>" in page.text  # as text:
+    assert asked.question not in page.html, "it would be a script"
 
 
 def test_one_rollout_a_prompt_is_shown_and_first_those_that_train(tmp_path):
@@ -220,15 +236,15 @@ def test_one_rollout_a_prompt_is_shown_and_first_those_that_train(tmp_path):
     streams = [other, dull, dataclasses.replace(example_stream(), index=2)]
     run = write_run(tmp_path, recipe(tmp_path), {"step-00000000": streams})
     (run / "streams" / "step-00000001").mkdir()  # a harvest that has only begun
-    shown = re.findall(r"(sums/a\.parquet#\d) (stream \d)", Page(write_page(run)).text)
+    shown = [(row["prompt"], row["title"][:8]) for row in drawn_rollouts(Page(write_page(run)))]
     assert shown == [("sums/a.parquet#1", "stream 2"), ("sums/a.parquet#0", "stream 1")]
 
 
 def test_without_a_tokenizer_rollouts_are_token_ids_and_it_is_said(tmp_path):
     run = write_run(tmp_path, recipe(tmp_path / "gone"), {"step-00000000": [example_stream()]})
-    text = Page(write_page(run)).text
-    assert f"Token ids instead of text: {tmp_path / 'gone'}: expected a model folder" in text
-    assert "8 9" in text
+    page = Page(write_page(run))
+    assert f"Token ids instead of text: {tmp_path / 'gone'}: expected a model folder" in page.text
+    assert unpacked(drawn_rollouts(page)[0]["packed"])["parts"][2]["tokens"] == ["8 ", "9 "]
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path):
@@ -240,7 +256,15 @@ def test_the_page_is_part_of_the_built_package(tmp_path):
     command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     report = tmp_path / "megatron_eqlen" / "report"
-    for name in ("page.html.jinja", "page.css", "page.js", "rollouts.html.jinja", "rollouts.js"):
+    for name in (
+        "page.html.jinja",
+        "page.css",
+        "page.js",
+        "rollouts.html.jinja",
+        "overlay.html.jinja",
+        "rollouts.js",
+        "list.js",
+    ):
         assert (report / name).is_file(), name
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import re
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,6 @@ from rich.console import Console
 import tests.kit.rollouts as kit
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.objectives.recipes import load
-from megatron_eqlen.report.drawing import draw
 from megatron_eqlen.report.rollouts import RolloutView, Training, view
 from megatron_eqlen.report.text import print_rollouts
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
@@ -35,7 +33,7 @@ from tests.kit.report_runs import (
 
 
 def as_ids(token_ids: list[int]) -> str:
-    return " ".join(map(str, token_ids))
+    return "".join(f"{token} " for token in token_ids)
 
 
 def look(rollout, sampling="equal_length", **changes):
@@ -43,34 +41,21 @@ def look(rollout, sampling="equal_length", **changes):
     return view(rollout, as_ids, Training([rollout], recipe(Path("model"), sampling=sampling, **changes)))
 
 
-def boxes(svg: str) -> dict[str, tuple[float, float]]:
-    """Return label -> (left edge, width)."""
-    root = ET.fromstring(svg)
-    found = {}
-    for group in root.iter("g"):
-        rect = group.find("rect")
-        label = group.find("title").text.split(":")[0]
-        found[label] = tuple(float(rect.get(name).removesuffix("%")) for name in ("x", "width"))
-    return found
-
-
 def test_a_stream_shows_what_each_side_inherits_and_how_it_is_rewarded():
     seen = look(example_stream())
     assert seen.question == "What is 3 + 4?"
     assert seen.title == "stream 0, 2 pairs, max pairs"
-    sides = [side for pair in seen.pairs for side in (pair.a, pair.b)]
-    assert [(s.label, s.before, s.text, s.inherited, s.reward, s.role) for s in sides] == [
-        ("A1", "", "5 9", 0, 0.0, "lowered"),
-        ("B1", "", "6 7", 0, 1.0, "raised"),
-        ("A2", "6 7", "8 9", 2, 1.0, "raised"),
-        ("B2", "6 7", "4 4", 2, 0.0, "lowered"),
+    assert [(s.label, s.parent, s.start, s.text, s.lesson.reward, s.lesson.role) for s in seen.parts] == [
+        ("A1", -1, 0, "5 9 ", 0.0, "lowered"),
+        ("B1", -1, 0, "6 7 ", 1.0, "raised"),
+        ("A2", 1, 2, "8 9 ", 1.0, "raised"),
+        ("B2", 1, 2, "4 4 ", 0.0, "lowered"),
+        ("tail", 3, 4, "9 ", 0.0, "plain"),
     ]
-    (tail,) = seen.segments
-    assert (tail.label, tail.before, tail.inherited, tail.role) == ("tail", "6 7 4 4", 4, "plain")
 
 
 def uses(seen: RolloutView) -> list[str]:
-    return [segment.use for segment in seen.all_segments()]
+    return [part.lesson.use for part in seen.parts]
 
 
 def with_grades(rollout: Rollout, grades: dict[int, Grade | None]) -> Rollout:
@@ -114,7 +99,7 @@ UNSCORED = {"plain"}, {"not scored"}
     (with_grades(GROUP(), {0: WRONG}), {"loss": {"kl_coef": 0.1}}, [(0, "equal", TRAINED)] * 3),
 ])  # fmt: skip
 def test_a_segment_shows_the_reward_the_role_and_the_use_that_it_had_in_training(rollout, changes, lessons):
-    seen = look(rollout, rollout.kind, **changes).all_segments()
+    seen = [part.lesson for part in look(rollout, rollout.kind, **changes).parts]
     if isinstance(lessons, tuple):
         assert ({one.role for one in seen}, {one.use for one in seen}) == lessons
     else:
@@ -151,26 +136,11 @@ def test_roles_and_uses_are_those_of_the_trees_that_are_trained():
 
 def test_a_tree_names_the_step_that_each_step_continues():
     seen = look(example_tree(), "tree", objective="treerpo")
-    assert [shown.role for shown in seen.segments] == ["equal", "raised", "lowered"]
-    assert [(shown.label, shown.before, shown.inherited) for shown in seen.segments] == [
-        ("step 0", "", 0),
-        ("step 1 after step 0", "5 6", 2),
-        ("step 2 after step 0", "5 6", 2),
+    assert [(one.label, one.parent, one.start, one.lesson.role) for one in seen.parts] == [
+        ("step 0", -1, 0, "equal"),
+        ("step 1 after step 0", 0, 2, "raised"),
+        ("step 2 after step 0", 0, 2, "lowered"),
     ]
-    assert set(boxes(draw(seen))) == {"the prompt", "step 0", "step 1 after step 0", "step 2 after step 0"}
-
-
-def test_a_leaf_is_drawn_below_its_other_side_at_the_same_width():
-    found = boxes(draw(look(example_stream())))
-    assert found["A1"] == found["B1"]
-    assert found["A2"] == found["B2"]
-    assert found["A2"][0] == pytest.approx(found["A1"][0] + found["A1"][1], abs=0.02)
-    assert found["tail"][0] > found["B2"][0]
-
-
-def test_widths_of_completions_are_their_lengths():
-    found = boxes(draw(look(example_group(), "independent")))
-    assert found["completion 1"][1] == pytest.approx(2 * found["completion 0"][1], abs=0.02)
 
 
 # ---- eqlen inspect ------------------------------------------------------------------------------------

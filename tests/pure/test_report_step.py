@@ -8,10 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.decoders import Metaspace
+from tokenizers.models import WordLevel
 
 from megatron_eqlen.cli.__main__ import main
 from megatron_eqlen.objectives.build import weighted_units
-from megatron_eqlen.report.step_page import unpacked
+from megatron_eqlen.report.recorded import unpacked
+from megatron_eqlen.report.rollouts import by_token
 from megatron_eqlen.rollout.record.reader import read_step
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.tokens import Tokens
@@ -109,3 +113,11 @@ def test_a_character_of_several_tokens_stands_at_its_last(tmp_path):
     assert main(["report", str(run), "--step", "1"]) == 0
     (row,) = rows(run / "rollouts-1.html")
     assert unpacked(row["packed"])["parts"][4]["tokens"] == ["", "é"]
+
+
+def test_a_words_space_stays_where_a_tokenizer_drops_it_at_the_start_of_a_text():
+    backend = Tokenizer(WordLevel({"7": 0, "▁one": 1, "▁two": 2}))
+    backend.decoder = Metaspace()
+    assert backend.decode([2]) == "two"
+    decode = by_token(lambda token_ids: backend.decode([*token_ids]))
+    assert [decode((token,)) for token in (1, 2)] == [" one", " two"]

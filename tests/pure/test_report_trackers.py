@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import sys
 import types
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -14,8 +14,10 @@ from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from megatron_eqlen.report.metrics import MetricsWriter, read_metrics
-from megatron_eqlen.report.samples import COLUMNS, Samples, samples
+from megatron_eqlen.report.progress import Progress
+from megatron_eqlen.report.rollouts import COLUMNS
 from megatron_eqlen.report.trackers import PATIENCE, Trackers
+from megatron_eqlen.run.records import StepRecords
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from tests.kit.report_runs import example_stream, prompt, recipe
 
@@ -57,7 +59,7 @@ class FakeRun:
         self.service.exit_codes.append(exit_code)
 
 
-def train(folder, steps, /, behind=0, samples=None, error=False, **changes):
+def train(folder, steps, /, behind=0, error=False, **changes):
     """Do what a run does with its writer."""
     report = {"wandb_project": "eqlen"}
     asked = recipe(folder, **{"report": report} | changes)
@@ -66,7 +68,7 @@ def train(folder, steps, /, behind=0, samples=None, error=False, **changes):
         MetricsWriter(folder, behind, Trackers(folder, behind, asked)) as writer,
     ):
         for step in steps:
-            writer.write(step, {"reward/mean": float(step), "evaluation/sums/avg@8": 0.5}, samples=samples)
+            writer.write(step, {"reward/mean": float(step), "evaluation/sums/avg@8": 0.5})
         if error:
             raise InterruptedError
     return asked
@@ -80,17 +82,6 @@ def wandb(monkeypatch):
         return fake
 
     return install
-
-
-@pytest.fixture
-def rollouts(tmp_path) -> Samples:
-    """Return samples of the third step: types.py's worked example, and a group's question."""
-    other = dataclasses.replace(example_stream(), prompt=prompt(2))
-    pairs_of(other)[1].a.grade = pairs_of(other)[0].a.grade
-    asked = recipe(tmp_path)
-    elsewhere = dataclasses.replace(example_stream(), prompt=prompt(3)).skeleton()  # of another rank
-    held = [other, elsewhere, example_stream()]
-    return samples(3, held, asked, lambda ids: " ".join(map(str, ids)))
 
 
 def test_the_recipe_is_the_config_of_the_wandb_run(tmp_path, wandb):
@@ -129,31 +120,36 @@ def test_a_run_that_an_error_ends_is_shown_as_failed(tmp_path, wandb):
 # ---- samples of rollouts --------------------------------------------------------------------------------
 
 
-def test_samples_name_what_each_side_of_a_pair_got_and_who_sampled_it(rollouts):
-    rows = [dict(zip(COLUMNS, row, strict=True)) for row in rollouts.rows()]
-    assert [(row["prompt"], row["segment"]) for row in rows[:5]] == [
+def test_wandb_has_a_few_rollouts_of_the_steps_that_the_recipe_names(tmp_path, wandb):
+    """What each side of a pair got, and who sampled it: types.py's worked example, and a group's question."""
+    fake, asked = wandb(), recipe(tmp_path, report={"wandb_project": "eqlen", "samples_every": 2})
+    other = dataclasses.replace(example_stream(), prompt=prompt(2))
+    pairs_of(other)[1].a.grade = pairs_of(other)[0].a.grade
+    elsewhere = dataclasses.replace(example_stream(), prompt=prompt(3)).skeleton()  # of another rank
+    tokenizer = types.SimpleNamespace(decode=lambda token_ids: "".join(f"{token} " for token in token_ids))
+    with ExitStack() as stack:
+        events = types.SimpleNamespace(note=lambda kind, **fields: None)
+        progress = Progress(asked.budget, "", show=False)
+        session = types.SimpleNamespace(
+            recipe=asked, tokenizer=tokenizer, events=events, progress=progress, enter=stack.enter_context
+        )
+        records = StepRecords(session, types.SimpleNamespace(path=tmp_path))
+        records.open(0)
+        for step in (1, 2, 3):
+            records.write(step, {"reward/mean": 0.0}, [other, elsewhere, example_stream()])
+    (steps,) = fake.runs.values()
+    assert [step for step, shown in steps.items() if "rollouts" in shown] == [2]
+    table = steps[2]["rollouts"]
+    rows = [dict(zip(COLUMNS, row, strict=True)) for row in table["data"]]
+    assert table["columns"] == COLUMNS
+    assert [(row["prompt"], row["part"]) for row in rows[:5]] == [
         ("sums/a.parquet#1", name) for name in ("A1", "B1", "A2", "B2", "tail")
     ], "the stream that teaches comes first, with its pairs' sides side by side"
     first, second = rows[:2]
-    assert (first["text"], first["reward"], first["verdict"]) == ("5 9", 0.0, "wrong: <b>8</b> (gold: 7)")
-    assert (second["text"], second["reward"], second["verdict"]) == ("6 7", 1.0, "")
+    assert (first["text"], first["reward"], first["verdict"]) == ("5 9 ", 0.0, "wrong: <b>8</b> (gold: 7)")
+    assert (second["text"], second["reward"], second["verdict"]) == ("6 7 ", 1.0, "")
     assert first["advantage"] == -second["advantage"] < 0
-    assert {row["step"] for row in rows} == {3}
     assert (rows[4]["advantage"], rows[4]["use"], rows[2]["inherited_tokens"]) == (None, "not trained", 2)
-
-
-def test_every_tracker_gets_the_samples_in_its_own_form(tmp_path, wandb, rollouts):
-    fake = wandb()
-    train(tmp_path, [3], samples=rollouts)
-    (shown,) = fake.runs.values()
-    assert shown[3]["rollouts"] == {"columns": [*COLUMNS], "data": rollouts.rows()}
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    (text,) = events.Tensors("rollouts/text_summary")
-    assert text.step == 3
-    assert text.tensor_proto.string_val[0].decode() == rollouts.markdown()
-    head = "**A1** · reward 0 · advantage -1 · wrong: <b>8</b> (gold: 7) · stop · 2 tokens · trained"
-    assert f"{head}\n\n    5 9" in rollouts.markdown()
 
 
 # ---- what trackers do to a run --------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import deque
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_eqlen.processes.timeline import ENGINE, TRAINER, Timeline, TimeSpan
-from megatron_eqlen.report.drawing import LANES, STAGES, stage_colour, timeline
+from megatron_eqlen.report.charts import LANES, STAGES, stage_colour, timeline
 from tests.kit.marks import examples
 
 TIMES = st.integers(0, 20)
@@ -49,11 +48,12 @@ def test_a_stage_that_raises_has_ended_too():
 def test_the_picture_has_a_bar_for_each_stage_in_its_lane():
     spans = [{"stage": stage, "began": 100.0 + n, "ended": 101.0 + n} for n, stage in enumerate(STAGES)]
     records = [{"step": 1, "time": 104.0, "spans": spans[:4]}, {"step": 2, "time": 107.0, "spans": spans[4:]}]
-    legend, picture = timeline([{"step": 0, "time": 99.0, "spans": []}, *records])
-    assert legend == [(stage, "1 s", stage_colour(stage)) for stage in STAGES]
-    bars = re.findall(r'<rect fill="(#\w+)" x="([\d.]+)%" y="(\d+)" width="([\d.]+)%"', picture)
-    assert [colour for colour, *_ in bars] == [stage_colour(stage) for stage in STAGES]
-    lanes = [number for number, stages in enumerate(LANES.values()) for _ in stages]
-    rows = sorted({int(y) for _, _, y, _ in bars})
-    assert [rows.index(int(y)) for _, _, y, _ in bars] == lanes
-    assert timeline([{"step": 1, "time": 1.0, "spans": []}]) == ([], "")
+    (chart,) = timeline([{"step": 0, "time": 99.0, "spans": []}, *records])
+    assert [(one.name, one.last) for one in chart.series] == [(stage, "1 s") for stage in STAGES]
+    lanes = {stage: lane for lane, stages in LANES.items() for stage in stages}
+    data = chart.data()
+    assert data["spans"] == [
+        [lanes[stage], stage, float(n), n + 1.0, stage_colour(stage)] for n, stage in enumerate(STAGES)
+    ]
+    assert (data["x"], data["clock"]) == ([4.0, 7.0], ["step 1", "step 2"])
+    assert timeline([{"step": 1, "time": 1.0, "spans": []}]) == []
