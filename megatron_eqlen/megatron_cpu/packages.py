@@ -79,7 +79,13 @@ APEX = Package(
     without="Nothing is missing where Transformer Engine is",
     modules=("apex.optimizers", "apex.multi_tensor_apply", "amp_C"),
 )
-OPTIONAL = (TRANSFORMER_ENGINE, FLA, APEX)
+DEEP_EP = Package(
+    "deep_ep",
+    ("deep-ep",),
+    "faster exchange of routed tokens on GPUs (`parallel.dispatcher`)",
+    without="Routed tokens are exchanged by NCCL",
+)
+OPTIONAL = (TRANSFORMER_ENGINE, FLA, APEX, DEEP_EP)
 
 
 def look(package: Package) -> PackageState:

@@ -46,6 +46,7 @@ def transformer_config(
         "calculate_per_token_loss": True,  # a token's weight holds every factor, so losses are summed
     }
     fields |= _execution_fields(parallel, dtype, sequence=sequence_parallel(model, parallel))
+    fields |= _dispatcher_fields(parallel)
     fields["pipeline_model_parallel_layout"] = _pipeline_layout(layout.stages(parallel, model))
     if model.experts:
         fields |= _expert_fields(model.experts, model.family.glm, dtype)
@@ -85,6 +86,8 @@ def uses_transformer_engine() -> bool:
 
 def _execution_fields(parallel: ParallelRecipe, dtype: torch.dtype, sequence: bool) -> dict[str, Any]:
     """Return the fields for execution: layout, precision, kernels."""
+    kernels = uses_transformer_engine()
+    fused = torch.cuda.is_available() if parallel.fusions is None else parallel.fusions
     fields: dict[str, Any] = {
         "tensor_model_parallel_size": parallel.tensor,
         "context_parallel_size": parallel.context,
@@ -96,23 +99,26 @@ def _execution_fields(parallel: ParallelRecipe, dtype: torch.dtype, sequence: bo
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        "transformer_impl": "transformer_engine" if uses_transformer_engine() else "local",
+        "transformer_impl": "transformer_engine" if kernels else "local",
         "use_cpu_initialization": not torch.cuda.is_available(),
         "perform_initialization": False,  # the weights are always loaded
-        "gradient_accumulation_fusion": False,
-        "bias_activation_fusion": False,
+        "bias_activation_fusion": fused,
+        "gradient_accumulation_fusion": fused and kernels,
+        "apply_rope_fusion": fused and kernels,
+        "moe_permute_fusion": fused and kernels,
+        "moe_router_fusion": False,  # its kernel chooses experts itself, also where they are given
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
         "deterministic_mode": torch.are_deterministic_algorithms_enabled(),
     }
-    if parallel.pipeline > 1:  # rows differ in length, which needs this dispatcher
-        fields |= {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
+    if parallel.pipeline > 1:
+        fields["variable_seq_lengths"] = True  # rows differ in length
     if parallel.virtual_pipeline:  # other combinations hang or mix up activations
         fields |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     if parallel.recompute == "full":
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    elif parallel.recompute == "selective":
-        fields |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    elif parallel.recompute == "mlp":
+        fields |= {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]}
     return fields
 
 
@@ -133,7 +139,6 @@ def _expert_fields(experts: Experts, glm: bool, dtype: torch.dtype) -> dict[str,
         "moe_router_pre_softmax": not experts.norm_topk_prob,
         "moe_router_dtype": "fp64" if dtype == torch.float64 else "fp32",
         "moe_router_load_balancing_type": "none",
-        "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": uses_transformer_engine(),
     }
     if experts.shared_expert_intermediate_size:
@@ -145,6 +150,18 @@ def _expert_fields(experts: Experts, glm: bool, dtype: torch.dtype) -> dict[str,
     if not all(experts.layers):
         fields["hetereogenous_dist_checkpoint"] = True
     return fields
+
+
+def _dispatcher_fields(parallel: ParallelRecipe) -> dict[str, Any]:
+    """Raises ValueError if the dispatcher's package is not installed."""
+    if parallel.dispatcher == "alltoall":
+        return {"moe_token_dispatcher_type": "alltoall"}
+    if not packages.usable(packages.DEEP_EP):
+        raise ValueError(
+            f"parallel.dispatcher: {parallel.dispatcher} needs the package deep_ep (DeepEP; a build with "
+            "HybridEP for hybridep), which does not import here"
+        )
+    return {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": parallel.dispatcher}
 
 
 def _delta_net_fields(delta_net: DeltaNet) -> dict[str, Any]:

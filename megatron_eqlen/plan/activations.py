@@ -52,7 +52,7 @@ class Activations:
     kept: float
     """Saved by the forward passes of all rows in flight, until their backward passes."""
     layer: float
-    """Saved by one recomputed layer; 0 without ``parallel.recompute: full``."""
+    """Saved by the recomputed part of one layer."""
     head: float
     """Saved by the final norm and the language-model head of the last stage."""
     loss: float
@@ -98,12 +98,12 @@ def activations(
     under_way = _under_way(parallel, stage, rows) / len(chunks)
     """Forward passes through all layers of this stage that still await their backward pass."""
     boundary = row.boundary if parallel.pipeline > 1 else 0.0  # a stage's output waits for its gradient
-    full = parallel.recompute == "full"
-    of_layers = len(saved) * row.boundary if full else sum(saved)
+    again = [row.recomputed(number, imbalance) for chunk in chunks for number in chunk]
+    of_layers = sum(saved) - sum(again)
     last = stage == parallel.pipeline - 1
     return Activations(
         kept=under_way * (of_layers + boundary * len(chunks)),
-        layer=max(saved) if full else 0.0,
+        layer=max(again) + row.boundary if parallel.recompute == "full" else max(again),
         head=row.head(recipe.packing.logits_chunk) if last else 0.0,
         loss=row.loss(recipe.packing.logits_chunk) if last else 0.0,
         passing=passing,
@@ -144,13 +144,23 @@ class RankRow:
 
     def layer(self, number: int, imbalance: float) -> float:
         """Return the bytes that autograd keeps for one layer."""
-        net, experts = self.model.delta_net, self.model.experts
+        net = self.model.delta_net
         mixer = self._delta_net(net) if net and net.layers[number] else self._attention()
-        sparse = experts is not None and experts.layers[number]
-        mlp = self._experts(imbalance) if sparse else self._gated_mlp(self.model.intermediate_size)
+        mlp = self._mlp(number, imbalance)
         norms = 2 * self._norm(self.shard, self.model.hidden_size)
         adapters = self._adapters(number, imbalance) if self.lora.rank else 0.0
         return norms + 2 * self.boundary + mixer + mlp + adapters  # a norm's output is a linear's input
+
+    def recomputed(self, number: int, imbalance: float) -> float:
+        """Return the bytes of one layer that its backward pass computes again instead."""
+        if self.parallel.recompute == "full":
+            return self.layer(number, imbalance) - self.boundary
+        return self._mlp(number, imbalance) if self.parallel.recompute == "mlp" else 0.0
+
+    def _mlp(self, number: int, imbalance: float) -> float:
+        experts = self.model.experts
+        sparse = experts is not None and experts.layers[number]
+        return self._experts(imbalance) if sparse else self._gated_mlp(self.model.intermediate_size)
 
     def _adapters(self, number: int, imbalance: float) -> float:
         """Return the bytes between A and B; a layer's input is kept for its weight's gradient otherwise."""

@@ -93,6 +93,8 @@ def weights(parallel: ParallelRecipe, model: ModelConfig) -> Iterator[str]:
             f"parallel.sequence: false with parallel.tensor {parallel.tensor}: Megatron-Core needs sequence "
             f"parallelism in a {model.model_type} model (experts, Gated DeltaNet); omit it or set it to true"
         )
+    if parallel.dispatcher != "alltoall" and parallel.expert == 1:
+        yield f"parallel.dispatcher: {parallel.dispatcher} exchanges nothing with parallel.expert 1"
     experts = model.experts
     if experts is None:
         for key in ("expert", "expert_tensor"):

@@ -600,8 +600,15 @@ class ParallelRecipe(Section):
     """GPUs that share each matrix of an expert (ETP)."""
     sequence: bool | None = None
     """Sequence parallel; default: on with tensor > 1 in MoE models and on GPUs."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Part that the backward pass recomputes instead of keeping: nothing, attention, or whole layers."""
+    recompute: Literal["none", "mlp", "full"] = "none"
+    """Part that the backward pass recomputes instead of keeping: nothing, each layer's MLP or experts, or
+    whole layers."""
+    fusions: bool | None = None
+    """Fused SwiGLU and, on GPUs with Transformer Engine, fused rotary angles, permutation of routed tokens,
+    and accumulation of gradients; default: on GPUs."""
+    dispatcher: Literal["alltoall", "deepep", "hybridep"] = "alltoall"
+    """Exchange of routed tokens between expert-parallel ranks: NCCL's, or a kernel of the package
+    ``deep_ep``."""
     overlap_grad_reduce: bool = False
     """Sum gradients over ranks during the backward pass."""
 

@@ -65,6 +65,9 @@ CASES = {
     "dense, context parallel": Case("qwen3", 2, {"context": 2}),
     "dense, recomputed, pipeline": Case("qwen3", 2, {"recompute": "full", "pipeline": 2}),
     "experts": Case("qwen3_moe", 2, {"expert": 2}),
+    "dense and sparse layers, whose MLPs are recomputed": Case(
+        "qwen3_moe", 2, {"expert": 2, "recompute": "mlp"}, model={"mlp_only_layers": [1]}
+    ),
     "experts, some layers dense, tensor parallel": Case(
         "qwen3_moe", 4, {"tensor": 2, "expert": 2}, "float32", {"mlp_only_layers": [1]}
     ),

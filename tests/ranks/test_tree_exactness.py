@@ -109,12 +109,12 @@ ROWS = {
     "cut": {"budget": 190},  # about the longest path
     "wide": {"budget": 1000, "full_rows": True},
     "recompute": {"layers": {"recompute": "full"}},
-    "recompute_attention": {"layers": {"recompute": "selective"}},
+    "recompute_mlp, fused": {"layers": {"recompute": "mlp", "fusions": True}},
 }
 
 
 IN_ROWS = [*(("next", rows) for rows in ROWS), ("dense", "expanded"), ("dense", "cut")]
-IN_ROWS += [("dense", "recompute_attention")]  # of delta_net's and moe's layers next has both
+IN_ROWS += [("dense", "recompute_mlp, fused")]  # of delta_net's and moe's layers next has both
 
 
 @pytest.mark.parametrize(("name", "rows"), IN_ROWS)
