@@ -163,7 +163,7 @@ class ModelRecipe(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of parameters and activations in training; the optimizer's main weights are float32."""
     megatron: Options = {}
-    """Further fields of Megatron-Core's ``TransformerConfig``, such as ``{moe_permute_fusion: true}``; some
+    """Further fields of Megatron-Core's ``TransformerConfig``, such as ``{moe_shared_expert_overlap: true}``; some
     are refused (``recipe/engine_options.py``)."""
 
 

@@ -417,7 +417,7 @@ def test_a_model_family_of_known_parts_is_one_line(tmp_path, monkeypatch):
 
 OF_EXECUTION = {
     "gradient_accumulation_fusion", "bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion",
-    "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_router_dtype",
+    "apply_rope_fusion", "moe_permute_fusion", "moe_grouped_gemm", "moe_router_dtype",
 }  # fmt: skip
 """Fields that we set and a recipe may set otherwise."""
 
@@ -435,7 +435,7 @@ def test_a_recipe_cannot_change_what_model_and_layout_say_through_further_option
         with contextlib.suppress(ValueError):
             check_options("model.megatron", {name: 1})
             allowed.add(name)
-    assert allowed - {"moe_permute_fusion"} <= OF_EXECUTION
+    assert allowed <= OF_EXECUTION
 
 
 @pytest.mark.parametrize("path", [*(ROOT / "recipes/examples").glob("*/recipe.yaml")])

@@ -42,6 +42,7 @@ PUBLISHED = {
     "qwen3-32b": 32.762,
     "qwen3-next-80b-a3b-thinking": 79.674,
     "qwen3.5-35b-a3b": 34.661,
+    "qwen3-235b-a22b": 235.094,
 }
 """Published parameters in billions."""
 TABLE_HEAD = "| recipe | GPUs | GB a GPU | host GB a node |"
