@@ -163,8 +163,8 @@ class ModelRecipe(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of parameters and activations in training; the optimizer's main weights are float32."""
     megatron: Options = {}
-    """Further fields of Megatron-Core's ``TransformerConfig``, such as ``{moe_shared_expert_overlap: true}``; some
-    are refused (``recipe/engine_options.py``)."""
+    """Further fields of Megatron-Core's ``TransformerConfig``, such as ``{moe_shared_expert_overlap: true}``;
+    some are refused (``recipe/engine_options.py``)."""
 
 
 LoraTarget = Literal["attention", "delta_net", "mlp", "experts"]
