@@ -5,7 +5,9 @@ Two implementations of the same rule:
 * CPUs: dense flash attention part by part (``merged_attention.py``).
 * GPUs: FlexAttention. The blocks of keys that a block of queries sees, fully or partially, follow from
   the smallest and largest ``visible_until`` of each block, so the mask costs (S / 128)^2. One compiled kernel
-  serves rows of whole blocks, as in training; another serves all other rows.
+  serves rows of whole blocks, as in training; another serves all other rows. Its kernels are Triton's, or with
+  ``model.megatron: {attention_backend: flash}`` those of the package ``flash_attn.cute``. A start measures
+  neither: a resumed run must choose as the first start did.
 
 With context parallelism a rank has some of the queries and receives the keys that they see (``context.py``);
 the same rule applies.
@@ -23,7 +25,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -59,6 +61,9 @@ class TreeAttention(MegatronModule):
         assert config.kv_channels is not None
         self.context_group = None if pg_collection is None else pg_collection.cp
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.flash = config.attention_backend in ("flash", AttnBackend.flash)
+        if self.flash and not torch.cuda.is_available():
+            raise ValueError("model.megatron.attention_backend: flash needs a GPU, found none")
 
     def forward(
         self,
@@ -88,25 +93,29 @@ class TreeAttention(MegatronModule):
         else:
             assert isinstance(packed_seq_params, TreeParams)
             assert query.shape[1] == 1, f"a row of trees is a batch of one, found {query.shape[1]}"
-            out = tree_attention(q, k, v, packed_seq_params, self.scale)
+            out = tree_attention(q, k, v, packed_seq_params, self.scale, self.flash)
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
-def tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: TreeParams, scale: float) -> Tensor:
+def tree_attention(
+    q: Tensor, k: Tensor, v: Tensor, tree: TreeParams, scale: float, flash: bool = False
+) -> Tensor:
     """q [1, heads, S, d], k and v [1, groups, S, d] -> [1, heads, S, d]; with ``tree.share`` s queries and K
     keys instead of S."""
     if q.is_cuda:
-        return flex_tree_attention(q, k, v, tree, scale)
+        return flex_tree_attention(q, k, v, tree, scale, flash)
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     return merged_attention(q, k, v, tree, scale).transpose(0, 1)[None]
 
 
-def flex_tree_attention(q: Tensor, k: Tensor, v: Tensor, tree: TreeParams, scale: float) -> Tensor:
-    """Compute the row with one FlexAttention call."""
+def flex_tree_attention(
+    q: Tensor, k: Tensor, v: Tensor, tree: TreeParams, scale: float, flash: bool = False
+) -> Tensor:
+    """Compute the row with one FlexAttention call. ``flash``: with FlexAttention's FLASH backend."""
     if tree.block_mask is None:
         tree.block_mask = tree_block_mask(tree.visible_until, tree.share)
     compiled = _compiled_flex_attention(len(tree) % BLOCK == 0)
-    options = _kernel_options(q)
+    options = {"BACKEND": "FLASH"} if flash else _kernel_options(q)
     return compiled(q, k, v, block_mask=tree.block_mask, scale=scale, enable_gqa=True, kernel_options=options)
 
 

@@ -418,12 +418,16 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA dev
 
 @pytest.mark.gpu
 @gpu
-@pytest.mark.parametrize(("heads", "groups", "size"), [(4, 2, 64), (4, 1, 256)])
-def test_attention_on_gpu_equals_the_dense_mask(row, heads, groups, size):
+@pytest.mark.parametrize(
+    ("heads", "groups", "size", "flash"), [(4, 2, 64, False), (4, 1, 256, False), (4, 2, 128, True)]
+)
+def test_attention_on_gpu_equals_the_dense_mask(row, heads, groups, size, flash):
+    if flash:
+        pytest.importorskip("flash_attn.cute")
     length = len(row.input_ids)
     q, k, v = (normal(i, 1, n, length, size, device="cuda") for i, n in enumerate((heads, groups, groups)))
     halves = [x.detach().to(torch.bfloat16).requires_grad_() for x in (q, k, v)]
-    ours = flex_tree_attention(*halves, TreeParams.from_row(row, "cuda"), size**-0.5)
+    ours = flex_tree_attention(*halves, TreeParams.from_row(row, "cuda"), size**-0.5, flash)
     rounded = [x.detach().double().requires_grad_() for x in halves]
     reference = dense_attention(*rounded, visible(row))
     weights = normal(9, *reference.shape, device="cuda").detach()
