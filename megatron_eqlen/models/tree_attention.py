@@ -5,9 +5,9 @@ Two implementations of the same rule:
 * CPUs: dense flash attention part by part (``merged_attention.py``).
 * GPUs: FlexAttention. The blocks of keys that a block of queries sees, fully or partially, follow from
   the smallest and largest ``visible_until`` of each block, so the mask costs (S / 128)^2. One compiled kernel
-  serves rows of whole blocks, as in training; another serves all other rows. Its kernels are Triton's, or with
-  ``model.megatron: {attention_backend: flash}`` those of the package ``flash_attn.cute``. A start measures
-  neither: a resumed run must choose as the first start did.
+  serves rows of whole blocks, as in training; another serves all other rows. Its kernels are Triton's, or
+  with ``model.megatron: {attention_backend: flash}`` those of ``flash_attn.cute``. No start measures
+  them: a resumed run must choose as the first start did.
 
 With context parallelism a rank has some of the queries and receives the keys that they see (``context.py``);
 the same rule applies.
