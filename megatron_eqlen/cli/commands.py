@@ -16,8 +16,8 @@ from megatron_eqlen.processes.interrupts import Interrupts, watch
 from megatron_eqlen.recipe import Recipe, RecipeError, layout
 from megatron_eqlen.recipe.inputs import fetch, local_path, missing_inputs, pinned
 from megatron_eqlen.recipe.load import dump
-from megatron_eqlen.report.run_folder import BEGAN, IMPORTED, RunFolder, check_harvest
 from megatron_eqlen.rollout.vllm.server.gate import authorization
+from megatron_eqlen.run.run_folder import BEGAN, IMPORTED, RunFolder, check_harvest
 
 
 def train(arguments: argparse.Namespace) -> int:

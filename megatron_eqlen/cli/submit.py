@@ -29,7 +29,7 @@ from megatron_eqlen.processes.hold import FILE as LOCK
 from megatron_eqlen.processes.hold import is_locked
 from megatron_eqlen.recipe import layout
 from megatron_eqlen.recipe.inputs import PINS, fetch, pinned
-from megatron_eqlen.report.run_folder import RunFolder
+from megatron_eqlen.run.run_folder import RunFolder
 
 SCRIPTS = Path(megatron_eqlen.__file__).resolve().parents[1] / "slurm"
 KEPT = ("CONTAINER_IMAGE", "CONTAINER_MOUNTS", "EQLEN_CHECK", "EQLEN_PYTHON", "MAX_RESTARTS", "MAX_STALLED")

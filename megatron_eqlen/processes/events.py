@@ -1,7 +1,7 @@
 """Record of what happened to a run: ``events.jsonl`` in its folder, one JSON object a line, appended only.
 
     ranks, watchdog, launchers, commands ── append ──┐
-    stages, steps, warnings ── EventWriter (thread) ─┼─► RUN/events.jsonl ─► read ─► report/run_state.py
+    stages, steps, warnings ── EventWriter (thread) ─┼─► RUN/events.jsonl ─► read ─► processes/run_state.py
     slurm/*.sbatch ── note (common.sh) ──────────────┘
 
 ``processes/README.md`` lists the kinds of events and their fields, and says how lines are kept apart.

@@ -41,6 +41,17 @@ def weights(model: Path) -> Contents:
     return {name: digest for name, digest in contents(model).items() if name.endswith(WEIGHTS)}
 
 
+def written(export: Path) -> Contents:
+    """Return the contents of ``RUN/export`` or ``RUN/adapter`` without its card, which people edit."""
+    return {name: digest for name, digest in contents(export).items() if name != "README.md"}
+
+
+def is_whole(export: Path) -> bool:
+    """Return True if ``RUN/export`` or ``RUN/adapter`` is there, and holds what was written if that was
+    recorded."""
+    return export.exists() and recorded(export.parent).get(f"RUN/{export.name}") in (None, written(export))
+
+
 def keep(run: Path, found: dict[str, Contents]) -> None:
     """Add contents to the record of ``run``."""
     write_json(run / FILE, recorded(run) | found)

@@ -11,6 +11,7 @@ import numpy as np
 
 from megatron_eqlen import metrics as m
 from megatron_eqlen.objectives.advice import Profile
+from megatron_eqlen.processes.run_state import STEPS
 from megatron_eqlen.report.evaluations import Evaluation, histories
 from megatron_eqlen.report.format import (
     MISMATCH,
@@ -24,7 +25,6 @@ from megatron_eqlen.report.format import (
 )
 from megatron_eqlen.report.metrics import Columns, Records
 from megatron_eqlen.report.progress import STEPS_FOR_ETA
-from megatron_eqlen.report.run_state import STEPS
 
 LANES = {
     "engine": ("harvest", "evaluate"),

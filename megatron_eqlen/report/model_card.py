@@ -10,13 +10,13 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from megatron_eqlen.files import write_text
 from megatron_eqlen.metrics import spent
+from megatron_eqlen.processes import hold
 from megatron_eqlen.recipe import ModelRecipe, Recipe, SourceRecipe
 from megatron_eqlen.recipe.inputs import hub_repo
 from megatron_eqlen.recipe.load import load_run
 from megatron_eqlen.recipe.yaml_values import to_yaml
 from megatron_eqlen.report.evaluations import Evaluation, evaluation_files, histories, read_evaluations
 from megatron_eqlen.report.metrics import read_newest
-from megatron_eqlen.report.run_folder import versions
 
 TASK = "text-generation"
 OWN = ("cluster", "run_dir", "inputs_from", "report", "profile", "variant")
@@ -36,6 +36,7 @@ def write_model_card(run_folder: Path) -> Path:
     results = histories(read_evaluations(files)).values()
     after = [rows[-1] for rows in results if rows[-1].label == "after"]
     outcome = recipe.budget.outcome(spent(steps, newest[-1])) if newest else "no step"
+    made_with = hold.read_holder(run_folder / hold.FILE).get("versions", {})
     text = "\n\n".join([
         f"---\n{_data(recipe, after).to_yaml()}\n---",
         f"# {_name(recipe)}",
@@ -44,7 +45,7 @@ def write_model_card(run_folder: Path) -> Path:
         f"## Data\n\n{_sources(recipe)}",
         *(["## Evaluation\n\n" + _table(after)] if after else []),
         f"## Recipe\n\n```yaml\n{to_yaml(_published(recipe)).strip()}\n```",
-        f"## Made with\n\n{_versions()}",
+        "## Made with\n\n" + ", ".join(f"{name} {version}" for name, version in made_with.items()),
     ])  # fmt: skip
     card = run_folder / "export" / "README.md"
     write_text(card, text + "\n")
@@ -120,7 +121,3 @@ def _table(after: list[Evaluation]) -> str:
         accuracy = f"avg@{result.samples} | {row.accuracy}"
         rows.append(f"| {result.benchmark} | {len(result.answers)} | {accuracy} | {change} |")
     return "\n".join([*rows, "", "95% intervals; the change is paired by problem."])
-
-
-def _versions() -> str:
-    return ", ".join(f"{name} {version}" for name, version in versions().items())

@@ -19,15 +19,15 @@ from megatron_eqlen.files import LATEST
 from megatron_eqlen.metrics import PROMPTS_DRAWN, TIME_STEP, spent
 from megatron_eqlen.processes import hold
 from megatron_eqlen.processes.events import BEAT
+from megatron_eqlen.processes.run_state import RunState, read_state
+from megatron_eqlen.processes.slurm_state import ENDED, GONE, job_state
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe.contents import is_whole
 from megatron_eqlen.recipe.load import load_run
 from megatron_eqlen.report.evaluations import evaluation_files, histories, read_evaluations
 from megatron_eqlen.report.format import REWARD, compact, duration, first_of
 from megatron_eqlen.report.metrics import read_newest
 from megatron_eqlen.report.progress import SPARK_STEPS, STEPS_FOR_ETA, numbers
-from megatron_eqlen.report.run_folder import RunFolder
-from megatron_eqlen.report.run_state import RunState, read_state
-from megatron_eqlen.report.slurm_state import ENDED, GONE, job_state
 from megatron_eqlen.rollout.record.reader import check_newest
 
 MOST_WARNINGS = 5
@@ -79,12 +79,11 @@ class RunStatus:
         self.holder = hold.read_holder(folder / hold.FILE)
         self.records = read_newest(folder, SPARK_STEPS)
         self.last: dict[str, Any] = self.records[-1] if self.records else {}
-        files = RunFolder(self.recipe.model_copy(update={"run_dir": str(folder)}))
-        self.condition: Condition = _condition(files, self.recipe, self.holder, self.state)
+        self.condition: Condition = _condition(folder, self.recipe, self.holder, self.state)
         self.job, end = _job(folder, self.state) if self.condition != "complete" else ("", None)
         if end and self.condition in UNEXPLAINED:
             self.condition = end
-        self._latest = files.checkpoints / LATEST
+        self._latest = folder / "checkpoints" / LATEST
 
     def screen(self) -> list[StatusRow]:
         """Return the lines of a screen, as of now."""
@@ -169,17 +168,26 @@ class RunStatus:
         yield "tries", state.given_up or stalled
 
 
-def _condition(files: RunFolder, recipe: Recipe, holder: dict[str, Any], state: RunState) -> Condition:
+def is_complete(run: Path, recipe: Recipe) -> bool:
+    """Return True if nothing of ``recipe`` is left to do in the folder ``run``."""
+    evaluated = (run / "evaluation/after.json").exists() or not recipe.evaluation.benchmarks
+    exports = [run / "export", *([run / "adapter"] if recipe.lora.rank else [])]
+    if not (evaluated and (run / "report.html").exists() and all(map(is_whole, exports))):
+        return False
+    return any(recipe.budget.ended_by(spent(last["step"], last)) for last in read_newest(run, 1))
+
+
+def _condition(run: Path, recipe: Recipe, holder: dict[str, Any], state: RunState) -> Condition:
     """Return the run's condition. A lock that is seen to be held proves that the run is alive; otherwise, on
     another machine, a run that gave a sign of life a moment ago counts as alive."""
     here = holder.get("host") == socket.gethostname()
     running = state.started and not state.ended
     heard = running and time.time() - state.sign_of_life < SILENCE
-    if hold.is_locked(files.path / hold.FILE) or (heard and not here):
+    if hold.is_locked(run / hold.FILE) or (heard and not here):
         if state.hung:
             return "hung"  # the process ends as soon as a disk that does not answer lets it
         return "running" if heard or not running else "silent"
-    if files.ended(recipe):
+    if is_complete(run, recipe):
         return "complete"
     if state.given_up:
         return "given up"

@@ -10,7 +10,7 @@ from megatron_eqlen.processes import distributed
 from megatron_eqlen.processes.distributed import agree
 from megatron_eqlen.recipe.budget import COSTS, Budget, Spent
 from megatron_eqlen.report.page import PageWriter
-from megatron_eqlen.report.run_folder import RunFolder
+from megatron_eqlen.run.run_folder import RunFolder
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.training import checkpoint
 from megatron_eqlen.training.policy import Policy

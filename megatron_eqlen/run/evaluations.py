@@ -8,8 +8,8 @@ from pathlib import Path
 from megatron_eqlen.evaluation.result import EvaluationResult, compare, read_results, write_results
 from megatron_eqlen.processes import distributed
 from megatron_eqlen.processes.distributed import agree
-from megatron_eqlen.report.run_folder import RunFolder
 from megatron_eqlen.run.generation import Rollouts
+from megatron_eqlen.run.run_folder import RunFolder
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.types import Metrics
 

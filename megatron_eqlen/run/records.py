@@ -10,8 +10,8 @@ from megatron_eqlen.processes.timeline import TimeSpan
 from megatron_eqlen.report.metrics import FILE as METRICS
 from megatron_eqlen.report.metrics import Columns, MetricsWriter
 from megatron_eqlen.report.rollouts import samples
-from megatron_eqlen.report.run_folder import RunFolder
 from megatron_eqlen.report.trackers import Trackers
+from megatron_eqlen.run.run_folder import RunFolder
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.types import Metrics, Rollout
 

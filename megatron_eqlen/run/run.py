@@ -17,14 +17,15 @@ from megatron_eqlen.processes import distributed, failures
 from megatron_eqlen.processes.distributed import agree, gather
 from megatron_eqlen.processes.timeline import ENGINE, TRAINER
 from megatron_eqlen.recipe.budget import Spent
+from megatron_eqlen.recipe.contents import is_whole
 from megatron_eqlen.recipe.inputs import keep_inputs, local_path
 from megatron_eqlen.report.model_card import write_model_card
 from megatron_eqlen.report.page import PageWriter
-from megatron_eqlen.report.run_folder import RunFolder
 from megatron_eqlen.run.checkpoints import Checkpoints, check_held, spent_until
 from megatron_eqlen.run.evaluations import Evaluations
 from megatron_eqlen.run.generation import Rollouts
 from megatron_eqlen.run.records import StepRecords, seconds_by_stage
+from megatron_eqlen.run.run_folder import RunFolder
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Step
 from megatron_eqlen.sampling.profile import gain_metrics
@@ -135,7 +136,7 @@ class Run:
         if self.recipe.lora.rank:
             exports[self.folder.adapter] = policy.export_adapters
         for folder, export in exports.items():
-            if agree(lambda folder=folder: self.folder.is_whole(folder)):
+            if agree(lambda folder=folder: is_whole(folder)):
                 continue
             with self.session.stage("export"):
                 agree(lambda folder=folder: self.folder.set_aside(folder))

@@ -20,7 +20,7 @@ from megatron_eqlen.recipe import Recipe, RecipeError
 from megatron_eqlen.recipe.budget import UNITS, Spent
 from megatron_eqlen.recipe.yaml_values import read_value
 from megatron_eqlen.report.metrics import read_newest
-from megatron_eqlen.report.run_folder import RunFolder
+from megatron_eqlen.run.run_folder import RunFolder
 from megatron_eqlen.sweep.schema import SweepRecipe
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_eqlen.models import checkpoint_folder
-from megatron_eqlen.report.run_state import read_state
+from megatron_eqlen.processes.run_state import read_state
 from megatron_eqlen.report.status import RunStatus
 from megatron_eqlen.rollout.record.arrow_log import batches
 from megatron_eqlen.rollout.record.format import SEGMENTS

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.objectives.recipes import load
-from megatron_eqlen.report.run_state import read_state
+from megatron_eqlen.processes.run_state import read_state
 from megatron_eqlen.report.status import RunStatus
 from megatron_eqlen.report.text import recipe_of
 from megatron_eqlen.rollout.record.reader import read_step

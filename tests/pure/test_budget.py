@@ -16,7 +16,7 @@ from megatron_eqlen.recipe.budget import Budget, Spent
 from megatron_eqlen.recipe.load import dump
 from megatron_eqlen.report.page import write_page
 from megatron_eqlen.report.progress import Progress
-from megatron_eqlen.report.run_folder import RunFolder
+from megatron_eqlen.run.run_folder import RunFolder
 from tests.kit import ROOT
 from tests.kit.report_runs import recipe, write_run
 

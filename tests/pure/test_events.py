@@ -13,7 +13,7 @@ import pytest
 
 from megatron_eqlen.processes import events
 from megatron_eqlen.processes.events import EventWriter
-from megatron_eqlen.report.run_state import RunState, read_state
+from megatron_eqlen.processes.run_state import RunState, read_state
 from tests.kit.processes import within
 
 
@@ -93,7 +93,7 @@ def test_of_a_long_run_only_old_steps_and_stages_are_not_read(tmp_path, monkeypa
         events.append(tmp_path, "stage", stage="train", began=float(step))
         events.append(tmp_path, "step", step=step)
     whole, lines = read_state(tmp_path), (tmp_path / events.FILE).read_bytes().splitlines(keepends=True)
-    monkeypatch.setattr("megatron_eqlen.report.run_state.NEWEST", len(b"".join(lines[-4:])))
+    monkeypatch.setattr("megatron_eqlen.processes.run_state.NEWEST", len(b"".join(lines[-4:])))
     state = read_state(tmp_path)
     assert (state.job, state.started, [step["step"] for step in state.steps]) == ("12", True, [6, 7])
     assert [len(step["spans"]) for step in state.steps] == [1, 1]

@@ -10,9 +10,9 @@ import pytest
 from megatron_eqlen.processes.hold import HeldError, Hold
 from megatron_eqlen.processes.timeline import Timeline
 from megatron_eqlen.report.page import PageWriter
-from megatron_eqlen.report.run_folder import RunFolder
 from megatron_eqlen.run.checkpoints import Checkpoints
 from megatron_eqlen.run.run import Run
+from megatron_eqlen.run.run_folder import RunFolder
 from megatron_eqlen.run.step import Step
 from tests.kit.report_runs import recipe
 

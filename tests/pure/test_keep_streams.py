@@ -9,7 +9,7 @@ import pytest
 from megatron_eqlen.files import step_name
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.report.run_folder import RunFolder
+from megatron_eqlen.run.run_folder import RunFolder
 
 
 def make_recipe(folder: Path, keep: str | int, every: int, **over) -> Recipe:

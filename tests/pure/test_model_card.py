@@ -5,6 +5,7 @@ import dataclasses
 from huggingface_hub import ModelCard
 
 from megatron_eqlen.evaluation.result import Answers, EvaluationResult, compare, write_results
+from megatron_eqlen.processes.hold import Hold
 from megatron_eqlen.report.metrics import MetricsWriter
 from megatron_eqlen.report.model_card import write_model_card
 from tests.kit.report_runs import recipe, write_run
@@ -19,6 +20,7 @@ def exported(folder, *, evaluated: bool):
     run = write_run(folder / "run", recipe(folder / "Qwen3-Tiny"))
     (run / "export").mkdir()
     (run / "evaluation").mkdir()
+    Hold(run, {"versions": {"torch": "2.13.0"}})
     writer = MetricsWriter(run)
     writer.write(20, {})
     writer.close()
@@ -39,6 +41,7 @@ def test_the_hub_finds_the_accuracies_and_people_the_change(tmp_path):
     assert f"| sums | 2 | avg@2 | {after.accuracy} | {compare(before, after).points} |" in read.text
     assert compare(before, after).points.startswith("+50.0 points [")
     assert "`Qwen3-Tiny` trained with megatron_eqlen: eqlen-grpo, seed 0; 20 of 20 steps." in read.text
+    assert read.text.endswith("## Made with\n\ntorch 2.13.0\n")
     assert "- sums: `sums.parquet`, read as deepmath" in read.text
 
 

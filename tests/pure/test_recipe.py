@@ -24,7 +24,7 @@ from megatron_eqlen.recipe.checks import check_effects, value_of
 from megatron_eqlen.recipe.keys import all_keys, section_in
 from megatron_eqlen.recipe.load import dump
 from megatron_eqlen.recipe.others import table
-from megatron_eqlen.report.run_folder import RunFolder, check_harvest
+from megatron_eqlen.run.run_folder import RunFolder, check_harvest
 from tests.kit import ROOT
 
 RECIPES = ROOT / "recipes"

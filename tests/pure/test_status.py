@@ -24,15 +24,15 @@ from megatron_eqlen.cli.__main__ import main
 from megatron_eqlen.processes import events, failures
 from megatron_eqlen.processes.events import EventWriter
 from megatron_eqlen.processes.hold import FILE, Hold
+from megatron_eqlen.processes.run_state import read_state
 from megatron_eqlen.processes.timeline import Timeline
 from megatron_eqlen.recipe.budget import Budget
 from megatron_eqlen.report.metrics import MetricsWriter
 from megatron_eqlen.report.page import write_page
 from megatron_eqlen.report.progress import Progress
-from megatron_eqlen.report.run_folder import RunFolder
-from megatron_eqlen.report.run_state import read_state
 from megatron_eqlen.report.status import SILENCE, Condition, RunStatus, print_status
 from megatron_eqlen.rollout.record.reader import read_step
+from megatron_eqlen.run.run_folder import RunFolder
 from tests.kit import ROOT
 from tests.kit.processes import within
 from tests.kit.report_runs import example_stream, recipe, write_run

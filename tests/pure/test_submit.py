@@ -20,8 +20,8 @@ from megatron_eqlen.plan.memory import memory
 from megatron_eqlen.plan.model import model_config
 from megatron_eqlen.plan.workload import workload
 from megatron_eqlen.processes.events import FILE
+from megatron_eqlen.processes.run_state import read_state
 from megatron_eqlen.recipe.load import load_run
-from megatron_eqlen.report.run_state import read_state
 from tests.kit import ROOT
 
 LARGE = str(ROOT / "recipes/qwen3_32b.yaml")

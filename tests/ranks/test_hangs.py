@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_eqlen.processes.run_state import read_state
 from megatron_eqlen.processes.watchdog import HUNG
-from megatron_eqlen.report.run_state import read_state
 from tests.kit.jobs import Job, start
 from tests.kit.processes import within
 

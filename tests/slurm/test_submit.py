@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_eqlen.cli import __main__ as cli
-from megatron_eqlen.report.run_state import read_state
+from megatron_eqlen.processes.run_state import read_state
 from megatron_eqlen.report.status import RunStatus
 from tests.kit import ROOT
 from tests.kit.processes import within

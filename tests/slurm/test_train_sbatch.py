@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_eqlen.report.run_state import read_state
+from megatron_eqlen.processes.run_state import read_state
 from tests.kit.processes import command_line, running, within
 from tests.slurm.bed import Bed
 from tests.slurm.trainer import STEPS

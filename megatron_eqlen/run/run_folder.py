@@ -41,17 +41,16 @@ from megatron_eqlen.files import (
     unused,
     write_text,
 )
-from megatron_eqlen.metrics import spent
 from megatron_eqlen.processes import events
 from megatron_eqlen.processes.hold import Hold
+from megatron_eqlen.processes.run_state import read_state
 from megatron_eqlen.processes.watchdog import HANGS, remove_quiet
 from megatron_eqlen.recipe import MAY_CHANGE, Recipe, RecipeError, differences, is_under
 from megatron_eqlen.recipe.contents import FILE as CONTENTS
-from megatron_eqlen.recipe.contents import Contents, contents, keep, recorded
+from megatron_eqlen.recipe.contents import keep, written
 from megatron_eqlen.recipe.load import RECIPE, dump, load
 from megatron_eqlen.report.metrics import FILE as METRICS
 from megatron_eqlen.report.metrics import read_newest
-from megatron_eqlen.report.run_state import read_state
 
 IMPORTED = time.time()
 """Approximate time at which this process began."""
@@ -163,22 +162,13 @@ class RunFolder:
 
     def ended(self, recipe: Recipe) -> bool:
         """Return True if nothing of ``recipe`` is left to do here."""
-        evaluated = self.evaluation("after").exists() or not recipe.evaluation.benchmarks
-        exports = [self.export, self.adapter] if recipe.lora.rank else [self.export]
-        if not (evaluated and self.report.exists() and all(map(self.is_whole, exports))):
-            return False
-        return any(recipe.budget.ended_by(spent(last["step"], last)) for last in read_newest(self.path, 1))
+        from megatron_eqlen.report.status import is_complete  # imports what `eqlen plan` has no use for
 
-    def is_whole(self, export: Path) -> bool:
-        """Return True if ``export/`` or ``adapter/`` is there, and holds what was written if that was
-        recorded."""
-        if not export.exists():
-            return False
-        return recorded(self.path).get(f"RUN/{export.name}") in (None, _without_card(export))
+        return is_complete(self.path, recipe)
 
     def wrote(self, export: Path) -> None:
         """Record the contents of ``export/`` or ``adapter/``."""
-        keep(self.path, {f"RUN/{export.name}": _without_card(export)})
+        keep(self.path, {f"RUN/{export.name}": written(export)})
 
     def set_aside(self, export: Path) -> None:
         """Rename an export that lacks some of what was written, or has something else."""
@@ -225,11 +215,6 @@ class RunFolder:
                 f"{self.path} holds a run with another recipe ({changed}); "
                 f"give this one its own folder with name=... or run_dir=..."
             )
-
-
-def _without_card(export: Path) -> Contents:
-    """Return an export's contents without its card, which people edit."""
-    return {name: digest for name, digest in contents(export).items() if name != "README.md"}
 
 
 def check_harvest(out: Path, recipe: Recipe) -> None:
