@@ -43,11 +43,9 @@ pixels."""
 SMOOTH_FROM = 100
 """Number of points from which a line is drawn faintly, below its moving average."""
 
-Names = tuple[str, ...]
-
 PERCENT = ", % of "
 """Part of a series' name: its metric is a share of the quantity named after it, and is drawn in percent."""
-CHARTS: dict[str, dict[str, Names]] = {
+CHARTS: dict[str, dict[str, tuple[str, ...]]] = {
     "Reward": {"mean": REWARD},
     "Pairs per stream": {"pairs": PAIRS},
     "Length, tokens": {
@@ -114,11 +112,6 @@ class Chart:
     """Left ends of bars that end at ``x``, in percent of a response."""
     spans: Sequence[tuple[str, str, float, float]] = ()
     """Activities: lane, stage, begin and end; ``x`` are the ends of the steps. All in seconds."""
-
-    @property
-    def rare(self) -> bool:
-        """True for a chart that a page shows on demand."""
-        return self.title in RARE
 
     def data(self) -> dict[str, Any]:
         """Return what ``page.js`` draws, as plain data: of each series the columns ``y`` and, where there are
@@ -254,7 +247,7 @@ def _accuracies(columns: Columns, evaluations: Sequence[Evaluation]) -> Chart:
     x = sorted({row.step for row in evaluations})
     series = []
     for n, (name, rows) in enumerate(histories(evaluations).items()):
-        at = {row.step: row.accuracy for row in rows}
+        at = {row.step: row.result.accuracy for row in rows}
         values = [(at[s].mean, at[s].low, at[s].high) if s in at else (math.nan,) * 3 for s in x]
         mean, *band = 100 * np.array(values).T
         colour = COLOURS[n % len(COLOURS)]

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -103,8 +103,7 @@ def compare_runs(
     baseline = baseline or next((name for name in known if name != BASE), BASE)
     if baseline not in known:
         raise ValueError(f"--baseline: expected one of {', '.join(known)}, found {baseline!r}")
-    kinds: list[Kind] = ["accuracy", "difference", "efficiency"]
-    tables = [make_table(kind.capitalize(), kind, groups, baseline) for kind in kinds]
+    tables = [make_table(kind.capitalize(), kind, groups, baseline) for kind in get_args(Kind)]
     tables = [table for table in tables if table.rows]
     notes = budget_notes(groups)
     say(markdown(tables, notes))
@@ -135,7 +134,7 @@ def write(
         methods = {g.method: [run.folder for run in g.runs] for g in groups if g.model == model}
         methods.pop(BASE, None)
         paths.append(folder / f"figures-{model}.svg")
-        write_text(paths[-1], sheet(f"{model}, over {UNITS[axis]}", curves(methods, axis, charts)))
+        write_text(paths[-1], sheet(f"{model}, over {UNITS[axis]}", *curves(methods, axis, charts)))
     return paths
 
 
@@ -147,14 +146,12 @@ def make_table(
 ) -> Table:
     """Return a table of ``kind``. ``baseline``: the method that differences are taken to; ``benchmarks``: the
     benchmarks to show, in this order; default: all."""
-    match kind:
-        case "accuracy":
-            return Table(title, accuracies(groups, benchmarks), [ABOUT_ACCURACY])
-        case "difference":
-            about = ABOUT_DIFFERENCE.format(baseline)
-            return Table(title, differences(groups, baseline, benchmarks), [about])
-        case "efficiency":
-            return Table(title, efficiency(groups))
+    if kind == "accuracy":
+        return Table(title, accuracies(groups, benchmarks), [ABOUT_ACCURACY])
+    if kind == "difference":
+        rows = differences(groups, baseline, benchmarks)
+        return Table(title, rows, [ABOUT_DIFFERENCE.format(baseline)])
+    return Table(title, efficiency(groups))
 
 
 def accuracies(groups: Sequence[Group], benchmarks: Sequence[str] | None = None) -> Rows:

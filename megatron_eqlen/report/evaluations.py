@@ -26,10 +26,6 @@ class Evaluation:
         """``before``, ``step 20`` or ``after``."""
         return self.label if self.label in ("before", "after") else f"step {self.step}"
 
-    @property
-    def accuracy(self) -> Interval:
-        return self.result.accuracy
-
     @cached_property
     def gain(self) -> Interval | None:
         """Change since the run's first evaluation of the benchmark, paired by problem; None without one."""

@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -41,12 +41,8 @@ class MethodCurve:
     high: np.ndarray
 
 
-@dataclass(frozen=True)
-class SheetChart:
-    title: str
-    x_name: str
-    lines: Mapping[str, MethodCurve]
-    """By method."""
+Charts = Mapping[str, Mapping[str, MethodCurve]]
+"""Curves by title and method."""
 
 
 def oscillation(norms: np.ndarray) -> np.ndarray:
@@ -94,9 +90,9 @@ def read_curves(folder: Path, axis: str) -> dict[str, Curve]:
 
 def curves(
     methods: Mapping[str, Sequence[Path]], axis: str, titles: Sequence[str] | None = None
-) -> list[SheetChart]:
-    """Return the charts of ``methods`` (name -> run folders of its seeds) along ``axis``, a key of ``UNITS``,
-    or along steps if no run has spent any of it.
+) -> tuple[str, Charts]:
+    """Return the axis's name, and the charts of ``methods`` (name -> run folders of its seeds) along
+    ``axis``, a key of ``UNITS``, or along steps if no run has spent any of it.
 
     ``titles``: the charts to draw; default: all that have points. Raises ValueError for another title.
     """
@@ -109,14 +105,12 @@ def curves(
     if unknown := [title for title in titles or () if title not in known]:
         raise ValueError(f"charts: expected some of {', '.join(known)}, found {unknown[0]!r}")
     x_name = UNITS[axis] if axis != "steps" else "step"
-    charts = []
+    charts: dict[str, dict[str, MethodCurve]] = {}
     for title in titles or known:
-        lines = {
-            name: over_seeds([run[title] for run in seeds if title in run]) for name, seeds in runs.items()
-        }
-        if drawn := {name: line for name, line in lines.items() if line is not None}:
-            charts.append(SheetChart(title, x_name, drawn))
-    return charts
+        for name, seeds in runs.items():
+            if line := over_seeds([run[title] for run in seeds if title in run]):
+                charts.setdefault(title, {})[name] = line
+    return x_name, charts
 
 
 def over_seeds(seeds: Sequence[Curve]) -> MethodCurve | None:
@@ -138,8 +132,8 @@ def over_seeds(seeds: Sequence[Curve]) -> MethodCurve | None:
     return MethodCurve(grid, values.mean(axis=0), values.min(axis=0), values.max(axis=0))
 
 
-def sheet(title: str, charts: Sequence[SheetChart]) -> str:
-    """Return ``charts`` on one sheet, as SVG."""
+def sheet(title: str, x_name: str, charts: Charts) -> str:
+    """Return ``charts`` on one sheet, as SVG. Dashes and widths tell lines apart that coincide."""
     import matplotlib  # slow to import
     from matplotlib.figure import Figure
 
@@ -148,26 +142,21 @@ def sheet(title: str, charts: Sequence[SheetChart]) -> str:
         figure = Figure(figsize=(8, 1.2 + 2.1 * rows), layout="constrained")
         figure.suptitle(title, fontsize=10, fontweight="bold")
         places = list(figure.subplots(rows, COLUMNS, squeeze=False).flat)
-        names = list(dict.fromkeys(name for chart in charts for name in chart.lines))
+        names = list(dict.fromkeys(name for lines in charts.values() for name in lines))
         drawn = {}
-        for place, chart in zip(places, charts, strict=False):
-            place.set(title=chart.title, xlabel=chart.x_name)
+        for place, (name_of_chart, lines) in zip(places, charts.items(), strict=False):
+            place.set(title=name_of_chart, xlabel=x_name)
             place.grid(alpha=0.3)
-            for name, line in chart.lines.items():
-                drawn[name] = _plot(place, name, line, names.index(name))
+            for name, line in lines.items():
+                n = names.index(name)
+                style = {"color": f"C{n % 10}", "linestyle": DASHES[n % 4], "linewidth": 2 - 0.2 * (n % 4)}
+                (drawn[name],) = place.plot(line.x, line.mean, **style)
+                band = {"alpha": 0.16, "linewidth": 0, "gid": f"band {name}", "color": style["color"]}
+                place.fill_between(line.x, line.low, line.high, **band)
         for place in places[len(charts) :]:
             place.remove()
         figure.legend([drawn[name] for name in names], names, loc="outside lower center", ncols=4)
         return svg(figure)
-
-
-def _plot(place: Any, name: str, line: MethodCurve, number: int) -> Any:
-    """Plot a line with its band. Dashes and widths tell lines apart that coincide."""
-    style = {"color": f"C{number % 10}", "linestyle": DASHES[number % 4], "linewidth": 2 - 0.2 * (number % 4)}
-    (plotted,) = place.plot(line.x, line.mean, **style)
-    band = {"alpha": 0.16, "linewidth": 0, "gid": f"band {name}"}
-    place.fill_between(line.x, line.low, line.high, color=style["color"], **band)
-    return plotted
 
 
 def svg(figure: Figure) -> str:

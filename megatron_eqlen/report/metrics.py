@@ -20,7 +20,7 @@ import numpy as np
 from pydantic_core import from_json
 
 from megatron_eqlen.files import naming
-from megatron_eqlen.report.trackers import Tracker
+from megatron_eqlen.report.trackers import Trackers
 from megatron_eqlen.types import Metrics
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class MetricsWriter:
     ``step`` is the number of steps that the run has taken: later lines are removed.
     """
 
-    def __init__(self, folder: Path, step: int = 0, tracker: Tracker | None = None) -> None:
+    def __init__(self, folder: Path, step: int = 0, tracker: Trackers | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.tracker = tracker
         self._path = folder / FILE
@@ -72,15 +72,6 @@ class MetricsWriter:
                 line = line[self.file.write(line) :]
         if self.tracker is not None:
             self.tracker.log(step, metrics, samples)
-
-
-def read_metrics(folder: Path) -> Records:
-    """Return the record of each step; empty without the file.
-
-    A torn last line is left out with a warning. Raises ValueError with file and line for any other line that
-    is no record of a step.
-    """
-    return [record for _, record in _lines(folder / FILE)]
 
 
 def read_newest(folder: Path, count: int) -> Records:
@@ -121,7 +112,8 @@ class Columns:
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yield each line with its record."""
+    """Yield each line with its record. A torn last line is left out with a warning. Raises ValueError with
+    file and line for any other line that is no record of a step."""
     if not path.is_file():
         return
     with open(path, "rb") as file:

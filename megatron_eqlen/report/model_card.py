@@ -36,13 +36,16 @@ def write_model_card(run_folder: Path) -> Path:
     results = histories(read_evaluations(files)).values()
     after = [rows[-1] for rows in results if rows[-1].label == "after"]
     outcome = recipe.budget.outcome(spent(steps, newest[-1])) if newest else "no step"
+    sources = "\n".join(
+        f"- {source.name}: `{_place(source)}`, read as {source.reader}" for source in recipe.data.sources
+    )
     made_with = hold.read_holder(run_folder / hold.FILE).get("versions", {})
     text = "\n\n".join([
         f"---\n{_data(recipe, after).to_yaml()}\n---",
         f"# {_name(recipe)}",
         f"`{_place(recipe.model)}` trained with megatron_eqlen: {recipe.method}, seed {recipe.seed}; "
         f"{outcome}.",
-        f"## Data\n\n{_sources(recipe)}",
+        f"## Data\n\n{sources}",
         *(["## Evaluation\n\n" + _table(after)] if after else []),
         f"## Recipe\n\n```yaml\n{to_yaml(_published(recipe)).strip()}\n```",
         "## Made with\n\n" + ", ".join(f"{name} {version}" for name, version in made_with.items()),
@@ -69,7 +72,7 @@ def _data(recipe: Recipe, after: list[Evaluation]) -> ModelCardData:
                 dataset_name=row.result.benchmark,
                 metric_type="accuracy",
                 metric_name=f"avg@{row.result.samples}",
-                metric_value=round(row.accuracy.mean, 4),
+                metric_value=round(row.result.accuracy.mean, 4),
             )
             for row in after
         ],
@@ -77,16 +80,7 @@ def _data(recipe: Recipe, after: list[Evaluation]) -> ModelCardData:
 
 
 def _name(recipe: Recipe) -> str:
-    return f"{_base(recipe)}-{recipe.method}"
-
-
-def _base(recipe: Recipe) -> str:
-    return Path(recipe.model.path).resolve().name
-
-
-def _sources(recipe: Recipe) -> str:
-    sources = recipe.data.sources
-    return "\n".join(f"- {source.name}: `{_place(source)}`, read as {source.reader}" for source in sources)
+    return f"{Path(recipe.model.path).resolve().name}-{recipe.method}"
 
 
 def _place(section: ModelRecipe | SourceRecipe) -> str:
@@ -118,6 +112,6 @@ def _table(after: list[Evaluation]) -> str:
     rows = ["| benchmark | problems | | accuracy | change |", "|---|---|---|---|---|"]
     for row in after:
         result, change = row.result, row.gain.points if row.gain else "not measured before"
-        accuracy = f"avg@{result.samples} | {row.accuracy}"
+        accuracy = f"avg@{result.samples} | {row.result.accuracy}"
         rows.append(f"| {result.benchmark} | {len(result.answers)} | {accuracy} | {change} |")
     return "\n".join([*rows, "", "95% intervals; the change is paired by problem."])

@@ -23,7 +23,7 @@ import jinja2
 from megatron_eqlen.files import write_text
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.load import dump, load_run
-from megatron_eqlen.report.charts import COLOURS, METRICS, charts, facts, profile_chart, timeline
+from megatron_eqlen.report.charts import COLOURS, METRICS, RARE, charts, facts, profile_chart, timeline
 from megatron_eqlen.report.evaluations import evaluation_files, histories, read_evaluations
 from megatron_eqlen.report.format import compact, percent
 from megatron_eqlen.report.metrics import Columns
@@ -52,7 +52,7 @@ def write_page(run: Path) -> Path:
     recipe = status.recipe
     evaluated = read_evaluations(evaluation_files(run / "evaluation", columns.last.get("step", 0)))
     benchmarks = histories(evaluated).values()
-    decoder = find_decoder(recipe.model)
+    decode, note = find_decoder(recipe.model)
     check_newest(run / "streams")
     newest = islice(scored_steps(run / "streams", newest_first=True), STEPS)
     shown = dict([*newest, *islice(scored_steps(run / "streams"), 1)])
@@ -60,7 +60,7 @@ def write_page(run: Path) -> Path:
     for number, folder in shown.items():
         step = RecordedStep(step_files(folder), recipe)
         steps.append((number + 1, step.verdicts()))
-        rows += [{"step": number + 1} | row for row in step.rows(step.telling(), decoder.decode)]
+        rows += [{"step": number + 1} | row for row in step.rows(step.telling(), decode)]
     profile, advice = recorded_advice(run, recipe)
     drawn = charts(columns, evaluated) + timeline([*status.state.steps])
     drawn += [profile_chart(profile)] if profile else []
@@ -75,12 +75,13 @@ def write_page(run: Path) -> Path:
         facts_of_run=status.page(),
         outcomes=[[*history[:1], *history[1:][-1:]] for history in benchmarks],
         facts=facts(columns),
+        rare=RARE,
         charts=list(enumerate(drawn)),
         advice=advice,
         data=[chart.data() for chart in drawn],
         evaluations=[row for history in benchmarks for row in [*history[:1], *history[1:][-EVALUATIONS:]]],
         steps=steps,
-        note=decoder.note,
+        note=note,
         last=columns.last,
     )  # fmt: skip
 
@@ -97,14 +98,14 @@ def write_step_page(run: Path, first: int, last: int) -> Path:
             f"--step {missing[0]}: expected one of the recorded and graded steps of {run / 'streams'} "
             f"({_spans([*folders]) or 'there are none'}), found no such step"
         )
-    decoder, rows = find_decoder(recipe.model), list[dict[str, Any]]()
+    (decode, note), rows = find_decoder(recipe.model), list[dict[str, Any]]()
     for number in range(first, last + 1):
         step = RecordedStep(step_files(folders[number]), recipe)
-        rows += [{"step": number} | row for row in step.rows(step.rollouts, decoder.decode)]
+        rows += [{"step": number} | row for row in step.rows(step.rollouts, decode)]
     name = str(first) if first == last else f"{first}-{last}"
     path = run / f"rollouts-{name}.html"
     script = _own("list.js")
-    return _write(path, "rollouts.html.jinja", recipe, rows, step=name, note=decoder.note, script=script)
+    return _write(path, "rollouts.html.jinja", recipe, rows, step=name, note=note, script=script)
 
 
 def _write(path: Path, template: str, recipe: Recipe, rows: list[dict[str, Any]], **values: Any) -> Path:

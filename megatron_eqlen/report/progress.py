@@ -128,26 +128,18 @@ class Progress:
             live, self.live = self.live, None
             live.stop()
 
-    def seconds_left(self) -> float | None:
-        """Return the time left, estimated from the mean of the newest steps; None before the first step."""
-        return self.budget.seconds_left(self.spent, self.step_seconds)
-
     # ---- drawing ------------------------------------------------------------------------------------
 
     def __rich__(self) -> RenderableType:
-        bar = Table.grid(padding=(0, 2))
+        bar, left = Table.grid(padding=(0, 2)), self.budget.steps_left(self.spent)
         bar.add_row(
             Text(self.title, "bold"),
-            ProgressBar(self._expected_steps(), self.spent.steps, width=30),
+            ProgressBar(None if left is None else self.spent.steps + left, self.spent.steps, width=30),
             self._count(),
             Text(f"{self.stage_name} {duration(time.monotonic() - self.stage_started)}", "cyan"),
             self._left(),
         )
         return Group(bar, Text(self._numbers(), no_wrap=True, overflow="ellipsis"))
-
-    def _expected_steps(self) -> float | None:
-        left = self.budget.steps_left(self.spent)
-        return None if left is None else self.spent.steps + left
 
     def _count(self) -> str:
         done = str(self.spent.steps)
@@ -169,7 +161,7 @@ class Progress:
         return "  ".join(filter(None, parts))
 
     def _left(self) -> str:
-        left = self.seconds_left()
+        left = self.budget.seconds_left(self.spent, self.step_seconds)  # by the mean of the newest steps
         return "" if left is None else f"{duration(left)} left"
 
     def _numbers(self) -> str:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -36,21 +36,13 @@ DIGITS = 3
 """Decimal places of log-probs; advantages and weights have as many significant digits."""
 
 
-class TextDecoder(NamedTuple):
-    """The part of a model's tokenizer that pages use: the text of tokens inside of a response."""
-
-    decode: Decode
-    note: str = ""
-    """Why token ids are shown instead of text; empty if text is shown."""
-
-
-def find_decoder(model: ModelRecipe) -> TextDecoder:
-    """Return the decoder of the model's tokenizer; if there is none, one that prints token ids."""
+def find_decoder(model: ModelRecipe) -> tuple[Decode, str]:
+    """Return the text of tokens inside of a response, from the model's tokenizer, and an empty note; without
+    a tokenizer their ids, and why."""
     try:
-        return TextDecoder(by_token(load_decoder(local_path(model))))
+        return by_token(load_decoder(local_path(model))), ""
     except ValueError as error:
-        note = f"Token ids instead of text: {error}"
-        return TextDecoder(lambda token_ids: "".join(f"{token} " for token in token_ids), note=note)
+        return lambda ids: "".join(f"{token} " for token in ids), f"Token ids instead of text: {error}"
 
 
 def recorded_advice(run: Path, recipe: Recipe) -> tuple[Profile | None, str]:

@@ -99,20 +99,17 @@ class RolloutView:
     title: str
     parts: list[PartView]
 
-    def table_rows(self, step: int) -> list[list[Any]]:
-        """Return a row of ``COLUMNS`` for each part; long texts are shortened."""
-        about = [step, self.prompt_id, shorten(self.question), self.title]
+    def table_rows(self, step: int) -> list[dict[str, Any]]:
+        """Return a row for each part; long texts are shortened."""
+        about = {"step": step, "prompt": self.prompt_id, "question": shorten(self.question)}
         return [
-            [*about, one.label, shorten(one.text), *one.lesson[:2], one.lesson.use, one.verdict, one.end,
-             sum(one.own), one.start, ", ".join(map(str, one.versions))]
+            about
+            | {"rollout": self.title, "part": one.label, "text": shorten(one.text), "verdict": one.verdict}
+            | {"reward": one.lesson.reward, "advantage": one.lesson.advantage, "use": one.lesson.use}
+            | {"end": one.end, "tokens": sum(one.own), "inherited_tokens": one.start}
+            | {"policy_versions": ", ".join(map(str, one.versions))}
             for one in self.parts
-        ]  # fmt: skip
-
-
-COLUMNS = [
-    "step", "prompt", "question", "rollout", "part", "text", "reward", "advantage", "use", "verdict",
-    "end", "tokens", "inherited_tokens", "policy_versions",
-]  # fmt: skip
+        ]
 
 
 class Training:

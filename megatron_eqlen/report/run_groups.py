@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -119,7 +118,8 @@ def group_runs(runs: Sequence[RunResult]) -> list[Group]:
 def _by_recipe(method: str, runs: Sequence[RunResult]) -> dict[str, list[RunResult]]:
     """Return runs by the name of their recipe: the method, and the keys in which recipes of this method
     differ."""
-    values = [_method_keys(run.recipe) for run in runs]
+    settings = [leaves(with_defaults(run.recipe).model_dump(mode="json")) for run in runs]
+    values = [{key: v for key, v in of.items() if not is_under(key, NOT_THE_METHOD)} for of in settings]
     every = dict.fromkeys(key for entries in values for key in entries)
     keys = [key for key in every if any(entries.get(key) != values[0].get(key) for entries in values)]
     named: dict[str, list[RunResult]] = {}
@@ -127,12 +127,6 @@ def _by_recipe(method: str, runs: Sequence[RunResult]) -> dict[str, list[RunResu
         apart = ", ".join(f"{key}={shown(entries.get(key))}" for key in keys)
         named.setdefault(f"{method} ({apart})" if apart else method, []).append(run)
     return named
-
-
-def _method_keys(recipe: Recipe) -> dict[str, Any]:
-    """Return the resolved recipe by dotted key, without the keys that do not belong to the method."""
-    settings = leaves(with_defaults(recipe).model_dump(mode="json"))
-    return {key: value for key, value in settings.items() if not is_under(key, NOT_THE_METHOD)}
 
 
 def _by_benchmark(path: Path) -> dict[str, EvaluationResult]:

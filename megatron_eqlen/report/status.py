@@ -43,19 +43,15 @@ Condition = Literal[
 limit. ``killed``: it was cut off without a word, or its machine is gone. ``given up``: SLURM starts it no
 more. ``cancelled``: SLURM ended its job (scancel) and will not start it again."""
 STYLES = {
-    "running": "bold green", "complete": "bold green", "silent": "bold red", "failed": "bold red",
-    "hung": "bold red", "given up": "bold red", "killed": "bold red",
+    "running": "bold green", "complete": "bold green",
+    **dict.fromkeys(("silent", "failed", "hung", "given up", "killed"), "bold red"),
 }  # fmt: skip
 UNEXPLAINED: tuple[Condition, ...] = ("not started", "stopped", "killed")
 """Conditions that the state of the SLURM job replaces."""
 FAILED = ENDED - {"CANCELLED", "COMPLETED", GONE}
 """States of a job that failed before it trained."""
 SOURCE_EPOCHS = re.compile(r"data/source/(.*)/epochs")
-IS_SILENT = "it is stopped, or the disk of its folder blocks"
-
-
-StatusRow = tuple[str, str | Text]
-"""Name and text."""
+StatusRow = tuple[str, str | Text]  # name and text
 
 
 def print_status(folder: Path, console: Console | None = None) -> None:
@@ -89,13 +85,8 @@ class RunStatus:
         """Return the lines of a screen, as of now."""
         now = time.time()
         state = Text(self.condition, STYLES.get(self.condition, "bold yellow")) + Text(self._who(now))
-        running = [
-            ("state", state),
-            ("job", self.job),
-            ("progress", self._progress()),
-            ("now", self._now(now)),
-        ]
-        return [(name, text) for name, text in [*running, *self._history(now)] if text]
+        rows = [("state", state), ("job", self.job), ("progress", self._progress()), ("now", self._now(now))]
+        return [(name, text) for name, text in [*rows, *self._history(now)] if text]
 
     def page(self) -> list[StatusRow]:
         """Return the lines of a page: those that will still hold when it is read, with times in place of
@@ -117,7 +108,7 @@ class RunStatus:
         if not self.holder:
             return ""
         seen = f", last sign of life {_ago(self.state.sign_of_life, now)}" if self.state.started else ""
-        why = f": {IS_SILENT}" if self.condition == "silent" else ""
+        why = ": it is stopped, or the disk of its folder blocks" if self.condition == "silent" else ""
         return f", {hold.named(self.holder)}{seen}{why}"
 
     def _progress(self) -> str:
@@ -225,7 +216,10 @@ def _evaluated(folder: Path, steps: int) -> Iterator[StatusRow]:
     files = evaluation_files(folder / "evaluation", steps)
     shown = read_evaluations([*files[:1], *files[1:][-1:]])
     for name, rows in histories(shown).items():
-        yield name, ", then ".join(f"{row.label} avg@{row.result.samples} {row.accuracy}" for row in rows)
+        yield (
+            name,
+            ", then ".join(f"{row.label} avg@{row.result.samples} {row.result.accuracy}" for row in rows),
+        )
 
 
 def _position(metrics: Mapping[str, float | None]) -> str:

@@ -22,11 +22,7 @@ STYLES = {"raised": "green", "lowered": "red", "equal": "yellow", "plain": "defa
 
 
 def print_rollouts(
-    streams: Path,
-    model: Path,
-    limit: int = 5,
-    recipe: Recipe | None = None,
-    console: Console | None = None,
+    streams: Path, model: Path, limit: int = 5, recipe: Recipe | None = None, console: Console | None = None
 ) -> None:
     """Print the first ``limit`` rollouts of a file, of a step's folder, or of a run's ``streams/`` folder.
 
@@ -36,9 +32,7 @@ def print_rollouts(
     console = console or Console(highlight=False)
     recipe = recipe or recipe_of(streams)
     if recipe is None:
-        console.print(
-            f"{streams}: no run's recipe.yaml above it (or give one): what was trained is not known\n"
-        )
+        console.print(f"{streams}: no run's recipe.yaml above it: what was trained is not known\n")
     decode = by_token(load_decoder(model))
     steps = recorded_steps(streams)
     if not steps:

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from megatron_eqlen.files import write_text
 from megatron_eqlen.objectives.registry import with_defaults
@@ -27,17 +27,6 @@ PATIENCE = 20.0
 logger = logging.getLogger(__name__)
 
 
-class Tracker(Protocol):
-    def log(self, step: int, metrics: Metrics, samples: Sequence[RolloutView]) -> None:
-        """Show the metrics of ``step``, counted from 1, and some of its rollouts. Steps come in order, each
-        once."""
-        ...
-
-    def finish(self, failed: bool) -> None:
-        """End the record; ``failed``: an error ended the run."""
-        ...
-
-
 class Trackers:
     """The trackers of a run; after its first failure one is no longer called."""
 
@@ -46,24 +35,24 @@ class Trackers:
 
         Raises ValueError if the recipe wants one whose package is not installed.
         """
-        self._running: dict[str, Tracker] = {}
-        if (project := recipe.report.wandb_project) and not _installed("wandb"):
-            raise ValueError(
-                f"report.wandb_project: {project!r} needs wandb, which is not installed "
-                "(pip install '.[wandb]')"
-            )
-        self._start("TensorBoard", lambda: TensorBoard(folder, steps, recipe))
-        if project:
-            self._start("wandb", lambda: Wandb(folder, recipe))
-
-    def _start(self, name: str, start: Callable[[], Tracker]) -> None:
-        self._try(name, lambda: self._running.update({name: start()}))
+        self._running: dict[str, TensorBoard | Wandb] = {}
+        self._try("TensorBoard", lambda: self._running.update(TensorBoard=TensorBoard(folder, steps, recipe)))
+        if project := recipe.report.wandb_project:
+            try:
+                importlib.import_module("wandb")
+            except ImportError:
+                needs = f"report.wandb_project: {project!r} needs wandb, which is not installed"
+                raise ValueError(f"{needs} (pip install '.[wandb]')") from None
+            self._try("wandb", lambda: self._running.update(wandb=Wandb(folder, recipe)))
 
     def log(self, step: int, metrics: Metrics, samples: Sequence[RolloutView]) -> None:
+        """Show the metrics of ``step``, counted from 1, and some of its rollouts. Steps come in order, each
+        once."""
         for name, tracker in [*self._running.items()]:
             self._try(name, tracker.log, step, metrics, samples)
 
     def finish(self, failed: bool) -> None:
+        """End the record; ``failed``: an error ended the run."""
         for name, tracker in [*self._running.items()]:
             self._try(name, tracker.finish, failed)
 
@@ -73,14 +62,6 @@ class Trackers:
         except Exception as error:  # noqa: BLE001 (whatever a service raises is no reason to end a run)
             self._running.pop(name, None)
             logger.warning("%s failed and is left out: %s: %s", name, type(error).__name__, error)
-
-
-def _installed(package: str) -> bool:
-    try:
-        importlib.import_module(package)
-    except ImportError:
-        return False
-    return True
 
 
 def _hparams(recipe: Recipe) -> Any:
@@ -125,7 +106,7 @@ class Wandb:
             project=recipe.report.wandb_project,
             name=f"{recipe.name}-{recipe.run_name}",
             dir=str(folder),
-            id=_kept(folder / "wandb_id"),
+            id=_run_id(folder / "wandb_id"),
             resume="allow",
             config=recipe.model_dump(mode="json"),
             allow_val_change=True,  # a resumed run may have other steps, for example
@@ -133,19 +114,17 @@ class Wandb:
         )
 
     def log(self, step: int, metrics: Metrics, samples: Sequence[RolloutView]) -> None:
-        from megatron_eqlen.report.rollouts import COLUMNS
-
         if step < self.run.starting_step:
             return
         rows = [row for rollout in samples for row in rollout.table_rows(step)]
-        table = {"rollouts": self.table(columns=COLUMNS, data=rows)} if rows else {}
-        self.run.log(metrics | table, step=step, commit=True)
+        table = self.table(columns=[*rows[0]], data=[[*row.values()] for row in rows]) if rows else None
+        self.run.log(metrics | ({"rollouts": table} if rows else {}), step=step, commit=True)
 
     def finish(self, failed: bool) -> None:
         self.run.finish(exit_code=int(failed))
 
 
-def _kept(file: Path) -> str:
+def _run_id(file: Path) -> str:
     """Return the run's id, the same for every start in this folder."""
     if not file.exists():
         write_text(file, uuid.uuid4().hex)

@@ -65,38 +65,29 @@ ROOT = Path(__file__).resolve().parents[2]
 logger = logging.getLogger(__name__)
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of this package, its main dependencies, and Python."""
-    by_package = {}
-    for name in PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            by_package[name] = metadata.version(name)
-    return by_package | {"Python": platform.python_version()}
-
-
 def origin() -> dict[str, Any]:
     """Return the origin of a start: command line, commit of the repository (empty if there is none), and
-    versions. Host and process are in the lock."""
+    versions of this package, its main dependencies, and Python. Host and process are in the lock."""
     is_ours = Path(sys.argv[0]).name in ("eqlen", "__main__.py")
     command = ["eqlen", *sys.argv[1:]] if is_ours else sys.argv
-    return {"command": shlex.join(command), "commit": _commit(), "versions": versions()}
+    versions = {"Python": platform.python_version()}
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return {"command": shlex.join(command), "commit": _commit(), "versions": versions}
 
 
 def _commit() -> str:
     """Return ``71adb34c1f2e``, or ``71adb34c1f2e with uncommitted changes``."""
     if not (ROOT / ".git").exists():
         return ""
+    dirty = "--dirty= with uncommitted changes"
+    command = ["git", "-C", str(ROOT), "describe", "--always", dirty, "--abbrev=12", "--exclude=*"]
     try:
-        commit = _git("rev-parse", "--short=12", "HEAD")
-        changes = _git("status", "--porcelain", "--untracked-files=no")
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""  # no git here, or it does not trust the folder's owner
-    return commit + (" with uncommitted changes" if changes else "")
-
-
-def _git(*words: str) -> str:
-    command = ["git", "-C", str(ROOT), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    return done.stdout.strip()
 
 
 class RunFolder:

@@ -9,8 +9,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
-from megatron_eqlen.report.metrics import MetricsWriter, read_metrics
-from megatron_eqlen.report.trackers import TensorBoard
+from megatron_eqlen.report.metrics import Columns, MetricsWriter
+from megatron_eqlen.report.trackers import Trackers
 from tests.kit.report_runs import recipe
 
 
@@ -24,11 +24,16 @@ def files_are_counted_as_in_a_process_of_its_own(monkeypatch):
 
 def write(folder, steps, value, behind=0, close=True):
     folder.mkdir(exist_ok=True)
-    writer = MetricsWriter(folder, behind, TensorBoard(folder, behind, recipe(folder)))
+    writer = MetricsWriter(folder, behind, Trackers(folder, behind, recipe(folder)))
     for step in steps:
         writer.write(step, {"reward/mean": value + step, "loss/total": -1 / 3})
     if close:
         writer.close()
+
+
+def recorded(folder):
+    columns = Columns(folder, ["reward/mean"])
+    return [*zip(columns.steps.tolist(), columns["reward/mean"].tolist(), strict=True)]
 
 
 def curve(folder):
@@ -40,19 +45,14 @@ def curve(folder):
 
 def test_a_step_can_be_read_as_soon_as_it_is_written(tmp_path):
     write(tmp_path, [1, 2], 0.0, close=False)
-    assert [(r["step"], r["reward/mean"], r["loss/total"]) for r in read_metrics(tmp_path)] == [
-        (1, 1.0, -1 / 3),
-        (2, 2.0, -1 / 3),
-    ]
-    assert curve(tmp_path) == [(1, 1.0), (2, 2.0)]
+    assert recorded(tmp_path) == curve(tmp_path) == [(1, 1.0), (2, 2.0)]
 
 
 def test_steps_taken_again_after_a_resume_appear_once(tmp_path):
     write(tmp_path, range(1, 6), 0.0)
     write(tmp_path, range(4, 8), 100.0, behind=3)
     expected = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 104.0), (5, 105.0), (6, 106.0), (7, 107.0)]
-    assert [(r["step"], r["reward/mean"]) for r in read_metrics(tmp_path)] == expected
-    assert curve(tmp_path) == expected
+    assert recorded(tmp_path) == curve(tmp_path) == expected
     assert not list(tmp_path.glob("*.partial"))
 
 
@@ -63,7 +63,7 @@ def test_a_torn_last_line_is_dropped_aloud_and_the_file_continues(tmp_path, capl
     with caplog.at_level(logging.WARNING):
         write(tmp_path, [3], 50.0, behind=2)
     assert "dropped a torn last line" in caplog.text
-    assert [(r["step"], r["reward/mean"]) for r in read_metrics(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 53.0)]
+    assert recorded(tmp_path) == [(1, 1.0), (2, 2.0), (3, 53.0)]
 
 
 def test_what_is_no_number_is_null_and_the_line_strict_json(tmp_path):
@@ -84,8 +84,8 @@ def test_a_line_that_is_no_record_is_named(tmp_path, line):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(line + "\n")
     with pytest.raises(ValueError, match=r"metrics\.jsonl:2: expected a JSON object with a step"):
-        read_metrics(tmp_path)
+        recorded(tmp_path)
 
 
 def test_a_folder_without_metrics_has_none(tmp_path):
-    assert read_metrics(tmp_path) == []
+    assert recorded(tmp_path) == []

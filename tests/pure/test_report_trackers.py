@@ -13,9 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from megatron_eqlen.report.metrics import MetricsWriter, read_metrics
+from megatron_eqlen.report.metrics import Columns, MetricsWriter
 from megatron_eqlen.report.progress import Progress
-from megatron_eqlen.report.rollouts import COLUMNS
 from megatron_eqlen.report.trackers import PATIENCE, Trackers
 from megatron_eqlen.run.records import StepRecords
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
@@ -101,7 +100,7 @@ def test_a_resumed_run_continues_its_curve_and_shows_no_step_twice(tmp_path, wan
     (shown,) = fake.runs.values()
     assert list(shown) == [1, 2, 3, 4]
     assert [(run["id"], run["resume"]) for run in fake.started] == [(*fake.runs, "allow")] * 2
-    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4]
+    assert [*Columns(tmp_path, []).steps] == [1, 2, 3, 4]
 
 
 def test_a_server_that_does_not_answer_delays_a_run_by_a_bounded_time(tmp_path, wandb):
@@ -140,8 +139,7 @@ def test_wandb_has_a_few_rollouts_of_the_steps_that_the_recipe_names(tmp_path, w
     (steps,) = fake.runs.values()
     assert [step for step, shown in steps.items() if "rollouts" in shown] == [2]
     table = steps[2]["rollouts"]
-    rows = [dict(zip(COLUMNS, row, strict=True)) for row in table["data"]]
-    assert table["columns"] == COLUMNS
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
     assert [(row["prompt"], row["part"]) for row in rows[:5]] == [
         ("sums/a.parquet#1", name) for name in ("A1", "B1", "A2", "B2", "tail")
     ], "the stream that teaches comes first, with its pairs' sides side by side"
@@ -163,14 +161,14 @@ def test_a_tracker_that_fails_is_left_out_aloud_and_once(tmp_path, wandb, caplog
     assert [record.message for record in caplog.records] == [
         "wandb failed and is left out: ConnectionResetError: no route to host"
     ]
-    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3]
+    assert [*Columns(tmp_path, []).steps] == [1, 2, 3]
 
 
 def test_tensorboard_that_cannot_write_ends_no_run(tmp_path, caplog):
     (tmp_path / "tensorboard").touch()
     train(tmp_path, [1, 2], report={})
     assert "TensorBoard failed and is left out" in caplog.text
-    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]
+    assert [*Columns(tmp_path, []).steps] == [1, 2]
 
 
 def test_tensorboard_has_the_recipe_with_its_defaults_by_key(tmp_path):

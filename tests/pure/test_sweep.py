@@ -28,7 +28,9 @@ SEEDS = ("seed0", "seed1", "seed2")
 def _no_waiting(monkeypatch):
     monkeypatch.setattr(runner, "INTERVAL", 0.0)
     monkeypatch.setattr(runner, "visible_gpus", list)
-    monkeypatch.setattr(compare, "sheet", lambda title, charts: "")  # test_sweep_tables.py has the figures
+    monkeypatch.setattr(
+        compare, "sheet", lambda title, x_name, charts: ""
+    )  # test_sweep_tables.py has the figures
 
 
 @pytest.fixture
