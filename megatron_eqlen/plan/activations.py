@@ -132,6 +132,11 @@ class RankRow:
     kernels: Kernels
     lora: LoraRecipe
 
+    @property
+    def fused(self) -> bool:
+        fusions = self.parallel.fusions
+        return self.kernels.transformer_engine if fusions is None else fusions
+
     @cached_property
     def shard(self) -> float:
         """Tokens per rank between the tensor-parallel parts."""
@@ -249,15 +254,15 @@ class RankRow:
         return self.tokens * kept + norms
 
     def _gated_mlp(self, width: int) -> float:
-        """Return the bytes of gate|up, silu(gate), up and their product; ``layer`` counts the norm and its
-        output."""
-        return self.tokens * self.b * 5 * width / self.parallel.tensor
+        """Return the bytes of gate|up, silu(gate), up (not if fused) and their product; ``layer`` counts the
+        norm and its output."""
+        return self.tokens * self.b * (3 if self.fused else 5) * width / self.parallel.tensor
 
     def _experts(self, imbalance: float) -> float:
         experts = self.model.experts
         assert experts is not None
         router = self.shard * (5 * experts.num_experts + 20 * experts.num_experts_per_tok)
-        width = 6 * experts.moe_intermediate_size / self.parallel.expert_tensor
+        width = (4 if self.fused else 6) * experts.moe_intermediate_size / self.parallel.expert_tensor
         routed = self._routed(imbalance) * (self.b * (self.model.hidden_size + width) + WIDE)
         if not experts.shared_expert_intermediate_size:
             return router + routed

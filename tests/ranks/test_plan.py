@@ -68,6 +68,9 @@ CASES = {
     "dense and sparse layers, whose MLPs are recomputed": Case(
         "qwen3_moe", 2, {"expert": 2, "recompute": "mlp"}, model={"mlp_only_layers": [1]}
     ),
+    "dense and sparse layers, fused": Case(
+        "qwen3_moe", 2, {"expert": 2, "fusions": True}, model={"mlp_only_layers": [1]}
+    ),
     "experts, some layers dense, tensor parallel": Case(
         "qwen3_moe", 4, {"tensor": 2, "expert": 2}, "float32", {"mlp_only_layers": [1]}
     ),
