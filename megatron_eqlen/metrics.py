@@ -205,6 +205,7 @@ DECLARED = (
     Metric(REWARD_MEAN, "reward", mean("reward/ended"), "the verifier's, of a response"),
     Metric("reward/std", "reward", mean("reward/ended"), "standard deviation within a batch"),
     Metric("reward/grader_seconds", "s", "sum", "in the graders, of all responses"),
+    Metric("reward/named/*", "reward", mean("reward/ended"), "of this name (reward.weights), unweighted"),
     Metric("reward/verdict/*", "share", mean("reward/ended"), "responses with this verdict"),
     Metric("reward/source/*/ended", "responses", "sum", "to prompts of this source"),
     Metric("reward/source/*/mean", "reward", mean("reward/source/*/ended"), "of a response"),

@@ -100,10 +100,13 @@ class Grade:
     seconds: float = 0.0
     detail: str = ""
     """Details of the verdict, for example the first failing test of a program."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """Named rewards, of which ``reward`` is the sum that ``reward.weights`` weighs; empty without names."""
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.reward):
-            raise ValueError(f"{self.grader}: expected a finite reward, got {self.reward}")
+        if not all(map(math.isfinite, (self.reward, *self.rewards.values()))):
+            named = f", {self.rewards}" if self.rewards else ""
+            raise ValueError(f"{self.grader}: expected a finite reward, got {self.reward}{named}")
 
 
 @dataclass

@@ -132,13 +132,15 @@ def _compare(rollouts: Sequence[Rollout], recipe: Recipe, objective: Objective, 
     for number, rollout in enumerate(rollouts, first):
         tree, units = comparison_units(rollout, recipe, objective)
         for unit in units:
-            unit.rollout = number
+            for named in (unit, *(named for _, named in unit.apart)):
+                named.rollout = number
             if objective.equal_units:
                 unit.share = None
         batch.trees.append(tree)
         batch.units += units
     if recipe.equal_length.baseline == "streams":
-        _set_baselines(batch.units)
+        for units in zip(*([unit, *(named for _, named in unit.apart)] for unit in batch.units), strict=True):
+            _set_baselines(units)
     return batch
 
 
@@ -167,6 +169,11 @@ def _set_token_advantages(
 
 
 def _advantages(unit: ComparisonUnit, objective: Objective) -> list[float]:
+    if unit.apart:
+        of_names = [
+            [weight * value for value in _advantages(named, objective)] for weight, named in unit.apart
+        ]
+        return [sum(values) for values in zip(*of_names, strict=True)]
     if unit.baseline is None:
         advantages = objective.advantage(unit.rewards, unit.lengths)
     else:
@@ -178,7 +185,7 @@ def _advantages(unit: ComparisonUnit, objective: Objective) -> list[float]:
     return checked_advantages(advantages, len(unit.nodes), where)
 
 
-def _set_baselines(units: list[ComparisonUnit]) -> None:
+def _set_baselines(units: Sequence[ComparisonUnit]) -> None:
     """Compare each member with the mean value of the prompt in its other rollouts.
 
     The first unit of a rollout estimates the value: the mean of a first pair, or the reward of a tail that no

@@ -121,7 +121,8 @@ def _check_token_baseline(recipe: Recipe, objective: Objective) -> None:
             f"{key} with sampling: equal_length: of two tracks that are truncated only one is trained, so "
             f"lines that are alive are not all there; use sampling: tree with tree_sampling.fork: death"
         )
-    if objective.equal_units or objective.advantage not in (rloo, dr_grpo) or objective.whitened:
+    has_other = objective.equal_units or objective.whitened or objective.rewards == "apart"
+    if has_other or objective.advantage not in (rloo, dr_grpo):
         raise ValueError(
             f"{key} is the advantage itself, reward less baseline; objective: {objective.name} has "
             f"advantage {described(objective.advantage)}: use dr_grpo or rloo"
@@ -260,6 +261,15 @@ def _check_off_policy(recipe: Recipe, objective: Objective) -> None:
 
 def _check_rewards(recipe: Recipe, objective: Objective) -> None:
     longest = recipe.rollout.max_response_length
+    if objective.rewards == "apart" and not recipe.reward.weights:
+        raise ValueError(
+            f"objective: {objective.name} normalises named rewards apart: expected reward.weights, found none"
+        )
+    if objective.rewards == "apart" and objective.overlong_buffer:
+        raise ValueError(
+            f"loss.overlong_buffer: {objective.overlong_buffer} with loss.rewards: apart: the penalty has no "
+            f"name; set it to 0, and return a named reward for the length"
+        )
     if objective.overlong_buffer >= longest:
         raise ValueError(
             f"loss.overlong_buffer: {objective.overlong_buffer} tokens do not lie inside "

@@ -35,6 +35,9 @@ class Objective:
     """LSPO's (low, high, max): dynamic sampling also replaces prompts whose mean response length is neither
     up to the quantile low nor from high to max."""
 
+    rewards: Literal["together", "apart"] = "together"
+    """``apart``: ``advantage`` is called with the rewards of each name, and its results are added with their
+    weights."""
     equal_units: bool = False
     """All comparison units of a rollout weigh the same, whatever share of it they are (TreeRPO)."""
 

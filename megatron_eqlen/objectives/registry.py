@@ -44,6 +44,7 @@ OBJECTIVES = {
             overlong_buffer=OVERLONG_BUFFER,
             dynamic_sampling=True,
         ),
+        Objective("gdpo", grpo, seq_mean_token_mean, Ppo(), whitened="scale", rewards="apart"),
         Objective("gspo", grpo, seq_mean_token_mean, Gspo()),
         Objective("luspo", grpo, seq_mean_token_sum, Gspo(2e-3, 2.5e-3)),
         Objective(
@@ -100,7 +101,7 @@ def resolve(recipe: Recipe) -> Objective:
     divide advantages by the standard deviation of a pair, which would leave only the sign of its gap.
     """
     objective, loss = lookup(recipe.objective), recipe.loss
-    named = ("overlong_factor", "dynamic_sampling", "length_quantiles")
+    named = ("overlong_factor", "dynamic_sampling", "length_quantiles", "rewards")
     changes: dict[str, Any] = {key: getattr(loss, key) for key in named if getattr(loss, key) is not None}
     if is_on_policy(recipe, objective):
         changes["aggregation"] = seq_mean_token_sum_norm
@@ -156,6 +157,8 @@ def with_defaults(recipe: Recipe) -> Recipe:
         "dynamic_sampling": objective.dynamic_sampling,
         "length_quantiles": objective.length_quantiles,
     }
+    if recipe.reward.weights:
+        loss["rewards"] = objective.rewards
     if objective.overlong_buffer:
         loss["overlong_factor"] = objective.overlong_factor
     if isinstance(objective.advantage, Gr3):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from megatron_eqlen.objectives.objective import Objective
@@ -23,11 +24,25 @@ def comparison_units(
     """
     _check_kind(rollout, recipe)
     _check_columns(rollout, recipe)
+    _check_names(rollout, recipe)
     tree, units = KINDS[recipe.sampling].compare(rollout, recipe, _length_penalty(recipe, objective))
     untrained = recipe.rollout.untrained_columns
     for node in tree.nodes:
         node.tokens = node.tokens.without(untrained)
+    if objective.rewards == "apart":
+        for name, weight in recipe.reward.weights.items():
+            for unit, named in zip(units, _named_units(name, rollout, recipe), strict=True):
+                unit.apart.append((weight, named))
     return tree, units
+
+
+def _named_units(name: str, rollout: Rollout, recipe: Recipe) -> list[ComparisonUnit]:
+    """Return the units of a rollout with the rewards of one name."""
+    parts = [
+        replace(part, grade=part.grade and replace(part.grade, reward=part.grade.rewards[name]))
+        for part in rollout.parts
+    ]
+    return KINDS[recipe.sampling].compare(replace(rollout, parts=parts), recipe, no_penalty)[1]
 
 
 def due_rollouts(rollouts: Sequence[Rollout]) -> list[Rollout]:
@@ -66,6 +81,17 @@ def _check_kind(rollout: Rollout, recipe: Recipe) -> None:
             f"prompt {rollout.prompt_id}: expected a rollout of sampling: {recipe.sampling}, found one of "
             f"{rollout.kind}"
         )
+
+
+def _check_names(rollout: Rollout, recipe: Recipe) -> None:
+    """Raise ValueError unless each grade has the rewards that the recipe weighs."""
+    for grade in (part.grade for part in rollout.parts if part.grade):
+        if grade.rewards.keys() != recipe.reward.weights.keys():
+            raise ValueError(
+                f"prompt {rollout.prompt_id}: grader {grade.grader}: expected rewards "
+                f"{', '.join(recipe.reward.weights) or 'without names'} (reward.weights), found "
+                f"{', '.join(grade.rewards) or 'one without a name'}"
+            )
 
 
 def _check_columns(rollout: Rollout, recipe: Recipe) -> None:

@@ -222,5 +222,12 @@ def _check_plugins(recipe: Recipe) -> None:
             for key, path in (("reader", item.reader), ("grader", item.grader or "")):
                 if is_import_path(path):
                     load_object(path, f"{section}.{number}.{key}")
+    own = recipe.reward.rubric or recipe.environment.name
+    for number, source in enumerate(recipe.data.sources):
+        if recipe.reward.weights and not own and not is_import_path(source.grader or ""):
+            raise ValueError(
+                f"reward.weights: {shown(recipe.reward.weights)} weighs named rewards: expected a grader of "
+                f"your own at data.sources.{number}.grader, found {source.grader or 'none'}"
+            )
     if is_import_path(recipe.environment.name or ""):
         load_object(recipe.environment.name or "", "environment.name")

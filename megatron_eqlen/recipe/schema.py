@@ -481,6 +481,9 @@ class RewardRecipe(Section):
     """URL of a SandboxFusion-compatible server that runs the programs."""
     rubric: str | None = None
     """Function ``module:function``, called for prompts whose grader is ``rubric``."""
+    weights: dict[str, Real] = {}
+    """Weights of the named rewards that graders of your own return, ``{correct: 1, format: 0.2}``: the reward
+    is their weighted sum. A weight of 0 only logs."""
 
 
 class LossRecipe(Section):
@@ -527,6 +530,9 @@ class LossRecipe(Section):
     """Number of times that a harvest is trained."""
     loss_agg_mode: AggregationName | None = None
     """Average over tokens, by verl's names (``objectives/aggregation.py``) or the import path of your own."""
+    rewards: Annotated[Literal["together", "apart"] | None, When("reward.weights")] = None
+    """Named rewards become advantages ``together``, as their weighted sum, or ``apart``: a weighted sum of
+    each one's advantages."""
     gr3_alpha: NonNegativeFloat | None = None
     """Strength of GR3's length scaling."""
     overlong_buffer: NonNegativeInt | None = None

@@ -94,11 +94,12 @@ class RewardFunction:
         with own_code(self.path):
             returned = self._call(prompt, completion, token_ids)
         try:
-            reward = _number(returned)
+            rewards = _named(returned)
+            reward = 0.0 if rewards else _number(returned)
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}") from None
         verdict = "not_applicable" if reward is None else "scored"
-        return Grade(reward or 0.0, verdict, None, self.path, time.monotonic() - started)
+        return Grade(reward or 0.0, verdict, None, self.path, time.monotonic() - started, rewards=rewards)
 
     def _call(self, prompt: Prompt, completion: str, token_ids: Sequence[int] | TokenIds) -> Any:
         """Call the function with the response as text; if it fails on text and not on a chat, with messages,
@@ -256,6 +257,15 @@ def _value(name: str, values: Mapping[str, Any], columns: Mapping[str, Any], in_
 
 def _messages(completion: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": completion}]
+
+
+def _named(returned: Any) -> dict[str, float]:
+    """Return the named rewards in what a function returned, or in a list of one; empty for one reward. Raises
+    ValueError for a value that is no finite number."""
+    record = returned[0] if isinstance(returned, list | tuple) and len(returned) == 1 else returned
+    if not isinstance(record, Mapping) or any(key in record for key in NUMBER_KEYS):
+        return {}
+    return {str(name): _number(value) or 0.0 for name, value in record.items()}
 
 
 def _number(returned: Any) -> float | None:

@@ -11,9 +11,9 @@ import logging
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -124,7 +124,7 @@ class Scorer:
                 seconds,
             )
         for entry in ended:
-            entry.part.grade = entry.part.grade or grades[entry.key]
+            entry.part.grade = weighed(entry.part.grade or grades[entry.key], self._reward.weights)
         new = [(entry.prompt, entry.part.grade) for entry in ended if not entry.part.carried]
         return (
             reward_metrics(new)
@@ -166,7 +166,7 @@ class Scorer:
                         f"{name}: grade(texts, golds): expected {len(numbers)} Grade, got {answers!r:.200}"
                     )
             grades |= zip(numbers, answers, strict=True)
-        return [grades[number] for number in range(len(texts))]
+        return [weighed(grades[number], self._reward.weights) for number in range(len(texts))]
 
     def close(self) -> None:
         """Cancel pending grading; end the graders' processes."""
@@ -214,6 +214,21 @@ class Scorer:
             named = is_import_path(name) and is_reward_function(name)
             self._functions[name] = RewardFunction(name, "grader") if named else None
         return self._functions[name]
+
+
+def weighed(grade: Grade, weights: Mapping[str, float]) -> Grade:
+    """Return the grade with the weighted sum of its named rewards as reward: of zeros if there was nothing to
+    grade. One reward without names stays as it is. Raises ValueError unless the weights have the names."""
+    if not grade.rewards and grade.verdict in ("timeout", "not_applicable"):
+        grade = replace(grade, rewards=dict.fromkeys(weights, 0.0))
+    if not grade.rewards:
+        return grade
+    if grade.rewards.keys() != weights.keys():
+        raise ValueError(
+            f"{grade.grader}: expected rewards of the names in reward.weights, {', '.join(weights) or 'none'}"
+            f"; found {', '.join(grade.rewards)}"
+        )
+    return replace(grade, reward=sum(weight * grade.rewards[name] for name, weight in weights.items()))
 
 
 def _call(function: RewardFunction, prompt: Prompt, text: str, token_ids: Sequence[int] | TokenIds) -> Grade:
@@ -288,6 +303,10 @@ def reward_metrics(ended: Sequence[tuple[Prompt, Grade | None]]) -> Metrics:
     rewards = np.array([grade.reward for _, grade in graded])
     metrics |= {REWARD_MEAN: float(rewards.mean()), "reward/std": float(rewards.std())}
     metrics["reward/grader_seconds"] = sum(grade.seconds for _, grade in graded)
+    for name in graded[0][1].rewards:
+        metrics[f"reward/named/{name}"] = float(
+            np.mean([grade.rewards.get(name, 0.0) for _, grade in graded])
+        )
     verdicts = Counter(grade.verdict for _, grade in graded)
     metrics |= {
         f"reward/verdict/{verdict}": count / len(graded) for verdict, count in sorted(verdicts.items())

@@ -39,6 +39,8 @@ class ComparisonUnit:
     """Weight of the unit in its rollout; None: all units of the rollout weigh the same."""
     rollout: int = 0
     """Number of the rollout in its minibatch: units of one rollout share the rollout's weight."""
+    apart: list[tuple[float, ComparisonUnit]] = field(default_factory=list)
+    """Weight and rewards of each named reward, if these become advantages one by one."""
     advantages: list[float] = field(default_factory=list)
     trained: bool = True
     counted: bool = True
@@ -52,6 +54,8 @@ class ComparisonUnit:
     def differs(self) -> bool:
         """True if a member's reward differs from one that it is compared with: else no advantage is due to
         rewards."""
+        if self.apart:
+            return any(weight and unit.differs for weight, unit in self.apart)
         return not all_equal(self.rewards if self.baseline is None else [*self.rewards, self.baseline])
 
 

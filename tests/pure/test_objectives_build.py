@@ -195,6 +195,10 @@ def test_an_unscored_response_is_refused_by_name():
      "expected .low, high, max. with low <= high <= max"),
     ({"loss__rollout_is_threshold": [2, 1]}, r"expected \[low, high\], found \[2, 1\]"),
     ({"equal_length__single_pair": True, "equal_length__max_pairs": 3}, "max_pairs: 3 acts only"),
+    ({"objective": "gdpo"}, "normalises named rewards apart: expected reward.weights, found none"),
+    ({"reward__weights": {"a": 1}}, r"expected a grader of your own at data.sources.0.grader, found none"),
+    ({"reward__weights": {"a": 1}, "reward__rubric": "m:e", "objective": "gdpo", "loss__overlong_buffer": 2},
+     "loss.overlong_buffer: 2 with loss.rewards: apart: the penalty has no name"),
     ({"sampling": "independent", "objective": "reinforce_pp", "loss__dynamic_sampling": True},
      "all equal has a gradient, too"),
 ])  # fmt: skip

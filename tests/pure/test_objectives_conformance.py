@@ -6,7 +6,7 @@ own, so that log-probs and gradients are tables over token ids.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -15,10 +15,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import tests.kit.rollouts as kit
-from megatron_eqlen.objectives.build import build_trees
+from megatron_eqlen.objectives.build import build_trees, weighted_units
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.packing.pack import pack
+from megatron_eqlen.rewards.scoring import weighed
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of, tail_of
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.training.policy_loss import policy_loss
@@ -77,6 +78,7 @@ class Draws:
 
 def recipe(sampling, objective, **loss):
     equal_length = {key: loss.pop(key) for key in list(loss) if key in EQUAL_LENGTH_KEYS}
+    weights = loss.pop("weights", {})
     layout = "expanded" if equal_length.get("prefix_in_gradient") else "tree"
     return parse(
         {
@@ -90,6 +92,7 @@ def recipe(sampling, objective, **loss):
             "rollout": {"max_response_length": LONGEST, "top_k": 0, "top_p": 1.0},
             "packing": {"max_tokens_per_row": 16, "layout": layout},
             "equal_length": equal_length,
+            "reward": {"weights": weights} | ({"rubric": f"{__name__}:recipe"} if weights else {}),
             "loss": {"kl_coef": 0.0} | loss,
         },
         "test",
@@ -574,6 +577,56 @@ def test_binary_eqlen_rloo_and_eqlen_grpo_are_one_method_on_policy(shapes, seed)
     streams = sample_streams(shapes, tokens)
     grpo, rloo = (our_gradient(streams, tokens, recipe("equal_length", name)) for name in ("grpo", "rloo"))
     np.testing.assert_allclose(grpo, rloo, rtol=1e-12, atol=1e-15)
+
+
+WEIGHTS = {"right": 1.0, "brief": 0.5}
+
+
+def with_reward(rollout, reward):
+    """Return a rollout with other grades, ``reward`` of each part that has one."""
+    return replace(rollout, parts=[replace(p, grade=p.grade and reward(p)) for p in rollout.parts])
+
+
+@pytest.mark.parametrize("sampling", ["independent", "equal_length"])
+def test_rewards_apart_are_normalised_by_name_then_added_then_scaled_by_the_batch(sampling):
+    """Eq. of GDPO (2601.05242): A_k of each reward in its group, sum of w_k A_k, and its batch
+    normalisation; a pair is a group of two, and B's reward is the best of its extensions by each name."""
+    tokens = Draws(0.3, 0)
+    pairs = sampling == "equal_length"
+    rollouts = sample_streams(STREAMS, tokens) if pairs else sample_groups(GROUPS, tokens)
+    values = {
+        "right": lambda part: Grade(part.grade.reward, ""),
+        "brief": lambda part: Grade(len(part) % 3, ""),
+    }
+    scored = []
+    for rollout in rollouts:
+        of_names = []
+        for name, value in values.items():
+            of_name = with_reward(rollout, value)
+            rewards = [[part.grade.reward if part.grade else 0.0 for part in of_name.parts]]
+            units = suffix_rewards(of_name, max) if pairs else rewards
+            of_names.append([WEIGHTS[name] * np.array(standardized(unit)) for unit in units])
+        scored += [sum(of_unit) for of_unit in zip(*of_names, strict=True)]
+    std = math.sqrt(mean_of([a * a for unit in scored for a in unit]))
+    named = [
+        with_reward(r, lambda p: Grade(0.0, "", rewards={n: value(p).reward for n, value in values.items()}))
+        for r in rollouts
+    ]
+    ours = [unit.advantages for unit in weighted_units(named, recipe(sampling, "gdpo", weights=WEIGHTS))]
+    assert len(ours) == len(scored)
+    for mine, unit in zip(ours, scored, strict=True):
+        np.testing.assert_allclose(mine, unit / std, rtol=1e-12)
+
+
+def test_a_single_named_reward_trains_as_one_without_a_name():
+    tokens = Draws(0.3, 0)
+    groups = sample_groups(GROUPS, tokens)
+    named = [
+        with_reward(g, lambda p: weighed(Grade(0.0, "", rewards={"right": p.grade.reward}), {"right": 1.0}))
+        for g in groups
+    ]
+    ours = our_gradient(named, tokens, recipe("independent", "grpo", weights={"right": 1.0}))
+    assert np.array_equal(ours, our_gradient(groups, tokens, recipe("independent", "grpo")))
 
 
 # --- tree sampling ----------------------------------------------------------------------------------------

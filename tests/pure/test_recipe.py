@@ -171,7 +171,8 @@ def test_a_boolean_is_not_a_number_anywhere():
 
 VALUES = [
     None, False, True, 0, 1, 2, 64, 0.5, 3.0, "a", "http://a", "/a", "deepmath", ["a"], [1, 2], ["mlp"], [1],
-    [0.1, 0.2, 0.3], {"question": "a"}, {"a": "b"}, {"token_k2": 2.0}, [], [{"name": "b", "path": "c"}],
+    [0.1, 0.2, 0.3], {"question": "a"}, {"a": "b"}, {"a": 1.0}, {}, {"token_k2": 2.0}, [],
+    [{"name": "b", "path": "c"}],
 ]  # fmt: skip
 """Values of which each key can hold one, besides those that its type or a condition lists."""
 
@@ -646,7 +647,8 @@ def test_a_harvest_has_a_folder_of_its_own_or_completes_its_own(tmp_path):
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_defaults_written_out_are_the_same_objective(name):
     """The recipe that states all of them also loads."""
-    before = small(objective=name, sampling="tree" if name == "treerpo" else "independent")
+    named = {"weights": {"right": 1.0}, "rubric": "math:pi"} if name == "gdpo" else {}
+    before = small(objective=name, sampling="tree" if name == "treerpo" else "independent", reward=named)
     after = with_defaults(before)
     assert resolve(after) == resolve(before)
     assert parse(yaml.safe_load(dump(after)), "dump") == after

@@ -10,7 +10,7 @@ import tests.kit.rollouts as kit
 from megatron_eqlen.data.rows import Tally
 from megatron_eqlen.data.sources import open_source
 from megatron_eqlen.recipe import RewardRecipe, SourceRecipe
-from megatron_eqlen.rewards.scoring import Scorer
+from megatron_eqlen.rewards.scoring import Scorer, reward_metrics, weighed
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of, tail_of
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Grade, Part, Prompt, Rollout
@@ -173,14 +173,19 @@ FUNCTIONS = [
 ]  # fmt: skip
 
 
-def graded(tmp_path, function, row=ROW, completion="so"):
+def of_names(response):
+    return {"right": response == "so", "brief": 0.5}
+
+
+def graded(tmp_path, function, row=ROW, completion="so", weights=()):
     """Return the grade of a response to the question of a file."""
     path = f"{__name__}:{function.__name__}"
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     source = SourceRecipe(name="sums", path=str(tmp_path), grader=path)
     (problem,) = open_source(source, Tally())
     asked = Prompt("b", [1], problem.question, path, problem.gold, "sums")
-    return Scorer(RewardRecipe(), Letters()).grade_texts([completion], [asked], [[7, 8]])[0]
+    reward = RewardRecipe(weights=dict(weights))
+    return Scorer(reward, Letters()).grade_texts([completion], [asked], [[7, 8]])[0]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -194,6 +199,20 @@ def test_a_function_gets_a_gold_of_any_type_and_a_reward_that_does_not_apply_is_
     assert graded(tmp_path, gold_first, {"question": "?", "answer": ["1", "2"]}).reward == 0.5
     grade = graded(tmp_path, not_applicable, {"question": "?"})
     assert (grade.reward, grade.verdict) == (0.0, "not_applicable")
+
+
+def test_named_rewards_are_weighed_and_names_without_a_weight_are_refused(tmp_path):
+    grade = graded(tmp_path, of_names, weights={"right": 1.0, "brief": -0.5})
+    assert (grade.reward, grade.rewards) == (0.75, {"right": 1.0, "brief": 0.5})
+    assert reward_metrics([(prompt("b"), grade)])["reward/named/brief"] == 0.5
+    assert weighed(Grade(0.0, "timeout"), {"right": 1.0}).rewards == {"right": 0.0}
+    for weights, expected in (
+        ({"right": 1}, "right"),
+        ({"right": 1, "form": 1}, "right, form"),
+        ({}, "none"),
+    ):
+        with pytest.raises(ValueError, match=f"names in reward.weights, {expected}; found right, brief"):
+            graded(tmp_path, of_names, weights=weights)
 
 
 def of_other_names(a, b, c):

@@ -44,7 +44,9 @@ def prompt(name: str, number: int = 0) -> Prompt:
     return Prompt(name, [1], "?", "math", "1", number=number)
 
 
-GRADE = Grade(0.5, "correct", "\\frac{1}{3} – π", "math_verify-0.9.0", 0.1 + 0.2)
+GRADE = Grade(
+    0.5, "correct", "\\frac{1}{3} – π", "math_verify-0.9.0", 0.1 + 0.2, rewards={"a": 0.1 + 0.2, "é": -1.0}
+)
 STREAM = kit.stream(
     Prompt("deepmath/a.parquet#17", [1, 2], "¿x?", "math", "3", "deepmath", 4), 2, 5,
     [(

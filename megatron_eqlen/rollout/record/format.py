@@ -74,6 +74,7 @@ GRADES = pa.schema(
         "grader": pa.string(),
         "seconds": pa.float64(),
         "detail": pa.string(),
+        "rewards": pa.map_(pa.string(), pa.float64()),
     },
     metadata={VERSION_KEY: str(VERSION)},
 )
@@ -309,6 +310,9 @@ def grades_of(rows: Iterable[RecordedRow]) -> dict[GradeKey, Grade]:
     """Return the grades of rows, the inverse of ``grade_rows``."""
     keys = ("prompt_id", "index", "number")
     return {
-        tuple(row[key] for key in keys): Grade(**{k: v for k, v in row.items() if k not in keys})
+        tuple(row[key] for key in keys): Grade(
+            **{k: v for k, v in row.items() if k not in (*keys, "rewards")},
+            rewards=dict(row.get("rewards") or ()),  # a record of before has none
+        )
         for row in rows
     }
