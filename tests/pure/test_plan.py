@@ -43,8 +43,9 @@ PUBLISHED = {
     "qwen3-next-80b-a3b-thinking": 79.674,
     "qwen3.5-35b-a3b": 34.661,
     "qwen3-235b-a22b": 235.094,
+    "qwen3.8-27b": 26.896,
 }
-"""Published parameters in billions."""
+"""Published parameters in billions, without images."""
 TABLE_HEAD = "| recipe | GPUs | GB a GPU | host GB a node |"
 
 

@@ -24,6 +24,7 @@ LAYOUTS = {
     "qwen2": (4, {"tensor": 2, "pipeline": 2}),
     "glm4_moe": (2, {"tensor": 2, "expert": 2}),
     "qwen3_next": (2, {"tensor": 2, "expert": 2}),
+    "qwen3_5_moe": (2, {"tensor": 2, "expert": 2}),
 }
 
 

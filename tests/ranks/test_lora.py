@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from megatron_eqlen.files import CheckpointError
 from megatron_eqlen.hf.adapter_map import AdapterWeights, adapter_map
@@ -43,7 +43,7 @@ Tensors = dict[str, torch.Tensor]
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("tiny")
-    for family in ("qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text"):
+    for family in ("qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "glm4_moe"):
         save_tiny(path / family, family, **SHORT[family])
     return path
 
@@ -111,9 +111,9 @@ LAYOUTS = [
     ("qwen3", 2, {"tensor": 2, "sequence": True, "recompute": "full"}),
     ("qwen3", 2, {"context": 2}),
     ("qwen3_moe", 2, {"expert_tensor": 2, "tensor": 2}),
-    ("qwen3_next", 2, {"tensor": 2, "expert": 2}),
     ("qwen3_next", 2, {"pipeline": 2, "recompute": "full"}),
-    ("qwen3_5_text", 2, {"tensor": 2}),
+    ("qwen3_5_moe", 2, {"tensor": 2, "expert": 2}),
+    ("glm4_moe", 2, {"tensor": 2, "expert": 2}),
 ]
 
 
@@ -322,6 +322,16 @@ def qwen3(folders, tmp_path_factory) -> tuple[Path, torch.Tensor]:
     out = tmp_path_factory.mktemp("exported")
     (logits,) = run_ranks(1, exported, str(folders / "qwen3"), str(out))
     return out, logits
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "glm4_moe"])
+def test_the_merged_export_is_the_policy_in_transformers(folders, family, tmp_path):
+    """The experts of these families are one tensor in Transformers, which no PEFT module covers."""
+    (ours,) = run_ranks(1, exported, str(folders / family), str(tmp_path))
+    auto = AutoModelForImageTextToText if family == "qwen3_5_moe" else AutoModelForCausalLM
+    merged = auto.from_pretrained(tmp_path / "export", dtype=torch.float32).eval()
+    torch.testing.assert_close(merged(IDS).logits, ours, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
