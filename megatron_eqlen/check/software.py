@@ -8,7 +8,7 @@ from functools import partial
 
 from megatron_eqlen.check.finding import Check, Finding, Place
 from megatron_eqlen.data.first_rewards import READ, first_rewards, refuse_unfit
-from megatron_eqlen.data.overlap import read_overlaps
+from megatron_eqlen.data.overlap import other_benchmarks, read_overlaps
 from megatron_eqlen.environments.load import conversations
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.hf.folder import HFFolder
@@ -103,11 +103,15 @@ def rewards(place: Place) -> Finding | None:
 
 def overlap(place: Place) -> Finding | None:
     """Look for benchmark questions in the training data, which is read for this."""
-    if place.recipe is None or not place.recipe.evaluation.benchmarks:
+    if place.recipe is None:
         return None
-    if overlaps := read_overlaps(place.recipe.data, place.recipe.evaluation.benchmarks):
+    mine = place.recipe.evaluation.benchmarks
+    if not (benchmarks := [*mine, *other_benchmarks(mine)]):
+        return None
+    if overlaps := read_overlaps(place.recipe.data, benchmarks):
         return Finding("failed", "; ".join(overlaps))
-    return Finding("ok", "the training data holds no question of a benchmark")
+    names = ", ".join(benchmark.name for benchmark in benchmarks)
+    return Finding("ok", f"the training data holds no question of {names}")
 
 
 def programs(place: Place) -> Finding | None:

@@ -25,13 +25,12 @@ class Exclusion:
         self._whole: set[str] = set()
         self._runs: set[str] = set()
         for question in questions:
-            words = _words(question)
-            self._whole.add(" ".join(words))
-            self._runs.update(_runs(words))
+            self._whole.add(" ".join(_words(question)))
+            self._runs.update(word_runs(question))
 
     def __contains__(self, question: str) -> bool:
-        words = _words(question)
-        return " ".join(words) in self._whole or any(run in self._runs for run in _runs(words))
+        whole = " ".join(_words(question))
+        return whole in self._whole or any(run in self._runs for run in word_runs(question))
 
 
 def read_exclusion(path: Path) -> Exclusion:
@@ -83,7 +82,9 @@ def _words(text: str) -> list[str]:
     return _WORD.findall(text.lower())
 
 
-def _runs(words: list[str]) -> Iterator[str]:
+def word_runs(text: str) -> Iterator[str]:
+    """Yield each ``OVERLAP_WORDS`` consecutive words of a text, without case and signs."""
+    words = _words(text)
     for start in range(len(words) - OVERLAP_WORDS + 1):
         yield " ".join(words[start : start + OVERLAP_WORDS])
 

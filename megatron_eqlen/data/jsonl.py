@@ -46,6 +46,8 @@ GRADERS = ("math", "code", "rubric")
 _AIME_ANSWER = re.compile(r"(\d{1,3})(?:\\unit\{(?!base)[^{}]*\})?")
 """An integer from 0 to 999 in normal form, with or without a unit."""
 
+_SHARE = re.compile(r"(\d{1,9})/([1-9]\d{0,8})")
+
 
 def read(
     path: Path,
@@ -72,13 +74,13 @@ def read(
                 tally.drop(f"{path}: {row_id}", bad.reason, bad.detail)
 
 
-def read_aime25(
+def read_aime(
     path: Path,
     tally: Tally,
     columns: Mapping[str, str] = MappingProxyType({}),
     grader: str | None = None,
 ) -> Iterator[Problem]:
-    """Yield the rows of AIME 2025. Golds are integers from 0 to 999 without leading zeros and units: ``070``
+    """Yield the rows of an AIME. Golds are integers from 0 to 999 without leading zeros and units: ``070``
     and ``70^\\circ`` are both 70."""
     for row in read(path, tally, columns, grader):
         if integer := _AIME_ANSWER.fullmatch(normalize(row.gold)):
@@ -131,9 +133,13 @@ def _row(
 
 
 def _difficulty(fields: dict[str, Any]) -> float | None:
-    """Return the row's difficulty; None for a word (``hard``), which no filter can compare."""
+    """Return the row's difficulty, ``7/8`` as 0.875 (POLARIS); None for a word (``hard``), which no filter
+    can compare."""
     value = fields.get("difficulty")
-    return None if isinstance(value, str) else number_field(fields, "difficulty")
+    if isinstance(value, str):
+        share = _SHARE.fullmatch(value)
+        return int(share[1]) / int(share[2]) if share else None
+    return number_field(fields, "difficulty")
 
 
 def _chat(value: Any) -> tuple[tuple[Turn, ...], str | None]:

@@ -5,14 +5,23 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
+from pathlib import Path
 
+from megatron_eqlen.data.filters import word_runs
 from megatron_eqlen.data.prepared import PreparedRows, Selection
 from megatron_eqlen.data.reasoning_gym import TaskRows
 from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.data.sources import open_source, read_problems
+from megatron_eqlen.hf.hub import HubError
 from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, SourceRecipe
+from megatron_eqlen.recipe.data_sets import BENCHMARKS
+from megatron_eqlen.recipe.inputs import local_path
 
+IN_PART = 0.5
+"""Share of a benchmark question's runs of words that a source must hold to hold the question in part; the
+phrases that end most problems of an AIME are less."""
 _MARKUP = re.compile(r"\s+|\$|\\[()\[\],;:! ]")
 """White space and the marks around and within formulas; copies of a question differ in these."""
 
@@ -22,19 +31,29 @@ def overlaps(
 ) -> list[str]:
     """Return a sentence for each source and benchmark that have questions in common.
 
-    Questions are compared without white space, markup of formulas and case.
+    Questions are compared whole, without white space, markup of formulas and case, and in part, by runs of
+    words (``filters.word_runs``).
     """
     asked = {benchmark.name: _benchmark_questions(benchmark) for benchmark in benchmarks}
-    wanted = set().union(*asked.values())
+    texts = set[str]().union(*asked.values())
+    runs = set[str]().union(
+        *(of_question for questions in asked.values() for of_question in questions.values())
+    )
     sentences = []
     for source, rows in sources:
-        held = wanted.intersection(map(_normalized, _questions(rows))) if wanted else set()
-        for benchmark in benchmarks:
-            questions = asked[benchmark.name]
-            if shared := len(held & questions):
+        held, held_runs = set[str](), set[str]()
+        for question in _questions(rows) if asked else ():
+            held |= texts & {_normalized(question)}
+            held_runs |= runs.intersection(word_runs(question))
+        for name, questions in asked.items():
+            whole = held & questions.keys()
+            others = (questions[text] for text in questions.keys() - whole)
+            parts = sum(len(each & held_runs) > IN_PART * len(each) for each in others)
+            if whole or parts:
+                also = f" and most words of {parts} more" * bool(parts)
                 sentences.append(
-                    f"data source {source.name} holds {shared} of the {len(questions)} questions of "
-                    f"benchmark {benchmark.name}: its accuracy is one of training; leave them out "
+                    f"data source {source.name} holds {len(whole)} of the {len(questions)} questions of "
+                    f"benchmark {name}{also}: its accuracy is one of training; leave them out "
                     f"(data.sources[].exclude)"
                 )
     return sentences
@@ -45,9 +64,23 @@ def read_overlaps(data: DataRecipe, benchmarks: Sequence[BenchmarkRecipe]) -> li
     return overlaps(((source, open_source(source, Tally())) for source in data.sources), benchmarks)
 
 
-def _benchmark_questions(benchmark: BenchmarkRecipe) -> set[str]:
+def other_benchmarks(benchmarks: Sequence[BenchmarkRecipe]) -> list[BenchmarkRecipe]:
+    """Return the known benchmarks that are not among ``benchmarks`` and whose files are here: in
+    ``data/NAME`` or the hub's cache."""
+    here: list[BenchmarkRecipe] = []
+    for name in BENCHMARKS.keys() - {benchmark.reader for benchmark in benchmarks}:
+        keys = {"path": f"data/{name}"} if Path("data", name).is_dir() else {}
+        benchmark = BenchmarkRecipe.model_validate({"name": name, "reader": name} | keys)
+        with suppress(HubError):
+            local_path(benchmark)
+            here.append(benchmark)
+    return sorted(here, key=lambda benchmark: benchmark.name)
+
+
+def _benchmark_questions(benchmark: BenchmarkRecipe) -> dict[str, set[str]]:
+    """Return the normalized questions of a benchmark, each with its runs of words."""
     problems = islice(read_problems(benchmark, Tally()), benchmark.limit)
-    return {_normalized(problem.question) for problem in problems}
+    return {_normalized(problem.question): set(word_runs(problem.question)) for problem in problems}
 
 
 def _questions(rows: Sequence[Problem]) -> Iterator[str]:

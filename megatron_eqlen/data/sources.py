@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,11 +20,9 @@ log = logging.getLogger(__name__)
 Reader = Callable[[Path, Tally], Iterator[Problem]]
 """(file or folder, tally of the rows left out) -> the rows, streamed."""
 
-PLAIN_READERS: dict[str, Reader] = {
-    "aime25": jsonl.read_aime25,
-    "deepmath": jsonl.read,
-    "hmmt25": jsonl.read,
-    "jsonl": jsonl.read,
+PLAIN_READERS: Mapping[str, Reader] = dict.fromkeys(ANY_COLUMNS, jsonl.read) | {
+    "aime25": jsonl.read_aime,
+    "aime26": jsonl.read_aime,
     "prepared": prepared.read,
     "reasoning_gym": reasoning_gym.read,
 }

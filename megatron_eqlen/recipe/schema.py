@@ -19,10 +19,12 @@ from pydantic import (
     Field,
     GetJsonSchemaHandler,
     StrictBool,
+    model_validator,
 )
 from pydantic_core import CoreSchema
 
 from megatron_eqlen.recipe.budget import Budget
+from megatron_eqlen.recipe.data_sets import BENCHMARKS, TRAINING, with_defaults
 from megatron_eqlen.recipe.naming import variant_name
 from megatron_eqlen.recipe.plugins import is_import_path
 from megatron_eqlen.tokens import COLUMNS, LOGPROBS
@@ -90,12 +92,12 @@ def one_of(*names: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-ANY_COLUMNS = ("deepmath", "jsonl", "aime25", "hmmt25")
+ANY_COLUMNS = ("jsonl", *TRAINING, *BENCHMARKS)
 """Readers of files whose columns may have any names."""
 ColumnName = Literal["question", "answer", "messages", "grader", "difficulty", "instruction", "tests"]
-SourceReader = Annotated[str, one_of("deepmath", "opencodereasoning", "jsonl", "reasoning_gym", "prepared")]
+SourceReader = Annotated[str, one_of("jsonl", *TRAINING, "opencodereasoning", "reasoning_gym", "prepared")]
 BenchmarkReader = Annotated[
-    str, one_of("deepmath", "aime25", "hmmt25", "livecodebench", "jsonl", "reasoning_gym", "prepared")
+    str, one_of("jsonl", *TRAINING, *BENCHMARKS, "livecodebench", "reasoning_gym", "prepared")
 ]
 GraderName = Annotated[str, one_of("math", "code", "reasoning_gym", "rubric")]
 AdvantageName = Annotated[str, one_of("grpo", "dr_grpo", "rloo", "maxrl", "reward", "gr3")]
@@ -182,7 +184,13 @@ class LoraRecipe(Section):
     experts, too) and ``experts``. Default: all that the model has."""
 
 
-class SourceRecipe(Section):
+class DataSection(Section):
+    """Keys of a data set, with those that its reader's name stands for."""
+
+    _defaults = model_validator(mode="before")(with_defaults)
+
+
+class SourceRecipe(DataSection):
     """One data set of the training prompts."""
 
     name: str
@@ -196,7 +204,8 @@ class SourceRecipe(Section):
     reader sets for each row."""
     path: str
     """A file, a folder with the data set's files, or the name of a data set on the hub,
-    ``zwhe99/DeepMath-103K``; a local path of that name wins."""
+    ``zwhe99/DeepMath-103K``; a local path of that name wins. Default: the hub's name of the data set that
+    ``reader`` names (recipe/data_sets.yaml)."""
     revision: str | None = None
     """Branch, tag or commit, for a name on the hub; default: the default branch. A run's stored recipe has
     the commit."""
@@ -650,7 +659,7 @@ class CheckpointRecipe(Section):
     """Write while the next step generates; the next update waits for a slow disk."""
 
 
-class BenchmarkRecipe(Section):
+class BenchmarkRecipe(DataSection):
     """One benchmark."""
 
     name: str
@@ -661,7 +670,7 @@ class BenchmarkRecipe(Section):
     """Name or import path of a grader, as in ``data.sources[].grader``; default: the reader's grader."""
     path: str
     """A file, a folder with the benchmark's files, or the name of a data set on the hub; a local path of that
-    name wins."""
+    name wins. Default: as for ``data.sources[].path``."""
     revision: str | None = None
     """Branch, tag or commit, for a name on the hub; default: the default branch. A run's stored recipe has
     the commit."""

@@ -24,6 +24,7 @@ from megatron_eqlen.processes.hold import Hold
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.inputs import keep_inputs
 from megatron_eqlen.recipe.load import RECIPE, dump
+from megatron_eqlen.report.leaderboard import leaderboard
 from megatron_eqlen.run.ahead import Ahead
 from megatron_eqlen.run.evaluations import evaluate
 from megatron_eqlen.run.generation import Generator, Rollouts, start_prompts, try_rewards
@@ -90,9 +91,13 @@ def harvest_only(recipe: Recipe, out: Path) -> None:
 
 
 def evaluate_only(recipe: Recipe, out: Path) -> None:
-    """Evaluate the model at ``recipe.model.path`` on the recipe's benchmarks; write the result to ``out``."""
+    """Evaluate the model at ``recipe.model.path`` on the recipe's benchmarks; write the result to ``out`` and
+    print a table."""
     with Session(recipe) as session:
-        evaluate(session, Generator(session, out.parent, synced=False), out, "model")
+        results, metrics = evaluate(session, Generator(session, out.parent, synced=False), out, "model")
+        if results:
+            rank_seconds = metrics["time/evaluate"] * distributed.world_size()
+            session.progress.say(leaderboard(results, rank_seconds))
 
 
 def start_rollouts(

@@ -178,9 +178,10 @@ def test_another_model_is_evaluated_on_other_questions(home, trained):
     out = home / "evaluation.json"
     arguments = [home / "recipe.yaml", f"run_dir={trained}", "evaluation.benchmarks.0.limit=2"]
     model = ["--model", trained / "export", "--out", out]
-    run("-m", "megatron_eqlen.cli", "evaluate", *arguments, *model)
+    said = run("-m", "megatron_eqlen.cli", "evaluate", *arguments, *model).stdout
     (result,) = json.loads(out.read_text())
     assert len(result["answers"]) == 2
+    assert re.search(r"\| Benchmark .*\n.*\n\| \w+ +\| 2 +\| \d+\.\d% \[", said), said
 
 
 def test_the_engine_of_a_server_that_is_killed_dies_with_it(home):

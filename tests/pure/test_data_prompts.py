@@ -1,25 +1,28 @@
 """Readers, chat format, mixture, resume: facts about the trainer's prompts."""
 
-import dataclasses
 import json
 import re
 import shutil
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import constants
 
 from megatron_eqlen.data.first_rewards import first_reward, refuse_unfit
-from megatron_eqlen.data.jsonl import read_aime25
-from megatron_eqlen.data.overlap import read_overlaps
+from megatron_eqlen.data.jsonl import read_aime
+from megatron_eqlen.data.overlap import other_benchmarks, read_overlaps
 from megatron_eqlen.data.prompts import PromptSource, read_benchmark
 from megatron_eqlen.data.rows import Tally
 from megatron_eqlen.data.sources import open_source
 from megatron_eqlen.hf.tokenizer import Tokenizer, load_tokenizer
 from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, RewardRecipe, SourceRecipe
+from megatron_eqlen.recipe.data_sets import BENCHMARKS, TRAINING
 from megatron_eqlen.rewards.scoring import Scorer
 from tools.tokenizer_maker import write_hf_tokenizer
 
@@ -160,18 +163,12 @@ DAPO = (
 USER = [{"role": "user", "content": "2 + 3?"}]
 SHAREGPT = [{"from": "human", "value": "2 + 3?"}, {"from": "gpt", "value": "5"}]
 LAYOUTS = {
-    "gsm8k": ({"question": "2 + 3?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"}, "TEXT", ""),
     "verl": ({"data_source": "x", "prompt": USER, "ability": "math", "reward_model": {"ground_truth": "5"}},
              "CHAT", "question from prompt (a chat, as it stands), answer from reward_model.ground_truth"),
-    "dapo": ({"prompt": [{"role": "user", "content": DAPO}], "reward_model": {"ground_truth": "5"}}, "TEXT",
-             "question from prompt (a chat, as it stands), answer from reward_model.ground_truth"),
     "trl": ({"prompt": "2 + 3?", "solution": "It is $\\boxed{5}$, as 2 and 3 are 5."}, "TEXT",
             "question from prompt, answer from solution"),
     "trl chat": ({"prompt": USER, "ground_truth": 5}, "CHAT",
                  "question from prompt (a chat, as it stands), answer from ground_truth"),
-    "gold as a list in text": ({"prompt": USER, "reward_model": {"ground_truth": '["5"]'}}, "CHAT",
-                               "question from prompt (a chat, as it stands), answer from reward_model."
-                               "ground_truth"),
     "openrlhf": ({"input": "2 + 3?", "label": "5"}, "TEXT", "question from input, answer from label"),
     "sharegpt": ({"conversations": SHAREGPT}, "CHAT", "question from conversations (a chat, as it stands)"),
     "nemo-rl": ({"problem": "2 + 3?", "expected_answer": "5"}, "TEXT",
@@ -200,6 +197,61 @@ def test_layouts_of_other_trainers_are_recognised(tmp_path, case):
         assert read.messages == (tuple(USER) if form == "CHAT" else None)
         assert read.instruction == ("" if form == "CHAT" else None), "a chat asks in its own way"
         assert "".join(tally.told) == told
+
+
+def of_verl(content: str, gold: str, **extra) -> dict[str, Any]:
+    rewarded = {"ground_truth": gold, "style": "rule"}
+    prompt = [{"content": content, "role": "user"}]
+    return {
+        "data_source": "x",
+        "prompt": prompt,
+        "ability": "math",
+        "reward_model": rewarded,
+        "extra_info": extra,
+    }
+
+
+MATH_ROW = {"problem": "2 + 3?", "answer": "5"}
+NAMED = {
+    "deepmath": ({"data/train-00000-of-00001.parquet": [
+        {"question": "2 + 3?", "final_answer": "5", "difficulty": 4.0, "r1_solution_1": "5"}]}, {}, {}),
+    "gsm8k": ({"main/train-00000-of-00001.parquet": [{"question": "2 + 3?", "answer": "<<2+3=5>>5\n#### 5"}],
+               "main/test-00000-of-00001.parquet": [{"question": "test", "answer": "#### 1"}],
+               "socratic/train-00000-of-00001.parquet": [{"question": "2?", "answer": "#### 2"}]}, {}, {}),
+    "dapo_math": ({"data/dapo-math-17k.parquet": [of_verl(DAPO, "5", index="a")] * 3}, {}, {"duplicate": 2}),
+    "deepscaler": ({"deepscaler.json": [MATH_ROW | {"solution": "Add."}, {"problem": "q", "answer": ""}]},
+                   {}, {"empty_field": 1}),
+    "polaris": ({"polaris-data-53K.jsonl": [MATH_ROW | {"difficulty": each} for each in ("7/8", "0/8", "")]},
+                {"min_difficulty": 0.5}, {"difficulty": 1, "no_difficulty": 1}),
+    "skywork_math": ({"data/math-00000-of-00001.parquet": [of_verl("2 + 3?", '["5"]', index=1)],
+                      "data/code-00000-of-00002.parquet": [of_verl("Print 5.", '["assert f()"]', index=1)]},
+                     {}, {}),
+    "big_math": ({"data/train-00000-of-00001.parquet": [
+        MATH_ROW | {"source": "x", "domain": ["y"], "llama8b_solve_rate": rate} for rate in (0.5, 0.1)]},
+        {"columns": {"difficulty": "llama8b_solve_rate"}, "max_difficulty": 0.2}, {"difficulty": 1}),
+}  # fmt: skip
+"""Files of a data set's repository, with its columns; keys of the recipe; rows left out by reason."""
+
+
+@pytest.mark.parametrize("reader", TRAINING)
+def test_data_sets_are_read_by_name(tmp_path, reader):
+    files, keys, dropped = NAMED[reader]
+    for name, rows in files.items():
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True, parents=True)
+        if file.suffix == ".parquet":
+            pq.write_table(pa.Table.from_pylist(rows), file)
+        else:
+            lines = "\n".join(map(json.dumps, rows))
+            file.write_text(json.dumps(rows) if file.suffix == ".json" else lines)
+    tally = Tally()
+    by_folder = SourceRecipe(name="s", reader=reader, path=str(tmp_path), **keys)
+    (read,) = open_source(by_folder, tally)
+    assert (read.question, read.gold, dict(tally.dropped)) == ("2 + 3?", "5", dropped)
+    file = SourceRecipe(name="s", reader=reader, path=str(tmp_path / next(iter(files))), **keys)
+    (again,) = open_source(file, Tally())
+    assert replace(again, row_id=read.row_id) == read, "a file by itself"
+    assert SourceRecipe.model_validate({"name": "s", "reader": reader}).path == TRAINING[reader].path
 
 
 @pytest.mark.parametrize(("columns", "keys", "message"), [
@@ -263,7 +315,7 @@ def test_first_rewards_name_the_cause_of_a_right_answer_that_earns_nothing(token
     refuse_unfit([first])
     if first.lowest < 0:
         with pytest.raises(ValueError, match=r"benchmarks: deepmath: avg@k and pass@k are of .*, found -9"):
-            refuse_unfit([dataclasses.replace(first, of_benchmark=True)])
+            refuse_unfit([replace(first, of_benchmark=True)])
 
 
 def test_files_of_several_splits_that_are_read_together_are_said(tmp_path):
@@ -467,10 +519,11 @@ def test_aime_files_of_every_kind_give_integers(tokenizer, tmp_path, columns):
         for number, answer in enumerate(["070", "5"]):
             record = dict.fromkeys(columns, f"text {number}") | {"answer": answer}
             (tmp_path / f"aime2025-{number}.jsonl").write_text(json.dumps(record) + "\n")
-    benchmark = BenchmarkRecipe(name="aime25", reader="aime25", path=str(tmp_path))
-    prompts = read_benchmark(benchmark, recipe(source(tmp_path)), tokenizer)
-    assert [prompt.gold for prompt in prompts] == ["70", "5"]
-    assert prompts[0].source == "aime25"
+    for reader in BENCHMARKS if columns == ("problem_idx",) else ("aime25",):
+        benchmark = BenchmarkRecipe(name="b", reader=reader, path=str(tmp_path))
+        prompts = read_benchmark(benchmark, recipe(source(tmp_path)), tokenizer)
+        assert [prompt.gold for prompt in prompts] == ["70", "5"]
+        assert prompts[0].source == "b"
 
 
 @pytest.mark.parametrize(("answer", "gold"), [
@@ -495,7 +548,7 @@ def test_aime_files_of_every_kind_give_integers(tokenizer, tmp_path, columns):
 def test_an_aime_gold_may_have_a_unit_or_zeros_but_no_other_value(tmp_path, answer, gold):
     file, tally = tmp_path / "aime.jsonl", Tally()
     file.write_text(json.dumps({"problem": "p", "answer": answer}) + "\n")
-    assert [problem.gold for problem in read_aime25(file, tally)] == ([gold] if gold else [])
+    assert [problem.gold for problem in read_aime(file, tally)] == ([gold] if gold else [])
 
 
 def test_a_benchmark_with_an_unusable_row_is_refused(tokenizer, tmp_path):
@@ -551,6 +604,34 @@ def test_benchmark_questions_in_the_training_data_are_counted(tokenizer, tmp_pat
         "leave them out (data.sources[].exclude)"
     ]
     assert prompts.overlaps([]) == []
+
+
+def test_known_benchmarks_that_are_here_are_compared_whole_and_in_part(tmp_path, monkeypatch):
+    """Most words of a question in another wording count; the end that AIME's problems share does not."""
+    end = "can be written as m/n, where m and n are relatively prime positive integers. Find m + n."
+    asked = (
+        "A rabbit on a circle of ten stones jumps by two or three stones with equal chance, and the chance"
+    )
+    train = [
+        f"A box holds red and blue balls, and the chance of two red balls {end}",
+        f"Hard: {asked} to return {end}",
+    ]
+    (tmp_path / "train.jsonl").write_text("\n".join(json.dumps({"question": q, "answer": 1}) for q in train))
+    data = recipe(source(tmp_path / "train.jsonl", "mine"))
+    folder = tmp_path / "data/aime26"
+    folder.mkdir(parents=True)
+    questions = (
+        f"{asked} to return {end}",
+        f"Fair dice are thrown until their sum is odd, and the chance {end}",
+    )
+    (folder / "test.jsonl").write_text("\n".join(json.dumps({"problem": q, "answer": 1}) for q in questions))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    (benchmark,) = other_benchmarks([])
+    assert read_overlaps(data, [benchmark])[0].startswith(
+        "data source mine holds 0 of the 2 questions of benchmark aime26 and most words of 1 more: "
+    )
+    assert other_benchmarks([benchmark]) == []
 
 
 def test_excluded_questions_are_not_counted_as_overlap(tmp_path):

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -21,6 +22,7 @@ from megatron_eqlen.evaluation.result import (
 )
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import BenchmarkRecipe
+from megatron_eqlen.report.leaderboard import leaderboard
 from megatron_eqlen.rewards.scoring import Scorer
 from megatron_eqlen.types import Delta, Prompt
 
@@ -194,6 +196,30 @@ def make_result(scores: np.ndarray, first_question: int = 0) -> EvaluationResult
         for n, column in enumerate(scores.T)
     ]
     return EvaluationResult("b", answers, {"question_ids": [answer.prompt_id for answer in answers]})
+
+
+def test_the_leaderboard_shares_the_time_by_tokens_and_names_benchmarks_older_than_the_model():
+    result = make_result(np.array([[1.0, 0.0], [1.0, 0.0]]))
+    results = [
+        replace(
+            result,
+            benchmark=reader,
+            answers=[replace(answers, lengths=[length, length]) for answers in result.answers],
+            manifest={"model": "org/Qwen3-4B", "benchmark": {"reader": reader}},
+        )
+        for reader, length in (("aime25", 3000), ("aime26", 1000), ("jsonl", 4000))
+    ]
+    model, table, _, note = leaderboard(results, rank_seconds=80.0).split("\n\n")
+    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines())
+    assert model == "org/Qwen3-4B"
+    assert head[2:5] + head[6:] == ["avg@2", "pass@2", "Tokens an answer", "Rank-seconds", "Public since"]
+    assert [row[:2] + row[3:5] + row[6:] for row in rows] == [
+        ["aime25", "2", "50.0%", "3,000", "30", "2025-02-12"],
+        ["aime26", "2", "50.0%", "1,000", "10", "2026-02-06"],
+        ["jsonl", "2", "50.0%", "4,000", "40", "–"],
+        ["mean", "–", "–", "–", "80", "–"],
+    ]
+    assert note == "aime25: public before the model (2025-04-29), which may have been trained on it."
 
 
 def test_the_difference_is_paired_by_problem():
