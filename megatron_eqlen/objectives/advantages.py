@@ -18,9 +18,7 @@ Estimator = Callable[[Sequence[float], Sequence[int]], list[float]]
 
 def grpo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     """Return (r - mean) / population std: ±1 on a pair with unequal rewards, as the paper states."""
-    if all_equal(rewards):
-        return [0.0] * len(rewards)
-    std = pstdev(rewards)
+    std = pstdev(rewards) or 1.0
     return [value / std for value in dr_grpo(rewards, lengths)]
 
 
@@ -34,10 +32,8 @@ def dr_grpo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
 
 def rloo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     """Return r - mean of the others = n / (n - 1) x (r - mean)."""
-    if all_equal(rewards):
-        return [0.0] * len(rewards)
     n = len(rewards)
-    return [value * n / (n - 1) for value in dr_grpo(rewards, lengths)]
+    return [value * n / max(n - 1, 1) for value in dr_grpo(rewards, lengths)]
 
 
 def maxrl(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:

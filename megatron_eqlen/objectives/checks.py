@@ -9,7 +9,7 @@ from megatron_eqlen.objectives.aggregation import AGGREGATIONS
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.objectives.parts import PARTS, described, name_of, options, try_parts
 from megatron_eqlen.objectives.registry import clip_keys, is_on_policy, resolve, with_defaults
-from megatron_eqlen.objectives.surrogates import Cispo, Ppo, Reinforce, Sapo, Vespo
+from megatron_eqlen.objectives.surrogates import Cispo, Ctpo, Ppo, Reinforce, Sapo, Vespo
 from megatron_eqlen.objectives.token_baseline import fitted, of_unit
 from megatron_eqlen.recipe import LossRecipe, Recipe
 from megatron_eqlen.recipe.checks import check_effects
@@ -35,6 +35,11 @@ def check_combination(recipe: Recipe) -> None:
 
 
 def _check_sampling(recipe: Recipe, objective: Objective) -> None:
+    if isinstance(objective.surrogate, Ctpo) and recipe.sampling != "independent":
+        raise ValueError(
+            f"objective: {objective.name} with sampling: {recipe.sampling}: it multiplies the ratios of a "
+            "response from its first token on, which another segment has; use sampling: independent"
+        )
     if objective.equal_units and recipe.sampling != "tree":
         raise ValueError(
             f"objective: {objective.name} with sampling: {recipe.sampling}: it weighs the forks of a tree; "
@@ -146,7 +151,7 @@ def _check_clip(recipe: Recipe, objective: Objective) -> None:
             f"objective: {objective.name} does not clip by itself: set both loss.clip_ratio_low and "
             f"loss.clip_ratio_high, found {low} and {high}"
         )
-    if low is not None and low > 1:
+    if low is not None and low > 1 and not isinstance(surrogate, Ctpo):
         raise ValueError(
             f"loss.clip_ratio_low: {low}: 1 - {low} is below zero, where no ratio lies; expected at most 1"
         )

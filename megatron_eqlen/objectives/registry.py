@@ -22,7 +22,17 @@ from megatron_eqlen.objectives.aggregation import (
 )
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.objectives.parts import name_of, named_parts, options
-from megatron_eqlen.objectives.surrogates import Cispo, Dppo, Gspo, Ppo, Reinforce, Sapo, Surrogate, Vespo
+from megatron_eqlen.objectives.surrogates import (
+    Cispo,
+    Ctpo,
+    Dppo,
+    Gspo,
+    Ppo,
+    Reinforce,
+    Sapo,
+    Surrogate,
+    Vespo,
+)
 from megatron_eqlen.objectives.token_baseline import BASELINES
 from megatron_eqlen.recipe import LossRecipe, Recipe
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
@@ -46,6 +56,7 @@ OBJECTIVES = {
         ),
         Objective("gdpo", grpo, seq_mean_token_mean, Ppo(), whitened="scale", rewards="apart"),
         Objective("gspo", grpo, seq_mean_token_mean, Gspo()),
+        Objective("ctpo", grpo, token_mean, Ctpo()),
         Objective("luspo", grpo, seq_mean_token_sum, Gspo(2e-3, 2.5e-3)),
         Objective(
             "lspo",

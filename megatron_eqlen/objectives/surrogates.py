@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_eqlen.metrics import LOSS_CLIP_FRACTION_HIGH, LOSS_CLIP_FRACTION_LOW, LOSS_RATIO
 
@@ -46,10 +46,10 @@ class SupervisedTokens:
         return self.logprobs - self.old_logprobs
 
     @property
-    def sequence_log_ratio(self) -> torch.Tensor:
-        """Sum of the log-ratios of each token's sequence. Rejected tokens are excluded, as in verl, which
-        multiplies its response mask by the rejection mask first."""
-        return self.sequences.sum(self.log_ratio.masked_fill(self.kept == 0, 0.0))
+    def kept_log_ratio(self) -> torch.Tensor:
+        """Log-ratios for sums over sequences, which exclude rejected tokens, as in verl, whose rejection mask
+        multiplies the response mask first."""
+        return self.log_ratio.masked_fill(self.kept == 0, 0.0)
 
 
 TokenMetrics = dict[str, "torch.Tensor"]
@@ -71,20 +71,21 @@ class Ppo:
     """Dual clip: with a negative advantage the loss of a token is at most -c x advantage."""
 
     def __call__(self, tokens: SupervisedTokens) -> tuple[torch.Tensor, TokenMetrics]:
-        return self.clipped(self.ratio_of(tokens), tokens.advantages)
+        ratio, metrics = importance_ratio(self.ratio_of(tokens))
+        advantages, (low, high, most) = tokens.advantages, self.bounds(tokens)
+        policy = (-ratio * advantages).maximum(-ratio.clamp(low, high) * advantages)
+        ceiling = -most * advantages
+        dual = (advantages < 0) & (policy > ceiling)
+        clips = _clip_fractions(ratio, advantages, low, high) | {"loss/clip_fraction_dual": dual}
+        return ceiling.where(dual, policy), metrics | clips
 
     def ratio_of(self, tokens: SupervisedTokens) -> torch.Tensor:
         """Return the log-ratio that multiplies each token's advantage."""
         return tokens.log_ratio
 
-    def clipped(self, log_ratio: torch.Tensor, advantages: torch.Tensor) -> tuple[torch.Tensor, TokenMetrics]:
-        ratio, metrics = importance_ratio(log_ratio)
-        low, high = _bounds(self.clip_ratio_low, self.clip_ratio_high)
-        policy = (-ratio * advantages).maximum(-ratio.clamp(low, high) * advantages)
-        ceiling = -(self.clip_ratio_c or math.inf) * advantages
-        dual = (advantages < 0) & (policy > ceiling)
-        clips = _clip_fractions(ratio, advantages, low, high) | {"loss/clip_fraction_dual": dual}
-        return ceiling.where(dual, policy), metrics | clips
+    def bounds(self, tokens: SupervisedTokens) -> tuple[Any, Any, Any]:
+        """Return the least and the greatest ratio, and the greatest one of the dual clip: numbers, or [n]."""
+        return *_bounds(self.clip_ratio_low, self.clip_ratio_high), self.clip_ratio_c or math.inf
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,28 @@ class Gspo(Ppo):
 
     def ratio_of(self, tokens: SupervisedTokens) -> torch.Tensor:
         kept = tokens.sequences.sum(tokens.kept).clamp(min=1)  # a sequence may have no kept token
-        mean = tokens.sequence_log_ratio / kept
-        return mean.detach() + (tokens.logprobs - tokens.logprobs.detach())
+        return _own_gradient(tokens.sequences.sum(tokens.kept_log_ratio) / kept, tokens)
+
+
+@dataclass(frozen=True)
+class Ctpo(Ppo):
+    """Product of the ratios of a response up to each token, with the token's own gradient: the exact
+    correction of its prefix. The bounds of its log grow with the square root of the position (CTPO, arXiv
+    2605.07331)."""
+
+    clip_ratio_low: float | None = 0.025
+    """The log of the product at token t = 1, 2, ... is clipped below -this x sqrt(t)."""
+    clip_ratio_high: float | None = 0.05
+    clip_ratio_c: float | None = 0.05
+
+    def ratio_of(self, tokens: SupervisedTokens) -> torch.Tensor:
+        return _own_gradient(tokens.sequences.cumsum(tokens.kept_log_ratio), tokens)
+
+    def bounds(self, tokens: SupervisedTokens) -> tuple[Any, Any, Any]:
+        scale = tokens.sequences.cumsum(tokens.kept).clamp(min=1).sqrt()
+        steps = (self.clip_ratio_low, self.clip_ratio_high, self.clip_ratio_c)
+        low, high, most = (scale * (math.inf if step is None else step) for step in steps)
+        return (-low).exp(), high.exp(), most.exp()
 
 
 @dataclass(frozen=True)
@@ -135,16 +156,12 @@ class Vespo:
     negative: tuple[float, float] = (3.0, 2.0)
 
     def __call__(self, tokens: SupervisedTokens) -> tuple[torch.Tensor, TokenMetrics]:
-        log_ratio = tokens.sequence_log_ratio
+        log_ratio = tokens.sequences.sum(tokens.kept_log_ratio)
         _, metrics = importance_ratio(log_ratio)
-        log_weight, advantages = _clamp(log_ratio.detach()), tokens.advantages
-        positive = (advantages >= 0).to(advantages)
-        k, lam = (
-            positive * above + (1 - positive) * below
-            for above, below in zip(self.positive, self.negative, strict=True)
-        )
+        log_weight, rises = _clamp(log_ratio.detach()), tokens.advantages >= 0
+        k, lam = (_either(rises, *sides) for sides in zip(self.positive, self.negative, strict=True))
         kernel = (k * log_weight + lam * (1 - log_weight.exp())).exp()
-        return -kernel * advantages * tokens.logprobs, metrics | {"loss/vespo_kernel": kernel}
+        return -kernel * tokens.advantages * tokens.logprobs, metrics | {"loss/vespo_kernel": kernel}
 
 
 @dataclass(frozen=True)
@@ -157,10 +174,8 @@ class Sapo:
 
     def __call__(self, tokens: SupervisedTokens) -> tuple[torch.Tensor, TokenMetrics]:
         ratio, metrics = importance_ratio(tokens.log_ratio)
-        rises = (tokens.advantages > 0).to(ratio)
-        tau = rises * self.positive + (1 - rises) * self.negative
-        gate = 4 / tau * (tau * (ratio - 1)).sigmoid()
-        return -gate * tokens.advantages, metrics
+        tau = _either(tokens.advantages > 0, self.positive, self.negative)
+        return -4 / tau * (tau * (ratio - 1)).sigmoid() * tokens.advantages, metrics
 
 
 @dataclass(frozen=True)
@@ -184,6 +199,7 @@ class Dppo:
 SURROGATES: dict[str, Surrogate] = {
     "ppo": Ppo(),
     "gspo": Gspo(),
+    "ctpo": Ctpo(),
     "reinforce": Reinforce(),
     "cispo": Cispo(),
     "vespo": Vespo(),
@@ -204,6 +220,15 @@ def importance_ratio(log_ratio: torch.Tensor) -> tuple[torch.Tensor, TokenMetric
 
 def _clamp(exponent: torch.Tensor) -> torch.Tensor:
     return exponent.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT)
+
+
+def _own_gradient(log_ratio: torch.Tensor, tokens: SupervisedTokens) -> torch.Tensor:
+    """Return the value of ``log_ratio`` with the gradient of each token's own log-prob."""
+    return log_ratio.detach() + (tokens.logprobs - tokens.logprobs.detach())
+
+
+def _either(rises: torch.Tensor, above: float, below: float) -> torch.Tensor:
+    return rises.double() * above + (~rises).double() * below
 
 
 def _bounds(below: float | None, above: float | None, around: float = 1) -> tuple[float, float]:

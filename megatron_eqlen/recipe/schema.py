@@ -67,6 +67,7 @@ RejectionName = Literal[
     "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
     "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
     "seq_max_k2", "seq_max_k3",
+    "binary_kl",
 ]  # fmt: skip
 """verl's ``rollout_rs`` options; ``training.mismatch`` defines them."""
 
@@ -102,7 +103,7 @@ BenchmarkReader = Annotated[
 GraderName = Annotated[str, one_of("math", "code", "reasoning_gym", "rubric")]
 AdvantageName = Annotated[str, one_of("grpo", "dr_grpo", "rloo", "maxrl", "reward", "gr3")]
 BaselineName = Annotated[str, one_of("unit", "alive", "fitted")]
-SurrogateName = Annotated[str, one_of("ppo", "gspo", "reinforce", "cispo", "vespo", "sapo", "dppo")]
+SurrogateName = Annotated[str, one_of("ppo", "gspo", "ctpo", "reinforce", "cispo", "vespo", "sapo", "dppo")]
 AggregationName = Annotated[
     str,
     one_of(
@@ -530,7 +531,8 @@ class LossRecipe(Section):
     """A number truncates weights; with ``[low, high]``, weights outside give no gradient (IcePop)."""
     rollout_rs: dict[RejectionName, PositiveFloat | Band] | None = None
     """Bounds beyond which tokens or segments give no gradient. ``k1`` bounds the ratio engine / trainer:
-    ``[low, high]``, or one number for ``[1 / number, number]``; ``k2`` and ``k3`` are bounded in nats."""
+    ``[low, high]``, or one number for ``[1 / number, number]``; the others are bounded in nats (KPop:
+    ``binary_kl: 0.1``)."""
     rollout_token_veto_threshold: Annotated[float, Field(gt=0, lt=1), NUMBER] | None = None
     """A segment gives no gradient if a token's ratio trainer / engine is below this; for example 1e-4."""
     minibatches: PositiveInt = 1

@@ -6,7 +6,8 @@
                        one threshold: min(importance, threshold)   (truncated importance sampling)
                        [low, high]:   0 outside of the band        (IcePop, arXiv 2510.18855)
     rollout_rs         tokens or segments whose divergence is beyond its bound give no gradient
-                       (masked importance sampling; verl 0.8, ``rollout_corr_helper.py``, has the names)
+                       (masked importance sampling; verl 0.8, ``rollout_corr_helper.py``, has the names;
+                       binary_kl: the larger of the KLs of token / other token, KPop)
     rollout_token_veto_threshold
                        a segment with any rho_t below it gives no gradient (verl's, before 0.7)
 
@@ -31,6 +32,8 @@ from megatron_eqlen.recipe import LossRecipe
 RATIO_LIMIT = 20.0
 """Bound of exponents, +-20 as in verl: log rho of a token for ``rollout_is: token`` and ``rollout_rs``, its
 sum over the segment for ``rollout_is: sequence``. The veto compares log rho itself."""
+
+LEAST = 1e-6
 
 DIVERGENCES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "k1": lambda log_rho: -log_rho,
@@ -71,7 +74,7 @@ def correct(trainer: torch.Tensor, engine: torch.Tensor, segments: Segments, los
         "mismatch/log_ppl_abs_diff": (of_segment / segments.length).abs() / segments.length,
     }
     importance, of_importance = _importance(difference, segments, loss)
-    kept, of_kept = _kept(difference, segments, loss)
+    kept, of_kept = _kept(trainer, engine, segments, loss)
     return Correction(importance * kept, kept, difference, metrics | of_importance | of_kept)
 
 
@@ -99,13 +102,14 @@ def _importance(
 
 
 def _kept(
-    log_rho: torch.Tensor, segments: Segments, loss: LossRecipe
+    trainer: torch.Tensor, engine: torch.Tensor, segments: Segments, loss: LossRecipe
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    log_rho = trainer - engine
     kept = torch.ones_like(log_rho, dtype=torch.bool)
     if not loss.rollout_rs and loss.rollout_token_veto_threshold is None:
         return kept.to(log_rho), {}
     for name, bound in (loss.rollout_rs or {}).items():
-        kept &= _within(name, bound, _clamp(log_rho), segments)
+        kept &= _within(name, bound, trainer, engine, segments)
     if loss.rollout_token_veto_threshold is not None:
         kept &= segments.max(-log_rho) <= -math.log(loss.rollout_token_veto_threshold)
     any_masked = segments.max((~kept).to(log_rho))
@@ -115,13 +119,28 @@ def _kept(
     }
 
 
+def binary_kl(trainer: torch.Tensor, engine: torch.Tensor) -> torch.Tensor:
+    """Return [n], the larger of KL(trainer || engine) and KL(engine || trainer), where each token is drawn or
+    another one is. Probabilities stay ``LEAST`` away from 0 and 1."""
+    p, q = (logprobs.exp().clamp(LEAST, 1 - LEAST) for logprobs in (trainer, engine))
+    drawn, other = (p / q).log(), ((1 - p) / (1 - q)).log()
+    return (p * drawn + (1 - p) * other).maximum(-q * drawn - (1 - q) * other)
+
+
 def _within(
-    name: str, bound: float | tuple[float, float], log_rho: torch.Tensor, segments: Segments
+    name: str,
+    bound: float | tuple[float, float],
+    trainer: torch.Tensor,
+    engine: torch.Tensor,
+    segments: Segments,
 ) -> torch.Tensor:
     """Return [n] bool: the tokens that the option ``name`` (``token_k1``, ``seq_mean_k3``, ...) keeps."""
     level, _, estimate = name.rpartition("_")
-    divergence = DIVERGENCES[estimate](log_rho)
-    if level != "token":
+    if level == "binary":
+        divergence = binary_kl(trainer, engine)
+    else:
+        divergence = DIVERGENCES[estimate](_clamp(trainer - engine))
+    if level.startswith("seq"):
         divergence = {"sum": segments.sum, "mean": segments.mean, "max": segments.max}[level[4:]](divergence)
     if isinstance(bound, tuple):
         return (divergence >= math.log(bound[0])) & (divergence <= math.log(bound[1]))

@@ -171,6 +171,7 @@ def test_an_unscored_response_is_refused_by_name():
     ({"objective": "delta_l", "equal_length__pair_weight": "on_policy"}, "an average by length"),
     ({"sampling": "independent", "objective": "maxrl", "loss__overlong_buffer": 2}, "rewards of at least 0"),
     ({"objective": "sapo", "loss__clip_ratio_high": 0.2}, "soft gate"),
+    ({"objective": "ctpo"}, "from its first token on"),
     ({"objective": "treerpo"}, "expected sampling: tree"),
     ({"sampling": "independent", "equal_length__single_pair": True}, "acts only with sampling: equal_length"),
     ({"objective": "rloo", "loss__minibatches": 2}, "no importance ratio"),

@@ -209,6 +209,13 @@ def sequence_slopes(name, tokens, ids, advantage):
         moved = [math.exp(tokens.new[i]) - math.exp(tokens.old[i]) for i in ids]
         free = [m <= 0.15 if advantage > 0 else m >= -0.15 for m in moved]
         return [f * advantage * math.exp(min(max(x, -20), 20)) for f, x in zip(free, ratios, strict=True)]
+    if name == "ctpo":  # 2605.07331: the product of the ratios up to t, bounded by exp(eps sqrt(t))
+        products = [sum(ratios[: t + 1]) for t in range(len(ids))]
+        bounds = [[math.exp(eps * math.sqrt(t + 1)) for eps in (-0.025, 0.05, 0.05)] for t in range(len(ids))]
+        return [
+            clip_slope(math.exp(max(min(x, 700), -700)), advantage, 1 - low, high - 1, dual)
+            for x, (low, high, dual) in zip(products, bounds, strict=True)
+        ]
     assert name == "vespo"
     k, lam = (2, 3) if advantage >= 0 else (3, 2)
     w = math.exp(min(max(sum(ratios), -20), 20))
@@ -216,7 +223,7 @@ def sequence_slopes(name, tokens, ids, advantage):
 
 
 def advantages_of(name, rewards, lengths):
-    if name in ("grpo", "dapo", "gspo", "luspo", "ba", "cispo", "sapo"):
+    if name in ("grpo", "dapo", "gspo", "luspo", "ba", "cispo", "sapo", "ctpo"):
         return standardized(rewards)
     if name == "reinforce_pp":
         return rewards
@@ -227,7 +234,7 @@ def advantages_of(name, rewards, lengths):
     return gr3(rewards, lengths) if name == "gr3" else centred(rewards)
 
 
-TOKEN_MEANS = ("dapo", "dler", "vespo", "cispo", "reinforce_pp", "reinforce_pp_baseline")
+TOKEN_MEANS = ("dapo", "dler", "vespo", "cispo", "ctpo", "reinforce_pp", "reinforce_pp_baseline")
 
 
 def response_factor(name, length, total, lengths=(1,)):
@@ -276,7 +283,7 @@ def sample_groups(shapes, tokens):
 
 INDEPENDENT = [
     *("grpo", "dr_grpo", "dapo", "gspo", "luspo", "rloo", "gr3", "vespo", "dler"),
-    *("cispo", "reinforce_pp", "reinforce_pp_baseline", "sapo", "dppo", "maxrl", "delta_l"),
+    *("cispo", "reinforce_pp", "reinforce_pp_baseline", "sapo", "dppo", "maxrl", "delta_l", "ctpo"),
 ]
 
 
@@ -374,8 +381,16 @@ def divergence(kind, log_rho):
     return {"k1": -log_rho, "k2": 0.5 * log_rho**2, "k3": math.exp(log_rho) - 1 - log_rho}[kind]
 
 
-def is_kept(option, bound, log_rhos, token):
-    """Return True if verl's rollout_rs ``option`` keeps a token of a sequence, in plain loops."""
+def binary_kl(p, q):
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
+def is_kept(option, bound, log_rhos, token, probabilities):
+    """Return True if verl's rollout_rs ``option`` keeps a token of a sequence, in plain loops.
+    ``probabilities``: of trainer and engine for each token."""
+    if option == "binary_kl":  # KPop: ringtech.notion.site/kpop
+        p, q = (min(max(value, 1e-6), 1 - 1e-6) for value in probabilities[token])
+        return max(binary_kl(p, q), binary_kl(q, p)) <= bound
     level, kind = option.rsplit("_", 1)
     values = [divergence(kind, x) for x in log_rhos]
     value = {
@@ -399,7 +414,8 @@ rejections = st.fixed_dictionaries(
         f"{level}_{k}": upper_bounds
         for level in ("token", "seq_sum", "seq_mean", "seq_max")
         for k in ("k2", "k3")
-    },
+    }
+    | {"binary_kl": st.floats(1e-4, 0.1)},
 )
 
 
@@ -415,6 +431,7 @@ rejections = st.fixed_dictionaries(
 @example(GROUPS, 0, "token", [0.5, 2.0], {"token_k1": 1.5}, None, "gspo")
 @example(GROUPS, 0, "sequence", [0.5, 2.0], {"seq_max_k2": 0.3}, 0.3, "luspo")
 @example(GROUPS, 0, "none", [0.5, 2.0], {"token_k3": 0.1}, None, "vespo")
+@example(GROUPS, 0, "none", [0.5, 2.0], {"binary_kl": 1e-3}, None, "gspo")
 @examples(40)
 def test_tokens_and_segments_beyond_their_bounds_give_no_gradient_and_leave_the_ratio(
     shapes, seed, level, band, rejected, veto, name
@@ -429,9 +446,10 @@ def test_tokens_and_segments_beyond_their_bounds_give_no_gradient_and_leave_the_
         log_rhos = [tokens.old[i] - tokens.rollout[i] for i in ids]
         if veto is not None and min(log_rhos) < math.log(veto):
             continue
+        both = [(math.exp(tokens.old[i]), math.exp(tokens.rollout[i])) for i in ids]
         kept = [
             n for n in range(len(ids))
-            if all(is_kept(option, bound, log_rhos, n) for option, bound in rejected.items())
+            if all(is_kept(option, bound, log_rhos, n, both) for option, bound in rejected.items())
         ]  # fmt: skip
         slopes = sequence_slopes(name, tokens, [ids[n] for n in kept], advantage) if kept else []
         share = len(kept) if name in ("gspo", "luspo") else 1  # of s a token has all, not 1 / length
