@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_eqlen.sampling import independent, tree
+from megatron_eqlen.sampling import tree
 from megatron_eqlen.sampling.equal_length import streams
 from megatron_eqlen.sampling.kind import SamplingKind
 
-KINDS: dict[str, SamplingKind] = {kind.name: kind for kind in (streams.KIND, independent.KIND, tree.KIND)}
+KINDS: dict[str, SamplingKind] = {kind.name: kind for kind in (streams.KIND, tree.INDEPENDENT, tree.TREE)}

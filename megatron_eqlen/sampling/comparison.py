@@ -7,8 +7,10 @@ reach its tokens.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import FinishReason, Node, Part, Rollout, TokenTree
@@ -80,6 +82,31 @@ def verifier_reward(part: Part, prompt_id: str) -> float:
 def response_reward(part: Part, prompt_id: str) -> float:
     """Return ``verifier_reward``, or 0 for a truncated response, which has no answer."""
     return verifier_reward(part, prompt_id) if part.finish_reason == "stop" else 0.0
+
+
+def part_rewards(
+    tree: Rollout, penalty: Penalty = no_penalty, open_reward: float | None = None
+) -> dict[int, float]:
+    """Return the reward of each part, by its number: a leaf's is that of its response, an inner part's the
+    mean of the parts that continue it.
+
+    A part that the token budget cut off, and that no part with a reward continues, has ``open_reward`` and
+    the penalty of its length, or none.
+    """
+    ends, rewards = tree.ends(), dict[int, float]()
+    below: dict[int, list[float]] = defaultdict(list)
+    for part in reversed(tree.parts):
+        if part.finish_reason is not None:
+            reward = response_reward(part, tree.prompt_id) + penalty(ends[part.number], part.finish_reason)
+        elif part.number in below:
+            reward = fmean(below[part.number])
+        elif open_reward is not None:
+            reward = open_reward + penalty(ends[part.number], None)
+        else:
+            continue
+        rewards[part.number] = reward
+        below[part.parent].append(reward)
+    return rewards
 
 
 def token_tree(rollout: Rollout, name: str, parts: Sequence[Part]) -> tuple[TokenTree, dict[int, Node]]:

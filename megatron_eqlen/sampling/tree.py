@@ -27,8 +27,7 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import (
     ComparisonUnit,
     Penalty,
-    no_penalty,
-    response_reward,
+    part_rewards,
     token_tree,
 )
 from megatron_eqlen.sampling.harvester import Harvester, Marker, in_step
@@ -107,27 +106,23 @@ class TreeSampling(SamplingKind):
         } | context_metrics(rollouts, branches=sum(part.parent >= 0 for part in parts) - forks)
 
 
-KIND = TreeSampling()
+class Independent(TreeSampling):
+    """Groups of G completions, all compared with one another: trees of depth 1."""
+
+    name = "independent"
+    shares = False
+
+    def harvester(self, prompt: Prompt, index: int, setting: Setting) -> GrowingTree:
+        recipe = setting.recipe
+        shape, limit = Shape(recipe.group_size), recipe.rollout.max_response_length
+        return Group(prompt, limit, setting.eos_token_ids, setting.seed, shape)
+
+    def labels(self, rollout: Rollout) -> tuple[str, list[str]]:
+        count = len(rollout.parts)
+        return plural(count, "completion"), [f"completion {number}" for number in range(count)]
 
 
-def part_rewards(tree: Rollout, penalty: Penalty = no_penalty) -> dict[int, float]:
-    """Return the reward of each part, by its number: a leaf's is that of its response, an inner part's the
-    mean of the parts that continue it.
-
-    A part that the token budget cut off, and that no part with a reward continues, has none.
-    """
-    ends, rewards = tree.ends(), dict[int, float]()
-    below: dict[int, list[float]] = defaultdict(list)
-    for part in reversed(tree.parts):
-        if part.finish_reason is not None:
-            reward = response_reward(part, tree.prompt_id) + penalty(ends[part.number], part.finish_reason)
-        elif part.number in below:
-            reward = fmean(below[part.number])
-        else:
-            continue
-        rewards[part.number] = reward
-        below[part.parent].append(reward)
-    return rewards
+TREE, INDEPENDENT = TreeSampling(), Independent()
 
 
 # ---- where a line forks ----------------------------------------------------------------------------------
@@ -288,6 +283,12 @@ class GrowingTree(Harvester):
         if self.search is not None and forks < self.shape.forks:
             self.search(self.lines[-1])  # says what to await
         return track
+
+
+class Group(GrowingTree):
+    """Harvests the completions of one prompt."""
+
+    kind = "independent"
 
 
 class ForkedAtDeaths(GrowingTree):

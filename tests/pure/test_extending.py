@@ -305,7 +305,7 @@ def group(rewards: list[float]) -> Rollout:
 
 KIND = """
 from megatron_eqlen.sampling.comparison import ComparisonUnit, response_reward, token_tree
-from megatron_eqlen.sampling.independent import Group
+from megatron_eqlen.sampling.tree import Group
 from megatron_eqlen.sampling.kind import SamplingKind
 from megatron_eqlen.sampling.tree import Shape
 

@@ -19,7 +19,7 @@ from megatron_eqlen.metrics import (
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty, all_equal, token_tree
 from megatron_eqlen.sampling.equal_length.dual_track import DualTrack, Pair, pairs_of, tail_of
-from megatron_eqlen.sampling.equal_length.suffix import pair_rewards, policy_rewards, trunk_reward
+from megatron_eqlen.sampling.equal_length.suffix import pair_rewards, policy_rewards
 from megatron_eqlen.sampling.kind import SamplingKind, Setting, context_metrics, plural
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Metrics, Node, Outcome, Prompt, Rollout, TokenTree
@@ -123,8 +123,10 @@ def _rewards(stream: Rollout, recipe: Recipe, penalty: Penalty) -> Sequence[tupl
     """Return the rewards of A_i and B_i for each pair that is compared; None where it is left out."""
     settings = recipe.equal_length
     if settings.pair_weight == "on_policy":
-        return policy_rewards(stream, penalty)[: 1 if settings.single_pair else None]
-    rewards = pair_rewards(stream, settings.suffix_reward, settings.unfinished, penalty)
+        value = policy_rewards(stream, penalty)
+        rewards = [(value[pair.a.number], value[pair.b.number]) for pair in pairs_of(stream)]
+    else:
+        rewards = pair_rewards(stream, settings.suffix_reward, settings.unfinished, penalty)
     return rewards[:1] if settings.single_pair else rewards
 
 
@@ -143,7 +145,8 @@ def _tail_units(
         return []
     node = Node(len(tree.nodes) - 1, tail.tokens, home=tail.home)
     tree.nodes.append(node)
-    unit = ComparisonUnit(stream.prompt_id, [tail], [node], [trunk_reward(stream, penalty)], skip_equal=False)
+    reward = policy_rewards(stream, penalty)[tail.number]
+    unit = ComparisonUnit(stream.prompt_id, [tail], [node], [reward], skip_equal=False)
     unit.share = 2.0 ** -len(units)
     unit.baseline = units[-1].rewards[0] if units else None
     return [unit]

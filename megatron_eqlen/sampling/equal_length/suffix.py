@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from megatron_eqlen.sampling.comparison import Penalty, no_penalty, verifier_reward
+from megatron_eqlen.sampling.comparison import Penalty, no_penalty, part_rewards, verifier_reward
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of, tail_of
 from megatron_eqlen.types import Rollout
 
@@ -48,30 +48,10 @@ def pair_rewards(
     return rewards[::-1]
 
 
-def policy_rewards(stream: Rollout, penalty: Penalty = no_penalty) -> list[tuple[float, float]]:
-    """Return ``(reward of A_i, value of B_i)`` for each pair of a scored, complete stream.
-
-    The value is an unbiased estimate of the expected reward of responses that extend B_i. Two tracks continue
-    the trunk: A_{i+1} is half of them, and what extends B_{i+1} estimates the other half. So the value is the
-    sum of 2^-j r(A_{i+j}), plus the remaining weight times the reward of the end of the trunk: that of a
-    both-ended B_N or of the tail, and 0 (with the full length penalty) where the trunk reached the limit.
-    """
-    own, value = _own_rewards(stream, penalty), trunk_reward(stream, penalty)
-    rewards: list[tuple[float, float]] = []
-    for pair in reversed(pairs_of(stream)):
-        value = own.get(pair.b.number, value)
-        a = own[pair.a.number]
-        rewards.append((a, value))
-        value = (a + value) / 2
-    return rewards[::-1]
-
-
-def trunk_reward(stream: Rollout, penalty: Penalty) -> float:
-    """Return the reward of the response that trunk and tail make, where the last B side did not end."""
-    tail, own = tail_of(stream), _own_rewards(stream, penalty)
-    if tail is not None and tail.number in own:
-        return own[tail.number]
-    return _open_end(stream, penalty)[0]
+def policy_rewards(stream: Rollout, penalty: Penalty = no_penalty) -> dict[int, float]:
+    """Return the value of each part of a scored, complete stream, by its number: an unbiased estimate of the
+    expected reward of responses that extend it. An end that the budget left open counts as a failure."""
+    return part_rewards(stream, penalty, open_reward=0.0)
 
 
 def _open_end(stream: Rollout, penalty: Penalty) -> tuple[float, bool]:
