@@ -93,7 +93,8 @@ def _row(
     row_id: str, record: Any, layout: Layout, named: str | None, function: RewardFunction | None
 ) -> Problem:
     if not isinstance(record, dict):
-        raise BadRow("wrong_type", f"expected a record, found {type(record).__name__}")
+        hint = " (a file that is one list is named .json)" if isinstance(record, list) else ""
+        raise BadRow("wrong_type", f"expected a record, found {type(record).__name__}{hint}")
     fields, messages = layout.fields(record), None
     grader = named or fields.get("grader") or "math"
     if named is None and grader not in GRADERS:

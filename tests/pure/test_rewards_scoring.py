@@ -247,6 +247,11 @@ def fails(response):
     return 1 / len("")
 
 
+class Called:
+    def __call__(self, response):
+        return 1.0
+
+
 def not_a_grader(reward):
     return 1.0
 
@@ -260,6 +265,7 @@ def not_a_grader(reward):
     (returns_two, r"expected a finite number as reward, got \[1.0, 0.0\]"),
     (ends, r"ends: SystemExit at test_rewards_scoring.py:\d+: 3"),
     (fails, r"fails: ZeroDivisionError at test_rewards_scoring.py:\d+: division by zero"),
+    (Called, r"a class to be called: write `reward = Called\(\)` below it and name .*:reward"),
     (not_a_grader, r"or a factory whose result has grade\(texts, golds\) and close\(\), found 1.0"),
 ])  # fmt: skip
 def test_a_mistake_in_a_function_is_named(tmp_path, function, message):
