@@ -20,6 +20,7 @@ BUILT_IN = {
     "python": "megatron_eqlen.environments.python_tool:PythonTool",
     "search": "megatron_eqlen.environments.search_tool:SearchTool",
     "agent": "megatron_eqlen.environments.agent:Agent",
+    "verifiers": "megatron_eqlen.environments.verifiers_tasks:VerifiersTask",
 }
 
 TURN = "<think>\nthought\n</think>\n\nA turn that the policy generated."

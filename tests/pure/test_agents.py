@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -9,9 +10,9 @@ from dataclasses import dataclass, field, replace
 import openai
 import pytest
 
-from megatron_eqlen.environments.agent import Agent
 from megatron_eqlen.environments.endpoint import as_message
 from megatron_eqlen.environments.load import conversations
+from megatron_eqlen.environments.verifiers_tasks import VerifiersTask
 from megatron_eqlen.recipe import EnvironmentRecipe
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
@@ -171,12 +172,12 @@ def tokenizer(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def endpoint():
     yield
-    Agent.end()
+    VerifiersTask.end()
 
 
-def played(tokenizer, name, count=1, tools=None, progress=None, engine=None, **section):
+def played(tokenizer, function, count=1, tools=None, progress=None, engine=None, **section):
     """Return rollouts, metrics and the engine of ``count`` prompts; each has two completions."""
-    options = {"function": f"{HERE}:{name}"} | ({"tools": str(tools)} if tools else {})
+    options = {"function": f"{HERE}:{function}"} | ({"tools": str(tools)} if tools else {})
     section = EnvironmentRecipe(
         **({"name": "agent", "options": options, "timeout": 20.0, "max_given_tokens": 512} | section)
     )
@@ -302,6 +303,39 @@ def test_an_agent_goes_on_where_its_rollout_was_left(tokenizer):
     progress = HarvestProgress(partial=[PartialRollout(prompt, 0, cut)])
     with pytest.raises(RuntimeError, match="all 1 rollouts are left out"):  # its requests differ
         played(tokenizer, "crashes", progress=progress, engine=Finishing(tokenizer, ""))
+
+
+WORKER = """#!{python}
+import json, sys, openai
+for line in sys.stdin:
+    asked = json.loads(line)
+    client = openai.OpenAI(base_url=asked["base_url"], api_key="any")
+    client.chat.completions.create(model="m", messages=[{{"role": "user", "content": "q"}}])
+    if asked["task"] == "dies":
+        sys.exit(3)
+    answer = {{"error": "no task"}} if asked["task"] == "fails" else {{"reward": float(asked["task"])}}
+    print(json.dumps({{"id": asked["id"]}} | answer), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("task", "message"), [("0.5", None), ("fails", "verifiers: no task"), ("dies", r"worker ended \(3\)")]
+)
+def test_a_worker_in_another_virtual_environment_plays_episodes(
+    tokenizer, tmp_path, monkeypatch, task, message, caplog
+):
+    """The worker is a stand-in that speaks as the real one does."""
+    (tmp_path / "python").write_text(WORKER.format(python=sys.executable))
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr("tests.pure.test_agents.QUESTION", replace(QUESTION, gold=task))
+    worker = {"name": "verifiers", "options": {"python": str(tmp_path / "python"), "config": "{}"}}
+    if message is None:
+        rollouts, _, _ = played(tokenizer, "", **worker)
+        assert [part.grade.reward for part in rollouts[0].parts] == [0.5, 0.5]
+    else:
+        with pytest.raises(RuntimeError, match="all 1 rollouts are left out"):
+            played(tokenizer, "", **worker)
+        assert re.search(message, caplog.text)
 
 
 def test_the_agent_of_the_page_plays(tokenizer, monkeypatch):

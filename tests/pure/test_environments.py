@@ -420,7 +420,7 @@ class Silent(Environment): ...
 
 HERE = "tests.pure.test_environments"
 REFUSED = {
-    "environment.name: expected python, search, agent or package.module:Class, found 'pyhton'": {
+    "environment.name: expected python, search, agent, verifiers or package.module:Class, found 'pyhton'": {
         "name": "pyhton"
     },
     "expected a subclass of megatron_eqlen.environments.environment.Environment": {"name": f"{HERE}:words"},
