@@ -10,6 +10,7 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,8 @@ class Agent(Environment):
         assert self.endpoint is not None
         self.episode = Episode()
         base_url = self.endpoint.open(self.episode)
-        call = _function(function)
-        threading.Thread(
-            target=_play,
-            args=(self.episode, call, base_url, prompt, seed, arguments),
-            name="agent",
-            daemon=True,
-        ).start()
+        play = partial(_function(function), base_url, prompt, seed, **arguments)
+        threading.Thread(target=_play, args=(self.episode, play), name="agent", daemon=True).start()
         try:
             if self.episode.asked() is None:
                 raise RuntimeError("the agent ended before its first request")
@@ -110,16 +106,9 @@ def _function(path: str) -> Callable[..., Any]:
     return load_object(path, "environment.options: function")
 
 
-def _play(
-    episode: Episode,
-    function: Callable[..., Any],
-    base_url: str,
-    prompt: Prompt,
-    seed: int,
-    arguments: Mapping[str, Any],
-) -> None:
+def _play(episode: Episode, play: Callable[[], Any]) -> None:
     try:
-        reward = function(base_url, prompt, seed, **arguments)
+        reward = play()
         episode.end(asyncio.run(reward) if inspect.iscoroutine(reward) else reward)
     except BaseException as error:  # noqa: BLE001  another's code: the rollout is dropped
         episode.end(error=error)

@@ -10,15 +10,16 @@ as the chat template continues a conversation with it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_eqlen.environments.environment import Environment, Observation
+from megatron_eqlen.processes.timeline import TimeSpan
+from megatron_eqlen.recipe import EnvironmentRecipe
 from megatron_eqlen.tokens import TokenIds, Tokens
 from megatron_eqlen.types import Grade, Prompt
 
@@ -33,17 +34,11 @@ class Turn(NamedTuple):
 
 def turns_of(path: Tokens) -> list[Turn]:
     """Return the turns of a response so far; the last one is open."""
-    if not len(path):
-        return [Turn(path.token_ids, path.token_ids)]
     generated = path.is_generated
     # a turn begins with a generated token after a given one
-    begins = np.flatnonzero(generated & ~np.concatenate([[True], generated[:-1]]))
-    bounds = [0, *begins.tolist(), len(path)]
-    turns: list[Turn] = []
-    for first, stop in pairwise(bounds):
-        own = generated[first:stop]
-        ids = path.token_ids[first:stop]
-        turns.append(Turn(ids[own], ids[~own]))
+    begins = np.flatnonzero(generated[1:] & ~generated[:-1]) + 1
+    parts = zip(np.split(path.token_ids, begins), np.split(generated, begins), strict=True)
+    turns = [Turn(ids[own], ids[~own]) for ids, own in parts]
     if turns[-1].given.size:
         turns.append(Turn(path.token_ids[:0], path.token_ids[:0]))
     return turns
@@ -59,18 +54,11 @@ class Conversations:
     """Tokens of a turn -> its text."""
     write: Callable[[Observation], list[int]]
     """Observation -> tokens that follow the turn's last token, up to the start of the next turn."""
-    tools: Sequence[Mapping[str, Any]] = ()
-    """JSON schemas for the prompts."""
-    max_turns: int = 8
-    """The response ends with its answer to turn number ``max_turns - 1``."""
-    max_given_tokens: int = 1024
-    """Most tokens that environments may give on a path; the response ends where more would be given."""
-    timeout: float = 60.0
-    """Seconds after which a call has failed."""
-    workers: int = 8
-    """Calls at once."""
+    limits: EnvironmentRecipe = field(default_factory=EnvironmentRecipe)
     close: Callable[[], None] = lambda: None
     """Gives up what all environments share."""
+    note: Callable[[TimeSpan], None] = lambda span: None
+    """Is told of the longest calls and waits of a harvest, at its end."""
     own_seeds: bool = False
     """True if each first track of a rollout has a seed of its own, as the samples of an evaluation have."""
 
@@ -91,12 +79,16 @@ class ChangedAnswerError(RuntimeError):
     """An environment answered a turn differently than before."""
 
 
-def answer(speak: Conversations, environment: Environment, turns: list[Turn]) -> Answer:
-    """Let the environment answer the last of ``turns``, which are all turns of the response so far."""
+def answer(
+    speak: Conversations, environment: Environment | None, prompt: Prompt, seed: int, turns: list[Turn]
+) -> Answer:
+    """Let the environment answer the last of ``turns``, which are all turns of the response so far. None: a
+    new one, which is told the turns before. Raises ChangedAnswerError if that answers otherwise."""
+    environment = environment or replayed(speak, prompt, seed, turns[:-1])
     observation = _step(speak, environment, turns[-1])
     given = [] if observation.done else speak.write(observation)
     before = sum(len(turn.given) for turn in turns)
-    over = len(turns) >= speak.max_turns or before + len(given) > speak.max_given_tokens
+    over = len(turns) >= speak.limits.max_turns or before + len(given) > speak.limits.max_given_tokens
     if observation.done or over:
         return Answer(environment, None, _grade(environment), cut=not observation.done)
     return Answer(environment, given)
@@ -120,10 +112,8 @@ def replayed(speak: Conversations, prompt: Prompt, seed: int, turns: list[Turn])
 def _step(speak: Conversations, environment: Environment, turn: Turn) -> Observation:
     """Let the environment answer a turn. Raises TypeError for what is no answer."""
     observation = environment.step(speak.read(turn.generated))
-    if not isinstance(observation, Observation):
-        raise _wrong(environment, "step", "an Observation", observation)
-    if not isinstance(observation.content, str):
-        raise _wrong(environment, "step", "an Observation whose content is a str", observation.content)
+    if not isinstance(observation, Observation) or not isinstance(observation.content, str):
+        raise _wrong(environment, "step", "an Observation whose content is a str", observation)
     return observation
 
 

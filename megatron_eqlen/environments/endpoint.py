@@ -16,6 +16,7 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
@@ -38,11 +39,8 @@ class RefusedError(ValueError):
     """A request that cannot be answered. The text is for the agent."""
 
 
-class Reply(NamedTuple):
-    status: int
-    kind: str
-    """Content type."""
-    body: bytes
+Reply = tuple[int, str, bytes]
+"""Status, content type and body."""
 
 
 class Request(NamedTuple):
@@ -252,10 +250,8 @@ class Endpoint:
             request_queue_size = 256
 
         self._server = Server(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(POLL_SECONDS,), name="endpoint", daemon=True
-        )
-        self._thread.start()
+        serve = partial(self._server.serve_forever, POLL_SECONDS)
+        threading.Thread(target=serve, name="endpoint", daemon=True).start()
 
     def open(self, episode: Episode) -> str:
         """Return the base URL of an episode."""
@@ -278,19 +274,15 @@ class Endpoint:
             return _error(400, str(error))
         reason = "tool_calls" if message.get("tool_calls") else "stop"
         choice = {"index": 0, "finish_reason": reason, "logprobs": None}
-        reply = {
-            "id": f"chatcmpl-{secrets.token_hex(8)}",
-            "created": int(time.time()),
-            "model": asked.get("model"),
-        }
+        named = {"id": f"chatcmpl-{secrets.token_hex(8)}", "model": asked.get("model")}
+        reply = named | {"created": int(time.time())}
         if not asked.get("stream"):
-            return _reply(
-                200, reply | {"object": "chat.completion", "choices": [choice | {"message": message}]}
-            )
+            choices = [choice | {"message": message}]
+            return _reply(200, reply | {"object": "chat.completion", "choices": choices})
         calls = [{"index": number} | call for number, call in enumerate(message.get("tool_calls", ()))]
         choice["delta"] = message | ({"tool_calls": calls} if calls else {})
         chunk = json.dumps(reply | {"object": "chat.completion.chunk", "choices": [choice]})
-        return Reply(200, "text/event-stream", f"data: {chunk}\n\ndata: [DONE]\n\n".encode())
+        return 200, "text/event-stream", f"data: {chunk}\n\ndata: [DONE]\n\n".encode()
 
     def close(self) -> None:
         for episode in [*self.episodes.values()]:
@@ -310,4 +302,4 @@ def _error(status: int, text: str) -> Reply:
 
 
 def _reply(status: int, content: Mapping[str, Any]) -> Reply:
-    return Reply(status, "application/json", json.dumps(content).encode())
+    return status, "application/json", json.dumps(content).encode()

@@ -18,6 +18,10 @@ from typing import Any, ClassVar
 from megatron_eqlen.types import Grade, Prompt
 
 
+class LostError(RuntimeError):
+    """What all environments of a class share has failed: the harvest ends."""
+
+
 @dataclass(frozen=True)
 class Observation:
     """Answer to a turn."""
@@ -36,9 +40,9 @@ class Environment:
     """One episode. Subclass it: ``step`` is needed, and often ``__init__(prompt, seed, **options)``.
 
     ``seed`` is the same for all lines of a rollout, which are compared; each sample of an evaluation has its
-    own. Draw from a generator of your own. ``options`` are
-    ``environment.options`` of the recipe. An exception means that the environment failed, not the policy: the
-    rollout is dropped and counted. A tool's error or time-out is an observation.
+    own. Draw from a generator of your own. ``options``: ``environment.options`` of the recipe. An exception
+    means that the environment failed, not the policy: the rollout is dropped and counted; LostError ends the
+    harvest. A tool's error or time-out is an observation.
     """
 
     tools: ClassVar[Sequence[Mapping[str, Any]]] = ()
@@ -59,7 +63,7 @@ class Environment:
         return None
 
     def fork(self) -> Environment:
-        """Return an independent copy in the same state. Called between steps."""
+        """Return an independent copy in the same state. Called between steps, in the harvest's thread."""
         try:
             return copy.deepcopy(self)
         except Exception as error:

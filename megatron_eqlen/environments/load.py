@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from megatron_eqlen.environments.conversation import Conversations
 from megatron_eqlen.environments.environment import Environment, Observation
 from megatron_eqlen.hf.tokenizer import Tokenizer
+from megatron_eqlen.processes.timeline import TimeSpan
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.plugins import load_object
 from megatron_eqlen.rewards.functions import referred
@@ -25,6 +26,8 @@ BUILT_IN = {
 
 TURN = "<think>\nthought\n</think>\n\nA turn that the policy generated."
 """Stands for a turn where an observation is rendered."""
+BREAK = "\ufdd0"
+"""Noncharacter of Unicode, where text is cut before it is encoded."""
 
 
 def environment_class(recipe: Recipe) -> type[Environment]:
@@ -61,7 +64,9 @@ def tools(recipe: Recipe) -> Sequence[Mapping[str, Any]]:
     return environment_class(recipe).schemas(**recipe.environment.options) if recipe.environment.name else ()
 
 
-def conversations(recipe: Recipe, tokenizer: Tokenizer) -> Conversations | None:
+def conversations(
+    recipe: Recipe, tokenizer: Tokenizer, note: Callable[[TimeSpan], None] = lambda span: None
+) -> Conversations | None:
     """Return how a harvest speaks with the recipe's environment; None without one. Raises ValueError for an
     environment or a chat template that does not fit."""
     section = recipe.environment
@@ -87,17 +92,7 @@ def conversations(recipe: Recipe, tokenizer: Tokenizer) -> Conversations | None:
         return given_tokens(tokenizer, observation, schemas, thinking)
 
     write(Observation("content"))  # an unfit template is refused before anything is generated
-    return Conversations(
-        make,
-        tokenizer.decode,
-        write,
-        schemas,
-        section.max_turns,
-        section.max_given_tokens,
-        section.timeout,
-        section.workers,
-        cls.end,
-    )
+    return Conversations(make, tokenizer.decode, write, section, cls.end, note)
 
 
 def given_tokens(
@@ -106,15 +101,20 @@ def given_tokens(
     tools: Sequence[Mapping[str, Any]] = (),
     enable_thinking: bool | None = None,
 ) -> list[int]:
-    """Return the tokens between a turn's last token and the first one of the next turn.
+    """Return the tokens between a turn's last token and the first one of the next turn. Special tokens in an
+    observation's text are text.
 
     Raises ValueError for a chat template that changes earlier turns: what was generated could not stay as it
     is. Qwen3's drops earlier thinking once a ``user`` speaks, and keeps it before a ``tool``.
     """
+    said = observation.messages or [{"role": observation.role, "content": observation.content}]
+    text = json.dumps([*said], ensure_ascii=False)
+    for token in tokenizer.special_tokens:
+        text = text.replace(token, token[0] + BREAK + token[1:])
     messages: list[Any] = [
         {"role": "user", "content": "question"},
         {"role": "assistant", "content": TURN},
-        *(observation.messages or [{"role": observation.role, "content": observation.content}]),
+        *json.loads(text),
     ]
     text = tokenizer.render_chat(messages, enable_thinking, tools)
     _, turn, after = text.partition(TURN)
@@ -123,7 +123,7 @@ def given_tokens(
             f"{tokenizer.folder}: expected a chat template that keeps the assistant's turns as they are "
             f"before a message of the role {messages[-1]['role']!r}, found one that changes them"
         )
-    token_ids = tokenizer.encode(after)
+    token_ids = [token for piece in after.split(BREAK) for token in tokenizer.encode(piece)]
     if not token_ids or token_ids[0] not in tokenizer.eos_token_ids:
         raise ValueError(
             f"{tokenizer.folder}: expected a chat template that ends the assistant's turn with an end of "

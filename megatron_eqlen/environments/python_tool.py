@@ -6,21 +6,18 @@ copy of the list, and nothing of one episode reaches another. Cells must not dep
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass
+from functools import cache
 from queue import Empty, LifoQueue
-from threading import Lock
 from typing import Any, Literal
 
 from megatron_eqlen.environments.tool_calls import ToolEnvironment, schema
 from megatron_eqlen.rewards.sandbox.client import Execution, Sandbox
 from megatron_eqlen.rewards.sandbox.interpreter import find_python
 from megatron_eqlen.rewards.sandbox.probe import required_isolation
-from megatron_eqlen.rewards.sandbox.program import Limits
+from megatron_eqlen.rewards.sandbox.program import Isolation, Limits
 from megatron_eqlen.types import Prompt
 
-Place = tuple[Literal["strict", "best_effort"], str]
-"""Isolation, and the interpreter."""
+Mode = Literal["strict", "best_effort"]
 RUN_CELLS = """
 import ast, contextlib, io, random, sys, traceback
 random.seed(0)
@@ -62,19 +59,19 @@ class PythonTool(ToolEnvironment):
         timeout: float = 5.0,
         memory_mb: int = 512,
         longest_output: int = 2000,
-        sandbox: Literal["strict", "best_effort"] = "strict",
+        sandbox: Mode = "strict",
         python: str = "3.11",
     ) -> None:
         """``timeout``: seconds of CPU that all cells may take together. ``longest_output``: characters that
         the policy sees; the middle of a longer output is left out."""
         self.limits = Limits(timeout, 4 * timeout + 2, memory_mb, output_bytes=1 << 20)
         self.longest_output = longest_output
-        self.place: Place = (sandbox, python)
+        self.place: tuple[Mode, str] = sandbox, python
         self.cells: tuple[str, ...] = ()
 
     def run(self, text: str) -> str:
         program = RUN_CELLS.format(before=list(self.cells), cell=text)
-        run = _sandboxes(self.place).run(program, self.limits)
+        run = _run(program, self.limits, *self.place)
         if run.status != "finished":
             return self._short(f"{run.stdout}\nerror: {run.status.replace('_', ' ')}".strip())
         self.cells += (text,)
@@ -82,15 +79,13 @@ class PythonTool(ToolEnvironment):
 
     @classmethod
     def start(cls, **options: Any) -> None:
-        _sandboxes((options.get("sandbox", "strict"), options.get("python", "3.11")))
+        _place(options.get("sandbox", "strict"), options.get("python", "3.11"))
 
     @classmethod
     def end(cls) -> None:
-        while _POOLS:
-            _POOLS.popitem()[1].close()
-
-    def fork(self) -> PythonTool:
-        return copy.copy(self)  # cells are a tuple
+        _place.cache_clear()
+        while _STARTED:
+            _STARTED.pop().close()
 
     def _short(self, text: str) -> str:
         if len(text) <= self.longest_output:
@@ -99,42 +94,24 @@ class PythonTool(ToolEnvironment):
         return f"{text[:half]}\n... ({len(text) - 2 * half} characters)\n{text[-half:]}"
 
 
-@dataclass
-class _Sandboxes:
-    """Sandboxes that wait for a program; more are started where all are at work."""
-
-    mode: Literal["strict", "best_effort"]
-    python: str
-
-    def __post_init__(self) -> None:
-        self.python = find_python(self.python)
-        self.isolation = required_isolation(self.mode, self.python)
-        self.idle: LifoQueue[Sandbox] = LifoQueue()
-
-    def run(self, program: str, limits: Limits) -> Execution:
-        try:
-            sandbox = self.idle.get_nowait()
-        except Empty:
-            sandbox = Sandbox(self.isolation, self.python)
-        try:
-            result = sandbox.run(program, "", limits)
-        except BaseException:
-            sandbox.close()
-            raise
-        self.idle.put(sandbox)
-        return result
-
-    def close(self) -> None:
-        while not self.idle.empty():
-            self.idle.get().close()
+@cache
+def _place(mode: Mode, python: str) -> tuple[Isolation, str, LifoQueue[Sandbox]]:
+    """Return how sandboxes are made, and those that wait for a program."""
+    python = find_python(python)
+    return required_isolation(mode, python), python, LifoQueue()
 
 
-_POOLS: dict[Place, _Sandboxes] = {}
-_LOCK = Lock()
+def _run(program: str, limits: Limits, mode: Mode, python: str) -> Execution:
+    """Run a program in a sandbox that waits, or in a new one."""
+    isolation, python, idle = _place(mode, python)
+    try:
+        sandbox = idle.get_nowait()
+    except Empty:
+        sandbox = Sandbox(isolation, python)
+        _STARTED.append(sandbox)
+    execution = sandbox.run(program, "", limits)
+    idle.put(sandbox)
+    return execution
 
 
-def _sandboxes(place: Place) -> _Sandboxes:
-    with _LOCK:
-        if place not in _POOLS:
-            _POOLS[place] = _Sandboxes(*place)
-        return _POOLS[place]
+_STARTED: list[Sandbox] = []

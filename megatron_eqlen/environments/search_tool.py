@@ -1,8 +1,7 @@
-"""A search tool: the passages of a local JSONL file that a query's words fit best (BM25)."""
+"""A search tool: the passages of a local file that a query's words fit best (BM25)."""
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter, defaultdict
@@ -10,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megatron_eqlen.data.files import read_records
 from megatron_eqlen.environments.tool_calls import ToolEnvironment, schema
 from megatron_eqlen.types import Prompt
 
@@ -25,7 +25,7 @@ class SearchTool(ToolEnvironment):
     tools = (schema(name, "Search for passages.", argument),)
 
     def __init__(self, prompt: Prompt, seed: int, index: str, top_k: int = 3, longest: int = 1500) -> None:
-        """``index``: JSONL file of records with ``text``, and ``title`` or not. ``longest``: characters of an
+        """``index``: file of records with ``text``, and ``title`` or not. ``longest``: characters of an
         answer."""
         self.index, self.top_k, self.longest = index_of(index), top_k, longest
 
@@ -69,16 +69,10 @@ class Index:
 
 @cache
 def index_of(path: str) -> Index:
-    """Read an index once. Raises ValueError for a file that is not there or a line without text."""
-    if not Path(path).is_file():
-        raise ValueError(f"environment.options: index: expected a JSONL file, found none at {path}")
+    """Read an index once. Raises ValueError for a file that is not there or a record without text."""
     passages: list[str] = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-            raise ValueError(f'{path}, line {number}: expected {{"text": "..."}}, found {line[:80]!r}')
-        passages.append(f"{record['title']}\n{record['text']}" if record.get("title") else record["text"])
+    for number, record in enumerate(read_records(Path(path), ["text"], ["title"]), 1):
+        if not isinstance(record, dict) or not isinstance(text := record.get("text"), str):
+            raise ValueError(f'{path}: record {number}: expected {{"text": "..."}}, found {record!r:.80}')
+        passages.append(f"{record['title']}\n{text}" if record.get("title") else text)
     return Index(passages)

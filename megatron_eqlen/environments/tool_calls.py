@@ -22,14 +22,9 @@ class BadToolCall(ValueError):
     """A call that cannot be read; the message is for the policy."""
 
 
-def tool_call(message: str) -> ToolCall | None:
-    """Return the first call of a tool in a turn, None if there is none. What stands before ``</think>`` calls
-    nothing. Raises BadToolCall."""
-    return next(iter(tool_calls(message)), None)
-
-
 def tool_calls(message: str) -> Iterator[ToolCall]:
-    """Yield all calls of tools in a turn."""
+    """Yield all calls of tools in a turn. What stands before ``</think>`` calls nothing. Raises
+    BadToolCall."""
     spoken = message.rpartition("</think>")[2]
     calls = list(_HERMES.finditer(spoken)) or [_LLAMA.fullmatch(spoken)]
     return (_read(match[1]) for match in calls if match is not None)
@@ -59,7 +54,7 @@ class ToolEnvironment(Environment):
 
     def step(self, message: str) -> Observation:
         try:
-            call = tool_call(message)
+            call = next(tool_calls(message), None)
         except BadToolCall as error:
             return Observation(f"error: {error}")
         if call is None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import json
+import os
+import signal
+import socket
 import subprocess
-import threading
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron_eqlen.environments.agent import Agent
+from megatron_eqlen.environments.environment import LostError
+from megatron_eqlen.processes import lifeline
 from megatron_eqlen.types import Prompt
 
 PLAY = f"{__name__}:play"
@@ -21,24 +24,34 @@ class VerifiersTask(Agent):
     """Plays ``prompt.gold``, a task, in the worker. ``python``: interpreter that has verifiers; ``config``:
     JSON of verifiers' environment."""
 
+    worker: ClassVar[_Worker | None] = None
+    """Shared by all; there is one from ``start`` to ``end``."""
+
     def __init__(self, prompt: Prompt, seed: int, python: str, config: str, tools: str | None = None) -> None:
-        super().__init__(prompt, seed, PLAY, tools, python=python, config=config)
+        super().__init__(prompt, seed, PLAY, tools)
 
     @classmethod
-    def start(cls, **options: Any) -> None:
-        super().start(function=PLAY, **options)
-        _worker(options["python"], options["config"])
+    def start(cls, python: str, config: str, tools: str | None = None) -> None:
+        super().start(function=PLAY)
+        if cls.worker is None:
+            cls.worker = _Worker(python, config)
+            cls.worker.ask({})
 
     @classmethod
     def end(cls) -> None:
-        while _WORKERS:
-            _WORKERS.popitem()[1].close()
+        if cls.worker is not None:
+            cls.worker.close()
+            cls.worker = None
         super().end()
 
 
-def play(base_url: str, prompt: Prompt, seed: int, python: str, config: str) -> float:
-    """Play an episode. Raises RuntimeError where it fails."""
-    return _worker(python, config).play(base_url, prompt.gold).result()
+def play(base_url: str, prompt: Prompt, seed: int) -> float:
+    """Play an episode. Raises RuntimeError where it fails, LostError where its worker has ended."""
+    assert VerifiersTask.worker is not None
+    answer = VerifiersTask.worker.ask({"base_url": base_url, "task": prompt.gold})
+    if "error" in answer:
+        raise RuntimeError(f"verifiers: {answer['error']}")
+    return answer["reward"]
 
 
 def ungraded(answer: str) -> float:
@@ -46,53 +59,34 @@ def ungraded(answer: str) -> float:
     return 0.0
 
 
-def _worker(python: str, config: str) -> _Worker:
-    if (python, config) not in _WORKERS:
-        _WORKERS[python, config] = _Worker(python, config)
-    return _WORKERS[python, config]
-
-
 class _Worker:
-    """Process that plays all episodes of an environment. It ends with this one, whose pipe it reads."""
+    """Process that plays all episodes of an environment, each over a connection of its own. It ends with this
+    process, however that ends."""
 
     def __init__(self, python: str, config: str) -> None:
-        self._process = subprocess.Popen(
-            [python, "-P", str(WORKER), config],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-        )
-        self._numbers = itertools.count()
-        self._open: dict[int, Future[float]] = {}
-        self._lock = threading.Lock()
-        threading.Thread(target=self._read, name="verifiers", daemon=True).start()
+        with socket.create_server(("127.0.0.1", 0), backlog=1024) as listening:
+            self._address = listening.getsockname()
+            self._process = subprocess.Popen(
+                [python, "-P", str(WORKER), config],
+                stdin=listening.fileno(),
+                env=os.environ | lifeline.named(),
+                start_new_session=True,
+            )
 
-    def play(self, base_url: str, task: str) -> Future[float]:
-        assert self._process.stdin is not None
-        with self._lock:
-            number, future = next(self._numbers), Future[float]()
-            self._open[number] = future
-            self._process.stdin.write(json.dumps({"id": number, "base_url": base_url, "task": task}) + "\n")
-        return future
+    def ask(self, episode: dict[str, str]) -> dict[str, Any]:
+        """Return the reward of an episode, or its error; nothing, once the worker is ready, for no episode.
+        Raises LostError if the worker has ended."""
+        line = b""
+        with contextlib.suppress(ConnectionError), socket.create_connection(self._address) as link:
+            link.sendall(json.dumps(episode).encode() + b"\n")
+            line = link.makefile("rb").readline()
+        if not line:
+            status = self._process.wait()
+            raise LostError(f"verifiers: the worker ended with status {status}: {self._process.args}")
+        return json.loads(line)
 
     def close(self) -> None:
         """End the worker, with all that it plays."""
-        self._process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            answer: dict[str, Any] = json.loads(line)
-            future = self._open.pop(answer["id"])
-            if "reward" in answer:
-                future.set_result(answer["reward"])
-            else:
-                future.set_exception(RuntimeError(f"verifiers: {answer['error']}"))
-        with self._lock:
-            for future in self._open.values():
-                future.set_exception(RuntimeError(f"verifiers: the worker ended ({self._process.wait()})"))
-
-
-_WORKERS: dict[tuple[str, str], _Worker] = {}

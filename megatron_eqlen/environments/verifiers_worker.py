@@ -1,7 +1,6 @@
-"""Plays episodes of a ``verifiers`` environment (0.4). The python of verifiers' own virtual environment runs
-this file, which imports nothing of ours.
+"""Plays episodes of a ``verifiers`` environment (0.4), in verifiers' own virtual environment.
 
-    python -P verifiers_worker.py CONFIG         reads episodes, a line each, and writes rewards
+    python -P verifiers_worker.py CONFIG         plays an episode for each connection to the socket at stdin
     python -P verifiers_worker.py CONFIG COUNT   writes COUNT tasks as rows of a data file
 
 CONFIG is JSON: verifiers' ``[env]`` block, for example ``{"taskset": {"id": "gsm8k-v1"}}``.
@@ -11,28 +10,21 @@ import asyncio
 import itertools
 import json
 import os
+import signal
+import socket
 import sys
+import threading
+import time
 
 import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
 from verifiers.v1.clients import ModelContext  # pyright: ignore[reportMissingImports]
-from verifiers.v1.utils.generic import concrete_type  # pyright: ignore[reportMissingImports]
 from verifiers.v1.utils.loaders import (  # pyright: ignore[reportMissingImports]
-    environment_class,
     load_environment,
+    resolve_env_config,
 )
 
-OUT = os.fdopen(os.dup(1), "w", buffering=1)
-os.dup2(2, 1)  # what an environment prints is no answer
 
-
-def environment(config: dict):
-    cls = environment_class(config["taskset"]["id"], config.get("id", ""))
-    return load_environment(
-        (concrete_type(cls, vf.EnvConfig, origin=vf.Env) or vf.EnvConfig).model_validate(config)
-    )
-
-
-async def play(env, asked: dict) -> None:
+async def play(env, asked: dict) -> dict:
     kind = type(env.taskset).task_type()
     try:
         task = kind(kind.data_type().model_validate(json.loads(asked["task"])), env.config.taskset.task)
@@ -41,22 +33,28 @@ async def play(env, asked: dict) -> None:
         episode = await env.run_slot(
             slot, ModelContext(client=client, model="policy", sampling=vf.SamplingConfig())
         )
-        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-        answer = (
-            {"error": str(errors[0])} if errors else {"reward": sum(trace.reward for trace in episode.traces)}
-        )
     except Exception as error:  # noqa: BLE001  reported, and the rollout is dropped
-        answer = {"error": repr(error)}
-    OUT.write(json.dumps({"id": asked["id"]} | answer) + "\n")
+        return {"error": repr(error)}
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    return {"error": str(errors[0])} if errors else {"reward": sum(trace.reward for trace in episode.traces)}
 
 
 async def serve(env) -> None:
-    lines, running = asyncio.StreamReader(limit=1 << 26), set()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    async def answer(lines, out) -> None:
+        asked = json.loads(await lines.readline())
+        out.write(json.dumps(await play(env, asked) if asked else {}).encode() + b"\n")
+        out.close()
+
     async with env.serving():
-        while line := await lines.readline():
-            running.add(episode := asyncio.create_task(play(env, json.loads(line))))
-            episode.add_done_callback(running.discard)
+        server = await asyncio.start_server(answer, sock=socket.socket(fileno=0), limit=1 << 26)
+        await server.serve_forever()
+
+
+def end_with(parent: int) -> None:
+    """End this process and its own ones with ``parent``."""
+    while os.getppid() == parent:
+        time.sleep(0.25)
+    os.killpg(0, signal.SIGKILL)
 
 
 def row(task) -> dict:
@@ -71,9 +69,12 @@ def row(task) -> dict:
 
 
 if __name__ == "__main__":
-    made = environment(json.loads(sys.argv[1]))
+    config = resolve_env_config(json.loads(sys.argv[1]))
     if len(sys.argv) > 2:
-        for one in itertools.islice(made.taskset, int(sys.argv[2])):
-            OUT.write(json.dumps(row(one)) + "\n")
+        rows = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # what an environment prints is no task
+        for one in itertools.islice(load_environment(config).taskset, int(sys.argv[2])):
+            rows.write(json.dumps(row(one)) + "\n")
     else:
-        asyncio.run(serve(made))
+        threading.Thread(target=end_with, args=(int(os.environ["EQLEN_LAUNCHED"]),), daemon=True).start()
+        asyncio.run(serve(load_environment(config)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,11 @@ class Tokenizer(ABC):
 
     @property
     @abstractmethod
+    def special_tokens(self) -> list[str]:
+        """Texts that ``encode`` turns into special tokens; at least one."""
+
+    @property
+    @abstractmethod
     def chat_template(self) -> str | None:
         """Jinja source of the chat template; None if the model has none."""
 
@@ -121,6 +127,10 @@ class HuggingFaceTokenizer(Tokenizer):
     @property
     def vocab_size(self) -> int:
         return len(self._backend)
+
+    @property
+    def special_tokens(self) -> list[str]:
+        return [token.content for token in self._backend.added_tokens_decoder.values() if token.special]
 
     @property
     def chat_template(self) -> str | None:
@@ -163,6 +173,11 @@ class SentencePieceTokenizer(Tokenizer):
     @property
     def vocab_size(self) -> int:
         return self._backend.vocab_size()
+
+    @cached_property
+    def special_tokens(self) -> list[str]:
+        pieces = map(self._backend.id_to_piece, range(self.vocab_size))
+        return [piece for piece in pieces if piece.startswith("<") and piece.endswith(">")]
 
     @property
     def chat_template(self) -> str | None:

@@ -41,9 +41,9 @@ def host_parts(recipe: Recipe, model: ModelConfig, stages: list[Trainer], work: 
     parts["checkpoint"] = staged_bytes(recipe, model, rank)
     sharing = recipe.parallel.tensor * recipe.parallel.context
     copies = 1 + sharing * recipe.parallel.pipeline  # graded on one rank, trained on these
-    parts["rollouts"] = copies * work.generated * token_bytes(recipe) / cluster.nodes
+    parts["rollouts"] = copies * (work.generated + work.given) * token_bytes(recipe) / cluster.nodes
     if recipe.rollout.keep_routes:  # each stage keeps its own layers' routes
-        routes = work.generated * route_bytes(model)
+        routes = (work.generated + work.given) * route_bytes(model)
         parts["routes"] = (1 + sharing) * routes / cluster.nodes
     parts["processes"] = cluster.processes_per_node * PROCESS
     return parts
@@ -106,4 +106,4 @@ def recorded_bytes(recipe: Recipe, model: ModelConfig, work: Workload) -> float:
     token = TOKEN_ON_DISK + token_bytes(recipe) - TOKEN
     if recipe.rollout.keep_routes and recipe.rollout.record_routes:
         token += route_bytes(model)
-    return work.generated * token
+    return (work.generated + work.given) * token

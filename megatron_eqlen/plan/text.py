@@ -125,9 +125,15 @@ def _aligned(rows: list[list[str]]) -> list[str]:
 def _work(recipe: Recipe, work: Workload) -> str:
     prompts = recipe.data.prompts_per_step
     longest = work.tracks * recipe.rollout.max_response_length
+    section = recipe.environment
+    given = (
+        f"environment {section.name}: {section.max_given_tokens:,} given tokens a response are assumed "
+        "(environment.max_given_tokens)\n"
+    )
     return (
         f"step        {prompts} prompts x {work.tracks // prompts} tracks, "
         f"at most {longest:,} tokens decoded at once; rows of {recipe.packing.max_tokens_per_row:,}\n"
+        f"{given * (section.name is not None)}"
         f"objective   {_objective(recipe)}\n"
         f"graders     {_graders(recipe)}\n"
         f"end         {recipe.budget.describe()}\n"

@@ -14,24 +14,30 @@ class Workload:
     tracks: int
     """Sequences that are decoded at once."""
     generated: float
-    """Tokens of all rollouts."""
+    """Tokens of all rollouts that the policy generates."""
     trained: float
     """Positions of all rows; each token of a rollout is trained once."""
     context: float
     """Mean number of tokens that a token sees."""
+    given: float = 0.0
+    """Tokens of all rollouts that environments give."""
 
 
 def workload(recipe: Recipe) -> Workload:
-    """Count the tokens of full rollouts. Prompts are taken to be half of ``data.max_prompt_length``."""
+    """Count the tokens of full rollouts. Prompts are taken to be half of ``data.max_prompt_length``, and the
+    tokens that an environment may give to be spread evenly over a response."""
     prompts, prompt = recipe.data.prompts_per_step, recipe.data.max_prompt_length / 2
-    spans = _spans(recipe)
+    spans, stretch = _spans(recipe), recipe.longest_response / recipe.rollout.max_response_length
     generated = sum(tracks * (end - start) for tracks, start, end in spans)
-    seen = sum(tracks * (end - start) * (prompt + (start + end) / 2) for tracks, start, end in spans)
+    seen = sum(
+        tracks * (end - start) * (prompt + stretch * (start + end) / 2) for tracks, start, end in spans
+    )
     return Workload(
         tracks=prompts * max(tracks for tracks, _, _ in spans),
         generated=prompts * generated,
-        trained=prompts * (generated + recipe.rollouts_per_prompt * prompt),
+        trained=prompts * (stretch * generated + recipe.rollouts_per_prompt * prompt),
         context=seen / generated,
+        given=prompts * (stretch - 1) * generated,
     )
 
 

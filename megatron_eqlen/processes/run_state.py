@@ -47,7 +47,7 @@ class RunState:
     stages: list[Moment] = field(default_factory=list)
     """Stages in progress, or at the moment the run was cut off."""
     spans: list[dict[str, Any]] = field(default_factory=list)
-    """Stages that have ended since the newest step: stage, began, ended."""
+    """Stages that have ended since the newest step: stage, began, ended, track."""
     steps: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=STEPS))
     """Newest steps: step, time, spans."""
     saved: int | None = None
@@ -91,7 +91,8 @@ class RunState:
                 self.steps = deque(kept, STEPS)
             case "stage" if "began" in event:
                 self.stages = [stage for stage in self.stages if stage != (event["began"], event["stage"])]
-                self.spans.append({"stage": event["stage"], "began": event["began"], "ended": time})
+                track = {"track": event["track"]} if "track" in event else {}
+                self.spans.append({"stage": event["stage"], "began": event["began"], "ended": time} | track)
             case "stage":
                 self.stages.append((time, event["stage"]))
             case "step":

@@ -22,6 +22,8 @@ class TimeSpan:
     began: float
     ended: float = math.inf
     """Infinite while the stage runs."""
+    track: str = ""
+    """Name of the track whose turn an environment answers."""
 
 
 class Timeline:
@@ -30,7 +32,7 @@ class Timeline:
 
     def __init__(self, note: Callable[..., None] = lambda kind, **fields: None) -> None:
         self.spans: deque[TimeSpan] = deque(maxlen=1000)  # more than a step's
-        self._note = note
+        self._tell = note
         self._epoch = time.time() - time.perf_counter()
 
     @contextmanager
@@ -38,12 +40,18 @@ class Timeline:
         span = TimeSpan(stage, time.perf_counter())
         self.spans.append(span)
         began = round(span.began + self._epoch, 3)
-        self._note("stage", stage=stage, time=began)
+        self._tell("stage", stage=stage, time=began)
         try:
             yield span
         finally:
             span.ended = time.perf_counter()
-            self._note("stage", stage=stage, time=round(span.ended + self._epoch, 3), began=began)
+            self.note(span)
+
+    def note(self, span: TimeSpan) -> None:
+        """Tell of a span that has ended."""
+        began, ended = (round(moment + self._epoch, 3) for moment in (span.began, span.ended))
+        track = {"track": span.track} if span.track else {}
+        self._tell("stage", stage=span.stage, time=ended, began=began, **track)
 
     def idle(self, stages: tuple[str, ...], since: float, until: float) -> float:
         """Return the seconds from ``since`` to ``until`` in which none of ``stages`` ran."""

@@ -302,8 +302,8 @@ class EnvironmentRecipe(Section):
 
     name: str | None = None
     """``python``: a Python tool in the sandbox; ``search``: passages of ``options.index``, a JSONL file;
-    ``agent``: any program that speaks to OpenAI's endpoint, ``options.function``; or the import path of your
-    own class. None: a response is one turn."""
+    ``agent``: any program that speaks to OpenAI's endpoint, ``options.function``; ``verifiers``: tasks of
+    that package; or the import path of your own class. None: a response is one turn."""
     options: Annotated[dict[str, Value], When(".name")] = {}
     """Arguments of the class besides prompt and seed."""
     max_turns: Annotated[PositiveInt, When(".name")] = 8

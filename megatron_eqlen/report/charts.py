@@ -30,6 +30,8 @@ LANES = {
     "engine": ("harvest", "evaluate"),
     "graders": ("score",),
     "trainer": ("trees", "train", "sync", "checkpoint"),
+    "environments": ("call",),
+    "barrier": ("wait for a fork",),
 }
 STAGES = tuple(stage for lane in LANES.values() for stage in lane)
 COLOURS = (
@@ -110,8 +112,8 @@ class Chart:
     """The series are parts of a whole."""
     starts: Sequence[float] = ()
     """Left ends of bars that end at ``x``, in percent of a response."""
-    spans: Sequence[tuple[str, str, float, float]] = ()
-    """Activities: lane, stage, begin and end; ``x`` are the ends of the steps. All in seconds."""
+    spans: Sequence[tuple[str, str, float, float, str]] = ()
+    """Activities: lane, stage, begin, end and track; ``x`` are the ends of the steps. All in seconds."""
 
     def data(self) -> dict[str, Any]:
         """Return what ``page.js`` draws, as plain data: of each series the columns ``y`` and, where there are
@@ -134,8 +136,8 @@ class Chart:
             "series": series,
             "stacked": self.stacked,
             "starts": [*self.starts],
-            "spans": [[*span, stage_colour(span[1])] for span in self.spans],
-            "lanes": [*LANES][::-1],
+            "spans": [[*span[:4], stage_colour(span[1]), *span[4:]] for span in self.spans],
+            "lanes": [lane for lane in LANES if any(span[0] == lane for span in self.spans)][::-1],
         }
 
 
@@ -201,8 +203,8 @@ def stage_colour(stage: str) -> str:
 
 
 def timeline(records: Records) -> list[Chart]:
-    """Return the chart of the last ``STEPS`` steps: a lane each for engine, graders and trainer; none if no
-    step has spans."""
+    """Return the chart of the last ``STEPS`` steps: a lane each for engine, graders, trainer, environments;
+    none if no step has spans."""
     shown = [record for record in records if record["spans"]][-STEPS:]
     lanes = {stage: lane for lane, stages in LANES.items() for stage in stages}
     spans = [span for record in shown for span in record["spans"] if span["stage"] in lanes]
@@ -210,12 +212,20 @@ def timeline(records: Records) -> list[Chart]:
         return []
     first = min(span["began"] for span in spans)
     times = [
-        (lanes[span["stage"]], span["stage"], span["began"] - first, span["ended"] - first) for span in spans
+        (
+            lanes[one["stage"]],
+            one["stage"],
+            one["began"] - first,
+            one["ended"] - first,
+            one.get("track", ""),
+        )
+        for one in spans
     ]
-    seconds = {stage: sum(end - begin for _, of, begin, end in times if of == stage) for stage in lanes}
+    seconds = {stage: sum(end - begin for _, of, begin, end, _ in times if of == stage) for stage in lanes}
     series = [
         Series(stage, np.empty(0), colour=stage_colour(stage), last=f"{compact(total)} s")
         for stage, total in seconds.items()
+        if total
     ]
     ends = np.array([record["time"] - first for record in shown])
     return [

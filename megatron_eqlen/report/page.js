@@ -76,14 +76,14 @@ function parts(plot, chart, source) {
 
 // Draw activities in their lanes; a line of the grid is the end of a step.
 function spans(plot, chart) {
-  const [lane, stage, begin, end, colour] = [0, 1, 2, 3, 4].map(i => chart.spans.map(span => span[i]))
-  const source = new Bokeh.ColumnDataSource({data: {lane, stage, begin, end, colour, seconds: end.map((e, i) => e - begin[i])}})
+  const [lane, stage, begin, end, colour, track] = [0, 1, 2, 3, 4, 5].map(i => chart.spans.map(span => span[i]))
+  const source = new Bokeh.ColumnDataSource({data: {lane, stage, begin, end, track, colour, seconds: end.map((e, i) => e - begin[i])}})
   const [y, left, right, color] = ["lane", "begin", "end", "colour"].map(field => ({field}))
   plot.hbar({y, left, right, color, height: 0.7, source})
   plot.xaxis.axis_label = plot.ygrid.grid_line_color = null
   plot.xaxis.ticker = plot.xgrid.ticker = new Bokeh.FixedTicker({ticks: chart.x})
   plot.xaxis.major_label_overrides = new Map(chart.x.map((x, i) => [x, chart.clock[i]]))
-  plot.add_tools(new Bokeh.HoverTool({tooltips: [["", "@stage: @seconds{0.0} s"]], visible: false}))
+  plot.add_tools(new Bokeh.HoverTool({tooltips: [["", "@stage @track: @seconds{0.0} s"]], visible: false}))
 }
 
 CHARTS.forEach((chart, number) => {

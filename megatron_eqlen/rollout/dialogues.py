@@ -4,31 +4,116 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from dataclasses import dataclass, field
 from functools import partial
+from heapq import nlargest
 from typing import NamedTuple
 
-from megatron_eqlen.environments.calls import Call, Calls
 from megatron_eqlen.environments.conversation import (
     Answer,
+    ChangedAnswerError,
     Conversations,
-    Turn,
     answer,
-    replayed,
     turns_of,
 )
-from megatron_eqlen.environments.environment import Environment
+from megatron_eqlen.environments.environment import Environment, LostError
+from megatron_eqlen.processes.timeline import TimeSpan
+from megatron_eqlen.rollout.engine import EngineError
 from megatron_eqlen.sampling.harvester import Harvester
 from megatron_eqlen.sampling.track import Track, track_seed
 from megatron_eqlen.tokens import Tokens
-from megatron_eqlen.types import Metrics, Prompt, Rollout, RolloutKey, rollout_key
+from megatron_eqlen.types import Metrics, Rollout, RolloutKey, rollout_key
 
 log = logging.getLogger(__name__)
 
 COINS = -1
 """Number, in place of a track's, in the seed that all environments of a rollout share; with own seeds they
 have this number and those below."""
+
+
+CALL, WAIT = "call", "wait for a fork"
+"""Stages of the timeline."""
+SPANS = 200
+"""Most spans of a harvest that the timeline gets: the longest."""
+
+
+@dataclass(eq=False)
+class Call:
+    """A turn that an environment answers."""
+
+    key: RolloutKey
+    track: Track
+    turns: int
+    """Turns of the response so far, with the one that is answered."""
+    work: Callable[[], Answer]
+    result: Future[Answer] = field(default_factory=Future)
+    started: float = 0.0
+    ended: float = 0.0
+
+    def run(self) -> None:
+        with contextlib.suppress(InvalidStateError):  # it has taken too long
+            try:
+                answer, self.ended = self.work(), time.perf_counter()
+            except BaseException as error:  # noqa: BLE001  another's code: the driver drops the rollout
+                self.ended = time.perf_counter()
+                self.result.set_exception(error)
+            else:
+                self.result.set_result(answer)
+
+
+class Calls:
+    """Runs calls in daemon threads: one that never returns does not keep the process alive."""
+
+    def __init__(self, workers: int, timeout: float) -> None:
+        self.workers, self.timeout = workers, timeout
+        self.waiting: deque[Call] = deque()
+        self.running: list[Call] = []
+
+    def __len__(self) -> int:
+        """Return the number of calls that are not finished."""
+        return len(self.waiting) + len(self.running)
+
+    @property
+    def tracks(self) -> set[Track]:
+        """Tracks whose turns are being answered."""
+        return {call.track for call in (*self.waiting, *self.running)}
+
+    def start(self, call: Call) -> None:
+        self.waiting.append(call)
+        self._admit()
+
+    def finished(self, idle: bool) -> list[Call]:
+        """Return calls that have ended, or taken too long, which is a failure. ``idle``: there is nothing
+        else to do."""
+        wait([call.result for call in self.running], timeout=0.05 if idle else 0, return_when=FIRST_COMPLETED)
+        now = time.perf_counter()
+        for call in self.running:
+            if now - call.started > self.timeout:
+                with contextlib.suppress(InvalidStateError):
+                    late = TimeoutError(f"no answer in {self.timeout:g} s (environment.timeout)")
+                    call.result.set_exception(late)
+                    call.ended = now
+        ended = [call for call in self.running if call.result.done()]
+        self.running = [call for call in self.running if call not in ended]
+        self._admit()
+        return ended
+
+    def forget(self, key: RolloutKey) -> None:
+        """Give up the calls of a rollout."""
+        self.waiting = deque(call for call in self.waiting if call.key != key)
+        self.running = [call for call in self.running if call.key != key]
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self.workers:
+            call = self.waiting.popleft()
+            call.started = time.perf_counter()
+            self.running.append(call)
+            threading.Thread(target=call.run, name="environment", daemon=True).start()
 
 
 class _State(NamedTuple):
@@ -46,38 +131,39 @@ class Dialogues:
 
     def __init__(self, speak: Conversations) -> None:
         self.speak = speak
-        self.calls = Calls(speak.workers, speak.timeout)
+        self.calls = Calls(speak.limits.workers, speak.limits.timeout)
         self._states: dict[RolloutKey, dict[int, _State]] = {}
         """By the number of the track."""
         self._due: dict[Track, float] = {}
         """Turns that wait for other tracks, and since when."""
-        self._asked: set[Track] = set()
-        self.last_error: BaseException | None = None
-        """Why the last rollout that was left out failed."""
-        self.answered = self.cut = self.dropped = self.copies = self.replays = self.refused = 0
-        self.seconds = self.waited = 0.0
+        self.errors: list[BaseException] = []
+        """Of the rollouts that were left out."""
+        self.fork_error: Exception | None = None
+        self.answered = self.cut = self.copies = self.replays = self.refused = 0
+        self._spans: list[TimeSpan] = []
+        """Calls, and waits before them."""
 
     def begin(self, key: RolloutKey, harvester: Harvester) -> None:
         """Start the calls that the harvester allows."""
-        now = time.monotonic()
+        now = time.perf_counter()
         for track in harvester.open.values():
             if track.calls:
                 self._due.setdefault(track, now)
+        asked = self.calls.tracks
         for track in harvester.calls():
-            if track not in self._asked:
-                self._asked.add(track)
-                self.waited += now - self._due[track]
+            if track not in asked:
+                self._spans.append(TimeSpan(WAIT, self._due[track], now, track.name))
                 state = self._states.get(key, {}).get(track.number)
                 turns = turns_of(path_of(harvester, track))
                 self.replays += state is None and len(turns) > 1
-                work = partial(
-                    _call, self.speak, state, harvester.prompt, self._seed(harvester, track), turns
-                )
+                environment = state and state.environment
+                seed = self._seed(harvester, track)
+                work = partial(answer, self.speak, environment, harvester.prompt, seed, turns)
                 self.calls.start(Call(key, track, len(turns), work))
 
-    def fork(self, key: RolloutKey, harvester: Harvester, launched: Sequence[Track]) -> Exception | None:
-        """Copy, for each new track, the environment of the line that it leaves, as it is there. Return the
-        environment's error, if it has one."""
+    def fork(self, key: RolloutKey, harvester: Harvester, launched: Sequence[Track]) -> None:
+        """Copy, for each new track, the environment of the line that it leaves, as it is there. Where that
+        fails, the track gets a new one, which is told the messages."""
         states, lines = self._states.get(key, {}), list(harvester.open.values())
         for track in launched:
             for line in lines:
@@ -85,25 +171,28 @@ class Dialogues:
                 if line is track or line.parent != track.parent or state is None:
                     continue
                 if state.turns == len(turns_of(path_of(harvester, track))) - 1:  # not where it is resumed
-                    assert line not in self._asked, "an environment is copied between its calls"
+                    assert line not in self.calls.tracks, "an environment is copied between its calls"
                     try:
-                        copied = state.environment.fork()
+                        states[track.number] = state._replace(environment=state.environment.fork())
+                        self.copies += 1
                     except Exception as error:  # noqa: BLE001  another's code
-                        return error
-                    states[track.number] = state._replace(environment=copied)
-                    self.copies += 1
+                        if self.fork_error is None:
+                            log.warning("forks get new environments, which are told the messages: %r", error)
+                        self.fork_error = error
                     break
-        return None
+
+    def finished(self, idle: bool) -> list[Call]:
+        """Return calls that have ended, as ``Calls.finished``."""
+        ended = self.calls.finished(idle)
+        self._spans += [TimeSpan(CALL, call.started, call.ended, call.track.name) for call in ended]
+        return ended
 
     def take(self, call: Call) -> None:
         """Use the result of a call: the track goes on, or has ended."""
-        assert call.result is not None
-        track, (environment, given, grade, cut) = call.track, call.result
-        self._asked.discard(track)
+        track, (environment, given, grade, cut) = call.track, call.result.result()
         self._due.pop(track, None)
         self.answered += 1
         self.cut += cut
-        self.seconds += call.ended - call.started
         states = self._states.setdefault(call.key, {})
         states[track.number] = _State(environment, call.turns)
         if given is None:
@@ -116,31 +205,42 @@ class Dialogues:
         self.calls.forget(key)
         for track in [track for track in self._due if (track.prompt_id, track.index) == key]:
             del self._due[track]
-            self._asked.discard(track)
         for state in self._states.pop(key, {}).values():
             self.refused += state.environment.refused
             with contextlib.suppress(Exception):  # another's code, and nothing depends on it
                 state.environment.close()
 
+    def dropped(self, error: BaseException) -> None:
+        """Count a rollout that is left out. Raises EngineError where that would be a selection, or go on."""
+        if isinstance(error, LostError):
+            raise EngineError(str(error)) from error
+        if isinstance(error, ChangedAnswerError) and self.fork_error is not None:
+            raise EngineError(f"{self.fork_error}; a new environment cannot be told the messages: {error}")
+        self.errors.append(error)
+
     def close(self) -> None:
         """Give up all environments."""
         for key in list(self._states):
             self.end(key)
+        for span in nlargest(SPANS, self._spans, key=lambda span: span.ended - span.began):
+            self.speak.note(span)
 
     def _seed(self, harvester: Harvester, track: Track) -> int:
         number = COINS - track.number if self.speak.own_seeds else COINS
         return track_seed(harvester.seed, harvester.prompt.prompt_id, harvester.index, number)
 
     def metrics(self) -> Metrics:
-        turns = max(self.answered, 1)
+        seconds = {CALL: 0.0, WAIT: 0.0}
+        for span in self._spans:
+            seconds[span.stage] += (span.ended - span.began) / max(self.answered, 1)
         return {
             "environment/turns": self.answered,
-            "environment/seconds": self.seconds / turns,
-            "environment/waited": self.waited / turns,
+            "environment/seconds": seconds[CALL],
+            "environment/waited": seconds[WAIT],
             "environment/cut": self.cut,
             "environment/copies": self.copies,
             "environment/replays": self.replays,
-            "environment/dropped": self.dropped,
+            "environment/dropped": len(self.errors),
             "environment/refused": self.refused,
         }
 
@@ -149,13 +249,6 @@ def path_of(harvester: Harvester, track: Track) -> Tokens:
     """Return the tokens of a track's response so far."""
     own = track.tokens[track.place(track.start) :]
     return Tokens.joined([*(part.tokens for part in harvester.line(track.parent)), own])
-
-
-def _call(
-    speak: Conversations, state: _State | None, prompt: Prompt, seed: int, turns: Sequence[Turn]
-) -> Answer:
-    environment = replayed(speak, prompt, seed, list(turns[:-1])) if state is None else state.environment
-    return answer(speak, environment, list(turns))
 
 
 def grade_again(speak: Conversations, rollout: Rollout, seed: int) -> bool:
@@ -167,7 +260,7 @@ def grade_again(speak: Conversations, rollout: Rollout, seed: int) -> bool:
         if part.finish_reason == "stop" and part.grade is None:
             turns = turns_of(Tokens.joined([above.tokens for above in rollout.line(part.number)]))
             try:
-                part.grade = answer(speak, replayed(speak, rollout.prompt, seed, turns[:-1]), turns).grade
+                part.grade = answer(speak, None, rollout.prompt, seed, turns).grade
             except Exception as error:  # noqa: BLE001  another's code
                 log.warning("rollout %s/%d is generated again: %r", *rollout_key(rollout), error)
                 return False

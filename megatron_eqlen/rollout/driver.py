@@ -208,24 +208,22 @@ class Driver:
             harvester = self.running[key]
             before = len(harvester.parts)
             while launched := harvester.advance():  # a fork may have recorded tokens, and have ended
-                if self.dialogues is not None and (error := self.dialogues.fork(key, harvester, launched)):
-                    self.drop(key, error)
-                    break
+                if self.dialogues is not None:
+                    self.dialogues.fork(key, harvester, launched)
                 for track in launched:
                     self.launch(track, key)
-            if key in self.running:
-                self.report(key, harvester, before)
+            self.report(key, harvester, before)
             if self.dialogues is not None and key in self.running:
                 self.dialogues.begin(key, harvester)
 
     def converse(self, dialogues: Dialogues) -> None:
         """Hand the answers of environments to their tracks, which go on or have ended."""
         touched: dict[RolloutKey, None] = {}
-        for call in dialogues.calls.finished(wait=not self.in_flight and len(dialogues.calls) > 0):
+        for call in dialogues.finished(idle=not self.in_flight and len(dialogues.calls) > 0):
             if call.key not in self.running:  # dropped with another call
                 continue
-            if call.error is not None:
-                self.drop(call.key, call.error)
+            if (error := call.result.exception()) is not None:
+                self.drop(call.key, error)
                 continue
             dialogues.take(call)
             touched[call.key] = None
@@ -237,14 +235,13 @@ class Driver:
 
     def drop(self, key: RolloutKey, error: BaseException) -> None:
         """Leave out a rollout whose environment failed: that says nothing about the policy."""
+        assert self.dialogues is not None
+        self.dialogues.dropped(error)
         log.warning("rollout %s/%d is left out, its environment failed: %r", *key, error)
         requests = [name for name, (_, of) in self.in_flight.items() if of == key]
         self.engine.abort(requests)
         for name in requests:
             del self.in_flight[name]
-        assert self.dialogues is not None
-        self.dialogues.dropped += 1
-        self.dialogues.last_error = error
         self.launched.pop(key, None)
         self.take(key, self.running[key])
 

@@ -23,7 +23,7 @@ from megatron_eqlen.rollout.engine import Decoder
 from megatron_eqlen.rollout.partial import HarvestProgress
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.track import Track
-from megatron_eqlen.tokens import COLUMNS, Column, Tokens
+from megatron_eqlen.tokens import COLUMNS, GIVEN, Column, Tokens
 from megatron_eqlen.types import Delta, Metrics, Rollout
 
 
@@ -132,7 +132,8 @@ def rollout_metrics(rollouts: list[Rollout]) -> Metrics:
     if ended:
         metrics[HARVEST_ENDED_RESPONSE_LENGTH] = fmean(ended)
     tables = [part.tokens for rollout in rollouts for part in rollout.parts]
-    if given := sum(len(table) - table.generated for table in tables):
+    if any(GIVEN.name in table for table in tables):
+        given = sum(len(table) - table.generated for table in tables)
         metrics["environment/given_share"] = given / max(sum(table.generated for table in tables), 1)
     contexts = [rollout.prompt_columns for rollout in rollouts if rollout.prompt_columns is not None]
     for column in COLUMNS.values():

@@ -139,10 +139,10 @@ class Generator(InTurn):
     ) -> None:
         self.session, self.recipe, self.streams = session, session.recipe, streams
         self.benchmarks = self.recipe.evaluation.benchmarks
-        self.conversations = conversations(self.recipe, session.tokenizer)
+        self.conversations = conversations(self.recipe, session.tokenizer, session.timeline.note)
         if self.conversations is not None:
             session.ends_with(self.conversations.close)
-        self._tools = self.conversations.tools if self.conversations is not None else ()
+        self._tools = tools(self.recipe)
         self.source = source or start_prompts(session)
         """On rank 0 only, which draws for all ranks. Gold answers are checked under a time limit, so ranks
         that each drew their own prompts could keep different ones."""

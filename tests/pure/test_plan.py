@@ -188,6 +188,15 @@ def test_a_step_generates_what_its_sampling_can_grow_to():
     pairs = work("sampling=equal_length", "group_size=4")
     assert pairs == Workload(3 * 4, 3 * 4000, 3 * (4000 + 2 * 256), 256 + 500)
     assert work("sampling=independent", "group_size=4") == replace(pairs, trained=3 * (4000 + 256))
+    talks = (
+        "sampling=independent",
+        "group_size=4",
+        "environment.name=python",
+        "environment.max_given_tokens=500",
+    )
+    assert work(*talks) == Workload(3 * 4, 3 * 4000, 3 * (6000 + 256), 256 + 750, 3 * 2000)
+    told = describe(load(ROOT / "recipes/qwen3_0.6b.yaml", [*keys, *talks]))
+    assert "python: 500 given tokens a response are assumed (environment.max_given_tokens)" in told
     shape = ["branching=2", "forks=1", "step_tokens=100"]
     tree = work(
         "sampling=tree", "objective=treerpo", "group_size=2", *(f"tree_sampling.{key}" for key in shape)

@@ -96,9 +96,7 @@ def batches(path: Path, schema: pa.Schema, columns: Sequence[str] | None = None)
     wanted = schema.names if columns is None else columns
     try:
         recorded = pa.ipc.read_schema(source)
-        _check_version(path, recorded)
-        if recorded != schema:
-            raise pa.ArrowInvalid("expected the columns of its version, found others")
+        _check_version(path, recorded, schema)
         source.seek(0)
         fields = [number for number, name in enumerate(recorded.names) if name in wanted]
         stream = pa.ipc.open_stream(source, options=pa.ipc.IpcReadOptions(included_fields=fields))
@@ -139,11 +137,13 @@ def _crc(batch: pa.RecordBatch) -> bytes:
     return str(zlib.crc32(batch.serialize())).encode()
 
 
-def _check_version(path: Path, schema: pa.Schema) -> None:
-    version = (schema.metadata or {}).get(VERSION_KEY, b"none").decode(errors="replace")
-    if version != str(VERSION):
+def _check_version(path: Path, recorded: pa.Schema, schema: pa.Schema) -> None:
+    version = (recorded.metadata or {}).get(VERSION_KEY, b"none").decode(errors="replace")
+    if version != str(VERSION) or recorded != schema:
+        columns = sorted({*map(str, schema)} ^ {*map(str, recorded)})
         raise ValueError(
-            f"{path}: expected recorded rollouts of format version {VERSION}, found version {version}: "
+            f"{path}: expected recorded rollouts of format version {VERSION}, found version {version}, of "
+            f"another release: {len(columns)} columns differ ({', '.join(columns)[:80]}): "
             f"read it with the release that wrote it, or remove it and the step is generated again"
         )
 
