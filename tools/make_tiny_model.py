@@ -2,11 +2,12 @@
 """Make and warm up a tiny Qwen3: a Hugging Face folder that training and vLLM load like a real one.
 
     tools/make_tiny_model.py --data runs/search/data/train.parquet --out models/tiny
+    tools/make_tiny_model.py --data mine.jsonl --out models/mine
 
-The demonstrations of a DeepMath-103K parquet file become a tokenizer and a few hundred steps of supervised
-fine-tuning with plain Transformers: one single-threaded process a core, gradients summed. The same arguments
-give the same weights; a folder that was made with the same arguments is left as it is. With ``--steps 0`` the
-weights stay random.
+The demonstrations of a DeepMath-103K parquet file, or the answers of any file that the reader `jsonl` knows,
+become a tokenizer and a few hundred steps of supervised fine-tuning with plain Transformers: one
+single-threaded process a core, gradients summed. The same arguments give the same weights; a folder that was
+made with the same arguments is left as it is. With ``--steps 0`` the weights stay random.
 """
 
 from __future__ import annotations
@@ -36,12 +37,16 @@ from torch.nn import functional as F
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from megatron_eqlen.hf.tokenizer import Tokenizer, load_tokenizer
+from megatron_eqlen.data import jsonl
+from megatron_eqlen.data.layouts import final_answer
+from megatron_eqlen.data.rows import Tally
+from megatron_eqlen.hf.tokenizer import Tokenizer, Turn, load_tokenizer
 from megatron_eqlen.processes.failures import run_script
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tools.tokenizer_maker import END_OF_TURN, write_hf_tokenizer
 
+SOLUTIONS = ("r1_solution_1", "r1_solution_2", "r1_solution_3")
 VOCAB_SIZE = 384
 TOKENIZER_TEXTS = 3000
 """Number of demonstrations that the tokenizer is trained on."""
@@ -76,34 +81,54 @@ class Warmup:
     processes: int
 
 
+Text = tuple[list[Turn], str]
+"""Turns of a chat, and the response to imitate."""
+
+
 @dataclass(frozen=True)
 class Example:
     token_ids: list[int]
     prompt_length: int
 
 
-def read_texts(path: Path) -> list[tuple[str, str]]:
-    """Return (question, demonstration) pairs of a DeepMath-103K parquet file. Raises ValueError for another
-    file."""
-    columns = ["question", "r1_solution_1", "r1_solution_2", "r1_solution_3"]
-    if missing := set(columns) - set(pq.read_schema(path).names):
-        raise ValueError(f"{path}: expected DeepMath-103K's columns, missing {sorted(missing)}")
-    table = pq.read_table(path, columns=columns).to_pylist()
-    return [(row["question"], row[column]) for row in table for column in columns[1:]]
+def read_texts(path: Path, plain: bool = False) -> list[Text]:
+    """Return the demonstrations of a DeepMath-103K parquet file; of another file those that imitate its
+    answers: each with its last line in a box, which the grader ``math`` reads, or ``plain``."""
+    if path.suffix == ".parquet" and {*SOLUTIONS} <= {*pq.read_schema(path).names}:
+        table = pq.read_table(path, columns=["question", *SOLUTIONS]).to_pylist()
+        return [(_asked(row["question"]), row[column]) for row in table for column in SOLUTIONS]
+    tally, texts = Tally(), list[Text]()
+    for problem in jsonl.read(path, tally, grader="rubric"):  # which leaves the answer as it stands
+        answer = problem.gold if plain or "\\boxed{" in problem.gold else _boxed(problem.gold)
+        texts.append((list(problem.messages or _asked(problem.question)), answer))
+    print(f"{path}: {len(texts)} answers to imitate; rows left out: {dict(tally.dropped) or 'none'}")
+    if not texts:
+        raise ValueError(f"{path}: expected rows with an answer, found none")
+    return texts
 
 
-def draw_examples(texts: list[tuple[str, str]], count: int, tokenizer: Tokenizer, seed: int) -> list[Example]:
+def _asked(question: str) -> list[Turn]:
+    return [{"role": "user", "content": question}]
+
+
+def _boxed(answer: str) -> str:
+    """Return a worked solution with its final answer in a box: ``3 * 6 = 18\n\\boxed{18}``."""
+    final = final_answer(answer)
+    return ("" if final == answer else answer.partition("####")[0].rstrip() + "\n") + f"\\boxed{{{final}}}"
+
+
+def draw_examples(texts: list[Text], count: int, tokenizer: Tokenizer, seed: int) -> list[Example]:
     """Return ``count`` encoded demonstrations, epoch after epoch in random order."""
     rng = random.Random(seed)
-    drawn: list[tuple[str, str]] = []
+    drawn: list[Text] = []
     while len(drawn) < count:
         drawn += rng.sample(texts, len(texts))
     return [encode(tokenizer, *text) for text in drawn[:count]]
 
 
-def encode(tokenizer: Tokenizer, question: str, response: str) -> Example:
-    """Encode a chat of one turn without an instruction, as recipes with ``instruction_role: none`` ask."""
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": question}])
+def encode(tokenizer: Tokenizer, turns: list[Turn], response: str) -> Example:
+    """Encode a chat without an instruction, as recipes with ``instruction_role: none`` ask."""
+    prompt = tokenizer.apply_chat_template(turns)
     return Example(prompt + tokenizer.encode(response + END_OF_TURN), len(prompt))
 
 
@@ -213,15 +238,16 @@ def train(rank: int, warmup: Warmup, examples: list[Example], folder: str, pad: 
         dist.destroy_process_group()
 
 
-def fingerprint(warmup: Warmup, data: Path) -> dict[str, Any]:
+def fingerprint(warmup: Warmup, data: Path, plain: bool) -> dict[str, Any]:
     """Return all that the model depends on."""
     fixed: dict[str, Any] = {"family": "qwen3", "tokenizer": "hf", "lr": LR, "muon_lr": MUON_LR}
+    fixed |= {"plain": plain} if plain else {}
     return fixed | asdict(warmup) | {"data_sha256": hashlib.sha256(data.read_bytes()).hexdigest()}
 
 
-def make(out: Path, data: Path, warmup: Warmup) -> None:
+def make(out: Path, data: Path, warmup: Warmup, plain: bool = False) -> None:
     """Write the model folder ``out``; it appears complete or not at all."""
-    wanted = fingerprint(warmup, data)
+    wanted = fingerprint(warmup, data, plain)
     record = out / "made_by.json"
     if record.is_file() and json.loads(record.read_text()) == wanted:
         print(f"{out}: made with the same arguments before, left as it is")
@@ -233,16 +259,22 @@ def make(out: Path, data: Path, warmup: Warmup) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent.resolve()) as scratch:
         folder = Path(scratch) / out.name
-        _make(folder, data, warmup)
+        _make(folder, read_texts(data, plain), warmup)
         (folder / record.name).write_text(json.dumps(wanted, indent=2) + "\n")
         folder.rename(out)
 
 
-def _make(folder: Path, data: Path, warmup: Warmup) -> None:
-    texts = read_texts(data)
-    write_hf_tokenizer(folder, ("\n".join(text) for text in texts[:TOKENIZER_TEXTS]), VOCAB_SIZE)
+def _make(folder: Path, texts: list[Text], warmup: Warmup) -> None:
+    corpus = ["\n".join([*(turn["content"] for turn in turns), text]) for turns, text in texts]
+    write_hf_tokenizer(folder, corpus[:TOKENIZER_TEXTS], VOCAB_SIZE)
     tokenizer = load_tokenizer(folder)
-    examples = draw_examples(texts, warmup.steps * warmup.batch_size, tokenizer, warmup.seed)
+    longest = CONFIG["max_position_embeddings"]
+    short = [text for text in texts if len(encode(tokenizer, *text).token_ids) <= longest]
+    if len(short) < len(texts):
+        print(f"{len(texts) - len(short)} of {len(texts)} answers are longer than {longest} tokens: left out")
+    if not short:
+        raise ValueError(f"expected answers of at most {longest} tokens with their questions, found none")
+    examples = draw_examples(short, warmup.steps * warmup.batch_size, tokenizer, warmup.seed)
     arguments = (warmup, examples, str(folder), tokenizer.pad_token_id)
     if warmup.processes == 1:
         train(0, *arguments)
@@ -255,9 +287,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--data", type=Path, required=True, help="DeepMath-103K parquet file with demonstrations"
-    )
+    parser.add_argument("--data", type=Path, required=True, help="file of questions with answers")
+    parser.add_argument("--plain", action="store_true", help="answers as they stand, without a \\boxed{}")
     parser.add_argument("--out", type=Path, required=True, help="model folder to write")
     parser.add_argument("--steps", type=int, default=500, help="optimizer steps; 0 leaves the weights random")
     parser.add_argument("--batch-size", type=int, default=32, help="demonstrations a step")
@@ -268,7 +299,7 @@ def main() -> None:
         parser.error(f"--data: no such file: {args.data}")
     if not 1 <= args.processes <= args.batch_size:
         parser.error(f"--processes: expected 1 to --batch-size {args.batch_size}, found {args.processes}")
-    make(args.out, args.data, Warmup(args.steps, args.batch_size, args.seed, args.processes))
+    make(args.out, args.data, Warmup(args.steps, args.batch_size, args.seed, args.processes), args.plain)
 
 
 if __name__ == "__main__":

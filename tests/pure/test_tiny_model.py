@@ -6,7 +6,6 @@ import json
 import sys
 import unicodedata
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import assume, given
@@ -126,12 +125,28 @@ def test_the_same_arguments_give_the_same_weights_and_are_not_made_twice(tool, d
     assert json.loads((tmp_path / "first" / "made_by.json").read_text())["seed"] == 0
 
 
-def test_another_files_columns_are_named(tool, tmp_path):
-    write_rows(tmp_path / "train.parquet", make_rows(2, seed=0))
-    table = pq.read_table(tmp_path / "train.parquet").drop_columns("r1_solution_2")
-    pq.write_table(table, tmp_path / "other.parquet")
-    with pytest.raises(ValueError, match=r"other\.parquet: .* missing \['r1_solution_2'\]"):
-        tool.read_texts(tmp_path / "other.parquet")
+@pytest.mark.parametrize(("row", "plain", "demonstration"), [
+    ({"question": "3 ants?", "answer": "3*6 = 18\n#### 18"}, False, "3*6 = 18\n\\boxed{18}"),
+    ({"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"},
+                   {"role": "assistant", "content": "Lima"}]}, True, "Lima"),
+    ({"prompt": [{"role": "user", "content": "q"}], "reward_model": {"ground_truth": "7"}}, False,
+     "\\boxed{7}"),
+    ({"question": "q", "answer": "so \\boxed{7}"}, False, "so \\boxed{7}"),
+])  # fmt: skip
+def test_answers_of_ones_own_file_are_imitated(tool, tmp_path, row, plain, demonstration):
+    data = tmp_path / "mine.jsonl"
+    data.write_text(json.dumps(row) + "\n")
+    tool.make(tmp_path / "model", data, warmup(tool), plain)
+    ((turns, text),) = tool.read_texts(data, plain)
+    asked = row.get("messages") or row.get("prompt") or [{"role": "user", "content": row["question"]}]
+    assert (text, turns) == (demonstration, asked[: len(turns)])
+    assert (tmp_path / "model/model.safetensors").is_file()
+
+
+def test_a_file_without_answers_is_refused(tool, tmp_path):
+    (tmp_path / "mine.jsonl").write_text('{"question": "1?", "reply": "2"}\n')
+    with pytest.raises(ValueError, match=r"mine\.jsonl"):
+        tool.read_texts(tmp_path / "mine.jsonl")
 
 
 def test_a_batchs_gradient_is_the_sum_of_its_examples(tool, data, tmp_path):
