@@ -28,6 +28,7 @@ from megatron_eqlen.rollout.partial import HarvestProgress, PartialRollout, Roll
 from megatron_eqlen.sampling.harvester import Marker
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Delta
+from recipes.examples.wordle.wordle import Wordle, marks
 from tests.kit import ROOT
 from tests.kit.length_bias import QUESTION
 from tests.pure.test_forks import recipe
@@ -577,6 +578,19 @@ def test_the_search_tool_finds_the_passages_that_fit_best(tmp_path):
         SearchTool.start(index=str(tmp_path / "bad.jsonl"))
     with pytest.raises(ValueError, match="nowhere: expected a file, found none"):
         SearchTool.start(index="nowhere")
+
+
+@pytest.mark.parametrize(("guess", "shown"), [
+    ("crane", "GGGGG"), ("eerie", "--Y-G"), ("nacre", "YYYYG"), ("added", "Y--Y-"), ("pills", "-----"),
+])  # fmt: skip
+def test_wordle_marks_a_letter_as_often_as_the_word_has_it(guess, shown):
+    game = Wordle(replace(QUESTION, gold="Crane"), 0)
+    copied = game.fork()
+    answer = game.step(f"<think>[hello]</think> I try [{guess}].")
+    assert answer.done == (guess == "crane")
+    assert answer.done or answer.content == f"{guess} {shown}"
+    assert marks(guess, "crane") == shown
+    assert (game.grade(), copied.grade(), copied.left) == (float(answer.done), 0.0, 6)
 
 
 # ---- the page for authors --------------------------------------------------------------------------------
