@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron_eqlen.files import refuse_existing, refuse_unwritable
 from megatron_eqlen.objectives.recipes import load, remarks
+from megatron_eqlen.processes.importing import importing
 from megatron_eqlen.processes.interrupts import Interrupts, watch
 from megatron_eqlen.recipe import Recipe, RecipeError, layout
 from megatron_eqlen.recipe.inputs import fetch, local_path, missing_inputs, pinned
@@ -190,8 +191,9 @@ def _on_ranks(recipe: Recipe, work: Callable[[], None], stop: Path | None = None
 
     A layout that cannot start is refused here, before any process is started.
     """
-    from megatron_eqlen.check.machine import refuse_unfit  # imports torch
-    from megatron_eqlen.hf.config import read_config  # imports Megatron-Core
+    with importing():
+        from megatron_eqlen.check.machine import refuse_unfit
+    from megatron_eqlen.hf.config import read_config
 
     fetch(recipe)
     layout.check(recipe, read_config(local_path(recipe.model)))
@@ -200,15 +202,18 @@ def _on_ranks(recipe: Recipe, work: Callable[[], None], stop: Path | None = None
 
 
 def _start(recipe: Recipe, work: Callable[[], None], interrupts: Interrupts) -> int:
-    from megatron_eqlen.processes.launch import launch
     from megatron_eqlen.processes.lifeline import die_with_launcher
 
     die_with_launcher()
     os.environ.setdefault(BEGAN, str(IMPORTED))
     if _needs_launch(recipe):
+        with importing():
+            from megatron_eqlen.processes.launch import launch
         return launch(recipe.cluster.processes_per_node, sys.argv[1:], interrupts)
     if "RANK" not in os.environ:  # the launcher handles the signals of its ranks
         watch(interrupts)
+    with importing():
+        import megatron_eqlen.run.loop  # noqa: F401  ``work`` imports it
     work()
     return 0
 

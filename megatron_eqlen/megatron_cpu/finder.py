@@ -9,7 +9,11 @@ Without CUDA the loader rewrites a module's source:
 ``"torch.cuda.FloatTensor"``  ``"torch.FloatTensor"`` (the string form of a tensor type)
 ``tensor.cuda(...)``          ``tensor``
 ``tensor.is_cuda``            ``True`` (guards of paths that work as well on CPU tensors)
+``torch.compile``             ``cuda_namespace.compile``: the function as it is
 ============================  ==================================================================
+
+Compiling needs a C++ compiler at run time and gains nothing on a CPU; and the one function that Megatron-Core
+compiles while it is imported would import torch's compilers, seconds of every start.
 """
 
 from __future__ import annotations
@@ -18,28 +22,41 @@ import ast
 import importlib.abc
 import importlib.machinery
 import types
+import zlib
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
 
 from megatron_eqlen.megatron_cpu import gaps
 
+CACHE = f".cpu-{zlib.crc32(Path(__file__).read_bytes()):08x}.pyc"
+"""End of the names of compiled rewritten modules, beside Python's own: a process with CUDA, or with another
+version of this file, does not load them."""
+
 
 class MegatronLoader(importlib.machinery.SourceFileLoader):
-    """Loader that compiles a rewritten module if ``rewrite``, then closes the module's gaps.
-
-    Rewritten code is compiled anew in every process: from Python's own cache, a process with CUDA would load
-    it.
-    """
+    """Loader that compiles a rewritten module if ``rewrite``, then closes the module's gaps."""
 
     def __init__(self, name: str, path: str, rewrite: bool) -> None:
         super().__init__(name, path)
         self.rewrite = rewrite
 
-    def get_code(self, fullname: str) -> types.CodeType | None:
-        path = self.get_filename(fullname)
-        if not self.rewrite or not names_cuda(text := self.get_data(path)):
-            return super().get_code(fullname)
+    def source_to_code(self, data: Any, path: Any) -> types.CodeType:
+        text = bytes(data)
+        if not self.rewrite or not is_rewritten(text):
+            return super().source_to_code(data, path)
         return compile(without_cuda(text, path), path, "exec", dont_inherit=True)
+
+    def get_data(self, path: str) -> bytes:
+        return super().get_data(self._own(path))
+
+    def set_data(self, path: str, data: Any, *, _mode: int = 0o666) -> None:
+        super().set_data(self._own(path), data, _mode=_mode)
+
+    def _own(self, path: str) -> str:
+        """Return where Python's cache file ``path`` lies for this loader."""
+        return path.removesuffix(".pyc") + CACHE if self.rewrite and path.endswith(".pyc") else path
 
     def exec_module(self, module: types.ModuleType) -> None:
         super().exec_module(module)
@@ -65,9 +82,9 @@ NAMESPACE = "megatron_eqlen.megatron_cpu.cuda_namespace"
 ALIAS = "_cuda_namespace"  # two leading underscores would be mangled inside classes
 
 
-def names_cuda(text: bytes) -> bool:
+def is_rewritten(text: bytes) -> bool:
     """Return True if there is anything to rewrite."""
-    return b"cuda" in text
+    return b"cuda" in text or b"torch.compile" in text
 
 
 def without_cuda(text: bytes, path: str) -> ast.Module:
@@ -96,6 +113,8 @@ class _Rewriter(ast.NodeTransformer):
         self.generic_visit(node)
         if node.attr == "cuda" and _is_torch(node.value):
             return ast.copy_location(ast.Name(ALIAS, ast.Load()), node)
+        if node.attr == "compile" and _is_torch(node.value):
+            return ast.copy_location(ast.Attribute(ast.Name(ALIAS, ast.Load()), "compile", ast.Load()), node)
         if node.attr == "is_cuda" and isinstance(node.ctx, ast.Load):
             return ast.copy_location(ast.Constant(True), node)
         return node

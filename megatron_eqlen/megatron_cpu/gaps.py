@@ -102,12 +102,6 @@ def _collect_results_in_process(filesystem_async: Any) -> None:
     filesystem_async._results_queue = queue.Queue()
 
 
-def _no_jit(jit: types.ModuleType) -> None:
-    """Disable torch.compile of small fused functions, which needs a C++ compiler at run time and gains
-    nothing."""
-    jit.disable_jit_fuser()
-
-
 def _exchange_uneven_parts(mappings: Any) -> None:
     """Exchange unequal parts, as of experts in tensor parallelism; gloo gathers and scatters equal parts
     only."""
@@ -174,7 +168,6 @@ EVERYWHERE: dict[str, Callable[[types.ModuleType], None]] = {
     "megatron.core.dist_checkpointing.strategies.filesystem_async": _collect_results_in_process,
 }
 ON_CPU: dict[str, Callable[[types.ModuleType], None]] = {
-    "megatron.core.jit": _no_jit,
     "megatron.core.tensor_parallel.mappings": _exchange_uneven_parts,
     "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": _copy_to_the_same_device,
 }

@@ -24,6 +24,7 @@ from megatron_eqlen.plan.memory import memory
 from megatron_eqlen.plan.model import model_config
 from megatron_eqlen.processes import distributed, failures
 from megatron_eqlen.processes.events import EventWriter
+from megatron_eqlen.processes.importing import importing
 from megatron_eqlen.processes.timeline import Timeline
 from megatron_eqlen.processes.watchdog import FIRST, Watchdog
 from megatron_eqlen.recipe import Recipe, RecipeError, layout
@@ -67,7 +68,8 @@ class Session:
         self.timeline = Timeline(self.events.note)
         self.objective = resolve(recipe)
         self.replicas = engine_replicas(recipe)
-        self.tokenizer = load_tokenizer(local_path(recipe.model))
+        with importing():  # Transformers
+            self.tokenizer = load_tokenizer(local_path(recipe.model))
         self.scorer = Scorer(recipe.reward, self.tokenizer, recipe.graders_on_node, recipe.seed)
         self.early_grading = EarlyGrading(self.scorer, self.replicas.grades)
         self.ends_with(self.scorer.close)

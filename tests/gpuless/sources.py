@@ -117,6 +117,18 @@ def fields(found: Definition) -> set[str]:
     }
 
 
+def attributes(found: Definition) -> set[str]:
+    """Return the names that objects of a class have, or that its methods give them: fields and methods."""
+    names = fields(found)
+    for each in bases(found):
+        for node in ast.walk(each.node):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names |= {node.attr} if ast.unparse(node.value) == "self" else set()
+    return names
+
+
 def parameters(function: Function) -> list[str]:
     """Return the names of a function's parameters; ``*args`` and ``**kwargs`` with their stars."""
     own = function.args

@@ -20,10 +20,13 @@ def imported_by(modules: list[str]) -> set[str]:
     return set(ended.stdout.splitlines()[-1].split())
 
 
-def test_only_a_start_of_vllm_imports_it():
-    """The jobs of all tests are forked from a process that has noted which of its imports brought vLLM."""
-    job = run("-c", "from tests.kit import zygote; print(zygote.brought_vllm)")
-    assert job.stdout.startswith(("vllm.", "tests.engine."))
+def test_only_a_start_of_vllm_imports_it_megatron_imports_no_compiler_and_nothing_audio():
+    """The jobs of all tests are forked from a process that has noted which of its imports brought these."""
+    job = run("-c", "from tests.kit import zygote; print(*zygote.brought.values(), sep='|')")
+    vllm, compiler, audio = job.stdout.strip().split("|")
+    assert vllm.startswith(("megatron_eqlen.rollout.vllm.engine.", "tests.engine."))
+    assert compiler.startswith((vllm, "transformers.", "tests."))
+    assert audio == ""
 
 
 def test_commands_that_compute_nothing_import_no_torch():

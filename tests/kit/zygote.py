@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron_eqlen.processes.importing import importing
 from tests.kit import ROOT
 from tests.kit.processes import adopt_orphans, name
 
@@ -50,8 +51,8 @@ JOBS = (
     "megatron_eqlen.processes.launch",
     "pyarrow.compute",
     "tools.benchmarks.harvest",
-    "vllm.v1.worker.cpu_worker",  # it, and what follows, when an engine starts
-    "megatron_eqlen.rollout.vllm.engine.colocated",
+    "megatron_eqlen.rollout.vllm.engine.colocated",  # it, and what follows, when an engine starts
+    "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.layers.quantization.online.base",
     "vllm.model_executor.models.qwen3",
     "vllm.v1.attention.backends.cpu_attn",
@@ -61,8 +62,8 @@ JOBS = (
 )
 """Modules that start no threads and keep no state that processes could share."""
 START = f"import sys; sys.path[0] = {str(ROOT)!r}; from tests.kit import zygote; zygote.main(*sys.argv[1:])"
-brought_vllm = ""
-"""The one of a zygote's imports that has imported vLLM."""
+brought = dict.fromkeys(("vllm", "torch._dynamo", "scipy.signal"), "")
+"""The one of a zygote's imports that has imported each of these."""
 FEW = 5
 """Number of modules up to which a later request's imports are not worth gathering in huge pages."""
 HUGE_PAGE = 2 << 20
@@ -170,14 +171,12 @@ def _serve(listener: socket.socket, lifeline: int) -> NoReturn:
 
 
 def _import(names: Sequence[str]) -> None:
-    global brought_vllm
     if not set(names) <= sys.modules.keys():
-        gc.disable()  # it would sort through all of it again and again
-        for name in names:
-            importlib.import_module(name)
-            if "vllm" in sys.modules:
-                brought_vllm = brought_vllm or name
-        gc.enable()
+        with importing():
+            for name in names:
+                importlib.import_module(name)
+                for heavy in brought.keys() & sys.modules.keys():
+                    brought[heavy] = brought[heavy] or name
         gc.collect()
         gc.freeze()  # and so would each fork
         if len(names) > FEW:

@@ -23,6 +23,8 @@ REWRITTEN = {
     "torch.cuda.is_available()": False,
     "'torch.cuda.FloatTensor'": "torch.FloatTensor",
     "'no cuda here'": "no cuda here",
+    "torch.compile(abs)": abs,
+    "torch.compile(dynamic=True)(abs)": abs,
 }
 
 
@@ -42,6 +44,19 @@ def test_a_rewritten_module_keeps_docstring_future_imports_and_lines():
     assert tree.body[1].module == "__future__"
     assert tree.body[-2].module == cuda_namespace.__name__
     assert tree.body[-1].lineno == 4
+
+
+def test_rewritten_code_is_compiled_once_and_kept_apart_from_pythons_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "cache"))
+    path = tmp_path / "example.py"
+    path.write_text("import torch\nvalue = torch.cuda.current_device")
+    rewritten, plain = (finder.MegatronLoader("example", str(path), rewrite) for rewrite in (True, False))
+    assert finder.ALIAS in rewritten.get_code("example").co_names
+    assert finder.ALIAS not in plain.get_code("example").co_names
+    assert len(list(tmp_path.rglob("*.pyc"))) == 2
+    monkeypatch.setattr(finder, "without_cuda", None)  # not called again
+    assert finder.ALIAS in rewritten.get_code("example").co_names
 
 
 def outside() -> tuple[bool, bool]:

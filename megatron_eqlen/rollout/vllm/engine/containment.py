@@ -10,6 +10,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from megatron_eqlen.processes.importing import importing
+
 _vllms_environ: dict[str, str] = {}
 """Variables that importing vLLM set (compiler caches and threads); set again only while vLLM builds a
 model."""
@@ -22,7 +24,8 @@ def importing_vllm() -> Iterator[None]:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     try:
-        yield
+        with importing("scipy.signal"):  # resamples recorded speech; a second
+            yield
     finally:
         _vllms_environ.update(_restore_environ(before))
 

@@ -22,6 +22,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 
 from megatron_eqlen.hf.config import read_config
+from megatron_eqlen.processes.importing import importing
 from megatron_eqlen.recipe import RolloutRecipe, layout
 from megatron_eqlen.rollout.vllm.engine.containment import contained
 from megatron_eqlen.rollout.vllm.engine.engine_args import engine_args, environ
@@ -49,7 +50,7 @@ def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: in
     cpu = current_platform.is_cpu()
     args: dict[str, Any] = dict.fromkeys(SLEEPING, not cpu)
     args |= engine_args(model_path, rollout, dtype, max_model_len)
-    with contained(), nullcontext() if cpu else whole_segments():
+    with contained(), importing(), nullcontext() if cpu else whole_segments():
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.update(environ(rollout))
         if launched:
