@@ -84,6 +84,7 @@ DEEP_EP = Package(
     ("deep-ep",),
     "faster exchange of routed tokens on GPUs (`parallel.dispatcher`)",
     without="Routed tokens are exchanged by NCCL",
+    modules=("deep_ep", "deep_ep.utils"),
 )
 OPTIONAL = (TRANSFORMER_ENGINE, FLA, APEX, DEEP_EP)
 

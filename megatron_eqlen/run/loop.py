@@ -19,6 +19,7 @@ from pathlib import Path
 
 from megatron_eqlen.data.prompts import PromptSource
 from megatron_eqlen.files import write_text
+from megatron_eqlen.metrics import TIME_EVALUATE
 from megatron_eqlen.processes import distributed
 from megatron_eqlen.processes.hold import Hold
 from megatron_eqlen.recipe import Recipe
@@ -96,7 +97,7 @@ def evaluate_only(recipe: Recipe, out: Path) -> None:
     with Session(recipe) as session:
         results, metrics = evaluate(session, Generator(session, out.parent, synced=False), out, "model")
         if results:
-            rank_seconds = metrics["time/evaluate"] * distributed.world_size()
+            rank_seconds = metrics[TIME_EVALUATE] * distributed.world_size()
             session.progress.say(leaderboard(results, rank_seconds))
 
 

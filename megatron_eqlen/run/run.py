@@ -236,7 +236,7 @@ class Run:
         self.profiler.end(step.number + 1)
         now, timeline = time.perf_counter(), self.session.timeline
         taken = now - step.started
-        worked = taken - step.metrics.get("time/evaluate", 0.0)
+        worked = taken - step.metrics.get(m.TIME_EVALUATE, 0.0)
         check_held(self.folder)
         reached = achieved(self.recipe, self.model, step.metrics, distributed.gpu_name())
         self.spent = Spent(
