@@ -212,13 +212,7 @@ def timeline(records: Records) -> list[Chart]:
         return []
     first = min(span["began"] for span in spans)
     times = [
-        (
-            lanes[one["stage"]],
-            one["stage"],
-            one["began"] - first,
-            one["ended"] - first,
-            one.get("track", ""),
-        )
+        (lanes[one["stage"]], one["stage"], one["began"] - first, one["ended"] - first, one.get("track", ""))
         for one in spans
     ]
     seconds = {stage: sum(end - begin for _, of, begin, end, _ in times if of == stage) for stage in lanes}
@@ -228,9 +222,8 @@ def timeline(records: Records) -> list[Chart]:
         if total
     ]
     ends = np.array([record["time"] - first for record in shown])
-    return [
-        Chart("The last steps", ends, series, [f"step {record['step']}" for record in shown], spans=times)
-    ]
+    steps = [f"step {record['step']}" for record in shown]
+    return [Chart("The last steps", ends, series, steps, spans=times)]
 
 
 def _known(values: np.ndarray) -> np.ndarray:
@@ -242,14 +235,10 @@ def _stages(columns: Columns) -> list[Series]:
     taken = {stage: np.nan_to_num(columns[f"time/{stage}"]) for stage in m.STAGES}
     totals = {stage: float(seconds.sum()) for stage, seconds in taken.items() if seconds.any()}
     overall = sum(totals.values())
+    last = {s: f"{compact(t / len(columns.steps))} s, {t / overall:.0%}" for s, t in totals.items()}
     return [
-        Series(
-            stage,
-            averaged(taken[stage]),
-            colour=stage_colour(stage),
-            last=f"{compact(total / len(columns.steps))} s, {total / overall:.0%}",
-        )
-        for stage, total in sorted(totals.items(), key=lambda item: -item[1])
+        Series(stage, averaged(taken[stage]), colour=stage_colour(stage), last=last[stage])
+        for stage in sorted(totals, key=lambda stage: -totals[stage])
     ]
 
 
