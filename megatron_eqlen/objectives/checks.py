@@ -155,6 +155,8 @@ def _check_clip(recipe: Recipe, objective: Objective) -> None:
         raise ValueError(
             f"loss.clip_ratio_low: {low}: 1 - {low} is below zero, where no ratio lies; expected at most 1"
         )
+    if dual is not None and dual <= 1 and not isinstance(surrogate, Ctpo):
+        raise ValueError(f"loss.clip_ratio_c: {dual}: expected a bound above 1, which no clip reaches before")
     if isinstance(surrogate, Ppo) and dual is not None and low is None:
         raise ValueError(
             f"loss.clip_ratio_c: {dual} bounds a clipped ratio, and {objective.name} has none: set "

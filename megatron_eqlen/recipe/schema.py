@@ -513,8 +513,8 @@ class LossRecipe(Section):
     """Clip ratios below 1 - this."""
     clip_ratio_high: NonNegativeFloat | None = None
     """Clip ratios above 1 + this."""
-    clip_ratio_c: Annotated[float, Field(gt=1), NUMBER] | None = None
-    """Dual clip: lower bound of the objective for negative advantages."""
+    clip_ratio_c: PositiveFloat | None = None
+    """Dual clip: lower bound of the objective for negative advantages; above 1, but for ctpo."""
     kl_coef: NonNegativeFloat = 0.002
     """The paper's beta_kl, on supervised tokens against the reference model; 0 keeps no reference."""
     kl_estimator: Annotated[Literal["k1", "k2", "k3"], When(".kl_coef")] = "k3"
