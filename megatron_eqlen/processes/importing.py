@@ -21,7 +21,7 @@ def importing(*without: str) -> Iterator[None]:
     gc.disable()
     importlib.metadata.packages_distributions = packages_distributions
     absent = [name for name in without if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(absent))  # pyright: ignore[reportArgumentType] (the documented way)
+    sys.modules.update(dict.fromkeys(absent))  # pyright: ignore[reportCallIssue, reportArgumentType] (the documented way)
     try:
         yield
     finally:
