@@ -94,6 +94,7 @@ PACKING_REPEATED_TOKENS = "packing/repeated_tokens"
 PACKING_EXPANDED_TOKENS = "packing/expanded_tokens"
 LOSS_ENTROPY = "loss/entropy"
 LOSS_REF_KL = "loss/ref_kl"
+LOSS_TEACHER_KL = "loss/teacher_kl"
 LOSS_RATIO = "loss/ratio"
 LOSS_CLIP_FRACTION_LOW = "loss/clip_fraction_low"
 LOSS_CLIP_FRACTION_HIGH = "loss/clip_fraction_high"
@@ -271,6 +272,7 @@ DECLARED = (
     Metric(LOSS, "loss", "sum", "both", PER_UPDATE),
     Metric(LOSS_ENTROPY, "nats", PER_TOKEN, "of the policy"),
     Metric(LOSS_REF_KL, "nats", PER_TOKEN, "the chosen estimate of KL(policy || reference)"),
+    Metric(LOSS_TEACHER_KL, "nats", PER_TOKEN, "log policy less log teacher: KL(policy || teacher)"),
     Metric("loss/policy_kl", "nats", PER_TOKEN, "log-prob before less after the step's updates so far"),
     Metric(LOSS_RATIO, "ratio", PER_TOKEN, "importance ratio"),
     Metric("loss/ratio_deviation", "ratio", PER_TOKEN, "|ratio - 1|"),

@@ -360,6 +360,8 @@ class Row:
     """[S] float64, the trainer's log-probs before the first update of this batch."""
     ref_logprobs: np.ndarray | None = None
     """[S] float64, the reference model's log-probs."""
+    teacher_logprobs: np.ndarray | None = None
+    """[S] float64, the teacher's log-probs."""
     columns: dict[str, Values] = field(default_factory=dict[str, Values])
     """Columns of the supervised tokens for the loss: [S] float64 or int64 where a token has one number,
     ``Column.unknown`` elsewhere; ragged columns have one list for each of the n supervised positions. See

@@ -6,10 +6,12 @@ at ``<|endoftext|>``, but its ``config.json`` names only one of them.
 
 from __future__ import annotations
 
+import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +100,10 @@ class Tokenizer(ABC):
         """Jinja source of the chat template; None if the model has none."""
 
     @abstractmethod
+    def parts(self) -> dict[str, list[Any]]:
+        """Return all that decides which tokens a text has, in order."""
+
+    @abstractmethod
     def _decode(self, token_ids: list[int]) -> str: ...
 
     @abstractmethod
@@ -135,6 +141,16 @@ class HuggingFaceTokenizer(Tokenizer):
     @property
     def chat_template(self) -> str | None:
         return self._backend.chat_template
+
+    def parts(self) -> dict[str, list[Any]]:
+        stored = json.loads(self._backend.backend_tokenizer.to_str())
+        return {
+            "vocabulary": sorted((number, token) for token, number in self._backend.get_vocab().items()),
+            "merges": stored["model"].get("merges") or [],
+            "special tokens": [
+                (token["id"], token["content"], token["special"]) for token in stored["added_tokens"]
+            ],
+        }
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._backend.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -183,6 +199,10 @@ class SentencePieceTokenizer(Tokenizer):
     def chat_template(self) -> str | None:
         return self._template
 
+    def parts(self) -> dict[str, list[Any]]:
+        pieces = range(self.vocab_size)
+        return {"pieces": [(n, self._backend.id_to_piece(n), self._backend.get_score(n)) for n in pieces]}
+
     def _decode(self, token_ids: list[int]) -> str:
         return self._backend.decode(token_ids)
 
@@ -224,6 +244,18 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         f"{path}: expected tokenizer.json, vocab.json or one SentencePiece .model file, "
         f"found {[model.name for model in models] or 'none'}"
     )
+
+
+def require_same(ours: Tokenizer, theirs: Tokenizer) -> None:
+    """Raise ValueError, with the first difference, unless both give every text the same tokens."""
+    others = theirs.parts()
+    for part, values in ours.parts().items():
+        for mine, other in zip_longest(values, others.get(part, [])):
+            if mine != other:
+                raise ValueError(
+                    f"{theirs.folder}: expected the tokenizer of {ours.folder}; the first difference is in "
+                    f"its {part}: expected {mine}, found {other}"
+                )
 
 
 def load_decoder(path: str | Path) -> Callable[[Sequence[int] | np.ndarray], str]:

@@ -96,6 +96,8 @@ class ReplayRouter(TopKRouter):
         """This layer's index in a row's routes; ``number_routers`` sets it."""
         self.replays = True
         """False: given experts are only compared with the router's choice."""
+        self.reads_routes = True
+        """False in a teacher: the routes of rows are the policy's."""
         self.agreement: Agreement | None = None
         """Counter of agreement during ``compared``; None otherwise."""
         if self.score_function == "sigmoid":  # Megatron's own flag would change the bias as well
@@ -142,6 +144,8 @@ class ReplayLayer(TransformerLayer):
             return super().forward(*args, **kwargs)
         router = self.mlp.router
         assert isinstance(router, ReplayRouter)
+        if not router.reads_routes:
+            return super().forward(*args, **kwargs)
         with router.given(columns[ROUTES.name]):
             return super().forward(*args, **kwargs)
 

@@ -53,6 +53,11 @@ def reward(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     return list(rewards)
 
 
+def none(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
+    """Return zeros: the teacher alone decides (``policy_loss``)."""
+    return [0.0] * len(rewards)
+
+
 @dataclass(frozen=True)
 class Gr3:
     """GR3: r / (1 + alpha x length / mean length of the unit), less the mean of these."""
@@ -77,6 +82,7 @@ ADVANTAGES: dict[str, Estimator] = {
     "maxrl": maxrl,
     "reward": reward,
     "gr3": Gr3(),
+    "none": none,
 }
 
 

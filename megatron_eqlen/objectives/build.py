@@ -200,12 +200,13 @@ def _set_baselines(units: Sequence[ComparisonUnit]) -> None:
 
 
 def _mark_trained(units: list[ComparisonUnit], recipe: Recipe) -> None:
-    """Mark units that have a gradient. Without a KL penalty a unit with no advantage has none: weight 0 lets
-    the packer drop it."""
+    """Mark units that have a gradient. Without teacher and KL penalty a unit with no advantage has none:
+    weight 0 lets the packer drop it. A teacher says something about the tokens of equal pairs, too."""
+    taught = bool(recipe.teacher.path)
     for unit in units:
-        skipped = unit.skip_equal and not unit.differs
+        skipped = unit.skip_equal and not unit.differs and not taught
         has_advantage = any(np.any(node.advantage) for node in unit.nodes)
-        unit.trained = not skipped and (has_advantage or recipe.loss.kl_coef > 0)
+        unit.trained = not skipped and (taught or has_advantage or recipe.loss.kl_coef > 0)
         unit.counted = unit.trained or not (unit.skip_equal and recipe.equal_length.pair_count == "effective")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megatron_eqlen.objectives.advantages import Gr3, dr_grpo, grpo, maxrl, rloo
+from megatron_eqlen.objectives.advantages import Gr3, dr_grpo, grpo, maxrl, none, rloo
 from megatron_eqlen.objectives.aggregation import AGGREGATIONS
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.objectives.parts import PARTS, described, name_of, options, try_parts
@@ -31,7 +31,9 @@ def check_combination(recipe: Recipe) -> None:
     _check_off_policy(recipe, objective)
     _check_rewards(recipe, objective)
     _check_lengths(recipe, objective)
-    _check_dynamic_sampling(objective)
+    _check_dynamic_sampling(recipe, objective)
+    if objective.advantage is none and not recipe.teacher.path:
+        raise ValueError("loss.advantage: none trains nothing without a teacher: expected teacher.path")
 
 
 def _check_sampling(recipe: Recipe, objective: Objective) -> None:
@@ -312,8 +314,13 @@ def _check_lengths(recipe: Recipe, objective: Objective) -> None:
         )
 
 
-def _check_dynamic_sampling(objective: Objective) -> None:
+def _check_dynamic_sampling(recipe: Recipe, objective: Objective) -> None:
     """Refuse to leave prompts out that have a gradient."""
+    if objective.dynamic_sampling and recipe.teacher.path:
+        raise ValueError(
+            f"loss.dynamic_sampling: true with teacher.path: {recipe.teacher.path}: a prompt whose rewards "
+            f"are all equal has a gradient of the teacher; set it to false"
+        )
     if objective.dynamic_sampling and objective.whitened == "standardize":
         raise ValueError(
             f"loss.dynamic_sampling: true with objective: {objective.name}, which compares each reward with "

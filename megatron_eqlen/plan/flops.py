@@ -33,6 +33,7 @@ from megatron_eqlen.metrics import (
     TRAIN_TOKENS_PER_GPU,
 )
 from megatron_eqlen.plan.gpus import gpu_named
+from megatron_eqlen.plan.model import model_config
 from megatron_eqlen.plan.workload import Workload
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.types import Metrics
@@ -96,7 +97,8 @@ def generation_flops(
 def training_flops(recipe: Recipe, model: ModelConfig, trained: float, context: float) -> float:
     """Return the FLOPs of training ``trained`` positions that see ``context`` others on average."""
     frozen = frozen_passes(recipe) * forward_flops(model, context=0.0)
-    return trained * (training_passes(recipe) * forward_flops(model, context) - frozen)
+    teacher = forward_flops(model_config(recipe, "teacher"), context) if recipe.teacher.path else 0.0
+    return trained * (training_passes(recipe) * forward_flops(model, context) - frozen + teacher)
 
 
 def planned_flops(recipe: Recipe, model: ModelConfig, work: Workload) -> float:

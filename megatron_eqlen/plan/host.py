@@ -7,7 +7,7 @@ import math
 from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.plan.activations import BYTES
 from megatron_eqlen.plan.parameters import RankBuffers, total, trained
-from megatron_eqlen.plan.trainer import MAIN_WEIGHT, MOMENTS, Trainer, optimizer_bytes
+from megatron_eqlen.plan.trainer import MAIN_WEIGHT, MOMENTS, Trainer, optimizer_bytes, teacher
 from megatron_eqlen.plan.workload import Workload
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.phases import on_host
@@ -25,7 +25,7 @@ def host_parts(recipe: Recipe, model: ModelConfig, stages: list[Trainer], work: 
     cluster, optimizer, kept = recipe.cluster, recipe.optimizer, on_host(recipe)
     most = max(stages, key=lambda stage: stage.weights)
     rank, width = most.parameters, BYTES[recipe.model.dtype]
-    parts = dict.fromkeys(("optimizer", "weights", "reference", "checkpoint", "rollouts"), 0.0)
+    parts = dict.fromkeys(("optimizer", "weights", "reference", "teacher", "checkpoint", "rollouts"), 0.0)
     if optimizer.offload:  # Megatron pins the gradients that it copies to the host, in float32
         state = (MAIN_WEIGHT + MOMENTS) * rank.shard
         parts["optimizer"] = state + pinned(rank, MAIN_WEIGHT, sharded=True)
@@ -37,6 +37,8 @@ def host_parts(recipe: Recipe, model: ModelConfig, stages: list[Trainer], work: 
         parts["weights"] = sum(power_of_two(width * elements) for elements in blocks)
     if "reference" in kept:  # plus the policy's weights while the reference is swapped in
         parts["reference"] = 2 * pinned(rank, width, sharded=False)
+    if "teacher" in kept:
+        parts["teacher"] = pinned(teacher(recipe).parameters, width, sharded=False)
     parts = {name: cluster.processes_per_node * size for name, size in parts.items()}
     parts["checkpoint"] = staged_bytes(recipe, model, rank)
     sharing = recipe.parallel.tensor * recipe.parallel.context

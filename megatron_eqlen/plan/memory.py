@@ -9,7 +9,7 @@ from functools import cached_property
 from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.plan import engine
 from megatron_eqlen.plan.activations import Activations
-from megatron_eqlen.plan.trainer import Trainer, sent_tensors, trainer
+from megatron_eqlen.plan.trainer import Trainer, sent_tensors, teacher, trainer
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.phases import phases
 
@@ -97,6 +97,10 @@ def _parts(recipe: Recipe, model: ModelConfig, rank: Trainer) -> dict[str, float
         "activations": rank.passing,
         "sent_tensors": sent_tensors(recipe, model),
     }
+    if recipe.teacher.path:
+        taught = teacher(recipe)
+        at = taught.activations
+        parts["teacher"] = taught.weights + at.layer + at.passing + at.head
     if recipe.rollout.engine == "colocated":
         parts |= {
             "engine": engine.weights(recipe, model) + engine.WORKSPACE,

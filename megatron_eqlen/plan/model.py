@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import megatron_eqlen.hf
 from megatron_eqlen.hf.config import ModelConfig, read_config
@@ -15,10 +16,11 @@ PUBLISHERS = ("Qwen/", "deepseek-ai/", "meta-llama/", "HuggingFaceTB/")
 """Starts of these models' names on the hub."""
 
 
-def model_config(recipe: Recipe) -> ModelConfig:
-    """Return the model's configuration, from the recipe's model folder, the shipped file of the same name, or
+def model_config(recipe: Recipe, key: Literal["model", "teacher"] = "model") -> ModelConfig:
+    """Return the configuration of model or teacher, from its folder, the shipped file of the same name, or
     the hub, of which only this file is downloaded. Raises ValueError if there is none."""
-    folder, repo = Path(recipe.model.path), hub_repo(recipe.model)
+    section = getattr(recipe, key)
+    folder, repo = Path(section.path), hub_repo(section)
     if (folder / "config.json").is_file():
         return read_config(folder)
     shipped = KNOWN_MODELS / f"{folder.name.lower()}.json"
@@ -29,6 +31,6 @@ def model_config(recipe: Recipe) -> ModelConfig:
         return read_config(repo.file("config.json"))
     known = ", ".join(sorted(path.stem for path in KNOWN_MODELS.glob("*.json")))
     raise ValueError(
-        f"model.path: no config.json in {folder}, and {folder.name!r} is not one of {known}"
+        f"{key}.path: no config.json in {folder}, and {folder.name!r} is not one of {known}"
         f"{where_from(recipe)}"
     )

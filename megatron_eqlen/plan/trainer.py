@@ -11,8 +11,9 @@ from megatron_eqlen.hf.adapter_map import adapter_map
 from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.plan.activations import BYTES, Activations, activations
+from megatron_eqlen.plan.model import model_config
 from megatron_eqlen.plan.parameters import RankBuffers, rank_buffers
-from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe import LoraRecipe, Recipe, layout
 
 MAIN_WEIGHT, MOMENTS = 4, 8
 """Bytes of a parameter's float32 main weight, and of Adam's two moments."""
@@ -61,6 +62,14 @@ def trainer(recipe: Recipe, model: ModelConfig) -> list[Trainer]:
         )
         for stage, rank in enumerate(rank_buffers(model, parallel, recipe.world_size, recipe.lora))
     ]
+
+
+def teacher(recipe: Recipe) -> Trainer:
+    """Return the memory of one rank of the teacher's largest stage, as if it were trained."""
+    model = model_config(recipe, "teacher")
+    parallel = layout.of_teacher(recipe.parallel, model)
+    alone = recipe.model_copy(update={"parallel": parallel, "lora": LoraRecipe()})
+    return max(trainer(alone, model), key=lambda stage: stage.weights)
 
 
 def optimizer_bytes(recipe: Recipe) -> int:

@@ -26,6 +26,7 @@ from megatron_eqlen.recipe.schema import (
     RolloutRecipe,
     Section,
     SourceRecipe,
+    TeacherRecipe,
     When,
     shown,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "RolloutRecipe",
     "Section",
     "SourceRecipe",
+    "TeacherRecipe",
     "When",
     "differences",
     "is_under",

@@ -17,7 +17,15 @@ from pathlib import Path
 
 from megatron_eqlen.hf.dataset_files import DatasetPart, choose_files, read_card
 from megatron_eqlen.hf.hub import HubError, HubRepo, is_name, model_files
-from megatron_eqlen.recipe import BenchmarkRecipe, ModelRecipe, Recipe, RecipeError, SourceRecipe
+from megatron_eqlen.recipe import (
+    BenchmarkRecipe,
+    ModelRecipe,
+    Recipe,
+    RecipeError,
+    SourceRecipe,
+    TeacherRecipe,
+    layout,
+)
 from megatron_eqlen.recipe.contents import Contents, contents, keep_same
 from megatron_eqlen.recipe.load import RECIPE, load
 from megatron_eqlen.recipe.naming import leaves
@@ -28,11 +36,11 @@ PINS = "EQLEN_REVISIONS"
 WHOLE_FOLDER = ("opencodereasoning", "livecodebench")
 """Readers that choose among a data set's files themselves."""
 
-MODEL = "model"
+MODEL, TEACHER = "model", "teacher"
 OWN = re.compile(r"objective|.*\.(reader|grader|rubric|advantage|surrogate|loss_agg_mode)")
 """Keys that may name a user's own object by import path."""
 
-Input = ModelRecipe | SourceRecipe | BenchmarkRecipe
+Input = ModelRecipe | TeacherRecipe | SourceRecipe | BenchmarkRecipe
 
 
 def pinned(recipe: Recipe, run: Path | None = None) -> Recipe:
@@ -48,6 +56,7 @@ def pinned(recipe: Recipe, run: Path | None = None) -> Recipe:
     benchmarks = [section for section in changed.values() if isinstance(section, BenchmarkRecipe)]
     update = {
         "model": changed[MODEL],
+        "teacher": changed.get(TEACHER, recipe.teacher),
         "data": recipe.data.model_copy(update={"sources": sources}),
         "evaluation": recipe.evaluation.model_copy(update={"benchmarks": benchmarks}),
     }
@@ -55,11 +64,25 @@ def pinned(recipe: Recipe, run: Path | None = None) -> Recipe:
 
 
 def fetch(recipe: Recipe) -> None:
-    """Check that local inputs exist, then download the others unless the cache has them. Raises
-    RecipeError."""
+    """Check that local inputs exist, then download the others unless the cache has them. Raises RecipeError,
+    and ValueError for a teacher that does not fit."""
     check_inputs(recipe)
     for key, section in _inputs(recipe).items():
         _download(key, section)
+    if recipe.teacher.path:
+        _check_teacher(recipe)
+
+
+def _check_teacher(recipe: Recipe) -> None:
+    from megatron_eqlen.hf.config import read_config  # imports Megatron-Core
+    from megatron_eqlen.hf.tokenizer import load_tokenizer, require_same
+
+    folder = local_path(recipe.teacher)
+    teacher = read_config(folder)
+    problems = [*layout.weights(layout.of_teacher(recipe.parallel, teacher), teacher)]
+    problems += layout.paths(recipe, teacher)
+    layout.require(f"teacher.path: {folder}: {problem}" for problem in problems)
+    require_same(load_tokenizer(local_path(recipe.model)), load_tokenizer(folder))
 
 
 def fetch_model(recipe: Recipe) -> Path:
@@ -104,7 +127,8 @@ def hub_repo(section: Input) -> HubRepo | None:
     """Return the hub's repository that ``section`` names; None for a local path."""
     if not is_name(section.path):
         return None
-    return HubRepo(section.path, "model" if isinstance(section, ModelRecipe) else "dataset", section.revision)
+    kind = "dataset" if isinstance(section, SourceRecipe | BenchmarkRecipe) else "model"
+    return HubRepo(section.path, kind, section.revision)
 
 
 def local_path(section: Input) -> Path:
@@ -160,7 +184,8 @@ def _inputs(recipe: Recipe) -> dict[str, Input]:
         f"evaluation.benchmarks.{number}": benchmark
         for number, benchmark in enumerate(recipe.evaluation.benchmarks)
     }
-    return {MODEL: recipe.model, **sources, **benchmarks}
+    teacher = {TEACHER: recipe.teacher} if recipe.teacher.path else {}
+    return {MODEL: recipe.model, **teacher, **sources, **benchmarks}
 
 
 def _pinned(key: str, section: Input, known: dict[str, str]) -> Input:
@@ -188,10 +213,10 @@ def _download(key: str, section: Input) -> None:
     if repo is None:
         return
     try:
-        if isinstance(section, ModelRecipe):
-            repo.download(model_files)
-        else:
+        if isinstance(section, SourceRecipe | BenchmarkRecipe):
             repo.download(partial(_chosen, section))
+        else:
+            repo.download(model_files)
     except ValueError as error:
         raise RecipeError(f"{key}.path: {error}") from None
 

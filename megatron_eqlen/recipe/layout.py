@@ -59,6 +59,14 @@ def check_started(recipe: Recipe, processes: int) -> None:
         )
 
 
+def of_teacher(parallel: ParallelRecipe, teacher: ModelConfig) -> ParallelRecipe:
+    """Return the layout of a teacher in the groups of ``parallel``: its layers evenly, its own experts."""
+    changes: dict[str, object] = {"layers_per_stage": None, "sequence": parallel.sequence or None}
+    if teacher.experts is None:
+        changes |= {"expert": 1, "expert_tensor": 1}
+    return parallel.model_copy(update=changes)
+
+
 def groups(parallel: ParallelRecipe, processes: int) -> Iterator[str]:
     """Yield violations of Megatron-Core's two divisions of the ranks: for dense layers and for experts."""
     tensor, context, pipeline = parallel.tensor, parallel.context, parallel.pipeline

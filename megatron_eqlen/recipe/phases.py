@@ -17,6 +17,8 @@ generate       weights                                           weights, KV cac
 train          weights, gradients, optimizer, activations        memory of the sleeping engine
 checkpoint     weights                                           weights, KV cache
 =============  ================================================  =============================
+
+A teacher's weights are on the GPU between generate and train alone (``teach``).
 """
 
 from __future__ import annotations
@@ -31,16 +33,17 @@ MemoryPart = Literal[
     "gradients",
     "optimizer",
     "activations",
+    "teacher",
     "sent_tensors",
     "engine",
     "kv_cache",
     "sleeping_engine",
 ]
 """``optimizer``: main weights and Adam's moments. ``activations``: activations of a row, with logits and
-loss. ``sent_tensors``: the two largest tensors, unsharded. ``engine``: the engine's weights, graphs and
-sampler."""
+loss. ``teacher``: its weights, and a row in one of its layers. ``sent_tensors``: the two largest tensors,
+unsharded. ``engine``: the engine's weights, graphs and sampler."""
 
-HostPart = Literal["optimizer", "weights", "reference"]
+HostPart = Literal["optimizer", "weights", "reference", "teacher"]
 """``reference``: the reference model's weights, and the policy's while the reference's are swapped in."""
 
 
@@ -73,6 +76,7 @@ def phases(recipe: Recipe) -> list[Phase]:
         Phase("sync", (*synced, "sent_tensors", *woken)),
         Phase("evaluate", (*kept, *awake)),
         Phase("generate", (*kept, *awake)),
+        *([Phase("teach", (*trainer, "teacher", *asleep))] if recipe.teacher.path else []),
         Phase("train", (*trainer, "activations", *asleep)),
         Phase("checkpoint", (*kept, *awake)),
     ]
@@ -88,4 +92,6 @@ def on_host(recipe: Recipe) -> tuple[HostPart, ...]:
         parts.append("weights")
     if recipe.loss.kl_coef and not recipe.lora.rank:  # without its adapters the policy is the reference
         parts.append("reference")
+    if recipe.teacher.path:
+        parts.append("teacher")
     return tuple(parts)

@@ -101,7 +101,7 @@ BenchmarkReader = Annotated[
     str, one_of("jsonl", *TRAINING, *BENCHMARKS, "livecodebench", "reasoning_gym", "prepared")
 ]
 GraderName = Annotated[str, one_of("math", "code", "reasoning_gym", "rubric")]
-AdvantageName = Annotated[str, one_of("grpo", "dr_grpo", "rloo", "maxrl", "reward", "gr3")]
+AdvantageName = Annotated[str, one_of("grpo", "dr_grpo", "rloo", "maxrl", "reward", "gr3", "none")]
 BaselineName = Annotated[str, one_of("unit", "alive", "fitted")]
 SurrogateName = Annotated[str, one_of("ppo", "gspo", "ctpo", "reinforce", "cispo", "vespo", "sapo", "dppo")]
 AggregationName = Annotated[
@@ -168,6 +168,16 @@ class ModelRecipe(Section):
     megatron: Options = {}
     """Further fields of Megatron-Core's ``TransformerConfig``, such as ``{moe_shared_expert_overlap: true}``;
     some are refused (``recipe/engine_options.py``)."""
+
+
+class TeacherRecipe(Section):
+    """On-policy distillation: each generated token also learns from a teacher's log-prob of it."""
+
+    path: str = ""
+    """Hugging Face folder of the teacher, or its name on the hub; it has the model's tokenizer, any size and
+    family. Empty: no teacher."""
+    revision: Annotated[str | None, When(".path")] = None
+    """Branch, tag or commit, for a name on the hub."""
 
 
 LoraTarget = Literal["attention", "delta_net", "mlp", "experts"]
@@ -500,7 +510,8 @@ class LossRecipe(Section):
     """Loss. Missing keys take the objective's own defaults, which ``eqlen train --dry-run`` prints."""
 
     advantage: AdvantageName | None = None
-    """Estimator of advantages by name (``objectives/advantages.py``), or the import path of your own."""
+    """Estimator of advantages by name (``objectives/advantages.py``), or the import path of your own.
+    ``none``: rewards give none, only the teacher does."""
     baseline: BaselineName | None = None
     """Reward that a token is compared with, by name (``objectives/token_baseline.py``), or the import path of
     your own. ``unit``, the default: the other members of its comparison unit, as ``advantage`` does it.
@@ -519,6 +530,8 @@ class LossRecipe(Section):
     """The paper's beta_kl, on supervised tokens against the reference model; 0 keeps no reference."""
     kl_estimator: Annotated[Literal["k1", "k2", "k3"], When(".kl_coef")] = "k3"
     """Estimator of a token's KL divergence (objectives/README.md). Our choice; the paper names none."""
+    teacher_coef: Annotated[PositiveFloat, When("teacher.path")] = 1.0
+    """c: a token's advantage is what rewards give, less c (log pi - log pi_teacher), the reverse KL."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
     """Denominator of the ratios: the trainer's log-probs before the step's first update, or the log-probs
     that the engine recorded."""
@@ -788,6 +801,7 @@ class Recipe(Section):
     subgroups."""
     model: ModelRecipe
     lora: LoraRecipe = LoraRecipe()
+    teacher: TeacherRecipe = TeacherRecipe()
     data: DataRecipe
     equal_length: Annotated[EqualLengthRecipe, When("sampling", "equal_length")] = EqualLengthRecipe()
     tree_sampling: Annotated[TreeSamplingRecipe, When("sampling", "tree")] = TreeSamplingRecipe()

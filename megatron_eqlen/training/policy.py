@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ from megatron_eqlen.training.optimizer import build_optimizer, gradient_norm, ta
 from megatron_eqlen.training.parking import ReferenceWeights, TrainerMemory
 from megatron_eqlen.training.policy_loss import RowLoss, policy_loss, reduce_metrics
 from megatron_eqlen.training.rows import RankRows
+from megatron_eqlen.training.teacher import Teacher
 from megatron_eqlen.types import Metrics, Row, TokenTree
 
 logger = logging.getLogger(__name__)
@@ -91,6 +93,9 @@ class Policy:
         if has_adapters:
             add_adapters(self.chunks, recipe.lora, recipe.seed)
         self.reference = self._reference() if recipe.loss.kl_coef else None
+        self.teacher = None
+        if recipe.teacher.path:
+            self.teacher = Teacher(local_path(recipe.teacher), recipe.parallel, DTYPES[recipe.model.dtype])
         self.model = wrap(self.chunks, recipe)
         self.optimizer, self.schedule = build_optimizer(self.model, recipe)
         self.memory = TrainerMemory(self.chunks, self.model, self.optimizer, recipe.rollout.parked)
@@ -179,11 +184,12 @@ class Policy:
 
     def _pack(self, trees: list[TokenTree]) -> Packing:
         config = self.chunks[0].config
+        models = [self.chunks, *([self.teacher.chunks] if self.teacher else [])]
         return plan_rows(
             trees,
             self.recipe.packing.max_tokens_per_row,
             parallel_state.get_data_parallel_world_size(),
-            row_multiple(config),
+            math.lcm(*(row_multiple(chunks[0].config) for chunks in models)),
             self.recipe.packing.layout,
             pair_cost=self.pair_cost,
             row_count_multiple_of=microbatch_multiple(config),
@@ -202,25 +208,32 @@ class Policy:
         return Minibatch(None, problem) if problem else batch
 
     def _annotate(self, rows: RankRows, old: bool) -> None:
-        """Compute old and reference log-probs if the loss needs them."""
+        """Compute old, reference and teacher log-probs if the loss needs them."""
         if old:
             with self._comparing(rows):
                 rows.old_logprobs = self._log_probs(rows)
         if self.reference is not None:
             with self.reference():
                 rows.ref_logprobs = self._log_probs(rows)
+        if self.teacher is not None:
+            with self.teacher.weights.resident():
+                rows.teacher_logprobs = self._log_probs(rows, self.teacher.chunks)
 
-    def _log_probs(self, rows: RankRows) -> list[np.ndarray]:
+    def _log_probs(self, rows: RankRows, model: list[Any] | None = None) -> list[np.ndarray]:
         """Return for each row [n] float64, at its supervised positions; empty except on the last pipeline
         stage."""
         return self._run(
-            rows, lambda logprobs, entropy, row, at: logprobs.double().cpu().numpy(), train=False
+            rows, lambda logprobs, entropy, row, at: logprobs.double().cpu().numpy(), train=False, model=model
         )
 
-    def _run(self, rows: RankRows, result: RowResult, *, train: bool) -> list[Any]:
-        """Call ``run_rows`` with the recipe's options."""
+    def _run(
+        self, rows: RankRows, result: RowResult, *, train: bool, model: list[Any] | None = None
+    ) -> list[Any]:
+        """Call ``run_rows`` with the recipe's options; ``model``: None: the policy."""
         temperature, logits_chunk = self.recipe.rollout.temperature, self.recipe.packing.logits_chunk
-        return run_rows(self.model, rows, temperature, result, train=train, logits_chunk=logits_chunk)
+        return run_rows(
+            model or self.model, rows, temperature, result, train=train, logits_chunk=logits_chunk
+        )
 
     def _step(self, batch: Minibatch) -> Metrics:
         """Take or skip one optimizer step with this rank's rows."""
@@ -307,6 +320,7 @@ class Policy:
             rollout_logprobs=of(row.column("logprobs")),
             old_logprobs=None if row.old_logprobs is None else of(row.old_logprobs),
             ref_logprobs=None if row.ref_logprobs is None else of(row.ref_logprobs),
+            teacher_logprobs=None if row.teacher_logprobs is None else of(row.teacher_logprobs),
             compared=of(row.column("versions") == self.before) if self.recipe.rollout.trains_older else None,
             objective=self.objective,
             loss=self.recipe.loss,

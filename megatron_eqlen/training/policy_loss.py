@@ -57,6 +57,7 @@ def policy_loss(
     loss: LossRecipe,
     old_logprobs: torch.Tensor | None = None,
     ref_logprobs: torch.Tensor | None = None,
+    teacher_logprobs: torch.Tensor | None = None,
     compared: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, RowLoss]:
     """Return the row's part of the loss (a float64 scalar with gradient) and of the metrics.
@@ -64,7 +65,8 @@ def policy_loss(
     All tensors are [n]: a row's positions, or any of them that include the supervised positions (weight > 0).
     Only supervised positions are read. A segment lies in one row. ``old_logprobs`` None: the first and only
     update of the batch, so the policy is the old policy. ``ref_logprobs`` are needed if ``loss.kl_coef > 0``.
-    ``compared``, bool: tokens that the policy's own weights sampled; None: all.
+    ``teacher_logprobs``: with them the reverse KL to the teacher, times ``loss.teacher_coef``, is taken from
+    the advantages. ``compared``, bool: tokens that the policy's own weights sampled; None: all.
     """
     # supervised positions
     at = weights > 0
@@ -72,6 +74,10 @@ def policy_loss(
         x[at].double() for x in (logprobs, entropy, weights, advantages, rollout_logprobs)
     )
     segments = Segments(segment_ids[at])
+    measured: dict[str, torch.Tensor] = {}
+    if teacher_logprobs is not None:
+        measured[m.LOSS_TEACHER_KL] = logp.detach() - teacher_logprobs[at].double()
+        advantages = advantages - loss.teacher_coef * measured[m.LOSS_TEACHER_KL]
     # ratio, policy loss and KL penalty
     recomputed = logp.detach() if old_logprobs is None else old_logprobs[at].double()
     old = rollout if loss.old_logprobs == "rollout" else recomputed
@@ -98,6 +104,7 @@ def policy_loss(
             "loss/ratio_max": ratios[m.LOSS_RATIO],
             **ratios,
             **correction.metrics,
+            **measured,
         }
         same = torch.ones_like(at)[at] if compared is None else compared[at]
         if compared is not None:

@@ -12,7 +12,7 @@ from megatron_eqlen.types import Metrics, Row
 
 
 class RankRows(Sequence[Row]):
-    """Rows of a data-parallel rank, with old and reference log-probs once they are known.
+    """Rows of a data-parallel rank, with old, reference and teacher log-probs once they are known.
 
     Raises TreeError if an array of a node cannot be trained on.
     """
@@ -27,6 +27,8 @@ class RankRows(Sequence[Row]):
         """For each row [n] float64, at its supervised positions; empty if not needed."""
         self.ref_logprobs: list[np.ndarray] = []
         """Reference log-probs, in the same form as ``old_logprobs``."""
+        self.teacher_logprobs: list[np.ndarray] = []
+        """The teacher's, in the same form."""
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -43,6 +45,8 @@ class RankRows(Sequence[Row]):
             row.old_logprobs = _column(row, self.old_logprobs[at])
         if self.ref_logprobs:
             row.ref_logprobs = _column(row, self.ref_logprobs[at])
+        if self.teacher_logprobs:
+            row.teacher_logprobs = _column(row, self.teacher_logprobs[at])
         return row
 
 

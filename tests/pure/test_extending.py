@@ -225,7 +225,7 @@ def test_an_advantage_a_surrogate_and_an_aggregation_are_named_in_the_recipe(pac
 @pytest.mark.parametrize("field", PARTS)
 def test_a_recipe_can_name_every_built_in_part_and_no_other(field):
     key, table = PARTS[field]
-    plain = {"sampling": "independent", "objective": "dr_grpo"}
+    plain = {"sampling": "independent", "objective": "dr_grpo", "teacher": {"path": "for advantage none"}}
     for name, part in table.items():
         assert getattr(resolve(recipe(loss={"kl_coef": 0.0, key: name}, **plain)), field) == part
     with pytest.raises(RecipeError, match=f"expected one of {', '.join(table)}, or package.module:name"):

@@ -100,6 +100,13 @@ def test_a_skipped_pair_has_no_weight_but_stays_in_n_k():
     assert [node.weight for node in tree.nodes] == [0, 0, 0, 1 / 4, 1 / 4]
 
 
+def test_a_teacher_trains_equal_pairs_too_alone_or_beside_the_rewards():
+    (tree,), _ = build([worked_example(1.0, 1.0, 1.0)], teacher__path="t")
+    assert [node.weight for node in tree.nodes[1:]] == [1 / 8] * 4
+    (tree,), _ = build([worked_example()], teacher__path="t", loss__advantage="none")
+    assert all(node.weight and not node.advantage for node in tree.nodes[1:])
+
+
 def test_the_mean_reward_ablation_reports_the_gap_to_max():
     stream = worked_example(a1=1, a2=1, tail=0)
     (tree,), metrics = build([stream], equal_length__suffix_reward="mean", objective="rloo")
@@ -197,6 +204,8 @@ def test_an_unscored_response_is_refused_by_name():
      "expected .low, high, max. with low <= high <= max"),
     ({"loss__rollout_is_threshold": [2, 1]}, r"expected \[low, high\], found \[2, 1\]"),
     ({"equal_length__single_pair": True, "equal_length__max_pairs": 3}, "max_pairs: 3 acts only"),
+    ({"loss__advantage": "none"}, "trains nothing without a teacher: expected teacher.path"),
+    ({"objective": "dapo", "teacher__path": "t"}, "loss.dynamic_sampling: true with teacher.path: t"),
     ({"objective": "gdpo"}, "normalises named rewards apart: expected reward.weights, found none"),
     ({"reward__weights": {"a": 1}}, r"expected a grader of your own at data.sources.0.grader, found none"),
     ({"reward__weights": {"a": 1}, "reward__rubric": "m:e", "objective": "gdpo", "loss__overlong_buffer": 2},

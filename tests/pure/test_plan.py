@@ -13,6 +13,7 @@ from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.plan import engine
+from megatron_eqlen.plan.flops import forward_flops, training_flops
 from megatron_eqlen.plan.host import host_parts, recorded_bytes
 from megatron_eqlen.plan.memory import Memory, memory
 from megatron_eqlen.plan.model import KNOWN_MODELS, model_config
@@ -128,6 +129,19 @@ def test_the_papers_recipes_are_planned_on_the_papers_machines():
 def test_the_trainers_parts_are_those_of_a_count_by_hand(file, gigabytes):
     parts = planned(file).parts
     assert {name: round(parts[name] / 1e9, 1) for name in gigabytes} == gigabytes
+
+
+def test_a_teacher_is_on_the_gpu_only_to_teach_and_its_pass_is_counted():
+    plain, taught = (planned("qwen3_8b.yaml", *teacher) for teacher in ([], ["teacher.path=Qwen3-32B"]))
+    assert taught.phases.items() >= plain.phases.items()
+    assert taught.phases.keys() - plain.phases.keys() == {"teach"}
+    ranks = taught.recipe.parallel.tensor * taught.recipe.parallel.pipeline
+    assert taught.parts["teacher"] > 32.76e9 * 2 / ranks
+    passes = [
+        training_flops(need.recipe, need.model, 1.0, 0.0) / forward_flops(need.model, 0.0)
+        for need in (plain, taught)
+    ]
+    assert passes[1] - passes[0] == pytest.approx((32.76 - 0.78) / (8.19 - 0.62), rel=1e-3)  # less embeddings
 
 
 def test_only_what_is_parked_leaves_the_gpu_while_the_engine_generates():

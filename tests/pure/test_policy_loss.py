@@ -1,6 +1,7 @@
 """Log-probs, entropy and the loss against independent fp64 arithmetic."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -141,6 +142,31 @@ def test_supervised_positions_alone_give_the_same_loss():
     part, part_log = policy_loss(**{name: values[at] for name, values in row().items()}, **settings)
     assert whole.item() == part.item()
     assert reduce_metrics([log]) == reduce_metrics([part_log])
+
+
+def test_the_expected_step_to_the_teacher_is_the_slope_of_the_reverse_kl_in_the_visited_states():
+    """All responses of two tokens out of three, each by its probability; the KL of what follows a token is
+    not part of its advantage."""
+    torch.manual_seed(0)
+    logits = [torch.randn(3, dtype=torch.float64), torch.randn(3, 3, dtype=torch.float64)]
+    teacher = [torch.randn_like(table).log_softmax(-1) for table in logits]
+    policy = [table.requires_grad_().log_softmax(-1) for table in logits]
+    expected_loss = torch.zeros((), dtype=torch.float64)
+    for a, b in product(range(3), repeat=2):
+        logprobs, of_teacher = (torch.stack([one[a], two[a, b]]) for one, two in (policy, teacher))
+        loss, _ = policy_loss(
+            logprobs, torch.zeros(2), weights=torch.ones(2), advantages=torch.zeros(2),
+            segment_ids=torch.zeros(2, dtype=torch.int64), rollout_logprobs=logprobs.detach(),
+            teacher_logprobs=of_teacher, objective=lookup("grpo"),
+            loss=LossRecipe(kl_coef=0, teacher_coef=0.5),
+        )  # fmt: skip
+        expected_loss = expected_loss + logprobs.detach().sum().exp() * loss
+    kl = [(p.exp() * (p - q)).sum(-1) for p, q in zip(policy, teacher, strict=True)]
+    objective = 0.5 * (kl[0] + (policy[0].exp().detach() * kl[1]).sum())
+    ours, exact = (
+        torch.autograd.grad(value, logits, retain_graph=True) for value in (expected_loss, objective)
+    )
+    torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-14)
 
 
 def test_a_missing_reference_is_an_error():

@@ -170,8 +170,8 @@ def test_a_boolean_is_not_a_number_anywhere():
 
 
 VALUES = [
-    None, False, True, 0, 1, 2, 64, 0.5, 3.0, "a", "http://a", "/a", "deepmath", ["a"], [1, 2], ["mlp"], [1],
-    [0.1, 0.2, 0.3], {"question": "a"}, {"a": "b"}, {"a": 1.0}, {}, {"token_k2": 2.0}, [],
+    None, False, True, 0, 1, 2, 64, 0.5, 3.0, "", "a", "http://a", "/a", "deepmath", ["a"], [1, 2], ["mlp"],
+    [1], [0.1, 0.2, 0.3], {"question": "a"}, {"a": "b"}, {"a": 1.0}, {}, {"token_k2": 2.0}, [],
     [{"name": "b", "path": "c"}],
 ]  # fmt: skip
 """Values of which each key can hold one, besides those that its type or a condition lists."""

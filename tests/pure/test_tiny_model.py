@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from megatron_eqlen.hf.tokenizer import load_tokenizer
+from megatron_eqlen.hf.tokenizer import load_tokenizer, require_same
 from tests.kit import ROOT
 from tests.kit.marks import examples
 from tests.kit.sentencepiece_maker import write_sentencepiece_tokenizer
@@ -27,6 +27,18 @@ def load_tool(name: str):
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look it up
     spec.loader.exec_module(module)
     return module
+
+
+def test_another_tokenizer_is_refused_by_its_first_difference(tmp_path):
+    for folder, words in (("ours", "ab ab"), ("same", "ab ab"), ("theirs", "cd cd")):
+        (tmp_path / folder).mkdir()
+        write_hf_tokenizer(tmp_path / folder, [words * 9], 263)
+    ours, same, theirs = (load_tokenizer(tmp_path / folder) for folder in ("ours", "same", "theirs"))
+    require_same(ours, same)
+    with pytest.raises(
+        ValueError, match=r"theirs: expected the tok.* in its vocabulary: expected \(\d+, 'ab'\)"
+    ):
+        require_same(ours, theirs)
 
 
 @pytest.fixture(scope="module")

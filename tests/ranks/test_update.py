@@ -18,23 +18,31 @@ def folder(tmp_path_factory):
     return str(path)
 
 
+@pytest.fixture(scope="module")
+def passes(tmp_path_factory):
+    """Return changes that make an update compute all log-probs, those of a teacher of another family, too."""
+    path = tmp_path_factory.mktemp("teacher")
+    save_tiny(path, "llama", num_hidden_layers=5)
+    return TWO_EPOCHS | {"teacher": {"path": str(path)}}
+
+
 @pytest.mark.parametrize("rows", [1, 5])
-def test_a_virtual_pipeline_trains_any_number_of_rows(folder, rows):
-    """The update has the reference's and the old policy's forward passes; the padding rows change no
+def test_a_virtual_pipeline_trains_any_number_of_rows(folder, passes, rows):
+    """The update has the reference's, teacher's and old policy's forward passes; the padding rows change no
     number."""
     minibatches = [one_tree_a_row(rows)]
-    ((metrics, weights),) = run_ranks(1, update, folder, minibatches, TWO_EPOCHS)
-    interleaved = TWO_EPOCHS | layout(2, pipeline=2, virtual_pipeline=2)
+    ((metrics, weights),) = run_ranks(1, update, folder, minibatches, passes)
+    interleaved = passes | layout(2, pipeline=2, virtual_pipeline=2)
     for found, moved in run_ranks(2, update, folder, minibatches, interleaved):
         assert (metrics["packing/rows"], found["packing/rows"]) == (rows, rows + rows % 2)
         assert_same_step(found, moved, metrics, weights)
 
 
-def test_context_parallel_ranks_take_the_step_of_one(folder):
+def test_context_parallel_ranks_take_the_step_of_one(folder, passes):
     """The step has all its passes; weights are sent whole. Adam's eps is far above the gradients' round-off;
     otherwise round-off would decide the direction of weights with gradient 0."""
     minibatches = [one_tree_a_row(3)]
-    smooth = TWO_EPOCHS | {"optimizer": {"lr": 1e-3, "warmup_steps": 0, "adam_eps": 1e-5}}
+    smooth = passes | {"optimizer": {"lr": 1e-3, "warmup_steps": 0, "adam_eps": 1e-5}}
     ((metrics, weights),) = run_ranks(1, update, folder, minibatches, smooth)
     for found, moved in run_ranks(2, update, folder, minibatches, smooth | layout(2, context=2)):
         assert found["packing/rows"] == metrics["packing/rows"]
@@ -42,7 +50,14 @@ def test_context_parallel_ranks_take_the_step_of_one(folder):
 
 
 def assert_same_step(found: Metrics, moved: Weights, metrics: Metrics, weights: Weights) -> None:
-    for name in ("loss/total", "loss/ref_kl", "loss/entropy", "loss/tokens", "train/grad_norm"):
+    for name in (
+        "loss/total",
+        "loss/ref_kl",
+        "loss/teacher_kl",
+        "loss/entropy",
+        "loss/tokens",
+        "train/grad_norm",
+    ):
         assert found[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-7), name
     for name, weight in weights.items():
         torch.testing.assert_close(moved[name], weight, rtol=1e-4, atol=1e-5)
