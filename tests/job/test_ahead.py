@@ -39,7 +39,8 @@ def test_two_ranks_train_on_what_a_server_generates_ahead(home, served):
     assert min(column(folder, "train/grad_norm")) > 0
     stages = [span["stage"] for step in read_state(folder).steps for span in step["spans"]]
     assert stages.count("harvest") == stages.count("train") == 4
-    assert '<rect fill="#' in (folder / "report.html").read_text().partition("The last steps")[2]
+    timeline = (folder / "report.html").read_text().partition("The last steps")[2]
+    assert all(f"</i>{stage} <b>" in timeline for stage in ("harvest", "train"))
 
 
 def test_killed_and_stopped_in_the_middle_of_an_overlap_a_run_loses_and_repeats_nothing(home, served):
