@@ -16,7 +16,7 @@ BENCHMARKS = {
     "gpu": "attention, delta rule, head and layers at the paper's shapes on one GPU, beside yardsticks",
     "trees": "forward and backward of token trees against 2N and N + 1 sequences",
     "grade": "agreement and speed of the math grader",
-    "host": "the processors' work around a step of the paper's size: harvest, record, share, pack, report",
+    "scale": "rank 0's work on the processor in a step, on any number of GPUs",
 }
 
 

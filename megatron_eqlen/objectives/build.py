@@ -36,6 +36,7 @@ from megatron_eqlen.objectives.parts import checked_advantages, checked_weight, 
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.objectives.token_baseline import of_unit, token_baselines
 from megatron_eqlen.objectives.units import comparison_units
+from megatron_eqlen.processes.collector import collector_paused
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import EQUAL_REWARDS, ComparisonUnit
 from megatron_eqlen.types import Metrics, Rollout, TokenTree
@@ -51,6 +52,7 @@ def build_trees(rollouts: Sequence[Rollout], recipe: Recipe) -> tuple[list[Token
     return trees, metrics
 
 
+@collector_paused()
 def build_minibatches(
     rollouts: Sequence[Rollout],
     recipe: Recipe,

@@ -7,6 +7,7 @@ LOCAL_RANK). Without RANK the process is a world of size 1. An existing default 
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,6 +20,8 @@ import torch.distributed as dist
 HOST_PATIENCE = timedelta(days=7)
 """Timeout of collectives over ``host``: as long as servers may generate. A dead rank closes its connections,
 which ends the wait at once."""
+FILES = 65536
+"""Open files that a rank may have, where the hard limit allows it."""
 
 _host: dist.ProcessGroup | None = None
 
@@ -27,9 +30,19 @@ def join(timeout: timedelta = timedelta(minutes=30)) -> None:
     """Join the world, unless this process has joined already. ``timeout``: how long a collective may wait for
     a lost rank."""
     global _host
+    _allow_many_connections()
     if not dist.is_initialized():
         _join_world(timeout)
     _host = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=HOST_PATIENCE))
+
+
+def _allow_many_connections() -> None:
+    """Raise this process's limit of open files, commonly 1,024: each gloo group connects a rank with every
+    other."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def host() -> dist.ProcessGroup | None:

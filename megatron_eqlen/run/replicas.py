@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from megatron_eqlen.metrics import at_once
+from megatron_eqlen.processes.collector import collector_paused
 from megatron_eqlen.processes.distributed import gather
 from megatron_eqlen.types import Metrics, Prompt, Rollout, rollout_key, training_order
 
@@ -54,6 +55,7 @@ class Replicas:
         return at_once(gather([metrics] if self.leads else []))
 
 
+@collector_paused()
 def shared(part: Sequence[Rollout], prompts: Sequence[Prompt]) -> list[Rollout]:
     """Return all ranks' rollouts in training order, from this rank's ``part`` of them. Collective.
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_eqlen.packing.pack import pack
-from tools.benchmarks import gpu, host, trees
+from tools.benchmarks import gpu, scale, trees
 from tools.benchmarks.scripted import ScriptedEngine
 
 
@@ -70,10 +70,12 @@ def test_the_bound_of_trees_against_2n_is_what_a_hand_finds(pairs, bound):
     assert by_hand == pytest.approx(bound, abs=5e-3)
 
 
-def test_the_host_benchmark_shows_a_quadratic_cost_as_one_and_projects_the_largest_size():
-    sizes = [host.Size(tokens, {"trees": tokens**2}) for tokens in (10, 40, 160)]
-    assert host.line("trees", sizes)["growth"] == pytest.approx(2)
-    assert host.line("trees", sizes)["s at the paper's size"] == pytest.approx(160 * host.STEP_TOKENS)
+def test_what_rank_0_gets_grows_with_the_gpus_and_what_it_makes_does_not(tmp_path):
+    options = ["--median", "3000", "--limit", "4096", "--shorter", "64", "--replicas", "1", "--requests"]
+    few, many = run(scale, tmp_path, "--gpus", "8", "16", *options)
+    assert many["sizes"]["million tokens"] == pytest.approx(2 * few["sizes"]["million tokens"])
+    assert many["sizes"]["MB of skeletons"] == pytest.approx(2 * few["sizes"]["MB of skeletons"], rel=0.1)
+    assert many["sizes"]["MB recorded"] == pytest.approx(few["sizes"]["MB recorded"], rel=0.1)
 
 
 def test_no_two_requests_of_the_scripted_engine_tell_the_same_story():

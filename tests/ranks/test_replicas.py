@@ -20,7 +20,7 @@ from megatron_eqlen.sampling.harvester import all_rollouts
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Grade, Part, Prompt, Rollout
 from tests.kit.distributed import run_ranks
-from tools.benchmarks.host import make_prompts, make_recipe
+from tools.benchmarks.scale import make_prompts, make_recipe
 from tools.benchmarks.scripted import EOS, ScriptedEngine
 
 PROMPTS = [Prompt(f"q{number}", [1], "?", "math", f"{number}", number=number) for number in range(7)]

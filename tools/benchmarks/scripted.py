@@ -1,16 +1,23 @@
-"""An engine that decodes nothing: every request gets one token a step at the price of making its delta."""
+"""An engine that decodes nothing: every request gets one token a step at the price of making its delta; and
+ranks that are not there."""
 
 from __future__ import annotations
 
+import json
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models
+import torch
+import torch.distributed as dist
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from torch._C._distributed_c10d import _create_work_from_future
 from transformers import PreTrainedTokenizerFast
 
 from megatron_eqlen.types import Delta, Metrics
@@ -19,6 +26,8 @@ VOCABULARY = 32768
 EOS = 0
 SIGMA = 0.8
 """Standard deviation of the logarithm of lengths."""
+QUESTION = 300
+"""Tokens of a question, less one."""
 POOL = 1 << 16
 """Number of tokens that are drawn beforehand."""
 
@@ -126,9 +135,74 @@ def _masks(tokens: np.ndarray, kept: int, rng: np.random.Generator) -> list[arra
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer for the script's token ids; each is a word of five letters or so."""
+    """Write a tokenizer for the script's token ids, each a word of five letters or so, and questions."""
     words = {f" w{number}": number for number in range(VOCABULARY)}
     backend = Tokenizer(models.WordLevel(words, unk_token=" w1"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r" w\d+"), "isolated")
     backend.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=" w0").save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=" w0")
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    tokenizer.save_pretrained(folder)
     (folder / "generation_config.json").write_text(f'{{"eos_token_id": {EOS}, "pad_token_id": 1}}')
+    question = "".join(f" w{2 + number}" for number in range(QUESTION))
+    rows = (json.dumps({"question": f" w{1 + number}{question}", "answer": "7"}) for number in range(1000))
+    (folder / "questions.jsonl").write_text("\n".join(rows))
+
+
+class ScriptedRanks(dist.ProcessGroup):
+    """All ranks' process group, as rank 0 sees it: the other ranks answer from a script, and take no time.
+
+    ``seconds`` is the processor time of the script.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__(0, size)
+        self.answers: list[bytes] = []
+        """Pickled object with which each rank answers a gather; none: as rank 0 does."""
+        self.received = 0
+        """Bytes received from single ranks."""
+        self.seconds = 0.0
+
+    @classmethod
+    @contextmanager
+    def world(cls, size: int) -> Iterator[ScriptedRanks]:
+        """Make the default group of ``size`` ranks."""
+        if "scripted" not in dist.Backend.backend_list:
+            dist.Backend.register_backend("scripted", lambda *given: cls(given[2]), devices=["cpu"])
+        dist.init_process_group("scripted", store=dist.HashStore(), rank=0, world_size=size)
+        try:
+            yield cast(ScriptedRanks, dist.group.WORLD)
+        finally:
+            dist.destroy_process_group()
+
+    def getBackendName(self) -> str:
+        return "scripted"
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], _: object) -> dist.Work:
+        started = time.process_time()
+        for rank, output in enumerate(outputs[0]):
+            if rank == 0 or not self.answers:
+                output.copy_(inputs[0])
+            elif output.dtype == torch.uint8:
+                answer = torch.frombuffer(bytearray(self.answers[rank]), dtype=torch.uint8)
+                output[: len(answer)].copy_(answer)
+            else:
+                output.fill_(len(self.answers[rank]))
+        self.seconds += time.process_time() - started
+        return _done()
+
+    def broadcast(self, tensors: list[Tensor], _: object) -> dist.Work:
+        return _done()
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> dist.Work:
+        return _done()
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
+        self.received += sum(tensor.zero_().nbytes for tensor in tensors)
+        return _done()
+
+
+def _done() -> dist.Work:
+    future: torch.futures.Future[None] = torch.futures.Future()
+    future.set_result(None)
+    return _create_work_from_future(future)
