@@ -226,6 +226,7 @@ def harvested(
 ) -> tuple[list[Rollout], Metrics]:
     """Harvest and record, the tokens of unfinished rollouts included."""
     with tempfile.TemporaryDirectory() as home, EverySoManySteps(Path(home) / "rank-0.arrow") as recorder:
+        assert isinstance(recorder, EverySoManySteps)
         recorder.every = max(1, round(INTERVAL / DECODE_SECONDS / shorter))
         return harvest(engine, HarvestPlan(prompts, recipe, [EOS], seed=seed), [recorder])
 

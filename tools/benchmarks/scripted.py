@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from torch._C._distributed_c10d import _create_work_from_future
+from torch._C._distributed_c10d import _create_work_from_future  # pyright: ignore[reportAttributeAccessIssue]
 from transformers import PreTrainedTokenizerFast
 
 from megatron_eqlen.types import Delta, Metrics
@@ -156,7 +156,7 @@ class ScriptedRanks(dist.ProcessGroup):
     """
 
     def __init__(self, size: int) -> None:
-        super().__init__(0, size)
+        super().__init__(0, size)  # pyright: ignore[reportCallIssue] (its other constructor)
         self.answers: list[bytes] = []
         """Pickled object with which each rank answers a gather; none: as rank 0 does."""
         self.received = 0
@@ -169,7 +169,8 @@ class ScriptedRanks(dist.ProcessGroup):
         """Make the default group of ``size`` ranks."""
         if "scripted" not in dist.Backend.backend_list:
             dist.Backend.register_backend("scripted", lambda *given: cls(given[2]), devices=["cpu"])
-        dist.init_process_group("scripted", store=dist.HashStore(), rank=0, world_size=size)
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group("scripted", store=store, rank=0, world_size=size)
         try:
             yield cast(ScriptedRanks, dist.group.WORLD)
         finally:
