@@ -20,7 +20,7 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
-from megatron_eqlen.environments.tool_calls import BadToolCall, tool_calls
+from megatron_eqlen.environments.tool_calls import ToolError, tool_calls
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def as_message(text: str, turn: int, tools: bool) -> Message:
     thinking, closed, spoken = text.rpartition("</think>")
     calls = []
     if tools:
-        with contextlib.suppress(BadToolCall):  # the agent sees the text
+        with contextlib.suppress(ToolError):  # the agent sees the text
             calls = list(tool_calls(text))
     if calls:
         spoken = spoken.partition("<tool_call>")[0] if "<tool_call>" in spoken else ""

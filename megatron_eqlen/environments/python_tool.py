@@ -10,7 +10,7 @@ from functools import cache
 from queue import Empty, LifoQueue
 from typing import Any, Literal
 
-from megatron_eqlen.environments.tool_calls import ToolEnvironment, schema
+from megatron_eqlen.environments.tool_calls import ToolEnvironment, tool
 from megatron_eqlen.rewards.sandbox.client import Execution, Sandbox
 from megatron_eqlen.rewards.sandbox.interpreter import find_python
 from megatron_eqlen.rewards.sandbox.probe import required_isolation
@@ -43,14 +43,7 @@ except BaseException as error:
 class PythonTool(ToolEnvironment):
     """Runs cells."""
 
-    name, argument = "python", "code"
-    tools = (
-        schema(
-            name,
-            "Run Python code. Names stay defined. Returns what it prints and the last expression's value.",
-            argument,
-        ),
-    )
+    most_calls = 1
 
     def __init__(
         self,
@@ -69,12 +62,14 @@ class PythonTool(ToolEnvironment):
         self.place: tuple[Mode, str] = sandbox, python
         self.cells: tuple[str, ...] = ()
 
-    def run(self, text: str) -> str:
-        program = RUN_CELLS.format(before=list(self.cells), cell=text)
+    @tool
+    def python(self, code: str) -> str:
+        """Run Python code. Names stay defined. Returns what it prints and the last expression's value."""
+        program = RUN_CELLS.format(before=list(self.cells), cell=code)
         run = _run(program, self.limits, *self.place)
         if run.status != "finished":
             return self._short(f"{run.stdout}\nerror: {run.status.replace('_', ' ')}".strip())
-        self.cells += (text,)
+        self.cells += (code,)
         return self._short(run.stdout.rstrip() or "(no output)")
 
     @classmethod

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_eqlen.data.files import read_records
-from megatron_eqlen.environments.tool_calls import ToolEnvironment, schema
+from megatron_eqlen.environments.tool_calls import ToolEnvironment, tool
 from megatron_eqlen.types import Prompt
 
 SATURATION, LENGTH = 1.5, 0.75
@@ -21,9 +21,6 @@ _WORD = re.compile(r"\w+")
 class SearchTool(ToolEnvironment):
     """Answers queries. It keeps no state."""
 
-    name, argument = "search", "query"
-    tools = (schema(name, "Search for passages.", argument),)
-
     def __init__(self, prompt: Prompt, seed: int, index: str, top_k: int = 3, longest: int = 1500) -> None:
         """``index``: file of records with ``text``, and ``title`` or not. ``longest``: characters of an
         answer."""
@@ -33,8 +30,10 @@ class SearchTool(ToolEnvironment):
     def start(cls, **options: Any) -> None:
         index_of(options["index"])
 
-    def run(self, text: str) -> str:
-        return "\n\n".join(self.index.best(text, self.top_k))[: self.longest] or "(nothing found)"
+    @tool
+    def search(self, query: str) -> str:
+        """Search for passages."""
+        return "\n\n".join(self.index.best(query, self.top_k))[: self.longest] or "(nothing found)"
 
     def fork(self) -> SearchTool:
         return self

@@ -1,11 +1,16 @@
-"""Environments of one tool; its calls in the text of a turn, as Qwen3 (Hermes) and Llama 3 write them."""
+"""Environments whose methods are tools; calls in a turn's text, as Qwen3 (Hermes) and Llama 3 write them."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
-from collections.abc import Iterator
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, NamedTuple, NotRequired, TypedDict, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import to_json
 
 from megatron_eqlen.environments.environment import Environment, Observation
 
@@ -18,54 +23,102 @@ class ToolCall(NamedTuple):
     arguments: dict[str, Any]
 
 
-class BadToolCall(ValueError):
-    """A call that cannot be read; the message is for the policy."""
+class ToolError(ValueError):
+    """A call that cannot be read, or that a tool refuses; the policy reads the message."""
 
 
 def tool_calls(message: str) -> Iterator[ToolCall]:
-    """Yield all calls of tools in a turn. What stands before ``</think>`` calls nothing. Raises
-    BadToolCall."""
+    """Yield all calls of tools in a turn. What stands before ``</think>`` calls nothing. Raises ToolError."""
+    return map(_read, _texts(message))
+
+
+def _texts(message: str) -> list[str]:
     spoken = message.rpartition("</think>")[2]
     calls = list(_HERMES.finditer(spoken)) or [_LLAMA.fullmatch(spoken)]
-    return (_read(match[1]) for match in calls if match is not None)
+    return [match[1] for match in calls if match is not None]
 
 
 def _read(text: str) -> ToolCall:
     try:
         call = json.loads(text)
-    except ValueError as error:
-        raise BadToolCall(f"the call is not JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ToolError(f"the call is not JSON: {error}") from None
     arguments = call.get("arguments", call.get("parameters")) if isinstance(call, dict) else None
     if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
-        raise BadToolCall('expected {"name": "...", "arguments": {...}}')
+        raise ToolError('expected {"name": "...", "arguments": {...}}')
     return ToolCall(call["name"], arguments)
 
 
+def tool[**P, R](method: Callable[P, R]) -> Callable[P, R]:
+    """Make a method a tool. Its name, docstring and type hints are the schema; the policy reads what it
+    returns, as JSON if that is no text, and the message of a ToolError that it raises."""
+    method.__dict__["is_tool"] = True
+    return method
+
+
 class ToolEnvironment(Environment):
-    """Answers calls of one tool that takes a text; a turn without a call ends the response, and the prompt's
-    grader grades it."""
+    """Answers calls of its methods that are tools, in order. A turn without a call ends the response."""
 
-    name: ClassVar[str]
-    argument: ClassVar[str]
+    most_calls: ClassVar[int] = 16
+    """Calls of a turn that are run. All together must end within ``environment.timeout``."""
+    _arguments: ClassVar[dict[str, TypeAdapter[dict[str, Any]]]] = {}
 
-    def run(self, text: str) -> str:
-        """Return the tool's answer."""
-        raise NotImplementedError
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        names = dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base))
+        methods = {name: getattr(cls, name) for name in names}
+        methods = {name: method for name, method in methods.items() if hasattr(method, "is_tool")}
+        cls._arguments = {name: _arguments_of(method) for name, method in methods.items()}
+        cls.tools = [_schema(method, cls._arguments[name]) for name, method in methods.items()]
 
     def step(self, message: str) -> Observation:
+        texts = _texts(message)
+        answers = [self._answer(text) for text in texts[: self.most_calls]]
+        answers += [f"error: more than {self.most_calls} calls in a turn"] * (len(texts) - len(answers))
+        if len(answers) > 1:
+            return Observation(messages=[{"role": "tool", "content": answer} for answer in answers])
+        return Observation(*answers, done=not answers)
+
+    def _answer(self, text: str) -> str:
         try:
-            call = next(tool_calls(message), None)
-        except BadToolCall as error:
-            return Observation(f"error: {error}")
-        if call is None:
-            return Observation(done=True)
-        text = call.arguments.get(self.argument)
-        if call.name != self.name or not isinstance(text, str):
-            return Observation(f'error: expected the tool {self.name} with {{"{self.argument}": "..."}}')
-        return Observation(self.run(text))
+            call = _read(text)
+            arguments = self._checked(call)
+            result = getattr(self, call.name)(**arguments)
+        except ToolError as error:
+            return f"error: {error}"
+        return result if isinstance(result, str) else to_json(result).decode()
+
+    def _checked(self, call: ToolCall) -> dict[str, Any]:
+        if call.name not in self._arguments:
+            raise ToolError(f"expected the tool {' or '.join(self._arguments)}, found {call.name!r}")
+        try:
+            return self._arguments[call.name].validate_python(call.arguments)
+        except ValidationError as bad:
+            errors = [f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in bad.errors()]
+            raise ToolError(f"{call.name}: {'; '.join(errors)}") from None
 
 
-def schema(name: str, what: str, argument: str) -> dict[str, Any]:
-    """Return the JSON schema of a tool that takes one text."""
-    parameters = {"type": "object", "properties": {argument: {"type": "string"}}, "required": [argument]}
-    return {"type": "function", "function": {"name": name, "description": what, "parameters": parameters}}
+def _arguments_of(method: Callable[..., Any]) -> TypeAdapter[dict[str, Any]]:
+    """Return what checks a method's arguments."""
+    hints = get_type_hints(method, include_extras=True)
+    fields: dict[str, Any] = {}
+    for name, parameter in [*inspect.signature(method).parameters.items()][1:]:
+        hint = hints.get(name, Any)
+        fields[name] = hint if parameter.default is parameter.empty else NotRequired[hint]
+    arguments: Any = TypedDict(method.__name__, fields)  # type: ignore[operator]
+    arguments.__pydantic_config__ = ConfigDict(extra="forbid")
+    return TypeAdapter(arguments)
+
+
+class _WithoutTitles(GenerateJsonSchema):
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+def _schema(method: Callable[..., Any], arguments: TypeAdapter[dict[str, Any]]) -> dict[str, Any]:
+    """Return a tool's JSON schema."""
+    parameters = arguments.json_schema(schema_generator=_WithoutTitles)
+    del parameters["title"], parameters["additionalProperties"]  # words of every prompt
+    what = inspect.getdoc(method) or ""
+    function = {"name": method.__name__, "description": what, "parameters": parameters}
+    return {"type": "function", "function": function}

@@ -28,6 +28,7 @@ from megatron_eqlen.rollout.partial import HarvestProgress, PartialRollout, Roll
 from megatron_eqlen.sampling.harvester import Marker
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Delta
+from recipes.examples.shop.shop import Shop
 from recipes.examples.wordle.wordle import Wordle, marks
 from tests.kit import ROOT
 from tests.kit.length_bias import QUESTION
@@ -557,6 +558,8 @@ def test_the_python_tool_keeps_names_and_a_copy_has_its_own(request):
         "error: expected"
     )
     assert tool.step("It is \\boxed{15}.").done
+    two = tool.step('<tool_call>{"name": "python", "arguments": {"code": "x"}}</tool_call>' * 2).messages
+    assert [message["content"] for message in two] == ["15", "error: more than 1 calls in a turn"]
 
 
 def test_the_search_tool_finds_the_passages_that_fit_best(tmp_path):
@@ -578,6 +581,38 @@ def test_the_search_tool_finds_the_passages_that_fit_best(tmp_path):
         SearchTool.start(index=str(tmp_path / "bad.jsonl"))
     with pytest.raises(ValueError, match="nowhere: expected a file, found none"):
         SearchTool.start(index="nowhere")
+
+
+def called(shop, *calls):
+    """Return what a turn with these calls, (tool, arguments) or texts, is answered."""
+    dumped = lambda call: json.dumps({"name": call[0], "arguments": call[1]})  # noqa: E731
+    texts = [call if isinstance(call, str) else dumped(call) for call in calls]
+    answer = shop.step("".join(f"<tool_call>{text}</tool_call>" for text in texts))
+    return [message["content"] for message in answer.messages] or answer.content
+
+
+def test_methods_are_tools_whose_errors_the_policy_reads_and_a_copy_has_its_own_records():
+    gold = {"orders": [{"number": n, "customer": 5, "status": s} for n, s in ((1, "open"), (2, "sent"))]}
+    shop = Shop(replace(QUESTION, gold=json.dumps(gold | {"cancelled": [1]})), 0)
+    number = {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]}
+    schema = {"name": "cancel", "description": "Cancel an order that is open.", "parameters": number}
+    assert [tool["function"] for tool in Shop.tools][-1] == schema
+    assert called(shop, ("find", {"customer": 5}), ("read", {"number": 2})) == [
+        "[1,2]",
+        '{"number":2,"customer":5,"status":"sent"}',
+    ]
+    copied = shop.fork()
+    refused = {
+        "cancel: number: Field required; order: Extra inputs are not permitted": ("cancel", {"order": 1}),
+        "expected the tool find or read or cancel, found 'step'": ("step", {"message": ""}),
+        "order 2 is sent": ("cancel", {"number": 2}),
+        "the call is not JSON: maximum recursion": "[" * 100_000,
+    }
+    for message, call in refused.items():
+        assert called(shop, call).startswith(f"error: {message}")
+    assert called(shop, ("cancel", {"number": 1})) == "cancelled"
+    assert [each.grade() for each in (shop, copied)] == [1.0, 0.0]
+    assert shop.step("Done.").done
 
 
 @pytest.mark.parametrize(("guess", "shown"), [
