@@ -63,7 +63,7 @@ def of_teacher(parallel: ParallelRecipe, teacher: ModelConfig) -> ParallelRecipe
     """Return the layout of a teacher in the groups of ``parallel``: its layers evenly, its own experts."""
     changes: dict[str, object] = {"layers_per_stage": None, "sequence": parallel.sequence or None}
     if teacher.experts is None:
-        changes |= {"expert": 1, "expert_tensor": 1}
+        changes |= {"expert": 1, "expert_tensor": 1, "dispatcher": "alltoall"}
     return parallel.model_copy(update=changes)
 
 
