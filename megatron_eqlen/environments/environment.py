@@ -19,7 +19,7 @@ from megatron_eqlen.types import Grade, Prompt
 
 
 class LostError(RuntimeError):
-    """What all environments of a class share has failed: the harvest ends."""
+    """Failure of something that all environments of a class share: the harvest ends."""
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ class Dialogues:
         self._due: dict[Track, float] = {}
         """Turns that wait for other tracks, and since when."""
         self.errors: list[BaseException] = []
-        """Of the rollouts that were left out."""
+        """Errors of the rollouts that were left out, one each."""
         self.fork_error: Exception | None = None
         self.answered = self.cut = self.copies = self.replays = self.refused = 0
         self._spans: list[TimeSpan] = []

@@ -120,7 +120,7 @@ def test_a_run_that_an_error_ends_is_shown_as_failed(tmp_path, wandb):
 
 
 def test_wandb_has_a_few_rollouts_of_the_steps_that_the_recipe_names(tmp_path, wandb):
-    """What each side of a pair got, and who sampled it: types.py's worked example, and a group's question."""
+    """A row says what a side of a pair got, and who sampled it: types.py's example, a group's question."""
     fake, asked = wandb(), recipe(tmp_path, report={"wandb_project": "eqlen", "samples_every": 2})
     other = dataclasses.replace(example_stream(), prompt=prompt(2))
     pairs_of(other)[1].a.grade = pairs_of(other)[0].a.grade
