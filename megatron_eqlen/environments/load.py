@@ -26,8 +26,6 @@ BUILT_IN = {
 
 TURN = "<think>\nthought\n</think>\n\nA turn that the policy generated."
 """Stands for a turn where an observation is rendered."""
-BREAK = "\ufdd0"
-"""Noncharacter of Unicode, where text is cut before it is encoded."""
 
 
 def environment_class(recipe: Recipe) -> type[Environment]:
@@ -101,20 +99,16 @@ def given_tokens(
     tools: Sequence[Mapping[str, Any]] = (),
     enable_thinking: bool | None = None,
 ) -> list[int]:
-    """Return the tokens between a turn's last token and the first one of the next turn. Special tokens in an
-    observation's text are text.
+    """Return the tokens between a turn's last token and the first one of the next turn.
 
     Raises ValueError for a chat template that changes earlier turns: what was generated could not stay as it
     is. Qwen3's drops earlier thinking once a ``user`` speaks, and keeps it before a ``tool``.
     """
     said = observation.messages or [{"role": observation.role, "content": observation.content}]
-    text = json.dumps([*said], ensure_ascii=False)
-    for token in tokenizer.special_tokens:
-        text = text.replace(token, token[0] + BREAK + token[1:])
     messages: list[Any] = [
         {"role": "user", "content": "question"},
         {"role": "assistant", "content": TURN},
-        *json.loads(text),
+        *said,
     ]
     text = tokenizer.render_chat(messages, enable_thinking, tools)
     _, turn, after = text.partition(TURN)
@@ -123,7 +117,7 @@ def given_tokens(
             f"{tokenizer.folder}: expected a chat template that keeps the assistant's turns as they are "
             f"before a message of the role {messages[-1]['role']!r}, found one that changes them"
         )
-    token_ids = [token for piece in after.split(BREAK) for token in tokenizer.encode(piece)]
+    token_ids = tokenizer.encode(after)
     if not token_ids or token_ids[0] not in tokenizer.eos_token_ids:
         raise ValueError(
             f"{tokenizer.folder}: expected a chat template that ends the assistant's turn with an end of "
@@ -140,9 +134,10 @@ def refuse_other_prompt(
     enable_thinking: bool | None,
 ) -> None:
     """Raise ValueError unless the messages of an agent's first request are the prompt."""
-    text = tokenizer.render_chat([*messages], enable_thinking, tools)
-    if tokenizer.encode(text) != prompt.token_ids:
+    found = tokenizer.apply_chat_template([*messages], enable_thinking, tools)
+    if found != prompt.token_ids:
         raise ValueError(
-            f"first request: expected the prompt, {tokenizer.decode(prompt.token_ids)!r}, found {text!r}: "
+            f"first request: expected the prompt, {tokenizer.decode(prompt.token_ids)!r}, "
+            f"found {tokenizer.decode(found)!r}: "
             "see data.instruction, data.instruction_role, and environment.options: tools"
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -25,6 +26,10 @@ FIRST_READ = 2048
 """Tokens at a response's end that are decoded first, to find the answer after the thinking."""
 Turn = dict[str, str]
 """``{"role": ..., "content": ...}``"""
+THINKING = ("<think>", "</think>")
+"""Are special tokens of some models, which templates look for in the assistant's turns."""
+BREAK = "\ufdd0"
+"""Noncharacter of Unicode, where a text is cut before it is encoded."""
 
 
 class Tokenizer(ABC):
@@ -36,9 +41,10 @@ class Tokenizer(ABC):
         self.pad_token_id = pad_token_id
         self._silent = sorted(eos_token_ids | {pad_token_id})
 
-    @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of ``text``; special tokens in the text become their ids, none are added."""
+        """Return the token ids of ``text``; special tokens in the text become their ids, unless ``BREAK``
+        stands in them; none are added."""
+        return [token for piece in text.split(BREAK) for token in self._encode(piece)]
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of ``token_ids`` without end-of-sequence and padding tokens; ``</think>`` is
@@ -78,11 +84,18 @@ class Tokenizer(ABC):
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """Return the text of ``messages`` up to the start of the assistant's answer. ``tools``: JSON schemas.
+        ``BREAK`` stands in the special tokens that are not the template's, and in all tags of a tool's result
+        (``</tool_response>``): they are encoded as text.
 
         Raises ValueError if the model's files hold no chat template.
         """
         options: dict[str, Any] = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-        return self._render(messages, options | ({"tools": [*tools]} if tools else {}))
+        special = [token for token in self.special_tokens if token not in THINKING]
+        if tools:
+            options["tools"] = _as_text([*tools], special)
+        said = {"tool": [*self.special_tokens, *self.tags]}
+        texts = [_as_text(message, said.get(message.get("role", ""), special)) for message in messages]
+        return self._render(texts, options)
 
     @property
     @abstractmethod
@@ -94,6 +107,9 @@ class Tokenizer(ABC):
     def special_tokens(self) -> list[str]:
         """Texts that ``encode`` turns into special tokens; at least one."""
 
+    tags: Sequence[str] = ()
+    """Texts that ``encode`` turns into a token of its own which is not special: ``<think>``."""
+
     @property
     @abstractmethod
     def chat_template(self) -> str | None:
@@ -102,6 +118,9 @@ class Tokenizer(ABC):
     @abstractmethod
     def parts(self) -> dict[str, list[Any]]:
         """Return all that decides which tokens a text has, in order."""
+
+    @abstractmethod
+    def _encode(self, text: str) -> list[int]: ...
 
     @abstractmethod
     def _decode(self, token_ids: list[int]) -> str: ...
@@ -126,17 +145,21 @@ class HuggingFaceTokenizer(Tokenizer):
         super().__init__(
             folder, *_special_ids(folder, self._backend.eos_token_id, self._backend.pad_token_id)
         )
+        added = self._backend.added_tokens_decoder.values()
+        self.tags = [token.content for token in added if re.fullmatch("<.+>", token.content)]
 
-    def encode(self, text: str) -> list[int]:
+    def _encode(self, text: str) -> list[int]:
         return self._backend.encode(text, add_special_tokens=False)
 
     @property
     def vocab_size(self) -> int:
         return len(self._backend)
 
-    @property
+    @cached_property
     def special_tokens(self) -> list[str]:
-        return [token.content for token in self._backend.added_tokens_decoder.values() if token.special]
+        # DeepSeek's token of a user's turn is not marked special
+        marked = [token.content for token in self._backend.added_tokens_decoder.values() if token.special]
+        return [*marked, *(tag for tag in self.tags if re.fullmatch("<[|\uff5c].+[|\uff5c]>", tag))]
 
     @property
     def chat_template(self) -> str | None:
@@ -183,7 +206,7 @@ class SentencePieceTokenizer(Tokenizer):
         self._template = _read_template(folder, config)
         super().__init__(folder, *_special_ids(folder, eos, pad))
 
-    def encode(self, text: str) -> list[int]:
+    def _encode(self, text: str) -> list[int]:
         return self._backend.encode(text)
 
     @property
@@ -275,6 +298,18 @@ def load_decoder(path: str | Path) -> Callable[[Sequence[int] | np.ndarray], str
     ends, padding = _special_ids(folder, eos, pad)
     silent = sorted(ends | {padding})
     return lambda token_ids: backend.decode(_without(token_ids, silent), skip_special_tokens=False)
+
+
+def _as_text(value: Any, tokens: Sequence[str]) -> Any:
+    """Return messages or schemas with ``BREAK`` in each of ``tokens`` that their texts hold."""
+    if isinstance(value, str):
+        for token in tokens:
+            value = value.replace(token, token[0] + BREAK + token[1:])
+    elif isinstance(value, Mapping):
+        return {_as_text(key, tokens): _as_text(each, tokens) for key, each in value.items()}
+    elif isinstance(value, list | tuple):
+        return [_as_text(each, tokens) for each in value]
+    return value
 
 
 def _without(token_ids: Sequence[int] | np.ndarray, silent: list[int]) -> list[int]:
