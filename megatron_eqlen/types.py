@@ -356,12 +356,9 @@ class Row:
     nodes: list[RowNode]
     num_tokens: int
     """Positions in use; the rest up to S is padding."""
-    old_logprobs: np.ndarray | None = None
-    """[S] float64, the trainer's log-probs before the first update of this batch."""
-    ref_logprobs: np.ndarray | None = None
-    """[S] float64, the reference model's log-probs."""
-    teacher_logprobs: np.ndarray | None = None
-    """[S] float64, the teacher's log-probs."""
+    others: dict[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
+    """[S] float64, log-probs of other policies that the loss needs: ``old``, the trainer's before the first
+    update of this batch; ``ref``, the reference model's; ``teacher``."""
     columns: dict[str, Values] = field(default_factory=dict[str, Values])
     """Columns of the supervised tokens for the loss: [S] float64 or int64 where a token has one number,
     ``Column.unknown`` elsewhere; ragged columns have one list for each of the n supervised positions. See

@@ -92,9 +92,9 @@ def _locate(plan: Packing, row: Row, loss: RowLoss) -> str:
 
 def _faulty_quantity(row: Row, at: np.ndarray, losses: np.ndarray) -> str:
     """Name the quantity that is not finite in the node at positions ``at``: an input or a loss."""
-    given = {"old_logprobs": row.old_logprobs, "ref_logprobs": row.ref_logprobs, "advantages": row.advantages}
     inputs = {"rollout_logprobs": row.column("logprobs")[at]}
-    inputs |= {name: values[at] for name, values in given.items() if values is not None}
+    inputs |= {f"{policy}_logprobs": known[at] for policy, known in row.others.items()}
+    inputs["advantages"] = row.advantages[at]
     for name, values in (inputs | {"the loss": losses}).items():
         if not np.isfinite(values).all():
             token = int(np.argmin(np.isfinite(values)))

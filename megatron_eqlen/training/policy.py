@@ -1,6 +1,6 @@
 """Policy: the Megatron model in training, with its optimizer and its reference weights.
 
-trees ─► plan ─► exchange ─► (old and reference log-probs) ─► forward, loss, backward ─► optimizer step
+trees ─► plan ─► exchange ─► (other policies' log-probs) ─► forward, loss, backward ─► optimizer step
 """
 
 from __future__ import annotations
@@ -208,16 +208,16 @@ class Policy:
         return Minibatch(None, problem) if problem else batch
 
     def _annotate(self, rows: RankRows, old: bool) -> None:
-        """Compute old, reference and teacher log-probs if the loss needs them."""
+        """Compute the log-probs of other policies that the loss needs."""
         if old:
             with self._comparing(rows):
-                rows.old_logprobs = self._log_probs(rows)
+                rows.others["old"] = self._log_probs(rows)
         if self.reference is not None:
             with self.reference():
-                rows.ref_logprobs = self._log_probs(rows)
+                rows.others["ref"] = self._log_probs(rows)
         if self.teacher is not None:
             with self.teacher.weights.resident():
-                rows.teacher_logprobs = self._log_probs(rows, self.teacher.chunks)
+                rows.others["teacher"] = self._log_probs(rows, self.teacher.chunks)
 
     def _log_probs(self, rows: RankRows, model: list[Any] | None = None) -> list[np.ndarray]:
         """Return for each row [n] float64, at its supervised positions; empty except on the last pipeline
@@ -318,9 +318,7 @@ class Policy:
             advantages=of(row.advantages),
             segment_ids=of(row.segment_ids),
             rollout_logprobs=of(row.column("logprobs")),
-            old_logprobs=None if row.old_logprobs is None else of(row.old_logprobs),
-            ref_logprobs=None if row.ref_logprobs is None else of(row.ref_logprobs),
-            teacher_logprobs=None if row.teacher_logprobs is None else of(row.teacher_logprobs),
+            others={policy: of(known) for policy, known in row.others.items()},
             compared=of(row.column("versions") == self.before) if self.recipe.rollout.trains_older else None,
             objective=self.objective,
             loss=self.recipe.loss,

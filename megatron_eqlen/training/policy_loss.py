@@ -11,7 +11,7 @@ arithmetic is float64: a row has few numbers, and sums over rows then differ by 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,18 +55,17 @@ def policy_loss(
     rollout_logprobs: torch.Tensor,
     objective: Objective,
     loss: LossRecipe,
-    old_logprobs: torch.Tensor | None = None,
-    ref_logprobs: torch.Tensor | None = None,
-    teacher_logprobs: torch.Tensor | None = None,
+    others: Mapping[str, torch.Tensor] = {},
     compared: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, RowLoss]:
     """Return the row's part of the loss (a float64 scalar with gradient) and of the metrics.
 
     All tensors are [n]: a row's positions, or any of them that include the supervised positions (weight > 0).
-    Only supervised positions are read. A segment lies in one row. ``old_logprobs`` None: the first and only
-    update of the batch, so the policy is the old policy. ``ref_logprobs`` are needed if ``loss.kl_coef > 0``.
-    ``teacher_logprobs``: with them the reverse KL to the teacher, times ``loss.teacher_coef``, is taken from
-    the advantages. ``compared``, bool: tokens that the policy's own weights sampled; None: all.
+    Only supervised positions are read. A segment lies in one row. ``others``: log-probs of other policies
+    (``Row.others``). Without ``old`` this is the first and only update of the batch, so the policy is the old
+    policy. ``ref`` is needed if ``loss.kl_coef > 0``. With ``teacher`` the reverse KL to it, times
+    ``loss.teacher_coef``, is taken from the advantages. ``compared``, bool: tokens that the policy's own
+    weights sampled; None: all.
     """
     # supervised positions
     at = weights > 0
@@ -74,21 +73,22 @@ def policy_loss(
         x[at].double() for x in (logprobs, entropy, weights, advantages, rollout_logprobs)
     )
     segments = Segments(segment_ids[at])
+    others = {policy: known[at].double() for policy, known in others.items()}
     measured: dict[str, torch.Tensor] = {}
-    if teacher_logprobs is not None:
-        measured[m.LOSS_TEACHER_KL] = logp.detach() - teacher_logprobs[at].double()
+    if "teacher" in others:
+        measured[m.LOSS_TEACHER_KL] = logp.detach() - others["teacher"]
         advantages = advantages - loss.teacher_coef * measured[m.LOSS_TEACHER_KL]
     # ratio, policy loss and KL penalty
-    recomputed = logp.detach() if old_logprobs is None else old_logprobs[at].double()
+    recomputed = others.get("old", logp.detach())
     old = rollout if loss.old_logprobs == "rollout" else recomputed
     correction = correct(recomputed, rollout, segments, loss)
     supervised = SupervisedTokens(logp, old, advantages, correction.kept, segments)
     policy, ratios = checked_surrogate(objective.surrogate, supervised)
     kl, kl_clamped = 0 * weights, 0 * weights
     if loss.kl_coef:
-        if ref_logprobs is None:
+        if "ref" not in others:
             raise ValueError(f"loss.kl_coef: {loss.kl_coef} needs the reference's log-probs, found none")
-        kl, kl_clamped = _kl(logp, ref_logprobs[at].double(), loss)
+        kl, kl_clamped = _kl(logp, others["ref"], loss)
     # weighted sums
     policy_part, kl_part = weights * correction.importance * policy, weights * correction.kept * kl
     policy_sum, kl_sum = policy_part.sum(), loss.kl_coef * kl_part.sum()

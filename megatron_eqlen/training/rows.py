@@ -12,7 +12,7 @@ from megatron_eqlen.types import Metrics, Row
 
 
 class RankRows(Sequence[Row]):
-    """Rows of a data-parallel rank, with old, reference and teacher log-probs once they are known.
+    """Rows of a data-parallel rank, with other policies' log-probs once they are known.
 
     Raises TreeError if an array of a node cannot be trained on.
     """
@@ -23,12 +23,9 @@ class RankRows(Sequence[Row]):
         self.agreement: Metrics | None = None
         """Agreement of the engine's experts with those of the first pass over these rows; None before that
         pass."""
-        self.old_logprobs: list[np.ndarray] = []
-        """For each row [n] float64, at its supervised positions; empty if not needed."""
-        self.ref_logprobs: list[np.ndarray] = []
-        """Reference log-probs, in the same form as ``old_logprobs``."""
-        self.teacher_logprobs: list[np.ndarray] = []
-        """The teacher's, in the same form."""
+        self.others: dict[str, list[np.ndarray]] = {}
+        """``Row.others``: for each row [n] float64, at its supervised positions; empty lists except on the
+        last pipeline stage."""
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -41,12 +38,7 @@ class RankRows(Sequence[Row]):
         if isinstance(at, slice):
             return [self[number] for number in range(*at.indices(len(self)))]
         row = self.planned.fill(self._plans[at], self._for_loss)
-        if self.old_logprobs:
-            row.old_logprobs = _column(row, self.old_logprobs[at])
-        if self.ref_logprobs:
-            row.ref_logprobs = _column(row, self.ref_logprobs[at])
-        if self.teacher_logprobs:
-            row.teacher_logprobs = _column(row, self.teacher_logprobs[at])
+        row.others = {policy: _column(row, known[at]) for policy, known in self.others.items() if known}
         return row
 
 

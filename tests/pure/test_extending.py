@@ -210,8 +210,8 @@ def test_an_advantage_a_surrogate_and_an_aggregation_are_named_in_the_recipe(pac
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
     loss, row = policy_loss(
         logprobs, torch.zeros(4), weights=torch.full_like(log_ratios, right.weight), advantages=advantages,
-        segment_ids=torch.tensor([0, 0, 1, 1]), rollout_logprobs=-torch.ones(4), old_logprobs=-torch.ones(4),
-        objective=resolve(mine), loss=mine.loss,
+        segment_ids=torch.tensor([0, 0, 1, 1]), rollout_logprobs=-torch.ones(4),
+        others={"old": -torch.ones(4)}, objective=resolve(mine), loss=mine.loss,
     )  # fmt: skip
     ratios = log_ratios.exp()
     bounds = torch.stack([ratios[:2].mean().clamp(max=1.1), ratios[2:].mean()]).repeat_interleave(2)

@@ -120,8 +120,7 @@ def our_gradient(rollouts, tokens, recipe):
             advantages=torch.from_numpy(row.advantages),
             segment_ids=torch.from_numpy(row.segment_ids),
             rollout_logprobs=torch.from_numpy(row.column("logprobs")),
-            old_logprobs=old[labels],
-            ref_logprobs=ref[labels],
+            others={"old": old[labels], "ref": ref[labels]},
             objective=resolve(recipe),
             loss=recipe.loss,
         )

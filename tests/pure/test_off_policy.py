@@ -82,7 +82,7 @@ def expected_gradient(policy: int, versions: tuple[int, int], **recipe) -> torch
             rollout_logprobs=torch.tensor(engine),
             objective=resolve(mine),
             loss=mine.loss,
-            old_logprobs=None if policy == 2 else old[actions],
+            others={} if policy == 2 else {"old": old[actions]},
         )
         total = total - probability * loss
     (gradient,) = torch.autograd.grad(total, logits)

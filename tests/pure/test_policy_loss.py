@@ -93,12 +93,12 @@ def row(**changes):
         "advantages": [1.0, 1.0, 0.0, -2.0],
         "segment_ids": [4, 4, -1, 9],
         "rollout_logprobs": [-1.1, -2.0, -0.5, -1.0],
-        "old_logprobs": [-1.5, -2.1, -0.5, -1.0],
-        "ref_logprobs": [-1.2, -1.9, -0.5, -1.6],
+        "old": [-1.5, -2.1, -0.5, -1.0],
+        "ref": [-1.2, -1.9, -0.5, -1.6],
     } | changes
-    tensors = {name: torch.tensor(value) if value is not None else None for name, value in values.items()}
+    tensors = {name: torch.tensor(value) for name, value in values.items() if value is not None}
     tensors["logprobs"] = tensors["logprobs"].double().requires_grad_()
-    return tensors
+    return tensors | {"others": {name: tensors.pop(name) for name in ("old", "ref") if name in tensors}}
 
 
 def test_the_clipped_loss_by_hand():
@@ -110,13 +110,13 @@ def test_the_clipped_loss_by_hand():
 
 
 def test_a_ratio_counts_as_clipped_where_its_advantage_pulls_beyond_the_bound():
-    tokens = row(advantages=[1.0, 0.0, 0.0, -2.0], old_logprobs=[-1.5, -2.5, -0.5, -1.0])  # ratios e^±0.5
+    tokens = row(advantages=[1.0, 0.0, 0.0, -2.0], old=[-1.5, -2.5, -0.5, -1.0])  # ratios e^±0.5
     metrics = reduce_metrics([policy_loss(**tokens, objective=lookup("grpo"), loss=LossRecipe(kl_coef=0))[1]])
     assert metrics["loss/clip_fraction_high"] == metrics["loss/clip_fraction_low"] == pytest.approx(1 / 3)
 
 
 def test_without_old_logprobs_the_policy_is_the_old_policy():
-    tensors = row(old_logprobs=None, ref_logprobs=None)
+    tensors = row(old=None, ref=None)
     loss, log = policy_loss(**tensors, objective=lookup("grpo"), loss=LossRecipe(kl_coef=0))
     loss.backward()
     assert tensors["logprobs"].grad.tolist() == [-0.25, -0.25, 0, 1]
@@ -139,7 +139,10 @@ def test_supervised_positions_alone_give_the_same_loss():
     settings = {"objective": lookup("gspo"), "loss": LossRecipe(kl_coef=0.1, rollout_is="sequence")}
     at = torch.tensor([0, 1, 3])
     whole, log = policy_loss(**row(), **settings)
-    part, part_log = policy_loss(**{name: values[at] for name, values in row().items()}, **settings)
+    own = row()
+    others = {name: values[at] for name, values in own.pop("others").items()}
+    own = {name: values[at] for name, values in own.items()}
+    part, part_log = policy_loss(**own, others=others, **settings)
     assert whole.item() == part.item()
     assert reduce_metrics([log]) == reduce_metrics([part_log])
 
@@ -157,7 +160,7 @@ def test_the_expected_step_to_the_teacher_is_the_slope_of_the_reverse_kl_in_the_
         loss, _ = policy_loss(
             logprobs, torch.zeros(2), weights=torch.ones(2), advantages=torch.zeros(2),
             segment_ids=torch.zeros(2, dtype=torch.int64), rollout_logprobs=logprobs.detach(),
-            teacher_logprobs=of_teacher, objective=lookup("grpo"),
+            others={"teacher": of_teacher}, objective=lookup("grpo"),
             loss=LossRecipe(kl_coef=0, teacher_coef=0.5),
         )  # fmt: skip
         expected_loss = expected_loss + logprobs.detach().sum().exp() * loss
@@ -171,7 +174,7 @@ def test_the_expected_step_to_the_teacher_is_the_slope_of_the_reverse_kl_in_the_
 
 def test_a_missing_reference_is_an_error():
     with pytest.raises(ValueError, match=r"loss\.kl_coef: 0\.1 needs the reference"):
-        policy_loss(**row(ref_logprobs=None), objective=lookup("grpo"), loss=LossRecipe(kl_coef=0.1))
+        policy_loss(**row(ref=None), objective=lookup("grpo"), loss=LossRecipe(kl_coef=0.1))
 
 
 @pytest.mark.parametrize("distance", [-1e4, -21.0, -19.0, 0.5, 19.0, 21.0, 1e4])
@@ -182,7 +185,7 @@ def test_exponents_are_clamped_to_20_as_in_verl_and_counted(distance):
     unit = torch.ones(1, dtype=torch.float64)
     loss, log = policy_loss(
         logprobs, unit, weights=unit, advantages=-unit, segment_ids=torch.zeros(1, dtype=torch.int64),
-        rollout_logprobs=0 * unit, old_logprobs=-distance * unit, ref_logprobs=-distance * unit,
+        rollout_logprobs=0 * unit, others=dict.fromkeys(("old", "ref"), -distance * unit),
         objective=lookup("grpo"), loss=LossRecipe(kl_coef=0.5),
     )  # fmt: skip
     loss.backward()
@@ -257,7 +260,7 @@ def test_a_rejected_token_does_not_move_the_ratio_of_its_segment(name):
         advantages=torch.full((6,), -1.0),
         segment_ids=torch.tensor([0, 0, 0, 0, 1, 1]),
         rollout_logprobs=engine,
-        old_logprobs=old,
+        others={"old": old},
         objective=lookup(name),
         loss=LossRecipe(kl_coef=0, rollout_rs={"token_k1": 2.0}),
     )

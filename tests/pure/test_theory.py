@@ -224,7 +224,7 @@ def test_expected_gradients_of_the_kl_estimators(estimator):
         advantages=torch.zeros(5),
         segment_ids=torch.arange(5),
         rollout_logprobs=logprobs.detach(),
-        ref_logprobs=ref,
+        others={"ref": ref},
         objective=lookup("grpo"),
         loss=LossRecipe(kl_coef=1.0, kl_estimator=estimator),
     )

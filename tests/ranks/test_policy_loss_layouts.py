@@ -35,10 +35,10 @@ def train(rows, objective):
             "advantages": row.advantages,
             "segment_ids": row.segment_ids,
             "rollout_logprobs": row.column("logprobs"),
-            "old_logprobs": logprobs.detach().numpy() + 1e-3 * noise(row, 1),
-            "ref_logprobs": logprobs.detach().numpy() + 0.2 * noise(row, 2),
         }
         columns = {name: torch.from_numpy(values) for name, values in columns.items()}
+        sizes = {"old": 1e-3 * noise(row, 1), "ref": 0.2 * noise(row, 2)}
+        columns["others"] = {name: logprobs.detach() + torch.from_numpy(far) for name, far in sizes.items()}
         loss, log = policy_loss(logprobs, logprobs.detach(), **columns, objective=objective, loss=LOSS)
         loss.backward()
         total += loss.item()

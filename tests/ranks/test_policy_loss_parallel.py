@@ -45,8 +45,10 @@ def train(folder, layers, budget, with_masks, logits_chunk=None, objective="gspo
             logprobs,
             entropy,
             **columns,
-            old_logprobs=logprobs.detach() - 1e-4 * torch.sin(engine),
-            ref_logprobs=logprobs.detach() + 0.1 * torch.cos(engine),
+            others={
+                "old": logprobs.detach() - 1e-4 * torch.sin(engine),
+                "ref": logprobs.detach() + 0.1 * torch.cos(engine),
+            },
             objective=lookup(objective),
             loss=LOSS,
         )

@@ -50,7 +50,7 @@ def in_a_column(policy, column, value):
     def spoiled(rows, number):
         row = read(rows, number)
         at = [i for i, weight in enumerate(row.weights) if weight == TREES[1].nodes[2].weight]
-        numbers = getattr(row, column)
+        numbers = row.advantages if column == "advantages" else row.others.get(column)
         if at and numbers is not None:  # a stage before the last has none
             numbers[at[3]] = value
         return row
@@ -86,8 +86,8 @@ def in_a_loss(policy):
 
 FAULTS = {
     "rollout_logprob": (lambda policy: None, in_a_tree(nan_logprob), NODE + ": the rollout_logprob"),
-    "ref_logprob": (lambda p: in_a_column(p, "ref_logprobs", NAN), TREES, NODE + ": ref_logprobs of"),
-    "old_logprob": (lambda p: in_a_column(p, "old_logprobs", NAN), TREES, NODE + ": old_logprobs of"),
+    "ref_logprob": (lambda p: in_a_column(p, "ref", NAN), TREES, NODE + ": ref_logprobs of"),
+    "old_logprob": (lambda p: in_a_column(p, "old", NAN), TREES, NODE + ": old_logprobs of"),
     "late_advantage": (lambda p: in_a_column(p, "advantages", math.inf), TREES, "advantages of token"),
     "gradient": (in_a_gradient, TREES, "linear_fc1.weight on rank"),
     "loss": (in_a_loss, TREES, "row "),
