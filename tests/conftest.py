@@ -65,8 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Stop the servers of a group of files after its last test: they poll while they wait."""
     if nextitem is None or group_of(nextitem.nodeid) != group_of(item.nodeid):
-        while servers.STARTED:
-            servers.STARTED.pop().kill()
+        servers.stop_all()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -88,6 +87,7 @@ def no_process_is_left_over() -> Iterator[None]:
     """Fail if a test leaves a process behind. Set up before and torn down after every other fixture."""
     adopt_orphans()
     yield
+    servers.stop_all()  # pytest has torn the session down when the hook above follows the last test
     jobs.stop_zygote()
     within(60, lambda: not leftovers())
     assert leftovers() == []

@@ -27,6 +27,12 @@ STARTED: list[Process] = []
 """Servers that run until the last test of a group of files has ended."""
 
 
+def stop_all() -> None:
+    """Kill the servers of the group of files that has ended."""
+    while STARTED:
+        STARTED.pop().kill()
+
+
 def start(
     command: Sequence[str | Path], environ: Mapping[str, str], cwd: Path | None = None
 ) -> subprocess.Popen:
