@@ -9,9 +9,10 @@ as the chat template continues a conversation with it.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import NamedTuple
 
@@ -84,20 +85,32 @@ def answer(
 ) -> Answer:
     """Let the environment answer the last of ``turns``, which are all turns of the response so far. None: a
     new one, which is told the turns before. Raises ChangedAnswerError if that answers otherwise."""
-    environment = environment or replayed(speak, prompt, seed, turns[:-1])
-    observation = _step(speak, environment, turns[-1])
-    given = [] if observation.done else speak.write(observation)
-    before = sum(len(turn.given) for turn in turns)
-    over = len(turns) >= speak.limits.max_turns or before + len(given) > speak.limits.max_given_tokens
-    if observation.done or over:
-        return Answer(environment, None, _grade(environment), cut=not observation.done)
-    return Answer(environment, given)
+    known, environment = environment, environment or speak.make(prompt, seed)
+    try:
+        if known is None:
+            _replay(speak, environment, turns[:-1])
+        observation = _step(speak, environment, turns[-1])
+        given = [] if observation.done else speak.write(observation)
+        before = sum(len(turn.given) for turn in turns)
+        over = len(turns) >= speak.limits.max_turns or before + len(given) > speak.limits.max_given_tokens
+        if observation.done or over:
+            return Answer(environment, None, _grade(environment), cut=not observation.done)
+        return Answer(environment, given)
+    except BaseException:
+        if known is None:  # nobody else has it
+            closed(environment)
+        raise
 
 
-def replayed(speak: Conversations, prompt: Prompt, seed: int, turns: list[Turn]) -> Environment:
-    """Return a new environment in the state after the answered ``turns``. Raises ChangedAnswerError if it
+def closed(environment: Environment) -> None:
+    """Give up an environment, however that ends: nothing depends on it."""
+    with contextlib.suppress(Exception):
+        environment.close()
+
+
+def _replay(speak: Conversations, environment: Environment, turns: list[Turn]) -> None:
+    """Bring a new environment into the state after the answered ``turns``. Raises ChangedAnswerError if it
     answers otherwise than it did."""
-    environment = speak.make(prompt, seed)
     for number, turn in enumerate(turns):
         observation = _step(speak, environment, turn)
         given = [] if observation.done else speak.write(observation)
@@ -106,7 +119,6 @@ def replayed(speak: Conversations, prompt: Prompt, seed: int, turns: list[Turn])
                 f"turn {number}: expected the answer that was recorded, found another: the environment's "
                 "state depends on more than its prompt, its seed and the messages"
             )
-    return environment
 
 
 def _step(speak: Conversations, environment: Environment, turn: Turn) -> Observation:
@@ -120,11 +132,18 @@ def _step(speak: Conversations, environment: Environment, turn: Turn) -> Observa
 def _grade(environment: Environment) -> Grade | None:
     """Return the environment's grade of the response. Raises TypeError for what is no grade."""
     grade = environment.grade()
-    if grade is None or isinstance(grade, Grade):
+    if grade is None:
         return grade
+    if isinstance(grade, Grade):
+        texts = {name: getattr(grade, name) for name in ("verdict", "answer", "grader", "detail")}
+        return replace(grade, **{name: text and _recordable(text) for name, text in texts.items()})
     if not isinstance(grade, Real) or not math.isfinite(grade):
         raise _wrong(environment, "grade", "a finite number, a Grade or None", grade)
     return Grade(float(grade), "scored", None, type(environment).__name__)
+
+
+def _recordable(text: object) -> str:
+    return str(text).encode(errors="replace").decode()
 
 
 def _wrong(environment: Environment, method: str, expected: str, given: object) -> TypeError:

@@ -63,7 +63,7 @@ class Environment:
         return None
 
     def fork(self) -> Environment:
-        """Return an independent copy in the same state. Called between steps, in the harvest's thread."""
+        """Return an independent copy in the same state. Called between steps; the harvest waits."""
         try:
             return copy.deepcopy(self)
         except Exception as error:

@@ -118,10 +118,10 @@ def given_tokens(
             f"before a message of the role {messages[-1]['role']!r}, found one that changes them"
         )
     token_ids = tokenizer.encode(after)
-    if not token_ids or token_ids[0] not in tokenizer.eos_token_ids:
+    if len(token_ids) < 2 or token_ids[0] not in tokenizer.eos_token_ids:
         raise ValueError(
             f"{tokenizer.folder}: expected a chat template that ends the assistant's turn with an end of "
-            f"sequence ({sorted(tokenizer.eos_token_ids)}), found {token_ids[:1]}"
+            f"sequence ({sorted(tokenizer.eos_token_ids)}) and goes on, found {token_ids[:2]}"
         )
     return token_ids[1:]
 

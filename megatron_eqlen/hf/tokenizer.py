@@ -43,7 +43,8 @@ class Tokenizer(ABC):
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of ``text``; special tokens in the text become their ids, unless ``BREAK``
-        stands in them; none are added."""
+        stands in them; none are added. ``?`` stands for half a surrogate pair, which has no encoding."""
+        text = text.encode(errors="replace").decode()
         return [token for piece in text.split(BREAK) for token in self._encode(piece)]
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import nlargest
@@ -19,6 +18,7 @@ from megatron_eqlen.environments.conversation import (
     ChangedAnswerError,
     Conversations,
     answer,
+    closed,
     turns_of,
 )
 from megatron_eqlen.environments.environment import Environment, LostError
@@ -51,23 +51,64 @@ class Call:
     turns: int
     """Turns of the response so far, with the one that is answered."""
     work: Callable[[], Answer]
+    is_new: bool
+    """True if ``work`` makes the environment, which nobody else has yet."""
     result: Future[Answer] = field(default_factory=Future)
     started: float = 0.0
     ended: float = 0.0
 
-    def run(self) -> None:
-        with contextlib.suppress(InvalidStateError):  # it has taken too long
-            try:
-                answer, self.ended = self.work(), time.perf_counter()
-            except BaseException as error:  # noqa: BLE001  another's code: the driver drops the rollout
-                self.ended = time.perf_counter()
-                self.result.set_exception(error)
-            else:
-                self.result.set_result(answer)
+    def run(self) -> Answer:
+        try:
+            return self.work()
+        finally:
+            self.ended = time.perf_counter()
+
+    def leave(self) -> None:
+        """Wait no longer for the result."""
+        if self.is_new:
+            self.result.add_done_callback(_close)
+
+
+def _begun[R](work: Callable[[], R]) -> Future[R]:
+    """Run another's code in a daemon thread: one that never returns does not keep the process alive."""
+    result: Future[R] = Future()
+
+    def run() -> None:
+        try:
+            value = work()
+        except BaseException as error:  # noqa: BLE001  another's code, which may also exit
+            result.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+        else:
+            result.set_result(value)
+
+    threading.Thread(target=run, name="environment", daemon=True).start()
+    return result
+
+
+def _copy(environment: Environment) -> Answer:
+    return Answer(environment.fork())
+
+
+def _within(seconds: float, work: Callable[[], Answer]) -> Answer:
+    """Return the result of another's code. Raises its error, or TimeoutError."""
+    result = _begun(work)
+    if wait([result], seconds).not_done:
+        result.add_done_callback(_close)
+        raise _late(seconds)
+    return result.result()
+
+
+def _late(seconds: float) -> TimeoutError:
+    return TimeoutError(f"no answer in {seconds:g} s (environment.timeout)")
+
+
+def _close(result: Future[Answer]) -> None:
+    if result.exception() is None:
+        closed(result.result().environment)
 
 
 class Calls:
-    """Runs calls in daemon threads: one that never returns does not keep the process alive."""
+    """Runs calls, a number at once."""
 
     def __init__(self, workers: int, timeout: float) -> None:
         self.workers, self.timeout = workers, timeout
@@ -93,11 +134,10 @@ class Calls:
         wait([call.result for call in self.running], timeout=0.05 if idle else 0, return_when=FIRST_COMPLETED)
         now = time.perf_counter()
         for call in self.running:
-            if now - call.started > self.timeout:
-                with contextlib.suppress(InvalidStateError):
-                    late = TimeoutError(f"no answer in {self.timeout:g} s (environment.timeout)")
-                    call.result.set_exception(late)
-                    call.ended = now
+            if now - call.started > self.timeout and not call.result.done():
+                call.leave()
+                call.result, call.ended = Future(), now
+                call.result.set_exception(_late(self.timeout))
         ended = [call for call in self.running if call.result.done()]
         self.running = [call for call in self.running if call not in ended]
         self._admit()
@@ -106,14 +146,16 @@ class Calls:
     def forget(self, key: RolloutKey) -> None:
         """Give up the calls of a rollout."""
         self.waiting = deque(call for call in self.waiting if call.key != key)
-        self.running = [call for call in self.running if call.key != key]
+        for call in [call for call in self.running if call.key == key]:
+            call.leave()
+            self.running.remove(call)
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.workers:
             call = self.waiting.popleft()
             call.started = time.perf_counter()
             self.running.append(call)
-            threading.Thread(target=call.run, name="environment", daemon=True).start()
+            call.result = _begun(call.run)
 
 
 class _State(NamedTuple):
@@ -142,6 +184,7 @@ class Dialogues:
         self.answered = self.cut = self.copies = self.replays = self.refused = 0
         self._spans: list[TimeSpan] = []
         """Calls, and waits before them."""
+        self._closing: list[Future[None]] = []
 
     def begin(self, key: RolloutKey, harvester: Harvester) -> None:
         """Start the calls that the harvester allows."""
@@ -159,7 +202,7 @@ class Dialogues:
                 environment = state and state.environment
                 seed = self._seed(harvester, track)
                 work = partial(answer, self.speak, environment, harvester.prompt, seed, turns)
-                self.calls.start(Call(key, track, len(turns), work))
+                self.calls.start(Call(key, track, len(turns), work, environment is None))
 
     def fork(self, key: RolloutKey, harvester: Harvester, launched: Sequence[Track]) -> None:
         """Copy, for each new track, the environment of the line that it leaves, as it is there. Where that
@@ -172,8 +215,11 @@ class Dialogues:
                     continue
                 if state.turns == len(turns_of(path_of(harvester, track))) - 1:  # not where it is resumed
                     assert line not in self.calls.tracks, "an environment is copied between its calls"
+                    if isinstance(self.fork_error, TimeoutError):  # once is enough
+                        break
                     try:
-                        states[track.number] = state._replace(environment=state.environment.fork())
+                        copied = _within(self.calls.timeout, partial(_copy, state.environment))
+                        states[track.number] = state._replace(environment=copied.environment)
                         self.copies += 1
                     except Exception as error:  # noqa: BLE001  another's code
                         if self.fork_error is None:
@@ -207,8 +253,7 @@ class Dialogues:
             del self._due[track]
         for state in self._states.pop(key, {}).values():
             self.refused += state.environment.refused
-            with contextlib.suppress(Exception):  # another's code, and nothing depends on it
-                state.environment.close()
+            self._closing.append(_begun(state.environment.close))
 
     def dropped(self, error: BaseException) -> None:
         """Count a rollout that is left out. Raises EngineError where that would be a selection, or go on."""
@@ -222,6 +267,8 @@ class Dialogues:
         """Give up all environments."""
         for key in list(self._states):
             self.end(key)
+        if late := wait(self._closing, self.calls.timeout).not_done:
+            log.warning("%d environments did not close in %g s", len(late), self.calls.timeout)
         for span in nlargest(SPANS, self._spans, key=lambda span: span.ended - span.began):
             self.speak.note(span)
 
@@ -259,8 +306,11 @@ def grade_again(speak: Conversations, rollout: Rollout, seed: int) -> bool:
     for part in rollout.parts:
         if part.finish_reason == "stop" and part.grade is None:
             turns = turns_of(Tokens.joined([above.tokens for above in rollout.line(part.number)]))
+            again = partial(answer, speak, None, rollout.prompt, seed, turns)
             try:
-                part.grade = answer(speak, None, rollout.prompt, seed, turns).grade
+                graded = _within(speak.limits.timeout, again)
+                part.grade = graded.grade
+                _begun(graded.environment.close)
             except Exception as error:  # noqa: BLE001  another's code
                 log.warning("rollout %s/%d is generated again: %r", *rollout_key(rollout), error)
                 return False

@@ -221,6 +221,7 @@ class Driver:
         touched: dict[RolloutKey, None] = {}
         for call in dialogues.finished(idle=not self.in_flight and len(dialogues.calls) > 0):
             if call.key not in self.running:  # dropped with another call
+                call.leave()
                 continue
             if (error := call.result.exception()) is not None:
                 self.drop(call.key, error)

@@ -444,7 +444,7 @@ def test_a_recorded_rollout_without_grades_gets_those_of_its_own_environment():
             return self.seed % 997 / 997
 
     settings = recipe(limit=9, sampling="independent", objective="grpo")
-    make = speaking(lambda prompt, seed: Seeded(prompt, seed))
+    make, over = speaking(lambda prompt, seed: Seeded(prompt, seed), timeout=0.3), threading.Event()
 
     def graded(seed, progress):
         plan = HarvestPlan([QUESTION], settings, [END], seed=seed, progress=progress, conversations=make)
@@ -457,6 +457,10 @@ def test_a_recorded_rollout_without_grades_gets_those_of_its_own_environment():
     begun = PartialRollout(QUESTION, 0, origin=RolloutOrigin(step=3))
     (again,) = graded(harvest_seed(settings, 4), HarvestProgress([first], [begun]))
     assert [part.grade.reward for part in again.parts] == known
+    again.parts[0].grade, Seeded.grade = None, lambda self: over.wait(60)
+    with pytest.raises(EngineError, match="all 1 rollouts are left out"):  # it is generated again
+        graded(harvest_seed(settings, 4), HarvestProgress([again], [begun]))
+    over.set()
 
 
 # ---- recipes, templates, tools ---------------------------------------------------------------------------

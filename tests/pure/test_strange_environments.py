@@ -1,0 +1,175 @@
+"""An environment that nobody has seen: whatever it does, the harvest ends, counts it, and is recorded."""
+
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+
+from megatron_eqlen.environments.environment import Environment, Observation
+from megatron_eqlen.environments.load import conversations
+from megatron_eqlen.recipe import EnvironmentRecipe
+from megatron_eqlen.rollout.harvest import harvest
+from megatron_eqlen.rollout.harvest_plan import HarvestPlan
+from megatron_eqlen.rollout.record.reader import read_step
+from megatron_eqlen.rollout.record.recorder import Recorder, record_grades
+from megatron_eqlen.types import Grade
+from tests.kit.length_bias import QUESTION
+from tests.pure.test_agents import FIRST, Speaking
+from tests.pure.test_environments import TEMPLATES, tokenizer_with
+from tests.pure.test_forks import recipe
+
+TIMEOUT = 1.0
+over = threading.Event()
+"""Ends what hangs, after its test."""
+
+
+def hangs():
+    over.wait(60)
+
+
+def fails():
+    raise ConnectionError("no server")
+
+
+def says(content, **more):
+    return lambda: Observation(content, **more)
+
+
+STEPS = {
+    "is slow": lambda: time.sleep(0.1) or Observation("late"),
+    "is too slow": lambda: over.wait(60) and Observation("late"),
+    "is random": lambda: Observation(str(time.perf_counter_ns())),
+    "says nothing": says(""),
+    "says 50,000 tokens": says("7" * 50_000),
+    "says NUL": says("a\0b"),
+    "says a lone surrogate": says("a\ud800b"),
+    "says bytes": says(b"a"),
+    "says a number in messages": says("", messages=[{"role": "tool", "content": 7}]),
+    "says None": lambda: None,
+    "raises": fails,
+    "exits": sys.exit,
+}
+FORKS = {"hangs in fork": hangs, "raises in fork": fails, "exits in fork": sys.exit}
+GRADES = {
+    "is too slow to grade": hangs,
+    "raises in grade": fails,
+    "grades with odd text": lambda: Grade(0.5, "scored\0", "\ud800", "me", detail="\udcff"),
+}
+ENDS = {"hangs in close": hangs, "raises in close": fails, "closes twice": lambda: None, "makes": fails}
+
+DROPPED = {
+    "is too slow": "no answer in 1 s",
+    "says bytes": "content is a str",
+    "says a number in messages": "TypeError",
+    "says None": "found 'None'",
+    "raises": "no server",
+    "exits": "SystemExit",
+    "is too slow to grade": "no answer in 1 s",
+    "raises in grade": "no server",
+    "makes": "no server",
+}
+SAID = {"says nothing": "", "says NUL": "a\0b", "says a lone surrogate": "a?b", "is slow": "late"}
+
+
+class Strange(Environment):
+    """Does something strange for ``q1``, and ends responses after three turns."""
+
+    made: ClassVar = Counter()
+
+    def __init__(self, prompt, seed, how):
+        self.how = how if prompt.prompt_id == "q1" else ""
+        self.asked, self.key = 0, object()
+        if self.how == "makes":
+            fails()
+        self.made[self.key] += 1
+
+    def step(self, message):
+        self.asked += 1
+        if self.asked > 2:
+            return Observation(done=True)
+        return STEPS.get(self.how * (self.asked == 1), says("go on"))()
+
+    def grade(self):
+        return GRADES.get(self.how, lambda: 0.5)()
+
+    def fork(self):
+        FORKS.get(self.how, bool)()
+        other = type(self)(QUESTION, 0, "")
+        other.how, other.asked = self.how, self.asked
+        return other
+
+    def close(self):
+        self.made[self.key] -= 1
+        ENDS.get(self.how, bool)()
+
+
+class Uneven(Speaking):
+    """Turns of unequal length, so that there are forks."""
+
+    def submit(self, request_id, token_ids, max_tokens, seed, path_rows=0):
+        self.text = "hm\n</think>\n\n" + " I say" * (seed % 4)
+        super().submit(request_id, token_ids, max_tokens, seed)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return tokenizer_with(tmp_path_factory.mktemp("tokenizer"), TEMPLATES["plain"])
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    over.clear()
+    Strange.made.clear()
+    yield
+    over.set()
+
+
+@pytest.mark.parametrize("sampling", ["equal_length", "independent"])
+@pytest.mark.parametrize("how", [*STEPS, *FORKS, *GRADES, *ENDS])
+def test_a_strange_environment_drops_its_rollout_at_most(tokenizer, tmp_path, caplog, how, sampling):
+    objective = {"objective": "grpo"} if sampling == "independent" else {"pair_weight": "on_policy"}
+    section = EnvironmentRecipe(
+        name=f"{__name__}:Strange", options={"how": how}, timeout=TIMEOUT, max_given_tokens=200
+    )
+    settings = recipe(sampling=sampling, limit=60, **objective).model_copy(update={"environment": section})
+    prompts = [
+        replace(QUESTION, prompt_id=f"q{n}", number=n, token_ids=tokenizer.apply_chat_template(FIRST))
+        for n in range(3)
+    ]
+    plan = HarvestPlan(
+        prompts, settings, tokenizer.eos_token_ids, seed=0, conversations=conversations(settings, tokenizer)
+    )
+    recorder = Recorder(tmp_path / "step-00000001" / "rank-0.arrow")
+    began = time.monotonic()
+    rollouts, metrics = harvest(Uneven(tokenizer, ""), plan, [recorder])
+    recorder.close()
+    assert time.monotonic() - began < 3 * TIMEOUT + 3
+    assert [rollout.prompt_id for rollout in rollouts] == (
+        ["q0", "q2"] if how in DROPPED else ["q0", "q1", "q2"]
+    )
+    assert metrics["environment/dropped"] == (how in DROPPED)
+    assert DROPPED.get(how, "") in caplog.text
+    record_grades(recorder.path, rollouts)
+    assert read_step(recorder.path.parent) == rollouts
+    graded = [
+        part.grade.reward for rollout in rollouts for part in rollout.parts if part.finish_reason == "stop"
+    ]
+    assert graded
+    assert set(graded) == {0.5}
+    text = "".join(
+        tokenizer._decode(part.token_ids) for r in rollouts for part in r.parts if r.prompt_id == "q1"
+    )
+    assert f"tool\n{SAID.get(how, '')}" in text or how in DROPPED or how == "says 50,000 tokens"
+    assert (metrics["environment/cut"] > 0) == (how == "says 50,000 tokens")
+    if sampling == "equal_length":
+        assert metrics["environment/copies"] > 0
+        assert (metrics["environment/replays"] > 0) == (how in FORKS)
+    over.set()
+    deadline = time.monotonic() + 5
+    while set(Strange.made.values()) - {0} and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not set(Strange.made.values()) - {0}, "every environment is closed once"
