@@ -77,7 +77,10 @@ def write_json(path: Path, data: Any) -> None:
 def read_json(file: Path) -> Any:
     """Return the content of a JSON file. Raises ValueError with the file's name and the reason."""
     try:
-        return json.loads(file.read_bytes().decode("utf-8"))
+        text = file.read_bytes().decode("utf-8")
+        if text.encode().startswith(LFS_POINTER):
+            raise ValueError("a pointer of Git LFS: run git lfs pull there")
+        return json.loads(text)
     except UnicodeDecodeError as error:
         raise ValueError(f"{file}: not UTF-8: {error}") from None
     except (ValueError, RecursionError) as error:

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megatron_eqlen.files import is_lfs_pointer
+from megatron_eqlen.hf.dataset_files import NOT_DATA
 
 BATCH_ROWS = 256
 MAGIC = {
@@ -39,9 +40,9 @@ UTF8_MARK = b"\xef\xbb\xbf"
 
 def find_files(path: Path, *patterns: str) -> list[Path]:
     """Return ``path`` itself if it is a file, else the files below it of the first pattern that has any,
-    sorted."""
+    sorted. A pattern may be several, ``*.jsonl *.parquet``."""
     if path.is_file():
-        kinds = {Path(pattern).suffix for pattern in patterns}
+        kinds = {Path(each).suffix for pattern in patterns for each in pattern.split()}
         if path.suffix == ".parquet" and ".parquet" not in kinds:
             expected = " or ".join(sorted(kinds))
             raise ValueError(
@@ -51,12 +52,20 @@ def find_files(path: Path, *patterns: str) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise ValueError(f"{path}: no such file or folder")
+    files = sorted(file for file in path.rglob("*") if file.is_file() and _may_be_data(path, file))
     for pattern in patterns:
-        if files := sorted(file for file in path.rglob(pattern) if file.is_file()):
-            return files
-    for file in path.rglob("*"):
+        if found := [file for file in files if any(map(file.match, pattern.split()))]:
+            return found
+    for file in files:
         _refuse_kind(file)
-    raise ValueError(f"{path}: expected files named {' or '.join(patterns)}, found none")
+    names = ", ".join(file.relative_to(path).as_posix() for file in files[:5])
+    expected = " or ".join(" ".join(patterns).split())
+    raise ValueError(f"{path}: expected files named {expected}, found {names or 'none'}")
+
+
+def _may_be_data(path: Path, file: Path) -> bool:
+    hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+    return not hidden and file.name not in NOT_DATA
 
 
 def _refuse_kind(file: Path) -> None:
@@ -90,9 +99,9 @@ def read_records(
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text. Raises ValueError for text that is not JSON, and for values that no
-    tokenizer or program can hold: NaN, integers of more digits than Python reads, endless nesting, half a
-    surrogate pair."""
+    """Return the value of a JSON text. Raises ValueError for text that is not JSON, for a key that stands
+    twice, and for values that no tokenizer or program can hold: NaN, integers of more digits than Python
+    reads, endless nesting, half a surrogate pair."""
     if isinstance(text, bytes):
         try:
             text = text.decode("utf-8")
@@ -100,7 +109,7 @@ def parse_json(text: str | bytes) -> Any:
             byte = f"byte 0x{text[error.start]:02x} at {error.start}"
             raise ValueError(f"expected UTF-8, found {byte}") from None
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_record)
     except json.JSONDecodeError as error:
         at = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
         raise ValueError(f"not JSON: {error.msg} at {at} of {error.doc.strip()[:60]!r}") from None
@@ -109,6 +118,15 @@ def parse_json(text: str | bytes) -> Any:
     if "\\ud" in text or "\\uD" in text:
         _refuse_half_pairs(value)
     return value
+
+
+def _record(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"expected each key once, found {twice!r} more than once")
+    return record
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -136,12 +154,15 @@ def _read_json_lines(file: Path) -> Iterator[Any]:
                     raise ValueError(f"{file}: line {number}: {error}") from None
 
 
-def _read_json_list(file: Path) -> list[Any]:
+def _read_json_list(file: Path) -> Iterable[Any]:
+    """Return the records of a list, or of JSON Lines under the name of a list."""
     data = file.read_bytes()
     _check_start(file, data[:8])
     try:
         records = parse_json(data.removeprefix(UTF8_MARK))
     except ValueError as error:
+        if str(error).startswith("not JSON: Extra data at line "):
+            return _read_json_lines(file)
         raise ValueError(f"{file}: {error}") from None
     if not isinstance(records, list):
         found = f"a record of {', '.join(records)}" if isinstance(records, dict) else type(records).__name__

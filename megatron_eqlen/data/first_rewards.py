@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 
 from megatron_eqlen.data.layouts import final_answer
-from megatron_eqlen.data.prompts import PromptMaker, PromptSource
-from megatron_eqlen.data.rows import BadRow, Tally
-from megatron_eqlen.data.sources import read_problems
+from megatron_eqlen.data.prompts import PromptSource
 from megatron_eqlen.hf.tokenizer import Tokenizer
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe.plugins import is_import_path
 from megatron_eqlen.rewards.functions import referred
 from megatron_eqlen.rewards.scoring import Scorer
 from megatron_eqlen.types import Prompt
@@ -44,6 +43,8 @@ tests = {tests!r}
 def {name}(*arguments):
     return next((output for inputs, output in tests if inputs == [*arguments]), None)
 ```"""
+TRIED, SECONDS = 100, 5.0
+"""Rows whose answers a user's own grader grades, and the time after which no further row is begun."""
 READ = {"math": "\\boxed{%s}", "reasoning_gym": "<answer>%s</answer>"}
 """Form that a grader of ours reads."""
 
@@ -74,15 +75,23 @@ class FirstReward:
 def first_rewards(
     recipe: Recipe, source: PromptSource, scorer: Scorer, tokenizer: Tokenizer
 ) -> list[FirstReward]:
-    """Return the first reward of each source and benchmark. Raises ValueError, naming the source, for an
-    error of a grader."""
-    prompts = {False: source.first_prompts(), True: _first_of_benchmarks(recipe, tokenizer)}
+    """Return the first reward of each source and benchmark. A grader of the user's own grades further rows,
+    too. Raises ValueError, naming source and row, for an error of a grader, and as ``read_benchmark``."""
+    benchmarks = [source.benchmark(benchmark) for benchmark in recipe.evaluation.benchmarks]
     return [
-        replace(first_reward(prompt, scorer, tokenizer), of_benchmark=of_benchmark)
-        for of_benchmark, each in prompts.items()
-        for prompt in each
-        if prompt.grader != "code" or len(prompt.gold) <= LARGEST_TESTS
+        replace(_first_reward(prompts, scorer, tokenizer), of_benchmark=of_benchmark)
+        for of_benchmark, samples in ((False, source.samples(TRIED)), (True, benchmarks))
+        for prompts in samples
+        if prompts and (prompts[0].grader != "code" or len(prompts[0].gold) <= LARGEST_TESTS)
     ]
+
+
+def _first_reward(prompts: Sequence[Prompt], scorer: Scorer, tokenizer: Tokenizer) -> FirstReward:
+    first, ends = first_reward(prompts[0], scorer, tokenizer), time.monotonic() + SECONDS
+    for prompt in prompts[1:TRIED]:
+        if (is_import_path(prompt.grader) or prompt.grader == "rubric") and time.monotonic() < ends:
+            first_reward(prompt, scorer, tokenizer)
+    return first
 
 
 def first_reward(prompt: Prompt, scorer: Scorer, tokenizer: Tokenizer) -> FirstReward:
@@ -130,19 +139,6 @@ def refuse_unfit(rewards: Iterable[FirstReward]) -> None:
                     f"evaluation.benchmarks: {first.name}: avg@k and pass@k are of rewards in [0, 1], found "
                     f"{reward:g} for a {answer} answer: give the benchmark a grader of its own"
                 )
-
-
-def _first_of_benchmarks(recipe: Recipe, tokenizer: Tokenizer) -> Iterable[Prompt]:
-    maker = PromptMaker(recipe.data, tokenizer)
-    try:
-        for benchmark in recipe.evaluation.benchmarks:
-            for row in islice(read_problems(benchmark, Tally()), 1):
-                try:
-                    yield maker.make(row, benchmark, f"{benchmark.name}/{row.row_id}", 0)
-                except BadRow:  # the evaluation refuses it, with all others
-                    continue
-    finally:
-        maker.close()
 
 
 def _program(gold: str) -> str:

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from megatron_eqlen.data.code_rows import code_row, reading_tests
-from megatron_eqlen.data.files import find_files, parse_json, read_records
+from megatron_eqlen.data.files import find_files, read_records
 from megatron_eqlen.data.layouts import Layout, chat, final_answer, find_layout, unwrapped, value_at
 from megatron_eqlen.data.rows import (
     BadRow,
@@ -59,14 +58,18 @@ def read(
     names of the file's columns by our names, where they differ; ``grader``: the recipe's, if it names one."""
     named = grader is not None and is_import_path(grader) and is_reward_function(grader)
     function = RewardFunction(grader, "grader") if grader is not None and named else None
-    files = find_files(path, "*.jsonl", "*.parquet", "*.json")
-    if len(splits := {split_of(file.name) for file in files}) > 1:
-        tally.say(f"files of {', '.join(sorted(splits))} are read together (split: picks one)")
+    files = find_files(path, "*.jsonl *.parquet", "*.json")
+    splits = {split_of(file.relative_to(path).as_posix() if file != path else "") for file in files}
+    if len(splits) > 1:
+        raise ValueError(
+            f"{path}: expected files of one split, found {', '.join(sorted(splits))}: name it, split: train"
+        )
     for file in files:
         layout = find_layout(file, read_records(file, (), None), columns, grader)
         tally.say(layout.told)
         extra = function.columns(layout.names) if function else ()
-        wanted = dict.fromkeys(place.partition(".")[0] for place in (*layout.places.values(), *extra))
+        places = (place for each in layout.places.values() for place in each)
+        wanted = dict.fromkeys(place.partition(".")[0] for place in (*places, *extra))
         for row_id, record in numbered(path, file, read_records(file, (), wanted)):
             try:
                 yield _row(row_id, record, layout, grader, function)
@@ -95,14 +98,14 @@ def _row(
     if not isinstance(record, dict):
         hint = " (a file that is one list is named .json)" if isinstance(record, list) else ""
         raise BadRow("wrong_type", f"expected a record, found {type(record).__name__}{hint}")
-    fields, messages = layout.fields(record), None
+    try:
+        fields, messages = layout.fields(record), None
+    except ValueError as error:
+        raise BadRow("two_questions", str(error)) from None
     grader = named or fields.get("grader") or "math"
     if named is None and grader not in GRADERS:
         raise BadRow("unknown_grader", f"expected one of {GRADERS}, found {grader!r}")
-    asked = fields.get("messages") if fields.get("question") is None else fields["question"]
-    if isinstance(asked, str) and asked.lstrip().startswith("[{"):  # a chat that was written as text
-        with suppress(ValueError):
-            asked = parse_json(asked)
+    asked = fields.get("question")
     if isinstance(asked, list | dict):
         messages, reply = _chat(asked)
         fields |= {"question": _transcript(messages), "instruction": ""}

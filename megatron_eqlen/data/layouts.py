@@ -6,14 +6,17 @@ before them. To know another layout, add its names.
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from megatron_eqlen.data.files import parse_json
 from megatron_eqlen.hf.tokenizer import Turn
 from megatron_eqlen.rewards.math.grader import extract_answer
 
@@ -43,8 +46,14 @@ ANSWERS = (
     "extra_info.answer",
     "solution",  # TRL, MATH: a whole solution, or the answer alone
 )
-BESIDE = ("choices", "options", "context", "passage", "body", "image", "images")
+BESIDE = (
+    "system", "system_prompt", "tools", "functions", "choices", "options", "context", "passage", "body",
+    "document", "documents", "image", "images",
+)  # fmt: skip
 """Columns without which a question may make no sense."""
+KNOWN = {"question": QUESTIONS, "answer": ANSWERS}
+WORKED = ("extra_info.answer", "solution")
+"""Answers that may say in words what another column says alone."""
 OPTIONAL = ("grader", "difficulty", "instruction", "tests")
 """Columns that are read under our names alone."""
 ROLES = {
@@ -74,26 +83,38 @@ class Layout:
     """Places of our fields in a file's records."""
 
     file: Path
-    places: Mapping[str, str]
-    """Column or path of ``question`` (or ``messages``), ``answer``, ``grader`` and others, where there is
-    one."""
+    places: Mapping[str, Sequence[str]]
+    """Columns or paths of ``question``, ``answer``, ``grader`` and others, the preferred ones first."""
     names: Sequence[str]
     """Columns of the file; those within a record with their path."""
     told: str = ""
     """Sentence on where question and answer come from; empty if they have our names."""
 
     def fields(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a record's values under our names, of a missing column none."""
-        values = {ours: value_at(record, place, _MISSING) for ours, place in self.places.items()}
-        return {ours: value for ours, value in values.items() if value is not _MISSING}
+        """Return a record's values under our names, of a missing column none. Raises ValueError for two
+        questions that differ."""
+        fields: dict[str, Any] = {}
+        for ours, places in self.places.items():
+            there = {
+                place: value
+                for place in places
+                if (value := value_at(record, place, _MISSING)) is not _MISSING
+            }
+            if ours == "question":
+                there = {place: _read(value) for place, value in there.items() if value is not None} or there
+                asked = {_asked(value): place for place, value in reversed(there.items())}
+                if len(asked) > 1:
+                    both = " and ".join(reversed(asked.values()))
+                    raise ValueError(f"{both} differ: data.sources[].columns: {{question: ...}} picks one")
+            if there:
+                fields[ours] = next(iter(there.values()))
+        return fields
 
     def missing(self, ours: str) -> str:
         """Return what is missing where a record has no ``question`` or ``answer``."""
-        place = self.places.get(ours)
-        known = {"question": QUESTIONS, "answer": ANSWERS}.get(ours, (ours,))
-        expected = (
-            repr(place) if place else f"{ours!r}" + f" or one of {', '.join(known[1:])}" * (len(known) > 1)
-        )
+        known = [place for place in self.places.get(ours, (ours,)) if place in self.names]
+        first, *others = known or KNOWN.get(ours, (ours,))
+        expected = repr(first) + f" or one of {', '.join(others)}" * bool(others)
         return f"expected {expected}, found {[*self.names]}; data.sources[].columns takes other names"
 
 
@@ -104,13 +125,12 @@ def find_layout(file: Path, records: Iterable[Any], columns: Mapping[str, str], 
     names = [*dict.fromkeys(name for record in sample for name in _names(record))]
     if sample:
         _check_columns(file, columns, names, sample, grader)
-    places = {name: name for name in OPTIONAL if _has(sample, name)} | dict(columns)
-    if not {"question", "messages"} & columns.keys() and (place := _first(QUESTIONS, sample)):
-        places["question"] = place
-        if place != "messages" and _has(sample, "messages"):
-            places["messages"] = "messages"  # for rows without a question
-    if "answer" not in columns and (place := _first(ANSWERS, sample)):
-        places["answer"] = place
+    named = {ours: place for ours, place in columns.items() if ours != "messages"}
+    if "messages" in columns:
+        named["question"] = columns["messages"]
+    places = {name: (name,) for name in OPTIONAL if _has(sample, name) and name not in columns.values()}
+    places |= {ours: _spelt(known, sample) for ours, known in KNOWN.items()}
+    places |= {ours: (place,) for ours, place in named.items()}
     return Layout(file, places, names, _told(places, sample))
 
 
@@ -159,12 +179,29 @@ def _names(record: Mapping[str, Any]) -> Iterable[str]:
         yield from [f"{name}.{below}" for below in value] if isinstance(value, dict) and value else [name]
 
 
-def _first(known: Sequence[str], sample: Sequence[dict[str, Any]]) -> str | None:
-    """Return the first of the ``known`` places, in capitals or not, at which a record of ``sample`` has a
-    value, or else at which it has none."""
+def _spelt(known: Sequence[str], sample: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """Return the ``known`` places as ``sample`` spells them, in capitals or not: those at which one of its
+    records has a value first."""
     spelt = {name.lower(): name for record in sample for name in (*record, *_names(record))}
-    present = [spelt[name] for name in known if name in spelt]
-    return next((name for name in present if _has(sample, name)), next(iter(present), None))
+    places = [spelt.get(name, name) for name in known]
+    return tuple(sorted(places, key=lambda place: not _has(sample, place)))
+
+
+def _read(value: Any) -> Any:
+    """Return the value, or the chat that was written as text, as JSON or by Python's ``str``."""
+    if isinstance(value, str) and value.lstrip().startswith("[{"):
+        for read in (parse_json, ast.literal_eval):
+            with suppress(ValueError, SyntaxError):
+                return read(value.strip())
+    return value
+
+
+def _asked(value: Any) -> str:
+    """Return the last question of a text or chat, in which white space does not count."""
+    if isinstance(value, list | dict):
+        with suppress(ValueError):
+            value = next((turn["content"] for turn in reversed(chat(value)) if turn["role"] == "user"), value)
+    return " ".join(str(value).split())
 
 
 def _has(sample: Sequence[dict[str, Any]], place: str) -> bool:
@@ -195,15 +232,23 @@ def _check_columns(
             raise ValueError(f"{file}: columns: {ours}: {columns[ours]} has no effect: {why}")
 
 
-def _told(places: Mapping[str, str], sample: Sequence[dict[str, Any]]) -> str:
-    question = places.get("question", places.get("messages", ""))
-    values = (value_at(record, question) for record in sample)
+def _told(places: Mapping[str, Sequence[str]], sample: Sequence[dict[str, Any]]) -> str:
+    question, answer = (_used(places[ours], sample) for ours in KNOWN)
+    values = (_read(value_at(record, place)) for record in sample for place in question)
     kind = " (a chat, as it stands)" if any(isinstance(value, list) for value in values) else ""
-    answer = places.get("answer", "")
     names = dict.fromkeys(name for record in sample for name in record)
     beside = [name for name in names if name.lower() in BESIDE and _has(sample, name)]
+    others = [place for place in places["answer"] if place not in (*answer, *WORKED) and _has(sample, place)]
     unread = f"; not shown to the model: {', '.join(beside)}" if beside else ""
-    ours = (question, kind) == ("question", "") and answer in ANSWERS[:2]
+    unread += f"; not read: {', '.join(others)}" if others else ""
+    ours = (question, kind) == (["question"], "") and {*answer} <= {*ANSWERS[:2]}
     if not question or (ours and not unread):
         return ""
-    return f"question from {question}{kind}" + f", answer from {answer}" * bool(answer) + unread
+    read = f"question from {' or '.join(question)}{kind}"
+    return read + f", answer from {' or '.join(answer)}" * bool(answer) + unread
+
+
+def _used(places: Sequence[str], sample: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the places that are the first with a value in a record of ``sample``."""
+    first = (next((p for p in places if value_at(record, p) is not None), "") for record in sample)
+    return [place for place in dict.fromkeys(first) if place]

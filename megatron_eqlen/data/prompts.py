@@ -46,15 +46,17 @@ class PromptMaker:
 
     def __init__(self, data: DataRecipe, tokenizer: Tokenizer, tools: Tools = ()) -> None:
         self._data, self._tools = data, tools
-        self._tokenizer = tokenizer
+        self._tokenizer, self._special = tokenizer, tokenizer.special_tokens
         self._grader = MathGrader("either", workers=1, timeout=30.0)
 
     def make(
         self, row: Problem, recipe: SourceRecipe | BenchmarkRecipe, prompt_id: str, number: int
     ) -> Prompt:
-        """Return the prompt of a ``row`` of ``recipe``. Raises BadRow if it is too long or its gold cannot be
-        parsed."""
+        """Return the prompt of a ``row`` of ``recipe``. Raises BadRow if it is too long, holds a special
+        token, or its gold cannot be parsed."""
         grader = recipe.grader or row.grader
+        if special := next((token for token in self._special if token in row.question), None):
+            raise BadRow("special_token", f"found {special!r} in a text: a chat is a list of turns")
         token_ids = format_prompt(
             self._tokenizer,
             row.messages or row.question,
@@ -177,7 +179,7 @@ class PromptSource:
         names = [source.name for source in data.sources]
         if len(set(names)) < len(names):
             raise ValueError(f"data.sources: expected distinct names, found {names}")
-        self._maker = PromptMaker(data, tokenizer, tools)
+        self._maker, self._made_with = PromptMaker(data, tokenizer, tools), (data, tokenizer, tools)
         self._seed = seed
         self._sources = [
             _Source(recipe, number, seed, data.shuffle) for number, recipe in enumerate(data.sources)
@@ -218,11 +220,14 @@ class PromptSource:
         sources = ((source.name, "; ".join(source.tally.told)) for source in self._sources)
         return [f"data source {name}: {text}" for name, text in sources if text]
 
-    def first_prompts(self) -> Iterator[Prompt]:
-        """Yield the first row of each source that makes a prompt; the position stays."""
+    def samples(self, count: int) -> Iterator[list[Prompt]]:
+        """Yield the prompts of ``count`` rows of each source, evenly spaced; the position stays."""
         for source in self._sources:
-            tries = (source.try_rows(self._maker, count)[0] for count in (1, 100))
-            yield from next(filter(None, tries), [])[:1]
+            yield source.try_rows(self._maker, count)[0]
+
+    def benchmark(self, benchmark: BenchmarkRecipe) -> list[Prompt]:
+        """Return all problems of a benchmark. Raises ValueError as ``read_benchmark``."""
+        return read_benchmark(benchmark, *self._made_with)
 
     def describe(self, count: int) -> list[str]:
         """Return a sentence for each source, from ``count`` of its rows: how many it has, how many are left

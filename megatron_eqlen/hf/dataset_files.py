@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 SUFFIXES = (".parquet", ".jsonl", ".json")
-NOT_DATA = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "config.json")
+NOT_DATA = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json", "config.json")
 KEYWORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),

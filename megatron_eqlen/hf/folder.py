@@ -236,7 +236,11 @@ def _write_all(handle: int, data: memoryview) -> None:
 def _read_index(folder: Path) -> dict[str, Any]:
     file = folder / INDEX
     if not file.exists():
-        raise CheckpointError(f"{folder}: expected {SINGLE} or {INDEX}, found neither")
+        others = sorted(each.name for each in folder.iterdir() if each.name.endswith(WEIGHT_SUFFIXES))
+        found = f"neither, but {first_few(others)}" if others else "neither"
+        if (folder / "adapter_config.json").is_file():
+            found += ": a PEFT adapter, which model.path cannot name: merge it into its model"
+        raise CheckpointError(f"{folder}: expected {SINGLE} or {INDEX}, found {found}")
     try:
         index = read_json(file)
     except ValueError as error:

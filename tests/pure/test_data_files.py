@@ -27,8 +27,9 @@ GOOD = b'{"question": "What is 1 + 1?", "answer": 2}\n'
     (b'{"question": "q", "answer": ' + b"9" * 5000 + b"}", "4300"),
     (b'{"question": "q", "answer": ' + b"[" * 100_000, "deeper nesting"),
     (b'{"question": "q", "answer": NaN}', "found NaN"),
+    (b'{"question": "q", "info": {"gold": 1, "gold": 2}}', "each key once, found 'gold' more than once"),
     (b'{"question": "q", "difficulty": -Infinity}', "found -Infinity"),
-], ids=["json", "utf-8", "surrogate", "surrogate key", "digits", "depth", "nan", "infinity"])  # fmt: skip
+])  # fmt: skip
 def test_a_bad_line_is_named(tmp_path, line, message):
     file = tmp_path / "rows.jsonl"
     file.write_bytes(GOOD + GOOD + line + b"\n")
@@ -60,6 +61,9 @@ def test_a_utf8_mark_is_read_over(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_bytes(b"\xef\xbb\xbf" + GOOD)
     assert [row.gold for row in jsonl.read(file, Tally())] == ["2"]
+    listed = file.with_suffix(".json")
+    listed.write_bytes(GOOD + GOOD)
+    assert [row.gold for row in jsonl.read(listed, Tally())] == ["2", "2"], "lines under the name of a list"
 
 
 def test_a_folder_is_no_file(tmp_path):
