@@ -12,7 +12,7 @@ import inspect
 import json
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -82,8 +82,12 @@ class RewardFunction:
         return any(_kind(name) == "gold" and one.default is one.empty for name, one in self._named())
 
     def columns(self, names: Sequence[str]) -> list[str]:
-        """Return those of a file's columns that the function gets: all with ``**kwargs``."""
+        """Return those of a file's columns that the function gets: all with ``**kwargs``. Raises ValueError
+        for a parameter without a default that gets nothing."""
         top = dict.fromkeys(name.partition(".")[0] for name in names)
+        for name, one in self._named():
+            if one.default is one.empty and not _kind(name) and not {name, name.removesuffix("s")} & {*top}:
+                raise ValueError(f"{self.path}: {_no_value(name, top)}")
         wanted = {name for name, _ in self._named() if _kind(name) not in OF_A_RESPONSE}
         return [name for name in top if self._everything or {name, f"{name}s"} & wanted]
 
@@ -156,11 +160,7 @@ class RewardFunction:
             if one.default is one.empty and given[name] is inspect.Parameter.empty
         ]
         if missing:
-            raise _NoValue(
-                f"no value for the parameter {missing[0]!r}: expected a column of the data file "
-                f"({', '.join(columns) or 'none is read here'}), or a name such as "
-                f"{', '.join(names[0] for names in NAMES.values())}"
-            )
+            raise _NoValue(_no_value(missing[0], columns))
         filled = {name: value for name, value in given.items() if value is not inspect.Parameter.empty}
         names = [name for name, one in self._named() if one.kind is one.POSITIONAL_ONLY and name in filled]
         first = [filled.pop(name) for name in names]
@@ -261,6 +261,14 @@ def _value(name: str, values: Mapping[str, Any], columns: Mapping[str, Any], in_
     return [values[kind]] if singular != name or in_lists else values[kind]
 
 
+def _no_value(name: str, columns: Iterable[str]) -> str:
+    return (
+        f"no value for the parameter {name!r}: expected a column of the data file "
+        f"({', '.join(columns) or 'none is read here'}), or a name such as "
+        f"{', '.join(names[0] for names in NAMES.values())}"
+    )
+
+
 def _messages(completion: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": completion}]
 
@@ -271,7 +279,13 @@ def _named(returned: Any) -> dict[str, float]:
     record = returned[0] if isinstance(returned, list | tuple) and len(returned) == 1 else returned
     if not isinstance(record, Mapping) or any(key in record for key in NUMBER_KEYS):
         return {}
-    return {str(name): _number(value) or 0.0 for name, value in record.items()}
+    rewards: dict[str, float] = {}
+    for name, value in record.items():
+        try:
+            rewards[str(name)] = _number(value) or 0.0
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    return rewards
 
 
 def _number(returned: Any) -> float | None:

@@ -342,14 +342,16 @@ def start_prompts(session: Session) -> PromptSource | None:
 
 
 def try_rewards(session: Session, source: PromptSource) -> None:
-    """Say how data files are read, and call each grader of the user's own once on a real row. Raises
-    ValueError for an error of it."""
+    """Say how data files are read, read all benchmarks, and call each grader of the user's own on real rows.
+    Raises ValueError for an error of one of them."""
     for text in source.told():
         session.progress.say(text)
-    own = [section.grader or "" for section in session.recipe.data.sources]
-    if not (session.recipe.reward.rubric or any(map(is_import_path, own))):
-        return
     recipe = session.recipe
+    graders = [read.grader or "" for read in (*recipe.data.sources, *recipe.evaluation.benchmarks)]
+    if not (recipe.reward.rubric or any(map(is_import_path, graders))):
+        for benchmark in recipe.evaluation.benchmarks:
+            source.benchmark(benchmark)
+        return
     with closing(Scorer(recipe.reward, session.tokenizer, seed=recipe.seed)) as scorer:  # the run's is fresh
         rewards = first_rewards(recipe, source, scorer, session.tokenizer)
     refuse_unfit(rewards)

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -14,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import constants
 
-from megatron_eqlen.data.first_rewards import first_reward, refuse_unfit
+from megatron_eqlen.data.first_rewards import first_reward, first_rewards, refuse_unfit
 from megatron_eqlen.data.jsonl import read_aime
 from megatron_eqlen.data.overlap import other_benchmarks, read_overlaps
 from megatron_eqlen.data.prompts import PromptSource, read_benchmark
@@ -177,7 +178,13 @@ LAYOUTS = {
               "CHAT", "question from messages (a chat, as it stands), answer from gold"),
     "capitals, written as text": (
         {"Question": json.dumps(USER), "Answer": "The answer is: 5.", "choices": ["4", "5"]}, "CHAT",
-        "question from Question, answer from Answer; not shown to the model: choices"),
+        "question from Question (a chat, as it stands), answer from Answer; not shown to the model: choices"),
+    "written by Python's str": (
+        {"question": str(USER), "answer": 5, "system": "Be brief.", "label": "6"}, "CHAT",
+        "question from question (a chat, as it stands), answer from answer; not shown to the model: system; "
+        "not read: label"),
+    "one question in two forms": ({"problem": "2 + 3?", "messages": [*USER, CHAT[2]], "answer": "5"}, "TEXT",
+                                  "question from problem, answer from answer"),
     "a whole solution beside the answer": (
         {"problem": "2 + 3?", "solution": "Add.", "answer": ["5"], "difficulty": "hard"}, "TEXT",
         "question from problem, answer from answer"),
@@ -299,6 +306,26 @@ FIRST = {
 """A row, its grader, and what is said of its first rewards."""
 
 
+def fails_later(response, answer):
+    return 1 / (int(answer) - 7)
+
+
+def test_an_own_function_grades_further_rows_and_a_benchmark_is_read_whole(tokenizer, tmp_path):
+    """What a run would meet after its first harvest, or in its first evaluation, is met before."""
+    rows = [{"question": f"{n} + 1?", "answer": n + 1} for n in range(9)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, [*rows, {"question": "?"}])))
+    of_it = source(tmp_path / "rows.jsonl", grader=f"{__name__}:fails_later")
+    scorer, prompts = Scorer(RewardRecipe(), tokenizer), PromptSource(recipe(of_it), tokenizer, 0)
+    whole = SimpleNamespace(evaluation=SimpleNamespace(benchmarks=[]))
+    with pytest.raises(ValueError, match=r"deepmath: .*:fails_later: ZeroDivisionError") as failed:
+        first_rewards(whole, prompts, scorer, tokenizer)
+    assert "rows.jsonl#6" in str([failed.value, *getattr(failed.value.__cause__, "__notes__", [])])
+    whole.evaluation.benchmarks = [BenchmarkRecipe(name="b", path=str(tmp_path / "test.jsonl"))]
+    with pytest.raises(ValueError, match=r"benchmark b: .*test.jsonl: unusable rows {'missing_column': 1}"):
+        first_rewards(whole, prompts, scorer, tokenizer)
+
+
 @pytest.mark.parametrize("case", FIRST)
 def test_first_rewards_name_the_cause_of_a_right_answer_that_earns_nothing(tokenizer, tmp_path, case):
     row, function, told = FIRST[case]
@@ -306,7 +333,7 @@ def test_first_rewards_name_the_cause_of_a_right_answer_that_earns_nothing(token
     of_it = source(tmp_path, grader=function and f"{__name__}:{function}")
     prompts = PromptSource(recipe(of_it), tokenizer, 0)
     scorer = Scorer(RewardRecipe(math_rule="exact", code_python=sys.executable), tokenizer)
-    (prompt,) = prompts.first_prompts()
+    ((prompt,),) = prompts.samples(1)
     first = first_reward(prompt, scorer, tokenizer)
     scorer.close()
     prompts.close()
@@ -318,13 +345,40 @@ def test_first_rewards_name_the_cause_of_a_right_answer_that_earns_nothing(token
             refuse_unfit([replace(first, of_benchmark=True)])
 
 
-def test_files_of_several_splits_that_are_read_together_are_said(tmp_path):
-    for name in ("train.jsonl", "test.jsonl"):
+def test_files_of_several_splits_are_refused_and_hidden_and_other_files_are_not_read(tmp_path):
+    for name in ("train/a.jsonl", "test/a.jsonl", ".copies/a.jsonl", "dataset_infos.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(json.dumps({"question": name, "answer": 1}))
-    tally = Tally()
-    assert len(open_source(source(tmp_path), tally)) == 2
-    assert tally.told == ["files of test, train are read together (split: picks one)"]
-    assert len(open_source(source(tmp_path, split="test"), tally)) == 1
+    with pytest.raises(ValueError, match=r"expected files of one split, found test, train: name it, split: "):
+        open_source(source(tmp_path), Tally())
+    assert [row.question for row in open_source(source(tmp_path, split="test"), Tally())] == ["test/a.jsonl"]
+    pq.write_table(pa.table({"question": ["another"], "answer": ["1"]}), tmp_path / "train/b.parquet")
+    assert len(open_source(source(tmp_path / "train"), Tally())) == 2
+    (tmp_path / "zipped").mkdir()
+    (tmp_path / "zipped/a.jsonl.gz").write_text("")
+    with pytest.raises(ValueError, match=r"zipped: expected files named .* or \*.json, found a.jsonl.gz"):
+        open_source(source(tmp_path / "zipped"), Tally())
+
+
+def test_each_row_has_the_columns_of_its_own_layout(tmp_path):
+    rows = [{"id": 1}] * 150 + [
+        {"question": "a?", "answer": 1},
+        {"problem": "b?", "label": 2},
+        {"prompt": USER, "reward_model": {"ground_truth": "5"}},
+        {"prompt": "c?", "messages": USER, "answer": 3},
+        {"instruction": "d?", "answer": 4},
+    ]
+    file, tally = tmp_path / "rows.jsonl", Tally()
+    file.write_text("\n".join(map(json.dumps, rows)))
+    read = open_source(source(file), tally)
+    assert [(row.question, row.gold) for row in read] == [("a?", "1"), ("b?", "2"), ("2 + 3?", "5")]
+    assert tally.dropped == {"missing_column": 151, "two_questions": 1}
+    assert "prompt and messages differ: data.sources[].columns" in tally.first["two_questions"]
+    file.write_text("\n".join(map(json.dumps, rows[-2:])))
+    (read,) = open_source(source(file, columns={"question": "messages"}), Tally())
+    assert (read.question, read.gold) == ("2 + 3?", "3")
+    (read,) = open_source(source(file, columns={"question": "instruction"}), Tally())
+    assert (read.question, read.instruction) == ("d?", None), "a column is read once"
 
 
 def test_columns_come_before_what_is_recognised(tmp_path):
@@ -448,6 +502,9 @@ UNUSABLE = {
      "FILE#0: expected 'answer' or one of final_answer, "),
     "null": ([{"question": "a?", "answer": None}], {}, "FILE#0: answer: expected text, found null"),
     "long": ([{"question": "long " * 99, "answer": 1}], {}, " tokens, data.max_prompt_length is 20"),
+    "a chat that is rendered already": (
+        [{"prompt": "<|im_start|>user\n2 + 3?<|im_end|>", "answer": 5}], {},
+        "found '<|im_start|>' in a text: a chat is a list of turns"),
     "nothing": ([], {}, "rows.jsonl: no usable row: the files hold no row"),
 }  # fmt: skip
 """The error names the first row of the most frequent reason."""

@@ -235,6 +235,10 @@ def returns_text(response):
     return "1"
 
 
+def text_of_a_name(response):
+    return {"right": 1.0, "wrong": "x"}
+
+
 def returns_two(completions, **kwargs):
     return [1.0, 0.0]
 
@@ -258,7 +262,8 @@ def not_a_grader(reward):
 
 @pytest.mark.parametrize(("function", "message"), [
     (of_other_names, r"expected a parameter that takes the response, one of comp.*, found \(a, b, c\)"),
-    (one_name, r"no value for the parameter 'rules': expected a column of the data file \(none is"),
+    (one_name, r"no value for the parameter 'rules': expected a column of the data file \(data_so"),
+    (text_of_a_name, r"text_of_a_name: wrong: expected a finite number as reward, got 'x'"),
     (returns_none, "expected a finite number as reward, got None"),
     (returns_nan, "expected a finite number as reward, got nan"),
     (returns_text, "expected a finite number as reward, got '1'"),
