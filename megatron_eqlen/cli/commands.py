@@ -59,10 +59,44 @@ def submit(arguments: argparse.Namespace) -> int:
 
 
 def check(arguments: argparse.Namespace) -> int:
-    from megatron_eqlen.check import check
+    from megatron_eqlen.check import CHECKS, check
+    from megatron_eqlen.check.finding import Check, Finding, Place
+
+    def start(place: Place) -> Finding | None:
+        if place.recipe is None:
+            return None
+        _refuse(place.recipe)
+        return Finding("ok", f"{place.folder} can begin or resume")
 
     recipe = load(arguments.recipe, arguments.overrides) if arguments.recipe else None
-    return check(pinned(recipe, recipe.run_folder) if recipe else None, arguments.short)
+    checks = [*CHECKS, Check("start", start)]
+    return check(pinned(recipe, recipe.run_folder) if recipe else None, arguments.short, checks)
+
+
+def _refuse(recipe: Recipe) -> None:
+    """Raise ValueError for what training would refuse of the run's folder, the layout, and the options of
+    both engines, as far as this machine can tell."""
+    import torch
+
+    from megatron_eqlen.check.machine import refuse_unfit
+    from megatron_eqlen.hf.config import read_config
+    from megatron_eqlen.models.config import transformer_config
+
+    RunFolder(recipe).check(recipe)
+    if recipe.rollout.engine == "server":
+        authorization()
+    model = read_config(local_path(recipe.model))
+    layout.check(recipe, model)
+    if recipe.cluster.device == "cpu" or torch.cuda.is_available():
+        refuse_unfit(recipe)
+        dtype = getattr(torch, recipe.model.dtype)
+        transformer_config(model, recipe.parallel, dtype, **recipe.model.megatron)
+        if (rollout := recipe.rollout).vllm and rollout.engine == "colocated":
+            from megatron_eqlen.rollout.vllm.engine.lifecycle import configuration, contained
+
+            alone, path = rollout.model_copy(update={"tensor_parallel": 1}), str(local_path(recipe.model))
+            with contained():
+                configuration(path, alone, recipe.model.dtype, recipe.longest_path, recipe.seed)
 
 
 def recipe(arguments: argparse.Namespace) -> int:

@@ -52,7 +52,10 @@ def transformer_config(
         fields |= _expert_fields(model.experts, model.family.glm, dtype)
     if model.delta_net:
         fields |= _delta_net_fields(model.delta_net)
-    config = TransformerConfig(**fields | overrides)
+    try:
+        config = TransformerConfig(**fields | overrides)
+    except AssertionError as error:
+        raise ValueError(f"model.megatron: {overrides}: Megatron-Core refuses it: {error}") from error
     if (rope := scaled_rope(model)) is not None:
         set_attention_factor(config, rope[1])
     return config

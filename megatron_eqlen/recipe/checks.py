@@ -187,9 +187,15 @@ def _check_servers(urls: list[str]) -> None:
 
 
 def _check_gpus(recipe: Recipe) -> None:
-    """Refuse what vLLM lacks on GPUs."""
-    rollout = recipe.rollout
-    routed = recipe.cluster.device == "gpu" and rollout.keep_routes and rollout.engine == "colocated"
+    """Refuse what vLLM lacks on GPUs, and kernels that token trees have not."""
+    rollout, device = recipe.rollout, recipe.cluster.device
+    backend = recipe.model.megatron.get("attention_backend")
+    if backend and (backend, device) != ("flash", "gpu"):
+        raise ValueError(
+            f"model.megatron.attention_backend: expected flash, with cluster.device: gpu, found {backend} "
+            f"with {device}: token trees have no other kernels"
+        )
+    routed = device == "gpu" and rollout.keep_routes and rollout.engine == "colocated"
     if routed and rollout.tensor_parallel > 1:
         raise ValueError(
             "rollout.keep_routes: true needs rollout.engine: server or rollout.tensor_parallel: 1, found "

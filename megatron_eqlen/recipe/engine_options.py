@@ -7,13 +7,17 @@ what a run promises are refused, each with the reason.
 from __future__ import annotations
 
 import ast
+import builtins
 import importlib.util
 import re
+import typing
 from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 MEGATRON = (
     ("megatron", "core/transformer/transformer_config.py", "TransformerConfig"),
@@ -68,19 +72,35 @@ def check_options(key: str, options: Mapping[str, Any]) -> None:
     not checked where the engine is not installed."""
     if not options:
         return
-    known = set().union(*map(_names, MEGATRON if key == "model.megatron" else VLLM))
-    for name in options:
+    known: dict[str, str] = {}
+    for place in MEGATRON if key == "model.megatron" else VLLM:
+        known |= _fields(place)
+    for name, value in options.items():
         if known and name not in known:
             near = get_close_matches(name, known, 1, 0.0)[0]
             raise ValueError(f"{key}.{name}: the engine has no such option (nearest: {near!r})")
         for pattern, reason in REFUSED[key].items():
             if re.fullmatch(pattern, name):
                 raise ValueError(f"{key}.{name}: refused: {reason}")
+        if name in known and not _is_of(value, known[name]):
+            raise ValueError(f"{key}.{name}: expected {known[name]}, found {value!r}")
+
+
+def _is_of(value: Any, kind: str) -> bool:
+    """Return False if the value is not of the type ``kind``, an annotation; True if that has names of the
+    engine's own."""
+    try:
+        TypeAdapter(eval(kind, vars(typing) | {"__builtins__": builtins})).validate_python(value, strict=True)
+    except ValidationError:
+        return False
+    except (NameError, PydanticUserError):
+        return True
+    return True
 
 
 @cache
-def _names(place: tuple[str, str, str]) -> frozenset[str]:
-    """Return the fields of the dataclass ``place``: package, file, class."""
+def _fields(place: tuple[str, str, str]) -> dict[str, str]:
+    """Return the fields of the dataclass ``place`` (package, file, class) with their annotations."""
     package, file, name = place
     spec = importlib.util.find_spec(package)  # of a top-level package: imports nothing
     folders = (spec.submodule_search_locations if spec else None) or ()
@@ -88,6 +108,6 @@ def _names(place: tuple[str, str, str]) -> frozenset[str]:
         if path.is_file():
             body = ast.parse(path.read_text(encoding="utf-8")).body
             found = next(each for each in body if isinstance(each, ast.ClassDef) and each.name == name)
-            fields = (each.target for each in found.body if isinstance(each, ast.AnnAssign))
-            return frozenset(field.id for field in fields if isinstance(field, ast.Name))
-    return frozenset()
+            fields = [each for each in found.body if isinstance(each, ast.AnnAssign)]
+            return {ast.unparse(field.target): ast.unparse(field.annotation) for field in fields}
+    return {}

@@ -13,19 +13,21 @@ from megatron_eqlen.recipe.others import hint
 
 SAME_SECTION = 0.1
 """Factor by which a key of the same section is preferred to an equally similar one elsewhere."""
-LEAST_SIMILAR = 0.4
+LEAST_SIMILAR = 0.65
 """Lowest similarity, from 0 to 1, at which a key is suggested."""
 ABBREVIATION = 0.9
 """Similarity of a key to its first letters, three or more: ``temp`` means ``temperature``, not ``steps``."""
 
 
 def nearest(unknown: Sequence[str | int], schema: type[Section] = Recipe) -> str | None:
-    """Return the dotted key of ``schema`` whose name is most similar to the last part of ``unknown``.
+    """Return a hint for an unknown key: the dotted key of ``schema`` whose name is most similar to its last
+    part, or what ``others.yaml`` says of it.
 
-    ``("lr",)`` -> ``optimizer.lr``; ``("data", "sources", 3, "wieght")`` -> ``data.sources.3.weight``.
+    ``("lr",)`` -> ``nearest: 'optimizer.lr'``; ``("data", "sources", 3, "wieght")`` -> ``nearest:
+    'data.sources.3.weight'``.
     """
     section, name = _without_numbers(unknown[:-1]), str(unknown[-1])
-    if schema is Recipe and (known := hint(name)):
+    if schema is Recipe and (known := hint([*map(str, unknown)])):
         return known
 
     def likeness(key: tuple[str, ...]) -> float:
@@ -33,10 +35,10 @@ def nearest(unknown: Sequence[str | int], schema: type[Section] = Recipe) -> str
 
     best = max(all_keys(schema), key=lambda key: (likeness(key), -len(key)))
     if likeness(best) < LEAST_SIMILAR:
-        return None
+        return hint([*map(str, unknown)], lost=True) if schema is Recipe else None
     if _without_numbers(best[:-1]) == section:
         best = (*map(str, unknown[:-1]), best[-1])
-    return ".".join(best)
+    return f"nearest: {'.'.join(best)!r}"
 
 
 def _alike(name: str, key: str) -> float:

@@ -180,11 +180,16 @@ def _parts(item: ErrorDetails, schema: type[Section]) -> tuple[str, str, str]:
     """Split the text of an error into the key, what was expected, and what was found."""
     key = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        near = nearest(item["loc"], schema)
-        return f"unknown key {key!r}", f" (nearest: {near!r})" if near else "", ""
+        parts, value = [*item["loc"]], item["input"]
+        while isinstance(value, dict) and value:  # a section of another trainer's: its first key
+            parts, value = [*parts, next(iter(value))], next(iter(value.values()))
+        hint = nearest(parts, schema)
+        return f"unknown key {'.'.join(map(str, parts))!r}", f" ({hint})" if hint else "", ""
     if item["type"] == "missing":
         return f"missing key {key!r}", "", ""
     key = ".".join(str(part) for part in item["loc"] if "[" not in str(part))  # [..] is a type of a union
     own = item.get("ctx", {}).get("error") if item["type"] == "value_error" else None  # from our validators
     expected = str(own or item["msg"])
+    if item["type"] == "model_type":
+        expected = "expected a section, as in key.sub=value"
     return f"{key}: ", expected, "" if own and ", found " in expected else f", found {item['input']!r}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,15 @@ def table() -> dict[str, list[Row]]:
     }
 
 
-def hint(name: str) -> str | None:
-    """Return our key or section for another trainer's name: the last part of its key, in any case."""
-    wanted = name.lower().replace("-", "_")
-    rows = (row for trainer in (HINTS, *TRAINERS) for row in table()[trainer])
-    known = (row.ours for row in rows if row.ours and row.theirs.rpartition(".")[2].lower() == wanted)
-    return next(known, None)
+def hint(parts: Sequence[str], lost: bool = False) -> str | None:
+    """Return what to say of another trainer's key, in any case: the nearest key of ours, also by its last
+    part, or why there is none (``lost``: by its last part, too)."""
+    key = ".".join(parts).lower().replace("-", "_")
+    last = key.rpartition(".")[2]
+    rows = [row for trainer in (HINTS, *TRAINERS) for row in table()[trainer]]
+    same = [row for row in rows if row.theirs.lower() == key]
+    same += [row for row in rows if (row.ours or lost) and row.theirs.lower().rpartition(".")[2] == last]
+    same += [row for row in rows if fnmatchcase(key, row.theirs.lower())]
+    for row in same:
+        return f"nearest: {row.ours!r}" if row.ours else f"another trainer's: {row.always or row.lost}"
+    return None

@@ -26,7 +26,8 @@ def load_object(path: str, key: str, expected: type | None = None) -> Any:
     try:
         loaded = getattr(importlib.import_module(module), name, None)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's own module may raise anything
-        as_file = f": a file {module} is named {_dotted(module)}:{name}" if "/" in module else ""
+        is_file = "/" in module or module.endswith(".py")
+        as_file = f": a file {module} is named {_dotted(module)}:{name}" if is_file else ""
         kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
         raise ValueError(f"{key}: {path!r} cannot be imported: {kind}{error}{as_file}") from None
     if loaded is None:

@@ -276,6 +276,8 @@ def test_what_an_engine_cannot_start_with_is_refused(tmp_path):
         ValueError, match=r"rollout\.kv_cache_gib 1e-05, .* and paths of 256 tokens: No avail"
     ):
         open_engine(folder("qwen3"), kv_cache_gib=1e-5)
+    with pytest.raises(ValueError, match=r"256 tokens and {'attention_backend': 'none_such'}: Unknown"):
+        open_engine(folder("qwen3"), vllm={"attention_backend": "none_such"})
     with pytest.raises(ValueError, match=r"rollout\.tensor_parallel: 2 does not divide"):
         open_engine(folder("qwen3"), tensor_parallel=2)
     with pytest.raises(ValueError, match=r"batch_invariant: true .* needs an NVIDIA GPU .* 9\.0, found cpu"):

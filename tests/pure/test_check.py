@@ -357,3 +357,21 @@ def test_benchmark_questions_in_the_training_data_are_said_and_stop_no_run(tmp_p
     found = look(check_of_it, place)
     assert (found.state, check_of_it.needed(place), check_of_it.in_short) == ("failed", False, False)
     assert "data source rows holds 1 of the 1 questions of benchmark rows" in found.text
+
+
+@pytest.mark.parametrize(("overrides", "told"), [
+    ((), "can begin or resume"),
+    (("parallel.tensor=2", "cluster.processes_per_node=2"), "LayoutError: parallel.tensor: "),
+    (("run_dir=/dev/null/run",), "/dev/null"),
+    (("rollout.engine=server", "rollout.servers=[http://a:1]"), "VLLM_API_KEY: expected a secret"),
+    (("data.max_prompt_length=4000", "packing.max_tokens_per_row=9000"), "more than the model"),
+])  # fmt: skip
+def test_what_training_would_refuse_at_its_start_is_found(tmp_path, monkeypatch, capsys, overrides, told):
+    monkeypatch.setattr("megatron_eqlen.check.CHECKS", [])
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    save_tiny(tmp_path / "model", "qwen3", num_hidden_layers=1, num_key_value_heads=1)
+    keys = [f"model.path={tmp_path}/model", f"run_dir={tmp_path}/run", "data.max_prompt_length=48"]
+    status = cli.main(["check", str(ROOT / "recipes/tiny_cpu.yaml"), *keys, *overrides])
+    printed = capsys.readouterr().out
+    assert re.search(told, printed), printed
+    assert status == bool(overrides)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from vllm.config import set_current_vllm_config
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.device_allocator import alloc_conf
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
@@ -48,11 +48,7 @@ def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: in
     layout.require(layout.replicas(rollout, int(os.environ.get("LOCAL_WORLD_SIZE", ranks))))
     layout.require(layout.engine(rollout, read_config(model_path)))
     cpu = current_platform.is_cpu()
-    args: dict[str, Any] = dict.fromkeys(SLEEPING, not cpu)
-    args |= engine_args(model_path, rollout, dtype, max_model_len)
     with contained(), importing(), nullcontext() if cpu else whole_segments():
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ.update(environ(rollout))
         if launched:
             os.environ["RANK"] = str(dist.get_rank())
             os.environ.setdefault("LOCAL_RANK", "0" if cpu else str(torch.cuda.current_device()))
@@ -60,22 +56,40 @@ def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: in
             os.environ.setdefault("MASTER_PORT", "0")
         else:
             _owns_process_group = True
-        try:
-            config = EngineArgs(
-                **args,
-                seed=seed,
-                distributed_executor_backend="external_launcher" if launched else "uni",
-                use_tqdm_on_load=False,
-            ).create_engine_config(UsageContext.LLM_CLASS)
+        config = configuration(model_path, rollout, dtype, max_model_len, seed, launched)
+        with _naming(rollout, max_model_len):
             core = EngineCore(config, Executor.get_class(config), log_stats=False)
-        except ValueError as error:
-            raise ValueError(
-                f"vLLM does not start with rollout.kv_cache_gib {rollout.kv_cache_gib}, "
-                f"rollout.gpu_memory_utilization {rollout.gpu_memory_utilization} and paths of "
-                f"{max_model_len} tokens: {error}"
-            ) from error
     _live_engines += 1
     return core
+
+
+def configuration(
+    model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: int, seed: int, launched: bool = False
+) -> VllmConfig:
+    """Return vLLM's configuration of an engine. Raises ValueError for what vLLM refuses."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.update(environ(rollout))
+    args: dict[str, Any] = dict.fromkeys(SLEEPING, not current_platform.is_cpu())
+    args |= engine_args(model_path, rollout, dtype, max_model_len)
+    with _naming(rollout, max_model_len):
+        return EngineArgs(
+            **args,
+            seed=seed,
+            distributed_executor_backend="external_launcher" if launched else "uni",
+            use_tqdm_on_load=False,
+        ).create_engine_config(UsageContext.LLM_CLASS)
+
+
+@contextmanager
+def _naming(rollout: RolloutRecipe, max_model_len: int) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(
+            f"vLLM does not start with rollout.kv_cache_gib {rollout.kv_cache_gib}, "
+            f"rollout.gpu_memory_utilization {rollout.gpu_memory_utilization} and paths of "
+            f"{max_model_len} tokens{f' and {rollout.vllm}' * bool(rollout.vllm)}: {error}"
+        ) from error
 
 
 @contextmanager
