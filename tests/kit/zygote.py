@@ -34,6 +34,10 @@ RANKS = (
     "megatron_eqlen.training.checkpoint",
     "megatron_eqlen.training.policy",
     "megatron.core.dist_checkpointing.strategies.torch",  # it, and what follows, where they are first used
+    "megatron.core.dist_checkpointing.strategies.fully_parallel",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async",
+    "megatron.core.models.mimo",
+    "torch.utils.serialization.config",
     "numpy.ma",
     "torch.profiler._cupti_monitor",
     "pytest",

@@ -54,25 +54,22 @@ class Case:
 
 
 CASES = {
-    "dense, state on the host": Case("qwen3", 2, optimizer={"offload": True}),
-    "dense, gradients in bfloat16": Case("qwen3", 2, optimizer={"grad_dtype": "bfloat16"}),
-    "dense, tensor parallel": Case("qwen3", 2, {"tensor": 2}, "float32"),
+    "dense, state on the host, gradients in bfloat16": Case(
+        "qwen3", 2, optimizer={"offload": True, "grad_dtype": "bfloat16"}
+    ),
     "dense, sequence parallel": Case("qwen3", 2, {"tensor": 2, "sequence": True}),
-    "dense, tied, pipeline": Case("qwen3", 2, {"pipeline": 2}, model={"tie_word_embeddings": True}),
+    "dense, tied, recomputed, pipeline": Case(
+        "qwen3", 2, {"recompute": "full", "pipeline": 2}, model={"tie_word_embeddings": True}
+    ),
     "dense, virtual pipeline, overlapped": Case(
         "qwen3", 4, {"pipeline": 2, "virtual_pipeline": 2, "overlap_grad_reduce": True}, "float32"
     ),
     "dense, context parallel": Case("qwen3", 2, {"context": 2}),
-    "dense, recomputed, pipeline": Case("qwen3", 2, {"recompute": "full", "pipeline": 2}),
-    "experts": Case("qwen3_moe", 2, {"expert": 2}),
     "dense and sparse layers, whose MLPs are recomputed": Case(
         "qwen3_moe", 2, {"expert": 2, "recompute": "mlp"}, model={"mlp_only_layers": [1]}
     ),
     "dense and sparse layers, fused": Case(
         "qwen3_moe", 2, {"expert": 2, "fusions": True}, model={"mlp_only_layers": [1]}
-    ),
-    "experts, some layers dense, tensor parallel": Case(
-        "qwen3_moe", 4, {"tensor": 2, "expert": 2}, "float32", {"mlp_only_layers": [1]}
     ),
     "experts cut in two, recomputed": Case(
         "qwen3_moe", 2, {"tensor": 2, "expert_tensor": 2, "recompute": "full"}
@@ -80,7 +77,6 @@ CASES = {
     "hybrid, tensor, expert and pipeline parallel": Case(
         "qwen3_next", 4, {"tensor": 2, "pipeline": 2, "expert": 2}, model={"num_hidden_layers": 8}
     ),
-    "dense, adapters": Case("qwen3", 1, lora={"rank": 24}),
     "hybrid, adapters, tensor, expert and pipeline parallel": Case(
         "qwen3_next", 4, {"tensor": 2, "pipeline": 2, "expert": 2}, "float32", lora={"rank": 24}
     ),
@@ -220,7 +216,7 @@ def measure(folder: str, case: Case) -> dict[str, Any]:
     }
 
 
-FAST = {"dense, state on the host", "dense, sequence parallel", "experts", "dense, adapters"}
+FAST = {"dense, state on the host, gradients in bfloat16", "dense, sequence parallel"}
 
 
 @pytest.fixture(scope="module", params=slow_but(FAST, CASES))
@@ -298,7 +294,6 @@ GROUPS = {
     "dense, tied, pipeline": ("qwen3", {"tensor": 2, "pipeline": 2}, {"tie_word_embeddings": True}),
     "dense, context parallel": ("qwen3", {"context": 2}, {}),
     "experts, tensor parallel": ("qwen3_moe", {"tensor": 2, "expert": 2}, {}),
-    "experts, pipeline": ("qwen3_moe", {"tensor": 1, "expert": 2, "pipeline": 2}, {}),
 }
 
 
@@ -372,15 +367,8 @@ def save(folder: str, case: Case, out: str) -> None:
     checkpoint.save(Path(out), 1, Policy(recipe), {}, keep=2)
 
 
-LARGE = {
-    "dense": Case("qwen3", 2, {"tensor": 2}, "float32", WIDE),
-    "experts": Case("qwen3_moe", 2, {"expert": 2}, model=WIDE | MANY),
-}
-
-
-@pytest.mark.parametrize("name", slow_but({"dense"}, LARGE))
-def test_a_checkpoint_is_as_large_as_planned(name, tmp_path):
-    case = LARGE[name]
+def test_a_checkpoint_is_as_large_as_planned(tmp_path):
+    case = Case("qwen3_moe", 2, {"expert": 2}, model=WIDE | MANY)
     save_tiny(tmp_path / "model", case.family, **case.model)
     run_ranks(case.ranks, save, str(tmp_path / "model"), case, str(tmp_path / "checkpoints"))
     files = (tmp_path / "checkpoints").rglob("*.distcp")

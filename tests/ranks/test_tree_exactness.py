@@ -96,8 +96,9 @@ def each_leaf_path(trees: list[TokenTree]) -> Iterator[tuple[list[int], np.ndarr
                 left -= path
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("sequences", [each_side_alone, each_leaf_path])
+@pytest.mark.parametrize(
+    ("name", "sequences"), [*((name, each_side_alone) for name in MODELS), ("next", each_leaf_path)]
+)
 def test_trees_equal_plain_sequences(name, sequences, folders, whole):
     with world_of(folders[name]) as model:
         reference = train_sequences(model, sequences(forest(0)))
@@ -113,8 +114,7 @@ ROWS = {
 }
 
 
-IN_ROWS = [*(("next", rows) for rows in ROWS), ("dense", "expanded"), ("dense", "cut")]
-IN_ROWS += [("dense", "recompute_mlp, fused")]  # of delta_net's and moe's layers next has both
+IN_ROWS = [*(("next", rows) for rows in ROWS), ("dense", "recompute_mlp, fused")]
 
 
 @pytest.mark.parametrize(("name", "rows"), IN_ROWS)
@@ -125,14 +125,9 @@ def test_gradients_do_not_depend_on_the_rows(name, rows, folders, whole):
 
 
 PARALLEL = [
-    slow("dense", {"tensor": 2, "sequence": True, "pipeline": 2}),
-    ("delta_net", {"tensor": 2}),
-    slow("delta_net", {"pipeline": 2, "virtual_pipeline": 2, "recompute": "full"}),
     slow("moe", {"expert_tensor": 2}),
-    ("moe", {"tensor": 2, "expert": 2}),
     ("next", {}),  # data parallel
-    slow("images", {"tensor": 2, "expert": 2}),
-    slow("dense", {"context": 3}),
+    ("images", {"tensor": 2, "expert": 2}),
     slow("dense", {"context": 2, "tensor": 2, "sequence": True, "pipeline": 2}),
     slow("delta_net", {"context": 2, "pipeline": 2, "virtual_pipeline": 2, "recompute": "full"}),
     slow("moe", {"context": 2, "tensor": 2, "expert": 4}),
