@@ -49,7 +49,7 @@ def fresh(request):
 def test_after_a_sync_the_engine_is_a_freshly_loaded_one(fresh):
     kind, dtype, loaded = fresh
     engine = open_engine(folder(kind, 0), dtype, EOS, temperature=1.0)
-    before = generate(engine, requests(6))
+    before = generate(engine, requests(4, 24))
     weights = load_file(folder(kind, 1) / "model.safetensors")
     weights = {name: tensor for name, tensor in weights.items() if ".visual." not in name}
     engine.sleep()
@@ -58,13 +58,13 @@ def test_after_a_sync_the_engine_is_a_freshly_loaded_one(fresh):
     engine.wake()
     engine.update_weights(iter(weights.items()), policy_version=4)
     assert engine.policy_version == 4
-    after = generate(engine, requests(6))
+    after = generate(engine, requests(4, 24))
     metrics = engine.metrics()
     assert metrics["engine/sync_bytes"] == sum(w.numel() * w.element_size() for w in weights.values())
     assert metrics["engine/sync_seconds"] > 0
     engine.close()
     loaded.reset_cache()
-    assert after == generate(loaded, requests(6)), "log-probs, tokens, and cached prefixes"
+    assert after == generate(loaded, requests(4, 24)), "log-probs, tokens, and cached prefixes"
     assert after != before
 
 

@@ -17,12 +17,12 @@ from tests.kit.rollout_kit import DTYPES, EOS, folder, open_engine
 from tests.kit.updates import build_policy, layout
 from tests.pure.test_rollout_harvest import make_recipe
 
-PROMPTS = [Prompt(f"p{i}", [5 + i, 6, 7, 8] * 8, "?", "math", "1", number=i) for i in range(3)]
+PROMPTS = [Prompt(f"p{i}", [5 + i, 6, 7, 8] * 8, "?", "math", "1", number=i) for i in range(2)]
 SECTIONS = {
     "sampling": "tree",  # forks wherever a step ends, and with the KL penalty all of it is trained
     "objective": "treerpo",
     "tree_sampling": {"branching": 2, "forks": 2},
-    "rollout": {"max_response_length": 60, "max_num_seqs": 64, "keep_routes": True, "temperature": 1.0},
+    "rollout": {"max_response_length": 40, "max_num_seqs": 64, "keep_routes": True, "temperature": 1.0},
     "data": {"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 32},
     "packing": {"max_tokens_per_row": 200},
     "loss": {"kl_coef": 0.1},

@@ -14,8 +14,8 @@ from tests.kit.talking import ANSWERED
 from tests.kit.train_runs import NO_EVALUATION, column, command, metrics, same_weights, train, wait_for_steps
 
 CARRIED = (
-    "rollout.carry_over=true", "rollout.tokens_per_step=400", "loss.rollout_is=token", "steps=4",
-    NO_EVALUATION,
+    "rollout.carry_over=true", "rollout.tokens_per_step=400", "rollout.max_response_length=80",
+    "loss.rollout_is=token", "steps=4", NO_EVALUATION,
 )  # fmt: skip
 
 

@@ -54,41 +54,38 @@ def test_a_finished_run_is_left_as_it_is(home, trained):
     assert (trained / "metrics.jsonl").read_bytes() == before
 
 
-def test_steps_that_train_nothing_are_said_and_skipped_ones_leave_the_checkpoint(home, trained, tmp_path):
-    spoiled = streams_that_teach_little(trained, tmp_path / "streams", {0: no_reward, 1: nan_logprob})
-    replay = ["--replay", str(spoiled)]
-    said = run(*command(home, "idle", "checkpoint.keep=3", *replay))
-    assert column(home / "idle", "train/updates") == [0, 0, 1]
-    assert column(home / "idle", "train/skipped_updates") == [0, 1, 0]
+def test_steps_that_train_nothing_are_said_and_a_skipped_one_has_a_checkpoint_only_at_the_end(
+    home, trained, tmp_path
+):
+    spoils = {0: no_reward, 1: nan_logprob, STEPS - 1: nan_logprob}
+    spoiled = streams_that_teach_little(trained, tmp_path / "streams", spoils)
+    again = command(home, "idle", "checkpoint.keep=3", NO_EVALUATION, "--replay", str(spoiled))
+    said = run(*again)
+    assert column(home / "idle", "train/updates") == [0, 0, 0]
+    assert column(home / "idle", "train/skipped_updates") == [0, 1, 1]
     assert "WARNING: step 1 trained nothing: none of its" in said.stdout
     assert "WARNING: step 2 trained nothing: 1 updates were skipped" in said.stdout
     assert "no checkpoint after step 2" in said.stdout
-    assert "WARNING: 2 of 3 steps trained nothing" in said.stdout
+    assert "WARNING: step 3 trained nothing: 1 updates were skipped" in said.stdout
+    assert "WARNING: no step trained anything" in said.stdout
     assert re.search(r"\nafter the last step: checkpoint \d+\.\d s, export \d+\.\d s\n", said.stdout)
     warned = [text for _, text in read_state(home / "idle").warnings]
     assert warned[0].startswith("step 1 trained nothing")
     assert warned[1].startswith("update 1 is skipped")
     assert "the rollout_logprob of token 0 is nan" in said.stderr
     assert checkpoints(home / "idle") == ["1", "3"]
+    ended = [(home / "idle" / name).read_bytes() for name in ("metrics.jsonl", "export/model.safetensors")]
+    run(*again)
+    assert ended == [
+        (home / "idle" / name).read_bytes() for name in ("metrics.jsonl", "export/model.safetensors")
+    ]
     with pytest.raises(AssertionError, match="1 updates in a row could not be taken"):
-        run(*command(home, "strict", "optimizer.max_skipped_updates=0", NO_EVALUATION, *replay))
+        run(*command(home, "strict", "optimizer.max_skipped_updates=0", *again[-3:]))
     assert checkpoints(home / "strict") == ["1"]
     assert not (home / "strict/export").exists()
 
 
-def test_a_run_whose_last_update_is_skipped_ends_like_any_other(home, trained, tmp_path):
-    spoiled = streams_that_teach_little(trained, tmp_path / "streams", {STEPS - 1: nan_logprob})
-    again = command(home, "last", NO_EVALUATION, "--replay", str(spoiled))
-    assert "WARNING: step 3 trained nothing: 1 updates were skipped" in run(*again).stdout
-    assert checkpoints(home / "last") == ["2", "3"]
-    ended = (home / "last/metrics.jsonl").read_bytes()
-    exported = (home / "last/export/model.safetensors").read_bytes()
-    run(*again)
-    assert (home / "last/metrics.jsonl").read_bytes() == ended
-    assert (home / "last/export/model.safetensors").read_bytes() == exported
-
-
-LONG = ("rollout.max_response_length=240", "packing.max_tokens_per_row=1024", "steps=2", NO_EVALUATION)
+LONG = ("rollout.max_response_length=120", "packing.max_tokens_per_row=768", "steps=2", NO_EVALUATION)
 
 
 HOLDS_IN_MID_HARVEST = """
@@ -102,12 +99,12 @@ steps = Counter()  # by harvest
 def then_hold(self, last=False):
     decode_step_finished(self, last)
     steps[self] += 1
-    if len(steps) == 2 and steps[self] == 60:
+    if len(steps) == 2 and steps[self] == 30:
         time.sleep(600)
 recorder.Recorder.decode_step_finished = then_hold
 sys.exit(main())
 """
-"""``eqlen`` that records after each decode step, and waits after the 60th of the second harvest until it is
+"""``eqlen`` that records after each decode step, and waits after the 30th of the second harvest until it is
 killed."""
 
 
@@ -124,14 +121,14 @@ def test_killed_in_mid_harvest_it_resumes_from_the_journal_and_ends_with_the_sam
     journal = folder / "streams/step-00000001/open-rank-0.arrow"
     _, _, *arguments = command(home, "long-killed", *LONG, *ANSWERED)
     job = start("-c", HOLDS_IN_MID_HARVEST, *arguments)
-    assert within(300, lambda: tokens_in(journal) > 100 or job.poll() is not None), job.stderr
+    assert within(300, lambda: tokens_in(journal) > 50 or job.poll() is not None), job.stderr
     job.kill()
     assert RunStatus(folder).condition == "killed"
     train(home, "long-killed", *LONG, *ANSWERED)
     tokens = [[segment.token_ids for segment in streams_of(run)] for run in (folder, whole)]
     assert all(np.array_equal(mine, others) for mine, others in zip(*tokens, strict=True))
     assert same_weights(folder, whole)
-    assert column(folder, "harvest/resumed_tokens")[1] > 100
+    assert column(folder, "harvest/resumed_tokens")[1] > 50
     assert column(folder, "harvest/generated_tokens") == column(whole, "harvest/generated_tokens")
     assert column(whole, "environment/turns")[1] > 0
 
@@ -151,9 +148,9 @@ sys.exit(main())
 
 
 def test_killed_ranks_take_their_processes_with_them_and_started_again_the_run_ends_the_same(home, trained):
-    whole = train(home, "two", NO_EVALUATION, ranks=2)
+    whole = train(home, "two", "steps=2", NO_EVALUATION, ranks=2)
     folder = home / "killed"
-    _, _, *arguments = command(home, "killed", "cluster.processes_per_node=2", NO_EVALUATION)
+    _, _, *arguments = command(home, "killed", "cluster.processes_per_node=2", "steps=2", NO_EVALUATION)
     ranks = start_ranks(2, "-c", HOLDS_AFTER_A_STEP, *arguments)
     wait_for_steps(folder, 1, *ranks)
     started = [pid for rank in ranks for pid in descendants(rank.pid)]
@@ -162,11 +159,13 @@ def test_killed_ranks_take_their_processes_with_them_and_started_again_the_run_e
         rank.kill()
     assert within(20, are_gone(started))
     assert RunStatus(folder).condition == "killed"
-    train(home, "killed", NO_EVALUATION, ranks=2)
-    assert column(folder, "step") == [1, 2, 3]
+    train(home, "killed", "steps=2", NO_EVALUATION, ranks=2)
+    assert column(folder, "step") == [1, 2]
     assert column(folder, "loss/total") == column(whole, "loss/total")
     assert same_weights(folder, whole)
-    assert column(folder, "loss/total") == pytest.approx(column(trained, "loss/total"), rel=1e-4, abs=1e-6)
+    assert column(folder, "loss/total") == pytest.approx(
+        column(trained, "loss/total")[:2], rel=1e-4, abs=1e-6
+    )
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a disk of its own needs root")

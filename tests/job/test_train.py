@@ -81,24 +81,26 @@ def test_the_export_is_the_trained_model_for_transformers(home, trained):
     assert "base-eqlen-grpo" in (trained / "export/README.md").read_text()
 
 
-@pytest.mark.parametrize("layout", ["parallel.tensor=2", "parallel.tensor=1"])
-def test_two_ranks_train_like_one_on_the_same_streams(home, trained, layout):
-    two = train(home, layout, layout, "--replay", str(trained / "streams"), NO_EVALUATION, ranks=2)
+def test_two_tensor_parallel_ranks_train_like_one_on_the_same_streams(home, trained):
+    replay = ["--replay", str(trained / "streams")]
+    two = train(home, "tensor", "parallel.tensor=2", *replay, NO_EVALUATION, ranks=2)
     for name in ("loss/total", "loss/policy", "loss/ref_kl", "loss/entropy", "train/grad_norm"):
         assert column(two, name) == pytest.approx(column(trained, name), rel=1e-5, abs=1e-6), name
     assert set(column(two, "time/slowest_rank/train")) <= {0.0, 1.0}
 
 
 def test_with_a_server_two_ranks_train_like_one_with_the_engine_inside(home, trained, served):
-    folder = train(home, "server", *served, NO_EVALUATION, ranks=2)
-    assert column(folder, "loss/total") == pytest.approx(column(trained, "loss/total"), rel=1e-4, abs=1e-6)
+    folder = train(home, "server", *served, "steps=2", NO_EVALUATION, ranks=2)
+    assert column(folder, "loss/total") == pytest.approx(
+        column(trained, "loss/total")[:2], rel=1e-4, abs=1e-6
+    )
     assert max(column(folder, "mismatch/logprob_abs_diff_max")) < 1e-4
-    assert column(folder, "engine/live_replicas") == [1, 1, 1]
-    assert column(folder, "harvest/policy_version") == [0, 1, 2]
+    assert column(folder, "engine/live_replicas") == [1, 1]
+    assert column(folder, "harvest/policy_version") == [0, 1]
 
 
 def test_the_baseline_runs_with_the_same_command_and_its_trace_names_the_stages(home):
-    traced = ["profile.steps=[1]", "profile.memory=true", NO_EVALUATION]
+    traced = ["profile.steps=[1]", "profile.memory=true", "rollout.max_response_length=24", NO_EVALUATION]
     folder = train(home, "grpo", "objective=grpo", "sampling=independent", "steps=1", *traced)
     with gzip.open(folder / "profile/step-00000001-rank-0.json.gz", "rt") as file:
         names = {event.get("name") for event in json.load(file)["traceEvents"]}
@@ -123,6 +125,7 @@ def test_dynamic_sampling_refills_the_step_with_prompts_that_teach(home):
 def test_with_the_sampling_mask_the_trainer_computes_the_distribution_that_was_sampled(home):
     """Sampling cuts off half of the probability here, so without the mask the two would be far apart."""
     sampling = ["rollout.top_k=5", "rollout.top_p=0.7", "rollout.keep_sampling_mask=true"]
+    sampling += ["rollout.max_response_length=80"]
     folder = train(home, "masked", "steps=2", *sampling, NO_EVALUATION)
     assert max(column(folder, "mismatch/logprob_abs_diff_max")) < 1e-4
     assert all(1 < kept <= 5 for kept in column(folder, "harvest/kept_per_token"))
@@ -185,16 +188,16 @@ def test_another_model_is_evaluated_on_other_questions(home, trained):
 
 
 def test_the_engine_of_a_server_that_is_killed_dies_with_it(home):
-    """The server is started as users start it."""
+    """The server is started as users start it. Python spawns its engine, which may not have begun."""
     module = ["-m", "megatron_eqlen.rollout.vllm.server", home / "recipe.yaml", "--port", *free_ports(1)]
     server = servers.start([sys.executable, *map(str, module)], {"OMP_NUM_THREADS": "1"}, cwd=ROOT)
 
     def has_engine() -> bool:
         assert server.poll() is None, "the server has ended"
-        return any("EngineCore" in command_line(pid) for pid in descendants(server.pid))
+        return any("spawn_main" in command_line(pid) for pid in descendants(server.pid))
 
     try:
-        assert within(300, has_engine, every=1.0)
+        assert within(300, has_engine, every=0.2)
         engine = descendants(server.pid)
         server.kill()
         server.wait()

@@ -41,7 +41,7 @@ data:
   sources: [{{name: questions, reader: jsonl, path: {folder}/questions.jsonl}}]
 reward: {{rubric: "tests.kit.rubrics:even_length", workers: 1}}
 rollout:
-  {{temperature: 1.0, top_p: 1.0, top_k: 0, max_response_length: 80, max_num_seqs: 32, kv_cache_gib: 0.02}}
+  {{temperature: 1.0, top_p: 1.0, top_k: 0, max_response_length: 40, max_num_seqs: 32, kv_cache_gib: 0.02}}
 optimizer: {{lr: 1e-3, warmup_steps: 0}}
 packing: {{max_tokens_per_row: 512}}
 checkpoint: {{every: 1, keep: 2}}

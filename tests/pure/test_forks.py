@@ -67,8 +67,9 @@ def assert_unbiased(world, settings, factor=1.0):
 ALIVE, FITTED = {"baseline": "alive"}, {"baseline": "fitted"}
 
 
-@pytest.mark.parametrize("loss", [{}, ALIVE], ids=["unit", "alive"])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("rule", "loss"), [*((rule, ALIVE) for rule in RULES), ("marker", {}), ("death", {})]
+)
 def test_a_tree_has_exactly_the_policy_gradient_wherever_it_forks(rule, loss):
     limit = 3 if RULES[rule]["forks"] > 1 else 4
     assert_unbiased(process(limit=limit), recipe(rule, limit=limit, loss=loss))

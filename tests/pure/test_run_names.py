@@ -56,7 +56,7 @@ def test_a_folders_name_says_what_the_command_line_changed(given_, folder):
     assert load(TINY, given_).run_folder == Path("runs/tiny_cpu") / folder
 
 
-@examples(200)
+@examples(60)
 @given(first=overrides, second=overrides)
 def test_two_recipes_share_a_folder_only_if_one_may_continue_as_the_other(first, second):
     recipe, other = load(TINY, first), load(TINY, second)
@@ -65,7 +65,7 @@ def test_two_recipes_share_a_folder_only_if_one_may_continue_as_the_other(first,
     assert (recipe.run_folder != other.run_folder) == bool(apart), apart
 
 
-@examples(50)
+@examples(15)
 @given(keys=overrides)
 def test_the_resolved_recipe_names_the_same_folder(tmp_path_factory, keys):
     recipe = load(TINY, keys)

@@ -71,7 +71,7 @@ def test_the_bound_of_trees_against_2n_is_what_a_hand_finds(pairs, bound):
 
 
 def test_what_rank_0_gets_grows_with_the_gpus_and_what_it_makes_does_not(tmp_path):
-    options = ["--median", "300", "--limit", "512", "--shorter", "16", "--replicas", "1", "--requests"]
+    options = ["--median", "60", "--limit", "96", "--shorter", "4", "--replicas", "1", "--requests"]
     few, many = run(scale, tmp_path, "--gpus", "8", "16", *options)
     growth = {name: many["sizes"][name] / few["sizes"][name] for name in few["sizes"]}
     for name in ("million tokens", "MB of prompts", "MB of skeletons"):
