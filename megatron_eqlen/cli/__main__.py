@@ -189,6 +189,8 @@ def _add_results(verbs: Verbs) -> None:
     compare.add_argument(
         "--out", type=Path, metavar="FOLDER", help="write tables.md, tables.json and curves (SVG) there"
     )
+    compare.add_argument("--over", choices=("steps", "gpu_hours", "generated_tokens", "flops"), help="x axis")
+    compare.add_argument("--charts", nargs="+", metavar="TITLE", help="curves to draw (default: all)")
 
 
 def _add_sweep(verbs: Verbs) -> None:

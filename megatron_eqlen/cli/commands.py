@@ -191,7 +191,7 @@ def compare(arguments: argparse.Namespace) -> int:
     _must_exist(*arguments.runs)
     from megatron_eqlen.report.compare import compare_runs
 
-    compare_runs(arguments.runs, arguments.baseline, arguments.out)
+    compare_runs(arguments.runs, arguments.baseline, arguments.out, arguments.over, arguments.charts)
     return 0
 
 

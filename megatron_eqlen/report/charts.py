@@ -40,8 +40,7 @@ COLOURS = (
 )  # fmt: skip
 """Colours of series and stages, that can be told apart on light and on dark ground."""
 MAX_POINTS = 1000
-"""Most points of a series; longer ones are averaged in equal groups of neighbours: no chart has more
-pixels."""
+"""Most points of a series; longer ones are averaged in equal groups of neighbours."""
 SMOOTH_FROM = 100
 """Number of points from which a line is drawn faintly, below its moving average."""
 

@@ -83,9 +83,14 @@ class Table:
 
 
 def compare_runs(
-    folders: Sequence[Path], baseline: str | None, out: Path | None, say: Callable[[str], None] = print
+    folders: Sequence[Path],
+    baseline: str | None,
+    out: Path | None,
+    over: str | None,
+    charts: Sequence[str] | None,
 ) -> None:
-    """Print the tables of ``folders`` (run folders, or folders that hold some), and write them to ``out``.
+    """Print the tables of ``folders`` (run folders, or folders that hold some), and write them to ``out``
+    with ``charts`` over ``over``, as ``write``.
 
     ``baseline``: the method whose difference to every other is shown, by default the first one sampled
     independently. Runs that have not ended are named and left out. Raises ValueError if none has ended, for
@@ -93,9 +98,8 @@ def compare_runs(
     """
     runs = run_folders(folders)
     ended = [folder for folder in runs if (folder / AFTER).is_file()]
-    for folder in runs:
-        if folder not in ended:
-            say(f"{folder}: left out, it has not ended ({AFTER} is not there)\n")
+    for folder in (folder for folder in runs if folder not in ended):
+        print(f"{folder}: left out, it has not ended ({AFTER} is not there)\n")
     if not ended:
         raise ValueError(f"{', '.join(map(str, folders))}: expected a run that has ended, found none")
     groups = group_runs([read_run(folder) for folder in ended])
@@ -106,9 +110,9 @@ def compare_runs(
     tables = [make_table(kind.capitalize(), kind, groups, baseline) for kind in get_args(Kind)]
     tables = [table for table in tables if table.rows]
     notes = budget_notes(groups)
-    say(markdown(tables, notes))
+    print(markdown(tables, notes))
     if out is not None:
-        write(out, tables, notes, groups)
+        write(out, tables, notes, groups, over, charts)
 
 
 def write(

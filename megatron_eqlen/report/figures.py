@@ -100,7 +100,7 @@ def curves(
     places = [curve[0] for seeds in runs.values() for run in seeds for curve in run.values()]
     if axis != "steps" and not any(x.any() for x in places):
         return curves(methods, "steps", titles)
-    known = dict.fromkeys(title for seeds in runs.values() for run in seeds for title in run)
+    known = dict.fromkeys(t for s in runs.values() for run in s for t, line in run.items() if len(line[0]))
     known = sorted(known, key=lambda title: title in MEASURES)  # accuracies first
     if unknown := [title for title in titles or () if title not in known]:
         raise ValueError(f"charts: expected some of {', '.join(known)}, found {unknown[0]!r}")

@@ -22,8 +22,7 @@ Role = Literal["raised", "lowered", "equal", "plain"]
 """Effect of training on the part's probability, by its advantage. ``equal``: compared, but without an
 advantage; ``plain``: not compared."""
 Use = Literal["trained", "skipped", "not trained", "not scored", ""]
-"""``skipped``: compared, but its weight is 0 (equal rewards). ``not trained``: part of no comparison. Empty
-if unknown."""
+"""``skipped``: compared, with weight 0 (equal rewards). ``not trained``: in no comparison. Empty: unknown."""
 
 MATH = "math"
 """The grader that compares an answer with a gold one (``Prompt.grader``)."""

@@ -87,6 +87,10 @@ def test_methods_side_by_side(tmp_path, capsys):
     assert next(row for row in printed if row[0] == "eqlen-grpo")[2].startswith("80.0±")
     svg = tmp_path / "compared/figures-Tiny-1B.svg"
     assert "Accuracy on aime25, %" in svg.read_text()
+    words = ["compare", str(tmp_path), "--out", str(tmp_path / "compared"), "--over", "steps", "--charts"]
+    assert cli.main([*words, "Accuracy on aime25, %"]) == 0
+    assert "over steps" in svg.read_text()
+    assert cli.main([*words, "Reward"]) == 2, "no run has recorded one"
 
 
 def test_two_models_have_columns_of_their_own(tmp_path):
