@@ -10,6 +10,7 @@ import ast
 import os
 import re
 import shlex
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -22,13 +23,13 @@ from pyarrow.dataset import dataset
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.recipe.engine_options import check_options
-from megatron_eqlen.recipe.others import Row, table
+from megatron_eqlen.recipe.others import Row, formulas, table
 from megatron_eqlen.recipe.yaml_values import in_one_line, read_value, to_yaml
 
 UNSET = re.compile(r"|none|null|\?\?\?")
 NOTHING = re.compile(UNSET.pattern + r"|false|\[\]|\{\}|-1|0(\.0*)?")
 """Values that ask for nothing, of a key without a counterpart."""
-NEEDED = {"name": "mine", "steps": "1000000", "model": {"path": "MODEL"}}
+NEEDED = {"name": "mine", "steps": "1000000", "model.path": "MODEL"}
 """Values in place of keys that are still to be added, so that the others can be checked."""
 PYTHON_CALLS = ("GRPOConfig", "GRPOTrainer", "LoraConfig", "ModelConfig", "ScriptArguments")
 NO_OPTIONS = (None, "args", "train_dataset", "eval_dataset", "peft_config")
@@ -88,7 +89,7 @@ def translate(trainer: str, file: Path) -> Translation:
         if row.default is not None and not given and not row.lost:
             _take(row, row.theirs, row.default, done, given=False)
     for key in (key for key, row in row_of.items() if row is None):
-        done.note("unknown", f"{key}={_shown(theirs[key])}")
+        done.note("unknown", f"{key}={theirs[key]!s:.80}")
     _add_computed(done)
     _add_data(done)
     _check(done)
@@ -122,72 +123,36 @@ def _take(row: Row, key: str, value: Any, done: Translation, given: bool = True)
     elif not why:
         done.keys |= value if isinstance(value, dict) else {str(row.ours): value}
     if why:
-        done.note("no counterpart", f"{key}={_shown(value)}: {why}")
+        done.note("no counterpart", f"{key}={value!s:.80}: {why}")
     elif row.differs and given:
         done.note("another meaning", f"{key} -> {row.ours}: {row.differs}")
 
 
 def _add_computed(done: Translation) -> None:
-    """Add the keys that follow from several of theirs."""
-    keys, parts, number = done.keys, done.parts, done.number
-    group = number("group_size") or 1
-    if "device_batch" in parts:  # TRL
-        responses = number("device_batch") * number("accumulation") * number("processes")
-        keys["data.prompts_per_step"] = max(1, round((number("generation_batch") or responses) / group))
-        keys["cluster.processes_per_node"] = parts["processes"]
-        if steps := number("steps_per_generation"):
-            keys["loss.minibatches"] = round(steps / number("accumulation"))
-        if parts["processes"] == "1":
-            done.note("to add", "data.prompts_per_step and cluster.processes_per_node are for one process")
-    prompts = number("data.prompts_per_step") or 1
-    if size := number("minibatch_prompts") or number("minibatch_samples") / group:
-        keys["loss.minibatches"] = max(1, round(prompts / size))
-    if number("max_steps") > 0:
-        keys["steps"] = round(number("max_steps"))
-    elif "steps" not in keys and (epochs := number("epochs")):
-        if rows := _rows(_listed(parts.get("train_files"))):
-            keys["steps"] = max(1, round(epochs * (rows // prompts)))
-        else:
-            done.note("to add", f"steps: {epochs:g} epochs x rows / {prompts:g} prompts a step")
-    warmup, updates = number("warmup_steps"), number("steps") * number("loss.minibatches", 1)
-    ratio = 0 if warmup >= 1 else number("warmup_ratio") or warmup % 1
-    keys["optimizer.warmup_steps"] = round(ratio * updates if ratio else max(warmup, 0))
-    if ratio and not updates:
-        done.note("to add", f"optimizer.warmup_steps: {ratio:g} x steps x loss.minibatches")
-    longest = number("data.max_prompt_length", 2048) + number("rollout.max_response_length")
-    keys["packing.max_tokens_per_row"] = round(max(longest, number("row_tokens")))
+    """Add the keys that follow from several of theirs, by the formulas of ``others.yaml``."""
+    keys, parts = done.keys, done.parts
+    parts["rows"] = _rows(_listed(parts.get("train_files")))
     if name := re.sub(r"[^\w.,=+@ -]+", "-", str(parts.get("experiment", ""))).strip("-"):
         keys["name"] = name[:100]
-    if "wandb" in str(parts.get("logger", "")):
-        keys["report.wandb_project"] = parts.get("project", keys["name"])
-    if "epsilon" in parts:
-        keys["loss.clip_ratio_low"] = parts["epsilon"]
-        keys["loss.clip_ratio_high"] = parts.get("epsilon_high", parts["epsilon"])
-    if number("loss.clip_ratio_low") > 1:  # no ratio lies below 0
-        keys["loss.clip_ratio_low"] = "1"
-    if keys.get("loss.rollout_is", "none") != "none" and (bound := parts.get("is_threshold")):
-        keys["loss.rollout_is_threshold"] = _band(bound)
+    for formula in formulas():
+        text = {key: str(value) for key, value in (keys | parts).items()}
+        known = defaultdict(float, {key.replace(".", "_"): done.number(key) for key in text})
+        known |= {"text": text, "round": round, "max": max}
+        if not eval(formula.get("if", "True"), {}, known):
+            continue
+        if "note" in formula:
+            done.note("to add", formula["note"].format_map(known))
+        elif "without" in formula:
+            keys.pop(formula["without"], None)
+        else:
+            to = parts if "as" in formula else keys
+            to[formula.get("as") or formula["key"]] = eval(formula["is"], {}, known)
     if "rs" in parts:
         rules, bounds = str(parts["rs"]).split(","), str(parts.get("rs_threshold", "2.0")).split(",")
         named = zip(rules, bounds * len(rules), strict=False)
-        keys["loss.rollout_rs"] = {rule.strip(): _band(bound) for rule, bound in named}
-    if "dynamic_filter" in parts:
-        keys["loss.dynamic_sampling"] = "true"
-    surrogate = keys.get("loss.surrogate", "ppo")
-    idle = {
-        "loss.clip_ratio_c": surrogate != "ppo" or keys.get("objective") in ("gspo", "cispo"),
-        "loss.clip_ratio_low": surrogate == "vespo",
-        "loss.clip_ratio_high": surrogate == "vespo",
-        "loss.kl_estimator": number("loss.kl_coef") == 0,
-        "loss.max_num_gen_batches": str(keys.get("loss.dynamic_sampling")).lower() != "true",
-        "lora.alpha": not number("lora.rank"),
-    }
-    done.keys = {key: value for key, value in keys.items() if not idle.get(key)}
-
-
-def _band(text: Any) -> Any:
-    """Return ``0.5_5.0``, a band in verl, as a list."""
-    return str(text).split("_") if "_" in str(text) else text
+        keys["loss.rollout_rs"] = {
+            rule.strip(): bound.split("_") if "_" in bound else bound for rule, bound in named
+        }
 
 
 def _add_data(done: Translation) -> None:
@@ -208,8 +173,6 @@ def _add_data(done: Translation) -> None:
     read = {"reader": "jsonl"}
     keys["data.sources"] = [{"name": _name(path), **read, "path": path, **own} for path in files or ["DATA"]]
     keys["evaluation.benchmarks"] = [{"name": n, **read, "path": path, **grader} for n, path in tests.items()]
-    every = {"save_every": "checkpoint.every"} | ({"eval_every": "evaluation.every"} if tests else {})
-    keys |= {key: round(done.number(part)) for part, key in every.items() if done.number(part) > 0}
     if not tests:
         done.keys = {key: value for key, value in keys.items() if not key.startswith("evaluation.")}
 
@@ -217,7 +180,7 @@ def _add_data(done: Translation) -> None:
 def _check(done: Translation) -> None:
     """Give values the types of their keys, and note what cannot be as it is."""
     try:
-        recipe = parse(_nested(_flat(NEEDED) | done.keys), "recipe")
+        recipe = parse(_nested(NEEDED | done.keys), "recipe")
     except RecipeError as error:
         done.note("to mend", str(error).removeprefix("recipe: "))
     else:
@@ -333,7 +296,3 @@ def _rows(files: list[str]) -> int:
         return 0
     tables = (dataset(name, format="parquet" if name.endswith("parquet") else "json") for name in files)
     return sum(table.count_rows() for table in tables)
-
-
-def _shown(value: Any) -> str:
-    return f"{value}"[:80]

@@ -31,16 +31,25 @@ class Row:
 
 
 @cache
+def _file() -> dict[str, Any]:
+    return read_value(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+
+
+@cache
 def table() -> dict[str, list[Row]]:
     """Return the rows of each trainer, in the table's order."""
-    parts = read_value(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     return {
         trainer: [
             Row(theirs, **{"computed" if field == "as" else field: value for field, value in row.items()})
-            for theirs, row in rows.items()
+            for theirs, row in _file()[trainer].items()
         ]
-        for trainer, rows in parts.items()
+        for trainer in (*TRAINERS, HINTS)
     }
+
+
+def formulas() -> list[dict[str, str]]:
+    """Return the formulas of keys that follow from several of theirs, in their order."""
+    return _file()["formulas"]
 
 
 def hint(parts: Sequence[str], lost: bool = False) -> str | None:

@@ -300,6 +300,9 @@ def test_arguments_of_trl_and_slime_become_a_recipe_that_loads(tmp_path):
     assert (recipe.steps, recipe.data.prompts_per_step, recipe.loss.kl_coef) == (9, 4, 0.1)
     assert (recipe.loss.loss_agg_mode, recipe.rollout.max_response_length) == ("seq-mean-token-mean", 512)
     assert "data.sources.0.path: the training data" in text
+    (tmp_path / "run.py").write_text(python.replace("=16", "=args.batch"))
+    text = translate("trl", tmp_path / "run.py").text("run.py")
+    assert "data.prompts_per_step: args.batch responses on each process" in text
     words = "python train.py --hf-checkpoint M --prompt-data d.jsonl --rollout-batch-size 8 --num-rollout 5"
     words += " --n-samples-per-prompt 4 --global-batch-size 16 --eval-prompt-data aime a.jsonl --use-tis"
     recipe, _ = translated(tmp_path, "slime", "run.sh", words + " --rollout-max-response-len 64")
