@@ -276,8 +276,9 @@ def resumed(folder: str, source: str) -> tuple[Tensors, Tensors]:
     return loaded, own_adapters(policy)
 
 
-def test_a_run_resumes_bit_for_bit_from_a_checkpoint_of_adapters_alone(folders, tmp_path):
-    folder = folders / "qwen3_next"
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe", "glm4_moe"])
+def test_a_run_resumes_bit_for_bit_from_a_checkpoint_of_adapters_alone(folders, tmp_path, family):
+    folder = folders / family
     *_, size = run_ranks(1, saved_and_resumed, str(folder), {}, str(tmp_path))[0]
     whole = 4 * (folder / "model.safetensors").stat().st_size  # weight, main weight and two moments
     assert size < whole / 2  # of these small tensors, torch's headers are the larger part
@@ -316,41 +317,36 @@ def exported(folder: str, out: str, changes: dict[str, Any] | None = None) -> to
 IDS = torch.randint(0, 96, (1, 24), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(scope="module")
-def qwen3(folders, tmp_path_factory) -> tuple[Path, torch.Tensor]:
-    """Return a folder with exports and a checkpoint, and the policy's logits."""
-    out = tmp_path_factory.mktemp("exported")
-    (logits,) = run_ranks(1, exported, str(folders / "qwen3"), str(out))
-    return out, logits
+def weight_of(model: torch.nn.Module, module: str) -> torch.Tensor:
+    """Return a view of a module's weight; Transformers keeps those of experts in one tensor."""
+    experts, found, which = module.partition(".experts.")
+    if not found:
+        return model.get_submodule(module).weight
+    number, name = which.split(".")
+    fused = model.get_submodule(f"{experts}.experts")
+    if name == "down_proj":
+        return fused.down_proj[int(number)]
+    return fused.gate_up_proj[int(number)].chunk(2)[name == "up_proj"]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["qwen3_5_moe", "glm4_moe"])
-def test_the_merged_export_is_the_policy_in_transformers(folders, family, tmp_path):
-    """The experts of these families are one tensor in Transformers, which no PEFT module covers."""
-    (ours,) = run_ranks(1, exported, str(folders / family), str(tmp_path))
-    auto = AutoModelForImageTextToText if family == "qwen3_5_moe" else AutoModelForCausalLM
-    merged = auto.from_pretrained(tmp_path / "export", dtype=torch.float32).eval()
-    torch.testing.assert_close(merged(IDS).logits, ours, rtol=1e-4, atol=1e-4)
-
-
-@torch.no_grad()
-def test_both_exports_are_the_policy_in_transformers(folders, qwen3):
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_moe", "glm4_moe"])
+def test_both_exports_are_the_policy_in_transformers(folders, family, tmp_path):
     """The PEFT folder is read as PEFT defines it: each module's W + alpha / r times lora_B lora_A."""
-    out, ours = qwen3
+    (ours,), out = run_ranks(1, exported, str(folders / family), str(tmp_path)), tmp_path
+    auto = AutoModelForImageTextToText if family == "qwen3_5_moe" else AutoModelForCausalLM
     base, merged = (
-        AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32).eval()
-        for each in (folders / "qwen3", out / "export")
+        auto.from_pretrained(each, dtype=torch.float32).eval() for each in (folders / family, out / "export")
     )
     assert (base(IDS).logits - ours).abs().max() > 1e-2
     tensors = load_file(out / "adapter" / "adapter_model.safetensors")
     config = json.loads((out / "adapter" / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == "qwen3", "others see no local path"
+    assert config["base_model_name_or_path"] == family, "others see no local path"
     modules = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in tensors}
     assert {name.rpartition(".")[2] for name in modules} == {*config["target_modules"]}
     for name in modules:
         A, B = (tensors[f"base_model.model.{name}.lora_{matrix}.weight"] for matrix in "AB")
-        base.get_submodule(name).weight += config["lora_alpha"] / config["r"] * B @ A
+        weight_of(base, name).add_(config["lora_alpha"] / config["r"] * B @ A)
     torch.testing.assert_close(merged(IDS).logits, ours, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(base(IDS).logits, ours, rtol=1e-4, atol=1e-4)
 
@@ -387,11 +383,11 @@ def test_a_checkpoint_of_adapters_converts_to_both_exports_bit_for_bit(folders, 
         assert bytes_of(tmp_path / ours) == bytes_of(tmp_path / theirs)
 
 
-def refusals(folders: str, out: str, target: str) -> list[str]:
+def refusals(folders: str, target: str) -> list[str]:
     """Return the errors of conversions and resumed runs whose base or adapters are others."""
     from megatron_eqlen.cli import convert
 
-    source, base = f"{out}/checkpoints", f"{folders}/qwen3"
+    source, base = f"{target}/checkpoints", f"{folders}/qwen3"
     save_tiny(Path(target, "wider"), "qwen3", num_hidden_layers=2, intermediate_size=128)
     save_tiny(Path(target, "longer"), "qwen3", num_hidden_layers=3)
     bases = f"{target}/nowhere", f"{target}/wider", f"{target}/longer", f"{folders}/qwen3_moe"
@@ -406,8 +402,9 @@ def refusals(folders: str, out: str, target: str) -> list[str]:
     return errors
 
 
-def test_another_base_rank_or_target_is_refused_by_name(folders, qwen3, tmp_path):
-    (found,) = run_ranks(1, refusals, str(folders), str(qwen3[0]), str(tmp_path))
+def test_another_base_rank_or_target_is_refused_by_name(folders, tmp_path):
+    run_ranks(1, exported, str(folders / "qwen3"), str(tmp_path))
+    (found,) = run_ranks(1, refusals, str(folders), str(tmp_path))
     expected = [
         r"nowhere: no such folder",
         r"linear_fc1\.adapter\.B\.0: expected shape \(128, 3\), found \(96, 3\)",
