@@ -115,22 +115,25 @@ def tokens_in(journal: Path) -> int:
 
 
 def test_killed_in_mid_harvest_it_resumes_from_the_journal_and_ends_with_the_same_bits(home):
-    """An environment answers turns: what it said before is repeated to a new one."""
-    whole = train(home, "long", *LONG, *ANSWERED)
+    """An environment answers turns: what it said before is repeated to a new one. The teacher is the model as
+    it was at the start."""
+    keys = (*LONG, *ANSWERED, f"teacher.path={home / 'base'}")
+    whole = train(home, "long", *keys)
     folder = home / "long-killed"
     journal = folder / "streams/step-00000001/open-rank-0.arrow"
-    _, _, *arguments = command(home, "long-killed", *LONG, *ANSWERED)
+    _, _, *arguments = command(home, "long-killed", *keys)
     job = start("-c", HOLDS_IN_MID_HARVEST, *arguments)
     assert within(300, lambda: tokens_in(journal) > 50 or job.poll() is not None), job.stderr
     job.kill()
     assert RunStatus(folder).condition == "killed"
-    train(home, "long-killed", *LONG, *ANSWERED)
+    train(home, "long-killed", *keys)
     tokens = [[segment.token_ids for segment in streams_of(run)] for run in (folder, whole)]
     assert all(np.array_equal(mine, others) for mine, others in zip(*tokens, strict=True))
     assert same_weights(folder, whole)
     assert column(folder, "harvest/resumed_tokens")[1] > 50
     assert column(folder, "harvest/generated_tokens") == column(whole, "harvest/generated_tokens")
     assert column(whole, "environment/turns")[1] > 0
+    assert column(whole, "loss/teacher_kl")[1] > 0
 
 
 HOLDS_AFTER_A_STEP = """
