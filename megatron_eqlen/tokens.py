@@ -98,8 +98,10 @@ GIVEN = Column("given", "int32", "rows", ragged=True, always=True)
 """Only where an environment takes part: the number of the turn that a token of the environment answers (an
 observation, with what the chat template puts around it); no number for a token that the policy generated. A
 bare table knows how many tokens were generated."""
+TEACHER = Column("teacher", "float32", "loss", unknown=float("nan"))
+"""Log-probs of a teacher on a server (``rollout.teacher``), natural log, at temperature 1."""
 
-COLUMNS = {column.name: column for column in (TOKEN_IDS, LOGPROBS, VERSIONS, KEPT, ROUTES, GIVEN)}
+COLUMNS = {column.name: column for column in (TOKEN_IDS, LOGPROBS, VERSIONS, KEPT, ROUTES, GIVEN, TEACHER)}
 """All columns, in the order in which they are sent and recorded."""
 
 ALWAYS = tuple(column.name for column in COLUMNS.values() if column.always)

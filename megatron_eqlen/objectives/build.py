@@ -204,7 +204,7 @@ def _set_baselines(units: Sequence[ComparisonUnit]) -> None:
 def _mark_trained(units: list[ComparisonUnit], recipe: Recipe) -> None:
     """Mark units that have a gradient. Without teacher and KL penalty a unit with no advantage has none:
     weight 0 lets the packer drop it. A teacher says something about the tokens of equal pairs, too."""
-    taught = bool(recipe.teacher.path)
+    taught = bool(recipe.teacher)
     for unit in units:
         skipped = unit.skip_equal and not unit.differs and not taught
         has_advantage = any(np.any(node.advantage) for node in unit.nodes)

@@ -32,8 +32,10 @@ def check_combination(recipe: Recipe) -> None:
     _check_rewards(recipe, objective)
     _check_lengths(recipe, objective)
     _check_dynamic_sampling(recipe, objective)
-    if objective.advantage is none and not recipe.teacher.path:
-        raise ValueError("loss.advantage: none trains nothing without a teacher: expected teacher.path")
+    if objective.advantage is none and not recipe.teacher:
+        raise ValueError(
+            "loss.advantage: none trains nothing without a teacher: expected teacher.path or .url"
+        )
 
 
 def _check_sampling(recipe: Recipe, objective: Objective) -> None:
@@ -316,9 +318,9 @@ def _check_lengths(recipe: Recipe, objective: Objective) -> None:
 
 def _check_dynamic_sampling(recipe: Recipe, objective: Objective) -> None:
     """Refuse to leave prompts out that have a gradient."""
-    if objective.dynamic_sampling and recipe.teacher.path:
+    if objective.dynamic_sampling and recipe.teacher:
         raise ValueError(
-            f"loss.dynamic_sampling: true with teacher.path: {recipe.teacher.path}: a prompt whose rewards "
+            f"loss.dynamic_sampling: true with teacher: {recipe.teacher}: a prompt whose rewards "
             f"are all equal has a gradient of the teacher; set it to false"
         )
     if objective.dynamic_sampling and objective.whitened == "standardize":

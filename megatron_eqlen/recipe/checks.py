@@ -37,6 +37,7 @@ def check(recipe: Recipe) -> None:
     _check_sampling(recipe)
     _check_engine(recipe.rollout)
     _check_sampling_mask(recipe.rollout)
+    _check_teacher(recipe)
     _check_environment(recipe)
     _check_gpus(recipe)
     _check_keep_streams(recipe)
@@ -212,6 +213,22 @@ def _check_sampling_mask(rollout: RolloutRecipe) -> None:
         raise ValueError(
             f"rollout.keep_sampling_mask: true needs rollout.top_k from 1 to {MOST_PER_TOKEN} (it bounds "
             f"what is recorded of each token), found {rollout.top_k}"
+        )
+
+
+def _check_teacher(recipe: Recipe) -> None:
+    """Refuse two teachers, and a server whose log-probs the trainer's cannot be compared with."""
+    if recipe.loss.teacher_coef != 1 and not recipe.teacher:
+        raise ValueError(
+            f"loss.teacher_coef: {recipe.loss.teacher_coef:g}: expected teacher.path or teacher.url"
+        )
+    if recipe.teacher.url and recipe.teacher.path:
+        raise ValueError(f"teacher.url: {recipe.teacher.url} with teacher.path: set one of them")
+    if recipe.teacher.url and (recipe.rollout.temperature != 1 or recipe.rollout.keep_sampling_mask):
+        raise ValueError(
+            "teacher.url: a server gives log-probs at temperature 1 over the whole vocabulary: expected "
+            f"rollout.temperature: 1 and keep_sampling_mask: false, found {recipe.rollout.temperature:g} and "
+            f"{shown(recipe.rollout.keep_sampling_mask)}; with teacher.path the trainer computes them"
         )
 
 

@@ -171,13 +171,19 @@ class ModelRecipe(Section):
 
 
 class TeacherRecipe(Section):
-    """On-policy distillation: each generated token also learns from a teacher's log-prob of it."""
+    """On-policy distillation: each generated token also learns from the log-prob that a teacher gives it, a
+    model of any size and family with the same tokenizer."""
 
     path: str = ""
-    """Hugging Face folder of the teacher, or its name on the hub; it has the model's tokenizer, any size and
-    family. Empty: no teacher."""
+    """Hugging Face folder of the teacher, or its name on the hub: the trainer computes the log-probs."""
     revision: Annotated[str | None, When(".path")] = None
     """Branch, tag or commit, for a name on the hub."""
+    url: Annotated[str, Field(pattern="^(https?://.+)?$")] = ""
+    """In place of ``path``, base URL of a vLLM server of the teacher, which gets the trainer's
+    ``VLLM_API_KEY``. Its log-probs are recorded with the rollouts."""
+
+    def __bool__(self) -> bool:
+        return bool(self.path or self.url)
 
 
 LoraTarget = Literal["attention", "delta_net", "mlp", "experts"]
@@ -530,8 +536,9 @@ class LossRecipe(Section):
     """The paper's beta_kl, on supervised tokens against the reference model; 0 keeps no reference."""
     kl_estimator: Annotated[Literal["k1", "k2", "k3"], When(".kl_coef")] = "k3"
     """Estimator of a token's KL divergence (objectives/README.md). Our choice; the paper names none."""
-    teacher_coef: Annotated[PositiveFloat, When("teacher.path")] = 1.0
-    """c: a token's advantage is what rewards give, less c (log pi - log pi_teacher), the reverse KL."""
+    teacher_coef: PositiveFloat = 1.0
+    """c: a token's advantage is what rewards give, less c (log pi - log pi_teacher), the reverse KL. Acts
+    with a teacher alone."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
     """Denominator of the ratios: the trainer's log-probs before the step's first update, or the log-probs
     that the engine recorded."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.tokens import Tokens
+from megatron_eqlen.tokens import TEACHER, Tokens
 from megatron_eqlen.types import Part, Prompt, Rollout, RolloutKey
 
 
@@ -68,6 +68,8 @@ class PartialRollout:
             else:
                 assert len(part) == len(before), "a harvest is a function of its tracks' tokens"
                 part.grade, part.carried = before.grade, True
+                if TEACHER.name in before.tokens:
+                    part.tokens = part.tokens.with_column(TEACHER.name, before.tokens[TEACHER.name])
         return new
 
 

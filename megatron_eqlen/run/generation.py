@@ -13,6 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, closing
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,13 +49,15 @@ from megatron_eqlen.rollout.record.reader import (
     step_files,
 )
 from megatron_eqlen.rollout.record.recorder import Recorder, record_grades
+from megatron_eqlen.rollout.teacher import TeacherServer
 from megatron_eqlen.run.replicas import Replicas, shared
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Batch, Step
 from megatron_eqlen.sampling.harvester import HarvestObserver, Marker
+from megatron_eqlen.tokens import TEACHER
 from megatron_eqlen.training.agreement import disagreement
 from megatron_eqlen.training.policy import Policy
-from megatron_eqlen.types import Metrics, Prompt, RolloutKey, rollout_key
+from megatron_eqlen.types import Metrics, Prompt, Rollout, RolloutKey, rollout_key
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +112,8 @@ class Rollouts(Protocol):
 class InTurn(ABC):
     """Collects a step's rollouts when it is asked for them, of as many batches of prompts as it needs."""
 
+    session: Session
+
     def collect(self, step: Step) -> Step:
         while prompts := self.prompts(step):
             step = step.add(self.score(step, self.harvest(step, prompts)))
@@ -125,6 +130,21 @@ class InTurn(ABC):
     @abstractmethod
     def score(self, step: Step, harvested: Batch) -> Batch:
         """Return all replicas' rollouts, graded; with dynamic sampling only those that ``step`` keeps."""
+
+    @cached_property
+    def teacher(self) -> TeacherServer:
+        """Server at ``teacher.url``, checked."""
+        recipe = self.session.recipe
+        server = TeacherServer(recipe.teacher.url, recipe.rollout.request_timeout)
+        self.session.ends_with(server.close)
+        server.check(self.session.tokenizer, recipe.longest_path)
+        return server
+
+    def teach(self, rollouts: Sequence[Rollout]) -> None:
+        """Fill the column ``teacher`` where it is missing, if ``teacher.url`` is set."""
+        parts = (part for rollout in rollouts for part in rollout.parts)
+        if self.session.recipe.teacher.url and not all(TEACHER.name in part.tokens for part in parts):
+            self.teacher.fill(rollouts)
 
 
 class Generator(InTurn):
@@ -143,6 +163,8 @@ class Generator(InTurn):
         if self.conversations is not None:
             session.ends_with(self.conversations.close)
         self._tools = tools(self.recipe)
+        if self.recipe.teacher.url and session.replicas.drives:
+            _ = self.teacher  # tried before anything expensive
         self.source = source or start_prompts(session)
         """On rank 0 only, which draws for all ranks. Gold answers are checked under a time limit, so ranks
         that each drew their own prompts could keep different ones."""
@@ -269,16 +291,14 @@ class Generator(InTurn):
         )
 
     def score(self, step: Step, harvested: Batch) -> Batch:
-        """Grade this rank's part of its replica's rollouts, share all as skeletons, record the grades."""
+        """Grade this rank's part of its replica's rollouts, record the grades, share all as skeletons."""
         with self.session.stage("score", self.recipe.reward.step_timeout) as seconds:
             part = self.session.replicas.part(harvested.rollouts)
+            self.teach(part)
             graded = self.session.scorer.score(part, self.recipe.reward.step_timeout)
+            if part or self.session.replicas.leads:
+                record_grades(self._file(step), part)
             everyone = shared(part, harvested.prompts)
-            if self.session.replicas.leads:
-                mine = {rollout_key(rollout) for rollout in harvested.rollouts}
-                record_grades(
-                    self._file(step), [rollout for rollout in everyone if rollout_key(rollout) in mine]
-                )
             seconds |= at_once(gather([graded]))
         keys = [rollout_key(rollout) for rollout in everyone if rollout.suspended]
         origin = RolloutOrigin(step.number, step.policy_version)

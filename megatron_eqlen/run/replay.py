@@ -20,7 +20,7 @@ from megatron_eqlen.run.generation import InTurn, select
 from megatron_eqlen.run.replicas import shared
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Batch, Step
-from megatron_eqlen.tokens import ALWAYS, COLUMNS
+from megatron_eqlen.tokens import ALWAYS, COLUMNS, TEACHER
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Metrics, Prompt, RolloutKey
 
@@ -46,7 +46,8 @@ class Replay(InTurn):
         with self.session.stage("harvest") as seconds:
             mine = prompts[dist.get_rank() :: dist.get_world_size()]
             asked = {prompt.prompt_id for prompt in mine}
-            unused = COLUMNS.keys() - {*ALWAYS, *self.recipe.rollout.columns}
+            used = {*self.recipe.rollout.columns, *([TEACHER.name] if self.recipe.teacher.url else [])}
+            unused = COLUMNS.keys() - {*ALWAYS, *used}
             rollouts = read_step(self.streams / step.name, asked, unused)
         return Batch(rollouts, seconds, None, prompts)
 
@@ -61,8 +62,9 @@ class Replay(InTurn):
         check_step(folder, rollouts, self.recipe, self.session.tokenizer.eos_token_ids)
 
     def score(self, step: Step, harvested: Batch) -> Batch:
-        """Grade only the responses without a recorded grade."""
+        """Grade only the responses without a recorded grade; ask the teacher only where none answered."""
         with self.session.stage("score", self.recipe.reward.step_timeout) as seconds:
+            self.teach(harvested.rollouts)
             graded = self.session.scorer.score(harvested.rollouts, self.recipe.reward.step_timeout)
             everyone = shared(harvested.rollouts, harvested.prompts)
             seconds |= at_once(gather([graded]))

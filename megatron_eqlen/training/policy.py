@@ -31,6 +31,7 @@ from megatron_eqlen.plan.flops import pair_cost
 from megatron_eqlen.processes.distributed import gather, is_rank0
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.inputs import local_path
+from megatron_eqlen.tokens import TEACHER
 from megatron_eqlen.training.agreement import mismatch_of, worst_token
 from megatron_eqlen.training.exchange import Placement, exchange
 from megatron_eqlen.training.finite import (
@@ -311,6 +312,7 @@ class Policy:
         def of(values: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(values[at]).to(logprobs.device)
 
+        others = row.others | ({TEACHER.name: row.column(TEACHER.name)} if self.recipe.teacher.url else {})
         return policy_loss(
             logprobs,
             entropy,
@@ -318,7 +320,7 @@ class Policy:
             advantages=of(row.advantages),
             segment_ids=of(row.segment_ids),
             rollout_logprobs=of(row.column("logprobs")),
-            others={policy: of(known) for policy, known in row.others.items()},
+            others={policy: of(known) for policy, known in others.items()},
             compared=of(row.column("versions") == self.before) if self.recipe.rollout.trains_older else None,
             objective=self.objective,
             loss=self.recipe.loss,

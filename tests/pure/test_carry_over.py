@@ -38,7 +38,17 @@ from megatron_eqlen.rollout.record.reader import (
 from megatron_eqlen.rollout.record.recorder import OPEN_FILES, Recorder, record_grades
 from megatron_eqlen.sampling.equal_length.dual_track import tail_of
 from megatron_eqlen.tokens import Tokens
-from megatron_eqlen.types import Delta, Grade, Part, Prompt, Rollout, RolloutKey, rollout_key, training_order
+from megatron_eqlen.types import (
+    Delta,
+    Grade,
+    Part,
+    Prompt,
+    Rollout,
+    RolloutKey,
+    rollout_key,
+    tokens_along,
+    training_order,
+)
 from tests.kit.marks import examples
 from tests.pure.test_rollout_harvest import EOS, check_routes, make_recipe, versions_of
 from tests.pure.test_rollout_resume import Killed, Lockstep
@@ -87,6 +97,7 @@ class Run:
                     break
             for rollout in mine:
                 self.grade(rollout)
+                self.teach(rollout)
             record_grades(folder / f"rank-{rank}.arrow", mine)
             found += mine
         self.suspended = {
@@ -137,6 +148,13 @@ class Run:
                 self.graded[rollout_key(rollout), part.number] += 1
                 part.grade = Grade(reward_of(response), "wrong")
 
+    def teach(self, rollout: Rollout) -> None:
+        """Fill the column ``teacher`` where it is missing, as a server does."""
+        for part in rollout.parts if self.recipe.teacher else ():
+            if "teacher" not in part.tokens:
+                self.graded[rollout_key(rollout), part.number, "teacher"] += 1
+                part.tokens = part.tokens.with_column("teacher", taught(rollout, part))
+
     def whole(self, prompt_id: str) -> list[Rollout]:
         """Return the rollouts of a prompt as one harvest without a budget makes them, graded."""
         number, prompt = self.drawn[prompt_id]
@@ -148,6 +166,12 @@ class Run:
             for segment, response in graded.ended():
                 segment.grade = Grade(reward_of(response), "wrong")
         return rollouts
+
+
+def taught(rollout: Rollout, part: Part) -> np.ndarray:
+    """Return [len(part)] numbers, each of which depends on its token's path."""
+    path = tokens_along(rollout.line(part.number))
+    return np.cumsum(path, dtype=np.float32)[len(path) - len(part) :]
 
 
 def content(rollout: Rollout) -> list:
@@ -191,6 +215,7 @@ cases = st.fixed_dictionaries(
         "end": st.sampled_from([0.05, 0.15, 0.4]),
         "limit": st.integers(4, 24),
         "routes": st.booleans(),
+        "teacher": st.booleans(),
     }
 )
 steps = st.lists(
@@ -218,6 +243,7 @@ def recipe_of(case: dict, **rollout) -> Recipe:
         seed=case["seed"],
         rollout={"carry_over": True, "tokens_per_step": 1} | masks | limits | rollout,
         equal_length=pairs,
+        teacher={"path": "t" if case["teacher"] else ""},
         loss={
             "rollout_is": "token",
             "overlong_buffer": min(case["overlong"], case["limit"] - 1),
@@ -255,17 +281,20 @@ def test_every_rollout_is_trained_once_with_the_rewards_and_weights_of_a_step_th
             assert content(found) == content(want)
             if case["routes"] and any(map(len, found.parts)):
                 check_routes(found)
+            for part in found.parts if case["teacher"] else ():
+                assert np.array_equal(part.tokens["teacher"], taught(found, part))
             assert [s.grade and s.grade.reward for s in found.parts] == [
                 s.grade and s.grade.reward for s in want.parts
             ]
         assert not complete
         assert lessons == lessons_of(whole, recipe)
-        assert max(run.graded.values(), default=1) == 1, "nothing is graded twice"
+        assert max(run.graded.values(), default=1) == 1, "nothing is graded or taught twice"
 
 
 SIMPLE = {
     "kind": "equal_length", "suffix_reward": "max", "unfinished": "zero", "max_pairs": None, "overlong": 0,
     "seed": 1, "limit": 24, "routes": False, "on_policy": False, "average": None, "minibatches": 1,
+    "teacher": False,
 }  # fmt: skip
 
 

@@ -213,12 +213,12 @@ def test_a_file_that_is_no_record_or_of_another_version_is_refused_in_words(tmp_
         list(batches(tmp_path / "notes.arrow", SEGMENTS))
     with pa.ipc.new_stream(str(tmp_path / "rank-7.arrow"), pa.schema({"a": pa.int32()})) as stream:
         stream.write_table(pa.table({"a": pa.array([1], pa.int32())}))
-    with pytest.raises(ValueError, match=r"rank-7\.arrow: expected .* version 10, found version none"):
+    with pytest.raises(ValueError, match=r"rank-7\.arrow: expected .* version 11, found version none"):
         read_step(tmp_path)
     older = SEGMENTS.remove(SEGMENTS.get_field_index("given"))
     with pa.ipc.new_stream(str(tmp_path / "rank-7.arrow"), older) as stream:
         stream.write_table(older.empty_table())
-    with pytest.raises(ValueError, match=r"found version 10, of another release: 1 columns differ .*given"):
+    with pytest.raises(ValueError, match=r"found version 11, of another release: 1 columns differ .*given"):
         read_step(tmp_path)
 
 

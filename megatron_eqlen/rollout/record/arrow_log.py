@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from megatron_eqlen.files import naming
 
-VERSION = 10
+VERSION = 11
 """Version of the format of recorded rollouts."""
 VERSION_KEY = b"eqlen.version"
 """Key of the version in a schema's metadata."""

@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from megatron_eqlen.rollout.record.arrow_log import VERSION, VERSION_KEY, lists, pieces
 from megatron_eqlen.sampling.track import Track
-from megatron_eqlen.tokens import COLUMNS, Column, Ragged, Tokens
+from megatron_eqlen.tokens import COLUMNS, TEACHER, Column, Ragged, Tokens
 from megatron_eqlen.types import Grade, Part, Prompt, Rollout, RolloutKey, rollout_key
 
 PROMPT, CONTEXT, END, TRACK = "prompt", "context", "end", "track"
@@ -75,6 +75,7 @@ GRADES = pa.schema(
         "seconds": pa.float64(),
         "detail": pa.string(),
         "rewards": pa.map_(pa.string(), pa.float64()),
+        TEACHER.name: pa.list_(pa.float32()),  # column of the part, which a server filled after the harvest
     },
     metadata={VERSION_KEY: str(VERSION)},
 )
@@ -86,8 +87,9 @@ BATCH_BYTES = 1 << 21
 """Bytes of tokens in a batch, which is copied and read at once: all streams of a step may end at the same
 moment."""
 
+KEY = ("prompt_id", "index", "number")
 GradeKey = tuple[str, int, int]
-"""(prompt_id, index, number) of a part."""
+"""``KEY`` of a part."""
 
 RecordedRow = dict[str, Any]
 """Columns of ``SEGMENTS``; those that are not there are null. ``table`` holds all columns of tokens."""
@@ -224,6 +226,8 @@ class Assembly:
     """Rollouts from rows, as their ends come, and the tokens of unfinished ones."""
 
     grades: dict[GradeKey, Grade] = field(default_factory=dict)
+    taught: dict[GradeKey, np.ndarray | None] = field(default_factory=dict)
+    """Columns ``teacher`` of parts."""
     without: Collection[str] = ()
     """Columns that are left out."""
     prompts: dict[str, Prompt] = field(default_factory=dict)
@@ -277,9 +281,11 @@ class Assembly:
         self._pieces = {}
 
     def _part(self, row: RecordedRow) -> Part:
-        grade = self.grades.get((row["prompt_id"], row["index"], row["number"]))
-        place = row["role"], row["number"], row["parent"]
-        return Part(row["table"], row["finish_reason"], grade, *place, carried=row["carried"])
+        key = row["prompt_id"], row["index"], row["number"]
+        place, tokens = (row["role"], row["number"], row["parent"]), row["table"]
+        if (taught := self.taught.get(key)) is not None and TEACHER.name not in self.without:
+            tokens = tokens.with_column(TEACHER.name, taught)
+        return Part(tokens, row["finish_reason"], self.grades.get(key), *place, carried=row["carried"])
 
 
 def _prompt(row: RecordedRow) -> Prompt:
@@ -296,23 +302,24 @@ def _prompt(row: RecordedRow) -> Prompt:
 
 
 def grade_rows(rollouts: Iterable[Rollout]) -> list[RecordedRow]:
-    """Return a row for each grade of ``rollouts``."""
+    """Return a row for each part of ``rollouts`` that has a grade or the column ``teacher``."""
     return [
-        dict(zip(("prompt_id", "index", "number"), (*rollout_key(rollout), part.number), strict=True))
-        | asdict(part.grade)
+        dict(zip(KEY, (*rollout_key(rollout), part.number), strict=True))
+        | (asdict(part.grade) if part.grade is not None else {})
+        | dict(part.tokens.only([TEACHER.name]).columns)
         for rollout in rollouts
         for part in rollout.parts
-        if part.grade is not None
+        if part.grade is not None or TEACHER.name in part.tokens
     ]
 
 
 def grades_of(rows: Iterable[RecordedRow]) -> dict[GradeKey, Grade]:
     """Return the grades of rows, the inverse of ``grade_rows``."""
-    keys = ("prompt_id", "index", "number")
     return {
-        tuple(row[key] for key in keys): Grade(
-            **{k: v for k, v in row.items() if k not in (*keys, "rewards")},
+        tuple(row[key] for key in KEY): Grade(
+            **{k: v for k, v in row.items() if k not in (*KEY, "rewards")},
             rewards=dict(row.get("rewards") or ()),  # a record of before has none
         )
         for row in rows
+        if row["verdict"] is not None
     }

@@ -23,15 +23,17 @@ from megatron_eqlen.rollout.record.format import (
     COUNTS,
     END,
     GRADES,
+    KEY,
     PROMPT,
     SEGMENTS,
     SKELETON,
     Assembly,
+    GradeKey,
     from_batch,
     grades_of,
 )
 from megatron_eqlen.rollout.record.recorder import FILES, GRADE_FILES, OPEN, OPEN_FILES
-from megatron_eqlen.tokens import COLUMNS, GIVEN, NUMBERS, VERSIONS, Tokens
+from megatron_eqlen.tokens import COLUMNS, GIVEN, NUMBERS, TEACHER, VERSIONS, Tokens
 from megatron_eqlen.types import Grade, Prompt, Rollout, RolloutKey, rollout_key, training_order
 
 NOTHING: Mapping[RolloutKey, RolloutOrigin] = MappingProxyType({})
@@ -265,13 +267,22 @@ def check_newest(streams: Path) -> None:
             break
 
 
-def read_grades(folder: Path) -> dict[tuple[str, int, int], Grade]:
-    """Return all grades of a step's folder, by prompt_id, index and number of the segment."""
-    grades: dict[tuple[str, int, int], Grade] = {}
+def read_grades(
+    folder: Path, teacher: bool = False
+) -> tuple[dict[GradeKey, Grade], dict[GradeKey, np.ndarray | None]]:
+    """Return all grades of a step's folder, and if ``teacher`` the column that was recorded with them.
+    Otherwise that column is not read, and checksums are not verified."""
+    grades: dict[GradeKey, Grade] = {}
+    taught: dict[GradeKey, np.ndarray | None] = {}
+    names = [name for name in GRADES.names if name != TEACHER.name]
     for path in _in_order(folder.glob(GRADE_FILES)):
-        for batch in batches(path, GRADES):
-            grades = grades_of(batch.to_pylist()) | grades
-    return grades
+        for batch in batches(path, GRADES, None if teacher else names):
+            rows = batch.select(names).to_pylist()
+            grades = grades_of(rows) | grades
+            if teacher:
+                keys = (tuple(row[name] for name in KEY) for row in rows)
+                taught = dict(zip(keys, pieces(batch[TEACHER.name]), strict=True)) | taught
+    return grades, taught
 
 
 def read_streams(path: str | Path) -> Iterator[pa.Table]:
@@ -299,8 +310,8 @@ def _table(path: Path) -> pa.Table:
     roles = table["role"].to_pylist()
     table = table.filter(pa.array([role not in (PROMPT, CONTEXT, END) for role in roles]))
     table = table.select(SEGMENTS.names[: SEGMENTS.names.index("question")])
-    grades, keys = read_grades(path.parent), ("prompt_id", "index", "number")
-    row_grades = [grades.get(key) for key in zip(*(table[name].to_pylist() for name in keys), strict=True)]
+    grades, _ = read_grades(path.parent)
+    row_grades = [grades.get(key) for key in zip(*(table[name].to_pylist() for name in KEY), strict=True)]
     for name, column in {
         "step": [path.parent.name] * len(row_grades),
         "reward": [grade and grade.reward for grade in row_grades],
@@ -328,7 +339,9 @@ def _assembled(
     without: Collection[str] = (),
 ) -> Assembly:
     """Read the files of one folder: all rows, or the rows of some prompts."""
-    assembly = Assembly(read_grades(files[0].parent) if files else {}, without=without)
+    reads_teacher = columns is None or TEACHER.name in columns
+    graded = read_grades(files[0].parent, reads_teacher) if files else ({}, {})
+    assembly = Assembly(*graded, without=without)
     for path in files:
         for batch in batches(path, SEGMENTS, columns):
             for row in from_batch(batch):

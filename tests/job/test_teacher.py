@@ -1,0 +1,84 @@
+"""A teacher on a vLLM server: its log-probs are a column of the tokens."""
+
+import os
+import shutil
+import signal
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_eqlen.hf.config import read_config
+from megatron_eqlen.hf.tokenizer import load_tokenizer
+from megatron_eqlen.objectives.recipes import load
+from megatron_eqlen.processes.lifeline import named
+from megatron_eqlen.rollout.engine import EngineError
+from megatron_eqlen.rollout.record.reader import read_step
+from megatron_eqlen.rollout.teacher import TeacherServer
+from megatron_eqlen.rollout.vllm.server.__main__ import server_command
+from megatron_eqlen.types import tokens_along
+from tests.kit import jobs
+from tests.kit.processes import descendants
+from tests.kit.servers import ENVIRON, free_ports, wait_until_up
+from tests.kit.tiny_models import save_tiny
+from tests.kit.train_runs import NO_EVALUATION, column, train
+
+LONGEST = 48 + 101
+"""Tokens that the server takes: of a prompt and a response."""
+
+
+@pytest.fixture(scope="module")
+def teacher(home, tmp_path_factory):
+    """Yield folder and URL of a teacher of another family with the policy's tokenizer."""
+    folder = tmp_path_factory.mktemp("teacher")
+    vocab_size = read_config(home / "base").vocab_size
+    save_tiny(folder, "llama", num_hidden_layers=3, head_dim=32, vocab_size=vocab_size)
+    for file in (home / "base").glob("*token*"):
+        shutil.copy(file, folder)
+    (port,) = free_ports(1)
+    longer = [f"model.path={folder}", "rollout.max_response_length=101"]
+    (_, _, _, *flags), environ = server_command(load(home / "recipe.yaml", longer), port, "127.0.0.1")
+    flags.remove("--skip-tokenizer-init")
+    process = jobs.start("-m", "tests.kit.forked_server", *flags, **named(), **ENVIRON, **environ)
+    wait_until_up(url := f"http://127.0.0.1:{port}", process)
+    yield folder, url
+    for pid in (*descendants(process.pid), process.pid):
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def test_its_column_is_that_of_transformers_on_every_path_and_is_trained_and_replayed(home, teacher):
+    folder, url = teacher
+    once = ("steps=1", NO_EVALUATION)
+    taught = train(home, "taught", *once, f"teacher.url={url}")
+    rollouts = read_step(taught / "streams/step-00000000")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    assert any(part.role == "a" for rollout in rollouts for part in rollout.parts)
+    for rollout in rollouts:
+        for part in rollout.parts:
+            path = [*rollout.prompt.token_ids, *tokens_along(rollout.line(part.number))]
+            with torch.no_grad():
+                logprobs = model(torch.tensor([path[:-1]])).logits[0].log_softmax(-1)
+            exact = logprobs.gather(-1, torch.tensor(path[1:])[:, None])[len(path) - 1 - len(part) :, 0]
+            np.testing.assert_allclose(part.tokens["teacher"], exact, rtol=0, atol=1e-4)
+    replay = (*once, "--replay", str(taught / "streams"))
+    again = train(home, "again", *replay, "teacher.url=http://127.0.0.1:9")
+    assert column(again, "loss/total") == column(taught, "loss/total")
+    inside = train(home, "inside", *replay, f"teacher.path={folder}")
+    for name in ("loss/teacher_kl", "loss/total", "train/grad_norm"):
+        assert column(inside, name) == pytest.approx(column(taught, name), rel=1e-4, abs=1e-6)
+
+
+def test_another_tokenizer_and_too_short_a_context_are_refused(home, teacher, tmp_path):
+    folder, url = teacher
+    server = TeacherServer(url, 60.0)
+    server.check(load_tokenizer(folder), LONGEST - 1)
+    with pytest.raises(EngineError, match=r"teacher\.url: .* found HTTP 400 .*maximum"):
+        server.check(load_tokenizer(folder), LONGEST + 1)
+    shutil.copytree(home / "base", tmp_path / "other")
+    stored = (tmp_path / "other/tokenizer.json").read_text()
+    (tmp_path / "other/tokenizer.json").write_text(stored.replace('"<think>"', '"<ponder>"'))
+    with pytest.raises(ValueError, match=r"expected the tokenizer of .*other, which makes"):
+        server.check(load_tokenizer(tmp_path / "other"), 8)
+    server.close()
