@@ -59,6 +59,8 @@ def submit(arguments: argparse.Namespace) -> int:
 
 
 def check(arguments: argparse.Namespace) -> int:
+    with importing():
+        import megatron_eqlen.models.config  # noqa: F401  before a check imports Megatron-Core alone
     from megatron_eqlen.check import CHECKS, check
     from megatron_eqlen.check.finding import Check, Finding, Place
 
@@ -69,7 +71,7 @@ def check(arguments: argparse.Namespace) -> int:
         return Finding("ok", f"{place.folder} can begin or resume")
 
     recipe = load(arguments.recipe, arguments.overrides) if arguments.recipe else None
-    checks = [*CHECKS, Check("start", start)]
+    checks = [*CHECKS, Check("start", start, in_short=False)]
     return check(pinned(recipe, recipe.run_folder) if recipe else None, arguments.short, checks)
 
 
