@@ -19,11 +19,13 @@ from typing import Any
 
 import yaml
 from pyarrow.dataset import dataset
+from pydantic import TypeAdapter
 
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.recipe.engine_options import check_options
 from megatron_eqlen.recipe.others import Row, formulas, table
+from megatron_eqlen.recipe.schema import Options
 from megatron_eqlen.recipe.yaml_values import in_one_line, read_value, to_yaml
 
 UNSET = re.compile(r"|none|null|\?\?\?")
@@ -37,6 +39,7 @@ NO_OPTIONS = (None, "args", "train_dataset", "eval_dataset", "peft_config")
 VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?[-=]([^{}]*))?\}|(\w+))")
 DOTTED = re.compile(r"\(?\+{0,2}([\w@]+(?:\.[\w@]+)+|model_engine)=(.*)", re.DOTALL)
 OPTION = re.compile(r"\(?--([a-z][\w-]+)(?:=(.*))?", re.DOTALL)
+OPTIONS = TypeAdapter(Options)
 DATA = {"dataset_config": "config", "dataset_split": "split"}
 
 
@@ -114,7 +117,7 @@ def _take(row: Row, key: str, value: Any, done: Translation, given: bool = True)
     if row.computed in ("megatron", "vllm"):
         option = re.split(r"override_transformer_config\.|engine_kwargs\.vllm\.|rollout\.", key)[-1]
         try:
-            check_options(str(row.ours), {option.partition(".")[0]: value})
+            check_options(str(row.ours), OPTIONS.validate_python({option.partition(".")[0]: value}))
             done.keys[f"{row.ours}.{option}"] = value
         except ValueError as error:
             why = str(error)

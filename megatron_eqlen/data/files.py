@@ -35,6 +35,8 @@ CONVERTED = {
     ".arrow": "load_from_disk('FOLDER')",
 }
 """How to read files of other kinds, to write them as parquet."""
+UNREAD = (*CONVERTED, ".gz", ".zst", ".xz", ".bz2", ".zip")
+"""Endings of data files that no reader reads."""
 UTF8_MARK = b"\xef\xbb\xbf"
 
 

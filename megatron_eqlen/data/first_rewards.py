@@ -11,7 +11,9 @@ import ast
 import json
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
+from io import StringIO
 
 from megatron_eqlen.data.layouts import final_answer
 from megatron_eqlen.data.prompts import PromptSource
@@ -90,7 +92,8 @@ def _first_reward(prompts: Sequence[Prompt], scorer: Scorer, tokenizer: Tokenize
     first, ends = first_reward(prompts[0], scorer, tokenizer), time.monotonic() + SECONDS
     for prompt in prompts[1:TRIED]:
         if (is_import_path(prompt.grader) or prompt.grader == "rubric") and time.monotonic() < ends:
-            first_reward(prompt, scorer, tokenizer)
+            with redirect_stdout(StringIO()):  # what a function prints was seen at the first row
+                first_reward(prompt, scorer, tokenizer)
     return first
 
 

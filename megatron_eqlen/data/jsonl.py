@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_eqlen.data.code_rows import code_row, reading_tests
-from megatron_eqlen.data.files import find_files, read_records
+from megatron_eqlen.data.files import UNREAD, find_files, read_records
 from megatron_eqlen.data.layouts import Layout, chat, final_answer, find_layout, unwrapped, value_at
 from megatron_eqlen.data.rows import (
     BadRow,
@@ -64,6 +64,8 @@ def read(
         raise ValueError(
             f"{path}: expected files of one split, found {', '.join(sorted(splits))}: name it, split: train"
         )
+    if others := [each.name for each in path.rglob("*") if each.suffix in UNREAD]:
+        tally.say(f"not read: {', '.join(sorted(others)[:5])}")
     for file in files:
         layout = find_layout(file, read_records(file, (), None), columns, grader)
         tally.say(layout.told)

@@ -101,7 +101,9 @@ class Layout:
                 if (value := value_at(record, place, _MISSING)) is not _MISSING
             }
             if ours == "question":
-                there = {place: _read(value) for place, value in there.items() if value is not None} or there
+                there = {
+                    place: _read(value) for place, value in there.items() if value not in (None, "")
+                } or there
                 asked = {_asked(value): place for place, value in reversed(there.items())}
                 if len(asked) > 1:
                     both = " and ".join(reversed(asked.values()))

@@ -353,7 +353,9 @@ def test_files_of_several_splits_are_refused_and_hidden_and_other_files_are_not_
         open_source(source(tmp_path), Tally())
     assert [row.question for row in open_source(source(tmp_path, split="test"), Tally())] == ["test/a.jsonl"]
     pq.write_table(pa.table({"question": ["another"], "answer": ["1"]}), tmp_path / "train/b.parquet")
-    assert len(open_source(source(tmp_path / "train"), Tally())) == 2
+    (tmp_path / "train/c.csv").write_text("question,answer")
+    tally = Tally()
+    assert (len(open_source(source(tmp_path / "train"), tally)), tally.told) == (2, ["not read: c.csv"])
     (tmp_path / "zipped").mkdir()
     (tmp_path / "zipped/a.jsonl.gz").write_text("")
     with pytest.raises(ValueError, match=r"zipped: expected files named .* or \*.json, found a.jsonl.gz"):
@@ -365,7 +367,7 @@ def test_each_row_has_the_columns_of_its_own_layout(tmp_path):
         {"question": "a?", "answer": 1},
         {"problem": "b?", "label": 2},
         {"prompt": USER, "reward_model": {"ground_truth": "5"}},
-        {"prompt": "c?", "messages": USER, "answer": 3},
+        {"question": "", "prompt": "c?", "messages": USER, "answer": 3},
         {"instruction": "d?", "answer": 4},
     ]
     file, tally = tmp_path / "rows.jsonl", Tally()

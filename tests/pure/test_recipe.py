@@ -255,6 +255,7 @@ ACTOR=(
     actor_rollout_ref.actor.ppo_mini_batch_size=16
     actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean
     actor_rollout_ref.actor.entropy_coeff=0.01
+    actor_rollout_ref.rollout.enforce_eager=True
     actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1
 )
 python3 -m verl.trainer.main_ppo "${ACTOR[@]}" algorithm.adv_estimator=grpo data.train_files="['DATA']" \\
@@ -285,6 +286,7 @@ def test_a_script_of_verl_becomes_a_recipe_that_loads(tmp_path, monkeypatch):
         "verl's defaults"
     )
     assert recipe.loss.rollout_is_threshold == (0.5, 5)
+    assert recipe.rollout.vllm == {"enforce_eager": True}
     assert (recipe.steps, recipe.optimizer.warmup_steps) == (30, 12)
     assert recipe.data.sources[0].grader == "rules:compute_score"
     assert "entropy_coeff=0.01: no entropy bonus" in text
