@@ -115,7 +115,9 @@ class Layout:
     def missing(self, ours: str) -> str:
         """Return what is missing where a record has no ``question`` or ``answer``."""
         known = [place for place in self.places.get(ours, (ours,)) if place in self.names]
-        first, *others = known or KNOWN.get(ours, (ours,))
+        if known:
+            return f"expected {' or '.join(known)}, which other rows have, found none in this one"
+        first, *others = KNOWN.get(ours, (ours,))
         expected = repr(first) + f" or one of {', '.join(others)}" * bool(others)
         return f"expected {expected}, found {[*self.names]}; data.sources[].columns takes other names"
 

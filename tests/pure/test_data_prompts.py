@@ -499,7 +499,7 @@ UNUSABLE = {
      "2 missing_column; the first is FILE#0: expected 'question' or one of problem, prompt, messages, "
      "conversations, input, query, found ['task', 'reply']; data.sources[].columns takes other names"),
     "no answer": ([{"question": 1, "answer": 1}, {"question": "a?"}, {"question": "b?"}], {},
-     "FILE#1: expected 'answer', found ['question', 'answer']; data"),
+     "FILE#1: expected answer, which other rows have, found none in this one"),
     "chat without an answer": ([{"messages": CHAT[:2]}], {},
      "FILE#0: expected 'answer' or one of final_answer, "),
     "null": ([{"question": "a?", "answer": None}], {}, "FILE#0: answer: expected text, found null"),
