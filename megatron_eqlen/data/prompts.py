@@ -46,17 +46,17 @@ class PromptMaker:
 
     def __init__(self, data: DataRecipe, tokenizer: Tokenizer, tools: Tools = ()) -> None:
         self._data, self._tools = data, tools
-        self._tokenizer, self._special = tokenizer, tokenizer.special_tokens
+        self._tokenizer, self._special = tokenizer, tuple(tokenizer.special_tokens)
         self._grader = MathGrader("either", workers=1, timeout=30.0)
 
     def make(
         self, row: Problem, recipe: SourceRecipe | BenchmarkRecipe, prompt_id: str, number: int
     ) -> Prompt:
-        """Return the prompt of a ``row`` of ``recipe``. Raises BadRow if it is too long, holds a special
-        token, or its gold cannot be parsed."""
+        """Return the prompt of a ``row`` of ``recipe``. Raises BadRow if it is too long, is a chat that was
+        rendered as text, or its gold cannot be parsed."""
         grader = recipe.grader or row.grader
-        if special := next((token for token in self._special if token in row.question), None):
-            raise BadRow("special_token", f"found {special!r} in a text: a chat is a list of turns")
+        if row.question.lstrip().startswith(self._special):
+            raise BadRow("rendered_chat", f"{row.question[:40]!r}: a chat is a list of turns, not their text")
         token_ids = format_prompt(
             self._tokenizer,
             row.messages or row.question,

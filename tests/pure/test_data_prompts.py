@@ -506,7 +506,7 @@ UNUSABLE = {
     "long": ([{"question": "long " * 99, "answer": 1}], {}, " tokens, data.max_prompt_length is 20"),
     "a chat that is rendered already": (
         [{"prompt": "<|im_start|>user\n2 + 3?<|im_end|>", "answer": 5}], {},
-        "found '<|im_start|>' in a text: a chat is a list of turns"),
+        "'<|im_start|>user\\n2 + 3?<|im_end|>': a chat is a list of turns, not their text"),
     "nothing": ([], {}, "rows.jsonl: no usable row: the files hold no row"),
 }  # fmt: skip
 """The error names the first row of the most frequent reason."""
