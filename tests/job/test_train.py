@@ -89,16 +89,6 @@ def test_two_tensor_parallel_ranks_train_like_one_on_the_same_streams(home, trai
     assert set(column(two, "time/slowest_rank/train")) <= {0.0, 1.0}
 
 
-def test_with_a_server_two_ranks_train_like_one_with_the_engine_inside(home, trained, served):
-    folder = train(home, "server", *served, "steps=2", NO_EVALUATION, ranks=2)
-    assert column(folder, "loss/total") == pytest.approx(
-        column(trained, "loss/total")[:2], rel=1e-4, abs=1e-6
-    )
-    assert max(column(folder, "mismatch/logprob_abs_diff_max")) < 1e-4
-    assert column(folder, "engine/live_replicas") == [1, 1]
-    assert column(folder, "harvest/policy_version") == [0, 1]
-
-
 def test_the_baseline_runs_with_the_same_command_and_its_trace_names_the_stages(home):
     traced = ["profile.steps=[1]", "profile.memory=true", "rollout.max_response_length=24", NO_EVALUATION]
     folder = train(home, "grpo", "objective=grpo", "sampling=independent", "steps=1", *traced)

@@ -1,8 +1,8 @@
 """The paper's theory as executable facts: the effect of one step on the prefix of a correct solution.
 
 Everything here runs the objectives that training runs (``build_trees``) on policies small enough to be exact:
-a table of logits, a policy of one parameter, a transformer with random weights. ``theory_numbers``
-prints the numbers, docs/objectives_appendix.md explains them.
+a table of logits, a policy of one parameter, a transformer with random weights. docs/objectives_appendix.md
+explains the numbers.
 
 The paper's construction (its appendix), with 9 as the end of a response and segments of two tokens:
 

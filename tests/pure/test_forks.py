@@ -71,8 +71,7 @@ ALIVE, FITTED = {"baseline": "alive"}, {"baseline": "fitted"}
     ("rule", "loss"), [*((rule, ALIVE) for rule in RULES), ("marker", {}), ("death", {})]
 )
 def test_a_tree_has_exactly_the_policy_gradient_wherever_it_forks(rule, loss):
-    limit = 3 if RULES[rule]["forks"] > 1 else 4
-    assert_unbiased(process(limit=limit), recipe(rule, limit=limit, loss=loss))
+    assert_unbiased(process(), recipe(rule, loss=loss))
     assert_unbiased(process(vocabulary=3, limit=2), recipe(rule, limit=2, loss=loss))
 
 

@@ -13,9 +13,7 @@ from tests.kit.distributed import run_ranks
 from tests.kit.tiny_models import save_tiny
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "llama": {"tensor": 2},
     "qwen2": {"tensor": 2},
-    "qwen3": {"tensor": 2},
     "qwen3_5_text": {"tensor": 2, "sequence": True},
     "qwen3_moe": {"tensor": 2, "expert": 2},
     "qwen3_next": {"tensor": 2, "expert": 2},

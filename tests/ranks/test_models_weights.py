@@ -15,14 +15,11 @@ from tests.kit.tiny_models import save_tiny, tiny_config
 LAYOUTS = {
     "llama": [(2, {"pipeline": 2})],
     "qwen2": [(2, {"tensor": 2})],
-    "qwen3_5_text": [(2, {"tensor": 2})],
-    "qwen3": [(2, {"tensor": 2}), (4, {"tensor": 2, "pipeline": 2}),
-     (2, {"pipeline": 2, "virtual_pipeline": 2})],
-    "qwen3_moe": [(2, {"tensor": 2, "expert": 2}),
-     (4, {"pipeline": 2, "expert": 2, "layers_per_stage": [1, 3]})],
+    "qwen3": [(4, {"tensor": 2, "pipeline": 2}), (2, {"pipeline": 2, "virtual_pipeline": 2})],
+    "qwen3_moe": [(4, {"pipeline": 2, "expert": 2, "layers_per_stage": [1, 3]})],
     "glm4_moe": [(4, {"pipeline": 2, "tensor": 2, "expert": 2})],
     "qwen3_5_moe": [(2, {"tensor": 2, "expert": 2})],
-    "qwen3_next": [(2, {"tensor": 2, "expert": 2}), (4, {"tensor": 2, "pipeline": 2, "expert": 2})],
+    "qwen3_next": [(4, {"tensor": 2, "pipeline": 2, "expert": 2})],
 }  # fmt: skip
 CASES = [(family, world, layout) for family in LAYOUTS for world, layout in LAYOUTS[family]]
 
