@@ -21,6 +21,7 @@ from megatron_eqlen.rollout.vllm.engine import lifecycle
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from megatron_eqlen.types import Prompt, tokens_along
 from tests.kit import jobs
+from tests.kit.marks import weekly
 from tests.kit.rollout_kit import CHANGES, DTYPES, folder, generate, open_engine, requests
 
 EOS = range(1, 7)
@@ -30,11 +31,8 @@ EOS = range(1, 7)
 no_torchvision = pytest.mark.skipif(
     find_spec("torchvision") is None, reason="vLLM loads Qwen3.5 with torchvision"
 )
-KINDS = [
-    pytest.param(kind, marks=no_torchvision if "qwen3_5" in kind else ())
-    for kind in CHANGES
-    if kind != "qwen3"
-]
+KINDS = [weekly("llama"), weekly("qwen2"), "qwen3_moe", "qwen3_next", "glm4_moe"]
+KINDS += [pytest.param(kind, marks=no_torchvision) for kind in CHANGES if "qwen3_5" in kind]
 
 
 @pytest.fixture(scope="module", params=KINDS)

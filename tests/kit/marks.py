@@ -25,8 +25,13 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def slow_but(kept: set[str], names: Iterable[str], *before: Any) -> list[Any]:
-    """Return parameters: each of ``names``, after those ``before`` it; the ones that are not ``kept`` are
-    slow."""
-    assert kept <= set(names)
-    return [pytest.param(*before, name) if name in kept else slow(*before, name) for name in names]
+def weekly(*values: Any) -> Any:
+    """Return a parameter that only the weekly run tries: its mechanisms have a case each, and this one joins
+    them."""
+    marks = [pytest.mark.slow, pytest.mark.skipif(not MORE, reason="only each week")]
+    return pytest.param(*values, marks=marks)
+
+
+def weekly_but(kept: set[str], names: Iterable[str]) -> list[Any]:
+    """Return ``names`` as parameters, of which a push's run tries those that are ``kept``."""
+    return [name if name in kept else weekly(name) for name in names]

@@ -336,8 +336,7 @@ def grown(track: Track, tokens: list[int], extras: bool, version: int = 7) -> Tr
     return track
 
 
-@pytest.mark.parametrize("extras", [True, False])
-def test_cut_at_any_byte_a_journal_holds_what_all_tracks_had_at_one_moment(tmp_path, extras):
+def test_cut_at_any_byte_a_journal_holds_what_all_tracks_had_at_one_moment(tmp_path):
     tracks = [Track(prompt("a/b", 1), 0, number, [], 99, frozenset([9]), 0) for number in range(2)]
     recorder = Recorder(tmp_path / "rank-0.arrow")
     for track in tracks:
@@ -345,22 +344,22 @@ def test_cut_at_any_byte_a_journal_holds_what_all_tracks_had_at_one_moment(tmp_p
     moments: list[dict[int, Tokens]] = [{}]
     for tokens in ([1, 2], [3], [], [4, 5, 9]):
         for track in tracks[: 1 + len(tokens) % 2]:
-            grown(track, tokens[:1], extras)
-            grown(track, tokens[1:], extras, version=8)  # weights change between two looks at the tracks
+            grown(track, tokens[:1], extras=True)
+            grown(track, tokens[1:], extras=True, version=8)  # weights change between two looks at the tracks
         recorder.decode_step_finished(last=True)
         recorder._thread.submit(int).result()  # it is written now
         moments.append({track.number: track.tokens[:] for track in tracks if len(track)})
-    recipe = make_recipe(rollout={"keep_routes": extras})
+    recipe = make_recipe(rollout={"keep_routes": True})
     journal = tmp_path / "open-rank-0.arrow"
     data = journal.read_bytes()
     seen = []
-    for size in (*range(0, len(data), 37), len(data)):
+    for size in (*range(0, len(data), 61), len(data)):
         journal.write_bytes(data[:size])
         progress = read_progress(tmp_path, [prompt("a/b", 1)], recipe)
         tracks_found = {}
         for partial in progress.partial:
             tracks_found = partial.tracks
-            assert (partial.prompt_columns == Tokens({"routes": ROUTES[:2]})) == extras
+            assert partial.prompt_columns == Tokens({"routes": ROUTES[:2]})
         seen.append(moments.index(tracks_found))
         assert progress.generated_tokens == sum(map(len, tracks_found.values()))
         assert not read_progress(tmp_path, [prompt("a")], recipe).partial

@@ -17,7 +17,7 @@ from megatron_eqlen.models import checkpoint_folder
 from megatron_eqlen.training import checkpoint
 from megatron_eqlen.training.policy import Policy
 from tests.kit.distributed import run_ranks
-from tests.kit.marks import slow, slow_but
+from tests.kit.marks import slow, weekly_but
 from tests.kit.updates import build_policy, layout, numbers, one_tree_a_row, same
 
 ANY, BOUND = {"resharding": "any"}, {"resharding": "data_parallel"}
@@ -100,7 +100,7 @@ def saved(folders, tmp_path_factory) -> Callable[[str, int, dict[str, Any]], tup
     return saved
 
 
-@pytest.mark.parametrize("name", slow_but({"DP 2 -> DP 3"}, SAME_BUCKETS))
+@pytest.mark.parametrize("name", weekly_but({"DP 2 -> DP 3", "EP 2 -> EP 2, expert DP 2"}, SAME_BUCKETS))
 def test_a_bound_checkpoint_is_read_by_any_number_of_data_parallel_ranks(saved, tmp_path, name):
     *before, others, other_parallel = SAME_BUCKETS[name]
     folder, bound, plain = saved(*before)
@@ -110,7 +110,7 @@ def test_a_bound_checkpoint_is_read_by_any_number_of_data_parallel_ranks(saved, 
     assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
-@pytest.mark.parametrize("name", slow_but({"DP 2 -> PP 2"}, OTHER_BUCKETS))
+@pytest.mark.parametrize("name", weekly_but({"DP 2 -> PP 2"}, OTHER_BUCKETS))
 def test_another_layout_refuses_a_bound_checkpoint_and_reads_the_other_kind(saved, tmp_path, name):
     *before, others, other_parallel, difference = OTHER_BUCKETS[name]
     folder, bound, plain = saved(*before)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.kit.distributed import run_ranks
+from tests.kit.marks import weekly_but
 from tests.kit.tiny_models import save_tiny
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -83,7 +84,7 @@ def both(folder: Path, layout: dict[str, Any], checkpoint: Path) -> None:
         assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-@pytest.mark.parametrize("family", LAYOUTS)
+@pytest.mark.parametrize("family", weekly_but({"qwen3_5_text", "qwen3_moe"}, LAYOUTS))
 def test_transformer_engines_modules_and_plain_ones_share_checkpoints(tmp_path, family):
     save_tiny(tmp_path / "hf", family)
     run_ranks(2, both, tmp_path / "hf", LAYOUTS[family], tmp_path / "checkpoints")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.kit import ROOT
 from tests.kit.distributed import run_ranks
-from tests.kit.marks import slow, slow_but
+from tests.kit.marks import slow, weekly_but
 from tests.kit.tiny_models import save_tiny
 
 TOOLS = ROOT / "tools"
@@ -100,7 +100,7 @@ def verify(checkpoint: str, folder: str) -> tuple[str, float]:
     return verify_hash(checkpoint, folder, folder), verify_logits(checkpoint, folder)
 
 
-@pytest.mark.parametrize("family", slow_but({"qwen2"}, LAYOUTS))
+@pytest.mark.parametrize("family", weekly_but({"qwen2", "qwen3_next"}, LAYOUTS))
 def test_a_checkpoint_of_any_layout_becomes_the_folder_again(tmp_path, family):
     """The layers of multi-token prediction, which are not trained, are copied from the source."""
     source, checkpoint, out = tmp_path / "hf", tmp_path / "trained", tmp_path / "out"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.kit.distributed import run_ranks
-from tests.kit.marks import slow
+from tests.kit.marks import slow, weekly
 from tests.kit.tiny_models import FAMILIES, WITH_IMAGES, auto_class, gradients_by_name, save_tiny
 
 ROWS, LENGTH = 2, 24
@@ -33,10 +33,13 @@ LAYOUTS = {
     "tp2-pp2": (4, {"tensor": 2, "pipeline": 2}),
     "tp2-ep2-dp2": (4, {"tensor": 2, "expert": 2, "recompute": "full"}),
 }
-CASES = [slow("qwen3", "pp3"), ("qwen2", "tp2-sp"), ("llama", "tp2"), slow("qwen3_5_text", "tp2-pp2")]
-CASES += [slow("qwen3_moe", layout) for layout in ("pp2, uneven", "tp2-ep2-etp2", "tp2-ep2-dp2")]
-CASES += [("qwen3_next", "tp2-ep2"), slow("qwen3_next", "pp2"), ("qwen3_5_moe", "tp2-ep2")]
-CASES += [("glm4_moe", "tp2-ep2"), slow("glm4_moe", "pp2")]
+CASES = [slow("qwen3", "pp3"), ("qwen2", "tp2-sp"), ("llama", "tp2"), weekly("qwen3_5_text", "tp2-pp2")]
+CASES += [
+    slow("qwen3_moe", "pp2, uneven"),
+    *(weekly("qwen3_moe", x) for x in ("tp2-ep2-etp2", "tp2-ep2-dp2")),
+]
+CASES += [("qwen3_next", "tp2-ep2"), weekly("qwen3_next", "pp2"), ("qwen3_5_moe", "tp2-ep2")]
+CASES += [("glm4_moe", "tp2-ep2"), weekly("glm4_moe", "pp2")]
 """One case for each mechanism of a family."""
 
 

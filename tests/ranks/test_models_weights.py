@@ -10,6 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from tests.kit.distributed import run_ranks
+from tests.kit.marks import weekly
 from tests.kit.tiny_models import save_tiny, tiny_config
 
 LAYOUTS = {
@@ -21,7 +22,11 @@ LAYOUTS = {
     "qwen3_5_moe": [(2, {"tensor": 2, "expert": 2})],
     "qwen3_next": [(4, {"tensor": 2, "pipeline": 2, "expert": 2})],
 }  # fmt: skip
-CASES = [(family, world, layout) for family in LAYOUTS for world, layout in LAYOUTS[family]]
+CASES = [
+    weekly(family, *case) if family in ("llama", "glm4_moe") else (family, *case)
+    for family, cases in LAYOUTS.items()
+    for case in cases
+]
 
 
 def build(folder: str, layout: dict, dtype: torch.dtype = torch.float32) -> list:

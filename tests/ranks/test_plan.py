@@ -30,7 +30,7 @@ from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Node, TokenTree
 from tests.kit import updates
 from tests.kit.distributed import run_ranks
-from tests.kit.marks import slow_but
+from tests.kit.marks import weekly_but
 from tests.kit.tiny_models import save_tiny
 from tests.kit.updates import TWO_EPOCHS, one_tree_a_row, update
 
@@ -216,10 +216,14 @@ def measure(folder: str, case: Case) -> dict[str, Any]:
     }
 
 
-FAST = {"dense, state on the host, gradients in bfloat16", "dense, sequence parallel"}
+EACH_PUSH = {
+    "dense, state on the host, gradients in bfloat16", "dense, sequence parallel",
+    "dense, virtual pipeline, overlapped", "dense, context parallel", "dense and sparse layers, fused",
+    "hybrid, adapters, tensor, expert and pipeline parallel",
+}  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=slow_but(FAST, CASES))
+@pytest.fixture(scope="module", params=weekly_but(EACH_PUSH, CASES))
 def planned_and_real(request, tmp_path_factory):
     """Return (case, recipe, model, measurements of every rank)."""
     case, folder = CASES[request.param], tmp_path_factory.mktemp("plan")
@@ -297,7 +301,7 @@ GROUPS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but({"experts, tensor parallel"}, GROUPS))
+@pytest.mark.parametrize("name", weekly_but({"experts, tensor parallel"}, GROUPS))
 def test_communicators_are_the_groups_that_carry_tensors(name, tmp_path):
     family, parallel, model = GROUPS[name]
     save_tiny(tmp_path, family, **model)
@@ -348,7 +352,7 @@ def measure_peak(folder: str, case: Case) -> int:
     return live.most
 
 
-@pytest.mark.parametrize("name", slow_but({"a large vocabulary"}, PEAKS))
+@pytest.mark.parametrize("name", weekly_but({"a large vocabulary", "hybrid"}, PEAKS))
 def test_a_row_never_needs_more_than_the_plan_says_and_not_much_less(name, tmp_path):
     case = PEAKS[name]
     save_tiny(tmp_path, case.family, **case.model)

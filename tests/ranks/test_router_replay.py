@@ -18,7 +18,7 @@ from megatron_eqlen.packing.pack import plan_rows
 from megatron_eqlen.training.forward import run_rows
 from megatron_eqlen.types import TokenTree
 from tests.kit.distributed import run_ranks
-from tests.kit.marks import slow
+from tests.kit.marks import slow, weekly
 from tests.kit.routes import TOP_K, force, path_routes, routed
 from tests.kit.tiny_models import gradients_by_name, save_tiny
 from tests.kit.tree_samples import forest
@@ -156,7 +156,7 @@ def test_gradients_do_not_depend_on_the_rows(name, rows, folders, whole):
 
 LAYOUTS = [
     ("moe", {"context": 2, "recompute": "full"}),
-    slow("some_dense", {"pipeline": 2, "virtual_pipeline": 2, "recompute": "full"}),
+    weekly("some_dense", {"pipeline": 2, "virtual_pipeline": 2, "recompute": "full"}),
     slow("next", {"tensor": 2, "expert": 2, "recompute": "full"}),
 ]
 

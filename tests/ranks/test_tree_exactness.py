@@ -22,7 +22,7 @@ from megatron_eqlen.packing.pack import pack
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Node, TokenTree
 from tests.kit.distributed import run_ranks
-from tests.kit.marks import slow
+from tests.kit.marks import slow, weekly
 from tests.kit.tiny_models import SHORT, save_tiny
 from tests.kit.tree_samples import forest, paths
 from tests.kit.tree_training import (
@@ -128,9 +128,9 @@ PARALLEL = [
     slow("moe", {"expert_tensor": 2}),
     ("next", {}),  # data parallel
     ("images", {"tensor": 2, "expert": 2}),
-    slow("dense", {"context": 2, "tensor": 2, "sequence": True, "pipeline": 2}),
+    weekly("dense", {"context": 2, "tensor": 2, "sequence": True, "pipeline": 2}),
     slow("delta_net", {"context": 2, "pipeline": 2, "virtual_pipeline": 2, "recompute": "full"}),
-    slow("moe", {"context": 2, "tensor": 2, "expert": 4}),
+    weekly("moe", {"context": 2, "tensor": 2, "expert": 4}),
     ("next", {"context": 2, "expert": 2}),
 ]
 
