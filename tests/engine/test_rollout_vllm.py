@@ -58,7 +58,7 @@ def kept_set(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> to
 
 def test_log_probs_and_masks_are_those_of_the_distribution_that_is_sampled():
     sampling = {"temperature": 0.6, "top_k": 12, "top_p": 0.9, "min_p": 0.02}
-    asked = requests(16)
+    asked = requests(8)
     plain = open_engine(folder("qwen3"), **sampling)
     out = generate(plain, asked)
     plain.close()
@@ -155,7 +155,7 @@ def test_draws_follow_the_kept_distribution(engine):
 
 def test_a_path_depends_on_its_seed_alone(engine):
     """The path does not depend on the batch around it, the cache, or the place where the request was cut."""
-    asked = requests(64)
+    asked = requests(24)
     together = generate(engine, asked)
     engine.reset_cache()
     context, length, seed = asked["r7"]
@@ -217,8 +217,8 @@ def test_a_prefill_in_several_steps_changes_nothing(engine):
 
 
 def test_kv_exhaustion_preempts_and_changes_nothing(engine):
-    small = open_engine(folder("qwen3"), **SAMPLING, kv_cache_gib=0.0004, max_num_seqs=32)
-    asked = requests(32, 100)
+    small = open_engine(folder("qwen3"), **SAMPLING, kv_cache_gib=0.0004, max_num_seqs=16)
+    asked = requests(16, 60)
     assert {k: v[0] for k, v in generate(small, asked).items()} == {
         k: v[0] for k, v in generate(engine, asked).items()
     }

@@ -73,15 +73,15 @@ def test_a_sync_to_an_fp8_engine_quantizes_the_new_weights():
     weights = load_file(folder("qwen3", 1) / "model.safetensors")
     for version in (1, 2):
         engine.update_weights(((n, w.bfloat16()) for n, w in weights.items()), version)
-    after = generate(engine, requests(8))
+    after = generate(engine, requests(4))
     engine.close()
     fresh = open_engine(folder("qwen3", 1), quantization="fp8", **settings)
-    assert generate(fresh, requests(8)) == after
+    assert generate(fresh, requests(4)) == after
     held = dict(lifecycle.worker(fresh.core).model_runner.get_model().named_parameters())
     assert held["model.layers.0.mlp.down_proj.weight"].dtype == torch.float8_e4m3fn
     assert held["model.embed_tokens.weight"].dtype == held["lm_head.weight"].dtype == torch.bfloat16
     fresh.close()
-    paths = [torch.tensor([*context, *after[name][0]]) for name, (context, _, _) in requests(8).items()]
+    paths = [torch.tensor([*context, *after[name][0]]) for name, (context, _, _) in requests(4).items()]
     engines = torch.tensor([logprob for tokens in after.values() for logprob in tokens[1]])
     lengths = [len(tokens[0]) for tokens in after.values()]
     difference = (logprobs_of("qwen3", paths, lengths, torch.bfloat16) - engines).abs().mean()
