@@ -25,11 +25,13 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+EACH_WEEK = pytest.mark.skipif(not MORE, reason="only each week")
+
+
 def weekly(*values: Any) -> Any:
     """Return a parameter that only the weekly run tries: its mechanisms have a case each, and this one joins
     them."""
-    marks = [pytest.mark.slow, pytest.mark.skipif(not MORE, reason="only each week")]
-    return pytest.param(*values, marks=marks)
+    return pytest.param(*values, marks=[pytest.mark.slow, EACH_WEEK])
 
 
 def weekly_but(kept: set[str], names: Iterable[str]) -> list[Any]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_eqlen.packing.pack import pack
+from tests.kit.marks import EACH_WEEK
 from tools.benchmarks import gpu, scale, trees
 from tools.benchmarks.scripted import ScriptedEngine
 
@@ -70,6 +71,7 @@ def test_the_bound_of_trees_against_2n_is_what_a_hand_finds(pairs, bound):
     assert by_hand == pytest.approx(bound, abs=5e-3)
 
 
+@EACH_WEEK
 def test_what_rank_0_gets_grows_with_the_gpus_and_what_it_makes_does_not(tmp_path):
     options = ["--median", "60", "--limit", "96", "--shorter", "4", "--replicas", "1", "--requests"]
     few, many = run(scale, tmp_path, "--gpus", "8", "16", *options)
