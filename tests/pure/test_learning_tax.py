@@ -18,7 +18,6 @@ from tests.kit.theory import (
     B_1,
     B_2,
     direct_coefficient,
-    eqlen_stream,
     grpo_group,
     recipe,
     trees_of,
@@ -34,19 +33,6 @@ def test_grpo_pushes_the_papers_prefix_both_ways_and_most_of_it_cancels():
     assert tax.gross == pytest.approx(2 * (1 / 8 + 1 / 12))
     assert tax.cancelled_share == pytest.approx(0.8)
     assert abs(direct_coefficient(group, B_1)) == pytest.approx(tax.net / len(B_1))
-
-
-def test_eqlen_trains_an_inherited_prefix_once():
-    stream = eqlen_stream(third=0.0)
-    tax = learning_tax(trees_of(stream))
-    assert (tax.shared, tax.opposed, tax.cancelled_share) == (len(B_1), 0, 0.0)
-    assert tax.gross == tax.net == pytest.approx(len(B_1) * abs(direct_coefficient(stream, B_1)))
-    assert learning_tax(trees_of(eqlen_stream())).shared == 0, "a pair with equal rewards is not trained"
-
-
-def test_prefix_in_gradient_pays_the_learning_tax():
-    tax = learning_tax(trees_of(eqlen_stream(), prefix_in_gradient=True))
-    assert (tax.shared, tax.opposed, tax.cancelled_share) == (len(B_1), len(B_1), 1.0)
 
 
 responses = st.lists(

@@ -30,7 +30,6 @@ from tests.kit.report_runs import (
     RIGHT,
     WRONG,
     example_stream,
-    leave_a_span,
     make_tokenizer,
     prompt,
     recipe,
@@ -169,29 +168,6 @@ def test_only_stages_share_out_a_step(tmp_path):
     assert "gpu_hours" not in text.partition("Details")[0]
 
 
-def test_seconds_of_a_step_are_a_mean_of_the_same_newest_steps_in_every_place(tmp_path):
-    run = write_run(tmp_path, recipe(tmp_path))
-    writer = MetricsWriter(run)
-    for step in range(1, 15):
-        writer.write(step, {"time/step": 100.0 if step < 5 else 3.0})
-    writer.close()
-    page = Page(write_page(run))
-    assert "progress 14 of 20 steps, 3 s a step" in page.text
-    assert "time per step 3 s mean of the newest 10" in page.text
-
-
-def test_a_stage_has_one_colour_on_the_page(tmp_path):
-    run = write_run(tmp_path, recipe(tmp_path))
-    writer = MetricsWriter(run)
-    writer.write(1, {"time/harvest": 3.0, "time/train": 1.0, "time/evaluate": 1.0})
-    writer.close()
-    leave_a_span(run, 1, "train", 0.0, 1.0)
-    html = Page(write_page(run)).html
-    colours = re.findall(r'<i style="color: (#\w+)"></i>train <b>', html)
-    assert len(colours) == 2
-    assert {*colours} == {*re.findall(r'"train", 0.0, 1.0, "(#\w+)"', html)}
-
-
 def test_charts_of_what_was_not_measured_are_left_out(tmp_path):
     run = write_run(tmp_path, recipe(tmp_path))
     log_steps(run, 3, **{"train/grad_norm": float("nan")})
@@ -276,12 +252,6 @@ def chart_of(run: Path, title: str) -> Chart:
     return chart
 
 
-def test_time_on_a_chart_begins_with_the_first_recorded_step(tmp_path):
-    records = [{"step": n, "time": 100.0 + 10 * n, "time/step": 4.0, "reward/mean": 0.5} for n in (1, 2)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert chart_of(tmp_path, "Reward").data()["clock"] == ["4 s", "14 s"]
-
-
 def test_a_value_that_is_no_number_is_a_gap(tmp_path):
     run = write_run(tmp_path, recipe(tmp_path))
     writer = MetricsWriter(run)
@@ -291,14 +261,6 @@ def test_a_value_that_is_no_number_is_a_gap(tmp_path):
     data = chart_of(run, "Entropy, nats").data()
     assert data["series"][0]["columns"] == {"y": [None, 1.0, None]}
     json.dumps(data, allow_nan=False)
-
-
-def test_shares_are_drawn_in_percent_of_what_their_name_says(tmp_path):
-    run = write_run(tmp_path, recipe(tmp_path))
-    log_steps(run, 2, **{"harvest/truncated_fraction": 0.562})
-    (line,) = chart_of(run, "Shares, %").series
-    assert line.y == pytest.approx([56.2, 56.2])
-    assert "truncated, % of streams or completions 56.2" in Page(write_page(run)).text
 
 
 def test_long_series_are_averaged_not_sampled_and_have_a_moving_average():

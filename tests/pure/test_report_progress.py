@@ -10,7 +10,7 @@ from rich.console import Console
 
 from megatron_eqlen.recipe.budget import Budget, Spent
 from megatron_eqlen.report.format import compact, duration
-from megatron_eqlen.report.progress import Progress, sparkline
+from megatron_eqlen.report.progress import Progress
 
 METRICS = {
     "reward/mean": 0.5125,
@@ -72,12 +72,6 @@ def test_what_was_not_measured_is_left_out():
     assert out.getvalue() == "step 1/30  reward 0.250  length 50\n"
 
 
-def test_a_step_whose_rollouts_were_all_recorded_before_has_no_speed():
-    progress, out = display(terminal=False)
-    progress.step(1, METRICS | {"harvest/tokens_per_second": 0.0})
-    assert "  rollout recorded  train 14.2k tok/s" in out.getvalue()
-
-
 def test_other_ranks_are_silent():
     progress, out = display(terminal=True, show=False)
     progress.resume(Spent(3))
@@ -133,8 +127,3 @@ def test_numbers_have_about_three_digits(value, text):
 @pytest.mark.parametrize(("seconds", "text"), [(9.4, "9 s"), (92, "1:32"), (59.6, "1:00"), (7500, "2:05:00")])
 def test_durations(seconds, text):
     assert duration(seconds) == text
-
-
-def test_a_sparkline_spans_its_values():
-    assert sparkline([0.0, 1.0, 0.5]) in ("▁█▄", "▁█▅")
-    assert sparkline([0.3, 0.3]) == "▁▁"

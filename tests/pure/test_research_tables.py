@@ -13,7 +13,6 @@ from megatron_eqlen.evaluation.result import write_results
 from megatron_eqlen.report.run_groups import BASE, Group
 from megatron_eqlen.sweep.results import ended_groups
 from tests.kit.sweeps import SWEEP, ended, result, rewards, write_sweep
-from tools.research.learning_tax import learning_taxes
 from tools.research.sweep_tables import LENGTH, drifts, learned, pairs
 
 
@@ -70,8 +69,3 @@ def test_what_a_method_learned_is_its_gain_over_itself_on_the_control(groups, ho
             for seed in range(3)
         ]
         assert row_of(rows, method)["sums"].interval.mean == pytest.approx(fmean(gains))
-
-
-def test_runs_without_rollouts_have_no_learning_tax(groups):
-    row = row_of(learning_taxes(groups["tiny"]), "eqlen")
-    assert {value for name, value in row.items() if name != "Method"} == {None}, "0 would say: none is shared"

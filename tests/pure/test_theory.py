@@ -183,14 +183,6 @@ def test_eqlen_has_no_term_of_an_inherited_prefix():
         assert direct_coefficient(stream, B_1) == (-1 / 8 if best < 1 else 0.0)
 
 
-def test_prefix_in_gradient_cancels_exactly_on_policy():
-    """The pair's two sides carry opposite advantages on one prefix; the ablation changes only 1/L."""
-    stream = eqlen_stream()
-    assert direct_coefficient(stream, B_1, prefix_in_gradient=True) == 0
-    kept, ablated = (trees_of(stream, whole)[0].nodes[-1].weight for whole in (False, True))
-    assert ablated == kept * len(B_2) / len(B_1 + B_2)
-
-
 def test_max_favours_the_longer_side_where_no_side_deserves_it():
     for extensions, success in itertools.product(range(1, 6), (0.1, 0.5, 0.9)):
         term = survivor_advantage(extensions, success)

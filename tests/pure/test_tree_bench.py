@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -123,24 +122,3 @@ def test_parts_of_a_step_are_measured_against_what_their_mathematics_takes(tmp_p
     none, full = (results[f"layers, recompute {recompute}"] for recompute in ("none", "full"))
     work = [result["TFLOP/s"] * (result["forward_ms"] + result["backward_ms"]) for result in (none, full)]
     assert work[0] == pytest.approx(work[1]), "recomputed work does not count"
-
-
-def too_large(*_: object, **__: object) -> None:
-    raise torch.OutOfMemoryError("tried to allocate 2 GiB")
-
-
-def test_a_part_or_yardstick_that_does_not_fit_into_memory_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "token_logprobs", too_large)
-    monkeypatch.setattr(gpu, "F", SimpleNamespace(scaled_dot_product_attention=too_large))
-    attention, head = run(gpu, tmp_path, *SMALL, "--parts", "attention", "head")
-    assert (head["part"], head["peak_GB"]) == ("head and loss", "out of memory")
-    assert attention["TFLOP/s"] > 0
-    assert attention["of_yardstick"] == "–"
-
-
-def test_results_of_the_parts_before_one_that_fails_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "token_logprobs", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        run(gpu, tmp_path, *SMALL, "--parts", "attention", "head")
-    (result,) = json.loads((tmp_path / "results.json").read_text())["results"]
-    assert result["part"] == "attention, heads of 16"
