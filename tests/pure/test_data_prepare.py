@@ -1,7 +1,8 @@
 """tools/prepare_data.py and the prepared reader: the rows kept, the messages, and bounded memory."""
 
+import contextlib
+import io
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.data.sources import open_source
 from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, SourceRecipe
 from megatron_eqlen.rewards.math.grader import MathGrader
-from tests.kit import ROOT
+from tools import prepare_data
 
 
 class Words:
@@ -47,22 +48,11 @@ def raw(tmp_path_factory) -> Path:
 def prepared(raw) -> Path:
     """Return a file made by the real command."""
     out = raw.parent.parent / "prepared" / "deepmath.parquet"
-    command = [
-        sys.executable,
-        ROOT / "tools" / "prepare_data.py",
-        "--reader",
-        "deepmath",
-        "--path",
-        raw.parent,
-    ]
-    done = subprocess.run(
-        [*command, "--out", out, "--max-difficulty", "10"],
-        capture_output=True,
-        text=True,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert "left out: unparseable_gold" in done.stdout
+    command = ["prepare_data.py", "--reader", "deepmath", "--path", str(raw.parent)]
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
+        patch.setattr(sys, "argv", [*command, "--out", str(out), "--max-difficulty", "10"])
+        prepare_data.main()
+    assert "left out: unparseable_gold" in said.getvalue()
     return out
 
 

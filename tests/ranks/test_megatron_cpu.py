@@ -10,6 +10,7 @@ import torch
 
 from megatron_eqlen.megatron_cpu import cuda_namespace, finder, gaps
 from tests.kit.distributed import run_ranks
+from tests.kit.marks import EACH_WEEK
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA nothing is rewritten")
 
@@ -78,7 +79,8 @@ def test_importing_megatron_first_is_an_error_not_a_surprise():
     assert "megatron.core was imported before megatron_eqlen" in result.stderr
 
 
-@pytest.mark.slow  # test_packages.py has most of it, without the imports
+@EACH_WEEK  # test_packages.py has most of it, without the imports
+@pytest.mark.slow
 def test_broken_optional_packages_are_said_and_do_not_stop_the_import(tmp_path):
     """Megatron-Core itself would end with the OSError."""
     for name in ("transformer_engine", "fla", "apex"):
