@@ -24,6 +24,8 @@ from tools import prepare_data
 class Words:
     """A tokenizer of one token a word."""
 
+    special_tokens = ()
+
     def apply_chat_template(self, messages, enable_thinking=None, tools=()):
         return [1 for message in messages for _ in message["content"].split()]
 

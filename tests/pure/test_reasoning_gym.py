@@ -41,6 +41,8 @@ def test_a_mix_gives_each_task_its_share_and_the_same_rows_again(tmp_path):
 class Words:
     """A tokenizer of one token a word."""
 
+    special_tokens = ()
+
     def apply_chat_template(self, messages, enable_thinking=None, tools=()):
         return [1 for message in messages for _ in message["content"].split()]
 
