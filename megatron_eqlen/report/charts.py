@@ -59,9 +59,10 @@ CHARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "truncated, % of streams or completions": (m.HARVEST_TRUNCATED_FRACTION,),
     },
     "Entropy, nats": {"entropy": (m.LOSS_ENTROPY,)},
-    "KL to the reference model, nats": {"KL": (m.LOSS_REF_KL,)},
+    "KL to the teacher, nats": {"KL": (m.LOSS_TEACHER_KL,)},
+    "KL to the reference, nats": {"KL": (m.LOSS_REF_KL,)},
     "Mismatch KL, engine to trainer, nats": {"KL": MISMATCH},
-    "Staleness of trained tokens, updates": {"mean": (m.STALENESS_MEAN,), "largest": (m.STALENESS_MAX,)},
+    "Staleness of tokens, updates": {"mean": (m.STALENESS_MEAN,), "largest": (m.STALENESS_MAX,)},
     "Gradient norm": {"norm": (m.TRAIN_GRAD_NORM,)},
     "Clipped tokens, %": {
         "low, % of tokens": (m.LOSS_CLIP_FRACTION_LOW,),
@@ -74,10 +75,7 @@ CHARTS: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 """Each chart's title, with its series and the names of their metrics. Series without a value are left out."""
-RARE = {
-    "KL to the reference model, nats", "Staleness of trained tokens, updates", "Clipped tokens, %",
-    "Tokens trained",
-}  # fmt: skip
+RARE = {"KL to the reference, nats", "Staleness of tokens, updates", "Clipped tokens, %", "Tokens trained"}
 """Charts that a page shows on demand."""
 METRICS = {
     m.TIME_STEP,

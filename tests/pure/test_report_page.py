@@ -175,6 +175,7 @@ def test_charts_of_what_was_not_measured_are_left_out(tmp_path):
     assert "Entropy" in page.text
     assert "Pairs per stream" not in page.text
     assert "Gradient norm" not in page.text
+    assert "KL to the teacher" not in page.text
     assert "not a number" in page.text
 
 
