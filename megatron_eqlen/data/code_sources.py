@@ -1,8 +1,8 @@
 """The sets that hold the tests of OpenCodeReasoning's problems: TACO, APPS, CodeContests, Codeforces.
 
-A test gives stdin and compares stdout as text. Problems that such tests cannot judge are left out:
-interactive ones, those that read or write a file, those whose tests are incomplete, and those with several
-right outputs, which need a checker of their own.
+A test gives stdin and compares stdout as text, or runs the problem's checker (Codeforces alone has them).
+Problems that such tests cannot judge are left out: interactive ones, those that read or write a file, those
+whose tests are incomplete, and those of the other sets with several right outputs.
 """
 
 from __future__ import annotations
@@ -126,8 +126,6 @@ def _codeforces_tests(record: dict[str, Any]) -> CodeTests:
         raise BadRow("interactive", "interaction_format is not empty")
     if (mode := record.get("input_mode") or "stdio") not in ("stdio", "stdin"):
         raise BadRow("file_input", f"input_mode is {mode!r:.80}, expected 'stdio'")
-    if record.get("generated_checker"):
-        raise BadRow("needs_checker", "generated_checker is not empty")
     for name, reason in (("executable", "not_executable"), ("official_tests_complete", "incomplete_tests")):
         if record.get(name) is False:
             raise BadRow(reason, f"{name} is false")
@@ -142,6 +140,7 @@ def _codeforces_tests(record: dict[str, Any]) -> CodeTests:
         [test.get("output") for test in held],
         time_limit=number_field(record, "time_limit"),
         memory_mb=None if memory is None else math.ceil(memory),
+        checker=optional_text_field(record, "generated_checker") or None,
     )
 
 

@@ -98,9 +98,10 @@ def test_questions_meet_their_tests_and_the_rest_is_counted(folders):
     ocr, sets = folders
     tally = Tally()
     rows = {row.row_id: row for row in opencodereasoning.read(ocr, tally, tests=str(sets))}
-    assert set(rows) == {"cc-0", "taco-text", "cf-0", "apps-1"}
+    assert set(rows) == {"cc-0", "taco-text", "cf-0", "cf-checker", "apps-1"}
+    assert CodeTests.from_json(rows["cf-checker"].gold).checker == "import sys"
     assert tally.dropped == {
-        "same_question": 1, "no_tests": 1, "not_in_source_set": 2, "needs_checker": 1, "unknown_dataset": 1,
+        "same_question": 1, "no_tests": 1, "not_in_source_set": 2, "unknown_dataset": 1,
         "bad_tests": 1, "wrong_type": 1,
     }  # fmt: skip
     contest = CodeTests.from_json(rows["cc-0"].gold)
@@ -185,7 +186,6 @@ TACO_ROW = taco_row(TAKE_TWO, {"inputs": ["1 2\n"], "outputs": ["3\n"]})
     ("open-r1/codeforces", {"input_mode": "file"}, "file_input"),
     ("open-r1/codeforces", {"executable": False}, "not_executable"),
     ("open-r1/codeforces", {"official_tests_complete": False}, "incomplete_tests"),
-    ("open-r1/codeforces", {"generated_checker": "import sys"}, "needs_checker"),
     ("code_contests", {"input_file": "sum.in"}, "file_input"),
     ("code_contests", {"output_file": "sum.out"}, "file_input"),
     ("code_contests", {"description": "If there are several, print any of them."}, "needs_checker"),

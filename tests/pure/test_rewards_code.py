@@ -34,6 +34,33 @@ def grader():
     grader.close()
 
 
+CHECKER = """
+import sys
+from pathlib import Path
+
+def main():
+    with open(sys.argv[1]) as given, open(sys.argv[2], encoding="utf-8") as correct:
+        total, count = int(given.read()), len(correct.readline().split())
+    found = [int(word) for word in Path(sys.argv[3]).read_text().split()]
+    print(1 if len(found) == count and sum(found) == total else 0)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_where_several_outputs_are_right_the_problems_checker_decides(grader):
+    """It reads input, correct output and the program's output by the names in its arguments."""
+    gold = CodeTests(["7\n", "9\n"], ["3 4\n", "4 5\n"], checker=CHECKER).to_json()
+    programs = ["print(1, int(input()) - 1)", "print(3, 4)", "print(int(input()))", "print('1')\nprint('?')"]
+    grades = grader.grade([fenced(program) for program in programs], [gold] * 4)
+    assert [grade.verdict for grade in grades] == ["passed"] + ["wrong_answer"] * 3
+    assert grades[1].detail == "test 2 of 2: the checker, finished: '0\\n'"
+    assert "the checker, runtime_error: " in grades[3].detail
+    with pytest.raises(ValueError, match="checker: expected a program, and no function"):
+        CodeTests([[1]], [1], function="f", checker=CHECKER)
+
+
 @pytest.mark.parametrize(("text", "program"), [
     ("```python\nx = 1\n```", "x = 1\n"),
     ("```\na\n```\nbetter:\n```py\nb\n```", "b\n"),

@@ -99,7 +99,8 @@ class CodeGrader(PoolGrader):
         memory = max(self._memory_mb, int(tests.memory_mb or 0))
         output = max(Limits.output_bytes, 2 * tests.largest_output)
         limits = Limits(cpu_seconds=cpu, wall_seconds=4 * cpu + 2, memory_mb=memory, output_bytes=output)
-        stuck = len(tests.inputs) * (limits.wall_seconds + 1.0) + EXTRA_SECONDS  # the worker, not its program
+        runs = len(tests.inputs) * (1 if tests.checker is None else 2)
+        stuck = runs * (limits.wall_seconds + 1.0) + EXTRA_SECONDS  # the worker, not its program
         item = {"program": program, "tests": gold, "limits": asdict(limits)}
         return self.pool.submit(item, stuck, partial(self._grade, shown), wall_factor=1.0, attempts=ATTEMPTS)
 

@@ -3,6 +3,7 @@ that judges: it knows the tests; the zygote of its sandbox, forked before any ar
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -23,6 +24,18 @@ class RunProgram(Protocol):
 
 
 LONGEST_DETAIL = 400
+CHECK = """\
+import builtins, io, json, sys
+_texts = dict(zip(("input.txt", "correct_output.txt", "solution_output.txt"), json.load(sys.stdin)))
+_open = builtins.open
+def _of_texts(name, *given, **named):
+    return io.StringIO(_texts[str(name)]) if str(name) in _texts else _open(name, *given, **named)
+builtins.open = io.open = _of_texts
+sys.argv = ["checker.py", *_texts]
+exec(compile({checker!r}, "checker.py", "exec"), {{"__name__": "__main__"}})
+"""
+"""Runs a checker as ``python checker.py input.txt correct_output.txt solution_output.txt``: it prints 1 for a
+right output (the convention of open-r1/codeforces). Programs have no files, so its ``open`` reads stdin."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +55,14 @@ def judge(program: str, tests: CodeTests, limits: Limits, run: RunProgram) -> Ju
         seconds += ended.seconds
         if ended.status != "finished":
             return _failed(tests, number, ended.status, ended.error, seconds)
-        if not tests.is_right(number, ended.stdout, ended.result):
+        if tests.checker is not None:
+            texts = json.dumps([tests.inputs[number], tests.outputs[number], ended.stdout])
+            check = run(CHECK.format(checker=tests.checker), texts, limits, None, "plain")
+            seconds += check.seconds
+            if check.status != "finished" or check.stdout.strip() != "1":
+                why = f"the checker, {check.status}: {check.error or check.stdout!r:.150}"
+                return _failed(tests, number, "wrong_answer", why, seconds)
+        elif not tests.is_right(number, ended.stdout, ended.result):
             output = ended.stdout if tests.function is None else ended.result
             return _failed(tests, number, "wrong_answer", _difference(tests, number, output), seconds)
     return Judgement("passed", "", seconds)

@@ -21,7 +21,7 @@ from typing import Any, get_args
 
 from megatron_eqlen.rewards.code.rules import Rules
 
-VERSION = 3
+VERSION = 4
 """Version of the checks that tests and their problems must pass; raised with every new check, so that
 prepared files are checked again."""
 LARGEST_TIME_LIMIT = 3600.0
@@ -48,6 +48,8 @@ class CodeTests:
     """MiB a program may use if that is more than the recipe allows."""
     rules: Rules = "plain"
     """Set whose preamble, limits and equality apply (rewards/code/rules.py)."""
+    checker: str | None = None
+    """Python program that decides, where several outputs are right (``judge``); of tests of stdin alone."""
 
     def __post_init__(self) -> None:
         _expect(isinstance(self.inputs, list), "inputs", "a list", self.inputs)
@@ -57,6 +59,8 @@ class CodeTests:
         if len(self.inputs) != len(self.outputs):
             raise ValueError(f"{len(self.inputs)} inputs, but {len(self.outputs)} outputs")
         _expect(self.function is None or _is_name(self.function), "function", "a name", self.function)
+        checks = self.checker is None or (isinstance(self.checker, str) and self.function is None)
+        _expect(checks, "checker", "a program, and no function", self.checker)
         known = self.rules in get_args(Rules) if isinstance(self.rules, str) else False
         _expect(known, "rules", f"one of {', '.join(get_args(Rules))}", self.rules)
         seconds, memory = self.time_limit, self.memory_mb

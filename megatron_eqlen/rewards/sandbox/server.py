@@ -2,8 +2,9 @@
 
 ``POST URL/run_code`` with ``code, language, stdin, run_timeout, memory_limit_MB``; the answer's
 ``run_result`` holds ``status`` (Finished, Error, TimeLimitExceeded), ``return_code``, ``stdout``,
-``stderr``. A secret in ``SANDBOX_API_KEY`` goes along. The tests' outputs stay here. A function is called by
-code around the program, which prints its result behind a marker.
+``stderr``. A secret in ``SANDBOX_API_KEY`` goes along. The tests' outputs stay here, unless a
+checker reads them, in a run of its own. A function is called by code around the program, which prints its
+result behind a marker.
 """
 
 from __future__ import annotations
