@@ -11,8 +11,10 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_eqlen.metrics import check
@@ -73,10 +75,15 @@ def options(part: Callable[..., Any]) -> dict[str, Any]:
 
 def try_parts(parts: Mapping[str, Callable[..., Any]]) -> None:
     """Call each part of a user's own once, with few numbers. Raises ValueError for a part that cannot be
-    called with its arguments or returns something else than is expected."""
+    called with its arguments, fails, changes them, or returns something else than is expected."""
     for field, part in parts.items():
         if not part.__module__.startswith(BUILT_IN):
-            _TRIALS[field](part)
+            try:
+                _TRIALS[field](part)
+            except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+                at = traceback.extract_tb(error.__traceback__)[-1]
+                where = f"{type(error).__name__} at {Path(at.filename).name}:{at.lineno}"
+                raise ValueError(f"{field} {described(part)}: {where}: {error}") from error
 
 
 def checked_advantages(values: list[float], members: int, where: str) -> list[float]:
@@ -132,7 +139,10 @@ def _check_call(part: Callable[..., Any], field: str, arguments: Sequence[str]) 
 def _try_advantage(part: Callable[..., Any]) -> None:
     where = _check_call(part, "advantage", ("rewards", "lengths"))
     for rewards in ([1.0, 0.0], [1.0, 1.0]):
-        checked_advantages(part(rewards, [3, 3]), 2, f"{where} of rewards {rewards}")
+        given = [*rewards]
+        checked_advantages(part(given, [3, 3]), 2, f"{where} of rewards {rewards}")
+        if given != rewards:
+            raise ValueError(f"{where}: it changes the rewards {rewards} to {given}: expected a new list")
 
 
 def _try_aggregation(part: Callable[..., Any]) -> None:

@@ -121,6 +121,16 @@ def undefined(member, batch):
     return float("nan")
 
 
+def by_deviation(rewards, lengths):
+    mean = sum(rewards) / len(rewards)
+    return [(r - mean) / sum((r - mean) ** 2 for r in rewards) for r in rewards]
+
+
+def ranked(rewards, lengths):
+    rewards.sort()
+    return rewards
+
+
 def short(rewards, lengths):
     return rewards[1:]
 
@@ -246,6 +256,8 @@ def test_a_recipe_can_name_every_built_in_part_and_no_other(field):
     ("loss_agg_mode", "mine.parts:negative", "aggregation negative: expected a finite weight .*-0.25"),
     ("loss_agg_mode", "mine.parts:undefined", "aggregation undefined: expected a finite weight .*nan"),
     ("advantage", "mine.parts:short", r"advantage short of .*: expected 2 finite advantages, found \["),
+    ("advantage", "mine.parts:by_deviation", r"by_deviation: ZeroDivisionError at parts\.py:\d+: "),
+    ("advantage", "mine.parts:ranked", r"it changes the rewards \[1.0, 0.0\] to \[0.0, 1.0\]: expected a"),
     ("advantage", "mine.parts:constant", r"called with \(rewards, lengths\), found .* \(tokens\)"),
     ("objective", "mine.half:NOTHING", r"objective: mine\.half has no 'NOTHING'"),
     ("objective", "mine.half:above_half", "expected a Objective, found a function"),
