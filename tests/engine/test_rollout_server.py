@@ -47,7 +47,7 @@ from tests.kit.servers import free_ports
 
 EOS = range(1, 7)
 NORM = "model.norm.weight"
-PROMPTS = [Prompt(f"p{i}", [5 + i, 6, 7] * 14, "", "math", "") for i in range(6)]
+PROMPTS = [Prompt(f"p{i}", [5 + i, 6, 7] * 14, "", "math", "") for i in range(4)]
 
 
 def open_local(recipe: Recipe) -> Engine:
@@ -212,7 +212,7 @@ def suspended(
 ) -> tuple[list[Rollout], HarvestProgress, Metrics]:
     """Run a step that its budget ends early; return its complete rollouts, the partial rollouts that the next
     step resumes, and the metrics."""
-    limits = {"carry_over": True, "tokens_per_step": 400}
+    limits = {"carry_over": True, "tokens_per_step": 250}
     recipe = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update=limits)})
     with Recorder(streams / "step-00000000/rank-0.arrow") as recorder:
         found, metrics = harvest(
@@ -268,8 +268,6 @@ def test_two_servers_harvest_what_one_process_does_through_a_sync_and_a_death(se
 
     with pytest.raises(ValueError, match="missing"):
         remote.update_weights(iter(list(weights.items())[:3]), 2)
-    with pytest.raises(ValueError, match=r"expected shape \[64\], found \[63\]"):
-        remote.update_weights(iter((weights | {NORM: weights[NORM][1:]}).items()), 2)
     with pytest.raises(EngineError, match="failed half way"):
         remote.submit("x", [5], 1, 0)
     remote.update_weights(iter(weights.items()), 1)

@@ -17,6 +17,7 @@ from megatron_eqlen.rewards.math.grader import MathGrader
 from megatron_eqlen.sampling.equal_length.dual_track import DualTrack, pairs_of
 from megatron_eqlen.types import Delta, Prompt, Rollout
 from tests.kit import ROOT
+from tests.kit.marks import EACH_WEEK
 from tools.make_search import (
     PAPERS_REGIME,
     Dials,
@@ -163,6 +164,7 @@ class Imitator:
         return harvester.rollout(0)
 
 
+@EACH_WEEK
 def test_the_papers_regime_has_six_to_nine_pairs_a_stream_and_few_that_both_tracks_end():
     rng = random.Random(0)
     imitators = [Imitator(draw_puzzle(rng, PAPERS_REGIME), PAPERS_REGIME, rng) for _ in range(400)]

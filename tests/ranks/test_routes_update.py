@@ -15,6 +15,7 @@ from megatron_eqlen.metrics import EXCHANGE_ROUTES_BYTES, EXPERT_AGREEMENT, MISM
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Metrics, TokenTree
 from tests.kit.distributed import run_ranks
+from tests.kit.marks import weekly
 from tests.kit.tiny_models import save_tiny
 from tests.kit.tree_samples import stream
 from tests.kit.updates import build_policy, layout
@@ -96,7 +97,7 @@ def test_with_replay_a_model_with_experts_differs_no_more_than_a_dense_one(repla
     assert EXPERT_AGREEMENT not in replayed["dense"]
 
 
-LAYOUTS = [("next", {"tensor": 2, "expert": 2}), ("moe", {"pipeline": 2})]
+LAYOUTS = [("next", {"tensor": 2, "expert": 2}), weekly("moe", {"pipeline": 2})]
 
 
 @pytest.mark.parametrize(("name", "layers"), LAYOUTS, ids=str)
