@@ -22,7 +22,8 @@ def home(tmp_path_factory) -> Path:
 def served(home) -> list[str]:
     """Return the overrides with which a recipe uses a running server."""
     (port,) = free_ports(1)
-    (_, _, _, *flags), environ = server_command(load(home / "recipe.yaml"), port, "127.0.0.1")
+    longest = load(home / "recipe.yaml", ["rollout.max_response_length=80"])  # of all that are asked for
+    (_, _, _, *flags), environ = server_command(longest, port, "127.0.0.1")
     process = jobs.start("-m", "tests.kit.forked_server", *flags, **named(), **ENVIRON, **environ)
     STARTED.append(process)
     wait_until_up(f"http://127.0.0.1:{port}", process)

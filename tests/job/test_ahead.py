@@ -31,6 +31,7 @@ def check_steps(folder: Path, steps: int, staleness: int) -> None:
 
 def test_two_ranks_train_on_what_a_server_generates_ahead(home, served):
     asked = (*served, "rollout.staleness=1", "loss.rollout_is=token", "evaluation.every=2", "steps=4")
+    asked += ("rollout.max_response_length=80",)  # so that every step trains
     folder = train(home, "ahead", *asked, ranks=2)
     check_steps(folder, 4, staleness=1)
     assert column(folder, "mismatch/logprob_abs_diff_max")[0] < 1e-4, (
