@@ -217,8 +217,9 @@ class GrowingTree(Harvester):
         seed: int,
         shape: Shape,
         search: Search | None = None,
+        index: int = 0,
     ) -> None:
-        super().__init__(prompt, 0, limit, eos_token_ids, seed)
+        super().__init__(prompt, index, limit, eos_token_ids, seed)
         self.shape, self.search = shape, search
         self.lines: list[Line] = []
         """Open lines, in the order of their tracks' numbers."""
@@ -231,7 +232,7 @@ class GrowingTree(Harvester):
         launched: list[Track] = []
         for line in list(self.lines):
             while (length := self._next_fork(line)) is not None:
-                launched += self.fork(line, length)
+                launched += self.fork(line, length, self.shape.branching)
             if line.track.finish_reason is not None:
                 self.end(line)
         return launched
@@ -244,9 +245,10 @@ class GrowingTree(Harvester):
         self.lines.clear()
         self.outcome = "budget"
 
-    def fork(self, line: Line, length: int) -> list[Track]:
-        """Continue a line several times after ``length`` tokens of its response; return the new tracks."""
-        track, branching = line.track, self.shape.branching
+    def fork(self, line: Line, length: int, branching: int) -> list[Track]:
+        """Continue a line ``branching`` times after ``length`` tokens of its response; return the new
+        tracks."""
+        track = line.track
         part = self.add_part(track, self.shape.role, line.number, length - line.offset - track.start)
         first = self._first_child(part.number)
         line.number, line.searched, line.forks = first, length, line.forks + 1
@@ -260,10 +262,13 @@ class GrowingTree(Harvester):
     def end(self, line: Line) -> None:
         """Make the rest of a line's tokens its last part."""
         self.add_part(line.track, self.shape.role, line.number)
-        self.lines.remove(line)
-        del self.open[line.track.number]
+        self.close(line)
         if not self.lines:
             self.outcome = "complete"
+
+    def close(self, line: Line) -> None:
+        self.lines.remove(line)
+        del self.open[line.track.number]
 
     def _next_fork(self, line: Line) -> int | None:
         if self.search is None or line.forks == self.shape.forks:
@@ -300,22 +305,29 @@ class ForkedAtDeaths(GrowingTree):
     def advance(self) -> list[Track]:
         """Use the ends of lines in the order of their lengths, once each is certain to be the next."""
         while ended := [line for line in self.lines if line.track.finish_reason is not None]:
-            first = min(ended, key=lambda line: (line.length, line.number))
+            # at the limit responses have an end before those without
+            first = min(ended, key=lambda ln: (ln.length, ln.track.finish_reason == "length", ln.number))
             behind = [line for line in self.lines if line not in ended and not line.is_alive_at(first.length)]
             if behind and self.forked < self.shape.forks:
                 for line in behind:
                     line.await_length(first.length)
                 return []
-            self.end(first)
-            if self.forked < self.shape.forks and (heaviest := self._heaviest(first.length)) is not None:
-                return self.fork(heaviest, first.length)
+            if launched := self.die(first):
+                return launched
         return []
 
     def calls(self) -> list[Track]:
         return in_step([line.track for line in self.lines], [line.length for line in self.lines])
 
-    def fork(self, line: Line, length: int) -> list[Track]:
-        launched = super().fork(line, length)
+    def die(self, line: Line) -> list[Track]:
+        """End a line and fork the heaviest of the others; return the new tracks."""
+        self.end(line)
+        if self.forked < self.shape.forks and (heaviest := self._heaviest(line.length)) is not None:
+            return self.fork(heaviest, line.length, self.shape.branching)
+        return []
+
+    def fork(self, line: Line, length: int, branching: int) -> list[Track]:
+        launched = super().fork(line, length, branching)
         self.forked += 1
         return launched
 

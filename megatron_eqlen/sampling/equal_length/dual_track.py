@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_eqlen.sampling.harvester import Harvester, in_step
 from megatron_eqlen.sampling.track import Track
+from megatron_eqlen.sampling.tree import ForkedAtDeaths, Line, Shape
 from megatron_eqlen.types import Outcome, Part, Prompt, Rollout
 
 
@@ -43,8 +43,9 @@ def tail_of(stream: Rollout) -> Part | None:
     return next(iter(stream.with_role("tail")), None)
 
 
-class DualTrack(Harvester):
-    """Harvests one stream: launches its tracks and cuts pairs out of their tokens."""
+class DualTrack(ForkedAtDeaths):
+    """Harvests one stream: a tree of two lines that forks at deaths. Sides of pairs are parts in turn, and
+    its tracks are numbered as they are launched."""
 
     kind = "equal_length"
 
@@ -57,77 +58,37 @@ class DualTrack(Harvester):
         seed: int,
         max_pairs: int | None = None,
     ) -> None:
-        super().__init__(prompt, index, limit, eos_token_ids, seed)
-        self.max_pairs = max_pairs
-        self.trunk: list[int] = []
-        self.trunk_length = 0
-        """Generated tokens of the trunk."""
-        self.launched = 0
-
-    def start(self) -> list[Track]:
-        return [self._launch(-1), self._launch(-1)]
-
-    def advance(self) -> list[Track]:
-        """Cut the next pair if its length is certain; return the fork to launch, if any."""
-        tracks = list(self.open.values())
-        if len(tracks) == 1:  # max_pairs are there
-            if tracks[0].finish_reason is not None:
-                self._complete("max_pairs")
-            return []
-        ended = [track for track in tracks if track.finish_reason == "stop"]
-        if not ended:
-            if all(track.finish_reason == "length" for track in tracks):
-                self._complete("truncated")
-            return []
-        short = min(ended, key=_outside)
-        other = tracks[1] if short is tracks[0] else tracks[0]
-        if _outside(other) < _outside(short):
-            assert other.finish_reason != "length", "a truncated track is as long as any"
-            other.awaited = other.start + _outside(short)
-            return []
-        if other.calls and _outside(other) == _outside(short):
-            return []  # the environment may end it here
-        return self._inherit(short, other)
-
-    def calls(self) -> list[Track]:
-        tracks = list(self.open.values())
-        return in_step(tracks, [_outside(track) for track in tracks])
+        shape = Shape(roots=2, branching=2, forks=max_pairs or limit, role="b")
+        super().__init__(prompt, limit, eos_token_ids, seed, shape, index=index)
 
     def cut(self) -> None:
         self._complete("budget")
 
-    def _inherit(self, short: Track, other: Track) -> list[Track]:
-        """Cut the next pair, ``short`` as A_i and as many tokens of ``other`` as B_i; return the fork."""
-        length, number = _outside(short), len(self.parts)
-        self.add_part(short, "a", number)
-        b = self.add_part(other, "b", number + 1, length)
-        assert len(b) == length > 0
-        self.open = {other.number: other}
-        if b.finish_reason == "stop":
-            self._complete("both_ended")
-            return []
-        self.trunk += b.token_ids.tolist()
-        self.trunk_length += length
-        if self.trunk_length == self.limit:
-            self._complete("truncated")
-        elif len(self.parts) // 2 == self.max_pairs:
-            self.advance()  # the survivor may have finished already
-        else:
-            return [self._launch(b.number)]
-        return []
+    def die(self, line: Line) -> list[Track]:
+        """Cut the next pair, with the ended ``line`` as A_i; return the fork to launch, if any."""
+        if len(self.lines) == 1:
+            return self._complete("max_pairs")
+        if line.track.finish_reason == "length":
+            return self._complete("truncated")
+        number, length = len(self.parts), line.length
+        self.add_part(line.track, "a", number)
+        self.close(line)
+        (other,) = self.lines
+        other.number = number + 1
+        goes_on, last = other.is_alive_at(length), self.forked == self.shape.forks - 1
+        launched = self.fork(other, length, self.shape.branching if goes_on and not last else 1)
+        if not goes_on:
+            self._complete("both_ended" if self.parts[-1].finish_reason == "stop" else "truncated")
+        return launched
 
-    def _complete(self, outcome: Outcome) -> None:
+    def _complete(self, outcome: Outcome) -> list[Track]:
         """End the stream; tokens of the trunk's track that are in no pair become the tail."""
         self.outcome = outcome
         trunk = next(iter(self.open.values()))
-        if _outside(trunk):
+        if len(trunk) > trunk.start:
             self.add_part(trunk, "tail", len(self.parts))
+        self.lines.clear()
+        return []
 
-    def _launch(self, parent: int) -> Track:
-        self.launched += 1
-        return self.open_track(self.launched - 1, self.trunk, self.limit - self.trunk_length, parent)
-
-
-def _outside(track: Track) -> int:
-    """Return the number of a track's generated tokens that are in no part."""
-    return len(track) - track.start
+    def _first_child(self, number: int) -> int:
+        return 1 + self.forked
