@@ -248,8 +248,10 @@ def error_of_the_step(name, cls):
     return max(np.abs(step[path] - truth[path]).max() for path in {*step, *truth})
 
 
-@pytest.mark.parametrize("cls", [Coins, OwnCoins])
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    ("name", "cls"),
+    [*((name, Coins) for name in SETTINGS), ("group", OwnCoins), ("forks at a length", OwnCoins)],
+)
 def test_an_expected_step_is_the_policy_gradient_where_forks_copy_the_environment(name, cls):
     assert error_of_the_step(name, cls) < 1e-12
 

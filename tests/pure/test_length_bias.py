@@ -16,6 +16,7 @@ from megatron_eqlen.rewards.scoring import make_grader
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from tests.kit import ROOT
 from tests.kit.length_bias import Process
+from tests.kit.marks import EACH_WEEK
 from tools.research.drift import Training
 from tools.research.mechanism import DIFFICULTIES, Case, World
 
@@ -277,6 +278,7 @@ def test_a_policys_parameters_are_added_to_the_logits_of_stopping_and_of_a_good_
     assert logit(moved.good) - logit(start.good) == pytest.approx(-0.7)
 
 
+@EACH_WEEK
 def test_training_on_coin_flips_grows_with_the_papers_weights_and_not_with_on_policy():
     def growth(method: str) -> np.ndarray:
         runs = [Training("coin", method, seed, mean=14, steps=12, lr=0.05).run() for seed in range(4)]

@@ -48,7 +48,7 @@ def rows(budget: int = 300, multiple_of: int = 4, **options) -> list[Row]:
     return pack(forest(0), budget, multiple_of=multiple_of, **options)[0]
 
 
-ROWS = rows() + rows(260, full_rows=True) + rows(layout="expanded") + pack([], 8, multiple_of=8)[0]
+ROWS = rows() + rows(260, full_rows=True)[:1] + rows(layout="expanded")[:2] + pack([], 8, multiple_of=8)[0]
 
 WHOLE_BLOCKS = [row for budget in (384, 640, 1024) for row in rows(budget, BLOCK, full_rows=True)]
 """Rows of one block alone would have a kernel of their own: sizes of 1 are special to torch.compile."""
