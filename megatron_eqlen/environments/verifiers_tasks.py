@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 from pathlib import Path
@@ -87,6 +86,5 @@ class _Worker:
 
     def close(self) -> None:
         """End the worker, with all that it plays."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.terminate()
         self._process.wait()

@@ -7,14 +7,14 @@ CONFIG is JSON: verifiers' ``[env]`` block, for example ``{"taskset": {"id": "gs
 """
 
 import asyncio
+import contextlib
+import ctypes
 import itertools
 import json
 import os
 import signal
 import socket
 import sys
-import threading
-import time
 
 import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
 from verifiers.v1.clients import ModelContext  # pyright: ignore[reportMissingImports]
@@ -50,11 +50,32 @@ async def serve(env) -> None:
         await server.serve_forever()
 
 
-def end_with(parent: int) -> None:
-    """End this process and its own ones with ``parent``."""
-    while os.getppid() == parent:
-        time.sleep(0.25)
-    os.killpg(0, signal.SIGKILL)
+def fork_player(parent: int) -> None:
+    """Return in a new process, and end it with ``parent``, or on SIGTERM: with all that it has started, in
+    whatever session, since orphans become children of the process that is here."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    if not (player := os.fork()):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+        return
+    os.close(0)  # who asks when the player has gone must not wait
+    ended = None
+    while ended is None and os.getppid() == parent:
+        if signal.sigtimedwait([signal.SIGTERM], 0.25):
+            break
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            if found[0] == player:
+                ended = os.waitstatus_to_exitcode(found[1])
+                break
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            with open(f"/proc/self/task/{os.getpid()}/children") as children:
+                for pid in children.read().split():
+                    os.kill(int(pid), signal.SIGKILL)
+            os.waitpid(-1, 0)
+    os._exit(1 if ended is None else ended % 256)
 
 
 def row(task) -> dict:
@@ -76,5 +97,5 @@ if __name__ == "__main__":
         for one in itertools.islice(load_environment(config).taskset, int(sys.argv[2])):
             rows.write(json.dumps(row(one)) + "\n")
     else:
-        threading.Thread(target=end_with, args=(int(os.environ["EQLEN_LAUNCHED"]),), daemon=True).start()
+        fork_player(int(os.environ["EQLEN_LAUNCHED"]))
         asyncio.run(serve(load_environment(config)))

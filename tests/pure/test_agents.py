@@ -1,6 +1,7 @@
 """Agents of others: real OpenAI clients against the endpoint, in a real harvest."""
 
 import json
+import os
 import re
 import sys
 import time
@@ -18,7 +19,7 @@ from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.partial import HarvestProgress, PartialRollout
 from megatron_eqlen.types import Delta
-from tests.kit import ROOT
+from tests.kit import ROOT, verifiers_stub
 from tests.kit.length_bias import QUESTION
 from tests.pure.test_environments import TEMPLATES, tokenizer_with
 from tests.pure.test_forks import recipe
@@ -305,28 +306,9 @@ def test_an_agent_goes_on_where_its_rollout_was_left(tokenizer):
         played(tokenizer, "crashes", progress=progress, engine=Finishing(tokenizer, ""))
 
 
-WORKER = """#!{python}
-import json, os, socket, sys, threading, openai
-def play(link):
-    asked = json.loads(link.makefile().readline())
-    answer = {{}}
-    if asked:
-        client = openai.OpenAI(base_url=asked["base_url"], api_key="any")
-        client.chat.completions.create(model="m", messages=[{{"role": "user", "content": "q"}}])
-        if asked["task"] == "dies":
-            os._exit(3)
-        answer = {{"error": "no task"}} if asked["task"] == "fails" else {{"reward": float(asked["task"])}}
-    link.sendall(json.dumps(answer).encode())
-    link.close()
-if json.loads(sys.argv[3]) != {{}}:
-    sys.exit(4)
-listening = socket.socket(fileno=0)
-while True:
-    threading.Thread(target=play, args=(listening.accept()[0],)).start()
-"""
 PLAYS = {
     "plays": ("0.5", "{}", None),
-    "fails": ("fails", "{}", "all 1 rollouts are left out: .*verifiers: no task"),
+    "fails": ("fails", "{}", "all 1 rollouts are left out: .*verifiers: ValueError.*no task"),
     "dies": ("dies", "{}", "^verifiers: the worker ended with status 3"),
     "does not start": ("0.5", '{"id": 1}', "^verifiers: the worker ended with status 4"),
 }
@@ -334,12 +316,11 @@ PLAYS = {
 
 @pytest.mark.parametrize("name", PLAYS)
 def test_a_worker_in_another_virtual_environment_plays_episodes(tokenizer, tmp_path, monkeypatch, name):
-    """The worker is a stand-in that speaks as the real one does."""
     task, config, message = PLAYS[name]
-    (tmp_path / "python").write_text(WORKER.format(python=sys.executable))
-    (tmp_path / "python").chmod(0o755)
-    monkeypatch.setattr("tests.pure.test_agents.QUESTION", replace(QUESTION, gold=task))
-    worker = {"name": "verifiers", "options": {"python": str(tmp_path / "python"), "config": config}}
+    verifiers_stub.write(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr("tests.pure.test_agents.QUESTION", replace(QUESTION, gold=json.dumps(task)))
+    worker = {"name": "verifiers", "options": {"python": sys.executable, "config": config}}
     if message is None:
         rollouts, _, _ = played(tokenizer, "", **worker)
         assert [part.grade.reward for part in rollouts[0].parts] == [0.5, 0.5]

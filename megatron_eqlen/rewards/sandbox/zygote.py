@@ -27,6 +27,9 @@ MOST_THREADS = 256
 the user's, which only root can make the program's alone (``program.HARD_THREADS``); so the zygote looks."""
 WATCH_SECONDS = 0.01
 """Seconds between two looks at the number of threads."""
+ORPHAN_SECONDS = 1.0
+"""Seconds between two looks, without a program, whether the worker is gone. Its end closes the socket, unless
+a fork of it keeps it open."""
 
 
 def main(isolation: str) -> None:
@@ -42,7 +45,11 @@ def serve(connection: socket.socket, isolation: Isolation) -> None:
     _close_all_but(connection.fileno())  # do not keep the worker's open
     prctl(SET_CHILD_SUBREAPER, 1)  # processes that a program leaves behind become our children
     zygote = os.getpid()  # a program that asked for its parent might find this process gone already
+    worker = os.getppid()
     while True:
+        while not select.select([connection], [], [], ORPHAN_SECONDS)[0]:
+            if os.getppid() != worker:
+                os._exit(0)
         request, descriptors, _, _ = socket.recv_fds(connection, LARGEST_REQUEST, 5)
         if not request:
             os._exit(0)
@@ -60,7 +67,7 @@ def serve(connection: socket.socket, isolation: Isolation) -> None:
         os.close(told)
         for descriptor in descriptors:
             os.close(descriptor)
-        ending = _wait(pid, started + limits.wall_seconds, connection)
+        ending = _wait(pid, started + limits.wall_seconds, connection, worker)
         refused = os.read(ready, 500).decode(errors="replace")
         os.close(ready)
         ending["wall"] = time.monotonic() - started
@@ -100,7 +107,7 @@ def _become_program(
     program.run(asked["function"], asked["rules"], asked["token"])
 
 
-def _wait(pid: int, deadline: float, connection: socket.socket) -> dict:
+def _wait(pid: int, deadline: float, connection: socket.socket, worker: int) -> dict:
     """Wait until the program ends, has too many threads or reaches its deadline; then kill the rest of it.
 
     A worker that goes away ends the wait too.
@@ -112,7 +119,7 @@ def _wait(pid: int, deadline: float, connection: socket.socket) -> dict:
     poll.register(connection, 0)  # only to notice that it is gone
     events: list[tuple[int, int]] = []
     crowded = timed_out = False
-    while not (events or crowded or timed_out):
+    while not (events or crowded or timed_out or os.getppid() != worker):
         left = deadline - time.monotonic()
         events = poll.poll(max(0.0, min(left, WATCH_SECONDS)) * 1000)
         crowded = os.fstat(tasks).st_nlink - 2 > MOST_THREADS  # the kernel counts threads as links
