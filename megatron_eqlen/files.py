@@ -118,7 +118,7 @@ def naming(path: Path) -> Iterator[None]:
 def replaced(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to. It replaces ``path`` when the block ends; after an error ``path``
     is unchanged."""
-    partial = path.with_name(_partial_name(path))
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     with naming(path):
         try:
             yield partial
@@ -206,7 +206,3 @@ def sync_tree(folder: Path) -> None:
     for path in folder.rglob("*"):
         sync(path)
     sync(folder)
-
-
-def _partial_name(path: Path) -> str:
-    return f".{path.name}.{secrets.token_hex(4)}.partial"

@@ -97,12 +97,8 @@ def delta_net_gradients(place: Place) -> Finding | None:
     return Finding("failed", f"Triton {version} on Hopper, expected 3.7.1 or newer", "tools/setup gpu")
 
 
-def _gpus_needed(place: Place) -> bool:
-    return place.on_gpus
-
-
 CHECKS = [
-    Check("gpus", gpus, needed=_gpus_needed),
+    Check("gpus", gpus, needed=lambda place: place.on_gpus),
     Check("gpu memory", gpu_memory),
     Check("collectives", collectives),
     Check("delta net gradients", delta_net_gradients),

@@ -85,7 +85,8 @@ def shared_memory(place: Place) -> Finding:
 
 def space(place: Place) -> Finding:
     """Compare the free space, plus what this run already occupies, with all that the run keeps."""
-    folder = _existing(place.folder)
+    wanted = place.folder.absolute()
+    folder = next(path for path in (wanted, *wanted.parents) if path.is_dir())
     free = shutil.disk_usage(folder).free
     text = f"{gigabytes(free)} free in {folder}"
     if place.recipe is None:
@@ -99,11 +100,6 @@ def space(place: Place) -> Finding:
     if free + has < need:
         return Finding("failed", text, "make room, run_dir=... elsewhere, or checkpoint.keep=1")
     return Finding("ok", text)
-
-
-def _existing(folder: Path) -> Path:
-    """Return ``folder``, or its nearest parent that exists."""
-    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
 
 
 def _size(folder: Path) -> int:

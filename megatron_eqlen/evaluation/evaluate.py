@@ -32,11 +32,6 @@ def _everything(items: list) -> list:
     return items
 
 
-def _no_columns(prompt: Prompt, index: int) -> bool:
-    """Keep no columns besides ``tokens.ALWAYS``: no evaluation reads others."""
-    return False
-
-
 def evaluate(
     engine: Engine,
     benchmark: BenchmarkRecipe,
@@ -73,7 +68,7 @@ def evaluate(
         sampling,
         eos_token_ids,
         seed,
-        keeps_columns=_no_columns,
+        keeps_columns=lambda prompt, index: False,  # no evaluation reads them
         conversations=conversations and replace(conversations, own_seeds=True),
     )
     harvested, _ = harvest(engine, plan, [EarlyGrading(scorer, grades)])

@@ -196,7 +196,9 @@ def load_sharded(state: dict[str, Any], path: Path) -> dict[str, Any]:
     """
     if fault := agree(lambda: _index_fault(path)):
         raise CheckpointError(fault)
-    extra, kept = extract_matching_values(state, _is_extra_state)
+    extra, kept = extract_matching_values(
+        state, lambda item: isinstance(item, ShardedObject) and item.key.endswith("_extra_state")
+    )
     assert isinstance(kept, dict)  # as ``state`` is
     dict_list_map_inplace(lambda _: None, extra)
     loaded = dist_checkpointing.load(kept, str(path))
@@ -211,10 +213,6 @@ def checkpoint_metadata() -> dict[str, Any]:
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "singleton_local_shards": False,
     }
-
-
-def _is_extra_state(item: object) -> bool:
-    return isinstance(item, ShardedObject) and item.key.endswith("_extra_state")
 
 
 def _fault(metadata: Metadata, key: str, shape: tuple[int, ...]) -> str | None:

@@ -154,7 +154,8 @@ class Background:
         for _, grade in begun.values():
             grade.cancel()
         wait([grade for _, grade in begun.values()])
-        for grader in {grader for grader, grade in begun.values() if _is_under_way(grade)}:
+        started = [(grader, each) for grader, each in begun.values() if not each.cancelled()]
+        for grader in {g for g, each in started if each.exception() is None and not each.result().done()}:
             grader.cut()
 
     def close(self) -> None:
@@ -177,7 +178,3 @@ def naming(prompt_id: str) -> Iterator[None]:
 
 def _left(deadline: float) -> float | None:
     return None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
-
-
-def _is_under_way(begun: Future[Future[Grade]]) -> bool:
-    return not begun.cancelled() and begun.exception() is None and not begun.result().done()

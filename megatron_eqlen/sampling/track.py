@@ -165,11 +165,8 @@ class Track:
         """Take the tokens of an earlier attempt at this track, or of an earlier step."""
         self.tokens.extend(known if self.keeps_columns else known.only(ALWAYS))
         self.given = len(known) - known.generated
-        self._end(first=self._first_open() if self.given else 0)
-
-    def _first_open(self) -> int:
-        """Return the place after the last token that an environment gave: turns before it are answered."""
-        return int(np.flatnonzero(~self.tokens[:].is_generated)[-1]) + 1
+        # turns before an environment's last token are answered
+        self._end(first=int(np.flatnonzero(~self.tokens[:].is_generated)[-1]) + 1 if self.given else 0)
 
     def _end(self, first: int) -> None:
         """Find the end of the track among the tokens from number ``first`` on, and cut later tokens."""

@@ -41,7 +41,8 @@ def pair_rewards(
             ended.append(own[pair.b.number])
         a = own[pair.a.number]
         if ended:
-            rewards.append((a, _reduce(ended + known, reduce)))
+            values = ended + known
+            rewards.append((a, max(values) if reduce == "max" else sum(values) / len(values)))
         else:
             rewards.append(None if unfinished == "drop" else (a, trunk_penalty))
         ended.append(a)
@@ -61,10 +62,6 @@ def _open_end(stream: Rollout, penalty: Penalty) -> tuple[float, bool]:
         return 0.0, False
     truncated = stream.outcome == "truncated" or trunk[-1].finish_reason == "length"
     return penalty(sum(map(len, trunk)), "length" if truncated else None), truncated
-
-
-def _reduce(rewards: list[float], reduce: Literal["max", "mean"]) -> float:
-    return max(rewards) if reduce == "max" else sum(rewards) / len(rewards)
 
 
 def _own_rewards(stream: Rollout, penalty: Penalty) -> dict[int, float]:
