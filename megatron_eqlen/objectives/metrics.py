@@ -9,13 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_eqlen.metrics import (
-    OBJECTIVE_EFFECTIVE_SAMPLES,
-    OBJECTIVE_UNITS,
-    OBJECTIVE_ZERO_ADVANTAGE_FRACTION,
-    STALENESS_MAX,
-    STALENESS_MEAN,
-)
+from megatron_eqlen import metrics as m
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.comparison import ComparisonUnit
@@ -35,10 +29,10 @@ def unit_metrics(units: list[ComparisonUnit], rollouts: Sequence[Rollout], recip
         **_moments("reward", rewards),
         **_moments("advantage", advantages),
         "objective/advantage_max": max(map(abs, advantages), default=0.0),
-        OBJECTIVE_UNITS: float(len(units)),
+        m.OBJECTIVE_UNITS: float(len(units)),
         "objective/members": float(len(rewards)),
-        OBJECTIVE_ZERO_ADVANTAGE_FRACTION: _fraction(not any(unit.advantages) for unit in units),
-        OBJECTIVE_EFFECTIVE_SAMPLES: float(sum(value != 0 for value in advantages)),
+        m.OBJECTIVE_ZERO_ADVANTAGE_FRACTION: _fraction(not any(unit.advantages) for unit in units),
+        m.OBJECTIVE_EFFECTIVE_SAMPLES: float(sum(value != 0 for value in advantages)),
         "objective/supervised_tokens": float(
             sum(sum(unit.lengths) for unit in units if unit.trained),
         ),
@@ -65,8 +59,8 @@ def staleness_metrics(
         return {}
     total = ages.total()
     return {
-        STALENESS_MEAN: sum(age * count for age, count in ages.items()) / total,
-        STALENESS_MAX: float(max(ages)),
+        m.STALENESS_MEAN: sum(age * count for age, count in ages.items()) / total,
+        m.STALENESS_MAX: float(max(ages)),
     } | {f"staleness/share/{age}": count / total for age, count in sorted(ages.items())}
 
 

@@ -22,13 +22,7 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_eqlen.metrics import (
-    PACKING_CONTEXT,
-    PACKING_EXPANDED_TOKENS,
-    PACKING_REPEATED_TOKENS,
-    PACKING_TOKENS,
-    PACKING_UNIQUE_TOKENS,
-)
+from megatron_eqlen import metrics as m
 from megatron_eqlen.packing.arrays import check_loss_arrays
 from megatron_eqlen.packing.row import fill_row
 from megatron_eqlen.packing.tree import Forest, leaf_chain_bounds
@@ -126,14 +120,14 @@ class Packing:
         unique = int(forest.length[forest.live].sum())
         return {
             "packing/rows": float(len(rows)),
-            PACKING_TOKENS: float(used),
+            m.PACKING_TOKENS: float(used),
             "packing/computed_tokens": float(computed),
-            PACKING_UNIQUE_TOKENS: float(unique),
-            PACKING_REPEATED_TOKENS: float(used - unique),
-            PACKING_CONTEXT: float(pairs.sum() / max(used, 1)),
+            m.PACKING_UNIQUE_TOKENS: float(unique),
+            m.PACKING_REPEATED_TOKENS: float(used - unique),
+            m.PACKING_CONTEXT: float(pairs.sum() / max(used, 1)),
             "packing/pruned_tokens": float(forest.length[~forest.live].sum()),
             "packing/supervised_tokens": float(forest.length[trained].sum()),
-            PACKING_EXPANDED_TOKENS: float((forest.position + forest.length)[trained].sum()),
+            m.PACKING_EXPANDED_TOKENS: float((forest.position + forest.length)[trained].sum()),
             "packing/fill": used / computed,
             "packing/budget_fill": used / (len(rows) * self.max_tokens_per_row),
             "packing/max_over_mean_cost": float(costs.max() / costs.mean()) if costs.sum() else 1.0,

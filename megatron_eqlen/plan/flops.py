@@ -11,27 +11,9 @@ from collections.abc import Mapping
 from functools import cache
 from math import prod
 
+from megatron_eqlen import metrics as m
 from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.hf.families import weight_map
-from megatron_eqlen.metrics import (
-    HARVEST_BRANCHES,
-    HARVEST_CONTEXT,
-    HARVEST_FLOPS,
-    HARVEST_GENERATED_TOKENS,
-    HARVEST_MFU,
-    HARVEST_PROMPT_TOKENS,
-    HARVEST_TOKENS_PER_GPU,
-    PACKING_CONTEXT,
-    PACKING_EXPANDED_TOKENS,
-    PACKING_TOKENS,
-    PACKING_UNIQUE_TOKENS,
-    TIME_HARVEST,
-    TIME_TRAIN,
-    TRAIN_EXPANDED_PER_GPU,
-    TRAIN_FLOPS,
-    TRAIN_MFU,
-    TRAIN_TOKENS_PER_GPU,
-)
 from megatron_eqlen.plan.gpus import gpu_named
 from megatron_eqlen.plan.model import model_config
 from megatron_eqlen.plan.workload import Workload
@@ -114,14 +96,14 @@ def counted(recipe: Recipe, model: ModelConfig, metrics: Mapping[str, float]) ->
         return metrics.get(name, 0.0)
 
     harvest = (
-        of(HARVEST_GENERATED_TOKENS),
-        of(HARVEST_CONTEXT),
-        of(HARVEST_PROMPT_TOKENS),
-        of(HARVEST_BRANCHES),
+        of(m.HARVEST_GENERATED_TOKENS),
+        of(m.HARVEST_CONTEXT),
+        of(m.HARVEST_PROMPT_TOKENS),
+        of(m.HARVEST_BRANCHES),
     )
     return {
-        HARVEST_FLOPS: generation_flops(recipe, model, *harvest),
-        TRAIN_FLOPS: training_flops(recipe, model, of(PACKING_TOKENS), of(PACKING_CONTEXT)),
+        m.HARVEST_FLOPS: generation_flops(recipe, model, *harvest),
+        m.TRAIN_FLOPS: training_flops(recipe, model, of(m.PACKING_TOKENS), of(m.PACKING_CONTEXT)),
     }
 
 
@@ -136,14 +118,14 @@ def achieved(recipe: Recipe, model: ModelConfig, metrics: Mapping[str, float], d
     gpu = gpu_named(device)
     engine = recipe.gpus - recipe.world_size if recipe.rollout.engine == "server" else recipe.world_size
     reached: Metrics = dict(flops)
-    if (training := metrics.get(TIME_TRAIN, 0.0) * recipe.world_size) > 0:
+    if (training := metrics.get(m.TIME_TRAIN, 0.0) * recipe.world_size) > 0:
         epochs = recipe.loss.epochs
-        reached[TRAIN_TOKENS_PER_GPU] = epochs * metrics.get(PACKING_UNIQUE_TOKENS, 0.0) / training
-        reached[TRAIN_EXPANDED_PER_GPU] = epochs * metrics.get(PACKING_EXPANDED_TOKENS, 0.0) / training
+        reached[m.TRAIN_TOKENS_PER_GPU] = epochs * metrics.get(m.PACKING_UNIQUE_TOKENS, 0.0) / training
+        reached[m.TRAIN_EXPANDED_PER_GPU] = epochs * metrics.get(m.PACKING_EXPANDED_TOKENS, 0.0) / training
         if gpu is not None:
-            reached[TRAIN_MFU] = flops[TRAIN_FLOPS] / (training * gpu.flops)
-    if (harvest := metrics.get(TIME_HARVEST, 0.0) * engine) > 0 and flops[HARVEST_FLOPS]:
-        reached[HARVEST_TOKENS_PER_GPU] = metrics.get(HARVEST_GENERATED_TOKENS, 0.0) / harvest
+            reached[m.TRAIN_MFU] = flops[m.TRAIN_FLOPS] / (training * gpu.flops)
+    if (harvest := metrics.get(m.TIME_HARVEST, 0.0) * engine) > 0 and flops[m.HARVEST_FLOPS]:
+        reached[m.HARVEST_TOKENS_PER_GPU] = metrics.get(m.HARVEST_GENERATED_TOKENS, 0.0) / harvest
         if gpu is not None:
-            reached[HARVEST_MFU] = flops[HARVEST_FLOPS] / (harvest * gpu.flops)
+            reached[m.HARVEST_MFU] = flops[m.HARVEST_FLOPS] / (harvest * gpu.flops)
     return reached

@@ -8,16 +8,7 @@ from statistics import fmean
 
 import numpy as np
 
-from megatron_eqlen.metrics import (
-    HARVEST_ENDED_RESPONSE_LENGTH,
-    HARVEST_FORKS,
-    HARVEST_GENERATED_TOKENS,
-    HARVEST_OVERHEAD_SECONDS_PER_STEP,
-    HARVEST_RECOMPUTED_TOKENS_PER_FORK,
-    HARVEST_SLOT_OCCUPANCY,
-    HARVEST_SUSPENDED_ROLLOUTS,
-    HARVEST_TOKENS_PER_SECOND,
-)
+from megatron_eqlen import metrics as m
 from megatron_eqlen.rollout.dialogues import Dialogues
 from megatron_eqlen.rollout.engine import Decoder
 from megatron_eqlen.rollout.partial import HarvestProgress
@@ -89,26 +80,26 @@ class Meter:
         recomputed = self.fork_prefix_tokens - self.fork_cached_tokens
         metrics: Metrics = {
             "harvest/seconds": seconds,
-            HARVEST_GENERATED_TOKENS: self.generated_tokens,
+            m.HARVEST_GENERATED_TOKENS: self.generated_tokens,
             "harvest/resumed_tokens": self.resumed_tokens,
-            HARVEST_TOKENS_PER_SECOND: (self.generated_tokens - self.resumed_tokens) / seconds,
+            m.HARVEST_TOKENS_PER_SECOND: (self.generated_tokens - self.resumed_tokens) / seconds,
             "harvest/requests": self.requests,
             "harvest/retries": self.retries,
             "harvest/engine_steps": self.steps,
-            HARVEST_SLOT_OCCUPANCY: self.deltas / (steps * self.engine.max_num_seqs),
-            HARVEST_OVERHEAD_SECONDS_PER_STEP: (seconds - self.engine_seconds) / steps,
-            HARVEST_FORKS: self.forks,
+            m.HARVEST_SLOT_OCCUPANCY: self.deltas / (steps * self.engine.max_num_seqs),
+            m.HARVEST_OVERHEAD_SECONDS_PER_STEP: (seconds - self.engine_seconds) / steps,
+            m.HARVEST_FORKS: self.forks,
             "harvest/forks_prefilled": self.forks_prefilled,
             "harvest/fork_prefix_tokens": self.fork_prefix_tokens,
             "harvest/fork_cached_tokens": self.fork_cached_tokens,
-            HARVEST_RECOMPUTED_TOKENS_PER_FORK: recomputed / max(self.forks_prefilled, 1),
+            m.HARVEST_RECOMPUTED_TOKENS_PER_FORK: recomputed / max(self.forks_prefilled, 1),
             "harvest/policy_version": self.engine.policy_version,
         }
         if self.carried is not None:
             metrics |= {
                 "harvest/carried_rollouts": len(self.carried),
                 "harvest/carried_tokens": sum(partial.earlier_tokens for partial in self.carried),
-                HARVEST_SUSPENDED_ROLLOUTS: self.suspended,
+                m.HARVEST_SUSPENDED_ROLLOUTS: self.suspended,
             }
         if self.dialogues is not None:
             metrics |= self.dialogues.metrics()
@@ -130,7 +121,7 @@ def rollout_metrics(rollouts: list[Rollout]) -> Metrics:
     ]
     metrics: Metrics = {"harvest/rollouts": len(rollouts), "harvest/ended_responses": len(ended)}
     if ended:
-        metrics[HARVEST_ENDED_RESPONSE_LENGTH] = fmean(ended)
+        metrics[m.HARVEST_ENDED_RESPONSE_LENGTH] = fmean(ended)
     tables = [part.tokens for rollout in rollouts for part in rollout.parts]
     if any(GIVEN.name in table for table in tables):
         given = sum(len(table) - table.generated for table in tables)

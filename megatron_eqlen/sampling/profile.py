@@ -19,14 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from megatron_eqlen.metrics import (
-    PROFILE_FORK_GAIN,
-    PROFILE_FORKS,
-    PROFILE_ROLLOUTS,
-    PROFILE_TOKENS_AFTER,
-    PROFILE_UNDECIDED,
-    PROFILE_VARIANCE,
-)
+from megatron_eqlen import metrics as m
 from megatron_eqlen.sampling.comparison import response_reward
 from megatron_eqlen.types import Metrics, Part, Rollout
 
@@ -101,22 +94,22 @@ def profile_metrics(rollouts: Iterable[Rollout]) -> Metrics:
         return {}
     weight = sum(fork.weight for fork in later)
     return {
-        PROFILE_ROLLOUTS: len(first),
-        PROFILE_VARIANCE: fmean(first),
-        PROFILE_FORKS: len(later),
-        PROFILE_UNDECIDED: sum(fork.weight * fork.variance for fork in later) / weight,
-        PROFILE_TOKENS_AFTER: sum(fork.weight * fork.after for fork in later)
+        m.PROFILE_ROLLOUTS: len(first),
+        m.PROFILE_VARIANCE: fmean(first),
+        m.PROFILE_FORKS: len(later),
+        m.PROFILE_UNDECIDED: sum(fork.weight * fork.variance for fork in later) / weight,
+        m.PROFILE_TOKENS_AFTER: sum(fork.weight * fork.after for fork in later)
         / sum(fork.weight * (fork.length + fork.after) for fork in later),
     }
 
 
 def gain_metrics(metrics: Metrics) -> Metrics:
     """Return ``profile/fork_gain`` of a whole step's ``profile_metrics``; nothing where no reward varies."""
-    if metrics.get(PROFILE_VARIANCE, 0.0) <= 0:
+    if metrics.get(m.PROFILE_VARIANCE, 0.0) <= 0:
         return {}
-    undecided = min(max(metrics[PROFILE_UNDECIDED] / metrics[PROFILE_VARIANCE], 0.0), 1.0)
-    ends, decided = [1 - metrics[PROFILE_TOKENS_AFTER], 1.0], [1 - undecided, undecided]
-    return {PROFILE_FORK_GAIN: fork_gain(ends, decided)}
+    undecided = min(max(metrics[m.PROFILE_UNDECIDED] / metrics[m.PROFILE_VARIANCE], 0.0), 1.0)
+    ends, decided = [1 - metrics[m.PROFILE_TOKENS_AFTER], 1.0], [1 - undecided, undecided]
+    return {m.PROFILE_FORK_GAIN: fork_gain(ends, decided)}
 
 
 def fork_gain(ends: Sequence[float], decided: Sequence[float]) -> float:

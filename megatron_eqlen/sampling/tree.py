@@ -18,11 +18,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import ClassVar
 
-from megatron_eqlen.metrics import (
-    HARVEST_RESPONSE_LENGTH,
-    HARVEST_SUPERVISED_TOKENS,
-    HARVEST_TRUNCATED_FRACTION,
-)
+from megatron_eqlen import metrics as m
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import (
     ComparisonUnit,
@@ -98,10 +94,10 @@ class TreeSampling(SamplingKind):
         forks = sum(len({part.parent for part in rollout.parts} - {-1}) for rollout in rollouts)
         return {
             "harvest/completions": len(parts),
-            HARVEST_SUPERVISED_TOKENS: sum(lengths),
-            HARVEST_RESPONSE_LENGTH: fmean(lengths),
+            m.HARVEST_SUPERVISED_TOKENS: sum(lengths),
+            m.HARVEST_RESPONSE_LENGTH: fmean(lengths),
             "harvest/response_length_max": max(lengths),
-            HARVEST_TRUNCATED_FRACTION: reasons["length"] / len(parts),
+            m.HARVEST_TRUNCATED_FRACTION: reasons["length"] / len(parts),
             "harvest/budget_fraction": reasons[None] / len(parts),
         } | context_metrics(rollouts, branches=sum(part.parent >= 0 for part in parts) - forks)
 

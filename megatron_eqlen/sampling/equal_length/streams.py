@@ -7,15 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Literal
 
-from megatron_eqlen.metrics import (
-    HARVEST_PAIRS_PER_STREAM,
-    HARVEST_SEGMENT_LENGTH,
-    HARVEST_SUPERVISED_TOKENS,
-    OBJECTIVE_PAIRS_PER_STREAM,
-    OBJECTIVE_REWARD_GAP,
-    OBJECTIVE_SEGMENT_LENGTH_MEAN,
-    OBJECTIVE_SKIP_RATE,
-)
+from megatron_eqlen import metrics as m
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty, all_equal, token_tree
 from megatron_eqlen.sampling.equal_length.dual_track import DualTrack, Pair, pairs_of, tail_of
@@ -86,14 +78,14 @@ class EqualLength(SamplingKind):
         metrics: Metrics = {
             "harvest/streams": len(rollouts),
             "harvest/pairs": len(lengths),
-            HARVEST_PAIRS_PER_STREAM: len(lengths) / len(rollouts),
-            HARVEST_SUPERVISED_TOKENS: 2 * sum(lengths),
+            m.HARVEST_PAIRS_PER_STREAM: len(lengths) / len(rollouts),
+            m.HARVEST_SUPERVISED_TOKENS: 2 * sum(lengths),
             "harvest/tail_tokens": sum(len(tail) for tail in map(tail_of, rollouts) if tail is not None),
         }
         for outcome in OUTCOMES:
             metrics[f"harvest/{outcome}_fraction"] = outcomes[outcome] / len(rollouts)
         if lengths:
-            metrics[HARVEST_SEGMENT_LENGTH] = fmean(lengths)
+            metrics[m.HARVEST_SEGMENT_LENGTH] = fmean(lengths)
             metrics["harvest/segment_length_max"] = max(lengths)
         return metrics | context_metrics(rollouts, branches=sum(max(len(each) - 1, 0) for each in pairs))
 
@@ -108,10 +100,10 @@ class EqualLength(SamplingKind):
         lengths = [unit.lengths[0] for unit in units]
         return {
             "objective/pairs": float(len(units)),
-            OBJECTIVE_PAIRS_PER_STREAM: len(units) / len(rollouts),
-            OBJECTIVE_SKIP_RATE: fmean(all_equal(unit.rewards) for unit in units) if units else 0.0,
-            OBJECTIVE_REWARD_GAP: _reward_gap(rollouts, recipe),
-            OBJECTIVE_SEGMENT_LENGTH_MEAN: fmean(lengths) if lengths else 0.0,
+            m.OBJECTIVE_PAIRS_PER_STREAM: len(units) / len(rollouts),
+            m.OBJECTIVE_SKIP_RATE: fmean(all_equal(unit.rewards) for unit in units) if units else 0.0,
+            m.OBJECTIVE_REWARD_GAP: _reward_gap(rollouts, recipe),
+            m.OBJECTIVE_SEGMENT_LENGTH_MEAN: fmean(lengths) if lengths else 0.0,
             "objective/segment_length_max": float(max(lengths, default=0)),
         }
 

@@ -15,12 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_eqlen import metrics as m
 from megatron_eqlen.hf.config import read_config
-from megatron_eqlen.metrics import (
-    ENGINE_PREEMPTIONS,
-    ENGINE_SYNC_BYTES,
-    ENGINE_SYNC_SECONDS,
-)
 from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.rollout.engine import Delta, EngineError
 from megatron_eqlen.rollout.vllm.engine.containment import importing_vllm
@@ -109,8 +105,8 @@ class ColocatedEngine:
         self.refusal = None
         self.policy_version = policy_version
         self.sync = {
-            ENGINE_SYNC_SECONDS: time.perf_counter() - start,
-            ENGINE_SYNC_BYTES: self.weights.bytes_seen,
+            m.ENGINE_SYNC_SECONDS: time.perf_counter() - start,
+            m.ENGINE_SYNC_BYTES: self.weights.bytes_seen,
         }
 
     def reset_cache(self) -> None:
@@ -142,7 +138,7 @@ class ColocatedEngine:
         lifecycle.close(self.core)
 
     def metrics(self) -> Metrics:
-        metrics: Metrics = {ENGINE_PREEMPTIONS: self.preemptions, **self.sync}
+        metrics: Metrics = {m.ENGINE_PREEMPTIONS: self.preemptions, **self.sync}
         self.preemptions = 0
         self.sync = {}
         return metrics
