@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, cast
 
@@ -229,23 +229,25 @@ class Rollout:
             if part.finish_reason == "stop":
                 yield part, last_turn(line_of(by_number, part.number))
 
+    def along[T](self, at_prompt: T, of: Callable[[T, Part], T]) -> dict[int, T]:
+        """Return a value of each part, by its number, from that of the part that it continues; ``at_prompt``
+        for -1."""
+        values = {-1: at_prompt}
+        for part in self.parts:
+            values[part.number] = of(values[part.parent], part)
+        return values
+
     def ends(self) -> dict[int, int]:
         """Return the number of generated tokens from the prompt to the end of each part, by the part's
         number; 0 for -1."""
-        ends = {-1: 0}
-        for part in self.parts:
-            ends[part.number] = ends[part.parent] + len(part)
-        return ends
+        return self.along(0, lambda end, part: end + len(part))
 
     def weights(self) -> dict[int, float]:
         """Return the weight of each part in its rollout, by its number; 1 for -1, the prompt. Parts that
         continue the same part share its weight equally: each of them is what the policy might have
         continued it with."""
         siblings = Counter(part.parent for part in self.parts)
-        weights = {-1: 1.0}
-        for part in self.parts:
-            weights[part.number] = weights[part.parent] / siblings[part.parent]
-        return weights
+        return self.along(1.0, lambda weight, part: weight / siblings[part.parent])
 
     def lines(self) -> Iterator[Line]:
         """Yield all lines."""

@@ -28,10 +28,6 @@ EVALUATION_SEED = 20_000_003
 the same seed."""
 
 
-def _everything(items: list) -> list:
-    return items
-
-
 def evaluate(
     engine: Engine,
     benchmark: BenchmarkRecipe,
@@ -39,9 +35,9 @@ def evaluate(
     scorer: Scorer,
     recipe: Recipe,
     eos_token_ids: Collection[int],
-    share: Callable[[list[Prompt]], list[Prompt]] = _everything,
+    share: Callable[[list[Prompt]], list[Prompt]] = list,
     grades: Callable[[Prompt, int], bool] = all_rollouts,
-    gather: Callable[[list], list] = _everything,
+    gather: Callable[[list], list] = list,
     conversations: Conversations | None = None,
 ) -> EvaluationResult:
     """Evaluate the engine's weights on ``problems`` with ``recipe.evaluation.samples`` completions each.

@@ -152,7 +152,8 @@ def token_baselines(
     ``rollouts``. Raises ValueError for a baseline that does not fit."""
     spans: dict[str, list[Span]] = defaultdict(list)
     ends = [rollout.ends() for rollout in rollouts]
-    roots = [_roots(rollout) for rollout in rollouts]
+    # number of the first part of each part's line
+    roots = [r.along(-1, lambda root, part: part.number if root < 0 else root) for r in rollouts]
     for number, unit in enumerate(units):
         weight = (1.0 if unit.share is None else unit.share) / len(unit.members)
         for part, reward in zip(unit.members, unit.rewards, strict=True):
@@ -181,11 +182,3 @@ def checked_baselines(baseline: TokenBaseline, prompts: Sequence[Sequence[Span]]
                     f"{where}: expected {span.end - span.start} finite numbers or None, found {values}"
                 )
     return baselines
-
-
-def _roots(rollout: Rollout) -> dict[int, int]:
-    """Return the number of the first part of each part's line, by the part's number."""
-    roots: dict[int, int] = {}
-    for part in rollout.parts:
-        roots[part.number] = roots.get(part.parent, part.number)
-    return roots

@@ -161,9 +161,8 @@ def _role(weight: float, advantage: float) -> Role:
 def view(rollout: Rollout, decode: Decode, training: Training) -> RolloutView:
     """Return a rollout as text; ``training`` gives the lessons. ``decode``: as ``by_token`` returns it."""
     title, labels = KINDS[rollout.kind].labels(rollout)
-    places, ends = {part.number: place for place, part in enumerate(rollout.parts)}, {-1: 0}
-    for part in rollout.parts:
-        ends[part.number] = ends[part.parent] + len(part.tokens)
+    places = {part.number: place for place, part in enumerate(rollout.parts)}
+    ends = rollout.along(0, lambda end, part: end + len(part.tokens))
     gold = rollout.prompt.gold if rollout.prompt.grader == MATH else ""  # of other graders no one answer
     parts = [
         PartView(

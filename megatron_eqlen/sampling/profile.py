@@ -50,9 +50,7 @@ class _Outcomes(NamedTuple):
 def forks(rollout: Rollout) -> Iterator[Fork]:
     """Yield the forks of a complete scored rollout, those of the longest lines first. Parts that the budget
     cut off are left out."""
-    ends, weights, behind = rollout.ends(), rollout.weights(), {-1: 0}
-    for part in rollout.parts:
-        behind[part.number] = behind[part.parent] + 1
+    ends, weights, behind = rollout.ends(), rollout.weights(), rollout.along(0, lambda n, _: n + 1)
     below: dict[int, list[_Outcomes]] = defaultdict(list)
     parents = {part.number: part for part in reversed(rollout.parts)}
     # of two tracks that are truncated a stream keeps one
