@@ -27,6 +27,8 @@ from tests.pure.test_forks import recipe
 HERE = "tests.pure.test_agents"
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 CALL = 'so\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+INDEPENDENT = recipe(sampling="independent", objective="grpo")
+SINGLE_PAIRS = recipe(sampling="equal_length", objective="grpo", single_pair=True)
 FIRST = [{"role": "user", "content": "q"}]
 
 
@@ -45,6 +47,15 @@ def talks(base_url, prompt, seed, turns=2):
         messages += [{"role": "user", "content": "more"}] if turn else []
         messages.append(ask(base_url, messages, temperature=0.3).message)
     return len(messages) / 10
+
+
+def varies(base_url, prompt, seed):
+    """Talks for two or three turns, by turns."""
+    varies.count += 1
+    return talks(base_url, prompt, seed, 2 + varies.count % 2)
+
+
+varies.count = 0
 
 
 async def calls(base_url, prompt, seed):
@@ -176,13 +187,14 @@ def endpoint():
     VerifiersTask.end()
 
 
-def played(tokenizer, function, count=1, tools=None, progress=None, engine=None, **section):
-    """Return rollouts, metrics and the engine of ``count`` prompts; each has two completions."""
+def played(
+    tokenizer, function, count=1, tools=None, progress=None, engine=None, settings=INDEPENDENT, **section
+):
+    """Return rollouts, metrics and the engine of ``count`` prompts; each has two completions or tracks."""
     options = {"function": f"{HERE}:{function}"} | ({"tools": str(tools)} if tools else {})
     section = EnvironmentRecipe(
         **({"name": "agent", "options": options, "timeout": 20.0, "max_given_tokens": 512} | section)
     )
-    settings = recipe(sampling="independent", objective="grpo")
     rollout = settings.rollout.model_copy(update={"max_response_length": 300})
     settings = settings.model_copy(update={"environment": section, "rollout": rollout})
     ids = tokenizer.apply_chat_template(FIRST)
@@ -231,6 +243,16 @@ def test_what_is_trained_is_what_was_generated_and_the_agent_reads_it_without_th
             assert said.count("<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\nhm") == 1
             assert said.count("I say") == 2  # no turn is given back
     assert caplog.text.count("requests of agents: temperature: ignored, the recipe decides") == 1
+
+
+def test_single_pairs_of_an_agent_have_as_many_generated_tokens_on_both_sides(tokenizer):
+    rollouts, metrics, engine = played(tokenizer, "varies", count=3, settings=SINGLE_PAIRS)
+    assert (metrics["environment/turns"], metrics["environment/dropped"]) == (len(engine.drawn), 0)
+    for rollout in rollouts:
+        first, second = (part.tokens for part in rollout.parts[:2])
+        assert [part.role for part in rollout.parts[:2]] == ["a", "b"]
+        assert first.generated == second.generated < min(len(first), len(second))
+        assert rollout.parts[0].grade.reward == 0.4
 
 
 def test_an_asynchronous_agent_gets_calls_of_tools_and_answers_several_at_once(tokenizer, tmp_path):
