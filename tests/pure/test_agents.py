@@ -247,7 +247,7 @@ def test_what_is_trained_is_what_was_generated_and_the_agent_reads_it_without_th
 
 def test_single_pairs_of_an_agent_have_as_many_generated_tokens_on_both_sides(tokenizer):
     rollouts, metrics, _ = played(tokenizer, "varies", count=3, settings=SINGLE_PAIRS)
-    assert metrics["environment/dropped"] == 0 and len(rollouts) == 3
+    assert (metrics["environment/dropped"], len(rollouts)) == (0, 3)
     for rollout in rollouts:
         first, second = (part.tokens for part in rollout.parts[:2])
         assert [part.role for part in rollout.parts[:2]] == ["a", "b"]
