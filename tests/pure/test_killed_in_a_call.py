@@ -7,8 +7,6 @@ import sys
 import time
 from dataclasses import replace
 
-import pytest
-
 from megatron_eqlen.environments.load import conversations
 from megatron_eqlen.recipe import EnvironmentRecipe
 from megatron_eqlen.rollout.harvest import harvest
@@ -22,19 +20,13 @@ from tests.pure.test_agents import FIRST, Speaking
 from tests.pure.test_environments import TEMPLATES, tokenizer_with
 from tests.pure.test_forks import recipe
 
-SECTIONS = {
-    "verifiers": {"python": sys.executable, "config": "{}"},
-}
-"""Options of the environments."""
-IN_CALL = {"verifiers": "sleep 600"}
-"""Of the command line of a process of a call."""
 
-
-def step(folder, name, config):
+def step(folder, config):
     """Harvest one step, or the rest of it, whose record is in ``folder``."""
     tokenizer = tokenizer_with(folder.parent / "tokenizer", TEMPLATES["plain"])
-    options = SECTIONS[name] | ({"config": json.dumps(config)} if name == "verifiers" else {})
-    section = EnvironmentRecipe(name=name, options=options, max_turns=3, max_given_tokens=80, timeout=300.0)
+    options = {"python": sys.executable, "config": json.dumps(config)}
+    limits = {"max_turns": 3, "max_given_tokens": 80, "timeout": 300.0}
+    section = EnvironmentRecipe(name="verifiers", options=options, **limits)
     settings = recipe(sampling="independent", objective="grpo")
     rollout = settings.rollout.model_copy(update={"max_response_length": 900})
     settings = settings.model_copy(update={"environment": section, "rollout": rollout})
@@ -50,23 +42,22 @@ def step(folder, name, config):
             speak.close()
 
 
-def step_that_is_killed(folder, name, config):
+def step_that_is_killed(folder, config):
     recorder.INTERVAL = 0.1
-    step(folder, name, config)
+    step(folder, config)
 
 
-@pytest.mark.parametrize("name", ["verifiers"])
-def test_a_kill_in_mid_call_leaves_no_process_and_the_step_resumes(name, tmp_path, monkeypatch):
+def test_a_kill_in_mid_call_leaves_no_process_and_the_step_resumes(tmp_path, monkeypatch):
     verifiers_stub.write(tmp_path / "stub")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "stub"), prepend=os.pathsep)
     folder, hold = tmp_path / "step-00000001", tmp_path / "hold"
     hold.touch()
-    call = f"step_that_is_killed(Path({str(folder)!r}), {name!r}, {{'hold': {str(hold)!r}}})"
+    call = f"step_that_is_killed(Path({str(folder)!r}), {{'hold': {str(hold)!r}}})"
     code = f"from pathlib import Path; from {__name__} import *; {call}"
     victim = subprocess.Popen([sys.executable, "-c", code])
 
     def in_call():
-        return [pid for pid in descendants(victim.pid) if IN_CALL[name] in command_line(pid)]
+        return [pid for pid in descendants(victim.pid) if "sleep 600" in command_line(pid)]
 
     assert within(90, lambda: len(in_call()) >= 4 or victim.poll() is not None)
     time.sleep(1.0)  # the record of the first turn is there
@@ -76,7 +67,7 @@ def test_a_kill_in_mid_call_leaves_no_process_and_the_step_resumes(name, tmp_pat
     victim.wait()
     assert within(20, are_gone(started))
     hold.unlink()
-    whole, _ = step(tmp_path / "whole" / "step", name, {})
-    resumed, metrics = step(folder, name, {})
+    whole, _ = step(tmp_path / "whole" / "step", {})
+    resumed, metrics = step(folder, {})
     assert resumed == whole
     assert metrics["harvest/resumed_tokens"] > 0
