@@ -318,7 +318,7 @@ def grades_of(rows: Iterable[RecordedRow]) -> dict[GradeKey, Grade]:
     return {
         tuple(row[key] for key in KEY): Grade(
             **{k: v for k, v in row.items() if k not in (*KEY, "rewards")},
-            rewards=dict(row.get("rewards") or ()),  # a record of before has none
+            rewards=dict(row["rewards"]),
         )
         for row in rows
         if row["verdict"] is not None
