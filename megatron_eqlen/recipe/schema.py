@@ -179,8 +179,8 @@ class TeacherRecipe(Section):
     revision: Annotated[str | None, When(".path")] = None
     """Branch, tag or commit, for a name on the hub."""
     url: Annotated[str, Field(pattern="^(https?://.+)?$")] = ""
-    """In place of ``path``, base URL of a vLLM server of the teacher, which gets the trainer's
-    ``VLLM_API_KEY``. Its log-probs are recorded with the rollouts."""
+    """Base URL of a vLLM server of the teacher, in place of ``path``; it gets the trainer's ``VLLM_API_KEY``.
+    Its log-probs are recorded with the rollouts."""
 
     def __bool__(self) -> bool:
         return bool(self.path or self.url)

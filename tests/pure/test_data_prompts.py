@@ -311,7 +311,7 @@ def fails_later(response, answer):
 
 
 def test_an_own_function_grades_further_rows_and_a_benchmark_is_read_whole(tokenizer, tmp_path):
-    """What a run would meet after its first harvest, or in its first evaluation, is met before."""
+    """A start meets the errors of a first harvest and of a first evaluation."""
     rows = [{"question": f"{n} + 1?", "answer": n + 1} for n in range(9)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, [*rows, {"question": "?"}])))
