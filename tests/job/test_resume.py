@@ -151,6 +151,7 @@ sys.exit(main())
 
 
 def test_killed_ranks_take_their_processes_with_them_and_started_again_the_run_ends_the_same(home, trained):
+    whole = train(home, "two", "steps=2", NO_EVALUATION, ranks=2)
     folder = home / "killed"
     _, _, *arguments = command(home, "killed", "cluster.processes_per_node=2", "steps=2", NO_EVALUATION)
     ranks = start_ranks(2, "-c", HOLDS_AFTER_A_STEP, *arguments)
@@ -163,6 +164,8 @@ def test_killed_ranks_take_their_processes_with_them_and_started_again_the_run_e
     assert RunStatus(folder).condition == "killed"
     train(home, "killed", "steps=2", NO_EVALUATION, ranks=2)
     assert column(folder, "step") == [1, 2]
+    assert column(folder, "loss/total") == column(whole, "loss/total")
+    assert same_weights(folder, whole)
     assert column(folder, "loss/total") == pytest.approx(
         column(trained, "loss/total")[:2], rel=1e-4, abs=1e-6
     )

@@ -1,4 +1,4 @@
-"""Print the direction of the expected step on coin flips.
+"""Print Proposition 1 on random transformers, and the direction of the expected step on coin flips.
 
 python -m tests.kit.theory_numbers
 """
@@ -12,7 +12,10 @@ import torch
 
 from tests.kit import theory
 from tests.kit.length_bias import Process
+from tests.kit.theory import B_1
 
+POLICIES = 100
+"""Random transformers."""
 METHODS: dict[str, dict[str, Any]] = {
     "EqLen-GRPO": {},
     "mean, rloo": {"objective": "rloo", "suffix_reward": "mean"},
@@ -20,6 +23,14 @@ METHODS: dict[str, dict[str, Any]] = {
     "single pair": {"single_pair": True},
     "on_policy": {"pair_weight": "on_policy"},
 }
+
+
+def proposition_1() -> None:
+    policies = [theory.TransformerPolicy(seed) for seed in range(POLICIES)]
+    title(f"Proposition 1: of {POLICIES} random transformers")
+    print(f"  the proof's inequality fails  {sum(not theory.fisher_step(p).holds for p in policies)}")
+    for name, rollout in (("GRPO", theory.unlucky_group()), ("EqLen", theory.eqlen_stream())):
+        print(f"  {name + ' makes B_1 rarer':<29} {sum(theory.slope(p, rollout, B_1) < 0 for p in policies)}")
 
 
 def coins() -> None:
@@ -47,4 +58,5 @@ def title(text: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    proposition_1()
     coins()

@@ -77,6 +77,11 @@ def test_proposition_1_an_eqlen_step_leaves_the_prefix_alone(table):
     assert after[1] > before[1]  # B_2, which leads to the right answer, was rewarded
 
 
+def test_proposition_1_on_a_transformer():
+    before, after = after_a_step(TransformerPolicy(0), unlucky_group(), lr=1e-5)
+    assert after[0] < before[0]
+
+
 def test_the_surrogate_is_the_loss_that_training_takes():
     policy = TransformerPolicy(1)
     trees = trees_of(eqlen_stream())
@@ -181,6 +186,14 @@ def test_eqlen_has_no_term_of_an_inherited_prefix():
         pairs_of(stream)[1].a.grade.reward = second
         best = max(second, third)
         assert direct_coefficient(stream, B_1) == (-1 / 8 if best < 1 else 0.0)
+
+
+def test_prefix_in_gradient_cancels_exactly_on_policy():
+    """The pair's two sides carry opposite advantages on one prefix; the ablation changes only 1/L."""
+    stream = eqlen_stream()
+    assert direct_coefficient(stream, B_1, prefix_in_gradient=True) == 0
+    kept, ablated = (trees_of(stream, whole)[0].nodes[-1].weight for whole in (False, True))
+    assert ablated == kept * len(B_2) / len(B_1 + B_2)
 
 
 def test_max_favours_the_longer_side_where_no_side_deserves_it():

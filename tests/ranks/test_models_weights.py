@@ -226,6 +226,10 @@ def drop(folder) -> None:
 BROKEN = {
     "wrong shape": (reshape, r"expected shape \(.*\), found \("),
     "missing tensor": (drop, "model.norm.weight is missing"),
+    "index without map": (
+        lambda folder: (folder / "model.safetensors.index.json").write_text("{}"),
+        "not an index of safetensors files",
+    ),
     "no folder": (shutil.rmtree, "no such"),
 }
 
