@@ -163,8 +163,8 @@ class Generator(InTurn):
         if self.conversations is not None:
             session.ends_with(self.conversations.close)
         self._tools = tools(self.recipe)
-        if self.recipe.teacher.url and session.replicas.drives:
-            _ = self.teacher  # tried before anything expensive
+        if synced and self.recipe.teacher.url and session.replicas.drives:
+            _ = self.teacher  # a run tries it before the engine starts; an evaluation never asks it
         self.source = source or start_prompts(session)
         """On rank 0 only, which draws for all ranks. Gold answers are checked under a time limit, so ranks
         that each drew their own prompts could keep different ones."""
