@@ -191,6 +191,8 @@ def status(arguments: argparse.Namespace) -> int:
 
 def compare(arguments: argparse.Namespace) -> int:
     _must_exist(*arguments.runs)
+    if arguments.out is None and (arguments.over or arguments.charts):
+        raise ValueError("--over and --charts say what is drawn: expected --out FOLDER, too")
     from megatron_eqlen.report.compare import compare_runs
 
     compare_runs(arguments.runs, arguments.baseline, arguments.out, arguments.over, arguments.charts)

@@ -91,6 +91,7 @@ def test_methods_side_by_side(tmp_path, capsys):
     assert cli.main([*words, "Accuracy on aime25, %"]) == 0
     assert "over steps" in svg.read_text()
     assert cli.main([*words, "Reward"]) == 2, "no run has recorded one"
+    assert cli.main(["compare", str(tmp_path), "--over", "steps"]) == 2, "nothing is drawn"
 
 
 def test_two_models_have_columns_of_their_own(tmp_path):
