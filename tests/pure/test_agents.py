@@ -40,19 +40,19 @@ def ask(base_url, messages, **options):
     return client(base_url).chat.completions.create(model="policy", messages=messages, **options).choices[0]
 
 
-def talks(base_url, prompt, seed, turns=2):
-    """Hands each turn back as it came, says ``more`` until there are ``turns``, and rewards the length."""
+def talks(base_url, prompt, seed, turns=2, word="more"):
+    """Hands each turn back as it came, says ``word`` until there are ``turns``, and rewards the length."""
     messages = [*FIRST]
     for turn in range(turns):
-        messages += [{"role": "user", "content": "more"}] if turn else []
+        messages += [{"role": "user", "content": word}] if turn else []
         messages.append(ask(base_url, messages, temperature=0.3).message)
     return len(messages) / 10
 
 
 def varies(base_url, prompt, seed):
-    """Talks for two or three turns, by turns."""
+    """Talks for two turns and for three, with a longer word, in turn."""
     varies.count += 1
-    return talks(base_url, prompt, seed, 2 + varies.count % 2)
+    return talks(base_url, prompt, seed, *((3, "more of it, and more") if varies.count % 2 else (2, "more")))
 
 
 varies.count = 0
@@ -245,15 +245,13 @@ def test_what_is_trained_is_what_was_generated_and_the_agent_reads_it_without_th
     assert caplog.text.count("requests of agents: temperature: ignored, the recipe decides") == 1
 
 
-def test_single_pairs_of_an_agent_have_as_many_generated_tokens_on_both_sides(tokenizer):
-    rollouts, metrics, _ = played(tokenizer, "varies", count=3, settings=SINGLE_PAIRS)
-    assert (metrics["environment/dropped"], len(rollouts)) == (0, 3)
-    for rollout in rollouts:
-        first, second = (part.tokens for part in rollout.parts[:2])
-        assert [part.role for part in rollout.parts[:2]] == ["a", "b"]
-        assert first.generated == second.generated < min(len(first), len(second))
-        turns = _runs(first.token_ids.tolist(), first.is_generated.tolist())
-        assert rollout.parts[0].grade.reward == pytest.approx(0.2 * len(turns))
+def test_a_single_pair_of_an_agent_has_as_many_generated_tokens_on_both_sides(tokenizer):
+    (stream,), metrics, _ = played(tokenizer, "varies", settings=SINGLE_PAIRS)
+    assert metrics["environment/dropped"] == 0
+    first, second = (part.tokens for part in stream.parts[:2])
+    assert [part.role for part in stream.parts[:2]] == ["a", "b"]
+    assert first.generated == second.generated < len(first) < len(second)
+    assert stream.parts[0].grade.reward == pytest.approx(0.4)
 
 
 def test_an_asynchronous_agent_gets_calls_of_tools_and_answers_several_at_once(tokenizer, tmp_path):
