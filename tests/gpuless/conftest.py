@@ -4,10 +4,10 @@ import os
 import sys
 from types import SimpleNamespace
 
-from tests.gpuless.sources import PACKAGES
+from tests.kit.sources import FOR_GPUS
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined
-sys.path.append(str(PACKAGES / "imported"))
+sys.path.append(str(FOR_GPUS / "imported"))
 
 from triton.backends import backends
 

@@ -11,39 +11,12 @@ from typing import NamedTuple
 
 import pytest
 
-from megatron_eqlen.recipe import RolloutRecipe
-from megatron_eqlen.rollout.vllm.engine import engine_args
-from tests.gpuless import sources
-from tests.gpuless.sources import Definition, Function, definition
-from tests.kit import ROOT
+from tests.kit import ROOT, sources
 from tests.kit import transformer_engine_names as te
-from tests.kit.tiny_models import save_tiny
+from tests.kit.sources import Definition, Function, definition
 
 PACKAGES = ("vllm", "megatron.core", "transformer_engine", "fla")
 FILES = sorted((ROOT / "megatron_eqlen").rglob("*.py"))
-PROTOCOL = "vllm.entrypoints.scale_out.token_in_token_out.protocol"
-REPLACED = {
-    ("vllm.v1.engine.output_processor", "RequestState"): ["_new_completion_output"],
-    ("vllm.outputs", "RequestOutput"): ["add"],
-    ("vllm.v1.sample.sampler", "Sampler"): ["forward"],
-}
-"""Names inside vLLM that the package assigns to (megatron_eqlen/rollout/README.md)."""
-
-TYPES = {
-    ("vllm/server/generate_api.py", "choice"): (PROTOCOL, "GenerateTokensStreamChoice"),
-    ("vllm/server/generate_api.py", "token"): (PROTOCOL, "GenerateLogProbsContent"),
-    ("vllm/engine/engine_core.py", "output"): ("vllm.v1.engine", "EngineCoreOutput"),
-    ("vllm/engine/engine_core.py", "chosen"): ("vllm.v1.outputs", "LogprobsLists"),
-    ("vllm/engine/sampler.py", "output"): ("vllm.v1.outputs", "SamplerOutput"),
-    ("vllm/engine/sampler.py", "self.runner.input_batch"): ("vllm.v1.worker.gpu_input_batch", "InputBatch"),
-    ("vllm/engine/cpu.py", "batch"): ("vllm.v1.worker.gpu_input_batch", "InputBatch"),
-    ("vllm/engine/cpu.py", "self.model_runner"): ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner"),
-    ("vllm/engine/engine_core.py", "core"): ("vllm.v1.engine.core", "EngineCore"),
-    ("vllm/engine/lifecycle.py", "core"): ("vllm.v1.engine.core", "EngineCore"),
-    ("vllm/engine/colocated.py", "self.core"): ("vllm.v1.engine.core", "EngineCore"),
-}
-"""Types of variables in files of ``rollout`` that hold objects of vLLM."""
-
 MODULES = {te.Linear: "linear", te.GroupedLinear: "grouped_linear"}
 """Files of Transformer Engine's linear layers."""
 OWN_CALLS = {"PolicyModel.forward"}
@@ -66,7 +39,7 @@ def imported(file: Path) -> dict[str, Used]:
     """Return the names of the packages, by the name that the file has for each."""
     return {
         alias.asname or alias.name: Used(file.relative_to(ROOT), node.module, alias.name)
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in ast.walk(sources.tree(file))
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(PACKAGES)
         for alias in node.names
     }
@@ -82,7 +55,7 @@ def test_every_attribute_of_an_imported_module_is_defined():
     missing = []
     for file in FILES:
         names = imported(file)
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(sources.tree(file)):
             if (
                 isinstance(node, ast.Attribute)
                 and isinstance(node.value, ast.Name)
@@ -92,36 +65,6 @@ def test_every_attribute_of_an_imported_module_is_defined():
                 if found and isinstance(found.node, ast.Module) and not definition(found.module, node.attr):
                     missing.append((str(file), node.lineno, found.module, node.attr))
     assert missing == []
-
-
-@pytest.mark.parametrize(("place", "methods"), REPLACED.items(), ids=lambda value: str(value))
-def test_what_is_replaced_inside_vllm_is_there(place, methods):
-    found = definition(*place)
-    assert found is not None
-    assert [name for name in methods if sources.method(found, name) is None] == []
-
-
-@pytest.mark.parametrize(("place", "kind"), TYPES.items(), ids=str)
-def test_what_is_read_of_vllms_objects_is_an_attribute_of_theirs(place, kind):
-    file, variable = place
-    found = definition(*kind)
-    assert found is not None
-    read = set()
-    for node in ast.walk(ast.parse((ROOT / "megatron_eqlen/rollout" / file).read_text())):
-        if isinstance(node, ast.Attribute | ast.Subscript) and ast.unparse(node.value) == variable:
-            read.add(node.attr if isinstance(node, ast.Attribute) else ast.literal_eval(node.slice))
-    assert len(read) > 1
-    assert read <= sources.attributes(found)
-
-
-def test_engine_arguments_are_those_of_vllm(monkeypatch, tmp_path):
-    monkeypatch.setattr(engine_args, "STOCK", True)
-    save_tiny(tmp_path, "qwen3_moe")
-    drafts = {"method": "ngram", "num_speculative_tokens": 2}
-    rollout = RolloutRecipe(keep_routes=True, keep_sampling_mask=True, speculation=drafts)
-    found = definition("vllm.engine.arg_utils", "EngineArgs")
-    assert found is not None
-    assert engine_args.engine_args(str(tmp_path), rollout, "float32", 256).keys() <= sources.fields(found)
 
 
 def test_calls_pass_arguments_that_the_packages_take():
@@ -164,7 +107,7 @@ def test_transformer_engine_takes_what_megatrons_layers_pass():
     file = sources.source(module)
     assert file is not None
     checked, wrong = 0, []
-    for layer in (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ClassDef)):
+    for layer in (node for node in ast.walk(sources.tree(file)) if isinstance(node, ast.ClassDef)):
         made = [node for node in ast.walk(layer) if isinstance(node, ast.Call)]
         for base in (ast.unparse(base) for base in layer.bases):
             if not base.startswith("te.pytorch."):
@@ -194,7 +137,7 @@ def test_the_stand_in_for_transformer_engine_takes_its_arguments_in_its_order(la
 def overridden(file: Path) -> Iterator[tuple[str, Function, Function]]:
     """Yield the methods of subclasses that override a method of a package's class: (place, ours, theirs)."""
     names = imported(file)
-    for ours in ast.walk(ast.parse(file.read_text())):
+    for ours in ast.walk(sources.tree(file)):
         if not isinstance(ours, ast.ClassDef):
             continue
         parents = [names[ast.unparse(base)].found for base in ours.bases if ast.unparse(base) in names]
@@ -211,7 +154,7 @@ def overridden(file: Path) -> Iterator[tuple[str, Function, Function]]:
 def calls(file: Path) -> Iterator[tuple[ast.Call, Definition]]:
     """Yield the calls of imported functions and classes."""
     names = imported(file)
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(sources.tree(file)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
             found = names[node.func.id].found
             if found is not None:
@@ -266,7 +209,7 @@ def accepted_in_kwargs(function: ast.FunctionDef) -> set[str]:
 def _called(name: str, keyword: str, file: Path) -> list[ast.Call]:
     return [
         node
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in ast.walk(sources.tree(file))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == name
         if keyword in {each.arg for each in node.keywords}
     ]

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-PACKAGES = Path(os.environ.get("EQLEN_GPU_PACKAGES", Path(__file__).parents[2] / ".venv/gpuless"))
-"""Unpacked wheels for GPUs (``tools/gpuless``)."""
-ROOTS = (PACKAGES / "imported", PACKAGES / "read", *map(Path, site.getsitepackages()))
+FOR_GPUS = Path(os.environ.get("EQLEN_GPU_PACKAGES", Path(__file__).parents[2] / ".venv/gpuless"))
+"""Unpacked wheels for GPUs (``tools/gpuless``); elsewhere this folder does not exist, and vLLM is read in its
+build for CPUs, whose Python files are the same but for its version."""
+ROOTS = (FOR_GPUS / "imported", FOR_GPUS / "read", *map(Path, site.getsitepackages()))
 """Folders of packages; Megatron-Core is the same with and without GPUs."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -33,6 +34,12 @@ def source(module: str) -> Path | None:
 
 
 @cache
+def tree(file: Path) -> ast.Module:
+    """Return a file's syntax tree."""
+    return ast.parse(file.read_text())
+
+
+@cache
 def definition(module: str, name: str) -> Definition | None:
     """Return the definition of ``module``'s name; imports are followed within the packages. A name whose
     import cannot be followed is defined by the import."""
@@ -40,7 +47,7 @@ def definition(module: str, name: str) -> Definition | None:
     if file is None:
         return None
     last = None
-    for node in _statements(ast.parse(file.read_text())):
+    for node in _statements(tree(file)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name == name:
             last = Definition(module, node)
         elif isinstance(node, ast.ImportFrom):
@@ -76,7 +83,7 @@ def resolve(module: str, expression: ast.expr) -> Definition | None:
     if not isinstance(expression, ast.Attribute):
         return None
     dotted = ast.unparse(expression.value)
-    for node in _statements(ast.parse(_file(module).read_text())):
+    for node in _statements(tree(_file(module))):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if dotted == (alias.asname or alias.name):
