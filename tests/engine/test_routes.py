@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,15 +14,18 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCapturer
 
+from megatron_eqlen.environments.environment import Environment, Observation
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
+from megatron_eqlen.rollout.partial import HarvestProgress
 from megatron_eqlen.rollout.record import recorder
 from megatron_eqlen.rollout.record.reader import read_progress, read_step
 from megatron_eqlen.tokens import join
 from megatron_eqlen.types import Prompt, Rollout
 from tests.engine.test_rollout_vllm import Killed, mortal
 from tests.kit.rollout_kit import DTYPES, EOS, folder, open_engine, take_logprobs
+from tests.pure.test_environments import speaking
 from tests.pure.test_rollout_harvest import make_recipe
 
 PROMPTS = [Prompt(f"p{i}", [5 + i, 6, 7, 8] * 17, "?", "math", "1", number=i) for i in range(4)]
@@ -42,28 +46,50 @@ def engine():
     engine.close()
 
 
-def harvested(engine, **over) -> list[Rollout]:
-    return harvest(engine, HarvestPlan(PROMPTS, recipe_of(**over), EOS, seed=3))[0]
+class Counts(Environment):
+    """Answers two turns, by one to four tokens."""
+
+    def __init__(self, prompt: Prompt, seed: int) -> None:
+        self.random, self.left = random.Random(seed), 2
+
+    def step(self, message: str) -> Observation:
+        self.left -= 1
+        return Observation("20 " * self.random.randint(1, 4), done=self.left < 0)
+
+
+def plan_of(answered: bool = False, progress: HarvestProgress | None = None, **over) -> HarvestPlan:
+    """``answered``: an environment answers turns, which are short."""
+    ends, speak = (range(1, 9), speaking(Counts)) if answered else (EOS, None)
+    progress = progress or HarvestProgress()
+    return HarvestPlan(PROMPTS, recipe_of(**over), ends, seed=3, progress=progress, conversations=speak)
+
+
+def harvested(engine, answered: bool = False, **over) -> list[Rollout]:
+    return harvest(engine, plan_of(answered, **over))[0]
 
 
 def paths(rollout: Rollout):
-    """Yield the path to the end of each of the rollout's segments, and the path's rows."""
+    """Yield the path to the end of each of the rollout's segments, and the path's rows; -1: of an
+    environment."""
     for part in rollout.parts:
         whole = rollout.line(part.number)
         tokens = [*rollout.prompt.token_ids, *join([segment.token_ids for segment in whole]).tolist()]
-        of_prompt = rollout.prompt_columns["routes"][1:]
-        yield tokens, join([of_prompt, *(segment.tokens["routes"] for segment in whole)])
+        tables = [rollout.prompt_columns[1:], *(segment.tokens for segment in whole)]
+        generated = join([table.is_generated for table in tables])
+        rows = join([table["routes"] for table in tables]).astype(np.int64)
+        yield tokens, np.where(generated[:, None, None], rows, -1)
 
 
 def router_logits(model, tokens: list[int], routes: np.ndarray) -> np.ndarray:
     """Return [tokens - 1, layers, experts] float32 router logits, from the input of each layer after earlier
-    layers used the experts of ``routes``."""
+    layers used the experts of ``routes``, where these are not -1."""
     found: list[torch.Tensor] = []
 
     def replay(router, _, output):
         logits, weights, experts = output
         experts, layer = experts.clone(), len(found)
-        experts[: len(routes)] = torch.from_numpy(routes[:, layer].astype(np.int64))
+        rows = torch.from_numpy(routes[:, layer])
+        experts[: len(rows)] = torch.where(rows < 0, experts[: len(rows)], rows)
         found.append(logits)
         weights = logits.softmax(-1).gather(1, experts)
         return logits, weights / weights.sum(-1, keepdim=True), experts
@@ -90,6 +116,7 @@ def check(
             order = np.argsort(-logits, axis=-1)
             ranked, k = np.take_along_axis(logits, order, -1), routes.shape[-1]
             clear = ranked[..., k - 1] - ranked[..., k] > round_off
+            clear &= routes[..., 0] >= 0
             same += [*(np.sort(order[..., :k]) == np.sort(routes)).all(-1)[clear]]
             compared.append(clear.mean())
     assert np.mean(same) >= share
@@ -98,10 +125,14 @@ def check(
 
 @pytest.mark.parametrize("sampling", ["equal_length", "tree"])
 def test_recorded_experts_are_those_of_transformers(engine, sampling):
+    """An environment answers turns, and lines fork in mid-turn."""
     over = (
         {"objective": "treerpo", "tree_sampling": {"branching": 2, "forks": 2}} if sampling == "tree" else {}
     )
-    rollouts = harvested(engine, sampling=sampling, **over)
+    rollouts = harvested(engine, answered=True, sampling=sampling, **over)
+    lines = [rollout.line(part.parent) for rollout in rollouts for part in rollout.parts if part.parent >= 0]
+    in_turn = [line for line in lines if line[-1].tokens.is_generated[-1]]
+    assert any(not segment.tokens.is_generated.all() for line in in_turn for segment in line)
     check(folder("qwen3_moe"), rollouts, torch.float32, 1e-4)
 
 
@@ -121,7 +152,7 @@ def test_routes_do_not_depend_on_what_the_cache_held_or_how_a_prefill_was_cut(en
     cache so small that requests are pushed out of it and computed again."""
     engine.reset_cache()
     want = harvested(engine)
-    again, metrics = harvest(engine, HarvestPlan(PROMPTS, recipe_of(), EOS, seed=3))
+    again, metrics = harvest(engine, plan_of())
     logprobs = take_logprobs(want)
     np.testing.assert_allclose(take_logprobs(again), logprobs, rtol=0, atol=5e-6)
     assert again == want
@@ -131,7 +162,7 @@ def test_routes_do_not_depend_on_what_the_cache_held_or_how_a_prefill_was_cut(en
     small = open_engine(
         folder("qwen3_moe"), temperature=1.0, keep_routes=True, max_num_batched_tokens=64, kv_cache_gib=0.0005
     )
-    found, metrics = harvest(small, HarvestPlan(PROMPTS, recipe_of(), EOS, seed=3))
+    found, metrics = harvest(small, plan_of())
     small.close()
     assert metrics["engine/preemptions"] > 0
     np.testing.assert_allclose(take_logprobs(found), logprobs, rtol=0, atol=5e-6)
@@ -139,18 +170,18 @@ def test_routes_do_not_depend_on_what_the_cache_held_or_how_a_prefill_was_cut(en
 
 
 def test_a_killed_harvest_continues_with_the_routes_that_it_had(engine, tmp_path, monkeypatch):
-    want = harvested(engine)
+    want = harvested(engine, answered=True)
     monkeypatch.setattr(recorder, "INTERVAL", 0.0)
-    monkeypatch.setattr(engine, "step", mortal(engine.step, 30))
+    monkeypatch.setattr(engine, "step", mortal(engine.step, 50))
     with pytest.raises(Killed), recorder.Recorder(tmp_path / "rank-0.arrow") as killed:
-        harvest(engine, HarvestPlan(PROMPTS, recipe_of(), EOS, seed=3), [killed])
+        harvest(engine, plan_of(answered=True), [killed])
     monkeypatch.undo()
     progress = read_progress(tmp_path, PROMPTS, recipe_of())
-    assert sum(len(partial.tracks) for partial in progress.partial) > 8
+    tracks = [tokens for partial in progress.partial for tokens in partial.tracks.values()]
+    assert len(tracks) > 8
+    assert any(not tokens.is_generated.all() for tokens in tracks)
     with recorder.Recorder(tmp_path / "rank-0.arrow") as resumed:
-        found, _ = harvest(
-            engine, HarvestPlan(PROMPTS, recipe_of(), EOS, seed=3, progress=progress), [resumed]
-        )
+        found, _ = harvest(engine, plan_of(answered=True, progress=progress), [resumed])
     assert read_step(tmp_path) == found
     np.testing.assert_allclose(take_logprobs(found), take_logprobs(want), rtol=0, atol=5e-6)
     assert found == want
