@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 
 from megatron_eqlen.data import jsonl, livecodebench, opencodereasoning, prepared, reasoning_gym
+from megatron_eqlen.data.files import refuse_half_pairs
 from megatron_eqlen.data.filters import Exclusion, filter_rows, read_exclusion
 from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.recipe import ANY_COLUMNS, BenchmarkRecipe, SourceRecipe
@@ -93,8 +94,17 @@ def _read(section: SourceRecipe | BenchmarkRecipe, tally: Tally) -> Iterator[Pro
 
 
 def _reader(name: str) -> Reader:
-    """Return a reader of this package, or a user's own by import path."""
-    return load_object(name, "reader") if is_import_path(name) else PLAIN_READERS[name]
+    """Return a reader of this package, or a user's own by import path, whose texts are checked."""
+    return partial(_read_own, load_object(name, "reader")) if is_import_path(name) else PLAIN_READERS[name]
+
+
+def _read_own(reader: Reader, path: Path, tally: Tally) -> Iterator[Problem]:
+    for row in reader(path, tally):
+        try:
+            refuse_half_pairs(astuple(row))
+        except ValueError as error:
+            raise ValueError(f"{path}: {row.row_id!r}: {error}") from None
+        yield row
 
 
 def _filtered(source: SourceRecipe, rows: Iterator[Problem], tally: Tally) -> Iterator[Problem]:
