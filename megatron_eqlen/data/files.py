@@ -32,10 +32,11 @@ MAGIC = {
 CONVERTED = {
     ".csv": "Dataset.from_csv('FILE')",
     ".tsv": "Dataset.from_csv('FILE', sep='\\t')",
+    ".xlsx": "Dataset.from_pandas(pandas.read_excel('FILE'))",
     ".arrow": "load_from_disk('FOLDER')",
 }
 """How to read files of other kinds, to write them as parquet."""
-UNREAD = (*CONVERTED, ".gz", ".zst", ".xz", ".bz2", ".zip")
+UNREAD = (*CONVERTED, ".ndjson", ".gz", ".zst", ".xz", ".bz2", ".zip")
 """Endings of data files that no reader reads."""
 UTF8_MARK = b"\xef\xbb\xbf"
 
@@ -118,7 +119,7 @@ def parse_json(text: str | bytes) -> Any:
     except RecursionError:
         raise ValueError("expected JSON of some hundred levels at most, found deeper nesting") from None
     if "\\ud" in text or "\\uD" in text:
-        refuse_half_pairs(value)
+        _refuse_half_pairs(value)
     return value
 
 
@@ -135,11 +136,9 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"expected a number, found {name}, which JSON has not")
 
 
-def refuse_half_pairs(value: Any) -> None:
-    """Raise ValueError if a text of ``value``, plain data, holds half a surrogate pair, which has no
-    encoding."""
+def _refuse_half_pairs(value: Any) -> None:
     try:
-        json.dumps(value, ensure_ascii=False, default=str).encode()
+        json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = error.object[error.start]
         raise ValueError(f"expected text, found half a surrogate pair, \\u{ord(half):04x}") from None

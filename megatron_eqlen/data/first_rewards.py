@@ -61,6 +61,8 @@ class FirstReward:
     cause: str = ""
     """Why no response will earn a reward, if that can be seen."""
     of_benchmark: bool = False
+    seconds: float = 0.0
+    """Longest time that a reward function of the user's own took for one of the answers."""
 
     def __str__(self) -> str:
         rewards = ", ".join(f"{answer} {reward:g}" for answer, reward in self.rewards.items())
@@ -130,7 +132,8 @@ def first_reward(prompt: Prompt, scorer: Scorer, tokenizer: Tokenizer) -> FirstR
                 f"the prompt asks for {asked % '...'}, the grader reads {read % '...'}: change the prompt "
                 "(data.instruction; a chat keeps its own), or name a grader that reads it"
             )
-    return FirstReward(prompt.source, prompt.grader, rewards, cause)
+    seconds = max(grade.seconds for grade in grades) * is_import_path(prompt.grader)
+    return FirstReward(prompt.source, prompt.grader, rewards, cause, seconds=seconds)
 
 
 def refuse_unfit(rewards: Iterable[FirstReward]) -> None:

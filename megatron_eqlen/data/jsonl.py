@@ -64,7 +64,7 @@ def read(
         raise ValueError(
             f"{path}: expected files of one split, found {', '.join(sorted(splits))}: name it, split: train"
         )
-    if others := [each.name for each in path.rglob("*") if each.suffix in UNREAD]:
+    if others := [each.name for each in path.rglob("*") if each.suffix in UNREAD or not each.exists()]:
         tally.say(f"not read: {', '.join(sorted(others)[:5])}")
     for file in files:
         layout = find_layout(file, read_records(file, (), None), columns, grader)

@@ -59,8 +59,9 @@ OPTIONAL = ("grader", "difficulty", "instruction", "tests")
 ROLES = {
     **{role: role for role in ("system", "user", "assistant", "tool")},
     **{"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"},
+    **{"developer": "system", "model": "assistant"},
 }
-"""Roles of a turn, as OpenAI and as ShareGPT write them."""
+"""Roles of a turn, as OpenAI, ShareGPT and Gemini write them."""
 WRAPPINGS = (
     re.compile(
         r"Solve the following math problem step by step\. The last line of your response should be of the "
@@ -107,7 +108,7 @@ class Layout:
                 asked = {_asked(value): place for place, value in reversed(there.items())}
                 if len(asked) > 1:
                     both = " and ".join(reversed(asked.values()))
-                    raise ValueError(f"{both} differ: data.sources[].columns: {{question: ...}} picks one")
+                    raise ValueError(f"{both} differ")
             if there:
                 fields[ours] = next(iter(there.values()))
         return fields
@@ -119,7 +120,7 @@ class Layout:
             return f"expected {' or '.join(known)}, which other rows have, found none in this one"
         first, *others = KNOWN.get(ours, (ours,))
         expected = repr(first) + f" or one of {', '.join(others)}" * bool(others)
-        return f"expected {expected}, found {[*self.names]}; data.sources[].columns takes other names"
+        return f"expected {expected}, found {[*self.names]}"
 
 
 def find_layout(file: Path, records: Iterable[Any], columns: Mapping[str, str], grader: str | None) -> Layout:
@@ -184,9 +185,10 @@ def _names(record: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _spelt(known: Sequence[str], sample: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """Return the ``known`` places as ``sample`` spells them, in capitals or not: those at which one of its
-    records has a value first."""
-    spelt = {name.lower(): name for record in sample for name in (*record, *_names(record))}
+    """Return the ``known`` places as ``sample`` spells them, in capitals, with spaces around or not: those at
+    which one of its records has a value first."""
+    found = (name for record in sample for name in (*record, *_names(record)))
+    spelt = {name.strip("\ufeff ").lower(): name for name in found}
     places = [spelt.get(name, name) for name in known]
     return tuple(sorted(places, key=lambda place: not _has(sample, place)))
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
+from math import prod
 from typing import Any, Literal
 
 import numpy as np
@@ -28,6 +29,10 @@ from megatron_eqlen.types import Metrics, Prompt
 
 log = logging.getLogger(__name__)
 
+LEAST_USABLE = 0.5
+"""Share of a source's rows below which ``eqlen check`` reports a fault."""
+CHARACTERS = 1000
+"""Characters of a question for each token of the limit beyond which it is too long for any tokenizer."""
 Tools = Sequence[Mapping[str, Any]]
 """JSON schemas of tools, for the chat template."""
 
@@ -57,6 +62,8 @@ class PromptMaker:
         grader = recipe.grader or row.grader
         if row.question.lstrip().startswith(self._special):
             raise BadRow("rendered_chat", f"{row.question[:40]!r}: a chat is a list of turns, not their text")
+        if len(row.question) > CHARACTERS * self._data.max_prompt_length:  # which takes minutes to encode
+            raise BadRow("too_long", f"{len(row.question):,} characters")
         token_ids = format_prompt(
             self._tokenizer,
             row.messages or row.question,
@@ -124,11 +131,13 @@ class _Source:
         stays."""
         prompts, tally = list[Prompt](), Tally()
         for number in np.linspace(0, len(self.rows) - 1, min(count, len(self.rows)), dtype=int):
+            row_id = f"#{number}"
             try:
                 row = self.rows[int(number)]
-                prompts.append(maker.make(row, self.recipe, f"{self.name}/{row.row_id}", 0))
+                row_id = row.row_id
+                prompts.append(maker.make(row, self.recipe, f"{self.name}/{row_id}", 0))
             except BadRow as bad:
-                tally.drop(f"{self.name}/#{number}", bad.reason, bad.detail)
+                tally.drop(f"{self.name}/{row_id}", bad.reason, bad.detail)
         return prompts, tally
 
     def state_dict(self) -> dict[str, Any]:
@@ -158,7 +167,7 @@ class _Source:
         self.tally.drop(f"{self.name}/{row_id}", bad.reason, bad.detail)
         self.refused.add(number)
         if len(self.refused) == len(self.rows):
-            raise ValueError(f"data source {self.name}: {self.tally.none_usable()}")
+            raise ValueError(f"data source {self.name}: {self.tally.unusable()}")
 
     def _shuffled(self) -> np.ndarray:
         if not self._shuffle:
@@ -231,12 +240,15 @@ class PromptSource:
 
     def describe(self, count: int) -> list[str]:
         """Return a sentence for each source, from ``count`` of its rows: how many it has, how many are left
-        out and why, and the lengths of prompts. Raises ValueError if none of them makes a prompt."""
+        out and why, and the lengths of prompts. Raises ValueError if faults (``REMEDIES``) leave out more
+        than half of a source's rows."""
         sentences: list[str] = []
         for source in self._sources:
             prompts, tally = source.try_rows(self._maker, count)
-            if not prompts:
-                raise ValueError(f"data source {source.name}: {tally.none_usable()}")
+            stages = [(source.tally, len(source.rows)), (tally, len(prompts))]
+            if prod(faults.usable(kept) for faults, kept in stages) < LEAST_USABLE:
+                faults, kept = min(stages, key=lambda stage: stage[0].usable(stage[1]))
+                raise ValueError(f"data source {source.name}: {faults.unusable(kept)}")
             lengths = sorted(len(prompt.token_ids) for prompt in prompts)
             text = f"{source.name}: {len(source.rows):,} rows"
             if source.tally.told:

@@ -11,12 +11,32 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from megatron_eqlen.hf.tokenizer import Turn
 
 log = logging.getLogger(__name__)
+
+REMEDIES = {
+    "missing_column": "data.sources[].columns takes other names",
+    "empty_field": "data.sources[].columns takes other names",
+    "wrong_type": "data.sources[].columns reaches into records (answer.value), an own data.sources[].grader "
+    "takes answers of any type",
+    "bad_messages": "data.sources[].columns: {question: COLUMN} takes another",
+    "two_questions": "data.sources[].columns: {question: COLUMN} picks one",
+    "no_difficulty": "data.sources[].columns: {difficulty: COLUMN}, or neither min_ nor max_difficulty",
+    "rendered_chat": "data.sources[].columns: {question: COLUMN} of plain text, or of turns",
+    "unknown_grader": "data.sources[].grader names one for all rows",
+    "unparseable_gold": "data.sources[].grader: module:function grades answers that are no mathematics",
+    "gold_timeout": "data.sources[].grader: module:function grades answers that are no mathematics",
+    "not_an_aime_answer": "data.sources[].reader: jsonl takes any answer",
+    "too_long": "raise data.max_prompt_length",
+    "bad_tests": "megatron_eqlen/data/README.md has the form of tests",
+}
+"""Faults for which a row is left out, and what helps. Other reasons are as the recipe, or a data set known by
+name, has it."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +77,21 @@ class Tally:
     def drop(self, where: str, reason: str, detail: str = "") -> None:
         if not self.dropped[reason]:
             self.first[reason] = f"{where}: {detail}" if detail else where
-            log.warning("%s: left out: %s%s", where, reason, f" ({detail})" if detail else "")
+            told = f" ({detail})" * bool(detail) + f"; {REMEDIES.get(reason)}" * (reason in REMEDIES)
+            log.warning("%s: left out: %s%s", where, reason, told)
         self.dropped[reason] += 1
 
-    def none_usable(self) -> str:
-        """Return why no row can be used, with the first row of the most frequent reason."""
-        reasons = self.dropped.most_common(1)
-        first = self.first.get(reasons[0][0]) if reasons else None
-        return f"no usable row: {self.summary(0)}" + (f"; the first is {first}" if first else "")
+    def usable(self, kept: int) -> float:
+        """Return the share of ``kept`` rows among these and those left out by a fault."""
+        return kept / max(1, kept + sum(self.dropped[reason] for reason in REMEDIES))
+
+    def unusable(self, kept: int = 0) -> str:
+        """Return why only ``kept`` rows can be used, with the first row of the most frequent fault and what
+        helps."""
+        text = f"{'too few usable rows' if kept else 'no usable row'}: {self.summary(kept)}"
+        fault = max(self.dropped, key=lambda each: (each in REMEDIES, self.dropped[each]), default="")
+        text += f"; the first {fault} is {self.first.get(fault)}" * (fault in self.first)
+        return text + f"; {REMEDIES.get(fault)}" * (fault in REMEDIES)
 
     def summary(self, kept: int) -> str:
         """Return how many rows were left out beside ``kept`` ones, the most frequent reason first."""
@@ -120,6 +147,8 @@ def answer_field(record: Any, name: str) -> str:
     value = field_of(record, name)
     if isinstance(value, list) and len(value) == 1:
         return answer_field({name: value[0]}, name)
+    if isinstance(value, Decimal):
+        return f"{value.normalize():f}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return text_field(record, name)
     if isinstance(value, int):

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from megatron_eqlen.data import jsonl, livecodebench, opencodereasoning, prepared, reasoning_gym
-from megatron_eqlen.data.files import refuse_half_pairs
 from megatron_eqlen.data.filters import Exclusion, filter_rows, read_exclusion
 from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.recipe import ANY_COLUMNS, BenchmarkRecipe, SourceRecipe
 from megatron_eqlen.recipe.inputs import data_files, local_path
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
+from megatron_eqlen.rewards.functions import own_code
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def open_source(source: SourceRecipe, tally: Tally) -> Sequence[Problem]:
     else:
         rows = list(read_source(source, tally))
     if not rows:
-        raise ValueError(f"data source {source.name}: {source.path}: {tally.none_usable()}")
+        raise ValueError(f"data source {source.name}: {source.path}: {tally.unusable()}")
     if tally.dropped:
         log.warning("data source %s: %s", source.name, tally.summary(len(rows)))
     return rows
@@ -94,17 +94,21 @@ def _read(section: SourceRecipe | BenchmarkRecipe, tally: Tally) -> Iterator[Pro
 
 
 def _reader(name: str) -> Reader:
-    """Return a reader of this package, or a user's own by import path, whose texts are checked."""
-    return partial(_read_own, load_object(name, "reader")) if is_import_path(name) else PLAIN_READERS[name]
+    """Return a reader of this package, or a user's own by import path."""
+    return _checked(name, load_object(name, "reader")) if is_import_path(name) else PLAIN_READERS[name]
 
 
-def _read_own(reader: Reader, path: Path, tally: Tally) -> Iterator[Problem]:
-    for row in reader(path, tally):
-        try:
-            refuse_half_pairs(astuple(row))
-        except ValueError as error:
-            raise ValueError(f"{path}: {row.row_id!r}: {error}") from None
-        yield row
+def _checked(name: str, own: Reader) -> Reader:
+    """Return the user's ``own`` reader, whose errors and rows of another type are a ValueError."""
+
+    def read(path: Path, tally: Tally) -> Iterator[Problem]:
+        with own_code(name):
+            for row in own(path, tally):
+                if not isinstance(row, Problem):
+                    raise TypeError(f"expected rows of the type Problem, found {row!r:.80}")
+                yield row
+
+    return read
 
 
 def _filtered(source: SourceRecipe, rows: Iterator[Problem], tally: Tally) -> Iterator[Problem]:

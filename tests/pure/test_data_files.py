@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 import zlib
+from decimal import Decimal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -126,7 +127,8 @@ def test_a_column_that_stands_twice_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("answers", "golds"), [
-    ([70, 5], ["70", "5"]), ([70.0, 0.5], ["70", "0.5"]), ([7.0, None], ["7"]), ([True, False], []),
+    ([Decimal("70.00"), Decimal("0.50")], ["70", "0.5"]), ([70, 5], ["70", "5"]),
+    ([70.0, 0.5], ["70", "0.5"]), ([7.0, None], ["7"]), ([True, False], []),
 ])  # fmt: skip
 def test_answers_written_as_numbers_are_read_and_others_counted(tmp_path, answers, golds):
     file = write_deepmath(

@@ -185,6 +185,12 @@ LAYOUTS = {
         "not read: label"),
     "one question in two forms": ({"problem": "2 + 3?", "messages": [*USER, CHAT[2]], "answer": "5"}, "TEXT",
                                   "question from problem, answer from answer"),
+    "roles of other makers": (
+        {"messages": [{"role": "user", "content": "2 + 3?"}, {"role": "model", "content": "5"}]}, "CHAT",
+        "question from messages (a chat, as it stands)"),
+    "names with spaces and the mark of a CSV": (
+        {"\ufeffQuestion": "2 + 3?", " answer ": "5"}, "TEXT",
+        "question from \ufeffQuestion, answer from  answer "),
     "a whole solution beside the answer": (
         {"problem": "2 + 3?", "solution": "Add.", "answer": ["5"], "difficulty": "hard"}, "TEXT",
         "question from problem, answer from answer"),
@@ -354,8 +360,14 @@ def test_files_of_several_splits_are_refused_and_hidden_and_other_files_are_not_
     assert [row.question for row in open_source(source(tmp_path, split="test"), Tally())] == ["test/a.jsonl"]
     pq.write_table(pa.table({"question": ["another"], "answer": ["1"]}), tmp_path / "train/b.parquet")
     (tmp_path / "train/c.csv").write_text("question,answer")
+    (tmp_path / "train/d.jsonl").symlink_to("nowhere")
     tally = Tally()
-    assert (len(open_source(source(tmp_path / "train"), tally)), tally.told) == (2, ["not read: c.csv"])
+    assert len(open_source(source(tmp_path / "train"), tally)) == 2
+    assert tally.told == ["not read: c.csv, d.jsonl"]
+    with pytest.raises(
+        ValueError, match=r"config and split choose files of a folder, found a file, .*a.json"
+    ):
+        open_source(source(tmp_path / "train/a.jsonl", split="train"), Tally())
     (tmp_path / "zipped").mkdir()
     (tmp_path / "zipped/a.jsonl.gz").write_text("")
     with pytest.raises(ValueError, match=r"zipped: expected files named .* or \*.json, found a.jsonl.gz"):
@@ -375,7 +387,7 @@ def test_each_row_has_the_columns_of_its_own_layout(tmp_path):
     read = open_source(source(file), tally)
     assert [(row.question, row.gold) for row in read] == [("a?", "1"), ("b?", "2"), ("2 + 3?", "5")]
     assert tally.dropped == {"missing_column": 151, "two_questions": 1}
-    assert "prompt and messages differ: data.sources[].columns" in tally.first["two_questions"]
+    assert "prompt and messages differ" in tally.first["two_questions"]
     file.write_text("\n".join(map(json.dumps, rows[-2:])))
     (read,) = open_source(source(file, columns={"question": "messages"}), Tally())
     assert (read.question, read.gold) == ("2 + 3?", "3")
@@ -496,13 +508,14 @@ def test_rows_left_out_are_totalled_when_a_source_is_read_and_after_its_first_ep
 
 UNUSABLE = {
     "column": ([{"task": "a?", "reply": "1"}] * 2, {},
-     "2 missing_column; the first is FILE#0: expected 'question' or one of problem, prompt, messages, "
-     "conversations, input, query, found ['task', 'reply']; data.sources[].columns takes other names"),
+     "2 missing_column; the first missing_column is FILE#0: expected 'question' or one of problem, "
+     "prompt, messages, conversations, input, query, found ['task', 'reply']; data.sources[].columns takes"),
     "no answer": ([{"question": 1, "answer": 1}, {"question": "a?"}, {"question": "b?"}], {},
      "FILE#1: expected answer, which other rows have, found none in this one"),
     "chat without an answer": ([{"messages": CHAT[:2]}], {},
      "FILE#0: expected 'answer' or one of final_answer, "),
     "null": ([{"question": "a?", "answer": None}], {}, "FILE#0: answer: expected text, found null"),
+    "a megabyte": ([{"question": "long " * 200_000, "answer": 1}], {}, "1,000,000 characters; raise data"),
     "long": ([{"question": "long " * 99, "answer": 1}], {}, " tokens, data.max_prompt_length is 20"),
     "a chat that is rendered already": (
         [{"prompt": "<|im_start|>user\n2 + 3?<|im_end|>", "answer": 5}], {},
@@ -520,6 +533,35 @@ def test_rows_that_are_all_unusable_are_an_error_that_says_why(tokenizer, tmp_pa
     data = recipe(source(file, reader="jsonl", columns=columns), max_prompt_length=20, shuffle=False)
     with pytest.raises(ValueError, match=re.escape(message.replace("FILE", f"{file}: rows.jsonl"))):
         PromptSource(data, tokenizer, 0).next(1)
+
+
+GOOD, LONG = {"question": "a?", "answer": 1}, {"question": "long " * 300, "answer": 1}
+FEW = {
+    "faults of reading": ([GOOD, *({"question": f"{n}?"} for n in range(2))], {},
+     "too few usable rows: 2 of 3 rows are left out: 2 missing_column; the first missing_column is "),
+    "length": ([GOOD, LONG, LONG | {"question": "far " * 300}], {},
+     "2 too_long; the first too_long is deepmath/rows.jsonl#1: "),
+    "both, and half of each": (
+        [GOOD, LONG, *({"question": f"{n}?"} for n in range(2))], {}, "4 rows are left out: 2 missing_c"),
+    "half": ([GOOD, LONG], {}, ""),
+    "equal questions are no fault": ([GOOD] * 9, {}, ""),
+    "what the recipe leaves out is no fault": (
+        [GOOD | {"difficulty": 1}, *(GOOD | {"question": f"{n}?", "difficulty": 5} for n in range(9))],
+        {"max_difficulty": 2}, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_a_source_of_which_faults_leave_out_more_than_half_is_no_good_source(tokenizer, tmp_path, case):
+    rows, keys, message = FEW[case]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    of_it = source(tmp_path / "rows.jsonl", reader="jsonl", **keys)
+    prompts = PromptSource(recipe(of_it, max_prompt_length=200), tokenizer, 0)
+    if message:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            prompts.describe(100)
+    else:
+        assert prompts.describe(100)
 
 
 @pytest.mark.parametrize(("keys", "data", "message"), [

@@ -19,6 +19,8 @@ import yaml
 
 import tests.kit.rollouts as kit
 from megatron_eqlen.data.prompts import PromptSource
+from megatron_eqlen.data.rows import Tally
+from megatron_eqlen.data.sources import open_source
 from megatron_eqlen.hf.config import ConfigError, parse_config, read_config
 from megatron_eqlen.hf.config_fields import FAMILIES, Family
 from megatron_eqlen.hf.folder import HFFolder
@@ -146,7 +148,7 @@ from megatron_eqlen.data.rows import Problem
 
 def read(path, tally):
     for number, line in enumerate(path.read_text().splitlines()):
-        question, answer = line.encode().decode("unicode_escape").split(" = ")
+        question, answer = line.split(" = ")
         yield Problem(f"{path.name}#{number}", question, answer)
 """
 
@@ -295,13 +297,15 @@ def test_a_reader_and_a_grader_are_one_file_each(package):
     assert [segment.grade.reward for segment in (short, long)] == [0.0, 1.0]
 
 
-@pytest.mark.parametrize("line", [r"1 + \ud800 = 2", r"1 + 1 = \ud800"])
-def test_half_a_surrogate_pair_from_a_reader_is_an_error_that_names_the_row(package, line):
-    (package / "sums.txt").write_text(f"1 + 1 = 2\n{line}\n")
-    write_hf_tokenizer(package / "model", ["1"], vocab_size=300)
-    data = recipe({"reader": "mine.sums:read"}).data
-    with pytest.raises(ValueError, match=r"'sums.txt#1': .*found half a surrogate pair, \\ud800"):
-        PromptSource(data, load_tokenizer(package / "model"), seed=0)
+@pytest.mark.parametrize(("body", "message"), [
+    ("yield {'question': '?'}", r"mine\.own:read: TypeError at .*: expected rows of the type Problem, found"),
+    ("return None", r"mine\.own:read: TypeError at .*: 'NoneType' object is not iterable"),
+    ("raise KeyError('x')", r"mine\.own:read: KeyError at own\.py:2: 'x'"),
+])  # fmt: skip
+def test_a_reader_that_fails_or_yields_something_else_is_named(package, body, message):
+    (package / "mine/own.py").write_text(f"def read(path, tally):\n    {body}\n")
+    with pytest.raises(ValueError, match=message):
+        open_source(recipe({"reader": "mine.own:read"}).data.sources[0], Tally())
 
 
 def test_rows_cannot_name_code(package):
