@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import sys
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
+
+import numpy as np
 
 from megatron_eqlen.check.finding import Check, Finding, Place
 from megatron_eqlen.data.first_rewards import READ, first_rewards, refuse_unfit
 from megatron_eqlen.data.overlap import other_benchmarks, read_overlaps
+from megatron_eqlen.environments.conversation import Turn, answer, closed
 from megatron_eqlen.environments.load import conversations
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.hf.folder import HFFolder
@@ -19,6 +23,8 @@ from megatron_eqlen.megatron_cpu.packages import APEX, FLA, NEEDED, TRANSFORMER_
 from megatron_eqlen.plan.model import model_config
 from megatron_eqlen.recipe import RewardRecipe
 from megatron_eqlen.recipe.inputs import fetch, local_path, revisions
+from megatron_eqlen.recipe.plugins import is_import_path
+from megatron_eqlen.rewards.functions import own_code
 from megatron_eqlen.rewards.sandbox.interpreter import find_python
 from megatron_eqlen.rewards.sandbox.probe import offered_isolation
 from megatron_eqlen.rewards.scoring import Scorer
@@ -26,8 +32,12 @@ from megatron_eqlen.sampling.harvester import Marker
 
 TRIED = 200
 """Rows of each source that are made prompts."""
+SLOW = 1.0
+"""Seconds for a response beyond which a reward function of the user's own is called slow."""
 PYTHONS = ((3, 12), (3, 13))
 SETUP = "tools/setup (gpu)"
+SAID = "Hello."
+"""Turn that an environment is asked to answer."""
 CODE = {"code", "opencodereasoning", "livecodebench", "reasoning_gym"}
 """Graders and readers whose answers are programs, or may be evaluated as such."""
 ANY = {"jsonl", "prepared"}
@@ -80,15 +90,11 @@ def prompts(place: Place) -> Finding | None:
 def rewards(place: Place) -> Finding | None:
     """Grade a right, a wrong and a missing answer to a row of each source and benchmark."""
     recipe = place.recipe
-    if recipe is None:
+    if recipe is None or "prompts" not in vars(place):  # then the check ``prompts`` has said why
         return None
-    try:
-        source = place.prompts
-    except ValueError:
-        return None  # ``prompts`` says why
     tokenizer = load_tokenizer(local_path(recipe.model))
     with closing(Scorer(recipe.reward, tokenizer)) as scorer:
-        first = first_rewards(recipe, source, scorer, tokenizer)
+        first = first_rewards(recipe, place.prompts, scorer, tokenizer)
     refuse_unfit(first)
     if not first:
         return None
@@ -96,9 +102,33 @@ def rewards(place: Place) -> Finding | None:
     if any(each.cause for each in first):
         ours = any(each.cause and each.grader in READ for each in first)
         return Finding("failed" if ours else "doubt", text)
+    if (longest := max(each.seconds for each in first)) > SLOW:
+        text = f"{text}; one response takes {longest:.1f} s, and a rank grades one after another"
+        return Finding("slow", text, "a faster function, or a grader with processes (docs/extending.md)")
     if any(each.lowest < 0 for each in first):
         return Finding("doubt", f"{text}; a truncated response gets 0, more than the lowest of these")
     return Finding("ok", text)
+
+
+def environment(place: Place) -> Finding | None:
+    """Let the user's own environment answer and grade a turn, for a prompt of each source."""
+    recipe, name = place.recipe, place.recipe and place.recipe.environment.name
+    if recipe is None or "prompts" not in vars(place) or not is_import_path(name or ""):
+        return None
+    tokenizer = load_tokenizer(local_path(recipe.model))
+    speak = conversations(recipe, tokenizer)
+    assert speak is not None
+    once = replace(speak, limits=recipe.environment.model_copy(update={"max_turns": 1}))
+    turn = Turn(np.array(tokenizer.encode(SAID)), np.array([], int))
+    graded: list[str] = []
+    with closing(speak), own_code(str(name)):
+        for prompt in (prompt for prompts in place.prompts.samples(1) for prompt in prompts):
+            played = answer(once, None, prompt, recipe.seed, [turn])
+            if played.environment.copies:
+                closed(played.environment.fork())
+            closed(played.environment)
+            graded.append(f"{played.grade.reward:g}" if played.grade else f"left to {prompt.grader}")
+    return Finding("ok", f"{name} answers {SAID!r}; rewards: {', '.join(graded)}")
 
 
 def overlap(place: Place) -> Finding | None:
@@ -177,6 +207,7 @@ CHECKS = [
     Check("inputs", inputs),
     Check("prompts", prompts, in_short=False),
     Check("first rewards", rewards, in_short=False),
+    Check("environment", environment, in_short=False),
     Check("benchmarks apart", overlap, needed=lambda place: False, in_short=False),
     Check("code python", programs, needed=_grades_code),
     Check("code sandbox", sandbox, needed=_needs_isolation, in_short=False),

@@ -4,7 +4,6 @@ where a command needs them, so that the other commands start at once."""
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import sys
 from collections.abc import Callable
@@ -122,8 +121,7 @@ def _print_plan(recipe: Recipe) -> int:
     from megatron_eqlen.plan import describe
 
     plan = describe(recipe)
-    print(dump(with_defaults(recipe)))
-    print(plan)
+    print(dump(with_defaults(recipe)), plan, sep="\n")
     for remark in filter(None, (missing_inputs(recipe), *remarks(recipe))):
         print(f"WARNING: {remark}")
     return 0
@@ -158,11 +156,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 def convert(arguments: argparse.Namespace) -> int:
     from megatron_eqlen.cli import convert as convert_command
 
-    directions = {
-        "hf-to-megatron": convert_command.hf_to_megatron,
-        "megatron-to-hf": convert_command.megatron_to_hf,
-    }
-    return directions[arguments.direction](arguments.arguments)
+    return getattr(convert_command, arguments.direction.replace("-", "_"))(arguments.arguments)
 
 
 def report(arguments: argparse.Namespace) -> int:
@@ -190,7 +184,8 @@ def status(arguments: argparse.Namespace) -> int:
 
 
 def compare(arguments: argparse.Namespace) -> int:
-    _must_exist(*arguments.runs)
+    for run in arguments.runs:
+        run.stat()  # raises FileNotFoundError
     if arguments.out is None and (arguments.over or arguments.charts):
         raise ValueError("--over and --charts say what is drawn: expected --out FOLDER, too")
     from megatron_eqlen.report.compare import compare_runs
@@ -209,18 +204,13 @@ def sweep(arguments: argparse.Namespace) -> int:
 
 
 def inspect(arguments: argparse.Namespace) -> int:
-    _must_exist(arguments.streams, arguments.model)
+    for path in (arguments.streams, arguments.model):
+        path.stat()  # raises FileNotFoundError
     from megatron_eqlen.report.text import print_rollouts
 
     recipe = load(arguments.recipe) if arguments.recipe else None
     print_rollouts(arguments.streams, arguments.model, arguments.limit, recipe)
     return 0
-
-
-def _must_exist(*paths: Path) -> None:
-    for path in paths:
-        if not path.exists():
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
 def _on_ranks(recipe: Recipe, work: Callable[[], None], stop: Path | None = None) -> int:

@@ -108,6 +108,8 @@ def missing_inputs(recipe: Recipe) -> str:
         paths |= {f"data.sources.{number}.{key}": path for key, path in named.items() if path}
     missing = {key: path for key, path in paths.items() if not Path(path).exists()}
     problems = "; ".join(f"{key}: {path} does not exist" for key, path in missing.items())
+    if not all(map(os.path.isabs, missing.values())):
+        problems += f" (relative to {Path.cwd()})"
     return problems + (where_from(recipe) if missing.keys() - recipe.variant.keys() else "")
 
 
@@ -144,6 +146,10 @@ def data_files(section: SourceRecipe | BenchmarkRecipe) -> list[Path] | None:
     repo, folder = hub_repo(section), local_path(section)
     if section.reader in WHOLE_FOLDER or (repo is None and section.config is section.split is None):
         return None
+    if folder.is_file():
+        raise RecipeError(
+            f"{section.name}: config and split choose files of a folder, found a file, {folder}"
+        )
     names = repo.files() if repo else [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
     try:
         return [folder / name for name in _chosen(section, names)]

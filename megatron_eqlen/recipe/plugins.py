@@ -24,14 +24,16 @@ def load_object(path: str, key: str, expected: type | None = None) -> Any:
     if os.getcwd() not in sys.path:  # as for `python -m`, however this process was started
         sys.path.append(os.getcwd())
     try:
-        loaded = getattr(importlib.import_module(module), name, None)
+        imported = importlib.import_module(module)
+        loaded = getattr(imported, name, None)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's own module may raise anything
         is_file = "/" in module or module.endswith(".py")
         as_file = f": a file {module} is named {_dotted(module)}:{name}" if is_file else ""
         kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
         raise ValueError(f"{key}: {path!r} cannot be imported: {kind}{error}{as_file}") from None
     if loaded is None:
-        raise ValueError(f"{key}: {module} has no {name!r}")
+        file = getattr(imported, "__file__", "Python's own")
+        raise ValueError(f"{key}: {module} has no {name!r} (it is {file})")
     if not (callable(loaded) if expected is None else isinstance(loaded, expected)):
         wanted = "something that can be called" if expected is None else f"a {expected.__name__}"
         raise ValueError(f"{key}: {path!r}: expected {wanted}, found a {type(loaded).__name__}")

@@ -10,13 +10,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
-
-import numpy as np
 
 from megatron_eqlen.recipe.plugins import load_object
 from megatron_eqlen.types import Grade, Prompt, TokenIds
@@ -301,6 +300,6 @@ def _number(returned: Any) -> float | None:
             if value[0] is None:
                 return None
             value = value[0]
-    if not isinstance(value, bool | int | float) or not np.isfinite(value):
+    if not isinstance(value, bool | int | float) or not abs(value) <= sys.float_info.max:  # or NaN
         raise ValueError(f"expected a finite number as reward, got {returned!r:.200}")
     return float(value)

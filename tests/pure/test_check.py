@@ -18,6 +18,7 @@ import torch
 from megatron_eqlen.check import CHECKS, check, devices, look, machine, software
 from megatron_eqlen.check.finding import Check, Finding, Place
 from megatron_eqlen.cli import __main__ as cli
+from megatron_eqlen.environments.environment import Environment, Observation
 from megatron_eqlen.files import CheckpointError
 from megatron_eqlen.megatron_cpu import packages
 from megatron_eqlen.objectives.recipes import load
@@ -59,6 +60,19 @@ def gpus(monkeypatch, count: int, free_gib: float = 79.0, gib: float = 79.6, com
 @pytest.fixture
 def no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+class Echo(Environment):
+    def step(self, message):
+        return Observation(message)
+
+    def grade(self):
+        return 0.5
+
+
+class Deaf(Echo):
+    def step(self, message):
+        return message
 
 
 # ---- the command -------------------------------------------------------------------------------------
@@ -339,6 +353,10 @@ def test_the_models_tensors_are_looked_for_and_prompts_made_except_in_short(tmp_
     assert re.search(r"^rows: 5 rows; prompts of (\d+) to \1 tokens$", found.text)
     found = software.rewards(place)
     assert found == Finding("ok", "rows (math): right 1, wrong 0, empty 0, without its form 0")
+    for name, told in (("Echo", "Echo answers 'Hello.'; rewards: 0.5"), ("Deaf", "expected an Observation")):
+        named = with_recipe(large, f"model.path={model}", rows, *keys, f"environment.name={__name__}:{name}")
+        assert named.prompts
+        assert told in look(Check("environment", software.environment), named).text
     (model / "chat_template.jinja").unlink()
     with pytest.raises(ValueError, match=f"^{model}: expected a chat template"):
         software.prompts(replace(place))

@@ -231,6 +231,10 @@ def returns_nan(response):
     return float("nan")
 
 
+def returns_more_than_floats_hold(response):
+    return 10**400
+
+
 def returns_text(response):
     return "1"
 
@@ -266,6 +270,7 @@ def not_a_grader(reward):
     (text_of_a_name, r"text_of_a_name: wrong: expected a finite number as reward, got 'x'"),
     (returns_none, "expected a finite number as reward, got None"),
     (returns_nan, "expected a finite number as reward, got nan"),
+    (returns_more_than_floats_hold, "expected a finite number as reward, got 1000"),
     (returns_text, "expected a finite number as reward, got '1'"),
     (returns_two, r"expected a finite number as reward, got \[1.0, 0.0\]"),
     (ends, r"ends: SystemExit at test_rewards_scoring.py:\d+: 3"),
@@ -281,8 +286,8 @@ def test_a_mistake_in_a_function_is_named(tmp_path, function, message):
 def test_mistakes_in_the_recipe_are_named():
     with pytest.raises(ValueError, match=r"expected package\.module:name, found 'rubric'"):
         Scorer(RewardRecipe(rubric="rubric"), Letters())
-    with pytest.raises(ValueError, match="has no 'nothing'"):
-        Scorer(RewardRecipe(rubric=f"{__name__}:nothing"), Letters())
+    with pytest.raises(ValueError, match=r"code has no 'nothing' \(it is /.*/code.py\)"):
+        Scorer(RewardRecipe(rubric="code:nothing"), Letters())
     with pytest.raises(ValueError, match="'nowhere:at_all' cannot be imported: No module named 'nowhere'"):
         Scorer(RewardRecipe(rubric="nowhere:at_all"), Letters())
     with pytest.raises(ValueError, match=r"expected math, code, reasoning_gym, rubric or .*, found 'oracle'"):
