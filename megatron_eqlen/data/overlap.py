@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from megatron_eqlen.data.filters import word_runs
-from megatron_eqlen.data.prepared import PreparedRows, Selection
+from megatron_eqlen.data.prepared import PreparedRows
 from megatron_eqlen.data.reasoning_gym import TaskRows
 from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.data.sources import open_source, read_problems
@@ -88,7 +88,7 @@ def _questions(rows: Sequence[Problem]) -> Iterator[str]:
     benchmark's file."""
     if isinstance(rows, TaskRows):
         return iter(())
-    read = rows.without_golds() if isinstance(rows, PreparedRows | Selection) else rows
+    read = rows.without_golds() if isinstance(rows, PreparedRows) else rows
     return (row.question for row in read)
 
 

@@ -9,17 +9,17 @@ duplicates. Files appear under their names when they are complete.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.data.prepared import PreparedWriter, manifest_path, write_whole
+from megatron_eqlen.data.prepared import fingerprint, manifest_path, prepared_file
 from megatron_eqlen.data.prompts import format_prompt
 from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.data.sources import read_source
+from megatron_eqlen.files import write_json
 from megatron_eqlen.hf.tokenizer import Tokenizer
 from megatron_eqlen.recipe import SourceRecipe
 from megatron_eqlen.rewards.code.tests import VERSION as CODE_TESTS_VERSION
@@ -49,24 +49,19 @@ def prepare(
     """
     limit = max_prompt_length if tokenizer else None
     tally = Tally()
-    writer = PreparedWriter(out)
-    try:
+    with prepared_file(out) as write:
         for chunk in _chunks(read_source(source, tally)):
             for row, refusal in zip(chunk, check_rows(chunk, grader, tokenizer, limit), strict=True):
                 if refusal is None:
-                    writer.write(replace(row, gold_checked=True))
+                    write(replace(row, gold_checked=True))
                     tally.kept += 1
                 else:
                     tally.drop(row.row_id, *refusal)
             progress(tally)
         if not tally.kept:
             raise ValueError(f"{source.path}: no usable row: {tally.summary(0)}")
-        identity = writer.finish()
-    except BaseException:
-        writer.abandon()
-        raise
     manifest = {
-        "fingerprint": identity,
+        "fingerprint": fingerprint(out),
         "rows": tally.kept,
         "dropped": dict(sorted(tally.dropped.items())),
         "source": source.model_dump(mode="json", exclude={"name", "weight"}),
@@ -75,7 +70,7 @@ def prepare(
         "grader": grader.name,
         "version": CODE_TESTS_VERSION,
     }
-    write_whole(manifest_path(out), json.dumps(manifest, indent=2) + "\n")
+    write_json(manifest_path(out), manifest)
     return manifest
 
 

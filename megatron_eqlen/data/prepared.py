@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from megatron_eqlen.data.files import parse_json
 from megatron_eqlen.data.rows import Problem, Tally
+from megatron_eqlen.files import replaced
 from megatron_eqlen.rewards.code.tests import VERSION as CODE_TESTS_VERSION
 
 SCHEMA = pa.schema(
@@ -60,12 +61,12 @@ def fingerprint(path: Path) -> str:
 
 
 class PreparedRows(Sequence[Problem]):
-    """The rows of a prepared file, a few row groups of them in memory at a time.
+    """The rows of a prepared file, or those with some ``numbers``; a few row groups are in memory at a time.
 
     Raises ValueError if the file is not the one its manifest describes.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, numbers: Sequence[int] | None = None) -> None:
         check_manifest(path)
         self._path = path
         self._file = pq.ParquetFile(path, page_checksum_verification=True)
@@ -76,28 +77,30 @@ class PreparedRows(Sequence[Problem]):
         metadata = self._file.metadata
         sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         self._starts = np.cumsum([0, *sizes])
-        self._groups: OrderedDict[int, list[dict[str, Any]]] = OrderedDict()
+        self._numbers = range(metadata.num_rows) if numbers is None else numbers
+        self._group = lru_cache(GROUPS_KEPT)(self._read_group)
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return len(self._numbers)
 
-    def __getitem__(self, number: int) -> Problem:
-        if not 0 <= number < len(self):
-            raise IndexError(number)
+    def __getitem__(self, at: int) -> Problem:
+        number = self._numbers[at]
         group = int(np.searchsorted(self._starts, number, side="right")) - 1
         return _problem(self._group(group)[number - int(self._starts[group])])
 
-    def __iter__(self) -> Iterator[Problem]:
-        return (self[number] for number in range(len(self)))
-
     def without_golds(self) -> Iterator[Problem]:
-        """Yield the rows in order without their golds, which are most of the bytes."""
+        """Yield the rows in the file's order without their golds, which are most of the bytes."""
         columns = [name for name in self._file.schema_arrow.names if name != "gold"]
+        chosen, number = set(self._numbers), 0
         with self._reading():
             for batch in self._file.iter_batches(4096, columns=columns):
-                yield from (_problem(row | {"gold": ""}) for row in batch.to_pylist())
+                for row in batch.to_pylist():
+                    if number in chosen:
+                        yield _problem(row | {"gold": ""})
+                    number += 1
 
     def row_ids(self) -> list[str]:
+        """Return the ids of all rows of the file."""
         with self._reading():
             return self._file.read(columns=["row_id"]).column(0).to_pylist()
 
@@ -109,39 +112,15 @@ class PreparedRows(Sequence[Problem]):
         except (pa.ArrowException, OSError) as error:
             raise ValueError(f"{self._path}: damaged: {error}: prepare it again") from None
 
-    def _group(self, group: int) -> list[dict[str, Any]]:
-        if group not in self._groups:
-            with self._reading():
-                self._groups[group] = self._file.read_row_group(group).to_pylist()
-        self._groups.move_to_end(group)
-        while len(self._groups) > GROUPS_KEPT:
-            self._groups.popitem(last=False)
-        return self._groups[group]
+    def _read_group(self, group: int) -> list[dict[str, Any]]:
+        with self._reading():
+            return self._file.read_row_group(group).to_pylist()
 
 
 def _problem(row: dict[str, Any]) -> Problem:
     messages = row.get("messages")
     values: dict[str, Any] = row | {"messages": tuple(messages) if messages else None}
     return Problem(**values)
-
-
-class Selection(Sequence[Problem]):
-    """A view of some rows of a prepared file, by their numbers."""
-
-    def __init__(self, rows: PreparedRows, numbers: Sequence[int]) -> None:
-        self._rows = rows
-        self._numbers = numbers
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __getitem__(self, number: int) -> Problem:
-        return self._rows[self._numbers[number]]
-
-    def without_golds(self) -> Iterator[Problem]:
-        """Yield the rows in the file's order without their golds."""
-        chosen = set(self._numbers)
-        return (row for number, row in enumerate(self._rows.without_golds()) if number in chosen)
 
 
 def read(path: Path, tally: Tally) -> Iterator[Problem]:
@@ -168,43 +147,27 @@ def check_manifest(path: Path) -> None:
             raise ValueError(f"{file}: expected {name} {value}, found {actual}: prepare {path} again")
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write ``text``; the file appears under its name only when complete."""
-    unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
+@contextmanager
+def prepared_file(path: Path) -> Iterator[Callable[[Problem], None]]:
+    """Yield a function that writes a row. The file appears under its name when the block ends."""
+    rows: list[dict[str, Any]] = []
+    characters = 0
+    options: dict[str, Any] = {"compression": "zstd", "write_statistics": False, "write_page_checksum": True}
+    with replaced(path) as partial, pq.ParquetWriter(partial, SCHEMA, **options) as writer:
 
+        def write(row: Problem) -> None:
+            nonlocal characters
+            rows.append(asdict(row))
+            characters += len(row.gold)
+            if len(rows) == ROWS_PER_GROUP or characters >= CHARACTERS_PER_GROUP:
+                end_group()
 
-class PreparedWriter:
-    """Writes rows in small row groups; the file appears under its name only when complete."""
+        def end_group() -> None:
+            nonlocal characters
+            writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
+            rows.clear()
+            characters = 0
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._unfinished = path.with_name(path.name + ".unfinished")
-        self._writer = pq.ParquetWriter(
-            self._unfinished, SCHEMA, compression="zstd", write_statistics=False, write_page_checksum=True
-        )
-        self._rows: list[dict[str, Any]] = []
-        self._characters = 0
-
-    def write(self, row: Problem) -> None:
-        self._rows.append(asdict(row))
-        self._characters += len(row.gold)
-        if len(self._rows) == ROWS_PER_GROUP or self._characters >= CHARACTERS_PER_GROUP:
-            self._flush()
-
-    def finish(self) -> str:
-        """Close the file, give it its name, and return its fingerprint for the manifest."""
-        self._flush()
-        self._writer.close()
-        self._unfinished.rename(self._path)
-        return fingerprint(self._path)
-
-    def abandon(self) -> None:
-        self._writer.close()
-        self._unfinished.unlink(missing_ok=True)
-
-    def _flush(self) -> None:
-        if self._rows:
-            self._writer.write_table(pa.Table.from_pylist(self._rows, schema=SCHEMA))
-            self._rows, self._characters = [], 0
+        yield write
+        if rows:
+            end_group()

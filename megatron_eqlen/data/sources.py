@@ -55,7 +55,7 @@ def _open_prepared(source: SourceRecipe, tally: Tally) -> Sequence[Problem]:
         return stored
     kept = {row.row_id for row in _filtered(source, stored.without_golds(), tally)}
     numbers = [number for number, row_id in enumerate(stored.row_ids()) if row_id in kept]
-    return prepared.Selection(stored, numbers)
+    return prepared.PreparedRows(local_path(source), numbers)
 
 
 def has_filters(source: SourceRecipe) -> bool:
