@@ -91,8 +91,8 @@ def compare_seeds(before: list[EvaluationResult], after: list[EvaluationResult])
     return statistics.paired_difference(_replicates(before), _replicates(after))
 
 
-def over_seeds(results: list[EvaluationResult]) -> dict[str, Interval]:
-    """Return the accuracy over training runs that differ in their seed: headline, t, and the paper's own
+def over_seeds(results: list[EvaluationResult]) -> tuple[Interval, Interval]:
+    """Return the accuracy over training runs that differ in their seed: headline, and the paper's own
     interval.
 
     A run's samples are averaged first, so that the seeds are the replicates; with a single run its samples
@@ -100,11 +100,7 @@ def over_seeds(results: list[EvaluationResult]) -> dict[str, Interval]:
     """
     _check_questions(results)
     scores = _replicates(results)
-    return {
-        "headline": statistics.crossed_bootstrap(scores),
-        "t": statistics.t_interval(scores),
-        "paper": statistics.replicate_bootstrap(scores),
-    }
+    return statistics.crossed_bootstrap(scores), statistics.replicate_bootstrap(scores)
 
 
 def _replicates(results: list[EvaluationResult]) -> np.ndarray:
@@ -150,23 +146,13 @@ def file_hashes(path: Path, chosen: Sequence[Path] | None = None) -> dict[str, s
 
 
 def _summary(result: EvaluationResult) -> dict[str, Any]:
-    intervals = (
-        statistics.crossed_bootstrap(result.scores),
-        statistics.t_interval(result.scores),
-        statistics.replicate_bootstrap(result.scores),
-    )
     return {
         "problems": len(result.answers),
         "samples": result.samples,
         "replicates": "samples",
-        "intervals": [_finite(asdict(interval)) for interval in intervals],
+        "intervals": [asdict(interval) for interval in over_seeds([result])],
         "pass_at": result.pass_at(),
         "truncated_fraction": result.verdict_fraction("truncated"),
         "no_answer_fraction": result.verdict_fraction("no_answer"),
         "mean_tokens": result.mean_tokens,
     }
-
-
-def _finite(record: dict[str, Any]) -> dict[str, Any]:
-    """Replace NaN by None: JSON has no NaN."""
-    return {key: None if value != value else value for key, value in record.items()}

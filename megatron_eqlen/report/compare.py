@@ -165,8 +165,8 @@ def accuracies(groups: Sequence[Group], benchmarks: Sequence[str] | None = None)
         results = group.results(benchmark)
         if not results:
             return None
-        intervals = over_seeds(results)
-        return Accuracy(intervals["paper"], intervals["headline"], len(results))
+        headline, paper = over_seeds(results)
+        return Accuracy(paper, headline, len(results))
 
     rows = by_benchmark(groups, benchmarks, accuracy)
     seeds: dict[str, int] = {}
