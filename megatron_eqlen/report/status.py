@@ -20,7 +20,6 @@ from megatron_eqlen.metrics import PROMPTS_DRAWN, TIME_STEP, spent
 from megatron_eqlen.processes import hold
 from megatron_eqlen.processes.events import BEAT
 from megatron_eqlen.processes.run_state import RunState, read_state
-from megatron_eqlen.processes.slurm_state import ENDED, GONE, job_state
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.contents import is_whole
 from megatron_eqlen.recipe.load import load_run
@@ -41,15 +40,11 @@ Condition = Literal[
 ]  # fmt: skip
 """``silent``: it holds its folder, but gives no sign of life. ``stopped``: it ended in order before its
 limit. ``killed``: it was cut off without a word, or its machine is gone. ``given up``: SLURM starts it no
-more. ``cancelled``: SLURM ended its job (scancel) and will not start it again."""
+more. ``cancelled``: SLURM told its job to end (scancel)."""
 STYLES = {
     "running": "bold green", "complete": "bold green",
     **dict.fromkeys(("silent", "failed", "hung", "given up", "killed"), "bold red"),
 }  # fmt: skip
-UNEXPLAINED: tuple[Condition, ...] = ("not started", "stopped", "killed")
-"""Conditions that the state of the SLURM job replaces."""
-FAILED = ENDED - {"CANCELLED", "COMPLETED", GONE}
-"""States of a job that failed before it trained."""
 SOURCE_EPOCHS = re.compile(r"data/source/(.*)/epochs")
 StatusRow = tuple[str, str | Text]  # name and text
 
@@ -76,9 +71,7 @@ class RunStatus:
         self.records = read_newest(folder, SPARK_STEPS)
         self.last: dict[str, Any] = self.records[-1] if self.records else {}
         self.condition: Condition = _condition(folder, self.recipe, self.holder, self.state)
-        self.job, end = _job(folder, self.state) if self.condition != "complete" else ("", None)
-        if end and self.condition in UNEXPLAINED:
-            self.condition = end
+        self.job = _job(self.state) if self.condition != "complete" else ""
         self._latest = folder / "checkpoints" / LATEST
 
     def screen(self) -> list[StatusRow]:
@@ -186,29 +179,20 @@ def _condition(run: Path, recipe: Recipe, holder: dict[str, Any], state: RunStat
         return "hung"
     if state.first_error or state.end_error:
         return "failed"
+    if state.cancelled:
+        return "cancelled"
     if not state.started:
         return "stopped" if holder else "not started"  # its events were lost: nothing says how it ended
     return "stopped" if state.ended else "killed"
 
 
-def _job(folder: Path, state: RunState) -> tuple[str, Condition | None]:
-    """Return the state of the newest SLURM job while no try of it trains, and the condition that follows."""
-    job, cancelled = state.job, state.cancelled
-    if job is None or not (state.waits or cancelled):
-        return cancelled or "", "cancelled" if cancelled else None
-    now = job_state(job)
-    if now in ENDED:
-        how = "SLURM no longer knows it" if now == GONE else now
-        why = cancelled or f"see {folder}/slurm-{job}.out, if there is one"
-        text = f"SLURM job {job} has ended: {how}; {why}"
-        if now == "CANCELLED" or (now == GONE and cancelled):
-            return text, "cancelled"
-        return text, "failed" if now in FAILED else None
-    if now is None and cancelled:
-        return cancelled, "cancelled"
-    if now != "PENDING" and (now or state.waits == "try"):
-        return "a SLURM job gets ready: the newest slurm-*.out in the folder says how far it is", None
-    return f"SLURM job {job} has not started: squeue --job {job} says why", None
+def _job(state: RunState) -> str:
+    """Return what is known of the newest SLURM job while no try of it trains."""
+    if state.cancelled or not state.waits:
+        return state.cancelled or ""
+    if state.waits == "try":
+        return "a SLURM job gets ready: the newest slurm-*.out in the folder says how far it is"
+    return f"SLURM job {state.job} has not started: squeue --job {state.job}, later sacct, says why"
 
 
 def _evaluated(folder: Path, steps: int) -> Iterator[StatusRow]:

@@ -63,8 +63,7 @@ def test_a_run_on_two_nodes_ends_and_is_not_started_again(submit, bed):
     }
 
 
-def test_status_says_that_a_job_was_cancelled_before_it_trained(submit, bed, tmp_path):
-    """Its batch script's files say so; for a job that never ran, SLURM does."""
+def test_status_says_that_a_job_was_cancelled_before_it_trained(submit, bed):
     job = submit()
     (job.run / "hold-check").touch()
     bed.wait(lambda: list(job.run.glob("checked-*")), "the check")
@@ -72,13 +71,6 @@ def test_status_says_that_a_job_was_cancelled_before_it_trained(submit, bed, tmp
     bed.wait_for(job.id, "CANCELLED")
     assert within(20, lambda: read_state(job.run).cancelled)
     assert RunStatus(job.run).condition == "cancelled"
-    later = submit("--", "--begin=now+1hour")
-    assert RunStatus(later.run).condition == "not started"
-    bed.program(tmp_path / "bin/squeue", "/usr/bin/squeue")
-    assert RunStatus(later.run).condition == "not started"
-    bed.run("scancel", later.id)
-    bed.wait_for(later.id, "CANCELLED")
-    assert RunStatus(later.run).condition == "cancelled"
 
 
 def test_near_the_time_limit_before_servers_are_up_the_job_starts_again(submit, bed):
