@@ -15,12 +15,10 @@ import contextlib
 import faulthandler
 import os
 import shutil
-import statistics
 import sys
 import threading
 import time
 import traceback
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,16 +29,8 @@ HANGS, INDEX = "hang", "index.txt"
 """Folder of a run's hangs, and the file of a hang with its message."""
 HUNG = 75
 """Exit status of a run that hung: ``EX_TEMPFAIL`` of sysexits.h, to be tried again."""
-FIRST = 3.0
-"""Multiple of ``seconds`` that a stage may be silent before a stage of its name has ended, and a rank between
-stages: engines start, kernels are compiled, weights are read."""
-LONGER = 10.0
-"""Multiple of the median of a stage's longest silences that later runs of the stage may take; at least
-``seconds`` and at most the first limit, since ranks that wait for others are silent, too."""
-REMEMBERED = 50
-"""Number of recent silences of a stage in the median."""
 STUCK = 2.0
-"""Multiple of the first limit after which a watching thread that does not run counts as stuck."""
+"""Multiple of ``seconds`` after which a watching thread that does not run counts as stuck."""
 
 _beats = 0
 
@@ -49,15 +39,6 @@ def beat() -> None:
     """Report progress that may be the only sign of life for long: tokens arrived, a row was computed."""
     global _beats
     _beats += 1
-
-
-class RunningStage:
-    """A running stage."""
-
-    def __init__(self, name: str, patience: float) -> None:
-        self.name, self.patience = name, patience
-        self.silence = 0.0
-        """Longest silence so far, in seconds."""
 
 
 class Watchdog:
@@ -78,9 +59,8 @@ class Watchdog:
     ) -> None:
         self.rank, self.world, self.seconds = rank, world, seconds
         self._collectives, self._traces = collectives, traces
-        self._facts: list[Callable[[], str]] = []
-        self._running: list[RunningStage] = []
-        self._silences: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
+        self._running: list[tuple[str, float]] = []
+        """Name and patience of each running stage."""
         self._seen: Any = None
         self._since = time.monotonic()
         """Time of the last progress."""
@@ -90,20 +70,13 @@ class Watchdog:
     @contextlib.contextmanager
     def stage(self, name: str, patience: float = 0.0) -> Iterator[None]:
         """Mark the block as a stage. ``patience``: the block's own timeout in seconds, added to the limit."""
-        running = RunningStage(name, patience)
         beat()
-        self._running.append(running)
+        self._running.append((name, patience))
         try:
             yield
         finally:
-            self._running.remove(running)
-            self._silences[name].append(running.silence)
+            self._running.remove((name, patience))
             beat()
-
-    def add_facts(self, facts: Callable[[], str]) -> None:
-        """Add the result of ``facts`` to this rank's file of a hang. The watchdog calls ``facts`` during the
-        hang, from another thread; ``facts`` must take no lock."""
-        self._facts.append(facts)
 
     def start(self, folder: Path) -> None:
         """Start watching. All ranks pass the same ``folder`` (``RUN/hang/WHEN``), which belongs to this start
@@ -140,15 +113,7 @@ class Watchdog:
     def limit(self) -> float:
         """Seconds for which this rank may be silent now."""
         assert self.seconds is not None
-        running = list(self._running)
-        return max([self._limit(stage) for stage in running], default=FIRST * self.seconds)
-
-    def _limit(self, stage: RunningStage) -> float:
-        assert self.seconds is not None
-        if silences := self._silences[stage.name]:
-            longest = LONGER * statistics.median(silences)
-            return min(max(longest, self.seconds), FIRST * self.seconds) + stage.patience
-        return FIRST * self.seconds + stage.patience
+        return self.seconds + max((patience for _, patience in list(self._running)), default=0.0)
 
     def _watch(self) -> None:
         """Write this rank's deadline and read the others' at each look. A hang is reported only if two looks
@@ -170,13 +135,11 @@ class Watchdog:
     def _postpone(self) -> None:
         """End the process, with stacks on the screen, if this is not called again in time."""
         assert self.seconds is not None
-        faulthandler.dump_traceback_later(STUCK * FIRST * self.seconds, exit=True)
+        faulthandler.dump_traceback_later(STUCK * self.seconds, exit=True)
 
     def _update(self, now: float) -> None:
         if (seen := (_beats, self._collectives())) != self._seen:
             self._seen, self._since = seen, now
-        for stage in list(self._running):
-            stage.silence = max(stage.silence, now - self._since)
 
     def _declare(self) -> float:
         """Set and return the deadline of this rank's next progress, in seconds since 1970."""
@@ -204,11 +167,11 @@ class Watchdog:
 
     def _write(self) -> None:
         """Write stacks and traces of this rank; the first rank that does also tells the user."""
-        stages = [stage.name for stage in list(self._running)]
+        stages = [name for name, _ in list(self._running)]
         where = f"in stage {stages[-1]}" if stages else "between stages"
         silence = f"rank {self.rank} has made no progress for {time.monotonic() - self._since:.0f} s {where}"
         self.folder.mkdir(parents=True, exist_ok=True)  # a later start may have removed it
-        self._file.write("\n".join([silence, *(facts() for facts in self._facts), ""]))
+        self._file.write(f"{silence}\n")
         self._file.flush()
         faulthandler.dump_traceback(self._file, all_threads=True)
         traces = self._traces()

@@ -756,10 +756,9 @@ class ClusterRecipe(Section):
     """Machines that train; servers need further machines."""
     processes_per_node: PositiveInt = 1
     """Processes per node: one per GPU; on CPUs one per core used."""
-    watchdog_seconds: PositiveFloat | None = 600.0
-    """Seconds without progress on any rank after which the run counts as hung; up to 3 times as long for
-    stages that are new or were silent for long before. Each rank's stacks go to ``RUN/hang/``, and the run
-    ends with status 75. null: wait for ever (for a debugger, say)."""
+    watchdog_seconds: PositiveFloat | None = 1800.0
+    """Seconds without progress on any rank after which the run counts as hung. Each rank's stacks go to
+    ``RUN/hang/``, and the run ends with status 75. null: wait for ever (for a debugger, say)."""
     device: Literal["gpu", "cpu"] = "gpu"
     """Resource that a SLURM job requests. ``gpu``: a run without a GPU is refused. ``cpu``: a run still uses
     a GPU if it finds one."""

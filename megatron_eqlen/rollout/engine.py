@@ -116,11 +116,6 @@ class Engine(Decoder, Protocol):
         """Take memory back; ``update_weights`` must follow before the next ``submit``."""
         ...
 
-    def state(self) -> dict[str, Any]:
-        """Return the engine's activity as plain data. Takes no lock: a thread asks while another may be stuck
-        in the engine."""
-        ...
-
     def close(self) -> None: ...
 
 
@@ -169,9 +164,6 @@ class IdleEngine:
     def sleep(self) -> None: ...
     def wake(self) -> None: ...
     def close(self) -> None: ...
-
-    def state(self) -> dict[str, Any]:
-        return {"idle": "another rank drives the engine"}
 
     def metrics(self) -> Metrics:
         return {}

@@ -172,7 +172,6 @@ class Generator(InTurn):
             self.recipe, session.tokenizer.eos_token_ids, session.replicas, syncs_first=synced
         )
         session.ends_with(self.engine.close)
-        session.watchdog.add_facts(lambda: f"engine: {self.engine.state()}")
         self.patience = self.recipe.rollout.request_timeout
         """Seconds after which a silent engine is given up."""
         text = self.recipe.tree_sampling.marker

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from megatron_eqlen import metrics as m
 from megatron_eqlen.processes import distributed
-from megatron_eqlen.processes.timeline import TimeSpan
 from megatron_eqlen.report.metrics import FILE as METRICS
 from megatron_eqlen.report.metrics import Columns, MetricsWriter
 from megatron_eqlen.report.rollouts import samples
@@ -67,13 +66,3 @@ class StepRecords:
             )
         elif self._idle_steps:
             self._session.progress.warn(f"{self._idle_steps} of {steps} steps trained nothing")
-
-
-def seconds_by_stage(spans: Sequence[TimeSpan]) -> str:
-    """Return ``checkpoint 3.1 s, evaluate 12.0 s, export 2.2 s``: the stages of a run's end, which no step's
-    record holds."""
-    took = dict.fromkeys(("checkpoint", "evaluate", "export"), 0.0)
-    for span in spans:
-        if span.stage in took:
-            took[span.stage] += span.ended - span.began
-    return ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in took.items() if seconds)

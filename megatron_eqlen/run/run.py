@@ -24,7 +24,7 @@ from megatron_eqlen.report.page import PageWriter
 from megatron_eqlen.run.checkpoints import Checkpoints, check_held, spent_until
 from megatron_eqlen.run.evaluations import Evaluations
 from megatron_eqlen.run.generation import Rollouts
-from megatron_eqlen.run.records import StepRecords, seconds_by_stage
+from megatron_eqlen.run.records import StepRecords
 from megatron_eqlen.run.run_folder import RunFolder
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Step
@@ -46,7 +46,6 @@ class Run:
             session.enter(session.events.writing(self.folder.path, hold.check))
             keep_inputs(self.folder.path, self.recipe)
         failures.keep_in(self.folder.path)
-        session.watchdog.add_facts(lambda: f"step {self.begun}")
         session.watch(self.folder.hang)
         self.profiler = Profiler(self.folder.profile, self.recipe.profile)
         if self.recipe.profile.out_of_memory:
@@ -67,8 +66,6 @@ class Run:
         """True if the run ends after this step: the file STOP was found, or ``stopped_by`` names the reason.
         """
         self.stopped_by: str | None = None
-        self.step_ended = 0.0
-        """End of the newest step, in seconds of ``time.perf_counter``."""
 
     def _watch_memory(self) -> None:
         if torch.cuda.is_available():
@@ -153,9 +150,6 @@ class Run:
                     "steps resumes with them"
                 )
             self.records.warn_of_idle_steps(self.steps)
-            spans = [span for span in self.session.timeline.spans if span.began >= self.step_ended]
-            if after := seconds_by_stage(spans):
-                self.session.progress.say(f"after the last step: {after}")
             if self.folder.export.exists():
                 write_model_card(self.folder.path)
             learned = self.evaluations.learned() if self.complete else ""
@@ -260,7 +254,6 @@ class Run:
         }
         step = step.log(gain_metrics(step.metrics))
         ranks = m.over_ranks(gather([step.metrics]))
-        self.step_ended = now
         self.records.write(self.steps, step.metrics | reached | ranks | speed | totals, step.rollouts)
 
     def checkpoint_if_due(self, step: Step, policy: Policy) -> None:

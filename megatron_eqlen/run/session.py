@@ -26,7 +26,7 @@ from megatron_eqlen.processes import distributed, failures
 from megatron_eqlen.processes.events import EventWriter
 from megatron_eqlen.processes.importing import importing
 from megatron_eqlen.processes.timeline import Timeline
-from megatron_eqlen.processes.watchdog import FIRST, Watchdog
+from megatron_eqlen.processes.watchdog import Watchdog
 from megatron_eqlen.recipe import Recipe, RecipeError, layout
 from megatron_eqlen.recipe.inputs import local_path, revisions
 from megatron_eqlen.report.progress import Progress
@@ -54,7 +54,7 @@ class Session:
             use_deterministic_kernels()
         flight_recorder.enable()
         seconds = recipe.cluster.watchdog_seconds
-        timeout = timedelta(seconds=max(1800.0, 2 * FIRST * (seconds or 0.0)))  # longer than a hang lasts
+        timeout = timedelta(seconds=max(1800.0, 2 * (seconds or 0.0)))  # longer than a hang lasts
         groups.start(recipe.parallel, recipe.seed, timeout)
         self._ends = contextlib.ExitStack()
         self.watchdog = Watchdog(

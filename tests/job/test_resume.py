@@ -1,7 +1,6 @@
 """Runs that stop, are killed, skip updates or lose a checkpoint, and resume."""
 
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -68,7 +67,6 @@ def test_steps_that_train_nothing_are_said_and_a_skipped_one_has_a_checkpoint_on
     assert "no checkpoint after step 2" in said.stdout
     assert "WARNING: step 3 trained nothing: 1 updates were skipped" in said.stdout
     assert "WARNING: no step trained anything" in said.stdout
-    assert re.search(r"\nafter the last step: checkpoint \d+\.\d s, export \d+\.\d s\n", said.stdout)
     warned = [text for _, text in read_state(home / "idle").warnings]
     assert warned[0].startswith("step 1 trained nothing")
     assert warned[1].startswith("update 1 is skipped")

@@ -18,7 +18,6 @@ BEGIN = """
 import atexit, sys, threading
 from pathlib import Path
 from megatron_eqlen.processes import watchdog
-watchdog.FIRST = 1.0
 home = Path(sys.argv[1])
 dog = watchdog.Watchdog(0, 1, 1.0)
 dog.start(home / "hang" / "1")

@@ -30,9 +30,7 @@ if len(sys.argv) > 2:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     dist.all_reduce(torch.ones(1))
-watchdog.FIRST = 1.5
-dog = watchdog.Watchdog(rank, world, 2.0, flight_recorder.status, flight_recorder.traces)
-dog.add_facts(lambda: "step 7")
+dog = watchdog.Watchdog(rank, world, 3.0, flight_recorder.status, flight_recorder.traces)
 dog.start(Path(sys.argv[1]))
 atexit.register(dog.stop)
 """
@@ -46,11 +44,6 @@ with dog.stage("train"):
 MISSES = """
 with dog.stage("sync"):
     time.sleep(600) if rank else dist.all_reduce(torch.ones(1))
-"""
-LEARNS = """
-for silence in (1.0, 2.4):  # the second time more than 2 s are too long, were it not for the first
-    with dog.stage("checkpoint"):
-        time.sleep(silence)
 """
 GOES_ON = """
 home = Path(sys.argv[1]).parent
@@ -103,7 +96,6 @@ def jobs(tmp_path_factory):
     home.mkdir()
     begun = {
         "misses": start_ranks(2, "-c", BEGIN + SLOW + MISSES, home / "misses", "ranks"),
-        "learns": [start("-c", BEGIN + LEARNS, home / "learns")],
         "keeps": [start("-c", BEGIN + KEEPS_THE_LOCK, home / "keeps")],
         "one_keeps": start_ranks(2, "-c", BEGIN + KEEPS_THE_LOCK, home / "one_keeps", "ranks"),
         "alone": [start("-c", BEGIN + GOES_ON, home / "alone")],
@@ -154,7 +146,7 @@ def test_ranks_that_are_all_stopped_continue_and_one_that_is_stopped_alone_is_na
 
 
 def test_a_busy_rank_that_is_stopped_again_and_again_continues(tmp_path):
-    job = start("-c", BEGIN.replace("2.0", "0.5") + IS_BUSY, tmp_path / "hang/busy")
+    job = start("-c", BEGIN.replace("3.0", "0.75") + IS_BUSY, tmp_path / "hang/busy")
     stacks = tmp_path / "hang/busy/rank-0.txt"
     try:
         assert within(60, stacks.exists)
@@ -213,19 +205,12 @@ def test_a_rank_that_misses_a_collective_is_recorded_and_one_that_was_slow_is_no
     for rank, place in enumerate(("in all_reduce", "in <module>")):
         text = (folder / f"rank-{rank}.txt").read_text()
         assert text.startswith(f"rank {rank} has made no progress for")
-        assert "\nstep 7\n" in text
         assert place in text
     command = f"{Path(sys.executable).parent}/{command}"
     analysis = subprocess.run(command.split(), timeout=60, capture_output=True, text=True, check=False)
     said = analysis.stdout + analysis.stderr
     assert "collective: gloo:all_reduce\n" in said, said
     assert "missing ranks: {1}" in said, said
-
-
-def test_a_stage_may_take_as_long_as_it_took_before(jobs):
-    (job,) = jobs[1]["learns"]
-    assert job.wait() == 0, job.stderr
-    assert not (jobs[0] / "learns").exists(), "nothing is left of ranks that ended well"
 
 
 def test_where_no_thread_can_run_python_the_stacks_are_printed_and_the_rank_ends(jobs):

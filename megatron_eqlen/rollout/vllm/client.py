@@ -184,18 +184,6 @@ class ServerEngine:
     def wake(self) -> None:
         """Do nothing: servers do not sleep."""
 
-    def state(self) -> dict[str, Any]:
-        replicas = [
-            {
-                "url": replica.url,
-                "alive": replica.alive,
-                "requests": len(replica.requests),
-                "absence": replica.absence,
-            }
-            for replica in self.pool.replicas
-        ]
-        return {"policy_version": self.policy_version, "refusal": self.refusal, "replicas": replicas}
-
     def close(self) -> None:
         """Close the engine. Safe to call more than once, and while another thread harvests."""
         with self.busy:

@@ -11,7 +11,6 @@ import itertools
 import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -125,14 +124,6 @@ class ColocatedEngine:
         """Take memory for the weights only; the KV cache takes its memory with the first request, so that a
         weight sync has the room."""
         self._wake("weights")
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "policy_version": self.policy_version,
-            "requests": len(self.requests),
-            "asleep": self.asleep,
-            "refusal": self.refusal,
-        }
 
     def close(self) -> None:
         lifecycle.close(self.core)
