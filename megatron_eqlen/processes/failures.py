@@ -32,8 +32,6 @@ CONSEQUENCES = re.compile(
     r"|ProcessGroup.*(abort|tim(ed|e) ?out)|Timed out waiting .* for (send|recv)"
 )
 """Messages of a rank that lost another rank."""
-PEER = re.compile(r"\[(?:::ffff:)?([0-9a-fA-F.:]+)\]:\d+|peer ([\w.-]+)<\d+>")
-"""Address of the lost rank in gloo's messages, or its host in NCCL's."""
 
 TRACEBACK = "EQLEN_TRACEBACK"
 """Environment variable: if set, the traceback of an expected error is shown as well."""
@@ -88,11 +86,8 @@ def is_expected(error: BaseException) -> bool:
 
 
 def words(error: BaseException) -> str:
-    """Return the message and notes. Errors of the operating system read ``PATH: what is wrong``; lost
-    connections start with the lost host."""
-    text = _message(error) + "".join(f" ({note})" for note in getattr(error, "__notes__", []))
-    host = _lost_host(text) if CONSEQUENCES.search(text) else ""
-    return f"lost the connection to {host}: {text}" if host else text
+    """Return the message and notes. Errors of the operating system read ``PATH: what is wrong``."""
+    return _message(error) + "".join(f" ({note})" for note in getattr(error, "__notes__", []))
 
 
 def _message(error: BaseException) -> str:
@@ -107,18 +102,6 @@ def free_space(path: Path) -> str:
     """Return a text with the free disk space at ``path``, or at its nearest existing parent."""
     existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
     return f"{shutil.disk_usage(existing).free / 1e9:.2f} GB are free there"
-
-
-def _lost_host(text: str) -> str:
-    """Return the host named in the text; empty if there is none or it is this machine."""
-    match = PEER.search(text)
-    address = (match[1] or match[2]) if match else ""
-    if not address or address.startswith("127.") or address == "::1":
-        return ""
-    try:
-        return socket.gethostbyaddr(address)[0]
-    except OSError:
-        return address
 
 
 def run_script(main: Callable[[], None]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import socket
 import subprocess
 import sys
 
@@ -110,24 +109,6 @@ def test_only_the_first_error_of_a_process_is_kept(run):
 def test_a_lost_connection_and_a_run_that_was_taken_over_say_nothing_in_the_runs_folder(run, error):
     failures.record(raised(error))
     assert not (run / events.FILE).exists()
-
-
-@pytest.mark.parametrize(("text", "said"), [
-    ("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.77.0.2]:40881", "to n2: [gloo"),
-    ("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [::ffff:10.77.0.3]:1", "to 10.77.0.3: ["),
-    ("ncclRemoteError: Connection closed by remote peer n2<4023>", "to n2: nccl"),
-    ("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:40881", None),
-    ("timeout [10.77.0.2]:80", None),
-])  # fmt: skip
-def test_a_lost_connection_is_said_by_the_name_of_its_host(monkeypatch, text, said):
-    def named(address: str) -> tuple[str, list, list]:
-        if address not in ("10.77.0.2", "n2"):
-            raise socket.herror
-        return "n2", [], []
-
-    monkeypatch.setattr(socket, "gethostbyaddr", named)
-    words = failures.words(RuntimeError(text))
-    assert words == text if said is None else words.startswith(f"lost the connection {said}")
 
 
 def test_without_a_launcher_nobody_else_tells_it(run, monkeypatch):
