@@ -28,7 +28,6 @@ from megatron_eqlen.rollout.record.reader import (
     read_progress,
     read_skeletons,
     read_step,
-    read_streams,
     recorded_files,
     set_aside_stale,
     step_files,
@@ -220,15 +219,6 @@ def test_a_file_that_is_no_record_or_of_another_version_is_refused_in_words(tmp_
         stream.write_table(older.empty_table())
     with pytest.raises(ValueError, match=r"found version 11, of another release: 1 columns differ .*given"):
         read_step(tmp_path)
-
-
-def test_a_notebook_reads_segments_with_their_rewards(tmp_path):
-    record(tmp_path / "step-00000004" / "rank-0.arrow", [STREAM, GROUP])
-    (table,) = read_streams(tmp_path)
-    assert table["role"].to_pylist() == ["a", "b", "tail", "completion", "completion"]
-    assert table["token_ids"].to_pylist() == [[1, 9], [3, 4], [7], [1], [2, 2]]
-    assert table["reward"].to_pylist() == [0.5, None, None, None, None]
-    assert set(table["step"].to_pylist()) == {"step-00000004"}
 
 
 def shape(rollout) -> list:

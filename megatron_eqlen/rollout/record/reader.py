@@ -1,5 +1,5 @@
 """Readers of the files of ``recorder``: rollouts with tokens or as skeletons, the rollouts that a step
-resumes, and tables for notebooks."""
+resumes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
-import pyarrow as pa
 
 from megatron_eqlen.files import step_name, step_number, unused
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout.partial import HarvestProgress, PartialRollout, RolloutOrigin
 from megatron_eqlen.rollout.record.arrow_log import batches, is_closed, pieces, values
 from megatron_eqlen.rollout.record.format import (
-    CONTEXT,
     COUNTS,
-    END,
     GRADES,
     KEY,
     PROMPT,
@@ -285,17 +282,6 @@ def read_grades(
     return grades, taught
 
 
-def read_streams(path: str | Path) -> Iterator[pa.Table]:
-    """Yield recorded segments for a notebook: a table for each file of ``path``, which is a file, a step's
-    folder or a run's ``streams/`` folder.
-
-    Columns are those of ``format.SEGMENTS`` before ``question``, then ``step`` (the folder's name),
-    ``reward`` and ``verdict``, null where a segment ends no graded response.
-    """
-    for _, files in recorded_steps(Path(path)):
-        yield from map(_table, files)
-
-
 def recorded_steps(path: Path) -> list[tuple[str, list[Path]]]:
     """Return (name, files) of a file of rollouts, of a step's folder, or of each step of a run's ``streams/``
     folder."""
@@ -303,22 +289,6 @@ def recorded_steps(path: Path) -> list[tuple[str, list[Path]]]:
         return [(path.name, [path])]
     folders = [path] if step_files(path) else sorted(path.glob("step-*"))
     return [(folder.name, files) for folder in folders if (files := step_files(folder))]
-
-
-def _table(path: Path) -> pa.Table:
-    table = pa.Table.from_batches(list(batches(path, SEGMENTS)), SEGMENTS)
-    roles = table["role"].to_pylist()
-    table = table.filter(pa.array([role not in (PROMPT, CONTEXT, END) for role in roles]))
-    table = table.select(SEGMENTS.names[: SEGMENTS.names.index("question")])
-    grades, _ = read_grades(path.parent)
-    row_grades = [grades.get(key) for key in zip(*(table[name].to_pylist() for name in KEY), strict=True)]
-    for name, column in {
-        "step": [path.parent.name] * len(row_grades),
-        "reward": [grade and grade.reward for grade in row_grades],
-        "verdict": [grade and grade.verdict for grade in row_grades],
-    }.items():
-        table = table.append_column(name, pa.array(column, pa.float64() if name == "reward" else pa.string()))
-    return table
 
 
 def _in_training_order(assembly: Assembly) -> list[Rollout]:
