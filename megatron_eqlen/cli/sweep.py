@@ -7,9 +7,6 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from megatron_eqlen.plan.flops import planned_flops
-from megatron_eqlen.plan.model import model_config
-from megatron_eqlen.plan.workload import workload
 from megatron_eqlen.recipe.budget import UNITS
 from megatron_eqlen.recipe.inputs import fetch, pinned
 from megatron_eqlen.sweep.cells import Cell, Plan
@@ -23,7 +20,7 @@ def read(path: Path, overrides: Sequence[str]) -> Plan:
 
 
 def describe(plan: Plan) -> int:
-    """Print the runs, their overrides, budgets and cost, and the commands that submit to SLURM what is left
+    """Print the runs, their overrides and budgets, and the commands that submit to SLURM what is left
     of them."""
     print(description(plan))
     print(*submissions(plan), sep="\n")
@@ -89,7 +86,7 @@ def _recipe(plan: Plan, cells: list[Cell]) -> list[str]:
         lines.append(f"  {seeds[0].method:<22} {_limit(plan, seeds)}")
         made = [override for override in seeds[0].overrides if not override.startswith(("seed=", "run_dir="))]
         lines.append(f"  {'':<22}   {shlex.join(made) or 'as the recipe says'}")
-    return [*lines, _cost(plan, cells)]
+    return lines
 
 
 def _limit(plan: Plan, cells: list[Cell]) -> str:
@@ -101,18 +98,4 @@ def _limit(plan: Plan, cells: list[Cell]) -> str:
     done = sum(cell.ended(limits) for cell in cells)
     return cells[0].recipe(limits).budget.describe() + (
         f"; {done} of {len(cells)} runs have ended" if done else ""
-    )
-
-
-def _cost(plan: Plan, cells: list[Cell]) -> str:
-    """Return the FLOPs of a reference run with the longest responses, times the number of runs; other budgets
-    are not known in advance."""
-    first = plan.some_recipe(cells[0])
-    if plan.sweep.reference is None or first.steps is None:
-        return "cost        unknown: it needs a reference with steps"
-    model = model_config(first)
-    flops = first.steps * planned_flops(first, model, workload(first))
-    return (
-        f"cost        a run of {plan.sweep.reference}: at most {flops:.2g} FLOPs in {first.steps} steps; "
-        f"x {len(cells)} runs"
     )

@@ -16,7 +16,6 @@ from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.plan.gpus import gpu_named
 from megatron_eqlen.plan.model import model_config
-from megatron_eqlen.plan.workload import Workload
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.types import Metrics
 
@@ -81,12 +80,6 @@ def training_flops(recipe: Recipe, model: ModelConfig, trained: float, context: 
     frozen = frozen_passes(recipe) * forward_flops(model, context=0.0)
     teacher = forward_flops(model_config(recipe, "teacher"), context) if recipe.teacher.path else 0.0
     return trained * (training_passes(recipe) * forward_flops(model, context) - frozen + teacher)
-
-
-def planned_flops(recipe: Recipe, model: ModelConfig, work: Workload) -> float:
-    """Return the FLOPs of one step with full rollouts, without prefilling."""
-    generation = generation_flops(recipe, model, work.generated, work.context, prompts=0.0, branches=0.0)
-    return generation + training_flops(recipe, model, work.trained, work.context)
 
 
 def counted(recipe: Recipe, model: ModelConfig, metrics: Mapping[str, float]) -> Metrics:

@@ -145,14 +145,13 @@ def test_a_process_that_cannot_start_is_reported(sweep, capsys):
     assert "expected runs that have ended, found none" in said.err
 
 
-def test_a_dry_run_says_what_each_may_spend_and_what_it_may_cost(capsys):
+def test_a_dry_run_says_what_each_may_spend(capsys):
     file = ROOT / "recipes/paper_affordable.yaml"
     assert cli.main(["sweep", str(file), "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "2 recipes x 6 methods x 3 seeds = 36 runs" in said
     assert re.search(r"  eqlen-grpo +100 steps\n", said)
     assert "GPU hours as eqlen-grpo\n" in said
-    assert re.search(r"at most [\d.]+e\+19 FLOPs in 100 steps; x 18 runs\n", said)
     assert sum(cell.method.endswith("-coin") for cell in Plan(load_sweep(file)).firsts) == 4, "controls"
 
 
