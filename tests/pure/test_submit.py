@@ -138,7 +138,7 @@ def test_the_script_is_kept_with_its_environment_and_the_job_is_named(recipe, he
     assert f"eqlen report {run}\n" in said
     assert load_run(run) == load(recipe, ["cluster.processes_per_node=2"])
     assert cli.main(["status", str(run)]) == 0
-    waits = "state       not started\n  job         SLURM job 42 has not started: squeue --job 42 says why"
+    waits = "state       not started\n  job         SLURM job 42 has not started: squeue --job 42, later "
     assert waits in capsys.readouterr().out
     (run / "STOP").touch()
     assert cli.main(["submit", recipe, "cluster.processes_per_node=2"]) == 0
