@@ -1,7 +1,8 @@
 """``eqlen recipe --from verl FILE``: a recipe of ours from another trainer's configuration.
 
 The configuration is a YAML file, a shell script with ``key=value`` or ``--key value``, or TRL's Python.
-Nothing of it is executed. The table ``recipe/others.yaml`` says what each key becomes.
+Nothing of it is executed. The table ``recipe/others.yaml`` says what each key becomes; batches, steps and
+bounds that follow from several keys are computed here.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import ast
 import os
 import re
 import shlex
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.recipe.engine_options import check_options
-from megatron_eqlen.recipe.others import Row, formulas, table
+from megatron_eqlen.recipe.others import Row, table
 from megatron_eqlen.recipe.schema import Options
 from megatron_eqlen.recipe.yaml_values import in_one_line, read_value, to_yaml
 
@@ -33,6 +33,8 @@ NOTHING = re.compile(UNSET.pattern + r"|false|\[\]|\{\}|-1|0(\.0*)?")
 """Values that ask for nothing, of a key without a counterpart."""
 NEEDED = {"name": "mine", "steps": "1000000", "model.path": "MODEL"}
 """Values in place of keys that are still to be added, so that the others can be checked."""
+POSITIVE = {"steps": "max_steps", "checkpoint.every": "save_every", "evaluation.every": "eval_every"}
+"""Keys that theirs give as a number above 0, or else not at all."""
 PYTHON_CALLS = ("GRPOConfig", "GRPOTrainer", "LoraConfig", "ModelConfig", "ScriptArguments")
 NO_OPTIONS = (None, "args", "train_dataset", "eval_dataset", "peft_config")
 """Arguments of TRL's classes that are objects."""
@@ -49,10 +51,12 @@ class Translation:
 
     keys: dict[str, Any]
     """Our keys, dotted, as texts, lists and mappings."""
+    assumed: set[str] = field(default_factory=set)
+    """Keys that stand for their defaults."""
     parts: dict[str, Any] = field(default_factory=dict)
     """Values from which keys are computed, by the names that the table gives them (``as``)."""
     notes: dict[str, list[str]] = field(default_factory=dict)
-    """Sentences under each of the headings ``to add``, ``another meaning``, ``no counterpart``,
+    """Sentences under each of the headings ``to add``, ``another meaning``, ``no counterpart``, ``left out``,
     ``unknown``."""
 
     def note(self, heading: str, text: str) -> None:
@@ -124,7 +128,9 @@ def _take(row: Row, key: str, value: Any, done: Translation, given: bool = True)
     elif row.computed:
         done.parts[row.computed] = value
     elif not why:
-        done.keys |= value if isinstance(value, dict) else {str(row.ours): value}
+        new = value if isinstance(value, dict) else {str(row.ours): value}
+        done.keys |= new
+        done.assumed = done.assumed - {*new} if given else done.assumed | {*new}
     if why:
         done.note("no counterpart", f"{key}={value!s:.80}: {why}")
     elif row.differs and given:
@@ -132,30 +138,64 @@ def _take(row: Row, key: str, value: Any, done: Translation, given: bool = True)
 
 
 def _add_computed(done: Translation) -> None:
-    """Add the keys that follow from several of theirs, by the formulas of ``others.yaml``."""
-    keys, parts = done.keys, done.parts
-    parts["rows"] = _rows(_listed(parts.get("train_files")))
+    """Add the keys that follow from several of theirs."""
+    keys, parts, number = done.keys, done.parts, done.number
     if name := re.sub(r"[^\w.,=+@ -]+", "-", str(parts.get("experiment", ""))).strip("-"):
         keys["name"] = name[:100]
-    for formula in formulas():
-        text = {key: str(value) for key, value in (keys | parts).items()}
-        known = defaultdict(float, {key.replace(".", "_"): done.number(key) for key in text})
-        known |= {"text": text, "round": round, "max": max}
-        if not eval(formula.get("if", "True"), {}, known):
-            continue
-        if "note" in formula:
-            done.note("to add", formula["note"].format_map(known))
-        elif "without" in formula:
-            keys.pop(formula["without"], None)
-        else:
-            to = parts if "as" in formula else keys
-            to[formula.get("as") or formula["key"]] = eval(formula["is"], {}, known)
+    for key, part in POSITIVE.items():
+        if number(part) > 0:
+            keys[key] = round(number(part))
+    _add_batches(done)
+    ratio, warmup = number("warmup_ratio"), max(number("warmup_steps"), 0.0)
+    if warmup < 1:
+        updates = number("steps") * (number("loss.minibatches") or 1)
+        ratio, warmup = ratio or warmup, (ratio or warmup) * updates
+        if ratio and not updates:
+            done.note("to add", f"optimizer.warmup_steps: {ratio:g} x steps x loss.minibatches")
+    keys["optimizer.warmup_steps"] = round(warmup)
+    longest = (number("data.max_prompt_length") or 2048) + number("rollout.max_response_length")
+    keys["packing.max_tokens_per_row"] = round(max(longest, number("row_tokens")))
+    if "wandb" in str(parts.get("logger", "")):
+        keys["report.wandb_project"] = parts.get("project", keys["name"])
+    if "epsilon" in parts:
+        keys["loss.clip_ratio_low"] = parts["epsilon"]
+        keys["loss.clip_ratio_high"] = parts.get("epsilon_high", parts["epsilon"])
+    if "is_threshold" in parts and keys.get("loss.rollout_is", "none") != "none":
+        threshold = str(parts["is_threshold"])
+        keys["loss.rollout_is_threshold"] = threshold.split("_") if "_" in threshold else threshold
+    if "dynamic_filter" in parts:
+        keys["loss.dynamic_sampling"] = True
     if "rs" in parts:
         rules, bounds = str(parts["rs"]).split(","), str(parts.get("rs_threshold", "2.0")).split(",")
         named = zip(rules, bounds * len(rules), strict=False)
         keys["loss.rollout_rs"] = {
             rule.strip(): bound.split("_") if "_" in bound else bound for rule, bound in named
         }
+
+
+def _add_batches(done: Translation) -> None:
+    """Add the numbers of prompts, of updates and of steps."""
+    keys, parts, number = done.keys, done.parts, done.number
+    group = number("group_size") or 1
+    if batch := number("device_batch"):
+        responses = number("generation_batch") or batch * number("accumulation") * number("processes")
+        keys["data.prompts_per_step"] = max(1, round(responses / group))
+        keys["cluster.processes_per_node"] = parts["processes"]
+        if number("processes") == 1:
+            done.note("to add", "data.prompts_per_step and cluster.processes_per_node are for one process")
+        if number("steps_per_generation"):
+            updates = number("steps_per_generation") / number("accumulation", 1)
+            keys["loss.minibatches"] = max(1, round(updates))
+    elif "device_batch" in parts:
+        done.note("to add", f"data.prompts_per_step: {parts['device_batch']} responses on each process")
+    prompts = number("data.prompts_per_step") or 1
+    if size := number("minibatch_prompts") or number("minibatch_samples") / group:
+        keys["loss.minibatches"] = max(1, round(prompts / size))
+    epochs, rows = number("epochs"), _rows(_listed(parts.get("train_files")))
+    if epochs and "steps" not in keys and rows:
+        keys["steps"] = max(1, round(epochs * (rows // prompts)))
+    elif epochs and "steps" not in keys:
+        done.note("to add", f"steps: {epochs:g} epochs x rows / {prompts:g} prompts a step")
 
 
 def _add_data(done: Translation) -> None:
@@ -181,14 +221,23 @@ def _add_data(done: Translation) -> None:
 
 
 def _check(done: Translation) -> None:
-    """Give values the types of their keys, and note what cannot be as it is."""
-    try:
-        recipe = parse(_nested(NEEDED | done.keys), "recipe")
-    except RecipeError as error:
-        done.note("to mend", str(error).removeprefix("recipe: "))
-    else:
-        typed = _flat(recipe.model_dump(mode="json", exclude_unset=True))
-        done.keys = {key: value for key, value in typed.items() if key in done.keys}
+    """Give values the types of their keys; leave out, with the reason, what cannot be as it is."""
+    while True:
+        try:
+            recipe = parse(_nested(NEEDED | done.keys), "recipe")
+        except RecipeError as error:
+            why = str(error).removeprefix("recipe: ")
+            key = why.partition(":")[0]
+            known = key in done.keys
+            if key not in done.assumed:
+                done.note("left out" if known else "to mend", why)
+            if not known:
+                return
+            del done.keys[key]
+        else:
+            typed = _flat(recipe.model_dump(mode="json", exclude_unset=True))
+            done.keys = {key: value for key, value in typed.items() if key in done.keys}
+            return
 
 
 def _flat(tree: dict[str, Any], at: str = "") -> dict[str, Any]:

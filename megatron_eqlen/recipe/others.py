@@ -47,11 +47,6 @@ def table() -> dict[str, list[Row]]:
     }
 
 
-def formulas() -> list[dict[str, str]]:
-    """Return the formulas of keys that follow from several of theirs, in their order."""
-    return _file()["formulas"]
-
-
 def hint(parts: Sequence[str], lost: bool = False) -> str | None:
     """Return what to say of another trainer's key, in any case: the nearest key of ours, also by its last
     part, or why there is none (``lost``: by its last part, too)."""
