@@ -50,16 +50,6 @@ def replicate_bootstrap(scores: np.ndarray, seed: int = 0) -> Interval:
     return _interval(float(scores.mean()), draws.mean(axis=1), "paper: bootstrap over replicates")
 
 
-def t_interval(scores: np.ndarray) -> Interval:
-    """Student's t over replicates, with the problems held fixed. NaN for a single replicate."""
-    per_replicate = _checked(scores).mean(axis=1)
-    mean, count = float(per_replicate.mean()), len(per_replicate)
-    if count == 1:
-        return Interval(mean, float("nan"), float("nan"), "t over replicates")
-    half = _quantile(count, (1 + LEVEL) / 2) * per_replicate.std(ddof=1) / np.sqrt(count)
-    return Interval(mean, mean - half, mean + half, "t over replicates")
-
-
 def paired_difference(before: np.ndarray, after: np.ndarray, seed: int = 0) -> Interval:
     """Return ``after`` minus ``before`` on the same problems, ``[R1, P]`` and ``[R2, P]``.
 
@@ -78,7 +68,12 @@ def paired_difference(before: np.ndarray, after: np.ndarray, seed: int = 0) -> I
 def seed_difference(before: np.ndarray, after: np.ndarray) -> Interval:
     """Return ``after`` minus ``before``, [R] means by seed, paired by seed: Student's t, with the problems
     held fixed. NaN for a single seed."""
-    return t_interval((after - before)[:, None])
+    differences, method = after - before, "t over seeds"
+    mean, count = float(differences.mean()), len(differences)
+    if count == 1:
+        return Interval(mean, float("nan"), float("nan"), method)
+    half = _quantile(count, (1 + LEVEL) / 2) * differences.std(ddof=1) / np.sqrt(count)
+    return Interval(mean, mean - half, mean + half, method)
 
 
 def detectable_difference(before: np.ndarray, after: np.ndarray) -> float:
