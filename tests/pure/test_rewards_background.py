@@ -183,6 +183,7 @@ def test_equal_responses_are_begun_once_and_recorded_grades_are_kept(scorer, beg
     assert sorted(begun()) == ["right", "x"]
     assert first.parts[1].grade is kept
     assert verdicts(other) == [("done", 1.0), ("done", 0.0)]
+    assert scorer.score([first, other])["reward/calls"] == 0
 
 
 def test_closing_while_responses_are_graded_leaves_no_process(begun):

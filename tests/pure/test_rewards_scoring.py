@@ -77,18 +77,6 @@ def test_an_ended_tail_is_graded_and_a_truncated_one_is_not(scorer):
     assert tail_of(cut).grade is None
 
 
-def test_equal_responses_are_graded_once_and_old_grades_stay(scorer, monkeypatch):
-    streams = [make_stream(0), make_stream(1)]
-    kept = Grade(0.25, "wrong")
-    pairs_of(streams[0])[0].a.grade = kept
-    decoded = []
-    monkeypatch.setattr(Letters, "decode", lambda self, tokens: decoded.append(tokens) or "x")
-    assert scorer.score(streams)["reward/calls"] == 3
-    assert len(decoded) == 3
-    assert pairs_of(streams[0])[0].a.grade is kept
-    assert scorer.score(streams)["reward/calls"] == 0
-
-
 def test_each_source_has_its_own_grader():
     def group(prompt: Prompt, text: str) -> Rollout:
         return kit.group(prompt, 0, [segment(text, ended=True)])

@@ -16,7 +16,6 @@ import pytest
 
 from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.evaluation.statistics import detectable_difference, seed_difference
-from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.report.figures import MEASURES, over_seeds, read_curves
 from megatron_eqlen.sweep.cells import Plan
 from megatron_eqlen.sweep.results import write_results
@@ -169,11 +168,6 @@ def test_what_is_missing_is_said_below_the_tables(tmp_path, capsys):
         leave_a_run(cell_of(plan, f"tiny/grpo-seed{seed}").recipe(["steps=4"]))  # as if trained alone
     assert cli.main(["sweep", str(file), "--tables"]) == 0
     assert "Seeds that have ended on tiny, 0 of 3: GRPO" in capsys.readouterr().out, "it may spend more"
-
-
-def test_a_table_of_an_unknown_kind_is_refused(tmp_path):
-    with pytest.raises(RecipeError, match="kind: Input should be 'accuracy', 'difference' or 'efficiency'"):
-        load_sweep(write_sweep(tmp_path, SWEEP + "  - {{title: Drift, kind: drift}}\n"))
 
 
 # ---- curves ---------------------------------------------------------------------------------------------
