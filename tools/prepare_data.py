@@ -16,11 +16,9 @@ import argparse
 import logging
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 from megatron_eqlen.data.prepare import prepare
 from megatron_eqlen.data.rows import Tally
@@ -61,14 +59,12 @@ def main() -> None:
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
     args.out.parent.mkdir(parents=True, exist_ok=True)
     grader = MathGrader("either", args.workers, timeout=30.0)
-    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("reading", total=count_rows(Path(args.path)))
+    with Progress(TextColumn("{task.description}"), TimeElapsedColumn(), console=console) as bar:
+        task = bar.add_task("reading", total=None)
 
         def show(tally: Tally) -> None:
-            dropped = sum(tally.dropped.values())
-            words = f"{tally.kept:,} rows kept, {dropped:,} left out"
-            bar.update(task, completed=tally.kept + dropped, description=words)
+            left_out = tally.dropped.total()
+            bar.update(task, description=f"{tally.kept:,} rows kept, {left_out:,} left out")
 
         try:
             manifest = prepare(source, args.out, grader, tokenizer, args.max_prompt_length, show)
@@ -79,16 +75,6 @@ def main() -> None:
     for reason, count in manifest["dropped"].items():
         print(f"left out: {reason} {count:,}")
     print(f"{manifest['rows']:,} rows kept; {args.out} and its manifest are written")
-
-
-def count_rows(path: Path) -> int | None:
-    """Return the number of rows of the parquet files in ``path``; None (unknown) if there are none, or one is
-    damaged."""
-    files = [path] if path.suffix == ".parquet" else sorted(path.rglob("*.parquet"))
-    try:
-        return sum(pq.read_metadata(file).num_rows for file in files if file.is_file()) or None
-    except (pa.ArrowException, OSError):
-        return None
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@
 are those of the evaluations, which ask the same questions, whatever grader the rewards came from; entropy is
 that of the training steps. ``pairs``: statistics of pairs in the first and the last third of runs.
 ``learned``: points above the same method on the recipe ``--control``, whose rewards carry no information.
-``tax``: the learning tax (learning_tax.py), of runs that kept their rollouts.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from megatron_eqlen.report.run_groups import BASE, Group, RunResult
 from megatron_eqlen.sweep.cells import Plan
 from megatron_eqlen.sweep.results import ended_groups
 from megatron_eqlen.sweep.schema import load_sweep
-from tools.research.learning_tax import learning_taxes
 
 LENGTH = "Length, tokens"
 NEWEST = 3
@@ -137,7 +135,7 @@ def learned(groups: Sequence[Group], controls: Sequence[Group]) -> Rows:
     return by_benchmark(chosen, None, lambda group, name: difference(drifted[group.method], group, name))
 
 
-KINDS = {"drift": drifts, "pairs": pairs, "tax": learning_taxes}
+KINDS = {"drift": drifts, "pairs": pairs}
 
 
 def main() -> None:
