@@ -92,7 +92,8 @@ ROUTES = Column(
 )
 """[moe_layers, top_k] experts that each MoE layer chose for the prediction of the token, at the position
 whose input is the preceding token on its path; in the model's order of layers, without dense layers. A
-prompt's first token is not predicted: its row is zeros and is not read."""
+prompt's first token is not predicted, and an environment's tokens are given before the engine computes them:
+their rows are zeros and are not read."""
 
 GIVEN = Column("given", "int32", "rows", ragged=True, always=True)
 """Only where an environment takes part: the number of the turn that a token of the environment answers (an
@@ -433,6 +434,10 @@ class GrowingTokens:
                 raise ValueError(f"expected {name} of {count} tokens, found {len(values)}")
             append(values)
 
+    def blank(self, count: int) -> dict[str, Any]:
+        """Return values of ``columns`` for ``count`` tokens that have none, after others that have."""
+        return {name: column.blank(count) for name, column in self.columns.items()}
+
     def expect(self, names: Iterable[str]) -> None:
         """Make room for these columns."""
         for name in names:
@@ -477,6 +482,9 @@ class _Numbers:
         self._array = array(np.dtype(dtype).char)
         self.append = self._array.fromlist
 
+    def blank(self, count: int) -> list[float]:
+        return [0.0] * count
+
     def extend(self, values: np.ndarray) -> None:
         self._array.frombytes(np.ascontiguousarray(values).tobytes())
 
@@ -504,6 +512,9 @@ class _Lists:
                 )
             self._numbers.extend(numbers)
             self._counts.append(len(numbers))
+
+    def blank(self, count: int) -> list[Sequence[int]]:
+        return [()] * count
 
     def extend(self, values: Ragged) -> None:
         self._numbers.frombytes(values.values.tobytes())
@@ -536,6 +547,9 @@ class _Rows:
         self._bytes += rows.tobytes()
 
     extend = append
+
+    def blank(self, count: int) -> np.ndarray:
+        return np.zeros((count, *self._row), self._dtype)
 
     def cut(self, end: int) -> None:
         del self._bytes[end * self._width :]

@@ -119,7 +119,7 @@ def parse_json(text: str | bytes) -> Any:
     except RecursionError:
         raise ValueError("expected JSON of some hundred levels at most, found deeper nesting") from None
     if "\\ud" in text or "\\uD" in text:
-        _refuse_half_pairs(value)
+        refuse_half_pairs(value)
     return value
 
 
@@ -136,9 +136,11 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"expected a number, found {name}, which JSON has not")
 
 
-def _refuse_half_pairs(value: Any) -> None:
+def refuse_half_pairs(value: Any) -> None:
+    """Raise ValueError if a text of ``value``, plain data, holds half a surrogate pair, which has no
+    encoding."""
     try:
-        json.dumps(value, ensure_ascii=False).encode()
+        json.dumps(value, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
         half = error.object[error.start]
         raise ValueError(f"expected text, found half a surrogate pair, \\u{ord(half):04x}") from None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 
 from megatron_eqlen.data import jsonl, livecodebench, opencodereasoning, prepared, reasoning_gym
+from megatron_eqlen.data.files import refuse_half_pairs
 from megatron_eqlen.data.filters import Exclusion, filter_rows, read_exclusion
 from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.recipe import ANY_COLUMNS, BenchmarkRecipe, SourceRecipe
@@ -94,21 +95,24 @@ def _read(section: SourceRecipe | BenchmarkRecipe, tally: Tally) -> Iterator[Pro
 
 
 def _reader(name: str) -> Reader:
-    """Return a reader of this package, or a user's own by import path."""
-    return _checked(name, load_object(name, "reader")) if is_import_path(name) else PLAIN_READERS[name]
+    """Return a reader of this package, or a user's own by import path, whose rows are checked."""
+    if not is_import_path(name):
+        return PLAIN_READERS[name]
+    return partial(_read_own, name, load_object(name, "reader"))
 
 
-def _checked(name: str, own: Reader) -> Reader:
-    """Return the user's ``own`` reader, whose errors and rows of another type are a ValueError."""
-
-    def read(path: Path, tally: Tally) -> Iterator[Problem]:
-        with own_code(name):
-            for row in own(path, tally):
-                if not isinstance(row, Problem):
-                    raise TypeError(f"expected rows of the type Problem, found {row!r:.80}")
-                yield row
-
-    return read
+def _read_own(name: str, reader: Reader, path: Path, tally: Tally) -> Iterator[Problem]:
+    """Yield the rows of the user's own ``reader``. Raises ValueError for an error in it, and for a row of
+    another type or with half a surrogate pair."""
+    with own_code(name):
+        for row in reader(path, tally):
+            if not isinstance(row, Problem):
+                raise TypeError(f"expected rows of the type Problem, found {row!r:.80}")
+            try:
+                refuse_half_pairs(astuple(row))
+            except ValueError as error:
+                raise ValueError(f"{path}: {row.row_id!r}: {error}") from None
+            yield row
 
 
 def _filtered(source: SourceRecipe, rows: Iterator[Problem], tally: Tally) -> Iterator[Problem]:

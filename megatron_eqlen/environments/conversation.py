@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_eqlen.environments.environment import Environment, Observation
+from megatron_eqlen.hf.tokenizer import encodable
 from megatron_eqlen.processes.timeline import TimeSpan
 from megatron_eqlen.recipe import EnvironmentRecipe
 from megatron_eqlen.tokens import TokenIds, Tokens
@@ -136,14 +137,10 @@ def _grade(environment: Environment) -> Grade | None:
         return grade
     if isinstance(grade, Grade):
         texts = {name: getattr(grade, name) for name in ("verdict", "answer", "grader", "detail")}
-        return replace(grade, **{name: text and _recordable(text) for name, text in texts.items()})
+        return replace(grade, **{name: text and encodable(str(text)) for name, text in texts.items()})
     if not isinstance(grade, Real) or not math.isfinite(grade):
         raise _wrong(environment, "grade", "a finite number, a Grade or None", grade)
     return Grade(float(grade), "scored", None, type(environment).__name__)
-
-
-def _recordable(text: object) -> str:
-    return str(text).encode(errors="replace").decode()
 
 
 def _wrong(environment: Environment, method: str, expected: str, given: object) -> TypeError:

@@ -43,9 +43,8 @@ class Tokenizer(ABC):
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of ``text``; special tokens in the text become their ids, unless ``BREAK``
-        stands in them; none are added. ``?`` stands for half a surrogate pair, which has no encoding."""
-        text = text.encode(errors="replace").decode()
-        return [token for piece in text.split(BREAK) for token in self._encode(piece)]
+        stands in them; none are added. Half a surrogate pair is read as ``?``."""
+        return [token for piece in encodable(text).split(BREAK) for token in self._encode(piece)]
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of ``token_ids`` without end-of-sequence and padding tokens; ``</think>`` is
@@ -247,6 +246,11 @@ class SentencePieceTokenizer(Tokenizer):
                 raise ValueError(f"tokenizer_config.json: {key} {text!r} is not a piece of the .model file")
             return token
         return default if default >= 0 else None
+
+
+def encodable(text: str) -> str:
+    """Return the text with ``?`` for half a surrogate pair, which has no encoding."""
+    return text.encode(errors="replace").decode()
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

@@ -2,7 +2,7 @@
 
 A row holds the experts of each of its positions and layers (``tokens.ROUTES``). The router chooses these
 experts and weights them by the model's own scores, so the gradient flows through the router as usual.
-Positions without routes, such as padding, are routed freely.
+Positions without routes (padding, and those that predict a token of an environment) are routed freely.
 
     TreeParams.path_columns ─► ReplayLayer.forward ─► ReplayRouter.given ─► routing asks GivenExperts
 

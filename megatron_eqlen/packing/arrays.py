@@ -56,7 +56,8 @@ def check_routes(forest: Forest, nodes: np.ndarray, experts: int) -> None:
     """Raise TreeError if routes of ``nodes`` ([m] int64, forest indices) name an expert outside ``experts``,
     or the same expert twice."""
     for node in nodes[forest.has_path_columns[nodes]].tolist():
-        routes = forest.node(node).tokens["routes"][int(forest.parent[node] < 0) :]
+        tokens, first = forest.node(node).tokens, int(forest.parent[node] < 0)
+        routes = tokens["routes"][first:][tokens.is_generated[first:]]
         highest = routes.max(initial=0)
         if highest >= experts:
             raise TreeError(f"{forest.where(node)}: expected experts 0 to {experts - 1}, found {highest}")

@@ -48,7 +48,7 @@ def fill_row(
     )
     row.advantages[:used] = _advantages(forest, nodes, trained, generated, lengths)
     row.weights[:used] = np.repeat(np.where(trained, forest.weight[nodes], 0.0), lengths) * generated
-    row.path_columns = _path_columns(forest, nodes, starts, length)
+    row.path_columns = _path_columns(forest, nodes, starts, length, generated)
     if for_loss:
         row.columns = _columns(forest, nodes[trained], row.segment_ids >= 0)
     return row
@@ -139,9 +139,9 @@ def _inputs(
 
 
 def _path_columns(
-    forest: Forest, nodes: np.ndarray, starts: np.ndarray, length: int
+    forest: Forest, nodes: np.ndarray, starts: np.ndarray, length: int, generated: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Return ``Row.path_columns`` of a row of ``length`` positions."""
+    """Return ``Row.path_columns`` of a row of ``length`` positions; ``generated`` as in ``_generated``."""
     columns: dict[str, np.ndarray] = {}
     for start, node, root in zip(starts.tolist(), nodes.tolist(), forest.parent[nodes] < 0, strict=True):
         for name, values in forest.node(node).tokens.columns.items():
@@ -151,6 +151,8 @@ def _path_columns(
             if name not in columns:
                 columns[name] = np.full((length, *values.shape[1:]), COLUMNS[name].unknown, np.int16)
             columns[name][start : start + len(values)] = values
+    for name, values in columns.items():
+        values[: len(generated)][~generated] = COLUMNS[name].unknown
     return columns
 
 

@@ -38,7 +38,6 @@ def check(recipe: Recipe) -> None:
     _check_engine(recipe.rollout)
     _check_sampling_mask(recipe.rollout)
     _check_teacher(recipe)
-    _check_environment(recipe)
     _check_gpus(recipe)
     _check_keep_streams(recipe)
     layout.check(recipe)
@@ -144,14 +143,6 @@ def _check_row_budget(recipe: Recipe) -> None:
         raise ValueError(
             f"packing.max_tokens_per_row: {recipe.packing.max_tokens_per_row} is less than the longest path, "
             f"{recipe.longest_path_text}"
-        )
-
-
-def _check_environment(recipe: Recipe) -> None:
-    if recipe.environment.name and recipe.rollout.keep_routes:
-        raise ValueError(
-            "rollout.keep_routes: true is not possible with an environment: the engine gives no routes of "
-            "the tokens that it adds"
         )
 
 

@@ -373,8 +373,9 @@ class RolloutRecipe(Section):
     """Record the tokens that top-k, top-p and min-p kept, and normalise over the same tokens in training: the
     trained distribution is then the sampled distribution (DeepSeek-V3.2, section 3.1)."""
     keep_routes: bool = False
-    """Record the experts that each MoE layer chose for every token, and train with the same experts (router
-    replay, R3, arXiv:2510.11370); the gates are the trainer's own. Servers must be started with it, too."""
+    """Record the experts that each MoE layer chose for every token but an environment's, and train with the
+    same experts (router replay, R3, arXiv:2510.11370); the gates are the trainer's own. Servers must be
+    started with it, too."""
     record_routes: Annotated[bool, When(".keep_routes")] = True
     """Record routes on disk as well, hundreds of bytes per token. If false, a replayed
     step uses the trainer's own routing, and a step killed between its harvest and its update is generated

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_eqlen.tokens import ALWAYS, COLUMNS, GIVEN, GrowingTokens, Tokens
+from megatron_eqlen.tokens import ALWAYS, GIVEN, GrowingTokens, Tokens
 from megatron_eqlen.types import Delta, FinishReason, Grade, Prompt
 
 
@@ -141,10 +141,7 @@ class Track:
         if not self.remaining:
             self.finish_reason = "length"
             return
-        columns: dict[str, Any] = {
-            name: [()] * len(token_ids) if COLUMNS[name].ragged else [0.0] * len(token_ids)
-            for name in self.tokens.columns
-        }
+        columns = self.tokens.blank(len(token_ids))
         columns[GIVEN.name] = [(turn,)] * len(token_ids)
         self.tokens.append(token_ids, columns, self.tokens.versions[-1])
         self.given += len(token_ids)

@@ -148,7 +148,7 @@ from megatron_eqlen.data.rows import Problem
 
 def read(path, tally):
     for number, line in enumerate(path.read_text().splitlines()):
-        question, answer = line.split(" = ")
+        question, answer = line.encode().decode("unicode_escape").split(" = ")
         yield Problem(f"{path.name}#{number}", question, answer)
 """
 
@@ -295,6 +295,15 @@ def test_a_reader_and_a_grader_are_one_file_each(package):
     short, long = (Part(Tokens.of(tokenizer.encode(text), 0.0), "stop") for text in ("1", "1 + 2 = 4"))
     Scorer(mine.reward, tokenizer).score([kit.group(prompt, 0, [short, long])])
     assert [segment.grade.reward for segment in (short, long)] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("line", [r"1 + \ud800 = 2", r"1 + 1 = \ud800"])
+def test_half_a_surrogate_pair_from_a_reader_is_an_error_that_names_the_row(package, line):
+    (package / "sums.txt").write_text(f"1 + 1 = 2\n{line}\n")
+    write_hf_tokenizer(package / "model", ["1"], vocab_size=300)
+    data = recipe({"reader": "mine.sums:read"}).data
+    with pytest.raises(ValueError, match=r"'sums.txt#1': .*found half a surrogate pair, \\ud800"):
+        PromptSource(data, load_tokenizer(package / "model"), seed=0)
 
 
 @pytest.mark.parametrize(("body", "message"), [

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from megatron_eqlen.environments.conversation import Conversations
 from megatron_eqlen.environments.environment import Environment, Observation
-from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe import EnvironmentRecipe, Recipe
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.partial import HarvestProgress
@@ -139,13 +139,11 @@ kills = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60), st.integers(0
 
 
 def environment_of(case: dict) -> Conversations | None:
-    """Return the environment. With a budget, the harvest would depend on the time that calls take; and no
-    routes are kept of what an environment gives."""
-    if not case["environment"] or case["routes"] or case["budget"] is not None:
+    """Return the environment. With a budget, the harvest would depend on the time that calls take."""
+    if not case["environment"] or case["budget"] is not None:
         return None
-    return Conversations(
-        Dealer, str, lambda observation: list(map(int, observation.content.split())), max_turns=4
-    )
+    write = lambda observation: list(map(int, observation.content.split()))  # noqa: E731
+    return Conversations(Dealer, str, write, EnvironmentRecipe(max_turns=4))
 
 
 class Dealer(Environment):
