@@ -2,11 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
-import time
 from dataclasses import replace
 
+import pytest
+
+from megatron_eqlen.environments import python_tool
 from megatron_eqlen.environments.load import conversations
 from megatron_eqlen.recipe import EnvironmentRecipe
 from megatron_eqlen.rollout.harvest import harvest
@@ -14,60 +15,81 @@ from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.record import recorder
 from megatron_eqlen.rollout.record.reader import read_progress
 from tests.kit import verifiers_stub
+from tests.kit.jobs import Child
 from tests.kit.length_bias import QUESTION
 from tests.kit.processes import are_gone, command_line, descendants, within
 from tests.pure.test_agents import FIRST, Speaking
 from tests.pure.test_environments import TEMPLATES, tokenizer_with
 from tests.pure.test_forks import recipe
 
+CODE = "globals().setdefault('n', []).append(1) or len(n)"
+CALL = json.dumps({"name": "python", "arguments": {"code": CODE}})
+SAYS = {"python": f"<tool_call>{CALL}</tool_call>", "verifiers": "hm"}
+IN_CALL = {"python": "rewards.sandbox.zygote", "verifiers": "sleep 600"}
+"""Part of the command line of each process of a call; of the Python tool: a program and its zygote."""
+PROMPT = replace(QUESTION, gold='"x"')
+SETTINGS = recipe(sampling="independent", objective="grpo")
 
-def step(folder, config):
+
+def step(folder, name, config):
     """Harvest one step, or the rest of it, whose record is in ``folder``."""
     tokenizer = tokenizer_with(folder.parent / "tokenizer", TEMPLATES["plain"])
     options = {"python": sys.executable, "config": json.dumps(config)}
+    if name == "python":
+        options = {"sandbox": "best_effort", "timeout": 100.0}
     limits = {"max_turns": 3, "max_given_tokens": 80, "timeout": 300.0}
-    section = EnvironmentRecipe(name="verifiers", options=options, **limits)
-    settings = recipe(sampling="independent", objective="grpo")
-    rollout = settings.rollout.model_copy(update={"max_response_length": 900})
-    settings = settings.model_copy(update={"environment": section, "rollout": rollout})
-    ids = tokenizer.apply_chat_template(FIRST)
-    prompts = [replace(QUESTION, prompt_id=f"q{n}", number=n, token_ids=ids, gold='"x"') for n in range(2)]
+    section = EnvironmentRecipe(name=name, options=options, **limits)
+    rollout = SETTINGS.rollout.model_copy(update={"max_response_length": 900})
+    settings = SETTINGS.model_copy(update={"environment": section, "rollout": rollout})
+    prompts = [replace(PROMPT, token_ids=tokenizer.apply_chat_template(FIRST))]
     speak, progress = conversations(settings, tokenizer), read_progress(folder, prompts, settings)
     ends = tokenizer.eos_token_ids
     plan = HarvestPlan(prompts, settings, ends, seed=0, progress=progress, conversations=speak)
     with recorder.Recorder(folder / "rank-0.arrow") as observer:
         try:
-            return harvest(Speaking(tokenizer, "hm"), plan, [observer])
+            return harvest(Speaking(tokenizer, SAYS[name]), plan, [observer])
         finally:
             speak.close()
 
 
-def step_that_is_killed(folder, config):
+def step_that_is_killed(folder, name, config):
+    """The Python tool hangs in its second call."""
+    python_tool.RUN_CELLS = "import time\nif {before!r}: time.sleep(600)\n" + python_tool.RUN_CELLS
     recorder.INTERVAL = 0.1
-    step(folder, config)
+    step(folder, name, config)
 
 
-def test_a_kill_in_mid_call_leaves_no_process_and_the_step_resumes(tmp_path, monkeypatch):
+def recorded(folder, answered):
+    """Return the number of tracks on disk, with an answer."""
+    partial = read_progress(folder, [PROMPT], SETTINGS).partial if folder.exists() else ()
+    tracks = [tokens for rollout in partial for tokens in rollout.tracks.values()]
+    return sum(len(tokens) > tokens.generated or not answered for tokens in tracks)
+
+
+@pytest.mark.parametrize("name", IN_CALL)
+def test_a_kill_in_mid_call_leaves_no_process_and_the_step_resumes(name, tmp_path, monkeypatch):
     verifiers_stub.write(tmp_path / "stub")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "stub"), prepend=os.pathsep)
     folder, hold = tmp_path / "step-00000001", tmp_path / "hold"
     hold.touch()
-    call = f"step_that_is_killed(Path({str(folder)!r}), {{'hold': {str(hold)!r}}})"
+    call = f"step_that_is_killed(Path({str(folder)!r}), {name!r}, {{'hold': {str(hold)!r}}})"
     code = f"from pathlib import Path; from {__name__} import *; {call}"
-    victim = subprocess.Popen([sys.executable, "-c", code])
+    victim = Child(["-c", code], {}, [0, 1, 2], ())
 
     def in_call():
-        return [pid for pid in descendants(victim.pid) if "sleep 600" in command_line(pid)]
+        return [pid for pid in descendants(victim.pid) if IN_CALL[name] in command_line(pid)]
 
-    assert within(90, lambda: len(in_call()) >= 4 or victim.poll() is not None)
-    time.sleep(1.0)  # the record of the first turn is there
+    of_tool = name == "python"
+    # first calls look like second ones: all of them are over once their answers are on disk
+    assert within(240, lambda: recorded(folder, answered=of_tool) == 2 or victim.poll() is not None, 0.2)
+    assert within(240, lambda: len(in_call()) == (4 if of_tool else 2) or victim.poll() is not None)
     assert victim.poll() is None
     started = descendants(victim.pid)
     victim.kill()
-    victim.wait()
     assert within(20, are_gone(started))
     hold.unlink()
-    whole, _ = step(tmp_path / "whole" / "step", {})
-    resumed, metrics = step(folder, {})
+    whole, _ = step(tmp_path / "whole" / "step", name, {})
+    resumed, metrics = step(folder, name, {})
     assert resumed == whole
     assert metrics["harvest/resumed_tokens"] > 0
+    assert metrics["environment/replays"] == (2 if of_tool else 0)

@@ -26,7 +26,7 @@ from megatron_eqlen.rewards.workers.process import PACKAGE_ROOT, scrubbed_enviro
 
 ZYGOTE = (
     "import sys; from megatron_eqlen.rewards.sandbox.zygote import main; "
-    "sys.path.remove(sys.argv[1]); main(sys.argv[2])"
+    "sys.path.remove(sys.argv[1]); main(*sys.argv[2:])"
 )
 EXTRA_SECONDS = 30.0
 """Seconds beyond a run's wall-clock limit after which the zygote counts as broken."""
@@ -58,9 +58,10 @@ class Sandbox:
     def __init__(self, isolation: Isolation, python: str | None = None) -> None:
         self.isolation = isolation
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        worker = os.getpid()
         with theirs:
             if python is not None:
-                arguments = [str(PACKAGE_ROOT), json.dumps(asdict(isolation))]
+                arguments = [str(PACKAGE_ROOT), json.dumps(asdict(isolation)), str(worker)]
                 self._zygote = os.posix_spawn(
                     python,
                     [python, "-P", "-s", "-c", ZYGOTE, *arguments],
@@ -69,7 +70,7 @@ class Sandbox:
                 )
             elif (zygote := os.fork()) == 0:
                 self._connection.close()
-                serve(theirs, isolation)
+                serve(theirs, isolation, worker)
             else:
                 self._zygote = zygote
 

@@ -32,20 +32,19 @@ ORPHAN_SECONDS = 1.0
 a fork of it keeps it open."""
 
 
-def main(isolation: str) -> None:
-    """Serve the socket CONNECTION, with NumPy at hand where this interpreter has it: programs then need not
-    wait for it."""
+def main(isolation: str, worker: str) -> None:
+    """Serve the socket CONNECTION of the process ``worker``, with NumPy at hand where this interpreter has
+    it: programs then need not wait for it."""
     with contextlib.suppress(ImportError):
         import numpy  # noqa: F401
-    serve(socket.socket(fileno=CONNECTION), Isolation(**json.loads(isolation)))
+    serve(socket.socket(fileno=CONNECTION), Isolation(**json.loads(isolation)), int(worker))
 
 
-def serve(connection: socket.socket, isolation: Isolation) -> None:
+def serve(connection: socket.socket, isolation: Isolation, worker: int) -> None:
     """Run the zygote: fork, wait, clean up, answer; end with the worker."""
     _close_all_but(connection.fileno())  # do not keep the worker's open
     prctl(SET_CHILD_SUBREAPER, 1)  # processes that a program leaves behind become our children
     zygote = os.getpid()  # a program that asked for its parent might find this process gone already
-    worker = os.getppid()
     while True:
         while not select.select([connection], [], [], ORPHAN_SECONDS)[0]:
             if os.getppid() != worker:
