@@ -11,11 +11,14 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from subprocess import SubprocessError
+from threading import Timer
 
 from megatron_eqlen.check import devices, machine, software
 from megatron_eqlen.check.finding import Check, Finding, Place
 from megatron_eqlen.recipe import Recipe
 
+PATIENCE = 20
+"""Seconds after which a check that still runs is named."""
 CHECKS = [*software.CHECKS, *devices.CHECKS, *machine.CHECKS]
 
 
@@ -50,11 +53,17 @@ def check(recipe: Recipe | None, short: bool = False, checks: Sequence[Check] = 
 def look(entry: Check, place: Place) -> Finding | None:
     """Return what the check finds; an error that it raises is a finding. Libraries' warnings are not shown:
     they are about the same faults."""
+    told = f"slow     {entry.name:<18}  not done after {PATIENCE} s"
+    patience = Timer(PATIENCE, print, [told], {"flush": True})
+    patience.daemon = True
+    patience.start()
     try:
         with warnings.catch_warnings(action="ignore"):
             return entry.look(place)
     except (OSError, ValueError, RuntimeError, SubprocessError) as error:
         return Finding("failed", f"{type(error).__name__}: {error}")
+    finally:
+        patience.cancel()
 
 
 def line(entry: Check, finding: Finding, bad: bool) -> str:

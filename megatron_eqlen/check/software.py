@@ -32,8 +32,6 @@ from megatron_eqlen.sampling.harvester import Marker
 
 TRIED = 200
 """Rows of each source that are made prompts."""
-SLOW = 1.0
-"""Seconds for a response beyond which a reward function of the user's own is called slow."""
 PYTHONS = ((3, 12), (3, 13))
 SETUP = "tools/setup (gpu)"
 SAID = "Hello."
@@ -102,12 +100,9 @@ def rewards(place: Place) -> Finding | None:
     if any(each.cause for each in first):
         ours = any(each.cause and each.grader in READ for each in first)
         return Finding("failed" if ours else "doubt", text)
-    if (longest := max(each.seconds for each in first)) > SLOW:
-        text = f"{text}; one response takes {longest:.1f} s, and a rank grades one after another"
-        return Finding("slow", text, "a faster function, or a grader with processes (docs/extending.md)")
     if any(each.lowest < 0 for each in first):
         return Finding("doubt", f"{text}; a truncated response gets 0, more than the lowest of these")
-    return Finding("ok", text)
+    return Finding("slow" if any(each.is_slow for each in first) else "ok", text)
 
 
 def environment(place: Place) -> Finding | None:

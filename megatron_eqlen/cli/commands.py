@@ -104,11 +104,16 @@ def recipe(arguments: argparse.Namespace) -> int:
     from megatron_eqlen.cli.translate import translate
     from megatron_eqlen.files import write_text
 
-    text = translate(arguments.trainer, arguments.file).text(f"{arguments.trainer}'s {arguments.file.name}")
+    try:
+        translation = translate(arguments.trainer, arguments.file)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{arguments.file}: expected a text in UTF-8: {error}") from None
+    text = translation.text(f"{arguments.trainer}'s {arguments.file.name}")
     if arguments.out is None:
         print(text, end="")
         return 0
     refuse_existing(arguments.out)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     write_text(arguments.out, text)
     print(
         "".join(line[2:] or "\n" for line in text.splitlines(keepends=True) if line.startswith("#")), end=""

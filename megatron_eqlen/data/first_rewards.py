@@ -47,6 +47,8 @@ def {name}(*arguments):
 ```"""
 TRIED, SECONDS = 100, 5.0
 """Rows whose answers a user's own grader grades, and the time after which no further row is begun."""
+SLOW = 1.0
+"""Seconds for an answer beyond which a user's own reward function is called slow."""
 READ = {"math": "\\boxed{%s}", "reasoning_gym": "<answer>%s</answer>"}
 """Form that a grader of ours reads."""
 
@@ -68,8 +70,13 @@ class FirstReward:
         rewards = ", ".join(f"{answer} {reward:g}" for answer, reward in self.rewards.items())
         return (
             f"{'benchmark ' * self.of_benchmark}{self.name} ({self.grader}): {rewards}"
+            + f", {self.seconds:.1f} s each, one after another" * self.is_slow
             + f": {self.cause}" * bool(self.cause)
         )
+
+    @property
+    def is_slow(self) -> bool:
+        return self.seconds > SLOW
 
     @property
     def lowest(self) -> float:
@@ -120,7 +127,7 @@ def first_reward(prompt: Prompt, scorer: Scorer, tokenizer: Tokenizer) -> FirstR
             [*texts.values()], [prompt] * len(texts), [tokenizer.encode(text) for text in texts.values()]
         )
     except ValueError as error:
-        raise ValueError(f"{prompt.source}: {error}") from error
+        raise ValueError(f"{prompt.prompt_id}: {error}") from error
     rewards = {answer: grade.reward for answer, grade in zip(texts, grades, strict=True)}
     cause = ""
     if prompt.grader == "math" and len(gold.split()) > LONG_GOLD:

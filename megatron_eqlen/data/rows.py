@@ -19,9 +19,7 @@ from megatron_eqlen.hf.tokenizer import Turn
 
 log = logging.getLogger(__name__)
 
-REMEDIES = {
-    "missing_column": "data.sources[].columns takes other names",
-    "empty_field": "data.sources[].columns takes other names",
+REMEDIES = dict.fromkeys(("missing_column", "empty_field"), "data.sources[].columns takes other names") | {
     "wrong_type": "data.sources[].columns reaches into records (answer.value), an own data.sources[].grader "
     "takes answers of any type",
     "bad_messages": "data.sources[].columns: {question: COLUMN} takes another",
@@ -29,8 +27,8 @@ REMEDIES = {
     "no_difficulty": "data.sources[].columns: {difficulty: COLUMN}, or neither min_ nor max_difficulty",
     "rendered_chat": "data.sources[].columns: {question: COLUMN} of plain text, or of turns",
     "unknown_grader": "data.sources[].grader names one for all rows",
-    "unparseable_gold": "data.sources[].grader: module:function grades answers that are no mathematics",
-    "gold_timeout": "data.sources[].grader: module:function grades answers that are no mathematics",
+    "unparseable_gold": "data.sources[].grader: module:function grades what is no mathematics",
+    "gold_timeout": "data.sources[].grader: module:function grades what is no mathematics",
     "not_an_aime_answer": "data.sources[].reader: jsonl takes any answer",
     "too_long": "raise data.max_prompt_length",
     "bad_tests": "megatron_eqlen/data/README.md has the form of tests",

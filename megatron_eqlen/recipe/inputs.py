@@ -147,9 +147,7 @@ def data_files(section: SourceRecipe | BenchmarkRecipe) -> list[Path] | None:
     if section.reader in WHOLE_FOLDER or (repo is None and section.config is section.split is None):
         return None
     if folder.is_file():
-        raise RecipeError(
-            f"{section.name}: config and split choose files of a folder, found a file, {folder}"
-        )
+        raise RecipeError(f"{section.name}: config and split choose among a folder's files, found {folder}")
     names = repo.files() if repo else [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
     try:
         return [folder / name for name in _chosen(section, names)]

@@ -114,6 +114,19 @@ def test_a_check_that_breaks_is_a_finding(anywhere, error):
     assert str(error) in finding.text
 
 
+def test_a_check_that_hangs_is_named_while_it_does(anywhere, monkeypatch, capsys):
+    monkeypatch.setattr("megatron_eqlen.check.PATIENCE", 0)
+    said: list[str] = []
+
+    def hangs(place: Place) -> Finding:
+        while not said:
+            said.extend(filter(None, [capsys.readouterr().out]))
+        return Finding("ok", "there")
+
+    look(Check("it", hangs), anywhere)
+    assert re.fullmatch(r"slow +it +not done after 0 s\n", said[0])
+
+
 def test_warnings_of_libraries_are_not_shown(anywhere, recwarn):
     def warns(place: Place) -> Finding:
         warnings.warn("Transformer Engine is not installed", stacklevel=1)

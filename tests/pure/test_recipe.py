@@ -568,6 +568,7 @@ REFUSED = [
     ("submit {large} run_dir={here}/empty.yaml/x/y", "eqlen submit: {here}/empty.yaml: Not a directory"),
     (f"train {{large}} run_dir={{here}}/{LONG}", f"eqlen train: {{here}}/{LONG}: File name too long"),
     (f"submit {{large}} run_dir={{here}}/{LONG}", f"eqlen submit: {{here}}/{LONG}: File name too long"),
+    ("recipe --from verl {here}/image.yaml", "image.yaml: expected a text in UTF-8: 'utf-8' codec can't"),
     # below the usage
     ("train", "the following arguments are required: recipe\n"),
     ("train {large} --dry-run seed", "train: unrecognized arguments: seed\n"),
@@ -587,6 +588,7 @@ def test_a_mistaken_command_is_told_what_is_wrong_in_one_line(eqlen, tmp_path, w
         (tmp_path / f"extends{name}.yaml").write_text(f"extends: {text}\n")
     (tmp_path / "extends-b.yaml").write_text("extends: extends-a.yaml\n")
     (tmp_path / "empty.yaml").touch()
+    (tmp_path / "image.yaml").write_bytes(b"\xff\xd8")
     (tmp_path / "out/step-00000000").mkdir(parents=True)
     status, _, error = eqlen(words)
     usage, _, _ = error.rpartition("\neqlen")
