@@ -1,11 +1,17 @@
-"""Wordle: six guesses for a word, the prompt's gold; the answer marks the letters of each."""
+"""Wordle: six guesses for a word, the prompt's gold; the answer marks the letters of each.
 
+python -m recipes.examples.wordle.wordle        writes runs/wordle/data/train.parquet and test.parquet
+"""
+
+import random
 import re
 from collections import Counter
 from functools import cache
 from pathlib import Path
 
 from megatron_eqlen.environments.environment import Environment, Observation
+from tools.make_search import write_rows
+from tools.tokenizer_maker import END_OF_TURN, START_OF_TURN
 
 RIGHT, ELSEWHERE, ABSENT = "GY-"
 """Marks of a letter in its place, of one that belongs elsewhere, and of one that is not in the word."""
@@ -51,3 +57,42 @@ class Wordle(Environment):
 
     def grade(self):
         return float(self.guessed)
+
+
+# ---- games, with demonstrations for a tiny model ----------------------------------------------------------
+
+ANIMALS = ["ant", "bee", "cat", "cow", "dog", "elk", "fox", "hen"]
+
+
+def demonstrate(secret: str, rng: random.Random) -> str:
+    """Return the turns of a game. Every other player guesses what all marks allow, the others anything."""
+    careful, possible, said = rng.random() < 0.5, ANIMALS, ""
+    for left in range(5, -1, -1):
+        guess = rng.choice(possible if careful else ANIMALS)
+        said += f"[{guess}]"
+        if guess == secret or not left:
+            break
+        seen = marks(guess, secret)
+        tool, policy = (f"{END_OF_TURN}\n{START_OF_TURN}{role}\n" for role in ("tool", "assistant"))
+        said += f"{tool}{guess} {seen}{policy}"
+        possible = [word for word in possible if marks(guess, word) == seen]
+    return said
+
+
+def make_rows(count: int, rng: random.Random) -> list[dict]:
+    return [
+        {
+            "question": f"Game {number}: guess the animal.",
+            "final_answer": (secret := rng.choice(ANIMALS)),
+            "difficulty": 1.0,
+            "topic": "wordle",
+            **{f"r1_solution_{n + 1}": demonstrate(secret, rng) for n in range(3)},
+        }
+        for number in range(count)
+    ]
+
+
+if __name__ == "__main__":
+    rows = make_rows(1920, random.Random(0))
+    write_rows(Path("runs/wordle/data/test.parquet"), rows[:128])
+    write_rows(Path("runs/wordle/data/train.parquet"), rows[128:])
