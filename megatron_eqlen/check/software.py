@@ -99,6 +99,7 @@ def rewards(place: Place) -> Finding | None:
     text = "; ".join(map(str, first))
     if any(each.cause for each in first):
         ours = any(each.cause and each.grader in READ for each in first)
+        ours = ours and not recipe.environment.name  # an environment grades before them
         return Finding("failed" if ours else "doubt", text)
     if any(each.lowest < 0 for each in first):
         return Finding("doubt", f"{text}; a truncated response gets 0, more than the lowest of these")
