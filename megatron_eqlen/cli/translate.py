@@ -267,9 +267,12 @@ def read(file: Path, trainer: str) -> dict[str, Any]:
         if file.suffix == ".py":
             return dict(_of_python(text))
         if file.suffix in (".yaml", ".yml", ".json"):
-            return {k: value for k, value in _flat(read_value(text) or {}).items() if "${" not in str(value)}
+            sections = read_value(text) or {}
+            if not isinstance(sections, dict):
+                raise ValueError(f"expected a mapping of keys, found a {type(sections).__name__}")
+            return {key: value for key, value in _flat(sections).items() if "${" not in str(value)}
         return dict(_of_shell(text, DOTTED if trainer == "verl" else OPTION))
-    except (SyntaxError, ValueError, AttributeError) as error:
+    except (SyntaxError, ValueError) as error:
         raise ValueError(f"{file}: cannot be read as a configuration: {error}") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{file}: not valid YAML: {in_one_line(error)}") from None

@@ -23,11 +23,14 @@ def nearest(unknown: Sequence[str | int], schema: type[Section] = Recipe) -> str
     """Return a hint for an unknown key: the dotted key of ``schema`` whose name is most similar to its last
     part, or what ``others.yaml`` says of it.
 
-    ``("lr",)`` -> ``nearest: 'optimizer.lr'``; ``("data", "sources", 3, "wieght")`` -> ``nearest:
-    'data.sources.3.weight'``.
+    ``("lr",)`` -> ``nearest: 'optimizer.lr'``; ``("data", "sources", 3, "wieght")`` and ``("data",
+    "sources[3]", "weight")`` -> ``nearest: 'data.sources.3.weight'``.
     """
-    section, name = _without_numbers(unknown[:-1]), str(unknown[-1])
-    if schema is Recipe and (known := hint([*map(str, unknown)])):
+    unknown = ".".join(map(str, unknown)).replace("[", ".").replace("]", "").split(".")
+    section, name = _without_numbers(unknown[:-1]), unknown[-1]
+    if _without_numbers(unknown) in map(_without_numbers, all_keys(schema)):
+        return f"nearest: {'.'.join(unknown)!r}"
+    if schema is Recipe and (known := hint(unknown)):
         return known
 
     def likeness(key: tuple[str, ...]) -> float:
@@ -35,9 +38,9 @@ def nearest(unknown: Sequence[str | int], schema: type[Section] = Recipe) -> str
 
     best = max(all_keys(schema), key=lambda key: (likeness(key), -len(key)))
     if likeness(best) < LEAST_SIMILAR:
-        return hint([*map(str, unknown)], lost=True) if schema is Recipe else None
+        return hint(unknown, lost=True) if schema is Recipe else None
     if _without_numbers(best[:-1]) == section:
-        best = (*map(str, unknown[:-1]), best[-1])
+        best = (*unknown[:-1], best[-1])
     return f"nearest: {'.'.join(best)!r}"
 
 

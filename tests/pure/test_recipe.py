@@ -45,6 +45,7 @@ SERVED = "rollout.engine=server "
 MISTAKES = [
     ("objetive=grpo", "unknown key 'objetive' (nearest: 'objective')"),
     ("loss.clip_ratio=0.2", "unknown key 'loss.clip_ratio' (nearest: 'loss.clip_ratio_"),
+    ("data.sources[0].path=x", "unknown key 'data.sources[0].path' (nearest: 'data.sources.0.path')"),
     ("data.sources.0.wieght=2", "unknown key 'data.sources.0.wieght' (nearest: 'data.sources.0.weight')"),
     ("evaluation.benchmarks=[{name: a, path: b}, {name: a, path: b, limits: 2}]",
      "'evaluation.benchmarks.1.limits' (nearest: 'evaluation.benchmarks.1.limit')"),
@@ -316,6 +317,9 @@ def test_a_file_without_a_configuration_is_refused(tmp_path):
     (tmp_path / "x.sh").write_text("echo hello")
     with pytest.raises(ValueError, match=r"x\.sh: expected a configuration of verl"):
         translate("verl", tmp_path / "x.sh")
+    (tmp_path / "x.yaml").write_text("- a: 1\n")
+    with pytest.raises(ValueError, match=r"x\.yaml: .*: expected a mapping of keys, found a list"):
+        translate("verl", tmp_path / "x.yaml")
 
 
 def test_an_own_module_that_fails_is_named(tmp_path, monkeypatch):
