@@ -129,7 +129,14 @@ def advice(rollouts: Sequence[Rollout], recipe: Recipe) -> tuple[Profile | None,
         forked = f"forks{after}: not known, as no line forked or no reward varies"
     else:
         places = ", ".join(f"{end:.0%}" for end in profile.ends[:-1])
-        lines = f" with {profile.lines} lines a fork" if len(profile.ends) == 2 else ""
-        forked = f"forks{after} at {places} of a response: about {profile.gain} signal per token{lines}"
+        forked = f"forks{after} at {places} of a response"
+        if len(profile.ends) > 2:
+            forked += f": about {profile.gain} signal per token"
+        elif profile.lines > 1:
+            forked += f": about {profile.gain} signal per token with {profile.lines} lines a fork"
+        else:
+            forked += (
+                f" do not pay: {profile.decided[0, -1]:.1%} of the reward's variance is decided behind them"
+            )
     sentence = f"{forked}; a token baseline (loss.baseline: fitted): {baseline or 'not known'}"
     return profile, f"{sentence} ({len({rollout.prompt_id for rollout in rollouts})} prompts)"

@@ -229,11 +229,12 @@ def test_the_profile_says_where_the_outcome_is_decided_and_what_forks_there_give
     right = np.where(shared**2 < (1 - decided), luck < 0.5, own < 0.5)
     profile, sentence = advice([answers(n, of_prompt) for n, of_prompt in enumerate(right)], settings)
     np.testing.assert_allclose(profile.ends, [0.9, 1.0])
-    low, high = profile.decided[1:, 1]
+    share, low, high = profile.decided[:, 1]
     assert low < decided < high
     assert high - low < 0.25
     assert gain[0] < profile.gain.low < profile.gain.value < profile.gain.high < gain[1]
-    assert sentence.startswith(f"forks after 'm' at 90% of a response: about {profile.gain} signal per token")
+    says = f": about {profile.gain} signal per token with " if late else f" do not pay: {share:.1%} of"
+    assert sentence.startswith(f"forks after 'm' at 90% of a response{says}")
     assert sentence.endswith("(100 prompts)")
 
 
