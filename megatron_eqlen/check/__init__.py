@@ -53,7 +53,7 @@ def check(recipe: Recipe | None, short: bool = False, checks: Sequence[Check] = 
 def look(entry: Check, place: Place) -> Finding | None:
     """Return what the check finds; an error that it raises is a finding. Libraries' warnings are not shown:
     they are about the same faults."""
-    told = f"slow     {entry.name:<18}  not done after {PATIENCE} s"
+    told = line(entry, Finding("slow", f"not done after {PATIENCE} s"), bad=False)
     patience = Timer(PATIENCE, print, [told], {"flush": True})
     patience.daemon = True
     patience.start()

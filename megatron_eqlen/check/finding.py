@@ -36,6 +36,11 @@ class Place:
         return PromptSource(self.recipe.data, tokenizer, self.recipe.seed, tools(self.recipe))
 
     @property
+    def has_prompts(self) -> bool:
+        """True once ``prompts`` are read. Where they cannot be, the check of that name says why."""
+        return "prompts" in vars(self)
+
+    @property
     def on_gpus(self) -> bool:
         """True if the recipe asks for GPUs."""
         return self.recipe is not None and self.recipe.cluster.device == "gpu"

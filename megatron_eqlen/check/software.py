@@ -88,7 +88,7 @@ def prompts(place: Place) -> Finding | None:
 def rewards(place: Place) -> Finding | None:
     """Grade a right, a wrong and a missing answer to a row of each source and benchmark."""
     recipe = place.recipe
-    if recipe is None or "prompts" not in vars(place):  # then the check ``prompts`` has said why
+    if recipe is None or not place.has_prompts:
         return None
     tokenizer = load_tokenizer(local_path(recipe.model))
     with closing(Scorer(recipe.reward, tokenizer)) as scorer:
@@ -109,7 +109,7 @@ def rewards(place: Place) -> Finding | None:
 def environment(place: Place) -> Finding | None:
     """Let the user's own environment answer and grade a turn, for a prompt of each source."""
     recipe, name = place.recipe, place.recipe and place.recipe.environment.name
-    if recipe is None or "prompts" not in vars(place) or not is_import_path(name or ""):
+    if recipe is None or not place.has_prompts or not is_import_path(name or ""):
         return None
     tokenizer = load_tokenizer(local_path(recipe.model))
     speak = conversations(recipe, tokenizer)

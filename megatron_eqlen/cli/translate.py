@@ -184,17 +184,19 @@ def _add_batches(done: Translation) -> None:
         if number("processes") == 1:
             done.note("to add", "data.prompts_per_step and cluster.processes_per_node are for one process")
         if number("steps_per_generation"):
-            updates = number("steps_per_generation") / number("accumulation", 1)
+            updates = number("steps_per_generation") / (number("accumulation") or 1)
             keys["loss.minibatches"] = max(1, round(updates))
     elif "device_batch" in parts:
         done.note("to add", f"data.prompts_per_step: {parts['device_batch']} responses on each process")
     prompts = number("data.prompts_per_step") or 1
     if size := number("minibatch_prompts") or number("minibatch_samples") / group:
         keys["loss.minibatches"] = max(1, round(prompts / size))
-    epochs, rows = number("epochs"), _rows(_listed(parts.get("train_files")))
-    if epochs and "steps" not in keys and rows:
+    epochs = number("epochs")
+    if not epochs or "steps" in keys:
+        return
+    if rows := _rows(_listed(parts.get("train_files"))):
         keys["steps"] = max(1, round(epochs * (rows // prompts)))
-    elif epochs and "steps" not in keys:
+    else:
         done.note("to add", f"steps: {epochs:g} epochs x rows / {prompts:g} prompts a step")
 
 

@@ -75,8 +75,9 @@ class Tally:
     def drop(self, where: str, reason: str, detail: str = "") -> None:
         if not self.dropped[reason]:
             self.first[reason] = f"{where}: {detail}" if detail else where
-            told = f" ({detail})" * bool(detail) + f"; {REMEDIES.get(reason)}" * (reason in REMEDIES)
-            log.warning("%s: left out: %s%s", where, reason, told)
+            log.warning(
+                "%s: left out: %s%s%s", where, reason, f" ({detail})" if detail else "", _remedy(reason)
+            )
         self.dropped[reason] += 1
 
     def usable(self, kept: int) -> float:
@@ -89,7 +90,7 @@ class Tally:
         text = f"{'too few usable rows' if kept else 'no usable row'}: {self.summary(kept)}"
         fault = max(self.dropped, key=lambda each: (each in REMEDIES, self.dropped[each]), default="")
         text += f"; the first {fault} is {self.first.get(fault)}" * (fault in self.first)
-        return text + f"; {REMEDIES.get(fault)}" * (fault in REMEDIES)
+        return text + _remedy(fault)
 
     def summary(self, kept: int) -> str:
         """Return how many rows were left out beside ``kept`` ones, the most frequent reason first."""
@@ -103,6 +104,11 @@ class Tally:
         return {"kept": self.kept} | {
             f"dropped/{reason}": count for reason, count in sorted(self.dropped.items())
         }
+
+
+def _remedy(reason: str) -> str:
+    """Return what helps against a fault, as the end of a sentence."""
+    return f"; {REMEDIES[reason]}" if reason in REMEDIES else ""
 
 
 class BadRow(ValueError):

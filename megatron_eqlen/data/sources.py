@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -109,7 +109,7 @@ def _read_own(name: str, reader: Reader, path: Path, tally: Tally) -> Iterator[P
             if not isinstance(row, Problem):
                 raise TypeError(f"expected rows of the type Problem, found {row!r:.80}")
             try:
-                refuse_half_pairs(astuple(row))
+                refuse_half_pairs(vars(row))
             except ValueError as error:
                 raise ValueError(f"{path}: {row.row_id!r}: {error}") from None
             yield row

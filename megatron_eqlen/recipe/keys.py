@@ -28,8 +28,9 @@ def nearest(unknown: Sequence[str | int], schema: type[Section] = Recipe) -> str
     """
     unknown = ".".join(map(str, unknown)).replace("[", ".").replace("]", "").split(".")
     section, name = _without_numbers(unknown[:-1]), unknown[-1]
-    if _without_numbers(unknown) in map(_without_numbers, all_keys(schema)):
-        return f"nearest: {'.'.join(unknown)!r}"
+    same = (key for key in all_keys(schema) if _without_numbers(key) == _without_numbers(unknown))
+    if exact := next(same, None):  # a list's number was left out, or written in brackets
+        return f"nearest: {'.'.join(unknown if len(unknown) == len(exact) else exact)!r}"
     if schema is Recipe and (known := hint(unknown)):
         return known
 

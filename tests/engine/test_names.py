@@ -50,7 +50,7 @@ def test_what_is_read_of_vllms_objects_is_an_attribute_of_theirs(place, kind):
     found = definition(*kind)
     assert found is not None
     read = set()
-    for node in ast.walk(ast.parse((ROOT / "megatron_eqlen/rollout" / file).read_text())):
+    for node in ast.walk(sources.tree(ROOT / "megatron_eqlen/rollout" / file)):
         if isinstance(node, ast.Attribute | ast.Subscript) and ast.unparse(node.value) == variable:
             read.add(node.attr if isinstance(node, ast.Attribute) else ast.literal_eval(node.slice))
     assert len(read) > 1

@@ -306,6 +306,9 @@ def test_arguments_of_trl_and_slime_become_a_recipe_that_loads(tmp_path):
     (tmp_path / "run.py").write_text(python.replace("=16", "=args.batch"))
     text = translate("trl", tmp_path / "run.py").text("run.py")
     assert "data.prompts_per_step: args.batch responses on each process" in text
+    theirs = "per_device_train_batch_size: 8\ngradient_accumulation_steps: 0\nsteps_per_generation: 4\n"
+    (tmp_path / "zero.yaml").write_text(theirs + "max_steps: 5\n")
+    assert "\nsteps: 5\n" in translate("trl", tmp_path / "zero.yaml").text("zero.yaml")
     words = "python train.py --hf-checkpoint M --prompt-data d.jsonl --rollout-batch-size 8 --num-rollout 5"
     words += " --n-samples-per-prompt 4 --global-batch-size 16 --eval-prompt-data aime a.jsonl --use-tis"
     recipe, _ = translated(tmp_path, "slime", "run.sh", words + " --rollout-max-response-len 64")
