@@ -1,7 +1,6 @@
 """Hugging Face folders on disk: read any part of any tensor, write tensors in any order.
 
-Training, conversion and weight sync share this reader. The safetensors library reads; it saves whole
-dictionaries only, so the writer here puts one tensor at a time into files whose layout is known in advance.
+Training, conversion and weight sync share this reader.
 """
 
 from __future__ import annotations
@@ -9,10 +8,10 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import math
 import os
 import re
 import shutil
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_eqlen.files import CheckpointError, is_lfs_pointer, read_json
@@ -68,10 +68,6 @@ class Entry:
     expert: int | None = None
     start: int = 0
     """First row of a fused expert's projection."""
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 class HFFolder:
@@ -138,31 +134,30 @@ class HFFolder:
 
 class FolderWriter:
     """Write a folder like ``source`` into the empty folder ``path``: the same files, tensors and dtypes with
-    other values. Tensors may come in any order; the folder is complete after ``finish``."""
+    other values. Tensors may come in any order: a file is in memory until it has all of its tensors. The
+    folder is complete after ``finish``."""
 
     def __init__(self, path: Path, source: HFFolder) -> None:
         self.path, self.source = path, source
-        self.places: dict[str, int] = {}
-        """Offset of each tensor in its file, in bytes."""
-        for file in sorted({entry.file for entry in source.entries.values()}):
-            here = {name: entry for name, entry in source.entries.items() if entry.file == file}
-            self.places |= _write_header(path / file, here)
-        self.missing = set(self.places)
+        self._missing: dict[str, set[str]] = defaultdict(set)
+        """Tensors by file that are not written yet."""
+        for name, entry in source.entries.items():
+            self._missing[entry.file].add(name)
+        self._held: dict[str, dict[str, Tensor]] = defaultdict(dict)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write ``tensor`` to its place, in the source's dtype. Raises CheckpointError if it does not fit."""
+        """Write ``tensor`` in the source's dtype. Raises CheckpointError if it does not fit."""
         entry = self.source.entries[name]
         if tuple(tensor.shape) != entry.shape:
             raise CheckpointError(f"{name}: expected shape {entry.shape}, found {tuple(tensor.shape)}")
-        data = tensor.detach().to("cpu", DTYPES[entry.dtype]).contiguous().view(-1).view(torch.uint8)
-        with open(self.path / entry.file, "r+b", buffering=0) as file:
-            file.seek(self.places[name])
-            _write_all(file.fileno(), data.numpy().data)
-        self.missing.discard(name)
+        self._held[entry.file][name] = tensor.detach().to("cpu", DTYPES[entry.dtype], copy=True).contiguous()
+        self._missing[entry.file].discard(name)
+        if not self._missing[entry.file]:
+            save_file(self._held.pop(entry.file), self.path / entry.file, metadata={"format": "pt"})
 
     def finish(self) -> None:
         """Copy the tensors that were not written, the index and the other files from the source."""
-        for name in sorted(self.missing):
+        for name in [name for names in self._missing.values() for name in names]:
             self.write(name, self.source.tensor(name))
         if self.source.index:
             weight_map = {name: entry.file for name, entry in sorted(self.source.entries.items())}
@@ -204,33 +199,6 @@ def _entries(file: Path, opened: Any) -> Iterator[Entry]:
         if part.get_dtype() not in DTYPES:
             raise CheckpointError(f"{file}: {name}: dtype {part.get_dtype()} is not supported")
         yield Entry(file.name, part.get_dtype(), tuple(part.get_shape()), name)
-
-
-def _write_header(file: Path, entries: Mapping[str, Entry]) -> dict[str, int]:
-    """Create ``file`` with room for the data of ``entries``, in their order; return each tensor's offset.
-
-    The format (https://github.com/huggingface/safetensors): 8 bytes length (little-endian), JSON {name:
-    {dtype, shape, data_offsets}}, then the data, without gaps.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, entry in entries.items():
-        stop = offset + entry.nbytes
-        header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [offset, stop]}
-        offset = stop
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    data = 8 + len(text)
-    with open(file, "wb") as opened:
-        opened.write(len(text).to_bytes(8, "little") + text)
-        opened.truncate(data + offset)
-    return {name: data + header[name]["data_offsets"][0] for name in entries}
-
-
-def _write_all(handle: int, data: memoryview) -> None:
-    """Write all data: the kernel writes at most 2 GiB per call."""
-    while data:
-        data = data[os.write(handle, data) :]
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
