@@ -185,11 +185,13 @@ def _names(record: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _spelt(known: Sequence[str], sample: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """Return the ``known`` places as ``sample`` spells them, in capitals, with spaces around or not: those at
-    which one of its records has a value first."""
-    found = (name for record in sample for name in (*record, *_names(record)))
-    spelt = {name.strip("\ufeff ").lower(): name for name in found}
-    places = [spelt.get(name, name) for name in known]
+    """Return the ``known`` places as ``sample`` spells them, in capitals, with spaces around or not, the
+    exact spelling first; those at which one of its records has a value come before the others."""
+    found = {name for record in sample for name in (*record, *_names(record))}
+    spelt: dict[str, list[str]] = {}
+    for name in sorted(found, key=lambda name: (name not in known, name)):
+        spelt.setdefault(name.strip("\ufeff ").lower(), []).append(name)
+    places = [place for name in known for place in spelt.get(name, [name])]
     return tuple(sorted(places, key=lambda place: not _has(sample, place)))
 
 

@@ -191,6 +191,9 @@ LAYOUTS = {
     "names with spaces and the mark of a CSV": (
         {"\ufeffQuestion": "2 + 3?", " answer ": "5"}, "TEXT",
         "question from \ufeffQuestion, answer from  answer "),
+    "two spellings of one name": (
+        {"Question": "2 + 3?", "answer": "5", "Answer": "6"}, "TEXT",
+        "question from Question, answer from answer; not read: Answer"),
     "a whole solution beside the answer": (
         {"problem": "2 + 3?", "solution": "Add.", "answer": ["5"], "difficulty": "hard"}, "TEXT",
         "question from problem, answer from answer"),
