@@ -1,13 +1,12 @@
 #!/usr/bin/env python
-"""Check and normalise downloaded data into one parquet file with a manifest, ready for ``reader:
-prepared``.
+"""Check and normalise downloaded data into one parquet file, ready for ``reader: prepared``.
 
     tools/prepare_data.py --reader deepmath --path DeepMath-103K/data --out data/deepmath.parquet
     tools/prepare_data.py --reader opencodereasoning --path OpenCodeReasoning --tests code-sources \\
         --out data/code.parquet
 
 Left out and counted by reason: rows with missing or wrong fields, duplicates, what the filters exclude,
-golds that cannot be graded against, problems without tests. The manifest holds the counts.
+golds that cannot be graded against, problems without tests. The file holds the counts, too.
 """
 
 from __future__ import annotations
@@ -34,9 +33,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--reader", required=True, choices=("deepmath", "opencodereasoning", "jsonl"))
     parser.add_argument("--path", required=True, help="a file, or the folder of the data set's files")
-    parser.add_argument(
-        "--out", required=True, type=Path, help="parquet file to write, with a manifest beside it"
-    )
+    parser.add_argument("--out", required=True, type=Path, help="parquet file to write")
     parser.add_argument(
         "--tests", help="opencodereasoning: folder with taco, apps, code_contests, codeforces"
     )
@@ -74,7 +71,7 @@ def main() -> None:
             grader.close()
     for reason, count in manifest["dropped"].items():
         print(f"left out: {reason} {count:,}")
-    print(f"{manifest['rows']:,} rows kept; {args.out} and its manifest are written")
+    print(f"{manifest['rows']:,} rows kept; {args.out} is written")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""Checking and normalising a folder of downloaded files into one prepared file with a manifest.
+"""Checking and normalising a folder of downloaded files into one prepared file.
 
-    files ──reader──► rows ──filter──► gold checked, prompt measured ──► OUT.parquet,
-    OUT.parquet.manifest.json
+    files ──reader──► rows ──filter──► gold checked, prompt measured ──► OUT.parquet, with its manifest
 
 Everything streams: a few hundred rows are in memory at a time, and of each question kept 16 bytes to find
-duplicates. Files appear under their names when they are complete.
+duplicates. The file appears under its name when it is complete.
 """
 
 from __future__ import annotations
@@ -15,14 +14,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.data.prepared import fingerprint, manifest_path, prepared_file
+from megatron_eqlen.data.prepared import prepared_file
 from megatron_eqlen.data.prompts import format_prompt
 from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.data.sources import read_source
-from megatron_eqlen.files import write_json
 from megatron_eqlen.hf.tokenizer import Tokenizer
 from megatron_eqlen.recipe import SourceRecipe
-from megatron_eqlen.rewards.code.tests import VERSION as CODE_TESTS_VERSION
 from megatron_eqlen.rewards.math.grader import MathGrader
 
 CHUNK = 256
@@ -42,14 +39,20 @@ def prepare(
     max_prompt_length: int | None = None,
     progress: Callable[[Tally], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Write ``out`` and its manifest; return the manifest. ``progress`` is called after every chunk.
+    """Write ``out``; return its manifest. ``progress`` is called after every chunk.
 
     With ``tokenizer``, questions of more than ``max_prompt_length`` tokens (without an instruction) are left
     out. Raises ValueError if no row is kept.
     """
     limit = max_prompt_length if tokenizer else None
     tally = Tally()
-    with prepared_file(out) as write:
+    manifest: dict[str, Any] = {
+        "source": source.model_dump(mode="json", exclude={"name", "weight"}),
+        "max_prompt_length": limit,
+        "tokenizer": format_prompt(tokenizer, PROBE) if tokenizer else None,
+        "grader": grader.name,
+    }
+    with prepared_file(out, manifest) as write:
         for chunk in _chunks(read_source(source, tally)):
             for row, refusal in zip(chunk, check_rows(chunk, grader, tokenizer, limit), strict=True):
                 if refusal is None:
@@ -60,17 +63,7 @@ def prepare(
             progress(tally)
         if not tally.kept:
             raise ValueError(f"{source.path}: no usable row: {tally.summary(0)}")
-    manifest = {
-        "fingerprint": fingerprint(out),
-        "rows": tally.kept,
-        "dropped": dict(sorted(tally.dropped.items())),
-        "source": source.model_dump(mode="json", exclude={"name", "weight"}),
-        "max_prompt_length": limit,
-        "tokenizer": format_prompt(tokenizer, PROBE) if tokenizer else None,
-        "grader": grader.name,
-        "version": CODE_TESTS_VERSION,
-    }
-    write_json(manifest_path(out), manifest)
+        manifest |= {"rows": tally.kept, "dropped": dict(sorted(tally.dropped.items()))}
     return manifest
 
 

@@ -1,11 +1,10 @@
-"""A prepared source: one parquet file of checked rows and its manifest, with random access in bounded
-memory."""
+"""A prepared source: one parquet file of checked rows, which holds its manifest too, with random access in
+bounded memory."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from functools import lru_cache
@@ -16,7 +15,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megatron_eqlen.data.files import parse_json
 from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.files import replaced
 from megatron_eqlen.rewards.code.tests import VERSION as CODE_TESTS_VERSION
@@ -39,42 +37,30 @@ ROWS_PER_GROUP = 64
 CHARACTERS_PER_GROUP = 4 << 20
 """Characters of golds after which a row group ends: some problems have megabytes of tests."""
 GROUPS_KEPT = 8
-FOOTER_END = 8
-"""Number of bytes at the end of a parquet file: the length of its footer, and the format's name."""
+MANIFEST = b"eqlen"
+"""Key of the manifest in the file's metadata."""
 
 assert SCHEMA.names == [field.name for field in fields(Problem)]
-
-
-def manifest_path(path: Path) -> Path:
-    return path.with_name(path.name + ".manifest.json")
-
-
-def fingerprint(path: Path) -> str:
-    """Return the sha256 of a parquet file's size and footer, which says where everything in the file lies.
-    Pages have checksums of their own, so the file is identified without reading all of it."""
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(-min(size, FOOTER_END), os.SEEK_END)
-        footer = int.from_bytes(file.read(4), "little")
-        file.seek(-min(size, FOOTER_END + footer), os.SEEK_END)
-        return hashlib.sha256(size.to_bytes(8, "little") + file.read()).hexdigest()
 
 
 class PreparedRows(Sequence[Problem]):
     """The rows of a prepared file, or those with some ``numbers``; a few row groups are in memory at a time.
 
-    Raises ValueError if the file is not the one its manifest describes.
+    Raises ValueError for a file that another version of this package prepared, which may have checked the
+    rows by other rules, and for any other file.
     """
 
     def __init__(self, path: Path, numbers: Sequence[int] | None = None) -> None:
-        check_manifest(path)
+        if not path.is_file():
+            raise ValueError(f"{path}: expected a file of tools/prepare_data.py, found none")
         self._path = path
-        self._file = pq.ParquetFile(path, page_checksum_verification=True)
-        if self._file.schema_arrow.names != SCHEMA.names:
-            raise ValueError(
-                f"{path}: expected columns {SCHEMA.names}, found {self._file.schema_arrow.names}"
-            )
+        with self._reading():
+            self._file = pq.ParquetFile(path, page_checksum_verification=True)
         metadata = self._file.metadata
+        self.manifest: dict[str, Any] = json.loads((metadata.metadata or {}).get(MANIFEST, b"{}"))
+        if (found := self.manifest.get("version")) != CODE_TESTS_VERSION:
+            expected = f"expected a file of tools/prepare_data.py, version {CODE_TESTS_VERSION}"
+            raise ValueError(f"{path}: {expected}, found version {found}: prepare it again")
         sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         self._starts = np.cumsum([0, *sizes])
         self._numbers = range(metadata.num_rows) if numbers is None else numbers
@@ -128,28 +114,10 @@ def read(path: Path, tally: Tally) -> Iterator[Problem]:
     return iter(PreparedRows(path))
 
 
-def check_manifest(path: Path) -> None:
-    """Raise ValueError if the manifest of a prepared file is missing, describes another file, or is one of
-    another version of this package, which may have checked the rows by other rules."""
-    file = manifest_path(path)
-    if not path.is_file() or not file.is_file():
-        raise ValueError(
-            f"{path}: expected a prepared file and {file.name} (tools/prepare_data.py makes both)"
-        )
-    try:
-        manifest = parse_json(file.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None
-    expected = {"version": CODE_TESTS_VERSION, "fingerprint": fingerprint(path)}
-    for name, value in expected.items():
-        actual = manifest.get(name) if isinstance(manifest, dict) else None
-        if actual != value:
-            raise ValueError(f"{file}: expected {name} {value}, found {actual}: prepare {path} again")
-
-
 @contextmanager
-def prepared_file(path: Path) -> Iterator[Callable[[Problem], None]]:
-    """Yield a function that writes a row. The file appears under its name when the block ends."""
+def prepared_file(path: Path, manifest: Mapping[str, Any]) -> Iterator[Callable[[Problem], None]]:
+    """Yield a function that writes a row. The file appears under its name when the block ends, with the
+    ``manifest`` as it is then."""
     rows: list[dict[str, Any]] = []
     characters = 0
     options: dict[str, Any] = {"compression": "zstd", "write_statistics": False, "write_page_checksum": True}
@@ -171,3 +139,5 @@ def prepared_file(path: Path) -> Iterator[Callable[[Problem], None]]:
         yield write
         if rows:
             end_group()
+        held = {"version": CODE_TESTS_VERSION} | dict(manifest)
+        writer.add_key_value_metadata({MANIFEST: json.dumps(held).encode()})

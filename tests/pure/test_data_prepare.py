@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,13 +12,7 @@ import pytest
 
 from megatron_eqlen.data.overlap import read_overlaps
 from megatron_eqlen.data.prepare import prepare
-from megatron_eqlen.data.prepared import (
-    CODE_TESTS_VERSION,
-    PreparedRows,
-    fingerprint,
-    manifest_path,
-    prepared_file,
-)
+from megatron_eqlen.data.prepared import CODE_TESTS_VERSION, PreparedRows, prepared_file
 from megatron_eqlen.data.prompts import PromptSource
 from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.data.sources import open_source
@@ -66,7 +59,7 @@ def prepared(raw) -> Path:
 
 
 def test_the_manifest_says_what_happened(prepared):
-    manifest = json.loads(manifest_path(prepared).read_text())
+    manifest = PreparedRows(prepared).manifest
     assert manifest["rows"] == 300
     assert manifest["dropped"] == {"difficulty": 1, "duplicate": 1, "unparseable_gold": 1}
     assert manifest["source"]["max_difficulty"] == 10.0
@@ -118,28 +111,22 @@ def test_benchmark_questions_in_a_prepared_source_are_found_without_reading_gold
     assert f"holds {300 if least is None else 150} of the 302 questions" in found
 
 
-def test_a_file_that_is_not_the_manifests_is_refused(prepared, tmp_path):
-    copy = tmp_path / prepared.name
-    copy.write_bytes(prepared.read_bytes())
-    with pytest.raises(ValueError, match=r"expected a prepared file and deepmath\.parquet\.manifest\.json"):
+def test_a_file_that_was_not_prepared_or_is_cut_is_refused(raw, prepared, tmp_path):
+    copy, data = tmp_path / prepared.name, prepared.read_bytes()
+    with pytest.raises(ValueError, match=r"deepmath\.parquet: expected a file of tools/prepare_data\.py"):
         PreparedRows(copy)
-    manifest = json.loads(manifest_path(prepared).read_text())
-    manifest_path(copy).write_text(json.dumps(manifest))
-    assert len(PreparedRows(copy)) == 300
-    data = copy.read_bytes()
-    for other in (data[:-100], data[:100] + data[101:], data + b"PAR1", b"PAR1", b""):
+    with pytest.raises(ValueError, match=r"version \d+, found version None: prepare it again"):
+        PreparedRows(raw)
+    for other in (data[:-100], data[:100] + data[101:], b"PAR1", b""):
         copy.write_bytes(other)
-        with pytest.raises(ValueError, match=r"expected fingerprint .*, found .*: prepare .* again"):
-            PreparedRows(copy)
+        with pytest.raises(ValueError, match=r"deepmath\.parquet: damaged: .*: prepare it again"):
+            list(PreparedRows(copy))
 
 
-def test_a_file_of_another_versions_checks_is_refused(prepared, tmp_path):
-    copy = tmp_path / prepared.name
-    copy.write_bytes(prepared.read_bytes())
-    manifest = json.loads(manifest_path(prepared).read_text()) | {"version": CODE_TESTS_VERSION - 1}
-    manifest_path(copy).write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match=r"expected version \d+, found \d+: prepare .* again"):
-        PreparedRows(copy)
+def test_a_file_of_another_versions_checks_is_refused(tmp_path):
+    write_prepared(tmp_path / "old.parquet", [Problem("r#0", "?", "1")], version=CODE_TESTS_VERSION - 1)
+    with pytest.raises(ValueError, match=r"version \d+, found version \d+: prepare it again"):
+        PreparedRows(tmp_path / "old.parquet")
 
 
 def test_damage_is_found_where_it_is_read_and_opening_reads_the_index_alone(prepared, tmp_path):
@@ -147,7 +134,6 @@ def test_damage_is_found_where_it_is_read_and_opening_reads_the_index_alone(prep
     data = bytearray(prepared.read_bytes())
     data[200] ^= 4
     copy.write_bytes(data)
-    manifest_path(copy).write_bytes(manifest_path(prepared).read_bytes())
     rows = PreparedRows(copy)
     assert rows[299].question == "What is 299 + 299?"
     with pytest.raises(ValueError, match=r"deepmath\.parquet: damaged: .*: prepare it again"):
@@ -165,12 +151,10 @@ def test_a_row_group_ends_early_where_golds_are_long(tmp_path):
     assert [row.row_id for row in PreparedRows(tmp_path / "long.parquet")] == [f"r#{n}" for n in range(10)]
 
 
-def write_prepared(file: Path, rows: Iterable[Problem]) -> None:
-    with prepared_file(file) as write:
+def write_prepared(file: Path, rows: Iterable[Problem], **manifest) -> None:
+    with prepared_file(file, manifest) as write:
         for row in rows:
             write(row)
-    manifest = {"fingerprint": fingerprint(file), "version": CODE_TESTS_VERSION}
-    manifest_path(file).write_text(json.dumps(manifest))
 
 
 def test_chats_are_kept(tmp_path):
