@@ -20,7 +20,6 @@ from typing import Any, Literal
 
 import huggingface_hub as api
 from huggingface_hub import constants
-from tqdm import tqdm
 
 LOCAL_FOLDERS = ("data", "models", "runs", "recipes")
 """Folders beside a recipe: ``models/Qwen3-4B`` is never a name on the hub, even if the folder is missing."""
@@ -82,14 +81,18 @@ class HubRepo:
         chosen = choose(self.files())
         folder = self._cache() / "snapshots" / str(self.revision)
         missing = [name for name in chosen if not (folder / name).exists()]
-        if missing and _shows_progress():
+        if not missing:
+            return folder
+        if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"{self}: downloading {len(missing)} of {len(chosen)} files", file=sys.stderr)
+        else:
+            api.utils.disable_progress_bars()
         return self._snapshot([glob.escape(name) for name in chosen])
 
     def file(self, name: str) -> Path:
         """Download one file, unless the cache has it; return its path. Raises HubError."""
         with _explained(self):
-            return Path(api.hf_hub_download(**self._where(), filename=name, tqdm_class=_Bar))
+            return Path(api.hf_hub_download(**self._where(), filename=name))
 
     def cached(self) -> Path:
         """Return the folder of this commit in the cache, complete or not. Raises HubError if there is
@@ -111,11 +114,11 @@ class HubRepo:
         return {"repo_id": self.name, "repo_type": self.kind, "revision": self.revision}
 
     def _snapshot(self, patterns: Sequence[str]) -> Path:
-        options: dict[str, Any] = {"tqdm_class": _Bar}
-        if constants.is_offline_mode():
-            options = {"local_files_only": True}
+        offline = constants.is_offline_mode()
         with _explained(self):
-            return Path(api.snapshot_download(**self._where(), allow_patterns=[*patterns], **options))
+            return Path(
+                api.snapshot_download(**self._where(), allow_patterns=[*patterns], local_files_only=offline)
+            )
 
 
 def is_name(path: str) -> bool:
@@ -134,19 +137,6 @@ def model_files(names: Sequence[str]) -> list[str]:
     if not any(name.endswith(".safetensors") for name in chosen):
         raise ValueError(f"expected config.json and *.safetensors, found {', '.join(names) or 'nothing'}")
     return chosen
-
-
-class _Bar(tqdm):
-    """A progress bar, on a terminal and for one process of a machine only."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        options["disable"] = options.get("disable") or not (sys.stderr.isatty() and _shows_progress())
-        options.pop("name", None)
-        super().__init__(*arguments, **options)
-
-
-def _shows_progress() -> bool:
-    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 @contextmanager
