@@ -1,4 +1,5 @@
-"""Tokenizers from a model's own files: ``tokenizer.json`` (Hugging Face) or a SentencePiece ``.model``.
+"""Tokenizers from a model's own files, through Transformers: ``tokenizer.json``, or a SentencePiece
+``tokenizer.model``, which it converts.
 
 A set of tokens ends a response. It is read from ``generation_config.json``: Qwen3 stops at ``<|im_end|>`` and
 at ``<|endoftext|>``, but its ``config.json`` names only one of them.
@@ -9,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import zip_longest
@@ -28,18 +28,24 @@ Turn = dict[str, str]
 """``{"role": ..., "content": ...}``"""
 THINKING = ("<think>", "</think>")
 """Are special tokens of some models, which templates look for in the assistant's turns."""
+FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 BREAK = "\ufdd0"
 """Noncharacter of Unicode, where a text is cut before it is encoded."""
 
 
-class Tokenizer(ABC):
+class Tokenizer:
     """Convert text to token ids and back, and chat messages by the model's own template."""
 
-    def __init__(self, folder: Path, eos_token_ids: frozenset[int], pad_token_id: int) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.eos_token_ids = eos_token_ids
-        self.pad_token_id = pad_token_id
-        self._silent = sorted(eos_token_ids | {pad_token_id})
+        self._backend = _from_transformers(folder)
+        self.eos_token_ids, self.pad_token_id = _special_ids(
+            folder, self._backend.eos_token_id, self._backend.pad_token_id
+        )
+        self._silent = sorted(self.eos_token_ids | {self.pad_token_id})
+        added = self._backend.added_tokens_decoder.values()
+        self.tags = [token.content for token in added if re.fullmatch("<.+>", token.content)]
+        """Texts that ``encode`` turns into a token of its own, special or not: ``<think>``."""
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of ``text``; special tokens in the text become their ids, unless ``BREAK``
@@ -95,77 +101,27 @@ class Tokenizer(ABC):
             options["tools"] = _as_text([*tools], special)
         said = {"tool": [*self.special_tokens, *self.tags]}
         texts = [_as_text(message, said.get(message.get("role", ""), special)) for message in messages]
-        return self._render(texts, options)
-
-    @property
-    @abstractmethod
-    def vocab_size(self) -> int:
-        """Upper bound of the token ids (added tokens included; the embedding may be larger)."""
-
-    @property
-    @abstractmethod
-    def special_tokens(self) -> list[str]:
-        """Texts that ``encode`` turns into special tokens; at least one."""
-
-    tags: Sequence[str] = ()
-    """Texts that ``encode`` turns into a token of its own which is not special: ``<think>``."""
-
-    @property
-    @abstractmethod
-    def chat_template(self) -> str | None:
-        """Jinja source of the chat template; None if the model has none."""
-
-    @abstractmethod
-    def parts(self) -> dict[str, list[Any]]:
-        """Return all that decides which tokens a text has, in order."""
-
-    @abstractmethod
-    def _encode(self, text: str) -> list[int]: ...
-
-    @abstractmethod
-    def _decode(self, token_ids: list[int]) -> str: ...
-
-    @abstractmethod
-    def _render(self, messages: list[Turn], options: dict[str, Any]) -> str: ...
-
-    def _require_template(self) -> str:
-        if self.chat_template is None:
+        if self._backend.chat_template is None:
             raise ValueError(
                 f"{self.folder}: expected a chat template (chat_template.jinja, or chat_template in "
                 "tokenizer_config.json), found none"
             )
-        return self.chat_template
-
-
-class HuggingFaceTokenizer(Tokenizer):
-    """``tokenizer.json`` and its companions, through ``transformers.AutoTokenizer``."""
-
-    def __init__(self, folder: Path) -> None:
-        self._backend = _from_transformers(folder)
-        super().__init__(
-            folder, *_special_ids(folder, self._backend.eos_token_id, self._backend.pad_token_id)
-        )
-        added = self._backend.added_tokens_decoder.values()
-        self.tags = [token.content for token in added if re.fullmatch("<.+>", token.content)]
-
-    def _encode(self, text: str) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=False)
+        return self._backend.apply_chat_template(texts, tokenize=False, add_generation_prompt=True, **options)
 
     @property
     def vocab_size(self) -> int:
+        """Upper bound of the token ids (added tokens included; the embedding may be larger)."""
         return len(self._backend)
 
     @cached_property
     def special_tokens(self) -> list[str]:
+        """Texts that ``encode`` turns into special tokens; at least one."""
         # DeepSeek's token of a user's turn is not marked special
         marked = [token.content for token in self._backend.added_tokens_decoder.values() if token.special]
         return [*marked, *(tag for tag in self.tags if re.fullmatch("<[|\uff5c].+[|\uff5c]>", tag))]
 
-    @property
-    def chat_template(self) -> str | None:
-        return self._backend.chat_template
-
     def parts(self) -> dict[str, list[Any]]:
+        """Return all that decides which tokens a text has, in order."""
         stored = json.loads(self._backend.backend_tokenizer.to_str())
         return {
             "vocabulary": sorted((number, token) for token, number in self._backend.get_vocab().items()),
@@ -175,77 +131,11 @@ class HuggingFaceTokenizer(Tokenizer):
             ],
         }
 
+    def _encode(self, text: str) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=False)
+
     def _decode(self, token_ids: list[int]) -> str:
         return self._backend.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-    def _render(self, messages: list[Turn], options: dict[str, Any]) -> str:
-        self._require_template()
-        return self._backend.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **options
-        )
-
-
-class SentencePieceTokenizer(Tokenizer):
-    """``.model`` file, read by the ``sentencepiece`` library.
-
-    Chat tokens such as ``<|im_start|>`` must be user-defined symbols of the model: SentencePiece never reads
-    control symbols from text.
-    """
-
-    def __init__(self, model: Path) -> None:
-        from sentencepiece import SentencePieceProcessor
-
-        self._backend = SentencePieceProcessor(model_file=str(model))
-        folder = model.parent
-        config = _read_json(folder / "tokenizer_config.json")
-        self._symbols = {
-            key: _token_text(config[key]) for key in ("bos_token", "eos_token") if config.get(key)
-        }
-        eos = self._symbol_id(config, "eos_token", self._backend.eos_id())
-        pad = self._symbol_id(config, "pad_token", self._backend.pad_id())
-        self._template = _read_template(folder, config)
-        super().__init__(folder, *_special_ids(folder, eos, pad))
-
-    def _encode(self, text: str) -> list[int]:
-        return self._backend.encode(text)
-
-    @property
-    def vocab_size(self) -> int:
-        return self._backend.vocab_size()
-
-    @cached_property
-    def special_tokens(self) -> list[str]:
-        pieces = map(self._backend.id_to_piece, range(self.vocab_size))
-        return [piece for piece in pieces if piece.startswith("<") and piece.endswith(">")]
-
-    @property
-    def chat_template(self) -> str | None:
-        return self._template
-
-    def parts(self) -> dict[str, list[Any]]:
-        pieces = range(self.vocab_size)
-        return {"pieces": [(n, self._backend.id_to_piece(n), self._backend.get_score(n)) for n in pieces]}
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return self._backend.decode(token_ids)
-
-    def _render(self, messages: list[Turn], options: dict[str, Any]) -> str:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        template = self._require_template()
-        rendered, _ = render_jinja_template(
-            [messages], chat_template=template, add_generation_prompt=True, **self._symbols, **options
-        )
-        return rendered[0]
-
-    def _symbol_id(self, config: dict[str, Any], key: str, default: int) -> int | None:
-        if config.get(key):
-            text = _token_text(config[key])
-            token = self._backend.piece_to_id(text)
-            if token == self._backend.unk_id():
-                raise ValueError(f"tokenizer_config.json: {key} {text!r} is not a piece of the .model file")
-            return token
-        return default if default >= 0 else None
 
 
 def encodable(text: str) -> str:
@@ -254,24 +144,17 @@ def encodable(text: str) -> str:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Return the tokenizer of a model folder, or of a SentencePiece ``.model`` file.
+    """Return the tokenizer of a model folder.
 
     Raises ValueError if the folder holds no tokenizer, or if no end-of-sequence token can be found.
     """
     path = Path(path)
-    if path.is_file() and path.suffix == ".model":
-        return SentencePieceTokenizer(path)
     if not path.is_dir():
-        raise ValueError(f"{path}: expected a model folder or a SentencePiece .model file, found neither")
-    if (path / "tokenizer.json").is_file() or (path / "vocab.json").is_file():
-        return HuggingFaceTokenizer(path)
-    models = sorted(path.glob("*.model"))
-    if len(models) == 1:
-        return SentencePieceTokenizer(models[0])
-    raise ValueError(
-        f"{path}: expected tokenizer.json, vocab.json or one SentencePiece .model file, "
-        f"found {[model.name for model in models] or 'none'}"
-    )
+        raise ValueError(f"{path}: expected a model folder, found none")
+    if not any((path / name).is_file() for name in FILES):
+        found = sorted(file.name for file in path.iterdir() if file.is_file())[:5]
+        raise ValueError(f"{path}: expected {' or '.join(FILES)}, found {', '.join(found) or 'none'}")
+    return Tokenizer(path)
 
 
 def require_same(ours: Tokenizer, theirs: Tokenizer) -> None:
@@ -364,11 +247,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a JSON object, found a {type(content).__name__}")
     return content
-
-
-def _read_template(folder: Path, config: dict[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
-    return file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
 
 
 def _from_transformers(folder: Path) -> Any:
