@@ -1,10 +1,8 @@
 """Sending programs to a SandboxFusion-compatible server instead of running them on this machine.
 
-``POST URL/run_code`` with ``code, language, stdin, run_timeout, memory_limit_MB``; the answer's
-``run_result`` holds ``status`` (Finished, Error, TimeLimitExceeded), ``return_code``, ``stdout``,
-``stderr``. A secret in ``SANDBOX_API_KEY`` goes along. The tests' outputs stay here, unless a
-checker reads them, in a run of its own. A function is called by code around the program, which prints its
-result behind a marker.
+``POST URL/run_code``, with the secret in ``SANDBOX_API_KEY`` if there is one. The tests' outputs stay here,
+unless a checker reads them, in a run of its own. A function is called by code around the program, which
+prints its result behind a marker.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import json
 import os
 import secrets
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,7 +27,10 @@ from megatron_eqlen.rewards.sandbox.program import REPORT_TEXT, Limits
 
 ATTEMPTS = 3
 REQUESTS_PER_WORKER = 8
-
+ERRORS = {"MemoryError": "memory_limit"} | dict.fromkeys(
+    ("SyntaxError", "IndentationError", "TabError"), "compile_error"
+)
+"""Verdicts by the exception that a program ends with; ``runtime_error`` for any other."""
 BY_RULES = """\
 {library}
 _kept = sys.modules["__main__"]
@@ -68,9 +68,10 @@ class SandboxServer:
     ) -> Future[Any]:
         """Return a future of what ``read`` makes of a Judgement's fields, for a ``{"program", "tests",
         "limits"}``. The server keeps its own time limits."""
+        tests, limits = CodeTests.from_json(item["tests"]), Limits(**item["limits"])
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self._size, "sandbox-server")
-        return self._threads.submit(lambda: read(self._judge(item)))
+        return self._threads.submit(lambda: read(asdict(judge(item["program"], tests, limits, self.run))))
 
     def cut(self) -> None:
         """Cancel queued requests; running ones finish on the server."""
@@ -81,43 +82,39 @@ class SandboxServer:
     close = cut
 
     def run(
-        self,
-        source: str,
-        stdin: str,
-        limits: Limits,
-        function: str | None = None,
-        rules: Rules = "plain",
+        self, source: str, stdin: str, limits: Limits, function: str | None = None, rules: Rules = "plain"
     ) -> Execution:
         """Run a program on the server. Raises SandboxError if the server gives no verdict in three
         attempts."""
         marker = secrets.token_hex(16)
-        body = {
-            "code": whole_program(source, function, rules, marker),
-            "language": "python",
-            "stdin": stdin,
-            "run_timeout": limits.cpu_seconds,
-            "memory_limit_MB": limits.memory_mb,
-        }
-        answer = self._post(body)
-        result = answer["run_result"]
-        run = _interpret(result, limits)
-        if function is None or run.status != "finished":
-            return run
-        _, separator, value = run.stdout.rpartition("\n" + marker)
-        if not separator:
-            return Execution(
-                "runtime_error", run.stdout, None, f"it ended before {function} returned", run.seconds
-            )
-        return Execution(run.status, run.stdout, value.strip(), "", run.seconds)
-
-    def _judge(self, item: dict[str, Any]) -> dict[str, Any]:
-        tests, limits = CodeTests.from_json(item["tests"]), Limits(**item["limits"])
-        return asdict(judge(item["program"], tests, limits, self.run))
+        result = self._post(
+            {
+                "code": whole_program(source, function, rules, marker),
+                "language": "python",
+                "stdin": stdin,
+                "run_timeout": limits.cpu_seconds,
+                "memory_limit_MB": limits.memory_mb,
+            }
+        )
+        stdout, stderr = result.get("stdout") or "", (result.get("stderr") or "")[-REPORT_TEXT:]
+        seconds = float(result.get("execution_time") or 0.0)
+        if result["status"] == "TimeLimitExceeded":
+            return Execution("time_limit", stdout, None, f"limit {limits.cpu_seconds:g} s", seconds)
+        if result["status"] != "Finished" or result.get("return_code") != 0:
+            error = stderr.strip().rpartition("\n")[2].partition(":")[0]
+            return Execution(ERRORS.get(error, "runtime_error"), stdout, None, stderr, seconds)
+        if function is None:
+            return Execution("finished", stdout[: limits.output_bytes], None, "", seconds)
+        printed, marked, value = stdout.rpartition("\n" + marker)
+        if not marked:
+            early = f"it ended before {function} returned"
+            return Execution("runtime_error", stdout, None, early, seconds)
+        return Execution("finished", printed, value.strip(), "", seconds)
 
     def _post(self, body: dict[str, Any]) -> dict[str, Any]:
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("SANDBOX_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
+        """Return the ``run_result`` of the server's answer."""
+        key = os.environ.get("SANDBOX_API_KEY")
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         request = urllib.request.Request(self._url, json.dumps(body).encode(), headers)
         problem = ""
         for attempt in range(ATTEMPTS):
@@ -125,29 +122,11 @@ class SandboxServer:
             try:
                 with urllib.request.urlopen(request, timeout=body["run_timeout"] * 4 + 30) as response:
                     answer = json.load(response)
-            except (urllib.error.URLError, OSError, ValueError) as error:
+            except (OSError, ValueError) as error:  # URLError is an OSError
                 problem = str(error)
                 continue
-            if (
-                isinstance(answer, dict)
-                and answer.get("status") != "SandboxError"
-                and answer.get("run_result")
-            ):
-                return answer
+            found = answer if isinstance(answer, dict) else {}
+            if found.get("status") != "SandboxError" and found.get("run_result"):
+                return found["run_result"]
             problem = f"answer {str(answer)[:200]}"
         raise SandboxError(f"{self._url}: no verdict in {ATTEMPTS} attempts: {problem}")
-
-
-def _interpret(result: dict[str, Any], limits: Limits) -> Execution:
-    stdout, stderr = result.get("stdout") or "", (result.get("stderr") or "")[-REPORT_TEXT:]
-    seconds = float(result.get("execution_time") or 0.0)
-    if result["status"] == "TimeLimitExceeded":
-        return Execution("time_limit", stdout, None, f"limit {limits.cpu_seconds:g} s", seconds)
-    if result["status"] == "Finished" and result.get("return_code") == 0:
-        return Execution("finished", stdout[: limits.output_bytes], None, "", seconds)
-    last = stderr.strip().rpartition("\n")[2]
-    if last.startswith("MemoryError"):
-        return Execution("memory_limit", stdout, None, stderr, seconds)
-    if last.startswith(("SyntaxError", "IndentationError", "TabError")):
-        return Execution("compile_error", stdout, None, stderr, seconds)
-    return Execution("runtime_error", stdout, None, stderr, seconds)
