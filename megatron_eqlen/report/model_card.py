@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,13 @@ from megatron_eqlen.report.evaluations import Evaluation, evaluation_files, hist
 from megatron_eqlen.report.metrics import read_newest
 
 TASK = "text-generation"
-OWN = ("cluster", "run_dir", "inputs_from", "report", "profile", "variant")
-"""Sections of a recipe about the place where it ran: accounts, partitions, folders, the command line."""
+PUBLISHED: Any = {
+    **dict.fromkeys(("objective", "sampling", "group_size", "equal_length", "tree_sampling", "loss"), True),
+    **dict.fromkeys(("optimizer", "lora", "parallel", "packing"), True),
+    "data": {"prompts_per_step", "max_prompt_length", "instruction", "instruction_role"},
+    "rollout": {"temperature", "top_p", "top_k", "min_p", "max_response_length"},
+}
+"""Keys of a recipe that hold no account, address or path of the place where it ran."""
 
 
 def write_model_card(run_folder: Path) -> Path:
@@ -47,7 +51,7 @@ def write_model_card(run_folder: Path) -> Path:
         f"{outcome}.",
         f"## Data\n\n{sources}",
         *(["## Evaluation\n\n" + _table(after)] if after else []),
-        f"## Recipe\n\n```yaml\n{to_yaml(_published(recipe)).strip()}\n```",
+        f"## Recipe\n\n```yaml\n{to_yaml(recipe.model_dump(mode="json", include=PUBLISHED)).strip()}\n```",
         "## Made with\n\n" + ", ".join(f"{name} {version}" for name, version in made_with.items()),
     ])  # fmt: skip
     card = run_folder / "export" / "README.md"
@@ -86,25 +90,6 @@ def _name(recipe: Recipe) -> str:
 def _place(section: ModelRecipe | SourceRecipe) -> str:
     """Return a name on the hub with its commit, or the name of a local file or folder."""
     return str(hub_repo(section) or Path(section.path).resolve().name)
-
-
-def _published(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe without what is about the place where it ran: addresses go, local paths become
-    names."""
-    keys = recipe.model_dump(mode="json", exclude={*OWN})
-    keys["rollout"]["servers"] = []
-    keys["reward"]["sandbox_url"] = None
-    return _named(keys)
-
-
-def _named(value: Any) -> Any:
-    """Return plain data with the last part of each local path in place of the path."""
-    if isinstance(value, dict):
-        return {key: _named(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_named(item) for item in value]
-    is_local = isinstance(value, str) and "/" in value and (value[0] in "/~." or os.path.exists(value))
-    return Path(value).name if is_local else value
 
 
 def _table(after: list[Evaluation]) -> str:

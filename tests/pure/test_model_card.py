@@ -58,7 +58,7 @@ def test_the_card_has_no_address_account_or_local_path(tmp_path):
     text = write_model_card(run).read_text()
     assert "secret" not in text
     assert str(tmp_path) not in text
-    assert "path: Qwen3-Tiny" in text
+    assert "kl_coef: 0" in text
 
 
 def test_a_run_without_benchmarks_has_a_card_too(tmp_path):
