@@ -6,7 +6,7 @@ tools/convert_hf_to_megatron.py models/Qwen3-32B checkpoints/Qwen3-32B --verify
 
 import sys
 
-from megatron_eqlen.cli.convert import hf_to_megatron
+from megatron_eqlen.cli.convert import main
 
 if __name__ == "__main__":
-    sys.exit(hf_to_megatron())
+    sys.exit(main("hf-to-megatron"))

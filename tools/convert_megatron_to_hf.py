@@ -6,7 +6,7 @@ tools/convert_megatron_to_hf.py runs/NAME/checkpoints models/NAME --source model
 
 import sys
 
-from megatron_eqlen.cli.convert import megatron_to_hf
+from megatron_eqlen.cli.convert import main
 
 if __name__ == "__main__":
-    sys.exit(megatron_to_hf())
+    sys.exit(main("megatron-to-hf"))

@@ -159,13 +159,9 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def convert(arguments: argparse.Namespace) -> int:
-    from megatron_eqlen.cli import convert as convert_command
+    from megatron_eqlen.cli.convert import main
 
-    directions = {
-        "hf-to-megatron": convert_command.hf_to_megatron,
-        "megatron-to-hf": convert_command.megatron_to_hf,
-    }
-    return directions[arguments.direction](arguments.arguments)
+    return main(arguments.direction, arguments.arguments)
 
 
 def report(arguments: argparse.Namespace) -> int:

@@ -396,7 +396,7 @@ def command(name: str, *args: str) -> tuple[int, str, str]:
     from megatron_eqlen.cli import convert as convert_command
 
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        status = getattr(convert_command, name)(list(args))
+        status = convert_command.main(name.replace("_", "-"), list(args))
     return status, out.getvalue(), err.getvalue()
 
 
