@@ -123,7 +123,7 @@ def recipe(arguments: argparse.Namespace) -> int:
 
 def _print_plan(recipe: Recipe) -> int:
     from megatron_eqlen.objectives.registry import with_defaults
-    from megatron_eqlen.plan import describe
+    from megatron_eqlen.plan.text import describe
 
     plan = describe(recipe)
     print(dump(with_defaults(recipe)), plan, sep="\n")

@@ -1,6 +1,2 @@
 """Resources that a recipe needs, computed without a GPU: memory by phase, host, disk, time (see
 README.md)."""
-
-from megatron_eqlen.plan.text import describe
-
-__all__ = ["describe"]
