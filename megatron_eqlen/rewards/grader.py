@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from hashlib import blake2b
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from megatron_eqlen.rewards.workers.pool import WorkerPool
 from megatron_eqlen.types import Grade, Prompt, TokenIds
@@ -39,38 +39,20 @@ class Grader(Protocol):
         ...
 
 
-@runtime_checkable
-class BackgroundGrader(Grader, Protocol):
-    """A grader that works while responses are generated: other processes do its work, so that it takes no
-    time from the process that drives the engine. ``begin`` and ``cut`` are called by one thread at a time."""
-
-    @property
-    def name(self) -> str:
-        """Name and version; recorded with every grade."""
-        ...
-
-    @property
-    def longest(self) -> int:
-        """Most characters of a response's answer (``answer_section``) that the grader reads, counted
-        from the end: earlier characters cannot change a grade, and are not decoded."""
-        ...
-
-    def begin(self, text: str, gold: str) -> Future[Grade]:
-        """Start grading a response; ``text`` is at least the part that the grader reads."""
-        ...
-
-    def cut(self) -> None:
-        """Cancel grading that was begun and has no grade yet."""
-        ...
-
-
 class PoolGrader:
-    """A background grader whose work a pool of processes does. The pool starts with the first response that
-    needs it."""
+    """A grader that works while responses are generated: a pool of processes does its work, so that it takes
+    no time from the process that drives the engine. The pool starts with the first response that needs it.
+    ``begin`` and ``cut`` are called by one thread at a time."""
 
+    name: str
+    """Name and version; recorded with every grade."""
+    longest: int
+    """Most characters of a response's answer (``answer_section``) that the grader reads, counted from the
+    end: earlier characters cannot change a grade, and are not decoded."""
     _pool: WorkerPool | None = None
 
     def begin(self, text: str, gold: str) -> Future[Grade]:
+        """Start grading a response; ``text`` is at least the part that the grader reads."""
         raise NotImplementedError
 
     def grade(self, texts: Sequence[str], golds: Sequence[str]) -> list[Grade]:
@@ -120,12 +102,12 @@ class Background:
     def __init__(self, read: Callable[[TokenIds, int], str]) -> None:
         self._read = read
         self._thread = ThreadPoolExecutor(1, "grading")
-        self._begun: dict[Key, tuple[BackgroundGrader, Future[Future[Grade]]]] = {}
+        self._begun: dict[Key, tuple[PoolGrader, Future[Future[Grade]]]] = {}
 
     def __contains__(self, key: Key) -> bool:
         return key in self._begun
 
-    def begin(self, key: Key, grader: BackgroundGrader, prompt: Prompt, response: TokenIds) -> None:
+    def begin(self, key: Key, grader: PoolGrader, prompt: Prompt, response: TokenIds) -> None:
         """Start grading a response. Costs the caller next to nothing; ``grade`` raises its errors."""
         if key not in self._begun:
             self._begun[key] = grader, self._thread.submit(self._start, grader, prompt, response)
@@ -162,7 +144,7 @@ class Background:
         self._thread.shutdown(cancel_futures=True)
         self._begun.clear()
 
-    def _start(self, grader: BackgroundGrader, prompt: Prompt, response: TokenIds) -> Future[Grade]:
+    def _start(self, grader: PoolGrader, prompt: Prompt, response: TokenIds) -> Future[Grade]:
         return grader.begin(self._read(response, grader.longest), prompt.gold)
 
 

@@ -29,9 +29,9 @@ from megatron_eqlen.rewards.functions import RewardFunction, is_reward_function,
 from megatron_eqlen.rewards.grader import (
     END_OF_THINKING,
     Background,
-    BackgroundGrader,
     Grader,
     Key,
+    PoolGrader,
     answer_section,
     naming,
     response_key,
@@ -64,7 +64,7 @@ class _Ended:
 class Scorer:
     """Sends each response to its prompt's grader: when it ends (``begin``), or with all others (``score``).
 
-    Only a ``BackgroundGrader`` works beside generation. A rubric, and any other grader, is code that runs in
+    Only a ``PoolGrader`` works beside generation. A rubric, and any other grader, is code that runs in
     this process and would slow down the thread that drives the engine. It waits for ``score``, whose thread
     calls it.
     """
@@ -178,7 +178,7 @@ class Scorer:
     def _begin(self, key: Key, prompt: Prompt, response: TokenIds) -> None:
         if prompt.grader == "rubric" or self._function(prompt.grader):
             return
-        if isinstance(grader := self._grader(prompt.grader), BackgroundGrader):
+        if isinstance(grader := self._grader(prompt.grader), PoolGrader):
             self._background.begin(key, grader, prompt, response)
 
     def _decode_end(self, response: TokenIds, longest: int) -> str:

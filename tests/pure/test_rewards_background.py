@@ -12,7 +12,7 @@ import tests.kit.rollouts as kit
 from megatron_eqlen.evaluation.evaluate import evaluate
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import RewardRecipe
-from megatron_eqlen.rewards.grader import BackgroundGrader
+from megatron_eqlen.rewards.grader import PoolGrader
 from megatron_eqlen.rewards.scoring import EarlyGrading, Scorer, make_grader
 from megatron_eqlen.rollout.harvest import harvest
 from megatron_eqlen.rollout.harvest_plan import HarvestPlan
@@ -234,9 +234,9 @@ def test_code_of_this_process_is_called_when_the_harvest_is_over(begun):
 
 def test_which_graders_work_in_the_background():
     reward = RewardRecipe(workers=1)
-    assert isinstance(make_grader("math", reward), BackgroundGrader)
-    assert isinstance(make_grader("code", reward), BackgroundGrader)
-    assert not isinstance(make_grader(f"{__name__}:Plain", reward), BackgroundGrader)
+    assert isinstance(make_grader("math", reward), PoolGrader)
+    assert isinstance(make_grader("code", reward), PoolGrader)
+    assert not isinstance(make_grader(f"{__name__}:Plain", reward), PoolGrader)
 
 
 @examples(30)
