@@ -42,16 +42,6 @@ from megatron_eqlen.sampling.comparison import EQUAL_REWARDS, ComparisonUnit
 from megatron_eqlen.types import Metrics, Rollout, TokenTree
 
 
-def build_trees(rollouts: Sequence[Rollout], recipe: Recipe) -> tuple[list[TokenTree], Metrics]:
-    """Return the forest of one optimizer step, and metrics of its comparison units.
-
-    ``rollouts`` are all rollouts of the step (of all ranks), with grades. Raises ValueError for an ungraded
-    response.
-    """
-    (trees,), _, metrics = _build([rollouts], recipe)
-    return trees, metrics
-
-
 @collector_paused()
 def build_minibatches(
     rollouts: Sequence[Rollout],
@@ -65,12 +55,15 @@ def build_minibatches(
     every optimizer step has a gradient of the same scale; advantages are those of the whole batch.
     Minibatches without a prompt (dynamic sampling may leave few) are left out. ``policy_version``: version of
     the weights that are trained; with it the metrics say how stale the tokens are. ``gather`` joins the lists
-    of all ranks, which each hold the tokens of some of ``rollouts``.
+    of all ranks, which each hold the tokens of some of ``rollouts``. Raises ValueError for an ungraded
+    response.
     """
-    trees, units, metrics = _build(_minibatches(rollouts, recipe), recipe)
+    batches = _weigh(_minibatches(rollouts, recipe), recipe)
+    units = [unit for batch in batches for unit in batch.units]
+    metrics = unit_metrics(units, rollouts, recipe)
     if policy_version is not None:
         metrics |= staleness_metrics(units, policy_version, gather)
-    return trees, metrics
+    return [batch.trees for batch in batches], metrics
 
 
 def weighted_units(rollouts: Sequence[Rollout], recipe: Recipe) -> list[ComparisonUnit]:
@@ -102,15 +95,6 @@ class _Batch:
     """Number of rollouts of each prompt."""
     trees: list[TokenTree] = field(default_factory=list)
     units: list[ComparisonUnit] = field(default_factory=list)
-
-
-def _build(
-    parts: Sequence[Sequence[Rollout]], recipe: Recipe
-) -> tuple[list[list[TokenTree]], list[ComparisonUnit], Metrics]:
-    batches = _weigh(parts, recipe)
-    units = [unit for batch in batches for unit in batch.units]
-    rollouts = [rollout for part in parts for rollout in part]
-    return [batch.trees for batch in batches], units, unit_metrics(units, rollouts, recipe)
 
 
 def _weigh(parts: Sequence[Sequence[Rollout]], recipe: Recipe) -> list[_Batch]:

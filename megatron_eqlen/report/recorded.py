@@ -82,7 +82,9 @@ class RecordedStep:
         return Counter(grade.verdict for grade in grades if grade is not None).most_common()
 
     def rows(self, rollouts: Sequence[Rollout], decode: Decode) -> Iterator[dict[str, Any]]:
-        """Yield some of ``rollouts`` as plain data: what a page filters by, and ``packed``."""
+        """Yield some of ``rollouts`` as plain data: what a page filters by, and ``packed``, compressed JSON
+        of the ``question`` and ``parts``. A part has its place in the tree, facts, the text of each token,
+        and ``columns`` with a number for each token, or one for all."""
         for rollout, seen in zip(rollouts, self.views(rollouts, decode), strict=True):
             grades = [part.grade for part in rollout.parts if part.grade is not None]
             parts = [_part(part, one) for part, one in zip(rollout.parts, seen.parts, strict=True)]
@@ -99,12 +101,6 @@ class RecordedStep:
                 "gap": _gap(rollout, seen),
                 "packed": base64.b64encode(zlib.compress(text.encode(), 9)).decode(),
             }
-
-
-def unpacked(packed: str) -> dict[str, Any]:
-    """Return the ``question`` and ``parts`` of a rollout. A part has its place in the tree, facts, the
-    text of each token, and ``columns`` with a number for each token, or one for all."""
-    return json.loads(zlib.decompress(base64.b64decode(packed)))
 
 
 def _gap(rollout: Rollout, seen: RolloutView) -> float | None:

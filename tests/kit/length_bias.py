@@ -2,8 +2,8 @@
 
 A ``Process`` is a policy with free logits for each context over V tokens, the first of which end a response,
 a response limit, and a reward of each response that ended. Its streams are few enough to be enumerated
-through the harvester and ``build_trees`` of training. Expectations are sums in float64. The gradient of any
-other policy is linear in the one of free logits, so that equality here is equality for every policy.
+through the harvester and ``build_minibatches`` of training. Expectations are sums in float64. The gradient of
+any other policy is linear in the one of free logits, so that equality here is equality for every policy.
 ``docs/length_bias.md`` has the derivation.
 """
 
@@ -17,7 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_eqlen.objectives.build import build_minibatches, build_trees
+from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.objectives.dynamic_sampling import trained
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout.harvest import harvest
@@ -218,7 +218,7 @@ class Process:
         for drawn in itertools.product(list(self.streams(recipe)), repeat=recipe.rollouts_per_prompt):
             rollouts = [replace(stream, index=i) for i, (stream, _) in enumerate(drawn)]
             probability = math.prod(share for _, share in drawn)
-            total += probability * self.estimate(build_trees(rollouts, recipe)[0])
+            total += probability * self.estimate(build_minibatches(rollouts, recipe)[0][0])
         return total
 
 

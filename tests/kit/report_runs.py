@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import zlib
 from pathlib import Path
+from typing import Any
 
 import tests.kit.rollouts as kit
 from megatron_eqlen.hf.tokenizer import Tokenizer, load_tokenizer
@@ -86,3 +90,8 @@ def leave_a_span(run: Path, step: int, stage: str, began: float, ended: float) -
     """Record a stage that ended with its step."""
     events.append(run, "stage", time=ended, stage=stage, began=began)
     events.append(run, "step", time=ended, step=step)
+
+
+def unpacked(packed: str) -> dict[str, Any]:
+    """Return the question and the parts of a page's rollout."""
+    return json.loads(zlib.decompress(base64.b64decode(packed)))

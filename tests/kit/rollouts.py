@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from megatron_eqlen.types import Outcome, Part, Prompt, Rollout
+from megatron_eqlen.objectives.build import build_minibatches
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.types import Metrics, Outcome, Part, Prompt, Rollout, TokenTree
 
 
 def place(part: Part, role: str, number: int, parent: int) -> Part:
@@ -62,3 +64,9 @@ def tree(
     above = [numbers[parent] if parent >= 0 else -1 for parent in parents]
     parts = [place(part, "step", *at) for part, *at in zip(steps, numbers, above, strict=True)]
     return Rollout(prompt, 0, "tree", policy_version, parts, outcome, **others)
+
+
+def build_trees(rollouts: Sequence[Rollout], recipe: Recipe) -> tuple[list[TokenTree], Metrics]:
+    """Return the forest of the only optimizer step of ``rollouts``, and metrics."""
+    (trees,), metrics = build_minibatches(rollouts, recipe)
+    return trees, metrics

@@ -1,8 +1,8 @@
 """The paper's theory as executable facts: the effect of one step on the prefix of a correct solution.
 
-Everything here runs the objectives that training runs (``build_trees``) on policies small enough to be exact:
-a table of logits, a policy of one parameter, a transformer with random weights. docs/objectives_appendix.md
-explains the numbers.
+Everything here runs the objectives that training runs (``build_minibatches``) on policies small enough to be
+exact: a table of logits, a policy of one parameter, a transformer with random weights.
+docs/objectives_appendix.md explains the numbers.
 
 The paper's construction (its appendix), with 9 as the end of a response and segments of two tokens:
 
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import tests.kit.rollouts as kit
-from megatron_eqlen.objectives.build import build_trees
+from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.objectives.registry import lookup
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.equal_length.suffix import pair_rewards
@@ -145,7 +145,7 @@ def recipe(sampling: str, objective: str = "grpo", **equal_length: Any) -> Recip
 
 def trees_of(rollout: Rollout, prefix_in_gradient: bool = False) -> list[TokenTree]:
     """Return the trees that GRPO (for a group) or EqLen-GRPO (for a stream) trains."""
-    return build_trees([rollout], recipe(rollout.kind, prefix_in_gradient=prefix_in_gradient))[0]
+    return build_minibatches([rollout], recipe(rollout.kind, prefix_in_gradient=prefix_in_gradient))[0][0]
 
 
 # ---- what a step does ------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from megatron_eqlen.environments.load import environment_class, given_tokens
 from megatron_eqlen.environments.python_tool import PythonTool
 from megatron_eqlen.environments.search_tool import SearchTool
 from megatron_eqlen.hf.tokenizer import load_tokenizer
-from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.recipe import EnvironmentRecipe
 from megatron_eqlen.rollout.engine import EngineError
 from megatron_eqlen.rollout.harvest import harvest, harvest_seed
@@ -37,6 +36,7 @@ from recipes.examples.wordle.wordle import Wordle, marks
 from tests.kit import ROOT
 from tests.kit.length_bias import QUESTION
 from tests.kit.marks import examples
+from tests.kit.rollouts import build_trees
 from tests.kit.sentencepiece_maker import write_sentencepiece_tokenizer
 from tests.pure.test_forks import recipe
 from tools.tokenizer_maker import SPECIAL_TOKENS, write_hf_tokenizer

@@ -28,7 +28,6 @@ from megatron_eqlen.hf.folder_check import check_folder
 from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.models import config as models_config
 from megatron_eqlen.models.config import transformer_config
-from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.objectives.parts import PARTS
 from megatron_eqlen.objectives.recipes import load, parse
 from megatron_eqlen.objectives.registry import resolve, with_defaults
@@ -50,6 +49,7 @@ from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.training.policy_loss import policy_loss, reduce_metrics
 from megatron_eqlen.types import Delta, Grade, Part, Prompt, Rollout
 from tests.kit import ROOT
+from tests.kit.rollouts import build_trees
 from tests.kit.tiny_models import save_tiny, tiny_config
 from tools.tokenizer_maker import write_hf_tokenizer
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 import tests.kit.rollouts as kit
 from megatron_eqlen.objectives.advice import advice
-from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.sampling import KINDS
@@ -21,6 +20,7 @@ from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Delta, Grade, Part, Prompt, Rollout
 from tests.kit.length_bias import Process
 from tests.kit.marks import examples
+from tests.kit.rollouts import build_trees
 from tests.pure.test_length_bias import recipe as pairs_recipe
 
 RULES = {

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from scipy.special import logit
 
-from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.objectives.dynamic_sampling import trained
 from megatron_eqlen.objectives.recipes import load, parse, remarks
 from megatron_eqlen.recipe import RecipeError
@@ -17,6 +16,7 @@ from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from tests.kit import ROOT
 from tests.kit.length_bias import Process
 from tests.kit.marks import EACH_WEEK
+from tests.kit.rollouts import build_trees
 from tools.research.drift import Training
 from tools.research.mechanism import DIFFICULTIES, Case, World
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import tests.kit.rollouts as kit
 from megatron_eqlen.objectives.advantages import dr_grpo, rloo, whiten
 from megatron_eqlen.objectives.aggregation import token_mean
-from megatron_eqlen.objectives.build import build_minibatches, build_trees
+from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.objectives.dynamic_sampling import filter_groups, select
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.objectives.recipes import parse
@@ -22,6 +22,7 @@ from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from megatron_eqlen.tokens import Ragged, Tokens
 from megatron_eqlen.types import Grade, Part, Prompt
 from tests.kit.marks import examples
+from tests.kit.rollouts import build_trees
 
 QUESTION = Prompt("q", [1, 2], "?", "math", "1")
 

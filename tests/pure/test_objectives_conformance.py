@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import tests.kit.rollouts as kit
-from megatron_eqlen.objectives.build import build_trees, weighted_units
+from megatron_eqlen.objectives.build import weighted_units
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.packing.pack import pack
@@ -25,6 +25,7 @@ from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.training.policy_loss import policy_loss
 from megatron_eqlen.types import Grade, Part, Prompt, tokens_along
 from tests.kit.marks import examples
+from tests.kit.rollouts import build_trees
 
 LONGEST = 12
 BUFFER = 5

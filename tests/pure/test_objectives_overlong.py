@@ -7,9 +7,9 @@ the limit -1.
 import pytest
 
 import tests.kit.rollouts as kit
-from megatron_eqlen.objectives.build import build_trees
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Grade, Part
+from tests.kit.rollouts import build_trees
 from tests.pure.test_objectives_build import QUESTION, recipe
 
 LIMIT = 50

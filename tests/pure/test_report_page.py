@@ -20,7 +20,6 @@ from megatron_eqlen.evaluation.result import Answers, EvaluationResult, write_re
 from megatron_eqlen.report.charts import MAX_POINTS, METRICS, Chart, averaged, charts, smoothed
 from megatron_eqlen.report.metrics import Columns, MetricsWriter
 from megatron_eqlen.report.page import PageWriter, write_page
-from megatron_eqlen.report.recorded import unpacked
 from megatron_eqlen.rollout.record.recorder import record
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from megatron_eqlen.tokens import Tokens
@@ -33,6 +32,7 @@ from tests.kit.report_runs import (
     make_tokenizer,
     prompt,
     recipe,
+    unpacked,
     write_run,
 )
 

@@ -14,13 +14,12 @@ from tokenizers.models import WordLevel
 
 from megatron_eqlen.cli.__main__ import main
 from megatron_eqlen.objectives.build import weighted_units
-from megatron_eqlen.report.recorded import unpacked
 from megatron_eqlen.report.rollouts import by_token
 from megatron_eqlen.rollout.record.reader import read_step
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Grade, Rollout
-from tests.kit.report_runs import example_stream, make_tokenizer, recipe, write_run
+from tests.kit.report_runs import example_stream, make_tokenizer, recipe, unpacked, write_run
 
 STEPS = ("step-00000000", "step-00000001", "step-00000006")
 

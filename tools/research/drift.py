@@ -20,7 +20,7 @@ import torch
 
 from megatron_eqlen.evaluation.statistics import seed_difference
 from megatron_eqlen.files import write_text
-from megatron_eqlen.objectives.build import build_trees
+from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.report.compare import markdown_rows
 from megatron_eqlen.report.figures import svg
@@ -97,7 +97,7 @@ class Training:
                 gradient = world.truth()
             else:
                 rollouts, _, _ = world.step(recipe, step)
-                gradient = world.gradient(build_trees(rollouts, recipe)[0])
+                gradient = world.gradient(build_minibatches(rollouts, recipe)[0][0])
             parameters.grad = -torch.from_numpy(gradient)
             optimizer.step()
         return np.array(curve), world.accuracy() - _accuracy(self.case)

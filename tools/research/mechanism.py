@@ -24,7 +24,7 @@ from scipy import stats
 
 from megatron_eqlen.files import write_text
 from megatron_eqlen.metrics import OBJECTIVE_EFFECTIVE_SAMPLES
-from megatron_eqlen.objectives.build import build_trees
+from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.report.compare import Rows, markdown_rows
@@ -278,7 +278,7 @@ def measure(case: Case, names: Sequence[str], steps: int, max_pairs: int | None 
             tokens, decode_steps, streams = tokens + count, decode_steps + longest, streams + len(rollouts)
             made += sum(len(rollout.with_role("a")) for rollout in rollouts)
             for name in sharing:
-                trees, metrics = build_trees(rollouts, recipes[name])
+                (trees,), metrics = build_minibatches(rollouts, recipes[name])
                 gradients[name].append(world.gradient(trees))
                 effective[name] += metrics[OBJECTIVE_EFFECTIVE_SAMPLES]
         for name in sharing:
