@@ -37,6 +37,7 @@ def _grader(name: str, process: int) -> Grader:
         from megatron_eqlen.rewards.math.grader import MathGrader
 
         return MathGrader("either", WORKERS, SECONDS)
+    from megatron_eqlen.recipe import RewardRecipe
     from megatron_eqlen.rewards.code.grader import CodeGrader
 
-    return CodeGrader(WORKERS, SECONDS)
+    return CodeGrader(RewardRecipe(workers=WORKERS, code_timeout=SECONDS))

@@ -264,14 +264,7 @@ def make_grader(name: str, reward: RewardRecipe, seed: int = 0) -> Grader:
     if name == "math":
         return MathGrader(reward.math_rule, reward.workers, reward.timeout)
     if name == "code":
-        return CodeGrader(
-            reward.workers,
-            reward.code_timeout,
-            reward.code_memory_mb,
-            reward.code_sandbox,
-            reward.sandbox_url,
-            reward.code_python,
-        )
+        return CodeGrader(reward)
     if name == "reasoning_gym":
         from megatron_eqlen.rewards.reasoning_gym import ReasoningGymGrader  # an optional package
 

@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from megatron_eqlen.recipe import RewardRecipe
 from megatron_eqlen.rewards.code import tests as code_tests
 from megatron_eqlen.rewards.code.grader import CodeGrader, extract_program
 from megatron_eqlen.rewards.code.tests import CodeTests, same_output
@@ -27,9 +28,13 @@ def fenced(program: str) -> str:
     return f"Here it is:\n```python\n{program}\n```\n"
 
 
+def code_grader(**keys):
+    return CodeGrader(RewardRecipe(code_python=PYTHON, **{"workers": 1} | keys))
+
+
 @pytest.fixture(scope="module")
 def grader():
-    grader = CodeGrader(workers=2, timeout=2.0, memory_mb=512, python=PYTHON)
+    grader = code_grader(workers=2, code_timeout=2.0, code_memory_mb=512)
     yield grader
     grader.close()
 
@@ -307,8 +312,8 @@ def test_strict_refuses_a_machine_that_cannot_isolate(monkeypatch, caplog):
     weak = Isolation(landlock=False, seccomp=False, drop_user=False)
     monkeypatch.setattr(probe, "offered_isolation", lambda python: weak)
     with pytest.raises(ValueError, match="strict needs Landlock and seccomp, this machine offers rlimits"):
-        CodeGrader(python=PYTHON).grade([fenced("x")], [ADD])
-    accepting = CodeGrader(workers=1, sandbox="best_effort", python=PYTHON)
+        code_grader().grade([fenced("x")], [ADD])
+    accepting = code_grader(code_sandbox="best_effort")
     assert accepting.grade([fenced(VERDICTS["passed"])], [ADD])[0].verdict == "passed"
     assert "code sandbox: rlimits" in caplog.text
     accepting.close()
@@ -358,7 +363,7 @@ def fusion(monkeypatch):
 
 
 def test_programs_can_go_to_a_sandbox_server(fusion):
-    grader = CodeGrader(sandbox_url=fusion)
+    grader = CodeGrader(RewardRecipe(workers=1, sandbox_url=fusion))
     grades = grader.grade([fenced("add"), fenced("slow"), fenced("eats memory")], [ADD] * 3)
     assert [grade.verdict for grade in grades] == ["passed", "time_limit", "memory_limit"]
     assert grades[0].grader == "code-4@server"
@@ -398,7 +403,7 @@ def test_a_sandbox_that_fails_twice_is_not_a_wrong_answer(monkeypatch):
             assert attempts == 2
             return read({"failure": "SandboxError: fork", "seconds": 0.1})
 
-    grader = CodeGrader()
+    grader = CodeGrader(RewardRecipe(workers=1))
     monkeypatch.setattr(grader, "_pool", Broken())
     with pytest.raises(SandboxError, match="no verdict on a program in 2 attempts"):
         grader.grade([fenced("x")], [ADD])

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from megatron_eqlen.recipe import RewardRecipe
 from megatron_eqlen.rewards.code.grader import CodeGrader
 from megatron_eqlen.rewards.code.rules import MEMORY_MB
 from megatron_eqlen.rewards.code.tests import CodeTests
@@ -27,7 +28,7 @@ def gold(tests: dict, seconds: float | None = None) -> str:
 
 
 def verdicts(cases: list[tuple[dict, dict]]) -> dict[str, bool]:
-    grader = CodeGrader(workers=2, python=PYTHON)
+    grader = CodeGrader(RewardRecipe(workers=2, code_python=PYTHON))
     texts = [f"```python\n{case['program']}\n```" for case, _ in cases]
     grades = grader.grade(texts, [gold(tests, case.get("seconds")) for case, tests in cases])
     grader.close()
@@ -42,7 +43,7 @@ def test_our_rules_differ_from_the_official_ones_only_where_the_table_says(step)
 
 def test_rules_are_in_force_for_livecodebench_problems_alone():
     """Programs of other sets must import their names, and their exit status counts."""
-    grader = CodeGrader(workers=1, python=PYTHON)
+    grader = CodeGrader(RewardRecipe(workers=1, code_python=PYTHON))
     programs = ["print(gcd(4, 6))", "import sys\nprint(2)\nsys.exit(1)"]
     texts = [f"```python\n{program}\n```" for program in programs]
     plain, lcb = (CodeTests([""], ["2"], rules=rules).to_json() for rules in ("plain", "livecodebench"))

@@ -13,8 +13,9 @@ import re
 from concurrent.futures import Future
 from dataclasses import asdict
 from functools import lru_cache, partial
-from typing import Any, Literal
+from typing import Any
 
+from megatron_eqlen.recipe import RewardRecipe
 from megatron_eqlen.rewards.code.tests import CodeTests
 from megatron_eqlen.rewards.grader import PoolGrader, answer_section, known
 from megatron_eqlen.rewards.sandbox.client import EXTRA_SECONDS, SandboxError
@@ -60,25 +61,12 @@ class CodeGrader(PoolGrader):
 
     longest = LONGEST_SECTION
 
-    def __init__(
-        self,
-        workers: int = 2,
-        timeout: float = 6.0,
-        memory_mb: int = 1024,
-        sandbox: Literal["strict", "best_effort"] = "strict",
-        sandbox_url: str | None = None,
-        python: str = "3.11",
-    ) -> None:
-        self._workers = workers
-        self._timeout = timeout
-        self._memory_mb = memory_mb
-        self._mode: Literal["strict", "best_effort"] = sandbox
-        self._url = sandbox_url
-        self._python = python
+    def __init__(self, reward: RewardRecipe) -> None:
+        self._reward = reward
 
     @property
     def name(self) -> str:
-        return f"code-{VERSION}" + "@server" * (self._url is not None)
+        return f"code-{VERSION}" + "@server" * (self._reward.sandbox_url is not None)
 
     def begin(self, text: str, gold: str) -> Future[Grade]:
         """Start grading a response: reward 1 only if its program passes all tests.
@@ -95,8 +83,8 @@ class CodeGrader(PoolGrader):
             longer = f"longer than {LONGEST_PROGRAM} characters"
             return known(Grade(0.0, "compile_error", shown, self.name, detail=longer))
         tests = _parse_tests(gold)
-        cpu = tests.time_limit or self._timeout
-        memory = max(self._memory_mb, int(tests.memory_mb or 0))
+        cpu = tests.time_limit or self._reward.code_timeout
+        memory = max(self._reward.code_memory_mb, int(tests.memory_mb or 0))
         output = max(Limits.output_bytes, 2 * tests.largest_output)
         limits = Limits(cpu_seconds=cpu, wall_seconds=4 * cpu + 2, memory_mb=memory, output_bytes=output)
         runs = len(tests.inputs) * (1 if tests.checker is None else 2)
@@ -106,11 +94,13 @@ class CodeGrader(PoolGrader):
 
     def _make_pool(self) -> WorkerPool | SandboxServer:
         """Find out which isolation works; refuse too little; log the isolation in force."""
-        if self._url is not None:
-            return SandboxServer(self._url, self._workers)
-        python = find_python(self._python)
-        isolation = asdict(required_isolation(self._mode, python))
-        return WorkerPool(WORKER_MODULE, self._workers, {"isolation": isolation, "python": python})
+        workers = self._reward.workers
+        assert workers is not None, "the scorer has asked the machine"
+        if self._reward.sandbox_url is not None:
+            return SandboxServer(self._reward.sandbox_url, workers)
+        python = find_python(self._reward.code_python)
+        isolation = asdict(required_isolation(self._reward.code_sandbox, python))
+        return WorkerPool(WORKER_MODULE, workers, {"isolation": isolation, "python": python})
 
     def _grade(self, shown: str, answer: dict[str, Any]) -> Grade:
         if "verdict" not in answer:
