@@ -55,7 +55,7 @@ def main() -> None:
     source = SourceRecipe(name="prepared", **{key: getattr(args, key) for key in recipe_keys})
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    grader = MathGrader("either", args.workers, timeout=30.0)
+    grader = MathGrader(args.workers, timeout=30.0)
     with Progress(TextColumn("{task.description}"), TimeElapsedColumn(), console=console) as bar:
         task = bar.add_task("reading", total=None)
 

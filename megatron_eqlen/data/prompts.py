@@ -52,7 +52,7 @@ class PromptMaker:
     def __init__(self, data: DataRecipe, tokenizer: Tokenizer, tools: Tools = ()) -> None:
         self._data, self._tools = data, tools
         self._tokenizer, self._special = tokenizer, tuple(tokenizer.special_tokens)
-        self._grader = MathGrader("either", workers=1, timeout=30.0)
+        self._grader = MathGrader(workers=1, timeout=30.0)
 
     def make(
         self, row: Problem, recipe: SourceRecipe | BenchmarkRecipe, prompt_id: str, number: int

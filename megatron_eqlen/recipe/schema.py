@@ -481,9 +481,6 @@ class RolloutRecipe(Section):
 class RewardRecipe(Section):
     """Grading of responses."""
 
-    math_rule: Literal["exact", "math_verify", "either"] = "either"
-    """Criterion for a correct math answer. ``exact``: equal after normalisation; ``math_verify``: equal by
-    that library; ``either``: one of the two."""
     workers: PositiveInt | None = None
     """Processes per rank for each grader in use. None: as many as the rank has processor cores (affinity,
     cgroup quota and SLURM's share counted)."""

@@ -36,7 +36,7 @@ def _grader(name: str, process: int) -> Grader:
     if name == "math":
         from megatron_eqlen.rewards.math.grader import MathGrader
 
-        return MathGrader("either", WORKERS, SECONDS)
+        return MathGrader(WORKERS, SECONDS)
     from megatron_eqlen.recipe import RewardRecipe
     from megatron_eqlen.rewards.code.grader import CodeGrader
 

@@ -262,7 +262,7 @@ def make_grader(name: str, reward: RewardRecipe, seed: int = 0) -> Grader:
     """Make the grader called ``name``, for a run with ``seed``. Raises ValueError if there is none."""
     assert reward.workers is not None, "the scorer has asked the machine"
     if name == "math":
-        return MathGrader(reward.math_rule, reward.workers, reward.timeout)
+        return MathGrader(reward.workers, reward.timeout)
     if name == "code":
         return CodeGrader(reward)
     if name == "reasoning_gym":

@@ -58,6 +58,12 @@ def prepared(raw) -> Path:
     return out
 
 
+@pytest.fixture(scope="module")
+def grader():
+    with contextlib.closing(MathGrader(workers=1)) as grader:
+        yield grader
+
+
 def test_the_manifest_says_what_happened(prepared):
     manifest = PreparedRows(prepared).manifest
     assert manifest["rows"] == 300
@@ -166,21 +172,21 @@ def test_chats_are_kept(tmp_path):
     assert [row.gold for row in PreparedRows(file).without_golds()] == ["", ""]
 
 
-def test_prompt_length_is_measured(raw, tmp_path):
+def test_prompt_length_is_measured(raw, grader, tmp_path):
     source = SourceRecipe(name="s", path=str(raw))
-    manifest = prepare(source, tmp_path / "out.parquet", MathGrader("exact"), Words(), max_prompt_length=4)
+    manifest = prepare(source, tmp_path / "out.parquet", grader, Words(), max_prompt_length=4)
     assert manifest["dropped"]["too_long"] == 300
-    assert manifest["rows"] == 2  # "Bad gold?" (the exact rule needs no parser) and "Hard?"
+    assert manifest["rows"] == 1  # "Hard?"
 
 
-def test_nothing_is_left_behind_when_no_row_is_kept(raw, tmp_path):
+def test_nothing_is_left_behind_when_no_row_is_kept(raw, grader, tmp_path):
     source = SourceRecipe(name="s", path=str(raw), min_difficulty=1000.0)
     with pytest.raises(ValueError, match=r"no usable row: 303 of 303 rows are left out: 303 difficulty"):
-        prepare(source, tmp_path / "out.parquet", MathGrader("exact"))
+        prepare(source, tmp_path / "out.parquet", grader)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_reading_streams(tmp_path, monkeypatch):
+def test_reading_streams(grader, tmp_path, monkeypatch):
     """Rows reach the writer while most of the file is unread."""
     from megatron_eqlen.data import rows as reading
 
@@ -194,7 +200,7 @@ def test_reading_streams(tmp_path, monkeypatch):
     prepare(
         SourceRecipe(name="s", path=str(file)),
         tmp_path / "out.parquet",
-        MathGrader("exact"),
+        grader,
         progress=lambda tally: seen.append((tally.kept, len(taken))),
     )
     assert all(read - kept <= 512 for kept, read in seen)
@@ -217,12 +223,12 @@ class DyingGrader(MathGrader):
         return super().check_golds(golds)
 
 
-def test_a_preparation_that_is_interrupted_leaves_no_file_and_the_next_writes_the_same(raw, tmp_path):
+def test_a_preparation_that_is_interrupted_leaves_no_file_and_the_next_writes_the_same(raw, grader, tmp_path):
     source, out = SourceRecipe(name="s", path=str(raw)), tmp_path / "out.parquet"
-    whole = prepare(source, tmp_path / "whole.parquet", MathGrader("exact"))
+    whole = prepare(source, tmp_path / "whole.parquet", grader)
     with pytest.raises(Killed):
-        prepare(source, out, DyingGrader("exact"))
+        prepare(source, out, DyingGrader())
     assert not out.exists()
     out.with_name("out.parquet.unfinished").write_bytes(b"PAR1 and no end")  # as SIGKILL leaves it
-    assert prepare(source, out, MathGrader("exact")) == whole
+    assert prepare(source, out, grader) == whole
     assert out.read_bytes() == (tmp_path / "whole.parquet").read_bytes()

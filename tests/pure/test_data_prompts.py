@@ -340,7 +340,7 @@ def test_first_rewards_name_the_cause_of_a_right_answer_that_earns_nothing(token
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     of_it = source(tmp_path, grader=function and f"{__name__}:{function}")
     prompts = PromptSource(recipe(of_it), tokenizer, 0)
-    scorer = Scorer(RewardRecipe(math_rule="exact", code_python=sys.executable), tokenizer)
+    scorer = Scorer(RewardRecipe(code_python=sys.executable), tokenizer)
     ((prompt,),) = prompts.samples(1)
     first = first_reward(prompt, scorer, tokenizer)
     scorer.close()

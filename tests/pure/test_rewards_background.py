@@ -249,7 +249,7 @@ def test_grades_do_not_depend_on_when_grading_began(texts, early):
         [kit.group(Prompt(f"q{n}", [1], "?", "math", "5"), 0, [ending(text)]) for n, text in enumerate(texts)]
         for _ in "12"
     )
-    scorer = Scorer(RewardRecipe(math_rule="exact", workers=1), Letters())
+    scorer = Scorer(RewardRecipe(workers=1), Letters())
     scorer.score(at_once)
     scorer.begin_ended([rollout for rollout, now in zip(in_parts, early * len(texts), strict=False) if now])
     scorer.score(in_parts)

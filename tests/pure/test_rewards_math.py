@@ -22,7 +22,7 @@ from tools.benchmarks.grade import read_answer_table
 
 @pytest.fixture(scope="module")
 def grader():
-    grader = MathGrader("either", workers=2, timeout=1.5)
+    grader = MathGrader(workers=2, timeout=1.5)
     yield grader
     grader.close()
 
@@ -239,7 +239,6 @@ def test_a_long_answer_is_brought_into_normal_form_by_a_worker(grader, monkeypat
     def refuse(text: str) -> str:
         raise AssertionError(f"normal form of {len(text)} characters")
 
-    monkeypatch.setattr(math, "normalize", refuse)
     monkeypatch.setattr(match, "normalize", refuse)
     grades = grader.grade([rf"\boxed{{{answer}}}" for answer in answers], golds)
     assert [grade.verdict for grade in grades] == ["correct", "wrong", "no_answer", "wrong"]
@@ -282,16 +281,6 @@ def test_a_difference_at_a_point_never_overrules_the_library():
     assert len(caught) > 150
     wrongly = [pair for pair in caught[::7] if verify(*pair, timeout_seconds=None)]
     assert wrongly == []
-
-
-def test_rules_differ_where_they_should():
-    exact, verify = MathGrader("exact"), MathGrader("math_verify", workers=1)
-    texts, golds = [r"\boxed{0.5}", r"\boxed{\dfrac12}", r"\boxed{7}"], [r"\frac{1}{2}", r"\frac12", "7"]
-    assert [grade.reward for grade in exact.grade(texts, golds)] == [0.0, 1.0, 1.0]
-    assert [grade.reward for grade in verify.grade(texts, golds)] == [1.0, 1.0, 1.0]
-    assert exact.name == "exact-5"
-    assert verify.name == "math_verify-5+math_verify-0.9.0"
-    verify.close()
 
 
 def test_a_grade_says_what_it_saw(grader):
@@ -415,8 +404,8 @@ def test_unusable_golds_are_told_apart(grader):
 def test_workers_are_clean_processes(grader, monkeypatch):
     """Workers have no torch, vLLM or Megatron, and none of the trainer's environment."""
     monkeypatch.setenv("SECRET_TOKEN", "hunter2")
-    fresh = MathGrader("math_verify", workers=1)
-    fresh.grade([r"\boxed{5}"], ["5"])
+    fresh = MathGrader(workers=1)
+    fresh.grade([r"\boxed{5x}"], ["5"])
     started = {fresh.pool._host.pid, *descendants(fresh.pool._host.pid)}
     environment = b"".join(Path(f"/proc/{pid}/environ").read_bytes() for pid in started)
     libraries = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in started)

@@ -44,7 +44,7 @@ def make_stream(index: int = 0) -> Rollout:
 
 @pytest.fixture
 def scorer():
-    scorer = Scorer(RewardRecipe(math_rule="exact"), Letters())
+    scorer = Scorer(RewardRecipe(), Letters())
     yield scorer
     scorer.close()
 
@@ -81,7 +81,7 @@ def test_each_source_has_its_own_grader():
     def group(prompt: Prompt, text: str) -> Rollout:
         return kit.group(prompt, 0, [segment(text, ended=True)])
 
-    scorer = Scorer(RewardRecipe(math_rule="exact", rubric=f"{__name__}:shorter_is_better"), Letters())
+    scorer = Scorer(RewardRecipe(rubric=f"{__name__}:shorter_is_better"), Letters())
     rollouts = [group(prompt("a"), r"\boxed{5}"), group(prompt("b", "rubric", "10", "judged"), "12345")]
     metrics = scorer.score(rollouts)
     assert [rollout.parts[0].grade.reward for rollout in rollouts] == [1.0, 0.5]

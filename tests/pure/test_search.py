@@ -68,7 +68,7 @@ def test_the_real_reader_and_grader_take_the_rows(rows, tmp_path):
     assert [(problem.question, problem.gold) for problem in read] == [
         (row["question"], row["final_answer"]) for row in rows[:20]
     ]
-    grader = MathGrader("either", workers=1)
+    grader = MathGrader(workers=1)
     try:
         grades = grader.grade([row["r1_solution_1"] for row in rows[:20]], [problem.gold for problem in read])
     finally:

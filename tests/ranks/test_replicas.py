@@ -46,7 +46,7 @@ def generated(prompt: Prompt, index: int) -> Rollout:
 def harvest_and_grade(engine_size: int, in_step: bool, rollouts: int) -> tuple[list, list, list]:
     """Return (rollouts harvested by this rank, rollouts graded by it, everyone's with the verdict)."""
     replicas, letters = Replicas(engine_size, in_step), Letters()
-    scorer = Scorer(RewardRecipe(math_rule="exact", workers=1), letters)
+    scorer = Scorer(RewardRecipe(workers=1), letters)
     harvested = []
     for group in (generated(prompt, n) for prompt in replicas.share(PROMPTS) for n in range(rollouts)):
         harvested.append(group)

@@ -5,8 +5,7 @@
 
 Short answers are normalised and matched in this process, long ones in a worker.
 
-``exact`` compares the normal forms as texts, ``math_verify`` reads both as mathematics, ``either`` uses
-``math_verify`` where ``exact`` says no. The paper says "exact answer matching".
+Normal forms that differ as texts are read as mathematics. The paper says "exact answer matching".
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from concurrent.futures import Future
 from importlib.metadata import version
 
 from megatron_eqlen.rewards.grader import PoolGrader, answer_section, known
-from megatron_eqlen.rewards.math.answer import normalize
-from megatron_eqlen.rewards.math.match import MathRule, compare_texts
+from megatron_eqlen.rewards.math.match import compare_texts
 from megatron_eqlen.rewards.workers.host import Item
 from megatron_eqlen.rewards.workers.pool import WorkerPool
 from megatron_eqlen.types import Grade
@@ -49,17 +47,12 @@ class MathGrader(PoolGrader):
     """
 
     longest = LONGEST_TAIL
+    name = f"either-{RULES_VERSION}+math_verify-{LIBRARY}"
 
-    def __init__(self, rule: MathRule = "either", workers: int = 2, timeout: float = 5.0) -> None:
-        self.rule: MathRule = rule
+    def __init__(self, workers: int = 2, timeout: float = 5.0) -> None:
         self._workers = workers
         self._timeout = timeout
         self._memo: dict[tuple[str, str], Future[Grade]] = {}
-
-    @property
-    def name(self) -> str:
-        """Name of the rule with its versions; recorded with every grade."""
-        return f"{self.rule}-{RULES_VERSION}" + ("" if self.rule == "exact" else f"+math_verify-{LIBRARY}")
 
     def begin(self, text: str, gold: str) -> Future[Grade]:
         """Start grading a response."""
@@ -87,10 +80,7 @@ class MathGrader(PoolGrader):
         """
         reasons = {gold: "unparseable_gold" if len(gold) > LONGEST_ANSWER else None for gold in golds}
         wanted = [gold for gold, reason in reasons.items() if not (reason or _PLAIN_NUMBER.fullmatch(gold))]
-        if self.rule == "exact":
-            reasons |= {gold: None if normalize(gold) else "unparseable_gold" for gold in wanted}
-            return [reasons[gold] for gold in golds]
-        questions: list[Item] = [{"gold": gold, "answer": gold, "rule": "math_verify"} for gold in wanted]
+        questions: list[Item] = [{"gold": gold, "answer": gold, "parse": True} for gold in wanted]
         checks = self.pool.map(questions, self._timeout) if questions else []
         reasons |= {gold: _gold_reason(check) for gold, check in zip(wanted, checks, strict=True)}
         return [reasons[gold] for gold in golds]
@@ -98,9 +88,9 @@ class MathGrader(PoolGrader):
     def _compare(self, gold: str, answer: str) -> Future[Grade]:
         if len(answer) > LONGEST_ANSWER:
             return known(self._grade("unparseable", answer))
-        question: Item = {"gold": gold, "answer": answer, "rule": self.rule}
+        question: Item = {"gold": gold, "answer": answer, "parse": False}
         if max(len(gold), len(answer)) <= LONGEST_HERE:
-            compared = compare_texts(gold, answer, self.rule)
+            compared = compare_texts(gold, answer)
             if isinstance(compared, str):
                 return known(self._grade(compared, answer))
             question = dict(zip(("gold", "answer"), compared, strict=True))
@@ -122,7 +112,6 @@ class MathGrader(PoolGrader):
             return "timeout"
         if "failure" in reply:
             log.warning("math grader: %s on %.200r", reply["failure"], answer)
-        if "failure" in reply or (self.rule == "math_verify" and not reply["parsed"]):
             return "unparseable"
         if reply["correct"]:
             return "correct"

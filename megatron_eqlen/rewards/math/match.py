@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import re
 from math import gcd
-from typing import Literal
 
 from megatron_eqlen.rewards.math.answer import is_numeric, normalize
-
-MathRule = Literal["exact", "math_verify", "either"]
 
 _INTEGER = re.compile(r"-?\d+")
 _UNIT = re.compile(r"(.+)\\unit\{(.*)\}")
@@ -23,20 +20,20 @@ _TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d)?")
 _CHOICES = re.compile(r"[A-H](?:,[A-H])+")
 
 
-def compare_texts(gold: str, answer: str, rule: MathRule) -> str | tuple[str, str]:
+def compare_texts(gold: str, answer: str, parse: bool = False) -> str | tuple[str, str]:
     """Return the verdict on two answers as they were written; where only mathematics can tell, the two normal
-    forms to compare. Takes a time that grows with the square of their lengths."""
+    forms to compare. ``parse``: equal texts are to be compared, too. Takes a time that grows with the square
+    of their lengths."""
     if not normalize(answer):
         return "no_answer"
     pair = match_units(normalize(gold), normalize(answer))
     if pair is None:
         return "wrong"
-    if rule == "math_verify":
+    if parse:
         return pair
     if pair[0] == pair[1]:
         return "correct"
-    integers = _INTEGER.fullmatch(pair[0]) and _INTEGER.fullmatch(pair[1])
-    return "wrong" if rule == "exact" or integers else pair
+    return "wrong" if _INTEGER.fullmatch(pair[0]) and _INTEGER.fullmatch(pair[1]) else pair
 
 
 def match_units(gold: str, answer: str) -> tuple[str, str] | None:

@@ -367,12 +367,12 @@ def _only_both_small(gold: Any, answer: Any) -> bool:
 
 def compare(item: dict[str, Any]) -> dict[str, Any]:
     r"""Compare gold and answer. ``correct``: the answer equals the gold; ``parsed``: the answer is
-    mathematics, not only text. With a ``rule``, both are as they were written, and their texts may decide:
+    mathematics, not only text. With ``parse``, both are as they were written, and their texts may decide:
     ``verdict``.
 
     A ``\log`` without base is natural or decimal: the answer is right if it is under one of the two readings.
     """
-    if "rule" in item:
+    if "parse" in item:
         compared = compare_texts(**item)
         if isinstance(compared, str):
             return {"verdict": compared}
