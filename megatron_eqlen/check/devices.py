@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from importlib import metadata
-
 import torch
 from torch.cuda import nccl
 
 from megatron_eqlen.check.finding import Check, Finding, Place, gigabytes
 from megatron_eqlen.plan.memory import memory
 from megatron_eqlen.plan.model import model_config
-
-HOPPER = 9
-"""Major compute capability of H100 and H200."""
-WRONG_ON_HOPPER = (3, 4), (3, 7, 1)
-"""First Triton whose gradients of Gated DeltaNet are wrong on Hopper, and the first mended one."""
 
 
 def gpus(place: Place) -> Finding:
@@ -82,24 +74,8 @@ def reduced_by_nccl() -> list[float]:
     return [float(tensor.max()) for tensor in ones]
 
 
-def delta_net_gradients(place: Place) -> Finding | None:
-    """Refuse a Triton whose compiler makes wrong gradients of Gated DeltaNet on Hopper (fla issues 826 and
-    983)."""
-    if place.recipe is None or model_config(place.recipe).delta_net is None or not torch.cuda.is_available():
-        return None
-    version = metadata.version("triton")
-    release = tuple(map(int, re.findall(r"\d+", version)[:3]))
-    if (
-        torch.cuda.get_device_capability()[0] != HOPPER
-        or not WRONG_ON_HOPPER[0] <= release < WRONG_ON_HOPPER[1]
-    ):
-        return Finding("ok", f"Triton {version}")
-    return Finding("failed", f"Triton {version} on Hopper, expected 3.7.1 or newer", "tools/setup gpu")
-
-
 CHECKS = [
     Check("gpus", gpus, needed=lambda place: place.on_gpus),
     Check("gpu memory", gpu_memory),
     Check("collectives", collectives),
-    Check("delta net gradients", delta_net_gradients),
 ]

@@ -7,7 +7,6 @@ import re
 import socket
 import sys
 import warnings
-from collections import namedtuple
 from dataclasses import replace
 from subprocess import TimeoutExpired
 from types import SimpleNamespace
@@ -148,14 +147,6 @@ def test_a_recipe_for_gpus_is_not_ready_without(no_gpu, tmp_path, monkeypatch, c
 # ---- software ----------------------------------------------------------------------------------------
 
 
-def test_a_python_that_the_packages_are_not_for(anywhere, monkeypatch):
-    assert software.python(anywhere).state == "ok"
-    Version = namedtuple("Version", "major minor micro")
-    monkeypatch.setattr(software.sys, "version_info", Version(3, 10, 1))
-    finding = software.python(anywhere)
-    assert (finding.state, finding.text) == ("failed", "3.10.1, expected 3.12 or 3.13")
-
-
 @pytest.mark.parametrize(("installed", "fault", "state"), [
     (True, "", "ok"), (False, "not installed", "missing"), (True, "OSError: libcudart", "failed"),
 ])  # fmt: skip
@@ -247,21 +238,6 @@ def test_without_a_recipe_gpus_are_counted_and_for_cpus_their_memory_is_said(lar
     gpus(monkeypatch, 8, free_gib=39, gib=40)
     elsewhere = finding(devices.gpu_memory(with_recipe(large, "cluster.device=cpu")))
     assert (elsewhere.state, elsewhere.text) == ("ok", "41.9 GB free of 42.9 GB")
-
-
-@pytest.mark.parametrize(("triton", "capability", "state"), [
-    ("3.4.0", 9, "failed"), ("3.7.0", 9, "failed"), ("3.7.1", 9, "ok"), ("3.3.1", 9, "ok"),
-    ("3.7.0", 8, "ok"),
-])  # fmt: skip
-def test_a_triton_with_wrong_gradients_of_delta_net_is_refused_on_hopper(
-    large, monkeypatch, triton, capability, state
-):
-    gpus(monkeypatch, 8)
-    monkeypatch.setattr(devices.metadata, "version", lambda name: triton)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
-    hybrid = Place(load(ROOT / "recipes/qwen3_next_80b.yaml"), large.folder, short=True)
-    assert finding(devices.delta_net_gradients(hybrid)).state == state
-    assert devices.delta_net_gradients(large) is None, "the model has no Gated DeltaNet"
 
 
 def finding(found: Finding | None) -> Finding:
