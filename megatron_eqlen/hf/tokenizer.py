@@ -22,8 +22,6 @@ from megatron_eqlen.files import expecting, read_json
 
 log = logging.getLogger(__name__)
 
-FIRST_READ = 2048
-"""Tokens at a response's end that are decoded first, to find the answer after the thinking."""
 Turn = dict[str, str]
 """``{"role": ..., "content": ...}``"""
 THINKING = ("<think>", "</think>")
@@ -55,24 +53,7 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of ``token_ids`` without end-of-sequence and padding tokens; ``</think>`` is
         kept."""
-        return self._decode(self._spoken(token_ids))
-
-    def decode_end(self, token_ids: Sequence[int] | np.ndarray, after: str, longest: int) -> str:
-        """Return the text after the last ``after`` in ``decode(token_ids)``, or all of it if ``after`` is
-        missing; at most the last ``longest`` characters.
-
-        Decodes the last tokens alone where they suffice. The start of a read may differ from the whole text
-        by a cut character (at most three U+FFFD) or a space, which are not returned.
-        """
-        ids, text = self._spoken(token_ids), ""
-        for read in (FIRST_READ, len(ids)):
-            text = self._decode(ids[-read:])
-            if after in text or len(text) > longest + len(after) + 3:
-                break
-        return text.rpartition(after)[2][-longest:]
-
-    def _spoken(self, token_ids: Sequence[int] | np.ndarray) -> list[int]:
-        return _without(token_ids, self._silent)
+        return self._decode(_without(token_ids, self._silent))
 
     def apply_chat_template(
         self,

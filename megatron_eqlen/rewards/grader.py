@@ -1,6 +1,6 @@
 """Protocols of graders, and background grading: responses are decoded and graded as soon as they end.
 
-begin ─► thread: decode what the grader reads ─► grader.begin ─► Future ─► grade, when it is asked for
+begin ─► thread: decode ─► grader.begin ─► Future ─► grade, when it is asked for
 """
 
 from __future__ import annotations
@@ -46,13 +46,10 @@ class PoolGrader:
 
     name: str
     """Name and version; recorded with every grade."""
-    longest: int
-    """Most characters of a response's answer (``answer_section``) that the grader reads, counted from the
-    end: earlier characters cannot change a grade, and are not decoded."""
     _pool: WorkerPool | None = None
 
     def begin(self, text: str, gold: str) -> Future[Grade]:
-        """Start grading a response; ``text`` is at least the part that the grader reads."""
+        """Start grading a response."""
         raise NotImplementedError
 
     def grade(self, texts: Sequence[str], golds: Sequence[str]) -> list[Grade]:
@@ -96,11 +93,11 @@ def response_key(prompt: Prompt, response: TokenIds) -> Key:
 
 
 class Background:
-    """Responses whose grading was begun and whose grade was not yet asked for. ``read`` decodes a response:
-    (token ids, ``longest`` of the grader) -> text for the grader."""
+    """Responses whose grading was begun and whose grade was not yet asked for. ``decode``: token ids ->
+    text."""
 
-    def __init__(self, read: Callable[[TokenIds, int], str]) -> None:
-        self._read = read
+    def __init__(self, decode: Callable[[TokenIds], str]) -> None:
+        self._decode = decode
         self._thread = ThreadPoolExecutor(1, "grading")
         self._begun: dict[Key, tuple[PoolGrader, Future[Future[Grade]]]] = {}
 
@@ -145,7 +142,7 @@ class Background:
         self._begun.clear()
 
     def _start(self, grader: PoolGrader, prompt: Prompt, response: TokenIds) -> Future[Grade]:
-        return grader.begin(self._read(response, grader.longest), prompt.gold)
+        return grader.begin(self._decode(response), prompt.gold)
 
 
 @contextmanager

@@ -48,7 +48,6 @@ def score(gold, answer):
 class ReasoningGymGrader(PoolGrader):
     """Grades answers to reasoning-gym's tasks; the gold is a Python literal with task, config and entry."""
 
-    longest = LONGEST
     name = f"reasoning-gym-{version('reasoning-gym')}"
 
     def __init__(self, reward: RewardRecipe) -> None:

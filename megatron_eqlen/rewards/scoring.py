@@ -18,7 +18,6 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_eqlen.hf.tokenizer import Tokenizer
 from megatron_eqlen.metrics import POLICY_RESPONSE_LENGTH, POLICY_REWARD, POLICY_ROLLOUTS, REWARD_MEAN
 from megatron_eqlen.processes.cores import cores_per_rank
 from megatron_eqlen.processes.watchdog import beat
@@ -27,12 +26,10 @@ from megatron_eqlen.recipe.plugins import is_import_path, load_object
 from megatron_eqlen.rewards.code.grader import CodeGrader
 from megatron_eqlen.rewards.functions import RewardFunction, is_reward_function, own_code
 from megatron_eqlen.rewards.grader import (
-    END_OF_THINKING,
     Background,
     Grader,
     Key,
     PoolGrader,
-    answer_section,
     naming,
     response_key,
 )
@@ -46,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 class TokenDecoder(Protocol):
-    """The part of a tokenizer that scoring needs; a ``Tokenizer`` can also decode a response's end alone."""
+    """The part of a tokenizer that scoring needs."""
 
     def decode(self, token_ids: TokenIds) -> str: ...
 
@@ -81,7 +78,7 @@ class Scorer:
         """By grader: the reward function that it names; None for a grader."""
         if reward.rubric:
             self._functions["rubric"] = RewardFunction(reward.rubric, "reward.rubric")
-        self._background = Background(self._decode_end)
+        self._background = Background(tokenizer.decode)
 
     def begin(self, prompt: Prompt, response: TokenIds) -> None:
         """Start grading a response that has just ended, if its grader works beside generation."""
@@ -180,11 +177,6 @@ class Scorer:
             return
         if isinstance(grader := self._grader(prompt.grader), PoolGrader):
             self._background.begin(key, grader, prompt, response)
-
-    def _decode_end(self, response: TokenIds, longest: int) -> str:
-        if isinstance(self._tokenizer, Tokenizer):
-            return self._tokenizer.decode_end(response, END_OF_THINKING, longest)
-        return answer_section(self._tokenizer.decode(response), longest)
 
     def _grade_now(self, responses: Sequence[_Ended]) -> dict[Key, Grade]:
         texts = [self._tokenizer.decode(entry.response) for entry in responses]

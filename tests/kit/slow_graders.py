@@ -18,7 +18,7 @@ LOG = ""
 class Obedient(PoolGrader):
     """A response ``NAME: WHAT`` is graded once its worker has done WHAT; right if the gold is NAME."""
 
-    name, longest = "obedient-1", 100
+    name = "obedient-1"
 
     def __init__(self, reward: RewardRecipe) -> None:
         self._workers = reward.workers or 1

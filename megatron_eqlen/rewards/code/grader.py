@@ -59,8 +59,6 @@ def extract_program(text: str) -> str | None:
 class CodeGrader(PoolGrader):
     """Grades responses to code problems. The sandbox starts with the first program."""
 
-    longest = LONGEST_SECTION
-
     def __init__(self, reward: RewardRecipe) -> None:
         self._reward = reward
 

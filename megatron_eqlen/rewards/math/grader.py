@@ -46,7 +46,6 @@ class MathGrader(PoolGrader):
     Verdicts: correct, wrong, no_answer, unparseable, timeout. ``timeout``: seconds an answer may take.
     """
 
-    longest = LONGEST_TAIL
     name = f"either-{RULES_VERSION}+math_verify-{LIBRARY}"
 
     def __init__(self, workers: int = 2, timeout: float = 5.0) -> None:
