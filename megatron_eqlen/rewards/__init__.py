@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Mapping
 from functools import cache
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,6 +17,15 @@ if TYPE_CHECKING:
     from megatron_eqlen.types import Grade
 
 WORKERS, SECONDS = 2, 6.0
+CODE: Any = SimpleNamespace(
+    workers=WORKERS,
+    code_timeout=SECONDS,
+    code_memory_mb=1024,
+    code_sandbox="strict",
+    sandbox_url=None,
+    code_python="3.11",
+)
+"""Settings of programs, as a recipe's section ``reward``: recipes need pydantic."""
 
 
 def grade_math(response: str, gold: str) -> Grade:
@@ -37,7 +47,6 @@ def _grader(name: str, process: int) -> Grader:
         from megatron_eqlen.rewards.math.grader import MathGrader
 
         return MathGrader(WORKERS, SECONDS)
-    from megatron_eqlen.recipe import RewardRecipe
     from megatron_eqlen.rewards.code.grader import CodeGrader
 
-    return CodeGrader(RewardRecipe(workers=WORKERS, code_timeout=SECONDS))
+    return CodeGrader(CODE)

@@ -13,9 +13,8 @@ import re
 from concurrent.futures import Future
 from dataclasses import asdict
 from functools import lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_eqlen.recipe import RewardRecipe
 from megatron_eqlen.rewards.code.tests import CodeTests
 from megatron_eqlen.rewards.grader import PoolGrader, answer_section, known
 from megatron_eqlen.rewards.sandbox.client import EXTRA_SECONDS, SandboxError
@@ -25,6 +24,9 @@ from megatron_eqlen.rewards.sandbox.program import Limits
 from megatron_eqlen.rewards.sandbox.server import SandboxServer
 from megatron_eqlen.rewards.workers.pool import WorkerPool
 from megatron_eqlen.types import Grade
+
+if TYPE_CHECKING:
+    from megatron_eqlen.recipe import RewardRecipe
 
 VERSION = 4
 """Raised whenever a change here or in ``code_tests`` changes a verdict."""
