@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_eqlen.check.finding import Check, Finding, Place
 from megatron_eqlen.data.first_rewards import READ, first_rewards, refuse_unfit
-from megatron_eqlen.data.overlap import other_benchmarks, read_overlaps
+from megatron_eqlen.data.overlap import read_overlaps
 from megatron_eqlen.environments.conversation import Turn, answer, closed
 from megatron_eqlen.environments.load import conversations
 from megatron_eqlen.hf.config import read_config
@@ -125,10 +125,7 @@ def environment(place: Place) -> Finding | None:
 
 def overlap(place: Place) -> Finding | None:
     """Look for benchmark questions in the training data, which is read for this."""
-    if place.recipe is None:
-        return None
-    mine = place.recipe.evaluation.benchmarks
-    if not (benchmarks := [*mine, *other_benchmarks(mine)]):
+    if place.recipe is None or not (benchmarks := place.recipe.evaluation.benchmarks):
         return None
     if overlaps := read_overlaps(place.recipe.data, benchmarks):
         return Finding("failed", "; ".join(overlaps))

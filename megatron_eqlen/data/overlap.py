@@ -5,19 +5,14 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from itertools import islice
-from pathlib import Path
 
 from megatron_eqlen.data.filters import word_runs
 from megatron_eqlen.data.prepared import PreparedRows
 from megatron_eqlen.data.reasoning_gym import TaskRows
 from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.data.sources import open_source, read_problems
-from megatron_eqlen.hf.hub import HubError
 from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, SourceRecipe
-from megatron_eqlen.recipe.data_sets import BENCHMARKS
-from megatron_eqlen.recipe.inputs import local_path
 
 IN_PART = 0.5
 """Share of a benchmark question's runs of words that a source must hold to hold the question in part; the
@@ -62,19 +57,6 @@ def overlaps(
 def read_overlaps(data: DataRecipe, benchmarks: Sequence[BenchmarkRecipe]) -> list[str]:
     """Read a recipe's data and return its ``overlaps``."""
     return overlaps(((source, open_source(source, Tally())) for source in data.sources), benchmarks)
-
-
-def other_benchmarks(benchmarks: Sequence[BenchmarkRecipe]) -> list[BenchmarkRecipe]:
-    """Return the known benchmarks that are not among ``benchmarks`` and whose files are here: in
-    ``data/NAME`` or the hub's cache."""
-    here: list[BenchmarkRecipe] = []
-    for name in BENCHMARKS.keys() - {benchmark.reader for benchmark in benchmarks}:
-        keys = {"path": f"data/{name}"} if Path("data", name).is_dir() else {}
-        benchmark = BenchmarkRecipe.model_validate({"name": name, "reader": name} | keys)
-        with suppress(HubError):
-            local_path(benchmark)
-            here.append(benchmark)
-    return sorted(here, key=lambda benchmark: benchmark.name)
 
 
 def _benchmark_questions(benchmark: BenchmarkRecipe) -> dict[str, set[str]]:

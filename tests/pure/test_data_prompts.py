@@ -13,11 +13,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from huggingface_hub import constants
 
 from megatron_eqlen.data.first_rewards import first_reward, first_rewards, refuse_unfit
 from megatron_eqlen.data.jsonl import read_aime
-from megatron_eqlen.data.overlap import other_benchmarks, read_overlaps
+from megatron_eqlen.data.overlap import read_overlaps
 from megatron_eqlen.data.prompts import PromptSource, read_benchmark
 from megatron_eqlen.data.rows import Tally
 from megatron_eqlen.data.sources import open_source
@@ -709,7 +708,7 @@ def test_benchmark_questions_in_the_training_data_are_counted(tokenizer, tmp_pat
     assert prompts.overlaps([]) == []
 
 
-def test_known_benchmarks_that_are_here_are_compared_whole_and_in_part(tmp_path, monkeypatch):
+def test_benchmarks_are_compared_whole_and_in_part(tmp_path):
     """Most words of a question in another wording count; the end that AIME's problems share does not."""
     end = "can be written as m/n, where m and n are relatively prime positive integers. Find m + n."
     asked = (
@@ -721,20 +720,16 @@ def test_known_benchmarks_that_are_here_are_compared_whole_and_in_part(tmp_path,
     ]
     (tmp_path / "train.jsonl").write_text("\n".join(json.dumps({"question": q, "answer": 1}) for q in train))
     data = recipe(source(tmp_path / "train.jsonl", "mine"))
-    folder = tmp_path / "data/aime26"
-    folder.mkdir(parents=True)
     questions = (
         f"{asked} to return {end}",
         f"Fair dice are thrown until their sum is odd, and the chance {end}",
     )
-    (folder / "test.jsonl").write_text("\n".join(json.dumps({"problem": q, "answer": 1}) for q in questions))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    (benchmark,) = other_benchmarks([])
-    assert read_overlaps(data, [benchmark])[0].startswith(
-        "data source mine holds 0 of the 2 questions of benchmark aime26 and most words of 1 more: "
+    (tmp_path / "test.jsonl").write_text(
+        "\n".join(json.dumps({"problem": q, "answer": 1}) for q in questions)
     )
-    assert other_benchmarks([benchmark]) == []
+    assert read_overlaps(data, [held_out(tmp_path / "test.jsonl", reader="aime26")])[0].startswith(
+        "data source mine holds 0 of the 2 questions of benchmark b and most words of 1 more: "
+    )
 
 
 def test_excluded_questions_are_not_counted_as_overlap(tmp_path):
