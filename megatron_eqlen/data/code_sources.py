@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,14 +151,6 @@ def _typed(value: Any, kind: type, name: str) -> Any:
     return value
 
 
-def _question(record: dict[str, Any]) -> str:
-    return text_field(record, "question")
-
-
-def _description(record: dict[str, Any]) -> str:
-    return text_field(record, "description")
-
-
 def _codeforces_statement(record: dict[str, Any]) -> str:
     """Join statement, formats, examples and note as OpenCodeReasoning's authors do."""
     parts = [text_field(record, "description")]
@@ -176,18 +169,19 @@ def _section(title: str, text: Any) -> list[str]:
 
 
 APPS_COLUMNS = ("question", "input_output")
+QUESTION = partial(text_field, name="question")
 CODEFORCES_OPTIONAL = (
     "input_format", "output_format", "interaction_format", "note", "examples", "time_limit", "memory_limit",
     "official_tests_complete", "input_mode", "generated_checker", "executable",
 )  # fmt: skip
 SOURCE_SETS = {
-    "taco": SourceSet("taco", APPS_COLUMNS, ("starter_code",), _question, _input_output_tests),
-    "apps": SourceSet("apps", APPS_COLUMNS, ("starter_code",), _question, _input_output_tests),
+    "taco": SourceSet("taco", APPS_COLUMNS, ("starter_code",), QUESTION, _input_output_tests),
+    "apps": SourceSet("apps", APPS_COLUMNS, ("starter_code",), QUESTION, _input_output_tests),
     "code_contests": SourceSet(
         "code_contests",
         ("description", "public_tests", "private_tests", "generated_tests"),
         ("time_limit", "input_file", "output_file"),
-        _description,
+        partial(text_field, name="description"),
         _code_contests_tests,
     ),
     "open-r1/codeforces": SourceSet(

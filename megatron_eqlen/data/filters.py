@@ -35,8 +35,6 @@ class Exclusion:
 
 def read_exclusion(path: Path) -> Exclusion:
     """Return the list in ``path``: one question a line, as plain text or as a JSON string."""
-    if not path.is_file():
-        raise ValueError(f"exclude: {path}: no such file")
     return Exclusion(_read_lines(path))
 
 

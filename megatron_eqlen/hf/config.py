@@ -24,6 +24,10 @@ from megatron_eqlen.hf.config_fields import (
 )
 from megatron_eqlen.hf.rope import Scaling, read_rope
 
+SIZES = ("vocab_size", "num_key_value_heads", "max_position_embeddings")
+LINEAR = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+"""Sizes that have the same names in the file, after ``linear_`` those of Gated DeltaNet."""
+
 
 @dataclass(frozen=True)
 class Experts:
@@ -160,7 +164,7 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     rope = read_rope(fields, partial=family.hybrid or family.glm)
     model = ModelConfig(
         model_type=name,
-        vocab_size=fields.get("vocab_size", int),
+        **{name: fields.get(name, int) for name in SIZES},
         hidden_size=hidden,
         # without dense layers nothing has this size, and files do not state it
         intermediate_size=fields.get(
@@ -168,9 +172,7 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         ),
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=fields.get("num_key_value_heads", int),
         head_dim=_head_dim(fields, family, hidden, heads),
-        max_position_embeddings=fields.get("max_position_embeddings", int),
         rms_norm_eps=fields.get("rms_norm_eps", float),
         rope_theta=rope.theta,
         partial_rotary_factor=rope.partial_rotary_factor,
@@ -276,10 +278,6 @@ def _delta_net(fields: Fields, layers: int) -> DeltaNet:
         interval = fields.get("full_attention_interval", int)
         linear = tuple((i + 1) % interval != 0 for i in range(layers))
     return DeltaNet(
-        num_key_heads=fields.get("linear_num_key_heads", int),
-        num_value_heads=fields.get("linear_num_value_heads", int),
-        key_head_dim=fields.get("linear_key_head_dim", int),
-        value_head_dim=fields.get("linear_value_head_dim", int),
-        conv_kernel_dim=fields.get("linear_conv_kernel_dim", int),
+        **{name: fields.get(f"linear_{name}", int) for name in LINEAR},
         layers=linear,
     )

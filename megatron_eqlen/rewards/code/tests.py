@@ -52,22 +52,25 @@ class CodeTests:
     """Python program that decides, where several outputs are right (``judge``); of tests of stdin alone."""
 
     def __post_init__(self) -> None:
-        _expect(isinstance(self.inputs, list), "inputs", "a list", self.inputs)
-        _expect(isinstance(self.outputs, list), "outputs", "a list", self.outputs)
+        names, plain = get_args(Rules), isinstance(self.checker, str) and self.function is None
+        seconds, memory = self.time_limit, self.memory_mb
+        for name, wanted, holds in (
+            ("inputs", "a list", isinstance(self.inputs, list)),
+            ("outputs", "a list", isinstance(self.outputs, list)),
+            ("function", "a name", self.function is None or _is_name(self.function)),
+            ("checker", "a program, and no function", self.checker is None or plain),
+            ("rules", f"one of {', '.join(names)}", isinstance(self.rules, str) and self.rules in names),
+            ("time_limit", f"a number above 0, at most {LARGEST_TIME_LIMIT:g}",
+             seconds is None or _is_number(seconds, LARGEST_TIME_LIMIT)),
+            ("memory_mb", f"a whole number above 0, at most {LARGEST_MEMORY:g}",
+             memory is None or (_is_number(memory, LARGEST_MEMORY) and memory == int(memory))),
+        ):  # fmt: skip
+            if not holds:
+                raise ValueError(f"{name}: expected {wanted}, found {getattr(self, name)!r:.80}")
         if not self.inputs:
             raise ValueError("expected at least one test, found none")
         if len(self.inputs) != len(self.outputs):
             raise ValueError(f"{len(self.inputs)} inputs, but {len(self.outputs)} outputs")
-        _expect(self.function is None or _is_name(self.function), "function", "a name", self.function)
-        checks = self.checker is None or (isinstance(self.checker, str) and self.function is None)
-        _expect(checks, "checker", "a program, and no function", self.checker)
-        known = self.rules in get_args(Rules) if isinstance(self.rules, str) else False
-        _expect(known, "rules", f"one of {', '.join(get_args(Rules))}", self.rules)
-        seconds, memory = self.time_limit, self.memory_mb
-        number = f"a number above 0, at most {LARGEST_TIME_LIMIT:g}"
-        _expect(seconds is None or _is_number(seconds, LARGEST_TIME_LIMIT), "time_limit", number, seconds)
-        whole = memory is None or (_is_number(memory, LARGEST_MEMORY) and memory == int(memory))
-        _expect(whole, "memory_mb", f"a whole number above 0, at most {LARGEST_MEMORY:g}", memory)
         for number, (given, expected) in enumerate(zip(self.inputs, self.outputs, strict=True)):
             if self.function is None and not (isinstance(given, str) and isinstance(expected, str)):
                 raise ValueError(f"test {number}: expected the text of stdin and stdout")
@@ -196,8 +199,3 @@ def _is_name(value: Any) -> bool:
 
 def _is_number(value: Any, largest: float) -> bool:
     return type(value) in (int, float) and 0 < value <= largest
-
-
-def _expect(holds: bool, name: str, wanted: str, value: Any) -> None:
-    if not holds:
-        raise ValueError(f"{name}: expected {wanted}, found {value!r:.80}")
