@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from megatron_eqlen.processes.failures import ExpectedError
+from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.types import Delta, Metrics
 
 if TYPE_CHECKING:
@@ -28,6 +29,20 @@ was drawn from it."""
 OURS, STOCK = SAMPLERS = ("eqlen", "vLLM V2")
 """Samplers whose tokens can be trained: ours on CPUs, on GPUs that of vLLM's V2 model runner. Both draw token
 t of a path from its seed and t, and give its log-prob under the distribution that it was drawn from."""
+
+
+def sampling_params(rollout: RolloutRecipe, eos_token_ids: Iterable[int]) -> dict[str, Any]:
+    """Return the recipe's sampling as vLLM's ``SamplingParams`` take it, without what differs between
+    requests."""
+    return {
+        "temperature": rollout.temperature,
+        "top_p": rollout.top_p,
+        "top_k": max(rollout.top_k, 0),
+        "min_p": rollout.min_p,
+        "stop_token_ids": sorted(eos_token_ids),
+        "logprobs": 0,
+        "detokenize": False,
+    }
 
 
 def seeded(seed: int, sampler: str) -> dict[str, Any]:

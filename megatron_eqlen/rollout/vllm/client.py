@@ -29,13 +29,12 @@ from megatron_eqlen.metrics import (
 )
 from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.recipe.contents import Contents, weights
-from megatron_eqlen.rollout.engine import Delta, EngineError
+from megatron_eqlen.rollout.engine import Delta, EngineError, sampling_params
 from megatron_eqlen.rollout.vllm.server.generate_api import (
     PATH,
     cached_tokens,
     read_event,
     request_body,
-    sampling_params,
 )
 from megatron_eqlen.rollout.vllm.server.replicas import (
     UNTOUCHED,

@@ -17,12 +17,13 @@ from torch import Tensor
 from megatron_eqlen import metrics as m
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.recipe import RolloutRecipe
-from megatron_eqlen.rollout.engine import Delta, EngineError
+from megatron_eqlen.rollout.engine import Delta, EngineError, sampling_params
 from megatron_eqlen.rollout.vllm.engine.containment import importing_vllm
 from megatron_eqlen.rollout.weights import WeightTable
 from megatron_eqlen.types import Metrics
 
 with importing_vllm():
+    from vllm import SamplingParams
     from vllm.platforms import current_platform
 
     from megatron_eqlen.rollout.vllm.engine import engine_core, lifecycle
@@ -47,7 +48,7 @@ class ColocatedEngine:
     ) -> None:
         self.weights = WeightTable.read(model_path)
         self.core = lifecycle.build(str(model_path), rollout, dtype, max_model_len, seed)
-        self.params = engine_core.sampling_params(rollout, eos_token_ids)
+        self.params = SamplingParams(**sampling_params(rollout, eos_token_ids), max_tokens=1)
         self.vocab_size = self.core.vllm_config.model_config.get_vocab_size()
         self.max_model_len = max_model_len
         self.max_num_seqs = rollout.max_num_seqs

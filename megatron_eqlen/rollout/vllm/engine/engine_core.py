@@ -6,7 +6,7 @@ Written for vLLM 0.32 and its V1 engine.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +15,6 @@ from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
-from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.rollout.engine import (
     OURS,
     STOCK,
@@ -26,21 +25,6 @@ from megatron_eqlen.rollout.engine import (
     seeded,
     split_path,
 )
-
-
-def sampling_params(rollout: RolloutRecipe, eos_token_ids: Iterable[int]) -> SamplingParams:
-    """Return the recipe's sampling; ``submit`` adds what differs between requests."""
-    return SamplingParams(
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=max(rollout.top_k, 0),
-        min_p=rollout.min_p,
-        stop_token_ids=sorted(eos_token_ids),
-        logprobs=0,
-        detokenize=False,
-        max_tokens=1,
-    )
-
 
 FINISHED: dict[FinishReason, Literal["stop", "length"]] = {
     FinishReason.STOP: "stop",

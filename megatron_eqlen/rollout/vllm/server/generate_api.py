@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,20 +20,6 @@ from megatron_eqlen.rollout.engine import Delta, path_start, sampler_of, seeded,
 PATH = "inference/v1/generate"
 TOKENS_PER_EVENT = 8
 """Tokens a server collects before it sends them."""
-
-
-def sampling_params(rollout: RolloutRecipe, eos_token_ids: Iterable[int]) -> dict[str, Any]:
-    """Return the recipe's sampling; ``request_body`` adds what differs between requests."""
-    return {
-        "temperature": rollout.temperature,
-        "top_p": rollout.top_p,
-        "top_k": max(rollout.top_k, 0),
-        "min_p": rollout.min_p,
-        "stop_token_ids": sorted(eos_token_ids),
-        "logprobs": 0,
-        "detokenize": False,
-        "stream_interval": TOKENS_PER_EVENT,
-    }
 
 
 def request_body(
@@ -50,6 +36,7 @@ def request_body(
     prefixes only with the same ``cache_salt``."""
     own = {
         "max_tokens": max_tokens,
+        "stream_interval": TOKENS_PER_EVENT,
         **seeded(seed, stock),
         "routed_experts_prompt_start": path_start(token_ids, path_rows),
     }
