@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import fmean, pstdev
 
 from megatron_eqlen.sampling.comparison import all_equal
@@ -58,21 +57,16 @@ def none(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     return [0.0] * len(rewards)
 
 
-@dataclass(frozen=True)
-class Gr3:
-    """GR3: r / (1 + alpha x length / mean length of the unit), less the mean of these."""
-
-    alpha: float = 0.33
-
-    def __call__(self, rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
-        if min(rewards) < 0:
-            raise ValueError(
-                f"objective: gr3 divides rewards by lengths: expected rewards of at least 0, found "
-                f"{min(rewards):g}"
-            )
-        mean_length = fmean(lengths)
-        scaled = [r / (1 + self.alpha * n / mean_length) for r, n in zip(rewards, lengths, strict=True)]
-        return dr_grpo(scaled, lengths)
+def gr3(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
+    """Return r / (1 + 0.33 x length / mean length of the unit), less the mean of these (GR3)."""
+    if min(rewards) < 0:
+        raise ValueError(
+            f"objective: gr3 divides rewards by lengths: expected rewards of at least 0, found "
+            f"{min(rewards):g}"
+        )
+    mean_length = fmean(lengths)
+    scaled = [r / (1 + 0.33 * n / mean_length) for r, n in zip(rewards, lengths, strict=True)]
+    return dr_grpo(scaled, lengths)
 
 
 ADVANTAGES: dict[str, Estimator] = {
@@ -81,7 +75,7 @@ ADVANTAGES: dict[str, Estimator] = {
     "rloo": rloo,
     "maxrl": maxrl,
     "reward": reward,
-    "gr3": Gr3(),
+    "gr3": gr3,
     "none": none,
 }
 

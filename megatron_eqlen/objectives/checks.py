@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megatron_eqlen.objectives.advantages import Gr3, dr_grpo, grpo, maxrl, none, rloo
+from megatron_eqlen.objectives.advantages import dr_grpo, gr3, grpo, maxrl, none, rloo
 from megatron_eqlen.objectives.aggregation import AGGREGATIONS
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.objectives.parts import PARTS, described, name_of, options, try_parts
@@ -49,7 +49,7 @@ def _check_sampling(recipe: Recipe, objective: Objective) -> None:
             f"objective: {objective.name} with sampling: {recipe.sampling}: it weighs the forks of a tree; "
             f"expected sampling: tree"
         )
-    if recipe.sampling == "equal_length" and isinstance(objective.advantage, Gr3):
+    if recipe.sampling == "equal_length" and objective.advantage is gr3:
         raise ValueError(
             "objective: gr3 with sampling: equal_length: gr3 scales rewards by length / mean length of the "
             "group, which is 1 for both sides of an equal-length pair; use dr_grpo, which it then equals "
@@ -83,7 +83,7 @@ def _check_pair_weight(recipe: Recipe, objective: Objective) -> None:
             f"loss.advantage: grpo with {weights}: divided by the std of a pair, an advantage is only the "
             f"sign of the pair's gap; use rloo"
         )
-    if isinstance(objective.advantage, Gr3):
+    if objective.advantage is gr3:
         raise ValueError(f"objective: gr3 with {weights}: it scales rewards by lengths; use rloo")
     if objective.advantage is maxrl:
         raise ValueError(
@@ -286,13 +286,11 @@ def _check_rewards(recipe: Recipe, objective: Objective) -> None:
             f"loss.overlong_buffer: {objective.overlong_buffer} tokens do not lie inside "
             f"rollout.max_response_length {longest}"
         )
-    if objective.overlong_buffer and (objective.advantage is maxrl or isinstance(objective.advantage, Gr3)):
+    if objective.overlong_buffer and objective.advantage in (maxrl, gr3):
         raise ValueError(
             f"loss.overlong_buffer: {objective.overlong_buffer} makes rewards negative, and advantage "
             f"{described(objective.advantage)} needs rewards of at least 0: set loss.overlong_buffer: 0"
         )
-    if recipe.loss.gr3_alpha is not None and not isinstance(objective.advantage, Gr3):
-        raise ValueError(f"loss.gr3_alpha: only objective: gr3 has it, found objective: {objective.name}")
 
 
 def _check_lengths(recipe: Recipe, objective: Objective) -> None:

@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 from typing import Any
 
-from megatron_eqlen.objectives.advantages import Gr3, dr_grpo, grpo, maxrl, reward, rloo
+from megatron_eqlen.objectives.advantages import dr_grpo, gr3, grpo, maxrl, reward, rloo
 from megatron_eqlen.objectives.aggregation import (
     AGGREGATIONS,
     balanced_token_mean,
@@ -67,7 +67,7 @@ OBJECTIVES = {
             length_quantiles=(0.3, 0.65, 0.95),
         ),
         Objective("rloo", rloo, seq_mean_token_mean, Reinforce()),
-        Objective("gr3", Gr3(), seq_mean_token_mean, Ppo()),
+        Objective("gr3", gr3, seq_mean_token_mean, Ppo()),
         Objective("vespo", dr_grpo, token_mean, Vespo()),
         Objective("dler", dr_grpo, token_mean, Ppo(0.2, 0.28), whitened="scale", dynamic_sampling=True),
         Objective("treerpo", dr_grpo, seq_mean_token_mean, Ppo(), equal_units=True),
@@ -123,8 +123,6 @@ def resolve(recipe: Recipe) -> Objective:
     elif objective.overlong_buffer:
         changes["overlong_buffer"] = min(OVERLONG_BUFFER, recipe.rollout.max_response_length // 5)
     objective = dataclasses.replace(objective, **changes | named_parts(loss))
-    if loss.gr3_alpha is not None and isinstance(objective.advantage, Gr3):
-        objective = dataclasses.replace(objective, advantage=Gr3(loss.gr3_alpha))
     return dataclasses.replace(objective, surrogate=_with_clip(objective.surrogate, loss))
 
 
@@ -172,6 +170,4 @@ def with_defaults(recipe: Recipe) -> Recipe:
         loss["rewards"] = objective.rewards
     if objective.overlong_buffer:
         loss["overlong_factor"] = objective.overlong_factor
-    if isinstance(objective.advantage, Gr3):
-        loss["gr3_alpha"] = objective.advantage.alpha
     return recipe.model_copy(update={"loss": recipe.loss.model_copy(update=loss)})

@@ -563,8 +563,6 @@ class LossRecipe(Section):
     rewards: Annotated[Literal["together", "apart"] | None, When("reward.weights")] = None
     """Named rewards become advantages ``together``, as their weighted sum, or ``apart``: a weighted sum of
     each one's advantages."""
-    gr3_alpha: NonNegativeFloat | None = None
-    """Strength of GR3's length scaling."""
     overlong_buffer: NonNegativeInt | None = None
     """DAPO: number of tokens before ``max_response_length`` in which a growing penalty applies."""
     overlong_factor: Annotated[NonNegativeFloat | None, When(".overlong_buffer")] = None

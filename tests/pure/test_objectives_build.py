@@ -189,7 +189,6 @@ def test_an_unscored_response_is_refused_by_name():
     ({"loss__minibatches": 5}, "more than data.prompts_per_step"),
     ({"loss__old_logprobs": "rollout", "loss__rollout_is": "token"}, "already starts from"),
     ({"loss__clip_ratio_low": 1.5}, "below zero"),
-    ({"loss__gr3_alpha": 0.1}, "only objective: gr3"),
     ({"loss__overlong_factor": 0.5}, "acts only with loss.overlong_buffer set, found 0"),
     ({"objective": "vespo", "loss__rollout_is": "token"}, "takes an importance weight already"),
     ({"loss__rollout_rs": {"seq_max_k2": [0.5, 2]}},
