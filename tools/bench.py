@@ -1,6 +1,5 @@
 #!/usr/bin/env python
-"""Measure a part of the system: ``tools/bench.py NAME [options]``; each benchmark prints a table and, with
-``--json FILE``, writes the same numbers as JSON."""
+"""Measure a part of the system: ``tools/bench.py NAME [options]``; each benchmark prints a table."""
 
 from __future__ import annotations
 

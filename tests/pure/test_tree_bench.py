@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 import pytest
 import torch
@@ -14,22 +13,20 @@ from tools.benchmarks import gpu, scale, trees
 from tools.benchmarks.scripted import ScriptedEngine
 
 
-def run(benchmark, tmp_path, *options: str) -> list[dict]:
-    file = tmp_path / "results.json"
+def run(benchmark, *options: str) -> list[dict]:
     threads = torch.get_num_threads()
     parser = argparse.ArgumentParser()
     benchmark.add_arguments(parser)
     try:
-        benchmark.run(parser.parse_args([*options, "--json", str(file)]))
+        return benchmark.run(parser.parse_args(options))
     finally:
         torch.set_num_threads(threads)
-    return json.loads(file.read_text(encoding="utf-8"))["results"]
 
 
-def test_trees_against_2n_and_n_plus_1(tmp_path, capsys):
+def test_trees_against_2n_and_n_plus_1(capsys):
     small = ["--hidden", "64", "--layers", "1", "--vocabulary", "64", "--repeat", "1"]
     case = ["--pairs", "3", "--prompts", "11", "--segment", "5", "--lengths", "equal"]
-    results = run(trees, tmp_path, *small, *case)
+    results = run(trees, *small, *case)
     prompt, segment = 10, 5
     forks = [prompt + i * segment for i in range(3)]
     tokens = {
@@ -71,9 +68,9 @@ def test_the_bound_of_trees_against_2n_is_what_a_hand_finds(pairs, bound):
 
 
 @EACH_WEEK
-def test_what_rank_0_gets_grows_with_the_gpus_and_what_it_makes_does_not(tmp_path):
+def test_what_rank_0_gets_grows_with_the_gpus_and_what_it_makes_does_not():
     options = ["--median", "60", "--limit", "96", "--shorter", "4", "--replicas", "1", "--requests"]
-    few, many = run(scale, tmp_path, "--gpus", "8", "16", *options)
+    few, many = run(scale, "--gpus", "8", "16", *options)
     growth = {name: many["sizes"][name] / few["sizes"][name] for name in few["sizes"]}
     for name in ("million tokens", "MB of prompts", "MB of skeletons"):
         assert growth[name] == pytest.approx(2, rel=0.1), name
@@ -100,12 +97,12 @@ SMALL = ["--positions", "256", "--pairs", "3", "--head-dims", "16", "--hidden", 
 SMALL += ["--vocabulary", "64", "--matrix", "32", "--dtype", "float32", "--repeat", "1"]
 
 
-def test_parts_of_a_step_are_measured_against_what_their_mathematics_takes(tmp_path, monkeypatch):
+def test_parts_of_a_step_are_measured_against_what_their_mathematics_takes(monkeypatch):
     """A GPU has larger parts. Here: 3 pairs of sides of 32 tokens, and the used part of the prompt of 64."""
     monkeypatch.setattr(gpu, "DELTA_HEADS", 2)
     monkeypatch.setattr(gpu, "DELTA_DIM", 16)
     monkeypatch.setattr(gpu, "matrix_product", lambda args: 2e12)
-    results = {result["part"]: result for result in run(gpu, tmp_path, *SMALL)}
+    results = {result["part"]: result for result in run(gpu, *SMALL)}
     prompt, side = 63, 32
     pairs = prompt * (prompt + 1) / 2
     pairs += sum(2 * (side * (prompt + i * side) + side * (side + 1) / 2) for i in range(3))

@@ -20,7 +20,6 @@ import argparse
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,10 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--matrix", type=int, default=8192, help="of the product that is a yardstick")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--repeat", type=int, default=3, help="the fastest of so many counts, after one more")
-    parser.add_argument("--json", type=Path)
 
 
-def run(args: Namespace) -> None:
+def run(args: Namespace) -> list[dict[str, Any]]:
     start(ParallelRecipe(), seed=0)
     results: list[dict[str, Any]] = []
     try:
@@ -74,8 +72,9 @@ def run(args: Namespace) -> None:
     finally:  # what was measured before a part that fails is kept
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else "this CPU"
         if results:
-            show(results, f"{args.dtype} on {name}", args.json)
+            show(results, f"{args.dtype} on {name}")
         stop()
+    return results
 
 
 class Cost(NamedTuple):

@@ -23,7 +23,6 @@ ANSWER_TABLE = Path(__file__).resolve().parents[2] / "tests" / "tables" / "math_
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--json", type=Path)
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
     grader.close()
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns of its timeouts
     results.append(measure("plain math_verify", cases, lambda: [plain_math_verify(case) for case in cases]))
-    show(results, f"{len(cases)} answers, {args.workers} workers (math_verify: none)", args.json)
+    show(results, f"{len(cases)} answers, {args.workers} workers (math_verify: none)")
 
 
 def graded(grader: MathGrader, cases: list[AnswerCase]) -> list[bool]:

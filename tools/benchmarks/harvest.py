@@ -44,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--keep-sampling-mask", action="store_true", help="record what top-k and top-p kept")
     parser.add_argument("--repeat", type=int, default=3, help="medians of so many rounds count")
-    parser.add_argument("--json", type=Path)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -55,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
         f"{args.prompts} prompts x {args.group_size}, {args.slots} slots, responses up to "
         f"{args.max_response_length}, {torch.get_num_threads()} thread(s); per second of processor time"
     )
-    show(results, title, args.json)
+    show(results, title)
 
 
 def make_model(folder: Path) -> None:

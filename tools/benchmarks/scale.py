@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import pickle
 import tempfile
@@ -66,23 +65,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kept", type=int, default=0, help="tokens in each sampling mask; 0: no masks")
     parser.add_argument("--requests", type=int, nargs="*", default=[512, 1024], help="in flight at once")
     parser.add_argument("--figure", type=Path, help="SVG of the seconds")
-    parser.add_argument("--json", type=Path)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder) / "model")
         worlds = [World(Path(folder), gpus, args).measured() for gpus in args.gpus]
         steps = [decode_step(Path(folder), requests, args) for requests in args.requests]
     title = f"rank 0, CPU-seconds a step; masks of {args.kept}"
-    show([{"GPUs": world["GPUs"]} | world["seconds"] for world in worlds], title, None)
-    show([{"GPUs": world["GPUs"]} | world["sizes"] for world in worlds], "sizes", None)
-    if args.json:
-        args.json.write_text(json.dumps({"title": title, "results": worlds}, indent=1) + "\n")
+    show([{"GPUs": world["GPUs"]} | world["seconds"] for world in worlds], title)
+    show([{"GPUs": world["GPUs"]} | world["sizes"] for world in worlds], "sizes")
     if args.figure:
         draw(worlds, args.figure)
     if steps:
-        show(steps, "a decode step of harvest(), without the engine", None)
+        show(steps, "a decode step of harvest(), without the engine")
+    return worlds
 
 
 class World:

@@ -26,7 +26,6 @@ import argparse
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,10 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--vocabulary", type=int, default=2048)
     parser.add_argument("--repeat", type=int, default=2, help="the fastest of so many steps counts")
-    parser.add_argument("--json", type=Path)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     start(ParallelRecipe(), seed=0)
     config, results = model_config(args), []
@@ -73,7 +71,8 @@ def run(args: argparse.Namespace) -> None:
         results += [case | result for result in compare(model, config, tree, args.repeat)]
     stop()
     count = sum(parameter.numel() for parameter in model.parameters())
-    show(results, f"{count / 1e6:.1f}M parameters, float32 on {device().type}", args.json)
+    show(results, f"{count / 1e6:.1f}M parameters, float32 on {device().type}")
+    return results
 
 
 def compare(
