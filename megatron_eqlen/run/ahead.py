@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -30,18 +29,19 @@ from megatron_eqlen.processes import distributed
 from megatron_eqlen.processes.distributed import agree
 from megatron_eqlen.recipe import BenchmarkRecipe
 from megatron_eqlen.rollout.partial import RolloutOrigin
-from megatron_eqlen.run.generation import Generator, suspended_at
+from megatron_eqlen.run.generation import Generator, Rollouts, suspended_at
 from megatron_eqlen.run.replicas import shared
 from megatron_eqlen.run.step import Step
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Metrics, RolloutKey
 
 
-class Ahead:
+class Ahead(Rollouts):
     """``Rollouts`` of a ``Generator`` over servers, harvested ahead."""
 
     def __init__(self, generator: Generator) -> None:
         self.generator, self.session = generator, generator.session
+        self.benchmarks = generator.benchmarks
         self.staleness, self.steps = self.session.recipe.rollout.staleness, self.session.recipe.steps
         self.oldest: dict[int, int] = {}
         """Oldest policy version that may have sampled a token of a step, for each step that has begun and is
@@ -54,10 +54,6 @@ class Ahead:
         """With ``rollout.carry_over``, rollouts suspended by the newest step taken."""
         self._thread = ThreadPoolExecutor(1, "harvest")
         self.session.ends_with(self.close)
-
-    @property
-    def benchmarks(self) -> Sequence[BenchmarkRecipe]:
-        return self.generator.benchmarks
 
     def collect(self, step: Step) -> Step:
         """Begin all steps that may begin with the engine's present weights, and wait for this one."""
@@ -88,16 +84,11 @@ class Ahead:
         wait(self.under_way)
         return self.generator.evaluate(benchmark)
 
-    def check(self, first: int) -> None:
-        self.generator.check(first)
-
     def go_to(self, data_position: dict[str, Any] | None) -> None:
         position = data_position or {"source": None, "oldest": []}
         self.oldest = dict(position["oldest"])
         self.suspended = suspended_at(position["source"])
         self.generator.go_to(position["source"])
-
-    def sleep(self) -> None: ...
 
     def update_weights(self, policy: Policy) -> Metrics:
         return self.generator.update_weights(policy)

@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from contextlib import ExitStack, closing
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -71,45 +71,43 @@ def suspended_at(data_position: dict[str, Any] | None) -> dict[RolloutKey, Rollo
     return {(prompt_id, index): RolloutOrigin(*origin) for prompt_id, index, *origin in entries}
 
 
-class Rollouts(Protocol):
+class Rollouts:
     """Source of the loop's rollouts: a ``Generator``, ``Ahead`` of one, or a ``replay.Replay``."""
 
     suspended: dict[RolloutKey, RolloutOrigin]
     """Rollouts that the next step resumes (``rollout.carry_over``); the same on every rank."""
-
-    @property
-    def benchmarks(self) -> Sequence[BenchmarkRecipe]:
-        """Benchmarks that ``evaluate`` accepts."""
-        ...
+    benchmarks: Sequence[BenchmarkRecipe] = ()
+    """Benchmarks that ``evaluate`` accepts."""
 
     def collect(self, step: Step) -> Step:
         """Return the step with its scored rollouts."""
-        ...
+        raise NotImplementedError
 
     def check(self, first: int) -> None:
-        """Raise ValueError if rollouts for the steps from ``first`` (counted from 0) on are not available."""
-        ...
+        """Raise ValueError if rollouts for the steps from ``first`` (counted from 0) on are not available. An
+        engine can generate any step."""
 
     def sleep(self) -> None:
         """Free the accelerator's memory for the trainer."""
-        ...
 
     def update_weights(self, policy: Policy) -> Metrics:
-        """Bring the policy's weights to the engine; return the time it took."""
-        ...
+        """Bring the policy's weights to the engine, if there is one; return the time it took."""
+        return {}
 
     def disagreement(self, mismatch: float | None) -> str | None:
-        """Return a warning about a step's mismatch, if it is too large (``agreement.disagreement``)."""
-        ...
+        """Return a warning about a step's mismatch, if it is too large (``agreement.disagreement``). Recorded
+        tokens may come from any weights."""
+        return None
 
-    def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult: ...
+    def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult:
+        """Evaluate a benchmark with the engine's current weights."""
+        raise AssertionError("without an engine there are no benchmarks")
 
     def go_to(self, data_position: dict[str, Any] | None) -> None:
         """Continue drawing prompts after ``data_position`` (of a checkpoint)."""
-        ...
 
 
-class InTurn(ABC):
+class InTurn(Rollouts, ABC):
     """Collects a step's rollouts when it is asked for them, of as many batches of prompts as it needs."""
 
     session: Session
@@ -308,7 +306,6 @@ class Generator(InTurn):
         return select(Batch(everyone, harvested.metrics | seconds, position), step, self.session)
 
     def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult:
-        """Evaluate a benchmark with the engine's current weights."""
         session = self.session
         return evaluate(
             self.engine,
@@ -322,9 +319,6 @@ class Generator(InTurn):
             gather=gather,
             conversations=self.conversations,
         )
-
-    def check(self, first: int) -> None:
-        """Do nothing: an engine can generate any step."""
 
     # ---- weights ------------------------------------------------------------------------------------
 

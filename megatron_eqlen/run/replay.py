@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
-from megatron_eqlen.evaluation.result import EvaluationResult
 from megatron_eqlen.files import step_name
 from megatron_eqlen.metrics import at_once
 from megatron_eqlen.processes.distributed import agree, gather
-from megatron_eqlen.recipe import BenchmarkRecipe
 from megatron_eqlen.rollout.partial import RolloutOrigin
 from megatron_eqlen.rollout.record.reader import read_prompts, read_skeletons, read_step, step_files
 from megatron_eqlen.rollout.record.replayed import check_step, check_steps
@@ -21,14 +17,11 @@ from megatron_eqlen.run.replicas import shared
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Batch, Step
 from megatron_eqlen.tokens import ALWAYS, COLUMNS, TEACHER
-from megatron_eqlen.training.policy import Policy
-from megatron_eqlen.types import Metrics, Prompt, RolloutKey
+from megatron_eqlen.types import Prompt, RolloutKey
 
 
 class Replay(InTurn):
     """Rollouts that a run recorded, instead of an engine; each rank reads a share of them."""
-
-    benchmarks: Sequence[BenchmarkRecipe] = ()
 
     def __init__(self, session: Session, streams: Path) -> None:
         self.session, self.recipe, self.streams = session, session.recipe, streams
@@ -69,16 +62,3 @@ class Replay(InTurn):
             everyone = shared(harvested.rollouts, harvested.prompts)
             seconds |= at_once(gather([graded]))
         return select(Batch(everyone, harvested.metrics | seconds, None), step, self.session)
-
-    def sleep(self) -> None: ...
-
-    def update_weights(self, policy: Policy) -> Metrics:
-        return {}
-
-    def disagreement(self, mismatch: float | None) -> str | None:
-        """Return None: recorded tokens may come from any weights."""
-
-    def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult:
-        raise AssertionError("a replay has no benchmarks")
-
-    def go_to(self, data_position: dict[str, Any] | None) -> None: ...
