@@ -14,7 +14,7 @@ KEPT = ("tag:yaml.org,2002:null", "tag:yaml.org,2002:merge")
 """Tags that plain scalars get by their spelling; ``merge`` is the key ``<<``."""
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(yaml.CSafeLoader):
     """YAML loader that reads plain scalars as text or null, and refuses duplicate keys."""
 
 
@@ -40,7 +40,7 @@ def read_value(text: str) -> Any:
 
 def to_yaml(value: Any) -> str:
     """Return YAML that ``read_value`` reads back, with numbers and booleans as their text."""
-    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
+    return yaml.dump(value, Dumper=yaml.CSafeDumper, sort_keys=False, allow_unicode=True)
 
 
 def in_one_line(error: yaml.YAMLError) -> str:
