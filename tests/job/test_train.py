@@ -8,7 +8,6 @@ import json
 import math
 import re
 import shutil
-import sys
 
 import pytest
 import torch
@@ -16,15 +15,16 @@ from transformers import AutoModelForCausalLM
 
 from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.objectives.recipes import load
+from megatron_eqlen.processes.lifeline import named
 from megatron_eqlen.processes.run_state import read_state
 from megatron_eqlen.report.status import RunStatus
 from megatron_eqlen.report.text import recipe_of
 from megatron_eqlen.rollout.record.reader import read_step
-from tests.kit import ROOT, servers
-from tests.kit.jobs import run
+from tests.kit.jobs import run, start
+from tests.kit.marks import weekly
 from tests.kit.processes import are_gone, command_line, descendants, within
 from tests.kit.sentencepiece_maker import write_sentencepiece_tokenizer
-from tests.kit.servers import free_ports
+from tests.kit.servers import ENVIRON, free_ports
 from tests.kit.train_runs import NO_EVALUATION, STEPS, column, command, metrics, train
 
 
@@ -177,20 +177,32 @@ def test_another_model_is_evaluated_on_other_questions(home, trained):
     assert re.search(r"\| Benchmark .*\n.*\n\| \w+ +\| 2 +\| \d+\.\d% \[", said), said
 
 
-def test_the_engine_of_a_server_that_is_killed_dies_with_it(home):
-    """The server is started as users start it. Python spawns its engine, which may not have begun."""
-    module = ["-m", "megatron_eqlen.rollout.vllm.server", home / "recipe.yaml", "--port", *free_ports(1)]
-    server = servers.start([sys.executable, *map(str, module)], {"OMP_NUM_THREADS": "1"}, cwd=ROOT)
+FORKED = """
+import os, runpy, sys
+def execve(path, command, environ):
+    os.environ.update(environ)
+    sys.argv[:] = command[2:]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+os.execve = execve
+sys.argv[0] = "server"
+runpy.run_module("megatron_eqlen.rollout.vllm.server", run_name="__main__")
+"""
+"""A server whose second program, vLLM's own server, begins in the process of the first, which has vLLM."""
+
+
+@pytest.mark.parametrize("command", [["-c", FORKED], weekly(["-m", "megatron_eqlen.rollout.vllm.server"])])
+def test_the_engine_of_a_server_that_is_killed_dies_with_it(home, command):
+    """Python spawns the engine, which may not have begun. Weekly, the server imports vLLM as a user's."""
+    port = ["--port", *free_ports(1)]
+    server = start(*command, home / "recipe.yaml", *port, **named(), **ENVIRON)
 
     def has_engine() -> bool:
-        assert server.poll() is None, "the server has ended"
+        assert server.poll() is None, server.stderr
         return any("spawn_main" in command_line(pid) for pid in descendants(server.pid))
 
     try:
         assert within(300, has_engine, every=0.2)
         engine = descendants(server.pid)
-        server.kill()
-        server.wait()
-        assert within(60, are_gone(engine))
     finally:
-        servers.stop(server)
+        server.kill()
+    assert within(60, are_gone(engine))

@@ -1,7 +1,7 @@
 """``megatron_eqlen.rollout.vllm.server.serve``, with an engine and workers that are forked from the server.
 
 On CPUs vLLM spawns them, so that each imports vLLM again, which takes longer than most tests of servers. One
-test of ``tests/job`` starts a server as users do.
+test of ``tests/job`` leaves the engine to Python and, each week, starts a server as users do.
 """
 
 import multiprocessing.context

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Protocol
-
-from megatron_eqlen.processes.lifeline import named
 
 ENVIRON = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """Environment: several servers on one machine must not bind their threads to the same cores."""
@@ -33,19 +27,6 @@ def stop_all() -> None:
         STARTED.pop().kill()
 
 
-def start(
-    command: Sequence[str | Path], environ: Mapping[str, str], cwd: Path | None = None
-) -> subprocess.Popen:
-    """Start a silent server that dies with this process."""
-    return subprocess.Popen(
-        command,
-        env=os.environ | named() | ENVIRON | dict(environ),
-        cwd=cwd,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-
-
 def wait_until_up(url: str, process: Process) -> None:
     """Wait until the server is up. Raises RuntimeError if it stops instead."""
     while process.poll() is None:
@@ -55,12 +36,6 @@ def wait_until_up(url: str, process: Process) -> None:
         except (urllib.error.URLError, TimeoutError, ConnectionError):
             time.sleep(0.5)
     raise RuntimeError(f"the server of {url} stopped")
-
-
-def stop(process: subprocess.Popen) -> None:
-    """Kill a server; its engine dies with it."""
-    process.kill()
-    process.wait()
 
 
 def free_ports(count: int) -> list[int]:
