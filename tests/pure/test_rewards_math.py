@@ -245,19 +245,6 @@ def test_a_long_answer_is_brought_into_normal_form_by_a_worker(grader, monkeypat
     assert grader.check_golds([terms, r"\quad " * 50]) == [None, "unparseable_gold"]
 
 
-def test_two_stage_parsing_reads_what_the_library_reads(monkeypatch):
-    from megatron_eqlen.rewards.math import reading as math_reading
-
-    answers = [normalize(text) for pair in RIGHT + WRONG for text in pair]
-    answers += [r"x^{2}+799x-5", r"\frac{", r"2<x\le5", r"A\cup B", r"\binom{5}{2}", "|x-1|"]
-    parsed = []
-    for create in (math_reading.create_two_stage_parser, math_reading._create_full_parser):
-        monkeypatch.setattr(math_reading._Latex2Sympy, "create_parser", create)
-        math_reading.read.cache_clear()
-        parsed.append([repr(math_reading.read(answer)) for answer in answers])
-    assert parsed[0] == parsed[1]
-
-
 def test_a_difference_at_a_point_never_overrules_the_library():
     from math_verify import verify
 

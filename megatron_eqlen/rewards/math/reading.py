@@ -1,8 +1,4 @@
-"""LaTeX in normal form -> SymPy, with math-verify's parser.
-
-ANTLR's two-stage parse (first SLL, full LL where that fails) is several times faster than LL alone; by
-ANTLR's own guarantee a parse that SLL completes is the one LL would give.
-"""
+"""LaTeX in normal form -> SymPy, with math-verify's parser."""
 
 from __future__ import annotations
 
@@ -12,8 +8,6 @@ from math import prod
 from typing import Any
 from zlib import crc32
 
-from antlr4 import PredictionMode
-from antlr4.error.ErrorListener import ErrorListener
 from latex2sympy2_extended import NormalizationConfig, normalize_latex
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy
 from sympy import Function, I, Set, Symbol, Union, zeta
@@ -48,39 +42,6 @@ _REWRITES = (
 """Spellings that the library would misread: ``3!!`` as (3!)!, ``\\gcd(m,n)`` as 1, ``\\gamma+1`` as
 gamma(1), ``2(3)`` as 5, and derivatives of unknown functions as 0 or without their primes."""
 _TWO_NUMBERS = re.compile(r"\d \d")
-
-
-class FullContextNeeded(Exception):
-    """Raised if SLL could not read the text."""
-
-
-class _Refuse(ErrorListener):
-    def syntaxError(self, *args: Any) -> None:
-        raise FullContextNeeded
-
-
-_create_full_parser = _Latex2Sympy.create_parser
-
-
-def create_two_stage_parser(self: _Latex2Sympy, latex_str: str) -> Any:
-    """Return the library's parser, whose ``math`` rule tries SLL first."""
-    parser = _create_full_parser(self, latex_str)
-    parser.removeErrorListeners()
-    parser.addErrorListener(_Refuse())
-    parser._interp.predictionMode = PredictionMode.SLL
-    first_stage = parser.math
-
-    def math() -> Any:
-        try:
-            return first_stage()
-        except FullContextNeeded:
-            return _create_full_parser(self, latex_str).math()
-
-    parser.math = math
-    return parser
-
-
-_Latex2Sympy.create_parser = create_two_stage_parser
 
 
 @lru_cache(maxsize=4096)
