@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -31,30 +31,27 @@ from megatron_eqlen.types import Delta, Grade, Metrics, Prompt, Rollout, TokenTr
 Path = tuple[int, ...]
 """Token ids of a response, or of the beginning of one."""
 Reward = Callable[[Path], float]
-Choose = Callable[[int], int]
-"""Number of possibilities -> number of the one that is chosen."""
+Choose = Callable[[Hashable, Sequence[float]], int]
+"""(name of a choice, shares of its possibilities) -> number of the one that is chosen; in any order."""
 
 QUESTION = Prompt("q", [9], "?", "math", "1")
 
 
-def every_outcome[T](run: Callable[[Choose], T]) -> Iterator[T]:
-    """Yield what ``run`` returns, for everything that it can choose."""
-    choices: list[int] = []
-    sizes: list[int] = []
-
-    def choose(size: int) -> int:
-        sizes.append(size)
-        if len(choices) < len(sizes):
-            choices.append(0)
-        return choices[len(sizes) - 1]
-
-    while not sizes or choices:
-        sizes.clear()
-        yield run(choose)
-        while choices and choices[-1] + 1 == sizes[len(choices) - 1]:
-            choices.pop()
-        if choices:
-            choices[-1] += 1
+def every_outcome[T](run: Callable[[Choose], T]) -> Iterator[tuple[T, float]]:
+    """Yield what ``run`` returns, and its probability, for everything that it can choose."""
+    chosen: dict[Hashable, tuple[int, Sequence[float]]] = {}
+    while True:
+        now = dict(chosen)  # of this run: a call that it gave up may still choose
+        result = run(lambda name, shares, now=now: now.setdefault(name, (0, shares))[0])
+        chosen = dict(now)
+        yield result, math.prod(shares[number] for number, shares in chosen.values())
+        while chosen:
+            name, (number, shares) = chosen.popitem()
+            if number + 1 < len(shares):
+                chosen[name] = number + 1, shares
+                break
+        else:
+            return
 
 
 @dataclass(frozen=True)
@@ -146,21 +143,21 @@ class Process:
         marker = Marker(lambda ids: self.marker in ids, 1)
         return KINDS[recipe.sampling].harvesters([QUESTION], recipe, ends, 0, marker)[0]
 
-    def _stream(self, recipe: Recipe, choose: Choose) -> tuple[Rollout, float]:
-        """Return the stream whose tracks are the chosen continuations of its trunk, and its probability."""
+    def _stream(self, recipe: Recipe, choose: Choose) -> Rollout:
+        """Return the stream whose tracks are the chosen continuations of its trunk."""
         harvester = self.harvester(recipe)
-        probability = 1.0
         launched = harvester.start()
         while not harvester.complete:
             for track in launched:
-                possible = self.continuations(tuple(track.context[len(QUESTION.token_ids) :]))
-                tokens, share = possible[choose(len(possible))]
-                probability *= share
+                trunk = tuple(track.context[len(QUESTION.token_ids) :])
+                possible = self.continuations(trunk)
+                number = choose((track.name, trunk), [share for _, share in possible])
+                tokens, _ = possible[number]
                 track.extend(Delta(track.name, list(tokens), {"logprobs": [0.0] * len(tokens)}), 0)
             launched = harvester.advance()
         stream = harvester.rollout(0)
         self.grade(stream)
-        return stream, probability
+        return stream
 
     def grade(self, rollout: Rollout) -> None:
         for part, response in rollout.ended():
@@ -171,11 +168,9 @@ class Process:
         harvested as in training, with the recipe's budget and ``carry_over``, but for the draws."""
         return every_outcome(lambda choose: self._steps(recipe, prompts, choose))
 
-    def _steps(self, recipe: Recipe, prompts: int, choose: Choose) -> tuple[list[list[Rollout]], float]:
-        engine, carried = (
-            Drawing(self, choose),
-            Suspended([replace(QUESTION, prompt_id=f"q{n}") for n in range(prompts)]),
-        )
+    def _steps(self, recipe: Recipe, prompts: int, choose: Choose) -> list[list[Rollout]]:
+        engine = Drawing(choose, lambda path: self.probabilities[self.contexts[path]])
+        carried = Suspended([replace(QUESTION, prompt_id=f"q{n}") for n in range(prompts)])
         steps: list[list[Rollout]] = []
         while carried.prompts:
             asked, progress = carried.prompts, HarvestProgress(partial=carried.partial)
@@ -184,7 +179,7 @@ class Process:
             steps.append(harvest(engine, plan, [carried])[0])
             for rollout in steps[-1]:
                 self.grade(rollout)
-        return steps, engine.probability
+        return steps
 
     def expected_steps(self, recipe: Recipe, prompts: int = 1) -> np.ndarray:
         """Return the expectation of the sum of ``estimate`` over all updates of ``steps``."""
@@ -223,27 +218,29 @@ class Process:
 
 
 class Drawing:
-    """An engine that gives each request one token a step, chosen among all, and multiplies their
-    probabilities."""
+    """An engine that gives each request one token a step, chosen among all.
+
+    ``row``: a path's probabilities of the next token.
+    """
 
     policy_version, max_model_len, max_num_seqs, vocab_size = 0, 99, 99, 99
 
-    def __init__(self, process: Process, choose: Choose) -> None:
-        self.process, self.choose, self.probability = process, choose, 1.0
+    def __init__(self, choose: Choose, row: Callable[[Path], Sequence[float]]) -> None:
+        self.choose, self.row = choose, row
         self.paths: dict[str, Path] = {}
 
     def submit(
         self, request_id: str, token_ids: list[int], max_tokens: int, seed: int, path_rows: int = 0
     ) -> None:
+        assert request_id not in self.paths
+        assert max_tokens > 0
         self.paths[request_id] = tuple(token_ids[len(QUESTION.token_ids) :])
 
     def step(self) -> list[Delta]:
-        return [self._next(name) for name in list(self.paths)]
+        return [self.next(name) for name in list(self.paths)]
 
-    def _next(self, name: str) -> Delta:
-        row = self.process.probabilities[self.process.contexts[self.paths[name]]]
-        token = self.choose(len(row))
-        self.probability *= float(row[token])
+    def next(self, name: str) -> Delta:
+        token = self.choose((name, self.paths[name]), self.row(self.paths[name]))
         self.paths[name] += (token,)
         return Delta(name, [token], {"logprobs": [0.0]})
 

@@ -11,7 +11,6 @@ from typing import Any
 import tests.kit.rollouts as kit
 from megatron_eqlen.hf.tokenizer import Tokenizer, load_tokenizer
 from megatron_eqlen.objectives.recipes import parse
-from megatron_eqlen.processes import events
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.load import dump
 from megatron_eqlen.rollout.record.recorder import record
@@ -84,12 +83,6 @@ def write_run(folder: Path, recipe: Recipe, streams: dict[str, list[Rollout]] | 
     for step, rollouts in (streams or {}).items():
         record(folder / "streams" / step / "rank-0.arrow", rollouts)
     return folder
-
-
-def leave_a_span(run: Path, step: int, stage: str, began: float, ended: float) -> None:
-    """Record a stage that ended with its step."""
-    events.append(run, "stage", time=ended, stage=stage, began=began)
-    events.append(run, "step", time=ended, step=step)
 
 
 def unpacked(packed: str) -> dict[str, Any]:

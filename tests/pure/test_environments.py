@@ -3,11 +3,10 @@
 import copy
 import itertools
 import json
-import math
 import re
 import threading
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -30,11 +29,10 @@ from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.partial import HarvestProgress, PartialRollout, RolloutOrigin
 from megatron_eqlen.sampling.harvester import Marker
 from megatron_eqlen.tokens import Tokens
-from megatron_eqlen.types import Delta
 from recipes.examples.shop.shop import Shop
 from recipes.examples.wordle.wordle import Wordle, marks
 from tests.kit import ROOT
-from tests.kit.length_bias import QUESTION
+from tests.kit.length_bias import QUESTION, Drawing, every_outcome
 from tests.kit.marks import examples
 from tests.kit.rollouts import build_trees
 from tests.kit.sentencepiece_maker import write_sentencepiece_tokenizer
@@ -115,61 +113,11 @@ class Flips:
         return Flips(self.choose, (*self.name, "copy", number, self.copies), self.known[:number])
 
 
-@dataclass
-class Drawing:
-    """An engine that gives each request one token a step, chosen among all. ``choose(name, shares)`` returns
-    the number of one of several possibilities."""
-
-    choose: object
-    policy_version, max_model_len, max_num_seqs, vocab_size = 0, 99, 99, 99
-
-    def __post_init__(self):
-        self.paths = {}
-
-    def submit(self, request_id, token_ids, max_tokens, seed, path_rows=0):
-        assert request_id not in self.paths
-        assert max_tokens > 0
-        self.paths[request_id] = tuple(token_ids[len(QUESTION.token_ids) :])
-
-    def step(self):
-        return [self._next(name) for name in list(self.paths)]
-
-    def _next(self, name):
-        token = self.choose((name, self.paths[name]), row(self.paths[name]))
-        self.paths[name] += (token,)
-        return Delta(name, [token], {"logprobs": [0.0]})
-
-    def abort(self, request_ids):
-        for name in request_ids:
-            self.paths.pop(name, None)
-
-    def metrics(self):
-        return {}
-
-
 def speaking(make, note=lambda span: None, **limits):
     """Return conversations of environments that ``make`` makes; a token is a word."""
     read = lambda ids: " ".join(map(str, ids.tolist()))  # noqa: E731
     write = lambda observation: list(map(int, observation.content.split()))  # noqa: E731
     return Conversations(make, read, write, EnvironmentRecipe(**{"workers": 1} | limits), note=note)
-
-
-def every_outcome(run):
-    """Yield what ``run`` returns, and its probability, for everything that it can choose. A choice has a
-    name: an environment and the engine choose from two threads, in any order."""
-    chosen = {}
-    while True:
-        now = dict(chosen)  # of this run: a call that it gave up may still choose
-        result = run(lambda name, shares, now=now: now.setdefault(name, (0, shares))[0])
-        chosen = dict(now)
-        yield result, math.prod(shares[number] for number, shares in chosen.values())
-        while chosen:
-            name, (number, shares) = chosen.popitem()
-            if number + 1 < len(shares):
-                chosen[name] = number + 1, shares
-                break
-        else:
-            return
 
 
 def harvested(settings, cls, choose):
@@ -181,7 +129,7 @@ def harvested(settings, cls, choose):
 
     marker = Marker(lambda ids: CALL in ids, 1)
     plan = HarvestPlan([QUESTION], settings, [END], seed=0, marker=marker, conversations=speaking(make))
-    return harvest(Drawing(choose), plan)[0]
+    return harvest(Drawing(choose, row), plan)[0]
 
 
 def add_scores(total, path, generated, factors):
@@ -288,8 +236,8 @@ def words(make, settings=None, count=3, **limits):
     settings = settings or recipe(limit=9, sampling="independent", objective="grpo")
     plan = HarvestPlan(prompts, settings, [END], seed=0, conversations=speaking(make, **limits))
     alternating = iter([CALL, END] * 10_000)
-    engine = Drawing(lambda name, shares: next(alternating))
-    engine.step = lambda: [engine._next(name) for name in list(engine.paths)[:1]]
+    engine = Drawing(lambda name, shares: next(alternating), row)
+    engine.step = lambda: [engine.next(name) for name in list(engine.paths)[:1]]
     return harvest(engine, plan)
 
 
@@ -431,7 +379,7 @@ def test_an_environment_that_cannot_repeat_itself_drops_what_it_cannot_resume():
     made = speaking(lambda prompt, seed: Clock(prompt, seed, most=3))
     plan = HarvestPlan([QUESTION], settings, [END], seed=0, progress=progress, conversations=made)
     with pytest.raises(EngineError, match="all 1 rollouts are left out"):
-        harvest(Drawing(lambda name, shares: END), plan)
+        harvest(Drawing(lambda name, shares: END, row), plan)
 
 
 def test_a_recorded_rollout_without_grades_gets_those_of_its_own_environment():
@@ -450,7 +398,7 @@ def test_a_recorded_rollout_without_grades_gets_those_of_its_own_environment():
 
     def graded(seed, progress):
         plan = HarvestPlan([QUESTION], settings, [END], seed=seed, progress=progress, conversations=make)
-        return harvest(Drawing(lambda name, shares: END), plan)[0]
+        return harvest(Drawing(lambda name, shares: END, row), plan)[0]
 
     (first,) = graded(harvest_seed(settings, 3), HarvestProgress())
     known = [part.grade.reward for part in first.parts]
