@@ -359,7 +359,7 @@ def converted(*arguments: str) -> str:
     from megatron_eqlen.cli import convert  # hides GPUs
 
     with contextlib.redirect_stderr(io.StringIO()) as err:
-        return err.getvalue() if convert.megatron_to_hf([*arguments]) else ""
+        return err.getvalue() if convert.main("megatron-to-hf", [*arguments]) else ""
 
 
 def both_conversions(folder: str, out: str) -> list[str]:
@@ -391,7 +391,7 @@ def refusals(folders: str, target: str) -> list[str]:
     save_tiny(Path(target, "longer"), "qwen3", num_hidden_layers=3)
     bases = f"{target}/nowhere", f"{target}/wider", f"{target}/longer", f"{folders}/qwen3_moe"
     errors = [converted(source, f"{target}/out", "--source", other) for other in bases]
-    assert convert.hf_to_megatron([base, f"{target}/whole"]) == 0
+    assert convert.main("hf-to-megatron", [base, f"{target}/whole"]) == 0
     errors.append(converted(f"{target}/whole", f"{target}/out", "--source", base, "--adapter"))
     start(ParallelRecipe(), seed=1)
     for lora in ({"rank": 4, "alpha": 5}, {"rank": 3, "alpha": 5, "targets": ["mlp"]}, {"rank": 0}):
