@@ -80,13 +80,9 @@ class EvaluationResult:
         }
 
 
-def compare(before: EvaluationResult, after: EvaluationResult) -> Interval:
-    """Return how much better ``after`` is, paired by problem. Raises ValueError for different questions."""
-    return compare_seeds([before], [after])
-
-
-def compare_seeds(before: list[EvaluationResult], after: list[EvaluationResult]) -> Interval:
-    """Like ``compare``, for training runs that differ in their seed."""
+def compare(before: list[EvaluationResult], after: list[EvaluationResult]) -> Interval:
+    """Return how much better ``after`` is, paired by problem; several results are of training runs that
+    differ in their seed. Raises ValueError for different questions."""
     _check_questions([*before, *after])
     return statistics.paired_difference(_replicates(before), _replicates(after))
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from megatron_eqlen.evaluation.result import compare_seeds, over_seeds
+from megatron_eqlen.evaluation.result import compare, over_seeds
 from megatron_eqlen.evaluation.statistics import Interval, detectable_difference, seed_difference
 from megatron_eqlen.files import write_text
 from megatron_eqlen.recipe.budget import COSTS, UNITS
@@ -212,7 +212,7 @@ def difference(before: Group, after: Group, benchmark: str) -> Difference | None
     seeds = sorted(theirs.keys() & ours.keys())
     if not (theirs and ours):
         return None
-    by_problem = compare_seeds(before.results(benchmark), after.results(benchmark))  # checks the questions
+    by_problem = compare(before.results(benchmark), after.results(benchmark))  # checks the questions
     if len(seeds) < 2:
         return Difference(by_problem, None, len(seeds))
     pair = np.array([theirs[seed] for seed in seeds]), np.array([ours[seed] for seed in seeds])

@@ -30,7 +30,9 @@ class Evaluation:
     def gain(self) -> Interval | None:
         """Change since the run's first evaluation of the benchmark, paired by problem; None without one."""
         same_questions = self.first.manifest["question_ids"] == self.result.manifest["question_ids"]
-        return compare(self.first, self.result) if self.first is not self.result and same_questions else None
+        return (
+            compare([self.first], [self.result]) if self.first is not self.result and same_questions else None
+        )
 
 
 def evaluation_files(folder: Path, steps: int) -> list[tuple[int, Path]]:

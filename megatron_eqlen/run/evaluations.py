@@ -70,5 +70,5 @@ def _change(result: EvaluationResult, before: Sequence[EvaluationResult]) -> str
     questions = result.manifest["question_ids"]
     for earlier in before:
         if earlier.manifest["question_ids"] == questions and earlier.manifest != result.manifest:
-            return f", {compare(earlier, result).points}"
+            return f", {compare([earlier], [result]).points}"
     return ""

@@ -227,11 +227,11 @@ def test_the_difference_is_paired_by_problem():
     wide."""
     hard = np.linspace(0, 0.5, 30)
     before, after = make_result(np.tile(hard, (4, 1))), make_result(np.tile(hard + 0.25, (4, 1)))
-    gain = compare(before, after)
+    gain = compare([before], [after])
     assert (gain.mean, gain.low, gain.high) == pytest.approx((0.25, 0.25, 0.25))
     assert before.accuracy.high > after.accuracy.low - 0.2
     with pytest.raises(ValueError, match="different questions"):
-        compare(before, make_result(np.tile(hard, (4, 1)), first_question=1))
+        compare([before], [make_result(np.tile(hard, (4, 1)), first_question=1)])
 
 
 def test_intervals_over_seeds():

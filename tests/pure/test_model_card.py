@@ -38,8 +38,8 @@ def test_the_hub_finds_the_accuracies_and_people_the_change(tmp_path):
     (found,) = read.data.eval_results
     assert (found.dataset_name, found.metric_name, found.metric_value) == ("sums", "avg@2", 0.75)
     assert read.data.library_name == "transformers"
-    assert f"| sums | 2 | avg@2 | {after.accuracy} | {compare(before, after).points} |" in read.text
-    assert compare(before, after).points.startswith("+50.0 points [")
+    assert f"| sums | 2 | avg@2 | {after.accuracy} | {compare([before], [after]).points} |" in read.text
+    assert compare([before], [after]).points.startswith("+50.0 points [")
     assert "`Qwen3-Tiny` trained with megatron_eqlen: eqlen-grpo, seed 0; 20 of 20 steps." in read.text
     assert read.text.endswith("## Made with\n\ntorch 2.13.0\n")
     assert "- sums: `sums.parquet`, read as deepmath" in read.text
