@@ -44,7 +44,7 @@ class MegatronLoader(importlib.machinery.SourceFileLoader):
 
     def source_to_code(self, data: Any, path: Any) -> types.CodeType:
         text = bytes(data)
-        if not self.rewrite or not is_rewritten(text):
+        if not (self.rewrite and (b"cuda" in text or b"torch.compile" in text)):  # nothing to rewrite
             return super().source_to_code(data, path)
         return compile(without_cuda(text, path), path, "exec", dont_inherit=True)
 
@@ -80,11 +80,6 @@ class MegatronFinder(importlib.abc.MetaPathFinder):
 
 NAMESPACE = "megatron_eqlen.megatron_cpu.cuda_namespace"
 ALIAS = "_cuda_namespace"  # two leading underscores would be mangled inside classes
-
-
-def is_rewritten(text: bytes) -> bool:
-    """Return True if there is anything to rewrite."""
-    return b"cuda" in text or b"torch.compile" in text
 
 
 def without_cuda(text: bytes, path: str) -> ast.Module:

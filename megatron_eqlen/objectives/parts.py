@@ -104,7 +104,7 @@ def checked_surrogate(surrogate: Surrogate, tokens: SupervisedTokens) -> tuple[t
     """Return the surrogate's losses and metrics. Raises ValueError unless all are tensors of the tokens'
     shape."""
     where, result = f"surrogate {described(surrogate)}", surrogate(tokens)
-    if not _is_pair(result):
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):  # pyright: ignore[reportUnnecessaryIsInstance, reportUnnecessaryComparison]
         raise ValueError(f"{where}: expected (losses, metrics), found a {type(result).__name__}")
     for name, values in {"losses": result[0], **result[1]}.items():
         shape = getattr(values, "shape", type(values).__name__)
@@ -113,10 +113,6 @@ def checked_surrogate(surrogate: Surrogate, tokens: SupervisedTokens) -> tuple[t
                 f"{where}: {name}: expected a tensor of {len(tokens.logprobs)} values, found {shape}"
             )
     return result
-
-
-def _is_pair(value: object) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict)  # pyright: ignore[reportUnknownArgumentType]
 
 
 def _check_call(part: Callable[..., Any], field: str, arguments: Sequence[str]) -> str:

@@ -59,12 +59,6 @@ def training_passes(recipe: Recipe) -> float:
     return 3.0 * loss.epochs + (loss.kl_coef > 0) + (loss.minibatches * loss.epochs > 1)
 
 
-def frozen_passes(recipe: Recipe) -> float:
-    """Return how many of ``training_passes`` compute gradients of weights that are frozen (``lora``): these
-    are left out."""
-    return float(recipe.loss.epochs) if recipe.lora.rank else 0.0
-
-
 def generation_flops(
     recipe: Recipe, model: ModelConfig, generated: float, context: float, prompts: float, branches: float
 ) -> float:
@@ -76,8 +70,9 @@ def generation_flops(
 
 
 def training_flops(recipe: Recipe, model: ModelConfig, trained: float, context: float) -> float:
-    """Return the FLOPs of training ``trained`` positions that see ``context`` others on average."""
-    frozen = frozen_passes(recipe) * forward_flops(model, context=0.0)
+    """Return the FLOPs of training ``trained`` positions that see ``context`` others on average. Gradients of
+    frozen weights (``lora``) are left out."""
+    frozen = recipe.loss.epochs * forward_flops(model, context=0.0) if recipe.lora.rank else 0.0
     teacher = forward_flops(model_config(recipe, "teacher"), context) if recipe.teacher.path else 0.0
     return trained * (training_passes(recipe) * forward_flops(model, context) - frozen + teacher)
 

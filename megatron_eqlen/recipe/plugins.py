@@ -28,7 +28,8 @@ def load_object(path: str, key: str, expected: type | None = None) -> Any:
         loaded = getattr(imported, name, None)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's own module may raise anything
         is_file = "/" in module or module.endswith(".py")
-        as_file = f": a file {module} is named {_dotted(module)}:{name}" if is_file else ""
+        dotted = module.removesuffix(".py").strip("./").replace("/", ".")  # rewards/mine.py -> rewards.mine
+        as_file = f": a file {module} is named {dotted}:{name}" if is_file else ""
         kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
         raise ValueError(f"{key}: {path!r} cannot be imported: {kind}{error}{as_file}") from None
     if loaded is None:
@@ -38,8 +39,3 @@ def load_object(path: str, key: str, expected: type | None = None) -> Any:
         wanted = "something that can be called" if expected is None else f"a {expected.__name__}"
         raise ValueError(f"{key}: {path!r}: expected {wanted}, found a {type(loaded).__name__}")
     return loaded
-
-
-def _dotted(file: str) -> str:
-    """Return a file's name as that of a module: ``rewards/mine.py`` -> ``rewards.mine``."""
-    return file.removesuffix(".py").strip("./").replace("/", ".")

@@ -8,10 +8,9 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from megatron_eqlen.metrics import at_once
 from megatron_eqlen.processes.collector import collector_paused
 from megatron_eqlen.processes.distributed import gather
-from megatron_eqlen.types import Metrics, Prompt, Rollout, rollout_key, training_order
+from megatron_eqlen.types import Prompt, Rollout, rollout_key, training_order
 
 Item = TypeVar("Item")
 
@@ -49,10 +48,6 @@ class Replicas:
     def part(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Return the rollouts that this rank grades; every rank of the replica has all of ``rollouts``."""
         return [rollout for rollout in rollouts if self.grades(rollout.prompt, rollout.index)]
-
-    def combine(self, metrics: Metrics) -> Metrics:
-        """Merge the metrics of all replicas. Collective."""
-        return at_once(gather([metrics] if self.leads else []))
 
 
 @collector_paused()

@@ -19,7 +19,6 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -201,8 +200,8 @@ def _fault(checkpoint: Path) -> str | None:
     manifest, fault = agree(lambda: _manifest(checkpoint))
     if fault:
         return fault
-    by_rank = _by_all_ranks(lambda mine: checkpoint_folder.faults(checkpoint, manifest, mine), [*manifest])
-    return next((fault for part in by_rank for fault in part), None)
+    mine = [*manifest][dist.get_rank() :: dist.get_world_size()]
+    return next(iter(gather(checkpoint_folder.faults(checkpoint, manifest, mine))), None)
 
 
 def _manifest(checkpoint: Path) -> tuple[checkpoint_folder.Manifest, str | None]:
@@ -230,8 +229,3 @@ def _drop_old(newest: Path, keep: int) -> None:
     older = [path for number, path in step_folders(newest.parent) if number <= step]
     for old in older[:-keep]:
         shutil.rmtree(old)
-
-
-def _by_all_ranks(work: Callable[[Collection[str]], Any], names: list[str]) -> list[Any]:
-    """Call ``work`` on each rank's share of the names; return all ranks' results."""
-    return gather([work(names[dist.get_rank() :: dist.get_world_size()])])

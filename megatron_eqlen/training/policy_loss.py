@@ -141,7 +141,10 @@ def _merged(name: str, totals: Metrics, largest: Metrics) -> float:
 
 
 def _of_row(name: str, values: torch.Tensor) -> torch.Tensor:
-    return _largest(values) if m.metric(name).merge == "max" else values.detach().double().sum()
+    values = values.detach()
+    if m.metric(name).merge == "max":
+        return values.max() if len(values) else values.new_tensor(-torch.inf)
+    return values.double().sum()
 
 
 def _kl(logp: torch.Tensor, ref: torch.Tensor, loss: LossRecipe) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,7 +162,3 @@ def _kl(logp: torch.Tensor, ref: torch.Tensor, loss: LossRecipe) -> tuple[torch.
 def _clamp(exponent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the values clamped to +-EXPONENT_LIMIT, and a mask of the clamped values."""
     return exponent.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT), exponent.abs() > EXPONENT_LIMIT
-
-
-def _largest(values: torch.Tensor) -> torch.Tensor:
-    return values.detach().max() if len(values) else values.new_tensor(-torch.inf)

@@ -172,7 +172,8 @@ def to_batch(rows: list[RecordedRow]) -> pa.RecordBatch:
             columns[name + COUNTS] = [None if values is None else values.counts for values in cells]
             cells = [None if values is None else values.values for values in cells]
         if COLUMNS[name].dtype is None:
-            cells = [None if values is None else _as_bytes(values) for values in cells]
+            rows_of = [None if values is None else np.ascontiguousarray(values) for values in cells]
+            cells = [None if values is None else values.reshape(-1).view(np.uint8) for values in rows_of]
         columns[name] = cells
     nothing = [None] * len(rows)
     arrays = [_column(columns.get(field.name, nothing), field.type) for field in SEGMENTS]
@@ -183,10 +184,6 @@ def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
     if not any(value is not None for value in values):
         return pa.nulls(len(values), kind)
     return lists(values, kind.value_type) if pa.types.is_list(kind) else pa.array(values, kind)
-
-
-def _as_bytes(values: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
 
 
 # ---- from rows -------------------------------------------------------------------------------------------
