@@ -659,7 +659,7 @@ class PackingRecipe(Section):
 
 
 class CheckpointRecipe(Section):
-    """Checkpoints, from which a run resumes."""
+    """Checkpoints, from which a run resumes; they are written while the next step generates."""
 
     every: PositiveInt = 10
     """Steps from one checkpoint to the next."""
@@ -671,8 +671,6 @@ class CheckpointRecipe(Section):
     """Layouts that can resume from a checkpoint. ``data_parallel``: the same ``parallel`` section on any
     number of nodes; every rank writes its own shard. ``any``: all layouts, but ranks gather the optimizer
     state."""
-    background: bool = True
-    """Write while the next step generates; the next update waits for a slow disk."""
 
 
 class BenchmarkRecipe(DataSection):

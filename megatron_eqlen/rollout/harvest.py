@@ -19,6 +19,7 @@ from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.meter import Meter
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver
+from megatron_eqlen.sampling.kind import Setting
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import Metrics, Prompt, Rollout, RolloutKey, rollout_key
 
@@ -80,18 +81,19 @@ class _Finished(HarvestObserver):
 
 def _harvesters(plan: HarvestPlan) -> dict[RolloutKey, Harvester]:
     """Return the harvesters of all rollouts, resumed ones first."""
-    eos, kind = frozenset(plan.eos_token_ids), KINDS[plan.recipe.sampling]
+    kind = KINDS[plan.recipe.sampling]
+    setting = Setting(plan.recipe, frozenset(plan.eos_token_ids), plan.seed, plan.marker)
     harvesters: dict[RolloutKey, Harvester] = {}
     # rollouts of earlier steps, with the seeds that they had
     for partial in plan.progress.partial:
         if partial.origin is not None:
             seed = harvest_seed(plan.recipe, partial.origin.step)
-            of_prompt = kind.harvesters([partial.prompt], plan.recipe, eos, seed, plan.marker)
+            of_prompt = kind.harvesters([partial.prompt], setting._replace(seed=seed))
             harvesters[partial.key] = next(found for found in of_prompt if found.index == partial.index)
     # new ones
     resumed_prompts = {prompt_id for prompt_id, _ in harvesters}
     new = [prompt for prompt in plan.prompts if prompt.prompt_id not in resumed_prompts]
-    for harvester in kind.harvesters(new, plan.recipe, eos, plan.seed, plan.marker):
+    for harvester in kind.harvesters(new, setting):
         harvesters[harvester.prompt.prompt_id, harvester.index] = harvester
     for partial in plan.progress.partial:
         if partial.key in harvesters:

@@ -46,13 +46,12 @@ class Checkpoints:
         """Begin a checkpoint after ``spent.steps`` steps. ``data``: position of the data source, on rank 0;
         ``last``: no step follows, so wait until it is written."""
         position = {"data": agree(lambda: data), **{key: getattr(spent, key) for key in COSTS}}
-        options = self._session.recipe.checkpoint
         with self._session.stage("checkpoint") as seconds:
             self._saving = checkpoint.begin(
-                self._folder.checkpoints, spent.steps, policy, position, options.keep
+                self._folder.checkpoints, spent.steps, policy, position, self._session.recipe.checkpoint.keep
             )
         self.saved, self._seconds = spent.steps, seconds[m.TIME_CHECKPOINT]
-        if last or not options.background:
+        if last:
             self.finish()
 
     def finish(self) -> Metrics:

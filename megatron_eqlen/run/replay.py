@@ -51,8 +51,7 @@ class Replay(InTurn):
 
     def _check_step(self, number: int) -> None:
         folder = self.streams / step_name(number)
-        rollouts = read_skeletons(step_files(folder))
-        check_step(folder, rollouts, self.recipe, self.session.tokenizer.eos_token_ids)
+        check_step(folder, read_skeletons(step_files(folder)), self.recipe)
 
     def score(self, step: Step, harvested: Batch) -> Batch:
         """Grade only the responses without a recorded grade; ask the teacher only where none answered."""

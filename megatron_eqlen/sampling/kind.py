@@ -36,16 +36,9 @@ class SamplingKind(ABC):
     name: ClassVar[str]
     """Value of the recipe's key, and ``Rollout.kind``."""
 
-    def harvesters(
-        self,
-        prompts: Sequence[Prompt],
-        recipe: Recipe,
-        eos_token_ids: frozenset[int],
-        seed: int,
-        marker: Marker | None = None,
-    ) -> list[Harvester]:
+    def harvesters(self, prompts: Sequence[Prompt], setting: Setting) -> list[Harvester]:
         """Return a harvester for each rollout of ``prompts``, those of a prompt next to each other."""
-        setting, numbers = Setting(recipe, eos_token_ids, seed, marker), range(recipe.rollouts_per_prompt)
+        numbers = range(setting.recipe.rollouts_per_prompt)
         return [self.harvester(prompt, number, setting) for prompt in prompts for number in numbers]
 
     @abstractmethod

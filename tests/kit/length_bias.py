@@ -25,6 +25,7 @@ from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.rollout.partial import HarvestProgress, PartialRollout, RolloutOrigin
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver, Marker
+from megatron_eqlen.sampling.kind import Setting
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import Delta, Grade, Metrics, Prompt, Rollout, TokenTree
 
@@ -141,7 +142,7 @@ class Process:
         rollout = rollout.model_copy(update={"max_response_length": self.limit})
         recipe = recipe.model_copy(update={"rollout": rollout})
         marker = Marker(lambda ids: self.marker in ids, 1)
-        return KINDS[recipe.sampling].harvesters([QUESTION], recipe, ends, 0, marker)[0]
+        return KINDS[recipe.sampling].harvesters([QUESTION], Setting(recipe, ends, 0, marker))[0]
 
     def _stream(self, recipe: Recipe, choose: Choose) -> Rollout:
         """Return the stream whose tracks are the chosen continuations of its trunk."""

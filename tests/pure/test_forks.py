@@ -15,6 +15,7 @@ from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.harvester import Marker
+from megatron_eqlen.sampling.kind import Setting
 from megatron_eqlen.sampling.profile import fork_gain, forks, gain_metrics, profile_metrics
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Delta, Grade, Part, Prompt, Rollout
@@ -278,7 +279,7 @@ def grown(rule, seed, order=0, other_after=LENGTH):
     """Return the parts of a tree, and which of them fork. Its tokens come from the seeds of its tracks, other
     ones after that many tokens of a response; they arrive in the pieces of ``order``."""
     (tree,) = KINDS["tree"].harvesters(
-        [PROMPT], recipe(rule, limit=LENGTH, group_size=3), frozenset({EOS}), seed, TWO_MARKERS
+        [PROMPT], Setting(recipe(rule, limit=LENGTH, group_size=3), frozenset({EOS}), seed, TWO_MARKERS)
     )
     arrival, left = np.random.default_rng(order), {}
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 import tests.kit.rollouts as kit
 from megatron_eqlen.objectives.dynamic_sampling import filter_groups
 from megatron_eqlen.sampling.comparison import part_rewards
+from megatron_eqlen.sampling.kind import Setting
 from megatron_eqlen.sampling.tree import TREE as KIND
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Delta, Grade, Part, Prompt, tokens_along
@@ -30,7 +31,7 @@ def sampled(branching, forks, step_tokens, limit, seed, order):
         group_size=branching,
         tree_sampling__step_tokens=step_tokens,
     )
-    (unit,) = KIND.harvesters([PROMPT], settings, frozenset({EOS}), seed)
+    (unit,) = KIND.harvesters([PROMPT], Setting(settings, frozenset({EOS}), seed))
     arrival = np.random.default_rng(order)
     running = [(track, np.random.default_rng(track.seed)) for track in unit.start()]
     while not unit.complete:

@@ -30,6 +30,7 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.report.compare import Rows, markdown_rows
 from megatron_eqlen.report.figures import svg
 from megatron_eqlen.sampling import KINDS
+from megatron_eqlen.sampling.kind import Setting
 from megatron_eqlen.types import Delta, Grade, Prompt, Rollout, TokenTree
 from tools.research.samples import LAWS
 
@@ -165,7 +166,8 @@ class World:
         prompts = [Prompt(f"{number}.{i}", [0], "?", "math", "1") for i in range(count)]
         difficulty = {p.prompt_id: float(self.random.choice(DIFFICULTIES)) for p in prompts}
         rollouts, tokens, longest = [], 0, 0
-        for harvester in KINDS[recipe.sampling].harvesters(prompts, recipe, frozenset([EOS]), number):
+        setting = Setting(recipe, frozenset([EOS]), number)
+        for harvester in KINDS[recipe.sampling].harvesters(prompts, setting):
             launched = list(harvester.start())
             while launched or not harvester.complete:
                 for track in launched:

@@ -11,7 +11,6 @@ from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout.record.reader import has_columns
 from megatron_eqlen.rollout.record.recorder import FILES
-from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.tokens import COLUMNS
 from megatron_eqlen.types import Rollout, rollout_key
 
@@ -34,7 +33,7 @@ def check_steps(streams: Path, first: int, steps: int | None) -> None:
         )
 
 
-def check_step(folder: Path, rollouts: Sequence[Rollout], recipe: Recipe, eos: frozenset[int]) -> None:
+def check_step(folder: Path, rollouts: Sequence[Rollout], recipe: Recipe) -> None:
     """Raise ReplayError unless a step's rollouts are those that ``recipe`` would generate for their
     prompts."""
     kinds = Counter(recorded.kind for recorded in rollouts)
@@ -48,7 +47,7 @@ def check_step(folder: Path, rollouts: Sequence[Rollout], recipe: Recipe, eos: f
             f"--replay: {folder}: expected {column.name} of all tokens, found tokens without: its run did "
             f"not keep or record them ({', '.join(keys)}); change rollout.{column.keep_key} to train without"
         )
-    prompts = {recorded.prompt_id: recorded.prompt for recorded in rollouts}
+    prompts = {recorded.prompt_id for recorded in rollouts}
     if recipe.rollout.carry_over:
         return  # the number of resumed rollouts depends on the step before
     wanted, rollout = recipe.data.prompts_per_step, recipe.rollout
@@ -56,15 +55,11 @@ def check_step(folder: Path, rollouts: Sequence[Rollout], recipe: Recipe, eos: f
     too_many = len(prompts) > wanted and not resolve(recipe).dynamic_sampling
     if too_many or (len(prompts) < wanted and not cut):
         _refuse(folder, f"rollouts of {wanted} prompts (data.prompts_per_step)", str(len(prompts)))
-    harvesters = KINDS[recipe.sampling].harvesters(list(prompts.values()), recipe, eos, 0)
-    expected = {(harvester.prompt.prompt_id, harvester.index) for harvester in harvesters}
-    present = {rollout_key(recorded) for recorded in rollouts}
-    if present - expected or (expected - present and not cut):
-        counts = Counter(prompt_id for prompt_id, _ in present)
-        each = len(expected) // len(prompts)
-        prompt_id = next(name for name in prompts if counts[name] != each)
-        what = f"{each} rollouts of every prompt (group_size {recipe.group_size})"
-        _refuse(folder, what, f"{counts[prompt_id]} of {prompt_id}")
+    each = recipe.rollouts_per_prompt
+    for prompt_id, count in Counter(prompt_id for prompt_id, _ in map(rollout_key, rollouts)).items():
+        if count > each or (count < each and not cut):
+            what = f"{each} rollouts of every prompt (group_size {recipe.group_size})"
+            _refuse(folder, what, f"{count} of {prompt_id}")
 
 
 def _refuse(folder: Path, expected: str, found: str) -> None:
