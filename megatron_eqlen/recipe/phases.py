@@ -4,20 +4,7 @@
                                          └────────────────── a step ──────────────────────┘
 
 ``run/loop.py`` makes the phases; ``rollout.park_trainer`` and ``optimizer.offload`` decide what the trainer
-keeps. With ``rollout.park_trainer: state``:
-
-=============  ================================================  =============================
-phase          the trainer on the GPU                            the engine on the GPU
-=============  ================================================  =============================
-load           weights, gradients, optimizer                     (not built)
-start          weights                                           weights, KV cache
-sync           weights, tensors in transit                       weights
-evaluate       weights                                           weights, KV cache
-generate       weights                                           weights, KV cache
-train          weights, gradients, optimizer, activations        memory of the sleeping engine
-checkpoint     weights                                           weights, KV cache
-=============  ================================================  =============================
-
+keeps; ``eqlen plan`` prints them with their bytes.
 A teacher's weights are on the GPU between generate and train alone (``teach``).
 """
 

@@ -1,20 +1,10 @@
-"""Mismatch of trainer and engine, and its correction in the loss.
+"""Mismatch of trainer and engine, and its correction in the loss (objectives/README.md has the keys).
 
     rho_t = pi_trainer(y_t) / pi_engine(y_t)        of the weights that sampled, in two programs
 
-    rollout_is         importance_t = rho_t, or the product of its segment
-                       one threshold: min(importance, threshold)   (truncated importance sampling)
-                       [low, high]:   0 outside of the band        (IcePop, arXiv 2510.18855)
-    rollout_rs         tokens or segments whose divergence is beyond its bound give no gradient
-                       (masked importance sampling; verl 0.8, ``rollout_corr_helper.py``, has the names;
-                       binary_kl: the larger of the KLs of token / other token, KPop)
-    rollout_token_veto_threshold
-                       a segment with any rho_t below it gives no gradient (verl's, before 0.7)
-
 Tokens that ``rollout_rs`` or the veto rejects are excluded from the ratio of their segment (GSPO, LUSPO,
-VESPO), as in verl, whose rejection mask multiplies the response mask before the ratio is computed. They still
-count in the averages, with gradient 0: weights hold every factor before the loss is known. (verl excludes
-them from the denominator, too.)
+VESPO), as in verl, whose rejection mask multiplies the response mask before the ratio is computed
+(0.8, ``rollout_corr_helper.py``).
 """
 
 from __future__ import annotations
