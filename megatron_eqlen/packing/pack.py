@@ -123,7 +123,7 @@ class Packing:
             m.PACKING_TOKENS: float(used),
             "packing/computed_tokens": float(computed),
             m.PACKING_UNIQUE_TOKENS: float(unique),
-            m.PACKING_REPEATED_TOKENS: float(used - unique),
+            "packing/repeated_tokens": float(used - unique),
             m.PACKING_CONTEXT: float(pairs.sum() / max(used, 1)),
             "packing/pruned_tokens": float(forest.length[~forest.live].sum()),
             "packing/supervised_tokens": float(forest.length[trained].sum()),

@@ -99,7 +99,7 @@ class Meter:
             metrics |= {
                 "harvest/carried_rollouts": len(self.carried),
                 "harvest/carried_tokens": sum(partial.earlier_tokens for partial in self.carried),
-                m.HARVEST_SUSPENDED_ROLLOUTS: self.suspended,
+                "harvest/suspended_rollouts": self.suspended,
             }
         if self.dialogues is not None:
             metrics |= self.dialogues.metrics()

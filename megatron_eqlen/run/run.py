@@ -248,9 +248,9 @@ class Run:
         effective = step.metrics.get(m.OBJECTIVE_EFFECTIVE_SAMPLES, 0.0)
         speed = {
             m.TIME_STEP: taken,
-            m.TIME_ENGINE_IDLE: timeline.idle(ENGINE, step.started, now),
-            m.TIME_TRAINER_IDLE: timeline.idle(TRAINER, step.started, now),
-            m.EFFECTIVE_PER_GPU_SECOND: effective / (taken * self.recipe.gpus),
+            "time/engine_idle": timeline.idle(ENGINE, step.started, now),
+            "time/trainer_idle": timeline.idle(TRAINER, step.started, now),
+            "objective/effective_per_gpu_second": effective / (taken * self.recipe.gpus),
         }
         step = step.log(gain_metrics(step.metrics))
         ranks = m.over_ranks(gather([step.metrics]))

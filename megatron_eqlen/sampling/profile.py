@@ -92,9 +92,9 @@ def profile_metrics(rollouts: Iterable[Rollout]) -> Metrics:
         return {}
     weight = sum(fork.weight for fork in later)
     return {
-        m.PROFILE_ROLLOUTS: len(first),
+        "profile/rollouts": len(first),
         m.PROFILE_VARIANCE: fmean(first),
-        m.PROFILE_FORKS: len(later),
+        "profile/forks": len(later),
         m.PROFILE_UNDECIDED: sum(fork.weight * fork.variance for fork in later) / weight,
         m.PROFILE_TOKENS_AFTER: sum(fork.weight * fork.after for fork in later)
         / sum(fork.weight * (fork.length + fork.after) for fork in later),

@@ -126,7 +126,7 @@ class Policy:
         still work; ``update`` needs ``unpark``. Return the bytes that were freed."""
         before = sum(self.memory.on_device().values())
         self.memory.park()
-        return {m.PARKED_BYTES: float(before - sum(self.memory.on_device().values()))}
+        return {"memory/parked_bytes": float(before - sum(self.memory.on_device().values()))}
 
     def unpark(self) -> None:
         """Restore the memory that ``park`` freed, bit for bit; gradients are zeros."""

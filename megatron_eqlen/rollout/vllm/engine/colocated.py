@@ -130,7 +130,7 @@ class ColocatedEngine:
         lifecycle.close(self.core)
 
     def metrics(self) -> Metrics:
-        metrics: Metrics = {m.ENGINE_PREEMPTIONS: self.preemptions, **self.sync}
+        metrics: Metrics = {"engine/preemptions": self.preemptions, **self.sync}
         self.preemptions = 0
         self.sync = {}
         return metrics
