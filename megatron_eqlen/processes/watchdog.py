@@ -125,7 +125,8 @@ class Watchdog:
             if now - looked > 10 * self.interval:  # this process was stopped, others perhaps, too
                 self._since = now
             looked = now
-            self._update(now)
+            if (seen := (_beats, self._collectives())) != self._seen:
+                self._seen, self._since = seen, now
             deadline = self._declare()
             hung = hangs
             hangs = time.time() > deadline and not any(map(self._is_fine, range(self.world)))
@@ -136,10 +137,6 @@ class Watchdog:
         """End the process, with stacks on the screen, if this is not called again in time."""
         assert self.seconds is not None
         faulthandler.dump_traceback_later(STUCK * self.seconds, exit=True)
-
-    def _update(self, now: float) -> None:
-        if (seen := (_beats, self._collectives())) != self._seen:
-            self._seen, self._since = seen, now
 
     def _declare(self) -> float:
         """Set and return the deadline of this rank's next progress, in seconds since 1970."""

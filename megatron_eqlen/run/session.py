@@ -112,25 +112,19 @@ class Session:
         if not alone:
             self.progress.stage(name)
             peak_memory.begin()
-        with (
-            self._out_of_memory(name),
-            record_function(f"stage {name}"),
-            self.watchdog.stage(name, patience),
-            self.timeline.span(name) as span,
-        ):
-            yield measured
+        try:
+            with (
+                record_function(f"stage {name}"),
+                self.watchdog.stage(name, patience),
+                self.timeline.span(name) as span,
+            ):
+                yield measured
+        except torch.OutOfMemoryError as error:
+            error.add_note(peak_memory.shortage(name, self.planned))
+            raise
         measured[f"time/{name}"] = span.ended - span.began
         if not alone:
             measured |= peak_memory.measured(name, self.planned)
-
-    @contextlib.contextmanager
-    def _out_of_memory(self, stage: str) -> Iterator[None]:
-        """Add to the error of a GPU without memory what the memory holds."""
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            error.add_note(peak_memory.shortage(stage, self.planned))
-            raise
 
     @cached_property
     def planned(self) -> dict[str, float]:
