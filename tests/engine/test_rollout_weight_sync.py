@@ -109,14 +109,14 @@ def test_every_family_is_harvested_and_its_logprobs_are_transformers(fresh):
         {
             "name": "t", "steps": 1, "group_size": 4, "model": {"path": "none"},
             "data": {"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 50},
-            "rollout": {"max_response_length": 80, "temperature": 1.0, "max_num_seqs": 64},
+            "rollout": {"max_response_length": 40, "temperature": 1.0, "max_num_seqs": 64},
         },
         "test",
     )  # fmt: skip
     streams, metrics = harvest(engine, HarvestPlan(prompts, recipe, EOS, seed=3))
     assert len(streams) == 4
     assert sum(len(pairs_of(stream)) for stream in streams) > 8
-    assert all(tokens[-1] in EOS and len(tokens) <= 80 for s in streams for _, tokens in s.ended())
+    assert all(tokens[-1] in EOS and len(tokens) <= 40 for s in streams for _, tokens in s.ended())
     context = {prompt.prompt_id: prompt.token_ids for prompt in prompts}
     paths, ours = [], []
     for stream in streams:
