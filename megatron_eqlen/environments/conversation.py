@@ -91,7 +91,7 @@ def answer(
         if known is None:
             _replay(speak, environment, turns[:-1])
         observation = _step(speak, environment, turns[-1])
-        given = [] if observation.done else speak.write(observation)
+        given = _given(speak, environment, observation)
         before = sum(len(turn.given) for turn in turns)
         over = len(turns) >= speak.limits.max_turns or before + len(given) > speak.limits.max_given_tokens
         if observation.done or over:
@@ -113,8 +113,7 @@ def _replay(speak: Conversations, environment: Environment, turns: list[Turn]) -
     """Bring a new environment into the state after the answered ``turns``. Raises ChangedAnswerError if it
     answers otherwise than it did."""
     for number, turn in enumerate(turns):
-        observation = _step(speak, environment, turn)
-        given = [] if observation.done else speak.write(observation)
+        given = _given(speak, environment, _step(speak, environment, turn))
         if given != turn.given.tolist():
             raise ChangedAnswerError(
                 f"turn {number}: expected the answer that was recorded, found another: the environment's "
@@ -128,6 +127,18 @@ def _step(speak: Conversations, environment: Environment, turn: Turn) -> Observa
     if not isinstance(observation, Observation) or not isinstance(observation.content, str):
         raise _wrong(environment, "step", "an Observation whose content is a str", observation)
     return observation
+
+
+def _given(speak: Conversations, environment: Environment, observation: Observation) -> list[int]:
+    """Return the tokens that answer a turn, none where the response has ended. Raises ValueError for an
+    observation without a token: the next turn would continue this one."""
+    given = [] if observation.done else speak.write(observation)
+    if not given and not observation.done:
+        raise ValueError(
+            f"{type(environment).__name__}.step: expected an Observation that the chat template writes as "
+            f"tokens, found {observation.content!r}, which it writes as none"
+        )
+    return given
 
 
 def _grade(environment: Environment) -> Grade | None:

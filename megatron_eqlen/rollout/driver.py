@@ -53,6 +53,8 @@ class Driver:
         """Tokens that this step generated for each running harvester, in tracks that have ended."""
         self.launched: dict[RolloutKey, list[Track]] = {}
         """All tracks of each running harvester, if its rollout may be suspended."""
+        self.unlaunched: dict[RolloutKey, set[int]] = {}
+        """Tracks with recorded tokens that each running harvester has not launched again, by their number."""
         self.prompt_routes = PromptRoutes(self.running) if self.rollout.keep_routes else None
         self.dialogues = meter.dialogues
 
@@ -75,7 +77,7 @@ class Driver:
                 deltas = self.meter.timed(self.engine.step) if self.in_flight else []
                 self.advance(self.deliver(deltas))
                 if self.dialogues is not None:
-                    self.converse(self.dialogues)
+                    self.converse(self.dialogues, idle=not self.in_flight and len(self.dialogues.calls) > 0)
                 # give up a silent engine
                 now = time.monotonic()
                 if deltas or (self.dialogues is not None and len(self.dialogues.calls)):
@@ -110,12 +112,14 @@ class Driver:
         self.running[key] = harvester
         if key in self.partial:
             self.generated[key] = -self.partial[key].earlier_tokens
+            self.unlaunched[key] = set(self.partial[key].tracks)
         for track in harvester.start():
             self.launch(track, key)
 
     def launch(self, track: Track, key: RolloutKey) -> None:
         """Give a new track the tokens of earlier steps and attempts, then submit it unless it has ended."""
         harvester = self.running[key]
+        self.unlaunched.get(key, set()).discard(track.number)
         track.keeps_columns = self.plan.keeps_columns(harvester.prompt, key[1])
         if track.keeps_columns:
             track.tokens.expect(self.columns)
@@ -216,10 +220,11 @@ class Driver:
             if self.dialogues is not None and key in self.running:
                 self.dialogues.begin(key, harvester)
 
-    def converse(self, dialogues: Dialogues) -> None:
-        """Hand the answers of environments to their tracks, which go on or have ended."""
+    def converse(self, dialogues: Dialogues, idle: bool) -> None:
+        """Hand the answers of environments to their tracks, which go on or have ended. ``idle``: there is
+        nothing else to do."""
         touched: dict[RolloutKey, None] = {}
-        for call in dialogues.finished(idle=not self.in_flight and len(dialogues.calls) > 0):
+        for call in dialogues.finished(idle):
             if call.key not in self.running:  # dropped with another call
                 call.leave()
                 continue
@@ -262,6 +267,7 @@ class Driver:
     def take(self, key: RolloutKey, harvester: Harvester) -> tuple[Rollout, int]:
         """Stop running a harvester; return its rollout, and the number of tokens generated for it."""
         self.running.pop(key, None)
+        self.unlaunched.pop(key, None)
         if self.prompt_routes is not None:
             self.prompt_routes.end(key)
         if self.dialogues is not None:
@@ -274,6 +280,10 @@ class Driver:
 
     def end_early(self) -> None:
         """Suspend or cut rollouts that are not complete, and start no more: the budget is used up."""
+        # let environments repeat themselves: forks and parts that came after an answer are recorded
+        while self.dialogues is not None and len(self.dialogues.calls) and any(map(self.lacks, self.running)):
+            self.converse(self.dialogues, idle=True)
+            beat()
         # stop decoding
         self.engine.abort(list(self.in_flight))
         for track, key in self.in_flight.values():
@@ -294,6 +304,11 @@ class Driver:
                 harvester.start()  # its tracks get no token
                 self.suspend(key, harvester)
         self.waiting.clear()
+
+    def lacks(self, key: RolloutKey) -> bool:
+        """Return True if a resumed rollout has not yet all tracks and parts that it had."""
+        final = self.partial[key].final if key in self.partial else ()
+        return bool(self.unlaunched.get(key)) or len(self.running[key].parts) < len(final)
 
     def may_suspend(self, key: RolloutKey) -> bool:
         """Return True if the next step may resume a rollout."""

@@ -15,10 +15,11 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import tests.kit.rollouts as kit
+from megatron_eqlen.environments.conversation import Conversations
 from megatron_eqlen.files import step_name
 from megatron_eqlen.objectives.aggregation import AGGREGATIONS
 from megatron_eqlen.objectives.build import weighted_units
@@ -46,12 +47,11 @@ from megatron_eqlen.types import (
     Rollout,
     RolloutKey,
     rollout_key,
-    tokens_along,
     training_order,
 )
 from tests.kit.marks import examples
 from tests.pure.test_rollout_harvest import EOS, check_routes, make_recipe, versions_of
-from tests.pure.test_rollout_resume import Killed, Lockstep
+from tests.pure.test_rollout_resume import Killed, Lockstep, dealt
 
 SAMPLINGS = {
     "equal_length": {},
@@ -73,8 +73,10 @@ def reward_of(response: Sequence[int]) -> float:
 class Run:
     """Steps of generation and scoring, as ``Generator`` takes them, without ranks."""
 
-    def __init__(self, streams: Path, recipe: Recipe, end: float) -> None:
-        self.streams, self.recipe, self.end = streams, recipe, end
+    def __init__(
+        self, streams: Path, recipe: Recipe, end: float, conversations: Conversations | None = None
+    ) -> None:
+        self.streams, self.recipe, self.end, self.conversations = streams, recipe, end, conversations
         self.suspended: dict[RolloutKey, RolloutOrigin] = {}
         self.drawn: dict[str, tuple[int, Prompt]] = {}
         self.graded: Counter = Counter()
@@ -131,6 +133,7 @@ class Run:
                     EOS,
                     seed=harvest_seed(self.recipe, number),
                     progress=progress,
+                    conversations=self.conversations,
                 ),
                 [recorder],
             )
@@ -139,7 +142,8 @@ class Run:
         if not files:  # an engine that died had delivered more
             generated = read_progress(folder, prompts, self.recipe, mine).generated_tokens
             assert generated == metrics["harvest/generated_tokens"]
-            assert self.engine or generated == sum(engine.delivered.values())
+            if self.engine is None and self.conversations is None:  # it counts one request of a track
+                assert generated == sum(engine.delivered.values())
         return rollouts
 
     def grade(self, rollout: Rollout) -> None:
@@ -161,17 +165,19 @@ class Run:
         rollout = self.recipe.rollout.model_copy(update={"tokens_per_step": None, "carry_over": False})
         recipe = self.recipe.model_copy(update={"rollout": rollout})
         engine = Lockstep(random.Random(0), self.end, max_num_seqs=5, routes=recipe.rollout.keep_routes)
-        rollouts, _ = harvest(engine, HarvestPlan([prompt], recipe, EOS, seed=harvest_seed(recipe, number)))
+        seed = harvest_seed(recipe, number)
+        plan = HarvestPlan([prompt], recipe, EOS, seed=seed, conversations=self.conversations)
+        rollouts, _ = harvest(engine, plan)
         for graded in rollouts:
             for segment, response in graded.ended():
-                segment.grade = Grade(reward_of(response), "wrong")
+                segment.grade = segment.grade or Grade(reward_of(response), "wrong")
         return rollouts
 
 
 def taught(rollout: Rollout, part: Part) -> np.ndarray:
-    """Return [len(part)] numbers, each of which depends on its token's path."""
-    path = tokens_along(rollout.line(part.number))
-    return np.cumsum(path, dtype=np.float32)[len(path) - len(part) :]
+    """Return [len(part.tokens)] numbers, each of which depends on its token's path."""
+    path = np.concatenate([above.token_ids for above in rollout.line(part.number)])
+    return np.cumsum(path, dtype=np.float32)[len(path) - len(part.tokens) :]
 
 
 def content(rollout: Rollout) -> list:
@@ -216,6 +222,7 @@ cases = st.fixed_dictionaries(
         "limit": st.integers(4, 24),
         "routes": st.booleans(),
         "teacher": st.booleans(),
+        "environment": st.booleans(),
     }
 )
 steps = st.lists(
@@ -254,7 +261,19 @@ def recipe_of(case: dict, **rollout) -> Recipe:
     )
 
 
+SIMPLE = {
+    "kind": "equal_length", "suffix_reward": "max", "unfinished": "zero", "max_pairs": None, "overlong": 0,
+    "seed": 1, "limit": 24, "routes": False, "on_policy": False, "average": None, "minibatches": 1,
+    "teacher": False, "environment": False,
+}  # fmt: skip
+
+
 @examples(16)
+@example(  # in the second step the environment has not repeated, when the budget ends, what tracks follow
+    SIMPLE | {"seed": 17, "limit": 20, "end": 0.15, "environment": True},
+    [(1, 20, 1, []), (1, 5, 1, []), (2, 60, 1, [])],
+    0.0,
+)
 @given(cases, steps, st.sampled_from([0.0, 0.0005]))
 def test_every_rollout_is_trained_once_with_the_rewards_and_weights_of_a_step_that_trains_all_at_once(
     case, steps, interval
@@ -262,7 +281,7 @@ def test_every_rollout_is_trained_once_with_the_rewards_and_weights_of_a_step_th
     recipe = recipe_of(case)
     lessons, complete = {}, {}
     with tempfile.TemporaryDirectory() as home, patch.object(recorder_module, "INTERVAL", interval):
-        run = Run(Path(home), recipe, case["end"])
+        run = Run(Path(home), recipe, case["end"], dealt() if case["environment"] else None)
         last = (len(steps), (0, None, 2, []))
         for number, (new, budget, replicas, kills) in [*enumerate(steps), last]:
             rollouts = run.step(number, prompts_of(number, new), budget, replicas, kills)
@@ -289,13 +308,6 @@ def test_every_rollout_is_trained_once_with_the_rewards_and_weights_of_a_step_th
         assert not complete
         assert lessons == lessons_of(whole, recipe)
         assert max(run.graded.values(), default=1) == 1, "nothing is graded or taught twice"
-
-
-SIMPLE = {
-    "kind": "equal_length", "suffix_reward": "max", "unfinished": "zero", "max_pairs": None, "overlong": 0,
-    "seed": 1, "limit": 24, "routes": False, "on_policy": False, "average": None, "minibatches": 1,
-    "teacher": False,
-}  # fmt: skip
 
 
 class RoutingByVersion(Lockstep):

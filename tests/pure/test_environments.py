@@ -258,6 +258,10 @@ WRONG = {
         Observation(7),
         0.0,
     ),
+    "step: expected an Observation that the chat template writes as tokens, found '',": (
+        Observation(""),
+        0.0,
+    ),
     "grade: expected a finite number, a Grade or None, found '1.0' of the type str": (None, "1.0"),
     "grade: expected a finite number, a Grade or None, found 'nan' of the type float": (None, float("nan")),
 }

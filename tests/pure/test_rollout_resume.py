@@ -142,6 +142,11 @@ def environment_of(case: dict) -> Conversations | None:
     """Return the environment. With a budget, the harvest would depend on the time that calls take."""
     if not case["environment"] or case["budget"] is not None:
         return None
+    return dealt()
+
+
+def dealt() -> Conversations:
+    """Return conversations with dealers, whose observations are token ids."""
     write = lambda observation: list(map(int, observation.content.split()))  # noqa: E731
     return Conversations(Dealer, str, write, EnvironmentRecipe(max_turns=4))
 
@@ -155,7 +160,7 @@ class Dealer(Environment):
     def step(self, message: str) -> Observation:
         self.messages += message
         card = 20 + (zlib.crc32(self.messages.encode()) + self.random.randrange(100)) % 100
-        return Observation(" ".join([str(card)] * self.random.randint(0, 3)), done=self.random.random() < 0.4)
+        return Observation(" ".join([str(card)] * self.random.randint(1, 3)), done=self.random.random() < 0.4)
 
     def grade(self) -> float:
         return zlib.crc32(self.messages.encode()) % 1000 / 1000
