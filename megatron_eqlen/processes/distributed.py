@@ -114,11 +114,6 @@ def device() -> torch.device:
     )
 
 
-def gpu_name() -> str | None:
-    """Return the device name of this process's GPU; None without a GPU."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
-
-
 def _join_world(timeout: timedelta) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

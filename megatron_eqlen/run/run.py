@@ -232,7 +232,8 @@ class Run:
         taken = now - step.started
         worked = taken - step.metrics.get(m.TIME_EVALUATE, 0.0)
         check_held(self.folder)
-        reached = achieved(self.recipe, self.model, step.metrics, distributed.gpu_name())
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        reached = achieved(self.recipe, self.model, step.metrics, device)
         self.spent = Spent(
             step.number + 1,
             self.spent.gpu_hours + agree(lambda: worked) * self.recipe.gpus / 3600,

@@ -26,12 +26,6 @@ RowResult = Callable[[torch.Tensor, torch.Tensor, Row, np.ndarray], Any]
 """Function (logprobs [n], entropy [n], row, the n supervised positions) -> result of a pass for a row."""
 
 
-def microbatch_multiple(config: TransformerConfig) -> int:
-    """Return the number of which the row count must be a multiple: Megatron's interleaved schedule processes
-    micro-batches in groups of the pipeline's size; other schedules take any number."""
-    return config.pipeline_model_parallel_size if config.virtual_pipeline_model_parallel_size else 1
-
-
 def row_multiple(config: TransformerConfig) -> int:
     """Return the number of which a row's length must be a multiple: context parallelism gives each rank two
     slices, sequence parallelism splits these over ranks, and attention on GPUs computes them in blocks."""

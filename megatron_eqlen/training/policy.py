@@ -42,7 +42,7 @@ from megatron_eqlen.training.finite import (
     row_problem,
     weight_problem,
 )
-from megatron_eqlen.training.forward import RowResult, microbatch_multiple, row_multiple, run_rows
+from megatron_eqlen.training.forward import RowResult, row_multiple, run_rows
 from megatron_eqlen.training.optimizer import build_optimizer, gradient_norm, take_step, wrap
 from megatron_eqlen.training.parking import ReferenceWeights, TrainerMemory
 from megatron_eqlen.training.policy_loss import RowLoss, policy_loss, reduce_metrics
@@ -185,6 +185,7 @@ class Policy:
 
     def _pack(self, trees: list[TokenTree]) -> Packing:
         config = self.chunks[0].config
+        interleaved = config.virtual_pipeline_model_parallel_size
         models = [self.chunks, *([self.teacher.chunks] if self.teacher else [])]
         return plan_rows(
             trees,
@@ -193,7 +194,8 @@ class Policy:
             math.lcm(*(row_multiple(chunks[0].config) for chunks in models)),
             self.recipe.packing.layout,
             pair_cost=self.pair_cost,
-            row_count_multiple_of=microbatch_multiple(config),
+            # Megatron's interleaved schedule takes micro-batches in groups of the pipeline's size
+            row_count_multiple_of=config.pipeline_model_parallel_size if interleaved else 1,
         )
 
     def _prepare(self, trees: list[TokenTree]) -> Minibatch:
