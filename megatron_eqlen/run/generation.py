@@ -248,9 +248,8 @@ class Generator(InTurn):
                 observers.append(files.enter_context(recorder))
             rollouts, metrics = harvest(self.engine, plan, observers)
         position = self.source.state_dict() if self.source is not None else None
-        combined = at_once(
-            gather([metrics] if replicas.leads else [])
-        )  # every rank has read the files that are removed now
+        combined = at_once(gather([metrics] if replicas.leads else []))
+        # every rank has read the files that are removed now
         if distributed.is_rank0() and not self.recipe.rollout.carry_over:
             remove_open_tracks(self.recorded[1], {prompt.prompt_id for prompt in prompts})
         self._warn_without_forks(combined)
