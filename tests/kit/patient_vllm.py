@@ -17,12 +17,10 @@ from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.v1.sample import sampler
 
-from megatron_eqlen.processes.quiet import ENVIRON
-
 shm_broadcast.sched_yield = lambda: time.sleep(0.0005)
 CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
 sampler.batched_count_greater_than = sampler.batched_count_greater_than._torchdynamo_orig_callable
 registry._run_in_subprocess = lambda function: function()
 current_platform.register_triton_kernel_overrides()
 type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
-configure_logging(LoggingConfig(log_level=ENVIRON["VLLM_LOGGING_LEVEL"]))
+configure_logging(LoggingConfig(log_level="ERROR"))
