@@ -82,7 +82,7 @@ APEX = Package(
 DEEP_EP = Package(
     "deep_ep",
     ("deep-ep",),
-    "faster exchange of routed tokens on GPUs (`moe_token_dispatcher_type: flex` in `model.megatron`)",
+    "faster exchange of routed tokens on GPUs (`parallel.dispatcher`)",
     without="Routed tokens are exchanged by NCCL",
     modules=("deep_ep", "deep_ep.utils"),
 )

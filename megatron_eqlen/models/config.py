@@ -46,6 +46,7 @@ def transformer_config(
         "calculate_per_token_loss": True,  # a token's weight holds every factor, so losses are summed
     }
     fields |= _execution_fields(parallel, dtype, sequence=sequence_parallel(model, parallel))
+    fields |= _dispatcher_fields(parallel)
     fields["pipeline_model_parallel_layout"] = _pipeline_layout(layout.stages(parallel, model))
     if model.experts:
         fields |= _expert_fields(model.experts, model.family.glm, dtype)
@@ -108,7 +109,6 @@ def _execution_fields(parallel: ParallelRecipe, dtype: torch.dtype, sequence: bo
         "gradient_accumulation_fusion": fused and kernels,
         "apply_rope_fusion": fused and kernels,
         "moe_permute_fusion": fused and kernels,
-        "moe_token_dispatcher_type": "alltoall",  # also of dense models, for pipelines of uneven rows
         "moe_router_fusion": False,  # its kernel chooses experts itself, also where they are given
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
@@ -153,6 +153,18 @@ def _expert_fields(experts: Experts, glm: bool, dtype: torch.dtype) -> dict[str,
     if not all(experts.layers):
         fields["hetereogenous_dist_checkpoint"] = True
     return fields
+
+
+def _dispatcher_fields(parallel: ParallelRecipe) -> dict[str, Any]:
+    """Raises ValueError if the dispatcher's package is not installed."""
+    if parallel.dispatcher == "alltoall":
+        return {"moe_token_dispatcher_type": "alltoall"}
+    if not packages.usable(packages.DEEP_EP):
+        raise ValueError(
+            f"parallel.dispatcher: {parallel.dispatcher} needs the package deep_ep (DeepEP; a build with "
+            "HybridEP for hybridep), which does not import here"
+        )
+    return {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": parallel.dispatcher}
 
 
 def _delta_net_fields(delta_net: DeltaNet) -> dict[str, Any]:

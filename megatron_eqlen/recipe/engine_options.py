@@ -29,6 +29,7 @@ REFUSED = {
         r".*(parallel|pipeline|microbatch|p2p|gtp_|seqlen_per).*|.*num_weight_shards": "`parallel` says it",
         r"params_dtype|bf16|fp16|.*autocast.*|fp[48].*": "`model.dtype` says it",
         r"recompute_.*|moe_layer_recompute": "`parallel.recompute` says it",
+        r"moe_token_dispatcher_type|moe_flex_.*backend|moe_enable_deepep": "`parallel.dispatcher` says it",
         r"moe_router_fusion": "its kernel chooses experts itself, also where they are given",
         r"deterministic_mode|batch_invariant_mode": "`rollout.batch_invariant` says it",
         r"num_(layers|attention_heads|query_groups|moe_experts)|(moe_)?(ffn_)?hidden_size|kv_channels|norm.*"

@@ -166,9 +166,8 @@ class ModelRecipe(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of parameters and activations in training; the optimizer's main weights are float32."""
     megatron: Options = {}
-    """Further fields of Megatron-Core's ``TransformerConfig``, such as ``{moe_shared_expert_overlap: true}``
-    or ``{moe_token_dispatcher_type: flex, moe_flex_dispatcher_backend: deepep}``; some are refused
-    (``recipe/engine_options.py``)."""
+    """Further fields of Megatron-Core's ``TransformerConfig``, such as ``{moe_shared_expert_overlap: true}``;
+    some are refused (``recipe/engine_options.py``)."""
 
 
 class TeacherRecipe(Section):
@@ -640,6 +639,9 @@ class ParallelRecipe(Section):
     fusions: bool | None = None
     """Fused SwiGLU and, on GPUs with Transformer Engine, fused rotary angles, permutation of routed tokens,
     and accumulation of gradients; default: on GPUs."""
+    dispatcher: Literal["alltoall", "deepep", "hybridep"] = "alltoall"
+    """Exchange of routed tokens between expert-parallel ranks: NCCL's, or a kernel of the package
+    ``deep_ep``."""
     overlap_grad_reduce: bool = False
     """Sum gradients over ranks during the backward pass."""
 

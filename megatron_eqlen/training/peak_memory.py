@@ -13,6 +13,14 @@ from megatron_eqlen.types import Metrics
 
 RESET = Path("/proc/self/clear_refs")
 STATUS = Path("/proc/self/status")
+LESS = {
+    "train": "packing.max_tokens_per_row, packing.logits_chunk, parallel.recompute: full, optimizer.offload",
+    "unpark": "optimizer.offload, optimizer.precision: bfloat16, more GPUs for `parallel`",
+    "sync": "rollout.park_trainer: all",
+    "harvest": "rollout.gpu_memory_utilization, rollout.kv_cache_gib",
+    "evaluate": "rollout.gpu_memory_utilization, rollout.kv_cache_gib",
+}
+"""Keys that make a stage need less of a GPU."""
 
 
 def begin() -> None:
@@ -51,6 +59,14 @@ def measured(stage: str, planned: Mapping[str, float] = MappingProxyType({})) ->
 
 
 def shortage(stage: str, planned: Mapping[str, float]) -> str:
-    """Return what to add to torch's error about a GPU whose memory ran out in ``stage``."""
-    plan = f", for which the plan counts {planned[stage] / 1e9:.1f} GB" if stage in planned else ""
-    return f"stage {stage}{plan}; docs/troubleshooting.md says which keys need less"
+    """Return a text for a GPU whose memory ran out in ``stage``: who holds how much, and the keys that need
+    less."""
+    free, total = torch.cuda.mem_get_info()
+    tensors, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    plan = f", for which the plan counts {planned[stage] / 1e9:.1f}" if stage in planned else ""
+    less = LESS.get(stage, "see `eqlen plan`")
+    return (
+        f"stage {stage}{plan}: {(total - free) / 1e9:.1f} of {total / 1e9:.1f} GB are in use; PyTorch has "
+        f"reserved {reserved / 1e9:.1f}, of which tensors hold {tensors / 1e9:.1f} (reserved counts the pool "
+        f"of a sleeping engine); NCCL, CUDA and other processes hold the rest. To need less: {less}"
+    )

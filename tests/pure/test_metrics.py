@@ -4,6 +4,7 @@ import ast
 import itertools
 import math
 import mmap
+import re
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 import tests.kit.rollouts as kit
 from megatron_eqlen import metrics
 from megatron_eqlen.metrics import DECLARED, Mean, MetricError, at_once, check, in_turn, metric, over_ranks
+from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rollout.meter import rollout_metrics
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.training import peak_memory
@@ -88,18 +90,29 @@ def test_a_stage_that_needs_memory_is_seen_to_and_the_next_begins_anew():
     assert with_buffer - peak_memory.measured("train")["memory/peak/train"] > 64 << 20
 
 
-def test_a_gpu_s_memory_is_measured_beside_the_plan(monkeypatch):
+def test_a_gpu_without_memory_says_who_holds_it_beside_the_plan_and_which_keys_need_less(monkeypatch):
     for name, answer in {
-        "is_available": True, "mem_get_info": (2e9, 80e9),
+        "is_available": True, "mem_get_info": (2e9, 80e9), "memory_allocated": 50e9, "memory_reserved": 60e9,
         "max_memory_allocated": 55e9, "max_memory_reserved": 61e9,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
     text = peak_memory.shortage("train", {"train": 70e9})
-    assert text.startswith("stage train, for which the plan counts 70.0 GB")
+    assert text.startswith(
+        "stage train, for which the plan counts 70.0: 78.0 of 80.0 GB are in use; PyTorch has"
+    )
+    assert "reserved 60.0, of which tensors hold 50.0" in text
+    assert "packing.max_tokens_per_row" in text
     measured = peak_memory.measured("train", {"train": 70e9})
     assert measured.keys() == {f"memory/{kind}/train" for kind in ("peak", "reserved", "device", "planned")}
     assert (measured["memory/device/train"], measured["memory/planned/train"]) == (78e9, 70e9)
     assert check(measured)
+
+
+def test_keys_that_need_less_memory_are_keys_of_a_recipe():
+    keys = [key for text in peak_memory.LESS.values() for key in re.findall(r"[a-z_]+\.[a-z_]+", text)]
+    for key in keys:
+        section, name = key.split(".")
+        assert name in getattr(Recipe.model_fields[section].annotation, "model_fields", ()), key
 
 
 def test_maxima_are_not_averaged():
