@@ -26,7 +26,9 @@ Turn = dict[str, str]
 """``{"role": ..., "content": ...}``"""
 THINKING = ("<think>", "</think>")
 """Are special tokens of some models, which templates look for in the assistant's turns."""
-FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
+PIECES = "tokenizer.model"
+FILES = ("tokenizer.json", "vocab.json", PIECES)
+PROBE = "What is 2 + 3?"
 BREAK = "\ufdd0"
 """Noncharacter of Unicode, where a text is cut before it is encoded."""
 
@@ -112,6 +114,10 @@ class Tokenizer:
             ],
         }
 
+    def pieces(self, text: str) -> list[str]:
+        """Return the tokens of ``text`` as the vocabulary spells them."""
+        return self._backend.convert_ids_to_tokens(self._encode(text))
+
     def _encode(self, text: str) -> list[int]:
         return self._backend.encode(text, add_special_tokens=False)
 
@@ -127,7 +133,8 @@ def encodable(text: str) -> str:
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Return the tokenizer of a model folder.
 
-    Raises ValueError if the folder holds no tokenizer, or if no end-of-sequence token can be found.
+    Raises ValueError if the folder holds no tokenizer, if no end-of-sequence token can be found, or if
+    Transformers converts a SentencePiece model to one that encodes otherwise.
     """
     path = Path(path)
     if not path.is_dir():
@@ -135,7 +142,22 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if not any((path / name).is_file() for name in FILES):
         found = sorted(file.name for file in path.iterdir() if file.is_file())[:5]
         raise ValueError(f"{path}: expected {' or '.join(FILES)}, found {', '.join(found) or 'none'}")
-    return Tokenizer(path)
+    tokenizer = Tokenizer(path)
+    if not any((path / name).is_file() for name in FILES if name != PIECES):
+        _check_pieces(tokenizer, path / PIECES)
+    return tokenizer
+
+
+def _check_pieces(tokenizer: Tokenizer, model: Path) -> None:
+    from sentencepiece import SentencePieceProcessor
+
+    expected = SentencePieceProcessor(model_file=str(model)).encode(PROBE, out_type=str)
+    found = tokenizer.pieces(PROBE)
+    if found != expected:
+        raise ValueError(
+            f"{model}: expected the pieces {expected} of {PROBE!r}, found {found} after Transformers' "
+            "conversion: tokenizer_config.json names the tokenizer_class that knows how, LlamaTokenizer say"
+        )
 
 
 def require_same(ours: Tokenizer, theirs: Tokenizer) -> None:

@@ -11,7 +11,9 @@ import sentencepiece
 from tools.tokenizer_maker import ROLES, SPECIAL_TOKENS, THINK_TOKENS, write_companions
 
 
-def write_sentencepiece_tokenizer(folder: Path, corpus: Iterable[str], vocab_size: int = 384) -> None:
+def write_sentencepiece_tokenizer(
+    folder: Path, corpus: Iterable[str], vocab_size: int = 384, add_dummy_prefix: bool = False
+) -> None:
     """Write tokenizer.model (BPE with byte fallback) and its companions into ``folder``.
 
     ``vocab_size`` bounds the pieces; a small corpus may fill fewer. The added tokens are user-defined
@@ -26,7 +28,7 @@ def write_sentencepiece_tokenizer(folder: Path, corpus: Iterable[str], vocab_siz
         hard_vocab_limit=False,
         byte_fallback=True,
         split_digits=True,
-        add_dummy_prefix=False,
+        add_dummy_prefix=add_dummy_prefix,
         remove_extra_whitespaces=False,
         normalization_rule_name="identity",
         user_defined_symbols=[*SPECIAL_TOKENS, *THINK_TOKENS, "\n"],

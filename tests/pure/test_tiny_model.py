@@ -54,6 +54,19 @@ def tokenizer(request, rows, tmp_path_factory):
     return load_tokenizer(folder)
 
 
+def test_a_sentencepiece_model_that_would_be_converted_to_another_is_refused(rows, tmp_path):
+    write_sentencepiece_tokenizer(tmp_path, [row["question"] for row in rows], add_dummy_prefix=True)
+    with pytest.raises(
+        ValueError, match=r"tokenizer\.model: expected the pieces \['▁.*found \['[^▁].*tokenizer_class"
+    ):
+        load_tokenizer(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps(config | {"tokenizer_class": "LlamaTokenizer"})
+    )
+    assert load_tokenizer(tmp_path).pieces("What")[0].startswith("▁")
+
+
 @examples(30)
 @given(text=st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=40))
 def test_any_text_survives_the_byte_level_tokenizer(text, byte_level):
