@@ -29,6 +29,7 @@ THINKING = ("<think>", "</think>")
 PIECES = "tokenizer.model"
 FILES = ("tokenizer.json", "vocab.json", PIECES)
 PROBE = "What is 2 + 3?"
+"""Text that a SentencePiece model must encode alike before and after its conversion."""
 BREAK = "\ufdd0"
 """Noncharacter of Unicode, where a text is cut before it is encoded."""
 
@@ -142,22 +143,29 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if not any((path / name).is_file() for name in FILES):
         found = sorted(file.name for file in path.iterdir() if file.is_file())[:5]
         raise ValueError(f"{path}: expected {' or '.join(FILES)}, found {', '.join(found) or 'none'}")
+    if any((path / name).is_file() for name in FILES if name != PIECES):
+        return Tokenizer(path)
+    expected = _pieces(path / PIECES, PROBE)
     tokenizer = Tokenizer(path)
-    if not any((path / name).is_file() for name in FILES if name != PIECES):
-        _check_pieces(tokenizer, path / PIECES)
+    if (found := tokenizer.pieces(PROBE)) != expected:
+        raise ValueError(
+            f"{path / PIECES}: expected the pieces {expected} of {PROBE!r}, found {found} after the "
+            "conversion by Transformers: tokenizer_config.json names the tokenizer_class that knows how, "
+            "LlamaTokenizer for example"
+        )
     return tokenizer
 
 
-def _check_pieces(tokenizer: Tokenizer, model: Path) -> None:
+def _pieces(model: Path, text: str) -> list[str]:
+    """Return the pieces of ``text`` by SentencePiece itself. Raises ValueError for a damaged model."""
     from sentencepiece import SentencePieceProcessor
 
-    expected = SentencePieceProcessor(model_file=str(model)).encode(PROBE, out_type=str)
-    found = tokenizer.pieces(PROBE)
-    if found != expected:
+    try:
+        return SentencePieceProcessor(model_file=str(model)).encode(text, out_type=str)
+    except (OSError, RuntimeError) as error:
         raise ValueError(
-            f"{model}: expected the pieces {expected} of {PROBE!r}, found {found} after Transformers' "
-            "conversion: tokenizer_config.json names the tokenizer_class that knows how, LlamaTokenizer say"
-        )
+            f"{model}: expected a SentencePiece model, found another or damaged file: {error}"
+        ) from None
 
 
 def require_same(ours: Tokenizer, theirs: Tokenizer) -> None:

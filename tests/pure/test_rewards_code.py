@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from megatron_eqlen.recipe import RewardRecipe
+from megatron_eqlen.rewards import CODE, WORKERS
 from megatron_eqlen.rewards.code import tests as code_tests
 from megatron_eqlen.rewards.code.grader import CodeGrader, extract_program
 from megatron_eqlen.rewards.code.tests import CodeTests, same_output
@@ -407,3 +408,8 @@ def test_a_sandbox_that_fails_twice_is_not_a_wrong_answer(monkeypatch):
     monkeypatch.setattr(grader, "_pool", Broken())
     with pytest.raises(SandboxError, match="no verdict on a program in 2 attempts"):
         grader.grade([fenced("x")], [ADD])
+
+
+def test_programs_of_other_trainers_are_graded_as_a_recipe_grades_them_by_default():
+    section = RewardRecipe(workers=WORKERS)
+    assert vars(CODE) == {name: getattr(section, name) for name in vars(CODE)}

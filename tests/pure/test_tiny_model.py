@@ -54,6 +54,15 @@ def tokenizer(request, rows, tmp_path_factory):
     return load_tokenizer(folder)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_damaged_sentencepiece_model_is_named(share, rows, tmp_path):
+    write_sentencepiece_tokenizer(tmp_path, [row["question"] for row in rows])
+    model = tmp_path / "tokenizer.model"
+    model.write_bytes(model.read_bytes()[: int(share * model.stat().st_size)])
+    with pytest.raises(ValueError, match=r"tokenizer\.model: expected a SentencePiece model"):
+        load_tokenizer(tmp_path)
+
+
 def test_a_sentencepiece_model_that_would_be_converted_to_another_is_refused(rows, tmp_path):
     write_sentencepiece_tokenizer(tmp_path, [row["question"] for row in rows], add_dummy_prefix=True)
     with pytest.raises(
