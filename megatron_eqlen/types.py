@@ -79,7 +79,7 @@ class Delta:
     policy_version: int | None = None
     """Version of the weights that sampled these tokens. None: the engine's ``policy_version`` at delivery."""
     sampler: str = "eqlen"
-    """Sampler that drew these tokens (``rollout.engine.SAMPLERS``)."""
+    """Sampler that drew these tokens (``engines.protocol.SAMPLERS``)."""
     path: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
     """With a request's first tokens: columns of its path that the request asked for (``path_rows``)."""
 

@@ -13,7 +13,7 @@ import pytest
 from execnet import XSpec
 from xdist.scheduler import LoadScopeScheduling
 
-from megatron_eqlen.rollout.vllm.server.gate import KEY
+from megatron_eqlen.engines.server.gate import KEY
 from tests.kit import ROOT, jobs, servers
 from tests.kit.marks import examples
 from tests.kit.processes import adopt_orphans, descendants, described, within

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_eqlen.engines.server.gate import authorization
 from megatron_eqlen.files import refuse_existing, refuse_unwritable
 from megatron_eqlen.objectives.recipes import load, remarks
 from megatron_eqlen.processes.importing import importing
@@ -16,7 +17,6 @@ from megatron_eqlen.processes.interrupts import Interrupts, watch
 from megatron_eqlen.recipe import Recipe, RecipeError, layout
 from megatron_eqlen.recipe.inputs import fetch, local_path, missing_inputs, pinned
 from megatron_eqlen.recipe.load import dump
-from megatron_eqlen.rollout.vllm.server.gate import authorization
 from megatron_eqlen.run.run_folder import BEGAN, IMPORTED, RunFolder, check_harvest
 
 
@@ -93,7 +93,7 @@ def _refuse(recipe: Recipe) -> None:
         dtype = getattr(torch, recipe.model.dtype)
         transformer_config(model, recipe.parallel, dtype, **recipe.model.megatron)
         if (rollout := recipe.rollout).vllm and rollout.engine == "colocated":
-            from megatron_eqlen.rollout.vllm.engine.lifecycle import configuration, contained
+            from megatron_eqlen.engines.lifecycle import configuration, contained
 
             alone, path = rollout.model_copy(update={"tensor_parallel": 1}), str(local_path(recipe.model))
             with contained():

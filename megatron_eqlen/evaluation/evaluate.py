@@ -10,14 +10,14 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
+from megatron_eqlen.engines.protocol import Engine
 from megatron_eqlen.environments.conversation import Conversations
 from megatron_eqlen.evaluation.result import Answers, EvaluationResult, file_hashes
+from megatron_eqlen.harvest.harvest import harvest
+from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
 from megatron_eqlen.recipe.inputs import data_files, local_path
 from megatron_eqlen.rewards.scoring import EarlyGrading, Scorer
-from megatron_eqlen.rollout.engine import Engine
-from megatron_eqlen.rollout.harvest import harvest
-from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.sampling.harvester import all_rollouts
 from megatron_eqlen.types import Part, Prompt, Rollout
 

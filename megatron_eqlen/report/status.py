@@ -23,11 +23,11 @@ from megatron_eqlen.processes.run_state import RunState, read_state
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.contents import is_whole
 from megatron_eqlen.recipe.load import load_run
+from megatron_eqlen.record.reader import check_newest
 from megatron_eqlen.report.evaluations import evaluation_files, histories, read_evaluations
 from megatron_eqlen.report.format import REWARD, compact, duration, first_of
 from megatron_eqlen.report.metrics import read_newest
 from megatron_eqlen.report.progress import SPARK_STEPS, STEPS_FOR_ETA, numbers
-from megatron_eqlen.rollout.record.reader import check_newest
 
 MOST_WARNINGS = 5
 SILENCE = 4 * BEAT

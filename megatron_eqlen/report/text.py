@@ -11,10 +11,10 @@ from rich.text import Text
 from megatron_eqlen.hf.tokenizer import load_decoder
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.load import RECIPE, load
+from megatron_eqlen.record.reader import recorded_steps
+from megatron_eqlen.record.recorder import FILES
 from megatron_eqlen.report.recorded import RecordedStep
 from megatron_eqlen.report.rollouts import RolloutView, by_token
-from megatron_eqlen.rollout.record.reader import recorded_steps
-from megatron_eqlen.rollout.record.recorder import FILES
 
 BEFORE = 80
 """Characters of the part before that are printed with a part."""

@@ -12,7 +12,7 @@ K trained.
 With ``rollout.carry_over`` the harvest of a step resumes the rollouts that the step before suspended, and
 which the thread has scored by then. Their tokens may be older by as many steps.
 
-If the run is killed, the steps under way are on disk like any other (``rollout/record/recorder.py``). A
+If the run is killed, the steps under way are on disk like any other (``record/recorder.py``). A
 checkpoint after step n holds the data source's position after step n's prompts, and the ages of the tokens in
 steps that had begun: a resumed run draws the same prompts for them again and resumes from the record.
 """
@@ -28,7 +28,7 @@ from megatron_eqlen.evaluation.result import EvaluationResult
 from megatron_eqlen.processes import distributed
 from megatron_eqlen.processes.distributed import agree
 from megatron_eqlen.recipe import BenchmarkRecipe
-from megatron_eqlen.rollout.partial import RolloutOrigin
+from megatron_eqlen.record.partial import RolloutOrigin
 from megatron_eqlen.run.generation import Generator, Rollouts, suspended_at
 from megatron_eqlen.run.replicas import shared
 from megatron_eqlen.run.step import Step

@@ -21,10 +21,14 @@ import torch.distributed as dist
 
 from megatron_eqlen.data.first_rewards import first_rewards, refuse_unfit
 from megatron_eqlen.data.prompts import PromptSource, position_metrics, read_benchmark
+from megatron_eqlen.engines.protocol import Engine, IdleEngine
+from megatron_eqlen.engines.teacher_server import TeacherServer
 from megatron_eqlen.environments.load import conversations, tools
 from megatron_eqlen.evaluation.evaluate import evaluate
 from megatron_eqlen.evaluation.result import EvaluationResult
 from megatron_eqlen.files import step_name
+from megatron_eqlen.harvest.harvest import harvest, harvest_seed
+from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.hf.folder import HFFolder
 from megatron_eqlen.metrics import HARVEST_BRANCHES, at_once
 from megatron_eqlen.objectives import dynamic_sampling
@@ -34,12 +38,8 @@ from megatron_eqlen.processes.distributed import agree, gather
 from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
 from megatron_eqlen.recipe.inputs import local_path
 from megatron_eqlen.recipe.plugins import is_import_path
-from megatron_eqlen.rewards.scoring import Scorer, reward_metrics
-from megatron_eqlen.rollout.engine import Engine, IdleEngine
-from megatron_eqlen.rollout.harvest import harvest, harvest_seed
-from megatron_eqlen.rollout.harvest_plan import HarvestPlan
-from megatron_eqlen.rollout.partial import RolloutOrigin, open_prompts
-from megatron_eqlen.rollout.record.reader import (
+from megatron_eqlen.record.partial import RolloutOrigin, open_prompts
+from megatron_eqlen.record.reader import (
     read_progress,
     read_prompts,
     read_skeletons,
@@ -48,8 +48,8 @@ from megatron_eqlen.rollout.record.reader import (
     set_aside_stale,
     step_files,
 )
-from megatron_eqlen.rollout.record.recorder import Recorder, record_grades
-from megatron_eqlen.rollout.teacher import TeacherServer
+from megatron_eqlen.record.recorder import Recorder, record_grades
+from megatron_eqlen.rewards.scoring import Scorer, reward_metrics
 from megatron_eqlen.run.replicas import Replicas, shared
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Batch, Step
@@ -404,10 +404,10 @@ def start_engine(
     if not syncs_first:
         HFFolder(path).check_vllm_reads_the_same()
     if rollout.engine == "server":
-        from megatron_eqlen.rollout.vllm.client import ServerEngine
+        from megatron_eqlen.engines.servers import ServerEngine
 
         return ServerEngine(path, rollout, eos_token_ids, longest, syncs_first=syncs_first)
-    from megatron_eqlen.rollout.vllm.engine.colocated import ColocatedEngine  # imports vLLM
+    from megatron_eqlen.engines.colocated import ColocatedEngine  # imports vLLM
 
     return ColocatedEngine(path, rollout, recipe.model.dtype, eos_token_ids, longest, recipe.seed)
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from megatron_eqlen.files import step_name
 from megatron_eqlen.metrics import at_once
 from megatron_eqlen.processes.distributed import agree, gather
-from megatron_eqlen.rollout.partial import RolloutOrigin
-from megatron_eqlen.rollout.record.reader import read_prompts, read_skeletons, read_step, step_files
-from megatron_eqlen.rollout.record.replayed import check_step, check_steps
+from megatron_eqlen.record.partial import RolloutOrigin
+from megatron_eqlen.record.reader import read_prompts, read_skeletons, read_step, step_files
+from megatron_eqlen.record.replayed import check_step, check_steps
 from megatron_eqlen.run.generation import InTurn, select
 from megatron_eqlen.run.replicas import shared
 from megatron_eqlen.run.session import Session

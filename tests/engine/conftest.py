@@ -3,8 +3,8 @@
 
 import pytest
 
+from megatron_eqlen.engines.server.__main__ import server_command
 from megatron_eqlen.processes.lifeline import named
-from megatron_eqlen.rollout.vllm.server.__main__ import server_command
 from tests.kit import jobs
 from tests.kit.rollout_kit import server_recipe
 from tests.kit.servers import ENVIRON, STARTED, free_ports, wait_until_up

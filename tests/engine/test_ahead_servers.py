@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_eqlen.engines.servers import ServerEngine
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.rollout.vllm.client import ServerEngine
 from megatron_eqlen.run.step import Step
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from tests.kit.rollout_kit import folder, server_recipe, sync_as_started

@@ -15,13 +15,13 @@ from hypothesis import assume, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from megatron_eqlen.engines.containment import contained, importing_vllm
 from megatron_eqlen.hf.config import parse_config
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.plan import engine
 from megatron_eqlen.plan.memory import memory
 from megatron_eqlen.plan.model import model_config
 from megatron_eqlen.recipe import RolloutRecipe, layout
-from megatron_eqlen.rollout.vllm.engine.containment import contained, importing_vllm
 from tests.kit import ROOT
 from tests.pure.test_layout import configs
 

@@ -7,8 +7,8 @@ import ast
 
 import pytest
 
+from megatron_eqlen.engines import vllm_args
 from megatron_eqlen.recipe import RolloutRecipe
-from megatron_eqlen.rollout.vllm.engine import engine_args
 from tests.kit import ROOT, sources
 from tests.kit.sources import definition
 from tests.kit.tiny_models import save_tiny
@@ -19,22 +19,22 @@ REPLACED = {
     ("vllm.outputs", "RequestOutput"): ["add"],
     ("vllm.v1.sample.sampler", "Sampler"): ["forward"],
 }
-"""Names inside vLLM that the package assigns to (megatron_eqlen/rollout/README.md)."""
+"""Names inside vLLM that the package assigns to (megatron_eqlen/engines/README.md)."""
 
 TYPES = {
-    ("vllm/server/generate_api.py", "choice"): (PROTOCOL, "GenerateTokensStreamChoice"),
-    ("vllm/server/generate_api.py", "token"): (PROTOCOL, "GenerateLogProbsContent"),
-    ("vllm/engine/engine_core.py", "output"): ("vllm.v1.engine", "EngineCoreOutput"),
-    ("vllm/engine/engine_core.py", "chosen"): ("vllm.v1.outputs", "LogprobsLists"),
-    ("vllm/engine/sampler.py", "output"): ("vllm.v1.outputs", "SamplerOutput"),
-    ("vllm/engine/sampler.py", "self.runner.input_batch"): ("vllm.v1.worker.gpu_input_batch", "InputBatch"),
-    ("vllm/engine/cpu.py", "batch"): ("vllm.v1.worker.gpu_input_batch", "InputBatch"),
-    ("vllm/engine/cpu.py", "self.model_runner"): ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner"),
-    ("vllm/engine/engine_core.py", "core"): ("vllm.v1.engine.core", "EngineCore"),
-    ("vllm/engine/lifecycle.py", "core"): ("vllm.v1.engine.core", "EngineCore"),
-    ("vllm/engine/colocated.py", "self.core"): ("vllm.v1.engine.core", "EngineCore"),
+    ("generate_api.py", "choice"): (PROTOCOL, "GenerateTokensStreamChoice"),
+    ("generate_api.py", "token"): (PROTOCOL, "GenerateLogProbsContent"),
+    ("core_requests.py", "output"): ("vllm.v1.engine", "EngineCoreOutput"),
+    ("core_requests.py", "chosen"): ("vllm.v1.outputs", "LogprobsLists"),
+    ("cpu/sampler.py", "output"): ("vllm.v1.outputs", "SamplerOutput"),
+    ("cpu/sampler.py", "self.runner.input_batch"): ("vllm.v1.worker.gpu_input_batch", "InputBatch"),
+    ("cpu/runner.py", "batch"): ("vllm.v1.worker.gpu_input_batch", "InputBatch"),
+    ("cpu/runner.py", "self.model_runner"): ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner"),
+    ("core_requests.py", "core"): ("vllm.v1.engine.core", "EngineCore"),
+    ("lifecycle.py", "core"): ("vllm.v1.engine.core", "EngineCore"),
+    ("colocated.py", "self.core"): ("vllm.v1.engine.core", "EngineCore"),
 }
-"""Types of variables in files of ``rollout`` that hold objects of vLLM."""
+"""Types of variables in files of ``engines`` that hold objects of vLLM."""
 
 
 @pytest.mark.parametrize(("place", "methods"), REPLACED.items(), ids=lambda value: str(value))
@@ -50,7 +50,7 @@ def test_what_is_read_of_vllms_objects_is_an_attribute_of_theirs(place, kind):
     found = definition(*kind)
     assert found is not None
     read = set()
-    for node in ast.walk(sources.tree(ROOT / "megatron_eqlen/rollout" / file)):
+    for node in ast.walk(sources.tree(ROOT / "megatron_eqlen/engines" / file)):
         if isinstance(node, ast.Attribute | ast.Subscript) and ast.unparse(node.value) == variable:
             read.add(node.attr if isinstance(node, ast.Attribute) else ast.literal_eval(node.slice))
     assert len(read) > 1
@@ -58,10 +58,10 @@ def test_what_is_read_of_vllms_objects_is_an_attribute_of_theirs(place, kind):
 
 
 def test_engine_arguments_are_those_of_vllm(monkeypatch, tmp_path):
-    monkeypatch.setattr(engine_args, "STOCK", True)
+    monkeypatch.setattr(vllm_args, "STOCK", True)
     save_tiny(tmp_path, "qwen3_moe")
     drafts = {"method": "ngram", "num_speculative_tokens": 2}
     rollout = RolloutRecipe(keep_routes=True, keep_sampling_mask=True, speculation=drafts)
     found = definition("vllm.engine.arg_utils", "EngineArgs")
     assert found is not None
-    assert engine_args.engine_args(str(tmp_path), rollout, "float32", 256).keys() <= sources.fields(found)
+    assert vllm_args.engine_args(str(tmp_path), rollout, "float32", 256).keys() <= sources.fields(found)

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from megatron_eqlen.rollout.vllm.client import ServerEngine
+from megatron_eqlen.engines.servers import ServerEngine
 from megatron_eqlen.types import Delta
 from tests.kit.rollout_kit import folder, requests, server_recipe, sync_as_started
 

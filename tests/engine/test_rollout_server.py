@@ -23,19 +23,19 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
+from megatron_eqlen.engines import replica as replica_module
+from megatron_eqlen.engines.protocol import Engine, EngineError
+from megatron_eqlen.engines.server.gate import HEALTH, KEY, RPC, SERVED, authorization
+from megatron_eqlen.engines.servers import ServerEngine
+from megatron_eqlen.engines.weights import tcp
+from megatron_eqlen.engines.weights.tcp import NONCE_BYTES, connect, encode, invite, receive
+from megatron_eqlen.harvest.harvest import harvest, harvest_seed
+from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.contents import weights
-from megatron_eqlen.rollout.engine import Engine, EngineError
-from megatron_eqlen.rollout.harvest import harvest, harvest_seed
-from megatron_eqlen.rollout.harvest_plan import HarvestPlan
-from megatron_eqlen.rollout.partial import HarvestProgress, RolloutOrigin
-from megatron_eqlen.rollout.record.reader import read_progress
-from megatron_eqlen.rollout.record.recorder import Recorder
-from megatron_eqlen.rollout.vllm.client import ServerEngine
-from megatron_eqlen.rollout.vllm.server import replicas
-from megatron_eqlen.rollout.vllm.server.gate import HEALTH, KEY, RPC, SERVED, authorization
-from megatron_eqlen.rollout.vllm.weights import tcp
-from megatron_eqlen.rollout.vllm.weights.tcp import NONCE_BYTES, connect, encode, invite, receive
+from megatron_eqlen.record.partial import HarvestProgress, RolloutOrigin
+from megatron_eqlen.record.reader import read_progress
+from megatron_eqlen.record.recorder import Recorder
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from megatron_eqlen.sampling.harvester import Harvester
 from megatron_eqlen.types import Delta, Metrics, Part, Prompt, Rollout, rollout_key
@@ -51,7 +51,7 @@ PROMPTS = [Prompt(f"p{i}", [5 + i, 6, 7] * 14, "", "math", "") for i in range(4)
 
 
 def open_local(recipe: Recipe) -> Engine:
-    from megatron_eqlen.rollout.vllm.engine.colocated import ColocatedEngine
+    from megatron_eqlen.engines.colocated import ColocatedEngine
 
     return ColocatedEngine(recipe.model.path, recipe.rollout, "float32", EOS, 200)
 
@@ -689,7 +689,7 @@ def test_nccl_without_a_gpu_is_refused(fake):
 def without_nccl(monkeypatch) -> list[dict]:
     """Run ``NcclSender`` up to NCCL itself and return the places where it would meet the workers; a broadcast
     reads the stream."""
-    from megatron_eqlen.rollout.vllm.weights import nccl
+    from megatron_eqlen.engines.weights import nccl
 
     places: list[dict] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -762,8 +762,8 @@ def test_a_replica_that_stays_away_is_named_once(open_fakes, caplog):
 def test_a_server_that_accepts_and_never_answers_is_left_out_and_asked_less_patiently_then(
     open_fakes, monkeypatch, caplog
 ):
-    monkeypatch.setattr(replicas, "PATIENCE", 3.0)
-    monkeypatch.setattr(replicas, "PATIENCE_ABSENT", 0.25)
+    monkeypatch.setattr(replica_module, "PATIENCE", 3.0)
+    monkeypatch.setattr(replica_module, "PATIENCE_ABSENT", 0.25)
     engine, _ = open_fakes("good", "good")
     mute = engine.pool.replicas[1]
     with socket.create_server(("127.0.0.1", 0)) as listener:

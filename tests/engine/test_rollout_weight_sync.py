@@ -13,11 +13,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 from vllm.device_allocator import alloc_conf
 
+from megatron_eqlen.engines import lifecycle
+from megatron_eqlen.engines.protocol import EngineError
+from megatron_eqlen.harvest.harvest import harvest
+from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.objectives.recipes import parse
-from megatron_eqlen.rollout.engine import EngineError
-from megatron_eqlen.rollout.harvest import harvest
-from megatron_eqlen.rollout.harvest_plan import HarvestPlan
-from megatron_eqlen.rollout.vllm.engine import lifecycle
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from megatron_eqlen.types import Prompt, tokens_along
 from tests.kit import jobs

@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM
 from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsCapturer
 
 from megatron_eqlen.environments.environment import Environment, Observation
+from megatron_eqlen.harvest.harvest import harvest
+from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.rollout.harvest import harvest
-from megatron_eqlen.rollout.harvest_plan import HarvestPlan
-from megatron_eqlen.rollout.partial import HarvestProgress
-from megatron_eqlen.rollout.record import recorder
-from megatron_eqlen.rollout.record.reader import read_progress, read_step
+from megatron_eqlen.record import recorder
+from megatron_eqlen.record.partial import HarvestProgress
+from megatron_eqlen.record.reader import read_progress, read_step
 from megatron_eqlen.tokens import join
 from megatron_eqlen.types import Prompt, Rollout
 from tests.engine.test_rollout_vllm import Killed, mortal

@@ -6,11 +6,11 @@ import copy
 
 import pytest
 
+from megatron_eqlen.harvest.harvest import harvest
+from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.metrics import EXPERT_AGREEMENT, MISMATCH, ROUTER_AGREEMENT
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.rollout.harvest import harvest
-from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.types import Grade, Metrics, Prompt, Rollout
 from tests.kit.distributed import run_ranks
 from tests.kit.rollout_kit import DTYPES, EOS, folder, open_engine

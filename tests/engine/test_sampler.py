@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_eqlen.rollout.vllm.engine.sampler import PathSampler, Rows, draw, uniform
+from megatron_eqlen.engines.cpu.sampler import PathSampler, Rows, draw, uniform
 from megatron_eqlen.sampling.track import track_seed
 
 

@@ -19,11 +19,11 @@ from vllm import envs
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from megatron_eqlen.rollout.engine import STOCK
-from megatron_eqlen.rollout.harvest import harvest
-from megatron_eqlen.rollout.harvest_plan import HarvestPlan
-from megatron_eqlen.rollout.vllm.engine import engine_args, engine_core, lifecycle
-from megatron_eqlen.rollout.vllm.engine.colocated import ColocatedEngine
+from megatron_eqlen.engines import core_requests, lifecycle, vllm_args
+from megatron_eqlen.engines.colocated import ColocatedEngine
+from megatron_eqlen.engines.protocol import STOCK
+from megatron_eqlen.harvest.harvest import harvest
+from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.types import Rollout
 from tests.engine.test_rollout_vllm import deltas_of, kept_set, submit_foreign
 from tests.engine.test_routes import PROMPTS, check, recipe_of
@@ -69,11 +69,11 @@ def open_v2(*args: Any, **over: Any) -> ColocatedEngine:
     """Open an engine as on GPUs. Prompts of the tests take several steps."""
     with pytest.MonkeyPatch.context() as patch:
         envs.disable_envs_cache()  # it holds the last engine's runner
-        patch.setattr(engine_args, "STOCK", True)
+        patch.setattr(vllm_args, "STOCK", True)
         keep_asynchronous(patch)
         engine = open_engine(*args, **{"max_num_seqs": 8, "max_num_batched_tokens": 64} | over)
     assert type(lifecycle.worker(engine.core).model_runner.sampler) is Sampler, "vLLM's own"
-    assert engine_core.stock_sampler(engine.core) == STOCK
+    assert core_requests.stock_sampler(engine.core) == STOCK
     return engine
 
 
@@ -193,11 +193,11 @@ def test_after_a_sync_answers_are_those_of_a_freshly_loaded_engine(v2):
 
 
 def test_speculation_is_checked_by_vllms_names(monkeypatch):
-    monkeypatch.setattr(engine_args, "STOCK", True)
+    monkeypatch.setattr(vllm_args, "STOCK", True)
 
     def arguments(speculation: dict[str, Any], **over: Any) -> dict[str, Any]:
         rollout = make_rollout(speculation=speculation, **over)
-        return engine_args.engine_args(str(folder("qwen3")), rollout, "float32", 256)
+        return vllm_args.engine_args(str(folder("qwen3")), rollout, "float32", 256)
 
     with pytest.raises(ValueError, match=r"found 'num_tokens' \(nearest: 'num_speculative_tokens'\)"):
         arguments({"method": "ngram", "num_tokens": 2})
@@ -205,6 +205,6 @@ def test_speculation_is_checked_by_vllms_names(monkeypatch):
     with pytest.raises(ValueError, match=r"expected one of ngram, .* rollout.engine: colocated, .*'mtp'"):
         arguments(mtp)
     assert arguments(mtp, engine="server", servers=["http://a"])["speculative_config"] == mtp
-    monkeypatch.setattr(engine_args, "STOCK", False)
+    monkeypatch.setattr(vllm_args, "STOCK", False)
     with pytest.raises(ValueError, match=r"rollout\.speculation: expected a GPU, found a CPU"):
         arguments(mtp)

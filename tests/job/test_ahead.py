@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megatron_eqlen.metrics import STALENESS_MAX, UPDATES
 from megatron_eqlen.processes.run_state import read_state
-from megatron_eqlen.rollout.record.reader import read_step
+from megatron_eqlen.record.reader import read_step
 from megatron_eqlen.types import RolloutKey, rollout_key
 from tests.job.test_carry_over import CARRIED, check_that_every_pair_is_trained_once
 from tests.kit.jobs import start

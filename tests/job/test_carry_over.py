@@ -6,7 +6,7 @@ from pathlib import Path
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.objectives.units import comparison_units
-from megatron_eqlen.rollout.record.reader import read_step
+from megatron_eqlen.record.reader import read_step
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from megatron_eqlen.types import rollout_key
 from tests.kit.jobs import run, start_ranks

@@ -24,7 +24,7 @@ def test_only_a_start_of_vllm_imports_it_megatron_imports_no_compiler_and_nothin
     """The jobs of all tests are forked from a process that has noted which of its imports brought these."""
     job = run("-c", "from tests.kit import zygote; print(*zygote.brought.values(), sep='|')")
     vllm, compiler, audio = job.stdout.strip().split("|")
-    assert vllm.startswith(("megatron_eqlen.rollout.vllm.engine.", "tests.engine."))
+    assert vllm.startswith(("megatron_eqlen.engines.engine.", "tests.engine."))
     assert compiler.startswith((vllm, "transformers.", "tests."))
     assert audio == ""
 
@@ -36,7 +36,7 @@ def test_commands_that_compute_nothing_import_no_torch():
         "megatron_eqlen.report.text",
         "megatron_eqlen.report.compare",
         "megatron_eqlen.report.figures",
-        "megatron_eqlen.rollout.harvest",
+        "megatron_eqlen.harvest.harvest",
         "megatron_eqlen.hf.config",
         "megatron_eqlen.plan",
     ]

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 
 from megatron_eqlen.models import checkpoint_folder
 from megatron_eqlen.processes.run_state import read_state
+from megatron_eqlen.record.arrow_log import batches
+from megatron_eqlen.record.format import SEGMENTS
+from megatron_eqlen.record.reader import read_step
 from megatron_eqlen.report.status import RunStatus
-from megatron_eqlen.rollout.record.arrow_log import batches
-from megatron_eqlen.rollout.record.format import SEGMENTS
-from megatron_eqlen.rollout.record.reader import read_step
 from megatron_eqlen.types import Part
 from tests.kit.jobs import run, start, start_ranks
 from tests.kit.processes import are_gone, descendants, within
@@ -90,7 +90,7 @@ HOLDS_IN_MID_HARVEST = """
 import sys, time
 from collections import Counter
 from megatron_eqlen.cli.__main__ import main
-from megatron_eqlen.rollout.record import recorder
+from megatron_eqlen.record import recorder
 recorder.INTERVAL = 0.0
 decode_step_finished = recorder.Recorder.decode_step_finished
 steps = Counter()  # by harvest

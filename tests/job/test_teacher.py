@@ -9,14 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatron_eqlen.engines.protocol import EngineError
+from megatron_eqlen.engines.server.__main__ import server_command
+from megatron_eqlen.engines.teacher_server import TeacherServer
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.processes.lifeline import named
-from megatron_eqlen.rollout.engine import EngineError
-from megatron_eqlen.rollout.record.reader import read_step
-from megatron_eqlen.rollout.teacher import TeacherServer
-from megatron_eqlen.rollout.vllm.server.__main__ import server_command
+from megatron_eqlen.record.reader import read_step
 from megatron_eqlen.types import tokens_along
 from tests.kit import jobs
 from tests.kit.processes import descendants

@@ -17,9 +17,9 @@ from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.processes.lifeline import named
 from megatron_eqlen.processes.run_state import read_state
+from megatron_eqlen.record.reader import read_step
 from megatron_eqlen.report.status import RunStatus
 from megatron_eqlen.report.text import recipe_of
-from megatron_eqlen.rollout.record.reader import read_step
 from tests.kit.jobs import run, start
 from tests.kit.marks import weekly
 from tests.kit.processes import are_gone, command_line, descendants, within
@@ -185,12 +185,12 @@ def execve(path, command, environ):
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 os.execve = execve
 sys.argv[0] = "server"
-runpy.run_module("megatron_eqlen.rollout.vllm.server", run_name="__main__")
+runpy.run_module("megatron_eqlen.engines.server", run_name="__main__")
 """
 """A server whose second program, vLLM's own server, begins in the process of the first, which has vLLM."""
 
 
-@pytest.mark.parametrize("command", [["-c", FORKED], weekly(["-m", "megatron_eqlen.rollout.vllm.server"])])
+@pytest.mark.parametrize("command", [["-c", FORKED], weekly(["-m", "megatron_eqlen.engines.server"])])
 def test_the_engine_of_a_server_that_is_killed_dies_with_it(home, command):
     """Python spawns the engine, which may not have begun. Weekly, the server imports vLLM as a user's."""
     port = ["--port", *free_ports(1)]

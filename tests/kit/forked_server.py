@@ -1,4 +1,4 @@
-"""``megatron_eqlen.rollout.vllm.server.serve``, with an engine and workers that are forked from the server.
+"""``megatron_eqlen.engines.server.serve``, with an engine and workers that are forked from the server.
 
 On CPUs vLLM spawns them, so that each imports vLLM again, which takes longer than most tests of servers. One
 test of ``tests/job`` leaves the engine to Python and, each week, starts a server as users do.
@@ -22,4 +22,4 @@ if __name__ == "__main__":
     contexts = vars(multiprocessing.context)["_concrete_contexts"]
     contexts["spawn"] = contexts["fork"]
     os.register_at_fork(after_in_child=die_in_child)  # spawned, they do so when they import ``serve``
-    runpy.run_module("megatron_eqlen.rollout.vllm.server.serve", run_name="__main__")
+    runpy.run_module("megatron_eqlen.engines.server.serve", run_name="__main__")

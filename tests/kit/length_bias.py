@@ -17,12 +17,12 @@ from functools import cached_property
 
 import numpy as np
 
+from megatron_eqlen.harvest.harvest import harvest
+from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.objectives.dynamic_sampling import trained
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.rollout.harvest import harvest
-from megatron_eqlen.rollout.harvest_plan import HarvestPlan
-from megatron_eqlen.rollout.partial import HarvestProgress, PartialRollout, RolloutOrigin
+from megatron_eqlen.record.partial import HarvestProgress, PartialRollout, RolloutOrigin
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver, Marker
 from megatron_eqlen.sampling.kind import Setting

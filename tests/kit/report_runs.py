@@ -13,7 +13,7 @@ from megatron_eqlen.hf.tokenizer import Tokenizer, load_tokenizer
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.load import dump
-from megatron_eqlen.rollout.record.recorder import record
+from megatron_eqlen.record.recorder import record
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Grade, Part, Prompt, Rollout
 from tools.tokenizer_maker import write_hf_tokenizer

@@ -13,15 +13,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from megatron_eqlen.engines import servers
+from megatron_eqlen.engines.replica import UNTOUCHED
+from megatron_eqlen.engines.servers import ServerEngine
 from megatron_eqlen.recipe import Recipe, RolloutRecipe
 from megatron_eqlen.recipe.load import parse
-from megatron_eqlen.rollout.vllm import client
-from megatron_eqlen.rollout.vllm.client import ServerEngine
-from megatron_eqlen.rollout.vllm.server.replicas import UNTOUCHED
 from tests.kit.tiny_models import save_tiny
 
 if TYPE_CHECKING:
-    from megatron_eqlen.rollout.vllm.engine.colocated import ColocatedEngine
+    from megatron_eqlen.engines.colocated import ColocatedEngine
 
 EOS = [1, 2]
 MAX_LEN = 256
@@ -68,7 +68,7 @@ def make_rollout(**over) -> RolloutRecipe:
 
 
 def open_engine(path: Path, dtype: str = "float32", eos=EOS, **over) -> ColocatedEngine:
-    from megatron_eqlen.rollout.vllm.engine.colocated import (
+    from megatron_eqlen.engines.colocated import (
         ColocatedEngine,  # many of the kit's users start none
     )
 
@@ -93,7 +93,7 @@ def server_recipe(urls: list[str], **over) -> Recipe:
 def sync_as_started(engine: ServerEngine) -> None:
     """Give servers the weights that they were started with, under the name that these had."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(client, "name_of_sync", lambda version: UNTOUCHED)
+        patch.setattr(servers, "name_of_sync", lambda version: UNTOUCHED)
         engine.update_weights(iter(load_file(folder("qwen3_moe") / "model.safetensors").items()), 0)
 
 

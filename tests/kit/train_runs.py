@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from megatron_eqlen.rollout.record import recorder
-from megatron_eqlen.rollout.record.reader import read_step
+from megatron_eqlen.record import recorder
+from megatron_eqlen.record.reader import read_step
 from tests.kit.jobs import run
 from tests.kit.processes import within
 from tools.make_search import write_rows

@@ -48,14 +48,14 @@ RANKS = (
 )
 JOBS = (
     "megatron_eqlen.run.loop",
-    "megatron_eqlen.rollout.vllm.client",
+    "megatron_eqlen.engines.servers",
     "megatron_eqlen.report.page",
     "megatron_eqlen.plan",
     "megatron_eqlen.run.run",
     "megatron_eqlen.processes.launch",
     "pyarrow.compute",
     "tools.benchmarks.harvest",
-    "megatron_eqlen.rollout.vllm.engine.colocated",  # it, and what follows, when an engine starts
+    "megatron_eqlen.engines.colocated",  # it, and what follows, when an engine starts
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.layers.quantization.online.base",
     "vllm.model_executor.models.qwen3",

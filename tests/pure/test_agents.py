@@ -14,10 +14,10 @@ import pytest
 from megatron_eqlen.environments.endpoint import as_message
 from megatron_eqlen.environments.load import conversations
 from megatron_eqlen.environments.verifiers_tasks import VerifiersTask
+from megatron_eqlen.harvest.harvest import harvest
+from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.recipe import EnvironmentRecipe
-from megatron_eqlen.rollout.harvest import harvest
-from megatron_eqlen.rollout.harvest_plan import HarvestPlan
-from megatron_eqlen.rollout.partial import HarvestProgress, PartialRollout
+from megatron_eqlen.record.partial import HarvestProgress, PartialRollout
 from megatron_eqlen.types import Delta
 from tests.kit import ROOT, verifiers_stub
 from tests.kit.length_bias import QUESTION

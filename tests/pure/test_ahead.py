@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megatron_eqlen.engines.protocol import EngineError
 from megatron_eqlen.processes.timeline import Timeline
 from megatron_eqlen.processes.watchdog import Watchdog
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.rollout.engine import EngineError
 from megatron_eqlen.run import generation
 from megatron_eqlen.run.ahead import Ahead
 from megatron_eqlen.run.generation import Generator
@@ -237,7 +237,7 @@ def test_an_error_of_the_harvest_is_raised_where_the_step_is_taken(tmp_path):
 
 
 def test_an_end_in_the_middle_of_a_harvest_leaves_its_tokens_on_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_eqlen.rollout.record.recorder.INTERVAL", 0.0)
+    monkeypatch.setattr("megatron_eqlen.record.recorder.INTERVAL", 0.0)
     engine = Served(random.Random(0), policy_version=0, max_chunk=1)
     with rollouts(engine, tmp_path, 1) as source:
         source.collect(Step(0, 0))

@@ -14,13 +14,13 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_eqlen.engines.protocol import EngineError
 from megatron_eqlen.files import step_name
+from megatron_eqlen.harvest.harvest import harvest, harvest_seed
+from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.objectives.units import due_rollouts
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.rollout.engine import EngineError
-from megatron_eqlen.rollout.harvest import harvest, harvest_seed
-from megatron_eqlen.rollout.harvest_plan import HarvestPlan
-from megatron_eqlen.rollout.record.reader import read_step
+from megatron_eqlen.record.reader import read_step
 from megatron_eqlen.run.step import Step
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from megatron_eqlen.types import Delta, Rollout, RolloutKey, rollout_key

@@ -21,22 +21,22 @@ from hypothesis import strategies as st
 import tests.kit.rollouts as kit
 from megatron_eqlen.environments.conversation import Conversations
 from megatron_eqlen.files import step_name
+from megatron_eqlen.harvest.harvest import harvest, harvest_seed
+from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.objectives.aggregation import AGGREGATIONS
 from megatron_eqlen.objectives.build import weighted_units
 from megatron_eqlen.objectives.units import due_rollouts
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.rollout.harvest import harvest, harvest_seed
-from megatron_eqlen.rollout.harvest_plan import HarvestPlan
-from megatron_eqlen.rollout.partial import RolloutOrigin, open_prompts
-from megatron_eqlen.rollout.record import recorder as recorder_module
-from megatron_eqlen.rollout.record.reader import (
+from megatron_eqlen.record import recorder as recorder_module
+from megatron_eqlen.record.partial import RolloutOrigin, open_prompts
+from megatron_eqlen.record.reader import (
     PartialRolloutError,
     read_progress,
     read_step,
     recorded_files,
     remove_open_tracks,
 )
-from megatron_eqlen.rollout.record.recorder import OPEN_FILES, Recorder, record_grades
+from megatron_eqlen.record.recorder import OPEN_FILES, Recorder, record_grades
 from megatron_eqlen.sampling.equal_length.dual_track import tail_of
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import (

@@ -16,17 +16,17 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from megatron_eqlen.engines.protocol import EngineError
 from megatron_eqlen.environments.conversation import Conversations
 from megatron_eqlen.environments.environment import Environment, Observation
 from megatron_eqlen.environments.load import environment_class, given_tokens
 from megatron_eqlen.environments.python_tool import PythonTool
 from megatron_eqlen.environments.search_tool import SearchTool
+from megatron_eqlen.harvest.harvest import harvest, harvest_seed
+from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.recipe import EnvironmentRecipe
-from megatron_eqlen.rollout.engine import EngineError
-from megatron_eqlen.rollout.harvest import harvest, harvest_seed
-from megatron_eqlen.rollout.harvest_plan import HarvestPlan
-from megatron_eqlen.rollout.partial import HarvestProgress, PartialRollout, RolloutOrigin
+from megatron_eqlen.record.partial import HarvestProgress, PartialRollout, RolloutOrigin
 from megatron_eqlen.sampling.harvester import Marker
 from megatron_eqlen.tokens import Tokens
 from recipes.examples.shop.shop import Shop

@@ -21,6 +21,8 @@ import tests.kit.rollouts as kit
 from megatron_eqlen.data.prompts import PromptSource
 from megatron_eqlen.data.rows import Tally
 from megatron_eqlen.data.sources import open_source
+from megatron_eqlen.harvest.harvest import harvest
+from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.hf.config import ConfigError, parse_config, read_config
 from megatron_eqlen.hf.config_fields import FAMILIES, Family
 from megatron_eqlen.hf.folder import HFFolder
@@ -36,13 +38,11 @@ from megatron_eqlen.plan.flops import active_parameters
 from megatron_eqlen.recipe import ParallelRecipe, Recipe, RecipeError, layout
 from megatron_eqlen.recipe.engine_options import check_options
 from megatron_eqlen.recipe.plugins import load_object
+from megatron_eqlen.record.reader import read_step
+from megatron_eqlen.record.recorder import FILES, Recorder
 from megatron_eqlen.report.rollouts import Training, view
 from megatron_eqlen.rewards.functions import RewardFunction, is_reward_function
 from megatron_eqlen.rewards.scoring import Scorer
-from megatron_eqlen.rollout.harvest import harvest
-from megatron_eqlen.rollout.harvest_plan import HarvestPlan
-from megatron_eqlen.rollout.record.reader import read_step
-from megatron_eqlen.rollout.record.recorder import FILES, Recorder
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.kind import SamplingKind
 from megatron_eqlen.tokens import Tokens

@@ -10,11 +10,11 @@ import sys
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from megatron_eqlen.engines.protocol import EngineError
 from megatron_eqlen.processes import events, failures
 from megatron_eqlen.processes.failures import ERROR_FILE, Failure
 from megatron_eqlen.processes.hold import HeldError
 from megatron_eqlen.report.metrics import MetricsWriter
-from megatron_eqlen.rollout.engine import EngineError
 from tests.kit import ROOT
 
 BROKEN = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.3]:31"

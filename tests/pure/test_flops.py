@@ -13,12 +13,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import tests.kit.rollouts as kit
+from megatron_eqlen.harvest.meter import rollout_metrics
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.packing.pack import plan_rows
 from megatron_eqlen.plan.flops import achieved, counted, forward_flops
 from megatron_eqlen.plan.model import KNOWN_MODELS
-from megatron_eqlen.rollout.meter import rollout_metrics
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Node, Part, Prompt, Rollout, TokenTree
 from tests.kit import ROOT

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eqlen.rollout.vllm.server.generate_api import by_version
+from megatron_eqlen.engines.generate_api import by_version
 from megatron_eqlen.types import Delta
 from tests.kit.marks import examples
 

@@ -9,11 +9,11 @@ import pytest
 
 from megatron_eqlen.environments import python_tool
 from megatron_eqlen.environments.load import conversations
+from megatron_eqlen.harvest.harvest import harvest
+from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.recipe import EnvironmentRecipe
-from megatron_eqlen.rollout.harvest import harvest
-from megatron_eqlen.rollout.harvest_plan import HarvestPlan
-from megatron_eqlen.rollout.record import recorder
-from megatron_eqlen.rollout.record.reader import read_progress
+from megatron_eqlen.record import recorder
+from megatron_eqlen.record.reader import read_progress
 from tests.kit import verifiers_stub
 from tests.kit.jobs import Child
 from tests.kit.length_bias import QUESTION

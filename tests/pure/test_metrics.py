@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import tests.kit.rollouts as kit
 from megatron_eqlen import metrics
+from megatron_eqlen.harvest.meter import rollout_metrics
 from megatron_eqlen.metrics import DECLARED, Mean, MetricError, at_once, check, in_turn, metric, over_ranks
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.rollout.meter import rollout_metrics
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.training import peak_memory
 from megatron_eqlen.types import Part, Prompt, Rollout

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_eqlen.rollout.record import recorder
-from megatron_eqlen.rollout.record.reader import read_step
-from megatron_eqlen.rollout.record.replayed import ReplayError, check_step, check_steps
+from megatron_eqlen.record import recorder
+from megatron_eqlen.record.reader import read_step
+from megatron_eqlen.record.replayed import ReplayError, check_step, check_steps
 from megatron_eqlen.types import Prompt, Rollout
 from tests.kit.report_runs import example_group, example_stream, recipe
 

@@ -9,8 +9,8 @@ from typing import NoReturn
 
 import pytest
 
-from megatron_eqlen.rollout.engine import EngineError
-from megatron_eqlen.rollout.vllm.server.replicas import HttpLoop
+from megatron_eqlen.engines.protocol import EngineError
+from megatron_eqlen.engines.replica import HttpLoop
 
 
 def test_nobody_waits_for_a_call_that_a_close_cuts_off():

@@ -17,10 +17,10 @@ import pytest
 import tests.kit.rollouts as kit
 from megatron_eqlen.cli.__main__ import main
 from megatron_eqlen.evaluation.result import Answers, EvaluationResult, write_results
+from megatron_eqlen.record.recorder import record
 from megatron_eqlen.report.charts import MAX_POINTS, METRICS, Chart, averaged, charts, smoothed
 from megatron_eqlen.report.metrics import Columns, MetricsWriter
 from megatron_eqlen.report.page import PageWriter, write_page
-from megatron_eqlen.rollout.record.recorder import record
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Part

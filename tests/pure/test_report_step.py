@@ -14,8 +14,8 @@ from tokenizers.models import WordLevel
 
 from megatron_eqlen.cli.__main__ import main
 from megatron_eqlen.objectives.build import weighted_units
+from megatron_eqlen.record.reader import read_step
 from megatron_eqlen.report.rollouts import by_token
-from megatron_eqlen.rollout.record.reader import read_step
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Grade, Rollout

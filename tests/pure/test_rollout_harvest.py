@@ -18,13 +18,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_eqlen.engines.protocol import EngineError
+from megatron_eqlen.harvest.harvest import harvest
+from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.load import parse
+from megatron_eqlen.record.partial import HarvestProgress, PartialRollout
 from megatron_eqlen.rewards.scoring import policy_metrics
-from megatron_eqlen.rollout.engine import EngineError
-from megatron_eqlen.rollout.harvest import harvest
-from megatron_eqlen.rollout.harvest_plan import HarvestPlan
-from megatron_eqlen.rollout.partial import HarvestProgress, PartialRollout
 from megatron_eqlen.sampling.equal_length.dual_track import DualTrack, pairs_of, tail_of
 from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver, all_rollouts
 from megatron_eqlen.sampling.track import track_seed

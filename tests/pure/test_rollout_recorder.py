@@ -20,9 +20,9 @@ import pyarrow.compute as pc
 import pytest
 
 import tests.kit.rollouts as kit
-from megatron_eqlen.rollout.record.arrow_log import batches
-from megatron_eqlen.rollout.record.format import BATCH_BYTES, SEGMENTS
-from megatron_eqlen.rollout.record.reader import (
+from megatron_eqlen.record.arrow_log import batches
+from megatron_eqlen.record.format import BATCH_BYTES, SEGMENTS
+from megatron_eqlen.record.reader import (
     fill_numbers,
     has_columns,
     read_progress,
@@ -32,7 +32,7 @@ from megatron_eqlen.rollout.record.reader import (
     set_aside_stale,
     step_files,
 )
-from megatron_eqlen.rollout.record.recorder import Recorder, record, record_grades
+from megatron_eqlen.record.recorder import Recorder, record, record_grades
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.tokens import Placeholder, Tokens
 from megatron_eqlen.types import Delta, Grade, Part, Prompt, Rollout, rollout_key, training_order
@@ -168,7 +168,7 @@ def ungraded(rollout: Rollout) -> Rollout:
 
 def test_kill_9_loses_nothing_that_was_written(tmp_path, caplog):
     script = f"""
-from megatron_eqlen.rollout.record.recorder import Recorder
+from megatron_eqlen.record.recorder import Recorder
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Part, Prompt, Rollout
 recorder = Recorder({str(tmp_path / "rank-0.arrow")!r})

@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 
 from megatron_eqlen.environments.conversation import Conversations
 from megatron_eqlen.environments.environment import Environment, Observation
+from megatron_eqlen.harvest.harvest import harvest
+from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.recipe import EnvironmentRecipe, Recipe
-from megatron_eqlen.rollout.harvest import harvest
-from megatron_eqlen.rollout.harvest_plan import HarvestPlan
-from megatron_eqlen.rollout.partial import HarvestProgress
-from megatron_eqlen.rollout.record import recorder as recorder_module
-from megatron_eqlen.rollout.record.arrow_log import ArrowLog
-from megatron_eqlen.rollout.record.reader import read_progress, read_step, recorded_files, remove_open_tracks
-from megatron_eqlen.rollout.record.recorder import OPEN_FILES, Recorder
+from megatron_eqlen.record import recorder as recorder_module
+from megatron_eqlen.record.arrow_log import ArrowLog
+from megatron_eqlen.record.partial import HarvestProgress
+from megatron_eqlen.record.reader import read_progress, read_step, recorded_files, remove_open_tracks
+from megatron_eqlen.record.recorder import OPEN_FILES, Recorder
 from megatron_eqlen.types import Metrics, Prompt, Rollout, rollout_key
 from tests.kit.marks import examples
 from tests.kit.observers import OnPart

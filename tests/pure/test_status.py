@@ -27,11 +27,11 @@ from megatron_eqlen.processes.hold import FILE, Hold
 from megatron_eqlen.processes.run_state import read_state
 from megatron_eqlen.processes.timeline import Timeline
 from megatron_eqlen.recipe.budget import Budget
+from megatron_eqlen.record.reader import read_step
 from megatron_eqlen.report.metrics import MetricsWriter
 from megatron_eqlen.report.page import write_page
 from megatron_eqlen.report.progress import Progress
 from megatron_eqlen.report.status import SILENCE, Condition, RunStatus, print_status
-from megatron_eqlen.rollout.record.reader import read_step
 from megatron_eqlen.run.run_folder import RunFolder
 from tests.kit import ROOT
 from tests.kit.processes import within

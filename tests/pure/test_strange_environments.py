@@ -11,11 +11,11 @@ import pytest
 
 from megatron_eqlen.environments.environment import Environment, Observation
 from megatron_eqlen.environments.load import conversations
+from megatron_eqlen.harvest.harvest import harvest
+from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.recipe import EnvironmentRecipe
-from megatron_eqlen.rollout.harvest import harvest
-from megatron_eqlen.rollout.harvest_plan import HarvestPlan
-from megatron_eqlen.rollout.record.reader import read_step
-from megatron_eqlen.rollout.record.recorder import Recorder, record_grades
+from megatron_eqlen.record.reader import read_step
+from megatron_eqlen.record.recorder import Recorder, record_grades
 from megatron_eqlen.types import Grade
 from tests.kit.length_bias import QUESTION
 from tests.pure.test_agents import FIRST, Speaking

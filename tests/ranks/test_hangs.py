@@ -24,8 +24,8 @@ dog.start(home / "hang" / "1")
 never = threading.Event().wait
 """
 ENGINE = """
-from megatron_eqlen.rollout.harvest import harvest
-from megatron_eqlen.rollout.harvest_plan import HarvestPlan
+from megatron_eqlen.harvest.harvest import harvest
+from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.types import Prompt
 from tests.kit.report_runs import recipe
 
@@ -68,7 +68,7 @@ with dog.stage("checkpoint"):
         watchdog.beat()
 """
 KINDS = {
-    "engine": (ENGINE, "in stage harvest", "megatron_eqlen/rollout/meter.py"),
+    "engine": (ENGINE, "in stage harvest", "megatron_eqlen/harvest/meter.py"),
     "grader": (GRADER, "in stage score", "megatron_eqlen/rewards/"),
     "file": (FILE, "in stage checkpoint", "megatron_eqlen/files.py"),
 }

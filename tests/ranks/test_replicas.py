@@ -11,10 +11,10 @@ import pytest
 import torch.distributed as dist
 
 import tests.kit.rollouts as kit
+from megatron_eqlen.harvest.harvest import harvest
+from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.recipe import RewardRecipe
 from megatron_eqlen.rewards.scoring import Scorer
-from megatron_eqlen.rollout.harvest import harvest
-from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.run.replicas import Replicas, shared
 from megatron_eqlen.sampling.harvester import all_rollouts
 from megatron_eqlen.tokens import Tokens

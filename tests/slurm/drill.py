@@ -24,7 +24,7 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM
 
 from megatron_eqlen.models import checkpoint_folder
-from megatron_eqlen.rollout.record.reader import read_step
+from megatron_eqlen.record.reader import read_step
 from tests.kit import ROOT
 from tests.kit.jobs import stop_zygote
 from tests.kit.processes import command_line, descendants, running, within

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Stands in for ``EQLEN_PYTHON`` in ``slurm/serve.sbatch``: a replica that answers ``/health``, nothing else.
 
-``-m megatron_eqlen.rollout.vllm.server FOLDER ... --port N`` (or ``RECIPE run_dir=FOLDER ...``) notes its
+``-m megatron_eqlen.engines.server FOLDER ... --port N`` (or ``RECIPE run_dir=FOLDER ...``) notes its
 starts in FOLDER/starts, answers when FOLDER/hold-servers is gone, and ends, as if it had crashed, when
 FOLDER/crash-NODE-N appears. ``tests/engine`` has the real server.
 """
@@ -29,7 +29,7 @@ class Healthy(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    assert sys.argv[1:3] == ["-m", "megatron_eqlen.rollout.vllm.server"]
+    assert sys.argv[1:3] == ["-m", "megatron_eqlen.engines.server"]
     folder, port = run_folder(sys.argv[3:]), int(sys.argv[sys.argv.index("--port") + 1])
     node = os.environ["SLURMD_NODENAME"]
     with open(folder / "starts", "a", encoding="utf-8") as starts:

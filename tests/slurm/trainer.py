@@ -113,7 +113,7 @@ def main() -> int:
         assert command == "plan"
         print(f"run folder  {server.run_folder(rest)}")
         return 0
-    if module == "megatron_eqlen.rollout.vllm.server":
+    if module == "megatron_eqlen.engines.server":
         server.main()
     assert module == "torch.distributed.run"
     recipe = arguments[arguments.index("train") + 1 :]

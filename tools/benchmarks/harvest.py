@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from megatron_eqlen.harvest.harvest import harvest
+from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.metrics import (
     HARVEST_FORKS,
     HARVEST_GENERATED_TOKENS,
@@ -25,8 +27,6 @@ from megatron_eqlen.metrics import (
 )
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.rollout.harvest import harvest
-from megatron_eqlen.rollout.harvest_plan import HarvestPlan
 from megatron_eqlen.types import Prompt
 from tools.benchmarks.table import show
 
@@ -73,9 +73,9 @@ def make_model(folder: Path) -> None:
 def measure(model: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     from vllm import LLM
 
-    from megatron_eqlen.rollout.vllm.engine.colocated import ColocatedEngine
-    from megatron_eqlen.rollout.vllm.engine.containment import contained
-    from megatron_eqlen.rollout.vllm.engine.engine_args import engine_args
+    from megatron_eqlen.engines.colocated import ColocatedEngine
+    from megatron_eqlen.engines.containment import contained
+    from megatron_eqlen.engines.vllm_args import engine_args
 
     recipe = make_recipe(model, args)
     eos = list(range(max(1, round(VOCABULARY / args.mean_length))))

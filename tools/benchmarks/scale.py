@@ -29,16 +29,16 @@ import numpy as np
 from megatron_eqlen import metrics as m
 from megatron_eqlen.data.prompts import PromptSource
 from megatron_eqlen.files import step_name, write_text
+from megatron_eqlen.harvest.harvest import harvest
+from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.packing.pack import plan_rows
 from megatron_eqlen.processes.distributed import agree, gather
 from megatron_eqlen.recipe import Recipe, RewardRecipe
+from megatron_eqlen.record.recorder import FILES, INTERVAL, Recorder, record_grades
 from megatron_eqlen.rewards.scoring import Scorer
-from megatron_eqlen.rollout.harvest import harvest
-from megatron_eqlen.rollout.harvest_plan import HarvestPlan
-from megatron_eqlen.rollout.record.recorder import FILES, INTERVAL, Recorder, record_grades
 from megatron_eqlen.run.replicas import Replicas, shared
 from megatron_eqlen.tokens import Ragged, Tokens
 from megatron_eqlen.training.exchange import Placement, exchange_tokens

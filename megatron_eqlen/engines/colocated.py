@@ -1,0 +1,140 @@
+"""vLLM in the training process: the same GPUs (or CPU) generate and train in turns.
+
+Under a launcher of several ranks each group of ``rollout.tensor_parallel`` ranks is one replica, and its
+ranks must make the same calls in the same order. While training runs, ``sleep`` has given the GPU memory
+back: weights are dropped, not kept in host memory, since every harvest starts with new ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from torch import Tensor
+
+from megatron_eqlen import metrics as m
+from megatron_eqlen.engines.containment import importing_vllm
+from megatron_eqlen.engines.protocol import Delta, EngineError, sampling_params
+from megatron_eqlen.engines.weight_table import WeightTable
+from megatron_eqlen.hf.config import read_config
+from megatron_eqlen.recipe import RolloutRecipe
+from megatron_eqlen.types import Metrics
+
+with importing_vllm():
+    from vllm import SamplingParams
+    from vllm.platforms import current_platform
+
+    from megatron_eqlen.engines import core_requests, lifecycle
+
+
+class ColocatedEngine:
+    """An ``Engine`` (see there) around vLLM in this process.
+
+    ``model_path`` is a Hugging Face folder with weights; they are those of ``policy_version``.
+    ``dtype`` is ``float32`` or ``bfloat16``. ``seed`` is for vLLM itself; draws come from ``submit``'s.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        rollout: RolloutRecipe,
+        dtype: str,
+        eos_token_ids: Collection[int],
+        max_model_len: int,
+        seed: int = 0,
+        policy_version: int = 0,
+    ) -> None:
+        self.weights = WeightTable.read(model_path)
+        self.core = lifecycle.build(str(model_path), rollout, dtype, max_model_len, seed)
+        self.params = SamplingParams(**sampling_params(rollout, eos_token_ids), max_tokens=1)
+        self.vocab_size = self.core.vllm_config.model_config.get_vocab_size()
+        self.max_model_len = max_model_len
+        self.max_num_seqs = rollout.max_num_seqs
+        self.moe_layers = read_config(model_path).moe_layers
+        self.policy_version = policy_version
+        self.requests: dict[str, core_requests.Request] = {}
+        self.numbers = itertools.count()
+        """Numbers of requests, used in vLLM's names."""
+        self.refusal: str | None = None
+        """Why requests are refused now: weights are missing or half loaded."""
+        self.asleep = False
+        self.preemptions = 0
+        """Number of requests pushed out of the KV cache since the last ``metrics``."""
+        self.sync: Metrics = {}
+
+    def submit(
+        self, request_id: str, token_ids: list[int], max_tokens: int, seed: int, path_rows: int = 0
+    ) -> None:
+        if self.refusal is not None:
+            raise EngineError(f"request {request_id}: {self.refusal}")
+        assert request_id not in self.requests
+        if self.asleep:
+            self._wake("kv_cache")
+            self.asleep = False
+        self.requests[request_id] = core_requests.submit(
+            self.core, request_id, next(self.numbers), token_ids, self.params, max_tokens, seed, path_rows
+        )
+
+    def step(self) -> list[Delta]:
+        deltas = core_requests.step(self.core, self.moe_layers)
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self.preemptions += self.requests.pop(delta.request_id).num_preemptions
+        return deltas
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        mine = [self.requests.pop(request_id) for request_id in request_ids if request_id in self.requests]
+        if mine:
+            self.core.abort_requests([request.request_id for request in mine])
+        self.preemptions += sum(request.num_preemptions for request in mine)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.requests)
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        if self.requests:
+            raise EngineError(f"update_weights: {len(self.requests)} requests are unfinished")
+        start = time.perf_counter()
+        self.refusal = "the last weight update failed half way; update_weights must succeed first"
+        checked = self.weights.check(named_tensors)
+        lifecycle.load_weights(self.core, checked)
+        self.reset_cache()
+        self.refusal = None
+        self.policy_version = policy_version
+        self.sync = {
+            m.ENGINE_SYNC_SECONDS: time.perf_counter() - start,
+            m.ENGINE_SYNC_BYTES: self.weights.bytes_seen,
+        }
+
+    def reset_cache(self) -> None:
+        if not self.core.reset_prefix_cache():
+            raise EngineError("the prefix cache is still in use: requests were left unfinished")
+
+    def sleep(self) -> None:
+        if self.requests:
+            raise EngineError(f"sleep: {len(self.requests)} requests are unfinished")
+        self.refusal = "sleep dropped the weights; wake and update_weights must come first"
+        self.asleep = True
+        if not current_platform.is_cpu():
+            self.core.sleep(level=2)
+
+    def wake(self) -> None:
+        """Take memory for the weights only; the KV cache takes its memory with the first request, so that a
+        weight sync has the room."""
+        self._wake("weights")
+
+    def close(self) -> None:
+        lifecycle.close(self.core)
+
+    def metrics(self) -> Metrics:
+        metrics: Metrics = {"engine/preemptions": self.preemptions, **self.sync}
+        self.preemptions = 0
+        self.sync = {}
+        return metrics
+
+    def _wake(self, tag: str) -> None:
+        if not current_platform.is_cpu():
+            self.core.wake_up(tags=[tag])

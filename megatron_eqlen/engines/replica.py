@@ -1,0 +1,286 @@
+"""The servers of a run: HTTP to each, calls to all that are in use, and the handling of one that fails.
+
+A replica that refuses, breaks off, or falls silent is left out until the next weight sync, when it gets the
+same weights as all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from megatron_eqlen.engines.protocol import EngineError
+from megatron_eqlen.engines.server.gate import authorization
+from megatron_eqlen.recipe.contents import Contents
+
+logger = logging.getLogger(__name__)
+
+UNTOUCHED = "default"
+"""vLLM's name for the version of weights that were loaded at start."""
+PATIENCE = 30.0
+"""Seconds a replica may take to be set up: it may be in the middle of a long engine step."""
+PATIENCE_ABSENT = 5.0
+"""Limit for a replica that is not used: it has nothing to do, and each weight sync asks it again."""
+
+ReplicaError = (aiohttp.ClientError, OSError)
+"""Errors raised here when a replica is dead, dying or silent (timeouts are OSErrors)."""
+
+
+class HttpLoop:
+    """An event loop in its own thread, with an HTTP session that sends the servers' secret. Any thread may
+    use and close it. Raises ValueError if the environment has no secret."""
+
+    def __init__(self) -> None:
+        headers = authorization()
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True, name="vllm-servers")
+        self.thread.start()
+        self._closed = False
+        self._starts = threading.Lock()
+        """Protects the loop's end: a coroutine handed over later would never run, and its caller would
+        hang."""
+        self.session: aiohttp.ClientSession = self.run(self._open(headers))
+
+    def start(self, coroutine: Coroutine) -> Any:
+        """Return a concurrent future of the coroutine's result, cancelled if ``close`` comes before its end.
+        Raises EngineError after ``close``."""
+        with self._starts:
+            if not self._closed:
+                return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        coroutine.close()
+        raise EngineError("the engine was closed")
+
+    def run(self, coroutine: Coroutine) -> Any:
+        return self.start(coroutine).result()
+
+    def close(self) -> None:
+        with self._starts:
+            self._closed = True
+            ending = asyncio.run_coroutine_threadsafe(self._end(), self.loop)
+        ending.result()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+    async def _end(self) -> None:
+        """Cancel all coroutines that were started before."""
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self.session.close()
+
+    @staticmethod
+    async def _open(headers: dict[str, str]) -> aiohttp.ClientSession:
+        # A kept connection may be closed by the server just as a request goes out on it: that looks like a
+        # replica that died.
+        return aiohttp.ClientSession(
+            headers=headers,
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            timeout=aiohttp.ClientTimeout(total=None, connect=10),
+        )
+
+
+@dataclass(eq=False)
+class Request:
+    """An unfinished request. Its id may come again after its end, so arrivals belong to this object."""
+
+    request_id: str
+    replica: Replica
+    answer: Any = None
+    """Concurrent future that reads the answer."""
+
+
+class Replica:
+    """The server at ``url``. Its coroutines raise one of ``ReplicaError`` if it fails to answer."""
+
+    def __init__(self, url: str, io: HttpLoop) -> None:
+        self.url = url
+        self.io = io
+        self.alive = False
+        self.requests: dict[str, Request] = {}
+        """Unfinished requests by id."""
+        self.workers = 0
+        """Number of its tensor-parallel ranks."""
+        self.stock = ""
+        """Name of vLLM's own sampler there."""
+        self.absence = ""
+        """Why the replica is not used; empty while it is used."""
+        self.absent_since = 0.0
+        """Start of the absence in seconds since 1970."""
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request: vLLM aborts a request whose connection is closed."""
+        self.requests.pop(request_id).answer.cancel()
+
+    async def set_up(self, untouched: Contents | None) -> list[dict[str, Any]]:
+        """Return what each worker says of the engine (``WorkerExtension.eqlen_setup``). With ``untouched``
+        the server must hold the weights that it was started with, and these contents."""
+        async with at_most(PATIENCE_ABSENT if self.absence else PATIENCE):
+            if untouched is not None:
+                held = (await self._json("GET", "weight_info")).get("weight_version")
+                if held != UNTOUCHED:
+                    raise ConnectionError(f"expected weights {UNTOUCHED!r}, found {held!r}")
+                if (await self.rpc("eqlen_weights"))[0] != untouched:
+                    raise ConnectionError("expected a server of the same model.path, found other weights")
+            workers = await self.rpc("eqlen_setup")
+            if not self.alive:
+                await self.post("resume")  # a trainer that was killed may have left it paused
+            return workers
+
+    async def rpc(self, method: str, *args: Any) -> list[Any]:
+        """Return the answers of ``WorkerExtension.method``, one from each worker."""
+        return (await self.post("collective_rpc", {"method": method, "args": args}))["results"]
+
+    async def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        return await self._json("POST", path, body)
+
+    async def _json(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Return the JSON object of an answer, empty if there is none. Raises ConnectionError for any other
+        answer."""
+        async with self.io.session.request(method, f"{self.url}/{path}", json=body) as response:
+            text = await _text(response)
+        try:
+            answer = json.loads(text or "{}")
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            raise ConnectionError(f"expected a JSON object from /{path}, found {_line(text)}")
+        return answer
+
+    async def events(
+        self, path: str, body: dict[str, Any], silence: float
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the server-sent events that answer a POST, as long as none is ``silence`` seconds late."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_read=silence)
+        async with self.io.session.post(f"{self.url}/{path}", json=body, timeout=timeout) as response:
+            if response.status != 200:
+                await _text(response)
+            try:
+                async for line in response.content:
+                    if line.startswith(b"data: {"):
+                        yield json.loads(line[6:])
+            except aiohttp.SocketTimeoutError:
+                raise _silent(silence) from None
+
+
+class ReplicaPool:
+    """Replicas at ``urls``; one that is silent for ``silence`` seconds is left out.
+
+    ``on_lost`` is called with the id of each request that a replica had when it was left out.
+    """
+
+    def __init__(self, urls: Iterable[str], silence: float, on_lost: Callable[[str], None]) -> None:
+        self.io = HttpLoop()
+        self.silence = silence
+        self.on_lost = on_lost
+        self.replicas = [Replica(url.rstrip("/"), self.io) for url in urls]
+
+    @property
+    def alive(self) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.alive]
+
+    def check_any_alive(self) -> None:
+        if not self.alive:
+            absent = "; ".join(
+                f"{replica.url}: {replica.absence} (since {_clock(replica.absent_since)})"
+                for replica in self.replicas
+            )
+            raise EngineError(
+                f"rollout.servers: none is alive of {absent}; start them again, and the same command resumes"
+            )
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> None:
+        """Send the same POST to every replica in use at once, and wait for the answers."""
+        self.each(path, lambda replica: replica.post(path, body))
+
+    def each(
+        self, what: str, call: Callable[[Replica], Coroutine], replicas: list[Replica] | None = None
+    ) -> dict[Replica, Any]:
+        """Return the answers of these replicas (default: those in use) to ``call``, see ``settle``."""
+        return self.settle(what, self.start(call, replicas))
+
+    def start(
+        self, call: Callable[[Replica], Coroutine], replicas: list[Replica] | None = None
+    ) -> dict[Replica, Any]:
+        """Start ``call`` for these replicas at once; each fails after ``silence`` seconds."""
+
+        async def limited(replica: Replica) -> Any:
+            async with at_most(self.silence):
+                return await call(replica)
+
+        return {replica: self.io.start(limited(replica)) for replica in replicas or self.alive}
+
+    def settle(self, what: str, calls: dict[Replica, Any]) -> dict[Replica, Any]:
+        """Wait for the answers; a replica that gives none is left out. Raises EngineError when no replica has
+        answered."""
+        answers = {}
+        for replica, call in calls.items():
+            try:
+                answers[replica] = call.result()
+            except ReplicaError as error:
+                self.leave_out(replica, f"{what}: {words(error)}")
+        if not answers:
+            self.check_any_alive()
+        return answers
+
+    def leave_out(self, replica: Replica, why: str) -> None:
+        """Stop using a replica; its requests are lost. Logged when the reason is new."""
+        if why != replica.absence:
+            text = "%s: left out until the next weight sync, %d requests go elsewhere: %s"
+            logger.warning(text, replica.url, len(replica.requests), why)
+        if not replica.absence:
+            replica.absent_since = time.time()
+        replica.alive, replica.absence = False, why
+        for request_id in sorted(replica.requests):
+            replica.forget(request_id)
+            self.on_lost(request_id)
+
+    def close(self) -> None:
+        self.io.close()
+
+
+@asynccontextmanager
+async def at_most(seconds: float) -> AsyncGenerator[None, None]:
+    """Raise ConnectionError if the block takes longer than ``seconds``."""
+    try:
+        async with asyncio.timeout(seconds) as limit:  # wait_for may swallow a cancellation (Python 3.11)
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise _silent(seconds) from None
+
+
+def _silent(seconds: float) -> ConnectionError:
+    return ConnectionError(f"silent for {seconds:g} s")
+
+
+def words(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+async def _text(response: aiohttp.ClientResponse) -> str:
+    """Return the answer's text. Raises ConnectionError with it unless the request succeeded."""
+    text = await response.text()
+    if response.status != 200:
+        raise ConnectionError(f"HTTP {response.status} from {response.url.path}: {_line(text)}")
+    return text
+
+
+def _line(text: str) -> str:
+    """Return an answer in one line, shortened."""
+    return " ".join(text.split())[:300]
+
+
+def _clock(moment: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(moment))

@@ -1,0 +1,33 @@
+"""vLLM's own server, with an engine and workers that die with it: started by ``server``, with vLLM's
+arguments.
+
+If the server that spawned it is killed, vLLM's engine otherwise waits for work for ever and holds the GPU's
+memory.
+"""
+
+from __future__ import annotations
+
+import os
+
+from megatron_eqlen.processes.lifeline import die_with_launcher, named
+from megatron_eqlen.processes.quiet import quiet
+
+
+def main() -> None:
+    os.environ.update(named())
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    from vllm.entrypoints.launchers.api_server.entry import main as serve
+
+    from megatron_eqlen.engines.server.streaming import stream
+
+    stream()
+    serve()
+
+
+# Python's multiprocessing imports the main module of a server, as __mp_main__, into every process that it
+# spawns, before anything else: here the engine and the workers begin to watch over their parent.
+if __name__ in ("__main__", "__mp_main__"):
+    die_with_launcher()
+    quiet()
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,312 @@
+"""vLLM servers on other nodes: token ids in, token ids out, over HTTP.
+
+    step ◄── queue ◄── one stream of server-sent events per request ◄── replica 1, 2, ...
+    update_weights ──► one TCP connection per replica (``weights.tcp``), or NCCL (``weights.nccl``)
+
+Requests of a replica that dies come back as ``lost`` with all their tokens kept, and the harvester submits
+the rest to another replica. With ``rollout.staleness`` one thread harvests while another sends new weights:
+the servers pause, and each request then continues where it was. Nothing here imports vLLM, unless NCCL sends
+the weights.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Collection, Iterable
+from contextlib import aclosing, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from megatron_eqlen.engines.generate_api import (
+    PATH,
+    cached_tokens,
+    read_event,
+    request_body,
+)
+from megatron_eqlen.engines.protocol import Delta, EngineError, sampling_params
+from megatron_eqlen.engines.replica import (
+    UNTOUCHED,
+    Replica,
+    ReplicaError,
+    ReplicaPool,
+    Request,
+    words,
+)
+from megatron_eqlen.engines.weight_table import WeightTable
+from megatron_eqlen.engines.weights.tcp import TcpSender
+from megatron_eqlen.hf.config import read_config
+from megatron_eqlen.metrics import (
+    ENGINE_SYNC_BYTES,
+    ENGINE_SYNC_SECONDS,
+)
+from megatron_eqlen.recipe import RolloutRecipe
+from megatron_eqlen.recipe.contents import Contents, weights
+from megatron_eqlen.types import Metrics
+
+if TYPE_CHECKING:
+    from megatron_eqlen.engines.weights.nccl import NcclSender
+
+
+def name_of_sync(policy_version: int) -> str:
+    """Return a name for the weights of one sync, which no other sync has, of another run for example: with it
+    servers label the tokens of these weights."""
+    return f"{policy_version}-{secrets.token_hex(8)}"
+
+
+class ServerEngine:
+    """An ``Engine`` (see there) over ``rollout.servers``.
+
+    ``model_path`` is the model that the servers were started with; ``policy_version`` its version. With
+    ``syncs_first`` servers may hold any weights (a trainer that was restarted finds those of its last
+    sync), and requests are refused until ``update_weights``. Raises EngineError if no server answers.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        rollout: RolloutRecipe,
+        eos_token_ids: Collection[int],
+        max_model_len: int,
+        policy_version: int = 0,
+        syncs_first: bool = False,
+    ) -> None:
+        self.weights = WeightTable.read(model_path)
+        self.moe_layers = read_config(model_path).moe_layers if rollout.keep_routes else []
+        self.rollout = rollout
+        self.sampling = sampling_params(rollout, eos_token_ids)
+        self.max_model_len = max_model_len
+        self.policy_version = policy_version
+        self.weight_version = UNTOUCHED
+        self.homes: dict[str, Replica] = {}
+        self.versions = {UNTOUCHED: policy_version}
+        """Policy versions of the weights that may sample tokens, by vLLM's names; the newest is last."""
+        self.arrivals: queue.SimpleQueue[tuple[Request, Delta | str]] = queue.SimpleQueue()
+        """Deltas of requests, and why requests failed."""
+        self.lost: list[str] = []
+        """Requests whose replica died; ``step`` gives them back."""
+        self.busy = threading.RLock()
+        """Held by one call at a time: a weight sync blocks a thread that harvests."""
+        self.vocab_size = 0
+        self.refusal = "update_weights must come first" if syncs_first else None
+        self.closed = False
+        self.sync: Metrics = {}
+        self.pool = ReplicaPool(rollout.servers, rollout.request_timeout / 2, self.lost.append)
+        try:
+            self.sender = self._sender()
+            self._connect(None if syncs_first else weights(Path(model_path)))
+        except EngineError:
+            self.close()
+            raise
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self.rollout.max_num_seqs * max(len(self.pool.alive), 1)
+
+    def submit(
+        self, request_id: str, token_ids: list[int], max_tokens: int, seed: int, path_rows: int = 0
+    ) -> None:
+        with self.busy:
+            if self.refusal is not None:
+                raise EngineError(f"request {request_id}: {self.refusal}")
+            assert self._replica_of(request_id) is None
+            replica = self._home(request_id)
+            body = request_body(
+                request_id,
+                token_ids,
+                self.sampling,
+                max_tokens,
+                seed,
+                replica.stock,
+                path_rows,
+                self._cache_salt(),
+            )
+            request = Request(request_id, replica)
+            request.answer = self.pool.io.start(self._stream(request, body))
+            replica.requests[request_id] = request
+
+    def step(self) -> list[Delta]:
+        """Return the deltas that have arrived; wait a moment if there are none. Raises EngineError once the
+        engine is closed."""
+        arrived: list[tuple[Request, Delta | str]] = []
+        with suppress(queue.Empty):
+            arrived.append(self.arrivals.get(timeout=0.05))
+            while True:
+                arrived.append(self.arrivals.get_nowait())
+        with self.busy:
+            if self.closed:
+                raise EngineError("the engine was closed")
+            deltas = [delta for arrival in arrived if (delta := self._take(*arrival)) is not None]
+            deltas += [Delta(request_id, [], {}, "lost") for request_id in self.lost]
+            self.lost.clear()
+            return deltas
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        with self.busy:
+            for request_id in request_ids:
+                if (replica := self._replica_of(request_id)) is not None:
+                    replica.forget(request_id)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return any(replica.requests for replica in self.pool.replicas)
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        if self.has_unfinished and not self.rollout.staleness:
+            raise EngineError("update_weights: requests are unfinished")
+        start = time.perf_counter()
+        checked = self.weights.check(named_tensors)
+        with self.busy:
+            try:
+                self._update_replicas(checked, policy_version)
+            except EngineError:
+                for _ in checked:  # exporting weights is collective: the other ranks need this one to finish
+                    pass
+                raise
+            self.refusal = None
+            self.policy_version, self.weight_version = policy_version, [*self.versions][-1]
+        self.sync = {
+            ENGINE_SYNC_SECONDS: time.perf_counter() - start,
+            ENGINE_SYNC_BYTES: self.weights.bytes_seen,
+        }
+
+    def reset_cache(self) -> None:
+        self.pool.post("reset_prefix_cache")
+
+    def sleep(self) -> None:
+        """Do nothing: servers have their own GPUs."""
+
+    def wake(self) -> None:
+        """Do nothing: servers do not sleep."""
+
+    def close(self) -> None:
+        """Close the engine. Safe to call more than once, and while another thread harvests."""
+        with self.busy:
+            if not self.closed:
+                self.closed = True
+                self.abort([name for replica in self.pool.replicas for name in replica.requests])
+                self.pool.close()
+
+    def metrics(self) -> Metrics:
+        with self.busy:
+            metrics = {"engine/live_replicas": float(len(self.pool.alive)), **self.sync}
+            self.sync = {}
+            return metrics
+
+    # ---- requests -----------------------------------------------------------------------------------
+
+    def _replica_of(self, request_id: str) -> Replica | None:
+        """Return the replica that runs an unfinished request."""
+        return next((replica for replica in self.pool.replicas if request_id in replica.requests), None)
+
+    def _home(self, request_id: str) -> Replica:
+        """Return the replica for a request. Requests whose ids agree up to the last ``/`` share a prefix, so
+        they share a replica."""
+        family = request_id.rpartition("/")[0]
+        home = self.homes.get(family)
+        if home is None or not home.alive:
+            self.pool.check_any_alive()
+            home = self.homes[family] = min(self.pool.alive, key=lambda replica: len(replica.requests))
+        return home
+
+    def _take(self, request: Request, arrival: Delta | str) -> Delta | None:
+        """Return what has arrived for a request; None if it was aborted meanwhile, or has failed: then its
+        replica is left out."""
+        replica = request.replica
+        if replica.requests.get(request.request_id) is not request:
+            return None
+        if isinstance(arrival, str):
+            self.pool.leave_out(replica, arrival)
+            return None
+        if arrival.finish_reason is not None:
+            del replica.requests[request.request_id]
+        return arrival
+
+    async def _stream(self, request: Request, body: dict[str, Any]) -> None:
+        """Put a request's deltas in the queue as they arrive, or why it failed."""
+        name = request.request_id
+        last: Delta | None = None
+        try:
+            async with aclosing(request.replica.events(PATH, body, self.pool.silence)) as events:
+                async for event in events:
+                    if "error" in event:
+                        raise ConnectionError(event["error"])
+                    if last is not None:
+                        last.num_cached_tokens = cached_tokens(event)
+                    elif event.get("choices"):
+                        deltas = read_event(
+                            name, event, self.versions, self.rollout, request.replica.stock, self.moe_layers
+                        )
+                        if deltas[-1].finish_reason is not None:  # token usage comes after the last tokens
+                            last = deltas.pop()
+                        for delta in deltas:
+                            self.arrivals.put((request, delta))
+            if last is None:
+                raise ConnectionError(f"request {name}: the stream broke off")
+            self.arrivals.put((request, last))
+        except ReplicaError as error:
+            self.arrivals.put((request, words(error)))
+
+    # ---- weights ------------------------------------------------------------------------------------
+
+    def _sender(self) -> TcpSender | NcclSender:
+        if self.rollout.sync == "tcp":
+            return TcpSender(self.pool, self.rollout.request_timeout)
+        from megatron_eqlen.engines.weights.nccl import NcclSender  # imports vLLM
+
+        return NcclSender(self.pool, self.weights.shapes)
+
+    def _connect(self, untouched: Contents | None) -> None:
+        """Set up every replica that answers and was started with the weights ``untouched`` (None: any, before
+        a sync). Raises EngineError if none does."""
+        answers = self.pool.each("connecting", lambda replica: replica.set_up(untouched), self.pool.replicas)
+        for replica, workers in answers.items():
+            self._check_limits(replica, workers[0])
+            replica.stock = workers[0]["stock"]
+            replica.alive, replica.absence, replica.workers = True, "", len(workers)
+
+    def _check_limits(self, replica: Replica, limits: dict[str, Any]) -> None:
+        self.vocab_size = limits["vocab_size"]
+        if limits["max_model_len"] < self.max_model_len:
+            raise EngineError(
+                f"{replica.url}: expected a server with --max-model-len of at least {self.max_model_len}, "
+                f"found {limits['max_model_len']}"
+            )
+        for key, started in limits["started_with"].items():
+            if (value := getattr(self.rollout, key)) and value != started:
+                raise EngineError(
+                    f"{replica.url}: expected a server started with rollout.{key}: {str(value).lower()}, "
+                    f"found one without"
+                )
+
+    def _update_replicas(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        """Send these weights to all replicas that answer. Raises EngineError when none is left, and whatever
+        the stream raises."""
+        self._connect(None)
+        self.refusal = "the last weight update failed half way; update_weights must succeed first"
+        if self.rollout.staleness:
+            self._pause()
+        self.pool.post("start_weight_update")
+        before = self.versions if self.has_unfinished else {}
+        name = name_of_sync(policy_version)
+        self.versions = before | {name: policy_version}
+        try:
+            self.sender.send(named_tensors)
+        finally:
+            self.pool.post("finish_weight_update", {"weight_version": name})
+        self.pool.post("resume" if self.rollout.staleness else "reset_prefix_cache")
+
+    def _pause(self) -> None:
+        """Stop decoding until the weights are loaded; requests stay where they are."""
+        recompute = self.rollout.on_sync == "recompute"
+        self.pool.post(f"pause?mode=keep&clear_cache={str(recompute).lower()}")
+
+    def _cache_salt(self) -> str | None:
+        """Return the salt of the prefix cache. With ``on_sync: continue`` it changes with the weights, so
+        that no request begins from keys and values cached under older ones."""
+        keeps = self.rollout.staleness and self.rollout.on_sync == "continue"
+        return self.weight_version if keeps else None

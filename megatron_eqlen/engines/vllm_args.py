@@ -1,0 +1,154 @@
+"""The recipe's rollout settings as vLLM's engine arguments, for the engine in this process and for
+servers."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any
+
+from vllm.platforms import current_platform
+
+from megatron_eqlen.hf.config import ModelConfig, read_config
+from megatron_eqlen.recipe import RolloutRecipe
+
+STOCK = not current_platform.is_cpu()
+"""True where vLLM samples, masks and records routes itself: in its V2 model runner, which has none for
+CPUs."""
+REFERENCE = "megatron_eqlen.engines.cpu.runner.Reference"
+STARTED_WITH = ("keep_sampling_mask", "keep_routes", "batch_invariant", "quantization", "vllm")
+"""Keys of ``rollout`` that an engine must be started with, to use them."""
+WITHOUT_WEIGHTS = ("ngram", "ngram_gpu")
+"""Methods of speculation whose drafts need no weights."""
+
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
+"""Variable that selects vLLM's batch-invariant kernels; read when vLLM is imported."""
+UNQUANTIZED = [r"re:.*\.gate$", r"re:.*\.in_proj_(b|a|ba)$"]
+"""Small matrices that stay in bfloat16 with ``rollout.quantization``, as in Qwen's FP8 releases: routers, and
+the gates of Gated DeltaNet. Embeddings and the output layer stay so as well; vLLM quantizes neither."""
+
+logger = logging.getLogger(__name__)
+
+
+def engine_args(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: int) -> dict[str, Any]:
+    """Return fields of vLLM 0.32's ``EngineArgs``. ``dtype`` is ``float32`` or ``bfloat16``. Raises
+    ValueError for settings that vLLM does not support on this machine."""
+    cpu = current_platform.is_cpu()
+    kv_gib = rollout.kv_cache_gib or (1.0 if cpu else None)
+    model = read_config(model_path)
+    args: dict[str, Any] = {
+        "model": model_path,
+        "dtype": _supported_dtype(model_path, model, dtype),
+        "skip_tokenizer_init": True,
+        "max_model_len": max_model_len,
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
+        "block_size": rollout.block_size,
+        "enable_prefix_caching": True,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "tensor_parallel_size": rollout.tensor_parallel,
+        "enforce_eager": cpu,
+        "generation_config": "vllm",
+        "additional_config": {key: getattr(rollout, key) for key in STARTED_WITH},
+    }
+    if STOCK:
+        args |= {
+            "logprobs_mode": "processed_logprobs",
+            "return_sampling_mask": rollout.keep_sampling_mask,
+            "enable_return_routed_experts": rollout.keep_routes,
+        }
+    else:
+        args |= {"worker_cls": f"{REFERENCE}Worker", "scheduler_cls": f"{REFERENCE}Scheduler"}
+    if rollout.speculation:
+        args["speculative_config"] = _speculation(rollout)
+    if rollout.quantization:
+        args |= _quantization_args(model)
+    if rollout.batch_invariant:
+        _require_batch_invariant_kernels(rollout)
+    if kv_gib:
+        args["kv_cache_memory_bytes"] = int(kv_gib * 2**30)
+    if model.has_yarn:  # vLLM takes max_position_embeddings for the scaled length, Qwen3's keep it
+        longer = {"max_position_embeddings": model.context_length}
+        args["hf_overrides"] = {"text_config": longer} if model.reads_images else longer
+    if model.reads_images:
+        args["language_model_only"] = True
+    return args | rollout.vllm
+
+
+def environ(rollout: RolloutRecipe) -> dict[str, str]:
+    """Return the environment variables that vLLM needs with these settings."""
+    runner = {"VLLM_USE_V2_MODEL_RUNNER": "1" if STOCK else "0"}
+    return runner | ({BATCH_INVARIANT: "1"} if rollout.batch_invariant else {})
+
+
+def _speculation(rollout: RolloutRecipe) -> dict[str, Any]:
+    """Return ``rollout.speculation``, checked by vLLM's names."""
+    from vllm.config import SpeculativeConfig  # takes long
+
+    if not STOCK:
+        raise ValueError(
+            "rollout.speculation: expected a GPU, found a CPU, where our sampler takes no drafts"
+        )
+    known = {field.name for field in fields(SpeculativeConfig) if field.init}
+    if unknown := sorted(rollout.speculation.keys() - known):
+        nearest = get_close_matches(unknown[0], known, 1, 0)[0]
+        raise ValueError(
+            f"rollout.speculation: expected keys of vLLM's speculative_config, found {unknown[0]!r} "
+            f"(nearest: {nearest!r})"
+        )
+    method = rollout.speculation.get("method")
+    if rollout.engine == "colocated" and method not in WITHOUT_WEIGHTS:
+        raise ValueError(
+            f"rollout.speculation.method: expected one of {', '.join(WITHOUT_WEIGHTS)} with rollout.engine: "
+            f"colocated, found {method!r}: the engine drops weights to sleep, and a sync brings those of the "
+            "model alone"
+        )
+    return rollout.speculation
+
+
+def _quantization_args(model: ModelConfig) -> dict[str, Any]:
+    """Return the arguments of online fp8 quantization. vLLM's blockwise kernels for CPUs need AMX; without
+    AMX there is one with a scale for each row of weights, in torch, for dense models."""
+    if current_platform.is_cpu() and model.experts:
+        raise ValueError(
+            f"rollout.quantization: fp8: vLLM's CPU build has no fp8 kernel for the experts of a "
+            f"{model.model_type} model"
+        )
+    scales = "fp8_per_channel" if current_platform.is_cpu() else "fp8_per_block"
+    return {"quantization": scales, "quantization_config": {"ignore": UNQUANTIZED}}
+
+
+def _require_batch_invariant_kernels(rollout: RolloutRecipe) -> None:
+    """Raise ValueError unless this machine's GPU has batch-invariant kernels. On GPUs before Hopper vLLM
+    replaces ``aten::linear`` in the whole process by a kernel without a backward pass, so a trainer cannot
+    share the process."""
+    least = 9 if rollout.engine == "colocated" else 8
+    if not current_platform.is_cuda() or not current_platform.has_device_capability(10 * least):
+        raise ValueError(
+            f"rollout.batch_invariant: true with rollout.engine: {rollout.engine} needs an NVIDIA GPU of "
+            f"compute capability {least}.0, found {current_platform.get_device_name()}"
+        )
+
+
+def as_flags(args: dict[str, Any]) -> list[str]:
+    """Return engine arguments as command-line flags."""
+    flags = []
+    for name, value in args.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, list):
+            flags += [f"--{flag}", *map(str, value)]
+        else:
+            flags += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return flags
+
+
+def _supported_dtype(model_path: str, model: ModelConfig, dtype: str) -> str:
+    """Return the dtype that vLLM supports: on CPUs its Gated DeltaNet has only a bfloat16 kernel."""
+    if current_platform.is_cpu() and model.delta_net and dtype != "bfloat16":
+        logger.warning("%s: vLLM rolls Gated DeltaNet out in bfloat16 on CPUs, not in %s", model_path, dtype)
+        return "bfloat16"
+    return dtype

@@ -1,0 +1,118 @@
+"""Weights to all servers at once by NCCL broadcasts, for trainers and servers that share a fabric.
+
+The group is the trainer's sending rank and every worker of every live replica; vLLM's own packed broadcast
+(``vllm.distributed.weight_transfer``) fills and empties its buffer. Unlike with TCP, a replica that dies in
+the middle ends the sync for all: NCCL cannot leave a member out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from itertools import accumulate, chain
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer.nccl_common import (
+    NCCLWeightTransferInitInfo,
+    trainer_init,
+    worker_init_payload,
+)
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+from megatron_eqlen.engines.protocol import EngineError
+from megatron_eqlen.engines.replica import Replica, ReplicaPool
+from megatron_eqlen.engines.weights.tcp import listen_towards
+
+BUFFER_BYTES = 256 * 2**20
+BUFFERS = 1
+"""Buffers on each side. With two, vLLM fills one on a second stream while a layer that is not complete still
+holds views of the other, whose memory no stream keeps (``record_stream``)."""
+
+
+class NcclSender:
+    """Sends weights to the live replicas of ``pool``. The group is made at the first sync, and again when the
+    set of live replicas changes.
+
+    ``shapes``: of all weights in the order in which they are sent, by Hugging Face name. Raises EngineError
+    on a machine without a GPU.
+    """
+
+    def __init__(self, pool: ReplicaPool, shapes: dict[str, tuple[int, ...]]) -> None:
+        if not torch.cuda.is_available():
+            raise EngineError(
+                "rollout.sync: nccl sends from GPU to GPU, and this process has no GPU: use rollout.sync: tcp"
+            )
+        self.pool = pool
+        self.shapes = shapes
+        self.members: list[Replica] = []
+        self.group: Any = None
+
+    def send(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Send the weights. Raises EngineError when no replica is left, and whatever ``named_tensors``
+        raises."""
+        if self.members != self.pool.alive:
+            self._meet()
+        weights = self._in_order(iter(named_tensors))
+        first = next(weights)
+        info = NCCLWeightTransferUpdateInfo(
+            names=list(self.shapes),
+            dtype_names=[str(first[1].dtype).removeprefix("torch.")] * len(self.shapes),
+            shapes=[list(shape) for shape in self.shapes.values()],
+        )
+        body = {"update_info": asdict(info)}
+        receiving = self.pool.start(lambda replica: replica.post("update_weights", body))
+        broadcast(chain([first], weights), self.group)
+        self.pool.settle("update_weights", receiving)
+
+    def _meet(self) -> None:
+        """Make the group: this process is its rank 0, then come the workers, replica by replica."""
+        self.members = self.pool.alive
+        counts = [replica.workers for replica in self.members]
+        first_ranks = dict(zip(self.members, accumulate(counts, initial=1), strict=False))
+        with self.pool.io.run(listen_towards(self.members[0].url)) as listener:
+            host, port = listener.getsockname()[:2]
+        place = {"master_address": host, "master_port": port, "world_size": 1 + sum(counts)}
+
+        async def invite(replica: Replica) -> None:
+            info = NCCLWeightTransferInitInfo(
+                **place,
+                rank_offset=first_ranks[replica],
+                packed=True,
+                packed_buffer_size_bytes=BUFFER_BYTES,
+                packed_num_buffers=BUFFERS,
+            )
+            await replica.post("init_weight_transfer_engine", {"init_info": worker_init_payload(info)})
+
+        meeting = self.pool.start(invite)
+        self.group = trainer_init(place)
+        self.pool.settle("init_weight_transfer_engine", meeting)
+
+    def _in_order(self, named_tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the same weights, checked against the announced order and dtype, by which workers cut the
+        stream."""
+        dtype = None
+        for expected, (name, tensor) in zip(self.shapes, named_tensors, strict=False):
+            dtype = dtype or tensor.dtype
+            if (name, tensor.dtype) != (expected, dtype):
+                raise EngineError(f"weight {name!r}: expected {expected!r} of {dtype}, found {tensor.dtype}")
+            yield name, tensor
+        for _ in named_tensors:  # it checks that nothing is missing or left over at its end
+            raise EngineError("weights: more were sent than announced")
+
+
+def broadcast(named_tensors: Iterator[tuple[str, Tensor]], group: Any) -> None:
+    """Broadcast the weights from rank 0 of ``group``. vLLM makes and packs them on a stream of its own, which
+    does not wait for the optimizer's."""
+    torch.cuda.current_stream().synchronize()
+    packed_nccl_broadcast_producer(
+        iterator=named_tensors,
+        group=group,
+        src=0,
+        post_iter_func=itemgetter(1),
+        buffer_size_bytes=BUFFER_BYTES,
+        num_buffers=BUFFERS,
+    )

@@ -1,0 +1,147 @@
+"""Additions of this package to a vLLM server: weights from the trainer.
+
+Loaded inside the server's workers by ``--worker-extension-cls`` (see ``server.server_command``); importing it
+registers the weight-transfer backends ``eqlen_tcp`` and ``eqlen_nccl`` (``rollout.sync``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.parallel_state import get_world_group
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from megatron_eqlen.engines.cpu.repack import repack
+from megatron_eqlen.engines.protocol import STOCK
+from megatron_eqlen.engines.vllm_args import STARTED_WITH
+from megatron_eqlen.engines.weights.tcp import NamedTensors, connect, receive
+from megatron_eqlen.recipe.contents import Contents, weights
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class NoSettings(WeightTransferInitInfo):
+    """vLLM's settings for a rendezvous at the start: none, because every sync opens its own connections."""
+
+
+@dataclass
+class SenderAddress(WeightTransferUpdateInfo):
+    """Where worker 0 fetches the weights, see ``tcp``."""
+
+    host: str
+    port: int
+    nonce: str
+    """Hexadecimal."""
+    timeout: float
+    """Seconds that the trainer may be silent."""
+
+
+class _Reload(WeightTransferEngine):
+    """vLLM's layerwise reload of a whole model, for either transfer."""
+
+    model: Any
+    updating = False
+    """True from the start of an update to its end or its failure."""
+
+    def start_weight_update(self) -> None:
+        # After an interrupted sync some layers still wait for the rest of their weights, and vLLM would mix
+        # the new ones with those. After a complete sync this has no effect.
+        finalize_layerwise_reload(self.model, self.model_config)
+        initialize_layerwise_reload(self.model)
+        self.updating = True
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        repack(self.model)
+
+    def reset_weight_update_target(self) -> None:
+        """Note the end of an update: vLLM calls this after each, complete or not."""
+        super().reset_weight_update_target()
+        self.updating = False
+
+
+class TcpWeightTransfer(_Reload, WeightTransferEngine[NoSettings, SenderAddress]):
+    """Weight transfer by TCP, frame by frame: worker 0 receives, and passes on to the others of its group."""
+
+    init_info_cls = NoSettings
+    update_info_cls = SenderAddress
+
+    def init_transfer_engine(self, init_info: NoSettings) -> None:
+        pass
+
+    def receive_weights(self, update_info: SenderAddress) -> None:
+        """Load the weights as they arrive. A broken connection is logged, not raised. The trainer notices by
+        itself (it gets no ``done``), or is dead. But if one rank raised here, vLLM would read the other
+        ranks' answers to this call as answers to its next call, and the next trainer's sync would fail."""
+        group = get_world_group()
+        if not group.is_first_rank:
+            while header := group.broadcast_object():
+                self._load([(name, torch.empty(shape, dtype=dtype)) for name, dtype, shape in header])
+            return
+        try:
+            with connect(**asdict(update_info)) as sock:
+                for named_tensors in receive(sock):
+                    group.broadcast_object([(name, t.dtype, t.shape) for name, t in named_tensors])
+                    self._load(named_tensors)
+        except OSError as error:
+            logger.warning("weight update broke off: %s", error)
+        finally:
+            group.broadcast_object([])  # the others must not wait for more
+
+    def _load(self, named_tensors: NamedTensors) -> None:
+        """Load a frame, which worker 0 has and the others get."""
+        on_device = [(name, tensor.to(self.device)) for name, tensor in named_tensors]
+        for _, tensor in on_device:
+            get_world_group().broadcast(tensor.view(-1).view(torch.uint8))
+        self.model.load_weights(on_device)
+
+    def shutdown(self) -> None:
+        pass
+
+
+class NcclWeightTransfer(_Reload, NCCLWeightTransferEngine):
+    """vLLM's own NCCL transfer, fed by ``nccl``."""
+
+
+for name, engine in {"eqlen_tcp": TcpWeightTransfer, "eqlen_nccl": NcclWeightTransfer}.items():
+    if name not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(name, engine)
+
+
+class WorkerExtension:
+    """Methods for ``/collective_rpc``; mixed into vLLM's worker."""
+
+    model_config: Any
+    vllm_config: Any
+    weight_transfer_engine: _Reload
+    finish_weight_update: Callable[[], None]
+
+    def eqlen_setup(self) -> dict[str, Any]:
+        """Return limits of the engine, the keys of ``rollout`` that it was started with, and the name of
+        vLLM's own sampler in it."""
+        if self.weight_transfer_engine.updating:  # left open by a trainer that was killed
+            self.finish_weight_update()
+        started = self.vllm_config.additional_config
+        return {
+            "started_with": {key: started.get(key) for key in STARTED_WITH},
+            "stock": STOCK if self.vllm_config.use_v2_model_runner else "vLLM V1",
+            "vocab_size": self.model_config.get_vocab_size(),
+            "max_model_len": self.model_config.max_model_len,
+        }
+
+    def eqlen_weights(self) -> Contents:
+        """Return the contents of the files that the server was started with."""
+        return weights(Path(self.model_config.model))

@@ -1,0 +1,317 @@
+"""Environments of a harvest's tracks: when they are called, copied and given up."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from functools import partial
+from heapq import nlargest
+from typing import NamedTuple
+
+from megatron_eqlen.engines.protocol import EngineError
+from megatron_eqlen.environments.conversation import (
+    Answer,
+    ChangedAnswerError,
+    Conversations,
+    answer,
+    closed,
+    turns_of,
+)
+from megatron_eqlen.environments.environment import Environment, LostError
+from megatron_eqlen.processes.timeline import TimeSpan
+from megatron_eqlen.sampling.harvester import Harvester
+from megatron_eqlen.sampling.track import Track, track_seed
+from megatron_eqlen.tokens import Tokens
+from megatron_eqlen.types import Metrics, Rollout, RolloutKey, rollout_key
+
+log = logging.getLogger(__name__)
+
+COINS = -1
+"""Number, in place of a track's, in the seed that all environments of a rollout share; with own seeds they
+have this number and those below."""
+
+
+CALL, WAIT = "call", "wait for a fork"
+"""Stages of the timeline."""
+SPANS = 200
+"""Most spans of a harvest that the timeline gets: the longest."""
+
+
+@dataclass(eq=False)
+class Call:
+    """A turn that an environment answers."""
+
+    key: RolloutKey
+    track: Track
+    turns: int
+    """Turns of the response so far, with the one that is answered."""
+    work: Callable[[], Answer]
+    is_new: bool
+    """True if ``work`` makes the environment, which nobody else has yet."""
+    result: Future[Answer] = field(default_factory=Future)
+    started: float = 0.0
+    ended: float = 0.0
+
+    def run(self) -> Answer:
+        try:
+            return self.work()
+        finally:
+            self.ended = time.perf_counter()
+
+    def leave(self) -> None:
+        """Wait no longer for the result."""
+        if self.is_new:
+            self.result.add_done_callback(_close)
+
+
+def _begun[R](work: Callable[[], R]) -> Future[R]:
+    """Run another's code in a daemon thread: one that never returns does not keep the process alive."""
+    result: Future[R] = Future()
+
+    def run() -> None:
+        try:
+            value = work()
+        except BaseException as error:  # noqa: BLE001  another's code, which may also exit
+            result.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+        else:
+            result.set_result(value)
+
+    threading.Thread(target=run, name="environment", daemon=True).start()
+    return result
+
+
+def _copy(environment: Environment) -> Answer:
+    return Answer(environment.fork())
+
+
+def _within(seconds: float, work: Callable[[], Answer]) -> Answer:
+    """Return the result of another's code. Raises its error, or TimeoutError."""
+    result = _begun(work)
+    if wait([result], seconds).not_done:
+        result.add_done_callback(_close)
+        raise _late(seconds)
+    return result.result()
+
+
+def _late(seconds: float) -> TimeoutError:
+    return TimeoutError(f"no answer in {seconds:g} s (environment.timeout)")
+
+
+def _close(result: Future[Answer]) -> None:
+    if result.exception() is None:
+        closed(result.result().environment)
+
+
+class Calls:
+    """Runs calls, a number at once."""
+
+    def __init__(self, workers: int, timeout: float) -> None:
+        self.workers, self.timeout = workers, timeout
+        self.waiting: deque[Call] = deque()
+        self.running: list[Call] = []
+
+    def __len__(self) -> int:
+        """Return the number of calls that are not finished."""
+        return len(self.waiting) + len(self.running)
+
+    @property
+    def tracks(self) -> set[Track]:
+        """Tracks whose turns are being answered."""
+        return {call.track for call in (*self.waiting, *self.running)}
+
+    def start(self, call: Call) -> None:
+        self.waiting.append(call)
+        self._admit()
+
+    def finished(self, idle: bool) -> list[Call]:
+        """Return calls that have ended, or taken too long, which is a failure. ``idle``: there is nothing
+        else to do."""
+        wait([call.result for call in self.running], timeout=0.05 if idle else 0, return_when=FIRST_COMPLETED)
+        now = time.perf_counter()
+        for call in self.running:
+            if now - call.started > self.timeout and not call.result.done():
+                call.leave()
+                call.result, call.ended = Future(), now
+                call.result.set_exception(_late(self.timeout))
+        ended = [call for call in self.running if call.result.done()]
+        self.running = [call for call in self.running if call not in ended]
+        self._admit()
+        return ended
+
+    def forget(self, key: RolloutKey) -> None:
+        """Give up the calls of a rollout."""
+        self.waiting = deque(call for call in self.waiting if call.key != key)
+        for call in [call for call in self.running if call.key == key]:
+            call.leave()
+            self.running.remove(call)
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self.workers:
+            call = self.waiting.popleft()
+            call.started = time.perf_counter()
+            self.running.append(call)
+            call.result = _begun(call.run)
+
+
+class _State(NamedTuple):
+    environment: Environment
+    turns: int
+    """Turns that it has answered."""
+
+
+class Dialogues:
+    """Lets environments answer the turns that tracks have ended.
+
+    An environment is made when its track first needs it: new, or where the track's line was answered before
+    (a fork, a resumed track), by a copy or by replaying the messages.
+    """
+
+    def __init__(self, speak: Conversations) -> None:
+        self.speak = speak
+        self.calls = Calls(speak.limits.workers, speak.limits.timeout)
+        self._states: dict[RolloutKey, dict[int, _State]] = {}
+        """By the number of the track."""
+        self._due: dict[Track, float] = {}
+        """Turns that wait for other tracks, and since when."""
+        self.errors: list[BaseException] = []
+        """Errors of the rollouts that were left out, one each."""
+        self.fork_error: Exception | None = None
+        self.answered = self.cut = self.copies = self.replays = self.refused = 0
+        self._spans: list[TimeSpan] = []
+        """Calls, and waits before them."""
+        self._closing: list[Future[None]] = []
+
+    def begin(self, key: RolloutKey, harvester: Harvester) -> None:
+        """Start the calls that the harvester allows."""
+        now = time.perf_counter()
+        for track in harvester.open.values():
+            if track.calls:
+                self._due.setdefault(track, now)
+        asked = self.calls.tracks
+        for track in harvester.calls():
+            if track not in asked:
+                self._spans.append(TimeSpan(WAIT, self._due[track], now, track.name))
+                state = self._states.get(key, {}).get(track.number)
+                turns = turns_of(path_of(harvester, track))
+                self.replays += state is None and len(turns) > 1
+                environment = state and state.environment
+                seed = self._seed(harvester, track)
+                work = partial(answer, self.speak, environment, harvester.prompt, seed, turns)
+                self.calls.start(Call(key, track, len(turns), work, environment is None))
+
+    def fork(self, key: RolloutKey, harvester: Harvester, launched: Sequence[Track]) -> None:
+        """Copy, for each new track, the environment of the line that it leaves, as it is there. Where that
+        fails, the track gets a new one, which is told the messages."""
+        states, lines = self._states.get(key, {}), list(harvester.open.values())
+        for track in launched:
+            for line in lines:
+                state = states.get(line.number)
+                if line is track or line.parent != track.parent or state is None:
+                    continue
+                if state.turns == len(turns_of(path_of(harvester, track))) - 1:  # not where it is resumed
+                    assert line not in self.calls.tracks, "an environment is copied between its calls"
+                    if isinstance(self.fork_error, TimeoutError):  # once is enough
+                        break
+                    try:
+                        copied = _within(self.calls.timeout, partial(_copy, state.environment))
+                        states[track.number] = state._replace(environment=copied.environment)
+                        self.copies += 1
+                    except Exception as error:  # noqa: BLE001  another's code
+                        if self.fork_error is None:
+                            log.warning("forks get new environments, which are told the messages: %r", error)
+                        self.fork_error = error
+                    break
+
+    def finished(self, idle: bool) -> list[Call]:
+        """Return calls that have ended, as ``Calls.finished``."""
+        ended = self.calls.finished(idle)
+        self._spans += [TimeSpan(CALL, call.started, call.ended, call.track.name) for call in ended]
+        return ended
+
+    def take(self, call: Call) -> None:
+        """Use the result of a call: the track goes on, or has ended."""
+        track, (environment, given, grade, cut) = call.track, call.result.result()
+        self._due.pop(track, None)
+        self.answered += 1
+        self.cut += cut
+        states = self._states.setdefault(call.key, {})
+        states[track.number] = _State(environment, call.turns)
+        if given is None:
+            track.finish(grade)
+        else:
+            track.answer(given, call.turns - 1)
+
+    def end(self, key: RolloutKey) -> None:
+        """Give up the environments of a rollout."""
+        self.calls.forget(key)
+        for track in [track for track in self._due if (track.prompt_id, track.index) == key]:
+            del self._due[track]
+        for state in self._states.pop(key, {}).values():
+            self.refused += state.environment.refused
+            self._closing.append(_begun(state.environment.close))
+
+    def dropped(self, error: BaseException) -> None:
+        """Count a rollout that is left out. Raises EngineError where that would be a selection, or go on."""
+        if isinstance(error, LostError):
+            raise EngineError(str(error)) from error
+        if isinstance(error, ChangedAnswerError) and self.fork_error is not None:
+            raise EngineError(f"{self.fork_error}; a new environment cannot be told the messages: {error}")
+        self.errors.append(error)
+
+    def close(self) -> None:
+        """Give up all environments."""
+        for key in list(self._states):
+            self.end(key)
+        if late := wait(self._closing, self.calls.timeout).not_done:
+            log.warning("%d environments did not close in %g s", len(late), self.calls.timeout)
+        for span in nlargest(SPANS, self._spans, key=lambda span: span.ended - span.began):
+            self.speak.note(span)
+
+    def _seed(self, harvester: Harvester, track: Track) -> int:
+        number = COINS - track.number if self.speak.own_seeds else COINS
+        return track_seed(harvester.seed, harvester.prompt.prompt_id, harvester.index, number)
+
+    def metrics(self) -> Metrics:
+        seconds = {CALL: 0.0, WAIT: 0.0}
+        for span in self._spans:
+            seconds[span.stage] += (span.ended - span.began) / max(self.answered, 1)
+        return {
+            "environment/turns": self.answered,
+            "environment/seconds": seconds[CALL],
+            "environment/waited": seconds[WAIT],
+            "environment/cut": self.cut,
+            "environment/copies": self.copies,
+            "environment/replays": self.replays,
+            "environment/dropped": len(self.errors),
+            "environment/refused": self.refused,
+        }
+
+
+def path_of(harvester: Harvester, track: Track) -> Tokens:
+    """Return the tokens of a track's response so far."""
+    own = track.tokens[track.place(track.start) :]
+    return Tokens.joined([*(part.tokens for part in harvester.line(track.parent)), own])
+
+
+def grade_again(speak: Conversations, rollout: Rollout, seed: int) -> bool:
+    """Fill in the environments' grades of a recorded rollout that was not scored, by replaying its messages.
+    Return False if an environment fails or answers otherwise: the rollout must be generated again.
+    ``seed``: of its harvester."""
+    seed = track_seed(seed, rollout.prompt_id, rollout.index, COINS)
+    for part in rollout.parts:
+        if part.finish_reason == "stop" and part.grade is None:
+            turns = turns_of(Tokens.joined([above.tokens for above in rollout.line(part.number)]))
+            again = partial(answer, speak, None, rollout.prompt, seed, turns)
+            try:
+                graded = _within(speak.limits.timeout, again)
+                part.grade = graded.grade
+                _begun(graded.environment.close)
+            except Exception as error:  # noqa: BLE001  another's code
+                log.warning("rollout %s/%d is generated again: %r", *rollout_key(rollout), error)
+                return False
+    return True

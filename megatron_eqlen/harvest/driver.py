@@ -1,0 +1,322 @@
+"""Runs harvesters on an engine: their tracks are its requests.
+
+    prompts ─► harvesters (one for each stream, or group of completions) ─► tracks ─► engine requests
+                 ▲                                                                          │
+                 └──────── advance: pairs, forks, outcome ◄── tokens by position ◄── step ──┘
+
+The driver admits harvesters while the engine has free slots, hands each its tokens, submits its forks at
+once, submits lost requests again, lets environments answer turns (``dialogues``), and stops when the step's
+tokens are generated.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+
+from megatron_eqlen.engines.protocol import SAMPLERS, Decoder, EngineError
+from megatron_eqlen.harvest.dialogues import Dialogues
+from megatron_eqlen.harvest.harvest_plan import HarvestPlan
+from megatron_eqlen.harvest.meter import Meter
+from megatron_eqlen.harvest.prompt_routes import PromptRoutes
+from megatron_eqlen.processes.watchdog import beat
+from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver
+from megatron_eqlen.sampling.track import Track
+from megatron_eqlen.types import Delta, Rollout, RolloutKey
+
+log = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 4
+"""Attempts per track and policy version. A track that is lost so often means that the engine fails."""
+
+
+class Driver:
+    """Runs harvesters on an engine until all are complete or the budget is used up."""
+
+    def __init__(
+        self, engine: Decoder, plan: HarvestPlan, meter: Meter, observers: Sequence[HarvestObserver]
+    ) -> None:
+        self.engine, self.plan, self.meter, self.observers = engine, plan, meter, observers
+        self.rollout = plan.recipe.rollout
+        self.columns = self.rollout.columns
+        self.partial = {partial.key: partial for partial in plan.progress.partial}
+        self.waiting: deque[tuple[RolloutKey, Harvester]] = deque()
+        """Harvesters that have not started."""
+        self.running: dict[RolloutKey, Harvester] = {}
+        self.in_flight: dict[str, tuple[Track, RolloutKey]] = {}
+        """Tracks that the engine decodes, by request id."""
+        self.losses: Counter[tuple[str, int]] = Counter()
+        """Lost requests by track and policy version."""
+        self.generated: Counter[RolloutKey] = Counter()
+        """Tokens that this step generated for each running harvester, in tracks that have ended."""
+        self.launched: dict[RolloutKey, list[Track]] = {}
+        """All tracks of each running harvester, if its rollout may be suspended."""
+        self.unlaunched: dict[RolloutKey, set[int]] = {}
+        """Tracks with recorded tokens that each running harvester has not launched again, by their number."""
+        self.prompt_routes = PromptRoutes(self.running) if self.rollout.keep_routes else None
+        self.dialogues = meter.dialogues
+
+    def run(self, harvesters: dict[RolloutKey, Harvester]) -> None:
+        """Run ``harvesters`` to their ends and report to the observers."""
+        begun = {key for key, partial in self.partial.items() if partial.tracks}
+        self.waiting.extend((key, harvester) for key, harvester in harvesters.items() if key not in begun)
+        last_progress = time.monotonic()
+        try:
+            # resume rollouts with recorded tokens: all at once, as when the tokens were recorded
+            for key in harvesters:
+                if key in begun:
+                    self.begin(key, harvesters[key])
+                    self.advance([key])
+            while self.waiting or self.running:
+                if self.budget_used_up:
+                    self.end_early()
+                    break
+                self.admit()
+                deltas = self.meter.timed(self.engine.step) if self.in_flight else []
+                self.advance(self.deliver(deltas))
+                if self.dialogues is not None:
+                    self.converse(self.dialogues, idle=not self.in_flight and len(self.dialogues.calls) > 0)
+                # give up a silent engine
+                now = time.monotonic()
+                if deltas or (self.dialogues is not None and len(self.dialogues.calls)):
+                    last_progress = now
+                    beat()
+                elif now - last_progress > self.rollout.request_timeout:
+                    raise EngineError(
+                        f"no token for {self.rollout.request_timeout:.0f} s (rollout.request_timeout) with "
+                        f"{len(self.in_flight)} requests in flight"
+                    )
+                self.finish_decode_step()
+            self.finish_decode_step(last=True)
+        finally:
+            self.engine.abort(list(self.in_flight))
+            if self.dialogues is not None:
+                self.dialogues.close()
+
+    @property
+    def budget_used_up(self) -> bool:
+        """True once the step's tokens (``rollout.tokens_per_step``) are generated."""
+        tokens = self.rollout.tokens_per_step
+        return tokens is not None and self.meter.generated_tokens >= tokens
+
+    def admit(self) -> None:
+        """Start harvesters while the engine has free slots. The rest wait here, not in the engine's queue:
+        there a fork would wait behind them, and its prefix might be evicted from the cache meanwhile."""
+        while self.waiting and len(self.in_flight) < self.engine.max_num_seqs:
+            self.begin(*self.waiting.popleft())
+
+    def begin(self, key: RolloutKey, harvester: Harvester) -> None:
+        """Start a harvester and launch its first tracks."""
+        self.running[key] = harvester
+        if key in self.partial:
+            self.generated[key] = -self.partial[key].earlier_tokens
+            self.unlaunched[key] = set(self.partial[key].tracks)
+        for track in harvester.start():
+            self.launch(track, key)
+
+    def launch(self, track: Track, key: RolloutKey) -> None:
+        """Give a new track the tokens of earlier steps and attempts, then submit it unless it has ended."""
+        harvester = self.running[key]
+        self.unlaunched.get(key, set()).discard(track.number)
+        track.keeps_columns = self.plan.keeps_columns(harvester.prompt, key[1])
+        if track.keeps_columns:
+            track.tokens.expect(self.columns)
+        for observer in self.observers:
+            observer.track_launched(track)
+        if (partial := self.partial.get(key)) is not None:
+            track.age = partial.age
+            if track.number in partial.tracks:
+                try:
+                    track.resume(partial.tracks[track.number])
+                except ValueError as error:
+                    raise EngineError(f"track {track.name}: {error}") from None
+                track.prompt_columns = harvester.prompt_columns
+        if self.rollout.carry_over:
+            self.launched.setdefault(key, []).append(track)
+        if track.finish_reason is not None:
+            self.generated[key] += len(track)
+        elif not track.calls:
+            self.submit(track, key)
+
+    def submit(self, track: Track, key: RolloutKey) -> None:
+        """Submit the rest of a track as a request."""
+        self.in_flight[track.request_id] = (track, key)
+        self.meter.launched(track)
+        path_rows = self.prompt_routes.rows_of(track, key) if self.prompt_routes is not None else 0
+        self.engine.submit(track.request_id, track.path, track.remaining, track.seed, path_rows)
+
+    def deliver(self, deltas: list[Delta]) -> list[RolloutKey]:
+        """Hand tokens to their tracks; return the keys of harvesters that can now decide something."""
+        touched: dict[RolloutKey, None] = {}
+        tokens = 0
+        in_flight, prompt_routes, current = self.in_flight, self.prompt_routes, self.engine.policy_version
+        for delta in deltas:
+            entry = in_flight.get(delta.request_id)
+            if entry is None:  # sent before the engine saw the abort
+                continue
+            track, key = entry
+            if delta.sampler not in SAMPLERS:
+                raise EngineError(
+                    f"request {delta.request_id}: expected tokens that {' or '.join(SAMPLERS)} drew, found "
+                    f"tokens of the sampler {delta.sampler}, with draws and log-probs of its own"
+                )
+            if prompt_routes is not None and delta.token_ids:
+                prompt_routes.take(track, key, delta)
+            tokens += len(delta.token_ids)
+            if delta.num_cached_tokens is not None:
+                self.meter.prefilled(track, delta.num_cached_tokens)
+            version = current if delta.policy_version is None else delta.policy_version
+            try:
+                if track.extend(delta, version):
+                    touched[key] = None
+            except ValueError as error:
+                raise EngineError(f"request {delta.request_id}: {error}") from None
+            # end of the track, or of its request alone
+            if track.finish_reason is not None:
+                self.generated[key] += len(track)
+                self.forget(delta)
+            elif track.calls:
+                self.forget(delta)
+            elif delta.finish_reason is not None:
+                self.retry(track, key, delta)
+        self.meter.stepped(len(deltas), tokens)
+        return list(touched)
+
+    def forget(self, delta: Delta) -> None:
+        """Drop the request of a track that has ended; abort it where the engine does not know of the end."""
+        del self.in_flight[delta.request_id]
+        if delta.finish_reason is None:
+            self.engine.abort([delta.request_id])
+
+    def retry(self, track: Track, key: RolloutKey, delta: Delta) -> None:
+        """Submit the rest of a request that the engine gave up or ended early. Raises EngineError after
+        MAX_ATTEMPTS."""
+        del self.in_flight[delta.request_id]
+        if self.prompt_routes is not None:
+            self.prompt_routes.lose(delta.request_id, key)
+        track.attempts += 1
+        self.meter.retries += 1
+        self.losses[track.name, self.engine.policy_version] += 1
+        if (times := self.losses[track.name, self.engine.policy_version]) >= MAX_ATTEMPTS:
+            raise EngineError(
+                f"request {delta.request_id}: finish_reason {delta.finish_reason!r} after "
+                f"{len(track)} of {track.limit} tokens without an end of sequence, {times} times"
+            )
+        self.submit(track, key)
+
+    def advance(self, keys: list[RolloutKey]) -> None:
+        """Let harvesters use the new tokens of their tracks, and launch their forks."""
+        for key in keys:
+            harvester = self.running[key]
+            before = len(harvester.parts)
+            while launched := harvester.advance():  # a fork may have recorded tokens, and have ended
+                if self.dialogues is not None:
+                    self.dialogues.fork(key, harvester, launched)
+                for track in launched:
+                    self.launch(track, key)
+            self.report(key, harvester, before)
+            if self.dialogues is not None and key in self.running:
+                self.dialogues.begin(key, harvester)
+
+    def converse(self, dialogues: Dialogues, idle: bool) -> None:
+        """Hand the answers of environments to their tracks, which go on or have ended. ``idle``: there is
+        nothing else to do."""
+        touched: dict[RolloutKey, None] = {}
+        for call in dialogues.finished(idle):
+            if call.key not in self.running:  # dropped with another call
+                call.leave()
+                continue
+            if (error := call.result.exception()) is not None:
+                self.drop(call.key, error)
+                continue
+            dialogues.take(call)
+            touched[call.key] = None
+            if call.track.finish_reason is None:
+                self.submit(call.track, call.key)
+            else:
+                self.generated[call.key] += len(call.track)
+        self.advance([key for key in touched if key in self.running])
+
+    def drop(self, key: RolloutKey, error: BaseException) -> None:
+        """Leave out a rollout whose environment failed: that says nothing about the policy."""
+        assert self.dialogues is not None
+        self.dialogues.dropped(error)
+        log.warning("rollout %s/%d is left out, its environment failed: %r", *key, error)
+        requests = [name for name, (_, of) in self.in_flight.items() if of == key]
+        self.engine.abort(requests)
+        for name in requests:
+            del self.in_flight[name]
+        self.launched.pop(key, None)
+        self.take(key, self.running[key])
+
+    def report(self, key: RolloutKey, harvester: Harvester, before: int) -> None:
+        """Tell the observers of the parts after the first ``before`` ones, and of the end of the rollout."""
+        parts = harvester.parts[before:]
+        new = self.partial[key].restore_grades(parts) if key in self.partial else parts
+        for part in new:
+            for observer in self.observers:
+                observer.part_finished(harvester, part)
+        if harvester.complete:
+            self.launched.pop(key, None)
+            rollout, generated = self.take(key, harvester)
+            for observer in self.observers:
+                observer.rollout_completed(rollout, generated)
+
+    def take(self, key: RolloutKey, harvester: Harvester) -> tuple[Rollout, int]:
+        """Stop running a harvester; return its rollout, and the number of tokens generated for it."""
+        self.running.pop(key, None)
+        self.unlaunched.pop(key, None)
+        if self.prompt_routes is not None:
+            self.prompt_routes.end(key)
+        if self.dialogues is not None:
+            self.dialogues.end(key)
+        return harvester.rollout(self.engine.policy_version), self.generated.pop(key, 0)
+
+    def finish_decode_step(self, last: bool = False) -> None:
+        for observer in self.observers:
+            observer.decode_step_finished(last)
+
+    def end_early(self) -> None:
+        """Suspend or cut rollouts that are not complete, and start no more: the budget is used up."""
+        # let environments repeat themselves: forks and parts that came after an answer are recorded
+        while self.dialogues is not None and len(self.dialogues.calls) and any(map(self.lacks, self.running)):
+            self.converse(self.dialogues, idle=True)
+            beat()
+        # stop decoding
+        self.engine.abort(list(self.in_flight))
+        for track, key in self.in_flight.values():
+            self.generated[key] += len(track)
+        self.in_flight.clear()
+        # end running harvesters
+        for key, harvester in list(self.running.items()):
+            self.generated[key] += sum(len(track) for track in harvester.open.values() if track.calls)
+            if self.may_suspend(key):
+                self.suspend(key, harvester)
+            else:
+                before = len(harvester.parts)
+                harvester.cut()
+                self.report(key, harvester, before)
+        # suspend those that have not started
+        for key, harvester in self.waiting:
+            if self.may_suspend(key):
+                harvester.start()  # its tracks get no token
+                self.suspend(key, harvester)
+        self.waiting.clear()
+
+    def lacks(self, key: RolloutKey) -> bool:
+        """Return True if a resumed rollout has not yet all tracks and parts that it had."""
+        final = self.partial[key].final if key in self.partial else ()
+        return bool(self.unlaunched.get(key)) or len(self.running[key].parts) < len(final)
+
+    def may_suspend(self, key: RolloutKey) -> bool:
+        """Return True if the next step may resume a rollout."""
+        return self.rollout.carry_over and not (key in self.partial and self.partial[key].last_step)
+
+    def suspend(self, key: RolloutKey, harvester: Harvester) -> None:
+        """Leave a rollout to the next step."""
+        rollout, generated = self.take(key, harvester)
+        tracks = self.launched.pop(key, ())
+        for observer in self.observers:
+            observer.rollout_suspended(rollout, generated, tracks)

@@ -1,0 +1,124 @@
+"""Generation of one step: prompts in, rollouts out, at the engine's own speed (``driver``).
+
+A harvester (``sampling.harvester``) sees only token sequences and makes one rollout. The result does not
+depend on the order in which tokens arrive (unless the budget cuts rollouts off). So a harvest that was killed
+resumes from the tokens that were recorded: its tracks start with them. So does a rollout that the budget
+suspended, in the next step (``partial``).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+from megatron_eqlen.engines.protocol import Decoder, EngineError
+from megatron_eqlen.harvest.dialogues import Dialogues, grade_again
+from megatron_eqlen.harvest.driver import Driver
+from megatron_eqlen.harvest.harvest_plan import HarvestPlan
+from megatron_eqlen.harvest.meter import Meter
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.sampling import KINDS
+from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver
+from megatron_eqlen.sampling.kind import Setting
+from megatron_eqlen.sampling.track import Track
+from megatron_eqlen.types import Metrics, Prompt, Rollout, RolloutKey, rollout_key
+
+
+def harvest_seed(recipe: Recipe, step: int) -> int:
+    """Return the seed of the rollouts that begin in ``step``, counted from 0."""
+    return zlib.crc32(f"{recipe.seed}/{step}".encode())
+
+
+def harvest(
+    engine: Decoder, plan: HarvestPlan, observers: Sequence[HarvestObserver] = ()
+) -> tuple[list[Rollout], Metrics]:
+    """Harvest ``recipe.group_size`` tracks or completions for every prompt of ``plan``.
+
+    Returns the rollouts, resumed ones first, then in the order of the prompts (and of stream numbers), and
+    the metrics of the whole harvest, except for requests and speeds, which are those of this attempt. When
+    the budget (``rollout.tokens_per_step``) is used up, rollouts that are not complete are cut, and rollouts
+    that did not start are left out. With ``rollout.carry_over`` both are suspended and in the list. Raises
+    ValueError for prompts that do not fit, and EngineError for an engine that died or hangs.
+    """
+    check_prompts(plan.prompts, plan.recipe, engine)
+    dialogues = Dialogues(plan.conversations) if plan.conversations is not None else None
+    meter = Meter(engine, plan.progress, plan.recipe.rollout.carry_over, dialogues)
+    finished = _Finished(meter)
+    harvesters = _harvesters(plan)
+    for rollout in plan.progress.rollouts:
+        speak = plan.conversations
+        if speak is None or grade_again(speak, rollout, harvesters[rollout_key(rollout)].seed):
+            finished.add(rollout)
+    for harvester in harvesters.values():
+        harvester.takes_turns = plan.conversations is not None
+    driver = Driver(engine, plan, meter, [finished, *observers])
+    driver.run({key: harvester for key, harvester in harvesters.items() if key not in finished.rollouts})
+    if dialogues is not None and dialogues.errors and not finished.rollouts:
+        raise EngineError(
+            f"all {len(dialogues.errors)} rollouts are left out: their environments failed, the last with "
+            f"{dialogues.errors[-1]!r}"
+        )
+    return [finished.rollouts[key] for key in harvesters if key in finished.rollouts], meter.metrics()
+
+
+class _Finished(HarvestObserver):
+    """Collects and counts the rollouts, complete and suspended."""
+
+    def __init__(self, meter: Meter) -> None:
+        self.rollouts: dict[RolloutKey, Rollout] = {}
+        self._meter = meter
+
+    def rollout_completed(self, rollout: Rollout, generated_tokens: int) -> None:
+        self.add(rollout)
+
+    def rollout_suspended(self, rollout: Rollout, generated_tokens: int, tracks: Sequence[Track]) -> None:
+        self.add(rollout)
+
+    def add(self, rollout: Rollout) -> None:
+        self.rollouts[rollout_key(rollout)] = rollout
+        self._meter.count(rollout)
+
+
+def _harvesters(plan: HarvestPlan) -> dict[RolloutKey, Harvester]:
+    """Return the harvesters of all rollouts, resumed ones first."""
+    kind = KINDS[plan.recipe.sampling]
+    setting = Setting(plan.recipe, frozenset(plan.eos_token_ids), plan.seed, plan.marker)
+    harvesters: dict[RolloutKey, Harvester] = {}
+    # rollouts of earlier steps, with the seeds that they had
+    for partial in plan.progress.partial:
+        if partial.origin is not None:
+            seed = harvest_seed(plan.recipe, partial.origin.step)
+            of_prompt = kind.harvesters([partial.prompt], setting._replace(seed=seed))
+            harvesters[partial.key] = next(found for found in of_prompt if found.index == partial.index)
+    # new ones
+    resumed_prompts = {prompt_id for prompt_id, _ in harvesters}
+    new = [prompt for prompt in plan.prompts if prompt.prompt_id not in resumed_prompts]
+    for harvester in kind.harvesters(new, setting):
+        harvesters[harvester.prompt.prompt_id, harvester.index] = harvester
+    for partial in plan.progress.partial:
+        if partial.key in harvesters:
+            harvesters[partial.key].prompt_columns = partial.prompt_columns
+    return harvesters
+
+
+def check_prompts(prompts: Sequence[Prompt], recipe: Recipe, engine: Decoder) -> None:
+    """Raise ValueError for a prompt that is empty, occurs twice, is too long for the engine, or has a token
+    that its model lacks."""
+    seen: set[str] = set()
+    for prompt in prompts:
+        if prompt.prompt_id in seen:
+            raise ValueError(f"prompt {prompt.prompt_id}: expected once in a step, found twice")
+        seen.add(prompt.prompt_id)
+        if not prompt.token_ids:
+            raise ValueError(f"prompt {prompt.prompt_id}: expected at least one token, found none")
+        path = len(prompt.token_ids) + recipe.longest_response
+        if path > engine.max_model_len:
+            raise ValueError(
+                f"prompt {prompt.prompt_id}: {len(prompt.token_ids)} tokens + {recipe.longest_response_text} "
+                f"= {path} exceed the engine's {engine.max_model_len}"
+            )
+        if max(prompt.token_ids) >= engine.vocab_size or min(prompt.token_ids) < 0:
+            raise ValueError(
+                f"prompt {prompt.prompt_id}: expected token ids in 0..{engine.vocab_size - 1}, found "
+                f"{min(prompt.token_ids)} to {max(prompt.token_ids)}"
+            )

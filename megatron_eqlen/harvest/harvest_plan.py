@@ -1,0 +1,34 @@
+"""Input of one harvest besides its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+
+from megatron_eqlen.environments.conversation import Conversations
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.record.partial import HarvestProgress
+from megatron_eqlen.sampling.harvester import Marker, all_rollouts
+from megatron_eqlen.types import Prompt
+
+
+@dataclass(frozen=True)
+class HarvestPlan:
+    """Prompts to harvest, sampling settings, and rollouts to resume."""
+
+    prompts: Sequence[Prompt]
+    recipe: Recipe
+    eos_token_ids: Collection[int]
+    seed: int
+    """Differs from step to step. The seed of a track is a stable hash of it, the prompt's id, the rollout's
+    number and the track's number."""
+    _: KW_ONLY
+    progress: HarvestProgress = field(default_factory=HarvestProgress)
+    """Recorded results. A prompt that has a rollout of an earlier step names no other rollouts."""
+    keeps_columns: Callable[[Prompt, int], bool] = all_rollouts
+    """(prompt, number of the rollout) -> whether this rank keeps all columns of the rollout's tokens. Token
+    ids, which forks need, are kept of all."""
+    marker: Marker | None = None
+    """Marker that trees fork after (``tree_sampling.marker``)."""
+    conversations: Conversations | None = None
+    """Environments that answer the ends of turns; None: a response is one turn."""

@@ -1,0 +1,151 @@
+"""Counters of one harvest: the ``harvest/...`` metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from statistics import fmean
+
+import numpy as np
+
+from megatron_eqlen import metrics as m
+from megatron_eqlen.engines.protocol import Decoder
+from megatron_eqlen.harvest.dialogues import Dialogues
+from megatron_eqlen.record.partial import HarvestProgress
+from megatron_eqlen.sampling import KINDS
+from megatron_eqlen.sampling.track import Track
+from megatron_eqlen.tokens import COLUMNS, GIVEN, Column, Tokens
+from megatron_eqlen.types import Delta, Metrics, Rollout
+
+
+class Meter:
+    """Counts while the driver runs; ``metrics()`` at the end.
+
+    ``generated_tokens`` are all tokens the engine delivered, ``supervised_tokens`` those inside pairs
+    (or completions): the rest are tails, and head starts that never became part of a pair. Both are of all
+    attempts at the harvest, and tokens of earlier steps are not counted again.
+    """
+
+    def __init__(
+        self,
+        engine: Decoder,
+        progress: HarvestProgress,
+        carries_over: bool,
+        dialogues: Dialogues | None = None,
+    ) -> None:
+        self.engine, self.dialogues = engine, dialogues
+        self.generated_tokens = self.resumed_tokens = progress.generated_tokens
+        self.requests = self.forks = self.retries = 0
+        self.fork_prefix_tokens = self.fork_cached_tokens = self.forks_prefilled = 0
+        self.steps = self.deltas = 0
+        self.engine_seconds = 0.0
+        self.started = time.perf_counter()
+        self.rollouts: list[Rollout] = []
+        """Complete rollouts."""
+        self.carried = [partial for partial in progress.partial if partial.origin] if carries_over else None
+        """Rollouts that earlier steps began; None where nothing is carried over."""
+        self.suspended = 0
+
+    def timed(self, step: Callable[[], list[Delta]]) -> list[Delta]:
+        start = time.perf_counter()
+        deltas = step()
+        self.engine_seconds += time.perf_counter() - start
+        return deltas
+
+    def launched(self, track: Track) -> None:
+        self.requests += 1
+        self.forks += _is_new_fork(track)
+
+    def stepped(self, deltas: int, tokens: int) -> None:
+        self.steps += 1
+        self.deltas += deltas
+        self.generated_tokens += tokens
+
+    def prefilled(self, track: Track, cached_tokens: int) -> None:
+        """Count the prefill of a track's prompt, ``cached_tokens`` of which were in the KV cache before."""
+        if _is_new_fork(track):
+            self.forks_prefilled += 1
+            self.fork_prefix_tokens += len(track.context)
+            self.fork_cached_tokens += cached_tokens
+
+    def count(self, rollout: Rollout) -> None:
+        if rollout.suspended:
+            self.suspended += 1
+        else:
+            self.rollouts.append(rollout)
+
+    def metrics(self) -> Metrics:
+        seconds = time.perf_counter() - self.started
+        steps = max(self.steps, 1)
+        recomputed = self.fork_prefix_tokens - self.fork_cached_tokens
+        metrics: Metrics = {
+            "harvest/seconds": seconds,
+            m.HARVEST_GENERATED_TOKENS: self.generated_tokens,
+            "harvest/resumed_tokens": self.resumed_tokens,
+            m.HARVEST_TOKENS_PER_SECOND: (self.generated_tokens - self.resumed_tokens) / seconds,
+            "harvest/requests": self.requests,
+            "harvest/retries": self.retries,
+            "harvest/engine_steps": self.steps,
+            m.HARVEST_SLOT_OCCUPANCY: self.deltas / (steps * self.engine.max_num_seqs),
+            m.HARVEST_OVERHEAD_SECONDS_PER_STEP: (seconds - self.engine_seconds) / steps,
+            m.HARVEST_FORKS: self.forks,
+            "harvest/forks_prefilled": self.forks_prefilled,
+            "harvest/fork_prefix_tokens": self.fork_prefix_tokens,
+            "harvest/fork_cached_tokens": self.fork_cached_tokens,
+            m.HARVEST_RECOMPUTED_TOKENS_PER_FORK: recomputed / max(self.forks_prefilled, 1),
+            "harvest/policy_version": self.engine.policy_version,
+        }
+        if self.carried is not None:
+            metrics |= {
+                "harvest/carried_rollouts": len(self.carried),
+                "harvest/carried_tokens": sum(partial.earlier_tokens for partial in self.carried),
+                "harvest/suspended_rollouts": self.suspended,
+            }
+        if self.dialogues is not None:
+            metrics |= self.dialogues.metrics()
+        return metrics | rollout_metrics(self.rollouts) | self.engine.metrics()
+
+
+def _is_new_fork(track: Track) -> bool:
+    """Return True for a fork whose prefix may be in the cache: not for one that is resumed."""
+    return track.is_fork and track.attempts == 0 and len(track) == 0
+
+
+def rollout_metrics(rollouts: list[Rollout]) -> Metrics:
+    """Return counts of pairs, lengths and outcomes; empty for no rollouts."""
+    if not rollouts:
+        return {}
+    ends = [(rollout, rollout.ends()) for rollout in rollouts]
+    ended = [
+        end[part.number] for rollout, end in ends for part in rollout.parts if part.finish_reason == "stop"
+    ]
+    metrics: Metrics = {"harvest/rollouts": len(rollouts), "harvest/ended_responses": len(ended)}
+    if ended:
+        metrics[m.HARVEST_ENDED_RESPONSE_LENGTH] = fmean(ended)
+    tables = [part.tokens for rollout in rollouts for part in rollout.parts]
+    if any(GIVEN.name in table for table in tables):
+        given = sum(len(table) - table.generated for table in tables)
+        metrics["environment/given_share"] = given / max(sum(table.generated for table in tables), 1)
+    contexts = [rollout.prompt_columns for rollout in rollouts if rollout.prompt_columns is not None]
+    for column in COLUMNS.values():
+        metrics |= _column_metrics(column, tables, contexts)
+    for kind in dict.fromkeys(rollout.kind for rollout in rollouts):
+        metrics |= KINDS[kind].harvest_metrics([rollout for rollout in rollouts if rollout.kind == kind])
+    return metrics
+
+
+def _column_metrics(column: Column, tables: Iterable[Tokens], contexts: Iterable[Tokens]) -> Metrics:
+    """Return the metrics that a column declares, of generated tokens; its size with those of prompts."""
+    found = [table[column.name] for table in tables if column.name in table]
+    metrics: Metrics = {}
+    if not (tokens := sum(map(len, found))):
+        return metrics
+    if column.count:
+        metrics[column.count] = tokens
+    if column.mean:
+        numbers = (len(values.values) if column.ragged else values.sum(dtype=np.float64) for values in found)
+        metrics[column.mean] = float(sum(numbers)) / tokens
+    if column.size:
+        found += [context[column.name] for context in contexts]
+        metrics[column.size] = sum(values.nbytes for values in found)
+    return metrics

@@ -1,0 +1,62 @@
+"""Routes of prompts (``rollout.keep_routes``): the first request of each rollout brings them.
+
+Tokens that are generated bring their own, and keep them when newer weights continue their path: as its
+log-prob, a token's experts are those of the weights that sampled it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from megatron_eqlen.engines.protocol import EngineError
+from megatron_eqlen.sampling.harvester import Harvester
+from megatron_eqlen.sampling.track import Track
+from megatron_eqlen.tokens import ROUTES, Tokens
+from megatron_eqlen.types import Delta, RolloutKey
+
+
+class PromptRoutes:
+    """Requests in flight that bring the routes of a prompt, at most one for each rollout."""
+
+    def __init__(self, running: Mapping[RolloutKey, Harvester]) -> None:
+        self.running = running
+        self.requests: dict[RolloutKey, tuple[str, int]] = {}
+        """Id of the request, and the number of rows that it brings."""
+
+    def rows_of(self, track: Track, key: RolloutKey) -> int:
+        """Return the number of rows that a track's new request brings of its path: those of all positions, or
+        0."""
+        if self.running[key].prompt_columns is not None or key in self.requests:
+            return 0
+        rows = len(track.path) - 1
+        self.requests[key] = track.request_id, rows
+        return rows
+
+    def take(self, track: Track, key: RolloutKey, delta: Delta) -> None:
+        """Take the prompt's routes from the first tokens of the request that brings them. Raises EngineError
+        where rows are missing."""
+        request_id, expected = self.requests.get(key, ("", 0))
+        if request_id != delta.request_id:
+            return
+        del self.requests[key]
+        rows = delta.path.get(ROUTES.name)
+        if rows is None or len(rows) != expected:
+            raise EngineError(
+                f"request {delta.request_id}: expected routes of the first {expected} positions of its path, "
+                f"found {0 if rows is None else len(rows)}"
+            )
+        rows = rows[: len(self.running[key].prompt.token_ids) - 1]
+        first = np.zeros((1, *rows.shape[1:]), rows.dtype)  # a prompt's first token is not predicted
+        columns = Tokens({ROUTES.name: np.concatenate([first, rows])})
+        track.prompt_columns = self.running[key].prompt_columns = columns
+
+    def lose(self, request_id: str, key: RolloutKey) -> None:
+        """Forget a request that the engine gave up."""
+        if self.requests.get(key, ("", 0))[0] == request_id:
+            del self.requests[key]
+
+    def end(self, key: RolloutKey) -> None:
+        """Forget a rollout that runs no more."""
+        self.requests.pop(key, None)

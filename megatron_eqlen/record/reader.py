@@ -1,0 +1,321 @@
+"""Readers of the files of ``recorder``: rollouts with tokens or as skeletons, the rollouts that a step
+resumes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+
+from megatron_eqlen.files import step_name, step_number, unused
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.record.arrow_log import batches, is_closed, pieces, values
+from megatron_eqlen.record.format import (
+    COUNTS,
+    GRADES,
+    KEY,
+    PROMPT,
+    SEGMENTS,
+    SKELETON,
+    Assembly,
+    GradeKey,
+    from_batch,
+    grades_of,
+)
+from megatron_eqlen.record.partial import HarvestProgress, PartialRollout, RolloutOrigin
+from megatron_eqlen.record.recorder import FILES, GRADE_FILES, OPEN, OPEN_FILES
+from megatron_eqlen.tokens import COLUMNS, GIVEN, NUMBERS, TEACHER, VERSIONS, Tokens
+from megatron_eqlen.types import Grade, Prompt, Rollout, RolloutKey, rollout_key, training_order
+
+NOTHING: Mapping[RolloutKey, RolloutOrigin] = MappingProxyType({})
+
+CHECKED_STEPS, CHECKED_BYTES = 10, 64e6
+"""Newest steps whose records ``check_newest`` reads, and about how many bytes of them."""
+
+logger = logging.getLogger(__name__)
+
+
+class PartialRolloutError(ValueError):
+    """A suspended rollout is not recorded; names the folder, what was expected and what was found."""
+
+
+def read_step(
+    folder: Path, prompt_ids: Collection[str] | None = None, without: Collection[str] = ()
+) -> list[Rollout]:
+    """Return the rollouts of a step's folder, whichever ranks recorded them, in training order; each once.
+
+    ``prompt_ids``: only rollouts of these prompts; files that hold none of them are not read. ``without``:
+    columns that are left out.
+    """
+    files = _naming(step_files(folder), prompt_ids)
+    return _in_training_order(_assembled(files, prompt_ids=prompt_ids, without=without))
+
+
+def read_skeletons(files: Sequence[Path]) -> list[Rollout]:
+    """Return the rollouts of some of a step's files without arrays, in training order: lengths, grades and
+    finish reasons. The cost depends on their number, not on their tokens: checksums are not verified. Prompts
+    have neither tokens nor golds."""
+    return _in_training_order(_assembled(files, SKELETON))
+
+
+def read_prompts(files: Sequence[Path]) -> list[Prompt]:
+    """Return the whole prompts of some of a step's files, in the order in which they were drawn."""
+    assembly, columns = Assembly(), (*SKELETON, "token_ids", "gold")
+    for path in files:
+        for batch in batches(path, SEGMENTS, columns):
+            for row in from_batch(batch):
+                if row["role"] == PROMPT:
+                    assembly.take(row)
+    return sorted(assembly.prompts.values(), key=lambda prompt: prompt.number)
+
+
+def fill_numbers(skeletons: Sequence[Rollout], files: Sequence[Path]) -> None:
+    """Read the columns of one number for each token, and their prompts' golds, of some of the rollouts that
+    ``read_skeletons`` found in ``files``."""
+    prompt_ids = {skeleton.prompt_id for skeleton in skeletons}
+    rollouts = _assembled(
+        files, (*SKELETON, *NUMBERS, GIVEN.name, GIVEN.name + COUNTS, "gold"), prompt_ids
+    ).rollouts
+    for skeleton in skeletons:
+        rollout = rollouts[rollout_key(skeleton)]
+        skeleton.prompt = replace(skeleton.prompt, gold=rollout.prompt.gold)
+        for part, source in zip(skeleton.parts, rollout.parts, strict=True):
+            part.tokens = source.tokens
+
+
+def read_progress(
+    folder: Path,
+    prompts: Sequence[Prompt],
+    recipe: Recipe,
+    resumed: Mapping[RolloutKey, RolloutOrigin] = NOTHING,
+    files: Sequence[Path] | None = None,
+) -> HarvestProgress:
+    """Return what earlier attempts at the step of ``folder`` recorded of ``prompts``, and the rollouts that
+    the step resumes: ``resumed``, which the step before recorded.
+
+    ``files``: ``recorded_files``, if the folder may hold others by now. Tokens without the columns that the
+    recipe keeps are left out, to be generated again. Raises PartialRolloutError if one of ``resumed`` is not
+    recorded.
+    """
+    by_id, kept = {prompt.prompt_id: prompt for prompt in prompts}, recipe.rollout.columns
+    files = recorded_files(folder) if files is None else files
+    recorded = _assembled(_naming(files, by_id), prompt_ids=by_id)
+    rollouts = {key: rollout for key, rollout in recorded.rollouts.items() if has_columns(rollout, kept)}
+    partial = _resumed_rollouts(folder, by_id, recipe, resumed)
+    # grades and tokens of earlier attempts at this step
+    for key in partial.keys() & rollouts.keys():
+        partial[key].restore_grades(rollouts[key].parts)
+    for key in recorded.tracks.keys() - rollouts.keys():
+        tracks, context = recorded.tracks[key], recorded.contexts.get(key)
+        tracks = {number: known for number, known in tracks.items() if all(name in known for name in kept)}
+        if not tracks or not has_path_columns(context, kept):
+            continue
+        rollout = partial.setdefault(key, PartialRollout(by_id[key[0]], key[1]))
+        for number, known in tracks.items():
+            rollout.tracks[number] = max(known, rollout.tracks.get(number, known), key=len)
+        rollout.prompt_columns = context
+    generated = sum(recorded.generated_tokens[key] for key in rollouts)
+    generated += sum(rollout.new_tokens for rollout in partial.values())
+    return HarvestProgress(sorted(rollouts.values(), key=training_order), list(partial.values()), generated)
+
+
+def _resumed_rollouts(
+    folder: Path, prompts: Mapping[str, Prompt], recipe: Recipe, resumed: Mapping[RolloutKey, RolloutOrigin]
+) -> dict[RolloutKey, PartialRollout]:
+    """Return the ``resumed`` rollouts as the step before ``folder`` recorded them, graded."""
+    if not resumed:
+        return {}
+    number = step_number(folder.name)
+    assert number, "the first step resumes nothing"
+    before = folder.with_name(step_name(number - 1))
+    names = {prompt_id for prompt_id, _ in resumed}
+    recorded = _assembled(_naming(recorded_files(before), names), prompt_ids=names)
+    suspended = {key: rollout for key, rollout in recorded.rollouts.items() if rollout.suspended}
+    if missing := [key for key in resumed if key not in suspended]:
+        (prompt_id, index), there = missing[0], len(resumed) - len(missing)
+        raise PartialRolloutError(
+            f"{before}: expected {len(resumed)} suspended rollouts, which this step resumes, found "
+            f"{there} of them: {prompt_id}/{index} is missing; go back to an earlier checkpoint, or start a "
+            f"new run from its weights (model.path)"
+        )
+    return {
+        key: PartialRollout(
+            prompts[key[0]],
+            key[1],
+            tracks := recorded.tracks.get(key, {}),
+            recorded.contexts.get(key),
+            origin,
+            age=number - origin.step,
+            last_step=number - origin.step >= recipe.rollout.max_staleness,
+            final={part.number: part for part in suspended[key].parts},
+            earlier_tokens=sum(tokens.generated for tokens in tracks.values()),
+        )
+        for key, origin in resumed.items()
+    }
+
+
+def has_columns(rollout: Rollout, names: Iterable[str]) -> bool:
+    """Return True if all tokens of a rollout, its prompt's included, have these columns."""
+    tables = [part.tokens for part in rollout.parts if len(part)]
+    return all(name in table for name in names for table in tables) and (
+        not tables or has_path_columns(rollout.prompt_columns, names)
+    )
+
+
+def has_path_columns(context: Tokens | None, names: Iterable[str]) -> bool:
+    """Return True if a prompt's columns are complete: those of ``names`` that every position of a path
+    has."""
+    of_path = [name for name in names if COLUMNS[name].of_path]
+    return all(context is not None and name in context for name in of_path)
+
+
+def recorded_files(folder: Path) -> list[Path]:
+    """Return a step's files: of rollouts, then of unfinished ones."""
+    return step_files(folder) + _in_order(folder.glob(OPEN_FILES))
+
+
+def remove_open_tracks(files: Iterable[Path], prompt_ids: Collection[str]) -> None:
+    """Remove the files of unfinished rollouts among ``files`` that hold tracks of ``prompt_ids`` only, whose
+    rollouts are complete by now."""
+    for path in files:
+        if path.name.startswith(OPEN) and values(path, SEGMENTS, "prompt_id").issubset(prompt_ids):
+            path.unlink(missing_ok=True)
+
+
+def set_aside_stale(
+    folder: Path, oldest: int, newest: float, carried: Mapping[RolloutKey, int] = MappingProxyType({})
+) -> None:
+    """Rename a step's record, and those of the steps after it, if weights of other versions than ``oldest``
+    to ``newest`` generated any of it. ``carried``: oldest allowed version of each rollout that the step
+    resumed.
+
+    This happens where a run went back to a checkpoint, and now took an update that it had skipped before.
+    """
+    versions = {version for path in recorded_files(folder) for version in _versions(path, oldest, carried)}
+    if any(not oldest <= version <= newest for version in versions):
+        later = [step for step in sorted(folder.parent.glob("step-*")) if step.name > folder.name]
+        aside, *_ = [step.rename(unused(step.with_name(f"stale-{step.name}"))) for step in (folder, *later)]
+        logger.warning(
+            "%s: generated with policy version %s, but this run is at %d: set aside as %s",
+            folder,
+            ", ".join(map(str, sorted(versions))),
+            oldest,
+            aside.name,
+        )
+
+
+def _versions(path: Path, oldest: int, carried: Mapping[RolloutKey, int]) -> set[int]:
+    """Return the versions of a file's rollouts and their tokens, except for versions before ``oldest`` that
+    ``carried`` allows."""
+    outside: set[int] = set()
+    for batch in batches(path, SEGMENTS, ["prompt_id", "index", "policy_version", "versions"]):
+        names, indices, of_rollouts = (batch[n].to_pylist() for n in ("prompt_id", "index", "policy_version"))
+        of_tokens = pieces(batch["versions"])
+        for prompt_id, index, of_rollout, versions in zip(
+            names, indices, of_rollouts, of_tokens, strict=True
+        ):
+            allowed = range(carried.get((prompt_id, index), oldest), oldest)
+            known = set() if versions is None else set(np.unique(versions).tolist())
+            outside |= {version for version in known if version not in allowed} | {of_rollout}
+    return outside - {None, int(VERSIONS.unknown)}
+
+
+def step_files(folder: Path) -> list[Path]:
+    """Return a step's files of rollouts."""
+    return _in_order(folder.glob(FILES))
+
+
+def _in_order(files: Iterable[Path]) -> list[Path]:
+    """Sort files so that first attempts come first: ``rank-0``, ``rank-1``, ``rank-0-2``."""
+    return sorted(files, key=lambda path: (len(path.name), path.name))
+
+
+def check_file(path: Path) -> None:
+    """Verify the checksums of a file of rollouts or grades that was closed: the end of others may be torn.
+    Raises ValueError naming the file if it is damaged."""
+    if is_closed(path):
+        for _ in batches(path, GRADES if path.match(GRADE_FILES) else SEGMENTS):
+            pass
+
+
+def scored_steps(streams: Path, newest_first: bool = False) -> Iterator[tuple[int, Path]]:
+    """Yield (number, folder) of the steps that are harvested and graded, which happens after the harvest."""
+    names = os.listdir(streams) if streams.is_dir() else []
+    for name in sorted(names, reverse=newest_first):  # by number, too
+        number, folder = step_number(name), streams / name
+        if number is not None and step_files(folder) and any(folder.glob(GRADE_FILES)):
+            yield number, folder
+
+
+def check_newest(streams: Path) -> None:
+    """Verify the checksums of the newest steps' records. Raises ValueError naming a file that is damaged."""
+    left = CHECKED_BYTES
+    for _, folder in islice(scored_steps(streams, newest_first=True), CHECKED_STEPS):
+        for path in (*step_files(folder), *folder.glob(GRADE_FILES)):
+            check_file(path)
+            left -= path.stat().st_size
+        if left < 0:
+            break
+
+
+def read_grades(
+    folder: Path, teacher: bool = False
+) -> tuple[dict[GradeKey, Grade], dict[GradeKey, np.ndarray | None]]:
+    """Return all grades of a step's folder, and if ``teacher`` the column that was recorded with them.
+    Otherwise that column is not read, and checksums are not verified."""
+    grades: dict[GradeKey, Grade] = {}
+    taught: dict[GradeKey, np.ndarray | None] = {}
+    names = [name for name in GRADES.names if name != TEACHER.name]
+    for path in _in_order(folder.glob(GRADE_FILES)):
+        for batch in batches(path, GRADES, None if teacher else names):
+            rows = batch.select(names).to_pylist()
+            grades = grades_of(rows) | grades
+            if teacher:
+                keys = (tuple(row[name] for name in KEY) for row in rows)
+                taught = dict(zip(keys, pieces(batch[TEACHER.name]), strict=True)) | taught
+    return grades, taught
+
+
+def recorded_steps(path: Path) -> list[tuple[str, list[Path]]]:
+    """Return (name, files) of a file of rollouts, of a step's folder, or of each step of a run's ``streams/``
+    folder."""
+    if path.is_file():
+        return [(path.name, [path])]
+    folders = [path] if step_files(path) else sorted(path.glob("step-*"))
+    return [(folder.name, files) for folder in folders if (files := step_files(folder))]
+
+
+def _in_training_order(assembly: Assembly) -> list[Rollout]:
+    return sorted(assembly.rollouts.values(), key=training_order)
+
+
+def _naming(files: Sequence[Path], prompt_ids: Collection[str] | None) -> list[Path]:
+    """Return the files that hold any of ``prompt_ids``."""
+    if prompt_ids is None:
+        return list(files)
+    return [path for path in files if not values(path, SEGMENTS, "prompt_id").isdisjoint(prompt_ids)]
+
+
+def _assembled(
+    files: Sequence[Path],
+    columns: Sequence[str] | None = None,
+    prompt_ids: Collection[str] | None = None,
+    without: Collection[str] = (),
+) -> Assembly:
+    """Read the files of one folder: all rows, or the rows of some prompts."""
+    reads_teacher = columns is None or TEACHER.name in columns
+    graded = read_grades(files[0].parent, reads_teacher) if files else ({}, {})
+    assembly = Assembly(*graded, without=without)
+    for path in files:
+        for batch in batches(path, SEGMENTS, columns):
+            for row in from_batch(batch):
+                if prompt_ids is None or row["prompt_id"] in prompt_ids:
+                    assembly.take(row)
+        assembly.end_file()
+    return assembly

@@ -1,0 +1,271 @@
+"""Writer of a step's rollouts: a thread records them while they are harvested (``reader`` reads them).
+
+    step-00000012/rank-0.arrow          rollouts that a rank recorded (``format``)
+    step-00000012/rank-0-2.arrow        of the rank's next attempt at the step, or next batch of prompts
+    step-00000012/open-rank-0.arrow     tokens of unfinished rollouts, in the same format; once the harvest
+                                        has ended, of those that the next step resumes, or removed
+    step-00000012/grades-rank-0.arrow   grades, once they are known; nothing is written twice
+
+A process killed at any moment loses only tokens that were not yet written: those of at most ``INTERVAL``
+seconds. The result of a harvester depends on the tokens of its tracks alone, so an unfinished rollout is
+recorded as the tokens of its tracks: a new attempt, or the next step, gives its tracks the tokens that they
+had, its harvester cuts the same parts, and the engine continues where the tokens end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from megatron_eqlen.files import replaced, unused
+from megatron_eqlen.record.arrow_log import ArrowLog
+from megatron_eqlen.record.format import (
+    CONTEXT,
+    GRADES,
+    SEGMENTS,
+    RecordedRow,
+    grade_rows,
+    portions,
+    prompt_row,
+    rollout_rows,
+    to_batch,
+    track_row,
+)
+from megatron_eqlen.sampling.harvester import HarvestObserver
+from megatron_eqlen.sampling.track import Track
+from megatron_eqlen.types import Rollout, RolloutKey
+
+FILES = "rank-*.arrow"
+"""Names of files in a step's folder."""
+OPEN = "open-"
+"""Prefix of the name of a file of unfinished rollouts; the name of the file of rollouts is appended."""
+OPEN_FILES = f"{OPEN}{FILES}"
+GRADE_FILES = "grades-*.arrow"
+
+INTERVAL = 2.0
+"""Seconds between two looks at the tracks of a harvest."""
+
+
+class NewTokens(NamedTuple):
+    """Tokens ``start`` to ``stop`` of a track."""
+
+    track: Track
+    start: int
+    stop: int
+    with_prompt: bool
+    """True if the columns of the rollout's prompt are new as well."""
+
+    def rows(self) -> list[RecordedRow]:
+        """Return the rows that record them. Any thread may call this: a track only ever grows."""
+        rows = [track_row(self.track, self.track.tokens[self.start : self.stop])]
+        if self.with_prompt:
+            assert self.track.prompt_columns is not None
+            rows.insert(0, track_row(self.track, self.track.prompt_columns, CONTEXT))
+        return rows
+
+
+class OpenTracks:
+    """Tracks of unfinished rollouts, and how many of their tokens were returned as new before."""
+
+    def __init__(self) -> None:
+        self._known: dict[Track, int] = {}
+        self._prompts: set[RolloutKey] = set()
+        """Rollouts whose prompt's columns were returned as new before."""
+
+    def follow(self, track: Track, since: int | None = None) -> None:
+        """Return the tokens of ``track`` from number ``since`` on, by default those that it gets from now on,
+        as new, until it has ended."""
+        self._known.setdefault(track, len(track.tokens) if since is None else since)
+
+    def new_tokens(self) -> list[NewTokens]:
+        """Return the tokens that the tracks got since the last call. Costs no more than a look at each."""
+        added = [
+            NewTokens(track, start, len(track.tokens), self._new_prompt(track))
+            for track, start in self._known.items()
+            if len(track.tokens) > start
+        ]
+        for new in added:
+            self._known[new.track] = new.stop
+            if new.track.finish_reason is not None:
+                del self._known[new.track]
+        return added
+
+    def _new_prompt(self, track: Track) -> bool:
+        key = track.prompt_id, track.index
+        if track.prompt_columns is None or key in self._prompts:
+            return False
+        self._prompts.add(key)
+        return True
+
+
+class Recorder(HarvestObserver):
+    """Records rollouts in a new file: ``path``, or ``NAME-2`` ... where that exists. Makes the folder.
+
+    ``write`` records a rollout at once. As the observer of a harvest it records the tokens of tracks as well,
+    every ``INTERVAL`` seconds, and each time all tokens that there are after one decode step, so that the
+    next attempt resumes from the state of one moment.
+
+    ``without``: columns that the record of rollouts leaves out; those of unfinished rollouts are complete.
+
+    An error of the thread (a full disk, say) is raised by a later call, ``close`` at the latest.
+    """
+
+    def __init__(self, path: str | Path, without: Collection[str] = ()) -> None:
+        path = Path(path)
+        self._without = without
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = unused(path, OPEN)
+        self._file = ArrowLog(self.path, SEGMENTS)
+        self._open_path = self.path.with_name(OPEN + self.path.name)
+        self._open_file: ArrowLog | None = None
+        """Made with the first new tokens."""
+        self._open = OpenTracks()
+        self._prompts: set[str] = set()
+        """Ids of the prompts that the file holds."""
+        self._complete: list[RecordedRow] = []
+        """Rows of rollouts that wait for the next write."""
+        self._suspended: list[tuple[list[RecordedRow], Sequence[Track]]] = []
+        """Rows and tracks of suspended rollouts."""
+        self._due = time.monotonic() + INTERVAL
+        self._queue: SimpleQueue[tuple[list[NewTokens], list[RecordedRow]]] = SimpleQueue()
+        self._thread = ThreadPoolExecutor(1, "recorder")
+        self._writing: Future[None] | None = None
+
+    def write(self, rollout: Rollout) -> None:
+        """Record one rollout, without grades, after its prompt. Its tables must not be changed any more."""
+        self._put([], self._rows(rollout, None))
+
+    def track_launched(self, track: Track) -> None:
+        """Record the tokens that the track gets from now on."""
+        self._open.follow(track)
+
+    def rollout_completed(self, rollout: Rollout, generated_tokens: int) -> None:
+        """Record a rollout with the next write."""
+        self._complete += self._rows(rollout, generated_tokens)
+
+    def rollout_suspended(self, rollout: Rollout, generated_tokens: int, tracks: Sequence[Track]) -> None:
+        """Record a rollout and all tokens of its tracks at the end of the harvest."""
+        self._suspended.append((self._rows(rollout, generated_tokens), tracks))
+
+    def decode_step_finished(self, last: bool = False) -> None:
+        """Record new tokens and rollouts if ``INTERVAL`` is over, or at the end of the harvest."""
+        now = time.monotonic()
+        if now >= self._due or last:
+            self._due = now + INTERVAL
+            tokens, rows = self._open.new_tokens(), self._complete
+            self._complete = []
+            if tokens or rows:
+                self._put(tokens, rows)
+
+    def close(self) -> None:
+        """Wait until everything is on disk. Of unfinished rollouts only the suspended ones stay."""
+        try:
+            self._stop()
+            if self._suspended:  # first their tracks: rollouts on disk are never ahead of these
+                self._write_suspended()
+        except BaseException:
+            self._abandon()
+            raise
+        self._file.close()
+        self._abandon_open()
+        if not self._suspended:
+            self._open_path.unlink(missing_ok=True)
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._thread.shutdown()
+            self._abandon()
+
+    def _write_suspended(self) -> None:
+        """Replace the open tracks on disk by all tokens of the suspended rollouts, then record these."""
+        with replaced(self._open_path) as partial:
+            file = ArrowLog(partial, SEGMENTS)
+            for _, tracks in self._suspended:
+                open_tracks = OpenTracks()
+                for track in tracks:
+                    open_tracks.follow(track, since=0)
+                _append_tokens(file, open_tracks.new_tokens())
+            file.close()
+        _append(self._file, [row for rows, _ in self._suspended for row in rows])
+
+    def _abandon(self) -> None:
+        """Leave the files as they are, for the next attempt."""
+        self._file.abandon()
+        self._abandon_open()
+
+    def _abandon_open(self) -> None:
+        if self._open_file is not None:
+            self._open_file.abandon()
+
+    def _stop(self) -> None:
+        self._thread.shutdown()
+        if self._writing is not None:
+            self._writing.result()
+
+    def _rows(self, rollout: Rollout, generated_tokens: int | None) -> list[RecordedRow]:
+        rows = rollout_rows(rollout, generated_tokens, self._without)
+        if rollout.prompt_id not in self._prompts:
+            self._prompts.add(rollout.prompt_id)
+            rows = [prompt_row(rollout.prompt), *rows]
+        return rows
+
+    def _put(self, tokens: list[NewTokens], rows: list[RecordedRow]) -> None:
+        if self._writing is not None and self._writing.done():
+            self._writing.result()
+        self._queue.put((tokens, rows))
+        self._writing = self._thread.submit(self._drain)
+
+    def _drain(self) -> None:
+        """Write all that waits in the queue, rollouts after the tokens that all rollouts had then: rollouts
+        on disk are never ahead of the open tracks."""
+        rows: list[RecordedRow] = []
+        try:
+            while True:
+                tokens, complete = self._queue.get_nowait()
+                if tokens:
+                    if self._open_file is None:
+                        self._open_file = ArrowLog(self._open_path, SEGMENTS)
+                    _append_tokens(self._open_file, tokens)
+                rows += complete
+        except Empty:
+            _append(self._file, rows)
+
+
+def _append_tokens(file: ArrowLog, tokens: Iterable[NewTokens]) -> None:
+    """Append new tokens in one batch, so that all or none of them are read."""
+    if rows := [row for new in tokens for row in new.rows()]:
+        file.write(to_batch(rows))
+
+
+def _append(file: ArrowLog, rows: Iterable[RecordedRow]) -> None:
+    """Append rows of rollouts in portions."""
+    for portion in portions(rows):
+        file.write(to_batch(portion))
+
+
+def record(path: str | Path, rollouts: Sequence[Rollout]) -> None:
+    """Record rollouts that are complete, with their grades."""
+    with Recorder(path) as recorder:
+        for rollout in rollouts:
+            recorder.write(rollout)
+    record_grades(Path(path), rollouts)
+
+
+def record_grades(path: Path, graded: Iterable[Rollout]) -> None:
+    """Write the grades of rollouts that were recorded in ``path`` to a file beside it."""
+    rows = grade_rows(graded)
+    with replaced(unused(path.with_name(f"grades-{path.name}"))) as partial:
+        file = ArrowLog(partial, GRADES)
+        file.write(pa.RecordBatch.from_pylist(rows, GRADES))
+        file.close()

@@ -1,0 +1,69 @@
+"""Checks, before anything is trained, that recorded rollouts fit the recipe that replays them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_eqlen.files import step_name
+from megatron_eqlen.objectives.registry import resolve
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.record.reader import has_columns
+from megatron_eqlen.record.recorder import FILES
+from megatron_eqlen.tokens import COLUMNS
+from megatron_eqlen.types import Rollout, rollout_key
+
+
+class ReplayError(ValueError):
+    """A record that cannot stand in for an engine; names the folder, what was expected and what was found."""
+
+
+def check_steps(streams: Path, first: int, steps: int | None) -> None:
+    """Raise ReplayError unless steps ``first`` (counted from 0) to ``steps - 1`` are recorded."""
+    recorded = {folder.name for folder in streams.glob("step-*") if any(folder.glob(FILES))}
+    wanted = [step_name(number) for number in range(first, max(first + 1, steps or 0))]
+    if missing := [name for name in wanted if name not in recorded]:
+        stored = (
+            f"{len(recorded)} steps, {min(recorded)} to {max(recorded)}" if recorded else "no recorded step"
+        )
+        raise ReplayError(
+            f"--replay: {streams}: expected {wanted[0]} to {wanted[-1]}, found {stored}: "
+            f"{missing[0]} is missing"
+        )
+
+
+def check_step(folder: Path, rollouts: Sequence[Rollout], recipe: Recipe) -> None:
+    """Raise ReplayError unless a step's rollouts are those that ``recipe`` would generate for their
+    prompts."""
+    kinds = Counter(recorded.kind for recorded in rollouts)
+    if set(kinds) != {recipe.sampling}:
+        _refuse(folder, f"rollouts of sampling: {recipe.sampling}", " and ".join(kinds) or "none")
+    missing = [name for name in recipe.rollout.columns if not all(has_columns(r, [name]) for r in rollouts)]
+    if missing:
+        column = COLUMNS[missing[0]]
+        keys = (f"rollout.{key}" for key in (column.keep_key, column.record_key) if key)
+        raise ReplayError(
+            f"--replay: {folder}: expected {column.name} of all tokens, found tokens without: its run did "
+            f"not keep or record them ({', '.join(keys)}); change rollout.{column.keep_key} to train without"
+        )
+    prompts = {recorded.prompt_id for recorded in rollouts}
+    if recipe.rollout.carry_over:
+        return  # the number of resumed rollouts depends on the step before
+    wanted, rollout = recipe.data.prompts_per_step, recipe.rollout
+    cut = rollout.tokens_per_step is not None or recipe.environment.name is not None
+    too_many = len(prompts) > wanted and not resolve(recipe).dynamic_sampling
+    if too_many or (len(prompts) < wanted and not cut):
+        _refuse(folder, f"rollouts of {wanted} prompts (data.prompts_per_step)", str(len(prompts)))
+    each = recipe.rollouts_per_prompt
+    for prompt_id, count in Counter(prompt_id for prompt_id, _ in map(rollout_key, rollouts)).items():
+        if count > each or (count < each and not cut):
+            what = f"{each} rollouts of every prompt (group_size {recipe.group_size})"
+            _refuse(folder, what, f"{count} of {prompt_id}")
+
+
+def _refuse(folder: Path, expected: str, found: str) -> None:
+    raise ReplayError(
+        f"--replay: {folder}: expected {expected}, found {found}: the record is of another recipe, or "
+        f"its run was stopped in the middle"
+    )
