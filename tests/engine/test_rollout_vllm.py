@@ -119,7 +119,7 @@ def test_other_clients_requests_in_the_batch_change_none_of_ours(monkeypatch):
     submit_foreign(engine, monkeypatch)
     together = deltas_of(engine, requests(8))
     for name, found in together.items():
-        np.testing.assert_allclose(found.pop("logprobs"), alone[name].pop("logprobs"), rtol=0, atol=5e-6)
+        np.testing.assert_allclose(found.pop("logprobs"), alone[name].pop("logprobs"), rtol=0, atol=5e-5)
     assert together == alone
     foreign = {delta.request_id: delta.sampler for delta in engine.step()}
     assert foreign == dict.fromkeys(FOREIGN, "vLLM V1")
@@ -185,7 +185,7 @@ def test_a_killed_harvest_resumes_with_the_same_tokens(engine, tmp_path, monkeyp
     assert sum(len(partial.tracks) for partial in progress.partial) > 12
     assert progress.generated_tokens > 0.5 * whole["harvest/generated_tokens"]
     found, rest = harvest(engine, HarvestPlan(prompts, recipe, EOS, seed=3, progress=progress))
-    np.testing.assert_allclose(take_logprobs(found), take_logprobs(want), rtol=0, atol=5e-6)
+    np.testing.assert_allclose(take_logprobs(found), take_logprobs(want), rtol=0, atol=5e-5)
     assert found == want
     assert rest["harvest/generated_tokens"] == whole["harvest/generated_tokens"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from importlib.util import find_spec
 
@@ -21,8 +22,9 @@ from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from megatron_eqlen.types import Prompt, tokens_along
 from tests.kit import jobs
+from tests.kit.delta_net import in_float32
 from tests.kit.marks import weekly
-from tests.kit.rollout_kit import CHANGES, DTYPES, folder, generate, open_engine, requests
+from tests.kit.rollout_kit import CHANGES, folder, generate, open_engine, requests
 
 EOS = range(1, 7)
 """Enough end tokens that streams have pairs."""
@@ -31,17 +33,19 @@ EOS = range(1, 7)
 no_torchvision = pytest.mark.skipif(
     find_spec("torchvision") is None, reason="vLLM loads Qwen3.5 with torchvision"
 )
-KINDS = [weekly("llama"), weekly("qwen2"), "qwen3_moe", "qwen3_next", "glm4_moe"]
+KINDS = [weekly("llama"), weekly("qwen2"), "qwen3_moe", "qwen3_next", "qwen3_next bfloat16", "glm4_moe"]
 KINDS += [pytest.param(kind, marks=no_torchvision) for kind in CHANGES if "qwen3_5" in kind]
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def fresh(request):
     """(kind, dtype, an engine that has loaded ``folder(kind, 1)``)"""
-    kind, dtype = request.param, DTYPES.get(request.param, "float32")
-    engine = open_engine(folder(kind, 1), dtype, EOS, temperature=1.0)
-    yield kind, dtype, engine
-    engine.close()
+    kind, _, dtype = request.param.partition(" ")
+    dtype = dtype or "float32"
+    with in_float32() if dtype == "float32" else contextlib.nullcontext():
+        engine = open_engine(folder(kind, 1), dtype, EOS, temperature=1.0)
+        yield kind, dtype, engine
+        engine.close()
 
 
 def test_after_a_sync_the_engine_is_a_freshly_loaded_one(fresh):
@@ -67,7 +71,8 @@ def test_after_a_sync_the_engine_is_a_freshly_loaded_one(fresh):
 
 
 def test_a_sync_to_an_fp8_engine_quantizes_the_new_weights():
-    """The engine equals a fresh one; log-probs differ from those of bfloat16 by more than its round-off."""
+    """The engine equals a fresh one. Its log-probs are farther from float32 than those of bfloat16 (0.06 and
+    0.006 here) and nearer than a guess (0.6)."""
     settings = {"dtype": "bfloat16", "eos": EOS, "temperature": 1.0}
     engine = open_engine(folder("qwen3", 0), quantization="fp8", **settings)
     weights = load_file(folder("qwen3", 1) / "model.safetensors")
@@ -84,8 +89,8 @@ def test_a_sync_to_an_fp8_engine_quantizes_the_new_weights():
     paths = [torch.tensor([*context, *after[name][0]]) for name, (context, _, _) in requests(4).items()]
     engines = torch.tensor([logprob for tokens in after.values() for logprob in tokens[1]])
     lengths = [len(tokens[0]) for tokens in after.values()]
-    difference = (logprobs_of("qwen3", paths, lengths, torch.bfloat16) - engines).abs().mean()
-    assert 0.03 < difference < 0.3
+    exact, near = (logprobs_of("qwen3", paths, lengths, dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert (exact - near).abs().mean() < (exact - engines).abs().mean() < exact.std()
 
 
 def logprobs_of(kind: str, paths: list[torch.Tensor], lengths: list[int], dtype: torch.dtype) -> torch.Tensor:
@@ -101,7 +106,8 @@ def logprobs_of(kind: str, paths: list[torch.Tensor], lengths: list[int], dtype:
 
 
 def test_every_family_is_harvested_and_its_logprobs_are_transformers(fresh):
-    """Tolerance: 5e-5 in float32; Gated DeltaNet in bfloat16 is as near as Transformers' own bfloat16."""
+    """Tolerance: ten times the error in float32 (1.2e-5). In bfloat16, which kernels round differently on
+    each processor, ten times what Transformers' own kernels are apart from float32."""
     kind, dtype, engine = fresh
     engine.reset_cache()
     prompts = [Prompt(f"p{i}", [5 + i, 6, 7] * 14, "", "math", "") for i in range(2)]
@@ -133,12 +139,12 @@ def test_every_family_is_harvested_and_its_logprobs_are_transformers(fresh):
     exact, near = (logprobs_of(kind, paths, lengths, dtype) for dtype in (torch.float32, torch.bfloat16))
     errors, noise = (exact - torch.cat(ours)).abs(), (exact - near).abs()
     if dtype == "float32":
-        assert errors.max() < 5e-5
-        assert metrics["harvest/recomputed_tokens_per_fork"] <= 32
+        assert errors.max() < 1e-4
     else:
-        assert errors.mean() < 1.5 * noise.mean()
-        # The state of a Gated DeltaNet is cached at the ends of large blocks only.
-        assert metrics["harvest/recomputed_tokens_per_fork"] > 32
+        assert errors.mean() < 10 * noise.mean()
+    # The state of a Gated DeltaNet is cached at the ends of large blocks only.
+    blocks = metrics["harvest/recomputed_tokens_per_fork"] / 32
+    assert (blocks > 1) == ("qwen3_next" in kind or "qwen3_5" in kind)
 
 
 def test_wrong_weights_are_named_and_the_engine_refuses_to_continue():

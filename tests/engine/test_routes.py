@@ -25,7 +25,8 @@ from megatron_eqlen.record.reader import read_progress, read_step
 from megatron_eqlen.tokens import join
 from megatron_eqlen.types import Prompt, Rollout
 from tests.engine.test_rollout_vllm import Killed, mortal
-from tests.kit.rollout_kit import DTYPES, EOS, folder, open_engine, take_logprobs
+from tests.kit.delta_net import in_float32
+from tests.kit.rollout_kit import EOS, folder, open_engine, take_logprobs
 from tests.pure.test_environments import speaking
 from tests.pure.test_rollout_harvest import make_recipe
 
@@ -104,23 +105,21 @@ def router_logits(model, tokens: list[int], routes: np.ndarray) -> np.ndarray:
     return torch.stack(found, 1)[:-1].numpy()
 
 
-def check(
-    path: Path, rollouts: list[Rollout], dtype: torch.dtype, round_off: float, share: float = 1.0
-) -> None:
-    """Assert that ``share`` of the rows are Transformers' choice, from weights of ``dtype``, wherever that is
-    clear of round-off."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).float()
+def check(path: Path, rollouts: list[Rollout]) -> None:
+    """Assert that the rows are Transformers' choice in float32, wherever that is clear of round-off: logits
+    differ by up to 1e-5."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     compared, same = [], []
     for rollout in rollouts:
         for tokens, routes in paths(rollout):
             logits = router_logits(model, tokens, routes)
             order = np.argsort(-logits, axis=-1)
             ranked, k = np.take_along_axis(logits, order, -1), routes.shape[-1]
-            clear = ranked[..., k - 1] - ranked[..., k] > round_off
+            clear = ranked[..., k - 1] - ranked[..., k] > 1e-3
             clear &= routes[..., 0] >= 0
             same += [*(np.sort(order[..., :k]) == np.sort(routes)).all(-1)[clear]]
             compared.append(clear.mean())
-    assert np.mean(same) >= share
+    assert all(same)
     assert np.mean(compared) > 0.5
 
 
@@ -134,7 +133,7 @@ def test_recorded_experts_are_those_of_transformers(engine, sampling):
     lines = [rollout.line(part.parent) for rollout in rollouts for part in rollout.parts if part.parent >= 0]
     in_turn = [line for line in lines if line[-1].tokens.is_generated[-1]]
     assert any(not segment.tokens.is_generated.all() for line in in_turn for segment in line)
-    check(folder("qwen3_moe"), rollouts, torch.float32, 1e-4)
+    check(folder("qwen3_moe"), rollouts)
 
 
 @pytest.mark.parametrize("experts", [8, 256, 257])
@@ -155,7 +154,7 @@ def test_routes_do_not_depend_on_what_the_cache_held_or_how_a_prefill_was_cut(en
     want = harvested(engine)
     again, metrics = harvest(engine, plan_of())
     logprobs = take_logprobs(want)
-    np.testing.assert_allclose(take_logprobs(again), logprobs, rtol=0, atol=5e-6)
+    np.testing.assert_allclose(take_logprobs(again), logprobs, rtol=0, atol=5e-5)
     assert again == want
     tables = [s.tokens for rollout in want for s in rollout.parts]
     tables += [rollout.prompt_columns for rollout in want]
@@ -166,7 +165,7 @@ def test_routes_do_not_depend_on_what_the_cache_held_or_how_a_prefill_was_cut(en
     found, metrics = harvest(small, plan_of())
     small.close()
     assert metrics["engine/preemptions"] > 0
-    np.testing.assert_allclose(take_logprobs(found), logprobs, rtol=0, atol=5e-6)
+    np.testing.assert_allclose(take_logprobs(found), logprobs, rtol=0, atol=5e-5)
     assert found == want
 
 
@@ -184,17 +183,15 @@ def test_a_killed_harvest_continues_with_the_routes_that_it_had(engine, tmp_path
     with recorder.Recorder(tmp_path / "rank-0.arrow") as resumed:
         found, _ = harvest(engine, plan_of(answered=True, progress=progress), [resumed])
     assert read_step(tmp_path) == found
-    np.testing.assert_allclose(take_logprobs(found), take_logprobs(want), rtol=0, atol=5e-6)
+    np.testing.assert_allclose(take_logprobs(found), take_logprobs(want), rtol=0, atol=5e-5)
     assert found == want
 
 
 def test_routes_follow_a_weight_sync_and_the_hybrid_models():
-    """Qwen3-Next runs in bfloat16, the only type that vLLM's CPU build has for it: a few choices that were
-    clear may differ, with the processor's order of sums."""
-    kind = "qwen3_next"
-    engine = open_engine(folder(kind), dtype=DTYPES[kind], temperature=1.0, keep_routes=True)
-    weights = load_file(folder(kind, 1) / "model.safetensors")
-    engine.update_weights(((name, weight.bfloat16()) for name, weight in weights.items()), 1)
-    rollouts, _ = harvest(engine, replace(plan_of(), prompts=PROMPTS[:2]))
-    check(folder(kind, 1), rollouts[:3], torch.bfloat16, 0.1, share=0.98)
-    engine.close()
+    weights = load_file(folder("qwen3_next", 1) / "model.safetensors")
+    with in_float32():
+        engine = open_engine(folder("qwen3_next"), temperature=1.0, keep_routes=True)
+        engine.update_weights(iter(weights.items()), 1)
+        rollouts, _ = harvest(engine, replace(plan_of(), prompts=PROMPTS[:2]))
+        engine.close()
+    check(folder("qwen3_next", 1), rollouts[:3])

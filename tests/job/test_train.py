@@ -126,11 +126,12 @@ def test_with_the_sampling_mask_the_trainer_computes_the_distribution_that_was_s
 
 
 def test_an_fp8_engine_is_synced_and_its_larger_mismatch_is_measured_and_corrected(home):
-    """A sync before the first update and one after it. Without quantization the mean difference is 0.001."""
+    """A sync before the first update and one after it. The mean difference is 0.001 without quantization and
+    0.015 with it."""
     options = ["model.dtype=bfloat16", "rollout.quantization=fp8", "loss.rollout_is=token", "steps=2"]
     folder = train(home, "fp8", *options, NO_EVALUATION)
     assert column(folder, "harvest/policy_version") == [0, 1]
-    assert all(0.004 < value < 0.05 for value in column(folder, "mismatch/logprob_abs_diff"))
+    assert all(0.004 < value < 0.15 for value in column(folder, "mismatch/logprob_abs_diff"))
     assert all(0.9 < value < 1.1 and value != 1 for value in column(folder, "mismatch/rollout_is_mean"))
     for record in metrics(folder):
         assert all(math.isfinite(value) for name, value in record.items() if name.startswith("mismatch/"))

@@ -47,9 +47,6 @@ CHANGES = {
     "glm4_moe": {"head_dim": 32, "num_hidden_layers": 2, "moe_intermediate_size": 64},
     "qwen3_5_moe": {"head_dim": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
 }
-DTYPES = dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe"), "bfloat16")
-"""The only type that vLLM's CPU build has for Gated DeltaNet."""
-
 
 _models = tempfile.TemporaryDirectory(prefix="tiny-models-")
 

@@ -218,7 +218,7 @@ def test_before_the_first_update_the_policy_is_the_model_bit_for_bit(alone, fold
 def test_the_reference_model_is_the_frozen_model_bit_for_bit(alone):
     """Megatron computes with frozen weights in matrix products of another shape, hence other round-off."""
     assert same(alone["of the reference"], alone["at step 0"])
-    np.testing.assert_allclose(alone["at step 0"], alone["of the model"], atol=5e-6)
+    np.testing.assert_allclose(alone["at step 0"], alone["of the model"], atol=5e-5)
     assert not same(alone["after"], alone["at step 0"])
     assert alone["frozen"]
 

@@ -19,8 +19,9 @@ from tests.kit.marks import slow, weekly
 from tests.kit.tiny_models import FAMILIES, WITH_IMAGES, auto_class, gradients_by_name, save_tiny
 
 ROWS, LENGTH = 2, 24
-MAX_LOGIT_ERROR = 1e-5
-MAX_GRADIENT_ERROR = 2e-5  # of the tensor's largest gradient; rope's angles are in float32
+# Ten times what is seen, and more: rope's angles are in float32, and processors' cosines differ.
+MAX_LOGIT_ERROR = 2e-5
+MAX_GRADIENT_ERROR = 5e-5  # of the tensor's largest gradient
 
 LAYOUTS = {
     "tp2": (2, {"tensor": 2}),

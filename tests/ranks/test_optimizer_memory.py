@@ -167,7 +167,8 @@ def test_bfloat16_gradients_take_half_the_memory_and_their_norm_is_right_to_thei
     for full, device, host in run_ranks(2, gradient_bytes, *changes_of(folders, name)):
         assert (full[0], device[0], host[0]) == (2.0, 1.0, 1.0), "bytes of gradients over bfloat16 weights'"
         assert (device[1], host[1]) == (full[1], 0)
-        assert (device[2], host[2]) == pytest.approx((full[2], full[2]), rel=0.02)
+        # Two rows and two sums over ranks: each rounds an element by 2^-9 of it at most.
+        assert (device[2], host[2]) == pytest.approx((full[2], full[2]), rel=4 * 2**-8)
 
 
 def test_a_host_optimizer_computes_with_this_ranks_share_of_the_cores(monkeypatch):

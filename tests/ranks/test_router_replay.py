@@ -32,6 +32,7 @@ from tests.kit.tree_training import (
     world_of,
     worst_difference,
 )
+from tests.ranks.test_models_parity import MAX_GRADIENT_ERROR, in_doubles
 
 torch.set_num_threads(1)
 
@@ -95,12 +96,12 @@ def path_tokens(tree: TokenTree, node: int) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_given_experts_are_what_transformers_computes_with(name, folders, whole):
-    """Gradients of all weights are compared, the routers' too. (Transformers' norms and delta rule are in
-    float32.)"""
-    expected = on_paths(folders[name], trees_of(name))
-    assert whole[name].loss == pytest.approx(expected.loss, rel=1e-5, abs=1e-4 if name == "next" else 0)
+    """Gradients of all weights are compared, the routers' too. (Rope's angles are in float32.)"""
+    with in_doubles():
+        expected = on_paths(folders[name], trees_of(name))
+    assert whole[name].loss == pytest.approx(expected.loss, rel=1e-5)
     difference, weight = worst_difference(whole[name], expected)
-    assert difference < (1e-3 if name == "next" else 2e-5), f"{weight}: {difference}"
+    assert difference < MAX_GRADIENT_ERROR, f"{weight}: {difference}"
 
 
 def free_and_given(folder: Path, replayed: bool) -> tuple[Trained, Trained]:

@@ -1,4 +1,5 @@
-"""A policy's update on rollouts of a program that kept its routes: here Transformers' model in bfloat16."""
+"""A policy's update on rollouts of a program that kept its routes: here Transformers' model in float32, with
+routers that are off by a little at each position, as those of an engine that rounds in another way are."""
 
 from __future__ import annotations
 
@@ -24,15 +25,29 @@ pytestmark = pytest.mark.slow  # test_router_replay.py is not
 torch.set_num_threads(1)
 
 WORST = "mismatch/logprob_abs_diff_max"
+SAME = 1e-4
+"""Bound of differences in float32; 1e-6 is seen on average, and 1e-5 at most."""
 
 
-def sampled_by(folder: Path, dtype: torch.dtype) -> list[TokenTree]:
-    """Return streams with the log-probs, and the routes if any, of the model in ``folder`` in ``dtype``."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+def sampled_by(folder: Path) -> list[TokenTree]:
+    """Return streams with the log-probs, and the routes if any, of the model in ``folder``, whose routers
+    choose by logits of which each is off by a twentieth of their spread."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
     chosen: list[torch.Tensor] = []
+    generator = torch.Generator().manual_seed(0)
+
+    def choose(gate, args, output):
+        logits, _, experts = output
+        off = noise[len(chosen), : len(logits), : logits.shape[-1]] * logits.std(-1, keepdim=True)
+        experts = (logits + off).topk(experts.shape[-1]).indices
+        weights = logits.softmax(-1).gather(1, experts)
+        chosen.append(experts)
+        return logits, weights / weights.sum(-1, keepdim=True), experts
+
+    noise = 0.05 * torch.randn(len(model.model.layers), 300, 32, generator=generator)
     for layer in model.model.layers:
         if hasattr(layer.mlp, "gate"):
-            layer.mlp.gate.register_forward_hook(lambda gate, args, output: chosen.append(output[2]))
+            layer.mlp.gate.register_forward_hook(choose)
     rng = np.random.default_rng(0)
     trees = [stream(rng, 4, [40, 70, 20]) for _ in range(4)]
     for tree in trees:
@@ -72,7 +87,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def sampled(folders) -> dict[str, list[TokenTree]]:
-    return {name: sampled_by(folder, torch.bfloat16) for name, folder in folders.items()}
+    return {name: sampled_by(folder) for name, folder in folders.items()}
 
 
 @pytest.fixture(scope="module")
@@ -85,15 +100,13 @@ def test_routers_that_choose_themselves_disagree_with_the_engine_and_replay_does
 ):
     free = {"loss": {"router_replay": False}, "rollout": {"keep_routes": True}}
     (free,), given = run_ranks(1, update, str(folders["moe"]), sampled["moe"], free), replayed["moe"]
-    assert free[EXPERT_AGREEMENT] == free[ROUTER_AGREEMENT] < 0.99
+    assert free[EXPERT_AGREEMENT] == free[ROUTER_AGREEMENT] < given[ROUTER_AGREEMENT] < 1.0
     assert given[EXPERT_AGREEMENT] == 1.0
-    assert free[ROUTER_AGREEMENT] < given[ROUTER_AGREEMENT] < 1.0
-    assert given[MISMATCH] < 0.6 * free[MISMATCH]
-    assert given[WORST] < 0.5 * free[WORST]
+    assert given[WORST] < SAME < free[MISMATCH] / 10
 
 
 def test_with_replay_a_model_with_experts_differs_no_more_than_a_dense_one(replayed):
-    assert replayed["moe"][MISMATCH] < 1.2 * replayed["dense"][MISMATCH]
+    assert all(replayed[name][WORST] < SAME for name in ("dense", "moe", "next"))
     assert EXPERT_AGREEMENT not in replayed["dense"]
 
 
