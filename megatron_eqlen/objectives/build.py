@@ -120,7 +120,7 @@ def _compare(rollouts: Sequence[Rollout], recipe: Recipe, objective: Objective, 
         for unit in units:
             for named in (unit, *(named for _, named in unit.apart)):
                 named.rollout = number
-            if objective.equal_units:
+            if objective.forks == "equal":
                 unit.share = None
         batch.trees.append(tree)
         batch.units += units

@@ -44,10 +44,17 @@ def _check_sampling(recipe: Recipe, objective: Objective) -> None:
             f"objective: {objective.name} with sampling: {recipe.sampling}: it multiplies the ratios of a "
             "response from its first token on, which another segment has; use sampling: independent"
         )
-    if objective.equal_units and recipe.sampling != "tree":
+    if objective.forks != "apart" and recipe.sampling != "tree":
         raise ValueError(
             f"objective: {objective.name} with sampling: {recipe.sampling}: it weighs the forks of a tree; "
             f"expected sampling: tree"
+        )
+    tree = recipe.tree_sampling
+    if objective.forks == "pooled" and (tree.fork == "death" or tree.forks != 1):
+        raise ValueError(
+            f"objective: {objective.name} pools the answers to a prompt's thoughts: expected "
+            f"tree_sampling.fork: marker or tokens and tree_sampling.forks: 1, found {tree.fork} and "
+            f"{tree.forks}"
         )
     if recipe.sampling == "equal_length" and objective.advantage is gr3:
         raise ValueError(
@@ -130,7 +137,7 @@ def _check_token_baseline(recipe: Recipe, objective: Objective) -> None:
             f"{key} with sampling: equal_length: of two tracks that are truncated only one is trained, so "
             f"lines that are alive are not all there; use sampling: tree with tree_sampling.fork: death"
         )
-    has_other = objective.equal_units or objective.whitened or objective.rewards == "apart"
+    has_other = objective.forks != "apart" or objective.whitened or objective.rewards == "apart"
     if has_other or objective.advantage not in (rloo, dr_grpo):
         raise ValueError(
             f"{key} is the advantage itself, reward less baseline; objective: {objective.name} has "
@@ -266,7 +273,7 @@ def _check_off_policy(recipe: Recipe, objective: Objective) -> None:
         return
     raise ValueError(
         f"{cause}, and nothing corrects for it: set loss.rollout_is: token or sequence (decoupled PPO), "
-        "loss.rollout_rs, or loss.old_logprobs: rollout (see objectives/README.md)"
+        "loss.rollout_rs, or loss.old_logprobs: rollout (see docs/objectives.md)"
     )
 
 

@@ -38,8 +38,10 @@ class Objective:
     rewards: Literal["together", "apart"] = "together"
     """``apart``: ``advantage`` is called with the rewards of each name, and its results are added with their
     weights."""
-    equal_units: bool = False
-    """All comparison units of a rollout weigh the same, whatever share of it they are (TreeRPO)."""
+    forks: Literal["apart", "equal", "pooled"] = "apart"
+    """Comparison units of a tree. ``apart``: each fork is one, and weighs its share of the rollout.
+    ``equal``: all forks weigh the same (TreeRPO). ``pooled``: all parts behind forks are one unit
+    (GRPO-MA)."""
 
     @property
     def has_ratio(self) -> bool:

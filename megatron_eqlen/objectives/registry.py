@@ -70,7 +70,8 @@ OBJECTIVES = {
         Objective("gr3", gr3, seq_mean_token_mean, Ppo()),
         Objective("vespo", dr_grpo, token_mean, Vespo()),
         Objective("dler", dr_grpo, token_mean, Ppo(0.2, 0.28), whitened="scale", dynamic_sampling=True),
-        Objective("treerpo", dr_grpo, seq_mean_token_mean, Ppo(), equal_units=True),
+        Objective("treerpo", dr_grpo, seq_mean_token_mean, Ppo(), forks="equal"),
+        Objective("grpo_ma", grpo, seq_mean_token_mean, Ppo(), forks="pooled"),
         Objective("ba", grpo, balanced_token_mean, Ppo()),
         Objective("cispo", grpo, token_mean, Cispo()),
         Objective("sapo", grpo, seq_mean_token_mean, Sapo()),
@@ -146,7 +147,7 @@ def is_on_policy(recipe: Recipe, objective: Objective) -> bool:
     """Return True if comparison units have shares of their rollout that make the gradient that of the
     expected reward."""
     if recipe.sampling == "tree":
-        return not objective.equal_units
+        return objective.forks == "apart"
     return recipe.sampling == "equal_length" and recipe.equal_length.pair_weight == "on_policy"
 
 

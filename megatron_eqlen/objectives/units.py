@@ -25,24 +25,41 @@ def comparison_units(
     _check_kind(rollout, recipe)
     _check_columns(rollout, recipe)
     _check_names(rollout, recipe)
-    tree, units = KINDS[recipe.sampling].compare(rollout, recipe, _length_penalty(recipe, objective))
+    tree, units = _compare(rollout, recipe, objective, _length_penalty(recipe, objective))
     untrained = recipe.rollout.untrained_columns
     for node in tree.nodes:
         node.tokens = node.tokens.without(untrained)
     if objective.rewards == "apart":
         for name, weight in recipe.reward.weights.items():
-            for unit, named in zip(units, _named_units(name, rollout, recipe), strict=True):
+            for unit, named in zip(units, _named_units(name, rollout, recipe, objective), strict=True):
                 unit.apart.append((weight, named))
     return tree, units
 
 
-def _named_units(name: str, rollout: Rollout, recipe: Recipe) -> list[ComparisonUnit]:
+def _compare(
+    rollout: Rollout, recipe: Recipe, objective: Objective, penalty: Penalty
+) -> tuple[TokenTree, list[ComparisonUnit]]:
+    """Return the tree and the units of a rollout; with ``forks: pooled`` its lines, and all that continues
+    them: K thoughts, and their K x M answers."""
+    tree, units = KINDS[recipe.sampling].compare(rollout, recipe, penalty)
+    if objective.forks != "pooled" or len(units) < 3:
+        return tree, units
+    lines, first, *others = units
+    for unit in others:
+        first.members += unit.members
+        first.nodes += unit.nodes
+        first.rewards += unit.rewards
+    first.share = sum(unit.share or 0.0 for unit in (first, *others))
+    return tree, [lines, first]
+
+
+def _named_units(name: str, rollout: Rollout, recipe: Recipe, objective: Objective) -> list[ComparisonUnit]:
     """Return the units of a rollout with the rewards of one name."""
     parts = [
         replace(part, grade=part.grade and replace(part.grade, reward=part.grade.rewards[name]))
         for part in rollout.parts
     ]
-    return KINDS[recipe.sampling].compare(replace(rollout, parts=parts), recipe, no_penalty)[1]
+    return _compare(replace(rollout, parts=parts), recipe, objective, no_penalty)[1]
 
 
 def due_rollouts(rollouts: Sequence[Rollout]) -> list[Rollout]:

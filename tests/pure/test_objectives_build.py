@@ -181,6 +181,10 @@ def test_an_unscored_response_is_refused_by_name():
     ({"objective": "sapo", "loss__clip_ratio_high": 0.2}, "soft gate"),
     ({"objective": "ctpo"}, "from its first token on"),
     ({"objective": "treerpo"}, "expected sampling: tree"),
+    (
+        {"objective": "grpo_ma", "sampling": "tree", "tree_sampling__forks": 2},
+        "pools the answers to a prompt's thoughts",
+    ),
     ({"sampling": "independent", "equal_length__single_pair": True}, "acts only with sampling: equal_length"),
     ({"objective": "rloo", "loss__minibatches": 2}, "no importance ratio"),
     ({"objective": "rloo", "loss__clip_ratio_low": 0.2}, "set both"),

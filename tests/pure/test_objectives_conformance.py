@@ -79,7 +79,7 @@ class Draws:
 
 def recipe(sampling, objective, **loss):
     equal_length = {key: loss.pop(key) for key in list(loss) if key in EQUAL_LENGTH_KEYS}
-    weights = loss.pop("weights", {})
+    weights, tree = loss.pop("weights", {}), loss.pop("tree", {})
     layout = "expanded" if equal_length.get("prefix_in_gradient") else "tree"
     return parse(
         {
@@ -93,6 +93,7 @@ def recipe(sampling, objective, **loss):
             "rollout": {"max_response_length": LONGEST, "top_k": 0, "top_p": 1.0},
             "packing": {"max_tokens_per_row": 16, "layout": layout},
             "equal_length": equal_length,
+            "tree_sampling": tree,
             "reward": {"weights": weights} | ({"rubric": f"{__name__}:recipe"} if weights else {}),
             "loss": {"kl_coef": 0.0} | loss,
         },
@@ -184,7 +185,16 @@ def sequence_slopes(name, tokens, ids, advantage):
     """Return for each token of a response d surrogate / d log pi(token), before any averaging over
     responses."""
     ratios = log_ratios(tokens, ids)
-    if name in ("grpo", "dr_grpo", "gr3", "treerpo", "ba", "reinforce_pp", "reinforce_pp_baseline"):
+    if name in (
+        "grpo",
+        "dr_grpo",
+        "gr3",
+        "treerpo",
+        "grpo_ma",
+        "ba",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+    ):
         return [clip_slope(math.exp(x), advantage, 0.2, 0.2) for x in ratios]
     if name == "dapo":
         return [clip_slope(math.exp(x), advantage, 0.2, 0.28, 10.0) for x in ratios]
@@ -679,4 +689,30 @@ def test_treerpo_compares_siblings_by_the_mean_of_their_leaves(branching, depth,
             slopes = sequence_slopes("treerpo", tokens, segment.token_ids, advantage)
             expected[segment.token_ids] = -np.array(slopes) / (len(groups) * branching * len(segment))
     ours = our_gradient([kit.tree(prompt(0), 0, steps, parents)], tokens, recipe("tree", "treerpo"))
+    np.testing.assert_allclose(ours, expected, rtol=1e-8, atol=1e-14)
+
+
+@given(thoughts=st.integers(2, 4), answers=st.integers(2, 3), scale=scales, seed=st.integers(0, 99))
+@THOROUGH
+def test_grpo_ma_normalises_thoughts_by_their_values_and_all_answers_together(thoughts, answers, scale, seed):
+    """The paper's objective: the mean over K thoughts plus the mean over their K x M answers, each divided by
+    its length. A thought that ends without a fork is worth its own reward."""
+    tokens = Draws(scale, seed)
+    firsts, values, replies, parents = [], [], [], []
+    for number in range(thoughts):
+        ends = tokens.random.random() < 0.2
+        mine = [] if ends else [tokens.segment(2, float(tokens.random.integers(2))) for _ in range(answers)]
+        firsts.append(tokens.segment(int(tokens.random.integers(1, 4)), 1.0 if ends else None))
+        values.append(mean_of([reply.grade.reward for reply in mine] or [1.0]))
+        replies += mine
+        parents += [number] * len(mine)
+    expected = np.zeros(len(tokens.new))
+    rewards = [reply.grade.reward for reply in replies]
+    for members, numbers, count in ((firsts, values, thoughts), (replies, rewards, thoughts * answers)):
+        for part, advantage in zip(members, standardized(numbers) if members else [], strict=True):
+            slopes = sequence_slopes("grpo_ma", tokens, part.token_ids, advantage)
+            expected[part.token_ids] = -np.array(slopes) / (count * len(part))
+    settings = recipe("tree", "grpo_ma", tree={"fork": "tokens", "branching": answers, "forks": 1})
+    rollout = kit.tree(prompt(0), 0, [*firsts, *replies], [-1] * thoughts + parents)
+    ours = settings.data.prompts_per_step * our_gradient([rollout], tokens, settings)
     np.testing.assert_allclose(ours, expected, rtol=1e-8, atol=1e-14)
