@@ -21,14 +21,15 @@ from megatron_eqlen.types import Metrics
 
 
 @cache
-def active_parameters(model: ModelConfig) -> float:
+def active_parameters(model: ModelConfig, part: str = "") -> float:
     """Return the parameters that compute one token: all but the embedding table and the experts that the
-    token is not routed to."""
+    token is not routed to. ``part``: count only tensors with this in their name in Megatron-Core."""
     routed = model.experts.num_experts_per_tok / model.experts.num_experts if model.experts else 1.0
     return sum(
         sum(prod(shape) for shape in weight.shapes) * (1.0 if weight.expert is None else routed)
         for weight in weight_map(model)
-        if model.tie_word_embeddings or not weight.megatron.startswith("embedding.")
+        if (model.tie_word_embeddings or not weight.megatron.startswith("embedding."))
+        and part in weight.megatron
     )
 
 

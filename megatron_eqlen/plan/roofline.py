@@ -4,9 +4,9 @@
     training   = FLOPs / (peak x (1 - idle)) + gradients' bytes / network
 
 It shows what bounds a step on 8 or on 4,096 GPUs: bytes or FLOPs, the longest response, too few rows, the
-network. It predicts no run. The shares are round numbers that good implementations reach. Not counted:
-graders, weight syncs, checkpoints, evaluations, recomputation, and what tensor, context and expert
-parallelism exchange.
+network. It predicts no run. The shares are those of NeMo-RL's published steps on H100 (docs/about/
+performance-summary.md, v0.4; tests/pure/test_plan.py has the rows). Not counted: graders, weight syncs,
+checkpoints, evaluations, and what tensor, context and expert parallelism exchange.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ from dataclasses import dataclass
 from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.plan import engine
 from megatron_eqlen.plan.activations import BYTES
-from megatron_eqlen.plan.flops import forward_flops, training_flops
+from megatron_eqlen.plan.flops import active_parameters, forward_flops, training_flops
 from megatron_eqlen.plan.gpus import GPUS, Gpu
 from megatron_eqlen.plan.parameters import rank_buffers
 from megatron_eqlen.plan.workload import Workload
 from megatron_eqlen.recipe import Recipe
 
-COMPUTE, BANDWIDTH = 0.4, 0.6
-"""Shares of a data sheet's FLOPs, and of its memory bandwidth and network, that are assumed."""
+DENSE, EXPERTS, BANDWIDTH, NETWORK = 0.4, 0.1, 0.3, 0.6
+"""Shares of a data sheet that are assumed: of its FLOPs, without and with experts, of its memory bandwidth
+while decoding, which lengths that differ leave partly idle, and of its network."""
 ASSUMPTIONS = (
-    f"assumed: {COMPUTE:.0%} of the peak FLOPs, {BANDWIDTH:.0%} of memory bandwidth and network; responses",
-    "of rollout.max_response_length tokens; no graders, syncs, evaluations. A run measures its time.",
+    f"assumed: {DENSE:.0%} of the peak FLOPs ({EXPERTS:.0%} with experts), {BANDWIDTH:.0%} of memory "
+    f"bandwidth, {NETWORK:.0%} of",
+    "the network; responses of rollout.max_response_length tokens; no graders, syncs, evaluations. NeMo-RL's",
+    "published steps on H100 take 1.0 to 1.4 times as long, with 235B 1.8 times. A run measures its time.",
 )
 
 
@@ -66,20 +69,29 @@ def roofline(recipe: Recipe, model: ModelConfig, work: Workload, gpu: Gpu) -> Ro
     held = min(work.tracks / engines, engine.sequences_at_once(recipe, model, work.context))
     steps = max(rollout.max_response_length, work.generated / (engines * max(held, 1.0)))
     batch = work.generated / (engines * steps)
+    compute = EXPERTS if model.experts else DENSE
     read = engine.weights(recipe, model) + batch * work.context * engine.kv_bytes_per_token(recipe, model)
     computed = batch * forward_flops(model, work.context) / rollout.tensor_parallel
-    generation = steps * max(read / (BANDWIDTH * gpu.bandwidth), computed / (COMPUTE * gpu.flops))
+    generation = steps * max(read / (BANDWIDTH * gpu.bandwidth), computed / (compute * gpu.flops))
 
     replicas = recipe.world_size / (parallel.tensor * parallel.context * parallel.pipeline)
     rows = work.trained / (recipe.loss.minibatches * recipe.packing.max_tokens_per_row * replicas)
     waiting = (parallel.pipeline - 1) / (parallel.virtual_pipeline or 1)
     busy = rows / (max(1.0, rows) + waiting)
     flops = training_flops(recipe, model, work.trained, work.context)
-    computing = flops / (busy * recipe.world_size * COMPUTE * gpu.flops)
+    flops += recipe.loss.epochs * work.trained * _recomputed(recipe, model, work.context)
+    computing = flops / (busy * recipe.world_size * compute * gpu.flops)
     buffers = rank_buffers(model, parallel, recipe.world_size, recipe.lora)
     each = BYTES[recipe.optimizer.grad_dtype] + BYTES[recipe.model.dtype]
     sent = updates * each * max(rank.elements for rank in buffers)
-    gradients = sent / (BANDWIDTH * gpu.network) if recipe.cluster.nodes > 1 else 0.0
+    gradients = sent / (NETWORK * gpu.network) if recipe.cluster.nodes > 1 else 0.0
     training = computing + gradients
     seconds = max(generation, training) if rollout.staleness else generation + training
     return Roofline(gpu, steps, batch, generation, rows, 1 - busy, training, gradients, seconds)
+
+
+def _recomputed(recipe: Recipe, model: ModelConfig, context: float) -> float:
+    """Return the FLOPs that a backward pass repeats for a position (``parallel.recompute``)."""
+    if recipe.parallel.recompute == "full":
+        return forward_flops(model, context)
+    return 2 * active_parameters(model, ".mlp.") if recipe.parallel.recompute == "mlp" else 0.0
