@@ -23,10 +23,11 @@ SHOWN = ("*.md", ":!.github", "docs", ":!docs/hooks.py", "recipes", "slurm", "LI
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """The READMEs of folders are a part of the navigation, with their own titles."""
+    """Append the READMEs of folders to the last part of the navigation, with their own titles."""
     folders = [*sorted(ROOT.glob("megatron_eqlen/*/README.md")), ROOT / "tests/gpuless/README.md"]
     assert config.nav is not None
-    config.nav.append({"Folders": [str(readme.relative_to(ROOT)) for readme in folders]})
+    *_, last = config.nav
+    last["Extend"].append({"Folders": [str(readme.relative_to(ROOT)) for readme in folders]})
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -533,7 +533,7 @@ class LossRecipe(Section):
     kl_coef: NonNegativeFloat = 0.002
     """The paper's beta_kl, on supervised tokens against the reference model; 0 keeps no reference."""
     kl_estimator: Annotated[Literal["k1", "k2", "k3"], When(".kl_coef")] = "k3"
-    """Estimator of a token's KL divergence (objectives/README.md). Our choice; the paper names none."""
+    """Estimator of a token's KL divergence (docs/objectives.md). Our choice; the paper names none."""
     teacher_coef: PositiveFloat = 1.0
     """c: a token's advantage is what rewards give, less c (log pi - log pi_teacher), the reverse KL. Acts
     with a teacher alone."""
@@ -795,7 +795,7 @@ class Recipe(Section):
     sampling: Literal["equal_length", "independent", "tree"] = "equal_length"
     """Kind of sampling and comparison: equal-length pairs, groups of whole responses, or trees."""
     objective: str = "grpo"
-    """Name of the method (objectives/README.md lists them), or the import path of your own."""
+    """Name of the method (docs/objectives.md lists them), or the import path of your own."""
     group_size: Annotated[int, Field(ge=2), NUMBER] = 16
     """G: lines that start at a prompt: independent completions, roots of a tree, or 2 x its dual-track
     subgroups."""

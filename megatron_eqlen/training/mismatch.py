@@ -1,4 +1,4 @@
-"""Mismatch of trainer and engine, and its correction in the loss (objectives/README.md has the keys).
+"""Mismatch of trainer and engine, and its correction in the loss (docs/objectives.md has the keys).
 
     rho_t = pi_trainer(y_t) / pi_engine(y_t)        of the weights that sampled, in two programs
 
