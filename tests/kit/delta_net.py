@@ -79,10 +79,10 @@ def in_float32() -> Iterator[None]:
     from vllm import _custom_ops
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 
-    from megatron_eqlen.rollout.vllm.engine import engine_args
+    from megatron_eqlen.engines import vllm_args
 
     with (
-        patch.object(engine_args, "_supported_dtype", lambda path, model, dtype: dtype),
+        patch.object(vllm_args, "_supported_dtype", lambda path, model, dtype: dtype),
         patch.object(gdn_attention, "torch", _Torch()),
         patch.object(_custom_ops, "chunk_gated_delta_rule_cpu", _prefill),
         patch.object(_custom_ops, "fused_sigmoid_gating_delta_rule_update_cpu", _decode),

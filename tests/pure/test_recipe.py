@@ -673,9 +673,8 @@ def test_a_harvest_has_a_folder_of_its_own_or_completes_its_own(tmp_path):
 def test_defaults_written_out_are_the_same_objective(name):
     """The recipe that states all of them also loads."""
     named = {"weights": {"right": 1.0}, "rubric": "math:pi"} if name == "gdpo" else {}
-    before = small(
-        objective=name, sampling="tree" if name in ("treerpo", "grpo_ma") else "independent", reward=named
-    )
+    trees = {"sampling": "tree", "tree_sampling": {"forks": 1}} if name in ("treerpo", "grpo_ma") else {}
+    before = small(**{"objective": name, "sampling": "independent", "reward": named} | trees)
     after = with_defaults(before)
     assert resolve(after) == resolve(before)
     assert parse(yaml.safe_load(dump(after)), "dump") == after
