@@ -181,19 +181,26 @@ class Sapo:
 @dataclass(frozen=True)
 class Dppo:
     """Detached ratio in front of -A log pi; a token whose probability has moved too far in the direction of
-    its advantage has no gradient (DPPO with the binary total variation, arXiv 2602.04879)."""
+    its advantage has no gradient (DPPO with the binary total variation, arXiv 2602.04879). The mask bounds
+    probabilities, so a rare token may have any ratio: it is truncated, as in verl (``dppo_tv`` of
+    core_algos.py)."""
 
     clip_ratio_low: float | None = 0.15
     """The probability may fall by this (a difference, not a ratio). None: no bound."""
     clip_ratio_high: float | None = 0.15
+    clip_ratio_c: float | None = 20.0
+    """Most that a ratio counts."""
 
     def __call__(self, tokens: SupervisedTokens) -> tuple[torch.Tensor, TokenMetrics]:
         ratio, metrics = importance_ratio(tokens.log_ratio)
+        most = self.clip_ratio_c or math.inf
         moved = (tokens.logprobs.exp() - tokens.old_logprobs.exp()).detach()
         low, high = _bounds(self.clip_ratio_low, self.clip_ratio_high, around=0)
         clips = _clip_fractions(moved, tokens.advantages, low, high)
         within = ~(clips[LOSS_CLIP_FRACTION_LOW] | clips[LOSS_CLIP_FRACTION_HIGH])
-        return -(within * ratio.detach()) * tokens.advantages * tokens.logprobs, metrics | clips
+        clips["loss/clip_fraction_dual"] = within & (ratio > most)
+        factor = within * ratio.detach().clamp(max=most)
+        return -factor * tokens.advantages * tokens.logprobs, metrics | clips
 
 
 SURROGATES: dict[str, Surrogate] = {

@@ -10,7 +10,7 @@ from scipy.special import logit
 
 from megatron_eqlen.objectives.dynamic_sampling import trained
 from megatron_eqlen.objectives.recipes import load, parse, remarks
-from megatron_eqlen.recipe import RecipeError
+from megatron_eqlen.recipe import RecipeError, TeacherRecipe
 from megatron_eqlen.rewards.scoring import make_grader
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from tests.kit import ROOT
@@ -151,11 +151,20 @@ def test_the_papers_weights_push_to_the_limit_where_the_truth_pulls_from_it():
     assert stopping(dropped) == pytest.approx(0, abs=1e-12)
 
 
-def test_on_policy_kl_covers_each_token_as_often_as_the_policy_samples_it():
-    settings = repaired(loss={"kl_coef": 0.1})
+TAUGHT = TeacherRecipe(path="teacher")
+
+
+@pytest.mark.parametrize("keys", [{"loss": {"kl_coef": 0.1}}, {"teacher": TAUGHT}], ids=["kl", "teacher"])
+@pytest.mark.parametrize("max_pairs", [None, 1])
+def test_kl_and_teacher_cover_each_token_of_on_policy_streams_as_often_as_the_policy_samples_it(
+    keys, max_pairs
+):
+    """A third of the responses is truncated, and all rewards are equal. Distilled like this the expected step
+    is the slope of the reverse KL."""
+    settings = repaired(loss=keys.get("loss", {}), max_pairs=max_pairs)
+    settings = settings.model_copy(update={"teacher": keys.get("teacher", TeacherRecipe())})
     logits = np.random.default_rng(3).normal(size=(1 + 2, 3))
-    logits[1:, 1:] = -60.0  # responses end before the limit
-    process = Process(logits, 2, reward_of)
+    process = Process(logits, 2, lambda path: 0.0)
     visits = np.zeros(len(logits))
     for stream, probability in process.streams(settings):
         (tree,), _ = build_trees([stream], settings)
@@ -165,6 +174,19 @@ def test_on_policy_kl_covers_each_token_as_often_as_the_policy_samples_it():
             for end in range(len(paths[node.parent]), len(paths[-1])):
                 visits[process.contexts[paths[-1][:end]]] += probability * node.weight
     np.testing.assert_allclose(visits, [1, *process.probabilities[0, 1:]], rtol=0, atol=1e-12)
+
+
+def test_a_teacher_trains_the_tail_of_the_papers_streams_and_leaves_its_advantage_at_0():
+    """Nothing of a stream without a pair is trained otherwise."""
+    settings, process = recipe(), Process.random(3, LIMIT, reward_of)
+    taught = settings.model_copy(update={"teacher": TAUGHT})
+    for stream, _ in process.streams(settings):
+        (tree,), _ = build_trees([stream], settings)
+        (with_tail,), _ = build_trees([stream], taught)
+        assert all(node.weight > 0 for node in with_tail.nodes[1:])
+        assert len(with_tail.nodes) == 1 + len(stream.parts)
+        advantages = [node.advantage for node in with_tail.nodes]
+        assert advantages == [*(node.advantage for node in tree.nodes), *[0] * (len(advantages) - len(tree.nodes))]
 
 
 def carried(**rollout):

@@ -215,10 +215,11 @@ def sequence_slopes(name, tokens, ids, advantage):
         ratios = [math.exp(x) if abs(x) <= 20 else 0.0 for x in ratios]
         gates = [1 / (1 + math.exp(min(-tau * (r - 1), 700))) for r in ratios]
         return [4 * p * (1 - p) * r * advantage for p, r in zip(gates, ratios, strict=True)]
-    if name == "dppo":  # Eq. of the mask in 2602.04879, with the binary total variation: |pi - pi_old|
+    if name == "dppo":  # mask of 2602.04879 by |pi - pi_old|, ratio at most 20 (verl, compute_policy_loss_dppo_tv)
         moved = [math.exp(tokens.new[i]) - math.exp(tokens.old[i]) for i in ids]
         free = [m <= 0.15 if advantage > 0 else m >= -0.15 for m in moved]
-        return [f * advantage * math.exp(min(max(x, -20), 20)) for f, x in zip(free, ratios, strict=True)]
+        ratios = [math.exp(min(max(x, -20), math.log(20))) for x in ratios]
+        return [f * advantage * ratio for f, ratio in zip(free, ratios, strict=True)]
     if name == "ctpo":  # 2605.07331: the product of the ratios up to t, bounded by exp(eps sqrt(t))
         products = [sum(ratios[: t + 1]) for t in range(len(ids))]
         bounds = [[math.exp(eps * math.sqrt(t + 1)) for eps in (-0.025, 0.05, 0.05)] for t in range(len(ids))]

@@ -14,7 +14,7 @@ from megatron_eqlen.sampling.equal_length.dual_track import DualTrack, Pair, pai
 from megatron_eqlen.sampling.equal_length.suffix import pair_rewards, policy_rewards
 from megatron_eqlen.sampling.kind import SamplingKind, Setting, context_metrics, plural
 from megatron_eqlen.tokens import Tokens
-from megatron_eqlen.types import Metrics, Node, Outcome, Prompt, Rollout, TokenTree
+from megatron_eqlen.types import Metrics, Node, Outcome, Part, Prompt, Rollout, TokenTree
 
 OUTCOMES: tuple[Outcome, ...] = ("both_ended", "truncated", "max_pairs", "budget")
 """Outcomes of complete streams."""
@@ -59,8 +59,9 @@ class EqualLength(SamplingKind):
                 if on_policy:
                     unit.share = 2.0**-i
                 units.append(unit)
-        if on_policy:
-            units += _tail_units(rollout, tree, units, recipe, penalty)
+        tail = tail_of(rollout)
+        if tail is not None and tail.parent in nodes and rollout.outcome != "budget":
+            units += _tail_units(tail, rollout, tree, units, recipe, penalty)
         return tree, units
 
     def labels(self, rollout: Rollout) -> tuple[str, list[str]]:
@@ -123,24 +124,33 @@ def _rewards(stream: Rollout, recipe: Recipe, penalty: Penalty) -> Sequence[tupl
 
 
 def _tail_units(
-    stream: Rollout, tree: TokenTree, units: Sequence[ComparisonUnit], recipe: Recipe, penalty: Penalty
+    tail: Part,
+    stream: Rollout,
+    tree: TokenTree,
+    units: Sequence[ComparisonUnit],
+    recipe: Recipe,
+    penalty: Penalty,
 ) -> list[ComparisonUnit]:
     """Append the tail to ``tree`` and return its unit, or nothing where it has no gradient.
 
     The tail continues the B side of the last of ``units``, and has its weight. After ``max_pairs`` no later
     pair trains what extends that B, and the tail is compared with the A side of the same pair. Both of the
-    stream's last tracks are truncated otherwise, and equal; compared with other streams they differ.
+    stream's last tracks are truncated otherwise, and equal: the tail stands for both. Compared with other
+    streams they differ; a teacher and the KL penalty have a gradient there, which no reward has.
     """
-    tail, streams = tail_of(stream), recipe.equal_length.baseline == "streams"
-    has_gradient = stream.outcome != "budget" and (streams or (units and stream.outcome == "max_pairs"))
-    if tail is None or not has_gradient:
+    on_policy, others = recipe.equal_length.pair_weight == "on_policy", recipe.equal_length.baseline
+    last = units[-1] if units and stream.outcome == "max_pairs" else None
+    compared = on_policy and (others == "streams" or last is not None)
+    if not (compared or recipe.teacher or (on_policy and recipe.loss.kl_coef > 0)):
         return []
     node = Node(len(tree.nodes) - 1, tail.tokens, home=tail.home)
     tree.nodes.append(node)
     reward = policy_rewards(stream, penalty)[tail.number]
     unit = ComparisonUnit(stream.prompt_id, [tail], [node], [reward], skip_equal=False)
-    unit.share = 2.0 ** -len(units)
-    unit.baseline = units[-1].rewards[0] if units else None
+    if on_policy:
+        unit.share = 2.0 ** -len(units)
+    if compared and last is not None:
+        unit.baseline = last.rewards[0]
     return [unit]
 
 
