@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_eqlen.objectives.advantages import whiten
+from megatron_eqlen.objectives.advantages import dr_grpo, whiten
 from megatron_eqlen.objectives.aggregation import BatchSize, Member
 from megatron_eqlen.objectives.metrics import staleness_metrics, unit_metrics
 from megatron_eqlen.objectives.objective import Objective
@@ -102,7 +102,7 @@ def _weigh(parts: Sequence[Sequence[Rollout]], recipe: Recipe) -> list[_Batch]:
     first = [0, *accumulate(map(len, parts))]
     batches = [_compare(part, recipe, objective, number) for part, number in zip(parts, first, strict=False)]
     units = [unit for batch in batches for unit in batch.units]
-    _set_advantages(units, objective)
+    _set_advantages(units, objective, recipe)
     if objective.baseline is not of_unit:
         rollouts = [rollout for part in parts for rollout in part]
         _set_token_advantages(units, rollouts, objective, recipe)
@@ -130,8 +130,15 @@ def _compare(rollouts: Sequence[Rollout], recipe: Recipe, objective: Objective, 
     return batch
 
 
-def _set_advantages(units: list[ComparisonUnit], objective: Objective) -> None:
+def _set_advantages(units: list[ComparisonUnit], objective: Objective, recipe: Recipe) -> None:
     advantages = [_advantages(unit, objective) for unit in units]
+    if objective.advantage is dr_grpo and recipe.sampling == "tree" and not objective.equal_units:
+        # r - mean is (M - 1) / M of r - mean of the others: the factor of the prompt's lines, at every fork
+        roots = 1 - 1 / recipe.group_size
+        factors = [roots / (1 - 1 / len(unit.members)) if len(unit.members) > 1 else 1.0 for unit in units]
+        advantages = [
+            [value * factor for value in values] for values, factor in zip(advantages, factors, strict=True)
+        ]
     if objective.whitened is not None:
         advantages = whiten(advantages, centre=objective.whitened == "standardize")
     for unit, values in zip(units, advantages, strict=True):

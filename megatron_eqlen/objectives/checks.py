@@ -10,7 +10,7 @@ from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.objectives.parts import PARTS, described, name_of, options, try_parts
 from megatron_eqlen.objectives.registry import clip_keys, is_on_policy, resolve, with_defaults
 from megatron_eqlen.objectives.surrogates import Cispo, Ctpo, Ppo, Reinforce, Sapo, Vespo
-from megatron_eqlen.objectives.token_baseline import fitted, of_unit
+from megatron_eqlen.objectives.token_baseline import alive, fitted, of_unit
 from megatron_eqlen.recipe import LossRecipe, Recipe
 from megatron_eqlen.recipe.checks import check_effects
 
@@ -323,13 +323,22 @@ def _check_lengths(recipe: Recipe, objective: Objective) -> None:
 
 def _check_dynamic_sampling(recipe: Recipe, objective: Objective) -> None:
     """Refuse to leave prompts out that have a gradient."""
-    if objective.dynamic_sampling and recipe.teacher:
-        raise ValueError(
-            f"loss.dynamic_sampling: true with teacher: {recipe.teacher}: a prompt whose rewards "
-            f"are all equal has a gradient of the teacher; set it to false"
-        )
-    if objective.dynamic_sampling and objective.whitened == "standardize":
-        raise ValueError(
-            f"loss.dynamic_sampling: true with objective: {objective.name}, which compares each reward with "
-            f"those of the whole batch: a prompt whose rewards are all equal has a gradient, too"
-        )
+    if not objective.dynamic_sampling:
+        return
+    causes = {
+        f"teacher: {recipe.teacher}": bool(recipe.teacher),
+        f"objective: {objective.name}, which compares each reward with those of the whole batch": (
+            objective.whitened == "standardize"
+        ),
+        f"loss.baseline: {described(objective.baseline)}, which need not be these rewards (unit and alive "
+        "are)": objective.baseline not in (of_unit, alive),
+        f"loss.advantage: {described(objective.advantage)}, which is not 0 for equal rewards": any(
+            objective.advantage([1.0, 1.0], [1, 2])
+        ),
+    }
+    for cause, has_gradient in causes.items():
+        if has_gradient:
+            raise ValueError(
+                f"loss.dynamic_sampling: true with {cause}: a prompt whose rewards are all equal has a "
+                f"gradient, too; set it to false"
+            )

@@ -39,8 +39,10 @@ def remarks(recipe: Recipe) -> list[str]:
             "train as if the policy had sampled them (loss.rollout_is or loss.old_logprobs: rollout corrects)"
         )
     budget = recipe.rollout.tokens_per_step
-    if is_on_policy(recipe, resolve(recipe)) and budget and not recipe.rollout.carry_over:
-        kind = "sampling: tree" if recipe.sampling == "tree" else "equal_length.pair_weight: on_policy"
+    on_policy = recipe.sampling == "independent" or is_on_policy(recipe, resolve(recipe))
+    if on_policy and budget and not recipe.rollout.carry_over:
+        pairs = recipe.sampling == "equal_length"
+        kind = "equal_length.pair_weight: on_policy" if pairs else f"sampling: {recipe.sampling}"
         sentences.append(
             "rollout.tokens_per_step cuts the longest rollouts, whose open ends count as 0 or are left out: "
             f"{kind} is unbiased only with rollout.carry_over: true and a rollout.max_staleness that cuts "

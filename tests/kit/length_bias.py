@@ -209,12 +209,13 @@ class Process:
         return total
 
     def expected_estimate(self, recipe: Recipe) -> np.ndarray:
-        """Return the expectation of ``estimate`` over all streams of a prompt."""
+        """Return the expectation of ``estimate`` over all streams of a prompt that the recipe trains."""
         total = np.zeros_like(self.logits)
         for drawn in itertools.product(list(self.streams(recipe)), repeat=recipe.rollouts_per_prompt):
             rollouts = [replace(stream, index=i) for i, (stream, _) in enumerate(drawn)]
             probability = math.prod(share for _, share in drawn)
-            total += probability * self.estimate(build_minibatches(rollouts, recipe)[0][0])
+            for trees in build_minibatches(trained(rollouts, recipe), recipe)[0]:
+                total += probability * self.estimate(trees)
         return total
 
 

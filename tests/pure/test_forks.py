@@ -114,6 +114,45 @@ def test_a_fit_to_other_prompts_is_an_exact_baseline(keys, prompts):
     assert fit > 1
 
 
+def half(prompts, limit):
+    return [[np.full(span.end - span.start, 0.5) for span in spans] for spans in prompts]
+
+
+SAMPLED = {
+    "independent": {"sampling": "independent"},
+    **{rule: {"rule": rule} for rule in RULES},
+    "on_policy": {"sampling": "equal_length", "pair_weight": "on_policy"},
+    "streams": {"sampling": "equal_length", "pair_weight": "on_policy", "baseline": "streams", "group_size": 4},
+}
+BIASED = {
+    ("baseline", "fitted"), ("baseline", f"{__name__}:half"), ("advantage", "reward"), ("advantage", "gr3"),
+}  # fmt: skip
+PARTS = [("baseline", name) for name in ("unit", "alive", "fitted", f"{__name__}:half")] + [
+    ("advantage", name) for name in ("rloo", "dr_grpo", "reward", "gr3")
+]
+
+
+@pytest.mark.parametrize("kind", SAMPLED)
+@pytest.mark.parametrize("part", PARTS, ids=str)
+def test_leaving_out_prompts_of_equal_rewards_is_refused_or_keeps_the_gradient(kind, part):
+    """Rewards are 0 or 1, so that many prompts have equal ones."""
+    world = process(vocabulary=3, limit=2)
+    world = replace(world, reward=lambda path: float(reward_of(path) > 0.5))
+    keys = {"limit": 2, "objective": "dr_grpo", **SAMPLED[kind]}
+    loss = {"dynamic_sampling": True, part[0]: part[1]}
+    try:
+        settings = recipe(loss=loss, **keys)
+    except RecipeError as error:
+        refused = str(error)
+        assert part in BIASED or (keys.get("sampling") == "equal_length" and part == ("baseline", "alive")), refused
+        return
+    assert part not in BIASED
+    found, truth = world.expected_estimate(settings), world.gradient()
+    factor = float((found * truth).sum() / (truth * truth).sum())
+    np.testing.assert_allclose(found, factor * truth, rtol=0, atol=1e-12)
+    assert factor == pytest.approx(0.5 if part in {("advantage", "dr_grpo"), ("baseline", "unit")} else 1)
+
+
 def with_own_line(prompts, limit):
     """The mean of all lines that are alive: the optimal token baseline as published, where tokens have like
     score norms."""

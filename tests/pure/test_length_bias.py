@@ -338,8 +338,10 @@ def test_on_policy_refuses_what_would_bias_it(keys, message):
         repaired(**keys)
 
 
-def test_a_budget_that_cuts_on_policy_streams_is_remarked():
-    assert "unbiased only with rollout.carry_over" in remarks(repaired(rollout={"tokens_per_step": 100}))[-1]
+def test_a_budget_that_cuts_on_policy_streams_or_responses_is_remarked():
+    cut = {"rollout": {"tokens_per_step": 100}}
+    for settings in (repaired(**cut), recipe(sampling="independent", objective="dr_grpo", **cut)):
+        assert "unbiased only with rollout.carry_over" in remarks(settings)[-1]
     carried = repaired(rollout={"tokens_per_step": 100, "carry_over": True}, loss={"rollout_is": "token"})
     assert "unbiased" not in "".join(remarks(carried))
 
