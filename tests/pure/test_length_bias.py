@@ -186,7 +186,10 @@ def test_a_teacher_trains_the_tail_of_the_papers_streams_and_leaves_its_advantag
         assert all(node.weight > 0 for node in with_tail.nodes[1:])
         assert len(with_tail.nodes) == 1 + len(stream.parts)
         advantages = [node.advantage for node in with_tail.nodes]
-        assert advantages == [*(node.advantage for node in tree.nodes), *[0] * (len(advantages) - len(tree.nodes))]
+        assert advantages == [
+            *(node.advantage for node in tree.nodes),
+            *[0] * (len(advantages) - len(tree.nodes)),
+        ]
 
 
 def carried(**rollout):

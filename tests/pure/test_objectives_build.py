@@ -103,7 +103,9 @@ def test_a_skipped_pair_has_no_weight_but_stays_in_n_k():
 
 def test_a_teacher_trains_equal_pairs_and_the_tail_too_alone_or_beside_the_rewards():
     (tree,), _ = build([worked_example(1.0, 1.0, 1.0)], teacher__path="t")
-    assert [node.weight for node in tree.nodes[1:]] == [1 / 12] * 4 + [1 / 3], "N is 3, and the tail one token"
+    assert [node.weight for node in tree.nodes[1:]] == [1 / 12] * 4 + [1 / 3], (
+        "N is 3, and the tail one token"
+    )
     (tree,), _ = build([worked_example()], teacher__path="t", loss__advantage="none")
     assert all(node.weight and not node.advantage for node in tree.nodes[1:])
 

@@ -215,7 +215,7 @@ def sequence_slopes(name, tokens, ids, advantage):
         ratios = [math.exp(x) if abs(x) <= 20 else 0.0 for x in ratios]
         gates = [1 / (1 + math.exp(min(-tau * (r - 1), 700))) for r in ratios]
         return [4 * p * (1 - p) * r * advantage for p, r in zip(gates, ratios, strict=True)]
-    if name == "dppo":  # mask of 2602.04879 by |pi - pi_old|, ratio at most 20 (verl, compute_policy_loss_dppo_tv)
+    if name == "dppo":  # mask of 2602.04879; ratio at most 20, as in verl (dppo_tv)
         moved = [math.exp(tokens.new[i]) - math.exp(tokens.old[i]) for i in ids]
         free = [m <= 0.15 if advantage > 0 else m >= -0.15 for m in moved]
         ratios = [math.exp(min(max(x, -20), math.log(20))) for x in ratios]
