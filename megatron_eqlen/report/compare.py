@@ -21,7 +21,7 @@ from megatron_eqlen.evaluation.statistics import Interval, detectable_difference
 from megatron_eqlen.files import write_text
 from megatron_eqlen.recipe.budget import COSTS, UNITS
 from megatron_eqlen.report.figures import curves, sheet
-from megatron_eqlen.report.format import compact
+from megatron_eqlen.report.format import Rows, compact, markdown_rows
 from megatron_eqlen.report.run_groups import AFTER, BASE, Group, RunResult, group_runs, read_run, run_folders
 
 UNEQUAL = 1.1
@@ -36,7 +36,6 @@ ABOUT_DIFFERENCE = (
     "difference that as many seeds would have shown in 80% of experiments. Of a single seed: [95% bootstrap "
     "interval over samples and problems]."
 )
-Rows = Sequence[dict[str, Any]]
 Kind = Literal["accuracy", "difference", "efficiency"]
 
 
@@ -257,24 +256,6 @@ def markdown(tables: Sequence[Table], notes: Sequence[str]) -> str:
     """Format tables for GitHub, with their notes and those on all of them."""
     parts = ["\n\n".join([f"### {t.title}", markdown_rows(t.rows), *t.notes]) for t in tables]
     return "\n\n".join([*parts, *notes])
-
-
-def markdown_rows(rows: Rows) -> str:
-    """Format rows as a GitHub table."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    lines = [names, *([_text(row.get(name)) for name in names] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, ["-" * width for width in widths])
-    return "\n".join(
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
-        for line in lines
-    )
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return compact(value) if isinstance(value, float) else "–" if value is None else str(value)
 
 
 def budget_notes(groups: Sequence[Group]) -> list[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from megatron_eqlen import metrics as m
 
@@ -16,6 +17,9 @@ TRAINING_SPEED = (m.TRAIN_TOKENS_PER_SECOND,)
 SCALES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 MOST_TEXT = 1500
 """Most characters of a segment on a page."""
+
+Rows = Sequence[dict[str, Any]]
+"""Rows of a table, each with its values by column."""
 
 
 def first_of(metrics: Mapping[str, float | None], names: tuple[str, ...]) -> float | None:
@@ -60,3 +64,21 @@ def shorten(text: str) -> str:
 
 def percent(share: float) -> str:
     return f"{100 * share:.1f}%"
+
+
+def markdown_rows(rows: Rows) -> str:
+    """Format rows as a GitHub table."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [names, *([_cell(row.get(name)) for name in names] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
+        for line in lines
+    )
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return compact(value) if isinstance(value, float) else "–" if value is None else str(value)

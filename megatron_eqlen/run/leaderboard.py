@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron_eqlen.evaluation.result import EvaluationResult
 from megatron_eqlen.recipe.data_sets import BENCHMARKS, model_release
-from megatron_eqlen.report.compare import markdown_rows
+from megatron_eqlen.report.format import markdown_rows
 
 
 def leaderboard(results: Sequence[EvaluationResult], rank_seconds: float) -> str:

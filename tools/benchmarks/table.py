@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_eqlen.report.compare import markdown_rows
+from megatron_eqlen.report.format import markdown_rows
 
 
 def show(results: list[dict[str, Any]], title: str) -> None:

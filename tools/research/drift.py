@@ -22,8 +22,8 @@ from megatron_eqlen.evaluation.statistics import seed_difference
 from megatron_eqlen.files import write_text
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.report.compare import markdown_rows
 from megatron_eqlen.report.figures import svg
+from megatron_eqlen.report.format import markdown_rows
 from tools.research.mechanism import METHODS, WORLDS, Case, World, recipe_of
 
 SHAPE = "lognormal, CV 0.6"

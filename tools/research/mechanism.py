@@ -27,8 +27,8 @@ from megatron_eqlen.metrics import OBJECTIVE_EFFECTIVE_SAMPLES
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.report.compare import Rows, markdown_rows
 from megatron_eqlen.report.figures import svg
+from megatron_eqlen.report.format import Rows, markdown_rows
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.kind import Setting
 from megatron_eqlen.types import Delta, Grade, Prompt, Rollout, TokenTree

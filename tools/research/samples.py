@@ -17,7 +17,7 @@ import numpy as np
 from scipy import stats
 from scipy.stats.distributions import rv_frozen
 
-from megatron_eqlen.report.compare import markdown_rows
+from megatron_eqlen.report.format import markdown_rows
 
 TRACKS = 16
 """Tracks of a prompt: responses of GRPO, or twice its streams."""

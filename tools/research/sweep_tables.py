@@ -29,7 +29,8 @@ from megatron_eqlen.metrics import (
     OBJECTIVE_REWARD_GAP,
     OBJECTIVE_SKIP_RATE,
 )
-from megatron_eqlen.report.compare import METHOD, SEEDS, Rows, by_benchmark, difference, markdown_rows
+from megatron_eqlen.report.compare import METHOD, SEEDS, by_benchmark, difference
+from megatron_eqlen.report.format import Rows, markdown_rows
 from megatron_eqlen.report.metrics import Columns
 from megatron_eqlen.report.run_groups import BASE, Group, RunResult
 from megatron_eqlen.sweep.cells import Plan
