@@ -21,10 +21,10 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 from megatron_eqlen.data.prepare import prepare
 from megatron_eqlen.data.rows import Tally
+from megatron_eqlen.graders.math.grader import MathGrader
 from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.processes.failures import run_script
 from megatron_eqlen.recipe import SourceRecipe
-from megatron_eqlen.rewards.math.grader import MathGrader
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -14,6 +14,8 @@ from megatron_eqlen.data.first_rewards import READ, first_rewards, refuse_unfit
 from megatron_eqlen.data.overlap import read_overlaps
 from megatron_eqlen.environments.conversation import Turn, answer, closed
 from megatron_eqlen.environments.load import conversations
+from megatron_eqlen.graders.sandbox.interpreter import find_python
+from megatron_eqlen.graders.sandbox.probe import offered_isolation
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.hf.folder import HFFolder
 from megatron_eqlen.hf.folder_check import check_folder
@@ -25,8 +27,6 @@ from megatron_eqlen.recipe import RewardRecipe
 from megatron_eqlen.recipe.inputs import fetch, local_path, revisions
 from megatron_eqlen.recipe.plugins import is_import_path
 from megatron_eqlen.rewards.functions import own_code
-from megatron_eqlen.rewards.sandbox.interpreter import find_python
-from megatron_eqlen.rewards.sandbox.probe import offered_isolation
 from megatron_eqlen.rewards.scoring import Scorer
 from megatron_eqlen.sampling.harvester import Marker
 

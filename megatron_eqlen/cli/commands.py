@@ -193,7 +193,7 @@ def compare(arguments: argparse.Namespace) -> int:
         run.stat()  # raises FileNotFoundError
     if arguments.out is None and (arguments.over or arguments.charts):
         raise ValueError("--over and --charts say what is drawn: expected --out FOLDER, too")
-    from megatron_eqlen.report.compare import compare_runs
+    from megatron_eqlen.experiments.compare import compare_runs
 
     compare_runs(arguments.runs, arguments.baseline, arguments.out, arguments.over, arguments.charts)
     return 0

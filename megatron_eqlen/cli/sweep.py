@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from megatron_eqlen.experiments.cells import Cell, Plan
+from megatron_eqlen.experiments.runner import Runner, Start, start_process
+from megatron_eqlen.experiments.schema import load_sweep
 from megatron_eqlen.recipe.budget import UNITS
 from megatron_eqlen.recipe.inputs import fetch, pinned
-from megatron_eqlen.sweep.cells import Cell, Plan
-from megatron_eqlen.sweep.runner import Runner, Start, start_process
-from megatron_eqlen.sweep.schema import load_sweep
 
 
 def read(path: Path, overrides: Sequence[str]) -> Plan:
@@ -38,7 +38,7 @@ def run(plan: Plan, jobs: int, start: Start = start_process) -> int:
 
 def tables(plan: Plan) -> int:
     """Write the tables and figures of the runs that have ended, and print the tables."""
-    from megatron_eqlen.sweep.results import write_results
+    from megatron_eqlen.experiments.results import write_results
 
     text, paths = write_results(plan)
     print(text)

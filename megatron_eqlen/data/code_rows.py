@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator
 
 from megatron_eqlen.data.rows import BadRow, Problem
-from megatron_eqlen.rewards.code.tests import CodeTests
+from megatron_eqlen.graders.code.tests import CodeTests
 
 FENCED = "Put the whole program into one fenced block that starts with ```python."
 STDIN = (

@@ -18,7 +18,7 @@ from typing import Any
 from megatron_eqlen.data.code_rows import code_question, reading_tests
 from megatron_eqlen.data.files import find_files, parse_json, read_records
 from megatron_eqlen.data.rows import BadRow, number_field, optional_text_field, text_field
-from megatron_eqlen.rewards.code.tests import CodeTests
+from megatron_eqlen.graders.code.tests import CodeTests
 
 INTERACTIVE = re.compile(
     r"(?<!\bnot an )(?<!\bnon-)\binteractive\s+(?:problem|task)\b|\b(?:problem|task)\s+is\s+interactive\b",

@@ -3,7 +3,7 @@ r"""Questions of your own or of others: one a line of a JSON Lines file, or a ro
 ``{"question": text, "answer": text or integer}`` is graded by ``math``; ``layouts.py`` has the other names
 that are recognised, and the recipe's ``columns`` takes any. Optional: ``grader`` (``math``, ``code``,
 ``rubric``), ``difficulty`` (number), ``instruction`` (replaces the recipe's; "" adds none), and for ``code``
-instead of ``answer`` the ``tests`` object of ``rewards/code/tests.py``.
+instead of ``answer`` the ``tests`` object of ``graders/code/tests.py``.
 
 A question may be a chat, ``[{"role": "user", "content": text}]`` or ShareGPT's ``[{"from": "human", "value":
 text}]``. It is the prompt as it stands, without the recipe's instruction; a last turn of the assistant is
@@ -34,12 +34,12 @@ from megatron_eqlen.data.rows import (
     optional_text_field,
     text_field,
 )
+from megatron_eqlen.graders.code.tests import CodeTests
+from megatron_eqlen.graders.math.answer import normalize
 from megatron_eqlen.hf.dataset_files import split_of
 from megatron_eqlen.hf.tokenizer import Turn
 from megatron_eqlen.recipe.plugins import is_import_path
-from megatron_eqlen.rewards.code.tests import CodeTests
 from megatron_eqlen.rewards.functions import RewardFunction, is_reward_function, reference
-from megatron_eqlen.rewards.math.answer import normalize
 
 GRADERS = ("math", "code", "rubric")
 _AIME_ANSWER = re.compile(r"(\d{1,3})(?:\\unit\{(?!base)[^{}]*\})?")

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_eqlen.data.files import parse_json
+from megatron_eqlen.graders.math.grader import extract_answer
 from megatron_eqlen.hf.tokenizer import Turn
-from megatron_eqlen.rewards.math.grader import extract_answer
 
 SAMPLED = 100
 """Records at a file's beginning that show its layout."""

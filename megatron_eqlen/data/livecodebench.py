@@ -27,8 +27,8 @@ from megatron_eqlen.data.rows import (
     optional_text_field,
     text_field,
 )
-from megatron_eqlen.rewards.code.rules import MEMORY_MB
-from megatron_eqlen.rewards.code.tests import CodeTests
+from megatron_eqlen.graders.code.rules import MEMORY_MB
+from megatron_eqlen.graders.code.tests import CodeTests
 
 TEXT_OPCODES = ("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8")
 FRAMING_OPCODES = ("PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP")

@@ -18,9 +18,9 @@ from megatron_eqlen.data.prepared import prepared_file
 from megatron_eqlen.data.prompts import format_prompt
 from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.data.sources import read_source
+from megatron_eqlen.graders.math.grader import MathGrader
 from megatron_eqlen.hf.tokenizer import Tokenizer
 from megatron_eqlen.recipe import SourceRecipe
-from megatron_eqlen.rewards.math.grader import MathGrader
 
 CHUNK = 256
 """Rows whose golds are checked together."""

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.files import replaced
-from megatron_eqlen.rewards.code.tests import VERSION as CODE_TESTS_VERSION
+from megatron_eqlen.graders.code.tests import VERSION as CODE_TESTS_VERSION
 
 SCHEMA = pa.schema(
     [

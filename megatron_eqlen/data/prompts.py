@@ -21,10 +21,10 @@ from megatron_eqlen.data.overlap import overlaps
 from megatron_eqlen.data.reasoning_gym import NOT_GENERATED
 from megatron_eqlen.data.rows import BadRow, Problem, Tally
 from megatron_eqlen.data.sources import open_source, read_problems
+from megatron_eqlen.graders.math.grader import MathGrader
 from megatron_eqlen.hf.tokenizer import Tokenizer, Turn
 from megatron_eqlen.metrics import PROMPTS_DRAWN
 from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, SourceRecipe
-from megatron_eqlen.rewards.math.grader import MathGrader
 from megatron_eqlen.types import Metrics, Prompt
 
 log = logging.getLogger(__name__)

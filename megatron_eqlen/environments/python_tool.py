@@ -11,10 +11,10 @@ from queue import Empty, LifoQueue
 from typing import Any, Literal
 
 from megatron_eqlen.environments.tool_calls import ToolEnvironment, tool
-from megatron_eqlen.rewards.sandbox.client import Execution, Sandbox
-from megatron_eqlen.rewards.sandbox.interpreter import find_python
-from megatron_eqlen.rewards.sandbox.probe import required_isolation
-from megatron_eqlen.rewards.sandbox.program import Isolation, Limits
+from megatron_eqlen.graders.sandbox.client import Execution, Sandbox
+from megatron_eqlen.graders.sandbox.interpreter import find_python
+from megatron_eqlen.graders.sandbox.probe import required_isolation
+from megatron_eqlen.graders.sandbox.program import Isolation, Limits
 from megatron_eqlen.types import Prompt
 
 Mode = Literal["strict", "best_effort"]

@@ -18,14 +18,8 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_eqlen.metrics import POLICY_RESPONSE_LENGTH, POLICY_REWARD, POLICY_ROLLOUTS, REWARD_MEAN
-from megatron_eqlen.processes.cores import cores_per_rank
-from megatron_eqlen.processes.watchdog import beat
-from megatron_eqlen.recipe import RewardRecipe
-from megatron_eqlen.recipe.plugins import is_import_path, load_object
-from megatron_eqlen.rewards.code.grader import CodeGrader
-from megatron_eqlen.rewards.functions import RewardFunction, is_reward_function, own_code
-from megatron_eqlen.rewards.grader import (
+from megatron_eqlen.graders.code.grader import CodeGrader
+from megatron_eqlen.graders.grader import (
     Background,
     Grader,
     Key,
@@ -33,7 +27,13 @@ from megatron_eqlen.rewards.grader import (
     naming,
     response_key,
 )
-from megatron_eqlen.rewards.math.grader import MathGrader
+from megatron_eqlen.graders.math.grader import MathGrader
+from megatron_eqlen.metrics import POLICY_RESPONSE_LENGTH, POLICY_REWARD, POLICY_ROLLOUTS, REWARD_MEAN
+from megatron_eqlen.processes.cores import cores_per_rank
+from megatron_eqlen.processes.watchdog import beat
+from megatron_eqlen.recipe import RewardRecipe
+from megatron_eqlen.recipe.plugins import is_import_path, load_object
+from megatron_eqlen.rewards.functions import RewardFunction, is_reward_function, own_code
 from megatron_eqlen.sampling.comparison import response_reward
 from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver, all_rollouts
 from megatron_eqlen.sampling.profile import profile_metrics
@@ -258,7 +258,7 @@ def make_grader(name: str, reward: RewardRecipe, seed: int = 0) -> Grader:
     if name == "code":
         return CodeGrader(reward)
     if name == "reasoning_gym":
-        from megatron_eqlen.rewards.reasoning_gym import ReasoningGymGrader  # an optional package
+        from megatron_eqlen.graders.reasoning_gym import ReasoningGymGrader  # an optional package
 
         return ReasoningGymGrader(reward)
     if is_import_path(name):

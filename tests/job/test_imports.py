@@ -24,7 +24,7 @@ def test_only_a_start_of_vllm_imports_it_megatron_imports_no_compiler_and_nothin
     """The jobs of all tests are forked from a process that has noted which of its imports brought these."""
     job = run("-c", "from tests.kit import zygote; print(*zygote.brought.values(), sep='|')")
     vllm, compiler, audio = job.stdout.strip().split("|")
-    assert vllm.startswith(("megatron_eqlen.engines.engine.", "tests.engine."))
+    assert vllm.startswith(("megatron_eqlen.engines.", "tests.engine."))
     assert compiler.startswith((vllm, "transformers.", "tests."))
     assert audio == ""
 
@@ -34,8 +34,8 @@ def test_commands_that_compute_nothing_import_no_torch():
         "megatron_eqlen.cli",
         "megatron_eqlen.report.page",
         "megatron_eqlen.report.text",
-        "megatron_eqlen.report.compare",
-        "megatron_eqlen.report.figures",
+        "megatron_eqlen.experiments.compare",
+        "megatron_eqlen.experiments.figures",
         "megatron_eqlen.harvest.harvest",
         "megatron_eqlen.hf.config",
         "megatron_eqlen.plan",
@@ -47,7 +47,7 @@ def test_the_graders_for_other_trainers_import_nothing_that_trains():
     tests = '{"inputs": ["3\\n"], "outputs": ["4\\n"]}'
     script = f"""
 import sys
-from megatron_eqlen.rewards import grade_math, grade_program
+from megatron_eqlen.graders import grade_math, grade_program
 program = "```python\\nprint(int(input()) + 1)\\n```"
 print(grade_math("so \\\\boxed{{5}}", 5).reward, grade_program(program, {tests!r}).reward)
 print(*sorted(name for name in sys.modules if name.count(".") < 2))
@@ -67,4 +67,4 @@ print(*sorted(name for name in sys.modules if name.count(".") < 2))
         "huggingface_hub",
     }
     ours = {name.partition(".")[2] for name in loaded if name.startswith("megatron_eqlen.")}
-    assert ours <= {"rewards", "types", "tokens", "files", "processes"}
+    assert ours <= {"graders", "types", "tokens", "files", "processes"}

@@ -6,9 +6,9 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any
 
+from megatron_eqlen.graders.grader import PoolGrader
+from megatron_eqlen.graders.workers.pool import WorkerPool
 from megatron_eqlen.recipe import RewardRecipe
-from megatron_eqlen.rewards.grader import PoolGrader
-from megatron_eqlen.rewards.workers.pool import WorkerPool
 from megatron_eqlen.types import Grade
 
 LOG = ""

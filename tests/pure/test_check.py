@@ -19,11 +19,11 @@ from megatron_eqlen.check.finding import Check, Finding, Place
 from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.environments.environment import Environment, Observation
 from megatron_eqlen.files import CheckpointError
+from megatron_eqlen.graders.sandbox.interpreter import find_python
+from megatron_eqlen.graders.sandbox.program import Isolation
 from megatron_eqlen.megatron_cpu import packages
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.recipe import RecipeError
-from megatron_eqlen.rewards.sandbox.interpreter import find_python
-from megatron_eqlen.rewards.sandbox.program import Isolation
 from tests.kit import ROOT
 from tests.kit.tiny_models import save_tiny
 from tools.tokenizer_maker import write_hf_tokenizer

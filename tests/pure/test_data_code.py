@@ -17,8 +17,8 @@ from megatron_eqlen.data import jsonl, livecodebench, opencodereasoning
 from megatron_eqlen.data.code_sources import SOURCE_SETS, question_and_tests
 from megatron_eqlen.data.rows import BadRow, Tally
 from megatron_eqlen.data.sources import open_source
+from megatron_eqlen.graders.code.tests import CodeTests
 from megatron_eqlen.recipe import SourceRecipe
-from megatron_eqlen.rewards.code.tests import CodeTests
 
 TAKE_TWO = "Read two numbers\nand print their sum."
 

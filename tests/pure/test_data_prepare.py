@@ -16,8 +16,8 @@ from megatron_eqlen.data.prepared import CODE_TESTS_VERSION, PreparedRows, prepa
 from megatron_eqlen.data.prompts import PromptSource
 from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.data.sources import open_source
+from megatron_eqlen.graders.math.grader import MathGrader
 from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, SourceRecipe
-from megatron_eqlen.rewards.math.grader import MathGrader
 from tools import prepare_data
 
 

@@ -25,7 +25,7 @@ from tests.pure.test_forks import recipe
 CODE = "globals().setdefault('n', []).append(1) or len(n)"
 CALL = json.dumps({"name": "python", "arguments": {"code": CODE}})
 SAYS = {"python": f"<tool_call>{CALL}</tool_call>", "verifiers": "hm"}
-IN_CALL = {"python": "rewards.sandbox.zygote", "verifiers": "sleep 600"}
+IN_CALL = {"python": "graders.sandbox.zygote", "verifiers": "sleep 600"}
 """Part of the command line of each process of a call; of the Python tool: a program and its zygote."""
 PROMPT = replace(QUESTION, gold='"x"')
 SETTINGS = recipe(sampling="independent", objective="grpo")

@@ -86,7 +86,7 @@ def test_a_repeated_key_of_a_mix_is_an_error(tmp_path):
 
 def test_scores_are_the_tasks_own_and_answers_that_are_programs_are_contained(tmp_path):
     """n_queens passes an answer to ``eval``."""
-    from megatron_eqlen.rewards.reasoning_gym import ReasoningGymGrader
+    from megatron_eqlen.graders.reasoning_gym import ReasoningGymGrader
 
     target = tmp_path / "written"
     program = f"[open({str(target)!r}, 'w').write('x')]"

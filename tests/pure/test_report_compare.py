@@ -10,7 +10,7 @@ import pytest
 
 from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.evaluation.result import Answers, EvaluationResult, write_results
-from megatron_eqlen.report.run_groups import run_folders
+from megatron_eqlen.experiments.run_groups import run_folders
 from tests.kit.report_runs import recipe, write_run
 
 PROBLEMS, SAMPLES = 20, 4

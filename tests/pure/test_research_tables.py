@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from megatron_eqlen.evaluation.result import write_results
-from megatron_eqlen.report.run_groups import BASE, Group
-from megatron_eqlen.sweep.results import ended_groups
+from megatron_eqlen.experiments.results import ended_groups
+from megatron_eqlen.experiments.run_groups import BASE, Group
 from tests.kit.sweeps import SWEEP, ended, result, rewards, write_sweep
 from tools.research.sweep_tables import LENGTH, drifts, learned, pairs
 

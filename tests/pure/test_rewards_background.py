@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 import tests.kit.rollouts as kit
 from megatron_eqlen.evaluation.evaluate import evaluate
+from megatron_eqlen.graders.grader import PoolGrader
 from megatron_eqlen.harvest.harvest import harvest
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import RewardRecipe
-from megatron_eqlen.rewards.grader import PoolGrader
 from megatron_eqlen.rewards.scoring import EarlyGrading, Scorer, make_grader
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Delta, Grade, Part, Prompt, Rollout

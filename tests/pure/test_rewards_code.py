@@ -10,15 +10,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from megatron_eqlen.graders import CODE, WORKERS
+from megatron_eqlen.graders.code import tests as code_tests
+from megatron_eqlen.graders.code.grader import CodeGrader, extract_program
+from megatron_eqlen.graders.code.tests import CodeTests, same_output
+from megatron_eqlen.graders.sandbox import probe
+from megatron_eqlen.graders.sandbox.client import SandboxError
+from megatron_eqlen.graders.sandbox.program import Isolation, Limits
+from megatron_eqlen.graders.sandbox.server import SandboxServer, whole_program
 from megatron_eqlen.recipe import RewardRecipe
-from megatron_eqlen.rewards import CODE, WORKERS
-from megatron_eqlen.rewards.code import tests as code_tests
-from megatron_eqlen.rewards.code.grader import CodeGrader, extract_program
-from megatron_eqlen.rewards.code.tests import CodeTests, same_output
-from megatron_eqlen.rewards.sandbox import probe
-from megatron_eqlen.rewards.sandbox.client import SandboxError
-from megatron_eqlen.rewards.sandbox.program import Isolation, Limits
-from megatron_eqlen.rewards.sandbox.server import SandboxServer, whole_program
 from tests.kit.programs import PYTHON
 
 ADD = CodeTests(["2 3\n", "4 5\n", "6 7\n"], ["5\n", "9\n", "13\n"]).to_json()

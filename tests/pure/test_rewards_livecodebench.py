@@ -4,10 +4,10 @@ import json
 
 import pytest
 
+from megatron_eqlen.graders.code.grader import CodeGrader
+from megatron_eqlen.graders.code.rules import MEMORY_MB
+from megatron_eqlen.graders.code.tests import CodeTests
 from megatron_eqlen.recipe import RewardRecipe
-from megatron_eqlen.rewards.code.grader import CodeGrader
-from megatron_eqlen.rewards.code.rules import MEMORY_MB
-from megatron_eqlen.rewards.code.tests import CodeTests
 from tests.kit import TABLES
 from tests.kit.marks import MORE
 from tests.kit.programs import PYTHON

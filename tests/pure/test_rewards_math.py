@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_eqlen.rewards.math import grader as math
-from megatron_eqlen.rewards.math import match
-from megatron_eqlen.rewards.math.answer import normalize
-from megatron_eqlen.rewards.math.grader import MathGrader, extract_answer
+from megatron_eqlen.graders.math import grader as math
+from megatron_eqlen.graders.math import match
+from megatron_eqlen.graders.math.answer import normalize
+from megatron_eqlen.graders.math.grader import MathGrader, extract_answer
 from tests.kit import ROOT
 from tests.kit.marks import MORE
 from tests.kit.processes import are_gone, descendants, within
@@ -248,8 +248,8 @@ def test_a_long_answer_is_brought_into_normal_form_by_a_worker(grader, monkeypat
 def test_a_difference_at_a_point_never_overrules_the_library():
     from math_verify import verify
 
-    from megatron_eqlen.rewards.math.reading import read
-    from megatron_eqlen.rewards.math.worker import surely_different
+    from megatron_eqlen.graders.math.reading import read
+    from megatron_eqlen.graders.math.worker import surely_different
 
     answers = sorted({normalize(text) for pair in RIGHT + WRONG for text in pair if "," not in text})
     answers += [
@@ -405,7 +405,7 @@ def test_workers_are_clean_processes(grader, monkeypatch):
 def test_workers_end_with_the_trainer():
     """A trainer that is killed takes its graders with it, even one busy with a pathological answer."""
     script = (
-        "from megatron_eqlen.rewards.math.grader import MathGrader\n"
+        "from megatron_eqlen.graders.math.grader import MathGrader\n"
         "grader = MathGrader(workers=1, timeout=600)\n"
         "grader.grade([r'\\boxed{2x}'], ['5'])\n"
         "print(grader.pool._host.pid, flush=True)\n"

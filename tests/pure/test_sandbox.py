@@ -20,14 +20,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_eqlen.rewards.code.grader import WORKER_MODULE
-from megatron_eqlen.rewards.sandbox import kernel, probe, seccomp, zygote
-from megatron_eqlen.rewards.sandbox.client import Execution, Sandbox
-from megatron_eqlen.rewards.sandbox.interpreter import find_python
-from megatron_eqlen.rewards.sandbox.probe import offered_isolation, required_isolation, shortcoming
-from megatron_eqlen.rewards.sandbox.program import Isolation, Limits, enter
-from megatron_eqlen.rewards.sandbox.seccomp import MACHINES, build_filter
-from megatron_eqlen.rewards.workers.pool import WorkerPool
+from megatron_eqlen.graders.code.grader import WORKER_MODULE
+from megatron_eqlen.graders.sandbox import kernel, probe, seccomp, zygote
+from megatron_eqlen.graders.sandbox.client import Execution, Sandbox
+from megatron_eqlen.graders.sandbox.interpreter import find_python
+from megatron_eqlen.graders.sandbox.probe import offered_isolation, required_isolation, shortcoming
+from megatron_eqlen.graders.sandbox.program import Isolation, Limits, enter
+from megatron_eqlen.graders.sandbox.seccomp import MACHINES, build_filter
+from megatron_eqlen.graders.workers.pool import WorkerPool
 from tests.kit.processes import are_gone, descendants, within
 from tests.kit.programs import PYTHON
 
@@ -444,8 +444,8 @@ def test_a_killed_worker_takes_its_program_with_it():
 
 TRAINER = """
 import os, sys, time
-from megatron_eqlen.rewards.code.grader import WORKER_MODULE
-from megatron_eqlen.rewards.workers.pool import WorkerPool
+from megatron_eqlen.graders.code.grader import WORKER_MODULE
+from megatron_eqlen.graders.workers.pool import WorkerPool
 limits = {"cpu_seconds": 100, "wall_seconds": 100, "memory_mb": 256}
 item = {"program": "import time\\nprint(1)\\ntime.sleep(99)", "stdin": "", "limits": limits}
 isolation = {"landlock": True, "seccomp": True, "drop_user": False}

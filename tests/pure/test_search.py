@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 
 from megatron_eqlen.data import sources
 from megatron_eqlen.data.rows import Tally
+from megatron_eqlen.graders.math.grader import MathGrader
 from megatron_eqlen.objectives.recipes import load
-from megatron_eqlen.rewards.math.grader import MathGrader
 from megatron_eqlen.sampling.equal_length.dual_track import DualTrack, pairs_of
 from megatron_eqlen.types import Delta, Prompt, Rollout
 from tests.kit import ROOT

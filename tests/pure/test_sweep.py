@@ -11,13 +11,12 @@ import pytest
 
 from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.cli import sweep as command
+from megatron_eqlen.experiments import compare, runner
+from megatron_eqlen.experiments.cells import Plan
+from megatron_eqlen.experiments.schema import load_sweep
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.recipe import Recipe, RecipeError
-from megatron_eqlen.report import compare
-from megatron_eqlen.sweep import runner
-from megatron_eqlen.sweep.cells import Plan
-from megatron_eqlen.sweep.schema import load_sweep
 from tests.kit import ROOT
 from tests.kit.sweeps import SWEEP, Scripted, leave_a_run, write_sweep
 

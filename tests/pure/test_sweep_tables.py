@@ -16,10 +16,10 @@ import pytest
 
 from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.evaluation.statistics import detectable_difference, seed_difference
-from megatron_eqlen.report.figures import MEASURES, over_seeds, read_curves
-from megatron_eqlen.sweep.cells import Plan
-from megatron_eqlen.sweep.results import write_results
-from megatron_eqlen.sweep.schema import load_sweep
+from megatron_eqlen.experiments.cells import Plan
+from megatron_eqlen.experiments.figures import MEASURES, over_seeds, read_curves
+from megatron_eqlen.experiments.results import write_results
+from megatron_eqlen.experiments.schema import load_sweep
 from tests.kit.sweeps import SWEEP, cell_of, ended, leave_a_run, rewards, write_sweep
 
 SVG = "{http://www.w3.org/2000/svg}"

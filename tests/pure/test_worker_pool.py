@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_eqlen.rewards.workers import process as worker_process
-from megatron_eqlen.rewards.workers.pool import PoolEndedError, WorkerPool
+from megatron_eqlen.graders.workers import process as worker_process
+from megatron_eqlen.graders.workers.pool import PoolEndedError, WorkerPool
 from tests.kit.processes import are_gone, within
 
 HANDLERS = "tests.kit.handlers"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.rewards.math.grader import MathGrader
+from megatron_eqlen.graders.math.grader import MathGrader
 from tools.benchmarks.table import show
 
 ANSWER_TABLE = Path(__file__).resolve().parents[2] / "tests" / "tables" / "math_answers.jsonl"

@@ -280,7 +280,7 @@ def draw(worlds: list[dict[str, Any]], file: Path) -> None:
     """Write a figure of each stage's seconds against the number of GPUs."""
     from matplotlib.figure import Figure  # slow to import
 
-    from megatron_eqlen.report.figures import svg
+    from megatron_eqlen.experiments.figures import svg
 
     figure = Figure(figsize=(6.4, 3.8), layout="constrained")
     axes = figure.add_subplot(xscale="log", yscale="log", xlabel="GPUs", ylabel="CPU-seconds a step, rank 0")

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from megatron_eqlen.evaluation.statistics import seed_difference
+from megatron_eqlen.experiments.figures import svg
 from megatron_eqlen.files import write_text
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.report.figures import svg
 from megatron_eqlen.report.format import markdown_rows
 from tools.research.mechanism import METHODS, WORLDS, Case, World, recipe_of
 

@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from megatron_eqlen.experiments.figures import svg
 from megatron_eqlen.files import write_text
 from megatron_eqlen.metrics import OBJECTIVE_EFFECTIVE_SAMPLES
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.report.figures import svg
 from megatron_eqlen.report.format import Rows, markdown_rows
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.kind import Setting

@@ -22,6 +22,11 @@ import numpy as np
 
 from megatron_eqlen.evaluation.result import EvaluationResult
 from megatron_eqlen.evaluation.statistics import Interval, seed_difference
+from megatron_eqlen.experiments.cells import Plan
+from megatron_eqlen.experiments.compare import METHOD, SEEDS, by_benchmark, difference
+from megatron_eqlen.experiments.results import ended_groups
+from megatron_eqlen.experiments.run_groups import BASE, Group, RunResult
+from megatron_eqlen.experiments.schema import load_sweep
 from megatron_eqlen.metrics import (
     HARVEST_PAIRS_PER_STREAM,
     HARVEST_TRUNCATED_FRACTION,
@@ -29,13 +34,8 @@ from megatron_eqlen.metrics import (
     OBJECTIVE_REWARD_GAP,
     OBJECTIVE_SKIP_RATE,
 )
-from megatron_eqlen.report.compare import METHOD, SEEDS, by_benchmark, difference
 from megatron_eqlen.report.format import Rows, markdown_rows
 from megatron_eqlen.report.metrics import Columns
-from megatron_eqlen.report.run_groups import BASE, Group, RunResult
-from megatron_eqlen.sweep.cells import Plan
-from megatron_eqlen.sweep.results import ended_groups
-from megatron_eqlen.sweep.schema import load_sweep
 
 LENGTH = "Length, tokens"
 NEWEST = 3

@@ -1,6 +1,6 @@
 """A reward of one's own: right answers count 1, and up to a tenth more the shorter they are."""
 
-from megatron_eqlen.rewards import grade_math
+from megatron_eqlen.graders import grade_math
 
 LONG = 600
 """Characters from which a response gets nothing more."""

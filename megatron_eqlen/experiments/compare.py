@@ -18,11 +18,19 @@ import numpy as np
 
 from megatron_eqlen.evaluation.result import compare, over_seeds
 from megatron_eqlen.evaluation.statistics import Interval, detectable_difference, seed_difference
+from megatron_eqlen.experiments.figures import curves, sheet
+from megatron_eqlen.experiments.run_groups import (
+    AFTER,
+    BASE,
+    Group,
+    RunResult,
+    group_runs,
+    read_run,
+    run_folders,
+)
 from megatron_eqlen.files import write_text
 from megatron_eqlen.recipe.budget import COSTS, UNITS
-from megatron_eqlen.report.figures import curves, sheet
 from megatron_eqlen.report.format import Rows, compact, markdown_rows
-from megatron_eqlen.report.run_groups import AFTER, BASE, Group, RunResult, group_runs, read_run, run_folders
 
 UNEQUAL = 1.1
 """Ratio of costs from which budgets count as unequal. Not 1, because a run completes its last step."""

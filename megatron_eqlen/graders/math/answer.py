@@ -13,8 +13,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from math import gcd
 
-from megatron_eqlen.rewards.math.arguments import delimit
-from megatron_eqlen.rewards.math.units import CURRENCIES, SIZES, is_known, unit_name
+from megatron_eqlen.graders.math.arguments import delimit
+from megatron_eqlen.graders.math.units import CURRENCIES, SIZES, is_known, unit_name
 
 Rules = list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]
 

@@ -19,7 +19,7 @@ from itertools import chain, zip_longest
 from keyword import iskeyword
 from typing import Any, get_args
 
-from megatron_eqlen.rewards.code.rules import Rules
+from megatron_eqlen.graders.code.rules import Rules
 
 VERSION = 4
 """Version of the checks that tests and their problems must pass; raised with every new check, so that
@@ -47,7 +47,7 @@ class CodeTests:
     memory_mb: int | None = None
     """MiB a program may use if that is more than the recipe allows."""
     rules: Rules = "plain"
-    """Set whose preamble, limits and equality apply (rewards/code/rules.py)."""
+    """Set whose preamble, limits and equality apply (graders/code/rules.py)."""
     checker: str | None = None
     """Python program that decides, where several outputs are right (``judge``); of tests of stdin alone."""
 

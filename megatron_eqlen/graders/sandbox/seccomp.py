@@ -13,7 +13,7 @@ import platform
 import struct
 from dataclasses import dataclass, field
 
-from megatron_eqlen.rewards.sandbox.kernel import SET_NO_NEW_PRIVS, SET_SECCOMP, prctl
+from megatron_eqlen.graders.sandbox.kernel import SET_NO_NEW_PRIVS, SET_SECCOMP, prctl
 
 ALLOW, DENY, KILL = 0x7FFF0000, 0x00050000 | 1, 0x80000000
 NO_SUCH_CALL = 0x00050000 | 38

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+from megatron_eqlen.graders.workers.host import Item
+from megatron_eqlen.graders.workers.process import Worker, WorkerHost
 from megatron_eqlen.processes.watchdog import beat
-from megatron_eqlen.rewards.workers.host import Item
-from megatron_eqlen.rewards.workers.process import Worker, WorkerHost
 
 log = logging.getLogger(__name__)
 

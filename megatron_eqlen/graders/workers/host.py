@@ -2,7 +2,7 @@
 
     trainer ──Popen──► host (imports the grader once, no torch) ──fork──► worker ──fork──► ...
 
-``python -m megatron_eqlen.rewards.workers.host MODULE OPTIONS`` imports MODULE, then forks a worker for
+``python -m megatron_eqlen.graders.workers.host MODULE OPTIONS`` imports MODULE, then forks a worker for
 every socket that arrives on its stdin. A worker answers one item after the other with
 ``MODULE.make_handler(**OPTIONS)``'s handler. A worker that hangs is killed by the trainer; a new one
 is forked, with everything already imported. When the trainer is gone, however it ended and even if another
@@ -22,8 +22,8 @@ import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
+from megatron_eqlen.graders.sandbox.kernel import die_with
 from megatron_eqlen.processes.lifeline import INTERVAL
-from megatron_eqlen.rewards.sandbox.kernel import die_with
 
 Item = dict[str, Any]
 PID_BYTES = 4

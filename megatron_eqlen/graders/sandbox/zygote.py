@@ -15,9 +15,9 @@ import socket
 import time
 from itertools import pairwise
 
-from megatron_eqlen.rewards.sandbox import program
-from megatron_eqlen.rewards.sandbox.kernel import SET_CHILD_SUBREAPER, prctl
-from megatron_eqlen.rewards.sandbox.program import Isolation, Limits
+from megatron_eqlen.graders.sandbox import program
+from megatron_eqlen.graders.sandbox.kernel import SET_CHILD_SUBREAPER, prctl
+from megatron_eqlen.graders.sandbox.program import Isolation, Limits
 
 CONNECTION = 3
 """Descriptor of the socket of a zygote that was started, not forked."""

@@ -22,15 +22,15 @@ import types
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
-from megatron_eqlen.rewards.code.rules import Rules, call
-from megatron_eqlen.rewards.sandbox.kernel import (
+from megatron_eqlen.graders.code.rules import Rules, call
+from megatron_eqlen.graders.sandbox.kernel import (
     SET_DUMPABLE,
     die_with,
     drop_capabilities,
     prctl,
     restrict_files,
 )
-from megatron_eqlen.rewards.sandbox.seccomp import restrict_system_calls
+from megatron_eqlen.graders.sandbox.seccomp import restrict_system_calls
 
 SOURCE, REPORT, NULL = 3, 4, 5
 """File descriptors of the program's text, of the report and of /dev/null; 0, 1 and 2 are stdin, stdout and

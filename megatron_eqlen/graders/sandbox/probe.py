@@ -8,8 +8,8 @@ import os
 from functools import lru_cache
 from typing import Literal
 
-from megatron_eqlen.rewards.sandbox.client import Sandbox, SandboxError
-from megatron_eqlen.rewards.sandbox.program import Isolation, Limits
+from megatron_eqlen.graders.sandbox.client import Sandbox, SandboxError
+from megatron_eqlen.graders.sandbox.program import Isolation, Limits
 
 log = logging.getLogger(__name__)
 

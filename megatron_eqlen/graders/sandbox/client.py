@@ -18,14 +18,14 @@ import signal
 import socket
 from dataclasses import asdict, dataclass
 
-from megatron_eqlen.rewards.code.rules import Rules
-from megatron_eqlen.rewards.sandbox import program
-from megatron_eqlen.rewards.sandbox.program import Isolation, Limits
-from megatron_eqlen.rewards.sandbox.zygote import CONNECTION, LARGEST_REQUEST, MOST_THREADS, serve
-from megatron_eqlen.rewards.workers.process import PACKAGE_ROOT, scrubbed_environment
+from megatron_eqlen.graders.code.rules import Rules
+from megatron_eqlen.graders.sandbox import program
+from megatron_eqlen.graders.sandbox.program import Isolation, Limits
+from megatron_eqlen.graders.sandbox.zygote import CONNECTION, LARGEST_REQUEST, MOST_THREADS, serve
+from megatron_eqlen.graders.workers.process import PACKAGE_ROOT, scrubbed_environment
 
 ZYGOTE = (
-    "import sys; from megatron_eqlen.rewards.sandbox.zygote import main; "
+    "import sys; from megatron_eqlen.graders.sandbox.zygote import main; "
     "sys.path.remove(sys.argv[1]); main(*sys.argv[2:])"
 )
 EXTRA_SECONDS = 30.0

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_eqlen.report.compare import METHOD, Table, budget_notes, make_table, markdown, write
-from megatron_eqlen.report.run_groups import BASE, Group, read_run
-from megatron_eqlen.sweep.cells import Plan
-from megatron_eqlen.sweep.schema import SweepRecipe, TableRecipe
+from megatron_eqlen.experiments.cells import Plan
+from megatron_eqlen.experiments.compare import METHOD, Table, budget_notes, make_table, markdown, write
+from megatron_eqlen.experiments.run_groups import BASE, Group, read_run
+from megatron_eqlen.experiments.schema import SweepRecipe, TableRecipe
 
 DEFAULT = [TableRecipe(title="Accuracy"), TableRecipe(title="Efficiency", kind="efficiency")]
 

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.rewards.workers.host import PID_BYTES, Item
+from megatron_eqlen.graders.workers.host import PID_BYTES, Item
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 START_SECONDS = 300.0
@@ -38,7 +38,7 @@ class WorkerHost:
         self._control, theirs = socket.socketpair()
         self._control.settimeout(START_SECONDS)
         self._asking = threading.Lock()
-        command = [sys.executable, "-P", "-m", "megatron_eqlen.rewards.workers.host"]
+        command = [sys.executable, "-P", "-m", "megatron_eqlen.graders.workers.host"]
         with theirs:
             self._process = subprocess.Popen(
                 [*command, module, json.dumps(options), str(os.getpid())],

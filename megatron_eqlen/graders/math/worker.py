@@ -21,8 +21,8 @@ from typing import Any
 from math_verify import verify
 from sympy import Eq, Expr, Float, Rational
 
-from megatron_eqlen.rewards.math.match import compare_texts
-from megatron_eqlen.rewards.math.numbers import (
+from megatron_eqlen.graders.math.match import compare_texts
+from megatron_eqlen.graders.math.numbers import (
     as_written,
     has_decimals,
     is_huge,
@@ -31,7 +31,7 @@ from megatron_eqlen.rewards.math.numbers import (
     same_without_solutions,
     surely_different,
 )
-from megatron_eqlen.rewards.math.reading import read
+from megatron_eqlen.graders.math.reading import read
 
 MEMORY_BYTES = 3 << 30
 """Address space of a worker: ``9^{9^{9^9}}`` must not use up the machine's memory."""

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from megatron_eqlen.experiments.cells import Cell, Plan
 from megatron_eqlen.processes.lifeline import named
 from megatron_eqlen.report.format import duration
-from megatron_eqlen.sweep.cells import Cell, Plan
 
 LOG = "train.log"
 """File of a run's output, in its folder."""

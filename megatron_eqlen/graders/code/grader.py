@@ -15,14 +15,14 @@ from dataclasses import asdict
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from megatron_eqlen.rewards.code.tests import CodeTests
-from megatron_eqlen.rewards.grader import PoolGrader, answer_section, known
-from megatron_eqlen.rewards.sandbox.client import EXTRA_SECONDS, SandboxError
-from megatron_eqlen.rewards.sandbox.interpreter import find_python
-from megatron_eqlen.rewards.sandbox.probe import required_isolation
-from megatron_eqlen.rewards.sandbox.program import Limits
-from megatron_eqlen.rewards.sandbox.server import SandboxServer
-from megatron_eqlen.rewards.workers.pool import WorkerPool
+from megatron_eqlen.graders.code.tests import CodeTests
+from megatron_eqlen.graders.grader import PoolGrader, answer_section, known
+from megatron_eqlen.graders.sandbox.client import EXTRA_SECONDS, SandboxError
+from megatron_eqlen.graders.sandbox.interpreter import find_python
+from megatron_eqlen.graders.sandbox.probe import required_isolation
+from megatron_eqlen.graders.sandbox.program import Limits
+from megatron_eqlen.graders.sandbox.server import SandboxServer
+from megatron_eqlen.graders.workers.pool import WorkerPool
 from megatron_eqlen.types import Grade
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ LONGEST_SECTION = 4 * LONGEST_PROGRAM
 """Characters at the end of a response in which the program is looked for."""
 ATTEMPTS = 2
 """Most attempts at a program: the sandbox's failures are not the program's fault at first."""
-WORKER_MODULE = "megatron_eqlen.rewards.code.judge"
+WORKER_MODULE = "megatron_eqlen.graders.code.judge"
 
 _FENCE = re.compile(r"^[ \t]*+(?P<fence>`{3,}+|~{3,}+)(?P<info>[^\n`]*+)$\n?", re.MULTILINE)
 _PYTHON = re.compile(r"[ \t]*py", re.IGNORECASE)

@@ -21,13 +21,13 @@ from typing import Any
 import reasoning_gym
 from reasoning_gym.utils import extract_answer
 
+from megatron_eqlen.graders.code import judge
+from megatron_eqlen.graders.grader import PoolGrader, answer_section, known
+from megatron_eqlen.graders.sandbox.client import EXTRA_SECONDS, SandboxError
+from megatron_eqlen.graders.sandbox.probe import required_isolation
+from megatron_eqlen.graders.sandbox.program import Limits
+from megatron_eqlen.graders.workers.pool import WorkerPool
 from megatron_eqlen.recipe import RewardRecipe
-from megatron_eqlen.rewards.code import judge
-from megatron_eqlen.rewards.grader import PoolGrader, answer_section, known
-from megatron_eqlen.rewards.sandbox.client import EXTRA_SECONDS, SandboxError
-from megatron_eqlen.rewards.sandbox.probe import required_isolation
-from megatron_eqlen.rewards.sandbox.program import Limits
-from megatron_eqlen.rewards.workers.pool import WorkerPool
 from megatron_eqlen.types import Grade
 
 log = logging.getLogger(__name__)

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from megatron_eqlen.experiments.schema import SweepRecipe
 from megatron_eqlen.metrics import spent
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.recipe import Recipe, RecipeError
@@ -21,7 +22,6 @@ from megatron_eqlen.recipe.budget import UNITS, Spent
 from megatron_eqlen.recipe.yaml_values import read_value
 from megatron_eqlen.report.metrics import read_newest
 from megatron_eqlen.run.run_folder import RunFolder
-from megatron_eqlen.sweep.schema import SweepRecipe
 
 
 @dataclass(frozen=True)

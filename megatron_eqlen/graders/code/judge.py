@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
-from megatron_eqlen.rewards.code.rules import Rules
-from megatron_eqlen.rewards.code.tests import CodeTests
-from megatron_eqlen.rewards.sandbox.client import Execution, Sandbox
-from megatron_eqlen.rewards.sandbox.program import Isolation, Limits
+from megatron_eqlen.graders.code.rules import Rules
+from megatron_eqlen.graders.code.tests import CodeTests
+from megatron_eqlen.graders.sandbox.client import Execution, Sandbox
+from megatron_eqlen.graders.sandbox.program import Isolation, Limits
 
 
 class RunProgram(Protocol):

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Protocol
 
-from megatron_eqlen.rewards.workers.pool import WorkerPool
+from megatron_eqlen.graders.workers.pool import WorkerPool
 from megatron_eqlen.types import Grade, Prompt, TokenIds
 
 END_OF_THINKING = "</think>"

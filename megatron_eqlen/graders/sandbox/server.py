@@ -18,12 +18,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
-from megatron_eqlen.rewards.code import rules as own_rules
-from megatron_eqlen.rewards.code.judge import judge
-from megatron_eqlen.rewards.code.rules import Rules
-from megatron_eqlen.rewards.code.tests import CodeTests
-from megatron_eqlen.rewards.sandbox.client import Execution, SandboxError
-from megatron_eqlen.rewards.sandbox.program import REPORT_TEXT, Limits
+from megatron_eqlen.graders.code import rules as own_rules
+from megatron_eqlen.graders.code.judge import judge
+from megatron_eqlen.graders.code.rules import Rules
+from megatron_eqlen.graders.code.tests import CodeTests
+from megatron_eqlen.graders.sandbox.client import Execution, SandboxError
+from megatron_eqlen.graders.sandbox.program import REPORT_TEXT, Limits
 
 ATTEMPTS = 3
 REQUESTS_PER_WORKER = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from math import gcd
 
-from megatron_eqlen.rewards.math.answer import is_numeric, normalize
+from megatron_eqlen.graders.math.answer import is_numeric, normalize
 
 _INTEGER = re.compile(r"-?\d+")
 _UNIT = re.compile(r"(.+)\\unit\{(.*)\}")

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from importlib.metadata import version
 
-from megatron_eqlen.rewards.grader import PoolGrader, answer_section, known
-from megatron_eqlen.rewards.math.match import compare_texts
-from megatron_eqlen.rewards.workers.host import Item
-from megatron_eqlen.rewards.workers.pool import WorkerPool
+from megatron_eqlen.graders.grader import PoolGrader, answer_section, known
+from megatron_eqlen.graders.math.match import compare_texts
+from megatron_eqlen.graders.workers.host import Item
+from megatron_eqlen.graders.workers.pool import WorkerPool
 from megatron_eqlen.types import Grade
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ LONGEST_HERE = 100
 """Most characters of an answer or gold that this process brings into normal form (0.4 ms); a longer one is
 left to a worker (2,000 characters: up to 43 ms)."""
 MEMO_SIZE = 100_000
-WORKER_MODULE = "megatron_eqlen.rewards.math.worker"
+WORKER_MODULE = "megatron_eqlen.graders.math.worker"
 
 _PLAIN_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d+)?|\\frac\{[+-]?\d+\}\{[1-9]\d*\}|\d+/[1-9]\d*)")
 
