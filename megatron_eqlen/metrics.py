@@ -72,6 +72,9 @@ HARVEST_RESPONSE_LENGTH = "harvest/response_length"
 ENGINE_SYNC_SECONDS = "engine/sync_seconds"
 ENGINE_SYNC_BYTES = "engine/sync_bytes"
 REWARD_MEAN = "reward/mean"
+REWARD_UNSCORED, ENVIRONMENT_DROPPED = "reward/unscored", "environment/dropped_responses"
+ENVIRONMENT_DROPPED_LENGTH = "environment/dropped_length"
+REWARD_DROPPED, REWARD_DROPPED_LENGTH = "reward/dropped", "reward/dropped_length"
 POLICY_ROLLOUTS = "policy/rollouts"
 POLICY_REWARD, POLICY_RESPONSE_LENGTH = "policy/reward", "policy/response_length"
 PROFILE_VARIANCE, PROFILE_UNDECIDED = "profile/variance", "profile/undecided"
@@ -163,7 +166,9 @@ DECLARED = (
     Metric("environment/cut", "turns", "sum", "ended by max_turns or max_given_tokens"),
     Metric("environment/copies", "environments", "sum", "copied for forks"),
     Metric("environment/replays", "environments", "sum", "rebuilt from recorded messages"),
-    Metric("environment/dropped", "rollouts", "sum", "left out because their environment failed"),
+    Metric("environment/dropped", "rollouts", "sum", "cut short and left out: their environment failed"),
+    Metric(ENVIRONMENT_DROPPED, "responses", "sum", "of them, begun"),
+    Metric(ENVIRONMENT_DROPPED_LENGTH, "tokens", mean(ENVIRONMENT_DROPPED), "length of one so far"),
     Metric("environment/refused", "requests", "sum", "of agents that went on, refused"),
     Metric("environment/given_share", "share", mean(HARVEST_SUPERVISED_TOKENS), "given per generated token"),
     Metric(HARVEST_PROMPT_TOKENS, "tokens", "sum", "of prompts, each prompt once"),
@@ -209,6 +214,9 @@ DECLARED = (
     Metric("reward/wait_seconds", "s", "max", "of these, waiting for grader processes", in_turn="sum"),
     Metric("reward/hidden_seconds", "s", "sum", "in the graders, over before the harvest was"),
     Metric("reward/cut_off", "responses", "sum", "without a verdict within reward.step_timeout"),
+    Metric(REWARD_UNSCORED, "responses", "sum", "whose grader or environment failed, or was late"),
+    Metric(REWARD_DROPPED, "responses", "sum", "left out: unscored, or of one stream or tree with such"),
+    Metric(REWARD_DROPPED_LENGTH, "tokens", mean(REWARD_DROPPED), "of one; kept: policy/response_length"),
     # ---- policy: over responses, for any kind of sampling ------------------------------------------------
     Metric(POLICY_ROLLOUTS, "rollouts", "sum", "complete rollouts, over which these means are taken"),
     Metric(POLICY_REWARD, "reward", mean(POLICY_ROLLOUTS), "the verifier's, 0 for unended responses"),

@@ -84,6 +84,11 @@ class Delta:
     """With a request's first tokens: columns of its path that the request asked for (``path_rows``)."""
 
 
+UNSCORED = "unscored"
+"""Verdict of a response that has no reward: its grader or environment failed, or was late. The number beside
+it counts only with ``reward.on_error: zero``."""
+
+
 @dataclass
 class Grade:
     """Verifier's judgement of one ended response."""
@@ -92,7 +97,7 @@ class Grade:
     """Any finite number; built-in graders give 0 to 1. A truncated response counts as 0."""
     verdict: str
     """``correct``, ``wrong``, ``no_answer``, ``unparseable``, ``timeout``, or a code verdict; ``scored`` by a
-    reward function."""
+    reward function; ``unscored``."""
     answer: str | None = None
     """Extracted answer, shortened to a line."""
     grader: str = ""
@@ -107,6 +112,11 @@ class Grade:
         if not all(map(math.isfinite, (self.reward, *self.rewards.values()))):
             named = f", {self.rewards}" if self.rewards else ""
             raise ValueError(f"{self.grader}: expected a finite reward, got {self.reward}{named}")
+
+    @classmethod
+    def unscored(cls, cause: object, grader: str = "") -> Grade:
+        """Return the grade of a response whose reward is not known, since ``cause``."""
+        return cls(0.0, UNSCORED, None, grader, detail=str(cause))
 
 
 @dataclass
@@ -236,6 +246,10 @@ class Rollout:
         for part in self.parts:
             values[part.number] = of(values[part.parent], part)
         return values
+
+    def unscored(self) -> list[Part]:
+        """Return the parts that end responses without a reward."""
+        return [part for part in self.parts if part.grade and part.grade.verdict == UNSCORED]
 
     def ends(self) -> dict[int, int]:
         """Return the number of generated tokens from the prompt to the end of each part, by the part's

@@ -16,6 +16,7 @@ import numpy as np
 from megatron_eqlen.engines.protocol import EngineError
 from megatron_eqlen.engines.replica import HttpLoop, Replica, ReplicaError, at_most, words
 from megatron_eqlen.hf.tokenizer import Tokenizer
+from megatron_eqlen.processes.services import PAUSES
 from megatron_eqlen.processes.watchdog import beat
 from megatron_eqlen.tokens import TEACHER
 from megatron_eqlen.types import Rollout, tokens_along
@@ -79,8 +80,15 @@ class TeacherServer:
         return np.array([at[str(token)]["logprob"] for token, at in told], TEACHER.dtype)
 
     async def _choices(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        async with at_most(self._patience):
-            return (await self._server.post("v1/completions", {"max_tokens": 1, **body}))["choices"]
+        for pause in (*PAUSES, None):
+            try:
+                async with at_most(self._patience):
+                    return (await self._server.post("v1/completions", {"max_tokens": 1, **body}))["choices"]
+            except ReplicaError:
+                if pause is None:
+                    raise
+                await asyncio.sleep(pause)
+        raise AssertionError("the last attempt returns or raises")
 
     def _result(self, answer: Any) -> Any:
         try:

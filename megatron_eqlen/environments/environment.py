@@ -41,8 +41,8 @@ class Environment:
 
     ``seed`` is the same for all lines of a rollout, which are compared; each sample of an evaluation has its
     own. Draw from a generator of your own. ``options``: ``environment.options`` of the recipe. An exception
-    means that the environment failed, not the policy: the rollout is dropped and counted; LostError ends the
-    harvest. A tool's error or time-out is an observation.
+    means that the environment failed, not the policy: the response has no reward (``reward.on_error``);
+    LostError ends the harvest. A tool's error or time-out is an observation.
     """
 
     tools: ClassVar[Sequence[Mapping[str, Any]]] = ()

@@ -18,6 +18,7 @@ from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
 from megatron_eqlen.recipe.inputs import data_files, local_path
 from megatron_eqlen.rewards.scoring import EarlyGrading, Scorer
+from megatron_eqlen.rewards.unscored import UnscoredError
 from megatron_eqlen.sampling.harvester import all_rollouts
 from megatron_eqlen.types import Part, Prompt, Rollout
 
@@ -45,8 +46,9 @@ def evaluate(
     With several engine replicas, each answers its ``share`` of the problems, each of its ranks ``grades``
     some of them, and ``gather`` merges the results in any order. Responses are graded while others are
     generated, and every verdict is waited for. The same weights and recipe give the same result. A problem
-    whose environment failed is left out, and is not among the manifest's questions. Raises ValueError if the
-    recipe asks for other sampling than the engine was started with.
+    with a response without a reward is left out, and is not among the manifest's questions. Raises
+    UnscoredError if all are, and ValueError if the recipe asks for other sampling than the engine was
+    started with.
     """
     sampling = recipe.model_copy(
         update={
@@ -70,13 +72,21 @@ def evaluate(
     harvested, _ = harvest(engine, plan, [EarlyGrading(scorer, grades)])
     groups = [group for group in harvested if grades(group.prompt, group.index)]
     scorer.score(groups)
-    gathered = gather([(_answers(group), _grader(group)) for group in groups])
-    answers = {answer.prompt_id: answer for answer, _ in gathered}
-    graders = sorted({grader for _, grader in gathered} - {""})
-    if conversations is not None and (lost := len(problems) - len(answers)):
-        problems = [problem for problem in problems if problem.prompt_id in answers]
-        left = f"{lost} of {lost + len(problems)} problems are left out"
-        log.warning("evaluation: %s: %s: their environments failed", benchmark.name, left)
+    zero = recipe.reward.on_error == "zero"
+    causes = [(group.prompt_id, part.grade) for group in groups for part in group.unscored() if not zero]
+    lost = dict(causes)  # a problem needs all of its samples
+    gathered = gather([(_answers(group), _grader(group), lost.get(group.prompt_id)) for group in groups])
+    answers = {answer.prompt_id: answer for answer, _, cause in gathered if cause is None}
+    graders = sorted({grader for _, grader, _ in gathered} - {""})
+    if missing := {answer.prompt_id: cause for answer, _, cause in gathered if cause is not None}:
+        problems = [problem for problem in problems if problem.prompt_id not in missing]
+        name, cause = next(iter(missing.items()))
+        left = (
+            f"{len(missing)} of {len(missing) + len(problems)} problems are left out: {cause.detail} ({name})"
+        )
+        if not problems:
+            raise UnscoredError(f"evaluation: {benchmark.name}: {left}")
+        log.warning("evaluation: %s: %s", benchmark.name, left)
     return EvaluationResult(
         benchmark=benchmark.name,
         answers=[answers[problem.prompt_id] for problem in problems],

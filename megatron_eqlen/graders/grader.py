@@ -123,10 +123,6 @@ class Background:
                 return None
             return begun.result().result()
 
-    def timeout(self, key: Key, detail: str) -> Grade:
-        """Return the grade of a response whose grader was too late."""
-        return Grade(0.0, "timeout", None, self._begun[key][0].name, detail=detail)
-
     def give_up(self) -> None:
         """Forget everything: pending grades are not waited for, and their processes are killed."""
         begun, self._begun = self._begun, {}

@@ -11,6 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import nlargest
+from statistics import fmean
 from typing import NamedTuple
 
 from megatron_eqlen.engines.protocol import EngineError
@@ -23,11 +24,12 @@ from megatron_eqlen.environments.conversation import (
     turns_of,
 )
 from megatron_eqlen.environments.environment import Environment, LostError
+from megatron_eqlen.metrics import ENVIRONMENT_DROPPED, ENVIRONMENT_DROPPED_LENGTH
 from megatron_eqlen.processes.timeline import TimeSpan
 from megatron_eqlen.sampling.harvester import Harvester
 from megatron_eqlen.sampling.track import Track, track_seed
 from megatron_eqlen.tokens import Tokens
-from megatron_eqlen.types import Metrics, Rollout, RolloutKey, rollout_key
+from megatron_eqlen.types import UNSCORED, Metrics, Rollout, RolloutKey, rollout_key
 
 log = logging.getLogger(__name__)
 
@@ -179,7 +181,10 @@ class Dialogues:
         self._due: dict[Track, float] = {}
         """Turns that wait for other tracks, and since when."""
         self.errors: list[BaseException] = []
-        """Errors of the rollouts that were left out, one each."""
+        """Errors of environments that failed."""
+        self.dropped = 0
+        self.dropped_lengths: list[int] = []
+        """Generated tokens of the responses of rollouts that were left out."""
         self.fork_error: Exception | None = None
         self.answered = self.cut = self.copies = self.replays = self.refused = 0
         self._spans: list[TimeSpan] = []
@@ -255,13 +260,21 @@ class Dialogues:
             self.refused += state.environment.refused
             self._closing.append(_begun(state.environment.close))
 
-    def dropped(self, error: BaseException) -> None:
-        """Count a rollout that is left out. Raises EngineError where that would be a selection, or go on."""
+    def failed(self, error: BaseException) -> None:
+        """Note a failure. Raises EngineError where all responses or all forks would meet it."""
         if isinstance(error, LostError):
             raise EngineError(str(error)) from error
         if isinstance(error, ChangedAnswerError) and self.fork_error is not None:
             raise EngineError(f"{self.fork_error}; a new environment cannot be told the messages: {error}")
         self.errors.append(error)
+
+    def drop(self, harvester: Harvester) -> None:
+        """Count a rollout that is left out, and its responses."""
+        self.dropped += 1
+        rollout = harvester.rollout(0)
+        ended = [length for _, length, last in rollout.lines() if last.finish_reason is not None]
+        opened = [path_of(harvester, track).generated for track in harvester.open.values()]
+        self.dropped_lengths += ended + opened
 
     def close(self) -> None:
         """Give up all environments."""
@@ -287,7 +300,9 @@ class Dialogues:
             "environment/cut": self.cut,
             "environment/copies": self.copies,
             "environment/replays": self.replays,
-            "environment/dropped": len(self.errors),
+            "environment/dropped": self.dropped,
+            ENVIRONMENT_DROPPED: len(self.dropped_lengths),
+            **({ENVIRONMENT_DROPPED_LENGTH: fmean(self.dropped_lengths)} if self.dropped_lengths else {}),
             "environment/refused": self.refused,
         }
 
@@ -304,11 +319,13 @@ def grade_again(speak: Conversations, rollout: Rollout, seed: int) -> bool:
     ``seed``: of its harvester."""
     seed = track_seed(seed, rollout.prompt_id, rollout.index, COINS)
     for part in rollout.parts:
-        if part.finish_reason == "stop" and part.grade is None:
+        if part.finish_reason == "stop" and (part.grade is None or part.grade.verdict == UNSCORED):
             turns = turns_of(Tokens.joined([above.tokens for above in rollout.line(part.number)]))
             again = partial(answer, speak, None, rollout.prompt, seed, turns)
             try:
                 graded = _within(speak.limits.timeout, again)
+                if graded.given is not None:
+                    raise ChangedAnswerError("it does not end the response this time")
                 part.grade = graded.grade
                 _begun(graded.environment.close)
             except Exception as error:  # noqa: BLE001  another's code

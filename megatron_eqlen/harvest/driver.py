@@ -17,14 +17,14 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 from megatron_eqlen.engines.protocol import SAMPLERS, Decoder, EngineError
-from megatron_eqlen.harvest.dialogues import Dialogues
+from megatron_eqlen.harvest.dialogues import Call, Dialogues
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.harvest.meter import Meter
 from megatron_eqlen.harvest.prompt_routes import PromptRoutes
 from megatron_eqlen.processes.watchdog import beat
 from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver
 from megatron_eqlen.sampling.track import Track
-from megatron_eqlen.types import Delta, Rollout, RolloutKey
+from megatron_eqlen.types import Delta, Grade, Rollout, RolloutKey
 
 log = logging.getLogger(__name__)
 
@@ -228,10 +228,10 @@ class Driver:
             if call.key not in self.running:  # dropped with another call
                 call.leave()
                 continue
-            if (error := call.result.exception()) is not None:
-                self.drop(call.key, error)
+            if (error := call.result.exception()) is None:
+                dialogues.take(call)
+            elif not self.finish_unscored(dialogues, call, error):
                 continue
-            dialogues.take(call)
             touched[call.key] = None
             if call.track.finish_reason is None:
                 self.submit(call.track, call.key)
@@ -239,17 +239,27 @@ class Driver:
                 self.generated[call.key] += len(call.track)
         self.advance([key for key in touched if key in self.running])
 
-    def drop(self, key: RolloutKey, error: BaseException) -> None:
-        """Leave out a rollout whose environment failed: that says nothing about the policy."""
-        assert self.dialogues is not None
-        self.dialogues.dropped(error)
-        log.warning("rollout %s/%d is left out, its environment failed: %r", *key, error)
+    def finish_unscored(self, dialogues: Dialogues, call: Call, error: BaseException) -> bool:
+        """End a response whose environment failed, without a reward: that says nothing about the policy.
+        Return False if its rollout is left out here, since its parts are compared with the response."""
+        on_error, key = self.plan.recipe.reward.on_error, call.key
+        dialogues.failed(error)
+        if on_error == "end":
+            raise EngineError(
+                f"rollout {key[0]}/{key[1]}: its environment failed: {error!r} (reward.on_error)"
+            )
+        log.warning("rollout %s/%d has a response without a reward, its environment failed: %r", *key, error)
+        if on_error == "zero" or self.plan.recipe.sampling == "independent":
+            call.track.finish(Grade.unscored(f"its environment failed: {error!r}"))
+            return True
+        dialogues.drop(self.running[key])
         requests = [name for name, (_, of) in self.in_flight.items() if of == key]
         self.engine.abort(requests)
         for name in requests:
             del self.in_flight[name]
         self.launched.pop(key, None)
         self.take(key, self.running[key])
+        return False
 
     def report(self, key: RolloutKey, harvester: Harvester, before: int) -> None:
         """Tell the observers of the parts after the first ``before`` ones, and of the end of the rollout."""

@@ -53,9 +53,10 @@ def harvest(
         harvester.takes_turns = plan.conversations is not None
     driver = Driver(engine, plan, meter, [finished, *observers])
     driver.run({key: harvester for key, harvester in harvesters.items() if key not in finished.rollouts})
-    if dialogues is not None and dialogues.errors and not finished.rollouts:
+    scored = (len(rollout.unscored()) < len(rollout.parts) for rollout in finished.rollouts.values())
+    if dialogues is not None and dialogues.errors and not any(scored):
         raise EngineError(
-            f"all {len(dialogues.errors)} rollouts are left out: their environments failed, the last with "
+            f"all {len(harvesters)} rollouts are without a reward: their environments failed, the last with "
             f"{dialogues.errors[-1]!r}"
         )
     return [finished.rollouts[key] for key in harvesters if key in finished.rollouts], meter.metrics()

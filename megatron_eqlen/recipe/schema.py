@@ -328,7 +328,7 @@ class EnvironmentRecipe(Section):
     """Most tokens that the environment gives on a path; the response ends where more would be given. They
     count for context and rows, not for ``rollout.max_response_length``."""
     timeout: Annotated[PositiveFloat, When(".name")] = 60.0
-    """Seconds after which a call has failed and its rollout is left out."""
+    """Seconds after which a call has failed and its response has no reward."""
     workers: Annotated[PositiveInt, When(".name")] = 8
     """Calls at once, per engine replica."""
 
@@ -486,7 +486,13 @@ class RewardRecipe(Section):
     cgroup quota and SLURM's share counted)."""
     step_timeout: PositiveFloat = 1800.0
     """Seconds that a step waits for grader processes after its harvest; responses without a verdict by then
-    count as ``timeout``. An evaluation waits for all."""
+    are unscored (``on_error``). An evaluation waits for all."""
+    on_error: Literal["end", "drop", "zero"] = "drop"
+    """Consequence where a grader or an environment fails or is late: ``end`` the run; ``drop`` the response
+    (of a stream or a tree the whole rollout), which selects; reward ``zero``, which teaches to avoid what
+    fails."""
+    max_unscored: Annotated[float, Field(ge=0, le=1), NUMBER, When(".on_error", "drop", "zero")] = 0.1
+    """Largest share of a step's responses that may have no reward; more end the run. One always may."""
     timeout: PositiveFloat = 5.0
     """Seconds a math answer may take."""
     code_timeout: PositiveFloat = 6.0

@@ -15,8 +15,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+from megatron_eqlen.processes.services import retried
 from megatron_eqlen.recipe.plugins import load_object
 from megatron_eqlen.types import Grade, Prompt, TokenIds
 
@@ -72,6 +74,8 @@ class RewardFunction:
         self._everything = any(one.kind is one.VAR_KEYWORD for one in self._parameters.values())
         self._is_chat: bool | None = None
         """True if the function takes the response as messages, None if that is not known yet."""
+        self._is_down = False
+        """True if the newest call failed: the next is made once, so that a dead service costs no time."""
         if not _takes_response(self._parameters):
             raise ValueError(_not_a_reward(self._parameters, path, key))
 
@@ -94,8 +98,11 @@ class RewardFunction:
         """Return the grade of a response. Raises ValueError, naming the function, for an error in it, and for
         what is no finite number."""
         started = time.monotonic()
+        work = partial(self._call, prompt, completion, token_ids)
+        retries, self._is_down = not self._is_down, True
         with own_code(self.path):
-            returned = self._call(prompt, completion, token_ids)
+            returned = retried(work) if retries else work()
+        self._is_down = False
         try:
             rewards = _named(returned)
             reward = 0.0 if rewards else _number(returned)

@@ -28,18 +28,23 @@ from megatron_eqlen.graders.grader import (
     response_key,
 )
 from megatron_eqlen.graders.math.grader import MathGrader
+from megatron_eqlen.graders.sandbox.client import SandboxError
 from megatron_eqlen.metrics import POLICY_RESPONSE_LENGTH, POLICY_REWARD, POLICY_ROLLOUTS, REWARD_MEAN
 from megatron_eqlen.processes.cores import cores_per_rank
 from megatron_eqlen.processes.watchdog import beat
 from megatron_eqlen.recipe import RewardRecipe
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
 from megatron_eqlen.rewards.functions import RewardFunction, is_reward_function, own_code
+from megatron_eqlen.rewards.unscored import UnscoredError, leave_out
 from megatron_eqlen.sampling.comparison import response_reward
 from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver, all_rollouts
 from megatron_eqlen.sampling.profile import profile_metrics
-from megatron_eqlen.types import Grade, Metrics, Part, Prompt, Rollout, TokenIds
+from megatron_eqlen.types import UNSCORED, Grade, Metrics, Part, Prompt, Rollout, TokenIds
 
 log = logging.getLogger(__name__)
+
+FAILURES = (ValueError, SandboxError, UnscoredError)
+"""Errors of a grader about a response (of one's own code: ``functions.own_code``)."""
 
 
 class TokenDecoder(Protocol):
@@ -79,6 +84,8 @@ class Scorer:
         if reward.rubric:
             self._functions["rubric"] = RewardFunction(reward.rubric, "reward.rubric")
         self._background = Background(tokenizer.decode)
+        self.causes: list[str] = []
+        """Failure of the newest ``score`` that left a response without a reward, and its prompt; or none."""
 
     def begin(self, prompt: Prompt, response: TokenIds) -> None:
         """Start grading a response that has just ended, if its grader works beside generation."""
@@ -93,9 +100,10 @@ class Scorer:
     def score(self, rollouts: Sequence[Rollout], seconds: float = math.inf) -> Metrics:
         """Fill ``grade`` of every segment that ends a response; a grade that is already there is kept.
 
-        Waits at most ``seconds`` for graders that work in the background; responses without a grade then get
-        0, as ``timeout``. Grading that was begun for responses not among ``rollouts`` is cancelled. Raises a
-        grader's error, with a note that names the prompt.
+        Waits at most ``seconds`` for graders that work in the background; responses without a grade then, and
+        those whose grader failed, are unscored. Grading that was begun for responses not among ``rollouts``
+        is cancelled. With ``reward.on_error: end``, raises a grader's error, with a note that names the
+        prompt, or UnscoredError for a late one.
         """
         started = time.monotonic()
         ended = list(_ended(rollouts))
@@ -112,20 +120,17 @@ class Scorer:
             waited = time.monotonic() - waiting
         finally:
             self._background.give_up()
-        if late:
-            log.warning(
-                "%d of %d responses have no verdict %g s after the harvest (reward.step_timeout): they count "
-                "as timeout, with reward 0",
-                late,
-                len(ungraded),
-                seconds,
-            )
         for entry in ended:
             entry.part.grade = weighed(entry.part.grade or grades[entry.key], self._reward.weights)
-        new = [(entry.prompt, entry.part.grade) for entry in ended if not entry.part.carried]
+        lost = [(part.grade, rollout) for rollout in rollouts for part in rollout.unscored()]
+        self.causes = [f"{grade.detail} ({rollout.prompt_id})" for grade, rollout in lost[:1] if grade]
+        if lost:
+            log.warning("%d of %d responses have no reward: %s", len(lost), len(ended), *self.causes)
+        kept, left_out = leave_out(rollouts, self._reward)
         return (
-            reward_metrics(new)
-            | policy_metrics(rollouts)
+            reward_metrics(new_grades(kept))
+            | policy_metrics(kept)
+            | left_out
             | {
                 "reward/calls": len(ungraded),
                 "reward/seconds": time.monotonic() - started,
@@ -179,21 +184,36 @@ class Scorer:
             self._background.begin(key, grader, prompt, response)
 
     def _grade_now(self, responses: Sequence[_Ended]) -> dict[Key, Grade]:
+        """Return the grades of responses; a grader that fails is asked for fewer at once, to find those with
+        which it fails."""
         texts = [self._tokenizer.decode(entry.response) for entry in responses]
-        grades = self.grade_texts(
-            texts, [entry.prompt for entry in responses], [entry.response for entry in responses]
-        )
+        try:
+            grades = self.grade_texts(
+                texts, [entry.prompt for entry in responses], [entry.response for entry in responses]
+            )
+        except FAILURES as error:
+            if self._reward.on_error == "end":
+                raise
+            if len(responses) > 1:
+                half = len(responses) // 2
+                return self._grade_now(responses[:half]) | self._grade_now(responses[half:])
+            grades = [Grade.unscored(error, responses[0].prompt.grader)]
         return {entry.key: grade for entry, grade in zip(responses, grades, strict=True)}
 
     def _collect(self, begun: Sequence[Key], grades: dict[Key, Grade], seconds: float) -> int:
         """Wait for grades that were begun, at most ``seconds`` in all; return how many were late."""
         deadline, late = time.monotonic() + seconds, 0
         for key in begun:
-            grade = self._background.grade(key, deadline)
-            late += grade is None
-            grades[key] = grade or self._background.timeout(
-                key, f"no verdict {seconds:g} s after the harvest"
-            )
+            try:
+                grade = self._background.grade(key, deadline)
+                if grade is None:
+                    late += 1
+                    raise UnscoredError(f"no verdict {seconds:g} s after the harvest (reward.step_timeout)")
+            except FAILURES as error:
+                if self._reward.on_error == "end":
+                    raise
+                grade = Grade.unscored(error)
+            grades[key] = grade
         return late
 
     def _grader(self, name: str) -> Grader:
@@ -211,7 +231,7 @@ class Scorer:
 def weighed(grade: Grade, weights: Mapping[str, float]) -> Grade:
     """Return the grade with the weighted sum of its named rewards as reward: of zeros if there was nothing to
     grade. One reward without names stays as it is. Raises ValueError unless the weights have the names."""
-    if not grade.rewards and grade.verdict in ("timeout", "not_applicable"):
+    if not grade.rewards and grade.verdict in ("timeout", "not_applicable", UNSCORED):
         grade = replace(grade, rewards=dict.fromkeys(weights, 0.0))
     if not grade.rewards:
         return grade
@@ -302,6 +322,14 @@ def reward_metrics(ended: Sequence[tuple[Prompt, Grade | None]]) -> Metrics:
         metrics[f"reward/source/{source}/ended"] = len(of_source)
         metrics[f"reward/source/{source}/mean"] = sum(of_source) / len(of_source)
     return metrics
+
+
+def new_grades(rollouts: Iterable[Rollout]) -> list[tuple[Prompt, Grade | None]]:
+    """Return the grades of responses that ended in this step."""
+    parts = ((rollout.prompt, part) for rollout in rollouts for part in rollout.parts)
+    return [
+        (prompt, part.grade) for prompt, part in parts if part.finish_reason == "stop" and not part.carried
+    ]
 
 
 def policy_metrics(rollouts: Iterable[Rollout]) -> Metrics:

@@ -49,7 +49,8 @@ from megatron_eqlen.record.reader import (
     step_files,
 )
 from megatron_eqlen.record.recorder import Recorder, record_grades
-from megatron_eqlen.rewards.scoring import Scorer, reward_metrics
+from megatron_eqlen.rewards.scoring import Scorer, new_grades, reward_metrics
+from megatron_eqlen.rewards.unscored import leave_out, refuse_too_many
 from megatron_eqlen.run.replicas import Replicas, shared
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Batch, Step
@@ -293,11 +294,10 @@ class Generator(InTurn):
         with self.session.stage("score", self.recipe.reward.step_timeout) as seconds:
             part = self.session.replicas.part(harvested.rollouts)
             self.teach(part)
-            graded = self.session.scorer.score(part, self.recipe.reward.step_timeout)
+            seconds |= grade(self.session, part, harvested)
             if part or self.session.replicas.leads:
                 record_grades(self._file(step), part)
             everyone = shared(part, harvested.prompts)
-            seconds |= at_once(gather([graded]))
         keys = [rollout_key(rollout) for rollout in everyone if rollout.suspended]
         origin = RolloutOrigin(step.number, step.policy_version)
         self.suspended |= {key: self.resumed.get(key, origin) for key in keys}
@@ -373,20 +373,23 @@ def try_rewards(session: Session, source: PromptSource) -> None:
         (session.progress.warn if first.cause else session.progress.say)(f"first rewards of {first}")
 
 
+def grade(session: Session, rollouts: Sequence[Rollout], harvested: Batch) -> Metrics:
+    """Grade this rank's rollouts; return the metrics of all ranks. Raises UnscoredError if too many responses
+    have no reward."""
+    reward = session.recipe.reward
+    metrics = at_once(gather([session.scorer.score(rollouts, reward.step_timeout)]))
+    refuse_too_many(harvested.metrics | metrics, gather(session.scorer.causes), reward)
+    return metrics
+
+
 def select(scored: Batch, step: Step, session: Session) -> Batch:
     """Return the batch with reward metrics of responses that ended in this step, and only the rollouts that
     the step trains. Dynamic sampling leaves out prompts without unequal rewards, and prompts beyond
     ``data.prompts_per_step``."""
     recipe = session.recipe
-    ended = [
-        (rollout.prompt, part)
-        for rollout in scored.rollouts
-        for part in rollout.parts
-        if part.finish_reason == "stop"
-    ]
-    new = [(prompt, part.grade) for prompt, part in ended if not part.carried]
-    metrics = scored.metrics | reward_metrics(new)
-    rollouts = due_rollouts(scored.rollouts)
+    kept, left_out = leave_out(scored.rollouts, recipe.reward)
+    metrics = scored.metrics | reward_metrics(new_grades(kept)) | left_out
+    rollouts = due_rollouts(kept)
     if session.objective.dynamic_sampling:
         room = recipe.data.prompts_per_step - step.prompts
         rollouts, metrics["objective/filtered_prompts"] = dynamic_sampling.select(rollouts, recipe, room)

@@ -7,12 +7,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_eqlen.files import step_name
-from megatron_eqlen.metrics import at_once
-from megatron_eqlen.processes.distributed import agree, gather
+from megatron_eqlen.processes.distributed import agree
 from megatron_eqlen.record.partial import RolloutOrigin
 from megatron_eqlen.record.reader import read_prompts, read_skeletons, read_step, step_files
 from megatron_eqlen.record.replayed import check_step, check_steps
-from megatron_eqlen.run.generation import InTurn, select
+from megatron_eqlen.run.generation import InTurn, grade, select
 from megatron_eqlen.run.replicas import shared
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Batch, Step
@@ -57,7 +56,6 @@ class Replay(InTurn):
         """Grade only the responses without a recorded grade; ask the teacher only where none answered."""
         with self.session.stage("score", self.recipe.reward.step_timeout) as seconds:
             self.teach(harvested.rollouts)
-            graded = self.session.scorer.score(harvested.rollouts, self.recipe.reward.step_timeout)
+            seconds |= grade(self.session, harvested.rollouts, harvested)
             everyone = shared(harvested.rollouts, harvested.prompts)
-            seconds |= at_once(gather([graded]))
         return select(Batch(everyone, harvested.metrics | seconds, None), step, self.session)

@@ -291,7 +291,7 @@ FAILURES = {
 
 @pytest.mark.parametrize("name", FAILURES)
 def test_an_agent_that_fails_drops_its_rollout(tokenizer, name, caplog):
-    with pytest.raises(RuntimeError, match="all 1 rollouts are left out"):
+    with pytest.raises(RuntimeError, match="all 1 rollouts are without a reward"):
         played(tokenizer, name, timeout=1.0 if name == "hangs" else 20.0)
     assert re.search(FAILURES[name], caplog.text, re.DOTALL)
 
@@ -323,13 +323,13 @@ def test_an_agent_goes_on_where_its_rollout_was_left(tokenizer):
     assert [part.grade.reward for part in again.parts] == [0.4, 0.4]
     assert metrics["environment/replays"] == 2
     progress = HarvestProgress(partial=[PartialRollout(prompt, 0, cut)])
-    with pytest.raises(RuntimeError, match="all 1 rollouts are left out"):  # its requests differ
+    with pytest.raises(RuntimeError, match="all 1 rollouts are without a reward"):  # its requests differ
         played(tokenizer, "crashes", progress=progress, engine=Finishing(tokenizer, ""))
 
 
 PLAYS = {
     "plays": ("0.5", "{}", None),
-    "fails": ("fails", "{}", "all 1 rollouts are left out: .*verifiers: ValueError.*no task"),
+    "fails": ("fails", "{}", "all 1 rollouts are without a reward: .*verifiers: ValueError.*no task"),
     "dies": ("dies", "{}", "^verifiers: the worker ended with status 3"),
     "does not start": ("0.5", '{"id": 1}', "^verifiers: the worker ended with status 4"),
 }

@@ -247,9 +247,10 @@ def test_an_environment_that_fails_drops_its_rollout_and_no_other(caplog):
             raise ConnectionError("no server")
 
     rollouts, metrics = words(lambda prompt, seed: Answers(prompt, seed, fails=fails))
-    assert [rollout.prompt_id for rollout in rollouts] == ["q0", "q2"]
-    assert metrics["environment/dropped"] == 1
-    assert "q1/0 is left out, its environment failed: ConnectionError('no server')" in caplog.text
+    assert [rollout.prompt_id for rollout in rollouts if not rollout.unscored()] == ["q0", "q2"]
+    assert [len(rollout.unscored()) for rollout in rollouts] == [0, 2, 0]
+    assert metrics["environment/dropped"] == 0
+    assert "q1/0 has a response without a reward, its environment failed: ConnectionError('no" in caplog.text
 
 
 WRONG = {
@@ -286,9 +287,9 @@ def test_a_call_without_an_answer_drops_its_rollout():
     over = threading.Event()
     fails = {"q0": over.wait}
     make = lambda prompt, seed: Answers(prompt, seed, fails=lambda name: fails.get(name, bool)())  # noqa: E731
-    rollouts, metrics = words(make, timeout=0.2)
+    rollouts, _ = words(make, timeout=0.2)
     over.set()
-    assert ([rollout.prompt_id for rollout in rollouts], metrics["environment/dropped"]) == (["q1", "q2"], 1)
+    assert [rollout.prompt_id for rollout in rollouts if not rollout.unscored()] == ["q1", "q2"]
 
 
 class Holds(Answers):
@@ -346,7 +347,7 @@ def test_a_harvest_whose_environments_all_fail_is_an_error():
     def fails(prompt_id):
         raise ConnectionError("no server")
 
-    with pytest.raises(EngineError, match="all 3 rollouts are left out: their environments failed"):
+    with pytest.raises(EngineError, match="all 3 rollouts are without a reward: their environments failed"):
         words(lambda prompt, seed: Answers(prompt, seed, fails=fails))
 
 
@@ -382,7 +383,7 @@ def test_an_environment_that_cannot_repeat_itself_drops_what_it_cannot_resume():
     progress = HarvestProgress(partial=[PartialRollout(QUESTION, 0, tracks)])
     made = speaking(lambda prompt, seed: Clock(prompt, seed, most=3))
     plan = HarvestPlan([QUESTION], settings, [END], seed=0, progress=progress, conversations=made)
-    with pytest.raises(EngineError, match="all 1 rollouts are left out"):
+    with pytest.raises(EngineError, match="all 1 rollouts are without a reward"):
         harvest(Drawing(lambda name, shares: END, row), plan)
 
 
@@ -412,7 +413,7 @@ def test_a_recorded_rollout_without_grades_gets_those_of_its_own_environment():
     (again,) = graded(harvest_seed(settings, 4), HarvestProgress([first], [begun]))
     assert [part.grade.reward for part in again.parts] == known
     again.parts[0].grade, Seeded.grade = None, lambda self: over.wait(60)
-    with pytest.raises(EngineError, match="all 1 rollouts are left out"):  # it is generated again
+    with pytest.raises(EngineError, match="all 1 rollouts are without a reward"):  # it is generated again
         graded(harvest_seed(settings, 4), HarvestProgress([again], [begun]))
     over.set()
 

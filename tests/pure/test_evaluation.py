@@ -173,7 +173,7 @@ def test_samples_have_environments_of_their_own_and_a_problem_whose_environment_
     result = run(recipe, AnsweringEngine(ANSWERS), conversations=speak)
     assert [answers.rewards for answers in result.answers] == [[1, 1, 1]]
     assert result.manifest["question_ids"] == ["sums/1+1"]
-    assert "sums: 1 of 2 problems are left out: their environments failed" in caplog.text
+    assert "sums: 1 of 2 problems are left out: its environment failed: ConnectionError" in caplog.text
     assert len({*seeds}) == len(seeds)
 
 

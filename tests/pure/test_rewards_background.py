@@ -142,20 +142,22 @@ def test_a_rank_grades_only_what_it_was_given(scorer, begun, recipe):
     assert verdicts(rollout) == [("done", 1.0)]
 
 
-def test_what_has_no_verdict_in_time_is_a_timeout_and_said_once(scorer, begun, caplog):
+def test_what_has_no_verdict_in_time_has_no_reward_and_is_said_once(scorer, begun, caplog):
     quick, stuck = group("right", "other"), group("right: loop", "behind", "right: loop")
     scorer.begin_ended([quick, stuck])
     assert within(30, lambda: len(begun()) == 3), "the only worker has answered the quick ones"
     metrics = scorer.score([quick, stuck], seconds=2.0)
     assert verdicts(quick) == [("done", 1.0), ("done", 0.0)]
-    assert verdicts(stuck) == [("timeout", 0.0)] * 3
+    assert verdicts(stuck) == [("unscored", 0.0)] * 3
     assert metrics["reward/cut_off"] == 2, "equal responses are one"
-    assert metrics["reward/verdict/timeout"] == 3 / 5
-    assert stuck.parts[0].grade == Grade(
-        0.0, "timeout", None, "obedient-1", detail="no verdict 2 s after the harvest"
-    )
+    assert (metrics["reward/unscored"], metrics["reward/dropped"], metrics["reward/ended"]) == (3, 3, 2)
+    assert metrics["policy/reward"] == 0.5, "what has no reward is no 0"
+    assert stuck.parts[0].grade == Grade.unscored("no verdict 2 s after the harvest (reward.step_timeout)")
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "2 of 4 responses have no verdict 2 s after the harvest (reward.step_timeout)" in caplog.text
+    assert (
+        "3 of 5 responses have no reward: no verdict 2 s after the harvest (reward.step_timeout) (q#7)"
+        in caplog.text
+    )
     after = group("right")
     assert scorer.score([after])["reward/cut_off"] == 0
     assert verdicts(after) == [("done", 1.0)], "the stuck program was killed"
@@ -165,13 +167,15 @@ def test_what_has_no_verdict_in_time_is_a_timeout_and_said_once(scorer, begun, c
     ("text", "error", "message"),
     [("x: die", RuntimeError, "no verdict: the worker died"), ("x: refuse", ValueError, "x is refused")],
 )
-def test_what_goes_wrong_in_the_background_is_raised_once_with_the_prompts_id(scorer, text, error, message):
+def test_what_goes_wrong_in_the_background_is_raised_once_with_the_prompts_id(begun, text, error, message):
+    scorer = Scorer(RewardRecipe(workers=1, on_error="end"), Letters())
     scorer.begin_ended([group("right", text)])
     for _ in "12":
         with pytest.raises(error, match=message) as raised:
             scorer.score([group("right", text)])
         assert raised.value.__notes__ == ["while an answer to prompt q#7 was graded"]
     assert scorer.score([group("right")])["reward/mean"] == 1.0, "nothing is left of it"
+    scorer.close()
 
 
 def test_equal_responses_are_begun_once_and_recorded_grades_are_kept(scorer, begun):
@@ -220,7 +224,7 @@ def rubric(question: str, response: str, gold: str) -> float:
 
 def test_code_of_this_process_is_called_when_the_harvest_is_over(begun):
     CALLS.clear()
-    scorer = Scorer(RewardRecipe(workers=3, rubric=f"{__name__}:rubric"), Letters())
+    scorer = Scorer(RewardRecipe(workers=3, rubric=f"{__name__}:rubric", on_error="end"), Letters())
     rollouts = [group("a", "b", grader=f"{__name__}:Plain"), group("c", grader="rubric")]
     scorer.begin_ended(rollouts)
     assert CALLS == ["made for 3 workers"]

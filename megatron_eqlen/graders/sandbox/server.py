@@ -24,8 +24,8 @@ from megatron_eqlen.graders.code.rules import Rules
 from megatron_eqlen.graders.code.tests import CodeTests
 from megatron_eqlen.graders.sandbox.client import Execution, SandboxError
 from megatron_eqlen.graders.sandbox.program import REPORT_TEXT, Limits
+from megatron_eqlen.processes.services import PAUSES
 
-ATTEMPTS = 3
 REQUESTS_PER_WORKER = 8
 ERRORS = {"MemoryError": "memory_limit"} | dict.fromkeys(
     ("SyntaxError", "IndentationError", "TabError"), "compile_error"
@@ -117,8 +117,8 @@ class SandboxServer:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         request = urllib.request.Request(self._url, json.dumps(body).encode(), headers)
         problem = ""
-        for attempt in range(ATTEMPTS):
-            time.sleep(attempt)
+        for pause in (0.0, *PAUSES):
+            time.sleep(pause)
             try:
                 with urllib.request.urlopen(request, timeout=body["run_timeout"] * 4 + 30) as response:
                     answer = json.load(response)
@@ -129,4 +129,4 @@ class SandboxServer:
             if found.get("status") != "SandboxError" and found.get("run_result"):
                 return found["run_result"]
             problem = f"answer {str(answer)[:200]}"
-        raise SandboxError(f"{self._url}: no verdict in {ATTEMPTS} attempts: {problem}")
+        raise SandboxError(f"{self._url}: no verdict in {1 + len(PAUSES)} attempts: {problem}")

@@ -1,0 +1,130 @@
+"""Responses without a reward: what ``reward.on_error`` makes of them, and what dropping them estimates."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from megatron_eqlen.recipe import RewardRecipe
+from megatron_eqlen.rewards.scoring import Scorer
+from megatron_eqlen.rewards.unscored import UnscoredError, leave_out, refuse_too_many
+from megatron_eqlen.types import Grade
+from tests.pure.test_rewards_background import Letters, group
+
+HERE = __name__
+
+
+def graded(response: str) -> float:
+    if response == "late":
+        raise TimeoutError("the judge does not answer")
+    return float(response == "right")
+
+
+class Batches:
+    """A grader of its own that fails for a whole batch."""
+
+    def __init__(self, reward: RewardRecipe) -> None: ...
+
+    def grade(self, texts, golds):
+        return [Grade(graded(text), "scored") for text in texts]
+
+    def close(self): ...
+
+
+def score(on_error: str, *texts: str, grader: str = f"{HERE}:graded"):
+    scorer = Scorer(RewardRecipe(workers=1, on_error=on_error), Letters())
+    rollout = group(*texts, grader=grader)
+    metrics = scorer.score([rollout])
+    scorer.close()
+    return rollout, metrics, scorer.causes
+
+
+@pytest.mark.parametrize("grader", [f"{HERE}:graded", f"{HERE}:Batches"])
+def test_one_response_that_cannot_be_graded_takes_no_other_with_it(grader):
+    rollout, metrics, causes = score("drop", "right", "late", "wrong", "right", grader=grader)
+    verdicts = [part.grade.verdict for part in rollout.parts]
+    assert verdicts == ["scored", "unscored", "scored", "scored"]
+    assert (metrics["reward/unscored"], metrics["reward/dropped"], metrics["reward/ended"]) == (1, 1, 3)
+    assert metrics["reward/mean"] == metrics["policy/reward"] == pytest.approx(2 / 3), "no 0 among them"
+    assert metrics["reward/dropped_length"] == len("late") + 1
+    assert metrics["policy/response_length"] == pytest.approx(np.mean([6, 6, 6]))
+    assert causes[0].startswith(grader)
+    assert "TimeoutError at test_unscored.py" in causes[0]
+    assert causes[0].endswith("the judge does not answer (q#7)")
+    (kept,), _ = leave_out([rollout], RewardRecipe())
+    assert [part.number for part in kept.parts] == [0, 2, 3]
+
+
+def test_a_service_that_does_not_answer_is_asked_again_and_a_dead_one_costs_no_time(monkeypatch):
+    pauses, left = [], [2]
+    monkeypatch.setattr("time.sleep", pauses.append)
+
+    def judge(response: str) -> float:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise ConnectionResetError("closed")
+        return 1.0
+
+    monkeypatch.setitem(globals(), "judge", judge)
+    assert score("drop", "right", grader=f"{HERE}:judge")[1]["reward/unscored"] == 0
+    assert pauses == [1.0, 2.0]
+    left[0] = 99
+    assert score("drop", "a", "b", "c", grader=f"{HERE}:judge")[1]["reward/unscored"] == 3
+    assert pauses == [1.0, 2.0] * 2
+
+
+def test_a_zero_is_counted_and_the_end_is_an_error():
+    rollout, metrics, _ = score("zero", "right", "late")
+    assert (metrics["reward/unscored"], metrics["reward/dropped"], metrics["reward/mean"]) == (1, 0, 0.5)
+    assert metrics["reward/verdict/unscored"] == 0.5
+    assert leave_out([rollout], RewardRecipe(on_error="zero"))[0] == [rollout]
+    with pytest.raises(ValueError, match=r"TimeoutError at test_unscored\.py.*does not answer"):
+        score("end", "right", "late")
+
+
+@pytest.mark.parametrize(
+    ("unscored", "ended", "dropped", "refused"),
+    [
+        (1, 0, 0, False),
+        (1, 3, 0, False),
+        (2, 18, 0, False),
+        (3, 18, 0, True),
+        (1, 17, 2, True),
+        (2, 0, 0, True),
+    ],
+)
+def test_more_than_the_limit_end_the_run_and_one_never_does(unscored, ended, dropped, refused):
+    counts = {
+        "reward/unscored": unscored,
+        "reward/ended": ended,
+        "environment/dropped_responses": dropped,
+    }
+    if not refused:
+        return refuse_too_many(counts, ["x"], RewardRecipe())
+    with pytest.raises(UnscoredError, match=f"{unscored + dropped} of .*reward.max_unscored: 0.1 .*cause"):
+        refuse_too_many(counts, ["the cause"], RewardRecipe())
+    return None
+
+
+def test_the_expected_step_of_what_is_kept_is_the_gradient_of_the_reward_given_no_failure():
+    """Enumerated: three responses of a softmax policy, rewards 1, 0, 3, no failure with 0.9, 0.5, 0.2; the
+    rest of a group of three that has lost some, with the mean of the others as baseline."""
+    logits, rewards, ok = np.array([0.3, -0.2, 0.1]), np.array([1.0, 0.0, 3.0]), np.array([0.9, 0.5, 0.2])
+    policy = np.exp(logits) / np.exp(logits).sum()
+    expected, weight = np.zeros(3), 0.0
+    for drawn in product(range(3), repeat=3):
+        for fine in product([True, False], repeat=3):
+            chance = np.prod(
+                [policy[n] * (ok[n] if good else 1 - ok[n]) for n, good in zip(drawn, fine, strict=True)]
+            )
+            kept = [n for n, good in zip(drawn, fine, strict=True) if good]
+            if len(kept) < 2:
+                continue
+            weight += chance
+            for place, n in enumerate(kept):
+                others = kept[:place] + kept[place + 1 :]
+                advantage = rewards[n] - rewards[others].mean()
+                expected += chance * advantage * (np.eye(3)[n] - policy) / len(kept)
+    given = policy * ok / (policy * ok).sum()
+    gradient = given * (rewards - given @ rewards)  # of the mean of rewards under `given`, in the logits
+    np.testing.assert_allclose(expected / weight, gradient, atol=1e-12)
