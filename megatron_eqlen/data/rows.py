@@ -31,7 +31,7 @@ REMEDIES = dict.fromkeys(("missing_column", "empty_field"), "data.sources[].colu
     "gold_timeout": "data.sources[].grader: module:function grades what is no mathematics",
     "not_an_aime_answer": "data.sources[].reader: jsonl takes any answer",
     "too_long": "raise data.max_prompt_length",
-    "bad_tests": "megatron_eqlen/data/README.md has the form of tests",
+    "bad_tests": "docs/models_and_data.md has the form of tests",
 }
 """Faults for which a row is left out, and what helps. Other reasons are as the recipe, or a data set known by
 name, has it."""

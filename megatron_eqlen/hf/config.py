@@ -154,7 +154,7 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     if name not in FAMILIES:
         raise ConfigError(
             f"{where}: model_type: expected one of {', '.join([*FAMILIES, *OF_IMAGES])}, found {name!r} "
-            "(a new family is added in megatron_eqlen/hf/config_fields.py; see README.md there)"
+            "(a new family is added in megatron_eqlen/hf/config_fields.py; see docs/extending.md)"
         )
     family = FAMILIES[name]
     layers = fields.get("num_hidden_layers", int)

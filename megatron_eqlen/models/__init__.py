@@ -1,4 +1,4 @@
-"""Megatron-Core models of ``hf``'s families: configuration, layers, weights. See README.md here."""
+"""Megatron-Core models of ``hf``'s families: configuration, layers, weights."""
 
 from megatron_eqlen.megatron_cpu import install
 

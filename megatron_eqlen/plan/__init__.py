@@ -1,2 +1,1 @@
-"""Resources that a recipe needs, computed without a GPU: memory by phase, host, disk, time (see
-README.md)."""
+"""Resources that a recipe needs, computed without a GPU: memory by phase, host, disk, time."""

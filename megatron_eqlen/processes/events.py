@@ -4,7 +4,7 @@
     stages, steps, warnings ── EventWriter (thread) ─┼─► RUN/events.jsonl ─► read ─► processes/run_state.py
     slurm/*.sbatch ── note (common.sh) ──────────────┘
 
-``processes/README.md`` lists the kinds of events and their fields, and says how lines are kept apart.
+``docs/run_folder.md`` lists the kinds of events and their fields, and says how lines are kept apart.
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ class SourceRecipe(DataSection):
     name: str
     """Rewards of its prompts are logged under this name."""
     reader: SourceReader = "deepmath"
-    """A reader's name (data/README.md lists them), or the import path of your own,
+    """A reader's name (docs/models_and_data.md lists them), or the import path of your own,
     ``package.module:read``."""
     grader: GraderName | None = None
     """Grader of all its answers: ``math``, ``code``, ``reasoning_gym``, ``rubric``, or the import path of
@@ -687,7 +687,7 @@ class BenchmarkRecipe(DataSection):
     name: str
     """Name under which accuracies are logged."""
     reader: BenchmarkReader = "deepmath"
-    """Name of a reader (data/README.md lists them), or the import path of your own."""
+    """Name of a reader (docs/models_and_data.md lists them), or the import path of your own."""
     grader: GraderName | None = None
     """Name or import path of a grader, as in ``data.sources[].grader``; default: the reader's grader."""
     path: str

@@ -19,7 +19,7 @@ REPLACED = {
     ("vllm.outputs", "RequestOutput"): ["add"],
     ("vllm.v1.sample.sampler", "Sampler"): ["forward"],
 }
-"""Names inside vLLM that the package assigns to (megatron_eqlen/engines/README.md)."""
+"""Names inside vLLM that the package assigns to (docs/engines.md)."""
 
 TYPES = {
     ("generate_api.py", "choice"): (PROTOCOL, "GenerateTokensStreamChoice"),

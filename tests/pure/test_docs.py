@@ -26,6 +26,12 @@ LINK = re.compile(r"(?<!\\)\]\(([^)\s]+)\)")
 FAMILIES = {declared.name.split("/")[0] for declared in DECLARED}
 SECTIONS = {name for name, field in Recipe.model_fields.items() if field.annotation not in (str, int)}
 PATH = re.compile(r"(?:^|[\s(])((?:tools|recipes|slurm|tests|docs|megatron_eqlen)/[\w./*-]+)")
+OTHER_PATH = re.compile(r"^((?:[a-z_0-9]+/)*[a-z_0-9]+\.(?:py|c|sh))$")
+FOLDER_PATH = re.compile(r"^((?:[a-z_0-9]+/)+)$")
+"""Paths that begin where a reader is: in the README's folder, or in the package. Pages also name folders that
+users have."""
+ELSEWHERE = {"my_package/half.py", "rewards.py", "tune.py", "streams/", "read/", "imported/"}
+"""Paths of a user, of an archive, of a run folder, and of a report."""
 KEYS = {re.sub(r"\.0\b", "[]", ".".join(key)) for key in all_keys()}
 FILE = re.compile(r"\.(html|jinja|json|jsonl|py|yaml|safetensors|md|parquet|arrow|txt|css)$")
 
@@ -42,6 +48,10 @@ def markdown_files() -> list[Path]:
 
 
 FILES = markdown_files()
+TRACKED = subprocess.run(
+    ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+).stdout.split()
+TRACKED += sorted({f"/{Path(name).parent}/" for name in TRACKED})
 TODAY = [file for file in FILES if file.name != "CHANGELOG.md"]
 """Texts about the present; the changelog names what an earlier version had."""
 
@@ -100,9 +110,17 @@ def sources(script: str) -> list[Path]:
 
 
 def missing_files(file: Path, text: str) -> Iterator[str]:
+    """Yield paths below a top folder that do not exist; and other paths of code and folders, `data/rows.py`
+    or `server/`, that end no path of the repository."""
     for code in code_of(text):
         for path in PATH.findall(code):
             if "*" not in path and not (ROOT / path.rstrip(".")).exists():
+                yield path
+    for double, single in CODE.findall(FENCE.sub("", text)):
+        other = FOLDER_PATH.findall(double or single) if file.name == "README.md" else []
+        for path in OTHER_PATH.findall(double or single) + other:
+            known = any((folder / path).exists() for folder in (file.parent, PACKAGE, ROOT))
+            if path not in ELSEWHERE and not known and not any(name.endswith(f"/{path}") for name in TRACKED):
                 yield path
 
 
@@ -143,11 +161,27 @@ def test_a_text_names_nothing_that_is_not_there(missing: Callable[[Path, str], I
     (missing_commands, "`eqlen train R --no`, `tools/bench.py trees --no`, `tools/setup gpu --no`", 3),
     (missing_commands, "`eqlen submit R --servers 2 -- --mem=0`, `tools/bench.py trees --pairs 6`", 0),
     (missing_files, "`tools/nothing`, `recipes/qwen3_32b.yaml`, `slurm/nothing.sbatch x`", 2),
+    (missing_files, "`objectives/nothing.py`, `registry.py`, `dialogues/`, `objectives/`, `gone.py`", 3),
     (missing_keys, "`rollout.nothing: 1`, `rollout.top_k`, `data.sources[].reader`, `report.html`", 1),
     (missing_metrics, "`harvest/nothing`, `harvest/pairs`, `packing/fill`, `reward/verdict/*`", 1),
 ])  # fmt: skip
 def test_a_name_that_is_not_there_is_found(missing, text, found):
     assert len(list(missing(ROOT / "README.md", text))) == found
+
+
+def test_the_readme_of_a_folder_names_it_and_leaves_the_rest_to_the_pages():
+    words = {file.parent.name: len(file.read_text().split()) for file in PACKAGE.glob("*/README.md")}
+    assert {folder: count for folder, count in words.items() if count > 40} == {}
+    assert len(words) > 20
+
+
+def test_a_first_reading_takes_8000_words():
+    text = (ROOT / "README.md").read_text()
+    path = re.findall(
+        r"\]\((docs/\w+\.md)\)", text.partition("A first reading, 8,000 words:")[2].partition("\n\n")[0]
+    )
+    assert len(path) >= 4
+    assert sum(len((ROOT / name).read_text().split()) for name in ["README.md", *path]) <= 8000
 
 
 def rows(table: str) -> dict[str, list[str]]:
