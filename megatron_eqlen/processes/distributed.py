@@ -1,7 +1,8 @@
 """Process group of a run: join and leave it, agree, gather. NCCL with CUDA, gloo without.
 
 Under torchrun or srun the ranks come from the environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT,
-LOCAL_RANK). Without RANK the process is a world of size 1. An existing default group is used.
+LOCAL_RANK); ``launch`` names a file at which they meet (``STORE``) instead of an address. Without RANK the
+process is a world of size 1. An existing default group is used.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from megatron_eqlen.processes.sealing import seal
+
 HOST_PATIENCE = timedelta(days=7)
 """Timeout of collectives over ``host``: as long as servers may generate. A dead rank closes its connections,
 which ends the wait at once."""
+STORE = "EQLEN_STORE"
+"""Environment variable: the file at which the ranks of one machine meet."""
 FILES = 65536
 """Open files that a rank may have, where the hard limit allows it."""
 
@@ -118,8 +123,13 @@ def _join_world(timeout: timedelta) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if "RANK" in os.environ:
+    ranks, here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if ranks == here:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # by default gloo listens where the machine's name points
+    seal(required=ranks != here)
+    if "RANK" in os.environ and STORE not in os.environ:
         dist.init_process_group(backend, timeout=timeout)
-    else:
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] (documented, not in __all__)
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
+        return
+    store = dist.FileStore(os.environ[STORE]) if STORE in os.environ else dist.HashStore()
+    rank = int(os.environ.get("RANK", "0"))
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=ranks)

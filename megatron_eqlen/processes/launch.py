@@ -1,8 +1,13 @@
-"""Start this machine's ranks with torch's elastic agent; no rank outlives it."""
+"""Start the ranks of a run on one machine; none outlives this process.
+
+They meet at a file of this process (``STORE``), not at torch's rendezvous: its stores listen on all addresses
+of the machine without a secret, and ``c10d``'s unpickles what anybody has written there.
+"""
 
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -10,15 +15,16 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megatron_eqlen.processes import failures
+from megatron_eqlen.processes.distributed import STORE
 from megatron_eqlen.processes.failures import Failure
 from megatron_eqlen.processes.interrupts import Interrupts, handled
 from megatron_eqlen.processes.lifeline import named
 from megatron_eqlen.processes.quiet import quiet
+from megatron_eqlen.processes.sealing import SECRET
 
 
 def launch(
@@ -29,35 +35,32 @@ def launch(
 
     def handle(number: int, _: object) -> None:
         if interrupts.ends(number):
-            raise SignalException("", signal.Signals(number))  # makes torch's agent end the ranks
+            raise SignalException("", signal.Signals(number))  # ends the wait for the ranks
 
     for number in handled():
         signal.signal(number, handle)
-    quiet()  # again: importing the agent's module resets its logger's level
+    quiet()  # again: importing torch's module resets its logger's level
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # PYTORCH_ALLOC_CONF would win
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    os.environ.update(named())
+    os.environ |= named() | {SECRET: secrets.token_hex(), "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT"}
     with tempfile.TemporaryDirectory(prefix="eqlen-") as folder:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=processes,
-            run_id=f"eqlen-{os.getpid()}",
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",
-            max_restarts=0,
-            monitor_interval=0.5,
+        everyone = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), STORE: f"{folder}/store"}
+        ranks = range(processes)
+        started = start_processes(
+            "ranks",
+            sys.executable,
+            args=dict.fromkeys(ranks, ("-m", module, *arguments)),
+            envs={rank: {"RANK": str(rank), "LOCAL_RANK": str(rank), **everyone} for rank in ranks},
             logs_specs=DefaultLogsSpecs(log_dir=folder),
-            signals_to_handle="SIGQUIT",
-            shutdown_timeout=5,
         )
         try:
-            elastic_launch(config, sys.executable)("-m", module, *arguments)
-        except ChildFailedError as error:
-            return _report(error.failures, failures.read(Path(folder)), processes)
+            ended = started.wait(period=0.5)
         except SignalException as error:
+            started.close(error.sigval, timeout=5)
             return 128 + error.sigval
+        if ended is not None and ended.is_failed():
+            return _report(ended.failures, failures.read(Path(folder)), processes)
     return 0
 
 

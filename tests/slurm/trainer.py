@@ -4,7 +4,7 @@
 ``-m megatron_eqlen.cli plan RUN ...`` prints the run folder,
 ``check --short RUN ...`` leaves RUN/checked-NODE, waits while RUN/hold-check is there, and fails on the
 nodes of faults.json's ``unready``.
-``-m torch.distributed.run ... train RUN ...`` takes steps, in which the nodes wait for each other and for
+``train RUN ...``, under ``-m torch.distributed.run`` on several nodes, takes steps, in which the nodes wait for each other and for
 all ``rollout.servers``, and the first writes. ``RECIPE run_dir=RUN`` may stand for RUN.
 RUN/faults.json says what goes wrong in which restart, as in ``{"1": {"dies_at": 3, "rank": 1}}``:
     dies_at: it fails in the step after this one
@@ -110,12 +110,16 @@ def main() -> int:
             (run / f"checked-{node}").touch()
             assert within(300, lambda: not (run / "hold-check").exists())
             return int(node in faults(run).get("unready", []))
-        assert command == "plan"
-        print(f"run folder  {server.run_folder(rest)}")
-        return 0
+        if command == "plan":
+            print(f"run folder  {server.run_folder(rest)}")
+            return 0
     if module == "megatron_eqlen.engines.server":
         server.main()
-    assert module == "torch.distributed.run"
+    several = int(os.environ["SLURM_NTASKS"]) > 1
+    assert module == ("torch.distributed.run" if several else "megatron_eqlen.cli")
+    assert "--rdzv-backend=static" in arguments or not several
+    assert os.environ.get("PET_NODE_RANK") == os.environ["SLURM_PROCID"]
+    assert len(os.environ["EQLEN_SECRET"]) == 32
     recipe = arguments[arguments.index("train") + 1 :]
     listed = [word.partition("=[")[2].rstrip("]") for word in recipe if word.startswith("rollout.servers=")]
     return Node(server.run_folder(recipe), listed[0].split(",") if listed else []).train()
