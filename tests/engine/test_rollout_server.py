@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -686,14 +688,17 @@ def test_nccl_without_a_gpu_is_refused(fake):
 
 
 @pytest.fixture
-def without_nccl(monkeypatch) -> list[dict]:
-    """Run ``NcclSender`` up to NCCL itself and return the places where it would meet the workers; a broadcast
-    reads the stream."""
+def without_nccl(monkeypatch) -> list[tuple]:
+    """Run ``NcclSender`` up to NCCL itself and return the ids by which it would meet the workers, its ranks and
+    the worlds' sizes; a broadcast reads the stream."""
     from megatron_eqlen.engines.weights import nccl
 
-    places: list[dict] = []
+    places: list[tuple] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(nccl, "trainer_init", places.append)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    unique = SimpleNamespace(internal=(ctypes.c_byte * 128)(*range(128)))
+    monkeypatch.setattr(nccl, "NCCLLibrary", lambda: SimpleNamespace(ncclGetUniqueId=lambda: unique))
+    monkeypatch.setattr(nccl, "uid_init_process_group", lambda *place: places.append(place[:3]))
     monkeypatch.setattr(nccl, "broadcast", lambda named_tensors, group: list(named_tensors))
     return places
 
@@ -712,9 +717,7 @@ def test_with_nccl_every_worker_has_a_rank_and_knows_what_comes(open_fakes, with
     ]
     assert [(info.rank_offset, info.world_size) for info in infos] == [(1, 6), (3, 6)]
     assert {info.packed_num_buffers for info in infos} == {1}
-    assert {(info.master_address, info.master_port) for info in infos} == {
-        (place["master_address"], place["master_port"]) for place in without_nccl
-    }
+    assert {(info.nccl_unique_id_bytes, 0, info.world_size) for info in infos} == {*without_nccl}
     stored = new_weights()
     weights = {name: stored[name] for name in engine.weights.shapes}
     engine.sender.send(iter(weights.items()))

@@ -2,19 +2,21 @@
 arguments.
 
 If the server that spawned it is killed, vLLM's engine otherwise waits for work for ever and holds the GPU's
-memory.
+memory. Engine and workers meet on this machine alone: gloo listens on loopback, and what they unpickle is
+sealed.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 
 from megatron_eqlen.processes.lifeline import die_with_launcher, named
 from megatron_eqlen.processes.quiet import quiet
 
 
 def main() -> None:
-    os.environ.update(named())
+    os.environ |= named() | {"GLOO_SOCKET_IFNAME": "lo", "EQLEN_SECRET": secrets.token_hex()}
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 
@@ -29,5 +31,8 @@ def main() -> None:
 if __name__ in ("__main__", "__mp_main__"):
     die_with_launcher()
     quiet()
+    from megatron_eqlen.processes.sealing import seal  # imports torch
+
+    seal()
 if __name__ == "__main__":
     main()

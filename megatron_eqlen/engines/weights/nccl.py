@@ -1,12 +1,15 @@
 """Weights to all servers at once by NCCL broadcasts, for trainers and servers that share a fabric.
 
-The group is the trainer's sending rank and every worker of every live replica; vLLM's own packed broadcast
-(``vllm.distributed.weight_transfer``) fills and empties its buffer. Unlike with TCP, a replica that dies in
+The group is the trainer's sending rank and every worker of every live replica. It meets at NCCL's unique id,
+which workers get over HTTP with the servers' secret; vLLM's other way is a store that anybody may write to,
+whose values are unpickled. vLLM's packed broadcast (``vllm.distributed.weight_transfer``) fills and empties
+its buffer. Unlike with TCP, a replica that dies in
 the middle ends the sync for all: NCCL cannot leave a member out.
 """
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import accumulate, chain
@@ -15,9 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 from vllm.distributed.weight_transfer.nccl_common import (
     NCCLWeightTransferInitInfo,
-    trainer_init,
+    uid_init_process_group,
     worker_init_payload,
 )
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
@@ -25,7 +29,6 @@ from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast
 
 from megatron_eqlen.engines.protocol import EngineError
 from megatron_eqlen.engines.replica import Replica, ReplicaPool
-from megatron_eqlen.engines.weights.tcp import listen_towards
 
 BUFFER_BYTES = 256 * 2**20
 BUFFERS = 1
@@ -73,14 +76,13 @@ class NcclSender:
         self.members = self.pool.alive
         counts = [replica.workers for replica in self.members]
         first_ranks = dict(zip(self.members, accumulate(counts, initial=1), strict=False))
-        with self.pool.io.run(listen_towards(self.members[0].url)) as listener:
-            host, port = listener.getsockname()[:2]
-        place = {"master_address": host, "master_port": port, "world_size": 1 + sum(counts)}
+        world, unique_id = 1 + sum(counts), bytes(NCCLLibrary().ncclGetUniqueId().internal)
 
         async def invite(replica: Replica) -> None:
             info = NCCLWeightTransferInitInfo(
-                **place,
                 rank_offset=first_ranks[replica],
+                world_size=world,
+                nccl_unique_id_b64=b64encode(unique_id).decode(),
                 packed=True,
                 packed_buffer_size_bytes=BUFFER_BYTES,
                 packed_num_buffers=BUFFERS,
@@ -88,7 +90,7 @@ class NcclSender:
             await replica.post("init_weight_transfer_engine", {"init_info": worker_init_payload(info)})
 
         meeting = self.pool.start(invite)
-        self.group = trainer_init(place)
+        self.group = uid_init_process_group(unique_id, 0, world, torch.cuda.current_device())
         self.pool.settle("init_weight_transfer_engine", meeting)
 
     def _in_order(self, named_tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
