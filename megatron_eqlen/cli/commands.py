@@ -235,10 +235,15 @@ def _on_ranks(recipe: Recipe, work: Callable[[], None], stop: Path | None = None
 
 
 def _start(recipe: Recipe, work: Callable[[], None], interrupts: Interrupts) -> int:
-    from megatron_eqlen.processes.lifeline import die_with_launcher
+    from megatron_eqlen.processes.lifeline import die_with_launcher, taking_along
 
     die_with_launcher()
     os.environ.setdefault(BEGAN, str(IMPORTED))
+    with taking_along():
+        return _run(recipe, work, interrupts)
+
+
+def _run(recipe: Recipe, work: Callable[[], None], interrupts: Interrupts) -> int:
     if _needs_launch(recipe):
         with importing():
             from megatron_eqlen.processes.launch import launch

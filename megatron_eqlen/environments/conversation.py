@@ -55,7 +55,8 @@ class Conversations:
     read: Callable[[TokenIds], str]
     """Tokens of a turn -> its text."""
     write: Callable[[Observation], list[int]]
-    """Observation -> tokens that follow the turn's last token, up to the start of the next turn."""
+    """Observation -> tokens that follow the turn's last token, up to the start of the next turn; only some of
+    them where they are more than ``limits`` allows."""
     limits: EnvironmentRecipe = field(default_factory=EnvironmentRecipe)
     close: Callable[[], None] = lambda: None
     """Gives up what all environments share."""

@@ -4,7 +4,7 @@
           ◄─────────── policy's turn ──────────         ◄── text of a turn ──
 
 A request must continue the conversation so far. The same request again, from a client that retries, waits for
-the same turn.
+the same turn. The key of an episode is in its URL, and stands before anything else of a request is read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import secrets
+import socket
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -21,12 +24,19 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
 from megatron_eqlen.environments.tool_calls import ToolError, tool_calls
+from megatron_eqlen.files import shallow_json
 
 log = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 
 POLL_SECONDS = 0.05
+SILENCE = 30.0
+"""Seconds that a client may be silent in the middle of a request, or between two."""
+LONGEST = 16 * 2**20
+"""Bytes of a request."""
+STRANGERS = 256
+"""Connections without a key at a time; one more closes the oldest."""
 USED = {"messages", "tools", "model", "stream", "stream_options"}
 ONLY: dict[str, tuple[Any, ...]] = {
     "n": (None, 1), "logprobs": (None, False), "tool_choice": (None, "auto"),
@@ -54,8 +64,11 @@ class Request(NamedTuple):
             raise RefusedError("expected a JSON object with messages")
         for key, values in ONLY.items():
             if body.get(key) not in values:
-                raise RefusedError(f"{key}: expected {values[-1]!r} or nothing, found {body[key]!r}")
-        return cls([_plain(message) for message in body["messages"]], body.get("tools") or [])
+                raise RefusedError(f"{key}: expected {values[-1]!r} or nothing, found {body[key]!r:.200}")
+        tools = body.get("tools") or []
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise RefusedError(f"tools: expected a list of objects, found {tools!r:.200}")
+        return cls([_plain(message) for message in body["messages"]], tools)
 
 
 def _plain(message: Any) -> Message:
@@ -67,7 +80,9 @@ def _plain(message: Any) -> Message:
         if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
             raise RefusedError("messages: expected text, found other content")
         content = "".join(str(part.get("text", "")) for part in content)
-    plain = {"role": message["role"], "content": content}
+    if not isinstance(content, str):
+        raise RefusedError(f"messages: expected text, found {content!r:.200}")
+    plain: Message = {"role": message["role"], "content": content}
     if calls := message.get("tool_calls"):
         try:
             plain["tool_calls"] = [dict(call["function"]) for call in calls]
@@ -227,27 +242,61 @@ class Endpoint:
 
     def __init__(self) -> None:
         self.episodes: dict[str, Episode] = {}
+        self.strangers: dict[socket.socket, None] = {}
+        """Connections that have shown no key, oldest first."""
         self.ignored: set[str] = set()
         """Keys of requests that have no effect, and that were named."""
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            timeout = SILENCE
 
             def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                status, kind, sent = outer.reply(self.path, body)
+                status, kind, sent = self.refusal() or outer.reply(self.path, self.rfile.read(self.length))
                 with contextlib.suppress(ConnectionError):  # a client that has given up
                     self.send_response(status)
                     self.send_header("Content-Type", kind)
                     self.send_header("Content-Length", str(len(sent)))
+                    if self.close_connection:
+                        self.send_header("Connection", "close")
                     self.end_headers()
                     self.wfile.write(sent)
+
+            def refusal(self) -> Reply | None:
+                """Return the answer to a request whose body is not read; the connection ends with it."""
+                known = outer.episode(self.path)
+                if isinstance(known, Episode):
+                    outer.strangers.pop(self.connection, None)
+                    length = self.headers.get("Content-Length", "")
+                    self.length = int(length) if re.fullmatch("[0-9]{1,9}", length) else LONGEST + 1
+                    if self.length <= LONGEST:
+                        return None
+                    known = _error(400, f"Content-Length: expected at most {LONGEST} bytes, found {length!r:.99}")
+                self.close_connection = True
+                return known
 
             def log_message(self, format: str, *args: Any) -> None: ...
 
         class Server(ThreadingHTTPServer):
             request_queue_size = 256
+
+            def process_request(self, request: Any, client_address: Any) -> None:
+                outer.strangers[request] = None
+                if len(outer.strangers) > STRANGERS:
+                    with contextlib.suppress(KeyError, OSError):  # it has shown a key, or ended
+                        oldest = next(iter(outer.strangers))
+                        outer.strangers.pop(oldest)
+                        oldest.shutdown(socket.SHUT_RDWR)
+                super().process_request(request, client_address)
+
+            def shutdown_request(self, request: Any) -> None:
+                outer.strangers.pop(request, None)
+                super().shutdown_request(request)
+
+            def handle_error(self, request: Any, client_address: Any) -> None:
+                if not isinstance(sys.exception(), OSError):  # a client that is silent, or has gone
+                    super().handle_error(request, client_address)
 
         self._server = Server(("127.0.0.1", 0), Handler)
         serve = partial(self._server.serve_forever, POLL_SECONDS)
@@ -258,16 +307,20 @@ class Endpoint:
         self.episodes[episode.key] = episode
         return f"http://127.0.0.1:{self._server.server_port}/rollout/{episode.key}/v1"
 
+    def episode(self, path: str) -> Episode | Reply:
+        """Return the episode that a request is for, or the answer if there is none."""
+        _, rollout, key, *rest = [*path.split("/"), "", ""]
+        if rollout != "rollout" or rest[:3] != ["v1", "chat", "completions"]:
+            return _error(404, f"expected .../v1/chat/completions, found {path:.200}")
+        return self.episodes.get(key) or _error(404, "the rollout has ended")
+
     def reply(self, path: str, body: bytes) -> Reply:
         """Return the answer to a request. A stream is one chunk: a turn is complete before it is answered."""
-        _, rollout, key, *rest = [*path.split("/"), "", ""]
-        episode = self.episodes.get(key)
-        if rollout != "rollout" or rest[:3] != ["v1", "chat", "completions"]:
-            return _error(404, f"expected .../v1/chat/completions, found {path}")
-        if episode is None:
-            return _error(404, "the rollout has ended")
+        episode = self.episode(path)
+        if not isinstance(episode, Episode):
+            return episode
         try:
-            asked = json.loads(body)
+            asked = shallow_json(body)
             self._name_ignored(asked)
             message = episode.ask(asked)
         except ValueError as error:
@@ -294,7 +347,8 @@ class Endpoint:
         new = {*asked} - USED - {*ONLY} - self.ignored if isinstance(asked, dict) else set[str]()
         if new:
             self.ignored |= new
-            log.warning("requests of agents: %s: ignored, the recipe decides", ", ".join(sorted(new)))
+            names = ", ".join(sorted(new))
+            log.warning("requests of agents: %.200s: ignored, the recipe decides", names)
 
 
 def _error(status: int, text: str) -> Reply:

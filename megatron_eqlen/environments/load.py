@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_eqlen.environments.conversation import Conversations
 from megatron_eqlen.environments.environment import Environment, Observation
-from megatron_eqlen.hf.tokenizer import Tokenizer
+from megatron_eqlen.hf.tokenizer import BREAK, Tokenizer
 from megatron_eqlen.processes.timeline import TimeSpan
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.plugins import load_object
@@ -87,10 +87,25 @@ def conversations(
         return made
 
     def write(observation: Observation) -> list[int]:
-        return given_tokens(tokenizer, observation, schemas, thinking)
+        most = section.max_given_tokens
+        begin = beginning(observation, most, tokenizer.longest * (most + 1))
+        given = given_tokens(tokenizer, begin, schemas, thinking)
+        if len(given) > most:  # the response has ended, and nobody reads them
+            return given
+        whole = replace(observation, messages=tuple(observation.messages))
+        return given if begin == whole else given_tokens(tokenizer, whole, schemas, thinking)
 
     write(Observation("content"))  # an unfit template is refused before anything is generated
     return Conversations(make, tokenizer.decode, write, section, cls.end, note)
+
+
+def beginning(observation: Observation, messages: int, characters: int) -> Observation:
+    """Return an observation with so much of its messages, and of the text of each."""
+    said = [
+        {**message, "content": text[:characters]} if isinstance(text := message.get("content"), str) else message
+        for message in observation.messages[: messages + 1]
+    ]
+    return replace(observation, content=observation.content[:characters], messages=tuple(said))
 
 
 def given_tokens(
@@ -134,10 +149,11 @@ def refuse_other_prompt(
     enable_thinking: bool | None,
 ) -> None:
     """Raise ValueError unless the messages of an agent's first request are the prompt."""
-    found = tokenizer.apply_chat_template([*messages], enable_thinking, tools)
-    if found != prompt.token_ids:
+    found = tokenizer.render_chat([*messages], enable_thinking, tools)
+    longest = tokenizer.longest * len(prompt.token_ids)
+    if len(found) > longest or tokenizer.encode(found) != prompt.token_ids:
         raise ValueError(
             f"first request: expected the prompt, {tokenizer.decode(prompt.token_ids)!r}, "
-            f"found {tokenizer.decode(found)!r}: "
+            f"found {found.replace(BREAK, '')!r:.1000}: "
             "see data.instruction, data.instruction_role, and environment.options: tools"
         )

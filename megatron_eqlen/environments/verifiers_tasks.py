@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -63,8 +64,11 @@ class _Worker:
     process, however that ends."""
 
     def __init__(self, python: str, config: str) -> None:
-        with socket.create_server(("127.0.0.1", 0), backlog=1024) as listening:
-            self._address = listening.getsockname()
+        self._folder = tempfile.TemporaryDirectory(prefix="eqlen-")  # of this user alone
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(address := f"{self._folder.name}/worker")
+            listening.listen(1024)
+            self._address = address
             self._process = subprocess.Popen(
                 [python, "-P", str(WORKER), config],
                 stdin=listening.fileno(),
@@ -76,7 +80,8 @@ class _Worker:
         """Return the reward of an episode, or its error; nothing, once the worker is ready, for no episode.
         Raises LostError if the worker has ended."""
         line = b""
-        with contextlib.suppress(ConnectionError), socket.create_connection(self._address) as link:
+        with contextlib.suppress(ConnectionError, FileNotFoundError), socket.socket(socket.AF_UNIX) as link:
+            link.connect(self._address)
             link.sendall(json.dumps(episode).encode() + b"\n")
             line = link.makefile("rb").readline()
         if not line:
@@ -88,3 +93,4 @@ class _Worker:
         """End the worker, with all that it plays."""
         self._process.terminate()
         self._process.wait()
+        self._folder.cleanup()

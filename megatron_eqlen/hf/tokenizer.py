@@ -98,6 +98,11 @@ class Tokenizer:
         return len(self._backend)
 
     @cached_property
+    def longest(self) -> int:
+        """Characters of the longest token, as the vocabulary spells it."""
+        return max(map(len, self._backend.get_vocab()))
+
+    @cached_property
     def special_tokens(self) -> list[str]:
         """Texts that ``encode`` turns into special tokens; at least one."""
         # DeepSeek's token of a user's turn is not marked special

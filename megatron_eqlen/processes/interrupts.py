@@ -15,6 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from megatron_eqlen.processes.lifeline import end_descendants
+
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SHOW_CURSOR = "\x1b[?25h"
 
@@ -81,6 +83,7 @@ def _handle(rung: socket.socket, interrupts: Interrupts) -> NoReturn:
     while True:
         for number in rung.recv(64):
             if number in ENDING and interrupts.ends(number):
+                end_descendants()
                 os._exit(128 + number)
 
 

@@ -1,4 +1,5 @@
-"""End a process when its launcher ends, whether the launcher returned, raised, or was killed with SIGKILL.
+"""End a process when its launcher ends, whether the launcher returned, raised, or was killed with SIGKILL; and
+what it started itself, such as an environment's programs, when it ends.
 
 A parent names itself in its children's environment (``named``); each child calls ``die_with_launcher`` first.
 torchrun starts its ranks in separate sessions, which SLURM may lose track of; the ranks watch torchrun, too.
@@ -6,11 +7,15 @@ torchrun starts its ranks in separate sessions, which SLURM may lose track of; t
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator, Set
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 LAUNCHER = "EQLEN_LAUNCHED"
 """Environment variable: the process id of the launcher."""
@@ -19,6 +24,9 @@ TORCHRUN = "TORCHELASTIC_RUN_ID"
 INTERVAL = 0.25
 """Seconds between two looks. The kernel's signal (``PR_SET_PDEATHSIG``) would arrive when the launcher's
 *thread* ends, which may be before its process ends."""
+PR_SET_CHILD_SUBREAPER = 36
+PATIENCE = 5.0
+"""Seconds in which processes end that are killed, but for those that wait for a broken device."""
 
 
 def named() -> dict[str, str]:
@@ -41,4 +49,40 @@ def die_with_launcher() -> None:
 def _watch(launcher: int) -> None:
     while os.getppid() == launcher:  # an orphan has another parent
         time.sleep(INTERVAL)
+    end_descendants()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def taking_along() -> Iterator[None]:
+    """Kill, after the block, all processes that were started in it and still run, and what these have started,
+    in whatever session: orphans become children of this process."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    before = _descendants()
+    try:
+        yield
+    finally:
+        end_descendants(before)
+
+
+def end_descendants(spare: Set[int] = frozenset()) -> None:
+    """Kill the descendants of this process but for ``spare``."""
+    deadline = time.monotonic() + PATIENCE
+    while (left := _descendants() - spare) and time.monotonic() < deadline:
+        for pid in left:
+            with suppress(OSError):  # it has ended
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _descendants() -> set[int]:
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, parent = stat.read_text(errors="replace").rpartition(")")[2].split()[:2]
+            if state not in "ZX":
+                parents[int(stat.parent.name)] = int(parent)
+    found = {os.getpid()}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {os.getpid()}

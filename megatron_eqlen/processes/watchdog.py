@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_eqlen.processes.lifeline import end_descendants
 from megatron_eqlen.processes import events, failures
 
 HANGS, INDEX = "hang", "index.txt"
@@ -160,6 +161,7 @@ class Watchdog:
             self._write()
         except Exception:  # noqa: BLE001  whatever else is broken, the run ends
             traceback.print_exc()
+        end_descendants()
         os._exit(HUNG)
 
     def _write(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 from tests.kit import ROOT
 from tests.kit.jobs import Job, start
-from tests.kit.processes import are_gone, within
+from tests.kit.processes import are_gone, command_line, running, within
 
 LAUNCH = """
 import sys
@@ -35,6 +36,23 @@ os.kill(child, signal.SIGTERM)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
 print("watches", flush=True)
 threading.Event().wait()
+"""
+
+STARTS = """
+import os, signal, subprocess, sys, time
+from megatron_eqlen.cli import commands
+from megatron_eqlen.processes.interrupts import Interrupts
+from megatron_eqlen.recipe.load import load
+how, mark = sys.argv[1:]
+def work():
+    subprocess.Popen(["sleep", mark])
+    subprocess.Popen(["sleep", mark], start_new_session=True)
+    subprocess.run(["bash", "-c", "setsid sleep " + mark + " & setsid setsid sleep " + mark + " & exit"])
+    print("began", flush=True)
+    assert how != "raises"
+    if how == "sleeps":
+        time.sleep(600)
+commands._start(load("recipes/tiny_cpu.yaml", ["cluster.processes_per_node=1"]), work, Interrupts(None))
 """
 
 
@@ -95,6 +113,21 @@ def test_ctrl_c_asks_for_a_stop_and_the_second_one_ends_it(tmp_path, script):
     )
     assert not (tmp_path / "STOP").exists(), "the next try would stop after a step"
     assert within(30, are_gone(pids))
+
+
+@pytest.mark.parametrize(("how", "number"), [("returns", 0), ("raises", 0), ("sleeps", signal.SIGTERM)])
+def test_what_a_run_has_started_ends_with_it_in_whatever_session(how, number):
+    mark = f"{secrets.randbelow(10**9)}.5"
+    run = subprocess.Popen(
+        [sys.executable, "-c", STARTS, how, mark],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    assert run.stdout is not None
+    assert run.stdout.readline() == "began\n"
+    run.send_signal(number)
+    run.wait(timeout=60)
+    assert not [pid for pid in running() if mark in command_line(pid)]
 
 
 FIRST = "megatron_eqlen.processes.failures"

@@ -3,7 +3,9 @@
 import json
 import os
 import re
+import socket
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -11,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import openai
 import pytest
 
-from megatron_eqlen.environments.endpoint import as_message
+from megatron_eqlen.environments.endpoint import LONGEST, Endpoint, Episode, as_message
 from megatron_eqlen.environments.load import conversations
 from megatron_eqlen.environments.verifiers_tasks import VerifiersTask
 from megatron_eqlen.harvest.harvest import harvest
@@ -21,6 +23,7 @@ from megatron_eqlen.record.partial import HarvestProgress, PartialRollout
 from megatron_eqlen.types import Delta
 from tests.kit import ROOT, verifiers_stub
 from tests.kit.length_bias import QUESTION
+from tests.kit.processes import within
 from tests.pure.test_environments import TEMPLATES, tokenizer_with
 from tests.pure.test_forks import recipe
 
@@ -375,3 +378,58 @@ def test_text_that_is_no_call_stays_text():
         "content": "b <tool_call>{</tool_call>",
         "reasoning_content": "a",
     }
+
+
+@pytest.fixture
+def opened():
+    """Yield an endpoint with an episode that nobody plays, its path and the function that speaks to it."""
+    endpoint = Endpoint()
+    port, path = re.fullmatch(r"http://127\.0\.0\.1:(\d+)(/.*)", endpoint.open(Episode())).groups()
+
+    def status(head: str, body: bytes = b"", path: str = f"{path}/chat/completions") -> int:
+        """Send a request, and return its status; the answer must come though the body may not."""
+        with socket.create_connection(("127.0.0.1", int(port)), timeout=10) as link:
+            link.sendall(f"POST {path} HTTP/1.1\r\n{head}\r\n\r\n".encode() + body)
+            return int(link.makefile("rb").readline().split()[1])
+
+    yield endpoint, int(port), status
+    endpoint.close()
+
+
+NO_REQUESTS = {
+    "deep": b"[" * 100_000,
+    "no text": b"\xff",
+    "no JSON": b"{",
+    "not an object": b"[]",
+    "a number as content": b'{"messages": [{"role": "user", "content": 5}]}',
+    "a number as tools": b'{"messages": [], "tools": 5}',
+    "no calls": b'{"messages": [{"role": "assistant", "tool_calls": 5}]}',
+}
+
+
+@pytest.mark.parametrize("name", NO_REQUESTS)
+def test_what_is_no_request_is_refused_without_a_traceback(opened, name, capfd):
+    _, _, status = opened
+    assert status(f"Content-Length: {len(NO_REQUESTS[name])}", NO_REQUESTS[name]) == 400
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("length", ["x", "-1", "", "1_0", "٣", str(LONGEST + 1), "9" * 5000])
+def test_a_body_whose_length_is_unknown_or_too_long_is_not_read(opened, length, capfd):
+    _, _, status = opened
+    assert status(f"Content-Length: {length}") == 400
+    assert status("Transfer-Encoding: chunked") == 400
+    assert capfd.readouterr().err == ""
+
+
+def test_who_has_no_key_is_refused_before_the_body_and_keeps_no_thread(opened, monkeypatch):
+    endpoint, port, status = opened
+    assert status("Content-Length: 400000000", path="/rollout/x/v1/chat/completions") == 404
+    monkeypatch.setattr("megatron_eqlen.environments.endpoint.STRANGERS", 8)
+    before = threading.active_count()
+    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
+    assert within(20, lambda: len(endpoint.strangers) == 8 and threading.active_count() <= before + 9)
+    assert status("Content-Length: 2", b"[]") == 400, "an agent is answered beside them"
+    for link in silent:
+        link.close()
+    assert within(20, lambda: threading.active_count() <= before)

@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 
 from megatron_eqlen.environments.environment import Environment, Observation
-from megatron_eqlen.environments.load import conversations
+from megatron_eqlen.environments.load import conversations, given_tokens
 from megatron_eqlen.harvest.harvest import harvest
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.recipe import EnvironmentRecipe
@@ -175,3 +175,22 @@ def test_a_strange_environment_drops_its_rollout_at_most(tokenizer, tmp_path, ca
     while set(Strange.made.values()) - {0} and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not set(Strange.made.values()) - {0}, "every environment is closed once"
+
+
+@pytest.mark.parametrize("said", [
+    Observation("7" * 5_000_000),
+    Observation(messages=[{"role": "tool", "content": "7" * 5_000_000}]),
+    Observation(messages=[{"role": "tool", "content": ""}] * 100_000),
+    Observation(" " * 4000),
+])  # fmt: skip
+def test_of_what_an_environment_says_no_more_is_tokenized_than_the_policy_may_read(tokenizer, said, monkeypatch):
+    settings = recipe(sampling="independent", limit=60, objective="grpo")
+    section = EnvironmentRecipe(name=f"{__name__}:Strange", options={"how": "raises"}, max_given_tokens=200)
+    speak = conversations(settings.model_copy(update={"environment": section}), tokenizer)
+    encoded = []
+    encode = tokenizer._encode
+    monkeypatch.setattr(tokenizer, "_encode", lambda text: encoded.append(len(text)) or encode(text))
+    assert len(speak.write(said)) > 200
+    assert sum(encoded) < 201 * max(tokenizer.longest, 60) + 200
+    exact = Observation("7" * 150)
+    assert len(speak.write(exact)) == len(given_tokens(tokenizer, exact)) <= 200

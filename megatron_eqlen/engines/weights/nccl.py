@@ -3,8 +3,8 @@
 The group is the trainer's sending rank and every worker of every live replica. It meets at NCCL's unique id,
 which workers get over HTTP with the servers' secret; vLLM's other way is a store that anybody may write to,
 whose values are unpickled. vLLM's packed broadcast (``vllm.distributed.weight_transfer``) fills and empties
-its buffer. Unlike with TCP, a replica that dies in
-the middle ends the sync for all: NCCL cannot leave a member out.
+its buffer. Unlike with TCP, a replica that dies in the middle ends the sync for all: NCCL cannot leave a
+member out.
 """
 
 from __future__ import annotations
