@@ -45,7 +45,11 @@ def launch(
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     os.environ |= named() | {SECRET: secrets.token_hex(), "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT"}
     with tempfile.TemporaryDirectory(prefix="eqlen-") as folder:
-        everyone = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), STORE: f"{folder}/store"}
+        everyone = {
+            "WORLD_SIZE": str(processes),
+            "LOCAL_WORLD_SIZE": str(processes),
+            STORE: f"{folder}/store",
+        }
         ranks = range(processes)
         started = start_processes(
             "ranks",

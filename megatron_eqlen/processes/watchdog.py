@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.processes.lifeline import end_descendants
 from megatron_eqlen.processes import events, failures
+from megatron_eqlen.processes.lifeline import end_descendants
 
 HANGS, INDEX = "hang", "index.txt"
 """Folder of a run's hangs, and the file of a hang with its message."""
