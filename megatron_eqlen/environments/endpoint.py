@@ -272,7 +272,9 @@ class Endpoint:
                     self.length = int(length) if re.fullmatch("[0-9]{1,9}", length) else LONGEST + 1
                     if self.length <= LONGEST:
                         return None
-                    known = _error(400, f"Content-Length: expected at most {LONGEST} bytes, found {length!r:.99}")
+                    known = _error(
+                        400, f"Content-Length: expected at most {LONGEST} bytes, found {length!r:.99}"
+                    )
                 self.close_connection = True
                 return known
 

@@ -102,7 +102,9 @@ def conversations(
 def beginning(observation: Observation, messages: int, characters: int) -> Observation:
     """Return an observation with so much of its messages, and of the text of each."""
     said = [
-        {**message, "content": text[:characters]} if isinstance(text := message.get("content"), str) else message
+        {**message, "content": text[:characters]}
+        if isinstance(text := message.get("content"), str)
+        else message
         for message in observation.messages[: messages + 1]
     ]
     return replace(observation, content=observation.content[:characters], messages=tuple(said))

@@ -1,5 +1,5 @@
-"""End a process when its launcher ends, whether the launcher returned, raised, or was killed with SIGKILL; and
-what it started itself, such as an environment's programs, when it ends.
+"""End a process when its launcher ends, whether the launcher returned, raised, or was killed with SIGKILL;
+and what it started itself, such as an environment's programs, when it ends.
 
 A parent names itself in its children's environment (``named``); each child calls ``die_with_launcher`` first.
 torchrun starts its ranks in separate sessions, which SLURM may lose track of; the ranks watch torchrun, too.
@@ -55,8 +55,8 @@ def _watch(launcher: int) -> None:
 
 @contextmanager
 def taking_along() -> Iterator[None]:
-    """Kill, after the block, all processes that were started in it and still run, and what these have started,
-    in whatever session: orphans become children of this process."""
+    """Kill, after the block, all processes that were started in it and still run, and what these have
+    started, in whatever session: orphans become children of this process."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     before = _descendants()
     try:

@@ -689,8 +689,8 @@ def test_nccl_without_a_gpu_is_refused(fake):
 
 @pytest.fixture
 def without_nccl(monkeypatch) -> list[tuple]:
-    """Run ``NcclSender`` up to NCCL itself and return the ids by which it would meet the workers, its ranks and
-    the worlds' sizes; a broadcast reads the stream."""
+    """Run ``NcclSender`` up to NCCL itself and return the ids by which it would meet the workers, its ranks
+    and the worlds' sizes; a broadcast reads the stream."""
     from megatron_eqlen.engines.weights import nccl
 
     places: list[tuple] = []

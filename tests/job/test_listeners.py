@@ -18,7 +18,8 @@ from tests.kit.servers import STARTED
 from tests.kit.train_runs import NO_EVALUATION, command
 
 AGENT = [
-    "environment.name=agent", "environment.max_given_tokens=8", f"environment.options={{function: {__name__}:asks}}",
+    "environment.name=agent", "environment.max_given_tokens=8",
+    f"environment.options={{function: {__name__}:asks}}",
     "sampling=independent", "objective=grpo",
 ]  # fmt: skip
 

@@ -183,7 +183,9 @@ def test_a_strange_environment_drops_its_rollout_at_most(tokenizer, tmp_path, ca
     Observation(messages=[{"role": "tool", "content": ""}] * 100_000),
     Observation(" " * 4000),
 ])  # fmt: skip
-def test_of_what_an_environment_says_no_more_is_tokenized_than_the_policy_may_read(tokenizer, said, monkeypatch):
+def test_of_what_an_environment_says_no_more_is_tokenized_than_the_policy_may_read(
+    tokenizer, said, monkeypatch
+):
     settings = recipe(sampling="independent", limit=60, objective="grpo")
     section = EnvironmentRecipe(name=f"{__name__}:Strange", options={"how": "raises"}, max_given_tokens=200)
     speak = conversations(settings.model_copy(update={"environment": section}), tokenizer)

@@ -239,7 +239,9 @@ def test_without_an_image_srun_starts_the_ranks_and_nothing_else(here):
     assert said.splitlines()[-1] == "scontrol requeue 7"
     assert ranks.startswith("--kill-on-bad-exit=1 --wait=60 bash -c ")
     assert "container" not in ranks
-    assert ranks.endswith("-m megatron_eqlen.cli train recipe.yaml cluster.nodes=1 cluster.processes_per_node=1")
+    assert ranks.endswith(
+        "-m megatron_eqlen.cli train recipe.yaml cluster.nodes=1 cluster.processes_per_node=1"
+    )
 
 
 def test_ranks_of_several_nodes_meet_at_a_store_that_unpickles_nothing(here):

@@ -4,8 +4,9 @@
 ``-m megatron_eqlen.cli plan RUN ...`` prints the run folder,
 ``check --short RUN ...`` leaves RUN/checked-NODE, waits while RUN/hold-check is there, and fails on the
 nodes of faults.json's ``unready``.
-``train RUN ...``, under ``-m torch.distributed.run`` on several nodes, takes steps, in which the nodes wait for each other and for
-all ``rollout.servers``, and the first writes. ``RECIPE run_dir=RUN`` may stand for RUN.
+``train RUN ...``, under ``-m torch.distributed.run`` on several nodes, takes steps, in which the nodes wait
+for each other and for all ``rollout.servers``, and the first writes. ``RECIPE run_dir=RUN`` may stand for
+RUN.
 RUN/faults.json says what goes wrong in which restart, as in ``{"1": {"dies_at": 3, "rank": 1}}``:
     dies_at: it fails in the step after this one
     outlived_at: after this step it wants to write when a later try has written
