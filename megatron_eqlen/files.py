@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import itertools
 import json
 import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,9 @@ DISK_FAULTS = (*DISK_FULL, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
 LATEST = "latest"
 """File in a folder of checkpoints that names the checkpoint in force."""
 
+FRESH, ABANDONED = 5.0, 600.0
+"""Seconds without a write after which a partial file is nobody's: in a folder that this process holds, and
+in any other."""
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
@@ -77,15 +82,21 @@ def write_json(path: Path, data: Any) -> None:
 
 def read_json(file: Path) -> Any:
     """Return the content of a JSON file. Raises ValueError with the file's name and the reason."""
+    text = read_text(file)
     try:
-        text = file.read_bytes().decode("utf-8")
         if text.encode().startswith(LFS_POINTER):
             raise ValueError("a pointer of Git LFS: run git lfs pull there")
         return json.loads(text)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: not UTF-8: {error}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: not valid JSON: {error}") from None
+
+
+def read_text(file: Path) -> str:
+    """Return the content of a file in UTF-8. Raises ValueError with the file's name and the reason."""
+    try:
+        return file.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: not UTF-8: {error}") from None
     except FileNotFoundError:
         raise ValueError(f"{file}: no such file") from None
     except OSError as error:
@@ -98,7 +109,9 @@ def expecting(what: str, file: Path) -> Iterator[None]:
     ``what``."""
     try:
         yield
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+        if str(file) in str(error):
+            raise
         fault = f"{type(error).__name__}: {error}"
         raise ValueError(f"{file}: expected {what}, found something else ({fault})") from None
 
@@ -121,6 +134,9 @@ def replaced(path: Path) -> Iterator[Path]:
     is unchanged."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     with naming(path):
+        for left in path.parent.glob(f".{glob.escape(path.name)}.????????.partial"):
+            if time.time() - left.stat().st_mtime > ABANDONED:
+                left.unlink(missing_ok=True)
         try:
             yield partial
             sync(partial)
@@ -159,11 +175,13 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what killed processes left of ``new_folder`` in ``folder``, to which this process alone
-    writes."""
+    """Remove what killed processes left of ``new_folder`` and ``replaced`` in ``folder``, to which this
+    process alone writes but for reports: a file of the last seconds may be of one."""
     for partial in folder.glob(".*.partial"):
         if partial.is_dir():
             shutil.rmtree(partial)
+        elif time.time() - partial.stat().st_mtime > FRESH:
+            partial.unlink(missing_ok=True)
 
 
 def refuse_existing(path: Path) -> None:

@@ -20,8 +20,10 @@ import os
 import random
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -52,6 +54,7 @@ TOKENIZER_TEXTS = 3000
 """Number of demonstrations that the tokenizer is trained on."""
 ALIKE = 3
 """Number of demonstrations of similar length that are computed together."""
+NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
 LR, MUON_LR = 3e-3, 3e-2
 """Peak learning rates of AdamW and of Muon."""
 CONFIG = {
@@ -91,14 +94,14 @@ class Example:
     prompt_length: int
 
 
-def read_texts(path: Path, plain: bool = False) -> list[Text]:
+def read_texts(path: Path, plain: bool = False, columns: Mapping[str, str] = NO_COLUMNS) -> list[Text]:
     """Return the demonstrations of a DeepMath-103K parquet file; of another file those that imitate its
     answers: each with its last line in a box, which the grader ``math`` reads, or ``plain``."""
     if path.suffix == ".parquet" and {*SOLUTIONS} <= {*pq.read_schema(path).names}:
         table = pq.read_table(path, columns=["question", *SOLUTIONS]).to_pylist()
         return [(_asked(row["question"]), row[column]) for row in table for column in SOLUTIONS]
     tally, texts = Tally(), list[Text]()
-    for problem in jsonl.read(path, tally, grader="rubric"):  # which leaves the answer as it stands
+    for problem in jsonl.read(path, tally, columns, grader="rubric"):  # which leaves the answer as it stands
         answer = problem.gold if plain or "\\boxed{" in problem.gold else _boxed(problem.gold)
         texts.append((list(problem.messages or _asked(problem.question)), answer))
     print(f"{path}: {len(texts)} answers to imitate; rows left out: {dict(tally.dropped) or 'none'}")
@@ -238,16 +241,19 @@ def train(rank: int, warmup: Warmup, examples: list[Example], folder: str, pad: 
         dist.destroy_process_group()
 
 
-def fingerprint(warmup: Warmup, data: Path, plain: bool) -> dict[str, Any]:
+def fingerprint(warmup: Warmup, data: Path, plain: bool, columns: Mapping[str, str]) -> dict[str, Any]:
     """Return all that the model depends on."""
     fixed: dict[str, Any] = {"family": "qwen3", "tokenizer": "hf", "lr": LR, "muon_lr": MUON_LR}
     fixed |= {"plain": plain} if plain else {}
+    fixed |= {"columns": dict(columns)} if columns else {}
     return fixed | asdict(warmup) | {"data_sha256": hashlib.sha256(data.read_bytes()).hexdigest()}
 
 
-def make(out: Path, data: Path, warmup: Warmup, plain: bool = False) -> None:
+def make(
+    out: Path, data: Path, warmup: Warmup, plain: bool = False, columns: Mapping[str, str] = NO_COLUMNS
+) -> None:
     """Write the model folder ``out``; it appears complete or not at all."""
-    wanted = fingerprint(warmup, data, plain)
+    wanted = fingerprint(warmup, data, plain, columns)
     record = out / "made_by.json"
     if record.is_file() and json.loads(record.read_text()) == wanted:
         print(f"{out}: made with the same arguments before, left as it is")
@@ -259,7 +265,7 @@ def make(out: Path, data: Path, warmup: Warmup, plain: bool = False) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent.resolve()) as scratch:
         folder = Path(scratch) / out.name
-        _make(folder, read_texts(data, plain), warmup)
+        _make(folder, read_texts(data, plain, columns), warmup)
         (folder / record.name).write_text(json.dumps(wanted, indent=2) + "\n")
         folder.rename(out)
 
@@ -289,6 +295,9 @@ def main() -> None:
     )
     parser.add_argument("--data", type=Path, required=True, help="file of questions with answers")
     parser.add_argument("--plain", action="store_true", help="answers as they stand, without a \\boxed{}")
+    parser.add_argument(
+        "--columns", nargs="+", default=[], metavar="OURS=THEIRS", help="as a source's columns: question=task"
+    )
     parser.add_argument("--out", type=Path, required=True, help="model folder to write")
     parser.add_argument("--steps", type=int, default=500, help="optimizer steps; 0 leaves the weights random")
     parser.add_argument("--batch-size", type=int, default=32, help="demonstrations a step")
@@ -299,7 +308,11 @@ def main() -> None:
         parser.error(f"--data: no such file: {args.data}")
     if not 1 <= args.processes <= args.batch_size:
         parser.error(f"--processes: expected 1 to --batch-size {args.batch_size}, found {args.processes}")
-    make(args.out, args.data, Warmup(args.steps, args.batch_size, args.seed, args.processes), args.plain)
+    if wrong := [pair for pair in args.columns if "=" not in pair]:
+        parser.error(f"--columns: expected OURS=THEIRS, found {wrong[0]!r}")
+    columns = dict(pair.split("=", 1) for pair in args.columns)
+    warmup = Warmup(args.steps, args.batch_size, args.seed, args.processes)
+    make(args.out, args.data, warmup, args.plain, columns)
 
 
 if __name__ == "__main__":

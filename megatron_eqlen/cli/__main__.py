@@ -19,6 +19,10 @@ OVERRIDES_HELP = "override a recipe key, for example objective=dapo loss.kl_coef
 def main(argv: list[str] | None = None) -> int:
     """Run one ``eqlen`` command and return its exit status. User mistakes end with one line on stderr, Ctrl-C
     with one line and status 130."""
+    while (free := os.open(os.devnull, os.O_RDWR)) <= 2:  # a standard stream that was closed
+        pass
+    os.close(free)
+    sys.stdout, sys.stderr = sys.stdout or open(1, "w"), sys.stderr or open(2, "w")  # noqa: SIM115
     interrupts.begin()  # before the other imports, which take long enough for Ctrl-C
     try:
         return _run(argv)
@@ -114,8 +118,9 @@ def _add_training(verbs: Verbs) -> None:
     train = _add(verbs, "train", "train as a recipe says; the same command resumes a run")
     _add_recipe(train)
     train.add_argument(
-        "--dry-run", action="store_true", help="print the resolved recipe and its plan, then stop"
+        "--dry-run", action="store_true", help="print what differs from defaults, and the plan, then stop"
     )
+    train.add_argument("--all", action="store_true", help="with --dry-run: print every key")
     train.add_argument(
         "--replay",
         type=Path,
@@ -125,6 +130,7 @@ def _add_training(verbs: Verbs) -> None:
 
     plan = _add(verbs, "plan", "print what a recipe needs: layout, memory, tokens, sbatch command")
     _add_recipe(plan)
+    plan.add_argument("--all", action="store_true", help="print every key, not only what differs")
 
     submit = _add(verbs, "submit", "train a recipe as a SLURM job; what follows -- is for sbatch")
     _add_recipe(submit)
@@ -157,11 +163,11 @@ def _add_parts(verbs: Verbs) -> None:
     harvest.add_argument("--out", type=Path, required=True, help="folder for the recorded rollouts")
 
     evaluate = _add(verbs, "evaluate", "evaluate a model on the recipe's benchmarks")
-    _add_recipe(evaluate)
+    _add_recipe(evaluate, "recipe file (YAML), or a run folder")
     evaluate.add_argument(
-        "--model", type=Path, help="Hugging Face folder or name (default: the recipe's model.path)"
+        "--model", type=Path, help="Hugging Face folder or name (default: model.path, or RUN/export)"
     )
-    evaluate.add_argument("--out", type=Path, required=True, help="result file (JSON)")
+    evaluate.add_argument("--out", type=Path, help="result file (default for a run: RUN/evaluated.json)")
 
     convert = _add(verbs, "convert", "convert a model between Hugging Face and Megatron")
     convert.add_argument("direction", choices=("hf-to-megatron", "megatron-to-hf"))
@@ -209,10 +215,10 @@ def _add_sweep(verbs: Verbs) -> None:
 def _add_inspect(verbs: Verbs) -> None:
     inspect = _add(verbs, "inspect", "print recorded rollouts as text")
     inspect.add_argument(
-        "streams", type=Path, help="a run's streams/ folder, one of its steps, or an .arrow file"
+        "streams", type=Path, help="a run, its streams/ folder, one of its steps, or an .arrow file"
     )
     inspect.add_argument(
-        "--model", type=Path, required=True, help="Hugging Face folder whose tokenizer decodes"
+        "--model", type=Path, help="Hugging Face folder whose tokenizer decodes (default: the run's)"
     )
     inspect.add_argument(
         "--recipe", type=Path, help="recipe they were trained with (default: recipe.yaml of their run)"
@@ -239,8 +245,8 @@ def _add(verbs: Verbs, name: str, text: str) -> argparse.ArgumentParser:
     return verbs.add_parser(name, help=text, description=text)
 
 
-def _add_recipe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", type=Path, help="recipe file (YAML)")
+def _add_recipe(parser: argparse.ArgumentParser, about: str = "recipe file (YAML)") -> None:
+    parser.add_argument("recipe", type=Path, help=about)
     parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help=OVERRIDES_HELP)
 
 

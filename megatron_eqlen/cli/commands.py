@@ -15,15 +15,17 @@ from megatron_eqlen.objectives.recipes import load, remarks
 from megatron_eqlen.processes.importing import importing
 from megatron_eqlen.processes.interrupts import Interrupts, watch
 from megatron_eqlen.recipe import Recipe, RecipeError, layout
+from megatron_eqlen.recipe.contents import is_whole
 from megatron_eqlen.recipe.inputs import fetch, local_path, missing_inputs, pinned
-from megatron_eqlen.recipe.load import dump
+from megatron_eqlen.recipe.load import RECIPE, dump
+from megatron_eqlen.recipe.yaml_values import to_yaml
 from megatron_eqlen.run.run_folder import BEGAN, IMPORTED, RunFolder, check_harvest
 
 
 def train(arguments: argparse.Namespace) -> int:
     recipe = load(arguments.recipe, arguments.overrides)
     if arguments.dry_run:
-        return _print_plan(recipe)
+        return _print_plan(recipe, arguments.all)
     recipe = pinned(recipe, recipe.run_folder)
     folder = RunFolder(recipe)
     folder.check(recipe)
@@ -42,7 +44,7 @@ def train(arguments: argparse.Namespace) -> int:
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    return _print_plan(load(arguments.recipe, arguments.overrides))
+    return _print_plan(load(arguments.recipe, arguments.overrides), arguments.all)
 
 
 def submit(arguments: argparse.Namespace) -> int:
@@ -121,12 +123,14 @@ def recipe(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _print_plan(recipe: Recipe) -> int:
+def _print_plan(recipe: Recipe, everything: bool) -> int:
+    """Print the keys of a recipe that differ from their defaults, or ``everything``, and its plan."""
     from megatron_eqlen.objectives.registry import with_defaults
     from megatron_eqlen.plan.text import describe
 
     plan = describe(recipe)
-    print(dump(with_defaults(recipe)), plan, sep="\n")
+    changed = recipe.model_dump(mode="json", exclude_defaults=True)
+    print(dump(with_defaults(recipe)) if everything else to_yaml(changed), plan, sep="\n")
     for remark in filter(None, (missing_inputs(recipe), *remarks(recipe))):
         print(f"WARNING: {remark}")
     return 0
@@ -145,15 +149,22 @@ def harvest(arguments: argparse.Namespace) -> int:
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
-    overrides = [*arguments.overrides, *([f"model.path={arguments.model}"] if arguments.model else [])]
-    recipe = pinned(load(arguments.recipe, overrides))
-    refuse_existing(arguments.out)
-    refuse_unwritable(arguments.out.parent)
+    run = arguments.recipe if arguments.recipe.is_dir() else None
+    model = arguments.model or (run and run / "export")
+    out = arguments.out or (run and run / "evaluated.json")
+    if run and arguments.model is None and not is_whole(run / "export"):
+        raise ValueError(f"{model}: not there: the run has not ended; name a model by --model")
+    if out is None:
+        raise ValueError("--out: expected a result file (only for a run folder is there a default)")
+    overrides = [*arguments.overrides, *([f"model.path={model}"] if model else [])]
+    recipe = pinned(load(run / RECIPE if run else arguments.recipe, overrides))
+    refuse_existing(out)
+    refuse_unwritable(out.parent)
 
     def work() -> None:
         from megatron_eqlen.run.loop import evaluate_only
 
-        evaluate_only(recipe, arguments.out)
+        evaluate_only(recipe, out)
 
     return _on_ranks(recipe, work)
 
@@ -209,12 +220,17 @@ def sweep(arguments: argparse.Namespace) -> int:
 
 
 def inspect(arguments: argparse.Namespace) -> int:
-    for path in (arguments.streams, arguments.model):
+    for path in filter(None, (arguments.streams, arguments.model)):
         path.stat()  # raises FileNotFoundError
-    from megatron_eqlen.report.text import print_rollouts
+    from megatron_eqlen.report.text import print_rollouts, recipe_of
 
-    recipe = load(arguments.recipe) if arguments.recipe else None
-    print_rollouts(arguments.streams, arguments.model, arguments.limit, recipe)
+    inner = arguments.streams / "streams"
+    streams = inner if inner.is_dir() else arguments.streams
+    recipe = load(arguments.recipe) if arguments.recipe else recipe_of(streams)
+    model = arguments.model or (recipe and local_path(recipe.model))
+    if model is None:
+        raise ValueError(f"{streams}: no run's {RECIPE} above it: name the tokenizer's folder by --model")
+    print_rollouts(streams, model, arguments.limit, recipe)
     return 0
 
 

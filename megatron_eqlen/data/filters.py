@@ -44,9 +44,10 @@ def filter_rows(
     min_difficulty: float | None = None,
     max_difficulty: float | None = None,
     exclusion: Exclusion | None = None,
+    keep_duplicates: bool = False,
 ) -> Iterator[Problem]:
     """Yield the rows that pass; every other row is counted in ``tally``. Of equal questions the first is
-    kept."""
+    kept, unless ``keep_duplicates``."""
     bounded = min_difficulty is not None or max_difficulty is not None
     lowest = float("-inf") if min_difficulty is None else min_difficulty
     highest = float("inf") if max_difficulty is None else max_difficulty
@@ -58,7 +59,7 @@ def filter_rows(
             tally.drop(row.row_id, "difficulty", f"{row.difficulty:g} is not in {lowest:g}..{highest:g}")
         elif exclusion is not None and row.question in exclusion:
             tally.drop(row.row_id, "excluded")
-        elif (key := _digest(row.question)) in seen:
+        elif (key := _digest(row.question)) in seen and not keep_duplicates:
             tally.drop(row.row_id, "duplicate")
         else:
             seen.add(key)

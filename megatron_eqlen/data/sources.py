@@ -35,6 +35,8 @@ def open_source(source: SourceRecipe, tally: Tally) -> Sequence[Problem]:
 
     Raises ValueError if no row does.
     """
+    if source.keep_duplicates and source.reader in ("prepared", "reasoning_gym"):
+        raise ValueError(f"data source {source.name}: keep_duplicates has no effect with {source.reader}")
     if source.reader == "prepared":
         rows = _open_prepared(source, tally)
     elif source.reader == "reasoning_gym" and not has_filters(source):
@@ -117,4 +119,6 @@ def _read_own(name: str, reader: Reader, path: Path, tally: Tally) -> Iterator[P
 
 def _filtered(source: SourceRecipe, rows: Iterator[Problem], tally: Tally) -> Iterator[Problem]:
     exclusion: Exclusion | None = read_exclusion(Path(source.exclude)) if source.exclude else None
-    return filter_rows(rows, tally, source.min_difficulty, source.max_difficulty, exclusion)
+    return filter_rows(
+        rows, tally, source.min_difficulty, source.max_difficulty, exclusion, source.keep_duplicates
+    )

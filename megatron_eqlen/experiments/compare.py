@@ -20,7 +20,6 @@ from megatron_eqlen.evaluation.result import compare, over_seeds
 from megatron_eqlen.evaluation.statistics import Interval, detectable_difference, seed_difference
 from megatron_eqlen.experiments.figures import curves, sheet
 from megatron_eqlen.experiments.run_groups import (
-    AFTER,
     BASE,
     Group,
     RunResult,
@@ -30,7 +29,9 @@ from megatron_eqlen.experiments.run_groups import (
 )
 from megatron_eqlen.files import write_text
 from megatron_eqlen.recipe.budget import COSTS, UNITS
+from megatron_eqlen.recipe.load import load_run
 from megatron_eqlen.report.format import Rows, compact, markdown_rows
+from megatron_eqlen.report.status import has_ended
 
 UNEQUAL = 1.1
 """Ratio of costs from which budgets count as unequal. Not 1, because a run completes its last step."""
@@ -104,9 +105,9 @@ def compare_runs(
     two runs of one seed, and for evaluations on different questions.
     """
     runs = run_folders(folders)
-    ended = [folder for folder in runs if (folder / AFTER).is_file()]
+    ended = [folder for folder in runs if has_ended(folder, load_run(folder))]
     for folder in (folder for folder in runs if folder not in ended):
-        print(f"{folder}: left out, it has not ended ({AFTER} is not there)\n")
+        print(f"{folder}: left out, it has not ended (`eqlen status` says how far it is)\n")
     if not ended:
         raise ValueError(f"{', '.join(map(str, folders))}: expected a run that has ended, found none")
     groups = group_runs([read_run(folder) for folder in ended])
@@ -115,7 +116,7 @@ def compare_runs(
     if baseline not in known:
         raise ValueError(f"--baseline: expected one of {', '.join(known)}, found {baseline!r}")
     tables = [make_table(kind.capitalize(), kind, groups, baseline) for kind in get_args(Kind)]
-    tables = [table for table in tables if table.rows]
+    tables = [table for table in tables if table.rows and len(table.rows[0]) > 1 + (SEEDS in table.rows[0])]
     notes = budget_notes(groups)
     print(markdown(tables, notes))
     if out is not None:
@@ -238,7 +239,8 @@ def _means(group: Group, benchmark: str) -> dict[int, float]:
 
 def efficiency(groups: Sequence[Group]) -> Rows:
     """Return the paper's table 2, means over each method's runs, with effective samples per generated token
-    beside those per GPU hour; the last columns are ratios to the first method's."""
+    beside those per GPU hour; rewards and lengths of responses in the last tenth of the steps; the last
+    columns are ratios to the first method's."""
     rows: list[dict[str, Any]] = []
     for group in (group for group in groups if group.method != BASE):
         row: dict[str, Any] = {
@@ -249,12 +251,22 @@ def efficiency(groups: Sequence[Group]) -> Rows:
             PER_HOUR: _mean(group, lambda run: _ratio(run.effective_samples, run.spent.gpu_hours)),
             PER_TOKEN: _mean(group, lambda run: 1000 * _ratio(run.effective_samples, run.generated_tokens)),
             "Equal-Len.": group.runs[0].recipe.sampling == "equal_length",
+            "Reward": _over_seeds([run.reward for run in group.runs]),
+            "Length": _over_seeds([run.length for run in group.runs]),
         }
         first = rows[0] if rows else row
         for name, short in ((PER_HOUR, "GPU-h"), (PER_TOKEN, "tokens")):
             row[f"x first, {short}"] = row[name] / first[name] if first[name] else None
         rows.append(row)
     return rows
+
+
+def _over_seeds(values: Sequence[float]) -> str | None:
+    """Format a mean, with the standard deviation over several seeds; None for what was not measured."""
+    if not np.isfinite(values).all():
+        return None
+    spread = f" (sd {compact(float(np.std(values, ddof=1)))})" if len(values) > 1 else ""
+    return compact(float(np.mean(values))) + spread
 
 
 # ---- text -------------------------------------------------------------------------------------------------

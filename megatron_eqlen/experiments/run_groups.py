@@ -18,6 +18,7 @@ from megatron_eqlen.objectives.registry import with_defaults
 from megatron_eqlen.recipe import Recipe, is_under, leaves, shown
 from megatron_eqlen.recipe.budget import Spent
 from megatron_eqlen.recipe.load import RECIPE, load_run
+from megatron_eqlen.report.format import RESPONSE_LENGTH, REWARD
 from megatron_eqlen.report.metrics import Columns
 
 BASE = "base"
@@ -43,6 +44,9 @@ class RunResult:
     effective_samples: float
     generated_tokens: float
     spent: Spent
+    reward: float
+    length: float
+    """Means over the last tenth of the steps; NaN where they were not measured."""
 
     @property
     def model(self) -> str:
@@ -84,15 +88,19 @@ def _runs_in(folder: Path) -> Iterator[Path]:
 def read_run(folder: Path, recipe: Recipe | None = None) -> RunResult:
     """Return the results of a run that has ended. ``recipe``: the run's; default: read from its folder."""
     before = folder / "evaluation" / "before.json"
-    columns = Columns(folder, (m.OBJECTIVE_EFFECTIVE_SAMPLES, m.HARVEST_GENERATED_TOKENS))
+    names = (m.OBJECTIVE_EFFECTIVE_SAMPLES, m.HARVEST_GENERATED_TOKENS, *REWARD, *RESPONSE_LENGTH)
+    columns = Columns(folder, names)
+    newest = slice(-max(1, len(columns.steps) // 10), None)
     return RunResult(
         folder,
         recipe or load_run(folder),
         _by_benchmark(before) if before.is_file() else {},
-        _by_benchmark(folder / AFTER),
+        _by_benchmark(folder / AFTER) if (folder / AFTER).is_file() else {},
         float(np.nansum(columns[m.OBJECTIVE_EFFECTIVE_SAMPLES])),
         float(np.nansum(columns[m.HARVEST_GENERATED_TOKENS])),
         m.spent(columns.last.get("step", 0), columns.last),
+        float(columns.first_of(REWARD)[newest].mean()),
+        float(columns.first_of(RESPONSE_LENGTH)[newest].mean()),
     )
 
 

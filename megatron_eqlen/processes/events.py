@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.files import naming
+from megatron_eqlen.files import expecting, naming
 from megatron_eqlen.processes.hold import HeldError
 
 FILE = "events.jsonl"
@@ -79,8 +79,8 @@ def _parsed(line: bytes, path: Path) -> list[Event]:
     except ValueError:
         logger.warning("%s: skipped a torn line of %d bytes", path, len(line))
         return []
-    if not isinstance(event, dict) or not {"time", "kind"} <= event.keys():
-        raise ValueError(f"{path}: expected an event with a time and a kind, found {line[:80]!r}")
+    with expecting("an event with a time and a kind", path):
+        _ = event["kind"] + "", time.localtime(event["time"])
     return [event]
 
 

@@ -41,6 +41,10 @@ _told: bool | None = None
 """Return value of ``tell``; None: not called yet."""
 
 
+LONGEST = 4000
+"""Most characters of an error's message: values that it repeats may have a million items."""
+
+
 class ExpectedError(RuntimeError):
     """Error whose message is sufficient, like a user's ValueError; no traceback is shown."""
 
@@ -87,7 +91,10 @@ def is_expected(error: BaseException) -> bool:
 
 def words(error: BaseException) -> str:
     """Return the message and notes. Errors of the operating system read ``PATH: what is wrong``."""
-    return _message(error) + "".join(f" ({note})" for note in getattr(error, "__notes__", []))
+    text = _message(error) + "".join(f" ({note})" for note in getattr(error, "__notes__", []))
+    cut = len(text) - LONGEST
+    half = LONGEST // 2
+    return text if cut <= 0 else f"{text[:half]} [… {cut:,} characters …] {text[-half:]}"
 
 
 def _message(error: BaseException) -> str:

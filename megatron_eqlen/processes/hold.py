@@ -110,7 +110,10 @@ def read_holder(path: Path) -> dict[str, Any]:
         return {}
     holder = read_json(path)
     with expecting("the holder of a run", path):
-        return holder | {name: holder[name] for name in HOLDER} if holder else {}
+        if holder:
+            _ = [holder[name] for name in HOLDER], time.localtime(holder["time"]), int(holder["restart"])
+            _ = {**holder.get("versions", {})}, *(holder.get(name, "") + "" for name in ("command", "commit"))
+        return {**holder}
 
 
 def named(holder: dict[str, Any]) -> str:

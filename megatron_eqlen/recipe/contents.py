@@ -11,7 +11,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from megatron_eqlen.files import read_json, write_json
+from megatron_eqlen.files import expecting, read_json, write_json
 
 FILE = "contents.json"
 BLOCK, BLOCKS = 1 << 18, 64
@@ -58,7 +58,10 @@ def keep(run: Path, found: dict[str, Contents]) -> None:
 
 
 def recorded(run: Path) -> dict[str, Contents]:
-    return read_json(run / FILE) if (run / FILE).exists() else {}
+    if not (run / FILE).exists():
+        return {}
+    with expecting("digests of files by path", run / FILE):
+        return {path: {**files} for path, files in read_json(run / FILE).items()}
 
 
 def keep_same(run: Path, found: dict[str, Contents]) -> None:

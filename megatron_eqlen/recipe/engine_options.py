@@ -77,8 +77,8 @@ def check_options(key: str, options: Mapping[str, Any]) -> None:
         known |= _fields(place)
     for name, value in options.items():
         if known and name not in known:
-            near = get_close_matches(name, known, 1, 0.0)[0]
-            raise ValueError(f"{key}.{name}: the engine has no such option (nearest: {near!r})")
+            near = "".join(f" (nearest: {near!r})" for near in get_close_matches(name, known, 1, 0.75))
+            raise ValueError(f"{key}.{name}: the engine has no such option{near}")
         for pattern, reason in REFUSED[key].items():
             if re.fullmatch(pattern, name):
                 raise ValueError(f"{key}.{name}: refused: {reason}")

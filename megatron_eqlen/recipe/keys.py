@@ -37,8 +37,15 @@ def nearest(unknown: Sequence[str | int], schema: type[Section] = Recipe) -> str
     def likeness(key: tuple[str, ...]) -> float:
         return _alike(name.lower(), key[-1]) + SAME_SECTION * (_without_numbers(key[:-1]) == section)
 
+    def same_words(key: tuple[str, ...]) -> bool:
+        """Return False where a word of the name is in no way one of the key: ``batch`` is no ``block``."""
+        words = key[-1].split("_")
+        return all(
+            max(_alike(word, own) for own in words) > LEAST_SIMILAR for word in name.lower().split("_")
+        )
+
     best = max(all_keys(schema), key=lambda key: (likeness(key), -len(key)))
-    if likeness(best) < LEAST_SIMILAR:
+    if likeness(best) < LEAST_SIMILAR or not (same_words(best) or likeness(best) > ABBREVIATION):
         return hint(unknown, lost=True) if schema is Recipe else None
     if _without_numbers(best[:-1]) == section:
         best = (*unknown[:-1], best[-1])

@@ -20,6 +20,7 @@ from megatron_eqlen.recipe.keys import nearest
 from megatron_eqlen.recipe.naming import ABLATIONS, MAY_CHANGE, NAMED_ELSEWHERE, differences, is_under
 from megatron_eqlen.recipe.yaml_values import in_one_line, read_value, to_yaml
 
+MOST_ERRORS = 10
 RECIPE = "recipe.yaml"
 """File in a run's folder: the resolved recipe."""
 
@@ -170,10 +171,14 @@ def _index(at: list, part: str, override: str) -> int:
 def explain(error: ValidationError, schema: type[Section] = Recipe) -> str:
     """Return the errors of all keys as text, with the nearest key of ``schema`` for an unknown one."""
     alternatives: dict[tuple[str, str], list[str]] = {}  # of a key and its value: what each type expects
-    for item in error.errors():
+    for item in error.errors(include_url=False):
+        if len(alternatives) > MOST_ERRORS:
+            break
         key, expected, actual = _parts(item, schema)
         alternatives.setdefault((key, actual), []).append(expected)
-    return "; ".join(key + " or ".join(expected) + actual for (key, actual), expected in alternatives.items())
+    texts = [key + " or ".join(expected) + actual for (key, actual), expected in alternatives.items()]
+    more = [f"and more: {error.error_count()} errors in all"] if len(texts) > MOST_ERRORS else []
+    return "; ".join([*texts[:MOST_ERRORS], *more])
 
 
 def _parts(item: ErrorDetails, schema: type[Section]) -> tuple[str, str, str]:
@@ -192,4 +197,4 @@ def _parts(item: ErrorDetails, schema: type[Section]) -> tuple[str, str, str]:
     expected = str(own or item["msg"])
     if item["type"] == "model_type":
         expected = "expected a section, as in key.sub=value"
-    return f"{key}: ", expected, "" if own and ", found " in expected else f", found {item['input']!r}"
+    return f"{key}: ", expected, "" if own and ", found " in expected else f", found {item['input']!r:.200}"

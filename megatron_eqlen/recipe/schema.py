@@ -48,7 +48,8 @@ NonNegativeFloat = Annotated[float, Field(ge=0), NUMBER]
 Fraction = Annotated[float, Field(ge=0, le=1), NUMBER]
 Value = Annotated[StrictBool | int | float | bool | str | None, Field(union_mode="left_to_right")]
 """Value of a key that is not ours. Recipes are read as text, whose type the first that fits decides."""
-Options = dict[str, Value | list[Value] | dict[str, Value]]
+type Tree = Value | list[Tree] | dict[str, Tree]
+Options = dict[str, Tree]
 BelowOne = Annotated[float, Field(ge=0, lt=1), NUMBER]
 
 
@@ -243,6 +244,9 @@ class SourceRecipe(DataSection):
     """Leave out rows below this difficulty, and rows without a difficulty."""
     max_difficulty: Real | None = None
     """Leave out rows above this difficulty, and rows without a difficulty."""
+    keep_duplicates: bool = False
+    """Keep rows whose question an earlier row has, as small made-up data may need. A prepared file has none.
+    """
     exclude: str | None = None
     """File of questions to leave out (decontamination), one JSON string or line each."""
 
@@ -517,7 +521,7 @@ class RewardRecipe(Section):
 
 
 class LossRecipe(Section):
-    """Loss. Missing keys take the objective's own defaults, which ``eqlen train --dry-run`` prints."""
+    """Loss. Missing keys take the objective's own defaults, which ``eqlen plan --all`` prints."""
 
     advantage: AdvantageName | None = None
     """Estimator of advantages by name (``objectives/advantages.py``), or the import path of your own.

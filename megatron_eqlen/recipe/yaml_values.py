@@ -14,6 +14,9 @@ KEPT = ("tag:yaml.org,2002:null", "tag:yaml.org,2002:merge")
 """Tags that plain scalars get by their spelling; ``merge`` is the key ``<<``."""
 
 
+MOST_VALUES = 1_000_000
+
+
 class _Loader(yaml.CSafeLoader):
     """YAML loader that reads plain scalars as text or null, and refuses duplicate keys."""
 
@@ -30,8 +33,10 @@ def read_value(text: str) -> Any:
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
-        _refuse_duplicates(node, "", set())
-        return None if node is None else loader.construct_document(node)
+        if node is None:
+            return None
+        _refuse_duplicates(node, "", {})
+        return loader.construct_document(node)
     except RecursionError:
         raise yaml.YAMLError("nested too deeply") from None
     finally:
@@ -52,15 +57,17 @@ def in_one_line(error: yaml.YAMLError) -> str:
     return where + ", ".join(part for part in (error.problem, error.context) if part)
 
 
-def _refuse_duplicates(node: yaml.Node | None, at: str, seen: set[int]) -> None:
-    """Raise yaml.MarkedYAMLError for a duplicate key. ``at``: dotted key of ``node``, with a final dot;
-    ``seen``: ids of visited nodes, since aliases may repeat them."""
-    if id(node) in seen:
-        return
-    seen.add(id(node))
+def _refuse_duplicates(node: yaml.Node, at: str, sizes: dict[int, int]) -> int:
+    """Return the number of values in ``node``. Raise yaml.MarkedYAMLError for a duplicate key, a value that
+    contains itself, and for aliases that repeat each other without end. ``at``: dotted key of ``node``, with
+    a final dot; ``sizes``: of visited nodes by id, 0 for those around ``node``."""
+    if (size := sizes.get(id(node))) == 0:
+        raise yaml.MarkedYAMLError(problem=f"{at[:-1]!r} contains itself", problem_mark=node.start_mark)
+    if size is not None:
+        return size
+    sizes[id(node)], size = 0, 1
     if isinstance(node, yaml.SequenceNode):
-        for number, item in enumerate(node.value):
-            _refuse_duplicates(item, f"{at}{number}.", seen)
+        size += sum(_refuse_duplicates(item, f"{at}{n}.", sizes) for n, item in enumerate(node.value))
     elif isinstance(node, yaml.MappingNode):
         lines: dict[str, int] = {}
         for key, value in node.value:
@@ -71,4 +78,10 @@ def _refuse_duplicates(node: yaml.Node | None, at: str, seen: set[int]) -> None:
                     problem_mark=key.start_mark,
                 )
             lines[name] = key.start_mark.line + 1
-            _refuse_duplicates(value, f"{at}{name}.", seen)
+            size += _refuse_duplicates(value, f"{at}{name}.", sizes)
+    if size > MOST_VALUES:
+        raise yaml.MarkedYAMLError(
+            problem=f"more than {MOST_VALUES:,} values, aliases written out", problem_mark=node.start_mark
+        )
+    sizes[id(node)] = size
+    return size

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import sys
 import time
 from array import array
 from collections.abc import Collection, Iterator, Sequence
@@ -129,8 +130,12 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
         record = from_json(line)  # three times as fast as json
     except ValueError:
         record = None
-    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-        raise ValueError(f"{where}: expected a JSON object with a step, found {line[:80]!r}")
+    if not isinstance(record, dict) or type(record.get("step")) is not int or "time" not in record:
+        raise ValueError(f"{where}: expected a JSON object with a step and a time, found {line[:80]!r}")
+    for name, value in record.items():
+        number = type(value) in (int, float) and abs(value) <= sys.float_info.max
+        if not number and (value is not None or name == "time"):
+            raise ValueError(f"{where}: {name}: expected a finite number, found {value!r:.80}")
     return record
 
 

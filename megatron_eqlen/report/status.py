@@ -15,7 +15,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.text import Text
 
-from megatron_eqlen.files import LATEST
+from megatron_eqlen.files import LATEST, read_text
 from megatron_eqlen.metrics import PROMPTS_DRAWN, TIME_STEP, spent
 from megatron_eqlen.processes import hold
 from megatron_eqlen.processes.events import BEAT
@@ -24,6 +24,7 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.contents import is_whole
 from megatron_eqlen.recipe.load import load_run
 from megatron_eqlen.record.reader import check_newest
+from megatron_eqlen.report.diagnosis import diagnose
 from megatron_eqlen.report.evaluations import evaluation_files, histories, read_evaluations
 from megatron_eqlen.report.format import REWARD, compact, duration, first_of
 from megatron_eqlen.report.metrics import read_newest
@@ -129,10 +130,12 @@ class RunStatus:
             line = numbers(metrics, [reward for reward in rewards if reward is not None])
             yield "last step", f"{_ago(self.last['time'], now)}: {line}"
             yield "data", _position(metrics)
+        for _, text in diagnose(self.folder, self.recipe, self.records):
+            yield "diagnosis", text
         if now is not None:  # a page has a table of them
             yield from _evaluated(self.folder, self.last.get("step", 0))
         if self._latest.exists():
-            name, saved = self._latest.read_text(encoding="utf-8").strip(), self._latest.stat().st_mtime
+            name, saved = read_text(self._latest).strip(), self._latest.stat().st_mtime
             yield "checkpoint", f"{name}, {_ago(saved, now)}"
         for at, text in [*self.state.warnings][-MOST_WARNINGS:]:
             yield "warning", f"{time.strftime('%H:%M:%S', time.localtime(at))} {text}"
@@ -152,12 +155,22 @@ class RunStatus:
         yield "tries", state.given_up or stalled
 
 
+def has_ended(run: Path, recipe: Recipe) -> bool:
+    """Return True if the run in the folder ``run`` took its last step: it was evaluated then, or without
+    benchmarks the budget of ``recipe`` is spent."""
+    if (run / "evaluation/after.json").exists() or recipe.evaluation.benchmarks:
+        return (run / "evaluation/after.json").exists()
+    return _is_spent(run, recipe)
+
+
 def is_complete(run: Path, recipe: Recipe) -> bool:
     """Return True if nothing of ``recipe`` is left to do in the folder ``run``."""
-    evaluated = (run / "evaluation/after.json").exists() or not recipe.evaluation.benchmarks
     exports = [run / "export", *([run / "adapter"] if recipe.lora.rank else [])]
-    if not (evaluated and (run / "report.html").exists() and all(map(is_whole, exports))):
-        return False
+    written = (run / "report.html").exists() and all(map(is_whole, exports))
+    return written and has_ended(run, recipe) and _is_spent(run, recipe)
+
+
+def _is_spent(run: Path, recipe: Recipe) -> bool:
     return any(recipe.budget.ended_by(spent(last["step"], last)) for last in read_newest(run, 1))
 
 

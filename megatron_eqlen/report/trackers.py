@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_eqlen.files import write_text
+from megatron_eqlen.files import read_text, write_text
 from megatron_eqlen.objectives.registry import with_defaults
 from megatron_eqlen.recipe import Recipe, leaves, shown
 from megatron_eqlen.types import Metrics
@@ -128,4 +128,4 @@ def _run_id(file: Path) -> str:
     """Return the run's id, the same for every start in this folder."""
     if not file.exists():
         write_text(file, uuid.uuid4().hex)
-    return file.read_text(encoding="utf-8").strip()
+    return read_text(file).strip()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -60,7 +61,10 @@ def evaluate(
     for result in results:
         metrics |= result.metrics()
         accuracy = f"{result.benchmark} avg@{result.samples} {result.accuracy}"
-        session.progress.say(f"{label}: {accuracy}{_change(result, before)}")
+        verdicts = Counter(verdict for answers in result.answers for verdict in answers.verdicts)
+        counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
+        why = "" if result.scores.any() else f" (of {verdicts.total()} responses {counts})"
+        session.progress.say(f"{label}: {accuracy}{_change(result, before)}{why}")
     return results, metrics
 
 

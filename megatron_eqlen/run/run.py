@@ -19,8 +19,11 @@ from megatron_eqlen.processes.timeline import ENGINE, TRAINER
 from megatron_eqlen.recipe.budget import Spent
 from megatron_eqlen.recipe.contents import is_whole
 from megatron_eqlen.recipe.inputs import keep_inputs, local_path
+from megatron_eqlen.report.diagnosis import diagnose
+from megatron_eqlen.report.metrics import read_newest
 from megatron_eqlen.report.model_card import write_model_card
 from megatron_eqlen.report.page import PageWriter
+from megatron_eqlen.report.progress import SPARK_STEPS
 from megatron_eqlen.run.checkpoints import Checkpoints, check_held, spent_until
 from megatron_eqlen.run.evaluations import Evaluations
 from megatron_eqlen.run.generation import Rollouts
@@ -60,6 +63,8 @@ class Run:
         """Number of steps begun; several may be under way."""
         self.position: dict[str, Any] | None = None
         """Contents of the loaded checkpoint except the policy."""
+        self.diagnosed: set[str] = set()
+        """Kinds of the newest step's diagnoses, which are said once."""
         self.disagrees = False
         """True if trainer and engine disagreed in the newest step."""
         self.stopping = False
@@ -256,6 +261,12 @@ class Run:
         step = step.log(gain_metrics(step.metrics))
         ranks = m.over_ranks(gather([step.metrics]))
         self.records.write(self.steps, step.metrics | reached | ranks | speed | totals, step.rollouts)
+        if distributed.is_rank0():
+            found = diagnose(self.folder.path, self.recipe, read_newest(self.folder.path, SPARK_STEPS))
+            for kind, text in found:
+                if kind not in self.diagnosed:
+                    self.session.progress.warn(f"step {self.steps}: {text}")
+            self.diagnosed = {kind for kind, _ in found}
 
     def checkpoint_if_due(self, step: Step, policy: Policy) -> None:
         """Save what the next step starts from: every few steps, at the end, and when asked to stop.

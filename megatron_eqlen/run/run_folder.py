@@ -120,7 +120,8 @@ class RunFolder:
         self.hold = Hold(self.path, origin())
         if self.recipe.exists() and self.is_empty():
             (self.path / CONTENTS).unlink(missing_ok=True)
-        remove_partial(self.path)
+        for folder in (self.path, self.path / "evaluation", self.checkpoints, *self.streams.glob("step-*")):
+            remove_partial(folder)
         remove_quiet(self.hang)
         if self.stop.exists() and self.stop.stat().st_mtime < float(os.environ.get(BEGAN, IMPORTED)):
             self.stop.unlink()

@@ -681,7 +681,8 @@ def test_defaults_written_out_are_the_same_objective(name):
 
 
 def test_plan_prints_the_objectives_defaults_and_not_null(eqlen):
-    printed, _, plan = eqlen("plan {large} objective=dapo sampling=independent")[1].partition("layout      ")
+    asked = "plan {large} objective=dapo sampling=independent"
+    printed, _, plan = eqlen(f"{asked} --all")[1].partition("layout      ")
     loss = yaml.safe_load(printed)["loss"]
     text = "clip_ratio_low: 0.2\nclip_ratio_high: 0.28\nclip_ratio_c: 10.0\nloss_agg_mode: token-mean\n"
     text += "overlong_buffer: 4096\noverlong_factor: 1.0\ndynamic_sampling: true\n"
@@ -690,3 +691,36 @@ def test_plan_prints_the_objectives_defaults_and_not_null(eqlen):
     assert "clip_ratio_c 10.0, " in line
     assert "overlong_buffer 4096, overlong_factor 1.0, dynamic_sampling true" in line
     assert "null" not in line
+    changed, _, again = eqlen(asked)[1].partition("layout      ")
+    assert again == plan
+    recipe = yaml.safe_load(changed)
+    assert (recipe["objective"], recipe["sampling"], "loss" in recipe) == ("dapo", "independent", False)
+    assert "null" not in changed
+
+
+@pytest.mark.parametrize(("text", "fault"), [
+    ("optimizer: &x {lr: *x}", "line 1: 'optimizer.lr' contains itself"),
+    ("data: &x [[*x]]", "line 1: 'data.0.0' contains itself"),
+    ("a: &a [" + "x, " * 999 + "x]\nb: &b [" + "*a, " * 999 + "*a]\nc: [*b]", "more than 1,000,000 values"),
+    ("".join(f"k{n}: 1\n" for n in range(20_000)), "unknown key 'k0'.*and more: 20003 errors in all"),
+    ("name: x\nsteps: [" + "1, " * 100_000 + "1]", r"steps: .{,600}$"),
+])  # fmt: skip
+def test_a_recipe_of_any_size_and_shape_is_refused_in_short(eqlen, tmp_path, text, fault):
+    (tmp_path / "odd.yaml").write_text(text)
+    code, _, error = eqlen(f"plan {tmp_path / 'odd.yaml'}")
+    assert (code, len(error) < 5000, bool(re.search(fault, error))) == (2, True, True), error[:500]
+
+
+def test_options_of_an_engine_may_be_nested(tmp_path):
+    recipe = load(ROOT / "recipes/qwen3_0.6b.yaml", ["rollout.vllm={compilation_config: {a: {b: [{c: 1}]}}}"])
+    assert recipe.rollout.vllm["compilation_config"] == {"a": {"b": [{"c": 1}]}}
+
+
+@pytest.mark.parametrize(("key", "hint"), [
+    ("batch_size", None), ("rollout.batch_size", None), ("optimizer.wieght_decay", "optimizer.weight_decay"),
+    ("group_szie", "group_size"), ("rollout.kvcache_gib", "rollout.kv_cache_gib"),
+])  # fmt: skip
+def test_the_nearest_key_is_named_only_where_it_is_near(eqlen, key, hint):
+    error = eqlen("plan {large} " + key + "=3")[2]
+    assert ("nearest" in error) == (hint is not None)
+    assert (hint or "") in error

@@ -65,7 +65,7 @@ def test_methods_side_by_side(tmp_path, capsys):
     for seed, right in enumerate((15, 17)):
         make_run(tmp_path, seed, right)
     make_run(tmp_path, 0, 14, equal_length={"suffix_reward": "mean"})
-    make_run(tmp_path, 5, None)
+    make_run(tmp_path, 5, None, steps=3)
     tables = tables_of(tmp_path)
     text = capsys.readouterr().out
     assert f"{tmp_path}/eqlen-grpo-seed5: left out, it has not ended" in text
@@ -175,3 +175,17 @@ def test_runs_are_found_at_any_depth_but_not_inside_of_runs(tmp_path):
     (tmp_path / "again").symlink_to(tmp_path)
     assert run_folders([tmp_path]) == found
     assert run_folders([found[1], tmp_path]) == [found[1], found[0]]
+
+
+def test_runs_without_benchmarks_compare_their_rewards_and_lengths(tmp_path, capsys):
+    for seed, reward in enumerate((0.25, 0.75)):
+        folder = make_run(tmp_path, seed, None)
+        (folder / "evaluation/before.json").unlink()
+        newest = {"step": 2, "time": 0.0, "policy/reward": reward, "policy/response_length": 40.0}
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        (folder / "metrics.jsonl").write_text(f"{lines[0]}\n{json.dumps(newest)}\n")
+    tables = tables_of(tmp_path)
+    assert capsys.readouterr().out.count("has not ended") == 0
+    assert tables.keys() == {"Efficiency", "notes"}
+    (row,) = tables["Efficiency"]
+    assert (row["Reward"], row["Length"]) == ("0.500 (sd 0.354)", "40 (sd 0)")
