@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from dataclasses import fields
 from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -80,7 +83,20 @@ def engine_args(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_l
 def environ(rollout: RolloutRecipe) -> dict[str, str]:
     """Return the environment variables that vLLM needs with these settings."""
     runner = {"VLLM_USE_V2_MODEL_RUNNER": "1" if STOCK else "0"}
-    return runner | ({BATCH_INVARIANT: "1"} if rollout.batch_invariant else {})
+    compiler = _cuda_home() if STOCK and rollout.quantization else {}
+    return runner | compiler | ({BATCH_INVARIANT: "1"} if rollout.batch_invariant else {})
+
+
+def _cuda_home() -> dict[str, str]:
+    """Return where DeepGEMM, which compiles fp8 kernels, finds nvcc: among Python's packages, unless
+    CUDA_HOME or CUDA_PATH names a toolkit. FlashInfer's sampler would be compiled as well, and linked, for
+    which the packages do not suffice."""
+    if os.environ.keys() & {"CUDA_HOME", "CUDA_PATH"}:
+        return {}
+    found = find_spec("nvidia")
+    folders = found.submodule_search_locations if found and found.submodule_search_locations else []
+    homes = [str(nvcc.parents[1]) for folder in folders for nvcc in Path(folder).glob("cu*/bin/nvcc")]
+    return {"CUDA_HOME": homes[0], "VLLM_USE_FLASHINFER_SAMPLER": "0"} if homes else {}
 
 
 def _speculation(rollout: RolloutRecipe) -> dict[str, Any]:

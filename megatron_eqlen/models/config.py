@@ -106,7 +106,8 @@ def _execution_fields(parallel: ParallelRecipe, dtype: torch.dtype, sequence: bo
         "use_cpu_initialization": not torch.cuda.is_available(),
         "perform_initialization": False,  # the weights are always loaded
         "bias_activation_fusion": fused,
-        "gradient_accumulation_fusion": fused and kernels,
+        # Not gradient_accumulation_fusion: the output layer, which is not Transformer Engine's, wants Apex's
+        # kernel for it.
         "apply_rope_fusion": fused and kernels,
         "moe_permute_fusion": fused and kernels,
         "moe_router_fusion": False,  # its kernel chooses experts itself, also where they are given

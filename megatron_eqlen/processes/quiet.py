@@ -10,6 +10,7 @@ VERBOSE = "EQLEN_VERBOSE"
 """Environment variable: if set (to anything), library output is shown."""
 ENVIRON = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TRITON_PRINT_AUTOTUNING": "0",  # vLLM's monitor of compilations switches it on in every rank
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_VERBOSITY": "error",
     "VLLM_LOGGING_LEVEL": "ERROR",

@@ -1,7 +1,7 @@
 """Contents of a GPU's memory in each phase of a run, with a colocated engine.
 
     load ─► start ─► sync ─► evaluate ─► generate ─► train ─► sync ─► evaluate ─► checkpoint ─► generate ...
-                                         └────────────────── a step ──────────────────────┘
+                                         └────────────────── a step ──────────────────────┘  or ─► export
 
 ``run/loop.py`` makes the phases; ``rollout.park_trainer`` and ``optimizer.offload`` decide what the trainer
 keeps; ``eqlen plan`` prints them with their bytes.
@@ -66,6 +66,7 @@ def phases(recipe: Recipe) -> list[Phase]:
         *([Phase("teach", (*trainer, "teacher", *asleep))] if recipe.teacher.path else []),
         Phase("train", (*trainer, "activations", *asleep)),
         Phase("checkpoint", (*kept, *awake)),
+        Phase("export", (*synced, "sent_tensors", *asleep)),
     ]
 
 

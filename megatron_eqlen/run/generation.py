@@ -412,6 +412,8 @@ def start_engine(
         return ServerEngine(path, rollout, eos_token_ids, longest, syncs_first=syncs_first)
     from megatron_eqlen.engines.colocated import ColocatedEngine  # imports vLLM
 
+    if syncs_first:  # which brings the weights
+        rollout = rollout.model_copy(update={"vllm": {"load_format": "dummy"} | rollout.vllm})
     return ColocatedEngine(path, rollout, recipe.model.dtype, eos_token_ids, longest, recipe.seed)
 
 

@@ -52,6 +52,7 @@ def train(recipe: Recipe, replay: Path | None = None) -> None:
         run.load(policy)
         run.park(policy)  # the engine is built where it will live: in the memory that the trainer leaves free
         rollouts = start_rollouts(session, run.folder.streams, replay, prompts)
+        rollouts.sleep()  # the first sync needs the room of its KV cache
         run.resume(rollouts)
         rollouts.update_weights(policy)
         run.evaluations.evaluate("before", rollouts)
@@ -71,6 +72,7 @@ def train(recipe: Recipe, replay: Path | None = None) -> None:
             del step, trees  # free these arrays before the next step's are made
         if run.complete:
             run.evaluations.evaluate("after", rollouts)
+            rollouts.sleep()
             run.export(policy)
         run.report(rollouts)
 

@@ -111,13 +111,12 @@ def _state_options(options: OptimizerRecipe) -> dict[str, Any]:
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     aware = {"use_precision_aware_optimizer": True, "main_grads_dtype": dtypes[options.grad_dtype]}
     if options.offload:
-        pinned = torch.cuda.is_available()
         return aware | {
             "optimizer_cpu_offload": True,
             "optimizer_offload_fraction": 1.0,
             "overlap_cpu_optimizer_d2h_h2d": True,
-            "pin_cpu_grads": pinned,
-            "pin_cpu_params": pinned,
+            "pin_cpu_grads": torch.cuda.is_available(),
+            "pin_cpu_params": False,  # Megatron's copy in float32 would not be pinned
         }
     if options.precision == "bfloat16":
         moments = dtypes[options.precision]

@@ -50,7 +50,7 @@ def fresh(request):
 
 def test_after_a_sync_the_engine_is_a_freshly_loaded_one(fresh):
     kind, dtype, loaded = fresh
-    engine = open_engine(folder(kind, 0), dtype, EOS, temperature=1.0)
+    engine = open_engine(folder(kind, 0), dtype, EOS, temperature=1.0, vllm={"load_format": "dummy"})
     before = generate(engine, requests(4, 24))
     weights = load_file(folder(kind, 1) / "model.safetensors")
     weights = {name: tensor for name, tensor in weights.items() if ".visual." not in name}

@@ -450,8 +450,8 @@ def test_a_model_family_of_known_parts_is_one_line(tmp_path, monkeypatch):
 
 
 OF_EXECUTION = {
-    "gradient_accumulation_fusion", "bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion",
-    "apply_rope_fusion", "moe_permute_fusion", "moe_grouped_gemm", "moe_router_dtype",
+    "bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "apply_rope_fusion",
+    "moe_permute_fusion", "moe_grouped_gemm", "moe_router_dtype",
 }  # fmt: skip
 """Fields that we set and a recipe may set otherwise."""
 

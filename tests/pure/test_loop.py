@@ -10,7 +10,6 @@ import pytest
 from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import DataRecipe, SourceRecipe
-from megatron_eqlen.recipe.phases import phases
 from megatron_eqlen.run import generation, loop
 from megatron_eqlen.run.step import Step
 from tools.tokenizer_maker import write_hf_tokenizer
@@ -101,20 +100,6 @@ def test_the_trainer_is_parked_whenever_the_engine_is_awake(calls):
         if call in ("engine.collect", "evaluations.evaluate", "run.evaluate_if_due"):
             assert awake, call
     assert calls.count("run.update") == STEPS
-
-
-def test_the_phases_of_a_run_come_in_the_order_of_the_loop(calls):
-    phase_of = {
-        "run.load": "load",
-        "engine.build": "start",
-        "engine.update_weights": "sync",
-        "evaluations.evaluate": "evaluate",
-        "engine.collect": "generate",
-        "run.update": "train",
-        "run.checkpoint_if_due": "checkpoint",
-    }
-    seen = list(dict.fromkeys(phase_of[call] for call in calls if call in phase_of))
-    assert seen == [phase.name for phase in phases(recipe())]
 
 
 def test_a_checkpoint_is_in_force_before_what_it_is_written_from_changes(calls):
