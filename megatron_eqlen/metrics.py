@@ -78,7 +78,8 @@ REWARD_DROPPED, REWARD_DROPPED_LENGTH = "reward/dropped", "reward/dropped_length
 POLICY_ROLLOUTS = "policy/rollouts"
 POLICY_REWARD, POLICY_RESPONSE_LENGTH = "policy/reward", "policy/response_length"
 PROFILE_VARIANCE, PROFILE_UNDECIDED = "profile/variance", "profile/undecided"
-PROFILE_TOKENS_AFTER, PROFILE_FORK_GAIN = "profile/tokens_after", "profile/fork_gain"
+PROFILE_TOKENS, PROFILE_TOKENS_AFTER = "profile/tokens", "profile/tokens_after"
+PROFILE_FORK_GAIN = "profile/fork_gain"
 PROMPTS_DRAWN = "data/prompts_drawn"
 OBJECTIVE_UNITS = "objective/units"
 OBJECTIVE_ZERO_ADVANTAGE_FRACTION = "objective/zero_advantage_fraction"
@@ -224,10 +225,10 @@ DECLARED = (
     # ---- outcome profile: what forks leave undecided (sampling/profile.py) --------------------------------
     Metric("profile/rollouts", "rollouts", "sum", "several lines of which start at the prompt"),
     Metric(PROFILE_VARIANCE, "reward²", mean("profile/rollouts"), "variance of the reward given the prompt"),
-    Metric("profile/forks", "forks", "sum", "after the prompt"),
-    Metric(PROFILE_UNDECIDED, "reward²", mean("profile/forks"), "variance given the tokens before a fork"),
-    Metric(PROFILE_TOKENS_AFTER, "share", mean("profile/forks"), "tokens of a response after a fork"),
-    Metric(PROFILE_FORK_GAIN, "ratio", "last", "signal over noise (squared, a token) that forks there give"),
+    Metric(PROFILE_TOKENS, "tokens", mean("profile/rollouts"), "of a response"),
+    Metric(PROFILE_UNDECIDED, "reward²", mean("profile/rollouts"), "of this, undecided at first forks"),
+    Metric(PROFILE_TOKENS_AFTER, "tokens", mean("profile/rollouts"), "of these, after first forks"),
+    Metric(PROFILE_FORK_GAIN, "ratio", "last", "signal over noise (squared, a token) of a fork there"),
     # ---- objective: the step's comparison units -----------------------------------------------------------
     Metric(OBJECTIVE_UNITS, "units", "sum", "pairs, groups, or siblings of sampled trees"),
     Metric("objective/members", "members", "sum", "sides, completions or steps in them"),

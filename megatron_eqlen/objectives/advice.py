@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,17 +13,19 @@ from megatron_eqlen.objectives.token_baseline import fitted, prompt_mean, token_
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.comparison import ComparisonUnit, no_penalty
-from megatron_eqlen.sampling.profile import fork_gain, forks
-from megatron_eqlen.types import Rollout
+from megatron_eqlen.sampling.profile import LINES, RANKS, by_rank, fork_gains, without_profile
+from megatron_eqlen.types import Rollout, rollout_key
 
-RANKS, APART = 8, 0.05
-"""Most forks of a line that are looked at, and the least share of the tokens between two of them."""
-DRAWS = 400
-"""Resamples of the prompts for intervals of 95%."""
+APART = 0.05
+"""Least share of the tokens between two places of forks."""
+DRAWS, LEAST = 400, 10
+"""Resamples for intervals of 95%: of the prompts, or of the rollouts of fewer than ``LEAST`` prompts. Fewer
+rollouts say nothing."""
 
 
 class Factor(NamedTuple):
-    """Squared signal over noise at equal tokens, over that of independent responses, with its interval."""
+    """Squared signal over noise at equal tokens, over that without forks or token baseline, with its
+    interval."""
 
     value: float
     low: float
@@ -41,27 +43,25 @@ class Profile:
     """[parts] share of a response's tokens at the end of each; the last is 1."""
     decided: np.ndarray
     """[3, parts] share of the reward's variance that is decided in each, and the ends of its interval."""
+    place: float
+    """Share of a response's tokens before the best fork."""
+    lines: int
+    """Lines that it has."""
     gain: Factor
-    """Factor of the best forks at these places."""
-
-    @property
-    def lines(self) -> int:
-        """Best number of lines after a fork, if there is one."""
-        after, undecided = 1 - self.ends[0], min(self.decided[0, -1], 0.999)
-        return max(round((undecided / (1 - undecided) / after) ** 0.5), 1)
+    """What it gives over the same baseline without forks."""
 
 
 def outcome_profile(rollouts: Sequence[Rollout]) -> Profile | None:
-    """Return the profile of complete scored rollouts; None where no line forks or no reward varies."""
-    of_prompts: dict[str, np.ndarray] = defaultdict(lambda: np.zeros((RANKS + 1, 2)))
+    """Return the profile of complete scored rollouts; None where no line forks, no reward varies, or there
+    are too few."""
+    prompts = len({rollout.prompt_id for rollout in rollouts})
+    of_units: dict[Any, np.ndarray] = defaultdict(lambda: np.zeros((RANKS + 1, 2)))
     for rollout in rollouts:
-        for fork in forks(rollout):
-            if fork.behind <= RANKS:
-                amount = fork.weight * np.array([fork.variance, fork.after])
-                of_prompts[rollout.prompt_id][fork.behind] += amount
-    sums = np.array([*of_prompts.values()]).reshape(-1, RANKS + 1, 2)  # [prompts, ranks, (variance, tokens)]
+        unit = rollout.prompt_id if prompts >= LEAST else rollout_key(rollout)
+        of_units[unit] += by_rank(rollout)
+    sums = np.array([*of_units.values()]).reshape(-1, RANKS + 1, 2)  # [units, ranks, (variance, tokens)]
     whole = sums.sum(0)
-    if whole[0].min() <= 0 or whole[1, 1] <= 0:
+    if len(sums) < LEAST or whole[0].min() <= 0:
         return None
     kept = [0]
     for rank in range(1, RANKS + 1):
@@ -80,8 +80,10 @@ def outcome_profile(rollouts: Sequence[Rollout]) -> Profile | None:
     draws = [parts(drawn) for drawn in _resampled(sums) if drawn[0].min() > 0]
     low, high = np.quantile([decided for _, decided in draws], [0.025, 0.975], axis=0)
     ends, decided = found = parts(whole)
-    gain = _factor(found, draws, lambda of: fork_gain(*of))
-    return Profile(ends, np.array([decided, low, high]), gain)
+    gains = np.quantile([fork_gains(*drawn) for drawn in draws], [0.025, 0.975], axis=0)
+    best = np.unravel_index(gains[0].argmax(), gains[0].shape)  # what is sure to give most
+    gain = Factor(*(float(of[best]) for of in (fork_gains(*found), *gains)))
+    return Profile(ends, np.array([decided, low, high]), float(ends[best[0]]), int(LINES[best[1]]), gain)
 
 
 def baseline_gain(rollouts: Sequence[Rollout], recipe: Recipe) -> Factor | None:
@@ -104,8 +106,8 @@ def baseline_gain(rollouts: Sequence[Rollout], recipe: Recipe) -> Factor | None:
     sums = np.array([*noise.values()]).reshape(-1, 2)
     if not sums.size or sums.sum(0).min() <= 0:
         return None
-    draws = [drawn for drawn in _resampled(sums) if drawn.min() > 0]
-    return _factor(sums.sum(0), draws, lambda of: float(of[0] / of[1]))
+    low, high = np.quantile([d[0] / d[1] for d in _resampled(sums) if d.min() > 0], [0.025, 0.975])
+    return Factor(float(sums[:, 0].sum() / sums[:, 1].sum()), float(low), float(high))
 
 
 def _resampled(sums: np.ndarray) -> np.ndarray:
@@ -115,28 +117,23 @@ def _resampled(sums: np.ndarray) -> np.ndarray:
     return np.tensordot(times, sums, 1)
 
 
-def _factor(whole: np.ndarray, draws: Sequence[np.ndarray], of: Callable[[np.ndarray], float]) -> Factor:
-    low, high = np.quantile([of(drawn) for drawn in draws], [0.025, 0.975])
-    return Factor(of(whole), float(low), float(high))
-
-
 def advice(rollouts: Sequence[Rollout], recipe: Recipe) -> tuple[Profile | None, str]:
-    """Return the profile of complete scored rollouts, and a sentence on what pays."""
-    profile, baseline = outcome_profile(rollouts), baseline_gain(rollouts, recipe)
+    """Return the profile of complete scored rollouts, and a sentence on what pays: forks do where the whole
+    interval of their gain is above 1."""
+    selection, baseline = without_profile(rollouts, recipe), baseline_gain(rollouts, recipe)
+    profile = None if selection else outcome_profile(rollouts)
     tree = recipe.tree_sampling
     after = f" after {tree.marker!r}" if recipe.sampling == "tree" and tree.fork == "marker" else ""
     if profile is None:
-        forked = f"forks{after}: not known, as no line forked or no reward varies"
+        few = f"no line forked, no reward varies, or there are fewer than {LEAST} rollouts"
+        forked = f"forks{after}: not known, as {selection or few}"
     else:
         places = ", ".join(f"{end:.0%}" for end in profile.ends[:-1])
-        forked = f"forks{after} at {places} of a response"
-        if len(profile.ends) > 2:
-            forked += f": about {profile.gain} signal per token"
-        elif profile.lines > 1:
-            forked += f": about {profile.gain} signal per token with {profile.lines} lines a fork"
-        else:
-            forked += (
-                f" do not pay: {profile.decided[0, -1]:.1%} of the reward's variance is decided behind them"
-            )
+        pay = "do not pay" if profile.gain.high <= 1 else "are not seen to pay"
+        forked = (
+            f"forks{after} at {places} of a response{'' if profile.gain.low > 1 else f' {pay}'}: at "
+            f"{profile.place:.0%} {profile.lines} lines give about {profile.gain} signal per token, over the "
+            f"same baseline alone"
+        )
     sentence = f"{forked}; a token baseline (loss.baseline: fitted): {baseline or 'not known'}"
     return profile, f"{sentence} ({len({rollout.prompt_id for rollout in rollouts})} prompts)"

@@ -38,7 +38,6 @@ from megatron_eqlen.rewards.functions import RewardFunction, is_reward_function,
 from megatron_eqlen.rewards.unscored import UnscoredError, leave_out
 from megatron_eqlen.sampling.comparison import response_reward
 from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver, all_rollouts
-from megatron_eqlen.sampling.profile import profile_metrics
 from megatron_eqlen.types import UNSCORED, Grade, Metrics, Part, Prompt, Rollout, TokenIds
 
 log = logging.getLogger(__name__)
@@ -334,8 +333,7 @@ def new_grades(rollouts: Iterable[Rollout]) -> list[tuple[Prompt, Grade | None]]
 
 def policy_metrics(rollouts: Iterable[Rollout]) -> Metrics:
     """Return mean reward and length of the policy's responses, estimated without bias from complete scored
-    rollouts of any kind, and the outcome profile of their forks. ``reward/mean``, over the responses of
-    streams, is biased to longer ones."""
+    rollouts of any kind. ``reward/mean``, over the responses of streams, is biased to longer ones."""
     complete = [rollout for rollout in rollouts if not rollout.suspended]
     sampled = [rollout for rollout in complete if rollout.parts]
     if not sampled:
@@ -346,4 +344,4 @@ def policy_metrics(rollouts: Iterable[Rollout]) -> Metrics:
         POLICY_REWARD: sum(line.weight * response_reward(line.last, prompt) for line, prompt in lines)
         / len(sampled),
         POLICY_RESPONSE_LENGTH: sum(line.weight * line.length for line, _ in lines) / len(sampled),
-    } | profile_metrics(sampled)
+    }

@@ -55,6 +55,7 @@ from megatron_eqlen.run.replicas import Replicas, shared
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Batch, Step
 from megatron_eqlen.sampling.harvester import HarvestObserver, Marker
+from megatron_eqlen.sampling.profile import profile_metrics
 from megatron_eqlen.tokens import TEACHER
 from megatron_eqlen.training.agreement import disagreement
 from megatron_eqlen.training.policy import Policy
@@ -388,8 +389,8 @@ def select(scored: Batch, step: Step, session: Session) -> Batch:
     ``data.prompts_per_step``."""
     recipe = session.recipe
     kept, left_out = leave_out(scored.rollouts, recipe.reward)
-    metrics = scored.metrics | reward_metrics(new_grades(kept)) | left_out
     rollouts = due_rollouts(kept)
+    metrics = scored.metrics | reward_metrics(new_grades(kept)) | left_out | profile_metrics(rollouts, recipe)
     if session.objective.dynamic_sampling:
         room = recipe.data.prompts_per_step - step.prompts
         rollouts, metrics["objective/filtered_prompts"] = dynamic_sampling.select(rollouts, recipe, room)

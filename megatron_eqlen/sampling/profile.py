@@ -2,26 +2,36 @@
 
 Lines that fork at a prefix h are independent continuations of it, so that their rewards estimate Var(R | h)
 without bias: what h leaves undecided. Forks of the same rank, the first of all lines, the second and so on,
-end a part of a response. If the share v_k of Var(R | prompt) is decided in part k, which ends at the share
-x_k of a response's tokens, forks there give up to
+end a part of a response. The share v_k of Var(R | prompt) is decided in part k,
+which ends at the share x_k of a response's tokens. Responses that are compared with a perfect baseline have
+the noise sum of x_k v_k, against 1 with their mean. One fork at x into m lines, which are compared with each
+other, divides by m what is decided behind it (u), and costs x + (1 - x) m times the tokens:
 
-    1 / (sum of sqrt(x_k v_k (x_k - x_{k-1})))^2
+    perfect baselines    sum of x_k v_k before + sum of x_k v_k behind / m
+    means                x (1 - u) + x u / m + (1 - x) u / (m - 1)
 
-times the squared signal over noise of independent responses that are compared with their mean, at equal
-tokens (Neyman's allocation). Where the outcome is decided evenly forks buy nothing.
+A fork pays where noise x tokens falls with either baseline, so that no gain of a baseline is taken for the
+fork's. Scores of tokens are taken for orthogonal and equally large.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
+import numpy as np
+
 from megatron_eqlen import metrics as m
+from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import response_reward
 from megatron_eqlen.types import Metrics, Part, Rollout
+
+RANKS = 8
+"""Most forks of a line that are looked at."""
+LINES = np.arange(2, 33)
+"""Numbers of lines that a fork may have."""
 
 
 class Fork(NamedTuple):
@@ -83,22 +93,34 @@ def _variance(branches: list[_Outcomes]) -> float:
     return fmean(branch.square for branch in branches) - products
 
 
-def profile_metrics(rollouts: Iterable[Rollout]) -> Metrics:
-    """Return the ``profile/...`` metrics of complete scored rollouts; none without forks after the prompt."""
-    all_forks = [fork for rollout in rollouts for fork in forks(rollout)]
-    first = [fork.variance for fork in all_forks if not fork.behind]
-    later = [fork for fork in all_forks if fork.behind]
-    if not first or not later:
+def without_profile(rollouts: Iterable[Rollout], recipe: Recipe) -> str:
+    """Return why forks of these rollouts are a selection, which says nothing of the lines that do not fork;
+    empty where every line forks that reaches a place of forks."""
+    tree = recipe.tree_sampling
+    if recipe.sampling == "tree" and tree.fork == "death" and (recipe.group_size, tree.branching) != (2, 2):
+        return "at a death one of several lines forks, and what the others leave undecided is not seen"
+    cut = sum(rollout.outcome == "budget" for rollout in rollouts)
+    return f"the budget cut {cut} rollouts, which are the long ones" if cut else ""
+
+
+def by_rank(rollout: Rollout) -> np.ndarray:
+    """Return [RANKS + 1, 2] float64: the variance that forks of each rank leave undecided, and the tokens
+    after them, each fork with the weight of its line. Rank 0 is the prompt."""
+    sums = np.zeros((RANKS + 1, 2))
+    for fork in forks(rollout):
+        if fork.behind <= RANKS:
+            sums[fork.behind] += fork.weight * np.array([fork.variance, fork.after])
+    return sums
+
+
+def profile_metrics(rollouts: Sequence[Rollout], recipe: Recipe) -> Metrics:
+    """Return the ``profile/...`` metrics of complete scored rollouts; none without a profile of forks."""
+    sums = [ranks for rollout in rollouts if (ranks := by_rank(rollout))[0, 1]]
+    if not sums or not np.sum(sums, axis=0)[1, 1] or without_profile(rollouts, recipe):
         return {}
-    weight = sum(fork.weight for fork in later)
-    return {
-        "profile/rollouts": len(first),
-        m.PROFILE_VARIANCE: fmean(first),
-        "profile/forks": len(later),
-        m.PROFILE_UNDECIDED: sum(fork.weight * fork.variance for fork in later) / weight,
-        m.PROFILE_TOKENS_AFTER: sum(fork.weight * fork.after for fork in later)
-        / sum(fork.weight * (fork.length + fork.after) for fork in later),
-    }
+    prompt, first, *_ = np.mean(sums, axis=0).tolist()
+    names = m.PROFILE_VARIANCE, m.PROFILE_TOKENS, m.PROFILE_UNDECIDED, m.PROFILE_TOKENS_AFTER
+    return {"profile/rollouts": len(sums)} | dict(zip(names, [*prompt, *first], strict=True))
 
 
 def gain_metrics(metrics: Metrics) -> Metrics:
@@ -106,17 +128,26 @@ def gain_metrics(metrics: Metrics) -> Metrics:
     if metrics.get(m.PROFILE_VARIANCE, 0.0) <= 0:
         return {}
     undecided = min(max(metrics[m.PROFILE_UNDECIDED] / metrics[m.PROFILE_VARIANCE], 0.0), 1.0)
-    ends, decided = [1 - metrics[m.PROFILE_TOKENS_AFTER], 1.0], [1 - undecided, undecided]
-    return {m.PROFILE_FORK_GAIN: fork_gain(ends, decided)}
+    end = 1 - metrics[m.PROFILE_TOKENS_AFTER] / metrics[m.PROFILE_TOKENS]
+    return {m.PROFILE_FORK_GAIN: fork_gain([end, 1.0], [1 - undecided, undecided])}
 
 
-def fork_gain(ends: Sequence[float], decided: Sequence[float]) -> float:
-    """Return what the best numbers of lines at forks give: the factor of squared signal over noise at equal
-    tokens.
+def fork_gain(ends: Sequence[float] | np.ndarray, decided: Sequence[float] | np.ndarray) -> float:
+    """Return the largest of ``fork_gains``, or 1 where no fork pays."""
+    return max(1.0, float(fork_gains(ends, decided).max(initial=0.0)))
+
+
+def fork_gains(ends: Sequence[float] | np.ndarray, decided: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Return [parts - 1, LINES]: the factor of squared signal over noise at equal tokens that one fork at the
+    end of each part gives, into each number of lines, over the same baseline without forks.
 
     ``ends``: shares of a response's tokens at the ends of its parts, the last one 1; ``decided``: shares of
     the reward's variance that are decided in them, of sum 1.
     """
-    parts = zip(ends, [0.0, *ends], decided, strict=False)
-    noise = sum(math.sqrt(end * (end - start) * share) for end, start, share in parts)
-    return 1 / max(noise, 1e-3) ** 2
+    ends, decided = np.asarray(ends, np.float64), np.asarray(decided, np.float64)
+    noise = (ends * decided).cumsum()[:, None]  # with perfect baselines
+    place, before, alone = ends[:-1, None], noise[:-1], noise[-1]
+    undecided = 1 - decided.cumsum()[:-1, None]
+    means = place * (1 - undecided + undecided / LINES) + (1 - place) * undecided / (LINES - 1)
+    best = np.maximum((before + (alone - before) / LINES) / alone, means)
+    return 1 / (best * (place + (1 - place) * LINES))

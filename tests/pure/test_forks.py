@@ -1,6 +1,5 @@
 """Trees whose lines fork by any rule have the policy gradient: all trees of small processes, enumerated."""
 
-import re
 from dataclasses import replace
 from functools import cache
 
@@ -9,16 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import tests.kit.rollouts as kit
-from megatron_eqlen.objectives.advice import advice
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.harvester import Marker
 from megatron_eqlen.sampling.kind import Setting
-from megatron_eqlen.sampling.profile import fork_gain, forks, gain_metrics, profile_metrics
-from megatron_eqlen.tokens import Tokens
-from megatron_eqlen.types import Delta, Grade, Part, Prompt, Rollout
+from megatron_eqlen.types import Delta, Prompt
 from tests.kit.length_bias import Process
 from tests.kit.marks import examples
 from tests.kit.rollouts import build_trees
@@ -193,122 +188,6 @@ def test_treerpo_weighs_all_forks_alike_and_so_has_another_direction():
     settings = recipe("tokens", objective="treerpo")
     found, truth = world.expected_estimate(settings).ravel(), world.gradient().ravel()
     assert found @ truth / np.linalg.norm(found) / np.linalg.norm(truth) < 0.99
-
-
-# ---- outcome profile -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("keys", [
-    {"rule": {"fork": "tokens", "step_tokens": 1, "forks": 1}, "group_size": 3},
-    {"rule": {"fork": "tokens", "step_tokens": 1, "forks": 2}},
-    {"sampling": "equal_length"},
-], ids=str)  # fmt: skip
-def test_forks_estimate_the_variance_that_a_prefix_leaves_undecided(keys):
-    world = process()
-    estimates, truth = np.zeros(world.limit), np.zeros(world.limit)
-    for rollout, probability in world.streams(recipe(**keys)):
-        for fork in forks(rollout):
-            estimates[fork.length] += probability * fork.weight * fork.variance
-            truth[fork.length] += probability * fork.weight * variance(world, (1,) * fork.length)
-    np.testing.assert_allclose(estimates, truth, rtol=0, atol=1e-12)
-    assert truth[:2].min() > 0.001
-
-
-def variance(world, prefix):
-    """Return the variance of the reward of responses that continue ``prefix``."""
-    values = [(p, world.value((*prefix, *rest))) for rest, p in world.continuations(prefix)]
-    mean = sum(p * value for p, value in values)
-    return sum(p * (value - mean) ** 2 for p, value in values)
-
-
-def test_the_share_of_the_tokens_after_forks_is_that_of_all_tokens():
-    """A mean of the shares, 0.3 here, would say that answers cost more beside their thoughts than they do."""
-    rollouts = []
-    for thought in (9, 1):
-        lengths = {0: (thought, -1), 1: (1, 0), 2: (1, 0), 3: (thought, -1), 4: (1, 3), 5: (1, 3)}
-        rollout = [
-            Part(
-                Tokens.of([1] * n),
-                "stop" if n == 1 and parent >= 0 else None,
-                Grade(1.0, ""),
-                "step",
-                i,
-                parent,
-            )
-            for i, (n, parent) in lengths.items()
-        ]
-        rollouts.append(Rollout(Prompt("q", [1], "", "", ""), 0, "tree", 0, rollout))
-    assert profile_metrics(rollouts)["profile/tokens_after"] == pytest.approx(2 / 12)
-
-
-def test_the_gain_of_forks_is_that_of_the_best_of_many_allocations():
-    """Noise x cost of lines that each fork into m for the last tenth of their tokens."""
-    undecided, after = 0.9, 0.1
-    allocations = [
-        ((1 - after) * (1 - undecided) + undecided / m) * (1 - after + after * m)
-        for m in np.linspace(1, 40, 2000)
-    ]
-    assert fork_gain([0.9, 1.0], [0.1, 0.9]) == pytest.approx(1 / min(allocations), rel=1e-3)
-    assert fork_gain([0.5, 1.0], [1.0, 0.0]) >= 1
-    even = np.arange(1, 1001) / 1000
-    assert fork_gain(even, np.full(1000, 1e-3)) == pytest.approx(9 / 4, rel=1e-2)
-
-
-def answers(prompt, right):
-    """Return a tree of thoughts of 90 tokens, each closed by answers of 10; right: [thoughts, answers]."""
-    parts, answered = [Part(Tokens.of([5] * 90), number=n) for n in range(len(right))], len(right)
-    for thought, rewards in enumerate(right):
-        for reward in rewards:
-            grade = Grade(float(reward), "")
-            parts.append(Part(Tokens.of([5] * 10), "stop", grade, number=answered, parent=thought))
-            answered += 1
-    return Rollout(Prompt(f"p{prompt}", [1], "?", "math", "1"), 0, "tree", 0, parts)
-
-
-@pytest.mark.parametrize(("late", "decided", "gain"), [(True, 0.9, (2.5, 6)), (False, 0.1, (1, 1.4))])
-def test_the_profile_says_where_the_outcome_is_decided_and_what_forks_there_give(late, decided, gain):
-    """An answer has its thought's luck with a probability whose square the thought decides, or its own."""
-    settings, draws = recipe("marker", group_size=4, limit=128), np.random.default_rng(0)
-    luck, own, shared = (draws.random((100, 4, n)) for n in (1, 4, 4))
-    right = np.where(shared**2 < (1 - decided), luck < 0.5, own < 0.5)
-    profile, sentence = advice([answers(n, of_prompt) for n, of_prompt in enumerate(right)], settings)
-    np.testing.assert_allclose(profile.ends, [0.9, 1.0])
-    share, low, high = profile.decided[:, 1]
-    assert low < decided < high
-    assert high - low < 0.25
-    assert gain[0] < profile.gain.low < profile.gain.value < profile.gain.high < gain[1]
-    says = f": about {profile.gain} signal per token with " if late else f" do not pay: {share:.1%} of"
-    assert sentence.startswith(f"forks after 'm' at 90% of a response{says}")
-    assert sentence.endswith("(100 prompts)")
-
-
-def test_a_fitted_baseline_pays_where_responses_that_go_on_have_failed():
-    draws = np.random.default_rng(0)
-    settings = recipe(sampling="independent", objective="dr_grpo", group_size=8, limit=128)
-
-    def group(number):
-        lengths = draws.choice([10, 100], 8).tolist()
-        grades = [Grade(float(length == 10), "") for length in lengths]
-        parts = [Part(Tokens.of([5] * lengths[n]), "stop", grades[n], number=n) for n in range(8)]
-        return Rollout(Prompt(f"p{number}", [1], "?", "math", "1"), 0, "independent", 0, parts)
-
-    profile, sentence = advice([group(number) for number in range(20)], settings)
-    assert profile is None
-    found = re.fullmatch(r"forks: not known, .*; a token baseline .*: x([.\d]+) .* \(20 prompts\)", sentence)
-    assert float(found[1]) > 2
-
-
-def test_the_profile_of_a_step_is_that_of_its_forks():
-    """A response of 6 tokens is wrong; another forks after 4 into a right end of 2 and a wrong one of 4."""
-    ends = [(4, None), (6, 0.0), (2, 1.0), (4, 0.0)]
-    steps = [
-        Part(Tokens.of([1] * length), *(("stop", Grade(reward, "")) if reward is not None else ()))
-        for length, reward in ends
-    ]
-    metrics = profile_metrics([kit.tree(PROMPT, 0, steps, [-1, -1, 0, 0])])
-    expected = {"rollouts": 1, "variance": 1 / 4, "forks": 1, "undecided": 1 / 2, "tokens_after": 3 / 7}
-    assert metrics == {f"profile/{name}": pytest.approx(value) for name, value in expected.items()}
-    assert gain_metrics(metrics) == {"profile/fork_gain": pytest.approx(7 / 3)}, "all is undecided there"
 
 
 # ---- a fork knows the past only --------------------------------------------------------------------------

@@ -1,0 +1,245 @@
+"""The advice on forks and baselines is right: for scripted policies, whose values are enumerated."""
+
+import itertools
+import re
+from collections import defaultdict
+from functools import cache
+
+import numpy as np
+import pytest
+
+import tests.kit.rollouts as kit
+from megatron_eqlen.objectives.advice import advice
+from megatron_eqlen.sampling import KINDS
+from megatron_eqlen.sampling.comparison import part_rewards
+from megatron_eqlen.sampling.kind import Setting
+from megatron_eqlen.sampling.profile import fork_gain, fork_gains, forks, gain_metrics, profile_metrics
+from megatron_eqlen.tokens import Tokens
+from megatron_eqlen.types import Delta, Grade, Part, Prompt, Rollout
+from tests.kit.rollouts import build_trees
+from tests.pure.test_forks import process, recipe
+
+PROMPT = Prompt("q", [1, 2], "?", "math", "1")
+LENGTH = 8
+
+
+@pytest.mark.parametrize("keys", [
+    {"rule": {"fork": "tokens", "step_tokens": 1, "forks": 1}, "group_size": 3},
+    {"rule": {"fork": "tokens", "step_tokens": 1, "forks": 2}},
+    {"sampling": "equal_length"},
+], ids=str)  # fmt: skip
+def test_forks_estimate_the_variance_that_a_prefix_leaves_undecided(keys):
+    world = process()
+    estimates, truth = np.zeros(world.limit), np.zeros(world.limit)
+    for rollout, probability in world.streams(recipe(**keys)):
+        for fork in forks(rollout):
+            estimates[fork.length] += probability * fork.weight * fork.variance
+            truth[fork.length] += probability * fork.weight * variance(world, (1,) * fork.length)
+    np.testing.assert_allclose(estimates, truth, rtol=0, atol=1e-12)
+    assert truth[:2].min() > 0.001
+
+
+def variance(world, prefix):
+    """Return the variance of the reward of responses that continue ``prefix``."""
+    values = [(p, world.value((*prefix, *rest))) for rest, p in world.continuations(prefix)]
+    mean = sum(p * value for p, value in values)
+    return sum(p * (value - mean) ** 2 for p, value in values)
+
+
+def test_the_gain_of_a_fork_is_that_of_the_best_number_of_lines():
+    late = [[0.9, 1.0], [0.1, 0.9]]
+    lines = np.arange(2, 33)
+    means = (0.9 * (0.1 + 0.9 / lines) + 0.1 * 0.9 / (lines - 1)) * (0.9 + 0.1 * lines)
+    perfect = (0.09 + 0.9 / lines) / 0.99 * (0.9 + 0.1 * lines)
+    assert fork_gain(*late) == pytest.approx(1 / np.maximum(means, perfect).min())
+    assert fork_gain([0.5, 1.0], [1.0, 0.0]) == 1, "the baseline's gain is not the fork's"
+    even = np.arange(1, 101) / 100
+    assert fork_gain(even, np.full(100, 0.01)) < 9 / 8, "which the best of all trees has over the baseline"
+    assert fork_gains([0.2, 0.9, 1.0], [0.5, 0.0, 0.5]).argmax() // 31 == 1, "the place before what is late"
+
+
+# ---- advice, and what the sampler measures ---------------------------------------------------------------
+
+POLICIES = {
+    "at the first token": lambda path: float(path[0] == 1),
+    "at the last token": lambda path: float(path[-1] == 1),
+    "in the middle": lambda path: float(path[4] == 1),
+    "evenly": lambda path: path.count(1) / LENGTH,
+    "at both ends": lambda path: (path[0] == 1) / 2 + (path[-1] == 1) / 2,
+}
+"""Reward of LENGTH tokens 1 or 2, equally likely; 0 ends a response."""
+
+
+def drawn(settings, reward, number):
+    """Return the rollout of our own sampler with these draws."""
+    random = np.random.default_rng(number)
+    prompt, setting = Prompt(f"q{number}", [9], "?", "math", "1"), Setting(settings, frozenset({0}), number)
+    harvester = KINDS[settings.sampling].harvesters([prompt], setting)[0]
+    launched = harvester.start()
+    while not harvester.complete:
+        for track in launched:
+            token_ids = [*random.integers(1, 3, LENGTH + 1 - len(track.context)).tolist(), 0]
+            track.extend(Delta(track.name, token_ids, {"logprobs": [0.0] * len(token_ids)}), 0)
+        launched = harvester.advance()
+    for part, response in harvester.rollout(0).ended():
+        part.grade = Grade(float(reward(tuple(response[:-1].tolist()))), "")
+    return harvester.rollout(0)
+
+
+def noise_times_tokens(settings, reward, perfect, count=250):
+    """Return the trace of the covariance of a step by free logits x its tokens. ``perfect``: tokens are
+    compared with the enumerated value of their prefix, in place of the package's advantages."""
+
+    @cache
+    def value(path):
+        ends = [reward((*path, *rest)) for rest in itertools.product((1, 2), repeat=LENGTH - len(path))]
+        return np.mean(ends)
+
+    paths = [path for n in range(LENGTH) for path in itertools.product((1, 2), repeat=n)]
+    truth = sum((2.0 ** -len(path) * (value((*path, 2)) - value((*path, 1))) / 2) ** 2 for path in paths)
+    squares = tokens = 0.0
+    for number in range(count):
+        rollout = drawn(settings, reward, number + 10**6)
+        nodes, rewards = build_trees([rollout], settings)[0][0].nodes, part_rewards(rollout)
+        weights, step, above = rollout.weights(), defaultdict(float), {-1: ()}
+        for part, node in zip(rollout.parts, nodes[1:], strict=True):
+            path = above[part.parent]
+            for token, advantage in zip(
+                part.token_ids.tolist(), np.broadcast_to(node.advantage, len(part)), strict=True
+            ):
+                if token:
+                    gap = rewards[part.number] - value(path) if perfect else float(advantage)
+                    step[path] += weights[part.number] * gap * (2 * token - 3)
+                    path = (*path, token)
+            above[part.number] = path
+        squares += sum(value * value for value in step.values()) / count
+        tokens += sum(map(len, rollout.parts)) / count
+    return max(squares - truth, 1e-9) * tokens
+
+
+def sampled(rule=None):
+    sampling = "independent" if rule is None else "tree"
+    return recipe(rule, sampling=sampling, group_size=4, limit=LENGTH + 1)
+
+
+@pytest.mark.parametrize(("policy", "places", "pays"), [
+    ("at the first token", (4,), False),
+    ("at the first token", (2, 4, 6), False),
+    ("at the last token", (4,), True),
+    ("at the last token", (2, 4, 6), True),
+    ("in the middle", (6,), False),
+    ("evenly", (6,), False),
+    ("at both ends", (6,), True),
+], ids=str)  # fmt: skip
+def test_advice_has_the_sign_that_noise_times_tokens_of_our_sampler_has(policy, places, pays):
+    """With a perfect baseline on both sides, and with the siblings' mean (rloo) on both."""
+    reward, rule = POLICIES[policy], {"fork": "tokens", "forks": len(places), "step_tokens": places[0]}
+    profile, sentence = advice([drawn(sampled(rule), reward, n) for n in range(150)], sampled(rule))
+    assert ("pay: at" not in sentence) == (profile.gain.low > 1) == pays, sentence
+    assert profile.gain.low <= profile.gain.value <= profile.gain.high
+    advised = {"fork": "tokens", "forks": 1, "branching": profile.lines}
+    advised["step_tokens"] = round(profile.place * (LENGTH + 1))
+    gains = [
+        noise_times_tokens(sampled(), reward, perfect) / noise_times_tokens(sampled(advised), reward, perfect)
+        for perfect in (False, True)
+    ]
+    assert (min(gains) > 1) == pays, (gains, sentence)
+
+
+def answers(prompt, right):
+    """Return a tree of thoughts of 90 tokens, each closed by answers of 10; right: [thoughts, answers]."""
+    parts, answered = [Part(Tokens.of([5] * 90), number=n) for n in range(len(right))], len(right)
+    for thought, rewards in enumerate(right):
+        for reward in rewards:
+            grade = Grade(float(reward), "")
+            parts.append(Part(Tokens.of([5] * 10), "stop", grade, number=answered, parent=thought))
+            answered += 1
+    return Rollout(Prompt(f"p{prompt}", [1], "?", "math", "1"), 0, "tree", 0, parts)
+
+
+@pytest.mark.parametrize(("late", "decided", "gain"), [(True, 0.9, (2.2, 5.0)), (False, 0.1, (0.8, 1.1))])
+def test_the_profile_says_where_the_outcome_is_decided_and_what_a_fork_there_gives(late, decided, gain):
+    """An answer has its thought's luck with a probability whose square the thought decides, or its own."""
+    settings, draws = recipe("marker", group_size=4, limit=128), np.random.default_rng(0)
+    luck, own, shared = (draws.random((100, 4, n)) for n in (1, 4, 4))
+    right = np.where(shared**2 < (1 - decided), luck < 0.5, own < 0.5)
+    rollouts = [answers(n, of_prompt) for n, of_prompt in enumerate(right)]
+    profile, sentence = advice(rollouts, settings)
+    np.testing.assert_allclose(profile.ends, [0.9, 1.0])
+    _, low, high = profile.decided[:, 1]
+    assert low < decided < high
+    assert high - low < 0.25
+    assert gain[0] < profile.gain.low < profile.gain.value < profile.gain.high < gain[1]
+    verb = "" if late else " (do not|are not seen to) pay"
+    number = rf"at 90% {profile.lines} lines give about {re.escape(str(profile.gain))} signal per token"
+    assert re.match(
+        rf"forks after 'm' at 90% of a response{verb}: {number}, over the same baseline", sentence
+    )
+    assert sentence.endswith("(100 prompts)")
+    metric = gain_metrics(profile_metrics(rollouts, settings))["profile/fork_gain"]
+    assert metric == fork_gain(profile.ends, profile.decided[0]) >= profile.gain.value, "one rule"
+    assert advice(rollouts[:9], settings)[0] is None, "few rollouts say nothing"
+
+
+def test_a_fitted_baseline_pays_where_responses_that_go_on_have_failed():
+    draws = np.random.default_rng(0)
+    settings = recipe(sampling="independent", objective="dr_grpo", group_size=8, limit=128)
+
+    def group(number):
+        lengths = draws.choice([10, 100], 8).tolist()
+        grades = [Grade(float(length == 10), "") for length in lengths]
+        parts = [Part(Tokens.of([5] * lengths[n]), "stop", grades[n], number=n) for n in range(8)]
+        return Rollout(Prompt(f"p{number}", [1], "?", "math", "1"), 0, "independent", 0, parts)
+
+    profile, sentence = advice([group(number) for number in range(20)], settings)
+    assert profile is None
+    found = re.fullmatch(r"forks: not known, .*; a token baseline .*: x([.\d]+) .* \(20 prompts\)", sentence)
+    assert float(found[1]) > 2
+
+
+def test_the_profile_of_a_step_is_that_of_its_first_forks():
+    """A response of 6 tokens is wrong; another forks after 4 into a right end of 2 and a wrong one of 4."""
+    ends = [(4, None), (6, 0.0), (2, 1.0), (4, 0.0)]
+    steps = [
+        Part(Tokens.of([1] * length), *(("stop", Grade(reward, "")) if reward is not None else ()))
+        for length, reward in ends
+    ]
+    tree = kit.tree(PROMPT, 0, steps, [-1, -1, 0, 0])
+    metrics = profile_metrics([tree], recipe("marker"))
+    expected = {"rollouts": 1, "variance": 1 / 4, "tokens": 6.5, "undecided": 1 / 4, "tokens_after": 1.5}
+    assert metrics == {f"profile/{name}": pytest.approx(value) for name, value in expected.items()}
+    assert gain_metrics(metrics)["profile/fork_gain"] == pytest.approx(fork_gain([5 / 6.5, 1], [0, 1]))
+
+
+@pytest.mark.parametrize(("rule", "group_size", "profiled"), [
+    ({"fork": "death", "forks": 2}, 2, True),
+    ({"fork": "death", "forks": 2}, 4, False),
+    ({"fork": "death", "forks": 2, "branching": 3}, 2, False),
+])  # fmt: skip
+def test_forks_of_one_line_of_several_give_no_profile(rule, group_size, profiled):
+    """Whoever counts lines that did not fork as decided finds that a coin at the end is decided early."""
+    settings = recipe(rule, group_size=group_size, limit=24)
+    draws = np.random.default_rng(0)
+
+    def tree(number):
+        setting = Setting(settings, frozenset({0}), number)
+        harvester = KINDS["tree"].harvesters([Prompt(f"q{number}", [9], "?", "math", "1")], setting)[0]
+        launched = harvester.start()
+        while not harvester.complete:
+            for track in launched:
+                token_ids = [*[1] * int(draws.integers(0, track.limit)), 0]
+                track.extend(Delta(track.name, token_ids, {"logprobs": [0.0] * len(token_ids)}), 0)
+            launched = harvester.advance()
+        for part, _ in harvester.rollout(0).ended():
+            part.grade = Grade(float(draws.integers(2)), "")
+        return harvester.rollout(0)
+
+    trees = [tree(number) for number in range(200)]
+    profile, sentence = advice(trees, settings)
+    assert (profile is not None) == profiled == bool(profile_metrics(trees, settings))
+    if profiled:  # all that goes on is open: half of the lines after the first death
+        assert profile.decided[1, 0] < 0.5 < profile.decided[2, 0]
+    else:
+        assert sentence.startswith("forks: not known, as at a death one of several lines forks")
+    trees[0].outcome = "budget"
+    assert "the budget cut 1 rollouts" in advice(trees, settings)[1] or not profiled
