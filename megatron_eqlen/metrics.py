@@ -97,6 +97,7 @@ LOSS_REF_KL = "loss/ref_kl"
 LOSS_TEACHER_KL = "loss/teacher_kl"
 LOSS_RATIO = "loss/ratio"
 LOSS_CLIP_FRACTION_LOW = "loss/clip_fraction_low"
+LOSS_CLIP_FRACTION_DUAL = "loss/clip_fraction_dual"
 LOSS_CLIP_FRACTION_HIGH = "loss/clip_fraction_high"
 MISMATCH_KL = "mismatch/kl"
 EXCHANGE_ROUTES_SECONDS, EXCHANGE_ROUTES_BYTES = "exchange/routes_seconds", "exchange/routes_bytes"
@@ -115,7 +116,7 @@ TIME_STEP, TIME_HARVEST, TIME_TRAIN = "time/step", "time/harvest", "time/train"
 TIME_EVALUATE = "time/evaluate"
 TIME_GPU_HOURS = "time/gpu_hours"
 TOTAL_GENERATED_TOKENS, TOTAL_FLOPS = "total/generated_tokens", "total/flops"
-HARVEST_PROMPT_TOKENS = "harvest/prompt_tokens"
+HARVEST_PREFILLED, HARVEST_PREFILL_CONTEXT = "harvest/prefilled_tokens", "harvest/prefill_context"
 HARVEST_BRANCHES = "harvest/branches"
 HARVEST_CONTEXT = "harvest/context"
 HARVEST_FLOPS, TRAIN_FLOPS = "harvest/flops", "train/flops"
@@ -172,7 +173,8 @@ DECLARED = (
     Metric(ENVIRONMENT_DROPPED_LENGTH, "tokens", mean(ENVIRONMENT_DROPPED), "length of one so far"),
     Metric("environment/refused", "requests", "sum", "of agents that went on, refused"),
     Metric("environment/given_share", "share", mean(HARVEST_SUPERVISED_TOKENS), "given per generated token"),
-    Metric(HARVEST_PROMPT_TOKENS, "tokens", "sum", "of prompts, each prompt once"),
+    Metric(HARVEST_PREFILLED, "tokens", "sum", "prompts, given tokens, partly full cache blocks; counted"),
+    Metric(HARVEST_PREFILL_CONTEXT, "tokens", mean(HARVEST_PREFILLED), "earlier tokens that these see"),
     Metric(HARVEST_BRANCHES, "tracks", "sum", "forks in the finished rollouts"),
     Metric(HARVEST_CONTEXT, "tokens", PER_KEPT_TOKEN, "earlier tokens that a generated token sees"),
     Metric(HARVEST_FLOPS, "FLOPs", "last", "of generation, estimated"),
@@ -283,7 +285,7 @@ DECLARED = (
     Metric("loss/kl_clamped_fraction", "share", PER_TOKEN, "exponent of k3 beyond +-20"),
     Metric(LOSS_CLIP_FRACTION_LOW, "share", PER_TOKEN, "clipped at the lower bound"),
     Metric(LOSS_CLIP_FRACTION_HIGH, "share", PER_TOKEN, "clipped at the upper bound"),
-    Metric("loss/clip_fraction_dual", "share", PER_TOKEN, "stopped by the dual clip"),
+    Metric(LOSS_CLIP_FRACTION_DUAL, "share", PER_TOKEN, "stopped by the dual clip, or truncated (dppo)"),
     Metric("loss/vespo_kernel", "weight", PER_TOKEN, "phi(W)"),
     Metric("loss/own/*", "value", PER_TOKEN, "of a surrogate of your own"),
     # ---- mismatch: trainer against engine, over supervised tokens; names as verl's rollout_corr/... -------

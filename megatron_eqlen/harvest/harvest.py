@@ -42,7 +42,8 @@ def harvest(
     """
     check_prompts(plan.prompts, plan.recipe, engine)
     dialogues = Dialogues(plan.conversations) if plan.conversations is not None else None
-    meter = Meter(engine, plan.progress, plan.recipe.rollout.carry_over, dialogues)
+    rollout = plan.recipe.rollout
+    meter = Meter(engine, plan.progress, rollout.carry_over, dialogues, rollout.block_size)
     finished = _Finished(meter)
     harvesters = _harvesters(plan)
     for rollout in plan.progress.rollouts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from statistics import fmean
 
@@ -32,8 +33,9 @@ class Meter:
         progress: HarvestProgress,
         carries_over: bool,
         dialogues: Dialogues | None = None,
+        block_size: int = 16,
     ) -> None:
-        self.engine, self.dialogues = engine, dialogues
+        self.engine, self.dialogues, self.block_size = engine, dialogues, block_size
         self.generated_tokens = self.resumed_tokens = progress.generated_tokens
         self.requests = self.forks = self.retries = 0
         self.fork_prefix_tokens = self.fork_cached_tokens = self.forks_prefilled = 0
@@ -103,7 +105,7 @@ class Meter:
             }
         if self.dialogues is not None:
             metrics |= self.dialogues.metrics()
-        return metrics | rollout_metrics(self.rollouts) | self.engine.metrics()
+        return metrics | rollout_metrics(self.rollouts, self.block_size) | self.engine.metrics()
 
 
 def _is_new_fork(track: Track) -> bool:
@@ -111,8 +113,8 @@ def _is_new_fork(track: Track) -> bool:
     return track.is_fork and track.attempts == 0 and len(track) == 0
 
 
-def rollout_metrics(rollouts: list[Rollout]) -> Metrics:
-    """Return counts of pairs, lengths and outcomes; empty for no rollouts."""
+def rollout_metrics(rollouts: list[Rollout], block_size: int) -> Metrics:
+    """Return counts of pairs, lengths and outcomes, and what an engine computes; empty for no rollouts."""
     if not rollouts:
         return {}
     ends = [(rollout, rollout.ends()) for rollout in rollouts]
@@ -131,7 +133,47 @@ def rollout_metrics(rollouts: list[Rollout]) -> Metrics:
         metrics |= _column_metrics(column, tables, contexts)
     for kind in dict.fromkeys(rollout.kind for rollout in rollouts):
         metrics |= KINDS[kind].harvest_metrics([rollout for rollout in rollouts if rollout.kind == kind])
-    return metrics
+    return metrics | computed_metrics(rollouts, block_size)
+
+
+def computed_metrics(rollouts: Iterable[Rollout], block_size: int) -> Metrics:
+    """Return what an engine computes for complete rollouts besides one pass a generated token, and how many
+    tokens each pass sees.
+
+    A request prefills what no request before it left in full blocks of the prefix cache: the prompt once, and
+    an environment's answers; of each other first track, fork and answered turn the last, partly full block.
+    """
+    prefills: list[tuple[int, int]] = []
+    """(tokens of the path that were computed before, tokens of the request)"""
+    prompts, seen, generated, branches = set[str](), 0, 0, 0
+    for rollout in rollouts:
+        length = len(rollout.prompt.token_ids)
+        ends = rollout.along(length, lambda end, part: end + len(part.tokens))
+        lines = Counter(part.parent for part in rollout.parts)
+        # of two tracks that are truncated a stream keeps one, taken for both
+        twins = rollout.with_role("tail") if rollout.outcome == "truncated" else []
+        lines.update(part.parent for part in twins)
+        for parent, count in lines.items():
+            known = parent >= 0 or rollout.prompt_id in prompts
+            branches += count - 1 if parent >= 0 else 0
+            prefills += [(ends[parent], ends[parent])] * (count - 1)
+            prefills += [(ends[parent], ends[parent]) if known else (1, length)] if parent < 0 else []
+        prompts.add(rollout.prompt_id)
+        for part in rollout.parts:
+            own, start = part.tokens.is_generated, ends[part.parent]
+            seen += int(np.flatnonzero(own).sum()) + start * len(part)
+            generated += len(part)
+            turns = np.flatnonzero(np.diff(own, prepend=True, append=True)).reshape(-1, 2) + start
+            prefills += list(map(tuple, turns.tolist())) * (1 + any(part is twin for twin in twins))
+    before, after = np.array(prefills, np.int64).reshape(-1, 2).T
+    cached = (before - 1) // block_size * block_size
+    count, pairs = after - 1 - cached, (after + cached) * (after - 1 - cached) / 2
+    return {
+        m.HARVEST_CONTEXT: seen / max(generated, 1),
+        m.HARVEST_PREFILLED: float(count.sum()),
+        m.HARVEST_PREFILL_CONTEXT: float(pairs.sum() / max(count.sum(), 1)),
+        m.HARVEST_BRANCHES: branches,
+    }
 
 
 def _column_metrics(column: Column, tables: Iterable[Tokens], contexts: Iterable[Tokens]) -> Metrics:

@@ -33,7 +33,7 @@ from megatron_eqlen.objectives.aggregation import BatchSize, Member
 from megatron_eqlen.objectives.metrics import staleness_metrics, unit_metrics
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.objectives.parts import checked_advantages, checked_weight, described
-from megatron_eqlen.objectives.registry import resolve
+from megatron_eqlen.objectives.registry import is_on_policy, resolve
 from megatron_eqlen.objectives.token_baseline import of_unit, token_baselines
 from megatron_eqlen.objectives.units import comparison_units
 from megatron_eqlen.processes.collector import collector_paused
@@ -132,7 +132,7 @@ def _compare(rollouts: Sequence[Rollout], recipe: Recipe, objective: Objective, 
 
 def _set_advantages(units: list[ComparisonUnit], objective: Objective, recipe: Recipe) -> None:
     advantages = [_advantages(unit, objective) for unit in units]
-    if objective.advantage is dr_grpo and recipe.sampling == "tree" and not objective.equal_units:
+    if objective.advantage is dr_grpo and recipe.sampling == "tree" and is_on_policy(recipe, objective):
         # r - mean is (M - 1) / M of r - mean of the others: the factor of the prompt's lines, at every fork
         roots = 1 - 1 / recipe.group_size
         factors = [roots / (1 - 1 / len(unit.members)) if len(unit.members) > 1 else 1.0 for unit in units]

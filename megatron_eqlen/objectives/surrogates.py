@@ -14,7 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron_eqlen.metrics import LOSS_CLIP_FRACTION_HIGH, LOSS_CLIP_FRACTION_LOW, LOSS_RATIO
+from megatron_eqlen.metrics import (
+    LOSS_CLIP_FRACTION_DUAL,
+    LOSS_CLIP_FRACTION_HIGH,
+    LOSS_CLIP_FRACTION_LOW,
+    LOSS_RATIO,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +81,7 @@ class Ppo:
         policy = (-ratio * advantages).maximum(-ratio.clamp(low, high) * advantages)
         ceiling = -most * advantages
         dual = (advantages < 0) & (policy > ceiling)
-        clips = _clip_fractions(ratio, advantages, low, high) | {"loss/clip_fraction_dual": dual}
+        clips = _clip_fractions(ratio, advantages, low, high) | {LOSS_CLIP_FRACTION_DUAL: dual}
         return ceiling.where(dual, policy), metrics | clips
 
     def ratio_of(self, tokens: SupervisedTokens) -> torch.Tensor:
@@ -198,7 +203,7 @@ class Dppo:
         low, high = _bounds(self.clip_ratio_low, self.clip_ratio_high, around=0)
         clips = _clip_fractions(moved, tokens.advantages, low, high)
         within = ~(clips[LOSS_CLIP_FRACTION_LOW] | clips[LOSS_CLIP_FRACTION_HIGH])
-        clips["loss/clip_fraction_dual"] = within & (ratio > most)
+        clips[LOSS_CLIP_FRACTION_DUAL] = within & (ratio > most)
         factor = within * ratio.detach().clamp(max=most)
         return -factor * tokens.advantages * tokens.logprobs, metrics | clips
 

@@ -126,7 +126,9 @@ class Packing:
             "packing/repeated_tokens": float(used - unique),
             m.PACKING_CONTEXT: float(pairs.sum() / max(used, 1)),
             "packing/pruned_tokens": float(forest.length[~forest.live].sum()),
-            "packing/supervised_tokens": float(forest.length[trained].sum()),
+            "packing/supervised_tokens": float(
+                sum(node.tokens.generated for node in forest.nodes if node.weight > 0)
+            ),
             m.PACKING_EXPANDED_TOKENS: float((forest.position + forest.length)[trained].sum()),
             "packing/fill": used / computed,
             "packing/budget_fill": used / (len(rows) * self.max_tokens_per_row),

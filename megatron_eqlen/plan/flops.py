@@ -60,16 +60,6 @@ def training_passes(recipe: Recipe) -> float:
     return 3.0 * loss.epochs + (loss.kl_coef > 0) + (loss.minibatches * loss.epochs > 1)
 
 
-def generation_flops(
-    recipe: Recipe, model: ModelConfig, generated: float, context: float, prompts: float, branches: float
-) -> float:
-    """Return the FLOPs of generating ``generated`` tokens that see ``context`` tokens on average, and of
-    prefilling ``prompts`` tokens and, for each of ``branches`` forks, the part of its prefix after the last
-    full cache block (half a block on average)."""
-    prefilled = prompts + branches * (recipe.rollout.block_size + 1) / 2
-    return (generated + prefilled) * forward_flops(model, context)
-
-
 def training_flops(recipe: Recipe, model: ModelConfig, trained: float, context: float) -> float:
     """Return the FLOPs of training ``trained`` positions that see ``context`` others on average. Gradients of
     frozen weights (``lora``) are left out."""
@@ -84,14 +74,10 @@ def counted(recipe: Recipe, model: ModelConfig, metrics: Mapping[str, float]) ->
     def of(name: str) -> float:
         return metrics.get(name, 0.0)
 
-    harvest = (
-        of(m.HARVEST_GENERATED_TOKENS),
-        of(m.HARVEST_CONTEXT),
-        of(m.HARVEST_PROMPT_TOKENS),
-        of(m.HARVEST_BRANCHES),
-    )
+    generated = of(m.HARVEST_GENERATED_TOKENS) * forward_flops(model, of(m.HARVEST_CONTEXT))
     return {
-        m.HARVEST_FLOPS: generation_flops(recipe, model, *harvest),
+        m.HARVEST_FLOPS: generated
+        + of(m.HARVEST_PREFILLED) * forward_flops(model, of(m.HARVEST_PREFILL_CONTEXT)),
         m.TRAIN_FLOPS: training_flops(recipe, model, of(m.PACKING_TOKENS), of(m.PACKING_CONTEXT)),
     }
 

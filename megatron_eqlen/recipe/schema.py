@@ -539,7 +539,8 @@ class LossRecipe(Section):
     clip_ratio_high: NonNegativeFloat | None = None
     """Clip ratios above 1 + this."""
     clip_ratio_c: PositiveFloat | None = None
-    """Dual clip: lower bound of the objective for negative advantages; above 1, but for ctpo."""
+    """Dual clip: lower bound of the objective for negative advantages; above 1, but for ctpo. Of dppo the
+    largest ratio."""
     kl_coef: NonNegativeFloat = 0.002
     """The paper's beta_kl, on supervised tokens against the reference model; 0 keeps no reference."""
     kl_estimator: Annotated[Literal["k1", "k2", "k3"], When(".kl_coef")] = "k3"

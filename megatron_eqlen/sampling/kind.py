@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
-from megatron_eqlen.metrics import HARVEST_BRANCHES, HARVEST_CONTEXT, HARVEST_PROMPT_TOKENS
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty
 from megatron_eqlen.sampling.harvester import Harvester, Marker
@@ -73,21 +72,3 @@ class SamplingKind(ABC):
 def plural(number: int, noun: str) -> str:
     """Return ``1 pair``, ``2 pairs``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def context_metrics(rollouts: Sequence[Rollout], branches: int) -> Metrics:
-    """Return the mean number of tokens that a generated token sees, which its cost depends on, the tokens of
-    the prompts, and the number of forks, ``branches``."""
-    prompts = {rollout.prompt_id: len(rollout.prompt.token_ids) for rollout in rollouts}
-    tokens = seen = 0
-    for rollout in rollouts:
-        ends = rollout.ends()
-        for part in rollout.parts:
-            length = len(part)
-            tokens += length
-            seen += length * (prompts[rollout.prompt_id] + ends[part.parent]) + length * (length - 1) // 2
-    return {
-        HARVEST_CONTEXT: seen / max(tokens, 1),
-        HARVEST_PROMPT_TOKENS: sum(prompts.values()),
-        HARVEST_BRANCHES: branches,
-    }

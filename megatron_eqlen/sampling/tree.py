@@ -27,7 +27,7 @@ from megatron_eqlen.sampling.comparison import (
     token_tree,
 )
 from megatron_eqlen.sampling.harvester import Harvester, Marker, in_step
-from megatron_eqlen.sampling.kind import SamplingKind, Setting, context_metrics, plural
+from megatron_eqlen.sampling.kind import SamplingKind, Setting, plural
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import Metrics, Part, Prompt, Rollout, TokenTree
 
@@ -91,7 +91,6 @@ class TreeSampling(SamplingKind):
         parts = [part for rollout in rollouts for part in rollout.parts]
         lengths = [len(part) for part in parts]
         reasons = Counter(part.finish_reason for part in parts)
-        forks = sum(len({part.parent for part in rollout.parts} - {-1}) for rollout in rollouts)
         return {
             "harvest/completions": len(parts),
             m.HARVEST_SUPERVISED_TOKENS: sum(lengths),
@@ -99,7 +98,7 @@ class TreeSampling(SamplingKind):
             "harvest/response_length_max": max(lengths),
             m.HARVEST_TRUNCATED_FRACTION: reasons["length"] / len(parts),
             "harvest/budget_fraction": reasons[None] / len(parts),
-        } | context_metrics(rollouts, branches=sum(part.parent >= 0 for part in parts) - forks)
+        }
 
 
 class Independent(TreeSampling):

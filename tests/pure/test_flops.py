@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-import tests.kit.rollouts as kit
-from megatron_eqlen.harvest.meter import rollout_metrics
+from megatron_eqlen.environments.environment import Environment, Observation
+from megatron_eqlen.harvest.harvest import harvest
+from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.packing.pack import plan_rows
 from megatron_eqlen.plan.flops import achieved, counted, forward_flops
 from megatron_eqlen.plan.model import KNOWN_MODELS
 from megatron_eqlen.tokens import Tokens
-from megatron_eqlen.types import Node, Part, Prompt, Rollout, TokenTree
+from megatron_eqlen.types import Grade, Node, Prompt, TokenTree
 from tests.kit import ROOT
-from tests.kit.marks import examples
+from tests.kit.rollouts import build_trees
+from tests.pure.test_environments import speaking
+from tests.pure.test_rollout_harvest import EOS, ScriptedEngine, make_recipe
 
 QWEN3 = KNOWN_MODELS / "qwen3-0.6b.json"
-lengths = st.lists(st.integers(1, 9), min_size=1, max_size=4)
-names = map(str, itertools.count())
 LEAVES = ((4, 0), (6, 0), (3, 2))
 """(tokens, parent) of nodes after the root."""
 
@@ -48,53 +49,80 @@ def test_utilisation_is_flops_over_time_and_what_the_gpus_can_do():
         assert "train/mfu" not in achieved(recipe, model, step, unknown)
 
 
-def prompt() -> Prompt:
-    return Prompt(next(names), [1, 2, 3], "", "", "")
+@dataclass
+class Counting(ScriptedEngine):
+    """Counts each pass: (tokens that it sees), with a prefix cache of BLOCK tokens a block."""
+
+    blocks: set[tuple[int, ...]] = field(default_factory=set)
+    prefilled: list[int] = field(default_factory=list)
+
+    def keep(self, path: Sequence[int]) -> None:
+        self.blocks |= {tuple(path[:end]) for end in range(BLOCK, len(path) + 1, BLOCK)}
+
+    def submit(self, request_id, token_ids, max_tokens, seed, path_rows=0):
+        super().submit(request_id, token_ids, max_tokens, seed, path_rows)
+        ends = (end for end in range(BLOCK, len(token_ids), BLOCK) if tuple(token_ids[:end]) in self.blocks)
+        # the pass of the last token makes the first one that is generated
+        self.prefilled += range(max(ends, default=0) + 1, len(token_ids))
+        self.keep(token_ids)
+        self.keep(self.paths[request_id][0][:-1])  # the last token is in no pass
 
 
-def segment(length: int) -> Part:
-    return Part(Tokens.of(list(range(length)), [0.0] * length), "stop")
+BLOCK = 4
+KINDS = {
+    "pairs": {},
+    "single pairs": {"equal_length": {"single_pair": True}},
+    "groups": {"sampling": "independent"},
+    "trees": {"sampling": "tree", "objective": "rloo", "tree_sampling": {"forks": 2, "step_tokens": 3}},
+    "deaths": {"sampling": "tree", "objective": "rloo", "tree_sampling": {"fork": "death", "forks": 3}},
+}
 
 
-def stream(sides: list[int]) -> Rollout:
-    pairs = [(segment(length), segment(length)) for length in sides]
-    return kit.stream(prompt(), 0, 0, pairs, "truncated", segment(3))
+class Talking(Environment):
+    """Answers up to four turns by some tokens."""
+
+    def __init__(self, prompt, seed):
+        self.turns = 0
+
+    def step(self, text):
+        self.turns += 1
+        return Observation("7 " * self.turns, done=self.turns > 3)
+
+    def grade(self):
+        return 1.0
+
+    def fork(self):
+        copied = Talking(None, 0)
+        copied.turns = self.turns
+        return copied
 
 
-def tree(steps: list[int]) -> Rollout:
-    """Return a tree in which each step continues the one before the last."""
-    return kit.tree(
-        prompt(), 0, [segment(n) for n in steps], [n - 2 if n > 1 else -1 for n in range(len(steps))]
-    )
-
-
-rollouts = st.lists(
-    st.one_of(
-        lengths.map(stream),
-        lengths.map(lambda many: kit.group(prompt(), 0, [*map(segment, many)])),
-        lengths.map(tree),
-    ),
-    min_size=1,
-    max_size=3,
-)
-
-
-def seen_one_by_one(rollout: Rollout) -> list[int]:
-    """Return for each generated token of a rollout, as it is drawn, the number of tokens before it on its
-    path."""
-    ends = rollout.ends()
-    return [3 + ends[part.parent] + n for part in rollout.parts for n in range(len(part))]
-
-
-@given(rollouts)
-@examples(30)
-def test_the_context_of_a_rollout_is_what_its_tokens_see(rollouts):
-    for kind in dict.fromkeys(rollout.kind for rollout in rollouts):  # a step has rollouts of one kind
-        mine = [rollout for rollout in rollouts if rollout.kind == kind]
-        seen = [count for rollout in mine for count in seen_one_by_one(rollout)]
-        metrics = rollout_metrics(mine)
-        assert metrics["harvest/context"] == pytest.approx(np.mean(seen))
-        assert metrics["harvest/prompt_tokens"] == 3 * len(mine)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("talks", [False, True])
+def test_what_an_engine_computes_is_what_a_counting_engine_computes(kind, talks):
+    rollout = {"max_response_length": 20, "block_size": BLOCK, "top_k": 20, "keep_sampling_mask": True}
+    recipe = make_recipe(group_size=4, rollout=rollout, **KINDS[kind])
+    engine = Counting(random.Random(3), end=0.15, max_num_seqs=64, max_model_len=200)
+    prompts = [Prompt(f"p{n}", list(range(50 + n, 60 + 2 * n)), "q", "math", "0") for n in range(3)]
+    plan = HarvestPlan(prompts, recipe, EOS, seed=1, conversations=speaking(Talking) if talks else None)
+    rollouts, metrics = harvest(engine, plan)
+    given = sum(len(part.tokens) - len(part) for rollout in rollouts for part in rollout.parts)
+    assert bool(given) == talks
+    rel = 0.05 if talks and "pairs" in kind else 1e-9  # what a track that is not kept was told is estimated
+    assert metrics["harvest/prefilled_tokens"] == pytest.approx(len(engine.prefilled), rel=rel)
+    assert metrics["harvest/prefill_context"] == pytest.approx(np.mean(engine.prefilled), rel=rel)
+    seen = []
+    for rollout in rollouts:
+        for part in rollout.parts:
+            before = len(rollout.prompt.token_ids) + sum(len(p.tokens) for p in rollout.line(part.parent))
+            seen += (before + np.flatnonzero(part.tokens.is_generated)).tolist()
+    assert metrics["harvest/context"] == pytest.approx(np.mean(seen))
+    for rollout in rollouts:
+        for part, _ in rollout.ended():
+            part.grade = part.grade or Grade(float(len(part) % 2), "")
+    planned = plan_rows(build_trees(rollouts, recipe)[0], max_tokens_per_row=200)
+    trained = sum((row.weights > 0).sum() for row in planned.rows(0))
+    assert planned.metrics["packing/supervised_tokens"] == trained > 0
 
 
 @pytest.mark.parametrize("layout", ["tree", "expanded"])
@@ -126,15 +154,15 @@ def test_a_token_costs_what_counting_each_matrix_product_gives():
 def test_a_steps_flops_are_its_generated_prefilled_and_trained_tokens():
     model = read_config(QWEN3)
     metrics = {
-        "harvest/generated_tokens": 1000, "harvest/context": 50.0, "harvest/prompt_tokens": 20,
-        "harvest/branches": 4, "packing/tokens": 300, "packing/context": 80.0,
+        "harvest/generated_tokens": 1000, "harvest/context": 50.0, "harvest/prefilled_tokens": 84,
+        "harvest/prefill_context": 20.0, "packing/tokens": 300, "packing/context": 80.0,
     }  # fmt: skip
 
     def flops(*overrides: str) -> dict[str, float]:
         return counted(load(ROOT / "recipes/qwen3_0.6b.yaml", overrides), model, metrics)
 
-    base = flops("loss.kl_coef=0", "rollout.block_size=31")
-    assert base["harvest/flops"] == (1000 + 20 + 4 * 16) * forward_flops(model, 50)
+    base = flops("loss.kl_coef=0")
+    assert base["harvest/flops"] == 1000 * forward_flops(model, 50) + 84 * forward_flops(model, 20)
     assert base["train/flops"] == 3 * 300 * forward_flops(model, 80)
     assert flops("loss.minibatches=2")["train/flops"] == 5 / 3 * base["train/flops"], (
         "reference and old log-probs"

@@ -139,7 +139,7 @@ def test_forks_of_a_run_or_harvest_say_where_its_outcome_is_decided(tmp_path, fo
     ends = [Part(Tokens.of([9], [-1.0]), "stop", grade) for grade in (WRONG, RIGHT, WRONG)]
     tree = kit.tree(prompt(1), 3, [Part(Tokens.of([5, 6], [-1.0] * 2)), *ends], [-1, -1, 0, 0])
     rollout = tree if sampling == "tree" else example_stream()
-    forked = [dataclasses.replace(rollout, prompt=prompt(number)) for number in range(3)]
+    forked = [dataclasses.replace(rollout, prompt=prompt(number)) for number in range(10)]
     objective = "rloo" if sampling == "tree" else "grpo"
     run = write_run(tmp_path, recipe(tmp_path, sampling=sampling, objective=objective))
     (run / folder).mkdir(parents=True)
@@ -148,7 +148,8 @@ def test_forks_of_a_run_or_harvest_say_where_its_outcome_is_decided(tmp_path, fo
     path, sentence = capsys.readouterr().out.splitlines()
     assert path == str(run / "report.html")
     assert re.match(
-        r"forks at \d+% of a response: about x[\d.]+ \[.*\] signal per token.* \(3 prompts\)", sentence
+        r"forks at .* of a response.*: at \d+% \d+ lines give about x[\d.]+ \[.*\] signal.* \(10 prompts\)",
+        sentence,
     )
     page = Page(run / "report.html")
     assert sentence in page.text

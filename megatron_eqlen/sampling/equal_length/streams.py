@@ -12,7 +12,7 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty, all_equal, token_tree
 from megatron_eqlen.sampling.equal_length.dual_track import DualTrack, Pair, pairs_of, tail_of
 from megatron_eqlen.sampling.equal_length.suffix import pair_rewards, policy_rewards
-from megatron_eqlen.sampling.kind import SamplingKind, Setting, context_metrics, plural
+from megatron_eqlen.sampling.kind import SamplingKind, Setting, plural
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Metrics, Node, Outcome, Part, Prompt, Rollout, TokenTree
 
@@ -88,7 +88,7 @@ class EqualLength(SamplingKind):
         if lengths:
             metrics[m.HARVEST_SEGMENT_LENGTH] = fmean(lengths)
             metrics["harvest/segment_length_max"] = max(lengths)
-        return metrics | context_metrics(rollouts, branches=sum(max(len(each) - 1, 0) for each in pairs))
+        return metrics
 
     def objective_metrics(
         self, units: Sequence[ComparisonUnit], rollouts: Sequence[Rollout], recipe: Recipe
