@@ -108,7 +108,7 @@ def test_what_an_engine_computes_is_what_a_counting_engine_computes(kind, talks)
     rollouts, metrics = harvest(engine, plan)
     given = sum(len(part.tokens) - len(part) for rollout in rollouts for part in rollout.parts)
     assert bool(given) == talks
-    rel = 0.05 if talks and "pairs" in kind else 1e-9  # what a track that is not kept was told is estimated
+    rel = 0.1 if talks and "pairs" in kind else 1e-9  # what a track that is not kept was told is estimated
     assert metrics["harvest/prefilled_tokens"] == pytest.approx(len(engine.prefilled), rel=rel)
     assert metrics["harvest/prefill_context"] == pytest.approx(np.mean(engine.prefilled), rel=rel)
     seen = []
