@@ -120,6 +120,8 @@ def _ends(responses: list[_Response], files: Sequence[Path], recipe: Recipe) -> 
     example = next(response for response in responses if response.end == end)
     form = FORMS.get(example.rollout.prompt.grader, "")
     equal = max(rewards) - min(rewards) <= EQUAL_REWARDS
+    if end == UNSCORED:
+        return
     if end == "truncated" and (equal or count > MOST * total):
         cut = [response for response in responses if response.end == end][:LOOKED_AT]
         texts = _texts(cut, files, recipe)
@@ -145,6 +147,8 @@ def _ends(responses: list[_Response], files: Sequence[Path], recipe: Recipe) -> 
         end = "by prompt"
     elif end in ("correct", "passed"):
         cause = "all are right: the prompts are too easy"
+    elif end == "cut off":
+        cause = "responses are cut off by rollout.tokens_per_step"
     elif end == "scored":
         cause = f"equal rewards: the reward function gives {compact(rewards[0])} to all"
     else:

@@ -1,0 +1,76 @@
+"""Damaged run folders and closed streams: a line that names the file, and no traceback."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megatron_eqlen.files import remove_partial, write_text
+from megatron_eqlen.processes.failures import LONGEST, words
+from megatron_eqlen.recipe.contents import recorded
+from megatron_eqlen.report.status import RunStatus
+from tests.kit.report_runs import recipe, write_run
+
+HOLDER = '{"host": "a", "pid": 1, "time": %s, "slurm_job": null, "restart": 0%s}'
+
+
+@pytest.mark.parametrize(("name", "text"), [
+    ("metrics.jsonl", b'{"step": 1, "time": 1.0, "reward/mean": "x"}\n'),
+    ("metrics.jsonl", b'{"step": 1, "time": 1.0, "reward/mean": Infinity}\n'),
+    ("metrics.jsonl", b'{"step": 1, "time": 1.0, "reward/mean": 1e999}\n'),
+    ("metrics.jsonl", b'{"step": 1, "time": null}\n'),
+    ("metrics.jsonl", b'{"step": true, "time": 1.0}\n'),
+    ("metrics.jsonl", b"null\n"),
+    (".lock", (HOLDER % ('"noon"', "")).encode()),
+    (".lock", (HOLDER % ("1e999", "")).encode()),
+    (".lock", (HOLDER % ("NaN", "")).encode()),
+    (".lock", (HOLDER % ("1.0", ', "versions": 3')).encode()),
+    (".lock", b"[]"),
+    ("events.jsonl", b'{"time": "noon", "kind": "step"}\n'),
+    ("events.jsonl", b'{"time": 1.0, "kind": 3}\n'),
+    ("checkpoints/latest", b"\xff\xfe"),
+    ("recipe.yaml", b"\xff\xfe"),
+    ("recipe.yaml", b"a: &a {b: *a}"),
+    ("evaluation/before.json", b"null"),
+])  # fmt: skip
+def test_a_damaged_file_is_named(tmp_path, name, text):
+    run = write_run(tmp_path / "run", recipe(tmp_path / "model"))
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).write_bytes(text)
+    with pytest.raises(ValueError, match=name):
+        RunStatus(run).screen()
+
+
+@pytest.mark.parametrize("text", ["[]", '{"a": 3}', '"x"', "3"])
+def test_damaged_contents_are_named(tmp_path, text):
+    (tmp_path / "contents.json").write_text(text)
+    with pytest.raises(ValueError, match=r"contents\.json: expected digests of files by path"):
+        recorded(tmp_path)
+
+
+def test_partial_files_of_killed_processes_are_removed_and_those_of_running_ones_are_not(tmp_path):
+    left, fresh = (tmp_path / f".report.html.0{n}234567.partial" for n in range(2))
+    for path in (left, fresh):
+        path.write_text("x")
+    os.utime(left, (time.time() - 60,) * 2)
+    remove_partial(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [fresh.name]
+    os.utime(fresh, (time.time() - 3600,) * 2)
+    write_text(tmp_path / "report.html", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_a_message_with_a_million_items_is_cut():
+    text = words(ValueError(f"key: expected one, found {[*range(1_000_000)]}"))
+    assert len(text) < LONGEST + 100
+    assert text.startswith("key: expected one, found [0, 1,")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&- <&-"])
+def test_a_command_runs_with_closed_streams(tmp_path, closed):
+    run = write_run(tmp_path / "run", recipe(tmp_path / "model"))
+    command = f"{sys.executable} -m megatron_eqlen.cli status {run} {closed}"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (ended.returncode, "Traceback" in ended.stderr) == (0, False), ended.stderr
