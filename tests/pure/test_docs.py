@@ -12,6 +12,7 @@ import pytest
 
 from megatron_eqlen.cli.__main__ import _parser
 from megatron_eqlen.metrics import DECLARED, MetricError, metric
+from megatron_eqlen.objectives.registry import OBJECTIVES
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.keys import all_keys
 from tests.kit import ROOT
@@ -182,6 +183,13 @@ def test_a_first_reading_takes_8000_words():
     )
     assert len(path) >= 4
     assert sum(len((ROOT / name).read_text().split()) for name in ["README.md", *path]) <= 8000
+
+
+@pytest.mark.parametrize("page", ["objectives.md", "related.md"])
+def test_a_page_has_a_row_for_each_method(page):
+    table = [line for line in (ROOT / "docs" / page).read_text().splitlines() if line.startswith("| ")]
+    named = set(re.findall(r"[a-z_0-9]+", " ".join(table)))
+    assert set(OBJECTIVES) <= named
 
 
 def rows(table: str) -> dict[str, list[str]]:
