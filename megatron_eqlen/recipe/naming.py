@@ -22,14 +22,16 @@ MAY_CHANGE = (
     "variant",
     "inputs_from",
     "rollout.servers",
+    "reward.on_error",
+    "reward.max_unscored",
     "rollout.sync",
     "rollout.park_trainer",
     "rollout.mismatch",
     "optimizer.offload",
 )
 """Keys that may change when a run resumes: where and how it runs, not what it computes, and
-``rollout.mismatch``, so that a run which it ended may resume. Any other change would mix two experiments in
-one folder."""
+``rollout.mismatch`` and ``reward.on_error``, so that a run which they ended may resume. Any other change
+would mix two experiments in one folder."""
 NAMED_ELSEWHERE = ("name", "seed", "objective", "sampling")
 """Keys that the path of the run folder always contains."""
 ABLATIONS = (
