@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 
 from megatron_eqlen.engines.protocol import EngineError
-from megatron_eqlen.engines.server.gate import authorization
+from megatron_eqlen.engines.server.gate import DISOWN, LEASE, OWN, RPC, TRAINER, authorization
 from megatron_eqlen.recipe.contents import Contents
 
 logger = logging.getLogger(__name__)
@@ -31,16 +31,23 @@ PATIENCE = 30.0
 PATIENCE_ABSENT = 5.0
 """Limit for a replica that is not used: it has nothing to do, and each weight sync asks it again."""
 
+STAY = LEASE / 4
+"""Seconds between two signs of life to the servers that a run owns."""
+
+
+class TakenError(ConnectionError):
+    """A server whose owner is another trainer."""
+
+
 ReplicaError = (aiohttp.ClientError, OSError)
 """Errors raised here when a replica is dead, dying or silent (timeouts are OSErrors)."""
 
 
 class HttpLoop:
-    """An event loop in its own thread, with an HTTP session that sends the servers' secret. Any thread may
-    use and close it. Raises ValueError if the environment has no secret."""
+    """An event loop in its own thread, with an HTTP session that sends ``headers``. Any thread may use and
+    close it."""
 
-    def __init__(self) -> None:
-        headers = authorization()
+    def __init__(self, headers: dict[str, str]) -> None:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True, name="vllm-servers")
         self.thread.start()
@@ -117,6 +124,8 @@ class Replica:
         """Why the replica is not used; empty while it is used."""
         self.absent_since = 0.0
         """Start of the absence in seconds since 1970."""
+        self.is_taken = False
+        """True if another trainer owned it when it was asked last."""
 
     def forget(self, request_id: str) -> None:
         """Drop a request: vLLM aborts a request whose connection is closed."""
@@ -126,6 +135,7 @@ class Replica:
         """Return what each worker says of the engine (``WorkerExtension.eqlen_setup``). With ``untouched``
         the server must hold the weights that it was started with, and these contents."""
         async with at_most(PATIENCE_ABSENT if self.absence else PATIENCE):
+            await self._own()
             if untouched is not None:
                 held = (await self._json("GET", "weight_info")).get("weight_version")
                 if held != UNTOUCHED:
@@ -137,9 +147,24 @@ class Replica:
                 await self.post("resume")  # a trainer that was killed may have left it paused
             return workers
 
-    async def rpc(self, method: str, *args: Any) -> list[Any]:
+    async def _own(self) -> None:
+        """Become the server's owner; at the start wait for one that has ended without a word."""
+        ends = time.monotonic() + (0.0 if self.absence else LEASE + 1)
+        self.is_taken = True
+        while True:
+            try:
+                await self.post(OWN[1:])
+            except TakenError:
+                if time.monotonic() > ends:
+                    raise
+                await asyncio.sleep(0.5)
+            else:
+                self.is_taken = False
+                return
+
+    async def rpc(self, method: str) -> list[Any]:
         """Return the answers of ``WorkerExtension.method``, one from each worker."""
-        return (await self.post("collective_rpc", {"method": method, "args": args}))["results"]
+        return (await self.post(RPC[1:], {"method": method, "args": []}))["results"]
 
     async def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
         return await self._json("POST", path, body)
@@ -179,18 +204,38 @@ class ReplicaPool:
     ``on_lost`` is called with the id of each request that a replica had when it was left out.
     """
 
-    def __init__(self, urls: Iterable[str], silence: float, on_lost: Callable[[str], None]) -> None:
-        self.io = HttpLoop()
+    def __init__(
+        self, urls: Iterable[str], silence: float, on_lost: Callable[[str], None], trainer: str
+    ) -> None:
+        self.io = HttpLoop(authorization() | {TRAINER: trainer})
         self.silence = silence
         self.on_lost = on_lost
         self.replicas = [Replica(url.rstrip("/"), self.io) for url in urls]
+        self.io.start(self._stay())
 
     @property
     def alive(self) -> list[Replica]:
         return [replica for replica in self.replicas if replica.alive]
 
+    async def _stay(self) -> None:
+        """Remain the owner of the servers in use while nothing else is asked of them."""
+        while True:
+            await asyncio.sleep(STAY)
+            staying = [replica.post(OWN[1:]) for replica in self.alive]
+            await asyncio.gather(*staying, return_exceptions=True)  # whoever needs a lost server notices
+
+    def refuse_taken(self) -> None:
+        """Raise EngineError if another trainer owns one of the servers."""
+        for replica in self.replicas:
+            if replica.is_taken:
+                raise EngineError(
+                    f"rollout.servers: {replica.url}: {replica.absence}; servers obey one trainer at a time: "
+                    "end that one, or start servers for this one"
+                )
+
     def check_any_alive(self) -> None:
         if not self.alive:
+            self.refuse_taken()
             absent = "; ".join(
                 f"{replica.url}: {replica.absence} (since {_clock(replica.absent_since)})"
                 for replica in self.replicas
@@ -246,7 +291,17 @@ class ReplicaPool:
             self.on_lost(request_id)
 
     def close(self) -> None:
+        self.io.run(self._leave())
         self.io.close()
+
+    async def _leave(self) -> None:
+        """Let others have the servers."""
+
+        async def leave(replica: Replica) -> None:
+            async with at_most(2.0):
+                await replica.post(DISOWN[1:])
+
+        await asyncio.gather(*map(leave, self.alive), return_exceptions=True)
 
 
 @asynccontextmanager
@@ -273,7 +328,8 @@ async def _text(response: aiohttp.ClientResponse) -> str:
     """Return the answer's text. Raises ConnectionError with it unless the request succeeded."""
     text = await response.text()
     if response.status != 200:
-        raise ConnectionError(f"HTTP {response.status} from {response.url.path}: {_line(text)}")
+        error = TakenError if response.status == 409 else ConnectionError
+        raise error(f"HTTP {response.status} from {response.url.path}: {_line(text)}")
     return text
 
 

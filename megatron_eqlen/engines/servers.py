@@ -11,8 +11,10 @@ the weights.
 
 from __future__ import annotations
 
+import os
 import queue
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Collection, Iterable
@@ -45,11 +47,14 @@ from megatron_eqlen.metrics import (
     ENGINE_SYNC_SECONDS,
 )
 from megatron_eqlen.recipe import RolloutRecipe
-from megatron_eqlen.recipe.contents import Contents, weights
+from megatron_eqlen.recipe.contents import Contents, function, weights
 from megatron_eqlen.types import Metrics
 
 if TYPE_CHECKING:
     from megatron_eqlen.engines.weights.nccl import NcclSender
+
+DECIDE = ("quantization", "vllm")
+"""Keys of ``rollout`` that decide what a server computes, also where the recipe leaves them out."""
 
 
 def name_of_sync(policy_version: int) -> str:
@@ -63,7 +68,9 @@ class ServerEngine:
 
     ``model_path`` is the model that the servers were started with; ``policy_version`` its version. With
     ``syncs_first`` servers may hold any weights (a trainer that was restarted finds those of its last
-    sync), and requests are refused until ``update_weights``. Raises EngineError if no server answers.
+    sync), and requests are refused until ``update_weights``. ``trainer`` names the run where another one
+    finds its servers in use. ``dtype`` is the recipe's. Raises EngineError if no server answers, or another
+    trainer uses one.
     """
 
     def __init__(
@@ -74,7 +81,11 @@ class ServerEngine:
         max_model_len: int,
         policy_version: int = 0,
         syncs_first: bool = False,
+        trainer: str = "a trainer",
+        dtype: str = "float32",
     ) -> None:
+        trainer = f"{trainer} (process {os.getpid()} on {socket.gethostname()}, {secrets.token_hex(4)})"
+        self.function = function(Path(model_path), dtype)
         self.weights = WeightTable.read(model_path)
         self.moe_layers = read_config(model_path).moe_layers if rollout.keep_routes else []
         self.rollout = rollout
@@ -95,10 +106,11 @@ class ServerEngine:
         self.refusal = "update_weights must come first" if syncs_first else None
         self.closed = False
         self.sync: Metrics = {}
-        self.pool = ReplicaPool(rollout.servers, rollout.request_timeout / 2, self.lost.append)
+        self.pool = ReplicaPool(rollout.servers, rollout.request_timeout / 2, self.lost.append, trainer)
         try:
             self.sender = self._sender()
             self._connect(None if syncs_first else weights(Path(model_path)))
+            self.pool.refuse_taken()
         except EngineError:
             self.close()
             raise
@@ -271,16 +283,24 @@ class ServerEngine:
 
     def _check_limits(self, replica: Replica, limits: dict[str, Any]) -> None:
         self.vocab_size = limits["vocab_size"]
+        theirs = limits["function"] or {}
+        for key in sorted(self.function.keys() | theirs.keys()):
+            if (ours := self.function.get(key)) != theirs.get(key):
+                raise EngineError(
+                    f"{replica.url}: expected a server of the same model, {key} {ours!r}, found "
+                    f"{theirs.get(key)!r}: it computes another function of the same weights"
+                )
         if limits["max_model_len"] < self.max_model_len:
             raise EngineError(
                 f"{replica.url}: expected a server with --max-model-len of at least {self.max_model_len}, "
                 f"found {limits['max_model_len']}"
             )
         for key, started in limits["started_with"].items():
-            if (value := getattr(self.rollout, key)) and value != started:
+            value = getattr(self.rollout, key) or None
+            if value != (started or None) and (value or key in DECIDE):
                 raise EngineError(
                     f"{replica.url}: expected a server started with rollout.{key}: {str(value).lower()}, "
-                    f"found one without"
+                    f"found one {f'with {started}' if started else 'without'}"
                 )
 
     def _update_replicas(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
@@ -288,8 +308,7 @@ class ServerEngine:
         the stream raises."""
         self._connect(None)
         self.refusal = "the last weight update failed half way; update_weights must succeed first"
-        if self.rollout.staleness:
-            self._pause()
+        self._pause()
         self.pool.post("start_weight_update")
         before = self.versions if self.has_unfinished else {}
         name = name_of_sync(policy_version)
@@ -298,11 +317,11 @@ class ServerEngine:
             self.sender.send(named_tensors)
         finally:
             self.pool.post("finish_weight_update", {"weight_version": name})
-        self.pool.post("resume" if self.rollout.staleness else "reset_prefix_cache")
+        self.pool.post("resume")
 
     def _pause(self) -> None:
-        """Stop decoding until the weights are loaded; requests stay where they are."""
-        recompute = self.rollout.on_sync == "recompute"
+        """Stop decoding until the weights are loaded; requests stay where they are, those of others, too."""
+        recompute = not self.rollout.staleness or self.rollout.on_sync == "recompute"
         self.pool.post(f"pause?mode=keep&clear_cache={str(recompute).lower()}")
 
     def _cache_salt(self) -> str | None:

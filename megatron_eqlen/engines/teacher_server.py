@@ -8,6 +8,7 @@ The context of a token is its whole path. Parts that lines share are taken from 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,6 +22,8 @@ from megatron_eqlen.processes.watchdog import beat
 from megatron_eqlen.tokens import TEACHER
 from megatron_eqlen.types import Rollout, tokens_along
 
+KEY = "TEACHER_API_KEY"
+"""Environment variable: the secret of the teacher's server; not that of the rollout servers."""
 AT_ONCE = 64
 """Lines of a rank that are with the server at the same time."""
 COMPARED = 256
@@ -32,7 +35,8 @@ class TeacherServer:
     answers as vLLM does."""
 
     def __init__(self, url: str, patience: float) -> None:
-        self._io = HttpLoop()
+        key = os.environ.get(KEY)
+        self._io = HttpLoop({"Authorization": f"Bearer {key}"} if key else {})
         self._server, self._patience = Replica(url.rstrip("/"), self._io), patience
         self._free = asyncio.Semaphore(AT_ONCE)
         self.close = self._io.close
@@ -96,7 +100,8 @@ class TeacherServer:
         except (*ReplicaError, LookupError, TypeError) as error:
             raise EngineError(
                 f"teacher.url: {self._server.url}: expected log-probs of prompts from vLLM's "
-                f"/v1/completions, found {words(error)}; once it answers, the same command resumes"
+                f"/v1/completions with the secret of {KEY}, found {words(error)}; once it answers, the same "
+                f"command resumes"
             ) from error
         finally:
             beat()

@@ -16,6 +16,7 @@ from vllm.platforms import current_platform
 
 from megatron_eqlen.hf.config import ModelConfig, read_config
 from megatron_eqlen.recipe import RolloutRecipe
+from megatron_eqlen.recipe.contents import function
 
 STOCK = not current_platform.is_cpu()
 """True where vLLM samples, masks and records routes itself: in its V2 model runner, which has none for
@@ -23,6 +24,8 @@ CPUs."""
 REFERENCE = "megatron_eqlen.engines.cpu.runner.Reference"
 STARTED_WITH = ("keep_sampling_mask", "keep_routes", "batch_invariant", "quantization", "vllm")
 """Keys of ``rollout`` that an engine must be started with, to use them."""
+FUNCTION = "function"
+"""Key beside these: what the engine computes (``contents.function``)."""
 WITHOUT_WEIGHTS = ("ngram", "ngram_gpu")
 """Methods of speculation whose drafts need no weights."""
 
@@ -54,7 +57,8 @@ def engine_args(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_l
         "tensor_parallel_size": rollout.tensor_parallel,
         "enforce_eager": cpu,
         "generation_config": "vllm",
-        "additional_config": {key: getattr(rollout, key) for key in STARTED_WITH},
+        "additional_config": {key: getattr(rollout, key) for key in STARTED_WITH}
+        | {FUNCTION: function(Path(model_path), dtype)},
     }
     if STOCK:
         args |= {

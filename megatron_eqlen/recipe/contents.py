@@ -8,16 +8,23 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from megatron_eqlen.files import expecting, read_json, write_json
+from megatron_eqlen.hf.config import read_config
 
 FILE = "contents.json"
 BLOCK, BLOCKS = 1 << 18, 64
 """Bytes of a block, and number of blocks, that identify a file of weights beyond their product (16 MiB): a
 folder of 160 GB costs a second."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+
+TEXT = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "chat_template.jinja")
+"""Files that decide which tokens a conversation has."""
 
 Contents = dict[str, str]
 """Digest of each file, by its path in a folder; by "" for a file alone."""
@@ -39,6 +46,13 @@ def contents(path: Path) -> Contents:
 def weights(model: Path) -> Contents:
     """Return the contents of a model's files of weights."""
     return {name: digest for name, digest in contents(model).items() if name.endswith(WEIGHTS)}
+
+
+def function(model: Path, dtype: str) -> dict[str, Any]:
+    """Return what decides, beside the weights, which function of text a model is: the resolved fields of its
+    config.json, the dtype, and the digests of the files of tokenizer and chat template."""
+    digests = {name: _digest(model / name) for name in TEXT if (model / name).is_file()}
+    return json.loads(json.dumps(asdict(read_config(model)) | {"dtype": dtype} | digests))
 
 
 def written(export: Path) -> Contents:

@@ -180,7 +180,7 @@ class TeacherRecipe(Section):
     revision: Annotated[str | None, When(".path")] = None
     """Branch, tag or commit, for a name on the hub."""
     url: Annotated[str, Field(pattern="^(https?://.+)?$")] = ""
-    """Base URL of a vLLM server of the teacher, in place of ``path``; it gets the trainer's ``VLLM_API_KEY``.
+    """Base URL of a vLLM server of the teacher, in place of ``path``; its secret is in ``TEACHER_API_KEY``.
     Its log-probs are recorded with the rollouts."""
 
     def __bool__(self) -> bool:

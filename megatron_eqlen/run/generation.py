@@ -410,7 +410,10 @@ def start_engine(
     if rollout.engine == "server":
         from megatron_eqlen.engines.servers import ServerEngine
 
-        return ServerEngine(path, rollout, eos_token_ids, longest, syncs_first=syncs_first)
+        dtype, trainer = recipe.model.dtype, str(recipe.run_folder)
+        return ServerEngine(
+            path, rollout, eos_token_ids, longest, syncs_first=syncs_first, trainer=trainer, dtype=dtype
+        )
     from megatron_eqlen.engines.colocated import ColocatedEngine  # imports vLLM
 
     if syncs_first:  # which brings the weights

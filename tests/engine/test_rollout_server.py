@@ -34,7 +34,7 @@ from megatron_eqlen.engines.weights.tcp import NONCE_BYTES, connect, encode, inv
 from megatron_eqlen.harvest.harvest import harvest, harvest_seed
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.recipe.contents import weights
+from megatron_eqlen.recipe.contents import function, weights
 from megatron_eqlen.record.partial import HarvestProgress, RolloutOrigin
 from megatron_eqlen.record.reader import read_progress
 from megatron_eqlen.record.recorder import Recorder
@@ -287,6 +287,8 @@ class Fake:
         self.behaviour = behaviour
         self.version = "default"
         self.model = folder("qwen3_moe")
+        self.other: dict = {}
+        """Fields of another model's configuration."""
         self.max_model_len = 256
         self.asked = 0
         self.posted: dict[str, dict] = {}
@@ -330,6 +332,7 @@ class Fake:
         if body and body.get("method") == "eqlen_setup":
             limits = {"vocab_size": 96, "max_model_len": self.max_model_len, "stock": "vLLM V1"}
             limits["started_with"] = {"keep_sampling_mask": False}
+            limits["function"] = function(self.model, "float32") | self.other
             return web.json_response({"results": [limits]})
         if body and body.get("method") == "eqlen_weights":
             return web.json_response({"results": [weights(self.model)]})

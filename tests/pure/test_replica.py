@@ -14,7 +14,7 @@ from megatron_eqlen.engines.replica import HttpLoop
 
 
 def test_nobody_waits_for_a_call_that_a_close_cuts_off():
-    io = HttpLoop()
+    io = HttpLoop({})
     call = io.start(asyncio.sleep(60))
     io.close()
     with pytest.raises(CancelledError):
@@ -22,7 +22,7 @@ def test_nobody_waits_for_a_call_that_a_close_cuts_off():
 
 
 def test_a_closed_engine_refuses_calls():
-    io = HttpLoop()
+    io = HttpLoop({})
     io.close()
     with pytest.raises(EngineError, match="was closed"):
         io.start(asyncio.sleep(0))
@@ -31,7 +31,7 @@ def test_a_closed_engine_refuses_calls():
 def test_a_call_that_meets_a_close_ends_or_is_refused():
     """Either thread may come first."""
     for _ in range(20):
-        io, met = HttpLoop(), threading.Event()
+        io, met = HttpLoop({}), threading.Event()
         closing = threading.Thread(target=lambda io=io, met=met: (met.wait(), io.close()))
         closing.start()
         with pytest.raises((EngineError, CancelledError)):

@@ -1,7 +1,9 @@
-"""The secret that a run shares with its servers, and the requests that a server answers.
+"""The secret that a run shares with its servers, the requests that a server answers, and whom it obeys.
 
 Trainer and servers have the secret in ``VLLM_API_KEY`` and send it as OpenAI's clients do. vLLM itself asks
 for it only on some paths, and its development endpoints do anything: ``Gate`` stands before all of them.
+Those that change what a server computes are for one trainer at a time, its owner: the first that asks, until
+it says that it ends, or is silent for ``LEASE``.
 """
 
 from __future__ import annotations
@@ -9,7 +11,10 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import time
 from typing import Any
+
+from megatron_eqlen.files import shallow_json
 
 KEY = "VLLM_API_KEY"
 HEALTH = "/health"
@@ -17,12 +22,22 @@ HEALTH = "/health"
 RPC = "/collective_rpc"
 METHODS = ("eqlen_setup", "eqlen_weights")
 """Methods of ``WorkerExtension``, the only ones that ``RPC`` calls."""
-SERVED = {
-    *(HEALTH, RPC, "/metrics", "/version"),
-    *("/inference/v1/generate", "/v1/models", "/v1/completions", "/v1/chat/completions"),
-    *("/pause", "/resume", "/reset_prefix_cache", "/weight_info"),
-    *("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"),
+CALLS = [{"method": method, "args": []} for method in METHODS]
+OWN, DISOWN = "/own", "/disown"
+"""Paths of the gate itself: become the owner or stay it, and end being it."""
+PAUSE, RESUME, START, FINISH = "/pause", "/resume", "/start_weight_update", "/finish_weight_update"
+OWNED = {
+    *(RPC, PAUSE, RESUME, START, FINISH, OWN, DISOWN),
+    *("/reset_prefix_cache", "/init_weight_transfer_engine", "/update_weights"),
 }
+GENERATES = {"/inference/v1/generate", "/v1/completions", "/v1/chat/completions"}
+SERVED = {HEALTH, "/metrics", "/version", "/v1/models", "/weight_info", *GENERATES, *OWNED}
+TRAINER = "eqlen-trainer"
+"""Header with a trainer's name, of its own."""
+LEASE = 15.0
+"""Seconds of silence after which a server has no owner."""
+LONGEST = 32 * 2**20
+"""Bytes of a request."""
 
 
 def authorization() -> dict[str, str]:
@@ -36,55 +51,88 @@ def authorization() -> dict[str, str]:
 
 
 class Gate:
-    """ASGI middleware that refuses requests without the secret, and those that a run does not need."""
+    """ASGI middleware that refuses requests without the secret, those that a run does not need, those of a
+    second trainer, and any for tokens while the weights are being replaced, which the engine would not
+    survive."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
         self.expected = authorization()["Authorization"].encode()
+        self.owner, self.seen = "", 0.0
+        self.paused = self.updating = False
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] == "websocket":
             await send({"type": "websocket.close"})
             return
         if scope["type"] == "http" and scope["path"] != HEALTH:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not secrets.compare_digest(given, self.expected):
-                await _refuse(send, 401, f"expected the secret of {KEY}")
+            headers = dict(scope["headers"])
+            if not secrets.compare_digest(headers.get(b"authorization", b""), self.expected):
+                await _answer(send, 401, f"expected the secret of {KEY}")
                 return
             if scope["path"] not in SERVED:
-                await _refuse(send, 404, "not served here")
+                await _answer(send, 404, "not served here")
                 return
-            if scope["path"] == RPC:
-                body = await _body(receive)
-                if _method(body) not in METHODS:
-                    await _refuse(send, 403, f"expected one of {', '.join(METHODS)}")
-                    return
-                receive = _repeated(body, receive)
+            body = await _body(receive)
+            status, text = self._refusal(scope["path"], headers.get(TRAINER.encode(), b"").decode(), body)
+            if status or scope["path"] in (OWN, DISOWN):
+                await _answer(send, status or 200, text)
+                return
+            receive, send = _repeated(body, receive), self._noting(scope["path"], send)
         await self.app(scope, receive, send)
 
+    def _refusal(self, path: str, trainer: str, body: bytes | None) -> tuple[int, str]:
+        """Return status and text of a refusal; status 0 if there is none."""
+        if body is None:
+            return 413, f"expected at most {LONGEST} bytes"
+        try:
+            asked = shallow_json(body) if body else {}
+        except ValueError as error:
+            return 400, f"expected JSON: {error}"
+        if path in GENERATES:
+            return (409, "the weights are being replaced") if self.updating else (0, "")
+        if path not in OWNED:
+            return 0, ""
+        if not trainer:
+            return 400, f"expected the header {TRAINER}, the name of a trainer"
+        now = time.monotonic()
+        if self.owner not in ("", trainer) and now < self.seen + LEASE:
+            return 409, f"used by {self.owner}"
+        self.owner, self.seen = "" if path == DISOWN else trainer, now
+        if path == RPC and (not isinstance(asked, dict) or asked not in CALLS):
+            return 403, f"expected one of {', '.join(METHODS)}, without arguments"
+        if (path == START and not self.paused) or (path == RESUME and self.updating):
+            return 409, f"{path}: expected {PAUSE} before the weights are replaced, and {RESUME} after it"
+        return 0, ""
 
-async def _refuse(send: Any, status: int, text: str) -> None:
+    def _noting(self, path: str, send: Any) -> Any:
+        """Return ``send`` that notes the state which an answer reports."""
+
+        async def noting(message: dict[str, Any]) -> None:
+            if message.get("status") == 200:
+                self.paused = path == PAUSE or (self.paused and path != RESUME)
+                self.updating = path == START or (self.updating and path not in (FINISH, RPC))
+            await send(message)
+
+        return noting
+
+
+async def _answer(send: Any, status: int, text: str) -> None:
     headers = [(b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps({"error": text}).encode()})
+    await send({"type": "http.response.body", "body": json.dumps({"error": text} if text else {}).encode()})
 
 
-async def _body(receive: Any) -> bytes:
-    body, more = b"", True
+async def _body(receive: Any) -> bytes | None:
+    """Return a request's body; None if it is too long."""
+    parts, size, more = [], 0, True
     while more:
         message = await receive()
-        body += message.get("body", b"")
-        more = message.get("more_body", False)
-    return body
-
-
-def _method(body: bytes) -> Any:
-    """Return the method of a call as vLLM reads it; None if it cannot be read."""
-    try:
-        asked = json.loads(body)
-    except ValueError:
-        return None
-    return asked.get("method") if isinstance(asked, dict) else None
+        parts.append(message.get("body", b""))
+        size, more = size + len(parts[-1]), message.get("more_body", False)
+        if size > LONGEST:
+            return None
+    return b"".join(parts)
 
 
 def _repeated(body: bytes, receive: Any) -> Any:

@@ -20,8 +20,10 @@ def main() -> None:
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 
+    from megatron_eqlen.engines.server.requests import check_requests
     from megatron_eqlen.engines.server.streaming import stream
 
+    check_requests()
     stream()
     serve()
 

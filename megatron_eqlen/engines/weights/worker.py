@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from megatron_eqlen.engines.cpu.repack import repack
 from megatron_eqlen.engines.protocol import STOCK
-from megatron_eqlen.engines.vllm_args import STARTED_WITH
+from megatron_eqlen.engines.vllm_args import FUNCTION, STARTED_WITH
 from megatron_eqlen.engines.weights.tcp import NamedTensors, connect, receive
 from megatron_eqlen.recipe.contents import Contents, weights
 
@@ -137,6 +137,7 @@ class WorkerExtension:
         started = self.vllm_config.additional_config
         return {
             "started_with": {key: started.get(key) for key in STARTED_WITH},
+            FUNCTION: started.get(FUNCTION),
             "stock": STOCK if self.vllm_config.use_v2_model_runner else "vLLM V1",
             "vocab_size": self.model_config.get_vocab_size(),
             "max_model_len": self.model_config.max_model_len,

@@ -1,0 +1,67 @@
+"""Limits of what a request asks of the engine (vLLM 0.32), checked in the server's first process: what fails
+in a worker ends the engine for all."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.input_processor import InputProcessor
+
+from megatron_eqlen.engines.protocol import SEED
+
+UNUSED = {
+    *("structured_outputs", "logit_bias", "allowed_token_ids", "bad_words", "logprob_token_ids"),
+    *("prompt_logprob_token_ids", "thinking_token_budget", "repetition_detection", "trace_decode_token_ids"),
+}
+"""Sampling parameters that no run needs; some of them index weights or need a tokenizer."""
+MOST = {"n": 64, "seed": 2**63 - 1}
+"""Largest values of integers, where it is not 2**31 - 1."""
+
+
+def check_requests() -> None:
+    """Make this process refuse requests that ``refuse_unfit`` refuses, on every path: status 400."""
+    process = InputProcessor.process_inputs
+
+    def checked(self: InputProcessor, *args: Any, **kwargs: Any) -> EngineCoreRequest:
+        request = process(self, *args, **kwargs)
+        if request.sampling_params is not None:
+            refuse_unfit(
+                request.prompt_token_ids or [], request.sampling_params, self.model_config.get_vocab_size()
+            )
+        return request
+
+    InputProcessor.process_inputs = checked
+
+
+def refuse_unfit(token_ids: list[int], params: SamplingParams, vocab_size: int) -> None:
+    """Raise VLLMValidationError, with the field, for tokens beyond the vocabulary, numbers that are none or
+    too large, and parameters that are not served here."""
+    for name, ids in (("token_ids", token_ids), ("stop_token_ids", params.stop_token_ids or [])):
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            wrong = min(ids) if min(ids) < 0 else max(ids)
+            raise _unfit(name, f"tokens of 0 to {vocab_size - 1}", wrong)
+    for field in msgspec.structs.fields(SamplingParams):
+        value = getattr(params, field.name)
+        if field.name in UNUSED and value is not None:
+            raise _unfit(field.name, "nothing: it is not served here", value)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise _unfit(field.name, "a finite number", value)
+        if isinstance(value, int) and not -1 <= value <= (most := MOST.get(field.name, 2**31 - 1)):
+            raise _unfit(field.name, f"a number up to {most}", value)
+    if params.seed is not None and params.seed < 0:
+        raise _unfit("seed", "a number from 0", params.seed)
+    own = params.extra_args or {}
+    if other := own.keys() - {SEED}:
+        raise _unfit(f"extra_args.{min(other)}", "nothing: it is not served here", own[min(other)])
+    seed = own.get(SEED, 0)
+    if type(seed) is not int or not 0 <= seed < 2**64:
+        raise _unfit(f"extra_args.{SEED}", "a number of 64 bits", seed)
+
+
+def _unfit(field: str, expected: str, found: object) -> VLLMValidationError:
+    return VLLMValidationError(f"{field}: expected {expected}, found {found!r:.100}", parameter=field)
