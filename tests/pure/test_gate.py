@@ -1,0 +1,105 @@
+"""The gate before a server: who is obeyed, and what is passed on to vLLM."""
+
+import asyncio
+import json
+
+import pytest
+
+from megatron_eqlen.engines.server import gate
+from megatron_eqlen.engines.server.gate import (
+    CALLS,
+    DISOWN,
+    FINISH,
+    KEY,
+    LONGEST,
+    OWN,
+    OWNED,
+    PAUSE,
+    RESUME,
+    RPC,
+    START,
+    TRAINER,
+    Gate,
+)  # fmt: skip
+
+GENERATE = "/inference/v1/generate"
+
+
+@pytest.fixture
+def ask(monkeypatch):
+    """Return a function that sends a request through a gate to an app that succeeds; it returns status and
+    text."""
+    monkeypatch.setenv(KEY, "key")
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": (await receive())["body"]})
+
+    made = Gate(app)
+
+    def ask(path: str, body: bytes = b"", trainer: str = "first") -> tuple[int, str]:
+        answer: dict = {}
+        headers = [
+            (b"authorization", b"Bearer key"),
+            *([(TRAINER.encode(), trainer.encode())] if trainer else []),
+        ]
+        half = len(body) // 2
+        messages = [{"body": body[:half], "more_body": True}, {"body": body[half:], "more_body": False}]
+
+        async def receive():
+            return messages.pop(0)
+
+        async def send(message):
+            answer.update(message)
+
+        asyncio.run(made({"type": "http", "path": path, "headers": headers}, receive, send))
+        return answer["status"], answer["body"].decode()
+
+    return ask
+
+
+def test_a_server_obeys_one_trainer_until_it_leaves_or_falls_silent(ask, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(gate.time, "monotonic", lambda: now[0])
+    call = json.dumps(CALLS[0]).encode()
+    assert ask(OWN) == (200, "{}")
+    for path in OWNED:
+        assert ask(path, call, "second") == (409, json.dumps({"error": "used by first"}))
+        assert ask(path, call, "")[0] == 400
+    assert ask(GENERATE, b"{}", "") == (200, "{}"), "anybody with the secret may generate"
+    now[0] += gate.LEASE - 1
+    assert ask(PAUSE)[0] == 200
+    now[0] += gate.LEASE - 1
+    assert ask(OWN, b"", "second")[0] == 409
+    now[0] += 2
+    assert ask(OWN, b"", "second")[0] == 200
+    assert ask(DISOWN, b"", "second")[0] == 200
+    assert ask(OWN)[0] == 200
+
+
+def test_nothing_is_generated_while_weights_are_replaced_which_a_pause_precedes(ask):
+    assert ask(START)[0] == 409
+    assert [ask(path)[0] for path in (PAUSE, START, RESUME, GENERATE)] == [200, 200, 409, 409]
+    assert [ask(path)[0] for path in (FINISH, GENERATE, RESUME, START)] == [200, 200, 200, 409]
+    assert [ask(path)[0] for path in (PAUSE, START)] == [200, 200]
+    assert ask(RPC, json.dumps(CALLS[0]).encode())[0] == 200, "a later trainer ends what was left open"
+    assert [ask(path)[0] for path in (RESUME, GENERATE)] == [200, 200]
+
+
+@pytest.mark.parametrize(("body", "status"), [
+    (b"[" * 100_000, 400),
+    (b"\xff", 400),
+    (b"{", 400),
+    (b" " * (LONGEST + 1), 413),
+])  # fmt: skip
+def test_what_is_no_json_or_too_long_does_not_reach_vllm(ask, body, status):
+    for path in (GENERATE, RPC, "/update_weights"):
+        assert ask(path, body)[0] == status
+
+
+@pytest.mark.parametrize("body", [
+    {"method": "reload_weights", "args": []}, {"method": "eqlen_setup", "args": [1]}, [],
+    {"method": "eqlen_setup", "args": [], "timeout": "x"}, {"method": ["eqlen_setup"], "args": []},
+])  # fmt: skip
+def test_only_two_methods_are_called_and_without_arguments(ask, body):
+    assert ask(RPC, json.dumps(body).encode())[0] == 403
