@@ -47,7 +47,7 @@ def refuse_unfit(token_ids: list[int], params: SamplingParams, vocab_size: int) 
             raise _unfit(name, f"tokens of 0 to {vocab_size - 1}", wrong)
     for field in msgspec.structs.fields(SamplingParams):
         value = getattr(params, field.name)
-        if field.name in UNUSED and value is not None:
+        if field.name in UNUSED and value:
             raise _unfit(field.name, "nothing: it is not served here", value)
         if isinstance(value, float) and not math.isfinite(value):
             raise _unfit(field.name, "a finite number", value)
