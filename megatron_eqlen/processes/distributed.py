@@ -130,6 +130,7 @@ def _join_world(timeout: timedelta) -> None:
     if "RANK" in os.environ and STORE not in os.environ:
         dist.init_process_group(backend, timeout=timeout)
         return
-    store = dist.FileStore(os.environ[STORE]) if STORE in os.environ else dist.HashStore()
+    stores: Any = dist  # documented there, not in __all__
+    store = stores.FileStore(os.environ[STORE]) if STORE in os.environ else stores.HashStore()
     rank = int(os.environ.get("RANK", "0"))
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=ranks)

@@ -26,7 +26,8 @@ def seal(required: bool = False) -> None:
     """Seal the objects of this process's collectives, if the environment has a secret. Raises ValueError if
     it is ``required`` and missing."""
     if SECRET in os.environ:
-        vars(distributed_c10d).update(_pickler=_Sealing, _unpickler=_Opening)
+        module: Any = distributed_c10d
+        module._pickler, module._unpickler = _Sealing, _Opening
     elif required:
         raise ValueError(
             f"{SECRET}: expected a secret in the environment of all nodes' ranks, found none: "
@@ -34,7 +35,7 @@ def seal(required: bool = False) -> None:
         )
 
 
-def _digest(body: bytes) -> bytes:
+def _digest(body: bytes | memoryview) -> bytes:
     return hmac.digest(os.environ[SECRET].encode(), body, "sha256")
 
 

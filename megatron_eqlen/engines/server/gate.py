@@ -78,7 +78,7 @@ class Gate:
             if status or scope["path"] in (OWN, DISOWN):
                 await _answer(send, status or 200, text)
                 return
-            receive, send = _repeated(body, receive), self._noting(scope["path"], send)
+            receive, send = _repeated(body or b"", receive), self._noting(scope["path"], send)
         await self.app(scope, receive, send)
 
     def _refusal(self, path: str, trainer: str, body: bytes | None) -> tuple[int, str]:

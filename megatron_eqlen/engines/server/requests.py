@@ -51,7 +51,8 @@ def refuse_unfit(token_ids: list[int], params: SamplingParams, vocab_size: int) 
             raise _unfit(field.name, "nothing: it is not served here", value)
         if isinstance(value, float) and not math.isfinite(value):
             raise _unfit(field.name, "a finite number", value)
-        if isinstance(value, int) and not -1 <= value <= (most := MOST.get(field.name, 2**31 - 1)):
+        most = MOST.get(field.name, 2**31 - 1)
+        if isinstance(value, int) and not -1 <= value <= most:
             raise _unfit(field.name, f"a number up to {most}", value)
     if params.seed is not None and params.seed < 0:
         raise _unfit("seed", "a number from 0", params.seed)
