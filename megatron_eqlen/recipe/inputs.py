@@ -74,7 +74,7 @@ def fetch(recipe: Recipe) -> None:
 
 
 def _check_teacher(recipe: Recipe) -> None:
-    from megatron_eqlen.hf.config import read_config  # imports Megatron-Core
+    from megatron_eqlen.hf.config import read_config
     from megatron_eqlen.hf.tokenizer import load_tokenizer, require_same
 
     folder = local_path(recipe.teacher)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.sampling import KINDS
-from megatron_eqlen.sampling.harvester import Marker
+from megatron_eqlen.sampling.harvester import Marker, in_step
 from megatron_eqlen.sampling.kind import Setting
+from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import Delta, Prompt
 from tests.kit.length_bias import Process
 from tests.kit.marks import examples
@@ -275,3 +276,45 @@ def test_every_rule_forks(rule):
 def test_a_recipe_of_forks_that_does_not_fit_is_refused(keys, message):
     with pytest.raises(RecipeError, match=message):
         recipe(**keys)
+
+
+def of_lengths(lengths, group_size, forks):
+    """Return the tree by ``death`` whose tracks end at these lengths of their responses, by number."""
+    settings = recipe({"fork": "death", "forks": forks}, limit=LENGTH, group_size=group_size)
+    (tree,) = KINDS["tree"].harvesters([PROMPT], Setting(settings, frozenset({EOS}), 0))
+    launched = tree.start()
+    while not tree.complete:
+        for track in launched:
+            tokens = [1] * (lengths[track.number] - len(track.context) + len(PROMPT.token_ids) - 1) + [EOS]
+            track.extend(Delta(track.name, tokens, {"logprobs": [0.0] * len(tokens)}), 0)
+        launched = tree.advance()
+    return tree.rollout(0)
+
+
+@pytest.mark.parametrize(("lengths", "group_size", "forks", "forked"), [
+    ({0: 2, 1: 8, 2: 9, 4: 5, 6: 9}, 3, 2, {1: 2, 2: 5}),  # the line that forked is lighter than the other
+    ({0: 2, 1: 2, 2: 8, 3: 9, 5: 7, 7: 7}, 4, 2, {2: 2, 3: 2}),  # two deaths at one length fork two lines
+    ({0: 2, 1: 2, 2: 8, 4: 7, 6: 9}, 3, 2, {2: 2, 3: 7}),  # a line that has just forked does not fork again there
+])  # fmt: skip
+def test_a_death_forks_the_heaviest_line_that_goes_on_once(lengths, group_size, forks, forked):
+    tree = of_lengths(lengths, group_size, forks)
+    ends, inner = tree.ends(), {part.parent for part in tree.parts} - {-1}
+    assert {number: ends[number] for number in inner} == forked
+    assert all(len(part) for part in tree.parts)
+
+
+def test_the_turn_of_a_line_waits_for_the_lines_behind_it():
+    """An end behind it may fork it, before the environment's answer."""
+
+    def track(length, calls=False):
+        made = Track(PROMPT, 0, 0, [], LENGTH, frozenset({EOS}), 0)
+        made.takes_turns = True
+        made.extend(Delta(made.name, [1] * (length - calls) + [EOS] * calls, {"logprobs": [0.0] * length}), 0)
+        return made
+
+    calling, behind, later = track(5, calls=True), track(3), track(7, calls=True)
+    assert in_step([calling, behind, later], [5, 3, 7]) == []
+    assert behind.awaited == 5, "the nearest of the turns ahead"
+    same = track(5)
+    assert in_step([calling, same, later], [5, 5, 7]) == [calling]
+    assert same.awaited == 7

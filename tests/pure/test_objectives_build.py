@@ -390,3 +390,23 @@ def test_sides_of_unequal_length_are_refused_by_name():
     pairs_of(stream)[1].b.tokens = Tokens.of([4, 4, 3], -0.5)
     with pytest.raises(ValueError, match=r"stream q/0: pair 1: .* found 2 and 3 tokens"):
         build([stream])
+
+
+def test_prompts_whose_other_rollouts_are_not_complete_keep_their_mean_over_tokens():
+    """One of two streams of the prompt is complete: its tokens stand for twice as many, of 4 prompts."""
+    carried = CARRIED | {"loss__rollout_is": "token", "loss__loss_agg_mode": "prompt-mean-token-mean"}
+    settings = recipe(group_size=4, **carried)
+    stream = kit.stream(QUESTION, 0, 0, [(segment([5, 9], 1.0), segment([6, 7], 0.0))], "both_ended")
+    for part in stream.parts:
+        part.tokens = part.tokens.with_column("versions", np.zeros(2, np.int64))
+    (tree,), _ = build_trees([stream], settings)
+    assert [node.weight for node in tree.nodes[1:]] == [1 / (4 * 2 * 4)] * 2
+
+
+def test_few_lines_that_are_alive_weigh_against_four_of_the_prompts_mean():
+    ends = [([3, 9], 1.0), ([3, 4, 9], 0.0), ([3, 4, 9], 0.5)]
+    group = kit.group(QUESTION, 0, [segment(tokens, reward) for tokens, reward in ends])
+    keys = {"sampling": "independent", "objective": "dr_grpo", "group_size": 3, "loss__baseline": "alive"}
+    (tree,), _ = build_trees([group], recipe(**keys))
+    # of the last token: one other is alive, with 0.5, and the prompt's mean is 0.75
+    np.testing.assert_allclose(tree.nodes[2].advantage, [-0.75, -0.75, -(0.5 + 4 * 0.75) / 5])

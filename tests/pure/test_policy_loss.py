@@ -283,3 +283,40 @@ def test_a_sequences_importance_clamps_the_sum_of_its_log_ratios():
     importance = correct(trainer, torch.zeros(4).double(), segments, loss).importance
     expected = torch.tensor([0.5, 0.5, -20.0, -20.0]).double().exp()
     torch.testing.assert_close(importance, expected)
+
+
+def loss_of(objective, log_ratio, loss=None, **given):
+    """Return (gradient by the log-probs, metrics) of three tokens of one segment with advantage 1, whose
+    old log-probs are those of the trainer before and the engine's less ``apart``."""
+    old = torch.full((3,), -2.0, dtype=torch.float64)
+    logprobs = (old + torch.tensor(log_ratio, dtype=torch.float64)).requires_grad_()
+    ones = torch.ones(3, dtype=torch.float64)
+    total, row = policy_loss(
+        logprobs,
+        0 * ones,
+        weights=ones,
+        advantages=ones,
+        segment_ids=torch.zeros(3, dtype=torch.int64),
+        rollout_logprobs=old - torch.tensor(given.pop("apart", [0.0] * 3), dtype=torch.float64),
+        objective=lookup(objective),
+        loss=LossRecipe.model_validate({"kl_coef": 0.0} | (loss or {})),
+        others={"old": old},
+        **given,
+    )
+    (slopes,) = torch.autograd.grad(total, logprobs)
+    return slopes.tolist(), reduce_metrics([row])
+
+
+def test_a_rejected_token_is_no_position_of_ctpos_bounds():
+    """The log of the product, 0.08, is above 0.05 x sqrt(2), and would be below 0.05 x sqrt(3)."""
+    slopes, _ = loss_of("ctpo", [0.0, 0.0, 0.08], {"rollout_rs": {"token_k3": 0.1}}, apart=[0.0, 5.0, 0.0])
+    assert slopes == [-1.0, 0.0, 0.0]
+    slopes, _ = loss_of("ctpo", [0.0, 0.0, 0.08])
+    assert slopes[2] == pytest.approx(-math.exp(0.08)), "three kept tokens"
+
+
+def test_the_mismatch_of_compared_tokens_is_that_of_the_policys_own():
+    compared = torch.tensor([True, False, True])
+    _, metrics = loss_of("grpo", [0.0] * 3, apart=[0.25, 7.0, -0.75], compared=compared)
+    assert metrics["mismatch/compared_abs_diff"] == pytest.approx(0.5)
+    assert metrics["mismatch/logprob_abs_diff"] == pytest.approx(8 / 3)
