@@ -8,6 +8,7 @@ import threading
 from collections import defaultdict
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,13 +23,16 @@ from megatron_eqlen.environments.environment import Environment, Observation
 from megatron_eqlen.environments.load import environment_class, given_tokens
 from megatron_eqlen.environments.python_tool import PythonTool
 from megatron_eqlen.environments.search_tool import SearchTool
+from megatron_eqlen.harvest.dialogues import Dialogues, _State
 from megatron_eqlen.harvest.harvest import harvest, harvest_seed
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.recipe import EnvironmentRecipe
 from megatron_eqlen.record.partial import HarvestProgress, PartialRollout, RolloutOrigin
 from megatron_eqlen.sampling.harvester import Marker
+from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.tokens import Tokens
+from megatron_eqlen.types import Delta
 from recipes.examples.shop.shop import Shop
 from recipes.examples.wordle.wordle import Wordle, marks
 from tests.kit import ROOT
@@ -654,3 +658,25 @@ def test_the_environment_of_the_page_plays_and_its_copy_plays_on_alone():
         copied = copied or game.fork()
     assert game.grade() == 1.0
     assert (copied.grade(), copied.left, copied.number) == (0.0, 6, game.number)
+
+
+def test_a_fork_gets_a_copy_of_the_environment_only_as_it_was_where_it_forks():
+    """A line that is resumed may have been answered beyond the place of the fork."""
+    dialogues, prompt = Dialogues(speaking(Talker)), replace(QUESTION, prompt_id="p")
+    line, fork = (Track(prompt, 0, number, [], 9, frozenset({END}), 0) for number in (0, 1))
+    line.takes_turns = True
+    line.extend(Delta(line.name, [CALL, END], {"logprobs": [0.0] * 2}), 0)
+    line.answer([7], 0)
+    harvester = SimpleNamespace(open={0: line, 1: fork}, line=lambda number: [])
+    for answered, copies in ((1, 0), (0, 1)):
+        dialogues._states["p", 0] = {0: _State(Talker(), answered)}
+        dialogues.fork(("p", 0), harvester, [fork])
+        assert dialogues.copies == copies
+        assert (1 in dialogues._states["p", 0]) == bool(copies)
+
+
+class Talker:
+    """Can be copied."""
+
+    def fork(self):
+        return Talker()

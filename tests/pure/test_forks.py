@@ -294,7 +294,7 @@ def of_lengths(lengths, group_size, forks):
 @pytest.mark.parametrize(("lengths", "group_size", "forks", "forked"), [
     ({0: 2, 1: 8, 2: 9, 4: 5, 6: 9}, 3, 2, {1: 2, 2: 5}),  # the line that forked is lighter than the other
     ({0: 2, 1: 2, 2: 8, 3: 9, 5: 7, 7: 7}, 4, 2, {2: 2, 3: 2}),  # two deaths at one length fork two lines
-    ({0: 2, 1: 2, 2: 8, 4: 7, 6: 9}, 3, 2, {2: 2, 3: 7}),  # a line that has just forked does not fork again there
+    ({0: 2, 1: 2, 2: 8, 4: 7, 6: 9}, 3, 2, {2: 2, 3: 7}),  # a line that just forked does not fork again
 ])  # fmt: skip
 def test_a_death_forks_the_heaviest_line_that_goes_on_once(lengths, group_size, forks, forked):
     tree = of_lengths(lengths, group_size, forks)
