@@ -17,8 +17,6 @@ from tests.kit.sources import Definition, Function, definition
 
 PACKAGES = ("vllm", "megatron.core", "transformer_engine", "fla")
 FILES = sorted((ROOT / "megatron_eqlen").rglob("*.py"))
-MODULES = {te.Linear: "linear", te.GroupedLinear: "grouped_linear"}
-"""Files of Transformer Engine's linear layers."""
 OWN_CALLS = {"PolicyModel.forward"}
 """Methods that the package alone calls."""
 
@@ -125,13 +123,27 @@ def test_transformer_engine_takes_what_megatrons_layers_pass():
 @pytest.mark.parametrize("layer", [te.Linear, te.GroupedLinear], ids=lambda layer: layer.__name__)
 def test_the_stand_in_for_transformer_engine_takes_its_arguments_in_its_order(layer):
     """Adapters read what Megatron passes; Transformer Engine's further arguments have defaults."""
-    theirs = definition(f"transformer_engine.pytorch.module.{MODULES[layer]}", layer.__name__)
+    theirs = definition(f"transformer_engine.pytorch.{te.STAND_INS[layer]}", layer.__name__)
     assert theirs is not None
     forward = sources.method(theirs, "forward")
     assert forward is not None
     ours = list(inspect.signature(layer.forward).parameters)
     assert sources.parameters(forward)[: len(ours)] == ours
     assert len(forward.args.defaults) >= len(sources.parameters(forward)) - len(ours)
+
+
+@pytest.mark.parametrize("name", [te.FusedAdam, te.get_cpu_offload_context], ids=lambda name: name.__name__)
+def test_stand_ins_that_construct_take_what_transformer_engine_takes(name):
+    """Arguments without a place in their call may come in another order."""
+    theirs = definition(f"transformer_engine.pytorch.{te.STAND_INS[name]}", name.__name__)
+    assert theirs is not None
+    made = sources.method(theirs, "__init__") if isinstance(theirs.node, ast.ClassDef) else theirs.node
+    assert isinstance(made, ast.FunctionDef)
+    ours = [each for each in inspect.signature(name).parameters.values() if each.name != "self"]
+    assert {each.name for each in ours} <= {*sources.parameters(made)}
+    placed = [argument.arg for argument in made.args.args if argument.arg != "self"]
+    mine = [each.name for each in ours if each.kind is each.POSITIONAL_OR_KEYWORD]
+    assert mine == placed[: len(mine)]
 
 
 def overridden(file: Path) -> Iterator[tuple[str, Function, Function]]:

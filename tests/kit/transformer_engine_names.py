@@ -9,6 +9,7 @@ installed, a test compares them. ``tools/gpuless`` compares the arguments.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import sys
@@ -105,6 +106,50 @@ class RMSNorm(_Module):
         return F.rms_norm(input, input.shape[-1:], self.weight + self.shift, self.eps)
 
 
+class FusedAdam(torch.optim.Optimizer):
+    """Adam that makes its states, and nothing else."""
+
+    def __init__(
+        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 0.0, *, bias_correction: bool = True, adam_w_mode: bool = True,
+        master_weights: bool = False, master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32, exp_avg_sq_dtype: torch.dtype = torch.float32,
+        use_decoupled_grad: bool = False, store_param_remainders: bool = False, capturable: bool = False,
+    ) -> None:  # fmt: skip
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults | {"bias_correction": bias_correction})
+        assert not use_decoupled_grad or master_weights
+        self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
+
+    def step(self, closure: Any = None, grad_scaler: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            group["step"] = 1
+            for param in group["params"]:
+                self.state[param] = {
+                    name: torch.zeros_like(param, dtype=dtype) for name, dtype in self.dtypes.items()
+                }
+
+
+def get_cpu_offload_context(
+    enabled: bool = False, num_layers: int | None = 1, model_layers: int = 1,
+    offload_activations: bool = True, offload_weights: bool = False, double_buffering: bool = False,
+    manual_synchronization: bool = False, retain_pinned_cpu_buffers: bool = False,
+) -> tuple[Any, Any]:  # fmt: skip
+    assert not enabled
+    return contextlib.nullcontext(), lambda output: output
+
+
+STAND_INS = {
+    Linear: "module.linear",
+    LayerNormLinear: "module.layernorm_linear",
+    GroupedLinear: "module.grouped_linear",
+    FusedAdam: "optimizers.fused_adam",
+    get_cpu_offload_context: "cpu_offload",
+}
+"""Stand-ins, and the module below ``transformer_engine.pytorch`` that defines each. ``tools/gpuless`` holds
+their arguments against the wheel."""
+
+
 class _Package(types.ModuleType):
     """A package that has every name: classes are empty modules, all else is a package again."""
 
@@ -140,6 +185,8 @@ def stand_in() -> None:
     package.__version__ = "2.20.2"
     for module in (Linear, LayerNormLinear, GroupedLinear, RMSNorm):
         setattr(package.pytorch, module.__name__, module)
+    package.pytorch.optimizers.FusedAdam = FusedAdam
+    package.pytorch.cpu_offload.get_cpu_offload_context = get_cpu_offload_context
     sys.meta_path.insert(0, _Finder(package))
     for name in RELOADED:
         importlib.reload(importlib.import_module(name))
