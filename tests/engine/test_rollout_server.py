@@ -779,3 +779,33 @@ def test_a_server_that_accepts_and_never_answers_is_left_out_and_asked_less_pati
             assert mute.absence == f"connecting: silent for {seconds} s"
     assert re.search(f"{mute.url}: left out .*: connecting: silent for 3 s", caplog.text)
     assert engine.metrics()["engine/live_replicas"] == 1
+
+
+def test_a_replica_that_computes_another_function_is_refused_with_both_values(fake):
+    other = fake()
+    other.other = {"rms_norm_eps": 0.25}
+    with pytest.raises(EngineError, match=rf"{other.url}: .* rms_norm_eps 1e-06, found 0\.25"):
+        open_engine(server_recipe([fake().url, other.url]))
+
+
+@pytest.mark.parametrize(("token_ids", "params", "field"), [
+    ([5, 96], {}, "token_ids"),
+    ([-1], {}, "token_ids"),
+    ([5], {"stop_token_ids": [96]}, "stop_token_ids"),
+    ([5], {"top_k": 2**40}, "top_k"),
+    ([5], {"n": 65}, "n"),
+    ([5], {"logit_bias": {5: 1.0}}, "logit_bias"),
+    ([5], {"extra_args": {"other": 1}}, r"extra_args\.other"),
+    ([5], {"extra_args": {"eqlen_seed": "x"}}, r"extra_args\.eqlen_seed"),
+    ([5], {"extra_args": {"eqlen_seed": True}}, r"extra_args\.eqlen_seed"),
+    ([5], {"extra_args": {"eqlen_seed": -1}}, r"extra_args\.eqlen_seed"),
+])  # fmt: skip
+def test_what_would_end_the_engine_is_refused_with_its_field(token_ids, params, field):
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    from megatron_eqlen.engines.server.requests import refuse_unfit
+
+    refuse_unfit([0, 95], SamplingParams(seed=7, extra_args={"eqlen_seed": 2**64 - 1}), 96)
+    with pytest.raises(VLLMValidationError, match=f"^{field}: expected"):
+        refuse_unfit(token_ids, SamplingParams(**params), 96)

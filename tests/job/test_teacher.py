@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_eqlen.engines.protocol import EngineError
 from megatron_eqlen.engines.server.__main__ import server_command
-from megatron_eqlen.engines.teacher_server import TeacherServer
+from megatron_eqlen.engines.teacher_server import KEY, TeacherServer
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.objectives.recipes import load
@@ -40,9 +40,12 @@ def teacher(home, tmp_path_factory):
     longer = [f"model.path={folder}", "rollout.max_response_length=101"]
     (_, _, _, *flags), environ = server_command(load(home / "recipe.yaml", longer), port, "127.0.0.1")
     flags.remove("--skip-tokenizer-init")
-    process = jobs.start("-m", "tests.kit.forked_server", *flags, **named(), **ENVIRON, **environ)
+    secret = {"VLLM_API_KEY": "the teacher's, which rollout servers do not know"}
+    process = jobs.start("-m", "tests.kit.forked_server", *flags, **named(), **ENVIRON, **environ, **secret)
     wait_until_up(url := f"http://127.0.0.1:{port}", process)
-    yield folder, url
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(KEY, *secret.values())
+        yield folder, url
     for pid in (*descendants(process.pid), process.pid):
         os.kill(pid, signal.SIGKILL)
     process.wait()
