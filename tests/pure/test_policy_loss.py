@@ -288,7 +288,7 @@ def test_a_sequences_importance_clamps_the_sum_of_its_log_ratios():
 def loss_of(objective, log_ratio, loss=None, **given):
     """Return (gradient by the log-probs, metrics) of three tokens of one segment with advantage 1, whose
     old log-probs are those of the trainer before and the engine's less ``apart``."""
-    old = torch.full((3,), -2.0, dtype=torch.float64)
+    old = torch.full((3,), given.pop("old", -2.0), dtype=torch.float64)
     logprobs = (old + torch.tensor(log_ratio, dtype=torch.float64)).requires_grad_()
     ones = torch.ones(3, dtype=torch.float64)
     total, row = policy_loss(
@@ -320,3 +320,10 @@ def test_the_mismatch_of_compared_tokens_is_that_of_the_policys_own():
     _, metrics = loss_of("grpo", [0.0] * 3, apart=[0.25, 7.0, -0.75], compared=compared)
     assert metrics["mismatch/compared_abs_diff"] == pytest.approx(0.5)
     assert metrics["mismatch/logprob_abs_diff"] == pytest.approx(8 / 3)
+
+
+def test_a_rare_token_of_dppo_counts_at_most_as_verl_truncates_it():
+    """Its probability has hardly moved, so that the mask lets any ratio through."""
+    slopes, metrics = loss_of("dppo", [1.0, 6.0, -6.0], old=-30.0)
+    assert slopes == pytest.approx([-math.e, -20.0, -math.exp(-6)])
+    assert metrics["loss/clip_fraction_dual"] == pytest.approx(1 / 3)
