@@ -164,7 +164,7 @@ def computed_metrics(rollouts: Iterable[Rollout], block_size: int) -> Metrics:
             seen += int(np.flatnonzero(own).sum()) + start * len(part)
             generated += len(part)
             turns = np.flatnonzero(np.diff(own, prepend=True, append=True)).reshape(-1, 2) + start
-            prefills += list(map(tuple, turns.tolist())) * (1 + any(part is twin for twin in twins))
+            prefills += [(begin, end) for begin, end in turns.tolist()] * (1 + any(part is t for t in twins))
     before, after = np.array(prefills, np.int64).reshape(-1, 2).T
     cached = (before - 1) // block_size * block_size
     count, pairs = after - 1 - cached, (after + cached) * (after - 1 - cached) / 2

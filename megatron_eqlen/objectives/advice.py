@@ -81,7 +81,7 @@ def outcome_profile(rollouts: Sequence[Rollout]) -> Profile | None:
     low, high = np.quantile([decided for _, decided in draws], [0.025, 0.975], axis=0)
     ends, decided = found = parts(whole)
     gains = np.quantile([fork_gains(*drawn) for drawn in draws], [0.025, 0.975], axis=0)
-    best = np.unravel_index(gains[0].argmax(), gains[0].shape)  # what is sure to give most
+    best = divmod(int(gains[0].argmax()), len(LINES))  # what is sure to give most
     gain = Factor(*(float(of[best]) for of in (fork_gains(*found), *gains)))
     return Profile(ends, np.array([decided, low, high]), float(ends[best[0]]), int(LINES[best[1]]), gain)
 

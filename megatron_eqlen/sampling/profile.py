@@ -118,9 +118,9 @@ def profile_metrics(rollouts: Sequence[Rollout], recipe: Recipe) -> Metrics:
     sums = [ranks for rollout in rollouts if (ranks := by_rank(rollout))[0, 1]]
     if not sums or not np.sum(sums, axis=0)[1, 1] or without_profile(rollouts, recipe):
         return {}
-    prompt, first, *_ = np.mean(sums, axis=0).tolist()
+    means: list[float] = np.mean(sums, axis=0)[:2].ravel().tolist()
     names = m.PROFILE_VARIANCE, m.PROFILE_TOKENS, m.PROFILE_UNDECIDED, m.PROFILE_TOKENS_AFTER
-    return {"profile/rollouts": len(sums)} | dict(zip(names, [*prompt, *first], strict=True))
+    return {"profile/rollouts": float(len(sums)), **dict(zip(names, means, strict=True))}
 
 
 def gain_metrics(metrics: Metrics) -> Metrics:
