@@ -168,6 +168,7 @@ DECLARED = (
     Metric("environment/cut", "turns", "sum", "ended by max_turns or max_given_tokens"),
     Metric("environment/copies", "environments", "sum", "copied for forks"),
     Metric("environment/replays", "environments", "sum", "rebuilt from recorded messages"),
+    Metric("environment/changed", "turns", "sum", "answered otherwise in a replay: the record stands"),
     Metric("environment/dropped", "rollouts", "sum", "cut short and left out: their environment failed"),
     Metric(ENVIRONMENT_DROPPED, "responses", "sum", "of them, begun"),
     Metric(ENVIRONMENT_DROPPED_LENGTH, "tokens", mean(ENVIRONMENT_DROPPED), "length of one so far"),

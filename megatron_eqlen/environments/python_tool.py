@@ -1,7 +1,8 @@
 """A Python tool: cells that run in the sandbox of the code grader and share their names.
 
 The state is the list of cells that have run; each call runs them all again, in a new process. So a copy is a
-copy of the list, and nothing of one episode reaches another. Cells must not depend on the clock.
+copy of the list, and nothing of one episode reaches another. Random numbers, addresses and numbers of
+processes are the same in each process. Cells must not depend on the clock.
 """
 
 from __future__ import annotations
@@ -11,16 +12,27 @@ from queue import Empty, LifoQueue
 from typing import Any, Literal
 
 from megatron_eqlen.environments.tool_calls import ToolEnvironment, tool
-from megatron_eqlen.graders.sandbox.client import Execution, Sandbox
+from megatron_eqlen.graders.sandbox.client import Execution, Sandbox, SandboxError
 from megatron_eqlen.graders.sandbox.interpreter import find_python
 from megatron_eqlen.graders.sandbox.probe import required_isolation
 from megatron_eqlen.graders.sandbox.program import Isolation, Limits
 from megatron_eqlen.types import Prompt
 
 Mode = Literal["strict", "best_effort"]
+MOST_SANDBOXES = 3
+"""Sandboxes that may fail at the same cells, one after the other."""
 RUN_CELLS = """
-import ast, contextlib, io, random, sys, traceback
+import ast, contextlib, io, os, random, sys, traceback
+def seed(self, a=None, version=2, own=random.Random.seed):
+    own(self, draw.getrandbits(128) if a is None else a, version)
+draw = random.Random(0)
+os.urandom = random._urandom = draw.randbytes
+random.Random.seed = seed
+random.seed = random._inst.seed
 random.seed(0)
+if "numpy" in sys.modules:
+    sys.modules["numpy"].random.seed(0)
+os.getpid = os.getppid = os.getuid = os.geteuid = lambda: 2
 names = {{"__name__": "__main__"}}
 def run(cell):
     tree = ast.parse(cell, "<cell>")
@@ -99,14 +111,24 @@ def _place(mode: Mode, python: str) -> tuple[Isolation, str, LifoQueue[Sandbox]]
 def _run(program: str, limits: Limits, mode: Mode, python: str) -> Execution:
     """Run a program in a sandbox that waits, or in a new one."""
     isolation, python, idle = _place(mode, python)
-    try:
-        sandbox = idle.get_nowait()
-    except Empty:
-        sandbox = Sandbox(isolation, python)
-        _STARTED.append(sandbox)
-    execution = sandbox.run(program, "", limits)
-    idle.put(sandbox)
-    return execution
+    new = 0
+    while True:
+        try:
+            sandbox = idle.get_nowait()
+        except Empty:
+            new += 1
+            sandbox = Sandbox(isolation, python)
+            _STARTED.append(sandbox)
+        try:
+            execution = sandbox.run(program, "", limits)
+        except SandboxError:  # it was killed; cells can run again
+            _STARTED.remove(sandbox)
+            sandbox.close()
+            if new == MOST_SANDBOXES:
+                raise
+            continue
+        idle.put(sandbox)
+        return execution
 
 
 _STARTED: list[Sandbox] = []

@@ -17,7 +17,6 @@ from typing import NamedTuple
 from megatron_eqlen.engines.protocol import EngineError
 from megatron_eqlen.environments.conversation import (
     Answer,
-    ChangedAnswerError,
     Conversations,
     answer,
     closed,
@@ -186,7 +185,7 @@ class Dialogues:
         self.dropped_lengths: list[int] = []
         """Generated tokens of the responses of rollouts that were left out."""
         self.fork_error: Exception | None = None
-        self.answered = self.cut = self.copies = self.replays = self.refused = 0
+        self.answered = self.cut = self.copies = self.replays = self.changed = self.refused = 0
         self._spans: list[TimeSpan] = []
         """Calls, and waits before them."""
         self._closing: list[Future[None]] = []
@@ -239,8 +238,16 @@ class Dialogues:
         return ended
 
     def take(self, call: Call) -> None:
-        """Use the result of a call: the track goes on, or has ended."""
-        track, (environment, given, grade, cut) = call.track, call.result.result()
+        """Use the result of a call: the track goes on, or has ended. Raises EngineError for an environment in
+        place of a copy that answered otherwise than its line's: to leave out the rollout would leave out
+        those that fork."""
+        track, (environment, given, grade, cut, changed) = call.track, call.result.result()
+        if changed and self.fork_error is not None:
+            raise EngineError(
+                f"{self.fork_error}; a new environment cannot be told the messages: it answers {changed} of "
+                "them otherwise"
+            )
+        self.changed += changed
         self._due.pop(track, None)
         self.answered += 1
         self.cut += cut
@@ -264,8 +271,6 @@ class Dialogues:
         """Note a failure. Raises EngineError where all responses or all forks would meet it."""
         if isinstance(error, LostError):
             raise EngineError(str(error)) from error
-        if isinstance(error, ChangedAnswerError) and self.fork_error is not None:
-            raise EngineError(f"{self.fork_error}; a new environment cannot be told the messages: {error}")
         self.errors.append(error)
 
     def drop(self, harvester: Harvester) -> None:
@@ -300,6 +305,7 @@ class Dialogues:
             "environment/cut": self.cut,
             "environment/copies": self.copies,
             "environment/replays": self.replays,
+            "environment/changed": self.changed,
             "environment/dropped": self.dropped,
             ENVIRONMENT_DROPPED: len(self.dropped_lengths),
             **({ENVIRONMENT_DROPPED_LENGTH: fmean(self.dropped_lengths)} if self.dropped_lengths else {}),
@@ -315,7 +321,7 @@ def path_of(harvester: Harvester, track: Track) -> Tokens:
 
 def grade_again(speak: Conversations, rollout: Rollout, seed: int) -> bool:
     """Fill in the environments' grades of a recorded rollout that was not scored, by replaying its messages.
-    Return False if an environment fails or answers otherwise: the rollout must be generated again.
+    Return False if an environment fails: the rollout must be generated again.
     ``seed``: of its harvester."""
     seed = track_seed(seed, rollout.prompt_id, rollout.index, COINS)
     for part in rollout.parts:

@@ -3,7 +3,9 @@
 import copy
 import itertools
 import json
+import os
 import re
+import signal
 import threading
 from collections import defaultdict
 from dataclasses import replace
@@ -18,6 +20,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from megatron_eqlen.engines.protocol import EngineError
+from megatron_eqlen.environments import python_tool
 from megatron_eqlen.environments.conversation import Conversations
 from megatron_eqlen.environments.environment import Environment, Observation
 from megatron_eqlen.environments.load import environment_class, given_tokens
@@ -372,8 +375,9 @@ def test_a_response_that_reaches_its_length_in_a_call_is_truncated():
     assert [(part.finish_reason, len(part)) for part in rollouts[0].parts] == [("length", 4)] * 2
 
 
-def test_an_environment_that_cannot_repeat_itself_drops_what_it_cannot_resume():
-    """The environment counts the seconds, so to speak."""
+def test_a_recorded_answer_stands_where_the_environment_cannot_repeat_it():
+    """The environment counts the seconds, so to speak. To drop the rollout, or to take the new answer, would
+    leave out what was long: docs/agents.md has the numbers."""
     clock = itertools.count(10)
 
     class Clock(Answers):
@@ -387,8 +391,9 @@ def test_an_environment_that_cannot_repeat_itself_drops_what_it_cannot_resume():
     progress = HarvestProgress(partial=[PartialRollout(QUESTION, 0, tracks)])
     made = speaking(lambda prompt, seed: Clock(prompt, seed, most=3))
     plan = HarvestPlan([QUESTION], settings, [END], seed=0, progress=progress, conversations=made)
-    with pytest.raises(EngineError, match="all 1 rollouts are without a reward"):
-        harvest(Drawing(lambda name, shares: END, row), plan)
+    (resumed,), metrics = harvest(Drawing(lambda name, shares: END, row), plan)
+    assert all(part.token_ids.tolist()[:3] == [CALL, END, 7] for part in resumed.parts)
+    assert (metrics["environment/changed"], metrics["environment/dropped"]) == (2, 0)
 
 
 def test_a_recorded_rollout_without_grades_gets_those_of_its_own_environment():
@@ -574,6 +579,37 @@ def test_the_python_tool_keeps_names_and_a_copy_has_its_own(request):
     assert tool.step("It is \\boxed{15}.").done
     two = tool.step('<tool_call>{"name": "python", "arguments": {"code": "x"}}</tool_call>' * 2).messages
     assert [message["content"] for message in two] == ["15", "error: more than 1 calls in a turn"]
+
+
+UNSTEADY = (
+    "print(object(), id([]), hash(object()))\nclass A: pass\nprint(A(), A.__init__, lambda: A)",
+    "import random, uuid, secrets\nrandom.seed()\nprint(random.random(), random.Random().random())\n"
+    "print(uuid.uuid4(), secrets.token_hex(4), random.SystemRandom().random())",
+    "import os, tempfile\nprint(os.getpid(), os.urandom(4), next(tempfile._get_candidate_names()))",
+    "try:\n    import numpy as np\n    print(np.random.rand(), np.random.default_rng().random())\n"
+    "except ImportError: pass",
+)
+
+
+def test_the_python_tool_answers_alike_in_every_process_and_after_other_cells(request):
+    """Also where its sandboxes are killed: the cells run again."""
+    request.addfinalizer(PythonTool.end)
+
+    def answers(before):
+        PythonTool.end()
+        for number in range(before):
+            PythonTool(QUESTION, 0, sandbox="best_effort").python(f"print('x' * {number * 3000})")
+        tool = PythonTool(QUESTION, 0, sandbox="best_effort")
+        return [tool.python(cell) for cell in UNSTEADY]
+
+    first = answers(0)
+    assert first == answers(3)
+    assert all("rror" not in answer for answer in first)
+    tool = PythonTool(QUESTION, 0, sandbox="best_effort")
+    tool.python("n = 1")
+    for sandbox in python_tool._STARTED:
+        os.kill(sandbox._zygote, signal.SIGKILL)
+    assert tool.python("n + 1") == "2"
 
 
 def test_the_search_tool_finds_the_passages_that_fit_best(tmp_path):

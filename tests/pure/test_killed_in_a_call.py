@@ -26,7 +26,8 @@ CODE = "globals().setdefault('n', []).append(1) or len(n)"
 CALL = json.dumps({"name": "python", "arguments": {"code": CODE}})
 SAYS = {"python": f"<tool_call>{CALL}</tool_call>", "verifiers": "hm"}
 IN_CALL = {"python": "graders.sandbox.zygote", "verifiers": "sleep 600"}
-"""Part of the command line of each process of a call; of the Python tool: a program and its zygote."""
+"""Part of the command line of each process of a call; of the Python tool: a program, the fork of its zygote
+that serves it, and the zygote."""
 PROMPT = replace(QUESTION, gold='"x"')
 SETTINGS = recipe(sampling="independent", objective="grpo")
 
@@ -82,7 +83,7 @@ def test_a_kill_in_mid_call_leaves_no_process_and_the_step_resumes(name, tmp_pat
     of_tool = name == "python"
     # first calls look like second ones: all of them are over once their answers are on disk
     assert within(240, lambda: recorded(folder, answered=of_tool) == 2 or victim.poll() is not None, 0.2)
-    assert within(240, lambda: len(in_call()) == (4 if of_tool else 2) or victim.poll() is not None)
+    assert within(240, lambda: len(in_call()) == (6 if of_tool else 2) or victim.poll() is not None)
     assert victim.poll() is None
     started = descendants(victim.pid)
     victim.kill()

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 
 from megatron_eqlen.graders.code.rules import Rules
 from megatron_eqlen.graders.sandbox import program
+from megatron_eqlen.graders.sandbox.kernel import fixed_addresses
 from megatron_eqlen.graders.sandbox.program import Isolation, Limits
 from megatron_eqlen.graders.sandbox.zygote import CONNECTION, LARGEST_REQUEST, MOST_THREADS, serve
 from megatron_eqlen.graders.workers.process import PACKAGE_ROOT, scrubbed_environment
@@ -59,9 +60,10 @@ class Sandbox:
         self.isolation = isolation
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         worker = os.getpid()
-        with theirs:
+        with theirs, fixed_addresses():
             if python is not None:
-                arguments = [str(PACKAGE_ROOT), json.dumps(asdict(isolation)), str(worker)]
+                # of one length: the text of a number lies in the memory that programs inherit
+                arguments = [str(PACKAGE_ROOT), json.dumps(asdict(isolation)), f"{worker:010}"]
                 self._zygote = os.posix_spawn(
                     python,
                     [python, "-P", "-s", "-c", ZYGOTE, *arguments],

@@ -3,12 +3,13 @@ reading below a few paths, with no access to any other file, port or socket. Lin
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
 import signal
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -17,6 +18,7 @@ SET_PDEATHSIG, SET_DUMPABLE, SET_SECCOMP, SET_CHILD_SUBREAPER, SET_NO_NEW_PRIVS 
 CAPBSET_DROP, SET_SECUREBITS, CAP_AMBIENT = 24, 28, 47
 """prctl options."""
 CAP_AMBIENT_CLEAR_ALL = 4
+PERSONALITY, ADDR_NO_RANDOMIZE = 0xFFFFFFFF, 0x0040000
 SECUREBITS = 0x01 | 0x02 | 0x20 | 0x40 | 0x80
 """Securebits, locked: root gains no capability by exec, and none survives a change of user or becomes
 ambient."""
@@ -35,6 +37,18 @@ def checked(result: int, what: str) -> int:
         error = ctypes.get_errno()
         raise OSError(error, f"{what}: {os.strerror(error)}")
     return result
+
+
+@contextlib.contextmanager
+def fixed_addresses() -> Iterator[None]:
+    """Start programs from this thread without address randomization: equal programs then print equal
+    addresses. Where the kernel refuses (a container's filter of system calls), nothing changes."""
+    before = libc.personality(PERSONALITY)
+    libc.personality(before | ADDR_NO_RANDOMIZE)
+    try:
+        yield
+    finally:
+        libc.personality(before)
 
 
 def die_with(parent: int) -> None:

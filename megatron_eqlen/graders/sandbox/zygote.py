@@ -16,7 +16,7 @@ import time
 from itertools import pairwise
 
 from megatron_eqlen.graders.sandbox import program
-from megatron_eqlen.graders.sandbox.kernel import SET_CHILD_SUBREAPER, prctl
+from megatron_eqlen.graders.sandbox.kernel import SET_CHILD_SUBREAPER, die_with, prctl
 from megatron_eqlen.graders.sandbox.program import Isolation, Limits
 
 CONNECTION = 3
@@ -27,51 +27,59 @@ MOST_THREADS = 256
 the user's, which only root can make the program's alone (``program.HARD_THREADS``); so the zygote looks."""
 WATCH_SECONDS = 0.01
 """Seconds between two looks at the number of threads."""
-ORPHAN_SECONDS = 1.0
-"""Seconds between two looks, without a program, whether the worker is gone. Its end closes the socket, unless
-a fork of it keeps it open."""
 
 
 def main(isolation: str, worker: str) -> None:
     """Serve the socket CONNECTION of the process ``worker``, with NumPy at hand where this interpreter has
     it: programs then need not wait for it."""
     with contextlib.suppress(ImportError):
-        import numpy  # noqa: F401
+        import numpy.random  # noqa: F401
     serve(socket.socket(fileno=CONNECTION), Isolation(**json.loads(isolation)), int(worker))
 
 
 def serve(connection: socket.socket, isolation: Isolation, worker: int) -> None:
-    """Run the zygote: fork, wait, clean up, answer; end with the worker."""
-    _close_all_but(connection.fileno())  # do not keep the worker's open
-    prctl(SET_CHILD_SUBREAPER, 1)  # processes that a program leaves behind become our children
-    zygote = os.getpid()  # a program that asked for its parent might find this process gone already
+    """Run the zygote: a fork for each request, until the worker ends. The fork reads the request, so every
+    program inherits the memory of a process that has served none: equal programs find equal addresses."""
+    zygote = os.getpid()
+    try:
+        alive = os.pidfd_open(worker)
+    except ProcessLookupError:
+        os._exit(0)
+    _close_all_but(connection.fileno(), alive)  # do not keep the worker's open
     while True:
-        while not select.select([connection], [], [], ORPHAN_SECONDS)[0]:
-            if os.getppid() != worker:
-                os._exit(0)
-        request, descriptors, _, _ = socket.recv_fds(connection, LARGEST_REQUEST, 5)
-        if not request:
+        if (server := os.fork()) == 0:
+            try:
+                _serve_one(connection, isolation, alive, zygote)
+            finally:
+                os._exit(1)
+        if os.waitpid(server, 0)[1]:
             os._exit(0)
-        asked = json.loads(request)
-        limits = Limits(**asked["limits"])
-        started = time.monotonic()
-        ready, told = os.pipe()
-        try:
-            pid = os.fork()
-        except OSError as error:
-            connection.send(json.dumps({"failed": f"fork: {error}"}).encode())
-            continue
-        if pid == 0:
-            _become_program(zygote, descriptors, told, limits, isolation, asked)
-        os.close(told)
-        for descriptor in descriptors:
-            os.close(descriptor)
-        ending = _wait(pid, started + limits.wall_seconds, connection, worker)
-        refused = os.read(ready, 500).decode(errors="replace")
-        os.close(ready)
-        ending["wall"] = time.monotonic() - started
-        _kill_leftovers()
-        connection.send(json.dumps({"failed": refused} if refused else ending).encode())
+
+
+def _serve_one(connection: socket.socket, isolation: Isolation, worker: int, parent: int) -> None:
+    """Wait for a request and fork, wait, clean up, answer; exit with status 0. Return if none comes: a fork
+    of a worker that has ended may keep the socket open."""
+    die_with(parent)
+    prctl(SET_CHILD_SUBREAPER, 1)  # processes that a program leaves behind become our children
+    if worker in select.select([connection, worker], [], [])[0]:
+        return
+    request, descriptors, _, _ = socket.recv_fds(connection, LARGEST_REQUEST, 5)
+    if not request:
+        return
+    asked = json.loads(request)
+    limits = Limits(**asked["limits"])
+    started = time.monotonic()
+    ready, told = os.pipe()
+    zygote = os.getpid()  # a program that asked for its parent might find this process gone already
+    if (pid := os.fork()) == 0:
+        _become_program(zygote, descriptors, told, limits, isolation, asked)
+    os.close(told)
+    ending = _wait(pid, started + limits.wall_seconds, connection, worker)
+    refused = os.read(ready, 500).decode(errors="replace")
+    ending["wall"] = time.monotonic() - started
+    _kill_leftovers()
+    connection.send(json.dumps({"failed": refused} if refused else ending).encode())
+    os._exit(0)
 
 
 def _close_all_but(*kept: int) -> None:
@@ -109,16 +117,17 @@ def _become_program(
 def _wait(pid: int, deadline: float, connection: socket.socket, worker: int) -> dict:
     """Wait until the program ends, has too many threads or reaches its deadline; then kill the rest of it.
 
-    A worker that goes away ends the wait too.
+    A ``worker`` (its pidfd) that goes away ends the wait too.
     """
     tasks = os.open(f"/proc/{pid}/task", os.O_RDONLY)
     process = os.pidfd_open(pid)
     poll = select.poll()
     poll.register(process, select.POLLIN)
+    poll.register(worker, select.POLLIN)
     poll.register(connection, 0)  # only to notice that it is gone
     events: list[tuple[int, int]] = []
     crowded = timed_out = False
-    while not (events or crowded or timed_out or os.getppid() != worker):
+    while not (events or crowded or timed_out):
         left = deadline - time.monotonic()
         events = poll.poll(max(0.0, min(left, WATCH_SECONDS)) * 1000)
         crowded = os.fstat(tasks).st_nlink - 2 > MOST_THREADS  # the kernel counts threads as links
