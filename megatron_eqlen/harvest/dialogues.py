@@ -331,7 +331,7 @@ def grade_again(speak: Conversations, rollout: Rollout, seed: int) -> bool:
             try:
                 graded = _within(speak.limits.timeout, again)
                 if graded.given is not None:
-                    raise ChangedAnswerError("it does not end the response this time")
+                    raise RuntimeError("it does not end the response this time")
                 part.grade = graded.grade
                 _begun(graded.environment.close)
             except Exception as error:  # noqa: BLE001  another's code
