@@ -11,6 +11,7 @@ from typing import Literal
 from megatron_eqlen.data.prompts import PromptSource
 from megatron_eqlen.environments.load import tools
 from megatron_eqlen.hf.tokenizer import load_tokenizer
+from megatron_eqlen.hf.turns import require_end
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.inputs import local_path
 
@@ -33,6 +34,7 @@ class Place:
         """The recipe's training prompts, read once. Raises ValueError for data that cannot be read."""
         assert self.recipe is not None
         tokenizer = load_tokenizer(local_path(self.recipe.model))
+        require_end(tokenizer, self.recipe.data.enable_thinking)
         return PromptSource(self.recipe.data, tokenizer, self.recipe.seed, tools(self.recipe))
 
     @property

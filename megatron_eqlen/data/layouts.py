@@ -7,6 +7,7 @@ before them. To know another layout, add its names.
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -146,8 +147,14 @@ def value_at(record: Any, place: str, default: Any = None) -> Any:
     return record
 
 
+_BACKSLASH = re.compile(r'\\\\|\\(?!")')
+"""A backslash, written as JSON or as it is."""
+SAID = ("role", "from", "content", "value")
+
+
 def chat(value: Any) -> list[Turn]:
-    """Return the turns of a chat as OpenAI or ShareGPT writes it. Raises ValueError that names the turn."""
+    """Return the turns of a chat as OpenAI or ShareGPT writes it, with all other keys that have a value.
+    Raises ValueError that names the turn."""
     turns: list[Turn] = []
     for turn in value if isinstance(value, list) else [value]:
         record = turn if isinstance(turn, dict) else {}
@@ -155,10 +162,15 @@ def chat(value: Any) -> list[Turn]:
         content = record.get("content", record.get("value"))
         if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
             content = "".join(str(part["text"]) for part in content)
+        more = {
+            key: value for key, value in record.items() if key not in SAID and value not in (None, "", [])
+        }
+        if content is None and more.get("tool_calls"):
+            content = ""
         if role is None or not isinstance(content, str):
             expected = "role and content, or from and value,"
             raise ValueError(f"expected {expected} with a role of {', '.join(ROLES)}, found {turn!r:.200}")
-        turns.append({"role": role, "content": content})
+        turns.append({"role": role, "content": content, **more})
     return turns
 
 
@@ -170,13 +182,22 @@ def unwrapped(question: str) -> str | None:
 
 def final_answer(gold: str) -> str:
     r"""Return the answer at the end of a worked solution: in the last ``\boxed{}``, or after ``####`` (GSM8K)
-    or ``The answer is:`` (MetaMathQA); of a list of one, written as JSON, that one. Other golds as they
-    are."""
-    if gold.startswith('["') and gold.endswith('"]') and '", "' not in gold:
-        gold = gold[2:-2].replace("\\\\", "\\")
+    or ``The answer is:`` (MetaMathQA); of a list of texts, written as JSON, these with commas between. Other
+    golds as they are."""
+    if gold.startswith('["') and gold.endswith('"]'):
+        gold = ", ".join(_list_of_texts(gold) or [gold])
     if boxed := extract_answer(gold):
         return boxed
     return match[1] if (match := _FINAL.search(gold)) else gold
+
+
+def _list_of_texts(text: str) -> list[str]:
+    """Return the texts of a list that was written as JSON, whose backslashes may be LaTeX's; none for other
+    text."""
+    with suppress(ValueError):
+        found = json.loads(_BACKSLASH.sub(r"\\\\", text))
+        return found if all(isinstance(each, str) for each in found) else []
+    return []
 
 
 def _names(record: Mapping[str, Any]) -> Iterable[str]:

@@ -22,7 +22,8 @@ from megatron_eqlen.data.reasoning_gym import NOT_GENERATED
 from megatron_eqlen.data.rows import BadRow, Problem, Tally
 from megatron_eqlen.data.sources import open_source, read_problems
 from megatron_eqlen.graders.math.grader import MathGrader
-from megatron_eqlen.hf.tokenizer import Tokenizer, Turn
+from megatron_eqlen.hf.tokenizer import TemplateError, Tokenizer, Turn
+from megatron_eqlen.hf.turns import QUESTION
 from megatron_eqlen.metrics import PROMPTS_DRAWN
 from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, SourceRecipe
 from megatron_eqlen.types import Metrics, Prompt
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 
 LEAST_USABLE = 0.5
 """Share of a source's rows below which ``eqlen check`` reports a fault."""
+TAKEN = {"role", "content", "name", "tool_call_id"}
+"""Keys of a turn that a chat template may leave out: the last two say what an answer of a tool belongs to."""
 CHARACTERS = 1000
 """Characters of a question for each token of the limit beyond which it is too long for any tokenizer."""
 Tools = Sequence[Mapping[str, Any]]
@@ -53,6 +56,8 @@ class PromptMaker:
         self._data, self._tools = data, tools
         self._tokenizer, self._special = tokenizer, tuple(tokenizer.special_tokens)
         self._grader = MathGrader(workers=1, timeout=30.0)
+        self._known: dict[str, bool] = {}
+        """Whether the chat template writes a key, by role and key."""
 
     def make(
         self, row: Problem, recipe: SourceRecipe | BenchmarkRecipe, prompt_id: str, number: int
@@ -64,20 +69,38 @@ class PromptMaker:
             raise BadRow("rendered_chat", f"{row.question[:40]!r}: a chat is a list of turns, not their text")
         if len(row.question) > CHARACTERS * self._data.max_prompt_length:  # which takes minutes to encode
             raise BadRow("too_long", f"{len(row.question):,} characters")
-        token_ids = format_prompt(
-            self._tokenizer,
-            row.messages or row.question,
-            self._data.instruction if row.instruction is None else row.instruction,
-            self._data.instruction_role,
-            self._data.enable_thinking,
-            self._tools,
-        )
+        try:
+            for turn in row.messages or ():
+                self._require_rendered(turn)
+            token_ids = format_prompt(
+                self._tokenizer,
+                row.messages or row.question,
+                self._data.instruction if row.instruction is None else row.instruction,
+                self._data.instruction_role,
+                self._data.enable_thinking,
+                self._tools,
+            )
+        except TemplateError as error:
+            raise BadRow("refused_by_template", str(error)) from None
         if len(token_ids) > self._data.max_prompt_length:
             raise LongPrompt(len(token_ids), self._data.max_prompt_length)
         unchecked = grader == "math" and not row.gold_checked
         if unchecked and (reason := self._grader.check_golds([row.gold])[0]):
             raise BadRow(reason, repr(row.gold[:200]))
         return Prompt(prompt_id, token_ids, row.question, grader, row.gold, recipe.name, number)
+
+    def _require_rendered(self, turn: Turn) -> None:
+        """Raise BadRow for a key of a turn that the chat template does not know."""
+        for key in turn.keys() - TAKEN:
+            name = f"{turn['role']}: {key}"
+            if name not in self._known:
+                alone = {other: value for other, value in turn.items() if other != key}
+                texts = [
+                    self._tokenizer.render_chat([QUESTION, each], answer=False) for each in (turn, alone)
+                ]
+                self._known[name] = texts[0] != texts[1]
+            if not self._known[name]:
+                raise BadRow("unrendered_key", f"{name}: the chat template leaves it out")
 
     def close(self) -> None:
         self._grader.close()

@@ -6,11 +6,16 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import dropwhile
 from typing import Any
 
+from megatron_eqlen.environments.agent import Agent
+from megatron_eqlen.environments.call_forms import reader
 from megatron_eqlen.environments.conversation import Conversations
 from megatron_eqlen.environments.environment import Environment, Observation
-from megatron_eqlen.hf.tokenizer import BREAK, Tokenizer
+from megatron_eqlen.environments.tool_calls import ToolEnvironment
+from megatron_eqlen.hf.tokenizer import BREAK, TemplateError, Tokenizer
+from megatron_eqlen.hf.turns import CALL_ID, QUESTION, SAID, THOUGHT, TURN, with_calls
 from megatron_eqlen.processes.timeline import TimeSpan
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.plugins import load_object
@@ -23,9 +28,6 @@ BUILT_IN = {
     "agent": "megatron_eqlen.environments.agent:Agent",
     "verifiers": "megatron_eqlen.environments.verifiers_tasks:VerifiersTask",
 }
-
-TURN = "<think>\nthought\n</think>\n\nA turn that the policy generated."
-"""Stands for a turn where an observation is rendered."""
 
 
 def environment_class(recipe: Recipe) -> type[Environment]:
@@ -95,8 +97,16 @@ def conversations(
         whole = replace(observation, messages=tuple(observation.messages))
         return given if begin == whole else given_tokens(tokenizer, whole, schemas, thinking)
 
-    write(Observation("content"))  # an unfit template is refused before anything is generated
-    return Conversations(make, tokenizer.decode, write, section, cls.end, note)
+    read = tokenizer.decode
+    if issubclass(cls, ToolEnvironment | Agent) and schemas:
+        read = reader(tokenizer, schemas, thinking)
+    try:  # an unfit template is refused before anything is generated
+        write(Observation("content"))
+    except ValueError:
+        if issubclass(cls, ToolEnvironment):
+            raise
+        write(Observation("content", role="user"))
+    return Conversations(make, read, write, section, cls.end, note)
 
 
 def beginning(observation: Observation, messages: int, characters: int) -> Observation:
@@ -119,22 +129,38 @@ def given_tokens(
     """Return the tokens between a turn's last token and the first one of the next turn.
 
     Raises ValueError for a chat template that changes earlier turns: what was generated could not stay as it
-    is. Qwen3's drops earlier thinking once a ``user`` speaks, and keeps it before a ``tool``.
+    is. Qwen3's drops earlier thinking once a ``user`` speaks, and keeps it before a ``tool``. Also for one
+    that leaves out what was said: Zephyr's has no role ``tool``.
     """
     said = observation.messages or [{"role": observation.role, "content": observation.content}]
-    messages: list[Any] = [
-        {"role": "user", "content": "question"},
-        {"role": "assistant", "content": TURN},
-        *said,
-    ]
-    text = tokenizer.render_chat(messages, enable_thinking, tools)
-    _, turn, after = text.partition(TURN)
-    if not turn:
+    messages: list[Any] = [QUESTION, {"role": "assistant", "content": TURN}, *said]
+    calls = False
+    try:
+        text = tokenizer.render_chat(messages, enable_thinking, tools)
+    except TemplateError:  # Mistral's and gpt-oss's: a tool answers a call
+        calls, answers = True, [{"tool_call_id": CALL_ID, "name": "f", **message} for message in said]
+        text = with_calls(
+            "f",
+            {"thought": THOUGHT, "said": SAID},
+            lambda turn: tokenizer.render_chat([QUESTION, turn, *answers], enable_thinking, tools),
+        )
+    before, turn, after = text.rpartition(SAID)
+    if not turn or THOUGHT not in before:
         raise ValueError(
             f"{tokenizer.folder}: expected a chat template that keeps the assistant's turns as they are "
-            f"before a message of the role {messages[-1]['role']!r}, found one that changes them"
+            f"before a message of the role {said[-1]['role']!r}, found one that changes them"
         )
-    token_ids = tokenizer.encode(after)
+    for message in said:
+        content, plain = str(message.get("content") or "").strip(), after.replace(BREAK, "")
+        forms = (content, *(json.dumps(content, ensure_ascii=ascii)[1:-1] for ascii in (True, False)))
+        if not any(form in plain for form in forms):
+            raise ValueError(
+                f"{tokenizer.folder}: expected a chat template that writes what the role {message['role']!r} "
+                f"says, found one that leaves out {content[:80]!r}"
+            )
+    token_ids = tokenizer.encode(after.lstrip())
+    if calls:  # the call ends behind its arguments
+        token_ids = [*dropwhile(lambda token: token not in tokenizer.eos_token_ids, token_ids)]
     if len(token_ids) < 2 or token_ids[0] not in tokenizer.eos_token_ids:
         raise ValueError(
             f"{tokenizer.folder}: expected a chat template that ends the assistant's turn with an end of "

@@ -13,6 +13,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import to_json
 
 from megatron_eqlen.environments.environment import Environment, Observation
+from megatron_eqlen.hf.tokenizer import THINKING
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 _LLAMA = re.compile(r"\s*(?:<\|python_tag\|>)?\s*(\{.*\})\s*", re.DOTALL)
@@ -32,9 +33,20 @@ def tool_calls(message: str) -> Iterator[ToolCall]:
     return map(_read, _texts(message))
 
 
+def spoken(message: str) -> str:
+    """Return what stands behind the thinking of a turn, nothing where that never closes."""
+    said = message.rpartition(THINKING[1])[2]
+    return "" if THINKING[0] in said else said
+
+
+def as_text(call: ToolCall) -> str:
+    """Return a call as Qwen3 writes it."""
+    return f"<tool_call>\n{json.dumps({'name': call.name, 'arguments': call.arguments})}\n</tool_call>"
+
+
 def _texts(message: str) -> list[str]:
-    spoken = message.rpartition("</think>")[2]
-    calls = list(_HERMES.finditer(spoken)) or [_LLAMA.fullmatch(spoken)]
+    said = spoken(message)
+    calls = list(_HERMES.finditer(said)) or [_LLAMA.fullmatch(said)]
     return [match[1] for match in calls if match is not None]
 
 
@@ -42,7 +54,7 @@ def _read(text: str) -> ToolCall:
     try:
         call = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ToolError(f"the call is not JSON: {error}") from None
+        raise ToolError(f"the call is not JSON, or not as the chat template has calls: {error}") from None
     arguments = call.get("arguments", call.get("parameters")) if isinstance(call, dict) else None
     if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
         raise ToolError('expected {"name": "...", "arguments": {...}}')

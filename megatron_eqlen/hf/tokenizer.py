@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
@@ -22,8 +22,8 @@ from megatron_eqlen.files import expecting, read_json
 
 log = logging.getLogger(__name__)
 
-Turn = dict[str, str]
-"""``{"role": ..., "content": ...}``"""
+Turn = dict[str, Any]
+"""``{"role": ..., "content": ...}``, and ``tool_calls`` and others that the template may know."""
 THINKING = ("<think>", "</think>")
 """Are special tokens of some models, which templates look for in the assistant's turns."""
 PIECES = "tokenizer.model"
@@ -32,6 +32,10 @@ PROBE = "What is 2 + 3?"
 """Text that a SentencePiece model must encode alike before and after its conversion."""
 BREAK = "\ufdd0"
 """Noncharacter of Unicode, where a text is cut before it is encoded."""
+
+
+class TemplateError(ValueError):
+    """A chat template fails at messages; names the file."""
 
 
 class Tokenizer:
@@ -43,8 +47,10 @@ class Tokenizer:
         self.eos_token_ids, self.pad_token_id = _special_ids(
             folder, self._backend.eos_token_id, self._backend.pad_token_id
         )
-        self._silent = sorted(self.eos_token_ids | {self.pad_token_id})
-        added = self._backend.added_tokens_decoder.values()
+        added = self._backend.added_tokens_decoder
+        _require_known(folder, self.eos_token_ids | {self.pad_token_id}, self._backend.get_vocab().values())
+        self._silent = sorted(self.eos_token_ids | {self.pad_token_id} & added.keys())
+        added = added.values()
         self.tags = [token.content for token in added if re.fullmatch("<.+>", token.content)]
         """Texts that ``encode`` turns into a token of its own, special or not: ``<think>``."""
 
@@ -55,7 +61,7 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of ``token_ids`` without end-of-sequence and padding tokens; ``</think>`` is
-        kept."""
+        kept, and a padding token that is a letter: id 0 is ``!`` in many vocabularies."""
         return self._decode(_without(token_ids, self._silent))
 
     def apply_chat_template(
@@ -72,14 +78,17 @@ class Tokenizer:
         messages: list[Turn],
         enable_thinking: bool | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        answer: bool = True,
     ) -> str:
-        """Return the text of ``messages`` up to the start of the assistant's answer. ``tools``: JSON schemas.
+        """Return the text of ``messages`` up to the start of the assistant's ``answer``, if there is to be
+        one. ``tools``: JSON schemas.
         ``BREAK`` stands in the special tokens that are not the template's, and in all tags of a tool's result
         (``</tool_response>``): they are encoded as text.
 
-        Raises ValueError if the model's files hold no chat template.
+        Raises ValueError if the model's files hold no chat template, TemplateError if that fails.
         """
-        options: dict[str, Any] = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        options: dict[str, Any] = {"add_generation_prompt": answer}
+        options |= {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         special = [token for token in self.special_tokens if token not in THINKING]
         if tools:
             options["tools"] = _as_text([*tools], special)
@@ -90,7 +99,14 @@ class Tokenizer:
                 f"{self.folder}: expected a chat template (chat_template.jinja, or chat_template in "
                 "tokenizer_config.json), found none"
             )
-        return self._backend.apply_chat_template(texts, tokenize=False, add_generation_prompt=True, **options)
+        try:
+            return self._backend.apply_chat_template(texts, tokenize=False, **options)
+        except Exception as error:  # noqa: BLE001  Jinja's, or Python's in an expression of the template
+            name = next(iter(self.folder.glob("chat_template.jinja")), self.folder / "tokenizer_config.json")
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise TemplateError(
+                f"{name}: the chat template refuses the roles {roles}: {type(error).__name__}: {error}"
+            ) from None
 
     @property
     def vocab_size(self) -> int:
@@ -122,7 +138,16 @@ class Tokenizer:
 
     def pieces(self, text: str) -> list[str]:
         """Return the tokens of ``text`` as the vocabulary spells them."""
-        return self._backend.convert_ids_to_tokens(self._encode(text))
+        return self.pieces_of(self._encode(text))
+
+    def pieces_of(self, token_ids: Sequence[int]) -> list[str]:
+        """Return tokens as the vocabulary spells them."""
+        return self._backend.convert_ids_to_tokens(token_ids)
+
+    @property
+    def backend(self) -> Any:
+        """Transformers' tokenizer."""
+        return self._backend
 
     def _encode(self, text: str) -> list[int]:
         return self._backend.encode(text, add_special_tokens=False)
@@ -194,13 +219,14 @@ def load_decoder(path: str | Path) -> Callable[[Sequence[int] | np.ndarray], str
     from tokenizers import Tokenizer as Backend
 
     backend = Backend.from_file(str(folder / "tokenizer.json"))
+    added = backend.get_added_tokens_decoder().keys()
     config = _read_json(folder / "tokenizer_config.json")
     eos, pad = (
         backend.token_to_id(_token_text(config[key])) if config.get(key) else None
         for key in ("eos_token", "pad_token")
     )
     ends, padding = _special_ids(folder, eos, pad)
-    silent = sorted(ends | {padding})
+    silent = sorted(ends | {padding} & added)
     return lambda token_ids: backend.decode(_without(token_ids, silent), skip_special_tokens=False)
 
 
@@ -234,6 +260,15 @@ def _special_ids(
         pad = min(eos)
         log.warning("%s: no padding token; end-of-sequence token %d pads instead", folder, pad)
     return eos, pad
+
+
+def _require_known(folder: Path, token_ids: frozenset[int], known: Collection[int]) -> None:
+    """Raise ValueError unless ``token_ids`` are of the vocabulary."""
+    if unknown := sorted(token_ids - {*known}):
+        raise ValueError(
+            f"{folder}: expected eos_token_id and pad_token_id of the model's files among the "
+            f"tokenizer's ids, {min(known)} to {max(known)}, found {unknown}"
+        )
 
 
 def _fallback_eos(folder: Path, tokenizer_eos: int | None) -> frozenset[int]:

@@ -30,6 +30,7 @@ from megatron_eqlen.files import step_name
 from megatron_eqlen.harvest.harvest import harvest, harvest_seed
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.hf.folder import HFFolder
+from megatron_eqlen.hf.turns import require_end
 from megatron_eqlen.metrics import HARVEST_BRANCHES, at_once
 from megatron_eqlen.objectives import dynamic_sampling
 from megatron_eqlen.objectives.units import due_rollouts
@@ -351,6 +352,7 @@ def start_prompts(session: Session) -> PromptSource | None:
     if not distributed.is_rank0():
         return None
     recipe = session.recipe
+    require_end(session.tokenizer, recipe.data.enable_thinking)
     source = PromptSource(recipe.data, session.tokenizer, recipe.seed, tools(recipe))
     session.ends_with(source.close)
     return source

@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 from collections import defaultdict
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from megatron_eqlen.harvest.dialogues import Dialogues, _State
 from megatron_eqlen.harvest.harvest import harvest, harvest_seed
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.hf.tokenizer import load_tokenizer
+from megatron_eqlen.hf.turns import require_end
 from megatron_eqlen.recipe import EnvironmentRecipe
 from megatron_eqlen.record.partial import HarvestProgress, PartialRollout, RolloutOrigin
 from megatron_eqlen.sampling.harvester import Marker
@@ -549,6 +551,60 @@ def test_special_tokens_in_questions_observations_and_tools_are_text(question, s
     assert len(alone) == 0 or alone[0][0] not in prompt
 
 
+ENDS = {
+    "ChatML": (HISTORY, "<|im_end|>", None),
+    "an SFT of a base model": (HISTORY, "<|endoftext|>", "found '<|im_end|>"),
+    "Falcon": ("{{ m.role + ': ' + m.content + '\n' }}", "<|im_end|>", None),
+    "GLM": ("{{ '<|im_end|>' + m.role + '\n' + m.content }}", "<|im_end|>", None),
+    "an end of the chat alone": (
+        HISTORY + "{% if loop.last %}{{ '<|endoftext|>' }}{% endif %}",
+        "<|endoftext|>",
+        "found '<|im_end|>",
+    ),
+    "no text": ("{{ '<|im_start|>' + m.role + '<|im_end|>' }}", "<|im_end|>", "a turn without its text"),
+    "system alone": (
+        "{{ raise_exception('system first') }}",
+        "<|im_end|>",
+        "refuses the roles user, assistant",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_template_whose_turns_do_not_end_responses_is_refused(name, tmp_path):
+    template, end, message = ENDS[name]
+    tokenizer = tokenizer_with(tmp_path, template)
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}" + template + "{% endfor %}")
+    ids = [tokenizer.encode(end)[0]]
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": ids, "pad_token_id": ids[0]})
+    )
+    with pytest.raises(ValueError, match=re.escape(message)) if message else nullcontext():
+        require_end(load_tokenizer(tmp_path))
+
+
+LOST = {
+    "no role tool": (HISTORY.join(("{% if m.role != 'tool' %}", "{% endif %}")), "leaves out '7 apples"),
+    "other text": (HISTORY.replace("m.content", "(m.content if m.role != 'tool' else '?')"), "leaves out"),
+    "JSON": (HISTORY.replace("m.content", "(m.content if m.role != 'tool' else m.content | tojson)"), None),
+    "a call before": (
+        "{% if m.role == 'tool' and not messages[-2].tool_calls %}{{ raise_exception('no call') }}{% endif %}"
+        + HISTORY.replace("m.content", "(m.tool_calls[0].function.arguments | string if m.tool_calls "
+        "else m.content)"),
+        None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_an_observation_that_the_template_loses_is_refused(name, tmp_path):
+    template, message = LOST[name]
+    tokenizer = tokenizer_with(tmp_path, template)
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        given = given_tokens(tokenizer, Observation('7 apples "\u00e9"\n'))
+        assert tokenizer.decode(given).startswith("\n<|im_start|>tool\n")
+
+
 def test_a_template_that_changes_earlier_turns_is_refused(tmp_path):
     tokenizer = tokenizer_with(tmp_path, TEMPLATES["qwen3"])
     with pytest.raises(
@@ -569,6 +625,9 @@ def test_the_python_tool_keeps_names_and_a_copy_has_its_own(request):
     copied = tool.fork()
     assert run_cell(tool, "x *= 5\nprint(x)") == "15"
     assert [run_cell(each, "x") for each in (tool, copied)] == ["15", "3"]
+    assert tool.step(
+        '<think>\nor <tool_call>{"name": "python", "arguments": {"code": "x = 9"}}</tool_call>'
+    ).done
     assert run_cell(tool, "y = 1 / 0") == "ZeroDivisionError: division by zero"
     assert run_cell(tool, "while True: pass") == "error: time limit"
     assert len(run_cell(tool, "print('a' * 999)")) < 140
@@ -656,7 +715,7 @@ def test_methods_are_tools_whose_errors_the_policy_reads_and_a_copy_has_its_own_
         "cancel: number: Field required; order: Extra inputs are not permitted": ("cancel", {"order": 1}),
         "expected the tool find or read or cancel, found 'step'": ("step", {"message": ""}),
         "order 2 is sent": ("cancel", {"number": 2}),
-        "the call is not JSON: maximum recursion": "[" * 100_000,
+        "the call is not JSON, or not as": "[" * 100_000,
     }
     for message, call in refused.items():
         assert called(shop, call).startswith(f"error: {message}")

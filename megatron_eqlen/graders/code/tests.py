@@ -128,23 +128,27 @@ class CodeTests:
         None: nothing)."""
         expected = self.outputs[number]
         if self.function is None:
-            return same_output(stdout, expected)
+            return same_output(stdout, expected, self.rules == "apps")
         accepted = [expected]
         if self.rules == "apps" and isinstance(expected, list) and expected:
             accepted.append(expected[0])  # some values are wrapped in a list
         return result is not None and any(_is_json_of(result, value) for value in accepted)
 
 
-def same_output(printed: str, expected: str) -> bool:
+ABSOLUTE, RELATIVE = Decimal("1e-8"), Decimal("1e-5")
+"""Tolerance of APPS's checker."""
+
+
+def same_output(printed: str, expected: str, close: bool = False) -> bool:
     """Compare outputs by LiveCodeBench's rule: as many lines, each equal as text, or token by token as
-    decimal numbers.
+    decimal numbers; ``close``: as ``numpy.allclose`` has it, which APPS's own checker takes.
 
     So 3.0 equals 3, but 0.3000001 is not 0.3 and ``Yes`` is not ``YES``; white space around a line is
     ignored.
     """
     printed, expected = printed.strip(), expected.strip()
     return printed.count("\n") == expected.count("\n") and all(
-        line == want or _same_numbers(line, want)
+        line == want or _same_numbers(line, want, close)
         for line, want in zip(_lines(printed), _lines(expected), strict=True)
     )
 
@@ -153,12 +157,14 @@ def _lines(text: str) -> list[str]:
     return [line.strip() for line in text.split("\n")]
 
 
-def _same_numbers(line: str, want: str) -> bool:
+def _same_numbers(line: str, want: str, close: bool) -> bool:
     """Compare token by token, so that a line of millions ends with the first difference."""
     tokens = (token[0] for token in re.finditer(r"\S+", line))
     try:
         return all(
-            token is not None and other is not None and Decimal(token) == Decimal(other)
+            token is not None
+            and other is not None
+            and abs(Decimal(token) - Decimal(other)) <= close * (ABSOLUTE + RELATIVE * abs(Decimal(other)))
             for token, other in zip_longest(tokens, want.split())
         )
     except InvalidOperation:

@@ -1,0 +1,51 @@
+"""vLLM's parsers of tools' calls: it has one for each family of models."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Parse = Callable[[str], list[tuple[str, dict[str, Any]]]]
+"""Text of a turn -> name and arguments of its calls; none where the text cannot be read."""
+
+
+def find_parser(
+    tokenizer: Any, text: str, tool: Mapping[str, Any], call: tuple[str, dict[str, Any]]
+) -> str | None:
+    """Return the name of a parser that reads ``text`` as this ``call`` of ``tool``; None if none does.
+    ``tokenizer``: Transformers'."""
+    from vllm.tool_parsers import ToolParserManager
+
+    logging.getLogger("vllm.tool_parsers").setLevel(
+        logging.CRITICAL
+    )  # each call that is none is an error there
+    for name in sorted(ToolParserManager.list_registered()):
+        try:
+            if tool_parser(name, tokenizer, [tool])(text) == [tuple(call)]:
+                return name
+        except Exception:  # noqa: BLE001  each raises its own where the text or the tokenizer is not its family's
+            continue
+    return None
+
+
+def tool_parser(name: str, tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> Parse:
+    """Return the parser ``name``."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers import ToolParserManager
+
+    message: Any = {"role": "user", "content": ""}
+    request = ChatCompletionRequest.model_validate(
+        {"messages": [message], "model": "policy", "tools": [*tools]}
+    )
+    parser = ToolParserManager.get_tool_parser(name)
+
+    def parse(text: str) -> list[tuple[str, dict[str, Any]]]:
+        found = parser(tokenizer, request.tools).extract_tool_calls(
+            text, request
+        )  # it keeps what it has read
+        calls = [(call.function.name, json.loads(call.function.arguments)) for call in found.tool_calls]
+        return [(called, arguments) for called, arguments in calls if isinstance(arguments, dict)]
+
+    return parse

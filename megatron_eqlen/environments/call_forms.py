@@ -1,0 +1,91 @@
+"""Calls of tools in the form of the model's family, which its chat template shows."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megatron_eqlen.engines.tool_parsers import find_parser, tool_parser
+from megatron_eqlen.environments.tool_calls import ToolCall, ToolError, as_text, spoken, tool_calls
+from megatron_eqlen.hf.tokenizer import THINKING, TemplateError, Tokenizer
+from megatron_eqlen.hf.turns import QUESTION, with_calls
+from megatron_eqlen.tokens import TokenIds
+
+log = logging.getLogger(__name__)
+
+CALL = ToolCall("find_town", {"town": "Oslo", "most": 3})
+TYPES = {"town": {"type": "string"}, "most": {"type": "integer"}}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": CALL.name,
+        "description": "Find a town.",
+        "parameters": {"type": "object", "properties": TYPES, "required": [*TYPES]},
+    },
+}
+TAG = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
+
+
+def reader(
+    tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]], enable_thinking: bool | None
+) -> Callable[[TokenIds], str]:
+    """Return what reads a turn of the policy: its text, with calls of ``tools`` as Qwen3 writes them. Raises
+    ValueError for a template that shows calls in a form that no parser reads."""
+    prompt = tokenizer.render_chat([QUESTION], enable_thinking, [TOOL])
+    if CALL.name not in prompt:
+        log.warning(
+            "%s: the chat template leaves tools out: prompts must say which there are", tokenizer.folder
+        )
+    thinks, read = prompt.rstrip().endswith(THINKING[0]), _family(tokenizer, tools, enable_thinking)
+
+    def text_of(token_ids: TokenIds) -> str:
+        text = tokenizer.decode(token_ids)
+        if thinks and THINKING[1] not in text:
+            text = f"{THINKING[0]}\n{text}"  # which the prompt has begun, and which never closed
+        return read(text)
+
+    return text_of
+
+
+def _family(
+    tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]], enable_thinking: bool | None
+) -> Callable[[str], str]:
+    """Return what writes the calls of a turn anew. Calls of Qwen3 and Llama 3 stay as they are, also for a
+    template that writes no calls."""
+    try:
+        shown = with_calls(
+            *CALL,
+            lambda turn: tokenizer.render_chat([QUESTION, turn], enable_thinking, [TOOL], answer=False),
+        )
+    except TemplateError:
+        return str
+    _, _, shown = shown.rpartition(QUESTION["content"])
+    before, town, _ = shown.partition(CALL.name)
+    if not town:
+        return str
+    shown = tokenizer.decode(tokenizer.encode(shown))
+    for start in (0, shown.find("{")):
+        try:
+            if [*tool_calls(shown[max(start, 0) :])] == [CALL]:
+                return str
+        except ToolError:
+            continue
+    name = find_parser(tokenizer.backend, shown, TOOL, CALL)
+    if name is None:
+        raise ValueError(
+            f"{tokenizer.folder}: expected a chat template with calls of tools in a form that vLLM parses, "
+            f"found {shown[-200:]!r}"
+        )
+    parse, marks = tool_parser(name, tokenizer.backend, tools), TAG.findall(before)
+
+    def written_anew(text: str) -> str:
+        said = spoken(text)
+        head = text[: len(text) - len(said)]
+        if calls := parse(said):
+            return head + "\n".join(as_text(ToolCall(*call)) for call in calls)
+        begun, mark, rest = said.partition(marks[-1]) if marks else (said, "", "")
+        return head + begun + (f"<tool_call>{rest}</tool_call>" if mark else "")
+
+    return written_anew

@@ -1,0 +1,85 @@
+"""Calls of tools in the form of the model's family, which vLLM's parsers read."""
+
+import json
+
+import pytest
+
+from megatron_eqlen.environments.call_forms import reader
+from megatron_eqlen.environments.tool_calls import ToolEnvironment, tool
+from megatron_eqlen.hf.tokenizer import load_tokenizer
+from tools.tokenizer_maker import write_hf_tokenizer
+
+ARGUMENTS = "{% for k, v in call.function.arguments.items() %}"
+FORMS = {
+    "Qwen3.5": (
+        "{{ '<tool_call>\n<function=' + call.function.name + '>\n' }}"
+        + ARGUMENTS
+        + "{{ '<parameter=' + k + '>\n' + v | string + '\n</parameter>\n' }}{% endfor %}"
+        "{{ '</function>\n</tool_call>' }}",
+        "<tool_call>\n<function=add>\n<parameter=numbers>\n[3, 4]\n</parameter>\n<parameter=unit>\n12\n"
+        "</parameter>\n</function>\n</tool_call>",
+    ),
+    "GLM-4.5": (
+        "{{ '<tool_call>' + call.function.name + '\n' }}"
+        + ARGUMENTS
+        + "{{ '<arg_key>' + k + '</arg_key>\n<arg_value>' + v | string + '</arg_value>\n' }}{% endfor %}"
+        "{{ '</tool_call>' }}",
+        "<tool_call>add\n<arg_key>numbers</arg_key>\n<arg_value>[3, 4]</arg_value>\n<arg_key>unit</arg_key>\n"
+        "<arg_value>12</arg_value>\n</tool_call>",
+    ),
+    "Qwen3": (
+        "{{ '<tool_call>"
+        "\n' }}{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}"
+        "{{ '\n</tool_call>' }}",
+        '<tool_call>{"name": "add", "arguments": {"numbers": [3, 4], "unit": "12"}}</tool_call>',
+    ),
+}
+TEMPLATE = """{%% for t in tools or [] %%}{{ t | tojson }}{%% endfor %%}{%% for m in messages %%}
+{{- '<|im_start|>' + m.role + '\n' + m.content }}{%% for call in m.tool_calls or [] %%}%s{%% endfor %%}
+{{- '<|im_end|>\n' }}{%% endfor %%}{%% if add_generation_prompt %%}{{ '<|im_start|>assistant\n%s' }}{%% endif %%}
+"""
+
+
+class Adder(ToolEnvironment):
+    @tool
+    def add(self, numbers: list[int], unit: str) -> str:
+        """Add numbers."""
+        return f"{sum(numbers)} {unit}"
+
+
+def tokenizer_of(folder, form, opens=""):
+    write_hf_tokenizer(folder, ["again 7"])
+    (folder / "chat_template.jinja").write_text(TEMPLATE % (form, opens))
+    return load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("family", FORMS)
+def test_calls_are_read_in_the_form_that_the_template_writes(family, tmp_path):
+    form, said = FORMS[family]
+    tokenizer = tokenizer_of(tmp_path, form)
+    read = reader(tokenizer, Adder.tools, None)
+
+    def answer(text):
+        return Adder(None, 0).step(read(tokenizer.encode(text)))
+
+    assert answer(f"<think>\n{said}\n</think>\n{said}").content == "7 12"
+    assert len(answer(f"{said}\n{said}").messages) == 2
+    assert answer(f"<think>\n{said}").done
+    assert answer("It is 7.").done
+    broken = answer(said.replace("add", "subtract").replace("[3, 4]", "3, {"))
+    assert broken.content.startswith("error: ")
+    assert json.loads(read(tokenizer.encode(said)).partition("<tool_call>")[2].partition("</tool")[0])
+
+
+def test_a_call_in_thinking_that_the_prompt_begins_is_not_run(tmp_path):
+    form, said = FORMS["Qwen3"]
+    tokenizer = tokenizer_of(tmp_path, form, opens="<think>\\n")
+    read = reader(tokenizer, Adder.tools, None)
+    assert Adder(None, 0).step(read(tokenizer.encode(said))).done
+    assert not Adder(None, 0).step(read(tokenizer.encode(f"</think>{said}"))).done
+
+
+def test_a_template_with_calls_in_a_form_that_nothing_reads_is_refused(tmp_path):
+    tokenizer = tokenizer_of(tmp_path, "{{ '!' + call.function.name + '!' }}")
+    with pytest.raises(ValueError, match=r"in a form that vLLM parses, found .*!find_town!"):
+        reader(tokenizer, Adder.tools, None)
