@@ -11,6 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import datetime
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
@@ -43,6 +44,8 @@ class Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.today = datetime.now()
+        """Time for templates that write a date (Llama 3.2's); a run sets that of its first start."""
         self._backend = _from_transformers(folder)
         self.eos_token_ids, self.pad_token_id = _special_ids(
             folder, self._backend.eos_token_id, self._backend.pad_token_id
@@ -87,7 +90,7 @@ class Tokenizer:
 
         Raises ValueError if the model's files hold no chat template, TemplateError if that fails.
         """
-        options: dict[str, Any] = {"add_generation_prompt": answer}
+        options: dict[str, Any] = {"add_generation_prompt": answer, "strftime_now": self.today.strftime}
         options |= {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         special = [token for token in self.special_tokens if token not in THINKING]
         if tools:
