@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,12 @@ def _parsed(line: bytes, path: Path) -> list[Event]:
     with expecting("an event with a time and a kind", path):
         _ = event["kind"] + "", time.localtime(event["time"])
     return [event]
+
+
+def began(run: Path) -> datetime:
+    """Return the time of the first event, which is that of the run's first start; now where there is none."""
+    first = next(iter(read(run, 0)), None)
+    return datetime.fromtimestamp(first["time"]) if first else datetime.now()
 
 
 def _event(kind: str, fields: dict[str, Any]) -> Event:

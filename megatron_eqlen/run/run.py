@@ -13,7 +13,7 @@ from megatron_eqlen.files import step_name
 from megatron_eqlen.hf.config import ModelConfig, read_config
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.plan.flops import achieved
-from megatron_eqlen.processes import distributed, failures
+from megatron_eqlen.processes import distributed, events, failures
 from megatron_eqlen.processes.distributed import agree, gather
 from megatron_eqlen.processes.timeline import ENGINE, TRAINER
 from megatron_eqlen.recipe.budget import Spent
@@ -48,6 +48,7 @@ class Run:
             hold = self.folder.open(self.recipe)
             session.enter(session.events.writing(self.folder.path, hold.check))
             keep_inputs(self.folder.path, self.recipe)
+        session.tokenizer.today = distributed.agree(lambda: events.began(self.folder.path))
         failures.keep_in(self.folder.path)
         session.watch(self.folder.hang)
         self.profiler = Profiler(self.folder.profile, self.recipe.profile)

@@ -36,8 +36,8 @@ FORMS = {
 }
 TEMPLATE = """{%% for t in tools or [] %%}{{ t | tojson }}{%% endfor %%}{%% for m in messages %%}
 {{- '<|im_start|>' + m.role + '\n' + m.content }}{%% for call in m.tool_calls or [] %%}%s{%% endfor %%}
-{{- '<|im_end|>\n' }}{%% endfor %%}{%% if add_generation_prompt %%}"
-    "{{ '<|im_start|>assistant\n%s' }}{%% endif %%}
+{{- '<|im_end|>\n' }}{%% endfor %%}{%% if add_generation_prompt %%}
+{{- '<|im_start|>assistant\n%s' }}{%% endif %%}
 """
 
 

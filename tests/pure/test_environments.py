@@ -32,6 +32,7 @@ from megatron_eqlen.harvest.harvest import harvest, harvest_seed
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.hf.turns import require_end
+from megatron_eqlen.processes import events
 from megatron_eqlen.recipe import EnvironmentRecipe
 from megatron_eqlen.record.partial import HarvestProgress, PartialRollout, RolloutOrigin
 from megatron_eqlen.sampling.harvester import Marker
@@ -775,3 +776,13 @@ class Talker:
 
     def fork(self):
         return Talker()
+
+
+def test_a_template_with_a_date_writes_that_of_the_runs_first_start(tmp_path):
+    tokenizer = tokenizer_with(tmp_path, HISTORY.replace("m.content", "strftime_now('%d %b %Y')"))
+    events.append(tmp_path, "submitted")
+    line = json.loads((tmp_path / events.FILE).read_text()) | {"time": 1e9}
+    (tmp_path / events.FILE).write_text(json.dumps(line) + "\n")
+    events.append(tmp_path, "step")
+    tokenizer.today = events.began(tmp_path)
+    assert "09 Sep 2001" in tokenizer.render_chat([{"role": "user", "content": "q"}])
