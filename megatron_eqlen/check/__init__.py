@@ -15,21 +15,21 @@ from threading import Timer
 
 from megatron_eqlen.check import devices, machine, software
 from megatron_eqlen.check.finding import Check, Finding, Place
-from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.job import Job
 
 PATIENCE = 20
 """Seconds after which a check that still runs is named."""
 CHECKS = [*software.CHECKS, *devices.CHECKS, *machine.CHECKS]
 
 
-def check(recipe: Recipe | None, short: bool = False, checks: Sequence[Check] = CHECKS) -> int:
-    """Run the checks and print what they find; return 1 if something that ``recipe`` needs is missing or
+def check(job: Job | None, short: bool = False, checks: Sequence[Check] = CHECKS) -> int:
+    """Run the checks and print what they find; return 1 if something that ``job`` needs is missing or
     fails.
 
     ``short``: run only quick checks and print only lines that are not ok, for each node of a job before it
     trains.
     """
-    place = Place(recipe, recipe.run_folder if recipe else Path("runs"), short)
+    place = Place(job, job.recipe.run_folder if job else Path("runs"), short)
     wanting = []
     for entry in checks:
         if short and not entry.in_short:
@@ -44,7 +44,7 @@ def check(recipe: Recipe | None, short: bool = False, checks: Sequence[Check] = 
             print(line(entry, finding, bad), flush=True)
     if "prompts" in vars(place):
         place.prompts.close()
-    who = recipe.name if recipe else "what every run needs"
+    who = job.recipe.name if job else "what every run needs"
     verdict = f"NOT READY for {who}: {', '.join(wanting)}" if wanting else f"ready for {who}"
     print(f"{socket.gethostname()}: {verdict}", flush=True)
     return 1 if wanting else 0

@@ -6,8 +6,8 @@ import torch
 from torch.cuda import nccl
 
 from megatron_eqlen.check.finding import Check, Finding, Place, gigabytes
+from megatron_eqlen.job import Job
 from megatron_eqlen.plan.memory import memory
-from megatron_eqlen.plan.model import model_config
 
 
 def gpus(place: Place) -> Finding:
@@ -45,8 +45,7 @@ def gpu_memory(place: Place) -> Finding | None:
     if place.recipe is None or not place.on_gpus:
         return Finding("ok", text)
     cluster = place.recipe.cluster.model_copy(update={"gpu_memory_gib": total / 2**30})
-    recipe = place.recipe.model_copy(update={"cluster": cluster})
-    need = memory(recipe, model_config(recipe))
+    need = memory(Job(place.recipe.model_copy(update={"cluster": cluster})))
     text = f"{text}, the plan needs {gigabytes(need.peak)}"
     if problems := need.problems():
         return Finding("failed", f"{text}: {'; '.join(problems)}", "eqlen plan RECIPE shows what takes it")

@@ -10,10 +10,9 @@ from typing import Literal
 
 from megatron_eqlen.data.prompts import PromptSource
 from megatron_eqlen.environments.load import tools
-from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.hf.turns import require_end
+from megatron_eqlen.job import Job
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.recipe.inputs import local_path
 
 State = Literal["ok", "slow", "doubt", "missing", "failed"]
 
@@ -22,20 +21,24 @@ State = Literal["ok", "slow", "doubt", "missing", "failed"]
 class Place:
     """Machine and run that the checks are about."""
 
-    recipe: Recipe | None
+    job: Job | None
     """None: no particular recipe."""
     folder: Path
     """Run folder; need not exist."""
     short: bool
     """Run only quick checks, because every node of a job is waiting."""
 
+    @property
+    def recipe(self) -> Recipe | None:
+        return self.job and self.job.recipe
+
     @cached_property
     def prompts(self) -> PromptSource:
         """The recipe's training prompts, read once. Raises ValueError for data that cannot be read."""
-        assert self.recipe is not None
-        tokenizer = load_tokenizer(local_path(self.recipe.model))
-        require_end(tokenizer, self.recipe.data.enable_thinking)
-        return PromptSource(self.recipe.data, tokenizer, self.recipe.seed, tools(self.recipe))
+        assert self.job is not None
+        recipe = self.job.recipe
+        require_end(self.job.tokenizer, recipe.data.enable_thinking)
+        return PromptSource(recipe.data, self.job.tokenizer, recipe.seed, tools(recipe))
 
     @property
     def has_prompts(self) -> bool:

@@ -12,10 +12,9 @@ import torch
 
 from megatron_eqlen.check.finding import Check, Finding, Place, gigabytes
 from megatron_eqlen.plan.host import checkpoint_bytes, export_bytes
-from megatron_eqlen.plan.model import model_config
 from megatron_eqlen.plan.sbatch import trainer_bytes
 from megatron_eqlen.processes.cores import memory_limit, usable_cores
-from megatron_eqlen.recipe import Recipe, RecipeError
+from megatron_eqlen.recipe import ClusterRecipe, RecipeError
 
 CORES_OF_A_GPU = 2
 """One core for the process that drives a GPU, one for its helpers."""
@@ -36,12 +35,12 @@ def cores(place: Place) -> Finding:
     return Finding("ok", text)
 
 
-def refuse_unfit(recipe: Recipe) -> None:
-    """Raise RecipeError where this process may not train or generate for ``recipe``: it asks for GPUs and
+def refuse_unfit(cluster: ClusterRecipe) -> None:
+    """Raise RecipeError where this process may not train or generate in ``cluster``: it asks for GPUs and
     finds too few, or for many times as many processes as there are cores. Print a warning about processes
     that share cores."""
-    count, launched = recipe.cluster.processes_per_node, "RANK" in os.environ
-    if recipe.cluster.device == "gpu":
+    count, launched = cluster.processes_per_node, "RANK" in os.environ
+    if cluster.device == "gpu":
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if not gpus:
             raise RecipeError(
@@ -65,9 +64,9 @@ def host_memory(place: Place) -> Finding:
     page = os.sysconf("SC_PAGE_SIZE")
     usable = min(os.sysconf("SC_PHYS_PAGES") * page, memory_limit())
     text = gigabytes(usable)
-    if place.recipe is None or not place.on_gpus:  # the plan counts what lies beside GPUs
+    if place.job is None or not place.on_gpus:  # the plan counts what lies beside GPUs
         return Finding("ok", text)
-    need = trainer_bytes(place.recipe)
+    need = trainer_bytes(place.job)
     text = f"{text}, the plan needs {gigabytes(need)}"
     if need > usable:
         return Finding("failed", text, "sbatch --mem, larger nodes, or more of them (eqlen plan RECIPE)")
@@ -89,10 +88,10 @@ def space(place: Place) -> Finding:
     folder = next(path for path in (wanted, *wanted.parents) if path.is_dir())
     free = shutil.disk_usage(folder).free
     text = f"{gigabytes(free)} free in {folder}"
-    if place.recipe is None:
+    if place.job is None:
         return Finding("ok", text)
-    recipe, model = place.recipe, model_config(place.recipe)
-    need = checkpoint_bytes(recipe, model) * (recipe.checkpoint.keep + 1) + export_bytes(recipe, model)
+    kept = place.job.recipe.checkpoint.keep
+    need = checkpoint_bytes(place.job) * (kept + 1) + export_bytes(place.job)
     has = sum(_size(place.folder / name) for name in ("checkpoints", "export"))
     text += f", checkpoints and export take {gigabytes(need)}" + (
         f" ({gigabytes(has)} are there)" if has else ""

@@ -16,15 +16,12 @@ from megatron_eqlen.environments.conversation import Turn, answer, closed
 from megatron_eqlen.environments.load import conversations
 from megatron_eqlen.graders.sandbox.interpreter import find_python
 from megatron_eqlen.graders.sandbox.probe import offered_isolation
-from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.hf.folder import HFFolder
 from megatron_eqlen.hf.folder_check import check_folder
-from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.megatron_cpu import packages
 from megatron_eqlen.megatron_cpu.packages import APEX, FLA, NEEDED, TRANSFORMER_ENGINE, Package
-from megatron_eqlen.plan.model import model_config
 from megatron_eqlen.recipe import RewardRecipe
-from megatron_eqlen.recipe.inputs import fetch, local_path, revisions
+from megatron_eqlen.recipe.inputs import revisions
 from megatron_eqlen.recipe.plugins import is_import_path
 from megatron_eqlen.rewards.functions import own_code
 from megatron_eqlen.rewards.scoring import Scorer
@@ -61,18 +58,18 @@ def package(wanted: Package, place: Place) -> Finding | None:
 def inputs(place: Place) -> Finding | None:
     """Check the model, data and benchmarks that the recipe reads; download those that it names on the hub.
     Where seconds do not matter, look for every tensor of the model."""
-    if place.recipe is None:
+    job = place.job
+    if job is None:
         return None
-    fetch(place.recipe)
-    commits = "".join(f", {key} {commit}" for key, commit in revisions(place.recipe).items())
-    summary = f"{place.recipe.model.path} and the data are there{commits}"
+    job.fetch()
+    commits = "".join(f", {key} {commit}" for key, commit in revisions(job.recipe).items())
+    summary = f"{job.recipe.model.path} and the data are there{commits}"
     if place.short:
         return Finding("ok", summary)
-    model = local_path(place.recipe.model)
-    check_folder(HFFolder(model), read_config(model))
-    if (marker := place.recipe.tree_sampling.marker) is not None:
-        Marker.of(marker, load_tokenizer(model))
-    conversations(place.recipe, load_tokenizer(model))
+    check_folder(HFFolder(job.folder), job.model)
+    if (marker := job.recipe.tree_sampling.marker) is not None:
+        Marker.of(marker, job.tokenizer)
+    conversations(job.recipe, job.tokenizer)
     return Finding("ok", summary)
 
 
@@ -83,10 +80,9 @@ def prompts(place: Place) -> Finding | None:
 
 def rewards(place: Place) -> Finding | None:
     """Grade a right, a wrong and a missing answer to a row of each source and benchmark."""
-    recipe = place.recipe
-    if recipe is None or not place.has_prompts:
+    if place.job is None or not place.has_prompts:
         return None
-    tokenizer = load_tokenizer(local_path(recipe.model))
+    recipe, tokenizer = place.job.recipe, place.job.tokenizer
     with closing(Scorer(recipe.reward, tokenizer)) as scorer:
         first = first_rewards(recipe, place.prompts, scorer, tokenizer)
     refuse_unfit(first)
@@ -104,10 +100,10 @@ def rewards(place: Place) -> Finding | None:
 
 def environment(place: Place) -> Finding | None:
     """Let the user's own environment answer and grade a turn, for a prompt of each source."""
-    recipe, name = place.recipe, place.recipe and place.recipe.environment.name
-    if recipe is None or not place.has_prompts or not is_import_path(name or ""):
+    name = place.recipe and place.recipe.environment.name
+    if place.job is None or not place.has_prompts or not is_import_path(name or ""):
         return None
-    tokenizer = load_tokenizer(local_path(recipe.model))
+    recipe, tokenizer = place.job.recipe, place.job.tokenizer
     speak = conversations(recipe, tokenizer)
     assert speak is not None
     once = replace(speak, limits=recipe.environment.model_copy(update={"max_turns": 1}))
@@ -180,7 +176,7 @@ def _graders(place: Place) -> set[str]:
 
 def _has_delta_net(place: Place) -> bool:
     """Return True if the model has gated delta net layers, or, without a recipe, may have."""
-    return place.recipe is None or model_config(place.recipe).delta_net is not None
+    return place.job is None or place.job.model.delta_net is not None
 
 
 def _on_gpus(wanted: Package) -> Check:

@@ -11,12 +11,13 @@ from pathlib import Path
 
 from megatron_eqlen.engines.server.gate import authorization
 from megatron_eqlen.files import refuse_existing, refuse_unwritable
+from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.recipes import load, remarks
 from megatron_eqlen.processes.importing import importing
 from megatron_eqlen.processes.interrupts import Interrupts, watch
-from megatron_eqlen.recipe import Recipe, RecipeError, layout
+from megatron_eqlen.recipe import Recipe, RecipeError
 from megatron_eqlen.recipe.contents import is_whole
-from megatron_eqlen.recipe.inputs import fetch, local_path, missing_inputs, pinned
+from megatron_eqlen.recipe.inputs import missing_inputs, pinned
 from megatron_eqlen.recipe.load import RECIPE, dump
 from megatron_eqlen.recipe.yaml_values import to_yaml
 from megatron_eqlen.run.run_folder import BEGAN, IMPORTED, RunFolder, check_harvest
@@ -25,8 +26,8 @@ from megatron_eqlen.run.run_folder import BEGAN, IMPORTED, RunFolder, check_harv
 def train(arguments: argparse.Namespace) -> int:
     recipe = load(arguments.recipe, arguments.overrides)
     if arguments.dry_run:
-        return _print_plan(recipe, arguments.all)
-    recipe = pinned(recipe, recipe.run_folder)
+        return _print_plan(Job(recipe), arguments.all)
+    job = Job(recipe := pinned(recipe, recipe.run_folder))
     folder = RunFolder(recipe)
     folder.check(recipe)
     if folder.ended(recipe):
@@ -38,13 +39,13 @@ def train(arguments: argparse.Namespace) -> int:
     def work() -> None:
         from megatron_eqlen.run.loop import train
 
-        train(recipe, arguments.replay)
+        train(job, arguments.replay)
 
-    return _on_ranks(recipe, work, folder.stop)
+    return _on_ranks(job, work, folder.stop)
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    return _print_plan(load(arguments.recipe, arguments.overrides), arguments.all)
+    return _print_plan(Job(load(arguments.recipe, arguments.overrides)), arguments.all)
 
 
 def submit(arguments: argparse.Namespace) -> int:
@@ -66,40 +67,40 @@ def check(arguments: argparse.Namespace) -> int:
     from megatron_eqlen.check.finding import Check, Finding, Place
 
     def start(place: Place) -> Finding | None:
-        if place.recipe is None:
+        if place.job is None:
             return None
-        _refuse(place.recipe)
+        _refuse(place.job)
         return Finding("ok", f"{place.folder} can begin or resume")
 
     recipe = load(arguments.recipe, arguments.overrides) if arguments.recipe else None
     checks = [*CHECKS, Check("start", start, in_short=False)]
-    return check(pinned(recipe, recipe.run_folder) if recipe else None, arguments.short, checks)
+    job = Job(pinned(recipe, recipe.run_folder)) if recipe else None
+    return check(job, arguments.short, checks)
 
 
-def _refuse(recipe: Recipe) -> None:
+def _refuse(job: Job) -> None:
     """Raise ValueError for what training would refuse of the run's folder, the layout, and the options of
     both engines, as far as this machine can tell."""
     import torch
 
     from megatron_eqlen.check.machine import refuse_unfit
-    from megatron_eqlen.hf.config import read_config
     from megatron_eqlen.models.config import transformer_config
 
+    recipe = job.recipe
     RunFolder(recipe).check(recipe)
     if recipe.rollout.engine == "server":
         authorization()
-    model = read_config(local_path(recipe.model))
-    layout.check(recipe, model)
+    job.check_layout()
     if recipe.cluster.device == "cpu" or torch.cuda.is_available():
-        refuse_unfit(recipe)
+        refuse_unfit(recipe.cluster)
         dtype = getattr(torch, recipe.model.dtype)
-        transformer_config(model, recipe.parallel, dtype, **recipe.model.megatron)
+        transformer_config(job.model, recipe.parallel, dtype, **recipe.model.megatron)
         if (rollout := recipe.rollout).vllm and rollout.engine == "colocated":
             from megatron_eqlen.engines.lifecycle import configuration, contained
 
-            alone, path = rollout.model_copy(update={"tensor_parallel": 1}), str(local_path(recipe.model))
+            alone = rollout.model_copy(update={"tensor_parallel": 1})
             with contained():
-                configuration(path, alone, recipe.model.dtype, recipe.longest_path, recipe.seed)
+                configuration(str(job.folder), alone, recipe.model.dtype, recipe.longest_path, recipe.seed)
 
 
 def recipe(arguments: argparse.Namespace) -> int:
@@ -123,12 +124,12 @@ def recipe(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _print_plan(recipe: Recipe, everything: bool) -> int:
+def _print_plan(job: Job, everything: bool) -> int:
     """Print the keys of a recipe that differ from their defaults, or ``everything``, and its plan."""
     from megatron_eqlen.objectives.registry import with_defaults
     from megatron_eqlen.plan.text import describe
 
-    plan = describe(recipe)
+    recipe, plan = job.recipe, describe(job)
     changed = recipe.model_dump(mode="json", exclude_defaults=True)
     print(dump(with_defaults(recipe)) if everything else to_yaml(changed), plan, sep="\n")
     for remark in filter(None, (missing_inputs(recipe), *remarks(recipe))):
@@ -137,15 +138,15 @@ def _print_plan(recipe: Recipe, everything: bool) -> int:
 
 
 def harvest(arguments: argparse.Namespace) -> int:
-    recipe = pinned(load(arguments.recipe, arguments.overrides), arguments.out)
-    check_harvest(arguments.out, recipe)
+    job = Job(pinned(load(arguments.recipe, arguments.overrides), arguments.out))
+    check_harvest(arguments.out, job.recipe)
 
     def work() -> None:
         from megatron_eqlen.run.loop import harvest_only
 
-        harvest_only(recipe, arguments.out)
+        harvest_only(job, arguments.out)
 
-    return _on_ranks(recipe, work)
+    return _on_ranks(job, work)
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
@@ -157,16 +158,16 @@ def evaluate(arguments: argparse.Namespace) -> int:
     if out is None:
         raise ValueError("--out: expected a result file (only for a run folder is there a default)")
     overrides = [*arguments.overrides, *([f"model.path={model}"] if model else [])]
-    recipe = pinned(load(run / RECIPE if run else arguments.recipe, overrides))
+    job = Job(pinned(load(run / RECIPE if run else arguments.recipe, overrides)))
     refuse_existing(out)
     refuse_unwritable(out.parent)
 
     def work() -> None:
         from megatron_eqlen.run.loop import evaluate_only
 
-        evaluate_only(recipe, out)
+        evaluate_only(job, out)
 
-    return _on_ranks(recipe, work)
+    return _on_ranks(job, work)
 
 
 def convert(arguments: argparse.Namespace) -> int:
@@ -227,14 +228,14 @@ def inspect(arguments: argparse.Namespace) -> int:
     inner = arguments.streams / "streams"
     streams = inner if inner.is_dir() else arguments.streams
     recipe = load(arguments.recipe) if arguments.recipe else recipe_of(streams)
-    model = arguments.model or (recipe and local_path(recipe.model))
+    model = arguments.model or (recipe and Job(recipe).folder)
     if model is None:
         raise ValueError(f"{streams}: no run's {RECIPE} above it: name the tokenizer's folder by --model")
     print_rollouts(streams, model, arguments.limit, recipe)
     return 0
 
 
-def _on_ranks(recipe: Recipe, work: Callable[[], None], stop: Path | None = None) -> int:
+def _on_ranks(job: Job, work: Callable[[], None], stop: Path | None = None) -> int:
     """Do ``work`` in this process if it is a rank (or the only one), else in ranks started here. ``stop``:
     the file that asks the run to stop.
 
@@ -242,12 +243,11 @@ def _on_ranks(recipe: Recipe, work: Callable[[], None], stop: Path | None = None
     """
     with importing():
         from megatron_eqlen.check.machine import refuse_unfit
-    from megatron_eqlen.hf.config import read_config
 
-    fetch(recipe)
-    layout.check(recipe, read_config(local_path(recipe.model)))
-    refuse_unfit(recipe)
-    return _start(recipe, work, Interrupts(stop))
+    job.fetch()
+    job.check_layout()
+    refuse_unfit(job.recipe.cluster)
+    return _start(job.recipe, work, Interrupts(stop))
 
 
 def _start(recipe: Recipe, work: Callable[[], None], interrupts: Interrupts) -> int:

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import megatron_eqlen
 from megatron_eqlen.files import write_text
+from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.plan.memory import memory
-from megatron_eqlen.plan.model import model_config
 from megatron_eqlen.plan.sbatch import (
     replicas_on_node,
     server_options,
@@ -27,8 +27,7 @@ from megatron_eqlen.plan.sbatch import (
 )
 from megatron_eqlen.processes.hold import FILE as LOCK
 from megatron_eqlen.processes.hold import is_locked
-from megatron_eqlen.recipe import layout
-from megatron_eqlen.recipe.inputs import PINS, fetch, pinned
+from megatron_eqlen.recipe.inputs import PINS, pinned
 from megatron_eqlen.run.run_folder import RunFolder
 
 SCRIPTS = Path(megatron_eqlen.__file__).resolve().parents[1] / "slurm"
@@ -51,8 +50,8 @@ class Submission:
             more = _with_servers(count)
         recipe = load(file, [*overrides, *more])
         self.recipe = pinned(recipe, recipe.run_folder)
-        self.model = model_config(self.recipe)
-        layout.check(self.recipe, self.model)
+        self.job = Job(self.recipe)
+        self.job.check_layout()
         self.folder = RunFolder(self.recipe)
         self.folder.check(self.recipe)
 
@@ -66,12 +65,12 @@ class Submission:
         ]
         output = str(self.folder.path.absolute() / "slurm-%j.out")
         lines += _directives(
-            f"--chdir={Path.cwd()}", f"--output={output}", *train_options(self.recipe, self.recipe.name)
+            f"--chdir={Path.cwd()}", f"--output={output}", *train_options(self.job, self.recipe.name)
         )
         lines += [_directive(self.options)] if self.options else []
         if self.servers:
             lines += ["#SBATCH hetjob"]
-            lines += _directives(*server_options(self.recipe, f"{self.recipe.name}-servers", self.servers))
+            lines += _directives(*server_options(self.job, f"{self.recipe.name}-servers", self.servers))
             lines += [_directive(self.options)] if self.options else []
         called = SCRIPTS / ("het.sbatch" if self.servers else "train.sbatch")
         lines += [f"export {name}={shlex.quote(value)}" for name, value in self._environment().items()]
@@ -84,8 +83,8 @@ class Submission:
             print(f"{self.folder.path}: complete; see {self.folder.report}")
             return 0
         if "CONTAINER_IMAGE" not in os.environ:  # the container's mounts may give files other names
-            fetch(self.recipe)
-        for problem in memory(self.recipe, self.model).problems():
+            self.job.fetch()
+        for problem in memory(self.job).problems():
             print(f"WARNING: the plan says that it does not fit: {problem}", file=sys.stderr)
         self.folder.path.mkdir(parents=True, exist_ok=True)
         if self.folder.stop.exists() and not is_locked(self.folder.path / LOCK):
@@ -108,7 +107,7 @@ class Submission:
         kept = {name: os.environ[name] for name in (*KEPT, PINS) if os.environ.get(name)}
         if "CONTAINER_IMAGE" not in kept:
             kept.setdefault("EQLEN_PYTHON", sys.executable)
-        return kept | {"EQLEN_RUN": str(self.folder.path)} | train_environment(self.recipe)
+        return kept | {"EQLEN_RUN": str(self.folder.path)} | train_environment(self.recipe.cluster)
 
 
 def _with_servers(count: int) -> list[str]:

@@ -24,9 +24,9 @@ from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import Metrics, Prompt, Rollout, RolloutKey, rollout_key
 
 
-def harvest_seed(recipe: Recipe, step: int) -> int:
+def harvest_seed(seed: int, step: int) -> int:
     """Return the seed of the rollouts that begin in ``step``, counted from 0."""
-    return zlib.crc32(f"{recipe.seed}/{step}".encode())
+    return zlib.crc32(f"{seed}/{step}".encode())
 
 
 def harvest(
@@ -89,7 +89,7 @@ def _harvesters(plan: HarvestPlan) -> dict[RolloutKey, Harvester]:
     # rollouts of earlier steps, with the seeds that they had
     for partial in plan.progress.partial:
         if partial.origin is not None:
-            seed = harvest_seed(plan.recipe, partial.origin.step)
+            seed = harvest_seed(plan.recipe.seed, partial.origin.step)
             of_prompt = kind.harvesters([partial.prompt], setting._replace(seed=seed))
             harvesters[partial.key] = next(found for found in of_prompt if found.index == partial.index)
     # new ones

@@ -14,7 +14,8 @@ from functools import cached_property
 
 from megatron_eqlen.hf.adapter_map import adapter_map
 from megatron_eqlen.hf.config import DeltaNet, ModelConfig
-from megatron_eqlen.recipe import LoraRecipe, ParallelRecipe, Recipe, layout
+from megatron_eqlen.job import Job
+from megatron_eqlen.recipe import LoraRecipe, ParallelRecipe, layout
 
 BYTES = {"float32": 4, "bfloat16": 2}
 WIDE = 4
@@ -71,8 +72,7 @@ class Activations:
 
 
 def activations(
-    recipe: Recipe,
-    model: ModelConfig,
+    job: Job,
     stage: int,
     *,
     sequence: bool,
@@ -82,7 +82,7 @@ def activations(
 ) -> Activations:
     """Return the activation memory of pipeline stage ``stage``. ``sequence``: sequence parallelism is on.
     ``rows``: rows per data-parallel rank and minibatch; None: enough to fill the pipeline."""
-    parallel = recipe.parallel
+    recipe, model, parallel = job.recipe, job.model, job.recipe.parallel
     row = RankRow(
         model,
         parallel,

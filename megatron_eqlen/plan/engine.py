@@ -12,6 +12,7 @@ from math import prod
 
 from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.hf.families import weight_map
+from megatron_eqlen.job import Job
 from megatron_eqlen.plan.activations import BYTES
 from megatron_eqlen.plan.flops import attention_layers
 from megatron_eqlen.recipe import Recipe
@@ -34,10 +35,11 @@ QUANTIZED_BYTES = 1 + 4 / 128**2
 """Bytes of a weight in fp8, with a float32 scale for each block of 128 x 128."""
 
 
-def weights(recipe: Recipe, model: ModelConfig) -> float:
+def weights(job: Job) -> float:
     """Return the bytes of weights on one rank of an engine."""
-    ranks, each = recipe.rollout.tensor_parallel, BYTES[recipe.model.dtype]
-    if not recipe.rollout.quantization:
+    model, rollout = job.model, job.recipe.rollout
+    ranks, each = rollout.tensor_parallel, BYTES[job.recipe.model.dtype]
+    if not rollout.quantization:
         return parameters(model, ranks) * each
     quantized = parameters(model, ranks, QUANTIZED)
     return quantized * QUANTIZED_BYTES + (parameters(model, ranks) - quantized) * each
@@ -71,18 +73,19 @@ def _is_matrix_of(name: str, kinds: tuple[str, ...]) -> bool:
     return module in kinds and parameter == "weight"
 
 
-def kv_bytes_per_token(recipe: Recipe, model: ModelConfig) -> float:
+def kv_bytes_per_token(job: Job) -> float:
     """Return the bytes of keys and values per token, for all attention layers on one GPU."""
+    recipe, model = job.recipe, job.model
     heads = max(1.0, model.num_key_value_heads / recipe.rollout.tensor_parallel)
     return 2 * attention_layers(model) * heads * model.head_dim * BYTES[recipe.model.dtype]
 
 
-def state_bytes_per_sequence(recipe: Recipe, model: ModelConfig) -> float:
+def state_bytes_per_sequence(model: ModelConfig, ranks: int) -> float:
     """Return the bytes of the states of all Gated DeltaNet layers on one GPU."""
     if (net := model.delta_net) is None:
         return 0.0
     elements = net.num_value_heads * net.key_head_dim * net.value_head_dim
-    return sum(net.layers) * elements * STATE_BYTES / recipe.rollout.tensor_parallel
+    return sum(net.layers) * elements * STATE_BYTES / ranks
 
 
 def requested(recipe: Recipe) -> float:
@@ -90,21 +93,26 @@ def requested(recipe: Recipe) -> float:
     return recipe.rollout.gpu_memory_utilization * recipe.cluster.gpu_memory_gib * GIB
 
 
-def kv_cache(recipe: Recipe, model: ModelConfig) -> float:
+def kv_cache(job: Job) -> float:
     """Return the bytes of the KV cache; negative if weights and workspace exceed vLLM's share of the GPU."""
-    if recipe.rollout.kv_cache_gib:
-        return recipe.rollout.kv_cache_gib * GIB
-    return requested(recipe) - weights(recipe, model) - WORKSPACE
+    if size := job.recipe.rollout.kv_cache_gib:
+        return size * GIB
+    return requested(job.recipe) - weights(job) - WORKSPACE
 
 
-def longest_path(recipe: Recipe, model: ModelConfig) -> float:
+def longest_path(job: Job) -> float:
     """Return the bytes that the KV cache needs for one request of the greatest length; with less, vLLM does
     not start."""
-    return recipe.longest_path * kv_bytes_per_token(recipe, model) + state_bytes_per_sequence(recipe, model)
+    return sequence_bytes(job, job.recipe.longest_path)
 
 
-def sequences_at_once(recipe: Recipe, model: ModelConfig, mean_length: float) -> float:
+def sequence_bytes(job: Job, length: float) -> float:
+    """Return the bytes of the KV cache that a sequence of ``length`` tokens takes on one GPU."""
+    states = state_bytes_per_sequence(job.model, job.recipe.rollout.tensor_parallel)
+    return length * kv_bytes_per_token(job) + states
+
+
+def sequences_at_once(job: Job, mean_length: float) -> float:
     """Return how many sequences of ``mean_length`` tokens, prompt included, the KV cache holds; at most
     ``max_num_seqs``."""
-    each = mean_length * kv_bytes_per_token(recipe, model) + state_bytes_per_sequence(recipe, model)
-    return min(recipe.rollout.max_num_seqs, kv_cache(recipe, model) / each)
+    return min(job.recipe.rollout.max_num_seqs, kv_cache(job) / sequence_bytes(job, mean_length))

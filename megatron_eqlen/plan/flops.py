@@ -14,9 +14,9 @@ from math import prod
 from megatron_eqlen import metrics as m
 from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.hf.families import weight_map
+from megatron_eqlen.job import Job
 from megatron_eqlen.plan.gpus import gpu_named
-from megatron_eqlen.plan.model import model_config
-from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe import LossRecipe
 from megatron_eqlen.types import Metrics
 
 
@@ -53,43 +53,43 @@ def pair_cost(model: ModelConfig) -> float:
     return 2 * attention_layers(model) * model.num_attention_heads * model.head_dim / active_parameters(model)
 
 
-def training_passes(recipe: Recipe) -> float:
+def training_passes(loss: LossRecipe) -> float:
     """Return the training passes in units of a forward pass: forward, backward (counts as two), and forward
     passes for reference and old log-probs."""
-    loss = recipe.loss
     return 3.0 * loss.epochs + (loss.kl_coef > 0) + (loss.minibatches * loss.epochs > 1)
 
 
-def training_flops(recipe: Recipe, model: ModelConfig, trained: float, context: float) -> float:
+def training_flops(job: Job, trained: float, context: float) -> float:
     """Return the FLOPs of training ``trained`` positions that see ``context`` others on average. Gradients of
     frozen weights (``lora``) are left out."""
-    frozen = recipe.loss.epochs * forward_flops(model, context=0.0) if recipe.lora.rank else 0.0
-    teacher = forward_flops(model_config(recipe, "teacher"), context) if recipe.teacher.path else 0.0
-    return trained * (training_passes(recipe) * forward_flops(model, context) - frozen + teacher)
+    loss, model = job.recipe.loss, job.model
+    frozen = loss.epochs * forward_flops(model, context=0.0) if job.recipe.lora.rank else 0.0
+    teacher = forward_flops(job.teacher.model, context) if job.teacher else 0.0
+    return trained * (training_passes(loss) * forward_flops(model, context) - frozen + teacher)
 
 
-def counted(recipe: Recipe, model: ModelConfig, metrics: Mapping[str, float]) -> Metrics:
+def counted(job: Job, metrics: Mapping[str, float]) -> Metrics:
     """Return a step's FLOPs, from its metrics; replayed rollouts count no generation."""
 
     def of(name: str) -> float:
         return metrics.get(name, 0.0)
 
-    generated = of(m.HARVEST_GENERATED_TOKENS) * forward_flops(model, of(m.HARVEST_CONTEXT))
+    generated = of(m.HARVEST_GENERATED_TOKENS) * forward_flops(job.model, of(m.HARVEST_CONTEXT))
     return {
         m.HARVEST_FLOPS: generated
-        + of(m.HARVEST_PREFILLED) * forward_flops(model, of(m.HARVEST_PREFILL_CONTEXT)),
-        m.TRAIN_FLOPS: training_flops(recipe, model, of(m.PACKING_TOKENS), of(m.PACKING_CONTEXT)),
+        + of(m.HARVEST_PREFILLED) * forward_flops(job.model, of(m.HARVEST_PREFILL_CONTEXT)),
+        m.TRAIN_FLOPS: training_flops(job, of(m.PACKING_TOKENS), of(m.PACKING_CONTEXT)),
     }
 
 
-def achieved(recipe: Recipe, model: ModelConfig, metrics: Mapping[str, float], device: str | None) -> Metrics:
+def achieved(job: Job, metrics: Mapping[str, float], device: str | None) -> Metrics:
     """Return the throughput of a step with the given ``metrics``. ``device``: the GPUs' name; None: a CPU.
 
     Model FLOPs utilisation divides the model's own FLOPs by the stage's time and the GPU's peak bfloat16
     rate; it is reported only for known GPUs. Rates are tokens per second and GPU;
     training has two: each token of a tree once, and every side with its own copy of the prefix.
     """
-    flops = counted(recipe, model, metrics)
+    recipe, flops = job.recipe, counted(job, metrics)
     gpu = gpu_named(device)
     engine = recipe.gpus - recipe.world_size if recipe.rollout.engine == "server" else recipe.world_size
     reached: Metrics = dict(flops)

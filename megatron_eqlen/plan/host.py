@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 
 from megatron_eqlen.hf.config import ModelConfig
+from megatron_eqlen.job import Job
 from megatron_eqlen.plan.activations import BYTES
 from megatron_eqlen.plan.parameters import RankBuffers, total, trained
 from megatron_eqlen.plan.trainer import MAIN_WEIGHT, MOMENTS, Trainer, optimizer_bytes, teacher
 from megatron_eqlen.plan.workload import Workload
-from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.recipe.phases import on_host
 
 PROCESS = 6e9
@@ -20,8 +21,9 @@ TOKEN_ON_DISK = 5.8
 """Bytes of a recorded token, compressed; measured on random ids and log-probs."""
 
 
-def host_parts(recipe: Recipe, model: ModelConfig, stages: list[Trainer], work: Workload) -> dict[str, float]:
+def host_parts(job: Job, stages: list[Trainer], work: Workload) -> dict[str, float]:
     """Return the host memory of one node, part by part, for the pipeline stage that holds most."""
+    recipe = job.recipe
     cluster, optimizer, kept = recipe.cluster, recipe.optimizer, on_host(recipe)
     most = max(stages, key=lambda stage: stage.weights)
     rank, width = most.parameters, BYTES[recipe.model.dtype]
@@ -38,14 +40,14 @@ def host_parts(recipe: Recipe, model: ModelConfig, stages: list[Trainer], work: 
     if "reference" in kept:  # plus the policy's weights while the reference is swapped in
         parts["reference"] = 2 * pinned(rank, width, sharded=False)
     if "teacher" in kept:
-        parts["teacher"] = pinned(teacher(recipe).parameters, width, sharded=False)
+        parts["teacher"] = pinned(teacher(job).parameters, width, sharded=False)
     parts = {name: cluster.processes_per_node * size for name, size in parts.items()}
-    parts["checkpoint"] = staged_bytes(recipe, model, rank)
+    parts["checkpoint"] = staged_bytes(job, rank)
     sharing = recipe.parallel.tensor * recipe.parallel.context
     copies = 1 + sharing * recipe.parallel.pipeline  # graded on one rank, trained on these
-    parts["rollouts"] = copies * (work.generated + work.given) * token_bytes(recipe) / cluster.nodes
+    parts["rollouts"] = copies * (work.generated + work.given) * token_bytes(recipe.rollout) / cluster.nodes
     if recipe.rollout.keep_routes:  # each stage keeps its own layers' routes
-        routes = (work.generated + work.given) * route_bytes(model)
+        routes = (work.generated + work.given) * route_bytes(job.model)
         parts["routes"] = (1 + sharing) * routes / cluster.nodes
     parts["processes"] = cluster.processes_per_node * PROCESS
     return parts
@@ -67,30 +69,31 @@ def power_of_two(size: float) -> float:
     return 2.0 ** math.ceil(math.log2(size))
 
 
-def checkpoint_bytes(recipe: Recipe, model: ModelConfig) -> float:
+def checkpoint_bytes(job: Job) -> float:
     """Return the bytes of a checkpoint: each trained parameter's weight, float32 main weight (even of a
     float32 model) and moments, once."""
-    return trained(model, recipe.lora) * (BYTES[recipe.model.dtype] + MAIN_WEIGHT + MOMENTS)
+    recipe = job.recipe
+    return trained(job.model, recipe.lora) * (BYTES[recipe.model.dtype] + MAIN_WEIGHT + MOMENTS)
 
 
-def staged_bytes(recipe: Recipe, model: ModelConfig, rank: RankBuffers) -> float:
+def staged_bytes(job: Job, rank: RankBuffers) -> float:
     """Return the bytes that a node stages while a checkpoint is written: copies of the weights, each
     parameter at most once. The optimizer state is written in place, unless it is on the GPU or gathered."""
-    each = BYTES[recipe.model.dtype]
+    recipe, each = job.recipe, BYTES[job.recipe.model.dtype]
     stays = recipe.rollout.parked == "none" and not recipe.optimizer.offload
     if stays or recipe.checkpoint.resharding == "any":
         each += optimizer_bytes(recipe)
-    return each * min(trained(model, recipe.lora), recipe.cluster.processes_per_node * rank.elements)
+    return each * min(trained(job.model, recipe.lora), recipe.cluster.processes_per_node * rank.elements)
 
 
-def export_bytes(recipe: Recipe, model: ModelConfig) -> float:
-    return total(model) * BYTES[recipe.model.dtype]
+def export_bytes(job: Job) -> float:
+    return total(job.model) * BYTES[job.recipe.model.dtype]
 
 
-def token_bytes(recipe: Recipe) -> float:
+def token_bytes(rollout: RolloutRecipe) -> float:
     """Return the bytes of a generated token in memory, with at most ``mask_width`` kept ids of its sampling
     mask."""
-    width = recipe.rollout.mask_width
+    width = rollout.mask_width
     return TOKEN + (4 * width + 1 if width else 0)
 
 
@@ -103,9 +106,10 @@ def route_bytes(model: ModelConfig) -> int:
     return sum(experts.layers) * experts.num_experts_per_tok * width
 
 
-def recorded_bytes(recipe: Recipe, model: ModelConfig, work: Workload) -> float:
+def recorded_bytes(job: Job, work: Workload) -> float:
     """Return the bytes of one step's recorded rollouts; routes are counted uncompressed."""
-    token = TOKEN_ON_DISK + token_bytes(recipe) - TOKEN
-    if recipe.rollout.keep_routes and recipe.rollout.record_routes:
-        token += route_bytes(model)
+    rollout = job.recipe.rollout
+    token = TOKEN_ON_DISK + token_bytes(rollout) - TOKEN
+    if rollout.keep_routes and rollout.record_routes:
+        token += route_bytes(job.model)
     return (work.generated + work.given) * token

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_eqlen.hf.config import ModelConfig
+from megatron_eqlen.job import Job
 from megatron_eqlen.plan import engine
 from megatron_eqlen.plan.activations import Activations
 from megatron_eqlen.plan.trainer import Trainer, sent_tensors, teacher, trainer
-from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.phases import phases
 
 RUNTIME = 1.5e9
@@ -27,8 +26,7 @@ UNUSABLE = 0.05
 class Memory:
     """Memory of one GPU on the pipeline stage that needs most."""
 
-    recipe: Recipe
-    model: ModelConfig
+    job: Job
     stages: list[Trainer]
     activations: Activations
     parts: dict[str, float]
@@ -38,7 +36,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        return self.recipe.cluster.gpu_memory_gib * engine.GIB
+        return self.job.recipe.cluster.gpu_memory_gib * engine.GIB
 
     @property
     def usable(self) -> float:
@@ -55,65 +53,66 @@ class Memory:
 
     def problems(self) -> list[str]:
         """Return the reasons why the recipe does not fit; empty if it fits or uses no GPU."""
-        if self.recipe.cluster.device == "cpu":
+        if self.job.recipe.cluster.device == "cpu":
             return []
         problems = [
             f"{phase}: {_gb(need)} of {_gb(self.usable)} usable"
             for phase, need in self.phases.items()
             if need > self.usable
         ]
-        if self.recipe.rollout.engine == "colocated":
+        if self.job.recipe.rollout.engine == "colocated":
             problems += (f"start: {text}" for text in self._engine_problems())
         return problems
 
     def _engine_problems(self) -> Iterator[str]:
         beside = sum(self.parts[part] for part in self.table["start"] if part not in ("engine", "kv_cache"))
-        wanted, free = engine.requested(self.recipe), self.total - beside
+        wanted, free = engine.requested(self.job.recipe), self.total - beside
         if wanted > free:
-            share = self.recipe.rollout.gpu_memory_utilization
+            share = self.job.recipe.rollout.gpu_memory_utilization
             yield f"vLLM wants {_gb(wanted)} free (rollout.gpu_memory_utilization {share}), found {_gb(free)}"
-        cache, path = engine.kv_cache(self.recipe, self.model), engine.longest_path(self.recipe, self.model)
+        cache, path = engine.kv_cache(self.job), engine.longest_path(self.job)
         if cache < path:
             yield (
                 f"{_gb(cache)} are left for the KV cache, and the longest path "
-                f"({self.recipe.longest_path_text}) needs {_gb(path)}"
+                f"({self.job.recipe.longest_path_text}) needs {_gb(path)}"
             )
 
 
-def memory(recipe: Recipe, model: ModelConfig) -> Memory:
-    """Return the memory plan of the recipe. Call ``layout.check`` first."""
-    stages = trainer(recipe, model)
+def memory(job: Job) -> Memory:
+    """Return the memory plan of the job. Call ``check_layout`` first."""
+    stages = trainer(job)
     most = max(stages, key=lambda stage: stage.total)
-    return Memory(recipe, model, stages, most.activations, _parts(recipe, model, most), _table(recipe))
+    table = {phase.name: ("runtime", "communicators", *phase.parts) for phase in phases(job.recipe)}
+    return Memory(job, stages, most.activations, _parts(job, most), table)
 
 
-def _parts(recipe: Recipe, model: ModelConfig, rank: Trainer) -> dict[str, float]:
+def _parts(job: Job, rank: Trainer) -> dict[str, float]:
     parts = {
         "runtime": RUNTIME,
-        "communicators": COMMUNICATOR * len(communicators(recipe, model)),
+        "communicators": COMMUNICATOR * len(communicators(job)),
         "weights": rank.weights,
         "gradients": rank.gradients,
         "optimizer": rank.optimizer,
         "activations": rank.passing,
-        "sent_tensors": sent_tensors(recipe, model),
+        "sent_tensors": sent_tensors(job),
     }
-    if recipe.teacher.path:
-        taught = teacher(recipe)
+    if job.teacher:
+        taught = teacher(job)
         at = taught.activations
         parts["teacher"] = taught.weights + at.layer + at.passing + at.head
-    if recipe.rollout.engine == "colocated":
+    if job.recipe.rollout.engine == "colocated":
         parts |= {
-            "engine": engine.weights(recipe, model) + engine.WORKSPACE,
-            "kv_cache": max(engine.kv_cache(recipe, model), 0.0),
+            "engine": engine.weights(job) + engine.WORKSPACE,
+            "kv_cache": max(engine.kv_cache(job), 0.0),
             "sleeping_engine": engine.ASLEEP,
         }
     return parts
 
 
-def communicators(recipe: Recipe, model: ModelConfig) -> list[str]:
+def communicators(job: Job) -> list[str]:
     """Return the trainer's groups of more than one rank that carry tensors of GPUs; each has an NCCL
     communicator of its own, also where two have the same ranks. vLLM's are part of the engine."""
-    parallel, world = recipe.parallel, recipe.world_size
+    parallel, world, model = job.recipe.parallel, job.recipe.world_size, job.model
     data = world // (parallel.tensor * parallel.pipeline * parallel.context)
     experts = parallel.expert * parallel.expert_tensor
     sizes = {
@@ -133,10 +132,6 @@ def communicators(recipe: Recipe, model: ModelConfig) -> list[str]:
             "expert data": world // (parallel.pipeline * experts),
         }
     return [name for name, size in sizes.items() if size > 1]
-
-
-def _table(recipe: Recipe) -> dict[str, tuple[str, ...]]:
-    return {phase.name: ("runtime", "communicators", *phase.parts) for phase in phases(recipe)}
 
 
 def _gb(size: float) -> str:

@@ -14,13 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_eqlen.hf.config import ModelConfig
+from megatron_eqlen.job import Job
 from megatron_eqlen.plan import engine
 from megatron_eqlen.plan.activations import BYTES
 from megatron_eqlen.plan.flops import active_parameters, forward_flops, training_flops
 from megatron_eqlen.plan.gpus import GPUS, Gpu
 from megatron_eqlen.plan.parameters import rank_buffers
 from megatron_eqlen.plan.workload import Workload
-from megatron_eqlen.recipe import Recipe
 
 DENSE, EXPERTS, BANDWIDTH, NETWORK = 0.4, 0.1, 0.3, 0.6
 """Shares of a data sheet that are assumed: of its FLOPs, without and with experts, of its memory bandwidth
@@ -53,24 +53,26 @@ class Roofline:
     seconds: float
 
 
-def rooflines(recipe: Recipe, model: ModelConfig, work: Workload) -> list[Roofline]:
+def rooflines(job: Job, work: Workload) -> list[Roofline]:
     """Return the times on the known GPUs with the smallest sufficient memory; empty on CPUs. Call
-    ``layout.check`` first."""
-    enough = [gpu.memory_gib for gpu in GPUS if gpu.memory_gib >= recipe.cluster.gpu_memory_gib]
-    if recipe.cluster.device == "cpu" or not enough:
+    ``check_layout`` first."""
+    cluster = job.recipe.cluster
+    enough = [gpu.memory_gib for gpu in GPUS if gpu.memory_gib >= cluster.gpu_memory_gib]
+    if cluster.device == "cpu" or not enough:
         return []
-    return [roofline(recipe, model, work, gpu) for gpu in GPUS if gpu.memory_gib == min(enough)]
+    return [roofline(job, work, gpu) for gpu in GPUS if gpu.memory_gib == min(enough)]
 
 
-def roofline(recipe: Recipe, model: ModelConfig, work: Workload, gpu: Gpu) -> Roofline:
+def roofline(job: Job, work: Workload, gpu: Gpu) -> Roofline:
+    recipe, model = job.recipe, job.model
     parallel, rollout, updates = recipe.parallel, recipe.rollout, recipe.loss.minibatches * recipe.loss.epochs
     servers = rollout.engine == "server"
     engines = len(rollout.servers) if servers else recipe.world_size // rollout.tensor_parallel
-    held = min(work.tracks / engines, engine.sequences_at_once(recipe, model, work.context))
+    held = min(work.tracks / engines, engine.sequences_at_once(job, work.context))
     steps = max(rollout.max_response_length, work.generated / (engines * max(held, 1.0)))
     batch = work.generated / (engines * steps)
     compute = EXPERTS if model.experts else DENSE
-    read = engine.weights(recipe, model) + batch * work.context * engine.kv_bytes_per_token(recipe, model)
+    read = engine.weights(job) + batch * work.context * engine.kv_bytes_per_token(job)
     computed = batch * forward_flops(model, work.context) / rollout.tensor_parallel
     generation = steps * max(read / (BANDWIDTH * gpu.bandwidth), computed / (compute * gpu.flops))
 
@@ -78,8 +80,8 @@ def roofline(recipe: Recipe, model: ModelConfig, work: Workload, gpu: Gpu) -> Ro
     rows = work.trained / (recipe.loss.minibatches * recipe.packing.max_tokens_per_row * replicas)
     waiting = (parallel.pipeline - 1) / (parallel.virtual_pipeline or 1)
     busy = rows / (max(1.0, rows) + waiting)
-    flops = training_flops(recipe, model, work.trained, work.context)
-    flops += recipe.loss.epochs * work.trained * _recomputed(recipe, model, work.context)
+    flops = training_flops(job, work.trained, work.context)
+    flops += recipe.loss.epochs * work.trained * _recomputed(parallel.recompute, model, work.context)
     computing = flops / (busy * recipe.world_size * compute * gpu.flops)
     buffers = rank_buffers(model, parallel, recipe.world_size, recipe.lora)
     each = BYTES[recipe.optimizer.grad_dtype] + BYTES[recipe.model.dtype]
@@ -90,8 +92,8 @@ def roofline(recipe: Recipe, model: ModelConfig, work: Workload, gpu: Gpu) -> Ro
     return Roofline(gpu, steps, batch, generation, rows, 1 - busy, training, gradients, seconds)
 
 
-def _recomputed(recipe: Recipe, model: ModelConfig, context: float) -> float:
+def _recomputed(recompute: str, model: ModelConfig, context: float) -> float:
     """Return the FLOPs that a backward pass repeats for a position (``parallel.recompute``)."""
-    if recipe.parallel.recompute == "full":
+    if recompute == "full":
         return forward_flops(model, context)
-    return 2 * active_parameters(model, ".mlp.") if recipe.parallel.recompute == "mlp" else 0.0
+    return 2 * active_parameters(model, ".mlp.") if recompute == "mlp" else 0.0

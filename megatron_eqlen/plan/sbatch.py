@@ -5,42 +5,41 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from megatron_eqlen.job import Job
 from megatron_eqlen.plan.host import PROCESS, export_bytes, host_parts
-from megatron_eqlen.plan.model import model_config
 from megatron_eqlen.plan.trainer import trainer
 from megatron_eqlen.plan.workload import workload
-from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe import ClusterRecipe, Recipe
 
 
-def train_options(recipe: Recipe, job_name: str) -> list[str]:
-    """Return sbatch's options for the trainer's job, one task per node. Call ``layout.check`` first."""
-    cluster = recipe.cluster
+def train_options(job: Job, job_name: str) -> list[str]:
+    """Return sbatch's options for the trainer's job, one task per node. Call ``check_layout`` first."""
+    cluster = job.recipe.cluster
     return [
         f"--job-name={job_name}",
         f"--nodes={cluster.nodes}",
-        *_of_gpus(recipe, f"--gpus-per-node={cluster.processes_per_node}", trainer_bytes),
+        *_of_gpus(job, f"--gpus-per-node={cluster.processes_per_node}", trainer_bytes),
         f"--cpus-per-task={cluster.processes_per_node * cluster.cpus_per_process}",
-        *_placement_options(recipe),
+        *_placement_options(cluster),
     ]
 
 
-def train_environment(recipe: Recipe) -> dict[str, str]:
+def train_environment(cluster: ClusterRecipe) -> dict[str, str]:
     """Return the environment variables that ``slurm/train.sbatch`` needs for a job without GPUs."""
-    cluster = recipe.cluster
     return {"PROCESSES_PER_NODE": str(cluster.processes_per_node)} if cluster.device == "cpu" else {}
 
 
-def server_options(recipe: Recipe, job_name: str, nodes: int) -> list[str]:
+def server_options(job: Job, job_name: str, nodes: int) -> list[str]:
     """Return sbatch's options for ``nodes`` nodes like the trainer's, filled with vLLM servers, one task per
     server."""
-    gpus = recipe.rollout.tensor_parallel
+    gpus, cluster = job.recipe.rollout.tensor_parallel, job.recipe.cluster
     return [
         f"--job-name={job_name}",
         f"--nodes={nodes}",
-        f"--ntasks-per-node={replicas_on_node(recipe)}",
-        *_of_gpus(recipe, f"--gpus-per-task={gpus}", _servers_bytes),
-        f"--cpus-per-task={gpus * recipe.cluster.cpus_per_process}",
-        *_placement_options(recipe),
+        f"--ntasks-per-node={replicas_on_node(job.recipe)}",
+        *_of_gpus(job, f"--gpus-per-task={gpus}", _servers_bytes),
+        f"--cpus-per-task={gpus * cluster.cpus_per_process}",
+        *_placement_options(cluster),
     ]
 
 
@@ -56,25 +55,23 @@ def replicas_on_node(recipe: Recipe) -> int:
     return here // each
 
 
-def _of_gpus(recipe: Recipe, gpus: str, host_bytes: Callable[[Recipe], float]) -> list[str]:
+def _of_gpus(job: Job, gpus: str, host_bytes: Callable[[Job], float]) -> list[str]:
     """Return the options for GPUs and for host memory as planned; none on CPUs, where models and caches share
     the host memory and the partition's default applies."""
-    if recipe.cluster.device == "cpu":
+    if job.recipe.cluster.device == "cpu":
         return []
-    return [gpus, f"--mem={math.ceil(host_bytes(recipe) / 2**30)}G"]
+    return [gpus, f"--mem={math.ceil(host_bytes(job) / 2**30)}G"]
 
 
-def trainer_bytes(recipe: Recipe) -> float:
+def trainer_bytes(job: Job) -> float:
     """Return the bytes of host memory that the plan counts for a node."""
-    model = model_config(recipe)
-    return sum(host_parts(recipe, model, trainer(recipe, model), workload(recipe)).values())
+    return sum(host_parts(job, trainer(job), workload(job.recipe)).values())
 
 
-def _servers_bytes(recipe: Recipe) -> float:
-    return recipe.cluster.processes_per_node * PROCESS + export_bytes(recipe, model_config(recipe))
+def _servers_bytes(job: Job) -> float:
+    return job.recipe.cluster.processes_per_node * PROCESS + export_bytes(job)
 
 
-def _placement_options(recipe: Recipe) -> list[str]:
-    cluster = recipe.cluster
+def _placement_options(cluster: ClusterRecipe) -> list[str]:
     asked = {"time": cluster.time, "partition": cluster.partition, "account": cluster.account}
     return [f"--{name}={value}" for name, value in asked.items() if value]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from megatron_eqlen.hf.config import ModelConfig
+from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.parts import PARTS, described
-from megatron_eqlen.objectives.registry import resolve, with_defaults
+from megatron_eqlen.objectives.registry import with_defaults
 from megatron_eqlen.plan.flops import active_parameters
 from megatron_eqlen.plan.host import checkpoint_bytes, export_bytes, host_parts, recorded_bytes
 from megatron_eqlen.plan.memory import Memory, memory
-from megatron_eqlen.plan.model import model_config
 from megatron_eqlen.plan.parameters import total, trained
 from megatron_eqlen.plan.roofline import ASSUMPTIONS, Roofline, rooflines
 from megatron_eqlen.plan.sbatch import train_environment, train_options
@@ -17,14 +16,13 @@ from megatron_eqlen.processes.cores import cores_per_rank
 from megatron_eqlen.recipe import Recipe, layout, shown
 
 
-def describe(recipe: Recipe) -> str:
+def describe(job: Job) -> str:
     """Return the plan as text. Raises LayoutError for a layout that cannot start."""
-    model = model_config(recipe)
-    layout.check(recipe, model)
-    need, work = memory(recipe, model), workload(recipe)
+    job.check_layout()
+    recipe, need, work = job.recipe, memory(job), workload(job.recipe)
     parts = [
-        _layout(recipe), _model(recipe, model), _memory(need), _host(recipe, model, need, work),
-        _work(recipe, work), _rooflines(recipe, model, work), _sbatch(recipe),
+        _layout(recipe), _model(job), _memory(need), _host(need, work),
+        _work(job, work), _rooflines(job, work), _sbatch(job),
     ]  # fmt: skip
     return "\n".join(filter(None, parts))
 
@@ -46,7 +44,8 @@ def _layout(recipe: Recipe) -> str:
     )
 
 
-def _model(recipe: Recipe, model: ModelConfig) -> str:
+def _model(job: Job) -> str:
+    recipe, model = job.recipe, job.model
     split = [len(layers) for layers in layout.stages(recipe.parallel, model)]
     uneven = f" ({' + '.join(map(str, split))})" if len(set(split)) > 1 else ""
     return (
@@ -62,7 +61,7 @@ def _count(parameters: float) -> str:
 
 def _memory(need: Memory) -> str:
     """Return the verdict, one line per part with the phases that hold it, and the activations."""
-    if need.recipe.cluster.device == "cpu":
+    if need.job.recipe.cluster.device == "cpu":
         return "memory      no GPU is used (cluster.device: cpu)"
     phases = [*need.table]
     rows = [["GB of a GPU", *phases]]
@@ -86,14 +85,15 @@ def _activations(need: Memory) -> str:
     return "activations " + ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items()) + " GB"
 
 
-def _host(recipe: Recipe, model: ModelConfig, need: Memory, work: Workload) -> str:
-    parts = host_parts(recipe, model, need.stages, work)
+def _host(need: Memory, work: Workload) -> str:
+    job = need.job
+    parts = host_parts(job, need.stages, work)
     named = ", ".join(f"{name} {size / 1e9:.0f}" for name, size in parts.items() if size)
-    recorded = recorded_bytes(recipe, model, work)
+    recorded = recorded_bytes(job, work)
     disk = (
-        f"disk        {_rounded(checkpoint_bytes(recipe, model))} GB a checkpoint, at most "
-        f"{recipe.checkpoint.keep + 1} at a time; at most {recorded / 1e9:.2f} GB of rollouts a "
-        f"step; export {export_bytes(recipe, model) / 1e9:.0f} GB"
+        f"disk        {_rounded(checkpoint_bytes(job))} GB a checkpoint, at most "
+        f"{job.recipe.checkpoint.keep + 1} at a time; at most {recorded / 1e9:.2f} GB of rollouts a "
+        f"step; export {export_bytes(job) / 1e9:.0f} GB"
     )
     return f"host        {sum(parts.values()) / 1e9:.0f} GB a node ({named})\n{disk}"
 
@@ -102,9 +102,9 @@ def _rounded(size: float) -> str:
     return f"{size / 1e9:.0f}" if size >= 1e10 else f"{size / 1e9:.1f}"
 
 
-def _rooflines(recipe: Recipe, model: ModelConfig, work: Workload) -> str:
+def _rooflines(job: Job, work: Workload) -> str:
     """Return the times on known GPUs; empty if no GPU is used or no known GPU has the recipe's size."""
-    lines = [f"roofline    {_roofline(time)}" for time in rooflines(recipe, model, work)]
+    lines = [f"roofline    {_roofline(time)}" for time in rooflines(job, work)]
     return "\n".join([*lines, *(" " * 12 + line for line in ASSUMPTIONS)]) if lines else ""
 
 
@@ -126,7 +126,8 @@ def _aligned(rows: list[list[str]]) -> list[str]:
     ]
 
 
-def _work(recipe: Recipe, work: Workload) -> str:
+def _work(job: Job, work: Workload) -> str:
+    recipe = job.recipe
     prompts = recipe.data.prompts_per_step
     longest = work.tracks * recipe.rollout.max_response_length
     section = recipe.environment
@@ -138,7 +139,7 @@ def _work(recipe: Recipe, work: Workload) -> str:
         f"step        {prompts} prompts x {work.tracks // prompts} tracks, "
         f"at most {longest:,} tokens decoded at once; rows of {recipe.packing.max_tokens_per_row:,}\n"
         f"{given * (section.name is not None)}"
-        f"objective   {_objective(recipe)}\n"
+        f"objective   {_objective(job)}\n"
         f"graders     {_graders(recipe)}\n"
         f"end         {recipe.budget.describe()}\n"
         f"run folder  {recipe.run_folder}"
@@ -152,10 +153,10 @@ def _graders(recipe: Recipe) -> str:
     return f"as many processes a rank as it has cores: {here} on a node like this one (reward.workers)"
 
 
-def _objective(recipe: Recipe) -> str:
+def _objective(job: Job) -> str:
     """Return the method's parts and every key of ``loss`` that applies to it, defaults included."""
-    objective = resolve(recipe)
-    parts = [f"{part} {described(getattr(objective, part))}" for part in ("advantage", "surrogate")]
+    recipe = job.recipe
+    parts = [f"{part} {described(getattr(job.objective, part))}" for part in ("advantage", "surrogate")]
     keys = with_defaults(recipe).loss.model_dump(mode="json")
     parts += [
         f"{key} {shown(value)}" for key, value in keys.items() if value is not None and key not in PARTS
@@ -163,9 +164,10 @@ def _objective(recipe: Recipe) -> str:
     return f"{recipe.method}: " + ", ".join(parts)
 
 
-def _sbatch(recipe: Recipe) -> str:
-    environment = "".join(f"{name}={value} " for name, value in train_environment(recipe).items())
-    options = " ".join(train_options(recipe, recipe.name))
+def _sbatch(job: Job) -> str:
+    recipe = job.recipe
+    environment = "".join(f"{name}={value} " for name, value in train_environment(recipe.cluster).items())
+    options = " ".join(train_options(job, recipe.name))
     return (
         f"submit      eqlen submit RECIPE [KEY=VALUE ...]\n"
         f"{' ' * 12}as {environment}sbatch {options} slurm/train.sbatch RECIPE [KEY=VALUE ...]"

@@ -10,10 +10,10 @@ from math import prod
 from megatron_eqlen.hf.adapter_map import adapter_map
 from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.hf.families import weight_map
+from megatron_eqlen.job import Job
 from megatron_eqlen.plan.activations import BYTES, Activations, activations
-from megatron_eqlen.plan.model import model_config
 from megatron_eqlen.plan.parameters import RankBuffers, rank_buffers
-from megatron_eqlen.recipe import LoraRecipe, Recipe, layout
+from megatron_eqlen.recipe import OptimizerRecipe, Recipe
 
 MAIN_WEIGHT, MOMENTS = 4, 8
 """Bytes of a parameter's float32 main weight, and of Adam's two moments."""
@@ -47,8 +47,9 @@ class Trainer:
         return self.weights + self.gradients + self.optimizer + self.passing
 
 
-def trainer(recipe: Recipe, model: ModelConfig) -> list[Trainer]:
-    """Return the memory of one rank of each pipeline stage. Call ``layout.check`` first."""
+def trainer(job: Job) -> list[Trainer]:
+    """Return the memory of one rank of each pipeline stage. Call ``check_layout`` first."""
+    recipe, model = job.recipe, job.model
     parallel, optimizer = recipe.parallel, recipe.optimizer
     sequence = parallel.tensor > 1 and parallel.sequence is not False  # the default on GPUs
     return [
@@ -56,20 +57,18 @@ def trainer(recipe: Recipe, model: ModelConfig) -> list[Trainer]:
             weights=(rank.elements + sum(rank.frozen)) * BYTES[recipe.model.dtype],
             gradients=rank.elements * BYTES[optimizer.grad_dtype],
             optimizer=rank.shard * optimizer_bytes(recipe),
-            copied_gradients=MAIN_WEIGHT * rank.shard if _copies_gradients(recipe) else 0.0,
-            activations=activations(recipe, model, stage, sequence=sequence),
+            copied_gradients=MAIN_WEIGHT * rank.shard if _copies_gradients(optimizer) else 0.0,
+            activations=activations(job, stage, sequence=sequence),
             parameters=rank,
         )
         for stage, rank in enumerate(rank_buffers(model, parallel, recipe.world_size, recipe.lora))
     ]
 
 
-def teacher(recipe: Recipe) -> Trainer:
+def teacher(job: Job) -> Trainer:
     """Return the memory of one rank of the teacher's largest stage, as if it were trained."""
-    model = model_config(recipe, "teacher")
-    parallel = layout.of_teacher(recipe.parallel, model)
-    alone = recipe.model_copy(update={"parallel": parallel, "lora": LoraRecipe()})
-    return max(trainer(alone, model), key=lambda stage: stage.weights)
+    assert job.teacher is not None
+    return max(trainer(job.teacher), key=lambda stage: stage.weights)
 
 
 def optimizer_bytes(recipe: Recipe) -> int:
@@ -80,25 +79,25 @@ def optimizer_bytes(recipe: Recipe) -> int:
     return MOMENTS + (MAIN_WEIGHT if recipe.model.dtype == "bfloat16" else 0)
 
 
-def _copies_gradients(recipe: Recipe) -> bool:
+def _copies_gradients(optimizer: OptimizerRecipe) -> bool:
     """Return True if an update copies gradients. Megatron's optimizers with their own main weights read any
     dtype."""
-    optimizer = recipe.optimizer
     aware = optimizer.offload or optimizer.precision == "bfloat16"
     return optimizer.grad_dtype == "bfloat16" and not aware
 
 
-def sent_tensors(recipe: Recipe, model: ModelConfig) -> float:
+def sent_tensors(job: Job) -> float:
     """Return the bytes of the two largest Hugging Face tensors, or of two messages of an export
     (models/weights.py)."""
-    sent = max(_two_largest(model) * BYTES[recipe.model.dtype], 2 * SENT_AT_ONCE)
-    return sent + (merging_bytes(recipe, model) if recipe.lora.rank else 0.0)
+    sent = max(_two_largest(job.model) * BYTES[job.recipe.model.dtype], 2 * SENT_AT_ONCE)
+    return sent + (merging_bytes(job) if job.recipe.lora.rank else 0.0)
 
 
-def merging_bytes(recipe: Recipe, model: ModelConfig) -> float:
+def merging_bytes(job: Job) -> float:
     """Return the bytes of a message's merged weights, and of the largest of them in float32
     (``models.lora.merged``)."""
-    adapters = adapter_map(model, recipe.lora.rank, recipe.lora.targets)
+    recipe = job.recipe
+    adapters = adapter_map(job.model, recipe.lora.rank, recipe.lora.targets)
     largest = max(sum(map(prod, adapter.base.shapes)) for adapter in adapters) / recipe.parallel.tensor
     return max(SENT_AT_ONCE, largest * BYTES[recipe.model.dtype]) + MAIN_WEIGHT * largest
 

@@ -24,7 +24,6 @@ from megatron_eqlen.recipe import (
     RecipeError,
     SourceRecipe,
     TeacherRecipe,
-    layout,
 )
 from megatron_eqlen.recipe.contents import Contents, contents, keep_same
 from megatron_eqlen.recipe.load import RECIPE, load
@@ -64,32 +63,18 @@ def pinned(recipe: Recipe, run: Path | None = None) -> Recipe:
 
 
 def fetch(recipe: Recipe) -> None:
-    """Check that local inputs exist, then download the others unless the cache has them. Raises RecipeError,
-    and ValueError for a teacher that does not fit."""
+    """Check that local inputs exist, then download the others unless the cache has them. Raises
+    RecipeError."""
     check_inputs(recipe)
     for key, section in _inputs(recipe).items():
         _download(key, section)
-    if recipe.teacher.path:
-        _check_teacher(recipe)
 
 
-def _check_teacher(recipe: Recipe) -> None:
-    from megatron_eqlen.hf.config import read_config
-    from megatron_eqlen.hf.tokenizer import load_tokenizer, require_same
-
-    folder = local_path(recipe.teacher)
-    teacher = read_config(folder)
-    problems = [*layout.weights(layout.of_teacher(recipe.parallel, teacher), teacher)]
-    problems += layout.paths(recipe, teacher)
-    layout.require(f"teacher.path: {folder}: {problem}" for problem in problems)
-    require_same(load_tokenizer(local_path(recipe.model)), load_tokenizer(folder))
-
-
-def fetch_model(recipe: Recipe) -> Path:
-    """Download the recipe's model unless it is here; return its folder. Raises RecipeError."""
+def with_model(recipe: Recipe) -> Recipe:
+    """Return the recipe with its model pinned and downloaded unless it is here. Raises RecipeError."""
     model = _pinned(MODEL, recipe.model, _environment())
     _download(MODEL, model)
-    return local_path(model)
+    return recipe.model_copy(update={"model": model})
 
 
 def check_inputs(recipe: Recipe) -> None:

@@ -31,13 +31,13 @@ from megatron_eqlen.harvest.harvest import harvest, harvest_seed
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.hf.folder import HFFolder
 from megatron_eqlen.hf.turns import require_end
+from megatron_eqlen.job import Job
 from megatron_eqlen.metrics import HARVEST_BRANCHES, at_once
 from megatron_eqlen.objectives import dynamic_sampling
 from megatron_eqlen.objectives.units import due_rollouts
 from megatron_eqlen.processes import distributed
 from megatron_eqlen.processes.distributed import agree, gather
 from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
-from megatron_eqlen.recipe.inputs import local_path
 from megatron_eqlen.recipe.plugins import is_import_path
 from megatron_eqlen.record.partial import RolloutOrigin, open_prompts
 from megatron_eqlen.record.reader import (
@@ -169,9 +169,7 @@ class Generator(InTurn):
         self.source = source or start_prompts(session)
         """On rank 0 only, which draws for all ranks. Gold answers are checked under a time limit, so ranks
         that each drew their own prompts could keep different ones."""
-        self.engine = start_engine(
-            self.recipe, session.tokenizer.eos_token_ids, session.replicas, syncs_first=synced
-        )
+        self.engine = start_engine(session.job, session.replicas, syncs_first=synced)
         session.ends_with(self.engine.close)
         self.patience = self.recipe.rollout.request_timeout
         """Seconds after which a silent engine is given up."""
@@ -284,7 +282,7 @@ class Generator(InTurn):
             prompts,
             one_replicas_share(self.recipe, replicas),
             self.session.tokenizer.eos_token_ids,
-            seed=harvest_seed(self.recipe, step.number),
+            seed=harvest_seed(self.recipe.seed, step.number),
             progress=progress,
             keeps_columns=replicas.keeps,
             marker=self.marker,
@@ -399,12 +397,10 @@ def select(scored: Batch, step: Step, session: Session) -> Batch:
     return Batch(rollouts, metrics, scored.data_position)
 
 
-def start_engine(
-    recipe: Recipe, eos_token_ids: frozenset[int], replicas: Replicas, syncs_first: bool
-) -> Engine:
+def start_engine(job: Job, replicas: Replicas, syncs_first: bool) -> Engine:
     """Start this rank's engine, with the weights that the recipe starts from."""
-    rollout, path = recipe.rollout, str(local_path(recipe.model))
-    longest = recipe.longest_path
+    recipe, rollout, ends = job.recipe, job.recipe.rollout, job.tokenizer.eos_token_ids
+    path, longest = str(job.folder), recipe.longest_path
     if not replicas.drives:
         return IdleEngine(longest)
     if not syncs_first:
@@ -414,13 +410,13 @@ def start_engine(
 
         dtype, trainer = recipe.model.dtype, str(recipe.run_folder)
         return ServerEngine(
-            path, rollout, eos_token_ids, longest, syncs_first=syncs_first, trainer=trainer, dtype=dtype
+            path, rollout, ends, longest, syncs_first=syncs_first, trainer=trainer, dtype=dtype
         )
     from megatron_eqlen.engines.colocated import ColocatedEngine  # imports vLLM
 
     if syncs_first:  # which brings the weights
         rollout = rollout.model_copy(update={"vllm": {"load_format": "dummy"} | rollout.vllm})
-    return ColocatedEngine(path, rollout, recipe.model.dtype, eos_token_ids, longest, recipe.seed)
+    return ColocatedEngine(path, rollout, recipe.model.dtype, ends, longest, recipe.seed)
 
 
 def one_replicas_share(recipe: Recipe, replicas: Replicas) -> Recipe:

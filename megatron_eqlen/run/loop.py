@@ -19,10 +19,10 @@ from pathlib import Path
 
 from megatron_eqlen.data.prompts import PromptSource
 from megatron_eqlen.files import write_text
+from megatron_eqlen.job import Job
 from megatron_eqlen.metrics import TIME_EVALUATE
 from megatron_eqlen.processes import distributed
 from megatron_eqlen.processes.hold import Hold
-from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.inputs import keep_inputs
 from megatron_eqlen.recipe.load import RECIPE, dump
 from megatron_eqlen.run.ahead import Ahead
@@ -36,19 +36,19 @@ from megatron_eqlen.run.step import Step
 from megatron_eqlen.training.policy import Policy
 
 
-def train(recipe: Recipe, replay: Path | None = None) -> None:
-    """Train as ``recipe`` says, from the newest checkpoint of its run folder if there is one.
+def train(job: Job, replay: Path | None = None) -> None:
+    """Train as the job's recipe says, from the newest checkpoint of its run folder if there is one.
 
     With ``replay``, rollouts come from a run's recorded streams and no engine is started.
     """
-    with Session(recipe) as session:
+    with Session(job) as session:
         run = Run(session)
         if run.was_asked_to_stop():
             return
         prompts = None if replay else start_prompts(session)
         if prompts is not None:
             try_rewards(session, prompts)
-        policy = Policy(recipe)
+        policy = Policy(job)
         run.load(policy)
         run.park(policy)  # the engine is built where it will live: in the memory that the trainer leaves free
         rollouts = start_rollouts(session, run.folder.streams, replay, prompts)
@@ -77,26 +77,26 @@ def train(recipe: Recipe, replay: Path | None = None) -> None:
         run.report(rollouts)
 
 
-def harvest_only(recipe: Recipe, out: Path) -> None:
+def harvest_only(job: Job, out: Path) -> None:
     """Record one step's scored rollouts under ``out``, beside the recipe, with the weights that the recipe
     starts from. A harvest that was cut off is completed."""
-    with Session(recipe) as session:
+    with Session(job) as session:
         hold: Hold | None = None  # until this function ends
         if distributed.is_rank0():
             out.mkdir(parents=True, exist_ok=True)
             hold = Hold(out)
-            keep_inputs(out, recipe)
-            write_text(out / RECIPE, dump(recipe))
+            keep_inputs(out, job.recipe)
+            write_text(out / RECIPE, dump(job.recipe))
         step = Generator(session, out, synced=False).collect(Step(number=0, policy_version=0))
         if hold is not None:
             hold.check()
         session.progress.say(f"{len(step.rollouts)} rollouts in {out / step.name}")
 
 
-def evaluate_only(recipe: Recipe, out: Path) -> None:
-    """Evaluate the model at ``recipe.model.path`` on the recipe's benchmarks; write the result to ``out`` and
+def evaluate_only(job: Job, out: Path) -> None:
+    """Evaluate the model at ``model.path`` on the recipe's benchmarks; write the result to ``out`` and
     print a table."""
-    with Session(recipe) as session:
+    with Session(job) as session:
         results, metrics = evaluate(session, Generator(session, out.parent, synced=False), out, "model")
         if results:
             rank_seconds = metrics[TIME_EVALUATE] * distributed.world_size()

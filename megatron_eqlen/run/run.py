@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from functools import cached_property
 from typing import Any
 
 import torch
 
 from megatron_eqlen import metrics as m
 from megatron_eqlen.files import step_name
-from megatron_eqlen.hf.config import ModelConfig, read_config
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.plan.flops import achieved
 from megatron_eqlen.processes import distributed, events, failures
@@ -18,7 +16,7 @@ from megatron_eqlen.processes.distributed import agree, gather
 from megatron_eqlen.processes.timeline import ENGINE, TRAINER
 from megatron_eqlen.recipe.budget import Spent
 from megatron_eqlen.recipe.contents import is_whole
-from megatron_eqlen.recipe.inputs import keep_inputs, local_path
+from megatron_eqlen.recipe.inputs import keep_inputs
 from megatron_eqlen.report.diagnosis import diagnose
 from megatron_eqlen.report.metrics import read_newest
 from megatron_eqlen.report.model_card import write_model_card
@@ -118,10 +116,6 @@ class Run:
     def steps(self) -> int:
         """Number of completed steps."""
         return self.spent.steps
-
-    @cached_property
-    def model(self) -> ModelConfig:
-        return read_config(local_path(self.recipe.model))
 
     def has_next_step(self) -> bool:
         """True if another step is to be taken."""
@@ -239,7 +233,7 @@ class Run:
         worked = taken - step.metrics.get(m.TIME_EVALUATE, 0.0)
         check_held(self.folder)
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-        reached = achieved(self.recipe, self.model, step.metrics, device)
+        reached = achieved(self.session.job, step.metrics, device)
         self.spent = Spent(
             step.number + 1,
             self.spent.gpu_hours + agree(lambda: worked) * self.recipe.gpus / 3600,

@@ -16,19 +16,17 @@ import torch.distributed as dist
 from torch.profiler import record_function
 from torch.utils import deterministic
 
-from megatron_eqlen.hf.tokenizer import load_tokenizer
+from megatron_eqlen.job import Job
 from megatron_eqlen.models import groups
 from megatron_eqlen.objectives.recipes import remarks
-from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.plan.memory import memory
-from megatron_eqlen.plan.model import model_config
 from megatron_eqlen.processes import distributed, failures
 from megatron_eqlen.processes.events import EventWriter
 from megatron_eqlen.processes.importing import importing
 from megatron_eqlen.processes.timeline import Timeline
 from megatron_eqlen.processes.watchdog import Watchdog
-from megatron_eqlen.recipe import Recipe, RecipeError, layout
-from megatron_eqlen.recipe.inputs import local_path, revisions
+from megatron_eqlen.recipe import Recipe, RecipeError, RolloutRecipe, layout
+from megatron_eqlen.recipe.inputs import revisions
 from megatron_eqlen.report.progress import Progress
 from megatron_eqlen.rewards.scoring import EarlyGrading, Scorer
 from megatron_eqlen.run.replicas import Replicas
@@ -48,7 +46,8 @@ class Session:
     Every rank of a run has a session and calls the same verbs in the same order.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, job: Job) -> None:
+        recipe = job.recipe
         layout.check_started(recipe, distributed.world_size())
         if recipe.rollout.batch_invariant:
             use_deterministic_kernels()
@@ -62,14 +61,13 @@ class Session:
         )
         self.ends_with(self.watchdog.stop)  # closing the functions registered before may hang, too
         self._ends.callback(groups.stop)
-        self.recipe = recipe
+        self.job, self.recipe, self.objective = job, recipe, job.objective
         _agree_on_revisions(recipe)
         self.events = EventWriter()
         self.timeline = Timeline(self.events.note)
-        self.objective = resolve(recipe)
-        self.replicas = engine_replicas(recipe)
+        self.replicas = engine_replicas(recipe.rollout)
         with importing():  # Transformers
-            self.tokenizer = load_tokenizer(local_path(recipe.model))
+            self.tokenizer = job.tokenizer
         self.scorer = Scorer(recipe.reward, self.tokenizer, recipe.graders_on_node, recipe.seed)
         self.early_grading = EarlyGrading(self.scorer, self.replicas.grades)
         self.ends_with(self.scorer.close)
@@ -131,7 +129,7 @@ class Session:
         """Bytes of a GPU that the plan counts, by stage; empty without a GPU."""
         if not torch.cuda.is_available():
             return {}
-        phases = memory(self.recipe, model_config(self.recipe)).phases
+        phases = memory(self.job).phases
         return {stage: phases[phase] for stage, phase in PHASES.items()}
 
 
@@ -156,9 +154,9 @@ def _agree_on_revisions(recipe: Recipe) -> None:
         raise RecipeError(f"expected the same revisions on every rank, found {ours} and on rank 0 {first}")
 
 
-def engine_replicas(recipe: Recipe) -> Replicas:
+def engine_replicas(rollout: RolloutRecipe) -> Replicas:
     """Return the replicas: servers are driven by rank 0 alone, a colocated engine by all ranks it lives
     in."""
-    if recipe.rollout.engine == "server":
+    if rollout.engine == "server":
         return Replicas(dist.get_world_size(), in_step=False)
-    return Replicas(recipe.rollout.tensor_parallel)
+    return Replicas(rollout.tensor_parallel)

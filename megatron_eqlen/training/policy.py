@@ -19,18 +19,16 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_eqlen import metrics as m
+from megatron_eqlen.job import Job
 from megatron_eqlen.models import groups
 from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.lora import add_adapters, switched_off
 from megatron_eqlen.models.router_replay import compared, moe_layers, routers
 from megatron_eqlen.models.weights import export_hf, load_hf, save_adapters, save_hf
-from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.packing.pack import Packing, plan_rows
 from megatron_eqlen.packing.tree import NonFiniteTreeError
 from megatron_eqlen.plan.flops import pair_cost
 from megatron_eqlen.processes.distributed import gather, is_rank0
-from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.recipe.inputs import local_path
 from megatron_eqlen.tokens import TEACHER
 from megatron_eqlen.training.agreement import mismatch_of, worst_token
 from megatron_eqlen.training.exchange import Placement, exchange
@@ -76,27 +74,24 @@ class Minibatch:
 
 
 class Policy:
-    """Policy built with the weights at ``recipe.model.path``, which are also those of the reference model."""
+    """Policy built with the weights at ``model.path``, which are also those of the reference model."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-        self.objective = resolve(recipe)
-        folder = local_path(recipe.model)
+    def __init__(self, job: Job) -> None:
+        self.job, self.recipe, self.objective = job, job.recipe, job.objective
+        recipe = job.recipe
         has_adapters = recipe.lora.rank > 0
         self.chunks = build_model(
-            folder,
+            job.model,
             recipe.parallel,
             DTYPES[recipe.model.dtype],
             separate_norms=has_adapters,
             **recipe.model.megatron,
         )
-        load_hf(self.chunks, folder)
+        load_hf(self.chunks, job.folder)
         if has_adapters:
             add_adapters(self.chunks, recipe.lora, recipe.seed)
         self.reference = self._reference() if recipe.loss.kl_coef else None
-        self.teacher = None
-        if recipe.teacher.path:
-            self.teacher = Teacher(local_path(recipe.teacher), recipe.parallel, DTYPES[recipe.model.dtype])
+        self.teacher = Teacher(job.teacher, DTYPES[recipe.model.dtype]) if job.teacher else None
         self.model = wrap(self.chunks, recipe)
         self.optimizer, self.schedule = build_optimizer(self.model, recipe)
         self.memory = TrainerMemory(self.chunks, self.model, self.optimizer, recipe.rollout.parked)
@@ -170,7 +165,7 @@ class Policy:
     def export(self, folder: Path) -> None:
         """Write the weights to ``folder`` as a Hugging Face folder, with adapters merged. Collective."""
         with self.memory.weights.resident():
-            save_hf(self.chunks, local_path(self.recipe.model), folder)
+            save_hf(self.chunks, self.job.folder, folder)
 
     def export_adapters(self, folder: Path) -> None:
         """Write the adapters to ``folder`` as a PEFT folder. Collective."""

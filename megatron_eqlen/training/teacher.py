@@ -3,25 +3,21 @@ the device only while it computes log-probs, else in host memory."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
-from megatron_eqlen.hf.config import read_config
+from megatron_eqlen.job import Job
 from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.router_replay import routers
 from megatron_eqlen.models.weights import load_hf
-from megatron_eqlen.recipe import ParallelRecipe, layout
 from megatron_eqlen.training.parking import Parked
 
 
 class Teacher:
-    """Model of the Hugging Face folder ``folder``. ``parallel``: the policy's."""
+    """Model of ``Job.teacher``."""
 
-    def __init__(self, folder: Path, parallel: ParallelRecipe, dtype: torch.dtype) -> None:
-        config = read_config(folder)
-        self.chunks = build_model(config, layout.of_teacher(parallel, config), dtype)
-        load_hf(self.chunks, folder)
+    def __init__(self, job: Job, dtype: torch.dtype) -> None:
+        self.chunks = build_model(job.model, job.recipe.parallel, dtype)
+        load_hf(self.chunks, job.folder)
         for chunk in self.chunks:
             chunk.requires_grad_(False)
         for router in routers(self.chunks):

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from megatron_eqlen.engines.containment import contained, importing_vllm
 from megatron_eqlen.hf.config import parse_config
+from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.plan import engine
 from megatron_eqlen.plan.memory import memory
-from megatron_eqlen.plan.model import model_config
 from megatron_eqlen.recipe import RolloutRecipe, layout
 from tests.kit import ROOT
 from tests.pure.test_layout import configs
@@ -100,7 +100,7 @@ def test_vllm_asks_for_the_same_share_of_the_gpu():
     from vllm.v1.worker.utils import request_memory
 
     recipe = load(ROOT / "recipes/qwen3_32b.yaml")
-    need = memory(recipe, model_config(recipe))
+    need = memory(Job(recipe))
     held = sum(need.parts[part] for part in need.table["start"] if part not in ("engine", "kv_cache"))
 
     def asks(utilization: float, free: float) -> bool:
@@ -114,6 +114,6 @@ def test_vllm_asks_for_the_same_share_of_the_gpu():
     for percent in range(50, 100):
         utilization = percent / 100
         changed = load(ROOT / "recipes/qwen3_32b.yaml", [f"rollout.gpu_memory_utilization={utilization}"])
-        problems = memory(changed, model_config(changed)).problems()
+        problems = memory(Job(changed)).problems()
         refused = any("vLLM wants" in problem for problem in problems)
         assert asks(utilization, need.total - held) == (not refused), utilization

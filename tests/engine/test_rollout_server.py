@@ -219,7 +219,7 @@ def suspended(
     recipe = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update=limits)})
     with Recorder(streams / "step-00000000/rank-0.arrow") as recorder:
         found, metrics = harvest(
-            engine, HarvestPlan(PROMPTS, recipe, EOS, seed=harvest_seed(recipe, 0)), [recorder]
+            engine, HarvestPlan(PROMPTS, recipe, EOS, seed=harvest_seed(recipe.seed, 0)), [recorder]
         )
     origins = {
         rollout_key(rollout): RolloutOrigin(0, engine.policy_version)
@@ -246,7 +246,7 @@ def test_two_servers_harvest_what_one_process_does_through_a_sync_and_a_death(se
     begin_a_sync_and_die(remote)
     remote.update_weights(iter(weights.items()), 1)
     local.update_weights(iter(weights.items()), 1)
-    expected, _ = harvest(local, HarvestPlan(PROMPTS, recipe, EOS, seed=harvest_seed(recipe, 0)))
+    expected, _ = harvest(local, HarvestPlan(PROMPTS, recipe, EOS, seed=harvest_seed(recipe.seed, 0)))
     complete, carried, metrics = suspended(remote, recipe, tmp_path)
     assert sum(rollout.earlier_tokens > 0 for rollout in carried.partial) > 1
     assert metrics["engine/sync_bytes"] == sum(w.numel() * w.element_size() for w in weights.values())
@@ -274,9 +274,8 @@ def test_two_servers_harvest_what_one_process_does_through_a_sync_and_a_death(se
     with pytest.raises(EngineError, match="failed half way"):
         remote.submit("x", [5], 1, 0)
     remote.update_weights(iter(weights.items()), 1)
-    assert_same(
-        harvest(remote, HarvestPlan(PROMPTS[:1], recipe, EOS, seed=harvest_seed(recipe, 0)))[0], expected[:2]
-    )
+    plan = HarvestPlan(PROMPTS[:1], recipe, EOS, seed=harvest_seed(recipe.seed, 0))
+    assert_same(harvest(remote, plan)[0], expected[:2])
     remote.close()
     local.close()
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from megatron_eqlen.plan.model import model_config
+
 from megatron_eqlen.plan.trainer import trainer
 from megatron_eqlen.recipe.load import load
 from tests.kit import ROOT

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_eqlen.job import Job
 from megatron_eqlen.models.groups import start
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import Recipe
@@ -43,7 +44,7 @@ def build_policy(folder: str, changes: dict[str, Any] | None = None) -> Policy:
     """Build a policy on a rank of a world; the groups stay until the process ends."""
     recipe = recipe_of(folder, changes or {})
     start(recipe.parallel, seed=1)
-    return Policy(recipe)
+    return Policy(Job(recipe))
 
 
 def numbers(policy: Policy) -> list[torch.Tensor]:

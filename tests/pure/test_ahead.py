@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_eqlen.engines.protocol import EngineError
+from megatron_eqlen.job import Job
 from megatron_eqlen.processes.timeline import Timeline
 from megatron_eqlen.processes.watchdog import Watchdog
 from megatron_eqlen.recipe import Recipe
@@ -105,6 +106,7 @@ def session(recipe: Recipe) -> Any:
             yield seconds
 
     return SimpleNamespace(
+        job=Job(recipe),
         recipe=recipe,
         replicas=Replicas(1, in_step=False),
         tokenizer=SimpleNamespace(eos_token_ids=EOS),

@@ -197,6 +197,6 @@ def uninterrupted(prompt_id: str, drawn: int, recipe: Recipe) -> list[Rollout]:
     rollout = recipe.rollout.model_copy(update={"tokens_per_step": None, "carry_over": False})
     recipe = recipe.model_copy(update={"rollout": rollout})
     engine = Lockstep(random.Random(0), masks=False)
-    found, _ = harvest(engine, HarvestPlan(prompts, recipe, EOS, seed=harvest_seed(recipe, drawn)))
+    found, _ = harvest(engine, HarvestPlan(prompts, recipe, EOS, seed=harvest_seed(recipe.seed, drawn)))
     Graders().score(found)
     return found

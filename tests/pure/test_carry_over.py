@@ -131,7 +131,7 @@ class Run:
                     prompts,
                     self.recipe.model_copy(update={"rollout": rollout}),
                     EOS,
-                    seed=harvest_seed(self.recipe, number),
+                    seed=harvest_seed(self.recipe.seed, number),
                     progress=progress,
                     conversations=self.conversations,
                 ),
@@ -165,7 +165,7 @@ class Run:
         rollout = self.recipe.rollout.model_copy(update={"tokens_per_step": None, "carry_over": False})
         recipe = self.recipe.model_copy(update={"rollout": rollout})
         engine = Lockstep(random.Random(0), self.end, max_num_seqs=5, routes=recipe.rollout.keep_routes)
-        seed = harvest_seed(recipe, number)
+        seed = harvest_seed(recipe.seed, number)
         plan = HarvestPlan([prompt], recipe, EOS, seed=seed, conversations=self.conversations)
         rollouts, _ = harvest(engine, plan)
         for graded in rollouts:

@@ -21,6 +21,7 @@ from megatron_eqlen.environments.environment import Environment, Observation
 from megatron_eqlen.files import CheckpointError
 from megatron_eqlen.graders.sandbox.interpreter import find_python
 from megatron_eqlen.graders.sandbox.program import Isolation
+from megatron_eqlen.job import Job
 from megatron_eqlen.megatron_cpu import packages
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.recipe import RecipeError
@@ -34,7 +35,7 @@ LARGE = ROOT / "recipes/qwen3_32b.yaml"
 @pytest.fixture
 def large(tmp_path) -> Place:
     """Return a run on 8 GPUs of 80 GB, in a folder of its own."""
-    return Place(load(LARGE, [f"run_dir={tmp_path}/run"]), tmp_path / "run", short=False)
+    return Place(Job(load(LARGE, [f"run_dir={tmp_path}/run"])), tmp_path / "run", short=False)
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def anywhere(tmp_path) -> Place:
 
 
 def with_recipe(place: Place, *overrides: str) -> Place:
-    return Place(load(LARGE, overrides), place.folder, place.short)
+    return Place(Job(load(LARGE, overrides)), place.folder, place.short)
 
 
 def gpus(monkeypatch, count: int, free_gib: float = 79.0, gib: float = 79.6, computes: float = 64.0) -> None:
@@ -161,7 +162,7 @@ def test_a_package_is_there_absent_or_broken(anywhere, monkeypatch, installed, f
 
 def test_fla_is_only_looked_for_where_the_model_has_what_it_computes(large):
     assert software.package(packages.FLA, large) is None
-    hybrid = Place(load(ROOT / "recipes/qwen3_next_80b.yaml"), large.folder, short=True)
+    hybrid = Place(Job(load(ROOT / "recipes/qwen3_next_80b.yaml")), large.folder, short=True)
     assert software.package(packages.FLA, hybrid) is not None
 
 
@@ -189,13 +190,13 @@ def test_a_recipe_that_runs_programs_needs_their_python(large, monkeypatch, caps
     find_python.cache_clear()
     checks = [entry for entry in CHECKS if entry.name == "code python"]
     code = with_recipe(large, "data.sources.0.grader=code")
-    assert check(code.recipe, short=True, checks=checks) == 1
+    assert check(code.job, short=True, checks=checks) == 1
     assert "reward.code_python: expected CPython 3.11" in (told := capsys.readouterr().out)
     assert "tools/setup programs" in told
     elsewhere = with_recipe(code, "reward.sandbox_url=http://elsewhere")
-    assert check(elsewhere.recipe, short=True, checks=checks) == 0
+    assert check(elsewhere.job, short=True, checks=checks) == 0
     own = with_recipe(large, "data.sources.0.grader=code", f"reward.code_python={sys.executable}")
-    assert check(own.recipe, short=True, checks=checks) == 0
+    assert check(own.job, short=True, checks=checks) == 0
 
 
 # ---- GPUs --------------------------------------------------------------------------------------------
@@ -269,13 +270,13 @@ def test_gpus_of_this_machine(item, anywhere):
 def test_a_run_for_gpus_is_refused_without(large, no_gpu, monkeypatch):
     none = r"cluster.device: gpu, found no GPU on .*: cluster.device=cpu trains"
     with pytest.raises(RecipeError, match=none):
-        machine.refuse_unfit(large.recipe)
+        machine.refuse_unfit(large.recipe.cluster)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(RecipeError, match=r"processes_per_node: 8 processes need a GPU each, found 2 on"):
-        machine.refuse_unfit(large.recipe)
+        machine.refuse_unfit(large.recipe.cluster)
     monkeypatch.setenv("RANK", "3")
-    machine.refuse_unfit(large.recipe)
+    machine.refuse_unfit(large.recipe.cluster)
 
 
 @pytest.mark.parametrize(("processes", "said"), [(2, ""), (3, "WARNING: "), (8, "WARNING: "), (9, None)])
@@ -287,9 +288,9 @@ def test_processes_that_share_cores_are_told_and_many_are_refused(
     text = f"cluster.processes_per_node: {processes} processes share 2 cores"
     if said is None:
         with pytest.raises(RecipeError, match=f"{text}: expected at most 4 processes a core"):
-            machine.refuse_unfit(crowded)
+            machine.refuse_unfit(crowded.cluster)
     else:
-        machine.refuse_unfit(crowded)
+        machine.refuse_unfit(crowded.cluster)
         assert capsys.readouterr().err == (said and f"{said}{text}: they will wait for each other\n")
 
 
@@ -348,7 +349,7 @@ def test_the_models_tensors_are_looked_for_and_prompts_made_except_in_short(tmp_
         assert told in look(Check("environment", software.environment), named).text
     (model / "chat_template.jinja").unlink()
     with pytest.raises(ValueError, match=f"^{model}: expected a chat template"):
-        software.prompts(replace(place))
+        software.prompts(with_recipe(large, f"model.path={model}", rows, *keys))
     (model / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=f"^{model}: "):
         software.inputs(place)

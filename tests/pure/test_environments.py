@@ -417,16 +417,16 @@ def test_a_recorded_rollout_without_grades_gets_those_of_its_own_environment():
         plan = HarvestPlan([QUESTION], settings, [END], seed=seed, progress=progress, conversations=make)
         return harvest(Drawing(lambda name, shares: END, row), plan)[0]
 
-    (first,) = graded(harvest_seed(settings, 3), HarvestProgress())
+    (first,) = graded(harvest_seed(settings.seed, 3), HarvestProgress())
     known = [part.grade.reward for part in first.parts]
     for part in first.parts:
         part.grade = None
     begun = PartialRollout(QUESTION, 0, origin=RolloutOrigin(step=3))
-    (again,) = graded(harvest_seed(settings, 4), HarvestProgress([first], [begun]))
+    (again,) = graded(harvest_seed(settings.seed, 4), HarvestProgress([first], [begun]))
     assert [part.grade.reward for part in again.parts] == known
     again.parts[0].grade, Seeded.grade = None, lambda self: over.wait(60)
     with pytest.raises(EngineError, match="all 1 rollouts are without a reward"):  # it is generated again
-        graded(harvest_seed(settings, 4), HarvestProgress([again], [begun]))
+        graded(harvest_seed(settings.seed, 4), HarvestProgress([again], [begun]))
     over.set()
 
 

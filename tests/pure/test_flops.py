@@ -16,10 +16,10 @@ from megatron_eqlen.environments.environment import Environment, Observation
 from megatron_eqlen.harvest.harvest import harvest
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.hf.config import read_config
+from megatron_eqlen.job import KNOWN_MODELS, Job
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.packing.pack import plan_rows
 from megatron_eqlen.plan.flops import achieved, counted, forward_flops
-from megatron_eqlen.plan.model import KNOWN_MODELS
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Grade, Node, Prompt, TokenTree
 from tests.kit import ROOT
@@ -33,12 +33,12 @@ LEAVES = ((4, 0), (6, 0), (3, 2))
 
 
 def test_utilisation_is_flops_over_time_and_what_the_gpus_can_do():
-    recipe, model = load(ROOT / "recipes/qwen3_8b.yaml"), read_config(KNOWN_MODELS / "qwen3-8b.json")
+    recipe = load(ROOT / "recipes/qwen3_8b.yaml")
     step = {
         "packing/tokens": 1e6, "packing/context": 2e3, "packing/unique_tokens": 9e5, "time/train": 10.0,
         "packing/expanded_tokens": 3e6, "harvest/generated_tokens": 8e5, "time/harvest": 20.0,
     }  # fmt: skip
-    found = achieved(recipe, model, step, "NVIDIA H100 80GB HBM3")
+    found = achieved(Job(recipe), step, "NVIDIA H100 80GB HBM3")
     assert found["train/mfu"] == pytest.approx(found["train/flops"] / (10 * 8 * 989e12))
     assert found["harvest/mfu"] == pytest.approx(found["harvest/flops"] / (20 * 8 * 989e12))
     assert 0.01 < found["train/mfu"] < 1.5
@@ -46,7 +46,7 @@ def test_utilisation_is_flops_over_time_and_what_the_gpus_can_do():
     assert found["train/expanded_tokens_per_gpu_second"] == pytest.approx(recipe.loss.epochs * 3e6 / 80)
     assert found["harvest/tokens_per_gpu_second"] == pytest.approx(8e5 / 160)
     for unknown in (None, "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA GeForce RTX 3060"):
-        assert "train/mfu" not in achieved(recipe, model, step, unknown)
+        assert "train/mfu" not in achieved(Job(recipe), step, unknown)
 
 
 @dataclass
@@ -159,7 +159,7 @@ def test_a_steps_flops_are_its_generated_prefilled_and_trained_tokens():
     }  # fmt: skip
 
     def flops(*overrides: str) -> dict[str, float]:
-        return counted(load(ROOT / "recipes/qwen3_0.6b.yaml", overrides), model, metrics)
+        return counted(Job(load(ROOT / "recipes/qwen3_0.6b.yaml", overrides)), metrics)
 
     base = flops("loss.kl_coef=0")
     assert base["harvest/flops"] == 1000 * forward_flops(model, 50) + 84 * forward_flops(model, 20)
@@ -167,7 +167,7 @@ def test_a_steps_flops_are_its_generated_prefilled_and_trained_tokens():
     assert flops("loss.minibatches=2")["train/flops"] == 5 / 3 * base["train/flops"], (
         "reference and old log-probs"
     )
-    assert counted(load(ROOT / "recipes/qwen3_0.6b.yaml"), model, {}) == {
+    assert counted(Job(load(ROOT / "recipes/qwen3_0.6b.yaml")), {}) == {
         "harvest/flops": 0,
         "train/flops": 0,
     }

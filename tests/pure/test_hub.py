@@ -13,7 +13,7 @@ from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.data.rows import Tally
 from megatron_eqlen.data.sources import open_source
 from megatron_eqlen.hf.dataset_files import DatasetPart, choose_files
-from megatron_eqlen.plan.model import model_config
+from megatron_eqlen.job import Job
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.recipe.inputs import fetch, local_path, pinned
 from megatron_eqlen.recipe.load import dump, load, parse
@@ -184,7 +184,7 @@ def test_a_local_folder_wins_over_the_name(hub, tmp_path):
 
 
 def test_a_plan_reads_the_configuration_alone(hub, tmp_path):
-    assert model_config(recipe()).hidden_size == tiny_config("qwen3").hidden_size
+    assert Job(recipe()).model.hidden_size == tiny_config("qwen3").hidden_size
     assert {request for request in hub.requests if "/resolve/" in request} == {
         "HEAD /ann/tiny/resolve/main/config.json",
         "GET /ann/tiny/resolve/main/config.json",

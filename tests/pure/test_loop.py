@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_eqlen.hf.tokenizer import load_tokenizer
+from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import DataRecipe, SourceRecipe
 from megatron_eqlen.run import generation, loop
@@ -60,7 +61,7 @@ def calls(monkeypatch) -> list[str]:
     policy = Recorded("policy", calls, {"mismatch": None, "worst": None})
 
     class NoSession:
-        def __init__(self, recipe: Any) -> None: ...
+        def __init__(self, job: Any) -> None: ...
         def __enter__(self) -> Any:
             return SimpleNamespace(recipe=recipe())
 
@@ -74,7 +75,7 @@ def calls(monkeypatch) -> list[str]:
     monkeypatch.setattr(loop, "Policy", built("policy", policy))
     monkeypatch.setattr(loop, "start_prompts", lambda session: None)
     monkeypatch.setattr(loop, "Generator", built("engine", rollouts))
-    loop.train(recipe())
+    loop.train(Job(recipe()))
     return calls
 
 

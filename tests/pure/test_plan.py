@@ -11,12 +11,12 @@ import pytest
 
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.hf.families import weight_map
+from megatron_eqlen.job import KNOWN_MODELS, Job
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.plan import engine
 from megatron_eqlen.plan.flops import forward_flops, training_flops
 from megatron_eqlen.plan.host import host_parts, recorded_bytes
 from megatron_eqlen.plan.memory import Memory, memory
-from megatron_eqlen.plan.model import KNOWN_MODELS, model_config
 from megatron_eqlen.plan.parameters import total
 from megatron_eqlen.plan.roofline import BANDWIDTH, DENSE, Roofline, rooflines
 from megatron_eqlen.plan.text import describe
@@ -53,23 +53,22 @@ TABLE_HEAD = "| recipe | GPUs | GB a GPU | host GB a node |"
 def table_row(file: str, recipe: Recipe) -> str:
     """Return the line of docs/recipes.md for the recipe in ``recipes/FILE``. ``GB a GPU``: the largest phase
     of the GPU's size."""
-    model, cluster = model_config(recipe), recipe.cluster
-    need = memory(recipe, model)
-    host = sum(host_parts(recipe, model, need.stages, workload(recipe)).values())
+    job, cluster = Job(recipe), recipe.cluster
+    need = memory(job)
+    host = sum(host_parts(job, need.stages, workload(recipe)).values())
     gpus = f"{cluster.nodes} x {cluster.processes_per_node}"
     used = f"{need.peak / 1e9:.0f} of {need.total / 1e9:.0f}"
     return f"| `{file}` | {gpus} | {used} | {host / 1e9:.0f} |"
 
 
 def planned(file: str, *overrides: str) -> Memory:
-    recipe = load(ROOT / "recipes" / file, overrides)
-    return memory(recipe, model_config(recipe))
+    return memory(Job(load(ROOT / "recipes" / file, overrides)))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_shipped_recipe_fits_and_its_line_in_the_table_is_what_the_plan_says(path: Path):
     recipe = load(path)
-    need = memory(recipe, model_config(recipe))
+    need = memory(Job(recipe))
     assert need.problems() == []
     assert need.peak < 0.92 * need.total  # what nobody counted must not end a first run
     assert {TABLE_HEAD, table_row(path.name, recipe)} <= {
@@ -97,7 +96,8 @@ def test_rows_of_131072_of_the_32b_model_over_context_parallel_ranks():
         for layout in ((), ("parallel.context=2", "cluster.nodes=2"))
     )
     assert divided == pytest.approx(alone / 2)
-    text = describe(load(ROOT / "recipes/qwen3_32b.yaml", [row, "parallel.context=2", "cluster.nodes=2"]))
+    recipe = load(ROOT / "recipes/qwen3_32b.yaml", [row, "parallel.context=2", "cluster.nodes=2"])
+    text = describe(Job(recipe))
     assert "TP 8 x CP 2 x PP 1 x DP 1" in text
 
 
@@ -135,11 +135,10 @@ def test_a_teacher_is_on_the_gpu_only_to_teach_and_its_pass_is_counted():
     plain, taught = (planned("qwen3_8b.yaml", *teacher) for teacher in ([], ["teacher.path=Qwen3-32B"]))
     assert taught.phases.items() >= plain.phases.items()
     assert taught.phases.keys() - plain.phases.keys() == {"teach"}
-    ranks = taught.recipe.parallel.tensor * taught.recipe.parallel.pipeline
+    ranks = taught.job.recipe.parallel.tensor * taught.job.recipe.parallel.pipeline
     assert taught.parts["teacher"] > 32.76e9 * 2 / ranks
     passes = [
-        training_flops(need.recipe, need.model, 1.0, 0.0) / forward_flops(need.model, 0.0)
-        for need in (plain, taught)
+        training_flops(need.job, 1.0, 0.0) / forward_flops(need.job.model, 0.0) for need in (plain, taught)
     ]
     assert passes[1] - passes[0] == pytest.approx((32.76 - 0.78) / (8.19 - 0.62), rel=1e-3)  # less embeddings
 
@@ -169,9 +168,9 @@ def test_a_trainer_that_is_not_parked_leaves_vllm_too_little_to_start():
 def test_the_kv_cache_of_a_token_is_that_of_its_heads_and_fewer_heads_than_ranks_are_copied(
     heads, ranks, bytes_per_token
 ):
-    recipe = load(ROOT / "recipes/qwen3_32b.yaml", [f"rollout.tensor_parallel={ranks}"])
-    model = replace(model_config(recipe), num_key_value_heads=heads)
-    assert engine.kv_bytes_per_token(recipe, model) == bytes_per_token
+    job = Job(load(ROOT / "recipes/qwen3_32b.yaml", [f"rollout.tensor_parallel={ranks}"]))
+    vars(job)["model"] = replace(job.model, num_key_value_heads=heads)
+    assert engine.kv_bytes_per_token(job) == bytes_per_token
 
 
 def test_fp8_halves_the_engines_matrices_and_leaves_embeddings_and_norms():
@@ -180,16 +179,16 @@ def test_fp8_halves_the_engines_matrices_and_leaves_embeddings_and_norms():
     quantized = recipe.model_copy(
         update={"rollout": recipe.rollout.model_copy(update={"quantization": "fp8"})}
     )
-    model = model_config(recipe)
+    plain, fp8 = Job(recipe), Job(quantized)
     matrices = 36 * 4096 * ((2 * 32 + 2 * 8) * 128 + 3 * 12288)
-    saved = engine.weights(recipe, model) - engine.weights(quantized, model)
+    saved = engine.weights(plain) - engine.weights(fp8)
     assert saved == pytest.approx(matrices * (2 - 1 - 4 / 128**2))
-    assert engine.kv_cache(quantized, model) - engine.kv_cache(recipe, model) == pytest.approx(saved)
+    assert engine.kv_cache(fp8) - engine.kv_cache(plain) == pytest.approx(saved)
 
 
 def h100(file: str, *overrides: str) -> Roofline:
     recipe = load(ROOT / "recipes" / file, overrides)
-    return rooflines(recipe, model_config(recipe), workload(recipe))[-1]
+    return rooflines(Job(recipe), workload(recipe))[-1]
 
 
 def test_a_step_generates_what_its_sampling_can_grow_to():
@@ -209,7 +208,7 @@ def test_a_step_generates_what_its_sampling_can_grow_to():
         "environment.max_given_tokens=500",
     )
     assert work(*talks) == Workload(3 * 4, 3 * 4000, 3 * (6000 + 256), 256 + 750, 3 * 2000)
-    told = describe(load(ROOT / "recipes/qwen3_0.6b.yaml", [*keys, *talks]))
+    told = describe(Job(load(ROOT / "recipes/qwen3_0.6b.yaml", [*keys, *talks])))
     assert "python: 500 given tokens a response are assumed (environment.max_given_tokens)" in told
     shape = ["branching=2", "forks=1", "step_tokens=100"]
     tree = work(
@@ -287,7 +286,7 @@ def test_generation_of_later_steps_overlaps_training_only_with_staleness():
 
 
 def test_the_plan_says_what_it_assumes():
-    text = describe(load(ROOT / "recipes/qwen3_30b_a3b.yaml"))
+    text = describe(Job(load(ROOT / "recipes/qwen3_30b_a3b.yaml")))
     for start in ("memory", "activations", "host", "disk", "roofline"):
         assert f"\n{start} " in text
     assert "assumed: 40% of the peak FLOPs (10% with experts), 30% of memory bandwidth" in text
@@ -297,11 +296,11 @@ def test_the_plan_of_a_run_without_gpus_says_nothing_of_them(tmp_path):
     save_tiny(tmp_path, "qwen3")
     paths = [f"model.path={tmp_path}", "cluster.gpu_memory_gib=1"]
     recipe = load(ROOT / "recipes/tiny_cpu.yaml", paths)
-    text = describe(recipe)
+    text = describe(Job(recipe))
     assert "no GPU is used" in text
     assert "roofline" not in text
     assert "GB a GPU" not in text
-    assert not memory(recipe, model_config(recipe)).problems()
+    assert not memory(Job(recipe)).problems()
 
 
 def test_a_gpu_too_small_is_refused_in_the_phase_that_does_not_fit():
@@ -314,13 +313,13 @@ def test_routes_take_host_memory_once_where_they_were_graded_and_once_a_tensor_p
     recipe = load(
         ROOT / "recipes" / f"{file}.yaml", ["rollout.keep_routes=true", "rollout.tensor_parallel=1"]
     )
-    model, plain = model_config(recipe), load(ROOT / "recipes" / f"{file}.yaml")
-    stages, work = memory(recipe, model).stages, Workload(1, 1000, 1000, 1)
-    parts = host_parts(recipe, model, stages, work)
+    job, plain = Job(recipe), Job(load(ROOT / "recipes" / f"{file}.yaml"))
+    stages, work = memory(job).stages, Workload(1, 1000, 1000, 1)
+    parts = host_parts(job, stages, work)
     assert parts["routes"] == (1 + recipe.parallel.tensor) * 1000 * each / recipe.cluster.nodes
-    more = recorded_bytes(recipe, model, work) - recorded_bytes(plain, model, work)
+    more = recorded_bytes(job, work) - recorded_bytes(plain, work)
     assert more == pytest.approx(1000 * each)
-    assert "routes" not in host_parts(plain, model, stages, work)
+    assert "routes" not in host_parts(plain, stages, work)
 
 
 def test_an_engine_whose_cache_cannot_hold_the_longest_path_does_not_fit():

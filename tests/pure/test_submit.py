@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from megatron_eqlen.cli import __main__ as cli
+from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.plan.host import host_parts
 from megatron_eqlen.plan.memory import memory
-from megatron_eqlen.plan.model import model_config
 from megatron_eqlen.plan.workload import workload
 from megatron_eqlen.processes.events import FILE
 from megatron_eqlen.processes.run_state import read_state
@@ -79,8 +79,8 @@ def test_the_script_asks_for_what_the_plan_counts_and_calls_train_sbatch(capsys,
     text = script(capsys, LARGE, "seed=1", "cluster.account=us")
     (asked,) = directives(text)
     recipe = load(LARGE)
-    model = model_config(recipe)
-    host = sum(host_parts(recipe, model, memory(recipe, model).stages, workload(recipe)).values())
+    job = Job(recipe)
+    host = sum(host_parts(job, memory(job).stages, workload(recipe)).values())
     assert host <= int(asked.pop("--mem").rstrip("G")) * 2**30 < 1.01 * host
     folder = here / "runs/qwen3_32b/eqlen-grpo-seed1"
     expected = {"--nodes": "1", "--ntasks-per-node": "1", "--gpus-per-node": "8", "--cpus-per-task": "64"}

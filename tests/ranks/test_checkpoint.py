@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_eqlen.files import CheckpointError
+from megatron_eqlen.job import Job
 from tests.kit.distributed import run_ranks
 from tests.kit.tiny_models import save_tiny
 from tests.kit.updates import heard
@@ -34,7 +35,7 @@ def policy_of(model: str):
     )  # fmt: skip
     if not parallel_state.is_initialized():
         start(recipe.parallel, recipe.seed)
-    return Policy(recipe)
+    return Policy(Job(recipe))
 
 
 def weight(policy) -> float:

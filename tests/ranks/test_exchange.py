@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tests.kit.rollouts as kit
+from megatron_eqlen.job import Job
 from megatron_eqlen.models.groups import start
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.packing.pack import Layout, Packing, plan_rows
@@ -278,7 +279,7 @@ def whole_and_shared(folder: str, sections: dict[str, Any], one_home: bool) -> l
     known = shared(part, [rollout.prompt for rollout in everything])
     results = []
     for rollouts in (everything, known):
-        policy = Policy(mine)
+        policy = Policy(Job(mine))
         metrics = policy.update(build_minibatches(rollouts, mine)[0])
         gc.collect()
         assert not any(isinstance(item, Packing) for item in gc.get_objects()), "arrays outlive the update"
@@ -309,7 +310,7 @@ def with_a_bad_logprob(folder: str, sections: dict[str, Any]) -> tuple[float, li
         sampled.tokens["logprobs"][0] = np.nan
     messages = heard()
     known = shared(part, [rollout.prompt for rollout in everything])
-    metrics = Policy(mine).update(build_minibatches(known, mine)[0])
+    metrics = Policy(Job(mine)).update(build_minibatches(known, mine)[0])
     return metrics["train/skipped_updates"], messages
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_eqlen.job import Job
 from megatron_eqlen.models import groups
 from megatron_eqlen.training.policy import Policy
 from tests.kit.tiny_models import save_tiny
@@ -43,7 +44,7 @@ def build(folder: str, park: str = "state", **optimizer: Any) -> Policy:
         },
     )
     groups.start(recipe.parallel, seed=1)
-    return Policy(recipe)
+    return Policy(Job(recipe))
 
 
 def numbers(policy: Policy) -> list[torch.Tensor]:

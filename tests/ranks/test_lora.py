@@ -20,6 +20,7 @@ from megatron_eqlen.hf.adapter_map import AdapterWeights, adapter_map
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.hf.folder import HFFolder
+from megatron_eqlen.job import Job
 from megatron_eqlen.models import checkpoint_folder
 from megatron_eqlen.models.groups import start
 from megatron_eqlen.models.lora import _initial, adapters, add_adapters
@@ -177,7 +178,7 @@ def own_adapters(policy: Policy) -> Tensors:
 def around_two_updates(folder: str, changes: dict[str, Any]) -> dict[str, Any]:
     """Return what the tests of a policy compare."""
     plain = build_policy(folder, changes)
-    policy = Policy(recipe_of(folder, changes | WITH_LORA))
+    policy = Policy(Job(recipe_of(folder, changes | WITH_LORA)))
     trees = one_tree_a_row(2)
     rows = policy._prepare(trees).rows
     assert rows is not None
@@ -256,7 +257,7 @@ def saved_and_resumed(folder: str, changes: dict[str, Any], target: str) -> tupl
     policy.unpark()
     saved = own_adapters(policy)
     policy.update(trees)
-    again = Policy(recipe_of(folder, changes | WITH_LORA | {"seed": 7}))
+    again = Policy(Job(recipe_of(folder, changes | WITH_LORA | {"seed": 7})))
     checkpoint.load(Path(target), again)
     loaded = own_adapters(again)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
@@ -396,7 +397,7 @@ def refusals(folders: str, target: str) -> list[str]:
     start(ParallelRecipe(), seed=1)
     for lora in ({"rank": 4, "alpha": 5}, {"rank": 3, "alpha": 5, "targets": ["mlp"]}, {"rank": 0}):
         with pytest.raises(CheckpointError) as refused:
-            checkpoint.load(Path(source), Policy(recipe_of(base, {"lora": lora})))
+            checkpoint.load(Path(source), Policy(Job(recipe_of(base, {"lora": lora}))))
         errors.append(str(refused.value))
     return errors
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_eqlen.job import Job
 from megatron_eqlen.processes import cores
 from megatron_eqlen.training import checkpoint
 from megatron_eqlen.training.parking import storage_bytes
@@ -60,7 +61,7 @@ def policies(folder: str, changes: dict[str, Any], *optimizers: dict[str, Any]) 
     """Return one policy per optimizer, all in the groups of the first."""
     sections = [changes | {"optimizer": optimizer | {"warmup_steps": 0}} for optimizer in optimizers]
     first = build_policy(folder, sections[0])
-    return [first, *(Policy(recipe_of(folder, section)) for section in sections[1:])]
+    return [first, *(Policy(Job(recipe_of(folder, section))) for section in sections[1:])]
 
 
 def train(policy: Policy, updates: int) -> float:

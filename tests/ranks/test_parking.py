@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_eqlen.job import Job
 from megatron_eqlen.recipe.phases import phases
 from megatron_eqlen.training import checkpoint
 from megatron_eqlen.training.parking import memory_of
@@ -44,7 +45,7 @@ def is_wired(policy: Policy) -> bool:
 
 def park_between_updates(folder: str, changes: dict[str, Any]) -> list[str]:
     """Return the faults of a policy that is parked between updates, compared with one that is not."""
-    kept, parked = build_policy(folder, changes), Policy(recipe_of(folder, changes))
+    kept, parked = build_policy(folder, changes), Policy(Job(recipe_of(folder, changes)))
     wrong = []
     for step in range(2):
         for _ in range(2):
@@ -78,7 +79,7 @@ def parts_by_phase(folder: str, sections: dict[str, dict[str, Any]]) -> dict[str
     """Return the trainer's parts that have bytes on the device, for each way of parking."""
     found = {}
     for park, changes in sections.items():
-        policy = Policy(recipe_of(folder, changes)) if found else build_policy(folder, changes)
+        policy = Policy(Job(recipe_of(folder, changes))) if found else build_policy(folder, changes)
         found[park] = parts_in_turn(policy)
     return found
 

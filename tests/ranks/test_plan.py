@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_eqlen.hf.config import read_config
+from megatron_eqlen.job import Job
 from megatron_eqlen.models.groups import start
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.plan.activations import CPU, CPU_CHUNK, FLA_CHUNK, LOSS_BLOCK, activations
@@ -196,7 +196,7 @@ def measure(folder: str, case: Case) -> dict[str, Any]:
 
     recipe = recipe_of(folder, case)
     start(recipe.parallel, seed=1)
-    policy = Policy(recipe)
+    policy = Policy(Job(recipe))
     model: list[Any] = [*policy.model]  # Megatron's ``buffers`` is not torch's method
     buffers = [buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     weights = {buffer.param_data.untyped_storage().data_ptr() for buffer in buffers}
@@ -225,11 +225,11 @@ EACH_PUSH = {
 
 @pytest.fixture(scope="module", params=weekly_but(EACH_PUSH, CASES))
 def planned_and_real(request, tmp_path_factory):
-    """Return (case, recipe, model, measurements of every rank)."""
+    """Return (case, job, measurements of every rank)."""
     case, folder = CASES[request.param], tmp_path_factory.mktemp("plan")
     save_tiny(folder, case.family, **case.model)
     ranks = run_ranks(case.ranks, measure, str(folder), case)
-    return case, recipe_of(str(folder), case), read_config(folder), ranks
+    return case, Job(recipe_of(str(folder), case)), ranks
 
 
 def padding(rank: RankBuffers) -> int:
@@ -239,8 +239,8 @@ def padding(rank: RankBuffers) -> int:
 
 
 def test_weights_and_gradients_are_those_of_megatrons_buffers_without_their_padding(planned_and_real):
-    _, recipe, model, ranks = planned_and_real
-    stages = trainer(recipe, model)
+    _, job, ranks = planned_and_real
+    stages = trainer(job)
     for rank in ranks:
         planned = stages[rank["stage"]]
         more = 4 * padding(planned.parameters)
@@ -249,8 +249,9 @@ def test_weights_and_gradients_are_those_of_megatrons_buffers_without_their_padd
 
 
 def test_the_optimizers_state_is_that_of_every_parameter_once(planned_and_real):
-    _, recipe, model, ranks = planned_and_real
-    stages, each = trainer(recipe, model), optimizer_bytes(recipe)
+    _, job, ranks = planned_and_real
+    recipe = job.recipe
+    stages, each = trainer(job), optimizer_bytes(recipe)
     for number, stage in enumerate(stages):
         here = [rank["optimizer"] + rank["host"] for rank in ranks if rank["stage"] == number]
         assert max(here) == pytest.approx(stage.optimizer, abs=each * padding(stage.parameters))
@@ -261,13 +262,12 @@ def test_the_optimizers_state_is_that_of_every_parameter_once(planned_and_real):
 
 
 def test_what_autograd_keeps_is_within_a_tenth_of_the_plan(planned_and_real):
-    case, recipe, model, ranks = planned_and_real
+    case, job, ranks = planned_and_real
+    recipe, model = job.recipe, job.model
     for stage in range(recipe.parallel.pipeline):
         here = [rank["saved"] for rank in ranks if rank["stage"] == stage]
         sequence = recipe.parallel.tensor > 1 and bool(recipe.parallel.sequence or model.experts)
-        planned = activations(
-            recipe, model, stage, sequence=sequence, kernels=CPU, imbalance=1.0, rows=case.rows
-        )
+        planned = activations(job, stage, sequence=sequence, kernels=CPU, imbalance=1.0, rows=case.rows)
         assert sum(here) / len(here) == pytest.approx(planned.saved, rel=0.1)
 
 
@@ -307,7 +307,7 @@ def test_communicators_are_the_groups_that_carry_tensors(name, tmp_path):
     save_tiny(tmp_path, family, **model)
     changes = {"parallel": parallel, "cluster": {"processes_per_node": 4}}
     used = run_ranks(4, groups_used, str(tmp_path), changes)
-    planned = communicators(updates.recipe_of(str(tmp_path), changes), read_config(tmp_path))
+    planned = communicators(Job(updates.recipe_of(str(tmp_path), changes)))
     assert max(map(len, used)) == len(planned)
 
 
@@ -343,7 +343,7 @@ def measure_peak(folder: str, case: Case) -> int:
 
     recipe = recipe_of(folder, case, LONG)
     start(recipe.parallel, seed=1)
-    policy = Policy(recipe)
+    policy = Policy(Job(recipe))
     rows = policy._prepare(causal_rows(parallel_state.get_data_parallel_world_size(), LONG)).rows
     assert rows is not None
     tensors = [found for found in gc.get_objects() if isinstance(found, torch.Tensor)]
@@ -356,8 +356,8 @@ def measure_peak(folder: str, case: Case) -> int:
 def test_a_row_never_needs_more_than_the_plan_says_and_not_much_less(name, tmp_path):
     case = PEAKS[name]
     save_tiny(tmp_path, case.family, **case.model)
-    recipe, model = recipe_of(str(tmp_path), case, LONG), read_config(tmp_path)
-    planned = activations(recipe, model, 0, sequence=case.parallel.get("tensor", 1) > 1, kernels=CPU, rows=1)
+    job = Job(recipe_of(str(tmp_path), case, LONG))
+    planned = activations(job, 0, sequence=case.parallel.get("tensor", 1) > 1, kernels=CPU, rows=1)
     most = max(run_ranks(case.ranks, measure_peak, str(tmp_path), case))
     assert 0.75 * planned.peak < most < 1.01 * planned.peak
 
@@ -368,7 +368,7 @@ def save(folder: str, case: Case, out: str) -> None:
 
     recipe = recipe_of(folder, case)
     start(recipe.parallel, seed=1)
-    checkpoint.save(Path(out), 1, Policy(recipe), {}, keep=2)
+    checkpoint.save(Path(out), 1, Policy(Job(recipe)), {}, keep=2)
 
 
 def test_a_checkpoint_is_as_large_as_planned(tmp_path):
@@ -376,7 +376,7 @@ def test_a_checkpoint_is_as_large_as_planned(tmp_path):
     save_tiny(tmp_path / "model", case.family, **case.model)
     run_ranks(case.ranks, save, str(tmp_path / "model"), case, str(tmp_path / "checkpoints"))
     files = (tmp_path / "checkpoints").rglob("*.distcp")
-    planned = checkpoint_bytes(recipe_of(str(tmp_path), case), read_config(tmp_path / "model"))
+    planned = checkpoint_bytes(Job(recipe_of(str(tmp_path / "model"), case)))
     assert sum(file.stat().st_size for file in files) == pytest.approx(planned, rel=0.02)
 
 

@@ -1,11 +1,10 @@
 """The teacher's log-probs are those of Transformers on the paths of token trees, in both layouts."""
 
-from pathlib import Path
-
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatron_eqlen.job import Job
 from megatron_eqlen.models.groups import start
 from megatron_eqlen.packing.pack import plan_rows
 from megatron_eqlen.recipe import ParallelRecipe
@@ -15,6 +14,7 @@ from megatron_eqlen.types import Row
 from tests.kit.distributed import run_ranks
 from tests.kit.tiny_models import save_tiny
 from tests.kit.tree_samples import forest, paths
+from tests.kit.updates import recipe_of
 
 TEMPERATURE = 0.7
 
@@ -23,7 +23,7 @@ def log_probs(folder: str) -> dict[str, dict[int, tuple[np.ndarray, np.ndarray]]
     """Return log-probs of the teacher and of Transformers for each segment, by layout; the second ones alone
     of trees."""
     start(ParallelRecipe(), seed=1)
-    teacher = Teacher(Path(folder), ParallelRecipe(), torch.float64)
+    teacher = Teacher(Job(recipe_of(folder, {})), torch.float64)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     found = {}
     for layout in ("tree", "expanded"):

@@ -14,7 +14,7 @@ from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.processes.failures import run_script
 from megatron_eqlen.processes.quiet import VERBOSE, quiet
 from megatron_eqlen.recipe import Recipe, layout
-from megatron_eqlen.recipe.inputs import fetch_model, local_path
+from megatron_eqlen.recipe.inputs import local_path, with_model
 from megatron_eqlen.recipe.load import load
 
 LOOPBACK = "127.0.0.1"
@@ -48,8 +48,8 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     args = parser.parse_args()
     authorization()  # without a secret, refuse before anything is loaded
-    recipe = load(args.recipe, args.overrides)
-    layout.require(layout.engine(recipe.rollout, read_config(fetch_model(recipe))))
+    recipe = with_model(load(args.recipe, args.overrides))
+    layout.require(layout.engine(recipe.rollout, read_config(local_path(recipe.model))))
     quiet()
     command, environ = server_command(recipe, args.port, args.host)
     print(

@@ -1,0 +1,96 @@
+"""A recipe resolved: what it names, found once. Commands make a job where they pin the recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import megatron_eqlen.hf
+from megatron_eqlen.hf.config import ModelConfig, read_config
+from megatron_eqlen.objectives.objective import Objective
+from megatron_eqlen.objectives.registry import resolve
+from megatron_eqlen.recipe import LoraRecipe, Recipe, layout
+from megatron_eqlen.recipe.inputs import fetch, hub_repo, local_path, where_from
+
+if TYPE_CHECKING:
+    from megatron_eqlen.hf.tokenizer import Tokenizer
+
+KNOWN_MODELS = Path(megatron_eqlen.hf.__file__).parent / "configs"
+"""config.json files of public models, so that a plan needs no download."""
+PUBLISHERS = ("Qwen/", "deepseek-ai/", "meta-llama/", "HuggingFaceTB/")
+"""Starts of these models' names on the hub."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """The recipe of a command, with its objective, its model, and that model's folder. A teacher is a job
+    beside it, with a layout of its own in the same parallel groups."""
+
+    recipe: Recipe
+    section: Literal["model", "teacher"] = "model"
+    """Section of the recipe that names the model."""
+
+    @cached_property
+    def objective(self) -> Objective:
+        return resolve(self.recipe)
+
+    @cached_property
+    def folder(self) -> Path:
+        """Folder of weights and tokenizer. Raises HubError for a name that the hub's cache lacks."""
+        return local_path(getattr(self.recipe, self.section))
+
+    @cached_property
+    def model(self) -> ModelConfig:
+        """Configuration of the model, from its folder, the shipped file of the same name, or the hub, of
+        which only this file is downloaded. Raises ValueError if there is none."""
+        section = getattr(self.recipe, self.section)
+        folder, repo = Path(section.path), hub_repo(section)
+        shipped = KNOWN_MODELS / f"{folder.name.lower()}.json"
+        published = repo is None or (repo.revision is None and repo.name.startswith(PUBLISHERS))
+        if folder.exists():
+            source = folder
+        elif shipped.is_file() and published:
+            source = shipped
+        elif repo is not None:
+            source = repo.file("config.json")
+        else:
+            known = ", ".join(sorted(path.stem for path in KNOWN_MODELS.glob("*.json")))
+            raise ValueError(
+                f"{self.section}.path: no config.json in {folder}, and {folder.name!r} is not one of {known}"
+                f"{where_from(self.recipe)}"
+            )
+        return read_config(source)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        from megatron_eqlen.hf.tokenizer import load_tokenizer
+
+        return load_tokenizer(self.folder)
+
+    @cached_property
+    def teacher(self) -> Job | None:
+        """The job of the model at ``teacher.path``: its layers evenly over the stages, without adapters."""
+        if not self.recipe.teacher.path:
+            return None
+        model = Job(self.recipe, "teacher").model
+        changes = {"parallel": layout.of_teacher(self.recipe.parallel, model), "lora": LoraRecipe()}
+        return Job(self.recipe.model_copy(update=changes), "teacher")
+
+    def fetch(self) -> None:
+        """Check that local inputs exist, and download the others unless the cache has them. Raises
+        RecipeError, and ValueError for a teacher that does not fit."""
+        fetch(self.recipe)
+        if self.teacher is None:
+            return
+        from megatron_eqlen.hf.tokenizer import require_same
+
+        folder, model = self.teacher.folder, self.teacher.model
+        problems = [*layout.weights(self.teacher.recipe.parallel, model), *layout.paths(self.recipe, model)]
+        layout.require(f"teacher.path: {folder}: {problem}" for problem in problems)
+        require_same(self.tokenizer, self.teacher.tokenizer)
+
+    def check_layout(self) -> None:
+        """Raise LayoutError for a layout that cannot start with this model."""
+        layout.check(self.recipe, self.model)
