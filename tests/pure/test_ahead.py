@@ -88,6 +88,8 @@ class Counting:
 
 
 class Graders:
+    causes: tuple[str, ...] = ()
+
     def begin_ended(self, rollouts): ...
 
     def score(self, rollouts, seconds=0.0):
