@@ -95,7 +95,7 @@ class Graders:
     def score(self, rollouts, seconds=0.0):
         for segment in (segment for rollout in rollouts for segment, _ in rollout.ended()):
             segment.grade = Grade(len(segment) % 2, "scored")
-        return {}
+        return {"reward/unscored": 0.0, "reward/ended": 1.0}
 
 
 def session(recipe: Recipe) -> Any:
