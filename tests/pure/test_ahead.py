@@ -157,6 +157,7 @@ def opened(recipe: Recipe, engine: Any, streams: Path) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generation, "PromptSource", lambda *_: Counting())
         patch.setattr(generation, "start_engine", lambda *_, **__: engine)
+        patch.setattr(generation, "require_end", lambda *_: None)  # no tokenizer
         generator = Generator(session(recipe), streams)
     source = Ahead(generator) if recipe.rollout.staleness else generator
     try:
