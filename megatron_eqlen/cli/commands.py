@@ -132,7 +132,7 @@ def _print_plan(job: Job, everything: bool) -> int:
     recipe, plan = job.recipe, describe(job)
     changed = recipe.model_dump(mode="json", exclude_defaults=True)
     print(dump(with_defaults(recipe)) if everything else to_yaml(changed), plan, sep="\n")
-    for remark in filter(None, (missing_inputs(recipe), *remarks(recipe))):
+    for remark in filter(None, (missing_inputs(recipe), *remarks(recipe, job.objective))):
         print(f"WARNING: {remark}")
     return 0
 

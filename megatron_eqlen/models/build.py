@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 
-from megatron_eqlen.hf.config import ModelConfig, read_config
+from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.models.config import gpt_arguments, scaled_rope, transformer_config
 from megatron_eqlen.models.gpt import PolicyModel
 from megatron_eqlen.models.layer_specs import block_spec
@@ -17,7 +16,7 @@ from megatron_eqlen.recipe import ParallelRecipe
 
 
 def build_model(
-    model: str | Path | ModelConfig,
+    model: ModelConfig,
     parallel: ParallelRecipe,
     dtype: torch.dtype,
     *,
@@ -26,13 +25,10 @@ def build_model(
 ) -> list[PolicyModel]:
     """Return one chunk per virtual pipeline stage of this rank, on its device, with weights not yet set.
 
-    ``model``: a Hugging Face folder, a config.json, or a ``ModelConfig``. ``overrides``: TransformerConfig
-    fields. ``separate_norms``: fuse no norm into the linear layer after it, since adapters read that layer's
-    input. Megatron's groups must have been started with the same ``parallel``. Chunks keep the model's
-    configuration as ``chunk.model_config``.
+    ``overrides``: TransformerConfig fields. ``separate_norms``: fuse no norm into the linear layer after it,
+    since adapters read that layer's input. Megatron's groups must have been started with the same
+    ``parallel``. Chunks keep the model's configuration as ``chunk.model_config``.
     """
-    if not isinstance(model, ModelConfig):
-        model = read_config(model)
     config = transformer_config(model, parallel, dtype, **overrides)
     stages = range(parallel.virtual_pipeline) if parallel.virtual_pipeline else [None]
     chunks = [_chunk(model, config, stage, separate_norms) for stage in stages]

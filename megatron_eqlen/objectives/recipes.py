@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_eqlen.objectives.checks import check_combination
-from megatron_eqlen.objectives.registry import is_on_policy, resolve
+from megatron_eqlen.objectives.objective import Objective
+from megatron_eqlen.objectives.registry import is_on_policy
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe import load as recipe_load
 
@@ -23,7 +24,7 @@ def parse(raw: dict[str, Any], where: str) -> Recipe:
     return recipe_load.parse(raw, where, [check_combination])
 
 
-def remarks(recipe: Recipe) -> list[str]:
+def remarks(recipe: Recipe, objective: Objective) -> list[str]:
     """Return remarks on a valid recipe: corrections that do little."""
     sentences: list[str] = []
     updates = (recipe.steps or math.inf) * recipe.loss.minibatches * recipe.loss.epochs
@@ -39,7 +40,7 @@ def remarks(recipe: Recipe) -> list[str]:
             "train as if the policy had sampled them (loss.rollout_is or loss.old_logprobs: rollout corrects)"
         )
     budget = recipe.rollout.tokens_per_step
-    on_policy = recipe.sampling == "independent" or is_on_policy(recipe, resolve(recipe))
+    on_policy = recipe.sampling == "independent" or is_on_policy(recipe, objective)
     if on_policy and budget and not recipe.rollout.carry_over:
         pairs = recipe.sampling == "equal_length"
         kind = "equal_length.pair_weight: on_policy" if pairs else f"sampling: {recipe.sampling}"

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_eqlen.files import step_name
-from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.record.reader import has_columns
 from megatron_eqlen.record.recorder import FILES
@@ -33,9 +32,9 @@ def check_steps(streams: Path, first: int, steps: int | None) -> None:
         )
 
 
-def check_step(folder: Path, rollouts: Sequence[Rollout], recipe: Recipe) -> None:
+def check_step(folder: Path, rollouts: Sequence[Rollout], recipe: Recipe, redraws: bool) -> None:
     """Raise ReplayError unless a step's rollouts are those that ``recipe`` would generate for their
-    prompts."""
+    prompts. ``redraws``: it draws prompts until enough of them have unequal rewards."""
     kinds = Counter(recorded.kind for recorded in rollouts)
     if set(kinds) != {recipe.sampling}:
         _refuse(folder, f"rollouts of sampling: {recipe.sampling}", " and ".join(kinds) or "none")
@@ -52,7 +51,7 @@ def check_step(folder: Path, rollouts: Sequence[Rollout], recipe: Recipe) -> Non
         return  # the number of resumed rollouts depends on the step before
     wanted, rollout = recipe.data.prompts_per_step, recipe.rollout
     cut = rollout.tokens_per_step is not None or recipe.environment.name is not None
-    too_many = len(prompts) > wanted and not resolve(recipe).dynamic_sampling
+    too_many = len(prompts) > wanted and not redraws
     if too_many or (len(prompts) < wanted and not cut):
         _refuse(folder, f"rollouts of {wanted} prompts (data.prompts_per_step)", str(len(prompts)))
     each = recipe.rollouts_per_prompt

@@ -50,7 +50,8 @@ class Replay(InTurn):
 
     def _check_step(self, number: int) -> None:
         folder = self.streams / step_name(number)
-        check_step(folder, read_skeletons(step_files(folder)), self.recipe)
+        redraws = self.session.objective.dynamic_sampling
+        check_step(folder, read_skeletons(step_files(folder)), self.recipe, redraws)
 
     def score(self, step: Step, harvested: Batch) -> Batch:
         """Grade only the responses without a recorded grade; ask the teacher only where none answered."""

@@ -74,7 +74,7 @@ class Session:
         title = f"{recipe.name} {recipe.method}"
         self.progress = Progress(recipe.budget, title, distributed.is_rank0(), note=self.events.note)
         self.ends_with(self.progress.close)
-        for remark in remarks(recipe):
+        for remark in remarks(recipe, job.objective):
             self.progress.warn(remark)
         if recipe.reward.workers is None:
             self.progress.say(f"reward.workers: {self.scorer.workers}, the cores of a rank")

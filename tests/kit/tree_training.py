@@ -27,6 +27,7 @@ from megatron.core.transformer.moe import moe_utils, router
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_eqlen.hf.adapter_map import AdapterWeights, adapter_map
+from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.groups import start, stop
 from megatron_eqlen.models.lora import adapters
@@ -83,7 +84,7 @@ Prepare = Callable[[list], None]
 
 def build(folder: Path, parallel: ParallelRecipe, prepare: Prepare | None = None, **overrides: Any) -> list:
     """Build the float64 model of ``folder`` with gradients that Megatron only sums."""
-    chunks = build_model(folder, parallel, torch.float64, **overrides)
+    chunks = build_model(read_config(folder), parallel, torch.float64, **overrides)
     load_hf(chunks, folder)
     if prepare:
         prepare(chunks)

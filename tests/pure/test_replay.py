@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_eqlen.job import Job
 from megatron_eqlen.record import recorder
 from megatron_eqlen.record.reader import read_step
 from megatron_eqlen.record.replayed import ReplayError, check_step, check_steps
@@ -35,7 +36,8 @@ def two_streams_of_three_prompts(**changes):
 
 def check(home: Path, rollouts: list[Rollout], **changes) -> None:
     folder = record(home, 0, rollouts)
-    check_step(folder, read_step(folder), two_streams_of_three_prompts(**changes))
+    recipe = two_streams_of_three_prompts(**changes)
+    check_step(folder, read_step(folder), recipe, Job(recipe).objective.dynamic_sampling)
 
 
 def test_a_steps_own_record_is_accepted(tmp_path):

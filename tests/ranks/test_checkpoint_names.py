@@ -22,13 +22,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def build(folder: Path, layout: dict[str, Any], engine: bool) -> list:
+    from megatron_eqlen.hf.config import read_config
     from megatron_eqlen.models import config
     from megatron_eqlen.models.build import build_model
     from megatron_eqlen.recipe import ParallelRecipe
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(config, "uses_transformer_engine", lambda: engine)
-        return build_model(folder, ParallelRecipe(**layout), torch.float32)
+        return build_model(read_config(folder), ParallelRecipe(**layout), torch.float32)
 
 
 def sharded(chunks: list) -> dict[str, Any]:

@@ -29,13 +29,14 @@ LAYOUTS = {
 
 
 def build(folder: str, layout: dict) -> list:
+    from megatron_eqlen.hf.config import read_config
     from megatron_eqlen.models.build import build_model
     from megatron_eqlen.models.groups import start
     from megatron_eqlen.recipe import ParallelRecipe
 
     parallel = ParallelRecipe(**layout)
     start(parallel, seed=1)
-    return build_model(folder, parallel, torch.float32)
+    return build_model(read_config(folder), parallel, torch.float32)
 
 
 def state_of(chunks: list) -> dict:

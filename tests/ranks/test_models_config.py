@@ -43,7 +43,7 @@ def count_on_meta(config: Path) -> int:
 
     start(ParallelRecipe(), seed=1)
     with meta_device():
-        chunks = build_model(config, ParallelRecipe(), torch.bfloat16)
+        chunks = build_model(read_config(config), ParallelRecipe(), torch.bfloat16)
     return sum(parameter.numel() for parameter in chunks[0].parameters())
 
 

@@ -107,6 +107,7 @@ def our_pass(folder: str, layout: dict) -> tuple[dict[int, Tensor], dict[str, Te
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
+    from megatron_eqlen.hf.config import read_config
     from megatron_eqlen.models.build import build_model
     from megatron_eqlen.models.groups import start
     from megatron_eqlen.models.weights import export_hf, load_hf
@@ -114,7 +115,7 @@ def our_pass(folder: str, layout: dict) -> tuple[dict[int, Tensor], dict[str, Te
 
     parallel = ParallelRecipe(**layout)
     start(parallel, seed=1)
-    chunks = build_model(folder, parallel, torch.float64)
+    chunks = build_model(read_config(folder), parallel, torch.float64)
     load_hf(chunks, folder)
     config = chunks[0].config
     config.finalize_model_grads_func = lambda model, tokens, **kwargs: finalize_model_grads(model, **kwargs)
@@ -255,13 +256,14 @@ def test_interleaved_stages_of_unequal_length(tmp_path):
 
 
 def logits_at(folder: str, positions: list[int]) -> Tensor:
+    from megatron_eqlen.hf.config import read_config
     from megatron_eqlen.models.build import build_model
     from megatron_eqlen.models.groups import start
     from megatron_eqlen.models.weights import load_hf
     from megatron_eqlen.recipe import ParallelRecipe
 
     start(ParallelRecipe(), seed=1)
-    (chunk,) = build_model(folder, ParallelRecipe(), torch.float32)
+    (chunk,) = build_model(read_config(folder), ParallelRecipe(), torch.float32)
     load_hf([chunk], folder)
     with torch.no_grad():
         return chunk(make_rows()[0][:1], torch.tensor([positions]))

@@ -12,6 +12,7 @@ SUPERVISED = [3, 4, 5, 11, 17, 22]
 
 
 def build(folder: str, layout: dict, **overrides) -> list:
+    from megatron_eqlen.hf.config import read_config
     from megatron_eqlen.models.build import build_model
     from megatron_eqlen.models.groups import start
     from megatron_eqlen.models.weights import load_hf
@@ -19,7 +20,7 @@ def build(folder: str, layout: dict, **overrides) -> list:
 
     parallel = ParallelRecipe(**layout)
     start(parallel, seed=1)
-    chunks = build_model(folder, parallel, torch.float64, **overrides)
+    chunks = build_model(read_config(folder), parallel, torch.float64, **overrides)
     load_hf(chunks, folder)
     return chunks
 

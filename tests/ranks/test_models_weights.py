@@ -30,13 +30,14 @@ CASES = [
 
 
 def build(folder: str, layout: dict, dtype: torch.dtype = torch.float32) -> list:
+    from megatron_eqlen.hf.config import read_config
     from megatron_eqlen.models.build import build_model
     from megatron_eqlen.models.groups import start
     from megatron_eqlen.recipe import ParallelRecipe
 
     parallel = ParallelRecipe(**layout)
     start(parallel, seed=1)
-    return build_model(folder, parallel, dtype)
+    return build_model(read_config(folder), parallel, dtype)
 
 
 def load_and_save(folder: str, layout: dict, out: str, dtype: torch.dtype) -> set[str]:
