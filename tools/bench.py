@@ -11,10 +11,8 @@ from pathlib import Path
 from megatron_eqlen.processes.quiet import quiet
 
 BENCHMARKS = {
-    "harvest": "equal-length and independent harvest against plain LLM.generate on one engine",
     "gpu": "attention, delta rule, head and layers at the paper's shapes on one GPU, beside yardsticks",
     "trees": "forward and backward of token trees against 2N and N + 1 sequences",
-    "grade": "agreement and speed of the math grader",
     "scale": "rank 0's work on the processor in a step, on any number of GPUs",
 }
 

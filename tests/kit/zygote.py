@@ -54,7 +54,6 @@ JOBS = (
     "megatron_eqlen.run.run",
     "megatron_eqlen.processes.launch",
     "pyarrow.compute",
-    "tools.benchmarks.harvest",
     "megatron_eqlen.engines.colocated",  # it, and what follows, when an engine starts
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.layers.quantization.online.base",

@@ -6,7 +6,6 @@ from functools import cache
 
 import numpy as np
 import pytest
-from scipy.special import logit
 
 from megatron_eqlen.objectives.dynamic_sampling import trained
 from megatron_eqlen.objectives.recipes import load, parse, remarks
@@ -16,10 +15,7 @@ from megatron_eqlen.rewards.scoring import make_grader
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from tests.kit import ROOT
 from tests.kit.length_bias import Process
-from tests.kit.marks import EACH_WEEK
 from tests.kit.rollouts import build_trees
-from tools.research.drift import Training
-from tools.research.mechanism import DIFFICULTIES, Case, World
 
 LIMIT = 3
 
@@ -271,48 +267,6 @@ def test_dynamic_sampling_has_the_mean_gradient_of_all_prompts_over_the_share_th
     for process, estimate in zip(processes, found, strict=True):
         expected = some / kept * process.gradient() / 2 / 2  # r - mean is half of r - the other's
         np.testing.assert_allclose(estimate, expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("world", [
-    {"strength": 1.0},
-    {"strength": 1.0, "irreversible": True},
-    {"strength": 1.0, "length_pays": -1.0, "eta": 0.4, "theta": -0.7},
-    {"strength": 1.0, "irreversible": True, "eta": -0.4, "theta": 0.7},
-])  # fmt: skip
-def test_the_benchmarks_true_gradient_is_that_of_the_enumerated_process(world):
-    world = World(Case("lognormal, CV 0.6", 2.5, limit=4, **world), seed=0)
-    good_token = world.case.good
-
-    def reward(path):
-        good, length = np.array(path.count(2)), np.array(len(path))
-        return float(np.mean([world.right(good, length, difficulty) for difficulty in DIFFICULTIES]))
-
-    process = Process.random(3, 4, reward)  # tokens: end, bad, good
-    for path, row in process.contexts.items():
-        stop = world.hazard[len(path)]
-        process.logits[row] = np.log([stop, (1 - stop) * (1 - good_token), (1 - stop) * good_token])
-    found = process.gradient()
-    expected = [found[:, 0].sum(), ((1 - good_token) * found[:, 2] - good_token * found[:, 1]).sum()]
-    np.testing.assert_allclose(world.truth(), expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("irreversible", [False, True])
-def test_a_policys_parameters_are_added_to_the_logits_of_stopping_and_of_a_good_token(irreversible):
-    start = Case("lognormal, CV 0.6", 50, limit=80, strength=1.0, irreversible=irreversible)
-    moved = replace(start, eta=0.4, theta=-0.7)
-    np.testing.assert_allclose(logit(moved.hazard) - logit(start.hazard), 0.4, atol=1e-9)
-    assert logit(moved.good) - logit(start.good) == pytest.approx(-0.7)
-
-
-@EACH_WEEK
-def test_training_on_coin_flips_grows_with_the_papers_weights_and_not_with_on_policy():
-    def growth(method: str) -> np.ndarray:
-        runs = [Training("coin", method, seed, mean=14, steps=12, lr=0.05).run() for seed in range(4)]
-        return np.array([lengths[-1] / lengths[0] for lengths, _ in runs])
-
-    assert growth("EqLen, max").min() > 1.1
-    on_policy = np.log(growth("EqLen, on_policy"))
-    assert abs(on_policy.mean()) < 2.5 * on_policy.std(ddof=1) / 2
 
 
 @pytest.mark.parametrize(

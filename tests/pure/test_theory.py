@@ -1,7 +1,6 @@
 """Propositions 1 and 2 of the paper, and the conditions that their proofs need, as numbers."""
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -35,7 +34,6 @@ from tests.kit.theory import (
     unfair_policy,
     unlucky_group,
 )
-from tools.research.samples import LIMIT, MEAN, ratios
 
 torch.set_num_threads(1)
 
@@ -235,11 +233,3 @@ def test_expected_gradients_of_the_kl_estimators(estimator):
     }[estimator]
     (expected,) = torch.autograd.grad(divergence, logits)
     torch.testing.assert_close(found, expected, atol=1e-14, rtol=0)
-
-
-def test_streams_of_exponential_lengths_have_the_pairs_and_tokens_of_a_poisson_process():
-    """The shorter of two memoryless tracks ends at twice their rate, and two tracks run until the limit."""
-    found = ratios("exponential")
-    assert found.pairs == pytest.approx(2 * LIMIT / MEAN, rel=0.02)
-    assert found.token == pytest.approx(2 * (1 - math.exp(-LIMIT / MEAN)), rel=0.02)
-    assert found.trained < 0.6 * found.token
