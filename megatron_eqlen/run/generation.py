@@ -350,7 +350,6 @@ def start_prompts(session: Session) -> PromptSource | None:
     if not distributed.is_rank0():
         return None
     recipe = session.recipe
-    require_end(session.tokenizer, recipe.data.enable_thinking)
     source = PromptSource(recipe.data, session.tokenizer, recipe.seed, tools(recipe))
     session.ends_with(source.close)
     return source
@@ -358,7 +357,8 @@ def start_prompts(session: Session) -> PromptSource | None:
 
 def try_rewards(session: Session, source: PromptSource) -> None:
     """Say how data files are read, read all benchmarks, and call each grader of the user's own on real rows.
-    Raises ValueError for an error of one of them."""
+    Raises ValueError for an error of one of them, and for a template whose turns do not end responses."""
+    require_end(session.tokenizer, session.recipe.data.enable_thinking)
     for text in source.told():
         session.progress.say(text)
     recipe = session.recipe
