@@ -130,6 +130,7 @@ MEMORY = ("memory/peak/", "memory/reserved/", "memory/device/", "memory/planned/
 
 TOKENS, UPDATES = "loss/tokens", "train/updates"
 MISMATCH = "mismatch/logprob_abs_diff"
+MISMATCH_OF_DRAWN = "mismatch/drawn_abs_diff"
 COMPARED, MISMATCH_OF_COMPARED = "mismatch/compared_tokens", "mismatch/compared_abs_diff"
 SEQUENCES = "mismatch/sequences"
 LOSS, POLICY_LOSS, KL_PENALTY = "loss/total", "loss/policy", "loss/kl_penalty"
@@ -294,6 +295,7 @@ DECLARED = (
     Metric(MISMATCH, "nats", PER_TOKEN, "|log trainer / engine| (slime: train_rollout_logprob_abs_diff)"),
     Metric(COMPARED, "tokens", "sum", "sampled by the trained weights, if older ones sampled some"),
     Metric(MISMATCH_OF_COMPARED, "nats", mean(COMPARED), "|log trainer / engine| of these"),
+    Metric(MISMATCH_OF_DRAWN, "nats", "last", "the same of lines drawn among all generated, trained or not"),
     Metric("mismatch/logprob_abs_diff_max", "nats", "max", "largest of a token"),
     Metric("mismatch/equal_tokens", "share", PER_TOKEN, "trainer and engine agree bit for bit"),
     Metric(MISMATCH_KL, "nats", PER_TOKEN, "k1 estimate of KL(engine || trainer)"),

@@ -20,7 +20,7 @@ from megatron_eqlen.engines.protocol import Delta, EngineError, sampling_params
 from megatron_eqlen.engines.weight_table import WeightTable
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.recipe import RolloutRecipe
-from megatron_eqlen.types import Metrics
+from megatron_eqlen.types import Metrics, TokenTree
 
 with importing_vllm():
     from vllm import SamplingParams
@@ -108,6 +108,9 @@ class ColocatedEngine:
             m.ENGINE_SYNC_SECONDS: time.perf_counter() - start,
             m.ENGINE_SYNC_BYTES: self.weights.bytes_seen,
         }
+
+    def probe(self) -> list[TokenTree]:
+        return []
 
     def reset_cache(self) -> None:
         if not self.core.reset_prefix_cache():

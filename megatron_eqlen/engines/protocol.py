@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_eqlen.processes.failures import ExpectedError
 from megatron_eqlen.recipe import RolloutRecipe
-from megatron_eqlen.types import Delta, Metrics
+from megatron_eqlen.types import Delta, Metrics, TokenTree
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -119,6 +119,11 @@ class Engine(Decoder, Protocol):
         missing or misshapen weights; the engine then refuses requests until an update succeeds."""
         ...
 
+    def probe(self) -> list[TokenTree]:
+        """Return a line that each server in use samples now, as a tree with its name; none of an engine in
+        this process."""
+        ...
+
     def reset_cache(self) -> None:
         """Forget cached prefixes."""
         ...
@@ -174,6 +179,9 @@ class IdleEngine:
         for _ in named_tensors:  # exporting weights is collective: every rank must take part
             pass
         self.policy_version = policy_version
+
+    def probe(self) -> list[TokenTree]:
+        return []
 
     def reset_cache(self) -> None: ...
     def sleep(self) -> None: ...

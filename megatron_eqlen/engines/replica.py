@@ -150,17 +150,16 @@ class Replica:
     async def _own(self) -> None:
         """Become the server's owner; at the start wait for one that has ended without a word."""
         ends = time.monotonic() + (0.0 if self.absence else LEASE + 1)
-        self.is_taken = True
+        self.is_taken = False
         while True:
             try:
                 await self.post(OWN[1:])
+                return
             except TakenError:
                 if time.monotonic() > ends:
+                    self.is_taken = True
                     raise
                 await asyncio.sleep(0.5)
-            else:
-                self.is_taken = False
-                return
 
     async def rpc(self, method: str) -> list[Any]:
         """Return the answers of ``WorkerExtension.method``, one from each worker."""
@@ -193,7 +192,9 @@ class Replica:
             try:
                 async for line in response.content:
                     if line.startswith(b"data: {"):
-                        yield json.loads(line[6:])
+                        if "error" in (event := json.loads(line[6:])):
+                            raise ConnectionError(event["error"])
+                        yield event
             except aiohttp.SocketTimeoutError:
                 raise _silent(silence) from None
 

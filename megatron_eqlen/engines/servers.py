@@ -1,7 +1,7 @@
 """vLLM servers on other nodes: token ids in, token ids out, over HTTP.
 
     step ◄── queue ◄── one stream of server-sent events per request ◄── replica 1, 2, ...
-    update_weights ──► one TCP connection per replica (``weights.tcp``), or NCCL (``weights.nccl``)
+    update_weights ──► files in the run's folder (``weights.folder``), or NCCL (``weights.nccl``)
 
 Requests of a replica that dies come back as ``lost`` with all their tokens kept, and the harvester submits
 the rest to another replica. With ``rollout.staleness`` one thread harvests while another sends new weights:
@@ -15,6 +15,7 @@ import os
 import queue
 import secrets
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Collection, Iterable
@@ -22,6 +23,7 @@ from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import Tensor
 
 from megatron_eqlen.engines.generate_api import (
@@ -40,7 +42,7 @@ from megatron_eqlen.engines.replica import (
     words,
 )
 from megatron_eqlen.engines.weight_table import WeightTable
-from megatron_eqlen.engines.weights.tcp import TcpSender
+from megatron_eqlen.engines.weights.folder import FolderSender
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.metrics import (
     ENGINE_SYNC_BYTES,
@@ -48,11 +50,14 @@ from megatron_eqlen.metrics import (
 )
 from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.recipe.contents import Contents, function, weights
-from megatron_eqlen.types import Metrics
+from megatron_eqlen.tokens import GrowingTokens, Tokens
+from megatron_eqlen.types import Metrics, Node, TokenTree
 
 if TYPE_CHECKING:
     from megatron_eqlen.engines.weights.nccl import NcclSender
 
+PROBED = 32
+"""Tokens that a replica samples after a sync, to be compared with the trainer."""
 DECIDE = ("quantization", "vllm")
 """Keys of ``rollout`` that decide what a server computes, also where the recipe leaves them out."""
 
@@ -68,9 +73,9 @@ class ServerEngine:
 
     ``model_path`` is the model that the servers were started with; ``policy_version`` its version. With
     ``syncs_first`` servers may hold any weights (a trainer that was restarted finds those of its last
-    sync), and requests are refused until ``update_weights``. ``trainer`` names the run where another one
-    finds its servers in use. ``dtype`` is the recipe's. Raises EngineError if no server answers, or another
-    trainer uses one.
+    sync), and requests are refused until ``update_weights``. ``run``, the run's folder, names it where
+    another one finds its servers in use, and weights pass through it; None: a temporary folder. ``dtype`` is
+    the recipe's. Raises EngineError if no server answers, or another trainer uses one.
     """
 
     def __init__(
@@ -81,10 +86,11 @@ class ServerEngine:
         max_model_len: int,
         policy_version: int = 0,
         syncs_first: bool = False,
-        trainer: str = "a trainer",
+        run: Path | None = None,
         dtype: str = "float32",
     ) -> None:
-        trainer = f"{trainer} (process {os.getpid()} on {socket.gethostname()}, {secrets.token_hex(4)})"
+        own = f"{os.getpid()}-{secrets.token_hex(4)}"
+        trainer = f"{run or 'a trainer'} (process {own} on {socket.gethostname()})"
         self.function = function(Path(model_path), dtype)
         self.weights = WeightTable.read(model_path)
         self.moe_layers = read_config(model_path).moe_layers if rollout.keep_routes else []
@@ -108,7 +114,7 @@ class ServerEngine:
         self.sync: Metrics = {}
         self.pool = ReplicaPool(rollout.servers, rollout.request_timeout / 2, self.lost.append, trainer)
         try:
-            self.sender = self._sender()
+            self.sender = self._sender(run or Path(tempfile.gettempdir(), own))
             self._connect(None if syncs_first else weights(Path(model_path)))
             self.pool.refuse_taken()
         except EngineError:
@@ -245,8 +251,6 @@ class ServerEngine:
         try:
             async with aclosing(request.replica.events(PATH, body, self.pool.silence)) as events:
                 async for event in events:
-                    if "error" in event:
-                        raise ConnectionError(event["error"])
                     if last is not None:
                         last.num_cached_tokens = cached_tokens(event)
                     elif event.get("choices"):
@@ -263,11 +267,35 @@ class ServerEngine:
         except ReplicaError as error:
             self.arrivals.put((request, words(error)))
 
+    def probe(self) -> list[TokenTree]:
+        """Return ``PROBED`` tokens of each replica after tokens spread over the vocabulary."""
+        length = min(2 * PROBED, self.max_model_len - PROBED)
+        prompt = np.linspace(0, self.vocab_size // 2, max(length, 1), dtype=int).tolist()
+        with self.busy:
+            sampled = self.pool.each("probe", lambda replica: self._probe(replica, prompt))
+        root = Node(-1, Tokens.of(prompt))
+        return [
+            TokenTree(replica.url, [root, Node(0, tokens, weight=1.0)]) for replica, tokens in sampled.items()
+        ]
+
+    async def _probe(self, replica: Replica, prompt: list[int]) -> Tokens:
+        sampling = self.sampling | {"stop_token_ids": []}
+        body = request_body(
+            "probe", prompt, sampling, PROBED, 0, replica.stock, cache_salt=secrets.token_hex()
+        )
+        grown = GrowingTokens()
+        async with aclosing(replica.events(PATH, body, self.pool.silence)) as events:
+            async for event in events:
+                if event.get("choices"):
+                    for delta in read_event("probe", event, self.versions, self.rollout, replica.stock):
+                        grown.append(delta.token_ids, delta.columns, self.policy_version)
+        return grown[:].without(self.rollout.untrained_columns)
+
     # ---- weights ------------------------------------------------------------------------------------
 
-    def _sender(self) -> TcpSender | NcclSender:
-        if self.rollout.sync == "tcp":
-            return TcpSender(self.pool, self.rollout.request_timeout)
+    def _sender(self, run: Path) -> FolderSender | NcclSender:
+        if self.rollout.sync == "folder":
+            return FolderSender(self.pool, run / "weights")
         from megatron_eqlen.engines.weights.nccl import NcclSender  # imports vLLM
 
         return NcclSender(self.pool, self.weights.shapes)
@@ -314,9 +342,14 @@ class ServerEngine:
         name = name_of_sync(policy_version)
         self.versions = before | {name: policy_version}
         try:
-            self.sender.send(named_tensors)
+            sent = self.sender.send(named_tensors)
         finally:
             self.pool.post("finish_weight_update", {"weight_version": name})
+        for replica, workers in self.pool.each("weights", lambda replica: replica.rpc("eqlen_setup")).items():
+            if (received := min(worker["received"] for worker in workers)) != sent:
+                why = f"expected it to read {sent} weights through the run's folder, found {received}"
+                self.pool.leave_out(replica, f"{why}: it must see that folder under the same path")
+        self.pool.check_any_alive()
         self.pool.post("resume")
 
     def _pause(self) -> None:

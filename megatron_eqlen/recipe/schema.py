@@ -433,9 +433,9 @@ class RolloutRecipe(Section):
     on_sync: Annotated[Literal["continue", "recompute"], When(".staleness")] = "continue"
     """KV cache with which a request in flight resumes after a weight sync: its own,
     computed with older weights, or one that the new weights recompute for all its tokens."""
-    sync: Annotated[Literal["tcp", "nccl"], When(".engine", "server")] = "tcp"
-    """Transport of weights to servers: TCP, once per node; or NCCL, if trainer and servers share a fabric
-    (servers must be started with the same value)."""
+    sync: Annotated[Literal["folder", "nccl"], When(".engine", "server")] = "folder"
+    """Transport of weights to servers: files in ``RUN/weights``, which servers must see under the same path;
+    or NCCL, if trainer and servers share a fabric (servers must be started with the same value)."""
     request_timeout: PositiveFloat = 600.0
     """Seconds without progress after which an engine counts as hung."""
     mismatch: MismatchRecipe = MismatchRecipe()

@@ -58,7 +58,7 @@ from megatron_eqlen.run.step import Batch, Step
 from megatron_eqlen.sampling.harvester import HarvestObserver, Marker
 from megatron_eqlen.sampling.profile import profile_metrics
 from megatron_eqlen.tokens import TEACHER
-from megatron_eqlen.training.agreement import disagreement
+from megatron_eqlen.training.agreement import MismatchError, disagreement, drawn_lines
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Metrics, Prompt, Rollout, RolloutKey, rollout_key
 
@@ -330,7 +330,25 @@ class Generator(InTurn):
         with self.session.stage("sync", self.patience) as seconds:
             self.engine.wake()
             self.engine.update_weights(policy.weights(), policy.version)
+            if self.recipe.rollout.engine == "server" and self.recipe.rollout.comparable:
+                self._probe(policy)
         return seconds
+
+    def _probe(self, policy: Policy) -> None:
+        """Compare what each server computes with what the trainer does. Raises MismatchError with both
+        values."""
+        rollout, model = self.recipe.rollout, self.session.job.model
+        rounds = self.recipe.model.dtype != "float32" or rollout.quantization or model.delta_net
+        # float32 stays below 1e-4
+        tolerance = rollout.tolerance / (1 if rounds or rollout.mismatch.tolerance else 100)
+        for url, found in policy.compare(gather(self.engine.probe())).items():
+            if not found.mean <= tolerance:
+                raise MismatchError(
+                    f"rollout.servers: {url}: expected log-probs of the trainer's model, "
+                    f"{found.trainer / found.count:.5g} on average of {found.count} tokens, found "
+                    f"{found.engine / found.count:.5g}: they differ by {found.mean:.2g} a token, more than "
+                    f"{tolerance:g} (rollout.mismatch.tolerance): it computes another function"
+                )
 
     def disagreement(self, mismatch: float | None) -> str | None:
         return disagreement(mismatch, self.recipe.rollout)
@@ -394,7 +412,8 @@ def select(scored: Batch, step: Step, session: Session) -> Batch:
     if session.objective.dynamic_sampling:
         room = recipe.data.prompts_per_step - step.prompts
         rollouts, metrics["objective/filtered_prompts"] = dynamic_sampling.select(rollouts, recipe, room)
-    return Batch(rollouts, metrics, scored.data_position)
+    drawn = drawn_lines(scored.rollouts, recipe, step.number) if recipe.rollout.comparable else ()
+    return Batch(rollouts, metrics, scored.data_position, drawn=drawn)
 
 
 def start_engine(job: Job, replicas: Replicas, syncs_first: bool) -> Engine:
@@ -408,10 +427,8 @@ def start_engine(job: Job, replicas: Replicas, syncs_first: bool) -> Engine:
     if rollout.engine == "server":
         from megatron_eqlen.engines.servers import ServerEngine
 
-        dtype, trainer = recipe.model.dtype, str(recipe.run_folder)
-        return ServerEngine(
-            path, rollout, ends, longest, syncs_first=syncs_first, trainer=trainer, dtype=dtype
-        )
+        dtype, run = recipe.model.dtype, Path(recipe.run_folder)
+        return ServerEngine(path, rollout, ends, longest, syncs_first=syncs_first, run=run, dtype=dtype)
     from megatron_eqlen.engines.colocated import ColocatedEngine  # imports vLLM
 
     if syncs_first:  # which brings the weights

@@ -184,7 +184,7 @@ class Run:
     def update(self, step: Step, policy: Policy, minibatches: list[list[TokenTree]]) -> Step:
         """Train on ``minibatches``; a step without any update is reported on the screen."""
         with self.session.stage("train") as seconds:
-            metrics = policy.update(minibatches)
+            metrics = policy.update(minibatches, step.drawn)
         trained = metrics.get(m.PACKING_TOKENS, 0.0) * self.recipe.loss.epochs
         speed = trained / seconds[m.TIME_TRAIN]
         step = step.log(metrics | seconds | {m.TRAIN_TOKENS_PER_SECOND: speed})

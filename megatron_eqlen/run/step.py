@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_eqlen.files import step_name
 from megatron_eqlen.metrics import check, in_turn
-from megatron_eqlen.types import Metrics, Prompt, Rollout
+from megatron_eqlen.types import Metrics, Prompt, Rollout, TokenTree
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,8 @@ class Batch:
     """Position of the data source after these prompts; on rank 0 alone."""
     prompts: Sequence[Prompt] = ()
     """Prompts of all replicas, the same on every rank."""
+    drawn: Sequence[TokenTree] = ()
+    """Lines among all that was generated (``agreement.drawn_lines``)."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Step:
     rollouts: tuple[Rollout, ...] = ()
     """Rollouts of all engine replicas, scored, in training order; with dynamic sampling only the kept ones.
     Complete on the rank that graded them, skeletons elsewhere."""
+    drawn: tuple[TokenTree, ...] = ()
+    """Lines to compare with the engine, among all that was generated."""
     batches: tuple[Metrics, ...] = ()
     """Metrics of generation and scoring, for each batch of prompts."""
     measured: Metrics = field(default_factory=dict)
@@ -70,6 +74,7 @@ class Step:
         return dataclasses.replace(
             self,
             rollouts=(*self.rollouts, *batch.rollouts),
+            drawn=(*self.drawn, *batch.drawn),
             batches=(*self.batches, batch.metrics),
             data_position=batch.data_position,
         )

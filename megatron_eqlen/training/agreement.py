@@ -1,22 +1,28 @@
 """Mismatch of trainer and engine, held against ``rollout.mismatch.tolerance``.
 
 The mismatch is the mean |log-prob difference| over those tokens of an update that were sampled by the weights
-which the update trains; it is undefined if older weights sampled all tokens.
+which the update trains; it is undefined if older weights sampled all tokens. Beside it stands that of lines
+which are drawn among all that the step generated: an engine that computes another function earns other
+rewards, and then its tokens may be those that are not trained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from megatron_eqlen.metrics import COMPARED, MISMATCH, MISMATCH_OF_COMPARED
-from megatron_eqlen.recipe import RolloutRecipe
+from megatron_eqlen.recipe import Recipe, RolloutRecipe
+from megatron_eqlen.sampling.comparison import token_tree
+from megatron_eqlen.tokens import TEACHER
 from megatron_eqlen.training.forward import supervised_positions
 from megatron_eqlen.training.policy_loss import RowLoss
 from megatron_eqlen.training.rows import RankRows
-from megatron_eqlen.types import Metrics
+from megatron_eqlen.types import Metrics, Rollout, TokenTree
 
 
 class MismatchError(ValueError):
@@ -53,3 +59,43 @@ def worst_token(rows: RankRows, losses: Sequence[RowLoss]) -> tuple[float, str]:
     segment = int(row.segment_ids[at])
     tree, node = rows.planned.forest.of_segment(segment)
     return peaks[number], f"token {(row.segment_ids[:at] == segment).sum()} of node {node} of tree {tree!r}"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Log-probs of tokens of a tree: sums over ``count`` tokens."""
+
+    count: int
+    trainer: float
+    engine: float
+    difference: float
+    """Sum of |trainer - engine|."""
+    worst: tuple[float, str]
+    """Largest of a token, and its place."""
+
+    @classmethod
+    def joined(cls, parts: Iterable[Compared]) -> Compared:
+        counts, *sums = zip(*((p.count, p.trainer, p.engine, p.difference) for p in parts), strict=True)
+        return cls(sum(counts), *map(sum, sums), max(p.worst for p in parts))
+
+    @property
+    def mean(self) -> float:
+        return self.difference / self.count
+
+
+def drawn_lines(rollouts: Sequence[Rollout], recipe: Recipe, step: int) -> list[TokenTree]:
+    """Return lines of these rollouts as trees to compare, the same on every rank: at most one of a rollout,
+    drawn by the number of the step, as many as fit in a row."""
+    draw, room, trees = random.Random(f"{recipe.seed}/{step}"), recipe.packing.max_tokens_per_row, []
+    unused = {TEACHER.name, *recipe.rollout.untrained_columns}
+    for rollout in draw.sample(rollouts, len(rollouts)):
+        ends = sorted({part.number for part in rollout.parts} - {part.parent for part in rollout.parts})
+        name = f"{rollout.prompt_id}/{rollout.index}"
+        tree, nodes = token_tree(rollout, name, rollout.line(draw.choice(ends)) if ends else [])
+        if (size := sum(map(len, tree.nodes))) <= room and len(tree.nodes) > 1:
+            room -= size
+            trees.append(tree)
+        for number, node in nodes.items():
+            node.tokens = node.tokens.without(unused)
+            node.weight = float(number >= 0 and node.tokens.generated > 0)
+    return [tree for tree in trees if any(node.weight for node in tree.nodes)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +30,7 @@ from megatron_eqlen.packing.tree import NonFiniteTreeError
 from megatron_eqlen.plan.flops import pair_cost
 from megatron_eqlen.processes.distributed import gather, is_rank0
 from megatron_eqlen.tokens import TEACHER
-from megatron_eqlen.training.agreement import mismatch_of, worst_token
+from megatron_eqlen.training.agreement import Compared, mismatch_of, worst_token
 from megatron_eqlen.training.exchange import Placement, exchange
 from megatron_eqlen.training.finite import (
     NonFiniteError,
@@ -40,7 +40,7 @@ from megatron_eqlen.training.finite import (
     row_problem,
     weight_problem,
 )
-from megatron_eqlen.training.forward import RowResult, row_multiple, run_rows
+from megatron_eqlen.training.forward import RowResult, row_multiple, run_rows, supervised_positions
 from megatron_eqlen.training.optimizer import build_optimizer, gradient_norm, take_step, wrap
 from megatron_eqlen.training.parking import ReferenceWeights, TrainerMemory
 from megatron_eqlen.training.policy_loss import RowLoss, policy_loss, reduce_metrics
@@ -109,8 +109,8 @@ class Policy:
         self.skipped_in_a_row = 0
         """Number of skipped updates since the last taken update."""
         self.mismatch: float | None = None
-        """Mean |trainer - engine| log-prob over the comparable tokens of the newest ``update``
-        (``agreement``); None: there are none, or the update took no step."""
+        """Mean |trainer - engine| log-prob over the comparable tokens of the newest ``update``, or over those
+        of drawn lines if it is larger (``agreement``); None: there are none."""
         self.before = 0
         """``version`` before the newest ``update``."""
         self.worst = (-1.0, "")
@@ -127,18 +127,20 @@ class Policy:
         """Restore the memory that ``park`` freed, bit for bit; gradients are zeros."""
         self.memory.unpark()
 
-    def update(self, minibatches: list[list[TokenTree]]) -> Metrics:
+    def update(self, minibatches: list[list[TokenTree]], drawn: Sequence[TokenTree] = ()) -> Metrics:
         """Train on the step's trees: one optimizer step per minibatch, ``loss.epochs`` times over.
 
         Every rank passes the same trees, as skeletons if the arrays have another home, and trains the rows
         that the packer assigns to it; it receives missing arrays from their homes. Minibatches without a
         supervised token are left out. A step is skipped on all ranks if a row's loss or the gradient's norm
         is not finite: weights, optimizer and schedule are unchanged. Metrics are merged over the steps that
-        were taken. Raises NonFiniteError after more than ``optimizer.max_skipped_updates`` skipped updates in
+        were taken. ``drawn``: lines that are compared with the engine alone (``agreement.drawn_lines``).
+        Raises NonFiniteError after more than ``optimizer.max_skipped_updates`` skipped updates in
         a row.
         """
         assert not self.memory.away, "parked"
         self.worst, self.before = (-1.0, ""), self.version
+        compared = self.compare(drawn)
         batches = [batch for batch in map(self._prepare, minibatches) if batch.trains]
         every_rows = [batch.rows for batch in batches if batch.rows is not None]
         for rows in every_rows:
@@ -149,7 +151,38 @@ class Policy:
         )
         metrics = packed | m.in_turn([skipped(0), *steps])
         self.mismatch = mismatch_of(metrics) if metrics[m.UPDATES] else None
+        if compared:
+            of_drawn = Compared.joined(compared.values())
+            metrics[m.MISMATCH_OF_DRAWN] = of_drawn.mean
+            self.mismatch = float(np.maximum(of_drawn.mean, self.mismatch or 0.0))  # NaN if one is
+            self.worst = max(self.worst, of_drawn.worst)
         return metrics
+
+    def compare(self, trees: Sequence[TokenTree]) -> dict[str, Compared]:
+        """Return the log-probs of the supervised tokens that the present weights sampled, in trainer and
+        engine, by the names of the trees; NaN if a number is not finite. Not while parked. Collective."""
+        if not trees:
+            return {}
+        batch = self._prepare([*trees])
+        if batch.rows is None:
+            return {trees[0].name: Compared(1, math.nan, math.nan, math.nan, (math.nan, str(batch.problem)))}
+        rows = batch.rows
+        segments: dict[int, tuple[str, Compared]] = {}
+        for row, trainer in zip(rows, self._log_probs(rows), strict=False):  # none before the last stage
+            at = supervised_positions(row)
+            engine, numbers = row.column("logprobs")[at], row.segment_ids[at]
+            current = (row.column("versions")[at] == self.version) | (not self.recipe.rollout.trains_older)
+            for segment in np.unique(numbers[current]).tolist():
+                own = np.flatnonzero((numbers == segment) & current)
+                difference = np.abs(trainer - engine)[own]
+                tree, node = rows.planned.forest.of_segment(segment)
+                worst = float(difference.max()), f"node {node} of tree {tree!r}"
+                sums = float(trainer[own].sum()), float(engine[own].sum()), float(difference.sum())
+                segments[segment] = tree, Compared(len(own), *sums, worst)
+        of_trees: dict[str, list[Compared]] = {}
+        for _, (tree, part) in sorted(dict(gather([*segments.items()])).items()):
+            of_trees.setdefault(tree, []).append(part)
+        return {tree: Compared.joined(parts) for tree, parts in of_trees.items()}
 
     def check_weights(self) -> None:
         """Raise NonFiniteError, on every rank, if a weight is not finite on any rank. Not while parked."""

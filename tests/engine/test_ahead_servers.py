@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from megatron_eqlen.engines.servers import ServerEngine
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.run.step import Step
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
+from megatron_eqlen.types import TokenTree
 from tests.kit.rollout_kit import folder, server_recipe, sync_as_started
 from tests.pure.test_ahead import opened, world_of_one
 from tests.pure.test_ahead_carried import Trained, check_record
@@ -29,6 +31,9 @@ class Policy:
 
     version: int
     broken: bool = False
+
+    def compare(self, trees: list[TokenTree]) -> dict[str, Any]:
+        return {}
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         path = folder("qwen3_moe", self.version % 2) / "model.safetensors"

@@ -23,14 +23,13 @@ import numpy as np
 import pytest
 import torch
 from aiohttp import web
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megatron_eqlen.engines import replica as replica_module
 from megatron_eqlen.engines.protocol import Engine, EngineError
 from megatron_eqlen.engines.server.gate import HEALTH, KEY, RPC, SERVED, authorization
 from megatron_eqlen.engines.servers import ServerEngine
-from megatron_eqlen.engines.weights import tcp
-from megatron_eqlen.engines.weights.tcp import NONCE_BYTES, connect, encode, invite, receive
+from megatron_eqlen.engines.weights import folder as folder_transport
 from megatron_eqlen.harvest.harvest import harvest, harvest_seed
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.recipe import Recipe
@@ -198,16 +197,14 @@ def test_a_server_that_falls_silent_in_a_harvest_is_left_and_nothing_is_lost(ser
     remote.close()
 
 
-def begin_a_sync_and_die(engine: ServerEngine) -> None:
+def begin_a_sync_and_die(engine: ServerEngine, path: Path) -> None:
     """Leave the state of a trainer that is killed when a layer has some of its new weights."""
     name = "model.layers.0.self_attn.q_proj.weight"
     weight = load_file(folder("qwen3_moe", 2) / "model.safetensors")[name]
     engine._pause()
     engine.pool.post("start_weight_update")
-    for replica in engine.pool.replicas:
-        feed = engine.pool.io.run(invite(replica, timeout=60))
-        engine.pool.io.run(feed.send(encode([(name, weight)])))
-        engine.pool.io.run(feed.close())
+    save_file({name: weight}, path)
+    engine.pool.post("update_weights", {"update_info": {"path": str(path)}})
 
 
 def suspended(
@@ -231,7 +228,7 @@ def suspended(
 
 
 def test_two_servers_harvest_what_one_process_does_through_a_sync_and_a_death(servers, monkeypatch, tmp_path):
-    monkeypatch.setattr(tcp, "BUCKET_BYTES", 20_000)  # layers are split between several
+    monkeypatch.setattr(folder_transport, "PART_BYTES", 20_000)  # layers are split between several
     recipe = server_recipe(list(servers), keep_routes=True)
     weights = load_file(folder("qwen3_moe", 1) / "model.safetensors")
     local = open_local(recipe)
@@ -243,7 +240,7 @@ def test_two_servers_harvest_what_one_process_does_through_a_sync_and_a_death(se
     assert metrics["engine/live_replicas"] == 2
     assert 0 <= metrics["harvest/recomputed_tokens_per_fork"] <= recipe.rollout.block_size
 
-    begin_a_sync_and_die(remote)
+    begin_a_sync_and_die(remote, tmp_path / "part")
     remote.update_weights(iter(weights.items()), 1)
     local.update_weights(iter(weights.items()), 1)
     expected, _ = harvest(local, HarvestPlan(PROMPTS, recipe, EOS, seed=harvest_seed(recipe.seed, 0)))
@@ -294,7 +291,6 @@ class Fake:
         self.posted: dict[str, dict] = {}
         """The last body of each control."""
         self.frames: list[dict[str, torch.Tensor]] = []
-        self.strangers: list[socket.socket] = []
         self.closed = threading.Event()
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._serve, daemon=True)
@@ -327,10 +323,13 @@ class Fake:
     async def control(self, request):
         body = await request.json() if request.can_read_body else {}
         self.posted[request.match_info["name"]] = body
-        if request.match_info["name"] == "update_weights" and "host" in body["update_info"]:
-            return await self.update_weights(request, body["update_info"])
+        if request.match_info["name"] == "start_weight_update":
+            self.frames = []
+        if request.match_info["name"] == "update_weights" and "path" in body["update_info"]:
+            return await self.update_weights(request, body["update_info"]["path"])
         if body and body.get("method") == "eqlen_setup":
             limits = {"vocab_size": 96, "max_model_len": self.max_model_len, "stock": "vLLM V1"}
+            limits["received"] = sum(map(len, self.frames))
             limits["started_with"] = {"keep_sampling_mask": False}
             limits["function"] = function(self.model, "float32") | self.other
             return web.json_response({"results": [limits]})
@@ -340,32 +339,19 @@ class Fake:
             self.version = body["weight_version"]
         return web.json_response({})
 
-    async def update_weights(self, request, invitation):
+    async def update_weights(self, request, path):
         if self.behaviour == "deny":
             return web.Response(status=500, text="no such layer")
-        if self.behaviour == "crowded":
-            self.visit(invitation)
-        await asyncio.to_thread(self.load, invitation)
+        await asyncio.to_thread(self.load, path)
         if self.behaviour == "die":
             request.transport.abort()
         return web.json_response({})
 
-    def visit(self, invitation):
-        """Come before the worker, without the nonce: silent, short and wrong."""
-        for hello in (b"", b"GET / HTTP/1.1", b"x" * NONCE_BYTES):
-            stranger = socket.create_connection((invitation["host"], invitation["port"]))
-            stranger.sendall(hello)
-            self.strangers.append(stranger)
-
-    def load(self, invitation):
-        self.frames = []
-        with connect(**invitation) as sock:
-            for frame in receive(sock):
-                self.frames.append(dict(frame))
-                if self.behaviour == "stall":
-                    self.closed.wait()
-                if self.behaviour in ("die", "stall"):
-                    return
+    def load(self, path):
+        if self.behaviour == "stall":
+            self.closed.wait()
+        if self.behaviour not in ("die", "stall", "blind"):
+            self.frames.append(load_file(path))
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
@@ -414,8 +400,6 @@ class Fake:
 
     def close(self) -> None:
         self.closed.set()
-        for stranger in self.strangers:
-            stranger.close()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
 
@@ -490,6 +474,8 @@ def test_the_answer_of_another_kind_of_server_is_shown_in_one_line(status):
             self.end_headers()
             self.wfile.write(b"<!DOCTYPE html>\n<html><title>Not\n found</title><p>...")
 
+        do_POST = do_GET
+
         def log_message(self, format, *args): ...
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Foreign) as server:
@@ -498,7 +484,7 @@ def test_the_answer_of_another_kind_of_server_is_shown_in_one_line(status):
             open_engine(server_recipe([f"http://127.0.0.1:{server.server_port}"]))
         server.shutdown()
     assert re.search(
-        r"weight_info[:,].* <!DOCTYPE html> <html><title>Not found</title><p>\.\.\. \(since \S+\); "
+        r"/own[:,].* <!DOCTYPE html> <html><title>Not found</title><p>\.\.\. \(since \S+\); "
         r"start them again, and the same command resumes$",
         str(error.value),
     )
@@ -529,7 +515,7 @@ def new_weights() -> dict[str, torch.Tensor]:
 
 
 def assert_bits_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert list(found) == list(expected)
+    assert found.keys() == expected.keys()
     for name, tensor in found.items():
         assert (tensor.dtype, tensor.shape) == (expected[name].dtype, expected[name].shape)
         assert torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (tensor, expected[name])))
@@ -538,7 +524,7 @@ def assert_bits_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.
 @pytest.fixture
 def open_fakes(fake, monkeypatch):
     """Fakes that behave like this, and an engine over them whose syncs take many frames."""
-    monkeypatch.setattr(tcp, "BUCKET_BYTES", 20_000)
+    monkeypatch.setattr(folder_transport, "PART_BYTES", 20_000)
     engines = []
 
     def make(*behaviours: str, **over) -> tuple[ServerEngine, list[Fake]]:
@@ -549,25 +535,6 @@ def open_fakes(fake, monkeypatch):
     yield make
     for engine in engines:
         engine.close()
-
-
-def test_tensors_of_any_dtype_and_shape_cross_the_wire():
-    here, there = socket.socketpair()
-    sent = {
-        "scalar": torch.tensor(-2.5, dtype=torch.bfloat16),
-        "bytes": torch.arange(3, dtype=torch.uint8),
-        "after an odd number of bytes": torch.tensor([[1.5], [float("nan")]]),
-        "float8": torch.tensor([1.0, -448.0]).to(torch.float8_e4m3fn),
-        "bool": torch.tensor([True, False]),
-    }
-    for part in encode(list(sent.items())):
-        here.sendall(part)
-    frames = receive(there)
-    assert_bits_equal(dict(next(frames)), sent)
-    here.close()
-    with pytest.raises(ConnectionError, match="hung up in the middle"):
-        next(frames)
-    there.close()
 
 
 def test_a_sync_brings_every_replica_the_same_bits_in_many_frames(open_fakes):
@@ -606,9 +573,13 @@ def test_a_wrong_weight_leaves_the_servers_refusing_until_a_good_sync(open_fakes
 @pytest.mark.parametrize(
     ("behaviour", "reason"),
     [
-        ("die", "(sending weights|update_weights): .*(reset|pipe|disconnected|hung up)"),
-        ("stall", r"(sending weights|update_weights): silent for 2 s"),
-        ("deny", "waiting for its worker: HTTP 500 from /update_weights: no such layer"),
+        ("die", "update_weights: .*(reset|disconnected)"),
+        ("stall", "update_weights: silent for 2 s"),
+        ("deny", "update_weights: HTTP 500 from /update_weights: no such layer"),
+        (
+            "blind",
+            r"expected it to read \d+ weights through the run's folder, found 0: it must see that folder",
+        ),
     ],
 )
 def test_a_replica_that_fails_in_a_sync_is_left_out_and_the_others_get_all(
@@ -686,7 +657,7 @@ def test_a_closed_engine_ends_the_harvest_of_another_thread(open_fakes):
 def test_nccl_without_a_gpu_is_refused(fake):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    with pytest.raises(EngineError, match=r"nccl sends from GPU to GPU.*use rollout\.sync: tcp"):
+    with pytest.raises(EngineError, match=r"nccl sends from GPU to GPU.*use rollout\.sync: folder"):
         open_engine(server_recipe([fake().url], sync="nccl"))
 
 
@@ -731,14 +702,6 @@ def test_with_nccl_every_worker_has_a_rank_and_knows_what_comes(open_fakes, with
         assert set(announced.dtype_names) == {"float32"}
     with pytest.raises(EngineError, match=r"expected 'model\.embed_tokens\.weight'"):
         engine.sender.send(reversed(weights.items()))
-
-
-def test_strangers_without_the_nonce_get_nothing(open_fakes):
-    engine, (first, other) = open_fakes("crowded", "good", request_timeout=20)
-    engine.update_weights(iter(new_weights().items()), 1)
-    assert_bits_equal(first.weights, new_weights())
-    assert_bits_equal(other.weights, new_weights())
-    assert [stranger.recv(1) for stranger in first.strangers] == [b""] * 3
 
 
 def test_what_arrives_late_of_an_aborted_request_is_not_of_the_next_of_its_name(open_fakes):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from tests.kit.distributed import run_ranks
 from tests.kit.updates import build_policy, layout, one_tree_a_row
@@ -60,3 +62,33 @@ def test_every_rank_knows_the_worst_token_of_all_updates(folders):
     worst, after = ranks[0]
     assert worst[1] == f"token 2 of node 3 of tree {TREES[1].name!r}"
     assert after[0] < 20 < worst[0]
+
+
+def with_other_lines_off(folder: str, changes: dict) -> tuple:
+    """Take an update beside drawn lines of which another function sampled one, then one that trains
+    nothing."""
+    policy = build_policy(folder, changes)
+    lines = [replace(tree, name=str(number)) for number, tree in enumerate(copy.deepcopy(TREES))]
+    before = policy.compare(lines)
+    for node in lines[1].nodes[1:]:
+        node.tokens = node.tokens.with_column("logprobs", node.tokens["logprobs"] - 50.0)
+    after = policy.compare(lines)
+    trained = policy.update([TREES], lines)
+    mismatch, worst = policy.mismatch, policy.worst
+    return before, after, trained, mismatch, worst, policy.update([], lines), policy.mismatch
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_lines_that_are_not_trained_are_compared_too(folders, pipeline):
+    """Each has its own sums, the same on every rank; they are compared also where nothing is trained."""
+    ranks = run_ranks(2, with_other_lines_off, str(folders / "qwen3"), layout(2, pipeline=pipeline))
+    assert ranks[0] == ranks[1]
+    before, after, trained, mismatch, worst, idle, alone = ranks[0]
+    assert {**after, "1": before["1"]} == before
+    assert after["1"].trainer == before["1"].trainer
+    assert after["1"].engine == pytest.approx(before["1"].engine - 50 * after["1"].count)
+    assert after["1"].count == sum(map(len, TREES[1].nodes[1:]))
+    assert mismatch == trained["mismatch/drawn_abs_diff"] > 10 > trained["mismatch/logprob_abs_diff"]
+    assert worst[1].endswith("of tree '1'")
+    assert idle["train/updates"] == 0
+    assert alone > 10

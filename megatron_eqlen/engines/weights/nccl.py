@@ -3,7 +3,7 @@
 The group is the trainer's sending rank and every worker of every live replica. It meets at NCCL's unique id,
 which workers get over HTTP with the servers' secret; vLLM's other way is a store that anybody may write to,
 whose values are unpickled. vLLM's packed broadcast (``vllm.distributed.weight_transfer``) fills and empties
-its buffer. Unlike with TCP, a replica that dies in the middle ends the sync for all: NCCL cannot leave a
+its buffer. Unlike with files, a replica that dies in the middle ends the sync for all: NCCL cannot leave a
 member out.
 """
 
@@ -47,16 +47,17 @@ class NcclSender:
     def __init__(self, pool: ReplicaPool, shapes: dict[str, tuple[int, ...]]) -> None:
         if not torch.cuda.is_available():
             raise EngineError(
-                "rollout.sync: nccl sends from GPU to GPU, and this process has no GPU: use rollout.sync: tcp"
+                "rollout.sync: nccl sends from GPU to GPU, and this process has no GPU: use "
+                "rollout.sync: folder"
             )
         self.pool = pool
         self.shapes = shapes
         self.members: list[Replica] = []
         self.group: Any = None
 
-    def send(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Send the weights. Raises EngineError when no replica is left, and whatever ``named_tensors``
-        raises."""
+    def send(self, named_tensors: Iterable[tuple[str, Tensor]]) -> int:
+        """Send the weights; return 0, for none by files. Raises EngineError when no replica is left, and
+        whatever ``named_tensors`` raises."""
         if self.members != self.pool.alive:
             self._meet()
         weights = self._in_order(iter(named_tensors))
@@ -70,6 +71,7 @@ class NcclSender:
         receiving = self.pool.start(lambda replica: replica.post("update_weights", body))
         broadcast(chain([first], weights), self.group)
         self.pool.settle("update_weights", receiving)
+        return 0
 
     def _meet(self) -> None:
         """Make the group: this process is its rank 0, then come the workers, replica by replica."""

@@ -1,19 +1,19 @@
 """Additions of this package to a vLLM server: weights from the trainer.
 
 Loaded inside the server's workers by ``--worker-extension-cls`` (see ``server.server_command``); importing it
-registers the weight-transfer backends ``eqlen_tcp`` and ``eqlen_nccl`` (``rollout.sync``).
+registers the weight-transfer backends ``eqlen_folder`` and ``eqlen_nccl`` (``rollout.sync``).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from vllm.distributed.parallel_state import get_world_group
+from safetensors import SafetensorError
+from safetensors.torch import load
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -26,7 +26,6 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from megatron_eqlen.engines.cpu.repack import repack
 from megatron_eqlen.engines.protocol import STOCK
 from megatron_eqlen.engines.vllm_args import FUNCTION, STARTED_WITH
-from megatron_eqlen.engines.weights.tcp import NamedTensors, connect, receive
 from megatron_eqlen.recipe.contents import Contents, weights
 
 logger = logging.getLogger(__name__)
@@ -34,19 +33,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class NoSettings(WeightTransferInitInfo):
-    """vLLM's settings for a rendezvous at the start: none, because every sync opens its own connections."""
+    """vLLM's settings for a rendezvous at the start: none, because a sync brings its own."""
 
 
 @dataclass
-class SenderAddress(WeightTransferUpdateInfo):
-    """Where worker 0 fetches the weights, see ``tcp``."""
+class WeightsFile(WeightTransferUpdateInfo):
+    """A part of the weights, see ``folder``."""
 
-    host: str
-    port: int
-    nonce: str
-    """Hexadecimal."""
-    timeout: float
-    """Seconds that the trainer may be silent."""
+    path: str
 
 
 class _Reload(WeightTransferEngine):
@@ -55,13 +49,15 @@ class _Reload(WeightTransferEngine):
     model: Any
     updating = False
     """True from the start of an update to its end or its failure."""
+    received = 0
+    """Weights that files have brought since the start of the newest update."""
 
     def start_weight_update(self) -> None:
         # After an interrupted sync some layers still wait for the rest of their weights, and vLLM would mix
         # the new ones with those. After a complete sync this has no effect.
         finalize_layerwise_reload(self.model, self.model_config)
         initialize_layerwise_reload(self.model)
-        self.updating = True
+        self.updating, self.received = True, 0
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -73,40 +69,26 @@ class _Reload(WeightTransferEngine):
         self.updating = False
 
 
-class TcpWeightTransfer(_Reload, WeightTransferEngine[NoSettings, SenderAddress]):
-    """Weight transfer by TCP, frame by frame: worker 0 receives, and passes on to the others of its group."""
+class FolderWeightTransfer(_Reload, WeightTransferEngine[NoSettings, WeightsFile]):
+    """Weight transfer by files, each of which holds some of the weights; every worker reads all."""
 
     init_info_cls = NoSettings
-    update_info_cls = SenderAddress
+    update_info_cls = WeightsFile
 
     def init_transfer_engine(self, init_info: NoSettings) -> None:
         pass
 
-    def receive_weights(self, update_info: SenderAddress) -> None:
-        """Load the weights as they arrive. A broken connection is logged, not raised. The trainer notices by
-        itself (it gets no ``done``), or is dead. But if one rank raised here, vLLM would read the other
-        ranks' answers to this call as answers to its next call, and the next trainer's sync would fail."""
-        group = get_world_group()
-        if not group.is_first_rank:
-            while header := group.broadcast_object():
-                self._load([(name, torch.empty(shape, dtype=dtype)) for name, dtype, shape in header])
+    def receive_weights(self, update_info: WeightsFile) -> None:
+        """Load a part. One that cannot be read is logged, not raised, and the trainer notices that weights
+        are missing (``received``): if one rank raised here, vLLM would read the other ranks' answers to this
+        call as answers to its next call, and the next trainer's sync would fail."""
+        try:  # not mapped: a trainer that gives up removes the file
+            part = load(Path(update_info.path).read_bytes())
+        except (OSError, SafetensorError) as error:
+            logger.warning("weights of %s: %s", update_info.path, error)
             return
-        try:
-            with connect(**asdict(update_info)) as sock:
-                for named_tensors in receive(sock):
-                    group.broadcast_object([(name, t.dtype, t.shape) for name, t in named_tensors])
-                    self._load(named_tensors)
-        except OSError as error:
-            logger.warning("weight update broke off: %s", error)
-        finally:
-            group.broadcast_object([])  # the others must not wait for more
-
-    def _load(self, named_tensors: NamedTensors) -> None:
-        """Load a frame, which worker 0 has and the others get."""
-        on_device = [(name, tensor.to(self.device)) for name, tensor in named_tensors]
-        for _, tensor in on_device:
-            get_world_group().broadcast(tensor.view(-1).view(torch.uint8))
-        self.model.load_weights(on_device)
+        self.model.load_weights([(name, tensor.to(self.device)) for name, tensor in part.items()])
+        self.received += len(part)
 
     def shutdown(self) -> None:
         pass
@@ -116,7 +98,7 @@ class NcclWeightTransfer(_Reload, NCCLWeightTransferEngine):
     """vLLM's own NCCL transfer, fed by ``nccl``."""
 
 
-for name, engine in {"eqlen_tcp": TcpWeightTransfer, "eqlen_nccl": NcclWeightTransfer}.items():
+for name, engine in {"eqlen_folder": FolderWeightTransfer, "eqlen_nccl": NcclWeightTransfer}.items():
     if name not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(name, engine)
 
@@ -139,6 +121,7 @@ class WorkerExtension:
             "started_with": {key: started.get(key) for key in STARTED_WITH},
             FUNCTION: started.get(FUNCTION),
             "stock": STOCK if self.vllm_config.use_v2_model_runner else "vLLM V1",
+            "received": self.weight_transfer_engine.received,
             "vocab_size": self.model_config.get_vocab_size(),
             "max_model_len": self.model_config.max_model_len,
         }
