@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_eqlen.engines import replica as replica_module
 from megatron_eqlen.engines.protocol import Engine, EngineError
-from megatron_eqlen.engines.server.gate import HEALTH, KEY, RPC, SERVED, authorization
+from megatron_eqlen.engines.server.gate import HEALTH, KEY, RPC, SERVED, TRAINER, authorization
 from megatron_eqlen.engines.servers import ServerEngine
 from megatron_eqlen.engines.weights import folder as folder_transport
 from megatron_eqlen.harvest.harvest import harvest, harvest_seed
@@ -127,6 +127,22 @@ def status(url: str, path: str, key: str | None, body: object = None) -> int:
         return error.code
 
 
+@contextmanager
+def owned(url: str) -> Iterator[Callable[..., int]]:
+    """Yield a function that posts to a server as its owner and returns the status."""
+
+    def control(path: str, body: object = None) -> int:
+        headers = {"Content-Type": "application/json", TRAINER: "test", **authorization()}
+        data = b"" if body is None else json.dumps(body).encode()
+        try:
+            return urllib.request.urlopen(urllib.request.Request(url + path, data, headers)).status
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    yield control
+    control("/disown")
+
+
 def test_servers_answer_who_knows_the_secret_and_only_what_a_run_needs(servers):
     key = os.environ[KEY]
     for url in servers:
@@ -138,6 +154,16 @@ def test_servers_answer_who_knows_the_secret_and_only_what_a_run_needs(servers):
             assert status(url, path, key, {}) == 404
         for body in ({"method": "reload_weights"}, {"method": ["eqlen_setup"]}, [], {}):
             assert status(url, RPC, key, body) == 400, "it is for a trainer, which says its name"
+        with owned(url) as control:
+            assert control("/update_weights", {"update_info": {"path": "a"}}) == 409, "nothing is paused"
+            assert control("/pause?mode=sideways") == 400
+            assert control("/pause?mode=keep") == control("/start_weight_update") == 200
+            for info in (5, {}, {"path": 5}, {"path": "a", "other": 1}):
+                assert control("/update_weights", {"update_info": info}) == 400
+            assert control("/finish_weight_update", {"weight_version": 5}) == 400
+            assert control("/init_weight_transfer_engine", {"init_info": {"other": 1}}) == 400
+            assert control("/finish_weight_update", {"weight_version": "default"}) == 200
+            assert control("/resume") == 200
         assert status(url, "/v1/models", key) == 200  # OpenAI's clients
         asked = {"model": str(folder("qwen3_moe")), "prompt": [5, 6, 7], "max_tokens": 2}
         assert status(url, "/v1/completions", key, asked | {"detokenize": False}) == 200
@@ -681,10 +707,15 @@ def test_with_nccl_every_worker_has_a_rank_and_knows_what_comes(open_fakes, with
     from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
 
+    from megatron_eqlen.engines.server.requests import refuse_misshapen
+
     engine, fakes = open_fakes("good", "good", sync="nccl")
     for live, workers in zip(engine.pool.replicas, (2, 3), strict=True):
         live.workers = workers
     engine.sender._meet()
+    for server in fakes:
+        told = server.posted["init_weight_transfer_engine"]["init_info"]
+        refuse_misshapen("init_info", told, NCCLWeightTransferInitInfo)
     infos = [
         NCCLWeightTransferInitInfo(**server.posted["init_weight_transfer_engine"]["init_info"])
         for server in fakes
@@ -696,7 +727,9 @@ def test_with_nccl_every_worker_has_a_rank_and_knows_what_comes(open_fakes, with
     weights = {name: stored[name] for name in engine.weights.shapes}
     engine.sender.send(iter(weights.items()))
     for server in fakes:
-        announced = NCCLWeightTransferUpdateInfo(**server.posted["update_weights"]["update_info"])
+        told = server.posted["update_weights"]["update_info"]
+        refuse_misshapen("update_info", told, NCCLWeightTransferUpdateInfo)
+        announced = NCCLWeightTransferUpdateInfo(**told)
         assert announced.names == list(weights)
         assert announced.shapes == [list(w.shape) for w in weights.values()]
         assert set(announced.dtype_names) == {"float32"}
@@ -772,3 +805,15 @@ def test_what_would_end_the_engine_is_refused_with_its_field(token_ids, params, 
     refuse_unfit([0, 95], SamplingParams(seed=7, extra_args={"eqlen_seed": 2**64 - 1}), 96)
     with pytest.raises(VLLMValidationError, match=f"^{field}: expected"):
         refuse_unfit(token_ids, SamplingParams(**params), 96)
+
+
+@pytest.mark.parametrize("asked", [{}, {"path": 5}, {"path": None}, {"path": "a", "other": 1}, {"host": "h"}])
+def test_weights_are_asked_for_as_the_worker_takes_them(asked):
+    from vllm.exceptions import VLLMValidationError
+
+    from megatron_eqlen.engines.server.requests import refuse_misshapen
+    from megatron_eqlen.engines.weights.worker import WeightsFile
+
+    refuse_misshapen("update_info", {"path": "a"}, WeightsFile)
+    with pytest.raises(VLLMValidationError, match=r"^update_info: "):
+        refuse_misshapen("update_info", asked, WeightsFile)

@@ -19,6 +19,7 @@ from megatron_eqlen.engines.server.gate import (
     RPC,
     START,
     TRAINER,
+    UPDATE,
     Gate,
 )  # fmt: skip
 
@@ -79,7 +80,8 @@ def test_a_server_obeys_one_trainer_until_it_leaves_or_falls_silent(ask, monkeyp
 
 def test_nothing_is_generated_while_weights_are_replaced_which_a_pause_precedes(ask):
     assert ask(START)[0] == 409
-    assert [ask(path)[0] for path in (PAUSE, START, RESUME, GENERATE)] == [200, 200, 409, 409]
+    assert [ask(path)[0] for path in (UPDATE, FINISH, PAUSE, UPDATE)] == [409, 409, 200, 409]
+    assert [ask(path)[0] for path in (START, START, UPDATE, RESUME, GENERATE)] == [200, 409, 200, 409, 409]
     assert [ask(path)[0] for path in (FINISH, GENERATE, RESUME, START)] == [200, 200, 200, 409]
     assert [ask(path)[0] for path in (PAUSE, START)] == [200, 200]
     assert ask(RPC, json.dumps(CALLS[0]).encode())[0] == 200, "a later trainer ends what was left open"

@@ -25,10 +25,11 @@ METHODS = ("eqlen_setup", "eqlen_weights")
 CALLS = [{"method": method, "args": []} for method in METHODS]
 OWN, DISOWN = "/own", "/disown"
 """Paths of the gate itself: become the owner or stay it, and end being it."""
-PAUSE, RESUME, START, FINISH = "/pause", "/resume", "/start_weight_update", "/finish_weight_update"
+PAUSE, RESUME = "/pause", "/resume"
+START, UPDATE, FINISH = "/start_weight_update", "/update_weights", "/finish_weight_update"
 OWNED = {
-    *(RPC, PAUSE, RESUME, START, FINISH, OWN, DISOWN),
-    *("/reset_prefix_cache", "/init_weight_transfer_engine", "/update_weights"),
+    *(RPC, PAUSE, RESUME, START, UPDATE, FINISH, OWN, DISOWN),
+    *("/reset_prefix_cache", "/init_weight_transfer_engine"),
 }
 GENERATES = {"/inference/v1/generate", "/v1/completions", "/v1/chat/completions"}
 SERVED = {HEALTH, "/metrics", "/version", "/v1/models", "/weight_info", *GENERATES, *OWNED}
@@ -101,8 +102,9 @@ class Gate:
         self.owner, self.seen = "" if path == DISOWN else trainer, now
         if path == RPC and (not isinstance(asked, dict) or asked not in CALLS):
             return 403, f"expected one of {', '.join(METHODS)}, without arguments"
-        if (path == START and not self.paused) or (path == RESUME and self.updating):
-            return 409, f"{path}: expected {PAUSE} before the weights are replaced, and {RESUME} after it"
+        fits = {START: self.paused and not self.updating, RESUME: not self.updating}
+        if not (fits | dict.fromkeys((UPDATE, FINISH), self.updating)).get(path, True):
+            return 409, f"{path}: expected {', '.join((PAUSE, START, UPDATE, FINISH, RESUME))} in this order"
         return 0, ""
 
     def _noting(self, path: str, send: Any) -> Any:

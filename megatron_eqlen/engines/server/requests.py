@@ -4,15 +4,19 @@ in a worker ends the engine for all."""
 from __future__ import annotations
 
 import math
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
+from pydantic import TypeAdapter
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
 from megatron_eqlen.engines.protocol import SEED
+from megatron_eqlen.engines.weights.worker import TRANSFERS
 
 UNUSED = {
     *("structured_outputs", "logit_bias", "allowed_token_ids", "bad_words", "logprob_token_ids"),
@@ -24,7 +28,8 @@ MOST = {"n": 64, "seed": 2**63 - 1}
 
 
 def check_requests() -> None:
-    """Make this process refuse requests that ``refuse_unfit`` refuses, on every path: status 400."""
+    """Make this process refuse requests that ``refuse_unfit`` or ``refuse_misshapen`` refuses, on every path:
+    status 400."""
     process = InputProcessor.process_inputs
 
     def checked(self: InputProcessor, *args: Any, **kwargs: Any) -> EngineCoreRequest:
@@ -36,6 +41,27 @@ def check_requests() -> None:
         return request
 
     InputProcessor.process_inputs = checked
+    for call, field in (("update_weights", "update_info"), ("init_weight_transfer_engine", "init_info")):
+        setattr(AsyncLLM, call, _with_checked(field, getattr(AsyncLLM, call)))
+
+
+def _with_checked(field: str, call: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    async def checked(self: AsyncLLM, request: Any) -> None:
+        settings = self.vllm_config.weight_transfer_config
+        assert settings is not None
+        refuse_misshapen(field, getattr(request, field), getattr(TRANSFERS[settings.backend], f"{field}_cls"))
+        await call(self, request)
+
+    return checked
+
+
+def refuse_misshapen(field: str, asked: dict[str, Any], shape: type) -> None:
+    """Raise VLLMValidationError unless these are the arguments of the dataclass ``shape``."""
+    try:
+        TypeAdapter(shape).validate_python(asked)
+        shape(**asked)
+    except (TypeError, ValueError) as error:
+        raise VLLMValidationError(f"{field}: {error}", parameter=field) from None
 
 
 def refuse_unfit(token_ids: list[int], params: SamplingParams, vocab_size: int) -> None:

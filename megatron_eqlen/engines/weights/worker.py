@@ -98,7 +98,8 @@ class NcclWeightTransfer(_Reload, NCCLWeightTransferEngine):
     """vLLM's own NCCL transfer, fed by ``nccl``."""
 
 
-for name, engine in {"eqlen_folder": FolderWeightTransfer, "eqlen_nccl": NcclWeightTransfer}.items():
+TRANSFERS = {"eqlen_folder": FolderWeightTransfer, "eqlen_nccl": NcclWeightTransfer}
+for name, engine in TRANSFERS.items():
     if name not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(name, engine)
 
