@@ -339,12 +339,13 @@ class EnvironmentRecipe(Section):
 
 class MismatchRecipe(Section):
     """Monitoring of the train-inference mismatch: the mean |log-prob difference| of trainer and engine, over
-    those tokens of an update that were sampled by the weights which the update trains."""
+    those tokens of an update that were sampled by the weights which the update trains, or over a row of lines
+    drawn among all that the step generated, if it is larger."""
 
     tolerance: PositiveFloat | None = None
-    """Limit in nats; default 0.1, or 0.5 with ``quantization``. Float32 on CPUs stays below 1e-4, dense
-    models in bfloat16 at 0.01 to 0.04, in fp8 at ten times as much; an engine with wrong weights reaches 0.7
-    and more."""
+    """Limit in nats, of a step and of what each server samples after a sync; default 0.1, or 0.5 with
+    ``quantization``. Float32 on CPUs stays below 1e-4, dense models in bfloat16 at 0.01 to 0.04, in fp8 at
+    ten times as much; an engine with wrong weights reaches 0.7 and more."""
     then: Literal["warn", "stop"] = "warn"
     """Reaction to a step above the tolerance. ``warn``: print a warning, once until a step is below again.
     ``stop``: end the run after the step, with a checkpoint."""

@@ -37,7 +37,7 @@ def wrong(home) -> Iterator[str]:
 def test_training_refuses_it_after_the_first_sync_with_both_values(home, served, wrong):
     servers = f"rollout.servers=[{served[1].partition('[')[2][:-1]},{wrong}]"
     job = jobs.start(*command(home, "wrong", "rollout.engine=server", servers, NO_EVALUATION))
-    assert job.wait() == 1
+    assert job.wait() == 2, job.stderr
     assert f"rollout.servers: {wrong}: expected log-probs of the trainer's model, -" in job.stderr
     assert "of 32 tokens, found -" in job.stderr
     assert not (home / "wrong/weights").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +14,13 @@ from hypothesis import strategies as st
 
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.objectives.registry import lookup
+from megatron_eqlen.packing.tree import Forest
 from megatron_eqlen.recipe import LossRecipe, RecipeError, RolloutRecipe
 from megatron_eqlen.recipe.budget import Spent
 from megatron_eqlen.run.run import Run
-from megatron_eqlen.training.agreement import MismatchError, disagreement, mismatch_of
+from megatron_eqlen.training.agreement import MismatchError, disagreement, drawn_lines, mismatch_of
 from megatron_eqlen.training.policy_loss import policy_loss, reduce_metrics
+from tests.kit.report_runs import example_group, example_stream, example_tree
 
 SMALL = {"name": "t", "steps": 9, "model": {"path": "m"}, "data": {"sources": [{"name": "a", "path": "b"}]}}
 
@@ -101,3 +104,26 @@ def test_the_mismatch_is_of_the_tokens_that_the_policys_own_weights_sampled(toke
     own = [abs(float(a) - float(b)) for a, b, version in tokens if version == 2]
     found = mismatch_of(reduce_metrics([loss]))
     assert found == (pytest.approx(sum(own) / len(own)) if own else None)
+
+
+@pytest.mark.parametrize("example", [example_stream, example_group, example_tree])
+def test_lines_are_drawn_among_all_that_was_generated_and_on_every_rank_the_same(example):
+    """Rewards decide nothing, and ranks that have skeletons draw as those that have the tokens."""
+    rollouts = [replace(example(), index=number) for number in range(40)]
+    bare = [replace(rollout.skeleton(), prompt=rollout.prompt) for rollout in rollouts]
+    packing = {
+        "max_tokens_per_row": 1
+        + 6 * max(len(rollout.prompt.token_ids) + max(rollout.ends().values()) for rollout in rollouts)
+    }
+    recipe = small().model_copy(update={"packing": small().packing.model_copy(update=packing)})
+    seen = set()
+    for step in range(30):
+        trees = drawn_lines(rollouts, recipe, step)
+        forest, other = Forest.of(trees), Forest.of(drawn_lines(bare, recipe, step))
+        assert forest.names == other.names
+        assert (forest.weight == other.weight).all()
+        assert 1 < len(trees) < len(rollouts)
+        assert (forest.length.sum() + len(trees)) <= recipe.packing.max_tokens_per_row
+        assert all(node.parent == number - 1 for tree in trees for number, node in enumerate(tree.nodes))
+        seen |= set(forest.names)
+    assert len(seen) > 30
