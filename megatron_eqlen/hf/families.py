@@ -44,7 +44,7 @@ def embedding(model: ModelConfig) -> Weight:
 
 
 def head(model: ModelConfig) -> Iterator[Weight]:
-    yield Weight("decoder.final_layernorm.weight", (model.prefix + "norm.weight",), ((model.hidden_size,),))
+    yield Weight("decoder.final_norm.weight", (model.prefix + "norm.weight",), ((model.hidden_size,),))
     if not model.tie_word_embeddings:
         shape = (model.vocab_size, model.hidden_size)
         yield Weight("output_layer.weight", (HEAD,), (shape,), dim=0)

@@ -8,9 +8,9 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_eqlen.hf.config import ModelConfig
-from megatron_eqlen.models.config import gpt_arguments, scaled_rope, transformer_config
-from megatron_eqlen.models.gpt import PolicyModel
-from megatron_eqlen.models.layer_specs import block_spec
+from megatron_eqlen.models.config import hybrid_arguments, scaled_rope, transformer_config
+from megatron_eqlen.models.layer_specs import stack_spec
+from megatron_eqlen.models.policy_model import PolicyModel
 from megatron_eqlen.models.router_replay import number_routers
 from megatron_eqlen.recipe import ParallelRecipe
 
@@ -31,20 +31,20 @@ def build_model(
     """
     config = transformer_config(model, parallel, dtype, **overrides)
     stages = range(parallel.virtual_pipeline) if parallel.virtual_pipeline else [None]
-    chunks = [_chunk(model, config, stage, separate_norms) for stage in stages]
+    arguments = hybrid_arguments(model, parallel) | {"hybrid_stack_spec": stack_spec(config, separate_norms)}
+    chunks = [_chunk(model, config, stage, arguments) for stage in stages]
     number_routers(chunks)
     return chunks
 
 
-def _chunk(model: ModelConfig, config: Any, vp_stage: int | None, separate_norms: bool) -> PolicyModel:
+def _chunk(model: ModelConfig, config: Any, vp_stage: int | None, arguments: dict[str, Any]) -> PolicyModel:
     where = {"ignore_virtual": False, "vp_stage": vp_stage}
     chunk = PolicyModel(
         config=config,
-        transformer_layer_spec=block_spec(config, vp_stage, separate_norms),
         pre_process=parallel_state.is_pipeline_first_stage(**where),
         post_process=parallel_state.is_pipeline_last_stage(**where),
         vp_stage=vp_stage,
-        **gpt_arguments(model),
+        **arguments,
     )
     chunk.model_config = model
     if (rope := scaled_rope(model)) is not None:

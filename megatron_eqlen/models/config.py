@@ -1,4 +1,4 @@
-"""Convert ``ModelConfig`` and a parallel layout to Megatron's ``TransformerConfig`` and GPTModel's
+"""Convert ``ModelConfig`` and a parallel layout to Megatron's ``TransformerConfig`` and HybridModel's
 arguments."""
 
 from __future__ import annotations
@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_eqlen.hf.config import DeltaNet, Experts, ModelConfig
+from megatron_eqlen.hf.config import Experts, ModelConfig
 from megatron_eqlen.megatron_cpu import packages
 from megatron_eqlen.recipe import ParallelRecipe, layout
 
@@ -26,7 +27,7 @@ def transformer_config(
     """
     layout.require(layout.weights(parallel, model))
     fields: dict[str, Any] = {
-        "num_layers": model.num_hidden_layers,
+        "num_layers": 2 * model.num_hidden_layers,  # a mixer and an MLP are a layer each
         "hidden_size": model.hidden_size,
         "ffn_hidden_size": model.intermediate_size,
         "num_attention_heads": model.num_attention_heads,
@@ -47,11 +48,11 @@ def transformer_config(
     }
     fields |= _execution_fields(parallel, dtype, sequence=sequence_parallel(model, parallel))
     fields |= _dispatcher_fields(parallel)
-    fields["pipeline_model_parallel_layout"] = _pipeline_layout(layout.stages(parallel, model))
     if model.experts:
         fields |= _expert_fields(model.experts, model.family.glm, dtype)
     if model.delta_net:
-        fields |= _delta_net_fields(model.delta_net)
+        sizes = vars(model.delta_net).items()
+        fields |= {f"linear_{name}": size for name, size in sizes if name != "layers"}
     try:
         config = TransformerConfig(**fields | overrides)
     except AssertionError as error:
@@ -61,9 +62,10 @@ def transformer_config(
     return config
 
 
-def gpt_arguments(model: ModelConfig) -> dict[str, Any]:
-    """Return GPTModel's arguments besides the configuration and the layers."""
+def hybrid_arguments(model: ModelConfig, parallel: ParallelRecipe) -> dict[str, Any]:
+    """Return HybridModel's arguments besides the configuration and the layers' modules."""
     return {
+        "hybrid_layer_pattern": _pattern(model, parallel),
         "vocab_size": model.vocab_size,
         "max_sequence_length": model.context_length,
         "position_embedding_type": "rope",
@@ -120,24 +122,26 @@ def _execution_fields(parallel: ParallelRecipe, dtype: torch.dtype, sequence: bo
     if parallel.virtual_pipeline:  # other combinations hang or mix up activations
         fields |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     if parallel.recompute == "full":
-        fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
     elif parallel.recompute == "mlp":
         fields |= {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]}
     return fields
 
 
-def _pipeline_layout(stages: list[range]) -> list[list[str]] | None:
-    """Return Megatron's list of the contents of each chunk; None for an even split."""
-    if len(set(map(len, stages))) == 1:
-        return None
-    chunks = [["decoder"] * len(layers) for layers in stages]
-    return [["embedding", *chunks[0]], *chunks[1:-1], [*chunks[-1], "loss"]]
+def _pattern(model: ModelConfig, parallel: ParallelRecipe) -> str:
+    """Return the symbols of each layer's mixer and MLP, chunk by chunk: ``G-*-|GE*E``."""
+    net, moe = model.delta_net, model.experts
+    layers = [
+        (Symbols.GDN if net and net.layers[n] else Symbols.ATTENTION)
+        + (Symbols.MOE if moe and moe.layers[n] else Symbols.MLP)
+        for n in range(model.num_hidden_layers)
+    ]
+    return Symbols.PIPE.join("".join(layers[n] for n in chunk) for chunk in layout.stages(parallel, model))
 
 
 def _expert_fields(experts: Experts, glm: bool, dtype: torch.dtype) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "num_moe_experts": experts.num_experts,
-        "moe_layer_freq": [int(sparse) for sparse in experts.layers],
         "moe_ffn_hidden_size": experts.moe_intermediate_size,
         "moe_router_topk": experts.num_experts_per_tok,
         "moe_router_pre_softmax": not experts.norm_topk_prob,
@@ -151,8 +155,6 @@ def _expert_fields(experts: Experts, glm: bool, dtype: torch.dtype) -> dict[str,
     if glm:
         fields["moe_router_score_function"] = "sigmoid"
         fields["moe_router_topk_scaling_factor"] = experts.routed_scaling_factor
-    if not all(experts.layers):
-        fields["hetereogenous_dist_checkpoint"] = True
     return fields
 
 
@@ -166,19 +168,6 @@ def _dispatcher_fields(parallel: ParallelRecipe) -> dict[str, Any]:
             "HybridEP for hybridep), which does not import here"
         )
     return {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": parallel.dispatcher}
-
-
-def _delta_net_fields(delta_net: DeltaNet) -> dict[str, Any]:
-    return {
-        "experimental_attention_variant": "gated_delta_net",
-        "linear_attention_freq": [int(linear) for linear in delta_net.layers],
-        "linear_num_key_heads": delta_net.num_key_heads,
-        "linear_num_value_heads": delta_net.num_value_heads,
-        "linear_key_head_dim": delta_net.key_head_dim,
-        "linear_value_head_dim": delta_net.value_head_dim,
-        "linear_conv_kernel_dim": delta_net.conv_kernel_dim,
-        "hetereogenous_dist_checkpoint": True,  # layers of two kinds cannot share one sharded tensor
-    }
 
 
 def scaled_rope(model: ModelConfig) -> tuple[Tensor, float] | None:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_eqlen.files import CheckpointError, new_folder, refuse_existing
 from megatron_eqlen.hf.config import read_config
@@ -27,7 +28,6 @@ from megatron_eqlen.hf.folder import DTYPES, HFFolder
 from megatron_eqlen.hf.folder_check import check_folder
 from megatron_eqlen.models import checkpoint_folder, lora
 from megatron_eqlen.models.build import build_model
-from megatron_eqlen.models.gpt import PolicyModel
 from megatron_eqlen.models.megatron_checkpoint import (
     adapters_of,
     check_weights,
@@ -35,9 +35,11 @@ from megatron_eqlen.models.megatron_checkpoint import (
     find_together,
     load_sharded,
     read_metadata,
+    sharded_weights,
     widest_dtype,
 )
 from megatron_eqlen.models.names import local_parameters
+from megatron_eqlen.models.policy_model import PolicyModel
 from megatron_eqlen.models.weights import export_hf, load_hf, save_adapters, save_hf
 from megatron_eqlen.processes.distributed import agree
 from megatron_eqlen.recipe import LoraRecipe, ParallelRecipe
@@ -170,15 +172,16 @@ def _loaded(
 
 
 def _load_weights(chunks: list[PolicyModel], path: Path) -> None:
-    check_weights(path, read_metadata(path), [*_state(chunks).values()])
-    loaded = load_sharded(_state(chunks), path)
+    stored = read_metadata(path)
+    check_weights(path, stored, [*_state(chunks, stored).values()])
+    loaded = load_sharded(_state(chunks, stored), path)
     for number, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded[str(number)])
 
 
-def _state(chunks: list[PolicyModel]) -> dict[str, dict]:
-    metadata = checkpoint_metadata()
-    return {str(n): chunk.sharded_state_dict(metadata=metadata) for n, chunk in enumerate(chunks)}
+def _state(chunks: list[PolicyModel], stored: Metadata | None = None) -> dict[str, dict]:
+    options = checkpoint_metadata()
+    return {str(n): sharded_weights(chunk, options, stored) for n, chunk in enumerate(chunks)}
 
 
 def _dtype(folder: HFFolder, names: tuple[str, ...]) -> torch.dtype:

@@ -1,11 +1,10 @@
-"""Modules of a model: plain torch (any machine), or Transformer Engine's (GPU).
+"""Modules of the layers of HybridModel's pattern: plain torch (any machine), or Transformer Engine's (GPU).
 
-    TransformerLayer
-      input_layernorm
-      self_attention   attention (optional q/k norms, output gate) around TreeAttention,
-                       or TreeGatedDeltaNet
-      pre_mlp_layernorm
-      mlp              dense, or a router with experts and an optional gated shared expert
+    *, G   input_layernorm
+           self_attention   attention (optional q/k norms, output gate) around TreeAttention,
+                            or TreeGatedDeltaNet
+    -, E   pre_mlp_layernorm
+           mlp              dense, or a router with experts and an optional gated shared expert
 
 Transformer Engine fuses a norm into the linear layer after it; the norm's parameter is then that layer's
 ``layer_norm_weight``, and the separate norm is an ``IdentityOp``.
@@ -22,18 +21,14 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import (
-    MlpBuilder,
-    TransformerLayerSubmodules,
-    get_transformer_layer_offset,
-)
+from megatron.core.transformer.transformer_layer import MlpBuilder, TransformerLayerSubmodules
 
 from megatron_eqlen.models.gated_delta_net import TreeGatedDeltaNet
 from megatron_eqlen.models.router_replay import ReplayLayer, ReplayRouter
@@ -84,19 +79,43 @@ class TorchModules(LocalSpecProvider):
         return RMSNorm
 
 
-def block_spec(
-    config: TransformerConfig, vp_stage: int | None = None, separate_norms: bool = False
-) -> TransformerBlockSubmodules:
-    """Return the layers of this pipeline stage (and its virtual stage ``vp_stage``), and the final norm.
+class PolicyStack(HybridStack):
+    """HybridStack that has a final norm of the other norms' kind (Megatron's is Transformer Engine's, always:
+    hybrid_block.py:215) and recomputes no MLP in a layer without one (transformer_layer.py:515)."""
 
-    ``separate_norms``: fuse no norm into a linear layer.
-    """
+    def __init__(self, *args: Any, final_norm: type, **kwargs: Any) -> None:
+        super().__init__(*args, post_layer_norm=False, **kwargs)
+        self.post_layer_norm = True
+        if self.post_process:
+            self.final_norm = final_norm(self.config, self.config.hidden_size, self.config.layernorm_epsilon)
+        for layer in self.layers:
+            vars(layer)["recompute_mlp"] &= not isinstance(layer.mlp, IdentityOp)
+
+
+def stack_spec(config: TransformerConfig, separate_norms: bool = False) -> ModuleSpec:
+    """Return the modules of each kind of layer, and the final norm. ``separate_norms``: fuse no norm into a
+    linear layer."""
     modules = _modules(config, separate_norms)
-    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    layers = [_layer(config, modules, number) for number in range(first, first + count)]
-    norm: Any = modules.layer_norm(rms_norm=True)  # accepted by Megatron, but not declared
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
+    norm, add = modules.layer_norm(rms_norm=True), get_bias_dropout_add
+
+    def layer(norms: dict[str, Any], **parts: Any) -> ModuleSpec:
+        return ModuleSpec(module=ReplayLayer, submodules=TransformerLayerSubmodules(**norms, **parts))
+
+    def before(linear: str) -> dict[str, Any]:
+        """Return the norm before a linear layer, and its name in checkpoints, unless the layer has it."""
+        alone = FUSED_NORMS[fused := f"{linear}.layer_norm_"]
+        separate = {alone[:-1]: norm, "sharded_state_dict_keys_map": {alone: fused}}
+        return {} if modules.fuse_layernorm_and_linear() else separate
+
+    qkv, in_proj, fc1 = map(before, ("self_attention.linear_qkv", "self_attention.in_proj", "mlp.linear_fc1"))
+    layers = HybridStackSubmodules(
+        attention_layer=layer(qkv, self_attention=_attention(config, modules), self_attn_bda=add),
+        gdn_layer=layer(in_proj, self_attention=_delta_net(modules), self_attn_bda=add),
+        mlp_layer=layer(fc1, mlp=get_mlp_module_spec_for_backend(modules), mlp_bda=add),
+    )
+    if config.num_moe_experts:  # the router is not fused with the norm before it
+        layers.moe_layer = layer({"pre_mlp_layernorm": norm}, mlp=_experts(config, modules), mlp_bda=add)
+    return ModuleSpec(module=PolicyStack, submodules=layers, params={"final_norm": norm})
 
 
 def _modules(config: TransformerConfig, separate_norms: bool) -> BackendSpecProvider:
@@ -112,32 +131,6 @@ def _modules(config: TransformerConfig, separate_norms: bool) -> BackendSpecProv
             return None
 
     return SeparateNorms() if separate_norms else TESpecProvider()
-
-
-def _layer(config: TransformerConfig, modules: BackendSpecProvider, number: int) -> ModuleSpec:
-    linear = isinstance(config.linear_attention_freq, list) and config.linear_attention_freq[number]
-    sparse = isinstance(config.moe_layer_freq, list) and config.moe_layer_freq[number]
-    norm = modules.layer_norm(rms_norm=True)
-    fused = modules.fuse_layernorm_and_linear()
-    bias_dropout_add: Any = get_bias_dropout_add  # accepted by Megatron, but not declared
-    submodules = TransformerLayerSubmodules(
-        input_layernorm=IdentityOp if fused else norm,
-        self_attention=_delta_net(modules) if linear else _attention(config, modules),
-        self_attn_bda=bias_dropout_add,
-        pre_mlp_layernorm=IdentityOp if fused and not sparse else norm,
-        mlp=_experts(config, modules) if sparse else get_mlp_module_spec_for_backend(backend=modules),
-        mlp_bda=bias_dropout_add,
-        sharded_state_dict_keys_map={} if fused else _checkpoint_names(bool(linear), bool(sparse)),
-    )
-    return ModuleSpec(module=ReplayLayer, submodules=submodules)
-
-
-def _checkpoint_names(linear: bool, sparse: bool) -> dict[str, str]:
-    """Return the checkpoint names for a layer whose norms are separate modules."""
-    fused = [f"self_attention.{'in_proj' if linear else 'linear_qkv'}.layer_norm_"]
-    if not sparse:  # the router is not fused with the norm before it
-        fused.append("mlp.linear_fc1.layer_norm_")
-    return {FUSED_NORMS[name]: name for name in fused}
 
 
 def _after_norm(modules: BackendSpecProvider) -> type:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing import gpt_checkpoint_interop as gpt
 from megatron.core.dist_checkpointing.core import maybe_load_config
 from megatron.core.dist_checkpointing.dict_utils import (
     dict_list_map_inplace,
@@ -30,6 +31,7 @@ from megatron_eqlen.files import CheckpointError
 from megatron_eqlen.hf.folder import first_few
 from megatron_eqlen.hf.folder_check import WEIGHT_DTYPES
 from megatron_eqlen.models import checkpoint_folder
+from megatron_eqlen.models.policy_model import PolicyModel
 from megatron_eqlen.processes.distributed import agree, gather
 from megatron_eqlen.recipe import LoraRecipe
 
@@ -185,6 +187,26 @@ def check_weights(path: Path, metadata: Metadata, states: Sequence[dict[str, Any
         raise CheckpointError(
             f"{path}: the model has no place for {first_few(unknown)}: another model's checkpoint?"
         )
+
+
+def sharded_weights(chunk: PolicyModel, options: dict, stored: Metadata | None = None) -> dict[str, Any]:
+    """Return a chunk's sharded state dict. ``stored``: index of the checkpoint that will fill it.
+
+    That may be a GPTModel's: of this package before it had a HybridModel, or of other software. Its layer n
+    has the weights of our layers 2n and 2n + 1; layers that are all alike share tensors with a first axis n.
+    """
+    state = chunk.sharded_state_dict(metadata=options)
+    keys = stored.state_dict_metadata if stored else {}
+    if any(re.match(r"decoder\.layers\.\D", key) for key in keys):
+        # Megatron's own maps refuse Gated DeltaNet and two kinds of MLP (gpt_checkpoint_interop.py:129-142).
+        numbers = {layer: layer // 2 for layer in range(chunk.config.num_layers)}
+        maps = gpt.GPTCompatLayerMaps(numbers, {}, frozenset(), len(numbers) // 2)
+        gpt.retarget_sharded_state_dict_to_gpt_checkpoint(state, maps)
+    elif "decoder.final_layernorm.weight" in keys:
+        for entry in nested_values(state):
+            key = entry.key.replace("decoder.final_norm.", "decoder.final_layernorm.")
+            entry.key = re.sub(r"(?<=decoder\.layers\.)\d+", lambda layer: str(int(layer[0]) // 2), key)
+    return state
 
 
 def load_sharded(state: dict[str, Any], path: Path) -> dict[str, Any]:

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_eqlen.hf.config import ModelConfig
-from megatron_eqlen.models.gpt import PolicyModel
 from megatron_eqlen.models.layer_specs import FUSED_NORMS
+from megatron_eqlen.models.policy_model import PolicyModel
 
 
 def local_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
@@ -45,7 +44,7 @@ def global_name(chunk: PolicyModel, name: str) -> str:
     in_layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name)
     if in_layer is None:
         return name
-    layer = int(in_layer[1]) + get_transformer_layer_offset(chunk.config, vp_stage=chunk.vp_stage)
+    layer = (chunk.decoder.layers[int(in_layer[1])].layer_number - 1) // 2  # of a mixer or an MLP
     rest = in_layer[2]
     for fused, alone in FUSED_NORMS.items():
         if rest.startswith(fused):

@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron_eqlen.metrics import EXPERT_AGREEMENT, ROUTER_AGREEMENT
+from megatron_eqlen.models.policy_model import PolicyModel
 from megatron_eqlen.models.tree_params import TreeParams
 from megatron_eqlen.tokens import ROUTES
 from megatron_eqlen.types import Metrics
@@ -90,6 +91,8 @@ class Agreement:
 class ReplayRouter(TopKRouter):
     """Megatron's router, which uses given experts during ``given``."""
 
+    layer_number: int
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.column = 0
@@ -103,14 +106,6 @@ class ReplayRouter(TopKRouter):
         if self.score_function == "sigmoid":  # Megatron's own flag would change the bias as well
             del self.expert_bias
             self.register_buffer("expert_bias", self.weight.new_zeros(len(self.weight), dtype=torch.float32))
-
-    @property
-    def moe_layer(self) -> int:
-        """Number of the model's MoE layers before this layer: its index in ``tokens.ROUTES``."""
-        layers = self.config.moe_layer_freq
-        assert isinstance(layers, list)
-        assert self.layer_number is not None
-        return sum(layers[: self.layer_number - 1])
 
     @contextlib.contextmanager
     def given(self, routes: Tensor) -> Iterator[None]:
@@ -140,11 +135,8 @@ class ReplayLayer(TransformerLayer):
     def forward(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any) -> Any:
         kwargs["packed_seq_params"] = packed_seq_params
         columns = packed_seq_params.path_columns if isinstance(packed_seq_params, TreeParams) else {}
-        if ROUTES.name not in columns or not isinstance(self.mlp, MoELayer):
-            return super().forward(*args, **kwargs)
-        router = self.mlp.router
-        assert isinstance(router, ReplayRouter)
-        if not router.reads_routes:
+        router = self.mlp.router if isinstance(self.mlp, MoELayer) else None
+        if ROUTES.name not in columns or not isinstance(router, ReplayRouter) or not router.reads_routes:
             return super().forward(*args, **kwargs)
         with router.given(columns[ROUTES.name]):
             return super().forward(*args, **kwargs)
@@ -161,9 +153,13 @@ def number_routers(chunks: Iterable[torch.nn.Module]) -> None:
         router.column = column
 
 
-def moe_layers(chunks: Iterable[torch.nn.Module]) -> tuple[int, ...]:
+def moe_layers(chunks: Iterable[PolicyModel]) -> tuple[int, ...]:
     """Return the layers of ``tokens.ROUTES`` that a rank's rows hold, in the same order."""
-    return tuple(router.moe_layer for router in routers(chunks))
+    return tuple(
+        chunk.model_config.moe_layers.index(router.layer_number // 2 - 1)
+        for chunk in chunks
+        for router in routers([chunk])
+    )
 
 
 @contextlib.contextmanager

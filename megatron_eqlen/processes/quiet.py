@@ -18,7 +18,6 @@ ENVIRON = {
 LOGGERS = (
     "megatron.core.distributed.distributed_data_parallel",  # advises its callers to lay out parameters
     "megatron.core.dist_checkpointing.strategies.torch",  # advises another way to save
-    "megatron.core.models.gpt.gpt_model",  # announces its deprecation at every start
     "torch._library.triton",
     "torch.distributed.elastic",
     "torch.distributed.elastic.agent.server.api",

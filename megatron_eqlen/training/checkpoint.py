@@ -152,7 +152,7 @@ def load(folder: Path, policy: Policy) -> dict[str, Any] | None:
         return None
     saved = agree(lambda: content_metadata(newest))
     sharded_state.check_content(newest, saved, policy)
-    loaded = load_sharded(sharded_state.like(policy, saved), newest)
+    loaded = load_sharded(sharded_state.like(newest, saved, policy), newest)
     sharded_state.load(policy, loaded)
     position = loaded["position"]
     policy.version = position["policy_version"]

@@ -14,10 +14,16 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_eqlen.files import CheckpointError
 from megatron_eqlen.models import lora
-from megatron_eqlen.models.megatron_checkpoint import LORA, checkpoint_metadata
+from megatron_eqlen.models.megatron_checkpoint import (
+    LORA,
+    checkpoint_metadata,
+    read_metadata,
+    sharded_weights,
+)
 from megatron_eqlen.training import optimizer_state
 from megatron_eqlen.training.policy import Policy
 
@@ -37,7 +43,7 @@ def content(policy: Policy) -> dict[str, Any]:
 def of(policy: Policy) -> dict[str, Any]:
     """Return the state to save; ``policy.memory`` must be readable. Parked weights are replaced by the host's
     copies at the end, since Megatron finds the optimizer's shards by the parameters themselves."""
-    state = _build(policy, SHARDING[policy.recipe.checkpoint.resharding], is_loading=False)
+    state = _build(policy, SHARDING[policy.recipe.checkpoint.resharding])
     for number in range(len(policy.chunks)):
         for entry in nested_values(state[_chunk_key(policy, number)]):
             if isinstance(entry, ShardedTensor | ShardedTensorFactory) and entry.data is not None:
@@ -45,9 +51,9 @@ def of(policy: Policy) -> dict[str, Any]:
     return state
 
 
-def like(policy: Policy, saved: dict[str, Any]) -> dict[str, Any]:
-    """Return the state into which a checkpoint is loaded. ``saved``: its ``content``."""
-    return _build(policy, saved["distrib_optim_sharding_type"], is_loading=True)
+def like(path: Path, saved: dict[str, Any], policy: Policy) -> dict[str, Any]:
+    """Return the state into which the checkpoint ``path`` is loaded. ``saved``: its ``content``."""
+    return _build(policy, saved["distrib_optim_sharding_type"], read_metadata(path))
 
 
 def load(policy: Policy, state: dict[str, Any]) -> None:
@@ -80,17 +86,17 @@ def check_content(path: Path, saved: dict[str, Any], policy: Policy) -> None:
         )
 
 
-def _build(policy: Policy, sharding: str, is_loading: bool) -> dict[str, Any]:
+def _build(policy: Policy, sharding: str, stored: Metadata | None = None) -> dict[str, Any]:
+    """``stored``: index of the checkpoint that the state is loaded from."""
     metadata = _metadata(sharding)
     state: dict[str, Any] = {
         _chunk_key(policy, number): (
-            lora.sharded_state_dict(chunk)
-            if _adapted(policy)
-            else chunk.sharded_state_dict(metadata=metadata)
+            lora.sharded_state_dict(chunk) if _adapted(policy) else sharded_weights(chunk, metadata, stored)
         )
         for number, chunk in enumerate(policy.chunks)
     }
-    optimizer = policy.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+    loading = stored is not None
+    optimizer = policy.optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
     for part in [optimizer] if "optimizer" in optimizer else optimizer.values():
         if part["param_state"] is None:  # another rank gathered it
             del part["param_state"]

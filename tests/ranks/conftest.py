@@ -15,6 +15,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     there are no pipeline stages."""
     path = tmp_path_factory.mktemp("tiny")
     save_tiny(path / "qwen3", "qwen3")
-    for family in ("qwen3", "qwen3_moe"):
+    for family in ("qwen3", "qwen3_moe", "qwen3_next"):
         save_tiny(path / f"{family}-short", family, **SHORT[family])
     return path

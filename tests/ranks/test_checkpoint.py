@@ -40,7 +40,7 @@ def policy_of(model: str):
 
 def weight(policy) -> float:
     """Return the first element of the last norm, which ``save_steps`` sets to the step."""
-    return float(dict(policy.chunks[0].named_parameters())["decoder.final_layernorm.weight"].detach()[0])
+    return float(dict(policy.chunks[0].named_parameters())["decoder.final_norm.weight"].detach()[0])
 
 
 def save_steps(model: str, folder: str, steps: tuple[int, ...] = STEPS, keep: int = 3) -> None:
@@ -49,7 +49,7 @@ def save_steps(model: str, folder: str, steps: tuple[int, ...] = STEPS, keep: in
     policy = policy_of(model)
     for step in steps:
         with torch.no_grad():
-            dict(policy.chunks[0].named_parameters())["decoder.final_layernorm.weight"].fill_(step)
+            dict(policy.chunks[0].named_parameters())["decoder.final_norm.weight"].fill_(step)
         policy.version = 10 * step
         checkpoint.save(Path(folder), step, policy, {"data": f"at {step}"}, keep)
 

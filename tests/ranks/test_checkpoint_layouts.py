@@ -1,11 +1,13 @@
 """Compatibility of layouts and checkpoints, and saving in the background."""
 
+import functools
 import os
 import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,10 +15,11 @@ import torch.distributed as dist
 
 from megatron_eqlen.files import CheckpointError
 from megatron_eqlen.metrics import CHECKPOINT_BYTES
-from megatron_eqlen.models import checkpoint_folder
-from megatron_eqlen.training import checkpoint
+from megatron_eqlen.models import checkpoint_folder, megatron_checkpoint
+from megatron_eqlen.training import checkpoint, sharded_state
 from megatron_eqlen.training.policy import Policy
 from tests.kit.distributed import run_ranks
+from tests.kit.gpt_checkpoints import save_gpt
 from tests.kit.marks import slow, weekly_but
 from tests.kit.updates import build_policy, layout, numbers, one_tree_a_row, same
 
@@ -120,6 +123,29 @@ def test_another_layout_refuses_a_bound_checkpoint_and_reads_the_other_kind(save
     run_ranks(others, carry_on, folder, others, other_parallel, plain, 0, (ANY, str(tmp_path)))
     expected, found = tensors(plain, str(tmp_path))
     assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def carry_on_as_gpt(gpt: str, *arguments: Any) -> str:
+    """``carry_on``, which saves as a GPTModel does. ``gpt``: a checkpoint of one."""
+    stored = megatron_checkpoint.read_metadata(Path(gpt))
+    as_stored = functools.partial(megatron_checkpoint.sharded_weights, stored=stored)
+    with patch.object(sharded_state, "sharded_weights", lambda chunk, options, _: as_stored(chunk, options)):
+        return carry_on(*arguments)
+
+
+@pytest.mark.parametrize("family", ["qwen3-short", slow("qwen3_next-short")])
+def test_a_run_of_a_gpt_model_continues_with_its_weights_and_optimizer_state(saved, tmp_path, family):
+    folder, _, plain = saved(family, 2, {})
+    gpt, bound, unbound, *again = (str(tmp_path / name) for name in ("gpt", "bound", "any", "a", "b"))
+    run_ranks(1, save_gpt, folder, {}, gpt)
+    run_ranks(2, carry_on_as_gpt, gpt, folder, 2, {}, "", 1, (BOUND, bound), (ANY, unbound))
+    run_ranks(1, carry_on, folder, 1, {}, bound, 0, (ANY, again[0]))
+    run_ranks(2, carry_on, folder, 2, {"pipeline": 2}, unbound, 0, (ANY, again[1]))
+    expected, old, *found = tensors(plain, unbound, *again)
+    assert "optimizer.state.exp_avg.decoder.final_layernorm.weight" in old
+    for each in found:
+        assert each.keys() == expected.keys()
+        assert all(torch.equal(each[key], value) for key, value in expected.items())
 
 
 def test_every_rank_writes_its_share_of_a_bound_checkpoint(folders, tmp_path):

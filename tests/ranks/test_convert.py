@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.kit import ROOT
 from tests.kit.distributed import run_ranks
+from tests.kit.gpt_checkpoints import save_gpt
 from tests.kit.marks import slow, weekly_but
 from tests.kit.tiny_models import save_tiny
 
@@ -116,6 +117,25 @@ def test_a_checkpoint_of_any_layout_becomes_the_folder_again(tmp_path, family):
     assert {file.name: file.read_bytes() for file in out.iterdir()} == {
         file.name: file.read_bytes() for file in source.iterdir()
     }
+
+
+GPT = {
+    "qwen3": (1, {}, {"tie_word_embeddings": True, "num_hidden_layers": 3}),
+    "glm4_moe": (2, {"tensor": 2, "expert": 2}, {}),
+    "qwen3_moe": (2, {"pipeline": 2}, {"mlp_only_layers": [0], "decoder_sparse_step": 2}),
+    "qwen3_next": (2, {"pipeline": 2}, {}),
+}
+"""Layers that are all alike, dense or with experts, of two kinds of MLP, and of two kinds of attention."""
+
+
+@pytest.mark.parametrize("family", GPT)
+def test_a_checkpoint_of_megatrons_gpt_model_becomes_the_folder_again(tmp_path, family):
+    source, checkpoint, out = tmp_path / "hf", tmp_path / "gpt", tmp_path / "out"
+    world_size, layout, changes = GPT[family]
+    save_tiny(source, family, **changes)
+    run_ranks(world_size, save_gpt, str(source), layout, str(checkpoint))
+    run_ranks(1, to_hf, str(checkpoint), str(source), str(out))
+    assert (out / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("family", ["qwen2", slow("qwen3_next")])
@@ -348,7 +368,7 @@ def with_integers(checkpoint: str, source: str, out: str) -> None:
     from megatron_eqlen.models.convert import megatron_to_hf
 
     chunks = build(source, {})
-    norm = chunks[0].decoder.final_layernorm.weight.requires_grad_(False)
+    norm = chunks[0].decoder.final_norm.weight.requires_grad_(False)
     norm.data = norm.data.int()
     Path(checkpoint).mkdir()
     dist_checkpointing.save(state_of(chunks), checkpoint)
@@ -356,7 +376,7 @@ def with_integers(checkpoint: str, source: str, out: str) -> None:
 
 
 def test_integers_in_a_checkpoint_are_no_weights(tmp_path, converted):
-    with pytest.raises(RuntimeError, match=r"final_layernorm.weight: torch.int32 is not a weight's dtype"):
+    with pytest.raises(RuntimeError, match=r"final_norm.weight: torch.int32 is not a weight's dtype"):
         run_ranks(1, with_integers, str(tmp_path / "integers"), str(converted[0]), str(tmp_path / "out"))
 
 

@@ -18,7 +18,7 @@ from megatron_eqlen import hf
 from megatron_eqlen.hf.config import ConfigError, parse_config, read_config
 from megatron_eqlen.hf.config_fields import FAMILIES as FAMILY_TABLE
 from megatron_eqlen.hf.families import weight_map
-from megatron_eqlen.models.config import gpt_arguments, scaled_rope, transformer_config
+from megatron_eqlen.models.config import hybrid_arguments, scaled_rope, transformer_config
 from megatron_eqlen.plan.flops import active_parameters, pair_cost
 from megatron_eqlen.recipe import ParallelRecipe
 from megatron_eqlen.run.session import use_deterministic_kernels
@@ -68,8 +68,8 @@ def test_the_shipped_files_are_understood_whole(name):
         warnings.simplefilter("error")
         model = read_config(SHIPPED / f"{name}.json")
     next_ = name != "qwen3-32b"
-    assert gpt_arguments(model)["rotary_base"] == (1e7 if next_ else 1e6)
-    assert gpt_arguments(model)["rotary_percent"] == (0.25 if next_ else 1.0)
+    assert hybrid_arguments(model, ParallelRecipe())["rotary_base"] == (1e7 if next_ else 1e6)
+    assert hybrid_arguments(model, ParallelRecipe())["rotary_percent"] == (0.25 if next_ else 1.0)
     if next_:
         assert model.delta_net is not None
         assert model.experts is not None

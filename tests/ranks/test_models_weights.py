@@ -272,15 +272,15 @@ def test_existing_output_is_left_alone(tmp_path, published):
 
 TRANSFORMER_ENGINE_NAMES = {
     "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight": "decoder.layers.2.input_layernorm.weight",
-    "decoder.layers.1.self_attention.in_proj.layer_norm_weight": "decoder.layers.3.input_layernorm.weight",
-    "decoder.layers.1.mlp.linear_fc1.layer_norm_weight": "decoder.layers.3.pre_mlp_layernorm.weight",
-    "decoder.layers.0.mlp.experts.linear_fc2.weight3": (
+    "decoder.layers.2.self_attention.in_proj.layer_norm_weight": "decoder.layers.3.input_layernorm.weight",
+    "decoder.layers.3.mlp.linear_fc1.layer_norm_weight": "decoder.layers.3.pre_mlp_layernorm.weight",
+    "decoder.layers.1.mlp.experts.linear_fc2.weight3": (
         "decoder.layers.2.mlp.experts.local_experts.7.linear_fc2.weight"
     ),
-    "decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight": (
+    "decoder.layers.1.mlp.experts.local_experts.1.linear_fc1.weight": (
         "decoder.layers.2.mlp.experts.local_experts.5.linear_fc1.weight"
     ),
-    "decoder.final_layernorm.weight": "decoder.final_layernorm.weight",
+    "decoder.final_norm.weight": "decoder.final_norm.weight",
 }
 
 
@@ -293,6 +293,6 @@ def names_on_the_last_rank(folder: str) -> dict[str, str]:
 
 def test_names_of_both_layer_specs_lead_to_the_same_map(tmp_path):
     """The rank is the second of two pipeline stages, and the second of two expert ranks: four layers, eight
-    experts."""
+    experts. A layer is two of Megatron's."""
     tiny_config("qwen3_moe", num_experts=8).save_pretrained(tmp_path)
     assert run_ranks(4, names_on_the_last_rank, str(tmp_path))[3] == TRANSFORMER_ENGINE_NAMES

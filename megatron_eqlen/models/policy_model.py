@@ -1,4 +1,4 @@
-"""``PolicyModel``: Megatron's GPTModel for token trees."""
+"""``PolicyModel``: Megatron's HybridModel for token trees."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
@@ -17,11 +17,11 @@ from torch import Tensor
 from megatron_eqlen.hf.config import ModelConfig
 
 
-class PolicyModel(GPTModel):
-    """GPTModel with rotary angles at explicit positions and a language-model head at the supervised
+class PolicyModel(HybridModel):
+    """HybridModel with rotary angles at explicit positions and a language-model head at the supervised
     positions.
 
-    Parameters, sharding and checkpoints are GPTModel's.
+    Parameters, sharding and checkpoints are HybridModel's.
     """
 
     model_config: ModelConfig
