@@ -18,6 +18,10 @@ ROOTS = (FOR_GPUS / "imported", FOR_GPUS / "read", *map(Path, site.getsitepackag
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
+_followed: list[tuple[str, str]] = []
+"""Names whose definitions are being looked for."""
+
+
 @dataclass(frozen=True)
 class Definition:
     """A name of a module; ``module`` is where it is defined."""
@@ -44,8 +48,9 @@ def definition(module: str, name: str) -> Definition | None:
     """Return the definition of ``module``'s name; imports are followed within the packages. A name whose
     import cannot be followed is defined by the import."""
     file = source(module)
-    if file is None:
+    if file is None or (module, name) in _followed:  # modules that import all of each other
         return None
+    _followed.append((module, name))
     last = None
     for node in _statements(tree(file)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name == name:
@@ -55,11 +60,13 @@ def definition(module: str, name: str) -> Definition | None:
             for alias in node.names:
                 if (alias.asname or alias.name) == name or alias.name == "*":
                     target = name if alias.name == "*" else alias.name
-                    found = definition(origin, target) if origin != module else None
+                    everything = alias.name == "*" and not _may_define(origin, name)
+                    found = None if everything or origin == module else definition(origin, target)
                     if found or alias.name != "*":
                         last = found or Definition(module, node)
         elif name in _bound(node):
             last = Definition(module, node)
+    _followed.pop()
     if last is None and source(f"{module}.{name}"):
         return Definition(f"{module}.{name}", ast.Module([], []))
     return last
@@ -143,6 +150,12 @@ def parameters(function: Function) -> list[str]:
     names += [f"*{own.vararg.arg}"] if own.vararg else []
     names += [argument.arg for argument in own.kwonlyargs]
     return names + ([f"**{own.kwarg.arg}"] if own.kwarg else [])
+
+
+def _may_define(module: str, name: str) -> bool:
+    """Return False if the text of a file that imports nothing else whole lacks the name."""
+    file = source(module)
+    return file is None or file.name == "__init__.py" or name in file.read_text()
 
 
 def _file(module: str) -> Path:
