@@ -35,7 +35,7 @@ REFUSED = {
         r"num_(layers|attention_heads|query_groups|moe_experts)|(moe_)?(ffn_)?hidden_size|kv_channels|norm.*"
         r"|layernorm.*|qk_.*|.*bias.*(?<!_fusion)|gated.*|activation_func.*|window.*|rotary.*|softmax.*"
         r"|attention_output_gate|linear_.*|experimental.*|moe_ffn.*|moe_layer.*|moe_shared_expert_(inter|gate).*"
-        r"|moe_router_(topk|pre|score|num|group|enable|force).*|use_mup|mup_.*|multi_latent.*": (
+        r"|moe_router_(topk|pre|score|num|group|enable|force).*|no_rope.*|use_mup|mup_.*|multi_latent.*": (
             "the model's config.json says it"
         ),
         r".*dropout|moe_input_jitter_eps|moe_(token_drop|expert_capacity|expert_rank|pad_expert).*": (

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_eqlen.plan.model import model_config
 
+from megatron_eqlen.job import Job
 from megatron_eqlen.plan.trainer import trainer
 from megatron_eqlen.recipe.load import load
 from tests.kit import ROOT
@@ -40,7 +40,7 @@ def built() -> dict[Path, Any]:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_builds_as_a_gpu_builds_it_and_as_large_as_planned(built, path):
     recipe = load(path)
-    planned = trainer(recipe, model_config(recipe))
+    planned = trainer(Job(recipe))
     for rank, stage in zip(built[path]["ranks"], (planned[0], planned[-1]), strict=False):
         # Buckets are padded, to a multiple that depends on where each of them ends.
         assert rank["gradients"] == pytest.approx(stage.parameters.elements, rel=1e-4)

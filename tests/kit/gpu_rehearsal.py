@@ -102,14 +102,13 @@ def world(recipe: Any, rank: int) -> Iterator[None]:
 
 def trainer(recipe: Any, rank: int) -> dict[str, Any]:
     """Build the model, DDP and the optimizer of a rank; return their sizes."""
-    from megatron_eqlen.plan.model import model_config
-
+    from megatron_eqlen.job import Job
     from megatron_eqlen.models.build import build_model
     from megatron_eqlen.models.lora import add_adapters
     from megatron_eqlen.training.optimizer import build_optimizer, wrap
 
     dtype, adapts = getattr(torch, recipe.model.dtype), recipe.lora.rank > 0
-    model = model_config(recipe)
+    model = Job(recipe).model
     with world(recipe, rank), META, _OnMeta():
         chunks = build_model(model, recipe.parallel, dtype, separate_norms=adapts, **recipe.model.megatron)
         if adapts:
@@ -129,10 +128,10 @@ def trainer(recipe: Any, rank: int) -> dict[str, Any]:
 
 def engine(recipe: Any) -> dict[str, Any]:
     """Build vLLM's engine arguments; return those that are numbers or texts."""
-    from megatron_eqlen.plan.model import KNOWN_MODELS
     from vllm.engine.arg_utils import EngineArgs
 
     from megatron_eqlen.engines import lifecycle, vllm_args
+    from megatron_eqlen.job import KNOWN_MODELS
 
     with tempfile.TemporaryDirectory() as folder:
         shipped = KNOWN_MODELS / f"{Path(recipe.model.path).name.lower()}.json"
