@@ -75,8 +75,14 @@ class Compared:
 
     @classmethod
     def joined(cls, parts: Iterable[Compared]) -> Compared:
-        counts, *sums = zip(*((p.count, p.trainer, p.engine, p.difference) for p in parts), strict=True)
-        return cls(sum(counts), *map(sum, sums), max(p.worst for p in parts))
+        parts = [*parts]
+        return cls(
+            sum(part.count for part in parts),
+            sum(part.trainer for part in parts),
+            sum(part.engine for part in parts),
+            sum(part.difference for part in parts),
+            max(part.worst for part in parts),
+        )
 
     @property
     def mean(self) -> float:

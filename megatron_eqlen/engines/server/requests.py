@@ -23,7 +23,7 @@ UNUSED = {
     *("prompt_logprob_token_ids", "thinking_token_budget", "repetition_detection", "trace_decode_token_ids"),
 }
 """Sampling parameters that no run needs; some of them index weights or need a tokenizer."""
-MOST = {"n": 64, "seed": 2**63 - 1}
+MOST: dict[str, int] = {"n": 64, "seed": 2**63 - 1}
 """Largest values of integers, where it is not 2**31 - 1."""
 
 
@@ -77,7 +77,7 @@ def refuse_unfit(token_ids: list[int], params: SamplingParams, vocab_size: int) 
             raise _unfit(field.name, "nothing: it is not served here", value)
         if isinstance(value, float) and not math.isfinite(value):
             raise _unfit(field.name, "a finite number", value)
-        most = MOST.get(field.name, 2**31 - 1)
+        most = MOST.get(field.name, (1 << 31) - 1)
         if isinstance(value, int) and not -1 <= value <= most:
             raise _unfit(field.name, f"a number up to {most}", value)
     if params.seed is not None and params.seed < 0:

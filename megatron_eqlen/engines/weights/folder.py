@@ -33,7 +33,7 @@ class FolderSender:
         """Send the weights, and return how many; the next part is written while one is read. Raises
         EngineError when no replica is left, OSError for a full disk, and whatever ``named_tensors`` raises.
         """
-        count, reading, written = 0, dict[Replica, Any](), Path()
+        count, reading, written = 0, dict[Replica, Any](), self.folder / "none"
         shutil.rmtree(self.folder, ignore_errors=True)  # of a trainer that was killed
         self.folder.mkdir(parents=True)
         try:
@@ -41,7 +41,7 @@ class FolderSender:
                 path = self.folder.absolute() / f"{secrets.token_hex(8)}.safetensors"
                 save_file(part, path)
                 self.pool.settle("update_weights", reading)
-                written.unlink() if count else None
+                written.unlink(missing_ok=True)
                 body = {"update_info": {"path": str(path)}}
                 reading = self.pool.start(lambda replica, body=body: replica.post("update_weights", body))
                 count, written = count + len(part), path
