@@ -93,6 +93,7 @@ PACKING_TOKENS = "packing/tokens"
 PACKING_UNIQUE_TOKENS = "packing/unique_tokens"
 PACKING_EXPANDED_TOKENS = "packing/expanded_tokens"
 LOSS_ENTROPY = "loss/entropy"
+LOSS_NLL = "loss/nll"
 LOSS_REF_KL = "loss/ref_kl"
 LOSS_TEACHER_KL = "loss/teacher_kl"
 LOSS_RATIO = "loss/ratio"
@@ -277,6 +278,7 @@ DECLARED = (
     Metric(KL_PENALTY, "loss", "sum", "the KL penalty's part", PER_UPDATE),
     Metric(LOSS, "loss", "sum", "both", PER_UPDATE),
     Metric(LOSS_ENTROPY, "nats", PER_TOKEN, "of the policy"),
+    Metric(LOSS_NLL, "nats", PER_TOKEN, "-log pi of the data's responses (`objective: sft`)"),
     Metric(LOSS_REF_KL, "nats", PER_TOKEN, "the chosen estimate of KL(policy || reference)"),
     Metric(LOSS_TEACHER_KL, "nats", PER_TOKEN, "log policy less log teacher: KL(policy || teacher)"),
     Metric("loss/policy_kl", "nats", PER_TOKEN, "log-prob before less after the step's updates so far"),

@@ -61,6 +61,14 @@ class Prompt:
     trains its prompts in this order, for any assignment to engine replicas."""
 
 
+@dataclass(frozen=True)
+class Demonstration(Prompt):
+    """Prompt with the response that supervised training imitates."""
+
+    response: Tokens = field(default_factory=lambda: Tokens.of([]))
+    """Tokens of all turns after the prompt; those that are not the assistant's are ``given``."""
+
+
 @dataclass(slots=True)
 class Delta:
     """New tokens of one request since its last delta; plain lists, since they are few."""

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
+from megatron_eqlen.data.demonstrations import training_prompts
 from megatron_eqlen.data.prompts import PromptSource
 from megatron_eqlen.environments.load import tools
 from megatron_eqlen.hf.turns import require_end
@@ -38,7 +39,7 @@ class Place:
         assert self.job is not None
         recipe = self.job.recipe
         require_end(self.job.tokenizer, recipe.data.enable_thinking)
-        return PromptSource(recipe.data, self.job.tokenizer, recipe.seed, tools(recipe))
+        return training_prompts(recipe, self.job.tokenizer, tools(recipe))
 
     @property
     def has_prompts(self) -> bool:

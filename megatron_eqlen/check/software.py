@@ -170,7 +170,8 @@ def _needs_isolation(place: Place) -> bool:
 def _graders(place: Place) -> set[str]:
     if place.recipe is None:
         return set()
-    read = [*place.recipe.data.sources, *place.recipe.evaluation.benchmarks]
+    sampled = [] if place.recipe.supervised else place.recipe.data.sources
+    read = [*sampled, *place.recipe.evaluation.benchmarks]
     return {source.grader or source.reader for source in read}
 
 

@@ -42,6 +42,8 @@ from megatron_eqlen.recipe.plugins import is_import_path
 from megatron_eqlen.rewards.functions import RewardFunction, is_reward_function, reference
 
 GRADERS = ("math", "code", "rubric")
+DEMONSTRATION = "demonstration"
+"""In place of a grader: the answer is a whole response, which supervised training imitates."""
 _AIME_ANSWER = re.compile(r"(\d{1,3})(?:\\unit\{(?!base)[^{}]*\})?")
 """An integer from 0 to 999 in normal form, with or without a unit."""
 
@@ -111,7 +113,9 @@ def _row(
     if isinstance(asked, list | dict):
         messages, reply = _chat(asked)
         fields |= {"question": _transcript(messages), "instruction": ""}
-        if reply is not None and fields.get("answer") is None:
+        if grader == DEMONSTRATION:
+            messages, fields["answer"] = _demonstration(messages, reply, fields.get("answer"), asked)
+        elif reply is not None and fields.get("answer") is None:
             fields["answer"] = reply
     if "question" not in fields:
         raise BadRow("missing_column", layout.missing("question"))
@@ -159,6 +163,20 @@ def _chat(value: Any) -> tuple[tuple[Turn, ...], str | None]:
     if not messages or messages[-1]["role"] not in ("user", "tool"):
         raise BadRow("bad_messages", f"expected turns that end with the user's, found {value!r:.200}")
     return messages, reply
+
+
+def _demonstration(
+    messages: tuple[Turn, ...], reply: str | None, answer: Any, asked: Any
+) -> tuple[tuple[Turn, ...], str]:
+    """Return all turns, and the text of the last one: the assistant's in the chat, or the column of answers.
+    Raises BadRow if there is neither."""
+    if reply is not None:
+        last = chat(asked)[-1]
+        return (*messages, last), reply or str(last)
+    if answer is None:
+        raise BadRow("no_response", f"expected turns that end with the assistant's, found {asked!r:.200}")
+    text = answer_field({"answer": answer}, "answer")
+    return (*messages, {"role": "assistant", "content": text}), text
 
 
 def _transcript(messages: Sequence[Turn]) -> str:

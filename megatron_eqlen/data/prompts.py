@@ -65,21 +65,11 @@ class PromptMaker:
         """Return the prompt of a ``row`` of ``recipe``. Raises BadRow if it is too long, is a chat that was
         rendered as text, or its gold cannot be parsed."""
         grader = recipe.grader or row.grader
-        if row.question.lstrip().startswith(self._special):
-            raise BadRow("rendered_chat", f"{row.question[:40]!r}: a chat is a list of turns, not their text")
         if len(row.question) > CHARACTERS * self._data.max_prompt_length:  # which takes minutes to encode
             raise BadRow("too_long", f"{len(row.question):,} characters")
         try:
-            for turn in row.messages or ():
-                self._require_rendered(turn)
-            token_ids = format_prompt(
-                self._tokenizer,
-                row.messages or row.question,
-                self._data.instruction if row.instruction is None else row.instruction,
-                self._data.instruction_role,
-                self._data.enable_thinking,
-                self._tools,
-            )
+            turns = self.turns(row)
+            token_ids = self._tokenizer.apply_chat_template(turns, self._data.enable_thinking, self._tools)
         except TemplateError as error:
             raise BadRow("refused_by_template", str(error)) from None
         if len(token_ids) > self._data.max_prompt_length:
@@ -101,6 +91,18 @@ class PromptMaker:
                 self._known[name] = texts[0] != texts[1]
             if not self._known[name]:
                 raise BadRow("unrendered_key", f"{name}: the chat template leaves it out")
+
+    def turns(self, row: Problem) -> list[Turn]:
+        """Return the turns of a row. Raises BadRow for a chat that was rendered as text, and for a key of a
+        turn that the chat template does not know."""
+        if row.question.lstrip().startswith(self._special):
+            raise BadRow("rendered_chat", f"{row.question[:40]!r}: a chat is a list of turns, not their text")
+        if row.messages:
+            for turn in row.messages:
+                self._require_rendered(turn)
+            return [*row.messages]
+        instruction = self._data.instruction if row.instruction is None else row.instruction
+        return chat_messages(row.question, instruction, self._data.instruction_role)
 
     def close(self) -> None:
         self._grader.close()
@@ -206,12 +208,21 @@ class PromptSource:
     unique in a run.
     """
 
-    def __init__(self, data: DataRecipe, tokenizer: Tokenizer, seed: int, tools: Tools = ()) -> None:
-        """``tools``: JSON schemas of an environment's tools, for the chat template."""
+    def __init__(
+        self,
+        data: DataRecipe,
+        tokenizer: Tokenizer,
+        seed: int,
+        tools: Tools = (),
+        maker: PromptMaker | None = None,
+    ) -> None:
+        """``tools``: JSON schemas of an environment's tools, for the chat template. ``maker``: makes
+        prompts of rows in another way."""
         names = [source.name for source in data.sources]
         if len(set(names)) < len(names):
             raise ValueError(f"data.sources: expected distinct names, found {names}")
-        self._maker, self._made_with = PromptMaker(data, tokenizer, tools), (data, tokenizer, tools)
+        self._maker = maker or PromptMaker(data, tokenizer, tools)
+        self._made_with = data, tokenizer, tools
         self._seed = seed
         self._sources = [
             _Source(recipe, number, seed, data.shuffle) for number, recipe in enumerate(data.sources)

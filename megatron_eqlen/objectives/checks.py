@@ -183,7 +183,7 @@ def _check_ratio(recipe: Recipe, objective: Objective) -> None:
             f"loss.old_logprobs: rollout to take it over the engine's log-probs"
         )
     updates = loss.minibatches * loss.epochs
-    if not objective.has_ratio and updates > 1:
+    if not objective.has_ratio and updates > 1 and not recipe.supervised:
         raise ValueError(
             f"objective: {objective.name} without clipping has no importance ratio, so only a harvest's "
             f"first update is on-policy: loss.minibatches {loss.minibatches} x loss.epochs {loss.epochs} = "

@@ -25,10 +25,13 @@ def unit_metrics(units: list[ComparisonUnit], rollouts: Sequence[Rollout], recip
     """
     rewards = [reward for unit in units for reward in unit.rewards]
     advantages = [value for unit in units for value in unit.advantages]
-    metrics = {
+    compared = {
         **_moments("reward", rewards),
         **_moments("advantage", advantages),
         "objective/advantage_max": max(map(abs, advantages), default=0.0),
+    }
+    metrics = {
+        **({} if recipe.supervised else compared),
         m.OBJECTIVE_UNITS: float(len(units)),
         "objective/members": float(len(rewards)),
         m.OBJECTIVE_ZERO_ADVANTAGE_FRACTION: _fraction(not any(unit.advantages) for unit in units),

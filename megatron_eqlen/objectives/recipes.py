@@ -49,7 +49,7 @@ def remarks(recipe: Recipe, objective: Objective) -> list[str]:
             f"{kind} is unbiased only with rollout.carry_over: true and a rollout.max_staleness that cuts "
             "none"
         )
-    if not recipe.rollout.comparable:
+    if not recipe.supervised and not recipe.rollout.comparable:
         sentences.append(
             "rollout.mismatch compares nothing: the engine's log-probs are of the sampled distribution, the "
             "trainer's only with rollout.keep_sampling_mask: true, or with top_k, top_p and min_p off"

@@ -34,7 +34,7 @@ from megatron_eqlen.objectives.surrogates import (
     Vespo,
 )
 from megatron_eqlen.objectives.token_baseline import BASELINES
-from megatron_eqlen.recipe import LossRecipe, Recipe
+from megatron_eqlen.recipe import SFT, LossRecipe, Recipe
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
 
 OVERLONG_BUFFER = 4096
@@ -83,6 +83,9 @@ OBJECTIVES = {
     ]
 }
 
+SUPERVISED = Objective(SFT, reward, token_mean, Reinforce())
+"""Supervised training: the token mean of -log pi. The reward of each response in the data is 1."""
+
 NOT_HERE = {
     "p_gspo": "its paper was withdrawn, and its full equations are not public",
     "t2t": "the equations of its paper (arXiv 2602.04265v3) are not transcribed; an advantage of your own "
@@ -100,10 +103,11 @@ def lookup(name: str) -> Objective:
         return load_object(name, "objective", Objective)
     if reason := NOT_HERE.get(name.lower().replace("-", "_")):
         raise ValueError(f"objective: {name} is not here: {reason}")
-    if name not in OBJECTIVES:
-        near = difflib.get_close_matches(name.lower(), OBJECTIVES, n=1, cutoff=0.0)[0]
-        raise ValueError(f"objective: {name!r} is not one of {', '.join(OBJECTIVES)} (nearest: {near!r})")
-    return OBJECTIVES[name]
+    known = OBJECTIVES | {SFT: SUPERVISED}
+    if name not in known:
+        near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.0)[0]
+        raise ValueError(f"objective: {name!r} is not one of {', '.join(known)} (nearest: {near!r})")
+    return known[name]
 
 
 def resolve(recipe: Recipe) -> Objective:

@@ -16,7 +16,6 @@ from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.job import Job
 from megatron_eqlen.plan.gpus import gpu_named
-from megatron_eqlen.recipe import LossRecipe
 from megatron_eqlen.types import Metrics
 
 
@@ -53,10 +52,12 @@ def pair_cost(model: ModelConfig) -> float:
     return 2 * attention_layers(model) * model.num_attention_heads * model.head_dim / active_parameters(model)
 
 
-def training_passes(loss: LossRecipe) -> float:
+def training_passes(job: Job) -> float:
     """Return the training passes in units of a forward pass: forward, backward (counts as two), and forward
     passes for reference and old log-probs."""
-    return 3.0 * loss.epochs + (loss.kl_coef > 0) + (loss.minibatches * loss.epochs > 1)
+    loss = job.recipe.loss
+    old = job.objective.has_ratio and loss.minibatches * loss.epochs > 1
+    return 3.0 * loss.epochs + (loss.kl_coef > 0) + old
 
 
 def training_flops(job: Job, trained: float, context: float) -> float:
@@ -65,7 +66,7 @@ def training_flops(job: Job, trained: float, context: float) -> float:
     loss, model = job.recipe.loss, job.model
     frozen = loss.epochs * forward_flops(model, context=0.0) if job.recipe.lora.rank else 0.0
     teacher = forward_flops(job.teacher.model, context) if job.teacher else 0.0
-    return trained * (training_passes(loss) * forward_flops(model, context) - frozen + teacher)
+    return trained * (training_passes(job) * forward_flops(model, context) - frozen + teacher)
 
 
 def counted(job: Job, metrics: Mapping[str, float]) -> Metrics:

@@ -7,6 +7,7 @@ that trains or generates.
 from megatron_eqlen.recipe.naming import MAY_CHANGE, differences, is_under, leaves
 from megatron_eqlen.recipe.schema import (
     ANY_COLUMNS,
+    SFT,
     BenchmarkRecipe,
     ClusterRecipe,
     DataRecipe,

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import HttpUrl, ValidationError
 
 from megatron_eqlen.recipe import (
+    ANY_COLUMNS,
     LoraRecipe,
     OptimizerRecipe,
     Recipe,
@@ -42,6 +43,8 @@ def check(recipe: Recipe) -> None:
     _check_keep_streams(recipe)
     layout.check(recipe)
     _check_plugins(recipe)
+    if recipe.supervised:
+        _check_supervised(recipe)
     check_options("model.megatron", recipe.model.megatron)
     check_options("rollout.vllm", recipe.rollout.vllm)
 
@@ -226,6 +229,41 @@ def _check_teacher(recipe: Recipe) -> None:
 def _check_keep_streams(recipe: Recipe) -> None:
     if recipe.report.keep_streams == "evaluations" and not recipe.evaluation.every:
         raise ValueError("report.keep_streams: evaluations needs evaluation.every >= 1, found 0")
+
+
+SUPERVISED = ("kl_coef", "kl_estimator", "minibatches", "epochs", "loss_agg_mode")
+"""Keys of ``loss`` that act with ``objective: sft``."""
+OF_SAMPLES = (
+    "group_size", "generated_tokens", "teacher", "environment", "reward.weights", "reward.rubric",
+    *(f"rollout.{key}" for key in ("tokens_per_step", "staleness", "keep_sampling_mask", "keep_routes")),
+    "rollout.mismatch",
+)  # fmt: skip
+"""Keys and sections without effect where no response is sampled for training."""
+OF_ENGINE = ("rollout", "reward", "data.max_prompt_length")
+"""Those without effect where nothing is evaluated, either."""
+
+
+def _check_supervised(recipe: Recipe) -> None:
+    """Refuse what has no effect with ``objective: sft``."""
+    if recipe.sampling != "independent":
+        raise ValueError(f"sampling: {recipe.sampling} has no effect with objective: sft: leave it out")
+    useless = OF_SAMPLES + (() if recipe.generates else OF_ENGINE)
+    for key, value, _, _ in _set_keys(recipe):
+        section, _, name = key.partition(".")
+        unused = any(key == each or key.startswith(f"{each}.") for each in useless)
+        if (unused and key != "rollout.park_trainer") or (section == "loss" and name not in SUPERVISED):
+            raise ValueError(f"{key}: {shown(value)} has no effect with objective: sft: leave it out")
+    for number, source in enumerate(recipe.data.sources):
+        if source.grader is not None:
+            raise ValueError(
+                f"data.sources.{number}.grader: {source.grader} has no effect with objective: sft: leave it "
+                "out"
+            )
+        if source.reader not in ANY_COLUMNS and not is_import_path(source.reader):
+            raise ValueError(
+                f"data.sources.{number}.reader: objective: sft trains responses: expected one of "
+                f"{', '.join(ANY_COLUMNS)} or package.module:name, found {source.reader}"
+            )
 
 
 def _check_plugins(recipe: Recipe) -> None:

@@ -780,6 +780,10 @@ class ClusterRecipe(Section):
     """Time limit of a SLURM job. A run need not finish in it: it resumes in the next job."""
 
 
+SFT = "sft"
+"""Value of ``objective`` for supervised training."""
+
+
 class Recipe(Section):
     name: str
     """Name of the experiment; its runs are under ``runs/NAME``."""
@@ -807,7 +811,8 @@ class Recipe(Section):
     sampling: Literal["equal_length", "independent", "tree"] = "equal_length"
     """Kind of sampling and comparison: equal-length pairs, groups of whole responses, or trees."""
     objective: str = "grpo"
-    """Name of the method (docs/objectives.md lists them), or the import path of your own."""
+    """Name of the method (docs/objectives.md lists them), or the import path of your own. ``sft``: supervised
+    training on the assistant's turns in the data; no engine generates."""
     group_size: Annotated[int, Field(ge=2), NUMBER] = 16
     """G: lines that start at a prompt: independent completions, roots of a tree, or 2 x its dual-track
     subgroups."""
@@ -830,6 +835,34 @@ class Recipe(Section):
     profile: ProfileRecipe = ProfileRecipe()
     cluster: ClusterRecipe = ClusterRecipe()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _supervised_defaults(cls, raw: Any) -> Any:
+        """Give keys that ``objective: sft`` leaves out its own defaults."""
+        if not isinstance(raw, dict) or raw.get("objective") != SFT:
+            return raw
+        given = {"sampling": "independent", "loss": {}, "rollout": {}} | raw
+        evaluates = isinstance(given.get("evaluation"), dict) and given["evaluation"].get("benchmarks")
+        defaults = {"loss": {"kl_coef": 0.0}, "rollout": {} if evaluates else {"park_trainer": "none"}}
+        return given | {
+            name: values | given[name] for name, values in defaults.items() if isinstance(given[name], dict)
+        }
+
+    @property
+    def supervised(self) -> bool:
+        """True if the data's own responses are trained, not sampled ones."""
+        return self.objective == SFT
+
+    @property
+    def generates(self) -> bool:
+        """True if an engine is started."""
+        return not self.supervised or bool(self.evaluation.benchmarks)
+
+    @property
+    def trained_temperature(self) -> float:
+        """Temperature of the log-probs that are trained."""
+        return 1.0 if self.supervised else self.rollout.temperature
+
     @property
     def longest_response(self) -> int:
         """Most tokens after a prompt, generated and given."""
@@ -839,6 +872,8 @@ class Recipe(Section):
     @property
     def longest_path(self) -> int:
         """Most tokens of a path."""
+        if not self.generates:
+            return self.packing.max_tokens_per_row
         return self.data.max_prompt_length + self.longest_response
 
     @property
@@ -851,6 +886,8 @@ class Recipe(Section):
     @property
     def longest_path_text(self) -> str:
         """The sum behind ``longest_path``, for messages."""
+        if not self.generates:
+            return f"packing.max_tokens_per_row {self.longest_path}"
         prompt = f"data.max_prompt_length {self.data.max_prompt_length}"
         return f"{prompt} + {self.longest_response_text} = {self.longest_path}"
 

@@ -48,6 +48,7 @@ PERCENT = ", % of "
 """Part of a series' name: its metric is a share of the quantity named after it, and is drawn in percent."""
 CHARTS: dict[str, dict[str, tuple[str, ...]]] = {
     "Reward": {"mean": REWARD},
+    "Loss of the data's responses, nats": {"token": (m.LOSS_NLL,)},
     "Pairs per stream": {"pairs": PAIRS},
     "Length, tokens": {
         "responses": RESPONSE_LENGTH,

@@ -66,7 +66,7 @@ def diagnose(run: Path, recipe: Recipe, records: Records) -> list[Diagnosis]:
     units = last.get(m.OBJECTIVE_UNITS) or 0
     idle = not last.get(m.UPDATES) or last.get(m.OBJECTIVE_ZERO_ADVANTAGE_FRACTION) == 1 or not units
     many = max(last.get("reward/verdict/no_answer") or 0, last.get(m.HARVEST_TRUNCATED_FRACTION) or 0) > MOST
-    found = list(_trends(records))
+    found = [] if recipe.supervised else list(_trends(records))
     files = step_files(run / "streams" / step_name(last["step"] - 1))
     if (idle or many) and files and not last.get(m.TRAIN_SKIPPED_UPDATES):
         responses = list(_responses(read_skeletons(files)))

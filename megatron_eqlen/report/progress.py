@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megatron_eqlen.metrics import TIME_STEP, spent
+from megatron_eqlen.metrics import LOSS_NLL, TIME_STEP, spent
 from megatron_eqlen.recipe.budget import Budget, Spent
 from megatron_eqlen.report.format import (
     MISMATCH,
@@ -34,6 +34,7 @@ from megatron_eqlen.types import Metrics
 
 SHOWN = {
     "reward": (REWARD, ""),
+    "loss": ((LOSS_NLL,), ""),
     "pairs/stream": (PAIRS, ""),
     "length": (RESPONSE_LENGTH, ""),
     "mismatch KL": (MISMATCH, ""),

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_eqlen.data.demonstrations import training_prompts
 from megatron_eqlen.data.first_rewards import first_rewards, refuse_unfit
 from megatron_eqlen.data.prompts import PromptSource, position_metrics, read_benchmark
 from megatron_eqlen.engines.protocol import Engine, IdleEngine
@@ -368,7 +369,7 @@ def start_prompts(session: Session) -> PromptSource | None:
     if not distributed.is_rank0():
         return None
     recipe = session.recipe
-    source = PromptSource(recipe.data, session.tokenizer, recipe.seed, tools(recipe))
+    source = training_prompts(recipe, session.tokenizer, tools(recipe))
     session.ends_with(source.close)
     return source
 

@@ -26,6 +26,7 @@ from megatron_eqlen.processes.hold import Hold
 from megatron_eqlen.recipe.inputs import keep_inputs
 from megatron_eqlen.recipe.load import RECIPE, dump
 from megatron_eqlen.run.ahead import Ahead
+from megatron_eqlen.run.demonstrations import Demonstrations
 from megatron_eqlen.run.evaluations import evaluate
 from megatron_eqlen.run.generation import Generator, Rollouts, start_prompts, try_rewards
 from megatron_eqlen.run.leaderboard import leaderboard
@@ -109,6 +110,10 @@ def start_rollouts(
     """Return the source of the recipe's rollouts, recorded under ``streams``."""
     if replay is not None:
         return Replay(session, replay)
+    if not session.recipe.generates:
+        return Demonstrations(session, prompts, None)
     generator = Generator(session, streams, source=prompts)
     generator.warn_of_overlaps()
+    if session.recipe.supervised:
+        return Demonstrations(session, prompts, generator)
     return Ahead(generator) if session.recipe.rollout.staleness else generator

@@ -30,9 +30,9 @@ class MismatchError(ValueError):
 
 
 def mismatch_of(measured: Metrics) -> float | None:
-    """Return the mismatch of an update, from its metrics."""
+    """Return the mismatch of an update, from its metrics; None where no engine sampled."""
     if COMPARED not in measured:
-        return measured[MISMATCH]
+        return measured.get(MISMATCH)
     return measured[MISMATCH_OF_COMPARED] if measured[COMPARED] else None
 
 

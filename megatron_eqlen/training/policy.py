@@ -144,7 +144,7 @@ class Policy:
         batches = [batch for batch in map(self._prepare, minibatches) if batch.trains]
         every_rows = [batch.rows for batch in batches if batch.rows is not None]
         for rows in every_rows:
-            self._annotate(rows, old=len(batches) * self.recipe.loss.epochs > 1)
+            self._annotate(rows, old=self.objective.has_ratio and len(batches) * self.recipe.loss.epochs > 1)
         steps = [self._step(batch) for _ in range(self.recipe.loss.epochs) for batch in batches]
         packed = m.in_turn(
             [batch.exchanged | batch.rows.planned.metrics for batch in batches if batch.rows is not None]
@@ -261,7 +261,7 @@ class Policy:
         self, rows: RankRows, result: RowResult, *, train: bool, model: list[Any] | None = None
     ) -> list[Any]:
         """Call ``run_rows`` with the recipe's options; ``model``: None: the policy."""
-        temperature, logits_chunk = self.recipe.rollout.temperature, self.recipe.packing.logits_chunk
+        temperature, logits_chunk = self.recipe.trained_temperature, self.recipe.packing.logits_chunk
         return run_rows(
             model or self.model, rows, temperature, result, train=train, logits_chunk=logits_chunk
         )
@@ -349,7 +349,7 @@ class Policy:
             weights=of(row.weights),
             advantages=of(row.advantages),
             segment_ids=of(row.segment_ids),
-            rollout_logprobs=of(row.column("logprobs")),
+            rollout_logprobs=None if self.recipe.supervised else of(row.column("logprobs")),
             others={policy: of(known) for policy, known in others.items()},
             compared=of(row.column("versions") == self.before) if self.recipe.rollout.trains_older else None,
             objective=self.objective,

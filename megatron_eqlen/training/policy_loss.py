@@ -52,7 +52,7 @@ def policy_loss(
     weights: torch.Tensor,
     advantages: torch.Tensor,
     segment_ids: torch.Tensor,
-    rollout_logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor | None,
     objective: Objective,
     loss: LossRecipe,
     others: Mapping[str, torch.Tensor] = {},
@@ -65,13 +65,13 @@ def policy_loss(
     (``Row.others``). Without ``old`` this is the first and only update of the batch, so the policy is the old
     policy. ``ref`` is needed if ``loss.kl_coef > 0``. With ``teacher`` the reverse KL to it, times
     ``loss.teacher_coef``, is taken from the advantages. ``compared``, bool: tokens that the policy's own
-    weights sampled; None: all.
+    weights sampled; None: all. ``rollout_logprobs``: None for responses that no engine sampled, which have
+    neither ratios nor a mismatch.
     """
     # supervised positions
     at = weights > 0
-    logp, entropy, weights, advantages, rollout = (
-        x[at].double() for x in (logprobs, entropy, weights, advantages, rollout_logprobs)
-    )
+    logp, entropy, weights, advantages = (x[at].double() for x in (logprobs, entropy, weights, advantages))
+    rollout = logp.detach() if rollout_logprobs is None else rollout_logprobs[at].double()
     segments = Segments(segment_ids[at])
     others = {policy: known[at].double() for policy, known in others.items()}
     measured: dict[str, torch.Tensor] = {}
@@ -100,12 +100,13 @@ def policy_loss(
             m.LOSS_ENTROPY: entropy,
             m.LOSS_REF_KL: kl,
             "loss/kl_clamped_fraction": kl_clamped,
-            "loss/policy_kl": old - logp,
-            "loss/ratio_max": ratios[m.LOSS_RATIO],
-            **ratios,
-            **correction.metrics,
             **measured,
         }
+        if rollout_logprobs is None:
+            metrics[m.LOSS_NLL] = -logp
+        else:
+            metrics |= {"loss/policy_kl": old - logp, "loss/ratio_max": ratios[m.LOSS_RATIO]}
+            metrics |= ratios | correction.metrics
         same = torch.ones_like(at)[at] if compared is None else compared[at]
         if compared is not None:
             metrics |= {m.COMPARED: same.double(), m.MISMATCH_OF_COMPARED: correction.log_ratio.abs() * same}
