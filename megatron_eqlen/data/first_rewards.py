@@ -15,6 +15,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from io import StringIO
 
+from megatron_eqlen.data.jsonl import DEMONSTRATION
 from megatron_eqlen.data.layouts import final_answer
 from megatron_eqlen.data.prompts import PromptSource
 from megatron_eqlen.hf.tokenizer import Tokenizer
@@ -89,12 +90,12 @@ def first_rewards(
     """Return the first reward of each source and benchmark. A grader of the user's own grades further rows,
     too. Raises ValueError, naming source and row, for an error of a grader, and as ``read_benchmark``."""
     benchmarks = [source.benchmark(benchmark) for benchmark in recipe.evaluation.benchmarks]
-    trained = () if recipe.supervised else source.samples(TRIED)
     return [
         replace(_first_reward(prompts, scorer, tokenizer), of_benchmark=of_benchmark)
-        for of_benchmark, samples in ((False, trained), (True, benchmarks))
+        for of_benchmark, samples in ((False, source.samples(TRIED)), (True, benchmarks))
         for prompts in samples
-        if prompts and (prompts[0].grader != "code" or len(prompts[0].gold) <= LARGEST_TESTS)
+        if prompts and prompts[0].grader != DEMONSTRATION
+        if prompts[0].grader != "code" or len(prompts[0].gold) <= LARGEST_TESTS
     ]
 
 

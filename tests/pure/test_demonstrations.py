@@ -1,0 +1,148 @@
+"""Rows of chats as demonstrations: which tokens are trained, and which rows and keys are refused."""
+
+import re
+
+import pytest
+from transformers import AutoTokenizer
+
+from megatron_eqlen.data.demonstrations import training_prompts
+from megatron_eqlen.hf.tokenizer import load_tokenizer
+from megatron_eqlen.objectives.registry import resolve
+from megatron_eqlen.recipe import RecipeError
+from tests.kit.demonstrations import CHATS, drawn, messages, supervised, write_rows, write_tokenizer
+
+USER, REPLY = {"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello!"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    write_tokenizer(path)
+    return path
+
+
+def test_the_assistants_turns_are_trained_to_their_end_and_nothing_else(folder, tmp_path):
+    """Transformers' mask of the assistant's tokens, from marks in the template, is the reference."""
+    plain = [chat for chat in CHATS if "<|" not in str(chat)]
+    write_rows(tmp_path / "rows.jsonl", [{"messages": messages(chat)} for chat in plain])
+    reference = AutoTokenizer.from_pretrained(folder)
+    for chat, row in zip(plain, drawn(supervised(folder, tmp_path / "rows.jsonl"), len(plain)), strict=True):
+        options = {"return_assistant_tokens_mask": True, "return_dict": True}
+        expected = reference.apply_chat_template(messages(chat), **options)
+        ids = [*row.token_ids, *row.response.token_ids.tolist()]
+        assert ids == expected["input_ids"][: len(ids)], "after the last turn's end nothing is left"
+        trained = [False] * len(row.token_ids) + row.response.is_generated.tolist()
+        assert trained == [bool(flag) for flag in expected["assistant_masks"][: len(ids)]]
+        assert sum(expected["assistant_masks"]) == row.response.generated
+
+
+def test_a_turn_ends_where_the_generation_config_says_and_never_within_its_text(folder, tmp_path):
+    """The tokenizer's configuration names another token as the end; the system prompt is inserted."""
+    tokenizer, chat = load_tokenizer(folder), CHATS[1]
+    write_rows(tmp_path / "rows.jsonl", [{"messages": messages(chat)}, {"messages": messages(CHATS[0])}])
+    row, other = drawn(supervised(folder, tmp_path / "rows.jsonl"), 2)
+    (end,) = tokenizer.eos_token_ids
+    assert tokenizer.pieces_of([end]) == ["<|im_end|>"]
+    trained = row.response.token_ids[row.response.is_generated].tolist()
+    assert [token == end for token in trained].count(True) == 2, "that in the text is text"
+    assert row.response.token_ids[-1] == end
+    assert "system\nYou are a helpful assistant." in tokenizer.decode(other.token_ids)
+
+
+QUESTION_AND_ANSWER = {"question": "Hi.", "answer": "Hello!"}
+
+
+@pytest.mark.parametrize("row", [
+    QUESTION_AND_ANSWER,
+    {"messages": [USER], "answer": "Hello!"},
+    {"messages": [USER, REPLY], "answer": "another"},
+    {"conversations": [{"from": "human", "value": "Hi."}, {"from": "gpt", "value": "Hello!"}]},
+])  # fmt: skip
+def test_the_response_is_the_chats_own_before_a_column_of_answers(folder, tmp_path, row):
+    write_rows(tmp_path / "rows.jsonl", [row])
+    recipe = supervised(folder, tmp_path / "rows.jsonl")
+    data = recipe.data.model_copy(update={"instruction_role": "none"})
+    (made,) = drawn(recipe.model_copy(update={"data": data}), 1)
+    assert load_tokenizer(folder).decode(made.response.token_ids) == "Hello!"
+
+
+@pytest.mark.parametrize(("row", "fault"), [
+    ({"messages": [USER]}, "no_response is .*rows.jsonl#0: expected turns that end with the assistant's"),
+    ({"messages": [USER, REPLY, USER]}, "no_response is .*rows.jsonl#0"),
+    ({"messages": [REPLY]}, "bad_messages is .*rows.jsonl#0"),
+    ({"messages": [USER, REPLY | {"content": "1 " * 200}]},
+     "long_row is rows/rows.jsonl#0: 4.. tokens, packing.max_tokens_per_row is 120"),
+    ({"messages": [USER, REPLY | {"reasoning": "so"}]},
+     "unrendered_key is rows/rows.jsonl#0: assistant: reasoning: the chat template leaves it out"),
+])  # fmt: skip
+def test_a_row_that_cannot_be_imitated_is_named(folder, tmp_path, row, fault):
+    write_rows(tmp_path / "rows.jsonl", [row])
+    with pytest.raises(ValueError, match=fault):
+        drawn(supervised(folder, tmp_path / "rows.jsonl"), 1)
+
+
+@pytest.mark.parametrize(("change", "fault"), [
+    (("{{- '<|im_start|>' + message.role", "{{- loop.revindex ~ '<|im_start|>' + message.role"),
+     "writes the turns before turn 1 in another way once it follows"),
+    (("message.content + '<|im_end|>' }}{%- endgeneration", "message.content }}{%- endgeneration"),
+     "ends the assistant's turn with an end of sequence"),
+    (("{%- for", "{%- if messages|length > 1 %}{{ raise_exception('one turn') }}{%- endif %}{%- for"),
+     "refused_by_template is rows/rows.jsonl#0: .*one turn"),
+])  # fmt: skip
+def test_a_template_that_changes_turns_is_refused_with_the_row(folder, tmp_path, change, fault):
+    write_tokenizer(tmp_path / "model")
+    template = (tmp_path / "model/chat_template.jinja").read_text()
+    assert change[0] in template
+    (tmp_path / "model/chat_template.jinja").write_text(template.replace(*change))
+    write_rows(tmp_path / "rows.jsonl", [{"messages": [USER, REPLY]}])
+    with pytest.raises(ValueError, match=f"rows.jsonl#0.*{fault}|{fault}"):
+        drawn(supervised(tmp_path / "model", tmp_path / "rows.jsonl"), 1)
+
+
+def test_a_resumed_source_draws_the_same_demonstrations(folder, tmp_path):
+    write_rows(tmp_path / "rows.jsonl", [{"messages": messages(chat)} for chat in CHATS])
+    recipe = supervised(folder, tmp_path / "rows.jsonl")
+    whole, resumed = (training_prompts(recipe, load_tokenizer(folder)) for _ in range(2))
+    whole.next(2)
+    resumed.load_state_dict(whole.state_dict())
+    assert [row.prompt_id for row in resumed.next(4)] == [row.prompt_id for row in whole.next(4)]
+
+
+BENCHMARK = {"benchmarks": [{"name": "b", "reader": "jsonl", "path": "none"}]}
+
+
+@pytest.mark.parametrize(("changes", "key"), [
+    ({"sampling": "tree"}, "sampling: tree"),
+    ({"group_size": 4}, "group_size: 4"),
+    ({"loss": {"clip_ratio_low": 0.2}}, "loss.clip_ratio_low: 0.2"),
+    ({"loss": {"rollout_is": "token"}}, "loss.rollout_is: token"),
+    ({"teacher": {"path": "none"}}, "teacher.path: none"),
+    ({"environment": {"name": "python"}}, "environment.name: python"),
+    ({"rollout": {"temperature": 1.0}}, "rollout.temperature: 1.0"),
+    ({"reward": {"timeout": 2.0}}, "reward.timeout: 2.0"),
+    ({"evaluation": BENCHMARK, "packing": {}, "rollout": {"tokens_per_step": 9}},
+     "rollout.tokens_per_step: 9"),
+    ({"data": {"sources": [{"name": "s", "path": "none", "grader": "math"}]}}, "sources.0.grader: math"),
+])  # fmt: skip
+def test_a_key_without_effect_is_refused(changes, key):
+    with pytest.raises(RecipeError, match=rf"{re.escape(key)} has no effect with objective: sft"):
+        supervised("none", "none", **changes)
+
+
+def test_a_reader_of_questions_is_refused():
+    data = {"sources": [{"name": "s", "reader": "reasoning_gym", "path": "none"}]}
+    with pytest.raises(RecipeError, match=r"sources.0.reader: objective: sft .*reasoning_gym"):
+        supervised("none", "none", data=data)
+
+
+def test_keys_that_act_are_taken():
+    changes = {"loss": {"minibatches": 2, "epochs": 2, "kl_coef": 0.1}, "lora": {"rank": 4}}
+    data = {"sources": [{"name": "s", "path": "none"}], "prompts_per_step": 4}
+    recipe = supervised("none", "none", data=data, **changes)
+    assert (recipe.loss.kl_coef, recipe.sampling, resolve(recipe).name) == (0.1, "independent", "sft")
+    rollout = {"temperature": 0.5, "max_response_length": 8}
+    evaluated = supervised(
+        "none", "none", evaluation=BENCHMARK, rollout=rollout, data=data | {"max_prompt_length": 9}
+    )
+    assert (evaluated.trained_temperature, evaluated.rollout.temperature) == (1.0, 0.5)
+    assert supervised("none", "none").loss.kl_coef == 0, "no reference weights by default"
