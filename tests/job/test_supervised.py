@@ -63,5 +63,5 @@ def test_benchmarks_are_answered_with_the_trained_weights(home, recipe):
         "rollout.kv_cache_gib=0.02", "data.max_prompt_length=48", "data.instruction_role=none", "lora.rank=4",
     )  # fmt: skip
     before, after = (read_results(run_folder / f"evaluation/{name}.json")[0] for name in ("before", "after"))
-    assert before.scores.shape == after.scores.shape == (4, 2)
+    assert before.scores.shape == after.scores.shape == (2, 4)
     assert (run_folder / "adapter").is_dir()
