@@ -42,6 +42,8 @@ def train(job: Job, replay: Path | None = None) -> None:
 
     With ``replay``, rollouts come from a run's recorded streams and no engine is started.
     """
+    if replay is not None:
+        _require_sampling(job, "--replay")
     with Session(job) as session:
         run = Run(session)
         if run.was_asked_to_stop():
@@ -81,6 +83,7 @@ def train(job: Job, replay: Path | None = None) -> None:
 def harvest_only(job: Job, out: Path) -> None:
     """Record one step's scored rollouts under ``out``, beside the recipe, with the weights that the recipe
     starts from. A harvest that was cut off is completed."""
+    _require_sampling(job, "eqlen harvest")
     with Session(job) as session:
         hold: Hold | None = None  # until this function ends
         if distributed.is_rank0():
@@ -102,6 +105,12 @@ def evaluate_only(job: Job, out: Path) -> None:
         if results:
             rank_seconds = metrics[TIME_EVALUATE] * distributed.world_size()
             session.progress.say(leaderboard(results, rank_seconds))
+
+
+def _require_sampling(job: Job, option: str) -> None:
+    """Raise ValueError for a recipe whose training samples no response."""
+    if job.recipe.supervised:
+        raise ValueError(f"{option}: objective: sft samples and records no rollouts")
 
 
 def start_rollouts(
