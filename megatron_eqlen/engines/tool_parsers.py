@@ -42,7 +42,7 @@ def tool_parser(name: str, tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -
     parser = ToolParserManager.get_tool_parser(name)
 
     def parse(text: str) -> list[tuple[str, dict[str, Any]]]:
-        found = parser(tokenizer, request.tools).extract_tool_calls(
+        found = parser(tokenizer, [*(request.tools or ())]).extract_tool_calls(
             text, request
         )  # it keeps what it has read
         calls = [(call.function.name, json.loads(call.function.arguments)) for call in found.tool_calls]
