@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from vllm.v1.executor.abstract import Executor
 
 from megatron_eqlen.engines import colocated
 from megatron_eqlen.engines.servers import ServerEngine
+from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.phases import phases
@@ -26,7 +28,7 @@ from megatron_eqlen.run import loop
 from megatron_eqlen.run.generation import Generator
 from megatron_eqlen.run.step import Step
 from megatron_eqlen.training import policy as policies
-from megatron_eqlen.training.parking import TrainerMemory
+from megatron_eqlen.training.parking import Parked, TrainerMemory
 
 STEPS = 2
 ENGINES = [("colocated", "none"), ("colocated", "state"), ("colocated", "all"), ("server", None)]
@@ -41,6 +43,7 @@ class Gpu:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.trainer: TrainerMemory | None = None
+        self.teacher: Parked | None = None
         self.engine: set[str] | None = None
         """vLLM's tags in memory; None without a colocated engine."""
         self.seen: dict[str, set[str]] = {}
@@ -53,6 +56,8 @@ class Gpu:
             if not self.recipe.optimizer.offload:
                 on_device["optimizer"] = self.trainer.state
             found |= {name for name, parked in on_device.items() if not parked.away}
+        if self.teacher is not None and not self.teacher.away:
+            found.add("teacher")
         if self.engine is not None:
             found |= {{"weights": "engine"}.get(tag, tag) for tag in self.engine} or {"sleeping_engine"}
         return found
@@ -116,17 +121,22 @@ def use(gpu: Gpu, engine: Any, phase: str) -> None:
         engine.requests.clear()
 
 
-def build_policy(gpu: Gpu, patch: pytest.MonkeyPatch) -> Callable[[Recipe], Any]:
-    def build(recipe: Recipe) -> Any:
+def build_policy(gpu: Gpu, patch: pytest.MonkeyPatch) -> Callable[[Job], Any]:
+    def build(job: Job) -> Any:
         policy = object.__new__(policies.Policy)
-        policy.recipe, policy.chunks, policy.version = recipe, [], 0
+        policy.job, policy.recipe, policy.chunks, policy.version = job, job.recipe, [], 0
+        policy.reference, policy.teacher = None, None
+        if job.recipe.teacher.path:
+            teacher: Any = SimpleNamespace(weights=Parked(lambda: []), chunks=None)
+            gpu.teacher, policy.teacher = teacher.weights, teacher
+            teacher.weights.park()
         policy.mismatch, policy.worst = None, (0.0, "")
         optimizer: Any = SimpleNamespace(zero_grad=lambda: None, chained_optimizers=[])
-        gpu.trainer = policy.memory = TrainerMemory([], [], optimizer, recipe.rollout.parked)
+        gpu.trainer = policy.memory = TrainerMemory([], [], optimizer, job.recipe.rollout.parked)
         return policy
 
     patch.setattr(policies, "export_hf", lambda chunks: iter([("w", None)]))
-    patch.setattr(policies, "local_path", lambda section: None)
+    patch.setattr(policies.Policy, "_log_probs", lambda *_: gpu.call("teach"))
     patch.setattr(policies, "save_hf", lambda *_: gpu.call("export", "sent_tensors"))
     return build
 
@@ -134,8 +144,8 @@ def build_policy(gpu: Gpu, patch: pytest.MonkeyPatch) -> Callable[[Recipe], Any]
 class NoSession:
     """A session of one rank that shows nothing."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
+    def __init__(self, job: Job) -> None:
+        self.recipe = job.recipe
 
     def __enter__(self) -> Any:
         return self
@@ -158,6 +168,7 @@ def run_of(gpu: Gpu, evaluates: bool, completes: bool) -> Any:
 
     def update(step: Any, policy: Any, trees: Any) -> Any:
         assert not policy.memory.away
+        policy._annotate(SimpleNamespace(others={}), old=False)
         gpu.call("train", "activations")
         return step
 
@@ -175,10 +186,10 @@ def run_of(gpu: Gpu, evaluates: bool, completes: bool) -> Any:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("evaluates", "completes", "offload"), product((False, True), repeat=3))
+@pytest.mark.parametrize(("evaluates", "completes", "offload", "taught"), [*product((False, True), repeat=4)])
 @pytest.mark.parametrize(("engine", "parked"), ENGINES)
 def test_a_gpu_holds_what_the_table_of_phases_says(
-    monkeypatch, engine, parked, evaluates, completes, offload
+    monkeypatch, engine, parked, evaluates, completes, offload, taught
 ):
     """In every phase no part is there that the table has not, and each of the table's is there at some call;
     a KV cache takes memory with the first request."""
@@ -186,6 +197,7 @@ def test_a_gpu_holds_what_the_table_of_phases_says(
         {
             "name": "t", "steps": STEPS, "model": {"path": "m"},
             "data": {"sources": [{"name": "a", "path": "b"}]}, "optimizer": {"offload": offload},
+            "teacher": {"path": "t"} if taught else {},
             "rollout": {"engine": engine, "park_trainer": parked}
             | ({"servers": ["http://x:1"]} if engine == "server" else {}),
         },
@@ -206,7 +218,9 @@ def test_a_gpu_holds_what_the_table_of_phases_says(
     monkeypatch.setattr(loop, "Policy", build_policy(gpu, monkeypatch))
     monkeypatch.setattr(loop, "start_prompts", lambda session: None)
     monkeypatch.setattr(loop, "start_rollouts", start_rollouts)
-    loop.train(recipe)
+    job = Job(recipe)
+    vars(job)["folder"] = Path("m")
+    loop.train(job)
 
     table = {phase.name: {*phase.parts} for phase in phases(recipe)}
     never = ({"evaluate"} if not evaluates else set()) | ({"export"} if not completes else set())
