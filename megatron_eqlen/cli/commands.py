@@ -17,6 +17,7 @@ from megatron_eqlen.processes.importing import importing
 from megatron_eqlen.processes.interrupts import Interrupts, watch
 from megatron_eqlen.recipe import Recipe, RecipeError
 from megatron_eqlen.recipe.contents import is_whole
+from megatron_eqlen.recipe.engine_options import split_megatron
 from megatron_eqlen.recipe.inputs import missing_inputs, pinned
 from megatron_eqlen.recipe.load import RECIPE, dump
 from megatron_eqlen.recipe.yaml_values import to_yaml
@@ -94,7 +95,7 @@ def _refuse(job: Job) -> None:
     if recipe.cluster.device == "cpu" or torch.cuda.is_available():
         refuse_unfit(recipe.cluster)
         dtype = getattr(torch, recipe.model.dtype)
-        transformer_config(job.model, recipe.parallel, dtype, **recipe.model.megatron)
+        transformer_config(job.model, recipe.parallel, dtype, **split_megatron(recipe.model.megatron)[0])
         if (rollout := recipe.rollout).vllm and rollout.engine == "colocated":
             from megatron_eqlen.engines.lifecycle import configuration, contained
 

@@ -50,7 +50,7 @@ def engine_args(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_l
         "skip_tokenizer_init": True,
         "max_model_len": max_model_len,
         "max_num_seqs": rollout.max_num_seqs,
-        "max_num_batched_tokens": rollout.max_num_batched_tokens,
+        "max_num_batched_tokens": 8192,
         "block_size": rollout.block_size,
         "enable_prefix_caching": True,
         "gpu_memory_utilization": rollout.gpu_memory_utilization,

@@ -79,14 +79,7 @@ APEX = Package(
     without="Nothing is missing where Transformer Engine is",
     modules=("apex.optimizers", "apex.multi_tensor_apply", "amp_C"),
 )
-DEEP_EP = Package(
-    "deep_ep",
-    ("deep-ep",),
-    "faster exchange of routed tokens on GPUs (`parallel.dispatcher`)",
-    without="Routed tokens are exchanged by NCCL",
-    modules=("deep_ep", "deep_ep.utils"),
-)
-OPTIONAL = (TRANSFORMER_ENGINE, FLA, APEX, DEEP_EP)
+OPTIONAL = (TRANSFORMER_ENGINE, FLA, APEX)
 
 
 def look(package: Package) -> PackageState:

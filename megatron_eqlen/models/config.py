@@ -47,7 +47,6 @@ def transformer_config(
         "calculate_per_token_loss": True,  # a token's weight holds every factor, so losses are summed
     }
     fields |= _execution_fields(parallel, dtype, sequence=sequence_parallel(model, parallel))
-    fields |= _dispatcher_fields(parallel)
     if model.experts:
         fields |= _expert_fields(model.experts, model.family.glm, dtype)
     if model.delta_net:
@@ -114,6 +113,7 @@ def _execution_fields(parallel: ParallelRecipe, dtype: torch.dtype, sequence: bo
         "moe_permute_fusion": fused and kernels,
         "moe_router_fusion": False,  # its kernel chooses experts itself, also where they are given
         "bias_dropout_fusion": False,
+        "moe_token_dispatcher_type": "alltoall",
         "masked_softmax_fusion": False,
         "deterministic_mode": torch.are_deterministic_algorithms_enabled(),
     }
@@ -156,18 +156,6 @@ def _expert_fields(experts: Experts, glm: bool, dtype: torch.dtype) -> dict[str,
         fields["moe_router_score_function"] = "sigmoid"
         fields["moe_router_topk_scaling_factor"] = experts.routed_scaling_factor
     return fields
-
-
-def _dispatcher_fields(parallel: ParallelRecipe) -> dict[str, Any]:
-    """Raises ValueError if the dispatcher's package is not installed."""
-    if parallel.dispatcher == "alltoall":
-        return {"moe_token_dispatcher_type": "alltoall"}
-    if not packages.usable(packages.DEEP_EP):
-        raise ValueError(
-            f"parallel.dispatcher: {parallel.dispatcher} needs the package deep_ep (DeepEP; a build with "
-            "HybridEP for hybridep), which does not import here"
-        )
-    return {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": parallel.dispatcher}
 
 
 def scaled_rope(model: ModelConfig) -> tuple[Tensor, float] | None:

@@ -20,7 +20,7 @@ def train_options(job: Job, job_name: str) -> list[str]:
         f"--nodes={cluster.nodes}",
         *_of_gpus(job, f"--gpus-per-node={cluster.processes_per_node}", trainer_bytes),
         f"--cpus-per-task={cluster.processes_per_node * cluster.cpus_per_process}",
-        *_placement_options(cluster),
+        f"--time={cluster.time}",
     ]
 
 
@@ -39,7 +39,7 @@ def server_options(job: Job, job_name: str, nodes: int) -> list[str]:
         f"--ntasks-per-node={replicas_on_node(job.recipe)}",
         *_of_gpus(job, f"--gpus-per-task={gpus}", _servers_bytes),
         f"--cpus-per-task={gpus * cluster.cpus_per_process}",
-        *_placement_options(cluster),
+        f"--time={cluster.time}",
     ]
 
 
@@ -70,8 +70,3 @@ def trainer_bytes(job: Job) -> float:
 
 def _servers_bytes(job: Job) -> float:
     return job.recipe.cluster.processes_per_node * PROCESS + export_bytes(job)
-
-
-def _placement_options(cluster: ClusterRecipe) -> list[str]:
-    asked = {"time": cluster.time, "partition": cluster.partition, "account": cluster.account}
-    return [f"--{name}={value}" for name, value in asked.items() if value]

@@ -23,13 +23,14 @@ MEGATRON = (
     ("megatron", "core/transformer/transformer_config.py", "TransformerConfig"),
     ("megatron", "core/model_parallel_config.py", "ModelParallelConfig"),
 )
+DDP = ("megatron", "core/distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig")
 VLLM = (("vllm", "engine/arg_utils.py", "EngineArgs"),)
 REFUSED = {
     "model.megatron": {
         r".*(parallel|pipeline|microbatch|p2p|gtp_|seqlen_per).*|.*num_weight_shards": "`parallel` says it",
         r"params_dtype|bf16|fp16|.*autocast.*|fp[48].*": "`model.dtype` says it",
         r"recompute_.*|moe_layer_recompute": "`parallel.recompute` says it",
-        r"moe_token_dispatcher_type|moe_flex_.*backend|moe_enable_deepep": "`parallel.dispatcher` says it",
+        r"grad_reduce_in_fp32": "`optimizer.grad_dtype` says it",
         r"moe_router_fusion": "its kernel chooses experts itself, also where they are given",
         r"deterministic_mode|batch_invariant_mode": "`rollout.batch_invariant` says it",
         r"num_(layers|attention_heads|query_groups|moe_experts)|(moe_)?(ffn_)?hidden_size|kv_channels|norm.*"
@@ -45,12 +46,14 @@ REFUSED = {
             "the loss is the objective's alone"
         ),
         r"perform_initialization|variable_seq_lengths|use_cpu_.*|.*_func|.*init_method.*|init_model.*|transformer_impl|moe_enable_routing.*"
-        r"|hetereogenous.*|heterogeneous.*|cpu_offloading.*|_.*": "this package sets it",
+        r"|hetereogenous.*|heterogeneous.*|cpu_offloading.*|use_distributed_optimizer|average_in_collective|.*fsdp.*"
+        r"|overlap_param_gather|align_param_gather|num_distributed_optimizer_instances|check_for_.*|reuse_grad.*"
+        r"|gradient_reduce_div_fusion|.*sharding_strategy|_.*": "this package sets it",
     },
     "rollout.vllm": {
         r"model|tokenizer.*|skip_tokenizer_init|hf_config_path|revision|code_revision|load_format|config_format"
         r"|dtype|seed|max_model_len|hf_overrides": "`model` and the lengths of `data` and `rollout` say it",
-        r"max_num_seqs|max_num_batched_tokens|block_size|gpu_memory_utilization|kv_cache_memory_bytes"
+        r"max_num_seqs|block_size|gpu_memory_utilization|kv_cache_memory_bytes"
         r"|quantization|quantization_config|speculative_config|spec_.*|tensor_parallel_size": (
             "`rollout` has a key for it"
         ),
@@ -73,7 +76,7 @@ def check_options(key: str, options: Mapping[str, Any]) -> None:
     if not options:
         return
     known: dict[str, str] = {}
-    for place in MEGATRON if key == "model.megatron" else VLLM:
+    for place in (*MEGATRON, DDP) if key == "model.megatron" else VLLM:
         known |= _fields(place)
     for name, value in options.items():
         if known and name not in known:
@@ -84,6 +87,13 @@ def check_options(key: str, options: Mapping[str, Any]) -> None:
                 raise ValueError(f"{key}.{name}: refused: {reason}")
         if name in known and not _is_of(value, known[name]):
             raise ValueError(f"{key}.{name}: expected {known[name]}, found {value!r}")
+
+
+def split_megatron(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options of ``model.megatron`` for the model and, by fields of its own, for DDP."""
+    of_ddp = _fields(DDP).keys() - {name for place in MEGATRON for name in _fields(place)}
+    ddp = {name: value for name, value in options.items() if name in of_ddp}
+    return {name: value for name, value in options.items() if name not in ddp}, ddp
 
 
 def _is_of(value: Any, kind: str) -> bool:

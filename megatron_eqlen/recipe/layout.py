@@ -63,7 +63,7 @@ def of_teacher(parallel: ParallelRecipe, teacher: ModelConfig) -> ParallelRecipe
     """Return the layout of a teacher in the groups of ``parallel``: its layers evenly, its own experts."""
     changes: dict[str, object] = {"layers_per_stage": None, "sequence": parallel.sequence or None}
     if teacher.experts is None:
-        changes |= {"expert": 1, "expert_tensor": 1, "dispatcher": "alltoall"}
+        changes |= {"expert": 1, "expert_tensor": 1}
     return parallel.model_copy(update=changes)
 
 
@@ -101,8 +101,6 @@ def weights(parallel: ParallelRecipe, model: ModelConfig) -> Iterator[str]:
             f"parallel.sequence: false with parallel.tensor {parallel.tensor}: Megatron-Core needs sequence "
             f"parallelism in a {model.model_type} model (experts, Gated DeltaNet); omit it or set it to true"
         )
-    if parallel.dispatcher != "alltoall" and parallel.expert == 1:
-        yield f"parallel.dispatcher: {parallel.dispatcher} exchanges nothing with parallel.expert 1"
     experts = model.experts
     if experts is None:
         for key in ("expert", "expert_tensor"):

@@ -167,8 +167,9 @@ class ModelRecipe(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of parameters and activations in training; the optimizer's main weights are float32."""
     megatron: Options = {}
-    """Further fields of Megatron-Core's ``TransformerConfig``, such as ``{moe_shared_expert_overlap: true}``;
-    some are refused (``recipe/engine_options.py``)."""
+    """Further fields of Megatron-Core's ``TransformerConfig`` and ``DistributedDataParallelConfig``, such as
+    ``{moe_shared_expert_overlap: true, overlap_grad_reduce: true}``; some are refused
+    (``recipe/engine_options.py``)."""
 
 
 class TeacherRecipe(Section):
@@ -413,8 +414,6 @@ class RolloutRecipe(Section):
     """GPUs of one engine or server replica."""
     max_num_seqs: PositiveInt = 512
     """Maximum number of requests that an engine decodes at once."""
-    max_num_batched_tokens: PositiveInt = 8192
-    """Maximum number of tokens in one engine step, prefills included."""
     block_size: PositiveInt = 32
     """Tokens per block of the KV cache."""
     gpu_memory_utilization: Fraction = 0.85
@@ -651,11 +650,6 @@ class ParallelRecipe(Section):
     fusions: bool | None = None
     """Fused SwiGLU and, on GPUs with Transformer Engine, fused rotary angles, permutation of routed tokens,
     and accumulation of gradients; default: on GPUs."""
-    dispatcher: Literal["alltoall", "deepep", "hybridep"] = "alltoall"
-    """Exchange of routed tokens between expert-parallel ranks: NCCL's, or a kernel of the package
-    ``deep_ep``."""
-    overlap_grad_reduce: bool = False
-    """Sum gradients over ranks during the backward pass."""
 
 
 class PackingRecipe(Section):
@@ -772,10 +766,6 @@ class ClusterRecipe(Section):
     """Cores that a SLURM job requests per process: graders, the optimizer on the host, the engine."""
     gpu_memory_gib: PositiveFloat = 80.0
     """Memory of a GPU, for `eqlen plan`."""
-    partition: str | None = None
-    """SLURM partition of the job."""
-    account: str | None = None
-    """SLURM account of the job."""
     time: str = "24:00:00"
     """Time limit of a SLURM job. A run need not finish in it: it resumes in the next job."""
 

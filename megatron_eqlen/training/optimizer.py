@@ -23,26 +23,26 @@ from megatron.core.utils import is_te_min_version
 from megatron_eqlen.models.config import uses_transformer_engine
 from megatron_eqlen.processes.cores import cores_per_rank
 from megatron_eqlen.recipe import OptimizerRecipe, Recipe
+from megatron_eqlen.recipe.engine_options import split_megatron
 from megatron_eqlen.training.optimizer_state import init_state
 
 
 def wrap(chunks: list, recipe: Recipe) -> list[DistributedDataParallel]:
     """Wrap each model chunk in Megatron's DDP, with gradients summed (never averaged) over data-parallel
     ranks."""
-    overlap = recipe.parallel.overlap_grad_reduce
     config = chunks[0].config
     assert config.calculate_per_token_loss, "gradients must be sums: token weights hold every factor"
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=recipe.optimizer.grad_dtype == "float32",
         use_distributed_optimizer=True,
-        overlap_grad_reduce=overlap,
+        **split_megatron(recipe.model.megatron)[1],
     )
     wrapped = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)
     ]
     config.finalize_model_grads_func = _sum_model_grads
-    if overlap:
+    if ddp_config.overlap_grad_reduce:
         config.no_sync_func = _one_or_list([chunk.no_sync for chunk in wrapped])
         config.grad_sync_func = _one_or_list([chunk.start_grad_sync for chunk in wrapped])
     return wrapped

@@ -29,6 +29,7 @@ from megatron_eqlen.packing.pack import Packing, plan_rows
 from megatron_eqlen.packing.tree import NonFiniteTreeError
 from megatron_eqlen.plan.flops import pair_cost
 from megatron_eqlen.processes.distributed import gather, is_rank0
+from megatron_eqlen.recipe.engine_options import split_megatron
 from megatron_eqlen.tokens import TEACHER
 from megatron_eqlen.training.agreement import Compared, mismatch_of, worst_token
 from megatron_eqlen.training.exchange import Placement, exchange
@@ -85,7 +86,7 @@ class Policy:
             recipe.parallel,
             DTYPES[recipe.model.dtype],
             separate_norms=has_adapters,
-            **recipe.model.megatron,
+            **split_megatron(recipe.model.megatron)[0],
         )
         load_hf(self.chunks, job.folder)
         if has_adapters:

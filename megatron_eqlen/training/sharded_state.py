@@ -129,13 +129,14 @@ def _metadata(sharding: str) -> dict[str, Any]:
 def _bucket_layout(policy: Policy) -> dict[str, Any]:
     """Return everything that decides which weights lie in which of Megatron's buckets, and where."""
     recipe = policy.recipe
-    sizes = ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor", "overlap_grad_reduce")
+    sizes = ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor")
     return {
         **{f"parallel.{key}": getattr(recipe.parallel, key) for key in sizes},
         LAYERS: recipe.parallel.layers_per_stage,
         "model.dtype": recipe.model.dtype,
         "optimizer.grad_dtype": recipe.optimizer.grad_dtype,
         "bucket size": policy.model[0].ddp_config.bucket_size,
+        "model.megatron.overlap_grad_reduce": policy.model[0].ddp_config.overlap_grad_reduce,
     }
 
 

@@ -113,7 +113,8 @@ def submit_foreign(engine, monkeypatch) -> None:
 
 def test_other_clients_requests_in_the_batch_change_none_of_ours(monkeypatch):
     """Ours come and go; the others stay. Only the round-off of a larger batch may differ, in log-probs."""
-    engine = open_engine(folder("qwen3"), keep_sampling_mask=True, max_num_batched_tokens=64, **SAMPLING)
+    small = {"max_num_batched_tokens": 64}
+    engine = open_engine(folder("qwen3"), keep_sampling_mask=True, vllm=small, **SAMPLING)
     alone = deltas_of(engine, requests(8))
     engine.reset_cache()
     submit_foreign(engine, monkeypatch)
@@ -208,7 +209,7 @@ def mortal(step, life):
 
 def test_a_prefill_in_several_steps_changes_nothing(engine):
     """Prompts of 144 tokens through steps of 64, among requests that decode already."""
-    small = open_engine(folder("qwen3"), **SAMPLING, max_num_batched_tokens=64)
+    small = open_engine(folder("qwen3"), **SAMPLING, vllm={"max_num_batched_tokens": 64})
     asked = {name: (context * 3, 40, seed) for name, (context, _, seed) in requests(8).items()}
     assert {k: v[0] for k, v in generate(small, asked).items()} == {
         k: v[0] for k, v in generate(engine, asked).items()

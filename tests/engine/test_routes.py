@@ -160,7 +160,11 @@ def test_routes_do_not_depend_on_what_the_cache_held_or_how_a_prefill_was_cut(en
     tables += [rollout.prompt_columns for rollout in want]
     assert metrics["harvest/route_bytes"] == sum(table["routes"].nbytes for table in tables)
     small = open_engine(
-        folder("qwen3_moe"), temperature=1.0, keep_routes=True, max_num_batched_tokens=64, kv_cache_gib=0.0005
+        folder("qwen3_moe"),
+        temperature=1.0,
+        keep_routes=True,
+        vllm={"max_num_batched_tokens": 64},
+        kv_cache_gib=0.0005,
     )
     found, metrics = harvest(small, plan_of())
     small.close()

@@ -71,7 +71,7 @@ def open_v2(*args: Any, **over: Any) -> ColocatedEngine:
         envs.disable_envs_cache()  # it holds the last engine's runner
         patch.setattr(vllm_args, "STOCK", True)
         keep_asynchronous(patch)
-        engine = open_engine(*args, **{"max_num_seqs": 8, "max_num_batched_tokens": 64} | over)
+        engine = open_engine(*args, **{"max_num_seqs": 8, "vllm": {"max_num_batched_tokens": 64}} | over)
     assert type(lifecycle.worker(engine.core).model_runner.sampler) is Sampler, "vLLM's own"
     assert core_requests.stock_sampler(engine.core) == STOCK
     return engine

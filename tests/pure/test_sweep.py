@@ -236,7 +236,7 @@ def test_a_method_that_is_no_recipe_is_refused_before_anything_starts(tmp_path):
 
 def submit_lines(sweep: Path, capsys) -> tuple[list[str], str]:
     """Return the commands that a dry run prints, and the line after them."""
-    assert cli.main(["sweep", str(sweep), "--dry-run", "cluster.account=us", "model.path=qwen3-0.6b"]) == 0
+    assert cli.main(["sweep", str(sweep), "--dry-run", "cluster.time=9:00", "model.path=qwen3-0.6b"]) == 0
     lines = capsys.readouterr().out.splitlines()
     return [line for line in lines if line.startswith("eqlen submit ")], lines[-1]
 
@@ -245,7 +245,7 @@ def test_a_dry_run_prints_what_submits_the_runs_that_may_start(sweep, capsys):
     lines, last = submit_lines(sweep, capsys)
     folder = sweep.parent
     assert lines[2] == (
-        f"eqlen submit {folder}/tiny.yaml cluster.account=us model.path=qwen3-0.6b seed=2 "
+        f"eqlen submit {folder}/tiny.yaml cluster.time=9:00 model.path=qwen3-0.6b seed=2 "
         f"run_dir={folder}/runs/tiny/eqlen-seed2"
     )
     assert (len(lines), last) == (3, "# 6 runs wait for those of eqlen: ask again when these have ended")

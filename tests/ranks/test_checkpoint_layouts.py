@@ -27,7 +27,9 @@ ANY, BOUND = {"resharding": "any"}, {"resharding": "data_parallel"}
 
 
 def policy_of(folder: str, processes: int, parallel: dict[str, Any], options: dict[str, Any]) -> Policy:
-    model = {"path": folder, "dtype": "bfloat16"}
+    parallel = dict(parallel)
+    overlapped = {"overlap_grad_reduce": parallel.pop("overlapped", False)}
+    model = {"path": folder, "dtype": "bfloat16", "megatron": overlapped}
     return build_policy(folder, layout(processes, **parallel) | {"model": model, "checkpoint": options})
 
 
@@ -72,7 +74,7 @@ def plain_tensors(*folders: str) -> list[dict[str, torch.Tensor]]:
 SAME_BUCKETS = {
     "DP 2 -> DP 3": ("qwen3-short", 2, {}, 3, {}),
     "overlapped buckets, DP 2 -> DP 1": (
-        "qwen3", 2, {"overlap_grad_reduce": True}, 1, {"overlap_grad_reduce": True}
+        "qwen3", 2, {"overlapped": True}, 1, {"overlapped": True}
     ),
     "EP 2 -> EP 2, expert DP 2": ("qwen3_moe-short", 2, {"expert": 2}, 4, {"expert": 2}),
 }  # fmt: skip

@@ -19,7 +19,7 @@ from tests.kit.updates import build_policy, heard, layout, numbers, one_tree_a_r
 BFLOAT16 = {"dtype": "bfloat16"}
 LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "DP 2, float32": ("qwen3-short", "float32", {}),
-    "DP 2, bfloat16": ("qwen3", "bfloat16", {"overlap_grad_reduce": True}),
+    "DP 2, bfloat16": ("qwen3", "bfloat16", {}),
     "EP 2, bfloat16": ("qwen3_moe-short", "bfloat16", {"expert": 2}),
 }
 
@@ -28,7 +28,8 @@ def changes_of(name: str, folders: Path, park: str) -> tuple[str, dict[str, Any]
     family, dtype, parallel = LAYOUTS[name]
     folder = str(folders / family)
     rollout = {"max_response_length": 20, "temperature": 1.0, "park_trainer": park}
-    return folder, layout(2, **parallel) | {"model": {"path": folder, "dtype": dtype}, "rollout": rollout}
+    model = {"path": folder, "dtype": dtype, "megatron": {"overlap_grad_reduce": family == "qwen3"}}
+    return folder, layout(2, **parallel) | {"model": model, "rollout": rollout}
 
 
 def is_wired(policy: Policy) -> bool:

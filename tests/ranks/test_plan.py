@@ -46,6 +46,7 @@ class Case:
     model: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
     lora: dict[str, Any] = field(default_factory=dict)
+    megatron: dict[str, Any] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
@@ -62,7 +63,7 @@ CASES = {
         "qwen3", 2, {"recompute": "full", "pipeline": 2}, model={"tie_word_embeddings": True}
     ),
     "dense, virtual pipeline, overlapped": Case(
-        "qwen3", 4, {"pipeline": 2, "virtual_pipeline": 2, "overlap_grad_reduce": True}, "float32"
+        "qwen3", 4, {"pipeline": 2, "virtual_pipeline": 2}, "float32", megatron={"overlap_grad_reduce": True}
     ),
     "dense, context parallel": Case("qwen3", 2, {"context": 2}),
     "dense and sparse layers, whose MLPs are recomputed": Case(
@@ -87,7 +88,8 @@ def recipe_of(folder: str, case: Case, row: int = ROW):
     """Return a recipe whose rows are one chunk of the head."""
     return parse(
         {
-            "name": "plan", "steps": 1, "model": {"path": folder, "dtype": case.dtype},
+            "name": "plan", "steps": 1,
+            "model": {"path": folder, "dtype": case.dtype, "megatron": case.megatron},
             "data": {"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 6},
             "rollout": {"max_response_length": row - 6, "temperature": 1.0},
             "packing": {"max_tokens_per_row": row}, "loss": {"kl_coef": 0.0},
