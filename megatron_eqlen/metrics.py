@@ -71,7 +71,7 @@ HARVEST_SEGMENT_LENGTH = "harvest/segment_length"
 HARVEST_RESPONSE_LENGTH = "harvest/response_length"
 ENGINE_SYNC_SECONDS = "engine/sync_seconds"
 ENGINE_SYNC_BYTES = "engine/sync_bytes"
-REWARD_MEAN = "reward/mean"
+REWARD_MEAN, REWARD_ENDED = "reward/mean", "reward/ended"
 REWARD_UNSCORED, ENVIRONMENT_DROPPED = "reward/unscored", "environment/dropped_responses"
 ENVIRONMENT_DROPPED_LENGTH = "environment/dropped_length"
 REWARD_DROPPED, REWARD_DROPPED_LENGTH = "reward/dropped", "reward/dropped_length"
@@ -81,7 +81,7 @@ PROFILE_VARIANCE, PROFILE_UNDECIDED = "profile/variance", "profile/undecided"
 PROFILE_TOKENS, PROFILE_TOKENS_AFTER = "profile/tokens", "profile/tokens_after"
 PROFILE_FORK_GAIN = "profile/fork_gain"
 PROMPTS_DRAWN = "data/prompts_drawn"
-OBJECTIVE_UNITS = "objective/units"
+OBJECTIVE_UNITS, OBJECTIVE_MEMBERS = "objective/units", "objective/members"
 OBJECTIVE_ZERO_ADVANTAGE_FRACTION = "objective/zero_advantage_fraction"
 OBJECTIVE_EFFECTIVE_SAMPLES = "objective/effective_samples"
 OBJECTIVE_PAIRS_PER_STREAM = "objective/pairs_per_stream"
@@ -207,12 +207,12 @@ DECLARED = (
     Metric("engine/preemptions", "requests", "sum", "preempted for lack of KV cache"),
     Metric("engine/live_replicas", "replicas", "sum", "replicas that answer", in_turn="min"),
     # ---- reward: of all responses of the step -------------------------------------------------------------
-    Metric("reward/ended", "responses", "sum", "responses that were graded"),
-    Metric(REWARD_MEAN, "reward", mean("reward/ended"), "the verifier's, of a response"),
-    Metric("reward/std", "reward", mean("reward/ended"), "standard deviation within a batch"),
+    Metric(REWARD_ENDED, "responses", "sum", "responses that were graded"),
+    Metric(REWARD_MEAN, "reward", mean(REWARD_ENDED), "the verifier's, of a response"),
+    Metric("reward/std", "reward", mean(REWARD_ENDED), "standard deviation within a batch"),
     Metric("reward/grader_seconds", "s", "sum", "in the graders, of all responses"),
-    Metric("reward/named/*", "reward", mean("reward/ended"), "of this name (reward.weights), unweighted"),
-    Metric("reward/verdict/*", "share", mean("reward/ended"), "responses with this verdict"),
+    Metric("reward/named/*", "reward", mean(REWARD_ENDED), "of this name (reward.weights), unweighted"),
+    Metric("reward/verdict/*", "share", mean(REWARD_ENDED), "responses with this verdict"),
     Metric("reward/source/*/ended", "responses", "sum", "to prompts of this source"),
     Metric("reward/source/*/mean", "reward", mean("reward/source/*/ended"), "of a response"),
     Metric("reward/calls", "responses", "sum", "responses graded in this step"),
@@ -236,10 +236,10 @@ DECLARED = (
     Metric(PROFILE_FORK_GAIN, "ratio", "last", "signal over noise (squared, a token) of a fork there"),
     # ---- objective: the step's comparison units -----------------------------------------------------------
     Metric(OBJECTIVE_UNITS, "units", "sum", "pairs, groups, or siblings of sampled trees"),
-    Metric("objective/members", "members", "sum", "sides, completions or steps in them"),
-    Metric("objective/reward_mean", "reward", mean("objective/members"), "of a member, penalties included"),
+    Metric(OBJECTIVE_MEMBERS, "members", "sum", "sides, completions or steps in them"),
+    Metric("objective/reward_mean", "reward", mean(OBJECTIVE_MEMBERS), "of a member, penalties included"),
     Metric("objective/reward_std", "reward", "last", "standard deviation over members"),
-    Metric("objective/advantage_mean", "advantage", mean("objective/members"), "of a member"),
+    Metric("objective/advantage_mean", "advantage", mean(OBJECTIVE_MEMBERS), "of a member"),
     Metric("objective/advantage_std", "advantage", "last", "standard deviation over members"),
     Metric("objective/advantage_max", "advantage", "max", "largest absolute advantage"),
     Metric(OBJECTIVE_ZERO_ADVANTAGE_FRACTION, "share", mean(OBJECTIVE_UNITS), "units without advantage"),

@@ -128,7 +128,16 @@ def _check_forks(recipe: Recipe) -> None:
 
 
 def _check_token_baseline(recipe: Recipe, objective: Objective) -> None:
-    """Refuse token baselines where something else says what a reward is compared with."""
+    """Refuse token baselines where something else says what a reward is compared with, and baselines of the
+    step's other prompts where lengths decide which these are."""
+    of_batch = objective.whitened == "standardize"
+    if recipe.rollout.carry_over and (of_batch or objective.baseline is fitted):
+        key = f"objective: {objective.name}" if of_batch else f"loss.baseline: {described(objective.baseline)}"
+        raise ValueError(
+            f"{key} with rollout.carry_over: true: prompts that are complete in the same step have like "
+            f"lengths, so that what the others say of a reward depends on the own length; use "
+            f"{'reinforce_pp_baseline or rloo' if of_batch else 'alive'}"
+        )
     if objective.baseline is of_unit:
         return
     key = f"loss.baseline: {described(objective.baseline)}"
@@ -142,11 +151,6 @@ def _check_token_baseline(recipe: Recipe, objective: Objective) -> None:
         raise ValueError(
             f"{key} is the advantage itself, reward less baseline; objective: {objective.name} has "
             f"advantage {described(objective.advantage)}: use dr_grpo or rloo"
-        )
-    if objective.baseline is fitted and recipe.rollout.carry_over:
-        raise ValueError(
-            f"{key} with rollout.carry_over: true: prompts that are complete in the same step have like "
-            f"lengths, so that a fit to the others depends on the own length; use alive"
         )
 
 

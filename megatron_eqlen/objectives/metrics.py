@@ -33,7 +33,7 @@ def unit_metrics(units: list[ComparisonUnit], rollouts: Sequence[Rollout], recip
     metrics = {
         **({} if recipe.supervised else compared),
         m.OBJECTIVE_UNITS: float(len(units)),
-        "objective/members": float(len(rewards)),
+        m.OBJECTIVE_MEMBERS: float(len(rewards)),
         m.OBJECTIVE_ZERO_ADVANTAGE_FRACTION: _fraction(not any(unit.advantages) for unit in units),
         m.OBJECTIVE_EFFECTIVE_SAMPLES: float(sum(value != 0 for value in advantages)),
         "objective/supervised_tokens": float(

@@ -71,7 +71,7 @@ def diagnose(run: Path, recipe: Recipe, records: Records) -> list[Diagnosis]:
     if (idle or many) and files and not last.get(m.TRAIN_SKIPPED_UPDATES):
         responses = list(_responses(read_skeletons(files)))
         found += _ends(responses, files, recipe) if responses else []
-        if units and last.get("objective/members") == units:
+        if units and last.get(m.OBJECTIVE_MEMBERS) == units:
             found += [Diagnosis("single", "equal rewards by construction: comparison units have one member")]
     if failed := (last.get(m.REWARD_UNSCORED) or 0) + (last.get(m.ENVIRONMENT_DROPPED) or 0):
         length = first_of(last, (m.REWARD_DROPPED_LENGTH, m.ENVIRONMENT_DROPPED_LENGTH))

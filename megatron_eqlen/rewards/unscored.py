@@ -45,7 +45,7 @@ def refuse_too_many(metrics: Metrics, causes: Sequence[str], reward: RewardRecip
     """Raise UnscoredError if more responses of a step have no reward than the recipe allows. One always may.
     ``metrics``: of harvest and scoring, of all ranks; ``causes``: what failed, with its prompt."""
     failed = metrics[m.REWARD_UNSCORED] + metrics.get(m.ENVIRONMENT_DROPPED, 0)
-    scored = metrics["reward/ended"] - (metrics[m.REWARD_UNSCORED] if reward.on_error == "zero" else 0)
+    scored = metrics[m.REWARD_ENDED] - (metrics[m.REWARD_UNSCORED] if reward.on_error == "zero" else 0)
     if failed > max(1, reward.max_unscored * (failed + scored)):
         raise UnscoredError(
             f"{failed:.0f} of {failed + scored:.0f} responses of a step have no reward, more than "
