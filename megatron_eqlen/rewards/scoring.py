@@ -29,7 +29,13 @@ from megatron_eqlen.graders.grader import (
 )
 from megatron_eqlen.graders.math.grader import MathGrader
 from megatron_eqlen.graders.sandbox.client import SandboxError
-from megatron_eqlen.metrics import POLICY_RESPONSE_LENGTH, POLICY_REWARD, POLICY_ROLLOUTS, REWARD_MEAN
+from megatron_eqlen.metrics import (
+    POLICY_RESPONSE_LENGTH,
+    POLICY_REWARD,
+    POLICY_ROLLOUTS,
+    REWARD_ENDED,
+    REWARD_MEAN,
+)
 from megatron_eqlen.processes.cores import cores_per_rank
 from megatron_eqlen.processes.watchdog import beat
 from megatron_eqlen.recipe import RewardRecipe
@@ -301,7 +307,7 @@ def reward_metrics(ended: Sequence[tuple[Prompt, Grade | None]]) -> Metrics:
     that ended; all have been graded."""
     graded = [(prompt, grade) for prompt, grade in ended if grade is not None]
     assert len(graded) == len(ended), "a response that ended has no grade"
-    metrics: Metrics = {"reward/ended": len(graded)}
+    metrics: Metrics = {REWARD_ENDED: len(graded)}
     if not graded:
         return metrics
     rewards = np.array([grade.reward for _, grade in graded])
