@@ -132,7 +132,9 @@ def _check_token_baseline(recipe: Recipe, objective: Objective) -> None:
     step's other prompts where lengths decide which these are."""
     of_batch = objective.whitened == "standardize"
     if recipe.rollout.carry_over and (of_batch or objective.baseline is fitted):
-        key = f"objective: {objective.name}" if of_batch else f"loss.baseline: {described(objective.baseline)}"
+        key = (
+            f"objective: {objective.name}" if of_batch else f"loss.baseline: {described(objective.baseline)}"
+        )
         raise ValueError(
             f"{key} with rollout.carry_over: true: prompts that are complete in the same step have like "
             f"lengths, so that what the others say of a reward depends on the own length; use "

@@ -220,7 +220,7 @@ def test_an_unscored_response_is_refused_by_name():
     ({"reward__weights": {"a": 1}, "reward__rubric": "m:e", "objective": "gdpo", "loss__overlong_buffer": 2},
      "loss.overlong_buffer: 2 with loss.rewards: apart: the penalty has no name"),
     ({"sampling": "independent", "objective": "reinforce_pp", "rollout__carry_over": True,
-      "rollout__tokens_per_step": 9, "loss__rollout_is": "token"}, "depends on the own length; use reinforce_pp_b"),
+      "rollout__tokens_per_step": 9, "loss__rollout_is": "token"}, "depends on the own length"),
     ({"sampling": "independent", "objective": "reinforce_pp", "loss__dynamic_sampling": True},
      "all equal has a gradient, too"),
 ])  # fmt: skip
