@@ -13,8 +13,22 @@ from megatron_eqlen.sampling.comparison import all_equal
 
 Estimator = Callable[[Sequence[float], Sequence[int]], list[float]]
 """(rewards, lengths in tokens) of a unit's members -> their advantages."""
+NOT_BELOW_0 = "it makes rewards negative, and the advantage needs rewards of at least 0: set it to 0"
 
 
+def refusing(**reasons: str) -> Callable[[Estimator], Estimator]:
+    """Declare why a part cannot be used with a setting, by the settings' names in ``checks.settings``."""
+
+    def declare(part: Estimator) -> Estimator:
+        part.refuses = reasons  # pyright: ignore[reportFunctionMemberAccess]
+        return part
+
+    return declare
+
+
+@refusing(
+    on_policy="divided by the std of a pair, an advantage is only the sign of the pair's gap; use rloo",
+)
 def grpo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     """Return (r - mean) / population std: ±1 on a pair with unequal rewards, as the paper states."""
     std = pstdev(rewards) or 1.0
@@ -35,6 +49,11 @@ def rloo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     return [value * n / max(n - 1, 1) for value in dr_grpo(rewards, lengths)]
 
 
+@refusing(
+    on_policy="the mean of a pair or of siblings is no estimate of the prompt's pass rate, which it divides "
+    "by; use sampling: independent, or rloo",
+    overlong_buffer=NOT_BELOW_0,
+)
 def maxrl(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     """Return (r - mean) / mean, 0 where the mean is 0: the gradient of the truncated log-likelihood of a
     right response (MaxRL, arXiv 2602.02710)."""
@@ -57,6 +76,12 @@ def none(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     return [0.0] * len(rewards)
 
 
+@refusing(
+    equal_length="it scales rewards by length / mean length of the group, which is 1 for both sides of an "
+    "equal-length pair; use dr_grpo, which it then equals up to the factor 1 / (1 + alpha)",
+    on_policy="it scales rewards by lengths; use rloo",
+    overlong_buffer=NOT_BELOW_0,
+)
 def gr3(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     """Return r / (1 + 0.33 x length / mean length of the unit), less the mean of these (GR3)."""
     if min(rewards) < 0:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
-from megatron_eqlen.objectives.advantages import dr_grpo, gr3, grpo, maxrl, none, rloo
+from megatron_eqlen.objectives.advantages import dr_grpo, none, rloo
 from megatron_eqlen.objectives.aggregation import AGGREGATIONS
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.objectives.parts import PARTS, described, name_of, options, try_parts
 from megatron_eqlen.objectives.registry import clip_keys, is_on_policy, resolve, with_defaults
-from megatron_eqlen.objectives.surrogates import Cispo, Ctpo, Ppo, Reinforce, Sapo, Vespo
+from megatron_eqlen.objectives.surrogates import Ppo
 from megatron_eqlen.objectives.token_baseline import alive, fitted, of_unit
 from megatron_eqlen.recipe import LossRecipe, Recipe
 from megatron_eqlen.recipe.checks import check_effects
@@ -20,6 +21,7 @@ def check_combination(recipe: Recipe) -> None:
     check_effects(recipe, with_defaults(recipe))
     objective = resolve(recipe)
     try_parts({field: getattr(objective, field) for field in PARTS})
+    _check_refused(recipe, objective)
     _check_sampling(recipe, objective)
     _check_forks(recipe)
     _check_pair_weight(recipe, objective)
@@ -38,12 +40,35 @@ def check_combination(recipe: Recipe) -> None:
         )
 
 
+def settings(recipe: Recipe, objective: Objective) -> dict[str, str]:
+    """Return the recipe's settings that a part or a method may refuse, in the words of a message."""
+    found = {recipe.sampling: f"sampling: {recipe.sampling}"}
+    if is_on_policy(recipe, objective):
+        tree = recipe.sampling == "tree"
+        found["on_policy"] = "sampling: tree" if tree else "equal_length.pair_weight: on_policy"
+    if objective.overlong_buffer:
+        found["overlong_buffer"] = f"loss.overlong_buffer: {objective.overlong_buffer}"
+    if recipe.loss.rollout_is != "none":
+        found["rollout_is"] = f"loss.rollout_is: {recipe.loss.rollout_is}"
+    return found
+
+
+def _refused(part: object) -> Mapping[str, str]:
+    return getattr(part, "refuses", {})
+
+
+def _check_refused(recipe: Recipe, objective: Objective) -> None:
+    """Raise ValueError with the reason that the method or a part declares against a setting."""
+    parts: dict[str, object] = {f"objective: {objective.name}": objective}
+    for field, (key, _) in PARTS.items():
+        parts[f"loss.{key}: {described(getattr(objective, field))}"] = getattr(objective, field)
+    for setting, words in settings(recipe, objective).items():
+        for what, part in parts.items():
+            if setting in _refused(part):
+                raise ValueError(f"{what} with {words}: {_refused(part)[setting]}")
+
+
 def _check_sampling(recipe: Recipe, objective: Objective) -> None:
-    if isinstance(objective.surrogate, Ctpo) and recipe.sampling != "independent":
-        raise ValueError(
-            f"objective: {objective.name} with sampling: {recipe.sampling}: it multiplies the ratios of a "
-            "response from its first token on, which another segment has; use sampling: independent"
-        )
     if objective.forks != "apart" and recipe.sampling != "tree":
         raise ValueError(
             f"objective: {objective.name} with sampling: {recipe.sampling}: it weighs the forks of a tree; "
@@ -56,24 +81,10 @@ def _check_sampling(recipe: Recipe, objective: Objective) -> None:
             f"tree_sampling.fork: marker or tokens and tree_sampling.forks: 1, found {tree.fork} and "
             f"{tree.forks}"
         )
-    if recipe.sampling == "equal_length" and objective.advantage is gr3:
-        raise ValueError(
-            "objective: gr3 with sampling: equal_length: gr3 scales rewards by length / mean length of the "
-            "group, which is 1 for both sides of an equal-length pair; use dr_grpo, which it then equals "
-            "up to the factor 1 / (1 + alpha)"
-        )
 
 
 SUMS = ("seq-mean-token-sum", "seq-mean-token-sum-norm")
 """Averages over sequences that sum a sequence's tokens."""
-WITHOUT_CLIP: dict[type, str] = {
-    Vespo: "vespo has a soft kernel in place of clipping",
-    Sapo: "sapo has a soft gate in place of clipping",
-    Cispo: "cispo clips only the weight in front of log pi, so there is no clipped loss to bound",
-    Reinforce: "a plain policy gradient has no clipped ratio to bound: set loss.clip_ratio_low and "
-    "loss.clip_ratio_high too",
-}
-"""Why a surrogate lacks an option that a clip key sets."""
 
 
 def _check_pair_weight(recipe: Recipe, objective: Objective) -> None:
@@ -85,28 +96,11 @@ def _check_pair_weight(recipe: Recipe, objective: Objective) -> None:
             f"equal_length.baseline: streams compares the streams of a prompt: expected group_size of at "
             f"least 4, found {recipe.group_size}"
         )
-    if objective.advantage is grpo:
-        raise ValueError(
-            f"loss.advantage: grpo with {weights}: divided by the std of a pair, an advantage is only the "
-            f"sign of the pair's gap; use rloo"
-        )
-    if objective.advantage is gr3:
-        raise ValueError(f"objective: gr3 with {weights}: it scales rewards by lengths; use rloo")
-    if objective.advantage is maxrl:
-        raise ValueError(
-            f"loss.advantage: maxrl with {weights}: the mean of a pair or of siblings is no estimate of the "
-            f"prompt's pass rate, which it divides by; use sampling: independent, or rloo"
-        )
     average = name_of(objective.aggregation, AGGREGATIONS)
     if average is not None and average not in SUMS:
         raise ValueError(
             f"loss.loss_agg_mode: {average} with {weights} divides by numbers of tokens, which biases the "
             f"gradient; expected one of {', '.join(SUMS)}"
-        )
-    if objective.name in ("ba", "delta_l"):
-        raise ValueError(
-            f"objective: {objective.name} with {weights}: {objective.name} is an average by length, which "
-            f"these weights replace by a sum; use grpo or dr_grpo"
         )
 
 
@@ -160,7 +154,7 @@ def _check_clip(recipe: Recipe, objective: Objective) -> None:
     surrogate, settings = objective.surrogate, options(objective.surrogate)
     for key, value in clip_keys(recipe.loss).items():
         if key not in settings:
-            reason = WITHOUT_CLIP.get(type(surrogate), "it has no such option")
+            reason = _refused(surrogate).get("clip_ratio", "it has no such option")
             raise ValueError(f"loss.{key}: {value} with surrogate {described(surrogate)}: {reason}")
     low, high, dual = (settings.get(f"clip_ratio_{end}") for end in ("low", "high", "c"))
     if isinstance(surrogate, Ppo) and (low is None) != (high is None):
@@ -168,11 +162,12 @@ def _check_clip(recipe: Recipe, objective: Objective) -> None:
             f"objective: {objective.name} does not clip by itself: set both loss.clip_ratio_low and "
             f"loss.clip_ratio_high, found {low} and {high}"
         )
-    if low is not None and low > 1 and not isinstance(surrogate, Ctpo):
+    logs = getattr(surrogate, "bounds_are_logs", False)
+    if low is not None and low > 1 and not logs:
         raise ValueError(
             f"loss.clip_ratio_low: {low}: 1 - {low} is below zero, where no ratio lies; expected at most 1"
         )
-    if dual is not None and dual <= 1 and not isinstance(surrogate, Ctpo):
+    if dual is not None and dual <= 1 and not logs:
         raise ValueError(f"loss.clip_ratio_c: {dual}: expected a bound above 1, which no clip reaches before")
     if isinstance(surrogate, Ppo) and dual is not None and low is None:
         raise ValueError(
@@ -183,11 +178,6 @@ def _check_clip(recipe: Recipe, objective: Objective) -> None:
 
 def _check_ratio(recipe: Recipe, objective: Objective) -> None:
     loss = recipe.loss
-    if isinstance(objective.surrogate, Vespo) and loss.rollout_is != "none":
-        raise ValueError(
-            f"loss.rollout_is: {loss.rollout_is}: vespo's kernel takes an importance weight already; use "
-            f"loss.old_logprobs: rollout to take it over the engine's log-probs"
-        )
     updates = loss.minibatches * loss.epochs
     if not objective.has_ratio and updates > 1 and not recipe.supervised:
         raise ValueError(
@@ -298,11 +288,6 @@ def _check_rewards(recipe: Recipe, objective: Objective) -> None:
         raise ValueError(
             f"loss.overlong_buffer: {objective.overlong_buffer} tokens do not lie inside "
             f"rollout.max_response_length {longest}"
-        )
-    if objective.overlong_buffer and objective.advantage in (maxrl, gr3):
-        raise ValueError(
-            f"loss.overlong_buffer: {objective.overlong_buffer} makes rewards negative, and advantage "
-            f"{described(objective.advantage)} needs rewards of at least 0: set loss.overlong_buffer: 0"
         )
 
 

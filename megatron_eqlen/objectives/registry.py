@@ -41,6 +41,9 @@ OVERLONG_BUFFER = 4096
 """Tokens of DAPO's length-penalty buffer, with responses of 20,480 tokens. For shorter responses we take the
 same fifth (our choice)."""
 
+BY_LENGTH = {
+    "on_policy": "it is an average by length, which these weights replace by a sum; use grpo or dr_grpo"
+}
 OBJECTIVES = {
     objective.name: objective
     for objective in [
@@ -72,12 +75,12 @@ OBJECTIVES = {
         Objective("dler", dr_grpo, token_mean, Ppo(0.2, 0.28), whitened="scale", dynamic_sampling=True),
         Objective("treerpo", dr_grpo, seq_mean_token_mean, Ppo(), forks="equal"),
         Objective("grpo_ma", grpo, seq_mean_token_mean, Ppo(), forks="pooled"),
-        Objective("ba", grpo, balanced_token_mean, Ppo()),
+        Objective("ba", grpo, balanced_token_mean, Ppo(), refuses=BY_LENGTH),
         Objective("cispo", grpo, token_mean, Cispo()),
         Objective("sapo", grpo, seq_mean_token_mean, Sapo()),
         Objective("dppo", dr_grpo, seq_mean_token_sum_norm, Dppo()),
         Objective("maxrl", maxrl, seq_mean_token_sum_norm, Ppo()),
-        Objective("delta_l", dr_grpo, delta_l, Ppo()),
+        Objective("delta_l", dr_grpo, delta_l, Ppo(), refuses=BY_LENGTH),
         Objective("reinforce_pp", reward, token_mean, Ppo(), whitened="standardize"),
         Objective("reinforce_pp_baseline", dr_grpo, token_mean, Ppo(), whitened="scale"),
     ]

@@ -62,7 +62,7 @@ TokenMetrics = dict[str, "torch.Tensor"]
 
 Surrogate = Callable[[SupervisedTokens], tuple["torch.Tensor", TokenMetrics]]
 """Supervised tokens -> ([n] loss of each token before its weight, metrics). An attribute ``has_ratio`` of
-False says that the old log-probs are not read."""
+False says that the old log-probs are not read; ``refuses``, why it cannot be used with a setting."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,12 @@ class Ctpo(Ppo):
     """The log of the product at token t = 1, 2, ... is clipped below -this x sqrt(t)."""
     clip_ratio_high: float | None = 0.05
     clip_ratio_c: float | None = 0.05
+    bounds_are_logs: ClassVar = True
+    refuses: ClassVar = dict.fromkeys(
+        ("equal_length", "tree"),
+        "it multiplies the ratios of a response from its first token on, which another segment has; use "
+        "sampling: independent",
+    )
 
     def ratio_of(self, tokens: SupervisedTokens) -> torch.Tensor:
         return _own_gradient(tokens.sequences.cumsum(tokens.kept_log_ratio), tokens)
@@ -132,6 +138,10 @@ class Reinforce:
     """Plain -A log pi."""
 
     has_ratio: ClassVar[bool] = False
+    refuses: ClassVar = {
+        "clip_ratio": "a plain policy gradient has no clipped ratio to bound: set loss.clip_ratio_low and "
+        "loss.clip_ratio_high too"
+    }
 
     def __call__(self, tokens: SupervisedTokens) -> tuple[torch.Tensor, TokenMetrics]:
         return -tokens.advantages * tokens.logprobs, {}
@@ -143,6 +153,9 @@ class Cispo:
 
     clip_ratio_low: float | None = 1.0
     clip_ratio_high: float | None = 4.0
+    refuses: ClassVar = {
+        "clip_ratio": "cispo clips only the weight in front of log pi, so there is no clipped loss to bound"
+    }
 
     def __call__(self, tokens: SupervisedTokens) -> tuple[torch.Tensor, TokenMetrics]:
         ratio, metrics = importance_ratio(tokens.log_ratio)
@@ -159,6 +172,11 @@ class Vespo:
     positive: tuple[float, float] = (2.0, 3.0)
     """(k, lambda) where the advantage is >= 0."""
     negative: tuple[float, float] = (3.0, 2.0)
+    refuses: ClassVar = {
+        "clip_ratio": "vespo has a soft kernel in place of clipping",
+        "rollout_is": "its kernel takes an importance weight already; use loss.old_logprobs: rollout to take "
+        "it over the engine's log-probs",
+    }
 
     def __call__(self, tokens: SupervisedTokens) -> tuple[torch.Tensor, TokenMetrics]:
         log_ratio = tokens.sequences.sum(tokens.kept_log_ratio)
@@ -176,6 +194,7 @@ class Sapo:
     positive: float = 1.0
     """tau where the advantage is above 0. A larger one closes the gate earlier."""
     negative: float = 1.05
+    refuses: ClassVar = {"clip_ratio": "sapo has a soft gate in place of clipping"}
 
     def __call__(self, tokens: SupervisedTokens) -> tuple[torch.Tensor, TokenMetrics]:
         ratio, metrics = importance_ratio(tokens.log_ratio)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_eqlen.objectives.advantages import refusing
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.sampling import KINDS
@@ -257,6 +258,11 @@ def test_every_rule_forks(rule):
         assert len(forks_within(tree, LENGTH)) <= (RULES[rule]["forks"] if "death" in rule else 3 * 3)
 
 
+@refusing(tree="why not")
+def careful(rewards, lengths):
+    return list(rewards)
+
+
 @pytest.mark.parametrize(("keys", "message"), [
     ({"rule": {"fork": "marker"}}, "expected tree_sampling.marker, found None"),
     ({"rule": {"marker": "</think>"}}, "acts only with tree_sampling.fork: marker"),
@@ -264,6 +270,7 @@ def test_every_rule_forks(rule):
     ({"rule": {"branching": 9, "forks": 12}}, "more than 2147483647 leaves"),
     ({"objective": "gr3"}, "gr3 with sampling: tree"),
     ({"objective": "ba"}, "ba with sampling: tree"),
+    ({"loss": {"advantage": f"{__name__}:careful"}}, "loss.advantage: careful with sampling: tree: why not"),
     ({"loss": {"advantage": "grpo"}}, "only the sign"),
     ({"loss": {"loss_agg_mode": "token-mean"}}, "biases the gradient"),
     ({"objective": "treerpo", "sampling": "independent"}, "expected sampling: tree"),
