@@ -49,9 +49,8 @@ def transformer_config(
     fields |= _execution_fields(parallel, dtype, sequence=sequence_parallel(model, parallel))
     if model.experts:
         fields |= _expert_fields(model.experts, model.family.glm, dtype)
-    if model.delta_net:
-        sizes = vars(model.delta_net).items()
-        fields |= {f"linear_{name}": size for name, size in sizes if name != "layers"}
+    if net := model.delta_net:
+        fields |= {f"linear_{name}": size for name, size in vars(net).items() if name != "layers"}
     try:
         config = TransformerConfig(**fields | overrides)
     except AssertionError as error:
