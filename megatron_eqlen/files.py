@@ -33,9 +33,8 @@ DISK_FAULTS = (*DISK_FULL, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
 LATEST = "latest"
 """File in a folder of checkpoints that names the checkpoint in force."""
 
-FRESH, ABANDONED = 5.0, 600.0
-"""Seconds without a write after which a partial file is nobody's: in a folder that this process holds, and
-in any other."""
+ABANDONED = 60.0
+"""Seconds without a write after which a partial file is nobody's."""
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
@@ -134,9 +133,7 @@ def replaced(path: Path) -> Iterator[Path]:
     is unchanged."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     with naming(path):
-        for left in path.parent.glob(f".{glob.escape(path.name)}.????????.partial"):
-            if time.time() - left.stat().st_mtime > ABANDONED:
-                left.unlink(missing_ok=True)
+        remove_partial(path.parent, f"{glob.escape(path.name)}.????????")
         try:
             yield partial
             sync(partial)
@@ -174,13 +171,13 @@ def new_folder(path: Path) -> Iterator[Path]:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def remove_partial(folder: Path) -> None:
-    """Remove what killed processes left of ``new_folder`` and ``replaced`` in ``folder``, to which this
-    process alone writes but for reports: a file of the last seconds may be of one."""
-    for partial in folder.glob(".*.partial"):
+def remove_partial(folder: Path, name: str = "*") -> None:
+    """Remove what killed processes left of ``new_folder``, which nobody else may be filling, and of
+    ``replaced`` in ``folder``."""
+    for partial in folder.glob(f".{name}.partial"):
         if partial.is_dir():
             shutil.rmtree(partial)
-        elif time.time() - partial.stat().st_mtime > FRESH:
+        elif time.time() - partial.lstat().st_mtime > ABANDONED:
             partial.unlink(missing_ok=True)
 
 

@@ -72,9 +72,8 @@ HARVEST_RESPONSE_LENGTH = "harvest/response_length"
 ENGINE_SYNC_SECONDS = "engine/sync_seconds"
 ENGINE_SYNC_BYTES = "engine/sync_bytes"
 REWARD_MEAN, REWARD_ENDED = "reward/mean", "reward/ended"
-REWARD_UNSCORED, ENVIRONMENT_DROPPED = "reward/unscored", "environment/dropped_responses"
-ENVIRONMENT_DROPPED_LENGTH = "environment/dropped_length"
-REWARD_DROPPED, REWARD_DROPPED_LENGTH = "reward/dropped", "reward/dropped_length"
+REWARD_UNSCORED, REWARD_DROPPED = "reward/unscored", "reward/dropped"
+REWARD_DROPPED_LENGTH = "reward/dropped_length"
 POLICY_ROLLOUTS = "policy/rollouts"
 POLICY_REWARD, POLICY_RESPONSE_LENGTH = "policy/reward", "policy/response_length"
 PROFILE_VARIANCE, PROFILE_UNDECIDED = "profile/variance", "profile/undecided"
@@ -171,9 +170,6 @@ DECLARED = (
     Metric("environment/copies", "environments", "sum", "copied for forks"),
     Metric("environment/replays", "environments", "sum", "rebuilt from recorded messages"),
     Metric("environment/changed", "turns", "sum", "answered otherwise in a replay: the record stands"),
-    Metric("environment/dropped", "rollouts", "sum", "cut short and left out: their environment failed"),
-    Metric(ENVIRONMENT_DROPPED, "responses", "sum", "of them, begun"),
-    Metric(ENVIRONMENT_DROPPED_LENGTH, "tokens", mean(ENVIRONMENT_DROPPED), "length of one so far"),
     Metric("environment/refused", "requests", "sum", "of agents that went on, refused"),
     Metric("environment/given_share", "share", mean(HARVEST_SUPERVISED_TOKENS), "given per generated token"),
     Metric(HARVEST_PREFILLED, "tokens", "sum", "prompts, given tokens, partly full cache blocks; counted"),
@@ -219,7 +215,6 @@ DECLARED = (
     Metric("reward/seconds", "s", "max", "until all were graded", in_turn="sum"),
     Metric("reward/wait_seconds", "s", "max", "of these, waiting for grader processes", in_turn="sum"),
     Metric("reward/hidden_seconds", "s", "sum", "in the graders, over before the harvest was"),
-    Metric("reward/cut_off", "responses", "sum", "without a verdict within reward.step_timeout"),
     Metric(REWARD_UNSCORED, "responses", "sum", "whose grader or environment failed, or was late"),
     Metric(REWARD_DROPPED, "responses", "sum", "left out: unscored, or of one stream or tree with such"),
     Metric(REWARD_DROPPED_LENGTH, "tokens", mean(REWARD_DROPPED), "of one; kept: policy/response_length"),

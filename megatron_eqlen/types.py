@@ -93,8 +93,6 @@ class Delta:
 
 
 UNSCORED = "unscored"
-"""Verdict of a response that has no reward: its grader or environment failed, or was late. The number beside
-it counts only with ``reward.on_error: zero``."""
 
 
 @dataclass
@@ -122,9 +120,9 @@ class Grade:
             raise ValueError(f"{self.grader}: expected a finite reward, got {self.reward}{named}")
 
     @classmethod
-    def unscored(cls, cause: object, grader: str = "") -> Grade:
-        """Return the grade of a response whose reward is not known, since ``cause``."""
-        return cls(0.0, UNSCORED, None, grader, detail=str(cause))
+    def unscored(cls, cause: object) -> Grade:
+        """Return the grade of a response without a reward: its grader or environment failed, or was late."""
+        return cls(0.0, UNSCORED, detail=str(cause))
 
 
 @dataclass

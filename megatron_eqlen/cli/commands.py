@@ -151,15 +151,16 @@ def harvest(arguments: argparse.Namespace) -> int:
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
-    run = arguments.recipe if arguments.recipe.is_dir() else None
-    model = arguments.model or (run and run / "export")
-    out = arguments.out or (run and run / "evaluated.json")
-    if run and arguments.model is None and not is_whole(run / "export"):
-        raise ValueError(f"{model}: not there: the run has not ended; name a model by --model")
+    recipe, model, out = arguments.recipe, arguments.model, arguments.out
+    if recipe.is_dir():
+        model, out = model or recipe / "export", out or recipe / "evaluated.json"
+        if not (arguments.model or is_whole(model)):
+            raise ValueError(f"{model}: not there: the run has not ended; name a model by --model")
+        recipe /= RECIPE
     if out is None:
-        raise ValueError("--out: expected a result file (only for a run folder is there a default)")
+        raise ValueError("--out: expected a result file (a run folder has a default)")
     overrides = [*arguments.overrides, *([f"model.path={model}"] if model else [])]
-    job = Job(pinned(load(run / RECIPE if run else arguments.recipe, overrides)))
+    job = Job(pinned(load(recipe, overrides)))
     refuse_existing(out)
     refuse_unwritable(out.parent)
 

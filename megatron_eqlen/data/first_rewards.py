@@ -23,7 +23,7 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.plugins import is_import_path
 from megatron_eqlen.rewards.functions import referred
 from megatron_eqlen.rewards.scoring import Scorer
-from megatron_eqlen.types import Prompt
+from megatron_eqlen.types import UNSCORED, Prompt
 
 FORMS = {
     "\\boxed": "\\boxed{%s}",
@@ -62,7 +62,8 @@ class FirstReward:
     grader: str
     rewards: dict[str, float]
     cause: str = ""
-    """Why no response will earn a reward, if that can be seen."""
+    """Why no response will earn a reward, if that can be seen; or which has none."""
+    failure: str = ""
     of_benchmark: bool = False
     seconds: float = 0.0
     """Longest time that a reward function of the user's own took for one of the answers."""
@@ -101,10 +102,13 @@ def first_rewards(
 
 def _first_reward(prompts: Sequence[Prompt], scorer: Scorer, tokenizer: Tokenizer) -> FirstReward:
     first, ends = first_reward(prompts[0], scorer, tokenizer), time.monotonic() + SECONDS
+    if not first.rewards:
+        raise ValueError(first.failure)
     for prompt in prompts[1:TRIED]:
         if (is_import_path(prompt.grader) or prompt.grader == "rubric") and time.monotonic() < ends:
             with redirect_stdout(StringIO()):  # what a function prints was seen at the first row
-                first_reward(prompt, scorer, tokenizer)
+                later = first_reward(prompt, scorer, tokenizer)
+            first = replace(first, cause=first.cause or later.failure)
     return first
 
 
@@ -130,11 +134,13 @@ def first_reward(prompt: Prompt, scorer: Scorer, tokenizer: Tokenizer) -> FirstR
         )
     except ValueError as error:
         raise ValueError(f"{prompt.prompt_id}: {error}") from error
-    rewards = {answer: grade.reward for answer, grade in zip(texts, grades, strict=True)}
-    cause = ""
+    answers = [*zip(texts, grades, strict=True)]
+    rewards = {answer: grade.reward for answer, grade in answers if grade.verdict != UNSCORED}
+    failed = [grade.detail for grade in grades if grade.verdict == UNSCORED]
+    cause = failure = "".join(f"{prompt.prompt_id}: {detail}" for detail in failed[:1])
     if prompt.grader == "math" and len(gold.split()) > LONG_GOLD:
         cause = f"its gold has {len(gold.split())} words, which no response will repeat: {gold!r:.80}"
-    if rewards["right"] <= rewards["wrong"]:
+    if not failure and rewards["right"] <= rewards["wrong"]:
         cause = f"its gold {gold!r:.60}, written {form % '...'}, earns no more than a wrong answer"
         if read and asked and asked != read:
             cause = (
@@ -142,7 +148,7 @@ def first_reward(prompt: Prompt, scorer: Scorer, tokenizer: Tokenizer) -> FirstR
                 "(data.instruction; a chat keeps its own), or name a grader that reads it"
             )
     seconds = max(grade.seconds for grade in grades) * is_import_path(prompt.grader)
-    return FirstReward(prompt.source, prompt.grader, rewards, cause, seconds=seconds)
+    return FirstReward(prompt.source, prompt.grader, rewards, cause, failure, seconds=seconds)
 
 
 def refuse_unfit(rewards: Iterable[FirstReward]) -> None:

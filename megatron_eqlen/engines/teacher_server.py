@@ -17,7 +17,7 @@ import numpy as np
 from megatron_eqlen.engines.protocol import EngineError
 from megatron_eqlen.engines.replica import HttpLoop, Replica, ReplicaError, at_most, words
 from megatron_eqlen.hf.tokenizer import Tokenizer
-from megatron_eqlen.processes.services import PAUSES
+from megatron_eqlen.processes.failures import PAUSES
 from megatron_eqlen.processes.watchdog import beat
 from megatron_eqlen.tokens import TEACHER
 from megatron_eqlen.types import Rollout, tokens_along
@@ -83,16 +83,15 @@ class TeacherServer:
         told = zip(path[1:], choice["prompt_logprobs"][1:], strict=True)
         return np.array([at[str(token)]["logprob"] for token, at in told], TEACHER.dtype)
 
-    async def _choices(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        for pause in (*PAUSES, None):
-            try:
-                async with at_most(self._patience):
-                    return (await self._server.post("v1/completions", {"max_tokens": 1, **body}))["choices"]
-            except ReplicaError:
-                if pause is None:
-                    raise
-                await asyncio.sleep(pause)
-        raise AssertionError("the last attempt returns or raises")
+    async def _choices(self, body: dict[str, Any], attempt: int = 0) -> list[dict[str, Any]]:
+        try:
+            async with at_most(self._patience):
+                return (await self._server.post("v1/completions", {"max_tokens": 1, **body}))["choices"]
+        except ReplicaError:
+            if attempt == len(PAUSES):
+                raise
+        await asyncio.sleep(PAUSES[attempt])
+        return await self._choices(body, attempt + 1)
 
     def _result(self, answer: Any) -> Any:
         try:

@@ -17,8 +17,7 @@ from megatron_eqlen.harvest.harvest import harvest
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
 from megatron_eqlen.recipe.inputs import data_files, local_path
-from megatron_eqlen.rewards.scoring import EarlyGrading, Scorer
-from megatron_eqlen.rewards.unscored import UnscoredError
+from megatron_eqlen.rewards.scoring import EarlyGrading, Scorer, UnscoredError
 from megatron_eqlen.sampling.harvester import all_rollouts
 from megatron_eqlen.types import Part, Prompt, Rollout
 
@@ -73,20 +72,17 @@ def evaluate(
     groups = [group for group in harvested if grades(group.prompt, group.index)]
     scorer.score(groups)
     zero = recipe.reward.on_error == "zero"
-    causes = [(group.prompt_id, part.grade) for group in groups for part in group.unscored() if not zero]
-    lost = dict(causes)  # a problem needs all of its samples
-    gathered = gather([(_answers(group), _grader(group), lost.get(group.prompt_id)) for group in groups])
-    answers = {answer.prompt_id: answer for answer, _, cause in gathered if cause is None}
+    lost = [[part.grade for part in group.unscored() if not zero] for group in groups]
+    gathered = gather(list(zip(map(_answers, groups), map(_grader, groups), lost, strict=True)))
+    answers = {answer.prompt_id: answer for answer, _, lost in gathered if not lost}
     graders = sorted({grader for _, grader, _ in gathered} - {""})
-    if missing := {answer.prompt_id: cause for answer, _, cause in gathered if cause is not None}:
-        problems = [problem for problem in problems if problem.prompt_id not in missing]
-        name, cause = next(iter(missing.items()))
-        left = (
-            f"{len(missing)} of {len(missing) + len(problems)} problems are left out: {cause.detail} ({name})"
-        )
-        if not problems:
-            raise UnscoredError(f"evaluation: {benchmark.name}: {left}")
-        log.warning("evaluation: %s: %s", benchmark.name, left)
+    causes = [f"{lost[0].detail} ({answer.prompt_id})" for answer, _, lost in gathered if lost]
+    if causes:
+        left = f"{benchmark.name}: {len(causes)} of {len(problems)} problems are left out: {causes[0]}"
+        if not answers:
+            raise UnscoredError(f"evaluation: {left}")
+        log.warning("evaluation: %s", left)
+        problems = [problem for problem in problems if problem.prompt_id in answers]
     return EvaluationResult(
         benchmark=benchmark.name,
         answers=[answers[problem.prompt_id] for problem in problems],

@@ -122,7 +122,8 @@ def write_results(path: Path, results: list[EvaluationResult]) -> None:
 def read_results(path: Path) -> list[EvaluationResult]:
     """Read a file of ``write_results``. Raises ValueError naming the file for any other content."""
     with expecting("an evaluation result", path):
-        return [_result(record) for record in read_json(path)]
+        first, *others = read_json(path)
+        return [_result(record) for record in (first, *others)]
 
 
 def _result(record: dict[str, Any]) -> EvaluationResult:

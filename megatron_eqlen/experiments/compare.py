@@ -239,8 +239,8 @@ def _means(group: Group, benchmark: str) -> dict[int, float]:
 
 def efficiency(groups: Sequence[Group]) -> Rows:
     """Return the paper's table 2, means over each method's runs, with effective samples per generated token
-    beside those per GPU hour; rewards and lengths of responses in the last tenth of the steps; the last
-    columns are ratios to the first method's."""
+    beside those per GPU hour, and rewards and lengths of the last tenth of the steps; the last columns are
+    ratios to the first method's."""
     rows: list[dict[str, Any]] = []
     for group in (group for group in groups if group.method != BASE):
         row: dict[str, Any] = {
@@ -251,22 +251,14 @@ def efficiency(groups: Sequence[Group]) -> Rows:
             PER_HOUR: _mean(group, lambda run: _ratio(run.effective_samples, run.spent.gpu_hours)),
             PER_TOKEN: _mean(group, lambda run: 1000 * _ratio(run.effective_samples, run.generated_tokens)),
             "Equal-Len.": group.runs[0].recipe.sampling == "equal_length",
-            "Reward": _over_seeds([run.reward for run in group.runs]),
-            "Length": _over_seeds([run.length for run in group.runs]),
+            "Reward": _mean(group, lambda run: run.reward),
+            "Length": _mean(group, lambda run: run.length),
         }
         first = rows[0] if rows else row
         for name, short in ((PER_HOUR, "GPU-h"), (PER_TOKEN, "tokens")):
             row[f"x first, {short}"] = row[name] / first[name] if first[name] else None
         rows.append(row)
     return rows
-
-
-def _over_seeds(values: Sequence[float]) -> str | None:
-    """Format a mean, with the standard deviation over several seeds; None for what was not measured."""
-    if not np.isfinite(values).all():
-        return None
-    spread = f" (sd {compact(float(np.std(values, ddof=1)))})" if len(values) > 1 else ""
-    return compact(float(np.mean(values))) + spread
 
 
 # ---- text -------------------------------------------------------------------------------------------------

@@ -111,16 +111,17 @@ class Background:
 
     def ready(self, keys: Collection[Key]) -> list[Grade]:
         """Return the grades that are ready, for those of ``keys`` that were begun."""
-        grades = [self.grade(key, deadline=0.0) for key in keys if key in self._begun]
-        return [grade for grade in grades if grade is not None]
+        begun = [self._begun[key][1] for key in keys if key in self._begun]
+        started = [each.result() for each in begun if each.done() and not each.exception()]
+        return [each.result() for each in started if each.done() and not each.exception()]
 
-    def grade(self, key: Key, deadline: float = float("inf")) -> Grade | None:
-        """Return the grade of a response that was begun; None if there is none at ``deadline`` (monotonic
-        seconds). Raises the grader's error, with a note that names the prompt."""
+    def grade(self, key: Key, deadline: float, late: Exception) -> Grade:
+        """Return the grade of a response that was begun. Raises the grader's error, with a note that names
+        the prompt, or ``late`` if there is none at ``deadline`` (monotonic seconds)."""
         begun = self._begun[key][1]
         with naming(key[0]):
             if wait([begun], _left(deadline)).not_done or wait([begun.result()], _left(deadline)).not_done:
-                return None
+                raise late
             return begun.result().result()
 
     def give_up(self) -> None:

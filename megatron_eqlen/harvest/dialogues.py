@@ -11,7 +11,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import nlargest
-from statistics import fmean
 from typing import NamedTuple
 
 from megatron_eqlen.engines.protocol import EngineError
@@ -23,12 +22,11 @@ from megatron_eqlen.environments.conversation import (
     turns_of,
 )
 from megatron_eqlen.environments.environment import Environment, LostError
-from megatron_eqlen.metrics import ENVIRONMENT_DROPPED, ENVIRONMENT_DROPPED_LENGTH
 from megatron_eqlen.processes.timeline import TimeSpan
 from megatron_eqlen.sampling.harvester import Harvester
 from megatron_eqlen.sampling.track import Track, track_seed
 from megatron_eqlen.tokens import Tokens
-from megatron_eqlen.types import UNSCORED, Metrics, Rollout, RolloutKey, rollout_key
+from megatron_eqlen.types import UNSCORED, Grade, Metrics, Rollout, RolloutKey, rollout_key
 
 log = logging.getLogger(__name__)
 
@@ -179,11 +177,6 @@ class Dialogues:
         """By the number of the track."""
         self._due: dict[Track, float] = {}
         """Turns that wait for other tracks, and since when."""
-        self.errors: list[BaseException] = []
-        """Errors of environments that failed."""
-        self.dropped = 0
-        self.dropped_lengths: list[int] = []
-        """Generated tokens of the responses of rollouts that were left out."""
         self.fork_error: Exception | None = None
         self.answered = self.cut = self.copies = self.replays = self.changed = self.refused = 0
         self._spans: list[TimeSpan] = []
@@ -267,19 +260,17 @@ class Dialogues:
             self.refused += state.environment.refused
             self._closing.append(_begun(state.environment.close))
 
-    def failed(self, error: BaseException) -> None:
-        """Note a failure. Raises EngineError where all responses or all forks would meet it."""
+    def fail(self, call: Call, error: BaseException, on_error: str) -> None:
+        """End a response whose environment failed, without a reward: that says nothing about the policy.
+        Raises EngineError where all responses would fail, and with ``reward.on_error: end``."""
         if isinstance(error, LostError):
             raise EngineError(str(error)) from error
-        self.errors.append(error)
-
-    def drop(self, harvester: Harvester) -> None:
-        """Count a rollout that is left out, and its responses."""
-        self.dropped += 1
-        rollout = harvester.rollout(0)
-        ended = [length for _, length, last in rollout.lines() if last.finish_reason is not None]
-        opened = [path_of(harvester, track).generated for track in harvester.open.values()]
-        self.dropped_lengths += ended + opened
+        failed = f"its environment failed: {error!r}"
+        if on_error == "end":
+            raise EngineError(f"rollout {call.key[0]}/{call.key[1]}: {failed} (reward.on_error)") from error
+        log.warning("rollout %s/%d has a response without a reward, %s", *call.key, failed)
+        self._due.pop(call.track, None)
+        call.track.finish(Grade.unscored(failed))
 
     def close(self) -> None:
         """Give up all environments."""
@@ -306,9 +297,6 @@ class Dialogues:
             "environment/copies": self.copies,
             "environment/replays": self.replays,
             "environment/changed": self.changed,
-            "environment/dropped": self.dropped,
-            ENVIRONMENT_DROPPED: len(self.dropped_lengths),
-            **({ENVIRONMENT_DROPPED_LENGTH: fmean(self.dropped_lengths)} if self.dropped_lengths else {}),
             "environment/refused": self.refused,
         }
 

@@ -17,14 +17,14 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 from megatron_eqlen.engines.protocol import SAMPLERS, Decoder, EngineError
-from megatron_eqlen.harvest.dialogues import Call, Dialogues
+from megatron_eqlen.harvest.dialogues import Dialogues
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.harvest.meter import Meter
 from megatron_eqlen.harvest.prompt_routes import PromptRoutes
 from megatron_eqlen.processes.watchdog import beat
 from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver
 from megatron_eqlen.sampling.track import Track
-from megatron_eqlen.types import Delta, Grade, Rollout, RolloutKey
+from megatron_eqlen.types import Delta, Rollout, RolloutKey
 
 log = logging.getLogger(__name__)
 
@@ -225,41 +225,16 @@ class Driver:
         nothing else to do."""
         touched: dict[RolloutKey, None] = {}
         for call in dialogues.finished(idle):
-            if call.key not in self.running:  # dropped with another call
-                call.leave()
-                continue
             if (error := call.result.exception()) is None:
                 dialogues.take(call)
-            elif not self.finish_unscored(dialogues, call, error):
-                continue
+            else:
+                dialogues.fail(call, error, self.plan.recipe.reward.on_error)
             touched[call.key] = None
             if call.track.finish_reason is None:
                 self.submit(call.track, call.key)
             else:
                 self.generated[call.key] += len(call.track)
-        self.advance([key for key in touched if key in self.running])
-
-    def finish_unscored(self, dialogues: Dialogues, call: Call, error: BaseException) -> bool:
-        """End a response whose environment failed, without a reward: that says nothing about the policy.
-        Return False if its rollout is left out here, since its parts are compared with the response."""
-        on_error, key = self.plan.recipe.reward.on_error, call.key
-        dialogues.failed(error)
-        if on_error == "end":
-            raise EngineError(
-                f"rollout {key[0]}/{key[1]}: its environment failed: {error!r} (reward.on_error)"
-            )
-        log.warning("rollout %s/%d has a response without a reward, its environment failed: %r", *key, error)
-        if on_error == "zero" or self.plan.recipe.sampling == "independent":
-            call.track.finish(Grade.unscored(f"its environment failed: {error!r}"))
-            return True
-        dialogues.drop(self.running[key])
-        requests = [name for name, (_, of) in self.in_flight.items() if of == key]
-        self.engine.abort(requests)
-        for name in requests:
-            del self.in_flight[name]
-        self.launched.pop(key, None)
-        self.take(key, self.running[key])
-        return False
+        self.advance(list(touched))
 
     def report(self, key: RolloutKey, harvester: Harvester, before: int) -> None:
         """Tell the observers of the parts after the first ``before`` ones, and of the end of the rollout."""

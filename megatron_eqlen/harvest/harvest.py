@@ -11,7 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
-from megatron_eqlen.engines.protocol import Decoder, EngineError
+from megatron_eqlen.engines.protocol import Decoder
 from megatron_eqlen.harvest.dialogues import Dialogues, grade_again
 from megatron_eqlen.harvest.driver import Driver
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
@@ -54,12 +54,6 @@ def harvest(
         harvester.takes_turns = plan.conversations is not None
     driver = Driver(engine, plan, meter, [finished, *observers])
     driver.run({key: harvester for key, harvester in harvesters.items() if key not in finished.rollouts})
-    scored = (len(rollout.unscored()) < len(rollout.parts) for rollout in finished.rollouts.values())
-    if dialogues is not None and dialogues.errors and not any(scored):
-        raise EngineError(
-            f"all {len(harvesters)} rollouts are without a reward: their environments failed, the last with "
-            f"{dialogues.errors[-1]!r}"
-        )
     return [finished.rollouts[key] for key in harvesters if key in finished.rollouts], meter.metrics()
 
 

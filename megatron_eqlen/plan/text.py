@@ -49,14 +49,10 @@ def _model(job: Job) -> str:
     split = [len(layers) for layers in layout.stages(recipe.parallel, model)]
     uneven = f" ({' + '.join(map(str, split))})" if len(set(split)) > 1 else ""
     return (
-        f"model       {model.model_type}, {_count(total(model))} parameters, "
-        f"{_count(active_parameters(model))} active for a token, {model.num_hidden_layers} layers{uneven}"
+        f"model       {model.model_type}, {total(model) / 1e9:.5g}B parameters, "
+        f"{active_parameters(model) / 1e9:.5g}B active for a token, {model.num_hidden_layers} layers{uneven}"
         + (f"; {trained(model, recipe.lora) / 1e6:.1f}M in adapters" if recipe.lora.rank else "")
     )
-
-
-def _count(parameters: float) -> str:
-    return f"{parameters / 1e9:.3f}B" if parameters >= 1e8 else f"{parameters / 1e6:.3f}M"
 
 
 def _memory(need: Memory) -> str:

@@ -41,6 +41,8 @@ _told: bool | None = None
 """Return value of ``tell``; None: not called yet."""
 
 
+PAUSES = (1.0, 2.0)
+"""Seconds before the second and the third attempt, which is the last."""
 LONGEST = 4000
 """Most characters of an error's message: values that it repeats may have a million items."""
 
@@ -178,3 +180,16 @@ def _to_torch(failure: Failure) -> str:
 
 def _from_torch(text: str) -> Failure:
     return Failure(**json.loads(text)["message"]["extraInfo"]["eqlen"])
+
+
+def retried[R](work: Callable[[], R], pauses: Sequence[float] = PAUSES) -> R:
+    """Return the result of a call, which is made again after an error of a connection: an OSError without an
+    ``errno``, which errors of files have, is one of an HTTP library."""
+    for pause in pauses:
+        try:
+            return work()
+        except OSError as error:
+            if error.errno is not None and not isinstance(error, ConnectionError | TimeoutError):
+                raise
+            time.sleep(pause)
+    return work()

@@ -37,15 +37,12 @@ def nearest(unknown: Sequence[str | int], schema: type[Section] = Recipe) -> str
     def likeness(key: tuple[str, ...]) -> float:
         return _alike(name.lower(), key[-1]) + SAME_SECTION * (_without_numbers(key[:-1]) == section)
 
-    def same_words(key: tuple[str, ...]) -> bool:
-        """Return False where a word of the name is in no way one of the key: ``batch`` is no ``block``."""
-        words = key[-1].split("_")
-        return all(
-            max(_alike(word, own) for own in words) > LEAST_SIMILAR for word in name.lower().split("_")
-        )
+    def is_other(word: str) -> bool:  # ``batch`` is no ``block``
+        return all(_alike(word, own) <= LEAST_SIMILAR for own in best[-1].split("_"))
 
     best = max(all_keys(schema), key=lambda key: (likeness(key), -len(key)))
-    if likeness(best) < LEAST_SIMILAR or not (same_words(best) or likeness(best) > ABBREVIATION):
+    others = likeness(best) <= ABBREVIATION and any(map(is_other, name.lower().split("_")))
+    if likeness(best) < LEAST_SIMILAR or others:
         return hint(unknown, lost=True) if schema is Recipe else None
     if _without_numbers(best[:-1]) == section:
         best = (*unknown[:-1], best[-1])

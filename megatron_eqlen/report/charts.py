@@ -52,7 +52,7 @@ CHARTS: dict[str, dict[str, tuple[str, ...]]] = {
     "Pairs per stream": {"pairs": PAIRS},
     "Length, tokens": {
         "responses": RESPONSE_LENGTH,
-        "left out without a reward": (m.REWARD_DROPPED_LENGTH, m.ENVIRONMENT_DROPPED_LENGTH),
+        "left out without a reward": (m.REWARD_DROPPED_LENGTH,),
         "segments": (m.HARVEST_SEGMENT_LENGTH, m.OBJECTIVE_SEGMENT_LENGTH_MEAN),
     },
     "Shares, %": {

@@ -5,12 +5,10 @@ metrics.jsonl ──► trends; no gradient? ──► streams/step-N ──► 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
 from megatron_eqlen import metrics as m
 from megatron_eqlen.files import step_name
@@ -19,7 +17,6 @@ from megatron_eqlen.record.reader import fill_numbers, read_skeletons, step_file
 from megatron_eqlen.report.format import MISMATCH, RESPONSE_LENGTH, compact, first_of
 from megatron_eqlen.report.metrics import Records
 from megatron_eqlen.report.recorded import find_decoder
-from megatron_eqlen.sampling.comparison import EQUAL_REWARDS
 from megatron_eqlen.types import UNSCORED, Part, Rollout, last_turn
 
 MOST = 0.9
@@ -28,6 +25,8 @@ LOOKED_AT, TEXT = 32, 160
 """Most truncated responses that are searched for an answer, and characters of the example's end."""
 FORMS = {"math": "\\boxed{", "reasoning_gym": "<answer>", "code": "```"}
 """Text that an answer begins with, by grader."""
+EQUAL = {"cut off": "responses are cut off by rollout.tokens_per_step",
+         "scored": "equal rewards: the reward function gives the same to all"}  # fmt: skip
 TRENDS = (
     ("entropy", (m.LOSS_ENTROPY,), 0.1, 0.02, "the policy samples hardly anything new: raise "
      "rollout.temperature or loss.clip_ratio_high, or lower optimizer.lr"),
@@ -41,129 +40,81 @@ TRENDS = (
 below which it is one anyway (from which, for a growth), and what follows."""
 ENDS = 3
 """Steps at each end of the newest records that are compared."""
+Diagnosis = tuple[str, str]  # kind; cause, with counts and an example
 
 
-class Diagnosis(NamedTuple):
-    kind: str
-    text: str
-    """Cause, with counts and an example."""
-
-
-class _Response(NamedTuple):
-    rollout: Rollout
-    last: Part
-    end: str
-    """Verdict, or ``truncated`` or ``cut off``."""
-    reward: float
-
-
-def diagnose(run: Path, recipe: Recipe, records: Records) -> list[Diagnosis]:
-    """Return what is wrong in the newest steps; nothing for a run that learns. ``records``: the newest ones,
+def diagnose(run: Path, recipe: Recipe, records: Records) -> Iterator[Diagnosis]:
+    """Yield what is wrong in the newest steps; nothing for a run that learns. ``records``: the newest ones,
     oldest first. Raises ValueError naming a file that is damaged."""
-    if not records:
-        return []
-    last = records[-1]
+    for name, names, ratio, bound, so in () if recipe.supervised else TRENDS:
+        values = [value for record in records if (value := first_of(record, names)) is not None]
+        first, now = median(values[:ENDS] or [0.0]), median(values[-ENDS:] or [0.0])
+        grew = ratio > 1 and now > max(bound, ratio * first)
+        if len(values) >= 2 * ENDS and (grew or (ratio < 1 and now < max(bound, ratio * first))):
+            change = f"{'grew' if grew else 'fell'} from {compact(first)} to {compact(now)}"
+            yield name, f"{name} {change}: {so}"
+    last = records[-1] if records else {}
+    if failed := last.get(m.REWARD_UNSCORED):
+        text = f"{failed:.0f} responses have no reward (reward.on_error: {recipe.reward.on_error})"
+        if (left := last.get(m.REWARD_DROPPED_LENGTH)) is not None:
+            kept = compact(first_of(last, RESPONSE_LENGTH))
+            text += f"; left out were {compact(left)} tokens long, kept {kept}"
+        yield UNSCORED, text
+    if skipped := last.get(m.TRAIN_SKIPPED_UPDATES):
+        yield "skipped", f"{skipped:.0f} updates were skipped, see the warnings above"
+        return
     units = last.get(m.OBJECTIVE_UNITS) or 0
     idle = not last.get(m.UPDATES) or last.get(m.OBJECTIVE_ZERO_ADVANTAGE_FRACTION) == 1 or not units
     many = max(last.get("reward/verdict/no_answer") or 0, last.get(m.HARVEST_TRUNCATED_FRACTION) or 0) > MOST
-    found = [] if recipe.supervised else list(_trends(records))
-    files = step_files(run / "streams" / step_name(last["step"] - 1))
-    if (idle or many) and files and not last.get(m.TRAIN_SKIPPED_UPDATES):
-        responses = list(_responses(read_skeletons(files)))
-        found += _ends(responses, files, recipe) if responses else []
+    if last and (idle or many):
+        causes = [*_ends(step_files(run / "streams" / step_name(last["step"] - 1)), recipe)]
         if units and last.get(m.OBJECTIVE_MEMBERS) == units:
-            found += [Diagnosis("single", "equal rewards by construction: comparison units have one member")]
-    if failed := (last.get(m.REWARD_UNSCORED) or 0) + (last.get(m.ENVIRONMENT_DROPPED) or 0):
-        length = first_of(last, (m.REWARD_DROPPED_LENGTH, m.ENVIRONMENT_DROPPED_LENGTH))
-        kept = first_of(last, RESPONSE_LENGTH)
-        found += [
-            Diagnosis(
-                UNSCORED,
-                f"{failed:.0f} responses have no reward (reward.on_error: {recipe.reward.on_error})"
-                + f"; left out were {compact(length)} tokens long, kept {compact(kept)}"
-                * (length is not None),
-            )
-        ]
-    return found
+            causes += [("single", "equal rewards by construction: comparison units have one member")]
+        why = f"none of its {units:.0f} comparison units has unequal rewards"
+        yield from causes or [("idle", why)][:idle]
 
 
-def _trends(records: Records) -> Iterator[Diagnosis]:
-    for name, names, ratio, bound, so in TRENDS:
-        values = [value for record in records if (value := first_of(record, names)) is not None]
-        if len(values) < 2 * ENDS:
-            continue
-        first, now = median(values[:ENDS]), median(values[-ENDS:])
-        grows = ratio > 1
-        if (now > bound and now > ratio * first) if grows else (now < bound or now < ratio * first):
-            yield Diagnosis(
-                name, f"{name} {'grew' if grows else 'fell'} from {compact(first)} to {compact(now)}: {so}"
-            )
-
-
-def _responses(rollouts: Sequence[Rollout]) -> Iterator[_Response]:
-    for rollout in rollouts:
-        for line in rollout.lines():
-            grade = line.last.grade
-            if grade is not None and line.last.finish_reason == "stop":
-                yield _Response(rollout, line.last, grade.verdict, grade.reward)
-            else:
-                end = "truncated" if line.last.finish_reason == "length" else "cut off"
-                yield _Response(rollout, line.last, end, 0.0)
-
-
-def _ends(responses: list[_Response], files: Sequence[Path], recipe: Recipe) -> Iterator[Diagnosis]:
-    """Yield the cause that nearly all responses share, or why they cannot be told apart."""
-    ends = Counter(response.end for response in responses).most_common()
-    rewards = [response.reward for response in responses if response.end != UNSCORED] or [0.0]
-    (end, count), total = ends[0], len(responses)
-    counts = f"{total} responses: " + ", ".join(f"{number} {name}" for name, number in ends)
-    example = next(response for response in responses if response.end == end)
-    form = FORMS.get(example.rollout.prompt.grader, "")
-    equal = max(rewards) - min(rewards) <= EQUAL_REWARDS
-    if end == UNSCORED:
+def _ends(files: Sequence[Path], recipe: Recipe) -> Iterator[Diagnosis]:
+    """Yield the cause that nearly all responses of a step share, or why they cannot be told apart."""
+    responses: list[tuple[str, Rollout, Part]] = []
+    by_prompt: defaultdict[str, set[float]] = defaultdict(set)
+    for rollout in read_skeletons(files):
+        for last in (line.last for line in rollout.lines()):
+            cut = "truncated" if last.finish_reason == "length" else "cut off"
+            end = last.grade.verdict if last.grade else cut
+            responses += [(end, rollout, last)]
+            if end != UNSCORED:
+                by_prompt[rollout.prompt_id].add(round(last.grade.reward if last.grade else 0.0, 9))
+    ends, rewards = Counter(end for end, *_ in responses), set[float]().union(*by_prompt.values())
+    if not rewards:
         return
-    if end == "truncated" and (equal or count > MOST * total):
-        cut = [response for response in responses if response.end == end][:LOOKED_AT]
-        texts = _texts(cut, files, recipe)
-        answered = sum(bool(form) and form in text for text in texts)
-        shown = _shown(cut[0], texts[0])
-        limit = f"cut at rollout.max_response_length: {recipe.rollout.max_response_length}"
-        if 2 * answered > len(cut):
-            cause = f"responses go on after their answer and are {limit} (`eqlen check`: how a turn ends)"
-        else:
-            cause = f"responses are {limit}, their answers would come after it"
-        yield Diagnosis(end, f"{cause} ({counts}; {answered} of {len(cut)} hold an answer); e.g. {shown}")
-        return
-    if end == "no_answer" and (equal or count > MOST * total):
-        cause = f"the form is not met: no {form or 'answer'} in {count} responses (data.instruction)"
-    elif not equal:
-        groups = groupby(responses, key=lambda response: response.rollout.prompt_id)
-        within = [{round(response.reward, 9) for response in group} for _, group in groups]
-        if any(len(values) > 1 for values in within):
-            return  # other parts are compared: the metrics say how many
-        cause = (
-            f"rewards differ between prompts only: {sum(max(v) > 0 for v in within)} of {len(within)} right"
-        )
-        end = "by prompt"
-    elif end in ("correct", "passed"):
-        cause = "all are right: the prompts are too easy"
-    elif end == "cut off":
-        cause = "responses are cut off by rollout.tokens_per_step"
-    elif end == "scored":
-        cause = f"equal rewards: the reward function gives {compact(rewards[0])} to all"
-    else:
-        cause = "all are wrong: the prompts are too hard, or the golds have another form"
-    yield Diagnosis(end, f"{cause} ({counts}); e.g. {_shown(example, _texts([example], files, recipe)[0])}")
-
-
-def _texts(responses: Sequence[_Response], files: Sequence[Path], recipe: Recipe) -> list[str]:
-    fill_numbers([response.rollout for response in responses], files)
+    (end, count), *_ = ((end, count) for end, count in ends.most_common() if end != UNSCORED)
+    mine = [(rollout, last) for name, rollout, last in responses if name == end]
+    form = FORMS.get(mine[0][0].prompt.grader, "")
+    looked_at = mine[: LOOKED_AT if end == "truncated" else 1]
+    fill_numbers([rollout for rollout, _ in looked_at], files)
     decode, _ = find_decoder(recipe.model)
-    lines = [each.rollout.line(each.last.number) for each in responses]
-    return [decode(tuple(last_turn(line).tolist())) for line in lines]
-
-
-def _shown(response: _Response, text: str) -> str:
-    """Return a response's prompt, the end of its text, and the gold where there is one answer."""
-    prompt, end = response.rollout.prompt, f"…{text[-TEXT:]}" if len(text) > TEXT else text
-    return f"{prompt.prompt_id}: {end!r}" + f", gold {prompt.gold[:40]!r}" * (prompt.grader == "math")
+    turns = [last_turn(rollout.line(last.number)) for rollout, last in looked_at]
+    texts = [decode(tuple(turn.tolist())) for turn in turns]
+    shared = end in ("truncated", "no_answer") and count > MOST * len(responses)
+    if len(rewards) > 1 and not shared:
+        if any(len(values) > 1 for values in by_prompt.values()):
+            return  # other parts are compared: the metrics say how many
+        right = sum(max(values) > 0 for values in by_prompt.values())
+        end, cause = "by prompt", f"rewards differ between prompts only: {right} of {len(by_prompt)} right"
+    elif end == "truncated":
+        answered = sum(bool(form) and form in text for text in texts)
+        after = "their answers would come after it"
+        if 2 * answered > len(texts):
+            after = "they go on after their answer (`eqlen check`: how a turn ends)"
+        limit = f"rollout.max_response_length: {recipe.rollout.max_response_length}"
+        cause = f"responses are cut at {limit}, {after}; {answered} of {len(texts)} hold an answer"
+    elif end == "no_answer":
+        cause = f"the form is not met: no {form or 'answer'} in {count} responses (data.instruction)"
+    else:
+        which = "right: too easy" if max(rewards) > 0 else "wrong: too hard, or golds of another form"
+        cause = EQUAL.get(end, f"all are {which}")
+    counts = ", ".join(f"{number} {name}" for name, number in ends.most_common())
+    prompt, text = mine[0][0].prompt, f"…{texts[0][-TEXT:]}" if len(texts[0]) > TEXT else texts[0]
+    shown = f"{prompt.prompt_id}: {text!r}" + f", gold {prompt.gold[:40]!r}" * (prompt.grader == "math")
+    yield end, f"{cause} ({len(responses)} responses: {counts}); e.g. {shown}"

@@ -156,11 +156,10 @@ class RunStatus:
 
 
 def has_ended(run: Path, recipe: Recipe) -> bool:
-    """Return True if the run in the folder ``run`` took its last step: it was evaluated then, or without
-    benchmarks the budget of ``recipe`` is spent."""
-    if (run / "evaluation/after.json").exists() or recipe.evaluation.benchmarks:
-        return (run / "evaluation/after.json").exists()
-    return _is_spent(run, recipe)
+    """Return True if the run in the folder ``run`` was evaluated after its last step, or without benchmarks
+    if the budget of ``recipe`` is spent."""
+    evaluated = (run / "evaluation/after.json").exists()
+    return evaluated or (not recipe.evaluation.benchmarks and _is_spent(run, recipe))
 
 
 def is_complete(run: Path, recipe: Recipe) -> bool:

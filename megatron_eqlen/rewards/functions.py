@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from megatron_eqlen.processes.services import retried
+from megatron_eqlen.processes.failures import PAUSES, retried
 from megatron_eqlen.recipe.plugins import load_object
 from megatron_eqlen.types import Grade, Prompt, TokenIds
 
@@ -74,8 +74,7 @@ class RewardFunction:
         self._everything = any(one.kind is one.VAR_KEYWORD for one in self._parameters.values())
         self._is_chat: bool | None = None
         """True if the function takes the response as messages, None if that is not known yet."""
-        self._is_down = False
-        """True if the newest call failed: the next is made once, so that a dead service costs no time."""
+        self._pauses: Sequence[float] = PAUSES  # none after a failure: a dead service costs no time
         if not _takes_response(self._parameters):
             raise ValueError(_not_a_reward(self._parameters, path, key))
 
@@ -98,11 +97,10 @@ class RewardFunction:
         """Return the grade of a response. Raises ValueError, naming the function, for an error in it, and for
         what is no finite number."""
         started = time.monotonic()
-        work = partial(self._call, prompt, completion, token_ids)
-        retries, self._is_down = not self._is_down, True
+        pauses, self._pauses = self._pauses, ()
         with own_code(self.path):
-            returned = retried(work) if retries else work()
-        self._is_down = False
+            returned = retried(partial(self._call, prompt, completion, token_ids), pauses)
+        self._pauses = PAUSES
         try:
             rewards = _named(returned)
             reward = 0.0 if rewards else _number(returned)

@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -33,20 +34,28 @@ from megatron_eqlen.metrics import (
     POLICY_RESPONSE_LENGTH,
     POLICY_REWARD,
     POLICY_ROLLOUTS,
+    REWARD_DROPPED,
+    REWARD_DROPPED_LENGTH,
     REWARD_ENDED,
     REWARD_MEAN,
+    REWARD_UNSCORED,
 )
 from megatron_eqlen.processes.cores import cores_per_rank
+from megatron_eqlen.processes.failures import ExpectedError
 from megatron_eqlen.processes.watchdog import beat
 from megatron_eqlen.recipe import RewardRecipe
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
 from megatron_eqlen.rewards.functions import RewardFunction, is_reward_function, own_code
-from megatron_eqlen.rewards.unscored import UnscoredError, leave_out
 from megatron_eqlen.sampling.comparison import response_reward
 from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver, all_rollouts
 from megatron_eqlen.types import UNSCORED, Grade, Metrics, Part, Prompt, Rollout, TokenIds
 
 log = logging.getLogger(__name__)
+
+
+class UnscoredError(ExpectedError):
+    """More responses have no reward than the recipe allows."""
+
 
 FAILURES = (ValueError, SandboxError, UnscoredError)
 """Errors of a grader about a response (of one's own code: ``functions.own_code``)."""
@@ -121,7 +130,7 @@ class Scorer:
                 [entry for key, entry in ungraded.items() if key not in self._background]
             )
             waiting = time.monotonic()
-            late = self._collect([key for key in ungraded if key not in grades], grades, seconds)
+            grades |= self._collect([key for key in ungraded if key not in grades], seconds)
             waited = time.monotonic() - waiting
         finally:
             self._background.give_up()
@@ -141,7 +150,6 @@ class Scorer:
                 "reward/seconds": time.monotonic() - started,
                 "reward/wait_seconds": waited,
                 "reward/hidden_seconds": hidden,
-                "reward/cut_off": late,
             }
         )
 
@@ -155,24 +163,22 @@ class Scorer:
         for reward functions that ask for them."""
         grades: dict[int, Grade] = {}
         by_grader: dict[str, list[int]] = defaultdict(list)
+        ids = token_ids or [()] * len(texts)
         for number, prompt in enumerate(prompts):
             by_grader[prompt.grader].append(number)
         for name, numbers in by_grader.items():
             if function := self._function(name):
-                ids = token_ids or [()] * len(texts)
-                answers = [_call(function, prompts[n], texts[n], ids[n]) for n in numbers]
+                calls = [partial(_call, function, prompts[n], texts[n], ids[n]) for n in numbers]
+                grades |= {n: self._attempt(call) for n, call in zip(numbers, calls, strict=True)}
             elif name == "rubric":
                 first = prompts[numbers[0]].prompt_id
                 raise ValueError(f"reward.rubric: expected module:function for prompt {first}, found none")
             else:
-                grader, golds = self._grader(name), [prompts[n].gold for n in numbers]
-                with own_code(name) if is_import_path(name) else nullcontext():
-                    answers = grader.grade([texts[n] for n in numbers], golds)
-                if len(answers) != len(numbers) or not all(isinstance(one, Grade) for one in answers):
-                    raise ValueError(
-                        f"{name}: grade(texts, golds): expected {len(numbers)} Grade, got {answers!r:.200}"
-                    )
-            grades |= zip(numbers, answers, strict=True)
+                batch = partial(_grade_batch, self._grader(name), name, texts, prompts)
+                try:
+                    grades |= zip(numbers, batch(numbers), strict=True)
+                except FAILURES:  # each alone says which
+                    grades |= {n: self._attempt(lambda n=n, batch=batch: batch([n])[0]) for n in numbers}
         return [weighed(grades[number], self._reward.weights) for number in range(len(texts))]
 
     def close(self) -> None:
@@ -189,37 +195,26 @@ class Scorer:
             self._background.begin(key, grader, prompt, response)
 
     def _grade_now(self, responses: Sequence[_Ended]) -> dict[Key, Grade]:
-        """Return the grades of responses; a grader that fails is asked for fewer at once, to find those with
-        which it fails."""
         texts = [self._tokenizer.decode(entry.response) for entry in responses]
+        grades = self.grade_texts(
+            texts, [entry.prompt for entry in responses], [entry.response for entry in responses]
+        )
+        return {entry.key: grade for entry, grade in zip(responses, grades, strict=True)}
+
+    def _collect(self, begun: Sequence[Key], seconds: float) -> dict[Key, Grade]:
+        """Wait for grades that were begun, at most ``seconds`` in all."""
+        deadline, late = time.monotonic() + seconds, f"no verdict {seconds:g} s after the harvest"
+        error = UnscoredError(f"{late} (reward.step_timeout)")
+        return {key: self._attempt(partial(self._background.grade, key, deadline, error)) for key in begun}
+
+    def _attempt(self, work: Callable[[], Grade]) -> Grade:
+        """Return the grade of a response, unscored if its grader fails, unless ``reward.on_error: end``."""
         try:
-            grades = self.grade_texts(
-                texts, [entry.prompt for entry in responses], [entry.response for entry in responses]
-            )
+            return weighed(work(), self._reward.weights)
         except FAILURES as error:
             if self._reward.on_error == "end":
                 raise
-            if len(responses) > 1:
-                half = len(responses) // 2
-                return self._grade_now(responses[:half]) | self._grade_now(responses[half:])
-            grades = [Grade.unscored(error, responses[0].prompt.grader)]
-        return {entry.key: grade for entry, grade in zip(responses, grades, strict=True)}
-
-    def _collect(self, begun: Sequence[Key], grades: dict[Key, Grade], seconds: float) -> int:
-        """Wait for grades that were begun, at most ``seconds`` in all; return how many were late."""
-        deadline, late = time.monotonic() + seconds, 0
-        for key in begun:
-            try:
-                grade = self._background.grade(key, deadline)
-                if grade is None:
-                    late += 1
-                    raise UnscoredError(f"no verdict {seconds:g} s after the harvest (reward.step_timeout)")
-            except FAILURES as error:
-                if self._reward.on_error == "end":
-                    raise
-                grade = Grade.unscored(error)
-            grades[key] = grade
-        return late
+            return Grade.unscored(error)
 
     def _grader(self, name: str) -> Grader:
         if name not in self._graders:
@@ -252,6 +247,16 @@ def _call(function: RewardFunction, prompt: Prompt, text: str, token_ids: Sequen
     beat()
     with naming(prompt.prompt_id):
         return function.grade(prompt, text, token_ids)
+
+
+def _grade_batch(
+    grader: Grader, name: str, texts: Sequence[str], prompts: Sequence[Prompt], numbers: Sequence[int]
+) -> list[Grade]:
+    with own_code(name) if is_import_path(name) else nullcontext():
+        answers = grader.grade([texts[n] for n in numbers], [prompts[n].gold for n in numbers])
+    if len(answers) != len(numbers) or not all(isinstance(one, Grade) for one in answers):
+        raise ValueError(f"{name}: grade(texts, golds): expected {len(numbers)} Grade, got {answers!r:.200}")
+    return answers
 
 
 class EarlyGrading(HarvestObserver):
@@ -351,3 +356,42 @@ def policy_metrics(rollouts: Iterable[Rollout]) -> Metrics:
         / len(sampled),
         POLICY_RESPONSE_LENGTH: sum(line.weight * line.length for line, _ in lines) / len(sampled),
     }
+
+
+def leave_out(rollouts: Sequence[Rollout], reward: RewardRecipe) -> tuple[list[Rollout], Metrics]:
+    """Return the rollouts without responses that have no reward, and how many these are and how long: all
+    rollouts with ``on_error: zero``. A completion is left out alone, a stream or a tree as a whole, since its
+    responses share parts.
+
+    That is a selection: with a baseline that leaves out the response itself, the expected step is the
+    gradient of E[R | no failure], not of E[R]. As zeros, they teach the policy to avoid what fails.
+    """
+    kept: list[Rollout] = []
+    lengths: list[int] = []
+    for rollout in rollouts:
+        failed = {part.number for part in rollout.unscored()}
+        if not failed or reward.on_error == "zero":
+            kept.append(rollout)
+            continue
+        if rollout.kind != "independent":
+            failed |= {part.number for part in rollout.parts}
+        if not rollout.suspended:  # then in the step that completes it
+            lengths += [line.length for line in rollout.lines() if line.last.number in failed]
+        if parts := [part for part in rollout.parts if part.number not in failed]:
+            kept.append(replace(rollout, parts=parts))
+    unscored = sum(not part.carried for rollout in rollouts for part in rollout.unscored())
+    metrics: Metrics = {REWARD_UNSCORED: unscored, REWARD_DROPPED: len(lengths)}
+    return kept, metrics | ({REWARD_DROPPED_LENGTH: sum(lengths) / len(lengths)} if lengths else {})
+
+
+def refuse_too_many(metrics: Metrics, causes: Sequence[str], reward: RewardRecipe) -> None:
+    """Raise UnscoredError if more responses of a step have no reward than the recipe allows. One always may.
+    ``metrics``: of scoring, of all ranks; ``causes``: what failed, with its prompt."""
+    failed = metrics[REWARD_UNSCORED]
+    of = metrics[REWARD_ENDED] + failed * (reward.on_error == "drop")
+    if failed > max(1, reward.max_unscored * of):
+        raise UnscoredError(
+            f"{failed:.0f} of {of:.0f} responses of a step have no reward, more than reward.max_unscored: "
+            f"{reward.max_unscored:g} allows: {causes[0]}; the step is recorded, the same command grades it "
+            "again"
+        )

@@ -51,8 +51,7 @@ from megatron_eqlen.record.reader import (
     step_files,
 )
 from megatron_eqlen.record.recorder import Recorder, record_grades
-from megatron_eqlen.rewards.scoring import Scorer, new_grades, reward_metrics
-from megatron_eqlen.rewards.unscored import leave_out, refuse_too_many
+from megatron_eqlen.rewards.scoring import Scorer, leave_out, new_grades, refuse_too_many, reward_metrics
 from megatron_eqlen.run.replicas import Replicas, shared
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Batch, Step

@@ -21,7 +21,6 @@ class StepRecords:
     def __init__(self, session: Session, folder: RunFolder) -> None:
         self._session, self._folder = session, folder
         self._writer: MetricsWriter | None = None
-        self._idle_steps = 0  # without an update, on rank 0
 
     def compare(self, steps: int, resumed: bool) -> None:
         """Report disagreements with the records of the ``steps`` steps before this start."""
@@ -29,7 +28,6 @@ class StepRecords:
             return
         columns = Columns(self._folder.path, [m.UPDATES])
         recorded = {*columns.steps.astype(int).tolist()}
-        self._idle_steps = int((columns[m.UPDATES][columns.steps <= steps] == 0).sum())
         if not resumed and recorded:
             self._session.progress.say(
                 f"no checkpoint was saved yet: {len(recorded)} steps are trained again"
@@ -55,14 +53,10 @@ class StepRecords:
             due = (every := recipe.report.samples_every) and steps % every == 0
             self._writer.write(steps, metrics, samples(rollouts, recipe, decode) if due else ())
         self._session.events.note("step", step=steps)
-        self._idle_steps += metrics.get(m.UPDATES) == 0
         self._session.progress.step(steps, metrics)
 
     def warn_of_idle_steps(self, steps: int) -> None:
         """Warn at the end of a run if some of its steps, or all, trained nothing."""
-        if self._idle_steps and self._idle_steps == steps:
-            self._session.progress.warn(
-                "no step trained anything; the weights are those that the run started from"
-            )
-        elif self._idle_steps:
-            self._session.progress.warn(f"{self._idle_steps} of {steps} steps trained nothing")
+        if idle := int((Columns(self._folder.path, [m.UPDATES])[m.UPDATES] == 0).sum()):
+            same = ": the weights are those that the run started from" * (idle == steps)
+            self._session.progress.warn(f"{idle} of {steps} steps trained nothing{same}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from megatron_eqlen.sampling.profile import gain_metrics
 from megatron_eqlen.training.agreement import MismatchError
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.training.profiler import Profiler, snapshot_when_out_of_memory
-from megatron_eqlen.types import Metrics, TokenTree
+from megatron_eqlen.types import UNSCORED, Metrics, TokenTree
 
 
 class Run:
@@ -62,7 +63,7 @@ class Run:
         """Number of steps begun; several may be under way."""
         self.position: dict[str, Any] | None = None
         """Contents of the loaded checkpoint except the policy."""
-        self.diagnosed: set[str] = set()
+        self.diagnosed: Collection[str] = ()
         """Kinds of the newest step's diagnoses, which are said once."""
         self.disagrees = False
         """True if trainer and engine disagreed in the newest step."""
@@ -182,15 +183,12 @@ class Run:
         return step.log(metrics | seconds), minibatches
 
     def update(self, step: Step, policy: Policy, minibatches: list[list[TokenTree]]) -> Step:
-        """Train on ``minibatches``; a step without any update is reported on the screen."""
+        """Train on ``minibatches``."""
         with self.session.stage("train") as seconds:
             metrics = policy.update(minibatches, step.drawn)
         trained = metrics.get(m.PACKING_TOKENS, 0.0) * self.recipe.loss.epochs
         speed = trained / seconds[m.TIME_TRAIN]
-        step = step.log(metrics | seconds | {m.TRAIN_TOKENS_PER_SECOND: speed})
-        if not metrics[m.UPDATES]:
-            self.session.progress.warn(f"step {step.number + 1} trained nothing: {_why_not(step)}")
-        return step
+        return step.log(metrics | seconds | {m.TRAIN_TOKENS_PER_SECOND: speed})
 
     def park(self, policy: Policy) -> Metrics:
         """Free the accelerator's memory for the engine."""
@@ -257,11 +255,11 @@ class Run:
         ranks = m.over_ranks(gather([step.metrics]))
         self.records.write(self.steps, step.metrics | reached | ranks | speed | totals, step.rollouts)
         if distributed.is_rank0():
-            found = diagnose(self.folder.path, self.recipe, read_newest(self.folder.path, SPARK_STEPS))
-            for kind, text in found:
-                if kind not in self.diagnosed:
-                    self.session.progress.warn(f"step {self.steps}: {text}")
-            self.diagnosed = {kind for kind, _ in found}
+            found = dict(diagnose(self.folder.path, self.recipe, read_newest(self.folder.path, SPARK_STEPS)))
+            for kind in (kind for kind in found if kind not in self.diagnosed):
+                nothing = " trained nothing" * (not step.metrics[m.UPDATES] and kind != UNSCORED)
+                self.session.progress.warn(f"step {self.steps}{nothing}: {found[kind]}")
+            self.diagnosed = found.keys()
 
     def checkpoint_if_due(self, step: Step, policy: Policy) -> None:
         """Save what the next step starts from: every few steps, at the end, and when asked to stop.
@@ -279,13 +277,3 @@ class Run:
             self.folder.stop.unlink(missing_ok=True)  # served; the same command resumes the run
             text = self.stopped_by or f"as {self.folder.stop} asked"
             self.session.events.note("stopped", step=self.steps, text=text)
-
-
-def _why_not(step: Step) -> str:
-    """Return why no update was taken in ``step``."""
-    if skipped := step.metrics[m.TRAIN_SKIPPED_UPDATES]:
-        return f"{skipped:.0f} updates were skipped, see the warnings above"
-    units = step.metrics[m.OBJECTIVE_UNITS]
-    if not units:
-        return "it has nothing to compare: no response ended within rollout.max_response_length"
-    return f"none of its {units:.0f} comparison units has unequal rewards"

@@ -34,6 +34,7 @@ HOLDER = '{"host": "a", "pid": 1, "time": %s, "slurm_job": null, "restart": 0%s}
     ("recipe.yaml", b"\xff\xfe"),
     ("recipe.yaml", b"a: &a {b: *a}"),
     ("evaluation/before.json", b"null"),
+    ("evaluation/before.json", b"{}"),
 ])  # fmt: skip
 def test_a_damaged_file_is_named(tmp_path, name, text):
     run = write_run(tmp_path / "run", recipe(tmp_path / "model"))

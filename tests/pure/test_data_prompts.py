@@ -269,6 +269,14 @@ def test_data_sets_are_read_by_name(tmp_path, reader):
     assert SourceRecipe.model_validate({"name": "s", "reader": reader}).path == TRAINING[reader].path
 
 
+def test_duplicates_are_kept_where_the_recipe_says_so_and_a_key_without_effect_is_refused(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"question": "2 + 3?", "answer": "5"}\n' * 3)
+    kept = source(tmp_path / "rows.jsonl", keep_duplicates=True)
+    assert [len(open_source(each, Tally())) for each in (source(kept.path), kept)] == [1, 3]
+    with pytest.raises(ValueError, match="keep_duplicates has no effect with prepared"):
+        open_source(kept.model_copy(update={"reader": "prepared"}), Tally())
+
+
 @pytest.mark.parametrize(("columns", "keys", "message"), [
     ({"question": "promt"}, {}, "columns: question: 'promt' is in none of its first 1 rows (nearest: "
      "'prompt'): expected one of ['prompt', 'text', 'gold.value', 'gold.kind']"),
@@ -318,6 +326,10 @@ def fails_later(response, answer):
     return 1 / (int(answer) - 7)
 
 
+def fails(response):
+    raise KeyError(response)
+
+
 def test_an_own_function_grades_further_rows_and_a_benchmark_is_read_whole(tokenizer, tmp_path):
     """A start meets the errors of a first harvest and of a first evaluation."""
     rows = [{"question": f"{n} + 1?", "answer": n + 1} for n in range(9)]
@@ -326,8 +338,14 @@ def test_an_own_function_grades_further_rows_and_a_benchmark_is_read_whole(token
     of_it = source(tmp_path / "rows.jsonl", grader=f"{__name__}:fails_later")
     scorer, prompts = Scorer(RewardRecipe(), tokenizer), PromptSource(recipe(of_it), tokenizer, 0)
     whole = SimpleNamespace(evaluation=SimpleNamespace(benchmarks=[]))
+    (first,) = first_rewards(whole, prompts, scorer, tokenizer)
+    assert re.match(r"deepmath/rows.jsonl#6: .*:fails_later: ZeroDivisionError", first.cause)
+    strict = Scorer(RewardRecipe(on_error="end"), tokenizer)
     with pytest.raises(ValueError, match=r"^deepmath/rows.jsonl#6: .*:fails_later: ZeroDivisionError"):
-        first_rewards(whole, prompts, scorer, tokenizer)
+        first_rewards(whole, prompts, strict, tokenizer)
+    always = source(tmp_path / "rows.jsonl", grader=f"{__name__}:fails")
+    with pytest.raises(ValueError, match=r"^deepmath/rows.jsonl#0: .*:fails: KeyError"):
+        first_rewards(whole, PromptSource(recipe(always), tokenizer, 0), scorer, tokenizer)
     whole.evaluation.benchmarks = [BenchmarkRecipe(name="b", path=str(tmp_path / "test.jsonl"))]
     with pytest.raises(ValueError, match=r"benchmark b: .*test.jsonl: unusable rows {'missing_column': 1}"):
         first_rewards(whole, prompts, scorer, tokenizer)

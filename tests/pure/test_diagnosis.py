@@ -46,7 +46,7 @@ def told(tmp_path):
      ["all are wrong", "3 wrong, 1 no_answer", r"'\\boxed{8}'"]),
     ([("seven", CUT)] * 4, ["their answers would come after it", "max_response_length: 192", "0 of 4 hold"]),
     ([(r"\boxed{7} ten", CUT)] * 4, ["go on after their answer", "4 of 4 hold an answer"]),
-    ([("seven", SCORED), ("ten", SCORED)] * 2, ["the reward function gives 0.500 to all", "4 scored"]),
+    ([("seven", SCORED), ("ten", SCORED)] * 2, ["the reward function gives the same to all", "4 scored"]),
     ([("seven", RIGHT)] * 2 + [("ten", WRONG)] * 2, ["differ between prompts only: 1 of 2 right"]),
 ])  # fmt: skip
 def test_a_step_without_a_gradient_is_told_its_cause_with_counts_and_an_example(told, responses, wanted):

@@ -125,7 +125,6 @@ def test_a_response_is_graded_while_others_are_generated(scorer, begun, recipe, 
     assert verdicts(rollouts[0]) == [("done", 0.0), ("done", 1.0), ("done", 0.0)]
     assert begun() == ["wrong", "right", "last"]
     assert metrics["reward/calls"] == metrics["reward/ended"] == 3
-    assert metrics["reward/cut_off"] == 0
     assert metrics["reward/hidden_seconds"] >= rollouts[0].parts[0].grade.seconds > 0
 
 
@@ -149,7 +148,6 @@ def test_what_has_no_verdict_in_time_has_no_reward_and_is_said_once(scorer, begu
     metrics = scorer.score([quick, stuck], seconds=2.0)
     assert verdicts(quick) == [("done", 1.0), ("done", 0.0)]
     assert verdicts(stuck) == [("unscored", 0.0)] * 3
-    assert metrics["reward/cut_off"] == 2, "equal responses are one"
     assert (metrics["reward/unscored"], metrics["reward/dropped"], metrics["reward/ended"]) == (3, 3, 2)
     assert metrics["policy/reward"] == 0.5, "what has no reward is no 0"
     assert stuck.parts[0].grade == Grade.unscored("no verdict 2 s after the harvest (reward.step_timeout)")
@@ -159,7 +157,7 @@ def test_what_has_no_verdict_in_time_has_no_reward_and_is_said_once(scorer, begu
         in caplog.text
     )
     after = group("right")
-    assert scorer.score([after])["reward/cut_off"] == 0
+    assert scorer.score([after])["reward/unscored"] == 0
     assert verdicts(after) == [("done", 1.0)], "the stuck program was killed"
 
 

@@ -172,7 +172,7 @@ def graded(tmp_path, function, row=ROW, completion="so", weights=()):
     source = SourceRecipe(name="sums", path=str(tmp_path), grader=path)
     (problem,) = open_source(source, Tally())
     asked = Prompt("b", [1], problem.question, path, problem.gold, "sums")
-    reward = RewardRecipe(weights=dict(weights))
+    reward = RewardRecipe(weights=dict(weights), on_error="end")
     return Scorer(reward, Letters()).grade_texts([completion], [asked], [[7, 8]])[0]
 
 

@@ -13,7 +13,7 @@ from megatron_eqlen.processes.events import EventWriter
 from megatron_eqlen.processes.timeline import Timeline
 from megatron_eqlen.processes.watchdog import Watchdog
 from megatron_eqlen.report.progress import Progress
-from megatron_eqlen.run.run import Run, _why_not
+from megatron_eqlen.run.run import Run
 from megatron_eqlen.run.step import Batch, Step
 from megatron_eqlen.training.policy import Policy
 from tests.kit import ROOT
@@ -44,15 +44,6 @@ def test_batches_of_a_step_follow_one_another_and_add_up():
 def test_a_metric_that_nothing_declares_is_an_error():
     with pytest.raises(MetricError, match="harvest/generated_tokns"):
         Step(0, 0).add(Batch([], {"harvest/generated_tokns": 1.0}, None)).metrics  # noqa: B018
-
-
-@pytest.mark.parametrize(("units", "reason"), [
-    (0, "no response ended within rollout.max_response_length"),
-    (3, "none of its 3 comparison units has unequal rewards"),
-])  # fmt: skip
-def test_a_step_without_an_update_says_whether_anything_could_be_compared(units, reason):
-    step = Step(0, 0).log({"objective/units": units, "train/skipped_updates": 0.0})
-    assert _why_not(step).endswith(reason)
 
 
 def test_a_step_that_begins_while_another_is_open_has_the_next_number(tmp_path):

@@ -177,6 +177,14 @@ def test_answers_of_ones_own_file_are_imitated(tool, tmp_path, row, plain, demon
     assert (tmp_path / "model/model.safetensors").is_file()
 
 
+def test_columns_name_the_question_and_the_answer_of_ones_own_file(tool, tmp_path):
+    data, columns = tmp_path / "mine.jsonl", {"question": "task", "answer": "reply"}
+    data.write_text('{"task": "1?", "reply": "2"}\n')
+    tool.make(tmp_path / "model", data, warmup(tool), columns=columns)
+    assert [text for _, text in tool.read_texts(data, columns=columns)] == ["\\boxed{2}"]
+    assert json.loads((tmp_path / "model" / "made_by.json").read_text())["columns"] == columns
+
+
 def test_a_file_without_answers_is_refused(tool, tmp_path):
     (tmp_path / "mine.jsonl").write_text('{"question": "1?", "reply": "2"}\n')
     with pytest.raises(ValueError, match=r"mine\.jsonl"):

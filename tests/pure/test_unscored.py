@@ -1,13 +1,13 @@
 """Responses without a reward: what ``reward.on_error`` makes of them, and what dropping them estimates."""
 
+from contextlib import nullcontext
 from itertools import product
 
 import numpy as np
 import pytest
 
 from megatron_eqlen.recipe import RewardRecipe
-from megatron_eqlen.rewards.scoring import Scorer
-from megatron_eqlen.rewards.unscored import UnscoredError, leave_out, refuse_too_many
+from megatron_eqlen.rewards.scoring import Scorer, UnscoredError, leave_out, refuse_too_many
 from megatron_eqlen.types import Grade
 from tests.pure.test_rewards_background import Letters, group
 
@@ -18,6 +18,14 @@ def graded(response: str) -> float:
     if response == "late":
         raise TimeoutError("the judge does not answer")
     return float(response == "right")
+
+
+asked: list[str] = []
+
+
+def counted(response: str) -> float:
+    asked.append(response)
+    return 1.0 / (not response.endswith("!"))
 
 
 class Batches:
@@ -73,6 +81,27 @@ def test_a_service_that_does_not_answer_is_asked_again_and_a_dead_one_costs_no_t
     assert pauses == [1.0, 2.0] * 2
 
 
+def test_what_is_left_out_of_a_suspended_rollout_is_in_no_mean_and_counted_once():
+    rollout, _, _ = score("drop", "right", "late", "wrong")
+    ended, rollout.outcome = rollout.outcome, "suspended"
+    first = leave_out([rollout], RewardRecipe())
+    for part in rollout.parts:
+        part.carried = True
+    rollout.outcome = ended
+    second = leave_out([rollout], RewardRecipe())
+    assert [[part.grade.verdict for part in kept.parts] for (kept,), _ in (first, second)] == [
+        ["scored"] * 2
+    ] * 2
+    assert [counts["reward/unscored"] for _, counts in (first, second)] == [1, 0]
+    assert [counts["reward/dropped"] for _, counts in (first, second)] == [0, 1]
+
+
+def test_a_call_that_worked_is_not_made_again_for_one_that_fails():
+    asked.clear()
+    score("drop", "a", "b!", "c", "d!", grader=f"{HERE}:counted")
+    assert asked == ["a", "b!", "c", "d!"]
+
+
 def test_a_zero_is_counted_and_the_end_is_an_error():
     rollout, metrics, _ = score("zero", "right", "late")
     assert (metrics["reward/unscored"], metrics["reward/dropped"], metrics["reward/mean"]) == (1, 0, 0.5)
@@ -82,28 +111,15 @@ def test_a_zero_is_counted_and_the_end_is_an_error():
         score("end", "right", "late")
 
 
-@pytest.mark.parametrize(
-    ("unscored", "ended", "dropped", "refused"),
-    [
-        (1, 0, 0, False),
-        (1, 3, 0, False),
-        (2, 18, 0, False),
-        (3, 18, 0, True),
-        (1, 17, 2, True),
-        (2, 0, 0, True),
-    ],
-)
-def test_more_than_the_limit_end_the_run_and_one_never_does(unscored, ended, dropped, refused):
-    counts = {
-        "reward/unscored": unscored,
-        "reward/ended": ended,
-        "environment/dropped_responses": dropped,
-    }
-    if not refused:
-        return refuse_too_many(counts, ["x"], RewardRecipe())
-    with pytest.raises(UnscoredError, match=f"{unscored + dropped} of .*reward.max_unscored: 0.1 .*cause"):
-        refuse_too_many(counts, ["the cause"], RewardRecipe())
-    return None
+@pytest.mark.parametrize(("unscored", "ended", "refused"), [
+    (1, 0, False), (1, 3, False), (2, 18, False), (3, 18, True), (2, 0, True),
+])  # fmt: skip
+def test_more_than_the_limit_end_the_run_and_one_never_does(unscored, ended, refused):
+    for on_error, graded in (("drop", ended), ("zero", ended + unscored)):
+        counts = {"reward/unscored": unscored, "reward/ended": graded}
+        ends = pytest.raises(UnscoredError, match=f"{unscored} of {ended + unscored} .*: 0.1 .*the cause")
+        with ends if refused else nullcontext():
+            refuse_too_many(counts, ["the cause"], RewardRecipe(on_error=on_error))
 
 
 def test_the_expected_step_of_what_is_kept_is_the_gradient_of_the_reward_given_no_failure():

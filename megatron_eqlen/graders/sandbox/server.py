@@ -24,7 +24,7 @@ from megatron_eqlen.graders.code.rules import Rules
 from megatron_eqlen.graders.code.tests import CodeTests
 from megatron_eqlen.graders.sandbox.client import Execution, SandboxError
 from megatron_eqlen.graders.sandbox.program import REPORT_TEXT, Limits
-from megatron_eqlen.processes.services import PAUSES
+from megatron_eqlen.processes.failures import PAUSES
 
 REQUESTS_PER_WORKER = 8
 ERRORS = {"MemoryError": "memory_limit"} | dict.fromkeys(
