@@ -155,7 +155,7 @@ def rollouts(
 def opened(recipe: Recipe, engine: Any, streams: Path) -> Iterator[Any]:
     """Yield the rollouts of a run, until it ends."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generation, "PromptSource", lambda *_: Counting())
+        patch.setattr(generation, "training_prompts", lambda *_: Counting())
         patch.setattr(generation, "start_engine", lambda *_, **__: engine)
         patch.setattr(generation, "require_end", lambda *_: None)  # no tokenizer
         generator = Generator(session(recipe), streams)
