@@ -10,6 +10,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -31,6 +32,7 @@ WITHOUT_WEIGHTS = ("ngram", "ngram_gpu")
 
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 """Variable that selects vLLM's batch-invariant kernels; read when vLLM is imported."""
+FLASHINFER_SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
 UNQUANTIZED = [r"re:.*\.gate$", r"re:.*\.in_proj_(b|a|ba)$"]
 """Small matrices that stay in bfloat16 with ``rollout.quantization``, as in Qwen's FP8 releases: routers, and
 the gates of Gated DeltaNet. Embeddings and the output layer stay so as well; vLLM quantizes neither."""
@@ -93,14 +95,15 @@ def environ(rollout: RolloutRecipe) -> dict[str, str]:
 
 def _cuda_home() -> dict[str, str]:
     """Return where DeepGEMM, which compiles fp8 kernels, finds nvcc: among Python's packages, unless
-    CUDA_HOME or CUDA_PATH names a toolkit. FlashInfer's sampler would be compiled as well, and linked, for
-    which the packages do not suffice."""
-    if os.environ.keys() & {"CUDA_HOME", "CUDA_PATH"}:
+    CUDA_HOME, CUDA_PATH or the PATH names a toolkit. FlashInfer's sampler would be compiled as well, and
+    linked, for which the packages do not suffice."""
+    if os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or which("nvcc"):
         return {}
     found = find_spec("nvidia")
     folders = found.submodule_search_locations if found and found.submodule_search_locations else []
     homes = [str(nvcc.parents[1]) for folder in folders for nvcc in Path(folder).glob("cu*/bin/nvcc")]
-    return {"CUDA_HOME": homes[0], "VLLM_USE_FLASHINFER_SAMPLER": "0"} if homes else {}
+    sampler = os.environ.get(FLASHINFER_SAMPLER, "0")
+    return {"CUDA_HOME": homes[0], FLASHINFER_SAMPLER: sampler} if homes else {}
 
 
 def _speculation(rollout: RolloutRecipe) -> dict[str, Any]:

@@ -116,7 +116,6 @@ def _state_options(options: OptimizerRecipe) -> dict[str, Any]:
             "optimizer_offload_fraction": 1.0,
             "overlap_cpu_optimizer_d2h_h2d": True,
             "pin_cpu_grads": torch.cuda.is_available(),
-            "pin_cpu_params": False,  # Megatron's copy in float32 would not be pinned
         }
     if options.precision == "bfloat16":
         moments = dtypes[options.precision]

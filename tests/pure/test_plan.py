@@ -326,3 +326,14 @@ def test_an_engine_whose_cache_cannot_hold_the_longest_path_does_not_fit():
     need = planned("qwen3_32b.yaml", "rollout.kv_cache_gib=1")
     assert [problem.split(" are left")[0] for problem in need.problems()] == ["start: 1.1 GB"]
     assert planned("qwen3_32b.yaml").problems() == []
+
+
+def test_weights_are_sent_without_a_kv_cache_which_would_not_fit_beside_the_trainers_weights():
+    """``test_phases.py`` holds the loop to the same table."""
+    need = planned("qwen3_4b_lora.yaml")
+    model, adapters, workspace, runtime = 2 * 4.022e9, 2 * 57.2e6, 3e9, 1.5e9
+    synced = 2 * model + adapters + workspace + runtime + need.parts["sent_tensors"]
+    assert need.phases["sync"] == pytest.approx(synced, rel=1e-3)
+    assert need.phases["sync"] == need.peak < need.usable
+    assert need.phases["sync"] + need.parts["kv_cache"] > need.total
+    assert need.phases["export"] < need.phases["sync"]

@@ -123,3 +123,23 @@ def test_a_machine_that_cannot_have_the_python_of_programs_is_told_what_needs_it
     assert ended.returncode == 1
     assert "Programs of code rewards need it, or another that reward.code_python names" in ended.stderr
     assert (machine.folder / ".venv/programs.log").read_text().count("no network") == 3
+
+
+def test_transformer_engine_is_compiled_and_downloads_no_wheel_that_the_lock_does_not_name(machine):
+    """Its build, unless told otherwise, first tries a wheel of its maker's, without a hash."""
+    python = """case "$*" in
+        *base_executable*) echo "$0" ;;
+        *get_path*) echo include ;;
+        "-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python && cp "$0" .venv/bin/uv ;;
+        *"-m pip"*) echo "${NVTE_PYTORCH_FORCE_BUILD:-} $*" >>installed ;;
+        export*) echo "$*" ;;
+    esac"""
+    machine.command("bin/any-python", python)
+    machine.command("include/Python.h", "")
+    machine.environ = {"PYTHON": str(machine.folder / "bin/any-python"), "CXX": "true", "CC": "true"}
+    ended = machine.run("tools/setup", "gpu", "--no-driver")
+    assert ended.returncode == 0, ended.stderr
+    calls = (machine.folder / "installed").read_text().splitlines()
+    locked = [call for call in calls if "--require-hashes" in call]
+    assert [call.startswith("TRUE ") for call in locked] == [False, True]
+    assert "--no-emit-package" not in (machine.folder / ".venv/packages.txt").read_text()

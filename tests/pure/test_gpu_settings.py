@@ -1,0 +1,97 @@
+"""Settings that only code for GPUs reads, in the processes that read them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_eqlen.engines import colocated, vllm_args
+from megatron_eqlen.recipe import RolloutRecipe
+from megatron_eqlen.run import generation
+from tests.kit import ROOT
+
+SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
+PACKAGES, OWN = {"CUDA_HOME": "PACKAGES", SAMPLER: "0"}, {}
+"""What an engine is told: nvcc of the packages, and nothing where the user has one."""
+
+
+@pytest.mark.parametrize(("environ", "on_path", "packaged", "told"), [
+    ({}, False, True, PACKAGES),
+    ({"CUDA_HOME": ""}, False, True, PACKAGES),
+    ({SAMPLER: "1"}, False, True, PACKAGES | {SAMPLER: "1"}),
+    ({"CUDA_HOME": "/usr/local/cuda-13"}, False, True, OWN),
+    ({"CUDA_PATH": "/usr/local/cuda-13"}, False, True, OWN),
+    ({}, True, True, OWN),
+    ({}, False, False, {}),
+])  # fmt: skip
+def test_fp8_kernels_are_compiled_by_the_users_nvcc_or_else_by_that_of_the_packages(
+    tmp_path, monkeypatch, environ, on_path, packaged, told
+):
+    home, tools = tmp_path / "site/nvidia/cu13", tmp_path / "tools"
+    for folder, there in ((home / "bin", packaged), (tools, on_path)):
+        folder.mkdir(parents=True)
+        if there:
+            (folder / "nvcc").touch(0o755)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    for name in ("CUDA_HOME", "CUDA_PATH", SAMPLER):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (environ | {"PATH": str(tools)}).items():
+        monkeypatch.setenv(name, value)
+    expected = {name: str(home) if value == "PACKAGES" else value for name, value in told.items()}
+    for stock, quantization, compiler in ((True, "fp8", expected), (True, None, {}), (False, "fp8", {})):
+        monkeypatch.setattr(vllm_args, "STOCK", stock)
+        found = vllm_args.environ(RolloutRecipe(quantization=quantization))
+        assert found == {"VLLM_USE_V2_MODEL_RUNNER": str(int(stock))} | compiler
+
+
+@pytest.mark.parametrize(("own", "connections", "printing"), [
+    ({}, "1", "0"),
+    ({"CUDA_DEVICE_MAX_CONNECTIONS": "8", "TRITON_PRINT_AUTOTUNING": "1"}, "8", "1"),
+])  # fmt: skip
+def test_every_rank_has_one_connection_and_a_silent_triton_unless_the_user_says_otherwise(
+    own, connections, printing
+):
+    """Under ``eqlen train`` and on SLURM, whose script sets what the launcher sets on one machine."""
+    shown = "import os; print('rank', *map(os.environ.get, {}))"
+    both = ("CUDA_DEVICE_MAX_CONNECTIONS", "TRITON_PRINT_AUTOTUNING")
+    inherited = {name: value for name, value in os.environ.items() if name not in both} | own
+    code = f"""
+from megatron_eqlen.processes.interrupts import Interrupts
+from megatron_eqlen.processes.launch import launch
+launch(2, ["-n1", "-r1", {shown.format(both)!r}], Interrupts(None), "timeit")
+"""
+    launched = _output([sys.executable, "-c", code], inherited)
+    assert launched.count(f"rank {connections} {printing}\n") == 2
+    lines = (ROOT / "slurm/train.sbatch").read_text().splitlines()
+    (line,) = (line for line in lines if "export CUDA_DEVICE_MAX_CONNECTIONS" in line)
+    assert _output(["bash", "-c", f"{line}\nprintenv {both[0]}"], inherited) == f"{connections}\n"
+
+
+def _output(command: list[str], environ: dict[str, str]) -> str:
+    ended = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
+    return ended.stdout
+
+
+@pytest.mark.parametrize("own", [{}, {"num_gpu_blocks_override": 8}])
+@pytest.mark.parametrize(("syncs_first", "skips"), [(True, {"load_format": "dummy"}), (False, {})])
+def test_an_engine_reads_weights_from_disk_only_where_no_sync_brings_them(
+    monkeypatch, own, syncs_first, skips
+):
+    monkeypatch.setattr(colocated, "ColocatedEngine", lambda path, rollout, *_: rollout)
+    monkeypatch.setattr(generation, "HFFolder", lambda path: SimpleNamespace(check_vllm_reads_the_same=dict))
+    recipe = SimpleNamespace(
+        rollout=RolloutRecipe(vllm=own), longest_path=9, seed=0, model=SimpleNamespace(dtype="bfloat16")
+    )
+    job: Any = SimpleNamespace(
+        recipe=recipe, tokenizer=SimpleNamespace(eos_token_ids=[1]), folder=Path("model")
+    )
+    replicas: Any = SimpleNamespace(drives=True)
+    engine: Any = generation.start_engine(job, replicas, syncs_first)
+    assert engine.vllm == skips | own
