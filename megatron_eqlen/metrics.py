@@ -172,7 +172,7 @@ DECLARED = (
     Metric("environment/changed", "turns", "sum", "answered otherwise in a replay: the record stands"),
     Metric("environment/refused", "requests", "sum", "of agents that went on, refused"),
     Metric("environment/given_share", "share", mean(HARVEST_SUPERVISED_TOKENS), "given per generated token"),
-    Metric(HARVEST_PREFILLED, "tokens", "sum", "prompts, given tokens, partly full cache blocks; counted"),
+    Metric(HARVEST_PREFILLED, "tokens", "sum", "prompts, given tokens, part blocks; pairs that talk: +-31%"),
     Metric(HARVEST_PREFILL_CONTEXT, "tokens", mean(HARVEST_PREFILLED), "earlier tokens that these see"),
     Metric(HARVEST_BRANCHES, "tracks", "sum", "forks in the finished rollouts"),
     Metric(HARVEST_CONTEXT, "tokens", PER_KEPT_TOKEN, "earlier tokens that a generated token sees"),
@@ -228,7 +228,7 @@ DECLARED = (
     Metric(PROFILE_TOKENS, "tokens", mean("profile/rollouts"), "of a response"),
     Metric(PROFILE_UNDECIDED, "reward²", mean("profile/rollouts"), "of this, undecided at first forks"),
     Metric(PROFILE_TOKENS_AFTER, "tokens", mean("profile/rollouts"), "of these, after first forks"),
-    Metric(PROFILE_FORK_GAIN, "ratio", "last", "signal over noise (squared, a token) of a fork there"),
+    Metric(PROFILE_FORK_GAIN, "ratio", "last", "signal over noise (squared, a token) of a fork there, or 1"),
     # ---- objective: the step's comparison units -----------------------------------------------------------
     Metric(OBJECTIVE_UNITS, "units", "sum", "pairs, groups, or siblings of sampled trees"),
     Metric(OBJECTIVE_MEMBERS, "members", "sum", "sides, completions or steps in them"),

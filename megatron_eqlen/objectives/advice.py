@@ -56,9 +56,9 @@ def outcome_profile(rollouts: Sequence[Rollout]) -> Profile | None:
     are too few."""
     prompts = len({rollout.prompt_id for rollout in rollouts})
     of_units: dict[Any, np.ndarray] = defaultdict(lambda: np.zeros((RANKS + 1, 2)))
-    for rollout in rollouts:
-        unit = rollout.prompt_id if prompts >= LEAST else rollout_key(rollout)
-        of_units[unit] += by_rank(rollout)
+    ranked = [by_rank(rollout) for rollout in rollouts]
+    for rollout, ranks in zip(rollouts, ranked, strict=True):
+        of_units[rollout.prompt_id if prompts >= LEAST else rollout_key(rollout)] += ranks
     sums = np.array([*of_units.values()]).reshape(-1, RANKS + 1, 2)  # [units, ranks, (variance, tokens)]
     whole = sums.sum(0)
     if len(sums) < LEAST or whole[0].min() <= 0:
@@ -80,9 +80,10 @@ def outcome_profile(rollouts: Sequence[Rollout]) -> Profile | None:
     draws = [parts(drawn) for drawn in _resampled(sums) if drawn[0].min() > 0]
     low, high = np.quantile([decided for _, decided in draws], [0.025, 0.975], axis=0)
     ends, decided = found = parts(whole)
-    gains = np.quantile([fork_gains(*drawn) for drawn in draws], [0.025, 0.975], axis=0)
+    tokens = whole[0, 1] / sum(ranks[0, 1] > 0 for ranks in ranked)
+    gains = np.quantile([fork_gains(*drawn, tokens) for drawn in draws], [0.025, 0.975], axis=0)
     best = divmod(int(gains[0].argmax()), len(LINES))  # what is sure to give most
-    gain = Factor(*(float(of[best]) for of in (fork_gains(*found), *gains)))
+    gain = Factor(*(float(of[best]) for of in (fork_gains(*found, tokens), *gains)))
     return Profile(ends, np.array([decided, low, high]), float(ends[best[0]]), int(LINES[best[1]]), gain)
 
 
@@ -129,11 +130,8 @@ def advice(rollouts: Sequence[Rollout], recipe: Recipe) -> tuple[Profile | None,
         forked = f"forks{after}: not known, as {selection or few}"
     else:
         places = ", ".join(f"{end:.0%}" for end in profile.ends[:-1])
-        pay = "do not pay" if profile.gain.high <= 1 else "are not seen to pay"
-        forked = (
-            f"forks{after} at {places} of a response{'' if profile.gain.low > 1 else f' {pay}'}: at "
-            f"{profile.place:.0%} {profile.lines} lines give about {profile.gain} signal per token, over the "
-            f"same baseline alone"
-        )
+        pay = f": at {profile.place:.0%} {profile.lines} lines give about {profile.gain} signal per token,"
+        pays = pay if profile.gain.low > 1 else " are not seen to pay"
+        forked = f"forks{after} at {places} of a response{pays} over the same baseline alone"
     sentence = f"{forked}; a token baseline (loss.baseline: fitted): {baseline or 'not known'}"
     return profile, f"{sentence} ({len({rollout.prompt_id for rollout in rollouts})} prompts)"

@@ -4,7 +4,7 @@
     training   = FLOPs / (peak x (1 - idle)) + gradients' bytes / network
 
 It shows what bounds a step on 8 or on 4,096 GPUs: bytes or FLOPs, the longest response, too few rows, the
-network. It predicts no run. The shares are those of NeMo-RL's published steps on H100 (docs/about/
+network. It predicts no run. The shares are those of NeMo-RL's published steps on H100 (their about/
 performance-summary.md, v0.4; tests/pure/test_plan.py has the rows). Not counted: graders, weight syncs,
 checkpoints, evaluations, and what tensor, context and expert parallelism exchange.
 """

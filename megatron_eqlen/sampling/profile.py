@@ -5,10 +5,12 @@ without bias: what h leaves undecided. Forks of the same rank, the first of all 
 end a part of a response. The share v_k of Var(R | prompt) is decided in part k,
 which ends at the share x_k of a response's tokens. Responses that are compared with a perfect baseline have
 the noise sum of x_k v_k, against 1 with their mean. One fork at x into m lines, which are compared with each
-other, divides by m what is decided behind it (u), and costs x + (1 - x) m times the tokens:
+other, divides by m what is decided behind it (u), and costs x + (1 - x) m times the tokens. A token that
+decides is no noise: its score goes with its reward, and lines that share its prefix do not average it. Its
+share of a response of T tokens is 1/T, so that
 
-    perfect baselines    sum of x_k v_k before + sum of x_k v_k behind / m
-    means                x (1 - u) + x u / m + (1 - x) u / (m - 1)
+    perfect baselines    sum of x_k v_k before + sum of x_k v_k behind / m + u / T
+    means                x (1 - u) + x u / m + (1 - x) u / (m - 1) + u / T
 
 A fork pays where noise x tokens falls with either baseline, so that no gain of a baseline is taken for the
 fork's. Scores of tokens are taken for orthogonal and equally large.
@@ -124,30 +126,30 @@ def profile_metrics(rollouts: Sequence[Rollout], recipe: Recipe) -> Metrics:
 
 
 def gain_metrics(metrics: Metrics) -> Metrics:
-    """Return ``profile/fork_gain`` of a whole step's ``profile_metrics``; nothing where no reward varies."""
+    """Return ``profile/fork_gain`` of a whole step's ``profile_metrics``, 1 where no fork pays; nothing where
+    no reward varies."""
     if metrics.get(m.PROFILE_VARIANCE, 0.0) <= 0:
         return {}
     undecided = min(max(metrics[m.PROFILE_UNDECIDED] / metrics[m.PROFILE_VARIANCE], 0.0), 1.0)
     end = 1 - metrics[m.PROFILE_TOKENS_AFTER] / metrics[m.PROFILE_TOKENS]
-    return {m.PROFILE_FORK_GAIN: fork_gain([end, 1.0], [1 - undecided, undecided])}
+    gains = fork_gains([end, 1.0], [1 - undecided, undecided], metrics[m.PROFILE_TOKENS])
+    return {m.PROFILE_FORK_GAIN: max(1.0, float(gains.max()))}
 
 
-def fork_gain(ends: Sequence[float] | np.ndarray, decided: Sequence[float] | np.ndarray) -> float:
-    """Return the largest of ``fork_gains``, or 1 where no fork pays."""
-    return max(1.0, float(fork_gains(ends, decided).max(initial=0.0)))
-
-
-def fork_gains(ends: Sequence[float] | np.ndarray, decided: Sequence[float] | np.ndarray) -> np.ndarray:
+def fork_gains(
+    ends: Sequence[float] | np.ndarray, decided: Sequence[float] | np.ndarray, tokens: float
+) -> np.ndarray:
     """Return [parts - 1, LINES]: the factor of squared signal over noise at equal tokens that one fork at the
     end of each part gives, into each number of lines, over the same baseline without forks.
 
     ``ends``: shares of a response's tokens at the ends of its parts, the last one 1; ``decided``: shares of
-    the reward's variance that are decided in them, of sum 1.
+    the reward's variance that are decided in them, of sum 1; ``tokens``: those of a response.
     """
     ends, decided = np.asarray(ends, np.float64), np.asarray(decided, np.float64)
     noise = (ends * decided).cumsum()[:, None]  # with perfect baselines
     place, before, alone = ends[:-1, None], noise[:-1], noise[-1]
     undecided = 1 - decided.cumsum()[:-1, None]
     means = place * (1 - undecided + undecided / LINES) + (1 - place) * undecided / (LINES - 1)
-    best = np.maximum((before + (alone - before) / LINES) / alone, means)
+    shared = undecided / tokens
+    best = np.maximum((before + (alone - before) / LINES + shared) / alone, means + shared)
     return 1 / (best * (place + (1 - place) * LINES))

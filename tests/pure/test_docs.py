@@ -170,6 +170,26 @@ def test_a_name_that_is_not_there_is_found(missing, text, found):
     assert len(list(missing(ROOT / "README.md", text))) == found
 
 
+def test_comments_name_files_that_are_there_and_pages_in_place_of_folders():
+    texts = [name for name in TRACKED if name.endswith((".yaml", ".sh", ".sbatch", ".py"))]
+    named = {
+        f"{name}: {path}"
+        for name in texts
+        if not name.startswith("tests/")
+        for path in PATH.findall((ROOT / name).read_text())
+        if "*" not in path
+        and (not (ROOT / path.rstrip(".")).exists() or re.match(r"megatron_eqlen/\w+/README", path))
+    }
+    assert named == set()
+
+
+def test_links_of_pages_lead_to_what_the_site_has():
+    links = {link for file in FILES for link in LINK.findall(FENCE.sub("", file.read_text()))}
+    assert [
+        link for link in links if re.match(r"(\.\./)*(megatron_eqlen|tools|tests)/.*\.(?!md)\w+$", link)
+    ] == []
+
+
 def test_the_readme_of_a_folder_names_it_and_leaves_the_rest_to_the_pages():
     words = {file.parent.name: len(file.read_text().split()) for file in PACKAGE.glob("*/README.md")}
     assert {folder: count for folder, count in words.items() if count > 40} == {}
