@@ -25,8 +25,7 @@ from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.recipe.engine_options import check_options
 from megatron_eqlen.recipe.others import Row, table
-from megatron_eqlen.recipe.schema import Options
-from megatron_eqlen.recipe.yaml_values import in_one_line, read_value, to_yaml
+from megatron_eqlen.recipe.yaml_values import Options, Plain, in_one_line, read_value, to_yaml
 
 UNSET = re.compile(r"|none|null|\?\?\?")
 NOTHING = re.compile(UNSET.pattern + r"|false|\[\]|\{\}|-1|0(\.0*)?")
@@ -120,6 +119,7 @@ def _take(row: Row, key: str, value: Any, done: Translation, given: bool = True)
     value = value if values is None or why else values[small]
     if row.computed in ("megatron", "vllm"):
         option = re.split(r"override_transformer_config\.|engine_kwargs\.vllm\.|rollout\.", key)[-1]
+        value = Plain(value) if isinstance(value, str) else value
         try:
             check_options(str(row.ours), OPTIONS.validate_python({option.partition(".")[0]: value}))
             done.keys[f"{row.ours}.{option}"] = value

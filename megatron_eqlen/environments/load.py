@@ -19,25 +19,16 @@ from megatron_eqlen.hf.turns import CALL_ID, QUESTION, SAID, THOUGHT, TURN, with
 from megatron_eqlen.processes.timeline import TimeSpan
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.plugins import load_object
+from megatron_eqlen.recipe.schema import ENVIRONMENTS
 from megatron_eqlen.rewards.functions import referred
 from megatron_eqlen.types import Prompt
-
-BUILT_IN = {
-    "python": "megatron_eqlen.environments.python_tool:PythonTool",
-    "search": "megatron_eqlen.environments.search_tool:SearchTool",
-    "agent": "megatron_eqlen.environments.agent:Agent",
-    "verifiers": "megatron_eqlen.environments.verifiers_tasks:VerifiersTask",
-}
 
 
 def environment_class(recipe: Recipe) -> type[Environment]:
     """Return the class that ``environment.name`` names. Raises ValueError if it does not fit the recipe."""
     section = recipe.environment
     assert section.name is not None
-    path = BUILT_IN.get(section.name, section.name)
-    if ":" not in path:
-        known = ", ".join(BUILT_IN)
-        raise ValueError(f"environment.name: expected {known} or package.module:Class, found {path!r}")
+    path = ENVIRONMENTS.get(section.name, section.name)
     cls = load_object(path, "environment.name")
     if not (inspect.isclass(cls) and issubclass(cls, Environment)):
         raise ValueError(

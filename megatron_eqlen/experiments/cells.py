@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -19,7 +18,7 @@ from megatron_eqlen.metrics import spent
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.recipe import Recipe, RecipeError
 from megatron_eqlen.recipe.budget import UNITS, Spent
-from megatron_eqlen.recipe.yaml_values import read_value
+from megatron_eqlen.recipe.yaml_values import to_yaml
 from megatron_eqlen.report.metrics import read_newest
 from megatron_eqlen.run.run_folder import RunFolder
 
@@ -138,6 +137,5 @@ class Plan:
 
 def _override(item: tuple[str, Any]) -> str:
     """Return ``key=value`` as on the command line."""
-    key, value = item
-    plain = isinstance(value, str) and read_value(value) == value
-    return f"{key}={value if plain else json.dumps(value)}"
+    text = to_yaml(item[1], default_flow_style=True, width=1 << 30)
+    return f"{item[0]}={text.removesuffix('...\n').rstrip('\n')}"

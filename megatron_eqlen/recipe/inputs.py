@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -25,10 +24,11 @@ from megatron_eqlen.recipe import (
     SourceRecipe,
     TeacherRecipe,
 )
-from megatron_eqlen.recipe.contents import Contents, contents, keep_same
+from megatron_eqlen.recipe.contents import contents, keep_same
+from megatron_eqlen.recipe.keys import all_keys
 from megatron_eqlen.recipe.load import RECIPE, load
 from megatron_eqlen.recipe.naming import leaves
-from megatron_eqlen.recipe.plugins import is_import_path, load_object
+from megatron_eqlen.recipe.own_code import digests
 
 PINS = "EQLEN_REVISIONS"
 """Environment variable: the commits that this command has resolved, for the processes that it starts."""
@@ -36,8 +36,8 @@ WHOLE_FOLDER = ("opencodereasoning", "livecodebench")
 """Readers that choose among a data set's files themselves."""
 
 MODEL, TEACHER = "model", "teacher"
-OWN = re.compile(r"objective|.*\.(reader|grader|rubric|advantage|surrogate|loss_agg_mode)")
-"""Keys that may name a user's own object by import path."""
+OBJECT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+"""Import path of an object."""
 
 Input = ModelRecipe | TeacherRecipe | SourceRecipe | BenchmarkRecipe
 
@@ -150,20 +150,16 @@ def _chosen(section: SourceRecipe | BenchmarkRecipe, names: Sequence[str]) -> li
 
 def keep_inputs(run: Path, recipe: Recipe) -> None:
     """Record in ``run`` the contents of the recipe's local inputs: model with tokenizer and template, data,
-    benchmarks, and the modules that import paths name (not what these import). For a name on the hub the
+    benchmarks, files that options name, and the code that import paths lead to. For a name on the hub the
     stored recipe has the commit. Raises ContentsError if an earlier start found others."""
     paths = {section.path for section in _inputs(recipe).values() if not hub_repo(section)}
     paths |= {path for source in recipe.data.sources for path in (source.tests, source.exclude) if path}
-    keep_same(run, {path: contents(Path(path)) for path in sorted(paths)} | dict(_modules(recipe)))
-
-
-def _modules(recipe: Recipe) -> Iterator[tuple[str, Contents]]:
-    """Yield the contents of the user's own graders, readers and parts of the objective, by import path."""
-    for key, value in leaves(recipe.model_dump()).items():
-        if OWN.fullmatch(key) and value and is_import_path(value):
-            load_object(value, key, object)
-            if file := sys.modules[value.partition(":")[0]].__file__:
-                yield value, contents(Path(file))
+    texts = {key: text for key, text in leaves(recipe.model_dump()).items() if isinstance(text, str)}
+    declared = {".".join(key) for key in all_keys()}
+    opened = {text for key, text in texts.items() if re.sub(r"\.\d+", ".0", key) not in declared}
+    paths |= {text for text in opened if os.path.isfile(text)}
+    own = {text: digests(text) for text in sorted(set(texts.values())) if OBJECT.fullmatch(text)}
+    keep_same(run, {path: contents(Path(path)) for path in sorted(paths)} | own)
 
 
 def _inputs(recipe: Recipe) -> dict[str, Input]:

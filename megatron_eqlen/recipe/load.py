@@ -18,6 +18,8 @@ from megatron_eqlen.recipe import Recipe, RecipeError, Section, shown
 from megatron_eqlen.recipe.checks import check
 from megatron_eqlen.recipe.keys import nearest
 from megatron_eqlen.recipe.naming import ABLATIONS, MAY_CHANGE, NAMED_ELSEWHERE, differences, is_under
+from megatron_eqlen.recipe.plugins import load_object, typed
+from megatron_eqlen.recipe.schema import ENVIRONMENTS
 from megatron_eqlen.recipe.yaml_values import in_one_line, read_value, to_yaml
 
 MOST_ERRORS = 10
@@ -45,7 +47,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), checks: Sequence[Recip
     if not overrides:
         return recipe
     keys = tuple(override.partition("=")[0] for override in overrides)
-    return recipe.model_copy(update={"variant": recipe.variant | _variant(raw, recipe, keys)})
+    return recipe.model_copy(update={"variant": recipe.variant | _variant(raw, recipe, keys, bool(checks))})
 
 
 def load_run(folder: Path) -> Recipe:
@@ -64,12 +66,12 @@ def _submitted(folder: Path) -> Any:
     return submissions[-1].get("recipe") if submissions else None
 
 
-def _variant(raw: dict[str, Any], recipe: Recipe, keys: tuple[str, ...]) -> dict[str, str]:
+def _variant(raw: dict[str, Any], recipe: Recipe, keys: tuple[str, ...], runs: bool) -> dict[str, str]:
     """Return the values of ``keys`` in ``recipe`` that differ from the recipe file without overrides
     (``raw``)."""
     try:
-        alone: Any = Recipe.model_validate(raw).model_dump(mode="json")
-    except ValidationError:  # the file alone is not a complete recipe
+        alone: Any = _validated(raw, runs).model_dump(mode="json")
+    except ValueError:  # the file alone is not a complete recipe
         alone = None
     changed = differences(alone, recipe.model_dump(mode="json"))
     named = (*MAY_CHANGE, *NAMED_ELSEWHERE, *(ABLATIONS if recipe.sampling == "equal_length" else ()))
@@ -83,15 +85,29 @@ def _variant(raw: dict[str, Any], recipe: Recipe, keys: tuple[str, ...]) -> dict
 def parse(raw: dict[str, Any], where: str, checks: Sequence[RecipeCheck] = ()) -> Recipe:
     """Make a recipe from plain data and check it; ``where`` names it in errors. Raises RecipeError."""
     try:
-        recipe = Recipe.model_validate(raw)
-    except ValidationError as error:
-        raise RecipeError(f"{where}: {explain(error)}") from None
-    try:
+        recipe = _validated(raw, bool(checks))
         for each in (check, *checks):
             each(recipe)
+    except ValidationError as error:
+        raise RecipeError(f"{where}: {explain(error)}") from None
     except ValueError as error:
         raise RecipeError(f"{where}: {error}") from None
     return recipe
+
+
+def _validated(raw: dict[str, Any], runs: bool) -> Recipe:
+    """Return the recipe unchecked. Where it ``runs``, options of its environment have the types that its
+    class and the function of an agent declare. Raises ValueError."""
+    recipe = Recipe.model_validate(raw)
+    if not (runs and recipe.environment.name and recipe.environment.options):
+        return recipe
+    section, options, key = recipe.environment, raw["environment"]["options"], "environment.options"
+    cls = load_object(ENVIRONMENTS.get(section.name, section.name), "environment.name")
+    found = typed(options, key, cls)
+    if section.name == "agent" and "function" in found:
+        found = typed(options, key, load_object(found["function"], f"{key}: function")) | found
+    options = section.options | found
+    return recipe.model_copy(update={"environment": section.model_copy(update={"options": options})})
 
 
 def dump(recipe: Recipe) -> str:

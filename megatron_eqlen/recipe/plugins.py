@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
+
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
+
+from megatron_eqlen.recipe.yaml_values import Tree
 
 
 def is_import_path(value: str) -> bool:
@@ -39,3 +46,30 @@ def load_object(path: str, key: str, expected: type | None = None) -> Any:
         wanted = "something that can be called" if expected is None else f"a {expected.__name__}"
         raise ValueError(f"{key}: {path!r}: expected {wanted}, found a {type(loaded).__name__}")
     return loaded
+
+
+def typed(options: Mapping[str, Any], key: str, taker: Callable[..., Any]) -> dict[str, Any]:
+    """Return those options of ``key``, as a file has them, that ``taker`` has annotated parameters for, each
+    as its annotation says. Raises ValueError, naming the option, its type and what was found."""
+    of = getattr(taker.__init__ if inspect.isclass(taker) else taker, "__globals__", {})
+    found: dict[str, Any] = {}
+    for name, parameter in inspect.signature(taker).parameters.items():
+        kind = parameter.annotation
+        if name not in options or kind is parameter.empty:
+            continue
+        with suppress(NameError, PydanticUserError):  # a name for type checkers alone, or a class of its own
+            adapter = TypeAdapter(eval(kind, of) if isinstance(kind, str) else kind)
+            try:
+                found[name] = adapter.dump_python(_read(adapter, options[name]), mode="json")
+            except ValidationError:
+                shown = kind if isinstance(kind, str) else inspect.formatannotation(kind)
+                raise ValueError(f"{key}.{name}: expected {shown}, found {options[name]!r:.200}") from None
+    return found
+
+
+def _read(adapter: TypeAdapter, value: Any) -> Any:
+    """Return a value as it is spelt if that is of the type, or else what its text says."""
+    try:
+        return adapter.validate_python(TypeAdapter(Tree).validate_python(value), strict=True)
+    except ValidationError:
+        return adapter.validate_python(value)

@@ -18,7 +18,6 @@ from pydantic import (
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
-    StrictBool,
     model_validator,
 )
 from pydantic_core import CoreSchema
@@ -27,6 +26,7 @@ from megatron_eqlen.recipe.budget import Budget
 from megatron_eqlen.recipe.data_sets import BENCHMARKS, TRAINING, with_defaults
 from megatron_eqlen.recipe.naming import variant_name
 from megatron_eqlen.recipe.plugins import is_import_path
+from megatron_eqlen.recipe.yaml_values import Options, Value
 from megatron_eqlen.tokens import COLUMNS, LOGPROBS
 
 
@@ -46,10 +46,6 @@ NonNegativeInt = Annotated[int, Field(ge=0), NUMBER]
 PositiveFloat = Annotated[float, Field(gt=0), NUMBER]
 NonNegativeFloat = Annotated[float, Field(ge=0), NUMBER]
 Fraction = Annotated[float, Field(ge=0, le=1), NUMBER]
-Value = Annotated[StrictBool | int | float | bool | str | None, Field(union_mode="left_to_right")]
-"""Value of a key that is not ours. Recipes are read as text, whose type the first that fits decides."""
-type Tree = Value | list[Tree] | dict[str, Tree]
-Options = dict[str, Tree]
 BelowOne = Annotated[float, Field(ge=0, lt=1), NUMBER]
 
 
@@ -102,6 +98,12 @@ BenchmarkReader = Annotated[
     str, one_of("jsonl", *TRAINING, *BENCHMARKS, "livecodebench", "reasoning_gym", "prepared")
 ]
 GraderName = Annotated[str, one_of("math", "code", "reasoning_gym", "rubric")]
+ENVIRONMENTS = {
+    "python": "megatron_eqlen.environments.python_tool:PythonTool",
+    "search": "megatron_eqlen.environments.search_tool:SearchTool",
+    "agent": "megatron_eqlen.environments.agent:Agent",
+    "verifiers": "megatron_eqlen.environments.verifiers_tasks:VerifiersTask",
+}
 AdvantageName = Annotated[str, one_of("grpo", "dr_grpo", "rloo", "maxrl", "reward", "gr3", "none")]
 BaselineName = Annotated[str, one_of("unit", "alive", "fitted")]
 SurrogateName = Annotated[str, one_of("ppo", "gspo", "ctpo", "reinforce", "cispo", "vespo", "sapo", "dppo")]
@@ -321,12 +323,13 @@ class TreeSamplingRecipe(Section):
 class EnvironmentRecipe(Section):
     """Environment that answers the policy's turns with tools, games or databases (docs/agents.md)."""
 
-    name: str | None = None
+    name: Annotated[str, one_of(*ENVIRONMENTS)] | None = None
     """``python``: a Python tool in the sandbox; ``search``: passages of ``options.index``, a JSONL file;
     ``agent``: any program that speaks to OpenAI's endpoint, ``options.function``; ``verifiers``: tasks of
     that package; or the import path of your own class. None: a response is one turn."""
-    options: Annotated[dict[str, Value], When(".name")] = {}
-    """Arguments of the class besides prompt and seed."""
+    options: Annotated[Options, When(".name")] = {}
+    """Arguments of the class besides prompt and seed, as the types that it declares. Quoted text stays text.
+    """
     max_turns: Annotated[PositiveInt, When(".name")] = 8
     """The response ends with the answer to this many turns."""
     max_given_tokens: Annotated[PositiveInt, When(".name")] = 4096

@@ -1,20 +1,47 @@
 """YAML of recipes: every scalar but ``null`` stays text, and the schema reads it as the type of its key.
 
 ``time: 24:00:00`` and ``account: 0123`` keep their spelling, and ``lr: 1e-6`` is a number, which PyYAML's
-own rules get wrong.
+own rules get wrong. Where the type of a key is open (``Value``), the spelling decides, and text in quotes is
+text.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Annotated, Any
 
 import yaml
+from pydantic import BeforeValidator, StrictBool, StrictFloat, StrictInt, StrictStr
 
 KEPT = ("tag:yaml.org,2002:null", "tag:yaml.org,2002:merge")
 """Tags that plain scalars get by their spelling; ``merge`` is the key ``<<``."""
 
 
 MOST_VALUES = 1_000_000
+
+
+class Plain(str):
+    """Text without quotes; ``value``: the boolean or finite number that it spells, or else the text."""
+
+    @property
+    def value(self) -> bool | float | str:
+        if self.lower() in yaml.SafeLoader.bool_values:
+            return yaml.SafeLoader.bool_values[self.lower()]
+        for number in (int, float):
+            try:
+                return number(self) if math.isfinite(float(self)) else str(self)
+            except ValueError:
+                pass
+        return str(self)
+
+
+Value = Annotated[
+    StrictBool | StrictInt | StrictFloat | StrictStr | None,
+    BeforeValidator(lambda value: value.value if isinstance(value, Plain) else value),
+]
+"""Value of a key that is not ours."""
+type Tree = Value | list[Tree] | dict[str, Tree]
+Options = dict[str, Tree]
 
 
 class _Loader(yaml.CSafeLoader):
@@ -25,6 +52,28 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, form) for tag, form in resolvers if tag in KEPT]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+
+
+class _Dumper(yaml.CSafeDumper):
+    """YAML dumper that quotes text which, without, would be ``Plain``."""
+
+
+def _read(loader: _Loader, node: yaml.ScalarNode) -> str:
+    return (str if node.style else Plain)(loader.construct_scalar(node))
+
+
+def _plain(to: _Dumper, text: Plain) -> yaml.Node:
+    return to.represent_scalar(to.resolve(yaml.ScalarNode, str(text), (True, False)), str(text))
+
+
+def _text(to: _Dumper, text: str) -> yaml.Node:
+    is_text = isinstance(Plain(text).value, str)
+    return to.represent_scalar("tag:yaml.org,2002:str", text, style=None if is_text else "'")
+
+
+_Loader.add_constructor("tag:yaml.org,2002:str", _read)
+_Dumper.add_representer(Plain, _plain)
+_Dumper.add_representer(str, _text)
 
 
 def read_value(text: str) -> Any:
@@ -43,9 +92,9 @@ def read_value(text: str) -> Any:
         loader.dispose()
 
 
-def to_yaml(value: Any) -> str:
+def to_yaml(value: Any, **style: Any) -> str:
     """Return YAML that ``read_value`` reads back, with numbers and booleans as their text."""
-    return yaml.dump(value, Dumper=yaml.CSafeDumper, sort_keys=False, allow_unicode=True)
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, **style)
 
 
 def in_one_line(error: yaml.YAMLError) -> str:

@@ -13,17 +13,49 @@ from tests.kit.report_runs import recipe
 ROWS = [f'{{"question": "Compute {n}+1.", "answer": "{n + 1}"}}\n' for n in range(9)]
 
 
+GRADER = """
+import own_helpers
+from own_helpers import VALUE as worth
+
+TABLE = {}
+TABLE["right"] = 1.0
+PRINTED = 3
+
+
+class Rules:
+    weight = 1.0
+
+
+def grade(question, response, gold):
+    from own_helpers import late
+    return TABLE["right"] * worth * own_helpers.clean(late(Rules.weight))
+
+
+def another(question, response, gold): return PRINTED
+"""
+HELPERS = """
+VALUE = 1.0
+def clean(text): return text
+def late(text): return text
+def unused(text): return text
+"""
+
+
 @pytest.fixture
 def inputs(tmp_path, monkeypatch):
     """Return a recipe whose model, rows and grader lie beside it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "own_grader", raising=False)
+    for name in ("own_grader", "own_helpers", "own_agent"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     for name, text in {
         "base/chat_template.jinja": "{{ messages }}",
         "base/.cache": "",
         "rows.jsonl": "".join(ROWS),
-        "own_grader.py": "def grade(question, response, gold): return 1.0\n",
+        "own_grader.py": GRADER,
+        "own_helpers.py": HELPERS,
+        "own_agent.py": "def play(base_url, prompt, seed, notes): return 1.0\n",
+        "notes.txt": "one\n",
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -32,7 +64,15 @@ def inputs(tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
     source = {"name": "sums", "reader": "jsonl", "path": "rows.jsonl"}
     source["grader"] = "own_grader:grade"
-    return recipe(Path("base"), data={"sources": [source, {"name": "deepmath", "path": "org/on-the-hub"}]})
+    sources = [source, {"name": "deepmath", "path": "org/on-the-hub"}]
+    options = {"function": "own_agent:play", "notes": "notes.txt"}
+    kept = {"environment": {"name": "agent", "options": options}, "sampling": "independent"}
+    rows = {"packing": {"max_tokens_per_row": 16384}}
+    return recipe(Path("base"), data={"sources": sources}, **kept, **rows)
+
+
+def replacing(old: str, new: str):
+    return lambda file: file.write_text(file.read_text().replace(old, new))
 
 
 def write_in_the_middle(path, data: bytes) -> None:
@@ -47,15 +87,31 @@ def write_in_the_middle(path, data: bytes) -> None:
     ("base/model.safetensors", lambda file: write_in_the_middle(file, os.urandom(6 * BLOCK)), "has changed"),
     ("base/chat_template.jinja", Path.unlink, "is missing"),
     ("base/generation_config.json", Path.touch, "is new"),
-    ("own_grader.py", lambda file: file.write_text("grade = max"), "has changed"),
+    ("notes.txt", lambda file: file.write_text("two"), "has changed"),
+    ("own_agent.py", replacing("1.0", "2.0"), "own_agent:play has changed"),
+    ("own_grader.py", lambda file: file.write_text("grade = max"), "own_grader:grade has changed"),
+    ("own_grader.py", replacing("1.0", "2.0"), "own_grader:grade/own_grader:Rules has changed"),
+    ("own_grader.py", replacing("own_helpers.clean", "own_helpers.unused"), "own_grader:grade has changed"),
+    ("own_grader.py", replacing("VALUE as", "late as"), "own_grader:grade/own_grader:worth has changed"),
+    ("own_helpers.py", replacing("1.0", "2.0"), "own_grader:grade/own_helpers:VALUE has changed"),
+    ("own_helpers.py", replacing("clean(text): return", "clean(text): return 2 *"), "own_helpers:clean has"),
+    ("own_helpers.py", replacing("late(text): return", "late(text): return 2 *"), "own_helpers:late has"),
 ])  # fmt: skip
 def test_a_resume_names_the_input_that_was_replaced(inputs, tmp_path, file, change, what):
     keep_inputs(tmp_path / "run", inputs)
     (tmp_path / "base/.cache").write_text("tools write here")
     keep_inputs(tmp_path / "run", inputs)
     change(tmp_path / file)
-    named = "own_grader:grade" if file == "own_grader.py" else file
-    with pytest.raises(ContentsError, match=f"began with other inputs: {named} {what}; put them back"):
+    named = what if file.startswith("own_") else f"began with other inputs: {file} {what}; put them back"
+    with pytest.raises(ContentsError, match=named):
         keep_inputs(tmp_path / "run", inputs)
     (tmp_path / "run" / FILE).unlink()
+    keep_inputs(tmp_path / "run", inputs)
+
+
+def test_a_resume_does_not_mind_what_the_runs_code_does_not_use(inputs, tmp_path):
+    keep_inputs(tmp_path / "run", inputs)
+    replacing("PRINTED = 3", "PRINTED = 4\ndef third(): return grade")(tmp_path / "own_grader.py")
+    replacing("    return TABLE", "    # a comment\n    return TABLE")(tmp_path / "own_grader.py")
+    replacing("unused(text): return", "unused(text): return 2 *")(tmp_path / "own_helpers.py")
     keep_inputs(tmp_path / "run", inputs)

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from importlib.metadata import version
-from typing import Annotated, get_args, get_origin
+from typing import Annotated, Literal, get_args, get_origin
 
 import pytest
 import yaml
@@ -16,15 +16,18 @@ from pydantic import ValidationError
 from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.cli import commands
 from megatron_eqlen.cli.translate import translate
+from megatron_eqlen.environments.environment import Environment
 from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.recipes import load, parse, remarks
 from megatron_eqlen.objectives.registry import OBJECTIVES, resolve, with_defaults
 from megatron_eqlen.processes import cores
 from megatron_eqlen.recipe import Recipe, RecipeError, Section, When
+from megatron_eqlen.recipe import load as recipe_load
 from megatron_eqlen.recipe.checks import check_effects, value_of
 from megatron_eqlen.recipe.keys import all_keys, section_in
 from megatron_eqlen.recipe.load import dump
 from megatron_eqlen.recipe.others import table
+from megatron_eqlen.recipe.yaml_values import read_value, to_yaml
 from megatron_eqlen.run.run_folder import RunFolder, check_harvest
 from tests.kit import ROOT
 
@@ -715,3 +718,52 @@ def test_the_nearest_key_is_named_only_where_it_is_near(eqlen, key, hint):
     error = eqlen("plan {large} " + key + "=3")[2]
     assert ("nearest" in error) == (hint is not None)
     assert (hint or "") in error
+
+
+class Opened(Environment):
+    """Has options of several types."""
+
+    def __init__(self, prompt, seed, text: str = "", number: int = 0, flag: bool = False, rate: float = 0.0,
+                 either: "int | str" = 0, mode: Literal["1", "on"] = "on", names: tuple[str, ...] = (),
+                 nowhere: "Nowhere" = None, free=None):  # fmt: skip  # noqa: F821
+        ...
+
+    def step(self, message): ...
+
+
+OPENED = [
+    ("text", "3.10", "3.10"), ("text", "007", "007"), ("text", "yes", "yes"), ("number", "'7'", 7),
+    ("number", "007", 7), ("flag", "yes", True), ("flag", "'off'", False), ("rate", "3", 3.0),
+    ("either", "3", 3), ("either", "'3'", "3"), ("mode", "1", "1"), ("names", "[1, x]", ["1", "x"]),
+    ("nowhere", "'3.12'", "3.12"), ("free", "3.12", 3.12), ("free", "'3.12'", "3.12"),
+    ("free", "'007'", "007"),
+    ("free", "007", 7), ("free", "1e-6", 1e-6), ("free", "'1e-6'", "1e-6"), ("free", "3.0", 3.0),
+    ("free", "no", False), ("free", "'no'", "no"), ("free", "t", "t"), ("free", "'null'", "null"),
+    ("free", "nan", "nan"), ("free", "[{a: 1, b: '1'}]", [{"a": 1, "b": "1"}]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "value"), OPENED)
+def test_an_option_of_an_environment_has_the_type_of_its_parameter_and_quoted_text_is_text(
+    tmp_path, name, text, value
+):
+    """Cases: in files, on the command line, in the file that a run writes, and in a sweep."""
+    path, key = tmp_path / "r.yaml", f"environment.options.{name}"
+    path.write_text(dump(small(sampling="independent", packing={"max_tokens_per_row": 8192})))
+    recipe = load(path, [named := "environment.name=tests.pure.test_recipe:Opened", f"{key}={text}"])
+    found = recipe.environment.options[name]
+    assert (found, type(found)) == (value, type(value))
+    swept = f"{key}={to_yaml(read_value(text), default_flow_style=True)}"
+    assert load(path, [named, swept]) == recipe
+    options = f"environment: {{name: {named.partition('=')[2]}, options: {{{name}: {text}}}}}"
+    path.with_name("file.yaml").write_text(f"extends: r.yaml\n{options}\n")
+    assert (again := load(path.with_name("file.yaml"), [swept])).environment == recipe.environment
+    assert again.variant == {}
+    path.write_text(dump(recipe))
+    assert load(path) == recipe_load.load(path) == recipe
+
+
+def test_an_option_of_another_type_is_named_with_its_type():
+    environment = {"name": "tests.pure.test_recipe:Opened", "options": {"number": "x"}}
+    with pytest.raises(RecipeError, match=r"environment.options.number: expected int, found 'x'"):
+        small(sampling="independent", environment=environment)
