@@ -62,11 +62,14 @@ class _Reload(WeightTransferEngine):
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
         repack(self.model)
+        self.updating = False
 
     def reset_weight_update_target(self) -> None:
-        """Note the end of an update: vLLM calls this after each, complete or not."""
+        """End an update: vLLM calls this after each, complete or not. A layer that waits for the rest of its
+        weights would end the engine at the next token."""
         super().reset_weight_update_target()
-        self.updating = False
+        if self.updating:
+            self.finish_weight_update()
 
 
 class FolderWeightTransfer(_Reload, WeightTransferEngine[NoSettings, WeightsFile]):
@@ -84,7 +87,7 @@ class FolderWeightTransfer(_Reload, WeightTransferEngine[NoSettings, WeightsFile
         call as answers to its next call, and the next trainer's sync would fail."""
         try:  # not mapped: a trainer that gives up removes the file
             part = load(Path(update_info.path).read_bytes())
-        except (OSError, SafetensorError) as error:
+        except (OSError, ValueError, SafetensorError) as error:  # ValueError: no path
             logger.warning("weights of %s: %s", update_info.path, error)
             return
         self.model.load_weights([(name, tensor.to(self.device)) for name, tensor in part.items()])
