@@ -36,9 +36,11 @@ class WeightTable:
         }
         return cls(shapes, str(model_path))
 
-    def check(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def check(
+        self, named_tensors: Iterable[tuple[str, Tensor]], all_come: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
         """Pass a stream of weights through. Raises ValueError for a weight that is unknown, comes twice, has
-        another shape, or (at the end) is missing."""
+        another shape, or (at the end, if ``all_come``) is missing."""
         self.bytes_seen = 0
         missing = set(self.shapes)
         for name, tensor in named_tensors:
@@ -55,7 +57,7 @@ class WeightTable:
             self.bytes_seen += tensor.numel() * tensor.element_size()
             beat()
             yield name, tensor
-        if missing:
+        if missing and all_come:
             raise ValueError(
                 f"weights: {len(missing)} of {len(self.shapes)} missing, for example {min(missing)!r}"
             )

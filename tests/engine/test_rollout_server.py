@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_eqlen.engines import replica as replica_module
 from megatron_eqlen.engines.protocol import Engine, EngineError
-from megatron_eqlen.engines.server.gate import HEALTH, KEY, RPC, SERVED, TRAINER, authorization
+from megatron_eqlen.engines.server.gate import CALLS, HEALTH, KEY, RPC, SERVED, TRAINER, authorization
 from megatron_eqlen.engines.servers import ServerEngine
 from megatron_eqlen.engines.weights import folder as folder_transport
 from megatron_eqlen.harvest.harvest import harvest, harvest_seed
@@ -167,6 +167,24 @@ def test_servers_answer_who_knows_the_secret_and_only_what_a_run_needs(servers):
         assert status(url, "/v1/models", key) == 200  # OpenAI's clients
         asked = {"model": str(folder("qwen3_moe")), "prompt": [5, 6, 7], "max_tokens": 2}
         assert status(url, "/v1/completions", key, asked | {"detokenize": False}) == 200
+
+
+def test_weights_of_no_model_and_files_of_no_weights_end_no_engine(servers, tmp_path):
+    """Each is of one layer, which would wait for the rest; with two workers both refuse it."""
+    stored = load_file(folder("qwen3_moe") / "model.safetensors")
+    layer = {name: weight for name, weight in stored.items() if "layers.0.self_attn" in name}
+    save_file({name: weight.flatten()[1:] for name, weight in layer.items()}, tmp_path / "shapes")
+    save_file(layer | {"model.layers.0.self_attn.other": stored[NORM]}, tmp_path / "names")
+    save_file(stored, tmp_path / "good")
+    (tmp_path / "cut").write_bytes((tmp_path / "good").read_bytes()[:-1])
+    asked = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 3, "detokenize": False}}
+    for url in servers:
+        with owned(url) as control:
+            for name in ("shapes", "names", "cut", "none", "\0", "." * 300, "good"):
+                assert control("/pause?mode=keep") == control("/start_weight_update") == 200
+                assert control("/update_weights", {"update_info": {"path": f"{tmp_path}/{name}"}}) == 200
+                assert control(RPC, CALLS[0]) == control("/resume") == 200, name
+                assert status(url, "/inference/v1/generate", os.environ[KEY], asked) == 200, name
 
 
 def test_a_trainer_without_the_secret_says_how_to_give_it(fake, monkeypatch):

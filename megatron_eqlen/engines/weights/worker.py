@@ -26,6 +26,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from megatron_eqlen.engines.cpu.repack import repack
 from megatron_eqlen.engines.protocol import STOCK
 from megatron_eqlen.engines.vllm_args import FUNCTION, STARTED_WITH
+from megatron_eqlen.engines.weight_table import WeightTable
 from megatron_eqlen.recipe.contents import Contents, weights
 
 logger = logging.getLogger(__name__)
@@ -78,16 +79,22 @@ class FolderWeightTransfer(_Reload, WeightTransferEngine[NoSettings, WeightsFile
     init_info_cls = NoSettings
     update_info_cls = WeightsFile
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.table = WeightTable.read(self.model_config.model)
+
     def init_transfer_engine(self, init_info: NoSettings) -> None:
         pass
 
     def receive_weights(self, update_info: WeightsFile) -> None:
-        """Load a part. One that cannot be read is logged, not raised, and the trainer notices that weights
-        are missing (``received``): if one rank raised here, vLLM would read the other ranks' answers to this
-        call as answers to its next call, and the next trainer's sync would fail."""
+        """Load a part. One that cannot be read, or is of another model, is logged, not raised, and the
+        trainer notices that weights are missing (``received``): if ranks raised here, vLLM would read the
+        other ranks' answers to this call as answers to its next call, and the next trainer's sync would
+        fail."""
         try:  # not mapped: a trainer that gives up removes the file
             part = load(Path(update_info.path).read_bytes())
-        except (OSError, ValueError, SafetensorError) as error:  # ValueError: no path
+            list(self.table.check(part.items(), all_come=False))
+        except (OSError, ValueError, SafetensorError) as error:
             logger.warning("weights of %s: %s", update_info.path, error)
             return
         self.model.load_weights([(name, tensor.to(self.device)) for name, tensor in part.items()])
