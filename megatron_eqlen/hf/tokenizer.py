@@ -11,6 +11,8 @@ import json
 import logging
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
 from datetime import datetime
 from functools import cached_property
 from itertools import zip_longest
@@ -84,7 +86,8 @@ class Tokenizer:
         answer: bool = True,
     ) -> str:
         """Return the text of ``messages`` up to the start of the assistant's ``answer``, if there is to be
-        one. ``tools``: JSON schemas.
+        one. ``tools``: JSON schemas. Arguments of calls reach the template as objects, or as JSON if it takes
+        no objects (DeepSeek's).
         ``BREAK`` stands in the special tokens that are not the template's, and in all tags of a tool's result
         (``</tool_response>``): they are encoded as text.
 
@@ -96,15 +99,22 @@ class Tokenizer:
         if tools:
             options["tools"] = _as_text([*tools], special)
         said = {"tool": [*self.special_tokens, *self.tags]}
-        texts = [_as_text(message, said.get(message.get("role", ""), special)) for message in messages]
         if self._backend.chat_template is None:
             raise ValueError(
                 f"{self.folder}: expected a chat template (chat_template.jinja, or chat_template in "
                 "tokenizer_config.json), found none"
             )
-        try:
+
+        def rendered(as_json: bool) -> str:
+            turns = [_with_arguments(message, as_json) for message in messages]
+            texts = [_as_text(turn, said.get(turn.get("role", ""), special)) for turn in turns]
             return self._backend.apply_chat_template(texts, tokenize=False, **options)
-        except Exception as error:  # noqa: BLE001  Jinja's, or Python's in an expression of the template
+
+        try:
+            with suppress(Exception):  # Jinja's, or Python's in an expression of the template
+                return rendered(as_json=False)
+            return rendered(as_json=True)
+        except Exception as error:  # noqa: BLE001  as above
             name = next(iter(self.folder.glob("chat_template.jinja")), self.folder / "tokenizer_config.json")
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise TemplateError(
@@ -263,6 +273,22 @@ def _special_ids(
         pad = min(eos)
         log.warning("%s: no padding token; end-of-sequence token %d pads instead", folder, pad)
     return eos, pad
+
+
+def _with_arguments(turn: Turn, as_json: bool) -> Turn:
+    """Return a turn whose calls have their arguments as objects, or as JSON; what is neither stays."""
+    if not isinstance(turn.get("tool_calls"), list):
+        return turn
+    calls = deepcopy(turn["tool_calls"])
+    for call in (call for call in calls if isinstance(call, dict)):
+        function = call.get("function", call)
+        given = function.get("arguments") if isinstance(function, dict) else None
+        if as_json and isinstance(given, dict):
+            function["arguments"] = json.dumps(given, ensure_ascii=False)
+        elif isinstance(given, str) and not as_json:
+            with suppress(ValueError):
+                function["arguments"] = json.loads(given)
+    return {**turn, "tool_calls": calls}
 
 
 def _require_known(folder: Path, token_ids: frozenset[int], known: Collection[int]) -> None:

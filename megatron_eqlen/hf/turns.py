@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_eqlen.hf.tokenizer import TemplateError, Tokenizer
+from megatron_eqlen.hf.tokenizer import Tokenizer
 
 ASKED, THOUGHT, SAID = "Which town?", "A thought of the policy.", "A turn that the policy generated."
 TURN = f"<think>\n{THOUGHT}\n</think>\n\n{SAID}"
@@ -38,14 +37,7 @@ def require_end(tokenizer: Tokenizer, enable_thinking: bool | None = None) -> No
 
 
 def with_calls[R](name: str, arguments: Mapping[str, Any], render: Callable[[dict[str, Any]], R]) -> R:
-    """Return what ``render`` makes of a turn that calls a tool. Some templates (DeepSeek's) take arguments as
-    JSON. Raises TemplateError for a template that takes none."""
-
-    def rendered(given: Any) -> R:
-        call = {"id": CALL_ID, "type": "function", "function": {"name": name, "arguments": given}}
-        return render({"role": "assistant", "content": "", "tool_calls": [call]})
-
-    try:
-        return rendered(dict(arguments))
-    except TemplateError:
-        return rendered(json.dumps(arguments))
+    """Return what ``render`` makes of a turn that calls a tool. Raises TemplateError for a template that
+    takes none."""
+    call = {"id": CALL_ID, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+    return render({"role": "assistant", "content": "", "tool_calls": [call]})

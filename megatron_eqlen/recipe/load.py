@@ -99,12 +99,13 @@ def _validated(raw: dict[str, Any], runs: bool) -> Recipe:
     """Return the recipe unchecked. Where it ``runs``, options of its environment have the types that its
     class and the function of an agent declare. Raises ValueError."""
     recipe = Recipe.model_validate(raw)
-    if not (runs and recipe.environment.name and recipe.environment.options):
+    name = recipe.environment.name
+    if not (runs and name and recipe.environment.options):
         return recipe
     section, options, key = recipe.environment, raw["environment"]["options"], "environment.options"
-    cls = load_object(ENVIRONMENTS.get(section.name, section.name), "environment.name")
+    cls = load_object(ENVIRONMENTS.get(name, name), "environment.name")
     found = typed(options, key, cls)
-    if section.name == "agent" and "function" in found:
+    if name == "agent" and "function" in found:
         found = typed(options, key, load_object(found["function"], f"{key}: function")) | found
     options = section.options | found
     return recipe.model_copy(update={"environment": section.model_copy(update={"options": options})})

@@ -16,6 +16,7 @@ import pytest
 
 from megatron_eqlen.data.first_rewards import first_reward, first_rewards, refuse_unfit
 from megatron_eqlen.data.jsonl import read_aime
+from megatron_eqlen.data.layouts import final_answer
 from megatron_eqlen.data.overlap import read_overlaps
 from megatron_eqlen.data.prompts import PromptSource, read_benchmark
 from megatron_eqlen.data.rows import Tally
@@ -98,6 +99,21 @@ def test_decode_keeps_think_and_drops_ends(tokenizer):
     assert tokenizer.decode([*ids, *tokenizer.eos_token_ids, tokenizer.pad_token_id]) == text
 
 
+def test_a_padding_token_that_is_a_letter_is_text_and_an_id_out_of_range_is_refused(folder, tmp_path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "generation_config.json"
+    config = json.loads(file.read_text())
+    letter = load_id(folder, "W")
+    file.write_text(json.dumps(config | {"pad_token_id": letter}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.pad_token_id == letter
+    assert tokenizer.decode([letter, letter, *tokenizer.eos_token_ids]) == "WW"
+    for unknown in ({"pad_token_id": 10**6}, {"eos_token_id": [10**6]}):
+        file.write_text(json.dumps(config | unknown))
+        with pytest.raises(ValueError, match=r"among the tokenizer's ids, 0 to \d+, found \[1000000\]"):
+            load_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize(("file", "text", "fault"), [
     ("tokenizer.json", "{}", "expected the files of a tokenizer, found something else"),
     ("tokenizer.json", "[]", "tokenizer.json: expected a JSON object, found a list"),
@@ -153,6 +169,49 @@ def test_a_chat_is_the_prompt_as_it_stands_and_its_last_reply_the_answer(tokeniz
     assert (whole.question, whole.gold) == ("system: Be brief.\n\nuser: 2 + 3?", "5")
     assert (single.token_ids, single.question, single.gold) == (tokenizer.encode(user), "2 + 3?", "6")
     assert prompts.report()["deepmath"] == {"kept": 2, "dropped/bad_messages": 2, "dropped/missing_column": 1}
+
+
+CALLS = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content }}{% for call in m.tool_calls or [] %}"
+    "{% set f = call.function %}[{{ f.name }} ARGUMENTS]{% endfor %}{{ '\\n' }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(("written", "given"), [
+    ("{{ f.arguments | tojson }}", {"x": "é", "n": [1, 2]}),  # Qwen2.5's
+    ("{{ f.arguments | tojson }}", '{"x": "é", "n": [1, 2]}'),  # as OpenAI writes it
+    ("{% if f.arguments is string %}{{ f.arguments }}{% else %}{{ f.arguments | tojson }}{% endif %}",
+     '{"x": "é",  "n": [1,2]}'),  # Qwen3's
+    ("{{ '' + f.arguments }}", {"x": "é", "n": [1, 2]}),  # DeepSeek's
+    ("{{ '' + f.arguments }}", '{"x": "é", "n": [1, 2]}'),
+])  # fmt: skip
+def test_calls_in_a_chat_have_their_arguments_in_the_templates_form_and_a_lost_key_is_counted(
+    folder, tmp_path, written, given
+):
+    shutil.copytree(folder, tmp_path / "model")
+    (tmp_path / "model/chat_template.jinja").write_text(CALLS.replace("ARGUMENTS", written))
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": given}}
+    called = {"role": "assistant", "content": None, "tool_calls": [call]}
+    asked = {"role": "user", "content": "2 + 3?"}
+    rows = [{"messages": [asked, called, asked], "answer": 5}]
+    lost = called | {"reasoning_content": "Hm."}
+    rows = [{"messages": [asked, lost, asked | {"content": "3 + 3?"}], "answer": 6}, *rows]
+    file = tmp_path / "chat.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    tokenizer = load_tokenizer(tmp_path / "model")
+    prompts = PromptSource(recipe(source(file, reader="jsonl"), shuffle=False), tokenizer, seed=0)
+    expected = 'user: 2 + 3?\nassistant: [add {"x": "é", "n": [1, 2]}]\nuser: 2 + 3?\n'
+    assert prompts.next(1)[0].token_ids == tokenizer.encode(expected)
+    assert prompts.report()["deepmath"] == {"kept": 1, "dropped/unrendered_key": 1}
+
+
+@pytest.mark.parametrize(("gold", "answer"), [
+    ('["1", "-1"]', "1, -1"), (r'["\\frac{1}{2}"]', r"\frac{1}{2}"),
+    (r'["\frac{1}{2}", "x"]', r"\frac{1}{2}, x"),
+    ("[1, 2]", "[1, 2]"), ('["a"', '["a"'), ('["a", 1, "b"]', '["a", 1, "b"]'),
+])  # fmt: skip
+def test_a_gold_that_is_a_list_of_texts_becomes_one_that_an_answer_can_meet(gold, answer):
+    assert final_answer(gold) == answer
 
 
 DAPO = (

@@ -116,6 +116,17 @@ def test_livecodebench_comparison(printed, expected, same):
     assert same_output(printed, expected) is same
 
 
+@pytest.mark.parametrize("rules", ["apps", "plain", "livecodebench"])
+def test_decimals_on_stdout_have_the_tolerance_of_apps_by_its_rules_alone(grader, rules):
+    """numpy.allclose, which its checker takes: |a - b| <= 1e-8 + 1e-5 |b|."""
+    printed = ["0.3000001", "1000.009", "1000.011", "0.00000001", "0.00000003", "1e400", "x"]
+    wanted = ["0.3", "1000", "1000", "0", "0", "1", "X"]
+    close = [True, True, False, True, False, False, False]
+    tests = [CodeTests([""], [want], rules=rules).to_json() for want in wanted]
+    grades = grader.grade([fenced(f"print({text!r})") for text in printed], tests)
+    assert [grade.reward == 1 for grade in grades] == ([rules == "apps" and each for each in close])
+
+
 VERDICTS = {
     "passed": "print(sum(map(int, input().split())))",
     "wrong_answer": "print(5)",
