@@ -81,9 +81,9 @@ def outcome_profile(rollouts: Sequence[Rollout]) -> Profile | None:
     low, high = np.quantile([decided for _, decided in draws], [0.025, 0.975], axis=0)
     ends, decided = found = parts(whole)
     tokens = whole[0, 1] / sum(ranks[0, 1] > 0 for ranks in ranked)
-    gains = np.quantile([fork_gains(*drawn, tokens) for drawn in draws], [0.025, 0.975], axis=0)
+    gains = np.quantile([fork_gains(*drawn, tokens=tokens) for drawn in draws], [0.025, 0.975], axis=0)
     best = divmod(int(gains[0].argmax()), len(LINES))  # what is sure to give most
-    gain = Factor(*(float(of[best]) for of in (fork_gains(*found, tokens), *gains)))
+    gain = Factor(*(float(of[best]) for of in (fork_gains(*found, tokens=tokens), *gains)))
     return Profile(ends, np.array([decided, low, high]), float(ends[best[0]]), int(LINES[best[1]]), gain)
 
 
