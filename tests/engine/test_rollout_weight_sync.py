@@ -71,10 +71,10 @@ def test_after_a_sync_the_engine_is_a_freshly_loaded_one(fresh):
 
 
 def test_a_sync_to_an_fp8_engine_quantizes_the_new_weights():
-    """The engine equals a fresh one. Its log-probs are farther from float32 than those of bfloat16 (0.06 and
-    0.006 here) and nearer than a guess (0.6)."""
+    """The engine, which has read no weights, equals a fresh one. Its log-probs are farther from float32 than
+    those of bfloat16 (0.06 and 0.006 here) and nearer than a guess (0.6)."""
     settings = {"dtype": "bfloat16", "eos": EOS, "temperature": 1.0}
-    engine = open_engine(folder("qwen3", 0), quantization="fp8", **settings)
+    engine = open_engine(folder("qwen3", 0), quantization="fp8", vllm={"load_format": "dummy"}, **settings)
     weights = load_file(folder("qwen3", 1) / "model.safetensors")
     for version in (1, 2):
         engine.update_weights(((n, w.bfloat16()) for n, w in weights.items()), version)
