@@ -8,6 +8,7 @@ import json
 import math
 import re
 import shutil
+import statistics
 
 import pytest
 import torch
@@ -126,13 +127,20 @@ def test_with_the_sampling_mask_the_trainer_computes_the_distribution_that_was_s
 
 
 def test_an_fp8_engine_is_synced_and_its_larger_mismatch_is_measured_and_corrected(home):
-    """A sync before the first update and one after it. The mean difference is 0.001 without quantization and
-    0.015 with it."""
+    """A sync before the first update and one after it. The mean difference is 0.001 without quantization, and
+    0.007 and 0.011 with it, most of it from the rounding of weights, which is the same on every processor; a
+    guess would differ by what log-probs differ among each other (0.2)."""
     options = ["model.dtype=bfloat16", "rollout.quantization=fp8", "loss.rollout_is=token", "steps=2"]
     folder = train(home, "fp8", *options, NO_EVALUATION)
     assert column(folder, "harvest/policy_version") == [0, 1]
-    assert all(0.004 < value < 0.15 for value in column(folder, "mismatch/logprob_abs_diff"))
-    assert all(0.9 < value < 1.1 and value != 1 for value in column(folder, "mismatch/rollout_is_mean"))
+    for step, record in enumerate(metrics(folder)):
+        recorded = read_step(folder / f"streams/step-{step:08}")
+        logprobs = [value for r in recorded for part in r.parts for value in part.tokens["logprobs"]]
+        mean, largest = record["mismatch/logprob_abs_diff"], record["mismatch/logprob_abs_diff_max"]
+        assert 0.002 < mean < statistics.stdev(logprobs)
+        # A weight is exp(d), cut at 2, so it is no farther from 1 than |d| times this slope.
+        slope = math.expm1(largest) / largest
+        assert 0 < abs(record["mismatch/rollout_is_mean"] - 1) <= slope * mean * (1 + 1e-5)
     for record in metrics(folder):
         assert all(math.isfinite(value) for name, value in record.items() if name.startswith("mismatch/"))
         assert record["train/updates"] == 1
