@@ -128,8 +128,8 @@ def test_with_the_sampling_mask_the_trainer_computes_the_distribution_that_was_s
 
 def test_an_fp8_engine_is_synced_and_its_larger_mismatch_is_measured_and_corrected(home):
     """A sync before the first update and one after it. The mean difference is 0.001 without quantization, and
-    0.007 and 0.011 with it, most of it from the rounding of weights, which is the same on every processor; a
-    guess would differ by what log-probs differ among each other (0.2)."""
+    0.007 and 0.011 with it: weights are rounded alike on every processor. A guess would differ by what
+    log-probs differ among each other (0.2)."""
     options = ["model.dtype=bfloat16", "rollout.quantization=fp8", "loss.rollout_is=token", "steps=2"]
     folder = train(home, "fp8", *options, NO_EVALUATION)
     assert column(folder, "harvest/policy_version") == [0, 1]
