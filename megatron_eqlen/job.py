@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import megatron_eqlen.hf
 from megatron_eqlen.hf.config import ModelConfig, read_config
 from megatron_eqlen.objectives.objective import Objective
+from megatron_eqlen.objectives.recipes import remarks
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.recipe import LoraRecipe, Recipe, layout
-from megatron_eqlen.recipe.inputs import fetch, hub_repo, local_path, where_from
+from megatron_eqlen.recipe.engine_options import split_megatron
+from megatron_eqlen.recipe.inputs import fetch, hub_repo, local_path, revisions, where_from
 
 if TYPE_CHECKING:
     from megatron_eqlen.hf.tokenizer import Tokenizer
@@ -35,6 +37,21 @@ class Job:
     @cached_property
     def objective(self) -> Objective:
         return resolve(self.recipe)
+
+    @property
+    def remarks(self) -> list[str]:
+        """Remarks on a valid recipe: corrections that do little."""
+        return remarks(self.recipe, self.objective)
+
+    @property
+    def revisions(self) -> dict[str, str | None]:
+        """Revision of every name on the hub, by key; ranks must agree on them."""
+        return revisions(self.recipe)
+
+    @cached_property
+    def megatron(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """``model.megatron``: fields of Megatron's model, and of its DDP."""
+        return split_megatron(self.recipe.model.megatron)
 
     @cached_property
     def folder(self) -> Path:

@@ -12,12 +12,11 @@ from pathlib import Path
 from megatron_eqlen.engines.server.gate import authorization
 from megatron_eqlen.files import refuse_existing, refuse_unwritable
 from megatron_eqlen.job import Job
-from megatron_eqlen.objectives.recipes import load, remarks
+from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.processes.importing import importing
 from megatron_eqlen.processes.interrupts import Interrupts, watch
 from megatron_eqlen.recipe import Recipe, RecipeError
 from megatron_eqlen.recipe.contents import is_whole
-from megatron_eqlen.recipe.engine_options import split_megatron
 from megatron_eqlen.recipe.inputs import missing_inputs, pinned
 from megatron_eqlen.recipe.load import RECIPE, dump
 from megatron_eqlen.recipe.yaml_values import to_yaml
@@ -95,7 +94,7 @@ def _refuse(job: Job) -> None:
     if recipe.cluster.device == "cpu" or torch.cuda.is_available():
         refuse_unfit(recipe.cluster)
         dtype = getattr(torch, recipe.model.dtype)
-        transformer_config(job.model, recipe.parallel, dtype, **split_megatron(recipe.model.megatron)[0])
+        transformer_config(job.model, recipe.parallel, dtype, **job.megatron[0])
         if (rollout := recipe.rollout).vllm and rollout.engine == "colocated":
             from megatron_eqlen.engines.lifecycle import configuration, contained
 
@@ -133,7 +132,7 @@ def _print_plan(job: Job, everything: bool) -> int:
     recipe, plan = job.recipe, describe(job)
     changed = recipe.model_dump(mode="json", exclude_defaults=True)
     print(dump(with_defaults(recipe)) if everything else to_yaml(changed), plan, sep="\n")
-    for remark in filter(None, (missing_inputs(recipe), *remarks(recipe, job.objective))):
+    for remark in filter(None, (missing_inputs(recipe), *job.remarks)):
         print(f"WARNING: {remark}")
     return 0
 

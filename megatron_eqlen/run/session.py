@@ -18,15 +18,13 @@ from torch.utils import deterministic
 
 from megatron_eqlen.job import Job
 from megatron_eqlen.models import groups
-from megatron_eqlen.objectives.recipes import remarks
 from megatron_eqlen.plan.memory import memory
 from megatron_eqlen.processes import distributed, failures
 from megatron_eqlen.processes.events import EventWriter
 from megatron_eqlen.processes.importing import importing
 from megatron_eqlen.processes.timeline import Timeline
 from megatron_eqlen.processes.watchdog import Watchdog
-from megatron_eqlen.recipe import Recipe, RecipeError, RolloutRecipe, layout
-from megatron_eqlen.recipe.inputs import revisions
+from megatron_eqlen.recipe import RecipeError, RolloutRecipe, layout
 from megatron_eqlen.report.progress import Progress
 from megatron_eqlen.rewards.scoring import EarlyGrading, Scorer
 from megatron_eqlen.run.replicas import Replicas
@@ -62,7 +60,7 @@ class Session:
         self.ends_with(self.watchdog.stop)  # closing the functions registered before may hang, too
         self._ends.callback(groups.stop)
         self.job, self.recipe, self.objective = job, recipe, job.objective
-        _agree_on_revisions(recipe)
+        _agree_on_revisions(job.revisions)
         self.events = EventWriter()
         self.timeline = Timeline(self.events.note)
         self.replicas = engine_replicas(recipe.rollout)
@@ -74,7 +72,7 @@ class Session:
         title = f"{recipe.name} {recipe.method}"
         self.progress = Progress(recipe.budget, title, distributed.is_rank0(), note=self.events.note)
         self.ends_with(self.progress.close)
-        for remark in remarks(recipe, job.objective):
+        for remark in job.remarks:
             self.progress.warn(remark)
         if recipe.reward.workers is None:
             self.progress.say(f"reward.workers: {self.scorer.workers}, the cores of a rank")
@@ -147,9 +145,9 @@ def use_deterministic_kernels() -> None:
     deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue] (a property)
 
 
-def _agree_on_revisions(recipe: Recipe) -> None:
+def _agree_on_revisions(ours: dict[str, str | None]) -> None:
     """Raise RecipeError if a branch on the hub moved while ranks of several nodes resolved it."""
-    ours, first = revisions(recipe), distributed.agree(lambda: revisions(recipe))
+    first = distributed.agree(lambda: ours)
     if ours != first:
         raise RecipeError(f"expected the same revisions on every rank, found {ours} and on rank 0 {first}")
 

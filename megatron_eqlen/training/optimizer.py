@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,19 +23,18 @@ from megatron.core.utils import is_te_min_version
 from megatron_eqlen.models.config import uses_transformer_engine
 from megatron_eqlen.processes.cores import cores_per_rank
 from megatron_eqlen.recipe import OptimizerRecipe, Recipe
-from megatron_eqlen.recipe.engine_options import split_megatron
 from megatron_eqlen.training.optimizer_state import init_state
 
 
-def wrap(chunks: list, recipe: Recipe) -> list[DistributedDataParallel]:
+def wrap(chunks: list, grad_dtype: str, options: Mapping[str, Any]) -> list[DistributedDataParallel]:
     """Wrap each model chunk in Megatron's DDP, with gradients summed (never averaged) over data-parallel
-    ranks."""
+    ranks. ``options``: further fields of DDP's configuration."""
     config = chunks[0].config
     assert config.calculate_per_token_loss, "gradients must be sums: token weights hold every factor"
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=recipe.optimizer.grad_dtype == "float32",
+        grad_reduce_in_fp32=grad_dtype == "float32",
         use_distributed_optimizer=True,
-        **split_megatron(recipe.model.megatron)[1],
+        **options,
     )
     wrapped = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=number > 0)

@@ -29,7 +29,6 @@ from megatron_eqlen.packing.pack import Packing, plan_rows
 from megatron_eqlen.packing.tree import NonFiniteTreeError
 from megatron_eqlen.plan.flops import pair_cost
 from megatron_eqlen.processes.distributed import gather, is_rank0
-from megatron_eqlen.recipe.engine_options import split_megatron
 from megatron_eqlen.tokens import TEACHER
 from megatron_eqlen.training.agreement import Compared, mismatch_of, worst_token
 from megatron_eqlen.training.exchange import Placement, exchange
@@ -86,14 +85,14 @@ class Policy:
             recipe.parallel,
             DTYPES[recipe.model.dtype],
             separate_norms=has_adapters,
-            **split_megatron(recipe.model.megatron)[0],
+            **job.megatron[0],
         )
         load_hf(self.chunks, job.folder)
         if has_adapters:
             add_adapters(self.chunks, recipe.lora, recipe.seed)
         self.reference = self._reference() if recipe.loss.kl_coef else None
         self.teacher = Teacher(job.teacher, DTYPES[recipe.model.dtype]) if job.teacher else None
-        self.model = wrap(self.chunks, recipe)
+        self.model = wrap(self.chunks, recipe.optimizer.grad_dtype, job.megatron[1])
         self.optimizer, self.schedule = build_optimizer(self.model, recipe)
         self.memory = TrainerMemory(self.chunks, self.model, self.optimizer, recipe.rollout.parked)
         self.pair_cost = pair_cost(self.chunks[0].model_config)

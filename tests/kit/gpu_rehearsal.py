@@ -108,12 +108,12 @@ def trainer(recipe: Any, rank: int) -> dict[str, Any]:
     from megatron_eqlen.training.optimizer import build_optimizer, wrap
 
     dtype, adapts = getattr(torch, recipe.model.dtype), recipe.lora.rank > 0
-    model = Job(recipe).model
+    job = Job(recipe)
     with world(recipe, rank), META, _OnMeta():
-        chunks = build_model(model, recipe.parallel, dtype, separate_norms=adapts, **recipe.model.megatron)
+        chunks = build_model(job.model, recipe.parallel, dtype, separate_norms=adapts, **job.megatron[0])
         if adapts:
             add_adapters(chunks, recipe.lora, 1)
-        wrapped = wrap(chunks, recipe)
+        wrapped = wrap(chunks, recipe.optimizer.grad_dtype, job.megatron[1])
         optimizer, _ = build_optimizer(wrapped, recipe)
         buffers = [b for c in wrapped for b in (*c.buffers, *c.expert_parallel_buffers)]
         parameters = [p for c in chunks for p in c.parameters()]

@@ -7,9 +7,9 @@ from functools import cache
 import numpy as np
 import pytest
 
+from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.dynamic_sampling import trained
-from megatron_eqlen.objectives.recipes import load, parse, remarks
-from megatron_eqlen.objectives.registry import resolve
+from megatron_eqlen.objectives.recipes import load, parse
 from megatron_eqlen.recipe import RecipeError, TeacherRecipe
 from megatron_eqlen.rewards.scoring import make_grader
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
@@ -299,9 +299,9 @@ def test_on_policy_refuses_what_would_bias_it(keys, message):
 def test_a_budget_that_cuts_on_policy_streams_or_responses_is_remarked():
     cut = {"rollout": {"tokens_per_step": 100}}
     for settings in (repaired(**cut), recipe(sampling="independent", objective="dr_grpo", **cut)):
-        assert "unbiased only with rollout.carry_over" in remarks(settings, resolve(settings))[-1]
+        assert "unbiased only with rollout.carry_over" in Job(settings).remarks[-1]
     carried = repaired(rollout={"tokens_per_step": 100, "carry_over": True}, loss={"rollout_is": "token"})
-    assert "unbiased" not in "".join(remarks(carried, resolve(carried)))
+    assert "unbiased" not in "".join(Job(carried).remarks)
 
 
 def test_the_coin_grader_flips_anew_for_a_text_that_it_has_seen():

@@ -18,7 +18,7 @@ from megatron_eqlen.cli import commands
 from megatron_eqlen.cli.translate import translate
 from megatron_eqlen.environments.environment import Environment
 from megatron_eqlen.job import Job
-from megatron_eqlen.objectives.recipes import load, parse, remarks
+from megatron_eqlen.objectives.recipes import load, parse
 from megatron_eqlen.objectives.registry import OBJECTIVES, resolve, with_defaults
 from megatron_eqlen.processes import cores
 from megatron_eqlen.recipe import Recipe, RecipeError, Section, When
@@ -373,7 +373,7 @@ def test_a_key_that_does_little_is_a_remark(tmp_path, overrides, remark):
     path = tmp_path / "r.yaml"
     path.write_text(yaml.safe_dump(SMALL | {"rollout": SMALL["rollout"] | {"keep_sampling_mask": True}}))
     recipe = load(path, overrides.split())
-    (text,) = remarks(recipe, Job(recipe).objective)
+    (text,) = Job(recipe).remarks
     assert remark in text
 
 
@@ -466,7 +466,7 @@ SHIPPED = sorted(path for path in RECIPES.glob("*.yaml") if "methods:" not in pa
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_recipes_have_no_key_without_effect_and_their_dump_is_the_same_recipe(path, tmp_path):
     recipe = load(path)
-    assert remarks(recipe, Job(recipe).objective) == []
+    assert Job(recipe).remarks == []
     (tmp_path / "dump.yaml").write_text(dump(recipe))
     assert load(tmp_path / "dump.yaml") == recipe
 
