@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from megatron_eqlen.objectives.advantages import Estimator
@@ -39,7 +40,7 @@ class Objective:
     rewards: Literal["together", "apart"] = "together"
     """``apart``: ``advantage`` is called with the rewards of each name, and its results are added with their
     weights."""
-    refuses: Mapping[str, str] = field(default_factory=dict)
+    refuses: Mapping[str, str] = MappingProxyType({})
     """Why the method cannot be used with a setting (``checks.settings``); parts declare theirs alike."""
     forks: Literal["apart", "equal", "pooled"] = "apart"
     """Comparison units of a tree. ``apart``: each fork is one, and weighs its share of the rollout.
