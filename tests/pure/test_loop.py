@@ -135,7 +135,6 @@ def test_a_reward_function_is_called_on_a_real_row_before_the_policy_is_built(
     tmp_path, monkeypatch, grader, error
 ):
     write_hf_tokenizer(tmp_path, ["What is 1 + 1?"] * 8)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 1}')
     (tmp_path / "rows.jsonl").write_text('{"prompt": "What is 1 + 1?", "label": 2}\n')
     source = {"name": "sums", "path": f"{tmp_path}/rows.jsonl", "grader": f"{__name__}:{grader}"}
     made = recipe().model_copy(update={"data": DataRecipe(sources=[SourceRecipe(**source)])})

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_eqlen.metrics import MetricError
 from megatron_eqlen.objectives.recipes import load
+from megatron_eqlen.processes import distributed
 from megatron_eqlen.processes.events import EventWriter
 from megatron_eqlen.processes.timeline import Timeline
 from megatron_eqlen.processes.watchdog import Watchdog
@@ -46,10 +47,11 @@ def test_a_metric_that_nothing_declares_is_an_error():
         Step(0, 0).add(Batch([], {"harvest/generated_tokns": 1.0}, None)).metrics  # noqa: B018
 
 
-def test_a_step_that_begins_while_another_is_open_has_the_next_number(tmp_path):
+def test_a_step_that_begins_while_another_is_open_has_the_next_number(tmp_path, monkeypatch):
+    monkeypatch.setattr(distributed, "agree", lambda ask: ask())  # a rank alone
     recipe = load(ROOT / "recipes/tiny_cpu.yaml", [f"run_dir={tmp_path}"])
     session: Any = SimpleNamespace(recipe=recipe, timeline=Timeline(), progress=Progress(recipe.budget, ""))
-    session.events = EventWriter()
+    session.events, session.tokenizer = EventWriter(), SimpleNamespace()
     session.watchdog, session.watch, session.enter = Watchdog(0, 1, None), str, id
     run = Run(session)
     policy = cast(Policy, SimpleNamespace(version=5, chunks=[]))
