@@ -30,7 +30,16 @@ HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "to
 
 TOGETHER = {
     "servers": ("engine/test_ahead_servers", "engine/test_rollout_held_up", "engine/test_rollout_server"),
-    "a run": ("job/test_ahead", "job/test_check", "job/test_resume", "job/test_sweep", "job/test_train"),
+    "a run": (
+        "job/test_ahead",
+        "job/test_check",
+        "job/test_killed_in_a_sync",
+        "job/test_listeners",
+        "job/test_resume",
+        "job/test_sweep",
+        "job/test_train",
+        "job/test_wrong_server",
+    ),
 }
 """Groups of files that share fixtures: two vLLM servers, or a run that has ended."""
 

@@ -108,7 +108,8 @@ def _first_reward(prompts: Sequence[Prompt], scorer: Scorer, tokenizer: Tokenize
         if (is_import_path(prompt.grader) or prompt.grader == "rubric") and time.monotonic() < ends:
             with redirect_stdout(StringIO()):  # what a function prints was seen at the first row
                 later = first_reward(prompt, scorer, tokenizer)
-            first = replace(first, cause=first.cause or later.failure)
+            failure = first.failure or later.failure
+            first = replace(first, failure=failure, cause=failure or first.cause)
     return first
 
 
