@@ -147,10 +147,10 @@ def test_forks_of_a_run_or_harvest_say_where_its_outcome_is_decided(tmp_path, fo
     assert main(["report", str(run)]) == 0
     path, sentence = capsys.readouterr().out.splitlines()
     assert path == str(run / "report.html")
-    assert re.match(
-        r"forks at .* of a response.*: at \d+% \d+ lines give about x[\d.]+ \[.*\] signal.* \(10 prompts\)",
+    assert re.fullmatch(
+        r"forks at .* of a response are not seen to pay over the same baseline alone.* \(10 prompts\)",
         sentence,
-    )
+    ), "of one token or two"
     page = Page(run / "report.html")
     assert sentence in page.text
     (chart,) = json.loads(re.search("const CHARTS = (.*)\n", page.html)[1])
