@@ -59,7 +59,7 @@ def test_every_rank_has_one_connection_and_a_silent_triton_unless_the_user_says_
     own, connections, printing
 ):
     """Under ``eqlen train`` and on SLURM, whose script sets what the launcher sets on one machine."""
-    shown = "import os; print('rank', *map(os.environ.get, {}))"
+    shown = "import os; os.write(1, ' '.join(['rank', *map(os.getenv, {}), '']).encode())"  # at once
     both = ("CUDA_DEVICE_MAX_CONNECTIONS", "TRITON_PRINT_AUTOTUNING")
     inherited = {name: value for name, value in os.environ.items() if name not in both} | own
     code = f"""
@@ -68,7 +68,7 @@ from megatron_eqlen.processes.launch import launch
 launch(2, ["-n1", "-r1", {shown.format(both)!r}], Interrupts(None), "timeit")
 """
     launched = _output([sys.executable, "-c", code], inherited)
-    assert launched.count(f"rank {connections} {printing}\n") == 2
+    assert launched.count(f"rank {connections} {printing} ") == 2
     lines = (ROOT / "slurm/train.sbatch").read_text().splitlines()
     (line,) = (line for line in lines if "export CUDA_DEVICE_MAX_CONNECTIONS" in line)
     assert _output(["bash", "-c", f"{line}\nprintenv {both[0]}"], inherited) == f"{connections}\n"
