@@ -110,6 +110,7 @@ def _code_contests_tests(record: dict[str, Any]) -> CodeTests:
     inputs: list[str] = []
     outputs: list[str] = []
     for name in ("public_tests", "private_tests", "generated_tests"):
+        # {input: [texts], output: [texts]}
         held = _typed(record.get(name) or {}, dict, name)
         inputs += _typed(held.get("input") or [], list, f"{name}.input")
         outputs += _typed(held.get("output") or [], list, f"{name}.output")
@@ -127,6 +128,7 @@ def _codeforces_tests(record: dict[str, Any]) -> CodeTests:
         raise BadRow("interactive", "interaction_format is not empty")
     if (mode := record.get("input_mode") or "stdio") not in ("stdio", "stdin"):
         raise BadRow("file_input", f"input_mode is {mode!r:.80}, expected 'stdio'")
+    # only problems whose tests are whole and judge a program by its output
     for name, reason in (("executable", "not_executable"), ("official_tests_complete", "incomplete_tests")):
         if record.get(name) is False:
             raise BadRow(reason, f"{name} is false")

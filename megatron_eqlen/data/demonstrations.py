@@ -47,6 +47,7 @@ class DemonstrationMaker(PromptMaker):
             raise BadRow("long_row", f"{characters:,} characters")
         try:
             turns = self.turns(row)
+            # a row of question and answer is a chat of two turns
             turns += [] if row.messages else [{"role": "assistant", "content": row.gold}]
             prompt, response = self._encode(turns)
         except TemplateError as error:

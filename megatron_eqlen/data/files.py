@@ -45,6 +45,7 @@ def find_files(path: Path, *patterns: str) -> list[Path]:
     """Return ``path`` itself if it is a file, else the files below it of the first pattern that has any,
     sorted. A pattern may be several, ``*.jsonl *.parquet``."""
     if path.is_file():
+        # a named file need not match a pattern, but parquet is no text
         kinds = {Path(each).suffix for pattern in patterns for each in pattern.split()}
         if path.suffix == ".parquet" and ".parquet" not in kinds:
             expected = " or ".join(sorted(kinds))
@@ -56,6 +57,7 @@ def find_files(path: Path, *patterns: str) -> list[Path]:
     if not path.is_dir():
         raise ValueError(f"{path}: no such file or folder")
     files = sorted(file for file in path.rglob("*") if file.is_file() and _may_be_data(path, file))
+    # the first pattern that has files wins, so that kinds are not mixed
     for pattern in patterns:
         if found := [file for file in files if any(map(file.match, pattern.split()))]:
             return found
@@ -118,6 +120,7 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError(f"not JSON: {error.msg} at {at} of {error.doc.strip()[:60]!r}") from None
     except RecursionError:
         raise ValueError("expected JSON of some hundred levels at most, found deeper nesting") from None
+    # the escapes alone can hold half a pair: looking is cheaper than walking
     if "\\ud" in text or "\\uD" in text:
         refuse_half_pairs(value)
     return value

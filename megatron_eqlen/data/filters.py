@@ -59,6 +59,7 @@ def filter_rows(
             tally.drop(row.row_id, "difficulty", f"{row.difficulty:g} is not in {lowest:g}..{highest:g}")
         elif exclusion is not None and row.question in exclusion:
             tally.drop(row.row_id, "excluded")
+        # digests: millions of questions fit into memory
         elif (key := _digest(row.question)) in seen and not keep_duplicates:
             tally.drop(row.row_id, "duplicate")
         else:

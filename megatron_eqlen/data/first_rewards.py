@@ -117,6 +117,7 @@ def first_reward(prompt: Prompt, scorer: Scorer, tokenizer: Tokenizer) -> FirstR
     """Grade four answers to ``prompt``."""
     asked = _form(tokenizer.decode(prompt.token_ids))
     read = READ.get(prompt.grader)
+    # how an answer is written: as the prompt asks, else as the grader reads
     form, gold = asked or read or "%s", _gold(prompt)
     texts = {
         "right": form % gold,
@@ -139,6 +140,7 @@ def first_reward(prompt: Prompt, scorer: Scorer, tokenizer: Tokenizer) -> FirstR
     rewards = {answer: grade.reward for answer, grade in answers if grade.verdict != UNSCORED}
     failed = [grade.detail for grade in grades if grade.verdict == UNSCORED]
     cause = failure = "".join(f"{prompt.prompt_id}: {detail}" for detail in failed[:1])
+    # a later cause replaces an earlier one: it is the likelier
     if prompt.grader == "math" and len(gold.split()) > LONG_GOLD:
         cause = f"its gold has {len(gold.split())} words, which no response will repeat: {gold!r:.80}"
     if not failure and rewards["right"] <= rewards["wrong"]:

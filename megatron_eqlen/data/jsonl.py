@@ -61,6 +61,7 @@ def read(
     named = grader is not None and is_import_path(grader) and is_reward_function(grader)
     function = RewardFunction(grader, "grader") if grader is not None and named else None
     files = find_files(path, "*.jsonl *.parquet", "*.json")
+    # train and test in one folder would leak
     splits = {split_of(file.relative_to(path).as_posix() if file != path else "") for file in files}
     if len(splits) > 1:
         raise ValueError(
@@ -71,6 +72,7 @@ def read(
     for file in files:
         layout = find_layout(file, read_records(file, (), None), columns, grader)
         tally.say(layout.told)
+        # only the columns that are read: a parquet file may hold long others
         extra = function.columns(layout.names) if function else ()
         places = (place for each in layout.places.values() for place in each)
         wanted = dict.fromkeys(place.partition(".")[0] for place in (*places, *extra))
@@ -109,6 +111,7 @@ def _row(
     grader = named or fields.get("grader") or "math"
     if named is None and grader not in GRADERS:
         raise BadRow("unknown_grader", f"expected one of {GRADERS}, found {grader!r}")
+    # a chat is a question of several turns; its last reply may be the answer
     asked = fields.get("question")
     if isinstance(asked, list | dict):
         messages, reply = _chat(asked)

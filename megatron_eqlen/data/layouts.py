@@ -97,6 +97,7 @@ class Layout:
         questions that differ."""
         fields: dict[str, Any] = {}
         for ours, places in self.places.items():
+            # [places that have the field] -> value; the first wins
             there = {
                 place: value
                 for place in places
@@ -161,6 +162,7 @@ def chat(value: Any) -> list[Turn]:
         role = ROLES.get(str(record.get("role", record.get("from"))).lower())
         content = record.get("content", record.get("value"))
         if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
+            # OpenAI's list of parts, texts alone
             content = "".join(str(part["text"]) for part in content)
         more = {
             key: value for key, value in record.items() if key not in SAID and value not in (None, "", [])
@@ -249,6 +251,7 @@ def _check_columns(
                 f"expected one of {[*names]}"
             )
     graders = {grader or value_at(record, columns.get("grader", "grader")) or "math" for record in sample}
+    # columns that nothing would read
     useless = {
         "messages": "question" in columns and "columns has a question",
         "instruction": "messages" in columns and "a chat takes no instruction",

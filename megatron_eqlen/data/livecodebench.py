@@ -85,6 +85,7 @@ def unpickle_text(data: bytes) -> str:
     """
     texts = []
     try:
+        # opcodes are listed, none is executed
         for opcode, value, _ in pickletools.genops(data):
             if opcode.name in TEXT_OPCODES:
                 texts.append(value)
@@ -109,6 +110,7 @@ def _checked_json(text: str) -> Any:
 def _row(question_id: str, record: dict[str, Any]) -> Problem:
     cases = _list(parse_json(text_field(record, "public_test_cases")), "public_test_cases")
     cases += _list(unpack_private_tests(text_field(record, "private_test_cases")), "private_test_cases")
+    # one kind a problem: stdin, or calls of a function
     kinds = {test.get("testtype") if isinstance(test, dict) else None for test in cases}
     if kinds == {"stdin"}:
         function = None

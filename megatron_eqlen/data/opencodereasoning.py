@@ -41,6 +41,7 @@ def read(path: Path, tally: Tally, split: str | None = None, tests: str | None =
             questions = _take(wanted, number, record, source)
             if not questions:
                 continue
+            # questions of one record have the same text: the first stands for all
             question_id, difficulty = questions[0]
             for other_id, _ in questions[1:]:
                 detail = f"{other_id}; {question_id} has the same text"
@@ -68,6 +69,7 @@ def _collect(path: Path, tally: Tally, split: str | None) -> dict[tuple[str, str
                     tally.drop(f"{path}: {row_id}", "same_question", question_id)
                     continue
                 key, address = _address(record)
+                # two ids of one record of the source set
                 if address in wanted[key]:
                     detail = f"{question_id}; {wanted[key][address][0]} names the same record"
                     tally.drop(f"{path}: {row_id}", "same_question", detail)

@@ -30,6 +30,7 @@ def overlaps(
     words (``filters.word_runs``).
     """
     asked = {benchmark.name: _benchmark_questions(benchmark) for benchmark in benchmarks}
+    # all benchmarks at once, so that each source is read once
     texts = set[str]().union(*asked.values())
     runs = set[str]().union(
         *(of_question for questions in asked.values() for of_question in questions.values())
@@ -42,6 +43,7 @@ def overlaps(
             held_runs |= runs.intersection(word_runs(question))
         for name, questions in asked.items():
             whole = held & questions.keys()
+            # in part: most of a question's runs of words are in the source
             others = (questions[text] for text in questions.keys() - whole)
             parts = sum(len(each & held_runs) > IN_PART * len(each) for each in others)
             if whole or parts:

@@ -54,6 +54,7 @@ def prepare(
     }
     with prepared_file(out, manifest) as write:
         for chunk in _chunks(read_source(source, tally)):
+            # a chunk at a time, so that golds are checked in parallel
             for row, refusal in zip(chunk, check_rows(chunk, grader, tokenizer, limit), strict=True):
                 if refusal is None:
                     write(replace(row, gold_checked=True))

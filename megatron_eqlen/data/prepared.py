@@ -62,6 +62,7 @@ class PreparedRows(Sequence[Problem]):
             expected = f"expected a file of tools/prepare_data.py, version {CODE_TESTS_VERSION}"
             raise ValueError(f"{path}: {expected}, found version {found}: prepare it again")
         sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        # [row groups + 1] number of each group's first row
         self._starts = np.cumsum([0, *sizes])
         self._numbers = range(metadata.num_rows) if numbers is None else numbers
         self._group = lru_cache(GROUPS_KEPT)(self._read_group)
@@ -139,5 +140,6 @@ def prepared_file(path: Path, manifest: Mapping[str, Any]) -> Iterator[Callable[
         yield write
         if rows:
             end_group()
+        # the manifest goes into the footer, when it is complete
         held = {"version": CODE_TESTS_VERSION} | dict(manifest)
         writer.add_key_value_metadata({MANIFEST: json.dumps(held).encode()})

@@ -135,6 +135,7 @@ class _Source:
                     log.warning("data source %s: after its first epoch %s", self.name, summary)
                 self.epoch, self.position = self.epoch + 1, 0
                 self._order = self._shuffled()
+            # a row that made no prompt is not tried again
             number = int(self._order[self.position])
             self.position += 1
             if number in self.refused:
@@ -279,6 +280,7 @@ class PromptSource:
         sentences: list[str] = []
         for source in self._sources:
             prompts, tally = source.try_rows(self._maker, count)
+            # rows that the filters left, then prompts that these made
             stages = [(source.tally, len(source.rows)), (tally, len(prompts))]
             if prod(faults.usable(kept) for faults, kept in stages) < LEAST_USABLE:
                 faults, kept = min(stages, key=lambda stage: stage[0].usable(stage[1]))
@@ -342,6 +344,7 @@ def read_benchmark(
             f"data.max_prompt_length: {data.max_prompt_length}; {longest} has {long[longest]} tokens: set "
             f"data.max_prompt_length={long[longest]}"
         )
+    # rows outside the dates that were asked for are no loss
     unusable = {
         reason: count for reason, count in tally.dropped.items() if reason not in ("date", NOT_GENERATED)
     }

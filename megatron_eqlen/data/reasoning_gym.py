@@ -115,6 +115,7 @@ def _read_mix(path: Path) -> Any:
     except ValidationError as error:
         raise ValueError(f"{path}: {explain(error, _Mix)}") from None
     specs = []
+    # our own errors first: reasoning-gym's name no file and no key
     for number, task in enumerate(mix.datasets):
         where = f"{path}: datasets.{number}"
         if task.name not in DATASETS:

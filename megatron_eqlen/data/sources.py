@@ -37,6 +37,7 @@ def open_source(source: SourceRecipe, tally: Tally) -> Sequence[Problem]:
     """
     if source.keep_duplicates and source.reader in ("prepared", "reasoning_gym"):
         raise ValueError(f"data source {source.name}: keep_duplicates has no effect with {source.reader}")
+    # these two are not read whole
     if source.reader == "prepared":
         rows = _open_prepared(source, tally)
     elif source.reader == "reasoning_gym" and not has_filters(source):

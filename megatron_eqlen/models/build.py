@@ -31,6 +31,7 @@ def build_model(
     """
     config = transformer_config(model, parallel, dtype, **overrides)
     stages = range(parallel.virtual_pipeline) if parallel.virtual_pipeline else [None]
+    # one chunk per virtual stage: [None] without interleaving
     arguments = hybrid_arguments(model, parallel) | {"hybrid_stack_spec": stack_spec(config, separate_norms)}
     chunks = [_chunk(model, config, stage, arguments) for stage in stages]
     number_routers(chunks)
@@ -47,6 +48,7 @@ def _chunk(model: ModelConfig, config: Any, vp_stage: int | None, arguments: dic
         **arguments,
     )
     chunk.model_config = model
+    # [rotated dimensions / 2] frequencies, in place of Megatron's
     if (rope := scaled_rope(model)) is not None:
         chunk.rotary_pos_emb.inv_freq = rope[0].to(chunk.rotary_pos_emb.inv_freq.device)
     _mark_expert_parameters(chunk)

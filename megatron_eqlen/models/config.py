@@ -148,6 +148,7 @@ def _expert_fields(experts: Experts, glm: bool, dtype: torch.dtype) -> dict[str,
         "moe_router_load_balancing_type": "none",
         "moe_grouped_gemm": uses_transformer_engine(),
     }
+    # one more expert, which every token passes
     if experts.shared_expert_intermediate_size:
         fields["moe_shared_expert_intermediate_size"] = experts.shared_expert_intermediate_size
         fields["moe_shared_expert_gate"] = not glm

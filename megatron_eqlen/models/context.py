@@ -50,12 +50,15 @@ class Share:
     @classmethod
     def of(cls, row: Row, rank: int, ranks: int, device: torch.device | str) -> Share:
         """Return the share of ``rank``; a row's length is a multiple of 2 x ``ranks``."""
+        # slices and owned: each rank's positions; seen: [ranks, length] bool, the keys that its queries read
         slices = slices_of_ranks(row.position_ids, ranks)
         owned = [_positions(spans) for spans in slices]
         seen = keys_of_ranks(slices, row.visible_until)
+        # what this rank sends to each rank (indices of its own positions), and gets from each (positions)
         to, received = [np.flatnonzero(keys[owned[rank]]) for keys in seen], [p[seen[rank][p]] for p in owned]
         to[rank], received[rank] = to[rank][:0], received[rank][:0]
         available = np.concatenate([owned[rank], *received])
+        # keys in the row's order, and the order of all ranks' positions one after the other
         arranged = np.argsort(available)
         inverse = np.concatenate(owned)
 

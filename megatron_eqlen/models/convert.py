@@ -124,6 +124,7 @@ def verify_logits(checkpoint: str | Path, folder: str | Path) -> float:
     path = check_logits_are_comparable(checkpoint)
     model = read_config(folder)
     generator = torch.Generator().manual_seed(0)
+    # [1, 64] token ids -> [1, 64, V] logits, of both
     ids = torch.randint(0, model.vocab_size, (1, 64), generator=generator)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(ids).logits
     chunks = build_model(model, ALONE, torch.float32)
@@ -160,6 +161,7 @@ def _loaded(
     if adapters is None:
         _load_weights(chunks, path)
         return chunks, None
+    # adapters alone are in the checkpoint: the frozen weights come from the folder
     load_hf(chunks, source)
     lora.add_adapters(chunks, adapters, seed=0)
     states = [lora.sharded_state_dict(chunk) for chunk in chunks]

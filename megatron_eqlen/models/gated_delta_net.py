@@ -58,6 +58,7 @@ class TreeGatedDeltaNet(GatedDeltaNet):
         ``packed_seq_params``: the trees of a row; None: b plain causal sequences.
         """
         projected, _ = self.in_proj(hidden_states)
+        # [b, s, channels]; gate [b, s, heads, d]; beta and alpha [b, s, heads]
         mixed, gate, beta, alpha = self._split(projected.transpose(0, 1))
         tree = packed_seq_params or TreeParams.causal(mixed.shape[1], mixed.device)
         weights = Weights(self.conv1d.weight, self.A_log, self.dt_bias)
@@ -65,7 +66,9 @@ class TreeGatedDeltaNet(GatedDeltaNet):
             out = self._mix(mixed, beta, alpha, weights, tree)
         else:
             out = self._mix_shared(mixed, beta, alpha, weights, tree, tree.share)
+        # [b, s, heads, d]
         out = self.out_norm(out) * self.act_fn(_wide(gate)).to(out.dtype)
+        # [s, b, heads * d]
         out = out.to(projected.dtype).flatten(2).transpose(0, 1).contiguous()
         return self.out_proj(out)
 
@@ -93,11 +96,14 @@ class TreeGatedDeltaNet(GatedDeltaNet):
         group = self.pg_collection.cp
         ranks, rank, heads = group.size(), group.rank(), beta.shape[-1]
         channels = self._sizes(heads)
+        # [own positions, channels], those of one rank's heads beside each other
         columns = _by_rank(torch.cat((mixed, beta, alpha), dim=-1)[0], [*channels, heads, heads], ranks)
+        # [1, row, channels / ranks]: all positions, this rank's heads
         own_heads = scatter_heads(columns, share, group)[None]
         mixed, beta, alpha = own_heads.split([sum(channels) // ranks, heads // ranks, heads // ranks], dim=-1)
         convolution = _by_rank(weights.convolution[:, 0].T, channels, ranks)[:, rank].T[:, None].contiguous()
         A_log, dt_bias = (x.chunk(ranks)[rank] for x in (weights.A_log, weights.dt_bias))
+        # [1, row, heads / ranks, d] -> [1, own positions, heads, d]
         out = self._mix(mixed, beta, alpha, Weights(convolution, A_log, dt_bias), tree)
         return gather_heads(out[0], share, group).flatten(1, 2)[None]
 

@@ -198,6 +198,7 @@ def _sharded(weight: Weight, parameter: Tensor) -> ShardedTensorFactory:
         copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     else:
         copy = parallel_state.get_expert_data_parallel_rank()
+    # (dimension, part, parts) of a divided tensor; one copy of each part is written
     place = [] if weight.dim is None else [(weight.dim, group.rank(), group.size())]
     replica = (0, group.rank() if weight.dim is None else 0, copy)
 

@@ -95,6 +95,7 @@ def check_objects(path: Path) -> None:
     metadata = read_metadata(path)
     for index, stored in metadata.storage_data.items():
         kind = metadata.state_dict_metadata.get(index.fqn)
+        # tensors hold no code
         if not isinstance(kind, BytesStorageMetadata) or "_extra_state" in index.fqn:
             continue
         file = path / stored.relative_path
@@ -178,6 +179,7 @@ def check_weights(path: Path, metadata: Metadata, states: Sequence[dict[str, Any
     faults = [fault for key, shape in shapes.items() if (fault := _fault(metadata, key, shape))]
     if faults := gather(faults):
         raise CheckpointError(f"{path}: {faults[0]}")
+    # the model's own tensors: an optimizer's state is no part of it
     stored = {
         key
         for key, item in metadata.state_dict_metadata.items()

@@ -56,6 +56,7 @@ class GivenExperts:
         values, self.preferred = default_compute_topk(scores, topk, num_groups, group_topk)
         if not self.replayed:
             return values, self.preferred
+        # [t, top_k]: recorded experts, the router's own where none is known (-1)
         chosen = torch.where(self.experts < 0, self.preferred, self.experts)
         values, order = scores.gather(1, chosen).sort(dim=1, descending=True, stable=True)
         return values, chosen.gather(1, order)

@@ -83,8 +83,10 @@ class TreeAttention(MegatronModule):
         share = packed_seq_params.share if isinstance(packed_seq_params, TreeParams) else None
         if share is not None:
             assert self.context_group is not None
+            # [keys that this rank's queries see, b, groups, 2 d]
             both = gather_keys(torch.cat((key, value), dim=-1), share, self.context_group)
             key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
+        # [b, heads or groups, s, d]
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if packed_seq_params is None:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)

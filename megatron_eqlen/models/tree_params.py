@@ -120,6 +120,7 @@ class TreeParams(PackedSeqParams):
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         longest = int(row.position_ids.max()) + 1
         length, size = len(row.input_ids), len(row.input_ids) if share is None else share.slice_size
+        # padding as nodes of their own, cut where a context-parallel slice ends
         ends = [end for end in range(size, length + 1, size) if end > row.num_tokens]
         starts = [row.num_tokens, *ends[:-1]]
         padding = [
@@ -169,6 +170,7 @@ class TreeParams(PackedSeqParams):
         runs: list[RowNode] = []
         run_of: list[int] = []
         for node in self.nodes:
+            # an only child prolongs its parent's run
             above = run_of[node.parent] if node.parent >= 0 else -1
             if above >= 0 and children[node.parent] == 1:
                 runs[above].length += node.length

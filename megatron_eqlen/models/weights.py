@@ -192,6 +192,7 @@ def _batches(
     batch: _Batch | None = None
     for weight in weights:
         stage = stages[_home(weight.megatron)]
+        # a batch has one sender: a pipeline stage and, of experts, one expert-parallel rank
         owner = None if weight.expert is None else weight.expert // per_rank
         size = element_size * sum(map(prod, weight.shapes))
         place = (stage, owner, weight.trained)
@@ -246,6 +247,7 @@ def _broadcast(
     if group.rank() == owner:
         assert tensors is not None
         assert {tensor.dtype for tensor in tensors} == {like.dtype}
+        # [sum of sizes]
         message = torch.cat([tensor.reshape(-1) for tensor in tensors])
     else:
         message = torch.empty(sum(sizes), dtype=like.dtype, device=like.device)

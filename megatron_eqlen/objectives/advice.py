@@ -129,6 +129,7 @@ def advice(rollouts: Sequence[Rollout], recipe: Recipe) -> tuple[Profile | None,
         few = f"no line forked, no reward varies, or there are fewer than {LEAST} rollouts"
         forked = f"forks{after}: not known, as {selection or few}"
     else:
+        # ends of the profile's parts, as shares of a response
         places = ", ".join(f"{end:.0%}" for end in profile.ends[:-1])
         pay = f": at {profile.place:.0%} {profile.lines} lines give about {profile.gain} signal per token,"
         pays = pay if profile.gain.low > 1 else " are not seen to pay"

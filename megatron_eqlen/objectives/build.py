@@ -118,6 +118,7 @@ def _compare(rollouts: Sequence[Rollout], recipe: Recipe, objective: Objective, 
     for number, rollout in enumerate(rollouts, first):
         tree, units = comparison_units(rollout, recipe, objective)
         for unit in units:
+            # units of named rewards are numbered like their unit
             for named in (unit, *(named for _, named in unit.apart)):
                 named.rollout = number
             if objective.forks == "equal":
@@ -125,6 +126,7 @@ def _compare(rollouts: Sequence[Rollout], recipe: Recipe, objective: Objective, 
         batch.trees.append(tree)
         batch.units += units
     if recipe.equal_length.baseline == "streams":
+        # all units, then those of each name: streams are compared under one name
         for units in zip(*([unit, *(named for _, named in unit.apart)] for unit in batch.units), strict=True):
             _set_baselines(units)
     return batch
@@ -163,6 +165,7 @@ def _set_token_advantages(
 
 def _advantages(unit: ComparisonUnit, objective: Objective) -> list[float]:
     if unit.apart:
+        # [names][members], each with its weight
         of_names = [
             [weight * value for value in _advantages(named, objective)] for weight, named in unit.apart
         ]
@@ -170,6 +173,7 @@ def _advantages(unit: ComparisonUnit, objective: Objective) -> list[float]:
     if unit.baseline is None:
         advantages = objective.advantage(unit.rewards, unit.lengths)
     else:
+        # a member against its baseline alone: the estimator sees a pair of the two rewards
         members = zip(unit.rewards, unit.lengths, strict=True)
         advantages = [
             objective.advantage([reward, unit.baseline], [length] * 2)[0] for reward, length in members
@@ -210,9 +214,11 @@ def _set_weights(batch: _Batch, recipe: Recipe, objective: Objective) -> None:
     for unit in batch.units:
         if not unit.trained:
             continue
+        # prompts x rollouts of a prompt, among which the loss is averaged
         rollouts = len(batch.rollouts) * batch.rollouts[unit.prompt_id]
         if unit.share is not None or recipe.rollout.carry_over:
             rollouts = recipe.data.prompts_per_step * recipe.rollouts_per_prompt / recipe.loss.minibatches
+        # 1 / (prompts x rollouts x units x members), or the unit's own share of its rollout
         if unit.share is None:
             sequence = 1 / (rollouts * counted[unit.rollout] * len(unit.nodes))
         else:

@@ -142,6 +142,7 @@ def _check_token_baseline(recipe: Recipe, objective: Objective) -> None:
             f"{key} with sampling: equal_length: of two tracks that are truncated only one is trained, so "
             f"lines that are alive are not all there; use sampling: tree with tree_sampling.fork: death"
         )
+    # a token baseline is compared once: no std, batch mean, names or weights of forks after it
     has_other = objective.forks != "apart" or objective.whitened or objective.rewards == "apart"
     if has_other or objective.advantage not in (rloo, dr_grpo):
         raise ValueError(
@@ -156,6 +157,7 @@ def _check_clip(recipe: Recipe, objective: Objective) -> None:
         if key not in settings:
             reason = _refused(surrogate).get("clip_ratio", "it has no such option")
             raise ValueError(f"loss.{key}: {value} with surrogate {described(surrogate)}: {reason}")
+    # of the resolved surrogate: the recipe's keys, or the method's own
     low, high, dual = (settings.get(f"clip_ratio_{end}") for end in ("low", "high", "c"))
     if isinstance(surrogate, Ppo) and (low is None) != (high is None):
         raise ValueError(
@@ -212,6 +214,7 @@ def _check_ratio_bound(key: str, bound: float | tuple[float, float], least: floa
     """Refuse a bound without the ratio 1. ``least``: lowest value of a single number, which bounds the ratio
     from above."""
     if isinstance(bound, tuple):
+        # a pair bounds the ratio from both sides
         if not bound[0] <= 1 <= bound[1] or bound[0] == bound[1]:
             raise ValueError(
                 f"{key}: {list(bound)} leaves out a ratio of 1, where trainer and engine agree: expected "

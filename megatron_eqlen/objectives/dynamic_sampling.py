@@ -35,6 +35,7 @@ def filter_groups(rollouts: Sequence[Rollout], recipe: Recipe) -> tuple[list[str
     differs = has_gradient(rollouts, recipe)
     quantiles = resolve(recipe).length_quantiles
     if quantiles is not None:
+        # LSPO: of prompts that differ only those with short or long responses
         left = [rollout for rollout in rollouts if differs[rollout.prompt_id]]
         for lengths in _mean_lengths_by_draw(left, recipe):
             extreme = _extremes(lengths, quantiles)

@@ -23,6 +23,7 @@ def unit_metrics(units: list[ComparisonUnit], rollouts: Sequence[Rollout], recip
     ``objective/effective_samples`` is the paper's count: members with a non-zero advantage (a trajectory of
     a group, a side of a pair). ``objective/supervised_tokens`` counts what is trained whatever its length.
     """
+    # [members of all units]
     rewards = [reward for unit in units for reward in unit.rewards]
     advantages = [value for unit in units for value in unit.advantages]
     compared = {

@@ -154,6 +154,7 @@ def _try_surrogate(part: Callable[..., Any]) -> None:
     from megatron_eqlen.objectives.segments import Segments
 
     where = _check_call(part, "surrogate", ("tokens",))
+    # [6] log-probs whose ratios are large, small and 1, with advantages of each sign
     old = torch.tensor([-20.0, -1.1, -1.0, 0.0, -1.0, -0.9], dtype=torch.float64)
     logprobs = old.flip(0).requires_grad_()
     ones, advantages = torch.ones_like(old), torch.tensor([1.0, -1.0, 0.0] * 2, dtype=torch.float64)

@@ -111,6 +111,7 @@ class Packing:
         rows = [row for rank in self.ranks for row in rank]
         used = sum(row.used for row in rows)
         computed = sum(self.length(row) for row in rows)
+        # [nodes] visible (query, key) pairs; positions and pairs: [ranks]
         node_pairs = pairs_seen(self.forest)
         parts_of_ranks = [[part for row in rank for part in row.parts] for rank in self.ranks]
         positions = np.array([_sums(self.forest.length, parts).sum() for parts in parts_of_ranks])

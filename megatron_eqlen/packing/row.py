@@ -124,6 +124,7 @@ def _inputs(
     forest: Forest, nodes: np.ndarray, labels: np.ndarray, starts: np.ndarray, lengths: np.ndarray
 ) -> np.ndarray:
     """Return [used] int64: the input of each position, which is the token before its label on the path."""
+    # [nodes] last token before each node; the root's first token has no label
     before = np.fromiter(
         (
             forest.node(node).token_ids[0] if parent < 0 else forest.node(parent).token_ids[-1]
@@ -133,6 +134,7 @@ def _inputs(
         len(nodes),
     )
     inputs = np.empty_like(labels)
+    # within a node the input is the label before it
     inputs[1:] = labels[:-1]
     inputs[starts[lengths > 0]] = before[lengths > 0]
     return inputs
@@ -147,11 +149,13 @@ def _path_columns(
         for name, values in forest.node(node).tokens.columns.items():
             if not COLUMNS[name].of_path:
                 continue
+            # positions stand for labels, and a root's first token is none
             values = values[int(root) :]
             if name not in columns:
                 columns[name] = np.full((length, *values.shape[1:]), COLUMNS[name].unknown, np.int16)
             columns[name][start : start + len(values)] = values
     for name, values in columns.items():
+        # tokens that nobody sampled have no known value
         values[: len(generated)][~generated] = COLUMNS[name].unknown
     return columns
 

@@ -53,6 +53,7 @@ class Forest:
         counts = np.array([len(tree.nodes) for tree in trees], dtype=np.int64)
         names = [tree.name for tree in trees]
         _check(trees)
+        # [nodes]: number of the tree; of its first node; in the tree
         index = np.repeat(np.arange(len(trees)), counts)
         first = np.repeat(np.cumsum(counts) - counts, counts)
         local = np.arange(len(nodes)) - first
@@ -60,6 +61,7 @@ class Forest:
         length = np.fromiter(map(len, nodes), np.int64, len(nodes))
         weight = np.fromiter((node.weight for node in nodes), np.float64, len(nodes))
         home = np.fromiter((-1 if node.home is None else node.home for node in nodes), np.int64, len(nodes))
+        # parents by number in the forest; a root's first token is an input alone
         above = np.where(parent < 0, -1, parent + first)
         return cls(names, nodes, index, above, length - (local == 0), weight, home)
 
@@ -109,6 +111,7 @@ class Forest:
             if live[node]:
                 height[node] += max((height[child] for child in below[node]), default=0)
                 (below[parent[node]] if parent[node] >= 0 else roots).append(node)
+        # depth first: the top of the stack is the longest child
         order, rest = list[int](), roots
         while rest:
             order.append(rest.pop())
@@ -160,6 +163,7 @@ def _check(trees: Sequence[TokenTree]) -> None:
     """Raise TreeError for a node that comes before its parent, or that is supervised without a column which
     the loss reads."""
     trained = [node for tree in trees for node in tree.nodes if node.weight > 0]
+    # a column that the loss reads must be on every trained node, once one has it
     names = {name for node in trained for name in node.tokens.columns if COLUMNS[name].needed_by == "loss"}
     names |= {"logprobs"}
     for tree in trees:

@@ -214,7 +214,8 @@ class RankRow:
         and input."""
         hidden = self.model.hidden_size
         logits = self._logits(min(self.tokens, chunk))
-        block = min(LOSS_BLOCK, logits * WIDE / self.b)
+        block = min(LOSS_BLOCK, logits * WIDE / self.b)  # the same logits in float32, a block at a time
+        # [V, hidden] / tensor of the head's weight, and [tokens, hidden] of its input
         gradients = self._logits(hidden) + self.tokens * hidden * self.b
         recomputed = logits if self.tokens > chunk else 0.0
         return recomputed + max(2 * block, logits + max(block, gradients))

@@ -213,17 +213,18 @@ def set_aside_stale(
 def _versions(path: Path, oldest: int, carried: Mapping[RolloutKey, int]) -> set[int]:
     """Return the versions of a file's rollouts and their tokens, except for versions before ``oldest`` that
     ``carried`` allows."""
-    outside: set[int] = set()
+    sampled_by: set[int] = set()
     for batch in batches(path, SEGMENTS, ["prompt_id", "index", "policy_version", "versions"]):
         names, indices, of_rollouts = (batch[n].to_pylist() for n in ("prompt_id", "index", "policy_version"))
         of_tokens = pieces(batch["versions"])
         for prompt_id, index, of_rollout, versions in zip(
             names, indices, of_rollouts, of_tokens, strict=True
         ):
+            # a rollout that an earlier step suspended may hold tokens of the versions since its start
             allowed = range(carried.get((prompt_id, index), oldest), oldest)
             known = set() if versions is None else set(np.unique(versions).tolist())
-            outside |= {version for version in known if version not in allowed} | {of_rollout}
-    return outside - {None, int(VERSIONS.unknown)}
+            sampled_by |= {version for version in known if version not in allowed} | {of_rollout}
+    return sampled_by - {None, int(VERSIONS.unknown)}
 
 
 def step_files(folder: Path) -> list[Path]:

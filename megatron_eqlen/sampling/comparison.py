@@ -95,6 +95,7 @@ def part_rewards(
     """
     ends, rewards = tree.ends(), dict[int, float]()
     below: dict[int, list[float]] = defaultdict(list)
+    # children come after their parents: an inner part's reward is known from below
     for part in reversed(tree.parts):
         if part.finish_reason is not None:
             reward = response_reward(part, tree.prompt_id) + penalty(ends[part.number], part.finish_reason)

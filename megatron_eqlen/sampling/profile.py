@@ -62,18 +62,18 @@ class _Outcomes(NamedTuple):
 def forks(rollout: Rollout) -> Iterator[Fork]:
     """Yield the forks of a complete scored rollout, those of the longest lines first. Parts that the budget
     cut off are left out."""
-    ends, weights, behind = rollout.ends(), rollout.weights(), rollout.along(0, lambda n, _: n + 1)
-    below: dict[int, list[_Outcomes]] = defaultdict(list)
-    parents = {part.number: part for part in reversed(rollout.parts)}
-    # of two tracks that are truncated a stream keeps one
-    twins = {part.parent for part in rollout.with_role("tail") if rollout.outcome == "truncated"}
-    for number in (*parents, -1):
-        part, branches = parents.get(number), below[number]
-        if len(branches) > 1 or (branches and number in twins):
+    ends, weights, depth = rollout.ends(), rollout.weights(), rollout.along(0, lambda n, _: n + 1)
+    branches_of: dict[int, list[_Outcomes]] = defaultdict(list)
+    parts = {part.number: part for part in reversed(rollout.parts)}
+    # a stream keeps one of two truncated tracks, so a single branch there stands for two equal ones
+    halved = {part.parent for part in rollout.with_role("tail") if rollout.outcome == "truncated"}
+    for number in (*parts, -1):  # from the leaves down to the prompt
+        part, branches = parts.get(number), branches_of[number]
+        if len(branches) > 1 or (branches and number in halved):
             after = fmean(branch.tokens for branch in branches)
-            yield Fork(ends[number], after, weights[number], _variance(branches), behind[number])
+            yield Fork(ends[number], after, weights[number], _variance(branches), depth[number])
         if part is not None and (outcomes := _outcomes(rollout, part, branches)) is not None:
-            below[part.parent].append(outcomes)
+            branches_of[part.parent].append(outcomes)
 
 
 def _outcomes(rollout: Rollout, part: Part, branches: list[_Outcomes]) -> _Outcomes | None:

@@ -129,6 +129,7 @@ class Track:
             columns = {**columns, GIVEN.name: [()] * len(delta.token_ids)}
         tokens.append(delta.token_ids, columns, version)
         length = len(tokens.token_ids)
+        # neither a limit nor an end of sequence
         if length - self.given < self.awaited and self.eos_token_ids.isdisjoint(delta.token_ids):
             return False
         self._end(first=length - len(delta.token_ids))

@@ -61,6 +61,7 @@ class TreeSampling(SamplingKind):
         rewards = part_rewards(rollout, penalty)
         parts = [part for part in rollout.parts if part.number in rewards]
         tree, nodes = token_tree(rollout, rollout.prompt_id, parts)
+        # parts that continue the same part are compared with each other
         siblings: dict[int, list[Part]] = defaultdict(list)
         for part in parts:
             siblings[part.parent].append(part)

@@ -77,6 +77,7 @@ def _importance(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     if loss.rollout_is == "none":
         return torch.ones_like(log_rho), {}
+    # [n] ratio of trainer to engine: of each token, or of its sequence's product
     raw = _clamp(segments.sum(log_rho) if loss.rollout_is == "sequence" else log_rho).exp()
     threshold = loss.rollout_is_threshold
     if isinstance(threshold, tuple):
@@ -102,6 +103,7 @@ def _kept(
         kept &= _within(name, bound, trainer, engine, segments)
     if loss.rollout_token_veto_threshold is not None:
         kept &= segments.max(-log_rho) <= -math.log(loss.rollout_token_veto_threshold)
+    # [n] bool
     any_masked = segments.max((~kept).to(log_rho))
     return kept.to(log_rho), {
         "mismatch/rollout_rs_masked_fraction": ~kept,
@@ -131,6 +133,7 @@ def _within(
     else:
         divergence = DIVERGENCES[estimate](_clamp(trainer - engine))
     if level.startswith("seq"):
+        # [n]: of the token's sequence
         divergence = {"sum": segments.sum, "mean": segments.mean, "max": segments.max}[level[4:]](divergence)
     if isinstance(bound, tuple):
         return (divergence >= math.log(bound[0])) & (divergence <= math.log(bound[1]))

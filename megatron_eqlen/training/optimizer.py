@@ -42,6 +42,7 @@ def wrap(chunks: list, grad_dtype: str, options: Mapping[str, Any]) -> list[Dist
     ]
     config.finalize_model_grads_func = _sum_model_grads
     if ddp_config.overlap_grad_reduce:
+        # the schedule of the pipeline starts and defers the sums itself
         config.no_sync_func = _one_or_list([chunk.no_sync for chunk in wrapped])
         config.grad_sync_func = _one_or_list([chunk.start_grad_sync for chunk in wrapped])
     return wrapped

@@ -64,6 +64,7 @@ def load_state(optimizer: ChainedOptimizer, loaded: dict[str, Any]) -> None:
     parts = optimizer.chained_optimizers
     states = [loaded] if len(parts) == 1 else [loaded[number] for number in sorted(loaded)]
     for part, state in zip(parts, states, strict=True):
+        # the checkpoint's step count with the recipe's options
         own = {_identity(group): group for group in part.param_groups}
         for group in state["optimizer"]["param_groups"]:
             step = {"step": int(group["step"])} if "step" in group else {}

@@ -82,6 +82,7 @@ class Parked:
         device, torch drops its gradient accumulator and every hook on it, and Megatron's gradients stay 0
         from then on. Read those through ``host``.
         """
+        # tensors by identity: equal numbers are not the same tensor
         left_out = set(map(id, but))
         own = [(tensor, tensor.data) for tensor in self._tensors if self.away and id(tensor) not in left_out]
         for tensor, on_device in own:

@@ -87,6 +87,7 @@ class Policy:
             separate_norms=has_adapters,
             **job.megatron[0],
         )
+        # weights first, then adapters on them, then DDP's buffers around both
         load_hf(self.chunks, job.folder)
         if has_adapters:
             add_adapters(self.chunks, recipe.lora, recipe.seed)
@@ -340,6 +341,7 @@ class Policy:
         self, logprobs: torch.Tensor, entropy: torch.Tensor, row: Row, at: np.ndarray
     ) -> tuple[torch.Tensor, RowLoss]:
         def of(values: np.ndarray) -> torch.Tensor:
+            # [n]: the row's supervised positions on this rank
             return torch.from_numpy(values[at]).to(logprobs.device)
 
         others = row.others | ({TEACHER.name: row.column(TEACHER.name)} if self.recipe.teacher.url else {})

@@ -103,12 +103,14 @@ def send_tokens(nodes: list[Node], transfers: Sequence[Transfer]) -> int:
     outgoing: dict[int, list[np.ndarray]] = {}
     incoming: dict[int, list[np.ndarray]] = {}
     for transfer in transfers:
+        # [nodes] of the transfer
         moves = transfer.source != transfer.target
         for at in np.flatnonzero(moves & (transfer.source == rank)).tolist():
             arrays = transfer.share.of(nodes[transfer.nodes[at]].tokens).arrays()
             outgoing.setdefault(int(transfer.target[at]), []).extend(arrays)
         for at in np.flatnonzero(moves & (transfer.target == rank)).tolist():
             node = nodes[transfer.nodes[at]]
+            # empty arrays of the shapes that arrive
             room = transfer.share.of(node.tokens).with_room()
             tokens = Tokens({**node.tokens.columns, **room.columns}, len(node))
             nodes[transfer.nodes[at]] = dataclasses.replace(node, tokens=tokens)
@@ -159,6 +161,7 @@ def _transfer(outgoing: dict[int, Message], incoming: dict[int, Message]) -> Non
             for source, message in incoming.items()
             if start < len(message)
         }
+        # all chunks of a round at once: no rank waits for another's order
         work = [dist.isend(torch.from_numpy(chunk), to, host()) for to, chunk in sent.items()]
         work += [dist.irecv(torch.from_numpy(chunk), source, host()) for source, chunk in received.items()]
         for pending in work:

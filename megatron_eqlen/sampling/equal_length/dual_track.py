@@ -71,10 +71,12 @@ class DualTrack(ForkedAtDeaths):
         if line.track.finish_reason == "length":
             return self._complete("truncated")
         number, length = len(self.parts), line.length
+        # A_i ends here, and B_i is cut from the other line at the same length
         self.add_part(line.track, "a", number)
         self.close(line)
         (other,) = self.lines
         other.number = number + 1
+        # the other line forks again unless it ended, too, or this was the last pair
         goes_on, last = other.is_alive_at(length), self.forked == self.shape.forks - 1
         launched = self.fork(other, length, self.shape.branching if goes_on and not last else 1)
         if not goes_on:

@@ -42,6 +42,7 @@ class EqualLength(SamplingKind):
         tree, nodes = token_tree(rollout, f"{rollout.prompt_id}/{rollout.index}", sides)
         if recipe.equal_length.prefix_in_gradient:
             for side in sides:
+                # a star: each side a child of the prompt, with its whole prefix as tokens
                 prefix = rollout.line(side.number)
                 nodes[side.number].parent = 0
                 nodes[side.number].tokens = Tokens.joined([part.tokens for part in prefix])
@@ -57,6 +58,7 @@ class EqualLength(SamplingKind):
                     skip_equal=not on_policy,
                 )
                 if on_policy:
+                    # weight of the part that the pair continues: each B side has half of its pair's
                     unit.share = 2.0**-i
                 units.append(unit)
         tail = tail_of(rollout)
@@ -74,6 +76,7 @@ class EqualLength(SamplingKind):
     def harvest_metrics(self, rollouts: Sequence[Rollout]) -> Metrics:
         """Return numbers of pairs, their lengths, and the shares of the streams' outcomes."""
         pairs = [pairs_of(stream) for stream in rollouts]
+        # [pairs of all streams]
         lengths = [len(pair.a) for of_stream in pairs for pair in of_stream]
         outcomes = Counter(stream.outcome for stream in rollouts)
         metrics: Metrics = {
@@ -143,6 +146,7 @@ def _tail_units(
     compared = on_policy and (others == "streams" or last is not None)
     if not (compared or recipe.teacher or (on_policy and recipe.loss.kl_coef > 0)):
         return []
+    # a child of the last B side, which it continues
     node = Node(len(tree.nodes) - 1, tail.tokens, home=tail.home)
     tree.nodes.append(node)
     reward = policy_rewards(stream, penalty)[tail.number]

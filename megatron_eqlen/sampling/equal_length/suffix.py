@@ -36,6 +36,7 @@ def pair_rewards(
     tail = tail_of(stream)
     ended = [own[tail.number]] if tail is not None and tail.number in own else []
     rewards: list[tuple[float, float] | None] = []
+    # from the last pair on: ``ended`` has the rewards of all responses that extend B_i
     for pair in reversed(pairs_of(stream)):
         if pair.b.number in own:
             ended.append(own[pair.b.number])
