@@ -126,7 +126,8 @@ def wait_for_steps(folder: Path, count: int, *processes: Any) -> None:
     """Wait until the metrics hold that many steps."""
 
     def there() -> bool:
-        assert all(process.poll() is None for process in processes), "it ended before its time"
+        ended = [process for process in processes if process.poll() is not None]
+        assert not ended, f"it ended before its time: {[(job.poll(), job.stderr[-4000:]) for job in ended]}"
         return (folder / "metrics.jsonl").exists() and len(metrics(folder)) >= count
 
     assert within(300, there)

@@ -167,7 +167,8 @@ def test_a_strange_environment_drops_its_rollout_at_most(tokenizer, tmp_path, ca
     assert f"tool\n{SAID.get(how, '')}" in text or how in DROPPED or how == "says 50,000 tokens"
     assert (metrics["environment/cut"] > 0) == (how == "says 50,000 tokens")
     if sampling == "equal_length":
-        assert metrics["environment/copies"] > 0
+        # after a fork that hung, none is copied; which fork comes first depends on the machine
+        assert metrics["environment/copies"] > 0 or how == "hangs in fork"
         assert (metrics["environment/replays"] > 0) == (how in FORKS)
     over.set()
     deadline = time.monotonic() + 5
