@@ -150,7 +150,7 @@ def test_servers_answer_who_knows_the_secret_and_only_what_a_run_needs(servers):
         for path in SERVED - {HEALTH}:
             for wrong in (None, key[:-1], "Bearer"):
                 assert status(url, path, wrong) == status(url, path, wrong, {}) == 401
-        for path in ("/sleep", "/update_weight_version", "/v1/load_lora_adapter", "/ping", "/docs"):
+        for path in ("/sleep", "/update_weight_version", "/v1/load_lora_adapter", "/docs", "/v1/chat/completions"):
             assert status(url, path, key, {}) == 404
         for body in ({"method": "reload_weights"}, {"method": ["eqlen_setup"]}, [], {}):
             assert status(url, RPC, key, body) == 400, "it is for a trainer, which says its name"
@@ -167,6 +167,7 @@ def test_servers_answer_who_knows_the_secret_and_only_what_a_run_needs(servers):
         assert status(url, "/v1/models", key) == 200  # OpenAI's clients
         asked = {"model": str(folder("qwen3_moe")), "prompt": [5, 6, 7], "max_tokens": 2}
         assert status(url, "/v1/completions", key, asked | {"detokenize": False}) == 200
+        assert status(url, "/v1/completions", key, asked | {"prompt": "no tokenizer"}) == 400
 
 
 def test_weights_of_no_model_and_files_of_no_weights_end_no_engine(servers, tmp_path):

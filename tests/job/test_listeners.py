@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-import re
 from typing import Any
 
 import openai
 import pytest
 
 from megatron_eqlen.types import Prompt
-from tests.kit import ROOT
 from tests.kit.jobs import start
-from tests.kit.listeners import listeners
+from tests.kit.listeners import documented, listeners
 from tests.kit.processes import descendants, within
 from tests.kit.servers import STARTED
 from tests.kit.train_runs import NO_EVALUATION, command
@@ -28,17 +25,6 @@ def asks(base_url: str, prompt: Prompt, seed: int) -> float:
     messages: list[Any] = [{"role": "user", "content": prompt.question}]
     openai.OpenAI(base_url=base_url, api_key="any").chat.completions.create(model="policy", messages=messages)
     return float(seed % 2)
-
-
-def documented() -> dict[str, set[str]]:
-    """Return, for each process of a run, at which addresses it listens on one machine."""
-    rows = re.findall(r"^\|(.*)\|$", (ROOT / "docs/cluster.md").read_text(), re.MULTILINE)
-    cells = [[cell.strip() for cell in row.split("|")] for row in rows]
-    (begin,) = (number for number, row in enumerate(cells) if row[:3] == ["listener", "of", "on one machine"])
-    found: dict[str, set[str]] = {}
-    for _, of, here, *_ in itertools.takewhile(lambda row: len(row) == 6, cells[begin + 2 :]):
-        found.setdefault(of, set()).update(re.findall(r"[\d.]+", here))
-    return found
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -3,6 +3,10 @@
 import os
 import shutil
 import signal
+import socket
+import urllib.error
+import urllib.parse
+import urllib.request
 
 import numpy as np
 import pytest
@@ -11,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_eqlen.engines.protocol import EngineError
 from megatron_eqlen.engines.server.__main__ import server_command
+from megatron_eqlen.engines.server.gate import authorization
 from megatron_eqlen.engines.teacher_server import KEY, TeacherServer
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.hf.tokenizer import load_tokenizer
@@ -19,7 +24,8 @@ from megatron_eqlen.processes.lifeline import named
 from megatron_eqlen.record.reader import read_step
 from megatron_eqlen.types import tokens_along
 from tests.kit import jobs
-from tests.kit.processes import descendants
+from tests.kit.listeners import documented, listeners
+from tests.kit.processes import are_gone, descendants, within
 from tests.kit.servers import ENVIRON, free_ports, wait_until_up
 from tests.kit.tiny_models import save_tiny
 from tests.kit.train_runs import NO_EVALUATION, column, train
@@ -30,7 +36,7 @@ LONGEST = 48 + 101
 
 @pytest.fixture(scope="module")
 def teacher(home, tmp_path_factory):
-    """Yield folder and URL of a teacher of another family with the policy's tokenizer."""
+    """Yield folder, URL and process of a teacher of another family with the policy's tokenizer."""
     folder = tmp_path_factory.mktemp("teacher")
     vocab_size = read_config(home / "base").vocab_size
     save_tiny(folder, "llama", num_hidden_layers=3, head_dim=32, vocab_size=vocab_size)
@@ -45,14 +51,12 @@ def teacher(home, tmp_path_factory):
     wait_until_up(url := f"http://127.0.0.1:{port}", process)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(KEY, *secret.values())
-        yield folder, url
-    for pid in (*descendants(process.pid), process.pid):
-        os.kill(pid, signal.SIGKILL)
-    process.wait()
+        yield folder, url, process
+    process.kill()
 
 
 def test_its_column_is_that_of_transformers_on_every_path_and_is_trained_and_replayed(home, teacher):
-    folder, url = teacher
+    folder, url, _ = teacher
     once = ("steps=1", NO_EVALUATION)
     taught = train(home, "taught", *once, f"teacher.url={url}")
     rollouts = read_step(taught / "streams/step-00000000")
@@ -74,7 +78,7 @@ def test_its_column_is_that_of_transformers_on_every_path_and_is_trained_and_rep
 
 
 def test_another_tokenizer_and_too_short_a_context_are_refused(home, teacher, tmp_path):
-    folder, url = teacher
+    folder, url, _ = teacher
     server = TeacherServer(url, 60.0)
     server.check(load_tokenizer(folder), LONGEST - 1)
     with pytest.raises(EngineError, match=r"teacher\.url: .* found HTTP 400 .*maximum"):
@@ -85,3 +89,27 @@ def test_another_tokenizer_and_too_short_a_context_are_refused(home, teacher, tm
     with pytest.raises(ValueError, match=r"expected the tokenizer of .*other, which makes"):
         server.check(load_tokenizer(tmp_path / "other"), 8)
     server.close()
+
+
+def test_it_listens_where_the_page_says_and_does_not_know_the_rollout_servers_secret(teacher):
+    _, url, process = teacher
+    assert {address for address, _ in listeners(process.pid)} == documented()["server"]
+    behind = [address for pid in descendants(process.pid) for address, _ in listeners(pid)]
+    assert {*behind} == documented()["engine"]
+    request = urllib.request.Request(f"{url}/v1/models", headers=authorization())
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(request)
+
+
+def test_a_server_whose_engine_has_died_ends_though_a_client_is_in_the_middle_of_a_request(teacher):
+    """Such a client is a trainer whose node has lost power. This test is the last: it ends the teacher."""
+    _, url, process = teacher
+    place = urllib.parse.urlsplit(url)
+    with socket.create_connection((place.hostname, place.port)) as client:
+        secret = os.environ[KEY]
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {secret}\r\n"
+        client.sendall(f"{head}Content-Length: 9\r\n\r\n{{".encode())
+        for pid in (pids := descendants(process.pid)):
+            os.kill(pid, signal.SIGKILL)
+        assert within(60, lambda: process.poll() is not None)
+    assert within(10, are_gone(pids))

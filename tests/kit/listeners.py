@@ -1,12 +1,15 @@
-"""TCP sockets on which processes listen, as the kernel knows them."""
+"""TCP sockets on which processes listen, as the kernel knows them and as docs/cluster.md says."""
 
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import os
 import re
 from contextlib import suppress
 from pathlib import Path
+
+from tests.kit import ROOT
 
 
 def listeners(pid: int) -> set[tuple[str, int]]:
@@ -28,3 +31,14 @@ def _address(text: str) -> str:
     """Return the address that the kernel writes as hexadecimal words of the machine's byte order."""
     words = [bytes.fromhex(text[at : at + 8])[::-1] for at in range(0, len(text), 8)]
     return str(ipaddress.ip_address(b"".join(words)))
+
+
+def documented() -> dict[str, set[str]]:
+    """Return, for each process of a run, at which addresses it listens on one machine."""
+    rows = re.findall(r"^\|(.*)\|$", (ROOT / "docs/cluster.md").read_text(), re.MULTILINE)
+    cells = [[cell.strip() for cell in row.split("|")] for row in rows]
+    (begin,) = (number for number, row in enumerate(cells) if row[:3] == ["listener", "of", "on one machine"])
+    found: dict[str, set[str]] = {}
+    for _, of, here, *_ in itertools.takewhile(lambda row: len(row) == 6, cells[begin + 2 :]):
+        found.setdefault(of, set()).update(re.findall(r"[\d.]+", here))
+    return found

@@ -31,7 +31,7 @@ OWNED = {
     *(RPC, PAUSE, RESUME, START, UPDATE, FINISH, OWN, DISOWN),
     *("/reset_prefix_cache", "/init_weight_transfer_engine"),
 }
-GENERATES = {"/inference/v1/generate", "/v1/completions", "/v1/chat/completions"}
+GENERATES = {"/inference/v1/generate", "/v1/completions"}
 SERVED = {HEALTH, "/metrics", "/version", "/v1/models", "/weight_info", *GENERATES, *OWNED}
 TRAINER = "eqlen-trainer"
 """Header with a trainer's name, of its own."""

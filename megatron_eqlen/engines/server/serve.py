@@ -10,14 +10,20 @@ from __future__ import annotations
 
 import os
 import secrets
+from functools import partial
+from typing import Any
 
 from megatron_eqlen.processes.lifeline import die_with_launcher, named
 from megatron_eqlen.processes.quiet import quiet
+
+PATIENCE = 5
+"""Seconds that open requests have when the server ends, because its engine has died for example."""
 
 
 def main() -> None:
     os.environ |= named() | {"GLOO_SOCKET_IFNAME": "lo", "EQLEN_SECRET": secrets.token_hex()}
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    import uvicorn
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 
     from megatron_eqlen.engines.server.requests import check_requests
@@ -25,6 +31,8 @@ def main() -> None:
 
     check_requests()
     stream()
+    served: Any = uvicorn  # which otherwise waits for the last client, as long as that is silent
+    served.Config = partial(uvicorn.Config, timeout_graceful_shutdown=PATIENCE)
     serve()
 
 
