@@ -150,7 +150,7 @@ def test_servers_answer_who_knows_the_secret_and_only_what_a_run_needs(servers):
         for path in SERVED - {HEALTH}:
             for wrong in (None, key[:-1], "Bearer"):
                 assert status(url, path, wrong) == status(url, path, wrong, {}) == 401
-        for path in ("/sleep", "/update_weight_version", "/v1/load_lora_adapter", "/docs", "/v1/chat/completions"):
+        for path in ("/sleep", "/update_weight_version", "/docs", "/v1/chat/completions"):
             assert status(url, path, key, {}) == 404
         for body in ({"method": "reload_weights"}, {"method": ["eqlen_setup"]}, [], {}):
             assert status(url, RPC, key, body) == 400, "it is for a trainer, which says its name"

@@ -3,8 +3,8 @@
     python -m tests.kit.gpu_rehearsal RECIPE ...    # prints a line of JSON for each
 
 torch says that it has eight H100s, so Megatron-Core is imported with its code for CUDA as it is; tensors are
-on torch's meta device, process groups are torch's fake ones of the recipe's size, and this is in turn their
-first and their last rank. Where Transformer Engine is not installed, its classes are the stand-ins of
+on torch's meta device, process groups are torch's fake ones of the recipe's size, and this is in turn a rank
+of each pipeline stage. Where Transformer Engine is not installed, its classes are the stand-ins of
 ``transformer_engine_names.py``. Nothing is computed.
 """
 
@@ -17,9 +17,11 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 import torch.distributed as dist
@@ -100,47 +102,100 @@ def world(recipe: Any, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def trainer(recipe: Any, rank: int) -> dict[str, Any]:
-    """Build the model, DDP and the optimizer of a rank; return their sizes."""
-    from megatron_eqlen.job import Job
+def trainer(job: Any, rank: int) -> dict[str, Any]:
+    """Build the model, DDP, the optimizer and the teacher of a rank; return their sizes."""
     from megatron_eqlen.models.build import build_model
     from megatron_eqlen.models.lora import add_adapters
     from megatron_eqlen.training.optimizer import build_optimizer, wrap
 
+    recipe = job.recipe
     dtype, adapts = getattr(torch, recipe.model.dtype), recipe.lora.rank > 0
-    job = Job(recipe)
     with world(recipe, rank), META, _OnMeta():
         chunks = build_model(job.model, recipe.parallel, dtype, separate_norms=adapts, **job.megatron[0])
         if adapts:
             add_adapters(chunks, recipe.lora, 1)
         wrapped = wrap(chunks, recipe.optimizer.grad_dtype, job.megatron[1])
         optimizer, _ = build_optimizer(wrapped, recipe)
+        taught = build_model(job.teacher.model, job.teacher.recipe.parallel, dtype) if job.teacher else []
         buffers = [b for c in wrapped for b in (*c.buffers, *c.expert_parallel_buffers)]
-        parameters = [p for c in chunks for p in c.parameters()]
-        assert all(p.is_meta for p in parameters)
+        parameters, teacher = ([p for c in model for p in c.parameters()] for model in (chunks, taught))
+        assert all(p.is_meta for p in [*parameters, *teacher])
         return {
             "parameters": sum(p.numel() for p in parameters),
             "trained": sum(p.numel() for p in parameters if p.requires_grad),
             "gradients": sum(b.grad_data.numel() for b in buffers),
+            "teacher": sum(p.numel() for p in teacher),
             "optimizers": sorted({type(part.optimizer).__name__ for part in optimizer.chained_optimizers}),
         }
 
 
-def engine(recipe: Any) -> dict[str, Any]:
-    """Build vLLM's engine arguments; return those that are numbers or texts."""
-    from vllm.engine.arg_utils import EngineArgs
+def ranks(recipe: Any) -> list[int]:
+    """Return the first rank of each pipeline stage, but the last of the last stage; Megatron-Core's ranks
+    of a stage are neighbours."""
+    each = recipe.world_size // recipe.parallel.pipeline
+    return [*range(0, recipe.world_size - each, each), recipe.world_size - 1]
 
-    from megatron_eqlen.engines import lifecycle, vllm_args
+
+def look_at_models() -> None:
+    """Let vLLM import the modules of all models that the recipes name: for CPUs, because its wheel lacks the
+    libraries of CUDA's kernels. It remembers what it has looked at."""
+    from vllm.model_executor.models import registry
+
     from megatron_eqlen.job import KNOWN_MODELS
 
+    if find_spec("torchvision") is None:  # set-ups for GPUs have it; nothing of it is called
+        for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2"):
+            sys.modules[name] = MagicMock(__spec__=None)
+    registry._run_in_subprocess = lambda look: look()
+    configs = [json.loads(path.read_text()) for path in KNOWN_MODELS.glob("*.json")]
+    for architecture in {name for config in configs for name in config["architectures"]}:
+        assert registry.ModelRegistry._try_inspect_model_cls(architecture) is not None, architecture
+
+
+def be_vllm_for_gpus() -> None:
+    """From here on vLLM's platform is CUDA's in this process, with all its kernels."""
+    from vllm import _custom_ops
+    from vllm.config import vllm
+
+    from megatron_eqlen.engines import lifecycle, vllm_args
+
+    sys.modules["vllm._C_stable_libtorch"] = ModuleType("kernels")
+    for name in ("cutlass_scaled_mm_supports_fp8", "cutlass_scaled_mm_supports_block_fp8"):
+        assert hasattr(_custom_ops, name)
+        setattr(_custom_ops, name, lambda capability: True)
+    from vllm.platforms.cuda import NonNvmlCudaPlatform
+
+    class Platform(NonNvmlCudaPlatform):
+        def is_cumem_allocator_available(self) -> bool:
+            return True
+
+    assert lifecycle.current_platform is vllm_args.current_platform
+    vllm_args.current_platform.__class__ = Platform
+    vllm_args.STOCK = vllm.HAS_TRITON = True
+
+
+def shipped(recipe: Any) -> Path:
+    """Return the configuration of a recipe's model that comes with the package."""
+    from megatron_eqlen.job import KNOWN_MODELS
+
+    return KNOWN_MODELS / f"{Path(recipe.model.path).name.lower()}.json"
+
+
+def engine(job: Any) -> dict[str, Any]:
+    """Build vLLM's configuration; return what decides which code an engine runs."""
+    from megatron_eqlen.engines import lifecycle
+
+    recipe = job.recipe
     with tempfile.TemporaryDirectory() as folder:
-        shipped = KNOWN_MODELS / f"{Path(recipe.model.path).name.lower()}.json"
-        (Path(folder) / "config.json").write_text(shipped.read_text())
-        vllm_args.STOCK = True
-        vllm_args.current_platform = SimpleNamespace(is_cpu=lambda: False)
-        args = vllm_args.engine_args(folder, recipe.rollout, recipe.model.dtype, recipe.longest_path)
-        EngineArgs(**dict.fromkeys(lifecycle.SLEEPING, True) | args)
-    return {name: value for name, value in args.items() if isinstance(value, int | float | str)}
+        (Path(folder) / "config.json").write_text(shipped(recipe).read_text())
+        made = lifecycle.configuration(folder, recipe.rollout, recipe.model.dtype, recipe.longest_path, 0)
+    return {
+        "tensor_parallel_size": made.parallel_config.tensor_parallel_size,
+        "quantization": made.model_config.quantization,
+        "enforce_eager": made.model_config.enforce_eager,
+        "device": str(made.device_config.device),
+        "sleeps": made.model_config.enable_sleep_mode,
+    }
 
 
 def scaled_rope_on_the_host() -> None:
@@ -157,8 +212,10 @@ def scaled_rope_on_the_host() -> None:
 
 
 def main(paths: list[str]) -> None:
+    look_at_models()
     be_a_gpu()
     importlib.import_module("megatron_eqlen.models")  # before Megatron-Core
+    from megatron_eqlen.job import Job
     from megatron_eqlen.megatron_cpu import packages
     from megatron_eqlen.recipe.load import load
     from tests.kit.transformer_engine_names import stand_in
@@ -167,13 +224,21 @@ def main(paths: list[str]) -> None:
         stand_in()
 
     scaled_rope_on_the_host()
+    jobs = [Job(load(Path(path))) for path in paths]
     built: dict[str, Any] = {}
-    for path in paths:
-        recipe = load(Path(path))
-        same = str([recipe.model, recipe.parallel, recipe.optimizer, recipe.lora, recipe.world_size])
-        if same not in built:
-            built[same] = [trainer(recipe, rank) for rank in sorted({0, recipe.world_size - 1})]
-        print(json.dumps({"recipe": path, "ranks": built[same], "engine": engine(recipe)}), flush=True)
+    for job in jobs:
+        if (same := _trained(job.recipe)) not in built:
+            built[same] = [trainer(job, rank) for rank in ranks(job.recipe)]
+    be_vllm_for_gpus()
+    for path, job in zip(paths, jobs, strict=True):
+        line = {"recipe": path, "ranks": built[_trained(job.recipe)], "engine": engine(job)}
+        print(json.dumps(line), flush=True)
+
+
+def _trained(recipe: Any) -> str:
+    """Return what decides what a trainer's ranks build."""
+    parts = (recipe.model, recipe.teacher, recipe.parallel, recipe.optimizer, recipe.lora, recipe.world_size)
+    return str(parts)
 
 
 if __name__ == "__main__":
