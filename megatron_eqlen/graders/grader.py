@@ -42,7 +42,7 @@ class Grader(Protocol):
 class PoolGrader:
     """A grader that works while responses are generated: a pool of processes does its work, so that it takes
     no time from the process that drives the engine. The pool starts with the first response that needs it.
-    ``begin`` and ``cut`` are called by one thread at a time."""
+    ``begin`` and ``close`` are called by one thread at a time."""
 
     name: str
     """Name and version; recorded with every grade."""
@@ -57,12 +57,8 @@ class PoolGrader:
         begun = [self.begin(text, gold) for text, gold in zip(texts, golds, strict=True)]
         return [grade.result() for grade in begun]
 
-    def cut(self) -> None:
-        """Cancel grading that was begun and has no grade yet."""
-        if self._pool is not None:
-            self._pool.cut()
-
     def close(self) -> None:
+        """End the processes; grading that was begun and has no grade yet is cancelled. May begin again."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
@@ -132,7 +128,7 @@ class Background:
         wait([grade for _, grade in begun.values()])
         started = [(grader, each) for grader, each in begun.values() if not each.cancelled()]
         for grader in {g for g, each in started if each.exception() is None and not each.result().done()}:
-            grader.cut()
+            grader.close()
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)

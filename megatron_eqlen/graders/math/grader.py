@@ -65,9 +65,8 @@ class MathGrader(PoolGrader):
             self._memo[key] = self._compare(gold, answer)
         return self._memo[key]
 
-    def cut(self) -> None:
-        """Cancel grading that was begun and has no grade yet."""
-        super().cut()
+    def close(self) -> None:
+        super().close()
         self._memo = {
             key: grade for key, grade in self._memo.items() if grade.done() and not grade.cancelled()
         }

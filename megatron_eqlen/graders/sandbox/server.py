@@ -73,13 +73,11 @@ class SandboxServer:
             self._threads = ThreadPoolExecutor(self._size, "sandbox-server")
         return self._threads.submit(lambda: read(asdict(judge(item["program"], tests, limits, self.run))))
 
-    def cut(self) -> None:
+    def close(self) -> None:
         """Cancel queued requests; running ones finish on the server."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
             self._threads = None
-
-    close = cut
 
     def run(
         self, source: str, stdin: str, limits: Limits, function: str | None = None, rules: Rules = "plain"

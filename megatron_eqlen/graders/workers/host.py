@@ -64,12 +64,14 @@ def _run_worker(module: Any, options: dict[str, Any], connection: Connection) ->
     try:
         handle = module.make_handler(**options)
         while True:
-            item = json.loads(connection.recv_bytes())
+            seconds, item = json.loads(connection.recv_bytes())
+            signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF kills it, also in C code
             try:
                 answer = handle(item)
             except BaseException as error:
                 _send(connection, {"failure": f"{type(error).__name__}: {error}"[:500]})
                 raise
+            signal.setitimer(signal.ITIMER_PROF, 0)
             _send(connection, answer)
     except (EOFError, ConnectionResetError):
         pass

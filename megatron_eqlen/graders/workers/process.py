@@ -26,9 +26,6 @@ START_SECONDS = 300.0
 """Seconds in which the host must have started: it imports SymPy and more, slowly on a busy machine."""
 END_SECONDS = 5.0
 """Seconds after which a host that was told to end with its workers is killed; normally it takes no time."""
-CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
-SHORTEST_WAIT = 0.05
-"""Seconds between two looks at the processor time of a worker that has almost used its limit."""
 
 
 class WorkerHost:
@@ -61,22 +58,18 @@ class WorkerHost:
                 reply = self._control.recv(PID_BYTES, socket.MSG_WAITALL)
         except TimeoutError:
             raise RuntimeError(f"no worker in {START_SECONDS:.0f} s from {self._process.args}") from None
-        except (BrokenPipeError, ConnectionResetError):
+        except OSError:  # it has ended
             reply = b""
         if len(reply) < PID_BYTES:
             raise RuntimeError(f"the grader host ended with status {self._end()}: {self._process.args}")
         return Worker(Connection(ours.detach()), int.from_bytes(reply))
 
-    def leave(self) -> None:
-        """Tell the host to end with its workers; a ``fork`` in another thread fails."""
+    def close(self) -> None:
+        """End the host and its workers; a ``fork`` in another thread fails."""
         with contextlib.suppress(OSError):  # the host has ended
             self._control.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Wait until the host has ended."""
-        self.leave()
-        self._control.close()
         self._end()
+        self._control.close()
 
     def _end(self) -> int:
         """Return the status of the host, which has been told to end. A stopped host does not hear this: it is
@@ -94,43 +87,24 @@ class Worker:
     def __init__(self, connection: Connection, pid: int) -> None:
         self._connection, self.pid = connection, pid
 
-    def ask(self, item: Item, seconds: float, wall_factor: float) -> Item:
-        """Return the worker's answer and the ``seconds`` it took; ``timeout`` after ``seconds`` of its
-        processor time or ``wall_factor`` times as long, ``failure`` if it died."""
+    def ask(self, item: Item, cpu_seconds: float, wall_seconds: float) -> Item:
+        """Return the worker's answer and the ``seconds`` it took; ``timeout`` beyond one of its limits,
+        ``failure`` if it died."""
         started = time.monotonic()
-        answer = self._ask(item, seconds, started + wall_factor * seconds)
-        return answer | {"seconds": time.monotonic() - started}
-
-    def _ask(self, item: Item, seconds: float, deadline: float) -> Item:
-        used_before = cpu_seconds(self.pid)
         try:
-            self._connection.send_bytes(json.dumps(item).encode())
-            wait = seconds
-            while not self._connection.poll(wait):
-                left = deadline - time.monotonic()
-                cpu_left = seconds - (cpu_seconds(self.pid) - used_before)
-                if min(left, cpu_left) <= 0:
-                    return {"timeout": True}
-                wait = min(left, max(cpu_left, SHORTEST_WAIT))
-            return json.loads(self._connection.recv_bytes())
+            self._connection.send_bytes(json.dumps([cpu_seconds, item]).encode())
+            late = not self._connection.poll(wall_seconds)
+            answer = {"timeout": True} if late else json.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
-            return {"failure": "the worker died"}
+            # the kernel kills it at its limit of processor time, which is at least as long on the clock
+            late = time.monotonic() - started >= cpu_seconds
+            answer = {"timeout": True} if late else {"failure": "the worker died"}
+        return answer | {"seconds": time.monotonic() - started}
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
-
-    def close(self) -> None:
         self._connection.close()
-
-
-def cpu_seconds(pid: int) -> float:
-    """Return the CPU time of a process so far, without its children; 0 if it is gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
 
 
 def scrubbed_environment() -> dict[str, str]:
