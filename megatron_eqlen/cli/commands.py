@@ -13,7 +13,7 @@ from megatron_eqlen.engines.server.gate import authorization
 from megatron_eqlen.files import refuse_existing, refuse_unwritable
 from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.recipes import load
-from megatron_eqlen.processes.importing import importing
+from megatron_eqlen.processes.collector import importing
 from megatron_eqlen.processes.interrupts import Interrupts, watch
 from megatron_eqlen.recipe import Recipe, RecipeError
 from megatron_eqlen.recipe.contents import is_whole

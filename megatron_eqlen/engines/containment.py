@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from megatron_eqlen.processes.importing import importing
+from megatron_eqlen.processes.collector import importing
 
 _vllms_environ: dict[str, str] = {}
 """Variables that importing vLLM set (compiler caches and threads); set again only while vLLM builds a

@@ -25,7 +25,7 @@ from megatron_eqlen.engines.containment import contained
 from megatron_eqlen.engines.cpu.repack import repack
 from megatron_eqlen.engines.vllm_args import engine_args, environ
 from megatron_eqlen.hf.config import read_config
-from megatron_eqlen.processes.importing import importing
+from megatron_eqlen.processes.collector import importing
 from megatron_eqlen.recipe import RolloutRecipe, layout
 
 SLEEPING = ("enable_sleep_mode", "enable_nccl_comm_suspend", "sleep_mode_offload_cudagraph")

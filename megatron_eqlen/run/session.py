@@ -20,8 +20,8 @@ from megatron_eqlen.job import Job
 from megatron_eqlen.models import groups
 from megatron_eqlen.plan.memory import memory
 from megatron_eqlen.processes import distributed, failures
+from megatron_eqlen.processes.collector import importing
 from megatron_eqlen.processes.events import EventWriter
-from megatron_eqlen.processes.importing import importing
 from megatron_eqlen.processes.timeline import Timeline
 from megatron_eqlen.processes.watchdog import Watchdog
 from megatron_eqlen.recipe import RecipeError, RolloutRecipe, layout

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_eqlen.processes.importing import importing
+from megatron_eqlen.processes.collector import importing
 from tests.kit import ROOT
 from tests.kit.processes import adopt_orphans, name
 

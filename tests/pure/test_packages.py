@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import torch
 
 from megatron_eqlen.megatron_cpu import packages
 from megatron_eqlen.models import config, gated_delta_net
-from megatron_eqlen.processes import importing
 from tests.kit import ROOT
 
 BROKEN = {
@@ -143,13 +141,6 @@ def test_without_a_gpu_nobody_asks_for_transformer_engine(install, caplog, monke
 def test_gated_delta_net_takes_the_kernel_of_an_fla_that_imports(dtype, install):
     install(packages.FLA.modules[::-1], last="chunk_gated_delta_rule = 'kernel'")
     assert gated_delta_net.fla_kernel(dtype) == "kernel"
-
-
-def test_packages_are_found_without_a_look_at_each_file():
-    def plain(packages):
-        return {name: sorted(packages[name]) for name in packages.keys() - {"__pycache__"}}
-
-    assert plain(importing.packages_distributions()) == plain(metadata.packages_distributions())
 
 
 def test_gated_delta_net_goes_without_an_fla_that_does_not_import(install):
