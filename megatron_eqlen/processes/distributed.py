@@ -35,19 +35,14 @@ def join(timeout: timedelta = timedelta(minutes=30)) -> None:
     """Join the world, unless this process has joined already. ``timeout``: how long a collective may wait for
     a lost rank."""
     global _host
-    _allow_many_connections()
-    if not dist.is_initialized():
-        _join_world(timeout)
-    _host = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=HOST_PATIENCE))
-
-
-def _allow_many_connections() -> None:
-    """Raise this process's limit of open files, commonly 1,024: each gloo group connects a rank with every
-    other."""
+    # each gloo group connects a rank with every other; the usual limit of open files is 1,024
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if not dist.is_initialized():
+        _join_world(timeout)
+    _host = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=HOST_PATIENCE))
 
 
 def host() -> dist.ProcessGroup | None:
@@ -112,11 +107,8 @@ def agree[Item](ask: Callable[[], Item]) -> Item:
 
 def device() -> torch.device:
     """Return the device that holds this process's model."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    cuda = torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
 def _join_world(timeout: timedelta) -> None:

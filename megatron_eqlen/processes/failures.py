@@ -145,41 +145,30 @@ def tell(message: str, stack: str = "", hidden: bool = False, everyone: bool = F
             with contextlib.suppress(OSError):
                 events.append(_run, "error", text=f"{failure}\n{stack}".rstrip())
         file = os.environ.get(ERROR_FILE)
-        _told = file is not None and _write(Path(file), _to_torch(failure))
+        _told = file is not None and _write(Path(file), failure)
     return _told
 
 
 def read(folder: Path) -> list[Failure]:
     """Return the failures that the ranks of a launcher have recorded in files under ``folder``."""
-    return [_from_torch(file.read_text(encoding="utf-8")) for file in sorted(folder.rglob("error.json"))]
+    written = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.rglob("error.json"))]
+    return [Failure(**each["message"]["extraInfo"]["eqlen"]) for each in written]
 
 
-def _write(path: Path, text: str) -> bool:
-    """Write a new file; return False if it exists or cannot be written (the failure may be a full disk)."""
+def _write(path: Path, failure: Failure) -> bool:
+    """Write a new file, in the form of ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler`` with
+    an extra field; return False if it exists or cannot be written (the failure may be a full disk)."""
+    stack, when = failure.traceback or failure.message, str(int(failure.time))
+    extra = {"py_callstack": stack, "timestamp": when, "eqlen": vars(failure)}
     try:
         with open(path, "x", encoding="utf-8") as file:
-            file.write(text)
+            json.dump({"message": {"message": failure.message, "extraInfo": extra}}, file)
     except FileExistsError:
         return False
     except OSError:
         path.unlink(missing_ok=True)
         return False
     return True
-
-
-def _to_torch(failure: Failure) -> str:
-    """Return the JSON of ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler``, with extra
-    fields."""
-    extra = {
-        "py_callstack": failure.traceback or failure.message,
-        "timestamp": str(int(failure.time)),
-        "eqlen": vars(failure),
-    }
-    return json.dumps({"message": {"message": failure.message, "extraInfo": extra}})
-
-
-def _from_torch(text: str) -> Failure:
-    return Failure(**json.loads(text)["message"]["extraInfo"]["eqlen"])
 
 
 def retried[R](work: Callable[[], R], pauses: Sequence[float] = PAUSES) -> R:

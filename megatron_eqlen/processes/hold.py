@@ -70,21 +70,14 @@ class Hold:
                 if os.path.samestat(os.fstat(file.fileno()), os.stat(self.path)):
                     return file
                 continue  # the file was replaced between our open and our lock
-            holder = read_holder(self.path)
-            if self._follows(holder):
-                self.path.unlink(missing_ok=True)  # the holder keeps its lock on the deleted file
+            holder, job = read_holder(self.path), self._mine["slurm_job"]
+            again = job is not None and holder.get("slurm_job") == job
+            if again and holder["restart"] < self._mine["restart"]:  # SLURM has given up the holder
+                self.path.unlink(missing_ok=True)  # which keeps its lock on the deleted file
             elif time.monotonic() > deadline:
                 raise HeldError(f"{self.path.parent}: another run is writing here, {named(holder)}") from None
             else:
                 time.sleep(0.2)
-
-    def _follows(self, holder: dict[str, Any]) -> bool:
-        """Return True if this process is a later start of the holder's SLURM job; SLURM has given up the
-        holder."""
-        job = self._mine["slurm_job"]
-        return (
-            job is not None and holder.get("slurm_job") == job and holder["restart"] < self._mine["restart"]
-        )
 
 
 def is_locked(path: Path) -> bool:

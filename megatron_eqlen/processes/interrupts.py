@@ -11,7 +11,9 @@ import signal
 import socket
 import sys
 import threading
+from functools import partial
 from pathlib import Path
+from signal import SIG_BLOCK, SIG_UNBLOCK
 from types import FrameType
 from typing import NoReturn
 
@@ -73,9 +75,10 @@ def watch(interrupts: Interrupts) -> None:
     rung, bell = socket.socketpair()
     bell.setblocking(False)
     for number in handled():
-        signal.signal(number, _nothing)
+        signal.signal(number, lambda *_: None)  # a Python handler only lets it interrupt waiting C code
     signal.set_wakeup_fd(bell.detach(), warn_on_full_buffer=False)
-    os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_forget)
+    hold, release = (partial(signal.pthread_sigmask, how, ENDING) for how in (SIG_BLOCK, SIG_UNBLOCK))
+    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=_forget)
     threading.Thread(target=_handle, args=(rung, interrupts), daemon=True, name="signals").start()
 
 
@@ -87,24 +90,12 @@ def _handle(rung: socket.socket, interrupts: Interrupts) -> NoReturn:
                 os._exit(128 + number)
 
 
-def _hold() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-
-
-def _release() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
-
-
 def _forget() -> None:
     """Restore default SIGTERM and SIGHUP in a forked child; ignore SIGINT, which the parent handles."""
     signal.set_wakeup_fd(-1)
     for number in handled():
         signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
-    _release()
-
-
-def _nothing(*_: object) -> None:
-    """Do nothing: a Python handler only lets a signal interrupt waiting C code."""
+    signal.pthread_sigmask(SIG_UNBLOCK, ENDING)
 
 
 def _say(text: str) -> None:

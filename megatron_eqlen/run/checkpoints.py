@@ -8,7 +8,7 @@ from megatron_eqlen import metrics as m
 from megatron_eqlen.files import CheckpointError
 from megatron_eqlen.processes import distributed
 from megatron_eqlen.processes.distributed import agree
-from megatron_eqlen.recipe.budget import COSTS, Budget, Spent
+from megatron_eqlen.recipe.budget import COSTS, Spent
 from megatron_eqlen.report.page import PageWriter
 from megatron_eqlen.run.run_folder import RunFolder
 from megatron_eqlen.run.session import Session
@@ -74,14 +74,3 @@ def check_held(folder: RunFolder) -> None:
     """Check, before anything is put in force, that no later try of this job has taken the run over. Raises
     HeldError on every rank if one has."""
     agree(lambda: folder.hold and folder.hold.check())
-
-
-def spent_until(position: dict[str, Any], budget: Budget) -> Spent:
-    """Return what a checkpoint's run had spent. Raises CheckpointError if it does not say how much of a
-    limited quantity was spent, because it was written before that was counted."""
-    for key, limit in budget.limits():
-        if key in COSTS and key not in position:
-            raise CheckpointError(
-                f"{key}: {limit:g} limits this run, but its checkpoint does not say how much was spent before"
-            )
-    return Spent(position["step"], **{key: position.get(key, 0.0) for key in COSTS})

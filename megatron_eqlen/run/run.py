@@ -15,7 +15,7 @@ from megatron_eqlen.plan.flops import achieved
 from megatron_eqlen.processes import distributed, events, failures
 from megatron_eqlen.processes.distributed import agree, gather
 from megatron_eqlen.processes.timeline import ENGINE, TRAINER
-from megatron_eqlen.recipe.budget import Spent
+from megatron_eqlen.recipe.budget import COSTS, Spent
 from megatron_eqlen.recipe.contents import is_whole
 from megatron_eqlen.recipe.inputs import keep_inputs
 from megatron_eqlen.report.diagnosis import diagnose
@@ -23,7 +23,7 @@ from megatron_eqlen.report.metrics import read_newest
 from megatron_eqlen.report.model_card import write_model_card
 from megatron_eqlen.report.page import PageWriter
 from megatron_eqlen.report.progress import SPARK_STEPS
-from megatron_eqlen.run.checkpoints import Checkpoints, check_held, spent_until
+from megatron_eqlen.run.checkpoints import Checkpoints, check_held
 from megatron_eqlen.run.evaluations import Evaluations
 from megatron_eqlen.run.generation import Rollouts
 from megatron_eqlen.run.records import StepRecords
@@ -97,7 +97,7 @@ class Run:
         records. Raises as ``Checkpoints.load``."""
         self.position = self.checkpoints.load(policy)
         if self.position is not None:
-            self.spent = spent_until(self.position, self.recipe.budget)
+            self.spent = Spent(self.position["step"], **{key: self.position[key] for key in COSTS})
             self.begun = self.steps
             self.session.events.note("resumed", step=self.steps)
         self.records.compare(self.steps, self.position is not None)

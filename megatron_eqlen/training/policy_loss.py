@@ -21,13 +21,9 @@ from megatron_eqlen import metrics as m
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.objectives.parts import checked_surrogate
 from megatron_eqlen.objectives.segments import Segments
-from megatron_eqlen.objectives.surrogates import (
-    EXPONENT_LIMIT,
-    SupervisedTokens,
-    importance_ratio,
-)
+from megatron_eqlen.objectives.surrogates import EXPONENT_LIMIT, SupervisedTokens, importance_ratio
 from megatron_eqlen.recipe import LossRecipe
-from megatron_eqlen.training.mismatch import correct
+from megatron_eqlen.training.mismatch import DIVERGENCES, correct
 from megatron_eqlen.types import Metrics
 
 
@@ -151,15 +147,8 @@ def _of_row(name: str, values: torch.Tensor) -> torch.Tensor:
 def _kl(logp: torch.Tensor, ref: torch.Tensor, loss: LossRecipe) -> tuple[torch.Tensor, torch.Tensor]:
     """Return [n] estimates of KL(policy || reference) at the sampled tokens, and a mask of clamped
     exponents."""
-    difference = ref - logp
-    if loss.kl_estimator == "k1":
-        return -difference, torch.zeros_like(logp, dtype=torch.bool)
-    if loss.kl_estimator == "k2":
-        return difference.square() / 2, torch.zeros_like(logp, dtype=torch.bool)
-    difference, clamped = _clamp(difference)
-    return difference.exp() - difference - 1, clamped
-
-
-def _clamp(exponent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the values clamped to +-EXPONENT_LIMIT, and a mask of the clamped values."""
-    return exponent.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT), exponent.abs() > EXPONENT_LIMIT
+    difference, exponential = ref - logp, loss.kl_estimator == "k3"
+    clamped = (difference.abs() > EXPONENT_LIMIT) & exponential
+    if exponential:
+        difference = difference.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT)
+    return DIVERGENCES[loss.kl_estimator](difference), clamped

@@ -207,7 +207,7 @@ stop.set()
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a program a user id of its own")
 def test_the_kernel_bounds_threads_where_the_zygote_looks_too_late(monkeypatch):
     monkeypatch.setattr(zygote, "MOST_THREADS", 1 << 20)
-    with Sandbox(Isolation(True, True, False)) as unwatched:
+    with contextlib.closing(Sandbox(Isolation(True, True, False))) as unwatched:
         limits = Limits(10, 30, 1 << 20)  # MB: the zygote is a fork of this large process
         assert 256 < int(unwatched.run(SMALL_THREADS, "", limits).stdout) < 512
 
@@ -352,7 +352,7 @@ def test_no_attack_succeeds_where_landlock_has_no_signal_scopes(monkeypatch):
     """Kernels before 6.12 have none: only the system-call filter stands between a program and a signal."""
     monkeypatch.setattr(kernel, "SCOPE_ABI", 1 << 30)
     attacks = [text for name, text in ATTACKS.items() if "kill" in name]
-    with Sandbox(Isolation(True, True, False)) as sandbox:
+    with contextlib.closing(Sandbox(Isolation(True, True, False))) as sandbox:
         printed = [sandbox.run(attack, "", ROOMY).stdout for attack in [*attacks, ESCAPES]]
     assert printed == [""] * len(printed)
 
@@ -364,7 +364,7 @@ def test_a_hole_in_the_filter_is_noticed(monkeypatch, hole):
     plain = seccomp.X86_64.plain | {hole: numbers[hole]}
     monkeypatch.setitem(seccomp.MACHINES, "x86_64", dataclasses.replace(seccomp.X86_64, plain=plain))
     monkeypatch.setattr(kernel, "SCOPE_ABI", 1 << 30)
-    with Sandbox(Isolation(True, True, False)) as sandbox:
+    with contextlib.closing(Sandbox(Isolation(True, True, False))) as sandbox:
         assert "a program" in sandbox.run(ESCAPES, "", ROOMY).stdout
 
 
@@ -377,7 +377,10 @@ def test_a_machine_that_lets_a_program_fork_or_connect_is_not_called_strict(monk
 
 def test_a_program_that_runs_as_root_has_no_capability(caplog):
     """The capabilities are read from outside, in /proc; running as root is a warning."""
-    with Sandbox(Isolation(True, True, False)) as sandbox, ThreadPoolExecutor() as threads:
+    with (
+        contextlib.closing(Sandbox(Isolation(True, True, False))) as sandbox,
+        ThreadPoolExecutor() as threads,
+    ):
         sleeper = threads.submit(sandbox.run, "import time\ntime.sleep(2)", "", Limits(9, 9, 256))
         status = ""
         while not (sleeper.done() or "Seccomp:\t2" in status):  # on its way to the program until then

@@ -7,22 +7,15 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_eqlen.graders.code.rules import Rules
 from megatron_eqlen.graders.code.tests import CodeTests
 from megatron_eqlen.graders.sandbox.client import Execution, Sandbox
 from megatron_eqlen.graders.sandbox.program import Isolation, Limits
 
-
-class RunProgram(Protocol):
-    """Runs a program in the local sandbox, or on a server."""
-
-    def __call__(
-        self, source: str, stdin: str, limits: Limits, function: str | None, rules: Rules
-    ) -> Execution: ...
-
-
+RunProgram = Callable[[str, str, Limits, str | None, Rules], Execution]
+"""Runs a program in the local sandbox, or on a server: (source, stdin, limits, function, rules)."""
 LONGEST_DETAIL = 400
 CHECK = """\
 import builtins, io, json, sys
@@ -53,33 +46,23 @@ def judge(program: str, tests: CodeTests, limits: Limits, run: RunProgram) -> Ju
     for number in range(len(tests.inputs)):
         ended = run(program, tests.stdin(number), limits, tests.function, tests.rules)
         seconds += ended.seconds
-        if ended.status != "finished":
-            return _failed(tests, number, ended.status, ended.error, seconds)
-        if tests.checker is not None:
+        verdict, why = ended.status, ended.error
+        if verdict == "finished" and tests.checker is not None:
             texts = json.dumps([tests.inputs[number], tests.outputs[number], ended.stdout])
             check = run(CHECK.format(checker=tests.checker), texts, limits, None, "plain")
             seconds += check.seconds
             if check.status != "finished" or check.stdout.strip() != "1":
+                verdict = "wrong_answer"
                 why = f"the checker, {check.status}: {check.error or check.stdout!r:.150}"
-                return _failed(tests, number, "wrong_answer", why, seconds)
-        elif not tests.is_right(number, ended.stdout, ended.result):
+        elif verdict == "finished" and not tests.is_right(number, ended.stdout, ended.result):
             output = ended.stdout if tests.function is None else ended.result
-            return _failed(tests, number, "wrong_answer", _difference(tests, number, output), seconds)
+            shown = None if output is None else output[:150]
+            verdict, why = "wrong_answer", f"expected {tests.outputs[number]!r:.150}, found {shown!r:.150}"
+        if verdict != "finished":
+            line = " ".join(f"test {number + 1} of {len(tests.inputs)}: {why}".split())
+            detail = line if len(line) <= LONGEST_DETAIL else "..." + line[-LONGEST_DETAIL:]
+            return Judgement(verdict, detail, seconds)
     return Judgement("passed", "", seconds)
-
-
-def _failed(tests: CodeTests, number: int, verdict: str, why: str, seconds: float) -> Judgement:
-    return Judgement(verdict, _line(f"test {number + 1} of {len(tests.inputs)}: {why}"), seconds)
-
-
-def _difference(tests: CodeTests, number: int, output: str | None) -> str:
-    shown = None if output is None else output[:150]
-    return f"expected {tests.outputs[number]!r:.150}, found {shown!r:.150}"
-
-
-def _line(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= LONGEST_DETAIL else "..." + line[-LONGEST_DETAIL:]
 
 
 def make_handler(

@@ -53,8 +53,8 @@ class Execution:
 
 
 class Sandbox:
-    """Runs programs one at a time, in the interpreter at ``python`` (None: in forks of this process). Use as
-    a context manager, or ``close``."""
+    """Runs programs one at a time, in the interpreter at ``python`` (None: in forks of this process). To be
+    closed."""
 
     def __init__(self, isolation: Isolation, python: str | None = None) -> None:
         self.isolation = isolation
@@ -75,12 +75,6 @@ class Sandbox:
                 serve(theirs, isolation, worker)
             else:
                 self._zygote = zygote
-
-    def __enter__(self) -> Sandbox:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         self._connection.close()
@@ -104,8 +98,9 @@ class Sandbox:
             request = {"limits": asdict(limits), "function": function, "rules": rules, "token": token}
             ending = self._request(json.dumps(request).encode(), files, limits.wall_seconds)
             _, stdout, _, _, report = files
-            kind, told = _record(_read(report, limits.output_bytes), token)
-            return _interpret(ending, _read(stdout, limits.output_bytes), kind, told, limits, function)
+            kind, told = _record(os.pread(report, limits.output_bytes, 0), token)
+            printed = os.pread(stdout, limits.output_bytes, 0)
+            return _interpret(ending, printed, kind, told, limits, function)
 
     def _request(self, request: bytes, files: list[int], wall_seconds: float) -> dict:
         self._connection.settimeout(wall_seconds + EXTRA_SECONDS)
@@ -167,7 +162,3 @@ def _memory_file(stack: contextlib.ExitStack, text: str) -> int:
         data = data[os.write(descriptor, data) :]
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
-
-
-def _read(descriptor: int, limit: int) -> bytes:
-    return os.pread(descriptor, limit, 0)

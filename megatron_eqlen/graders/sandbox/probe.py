@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import closing
 from functools import lru_cache
 from typing import Literal
 
@@ -73,7 +74,7 @@ def offered_isolation(python: str) -> Isolation:
 def shortcoming(isolation: Isolation, python: str | None = None) -> str | None:
     """Return None if programs run and (with strict isolation) cannot escape, else the failure."""
     try:
-        with Sandbox(isolation, python) as sandbox:
+        with closing(Sandbox(isolation, python)) as sandbox:
             hello = sandbox.run(HELLO, "2 3\n", LIMITS)
             escapes = sandbox.run(ESCAPES, "", LIMITS)
     except SandboxError as error:
