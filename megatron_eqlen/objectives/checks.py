@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator
 
 from megatron_eqlen.objectives.advantages import dr_grpo, none, rloo
 from megatron_eqlen.objectives.aggregation import AGGREGATIONS
@@ -12,7 +12,7 @@ from megatron_eqlen.objectives.parts import PARTS, described, name_of, options, 
 from megatron_eqlen.objectives.registry import clip_keys, is_on_policy, resolve, with_defaults
 from megatron_eqlen.objectives.surrogates import Ppo
 from megatron_eqlen.objectives.token_baseline import alive, fitted, of_unit
-from megatron_eqlen.recipe import LossRecipe, Recipe
+from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.checks import check_effects
 
 
@@ -21,23 +21,13 @@ def check_combination(recipe: Recipe) -> None:
     check_effects(recipe, with_defaults(recipe))
     objective = resolve(recipe)
     try_parts({field: getattr(objective, field) for field in PARTS})
-    _check_refused(recipe, objective)
-    _check_sampling(recipe, objective)
-    _check_forks(recipe)
-    _check_pair_weight(recipe, objective)
-    _check_token_baseline(recipe, objective)
-    _check_clip(recipe, objective)
-    _check_ratio(recipe, objective)
-    _check_bounds(recipe.loss)
-    _check_engine_logprobs(recipe)
-    _check_off_policy(recipe, objective)
-    _check_rewards(recipe, objective)
-    _check_lengths(recipe, objective)
-    _check_dynamic_sampling(recipe, objective)
-    if objective.advantage is none and not recipe.teacher:
-        raise ValueError(
-            "loss.advantage: none trains nothing without a teacher: expected teacher.path or .url"
-        )
+    rules = (
+        _refused, _of_sampling, _of_token_baseline, _of_clip, _of_ratio, _of_engine_logprobs,
+        _of_rewards, _of_lengths, _of_dynamic_sampling,
+    )  # fmt: skip
+    for each in rules:
+        for problem in each(recipe, objective):
+            raise ValueError(problem)
 
 
 def settings(recipe: Recipe, objective: Objective) -> dict[str, str]:
@@ -53,286 +43,257 @@ def settings(recipe: Recipe, objective: Objective) -> dict[str, str]:
     return found
 
 
-def _refused(part: object) -> Mapping[str, str]:
-    return getattr(part, "refuses", {})
-
-
-def _check_refused(recipe: Recipe, objective: Objective) -> None:
-    """Raise ValueError with the reason that the method or a part declares against a setting."""
+def _refused(recipe: Recipe, objective: Objective) -> Iterator[str]:
+    """Yield the reasons that the method or a part declares against a setting."""
     parts: dict[str, object] = {f"objective: {objective.name}": objective}
     for field, (key, _) in PARTS.items():
         parts[f"loss.{key}: {described(getattr(objective, field))}"] = getattr(objective, field)
     for setting, words in settings(recipe, objective).items():
         for what, part in parts.items():
-            if setting in _refused(part):
-                raise ValueError(f"{what} with {words}: {_refused(part)[setting]}")
-
-
-def _check_sampling(recipe: Recipe, objective: Objective) -> None:
-    if objective.forks != "apart" and recipe.sampling != "tree":
-        raise ValueError(
-            f"objective: {objective.name} with sampling: {recipe.sampling}: it weighs the forks of a tree; "
-            f"expected sampling: tree"
-        )
-    tree = recipe.tree_sampling
-    if objective.forks == "pooled" and (tree.fork == "death" or tree.forks != 1):
-        raise ValueError(
-            f"objective: {objective.name} pools the answers to a prompt's thoughts: expected "
-            f"tree_sampling.fork: marker or tokens and tree_sampling.forks: 1, found {tree.fork} and "
-            f"{tree.forks}"
-        )
+            if reason := getattr(part, "refuses", {}).get(setting):
+                yield f"{what} with {words}: {reason}"
 
 
 SUMS = ("seq-mean-token-sum", "seq-mean-token-sum-norm")
 """Averages over sequences that sum a sequence's tokens."""
+LARGEST_NUMBER = 2**31 - 1
+"""Largest number of a part in a record."""
 
 
-def _check_pair_weight(recipe: Recipe, objective: Objective) -> None:
-    if not is_on_policy(recipe, objective):
-        return
-    weights = "sampling: tree" if recipe.sampling == "tree" else "equal_length.pair_weight: on_policy"
+def _of_sampling(recipe: Recipe, objective: Objective) -> Iterator[str]:
+    """Yield what forks and pairs of the sampling do not allow."""
+    tree, name = recipe.tree_sampling, f"objective: {objective.name}"
+    if objective.forks != "apart" and recipe.sampling != "tree":
+        yield (
+            f"{name} with sampling: {recipe.sampling}: it weighs the forks of a tree; expected sampling: tree"
+        )
+    if objective.forks == "pooled" and (tree.fork == "death" or tree.forks != 1):
+        yield (
+            f"{name} pools the answers to a prompt's thoughts: expected tree_sampling.fork: marker or tokens "
+            f"and tree_sampling.forks: 1, found {tree.fork} and {tree.forks}"
+        )
+    if recipe.sampling == "tree" and tree.fork == "marker" and not tree.marker:
+        yield f"tree_sampling.fork: marker: expected tree_sampling.marker, found {tree.marker!r}"
+    leaves = 0 if tree.fork == "death" else recipe.group_size * tree.branching**tree.forks
+    if recipe.sampling == "tree" and leaves > LARGEST_NUMBER:
+        yield (
+            f"tree_sampling.forks: {recipe.group_size} lines x {tree.branching} ** {tree.forks} are more "
+            f"than {LARGEST_NUMBER} leaves"
+        )
     if recipe.equal_length.baseline == "streams" and recipe.streams_per_prompt < 2:
-        raise ValueError(
+        yield (
             f"equal_length.baseline: streams compares the streams of a prompt: expected group_size of at "
             f"least 4, found {recipe.group_size}"
         )
     average = name_of(objective.aggregation, AGGREGATIONS)
-    if average is not None and average not in SUMS:
-        raise ValueError(
+    if is_on_policy(recipe, objective) and average is not None and average not in SUMS:
+        weights = settings(recipe, objective)["on_policy"]
+        yield (
             f"loss.loss_agg_mode: {average} with {weights} divides by numbers of tokens, which biases the "
             f"gradient; expected one of {', '.join(SUMS)}"
         )
 
 
-LARGEST_NUMBER = 2**31 - 1
-"""Largest number of a part in a record."""
-
-
-def _check_forks(recipe: Recipe) -> None:
-    tree = recipe.tree_sampling
-    if recipe.sampling != "tree":
-        return
-    if tree.fork == "marker" and not tree.marker:
-        raise ValueError(f"tree_sampling.fork: marker: expected tree_sampling.marker, found {tree.marker!r}")
-    if tree.fork != "death" and recipe.group_size * tree.branching**tree.forks > LARGEST_NUMBER:
-        raise ValueError(
-            f"tree_sampling.forks: {recipe.group_size} lines x {tree.branching} ** {tree.forks} are more "
-            f"than {LARGEST_NUMBER} leaves"
-        )
-
-
-def _check_token_baseline(recipe: Recipe, objective: Objective) -> None:
-    """Refuse token baselines where something else says what a reward is compared with, and baselines of the
+def _of_token_baseline(recipe: Recipe, objective: Objective) -> Iterator[str]:
+    """Yield token baselines where something else says what a reward is compared with, and baselines of the
     step's other prompts where lengths decide which these are."""
     of_batch = objective.whitened == "standardize"
+    key = f"loss.baseline: {described(objective.baseline)}"
     if recipe.rollout.carry_over and (of_batch or objective.baseline is fitted):
-        key = (
-            f"objective: {objective.name}" if of_batch else f"loss.baseline: {described(objective.baseline)}"
-        )
-        raise ValueError(
-            f"{key} with rollout.carry_over: true: prompts that are complete in the same step have like "
-            f"lengths, so that what the others say of a reward depends on the own length; use "
-            f"{'reinforce_pp_baseline or rloo' if of_batch else 'alive'}"
+        yield (
+            f"{f'objective: {objective.name}' if of_batch else key} with rollout.carry_over: true: prompts "
+            f"that are complete in the same step have like lengths, so that what the others say of a reward "
+            f"depends on the own length; use {'reinforce_pp_baseline or rloo' if of_batch else 'alive'}"
         )
     if objective.baseline is of_unit:
         return
-    key = f"loss.baseline: {described(objective.baseline)}"
     if recipe.sampling == "equal_length":
-        raise ValueError(
+        yield (
             f"{key} with sampling: equal_length: of two tracks that are truncated only one is trained, so "
             f"lines that are alive are not all there; use sampling: tree with tree_sampling.fork: death"
         )
     # a token baseline is compared once: no std, batch mean, names or weights of forks after it
     has_other = objective.forks != "apart" or objective.whitened or objective.rewards == "apart"
     if has_other or objective.advantage not in (rloo, dr_grpo):
-        raise ValueError(
+        yield (
             f"{key} is the advantage itself, reward less baseline; objective: {objective.name} has "
             f"advantage {described(objective.advantage)}: use dr_grpo or rloo"
         )
 
 
-def _check_clip(recipe: Recipe, objective: Objective) -> None:
+def _of_clip(recipe: Recipe, objective: Objective) -> Iterator[str]:
+    """Yield bounds that the surrogate has not, or that bound nothing."""
     surrogate, settings = objective.surrogate, options(objective.surrogate)
     for key, value in clip_keys(recipe.loss).items():
         if key not in settings:
-            reason = _refused(surrogate).get("clip_ratio", "it has no such option")
-            raise ValueError(f"loss.{key}: {value} with surrogate {described(surrogate)}: {reason}")
+            reason = getattr(surrogate, "refuses", {}).get("clip_ratio", "it has no such option")
+            yield f"loss.{key}: {value} with surrogate {described(surrogate)}: {reason}"
     # of the resolved surrogate: the recipe's keys, or the method's own
     low, high, dual = (settings.get(f"clip_ratio_{end}") for end in ("low", "high", "c"))
     if isinstance(surrogate, Ppo) and (low is None) != (high is None):
-        raise ValueError(
+        yield (
             f"objective: {objective.name} does not clip by itself: set both loss.clip_ratio_low and "
             f"loss.clip_ratio_high, found {low} and {high}"
         )
     logs = getattr(surrogate, "bounds_are_logs", False)
     if low is not None and low > 1 and not logs:
-        raise ValueError(
-            f"loss.clip_ratio_low: {low}: 1 - {low} is below zero, where no ratio lies; expected at most 1"
-        )
+        yield f"loss.clip_ratio_low: {low}: 1 - {low} is below zero, where no ratio lies; expected at most 1"
     if dual is not None and dual <= 1 and not logs:
-        raise ValueError(f"loss.clip_ratio_c: {dual}: expected a bound above 1, which no clip reaches before")
+        yield f"loss.clip_ratio_c: {dual}: expected a bound above 1, which no clip reaches before"
     if isinstance(surrogate, Ppo) and dual is not None and low is None:
-        raise ValueError(
+        yield (
             f"loss.clip_ratio_c: {dual} bounds a clipped ratio, and {objective.name} has none: set "
             f"loss.clip_ratio_low and loss.clip_ratio_high too"
         )
 
 
-def _check_ratio(recipe: Recipe, objective: Objective) -> None:
-    loss = recipe.loss
-    updates = loss.minibatches * loss.epochs
+def _of_ratio(recipe: Recipe, objective: Objective) -> Iterator[str]:
+    """Yield updates that the ratio does not cover, and bounds that reject or shrink tokens about which
+    trainer and engine agree."""
+    loss, updates = recipe.loss, recipe.loss.minibatches * recipe.loss.epochs
     if not objective.has_ratio and updates > 1 and not recipe.supervised:
-        raise ValueError(
+        yield (
             f"objective: {objective.name} without clipping has no importance ratio, so only a harvest's "
             f"first update is on-policy: loss.minibatches {loss.minibatches} x loss.epochs {loss.epochs} = "
             f"{updates} updates need loss.clip_ratio_low and loss.clip_ratio_high"
         )
     if loss.minibatches > recipe.data.prompts_per_step:
-        raise ValueError(
+        yield (
             f"loss.minibatches: {loss.minibatches} is more than data.prompts_per_step "
             f"{recipe.data.prompts_per_step}; a minibatch holds whole prompts"
         )
     if loss.old_logprobs == "rollout" and loss.rollout_is != "none":
-        raise ValueError(
+        yield (
             f"loss.rollout_is: {loss.rollout_is} corrects old log-probs that the trainer recomputed; with "
             f"loss.old_logprobs: rollout the ratio already starts from the engine's"
         )
-
-
-def _check_bounds(loss: LossRecipe) -> None:
-    """Refuse bounds that reject or shrink tokens about which trainer and engine agree."""
-    _check_ratio_bound("loss.rollout_is_threshold", loss.rollout_is_threshold, least=1.0)
+    yield from _ratio_bound("loss.rollout_is_threshold", loss.rollout_is_threshold, least=1.0)
     for name, bound in (loss.rollout_rs or {}).items():
         key = f"loss.rollout_rs.{name}"
         if name.endswith("k1"):
-            _check_ratio_bound(key, bound, least=math.nextafter(1.0, 2.0))
+            yield from _ratio_bound(key, bound, least=math.nextafter(1.0, 2.0))
         elif isinstance(bound, tuple):
-            raise ValueError(f"{key}: expected one number, an upper bound in nats, found {list(bound)}")
+            yield f"{key}: expected one number, an upper bound in nats, found {list(bound)}"
 
 
-def _check_ratio_bound(key: str, bound: float | tuple[float, float], least: float) -> None:
-    """Refuse a bound without the ratio 1. ``least``: lowest value of a single number, which bounds the ratio
+def _ratio_bound(key: str, bound: float | tuple[float, float], least: float) -> Iterator[str]:
+    """Yield a bound without the ratio 1. ``least``: lowest value of a single number, which bounds the ratio
     from above."""
     if isinstance(bound, tuple):
         # a pair bounds the ratio from both sides
         if not bound[0] <= 1 <= bound[1] or bound[0] == bound[1]:
-            raise ValueError(
+            yield (
                 f"{key}: {list(bound)} leaves out a ratio of 1, where trainer and engine agree: expected "
                 f"[low, high] with low <= 1 <= high and low < high"
             )
     elif bound < least:
         relation = "at least" if least == 1 else "more than"
-        raise ValueError(
+        yield (
             f"{key}: {bound:g} is a bound on ratios, which are 1 where trainer and engine agree: expected "
             f"{relation} 1"
         )
 
 
-def _check_engine_logprobs(recipe: Recipe) -> None:
-    """Refuse keys that compare the engine's log-probs with the trainer's where the distributions differ."""
+def _of_engine_logprobs(recipe: Recipe, objective: Objective) -> Iterator[str]:
+    """Yield keys that compare the engine's log-probs with the trainer's where the distributions differ, and
+    tokens that other weights sampled and that train as if they were the policy's."""
     rollout, loss = recipe.rollout, recipe.loss
+    older = "rollout.carry_over: true" if rollout.carry_over else f"rollout.staleness: {rollout.staleness}"
     comparisons = {
         f"rollout.mismatch.then: {rollout.mismatch.then}": rollout.mismatch.then != "warn",
         "loss.old_logprobs: rollout": loss.old_logprobs == "rollout",
         f"loss.rollout_is: {loss.rollout_is}": loss.rollout_is != "none",
         "loss.rollout_rs": bool(loss.rollout_rs),
         "loss.rollout_token_veto_threshold": loss.rollout_token_veto_threshold is not None,
-        _older_tokens(recipe): rollout.trains_older,  # every correction for staleness compares
+        older: rollout.trains_older,  # every correction for staleness compares
     }
     asked = [key for key, used in comparisons.items() if used]
     if asked and not rollout.comparable:
-        raise ValueError(
+        yield (
             f"{asked[0]} compares the engine's log-probs with the trainer's: it needs "
             f"rollout.keep_sampling_mask: true, or top_k: 0, top_p: 1 and min_p: 0, found log-probs over the "
             f"tokens that top_k: {rollout.top_k}, top_p: {rollout.top_p:g} and min_p: {rollout.min_p:g} keep"
         )
-
-
-def _older_tokens(recipe: Recipe) -> str:
-    """Return the key that makes a step train tokens of older weights."""
-    rollout = recipe.rollout
-    return "rollout.carry_over: true" if rollout.carry_over else f"rollout.staleness: {rollout.staleness}"
-
-
-def _check_off_policy(recipe: Recipe, objective: Objective) -> None:
-    """Refuse to train tokens that other weights sampled as if they were the policy's."""
-    rollout, loss = recipe.rollout, recipe.loss
     if loss.old_logprobs == "rollout" and not objective.has_ratio:
-        raise ValueError(
+        yield (
             f"loss.old_logprobs: rollout acts only in an importance ratio, and objective: {objective.name} "
             f"has none: leave it out (loss.rollout_is and loss.rollout_rs correct without a ratio)"
         )
-    if loss.old_logprobs == "rollout" or loss.rollout_is != "none" or loss.rollout_rs:
-        return
-    if rollout.trains_older:
-        cause = f"{_older_tokens(recipe)} trains tokens that older weights sampled"
-    elif rollout.quantization:
-        cause = f"rollout.quantization: {rollout.quantization} trains tokens that rounded weights sampled"
-    else:
-        return
-    raise ValueError(
-        f"{cause}, and nothing corrects for it: set loss.rollout_is: token or sequence (decoupled PPO), "
-        "loss.rollout_rs, or loss.old_logprobs: rollout (see docs/objectives.md)"
-    )
+    corrected = loss.old_logprobs == "rollout" or loss.rollout_is != "none" or loss.rollout_rs
+    causes = {
+        f"{older} trains tokens that older weights sampled": rollout.trains_older,
+        f"rollout.quantization: {rollout.quantization} trains tokens that rounded weights sampled": (
+            rollout.quantization
+        ),
+    }
+    for cause in (cause for cause, acts in causes.items() if acts and not corrected):
+        yield (
+            f"{cause}, and nothing corrects for it: set loss.rollout_is: token or sequence (decoupled PPO), "
+            "loss.rollout_rs, or loss.old_logprobs: rollout (see docs/objectives.md)"
+        )
 
 
-def _check_rewards(recipe: Recipe, objective: Objective) -> None:
+def _of_rewards(recipe: Recipe, objective: Objective) -> Iterator[str]:
+    """Yield rewards that the objective cannot use, and an objective without rewards or teacher."""
     longest = recipe.rollout.max_response_length
     if objective.rewards == "apart" and not recipe.reward.weights:
-        raise ValueError(
+        yield (
             f"objective: {objective.name} normalises named rewards apart: expected reward.weights, found none"
         )
     if objective.rewards == "apart" and objective.overlong_buffer:
-        raise ValueError(
+        yield (
             f"loss.overlong_buffer: {objective.overlong_buffer} with loss.rewards: apart: the penalty has no "
             f"name; set it to 0, and return a named reward for the length"
         )
     if objective.overlong_buffer >= longest:
-        raise ValueError(
+        yield (
             f"loss.overlong_buffer: {objective.overlong_buffer} tokens do not lie inside "
             f"rollout.max_response_length {longest}"
         )
+    if objective.advantage is none and not recipe.teacher:
+        yield "loss.advantage: none trains nothing without a teacher: expected teacher.path or .url"
 
 
-def _check_lengths(recipe: Recipe, objective: Objective) -> None:
-    """Refuse to choose prompts by length where a prompt has no mean response length to compare."""
-    if objective.length_quantiles is None:
+def _of_lengths(recipe: Recipe, objective: Objective) -> Iterator[str]:
+    """Yield quantiles of lengths where a prompt has no mean response length to compare."""
+    if (quantiles := objective.length_quantiles) is None:
         return
-    key = f"loss.length_quantiles: {list(objective.length_quantiles)}"
-    if list(objective.length_quantiles) != sorted(objective.length_quantiles):
-        raise ValueError(f"{key}: expected [low, high, max] with low <= high <= max")
+    key = f"loss.length_quantiles: {[*quantiles]}"
+    if [*quantiles] != sorted(quantiles):
+        yield f"{key}: expected [low, high, max] with low <= high <= max"
     if not objective.dynamic_sampling:
-        raise ValueError(f"{key}: prompts are replaced by dynamic sampling: set loss.dynamic_sampling: true")
+        yield f"{key}: prompts are replaced by dynamic sampling: set loss.dynamic_sampling: true"
     if recipe.sampling != "independent":
-        raise ValueError(
+        yield (
             f"{key} with sampling: {recipe.sampling}: its responses share prefixes, so their mean length is "
             f"not that of independent responses; use sampling: independent"
         )
     if recipe.rollout.carry_over:
-        raise ValueError(
+        yield (
             f"{key} with rollout.carry_over: true: groups that are complete in the same step are of like "
             f"lengths, so that their quantiles are not those of the prompts drawn together"
         )
 
 
-def _check_dynamic_sampling(recipe: Recipe, objective: Objective) -> None:
-    """Refuse to leave prompts out that have a gradient."""
+def _of_dynamic_sampling(recipe: Recipe, objective: Objective) -> Iterator[str]:
+    """Yield why prompts that dynamic sampling leaves out have a gradient."""
     if not objective.dynamic_sampling:
         return
+    baseline, advantage = described(objective.baseline), described(objective.advantage)
     causes = {
         f"teacher: {recipe.teacher}": bool(recipe.teacher),
         f"objective: {objective.name}, which compares each reward with those of the whole batch": (
             objective.whitened == "standardize"
         ),
-        f"loss.baseline: {described(objective.baseline)}, which need not be these rewards (unit and alive "
-        "are)": objective.baseline not in (of_unit, alive),
-        f"loss.advantage: {described(objective.advantage)}, which is not 0 for equal rewards": any(
+        f"loss.baseline: {baseline}, which need not be these rewards (unit and alive are)": (
+            objective.baseline not in (of_unit, alive)
+        ),
+        f"loss.advantage: {advantage}, which is not 0 for equal rewards": any(
             objective.advantage([1.0, 1.0], [1, 2])
         ),
     }
-    for cause, has_gradient in causes.items():
-        if has_gradient:
-            raise ValueError(
-                f"loss.dynamic_sampling: true with {cause}: a prompt whose rewards are all equal has a "
-                f"gradient, too; set it to false"
-            )
+    for cause in (cause for cause, acts in causes.items() if acts):
+        yield (
+            f"loss.dynamic_sampling: true with {cause}: a prompt whose rewards are all equal has a gradient, "
+            f"too; set it to false"
+        )
