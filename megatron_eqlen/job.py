@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import megatron_eqlen.hf
 from megatron_eqlen.hf.config import ModelConfig, read_config
@@ -13,7 +13,7 @@ from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.objectives.recipes import remarks
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.recipe import LoraRecipe, Recipe, layout
-from megatron_eqlen.recipe.engine_options import split_megatron
+from megatron_eqlen.recipe.engine_options import MegatronOptions, split_megatron
 from megatron_eqlen.recipe.inputs import fetch, hub_repo, local_path, revisions, where_from
 
 if TYPE_CHECKING:
@@ -49,8 +49,7 @@ class Job:
         return revisions(self.recipe)
 
     @cached_property
-    def megatron(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """``model.megatron``: fields of Megatron's model, and of its DDP."""
+    def megatron(self) -> MegatronOptions:
         return split_megatron(self.recipe.model.megatron)
 
     @cached_property

@@ -94,7 +94,7 @@ def _refuse(job: Job) -> None:
     if recipe.cluster.device == "cpu" or torch.cuda.is_available():
         refuse_unfit(recipe.cluster)
         dtype = getattr(torch, recipe.model.dtype)
-        transformer_config(job.model, recipe.parallel, dtype, **job.megatron[0])
+        transformer_config(job.model, recipe.parallel, dtype, **job.megatron.model)
         if (rollout := recipe.rollout).vllm and rollout.engine == "colocated":
             from megatron_eqlen.engines.lifecycle import configuration, contained
 

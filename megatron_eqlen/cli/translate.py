@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import RecipeError
-from megatron_eqlen.recipe.engine_options import check_options
+from megatron_eqlen.recipe.engine_options import OPTIMIZER_DEFAULTS, check_options
 from megatron_eqlen.recipe.others import Row, table
 from megatron_eqlen.recipe.yaml_values import Options, Plain, in_one_line, read_value, to_yaml
 
@@ -157,6 +157,7 @@ def _add_computed(done: Translation) -> None:
     keys["packing.max_tokens_per_row"] = round(max(longest, number("row_tokens")))
     if "wandb" in str(parts.get("logger", "")):
         keys["report.wandb_project"] = parts.get("project", keys["name"])
+    keys |= {f"model.megatron.{name}": Plain(parts[name]) for name in OPTIMIZER_DEFAULTS if name in parts}
     if "epsilon" in parts:
         keys["loss.clip_ratio_low"] = parts["epsilon"]
         keys["loss.clip_ratio_high"] = parts.get("epsilon_high", parts["epsilon"])

@@ -41,11 +41,11 @@ def environment_class(recipe: Recipe) -> type[Environment]:
         inspect.signature(cls).bind(None, 0, **section.options)
     except TypeError as error:
         raise ValueError(f"environment.options: {path}(prompt, seed, **options): {error}") from None
-    pairs = recipe.sampling == "equal_length" and not recipe.equal_length.single_pair
+    pairs = recipe.sampling == "equal_length" and recipe.equal_length.max_pairs != 1
     if (pairs or recipe.sampling == "tree") and not cls.copies:
         raise ValueError(
             f"environment.name: {path} cannot be copied, and sampling: {recipe.sampling} forks: set "
-            "sampling: independent, or sampling: equal_length with equal_length.single_pair: true"
+            "sampling: independent, or sampling: equal_length with equal_length.max_pairs: 1"
         )
     return cls
 

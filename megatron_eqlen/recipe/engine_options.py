@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
@@ -24,6 +24,11 @@ MEGATRON = (
     ("megatron", "core/model_parallel_config.py", "ModelParallelConfig"),
 )
 DDP = ("megatron", "core/distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig")
+OPTIMIZER = ("megatron", "core/optimizer/optimizer_config.py", "OptimizerConfig")
+OPTIMIZER_DEFAULTS = {
+    "weight_decay": 0.0, "clip_grad": 1.0, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8,
+}  # fmt: skip
+"""Fields of the optimizer's configuration that may be given; keys of ``optimizer`` say the others."""
 VLLM = (("vllm", "engine/arg_utils.py", "EngineArgs"),)
 REFUSED = {
     "model.megatron": {
@@ -78,6 +83,8 @@ def check_options(key: str, options: Mapping[str, Any]) -> None:
     known: dict[str, str] = {}
     for place in (*MEGATRON, DDP) if key == "model.megatron" else VLLM:
         known |= _fields(place)
+    if known and key == "model.megatron":
+        known |= {name: _fields(OPTIMIZER)[name] for name in OPTIMIZER_DEFAULTS}
     for name, value in options.items():
         if known and name not in known:
             near = "".join(f" (nearest: {near!r})" for near in get_close_matches(name, known, 1, 0.75))
@@ -89,11 +96,20 @@ def check_options(key: str, options: Mapping[str, Any]) -> None:
             raise ValueError(f"{key}.{name}: expected {known[name]}, found {value!r}")
 
 
-def split_megatron(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options of ``model.megatron`` for the model and, by fields of its own, for DDP."""
+class MegatronOptions(NamedTuple):
+    """``model.megatron``: fields of Megatron's model, of its DDP, and of its optimizer, with our defaults."""
+
+    model: dict[str, Any]
+    ddp: dict[str, Any]
+    optimizer: dict[str, Any]
+
+
+def split_megatron(options: Mapping[str, Any]) -> MegatronOptions:
     of_ddp = _fields(DDP).keys() - {name for place in MEGATRON for name in _fields(place)}
     ddp = {name: value for name, value in options.items() if name in of_ddp}
-    return {name: value for name, value in options.items() if name not in ddp}, ddp
+    optimizer = {name: options.get(name, default) for name, default in OPTIMIZER_DEFAULTS.items()}
+    model = {name: value for name, value in options.items() if name not in ddp | optimizer}
+    return MegatronOptions(model, ddp, optimizer)
 
 
 def _is_of(value: Any, kind: str) -> bool:

@@ -35,7 +35,6 @@ would mix two experiments in one folder."""
 NAMED_ELSEWHERE = ("name", "seed", "objective", "sampling")
 """Keys that the path of the run folder always contains."""
 ABLATIONS = (
-    "equal_length.single_pair",
     "equal_length.prefix_in_gradient",
     "equal_length.suffix_reward",
     "equal_length.pair_weight",

@@ -49,8 +49,11 @@ def table() -> dict[str, list[Row]]:
 
 def hint(parts: Sequence[str], lost: bool = False) -> str | None:
     """Return what to say of another trainer's key, in any case: the nearest key of ours, also by its last
-    part, or why there is none (``lost``: by its last part, too)."""
+    part, or why there is none (``lost``: by its last part, too). A key that recipes had is told by its new
+    place."""
     key = ".".join(parts).lower().replace("-", "_")
+    if went := _file()["went"].get(key):
+        return f"it went to {went}"
     last = key.rpartition(".")[2]
     rows = [row for trainer in (HINTS, *TRAINERS) for row in table()[trainer]]
     same = [row for row in rows if row.theirs.lower() == key]

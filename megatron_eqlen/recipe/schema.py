@@ -46,7 +46,6 @@ NonNegativeInt = Annotated[int, Field(ge=0), NUMBER]
 PositiveFloat = Annotated[float, Field(gt=0), NUMBER]
 NonNegativeFloat = Annotated[float, Field(ge=0), NUMBER]
 Fraction = Annotated[float, Field(ge=0, le=1), NUMBER]
-BelowOne = Annotated[float, Field(ge=0, lt=1), NUMBER]
 
 
 def _ascending(band: tuple[float, float]) -> tuple[float, float]:
@@ -171,7 +170,8 @@ class ModelRecipe(Section):
     megatron: Options = {}
     """Further fields of Megatron-Core's ``TransformerConfig`` and ``DistributedDataParallelConfig``, such as
     ``{moe_shared_expert_overlap: true, overlap_grad_reduce: true}``; some are refused
-    (``recipe/engine_options.py``)."""
+    (``recipe/engine_options.py``). Of its ``OptimizerConfig`` ``weight_decay`` (0), ``clip_grad`` (1.0; 0 is
+    off), ``adam_beta1`` (0.9), ``adam_beta2`` (0.999) and ``adam_eps`` (1e-8), our choices."""
 
 
 class TeacherRecipe(Section):
@@ -208,21 +208,8 @@ class LoraRecipe(Section):
 class DataSection(Section):
     """Keys of a data set, with those that its reader's name stands for."""
 
-    _defaults = model_validator(mode="before")(with_defaults)
-
-
-class SourceRecipe(DataSection):
-    """One data set of the training prompts."""
-
     name: str
-    """Rewards of its prompts are logged under this name."""
-    reader: SourceReader = "deepmath"
-    """A reader's name (docs/models_and_data.md lists them), or the import path of your own,
-    ``package.module:read``."""
-    grader: GraderName | None = None
-    """Grader of all its answers: ``math``, ``code``, ``reasoning_gym``, ``rubric``, or the import path of
-    your own: a function of the response, or a factory (docs/extending.md). Default: the grader that the
-    reader sets for each row."""
+    """Name under which its rewards, or a benchmark's accuracies, are logged."""
     path: str
     """A file, a folder with the data set's files, or the name of a data set on the hub,
     ``zwhe99/DeepMath-103K``; a local path of that name wins. Default: the hub's name of the data set that
@@ -233,14 +220,27 @@ class SourceRecipe(DataSection):
     config: str | None = None
     """Configuration of the data set (``datasets`` calls it so); default: the only one, or the one that its
     card marks."""
+    split: str | None = None
+    """Split of the data set; default: ``train``, of a benchmark ``test``, or the only one. For
+    ``opencodereasoning``: ``split_0`` or ``split_1``, default both."""
     columns: Annotated[dict[ColumnName, str], When(".reader", *ANY_COLUMNS)] = {}
     """Names of the file's columns, where they are not those that ``data/layouts.py`` recognises:
     ``{question: task}``. A dot reaches into a record: ``reward_model.ground_truth``."""
+    grader: GraderName | None = None
+    """Grader of all its answers: ``math``, ``code``, ``reasoning_gym``, ``rubric``, or the import path of
+    your own: a function of the response, or a factory (docs/extending.md). Default: the grader that the
+    reader sets for each row."""
+    _defaults = model_validator(mode="before")(with_defaults)
+
+
+class SourceRecipe(DataSection):
+    """One data set of the training prompts."""
+
+    reader: SourceReader = "deepmath"
+    """A reader's name (docs/models_and_data.md lists them), or the import path of your own,
+    ``package.module:read``."""
     weight: PositiveFloat = 1.0
     """Share of the prompts, relative to the other sources' weights."""
-    split: str | None = None
-    """Split of the data set; default: ``train``, or the only one. For ``opencodereasoning``: ``split_0`` or
-    ``split_1``, default both."""
     tests: Annotated[str | None, When(".reader", "opencodereasoning")] = None
     """Folder of the source sets (TACO, APPS, CodeContests, Codeforces) that hold the code problems' tests."""
     min_difficulty: Real | None = None
@@ -292,10 +292,9 @@ class EqualLengthRecipe(Section):
     ] = "pair"
     """The reward of a side is compared with the pair's other side, or with the mean value of the prompt in
     its other streams, which has less noise."""
-    max_pairs: Annotated[PositiveInt | None, When(".single_pair", False)] = None
-    """End a stream after this many pairs; the remaining track runs alone to its end, for its reward."""
-    single_pair: bool = False
-    """Ablation: one pair per stream, no prefix inheritance."""
+    max_pairs: PositiveInt | None = None
+    """End a stream after this many pairs; the remaining track runs alone to its end, for its reward. 1: the
+    paper's single-pair mode, without prefix inheritance."""
     prefix_in_gradient: Annotated[bool, When(".pair_weight", "paper"), When("packing.layout", "expanded")] = (
         False
     )
@@ -602,16 +601,6 @@ class OptimizerRecipe(Section):
     """Learning rate after the warm-up, until ``steps``."""
     min_lr: Annotated[NonNegativeFloat, When(".lr_schedule", "linear", "cosine")] = 0.0
     """Final value of ``linear`` and ``cosine``."""
-    adam_beta1: BelowOne = 0.9
-    """Decay of Adam's first moment. Our choice."""
-    adam_beta2: BelowOne = 0.999
-    """Decay of Adam's second moment. Our choice."""
-    adam_eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment. Our choice."""
-    weight_decay: NonNegativeFloat = 0.0
-    """Weight decay of AdamW. Our choice."""
-    clip_grad: NonNegativeFloat = 1.0
-    """Maximum global gradient norm; 0 is off."""
     offload: Annotated[bool, When("model.dtype", "bfloat16"), When("lora.rank", 0)] = False
     """Keep main weights and Adam's moments in host memory and update them there: 16 bytes per parameter."""
     precision: Annotated[
@@ -687,26 +676,8 @@ class CheckpointRecipe(Section):
 class BenchmarkRecipe(DataSection):
     """One benchmark."""
 
-    name: str
-    """Name under which accuracies are logged."""
     reader: BenchmarkReader = "deepmath"
-    """Name of a reader (docs/models_and_data.md lists them), or the import path of your own."""
-    grader: GraderName | None = None
-    """Name or import path of a grader, as in ``data.sources[].grader``; default: the reader's grader."""
-    path: str
-    """A file, a folder with the benchmark's files, or the name of a data set on the hub; a local path of that
-    name wins. Default: as for ``data.sources[].path``."""
-    revision: str | None = None
-    """Branch, tag or commit, for a name on the hub; default: the default branch. A run's stored recipe has
-    the commit."""
-    config: str | None = None
-    """Configuration of the data set (``datasets`` calls it so); default: the only one, or the one that its
-    card marks."""
-    split: str | None = None
-    """Split of the data set; default: ``test``, or the only one."""
-    columns: Annotated[dict[ColumnName, str], When(".reader", *ANY_COLUMNS)] = {}
-    """Names of the file's columns, where they are not those that ``data/layouts.py`` recognises:
-    ``{question: task}``. A dot reaches into a record: ``reward_model.ground_truth``."""
+    """A reader's name (docs/models_and_data.md lists them), or the import path of your own."""
     limit: PositiveInt | None = None
     """Use only the first this many problems."""
     since: Annotated[str | None, When(".reader", "livecodebench")] = None
@@ -906,7 +877,7 @@ class Recipe(Section):
         if self.sampling != "equal_length":
             return objective
         ablations = {
-            "single-pair": self.equal_length.single_pair,
+            "single-pair": self.equal_length.max_pairs == 1,
             "prefix-in-gradient": self.equal_length.prefix_in_gradient,
             "mean-reward": self.equal_length.suffix_reward == "mean",
             "on-policy": self.equal_length.pair_weight == "on_policy",

@@ -21,6 +21,7 @@ TASK = "text-generation"
 PUBLISHED: Any = {
     **dict.fromkeys(("objective", "sampling", "group_size", "equal_length", "tree_sampling", "loss"), True),
     **dict.fromkeys(("optimizer", "lora", "parallel", "packing"), True),
+    "model": {"dtype", "megatron"},
     "data": {"prompts_per_step", "max_prompt_length", "instruction", "instruction_role"},
     "rollout": {"temperature", "top_p", "top_k", "min_p", "max_response_length"},
 }

@@ -49,10 +49,10 @@ def wrap(chunks: list, grad_dtype: str, options: Mapping[str, Any]) -> list[Dist
 
 
 def build_optimizer(
-    chunks: list[DistributedDataParallel], recipe: Recipe
+    chunks: list[DistributedDataParallel], recipe: Recipe, fields: Mapping[str, Any]
 ) -> tuple[ChainedOptimizer, OptimizerParamScheduler]:
     """Return AdamW on the distributed optimizer, and the schedule that changes its learning rate once per
-    step.
+    step. ``fields``: further ones of Megatron's ``OptimizerConfig``.
 
     Raises ValueError for ``optimizer.precision: bfloat16`` without Transformer Engine.
     """
@@ -65,15 +65,11 @@ def build_optimizer(
             optimizer="adam",
             lr=options.lr,
             min_lr=options.min_lr,
-            adam_beta1=options.adam_beta1,
-            adam_beta2=options.adam_beta2,
-            adam_eps=options.adam_eps,
-            weight_decay=options.weight_decay,
-            clip_grad=options.clip_grad,
             bf16=recipe.model.dtype == "bfloat16",
             params_dtype=config.params_dtype,
             use_distributed_optimizer=True,
             **_state_options(options),
+            **fields,
         ),
         [*chunks],
     )
@@ -91,8 +87,8 @@ def build_optimizer(
         lr_warmup_steps=options.warmup_steps,
         lr_decay_steps=max(updates, options.warmup_steps + 1),
         lr_decay_style=options.lr_schedule,
-        start_wd=options.weight_decay,
-        end_wd=options.weight_decay,
+        start_wd=fields["weight_decay"],
+        end_wd=fields["weight_decay"],
         wd_incr_steps=0,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,

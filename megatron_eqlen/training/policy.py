@@ -85,7 +85,7 @@ class Policy:
             recipe.parallel,
             DTYPES[recipe.model.dtype],
             separate_norms=has_adapters,
-            **job.megatron[0],
+            **job.megatron.model,
         )
         # weights first, then adapters on them, then DDP's buffers around both
         load_hf(self.chunks, job.folder)
@@ -93,8 +93,8 @@ class Policy:
             add_adapters(self.chunks, recipe.lora, recipe.seed)
         self.reference = self._reference() if recipe.loss.kl_coef else None
         self.teacher = Teacher(job.teacher, DTYPES[recipe.model.dtype]) if job.teacher else None
-        self.model = wrap(self.chunks, recipe.optimizer.grad_dtype, job.megatron[1])
-        self.optimizer, self.schedule = build_optimizer(self.model, recipe)
+        self.model = wrap(self.chunks, recipe.optimizer.grad_dtype, job.megatron.ddp)
+        self.optimizer, self.schedule = build_optimizer(self.model, recipe, job.megatron.optimizer)
         self.memory = TrainerMemory(self.chunks, self.model, self.optimizer, recipe.rollout.parked)
         self.pair_cost = pair_cost(self.chunks[0].model_config)
         self.placement = Placement(

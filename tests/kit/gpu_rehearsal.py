@@ -111,11 +111,11 @@ def trainer(job: Any, rank: int) -> dict[str, Any]:
     recipe = job.recipe
     dtype, adapts = getattr(torch, recipe.model.dtype), recipe.lora.rank > 0
     with world(recipe, rank), META, _OnMeta():
-        chunks = build_model(job.model, recipe.parallel, dtype, separate_norms=adapts, **job.megatron[0])
+        chunks = build_model(job.model, recipe.parallel, dtype, separate_norms=adapts, **job.megatron.model)
         if adapts:
             add_adapters(chunks, recipe.lora, 1)
-        wrapped = wrap(chunks, recipe.optimizer.grad_dtype, job.megatron[1])
-        optimizer, _ = build_optimizer(wrapped, recipe)
+        wrapped = wrap(chunks, recipe.optimizer.grad_dtype, job.megatron.ddp)
+        optimizer, _ = build_optimizer(wrapped, recipe, job.megatron.optimizer)
         taught = build_model(job.teacher.model, job.teacher.recipe.parallel, dtype) if job.teacher else []
         buffers = [b for c in wrapped for b in (*c.buffers, *c.expert_parallel_buffers)]
         parameters, teacher = ([p for c in model for p in c.parameters()] for model in (chunks, taught))

@@ -20,7 +20,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "EqLen-GRPO": {},
     "mean, rloo": {"objective": "rloo", "suffix_reward": "mean"},
     "and drop": {"objective": "rloo", "suffix_reward": "mean", "unfinished": "drop"},
-    "single pair": {"single_pair": True},
+    "single pair": {"max_pairs": 1},
     "on_policy": {"pair_weight": "on_policy"},
 }
 

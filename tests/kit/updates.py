@@ -23,7 +23,7 @@ TWO_EPOCHS: dict[str, Any] = {"loss": {"kl_coef": 0.1, "epochs": 2}}
 
 
 def recipe_of(folder: str, changes: dict[str, Any]) -> Recipe:
-    """Return a recipe for updates alone; ``changes`` are whole sections."""
+    """Return a recipe for updates alone; ``changes`` are whole sections, but for those of ``model``."""
     plain: dict[str, Any] = {
         "name": "t", "steps": 4, "model": {"path": folder, "dtype": "float32"},
         "data": {"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 4},
@@ -31,7 +31,7 @@ def recipe_of(folder: str, changes: dict[str, Any]) -> Recipe:
         "packing": {"max_tokens_per_row": ROW}, "optimizer": {"lr": 1e-3, "warmup_steps": 0},
         "loss": {"kl_coef": 0.1},
     }  # fmt: skip
-    return parse(plain | changes, "test")
+    return parse(plain | changes | {"model": plain["model"] | changes.get("model", {})}, "test")
 
 
 def one_tree_a_row(count: int) -> list[TokenTree]:

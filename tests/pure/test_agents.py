@@ -31,7 +31,7 @@ HERE = "tests.pure.test_agents"
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 CALL = 'so\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 INDEPENDENT = recipe(sampling="independent", objective="grpo")
-SINGLE_PAIRS = recipe(sampling="equal_length", objective="grpo", single_pair=True)
+SINGLE_PAIRS = recipe(sampling="equal_length", objective="grpo", max_pairs=1)
 FIRST = [{"role": "user", "content": "q"}]
 
 

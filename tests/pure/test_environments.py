@@ -190,7 +190,7 @@ def gradient(limit):
 
 SETTINGS = {
     "pairs": (4, {"sampling": "equal_length", "pair_weight": "on_policy"}),
-    "one pair": (4, {"sampling": "equal_length", "pair_weight": "on_policy", "single_pair": True}),
+    "one pair": (4, {"sampling": "equal_length", "pair_weight": "on_policy", "max_pairs": 1}),
     "group": (4, {"sampling": "independent"}),
     "forks at a length": (3, {"rule": {"fork": "tokens", "step_tokens": 2, "forks": 1}}),
     "forks where lines end": (3, {"rule": {"fork": "death", "forks": 2}}),
@@ -466,7 +466,7 @@ def test_an_environment_that_does_not_fit_is_refused(message):
 
 def test_sampling_without_forks_takes_an_environment_that_cannot_be_copied():
     section = {"environment": EnvironmentRecipe(name=f"{HERE}:Fixed", options={"size": 3})}
-    for settings in (recipe(sampling="independent"), recipe(sampling="equal_length", single_pair=True)):
+    for settings in (recipe(sampling="independent"), recipe(sampling="equal_length", max_pairs=1)):
         assert environment_class(settings.model_copy(update=section)) is Fixed
 
 

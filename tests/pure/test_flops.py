@@ -71,7 +71,7 @@ class Counting(ScriptedEngine):
 BLOCK = 4
 KINDS = {
     "pairs": {},
-    "single pairs": {"equal_length": {"single_pair": True}},
+    "single pairs": {"equal_length": {"max_pairs": 1}},
     "groups": {"sampling": "independent"},
     "trees": {"sampling": "tree", "objective": "rloo", "tree_sampling": {"forks": 2, "step_tokens": 3}},
     "deaths": {"sampling": "tree", "objective": "rloo", "tree_sampling": {"fork": "death", "forks": 3}},

@@ -85,7 +85,7 @@ def test_enumerated_streams_are_all_there_are(process):
     }
 
 
-@pytest.mark.parametrize("keys", [{}, {"max_pairs": 1}, {"max_pairs": 2}, {"single_pair": True}], ids=str)
+@pytest.mark.parametrize("keys", [{}, {"max_pairs": 1}, {"max_pairs": 2}], ids=str)
 def test_on_policy_pairs_have_exactly_the_policy_gradient(process, keys):
     found = process.expected_estimate(repaired(**keys))
     np.testing.assert_allclose(found, process.gradient(), rtol=0, atol=1e-12)

@@ -126,10 +126,7 @@ def test_the_only_stream_of_a_prompt_is_compared_within_its_pairs():
     assert [node.advantage for node in tree.nodes] == [node.advantage for node in within.nodes]
 
 
-def test_single_pair_and_prefix_in_gradient():
-    (tree,), _ = build([worked_example()], equal_length__single_pair=True)
-    assert [node.token_ids.tolist() for node in tree.nodes] == [[1, 2], [5, 9], [6, 7]]
-    assert tree.nodes[1].weight == 1 / 4
+def test_with_the_prefix_in_the_gradient_each_side_is_a_leaf_that_holds_it():
     (tree,), _ = build([worked_example()], equal_length__prefix_in_gradient=True, packing__layout="expanded")
     assert [node.token_ids.tolist() for node in tree.nodes] == [
         [1, 2],
@@ -187,7 +184,7 @@ def test_an_unscored_response_is_refused_by_name():
         {"objective": "grpo_ma", "sampling": "tree", "tree_sampling__forks": 2},
         "pools the answers to a prompt's thoughts",
     ),
-    ({"sampling": "independent", "equal_length__single_pair": True}, "acts only with sampling: equal_length"),
+    ({"sampling": "independent", "equal_length__max_pairs": 1}, "acts only with sampling: equal_length"),
     ({"objective": "rloo", "loss__minibatches": 2}, "no importance ratio"),
     ({"objective": "rloo", "loss__clip_ratio_low": 0.2}, "set both"),
     ({"objective": "vespo", "loss__clip_ratio_high": 0.2}, "soft kernel"),
@@ -209,7 +206,6 @@ def test_an_unscored_response_is_refused_by_name():
     ({"sampling": "independent", "objective": "lspo", "loss__length_quantiles": [0.3, 0.2, 0.9]},
      "expected .low, high, max. with low <= high <= max"),
     ({"loss__rollout_is_threshold": [2, 1]}, r"expected \[low, high\], found \[2, 1\]"),
-    ({"equal_length__single_pair": True, "equal_length__max_pairs": 3}, "max_pairs: 3 acts only"),
     ({"loss__advantage": "none"}, "trains nothing without a teacher: expected teacher.path"),
     ({"objective": "dapo", "teacher__path": "t"}, "loss.dynamic_sampling: true with teacher: path='t'"),
     ({"loss__teacher_coef": 0.5}, "loss.teacher_coef: 0.5: expected teacher.path or teacher.url"),

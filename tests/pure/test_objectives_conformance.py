@@ -105,7 +105,7 @@ def prompt(number: int) -> Prompt:
     return Prompt(f"p{number}", [0, 1], "?", "math", "1")
 
 
-EQUAL_LENGTH_KEYS = ("pair_count", "suffix_reward", "prefix_in_gradient", "single_pair", "unfinished")
+EQUAL_LENGTH_KEYS = ("pair_count", "suffix_reward", "prefix_in_gradient", "unfinished")
 
 
 def our_gradient(rollouts, tokens, recipe):
@@ -553,7 +553,6 @@ def per_prompt(streams):
     ("grpo", {"pair_count": "effective"}),
     ("grpo", {"suffix_reward": "mean"}),
     ("grpo", {"prefix_in_gradient": True}),
-    ("grpo", {"single_pair": True}),
     ("rloo", {}),
     ("rloo", {"suffix_reward": "mean"}),
     ("dr_grpo", {}),
@@ -578,7 +577,7 @@ def test_pairs_follow_eq_5_and_eq_6(name, keys, shapes, scale, seed):
     for subgroups in prompts.values():
         for stream in subgroups:
             rewards = suffix_rewards(stream, reduce)
-            pairs = pairs_of(stream)[:1] if keys.get("single_pair") else pairs_of(stream)
+            pairs = pairs_of(stream)
             live = [abs(a - b) > 1e-9 for a, b in rewards[: len(pairs)]]
             count = sum(live) if keys.get("pair_count") == "effective" else len(pairs)
             for i, pair in enumerate(pairs):

@@ -21,11 +21,11 @@ from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.recipes import load, parse
 from megatron_eqlen.objectives.registry import OBJECTIVES, resolve, with_defaults
 from megatron_eqlen.processes import cores
-from megatron_eqlen.recipe import Recipe, RecipeError, Section, When
+from megatron_eqlen.recipe import Recipe, RecipeError, Section, When, others
 from megatron_eqlen.recipe import load as recipe_load
 from megatron_eqlen.recipe.checks import check_effects, value_of
 from megatron_eqlen.recipe.keys import all_keys, section_in
-from megatron_eqlen.recipe.load import dump
+from megatron_eqlen.recipe.load import dump, load_run
 from megatron_eqlen.recipe.others import table
 from megatron_eqlen.recipe.yaml_values import read_value, to_yaml
 from megatron_eqlen.run.run_folder import RunFolder, check_harvest
@@ -711,13 +711,24 @@ def test_options_of_an_engine_may_be_nested(tmp_path):
 
 
 @pytest.mark.parametrize(("key", "hint"), [
-    ("batch_size", None), ("rollout.batch_size", None), ("optimizer.wieght_decay", "optimizer.weight_decay"),
+    ("batch_size", None), ("rollout.batch_size", None), ("optimizer.warmpu_steps", "optimizer.warmup_steps"),
     ("group_szie", "group_size"), ("rollout.kvcache_gib", "rollout.kv_cache_gib"),
 ])  # fmt: skip
 def test_the_nearest_key_is_named_only_where_it_is_near(eqlen, key, hint):
     error = eqlen("plan {large} " + key + "=3")[2]
     assert ("nearest" in error) == (hint is not None)
     assert (hint or "") in error
+
+
+def test_a_key_that_went_is_refused_with_its_new_place(tmp_path):
+    """Also in the recipe that a run wrote before."""
+    for key, place in others._file()["went"].items():
+        section, _, name = key.partition(".")
+        plain = small().model_dump(mode="json")
+        plain[section][name] = 1
+        (tmp_path / "recipe.yaml").write_text(to_yaml(plain))
+        with pytest.raises(RecipeError, match=re.escape(f"unknown key {key!r} (it went to {place})")):
+            load_run(tmp_path)
 
 
 class Opened(Environment):

@@ -195,7 +195,7 @@ def reference_stream(prompt: Prompt, index: int, recipe: Recipe, seed: int, end:
     """Run the paper's lockstep: decode two tracks position by position; at an end, pair, inherit, and start a
     new track beside the survivor."""
     limit = recipe.rollout.max_response_length
-    max_pairs = 1 if recipe.equal_length.single_pair else recipe.equal_length.max_pairs
+    max_pairs = recipe.equal_length.max_pairs
 
     def fresh(number: int, trunk: list[int]) -> list[int]:
         track = track_seed(seed, prompt.prompt_id, index, number)

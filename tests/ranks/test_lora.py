@@ -166,9 +166,9 @@ def test_adapters_of_grouped_experts_have_the_gradients_of_experts_one_by_one(fo
 
 # ---- a policy -----------------------------------------------------------------------------------------
 
-SMOOTH = {"lr": 1e-2, "warmup_steps": 0, "adam_eps": 1e-5}
+SMOOTH = {"optimizer": {"lr": 1e-2, "warmup_steps": 0}, "model": {"megatron": {"adam_eps": 1e-5}}}
 """Adam's eps far above round-off, which would otherwise decide the direction of gradients near 0."""
-WITH_LORA: dict[str, Any] = {"lora": {"rank": 3, "alpha": 5}, "optimizer": SMOOTH}
+WITH_LORA: dict[str, Any] = {"lora": {"rank": 3, "alpha": 5}, **SMOOTH}
 
 
 def own_adapters(policy: Policy) -> Tensors:

@@ -42,7 +42,7 @@ def test_context_parallel_ranks_take_the_step_of_one(folder, passes):
     """The step has all its passes; weights are sent whole. Adam's eps is far above the gradients' round-off;
     otherwise round-off would decide the direction of weights with gradient 0."""
     minibatches = [one_tree_a_row(3)]
-    smooth = passes | {"optimizer": {"lr": 1e-3, "warmup_steps": 0, "adam_eps": 1e-5}}
+    smooth = passes | {"model": {"megatron": {"adam_eps": 1e-5}}}
     ((metrics, weights),) = run_ranks(1, update, folder, minibatches, smooth)
     for found, moved in run_ranks(2, update, folder, minibatches, smooth | layout(2, context=2)):
         assert found["packing/rows"] == metrics["packing/rows"]

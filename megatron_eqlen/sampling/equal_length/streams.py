@@ -26,9 +26,8 @@ class EqualLength(SamplingKind):
     name = "equal_length"
 
     def harvester(self, prompt: Prompt, index: int, setting: Setting) -> DualTrack:
-        limit, settings = setting.recipe.rollout.max_response_length, setting.recipe.equal_length
-        max_pairs = 1 if settings.single_pair else settings.max_pairs
-        return DualTrack(prompt, index, limit, setting.eos_token_ids, setting.seed, max_pairs)
+        limit, pairs = setting.recipe.rollout.max_response_length, setting.recipe.equal_length.max_pairs
+        return DualTrack(prompt, index, limit, setting.eos_token_ids, setting.seed, pairs)
 
     def compare(
         self, rollout: Rollout, recipe: Recipe, penalty: Penalty
@@ -37,7 +36,7 @@ class EqualLength(SamplingKind):
         and a unit for each pair."""
         on_policy = recipe.equal_length.pair_weight == "on_policy"
         rewards = _rewards(rollout, recipe, penalty)
-        pairs = pairs_of(rollout)[: len(rewards)]
+        pairs = pairs_of(rollout)
         sides = [side for pair in pairs for side in pair]
         tree, nodes = token_tree(rollout, f"{rollout.prompt_id}/{rollout.index}", sides)
         if recipe.equal_length.prefix_in_gradient:
@@ -120,10 +119,8 @@ def _rewards(stream: Rollout, recipe: Recipe, penalty: Penalty) -> Sequence[tupl
     settings = recipe.equal_length
     if settings.pair_weight == "on_policy":
         value = policy_rewards(stream, penalty)
-        rewards = [(value[pair.a.number], value[pair.b.number]) for pair in pairs_of(stream)]
-    else:
-        rewards = pair_rewards(stream, settings.suffix_reward, settings.unfinished, penalty)
-    return rewards[:1] if settings.single_pair else rewards
+        return [(value[pair.a.number], value[pair.b.number]) for pair in pairs_of(stream)]
+    return pair_rewards(stream, settings.suffix_reward, settings.unfinished, penalty)
 
 
 def _tail_units(
