@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from megatron_eqlen.data.rows import BadRow, Problem
 from megatron_eqlen.graders.code.tests import CodeTests
@@ -44,6 +45,13 @@ def reading_tests() -> Iterator[None]:
         raise
     except (ValueError, OverflowError, RecursionError) as error:
         raise BadRow("bad_tests", f"{error}"[:400]) from None
+
+
+def of_type(value: Any, kind: type, name: str) -> Any:
+    """Return ``value`` if it is a ``kind``. Raises BadRow ``bad_tests``."""
+    if not isinstance(value, kind):
+        raise BadRow("bad_tests", f"{name}: expected a {kind.__name__}, found {type(value).__name__}")
+    return value
 
 
 def code_row(

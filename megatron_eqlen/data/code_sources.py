@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.data.code_rows import code_question, reading_tests
+from megatron_eqlen.data.code_rows import code_question, of_type, reading_tests
 from megatron_eqlen.data.files import find_files, parse_json, read_records
 from megatron_eqlen.data.rows import BadRow, number_field, optional_text_field, text_field
 from megatron_eqlen.graders.code.tests import CodeTests
@@ -111,12 +111,12 @@ def _code_contests_tests(record: dict[str, Any]) -> CodeTests:
     outputs: list[str] = []
     for name in ("public_tests", "private_tests", "generated_tests"):
         # {input: [texts], output: [texts]}
-        held = _typed(record.get(name) or {}, dict, name)
-        inputs += _typed(held.get("input") or [], list, f"{name}.input")
-        outputs += _typed(held.get("output") or [], list, f"{name}.output")
+        held = of_type(record.get(name) or {}, dict, name)
+        inputs += of_type(held.get("input") or [], list, f"{name}.input")
+        outputs += of_type(held.get("output") or [], list, f"{name}.output")
     if not inputs:
         raise BadRow("no_tests")
-    limit = _typed(record.get("time_limit") or {}, dict, "time_limit")
+    limit = of_type(record.get("time_limit") or {}, dict, "time_limit")
     seconds = (number_field(limit, "seconds") or 0) + (number_field(limit, "nanos") or 0) / 1e9
     return CodeTests(inputs, outputs, time_limit=seconds or None)
 
@@ -132,11 +132,11 @@ def _codeforces_tests(record: dict[str, Any]) -> CodeTests:
     for name, reason in (("executable", "not_executable"), ("official_tests_complete", "incomplete_tests")):
         if record.get(name) is False:
             raise BadRow(reason, f"{name} is false")
-    held = _typed(record.get("official_tests") or [], list, "official_tests")
+    held = of_type(record.get("official_tests") or [], list, "official_tests")
     if not held:
         raise BadRow("no_tests")
     for test in held:
-        _typed(test, dict, "official_tests")
+        of_type(test, dict, "official_tests")
     memory = number_field(record, "memory_limit")
     return CodeTests(
         [test.get("input") for test in held],
@@ -147,12 +147,6 @@ def _codeforces_tests(record: dict[str, Any]) -> CodeTests:
     )
 
 
-def _typed(value: Any, kind: type, name: str) -> Any:
-    if not isinstance(value, kind):
-        raise BadRow("bad_tests", f"{name}: expected a {kind.__name__}, found {type(value).__name__}")
-    return value
-
-
 def _codeforces_statement(record: dict[str, Any]) -> str:
     """Join statement, formats, examples and note as OpenCodeReasoning's authors do."""
     parts = [text_field(record, "description")]
@@ -160,14 +154,14 @@ def _codeforces_statement(record: dict[str, Any]) -> str:
         parts += _section(title, record.get(name))
     if examples := record.get("examples"):
         parts.append("Examples")
-        for example in _typed(examples, list, "examples"):
-            held = _typed(example, dict, "examples")
+        for example in of_type(examples, list, "examples"):
+            held = of_type(example, dict, "examples")
             parts += _section("Input", held.get("input")) + _section("Output", held.get("output"))
     return "\n\n".join(parts + _section("Note", record.get("note")))
 
 
 def _section(title: str, text: Any) -> list[str]:
-    return [title, _typed(text, str, title)] if text else []
+    return [title, of_type(text, str, title)] if text else []
 
 
 APPS_COLUMNS = ("question", "input_output")

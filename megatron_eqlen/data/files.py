@@ -190,7 +190,8 @@ def _read_parquet(file: Path, columns: list[str], optional: list[str] | None) ->
         with pq.ParquetFile(file, page_checksum_verification=True) as parquet:
             wanted = _wanted_columns(file, parquet.schema_arrow.names, columns, optional)
             for batch in parquet.iter_batches(batch_size=BATCH_ROWS, columns=wanted):
-                for record in _decoded(batch, file, row):
+                batch.validate(full=True)  # texts in UTF-8
+                for record in batch.to_pylist():
                     yield record
                     row += 1
     except (pa.ArrowException, OSError) as error:
@@ -206,19 +207,3 @@ def _wanted_columns(
     if twice := sorted({name for name in wanted if present.count(name) > 1}):
         raise ValueError(f"{file}: expected each column once, found {twice} more than once")
     return wanted
-
-
-def _decoded(batch: pa.RecordBatch, file: Path, first: int) -> list[dict[str, Any]]:
-    """Return the rows of ``batch``, the first of which is row ``first`` of ``file``."""
-    try:
-        return batch.to_pylist()
-    except UnicodeDecodeError:
-        for number in range(batch.num_rows):
-            for name, column in zip(batch.schema.names, batch.columns, strict=True):
-                try:
-                    column[number].as_py()
-                except UnicodeDecodeError as error:
-                    byte = f"byte 0x{error.object[error.start]:02x}"
-                    where = f"{file}: row {first + number}: {name}"
-                    raise ValueError(f"{where}: expected UTF-8, found {byte}") from None
-        raise

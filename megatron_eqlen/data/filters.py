@@ -33,11 +33,6 @@ class Exclusion:
         return whole in self._whole or any(run in self._runs for run in word_runs(question))
 
 
-def read_exclusion(path: Path) -> Exclusion:
-    """Return the list in ``path``: one question a line, as plain text or as a JSON string."""
-    return Exclusion(_read_lines(path))
-
-
 def filter_rows(
     rows: Iterable[Problem],
     tally: Tally,
@@ -67,7 +62,8 @@ def filter_rows(
             yield row
 
 
-def _read_lines(path: Path) -> Iterator[str]:
+def read_questions(path: Path) -> Iterator[str]:
+    """Yield the questions of a list: one a line, as plain text or as a JSON string."""
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             text = line.decode().strip()

@@ -83,15 +83,10 @@ def read(
                 tally.drop(f"{path}: {row_id}", bad.reason, bad.detail)
 
 
-def read_aime(
-    path: Path,
-    tally: Tally,
-    columns: Mapping[str, str] = MappingProxyType({}),
-    grader: str | None = None,
-) -> Iterator[Problem]:
-    """Yield the rows of an AIME. Golds are integers from 0 to 999 without leading zeros and units: ``070``
-    and ``70^\\circ`` are both 70."""
-    for row in read(path, tally, columns, grader):
+def read_aime(path: Path, tally: Tally, **settings: Any) -> Iterator[Problem]:
+    """Yield the rows of an AIME, as ``read``. Golds are integers from 0 to 999 without leading zeros and
+    units: ``070`` and ``70^\\circ`` are both 70."""
+    for row in read(path, tally, **settings):
         if integer := _AIME_ANSWER.fullmatch(normalize(row.gold)):
             yield replace(row, gold=integer[1])
         else:

@@ -16,7 +16,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.data.code_rows import code_question, code_row, reading_tests
+from megatron_eqlen.data.code_rows import code_question, code_row, of_type, reading_tests
 from megatron_eqlen.data.files import find_files, parse_json, read_records
 from megatron_eqlen.data.rows import (
     BadRow,
@@ -108,8 +108,9 @@ def _checked_json(text: str) -> Any:
 
 
 def _row(question_id: str, record: dict[str, Any]) -> Problem:
-    cases = _list(parse_json(text_field(record, "public_test_cases")), "public_test_cases")
-    cases += _list(unpack_private_tests(text_field(record, "private_test_cases")), "private_test_cases")
+    private = unpack_private_tests(text_field(record, "private_test_cases"))
+    cases = of_type(parse_json(text_field(record, "public_test_cases")), list, "public_test_cases")
+    cases = cases + of_type(private, list, "private_test_cases")
     # one kind a problem: stdin, or calls of a function
     kinds = {test.get("testtype") if isinstance(test, dict) else None for test in cases}
     if kinds == {"stdin"}:
@@ -130,12 +131,6 @@ def _row(question_id: str, record: dict[str, Any]) -> Problem:
 
 def _arguments(text: str) -> list[Any]:
     return [parse_json(line) for line in text.split("\n") if line.strip()]
-
-
-def _list(tests: Any, name: str) -> list[Any]:
-    if not isinstance(tests, list):
-        raise BadRow("bad_tests", f"{name}: expected a list, found {type(tests).__name__}")
-    return tests
 
 
 def _date(text: str | None, name: str) -> date:

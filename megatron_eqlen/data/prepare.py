@@ -8,14 +8,14 @@ duplicates. The file appears under its name when it is complete.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
 from megatron_eqlen.data.prepared import prepared_file
-from megatron_eqlen.data.prompts import format_prompt
+from megatron_eqlen.data.prompts import chat_messages
 from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.data.sources import read_source
 from megatron_eqlen.graders.math.grader import MathGrader
@@ -49,12 +49,12 @@ def prepare(
     manifest: dict[str, Any] = {
         "source": source.model_dump(mode="json", exclude={"name", "weight"}),
         "max_prompt_length": limit,
-        "tokenizer": format_prompt(tokenizer, PROBE) if tokenizer else None,
+        "tokenizer": tokenizer.apply_chat_template(chat_messages(PROBE)) if tokenizer else None,
         "grader": grader.name,
     }
     with prepared_file(out, manifest) as write:
-        for chunk in _chunks(read_source(source, tally)):
-            # a chunk at a time, so that golds are checked in parallel
+        # a chunk at a time, so that golds are checked in parallel
+        for chunk in batched(read_source(source, tally), CHUNK):
             for row, refusal in zip(chunk, check_rows(chunk, grader, tokenizer, limit), strict=True):
                 if refusal is None:
                     write(replace(row, gold_checked=True))
@@ -69,19 +69,15 @@ def prepare(
 
 
 def check_rows(
-    rows: list[Problem], grader: MathGrader, tokenizer: Tokenizer | None, limit: int | None
+    rows: Sequence[Problem], grader: MathGrader, tokenizer: Tokenizer | None, limit: int | None
 ) -> list[Refusal | None]:
     """Return for each row None, or why it is left out: prompt length is checked first, then the gold."""
     refusals: list[Refusal | None] = []
     for row in rows:
-        length = len(format_prompt(tokenizer, row.messages or row.question)) if tokenizer and limit else 0
+        turns = [*row.messages] if row.messages else chat_messages(row.question)
+        length = len(tokenizer.apply_chat_template(turns)) if tokenizer and limit else 0
         refusals.append(("too_long", f"{length} tokens, limit {limit}") if limit and length > limit else None)
     math = [n for n, row in enumerate(rows) if row.grader == "math" and refusals[n] is None]
     for n, reason in zip(math, grader.check_golds([rows[n].gold for n in math]), strict=True):
         refusals[n] = (reason, repr(rows[n].gold[:200])) if reason else None
     return refusals
-
-
-def _chunks(rows: Iterator[Problem]) -> Iterator[list[Problem]]:
-    while chunk := list(islice(rows, CHUNK)):
-        yield chunk

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -365,33 +365,11 @@ def position_metrics(position: dict[str, Any] | None) -> Metrics:
     return {PROMPTS_DRAWN: float(position["drawn"])} | sources
 
 
-InstructionRole = Literal["user", "system", "none"]
-
-
-def format_prompt(
-    tokenizer: Tokenizer,
-    question: str | Sequence[Turn],
-    instruction: str = "",
-    instruction_role: InstructionRole = "user",
-    enable_thinking: bool | None = None,
-    tools: Tools = (),
-) -> list[int]:
-    """Return the token ids of ``question``, ready for the assistant's answer. A question that is a chat takes
-    no instruction.
-
-    ``user`` puts the instruction after the question in the same turn (Qwen's model cards), ``system`` into a
-    turn of its own before it (DeepMath's authors). ``enable_thinking`` is passed to the template where set.
-    """
-    if isinstance(question, str):
-        messages = chat_messages(question, instruction, instruction_role)
-    else:
-        messages = [*question]
-    return tokenizer.apply_chat_template(messages, enable_thinking, tools)
-
-
-def chat_messages(question: str, instruction: str, instruction_role: InstructionRole) -> list[Turn]:
-    if not instruction or instruction_role == "none":
+def chat_messages(question: str, instruction: str = "", role: str = "user") -> list[Turn]:
+    """Return the turns of a question. ``role``: ``user`` puts the instruction after it in the same turn
+    (Qwen's model cards), ``system`` into a turn of its own before it (DeepMath's authors)."""
+    if not instruction or role == "none":
         return [{"role": "user", "content": question}]
-    if instruction_role == "user":
+    if role == "user":
         return [{"role": "user", "content": f"{question}\n\n{instruction}"}]
     return [{"role": "system", "content": instruction}, {"role": "user", "content": question}]

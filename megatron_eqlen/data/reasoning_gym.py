@@ -17,13 +17,14 @@ import ast
 import difflib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import numpy as np
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, ValidationError
 
 from megatron_eqlen.data.rows import BadRow, Problem, Tally
 from megatron_eqlen.recipe.load import explain, read_yaml
+from megatron_eqlen.recipe.plugins import typed
 from megatron_eqlen.recipe.schema import PositiveFloat, PositiveInt, Section
 
 INSTRUCTION = (
@@ -121,24 +122,12 @@ def _read_mix(path: Path) -> Any:
         if task.name not in DATASETS:
             near = difflib.get_close_matches(task.name, DATASETS, n=1, cutoff=0.0)[0]
             raise ValueError(f"{where}.name: no task {task.name!r} (nearest: {near!r})")
-        config = _typed(task.config, DATASETS[task.name][1], f"{where}.config")
-        specs.append(DatasetSpec(task.name, task.weight, config))
+        schema = DATASETS[task.name][1]
+        if unknown := sorted(task.config.keys() - schema.__dataclass_fields__.keys()):
+            near = difflib.get_close_matches(unknown[0], schema.__dataclass_fields__, n=1, cutoff=0.0)[0]
+            raise ValueError(f"{where}.config: unknown key {unknown[0]!r} (nearest: {near!r})")
+        specs.append(DatasetSpec(task.name, task.weight, typed(task.config, f"{where}.config", schema)))
     try:
         return CompositeDataset(CompositeConfig(mix.size, mix.seed, specs))
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: reasoning-gym refuses it: {error}") from None
-
-
-def _typed(config: dict[str, Any], schema: Any, where: str) -> dict[str, Any]:
-    """Return the texts of ``config`` as the types that the task's own dataclass ``schema`` declares."""
-    hints, fields = get_type_hints(schema), schema.__dataclass_fields__
-    typed = {}
-    for key, text in sorted(config.items()):
-        if key not in fields:
-            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.0)[0]
-            raise ValueError(f"{where}: unknown key {key!r} (nearest: {near!r})")
-        try:
-            typed[key] = TypeAdapter(hints[key]).validate_python(text)
-        except ValidationError as error:
-            raise ValueError(f"{where}.{key}: {explain(error, _Mix).removeprefix(': ')}") from None
-    return typed

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_eqlen.data import jsonl, livecodebench, opencodereasoning, prepared, reasoning_gym
 from megatron_eqlen.data.files import refuse_half_pairs
-from megatron_eqlen.data.filters import Exclusion, filter_rows, read_exclusion
+from megatron_eqlen.data.filters import Exclusion, filter_rows, read_questions
 from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.recipe import ANY_COLUMNS, BenchmarkRecipe, SourceRecipe
 from megatron_eqlen.recipe.inputs import data_files, local_path
@@ -119,7 +119,7 @@ def _read_own(name: str, reader: Reader, path: Path, tally: Tally) -> Iterator[P
 
 
 def _filtered(source: SourceRecipe, rows: Iterator[Problem], tally: Tally) -> Iterator[Problem]:
-    exclusion: Exclusion | None = read_exclusion(Path(source.exclude)) if source.exclude else None
+    exclusion = Exclusion(read_questions(Path(source.exclude))) if source.exclude else None
     return filter_rows(
         rows, tally, source.min_difficulty, source.max_difficulty, exclusion, source.keep_duplicates
     )

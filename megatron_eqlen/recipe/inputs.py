@@ -65,7 +65,8 @@ def pinned(recipe: Recipe, run: Path | None = None) -> Recipe:
 def fetch(recipe: Recipe) -> None:
     """Check that local inputs exist, then download the others unless the cache has them. Raises
     RecipeError."""
-    check_inputs(recipe)
+    if problems := missing_inputs(recipe):
+        raise RecipeError(problems)
     for key, section in _inputs(recipe).items():
         _download(key, section)
 
@@ -75,13 +76,6 @@ def with_model(recipe: Recipe) -> Recipe:
     model = _pinned(MODEL, recipe.model, _environment())
     _download(MODEL, model)
     return recipe.model_copy(update={"model": model})
-
-
-def check_inputs(recipe: Recipe) -> None:
-    """Raise RecipeError, naming the key, for a local file or folder that the recipe reads and that is not
-    there."""
-    if problems := missing_inputs(recipe):
-        raise RecipeError(problems)
 
 
 def missing_inputs(recipe: Recipe) -> str:

@@ -701,10 +701,7 @@ class ReportRecipe(Section):
     """Records and reports of a run."""
 
     wandb_project: str | None = None
-    """Project of Weights & Biases to which the run is logged; needs the package wandb."""
-    samples_every: Annotated[NonNegativeInt, When(".wandb_project")] = 0
-    """Steps between tables of a few scored rollouts in wandb, of those whose tokens the first rank
-    holds. 0: none; the service then receives only numbers and the recipe."""
+    """Project of Weights & Biases to which numbers and recipe are logged; needs the package wandb."""
     keep_streams: Literal["all", "evaluations"] | PositiveInt = "all"
     """Steps whose recorded rollouts are kept: all, evaluated steps only, or the newest N. Others are removed
     once a later checkpoint is saved."""

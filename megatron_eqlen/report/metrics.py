@@ -15,7 +15,7 @@ import time
 from array import array
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from pydantic_core import from_json
@@ -23,9 +23,6 @@ from pydantic_core import from_json
 from megatron_eqlen.files import naming
 from megatron_eqlen.report.trackers import Trackers
 from megatron_eqlen.types import Metrics
-
-if TYPE_CHECKING:
-    from megatron_eqlen.report.rollouts import RolloutView
 
 FILE = "metrics.jsonl"
 TAIL = 1 << 18
@@ -62,9 +59,8 @@ class MetricsWriter:
         if self.tracker is not None:
             self.tracker.finish(failed)
 
-    def write(self, step: int, metrics: Metrics, samples: Sequence[RolloutView] = ()) -> None:
-        """Append the metrics of ``step`` (counted from 1). Numbers that are not finite become null.
-        ``samples``: for the tracker."""
+    def write(self, step: int, metrics: Metrics) -> None:
+        """Append the metrics of ``step`` (counted from 1). Numbers that are not finite become null."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         record = {"step": step, "time": time.time(), **finite}
         line = memoryview(json.dumps(record).encode() + b"\n")
@@ -72,7 +68,7 @@ class MetricsWriter:
             while line:  # a full disk raises; a signal may shorten a write
                 line = line[self.file.write(line) :]
         if self.tracker is not None:
-            self.tracker.log(step, metrics, samples)
+            self.tracker.log(step, metrics)
 
 
 def read_newest(folder: Path, count: int) -> Records:

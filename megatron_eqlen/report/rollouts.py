@@ -1,5 +1,5 @@
 """Rollouts in readable form: text, rewards, and their part in training. Pages draw them, ``eqlen inspect``
-prints them, wandb gets them as a table."""
+prints them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from megatron_eqlen.objectives.build import weighted_units
 from megatron_eqlen.objectives.dynamic_sampling import trained
@@ -98,33 +98,18 @@ class RolloutView:
     title: str
     parts: list[PartView]
 
-    def table_rows(self, step: int) -> list[dict[str, Any]]:
-        """Return a row for each part; long texts are shortened."""
-        about = {"step": step, "prompt": self.prompt_id, "question": shorten(self.question)}
-        return [
-            about
-            | {"rollout": self.title, "part": one.label, "text": shorten(one.text), "verdict": one.verdict}
-            | {"reward": one.lesson.reward, "advantage": one.lesson.advantage, "use": one.lesson.use}
-            | {"end": one.end, "tokens": sum(one.own), "inherited_tokens": one.start}
-            | {"policy_versions": ", ".join(map(str, one.versions))}
-            for one in self.parts
-        ]
-
 
 class Training:
     """Effects of training on a step's rollouts, found with the functions of training itself; skeletons
-    suffice. Without the recipe nothing is known.
+    suffice. Without the recipe nothing is known."""
 
-    ``selected``: ``rollouts`` are those that the step trains, not all that it recorded.
-    """
-
-    def __init__(self, rollouts: Sequence[Rollout], recipe: Recipe | None, selected: bool = False) -> None:
+    def __init__(self, rollouts: Sequence[Rollout], recipe: Recipe | None) -> None:
         scored = all(part.grade for rollout in rollouts for part, _ in rollout.ended())
         self._other: Use = "" if recipe is None else "not trained" if scored else "not scored"
         self._lessons: dict[int, Lesson] = {}  # by the id() of the part
         if recipe is None or not scored:
             return
-        for unit in weighted_units(rollouts if selected else trained(rollouts, recipe), recipe):
+        for unit in weighted_units(trained(rollouts, recipe), recipe):
             members = zip(unit.members, unit.nodes, unit.rewards, unit.advantages, strict=True)
             for part, node, reward, advantage in members:
                 use = "trained" if node.weight else "skipped"
@@ -143,13 +128,6 @@ class Training:
 
     def _teaches(self, rollout: Rollout) -> bool:
         return any(self.of(part).role in ("raised", "lowered") for part in rollout.parts)
-
-
-def samples(rollouts: Sequence[Rollout], recipe: Recipe, decode: Decode) -> list[RolloutView]:
-    """Return a few of the ``rollouts`` that a step trains, of those whose tokens this rank holds."""
-    training, decode = Training(rollouts, recipe, selected=True), by_token(decode)
-    here = [rollout for rollout in rollouts if not any(part.tokens.is_bare for part in rollout.parts)]
-    return [view(rollout, decode, training) for rollout in training.telling(here)]
 
 
 def _role(weight: float, advantage: float) -> Role:

@@ -9,17 +9,14 @@ import importlib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_eqlen.files import read_text, write_text
 from megatron_eqlen.objectives.registry import with_defaults
 from megatron_eqlen.recipe import Recipe, leaves, shown
 from megatron_eqlen.types import Metrics
-
-if TYPE_CHECKING:
-    from megatron_eqlen.report.rollouts import RolloutView  # with all that reads rollouts
 
 PATIENCE = 20.0
 """Seconds that wandb may take to start, and to send the rest at a run's end."""
@@ -45,11 +42,10 @@ class Trackers:
                 raise ValueError(f"{needs} (pip install '.[wandb]')") from None
             self._try("wandb", lambda: self._running.update(wandb=Wandb(folder, recipe)))
 
-    def log(self, step: int, metrics: Metrics, samples: Sequence[RolloutView]) -> None:
-        """Show the metrics of ``step``, counted from 1, and some of its rollouts. Steps come in order, each
-        once."""
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Show the metrics of ``step``, counted from 1. Steps come in order, each once."""
         for name, tracker in [*self._running.items()]:
-            self._try(name, tracker.log, step, metrics, samples)
+            self._try(name, tracker.log, step, metrics)
 
     def finish(self, failed: bool) -> None:
         """End the record; ``failed``: an error ended the run."""
@@ -81,7 +77,7 @@ class TensorBoard:
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=steps + 1)
         self.writer._get_file_writer().add_summary(_hparams(recipe))
 
-    def log(self, step: int, metrics: Metrics, samples: Sequence[RolloutView]) -> None:
+    def log(self, step: int, metrics: Metrics) -> None:
         now = time.time()
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, step, walltime=now)
@@ -101,7 +97,6 @@ class Wandb:
     def __init__(self, folder: Path, recipe: Recipe) -> None:
         import wandb  # pyright: ignore[reportMissingImports] (optional)
 
-        self.table: Any = wandb.Table
         self.run: Any = wandb.init(
             project=recipe.report.wandb_project,
             name=f"{recipe.name}-{recipe.run_name}",
@@ -113,12 +108,9 @@ class Wandb:
             settings=wandb.Settings(finish_timeout=PATIENCE, init_timeout=PATIENCE),
         )
 
-    def log(self, step: int, metrics: Metrics, samples: Sequence[RolloutView]) -> None:
-        if step < self.run.starting_step:
-            return
-        rows = [row for rollout in samples for row in rollout.table_rows(step)]
-        table = self.table(columns=[*rows[0]], data=[[*row.values()] for row in rows]) if rows else None
-        self.run.log(metrics | ({"rollouts": table} if rows else {}), step=step, commit=True)
+    def log(self, step: int, metrics: Metrics) -> None:
+        if step >= self.run.starting_step:
+            self.run.log(metrics, step=step, commit=True)
 
     def finish(self, failed: bool) -> None:
         self.run.finish(exit_code=int(failed))

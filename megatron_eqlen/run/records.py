@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from megatron_eqlen import metrics as m
 from megatron_eqlen.processes import distributed
 from megatron_eqlen.report.metrics import FILE as METRICS
 from megatron_eqlen.report.metrics import Columns, MetricsWriter
-from megatron_eqlen.report.rollouts import samples
 from megatron_eqlen.report.trackers import Trackers
 from megatron_eqlen.run.run_folder import RunFolder
 from megatron_eqlen.run.session import Session
-from megatron_eqlen.types import Metrics, Rollout
+from megatron_eqlen.types import Metrics
 
 
 class StepRecords:
@@ -46,12 +43,10 @@ class StepRecords:
             self._writer = MetricsWriter(self._folder.path, steps, trackers)
             self._session.enter(self._writer)
 
-    def write(self, steps: int, metrics: Metrics, rollouts: Sequence[Rollout]) -> None:
-        """Record step number ``steps``, counted from 1, which trained ``rollouts``."""
+    def write(self, steps: int, metrics: Metrics) -> None:
+        """Record step number ``steps``, counted from 1."""
         if self._writer is not None:
-            recipe, decode = self._session.recipe, self._session.tokenizer.decode
-            due = (every := recipe.report.samples_every) and steps % every == 0
-            self._writer.write(steps, metrics, samples(rollouts, recipe, decode) if due else ())
+            self._writer.write(steps, metrics)
         self._session.events.note("step", step=steps)
         self._session.progress.step(steps, metrics)
 

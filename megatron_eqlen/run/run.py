@@ -253,7 +253,7 @@ class Run:
         }
         step = step.log(gain_metrics(step.metrics))
         ranks = m.over_ranks(gather([step.metrics]))
-        self.records.write(self.steps, step.metrics | reached | ranks | speed | totals, step.rollouts)
+        self.records.write(self.steps, step.metrics | reached | ranks | speed | totals)
         if distributed.is_rank0():
             found = dict(diagnose(self.folder.path, self.recipe, read_newest(self.folder.path, SPARK_STEPS)))
             for kind in (kind for kind in found if kind not in self.diagnosed):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import sys
 import types
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -14,11 +13,8 @@ from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from megatron_eqlen.report.metrics import Columns, MetricsWriter
-from megatron_eqlen.report.progress import Progress
 from megatron_eqlen.report.trackers import PATIENCE, Trackers
-from megatron_eqlen.run.records import StepRecords
-from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
-from tests.kit.report_runs import example_stream, prompt, recipe
+from tests.kit.report_runs import recipe
 
 
 class FakeWandb(types.ModuleType):
@@ -114,40 +110,6 @@ def test_a_run_that_an_error_ends_is_shown_as_failed(tmp_path, wandb):
     for error in (True, False):
         train(tmp_path, [1], error=error)
     assert fake.exit_codes == [1, 0]
-
-
-# ---- samples of rollouts --------------------------------------------------------------------------------
-
-
-def test_wandb_has_a_few_rollouts_of_the_steps_that_the_recipe_names(tmp_path, wandb):
-    """A row says what a side of a pair got, and who sampled it: types.py's example, a group's question."""
-    fake, asked = wandb(), recipe(tmp_path, report={"wandb_project": "eqlen", "samples_every": 2})
-    other = dataclasses.replace(example_stream(), prompt=prompt(2))
-    pairs_of(other)[1].a.grade = pairs_of(other)[0].a.grade
-    elsewhere = dataclasses.replace(example_stream(), prompt=prompt(3)).skeleton()  # of another rank
-    tokenizer = types.SimpleNamespace(decode=lambda token_ids: "".join(f"{token} " for token in token_ids))
-    with ExitStack() as stack:
-        events = types.SimpleNamespace(note=lambda kind, **fields: None)
-        progress = Progress(asked.budget, "", show=False)
-        session = types.SimpleNamespace(
-            recipe=asked, tokenizer=tokenizer, events=events, progress=progress, enter=stack.enter_context
-        )
-        records = StepRecords(session, types.SimpleNamespace(path=tmp_path))
-        records.open(0)
-        for step in (1, 2, 3):
-            records.write(step, {"reward/mean": 0.0}, [other, elsewhere, example_stream()])
-    (steps,) = fake.runs.values()
-    assert [step for step, shown in steps.items() if "rollouts" in shown] == [2]
-    table = steps[2]["rollouts"]
-    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
-    assert [(row["prompt"], row["part"]) for row in rows[:5]] == [
-        ("sums/a.parquet#1", name) for name in ("A1", "B1", "A2", "B2", "tail")
-    ], "the stream that teaches comes first, with its pairs' sides side by side"
-    first, second = rows[:2]
-    assert (first["text"], first["reward"], first["verdict"]) == ("5 9 ", 0.0, "wrong: <b>8</b> (gold: 7)")
-    assert (second["text"], second["reward"], second["verdict"]) == ("6 7 ", 1.0, "")
-    assert first["advantage"] == -second["advantage"] < 0
-    assert (rows[4]["advantage"], rows[4]["use"], rows[2]["inherited_tokens"]) == (None, "not trained", 2)
 
 
 # ---- what trackers do to a run --------------------------------------------------------------------------
