@@ -53,10 +53,20 @@ def _load_states_in_place(distrib_optimizer: Any) -> None:
     Every state is copied from the loaded tensors, but ``step`` is not one of them (it is kept per parameter
     group): KeyError. Then the one loaded ``step`` tensor is shared by all parameters, so each of the N
     parameters advances it and Adam's bias correction is silently N steps ahead. A host optimizer keeps the
-    loaded tensors as its own, some of which are small views of whole weights.
+    loaded tensors as its own, some of which are small views of whole weights. A rank without parameters of
+    an optimizer, such as a pipeline stage without experts, has no state with a step: AssertionError.
     """
     optimizer = distrib_optimizer.DistributedOptimizer
     set_states, load_state_dict = optimizer._set_main_param_and_optimizer_states, optimizer.load_state_dict
+    state_dict = optimizer.state_dict
+
+    def state_of_any_rank(self: Any) -> dict[str, Any]:
+        if self.optimizer.state:
+            return state_dict(self)
+        groups = [{"step": 0} | group for group in self.optimizer.state_dict()["param_groups"]]
+        for group in groups:
+            del group["params"]
+        return {"optimizer": {"param_groups": groups}}
 
     def set_loaded_states(
         self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]
@@ -80,7 +90,7 @@ def _load_states_in_place(distrib_optimizer: Any) -> None:
                 state["step"] = state["step"].clone()
 
     optimizer._set_main_param_and_optimizer_states = set_loaded_states
-    optimizer.load_state_dict = load_with_own_steps
+    optimizer.load_state_dict, optimizer.state_dict = load_with_own_steps, state_of_any_rank
 
 
 def _hold_main_weights_once(hybrid_optimizer: Any) -> None:

@@ -74,6 +74,8 @@ def build_optimizer(
         [*chunks],
     )
     assert isinstance(optimizer, ChainedOptimizer)
+    # one for dense weights, one for experts: no rank may train any of one kind (lora.targets: [experts])
+    optimizer = ChainedOptimizer([part for part in optimizer.chained_optimizers if part.optimizer])
     with all_cores():
         for part in optimizer.chained_optimizers:
             init_state(part)

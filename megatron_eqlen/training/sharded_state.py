@@ -24,6 +24,7 @@ from megatron_eqlen.models.megatron_checkpoint import (
     read_metadata,
     sharded_weights,
 )
+from megatron_eqlen.processes.distributed import gather
 from megatron_eqlen.training import optimizer_state
 from megatron_eqlen.training.policy import Policy
 
@@ -98,7 +99,13 @@ def _build(policy: Policy, sharding: str, stored: Metadata | None = None) -> dic
     }
     loading = stored is not None
     optimizer = policy.optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
-    for part in [optimizer] if "optimizer" in optimizer else optimizer.values():
+    parts = [optimizer] if "optimizer" in optimizer else [*optimizer.values()]
+    if sharding == SHARDING["any"]:  # rank 0 writes the step for all, also if it has no weights to be trained
+        options = [group for part in parts for group in part["optimizer"]["param_groups"]]
+        step = max(gather([group.get("step", 0) for group in options]))
+        for group in options:
+            group["step"] = step
+    for part in parts:
         if part["param_state"] is None:  # another rank gathered it
             del part["param_state"]
     state["optimizer"] = optimizer

@@ -21,6 +21,7 @@ from megatron_eqlen.training.policy import Policy
 from tests.kit.distributed import run_ranks
 from tests.kit.gpt_checkpoints import save_gpt
 from tests.kit.marks import slow, weekly_but
+from tests.kit.tiny_models import save_tiny
 from tests.kit.updates import build_policy, layout, numbers, one_tree_a_row, same
 
 ANY, BOUND = {"resharding": "any"}, {"resharding": "data_parallel"}
@@ -125,6 +126,25 @@ def test_another_layout_refuses_a_bound_checkpoint_and_reads_the_other_kind(save
     run_ranks(others, carry_on, folder, others, other_parallel, plain, 0, (ANY, str(tmp_path)))
     expected, found = tensors(plain, str(tmp_path))
     assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def test_a_stage_without_experts_has_their_steps_and_continues_bit_for_bit(tmp_path):
+    """Its rank, the first, writes the steps of all ranks' optimizers."""
+    folder, parallel = str(tmp_path / "hf"), {"pipeline": 2}
+    save_tiny(tmp_path / "hf", "glm4_moe", num_hidden_layers=2, first_k_dense_replace=1)
+    bound, unbound, through, *again = (str(tmp_path / name) for name in "abcde")
+    run_ranks(2, carry_on, folder, 2, parallel, "", 1, (BOUND, bound), (ANY, unbound))
+    run_ranks(2, carry_on, folder, 2, parallel, "", 2, (ANY, through))
+    for source, target in zip((bound, unbound), again, strict=True):
+        run_ranks(2, carry_on, folder, 2, parallel, source, 1, (ANY, target))
+    expected, *found = tensors(through, *again)
+    assert any(".experts." in name for name in expected)
+    assert all(torch.equal(each[name], value) for each in found for name, value in expected.items())
+    (step,) = checkpoint_folder.steps(Path(unbound))
+    from megatron.core import dist_checkpointing
+
+    parts = dist_checkpointing.load_common_state_dict(str(step))["optimizer"].values()
+    assert [{group["step"] for group in part["optimizer"]["param_groups"]} for part in parts] == [{1}, {1}]
 
 
 def carry_on_as_gpt(gpt: str, *arguments: Any) -> str:

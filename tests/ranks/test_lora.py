@@ -287,6 +287,36 @@ def test_a_run_resumes_bit_for_bit_from_a_checkpoint_of_adapters_alone(folders, 
     assert not [key for key in stored if "adapter" not in key and "optimizer" not in key]
 
 
+def continued(folder: str, changes: dict[str, Any], target: str) -> bool:
+    """Return True if a policy that resumes has the weights of the one that was saved, an update later."""
+    policy, trees = build_policy(folder, changes), [one_tree_a_row(2)]
+    policy.update(trees)
+    policy.park()
+    checkpoint.save(Path(target), 1, policy, {}, keep=1)
+    policy.unpark()
+    policy.update(trees)
+    again = Policy(Job(recipe_of(folder, changes)))
+    checkpoint.load(Path(target), again)
+    again.update(trees)
+    ours, theirs = weights_of(again), weights_of(policy)
+    return all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+@pytest.mark.parametrize(
+    ("family", "processes", "parallel", "target"),
+    [("qwen3_moe", 1, {}, "experts"), ("qwen3_next", 2, {"pipeline": 2}, "attention")],
+    ids=["no dense weight", "no weight of the first stage"],
+)
+@pytest.mark.parametrize("resharding", ["any", "data_parallel"])
+def test_a_run_resumes_if_a_rank_trains_nothing_of_a_kind(
+    folders, tmp_path, family, processes, parallel, target, resharding
+):
+    changes = WITH_LORA | layout(processes, **parallel) | {"checkpoint": {"resharding": resharding}}
+    changes["lora"] = {"rank": 3, "targets": [target]}
+    arguments = str(folders / family), changes, str(tmp_path)
+    assert all(run_ranks(processes, continued, *arguments))
+
+
 def dist_keys(folder: Path) -> list[str]:
     """Return the keys of a checkpoint's tensors."""
     (step,) = checkpoint_folder.steps(folder)
