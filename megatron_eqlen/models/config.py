@@ -123,7 +123,7 @@ def _execution_fields(parallel: ParallelRecipe, dtype: torch.dtype, sequence: bo
     if parallel.recompute == "full":
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
     elif parallel.recompute == "mlp":
-        fields |= {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]}
+        fields |= {"recompute_granularity": "selective", "recompute_modules": []}  # by ReplayLayer
     return fields
 
 

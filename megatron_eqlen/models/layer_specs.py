@@ -26,7 +26,6 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.transformer_layer import MlpBuilder, TransformerLayerSubmodules
 
@@ -81,15 +80,13 @@ class TorchModules(LocalSpecProvider):
 
 class PolicyStack(HybridStack):
     """HybridStack that has a final norm of the other norms' kind (Megatron's is Transformer Engine's, always:
-    hybrid_block.py:215) and recomputes no MLP in a layer without one (transformer_layer.py:515)."""
+    hybrid_block.py:215)."""
 
     def __init__(self, *args: Any, final_norm: type, **kwargs: Any) -> None:
         super().__init__(*args, post_layer_norm=False, **kwargs)
         self.post_layer_norm = True
         if self.post_process:
             self.final_norm = final_norm(self.config, self.config.hidden_size, self.config.layernorm_epsilon)
-        for layer in self.layers:
-            vars(layer)["recompute_mlp"] &= not isinstance(layer.mlp, IdentityOp)
 
 
 def stack_spec(config: TransformerConfig, separate_norms: bool = False) -> ModuleSpec:

@@ -14,13 +14,15 @@ Here a layer takes its part of the row with which it is called.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import checkpoint
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -131,16 +133,23 @@ class ReplayRouter(TopKRouter):
 
 class ReplayLayer(TransformerLayer):
     """Megatron's layer; its router gets the routes of the row with which the layer is called, in forward
-    passes and when activations are recomputed."""
+    passes and when activations are recomputed (with ``recompute: mlp`` a layer with an MLP, whole)."""
 
-    def forward(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any) -> Any:
-        kwargs["packed_seq_params"] = packed_seq_params
-        columns = packed_seq_params.path_columns if isinstance(packed_seq_params, TreeParams) else {}
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        again = self.config.recompute_granularity == "selective" and not isinstance(self.mlp, IdentityOp)
+        if again and self.training:
+            run = functools.partial(self._routed, **kwargs)
+            return checkpoint(lambda hidden: run(hidden_states=hidden)[0], False, hidden_states), None
+        return self._routed(hidden_states=hidden_states, **kwargs)
+
+    def _routed(self, **kwargs: Any) -> Any:
+        row = kwargs.get("packed_seq_params")
+        columns = row.path_columns if isinstance(row, TreeParams) else {}
         router = self.mlp.router if isinstance(self.mlp, MoELayer) else None
         if ROUTES.name not in columns or not isinstance(router, ReplayRouter) or not router.reads_routes:
-            return super().forward(*args, **kwargs)
+            return super().forward(**kwargs)
         with router.given(columns[ROUTES.name]):
-            return super().forward(*args, **kwargs)
+            return super().forward(**kwargs)
 
 
 def routers(chunks: Iterable[torch.nn.Module]) -> list[ReplayRouter]:

@@ -160,7 +160,9 @@ class RankRow:
         """Return the bytes of one layer that its backward pass computes again instead."""
         if self.parallel.recompute == "full":
             return self.layer(number, imbalance) - self.boundary
-        return self._mlp(number, imbalance) if self.parallel.recompute == "mlp" else 0.0
+        if self.parallel.recompute == "none":
+            return 0.0
+        return self._mlp(number, imbalance) + self._norm(self.shard, self.model.hidden_size)
 
     def _mlp(self, number: int, imbalance: float) -> float:
         experts = self.model.experts

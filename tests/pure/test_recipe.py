@@ -86,6 +86,7 @@ MISTAKES = [
     ("model.megatron.attention_backend=flash cluster.device=cpu", "gpu, found flash with cpu: token trees"),
     ("model.megatron.attention_backend=fused", "attention_backend: expected flash, with cluster.device: gpu"),
     ("model.megatron.hidden_size=3", "hidden_size: refused: the model's config.json says it"),
+    ("model.megatron.no_rope_freq=[0,1]", "no_rope_freq: refused: the model's config.json says it"),
     ("model.megatron.attention_dropout=0.1", "refused: a token's log-prob must not depend on chance"),
     ("model.megatron.context_parallel_size=2", "context_parallel_size: refused: `parallel` says it"),
     ("rollout.vllm.async_schedulin=true", "the engine has no such option (nearest: 'async_scheduling')"),
