@@ -17,7 +17,7 @@ from typing import Any
 from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.hf.hub import is_name
-from megatron_eqlen.hf.weight_map import Same, Weight
+from megatron_eqlen.hf.weight_map import Stacked, Weight
 
 TARGETS = {
     "attention": r"self_attention\.linear_(qkv|proj)\.weight",
@@ -121,7 +121,7 @@ def _adapter(base: Weight, rank: int) -> AdapterWeights:
             tuple((rows, rank) for rows, _ in base.shapes),
             dim=0 if divides_rows else None,
             sections=base.sections if divides_rows else (),
-            arrangement=base.arrangement if divides_rows else Same(),
+            arrangement=base.arrangement if divides_rows else Stacked(),
             expert=base.expert,
         ),
     )

@@ -115,11 +115,7 @@ def _matching(names: Sequence[str], patterns: str | Sequence[str], folder: str |
     """Return the names that a pattern of the card matches; ``*`` stays within a folder, ``**`` does not."""
     listed = [patterns] if isinstance(patterns, str) else patterns
     within = f"{folder}/" if folder else ""
-    wanted = [re.compile(_expression(f"{within}{pattern}".removeprefix("./"))) for pattern in listed]
-    return [name for name in names if any(pattern.fullmatch(name) for pattern in wanted)]
-
-
-def _expression(pattern: str) -> str:
     kinds = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    pieces = re.split(r"(\*\*/|\*\*|\*|\?)", pattern)
-    return "".join(kinds.get(piece) or re.escape(piece) for piece in pieces)
+    split = (re.split(r"(\*\*/|\*\*|\*|\?)", f"{within}{pattern}".removeprefix("./")) for pattern in listed)
+    wanted = ["".join(kinds.get(piece) or re.escape(piece) for piece in pieces) for pieces in split]
+    return [name for name in names if any(re.fullmatch(pattern, name) for pattern in wanted)]

@@ -32,7 +32,10 @@ def _weights(model: ModelConfig) -> Iterator[Weight]:
             if moe.shared_expert_intermediate_size:
                 yield from shared_expert(model, moe, layer)
         else:
-            yield from dense_mlp(model, layer)
+            mlp = f"layers.{layer}.mlp."
+            yield from gated_mlp(
+                f"decoder.{mlp}", model.prefix + mlp, model.hidden_size, model.intermediate_size
+            )
     yield from head(model)
 
 
@@ -76,11 +79,6 @@ def attention(model: ModelConfig, layer: int) -> Iterator[Weight]:
         yield Weight(megatron + "k_layernorm.weight", (hf + "k_norm.weight",), ((model.head_dim,),))
 
 
-def dense_mlp(model: ModelConfig, layer: int) -> Iterator[Weight]:
-    megatron, hf = f"decoder.layers.{layer}.mlp.", f"{model.prefix}layers.{layer}.mlp."
-    yield from gated_mlp(megatron, hf, model.hidden_size, model.intermediate_size)
-
-
 def gated_mlp(megatron: str, hf: str, hidden: int, width: int, expert: int | None = None) -> Iterator[Weight]:
     """Yield the gate, up and down projections; ``megatron`` and ``hf``: Megatron's and Hugging Face's
     prefixes."""
@@ -89,7 +87,7 @@ def gated_mlp(megatron: str, hf: str, hidden: int, width: int, expert: int | Non
         (hf + "gate_proj.weight", hf + "up_proj.weight"),
         ((width, hidden), (width, hidden)),
         dim=0,
-        arrangement=Stacked(),
+        arrangement=Stacked((1, 1)),
         expert=expert,
     )
     down = hf + "down_proj.weight"

@@ -67,7 +67,8 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of ``token_ids`` without end-of-sequence and padding tokens; ``</think>`` is
         kept, and a padding token that is a letter: id 0 is ``!`` in many vocabularies."""
-        return self._decode(_without(token_ids, self._silent))
+        kept = _without(token_ids, self._silent)
+        return self._backend.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def apply_chat_template(
         self,
@@ -165,9 +166,6 @@ class Tokenizer:
     def _encode(self, text: str) -> list[int]:
         return self._backend.encode(text, add_special_tokens=False)
 
-    def _decode(self, token_ids: list[int]) -> str:
-        return self._backend.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
 
 def encodable(text: str) -> str:
     """Return the text with ``?`` for half a surrogate pair, which has no encoding."""
@@ -234,10 +232,10 @@ def load_decoder(path: str | Path) -> Callable[[Sequence[int] | np.ndarray], str
     backend = Backend.from_file(str(folder / "tokenizer.json"))
     added = backend.get_added_tokens_decoder().keys()
     config = _read_json(folder / "tokenizer_config.json")
-    eos, pad = (
-        backend.token_to_id(_token_text(config[key])) if config.get(key) else None
-        for key in ("eos_token", "pad_token")
-    )
+    # text, or a record of an added token
+    names = (config.get(key) or None for key in ("eos_token", "pad_token"))
+    texts = (name["content"] if isinstance(name, dict) else name for name in names)
+    eos, pad = (None if text is None else backend.token_to_id(text) for text in texts)
     ends, padding = _special_ids(folder, eos, pad)
     silent = sorted(ends | {padding} & added)
     return lambda token_ids: backend.decode(_without(token_ids, silent), skip_special_tokens=False)
@@ -342,8 +340,3 @@ def _from_transformers(folder: Path) -> Any:
         if type(error) is not Exception:  # which the tokenizers library raises for its file
             raise
         raise ValueError(f"{folder / 'tokenizer.json'}: {error}") from None
-
-
-def _token_text(token: str | dict[str, Any]) -> str:
-    """Return a special token's text; tokenizer files store it as text or as an added-token record."""
-    return token if isinstance(token, str) else token["content"]

@@ -13,45 +13,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Arrangement(Protocol):
-    """Rearrangement of Hugging Face tensors into one Megatron tensor, both as parts of one tensor-parallel
-    rank."""
-
-    def merge(self, parts: list[Tensor]) -> Tensor:
-        """Return Megatron's tensor from Hugging Face's."""
-        ...
-
-    def split(self, tensor: Tensor) -> list[Tensor]:
-        """Return Hugging Face's tensors from Megatron's."""
-        ...
-
-
-@dataclass(frozen=True)
-class Same:
-    """One tensor, unchanged."""
-
-    def merge(self, parts: list[Tensor]) -> Tensor:
-        return parts[0]
-
-    def split(self, tensor: Tensor) -> list[Tensor]:
-        return [tensor]
-
-
 @dataclass(frozen=True)
 class Stacked:
-    """Tensors concatenated along the first dimension: ``[gate; up]``."""
+    """Tensors concatenated along the first dimension: ``[gate; up]``; a single one is unchanged."""
 
-    shares: tuple[int, ...] = (1, 1)
+    shares: tuple[int, ...] = (1,)
     """Rows of the tensors, relative to each other."""
 
     def merge(self, parts: list[Tensor]) -> Tensor:
-        return _cat(parts)
+        return _cat(parts) if len(parts) > 1 else parts[0]
 
     def split(self, tensor: Tensor) -> list[Tensor]:
         rows, whole = tensor.shape[0], sum(self.shares)
@@ -130,6 +106,11 @@ class DeltaNetInput:
         return [self.values_per_key, self.values_per_key]
 
 
+Arrangement = Stacked | GroupedHeads | DeltaNetInput
+"""Rearrangement of Hugging Face tensors into one Megatron tensor, both as parts of one tensor-parallel rank:
+``merge`` makes Megatron's tensor of Hugging Face's, ``split`` reverses it."""
+
+
 @dataclass(frozen=True)
 class Weight:
     """One Megatron tensor and its Hugging Face tensors, all shapes without parallelism."""
@@ -145,7 +126,7 @@ class Weight:
     sections: tuple[int, ...] = ()
     """Sizes along ``dim`` that are divided separately in the tensors that have their sum there; the other
     tensors are divided as a whole."""
-    arrangement: Arrangement = Same()
+    arrangement: Arrangement = Stacked()
     expert: int | None = None
     """Number of the expert, which is divided by expert-tensor and placed by expert parallelism; None: no
     expert."""

@@ -72,12 +72,9 @@ class Ahead(Rollouts):
         for number in range(max(self.begun, step.number), end):
             oldest = self.oldest.setdefault(number, step.policy_version)
             if distributed.is_rank0():
-                self.under_way.append(self._thread.submit(self._harvest, Step(number, oldest)))
+                harvest = distributed.alone()(self.generator.collect)
+                self.under_way.append(self._thread.submit(harvest, Step(number, oldest)))
         self.begun = end
-
-    def _harvest(self, step: Step) -> Step:
-        with distributed.alone():
-            return self.generator.collect(step)
 
     def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult:
         """Evaluate after the harvests under way: an evaluation has the engine for itself."""

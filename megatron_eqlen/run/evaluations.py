@@ -1,4 +1,4 @@
-"""Evaluations of a run: benchmarks before, during and after training."""
+"""Evaluations: benchmarks before, during and after training, and the table of ``eqlen evaluate``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from megatron_eqlen.evaluation.result import EvaluationResult, compare, read_results, write_results
 from megatron_eqlen.processes import distributed
 from megatron_eqlen.processes.distributed import agree
+from megatron_eqlen.recipe.data_sets import BENCHMARKS, model_release
+from megatron_eqlen.report.format import markdown_rows
 from megatron_eqlen.run.generation import Rollouts
 from megatron_eqlen.run.run_folder import RunFolder
 from megatron_eqlen.run.session import Session
@@ -76,3 +78,42 @@ def _change(result: EvaluationResult, before: Sequence[EvaluationResult]) -> str
         if earlier.manifest["question_ids"] == questions and earlier.manifest != result.manifest:
             return f", {compare([earlier], [result]).points}"
     return ""
+
+
+def leaderboard(results: Sequence[EvaluationResult], rank_seconds: float) -> str:
+    """Return a row for each benchmark and the mean of several, as leaderboards show a model, with a note that
+    names benchmarks that were public before it. ``rank_seconds``: duration of the evaluation times its ranks,
+    shared among the benchmarks by their tokens."""
+    model = results[0].manifest["model"]
+    k, tokens = results[0].samples, [sum(sum(a.lengths) for a in result.answers) for result in results]
+    rows = [
+        {
+            "Benchmark": result.benchmark,
+            "Problems": len(result.answers),
+            f"avg@{k}": str(result.accuracy),
+            f"pass@{k}": f"{100 * result.pass_at()[k]:.1f}%",
+            "Tokens an answer": f"{result.mean_tokens:,.0f}",
+            "Truncated": f"{100 * result.verdict_fraction('truncated'):.1f}%",
+            "Rank-seconds": f"{rank_seconds * count / max(1, sum(tokens)):,.0f}",
+            "Public since": _public_since(result),
+        }
+        for result, count in zip(results, tokens, strict=True)
+    ]
+    if len(rows) > 1:
+        mean = sum(result.accuracy.mean for result in results) / len(results)
+        rows.append(
+            {"Benchmark": "mean", f"avg@{k}": f"{100 * mean:.1f}%", "Rank-seconds": f"{rank_seconds:,.0f}"}
+        )
+    parts = [model, markdown_rows(rows), "Rank-seconds: a rank has one GPU."]
+    released = model_release(model)
+    days = {result.benchmark: day for result in results if (day := _public_since(result))}
+    if old := [name for name, day in days.items() if released and day < released]:
+        parts.append(
+            f"{', '.join(old)}: public before the model ({released}), which may have been trained on it."
+        )
+    return "\n\n".join(parts)
+
+
+def _public_since(result: EvaluationResult) -> str | None:
+    reader = result.manifest["benchmark"]["reader"]
+    return BENCHMARKS[reader].released if reader in BENCHMARKS else None

@@ -235,7 +235,10 @@ class Generator(InTurn):
         them."""
         replicas, mine = self.session.replicas, self.session.replicas.share(prompts)
         if self.recorded[0] != step.number:
-            self._set_aside_stale(step)
+            newest = math.inf if self.recipe.rollout.staleness else step.policy_version
+            oldest = {key: origin.oldest_version for key, origin in self.resumed.items()}
+            folder = self.streams / step.name
+            agree(lambda: set_aside_stale(folder, step.policy_version, newest, oldest))
             self.recorded = step.number, agree(lambda: recorded_files(self.streams / step.name))
         plan = self._plan(step, mine)
         self.session.scorer.begin_ended(replicas.part(plan.progress.rollouts))
@@ -352,12 +355,6 @@ class Generator(InTurn):
 
     def disagreement(self, mismatch: float | None) -> str | None:
         return disagreement(mismatch, self.recipe.rollout)
-
-    def _set_aside_stale(self, step: Step) -> None:
-        staleness, folder = self.recipe.rollout.staleness, self.streams / step.name
-        newest = math.inf if staleness else step.policy_version
-        resumed = {key: origin.oldest_version for key, origin in self.resumed.items()}
-        agree(lambda: set_aside_stale(folder, step.policy_version, newest, resumed))
 
     def _file(self, step: Step) -> Path:
         return self.streams / step.name / f"rank-{dist.get_rank()}.arrow"

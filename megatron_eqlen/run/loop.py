@@ -27,9 +27,8 @@ from megatron_eqlen.recipe.inputs import keep_inputs
 from megatron_eqlen.recipe.load import RECIPE, dump
 from megatron_eqlen.run.ahead import Ahead
 from megatron_eqlen.run.demonstrations import Demonstrations
-from megatron_eqlen.run.evaluations import evaluate
+from megatron_eqlen.run.evaluations import evaluate, leaderboard
 from megatron_eqlen.run.generation import Generator, Rollouts, start_prompts, try_rewards
-from megatron_eqlen.run.leaderboard import leaderboard
 from megatron_eqlen.run.replay import Replay
 from megatron_eqlen.run.run import Run
 from megatron_eqlen.run.session import Session

@@ -51,8 +51,10 @@ class Run:
         failures.keep_in(self.folder.path)
         session.watch(self.folder.hang)
         self.profiler = Profiler(self.folder.profile, self.recipe.profile)
-        if self.recipe.profile.out_of_memory:
-            self._watch_memory()
+        if self.recipe.profile.out_of_memory and torch.cuda.is_available():
+            session.enter(snapshot_when_out_of_memory(self.folder.profile))
+        elif self.recipe.profile.out_of_memory:
+            session.progress.warn("profile.out_of_memory: true has no effect without a GPU")
         self.page = PageWriter(self.folder.path)
         self.checkpoints = Checkpoints(session, self.folder, self.page)
         self.evaluations = Evaluations(session, self.folder)
@@ -71,12 +73,6 @@ class Run:
         """True if the run ends after this step: the file STOP was found, or ``stopped_by`` names the reason.
         """
         self.stopped_by: str | None = None
-
-    def _watch_memory(self) -> None:
-        if torch.cuda.is_available():
-            self.session.enter(snapshot_when_out_of_memory(self.folder.profile))
-        else:
-            self.session.progress.warn("profile.out_of_memory: true has no effect without a GPU")
 
     # ---- beginning and end --------------------------------------------------------------------------
 

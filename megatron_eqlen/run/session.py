@@ -60,7 +60,11 @@ class Session:
         self.ends_with(self.watchdog.stop)  # closing the functions registered before may hang, too
         self._ends.callback(groups.stop)
         self.job, self.recipe, self.objective = job, recipe, job.objective
-        _agree_on_revisions(job.revisions)
+        first = distributed.agree(lambda: job.revisions)
+        if job.revisions != first:  # a branch on the hub moved while ranks of several nodes resolved it
+            raise RecipeError(
+                f"expected the same revisions on every rank, found {job.revisions} and on rank 0 {first}"
+            )
         self.events = EventWriter()
         self.timeline = Timeline(self.events.note)
         self.replicas = engine_replicas(recipe.rollout)
@@ -143,13 +147,6 @@ def use_deterministic_kernels() -> None:
     os.environ.setdefault("NCCL_ALGO", "Ring")
     torch.use_deterministic_algorithms(True, warn_only=True)
     deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue] (a property)
-
-
-def _agree_on_revisions(ours: dict[str, str | None]) -> None:
-    """Raise RecipeError if a branch on the hub moved while ranks of several nodes resolved it."""
-    first = distributed.agree(lambda: ours)
-    if ours != first:
-        raise RecipeError(f"expected the same revisions on every rank, found {ours} and on rank 0 {first}")
 
 
 def engine_replicas(rollout: RolloutRecipe) -> Replicas:

@@ -8,7 +8,7 @@ Adam makes finite weights and moments, so weights are checked once, after they a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -60,7 +60,7 @@ def row_problem(rows: RankRows, losses: Sequence[RowLoss]) -> NumericalProblem |
 
 def weight_problem(chunks: list) -> NumericalProblem | None:
     """Return a problem for the first weight of this rank that is not finite."""
-    name = _first_name(_named(chunks))
+    name = _first_name(named for chunk in chunks for named in chunk.named_parameters())
     return None if name is None else NumericalProblem(0, f"the weight {name} on rank {dist.get_rank()}")
 
 
@@ -68,8 +68,8 @@ def gradient_problem(chunks: list, grad_norm: float) -> NumericalProblem | None:
     """Return a problem if the norm is not finite, with a gradient of this rank that made it so."""
     if math.isfinite(grad_norm):
         return None
-    trained = ((name, parameter) for name, parameter in _named(chunks) if parameter.requires_grad)
-    name = _first_name((name, _main_grad(parameter)) for name, parameter in trained)
+    named = (each for chunk in chunks for each in chunk.named_parameters() if each[1].requires_grad)
+    name = _first_name((name, parameter.main_grad) for name, parameter in named)
     if name is None:
         return NumericalProblem(2, f"the gradient's norm, {grad_norm}; its parts are finite")
     stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -100,15 +100,6 @@ def _faulty_quantity(row: Row, at: np.ndarray, losses: np.ndarray) -> str:
             token = int(np.argmin(np.isfinite(values)))
             return f"{name} of token {token} is {values[token]}"
     raise AssertionError("one of the node's losses is not finite")
-
-
-def _named(chunks: list) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    for chunk in chunks:
-        yield from chunk.named_parameters()
-
-
-def _main_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
-    return parameter.main_grad  # pyright: ignore[reportAttributeAccessIssue] (Megatron's DDP sets it)
 
 
 def _first_name(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:

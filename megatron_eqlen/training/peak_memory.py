@@ -25,15 +25,10 @@ LESS = {
 
 def begin() -> None:
     """Reset the peak."""
-    with contextlib.suppress(OSError):  # if not allowed, the peak covers the process's lifetime
-        forget()
-
-
-def forget() -> None:
-    """Reset the peak. Raises OSError if a process is not allowed to."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    else:
+        return
+    with contextlib.suppress(OSError):  # if not allowed, the peak covers the process's lifetime
         RESET.write_text("5")
 
 

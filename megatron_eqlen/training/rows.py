@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import overload
 
 import numpy as np
 
@@ -30,20 +29,10 @@ class RankRows(Sequence[Row]):
     def __len__(self) -> int:
         return len(self._plans)
 
-    @overload
-    def __getitem__(self, at: int) -> Row: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[Row]: ...
-    def __getitem__(self, at: int | slice) -> Row | list[Row]:
-        if isinstance(at, slice):
-            return [self[number] for number in range(*at.indices(len(self)))]
+    def __getitem__(self, at: int) -> Row:  # pyright: ignore[reportIncompatibleMethodOverride] (no slices)
         row = self.planned.fill(self._plans[at], self._for_loss)
-        row.others = {policy: _column(row, known[at]) for policy, known in self.others.items() if known}
+        # [S] float64 from values at the supervised positions
+        row.others = {policy: np.zeros(len(row.labels)) for policy, known in self.others.items() if known}
+        for policy, column in row.others.items():
+            column[row.weights > 0] = self.others[policy][at]
         return row
-
-
-def _column(row: Row, logprobs: np.ndarray) -> np.ndarray:
-    """Return [S] float64 from values at the supervised positions."""
-    column = np.zeros(len(row.labels))
-    column[row.weights > 0] = logprobs
-    return column

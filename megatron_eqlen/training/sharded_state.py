@@ -70,11 +70,12 @@ def load(policy: Policy, state: dict[str, Any]) -> None:
 def check_content(path: Path, saved: dict[str, Any], policy: Policy) -> None:
     """Raise CheckpointError if ``path`` has other adapters than the policy, or is bound to another layout.
     ``saved``: its ``content``."""
-    expected = _adapters(policy)
-    if (saved_lora := saved[LORA]) != expected:
-        raise CheckpointError(
-            f"{path}: expected {_words(expected)}, as in the recipe, found {_words(saved_lora)}"
+    both = _adapters(policy), saved[LORA]
+    if both[0] != both[1]:
+        expected, found = (
+            ", ".join(f"lora.{key} {value}" for key, value in (each or {"rank": 0}).items()) for each in both
         )
+        raise CheckpointError(f"{path}: expected {expected}, as in the recipe, found {found}")
     # a checkpoint of whole tensors fits any layout
     if saved["distrib_optim_sharding_type"] != SHARDING["data_parallel"]:
         return
@@ -119,10 +120,6 @@ def _adapted(policy: Policy) -> bool:
 
 def _adapters(policy: Policy) -> dict[str, Any] | None:
     return policy.recipe.lora.model_dump(mode="json") if _adapted(policy) else None
-
-
-def _words(adapters: dict[str, Any] | None) -> str:
-    return ", ".join(f"lora.{key} {value}" for key, value in (adapters or {"rank": 0}).items())
 
 
 def _metadata(sharding: str) -> dict[str, Any]:

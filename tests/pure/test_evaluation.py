@@ -23,7 +23,7 @@ from megatron_eqlen.evaluation.result import (
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import BenchmarkRecipe
 from megatron_eqlen.rewards.scoring import Scorer
-from megatron_eqlen.run.leaderboard import leaderboard
+from megatron_eqlen.run.evaluations import leaderboard
 from megatron_eqlen.types import Delta, Prompt
 
 EOS = 0

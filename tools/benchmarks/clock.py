@@ -36,5 +36,5 @@ def memory(reset: bool = False) -> int:
         if not torch.cuda.is_available():
             gc.collect()
             ctypes.CDLL("libc.so.6").malloc_trim(0)
-        peak_memory.forget()
+        peak_memory.begin()
     return peak_memory.most()
