@@ -44,7 +44,13 @@ class Profiler:
         self._profile.stop()
         self._folder.mkdir(parents=True, exist_ok=True)
         name = f"{step_name(step)}-rank-{dist.get_rank()}.json.gz"
-        self._profile.export_chrome_trace(str(self._folder / name))
+        with replaced(self._folder / name) as partial:
+            compressed = partial.with_name(f"{partial.name}.gz")  # torch reads the suffix
+            try:
+                self._profile.export_chrome_trace(str(compressed))
+                compressed.rename(partial)
+            finally:
+                compressed.unlink(missing_ok=True)
         self._profile = None
 
 
