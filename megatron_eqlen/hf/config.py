@@ -262,7 +262,7 @@ def _sparse_layers(fields: Fields, family: Family, layers: int) -> tuple[bool, .
     if family.only_experts:
         return (True,) * layers
     if family.glm:
-        first = fields.get("first_k_dense_replace", int)
+        first = fields.get("first_k_dense_replace", int, least=0)
         return tuple(layer >= first for layer in range(layers))
     step, dense = fields.get("decoder_sparse_step", int), fields.get_or_null("mlp_only_layers", list, [])
     if odd := [layer for layer in dense if type(layer) is not int]:

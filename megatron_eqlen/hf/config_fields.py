@@ -19,11 +19,11 @@ class Fields:
     raw: Mapping[str, Any]
     where: str
 
-    def get(self, name: str, kind: type) -> Any:
-        """Return a required field; numbers must be positive."""
+    def get(self, name: str, kind: type, least: int = 1) -> Any:
+        """Return a required field. ``least``: of integers."""
         if name not in self.raw:
             raise ConfigError(f"{self.where}: missing field {name!r}")
-        return self._checked(name, kind)
+        return self._checked(name, kind, least)
 
     def get_or_null(self, name: str, kind: type, null: Any) -> Any:
         """Return a required field that may be null, which means ``null``."""
@@ -33,12 +33,13 @@ class Fields:
         """Return a field, or ``default`` if it is missing or null."""
         return default if self.raw.get(name) is None else self._checked(name, kind)
 
-    def _checked(self, name: str, kind: type) -> Any:
+    def _checked(self, name: str, kind: type, least: int = 1) -> Any:
         value = self.raw[name]
         if type(value) is not kind and not (kind is float and type(value) is int):
             raise ConfigError(f"{self.where}: {name}: expected {kind.__name__}, found {value!r}")
-        if kind is int and not 0 < value < 1 << 63:
-            raise ConfigError(f"{self.where}: {name}: expected a positive number, found {value}")
+        if kind is int and not least <= value < 1 << 63:
+            expected = "a positive number" if least else "a number from 0"
+            raise ConfigError(f"{self.where}: {name}: expected {expected}, found {value}")
         if kind is float and not 0 <= value <= sys.float_info.max:
             raise ConfigError(f"{self.where}: {name}: expected a finite number from 0, found {value}")
         return kind(value)

@@ -209,6 +209,7 @@ SHAPES = {
     ),
     "router weights as they are": ("qwen3_moe", {"norm_topk_prob": False}),
     "no biases and norms of attention": ("glm4_moe", {"attention_bias": False, "use_qk_norm": False}),
+    "no dense layer": ("glm4_moe", {"first_k_dense_replace": 0, "tie_word_embeddings": True}),
     "some layers dense": ("qwen3_moe", {"mlp_only_layers": [0], "decoder_sparse_step": 2}),
     "tied experts model": ("qwen3_moe", {"tie_word_embeddings": True, "num_experts_per_tok": 3}),
     "five heads in next": ("qwen3_next", {"num_attention_heads": 5, "num_key_value_heads": 1}),
