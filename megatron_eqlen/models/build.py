@@ -31,7 +31,6 @@ def build_model(
     """
     config = transformer_config(model, parallel, dtype, **overrides)
     stages = range(parallel.virtual_pipeline) if parallel.virtual_pipeline else [None]
-    # one chunk per virtual stage: [None] without interleaving
     arguments = hybrid_arguments(model, parallel) | {"hybrid_stack_spec": stack_spec(config, separate_norms)}
     chunks = [_chunk(model, config, stage, arguments) for stage in stages]
     number_routers(chunks)

@@ -101,6 +101,7 @@ def _execution_fields(parallel: ParallelRecipe, dtype: torch.dtype, sequence: bo
         "sequence_parallel": sequence,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
+        "variable_seq_lengths": parallel.pipeline > 1,  # rows differ in length
         "bf16": dtype == torch.bfloat16,
         "transformer_impl": "transformer_engine" if kernels else "local",
         "use_cpu_initialization": not torch.cuda.is_available(),
@@ -116,8 +117,6 @@ def _execution_fields(parallel: ParallelRecipe, dtype: torch.dtype, sequence: bo
         "masked_softmax_fusion": False,
         "deterministic_mode": torch.are_deterministic_algorithms_enabled(),
     }
-    if parallel.pipeline > 1:
-        fields["variable_seq_lengths"] = True  # rows differ in length
     if parallel.virtual_pipeline:  # other combinations hang or mix up activations
         fields |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     if parallel.recompute == "full":

@@ -62,8 +62,7 @@ class RMSNorm(torch.nn.Module):
         self.zero_centered = config.layernorm_zero_centered_gamma if zero_centered is None else zero_centered
         initial = torch.zeros if self.zero_centered else torch.ones
         self.weight = torch.nn.Parameter(initial(hidden_size, dtype=config.params_dtype))
-        mark = config.sequence_parallel  # Megatron reads this mark of the parameter
-        self.weight.sequence_parallel = mark  # pyright: ignore[reportAttributeAccessIssue]
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)

@@ -10,7 +10,7 @@ import io
 import logging
 import pickle
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,15 +125,20 @@ def find_checkpoint(path: str | Path) -> Path:
 
 def find_together(path: str | Path) -> Path:
     """Return ``find_checkpoint`` of rank 0 on every rank, or raise its CheckpointError there. Collective."""
+    return _together(lambda: find_checkpoint(path))
 
-    def found() -> Path | str:
+
+def _together[Found](find: Callable[[], Found]) -> Found:
+    """Return rank 0's result of ``find`` on every rank, or raise its CheckpointError there. Collective."""
+
+    def found() -> Found | CheckpointError:
         try:
-            return find_checkpoint(path)
+            return find()
         except CheckpointError as error:
-            return str(error)
+            return error
 
-    if isinstance(answer := agree(found), str):
-        raise CheckpointError(answer)
+    if isinstance(answer := agree(found), CheckpointError):
+        raise answer
     return answer
 
 
@@ -218,8 +223,7 @@ def load_sharded(state: dict[str, Any], path: Path) -> dict[str, Any]:
     Modules' extra states are None: Transformer Engine keeps fp8 state there, which is not used here, and
     saves extra states for modules that have none without it.
     """
-    if fault := agree(lambda: _index_fault(path)):
-        raise CheckpointError(fault)
+    _together(lambda: check_objects(path))
     extra, kept = extract_matching_values(
         state, lambda item: isinstance(item, ShardedObject) and item.key.endswith("_extra_state")
     )
@@ -247,14 +251,6 @@ def _fault(metadata: Metadata, key: str, shape: tuple[int, ...]) -> str | None:
         return f"{key}: expected shape {shape}, found {tuple(stored.size)}"
     if (dtype := stored.properties.dtype) not in WEIGHT_DTYPES:
         return f"{key}: {dtype} is not a weight's dtype"
-    return None
-
-
-def _index_fault(path: Path) -> str | None:
-    try:
-        check_objects(path)
-    except CheckpointError as error:
-        return str(error)
     return None
 
 
