@@ -20,7 +20,7 @@ from megatron_eqlen.files import read_json
 from megatron_eqlen.recipe.plugins import load_object
 from megatron_eqlen.types import Grade, Prompt
 
-ENDED = "the response has ended"
+ENDED, FUNCTION = "the response has ended", "environment.options: function"
 
 
 class Agent(Environment):
@@ -38,7 +38,7 @@ class Agent(Environment):
         assert self.endpoint is not None
         self.episode = Episode()
         base_url = self.endpoint.open(self.episode)
-        play = partial(_function(function), base_url, prompt, seed, **arguments)
+        play = partial(load_object(function, FUNCTION), base_url, prompt, seed, **arguments)
         threading.Thread(target=_play, args=(self.episode, play), name="agent", daemon=True).start()
         try:
             if self.episode.asked() is None:
@@ -87,7 +87,7 @@ class Agent(Environment):
     def start(cls, **options: Any) -> None:
         arguments = {name: value for name, value in options.items() if name not in ("function", "tools")}
         try:
-            inspect.signature(_function(options["function"])).bind("", None, 0, **arguments)
+            inspect.signature(load_object(options["function"], FUNCTION)).bind("", None, 0, **arguments)
         except TypeError as error:
             raise ValueError(
                 f"environment.options: {options['function']}(base_url, prompt, seed, **options): {error}"
@@ -100,10 +100,6 @@ class Agent(Environment):
         if Agent.endpoint is not None:
             Agent.endpoint.close()
             Agent.endpoint = None
-
-
-def _function(path: str) -> Callable[..., Any]:
-    return load_object(path, "environment.options: function")
 
 
 def _play(episode: Episode, play: Callable[[], Any]) -> None:

@@ -50,7 +50,10 @@ def check_folder(folder: HFFolder, model: ModelConfig) -> dict[str, Weight]:
     carried = UNTRAINED
     if model.family.glm:
         carried += (f"{model.prefix}layers.{model.num_hidden_layers}.",)
-    _name_unexpected(folder, {name for weight in weights for name in weight.hf} | {HEAD}, carried)
+    expected = {name for weight in weights for name in weight.hf} | {HEAD}
+    unused = [name for name in folder.entries if name not in expected and not name.startswith(carried)]
+    if unused:
+        say_once(f"{folder.path}: the model has no use for {first_few(unused)}: not trained")
     return by_name
 
 
@@ -81,9 +84,3 @@ def _check_tied(folder: HFFolder, embeddings: Weight) -> None:
             f"{folder.path}: config.json has tie_word_embeddings: true, but {HEAD} differs from {name}. "
             f"Set it to false to use {HEAD}, as Transformers does, or remove that tensor"
         )
-
-
-def _name_unexpected(folder: HFFolder, expected: set[str], carried: tuple[str, ...]) -> None:
-    unexpected = [name for name in folder.entries if name not in expected and not name.startswith(carried)]
-    if unexpected:
-        say_once(f"{folder.path}: the model has no use for {first_few(unexpected)}: not trained")

@@ -17,7 +17,9 @@ def cores_per_rank(ranks_on_node: int, environ: Mapping[str, str] = os.environ) 
     """
     share = usable_cores() // ranks_on_node
     if (task := environ.get("SLURM_CPUS_PER_TASK", "")).isdecimal():
-        ranks_in_task = -(-ranks_on_node // _tasks_on_node(environ))
+        # SLURM writes 8(x2),4 for 8 tasks on each of two nodes and 4 on a third
+        tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or "1"
+        ranks_in_task = -(-ranks_on_node // max(int(part.partition("(")[0]) for part in tasks.split(",")))
         share = min(usable_cores(), int(task)) // ranks_in_task
     return max(1, share)
 
@@ -65,10 +67,3 @@ def _quota(folder: Path) -> float | None:
         quota = int(quota_file.read_text())
         return None if quota < 0 else quota / int((folder / "cpu.cfs_period_us").read_text())
     return None
-
-
-def _tasks_on_node(environ: Mapping[str, str]) -> int:
-    """Return the tasks on a node. SLURM writes ``8(x2),4`` for 8 tasks on each of two nodes and 4 on a
-    third."""
-    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or "1"
-    return max(int(part.partition("(")[0]) for part in tasks.split(","))

@@ -38,7 +38,7 @@ from megatron_eqlen.objectives import dynamic_sampling
 from megatron_eqlen.objectives.units import due_rollouts
 from megatron_eqlen.processes import distributed
 from megatron_eqlen.processes.distributed import agree, gather
-from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
+from megatron_eqlen.recipe import BenchmarkRecipe
 from megatron_eqlen.recipe.plugins import is_import_path
 from megatron_eqlen.record.partial import RolloutOrigin, open_prompts
 from megatron_eqlen.record.reader import (
@@ -281,9 +281,13 @@ class Generator(InTurn):
         resumed = {key: origin for key, origin in self.resumed.items() if key[0] in prompt_ids}
         folder, files = self.streams / step.name, self.recorded[1]
         progress = read_progress(folder, prompts, self.recipe, resumed, files)
+        recipe, budget = self.recipe, self.recipe.rollout.tokens_per_step
+        if budget is not None:  # one replica's
+            changes = {"tokens_per_step": max(1, budget // replicas.count)}
+            recipe = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update=changes)})
         return HarvestPlan(
             prompts,
-            one_replicas_share(self.recipe, replicas),
+            recipe,
             self.session.tokenizer.eos_token_ids,
             seed=harvest_seed(self.recipe.seed, step.number),
             progress=progress,
@@ -431,12 +435,3 @@ def start_engine(job: Job, replicas: Replicas, syncs_first: bool) -> Engine:
     if syncs_first:  # which brings the weights
         rollout = rollout.model_copy(update={"vllm": {"load_format": "dummy"} | rollout.vllm})
     return ColocatedEngine(path, rollout, recipe.model.dtype, ends, longest, recipe.seed)
-
-
-def one_replicas_share(recipe: Recipe, replicas: Replicas) -> Recipe:
-    """Return the recipe with the token budget of one replica."""
-    budget = recipe.rollout.tokens_per_step
-    if budget is None:
-        return recipe
-    rollout = recipe.rollout.model_copy(update={"tokens_per_step": max(1, budget // replicas.count)})
-    return recipe.model_copy(update={"rollout": rollout})

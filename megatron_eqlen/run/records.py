@@ -49,9 +49,3 @@ class StepRecords:
             self._writer.write(steps, metrics)
         self._session.events.note("step", step=steps)
         self._session.progress.step(steps, metrics)
-
-    def warn_of_idle_steps(self, steps: int) -> None:
-        """Warn at the end of a run if some of its steps, or all, trained nothing."""
-        if idle := int((Columns(self._folder.path, [m.UPDATES])[m.UPDATES] == 0).sum()):
-            same = ": the weights are those that the run started from" * (idle == steps)
-            self._session.progress.warn(f"{idle} of {steps} steps trained nothing{same}")

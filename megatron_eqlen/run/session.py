@@ -24,7 +24,7 @@ from megatron_eqlen.processes.collector import importing
 from megatron_eqlen.processes.events import EventWriter
 from megatron_eqlen.processes.timeline import Timeline
 from megatron_eqlen.processes.watchdog import Watchdog
-from megatron_eqlen.recipe import RecipeError, RolloutRecipe, layout
+from megatron_eqlen.recipe import RecipeError, layout
 from megatron_eqlen.report.progress import Progress
 from megatron_eqlen.rewards.scoring import EarlyGrading, Scorer
 from megatron_eqlen.run.replicas import Replicas
@@ -67,7 +67,10 @@ class Session:
             )
         self.events = EventWriter()
         self.timeline = Timeline(self.events.note)
-        self.replicas = engine_replicas(recipe.rollout)
+        # servers are driven by rank 0 alone, a colocated engine by all ranks it lives in
+        servers = recipe.rollout.engine == "server"
+        ranks = dist.get_world_size() if servers else recipe.rollout.tensor_parallel
+        self.replicas = Replicas(ranks, in_step=not servers)
         with importing():  # Transformers
             self.tokenizer = job.tokenizer
         self.scorer = Scorer(recipe.reward, self.tokenizer, recipe.graders_on_node, recipe.seed)
@@ -147,11 +150,3 @@ def use_deterministic_kernels() -> None:
     os.environ.setdefault("NCCL_ALGO", "Ring")
     torch.use_deterministic_algorithms(True, warn_only=True)
     deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue] (a property)
-
-
-def engine_replicas(rollout: RolloutRecipe) -> Replicas:
-    """Return the replicas: servers are driven by rank 0 alone, a colocated engine by all ranks it lives
-    in."""
-    if rollout.engine == "server":
-        return Replicas(dist.get_world_size(), in_step=False)
-    return Replicas(rollout.tensor_parallel)

@@ -84,7 +84,10 @@ class Saving:
                 checkpoint_folder.write_manifest(self._partial, manifest)
         if dist.get_rank() == 0:
             checkpoint_folder.set_latest(self.final)
-            _drop_old(self.final, self._keep)
+            step = step_number(self.final.name) or 0
+            older = [path for number, path in step_folders(self.final.parent) if number <= step]
+            for old in older[: -self._keep]:
+                shutil.rmtree(old)
         size = agree(lambda: sum(entry["bytes"] for entry in manifest.values()))
         return {CHECKPOINT_BYTES: float(size), CHECKPOINT_WRITE_SECONDS: max(seconds for seconds, _ in parts)}
 
@@ -222,10 +225,3 @@ def _go_back(to: Path, damaged: dict[str, str], complaint: str | None) -> None:
         logger.warning("%s: set aside; you may examine or remove it", aside)
     checkpoint_folder.set_latest(to)
     logger.warning("%s: the run continues from this checkpoint", to)
-
-
-def _drop_old(newest: Path, keep: int) -> None:
-    step = step_number(newest.name) or 0
-    older = [path for number, path in step_folders(newest.parent) if number <= step]
-    for old in older[:-keep]:
-        shutil.rmtree(old)

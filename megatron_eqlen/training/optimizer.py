@@ -58,8 +58,12 @@ def build_optimizer(
     """
     options = recipe.optimizer
     config = chunks[0].config
-    if options.precision == "bfloat16":
-        _require_transformer_engine()
+    has_te = uses_transformer_engine() and is_te_min_version("2.1.0")
+    if options.precision == "bfloat16" and not has_te:
+        raise ValueError(
+            "optimizer.precision: bfloat16 needs a GPU and Transformer Engine 2.1 or newer; without them "
+            "optimizer.offload: true keeps the state off the GPU"
+        )
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -124,14 +128,6 @@ def _state_options(options: OptimizerRecipe) -> dict[str, Any]:
             "store_param_remainders": True,
         }
     return {}
-
-
-def _require_transformer_engine() -> None:
-    if not uses_transformer_engine() or not is_te_min_version("2.1.0"):
-        raise ValueError(
-            "optimizer.precision: bfloat16 needs a GPU and Transformer Engine 2.1 or newer; without them "
-            "optimizer.offload: true keeps the state off the GPU"
-        )
 
 
 def gradient_norm(optimizer: ChainedOptimizer) -> float:

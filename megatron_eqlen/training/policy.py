@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,11 @@ class Policy:
         load_hf(self.chunks, job.folder)
         if has_adapters:
             add_adapters(self.chunks, recipe.lora, recipe.seed)
-        self.reference = self._reference() if recipe.loss.kl_coef else None
+        self.reference: Callable[[], AbstractContextManager[None]] | None = None
+        """Makes a context in which the model is the reference model."""
+        if recipe.loss.kl_coef:
+            adapted = partial(switched_off, self.chunks)
+            self.reference = adapted if has_adapters else ReferenceWeights(self.chunks).swapped_in
         self.teacher = Teacher(job.teacher, DTYPES[recipe.model.dtype]) if job.teacher else None
         self.model = wrap(self.chunks, recipe.optimizer.grad_dtype, job.megatron.ddp)
         self.optimizer, self.schedule = build_optimizer(self.model, recipe, job.megatron.optimizer)
@@ -205,12 +210,6 @@ class Policy:
         """Write the adapters to ``folder`` as a PEFT folder. Collective."""
         with self.memory.weights.resident():
             save_adapters(self.chunks, self.recipe.lora, self.recipe.model.path, folder)
-
-    def _reference(self) -> Callable[[], AbstractContextManager[None]]:
-        """Return a context manager in which the model is the reference model."""
-        if self.recipe.lora.rank:
-            return lambda: switched_off(self.chunks)
-        return ReferenceWeights(self.chunks).swapped_in
 
     def _pack(self, trees: list[TokenTree]) -> Packing:
         config = self.chunks[0].config

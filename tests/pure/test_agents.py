@@ -242,7 +242,7 @@ def test_what_is_trained_is_what_was_generated_and_the_agent_reads_it_without_th
     for rollout in rollouts:
         for part in rollout.parts:
             assert (part.grade.reward, part.finish_reason) == (0.4, "stop")
-            said = tokenizer._decode(part.token_ids.tolist())
+            said = tokenizer.backend.decode(part.token_ids)
             assert said.count("<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\nhm") == 1
             assert said.count("I say") == 2  # no turn is given back
     assert caplog.text.count("requests of agents: temperature: ignored, the recipe decides") == 1
@@ -265,7 +265,7 @@ def test_an_asynchronous_agent_gets_calls_of_tools_and_answers_several_at_once(t
     assert generated(rollouts) == sorted(engine.drawn)
     for part in rollouts[0].parts:
         assert part.grade.reward == 1.0
-        assert "tool\none<|im_end|>\n<|im_start|>tool\ntwo" in tokenizer._decode(part.token_ids.tolist())
+        assert "tool\none<|im_end|>\n<|im_start|>tool\ntwo" in tokenizer.backend.decode(part.token_ids)
 
 
 def test_a_request_that_is_sent_again_gets_the_same_turn(tokenizer):

@@ -534,10 +534,12 @@ def test_special_tokens_in_questions_observations_and_tools_are_text(question, s
     messages = [*SYSTEM, {"role": "user", "content": question}]
     prompt = family.apply_chat_template(messages, tools=[{"name": said}])
     given_ids = given_tokens(family, Observation(said))
-    assert family._decode(prompt) == family._decode(ids).replace("t<", f"{said}<", 1).replace(
+    assert family.backend.decode(prompt) == family.backend.decode(ids).replace("t<", f"{said}<", 1).replace(
         "<|im_start|>assistant", f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant"
     )
-    assert family._decode(given_ids) == f"\n<|im_start|>tool\n{said}<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        family.backend.decode(given_ids) == f"\n<|im_start|>tool\n{said}<|im_end|>\n<|im_start|>assistant\n"
+    )
     control = [family.encode(text) for text in SPECIAL_TOKENS]
     assert [[tokens.count(token) for tokens in (prompt, given_ids)] for (token,) in control] == [
         [0, 0], [3, 2], [3, 1],

@@ -162,7 +162,7 @@ def test_a_strange_environment_drops_its_rollout_at_most(tokenizer, tmp_path, ca
     assert graded
     assert set(graded) == {0.5}
     text = "".join(
-        tokenizer._decode(part.token_ids) for r in rollouts for part in r.parts if r.prompt_id == "q1"
+        tokenizer.backend.decode(part.token_ids) for r in rollouts for part in r.parts if r.prompt_id == "q1"
     )
     assert f"tool\n{SAID.get(how, '')}" in text or how in DROPPED or how == "says 50,000 tokens"
     assert (metrics["environment/cut"] > 0) == (how == "says 50,000 tokens")

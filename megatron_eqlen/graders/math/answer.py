@@ -228,7 +228,8 @@ def normalize(answer: str) -> str:
     while (unwrapped := _apply(_WRAPPERS, text)) != text:
         text = unwrapped
     text = delimit(_apply(_LEADS, _apply(_SPELLING, _apply(_LEADS, _REMARK.sub(_without_remark, text)))))
-    value, unit = _split_units(_SIZE.sub(_power_of_ten, text))
+    size = _SIZE.sub(lambda match: rf"\cdot10^{{{SIZES[match[2].lower()]}}}" + (match[1] or ""), text)
+    value, unit = _split_units(size)
     value = _words(_CONNECTIVE.sub(lambda match: _connect(match, value), value))
     value = _apply(_LAYOUT, _apply(_NUMBERS, value.strip()))
     return (value or "0") + rf"\unit{{{unit}}}" if unit and value else value
@@ -260,10 +261,6 @@ def _ascii(sign: str) -> str:
     if unicodedata.decomposition(sign).startswith("<fraction>"):
         return r"\frac{{{}}}{{{}}}".format(*plain.split("⁄"))
     return plain
-
-
-def _power_of_ten(match: re.Match[str]) -> str:
-    return rf"\cdot10^{{{SIZES[match[2].lower()]}}}" + (match[1] or "")
 
 
 def _repeating(whole: str, start: str, block: str) -> str:

@@ -84,16 +84,11 @@ NETWORK_ABI, SCOPE_ABI = 4, 6
 BIND_AND_CONNECT, ABSTRACT_SOCKETS_AND_SIGNALS = 3, 3
 
 
-def abi_version() -> int:
-    """Return the kernel's Landlock version, 0 where it has none."""
-    return max(0, libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1))
-
-
 def restrict_files(readable: Sequence[str]) -> None:
     """Allow this process only to read, and only below ``readable``. Raises OSError if the kernel has no
     Landlock."""
-    abi = abi_version()
-    if abi == 0:
+    abi = libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1)
+    if abi <= 0:
         raise OSError("the kernel has no Landlock")
     rights = FILE_RIGHTS[min(abi, max(FILE_RIGHTS))]
     attributes = struct.pack("=Q", rights)
@@ -103,17 +98,11 @@ def restrict_files(readable: Sequence[str]) -> None:
         attributes += struct.pack("=Q", ABSTRACT_SOCKETS_AND_SIGNALS)
     size = ctypes.c_size_t(len(attributes))
     ruleset = checked(libc.syscall(CREATE_RULESET, attributes, size, 0), "landlock: create ruleset")
-    for path in readable:
-        if os.path.exists(path):
-            _allow_reading(ruleset, path)
+    for path in filter(os.path.exists, readable):
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        rule = struct.pack("=Qi", EXECUTE | READ_FILE | (READ_DIR if os.path.isdir(path) else 0), descriptor)
+        checked(libc.syscall(ADD_RULE, ruleset, 1, rule, 0), f"landlock: rule for {path}")
+        os.close(descriptor)
     prctl(SET_NO_NEW_PRIVS, 1)
     checked(libc.syscall(RESTRICT_SELF, ruleset, 0), "landlock: restrict")
     os.close(ruleset)
-
-
-def _allow_reading(ruleset: int, path: str) -> None:
-    descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    rights = EXECUTE | READ_FILE | (READ_DIR if os.path.isdir(path) else 0)
-    rule = struct.pack("=Qi", rights, descriptor)
-    checked(libc.syscall(ADD_RULE, ruleset, 1, rule, 0), f"landlock: rule for {path}")
-    os.close(descriptor)

@@ -80,19 +80,13 @@ class Limits:
     """Bytes of standard output, of standard error, and of any file; more where a test expects more."""
 
 
-def readable_paths() -> list[str]:
-    """Return Python's own folders and the system libraries."""
-    return [*SYSTEM_PATHS, *SYSTEM_FILES, *{sys.prefix, sys.base_prefix, os.path.dirname(os.__file__)}]
-
-
 def enter(limits: Limits, isolation: Isolation, zygote: int) -> None:
     """Give up every right, and die with the process ``zygote``."""
     os.setsid()
     os.chdir("/proc")  # nobody can make a file there, and Landlock keeps programs from reading it
     os.umask(0o077)
-    signal.signal(
-        signal.SIGXFSZ, signal.SIG_DFL
-    )  # Python ignores SIGXFSZ by default, and too much output would look like an error
+    # Python ignores SIGXFSZ by default, and too much output would look like an error
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _limit_resources(limits, isolation)
     _change_user(isolation)
@@ -100,7 +94,8 @@ def enter(limits: Limits, isolation: Isolation, zygote: int) -> None:
     die_with(zygote)  # after the change of user, which would reset it
     prctl(SET_DUMPABLE, 0)
     if isolation.landlock:
-        restrict_files(readable_paths())
+        python = {sys.prefix, sys.base_prefix, os.path.dirname(os.__file__)}
+        restrict_files([*SYSTEM_PATHS, *SYSTEM_FILES, *python])
     if isolation.seccomp:
         restrict_system_calls()
 
@@ -142,9 +137,8 @@ def _limit_resources(limits: Limits, isolation: Isolation) -> None:
     # Programs raise it themselves, as contests allow; the memory limit bounds the stack, too.
     stack = resource.getrlimit(resource.RLIMIT_STACK)[1]
     resource.setrlimit(resource.RLIMIT_STACK, (min(STACK_BYTES, stack % (1 << 64)), stack))
-    if (
-        not isolation.seccomp
-    ):  # RLIMIT_NPROC counts all of the user's threads, so it cannot be low; with seccomp it is not needed
+    # RLIMIT_NPROC counts all of the user's threads, so it cannot be low; with seccomp it is not needed
+    if not isolation.seccomp:
         _limit(resource.RLIMIT_NPROC, 256 if isolation.drop_user else 4096)
 
 

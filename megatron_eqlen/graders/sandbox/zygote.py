@@ -45,7 +45,9 @@ def serve(connection: socket.socket, isolation: Isolation, worker: int) -> None:
         alive = os.pidfd_open(worker)
     except ProcessLookupError:
         os._exit(0)
-    _close_all_but(connection.fileno(), alive)  # do not keep the worker's open
+    # do not keep the worker's open
+    for before, after in pairwise(sorted({2, connection.fileno(), alive, 1 << 16})):
+        os.closerange(before + 1, after)
     while True:
         if (server := os.fork()) == 0:
             try:
@@ -80,13 +82,6 @@ def _serve_one(connection: socket.socket, isolation: Isolation, worker: int, par
     _kill_leftovers()
     connection.send(json.dumps({"failed": refused} if refused else ending).encode())
     os._exit(0)
-
-
-def _close_all_but(*kept: int) -> None:
-    """Close all descriptors except 0, 1, 2 and those named."""
-    for before, after in pairwise(sorted({2, *kept, 1 << 16})):
-        if before + 1 < after:
-            os.closerange(before + 1, after)
 
 
 def _become_program(
