@@ -95,7 +95,7 @@ def _refuse(job: Job) -> None:
         refuse_unfit(recipe.cluster)
         dtype = getattr(torch, recipe.model.dtype)
         transformer_config(job.model, recipe.parallel, dtype, **job.megatron.model)
-        if (rollout := recipe.rollout).vllm and rollout.engine == "colocated":
+        if (rollout := recipe.rollout).vllm and recipe.colocated:
             from megatron_eqlen.engines.lifecycle import configuration, contained
 
             alone = rollout.model_copy(update={"tensor_parallel": 1})

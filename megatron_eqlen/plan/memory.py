@@ -60,7 +60,7 @@ class Memory:
             for phase, need in self.phases.items()
             if need > self.usable
         ]
-        if self.job.recipe.rollout.engine == "colocated":
+        if self.job.recipe.colocated:
             problems += (f"start: {text}" for text in self._engine_problems())
         return problems
 
@@ -100,7 +100,7 @@ def _parts(job: Job, rank: Trainer) -> dict[str, float]:
         taught = teacher(job)
         at = taught.activations
         parts["teacher"] = taught.weights + at.layer + at.passing + at.head
-    if job.recipe.rollout.engine == "colocated":
+    if job.recipe.colocated:
         parts |= {
             "engine": engine.weights(job) + engine.WORKSPACE,
             "kv_cache": max(engine.kv_cache(job), 0.0),

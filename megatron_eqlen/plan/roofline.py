@@ -69,8 +69,9 @@ def roofline(job: Job, work: Workload, gpu: Gpu) -> Roofline:
     servers = rollout.engine == "server"
     engines = len(rollout.servers) if servers else recipe.world_size // rollout.tensor_parallel
     held = min(work.tracks / engines, engine.sequences_at_once(job, work.context))
-    steps = max(rollout.max_response_length, work.generated / (engines * max(held, 1.0)))
-    batch = work.generated / (engines * steps)
+    least = rollout.max_response_length if work.generated else 0
+    steps = max(least, work.generated / (engines * max(held, 1.0)))
+    batch = work.generated / (engines * steps) if steps else 0.0
     compute = EXPERTS if model.experts else DENSE
     read = engine.weights(job) + batch * work.context * engine.kv_bytes_per_token(job)
     computed = batch * forward_flops(model, work.context) / rollout.tensor_parallel

@@ -14,6 +14,7 @@ from megatron_eqlen.plan.sbatch import train_environment, train_options
 from megatron_eqlen.plan.workload import Workload, workload
 from megatron_eqlen.processes.cores import cores_per_rank
 from megatron_eqlen.recipe import Recipe, layout, shown
+from megatron_eqlen.recipe.checks import SUPERVISED
 
 
 def describe(job: Job) -> str:
@@ -33,14 +34,15 @@ def _layout(recipe: Recipe) -> str:
     context = f"CP {parallel.context} x " if parallel.context > 1 else ""
     engine, servers = recipe.rollout.tensor_parallel, recipe.rollout.servers
     engines = (
-        f"{len(servers)} servers"
-        if recipe.rollout.engine == "server"
-        else f"{recipe.world_size // engine} engines"
+        f"{recipe.world_size // engine if recipe.colocated else len(servers)} "
+        f"{'engines' if recipe.colocated else 'servers'} of TP {engine}"
+        if recipe.generates
+        else "no engine"
     )
     return (
         f"layout      {cluster.nodes} nodes x {cluster.processes_per_node} = {recipe.world_size} processes = "
         f"TP {parallel.tensor} x {context}PP {parallel.pipeline} x DP {data}; EP {parallel.expert}; "
-        f"{engines} of TP {engine}"
+        f"{engines}"
     )
 
 
@@ -105,10 +107,12 @@ def _rooflines(job: Job, work: Workload) -> str:
 
 
 def _roofline(time: Roofline) -> str:
-    return (
-        f"{time.gpu.name}: {time.seconds / 3600:.2g} hours a step\n"
+    generation = (
         f"{' ' * 12}generation {time.generation / 3600:.2g}: {time.decode_steps:,.0f} decode steps of "
         f"{time.batch:,.1f} sequences an engine\n"
+    )
+    return (
+        f"{time.gpu.name}: {time.seconds / 3600:.2g} hours a step\n{generation * (time.batch > 0)}"
         f"{' ' * 12}training {time.training / 3600:.2g}: {time.rows:,.1f} rows a replica and update, idle "
         f"{time.idle:.0%}; gradients {time.gradients / 3600:.2g}"
     )
@@ -126,17 +130,19 @@ def _work(job: Job, work: Workload) -> str:
     recipe = job.recipe
     prompts = recipe.data.prompts_per_step
     longest = work.tracks * recipe.rollout.max_response_length
+    decoded = f"{prompts} prompts x {work.tracks // prompts} tracks, at most {longest:,} tokens decoded at once"
     section = recipe.environment
     given = (
         f"environment {section.name}: {section.max_given_tokens:,} given tokens a response are assumed "
         "(environment.max_given_tokens)\n"
     )
+    graders = f"graders     {_graders(recipe)}\n"
     return (
-        f"step        {prompts} prompts x {work.tracks // prompts} tracks, "
-        f"at most {longest:,} tokens decoded at once; rows of {recipe.packing.max_tokens_per_row:,}\n"
+        f"step        {f'{prompts} demonstrations' if recipe.supervised else decoded}; rows of "
+        f"{recipe.packing.max_tokens_per_row:,}\n"
         f"{given * (section.name is not None)}"
         f"objective   {_objective(job)}\n"
-        f"graders     {_graders(recipe)}\n"
+        f"{graders * recipe.generates}"
         f"end         {recipe.budget.describe()}\n"
         f"run folder  {recipe.run_folder}"
     )
@@ -155,7 +161,9 @@ def _objective(job: Job) -> str:
     parts = [f"{part} {described(getattr(job.objective, part))}" for part in ("advantage", "surrogate")]
     keys = with_defaults(recipe).loss.model_dump(mode="json")
     parts += [
-        f"{key} {shown(value)}" for key, value in keys.items() if value is not None and key not in PARTS
+        f"{key} {shown(value)}"
+        for key, value in keys.items()
+        if value is not None and key not in PARTS and (key in SUPERVISED or not recipe.supervised)
     ]
     return f"{recipe.method}: " + ", ".join(parts)
 

@@ -24,9 +24,13 @@ class Workload:
 
 
 def workload(recipe: Recipe) -> Workload:
-    """Count the tokens of full rollouts. Prompts are taken to be half of ``data.max_prompt_length``, and the
-    tokens that an environment may give to be spread evenly over a response."""
+    """Count the tokens of full rollouts, or of demonstrations that fill a row each. Prompts are taken to be
+    half of ``data.max_prompt_length``, and the tokens that an environment may give to be spread evenly over
+    a response."""
     prompts, prompt = recipe.data.prompts_per_step, recipe.data.max_prompt_length / 2
+    if recipe.supervised:
+        longest = recipe.packing.max_tokens_per_row
+        return Workload(tracks=0, generated=0.0, trained=prompts * longest, context=longest / 2)
     spans, stretch = _spans(recipe), recipe.longest_response / recipe.rollout.max_response_length
     generated = sum(tracks * (end - start) for tracks, start, end in spans)
     seen = sum(

@@ -34,7 +34,7 @@ def check(recipe: Recipe, model: ModelConfig | None = None) -> None:
     """Raise LayoutError for a layout that cannot start; without ``model`` only the recipe's own rules are
     checked."""
     problems = [*groups(recipe.parallel, recipe.world_size)]
-    if recipe.rollout.engine == "colocated":
+    if recipe.colocated:
         problems += replicas(recipe.rollout, recipe.cluster.processes_per_node)
     if model is not None:
         problems += weights(recipe.parallel, model)

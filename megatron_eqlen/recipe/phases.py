@@ -53,11 +53,12 @@ def phases(recipe: Recipe) -> list[Phase]:
     trainer = weights + state
     kept = {"none": trainer, "state": weights, "all": []}[parked]
     synced = trainer if parked == "none" else weights
-    colocated = recipe.rollout.engine == "colocated"
+    colocated = recipe.colocated
     awake: list[MemoryPart] = ["engine", "kv_cache"] if colocated else []
     woken: list[MemoryPart] = ["engine"] if colocated else []
     asleep: list[MemoryPart] = ["sleeping_engine"] if colocated else []
-    return [
+    absent = ("generate",) * recipe.supervised + ("start", "sync", "evaluate") * (not recipe.generates)
+    every = [
         Phase("load", (*trainer,)),
         Phase("start", (*kept, *awake)),
         Phase("sync", (*synced, "sent_tensors", *woken)),
@@ -68,6 +69,7 @@ def phases(recipe: Recipe) -> list[Phase]:
         Phase("checkpoint", (*kept, *awake)),
         Phase("export", (*synced, "sent_tensors", *asleep)),
     ]
+    return [phase for phase in every if phase.name not in absent]
 
 
 def on_host(recipe: Recipe) -> tuple[HostPart, ...]:

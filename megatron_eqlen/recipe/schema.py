@@ -820,6 +820,11 @@ class Recipe(Section):
         return not self.supervised or bool(self.evaluation.benchmarks)
 
     @property
+    def colocated(self) -> bool:
+        """True if an engine is started on the trainer's devices."""
+        return self.generates and self.rollout.engine == "colocated"
+
+    @property
     def trained_temperature(self) -> float:
         """Temperature of the log-probs that are trained."""
         return 1.0 if self.supervised else self.rollout.temperature

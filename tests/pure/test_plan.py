@@ -23,6 +23,7 @@ from megatron_eqlen.plan.text import describe
 from megatron_eqlen.plan.workload import Workload, workload
 from megatron_eqlen.recipe import Recipe
 from tests.kit import ROOT
+from tests.kit.demonstrations import supervised
 from tests.kit.tiny_models import save_tiny
 
 RECIPES = sorted(
@@ -337,3 +338,27 @@ def test_weights_are_sent_without_a_kv_cache_which_would_not_fit_beside_the_trai
     assert need.phases["sync"] == need.peak < need.usable
     assert need.phases["sync"] + need.parts["kv_cache"] > need.total
     assert need.phases["export"] < need.phases["sync"]
+
+
+def test_the_plan_of_supervised_training_counts_its_rows_and_an_engine_only_for_benchmarks(tmp_path):
+    save_tiny(tmp_path, "qwen3")
+    recipe = supervised(tmp_path, "rows.jsonl", cluster={"device": "gpu"})
+    job, work = Job(recipe), workload(recipe)
+    rows = recipe.data.prompts_per_step
+    assert (work.tracks, work.generated, work.trained, work.context) == (0, 0, rows * 120, 60)
+    assert [*memory(job).phases] == ["load", "train", "checkpoint", "export"]
+    text = describe(job)
+    assert "no engine\n" in text
+    assert f"step        {rows} demonstrations; rows of 120\n" in text
+    for absent in ("tracks", "decode", "generation", "graders  ", "vLLM", "rollout_is", "KV"):
+        assert absent not in text
+    assert rooflines(job, work)[-1].seconds == rooflines(job, work)[-1].training > 0
+
+    evaluated = supervised(
+        tmp_path, "rows.jsonl", cluster={"device": "gpu"}, rollout={"max_response_length": 8},
+        data=recipe.data.model_dump(include={"sources"}) | {"max_prompt_length": 8},
+        evaluation={"benchmarks": [{"name": "b", "reader": "jsonl", "path": "b.jsonl"}]},
+    )  # fmt: skip
+    assert "kv_cache" in memory(Job(evaluated)).table["evaluate"]
+    assert "generate" not in memory(Job(evaluated)).table
+    assert "1 engines of TP 1" in describe(Job(evaluated))
