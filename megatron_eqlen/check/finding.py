@@ -39,7 +39,7 @@ class Place:
         assert self.job is not None
         recipe = self.job.recipe
         require_end(self.job.tokenizer, recipe.data.enable_thinking)
-        return training_prompts(recipe, self.job.tokenizer, tools(recipe))
+        return training_prompts(recipe, self.job.model.context_length, self.job.tokenizer, tools(recipe))
 
     @property
     def has_prompts(self) -> bool:

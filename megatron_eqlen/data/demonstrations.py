@@ -20,23 +20,25 @@ from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Demonstration
 
 
-def training_prompts(recipe: Recipe, tokenizer: Tokenizer, tools: Tools = ()) -> PromptSource:
-    """Return the recipe's training prompts, with ``objective: sft`` demonstrations. ``tools``: see
-    ``PromptSource``."""
+def training_prompts(recipe: Recipe, positions: int, tokenizer: Tokenizer, tools: Tools = ()) -> PromptSource:
+    """Return the recipe's training prompts, with ``objective: sft`` demonstrations. ``positions``: of the
+    model. ``tools``: see ``PromptSource``."""
     if not recipe.supervised:
         return PromptSource(recipe.data, tokenizer, recipe.seed, tools)
     sources = [source.model_copy(update={"grader": DEMONSTRATION}) for source in recipe.data.sources]
     data = recipe.data.model_copy(update={"sources": sources})
-    maker = DemonstrationMaker(data, tokenizer, recipe.packing.max_tokens_per_row)
+    maker = DemonstrationMaker(data, tokenizer, {
+        "packing.max_tokens_per_row": recipe.packing.max_tokens_per_row, "the model's context": positions,
+    })  # fmt: skip
     return PromptSource(data, tokenizer, recipe.seed, maker=maker)
 
 
 class DemonstrationMaker(PromptMaker):
-    """Turns rows into demonstrations of at most ``longest`` tokens."""
+    """Turns rows into demonstrations of at most as many tokens as each of the named ``limits``."""
 
-    def __init__(self, data: DataRecipe, tokenizer: Tokenizer, longest: int) -> None:
+    def __init__(self, data: DataRecipe, tokenizer: Tokenizer, limits: dict[str, int]) -> None:
         super().__init__(data, tokenizer)
-        self._longest = longest
+        self._longest, self._limit = min((tokens, name) for name, tokens in limits.items())
 
     def make(
         self, row: Problem, recipe: SourceRecipe | BenchmarkRecipe, prompt_id: str, number: int
@@ -53,7 +55,7 @@ class DemonstrationMaker(PromptMaker):
         except TemplateError as error:
             raise BadRow("refused_by_template", str(error)) from None
         if (length := len(prompt) + len(response)) > self._longest:
-            raise BadRow("long_row", f"{length} tokens, packing.max_tokens_per_row is {self._longest}")
+            raise BadRow("long_row", f"{length} tokens, {self._limit} is {self._longest}")
         return Demonstration(
             prompt_id, prompt, row.question, DEMONSTRATION, row.gold, recipe.name, number, response
         )

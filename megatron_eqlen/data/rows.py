@@ -33,7 +33,7 @@ REMEDIES = dict.fromkeys(("missing_column", "empty_field"), "data.sources[].colu
     "gold_timeout": "data.sources[].grader: module:function grades what is no mathematics",
     "not_an_aime_answer": "data.sources[].reader: jsonl takes any answer",
     "too_long": "raise data.max_prompt_length",
-    "long_row": "raise packing.max_tokens_per_row",
+    "long_row": "raise packing.max_tokens_per_row, up to the model's context",
     "no_response": "data.sources[].columns: {answer: COLUMN} takes the response from there",
     "changed_turns": "a chat template that writes each turn once, or rows of one response",
     "bad_tests": "docs/models_and_data.md has the form of tests",

@@ -80,7 +80,7 @@ def staged_bytes(job: Job, rank: RankBuffers) -> float:
     """Return the bytes that a node stages while a checkpoint is written: copies of the weights, each
     parameter at most once. The optimizer state is written in place, unless it is on the GPU or gathered."""
     recipe, each = job.recipe, BYTES[job.recipe.model.dtype]
-    stays = recipe.rollout.parked == "none" and not recipe.optimizer.offload
+    stays = recipe.parked == "none" and not recipe.optimizer.offload
     if stays or recipe.checkpoint.resharding == "any":
         each += optimizer_bytes(recipe)
     return each * min(trained(job.model, recipe.lora), recipe.cluster.processes_per_node * rank.elements)

@@ -33,12 +33,8 @@ def _layout(recipe: Recipe) -> str:
     data = recipe.world_size // (parallel.tensor * parallel.context * parallel.pipeline)
     context = f"CP {parallel.context} x " if parallel.context > 1 else ""
     engine, servers = recipe.rollout.tensor_parallel, recipe.rollout.servers
-    engines = (
-        f"{recipe.world_size // engine if recipe.colocated else len(servers)} "
-        f"{'engines' if recipe.colocated else 'servers'} of TP {engine}"
-        if recipe.generates
-        else "no engine"
-    )
+    engines = f"{recipe.world_size // engine} engines" if recipe.colocated else f"{len(servers)} servers"
+    engines = f"{engines} of TP {engine}" if recipe.generates else "no engine"
     return (
         f"layout      {cluster.nodes} nodes x {cluster.processes_per_node} = {recipe.world_size} processes = "
         f"TP {parallel.tensor} x {context}PP {parallel.pipeline} x DP {data}; EP {parallel.expert}; "
@@ -130,13 +126,18 @@ def _work(job: Job, work: Workload) -> str:
     recipe = job.recipe
     prompts = recipe.data.prompts_per_step
     longest = work.tracks * recipe.rollout.max_response_length
-    decoded = f"{prompts} prompts x {work.tracks // prompts} tracks, at most {longest:,} tokens decoded at once"
+    decoded = (
+        f"{prompts} prompts x {work.tracks // prompts} tracks, at most {longest:,} tokens decoded at once"
+    )
     section = recipe.environment
     given = (
         f"environment {section.name}: {section.max_given_tokens:,} given tokens a response are assumed "
         "(environment.max_given_tokens)\n"
     )
-    graders = f"graders     {_graders(recipe)}\n"
+    workers = recipe.reward.workers or cores_per_rank(recipe.graders_on_node)
+    graders = (
+        f"graders     {workers} processes a rank (reward.workers; else the cores of a rank on this node)\n"
+    )
     return (
         f"step        {f'{prompts} demonstrations' if recipe.supervised else decoded}; rows of "
         f"{recipe.packing.max_tokens_per_row:,}\n"
@@ -146,13 +147,6 @@ def _work(job: Job, work: Workload) -> str:
         f"end         {recipe.budget.describe()}\n"
         f"run folder  {recipe.run_folder}"
     )
-
-
-def _graders(recipe: Recipe) -> str:
-    if recipe.reward.workers is not None:
-        return f"{recipe.reward.workers} processes a rank (reward.workers)"
-    here = cores_per_rank(recipe.graders_on_node)
-    return f"as many processes a rank as it has cores: {here} on a node like this one (reward.workers)"
 
 
 def _objective(job: Job) -> str:

@@ -99,7 +99,8 @@ def _of_run(recipe: Recipe) -> Iterator[str]:
             f"optimizer.min_lr: {optimizer.min_lr:g} is the final learning rate: expected at most "
             f"optimizer.lr {optimizer.lr:g}"
         )
-    if (budget := recipe.packing.max_tokens_per_row) < recipe.longest_path:
+    budget = recipe.packing.max_tokens_per_row
+    if not recipe.supervised and budget < recipe.longest_path:
         yield (
             f"packing.max_tokens_per_row: {budget} is less than the longest path, {recipe.longest_path_text}"
         )
@@ -181,12 +182,10 @@ def _of_supervised(recipe: Recipe) -> Iterator[str]:
     useless = OF_SAMPLES + (() if recipe.generates else OF_ENGINE)
     for key, value, _, _ in _set_keys(recipe):
         section, _, name = key.partition(".")
-        unused = is_under(key, useless) and key != "rollout.park_trainer"
+        unused = is_under(key, useless) or (section == "data" and name.endswith(".grader"))
         if unused or (section == "loss" and name not in SUPERVISED):
             yield f"{key}: {shown(value)} {end}"
     for number, source in enumerate(recipe.data.sources):
-        if source.grader is not None:
-            yield f"data.sources.{number}.grader: {source.grader} {end}"
         if source.reader not in ANY_COLUMNS and not is_import_path(source.reader):
             yield (
                 f"data.sources.{number}.reader: objective: sft trains responses: expected one of "

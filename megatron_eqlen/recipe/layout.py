@@ -171,7 +171,7 @@ def engine(rollout: RolloutRecipe, model: ModelConfig) -> Iterator[str]:
 
 def paths(recipe: Recipe, model: ModelConfig) -> Iterator[str]:
     """Yield a violation if the longest path exceeds the model's positions."""
-    if recipe.longest_path > model.context_length:
+    if recipe.generates and recipe.longest_path > model.context_length:
         source = "max_position_embeddings"
         if model.has_yarn:
             source = "yarn's factor x original_max_position_embeddings"

@@ -47,7 +47,7 @@ class Phase:
 
 def phases(recipe: Recipe) -> list[Phase]:
     """Return the phases in the order of their first occurrence."""
-    parked = recipe.rollout.parked
+    parked = recipe.parked
     weights: list[MemoryPart] = ["weights"]
     state: list[MemoryPart] = ["gradients"] if recipe.optimizer.offload else ["gradients", "optimizer"]
     trainer = weights + state
@@ -74,7 +74,7 @@ def phases(recipe: Recipe) -> list[Phase]:
 
 def on_host(recipe: Recipe) -> tuple[HostPart, ...]:
     """Return the parts that the trainer keeps in host memory from its first parking to its end."""
-    parked = recipe.rollout.parked
+    parked = recipe.parked
     parts: list[HostPart] = []
     if recipe.optimizer.offload or parked != "none":
         parts.append("optimizer")

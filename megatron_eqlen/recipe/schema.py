@@ -478,11 +478,6 @@ class RolloutRecipe(Section):
         """True if steps train tokens that older weights sampled."""
         return self.carry_over or self.staleness > 0
 
-    @property
-    def parked(self) -> Literal["none", "state", "all"]:
-        """Value of ``park_trainer``, or its default."""
-        return self.park_trainer or ("state" if self.engine == "colocated" else "none")
-
 
 class RewardRecipe(Section):
     """Grading of responses."""
@@ -802,12 +797,8 @@ class Recipe(Section):
         """Give keys that ``objective: sft`` leaves out its own defaults."""
         if not isinstance(raw, dict) or raw.get("objective") != SFT:
             return raw
-        given = {"sampling": "independent", "loss": {}, "rollout": {}} | raw
-        evaluates = isinstance(given.get("evaluation"), dict) and given["evaluation"].get("benchmarks")
-        defaults = {"loss": {"kl_coef": 0.0}, "rollout": {} if evaluates else {"park_trainer": "none"}}
-        return given | {
-            name: values | given[name] for name, values in defaults.items() if isinstance(given[name], dict)
-        }
+        given = {"sampling": "independent", "loss": {}} | raw
+        return given | ({"loss": {"kl_coef": 0.0} | given["loss"]} if isinstance(given["loss"], dict) else {})
 
     @property
     def supervised(self) -> bool:
@@ -825,6 +816,11 @@ class Recipe(Section):
         return self.generates and self.rollout.engine == "colocated"
 
     @property
+    def parked(self) -> Literal["none", "state", "all"]:
+        """Value of ``rollout.park_trainer``, or its default."""
+        return self.rollout.park_trainer or ("state" if self.colocated else "none")
+
+    @property
     def trained_temperature(self) -> float:
         """Temperature of the log-probs that are trained."""
         return 1.0 if self.supervised else self.rollout.temperature
@@ -837,9 +833,7 @@ class Recipe(Section):
 
     @property
     def longest_path(self) -> int:
-        """Most tokens of a path."""
-        if not self.generates:
-            return self.packing.max_tokens_per_row
+        """Most tokens of a path that an engine generates."""
         return self.data.max_prompt_length + self.longest_response
 
     @property
@@ -852,8 +846,6 @@ class Recipe(Section):
     @property
     def longest_path_text(self) -> str:
         """The sum behind ``longest_path``, for messages."""
-        if not self.generates:
-            return f"packing.max_tokens_per_row {self.longest_path}"
         prompt = f"data.max_prompt_length {self.data.max_prompt_length}"
         return f"{prompt} + {self.longest_response_text} = {self.longest_path}"
 

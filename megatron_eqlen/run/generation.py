@@ -369,7 +369,7 @@ def start_prompts(session: Session) -> PromptSource | None:
     if not distributed.is_rank0():
         return None
     recipe = session.recipe
-    source = training_prompts(recipe, session.tokenizer, tools(recipe))
+    source = training_prompts(recipe, session.job.model.context_length, session.tokenizer, tools(recipe))
     session.ends_with(source.close)
     return source
 

@@ -100,7 +100,7 @@ class Policy:
         self.teacher = Teacher(job.teacher, DTYPES[recipe.model.dtype]) if job.teacher else None
         self.model = wrap(self.chunks, recipe.optimizer.grad_dtype, job.megatron.ddp)
         self.optimizer, self.schedule = build_optimizer(self.model, recipe, job.megatron.optimizer)
-        self.memory = TrainerMemory(self.chunks, self.model, self.optimizer, recipe.rollout.parked)
+        self.memory = TrainerMemory(self.chunks, self.model, self.optimizer, recipe.parked)
         self.pair_cost = pair_cost(self.chunks[0].model_config)
         self.placement = Placement(
             parallel_state.get_data_parallel_rank(),

@@ -68,8 +68,8 @@ def supervised(folder: Path | str, file: Path | str, **changes: Any) -> Recipe:
     return recipe_of(str(folder), sections | {"packing": {"max_tokens_per_row": 120}} | changes)
 
 
-def drawn(recipe: Recipe, count: int) -> list[Demonstration]:
-    rows = training_prompts(recipe, load_tokenizer(recipe.model.path)).next(count)
+def drawn(recipe: Recipe, count: int, positions: int = 10_000) -> list[Demonstration]:
+    rows = training_prompts(recipe, positions, load_tokenizer(recipe.model.path)).next(count)
     assert all(isinstance(row, Demonstration) for row in rows)
     return rows  # pyright: ignore[reportReturnType]
 

@@ -81,6 +81,17 @@ def test_a_row_that_cannot_be_imitated_is_named(folder, tmp_path, row, fault):
         drawn(supervised(folder, tmp_path / "rows.jsonl"), 1)
 
 
+def test_a_row_longer_than_the_models_context_is_named_however_long_rows_are_packed(folder, tmp_path):
+    write_rows(tmp_path / "rows.jsonl", [{"messages": messages(CHATS[2])}])
+    recipe = supervised(folder, tmp_path / "rows.jsonl")
+    (row,) = drawn(recipe, 1)
+    length = len(row.token_ids) + len(row.response)
+    assert length < recipe.packing.max_tokens_per_row
+    drawn(recipe, 1, positions=length)
+    with pytest.raises(ValueError, match=f"#0: {length} tokens, the model's context is {length - 1}"):
+        drawn(recipe, 1, positions=length - 1)
+
+
 @pytest.mark.parametrize(("change", "fault"), [
     (("{{- '<|im_start|>' + message.role", "{{- loop.revindex ~ '<|im_start|>' + message.role"),
      "writes the turns before turn 1 in another way once it follows"),
@@ -102,7 +113,7 @@ def test_a_template_that_changes_turns_is_refused_with_the_row(folder, tmp_path,
 def test_a_resumed_source_draws_the_same_demonstrations(folder, tmp_path):
     write_rows(tmp_path / "rows.jsonl", [{"messages": messages(chat)} for chat in CHATS])
     recipe = supervised(folder, tmp_path / "rows.jsonl")
-    whole, resumed = (training_prompts(recipe, load_tokenizer(folder)) for _ in range(2))
+    whole, resumed = (training_prompts(recipe, 10_000, load_tokenizer(folder)) for _ in range(2))
     whole.next(2)
     resumed.load_state_dict(whole.state_dict())
     assert [row.prompt_id for row in resumed.next(4)] == [row.prompt_id for row in whole.next(4)]

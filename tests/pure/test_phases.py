@@ -132,7 +132,7 @@ def build_policy(gpu: Gpu, patch: pytest.MonkeyPatch) -> Callable[[Job], Any]:
             teacher.weights.park()
         policy.mismatch, policy.worst = None, (0.0, "")
         optimizer: Any = SimpleNamespace(zero_grad=lambda: None, chained_optimizers=[])
-        gpu.trainer = policy.memory = TrainerMemory([], [], optimizer, job.recipe.rollout.parked)
+        gpu.trainer = policy.memory = TrainerMemory([], [], optimizer, job.recipe.parked)
         return policy
 
     patch.setattr(policies, "export_hf", lambda chunks: iter([("w", None)]))

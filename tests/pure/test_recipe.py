@@ -498,9 +498,9 @@ def test_a_run_holds_the_gpus_of_the_servers_it_uses():
 
 
 @pytest.mark.parametrize(("changes", "text"), [
-    ("", "12 on a node like this one"),
+    ("", "12 processes a rank"),
     ("reward.workers=5", "5 processes a rank"),
-    ("rollout.engine=server rollout.servers=[http://a]", "96 on a node like this one"),  # rank 0 alone grades
+    ("rollout.engine=server rollout.servers=[http://a]", "96 processes a rank"),  # rank 0 alone grades
 ])  # fmt: skip
 def test_plan_says_how_many_processes_grade(eqlen, monkeypatch, changes, text):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(96)))

@@ -1,4 +1,4 @@
-"""Inputs of ``tools/quickstart smollm2``: what is said before anything is written; its questions and its reward."""
+"""Inputs of ``tools/quickstart smollm2``: what is said before anything is written; questions and reward."""
 
 import json
 import os
@@ -34,9 +34,11 @@ def test_a_damaged_archive_is_named_and_the_packages_are_left_packed(tmp_path, f
     whole = path.read_bytes()
     middle = len(whole) // 2
     path.write_bytes(
-        {"cut": whole[:middle], "text": b"<html>", "changed": whole[:middle] + b"\0\0\0" + whole[middle + 3 :]}[
-            fault
-        ]
+        {
+            "cut": whole[:middle],
+            "text": b"<html>",
+            "changed": whole[:middle] + b"\0\0\0" + whole[middle + 3 :],
+        }[fault]
     )
     with pytest.raises(ValueError, match=f"{path.name}: damaged"):
         make_smollm2.fetch(tmp_path)
@@ -59,7 +61,9 @@ def test_no_question_is_in_two_files_and_the_reward_takes_every_demonstration(tm
         for name in ("test", "warmup", "train")
     }
     asked = [row["question"] for part in rows.values() for row in part]
-    assert len(set(asked)) == len(asked) == sum((make_smollm2.TESTS, make_smollm2.SHOWN, make_smollm2.TRAINED))
+    assert (
+        len(set(asked)) == len(asked) == sum((make_smollm2.TESTS, make_smollm2.SHOWN, make_smollm2.TRAINED))
+    )
     for row in rows["warmup"]:
         numbers = [int(word.strip("?.")) for word in row["question"].split() if word.strip("?.").isdigit()]
         assert last_number(row["answer"], str(sum(numbers))) == 1
