@@ -27,18 +27,16 @@ def training_prompts(recipe: Recipe, positions: int, tokenizer: Tokenizer, tools
         return PromptSource(recipe.data, tokenizer, recipe.seed, tools)
     sources = [source.model_copy(update={"grader": DEMONSTRATION}) for source in recipe.data.sources]
     data = recipe.data.model_copy(update={"sources": sources})
-    maker = DemonstrationMaker(data, tokenizer, {
-        "packing.max_tokens_per_row": recipe.packing.max_tokens_per_row, "the model's context": positions,
-    })  # fmt: skip
+    maker = DemonstrationMaker(data, tokenizer, min(recipe.packing.max_tokens_per_row, positions))
     return PromptSource(data, tokenizer, recipe.seed, maker=maker)
 
 
 class DemonstrationMaker(PromptMaker):
-    """Turns rows into demonstrations of at most as many tokens as each of the named ``limits``."""
+    """Turns rows into demonstrations of at most ``longest`` tokens."""
 
-    def __init__(self, data: DataRecipe, tokenizer: Tokenizer, limits: dict[str, int]) -> None:
+    def __init__(self, data: DataRecipe, tokenizer: Tokenizer, longest: int) -> None:
         super().__init__(data, tokenizer)
-        self._longest, self._limit = min((tokens, name) for name, tokens in limits.items())
+        self._longest = longest
 
     def make(
         self, row: Problem, recipe: SourceRecipe | BenchmarkRecipe, prompt_id: str, number: int
@@ -55,7 +53,7 @@ class DemonstrationMaker(PromptMaker):
         except TemplateError as error:
             raise BadRow("refused_by_template", str(error)) from None
         if (length := len(prompt) + len(response)) > self._longest:
-            raise BadRow("long_row", f"{length} tokens, {self._limit} is {self._longest}")
+            raise BadRow("long_row", f"{length} tokens, a row or the model's context has {self._longest}")
         return Demonstration(
             prompt_id, prompt, row.question, DEMONSTRATION, row.gold, recipe.name, number, response
         )

@@ -37,8 +37,7 @@ def _layout(recipe: Recipe) -> str:
     engines = f"{engines} of TP {engine}" if recipe.generates else "no engine"
     return (
         f"layout      {cluster.nodes} nodes x {cluster.processes_per_node} = {recipe.world_size} processes = "
-        f"TP {parallel.tensor} x {context}PP {parallel.pipeline} x DP {data}; EP {parallel.expert}; "
-        f"{engines}"
+        f"TP {parallel.tensor} x {context}PP {parallel.pipeline} x DP {data}; EP {parallel.expert}; {engines}"
     )
 
 
@@ -135,9 +134,7 @@ def _work(job: Job, work: Workload) -> str:
         "(environment.max_given_tokens)\n"
     )
     workers = recipe.reward.workers or cores_per_rank(recipe.graders_on_node)
-    graders = (
-        f"graders     {workers} processes a rank (reward.workers; else the cores of a rank on this node)\n"
-    )
+    graders = f"graders     {workers} processes a rank (reward.workers, or its cores on this node)\n"
     return (
         f"step        {f'{prompts} demonstrations' if recipe.supervised else decoded}; rows of "
         f"{recipe.packing.max_tokens_per_row:,}\n"

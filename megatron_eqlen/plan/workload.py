@@ -24,9 +24,8 @@ class Workload:
 
 
 def workload(recipe: Recipe) -> Workload:
-    """Count the tokens of full rollouts, or of demonstrations that fill a row each. Prompts are taken to be
-    half of ``data.max_prompt_length``, and the tokens that an environment may give to be spread evenly over
-    a response."""
+    """Count the tokens of full rollouts, or of rows of demonstrations. Prompts are taken to be half of
+    ``data.max_prompt_length``, and an environment's tokens to be spread evenly over a response."""
     prompts, prompt = recipe.data.prompts_per_step, recipe.data.max_prompt_length / 2
     if recipe.supervised:
         longest = recipe.packing.max_tokens_per_row

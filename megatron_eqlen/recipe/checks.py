@@ -99,8 +99,7 @@ def _of_run(recipe: Recipe) -> Iterator[str]:
             f"optimizer.min_lr: {optimizer.min_lr:g} is the final learning rate: expected at most "
             f"optimizer.lr {optimizer.lr:g}"
         )
-    budget = recipe.packing.max_tokens_per_row
-    if not recipe.supervised and budget < recipe.longest_path:
+    if not recipe.supervised and (budget := recipe.packing.max_tokens_per_row) < recipe.longest_path:
         yield (
             f"packing.max_tokens_per_row: {budget} is less than the longest path, {recipe.longest_path_text}"
         )
