@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import nlargest
+from statistics import fmean
 from typing import NamedTuple
 
 from megatron_eqlen.engines.protocol import EngineError
@@ -37,6 +38,7 @@ have this number and those below."""
 
 CALL, WAIT = "call", "wait for a fork"
 """Stages of the timeline."""
+COUNTED = "turns", "cut", "copies", "replays", "changed", "refused"
 SPANS = 200
 """Most spans of a harvest that the timeline gets: the longest."""
 
@@ -178,7 +180,10 @@ class Dialogues:
         self._due: dict[Track, float] = {}
         """Turns that wait for other tracks, and since when."""
         self.fork_error: Exception | None = None
-        self.answered = self.cut = self.copies = self.replays = self.changed = self.refused = 0
+        self.counts = Counter[str]()
+        """What is counted in this attempt at the harvest."""
+        self._ends: dict[RolloutKey, Counter[str]] = {}
+        """Counts of ends of responses; a resume asks for them again unless the rollout is recorded."""
         self._spans: list[TimeSpan] = []
         """Calls, and waits before them."""
         self._closing: list[Future[None]] = []
@@ -195,7 +200,7 @@ class Dialogues:
                 self._spans.append(TimeSpan(WAIT, self._due[track], now, track.name))
                 state = self._states.get(key, {}).get(track.number)
                 turns = turns_of(path_of(harvester, track))
-                self.replays += state is None and len(turns) > 1
+                self.counts["replays"] += state is None and len(turns) > 1
                 environment = state and state.environment
                 seed = self._seed(harvester, track)
                 work = partial(answer, self.speak, environment, harvester.prompt, seed, turns)
@@ -217,7 +222,7 @@ class Dialogues:
                     try:
                         copied = _within(self.calls.timeout, partial(_copy, state.environment))
                         states[track.number] = state._replace(environment=copied.environment)
-                        self.copies += 1
+                        self.counts["copies"] += 1
                     except Exception as error:  # noqa: BLE001  another's code
                         if self.fork_error is None:
                             log.warning("forks get new environments, which are told the messages: %r", error)
@@ -240,24 +245,27 @@ class Dialogues:
                 f"{self.fork_error}; a new environment cannot be told the messages: it answers {changed} of "
                 "them otherwise"
             )
-        self.changed += changed
         self._due.pop(track, None)
-        self.answered += 1
-        self.cut += cut
         states = self._states.setdefault(call.key, {})
         states[track.number] = _State(environment, call.turns)
         if given is None:
             track.finish(grade)
         else:
             track.answer(given, call.turns - 1)
+        ended = self._ends.setdefault(call.key, Counter())
+        turns = self.counts if track.finish_reason is None else ended
+        turns["turns"] += 1
+        ended["cut"] += cut
+        self.counts["changed"] += changed
 
     def end(self, key: RolloutKey) -> None:
         """Give up the environments of a rollout."""
         self.calls.forget(key)
         for track in [track for track in self._due if (track.prompt_id, track.index) == key]:
             del self._due[track]
+        self.counts.update(self._ends.pop(key, ()))
         for state in self._states.pop(key, {}).values():
-            self.refused += state.environment.refused
+            self.counts["refused"] += state.environment.refused
             self._closing.append(_begun(state.environment.close))
 
     def fail(self, call: Call, error: BaseException, on_error: str) -> None:
@@ -285,20 +293,13 @@ class Dialogues:
         number = COINS - track.number if self.speak.own_seeds else COINS
         return track_seed(harvester.seed, harvester.prompt.prompt_id, harvester.index, number)
 
-    def metrics(self) -> Metrics:
-        seconds = {CALL: 0.0, WAIT: 0.0}
-        for span in self._spans:
-            seconds[span.stage] += (span.ended - span.began) / max(self.answered, 1)
-        return {
-            "environment/turns": self.answered,
-            "environment/seconds": seconds[CALL],
-            "environment/waited": seconds[WAIT],
-            "environment/cut": self.cut,
-            "environment/copies": self.copies,
-            "environment/replays": self.replays,
-            "environment/changed": self.changed,
-            "environment/refused": self.refused,
+    def metrics(self, counts: Mapping[str, int]) -> Metrics:
+        seconds = {
+            stage: fmean([span.ended - span.began for span in self._spans if span.stage == stage] or [0.0])
+            for stage in (CALL, WAIT)
         }
+        metrics = {"environment/seconds": seconds[CALL], "environment/waited": seconds[WAIT]}
+        return metrics | {f"environment/{name}": counts[name] for name in COUNTED}
 
 
 def path_of(harvester: Harvester, track: Track) -> Tokens:

@@ -62,6 +62,9 @@ class Driver:
         """Run ``harvesters`` to their ends and report to the observers."""
         begun = {key for key, partial in self.partial.items() if partial.tracks}
         self.waiting.extend((key, harvester) for key, harvester in harvesters.items() if key not in begun)
+        first = next((prompt.prompt_id for prompt in self.plan.prompts), "")
+        for observer in self.observers:
+            observer.harvest_started(first, self.meter.counts)
         last_progress = time.monotonic()
         try:
             # resume rollouts with recorded tokens: all at once, as when the tokens were recorded
@@ -143,7 +146,7 @@ class Driver:
     def submit(self, track: Track, key: RolloutKey) -> None:
         """Submit the rest of a track as a request."""
         self.in_flight[track.request_id] = (track, key)
-        self.meter.launched(track)
+        self.meter.counts["requests"] += 1
         path_rows = self.prompt_routes.rows_of(track, key) if self.prompt_routes is not None else 0
         self.engine.submit(track.request_id, track.path, track.remaining, track.seed, path_rows)
 
@@ -197,7 +200,7 @@ class Driver:
         if self.prompt_routes is not None:
             self.prompt_routes.lose(delta.request_id, key)
         track.attempts += 1
-        self.meter.retries += 1
+        self.meter.counts["retries"] += 1
         self.losses[track.name, self.engine.policy_version] += 1
         if (times := self.losses[track.name, self.engine.policy_version]) >= MAX_ATTEMPTS:
             raise EngineError(

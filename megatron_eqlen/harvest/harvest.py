@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Sequence
 
 from megatron_eqlen.engines.protocol import Decoder
-from megatron_eqlen.harvest.dialogues import Dialogues, grade_again
+from megatron_eqlen.harvest.dialogues import grade_again
 from megatron_eqlen.harvest.driver import Driver
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.harvest.meter import Meter
@@ -35,15 +35,13 @@ def harvest(
     """Harvest ``recipe.group_size`` tracks or completions for every prompt of ``plan``.
 
     Returns the rollouts, resumed ones first, then in the order of the prompts (and of stream numbers), and
-    the metrics of the whole harvest, except for requests and speeds, which are those of this attempt. When
+    the metrics of all attempts at the harvest, except for seconds, which are those of this one. When
     the budget (``rollout.tokens_per_step``) is used up, rollouts that are not complete are cut, and rollouts
     that did not start are left out. With ``rollout.carry_over`` both are suspended and in the list. Raises
     ValueError for prompts that do not fit, and EngineError for an engine that died or hangs.
     """
     check_prompts(plan.prompts, plan.recipe, engine)
-    dialogues = Dialogues(plan.conversations) if plan.conversations is not None else None
-    rollout = plan.recipe.rollout
-    meter = Meter(engine, plan.progress, rollout.carry_over, dialogues, rollout.block_size)
+    meter = Meter(engine, plan)
     finished = _Finished(meter)
     harvesters = _harvesters(plan)
     for rollout in plan.progress.rollouts:

@@ -12,11 +12,15 @@ import numpy as np
 from megatron_eqlen import metrics as m
 from megatron_eqlen.engines.protocol import Decoder
 from megatron_eqlen.harvest.dialogues import Dialogues
-from megatron_eqlen.record.partial import HarvestProgress
+from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.tokens import COLUMNS, GIVEN, Column, Tokens
 from megatron_eqlen.types import Delta, Metrics, Rollout
+
+COUNTED = (
+    "requests", "retries", "engine_steps", "forks_prefilled", "fork_prefix_tokens", "fork_cached_tokens",
+)  # fmt: skip
 
 
 class Meter:
@@ -24,27 +28,23 @@ class Meter:
 
     ``generated_tokens`` are all tokens the engine delivered, ``supervised_tokens`` those inside pairs
     (or completions): the rest are tails, and head starts that never became part of a pair. Both are of all
-    attempts at the harvest, and tokens of earlier steps are not counted again.
+    attempts at the harvest, and tokens of earlier steps are not counted again. ``counts`` holds what this
+    attempt counted: the recorder writes it, and the next attempt adds it to its own.
     """
 
-    def __init__(
-        self,
-        engine: Decoder,
-        progress: HarvestProgress,
-        carries_over: bool,
-        dialogues: Dialogues | None = None,
-        block_size: int = 16,
-    ) -> None:
-        self.engine, self.dialogues, self.block_size = engine, dialogues, block_size
+    def __init__(self, engine: Decoder, plan: HarvestPlan) -> None:
+        speak, progress, rollout = plan.conversations, plan.progress, plan.recipe.rollout
+        self.engine, self.block_size = engine, rollout.block_size
+        self.dialogues = Dialogues(speak) if speak is not None else None
+        self.counts = self.dialogues.counts if self.dialogues is not None else Counter[str]()
+        self.earlier_counts = progress.counts
         self.generated_tokens = self.resumed_tokens = progress.generated_tokens
-        self.requests = self.forks = self.retries = 0
-        self.fork_prefix_tokens = self.fork_cached_tokens = self.forks_prefilled = 0
-        self.steps = self.deltas = 0
         self.engine_seconds = 0.0
         self.started = time.perf_counter()
         self.rollouts: list[Rollout] = []
         """Complete rollouts."""
-        self.carried = [partial for partial in progress.partial if partial.origin] if carries_over else None
+        carried = [partial for partial in progress.partial if partial.origin]
+        self.carried = carried if rollout.carry_over else None
         """Rollouts that earlier steps began; None where nothing is carried over."""
         self.suspended = 0
 
@@ -54,21 +54,18 @@ class Meter:
         self.engine_seconds += time.perf_counter() - start
         return deltas
 
-    def launched(self, track: Track) -> None:
-        self.requests += 1
-        self.forks += _is_new_fork(track)
-
     def stepped(self, deltas: int, tokens: int) -> None:
-        self.steps += 1
-        self.deltas += deltas
+        self.counts["engine_steps"] += 1
+        self.counts["deltas"] += deltas
         self.generated_tokens += tokens
 
     def prefilled(self, track: Track, cached_tokens: int) -> None:
         """Count the prefill of a track's prompt, ``cached_tokens`` of which were in the KV cache before."""
-        if _is_new_fork(track):
-            self.forks_prefilled += 1
-            self.fork_prefix_tokens += len(track.context)
-            self.fork_cached_tokens += cached_tokens
+        # a fork whose prefix may be in the cache: not one that is resumed
+        if track.is_fork and track.attempts == 0 and len(track) == 0:
+            self.counts["forks_prefilled"] += 1
+            self.counts["fork_prefix_tokens"] += len(track.context)
+            self.counts["fork_cached_tokens"] += cached_tokens
 
     def count(self, rollout: Rollout) -> None:
         if rollout.suspended:
@@ -78,23 +75,19 @@ class Meter:
 
     def metrics(self) -> Metrics:
         seconds = time.perf_counter() - self.started
-        steps = max(self.steps, 1)
-        recomputed = self.fork_prefix_tokens - self.fork_cached_tokens
+        counts = self.counts + self.earlier_counts
+        steps, forks = counts["engine_steps"], counts["forks_prefilled"]
+        recomputed = counts["fork_prefix_tokens"] - counts["fork_cached_tokens"]
+        overhead = (seconds - self.engine_seconds) / max(self.counts["engine_steps"], 1)
         metrics: Metrics = {
+            **{f"harvest/{name}": counts[name] for name in COUNTED},
             "harvest/seconds": seconds,
             m.HARVEST_GENERATED_TOKENS: self.generated_tokens,
-            "harvest/resumed_tokens": self.resumed_tokens,
+            m.HARVEST_RESUMED_TOKENS: self.resumed_tokens,
             m.HARVEST_TOKENS_PER_SECOND: (self.generated_tokens - self.resumed_tokens) / seconds,
-            "harvest/requests": self.requests,
-            "harvest/retries": self.retries,
-            "harvest/engine_steps": self.steps,
-            m.HARVEST_SLOT_OCCUPANCY: self.deltas / (steps * self.engine.max_num_seqs),
-            m.HARVEST_OVERHEAD_SECONDS_PER_STEP: (seconds - self.engine_seconds) / steps,
-            m.HARVEST_FORKS: self.forks,
-            "harvest/forks_prefilled": self.forks_prefilled,
-            "harvest/fork_prefix_tokens": self.fork_prefix_tokens,
-            "harvest/fork_cached_tokens": self.fork_cached_tokens,
-            m.HARVEST_RECOMPUTED_TOKENS_PER_FORK: recomputed / max(self.forks_prefilled, 1),
+            m.HARVEST_SLOT_OCCUPANCY: counts["deltas"] / (max(steps, 1) * self.engine.max_num_seqs),
+            m.HARVEST_OVERHEAD_SECONDS_PER_STEP: overhead,
+            m.HARVEST_RECOMPUTED_TOKENS_PER_FORK: recomputed / max(forks, 1),
             "harvest/policy_version": self.engine.policy_version,
         }
         if self.carried is not None:
@@ -104,13 +97,8 @@ class Meter:
                 "harvest/suspended_rollouts": self.suspended,
             }
         if self.dialogues is not None:
-            metrics |= self.dialogues.metrics()
+            metrics |= self.dialogues.metrics(counts)
         return metrics | rollout_metrics(self.rollouts, self.block_size) | self.engine.metrics()
-
-
-def _is_new_fork(track: Track) -> bool:
-    """Return True for a fork whose prefix may be in the cache: not for one that is resumed."""
-    return track.is_fork and track.attempts == 0 and len(track) == 0
 
 
 def rollout_metrics(rollouts: list[Rollout], block_size: int) -> Metrics:
@@ -147,7 +135,7 @@ def computed_metrics(rollouts: Iterable[Rollout], block_size: int) -> Metrics:
     """
     prefills: list[tuple[int, int]] = []
     """(tokens of the path that were computed before, tokens of the request)"""
-    prompts, seen, generated, branches = set[str](), 0, 0, 0
+    prompts, seen, generated, forks = set[str](), 0, 0, 0
     for rollout in rollouts:
         length = len(rollout.prompt.token_ids)
         ends = rollout.along(length, lambda end, part: end + len(part.tokens))
@@ -157,7 +145,7 @@ def computed_metrics(rollouts: Iterable[Rollout], block_size: int) -> Metrics:
         lines.update(part.parent for part in twins)
         for parent, count in lines.items():
             known = parent >= 0 or rollout.prompt_id in prompts
-            branches += count - 1 if parent >= 0 else 0
+            forks += count - 1 if parent >= 0 else 0
             prefills += [(ends[parent], ends[parent])] * (count - 1)
             prefills += [(ends[parent], ends[parent]) if known else (1, length)] if parent < 0 else []
         prompts.add(rollout.prompt_id)
@@ -174,7 +162,7 @@ def computed_metrics(rollouts: Iterable[Rollout], block_size: int) -> Metrics:
         m.HARVEST_CONTEXT: seen / max(generated, 1),
         m.HARVEST_PREFILLED: float(count.sum()),
         m.HARVEST_PREFILL_CONTEXT: float(pairs.sum() / max(count.sum(), 1)),
-        m.HARVEST_BRANCHES: branches,
+        m.HARVEST_FORKS: forks,
     }
 
 

@@ -101,7 +101,9 @@ def achieved(job: Job, metrics: Mapping[str, float], device: str | None) -> Metr
         if gpu is not None:
             reached[m.TRAIN_MFU] = flops[m.TRAIN_FLOPS] / (training * gpu.flops)
     if (harvest := metrics.get(m.TIME_HARVEST, 0.0) * engine) > 0 and flops[m.HARVEST_FLOPS]:
-        reached[m.HARVEST_TOKENS_PER_GPU] = metrics.get(m.HARVEST_GENERATED_TOKENS, 0.0) / harvest
+        generated = metrics.get(m.HARVEST_GENERATED_TOKENS, 0.0)
+        new = generated - metrics.get(m.HARVEST_RESUMED_TOKENS, 0.0)
+        reached[m.HARVEST_TOKENS_PER_GPU] = new / harvest
         if gpu is not None:
-            reached[m.HARVEST_MFU] = flops[m.HARVEST_FLOPS] / (harvest * gpu.flops)
+            reached[m.HARVEST_MFU] = flops[m.HARVEST_FLOPS] * new / (generated or 1) / (harvest * gpu.flops)
     return reached

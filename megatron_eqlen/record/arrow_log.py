@@ -48,12 +48,13 @@ class ArrowLog:
         self.write(pa.record_batch([pa.array([], field.type) for field in schema], schema=schema))
 
     def write(self, batch: pa.RecordBatch) -> None:
-        """Append a batch; it is with the operating system then. Raises OSError."""
+        """Append a batch, with its metadata; it is with the operating system then. Raises OSError."""
         if self._failed is not None:
             raise self._failed
         try:
             with naming(self._path):
-                self._stream.write_batch(batch, custom_metadata={CRC_KEY: _crc(batch)})
+                metadata = {**(batch.schema.metadata or {}), CRC_KEY: _crc(batch)}
+                self._stream.write_batch(batch, custom_metadata=metadata)
                 self._file.flush()
         except OSError as error:
             self._failed = error
@@ -129,7 +130,7 @@ def _next(stream: pa.RecordBatchReader, verify: bool) -> pa.RecordBatch | None:
     batch.validate(full=True)
     if verify and (metadata is None or metadata.get(CRC_KEY) != _crc(batch)):
         raise pa.ArrowInvalid("expected a batch with the checksum that it holds, found another")
-    return batch
+    return batch.replace_schema_metadata(metadata)
 
 
 def _crc(batch: pa.RecordBatch) -> bytes:

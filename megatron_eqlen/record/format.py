@@ -30,6 +30,10 @@ PROMPT, CONTEXT, END, TRACK = "prompt", "context", "end", "track"
 COUNTS = "_counts"
 """Ending of the name of a ragged column's counts."""
 
+NOTE_KEY = b"eqlen.note"
+"""Key, in a batch's metadata, of what the harvest had counted until then: JSON of the id of its first prompt
+and the counts by name."""
+
 
 def _fields(columns: Collection[Column]) -> dict[str, pa.DataType]:
     """Return the columns of the table that hold token columns; those of arrays as bytes."""
@@ -159,8 +163,8 @@ def portions(rows: Iterable[RecordedRow]) -> Iterator[list[RecordedRow]]:
         yield portion
 
 
-def to_batch(rows: list[RecordedRow]) -> pa.RecordBatch:
-    """Return the rows as columns; arrays are copied once."""
+def to_batch(rows: list[RecordedRow], note: str = "") -> pa.RecordBatch:
+    """Return the rows as columns; arrays are copied once. ``note``: as ``NOTE_KEY``."""
     given = set().union(*rows)
     columns = {name: [row.get(name) for row in rows] for name in (*SKELETON, "gold") if name in given}
     tables: list[Tokens | None] = [row.get("table") for row in rows]
@@ -177,7 +181,7 @@ def to_batch(rows: list[RecordedRow]) -> pa.RecordBatch:
         columns[name] = cells
     nothing = [None] * len(rows)
     arrays = [_column(columns.get(field.name, nothing), field.type) for field in SEGMENTS]
-    return pa.record_batch(arrays, schema=SEGMENTS)
+    return pa.record_batch(arrays, schema=SEGMENTS.with_metadata({NOTE_KEY: note}))
 
 
 def _column(values: list[Any], kind: pa.DataType) -> pa.Array:

@@ -11,6 +11,7 @@ they are not graded again. ``record.reader.read_progress`` reads partial rollout
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -85,6 +86,8 @@ class HarvestProgress:
     generated_tokens: int = 0
     """Number of tokens that earlier attempts at this step generated; they count towards
     ``rollout.tokens_per_step``."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """What the earlier attempts counted."""
 
 
 def open_prompts(suspended: Iterable[Rollout], recipe: Recipe) -> float:

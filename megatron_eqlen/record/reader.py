@@ -3,8 +3,10 @@ resumes."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -20,6 +22,7 @@ from megatron_eqlen.record.format import (
     COUNTS,
     GRADES,
     KEY,
+    NOTE_KEY,
     PROMPT,
     SEGMENTS,
     SKELETON,
@@ -122,7 +125,19 @@ def read_progress(
         rollout.prompt_columns = context
     generated = sum(recorded.generated_tokens[key] for key in rollouts)
     generated += sum(rollout.new_tokens for rollout in partial.values())
-    return HarvestProgress(sorted(rollouts.values(), key=training_order), list(partial.values()), generated)
+    complete = sorted(rollouts.values(), key=training_order)
+    return HarvestProgress(complete, list(partial.values()), generated, _counted(files, by_id))
+
+
+def _counted(files: Sequence[Path], prompt_ids: Collection[str]) -> Counter[str]:
+    """Return what harvests counted whose first prompt is among ``prompt_ids``: replicas may share a step's
+    prompts otherwise by now."""
+    total = Counter[str]()
+    for path in files:
+        notes = [batch.schema.metadata.get(NOTE_KEY) for batch in batches(path, SEGMENTS, ["prompt_id"])]
+        first, counts = json.loads(next(filter(None, reversed(notes)), '["", {}]'))
+        total.update(counts if first in prompt_ids else {})
+    return total
 
 
 def _resumed_rollouts(

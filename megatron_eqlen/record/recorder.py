@@ -9,13 +9,15 @@
 A process killed at any moment loses only tokens that were not yet written: those of at most ``INTERVAL``
 seconds. The result of a harvester depends on the tokens of its tracks alone, so an unfinished rollout is
 recorded as the tokens of its tracks: a new attempt, or the next step, gives its tracks the tokens that they
-had, its harvester cuts the same parts, and the engine continues where the tokens end.
+had, its harvester cuts the same parts, and the engine continues where the tokens end. What the harvest has
+counted is recorded after them.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -133,13 +135,19 @@ class Recorder(HarvestObserver):
         self._suspended: list[tuple[list[RecordedRow], Sequence[Track]]] = []
         """Rows and tracks of suspended rollouts."""
         self._due = time.monotonic() + INTERVAL
-        self._queue: SimpleQueue[tuple[list[NewTokens], list[RecordedRow]]] = SimpleQueue()
+        self._note: Callable[[], str] = str
+        """Returns what the harvest has counted (``NOTE_KEY``)."""
+        self._queue: SimpleQueue[tuple[list[NewTokens], list[RecordedRow], str]] = SimpleQueue()
         self._thread = ThreadPoolExecutor(1, "recorder")
         self._writing: Future[None] | None = None
 
     def write(self, rollout: Rollout) -> None:
         """Record one rollout, without grades, after its prompt. Its tables must not be changed any more."""
         self._put([], self._rows(rollout, None))
+
+    def harvest_started(self, first: str, counts: Mapping[str, int]) -> None:
+        """Record ``counts`` with each write."""
+        self._note = lambda: json.dumps((first, counts))
 
     def track_launched(self, track: Track) -> None:
         """Record the tokens that the track gets from now on."""
@@ -172,6 +180,7 @@ class Recorder(HarvestObserver):
         except BaseException:
             self._abandon()
             raise
+        _append(self._file, [], self._note())
         self._file.close()
         self._abandon_open()
         if not self._suspended:
@@ -223,23 +232,24 @@ class Recorder(HarvestObserver):
     def _put(self, tokens: list[NewTokens], rows: list[RecordedRow]) -> None:
         if self._writing is not None and self._writing.done():
             self._writing.result()
-        self._queue.put((tokens, rows))
+        self._queue.put((tokens, rows, self._note()))
         self._writing = self._thread.submit(self._drain)
 
     def _drain(self) -> None:
         """Write all that waits in the queue, rollouts after the tokens that all rollouts had then: rollouts
         on disk are never ahead of the open tracks."""
         rows: list[RecordedRow] = []
+        note = ""
         try:
             while True:
-                tokens, complete = self._queue.get_nowait()
+                tokens, complete, note = self._queue.get_nowait()
                 if tokens:
                     if self._open_file is None:
                         self._open_file = ArrowLog(self._open_path, SEGMENTS)
                     _append_tokens(self._open_file, tokens)
                 rows += complete
         except Empty:
-            _append(self._file, rows)
+            _append(self._file, rows, note)
 
 
 def _append_tokens(file: ArrowLog, tokens: Iterable[NewTokens]) -> None:
@@ -248,10 +258,12 @@ def _append_tokens(file: ArrowLog, tokens: Iterable[NewTokens]) -> None:
         file.write(to_batch(rows))
 
 
-def _append(file: ArrowLog, rows: Iterable[RecordedRow]) -> None:
-    """Append rows of rollouts in portions."""
+def _append(file: ArrowLog, rows: Iterable[RecordedRow], note: str = "") -> None:
+    """Append rows of rollouts in portions, then a note."""
     for portion in portions(rows):
         file.write(to_batch(portion))
+    if note:
+        file.write(to_batch([], note))
 
 
 def record(path: str | Path, rollouts: Sequence[Rollout]) -> None:

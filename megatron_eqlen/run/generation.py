@@ -33,7 +33,7 @@ from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.hf.folder import HFFolder
 from megatron_eqlen.hf.turns import require_end
 from megatron_eqlen.job import Job
-from megatron_eqlen.metrics import HARVEST_BRANCHES, at_once
+from megatron_eqlen.metrics import HARVEST_FORKS, at_once
 from megatron_eqlen.objectives import dynamic_sampling
 from megatron_eqlen.objectives.units import due_rollouts
 from megatron_eqlen.processes import distributed
@@ -264,7 +264,7 @@ class Generator(InTurn):
         """Warn, unless the harvest before was such, of trees without a fork: they are independent
         responses."""
         tree, before = self.recipe.tree_sampling, self.forked
-        self.forked = self.recipe.sampling != "tree" or harvested.get(HARVEST_BRANCHES) != 0
+        self.forked = self.recipe.sampling != "tree" or harvested.get(HARVEST_FORKS) != 0
         if before and not self.forked:
             why = {
                 "tokens": "all responses end within tree_sampling.step_tokens",

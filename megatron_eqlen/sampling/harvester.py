@@ -8,7 +8,7 @@ tracks ─tokens─► Harvester ─► parts (final, append-only) ─► rollou
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from megatron_eqlen.sampling.track import Track
@@ -159,6 +159,10 @@ class HarvestObserver:
 
     The driver calls the methods in its own thread, between two decode steps, so they must return at once.
     """
+
+    def harvest_started(self, first: str, counts: Mapping[str, int]) -> None:
+        """Handle the start of an attempt at a harvest, which counts in ``counts``.
+        ``first``: id of its first prompt."""
 
     def track_launched(self, track: Track) -> None:
         """Handle a new track, which holds the tokens of earlier attempts and steps, if any."""

@@ -129,7 +129,10 @@ def test_killed_in_mid_harvest_it_resumes_from_the_journal_and_ends_with_the_sam
     assert same_weights(folder, whole)
     assert column(folder, "harvest/resumed_tokens")[1] > 50
     assert column(folder, "harvest/generated_tokens") == column(whole, "harvest/generated_tokens")
-    assert column(whole, "environment/turns")[1] > 0
+    assert column(whole, "environment/turns")[1] > 0 < column(whole, "harvest/forks")[1]
+    for name in ("environment/turns", "environment/cut", "harvest/forks", "harvest/forks_prefilled"):
+        assert column(folder, name) == column(whole, name)
+    assert column(folder, "harvest/requests")[1] > column(whole, "harvest/requests")[1], "of both attempts"
     assert column(whole, "loss/teacher_kl")[1] > 0
 
 

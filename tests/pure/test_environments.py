@@ -765,7 +765,7 @@ def test_a_fork_gets_a_copy_of_the_environment_only_as_it_was_where_it_forks():
     for answered, copies in ((1, 0), (0, 1)):
         dialogues._states["p", 0] = {0: _State(Talker(), answered)}
         dialogues.fork(("p", 0), harvester, [fork])
-        assert dialogues.copies == copies
+        assert dialogues.counts["copies"] == copies
         assert (1 in dialogues._states["p", 0]) == bool(copies)
 
 

@@ -446,7 +446,7 @@ def test_the_worked_example_of_types():
         "generated_tokens": 10, "supervised_tokens": 10, "forks": 2, "fork_prefix_tokens": 10, "streams": 1,
         "pairs_per_stream": 3, "segment_length": 5 / 3, "segment_length_max": 2, "both_ended_fraction": 1,
         "ended_responses": 4, "ended_response_length": (2 + 4 + 5 + 5) / 4, "tail_tokens": 0, "retries": 0,
-        "context": (2 * (2 + 3) + 2 * (4 + 5) + 2 * 6) / 10, "branches": 2,
+        "context": (2 * (2 + 3) + 2 * (4 + 5) + 2 * 6) / 10,
         "prefilled_tokens": 1 + 1 + 3 + 5, "prefill_context": (1 + 1 + 1 + 2 + 3 + 15) / 10,
     }  # fmt: skip
     assert {name: metrics[f"harvest/{name}"] for name in expected} == expected
