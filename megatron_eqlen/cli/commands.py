@@ -257,19 +257,15 @@ def _start(recipe: Recipe, work: Callable[[], None], interrupts: Interrupts) -> 
     die_with_launcher()
     os.environ.setdefault(BEGAN, str(IMPORTED))
     with taking_along():
-        return _run(recipe, work, interrupts)
-
-
-def _run(recipe: Recipe, work: Callable[[], None], interrupts: Interrupts) -> int:
-    if _needs_launch(recipe):
+        if _needs_launch(recipe):
+            with importing():
+                from megatron_eqlen.processes.launch import launch
+            return launch(recipe.cluster.processes_per_node, sys.argv[1:], interrupts)
+        if "RANK" not in os.environ:  # the launcher handles the signals of its ranks
+            watch(interrupts)
         with importing():
-            from megatron_eqlen.processes.launch import launch
-        return launch(recipe.cluster.processes_per_node, sys.argv[1:], interrupts)
-    if "RANK" not in os.environ:  # the launcher handles the signals of its ranks
-        watch(interrupts)
-    with importing():
-        import megatron_eqlen.run.loop  # noqa: F401  ``work`` imports it
-    work()
+            import megatron_eqlen.run.loop  # noqa: F401  ``work`` imports it
+        work()
     return 0
 
 

@@ -98,26 +98,19 @@ class Plan:
         """One run of each recipe and method; the others differ from it in their seed alone."""
         return [next(cells) for _, cells in groupby(self.cells, key=lambda cell: cell.group)]
 
-    def is_reference(self, cell: Cell) -> bool:
-        return cell.method == self.sweep.reference
-
-    def is_matched(self, cell: Cell) -> bool:
-        """Return True if the cell's budget comes from the reference's runs."""
-        return self.sweep.reference is not None and not self.is_reference(cell)
-
     def references(self, cell: Cell) -> list[Cell]:
-        """Return the runs that determine the cell's budget."""
-        if not self.is_matched(cell):
-            return []
-        return [other for other in self.cells if other.model == cell.model and self.is_reference(other)]
+        """Return the runs of the reference that determine the cell's budget; none if its recipe does."""
+        ours = [
+            other for other in self.cells if (other.model, other.method) == (cell.model, self.sweep.reference)
+        ]
+        return [] if cell.method == self.sweep.reference else ours
 
     def limits(self, cell: Cell) -> list[str] | None:
         """Return the overrides that end the cell's run; None while a run of the reference that determines its
         budget has not ended."""
-        if not self.is_matched(cell):
+        if not (references := self.references(cell)):
             return []
         if cell.model not in self.amounts:
-            references = self.references(cell)
             if not all(reference.ended([]) for reference in references):
                 return None
             self.amounts[cell.model] = fmean(
@@ -132,7 +125,7 @@ class Plan:
 
     def some_recipe(self, cell: Cell) -> Recipe:
         """Return the cell's recipe, whatever its budget. Raises RecipeError."""
-        return cell.recipe(self.matched(1.0) if self.is_matched(cell) else [])
+        return cell.recipe(self.matched(1.0) if self.references(cell) else [])
 
 
 def _override(item: tuple[str, Any]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.recipe import Recipe
@@ -22,9 +21,7 @@ def comparison_units(
 
     Raises ValueError for a rollout of another ``sampling`` than the recipe's (a replayed dump, say).
     """
-    _check_kind(rollout, recipe)
-    _check_columns(rollout, recipe)
-    _check_names(rollout, recipe)
+    _check(rollout, recipe)
     tree, units = _compare(rollout, recipe, objective, _length_penalty(recipe, objective))
     untrained = recipe.rollout.untrained_columns
     for node in tree.nodes:
@@ -74,34 +71,27 @@ def response_lengths(rollout: Rollout, recipe: Recipe) -> list[int]:
     return [length for unit in units for length in unit.lengths]
 
 
-def overlong_penalty(
-    length: int, finish_reason: FinishReason | None, objective: Objective, max_response_length: int
-) -> float:
+def _length_penalty(recipe: Recipe, objective: Objective) -> Penalty:
     """Return DAPO's soft length penalty: 0 where the buffer starts, -factor at the limit and for truncated
     responses."""
-    if finish_reason == "length":
-        return -objective.overlong_factor
-    excess = length - (max_response_length - objective.overlong_buffer)
-    return min(-excess / objective.overlong_buffer * objective.overlong_factor, 0.0)
+    buffer, factor = objective.overlong_buffer, objective.overlong_factor
+    start = recipe.rollout.max_response_length - buffer
+
+    def penalty(length: int, finish_reason: FinishReason | None) -> float:
+        return -factor if finish_reason == "length" else min((start - length) / buffer * factor, 0.0)
+
+    return penalty if buffer else no_penalty
 
 
-def _length_penalty(recipe: Recipe, objective: Objective) -> Penalty:
-    if not objective.overlong_buffer:
-        return no_penalty
-    longest = recipe.rollout.max_response_length
-    return partial(overlong_penalty, objective=objective, max_response_length=longest)
-
-
-def _check_kind(rollout: Rollout, recipe: Recipe) -> None:
+def _check(rollout: Rollout, recipe: Recipe) -> None:
+    """Raise ValueError for a rollout of another sampling, for a grade without the rewards that the recipe
+    weighs, and unless the rollout has the loss's columns that a key of the recipe switches on, and no others:
+    with a sampling mask, for example, the loss normalises over its tokens instead of the vocabulary."""
     if rollout.kind != recipe.sampling:
         raise ValueError(
             f"prompt {rollout.prompt_id}: expected a rollout of sampling: {recipe.sampling}, found one of "
             f"{rollout.kind}"
         )
-
-
-def _check_names(rollout: Rollout, recipe: Recipe) -> None:
-    """Raise ValueError unless each grade has the rewards that the recipe weighs."""
     for grade in (part.grade for part in rollout.parts if part.grade):
         if grade.rewards.keys() != recipe.reward.weights.keys():
             raise ValueError(
@@ -109,12 +99,6 @@ def _check_names(rollout: Rollout, recipe: Recipe) -> None:
                 f"{', '.join(recipe.reward.weights) or 'without names'} (reward.weights), found "
                 f"{', '.join(grade.rewards) or 'one without a name'}"
             )
-
-
-def _check_columns(rollout: Rollout, recipe: Recipe) -> None:
-    """Raise ValueError unless the rollout has the loss's columns that a key of the recipe switches on, and
-    no others: with a sampling mask, for example, the loss normalises over its tokens instead of the
-    vocabulary."""
     for name, column in COLUMNS.items():
         if column.needed_by != "loss" or column.keep_key is None:
             continue

@@ -55,15 +55,10 @@ def load_run(folder: Path) -> Recipe:
     there. Raises ValueError if the folder has neither."""
     if (file := folder / RECIPE).is_file():
         return load(file)
-    if (submitted := _submitted(folder)) is None:
-        raise ValueError(f"{folder}: expected a run folder with a {RECIPE}, found none")
-    return parse(submitted, str(folder / events.FILE))
-
-
-def _submitted(folder: Path) -> Any:
-    """Return the recipe of the newest ``eqlen submit`` as plain data, None if there was none."""
     submissions = [event for event in events.read(folder) if event["kind"] == "submitted"]
-    return submissions[-1].get("recipe") if submissions else None
+    if not submissions or "recipe" not in submissions[-1]:
+        raise ValueError(f"{folder}: expected a run folder with a {RECIPE}, found none")
+    return parse(submissions[-1]["recipe"], str(folder / events.FILE))
 
 
 def _variant(raw: dict[str, Any], recipe: Recipe, keys: tuple[str, ...], runs: bool) -> dict[str, str]:

@@ -10,22 +10,14 @@ A teacher's weights are on the GPU between generate and train alone (``teach``).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple
 
 from megatron_eqlen.recipe import Recipe
 
 MemoryPart = Literal[
-    "weights",
-    "gradients",
-    "optimizer",
-    "activations",
-    "teacher",
-    "sent_tensors",
-    "engine",
-    "kv_cache",
+    "weights", "gradients", "optimizer", "activations", "teacher", "sent_tensors", "engine", "kv_cache",
     "sleeping_engine",
-]
+]  # fmt: skip
 """``optimizer``: main weights and Adam's moments. ``activations``: activations of a row, with logits and
 loss. ``teacher``: its weights, and a row in one of its layers. ``sent_tensors``: the two largest tensors,
 unsharded. ``engine``: the engine's weights, graphs and sampler."""
@@ -34,15 +26,11 @@ HostPart = Literal["optimizer", "weights", "reference", "teacher"]
 """``reference``: the reference model's weights, and the policy's while the reference's are swapped in."""
 
 
-@dataclass(frozen=True)
-class Phase:
+class Phase(NamedTuple):
     """Period of a run in which the same parts are on the GPU."""
 
     name: str
     parts: tuple[MemoryPart, ...]
-
-    def __post_init__(self) -> None:
-        assert set(self.parts) <= set(get_args(MemoryPart))
 
 
 def phases(recipe: Recipe) -> list[Phase]:

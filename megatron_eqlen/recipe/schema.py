@@ -106,18 +106,10 @@ ENVIRONMENTS = {
 AdvantageName = Annotated[str, one_of("grpo", "dr_grpo", "rloo", "maxrl", "reward", "gr3", "none")]
 BaselineName = Annotated[str, one_of("unit", "alive", "fitted")]
 SurrogateName = Annotated[str, one_of("ppo", "gspo", "ctpo", "reinforce", "cispo", "vespo", "sapo", "dppo")]
-AggregationName = Annotated[
-    str,
-    one_of(
-        "seq-mean-token-mean",
-        "seq-mean-token-sum",
-        "seq-mean-token-sum-norm",
-        "token-mean",
-        "prompt-mean-token-mean",
-        "balanced-token-mean",
-        "delta-l",
-    ),
-]
+AggregationName = Annotated[str, one_of(
+    "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-mean",
+    "prompt-mean-token-mean", "balanced-token-mean", "delta-l",
+)]  # fmt: skip
 """verl's ``loss_agg_mode``, and three more; ``objectives.aggregation`` defines them."""
 
 

@@ -60,7 +60,9 @@ def write_page(run: Path) -> Path:
     for number, folder in shown.items():
         step = RecordedStep(step_files(folder), recipe)
         steps.append((number + 1, step.verdicts()))
-        rows += [{"step": number + 1} | row for row in step.rows(step.telling(), decode)]
+        rows += [
+            {"step": number + 1} | row for row in step.rows(step.training.telling(step.rollouts), decode)
+        ]
     profile, advice = recorded_advice(run, recipe)
     drawn = charts(columns, evaluated) + timeline([*status.state.steps])
     drawn += [profile_chart(profile)] if profile else []

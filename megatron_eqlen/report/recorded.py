@@ -65,16 +65,12 @@ class RecordedStep:
         for path in files:
             check_file(path)
         self._files, self.rollouts = files, read_skeletons(files)
-        self._training = Training(self.rollouts, recipe)
-
-    def telling(self) -> list[Rollout]:
-        """Return a few rollouts of different prompts, first those with unequal rewards."""
-        return self._training.telling(self.rollouts)
+        self.training = Training(self.rollouts, recipe)
 
     def views(self, rollouts: Sequence[Rollout], decode: Decode) -> list[RolloutView]:
         """Return some of ``rollouts`` as text."""
         fill_numbers(rollouts, self._files)
-        return [view(rollout, decode, self._training) for rollout in rollouts]
+        return [view(rollout, decode, self.training) for rollout in rollouts]
 
     def verdicts(self) -> list[tuple[str, int]]:
         """Return the verdicts of all its responses with their numbers, the most frequent first."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
-from typing import Literal
 
 from megatron_eqlen import metrics as m
 from megatron_eqlen.recipe import Recipe
@@ -165,10 +164,9 @@ def _check_equal_length(stream: Rollout, number: int, pair: Pair) -> None:
 
 def _reward_gap(streams: Sequence[Rollout], recipe: Recipe) -> float:
     """Return by how much the suffix reward ``max`` exceeds ``mean``, on average over all B sides."""
-    best, mean = (_b_rewards(streams, reduce, recipe) for reduce in ("max", "mean"))
+    unfinished, reductions = recipe.equal_length.unfinished, ("max", "mean")
+    best, mean = (
+        [pair[1] for stream in streams for pair in pair_rewards(stream, reduce, unfinished) if pair]
+        for reduce in reductions
+    )
     return fmean(best) - fmean(mean) if best else 0.0
-
-
-def _b_rewards(streams: Sequence[Rollout], reduce: Literal["max", "mean"], recipe: Recipe) -> list[float]:
-    rewards = [pair_rewards(stream, reduce, recipe.equal_length.unfinished) for stream in streams]
-    return [pair[1] for pairs in rewards for pair in pairs if pair]
