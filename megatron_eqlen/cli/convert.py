@@ -1,7 +1,7 @@
-"""The commands that convert models: ``tools/convert_hf_to_megatron.py``, ``tools/convert_megatron_to_hf.py``.
+"""``eqlen convert``: models between Hugging Face folders and Megatron checkpoints.
 
 A model that is larger than a host's memory is divided over processes that torchrun starts, on one host or
-several: ``torchrun --nproc-per-node 8 tools/convert_hf_to_megatron.py SOURCE OUT --pipeline 8``.
+several: ``torchrun --nproc-per-node 8 -m megatron_eqlen.cli convert hf-to-megatron SOURCE OUT --pipeline 8``.
 
 Exit status: 0 converted (and verified), 1 killed or crashed, 2 a mistake in the input or a full
 disk, said in one line.
@@ -30,10 +30,9 @@ PARTS = ("tensor", "pipeline", "expert")
 """Kinds of parallelism that may divide a model while it is converted."""
 
 
-def main(direction: str, argv: list[str] | None = None) -> int:
-    """Convert as ``eqlen convert DIRECTION`` with the arguments ``argv``; None: as the script of ``tools/``
-    that was called."""
-    parser = _parser(direction, f"eqlen convert {direction}" if argv is not None else None)
+def main(direction: str, argv: list[str]) -> int:
+    """Convert as ``eqlen convert DIRECTION`` with the arguments ``argv``."""
+    parser = _parser(direction)
     args = parser.parse_args(argv)
     sizes = {part: getattr(args, part) for part in PARTS}
     alone = max(sizes.values()) == 1
@@ -55,9 +54,9 @@ def main(direction: str, argv: list[str] | None = None) -> int:
     return 0
 
 
-def _parser(direction: str, prog: str | None) -> argparse.ArgumentParser:
+def _parser(direction: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=prog,
+        prog=f"eqlen convert {direction}",
         description=ABOUT[direction],
         epilog="On the CPU, in one process, or in as many as torchrun starts: the product of --tensor, "
         "--pipeline and --expert.",

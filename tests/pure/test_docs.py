@@ -89,8 +89,9 @@ def missing_commands(file: Path, text: str) -> Iterator[str]:
         for name, rest in re.findall(r"(?:^|[\s/=])eqlen ([a-z-]+)\b((?:(?! -- | && |\||#).)*)", code):
             if name not in choices:
                 yield f"eqlen {name}"
-            elif name != "convert":
-                known = HELD.findall(choices[name].format_help())
+            else:
+                held = (ROOT / CONVERT).read_text() if name == "convert" else choices[name].format_help()
+                known = HELD.findall(held)
                 yield from (
                     f"eqlen {name} {option}" for option in OPTION.findall(rest) if option not in known
                 )
@@ -106,7 +107,6 @@ def sources(script: str) -> list[Path]:
     name, _, first = script.partition(" ")
     file = ROOT / (name.replace(".", "/") + ".py" if name.startswith("tools.") else name)
     other = {"tools/bench.py": f"tools/benchmarks/{first}.py", "tools/gpuless": "tests/gpuless/kernels.py"}
-    other |= dict.fromkeys(["tools/convert_hf_to_megatron.py", "tools/convert_megatron_to_hf.py"], CONVERT)
     return [path for path in (file, ROOT / other.get(name, name)) if path.is_file()]
 
 
