@@ -10,10 +10,10 @@ import torch
 
 from megatron_eqlen.job import Job
 from megatron_eqlen.models.groups import start
-from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Metrics, TokenTree
+from tests.kit.recipes import small
 from tests.kit.tree_samples import stream
 
 ROW = 24
@@ -24,14 +24,13 @@ TWO_EPOCHS: dict[str, Any] = {"loss": {"kl_coef": 0.1, "epochs": 2}}
 
 def recipe_of(folder: str, changes: dict[str, Any]) -> Recipe:
     """Return a recipe for updates alone; ``changes`` are whole sections, but for those of ``model``."""
-    plain: dict[str, Any] = {
-        "name": "t", "steps": 4, "model": {"path": folder, "dtype": "float32"},
-        "data": {"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 4},
+    sections: dict[str, Any] = {
+        "data": {"max_prompt_length": 4}, "packing": {"max_tokens_per_row": ROW},
         "rollout": {"max_response_length": 20, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
-        "packing": {"max_tokens_per_row": ROW}, "optimizer": {"lr": 1e-3, "warmup_steps": 0},
-        "loss": {"kl_coef": 0.1},
+        "optimizer": {"lr": 1e-3, "warmup_steps": 0}, "loss": {"kl_coef": 0.1},
     }  # fmt: skip
-    return parse(plain | changes | {"model": plain["model"] | changes.get("model", {})}, "test")
+    model = {"path": folder, "dtype": "float32"} | changes.get("model", {})
+    return small(**{"steps": 4} | sections | changes | {"model": model})
 
 
 def one_tree_a_row(count: int) -> list[TokenTree]:

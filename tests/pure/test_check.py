@@ -7,7 +7,9 @@ import re
 import socket
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from subprocess import TimeoutExpired
 from types import SimpleNamespace
 
@@ -324,36 +326,54 @@ def test_dockers_shared_memory_is_refused_and_space_counts_what_a_run_has_writte
     assert machine.space(large).state == "ok"
 
 
-def test_the_models_tensors_are_looked_for_and_prompts_made_except_in_short(tmp_path, large):
-    """Missing tensors, and a chat template, columns and lengths that do not fit, are found before anything
-    starts."""
+@pytest.fixture
+def trained(tmp_path, large) -> Callable[..., Place]:
+    """Return a function that makes a place with overrides, for a model and five questions that are here."""
     model, path = tmp_path / "model", tmp_path / "rows.jsonl"
     save_tiny(model, "qwen3", num_hidden_layers=1, eos_token_id=1)
     write_hf_tokenizer(model, ["What is 1 + 1?"] * 8)
     path.write_text("".join(f'{{"question": "{n} + 1?", "answer": {n + 1}}}\n' for n in range(10, 15)))
     rows = f"data.sources=[{{name: rows, reader: jsonl, path: {path}}}]"
     keys = ("data.prompts_per_step=4", "evaluation.benchmarks=[]", "evaluation.every=0")
-    place = with_recipe(large, f"model.path={model}", rows, *keys)
-    marker = ("sampling=tree", "objective=rloo", "tree_sampling={fork: marker, marker: <|im_end|>}")
+    return partial(with_recipe, large, f"model.path={model}", rows, *keys)
+
+
+def test_prompts_are_made_and_answers_to_them_graded(trained):
+    place = trained()
+    assert re.search(r"^rows: 5 rows; prompts of (\d+) to \1 tokens$", software.prompts(place).text)
+    assert software.rewards(place) == Finding(
+        "ok", "rows (math): right 1, wrong 0, empty 0, without its form 0"
+    )
+
+
+def test_a_marker_that_no_response_can_contain_is_found(trained):
+    marker = "tree_sampling={fork: marker, marker: <|im_end|>}"
     with pytest.raises(
         ValueError, match=r"marker: '<\|im_end\|>': expected text that a response can contain"
     ):
-        software.inputs(with_recipe(large, f"model.path={model}", rows, *keys, *marker))
-    found = software.prompts(place)
-    assert re.search(r"^rows: 5 rows; prompts of (\d+) to \1 tokens$", found.text)
-    found = software.rewards(place)
-    assert found == Finding("ok", "rows (math): right 1, wrong 0, empty 0, without its form 0")
-    for name, told in (("Echo", "Echo answers 'Hello.'; rewards: 0.5"), ("Deaf", "expected an Observation")):
-        named = with_recipe(large, f"model.path={model}", rows, *keys, f"environment.name={__name__}:{name}")
-        assert named.prompts
-        assert told in look(Check("environment", software.environment), named).text
-    (model / "chat_template.jinja").unlink()
-    with pytest.raises(ValueError, match=f"^{model}: expected a chat template"):
-        software.prompts(with_recipe(large, f"model.path={model}", rows, *keys))
-    (model / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=f"^{model}: "):
-        software.inputs(place)
-    assert software.inputs(replace(place, short=True)).text.endswith("are there")
+        software.inputs(trained("sampling=tree", "objective=rloo", marker))
+
+
+@pytest.mark.parametrize(("name", "told"), [
+    ("Echo", "Echo answers 'Hello.'; rewards: 0.5"), ("Deaf", "expected an Observation"),
+])  # fmt: skip
+def test_an_environment_answers_a_turn(trained, name, told):
+    place = trained(f"environment.name={__name__}:{name}")
+    assert place.prompts
+    assert told in finding(look(Check("environment", software.environment), place)).text
+
+
+def test_a_tokenizer_without_a_chat_template_is_found(trained, tmp_path):
+    (tmp_path / "model/chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match=f"^{tmp_path / 'model'}: expected a chat template"):
+        software.prompts(trained())
+
+
+def test_missing_tensors_are_found_except_in_short(trained, tmp_path):
+    (tmp_path / "model/model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=f"^{tmp_path / 'model'}: "):
+        software.inputs(trained())
+    assert software.inputs(replace(trained(), short=True)).text.endswith("are there")
 
 
 def test_benchmark_questions_in_the_training_data_are_said_and_stop_no_run(tmp_path, large):

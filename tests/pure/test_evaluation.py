@@ -20,11 +20,11 @@ from megatron_eqlen.evaluation.result import (
     read_results,
     write_results,
 )
-from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import BenchmarkRecipe
 from megatron_eqlen.rewards.scoring import Scorer
 from megatron_eqlen.run.evaluations import leaderboard
 from megatron_eqlen.types import Delta, Prompt
+from tests.kit.recipes import small
 
 EOS = 0
 
@@ -77,23 +77,12 @@ class AnsweringEngine:
 @pytest.fixture
 def recipe(tmp_path):
     (tmp_path / "test.parquet").write_bytes(b"the benchmark's file")
-    return parse(
-        {
-            "name": "t",
-            "steps": 1,
-            "group_size": 4,
-            "model": {"path": "model"},
-            "data": {"sources": [{"name": "s", "path": "p"}], "max_prompt_length": 8},
-            "rollout": {"max_response_length": 16, "tokens_per_step": 3},
-            "reward": {"workers": 1},
-            "packing": {"max_tokens_per_row": 64},
-            "evaluation": {
-                "samples": 3,
-                "benchmarks": [{"name": "sums", "path": str(tmp_path / "test.parquet")}],
-            },
-        },
-        "test",
-    )
+    benchmarks = [{"name": "sums", "path": str(tmp_path / "test.parquet")}]
+    return small(
+        group_size=4, data__max_prompt_length=8, reward={"workers": 1}, packing={"max_tokens_per_row": 64},
+        rollout={"max_response_length": 16, "tokens_per_step": 3},
+        evaluation={"samples": 3, "benchmarks": benchmarks},
+    )  # fmt: skip
 
 
 ANSWERS = {

@@ -7,25 +7,14 @@ from pathlib import Path
 import pytest
 
 from megatron_eqlen.files import step_name
-from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.run.run_folder import RunFolder
+from tests.kit.recipes import small
 
 
 def make_recipe(folder: Path, keep: str | int, every: int, **over) -> Recipe:
-    return parse(
-        {
-            "name": "test",
-            "steps": 9,
-            "run_dir": str(folder),
-            "model": {"path": "none"},
-            "data": {"sources": [{"name": "s", "path": "none"}]},
-            "report": {"keep_streams": keep},
-            "evaluation": {"every": every, "benchmarks": [{"name": "b", "path": "none"}]},
-        }
-        | over,
-        "test",
-    )
+    evaluation = {"every": every, "benchmarks": [{"name": "b", "path": "none"}]}
+    return small(steps=9, run_dir=str(folder), report={"keep_streams": keep}, evaluation=evaluation, **over)
 
 
 @pytest.mark.parametrize(("keep", "left"), [

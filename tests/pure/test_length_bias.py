@@ -9,12 +9,13 @@ import pytest
 
 from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.dynamic_sampling import trained
-from megatron_eqlen.objectives.recipes import load, parse
+from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.recipe import RecipeError, TeacherRecipe
 from megatron_eqlen.rewards.scoring import make_grader
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from tests.kit import ROOT
 from tests.kit.length_bias import Process
+from tests.kit.recipes import small
 from tests.kit.rollouts import build_trees
 
 LIMIT = 3
@@ -24,29 +25,13 @@ def recipe(
     limit=LIMIT, objective="rloo", group_size=2, loss=None, rollout=None, sampling="equal_length", prompts=1,
     **equal_length,
 ):  # fmt: skip
-    return parse(
-        {
-            "name": "test",
-            "steps": 1,
-            "group_size": group_size,
-            "sampling": sampling,
-            "objective": objective,
-            "model": {"path": "none"},
-            "data": {
-                "sources": [{"name": "s", "path": "none"}],
-                "max_prompt_length": 1,
-                "prompts_per_step": prompts,
-            },
-            "rollout": {"max_response_length": limit, "top_k": 0, "top_p": 1.0} | (rollout or {}),
-            "packing": {
-                "max_tokens_per_row": 16,
-                "layout": "expanded" if equal_length.get("prefix_in_gradient") else "tree",
-            },
-            "equal_length": equal_length,
-            "loss": {"kl_coef": 0.0} | (loss or {}),
-        },
-        "test",
-    )
+    layout = "expanded" if equal_length.get("prefix_in_gradient") else "tree"
+    return small(
+        group_size=group_size, sampling=sampling, objective=objective, equal_length=equal_length,
+        data={"max_prompt_length": 1, "prompts_per_step": prompts},
+        rollout={"max_response_length": limit, "top_k": 0, "top_p": 1.0} | (rollout or {}),
+        packing={"max_tokens_per_row": 16, "layout": layout}, loss={"kl_coef": 0.0} | (loss or {}),
+    )  # fmt: skip
 
 
 def repaired(**keys):

@@ -9,10 +9,10 @@ import pytest
 
 from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.job import Job
-from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import DataRecipe, SourceRecipe
 from megatron_eqlen.run import generation, loop
 from megatron_eqlen.run.step import Step
+from tests.kit.recipes import small
 from tools.tokenizer_maker import write_hf_tokenizer
 
 STEPS = 3
@@ -80,13 +80,7 @@ def calls(monkeypatch) -> list[str]:
 
 
 def recipe() -> Any:
-    return parse(
-        {
-            "name": "t", "steps": STEPS, "model": {"path": "m"},
-            "data": {"sources": [{"name": "a", "path": "b"}]},
-        },
-        "test",
-    )  # fmt: skip
+    return small(steps=STEPS)
 
 
 def test_the_trainer_is_parked_whenever_the_engine_is_awake(calls):

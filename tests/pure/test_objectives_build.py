@@ -14,7 +14,6 @@ from megatron_eqlen.objectives.aggregation import token_mean
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.objectives.dynamic_sampling import filter_groups, select
 from megatron_eqlen.objectives.objective import Objective
-from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.objectives.surrogates import Reinforce
 from megatron_eqlen.recipe import RecipeError
@@ -22,6 +21,7 @@ from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from megatron_eqlen.tokens import Ragged, Tokens
 from megatron_eqlen.types import Grade, Part, Prompt
 from tests.kit.marks import examples
+from tests.kit.recipes import small
 from tests.kit.rollouts import build_trees
 
 QUESTION = Prompt("q", [1, 2], "?", "math", "1")
@@ -35,24 +35,11 @@ WITHOUT_RATIO = Objective("mine", rloo, token_mean, Reinforce())
 
 
 def recipe(**keys):
-    """Return a small recipe; ``section__key=value`` sets a key of a section."""
-    raw = {
-        "name": "test",
-        "steps": 1,
-        "group_size": 2,
-        "model": {"path": "none"},
-        "data": {"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 8, "prompts_per_step": 4},
-        "rollout": {"max_response_length": 50, "top_k": 0, "top_p": 1.0},
-        "packing": {"max_tokens_per_row": 128},
-        "loss": {"kl_coef": 0.0},
-    }
-    for key, value in keys.items():
-        section, _, name = key.partition("__")
-        if name:
-            raw.setdefault(section, {})[name] = value
-        else:
-            raw[key] = value
-    return parse(raw, "test")
+    limits = {"max_response_length": 50, "top_k": 0, "top_p": 1.0}
+    sections = {"rollout": limits, "packing": {"max_tokens_per_row": 128}, "loss": {"kl_coef": 0.0}}
+    return small(
+        **{"group_size": 2, "data": {"max_prompt_length": 8, "prompts_per_step": 4}} | sections | keys
+    )
 
 
 def segment(tokens, reward=None):

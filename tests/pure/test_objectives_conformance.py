@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 import tests.kit.rollouts as kit
 from megatron_eqlen.objectives.build import weighted_units
-from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.packing.pack import pack
 from megatron_eqlen.rewards.scoring import weighed
@@ -25,6 +24,7 @@ from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.training.policy_loss import policy_loss
 from megatron_eqlen.types import Grade, Part, Prompt, tokens_along
 from tests.kit.marks import examples
+from tests.kit.recipes import small
 from tests.kit.rollouts import build_trees
 
 LONGEST = 12
@@ -81,24 +81,12 @@ def recipe(sampling, objective, **loss):
     equal_length = {key: loss.pop(key) for key in list(loss) if key in EQUAL_LENGTH_KEYS}
     weights, tree = loss.pop("weights", {}), loss.pop("tree", {})
     layout = "expanded" if equal_length.get("prefix_in_gradient") else "tree"
-    return parse(
-        {
-            "name": "test",
-            "steps": 1,
-            "group_size": 2,
-            "sampling": sampling,
-            "objective": objective,
-            "model": {"path": "none"},
-            "data": {"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 4},
-            "rollout": {"max_response_length": LONGEST, "top_k": 0, "top_p": 1.0},
-            "packing": {"max_tokens_per_row": 16, "layout": layout},
-            "equal_length": equal_length,
-            "tree_sampling": tree,
-            "reward": {"weights": weights} | ({"rubric": f"{__name__}:recipe"} if weights else {}),
-            "loss": {"kl_coef": 0.0} | loss,
-        },
-        "test",
-    )
+    return small(
+        group_size=2, sampling=sampling, objective=objective, equal_length=equal_length, tree_sampling=tree,
+        data={"max_prompt_length": 4}, rollout={"max_response_length": LONGEST, "top_k": 0, "top_p": 1.0},
+        packing={"max_tokens_per_row": 16, "layout": layout}, loss={"kl_coef": 0.0} | loss,
+        reward={"weights": weights} | ({"rubric": f"{__name__}:recipe"} if weights else {}),
+    )  # fmt: skip
 
 
 def prompt(number: int) -> Prompt:

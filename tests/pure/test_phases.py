@@ -21,7 +21,6 @@ from vllm.v1.executor.abstract import Executor
 from megatron_eqlen.engines import colocated
 from megatron_eqlen.engines.servers import ServerEngine
 from megatron_eqlen.job import Job
-from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.phases import phases
 from megatron_eqlen.run import loop
@@ -29,6 +28,7 @@ from megatron_eqlen.run.generation import Generator
 from megatron_eqlen.run.step import Step
 from megatron_eqlen.training import policy as policies
 from megatron_eqlen.training.parking import Parked, TrainerMemory
+from tests.kit.recipes import small
 
 STEPS = 2
 ENGINES = [("colocated", "none"), ("colocated", "state"), ("colocated", "all"), ("server", None)]
@@ -193,15 +193,10 @@ def test_a_gpu_holds_what_the_table_of_phases_says(
 ):
     """In every phase no part is there that the table has not, and each of the table's is there at some call;
     a KV cache takes memory with the first request."""
-    recipe = parse(
-        {
-            "name": "t", "steps": STEPS, "model": {"path": "m"},
-            "data": {"sources": [{"name": "a", "path": "b"}]}, "optimizer": {"offload": offload},
-            "teacher": {"path": "t"} if taught else {},
-            "rollout": {"engine": engine, "park_trainer": parked}
-            | ({"servers": ["http://x:1"]} if engine == "server" else {}),
-        },
-        "test",
+    servers = {"servers": ["http://x:1"]} if engine == "server" else {}
+    recipe = small(
+        steps=STEPS, optimizer={"offload": offload}, teacher={"path": "t"} if taught else {},
+        rollout={"engine": engine, "park_trainer": parked} | servers,
     )  # fmt: skip
     gpu = Gpu(recipe)
 

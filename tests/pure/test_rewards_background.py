@@ -13,7 +13,6 @@ from megatron_eqlen.evaluation.evaluate import evaluate
 from megatron_eqlen.graders.grader import PoolGrader
 from megatron_eqlen.harvest.harvest import harvest
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
-from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import RewardRecipe
 from megatron_eqlen.rewards.scoring import EarlyGrading, Scorer, make_grader
 from megatron_eqlen.tokens import Tokens
@@ -21,6 +20,7 @@ from megatron_eqlen.types import Delta, Grade, Part, Prompt, Rollout
 from tests.kit import slow_graders
 from tests.kit.marks import examples
 from tests.kit.processes import are_gone, descendants, within
+from tests.kit.recipes import small
 
 END = 0
 OBEDIENT = "tests.kit.slow_graders:Obedient"
@@ -97,13 +97,11 @@ def scorer(begun):
 @pytest.fixture
 def recipe(tmp_path):
     (tmp_path / "test.parquet").write_bytes(b"")
-    keys = {
-        "name": "t", "steps": 1, "group_size": 3, "sampling": "independent", "model": {"path": "none"},
-        "data": {"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 8},
-        "rollout": {"max_response_length": 100}, "packing": {"max_tokens_per_row": 128},
-        "evaluation": {"samples": 3, "benchmarks": [{"name": "sums", "path": f"{tmp_path}/test.parquet"}]},
-    }  # fmt: skip
-    return parse(keys, "test")
+    benchmarks = [{"name": "sums", "path": f"{tmp_path}/test.parquet"}]
+    return small(
+        group_size=3, data__max_prompt_length=8, sampling="independent", rollout={"max_response_length": 100},
+        packing={"max_tokens_per_row": 128}, evaluation={"samples": 3, "benchmarks": benchmarks},
+    )  # fmt: skip
 
 
 def test_a_response_is_graded_while_others_are_generated(scorer, begun, recipe, tmp_path):

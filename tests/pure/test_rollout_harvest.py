@@ -32,19 +32,17 @@ from megatron_eqlen.tokens import Ragged, Tokens
 from megatron_eqlen.types import Delta, Grade, Metrics, Part, Prompt, Rollout, rollout_key
 from tests.kit.marks import examples
 from tests.kit.observers import OnPart
+from tests.kit.recipes import SMALL
 
 EOS = {8, 9}
 
 
 def make_recipe(**over) -> Recipe:
-    rollout = {"max_response_length": 12, "max_num_seqs": 6, "top_k": 0, "top_p": 1.0} | over.pop(
-        "rollout", {}
-    )
-    raw = {
-        "name": "t", "steps": 1, "group_size": 4, "rollout": rollout, "model": {"path": "none"},
-        "data": {"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 8},
-    }  # fmt: skip
-    return parse(raw | over, "test")
+    """Return a recipe for harvests alone, which the objective need not take."""
+    rollout = {"max_response_length": 12, "max_num_seqs": 6, "top_k": 0, "top_p": 1.0}
+    data = SMALL["data"] | {"max_prompt_length": 8}
+    rollout |= over.pop("rollout", {})
+    return parse(SMALL | {"group_size": 4, "data": data, "rollout": rollout} | over, "test")
 
 
 def make_prompts(count: int) -> list[Prompt]:

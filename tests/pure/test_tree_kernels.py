@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache, partial
 from itertools import pairwise
 from math import gcd
 from types import SimpleNamespace
@@ -341,64 +342,70 @@ def test_later_layers_find_what_the_first_worked_out_on_the_host(row, size, monk
     assert all(torch.equal(a, b) for a, b in zip(layer(), first, strict=True))
 
 
-class Graphs:
-    """A compiler's back end that runs graphs as they are; ``cut``: for each graph, whether its last block may
-    be incomplete (FlexAttention's kernel then checks the edges of all)."""
+class Compiler:
+    """Back end of ``torch.compile``: kernels run as plain PyTorch, on a CPU. ``made``: for each of them, the
+    rows that it serves. One for ``whole blocks`` need not check where a row ends."""
 
     def __init__(self) -> None:
-        self.cut: list[bool] = []
+        self.made: list[str] = []
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list) -> Any:
         values = (node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder")
-        length = next(
-            value.shape[2] for value in values if isinstance(value, torch.Tensor) and value.dim() == 4
-        )
-        sizes = SizeVarAllocator(length.node.shape_env)
-        self.cut.append(not sizes.statically_known_true(sympy.Eq(Mod(length.node.expr, BLOCK), 0)))
+        queries = next(x for x in values if isinstance(x, torch.Tensor) and x.dim() == 4)  # [1, heads, n, 8]
+        sizes, length = SizeVarAllocator(queries.shape[2].node.shape_env), queries.shape[2].node.expr
+        whole = sizes.statically_known_true(sympy.Eq(Mod(length, BLOCK), 0))
+        self.made.append("whole blocks" if whole else "any length")
         return graph
 
-    def attend(self, function: Callable, rows: list[Row], monkeypatch: pytest.MonkeyPatch) -> None:
-        compiled = torch.compile(function, dynamic=True, backend=self)
-        monkeypatch.setattr(tree_attention, "_compiled_flex_attention", lambda whole_blocks: compiled)
-        for row in rows:
-            length = len(row.input_ids)
-            q, k, v = (normal(i, 1, heads, length, 8).detach() for i, heads in enumerate((4, 2, 2)))
-            ours = flex_tree_attention(q, k, v, TreeParams.from_row(row, "cpu"), 8**-0.5)
-            expected = dense_attention(q, k, v, visible(row))
-            torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+
+@pytest.fixture
+def compiler() -> Compiler:
+    return Compiler()
 
 
-def test_one_kernel_serves_rows_of_any_length(monkeypatch):
-    """The GPU path is traced and run without its kernel."""
-    graphs = Graphs()
-    lengths = rows(260) + rows(384, full_rows=True) + rows(336, layout="expanded") + rows(1000)
-    graphs.attend(flex_attention, lengths, monkeypatch)
-    assert graphs.cut == [True]
+@pytest.fixture
+def attend(compiler, monkeypatch) -> Callable[..., None]:
+    """Return a function that computes attention of a row by ``kernel``, whole or in ``shares`` of context
+    parallelism, and compares it with dense attention."""
 
+    compiled = cache(partial(torch.compile, dynamic=True, backend=compiler))
 
-def test_one_kernel_without_edges_serves_all_rows_of_whole_blocks(monkeypatch):
-    graphs = Graphs()
-    graphs.attend(whole_block_attention, WHOLE_BLOCKS, monkeypatch)
-    assert graphs.cut == [False]
+    def attend(kernel: Callable, row: Row, shares: int = 1) -> None:
+        monkeypatch.setattr(tree_attention, "_compiled_flex_attention", lambda whole_blocks: compiled(kernel))
+        length, used = len(row.input_ids), row.num_tokens
+        q, k, v = (normal(i, 1, heads, length, 8).detach() for i, heads in enumerate((4, 2, 2)))
 
-
-def test_kernels_without_edges_serve_all_shares_of_rows(monkeypatch):
-    """The GPU path runs with context parallelism; one more kernel is made where queries are as many as
-    keys."""
-    graphs = Graphs()
-    compiled = torch.compile(whole_block_attention, dynamic=True, backend=graphs)
-    monkeypatch.setattr(tree_attention, "_compiled_flex_attention", lambda whole_blocks: compiled)
-    for row in pack(forest(0), 700, multiple_of=4 * BLOCK)[0]:
-        q, k, v = (normal(i, 1, heads, len(row.input_ids), 8).detach() for i, heads in enumerate((4, 2, 2)))
-
-        def attend(share: Share, row: Row = row, q=q, k=k, v=v) -> torch.Tensor:
+        def of(share: Share) -> torch.Tensor:
             mine = q[:, :, share.positions], k[:, :, share.keys], v[:, :, share.keys]
             return flex_tree_attention(*mine, TreeParams.from_row(row, "cpu", share=share), 8**-0.5)
 
-        ours = joined_shares(row, 2, attend)[:, :, : row.num_tokens]
-        expected = dense_attention(q, k, v, visible(row))[:, :, : row.num_tokens]
-        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
-    assert graphs.cut == [False] * 2
+        if shares == 1:
+            ours = flex_tree_attention(q, k, v, TreeParams.from_row(row, "cpu"), 8**-0.5)
+        else:
+            ours = joined_shares(row, shares, of)
+        expected = dense_attention(q, k, v, visible(row))
+        torch.testing.assert_close(ours[:, :, :used], expected[:, :, :used], rtol=1e-12, atol=1e-12)
+
+    return attend
+
+
+def test_one_kernel_serves_rows_of_any_length(compiler, attend):
+    for row in rows(260) + rows(384, full_rows=True) + rows(336, layout="expanded") + rows(1000):
+        attend(flex_attention, row)
+    assert compiler.made == ["any length"]
+
+
+def test_one_kernel_that_checks_no_ends_serves_all_rows_of_whole_blocks(compiler, attend):
+    for row in WHOLE_BLOCKS:
+        attend(whole_block_attention, row)
+    assert compiler.made == ["whole blocks"]
+
+
+def test_kernels_that_check_no_ends_serve_all_shares_of_rows(compiler, attend):
+    """One more kernel is made where queries are as many as keys."""
+    for row in pack(forest(0), 700, multiple_of=4 * BLOCK)[0]:
+        attend(whole_block_attention, row, shares=2)
+    assert compiler.made == ["whole blocks", "whole blocks"]
 
 
 @pytest.mark.parametrize(("gpu", "ranks", "context", "multiple"), [

@@ -12,6 +12,7 @@ import torch
 from megatron_eqlen.files import CheckpointError
 from megatron_eqlen.job import Job
 from tests.kit.distributed import run_ranks
+from tests.kit.recipes import small
 from tests.kit.tiny_models import save_tiny
 from tests.kit.updates import heard
 
@@ -22,17 +23,10 @@ def policy_of(model: str):
     from megatron.core import parallel_state
 
     from megatron_eqlen.models.groups import start
-    from megatron_eqlen.objectives.recipes import parse
     from megatron_eqlen.training.policy import Policy
 
-    recipe = parse(
-        {
-            "name": "checkpoint", "steps": 1, "model": {"path": model, "dtype": "float32"},
-            "data": {"sources": [{"name": "none", "path": "none"}], "max_prompt_length": 16},
-            "rollout": {"max_response_length": 16},
-        },
-        "test",
-    )  # fmt: skip
+    limits = {"data__max_prompt_length": 16, "rollout__max_response_length": 16}
+    recipe = small(model={"path": model, "dtype": "float32"}, **limits)
     if not parallel_state.is_initialized():
         start(recipe.parallel, recipe.seed)
     return Policy(Job(recipe))

@@ -164,9 +164,7 @@ def _check_equal_length(stream: Rollout, number: int, pair: Pair) -> None:
 
 def _reward_gap(streams: Sequence[Rollout], recipe: Recipe) -> float:
     """Return by how much the suffix reward ``max`` exceeds ``mean``, on average over all B sides."""
-    unfinished, reductions = recipe.equal_length.unfinished, ("max", "mean")
-    best, mean = (
-        [pair[1] for stream in streams for pair in pair_rewards(stream, reduce, unfinished) if pair]
-        for reduce in reductions
-    )
-    return fmean(best) - fmean(mean) if best else 0.0
+    unfinished = recipe.equal_length.unfinished
+    pairs = [pair for stream in streams for pair in pair_rewards(stream, "max", unfinished) if pair]
+    means = [pair for stream in streams for pair in pair_rewards(stream, "mean", unfinished) if pair]
+    return fmean(b for _, b in pairs) - fmean(b for _, b in means) if pairs else 0.0
