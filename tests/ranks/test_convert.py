@@ -5,7 +5,6 @@ import pickle
 import re
 import shutil
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -491,29 +490,14 @@ def test_a_conversion_killed_with_9_leaves_a_folder_that_the_next_one_names(tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def script(name: str, *args: str) -> tuple[int, str]:
-    """Return (exit status, stderr) of a script in tools/, run as from the shell."""
-    import contextlib
-    import io
-    import runpy
-
-    sys.argv = [name, *args]
-    with contextlib.redirect_stderr(io.StringIO()) as err, pytest.raises(SystemExit) as exit_:
-        runpy.run_path(str(TOOLS / name), run_name="__main__")
-    return exit_.value.code, err.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("convert_hf_to_megatron.py", ("nowhere", "out")),
-        ("convert_megatron_to_hf.py", ("nowhere", "out", "--source", "nowhere")),
-    ],
-)
-def test_the_tools_name_a_missing_folder(name, arguments):
-    status, err = run_ranks(1, script, name, *arguments)[0]
+@pytest.mark.parametrize("arguments", [
+    ("hf_to_megatron", "nowhere", "out"), ("megatron_to_hf", "nowhere", "out", "--source", "nowhere"),
+])  # fmt: skip
+def test_the_commands_name_a_missing_folder(arguments):
+    status, _, err = run_ranks(1, command, *arguments)[0]
     assert status == 2
-    assert err.strip().splitlines()[-1] == f"{name}: nowhere: no such folder"
+    called = f"eqlen convert {arguments[0].replace('_', '-')}"
+    assert err.strip().splitlines()[-1] == f"{called}: nowhere: no such folder"
 
 
 def visible_gpus() -> tuple[str | None, bool]:
