@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import tracemalloc
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -116,15 +117,24 @@ def test_livecodebench_comparison(printed, expected, same):
     assert same_output(printed, expected) is same
 
 
+def checked(grader, cases):
+    """Grade (program, tests, verdict) and compare the verdicts."""
+    golds = [tests if isinstance(tests, str) else tests.to_json() for _, tests, _ in cases]
+    grades = grader.grade([fenced(program) for program, *_ in cases], golds)
+    assert [grade.verdict for grade in grades] == [verdict for *_, verdict in cases], grades
+    return grades
+
+
 @pytest.mark.parametrize("rules", ["apps", "plain", "livecodebench"])
 def test_decimals_on_stdout_have_the_tolerance_of_apps_by_its_rules_alone(grader, rules):
     """numpy.allclose, which its checker takes: |a - b| <= 1e-8 + 1e-5 |b|."""
-    printed = ["0.3000001", "1000.009", "1000.011", "0.00000001", "0.00000003", "1e400", "x"]
-    wanted = ["0.3", "1000", "1000", "0", "0", "1", "X"]
-    close = [True, True, False, True, False, False, False]
-    tests = [CodeTests([""], [want], rules=rules).to_json() for want in wanted]
-    grades = grader.grade([fenced(f"print({text!r})") for text in printed], tests)
-    assert [grade.reward == 1 for grade in grades] == ([rules == "apps" and each for each in close])
+    close = [("0.3000001", "0.3"), ("1000.009", "1000"), ("0.00000001", "0")]
+    other = [("1000.011", "1000"), ("0.00000003", "0"), ("1e400", "1"), ("x", "X")]
+    checked(grader, [
+        (f"print({text!r})", CodeTests([""], [want], rules=rules),
+         "passed" if rules == "apps" and (text, want) in close else "wrong_answer")
+        for text, want in close + other
+    ])  # fmt: skip
 
 
 VERDICTS = {
@@ -138,8 +148,7 @@ VERDICTS = {
 
 
 def test_verdicts_and_the_first_failing_test(grader):
-    grades = grader.grade([fenced(program) for program in VERDICTS.values()], [ADD] * len(VERDICTS))
-    assert [grade.verdict for grade in grades] == list(VERDICTS)
+    grades = checked(grader, [(program, ADD, verdict) for verdict, program in VERDICTS.items()])
     assert [grade.reward for grade in grades] == [1.0] + [0.0] * (len(VERDICTS) - 1)
     details = dict(zip(VERDICTS, (grade.detail for grade in grades), strict=True))
     assert details["passed"] == ""
@@ -148,32 +157,22 @@ def test_verdicts_and_the_first_failing_test(grader):
     assert "ZeroDivisionError" in details["runtime_error"]
     assert "SyntaxError" in details["compile_error"]
     assert all(grade.grader == "code-4" for grade in grades)
+    (wrong,) = checked(grader, [("def add(a, b):\n    return a - b", ADD_FUNCTION, "wrong_answer")])
+    assert wrong.detail == "test 1 of 2: expected 5, found '-1'"
+    assert [grade.verdict for grade in grader.grade(["I cannot."], [ADD])] == ["no_answer"]
 
 
-def test_time_limit_is_cpu_time(grader):
-    tests = CodeTests([""], [""], time_limit=0.5).to_json()
-    (grade,) = grader.grade([fenced("while True:\n    pass")], [tests])
-    assert grade.verdict == "time_limit"
-
-
-def test_function_problems(grader):
-    method = "class Solution:\n    def add(self, a, b):\n        return a + b"
-    grades = grader.grade([fenced(method), fenced("def add(a, b):\n    return a - b")], [ADD_FUNCTION] * 2)
-    assert [grade.verdict for grade in grades] == ["passed", "wrong_answer"]
-    assert grades[1].detail == "test 1 of 2: expected 5, found '-1'"
-
-
-def test_values_compare_as_json(grader):
-    tests = CodeTests([[1]], [[[1, 2], [3]]], function="f").to_json()
-    tuples = "def f(a):\n    return (1, 2), [3]"
-    wrapped = CodeTests([[1]], [[7]], function="f", rules="apps").to_json()
-    seven = "def f(a):\n    return 7"
-    cases = [(tuples, tests), (seven, wrapped), (seven, wrapped.replace("apps", "plain"))]
-    grades = grader.grade([fenced(program) for program, _ in cases], [gold for _, gold in cases])
-    assert [grade.verdict for grade in grades] == ["passed", "passed", "wrong_answer"]
-
-
-@pytest.mark.parametrize(("program", "tests", "verdict"), [
+NESTED, WRAPPED = (CodeTests([[1]], [value], "f") for value in ([[1, 2], [3]], [7]))
+SEVEN = "def f(a):\n    return 7"
+FUNCTIONS = [
+    ("class Solution:\n    def add(self, a, b):\n        return a + b", ADD_FUNCTION, "passed"),
+    ("def f(a):\n    return (1, 2), [3]", NESTED, "passed"),
+    (SEVEN, replace(WRAPPED, rules="apps"), "passed"),
+    (SEVEN, WRAPPED, "wrong_answer"),
+    ("import numpy as np\ndef f(a):\n    return [np.sum(a), np.float32(1.5)]",
+     CodeTests([[[1, 2]]], [[3, 1.5]], "f"), "passed"),
+]  # fmt: skip
+APPS = [  # the names that its checker imports, integer keys, wrapped values
     ("class Solution:\n    def f(self, xs: List[int]) -> Optional[int]:\n        return ceil(max(xs))",
      CodeTests([[[1, 2]]], [2], "f", rules="apps"), "passed"),
     ("def f(a):\n    return sum(a) + a[3]", CodeTests([[{"3": 4}]], [7], "f", rules="apps"), "passed"),
@@ -182,30 +181,39 @@ def test_values_compare_as_json(grader):
     ("def f(a):\n    return [1]", CodeTests([[1]], [1], "f", rules="apps"), "wrong_answer"),
     ("print(gcd(*map(int, stdin.readline().split())))", CodeTests(["4 6"], ["2"], rules="apps"), "passed"),
     ("print(2)\nsys.exit(1)", CodeTests([""], ["2"], rules="apps"), "runtime_error"),
-])  # fmt: skip
-def test_functions_of_apps_and_taco_have_the_names_that_their_checker_imports(
-    grader, program, tests, verdict
-):
-    (grade,) = grader.grade([fenced(program)], [tests.to_json()])
-    assert grade.verdict == verdict, grade.detail
+]  # fmt: skip
+NULL = {  # what a function returns, not what is left out
+    "def f(a):\n    pass": "passed",
+    "import os\ndef f(a):\n    os._exit(0)": "runtime_error",
+    "import sys\ndef f(a):\n    sys.exit(0)": "runtime_error",
+    "import os\nos._exit(0)": "runtime_error",
+    "import os\nos.write(4, b'null')\nos._exit(0)": "runtime_error",
+    "import os\nos.write(4, b'{\"result\": null}')\nos._exit(0)": "runtime_error",
+    "import os\nos.write(4, b'result\\nnull')\ndef f(a):\n    pass": "runtime_error",
+    "def f(a):\n    return 0": "wrong_answer",
+}
+ANNOTATED = "def f(a: 1 + 1): pass\nprint(f.__annotations__['a'], end='')"
+AS_UNDER_PYTHON = [  # exit functions run, threads are waited for, stdout may be replaced
+    *((program, CodeTests([""], ["7"]), "passed") for program in (
+        "import atexit\natexit.register(print, 7)",
+        "import atexit, io, sys\nsys.stdout = held = io.StringIO()\nprint(7)\n"
+        "atexit.register(lambda: sys.__stdout__.write(held.getvalue()))",
+        "import sys, threading, time\n"
+        "threading.Thread(target=lambda: (time.sleep(0.2), print(7))).start()\nsys.exit()",
+        "import sys\nprint(7)\nsys.stdout.close()",
+    )),
+    (ANNOTATED, CodeTests([""], ["2"]), "passed"),
+    ("from __future__ import annotations\n" + ANNOTATED, CodeTests([""], ["2"]), "wrong_answer"),
+    ("while True:\n    pass", CodeTests([""], [""], time_limit=0.5), "time_limit"),  # of processor time
+]  # fmt: skip
 
 
-NOTHING = CodeTests([[1]], [None], function="f").to_json()
-
-
-@pytest.mark.parametrize(("program", "verdict"), [
-    ("def f(a):\n    pass", "passed"),
-    ("import os\ndef f(a):\n    os._exit(0)", "runtime_error"),
-    ("import sys\ndef f(a):\n    sys.exit(0)", "runtime_error"),
-    ("import os\nos._exit(0)", "runtime_error"),
-    ("import os\nos.write(4, b'null')\nos._exit(0)", "runtime_error"),
-    ("import os\nos.write(4, b'{\"result\": null}')\nos._exit(0)", "runtime_error"),
-    ("import os\nos.write(4, b'result\\nnull')\ndef f(a):\n    pass", "runtime_error"),
-    ("def f(a):\n    return 0", "wrong_answer"),
-])  # fmt: skip
-def test_null_is_what_a_function_returns_not_what_is_left_out(grader, program, verdict):
-    (grade,) = grader.grade([fenced(program)], [NOTHING])
-    assert grade.verdict == verdict, grade.detail
+@pytest.mark.parametrize("cases", [
+    FUNCTIONS, APPS, [(program, CodeTests([[1]], [None], "f"), end) for program, end in NULL.items()],
+    AS_UNDER_PYTHON,
+], ids=["functions", "APPS and TACO", "null", "as under Python"])  # fmt: skip
+def test_programs_and_functions_have_the_verdicts_of_their_sets(grader, cases):
+    checked(grader, cases)
 
 
 def test_an_answer_far_larger_than_the_expected_one_is_not_parsed():
@@ -220,40 +228,6 @@ def test_an_answer_far_larger_than_the_expected_one_is_not_parsed():
     tracemalloc.stop()
     assert answers == [False] * 6
     assert peak < 4 * len(numbers)
-
-
-def test_a_function_may_return_numpy_numbers(grader):
-    tests = CodeTests([[[1, 2]]], [[3, 1.5]], function="f").to_json()
-    program = "import numpy as np\ndef f(a):\n    return [np.sum(a), np.float32(1.5)]"
-    assert grader.grade([fenced(program)], [tests])[0].verdict == "passed"
-
-
-def test_programs_do_not_inherit_our_future_flags(grader):
-    """Annotations are values, not texts, unless the program itself says otherwise."""
-    program = "def f(a: 1 + 1): pass\nprint(f.__annotations__['a'], end='')"
-    tests = CodeTests([""], ["2"]).to_json()
-    future = "from __future__ import annotations\n" + program
-    grades = grader.grade([fenced(program), fenced(future)], [tests] * 2)
-    assert [grade.verdict for grade in grades] == ["passed", "wrong_answer"]
-
-
-def test_a_program_ends_as_under_python(grader):
-    """Exit functions run, threads are waited for, and a replaced or closed stdout is no error."""
-    programs = [
-        "import atexit\natexit.register(print, 7)",
-        "import atexit, io, sys\nsys.stdout = held = io.StringIO()\nprint(7)\n"
-        "atexit.register(lambda: sys.__stdout__.write(held.getvalue()))",
-        "import sys, threading, time\n"
-        "threading.Thread(target=lambda: (time.sleep(0.2), print(7))).start()\nsys.exit()",
-        "import sys\nprint(7)\nsys.stdout.close()",
-    ]
-    tests = CodeTests([""], ["7"]).to_json()
-    grades = grader.grade([fenced(program) for program in programs], [tests] * len(programs))
-    assert [grade.verdict for grade in grades] == ["passed"] * len(programs), grades
-
-
-def test_no_program_is_no_answer(grader):
-    assert [grade.verdict for grade in grader.grade(["I cannot."], [ADD])] == ["no_answer"]
 
 
 @pytest.mark.parametrize(("tests", "message"), [
