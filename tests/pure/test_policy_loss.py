@@ -315,13 +315,6 @@ def test_a_rejected_token_is_no_position_of_ctpos_bounds():
     assert slopes[2] == pytest.approx(-math.exp(0.08)), "three kept tokens"
 
 
-def test_the_mismatch_of_compared_tokens_is_that_of_the_policys_own():
-    compared = torch.tensor([True, False, True])
-    _, metrics = loss_of("grpo", [0.0] * 3, apart=[0.25, 7.0, -0.75], compared=compared)
-    assert metrics["mismatch/compared_abs_diff"] == pytest.approx(0.5)
-    assert metrics["mismatch/logprob_abs_diff"] == pytest.approx(8 / 3)
-
-
 def test_a_rare_token_of_dppo_counts_at_most_as_verl_truncates_it():
     """Its probability has hardly moved, so that the mask lets any ratio through."""
     slopes, metrics = loss_of("dppo", [1.0, 6.0, -6.0], old=-30.0)

@@ -153,20 +153,6 @@ def test_a_function_gets_its_arguments_and_returns_a_value(sandbox):
     assert run(sandbox, "x = 1", "1", function="f").status == "runtime_error"
 
 
-ENDINGS = {
-    "compile_error": "def f(:\n",
-    "runtime_error": "1 / 0",
-    "time_limit": "while True:\n    pass",
-    "memory_limit": "x = [0] * 10**10",
-    "output_limit": "while True:\n    print('x' * 10000)",
-}
-
-
-@pytest.mark.parametrize("status", ENDINGS)
-def test_each_ending_has_its_name(sandbox, status):
-    assert run(sandbox, ENDINGS[status]).status == status
-
-
 RAW_THREADS = """
 import ctypes, mmap
 code = bytes.fromhex(
