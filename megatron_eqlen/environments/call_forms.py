@@ -56,8 +56,7 @@ def _family(
     template that writes no calls."""
     try:
         shown = with_calls(
-            *CALL,
-            lambda turn: tokenizer.render_chat([QUESTION, turn], enable_thinking, [TOOL], answer=False),
+            *CALL, lambda turn: tokenizer.render_chat([QUESTION, turn], enable_thinking, [TOOL], answer=False)
         )
     except TemplateError:
         return str

@@ -277,7 +277,4 @@ def _delta_net(fields: Fields, layers: int) -> DeltaNet:
     else:
         interval = fields.get("full_attention_interval", int)
         linear = tuple((i + 1) % interval != 0 for i in range(layers))
-    return DeltaNet(
-        **{name: fields.get(f"linear_{name}", int) for name in LINEAR},
-        layers=linear,
-    )
+    return DeltaNet(**{name: fields.get(f"linear_{name}", int) for name in LINEAR}, layers=linear)

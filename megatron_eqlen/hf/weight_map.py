@@ -91,10 +91,7 @@ class DeltaNetInput:
         heads = tensor.shape[0] // sum(sizes)
         sections = tensor.split([heads * size for size in sizes])
         by_head = [section.view(heads, -1, hidden) for section in sections]
-        return [
-            _cat(by_head[:4], dim=1).view(-1, hidden),
-            _cat(by_head[4:], dim=1).view(-1, hidden),
-        ]
+        return [_cat(by_head[:4], dim=1).view(-1, hidden), _cat(by_head[4:], dim=1).view(-1, hidden)]
 
     @property
     def _qkvz(self) -> list[int]:

@@ -87,10 +87,7 @@ def _importance(
     else:
         beyond = raw > threshold
         weight = raw.clamp(max=threshold)
-    return weight, {
-        "mismatch/rollout_is_mean": weight,
-        "mismatch/rollout_is_truncated_fraction": beyond,
-    }
+    return weight, {"mismatch/rollout_is_mean": weight, "mismatch/rollout_is_truncated_fraction": beyond}
 
 
 def _kept(

@@ -32,9 +32,7 @@ def wrap(chunks: list, grad_dtype: str, options: Mapping[str, Any]) -> list[Dist
     config = chunks[0].config
     assert config.calculate_per_token_loss, "gradients must be sums: token weights hold every factor"
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=grad_dtype == "float32",
-        use_distributed_optimizer=True,
-        **options,
+        grad_reduce_in_fp32=grad_dtype == "float32", use_distributed_optimizer=True, **options
     )
     wrapped = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=number > 0)

@@ -189,7 +189,7 @@ _BASE_WORD = re.compile(rf"_\s*\{{\s*(?:\\text\s*\{{)?\s*({'|'.join(_BASE_NAMES)
 _FUNCTION = re.compile(rf"\\(?:{_FUNCTIONS})")
 _LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z]")
 _CONNECTIVE = re.compile(
-    r"\s*,?\s*(?:\\text\s*\{\s*,?\s*(and|or)\s*,?\s*\}|(?<![A-Za-z\\])(and|or)(?![A-Za-z]))\s*|\s*;\s*",
+    r"\s*,?\s*(?:\\text\s*\{\s*,?\s*(and|or)\s*,?\s*\}|(?<![A-Za-z\\])(and|or)(?![A-Za-z]))\s*|\s*;\s*"
 )
 _INEQUALITY = re.compile(rf"[<>]|\\(?:le|ge|ne){_END}")
 _PROSE = re.compile(

@@ -81,12 +81,7 @@ class Sandbox:
         os.waitpid(self._zygote, 0)
 
     def run(
-        self,
-        source: str,
-        stdin: str,
-        limits: Limits,
-        function: str | None = None,
-        rules: Rules = "plain",
+        self, source: str, stdin: str, limits: Limits, function: str | None = None, rules: Rules = "plain"
     ) -> Execution:
         """Run ``source`` with ``stdin``; or call its ``function`` with one JSON argument a line of ``stdin``.
 

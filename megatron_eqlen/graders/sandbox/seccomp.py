@@ -158,11 +158,7 @@ def _harmless_command() -> list[bytes]:
         _pack(JUMP_EQUAL, command, len(HARMLESS_COMMANDS) - i + 2, 0)
         for i, command in enumerate(HARMLESS_COMMANDS)
     ]
-    set_flags = [
-        _pack(JUMP_EQUAL, SET_FLAGS, 0, 3),
-        _load_argument(2),
-        _pack(JUMP_IF_BITS, O_ASYNC, 1, 0),
-    ]
+    set_flags = [_pack(JUMP_EQUAL, SET_FLAGS, 0, 3), _load_argument(2), _pack(JUMP_IF_BITS, O_ASYNC, 1, 0)]
     return [_load_argument(1), *tests, *set_flags]
 
 

@@ -85,12 +85,7 @@ def _serve_one(connection: socket.socket, isolation: Isolation, worker: int, par
 
 
 def _become_program(
-    zygote: int,
-    descriptors: list[int],
-    pipe: int,
-    limits: Limits,
-    isolation: Isolation,
-    asked: dict,
+    zygote: int, descriptors: list[int], pipe: int, limits: Limits, isolation: Isolation, asked: dict
 ) -> None:
     """In the child: lock down, run, exit. A failure before the program starts counts as the sandbox's."""
     try:
