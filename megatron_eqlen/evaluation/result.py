@@ -115,22 +115,21 @@ def _check_questions(results: list[EvaluationResult]) -> None:
 def write_results(path: Path, results: list[EvaluationResult]) -> None:
     """Write one evaluation's benchmarks as JSON; the file appears complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    records = [asdict(result) | {"summary": _summary(result)} for result in results]
-    write_json(path, records)
+    summaries = [{"intervals": [asdict(result.accuracy)]} | result.metrics() for result in results]
+    write_json(path, [asdict(r) | {"summary": s} for r, s in zip(results, summaries, strict=True)])
 
 
 def read_results(path: Path) -> list[EvaluationResult]:
     """Read a file of ``write_results``. Raises ValueError naming the file for any other content."""
+    results = []
     with expecting("an evaluation result", path):
         first, *others = read_json(path)
-        return [_result(record) for record in (first, *others)]
-
-
-def _result(record: dict[str, Any]) -> EvaluationResult:
-    answers = [Answers(**answers) for answers in record["answers"]]
-    result = EvaluationResult(record["benchmark"], answers, record["manifest"])
-    vars(result)["accuracy"] = Interval(**record["summary"]["intervals"][0])
-    return result
+        for record in (first, *others):
+            answers = [Answers(**answers) for answers in record["answers"]]
+            result = EvaluationResult(record["benchmark"], answers, record["manifest"])
+            vars(result)["accuracy"] = Interval(**record["summary"]["intervals"][0])
+            results.append(result)
+    return results
 
 
 def file_hashes(path: Path, chosen: Sequence[Path] | None = None) -> dict[str, str]:
@@ -139,17 +138,4 @@ def file_hashes(path: Path, chosen: Sequence[Path] | None = None) -> dict[str, s
     files = sorted(file for file in chosen or every if file.is_file())
     return {
         str(file.relative_to(path.parent)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files
-    }
-
-
-def _summary(result: EvaluationResult) -> dict[str, Any]:
-    return {
-        "problems": len(result.answers),
-        "samples": result.samples,
-        "replicates": "samples",
-        "intervals": [asdict(interval) for interval in over_seeds([result])],
-        "pass_at": result.pass_at(),
-        "truncated_fraction": result.verdict_fraction("truncated"),
-        "no_answer_fraction": result.verdict_fraction("no_answer"),
-        "mean_tokens": result.mean_tokens,
     }
