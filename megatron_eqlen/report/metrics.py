@@ -14,6 +14,7 @@ import sys
 import time
 from array import array
 from collections.abc import Collection, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,10 @@ def read_newest(folder: Path, count: int) -> Records:
         whole = file.seek(0, 2)
         while True:
             file.seek(max(whole - size, 0))
-            lines = file.read().split(b"\n")[:-1]  # the last is empty, or torn
+            *lines, torn = file.read().split(b"\n")
             if size >= whole or len(lines) > count:
+                if torn:
+                    _warn_of_torn(path, len(torn))
                 return [_record(line, str(path)) for line in lines[-count:]]
             size *= 4
 
@@ -116,9 +119,15 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
-                logger.warning("%s: dropped a torn last line of %d bytes", path, len(line))
+                _warn_of_torn(path, len(line))
                 return
             yield line, _record(line, f"{path}:{number}")
+
+
+@cache
+def _warn_of_torn(path: Path, size: int) -> None:
+    """Warn once, however often the file is read."""
+    logger.warning("%s: dropped a torn last line of %d bytes", path, size)
 
 
 def _record(line: bytes, where: str) -> dict[str, Any]:

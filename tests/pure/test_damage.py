@@ -44,6 +44,13 @@ def test_a_damaged_file_is_named(tmp_path, name, text):
         RunStatus(run).screen()
 
 
+def test_a_torn_line_is_said_once_even_if_it_is_the_only_one(tmp_path, caplog):
+    run = write_run(tmp_path / "run", recipe(tmp_path / "model"))
+    (run / "metrics.jsonl").write_bytes(b'{"step": 1, "ti')
+    assert not RunStatus(run).records
+    assert caplog.messages == [f"{run}/metrics.jsonl: dropped a torn last line of 15 bytes"]
+
+
 @pytest.mark.parametrize("text", ["[]", '{"a": 3}', '"x"', "3"])
 def test_damaged_contents_are_named(tmp_path, text):
     (tmp_path / "contents.json").write_text(text)

@@ -14,6 +14,7 @@ NONE, RIGHT, WRONG, SCORED = (
     Grade(reward, verdict)
     for reward, verdict in ((0.0, "no_answer"), (1.0, "correct"), (0.0, "wrong"), (0.5, "scored"))
 )
+FAILED = Grade.unscored("late")
 IDLE = {"train/updates": 0.0, "objective/units": 2.0, "objective/members": 4.0, "train/skipped_updates": 0.0}
 CUT = None
 
@@ -48,6 +49,10 @@ def told(tmp_path):
     ([(r"\boxed{7} ten", CUT)] * 4, ["go on after their answer", "4 of 4 hold an answer"]),
     ([("seven", SCORED), ("ten", SCORED)] * 2, ["the reward function gives the same to all", "4 scored"]),
     ([("seven", RIGHT)] * 2 + [("ten", WRONG)] * 2, ["differ between prompts only: 1 of 2 right"]),
+    ([("seven", RIGHT)] * 2 + [("ten", NONE)] * 4,
+     ["differ between prompts only: 1 of 3 right", "4 no_answer"]),
+    ([("ten", FAILED)] * 3 + [(r"\boxed{7}", RIGHT)],
+     ["all are right", "3 unscored, 1 correct", r"'\\boxed{7}'"]),
 ])  # fmt: skip
 def test_a_step_without_a_gradient_is_told_its_cause_with_counts_and_an_example(told, responses, wanted):
     text = told(*responses)
@@ -58,6 +63,7 @@ def test_a_step_that_learns_is_told_nothing_and_what_is_left_out_is_told_beside_
     learns = {"train__updates": 1.0, "objective__zero_advantage_fraction": 0.5}
     assert not told((r"\boxed{7}", RIGHT), ("ten", WRONG), **learns)
     assert told(("a", RIGHT), ("b", WRONG), objective__members=2.0).endswith("have one member")
+    assert told(*[("seven", NONE)] * 2, train__skipped_updates=2.0).startswith("2 updates were skipped")
     left = {"reward__unscored": 3.0, "reward__dropped_length": 90.0, "policy__response_length": 30.0}
     text = told((r"\boxed{7}", RIGHT), ("ten", WRONG), **learns, **left)
     assert text == (
