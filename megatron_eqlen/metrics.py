@@ -351,16 +351,12 @@ def metric(name: str) -> Metric:
         return EXACT[name]
     for (begin, end), family in FAMILIES.items():
         if name.startswith(begin) and name.endswith(end) and len(name) > len(begin + end):
-            return _member(family, name, name[len(begin) : len(name) - len(end)])
+            variable, way = name[len(begin) : len(name) - len(end)], family.merge
+            if isinstance(way, Mean):
+                way = Mean(tuple(count.replace("*", variable) for count in way.counts))
+            return replace(family, name=name, merge=way)
     near = difflib.get_close_matches(name, EXACT, n=1, cutoff=0.0)[0]
     raise MetricError(f"metric {name!r} is not declared in {__name__} (nearest: {near!r})")
-
-
-def _member(family: Metric, name: str, variable: str) -> Metric:
-    way = family.merge
-    if isinstance(way, Mean):
-        way = Mean(tuple(count.replace("*", variable) for count in way.counts))
-    return replace(family, name=name, merge=way)
 
 
 def check(metrics: Metrics) -> Metrics:

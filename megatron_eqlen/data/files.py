@@ -56,21 +56,17 @@ def find_files(path: Path, *patterns: str) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise ValueError(f"{path}: no such file or folder")
-    files = sorted(file for file in path.rglob("*") if file.is_file() and _may_be_data(path, file))
+    found = sorted(file for file in path.rglob("*") if file.is_file() and file.name not in NOT_DATA)
+    files = [each for each in found if not any(p.startswith(".") for p in each.relative_to(path).parts)]
     # the first pattern that has files wins, so that kinds are not mixed
     for pattern in patterns:
-        if found := [file for file in files if any(map(file.match, pattern.split()))]:
-            return found
+        if matching := [file for file in files if any(map(file.match, pattern.split()))]:
+            return matching
     for file in files:
         _refuse_kind(file)
     names = ", ".join(file.relative_to(path).as_posix() for file in files[:5])
     expected = " or ".join(" ".join(patterns).split())
     raise ValueError(f"{path}: expected files named {expected}, found {names or 'none'}")
-
-
-def _may_be_data(path: Path, file: Path) -> bool:
-    hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
-    return not hidden and file.name not in NOT_DATA
 
 
 def _refuse_kind(file: Path) -> None:

@@ -132,12 +132,9 @@ def find_layout(file: Path, records: Iterable[Any], columns: Mapping[str, str], 
     names = [*dict.fromkeys(name for record in sample for name in _names(record))]
     if sample:
         _check_columns(file, columns, names, sample, grader)
-    named = {ours: place for ours, place in columns.items() if ours != "messages"}
-    if "messages" in columns:
-        named["question"] = columns["messages"]
     places = {name: (name,) for name in OPTIONAL if _has(sample, name) and name not in columns.values()}
     places |= {ours: _spelt(known, sample) for ours, known in KNOWN.items()}
-    places |= {ours: (place,) for ours, place in named.items()}
+    places |= {ours: (place,) for ours, place in columns.items()}
     return Layout(file, places, names, _told(places, sample))
 
 
@@ -239,6 +236,10 @@ def _has(sample: Sequence[dict[str, Any]], place: str) -> bool:
     return any(value_at(record, place) is not None for record in sample)
 
 
+def _is_chat(place: str, sample: Sequence[dict[str, Any]]) -> bool:
+    return any(isinstance(_read(value_at(record, place)), list) for record in sample)
+
+
 def _check_columns(
     file: Path, columns: Mapping[str, str], names: Sequence[str], sample: Sequence[dict], grader: str | None
 ) -> None:
@@ -253,8 +254,7 @@ def _check_columns(
     graders = {grader or value_at(record, columns.get("grader", "grader")) or "math" for record in sample}
     # columns that nothing would read
     useless = {
-        "messages": "question" in columns and "columns has a question",
-        "instruction": "messages" in columns and "a chat takes no instruction",
+        "instruction": "a chat takes no instruction" * _is_chat(columns.get("question", ""), sample),
         "grader": grader is not None and f"the recipe's grader is {grader}",
         "tests": "code" not in graders and "no row's grader is code",
         "answer": graders == {"code"} and "tests grade code",
@@ -266,8 +266,7 @@ def _check_columns(
 
 def _told(places: Mapping[str, Sequence[str]], sample: Sequence[dict[str, Any]]) -> str:
     question, answer = (_used(places[ours], sample) for ours in KNOWN)
-    values = (_read(value_at(record, place)) for record in sample for place in question)
-    kind = " (a chat, as it stands)" if any(isinstance(value, list) for value in values) else ""
+    kind = " (a chat, as it stands)" if any(_is_chat(place, sample) for place in question) else ""
     names = dict.fromkeys(name for record in sample for name in record)
     beside = [name for name in names if name.lower() in BESIDE and _has(sample, name)]
     others = [place for place in places["answer"] if place not in (*answer, *WORKED) and _has(sample, place)]

@@ -117,9 +117,13 @@ def group_runs(runs: Sequence[RunResult]) -> list[Group]:
             same = [run for run in mine if run.recipe.method == method]
             same.sort(key=lambda run: run.recipe.seed)
             groups += [Group(model, name, runs) for name, runs in _by_recipe(method, same).items()]
-    for group in groups:
-        if group.method != BASE:
-            _check_seeds(group.runs)
+    for group in (group for group in groups if group.method != BASE):
+        for run, other in pairwise(group.runs):
+            if (seed := run.recipe.seed) == other.recipe.seed:
+                raise ValueError(
+                    f"{run.folder} and {other.folder}: expected runs of {run.recipe.method} to differ in "
+                    f"their seed, found {seed} twice"
+                )
     return groups
 
 
@@ -139,12 +143,3 @@ def _by_recipe(method: str, runs: Sequence[RunResult]) -> dict[str, list[RunResu
 
 def _by_benchmark(path: Path) -> dict[str, EvaluationResult]:
     return {result.benchmark: result for result in read_results(path)}
-
-
-def _check_seeds(runs: list[RunResult]) -> None:
-    for run, other in pairwise(runs):
-        if (seed := run.recipe.seed) == other.recipe.seed:
-            raise ValueError(
-                f"{run.folder} and {other.folder}: expected runs of {run.recipe.method} to differ in their "
-                f"seed, found {seed} twice"
-            )

@@ -53,7 +53,8 @@ def parameters(model: ModelConfig, ranks: int, kinds: tuple[str, ...] | None = N
     """
     total = 0.0
     for weight in weight_map(model):
-        if kinds is not None and not _is_matrix_of(weight.megatron, kinds):
+        *_, module, parameter = weight.megatron.split(".")
+        if kinds is not None and (module not in kinds or parameter != "weight"):
             continue
         size = sum(map(prod, weight.shapes))
         if weight.dim is None:
@@ -68,24 +69,11 @@ def parameters(model: ModelConfig, ranks: int, kinds: tuple[str, ...] | None = N
     return total
 
 
-def _is_matrix_of(name: str, kinds: tuple[str, ...]) -> bool:
-    *_, module, parameter = name.split(".")
-    return module in kinds and parameter == "weight"
-
-
 def kv_bytes_per_token(job: Job) -> float:
     """Return the bytes of keys and values per token, for all attention layers on one GPU."""
     recipe, model = job.recipe, job.model
     heads = max(1.0, model.num_key_value_heads / recipe.rollout.tensor_parallel)
     return 2 * attention_layers(model) * heads * model.head_dim * BYTES[recipe.model.dtype]
-
-
-def state_bytes_per_sequence(model: ModelConfig, ranks: int) -> float:
-    """Return the bytes of the states of all Gated DeltaNet layers on one GPU."""
-    if (net := model.delta_net) is None:
-        return 0.0
-    elements = net.num_value_heads * net.key_head_dim * net.value_head_dim
-    return sum(net.layers) * elements * STATE_BYTES / ranks
 
 
 def requested(recipe: Recipe) -> float:
@@ -100,16 +88,14 @@ def kv_cache(job: Job) -> float:
     return requested(job.recipe) - weights(job) - WORKSPACE
 
 
-def longest_path(job: Job) -> float:
-    """Return the bytes that the KV cache needs for one request of the greatest length; with less, vLLM does
-    not start."""
-    return sequence_bytes(job, job.recipe.longest_path)
-
-
 def sequence_bytes(job: Job, length: float) -> float:
-    """Return the bytes of the KV cache that a sequence of ``length`` tokens takes on one GPU."""
-    states = state_bytes_per_sequence(job.model, job.recipe.rollout.tensor_parallel)
-    return length * kv_bytes_per_token(job) + states
+    """Return the bytes that a sequence of ``length`` tokens takes in the KV cache of one GPU, with the states
+    of Gated DeltaNet layers."""
+    cache = length * kv_bytes_per_token(job)
+    if (net := job.model.delta_net) is None:
+        return cache
+    states = sum(net.layers) * net.num_value_heads * net.key_head_dim * net.value_head_dim
+    return cache + states * STATE_BYTES / job.recipe.rollout.tensor_parallel
 
 
 def sequences_at_once(job: Job, mean_length: float) -> float:

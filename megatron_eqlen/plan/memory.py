@@ -70,7 +70,8 @@ class Memory:
         if wanted > free:
             share = self.job.recipe.rollout.gpu_memory_utilization
             yield f"vLLM wants {_gb(wanted)} free (rollout.gpu_memory_utilization {share}), found {_gb(free)}"
-        cache, path = engine.kv_cache(self.job), engine.longest_path(self.job)
+        path = engine.sequence_bytes(self.job, self.job.recipe.longest_path)
+        cache = engine.kv_cache(self.job)  # with less than a path needs vLLM does not start
         if cache < path:
             yield (
                 f"{_gb(cache)} are left for the KV cache, and the longest path "

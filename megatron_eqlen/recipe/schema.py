@@ -91,7 +91,7 @@ def one_of(*names: str) -> AfterValidator:
 
 ANY_COLUMNS = ("jsonl", *TRAINING, *BENCHMARKS)
 """Readers of files whose columns may have any names."""
-ColumnName = Literal["question", "answer", "messages", "grader", "difficulty", "instruction", "tests"]
+ColumnName = Literal["question", "answer", "grader", "difficulty", "instruction", "tests"]
 SourceReader = Annotated[str, one_of("jsonl", *TRAINING, "opencodereasoning", "reasoning_gym", "prepared")]
 BenchmarkReader = Annotated[
     str, one_of("jsonl", *TRAINING, *BENCHMARKS, "livecodebench", "reasoning_gym", "prepared")

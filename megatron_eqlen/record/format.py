@@ -119,24 +119,17 @@ def rollout_rows(
         "index": rollout.index,
         "policy_version": rollout.policy_version,
     }
-    rows = [_part_row(part) for part in rollout.parts]
+    rows: list[RecordedRow] = [
+        {name: getattr(part, name) for name in ("role", "number", "parent", "finish_reason", "carried")}
+        | {"table": part.tokens}
+        for part in rollout.parts
+    ]
     if rollout.prompt_columns is not None:
         rows.append({"role": CONTEXT, "table": rollout.prompt_columns})
     for row in rows if without else ():
         row["table"] = row["table"].without(without)
     rows.append({"role": END, "outcome": rollout.outcome, "generated_tokens": generated_tokens})
     return [common | row for row in rows]
-
-
-def _part_row(part: Part) -> RecordedRow:
-    return {
-        "role": part.role,
-        "number": part.number,
-        "parent": part.parent,
-        "finish_reason": part.finish_reason,
-        "carried": part.carried,
-        "table": part.tokens,
-    }
 
 
 def track_row(track: Track, tokens: Tokens, role: str = TRACK) -> RecordedRow:

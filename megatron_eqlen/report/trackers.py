@@ -97,11 +97,13 @@ class Wandb:
     def __init__(self, folder: Path, recipe: Recipe) -> None:
         import wandb  # pyright: ignore[reportMissingImports] (optional)
 
+        if not (file := folder / "wandb_id").exists():
+            write_text(file, uuid.uuid4().hex)
         self.run: Any = wandb.init(
             project=recipe.report.wandb_project,
             name=f"{recipe.name}-{recipe.run_name}",
             dir=str(folder),
-            id=_run_id(folder / "wandb_id"),
+            id=read_text(file).strip(),  # the same for every start in this folder
             resume="allow",
             config=recipe.model_dump(mode="json"),
             allow_val_change=True,  # a resumed run may have other steps, for example
@@ -114,10 +116,3 @@ class Wandb:
 
     def finish(self, failed: bool) -> None:
         self.run.finish(exit_code=int(failed))
-
-
-def _run_id(file: Path) -> str:
-    """Return the run's id, the same for every start in this folder."""
-    if not file.exists():
-        write_text(file, uuid.uuid4().hex)
-    return read_text(file).strip()

@@ -340,8 +340,8 @@ def test_duplicates_are_kept_where_the_recipe_says_so_and_a_key_without_effect_i
     ({"question": "promt"}, {}, "columns: question: 'promt' is in none of its first 1 rows (nearest: "
      "'prompt'): expected one of ['prompt', 'text', 'gold.value', 'gold.kind']"),
     ({"answer": "gold.valeu"}, {}, "'gold.valeu' is in none of its first 1 rows (nearest: 'gold.value')"),
-    ({"question": "text", "messages": "prompt"}, {}, "messages: prompt has no effect: columns has"),
     ({"tests": "gold"}, {}, "tests: gold has no effect: no row's grader is code"),
+    ({"question": "prompt", "instruction": "text"}, {}, "text has no effect: a chat takes no instruction"),
     ({"grader": "text"}, {"grader": "math"}, "grader: text has no effect: the recipe's grader is math"),
 ])  # fmt: skip
 def test_a_columns_entry_that_cannot_act_is_refused(tmp_path, columns, keys, message):
@@ -477,7 +477,7 @@ def test_columns_come_before_what_is_recognised(tmp_path):
     file = tmp_path / "rows.jsonl"
     row = {"question": "other", "answer": "7", "chat": USER, "gold": {"value": 5}}
     file.write_text(json.dumps(row))
-    (read,) = open_source(source(file, columns={"messages": "chat", "answer": "gold.value"}), Tally())
+    (read,) = open_source(source(file, columns={"question": "chat", "answer": "gold.value"}), Tally())
     assert (read.question, read.gold, read.messages) == ("2 + 3?", "5", tuple(USER))
 
 

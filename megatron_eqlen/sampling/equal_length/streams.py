@@ -9,7 +9,7 @@ from statistics import fmean
 from megatron_eqlen import metrics as m
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty, all_equal, token_tree
-from megatron_eqlen.sampling.equal_length.dual_track import DualTrack, Pair, pairs_of, tail_of
+from megatron_eqlen.sampling.equal_length.dual_track import DualTrack, pairs_of, tail_of
 from megatron_eqlen.sampling.equal_length.suffix import pair_rewards, policy_rewards
 from megatron_eqlen.sampling.kind import SamplingKind, Setting, plural
 from megatron_eqlen.tokens import Tokens
@@ -46,7 +46,11 @@ class EqualLength(SamplingKind):
                 nodes[side.number].tokens = Tokens.joined([part.tokens for part in prefix])
         units: list[ComparisonUnit] = []
         for i, pair in enumerate(pairs):
-            _check_equal_length(rollout, i, pair)
+            if len(pair.a) != len(pair.b):
+                raise ValueError(
+                    f"stream {rollout.prompt_id}/{rollout.index}: pair {i}: expected sides of equal length, "
+                    f"found {len(pair.a)} and {len(pair.b)} tokens"
+                )
             if (of_pair := rewards[i]) is not None:
                 unit = ComparisonUnit(
                     rollout.prompt_id,
@@ -152,14 +156,6 @@ def _tail_units(
     if compared and last is not None:
         unit.baseline = last.rewards[0]
     return [unit]
-
-
-def _check_equal_length(stream: Rollout, number: int, pair: Pair) -> None:
-    if len(pair.a) != len(pair.b):
-        raise ValueError(
-            f"stream {stream.prompt_id}/{stream.index}: pair {number}: expected sides of equal length, "
-            f"found {len(pair.a)} and {len(pair.b)} tokens"
-        )
 
 
 def _reward_gap(streams: Sequence[Rollout], recipe: Recipe) -> float:
