@@ -301,7 +301,7 @@ DECLARED = (
     Metric("mismatch/log_ppl_abs_diff", "nats", PER_SEQUENCE, "|mean log trainer / engine| of a segment"),
     Metric("mismatch/rollout_is_mean", "weight", PER_TOKEN, "importance weight as used"),
     Metric("mismatch/rollout_is_truncated_fraction", "share", PER_TOKEN, "beyond rollout_is_threshold"),
-    Metric("mismatch/rollout_rs_masked_fraction", "share", PER_TOKEN, "no gradient: rollout_rs or the veto"),
+    Metric("mismatch/rollout_rs_masked_fraction", "share", PER_TOKEN, "no gradient by rollout_rs"),
     Metric("mismatch/rollout_rs_seq_masked_fraction", "share", PER_SEQUENCE, "segments with such a token"),
     Metric(EXPERT_AGREEMENT, "share", PER_TOKEN, "of the engine's experts, those the trainer computed with"),
     Metric(ROUTER_AGREEMENT, "share", PER_TOKEN, "those that the trainer's own routers would choose"),

@@ -204,7 +204,6 @@ def _of_engine_logprobs(recipe: Recipe, objective: Objective) -> Iterator[str]:
         "loss.old_logprobs: rollout": loss.old_logprobs == "rollout",
         f"loss.rollout_is: {loss.rollout_is}": loss.rollout_is != "none",
         "loss.rollout_rs": bool(loss.rollout_rs),
-        "loss.rollout_token_veto_threshold": loss.rollout_token_veto_threshold is not None,
         older: rollout.trains_older,  # every correction for staleness compares
     }
     asked = [key for key, used in comparisons.items() if used]

@@ -550,9 +550,7 @@ class LossRecipe(Section):
     rollout_rs: dict[RejectionName, PositiveFloat | Band] | None = None
     """Bounds beyond which tokens or segments give no gradient. ``k1`` bounds the ratio engine / trainer:
     ``[low, high]``, or one number for ``[1 / number, number]``; the others are bounded in nats (KPop:
-    ``binary_kl: 0.1``)."""
-    rollout_token_veto_threshold: Annotated[float, Field(gt=0, lt=1), NUMBER] | None = None
-    """A segment gives no gradient if a token's ratio trainer / engine is below this; for example 1e-4."""
+    ``binary_kl: 0.1``; a veto of segments with a ratio below 1e-4 or above 1e4: ``seq_max_k2: 42.4``)."""
     minibatches: PositiveInt = 1
     """Parts of a harvest, each an optimizer step (our choice: 1, on-policy)."""
     epochs: PositiveInt = 1

@@ -2,7 +2,7 @@
 
     rho_t = pi_trainer(y_t) / pi_engine(y_t)        of the weights that sampled, in two programs
 
-Tokens that ``rollout_rs`` or the veto rejects are excluded from the ratio of their segment (GSPO, LUSPO,
+Tokens that ``rollout_rs`` rejects are excluded from the ratio of their segment (GSPO, LUSPO,
 VESPO), as in verl, whose rejection mask multiplies the response mask before the ratio is computed
 (0.8, ``rollout_corr_helper.py``).
 """
@@ -21,7 +21,7 @@ from megatron_eqlen.recipe import LossRecipe
 
 RATIO_LIMIT = 20.0
 """Bound of exponents, +-20 as in verl: log rho of a token for ``rollout_is: token`` and ``rollout_rs``, its
-sum over the segment for ``rollout_is: sequence``. The veto compares log rho itself."""
+sum over the segment for ``rollout_is: sequence``."""
 
 LEAST = 1e-6
 
@@ -95,12 +95,10 @@ def _kept(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     log_rho = trainer - engine
     kept = torch.ones_like(log_rho, dtype=torch.bool)
-    if not loss.rollout_rs and loss.rollout_token_veto_threshold is None:
+    if not loss.rollout_rs:
         return kept.to(log_rho), {}
-    for name, bound in (loss.rollout_rs or {}).items():
+    for name, bound in loss.rollout_rs.items():
         kept &= _within(name, bound, trainer, engine, segments)
-    if loss.rollout_token_veto_threshold is not None:
-        kept &= segments.max(-log_rho) <= -math.log(loss.rollout_token_veto_threshold)
     # [n] bool
     any_masked = segments.max((~kept).to(log_rho))
     return kept.to(log_rho), {

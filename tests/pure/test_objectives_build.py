@@ -221,7 +221,6 @@ CARRIED = {"rollout__carry_over": True, "rollout__tokens_per_step": 9}
     ({"loss__old_logprobs": "rollout"}, "loss.old_logprobs: rollout"),
     ({"loss__rollout_is": "sequence"}, "loss.rollout_is: sequence"),
     ({"loss__rollout_rs": {"seq_mean_k3": 0.01}}, "loss.rollout_rs"),
-    ({"loss__rollout_token_veto_threshold": 1e-4}, "loss.rollout_token_veto_threshold"),
     ({"rollout__mismatch": {"then": "stop"}}, "rollout.mismatch.then: stop"),
     (CARRIED, "rollout.carry_over: true"),
     (CARRIED | {"loss__rollout_is": "token"}, "loss.rollout_is: token"),

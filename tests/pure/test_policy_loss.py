@@ -269,13 +269,6 @@ def test_a_rejected_token_does_not_move_the_ratio_of_its_segment(name):
     assert not row.tokens[3]
 
 
-def test_a_veto_below_the_smallest_clamped_ratio_still_compares_the_ratio():
-    engine, segments = torch.zeros(4).double(), Segments(torch.tensor([0, 0, 1, 1]))
-    trainer = torch.tensor([-0.1, -30.0, -0.1, -22.0]).double()
-    found = correct(trainer, engine, segments, LossRecipe(rollout_token_veto_threshold=1e-10))  # log: -23.03
-    assert found.kept.tolist() == [0, 0, 1, 1]
-
-
 def test_a_sequences_importance_clamps_the_sum_of_its_log_ratios():
     trainer = torch.tensor([30.0, -29.5, -30.0, 5.0]).double()
     segments = Segments(torch.tensor([0, 0, 1, 1]))
