@@ -90,6 +90,8 @@ def read_run(folder: Path, recipe: Recipe | None = None) -> RunResult:
     before = folder / "evaluation" / "before.json"
     names = (m.OBJECTIVE_EFFECTIVE_SAMPLES, m.HARVEST_GENERATED_TOKENS, *REWARD, *RESPONSE_LENGTH)
     columns = Columns(folder, names)
+    if not len(columns.steps):
+        raise ValueError(f"{folder}: expected a run with metrics of a step or more, found none")
     newest = slice(-max(1, len(columns.steps) // 10), None)
     return RunResult(
         folder,
