@@ -8,6 +8,7 @@ import pytest
 
 from megatron_eqlen.recipe.contents import BLOCK, BLOCKS, FILE, ContentsError
 from megatron_eqlen.recipe.inputs import keep_inputs
+from megatron_eqlen.recipe.own_code import digests
 from tests.kit.report_runs import recipe
 
 ROWS = [f'{{"question": "Compute {n}+1.", "answer": "{n + 1}"}}\n' for n in range(9)]
@@ -115,3 +116,29 @@ def test_a_resume_does_not_mind_what_the_runs_code_does_not_use(inputs, tmp_path
     replacing("    return TABLE", "    # a comment\n    return TABLE")(tmp_path / "own_grader.py")
     replacing("unused(text): return", "unused(text): return 2 *")(tmp_path / "own_helpers.py")
     keep_inputs(tmp_path / "run", inputs)
+
+
+@pytest.mark.parametrize(("file", "old", "new", "changed"), [
+    ("rules.py", "total += 2", "total += 3", True),
+    ("rules.py", "total = 9", "total = 8", False),
+    ("parts.py", "return text", "return 2 * text", True),
+    ("deep.py", "depth = 1", "depth = 2", True),
+])  # fmt: skip
+def test_code_of_a_package_is_followed_through_relative_and_starred_imports(
+    tmp_path, monkeypatch, file, old, new, changed
+):
+    package = tmp_path / f"own_{tmp_path.name.replace('-', '_')}"
+    package.mkdir()
+    texts = {
+        "__init__.py": "",
+        "rules.py": "from .parts import *\nfrom .deep import depth\ntotal = 1\ntotal += 2\n"
+        "def grade(text): return total * star(depth)\nif __name__ == '__main__':\n    total = 9\n",
+        "parts.py": "def star(text): return text\n",
+        "deep.py": "depth = 1\n",
+    }
+    for name, text in texts.items():
+        (package / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = digests(f"{package.name}.rules:grade")
+    replacing(old, new)(package / file)
+    assert (digests(f"{package.name}.rules:grade") != before) == changed
