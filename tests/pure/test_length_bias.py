@@ -254,28 +254,19 @@ def test_dynamic_sampling_has_the_mean_gradient_of_all_prompts_over_the_share_th
         np.testing.assert_allclose(estimate, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"suffix_reward": "mean"}, "suffix_reward: mean acts only with equal_length.pair_weight: paper"),
-        ({"unfinished": "drop"}, "unfinished: drop acts only with"),
-        ({"pair_count": "effective"}, "pair_count: effective acts only with"),
-        ({"prefix_in_gradient": True}, "prefix_in_gradient: true acts only with"),
-        ({"loss": {"advantage": "grpo"}}, "loss.advantage: grpo with .*only the sign"),
-        ({"loss": {"loss_agg_mode": "token-mean"}}, "loss.loss_agg_mode: token-mean with .*biases"),
-        ({"objective": "ba"}, "objective: ba with"),
-        ({"baseline": "streams"}, "expected group_size of at least 4, found 2"),
-        (
-            {
-                "baseline": "streams",
-                "group_size": 4,
-                "rollout": {"carry_over": True, "tokens_per_step": 100},
-                "loss": {"rollout_is": "token"},
-            },
-            "baseline: streams acts only with rollout.carry_over: false",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("keys", "message"), [
+    ({"suffix_reward": "mean"}, "suffix_reward: mean acts only with equal_length.pair_weight: paper"),
+    ({"unfinished": "drop"}, "unfinished: drop acts only with"),
+    ({"pair_count": "effective"}, "pair_count: effective acts only with"),
+    ({"prefix_in_gradient": True}, "prefix_in_gradient: true acts only with"),
+    ({"loss": {"advantage": "grpo"}}, "loss.advantage: grpo with .*only the sign"),
+    ({"loss": {"loss_agg_mode": "token-mean"}}, "loss.loss_agg_mode: token-mean with .*biases"),
+    ({"objective": "ba"}, "objective: ba with"),
+    ({"baseline": "streams"}, "expected group_size of at least 4, found 2"),
+    ({"baseline": "streams", "group_size": 4, "loss": {"rollout_is": "token"},
+      "rollout": {"carry_over": True, "tokens_per_step": 100}},
+     "baseline: streams acts only with rollout.carry_over: false"),
+])  # fmt: skip
 def test_on_policy_refuses_what_would_bias_it(keys, message):
     with pytest.raises(RecipeError, match=message):
         repaired(**keys)

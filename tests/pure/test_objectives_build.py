@@ -62,30 +62,29 @@ def build(rollouts, **keys):
     return build_trees(rollouts, recipe(**keys))
 
 
-def test_a_stream_becomes_a_caterpillar():
-    (tree,), _ = build([worked_example()])
+# one prompt, G/2 = 1 subgroup, N_k = 2 pairs, two sides, two tokens: 1/8 a token
+@pytest.mark.parametrize(("a1", "keys", "advantages", "weights", "metrics"), [
+    (0, {}, [-1, 1, 1, -1], [1 / 8] * 4, {"effective_samples": 4}),
+    # the first pair is skipped, but one of N_k
+    (1, {"loss__kl_coef": 0.1}, [0, 0, 1, -1], [0, 0, 1 / 8, 1 / 8], {"skip_rate": 0.5}),
+    (1, {"equal_length__pair_count": "effective"}, [0, 0, 1, -1], [0, 0, 1 / 4, 1 / 4], {}),
+    (1, {"equal_length__suffix_reward": "mean", "objective": "rloo"}, [0.5, -0.5, 1, -1], [1 / 8] * 4,
+     {"reward_gap_max_mean": 0.25, "advantage_max": 1, "advantage_std": ((0.5**2 + 1) / 2) ** 0.5}),
+])  # fmt: skip
+def test_a_stream_is_a_caterpillar_with_the_weights_of_eq_5_and_6(a1, keys, advantages, weights, metrics):
+    (tree,), found = build([worked_example(a1=a1, a2=1, tail=0)], **keys)
     assert [node.token_ids.tolist() for node in tree.nodes] == [[1, 2], [5, 9], [6, 7], [8, 9], [4, 4]]
     assert [node.parent for node in tree.nodes] == [-1, 0, 0, 2, 2]
     assert tree.nodes[3].tokens["logprobs"].tolist() == [-0.5, -0.5]
+    assert [node.advantage for node in tree.nodes] == [0, *advantages]
+    assert [node.weight for node in tree.nodes] == [0, *weights]
+    assert {name: found[f"objective/{name}"] for name in metrics} == pytest.approx(metrics)
 
 
-def test_the_worked_example_has_the_weights_of_eq_5_and_6():
-    # one prompt, G/2 = 1 subgroup, N_k = 2 pairs, two sides, two tokens: 1/8 a token
-    (tree,), metrics = build([worked_example(a1=0, a2=1, tail=0)])
-    assert [node.advantage for node in tree.nodes] == [0, -1, 1, 1, -1]
-    assert [node.weight for node in tree.nodes] == [0, 1 / 8, 1 / 8, 1 / 8, 1 / 8]
-    assert metrics["objective/effective_samples"] == 4
+def test_the_longest_segment_is_measured():
     shorter = (segment([9], 1.0), segment([4]))
     stream = kit.stream(QUESTION, 0, 0, [*pairs_of(worked_example())[:1], shorter], "truncated")
     assert build([stream])[1]["objective/segment_length_max"] == 2
-
-
-def test_a_skipped_pair_has_no_weight_but_stays_in_n_k():
-    (tree,), metrics = build([worked_example(a1=1, a2=1, tail=0)], loss__kl_coef=0.1)
-    assert [node.weight for node in tree.nodes] == [0, 0, 0, 1 / 8, 1 / 8]
-    assert metrics["objective/skip_rate"] == 0.5
-    (tree,), _ = build([worked_example(a1=1, a2=1, tail=0)], equal_length__pair_count="effective")
-    assert [node.weight for node in tree.nodes] == [0, 0, 0, 1 / 4, 1 / 4]
 
 
 def test_a_teacher_trains_equal_pairs_and_the_tail_too_alone_or_beside_the_rewards():
@@ -97,15 +96,6 @@ def test_a_teacher_trains_equal_pairs_and_the_tail_too_alone_or_beside_the_rewar
     assert all(node.weight and not node.advantage for node in tree.nodes[1:])
 
 
-def test_the_mean_reward_ablation_reports_the_gap_to_max():
-    stream = worked_example(a1=1, a2=1, tail=0)
-    (tree,), metrics = build([stream], equal_length__suffix_reward="mean", objective="rloo")
-    assert [node.advantage for node in tree.nodes] == [0, 0.5, -0.5, 1, -1]
-    assert metrics["objective/reward_gap_max_mean"] == pytest.approx(0.25)
-    assert metrics["objective/advantage_max"] == 1
-    assert metrics["objective/advantage_std"] == pytest.approx(((0.5**2 + 1) / 2) ** 0.5)
-
-
 def test_the_only_stream_of_a_prompt_is_compared_within_its_pairs():
     keys = {"equal_length__pair_weight": "on_policy", "group_size": 4}
     (tree,), _ = build([worked_example()], **keys, equal_length__baseline="streams")
@@ -115,13 +105,8 @@ def test_the_only_stream_of_a_prompt_is_compared_within_its_pairs():
 
 def test_with_the_prefix_in_the_gradient_each_side_is_a_leaf_that_holds_it():
     (tree,), _ = build([worked_example()], equal_length__prefix_in_gradient=True, packing__layout="expanded")
-    assert [node.token_ids.tolist() for node in tree.nodes] == [
-        [1, 2],
-        [5, 9],
-        [6, 7],
-        [6, 7, 8, 9],
-        [6, 7, 4, 4],
-    ]
+    leaves = [[5, 9], [6, 7], [6, 7, 8, 9], [6, 7, 4, 4]]
+    assert [node.token_ids.tolist() for node in tree.nodes] == [[1, 2], *leaves]
     assert [node.parent for node in tree.nodes] == [-1, 0, 0, 0, 0]
     assert [node.weight for node in tree.nodes] == [0, 1 / 8, 1 / 8, 1 / 16, 1 / 16]
 

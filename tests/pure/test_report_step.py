@@ -55,13 +55,8 @@ def test_the_page_has_the_rollouts_of_a_step_as_they_were_recorded_and_trained(r
     shown, (rollout,) = unpacked(row["packed"])["parts"], recorded
     assert [part["label"] for part in shown] == KINDS[rollout.kind].labels(rollout)[1]
     assert [part["parent"] for part in shown] == [part.parent for part in rollout.parts]
-    assert [(part["start"], len(part["tokens"])) for part in shown] == [
-        (0, 2),
-        (0, 3),
-        (3, 2),
-        (3, 2),
-        (5, 1),
-    ]
+    places = [(part["start"], len(part["tokens"])) for part in shown]
+    assert places == [(0, 2), (0, 3), (3, 2), (3, 2), (5, 1)]
     columns = shown[1]["columns"]
     assert (columns["log-prob"], columns["version"]) == ([-1.25, 0, -0.5], [4, 4, 5])
     assert columns["given"] == [0, 1, 0]
