@@ -79,7 +79,7 @@ POLICY_ROLLOUTS = "policy/rollouts"
 POLICY_REWARD, POLICY_RESPONSE_LENGTH = "policy/reward", "policy/response_length"
 PROFILE_VARIANCE, PROFILE_UNDECIDED = "profile/variance", "profile/undecided"
 PROFILE_TOKENS, PROFILE_TOKENS_AFTER = "profile/tokens", "profile/tokens_after"
-PROFILE_FORK_GAIN = "profile/fork_gain"
+PROFILE_NOISE_AFTER, PROFILE_FORK_GAIN = "profile/noise_after", "profile/fork_gain"
 PROMPTS_DRAWN = "data/prompts_drawn"
 OBJECTIVE_UNITS, OBJECTIVE_MEMBERS = "objective/units", "objective/members"
 OBJECTIVE_ZERO_ADVANTAGE_FRACTION = "objective/zero_advantage_fraction"
@@ -227,6 +227,7 @@ DECLARED = (
     Metric(PROFILE_TOKENS, "tokens", mean("profile/rollouts"), "of a response"),
     Metric(PROFILE_UNDECIDED, "reward²", mean("profile/rollouts"), "of this, undecided at first forks"),
     Metric(PROFILE_TOKENS_AFTER, "tokens", mean("profile/rollouts"), "of these, after first forks"),
+    Metric(PROFILE_NOISE_AFTER, "reward²", mean("profile/rollouts"), "variance x tokens after first forks"),
     Metric(PROFILE_FORK_GAIN, "ratio", "last", "signal over noise (squared, a token) of a fork there, or 1"),
     # ---- objective: the step's comparison units -----------------------------------------------------------
     Metric(OBJECTIVE_UNITS, "units", "sum", "pairs, groups, or siblings of sampled trees"),

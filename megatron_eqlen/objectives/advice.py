@@ -55,13 +55,13 @@ def outcome_profile(rollouts: Sequence[Rollout]) -> Profile | None:
     """Return the profile of complete scored rollouts; None where no line forks, no reward varies, or there
     are too few."""
     prompts = len({rollout.prompt_id for rollout in rollouts})
-    of_units: dict[Any, np.ndarray] = defaultdict(lambda: np.zeros((RANKS + 1, 2)))
+    of_units: dict[Any, np.ndarray] = defaultdict(lambda: np.zeros((RANKS + 1, 3)))
     ranked = [by_rank(rollout) for rollout in rollouts]
     for rollout, ranks in zip(rollouts, ranked, strict=True):
         of_units[rollout.prompt_id if prompts >= LEAST else rollout_key(rollout)] += ranks
-    sums = np.array([*of_units.values()]).reshape(-1, RANKS + 1, 2)  # [units, ranks, (variance, tokens)]
+    sums = np.array([*of_units.values()]).reshape(-1, RANKS + 1, 3)  # [units, ranks, by_rank's]
     whole = sums.sum(0)
-    if len(sums) < LEAST or whole[0].min() <= 0:
+    if len(sums) < LEAST or whole[0, :2].min() <= 0:
         return None
     kept = [0]
     for rank in range(1, RANKS + 1):
@@ -72,18 +72,23 @@ def outcome_profile(rollouts: Sequence[Rollout]) -> Profile | None:
 
     def parts(of: np.ndarray) -> np.ndarray:
         """Return [2, parts] ends and shares."""
-        variance, tokens = of[kept].T / of[0][:, None]
+        variance, tokens = of[kept, :2].T / of[0, :2, None]
         undecided = np.minimum.accumulate(np.clip(variance, 0, 1))
         ends = np.maximum.accumulate(1 - np.append(tokens[1:], 0.0))
         return np.array([ends, -np.diff(np.append(undecided, 0.0))])
 
-    draws = [parts(drawn) for drawn in _resampled(sums) if drawn[0].min() > 0]
-    low, high = np.quantile([decided for _, decided in draws], [0.025, 0.975], axis=0)
-    ends, decided = found = parts(whole)
     tokens = whole[0, 1] / sum(ranks[0, 1] > 0 for ranks in ranked)
-    gains = np.quantile([fork_gains(*drawn, tokens=tokens) for drawn in draws], [0.025, 0.975], axis=0)
-    best = divmod(int(gains[0].argmax()), len(LINES))  # what is sure to give most
-    gain = Factor(*(float(of[best]) for of in (fork_gains(*found, tokens=tokens), *gains)))
+
+    def gains(of: np.ndarray) -> np.ndarray:
+        return fork_gains(*parts(of), tokens, of[kept[1:], 2].clip(0) / (of[0, 0] * tokens))
+
+    draws = [drawn for drawn in _resampled(sums) if drawn[0, :2].min() > 0]
+    low, high = np.quantile([parts(drawn)[1] for drawn in draws], [0.025, 0.975], axis=0)
+    (ends, decided), value = parts(whole), gains(whole)
+    least, most = np.quantile([value, *map(gains, draws)], [0.025, 0.975], axis=0)
+    best = divmod(int(least.argmax()), len(LINES))  # what is sure to give most
+    # shares end at 0 and 1, where the value is the least or the most of all draws
+    gain = Factor(*(float(of[best]) for of in (value, np.minimum(least, value), np.maximum(most, value))))
     return Profile(ends, np.array([decided, low, high]), float(ends[best[0]]), int(LINES[best[1]]), gain)
 
 

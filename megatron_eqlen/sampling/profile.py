@@ -4,13 +4,14 @@ Lines that fork at a prefix h are independent continuations of it, so that their
 without bias: what h leaves undecided. Forks of the same rank, the first of all lines, the second and so on,
 end a part of a response. The share v_k of Var(R | prompt) is decided in part k,
 which ends at the share x_k of a response's tokens. Responses that are compared with a perfect baseline have
-the noise sum of x_k v_k, against 1 with their mean. One fork at x into m lines, which are compared with each
-other, divides by m what is decided behind it (u), and costs x + (1 - x) m times the tokens. A token that
-decides is no noise: its score goes with its reward, and lines that share its prefix do not average it. Its
-share of a response of T tokens is 1/T, so that
+the noise sum of x_k v_k, against x before a place and 1 - x or n behind it, the larger, with their mean. n is
+the share of variance x tokens behind the place: (1 - x) u where all go on, and more where few do. One fork at
+x into m lines, which are compared with each other, divides by m what is decided behind it (u), and costs
+x + (1 - x) m times the tokens. A token that decides is no noise: its score goes with its reward, and lines
+that share its prefix do not average it. Its share of a response of T tokens is 1/T, so that
 
     perfect baselines    sum of x_k v_k before + sum of x_k v_k behind / m + u / T
-    means                x (1 - u) + x u / m + (1 - x) u / (m - 1) + u / T
+    means                x (1 - u) + x u / m + n / (m - 1) + u / T
 
 A fork pays where noise x tokens falls with either baseline, so that no gain of a baseline is taken for the
 fork's. Scores of tokens are taken for orthogonal and equally large.
@@ -106,12 +107,13 @@ def without_profile(rollouts: Iterable[Rollout], recipe: Recipe) -> str:
 
 
 def by_rank(rollout: Rollout) -> np.ndarray:
-    """Return [RANKS + 1, 2] float64: the variance that forks of each rank leave undecided, and the tokens
-    after them, each fork with the weight of its line. Rank 0 is the prompt."""
-    sums = np.zeros((RANKS + 1, 2))
+    """Return [RANKS + 1, 3] float64: the variance that forks of each rank leave undecided, the tokens after
+    them, and their product, each fork with the weight of its line. Rank 0 is the prompt."""
+    sums = np.zeros((RANKS + 1, 3))
     for fork in forks(rollout):
         if fork.behind <= RANKS:
-            sums[fork.behind] += fork.weight * np.array([fork.variance, fork.after])
+            values = fork.variance, fork.after, fork.variance * fork.after
+            sums[fork.behind] += fork.weight * np.array(values)
     return sums
 
 
@@ -120,8 +122,9 @@ def profile_metrics(rollouts: Sequence[Rollout], recipe: Recipe) -> Metrics:
     sums = [ranks for rollout in rollouts if (ranks := by_rank(rollout))[0, 1]]
     if not sums or not np.sum(sums, axis=0)[1, 1] or without_profile(rollouts, recipe):
         return {}
-    means: list[float] = np.mean(sums, axis=0)[:2].ravel().tolist()
-    names = m.PROFILE_VARIANCE, m.PROFILE_TOKENS, m.PROFILE_UNDECIDED, m.PROFILE_TOKENS_AFTER
+    means: list[float] = np.mean(sums, axis=0)[:2].ravel()[[0, 1, 3, 4, 5]].tolist()
+    after = m.PROFILE_UNDECIDED, m.PROFILE_TOKENS_AFTER, m.PROFILE_NOISE_AFTER
+    names = m.PROFILE_VARIANCE, m.PROFILE_TOKENS, *after
     return {"profile/rollouts": float(len(sums)), **dict(zip(names, means, strict=True))}
 
 
@@ -131,25 +134,30 @@ def gain_metrics(metrics: Metrics) -> Metrics:
     if metrics.get(m.PROFILE_VARIANCE, 0.0) <= 0:
         return {}
     undecided = min(max(metrics[m.PROFILE_UNDECIDED] / metrics[m.PROFILE_VARIANCE], 0.0), 1.0)
-    end = 1 - metrics[m.PROFILE_TOKENS_AFTER] / metrics[m.PROFILE_TOKENS]
-    gains = fork_gains([end, 1.0], [1 - undecided, undecided], metrics[m.PROFILE_TOKENS])
+    tokens, after = metrics[m.PROFILE_TOKENS], metrics[m.PROFILE_TOKENS_AFTER]
+    noise = max(metrics[m.PROFILE_NOISE_AFTER], 0.0) / (metrics[m.PROFILE_VARIANCE] * tokens)
+    gains = fork_gains([1 - after / tokens, 1.0], [1 - undecided, undecided], tokens, [noise])
     return {m.PROFILE_FORK_GAIN: max(1.0, float(gains.max()))}
 
 
 def fork_gains(
-    ends: Sequence[float] | np.ndarray, decided: Sequence[float] | np.ndarray, tokens: float
-) -> np.ndarray:
+    ends: Sequence[float] | np.ndarray, decided: Sequence[float] | np.ndarray, tokens: float,
+    behind: Sequence[float] | np.ndarray | None = None,
+) -> np.ndarray:  # fmt: skip
     """Return [parts - 1, LINES]: the factor of squared signal over noise at equal tokens that one fork at the
     end of each part gives, into each number of lines, over the same baseline without forks.
 
     ``ends``: shares of a response's tokens at the ends of its parts, the last one 1; ``decided``: shares of
-    the reward's variance that are decided in them, of sum 1; ``tokens``: those of a response.
+    the reward's variance that are decided in them, of sum 1; ``tokens``: those of a response; ``behind``:
+    [parts - 1] n of each place, by default that of responses of one length.
     """
     ends, decided = np.asarray(ends, np.float64), np.asarray(decided, np.float64)
     noise = (ends * decided).cumsum()[:, None]  # with perfect baselines
     place, before, alone = ends[:-1, None], noise[:-1], noise[-1]
     undecided = 1 - decided.cumsum()[:-1, None]
-    means = place * (1 - undecided + undecided / LINES) + (1 - place) * undecided / (LINES - 1)
+    n = (1 - place) * undecided if behind is None else np.asarray(behind, np.float64)[:, None]
+    means = place * (1 - undecided + undecided / LINES) + n / (LINES - 1)
     shared = undecided / tokens
-    best = np.maximum((before + (alone - before) / LINES + shared) / alone, means + shared)
+    perfect = (before + (alone - before) / LINES + shared) / alone
+    best = np.maximum(perfect, (means + shared) / (place + np.maximum(1 - place, n)))
     return 1 / (best * (place + (1 - place) * LINES))

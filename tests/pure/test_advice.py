@@ -4,7 +4,7 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -211,6 +211,39 @@ def test_advice_has_the_sign_that_noise_times_tokens_of_our_sampler_has(policy, 
     assert min(gains) > 1 or not found, (gains, sentence)
 
 
+def test_where_half_of_the_responses_go_on_the_tokens_behind_a_fork_are_of_the_undecided():
+    """Responses end by a coin after 1,000 tokens, or after as many again. Alone 1,500 tokens have the noise
+    of a coin; two lines behind a fork halve what is undecided before it, and are compared with each other."""
+    coin, tokens = 1 / 4, np.array([1500, 2000])
+    alone = 1500 * coin
+    forked = 1000 * (coin / 2 + coin / 4) + 500 * coin
+    gain = alone * tokens[0] / (forked * tokens[1])
+    assert fork_gains([2 / 3, 1], [1 / 2, 1 / 2], np.inf, [1 / 3])[0, 0] == pytest.approx(gain)
+    # one of ten goes on, by a coin after 50 tokens; all that end after 10 have half a reward
+    alone, forked = 10 * coin / 10 + 5 * coin, 10 * coin / 10 / 2 + 5 * coin
+    of_few = fork_gains([2 / 3, 1], [0, 1], np.inf, [5 * coin / (15 * coin / 10)])[0, 0]
+    assert of_few == pytest.approx(alone * 15 / (forked * 20))
+    draws = np.random.default_rng(0)
+
+    def tree(number):
+        parts = [Part(Tokens.of([5] * 1000), number=root) for root in range(4)]
+        for root in parts[:4]:
+            forks = draws.random() < 1 / 2
+            leaves = [Part(Tokens.of([5] * 1000), parent=root.number) for _ in range(2)] if forks else [root]
+            for leaf in leaves:
+                leaf.finish_reason, leaf.grade = "stop", Grade(float(draws.integers(2)), "")
+            parts += [replace(leaf, number=len(parts) + n) for n, leaf in enumerate(leaves) if forks]
+        return Rollout(Prompt(f"q{number}", [9], "?", "math", "1"), 0, "tree", 0, parts)
+
+    trees = [tree(number) for number in range(1000)]
+    profile, sentence = advice(trees, recipe("marker"))
+    assert gain == pytest.approx(0.9)
+    assert " are not seen to pay over " in sentence
+    assert fork_gains(profile.ends, profile.decided[0], 1500).max() > 1.05, "as if all went on"
+    metric = gain_metrics(profile_metrics(trees, recipe("marker")))["profile/fork_gain"]
+    assert metric == pytest.approx(max(1, profile.gain.value), rel=0.01), "one rule"
+
+
 def answers(prompt, right):
     """Return a tree of thoughts of 90 tokens, each closed by answers of 10; right: [thoughts, answers]."""
     parts, answered = [Part(Tokens.of([5] * 90), number=n) for n in range(len(right))], len(right)
@@ -271,9 +304,10 @@ def test_the_profile_of_a_step_is_that_of_its_first_forks():
     ]
     tree = kit.tree(PROMPT, 0, steps, [-1, -1, 0, 0])
     metrics = profile_metrics([tree], recipe("marker"))
-    expected = {"rollouts": 1, "variance": 1 / 4, "tokens": 6.5, "undecided": 1 / 4, "tokens_after": 1.5}
+    expected = {"rollouts": 1, "variance": 1 / 4, "tokens": 6.5}
+    expected |= {"undecided": 1 / 4, "tokens_after": 1.5, "noise_after": 1 / 2 * 1 / 2 * 3}
     assert metrics == {f"profile/{name}": pytest.approx(value) for name, value in expected.items()}
-    gain = fork_gains([5 / 6.5, 1], [0, 1], 6.5).max()
+    gain = fork_gains([5 / 6.5, 1], [0, 1], 6.5, [0.75 / (1 / 4 * 6.5)]).max()
     assert gain_metrics(metrics)["profile/fork_gain"] == pytest.approx(gain)
     assert gain > 1
 
