@@ -169,6 +169,20 @@ def _add_parts(verbs: Verbs) -> None:
     )
     evaluate.add_argument("--out", type=Path, help="result file (default for a run: RUN/evaluated.json)")
 
+    probe = _add(verbs, "probe", "continue a run's recorded responses anew: what each sentence changed")
+    probe.add_argument("run", type=Path, help="run folder, or a folder of `eqlen harvest`")
+    probe.add_argument("--step", type=_positive, required=True, metavar="N", help="step that recorded them")
+    probe.add_argument(
+        "--at", default="sentences", help="places: sentences, forks, every:TOKENS, or tokens as 10,20"
+    )
+    probe.add_argument("--samples", type=_positive, default=8, help="continuations of a place (default 8)")
+    probe.add_argument(
+        "--budget", type=_positive, metavar="TOKENS", help="tokens to generate (default: 4 times the step's)"
+    )
+    probe.add_argument("--seed", type=int, default=0, help="another gives other responses and draws")
+    probe.add_argument("--out", type=Path, metavar="FOLDER", help="default: RUN/probes/step-N")
+    probe.add_argument("--dry-run", action="store_true", help="print what it would cost")
+
     convert = _add(verbs, "convert", "convert a model between Hugging Face and Megatron")
     convert.add_argument("direction", choices=("hf-to-megatron", "megatron-to-hf"))
     convert.add_argument("arguments", nargs=argparse.REMAINDER, help="see `eqlen convert DIRECTION --help`")

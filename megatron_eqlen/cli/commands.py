@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_eqlen.engines.server.gate import authorization
-from megatron_eqlen.files import refuse_existing, refuse_unwritable
+from megatron_eqlen.files import refuse_existing, refuse_unwritable, step_name
 from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.processes.collector import importing
@@ -169,6 +169,34 @@ def evaluate(arguments: argparse.Namespace) -> int:
         evaluate_only(job, out)
 
     return _on_ranks(job, work)
+
+
+def probe(arguments: argparse.Namespace) -> int:
+    from megatron_eqlen.run.probe import Asked, Target
+    from megatron_eqlen.run.probe import probe as continue_rollouts
+
+    run: Path = arguments.run
+    names = ("run", "step", "at", "samples", "budget", "seed")
+    job = Job(pinned(load(run / RECIPE), run))
+    target = Target(job, Asked(**{name: getattr(arguments, name) for name in names}))
+    out = arguments.out or run / "probes" / step_name(arguments.step)
+    if os.environ.get("RANK", "0") == "0":
+        print(target.cost(), flush=True)
+        if arguments.dry_run:
+            return 0
+        refuse_unwritable(out)
+        target.prepare(out)
+    if target.steps and not is_whole(target.weights(out)):
+
+        def train_again() -> None:
+            from megatron_eqlen.run.loop import train
+
+            train(target.training(out), target.streams, target.steps)
+
+        status = _on_ranks(target.training(out), train_again)
+        if status or "RANK" in os.environ:  # ranks that another command started: it goes on
+            return status
+    return _on_ranks(target.sampling(out), lambda: continue_rollouts(target, out))
 
 
 def convert(arguments: argparse.Namespace) -> int:

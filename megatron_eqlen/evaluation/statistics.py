@@ -76,6 +76,31 @@ def seed_difference(before: np.ndarray, after: np.ndarray) -> Interval:
     return Interval(mean, mean - half, mean + half, method)
 
 
+def change_of_mean(before: np.ndarray, after: np.ndarray) -> Interval:
+    """Return the mean of ``after`` minus that of ``before``, [n] and [m] independent rewards; a single one
+    counts as known.
+
+    Rewards of 0 and 1: a success and a failure are added to each side (Agresti and Caffo 2000), so that few
+    equal rewards are not taken for certainty. Others: Student's t of the smaller side.
+    """
+    binary = bool(np.isin(np.concatenate([before, after]), (0.0, 1.0)).all())
+    centre, variance, least = 0.0, 0.0, np.inf
+    for values, sign in ((before, -1), (after, 1)):
+        count = len(values)
+        if count == 1:
+            centre += sign * float(values[0])
+            continue
+        mean, spread = float(values.mean()), float(values.var(ddof=1))
+        if binary:
+            count += 2
+            mean = (float(values.sum()) + 1) / count
+            spread = mean * (1 - mean)
+        centre, variance, least = centre + sign * mean, variance + spread / count, min(least, count)
+    half = (1.959964 if binary else _quantile(int(least), (1 + LEVEL) / 2)) * float(np.sqrt(variance))
+    method = "Agresti-Caffo" if binary else "t"
+    return Interval(float(after.mean() - before.mean()), centre - half, centre + half, method)
+
+
 def detectable_difference(before: np.ndarray, after: np.ndarray) -> float:
     """Return the smallest difference that this many paired seeds would have shown in 80% of all experiments.
 

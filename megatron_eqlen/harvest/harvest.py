@@ -75,7 +75,7 @@ class _Finished(HarvestObserver):
 
 def _harvesters(plan: HarvestPlan) -> dict[RolloutKey, Harvester]:
     """Return the harvesters of all rollouts, resumed ones first."""
-    kind = KINDS[plan.recipe.sampling]
+    kind = plan.kind or KINDS[plan.recipe.sampling]
     setting = Setting(plan.recipe, frozenset(plan.eos_token_ids), plan.seed, plan.marker)
     harvesters: dict[RolloutKey, Harvester] = {}
     # rollouts of earlier steps, with the seeds that they had

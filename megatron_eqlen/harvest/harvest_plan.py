@@ -9,6 +9,7 @@ from megatron_eqlen.environments.conversation import Conversations
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.record.partial import HarvestProgress
 from megatron_eqlen.sampling.harvester import Marker, all_rollouts
+from megatron_eqlen.sampling.kind import SamplingKind
 from megatron_eqlen.types import Prompt
 
 
@@ -30,5 +31,7 @@ class HarvestPlan:
     ids, which forks need, are kept of all."""
     marker: Marker | None = None
     """Marker that trees fork after (``tree_sampling.marker``)."""
+    kind: SamplingKind | None = None
+    """What makes the rollouts; None: the recipe's sampling."""
     conversations: Conversations | None = None
     """Environments that answer the ends of turns; None: a response is one turn."""

@@ -86,9 +86,9 @@ class Rollouts:
         """Return the step with its scored rollouts."""
         raise NotImplementedError
 
-    def check(self, first: int) -> None:
-        """Raise ValueError if rollouts for the steps from ``first`` (counted from 0) on are not available. An
-        engine can generate any step."""
+    def check(self, first: int, steps: int | None) -> None:
+        """Raise ValueError if rollouts for the steps from ``first`` (counted from 0) to ``steps - 1`` are not
+        available. An engine can generate any step."""
 
     def sleep(self) -> None:
         """Free the accelerator's memory for the trainer."""
@@ -166,7 +166,7 @@ class Generator(InTurn):
         self._tools = tools(self.recipe)
         if synced and self.recipe.teacher.url and session.replicas.drives:
             _ = self.teacher  # a run tries it before the engine starts; an evaluation never asks it
-        self.source = source or start_prompts(session)
+        self.source = source or self.start_prompts()
         """On rank 0 only, which draws for all ranks. Gold answers are checked under a time limit, so ranks
         that each drew their own prompts could keep different ones."""
         self.engine = start_engine(session.job, session.replicas, syncs_first=synced)
@@ -183,6 +183,9 @@ class Generator(InTurn):
         self.recorded: tuple[int | None, list[Path]] = None, []
         """Number of a step, and the files of an attempt at it that was cut short. Files that this process
         writes for later prompts of the step need no reading."""
+
+    def start_prompts(self) -> PromptSource | None:
+        return start_prompts(self.session)
 
     def warn_of_overlaps(self) -> None:
         """Warn about sources of training prompts that hold questions of a benchmark."""

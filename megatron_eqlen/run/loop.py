@@ -36,15 +36,16 @@ from megatron_eqlen.run.step import Step
 from megatron_eqlen.training.policy import Policy
 
 
-def train(job: Job, replay: Path | None = None) -> None:
+def train(job: Job, replay: Path | None = None, until: int | None = None) -> None:
     """Train as the job's recipe says, from the newest checkpoint of its run folder if there is one.
 
-    With ``replay``, rollouts come from a run's recorded streams and no engine is started.
+    With ``replay``, rollouts come from a run's recorded streams and no engine is started. With ``until``, the
+    weights after so many steps are exported, and the run stays there.
     """
     if replay is not None:
         _require_sampling(job, "--replay")
     with Session(job) as session:
-        run = Run(session)
+        run = Run(session, until)
         if run.was_asked_to_stop():
             return
         prompts = None if replay else start_prompts(session)
@@ -72,7 +73,9 @@ def train(job: Job, replay: Path | None = None) -> None:
             run.end(step)
             run.checkpoint_if_due(step, policy)
             del step, trees  # free these arrays before the next step's are made
-        if run.complete:
+        if run.steps == until:
+            run.export(policy)
+        elif run.complete:
             run.evaluations.evaluate("after", rollouts)
             rollouts.sleep()
             run.export(policy)

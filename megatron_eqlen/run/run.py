@@ -40,8 +40,9 @@ from megatron_eqlen.types import UNSCORED, Metrics, TokenTree
 class Run:
     """A training run, as every rank sees it; rank 0 writes. A run locks its folder."""
 
-    def __init__(self, session: Session) -> None:
-        self.session, self.recipe = session, session.recipe
+    def __init__(self, session: Session, until: int | None = None) -> None:
+        """``until``: steps after which it pauses."""
+        self.session, self.recipe, self.until = session, session.recipe, until
         self.folder = RunFolder(self.recipe)
         if distributed.is_rank0():
             hold = self.folder.open(self.recipe)
@@ -102,8 +103,8 @@ class Run:
         """Continue from the loaded position."""
         if self.position is not None:
             rollouts.go_to(self.position["data"])
-        if not self.complete:
-            rollouts.check(first=self.steps)
+        if self.has_next_step():
+            rollouts.check(self.steps, self.until or self.recipe.steps)
             if distributed.is_rank0():
                 self.folder.reopen()
         self.records.open(self.steps)
@@ -116,7 +117,7 @@ class Run:
 
     def has_next_step(self) -> bool:
         """True if another step is to be taken."""
-        return not self.complete and not self.stopping
+        return not self.complete and not self.stopping and self.steps != self.until
 
     @property
     def complete(self) -> bool:

@@ -1,0 +1,124 @@
+"""Advantages of every objective on the same tokens, beside what these tokens changed (``report.probe``).
+
+Objectives are scaled to the truth by least squares first: an advantage is a direction, and its size is up to
+the learning rate. What is left is bias and noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron_eqlen.objectives.build import weighted_units
+from megatron_eqlen.objectives.recipes import parse
+from megatron_eqlen.objectives.registry import OBJECTIVES
+from megatron_eqlen.objectives.token_baseline import BASELINES
+from megatron_eqlen.recipe import Recipe, RecipeError
+from megatron_eqlen.types import Rollout
+
+
+class Change(NamedTuple):
+    """What some tokens of a response changed."""
+
+    rollout: Rollout
+    part: int
+    """Number of the response's last part."""
+    begin: int
+    """Generated tokens of the response before the first."""
+    end: int
+    value: float
+    sure: bool
+    """True if its sign is known."""
+
+
+class Agreement(NamedTuple):
+    """How an objective's advantages agree with changes; NaN where nothing can be said."""
+
+    objectives: tuple[str, ...]
+    """Objectives whose advantages differ in size alone, or that are refused for the same reason."""
+    sign: float = float("nan")
+    """Share of the sure changes whose sign the advantage has; one of 0 counts half."""
+    rank: float = float("nan")
+    """Spearman's correlation with all changes, whose own noise lowers it for all objectives alike."""
+    bias_early: float = float("nan")
+    """Mean of (scaled advantage - change) in the first halves of responses."""
+    bias_late: float = float("nan")
+    noise: float = float("nan")
+    """Standard deviation of (scaled advantage - change) over that of the changes."""
+    refused: str = ""
+    """Why the objective does not fit the run's sampling."""
+
+    @property
+    def row(self) -> str:
+        """A row of a table."""
+        biases = f"{self.bias_early:+.2f}, {self.bias_late:+.2f}"
+        numbers = f"{self.sign:>6.0%}{self.rank:>8.2f}{biases:>16}{self.noise:>8.2f}"
+        return f"{self.refused or numbers}  {', '.join(self.objectives)}"
+
+
+def audit(changes: Sequence[Change], rollouts: Sequence[Rollout], recipe: Recipe) -> list[Agreement]:
+    """Return the agreement of each objective of the registry, and of Dr. GRPO's with each other baseline, on
+    scored ``rollouts`` of the recipe's sampling."""
+    variants = [(name, name, {}) for name in OBJECTIVES]
+    variants += [(f"dr_grpo, {name}", "dr_grpo", {"baseline": name}) for name in BASELINES if name != "unit"]
+    alike: dict[tuple[float, ...], tuple[list[str], np.ndarray]] = {}
+    refused: list[Agreement] = []
+    for title, objective, loss in variants:
+        raw = recipe.model_dump(mode="json", exclude_unset=True) | {"objective": objective, "loss": loss}
+        try:
+            advantages = _advantages(rollouts, parse(raw, ""))
+        except RecipeError as error:
+            refused.append(Agreement((title,), refused=str(error).removeprefix(": ")))
+            continue
+        given = np.array([_mean(change, advantages) for change in changes])
+        direction = given / (np.abs(given).max(initial=0.0) or 1.0)
+        alike.setdefault(tuple(direction.round(9).tolist()), ([], given))[0].append(title)
+    return [_agreement(tuple(titles), changes, given) for titles, given in alike.values()] + refused
+
+
+def _advantages(rollouts: Sequence[Rollout], recipe: Recipe) -> dict[int, Any]:
+    """Return the advantages of parts, by the id of the part: a number, or one for each generated token."""
+    return {
+        id(part): node.advantage if unit.trained else 0.0
+        for unit in weighted_units(rollouts, recipe)
+        for part, node in zip(unit.members, unit.nodes, strict=True)
+    }
+
+
+def _agreement(titles: tuple[str, ...], changes: Sequence[Change], given: np.ndarray) -> Agreement:
+    truth = np.array([change.value for change in changes])
+    late = np.array([change.begin + change.end > _length(change) for change in changes])
+    sure = np.array([change.sure for change in changes])
+    agrees = np.where(given[sure] == 0, 0.5, np.sign(given[sure]) == np.sign(truth[sure]))
+    scale = float(given @ truth / (given @ given)) if given.any() else 0.0
+    wrong = scale * given - truth
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return Agreement(
+            titles, _of(agrees), _rank_correlation(given, truth), _of(wrong[~late]), _of(wrong[late]),
+            float(wrong.std() / truth.std()),
+        )  # fmt: skip
+
+
+def _mean(change: Change, advantages: dict[int, Any]) -> float:
+    """Return the mean advantage of the tokens of a change."""
+    line = change.rollout.line(change.part)
+    along = [np.broadcast_to(advantages.get(id(part), 0.0), len(part)) for part in line]
+    return float(np.concatenate(along)[change.begin : change.end].mean())
+
+
+def _length(change: Change) -> int:
+    return sum(map(len, change.rollout.line(change.part)))
+
+
+def _of(values: np.ndarray) -> float:
+    return float(values.mean()) if len(values) else float("nan")
+
+
+def _rank_correlation(given: np.ndarray, truth: np.ndarray) -> float:
+    from scipy.stats import rankdata  # slow to import
+
+    if len(given) < 2 or given.std() == 0 or truth.std() == 0:
+        return float("nan")
+    return float(np.corrcoef(rankdata(given), rankdata(truth))[0, 1])

@@ -1,0 +1,216 @@
+"""What a probe found: values of prefixes, changes along responses, and which advantages agree with them.
+
+    record of a probe ─► values (mean reward of the continuations of a place) ─► changes along responses
+                                                                                     │
+    the step's rollouts ─► advantages of every objective on the same tokens ─────────┴─► audit
+
+Nothing recorded behind a place is among its continuations, so a change between two places is a difference of
+two independent means; the last change of a response is its own reward less the value of its last place.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from megatron_eqlen.evaluation.statistics import Interval, change_of_mean
+from megatron_eqlen.hf.tokenizer import Tokenizer
+from megatron_eqlen.job import Job
+from megatron_eqlen.objectives.audit import Agreement, Change, audit
+from megatron_eqlen.sampling.comparison import response_reward
+from megatron_eqlen.sampling.probe import PROBE
+from megatron_eqlen.tokens import TokenIds
+from megatron_eqlen.types import UNSCORED, Part, Rollout, rollout_key
+
+LineKey = tuple[str, int, int]
+"""Key of a rollout, and the number of a response's last part in it."""
+QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
+SHOWN = 5
+"""Responses that are printed."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Tokens of a response between two places, or from the last place to its end."""
+
+    begin: int
+    """Generated tokens of the response before it."""
+    end: int
+    token_ids: TokenIds
+    change: Interval
+    """Change of the value across it."""
+
+
+@dataclass(frozen=True)
+class Probed:
+    """A recorded response, with the values of its places."""
+
+    prompt_id: str
+    index: int
+    part: int
+    """Number of its last part in the record of the step."""
+    weight: float
+    reward: float
+    values: tuple[np.ndarray, ...]
+    """Rewards of the continuations of each place, the prompt's first."""
+    stretches: tuple[Stretch, ...]
+
+    @property
+    def length(self) -> int:
+        return self.stretches[-1].end
+
+    def undecided(self, share: float) -> float:
+        """Return the unbiased variance of the reward at the last place before this share of the response."""
+        if share >= 1:
+            return 0.0
+        at = max(n for n, stretch in enumerate(self.stretches) if stretch.begin <= share * self.length)
+        return float(self.values[at].var(ddof=1))
+
+
+@dataclass(frozen=True)
+class Found:
+    """All responses of a probe, and what estimators say of them."""
+
+    responses: tuple[Probed, ...]
+    agreements: tuple[Agreement, ...]
+
+    @cached_property
+    def decided(self) -> list[float]:
+        """Share of the reward's variance that is decided in each quarter of a response; NaN without any."""
+        weights = np.array([response.weight for response in self.responses])
+        left = [
+            float(weights @ [response.undecided(share) for response in self.responses]) for share in QUARTERS
+        ]
+        return [(a - b) / left[0] if left[0] > 0 else float("nan") for a, b in itertools.pairwise(left)]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "responses": [_response_json(response) for response in self.responses],
+            "decided_by_quarter": self.decided,
+            "objectives": [agreement._asdict() for agreement in self.agreements],
+        }
+
+    def text(self, tokenizer: Tokenizer) -> str:
+        """Return tables: the responses that changed most, quarters, and estimators."""
+        places = sum(len(response.values) for response in self.responses)
+        lines = [f"{len(self.responses)} responses, {places} places"]
+        largest = sorted(self.responses, key=_largest, reverse=True)[:SHOWN]
+        for response in largest:
+            value = response.values[0]
+            lines += [
+                "",
+                f"{response.prompt_id}/{response.index}: reward {response.reward:g}, "
+                f"value of the prompt {value.mean():.2f} ({len(value)} continuations)",
+                *(
+                    f"{_signed(stretch.change):>22}{'*' * _is_sure(stretch.change):1} "
+                    f"{tokenizer.decode(stretch.token_ids)!r}"
+                    for stretch in response.stretches
+                ),
+            ]
+        shares = ", ".join(f"{share:.0%}" for share in self.decided)
+        lines += [
+            "",
+            "* its 95% interval excludes 0",
+            f"the reward is decided, by quarters of a response: {shares}",
+        ]
+        lines += ["", "  sign    rank  bias early, late noise  objectives"]
+        return "\n".join([*lines, *(agreement.row for agreement in self.agreements)])
+
+
+def look(
+    probed: Sequence[Rollout], rollouts: Sequence[Rollout], lines: Collection[LineKey], job: Job
+) -> Found:
+    """Return what the record of a probe says of some responses, ``lines``, of a step's ``rollouts``, which a
+    run of ``job`` trained."""
+    recorded = {rollout_key(rollout): rollout for rollout in rollouts}
+    responses = [
+        response
+        for rollout in probed
+        for response in _responses(rollout, recorded[rollout_key(rollout)])
+        if (*rollout_key(rollout), response.part) in lines
+    ]
+    changes = [
+        Change(
+            recorded[response.prompt_id, response.index],
+            response.part,
+            stretch.begin,
+            stretch.end,
+            stretch.change.mean,
+            _is_sure(stretch.change),
+        )
+        for response in responses
+        for stretch in response.stretches
+    ]
+    return Found(tuple(responses), tuple(audit(changes, rollouts, job.recipe)))
+
+
+def _responses(probed: Rollout, recorded: Rollout) -> Iterator[Probed]:
+    """Yield all responses of a rollout. ``recorded``: the rollout whose parts were cut and continued."""
+    values: dict[int, list[float]] = defaultdict(list)
+    for part in probed.parts:
+        if part.role == PROBE and not (part.grade and part.grade.verdict == UNSCORED):
+            values[part.parent].append(response_reward(part, probed.prompt_id))
+    pieces = [part for part in probed.parts if part.role != PROBE]
+    # pieces come in the order of the parts that they were cut from
+    part_of: dict[int, int] = {}
+    rest = iter(pieces)
+    for part in recorded.parts:
+        left = len(part.tokens)
+        while left:
+            piece = next(rest)
+            left -= len(piece.tokens)
+            part_of[piece.number] = part.number
+    weights = recorded.weights()
+    for last in {piece.number for piece in pieces} - {piece.parent for piece in pieces}:
+        if (end := probed.line(last))[-1].finish_reason is not None:
+            number = part_of[last]
+            key = probed.prompt_id, probed.index, number
+            yield _response(key, weights[number], end, {k: np.array(v) for k, v in values.items()})
+
+
+def _response(key: LineKey, weight: float, line: Sequence[Part], values: Mapping[int, np.ndarray]) -> Probed:
+    """Return a response from its pieces and the rewards of their continuations."""
+    reward = response_reward(line[-1], key[0])
+    # pieces between places: [prompt or the end of a piece with continuations, the next one)
+    stretches, at, begin, pending = list[Stretch](), [values[-1]], 0, list[Part]()
+    for piece in line:
+        pending.append(piece)
+        end = begin + sum(map(len, pending))
+        after = values.get(piece.number) if piece is not line[-1] else np.array([reward])
+        if after is None or len(after) < (2 if piece is not line[-1] else 1):
+            continue
+        ids = np.concatenate([part.token_ids for part in pending])
+        stretches.append(Stretch(begin, end, ids, change_of_mean(at[-1], after)))
+        at.append(after)
+        begin, pending = end, []
+    return Probed(*key, weight, reward, tuple(at[:-1]), tuple(stretches))
+
+
+def _is_sure(change: Interval) -> bool:
+    return change.low > 0 or change.high < 0
+
+
+def _largest(response: Probed) -> float:
+    return max(abs(stretch.change.mean) for stretch in response.stretches)
+
+
+def _signed(change: Interval) -> str:
+    return f"{change.mean:+.2f} [{change.low:+.2f}, {change.high:+.2f}]"
+
+
+def _response_json(response: Probed) -> dict[str, Any]:
+    return {
+        "prompt_id": response.prompt_id, "index": response.index, "part": response.part,
+        "weight": response.weight, "reward": response.reward,
+        "values": [[float(value.mean()), len(value)] for value in response.values],
+        "stretches": [
+            {"begin": s.begin, "end": s.end, "change": [s.change.mean, s.change.low, s.change.high]}
+            for s in response.stretches
+        ],
+    }  # fmt: skip

@@ -1,0 +1,312 @@
+"""Probes of a run: its recorded rollouts, continued by the weights that sampled them (``sampling.probe``).
+
+    RUN/probes/step-00000012/    of step 12, or --out
+        probe.json               what was asked, and what was found (report/probe.py)
+        weights/                 a run that stops where the weights are those of the step, with its export
+        step-00000011/           the record: rollouts of kind ``tree`` with parts of role ``probe``
+
+Weights are those of a checkpoint of the run, or made again: its recorded steps are trained anew from the
+newest checkpoint before, or from the start, which gives the same bits.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from megatron_eqlen import metrics as m
+from megatron_eqlen.data.prompts import PromptSource
+from megatron_eqlen.files import read_json, step_folders, step_name, write_json
+from megatron_eqlen.harvest.harvest_plan import HarvestPlan
+from megatron_eqlen.hf.tokenizer import Tokenizer
+from megatron_eqlen.job import Job
+from megatron_eqlen.models import checkpoint_folder
+from megatron_eqlen.processes import distributed
+from megatron_eqlen.processes.hold import Hold
+from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.record.reader import read_step
+from megatron_eqlen.report.metrics import Columns
+from megatron_eqlen.report.probe import LineKey, look
+from megatron_eqlen.run.generation import Generator
+from megatron_eqlen.run.session import Session
+from megatron_eqlen.run.step import Step
+from megatron_eqlen.sampling.probe import SEEDS, TRACKS, Places, ProbeSampling
+from megatron_eqlen.tokens import ROUTES
+from megatron_eqlen.types import Line, Prompt, Rollout, RolloutKey, rollout_key
+
+FILE, FOUND = "probe.json", "found"
+SENTENCE = re.compile(r"[.!?。！？:;][\"')\]]*\s*$|\n\s*$")
+"""End of a sentence, or of a line, at the end of a token's text."""
+
+USUAL = 4
+"""Tokens of a probe over those of its step, without --budget."""
+
+
+class ProbeError(ValueError):
+    """What was asked cannot be probed."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a user asks about a run."""
+
+    run: Path
+    step: int
+    """Counted from 1, as reports count."""
+    at: str = "sentences"
+    """Places: ``sentences``, ``forks``, ``every:16`` or ``10,20`` (generated tokens of a response)."""
+    samples: int = 8
+    budget: int | None = None
+    """Tokens that may be generated, as far as can be told before; None: ``USUAL`` times the step's."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"sentences|forks|every:[1-9]\d*|\d+(,\d+)*", self.at):
+            raise ProbeError(
+                f"--at: expected sentences, forks, every:TOKENS, or tokens as 10,20, found {self.at!r}"
+            )
+        if self.samples < 2:
+            raise ProbeError(f"--samples: expected 2 or more for an interval, found {self.samples}")
+        if not 0 <= self.seed < SEEDS:
+            raise ProbeError(f"--seed: expected 0 to {SEEDS - 1}, found {self.seed}")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What is continued."""
+
+    places: dict[RolloutKey, Places]
+    responses: set[LineKey]
+    expected: int
+    """Tokens that the continuations are expected to have: as many as the responses had from there."""
+
+    @property
+    def count(self) -> int:
+        """Number of places."""
+        return sum(len(stops) for places in self.places.values() for stops in places.values())
+
+
+@dataclass(frozen=True)
+class Target:
+    """A step of a run, its recorded rollouts, and the places of those that are probed."""
+
+    job: Job
+    asked: Asked
+
+    @property
+    def streams(self) -> Path:
+        inner = self.asked.run / "streams"
+        return inner if inner.is_dir() else self.asked.run  # of `eqlen harvest`
+
+    @cached_property
+    def rollouts(self) -> list[Rollout]:
+        """The step's rollouts. Raises ProbeError if there is none, or if different weights sampled them."""
+        folder = self.streams / step_name(self.asked.step - 1)
+        recorded = [number + 1 for number, _ in step_folders(self.streams)]
+        if self.asked.step not in recorded:
+            kept = f"steps {min(recorded)} to {max(recorded)}" if recorded else "none"
+            raise ProbeError(
+                f"--step: expected a step that {self.streams} holds ({kept}), found {self.asked.step}"
+            )
+        found = [rollout for rollout in read_step(folder, without=[ROUTES.name]) if not rollout.suspended]
+        versions = {int(v) for r in found for part in r.parts for v in np.unique(part.tokens["versions"])}
+        if len(versions) != 1:
+            raise ProbeError(
+                f"{folder}: expected rollouts of one policy, found versions {sorted(versions)} of its "
+                "weights: with rollout.carry_over or rollout.staleness no one policy continues them"
+            )
+        return found
+
+    @property
+    def version(self) -> int:
+        return int(self.rollouts[0].parts[0].tokens["versions"][0])
+
+    @cached_property
+    def steps(self) -> int:
+        """Number of steps whose training made the weights that sampled the rollouts."""
+        updates = Columns(self.asked.run, [m.UPDATES])[m.UPDATES][: self.asked.step - 1]
+        made = np.append(0, np.cumsum(updates)).astype(int)
+        if self.version not in made:
+            raise ProbeError(
+                f"{self.asked.run}: no step's training ends with version {self.version} of the weights"
+            )
+        return int(np.flatnonzero(made == self.version)[-1])
+
+    @property
+    def budget(self) -> int:
+        generated = sum(len(part) for rollout in self.rollouts for part in rollout.parts)
+        return USUAL * generated if self.asked.budget is None else self.asked.budget
+
+    @cached_property
+    def chosen(self) -> Chosen:
+        """Responses drawn at random until the budget is used up, one at least."""
+        lines = [(rollout, line) for rollout in self.rollouts for line in rollout.lines() if line.length > 1]
+        random.Random(self.asked.seed).shuffle(lines)
+        chosen: dict[RolloutKey, dict[int, list[int]]] = {}
+        responses, expected = set[LineKey](), 0
+        for rollout, line in lines:
+            known = chosen.get(rollout_key(rollout), {})
+            new = [
+                (part, stop, length)
+                for part, stop, length in self._places(rollout, line)
+                if stop not in known.get(part, ())
+            ]
+            cost = self.asked.samples * sum(line.length - length for _, _, length in new)
+            if chosen and expected + cost > self.budget:
+                break
+            expected += cost
+            responses.add((*rollout_key(rollout), line.last.number))
+            for part, stop, _ in new:
+                known.setdefault(part, []).append(stop)
+            chosen[rollout_key(rollout)] = known
+        places = {key: {n: sorted(stops) for n, stops in known.items()} for key, known in chosen.items()}
+        found = Chosen(places, responses, expected)
+        if found.count * self.asked.samples > TRACKS:
+            raise ProbeError(f"--budget: expected at most {TRACKS} continuations, found more")
+        return found
+
+    def cost(self) -> str:
+        """Return what the probe will cost."""
+        count, expected = self.chosen.count, self.chosen.expected
+        speed = Columns(self.asked.run, [m.HARVEST_TOKENS_PER_SECOND])
+        at = speed[m.HARVEST_TOKENS_PER_SECOND][speed.steps == self.asked.step]
+        seconds = f", {expected / at[0]:.0f} s at that step's speed" if len(at) and at[0] > 0 else ""
+        over = " (more than --budget: one response at least)" * (expected > self.budget)
+        trained = self.steps - max((n for n, _ in self._checkpoints), default=0)
+        again = f"; {trained} steps are trained again, as no checkpoint has these weights" * (trained > 0)
+        return (
+            f"step {self.asked.step}: {len(self.chosen.responses)} responses, {count} places x "
+            f"{self.asked.samples} continuations, about {expected:,} tokens{over}{seconds}{again}"
+        )
+
+    @property
+    def _checkpoints(self) -> list[tuple[int, Path]]:
+        """Checkpoints of the run that are not after the step's weights."""
+        return [(n, path) for n, path in step_folders(self.asked.run / "checkpoints") if n <= self.steps]
+
+    def _places(self, rollout: Rollout, line: Line) -> Iterator[tuple[int, int, int]]:
+        """Yield the places of a response: the number of a part, how many of its tokens are before, and how
+        many of the response."""
+        yield -1, 0, 0
+        begin, at = 0, self.asked.at
+        parts = rollout.line(line.last.number)
+        for part in parts:
+            if at == "sentences":
+                stops = ends_of_sentences(part.tokens.token_ids[part.tokens.is_generated], self.job.tokenizer)
+            elif at == "forks":
+                stops = [len(part)] * (part is not parts[-1])
+            elif at.startswith("every:"):
+                every = int(at.removeprefix("every:"))
+                stops = [stop for stop in range(1, len(part) + 1) if (begin + stop) % every == 0]
+            else:
+                stops = [stop for stop in range(1, len(part) + 1) if str(begin + stop) in at.split(",")]
+            yield from ((part.number, stop, begin + stop) for stop in stops if begin + stop < line.length)
+            begin += len(part)
+
+    def weights(self, out: Path) -> Path:
+        """Return the folder of the weights that sampled the rollouts, which may have to be made."""
+        return out / "weights/export" if self.steps else self.job.folder
+
+    def training(self, out: Path) -> Job:
+        """Return the run whose export is ``weights``."""
+        return Job(self._apart(self.job.recipe, out / "weights"))
+
+    def prepare(self, out: Path) -> None:
+        """Write what is asked to ``out``, and copy the newest checkpoint from which the weights can be made.
+        Raises ProbeError for a folder with another probe."""
+        asked = asdict(self.asked) | {"run": str(self.asked.run.resolve())}
+        if (file := out / FILE).exists():
+            before = read_json(file)["asked"]
+            if differs := [key for key in asked if before.get(key) != asked[key]]:
+                key = differs[0]
+                raise ProbeError(
+                    f"--out {out}: holds another probe ({key}: {before.get(key)!r} -> {asked[key]!r})"
+                )
+            return
+        out.mkdir(parents=True, exist_ok=True)
+        checkpoints = out / "weights/checkpoints"
+        if self.steps and self._checkpoints:
+            _, newest = self._checkpoints[-1]
+            checkpoints.mkdir(parents=True, exist_ok=True)
+            shutil.copytree(newest, checkpoints / newest.name, dirs_exist_ok=True)
+            checkpoint_folder.set_latest(checkpoints / newest.name)
+        write_json(file, {"asked": asked})
+
+    @staticmethod
+    def _apart(recipe: Recipe, folder: Path) -> Recipe:
+        """Return the recipe of a run of its own, without evaluations."""
+        return recipe.model_copy(
+            update={
+                "run_dir": str(folder),
+                "evaluation": recipe.evaluation.model_copy(update={"benchmarks": [], "every": 0}),
+                "report": recipe.report.model_copy(update={"keep_streams": "all"}),
+            }
+        )
+
+    def sampling(self, out: Path) -> Job:
+        """Return the job of the continuations: the run's sampling, limits, environments and graders."""
+        recipe = self._apart(self.job.recipe, out)
+        rollout = {"tokens_per_step": None, "carry_over": False, "keep_routes": False, "staleness": 0}
+        path = {"path": str(self.weights(out)), "revision": None} if self.steps else {}
+        return Job(
+            recipe.model_copy(
+                update={
+                    "model": recipe.model.model_copy(update=path),
+                    "rollout": recipe.rollout.model_copy(update=rollout),
+                    "loss": recipe.loss.model_copy(update={"dynamic_sampling": False}),
+                    "teacher": recipe.teacher.model_copy(update={"path": "", "url": ""}),
+                }
+            )
+        )
+
+
+def ends_of_sentences(token_ids: Sequence[int] | np.ndarray, tokenizer: Tokenizer) -> list[int]:
+    """Return after how many tokens a sentence or a line ends."""
+    texts = [tokenizer.decode([token]) for token in token_ids]
+    after = [*texts[1:], ""]
+    return [
+        number
+        for number, (text, following) in enumerate(zip(texts, after, strict=True), 1)
+        if SENTENCE.search(text) and (text[-1:].isspace() or following[:1].isspace())
+    ]
+
+
+class _Continuations(Generator):
+    """Continues recorded rollouts with weights of ``version``."""
+
+    def __init__(self, session: Session, out: Path, kind: ProbeSampling, version: int) -> None:
+        super().__init__(session, out, synced=False)
+        self.kind = kind
+        self.engine.policy_version = version  # pyright: ignore[reportAttributeAccessIssue]  of each engine
+
+    def start_prompts(self) -> PromptSource | None:
+        return None
+
+    def prompts(self, step: Step) -> list[Prompt]:
+        return [] if step.batches else self.kind.prompts
+
+    def _plan(self, step: Step, prompts: list[Prompt]) -> HarvestPlan:
+        return replace(super()._plan(step, prompts), kind=self.kind)
+
+
+def probe(target: Target, out: Path) -> None:
+    """Continue the step's rollouts with the weights there, and write and print what the continuations say of
+    them. A probe that was cut off is completed."""
+    with Session(target.sampling(out)) as session:
+        hold = Hold(out) if distributed.is_rank0() else None
+        asked, chosen = target.asked, target.chosen
+        kind = ProbeSampling(target.rollouts, chosen.places, asked.samples, asked.seed)
+        step = Step(number=asked.step - 1, policy_version=target.version)
+        _Continuations(session, out, kind, target.version).collect(step)
+        if hold is not None:
+            hold.check()
+            found = look(read_step(out / step.name), target.rollouts, chosen.responses, target.job)
+            write_json(out / FILE, read_json(out / FILE) | {FOUND: found.as_json()})
+            session.progress.say(found.text(target.job.tokenizer))

@@ -1,0 +1,68 @@
+"""``eqlen probe`` as a command: the weights of a step, its record, and what is refused."""
+
+import json
+import shutil
+
+import pytest
+
+from megatron_eqlen.record.reader import read_step
+from megatron_eqlen.sampling.probe import PROBE
+from tests.kit.jobs import run, start
+from tests.kit.talking import ANSWERED
+from tests.kit.train_runs import NO_EVALUATION, same_weights, train
+
+
+def probe(*arguments):
+    return run("-m", "megatron_eqlen.cli", "probe", *arguments).stdout
+
+
+def continuations(folder):
+    return [part for rollout in read_step(folder) for part in rollout.parts if part.role == PROBE]
+
+
+def test_a_step_is_continued_by_the_weights_that_sampled_it(home, trained, tmp_path):
+    """They come from a checkpoint, or from training the recorded steps again: the same bits and draws."""
+    asked = ("--step", 3, "--at", "every:5", "--samples", 3)
+    assert "trained again" not in probe(trained, *asked, "--out", tmp_path / "one")
+    shutil.copytree(trained, tmp_path / "bare", ignore=shutil.ignore_patterns("checkpoints"))
+    assert "2 steps are trained again" in probe(tmp_path / "bare", *asked, "--out", tmp_path / "other")
+    two = train(home, "two-steps", "steps=2", NO_EVALUATION)
+    folders = [tmp_path / name / "step-00000002" for name in ("one", "other")]
+    for folder in folders:
+        assert same_weights(folder.parent / "weights", two)
+    assert [part.tokens for part in continuations(folders[0])] == [
+        part.tokens for part in continuations(folders[1])
+    ]
+    recorded = read_step(trained / "streams/step-00000002")
+    versions = {int(v) for part in recorded[0].parts for v in part.tokens["versions"]}
+    assert {int(v) for part in continuations(folders[0]) for v in part.tokens["versions"]} == versions
+    found = json.loads((tmp_path / "one/probe.json").read_text())["found"]
+    assert all(len(response["stretches"]) >= 1 for response in found["responses"])
+    assert any(len(response["stretches"]) > 1 for response in found["responses"])
+
+
+def test_forks_in_mid_turn_have_the_environment_that_was_there(home, tmp_path):
+    """It is made anew and told the messages; each continuation is answered as the line was."""
+    talked = train(
+        home, "talked", *ANSWERED, "steps=1", "sampling=independent", "objective=grpo", NO_EVALUATION
+    )
+    probe(talked, "--step", 1, "--at", "every:10", "--samples", 2, "--budget", 2000)
+    folder = talked / "probes/step-00000001/step-00000000"
+    new = continuations(folder)
+    assert len(new) > 10
+    assert any(len(part.tokens) > len(part) for part in new), "some are answered"
+    assert all(part.grade for part in new if part.finish_reason == "stop")
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (("--step", "9"), "expected a step that"),
+    (("--step", "1", "--at", "words"), "--at: expected sentences, forks, every:TOKENS"),
+    (("--step", "1", "--samples", "1"), "--samples: expected 2 or more"),
+    (("--step", "1", "--seed", "-1"), "--seed: expected 0 to"),
+])  # fmt: skip
+def test_what_cannot_be_probed_is_said_in_one_line(trained, arguments, says, tmp_path):
+    job = start("-m", "megatron_eqlen.cli", "probe", trained, *arguments, "--out", tmp_path / "out")
+    assert job.wait() == 2
+    (line,) = job.stderr.splitlines()
+    assert says in line
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,183 @@
+"""Probes: continuations of recorded rollouts are the policy's, and values follow from them."""
+
+import zlib
+from collections import Counter
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megatron_eqlen.evaluation.statistics import change_of_mean
+from megatron_eqlen.harvest.harvest import harvest
+from megatron_eqlen.harvest.harvest_plan import HarvestPlan
+from megatron_eqlen.objectives.audit import Change, audit
+from megatron_eqlen.record import recorder as recorder_module
+from megatron_eqlen.record.partial import HarvestProgress
+from megatron_eqlen.record.reader import read_progress
+from megatron_eqlen.record.recorder import Recorder
+from megatron_eqlen.report.probe import QUARTERS, look
+from megatron_eqlen.run.probe import ends_of_sentences
+from megatron_eqlen.sampling.probe import PROBE, ProbeSampling
+from megatron_eqlen.types import rollout_key
+from tests.kit.length_bias import QUESTION, Drawing, Process, every_outcome
+from tests.pure.test_forks import recipe
+
+SAMPLINGS = {
+    "independent": recipe(sampling="independent", objective="dr_grpo", limit=3),
+    "tree": recipe({"fork": "tokens", "step_tokens": 1, "branching": 2, "forks": 1}, limit=3),
+    "equal_length": recipe(sampling="equal_length", objective="grpo", limit=3, pair_weight="on_policy"),
+}
+WORLD = Process.random(3, 3, lambda path: float(sum(path) % 2), seed=3)
+"""Token 0 ends a response."""
+
+
+def sampled(settings):
+    """Return the longest rollout of the largest number of parts that the process can make."""
+    streams = [stream for stream, _ in WORLD.streams(settings)]
+    return max(streams, key=lambda stream: (len(stream.parts), sum(map(len, stream.parts))))
+
+
+def probed(rollout, places, samples, settings, choose, progress=None, observers=()):
+    engine = Drawing(choose, lambda path: WORLD.probabilities[WORLD.contexts[path]])
+    kind = ProbeSampling([rollout], {rollout_key(rollout): places}, samples, seed=0)
+    plan = HarvestPlan(
+        kind.prompts, settings, range(WORLD.ends), seed=0, progress=progress or HarvestProgress(), kind=kind
+    )
+    (found,), _ = harvest(engine, plan, observers)
+    WORLD.grade(found)
+    return found
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_at_every_place_of_every_rollout_the_continuations_are_the_policys(sampling):
+    """Their distribution is that of the process, so the mean of their rewards is the value of the place."""
+    settings = SAMPLINGS[sampling]
+    rollout = sampled(settings)
+    places = {-1: [0]} | {part.number: range(1, len(part) + 1) for part in rollout.parts}
+    graded = [part.grade for part in rollout.parts if part.finish_reason]
+    tried = [
+        _assert_continued(settings, rollout, number, stop, graded)
+        for number, stops in places.items()
+        for stop in stops
+    ]
+    assert sum(tried) > 2
+
+
+def _assert_continued(settings, rollout, number, stop, graded):
+    """Return False for the end of a response, which is no place."""
+    line = rollout.line(number)
+    before = sum(map(len, line[:-1]))
+    trunk = tuple(token for part in line for token in part.token_ids.tolist())[: before + stop]
+    if WORLD.ended(trunk) or len(trunk) == WORLD.limit:
+        return False
+    shares = Counter()
+    for found, share in every_outcome(partial(probed, rollout, {number: [stop]}, 1, settings)):
+        (new,) = [part for part in found.parts if part.role == PROBE]
+        shares[tuple(new.token_ids.tolist())] += share
+        assert [p.grade for p in found.parts if p.role != PROBE and p.finish_reason] == graded
+    assert shares == pytest.approx(dict(WORLD.continuations(trunk)))
+    return True
+
+
+def draws(rng):
+    return lambda name, shares: int(rng.choice(len(shares), p=np.asarray(shares) / sum(shares)))
+
+
+def test_values_changes_and_the_share_decided_are_those_of_the_process():
+    settings = SAMPLINGS["independent"]
+    rollout = next(r for r, _ in WORLD.streams(settings) if r.parts[0].token_ids.tolist() == [1, 2, 0])
+    found = probed(rollout, {-1: [0], 0: [1, 2]}, 4000, settings, draws(np.random.default_rng(0)))
+    job = SimpleNamespace(recipe=settings)
+    result = look([found], [rollout], {("q", 0, 0)}, job)
+    (response,) = result.responses
+    value = [
+        sum(p * WORLD.value((*trunk, *path)) for path, p in WORLD.continuations(trunk))
+        for trunk in ((), (1,), (1, 2))
+    ]
+    variance = [v * (1 - v) for v in value]
+    np.testing.assert_allclose([rewards.mean() for rewards in response.values], value, atol=0.03)
+    changes = [*np.diff(value), WORLD.value((1, 2, 0)) - value[-1]]
+    for stretch, change in zip(response.stretches, changes, strict=True):
+        assert stretch.change.low < change < stretch.change.high
+        assert stretch.change.high - stretch.change.low < 0.07
+    # places at 0, 1/3 and 2/3 of the response
+    left = [variance[0], variance[0], variance[1], variance[2], 0.0]
+    np.testing.assert_allclose([response.undecided(share) for share in QUARTERS], left, atol=0.01)
+
+
+class CutOffError(Exception):
+    pass
+
+
+def test_a_probe_that_was_cut_off_goes_on_with_the_tokens_that_it_had(tmp_path, monkeypatch):
+    monkeypatch.setattr(recorder_module, "INTERVAL", 0.0)
+    settings = SAMPLINGS["tree"]
+    rollout = sampled(settings)
+    places = {-1: [0], 0: [len(rollout.parts[0])]}
+    asked = []
+
+    def by_path(name, shares):
+        asked.append(name)
+        return zlib.crc32(repr(name).encode()) % len(shares)
+
+    def cut_off(name, shares):
+        if len(asked) == 8:
+            raise CutOffError
+        return by_path(name, shares)
+
+    whole = probed(rollout, places, 3, settings, by_path)
+    tokens = len(asked)
+    asked.clear()
+    file = tmp_path / "step-00000000/rank-0.arrow"
+    with pytest.raises(CutOffError), Recorder(file) as recorder:
+        probed(rollout, places, 3, settings, cut_off, observers=[recorder])
+    progress = read_progress(file.parent, [QUESTION], settings)
+    assert 0 < progress.generated_tokens <= 8
+    asked.clear()
+    assert probed(rollout, places, 3, settings, by_path, progress) == whole
+    assert len(asked) == tokens - progress.generated_tokens
+
+
+@pytest.mark.parametrize(("before", "after", "low", "high"), [
+    ([0, 1] * 8, [1] * 16, 0.19, 0.69),  # (9/18, 17/18) +- 1.96 sqrt(.25/18 + .0525/18)
+    ([0.0] * 4, [0.0] * 4, -0.42, 0.42),  # four equal rewards on both sides are not certainty
+    ([0.0] * 30, [1.0], 0.91, 1.03),  # the response's own reward is known
+    ([0.2, 0.4, 0.3], [0.9, 0.7, 0.8], 0.15, 0.85),  # 0.5 +- 4.30 sqrt(2 x 0.01/3)
+])  # fmt: skip
+def test_a_change_has_an_interval(before, after, low, high):
+    change = change_of_mean(np.array(before), np.array(after))
+    assert (change.low, change.high) == pytest.approx((low, high), abs=0.01)
+    assert change.mean == pytest.approx(np.mean(after) - np.mean(before))
+
+
+def test_the_audit_compares_each_objective_with_the_same_changes():
+    """A group of two responses; the right one gains at its first token, the wrong one loses at its last."""
+    settings = SAMPLINGS["independent"]
+    group = next(
+        stream
+        for stream, _ in WORLD.streams(settings)
+        if [part.token_ids.tolist() for part in stream.parts] == [[1, 0], [2, 2, 0]]
+    )
+    assert [part.grade.reward for part in group.parts] == [1.0, 0.0]
+    truth = [Change(group, 0, 0, 1, 0.5, True), Change(group, 0, 1, 2, 0.0, False),
+             Change(group, 1, 0, 2, 0.1, True), Change(group, 1, 2, 3, -0.6, True)]  # fmt: skip
+    found = {
+        name: agreement for agreement in audit(truth, [group], settings) for name in agreement.objectives
+    }
+    assert found["dr_grpo"] is found["grpo"], "they differ in size alone"
+    # advantages +-1/2 on all tokens, scaled by 0.5: two of three signs
+    assert found["dr_grpo"].sign == pytest.approx(2 / 3)
+    assert found["dr_grpo"].bias_early == pytest.approx(np.mean([0.25 - 0.5, -0.25 - 0.1]))
+    assert found["dr_grpo"].bias_late == pytest.approx(np.mean([0.25 - 0.0, -0.25 + 0.6]))
+    assert "treerpo" in found["treerpo"].refused
+
+
+@pytest.mark.parametrize(("text", "ends"), [
+    ("Add 3 to 4. So 7!\nThen 2.5", ["4.", "7!", "!\n"]),
+    ("no end", []),
+])  # fmt: skip
+def test_sentences_end_with_a_mark_before_a_space(text, ends):
+    tokenizer = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
+    stops = ends_of_sentences([ord(letter) for letter in text], tokenizer)
+    assert [text[stop - len(end) : stop] for stop, end in zip(stops, ends, strict=True)] == ends
