@@ -61,7 +61,7 @@ class Agreement(NamedTuple):
 def audit(changes: Sequence[Change], rollouts: Sequence[Rollout], recipe: Recipe) -> list[Agreement]:
     """Return the agreement of each objective of the registry, and of Dr. GRPO's with each other baseline, on
     scored ``rollouts`` of the recipe's sampling."""
-    variants = [(name, name, {}) for name in OBJECTIVES]
+    variants: list[tuple[str, str, dict[str, Any]]] = [(name, name, {}) for name in OBJECTIVES]
     variants += [(f"dr_grpo, {name}", "dr_grpo", {"baseline": name}) for name in BASELINES if name != "unit"]
     alike: dict[tuple[float, ...], tuple[list[str], np.ndarray]] = {}
     refused: list[Agreement] = []
@@ -117,8 +117,12 @@ def _of(values: np.ndarray) -> float:
 
 
 def _rank_correlation(given: np.ndarray, truth: np.ndarray) -> float:
-    from scipy.stats import rankdata  # slow to import
-
     if len(given) < 2 or given.std() == 0 or truth.std() == 0:
         return float("nan")
-    return float(np.corrcoef(rankdata(given), rankdata(truth))[0, 1])
+    return float(np.corrcoef(_ranks(given), _ranks(truth))[0, 1])
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """Return [n] float64 ranks; equal values share the mean of theirs."""
+    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[places]

@@ -28,7 +28,9 @@ from megatron_eqlen.report.charts import COLOURS, METRICS, RARE, charts, facts, 
 from megatron_eqlen.report.evaluations import evaluation_files, histories, read_evaluations
 from megatron_eqlen.report.format import compact, percent
 from megatron_eqlen.report.metrics import Columns
+from megatron_eqlen.report.probe import Found
 from megatron_eqlen.report.recorded import RecordedStep, find_decoder, recorded_advice
+from megatron_eqlen.report.rollouts import Decode
 from megatron_eqlen.report.status import RunStatus
 
 PAGE = "report.html"
@@ -108,6 +110,11 @@ def write_step_page(run: Path, first: int, last: int) -> Path:
     path = run / f"rollouts-{name}.html"
     script = _own("list.js")
     return _write(path, "rollouts.html.jinja", recipe, rows, step=name, note=note, script=script)
+
+
+def write_probe_page(path: Path, step: int, found: Found, recipe: Recipe, decode: Decode) -> Path:
+    """Write the page of a probe of ``step`` (from 1); return its path."""
+    return _write(path, "probe.html.jinja", recipe, [], step=step, found=found, decode=decode)
 
 
 def _write(path: Path, template: str, recipe: Recipe, rows: list[dict[str, Any]], **values: Any) -> Path:

@@ -20,13 +20,12 @@ from typing import Any
 import numpy as np
 
 from megatron_eqlen.evaluation.statistics import Interval, change_of_mean
-from megatron_eqlen.hf.tokenizer import Tokenizer
 from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.audit import Agreement, Change, audit
+from megatron_eqlen.report.rollouts import Decode
 from megatron_eqlen.sampling.comparison import response_reward
 from megatron_eqlen.sampling.probe import PROBE
-from megatron_eqlen.tokens import TokenIds
-from megatron_eqlen.types import UNSCORED, Part, Rollout, rollout_key
+from megatron_eqlen.types import UNSCORED, Part, Rollout, rollout_key, tokens_along
 
 LineKey = tuple[str, int, int]
 """Key of a rollout, and the number of a response's last part in it."""
@@ -42,9 +41,14 @@ class Stretch:
     begin: int
     """Generated tokens of the response before it."""
     end: int
-    token_ids: TokenIds
+    token_ids: list[int]
     change: Interval
     """Change of the value across it."""
+
+    @property
+    def sure(self) -> bool:
+        """True if the interval excludes 0."""
+        return self.change.low > 0 or self.change.high < 0
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ class Found:
             "objectives": [agreement._asdict() for agreement in self.agreements],
         }
 
-    def text(self, tokenizer: Tokenizer) -> str:
+    def text(self, decode: Decode) -> str:
         """Return tables: the responses that changed most, quarters, and estimators."""
         places = sum(len(response.values) for response in self.responses)
         lines = [f"{len(self.responses)} responses, {places} places"]
@@ -108,8 +112,7 @@ class Found:
                 f"{response.prompt_id}/{response.index}: reward {response.reward:g}, "
                 f"value of the prompt {value.mean():.2f} ({len(value)} continuations)",
                 *(
-                    f"{_signed(stretch.change):>22}{'*' * _is_sure(stretch.change):1} "
-                    f"{tokenizer.decode(stretch.token_ids)!r}"
+                    f"{_signed(stretch.change):>22}{'*' * stretch.sure:1} {decode(stretch.token_ids)!r}"
                     for stretch in response.stretches
                 ),
             ]
@@ -142,7 +145,7 @@ def look(
             stretch.begin,
             stretch.end,
             stretch.change.mean,
-            _is_sure(stretch.change),
+            stretch.sure,
         )
         for response in responses
         for stretch in response.stretches
@@ -185,15 +188,11 @@ def _response(key: LineKey, weight: float, line: Sequence[Part], values: Mapping
         after = values.get(piece.number) if piece is not line[-1] else np.array([reward])
         if after is None or len(after) < (2 if piece is not line[-1] else 1):
             continue
-        ids = np.concatenate([part.token_ids for part in pending])
-        stretches.append(Stretch(begin, end, ids, change_of_mean(at[-1], after)))
+        ids = tokens_along(pending)
+        stretches.append(Stretch(begin, end, ids.tolist(), change_of_mean(at[-1], after)))
         at.append(after)
         begin, pending = end, []
     return Probed(*key, weight, reward, tuple(at[:-1]), tuple(stretches))
-
-
-def _is_sure(change: Interval) -> bool:
-    return change.low > 0 or change.high < 0
 
 
 def _largest(response: Probed) -> float:

@@ -1,7 +1,7 @@
 """Probes of a run: its recorded rollouts, continued by the weights that sampled them (``sampling.probe``).
 
     RUN/probes/step-00000012/    of step 12, or --out
-        probe.json               what was asked, and what was found (report/probe.py)
+        probe.json, probe.html   what was asked, and what was found (report/probe.py)
         weights/                 a run that stops where the weights are those of the step, with its export
         step-00000011/           the record: rollouts of kind ``tree`` with parts of role ``probe``
 
@@ -33,6 +33,7 @@ from megatron_eqlen.processes.hold import Hold
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.record.reader import read_step
 from megatron_eqlen.report.metrics import Columns
+from megatron_eqlen.report.page import write_probe_page
 from megatron_eqlen.report.probe import LineKey, look
 from megatron_eqlen.run.generation import Generator
 from megatron_eqlen.run.session import Session
@@ -166,7 +167,9 @@ class Target:
             for part, stop, _ in new:
                 known.setdefault(part, []).append(stop)
             chosen[rollout_key(rollout)] = known
-        places = {key: {n: sorted(stops) for n, stops in known.items()} for key, known in chosen.items()}
+        places: dict[RolloutKey, Places] = {
+            key: {n: sorted(stops) for n, stops in known.items()} for key, known in chosen.items()
+        }
         found = Chosen(places, responses, expected)
         if found.count * self.asked.samples > TRACKS:
             raise ProbeError(f"--budget: expected at most {TRACKS} continuations, found more")
@@ -309,4 +312,6 @@ def probe(target: Target, out: Path) -> None:
             hold.check()
             found = look(read_step(out / step.name), target.rollouts, chosen.responses, target.job)
             write_json(out / FILE, read_json(out / FILE) | {FOUND: found.as_json()})
-            session.progress.say(found.text(target.job.tokenizer))
+            session.progress.say(found.text(decode := target.job.tokenizer.decode))
+            page = write_probe_page(out / "probe.html", asked.step, found, target.job.recipe, decode)
+            session.progress.say(f"see {page}")

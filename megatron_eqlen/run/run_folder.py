@@ -15,6 +15,7 @@ runs/NAME/METHOD-seedN/     (eqlen-grpo-group_size=8-seed0: with what the comman
     export/              the trained model as a Hugging Face folder
     adapter/             its adapters as a PEFT folder (recipe: lora)
     hang/                20261122-063350/: where each rank stood when a try hung (index.txt, rank-0.txt)
+    probes/              step-00000012/: `eqlen probe` (run/probe.py)
     report.html
 """
 
