@@ -180,10 +180,11 @@ def probe(arguments: argparse.Namespace) -> int:
     job = Job(pinned(load(run / RECIPE), run))
     target = Target(job, Asked(**{name: getattr(arguments, name) for name in names}))
     out = arguments.out or run / "probes" / step_name(arguments.step)
-    if os.environ.get("RANK", "0") == "0":
+    if "RANK" not in os.environ:
         print(target.cost(), flush=True)
         if arguments.dry_run:
             return 0
+    if os.environ.get("RANK", "0") == "0":
         refuse_unwritable(out)
         target.prepare(out)
     if target.steps and not is_whole(target.weights(out)):

@@ -38,6 +38,8 @@ def die_with_launcher() -> None:
     """Kill this process when its launcher ends: a thread watches the launcher that the environment names, or
     torchrun. Child processes find this process in their environment."""
     parent = os.getppid()
+    if os.environ.get(LAUNCHER) == str(os.getpid()):  # called before, or a launcher itself
+        return
     if LAUNCHER not in os.environ and TORCHRUN not in os.environ:
         return
     if os.environ.get(LAUNCHER, str(parent)) != str(parent):

@@ -38,6 +38,7 @@ from megatron_eqlen.report.probe import LineKey, look
 from megatron_eqlen.run.generation import Generator
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Step
+from megatron_eqlen.sampling.kind import plural
 from megatron_eqlen.sampling.probe import SEEDS, TRACKS, Places, ProbeSampling
 from megatron_eqlen.tokens import ROUTES
 from megatron_eqlen.types import Line, Prompt, Rollout, RolloutKey, rollout_key
@@ -183,10 +184,11 @@ class Target:
         seconds = f", {expected / at[0]:.0f} s at that step's speed" if len(at) and at[0] > 0 else ""
         over = " (more than --budget: one response at least)" * (expected > self.budget)
         trained = self.steps - max((n for n, _ in self._checkpoints), default=0)
-        again = f"; {trained} steps are trained again, as no checkpoint has these weights" * (trained > 0)
+        again = f"; no checkpoint has these weights: {plural(trained, 'step')} trained again" * (trained > 0)
+        what = f"{plural(len(self.chosen.responses), 'response')}, {plural(count, 'place')}"
         return (
-            f"step {self.asked.step}: {len(self.chosen.responses)} responses, {count} places x "
-            f"{self.asked.samples} continuations, about {expected:,} tokens{over}{seconds}{again}"
+            f"step {self.asked.step}: {what} x {self.asked.samples} continuations, about {expected:,} "
+            f"tokens{over}{seconds}{again}"
         )
 
     @property
