@@ -130,8 +130,9 @@ def computed_metrics(rollouts: Iterable[Rollout], block_size: int) -> Metrics:
 
     A request prefills what no request before it left in full blocks of the prefix cache: the prompt once, and
     an environment's answers; of each other first track, fork and answered turn the last, partly full block.
-    Made of rollouts, so that a resume counts the same. Pairs keep one of two tracks that are truncated: what
-    the other was told is estimated (single harvests of a few pairs up to 31% off, means -3 to +5%).
+    Made of rollouts, so that a resume counts the same; what ``carry_over`` computes again is left out. Pairs
+    keep one of two tracks that are truncated: what the other was told is estimated (single harvests of a few
+    pairs up to 31% off, means -3 to +5%).
     """
     prefills: list[tuple[int, int]] = []
     """(tokens of the path that were computed before, tokens of the request)"""

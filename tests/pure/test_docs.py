@@ -199,7 +199,7 @@ def test_the_readme_of_a_folder_names_it_and_leaves_the_rest_to_the_pages():
 def test_a_first_reading_takes_8000_words():
     text = (ROOT / "README.md").read_text()
     path = re.findall(
-        r"\]\((docs/\w+\.md)\)", text.partition("A first reading, 8,000 words with this page:")[2].partition("\n\n")[0]
+        r"\]\((docs/\w+\.md)\)", text.partition("A first reading, 8,000 words:")[2].partition("\n\n")[0]
     )
     assert len(path) >= 4
     assert sum(len((ROOT / name).read_text().split()) for name in ["README.md", *path]) <= 8000
