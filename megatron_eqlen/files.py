@@ -230,11 +230,15 @@ _OTHERS = bytes({*range(256)} - {*b"[{]}"})
 
 
 def shallow_json(data: bytes) -> Any:
-    """Return the JSON in ``data``. Raises ValueError for what is none, and for what is nested so deep that
-    parsers, comparisons and templates would end in a RecursionError."""
+    """Return the JSON in ``data``. Raises ValueError for what is none, for what is nested so deep that
+    parsers, comparisons and templates would end in a RecursionError, and for half a surrogate pair, which no
+    UTF-8 has."""
     text = data.decode()
     marks = re.sub(rb'"(?:[^"\\]|\\.)*+"?+', b"", data, flags=re.DOTALL)  # without strings
     opened = memoryview(marks.translate(_DEEPER, _OTHERS)).cast("b")
     if max(itertools.accumulate(opened), default=0) > DEEPEST:
         raise ValueError(f"JSON: expected at most {DEEPEST} lists and objects in each other, found more")
-    return json.loads(text)
+    read = json.loads(text)
+    if rb"\ud" in data.lower():
+        json.dumps(read, ensure_ascii=False).encode()
+    return read

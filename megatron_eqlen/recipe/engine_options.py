@@ -50,6 +50,8 @@ REFUSED = {
         r"moe_(aux|z)_loss.*|moe_router_load.*|mtp_.*|calculate_per_token_loss|.*_loss_coeff": (
             "the loss is the objective's alone"
         ),
+        r"cross_entropy_.*|masked_softmax_fusion": "attention and loss are not Megatron's",
+        r"tp_comm_.*": "nothing makes its buffers",
         r"perform_initialization|variable_seq_lengths|use_cpu_.*|.*_func|.*init_method.*|init_model.*|transformer_impl|moe_enable_routing.*"
         r"|hetereogenous.*|heterogeneous.*|cpu_offloading.*|use_distributed_optimizer|average_in_collective|.*fsdp.*"
         r"|overlap_param_gather|align_param_gather|num_distributed_optimizer_instances|check_for_.*|reuse_grad.*"

@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -168,6 +169,9 @@ def test_servers_answer_who_knows_the_secret_and_only_what_a_run_needs(servers):
         asked = {"model": str(folder("qwen3_moe")), "prompt": [5, 6, 7], "max_tokens": 2}
         assert status(url, "/v1/completions", key, asked | {"detokenize": False}) == 200
         assert status(url, "/v1/completions", key, asked | {"prompt": "no tokenizer"}) == 400
+        place = urllib.parse.urlsplit(url)
+        with socket.create_connection((place.hostname, place.port)) as link, pytest.raises(ConnectionError):
+            link.sendall(b"a" * 2**26)  # the first line of who has no secret
 
 
 def test_weights_of_no_model_and_files_of_no_weights_end_no_engine(servers, tmp_path):
@@ -178,10 +182,13 @@ def test_weights_of_no_model_and_files_of_no_weights_end_no_engine(servers, tmp_
     save_file(layer | {"model.layers.0.self_attn.other": stored[NORM]}, tmp_path / "names")
     save_file(stored, tmp_path / "good")
     (tmp_path / "cut").write_bytes((tmp_path / "good").read_bytes()[:-1])
+    os.mkfifo(tmp_path / "pipe")
+    with (tmp_path / "long").open("wb") as long:
+        long.truncate(2**40)
     asked = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 3, "detokenize": False}}
     for url in servers:
         with owned(url) as control:
-            for name in ("shapes", "names", "cut", "none", "\0", "." * 300, "good"):
+            for name in ("shapes", "names", "cut", "pipe", "long", "none", "\0", "." * 300, "good"):
                 assert control("/pause?mode=keep") == control("/start_weight_update") == 200
                 assert control("/update_weights", {"update_info": {"path": f"{tmp_path}/{name}"}}) == 200
                 assert control(RPC, CALLS[0]) == control("/resume") == 200, name

@@ -64,7 +64,7 @@ def test_a_recipe_builds_as_a_gpu_builds_it_and_as_large_as_planned(built, path)
         "quantization": "fp8_per_block" if job.recipe.rollout.quantization else None,
         "enforce_eager": False,
         "device": "cuda",
-        "sleeps": True,
+        "sleeps": job.recipe.rollout.engine == "colocated",
     }
 
 

@@ -169,6 +169,10 @@ def be_vllm_for_gpus() -> None:
         def is_cumem_allocator_available(self) -> bool:
             return True
 
+        @classmethod
+        def device_count(cls) -> int:
+            return 8
+
     assert lifecycle.current_platform is vllm_args.current_platform
     vllm_args.current_platform.__class__ = Platform
     vllm_args.STOCK = vllm.HAS_TRITON = True
@@ -181,14 +185,33 @@ def shipped(recipe: Any) -> Path:
     return KNOWN_MODELS / f"{Path(recipe.model.path).name.lower()}.json"
 
 
+def served(recipe: Any, folder: str) -> Any:
+    """Build the configuration of a server of the model in ``folder``."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from megatron_eqlen.engines.server.__main__ import server_command
+
+    changes = {"model": recipe.model.model_copy(update={"path": folder})}
+    (_, _, _, *flags), environ = server_command(recipe.model_copy(update=changes), 8000)
+    os.environ |= environ
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(flags)
+    return AsyncEngineArgs.from_cli_args(args).create_engine_config()
+
+
 def engine(job: Any) -> dict[str, Any]:
-    """Build vLLM's configuration; return what decides which code an engine runs."""
+    """Build vLLM's configuration, a server's from its flags; return what decides which code an engine
+    runs."""
     from megatron_eqlen.engines import lifecycle
 
     recipe = job.recipe
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(shipped(recipe).read_text())
-        made = lifecycle.configuration(folder, recipe.rollout, recipe.model.dtype, recipe.longest_path, 0)
+        if recipe.rollout.engine == "server":
+            made = served(recipe, folder)
+        else:
+            made = lifecycle.configuration(folder, recipe.rollout, recipe.model.dtype, recipe.longest_path, 0)
     return {
         "tensor_parallel_size": made.parallel_config.tensor_parallel_size,
         "quantization": made.model_config.quantization,

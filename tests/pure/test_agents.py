@@ -403,6 +403,7 @@ NO_REQUESTS = {
     "deep": b"[" * 100_000,
     "no text": b"\xff",
     "no JSON": b"{",
+    "half a surrogate pair": rb'{"messages": [], "\uDfff": 1}',
     "not an object": b"[]",
     "a number as content": b'{"messages": [{"role": "user", "content": 5}]}',
     "a number as tools": b'{"messages": [], "tools": 5}',

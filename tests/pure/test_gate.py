@@ -2,10 +2,14 @@
 
 import asyncio
 import json
+import socket
+import threading
+from collections.abc import Iterator
 
 import pytest
+import uvicorn
 
-from megatron_eqlen.engines.server import gate
+from megatron_eqlen.engines.server import gate, strangers
 from megatron_eqlen.engines.server.gate import (
     CALLS,
     DISOWN,
@@ -42,7 +46,7 @@ def ask(monkeypatch):
         answer: dict = {}
         headers = [
             (b"authorization", b"Bearer key"),
-            *([(TRAINER.encode(), trainer.encode())] if trainer else []),
+            *([(TRAINER.encode(), trainer.encode(errors="surrogateescape"))] if trainer else []),
         ]
         half = len(body) // 2
         messages = [{"body": body[:half], "more_body": True}, {"body": body[half:], "more_body": False}]
@@ -75,6 +79,7 @@ def test_a_server_obeys_one_trainer_until_it_leaves_or_falls_silent(ask, monkeyp
     now[0] += 2
     assert ask(OWN, b"", "second")[0] == 200
     assert ask(DISOWN, b"", "second")[0] == 200
+    assert [ask(path, b"", "no UTF-8: \udcff")[0] for path in (OWN, DISOWN)] == [200, 200]
     assert ask(OWN)[0] == 200
 
 
@@ -92,6 +97,7 @@ def test_nothing_is_generated_while_weights_are_replaced_which_a_pause_precedes(
     (b"[" * 100_000, 400),
     (b"\xff", 400),
     (b"{", 400),
+    (rb'{"request_id": "\ud800"}', 400),
     (b" " * (LONGEST + 1), 413),
 ])  # fmt: skip
 def test_what_is_no_json_or_too_long_does_not_reach_vllm(ask, body, status):
@@ -105,3 +111,41 @@ def test_what_is_no_json_or_too_long_does_not_reach_vllm(ask, body, status):
 ])  # fmt: skip
 def test_only_two_methods_are_called_and_without_arguments(ask, body):
     assert ask(RPC, json.dumps(body).encode())[0] == 403
+
+
+@pytest.fixture
+def connect(monkeypatch) -> Iterator[tuple[str, int]]:
+    """Yield the address of a gate that listens."""
+    monkeypatch.setenv(KEY, "key")
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(
+        uvicorn.Config(Gate(None), lifespan="off", log_level="critical", **strangers.SETTINGS)
+    )
+    serving = threading.Thread(target=lambda: asyncio.run(server.serve([listening])))
+    serving.start()
+    yield listening.getsockname()
+    server.should_exit = True
+    serving.join()
+
+
+@pytest.mark.parametrize(("head", "status"), [
+    (b"", b""),
+    (b"POST /own HTTP/1.1\r\nA: b", b""),
+    (b"POST /own HTTP/1.1\r\nA: " + b"b" * 2**23, b"400"),
+    (b"POST /" + b"own" * 2**22, b"400"),
+    (b"GET / HTTP/1.1\r\nHost: a\r\n" + b"A: b\r\n" * 2**20, b"400"),
+    (b"POST /own HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n", b"401"),
+])  # fmt: skip
+def test_who_has_no_secret_keeps_neither_memory_nor_a_connection(connect, monkeypatch, head, status):
+    """The server ends the connection, whatever is still to come."""
+    monkeypatch.setattr(strangers, "SILENCE", 0.2)
+    with socket.create_connection(connect, timeout=20) as link:
+        answer = b""
+        try:
+            link.sendall(head)
+            while part := link.recv(4096):
+                answer += part
+        except ConnectionError:  # it has closed while more came
+            assert len(head) > 2**20
+            return
+        assert answer[9:12] == status

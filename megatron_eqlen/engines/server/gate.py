@@ -75,7 +75,8 @@ class Gate:
                 await _answer(send, 404, "not served here")
                 return
             body = await _body(receive)
-            status, text = self._refusal(scope["path"], headers.get(TRAINER.encode(), b"").decode(), body)
+            trainer = headers.get(TRAINER.encode(), b"").decode(errors="replace")
+            status, text = self._refusal(scope["path"], trainer, body)
             if status or scope["path"] in (OWN, DISOWN):
                 await _answer(send, status or 200, text)
                 return

@@ -27,12 +27,13 @@ def main() -> None:
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 
     from megatron_eqlen.engines.server.requests import check_requests
+    from megatron_eqlen.engines.server.strangers import SETTINGS
     from megatron_eqlen.engines.server.streaming import stream
 
     check_requests()
     stream()
     served: Any = uvicorn  # which otherwise waits for the last client, as long as that is silent
-    served.Config = partial(uvicorn.Config, timeout_graceful_shutdown=PATIENCE)
+    served.Config = partial(uvicorn.Config, timeout_graceful_shutdown=PATIENCE, **SETTINGS)
     serve()
 
 

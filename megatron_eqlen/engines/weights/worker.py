@@ -7,6 +7,7 @@ registers the weight-transfer backends ``eqlen_folder`` and ``eqlen_nccl`` (``ro
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from megatron_eqlen.engines.cpu.repack import repack
 from megatron_eqlen.engines.protocol import STOCK
 from megatron_eqlen.engines.vllm_args import FUNCTION, STARTED_WITH
 from megatron_eqlen.engines.weight_table import WeightTable
+from megatron_eqlen.engines.weights.folder import PART_BYTES
 from megatron_eqlen.recipe.contents import Contents, weights
 
 logger = logging.getLogger(__name__)
@@ -91,11 +93,15 @@ class FolderWeightTransfer(_Reload, WeightTransferEngine[NoSettings, WeightsFile
         trainer notices that weights are missing (``received``): if ranks raised here, vLLM would read the
         other ranks' answers to this call as answers to its next call, and the next trainer's sync would
         fail."""
-        try:  # not mapped: a trainer that gives up removes the file
-            part = load(Path(update_info.path).read_bytes())
+        path = Path(update_info.path)
+        most = PART_BYTES + 4 * max(map(math.prod, self.table.shapes.values()))
+        try:
+            if not path.is_file() or path.stat().st_size > most:  # a pipe or a device has no end
+                raise ValueError(f"expected a file of at most {most} bytes")
+            part = load(path.read_bytes())  # not mapped: a trainer that gives up removes the file
             list(self.table.check(part.items(), all_come=False))
         except (OSError, ValueError, SafetensorError) as error:
-            logger.warning("weights of %s: %s", update_info.path, error)
+            logger.warning("weights of %s: %s", path, error)
             return
         self.model.load_weights([(name, tensor.to(self.device)) for name, tensor in part.items()])
         self.received += len(part)
