@@ -255,10 +255,6 @@ class PromptSource:
         for source in self._sources:
             source.load_state_dict(state["sources"][source.name])
 
-    def report(self) -> dict[str, dict[str, int]]:
-        """Per source: rows that became prompts so far, and rows left out by reason."""
-        return {source.name: source.tally.report() for source in self._sources}
-
     def told(self) -> list[str]:
         """Return a sentence for each source whose columns were recognised by other names than ours."""
         sources = ((source.name, "; ".join(source.tally.told)) for source in self._sources)

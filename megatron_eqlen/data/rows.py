@@ -105,11 +105,6 @@ class Tally:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.dropped.most_common())
         return f"{left_out:,} of {kept + left_out:,} rows are left out" + f": {reasons}" * bool(reasons)
 
-    def report(self) -> dict[str, int]:
-        return {"kept": self.kept} | {
-            f"dropped/{reason}": count for reason, count in sorted(self.dropped.items())
-        }
-
 
 def _remedy(reason: str) -> str:
     """Return what helps against a fault, as the end of a sentence."""

@@ -78,6 +78,12 @@ def source(path: Path, name: str = "deepmath", **keys) -> SourceRecipe:
     return SourceRecipe(name=name, path=str(path), **keys)
 
 
+def counted(prompts, name="deepmath"):
+    """Return how many rows of a source became prompts, and how many were left out by reason."""
+    state = prompts.state_dict()["sources"][name]
+    return state["kept"], state["dropped"]
+
+
 def test_end_of_sequence_is_the_set_of_generation_config(folder, tokenizer):
     ends = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
     assert tokenizer.eos_token_ids == frozenset(ends)
@@ -168,7 +174,7 @@ def test_a_chat_is_the_prompt_as_it_stands_and_its_last_reply_the_answer(tokeniz
     assert whole.token_ids == tokenizer.encode("<|im_start|>system\nBe brief.<|im_end|>\n" + user)
     assert (whole.question, whole.gold) == ("system: Be brief.\n\nuser: 2 + 3?", "5")
     assert (single.token_ids, single.question, single.gold) == (tokenizer.encode(user), "2 + 3?", "6")
-    assert prompts.report()["deepmath"] == {"kept": 2, "dropped/bad_messages": 2, "dropped/missing_column": 1}
+    assert counted(prompts) == (2, {"bad_messages": 2, "missing_column": 1})
 
 
 CALLS = (
@@ -202,7 +208,7 @@ def test_calls_in_a_chat_have_their_arguments_in_the_templates_form_and_a_lost_k
     prompts = PromptSource(recipe(source(file, reader="jsonl"), shuffle=False), tokenizer, seed=0)
     expected = 'user: 2 + 3?\nassistant: [add {"x": "é", "n": [1, 2]}]\nuser: 2 + 3?\n'
     assert prompts.next(1)[0].token_ids == tokenizer.encode(expected)
-    assert prompts.report()["deepmath"] == {"kept": 1, "dropped/unrendered_key": 1}
+    assert counted(prompts) == (1, {"unrendered_key": 1})
 
 
 @pytest.mark.parametrize(("gold", "answer"), [
@@ -524,8 +530,8 @@ def test_resume_continues_exactly_across_epochs_and_drops(tokenizer, tmp_path):
         prompts = PromptSource(data, tokenizer, seed=3)
         prompts.load_state_dict(state)
     assert seen == expected
-    assert prompts.report() == whole.report()
-    assert prompts.report()["one"] == {"kept": 17, "dropped/unparseable_gold": 1}
+    assert prompts.state_dict() == whole.state_dict()
+    assert counted(prompts, "one") == (17, {"unparseable_gold": 1})
 
 
 def test_resume_on_other_data_is_refused(tokenizer, tmp_path):
@@ -565,8 +571,7 @@ def test_rows_left_out_are_counted_by_reason(tokenizer, tmp_path):
     prompts = PromptSource(data, tokenizer, 0)
     assert {prompt.question for prompt in prompts.next(4)} == {"What is 1 + 1?"}
     reasons = "difficulty duplicate empty_field excluded no_difficulty too_long unparseable_gold wrong_type"
-    expected = {"kept": 1} | {f"dropped/{reason}": 1 for reason in reasons.split()}
-    assert prompts.report()["deepmath"] == expected
+    assert counted(prompts) == (1, dict.fromkeys(reasons.split(), 1))
     prompts.close()
 
 
@@ -680,13 +685,8 @@ def test_jsonl_rows_carry_their_own_grader(tokenizer, tmp_path):
     assert kept[0].gold == "2"
     assert json.loads(kept[1].gold)["outputs"] == ["2\n"]
     assert "In Python." in tokenizer.decode(kept[1].token_ids)
-    assert prompts.report()["deepmath"] == {
-        "kept": 3,
-        "dropped/missing_column": 1,
-        "dropped/unknown_grader": 1,
-        "dropped/bad_messages": 1,
-        "dropped/wrong_type": 1,
-    }
+    faults = ("missing_column", "unknown_grader", "bad_messages", "wrong_type")
+    assert counted(prompts) == (3, dict.fromkeys(faults, 1))
 
 
 @pytest.mark.parametrize("columns", [("problem", "answer", "id"), ("question", "answer"), ("problem_idx",)])

@@ -54,7 +54,7 @@ def test_a_row_that_its_task_cannot_generate_is_counted_and_replaced(tmp_path):
     source = SourceRecipe(name="gym", reader="reasoning_gym", path=str(file))
     prompts = PromptSource(DataRecipe(sources=[source], shuffle=False), Words(), seed=0)
     assert {prompt.prompt_id.partition("#")[0] for prompt in prompts.next(4)} == {"gym/gcd"}
-    assert prompts.report()["gym"]["dropped/not_generated"] > 0
+    assert prompts.state_dict()["sources"]["gym"]["dropped"]["not_generated"] > 0
     rows, tally = list(read(file, Tally())), Tally()
     assert len(rows) + len([*read(file, tally)]) + 2 * tally.dropped["not_generated"] == 18
 
