@@ -8,27 +8,10 @@ import re
 from typing import Any
 
 MAY_CHANGE = (
-    "steps",
-    "gpu_hours",
-    "generated_tokens",
-    "flops",
-    "cluster",
-    "parallel",
-    "checkpoint",
-    "report",
-    "profile",
-    "evaluation",
-    "run_dir",
-    "variant",
-    "inputs_from",
-    "rollout.servers",
-    "reward.on_error",
-    "reward.max_unscored",
-    "rollout.sync",
-    "rollout.park_trainer",
-    "rollout.mismatch",
-    "optimizer.offload",
-)
+    "steps", "gpu_hours", "generated_tokens", "flops", "cluster", "parallel", "checkpoint", "report",
+    "profile", "evaluation", "run_dir", "variant", "inputs_from", "rollout.servers", "reward.on_error",
+    "reward.max_unscored", "rollout.sync", "rollout.park_trainer", "rollout.mismatch", "optimizer.offload",
+)  # fmt: skip
 """Keys that may change when a run resumes: where and how it runs, not what it computes, and
 ``rollout.mismatch`` and ``reward.on_error``, so that a run which they ended may resume. Any other change
 would mix two experiments in one folder."""
