@@ -140,31 +140,31 @@ class _Source:
             self.position += 1
             if number in self.refused:
                 continue
-            row_id = f"#{number}"
-            try:
-                row = self.rows[number]
-                row_id = row.row_id
-                prompt_id = f"{self.name}/{row_id}" + (f"@{self.epoch}" if self.epoch else "")
-                prompt = maker.make(row, self.recipe, prompt_id, drawn)
-            except BadRow as bad:
-                self._refuse(number, row_id, bad)
-                continue
-            self.tally.kept += self.epoch == 0
-            return prompt
+            if (prompt := self._prompt(maker, number, drawn, self.tally)) is not None:
+                self.tally.kept += self.epoch == 0
+                return prompt
+            self.refused.add(number)
+            if len(self.refused) == len(self.rows):
+                raise ValueError(f"data source {self.name}: {self.tally.unusable()}")
+
+    def _prompt(self, maker: PromptMaker, number: int, drawn: int, tally: Tally) -> Prompt | None:
+        """Return the prompt of a row; None for one that is left out, which ``tally`` counts."""
+        row_id = f"#{number}"
+        try:
+            row = self.rows[number]
+            row_id = row.row_id
+            prompt_id = f"{self.name}/{row_id}" + (f"@{self.epoch}" if self.epoch else "")
+            return maker.make(row, self.recipe, prompt_id, drawn)
+        except BadRow as bad:
+            tally.drop(f"{self.name}/{row_id}", bad.reason, bad.detail)
+        return None
 
     def try_rows(self, maker: PromptMaker, count: int) -> tuple[list[Prompt], Tally]:
         """Return the prompts of ``count`` rows, evenly spaced, and what was left out of them; the position
         stays."""
-        prompts, tally = list[Prompt](), Tally()
-        for number in np.linspace(0, len(self.rows) - 1, min(count, len(self.rows)), dtype=int):
-            row_id = f"#{number}"
-            try:
-                row = self.rows[int(number)]
-                row_id = row.row_id
-                prompts.append(maker.make(row, self.recipe, f"{self.name}/{row_id}", 0))
-            except BadRow as bad:
-                tally.drop(f"{self.name}/{row_id}", bad.reason, bad.detail)
-        return prompts, tally
+        tally, numbers = Tally(), np.linspace(0, len(self.rows) - 1, min(count, len(self.rows)), dtype=int)
+        prompts = (self._prompt(maker, number, 0, tally) for number in numbers.tolist())
+        return [prompt for prompt in prompts if prompt is not None], tally
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -188,12 +188,6 @@ class _Source:
         self.tally.dropped.clear()
         self.tally.dropped.update(state["dropped"])
         self._order = self._shuffled()
-
-    def _refuse(self, number: int, row_id: str, bad: BadRow) -> None:
-        self.tally.drop(f"{self.name}/{row_id}", bad.reason, bad.detail)
-        self.refused.add(number)
-        if len(self.refused) == len(self.rows):
-            raise ValueError(f"data source {self.name}: {self.tally.unusable()}")
 
     def _shuffled(self) -> np.ndarray:
         if not self._shuffle:
