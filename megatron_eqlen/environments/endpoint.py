@@ -171,7 +171,7 @@ class Episode:
         """Raise RefusedError unless a request continues the conversation."""
         before = [*self.requests[-1].messages, _plain(self.turns[-1])]
         for number, message in enumerate(before):
-            if number >= len(request.messages) or not _same(message, request.messages[number]):
+            if number >= len(request.messages) or _compared(message) != _compared(request.messages[number]):
                 raise RefusedError(
                     f"messages[{number}]: expected a conversation that goes on as it was, with {message}, "
                     f"found {request.messages[number : number + 1]}"
@@ -218,14 +218,10 @@ class Episode:
             self._changed.wait_for(lambda: self.ended)
 
 
-def _same(ours: Message, theirs: Message) -> bool:
-    """Return True if messages are the same but for space around a turn's text and in its calls' JSON."""
-    if ours["role"] != "assistant" or theirs["role"] != "assistant":
-        return ours == theirs
-    return _turn(ours) == _turn(theirs)
-
-
-def _turn(message: Message) -> Any:
+def _compared(message: Message) -> Any:
+    """Return a message without space around the text of a policy's turn and in its calls' JSON."""
+    if message["role"] != "assistant":
+        return message
     calls = [(call.get("name"), _json(call.get("arguments"))) for call in message.get("tool_calls", ())]
     return message["content"].strip(), calls
 

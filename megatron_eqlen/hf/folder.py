@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -81,13 +81,6 @@ class HFFolder:
             return stored.get_tensor(entry.stored)
         return stored.get_slice(entry.stored)[entry.expert, entry.start : entry.start + entry.shape[0]]
 
-    def other_files(self) -> Iterable[Path]:
-        """Return all files except the weights: configuration, tokenizer, generation settings, chat
-        template."""
-        for file in sorted(self.path.iterdir()):
-            if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES) and not file.name.startswith("."):
-                yield file
-
     def check_vllm_reads_the_same(self) -> None:
         """Raise CheckpointError if vLLM would load other files than Transformers and this class: vLLM reads
         all safetensors files, or the files of an index (``model_loader/default_loader.py``)."""
@@ -110,8 +103,12 @@ class HFFolder:
                             f"{self.path / file}: {single} is in {entries[single].file} already"
                         )
                     entries[single] = entry
-        if self.index:
-            _check_index(self.path, self.index["weight_map"], entries)
+        for name, file in self.index["weight_map"].items() if self.index else ():
+            for single in _single_names(name):
+                if single not in entries or entries[single].file != file:
+                    raise CheckpointError(
+                        f"{self.path / file}: {name} is missing, though {INDEX} places it there"
+                    )
         return entries
 
 
@@ -147,8 +144,10 @@ class FolderWriter:
             index = {**self.source.index, "weight_map": weight_map}
             text = json.dumps(index, indent=2, sort_keys=True) + "\n"
             (self.path / INDEX).write_text(text, encoding="utf-8")
-        for file in self.source.other_files():
-            shutil.copy2(file, self.path / file.name)
+        # configuration, tokenizer, generation settings, chat template
+        for file in filter(Path.is_file, self.source.path.iterdir()):
+            if not file.name.endswith(WEIGHT_SUFFIXES) and not file.name.startswith("."):
+                shutil.copy2(file, self.path / file.name)
 
 
 def first_few(names: Collection[str]) -> str:
@@ -203,14 +202,6 @@ def _read_index(folder: Path) -> dict[str, Any]:
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.isprintable():
             raise CheckpointError(f"{file}: {name!a}: expected the name of a file beside it, found {shard!a}")
     return index
-
-
-def _check_index(folder: Path, weight_map: Mapping[str, str], entries: Mapping[str, Entry]) -> None:
-    """Raise CheckpointError unless every tensor of the index is in the file that the index names."""
-    for name, file in weight_map.items():
-        for single in _single_names(name):
-            if single not in entries or entries[single].file != file:
-                raise CheckpointError(f"{folder / file}: {name} is missing, though {INDEX} places it there")
 
 
 def _single_names(name: str) -> list[str]:

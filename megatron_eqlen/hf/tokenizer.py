@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from datetime import datetime
@@ -53,7 +53,12 @@ class Tokenizer:
             folder, self._backend.eos_token_id, self._backend.pad_token_id
         )
         added = self._backend.added_tokens_decoder
-        _require_known(folder, self.eos_token_ids | {self.pad_token_id}, self._backend.get_vocab().values())
+        known = self._backend.get_vocab().values()
+        if unknown := sorted((self.eos_token_ids | {self.pad_token_id}) - {*known}):
+            raise ValueError(
+                f"{folder}: expected eos_token_id and pad_token_id of the model's files among the "
+                f"tokenizer's ids, {min(known)} to {max(known)}, found {unknown}"
+            )
         self._silent = sorted(self.eos_token_ids | {self.pad_token_id} & added.keys())
         added = added.values()
         self.tags = [token.content for token in added if re.fullmatch("<.+>", token.content)]
@@ -287,15 +292,6 @@ def _with_arguments(turn: Turn, as_json: bool) -> Turn:
             with suppress(ValueError):
                 function["arguments"] = json.loads(given)
     return {**turn, "tool_calls": calls}
-
-
-def _require_known(folder: Path, token_ids: frozenset[int], known: Collection[int]) -> None:
-    """Raise ValueError unless ``token_ids`` are of the vocabulary."""
-    if unknown := sorted(token_ids - {*known}):
-        raise ValueError(
-            f"{folder}: expected eos_token_id and pad_token_id of the model's files among the "
-            f"tokenizer's ids, {min(known)} to {max(known)}, found {unknown}"
-        )
 
 
 def _fallback_eos(folder: Path, tokenizer_eos: int | None) -> frozenset[int]:

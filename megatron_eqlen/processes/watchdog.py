@@ -185,17 +185,10 @@ class Watchdog:
                 events.append(self.folder.parents[1], HANGS, file=index.name, text=said)
             if not failures.tell(said, hidden=True, everyone=True):
                 print(f"eqlen: {said}", file=sys.stderr, flush=True)
-        self._await_others()
-
-    def _await_others(self) -> None:
-        """Wait until all ranks have written their stacks, or for some intervals: the launcher ends all when
-        one ends."""
-        deadline = time.monotonic() + 4 * self.interval
-        while not all(map(self._has_written, range(self.world))) and time.monotonic() < deadline:
+        # wait until all ranks have written their stacks: the launcher ends all when one ends
+        deadline, files = time.monotonic() + 4 * self.interval, [*map(self._of, range(self.world))]
+        while time.monotonic() < deadline and not all(f.exists() and f.stat().st_size for f in files):
             time.sleep(0.1)
-
-    def _has_written(self, rank: int) -> bool:
-        return self._of(rank).exists() and self._of(rank).stat().st_size > 0
 
 
 def remove_quiet(folder: Path) -> None:

@@ -68,11 +68,6 @@ class Minibatch:
     def trains(self) -> bool:
         return self.rows is None or bool(self.rows.planned.forest.weight.any())
 
-    @property
-    def has_advantages(self) -> bool:
-        nodes = [] if self.rows is None else self.rows.planned.forest.nodes
-        return any(node.weight and np.any(node.advantage) for node in nodes)
-
 
 class Policy:
     """Policy built with the weights at ``model.path``, which are also those of the reference model."""
@@ -273,9 +268,13 @@ class Policy:
         assert batch.rows is not None
         losses = self._backward(batch.rows)
         grad_norm = gradient_norm(self.optimizer)
-        if grad_norm == 0 and is_rank0() and batch.has_advantages:
+        nodes = batch.rows.planned.forest.nodes if grad_norm == 0 and is_rank0() else []
+        if any(node.weight and np.any(node.advantage) for node in nodes):
             logger.warning("update %d: the gradient of every weight is exactly 0", self.version + 1)
-        measured = self._measured(batch.rows, losses)
+        # the last pipeline stages of all data-parallel ranks know metrics and worst token
+        local = (reduce_metrics(losses, groups.own().dp), worst_token(batch.rows, losses)) if losses else None
+        stages = [part for part in gather([local]) if part is not None]
+        self.worst, measured = max(self.worst, *(worst for _, worst in stages)), stages[0][0]
         problem = first_problem(row_problem(batch.rows, losses) or gradient_problem(self.chunks, grad_norm))
         if problem:
             return self._skip(problem)
@@ -327,14 +326,6 @@ class Policy:
                 f"optimizer.max_skipped_updates is {allowed}; the last: {problem}"
             )
         return skipped(1)
-
-    def _measured(self, rows: RankRows, losses: list[RowLoss]) -> Metrics:
-        """Return the metrics of the last pipeline stages of all data-parallel ranks, on every rank. Updates
-        ``worst``."""
-        local = (reduce_metrics(losses, groups.own().dp), worst_token(rows, losses)) if losses else None
-        measured = [part for part in gather([local]) if part is not None]
-        self.worst = max(self.worst, *(worst for _, worst in measured))
-        return measured[0][0]
 
     def _loss(
         self, logprobs: torch.Tensor, entropy: torch.Tensor, row: Row, at: np.ndarray

@@ -321,7 +321,11 @@ def _equal_values(gold: str, answer: str, is_complex: bool) -> bool:
     if _verify(_exact(wanted), _exact(given)):
         both = isinstance(wanted, Eq) and isinstance(given, Eq)
         return not both or same_without_solutions(wanted, given)
-    return has_decimals(wanted, given) and _verify(wanted, given) and not _only_both_small(wanted, given)
+    if not has_decimals(wanted, given) or not _verify(wanted, given):
+        return False
+    # math-verify, which rounds decimals to six places, takes small numbers for equal
+    here, there = number_of(wanted), number_of(given)
+    return here is None or there is None or abs(here - there) <= DECIMAL_ERROR * abs(here)
 
 
 def _verify(gold: Any, answer: Any) -> bool:
@@ -333,13 +337,6 @@ def _exact(value: Any) -> Any:
     if not has_decimals(value):
         return value
     return value.xreplace({decimal: Rational(str(decimal)) for decimal in value.atoms(Float)})
-
-
-def _only_both_small(gold: Any, answer: Any) -> bool:
-    """Return True if two numbers differ, though math-verify, which rounds decimals to six places, takes them
-    for equal."""
-    here, there = number_of(gold), number_of(answer)
-    return here is not None and there is not None and abs(here - there) > DECIMAL_ERROR * abs(here)
 
 
 # --- the worker
