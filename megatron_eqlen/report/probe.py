@@ -102,8 +102,7 @@ class Found:
 
     def text(self, decode: Decode) -> str:
         """Return tables: the responses that changed most, quarters, and estimators."""
-        places = sum(len(response.values) for response in self.responses)
-        lines = [f"{len(self.responses)} responses, {places} places"]
+        lines: list[str] = []
         largest = sorted(self.responses, key=_largest, reverse=True)[:SHOWN]
         for response in largest:
             value = response.values[0]
