@@ -128,6 +128,13 @@ def _add_training(verbs: Verbs) -> None:
         help="train on recorded rollouts (a run's streams/ folder), no engine",
     )
 
+    train.add_argument(
+        "--from",
+        dest="start",
+        metavar="RUN@STEP",
+        help="begin after a step of another run, from its checkpoint",
+    )
+
     plan = _add(verbs, "plan", "print what a recipe needs: layout, memory, tokens, sbatch command")
     _add_recipe(plan)
     plan.add_argument("--all", action="store_true", help="print every key, not only what differs")

@@ -30,6 +30,8 @@ def train(arguments: argparse.Namespace) -> int:
     job = Job(recipe := pinned(recipe, recipe.run_folder))
     folder = RunFolder(recipe)
     folder.check(recipe)
+    if arguments.start and os.environ.get("RANK", "0") == "0":
+        folder.begin_from(arguments.start)
     if folder.ended(recipe):
         print(f"{folder.path}: complete; see {folder.report}")
         return 0

@@ -11,13 +11,22 @@ needs a fraction of the time of a cryptographic hash, which damage does not call
 from __future__ import annotations
 
 import os
+import shutil
 import zlib
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.files import LATEST, CheckpointError, read_json, step_folders, write_json, write_text
+from megatron_eqlen.files import (
+    LATEST,
+    CheckpointError,
+    new_folder,
+    read_json,
+    step_folders,
+    write_json,
+    write_text,
+)
 
 MANIFEST = "manifest.json"
 BLOCK = 1 << 20
@@ -44,6 +53,15 @@ def latest(folder: Path) -> Path | None:
         others = ", ".join(path.name for path in steps(folder)) or "none"
         raise CheckpointError(f"{pointer}: names {name!r}, which is not there (there are: {others})")
     return folder / name
+
+
+def copy(checkpoint: Path, folder: Path) -> None:
+    """Copy a checkpoint, which becomes the one in force of ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / checkpoint.name).exists():
+        with new_folder(folder / checkpoint.name) as partial:
+            shutil.copytree(checkpoint, partial, dirs_exist_ok=True)
+    set_latest(folder / checkpoint.name)
 
 
 def set_latest(checkpoint: Path) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import random
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -236,12 +235,8 @@ class Target:
                 )
             return
         out.mkdir(parents=True, exist_ok=True)
-        checkpoints = out / "weights/checkpoints"
         if self.steps and self._checkpoints:
-            _, newest = self._checkpoints[-1]
-            checkpoints.mkdir(parents=True, exist_ok=True)
-            shutil.copytree(newest, checkpoints / newest.name, dirs_exist_ok=True)
-            checkpoint_folder.set_latest(checkpoints / newest.name)
+            checkpoint_folder.copy(self._checkpoints[-1][1], out / "weights/checkpoints")
         write_json(file, {"asked": asked})
 
     @staticmethod

@@ -42,6 +42,7 @@ from megatron_eqlen.files import (
     unused,
     write_text,
 )
+from megatron_eqlen.models import checkpoint_folder
 from megatron_eqlen.processes import events
 from megatron_eqlen.processes.hold import Hold
 from megatron_eqlen.processes.run_state import read_state
@@ -130,6 +131,23 @@ class RunFolder:
         write_text(self.recipe, dump(recipe))
         events.append(self.path, "started", pid=os.getpid(), job=os.environ.get("SLURM_JOB_ID"))
         return self.hold
+
+    def begin_from(self, source: str) -> None:
+        """Begin, unless the run has begun, after a step of another run: ``RUN@STEP``, with its checkpoint,
+        its metrics until then, and its evaluation before training. Raises RecipeError."""
+        run, _, step = source.rpartition("@")
+        kept = dict(step_folders(Path(run) / "checkpoints"))
+        if not step.isdecimal() or int(step) not in kept:
+            found = ", ".join(map(str, kept)) or "none"
+            raise RecipeError(f"--from: expected RUN@STEP, one of its checkpoints ({found}), found {source}")
+        if checkpoint_folder.latest(self.checkpoints) or step_folders(self.streams):
+            return
+        refuse_unwritable(self.path)
+        checkpoint_folder.copy(kept[int(step)], self.checkpoints)
+        for name in (METRICS, "evaluation/before.json"):
+            if (file := Path(run) / name).exists():
+                (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(file, self.path / name)
 
     def submitted(self, job: str, recipe: Recipe) -> None:
         """Note that ``job`` will run ``recipe`` here."""

@@ -9,7 +9,7 @@ from megatron_eqlen.record.reader import read_step
 from megatron_eqlen.sampling.probe import PROBE
 from tests.kit.jobs import run, start
 from tests.kit.talking import ANSWERED
-from tests.kit.train_runs import NO_EVALUATION, same_weights, train
+from tests.kit.train_runs import NO_EVALUATION, column, command, metrics, same_weights, train
 
 
 def probe(*arguments):
@@ -52,6 +52,21 @@ def test_forks_in_mid_turn_have_the_environment_that_was_there(home, tmp_path):
     assert len(new) > 10
     assert any(len(part.tokens) > len(part) for part in new), "some are answered"
     assert all(part.grade for part in new if part.finish_reason == "stop")
+
+
+def test_a_run_begins_after_a_step_of_another_one_bit_for_bit_and_a_changed_key_parts_them(home, trained):
+    forked = train(home, "forked", "--from", f"{trained}@2")
+    assert same_weights(forked, trained)
+    assert metrics(forked)[:2] == metrics(trained)[:2]
+    assert (forked / "evaluation/before.json").read_bytes() == (
+        trained / "evaluation/before.json"
+    ).read_bytes()
+    other = train(home, "forked-other", "--from", f"{trained}@2", "optimizer.lr=1e-2")
+    assert column(other, "loss/total")[:2] == column(trained, "loss/total")[:2]
+    assert not same_weights(other, trained)
+    job = start(*command(home, "forked-late", "--from", f"{trained}@7"))
+    assert job.wait() == 2
+    assert "expected RUN@STEP, one of its checkpoints (2, 3), found" in job.stderr
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
