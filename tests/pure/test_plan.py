@@ -174,6 +174,12 @@ def test_the_kv_cache_of_a_token_is_that_of_its_heads_and_fewer_heads_than_ranks
     assert engine.kv_bytes_per_token(job) == bytes_per_token
 
 
+def test_a_sequence_of_a_hybrid_model_keeps_a_state_for_each_layer_of_gated_deltanet():
+    """Qwen3-Next: 36 such layers of 32 heads, states of 128 x 128 in float32, over 4 ranks."""
+    job = Job(load(ROOT / "recipes/qwen3_next_80b.yaml", ["rollout.tensor_parallel=4"]))
+    assert engine.sequence_bytes(job, 0) == 36 * 32 * 128 * 128 * 4 / 4
+
+
 def test_fp8_halves_the_engines_matrices_and_leaves_embeddings_and_norms():
     """Qwen3-8B: 36 layers, hidden size 4096, 32 and 8 heads of 128, MLP of 12288, vocabulary 151936."""
     recipe = load(ROOT / "recipes/qwen3_8b.yaml", ["rollout.tensor_parallel=1"])

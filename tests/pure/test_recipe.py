@@ -357,11 +357,18 @@ def test_further_options_of_the_engines_have_their_types_and_are_recorded(tmp_pa
 
 
 def test_options_of_adamw_go_to_the_optimizer_with_our_defaults():
-    given = {"adam_beta2": 0.95, "weight_decay": 0, "moe_permute_fusion": True, "overlap_grad_reduce": True}
+    given = {"adam_beta2": 0.95, "clip_grad": 2, "moe_permute_fusion": True, "overlap_grad_reduce": True}
     model, ddp, optimizer = Job(small(model={"path": "m", "megatron": given})).megatron
     assert (model, ddp) == ({"moe_permute_fusion": True}, {"overlap_grad_reduce": True})
-    defaults = {"weight_decay": 0.0, "clip_grad": 1.0, "adam_beta1": 0.9, "adam_eps": 1e-8}
-    assert optimizer == defaults | {"adam_beta2": 0.95}
+    assert optimizer == Job(small()).megatron.optimizer | {"adam_beta2": 0.95, "clip_grad": 2}
+    defaults = {
+        "weight_decay": 0.0,
+        "clip_grad": 1.0,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.999,
+        "adam_eps": 1e-8,
+    }
+    assert Job(small()).megatron.optimizer == defaults
 
 
 def test_a_key_that_is_switched_on_as_by_default_is_refused_where_it_cannot_act():
