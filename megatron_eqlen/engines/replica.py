@@ -122,8 +122,8 @@ class Replica:
         """Name of vLLM's own sampler there."""
         self.absence = ""
         """Why the replica is not used; empty while it is used."""
-        self.absent_since = 0.0
-        """Start of the absence in seconds since 1970."""
+        self.absent_since = ""
+        """Time of day at the start of the absence."""
         self.is_taken = False
         """True if another trainer owned it when it was asked last."""
 
@@ -238,7 +238,7 @@ class ReplicaPool:
         if not self.alive:
             self.refuse_taken()
             absent = "; ".join(
-                f"{replica.url}: {replica.absence} (since {_clock(replica.absent_since)})"
+                f"{replica.url}: {replica.absence} (since {replica.absent_since})"
                 for replica in self.replicas
             )
             raise EngineError(
@@ -285,7 +285,7 @@ class ReplicaPool:
             text = "%s: left out until the next weight sync, %d requests go elsewhere: %s"
             logger.warning(text, replica.url, len(replica.requests), why)
         if not replica.absence:
-            replica.absent_since = time.time()
+            replica.absent_since = time.strftime("%H:%M:%S")
         replica.alive, replica.absence = False, why
         for request_id in sorted(replica.requests):
             replica.forget(request_id)
@@ -337,7 +337,3 @@ async def _text(response: aiohttp.ClientResponse) -> str:
 def _line(text: str) -> str:
     """Return an answer in one line, shortened."""
     return " ".join(text.split())[:300]
-
-
-def _clock(moment: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(moment))

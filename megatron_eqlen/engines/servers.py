@@ -26,12 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from megatron_eqlen.engines.generate_api import (
-    PATH,
-    cached_tokens,
-    read_event,
-    request_body,
-)
+from megatron_eqlen.engines.generate_api import PATH, cached_tokens, read_event, request_body
 from megatron_eqlen.engines.protocol import Delta, EngineError, sampling_params
 from megatron_eqlen.engines.replica import (
     UNTOUCHED,

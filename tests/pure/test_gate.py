@@ -135,6 +135,7 @@ def connect(monkeypatch) -> Iterator[tuple[str, int]]:
     (b"POST /" + b"own" * 2**22, b"400"),
     (b"GET / HTTP/1.1\r\nHost: a\r\n" + b"A: b\r\n" * 2**20, b"400"),
     (b"POST /own HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n", b"401"),
+    (b"GET /own HTTP/1.1\r\nHost: a\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n", b"401"),
 ])  # fmt: skip
 def test_who_has_no_secret_keeps_neither_memory_nor_a_connection(connect, monkeypatch, head, status):
     """The server ends the connection, whatever is still to come."""

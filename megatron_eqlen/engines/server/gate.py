@@ -63,9 +63,6 @@ class Gate:
         self.paused = self.updating = False
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        if scope["type"] == "websocket":
-            await send({"type": "websocket.close"})
-            return
         if scope["type"] == "http" and scope["path"] != HEALTH:
             headers = dict(scope["headers"])
             if not secrets.compare_digest(headers.get(b"authorization", b""), self.expected):

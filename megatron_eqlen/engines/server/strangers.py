@@ -12,8 +12,7 @@ SILENCE = 30.0
 
 
 class Impatient(H11Protocol):
-    """uvicorn's HTTP that bounds the length of a head (the one that it prefers, ``httptools``, does not), and
-    here the time, too."""
+    """uvicorn's HTTP that bounds a head's length, as its ``httptools`` does not, and here its time."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
@@ -24,5 +23,5 @@ class Impatient(H11Protocol):
             self.transport.close()
 
 
-SETTINGS: dict[str, Any] = {"http": Impatient, "headers": [("connection", "close")]}
-"""uvicorn's, for a request a connection."""
+SETTINGS: dict[str, Any] = {"http": Impatient, "ws": "none", "headers": [("connection", "close")]}
+"""uvicorn's, for one request a connection and no websockets."""
