@@ -71,7 +71,6 @@ def _run_worker(module: Any, options: dict[str, Any], connection: Connection) ->
             except BaseException as error:
                 _send(connection, {"failure": f"{type(error).__name__}: {error}"[:500]})
                 raise
-            signal.setitimer(signal.ITIMER_PROF, 0)
             _send(connection, answer)
     except (EOFError, ConnectionResetError):
         pass
