@@ -18,6 +18,7 @@ from megatron_eqlen.recipe import Recipe, RecipeError, Section, shown
 from megatron_eqlen.recipe.checks import check
 from megatron_eqlen.recipe.keys import nearest
 from megatron_eqlen.recipe.naming import ABLATIONS, MAY_CHANGE, NAMED_ELSEWHERE, differences, is_under
+from megatron_eqlen.recipe.others import carried
 from megatron_eqlen.recipe.plugins import load_object, typed
 from megatron_eqlen.recipe.schema import ENVIRONMENTS
 from megatron_eqlen.recipe.yaml_values import in_one_line, read_value, to_yaml
@@ -38,6 +39,8 @@ def load(path: str | Path, overrides: Sequence[str] = (), checks: Sequence[Recip
     the recipe of an earlier run, for a report, needs none.
     """
     raw = read_yaml(Path(path))
+    if Path(path).name == RECIPE:  # of a run, perhaps of an earlier version
+        raw = carried(raw)
     if raw.keys() >= {"recipes", "methods"}:
         raise RecipeError(f"{path}: expected a recipe, found a sweep of several: eqlen sweep {path}")
     changed = copy.deepcopy(raw)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -53,7 +55,7 @@ def hint(parts: Sequence[str], lost: bool = False) -> str | None:
     place."""
     key = ".".join(parts).lower().replace("-", "_")
     if went := _file()["went"].get(key):
-        return f"it went to {went}"
+        return f"it went to {went['to']}"
     last = key.rpartition(".")[2]
     rows = [row for trainer in (HINTS, *TRAINERS) for row in table()[trainer]]
     same = [row for row in rows if row.theirs.lower() == key]
@@ -62,3 +64,19 @@ def hint(parts: Sequence[str], lost: bool = False) -> str | None:
     for row in same:
         return f"nearest: {row.ours!r}" if row.ours else f"another trainer's: {row.always or row.lost}"
     return None
+
+
+def carried(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return a recipe that an earlier version stored with its keys where they are now. Those that had their
+    default go; those without a new place stay, to be refused by name."""
+    found = copy.deepcopy(raw)
+    for key, went in _file()["went"].items():
+        section, _, name = key.rpartition(".")
+        at = found.get(section)
+        if isinstance(at, dict) and name in at and (value := at.pop(name)) != went["was"]:
+            new = re.fullmatch(r"(\w+)\.(\w+)\.(\w+)", went["to"])
+            if new is None:
+                at[name] = value
+            else:
+                found.setdefault(new[1], {}).setdefault(new[2], {})[new[3]] = value
+    return found

@@ -732,15 +732,28 @@ def test_the_nearest_key_is_named_only_where_it_is_near(eqlen, key, hint):
     assert (hint or "") in error
 
 
-def test_a_key_that_went_is_refused_with_its_new_place(tmp_path):
-    """Also in the recipe that a run wrote before."""
-    for key, place in others._file()["went"].items():
-        section, _, name = key.partition(".")
+@pytest.mark.parametrize(("key", "went"), others._file()["went"].items())
+def test_a_key_that_went_is_refused_with_its_new_place_and_carried_from_what_runs_stored(tmp_path, key, went):
+    """A stored recipe has all keys: those with the default that they had go, others get their new place."""
+    section, _, name = key.partition(".")
+
+    def stored(value):
         plain = small().model_dump(mode="json")
-        plain[section][name] = 1
+        plain[section][name] = value
         (tmp_path / "recipe.yaml").write_text(to_yaml(plain))
-        with pytest.raises(RecipeError, match=re.escape(f"unknown key {key!r} (it went to {place})")):
-            load_run(tmp_path)
+        return load_run(tmp_path)
+
+    assert stored(went["was"]) == small()
+    if new := re.fullmatch(r"(\w+)\.(\w+)\.(\w+)", went["to"]):
+        value = {"false": True, "8192": 4096, "alltoall": "allgather"}.get(str(went["was"]).lower(), 0.5)
+        assert getattr(getattr(stored(value), new[1]), new[2]) == {new[3]: value}
+    elif key not in map(".".join, all_keys()):
+        refused = re.escape(f"unknown key {key!r} (it went to {went['to']})")
+        with pytest.raises(RecipeError, match=refused):
+            stored(1)
+        (tmp_path / "other.yaml").write_text((tmp_path / "recipe.yaml").read_text())
+        with pytest.raises(RecipeError, match=refused):
+            load(tmp_path / "other.yaml")
 
 
 class Opened(Environment):
