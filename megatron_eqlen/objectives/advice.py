@@ -80,7 +80,8 @@ def outcome_profile(rollouts: Sequence[Rollout]) -> Profile | None:
     tokens = whole[0, 1] / sum(ranks[0, 1] > 0 for ranks in ranked)
 
     def gains(of: np.ndarray) -> np.ndarray:
-        return fork_gains(*parts(of), tokens, of[kept[1:], 2].clip(0) / (of[0, 0] * tokens))
+        ends, decided = parts(of)
+        return fork_gains(ends, decided, tokens, of[kept[1:], 2].clip(0) / (of[0, 0] * tokens))
 
     draws = [drawn for drawn in _resampled(sums) if drawn[0, :2].min() > 0]
     low, high = np.quantile([parts(drawn)[1] for drawn in draws], [0.025, 0.975], axis=0)
