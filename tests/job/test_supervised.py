@@ -5,6 +5,7 @@ import json
 import pytest
 
 from megatron_eqlen.evaluation.result import read_results
+from megatron_eqlen.hf.tokenizer import load_tokenizer, require_same
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.report.status import RunStatus
 from tests.kit.jobs import run
@@ -65,3 +66,16 @@ def test_benchmarks_are_answered_with_the_trained_weights(home, recipe):
     before, after = (read_results(run_folder / f"evaluation/{name}.json")[0] for name in ("before", "after"))
     assert before.scores.shape == after.scores.shape == (2, 4)
     assert (run_folder / "adapter").is_dir()
+
+
+def test_a_tiny_model_is_warmed_up_on_its_answers_and_the_same_arguments_give_the_same_weights(tmp_path):
+    rows = [{"question": f"{n}?", "answer": f"{n}"} for n in range(8)]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, steps in (("random", "0"), ("first", "2"), ("second", "2")):
+        files = ("--data", tmp_path / "mine.jsonl", "--out", tmp_path / name)
+        run("tools/make_tiny_model.py", *files, "--steps", steps, "--batch-size", "4", "--processes", "1")
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("random", "first", "second")]
+    assert weights[0] != weights[1] == weights[2]
+    first, random = (load_tokenizer(tmp_path / name) for name in ("first", "random"))
+    require_same(first, random)
+    assert first.eos_token_ids == random.eos_token_ids

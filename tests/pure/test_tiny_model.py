@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from megatron_eqlen.hf.tokenizer import load_tokenizer, require_same
 from tests.kit import ROOT
@@ -130,7 +130,7 @@ def data(rows, tmp_path_factory):
 
 
 def warmup(tool, **changes):
-    return tool.Warmup(**{"steps": 2, "batch_size": 8, "seed": 0, "processes": 1} | changes)
+    return tool.Warmup(**{"steps": 0, "batch_size": 8, "seed": 0, "processes": 1} | changes)
 
 
 def test_a_tiny_model_loads_and_fits_its_tokenizer(tool, data, tmp_path):
@@ -189,21 +189,3 @@ def test_a_file_without_answers_is_refused(tool, tmp_path):
     (tmp_path / "mine.jsonl").write_text('{"question": "1?", "reply": "2"}\n')
     with pytest.raises(ValueError, match=r"mine\.jsonl"):
         tool.read_texts(tmp_path / "mine.jsonl")
-
-
-def test_a_batchs_gradient_is_the_sum_of_its_examples(tool, data, tmp_path):
-    write_hf_tokenizer(tmp_path, ["1+1=2"])
-    examples = tool.draw_examples(tool.read_texts(data), 8, load_tokenizer(tmp_path), seed=0)
-    model = Qwen3ForCausalLM(Qwen3Config(**tool.CONFIG)).double()
-
-    def gradient(*shares):
-        model.zero_grad()
-        tokens = sum(tool.backward(model, share, pad=0)[1] for share in shares)
-        return torch.cat([p.grad.flatten() for p in model.parameters()]), tokens
-
-    whole, tokens = gradient(examples)
-    parts, same_tokens = gradient(*([example] for example in examples))
-    assert (
-        tokens == same_tokens == sum(len(example.token_ids) - example.prompt_length for example in examples)
-    )
-    torch.testing.assert_close(parts, whole, rtol=1e-10, atol=1e-12)
