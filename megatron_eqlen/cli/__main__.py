@@ -46,6 +46,10 @@ def _run(argv: list[str] | None) -> int:
         if not _reader_left():
             raise
         return 128 + signal.SIGPIPE
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # rich's console has handled it
+            return 128 + signal.SIGPIPE
+        raise
     except Exception as error:
         expected = failures.is_expected(error)
         if failures.record(error):  # the launcher reports it

@@ -14,6 +14,7 @@ import pytest
 from tests.kit import ROOT
 from tests.kit.jobs import Job, start
 from tests.kit.processes import are_gone, command_line, running, within
+from tests.kit.report_runs import example_stream, make_tokenizer, recipe, write_run
 
 LAUNCH = """
 import sys
@@ -166,9 +167,13 @@ sys.exit(main(sys.argv[2:]))
     return subprocess.run(words, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True)
 
 
-def test_a_reader_that_leaves_ends_a_command_without_a_word(tmp_path):
+@pytest.mark.parametrize("verb", ["plan", "status", "inspect"])
+def test_a_reader_that_leaves_ends_a_command_without_a_word(verb, tmp_path):
     """The reader is like ``| head``."""
-    command = [sys.executable, "-m", "megatron_eqlen.cli", "plan", "recipes/qwen3_32b.yaml"]
+    make_tokenizer(tmp_path / "base")
+    run = write_run(tmp_path / "run", recipe(tmp_path / "base"), {"step-00000000": [example_stream()]})
+    command = [sys.executable, "-m", "megatron_eqlen.cli", verb]
+    command.append("recipes/qwen3_32b.yaml" if verb == "plan" else str(run))
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as job:
         assert job.stdout is not None
         job.stdout.close()
