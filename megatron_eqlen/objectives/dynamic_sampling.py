@@ -20,6 +20,7 @@ from megatron_eqlen.objectives.build import has_gradient
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.objectives.units import due_rollouts, response_lengths
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.rewards.scoring import leave_out
 from megatron_eqlen.types import Rollout
 
 ROUND_OFF = 1e-9
@@ -65,7 +66,7 @@ def _extremes(lengths: Mapping[str, float], quantiles: tuple[float, float, float
 
 def trained(rollouts: Sequence[Rollout], recipe: Recipe) -> Sequence[Rollout]:
     """Return the recorded rollouts of a step that it trained on."""
-    rollouts = due_rollouts(rollouts)
+    rollouts = due_rollouts(leave_out(rollouts, recipe.reward)[0])
     if not resolve(recipe).dynamic_sampling:
         return rollouts
     return select(rollouts, recipe, recipe.data.prompts_per_step)[0]

@@ -28,6 +28,7 @@ from megatron_eqlen.record.reader import (
     step_files,
 )
 from megatron_eqlen.report.rollouts import Decode, PartView, RolloutView, Training, by_token, view
+from megatron_eqlen.rewards.scoring import leave_out
 from megatron_eqlen.types import Part, Rollout
 
 PROFILED = 8
@@ -55,7 +56,8 @@ def recorded_advice(run: Path, recipe: Recipe) -> tuple[Profile | None, str]:
         for rollout in rollouts
         if not rollout.suspended and all(part.grade for part in rollout.parts if part.finish_reason == "stop")
     ]
-    return advice(scored, recipe) if scored else (None, "")
+    kept, _ = leave_out(scored, recipe.reward)
+    return advice(kept, recipe) if kept else (None, "")
 
 
 class RecordedStep:

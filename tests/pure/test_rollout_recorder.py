@@ -359,6 +359,17 @@ def test_cut_at_any_byte_a_journal_holds_what_all_tracks_had_at_one_moment(tmp_p
     assert not journal.exists()
 
 
+def test_counts_are_the_last_ones_of_each_attempt_at_these_prompts(tmp_path):
+    for last in (2, 3):
+        counts = Counter(requests=1)
+        with Recorder(tmp_path / "rank-0.arrow") as recorder:
+            recorder.harvest_started("p", counts)
+            recorder.write(GROUP)
+            counts["requests"] = last  # after all that is written
+    for name, of_these in (("p", {"requests": 2 + 3}), ("q", {})):
+        assert read_progress(tmp_path, [prompt(name)], make_recipe()).counts == of_these
+
+
 def test_an_attempt_beside_a_journal_whose_record_is_gone_has_a_file_of_its_own(tmp_path):
     track = Track(prompt("a"), 0, 0, [], 99, frozenset([9]), 0)
     for name in ("rank-0.arrow", "rank-0-2.arrow"):

@@ -1,23 +1,35 @@
 """Responses without a reward: what ``reward.on_error`` makes of them, and what dropping them estimates."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron_eqlen.recipe import RewardRecipe
+import tests.kit.rollouts as kit
+from megatron_eqlen.objectives.build import weighted_units
+from megatron_eqlen.objectives.dynamic_sampling import trained
+from megatron_eqlen.objectives.registry import resolve
+from megatron_eqlen.recipe import Recipe, RewardRecipe
 from megatron_eqlen.rewards.scoring import Scorer, UnscoredError, leave_out, refuse_too_many
-from megatron_eqlen.types import Grade
-from tests.pure.test_rewards_background import Letters, group
+from megatron_eqlen.run.generation import select
+from megatron_eqlen.run.step import Batch, Step
+from megatron_eqlen.sampling.comparison import ComparisonUnit
+from megatron_eqlen.tokens import Tokens
+from megatron_eqlen.types import Grade, Part, Rollout
+from tests.kit.recipes import small
+from tests.pure.test_rewards_background import Letters, ending, group, prompt
 
 HERE = __name__
 
 
 def graded(response: str) -> float:
-    if response == "late":
+    if response.endswith("late"):
         raise TimeoutError("the judge does not answer")
-    return float(response == "right")
+    return float(response.endswith("right"))
 
 
 asked: list[str] = []
@@ -109,6 +121,62 @@ def test_a_zero_is_counted_and_the_end_is_an_error():
     assert leave_out([rollout], RewardRecipe(on_error="zero"))[0] == [rollout]
     with pytest.raises(ValueError, match=r"TimeoutError at test_unscored\.py.*does not answer"):
         score("end", "right", "late")
+
+
+def step_of(recipe: Recipe, *rollouts: Rollout) -> tuple[Step, list[ComparisonUnit]]:
+    """Return a step of rollouts that the recipe's graders have graded, and its units."""
+    scorer = Scorer(recipe.reward.model_copy(update={"workers": 1}), Letters())
+    metrics = scorer.score(rollouts)
+    scorer.close()
+    session: Any = SimpleNamespace(recipe=recipe, objective=resolve(recipe))
+    batch = select(Batch([*rollouts], metrics, None), Step(0, 0), session)
+    assert [*trained(rollouts, recipe)] == batch.rollouts, "as pages show it"
+    return Step(0, 0).add(batch), weighted_units(batch.rollouts, recipe)
+
+
+@pytest.mark.parametrize(("on_error", "kept", "rewards"), [
+    ("drop", ["some"], [1, 0, 1]), ("zero", ["some", "one"], [1, 0, 0, 1, 0, 0, 0, 1]),
+])  # fmt: skip
+def test_dynamic_sampling_asks_for_other_prompts_where_failures_leave_equal_rewards(on_error, kept, rewards):
+    texts = {
+        "some": ("right", "late", "wrong", "right"), "one": ("late", "late", "late", "right"),
+        "none": ["late"] * 4,
+    }  # fmt: skip
+    recipe = small(
+        objective="dapo",
+        sampling="independent",
+        group_size=4,
+        data={"prompts_per_step": 3},
+        reward={"on_error": on_error},
+    )
+    groups = [kit.group(prompt(f"{HERE}:graded", name), 0, [*map(ending, texts[name])]) for name in texts]
+    step, units = step_of(recipe, *groups)
+    assert [rollout.prompt_id for rollout in step.rollouts] == kept
+    assert step.prompts == len(kept) < recipe.data.prompts_per_step, "others are drawn"
+    assert step.metrics["reward/unscored"] == 8
+    assert step.metrics["reward/dropped"] == 8 * (on_error == "drop")
+    assert [reward for unit in units for reward in unit.rewards] == rewards
+    weights = [node.weight * len(node) for unit in units for node in unit.nodes]
+    assert sum(weights) == pytest.approx(1), "of what is kept"
+
+
+@pytest.mark.parametrize(("on_error", "rewards"), [("drop", [[0, 1]]), ("zero", [[0, 1], [0, 1], [1, 0]])])
+def test_a_stream_with_a_failure_is_left_out_as_a_whole_or_compared_with_zeros(on_error, rewards):
+    recipe = small(objective="grpo", sampling="equal_length", group_size=4, reward={"on_error": on_error})
+    begun, longer = (Part(Tokens.of([*map(ord, text)], [0.0] * len(text))) for text in ("so...", "so, so"))
+    streams = [
+        [(ending("bad!"), begun)], [(ending("late"), replace(begun)), (ending("right"), longer)],
+    ]  # fmt: skip
+    tails = [ending("right"), ending("late")]
+    rollouts = [
+        kit.stream(prompt(f"{HERE}:graded"), index, 0, pairs, "tail_ended", tail)
+        for index, (pairs, tail) in enumerate(zip(streams, tails, strict=True))
+    ]
+    step, units = step_of(recipe, *rollouts)
+    assert step.metrics["reward/unscored"] == 2
+    assert step.metrics["reward/dropped"] == 3 * (on_error == "drop")
+    assert [unit.rewards for unit in units] == rewards
+    assert sum(node.weight * len(node) for unit in units for node in unit.nodes) == pytest.approx(1)
 
 
 @pytest.mark.parametrize(("unscored", "ended", "refused"), [
