@@ -168,7 +168,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     def work() -> None:
         from megatron_eqlen.run.loop import evaluate_only
 
-        evaluate_only(job, out)
+        evaluate_only(job, out, arguments.recipe)
 
     return _on_ranks(job, work)
 

@@ -38,7 +38,8 @@ def reader(
         log.warning(
             "%s: the chat template leaves tools out: prompts must say which there are", tokenizer.folder
         )
-    thinks, read = prompt.rstrip().endswith(THINKING[0]), _family(tokenizer, tools, enable_thinking)
+    _, _, opening = prompt.rpartition(QUESTION["content"])
+    thinks, read = prompt.rstrip().endswith(THINKING[0]), _family(tokenizer, tools, enable_thinking, opening)
 
     def text_of(token_ids: TokenIds) -> str:
         text = tokenizer.decode(token_ids)
@@ -50,10 +51,10 @@ def reader(
 
 
 def _family(
-    tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]], enable_thinking: bool | None
+    tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]], enable_thinking: bool | None, opening: str
 ) -> Callable[[str], str]:
     """Return what writes the calls of a turn anew. Calls of Qwen3 and Llama 3 stay as they are, also for a
-    template that writes no calls."""
+    template that writes no calls. ``opening``: what the prompt writes before a turn."""
     try:
         shown = with_calls(
             *CALL, lambda turn: tokenizer.render_chat([QUESTION, turn], enable_thinking, [TOOL], answer=False)
@@ -61,7 +62,8 @@ def _family(
     except TemplateError:
         return str
     _, _, shown = shown.rpartition(QUESTION["content"])
-    before, town, _ = shown.partition(CALL.name)
+    shown = shown.removeprefix(opening.partition(THINKING[0])[0])
+    before, town, after = shown.partition(CALL.name)
     if not town:
         return str
     shown = tokenizer.decode(tokenizer.encode(shown))
@@ -77,14 +79,17 @@ def _family(
             f"{tokenizer.folder}: expected a chat template with calls of tools in a form that vLLM parses, "
             f"found {shown[-200:]!r}"
         )
-    parse, marks = tool_parser(name, tokenizer.backend, tools), TAG.findall(before)
+    parse, tags = tool_parser(name, tokenizer.backend, tools), TAG.findall(before)
+    untagged = rf"\s*{re.escape(before.strip())}[\w.-]+{re.escape(after[:1])}"  # pythonic: [name(
+    begin = re.compile(re.escape(tags[-1]) if tags else rf"\A{untagged}")
 
     def written_anew(text: str) -> str:
         said = spoken(text)
         head = text[: len(text) - len(said)]
-        if calls := parse(said):
+        if calls := parse(said.strip()):
             return head + "\n".join(as_text(ToolCall(*call)) for call in calls)
-        begun, mark, rest = said.partition(marks[-1]) if marks else (said, "", "")
-        return head + begun + (f"<tool_call>{rest}</tool_call>" if mark else "")
+        if (mark := begin.search(said)) is None:
+            return text
+        return f"{head}{said[: mark.start()]}<tool_call>{said[mark.end() :]}</tool_call>"
 
     return written_anew

@@ -21,7 +21,7 @@ from megatron_eqlen.data.prompts import PromptSource
 from megatron_eqlen.files import write_text
 from megatron_eqlen.job import Job
 from megatron_eqlen.metrics import TIME_EVALUATE
-from megatron_eqlen.processes import distributed
+from megatron_eqlen.processes import distributed, events
 from megatron_eqlen.processes.hold import Hold
 from megatron_eqlen.recipe.inputs import keep_inputs
 from megatron_eqlen.recipe.load import RECIPE, dump
@@ -99,10 +99,11 @@ def harvest_only(job: Job, out: Path) -> None:
         session.progress.say(f"{len(step.rollouts)} rollouts in {out / step.name}")
 
 
-def evaluate_only(job: Job, out: Path) -> None:
+def evaluate_only(job: Job, out: Path, run: Path) -> None:
     """Evaluate the model at ``model.path`` on the recipe's benchmarks; write the result to ``out`` and
-    print a table."""
+    print a table. ``run``: folder whose first start is the date that templates write, or a recipe's file."""
     with Session(job) as session:
+        session.tokenizer.today = distributed.agree(lambda: events.began(run))
         results, metrics = evaluate(session, Generator(session, out.parent, synced=False), out, "model")
         if results:
             rank_seconds = metrics[TIME_EVALUATE] * distributed.world_size()

@@ -27,6 +27,12 @@ FORMS = {
         "<tool_call>add\n<arg_key>numbers</arg_key>\n<arg_value>[3, 4]</arg_value>\n<arg_key>unit</arg_key>\n"
         "<arg_value>12</arg_value>\n</tool_call>",
     ),
+    "Llama 4": (  # pythonic
+        "{{ '[' + call.function.name + '(' }}"
+        + ARGUMENTS
+        + "{{ k + '=' + v | tojson }}{{ ', ' if not loop.last }}{% endfor %}{{ ')]' }}",
+        '[add(numbers=[3, 4], unit="12")]',
+    ),
     "Qwen3": (
         "{{ '<tool_call>"
         "\n' }}{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}"
@@ -64,9 +70,10 @@ def test_calls_are_read_in_the_form_that_the_template_writes(family, tmp_path):
         return Adder(None, 0).step(read(tokenizer.encode(text)))
 
     assert answer(f"<think>\n{said}\n</think>\n{said}").content == "7 12"
-    assert len(answer(f"{said}\n{said}").messages) == 2
+    both = f"{said[:-1]}, {said[1:]}" if family == "Llama 4" else f"{said}\n{said}"
+    assert len(answer(both).messages) == 2
     assert answer(f"<think>\n{said}").done
-    assert answer("It is 7.").done
+    assert all(answer(text).done for text in ("It is 7.", "[7, 8]", "It is [f(7)]."))
     broken = answer(said.replace("add", "subtract").replace("[3, 4]", "3, {"))
     assert broken.content.startswith("error: ")
     assert json.loads(read(tokenizer.encode(said)).partition("<tool_call>")[2].partition("</tool")[0])

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -32,9 +33,11 @@ from megatron_eqlen.harvest.harvest import harvest, harvest_seed
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.hf.turns import require_end
-from megatron_eqlen.processes import events
+from megatron_eqlen.job import Job
+from megatron_eqlen.processes import distributed, events
 from megatron_eqlen.recipe import EnvironmentRecipe
 from megatron_eqlen.record.partial import HarvestProgress, PartialRollout, RolloutOrigin
+from megatron_eqlen.run import loop
 from megatron_eqlen.sampling.harvester import Marker
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.tokens import Tokens
@@ -776,11 +779,15 @@ class Talker:
         return Talker()
 
 
-def test_a_template_with_a_date_writes_that_of_the_runs_first_start(tmp_path):
+def test_a_run_is_evaluated_with_the_date_of_its_first_start_in_templates(tmp_path, monkeypatch):
     tokenizer = tokenizer_with(tmp_path, HISTORY.replace("m.content", "strftime_now('%d %b %Y')"))
     events.append(tmp_path, "submitted")
     line = json.loads((tmp_path / events.FILE).read_text()) | {"time": 1e9}
     (tmp_path / events.FILE).write_text(json.dumps(line) + "\n")
     events.append(tmp_path, "step")
-    tokenizer.today = events.began(tmp_path)
+    monkeypatch.setattr(distributed, "agree", lambda ask: ask())  # a rank alone
+    monkeypatch.setattr(loop, "Session", lambda job: nullcontext(SimpleNamespace(tokenizer=tokenizer)))
+    monkeypatch.setattr(loop, "Generator", lambda *_, **__: None)
+    monkeypatch.setattr(loop, "evaluate", lambda *_: ((), {}))
+    loop.evaluate_only(cast(Job, None), tmp_path / "result.json", tmp_path)
     assert "09 Sep 2001" in tokenizer.render_chat([{"role": "user", "content": "q"}])
