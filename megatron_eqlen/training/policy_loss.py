@@ -147,8 +147,9 @@ def _of_row(name: str, values: torch.Tensor) -> torch.Tensor:
 def _kl(logp: torch.Tensor, ref: torch.Tensor, loss: LossRecipe) -> tuple[torch.Tensor, torch.Tensor]:
     """Return [n] estimates of KL(policy || reference) at the sampled tokens, and a mask of clamped
     exponents."""
-    difference, exponential = ref - logp, loss.kl_estimator == "k3"
-    clamped = (difference.abs() > EXPONENT_LIMIT) & exponential
-    if exponential:
-        difference = difference.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT)
-    return DIVERGENCES[loss.kl_estimator](difference), clamped
+    difference = ref - logp
+    if loss.kl_estimator != "k3":
+        return DIVERGENCES[loss.kl_estimator](difference), torch.zeros_like(logp, dtype=torch.bool)
+    clamped = difference.abs() > EXPONENT_LIMIT
+    difference = difference.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT)
+    return difference.exp() - difference - 1, clamped
