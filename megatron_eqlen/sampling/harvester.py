@@ -111,6 +111,15 @@ class Harvester(ABC):
         its last turn. Any thread may call this."""
         return last_turn(self.line(part.number))
 
+    def open_track(self, number: int, response: list[int], limit: int, parent: int) -> Track:
+        """Return a new track, which continues part ``parent`` after the tokens of ``response`` by at most
+        ``limit`` tokens."""
+        track = self.open[number] = Track(
+            self.prompt, self.index, number, response, limit, self.eos_token_ids, self.seed, parent
+        )
+        track.takes_turns = self.takes_turns
+        return track
+
     def add_part(self, track: Track, role: str, number: int, length: int | None = None) -> Part:
         """Make the next ``length`` generated tokens of a track (default: all that are in no part) part
         ``number``, with an environment's answers to them; the finish reason and the environment's grade

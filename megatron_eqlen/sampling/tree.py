@@ -279,10 +279,7 @@ class GrowingTree(Harvester):
 
     def _open(self, number: int, response: list[int], length: int, parent: int, forks: int) -> Track:
         """Open a line after ``response``, which has ``length`` generated tokens."""
-        limit, eos = self.limit - length, self.eos_token_ids
-        track = Track(self.prompt, self.index, number, response, limit, eos, self.seed, parent)
-        track.takes_turns = self.takes_turns
-        self.open[number] = track
+        track = self.open_track(number, response, self.limit - length, parent)
         self.lines.append(Line(track, length, number, forks, searched=length))
         if self.search is not None and forks < self.shape.forks:
             self.search(self.lines[-1])  # says what to await
