@@ -7,7 +7,6 @@ before them. To know another layout, add its names.
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -145,6 +144,7 @@ def value_at(record: Any, place: str, default: Any = None) -> Any:
     return record
 
 
+_UNPARTED = re.compile(r"""(["'])\s+\1""")
 _BACKSLASH = re.compile(r'\\\\|\\(?!")')
 """A backslash, written as JSON or as it is."""
 SAID = ("role", "from", "content", "value")
@@ -181,9 +181,9 @@ def unwrapped(question: str) -> str | None:
 
 def final_answer(gold: str) -> str:
     r"""Return the answer at the end of a worked solution: in the last ``\boxed{}``, or after ``####`` (GSM8K)
-    or ``The answer is:`` (MetaMathQA); of a list of texts, written as JSON, these with commas between. Other
-    golds as they are."""
-    if gold.startswith('["') and gold.endswith('"]'):
+    or ``The answer is:`` (MetaMathQA); of a list of texts, written as JSON or by Python, these with commas
+    between. Other golds as they are."""
+    if re.match(r"""\[\s*["']""", gold):
         gold = ", ".join(_list_of_texts(gold) or [gold])
     if boxed := extract_answer(gold):
         return boxed
@@ -191,10 +191,10 @@ def final_answer(gold: str) -> str:
 
 
 def _list_of_texts(text: str) -> list[str]:
-    """Return the texts of a list that was written as JSON, whose backslashes may be LaTeX's; none for other
-    text."""
-    with suppress(ValueError):
-        found = json.loads(_BACKSLASH.sub(r"\\\\", text))
+    """Return the texts of a list that was written as JSON, by Python or by NumPy (no commas), whose
+    backslashes may be LaTeX's; none for other text."""
+    with suppress(ValueError, SyntaxError):
+        found = ast.literal_eval(_UNPARTED.sub(r"\1, \1", _BACKSLASH.sub(r"\\\\", text)))
         return found if all(isinstance(each, str) for each in found) else []
     return []
 

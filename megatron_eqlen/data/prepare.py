@@ -49,7 +49,7 @@ def prepare(
     manifest: dict[str, Any] = {
         "source": source.model_dump(mode="json", exclude={"name", "weight"}),
         "max_prompt_length": limit,
-        "tokenizer": tokenizer.apply_chat_template(chat_messages(PROBE)) if tokenizer else None,
+        "tokenizer": tokenizer.encode(tokenizer.render_chat(chat_messages(PROBE))) if tokenizer else None,
         "grader": grader.name,
     }
     with prepared_file(out, manifest) as write:
@@ -75,7 +75,7 @@ def check_rows(
     refusals: list[Refusal | None] = []
     for row in rows:
         turns = [*row.messages] if row.messages else chat_messages(row.question)
-        length = len(tokenizer.apply_chat_template(turns)) if tokenizer and limit else 0
+        length = len(tokenizer.encode(tokenizer.render_chat(turns))) if tokenizer and limit else 0
         refusals.append(("too_long", f"{length} tokens, limit {limit}") if limit and length > limit else None)
     math = [n for n, row in enumerate(rows) if row.grader == "math" and refusals[n] is None]
     for n, reason in zip(math, grader.check_golds([rows[n].gold for n in math]), strict=True):

@@ -23,7 +23,7 @@ from megatron_eqlen.data.rows import BadRow, Problem, Tally
 from megatron_eqlen.data.sources import open_source, read_problems
 from megatron_eqlen.graders.math.grader import MathGrader
 from megatron_eqlen.hf.tokenizer import TemplateError, Tokenizer, Turn
-from megatron_eqlen.hf.turns import QUESTION
+from megatron_eqlen.hf.turns import QUESTION, left_out
 from megatron_eqlen.metrics import PROMPTS_DRAWN
 from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, SourceRecipe
 from megatron_eqlen.types import Metrics, Prompt
@@ -69,9 +69,12 @@ class PromptMaker:
             raise BadRow("too_long", f"{len(row.question):,} characters")
         try:
             turns = self.turns(row)
-            token_ids = self._tokenizer.apply_chat_template(turns, self._data.enable_thinking, self._tools)
+            text = self._tokenizer.render_chat(turns, self._data.enable_thinking, self._tools)
         except TemplateError as error:
             raise BadRow("refused_by_template", str(error)) from None
+        if lost := left_out(text, [turn for turn in turns if turn["role"] != "assistant"]):
+            raise BadRow("unrendered_key", f"{lost['role']}: content: the chat template leaves it out")
+        token_ids = self._tokenizer.encode(text)
         if len(token_ids) > self._data.max_prompt_length:
             raise LongPrompt(len(token_ids), self._data.max_prompt_length)
         unchecked = grader == "math" and not row.gold_checked

@@ -15,7 +15,7 @@ from megatron_eqlen.environments.conversation import Conversations
 from megatron_eqlen.environments.environment import Environment, Observation
 from megatron_eqlen.environments.tool_calls import ToolEnvironment
 from megatron_eqlen.hf.tokenizer import BREAK, TemplateError, Tokenizer
-from megatron_eqlen.hf.turns import CALL_ID, QUESTION, SAID, THOUGHT, TURN, with_calls
+from megatron_eqlen.hf.turns import CALL_ID, QUESTION, SAID, THOUGHT, TURN, left_out, with_calls
 from megatron_eqlen.processes.timeline import TimeSpan
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.plugins import load_object
@@ -141,14 +141,11 @@ def given_tokens(
             f"{tokenizer.folder}: expected a chat template that keeps the assistant's turns as they are "
             f"before a message of the role {said[-1]['role']!r}, found one that changes them"
         )
-    for message in said:
-        content, plain = str(message.get("content") or "").strip(), after.replace(BREAK, "")
-        forms = (content, *(json.dumps(content, ensure_ascii=ascii)[1:-1] for ascii in (True, False)))
-        if not any(form in plain for form in forms):
-            raise ValueError(
-                f"{tokenizer.folder}: expected a chat template that writes what the role {message['role']!r} "
-                f"says, found one that leaves out {content[:80]!r}"
-            )
+    if lost := left_out(after, said):
+        raise ValueError(
+            f"{tokenizer.folder}: expected a chat template that writes what the role {lost['role']!r} says, "
+            f"found one that leaves out {lost['content'][:80]!r}"
+        )
     token_ids = tokenizer.encode(after.lstrip())
     if calls:  # the call ends behind its arguments
         token_ids = [*dropwhile(lambda token: token not in tokenizer.eos_token_ids, token_ids)]

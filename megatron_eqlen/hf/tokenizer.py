@@ -75,15 +75,6 @@ class Tokenizer:
         kept = _without(token_ids, self._silent)
         return self._backend.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def apply_chat_template(
-        self,
-        messages: list[Turn],
-        enable_thinking: bool | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> list[int]:
-        """Return the token ids of ``render_chat``."""
-        return self.encode(self.render_chat(messages, enable_thinking, tools))
-
     def render_chat(
         self,
         messages: list[Turn],

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from megatron_eqlen.hf.tokenizer import Tokenizer
+from megatron_eqlen.hf.tokenizer import BREAK, Tokenizer
 
 ASKED, THOUGHT, SAID = "Which town?", "A thought of the policy.", "A turn that the policy generated."
 TURN = f"<think>\n{THOUGHT}\n</think>\n\n{SAID}"
@@ -34,6 +35,17 @@ def require_end(tokenizer: Tokenizer, enable_thinking: bool | None = None) -> No
             f"sequence ({ends}), found {found[0]!r}: eos_token_id in generation_config.json takes a list, "
             "which may hold that token, too"
         )
+
+
+def left_out(text: str, messages: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return the first of ``messages`` whose content is not in ``text``, a rendered chat."""
+    plain = text.replace(BREAK, "")
+    for message in messages:
+        content = str(message.get("content") or "").strip()
+        forms = (content, *(json.dumps(content, ensure_ascii=ascii)[1:-1] for ascii in (True, False)))
+        if not any(form in plain for form in forms):
+            return message
+    return None
 
 
 def with_calls[R](name: str, arguments: Mapping[str, Any], render: Callable[[dict[str, Any]], R]) -> R:

@@ -200,7 +200,7 @@ def played(
     )
     rollout = settings.rollout.model_copy(update={"max_response_length": 300})
     settings = settings.model_copy(update={"environment": section, "rollout": rollout})
-    ids = tokenizer.apply_chat_template(FIRST)
+    ids = tokenizer.encode(tokenizer.render_chat(FIRST))
     prompts = [replace(QUESTION, prompt_id=f"q{number}", token_ids=ids) for number in range(count)]
     engine = engine or Speaking(tokenizer, "hm\n</think>\n\n I say")
     plan = HarvestPlan(
@@ -311,7 +311,7 @@ def test_an_agent_goes_on_where_its_rollout_was_left(tokenizer):
     (whole,), _, _ = played(tokenizer, "talks")
     tracks = {part.number: part.tokens for part in whole.parts}
     cut = {number: tokens[: len(tokens) - 3] for number, tokens in tracks.items()}
-    prompt = replace(QUESTION, prompt_id="q0", token_ids=tokenizer.apply_chat_template(FIRST))
+    prompt = replace(QUESTION, prompt_id="q0", token_ids=tokenizer.encode(tokenizer.render_chat(FIRST)))
 
     class Finishing(Speaking):
         def submit(self, request_id, token_ids, max_tokens, seed, path_rows=0):

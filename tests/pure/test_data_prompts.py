@@ -211,8 +211,27 @@ def test_calls_in_a_chat_have_their_arguments_in_the_templates_form_and_a_lost_k
     assert counted(prompts) == (1, {"unrendered_key": 1})
 
 
+@pytest.mark.parametrize("role", ["system", "tool"])
+def test_a_row_whose_turn_the_template_leaves_out_is_left_out(folder, tmp_path, role):
+    shutil.copytree(folder, tmp_path / "model")
+    said = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.role + ': ' + m.content | trim }}"
+    (tmp_path / "model/chat_template.jinja").write_text(said + "{% endfor %}")  # as Vicuna's
+    asked = [{"role": "user", "content": " 2 + 3?\n"}, {"role": "assistant", "content": "5"}]
+    rows = [
+        [{"role": role, "content": "Be brief."}, asked[0]],
+        [*asked, {"role": "user", "content": "3 + 3?"}],
+    ]
+    file = tmp_path / "chat.jsonl"
+    file.write_text("\n".join(json.dumps({"messages": row, "answer": 5}) for row in rows))
+    tokenizer = load_tokenizer(tmp_path / "model")
+    prompts = PromptSource(recipe(source(file, reader="jsonl"), shuffle=False), tokenizer, seed=0)
+    assert prompts.next(1)[0].token_ids == tokenizer.encode("user: 2 + 3?assistant: 5user: 3 + 3?")
+    assert counted(prompts) == (1, {"unrendered_key": 1})
+
+
 @pytest.mark.parametrize(("gold", "answer"), [
-    ('["1", "-1"]', "1, -1"), (r'["\\frac{1}{2}"]', r"\frac{1}{2}"),
+    ('["1", "-1"]', "1, -1"), ("['1', '-1']", "1, -1"), ("['1' '-1']", "1, -1"),
+    (r'["\\frac{1}{2}"]', r"\frac{1}{2}"),
     (r'["\frac{1}{2}", "x"]', r"\frac{1}{2}, x"),
     ("[1, 2]", "[1, 2]"), ('["a"', '["a"'), ('["a", 1, "b"]', '["a", 1, "b"]'),
 ])  # fmt: skip

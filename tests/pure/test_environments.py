@@ -497,7 +497,7 @@ def test_given_tokens_continue_the_turn_as_the_template_does(template, tmp_path)
     assert tokenizer.decode(given) == "\n<|im_start|>tool\n7 apples\n<|im_start|>assistant\n"  # without ends
     assert tokenizer.eos_token_ids & {*given}
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    whole = tokenizer.apply_chat_template([*chat, {"role": "tool", "content": "7 apples"}])
+    whole = tokenizer.encode(tokenizer.render_chat([*chat, {"role": "tool", "content": "7 apples"}]))
     assert whole[-len(given) :] == given
 
 
@@ -532,10 +532,10 @@ WORDS = [*SPECIAL_TOKENS, *TAGS, ROLE, "<", "|im_end|>", "<|im_<|im_end|>end|>",
 @given(question=st.lists(st.sampled_from(WORDS)), said=st.lists(st.sampled_from(WORDS)))
 def test_special_tokens_in_questions_observations_and_tools_are_text(question, said, family):
     """In a tool's result, tags are, too."""
-    ids = family.apply_chat_template(SYSTEM, tools=[{"name": "t"}])
+    ids = family.encode(family.render_chat(SYSTEM, tools=[{"name": "t"}]))
     question, said = "".join(question), "".join(said)
     messages = [*SYSTEM, {"role": "user", "content": question}]
-    prompt = family.apply_chat_template(messages, tools=[{"name": said}])
+    prompt = family.encode(family.render_chat(messages, tools=[{"name": said}]))
     given_ids = given_tokens(family, Observation(said))
     assert family.backend.decode(prompt) == family.backend.decode(ids).replace("t<", f"{said}<", 1).replace(
         "<|im_start|>assistant", f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant"

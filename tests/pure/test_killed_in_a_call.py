@@ -42,7 +42,7 @@ def step(folder, name, config):
     section = EnvironmentRecipe(name=name, options=options, **limits)
     rollout = SETTINGS.rollout.model_copy(update={"max_response_length": 900})
     settings = SETTINGS.model_copy(update={"environment": section, "rollout": rollout})
-    prompts = [replace(PROMPT, token_ids=tokenizer.apply_chat_template(FIRST))]
+    prompts = [replace(PROMPT, token_ids=tokenizer.encode(tokenizer.render_chat(FIRST)))]
     speak, progress = conversations(settings, tokenizer), read_progress(folder, prompts, settings)
     ends = tokenizer.eos_token_ids
     plan = HarvestPlan(prompts, settings, ends, seed=0, progress=progress, conversations=speak)

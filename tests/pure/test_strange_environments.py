@@ -137,7 +137,9 @@ def test_a_strange_environment_drops_its_rollout_at_most(tokenizer, tmp_path, ca
     )
     settings = recipe(sampling=sampling, limit=60, **objective).model_copy(update={"environment": section})
     prompts = [
-        replace(QUESTION, prompt_id=f"q{n}", number=n, token_ids=tokenizer.apply_chat_template(FIRST))
+        replace(
+            QUESTION, prompt_id=f"q{n}", number=n, token_ids=tokenizer.encode(tokenizer.render_chat(FIRST))
+        )
         for n in range(3)
     ]
     plan = HarvestPlan(
