@@ -70,11 +70,11 @@ class Probed:
         return self.stretches[-1].end
 
     def undecided(self, share: float) -> float:
-        """Return the unbiased variance of the reward at the last place before this share of the response."""
-        if share >= 1:
-            return 0.0
-        at = max(n for n, stretch in enumerate(self.stretches) if stretch.begin <= share * self.length)
-        return float(self.values[at].var(ddof=1))
+        """Return the unbiased variance of the reward after this share of the response, on straight lines
+        between places; 0 at its end."""
+        at = [*(stretch.begin for stretch in self.stretches), self.length]
+        variances = [*(rewards.var(ddof=1) for rewards in self.values), 0.0]
+        return float(np.interp(share * self.length, at, variances))
 
 
 @dataclass(frozen=True)

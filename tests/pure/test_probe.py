@@ -101,8 +101,7 @@ def test_values_changes_and_the_share_decided_are_those_of_the_process():
     for stretch, change in zip(response.stretches, changes, strict=True):
         assert stretch.change.low < change < stretch.change.high
         assert stretch.change.high - stretch.change.low < 0.07
-    # places at 0, 1/3 and 2/3 of the response
-    left = [variance[0], variance[0], variance[1], variance[2], 0.0]
+    left = np.interp(QUARTERS, [0, 1 / 3, 2 / 3, 1], [*variance, 0.0])
     np.testing.assert_allclose([response.undecided(share) for share in QUARTERS], left, atol=0.01)
 
 
