@@ -15,7 +15,7 @@ from megatron_eqlen.objectives.build import weighted_units
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.objectives.registry import OBJECTIVES
 from megatron_eqlen.objectives.token_baseline import BASELINES
-from megatron_eqlen.recipe import Recipe, RecipeError
+from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.types import Rollout
 
 
@@ -48,7 +48,7 @@ class Agreement(NamedTuple):
     noise: float = float("nan")
     """Standard deviation of (scaled advantage - change) over that of the changes."""
     refused: str = ""
-    """Why the objective does not fit the run's sampling."""
+    """Why the objective does not fit the run's sampling, or its rewards."""
 
     @property
     def row(self) -> str:
@@ -59,17 +59,19 @@ class Agreement(NamedTuple):
 
 
 def audit(changes: Sequence[Change], rollouts: Sequence[Rollout], recipe: Recipe) -> list[Agreement]:
-    """Return the agreement of each objective of the registry, and of Dr. GRPO's with each other baseline, on
-    scored ``rollouts`` of the recipe's sampling."""
+    """Return the agreement of each objective of the registry, of Dr. GRPO's with each other baseline, and
+    of the run's own with its ``loss``, on scored ``rollouts`` of the recipe's sampling."""
     variants: list[tuple[str, str, dict[str, Any]]] = [(name, name, {}) for name in OBJECTIVES]
     variants += [(f"dr_grpo, {name}", "dr_grpo", {"baseline": name}) for name in BASELINES if name != "unit"]
+    loss = recipe.loss.model_dump(mode="json", exclude_unset=True)
+    variants.append(("the run's", recipe.objective, loss))
     alike: dict[tuple[float, ...], tuple[list[str], np.ndarray]] = {}
     refused: list[Agreement] = []
     for title, objective, loss in variants:
         raw = recipe.model_dump(mode="json", exclude_unset=True) | {"objective": objective, "loss": loss}
         try:
             advantages = _advantages(rollouts, parse(raw, ""))
-        except RecipeError as error:
+        except ValueError as error:  # of the recipe, or of the rewards
             refused.append(Agreement((title,), refused=str(error).removeprefix(": ")))
             continue
         given = np.array([_mean(change, advantages) for change in changes])

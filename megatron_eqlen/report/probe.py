@@ -41,7 +41,7 @@ class Stretch:
     begin: int
     """Generated tokens of the response before it."""
     end: int
-    token_ids: list[int]
+    token_ids: tuple[int, ...]
     change: Interval
     """Change of the value across it."""
 
@@ -96,8 +96,11 @@ class Found:
     def as_json(self) -> dict[str, Any]:
         return {
             "responses": [_response_json(response) for response in self.responses],
-            "decided_by_quarter": self.decided,
-            "objectives": [agreement._asdict() for agreement in self.agreements],
+            "decided_by_quarter": [_or_null(share) for share in self.decided],
+            "objectives": [
+                {name: _or_null(value) for name, value in agreement._asdict().items()}
+                for agreement in self.agreements
+            ],
         }
 
     def text(self, decode: Decode) -> str:
@@ -134,7 +137,9 @@ def look(
     responses = [
         response
         for rollout in probed
-        for response in _responses(rollout, recorded[rollout_key(rollout)])
+        for response in _responses(
+            rollout, recorded[rollout_key(rollout)], job.recipe.reward.on_error == "zero"
+        )
         if (*rollout_key(rollout), response.part) in lines
     ]
     changes = [
@@ -149,15 +154,18 @@ def look(
         for response in responses
         for stretch in response.stretches
     ]
-    return Found(tuple(responses), tuple(audit(changes, rollouts, job.recipe)))
+    return Found(tuple(responses), tuple(audit(changes, rollouts, job.recipe)) if changes else ())
 
 
-def _responses(probed: Rollout, recorded: Rollout) -> Iterator[Probed]:
-    """Yield all responses of a rollout. ``recorded``: the rollout whose parts were cut and continued."""
+def _responses(probed: Rollout, recorded: Rollout, unscored_too: bool) -> Iterator[Probed]:
+    """Yield all responses of a rollout; none if its prompt has fewer than two rewards. ``recorded``: the
+    rollout whose parts were cut and continued; ``unscored_too``: what has no reward counts as its 0."""
     values: dict[int, list[float]] = defaultdict(list)
     for part in probed.parts:
-        if part.role == PROBE and not (part.grade and part.grade.verdict == UNSCORED):
+        if part.role == PROBE and (unscored_too or not (part.grade and part.grade.verdict == UNSCORED)):
             values[part.parent].append(response_reward(part, probed.prompt_id))
+    if len(values[-1]) < 2:
+        return
     pieces = [part for part in probed.parts if part.role != PROBE]
     # pieces come in the order of the parts that they were cut from
     part_of: dict[int, int] = {}
@@ -188,10 +196,15 @@ def _response(key: LineKey, weight: float, line: Sequence[Part], values: Mapping
         if after is None or len(after) < (2 if piece is not line[-1] else 1):
             continue
         ids = tokens_along(pending)
-        stretches.append(Stretch(begin, end, ids.tolist(), change_of_mean(at[-1], after)))
+        stretches.append(Stretch(begin, end, tuple(ids.tolist()), change_of_mean(at[-1], after)))
         at.append(after)
         begin, pending = end, []
     return Probed(*key, weight, reward, tuple(at[:-1]), tuple(stretches))
+
+
+def _or_null(value: Any) -> Any:
+    """Return null for NaN, which JSON does not have."""
+    return None if value != value else value
 
 
 def _largest(response: Probed) -> float:

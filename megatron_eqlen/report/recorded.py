@@ -29,6 +29,7 @@ from megatron_eqlen.record.reader import (
 )
 from megatron_eqlen.report.rollouts import Decode, PartView, RolloutView, Training, by_token, view
 from megatron_eqlen.rewards.scoring import leave_out
+from megatron_eqlen.sampling.probe import PROBE
 from megatron_eqlen.types import Part, Rollout
 
 PROFILED = 8
@@ -67,7 +68,8 @@ class RecordedStep:
         for path in files:
             check_file(path)
         self._files, self.rollouts = files, read_skeletons(files)
-        self.training = Training(self.rollouts, recipe)
+        probed = any(part.role == PROBE for rollout in self.rollouts for part in rollout.parts)
+        self.training = Training(self.rollouts, None if probed else recipe)
 
     def views(self, rollouts: Sequence[Rollout], decode: Decode) -> list[RolloutView]:
         """Return some of ``rollouts`` as text."""

@@ -147,7 +147,7 @@ def view(rollout: Rollout, decode: Decode, training: Training) -> RolloutView:
             label=label,
             parent=places.get(part.parent, -1),
             start=ends[part.parent],
-            tokens=_texts(part.token_ids.tolist(), decode),
+            tokens=texts_of(part.token_ids.tolist(), decode),
             own=part.tokens.is_generated.tolist(),
             end=part.finish_reason or "continues",
             lesson=training.of(part),
@@ -167,7 +167,7 @@ def by_token(decode: Decode) -> Decode:
     return cache(lambda token_ids: decode([*head, *token_ids])[skipped:])
 
 
-def _texts(token_ids: list[int], decode: Decode) -> list[str]:
+def texts_of(token_ids: list[int], decode: Decode) -> list[str]:
     """Return the text of each token. A character that several tokens make stands at the last of them."""
     texts, cut = list[str](), list[int]()
     for token in token_ids:

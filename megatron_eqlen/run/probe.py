@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,16 +24,17 @@ from megatron_eqlen import metrics as m
 from megatron_eqlen.data.prompts import PromptSource
 from megatron_eqlen.files import read_json, step_folders, step_name, write_json
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
-from megatron_eqlen.hf.tokenizer import Tokenizer
 from megatron_eqlen.job import Job
 from megatron_eqlen.models import checkpoint_folder
 from megatron_eqlen.processes import distributed
 from megatron_eqlen.processes.hold import Hold
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.record.reader import read_step
+from megatron_eqlen.record.reader import read_step, scored_steps
 from megatron_eqlen.report.metrics import Columns
 from megatron_eqlen.report.page import write_probe_page
 from megatron_eqlen.report.probe import LineKey, look
+from megatron_eqlen.report.rollouts import Decode, by_token, texts_of
+from megatron_eqlen.rewards.scoring import leave_out
 from megatron_eqlen.run.generation import Generator
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Step
@@ -43,8 +44,8 @@ from megatron_eqlen.tokens import ROUTES
 from megatron_eqlen.types import Line, Prompt, Rollout, RolloutKey, rollout_key
 
 FILE, FOUND = "probe.json", "found"
-SENTENCE = re.compile(r"[.!?。！？:;][\"')\]]*\s*$|\n\s*$")
-"""End of a sentence, or of a line, at the end of a token's text."""
+SENTENCE = re.compile(r"[.!?:;]+[\"')\]]*(?=\s)|[。！？：；]+[\"')\]”’」』）]*|\n+")
+"""End of a sentence, or of a line."""
 
 USUAL = 4
 """Tokens of a probe over those of its step, without --budget."""
@@ -110,13 +111,14 @@ class Target:
     def rollouts(self) -> list[Rollout]:
         """The step's rollouts. Raises ProbeError if there is none, or if different weights sampled them."""
         folder = self.streams / step_name(self.asked.step - 1)
-        recorded = [number + 1 for number, _ in step_folders(self.streams)]
+        recorded = [number + 1 for number, _ in scored_steps(self.streams)]
         if self.asked.step not in recorded:
             kept = f"steps {min(recorded)} to {max(recorded)}" if recorded else "none"
             raise ProbeError(
-                f"--step: expected a step that {self.streams} holds ({kept}), found {self.asked.step}"
+                f"--step: expected a graded step that {self.streams} holds ({kept}), found {self.asked.step}"
             )
-        found = [rollout for rollout in read_step(folder, without=[ROUTES.name]) if not rollout.suspended]
+        whole = [rollout for rollout in read_step(folder, without=[ROUTES.name]) if not rollout.suspended]
+        found, _ = leave_out(whole, self.job.recipe.reward)
         versions = {int(v) for r in found for part in r.parts for v in np.unique(part.tokens["versions"])}
         if len(versions) != 1:
             raise ProbeError(
@@ -124,6 +126,10 @@ class Target:
                 "weights: with rollout.carry_over or rollout.staleness no one policy continues them"
             )
         return found
+
+    @cached_property
+    def decode(self) -> Decode:
+        return by_token(self.job.tokenizer.decode)
 
     @property
     def version(self) -> int:
@@ -148,7 +154,12 @@ class Target:
     @cached_property
     def chosen(self) -> Chosen:
         """Responses drawn at random until the budget is used up, one at least."""
-        lines = [(rollout, line) for rollout in self.rollouts for line in rollout.lines() if line.length > 1]
+        lines = [
+            (rollout, line)
+            for rollout in self.rollouts
+            for line in rollout.lines()
+            if line.last.finish_reason
+        ]
         random.Random(self.asked.seed).shuffle(lines)
         chosen: dict[RolloutKey, dict[int, list[int]]] = {}
         responses, expected = set[LineKey](), 0
@@ -171,8 +182,12 @@ class Target:
             key: {n: sorted(stops) for n, stops in known.items()} for key, known in chosen.items()
         }
         found = Chosen(places, responses, expected)
+        if found.count == len(places) and self.asked.at.strip("0,"):
+            raise ProbeError(
+                f"--at {self.asked.at}: expected places in a response, found none in {len(responses)} drawn"
+            )
         if found.count * self.asked.samples > TRACKS:
-            raise ProbeError(f"--budget: expected at most {TRACKS} continuations, found more")
+            raise ProbeError(f"--samples, --budget: expected at most {TRACKS} continuations, found more")
         return found
 
     def cost(self) -> str:
@@ -203,14 +218,15 @@ class Target:
         parts = rollout.line(line.last.number)
         for part in parts:
             if at == "sentences":
-                stops = ends_of_sentences(part.tokens.token_ids[part.tokens.is_generated], self.job.tokenizer)
+                stops = ends_of_sentences(part.token_ids[part.tokens.is_generated].tolist(), self.decode)
             elif at == "forks":
                 stops = [len(part)] * (part is not parts[-1])
             elif at.startswith("every:"):
                 every = int(at.removeprefix("every:"))
                 stops = [stop for stop in range(1, len(part) + 1) if (begin + stop) % every == 0]
             else:
-                stops = [stop for stop in range(1, len(part) + 1) if str(begin + stop) in at.split(",")]
+                asked = {int(place) - begin for place in at.split(",")}
+                stops = [stop for stop in range(1, len(part) + 1) if stop in asked]
             yield from ((part.number, stop, begin + stop) for stop in stops if begin + stop < line.length)
             begin += len(part)
 
@@ -267,15 +283,11 @@ class Target:
         )
 
 
-def ends_of_sentences(token_ids: Sequence[int] | np.ndarray, tokenizer: Tokenizer) -> list[int]:
+def ends_of_sentences(token_ids: list[int], decode: Decode) -> list[int]:
     """Return after how many tokens a sentence or a line ends."""
-    texts = [tokenizer.decode([token]) for token in token_ids]
-    after = [*texts[1:], ""]
-    return [
-        number
-        for number, (text, following) in enumerate(zip(texts, after, strict=True), 1)
-        if SENTENCE.search(text) and (text[-1:].isspace() or following[:1].isspace())
-    ]
+    texts = texts_of(token_ids, decode)
+    ends = [found.end() for found in SENTENCE.finditer("".join(texts))]
+    return (np.unique(np.searchsorted(np.cumsum([len(text) for text in texts]), ends)) + 1).tolist()
 
 
 class _Continuations(Generator):
@@ -309,6 +321,6 @@ def probe(target: Target, out: Path) -> None:
             hold.check()
             found = look(read_step(out / step.name), target.rollouts, chosen.responses, target.job)
             write_json(out / FILE, read_json(out / FILE) | {FOUND: found.as_json()})
-            session.progress.say(found.text(decode := target.job.tokenizer.decode))
-            page = write_probe_page(out / "probe.html", asked.step, found, target.job.recipe, decode)
+            session.progress.say(found.text(target.decode))
+            page = write_probe_page(out / "probe.html", asked.step, found, target.job.recipe, target.decode)
             session.progress.say(f"see {page}")

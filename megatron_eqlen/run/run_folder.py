@@ -135,19 +135,19 @@ class RunFolder:
     def begin_from(self, source: str) -> None:
         """Begin, unless the run has begun, after a step of another run: ``RUN@STEP``, with its checkpoint,
         its metrics until then, and its evaluation before training. Raises RecipeError."""
+        if checkpoint_folder.latest(self.checkpoints) or step_folders(self.streams):
+            return
         run, _, step = source.rpartition("@")
         kept = dict(step_folders(Path(run) / "checkpoints"))
         if not step.isdecimal() or int(step) not in kept:
             found = ", ".join(map(str, kept)) or "none"
             raise RecipeError(f"--from: expected RUN@STEP, one of its checkpoints ({found}), found {source}")
-        if checkpoint_folder.latest(self.checkpoints) or step_folders(self.streams):
-            return
         refuse_unwritable(self.path)
-        checkpoint_folder.copy(kept[int(step)], self.checkpoints)
         for name in (METRICS, "evaluation/before.json"):
             if (file := Path(run) / name).exists():
                 (self.path / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(file, self.path / name)
+        checkpoint_folder.copy(kept[int(step)], self.checkpoints)  # last: from now on the run has begun
 
     def submitted(self, job: str, recipe: Recipe) -> None:
         """Note that ``job`` will run ``recipe`` here."""

@@ -52,6 +52,7 @@ def test_forks_in_mid_turn_have_the_environment_that_was_there(home, tmp_path):
     assert len(new) > 10
     assert any(len(part.tokens) > len(part) for part in new), "some are answered"
     assert all(part.grade for part in new if part.finish_reason == "stop")
+    assert "inherits" in run("-m", "megatron_eqlen.cli", "inspect", folder).stdout
 
 
 def test_a_run_begins_after_a_step_of_another_one_bit_for_bit_and_a_changed_key_parts_them(home, trained):
@@ -72,6 +73,7 @@ def test_a_run_begins_after_a_step_of_another_one_bit_for_bit_and_a_changed_key_
 @pytest.mark.parametrize(("arguments", "says"), [
     (("--step", "9"), "expected a step that"),
     (("--step", "1", "--at", "words"), "--at: expected sentences, forks, every:TOKENS"),
+    (("--step", "3", "--at", "forks", "--budget", "1"), "--at forks: expected places in a response"),
     (("--step", "1", "--samples", "1"), "--samples: expected 2 or more"),
     (("--step", "1", "--seed", "-1"), "--seed: expected 0 to"),
 ])  # fmt: skip

@@ -1,5 +1,6 @@
 """Probes: continuations of recorded rollouts are the policy's, and values follow from them."""
 
+import json
 import zlib
 from collections import Counter
 from functools import partial
@@ -17,9 +18,10 @@ from megatron_eqlen.record.partial import HarvestProgress
 from megatron_eqlen.record.reader import read_progress
 from megatron_eqlen.record.recorder import Recorder
 from megatron_eqlen.report.probe import QUARTERS, look
+from megatron_eqlen.report.rollouts import by_token
 from megatron_eqlen.run.probe import ends_of_sentences
 from megatron_eqlen.sampling.probe import PROBE, ProbeSampling
-from megatron_eqlen.types import rollout_key
+from megatron_eqlen.types import Grade, rollout_key
 from tests.kit.length_bias import QUESTION, Drawing, Process, every_outcome
 from tests.pure.test_forks import recipe
 
@@ -170,13 +172,48 @@ def test_the_audit_compares_each_objective_with_the_same_changes():
     assert found["dr_grpo"].bias_early == pytest.approx(np.mean([0.25 - 0.5, -0.25 - 0.1]))
     assert found["dr_grpo"].bias_late == pytest.approx(np.mean([0.25 - 0.0, -0.25 + 0.6]))
     assert "treerpo" in found["treerpo"].refused
+    assert found["the run's"] is found["dr_grpo"]
+    group.parts[0].grade.reward = -1.0
+    found = {name: a for a in audit(truth, [group], settings) for name in a.objectives}
+    assert "rewards of at least 0" in found["maxrl"].refused
+    assert found["dr_grpo"].noise > 0
 
 
 @pytest.mark.parametrize(("text", "ends"), [
     ("Add 3 to 4. So 7!\nThen 2.5", ["4.", "7!", "!\n"]),
     ("no end", []),
+    ('"Go." Then?! 7', ['."', "?!"]),
+    ("先算。再算！「好。」末", ["。", "！", "。」"]),
 ])  # fmt: skip
-def test_sentences_end_with_a_mark_before_a_space(text, ends):
-    tokenizer = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
-    stops = ends_of_sentences([ord(letter) for letter in text], tokenizer)
-    assert [text[stop - len(end) : stop] for stop, end in zip(stops, ends, strict=True)] == ends
+@pytest.mark.parametrize("width", [1, 3], ids=["letters", "bytes"])
+def test_sentences_end_with_a_mark_before_a_space_or_a_wide_mark(text, ends, width):
+    """A token is a letter, or a byte of one."""
+    letters = [letter.encode() for letter in text]
+    ids = [[*letter] for letter in letters] if width == 3 else [[ord(letter)] for letter in text]
+    decode = by_token(
+        lambda ids: bytes(ids).decode(errors="replace") if width == 3 else "".join(map(chr, ids))
+    )
+    stops = ends_of_sentences([token for tokens in ids for token in tokens], decode)
+    after = np.cumsum([len(tokens) for tokens in ids]).tolist()
+    cuts = [after.index(stop) + 1 for stop in stops]
+    assert [text[cut - len(end) : cut] for cut, end in zip(cuts, ends, strict=True)] == ends
+
+
+def test_places_without_rewards_are_left_out_and_what_is_unknown_is_null():
+    """Of the prompt's continuations one has a reward, then none of the response's last place."""
+    settings = SAMPLINGS["independent"]
+    rollout = next(r for r, _ in WORLD.streams(settings) if r.parts[0].token_ids.tolist() == [1, 2, 0])
+    results = []
+    for place, places in ((-1, {-1: [0]}), (1, {-1: [0], 0: [1, 2]})):
+        found = probed(rollout, places, 3, settings, lambda name, shares: 0)
+        failed = [part for part in found.parts if part.role == PROBE and part.parent == place][1:]
+        for part in failed:
+            part.grade = Grade.unscored("failed")
+        for on_error in ("drop", "zero"):
+            reward = settings.reward.model_copy(update={"on_error": on_error})
+            job = SimpleNamespace(recipe=settings.model_copy(update={"reward": reward}))
+            results.append(look([found], [rollout], {("q", 0, 0)}, job))
+        assert json.loads(json.dumps(results[-2].as_json()), parse_constant=pytest.fail)
+        assert results[-2].text(str)
+    counts = [[len(stretches.stretches) for stretches in result.responses] for result in results]
+    assert counts == [[], [1], [2], [3]]
