@@ -30,6 +30,7 @@ from megatron_eqlen.processes import distributed
 from megatron_eqlen.processes.hold import Hold
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.record.reader import read_step, scored_steps
+from megatron_eqlen.record.replayed import check_steps
 from megatron_eqlen.report.metrics import Columns
 from megatron_eqlen.report.page import write_probe_page
 from megatron_eqlen.report.probe import LineKey, look
@@ -191,13 +192,15 @@ class Target:
         return found
 
     def cost(self) -> str:
-        """Return what the probe will cost."""
+        """Return what the probe will cost. Raises ReplayError if a step to train again is gone."""
         count, expected = self.chosen.count, self.chosen.expected
         speed = Columns(self.asked.run, [m.HARVEST_TOKENS_PER_SECOND])
         at = speed[m.HARVEST_TOKENS_PER_SECOND][speed.steps == self.asked.step]
         seconds = f", {expected / at[0]:.0f} s at that step's speed" if len(at) and at[0] > 0 else ""
         over = " (more than --budget: one response at least)" * (expected > self.budget)
         trained = self.steps - max((n for n, _ in self._checkpoints), default=0)
+        if trained:
+            check_steps(self.streams, self.steps - trained, self.steps)
         again = f"; no checkpoint has these weights: {plural(trained, 'step')} trained again" * (trained > 0)
         what = f"{plural(len(self.chosen.responses), 'response')}, {plural(count, 'place')}"
         return (
