@@ -71,7 +71,7 @@ def test_a_run_begins_after_a_step_of_another_one_bit_for_bit_and_a_changed_key_
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
-    (("--step", "9"), "expected a step that"),
+    (("--step", "9"), "expected a graded step that"),
     (("--step", "1", "--at", "words"), "--at: expected sentences, forks, every:TOKENS"),
     (("--step", "3", "--at", "forks", "--budget", "1"), "--at forks: expected places in a response"),
     (("--step", "1", "--samples", "1"), "--samples: expected 2 or more"),
