@@ -11,6 +11,7 @@ two independent means; the last change of a response is its own reward less the 
 from __future__ import annotations
 
 import itertools
+import json
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -94,14 +95,12 @@ class Found:
         return [(a - b) / left[0] if left[0] > 0 else float("nan") for a, b in itertools.pairwise(left)]
 
     def as_json(self) -> dict[str, Any]:
-        return {
+        found = {
             "responses": [_response_json(response) for response in self.responses],
-            "decided_by_quarter": [_or_null(share) for share in self.decided],
-            "objectives": [
-                {name: _or_null(value) for name, value in agreement._asdict().items()}
-                for agreement in self.agreements
-            ],
+            "decided_by_quarter": self.decided,
+            "objectives": [agreement._asdict() for agreement in self.agreements],
         }
+        return json.loads(json.dumps(found), parse_constant=lambda _: None)  # JSON has no NaN
 
     def text(self, decode: Decode) -> str:
         """Return tables: the responses that changed most, quarters, and estimators."""
@@ -200,11 +199,6 @@ def _response(key: LineKey, weight: float, line: Sequence[Part], values: Mapping
         at.append(after)
         begin, pending = end, []
     return Probed(*key, weight, reward, tuple(at[:-1]), tuple(stretches))
-
-
-def _or_null(value: Any) -> Any:
-    """Return null for NaN, which JSON does not have."""
-    return None if value != value else value
 
 
 def _largest(response: Probed) -> float:
