@@ -372,7 +372,8 @@ def start_prompts(session: Session) -> PromptSource | None:
     if not distributed.is_rank0():
         return None
     recipe = session.recipe
-    source = training_prompts(recipe, session.job.model.context_length, session.tokenizer, tools(recipe))
+    longest = session.job.model.context_length if recipe.supervised else 0
+    source = training_prompts(recipe, longest, session.tokenizer, tools(recipe))
     session.ends_with(source.close)
     return source
 

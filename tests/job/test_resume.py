@@ -152,8 +152,8 @@ sys.exit(main())
 
 def test_killed_ranks_take_their_processes_with_them_and_started_again_the_run_ends_the_same(home, trained):
     whole = train(home, "two", "steps=2", NO_EVALUATION, ranks=2)
-    folder = home / "killed"
-    _, _, *arguments = command(home, "killed", "cluster.processes_per_node=2", "steps=2", NO_EVALUATION)
+    folder = home / "killed-ranks"
+    _, _, *arguments = command(home, "killed-ranks", "cluster.processes_per_node=2", "steps=2", NO_EVALUATION)
     ranks = start_ranks(2, "-c", HOLDS_AFTER_A_STEP, *arguments)
     wait_for_steps(folder, 1, *ranks)
     started = [pid for rank in ranks for pid in descendants(rank.pid)]
@@ -162,7 +162,7 @@ def test_killed_ranks_take_their_processes_with_them_and_started_again_the_run_e
         rank.kill()
     assert within(20, are_gone(started))
     assert RunStatus(folder).condition == "killed"
-    train(home, "killed", "steps=2", NO_EVALUATION, ranks=2)
+    train(home, "killed-ranks", "steps=2", NO_EVALUATION, ranks=2)
     assert column(folder, "step") == [1, 2]
     assert column(folder, "loss/total") == column(whole, "loss/total")
     assert same_weights(folder, whole)

@@ -26,8 +26,11 @@ class Words:
 
     special_tokens = ()
 
-    def apply_chat_template(self, messages, enable_thinking=None, tools=()):
-        return [1 for message in messages for _ in message["content"].split()]
+    def render_chat(self, messages, enable_thinking=None, tools=()):
+        return " ".join(message["content"] for message in messages)
+
+    def encode(self, text):
+        return [1 for _ in text.split()]
 
 
 def write_deepmath(path: Path, rows: list[tuple[str, str, float]]) -> Path:

@@ -71,7 +71,7 @@ def calls(monkeypatch) -> list[str]:
         return lambda *arguments, **keys: calls.append(f"{name}.build") or what
 
     monkeypatch.setattr(loop, "Session", NoSession)
-    monkeypatch.setattr(loop, "Run", lambda session: run)
+    monkeypatch.setattr(loop, "Run", lambda session, until: run)
     monkeypatch.setattr(loop, "Policy", built("policy", policy))
     monkeypatch.setattr(loop, "start_prompts", lambda session: None)
     monkeypatch.setattr(loop, "Generator", built("engine", rollouts))

@@ -174,7 +174,7 @@ def run_of(gpu: Gpu, evaluates: bool, completes: bool) -> Any:
 
     nothing = SimpleNamespace(finish=dict)
     return SimpleNamespace(
-        folder=SimpleNamespace(streams=None), complete=completes, checkpoints=nothing,
+        folder=SimpleNamespace(streams=None), steps=STEPS, complete=completes, checkpoints=nothing,
         evaluations=SimpleNamespace(evaluate=evaluate), was_asked_to_stop=lambda: False,
         load=lambda policy: gpu.call("load"), park=lambda policy: policy.park(),
         unpark=lambda policy: policy.unpark() or {}, resume=lambda rollouts: None,
@@ -209,7 +209,7 @@ def test_a_gpu_holds_what_the_table_of_phases_says(
         return rollouts
 
     monkeypatch.setattr(loop, "Session", NoSession)
-    monkeypatch.setattr(loop, "Run", lambda session: run_of(gpu, evaluates, completes))
+    monkeypatch.setattr(loop, "Run", lambda session, until: run_of(gpu, evaluates, completes))
     monkeypatch.setattr(loop, "Policy", build_policy(gpu, monkeypatch))
     monkeypatch.setattr(loop, "start_prompts", lambda session: None)
     monkeypatch.setattr(loop, "start_rollouts", start_rollouts)
