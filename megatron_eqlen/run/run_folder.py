@@ -136,6 +136,11 @@ class RunFolder:
         """Begin, unless the run has begun, after a step of another run: ``RUN@STEP``, with its checkpoint,
         its metrics until then, and its evaluation before training. Raises RecipeError."""
         if checkpoint_folder.latest(self.checkpoints) or step_folders(self.streams):
+            begun = [event["text"] for event in events.read(self.path) if event["kind"] == "from"]
+            if source not in begun:
+                raise RecipeError(
+                    f"--from {source}: {self.path} has begun, {' and '.join(begun) or 'from nothing else'}"
+                )
             return
         run, _, step = source.rpartition("@")
         kept = dict(step_folders(Path(run) / "checkpoints"))
@@ -143,6 +148,8 @@ class RunFolder:
             found = ", ".join(map(str, kept)) or "none"
             raise RecipeError(f"--from: expected RUN@STEP, one of its checkpoints ({found}), found {source}")
         refuse_unwritable(self.path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        events.append(self.path, "from", text=source)
         for name in (METRICS, "evaluation/before.json"):
             if (file := Path(run) / name).exists():
                 (self.path / name).parent.mkdir(parents=True, exist_ok=True)

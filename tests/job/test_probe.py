@@ -65,9 +65,15 @@ def test_a_run_begins_after_a_step_of_another_one_bit_for_bit_and_a_changed_key_
     other = train(home, "forked-other", "--from", f"{trained}@2", "optimizer.lr=1e-2")
     assert column(other, "loss/total")[:2] == column(trained, "loss/total")[:2]
     assert not same_weights(other, trained)
-    job = start(*command(home, "forked-late", "--from", f"{trained}@7"))
-    assert job.wait() == 2
-    assert "expected RUN@STEP, one of its checkpoints (2, 3), found" in job.stderr
+    for name, source, says in (
+        ("forked-late", f"{trained}@7", "expected RUN@STEP, one of its checkpoints (2, 3), found"),
+        ("forked", f"{trained}@3", f"has begun, {trained}@2"),
+        ("one", f"{forked}@3", "has begun, from nothing else"),
+    ):
+        job = start(*command(home, name, "--from", source))
+        assert job.wait() == 2
+        assert says in job.stderr
+    assert "complete" in run(*command(home, "forked", "--from", f"{trained}@2")).stdout
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
