@@ -292,6 +292,18 @@ def test_places_that_lie_close_are_one_and_rollouts_of_few_prompts_are_resampled
     np.testing.assert_allclose(profile.decided[0], [0.6, 0.4])
 
 
+def test_a_tail_alone_is_no_fork_unless_it_stands_for_two_that_were_truncated():
+    tokens = Tokens.of([5, 6])
+    right = Grade(1.0, "correct")
+    pair = [Part(tokens, "stop", right, "a", 0), Part(tokens, None, None, "b", 1)]
+    ended = Rollout(PROMPT, 0, "equal_length", 0, [*pair, Part(tokens, "stop", right, "tail", 2, 1)])
+    cut = Rollout(
+        PROMPT, 0, "equal_length", 0, [*pair, Part(tokens, "length", None, "tail", 2, 1)], "truncated"
+    )
+    assert [fork.length for fork in forks(ended)] == [0]
+    assert sorted(fork.length for fork in forks(cut)) == [0, 2]
+
+
 def test_a_fitted_baseline_pays_where_responses_that_go_on_have_failed():
     draws = np.random.default_rng(0)
     settings = recipe(sampling="independent", objective="dr_grpo", group_size=8, limit=128)
