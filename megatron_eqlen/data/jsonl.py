@@ -43,7 +43,7 @@ from megatron_eqlen.rewards.functions import RewardFunction, is_reward_function,
 
 GRADERS = ("math", "code", "rubric")
 DEMONSTRATION = "demonstration"
-"""In place of a grader: the answer is a whole response, which supervised training imitates."""
+"""Name in place of a grader's: the answer is a whole response, which supervised training imitates."""
 _AIME_ANSWER = re.compile(r"(\d{1,3})(?:\\unit\{(?!base)[^{}]*\})?")
 """An integer from 0 to 999 in normal form, with or without a unit."""
 

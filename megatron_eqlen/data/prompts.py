@@ -57,7 +57,7 @@ class PromptMaker:
         self._tokenizer, self._special = tokenizer, tuple(tokenizer.special_tokens)
         self._grader = MathGrader(workers=1, timeout=30.0)
         self._known: dict[str, bool] = {}
-        """Whether the chat template writes a key, by role and key."""
+        """True for keys that the chat template writes, by role and key."""
 
     def make(
         self, row: Problem, recipe: SourceRecipe | BenchmarkRecipe, prompt_id: str, number: int

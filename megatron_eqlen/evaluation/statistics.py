@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import NormalDist
 
 import numpy as np
 
@@ -96,7 +97,9 @@ def change_of_mean(before: np.ndarray, after: np.ndarray) -> Interval:
             mean = (float(values.sum()) + 1) / count
             spread = mean * (1 - mean)
         centre, variance, least = centre + sign * mean, variance + spread / count, min(least, count)
-    half = (1.959964 if binary else _quantile(int(least), (1 + LEVEL) / 2)) * float(np.sqrt(variance))
+    share = (1 + LEVEL) / 2
+    quantile = NormalDist().inv_cdf(share) if binary else _quantile(int(least), share)
+    half = quantile * float(np.sqrt(variance))
     method = "Agresti-Caffo" if binary else "t"
     return Interval(float(after.mean() - before.mean()), centre - half, centre + half, method)
 

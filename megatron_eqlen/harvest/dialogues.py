@@ -181,7 +181,7 @@ class Dialogues:
         """Turns that wait for other tracks, and since when."""
         self.fork_error: Exception | None = None
         self.counts = Counter[str]()
-        """What is counted in this attempt at the harvest."""
+        """Counts of this attempt at the harvest."""
         self._ends: dict[RolloutKey, Counter[str]] = {}
         """Counts of ends of responses; a resume asks for them again unless the rollout is recorded."""
         self._spans: list[TimeSpan] = []

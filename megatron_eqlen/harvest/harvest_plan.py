@@ -32,6 +32,6 @@ class HarvestPlan:
     marker: Marker | None = None
     """Marker that trees fork after (``tree_sampling.marker``)."""
     kind: SamplingKind | None = None
-    """What makes the rollouts; None: the recipe's sampling."""
+    """Maker of the rollouts; None: the recipe's sampling."""
     conversations: Conversations | None = None
     """Environments that answer the ends of turns; None: a response is one turn."""

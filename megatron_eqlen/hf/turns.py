@@ -1,4 +1,4 @@
-"""What a chat template writes after the assistant's turn, which must be an end of sequence."""
+"""Text that a chat template writes after the assistant's turn: it must be an end of sequence."""
 
 from __future__ import annotations
 

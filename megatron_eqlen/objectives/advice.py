@@ -48,7 +48,7 @@ class Profile:
     lines: int
     """Lines that it has."""
     gain: Factor
-    """What it gives over the same baseline without forks."""
+    """Gain of that fork over the same baseline without forks."""
 
 
 def outcome_profile(rollouts: Sequence[Rollout]) -> Profile | None:

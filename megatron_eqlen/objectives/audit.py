@@ -20,7 +20,7 @@ from megatron_eqlen.types import Rollout
 
 
 class Change(NamedTuple):
-    """What some tokens of a response changed."""
+    """Change of the value across some tokens of a response."""
 
     rollout: Rollout
     part: int

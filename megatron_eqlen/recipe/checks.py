@@ -170,7 +170,7 @@ OF_SAMPLES = (
 )  # fmt: skip
 """Keys and sections without effect where no response is sampled for training."""
 OF_ENGINE = ("rollout", "reward", "data.max_prompt_length")
-"""Those without effect where nothing is evaluated, either."""
+"""Sections and keys without effect where nothing is evaluated, either."""
 
 
 def _of_supervised(recipe: Recipe) -> Iterator[str]:

@@ -87,7 +87,7 @@ class HarvestProgress:
     """Number of tokens that earlier attempts at this step generated; they count towards
     ``rollout.tokens_per_step``."""
     counts: Counter[str] = field(default_factory=Counter)
-    """What the earlier attempts counted."""
+    """Counts of the earlier attempts."""
 
 
 def open_prompts(suspended: Iterable[Rollout], recipe: Recipe) -> float:

@@ -1,4 +1,4 @@
-"""What a probe found: values of prefixes, changes along responses, and which advantages agree with them.
+"""Results of a probe: values of prefixes, changes along responses, and advantages that agree with them.
 
     record of a probe ─► values (mean reward of the continuations of a place) ─► changes along responses
                                                                                      │
@@ -163,7 +163,8 @@ def _responses(probed: Rollout, recorded: Rollout, unscored_too: bool) -> Iterat
     for part in probed.parts:
         if part.role == PROBE and (unscored_too or not (part.grade and part.grade.verdict == UNSCORED)):
             values[part.parent].append(response_reward(part, probed.prompt_id))
-    if len(values[-1]) < 2:
+    known = {piece: np.array(rewards) for piece, rewards in values.items() if len(rewards) > 1}
+    if -1 not in known:
         return
     pieces = [part for part in probed.parts if part.role != PROBE]
     # pieces come in the order of the parts that they were cut from
@@ -180,7 +181,7 @@ def _responses(probed: Rollout, recorded: Rollout, unscored_too: bool) -> Iterat
         if (end := probed.line(last))[-1].finish_reason is not None:
             number = part_of[last]
             key = probed.prompt_id, probed.index, number
-            yield _response(key, weights[number], end, {k: np.array(v) for k, v in values.items()})
+            yield _response(key, weights[number], end, known)
 
 
 def _response(key: LineKey, weight: float, line: Sequence[Part], values: Mapping[int, np.ndarray]) -> Probed:
@@ -191,8 +192,8 @@ def _response(key: LineKey, weight: float, line: Sequence[Part], values: Mapping
     for piece in line:
         pending.append(piece)
         end = begin + sum(map(len, pending))
-        after = values.get(piece.number) if piece is not line[-1] else np.array([reward])
-        if after is None or len(after) < (2 if piece is not line[-1] else 1):
+        after = np.array([reward]) if piece is line[-1] else values.get(piece.number)
+        if after is None:
             continue
         ids = tokens_along(pending)
         stretches.append(Stretch(begin, end, tuple(ids.tolist()), change_of_mean(at[-1], after)))

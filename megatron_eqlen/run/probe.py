@@ -53,12 +53,12 @@ USUAL = 4
 
 
 class ProbeError(ValueError):
-    """What was asked cannot be probed."""
+    """A question about a run that no probe can answer."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a user asks about a run."""
+    """Question of a user about a run: the options of ``eqlen probe``."""
 
     run: Path
     step: int
@@ -83,7 +83,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What is continued."""
+    """Responses that are continued, and their places."""
 
     places: dict[RolloutKey, Places]
     responses: set[LineKey]

@@ -34,7 +34,7 @@ Places = Mapping[int, Sequence[int]]
 -1, the prompt: ``[0]`` if it is."""
 
 
-def cut(rollout: Rollout, places: Places) -> tuple[list[Part], dict[int, int]]:
+def cut_at(rollout: Rollout, places: Places) -> tuple[list[Part], dict[int, int]]:
     """Return the rollout's parts cut at ``places``, numbered anew, graded as they were, and how many
     generated tokens lie before each place, by the number of the piece that ends there (-1: the prompt)."""
     pieces: list[Part] = []
@@ -78,7 +78,7 @@ class Probed(Harvester):
     ) -> None:
         limit = setting.recipe.rollout.max_response_length
         super().__init__(rollout.prompt, rollout.index, limit, setting.eos_token_ids, setting.seed)
-        self.parts, self.places = cut(rollout, places)
+        self.parts, self.places = cut_at(rollout, places)
         self.samples, self.first_track = samples, first_track
         self.recorded = len(self.parts)
 

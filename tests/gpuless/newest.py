@@ -1,4 +1,4 @@
-"""What the newest packages on the index would break, and what they changed: ``tools/gpuless --newest``."""
+"""Names that the newest packages on the index would break or changed: ``tools/gpuless --newest``."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from tests.kit import ROOT
 
 SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
 PACKAGES, OWN = {"CUDA_HOME": "PACKAGES", SAMPLER: "0"}, {}
-"""What an engine is told: nvcc of the packages, and nothing where the user has one."""
+"""Variables for an engine: nvcc of the packages, and nothing where the user has one."""
 
 
 @pytest.mark.parametrize(("environ", "on_path", "packaged", "told"), [

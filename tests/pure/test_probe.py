@@ -107,6 +107,30 @@ def test_values_changes_and_the_share_decided_are_those_of_the_process():
     np.testing.assert_allclose([response.undecided(share) for share in QUARTERS], left, atol=0.01)
 
 
+def test_continuations_have_draws_of_their_own_and_other_ones_with_another_seed():
+    """An engine draws from the seed of a request; those of the harvest are never used again."""
+    settings = SAMPLINGS["tree"]
+    rollout = sampled(settings)
+
+    def seeds(kind):
+        class Engine(Drawing):
+            def submit(self, request_id, token_ids, max_tokens, seed, path_rows=0):
+                found.append(seed)
+                super().submit(request_id, token_ids, max_tokens, seed, path_rows)
+
+        found = []
+        engine = Engine(
+            draws(np.random.default_rng(0)), lambda path: WORLD.probabilities[WORLD.contexts[path]]
+        )
+        harvest(engine, HarvestPlan([QUESTION], settings, range(WORLD.ends), seed=0, kind=kind))
+        return set(found)
+
+    asked = {rollout_key(rollout): {-1: [0], 0: [len(rollout.parts[0])]}}
+    used = [seeds(kind) for kind in (None, *(ProbeSampling([rollout], asked, 9, seed) for seed in (0, 1)))]
+    assert [len(each) for each in used[1:]] == [18, 18]
+    assert len(set.union(*used)) == sum(map(len, used))
+
+
 class CutOffError(Exception):
     pass
 
@@ -200,7 +224,7 @@ def test_sentences_end_with_a_mark_before_a_space_or_a_wide_mark(text, ends, wid
 
 
 def test_places_without_rewards_are_left_out_and_what_is_unknown_is_null():
-    """Of the prompt's continuations one has a reward, then none of the response's last place."""
+    """One continuation of the prompt has a reward, then none of the response's last place."""
     settings = SAMPLINGS["independent"]
     rollout = next(r for r, _ in WORLD.streams(settings) if r.parts[0].token_ids.tolist() == [1, 2, 0])
     results = []
