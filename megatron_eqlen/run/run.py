@@ -20,7 +20,6 @@ from megatron_eqlen.recipe.contents import is_whole
 from megatron_eqlen.recipe.inputs import keep_inputs
 from megatron_eqlen.report.diagnosis import diagnose
 from megatron_eqlen.report.metrics import Columns, read_newest
-from megatron_eqlen.report.model_card import write_model_card
 from megatron_eqlen.report.page import PageWriter
 from megatron_eqlen.report.progress import SPARK_STEPS
 from megatron_eqlen.run.checkpoints import Checkpoints, check_held
@@ -150,8 +149,6 @@ class Run:
             if idle := int((Columns(self.folder.path, [m.UPDATES])[m.UPDATES] == 0).sum()):
                 same = ": the weights are those that the run started from" * (idle == self.steps)
                 self.session.progress.warn(f"{idle} of {self.steps} steps trained nothing{same}")
-            if self.folder.export.exists():
-                write_model_card(self.folder.path)
             learned = self.evaluations.learned() if self.complete else ""
             self.session.progress.finish(self.page.write(), learned)
         if self.stopped_by and not self.complete:
