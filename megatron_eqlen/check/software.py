@@ -143,9 +143,7 @@ def sandbox(place: Place) -> Finding | None:
     isolation = offered_isolation(find_python(_reward(place).code_python))
     if isolation.strict:
         return Finding("ok", str(isolation))
-    advice = (
-        "reward.sandbox_url, or a kernel with Landlock (5.13); reward.code_sandbox: best_effort accepts less"
-    )
+    advice = "a kernel with Landlock (5.13); reward.code_sandbox: best_effort accepts less"
     return Finding("missing", f"{isolation}, expected landlock + seccomp", advice)
 
 
@@ -154,8 +152,8 @@ def _reward(place: Place) -> RewardRecipe:
 
 
 def _runs_programs(place: Place) -> bool:
-    """Return True if answers may be programs that run on this machine."""
-    return not _reward(place).sandbox_url and bool(place.recipe is None or _graders(place) & (CODE | ANY))
+    """Return True if answers may be programs."""
+    return place.recipe is None or bool(_graders(place) & (CODE | ANY))
 
 
 def _grades_code(place: Place) -> bool:

@@ -22,7 +22,6 @@ CODE: Any = SimpleNamespace(
     code_timeout=SECONDS,
     code_memory_mb=1024,
     code_sandbox="strict",
-    sandbox_url=None,
     code_python="3.11",
 )
 """Settings of programs, as a recipe's section ``reward``: recipes need pydantic."""

@@ -492,16 +492,12 @@ class RewardRecipe(Section):
     """Seconds a code test may take."""
     code_memory_mb: PositiveInt = 1024
     """Memory that a code test may use; a problem may set a higher limit."""
-    code_python: Annotated[
-        str, Field(pattern=r"^(3\.(1[1-9]|[2-9]\d)(\.\d+)?|/.+)$"), When(".sandbox_url", None)
-    ] = "3.11"
+    code_python: Annotated[str, Field(pattern=r"^(3\.(1[1-9]|[2-9]\d)(\.\d+)?|/.+)$")] = "3.11"
     """Python that programs run in, a version or a path. Contest solutions are written for 3.11 and earlier:
     from 3.12 on, recursion through C functions (``lru_cache``) ends at a depth of about 500."""
-    code_sandbox: Annotated[Literal["strict", "best_effort"], When(".sandbox_url", None)] = "strict"
+    code_sandbox: Literal["strict", "best_effort"] = "strict"
     """``strict``: refuse to run programs if the machine cannot isolate them; ``best_effort``: isolate them as
     far as possible, and warn."""
-    sandbox_url: str | None = None
-    """URL of a SandboxFusion-compatible server that runs the programs."""
     rubric: str | None = None
     """Function ``module:function``, called for prompts whose grader is ``rubric``."""
     weights: dict[str, Real] = {}

@@ -183,7 +183,6 @@ def test_the_sandbox_is_tried_where_answers_are_programs(large, anywhere, monkey
     assert item.needed(code)
     relaxed = with_recipe(large, "data.sources.0.grader=code", "reward.code_sandbox=best_effort")
     assert not item.needed(relaxed)
-    assert software.sandbox(with_recipe(large, "reward.sandbox_url=http://elsewhere")) is None
 
 
 def test_a_recipe_that_runs_programs_needs_their_python(large, monkeypatch, capsys):
@@ -195,8 +194,6 @@ def test_a_recipe_that_runs_programs_needs_their_python(large, monkeypatch, caps
     assert check(code.job, short=True, checks=checks) == 1
     assert "reward.code_python: expected CPython 3.11" in (told := capsys.readouterr().out)
     assert "tools/setup programs" in told
-    elsewhere = with_recipe(code, "reward.sandbox_url=http://elsewhere")
-    assert check(elsewhere.job, short=True, checks=checks) == 0
     own = with_recipe(large, "data.sources.0.grader=code", f"reward.code_python={sys.executable}")
     assert check(own.job, short=True, checks=checks) == 0
 

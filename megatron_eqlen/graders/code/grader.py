@@ -1,6 +1,6 @@
 """The code grader: does the program in a response pass every test?
 
-    response ──last fenced block after </think>──► program ──► sandbox (here or on a server) ──► verdict
+    response ──last fenced block after </think>──► program ──► sandbox ──► verdict
 
 Model-written programs never run in the trainer: each test is a process of its own, locked down, under a
 worker that can be killed. What isolation the machine offers is tried once, with programs that attempt to
@@ -21,7 +21,6 @@ from megatron_eqlen.graders.sandbox.client import EXTRA_SECONDS, SandboxError
 from megatron_eqlen.graders.sandbox.interpreter import find_python
 from megatron_eqlen.graders.sandbox.probe import required_isolation
 from megatron_eqlen.graders.sandbox.program import Limits
-from megatron_eqlen.graders.sandbox.server import SandboxServer
 from megatron_eqlen.graders.workers.pool import WorkerPool
 from megatron_eqlen.types import Grade
 
@@ -61,12 +60,10 @@ def extract_program(text: str) -> str | None:
 class CodeGrader(PoolGrader):
     """Grades responses to code problems. The sandbox starts with the first program."""
 
+    name = f"code-{VERSION}"
+
     def __init__(self, reward: RewardRecipe) -> None:
         self._reward = reward
-
-    @property
-    def name(self) -> str:
-        return f"code-{VERSION}" + "@server" * (self._reward.sandbox_url is not None)
 
     def begin(self, text: str, gold: str) -> Future[Grade]:
         """Start grading a response: reward 1 only if its program passes all tests.
@@ -92,12 +89,10 @@ class CodeGrader(PoolGrader):
         item = {"program": program, "tests": gold, "limits": asdict(limits)}
         return self.pool.submit(item, stuck, partial(self._grade, shown), wall_factor=1.0, attempts=ATTEMPTS)
 
-    def _make_pool(self) -> WorkerPool | SandboxServer:
+    def _make_pool(self) -> WorkerPool:
         """Find out which isolation works; refuse too little; log the isolation in force."""
         workers = self._reward.workers
         assert workers is not None, "the scorer has asked the machine"
-        if self._reward.sandbox_url is not None:
-            return SandboxServer(self._reward.sandbox_url, workers)
         python = find_python(self._reward.code_python)
         isolation = asdict(required_isolation(self._reward.code_sandbox, python))
         return WorkerPool(WORKER_MODULE, workers, {"isolation": isolation, "python": python})

@@ -15,7 +15,7 @@ from megatron_eqlen.graders.sandbox.client import Execution, Sandbox
 from megatron_eqlen.graders.sandbox.program import Isolation, Limits
 
 RunProgram = Callable[[str, str, Limits, str | None, Rules], Execution]
-"""Runs a program in the local sandbox, or on a server: (source, stdin, limits, function, rules)."""
+"""Runs a program in the sandbox: (source, stdin, limits, function, rules)."""
 LONGEST_DETAIL = 400
 CHECK = """\
 import builtins, io, json, sys

@@ -4,7 +4,7 @@
 expected one by Python's ``==``. ``apps`` (testing_util.py of APPS and TACO). The names of a set's preamble
 are in force, so that a program that never imports ``List`` or ``heapq`` runs, as it does there.
 
-This file needs the standard library alone, since it runs in other interpreters and is sent to servers.
+This file needs the standard library alone, since it runs in other interpreters.
 """
 
 from __future__ import annotations

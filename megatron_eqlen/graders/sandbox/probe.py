@@ -49,7 +49,7 @@ def required_isolation(mode: Literal["strict", "best_effort"], python: str) -> I
     if not isolation.strict and mode == "strict":
         raise ValueError(
             "reward.code_sandbox: strict needs Landlock and seccomp, this machine offers "
-            f"{isolation}; set reward.sandbox_url, or accept less with code_sandbox: best_effort"
+            f"{isolation}; code_sandbox: best_effort accepts less"
         )
     level = logging.WARNING if isolation.as_root or not isolation.strict else logging.INFO
     as_root = AS_ROOT.format(python) if isolation.as_root else ""
