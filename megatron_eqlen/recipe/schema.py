@@ -99,7 +99,6 @@ BenchmarkReader = Annotated[
 GraderName = Annotated[str, one_of("math", "code", "reasoning_gym", "rubric")]
 ENVIRONMENTS = {
     "python": "megatron_eqlen.environments.python_tool:PythonTool",
-    "search": "megatron_eqlen.environments.search_tool:SearchTool",
     "agent": "megatron_eqlen.environments.agent:Agent",
     "verifiers": "megatron_eqlen.environments.verifiers_tasks:VerifiersTask",
 }
@@ -315,9 +314,9 @@ class EnvironmentRecipe(Section):
     """Environment that answers the policy's turns with tools, games or databases (docs/agents.md)."""
 
     name: Annotated[str, one_of(*ENVIRONMENTS)] | None = None
-    """``python``: a Python tool in the sandbox; ``search``: passages of ``options.index``, a JSONL file;
-    ``agent``: any program that speaks to OpenAI's endpoint, ``options.function``; ``verifiers``: tasks of
-    that package; or the import path of your own class. None: a response is one turn."""
+    """``python``: a Python tool in the sandbox; ``agent``: any program that speaks to OpenAI's endpoint,
+    ``options.function``; ``verifiers``: tasks of that package; or the import path of your own class, such as
+    ``recipes.passages:SearchTool``. None: a response is one turn."""
     options: Annotated[Options, When(".name")] = {}
     """Arguments of the class besides prompt and seed, as the types that it declares. Quoted text stays text.
     """

@@ -27,7 +27,6 @@ from megatron_eqlen.environments.conversation import Conversations
 from megatron_eqlen.environments.environment import Environment, Observation
 from megatron_eqlen.environments.load import environment_class, given_tokens
 from megatron_eqlen.environments.python_tool import PythonTool
-from megatron_eqlen.environments.search_tool import SearchTool
 from megatron_eqlen.harvest.dialogues import Dialogues, _State
 from megatron_eqlen.harvest.harvest import harvest, harvest_seed
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
@@ -44,6 +43,7 @@ from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Delta, Grade
 from recipes.examples.shop.shop import Shop
 from recipes.examples.wordle.wordle import Wordle, marks
+from recipes.passages import SearchTool
 from tests.kit import ROOT
 from tests.kit.length_bias import QUESTION, Drawing, every_outcome
 from tests.kit.marks import examples
