@@ -102,7 +102,7 @@ def _refuse(job: Job) -> None:
 
             alone = rollout.model_copy(update={"tensor_parallel": 1})
             with contained():
-                configuration(str(job.folder), alone, recipe.model.dtype, recipe.longest_path, recipe.seed)
+                configuration(str(job.folder), alone, recipe.model.dtype, recipe.longest_context, recipe.seed)
 
 
 def recipe(arguments: argparse.Namespace) -> int:

@@ -48,7 +48,8 @@ class ColocatedEngine:
     ) -> None:
         self.weights = WeightTable.read(model_path)
         self.core = lifecycle.build(str(model_path), rollout, dtype, max_model_len, seed)
-        self.params = SamplingParams(**sampling_params(rollout, eos_token_ids), max_tokens=1)
+        self.eos_token_ids = eos_token_ids
+        self.sample_as(rollout)
         self.vocab_size = self.core.vllm_config.model_config.get_vocab_size()
         self.max_model_len = max_model_len
         self.max_num_seqs = rollout.max_num_seqs
@@ -93,6 +94,9 @@ class ColocatedEngine:
     @property
     def has_unfinished(self) -> bool:
         return bool(self.requests)
+
+    def sample_as(self, rollout: RolloutRecipe) -> None:
+        self.params = SamplingParams(**sampling_params(rollout, self.eos_token_ids), max_tokens=1)
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         if self.requests:

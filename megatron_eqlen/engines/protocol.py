@@ -33,11 +33,11 @@ t of a path from its seed and t, and give its log-prob under the distribution th
 
 def sampling_params(rollout: RolloutRecipe, eos_token_ids: Iterable[int]) -> dict[str, Any]:
     """Return the recipe's sampling as vLLM's ``SamplingParams`` take it, without what differs between
-    requests."""
+    requests. Temperature 0 (greedy) samples among one token, which every sampler of ours does alike."""
     return {
-        "temperature": rollout.temperature,
+        "temperature": rollout.temperature or 1.0,
         "top_p": rollout.top_p,
-        "top_k": max(rollout.top_k, 0),
+        "top_k": max(rollout.top_k, 0) if rollout.temperature else 1,
         "min_p": rollout.min_p,
         "stop_token_ids": sorted(eos_token_ids),
         "logprobs": 0,
@@ -112,6 +112,10 @@ class Decoder(Protocol):
 class Engine(Decoder, Protocol):
     """An engine with weights and memory that training manages."""
 
+    def sample_as(self, rollout: RolloutRecipe) -> None:
+        """Sample requests that are submitted later as this section of a recipe says."""
+        ...
+
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Load every weight of the model, by Hugging Face name; no request that is submitted later uses
         keys and values cached before. Requires that no request is unfinished, except with
@@ -174,6 +178,8 @@ class IdleEngine:
 
     def abort(self, request_ids: Iterable[str]) -> None:
         assert not list(request_ids)
+
+    def sample_as(self, rollout: RolloutRecipe) -> None: ...
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         for _ in named_tensors:  # exporting weights is collective: every rank must take part

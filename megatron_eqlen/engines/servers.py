@@ -90,7 +90,8 @@ class ServerEngine:
         self.weights = WeightTable.read(model_path)
         self.moe_layers = read_config(model_path).moe_layers if rollout.keep_routes else []
         self.rollout = rollout
-        self.sampling = sampling_params(rollout, eos_token_ids)
+        self.eos_token_ids = eos_token_ids
+        self.sample_as(rollout)
         self.max_model_len = max_model_len
         self.policy_version = policy_version
         self.weight_version = UNTOUCHED
@@ -115,6 +116,9 @@ class ServerEngine:
         except EngineError:
             self.close()
             raise
+
+    def sample_as(self, rollout: RolloutRecipe) -> None:
+        self.sampling = sampling_params(rollout, self.eos_token_ids)
 
     @property
     def max_num_seqs(self) -> int:

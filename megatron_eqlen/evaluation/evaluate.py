@@ -40,25 +40,16 @@ def evaluate(
     gather: Callable[[list], list] = list,
     conversations: Conversations | None = None,
 ) -> EvaluationResult:
-    """Evaluate the engine's weights on ``problems`` with ``recipe.evaluation.samples`` completions each.
+    """Evaluate the engine's weights on ``problems`` with ``recipe.evaluation.samples`` completions each,
+    sampled as ``Recipe.of_benchmark`` says.
 
     With several engine replicas, each answers its ``share`` of the problems, each of its ranks ``grades``
     some of them, and ``gather`` merges the results in any order. Responses are graded while others are
     generated, and every verdict is waited for. The same weights and recipe give the same result. A problem
     with a response without a reward is left out, and is not among the manifest's questions. Raises
-    UnscoredError if all are, and ValueError if the recipe asks for other sampling than the engine was
-    started with.
+    UnscoredError if all are.
     """
-    sampling = recipe.model_copy(
-        update={
-            "sampling": "independent",
-            "group_size": recipe.evaluation.samples,
-            "rollout": recipe.rollout.model_copy(
-                update={"tokens_per_step": None, "carry_over": False, "keep_routes": False}
-            ),
-        }
-    )
-
+    sampling = recipe.of_benchmark(benchmark)
     seed = recipe.seed + EVALUATION_SEED
     plan = HarvestPlan(
         share(problems),
@@ -68,7 +59,11 @@ def evaluate(
         keeps_columns=lambda prompt, index: False,  # no evaluation reads them
         conversations=conversations and replace(conversations, own_seeds=True),
     )
-    harvested, _ = harvest(engine, plan, [EarlyGrading(scorer, grades)])
+    engine.sample_as(sampling.rollout)
+    try:
+        harvested, _ = harvest(engine, plan, [EarlyGrading(scorer, grades)])
+    finally:
+        engine.sample_as(recipe.rollout)
     groups = [group for group in harvested if grades(group.prompt, group.index)]
     scorer.score(groups)
     zero = recipe.reward.on_error == "zero"
@@ -86,7 +81,7 @@ def evaluate(
     return EvaluationResult(
         benchmark=benchmark.name,
         answers=[answers[problem.prompt_id] for problem in problems],
-        manifest=_manifest(benchmark, problems, recipe, engine.policy_version, graders),
+        manifest=_manifest(benchmark, problems, sampling, engine.policy_version, graders),
     )
 
 
@@ -132,7 +127,7 @@ def _manifest(
         "model": recipe.model.path,
         "policy_version": policy_version,
         "seed": recipe.seed,
-        "samples": recipe.evaluation.samples,
+        "samples": recipe.group_size,
         "rollout": recipe.rollout.model_dump(
             mode="json", include={"temperature", "top_p", "top_k", "min_p", "max_response_length"}
         ),

@@ -53,6 +53,18 @@ class EvaluationResult:
         """avg@k; of a result that was read, as it was computed when it was written."""
         return statistics.crossed_bootstrap(self.scores)
 
+    @property
+    def sampling(self) -> str:
+        """``temperature 0.6, top-p 0.95, top-k 20, at most 4,096 tokens``; settings that are off are left
+        out."""
+        used = self.manifest["rollout"]
+        limit = f"at most {used['max_response_length']:,} tokens"
+        if not used["temperature"]:
+            return f"greedy, {limit}"
+        cut = {"top-p": used["top_p"] % 1, "top-k": max(used["top_k"], 0), "min-p": used["min_p"]}
+        named = [f"{name} {value:g}" for name, value in cut.items() if value]
+        return ", ".join([f"temperature {used['temperature']:g}", *named, limit])
+
     def verdict_fraction(self, verdict: str) -> float:
         verdicts = [given for answers in self.answers for given in answers.verdicts]
         return verdicts.count(verdict) / len(verdicts)

@@ -70,12 +70,12 @@ class Memory:
         if wanted > free:
             share = self.job.recipe.rollout.gpu_memory_utilization
             yield f"vLLM wants {_gb(wanted)} free (rollout.gpu_memory_utilization {share}), found {_gb(free)}"
-        path = engine.sequence_bytes(self.job, self.job.recipe.longest_path)
+        path = engine.sequence_bytes(self.job, self.job.recipe.longest_context)
         cache = engine.kv_cache(self.job)  # with less than a path needs vLLM does not start
         if cache < path:
             yield (
                 f"{_gb(cache)} are left for the KV cache, and the longest path "
-                f"({self.job.recipe.longest_path_text}) needs {_gb(path)}"
+                f"({self.job.recipe.longest_context_text}) needs {_gb(path)}"
             )
 
 

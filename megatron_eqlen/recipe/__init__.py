@@ -8,6 +8,7 @@ from megatron_eqlen.recipe.naming import MAY_CHANGE, differences, is_under, leav
 from megatron_eqlen.recipe.schema import (
     ANY_COLUMNS,
     SFT,
+    AnswerSampling,
     BenchmarkRecipe,
     ClusterRecipe,
     DataRecipe,

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import HttpUrl, ValidationError
 
-from megatron_eqlen.recipe import ANY_COLUMNS, Recipe, Section, When, is_under, layout, shown
+from megatron_eqlen.recipe import ANY_COLUMNS, AnswerSampling, Recipe, Section, When, is_under, layout, shown
 from megatron_eqlen.recipe.budget import COSTS
 from megatron_eqlen.recipe.engine_options import check_options
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
@@ -18,7 +18,7 @@ from megatron_eqlen.tokens import MOST_PER_TOKEN
 
 def check(recipe: Recipe) -> None:
     """Raise ValueError, with the arithmetic, for keys that contradict each other."""
-    for rules in (_of_run, _of_engine, _of_teacher):
+    for rules in (_of_run, _of_engine, _of_evaluation, _of_teacher):
         for problem in rules(recipe):
             raise ValueError(problem)
     layout.check(recipe)
@@ -125,11 +125,13 @@ def _of_engine(recipe: Recipe) -> Iterator[str]:
         if (address := str(url).rstrip("/")) in addresses:
             yield f"rollout.servers.{number}: expected each server once, found {text!r} again"
         addresses.append(address)
-    if rollout.keep_sampling_mask and not 1 <= rollout.top_k <= MOST_PER_TOKEN:
-        yield (
-            f"rollout.keep_sampling_mask: true needs rollout.top_k from 1 to {MOST_PER_TOKEN} (it bounds "
-            f"what is recorded of each token), found {rollout.top_k}"
-        )
+    evaluated = [recipe.of_benchmark(benchmark).rollout for benchmark in recipe.evaluation.benchmarks]
+    for each in (rollout, *evaluated) if rollout.keep_sampling_mask else ():
+        if each.temperature and not 1 <= each.top_k <= MOST_PER_TOKEN:
+            yield (
+                f"rollout.keep_sampling_mask: true needs rollout.top_k from 1 to {MOST_PER_TOKEN}, also in "
+                f"evaluations (it bounds what is recorded of each token), found {each.top_k}"
+            )
     backend = recipe.model.megatron.get("attention_backend")
     if backend and (backend, device) != ("flash", "gpu"):
         yield (
@@ -144,6 +146,24 @@ def _of_engine(recipe: Recipe) -> Iterator[str]:
         )
     if rollout.speculation and rollout.min_p > 0:
         yield f"rollout.speculation needs rollout.min_p: 0, found {rollout.min_p:g}: vLLM has no min-p then"
+
+
+def _of_evaluation(recipe: Recipe) -> Iterator[str]:
+    """Yield keys of the sampling of evaluations that have no effect."""
+    evaluation, benchmarks = recipe.evaluation, recipe.evaluation.benchmarks
+    for key in AnswerSampling.model_fields if not benchmarks else ():
+        if (value := getattr(evaluation, key)) is not None:
+            yield f"evaluation.{key}: {value:g} acts only with evaluation.benchmarks, found none"
+    named = {f"evaluation.benchmarks.{n}": benchmark for n, benchmark in enumerate(benchmarks)}
+    for name, section in {"evaluation": evaluation, **named}.items():
+        for key in ("top_p", "top_k") if section.temperature == 0 else ():
+            if (value := getattr(section, key)) is not None:
+                yield f"{name}.{key}: {value:g} has no effect with temperature: 0 (greedy): leave it out"
+    if benchmarks and evaluation.samples > max(recipe.of_benchmark(each).group_size for each in benchmarks):
+        yield (
+            f"evaluation.samples: {evaluation.samples}: with temperature: 0 (greedy) all responses to a "
+            "problem are the same: expected 1"
+        )
 
 
 def _of_teacher(recipe: Recipe) -> Iterator[str]:

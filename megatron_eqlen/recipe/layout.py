@@ -171,11 +171,11 @@ def engine(rollout: RolloutRecipe, model: ModelConfig) -> Iterator[str]:
 
 def paths(recipe: Recipe, model: ModelConfig) -> Iterator[str]:
     """Yield a violation if the longest path exceeds the model's positions."""
-    if recipe.generates and recipe.longest_path > model.context_length:
+    if recipe.generates and recipe.longest_context > model.context_length:
         source = "max_position_embeddings"
         if model.has_yarn:
             source = "yarn's factor x original_max_position_embeddings"
-        yield (f"{recipe.longest_path_text} is more than the model's {source} {model.context_length}")
+        yield (f"{recipe.longest_context_text} is more than the model's {source} {model.context_length}")
 
 
 def _tensor_sizes(model: ModelConfig) -> dict[str, int]:

@@ -653,7 +653,29 @@ class CheckpointRecipe(Section):
     state."""
 
 
-class BenchmarkRecipe(DataSection):
+def _greedy_or_sampled(value: float) -> float:
+    """Refuse a temperature that vLLM would silently raise to 0.01."""
+    if value < 0.01 and value != 0:
+        raise ValueError("expected 0 (greedy), or 0.01 and more")
+    return value
+
+
+class AnswerSampling(Section):
+    """Sampling of a benchmark's responses, where it is not the rollout's."""
+
+    temperature: Annotated[float, AfterValidator(_greedy_or_sampled), NUMBER] | None = None
+    """Temperature of a benchmark's responses; 0: greedy, one sample of each problem. Default:
+    ``evaluation``'s, and there ``rollout.temperature``."""
+    top_p: Annotated[float, Field(gt=0, le=1), NUMBER] | None = None
+    """Sample among the likeliest tokens whose probabilities sum to this; 1: off. Default: as for
+    ``temperature``."""
+    top_k: Integer | None = None
+    """Sample among this many likeliest tokens; 0 or -1: off. Default: as for ``temperature``."""
+    max_response_length: PositiveInt | None = None
+    """Maximum number of tokens after the prompt. Default: as for ``temperature``."""
+
+
+class BenchmarkRecipe(DataSection, AnswerSampling):
     """One benchmark."""
 
     reader: BenchmarkReader = "deepmath"
@@ -667,14 +689,14 @@ class BenchmarkRecipe(DataSection):
     """Last contest date, inclusive."""
 
 
-class EvaluationRecipe(Section):
+class EvaluationRecipe(AnswerSampling):
     """Accuracies on benchmarks, before, during and after training."""
 
     benchmarks: list[BenchmarkRecipe] = []
     samples: PositiveInt = 32
     """Completions of each problem: the k of avg@k."""
     every: Annotated[NonNegativeInt, When(".benchmarks")] = 0
-    """Steps between evaluations; 0: only before and after training. Sampling parameters are the rollout's."""
+    """Steps between evaluations; 0: only before and after training."""
 
 
 class ReportRecipe(Section):
@@ -818,8 +840,21 @@ class Recipe(Section):
 
     @property
     def longest_path(self) -> int:
-        """Most tokens of a path that an engine generates."""
+        """Most tokens of a path that is trained."""
         return self.data.max_prompt_length + self.longest_response
+
+    @property
+    def longest_context(self) -> int:
+        """Most tokens of a path that an engine generates, in training or for a benchmark."""
+        limits = (each.max_response_length or 0 for each in (self.evaluation, *self.evaluation.benchmarks))
+        return self.longest_path + max(max(limits) - self.rollout.max_response_length, 0)
+
+    @property
+    def longest_context_text(self) -> str:
+        """The sum behind ``longest_context``, for messages."""
+        more = self.longest_context - self.longest_path
+        evaluated = f", and {more} more by evaluation's max_response_length: {self.longest_context}"
+        return self.longest_path_text + evaluated * (more > 0)
 
     @property
     def longest_response_text(self) -> str:
@@ -833,6 +868,20 @@ class Recipe(Section):
         """The sum behind ``longest_path``, for messages."""
         prompt = f"data.max_prompt_length {self.data.max_prompt_length}"
         return f"{prompt} + {self.longest_response_text} = {self.longest_path}"
+
+    def of_benchmark(self, benchmark: BenchmarkRecipe) -> Recipe:
+        """Return the recipe of the benchmark's harvest: independent responses, without a step's limits,
+        sampled as the benchmark, ``evaluation`` or ``rollout`` says."""
+        said = {
+            key: value
+            for section in (self.evaluation, benchmark)
+            for key in AnswerSampling.model_fields
+            if (value := getattr(section, key)) is not None
+        }
+        samples = 1 if said.get("temperature") == 0 else self.evaluation.samples
+        unlimited = {"tokens_per_step": None, "carry_over": False, "keep_routes": False}
+        rollout = self.rollout.model_copy(update=unlimited | said)
+        return self.model_copy(update={"sampling": "independent", "group_size": samples, "rollout": rollout})
 
     @property
     def budget(self) -> Budget:

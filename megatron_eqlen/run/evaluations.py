@@ -85,17 +85,22 @@ def leaderboard(results: Sequence[EvaluationResult], rank_seconds: float) -> str
     names benchmarks that were public before it. ``rank_seconds``: duration of the evaluation times its ranks,
     shared among the benchmarks by their tokens."""
     model = results[0].manifest["model"]
-    k, tokens = results[0].samples, [sum(sum(a.lengths) for a in result.answers) for result in results]
+    samples = {result.samples for result in results}
+    k, tokens = (
+        samples.pop() if len(samples) == 1 else "k",
+        [sum(sum(a.lengths) for a in result.answers) for result in results],
+    )
     rows = [
         {
             "Benchmark": result.benchmark,
             "Problems": len(result.answers),
             f"avg@{k}": str(result.accuracy),
-            f"pass@{k}": f"{100 * result.pass_at()[k]:.1f}%",
+            f"pass@{k}": f"{100 * result.pass_at()[result.samples]:.1f}%",
             "Tokens an answer": f"{result.mean_tokens:,.0f}",
             "Truncated": f"{100 * result.verdict_fraction('truncated'):.1f}%",
             "Rank-seconds": f"{rank_seconds * count / max(1, sum(tokens)):,.0f}",
             "Public since": _public_since(result),
+            "Sampling": result.sampling,
         }
         for result, count in zip(results, tokens, strict=True)
     ]

@@ -424,7 +424,7 @@ def select(scored: Batch, step: Step, session: Session) -> Batch:
 def start_engine(job: Job, replicas: Replicas, syncs_first: bool) -> Engine:
     """Start this rank's engine, with the weights that the recipe starts from."""
     recipe, rollout, ends = job.recipe, job.recipe.rollout, job.tokenizer.eos_token_ids
-    path, longest = str(job.folder), recipe.longest_path
+    path, longest = str(job.folder), recipe.longest_context
     if not replicas.drives:
         return IdleEngine(longest)
     if not syncs_first:

@@ -23,6 +23,7 @@ from tests.kit.rollout_kit import (
     EOS,
     folder,
     generate,
+    make_rollout,
     open_engine,
     reference_logits,
     requests,
@@ -152,6 +153,20 @@ def test_draws_follow_the_kept_distribution(engine):
     assert drawn[probs == 0].sum() == 0
     error = np.sqrt(probs * (1 - probs) / count)
     assert (np.abs(drawn / count - probs) <= 4.5 * error + 1e-12).all()
+
+
+def test_an_evaluation_that_is_greedy_takes_the_likeliest_tokens_and_training_samples_as_before(engine):
+    before = generate(engine, requests(2))
+    sampled, asked = make_rollout(**SAMPLING), requests(4)
+    engine.sample_as(sampled.model_copy(update={"temperature": 0.0}))
+    greedy = generate(engine, asked)
+    engine.sample_as(sampled)
+    for name, (context, _, _) in asked.items():
+        likeliest = reference_logits(folder("qwen3"), context, greedy[name][0]).argmax(-1).tolist()
+        assert greedy[name][:2] == (likeliest, [0.0] * len(likeliest))
+    assert {name: values[:3] for name, values in generate(engine, requests(2)).items()} == {
+        name: values[:3] for name, values in before.items()
+    }
 
 
 def test_a_path_depends_on_its_seed_alone(engine):

@@ -211,7 +211,9 @@ def engine(job: Any) -> dict[str, Any]:
         if recipe.rollout.engine == "server":
             made = served(recipe, folder)
         else:
-            made = lifecycle.configuration(folder, recipe.rollout, recipe.model.dtype, recipe.longest_path, 0)
+            made = lifecycle.configuration(
+                folder, recipe.rollout, recipe.model.dtype, recipe.longest_context, 0
+            )
     return {
         "tensor_parallel_size": made.parallel_config.tensor_parallel_size,
         "quantization": made.model_config.quantization,

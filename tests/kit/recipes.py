@@ -12,6 +12,9 @@ SMALL: dict[str, Any] = {
     "data": {"sources": [{"name": "s", "path": "none"}]},
 }  # fmt: skip
 
+SAMPLED = {"temperature": 1.0, "top_p": 0.9, "top_k": 0, "min_p": 0.0, "max_response_length": 4096}
+"""Sampling of an evaluation, as its manifest has it."""
+
 
 def small(**changes: Any) -> Recipe:
     """Return a recipe with ``changes``: keys, sections over those of ``SMALL``, or ``section__key=value``."""

@@ -20,11 +20,11 @@ from megatron_eqlen.evaluation.result import (
     read_results,
     write_results,
 )
-from megatron_eqlen.recipe import BenchmarkRecipe
+from megatron_eqlen.recipe import BenchmarkRecipe, RolloutRecipe
 from megatron_eqlen.rewards.scoring import Scorer
 from megatron_eqlen.run.evaluations import leaderboard
 from megatron_eqlen.types import Delta, Prompt
-from tests.kit.recipes import small
+from tests.kit.recipes import SAMPLED, small
 
 EOS = 0
 
@@ -50,6 +50,10 @@ class AnsweringEngine:
         self._answers = answers
         self._open: dict[str, Delta] = {}
         self.asked: list[str] = []
+        self.sampled_as: list[RolloutRecipe] = []
+
+    def sample_as(self, rollout):
+        self.sampled_as.append(rollout)
 
     def submit(self, request_id, token_ids, max_tokens, seed, path_rows=0):
         question = "".join(map(chr, token_ids))
@@ -126,6 +130,39 @@ def test_the_manifest_says_what_was_measured(recipe):
     assert manifest["rollout"]["max_response_length"] == 16
 
 
+@pytest.mark.parametrize(
+    ("of_all", "of_one", "expected", "text"),
+    [
+        ({}, {}, (0.6, 0.95, 20, 16, 3), "temperature 0.6, top-p 0.95, top-k 20, at most 16 tokens"),
+        ({"temperature": 1.0, "top_p": 1, "top_k": -1}, {"max_response_length": 9}, (1.0, 1.0, -1, 9, 3),
+         "temperature 1, at most 9 tokens"),
+        ({"temperature": 1.0, "max_response_length": 30}, {"temperature": 0}, (0, 0.95, 20, 30, 1),
+         "greedy, at most 30 tokens"),
+    ],
+)  # fmt: skip
+def test_an_evaluation_samples_as_it_says_and_training_as_before(recipe, of_all, of_one, expected, text):
+    evaluation = recipe.evaluation.model_dump() | of_all
+    evaluation["benchmarks"][0] |= of_one
+    recipe = recipe.model_validate(recipe.model_dump() | {"evaluation": evaluation})
+    engine = AnsweringEngine(ANSWERS)
+    result = run(recipe, engine)
+    asked, after = engine.sampled_as
+    assert (
+        asked.temperature,
+        asked.top_p,
+        asked.top_k,
+        asked.max_response_length,
+        result.samples,
+    ) == expected
+    assert after == recipe.rollout
+    assert result.sampling == text
+    assert result.manifest["rollout"] == asked.model_dump(include={*result.manifest["rollout"]})
+    assert max(max(a.lengths) for a in result.answers) == min(
+        asked.max_response_length, 16 if expected[4] > 1 else 10
+    )
+    assert recipe.longest_context == recipe.longest_path + (14 if asked.max_response_length == 30 else 0)
+
+
 def test_replicas_together_give_what_one_gives(recipe):
     alone = run(recipe, AnsweringEngine(ANSWERS))
     gathered = []
@@ -194,15 +231,15 @@ def test_the_leaderboard_shares_the_time_by_tokens_and_names_benchmarks_older_th
             result,
             benchmark=reader,
             answers=[replace(answers, lengths=[length, length]) for answers in result.answers],
-            manifest={"model": "org/Qwen3-4B", "benchmark": {"reader": reader}},
+            manifest={"model": "org/Qwen3-4B", "benchmark": {"reader": reader}, "rollout": SAMPLED},
         )
         for reader, length in (("aime25", 3000), ("aime26", 1000), ("jsonl", 4000))
     ]
     model, table, _, note = leaderboard(results, rank_seconds=80.0).split("\n\n")
     head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines())
     assert model == "org/Qwen3-4B"
-    assert head[2:5] + head[6:] == ["avg@2", "pass@2", "Tokens an answer", "Rank-seconds", "Public since"]
-    assert [row[:2] + row[3:5] + row[6:] for row in rows] == [
+    assert head[2:5] + head[6:8] == ["avg@2", "pass@2", "Tokens an answer", "Rank-seconds", "Public since"]
+    assert [row[:2] + row[3:5] + row[6:8] for row in rows] == [
         ["aime25", "2", "50.0%", "3,000", "30", "2025-02-12"],
         ["aime26", "2", "50.0%", "1,000", "10", "2026-02-06"],
         ["jsonl", "2", "50.0%", "4,000", "40", "–"],

@@ -87,7 +87,7 @@ def test_an_engine_reads_weights_from_disk_only_where_no_sync_brings_them(
     monkeypatch.setattr(colocated, "ColocatedEngine", lambda path, rollout, *_: rollout)
     monkeypatch.setattr(generation, "HFFolder", lambda path: SimpleNamespace(check_vllm_reads_the_same=dict))
     recipe = SimpleNamespace(
-        rollout=RolloutRecipe(vllm=own), longest_path=9, seed=0, model=SimpleNamespace(dtype="bfloat16")
+        rollout=RolloutRecipe(vllm=own), longest_context=9, seed=0, model=SimpleNamespace(dtype="bfloat16")
     )
     job: Any = SimpleNamespace(
         recipe=recipe, tokenizer=SimpleNamespace(eos_token_ids=[1]), folder=Path("model")

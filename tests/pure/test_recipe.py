@@ -46,6 +46,7 @@ def small(**changes):
 
 
 SERVED = "rollout.engine=server "
+BENCHMARK = "evaluation.benchmarks=[{name: b, path: x}] "
 MISTAKES = [
     ("objetive=grpo", "unknown key 'objetive' (nearest: 'objective')"),
     ("loss.clip_ratio=0.2", "unknown key 'loss.clip_ratio' (nearest: 'loss.clip_ratio_"),
@@ -100,6 +101,11 @@ MISTAKES = [
     ("rollout.engine=server", "rollout.servers"),
     ("rollout.temperature=0.001", "temperature: Input should be greater than or equal to 0.01, found"),
     ("rollout.keep_sampling_mask=true rollout.top_k=0", "true needs rollout.top_k from 1 to 255"),
+    ("evaluation.temperature=0", "temperature: 0 acts only with evaluation.benchmarks, found none"),
+    (BENCHMARK + "evaluation.temperature=0.001", "temperature: expected 0 (greedy), or 0.01 and more"),
+    (BENCHMARK + "evaluation.temperature=0", "samples: 32: with temperature: 0 (greedy) all responses to a"),
+    (BENCHMARK + "evaluation.benchmarks.0.temperature=0 evaluation.benchmarks.0.top_k=5", "top_k: 5 has no"),
+    (BENCHMARK + "rollout.keep_sampling_mask=true evaluation.top_k=0", "to 255, also in evaluations"),
     ("model.dtype=float32 rollout.quantization=fp8", "fp8 acts only with model.dtype: bfloat16"),
     ("rollout.batch_invariant=true cluster.device=cpu", "true acts only with cluster.device: gpu, found cpu"),
     ("rollout.speculation.method=mtp cluster.device=cpu", "acts only with cluster.device: gpu, found cpu"),
@@ -152,7 +158,7 @@ MISTAKES = [
 def test_a_mistake_is_an_error_that_names_the_key(tmp_path, overrides, message):
     path = tmp_path / "r.yaml"
     path.write_text(dump(small()))
-    words = [overrides] if "{" in overrides else overrides.split()
+    words = re.split(r" (?=[\w.]+=)", overrides)
     with pytest.raises(RecipeError) as error:
         load(path, words)
     assert message in str(error.value)

@@ -25,6 +25,7 @@ from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Part
 from tests.kit import ROOT
+from tests.kit.recipes import SAMPLED
 from tests.kit.report_runs import (
     RIGHT,
     WRONG,
@@ -88,7 +89,7 @@ def evaluate(run: Path, label: str, rewards: np.ndarray) -> None:
         Answers(f"p{n}", [float(r) for r in row], ["correct" if r else "wrong" for r in row], [10] * len(row))
         for n, row in enumerate(rewards)
     ]
-    manifest = {"question_ids": [answer.prompt_id for answer in answers]}
+    manifest = {"question_ids": [answer.prompt_id for answer in answers], "rollout": SAMPLED}
     write_results(run / "evaluation" / f"{label}.json", [EvaluationResult("sums", answers, manifest)])
 
 
@@ -124,7 +125,8 @@ def test_the_headline_is_accuracy_before_and_after_with_its_paired_gain(tmp_path
     page = Page(write_page(run))
     assert "37.5% → 68.8%" in page.text
     assert re.search(r"\+31\.2 points \[[+-]\d+\.\d, \+\d+\.\d\]", page.text)
-    labels = re.findall(r"4 problems × 4 (before|step 2|after)", page.text)
+    sampled = r"4 problems × 4; temperature 1, top-p 0.9, at most 4,096 tokens"
+    labels = re.findall(rf"{sampled} (before|step 2|after)", page.text)
     assert labels == ["before", "step 2", "after"]
 
 

@@ -43,6 +43,9 @@ class OneByOne:
         self.requests: list[str] = []
         self.ended = 0
 
+    def sample_as(self, rollout):
+        pass
+
     def submit(self, request_id, token_ids, max_tokens, seed, path_rows=0):
         self.requests.append(request_id)
 

@@ -25,7 +25,9 @@ def server_command(recipe: Recipe, port: int, host: str = LOOPBACK) -> tuple[lis
     from megatron_eqlen.engines.vllm_args import as_flags, engine_args, environ
 
     rollout = recipe.rollout
-    flags = engine_args(str(local_path(recipe.model)), rollout, recipe.model.dtype, recipe.longest_path) | {
+    flags = engine_args(
+        str(local_path(recipe.model)), rollout, recipe.model.dtype, recipe.longest_context
+    ) | {
         "host": host,
         "port": port,
         "middleware": "megatron_eqlen.engines.server.gate.Gate",
