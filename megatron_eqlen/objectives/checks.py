@@ -67,14 +67,19 @@ def _of_sampling(recipe: Recipe, objective: Objective) -> Iterator[str]:
         yield (
             f"{name} with sampling: {recipe.sampling}: it weighs the forks of a tree; expected sampling: tree"
         )
-    if objective.forks == "pooled" and (tree.fork == "death" or tree.forks != 1):
+    if objective.forks == "pooled" and (tree.fork in ("death", "profile") or tree.forks != 1):
         yield (
             f"{name} pools the answers to a prompt's thoughts: expected tree_sampling.fork: marker or tokens "
             f"and tree_sampling.forks: 1, found {tree.fork} and {tree.forks}"
         )
     if recipe.sampling == "tree" and tree.fork == "marker" and not tree.marker:
         yield f"tree_sampling.fork: marker: expected tree_sampling.marker, found {tree.marker!r}"
-    leaves = 0 if tree.fork == "death" else recipe.group_size * tree.branching**tree.forks
+    if recipe.sampling == "tree" and tree.fork == "profile" and recipe.rollout.tokens_per_step is not None:
+        yield (
+            f"tree_sampling.fork: profile with rollout.tokens_per_step: {recipe.rollout.tokens_per_step}: a "
+            "budget cuts or suspends the long trees, and the others say nothing of them"
+        )
+    leaves = 0 if tree.fork in ("death", "profile") else recipe.group_size * tree.branching**tree.forks
     if recipe.sampling == "tree" and leaves > LARGEST_NUMBER:
         yield (
             f"tree_sampling.forks: {recipe.group_size} lines x {tree.branching} ** {tree.forks} are more "

@@ -54,7 +54,8 @@ def _spans(recipe: Recipe) -> list[tuple[int, int, int]]:
     if tree.fork == "death":
         return [(lines + tree.forks * (tree.branching - 2), 0, limit)]
     step = tree.step_tokens or max(1, limit // (tree.forks + 1))
-    starts = [start for start in range(0, (tree.forks + 1) * step, step) if start < limit]
+    forks = 1 if tree.fork == "profile" else tree.forks
+    starts = [start for start in range(0, (forks + 1) * step, step) if start < limit]
     return [
         (lines * tree.branching**level, start, end)
         for level, (start, end) in enumerate(zip(starts, [*starts[1:], limit], strict=True))

@@ -296,17 +296,19 @@ class TreeSamplingRecipe(Section):
     """Forks of the sampled trees, for ``sampling: tree``: ``group_size`` lines start at the prompt, and each
     is continued several times where it forks."""
 
-    fork: Literal["tokens", "marker", "death"] = "tokens"
+    fork: Literal["tokens", "marker", "death", "profile"] = "tokens"
     """``tokens``: a line forks every ``step_tokens``. ``marker``: after it has generated ``marker``, so that
     several answers continue one thought. ``death``: where a line ends, the heaviest of the others forks, so
-    that as many lines go on."""
+    that as many lines go on. ``profile``: once, at one of the places after 1 to ``forks`` x ``step_tokens``
+    tokens, or after ``marker`` (both, if both are set), where the run's earlier steps showed for the prompt's
+    source that a fork pays; until then 1 tree of 4 tries a place with 2 lines, and no other one forks."""
     branching: Annotated[int, Field(ge=2), NUMBER] = 2
-    """Lines that continue after a fork: the line itself and new ones."""
+    """Lines that continue after a fork: the line itself and new ones. With ``profile``, the most."""
     forks: PositiveInt = 2
-    """Most forks of a line; with ``death``, of a tree."""
-    step_tokens: Annotated[PositiveInt | None, When(".fork", "tokens")] = None
+    """Most forks of a line; with ``death``, of a tree; with ``profile``, places by tokens."""
+    step_tokens: Annotated[PositiveInt | None, When(".fork", "tokens", "profile")] = None
     """Tokens between forks, default max_response_length // (forks + 1) (our choice)."""
-    marker: Annotated[str | None, When(".fork", "marker")] = None
+    marker: Annotated[str | None, When(".fork", "marker", "profile")] = None
     """Text that a line forks after, where the token ends that completes it: ``</think>``."""
 
 

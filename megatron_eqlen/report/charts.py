@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from megatron_eqlen import metrics as m
-from megatron_eqlen.objectives.advice import Profile
 from megatron_eqlen.processes.run_state import STEPS
 from megatron_eqlen.report.evaluations import Evaluation, histories
 from megatron_eqlen.report.format import (
@@ -25,6 +24,7 @@ from megatron_eqlen.report.format import (
 )
 from megatron_eqlen.report.metrics import Columns, Records
 from megatron_eqlen.report.progress import STEPS_FOR_ETA
+from megatron_eqlen.sampling.profile import Profile
 
 LANES = {
     "engine": ("harvest", "evaluate"),

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from megatron_eqlen.hf.tokenizer import load_decoder
-from megatron_eqlen.objectives.advice import Profile, advice
+from megatron_eqlen.objectives.advice import advice
 from megatron_eqlen.recipe import ModelRecipe, Recipe
 from megatron_eqlen.recipe.inputs import local_path
 from megatron_eqlen.record.reader import (
@@ -30,6 +30,7 @@ from megatron_eqlen.record.reader import (
 from megatron_eqlen.report.rollouts import Decode, PartView, RolloutView, Training, by_token, view
 from megatron_eqlen.rewards.scoring import leave_out
 from megatron_eqlen.sampling.probe import PROBE
+from megatron_eqlen.sampling.profile import Profile
 from megatron_eqlen.types import Part, Rollout
 
 PROFILED = 8

@@ -56,6 +56,7 @@ from megatron_eqlen.run.replicas import Replicas, shared
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Batch, Step
 from megatron_eqlen.sampling.harvester import HarvestObserver, Marker
+from megatron_eqlen.sampling.placed import PlacedTrees
 from megatron_eqlen.sampling.profile import profile_metrics
 from megatron_eqlen.tokens import TEACHER
 from megatron_eqlen.training.agreement import MismatchError, disagreement, drawn_lines
@@ -66,6 +67,8 @@ log = logging.getLogger(__name__)
 
 SUSPENDED = "suspended"
 """Key in a data position that holds the rollouts that the next step resumes."""
+PLACED = "placed"
+"""Key in a data position that holds ``PlacedTrees.seen``."""
 
 
 def suspended_at(data_position: dict[str, Any] | None) -> dict[RolloutKey, RolloutOrigin]:
@@ -175,6 +178,8 @@ class Generator(InTurn):
         """Seconds after which a silent engine is given up."""
         text = self.recipe.tree_sampling.marker
         self.marker = None if text is None else Marker.of(text, session.tokenizer)
+        placed = self.recipe.sampling == "tree" and self.recipe.tree_sampling.fork == "profile"
+        self.placed = PlacedTrees(self.recipe) if placed else None
         self.forked = True
         """False if no line of the newest harvest forked that could have forked."""
         self.suspended: dict[RolloutKey, RolloutOrigin] = {}
@@ -206,6 +211,8 @@ class Generator(InTurn):
             return []
         if not step.batches:
             self.resumed, self.suspended = self.suspended, {}
+            for moved in self.placed.decide() if self.placed else ():
+                self.session.progress.say(moved)
         return agree(lambda: self._draw(step, {} if step.batches else self.resumed, wanted))
 
     def _draw(self, step: Step, resumed: Collection[RolloutKey], wanted: int) -> list[Prompt]:
@@ -230,6 +237,8 @@ class Generator(InTurn):
                 )
             self.source.load_state_dict(data_position)
         self.suspended |= suspended_at(data_position)
+        if self.placed is not None:
+            self.placed.seen = (data_position or {}).get(PLACED, {})
 
     # ---- rollouts -----------------------------------------------------------------------------------
 
@@ -267,7 +276,9 @@ class Generator(InTurn):
         """Warn, unless the harvest before was such, of trees without a fork: they are independent
         responses."""
         tree, before = self.recipe.tree_sampling, self.forked
-        self.forked = self.recipe.sampling != "tree" or harvested.get(HARVEST_FORKS) != 0
+        self.forked = (
+            self.recipe.sampling != "tree" or harvested.get(HARVEST_FORKS) != 0 or self.placed is not None
+        )
         if before and not self.forked:
             why = {
                 "tokens": "all responses end within tree_sampling.step_tokens",
@@ -296,6 +307,7 @@ class Generator(InTurn):
             progress=progress,
             keeps_columns=replicas.keeps,
             marker=self.marker,
+            kind=self.placed,
             conversations=self.conversations,
         )
 
@@ -314,6 +326,11 @@ class Generator(InTurn):
         position = harvested.data_position
         if position is not None and self.recipe.rollout.carry_over:
             position[SUSPENDED] = [[*key, *origin] for key, origin in self.suspended.items()]
+        if self.placed is not None:
+            whole, _ = leave_out(everyone, self.recipe.reward)
+            self.placed.learn(whole, harvest_seed(self.recipe.seed, step.number))
+            if position is not None:
+                position[PLACED] = self.placed.seen
         return select(Batch(everyone, harvested.metrics | seconds, position), step, self.session)
 
     def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult:

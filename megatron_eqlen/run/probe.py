@@ -298,7 +298,7 @@ class _Continuations(Generator):
 
     def __init__(self, session: Session, out: Path, kind: ProbeSampling, version: int) -> None:
         super().__init__(session, out, synced=False)
-        self.kind = kind
+        self.kind, self.placed = kind, None
         self.engine.policy_version = version  # pyright: ignore[reportAttributeAccessIssue]  of each engine
 
     def start_prompts(self) -> PromptSource | None:

@@ -21,20 +21,28 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron_eqlen import metrics as m
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import response_reward
-from megatron_eqlen.types import Metrics, Part, Rollout
+from megatron_eqlen.types import Metrics, Part, Rollout, rollout_key
 
 RANKS = 8
 """Most forks of a line that are looked at."""
 LINES = np.arange(2, 33)
 """Numbers of lines that a fork may have."""
+
+
+APART = 0.05
+"""Least share of the tokens between two places of forks."""
+DRAWS, LEAST = 400, 10
+"""Resamples for intervals of 95%: of the prompts, or of the rollouts of fewer than ``LEAST`` prompts. Fewer
+rollouts say nothing."""
 
 
 class Fork(NamedTuple):
@@ -100,6 +108,8 @@ def without_profile(rollouts: Iterable[Rollout], recipe: Recipe) -> str:
     """Return why forks of these rollouts are a selection, which says nothing of the lines that do not fork;
     empty where every line forks that reaches a place of forks."""
     tree = recipe.tree_sampling
+    if recipe.sampling == "tree" and tree.fork == "profile":
+        return "tree_sampling.fork: profile tries several places, each with a profile of its own"
     if recipe.sampling == "tree" and tree.fork == "death" and (recipe.group_size, tree.branching) != (2, 2):
         return "at a death one of several lines forks, and what the others leave undecided is not seen"
     cut = sum(rollout.outcome == "budget" for rollout in rollouts)
@@ -161,3 +171,88 @@ def fork_gains(
     perfect = (before + (alone - before) / LINES + shared) / alone
     best = np.maximum(perfect, (means + shared) / (place + np.maximum(1 - place, n)))
     return 1 / (best * (place + (1 - place) * LINES))
+
+
+class Factor(NamedTuple):
+    """Squared signal over noise at equal tokens, over that without forks or token baseline, with its
+    interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"x{self.value:.2g} [{self.low:.2g}, {self.high:.2g}]"
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Parts of a response that end at forks, and what is decided in them."""
+
+    ends: np.ndarray
+    """[parts] share of a response's tokens at the end of each; the last is 1."""
+    decided: np.ndarray
+    """[3, parts] share of the reward's variance that is decided in each, and the ends of its interval."""
+    place: float
+    """Share of a response's tokens before the best fork."""
+    lines: int
+    """Lines that it has."""
+    gain: Factor
+    """Gain of that fork over the same baseline without forks."""
+
+
+def outcome_profile(rollouts: Sequence[Rollout]) -> Profile | None:
+    """Return the profile of complete scored rollouts; None where no line forks, no reward varies, or there
+    are too few."""
+    prompts = len({rollout.prompt_id for rollout in rollouts})
+    of_units: dict[Any, np.ndarray] = defaultdict(lambda: np.zeros((RANKS + 1, 3)))
+    ranked = [by_rank(rollout) for rollout in rollouts]
+    for rollout, ranks in zip(rollouts, ranked, strict=True):
+        of_units[rollout.prompt_id if prompts >= LEAST else rollout_key(rollout)] += ranks
+    sums = np.array([*of_units.values()]).reshape(-1, RANKS + 1, 3)
+    return profile_of(sums, sum(ranks[0, 1] > 0 for ranks in ranked))
+
+
+def profile_of(sums: np.ndarray, rollouts: int, lines: int = int(LINES[-1])) -> Profile | None:
+    """Return the profile of [units, ranks, 3] sums of ``by_rank`` over ``rollouts``, whose best fork has at
+    most ``lines`` lines; None where no line forks, no reward varies, or there are fewer than ``LEAST``
+    units."""
+    whole = sums.sum(0)
+    if len(sums) < LEAST or whole[0, :2].min() <= 0:
+        return None
+    kept = [0]
+    for rank in range(1, len(whole)):
+        if 0 < whole[rank, 1] <= whole[kept[-1], 1] - APART * whole[0, 1]:
+            kept.append(rank)
+    if len(kept) == 1:
+        return None
+
+    def parts(of: np.ndarray) -> np.ndarray:
+        """Return [2, parts] ends and shares."""
+        variance, tokens = of[kept, :2].T / of[0, :2, None]
+        undecided = np.minimum.accumulate(np.clip(variance, 0, 1))
+        ends = np.maximum.accumulate(1 - np.append(tokens[1:], 0.0))
+        return np.array([ends, -np.diff(np.append(undecided, 0.0))])
+
+    tokens = whole[0, 1] / rollouts
+
+    def gains(of: np.ndarray) -> np.ndarray:
+        ends, decided = parts(of)
+        return fork_gains(ends, decided, tokens, of[kept[1:], 2].clip(0) / (of[0, 0] * tokens))
+
+    draws = [drawn for drawn in resampled(sums) if drawn[0, :2].min() > 0]
+    low, high = np.quantile([parts(drawn)[1] for drawn in draws], [0.025, 0.975], axis=0)
+    (ends, decided), value = parts(whole), gains(whole)
+    least, most = np.quantile([value, *map(gains, draws)], [0.025, 0.975], axis=0)
+    sure = least[:, : lines - 1]  # what is sure to give most
+    best = divmod(int(sure.argmax()), sure.shape[1])
+    # shares end at 0 and 1, where the value is the least or the most of all draws
+    gain = Factor(*(float(of[best]) for of in (value, np.minimum(least, value), np.maximum(most, value))))
+    return Profile(ends, np.array([decided, low, high]), float(ends[best[0]]), int(LINES[best[1]]), gain)
+
+
+def resampled(sums: np.ndarray) -> np.ndarray:
+    """Return [draws, ...] sums over resampled prompts; ``sums`` are those of each prompt."""
+    count = len(sums)
+    times = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), DRAWS)
+    return np.tensordot(times, sums, 1)

@@ -299,3 +299,22 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(home, trained
     ended = (trained / "evaluation/after.json").read_bytes()
     assert (folder / "evaluation/step-00000003.json").read_bytes() == ended
     assert (folder / "export-step-00000003/model.safetensors").is_file()
+
+
+def test_what_a_run_knows_of_its_forks_is_the_same_after_a_resume(home):
+    """64 trees have tried the place after step 7, so that fewer try it again."""
+    rule = "tree_sampling={fork: profile, step_tokens: 10, forks: 1}"
+    asked = [
+        "sampling=tree",
+        "objective=rloo",
+        "group_size=2",
+        rule,
+        "data.prompts_per_step=40",
+        NO_EVALUATION,
+    ]
+    whole = train(home, "placed", *asked, "steps=8")
+    train(home, "placed-again", *asked, "steps=7")
+    again = train(home, "placed-again", *asked, "steps=8")
+    assert column(again, "harvest/forks") == column(whole, "harvest/forks")
+    assert same_weights(whole, again)
+    assert column(whole, "harvest/forks")[7] < min(column(whole, "harvest/forks")[:7])

@@ -106,7 +106,7 @@ class Process:
         row = self.probabilities[self.contexts[trunk]]
         return [
             ((token, *rest), float(row[token]) * probability)
-            for token in range(len(row))
+            for token in np.flatnonzero(row).tolist()
             for rest, probability in self.continuations((*trunk, token))
         ]
 

@@ -12,13 +12,20 @@ import numpy as np
 import pytest
 
 import tests.kit.rollouts as kit
-from megatron_eqlen.objectives import advice as advice_module
-from megatron_eqlen.objectives.advice import advice, outcome_profile
+from megatron_eqlen.objectives.advice import advice
 from megatron_eqlen.sampling import KINDS
+from megatron_eqlen.sampling import profile as profile_module
 from megatron_eqlen.sampling.comparison import part_rewards
 from megatron_eqlen.sampling.harvester import Marker
 from megatron_eqlen.sampling.kind import Setting
-from megatron_eqlen.sampling.profile import RANKS, fork_gains, forks, gain_metrics, profile_metrics
+from megatron_eqlen.sampling.profile import (
+    RANKS,
+    fork_gains,
+    forks,
+    gain_metrics,
+    outcome_profile,
+    profile_metrics,
+)
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Delta, Grade, Part, Prompt, Rollout
 from tests.kit.rollouts import build_trees
@@ -285,7 +292,7 @@ def test_places_that_lie_close_are_one_and_rollouts_of_few_prompts_are_resampled
     """Forks 2 and 50 tokens of 100 after the prompt: the first two are one place."""
     ranks = np.zeros((RANKS + 1, 3))
     ranks[:3] = [(0.25, 100, 25), (0.2, 98, 20), (0.1, 50, 5)]
-    monkeypatch.setattr(advice_module, "by_rank", lambda rollout: ranks)
+    monkeypatch.setattr(profile_module, "by_rank", lambda rollout: ranks)
     rollouts = [SimpleNamespace(prompt_id=f"q{n % 3}", index=n) for n in range(12)]
     profile = outcome_profile(rollouts)
     np.testing.assert_allclose(profile.ends, [0.5, 1.0])

@@ -265,8 +265,8 @@ def careful(rewards, lengths):
 
 @pytest.mark.parametrize(("keys", "message"), [
     ({"rule": {"fork": "marker"}}, "expected tree_sampling.marker, found None"),
-    ({"rule": {"marker": "</think>"}}, "acts only with tree_sampling.fork: marker"),
-    ({"rule": {"fork": "death", "step_tokens": 3}}, "acts only with tree_sampling.fork: tokens"),
+    ({"rule": {"marker": "</think>"}}, "acts only with tree_sampling.fork: marker or profile"),
+    ({"rule": {"fork": "death", "step_tokens": 3}}, "acts only with tree_sampling.fork: tokens or profile"),
     ({"rule": {"branching": 9, "forks": 12}}, "more than 2147483647 leaves"),
     ({"objective": "gr3"}, "gr3 with sampling: tree"),
     ({"objective": "ba"}, "ba with sampling: tree"),
