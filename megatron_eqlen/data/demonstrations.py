@@ -15,6 +15,7 @@ from megatron_eqlen.data.jsonl import DEMONSTRATION
 from megatron_eqlen.data.prompts import CHARACTERS, PromptMaker, PromptSource, Tools
 from megatron_eqlen.data.rows import BadRow, Problem
 from megatron_eqlen.hf.tokenizer import TemplateError, Tokenizer, Turn
+from megatron_eqlen.hf.turns import left_out
 from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, Recipe, SourceRecipe
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Demonstration
@@ -62,6 +63,8 @@ class DemonstrationMaker(PromptMaker):
         """Return the token ids before the assistant's first turn, and the table of all that follow."""
         tokenizer, thinking = self._tokenizer, self._data.enable_thinking
         whole = tokenizer.render_chat(turns, thinking, answer=False)
+        if lost := left_out(whole, turns, thoughts=True):
+            raise BadRow("unrendered_key", f"{lost}: the chat template leaves it out")
         starts: list[int] = []
         for number, turn in enumerate(turns):
             if turn["role"] == "assistant":

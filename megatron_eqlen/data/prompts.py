@@ -23,7 +23,7 @@ from megatron_eqlen.data.rows import BadRow, Problem, Tally
 from megatron_eqlen.data.sources import open_source, read_problems
 from megatron_eqlen.graders.math.grader import MathGrader
 from megatron_eqlen.hf.tokenizer import TemplateError, Tokenizer, Turn
-from megatron_eqlen.hf.turns import QUESTION, left_out
+from megatron_eqlen.hf.turns import QUESTION, TAKEN, left_out
 from megatron_eqlen.metrics import PROMPTS_DRAWN
 from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, SourceRecipe
 from megatron_eqlen.types import Metrics, Prompt
@@ -32,8 +32,6 @@ log = logging.getLogger(__name__)
 
 LEAST_USABLE = 0.5
 """Share of a source's rows below which ``eqlen check`` reports a fault."""
-TAKEN = {"role", "content", "name", "tool_call_id"}
-"""Keys of a turn that a chat template may leave out: the last two say what an answer of a tool belongs to."""
 CHARACTERS = 1000
 """Characters of a question for each token of the limit beyond which it is too long for any tokenizer."""
 Tools = Sequence[Mapping[str, Any]]
@@ -72,8 +70,8 @@ class PromptMaker:
             text = self._tokenizer.render_chat(turns, self._data.enable_thinking, self._tools)
         except TemplateError as error:
             raise BadRow("refused_by_template", str(error)) from None
-        if lost := left_out(text, [turn for turn in turns if turn["role"] != "assistant"]):
-            raise BadRow("unrendered_key", f"{lost['role']}: content: the chat template leaves it out")
+        if lost := left_out(text, turns):
+            raise BadRow("unrendered_key", f"{lost}: the chat template leaves it out")
         token_ids = self._tokenizer.encode(text)
         if len(token_ids) > self._data.max_prompt_length:
             raise LongPrompt(len(token_ids), self._data.max_prompt_length)
@@ -84,7 +82,7 @@ class PromptMaker:
 
     def _require_rendered(self, turn: Turn) -> None:
         """Raise BadRow for a key of a turn that the chat template does not know."""
-        for key in turn.keys() - TAKEN:
+        for key in turn.keys() - TAKEN - {"content"}:
             name = f"{turn['role']}: {key}"
             if name not in self._known:
                 alone = {other: value for other, value in turn.items() if other != key}

@@ -25,7 +25,7 @@ REMEDIES = dict.fromkeys(("missing_column", "empty_field"), "data.sources[].colu
     "bad_messages": "data.sources[].columns: {question: COLUMN} takes another",
     "two_questions": "data.sources[].columns: {question: COLUMN} picks one",
     "no_difficulty": "data.sources[].columns: {difficulty: COLUMN}, or neither min_ nor max_difficulty",
-    "unrendered_key": "the chat template must know each key of a turn that has a value",
+    "unrendered_key": "the chat template must write all of a turn; rows of one response keep thinking",
     "refused_by_template": "the chat template must take the roles: see data.instruction_role",
     "rendered_chat": "data.sources[].columns: {question: COLUMN} of plain text, or of turns",
     "unknown_grader": "data.sources[].grader names one for all rows",

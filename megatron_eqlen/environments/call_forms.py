@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import dropwhile, zip_longest
 from typing import Any
 
 from megatron_eqlen.engines.tool_parsers import find_parser, tool_parser
@@ -62,23 +64,21 @@ def _family(
     except TemplateError:
         return str
     _, _, shown = shown.rpartition(QUESTION["content"])
-    shown = shown.removeprefix(opening.partition(THINKING[0])[0])
-    before, town, after = shown.partition(CALL.name)
-    if not town:
+    if CALL.name not in shown:
         return str
-    shown = tokenizer.decode(tokenizer.encode(shown))
-    for start in (0, shown.find("{")):
-        try:
-            if [*tool_calls(shown[max(start, 0) :])] == [CALL]:
-                return str
-        except ToolError:
-            continue
+    both = zip_longest(tokenizer.encode(shown), tokenizer.encode(opening))
+    generated = (token for token, _ in dropwhile(lambda pair: pair[0] == pair[1], both))
+    shown = tokenizer.decode([token for token in generated if token is not None])
+    with suppress(ToolError):
+        if [*tool_calls(shown)] == [CALL]:
+            return str
     name = find_parser(tokenizer.backend, shown, TOOL, CALL)
     if name is None:
         raise ValueError(
             f"{tokenizer.folder}: expected a chat template with calls of tools in a form that vLLM parses, "
             f"found {shown[-200:]!r}"
         )
+    before, _, after = shown.partition(CALL.name)
     parse, tags = tool_parser(name, tokenizer.backend, tools), TAG.findall(before)
     untagged = rf"\s*{re.escape(before.strip())}[\w.-]+{re.escape(after[:1])}"  # pythonic: [name(
     begin = re.compile(re.escape(tags[-1]) if tags else rf"\A{untagged}")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import dropwhile
+from functools import partial
 from typing import Any
 
 from megatron_eqlen.environments.agent import Agent
@@ -124,37 +125,45 @@ def given_tokens(
     that leaves out what was said: Zephyr's has no role ``tool``.
     """
     said = observation.messages or [{"role": observation.role, "content": observation.content}]
-    messages: list[Any] = [QUESTION, {"role": "assistant", "content": TURN}, *said]
-    calls = False
-    try:
-        text = tokenizer.render_chat(messages, enable_thinking, tools)
-    except TemplateError:  # Mistral's and gpt-oss's: a tool answers a call
-        calls, answers = True, [{"tool_call_id": CALL_ID, "name": "f", **message} for message in said]
-        text = with_calls(
-            "f",
-            {"thought": THOUGHT, "said": SAID},
-            lambda turn: tokenizer.render_chat([QUESTION, turn, *answers], enable_thinking, tools),
-        )
-    before, turn, after = text.rpartition(SAID)
-    if not turn or THOUGHT not in before:
-        raise ValueError(
-            f"{tokenizer.folder}: expected a chat template that keeps the assistant's turns as they are "
-            f"before a message of the role {said[-1]['role']!r}, found one that changes them"
-        )
-    if lost := left_out(after, said):
-        raise ValueError(
-            f"{tokenizer.folder}: expected a chat template that writes what the role {lost['role']!r} says, "
-            f"found one that leaves out {lost['content'][:80]!r}"
-        )
-    token_ids = tokenizer.encode(after.lstrip())
-    if calls:  # the call ends behind its arguments
-        token_ids = [*dropwhile(lambda token: token not in tokenizer.eos_token_ids, token_ids)]
-    if len(token_ids) < 2 or token_ids[0] not in tokenizer.eos_token_ids:
-        raise ValueError(
+    answers = [{"tool_call_id": CALL_ID, "name": "f", **message} for message in said]
+    ends = re.compile("|".join(map(re.escape, tokenizer.pieces_of([*tokenizer.eos_token_ids]))))
+
+    def rendered(turn: Any, said: Sequence[Any] = said) -> str:
+        return tokenizer.render_chat([QUESTION, turn, *said], enable_thinking, tools)
+
+    failed: ValueError | None = None
+    # of Mistral, gpt-oss and Gemma 4 a tool answers a call alone
+    for calls in (False, True)[: 1 + any(message["role"] == "tool" for message in said)]:
+        try:
+            if calls:
+                text = with_calls("f", {"a": THOUGHT, "b": SAID}, partial(rendered, said=answers))
+            else:
+                text = rendered({"role": "assistant", "content": TURN})
+        except TemplateError as error:
+            failed = failed or error
+            continue
+        before, turn, after = text.rpartition(SAID)
+        if not turn or THOUGHT not in before:
+            raise failed or ValueError(
+                f"{tokenizer.folder}: expected a chat template that keeps the assistant's turns as they are "
+                f"before a message of the role {said[-1]['role']!r}, found one that changes them"
+            )
+        if calls and (end := ends.search(after)):  # behind the call's arguments
+            after = after[end.start() :]
+        token_ids = tokenizer.encode(after.lstrip())
+        if lost := left_out(after, said):
+            failed = failed or ValueError(
+                f"{tokenizer.folder}: expected a chat template that writes all messages, found one that "
+                f"leaves out {lost}"
+            )
+        elif len(token_ids) > 1 and token_ids[0] in tokenizer.eos_token_ids:
+            return token_ids[1:]
+        failed = failed or ValueError(
             f"{tokenizer.folder}: expected a chat template that ends the assistant's turn with an end of "
             f"sequence ({sorted(tokenizer.eos_token_ids)}) and goes on, found {token_ids[:2]}"
         )
-    return token_ids[1:]
+    assert failed is not None
+    raise failed
 
 
 def refuse_other_prompt(

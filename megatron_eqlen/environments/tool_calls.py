@@ -16,7 +16,7 @@ from megatron_eqlen.environments.environment import Environment, Observation
 from megatron_eqlen.hf.tokenizer import THINKING
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
-_LLAMA = re.compile(r"\s*(?:<\|python_tag\|>)?\s*(\{.*\})\s*", re.DOTALL)
+_LLAMA = re.compile(r"\s*(?:<\|python_tag\|>|<\|python_start\|>.*<\|python_end\|>)?\s*(\{.*\})\s*", re.DOTALL)
 
 
 class ToolCall(NamedTuple):
@@ -46,8 +46,8 @@ def as_text(call: ToolCall) -> str:
 
 def _texts(message: str) -> list[str]:
     said = spoken(message)
-    calls = list(_HERMES.finditer(said)) or [_LLAMA.fullmatch(said)]
-    return [match[1] for match in calls if match is not None]
+    alone = _LLAMA.fullmatch(said)
+    return [match[1] for match in ([alone] if alone else _HERMES.finditer(said))]
 
 
 def _read(text: str) -> ToolCall:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
-from megatron_eqlen.hf.tokenizer import BREAK, Tokenizer
+from megatron_eqlen.hf.tokenizer import BREAK, THINKING, Tokenizer
 
 ASKED, THOUGHT, SAID = "Which town?", "A thought of the policy.", "A turn that the policy generated."
 TURN = f"<think>\n{THOUGHT}\n</think>\n\n{SAID}"
 """Stands for a turn where what follows it is rendered."""
 QUESTION = {"role": "user", "content": ASKED}
+TAKEN = {"role", "name", "tool_call_id"}
+"""Keys of a turn that a chat template may leave out: the last two say what an answer of a tool belongs to."""
 CALL_ID = "call00000"
 """Mistral's template takes nine letters and digits."""
 
@@ -37,15 +41,38 @@ def require_end(tokenizer: Tokenizer, enable_thinking: bool | None = None) -> No
         )
 
 
-def left_out(text: str, messages: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Return the first of ``messages`` whose content is not in ``text``, a rendered chat."""
+def left_out(text: str, messages: Iterable[Mapping[str, Any]], thoughts: bool = False) -> str | None:
+    """Return the role, the key and the first text of ``messages`` that ``text``, a rendered chat, lacks; None
+    if it has all contents and calls of tools. ``thoughts``: what stands before ``</think>``, and texts under
+    other keys, count too. Many templates drop them in earlier turns."""
     plain = text.replace(BREAK, "")
     for message in messages:
-        content = str(message.get("content") or "").strip()
-        forms = (content, *(json.dumps(content, ensure_ascii=ascii)[1:-1] for ascii in (True, False)))
-        if not any(form in plain for form in forms):
-            return message
+        for key in message.keys() - TAKEN if thoughts else ("content", "tool_calls"):
+            for said in _texts(message.get(key)):
+                parts = re.split("|".join(THINKING), said)
+                for part in parts if thoughts or message["role"] != "assistant" else parts[-1:]:
+                    forms = (json.dumps(part.strip(), ensure_ascii=ascii)[1:-1] for ascii in (True, False))
+                    if part.strip() not in plain and not any(form in plain for form in forms):
+                        return f"{message['role']}: {key}: {part.strip()[:80]!r}"
     return None
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts of a value of a turn; of calls names and arguments alone."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        value = value.get("function", value)
+        if "arguments" in value:
+            read = value["arguments"]
+            with suppress(TypeError, ValueError):
+                read = json.loads(read)
+            value = {"name": value.get("name"), "": read}
+        for each in value.values():
+            yield from _texts(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _texts(each)
 
 
 def with_calls[R](name: str, arguments: Mapping[str, Any], render: Callable[[dict[str, Any]], R]) -> R:

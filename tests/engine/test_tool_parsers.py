@@ -79,6 +79,19 @@ def test_calls_are_read_in_the_form_that_the_template_writes(family, tmp_path):
     assert json.loads(read(tokenizer.encode(said)).partition("<tool_call>")[2].partition("</tool")[0])
 
 
+@pytest.mark.parametrize(("form", "said"), [
+    ("{{ '<|function_call|>' }}" + FORMS["Qwen3"][0].split("\n' }}")[1].split("{{ '\n")[0],  # GigaChat 3.1
+     '<|function_call|>{"name": "add", "arguments": {"numbers": [3, 4], "unit": "<tool_call>"}}'),
+    ("{{ '<|python_start|>' + m.content + '<|python_end|>' }}"
+     "{{ {'name': call.function.name, 'parameters': call.function.arguments} | tojson }}",  # Llama 4
+     '<|python_start|>So {1}.<|python_end|>{"name": "add", "parameters": {"numbers": [3, 4], "unit": "<tool_call>"}}'),  # noqa: E501
+])  # fmt: skip
+def test_a_call_alone_is_read_behind_what_the_template_writes_before_it(form, said, tmp_path):
+    tokenizer = tokenizer_of(tmp_path, form)
+    read = reader(tokenizer, Adder.tools, None)
+    assert Adder(None, 0).step(read(tokenizer.encode(said))).content == "7 <tool_call>"
+
+
 def test_a_call_in_thinking_that_the_prompt_begins_is_not_run(tmp_path):
     form, said = FORMS["Qwen3"]
     tokenizer = tokenizer_of(tmp_path, form, opens="<think>\\n")

@@ -211,14 +211,24 @@ def test_calls_in_a_chat_have_their_arguments_in_the_templates_form_and_a_lost_k
     assert counted(prompts) == (1, {"unrendered_key": 1})
 
 
-@pytest.mark.parametrize("role", ["system", "tool"])
-def test_a_row_whose_turn_the_template_leaves_out_is_left_out(folder, tmp_path, role):
+ADD, SUBTRACT = ({"type": "function", "function": {"name": name, "arguments": {}}} for name in ("add", "sub"))
+
+
+@pytest.mark.parametrize("turn", [
+    {"role": "system", "content": "Be brief."},
+    {"role": "tool", "content": "Be brief."},
+    {"role": "assistant", "content": "I add.", "tool_calls": [ADD]},
+    {"role": "assistant", "content": "", "tool_calls": [ADD, SUBTRACT]},
+    {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": '{"n": "one"}'}]},
+])  # fmt: skip
+def test_a_row_with_a_text_that_the_template_leaves_out_is_left_out(folder, tmp_path, turn):
     shutil.copytree(folder, tmp_path / "model")
-    said = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.role + ': ' + m.content | trim }}"
+    said = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.role + ': ' }}{{ m.tool_calls[0]"
+    said += ".function.name if m.tool_calls else m.content | trim }}"
     (tmp_path / "model/chat_template.jinja").write_text(said + "{% endfor %}")  # as Vicuna's
     asked = [{"role": "user", "content": " 2 + 3?\n"}, {"role": "assistant", "content": "5"}]
     rows = [
-        [{"role": role, "content": "Be brief."}, asked[0]],
+        [turn, asked[0]],
         [*asked, {"role": "user", "content": "3 + 3?"}],
     ]
     file = tmp_path / "chat.jsonl"

@@ -99,13 +99,16 @@ def test_a_row_longer_than_the_models_context_is_named_however_long_rows_are_pac
      "ends the assistant's turn with an end of sequence"),
     (("{%- for", "{%- if messages|length > 1 %}{{ raise_exception('one turn') }}{%- endif %}{%- for"),
      "refused_by_template is rows/rows.jsonl#0: .*one turn"),
+    (("message.content + '<|im_end|>' }}", "message.content.split('</think>')[-1] + '<|im_end|>' }}"),
+     "unrendered_key is rows/rows.jsonl#0: assistant: content: 'So.'"),  # DeepSeek-R1's distilled models'
 ])  # fmt: skip
 def test_a_template_that_changes_turns_is_refused_with_the_row(folder, tmp_path, change, fault):
     write_tokenizer(tmp_path / "model")
     template = (tmp_path / "model/chat_template.jinja").read_text()
     assert change[0] in template
     (tmp_path / "model/chat_template.jinja").write_text(template.replace(*change))
-    write_rows(tmp_path / "rows.jsonl", [{"messages": [USER, REPLY]}])
+    reply = REPLY | {"content": "<think>So.</think>Hello!"}
+    write_rows(tmp_path / "rows.jsonl", [{"messages": [USER, reply]}])
     with pytest.raises(ValueError, match=f"rows.jsonl#0.*{fault}|{fault}"):
         drawn(supervised(tmp_path / "model", tmp_path / "rows.jsonl"), 1)
 

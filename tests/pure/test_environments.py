@@ -585,7 +585,7 @@ def test_a_template_whose_turns_do_not_end_responses_is_refused(name, tmp_path):
 
 
 LOST = {
-    "no role tool": (HISTORY.join(("{% if m.role != 'tool' %}", "{% endif %}")), "leaves out '7 apples"),
+    "no role tool": (HISTORY.join(("{% if m.role != 'tool' %}", "{% endif %}")), "out tool: content: '7 a"),
     "other text": (HISTORY.replace("m.content", "(m.content if m.role != 'tool' else '?')"), "leaves out"),
     "JSON": (HISTORY.replace("m.content", "(m.content if m.role != 'tool' else m.content | tojson)"), None),
     "a call before": (
@@ -593,6 +593,20 @@ LOST = {
         + HISTORY.replace("m.content", "(m.tool_calls[0].function.arguments | string if m.tool_calls "
         "else m.content)"),
         None,
+    ),
+    "an answer behind a call alone": (  # Gemma 4's
+        "{% set call = m.tool_calls[0].function.arguments | dictsort | string if m.tool_calls else '' %}"
+        + HISTORY.replace("m.content", "(call or m.content)").join(
+            ("{% if m.role != 'tool' or messages[-2].tool_calls %}", "{% endif %}")
+        ),
+        None,
+    ),
+    "a call that ends otherwise": (  # gpt-oss's, without <|call|> among the ends of sequence
+        "{% if m.role == 'tool' and not messages[-2].tool_calls %}{{ raise_exception('no call') }}{% endif %}"
+        "{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments | string + '!' }}{% else %}"
+        + HISTORY
+        + "{% endif %}",
+        "no call",
     ),
 }  # fmt: skip
 
