@@ -15,7 +15,7 @@ from megatron_eqlen.data.overlap import read_overlaps
 from megatron_eqlen.environments.conversation import Turn, answer, closed
 from megatron_eqlen.environments.load import conversations
 from megatron_eqlen.graders.sandbox.interpreter import find_python
-from megatron_eqlen.graders.sandbox.probe import offered_isolation
+from megatron_eqlen.graders.sandbox.probe import NO_COMMANDS, commands_refused, offered_isolation
 from megatron_eqlen.hf.folder import HFFolder
 from megatron_eqlen.hf.folder_check import check_folder
 from megatron_eqlen.megatron_cpu import packages
@@ -147,6 +147,20 @@ def sandbox(place: Place) -> Finding | None:
     return Finding("missing", f"{isolation}, expected landlock + seccomp", advice)
 
 
+def commands(place: Place) -> Finding | None:
+    """Report whether a workspace's commands can be isolated, tested with one that attempts to escape."""
+    if not _has_workspace(place):
+        return None
+    if (refused := commands_refused()) is None:
+        return Finding("ok", "namespaces + seccomp")
+    return Finding("missing", refused, NO_COMMANDS)
+
+
+def _has_workspace(place: Place) -> bool:
+    section = place.recipe.environment if place.recipe else None
+    return section is not None and section.name == "workspace" and not section.options.get("command")
+
+
 def _reward(place: Place) -> RewardRecipe:
     return place.recipe.reward if place.recipe else RewardRecipe()
 
@@ -194,4 +208,5 @@ CHECKS = [
     Check("benchmarks apart", overlap, needed=lambda place: False, in_short=False),
     Check("code python", programs, needed=_grades_code),
     Check("code sandbox", sandbox, needed=_needs_isolation, in_short=False),
+    Check("command sandbox", commands, needed=_has_workspace, in_short=False),
 ]

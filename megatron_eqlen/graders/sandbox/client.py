@@ -6,20 +6,29 @@ The zygote starts before any test arrives, in the interpreter that programs run 
 never reads a program, an input or an output: they travel as descriptors of memory files. So a program finds
 no expected output in its memory, and nothing of the programs before it. Ending a run kills its whole process
 group and everything it left behind.
+
+A program computes: it has no process, socket or file of its own (``program.py``). A command has processes and
+one writable folder (``command.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import secrets
 import signal
 import socket
-from dataclasses import asdict, dataclass
+import tarfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 from megatron_eqlen.graders.code.rules import Rules
 from megatron_eqlen.graders.sandbox import program
+from megatron_eqlen.graders.sandbox.command import CommandLimits, pack
 from megatron_eqlen.graders.sandbox.kernel import fixed_addresses
 from megatron_eqlen.graders.sandbox.program import Isolation, Limits
 from megatron_eqlen.graders.sandbox.zygote import CONNECTION, LARGEST_REQUEST, MOST_THREADS, serve
@@ -50,6 +59,41 @@ class Execution:
     error: str = ""
     """The end of the traceback."""
     seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Command:
+    arguments: Sequence[str]
+    """The program, looked for on the command's own PATH, and its arguments."""
+    stdin: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Added to ``command.ENVIRONMENT``."""
+    readable: Sequence[str] = ()
+    """Absolute paths of this machine that the command sees too, read-only, beside ``command.SYSTEM``."""
+
+
+@dataclass(frozen=True)
+class CommandEnd:
+    """End of one command."""
+
+    status: str
+    """``ended``, or the limit that it met: ``time_limit``, ``memory_limit``."""
+    code: int | None
+    """Exit status, negative for a signal; None at a limit."""
+    output: str
+    """Standard output and error together; the middle is left out beyond ``CommandLimits.output_bytes``."""
+    folder: bytes = field(repr=False)
+    """The folder afterwards; the one before, if the one afterwards cannot be kept."""
+    unkept: str | None
+    """The reason why the folder afterwards cannot be kept."""
+    left_out: int
+    """Sockets and devices that are not in ``folder``."""
+    left_running: int
+    """Processes that the command left, which were killed."""
+    seconds: float
+    """On the clock, without packing."""
+    cpu_seconds: float
+    packing_seconds: float
 
 
 class Sandbox:
@@ -91,11 +135,36 @@ class Sandbox:
             files = [_memory_file(stack, text) for text in (stdin, "", "", source, "")]
             token = secrets.token_hex(16)
             request = {"limits": asdict(limits), "function": function, "rules": rules, "token": token}
+            request["command"] = False
             ending = self._request(json.dumps(request).encode(), files, limits.wall_seconds)
             _, stdout, _, _, report = files
             kind, told = _record(os.pread(report, limits.output_bytes, 0), token)
             printed = os.pread(stdout, limits.output_bytes, 0)
             return _interpret(ending, printed, kind, told, limits, function)
+
+    def command(self, command: Command, folder: bytes, limits: CommandLimits) -> CommandEnd:
+        """Run a command in ``/work``, which holds the files of ``folder`` (see ``pack_folder``).
+
+        Raises SandboxError if the sandbox itself failed, or this machine cannot isolate commands; ValueError
+        for a path that is not there.
+        """
+        for path in command.readable:
+            if not (os.path.isabs(path) and os.path.exists(path)):
+                raise ValueError(f"expected absolute paths of this machine to read, found {path!r}")
+        began = time.monotonic()
+        with contextlib.ExitStack() as stack:
+            texts = (command.stdin, "", folder, json.dumps(asdict(command)), "")
+            files = [_memory_file(stack, text) for text in texts]
+            request = {"limits": asdict(limits), "command": True}
+            self._request(json.dumps(request).encode(), files, limits.wall_seconds)
+            _, output, archive, _, report = map(_contents, files)
+        if not report:
+            raise SandboxError("the first process of a command died")
+        told = json.loads(report)
+        kept = folder if told["unkept"] else archive
+        packing = time.monotonic() - began - told["seconds"]
+        text = output.decode(errors="replace")
+        return CommandEnd(**told, output=text, folder=kept, packing_seconds=packing)
 
     def _request(self, request: bytes, files: list[int], wall_seconds: float) -> dict:
         self._connection.settimeout(wall_seconds + EXTRA_SECONDS)
@@ -149,10 +218,36 @@ def _interpret(
     return Execution(status, text, result, error, seconds)
 
 
-def _memory_file(stack: contextlib.ExitStack, text: str) -> int:
+def pack_folder(folder: str | Path, most_bytes: int = 1 << 40) -> bytes:
+    """Return the files below ``folder`` as a command takes them. Raises OSError, FolderError."""
+    file = io.BytesIO()
+    pack(str(folder), file, most_bytes)
+    return file.getvalue()
+
+
+EMPTY_FOLDER = bytes(tarfile.RECORDSIZE)
+
+
+def folder_files(folder: bytes) -> dict[str, bytes]:
+    """Return the content of the regular files of a packed folder, by their paths in it."""
+    with tarfile.open(fileobj=io.BytesIO(folder)) as archive:
+        return {
+            member.name: file.read()
+            for member in archive
+            if (member.isreg() or member.islnk()) and (file := archive.extractfile(member))
+        }
+
+
+def _contents(descriptor: int) -> bytes:
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    with open(descriptor, "rb", closefd=False) as file:
+        return file.read()
+
+
+def _memory_file(stack: contextlib.ExitStack, text: str | bytes) -> int:
     descriptor = os.memfd_create("", os.MFD_CLOEXEC)
     stack.callback(os.close, descriptor)
-    data = text.encode(errors="replace")
+    data = text if isinstance(text, bytes) else text.encode(errors="replace")
     while data:
         data = data[os.write(descriptor, data) :]
     os.lseek(descriptor, 0, os.SEEK_SET)

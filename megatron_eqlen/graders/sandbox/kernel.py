@@ -74,6 +74,40 @@ def drop_capabilities() -> None:
     checked(libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
 
 
+NEW_MOUNTS, NEW_HOST, NEW_IPC, NEW_USER, NEW_PIDS, NEW_NETWORK = (
+    1 << bit for bit in (17, 26, 27, 28, 29, 30)
+)
+"""Flags of unshare and clone."""
+BIND, RECURSIVE, PRIVATE = 0x1000, 0x4000, 0x40000
+"""Flags of mount."""
+READ_ONLY, NO_SUID, NO_DEVICES = 1, 2, 4
+"""Flags of mount and of mount_setattr."""
+DETACH = 2
+MOUNT_SETATTR, CURRENT_FOLDER, AT_RECURSIVE = 442, -100, 0x8000
+
+
+def unshare(flags: int) -> None:
+    """Give this process new namespaces. Raises OSError, which names them."""
+    names = {NEW_MOUNTS: "mount", NEW_PIDS: "process", NEW_NETWORK: "network", NEW_USER: "user"}
+    wanted = ", ".join(name for flag, name in names.items() if flags & flag)
+    checked(libc.unshare(flags), f"new namespaces ({wanted})")
+
+
+def mount(source: str, target: str, kind: str = "none", flags: int = 0, options: str = "") -> None:
+    """Call mount. Raises OSError, which names the target."""
+    texts = (source.encode(), target.encode(), kind.encode())
+    done = libc.mount(*texts, ctypes.c_ulong(flags), options.encode())
+    checked(done, f"mount of {source} at {target}")
+
+
+def restrict_mount(target: str, flags: int, recursive: bool = False) -> None:
+    """Add READ_ONLY, NO_SUID or NO_DEVICES to a mount (Linux 5.12). Raises OSError."""
+    attributes = struct.pack("=4Q", flags, 0, 0, 0)
+    scope, size = AT_RECURSIVE * recursive, ctypes.c_size_t(len(attributes))
+    done = libc.syscall(MOUNT_SETATTR, CURRENT_FOLDER, target.encode(), scope, attributes, size)
+    checked(done, f"mount_setattr of {target}")
+
+
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 """System-call numbers, the same on every machine."""
 EXECUTE, READ_FILE, READ_DIR = 1 << 0, 1 << 2, 1 << 3

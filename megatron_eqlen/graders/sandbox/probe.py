@@ -1,15 +1,23 @@
 """Finds the isolation that this machine gives: a plain program and one that tries to escape run in sandboxes
-of every strength, the strongest first."""
+of every strength, the strongest first; and a command that tries to escape."""
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 from contextlib import closing
 from functools import lru_cache
 from typing import Literal
 
-from megatron_eqlen.graders.sandbox.client import Sandbox, SandboxError
+from megatron_eqlen.graders.sandbox.client import (
+    EMPTY_FOLDER,
+    Command,
+    Sandbox,
+    SandboxError,
+    folder_files,
+)
+from megatron_eqlen.graders.sandbox.command import CommandLimits
 from megatron_eqlen.graders.sandbox.program import Isolation, Limits
 
 log = logging.getLogger(__name__)
@@ -40,6 +48,36 @@ for name, act in attempts.items():
 """
 """A program that prints every attempt that was not refused."""
 AS_ROOT = " (programs run as root: nobody cannot read the folder of {} or its parents)"
+
+
+PYTHON = sys.executable
+"""The interpreter around commands; they themselves see the system's programs only."""
+NO_COMMANDS = (
+    "commands need Linux 5.12 with seccomp and namespaces for users who are not root (sysctl "
+    "user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns; Docker: --security-opt "
+    "seccomp=unconfined --security-opt systempaths=unconfined)"
+)
+COMMAND_ESCAPES = """\
+[ ! -e /etc/shadow ] || echo a command sees /etc/shadow
+! (: > /etc/escaped) 2> /dev/null || echo a command writes outside its folder
+set -- /proc/[0-9]*; [ $# -lt 5 ] || echo a command sees processes of others
+[ "$(wc -l < /proc/net/dev)" -lt 4 ] || echo a command sees network interfaces
+echo kept > file
+"""
+
+
+@lru_cache(maxsize=1)
+def commands_refused() -> str | None:
+    """Return the reason why commands cannot be isolated on this machine; None if they can."""
+    try:
+        with closing(Sandbox(Isolation(True, True, True), PYTHON)) as sandbox:
+            limits = CommandLimits(seconds=30, folder_mb=16)
+            end = sandbox.command(Command(["sh", "-c", COMMAND_ESCAPES]), EMPTY_FOLDER, limits)
+    except SandboxError as error:
+        return str(error)
+    if end.output or end.status != "ended" or end.unkept:
+        return end.output.strip() or end.unkept or end.status
+    return None if folder_files(end.folder) == {"file": b"kept\n"} else "what a command writes is lost"
 
 
 def required_isolation(mode: Literal["strict", "best_effort"], python: str) -> Isolation:

@@ -30,7 +30,7 @@ from megatron_eqlen.graders.sandbox.kernel import (
     prctl,
     restrict_files,
 )
-from megatron_eqlen.graders.sandbox.seccomp import restrict_system_calls
+from megatron_eqlen.graders.sandbox.seccomp import build_filter, machine_calls, restrict_system_calls
 
 SOURCE, REPORT, NULL = 3, 4, 5
 """File descriptors of the program's text, of the report and of /dev/null; 0, 1 and 2 are stdin, stdout and
@@ -97,7 +97,7 @@ def enter(limits: Limits, isolation: Isolation, zygote: int) -> None:
         python = {sys.prefix, sys.base_prefix, os.path.dirname(os.__file__)}
         restrict_files([*SYSTEM_PATHS, *SYSTEM_FILES, *python])
     if isolation.seccomp:
-        restrict_system_calls()
+        restrict_system_calls(build_filter(machine_calls(), os.getpid()))
 
 
 def _change_user(isolation: Isolation) -> None:
@@ -110,7 +110,7 @@ def _change_user(isolation: Isolation) -> None:
     with open("/proc/self/uid_map", encoding="ascii") as ranges:
         known = [tuple(map(int, line.split())) for line in ranges]
     if any(first <= user < first + count for first, _, count in known):
-        _limit(resource.RLIMIT_NPROC, HARD_THREADS)
+        limit(resource.RLIMIT_NPROC, HARD_THREADS)
     else:  # in a user namespace with few ids
         user = NOBODY
     if isolation.drop_user:
@@ -133,16 +133,16 @@ def _limit_resources(limits: Limits, isolation: Isolation) -> None:
         (resource.RLIMIT_NOFILE, 64),
         (resource.RLIMIT_MEMLOCK, 0),
     ):
-        _limit(kind, value)
+        limit(kind, value)
     # Programs raise it themselves, as contests allow; the memory limit bounds the stack, too.
     stack = resource.getrlimit(resource.RLIMIT_STACK)[1]
     resource.setrlimit(resource.RLIMIT_STACK, (min(STACK_BYTES, stack % (1 << 64)), stack))
     # RLIMIT_NPROC counts all of the user's threads, so it cannot be low; with seccomp it is not needed
     if not isolation.seccomp:
-        _limit(resource.RLIMIT_NPROC, 256 if isolation.drop_user else 4096)
+        limit(resource.RLIMIT_NPROC, 256 if isolation.drop_user else 4096)
 
 
-def _limit(kind: int, value: int) -> None:
+def limit(kind: int, value: int) -> None:
     """Set a limit; a lower one that is already there stays."""
     hard = resource.getrlimit(kind)[1]
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)

@@ -1,4 +1,5 @@
-"""A system-call filter for model-written Python programs: an allowlist, as classic BPF.
+"""System-call filters, as classic BPF: an allowlist for model-written Python programs, and a list of what
+commands in namespaces of their own may not call.
 
 What CPython and NumPy need to compute, read files and write to open descriptors is allowed; everything else
 fails with EPERM: no sockets, no processes, no file made, changed or removed, and no signal to others, neither
@@ -57,6 +58,21 @@ class Calls:
     madvise: int = 0
     tgkill: int = 0
     prlimit64: int = 0
+    socket: int = 0
+    pivot_root: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+    """Calls that commands may not make, besides ``REFUSED``."""
+
+
+REFUSED = {
+    "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "open_tree": 428,
+    "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433, "pidfd_getfd": 438,
+    "mount_setattr": 442, "memfd_secret": 447, "open_tree_attr": 467,
+}  # fmt: skip
+"""Numbers that are the same on every machine."""
+NEW_NAMESPACES = 0x7E020000
+"""Flags of clone for new namespaces: in one of its own a process has every capability."""
+AF_UNIX = 1
 
 
 X86_64 = Calls(
@@ -81,7 +97,13 @@ X86_64 = Calls(
         "membarrier": 324, "statx": 332, "rseq": 334, "faccessat2": 439,
     },
     openers={"open": (2, 1), "openat": (257, 2)},
-    clone=56, fcntl=72, ioctl=16, madvise=28, tgkill=234, prlimit64=302,
+    clone=56, fcntl=72, ioctl=16, madvise=28, tgkill=234, prlimit64=302, socket=41, pivot_root=155,
+    refused={
+        "shmget": 29, "ptrace": 101, "syslog": 103, "mount": 165, "add_key": 248, "request_key": 249,
+        "keyctl": 250, "unshare": 272, "perf_event_open": 298, "name_to_handle_at": 303,
+        "open_by_handle_at": 304, "setns": 308, "process_vm_readv": 310, "process_vm_writev": 311,
+        "kcmp": 312, "memfd_create": 319, "bpf": 321, "userfaultfd": 323,
+    },
 )  # fmt: skip
 AARCH64 = Calls(
     audit_arch=0xC00000B7,
@@ -103,21 +125,20 @@ AARCH64 = Calls(
         "statx": 291, "rseq": 293, "faccessat2": 439,
     },
     openers={"openat": (56, 2)},
-    clone=220, fcntl=25, ioctl=29, madvise=233, tgkill=131, prlimit64=261,
+    clone=220, fcntl=25, ioctl=29, madvise=233, tgkill=131, prlimit64=261, socket=198, pivot_root=41,
+    refused={
+        "mount": 40, "unshare": 97, "syslog": 116, "ptrace": 117, "shmget": 194, "add_key": 217,
+        "request_key": 218, "keyctl": 219, "perf_event_open": 241, "name_to_handle_at": 264,
+        "open_by_handle_at": 265, "setns": 268, "process_vm_readv": 270, "process_vm_writev": 271,
+        "kcmp": 272, "memfd_create": 279, "bpf": 280, "userfaultfd": 282,
+    },
 )  # fmt: skip
 MACHINES = {"x86_64": X86_64, "aarch64": AARCH64}
 
 
 def build_filter(calls: Calls, pid: int) -> bytes:
     """Return the BPF program for the process ``pid``: 8 bytes an instruction."""
-    program = [
-        _load(ARCH_OFFSET),
-        _pack(JUMP_EQUAL, calls.audit_arch, 1, 0),
-        _return(KILL),
-        _load(NUMBER_OFFSET),
-    ]
-    if calls is X86_64:
-        program += [_pack(JUMP_AT_LEAST, X32_BIT, 0, 1), _return(KILL)]
+    program = _same_machine(calls)
     for number in calls.plain.values():
         program += [_pack(JUMP_EQUAL, number, 0, 1), _return(ALLOW)]
     for number, argument in calls.openers.values():
@@ -132,16 +153,40 @@ def build_filter(calls: Calls, pid: int) -> bytes:
     return b"".join(program)
 
 
-def restrict_system_calls() -> None:
-    """Put the filter on this process, permanently. Raises OSError if the kernel or machine has none."""
+def build_command_filter(calls: Calls) -> bytes:
+    """Return the BPF program for commands: no namespace, no other process's memory or limits, no memory
+    beside the process's own and the folder's, no key, no socket but a Unix one."""
+    program = _same_machine(calls)
+    for number in (*calls.refused.values(), *REFUSED.values()):
+        program += [_pack(JUMP_EQUAL, number, 0, 1), _return(DENY)]
+    program += _guard(calls.clone, [_load_argument(0), _pack(JUMP_IF_BITS, NEW_NAMESPACES, 1, 0)])
+    program += _allow_values(calls.socket, 0, (AF_UNIX,))
+    program += _allow_values(calls.prlimit64, 0, (0,))
+    program += [_pack(JUMP_EQUAL, calls.clone3, 0, 1), _return(NO_SUCH_CALL), _return(ALLOW)]
+    return b"".join(program)
+
+
+def machine_calls() -> Calls:
+    """Return the table of this machine. Raises OSError if there is none."""
     calls = MACHINES.get(platform.machine())
     if calls is None:
         raise OSError(f"no system-call table for {platform.machine()}")
-    code = build_filter(calls, os.getpid())
+    return calls
+
+
+def restrict_system_calls(code: bytes) -> None:
+    """Put a filter on this process, permanently. Raises OSError if the kernel has none."""
     buffer = ctypes.create_string_buffer(code, len(code))
     program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer)))
     prctl(SET_NO_NEW_PRIVS, 1)
     prctl(SET_SECCOMP, MODE_FILTER, ctypes.addressof(program))
+
+
+def _same_machine(calls: Calls) -> list[bytes]:
+    """Kill a process that calls by another machine's numbers; then load the call's number."""
+    x32 = [_pack(JUMP_AT_LEAST, X32_BIT, 0, 1), _return(KILL)] if calls is X86_64 else []
+    right = _pack(JUMP_EQUAL, calls.audit_arch, 1, 0)
+    return [_load(ARCH_OFFSET), right, _return(KILL), _load(NUMBER_OFFSET), *x32]
 
 
 def _thread_flags() -> list[bytes]:

@@ -15,7 +15,8 @@ import socket
 import time
 from itertools import pairwise
 
-from megatron_eqlen.graders.sandbox import program
+from megatron_eqlen.graders.sandbox import command, program
+from megatron_eqlen.graders.sandbox.command import CommandLimits
 from megatron_eqlen.graders.sandbox.kernel import SET_CHILD_SUBREAPER, die_with, prctl
 from megatron_eqlen.graders.sandbox.program import Isolation, Limits
 
@@ -69,7 +70,7 @@ def _serve_one(connection: socket.socket, isolation: Isolation, worker: int, par
     if not request:
         return
     asked = json.loads(request)
-    limits = Limits(**asked["limits"])
+    limits = (CommandLimits if asked["command"] else Limits)(**asked["limits"])
     started = time.monotonic()
     ready, told = os.pipe()
     zygote = os.getpid()  # a program that asked for its parent might find this process gone already
@@ -85,7 +86,12 @@ def _serve_one(connection: socket.socket, isolation: Isolation, worker: int, par
 
 
 def _become_program(
-    zygote: int, descriptors: list[int], pipe: int, limits: Limits, isolation: Isolation, asked: dict
+    zygote: int,
+    descriptors: list[int],
+    pipe: int,
+    limits: Limits | CommandLimits,
+    isolation: Isolation,
+    asked: dict,
 ) -> None:
     """In the child: lock down, run, exit. A failure before the program starts counts as the sandbox's."""
     try:
@@ -96,9 +102,11 @@ def _become_program(
         for target, descriptor in zip(targets, copies, strict=True):
             os.dup2(descriptor, target)
         os.closerange(told + 1, 1 << 12)
+        if isinstance(limits, CommandLimits):
+            command.run(limits, told, zygote)
         program.enter(limits, isolation, zygote)
     except BaseException as error:  # noqa: BLE001 - told to the parent, who raises it
-        os.write(told, f"cannot isolate: {type(error).__name__}: {error}"[:500].encode())
+        command.refuse(told, error)
         os._exit(1)
     os.close(told)
     program.run(asked["function"], asked["rules"], asked["token"])

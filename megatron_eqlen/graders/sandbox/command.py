@@ -1,0 +1,384 @@
+"""Runs inside a fork of the zygote: a command with processes of its own and one writable folder.
+
+    zygote ──fork──► namespaces ──fork──► process 1: unpack, watch, kill, pack ──fork──► command
+
+A folder is a tar archive. It is unpacked into a file system in memory, whose size and number of files the
+kernel limits; a few folders of the machine stand beside it, read-only. When the command ends, every process
+that it left is killed before the folder is packed again, so no process lives from one command to the next,
+and nothing on the machine ever follows a link or a name that a command made.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import tarfile
+import time
+from dataclasses import dataclass
+from typing import Any, BinaryIO, NoReturn
+
+from megatron_eqlen.graders.sandbox import kernel
+from megatron_eqlen.graders.sandbox.kernel import mount, restrict_mount
+from megatron_eqlen.graders.sandbox.program import limit
+from megatron_eqlen.graders.sandbox.seccomp import build_command_filter, machine_calls, restrict_system_calls
+
+OUTPUT, ARCHIVE, REQUEST, REPORT = 1, 2, 3, 4
+"""File descriptors of what is printed, of the folder before and after, of the request and of the report."""
+FOLDER = "/work"
+"""Where a command finds the folder, and is started."""
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
+SETTINGS = (
+    "alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "mime.types", "nsswitch.conf",
+    "protocols", "services", "ssl/certs", "ssl/openssl.cnf", "java", "perl", "python3", "R",
+)  # fmt: skip
+"""Files below /etc."""
+DEVICES = ("null", "zero", "full", "random", "urandom")
+OTHER_ENTRIES = 1000
+"""Files beside the folder's: places where the machine's folders are mounted."""
+PAGE, LATEST = 4096, (1 << 32) - 1
+"""Bytes that the shortest file takes; the latest time of a file, in seconds since 1970."""
+USER, NOBODY = 1000, 65534
+"""The user id that a command sees, and the one that it has where the sandbox runs as root."""
+ENVIRONMENT = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "TERM": "dumb",
+    "TZ": "UTC",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONHASHSEED": "0",
+}
+codecs.lookup("ascii")  # which tarfile needs when the machine's files are out of reach
+WATCH_SECONDS = 0.02
+PACK_SECONDS = 60.0
+"""Seconds beyond a command's own in which its folder must be unpacked and packed."""
+
+
+@dataclass(frozen=True)
+class CommandLimits:
+    """Limits of a command and all processes that it starts."""
+
+    seconds: float = 60.0
+    """On the clock; each process has as many of CPU time."""
+    memory_mb: int = 1024
+    """Of all processes together, without the folder."""
+    processes: int = 64
+    """Processes and threads at once."""
+    folder_mb: int = 256
+    """Of the folder and of ``/tmp`` together. They lie in memory."""
+    files: int = 20_000
+    output_bytes: int = 1 << 16
+    """Bytes that are kept of what is printed: its beginning and end."""
+
+    @property
+    def wall_seconds(self) -> float:
+        return self.seconds + PACK_SECONDS
+
+
+class FolderError(Exception):
+    """The folder that a command left cannot be kept."""
+
+
+def run(limits: CommandLimits, told: int, zygote: int) -> NoReturn:
+    """Run the command of REQUEST; exit. A failure before it starts is written to ``told``."""
+    status = 1
+    try:
+        with open(REQUEST, "rb", closefd=False) as file:
+            request = json.load(file)
+        os.setsid()
+        owner = _new_namespaces()
+        kernel.die_with(zygote)  # after the change of rights, which would reset it
+        if (first := os.fork()) == 0:
+            _run_as_first_process(request, limits, owner, told)
+        os.close(told)
+        status = os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])
+    except BaseException as error:  # noqa: BLE001 - told to the parent, who raises it
+        refuse(told, error)
+    finally:
+        os._exit(abs(status))
+
+
+def refuse(told: int, error: BaseException) -> None:
+    """Tell the zygote why nothing could be started."""
+    os.write(told, f"cannot isolate: {type(error).__name__}: {error}"[:500].encode())
+
+
+def _new_namespaces() -> int:
+    """Leave the machine's mounts, network and processes. Return the user id that the folder belongs to."""
+    spaces = kernel.NEW_MOUNTS | kernel.NEW_PIDS | kernel.NEW_NETWORK | kernel.NEW_IPC | kernel.NEW_HOST
+    if os.geteuid() == 0:
+        with contextlib.suppress(PermissionError):  # root of a container without CAP_SYS_ADMIN
+            kernel.unshare(spaces)
+            return NOBODY
+        _become(NOBODY)
+    user, group = os.geteuid(), os.getegid()
+    kernel.unshare(spaces | kernel.NEW_USER)
+    _map_ids(0, user, group)
+    return 0
+
+
+def _become(user: int) -> None:
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+
+
+def _map_ids(inside: int, user: int, group: int) -> None:
+    kernel.prctl(kernel.SET_DUMPABLE, 1)  # else /proc/self belongs to root
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{inside} {user} 1"),
+        ("gid_map", f"{inside} {group} 1"),
+    ):
+        with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
+            file.write(text)
+
+
+def _run_as_first_process(request: dict[str, Any], limits: CommandLimits, owner: int, told: int) -> NoReturn:
+    try:
+        for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)  # no handler: process 1 then ignores what a command sends
+        kernel.prctl(kernel.SET_PDEATHSIG, signal.SIGKILL)
+        _build_root(request["readable"], limits, owner)
+        with open(ARCHIVE, "rb", closefd=False) as file:
+            unpack(file, FOLDER, owner)
+        printed, printing = os.pipe()
+        restrict_mount("/", kernel.READ_ONLY)
+        kernel.prctl(kernel.SET_DUMPABLE, 0)  # a command can neither trace nor read this process
+        if (command := os.fork()) == 0:
+            _become_command(request, limits, owner, printing, told)
+        os.close(told)
+        os.close(printing)
+    except BaseException as error:  # noqa: BLE001 - told to the parent, who raises it
+        refuse(told, error)
+        os._exit(1)
+    report = _watch(command, printed, limits) | {"left_out": 0, "unkept": None}
+    try:
+        report["left_out"] = _pack_again(limits)
+    except (OSError, RecursionError, FolderError) as error:
+        report["unkept"] = f"{type(error).__name__}: {error}"
+    os.write(REPORT, json.dumps(report).encode())
+    os._exit(0)
+
+
+def _build_root(readable: list[str], limits: CommandLimits, owner: int) -> None:
+    """Mount a root of its own, with the folder, /tmp and read-only folders of the machine."""
+    mount("none", "/", flags=kernel.RECURSIVE | kernel.PRIVATE)
+    size = f"size={limits.folder_mb}m,nr_inodes={limits.files + OTHER_ENTRIES},mode=755"
+    mount("tmpfs", "/tmp", "tmpfs", kernel.NO_SUID | kernel.NO_DEVICES, size)
+    os.mkdir("/tmp/old")
+    pivot = kernel.libc.syscall(machine_calls().pivot_root, b"/tmp", b"/tmp/old")
+    kernel.checked(pivot, "pivot_root")
+    os.chdir("/")
+    for path in (*SYSTEM, *(f"/etc/{name}" for name in SETTINGS), *readable):
+        _show(path, needed=path in readable)
+    for path in (FOLDER, "/tmp"):
+        os.makedirs(path, exist_ok=True)
+        os.chown(path, owner, owner)
+        mount(path, path, flags=kernel.BIND | kernel.RECURSIVE)
+    os.makedirs("/dev")
+    for name in DEVICES:
+        os.close(os.open(f"/dev/{name}", os.O_CREAT))
+        mount(f"/old/dev/{name}", f"/dev/{name}", flags=kernel.BIND)
+    links = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "shm": "/tmp"}
+    for name, target in links.items():
+        os.symlink(target, f"/dev/{name}")
+    os.makedirs("/etc", exist_ok=True)
+    for name, text in (("passwd", f"agent:x:{USER}:{USER}::/tmp:/bin/sh\n"), ("group", f"agent:x:{USER}:\n")):
+        with open(f"/etc/{name}", "w", encoding="ascii") as file:
+            file.write(text)
+    os.mkdir("/proc")
+    mount("proc", "/proc", "proc", kernel.NO_SUID | kernel.NO_DEVICES)
+    kernel.checked(kernel.libc.umount2(b"/old", kernel.DETACH), "umount of the machine's root")
+    os.rmdir("/old")
+    socket.sethostname("workspace")
+
+
+def _show(path: str, needed: bool) -> None:
+    """Mount a file or folder of the machine at its own place, read-only; a link stays a link."""
+    old = f"/old{path}"
+    if not os.path.lexists(old) and not needed:
+        return
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    if os.path.islink(old):
+        os.symlink(os.readlink(old), path)
+        return
+    if os.path.isdir(old):
+        os.makedirs(path, exist_ok=True)
+    else:
+        os.close(os.open(path, os.O_CREAT))
+    mount(old, path, flags=kernel.BIND | kernel.RECURSIVE)
+    flags = kernel.READ_ONLY | kernel.NO_SUID | kernel.NO_DEVICES
+    restrict_mount(path, flags, recursive=True)
+
+
+def _become_command(
+    request: dict[str, Any], limits: CommandLimits, owner: int, printing: int, told: int
+) -> NoReturn:
+    """Give up every right, and start the command. Status 127 if there is no such program."""
+    try:
+        os.setsid()
+        os.umask(0o022)
+        os.dup2(printing, 1)
+        os.dup2(printing, 2)
+        if owner:
+            _become(owner)  # it holds no right over process 1
+        kernel.unshare(kernel.NEW_USER)  # in which the kernel counts its processes alone
+        _map_ids(USER, owner, owner)
+        seconds = max(1, round(limits.seconds + 0.5))
+        for kind, value in (
+            (resource.RLIMIT_CORE, 0),
+            (resource.RLIMIT_CPU, seconds),
+            (resource.RLIMIT_DATA, limits.memory_mb << 20),
+            (resource.RLIMIT_NOFILE, 1024),
+            (resource.RLIMIT_NPROC, limits.processes),
+            (resource.RLIMIT_FSIZE, limits.folder_mb << 20),
+            (resource.RLIMIT_MEMLOCK, 0),
+        ):
+            limit(kind, value)
+        kernel.drop_capabilities()
+        os.chdir(FOLDER)
+        restrict_system_calls(build_command_filter(machine_calls()))
+    except BaseException as error:  # noqa: BLE001 - told to the parent, who raises it
+        refuse(told, error)
+        os._exit(1)
+    os.closerange(3, 1 << 12)
+    program = request["arguments"][0]
+    try:
+        os.execvpe(program, request["arguments"], ENVIRONMENT | request["environment"])
+    except (OSError, ValueError) as error:
+        os.write(2, f"{program}: {getattr(error, 'strerror', error)}\n".encode(errors="replace"))
+        os._exit(127)
+
+
+def _watch(command: int, printed: int, limits: CommandLimits) -> dict[str, Any]:
+    """Wait for the command's end or its limit; kill what is left. Return the report."""
+    began = time.monotonic()
+    process = os.pidfd_open(command)
+    output = Output(printed, limits.output_bytes // 2)
+    status, code = "ended", None
+    while code is None and status == "ended":
+        if printed in select.select([process, printed], [], [], WATCH_SECONDS)[0] and not output.read():
+            time.sleep(WATCH_SECONDS)  # it has closed its output
+        code = _reap(command)
+        if code is None and time.monotonic() - began > limits.seconds:
+            status = "time_limit"
+        elif code is None and _memory_mb() > limits.memory_mb:
+            status = "memory_limit"
+    left = _running() - {1} - ({command} if code is None else set())
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-1, 0)
+    while output.read():
+        pass
+    os.write(OUTPUT, output.text())
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {
+        "status": status,
+        "code": code,
+        "seconds": time.monotonic() - began,
+        "cpu_seconds": used.ru_utime + used.ru_stime,
+        "left_running": len(left),
+    }
+
+
+def _reap(command: int) -> int | None:
+    """Collect processes that have ended. Return the command's status if it is among them."""
+    code = None
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == command:
+                code = os.waitstatus_to_exitcode(ended[1])
+    return code
+
+
+def _running() -> set[int]:
+    return {int(name) for name in os.listdir("/proc") if name.isdecimal()}
+
+
+def _memory_mb() -> float:
+    """Return the memory that belongs to single processes: resident without files and shared pages."""
+    pages = 0
+    for number in _running() - {1}:
+        with contextlib.suppress(OSError), open(f"/proc/{number}/statm", encoding="ascii") as file:
+            _, resident, shared, *_ = file.read().split()
+            pages += int(resident) - int(shared)
+    return pages * resource.getpagesize() / (1 << 20)
+
+
+class Output:
+    """Beginning and end of what is printed to the pipe ``source``, ``half`` bytes of each."""
+
+    def __init__(self, source: int, half: int) -> None:
+        self.source, self.half = source, half
+        self.first = self.last = b""
+        self.size = 0
+
+    def read(self) -> bool:
+        """Read some more. Return False at the end."""
+        data = os.read(self.source, 1 << 16)
+        self.size += len(data)
+        more = self.half - len(self.first)
+        self.first += data[:more]
+        self.last = (self.last + data[more:])[-self.half :]
+        return bool(data)
+
+    def text(self) -> bytes:
+        left_out = self.size - len(self.first) - len(self.last)
+        between = f"\n... ({left_out} bytes left out)\n".encode() if left_out else b""
+        return self.first + between + self.last
+
+
+def _pack_again(limits: CommandLimits) -> int:
+    os.ftruncate(ARCHIVE, 0)
+    os.lseek(ARCHIVE, 0, os.SEEK_SET)
+    with open(ARCHIVE, "wb", closefd=False) as file:
+        return pack(FOLDER, file, limits.folder_mb << 20)
+
+
+def unpack(file: BinaryIO, folder: str, owner: int) -> None:
+    """Unpack an archive that ``pack`` made; its files belong to ``owner``, if this process is root."""
+    with tarfile.open(fileobj=file, mode="r:") as archive:
+        archive.extraction_filter = lambda member, path: member  # type: ignore[method-assign]
+        members = archive.getmembers()
+        for member in members:
+            member.uid = member.gid = owner
+        archive.extractall(folder, members, numeric_owner=True)
+
+
+def pack(folder: str, file: BinaryIO, most_bytes: int) -> int:
+    """Write the files below ``folder`` to an archive, in the order of their names. Follow no link. Return
+    the number of sockets and devices, which are left out. Raises OSError, FolderError."""
+    left_out = size = 0
+    with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for place, folders, names in os.walk(folder, onerror=_raise):
+            folders.sort()
+            for name in sorted(folders + names):
+                path = os.path.join(place, name)
+                info = archive.gettarinfo(path, os.path.relpath(path, folder))
+                if info is None or (info.isdev() and not info.isfifo()):
+                    left_out += 1
+                    continue
+                info.uid, info.gid, info.uname, info.gname = 0, 0, "", ""
+                info.mode, info.mtime = info.mode & 0o777, min(max(int(info.mtime), 0), LATEST)
+                size += -(-info.size // PAGE) * PAGE + PAGE * info.issym()  # as much as it takes unpacked
+                if size > most_bytes:
+                    raise FolderError(f"its files are longer than {most_bytes >> 20} MiB")
+                if not info.isreg():
+                    archive.addfile(info)
+                    continue
+                with open(path, "rb") as content:
+                    archive.addfile(info, content)
+    return left_out
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error
