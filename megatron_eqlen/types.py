@@ -50,7 +50,7 @@ class Prompt:
     """The chat-formatted prompt."""
     question: str
     grader: str
-    """Grader of the answers: ``math``, ``code`` or ``rubric``."""
+    """Grader of the answers: ``math``, ``code``, or an import path."""
     gold: str
     """Reference for the grader: LaTeX or text for ``math``, a JSON of tests for ``code``; for a reward
     function also columns of its file (``rewards.functions.reference``)."""

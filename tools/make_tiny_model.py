@@ -100,7 +100,7 @@ def read_texts(path: Path, plain: bool = False, columns: Mapping[str, str] = NO_
         table = pq.read_table(path, columns=["question", *SOLUTIONS]).to_pylist()
         return [(_asked(row["question"]), row[column]) for row in table for column in SOLUTIONS]
     tally, texts = Tally(), list[Text]()
-    for problem in jsonl.read(path, tally, columns, grader="rubric"):  # which leaves the answer as it stands
+    for problem in jsonl.read(path, tally, columns, grader="none"):  # which leaves the answer as it stands
         answer = problem.gold if plain or "\\boxed{" in problem.gold else _boxed(problem.gold)
         texts.append((list(problem.messages or _asked(problem.question)), answer))
     print(f"{path}: {len(texts)} answers to imitate; rows left out: {dict(tally.dropped) or 'none'}")

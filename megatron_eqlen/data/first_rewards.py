@@ -105,7 +105,7 @@ def _first_reward(prompts: Sequence[Prompt], scorer: Scorer, tokenizer: Tokenize
     if not first.rewards:
         raise ValueError(first.failure)
     for prompt in prompts[1:TRIED]:
-        if (is_import_path(prompt.grader) or prompt.grader == "rubric") and time.monotonic() < ends:
+        if is_import_path(prompt.grader) and time.monotonic() < ends:
             with redirect_stdout(StringIO()):  # what a function prints was seen at the first row
                 later = first_reward(prompt, scorer, tokenizer)
             failure = first.failure or later.failure

@@ -1,8 +1,8 @@
 r"""Questions of your own or of others: one a line of a JSON Lines file, or a row of a parquet file.
 
 ``{"question": text, "answer": text or integer}`` is graded by ``math``; ``layouts.py`` has the other names
-that are recognised, and the recipe's ``columns`` takes any. Optional: ``grader`` (``math``, ``code``,
-``rubric``), ``difficulty`` (number), ``instruction`` (replaces the recipe's; "" adds none), and for ``code``
+that are recognised, and the recipe's ``columns`` takes any. Optional: ``grader`` (``math``, ``code``),
+``difficulty`` (number), ``instruction`` (replaces the recipe's; "" adds none), and for ``code``
 instead of ``answer`` the ``tests`` object of ``graders/code/tests.py``.
 
 A question may be a chat, ``[{"role": "user", "content": text}]`` or ShareGPT's ``[{"from": "human", "value":
@@ -41,7 +41,7 @@ from megatron_eqlen.hf.tokenizer import Turn
 from megatron_eqlen.recipe.plugins import is_import_path
 from megatron_eqlen.rewards.functions import RewardFunction, is_reward_function, reference
 
-GRADERS = ("math", "code", "rubric")
+GRADERS = ("math", "code")
 DEMONSTRATION = "demonstration"
 """Name in place of a grader's: the answer is a whole response, which supervised training imitates."""
 _AIME_ANSWER = re.compile(r"(\d{1,3})(?:\\unit\{(?!base)[^{}]*\})?")

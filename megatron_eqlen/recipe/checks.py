@@ -184,7 +184,7 @@ def _of_teacher(recipe: Recipe) -> Iterator[str]:
 SUPERVISED = ("kl_coef", "kl_estimator", "minibatches", "epochs", "loss_agg_mode")
 """Keys of ``loss`` that act with ``objective: sft``."""
 OF_SAMPLES = (
-    "group_size", "generated_tokens", "teacher", "environment", "reward.weights", "reward.rubric",
+    "group_size", "generated_tokens", "teacher", "environment", "reward.weights",
     *(f"rollout.{key}" for key in ("tokens_per_step", "staleness", "keep_sampling_mask", "keep_routes")),
     "rollout.mismatch",
 )  # fmt: skip
@@ -222,9 +222,8 @@ def _check_plugins(recipe: Recipe) -> None:
     for key, path in paths.items():
         if is_import_path(path or ""):
             load_object(path or "", key)
-    own = recipe.reward.rubric or recipe.environment.name
     for number, source in enumerate(recipe.data.sources):
-        if recipe.reward.weights and not own and not is_import_path(source.grader or ""):
+        if recipe.reward.weights and not recipe.environment.name and not is_import_path(source.grader or ""):
             raise ValueError(
                 f"reward.weights: {shown(recipe.reward.weights)} weighs named rewards: expected a grader of "
                 f"your own at data.sources.{number}.grader, found {source.grader or 'none'}"

@@ -96,7 +96,7 @@ SourceReader = Annotated[str, one_of("jsonl", *TRAINING, "opencodereasoning", "r
 BenchmarkReader = Annotated[
     str, one_of("jsonl", *TRAINING, *BENCHMARKS, "livecodebench", "reasoning_gym", "prepared")
 ]
-GraderName = Annotated[str, one_of("math", "code", "reasoning_gym", "rubric")]
+GraderName = Annotated[str, one_of("math", "code", "reasoning_gym")]
 ENVIRONMENTS = {
     "python": "megatron_eqlen.environments.python_tool:PythonTool",
     "agent": "megatron_eqlen.environments.agent:Agent",
@@ -218,8 +218,8 @@ class DataSection(Section):
     """Names of the file's columns, where they are not those that ``data/layouts.py`` recognises:
     ``{question: task}``. A dot reaches into a record: ``reward_model.ground_truth``."""
     grader: GraderName | None = None
-    """Grader of all its answers: ``math``, ``code``, ``reasoning_gym``, ``rubric``, or the import path of
-    your own: a function of the response, or a factory (docs/extending.md). Default: the grader that the
+    """Grader of all its answers: ``math``, ``code``, ``reasoning_gym``, or the import path of your own:
+    a function of the response, or a factory (docs/extending.md). Default: the grader that the
     reader sets for each row."""
     _defaults = model_validator(mode="before")(with_defaults)
 
@@ -499,8 +499,6 @@ class RewardRecipe(Section):
     code_sandbox: Literal["strict", "best_effort"] = "strict"
     """``strict``: refuse to run programs if the machine cannot isolate them; ``best_effort``: isolate them as
     far as possible, and warn."""
-    rubric: str | None = None
-    """Function ``module:function``, called for prompts whose grader is ``rubric``."""
     weights: dict[str, Real] = {}
     """Weights of the named rewards that graders of your own return, ``{correct: 1, format: 0.2}``: the reward
     is their weighted sum. A weight of 0 only logs."""

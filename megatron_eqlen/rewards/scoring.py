@@ -80,9 +80,8 @@ class _Ended:
 class Scorer:
     """Sends each response to its prompt's grader: when it ends (``begin``), or with all others (``score``).
 
-    Only a ``PoolGrader`` works beside generation. A rubric, and any other grader, is code that runs in
-    this process and would slow down the thread that drives the engine. It waits for ``score``, whose thread
-    calls it.
+    Only a ``PoolGrader`` works beside generation. Any other grader is code that runs in this process and
+    would slow down the thread that drives the engine. It waits for ``score``, whose thread calls it.
     """
 
     def __init__(
@@ -95,8 +94,6 @@ class Scorer:
         self._graders: dict[str, Grader] = {}
         self._functions: dict[str, RewardFunction | None] = {}
         """By grader: the reward function that it names; None for a grader."""
-        if reward.rubric:
-            self._functions["rubric"] = RewardFunction(reward.rubric, "reward.rubric")
         self._background = Background(tokenizer.decode)
         self.causes: list[str] = []
         """Failure of the newest ``score`` that left a response without a reward, and its prompt; or none."""
@@ -170,9 +167,6 @@ class Scorer:
             if function := self._function(name):
                 calls = [partial(_call, function, prompts[n], texts[n], ids[n]) for n in numbers]
                 grades |= {n: self._attempt(call) for n, call in zip(numbers, calls, strict=True)}
-            elif name == "rubric":
-                first = prompts[numbers[0]].prompt_id
-                raise ValueError(f"reward.rubric: expected module:function for prompt {first}, found none")
             else:
                 batch = partial(_grade_batch, self._grader(name), name, texts, prompts)
                 try:
@@ -189,9 +183,8 @@ class Scorer:
         self._graders.clear()
 
     def _begin(self, key: Key, prompt: Prompt, response: TokenIds) -> None:
-        if prompt.grader == "rubric" or self._function(prompt.grader):
-            return
-        if isinstance(grader := self._grader(prompt.grader), PoolGrader):
+        grader = None if self._function(prompt.grader) else self._grader(prompt.grader)
+        if isinstance(grader, PoolGrader):
             self._background.begin(key, grader, prompt, response)
 
     def _grade_now(self, responses: Sequence[_Ended]) -> dict[Key, Grade]:
@@ -302,9 +295,7 @@ def make_grader(name: str, reward: RewardRecipe, seed: int = 0) -> Grader:
                 f"has grade(texts, golds) and close(), found {grader!r:.80}"
             )
         return grader
-    raise ValueError(
-        f"grader: expected math, code, reasoning_gym, rubric or package.module:name, found {name!r}"
-    )
+    raise ValueError(f"grader: expected math, code, reasoning_gym or package.module:name, found {name!r}")
 
 
 def reward_metrics(ended: Sequence[tuple[Prompt, Grade | None]]) -> Metrics:

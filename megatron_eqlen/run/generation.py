@@ -403,7 +403,7 @@ def try_rewards(session: Session, source: PromptSource) -> None:
         session.progress.say(text)
     recipe = session.recipe
     graders = [read.grader or "" for read in (*recipe.data.sources, *recipe.evaluation.benchmarks)]
-    if not (recipe.reward.rubric or any(map(is_import_path, graders))):
+    if not any(map(is_import_path, graders)):
         for benchmark in recipe.evaluation.benchmarks:
             source.benchmark(benchmark)
         return

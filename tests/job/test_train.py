@@ -1,6 +1,6 @@
 """The main job as a user runs it: `eqlen train` in processes of its own, on a tiny random model.
 
-Real vLLM, real Megatron, real checkpoints; the reward is a rubric, so that a random model has a signal.
+Real vLLM, real Megatron, real checkpoints; the reward is a function, so that a random model has a signal.
 """
 
 import gzip
@@ -101,9 +101,9 @@ def test_the_baseline_runs_with_the_same_command_and_its_trace_names_the_stages(
 
 
 def test_dynamic_sampling_refills_the_step_with_prompts_that_teach(home):
-    rubric = "reward.rubric=tests.kit.rubrics:even_length_if_odd_gold"
+    grader = "data.sources.0.grader=tests.kit.rubrics:even_length_if_odd_gold"
     options = ["objective=dapo", "steps=1", "loss.max_num_gen_batches=5", NO_EVALUATION]
-    folder = train(home, "dapo", *options, rubric)
+    folder = train(home, "dapo", *options, grader)
     (record,) = metrics(folder)
     assert record["objective/filtered_prompts"] > 0
     recorded = read_step(folder / "streams/step-00000000")

@@ -11,6 +11,8 @@ SMALL: dict[str, Any] = {
     "name": "test", "steps": 1, "model": {"path": "none"},
     "data": {"sources": [{"name": "s", "path": "none"}]},
 }  # fmt: skip
+OWN_GRADER = {"sources": [{"name": "s", "path": "none", "grader": "math:exp"}]}
+"""Section ``data`` with a grader of one's own."""
 
 SAMPLED = {"temperature": 1.0, "top_p": 0.9, "top_k": 0, "min_p": 0.0, "max_response_length": 4096}
 """Sampling of an evaluation, as its manifest has it."""

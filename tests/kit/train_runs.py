@@ -17,6 +17,7 @@ from tests.kit.processes import within
 from tools.make_search import write_rows
 
 STEPS = 3
+GRADER = "tests.kit.rubrics:even_length"
 NO_EVALUATION = "evaluation.benchmarks=[]"
 
 
@@ -26,7 +27,7 @@ def make_home(folder: Path) -> Path:
     write_rows(data, [sum_of(first, second) for first in range(1, 9) for second in range(1, 9)])
     model = ["--out", folder / "base", "--steps", "0", "--processes", "1"]
     run("tools/make_tiny_model.py", "--data", data, *model)
-    rows = [{"question": f"Compute ${n}+1$.", "answer": str(n + 1), "grader": "rubric"} for n in range(40)]
+    rows = [{"question": f"Compute ${n}+1$.", "answer": str(n + 1)} for n in range(40)]
     (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "recipe.yaml").write_text(
         f"""
@@ -38,8 +39,8 @@ data:
   prompts_per_step: 4
   max_prompt_length: 48
   instruction_role: none
-  sources: [{{name: questions, reader: jsonl, path: {folder}/questions.jsonl}}]
-reward: {{rubric: "tests.kit.rubrics:even_length", workers: 1}}
+  sources: [{{name: questions, reader: jsonl, path: {folder}/questions.jsonl, grader: {GRADER}}}]
+reward: {{workers: 1}}
 rollout:
   {{temperature: 1.0, top_p: 1.0, top_k: 0, max_response_length: 40, max_num_seqs: 32, kv_cache_gib: 0.02}}
 optimizer: {{lr: 1e-3, warmup_steps: 0}}
@@ -47,7 +48,7 @@ packing: {{max_tokens_per_row: 512}}
 checkpoint: {{every: 1, keep: 2}}
 evaluation:
   samples: 2
-  benchmarks: [{{name: questions, reader: jsonl, path: {folder}/questions.jsonl, limit: 4}}]
+  benchmarks: [{{name: questions, reader: jsonl, path: {folder}/questions.jsonl, limit: 4, grader: {GRADER}}}]
 cluster: {{device: cpu}}
 """
     )

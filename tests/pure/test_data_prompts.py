@@ -701,7 +701,6 @@ def test_jsonl_rows_carry_their_own_grader(tokenizer, tmp_path):
     lines = [
         {"question": "What is 1 + 1?", "answer": 2},
         {"question": "Write it.", "grader": "code", "tests": tests, "instruction": "In Python."},
-        {"question": "Judge me.", "grader": "rubric", "answer": "short"},
         {"question": "No answer here."},
         {"question": "Bad grader", "grader": "oracle", "answer": "x"},
         {"question": ["wrong"], "answer": "x"},
@@ -709,13 +708,13 @@ def test_jsonl_rows_carry_their_own_grader(tokenizer, tmp_path):
     ]
     file.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
     prompts = PromptSource(recipe(source(file, reader="jsonl"), shuffle=False), tokenizer, 0)
-    kept = prompts.next(3)
-    assert [prompt.grader for prompt in kept] == ["math", "code", "rubric"]
+    kept = prompts.next(2)
+    assert [prompt.grader for prompt in kept] == ["math", "code"]
     assert kept[0].gold == "2"
     assert json.loads(kept[1].gold)["outputs"] == ["2\n"]
     assert "In Python." in tokenizer.decode(kept[1].token_ids)
     faults = ("missing_column", "unknown_grader", "bad_messages", "wrong_type")
-    assert counted(prompts) == (3, dict.fromkeys(faults, 1))
+    assert counted(prompts) == (2, dict.fromkeys(faults, 1))
 
 
 @pytest.mark.parametrize("columns", [("problem", "answer", "id"), ("question", "answer"), ("problem_idx",)])

@@ -21,7 +21,7 @@ from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from megatron_eqlen.tokens import Ragged, Tokens
 from megatron_eqlen.types import Grade, Part, Prompt
 from tests.kit.marks import examples
-from tests.kit.recipes import small
+from tests.kit.recipes import OWN_GRADER, small
 from tests.kit.rollouts import build_trees
 
 QUESTION = Prompt("q", [1, 2], "?", "math", "1")
@@ -185,7 +185,7 @@ def test_an_unscored_response_is_refused_by_name():
     ({"teacher__url": "http://t", "rollout__temperature": 0.6}, "found 0.6 and false"),
     ({"objective": "gdpo"}, "normalises named rewards apart: expected reward.weights, found none"),
     ({"reward__weights": {"a": 1}}, r"expected a grader of your own at data.sources.0.grader, found none"),
-    ({"reward__weights": {"a": 1}, "reward__rubric": "m:e", "objective": "gdpo", "loss__overlong_buffer": 2},
+    ({"reward__weights": {"a": 1}, "data": OWN_GRADER, "objective": "gdpo", "loss__overlong_buffer": 2},
      "loss.overlong_buffer: 2 with loss.rewards: apart: the penalty has no name"),
     ({"sampling": "independent", "objective": "reinforce_pp", "rollout__carry_over": True,
       "rollout__tokens_per_step": 9, "loss__rollout_is": "token"}, "depends on the own length"),

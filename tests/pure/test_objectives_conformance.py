@@ -24,7 +24,7 @@ from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.training.policy_loss import policy_loss
 from megatron_eqlen.types import Grade, Part, Prompt, tokens_along
 from tests.kit.marks import examples
-from tests.kit.recipes import small
+from tests.kit.recipes import OWN_GRADER, small
 from tests.kit.rollouts import build_trees
 
 LONGEST = 12
@@ -83,9 +83,10 @@ def recipe(sampling, objective, **loss):
     layout = "expanded" if equal_length.get("prefix_in_gradient") else "tree"
     return small(
         group_size=2, sampling=sampling, objective=objective, equal_length=equal_length, tree_sampling=tree,
-        data={"max_prompt_length": 4}, rollout={"max_response_length": LONGEST, "top_k": 0, "top_p": 1.0},
+        data={"max_prompt_length": 4} | (OWN_GRADER if weights else {}),
+        rollout={"max_response_length": LONGEST, "top_k": 0, "top_p": 1.0},
         packing={"max_tokens_per_row": 16, "layout": layout}, loss={"kl_coef": 0.0} | loss,
-        reward={"weights": weights} | ({"rubric": f"{__name__}:recipe"} if weights else {}),
+        reward={"weights": weights},
     )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from megatron_eqlen.recipe.others import table
 from megatron_eqlen.recipe.yaml_values import read_value, to_yaml
 from megatron_eqlen.run.run_folder import RunFolder, check_harvest
 from tests.kit import ROOT
+from tests.kit.recipes import OWN_GRADER
 
 RECIPES = ROOT / "recipes"
 SMALL = {
@@ -684,9 +685,11 @@ def test_a_harvest_has_a_folder_of_its_own_or_completes_its_own(tmp_path):
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_defaults_written_out_are_the_same_objective(name):
     """The recipe that states all of them also loads."""
-    named = {"weights": {"right": 1.0}, "rubric": "math:pi"} if name == "gdpo" else {}
+    named = (
+        {"reward": {"weights": {"right": 1.0}}, "data": SMALL["data"] | OWN_GRADER} if name == "gdpo" else {}
+    )
     trees = {"sampling": "tree", "tree_sampling": {"forks": 1}} if name in ("treerpo", "grpo_ma") else {}
-    before = small(**{"objective": name, "sampling": "independent", "reward": named} | trees)
+    before = small(**{"objective": name, "sampling": "independent"} | named | trees)
     after = with_defaults(before)
     assert resolve(after) == resolve(before)
     assert parse(yaml.safe_load(dump(after)), "dump") == after

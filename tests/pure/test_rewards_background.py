@@ -216,21 +216,24 @@ class Plain:
     def close(self): ...
 
 
-def rubric(question: str, response: str, gold: str) -> float:
+JUDGE = f"{__name__}:judge"
+
+
+def judge(question: str, response: str, gold: str) -> float:
     CALLS.append(response)
     return float("nan" if response == "too good" else 1)
 
 
 def test_code_of_this_process_is_called_when_the_harvest_is_over(begun):
     CALLS.clear()
-    scorer = Scorer(RewardRecipe(workers=3, rubric=f"{__name__}:rubric", on_error="end"), Letters())
-    rollouts = [group("a", "b", grader=f"{__name__}:Plain"), group("c", grader="rubric")]
+    scorer = Scorer(RewardRecipe(workers=3, on_error="end"), Letters())
+    rollouts = [group("a", "b", grader=f"{__name__}:Plain"), group("c", grader=JUDGE)]
     scorer.begin_ended(rollouts)
     assert CALLS == ["made for 3 workers"]
     assert scorer.score(rollouts)["reward/calls"] == 3
     assert CALLS == ["made for 3 workers", "a,b", "c"]
     with pytest.raises(ValueError, match=r"expected a finite number as reward, got nan") as raised:
-        scorer.score([group("too good", grader="rubric")])
+        scorer.score([group("too good", grader=JUDGE)])
     assert "q#7" in raised.value.__notes__[0]
     scorer.close()
 

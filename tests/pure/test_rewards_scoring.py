@@ -81,13 +81,13 @@ def test_each_source_has_its_own_grader():
     def group(prompt: Prompt, text: str) -> Rollout:
         return kit.group(prompt, 0, [segment(text, ended=True)])
 
-    scorer = Scorer(RewardRecipe(rubric=f"{__name__}:shorter_is_better"), Letters())
-    rollouts = [group(prompt("a"), r"\boxed{5}"), group(prompt("b", "rubric", "10", "judged"), "12345")]
+    scorer, own = Scorer(RewardRecipe(), Letters()), f"{__name__}:shorter_is_better"
+    rollouts = [group(prompt("a"), r"\boxed{5}"), group(prompt("b", own, "10", "judged"), "12345")]
     metrics = scorer.score(rollouts)
     assert [rollout.parts[0].grade.reward for rollout in rollouts] == [1.0, 0.5]
     assert metrics["reward/source/judged/mean"] == 0.5
     assert rollouts[1].parts[0].grade.grader.endswith(":shorter_is_better")
-    scorer.score([negative := group(prompt("b", "rubric", "1", "judged"), "12345")])
+    scorer.score([negative := group(prompt("b", own, "1", "judged"), "12345")])
     assert negative.parts[0].grade.reward == -4, "any finite number"
 
 
@@ -271,20 +271,19 @@ def test_a_mistake_in_a_function_is_named(tmp_path, function, message):
         graded(tmp_path, function)
 
 
-def test_mistakes_in_the_recipe_are_named():
-    with pytest.raises(ValueError, match=r"expected package\.module:name, found 'rubric'"):
-        Scorer(RewardRecipe(rubric="rubric"), Letters())
-    with pytest.raises(ValueError, match=r"code has no 'nothing' \(it is /.*/code.py\)"):
-        Scorer(RewardRecipe(rubric="code:nothing"), Letters())
-    with pytest.raises(ValueError, match="'nowhere:at_all' cannot be imported: No module named 'nowhere'"):
-        Scorer(RewardRecipe(rubric="nowhere:at_all"), Letters())
-    with pytest.raises(ValueError, match=r"expected math, code, reasoning_gym, rubric or .*, found 'oracle'"):
-        Scorer(RewardRecipe(), Letters()).grade_texts(["x"], [prompt(grader="oracle")])
+@pytest.mark.parametrize(("grader", "message"), [
+    ("code:nothing", r"code has no 'nothing' \(it is /.*/code.py\)"),
+    ("nowhere:at_all", "'nowhere:at_all' cannot be imported: No module named 'nowhere'"),
+    ("oracle", r"expected math, code, reasoning_gym or .*, found 'oracle'"),
+])  # fmt: skip
+def test_a_grader_that_is_none_is_named(grader, message):
+    with pytest.raises(ValueError, match=message):
+        Scorer(RewardRecipe(), Letters()).grade_texts(["x"], [prompt(grader=grader)])
 
 
-def test_a_rubric_is_found_in_the_working_directory(tmp_path, monkeypatch):
-    (tmp_path / "my_rubric.py").write_text("def half(question, response, gold):\n    return 0.5\n")
+def test_a_function_is_found_in_the_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "my_reward.py").write_text("def half(question, response, gold):\n    return 0.5\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [path for path in sys.path if path])
-    scorer = Scorer(RewardRecipe(rubric="my_rubric:half"), Letters())
-    assert scorer.grade_texts(["x"], [prompt("b", "rubric", "1")])[0].reward == 0.5
+    scorer = Scorer(RewardRecipe(), Letters())
+    assert scorer.grade_texts(["x"], [prompt("b", "my_reward:half", "1")])[0].reward == 0.5

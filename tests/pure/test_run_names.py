@@ -27,7 +27,7 @@ VALUES = {
     "optimizer.lr": ["3e-4", "1e-3"],
     "model.path": ["runs/search/base", "a/b", "a_b", '"8"', "a,seed=7"],
     "data.sources.0.path": ["x", "y"],
-    "reward.rubric": ["null", '"null"', "m:f"],
+    "model.revision": ["null", '"null"', "m:f"],
     "rollout.keep_sampling_mask": ["false"],
     "data.sources": ["[{name: arithmetic, path: x}]", "[{name: a, path: x}, {name: b, path: y}]"],
     "steps": ["30", "5"],

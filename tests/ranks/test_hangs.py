@@ -43,10 +43,10 @@ from dataclasses import replace
 from megatron_eqlen.rewards.scoring import Scorer
 from tests.kit.report_runs import example_group, make_tokenizer, recipe
 
-made = recipe(home, reward={"rubric": "tests.kit.rubrics:never", "workers": 1})
+made = recipe(home, reward={"workers": 1})
 scorer = Scorer(made.reward, make_tokenizer(home), 1)
 group = example_group()
-group.prompt = replace(group.prompt, grader="rubric")
+group.prompt = replace(group.prompt, grader="tests.kit.rubrics:never")
 for one in group.parts:
     one.grade = None
 with dog.stage("score"):
