@@ -31,8 +31,8 @@ TRIED = 200
 SETUP = "tools/setup (gpu)"
 SAID = "Hello."
 """Turn that an environment is asked to answer."""
-CODE = {"code", "opencodereasoning", "livecodebench", "reasoning_gym"}
-"""Graders and readers whose answers are programs, or may be evaluated as such."""
+CODE = {"code", "opencodereasoning", "livecodebench"}
+"""Graders and readers whose answers are programs."""
 ANY = {"jsonl", "prepared"}
 """Readers whose rows name their graders."""
 

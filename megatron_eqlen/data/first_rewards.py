@@ -7,7 +7,6 @@ will.
 
 from __future__ import annotations
 
-import ast
 import json
 import time
 from collections.abc import Iterable, Sequence
@@ -50,7 +49,7 @@ TRIED, SECONDS = 100, 5.0
 """Rows whose answers a user's own grader grades, and the time after which no further row is begun."""
 SLOW = 1.0
 """Seconds for an answer beyond which a user's own reward function is called slow."""
-READ = {"math": "\\boxed{%s}", "reasoning_gym": "<answer>%s</answer>"}
+READ = {"math": "\\boxed{%s}"}
 """Form that a grader of ours reads."""
 
 
@@ -187,7 +186,5 @@ def _wrong(gold: str) -> str:
 
 
 def _gold(prompt: Prompt) -> str:
-    if prompt.grader == "reasoning_gym":
-        return str(ast.literal_eval(prompt.gold)["entry"]["answer"])
     gold = referred(prompt.gold)[0]
     return final_answer(gold) if isinstance(gold, str) else str(gold)

@@ -9,7 +9,6 @@ from itertools import islice
 
 from megatron_eqlen.data.filters import word_runs
 from megatron_eqlen.data.prepared import PreparedRows
-from megatron_eqlen.data.reasoning_gym import TaskRows
 from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.data.sources import open_source, read_problems
 from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, SourceRecipe
@@ -68,11 +67,9 @@ def _benchmark_questions(benchmark: BenchmarkRecipe) -> dict[str, set[str]]:
 
 
 def _questions(rows: Sequence[Problem]) -> Iterator[str]:
-    """Yield the questions of ``rows``, without golds of a prepared file. Tasks that are generated are in no
-    benchmark's file."""
-    if isinstance(rows, TaskRows):
-        return iter(())
-    read = rows.without_golds() if isinstance(rows, PreparedRows) else rows
+    """Yield the questions of ``rows``, without golds of a prepared file. Rows that a reader's sequence makes
+    are not looked at."""
+    read = rows.without_golds() if isinstance(rows, PreparedRows) else rows if isinstance(rows, list) else ()
     return (row.question for row in read)
 
 

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from megatron_eqlen.data.overlap import overlaps
-from megatron_eqlen.data.reasoning_gym import NOT_GENERATED
 from megatron_eqlen.data.rows import BadRow, Problem, Tally
 from megatron_eqlen.data.sources import open_source, read_problems
 from megatron_eqlen.graders.math.grader import MathGrader
@@ -336,9 +335,7 @@ def read_benchmark(
             f"data.max_prompt_length={long[longest]}"
         )
     # rows outside the dates that were asked for are no loss
-    unusable = {
-        reason: count for reason, count in tally.dropped.items() if reason not in ("date", NOT_GENERATED)
-    }
+    unusable = {reason: count for reason, count in tally.dropped.items() if reason != "date"}
     if unusable or not prompts:
         raise ValueError(f"{where}: unusable rows {unusable}, usable {len(prompts)}")
     return prompts

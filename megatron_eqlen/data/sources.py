@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from megatron_eqlen.data import jsonl, livecodebench, opencodereasoning, prepared, reasoning_gym
+from megatron_eqlen.data import jsonl, livecodebench, opencodereasoning, prepared
 from megatron_eqlen.data.files import refuse_half_pairs
 from megatron_eqlen.data.filters import Exclusion, filter_rows, read_questions
 from megatron_eqlen.data.rows import Problem, Tally
@@ -19,31 +19,27 @@ from megatron_eqlen.rewards.functions import own_code
 
 log = logging.getLogger(__name__)
 
-Reader = Callable[[Path, Tally], Iterator[Problem]]
-"""(file or folder, tally of the rows left out) -> the rows, streamed."""
+Reader = Callable[[Path, Tally], Iterable[Problem]]
+"""(file or folder, tally of the rows left out) -> the rows, streamed, or a sequence that makes them when they
+are asked for."""
 
 PLAIN_READERS: Mapping[str, Reader] = dict.fromkeys(ANY_COLUMNS, jsonl.read) | {
     "aime25": jsonl.read_aime,
     "aime26": jsonl.read_aime,
     "prepared": prepared.read,
-    "reasoning_gym": reasoning_gym.read,
 }
 
 
 def open_source(source: SourceRecipe, tally: Tally) -> Sequence[Problem]:
-    """Return the rows of ``source`` that pass its filters; a prepared file stays on disk.
+    """Return the rows of ``source`` that pass its filters; a prepared file stays on disk, and a sequence of
+    the user's own is not read whole, unless there are filters.
 
     Raises ValueError if no row does.
     """
-    if source.keep_duplicates and source.reader in ("prepared", "reasoning_gym"):
+    rows = _open_prepared(source, tally) if source.reader == "prepared" else read_source(source, tally)
+    if isinstance(rows, Sequence) and source.keep_duplicates:
         raise ValueError(f"data source {source.name}: keep_duplicates has no effect with {source.reader}")
-    # these two are not read whole
-    if source.reader == "prepared":
-        rows = _open_prepared(source, tally)
-    elif source.reader == "reasoning_gym" and not has_filters(source):
-        rows = reasoning_gym.TaskRows(local_path(source))
-    else:
-        rows = list(read_source(source, tally))
+    rows = rows if isinstance(rows, Sequence) else list(rows)
     if not rows:
         raise ValueError(f"data source {source.name}: {source.path}: {tally.unusable()}")
     if tally.dropped:
@@ -66,35 +62,35 @@ def has_filters(source: SourceRecipe) -> bool:
     return any(value is not None for value in (source.min_difficulty, source.max_difficulty, source.exclude))
 
 
-def read_source(source: SourceRecipe, tally: Tally) -> Iterator[Problem]:
-    """Yield the rows of ``source`` that pass its filters, streamed."""
+def read_source(source: SourceRecipe, tally: Tally) -> Iterable[Problem]:
+    """Return the rows of ``source`` that pass its filters, streamed, or a reader's sequence without any."""
     if source.reader == "opencodereasoning":
         rows = opencodereasoning.read(local_path(source), tally, source.split, source.tests)
     else:
         rows = _read(source, tally)
-    return _filtered(source, rows, tally)
+    return rows if isinstance(rows, Sequence) and not has_filters(source) else _filtered(source, rows, tally)
 
 
-def read_problems(benchmark: BenchmarkRecipe, tally: Tally) -> Iterator[Problem]:
-    """Yield the rows of a benchmark, filtered by its dates only."""
+def read_problems(benchmark: BenchmarkRecipe, tally: Tally) -> Iterable[Problem]:
+    """Return the rows of a benchmark, filtered by its dates only."""
     if benchmark.reader == "livecodebench":
         return livecodebench.read(local_path(benchmark), tally, benchmark.since, benchmark.until)
     return _read(benchmark, tally)
 
 
-def _read(section: SourceRecipe | BenchmarkRecipe, tally: Tally) -> Iterator[Problem]:
-    """Yield the rows of the section's path, or of the files that its ``config`` and ``split`` choose."""
-    reader: Callable[..., Iterator[Problem]] = _reader(section.reader)
+def _read(section: SourceRecipe | BenchmarkRecipe, tally: Tally) -> Iterable[Problem]:
+    """Return the rows of the section's path, or of the files that its ``config`` and ``split`` choose."""
+    reader: Callable[..., Iterable[Problem]] = _reader(section.reader)
     if section.reader in ANY_COLUMNS:
         reader = partial(reader, columns=section.columns, grader=section.grader)
     files, path = data_files(section), local_path(section)
     if files is None:
-        yield from reader(path, tally)
-        return
-    for file in files:
-        folder = file.relative_to(path).parent
-        for row in reader(file, tally):
-            yield replace(row, row_id=(folder / row.row_id).as_posix())
+        return reader(path, tally)
+    return (
+        replace(row, row_id=(file.relative_to(path).parent / row.row_id).as_posix())
+        for file in files
+        for row in reader(file, tally)
+    )
 
 
 def _reader(name: str) -> Reader:
@@ -104,11 +100,20 @@ def _reader(name: str) -> Reader:
     return partial(_read_own, name, load_object(name, "reader"))
 
 
-def _read_own(name: str, reader: Reader, path: Path, tally: Tally) -> Iterator[Problem]:
-    """Yield the rows of the user's own ``reader``. Raises ValueError for an error in it, and for a row of
+def _read_own(name: str, reader: Reader, path: Path, tally: Tally) -> Iterable[Problem]:
+    """Return the rows of the user's own ``reader``: a sequence that makes them as it is. Raises ValueError
+    for an error in it."""
+    with own_code(name):
+        rows = reader(path, tally)
+    made = isinstance(rows, Sequence) and not isinstance(rows, list | tuple)
+    return rows if made else _checked(name, rows, path)
+
+
+def _checked(name: str, rows: Iterable[Problem], path: Path) -> Iterator[Problem]:
+    """Yield the rows of a reader of the user's own. Raises ValueError for an error in it, and for a row of
     another type or with half a surrogate pair."""
     with own_code(name):
-        for row in reader(path, tally):
+        for row in rows:
             if not isinstance(row, Problem):
                 raise TypeError(f"expected rows of the type Problem, found {row!r:.80}")
             try:
@@ -118,7 +123,7 @@ def _read_own(name: str, reader: Reader, path: Path, tally: Tally) -> Iterator[P
             yield row
 
 
-def _filtered(source: SourceRecipe, rows: Iterator[Problem], tally: Tally) -> Iterator[Problem]:
+def _filtered(source: SourceRecipe, rows: Iterable[Problem], tally: Tally) -> Iterator[Problem]:
     exclusion = Exclusion(read_questions(Path(source.exclude))) if source.exclude else None
     return filter_rows(
         rows, tally, source.min_difficulty, source.max_difficulty, exclusion, source.keep_duplicates

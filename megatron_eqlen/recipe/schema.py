@@ -92,11 +92,9 @@ def one_of(*names: str) -> AfterValidator:
 ANY_COLUMNS = ("jsonl", *TRAINING, *BENCHMARKS)
 """Readers of files whose columns may have any names."""
 ColumnName = Literal["question", "answer", "grader", "difficulty", "instruction", "tests"]
-SourceReader = Annotated[str, one_of("jsonl", *TRAINING, "opencodereasoning", "reasoning_gym", "prepared")]
-BenchmarkReader = Annotated[
-    str, one_of("jsonl", *TRAINING, *BENCHMARKS, "livecodebench", "reasoning_gym", "prepared")
-]
-GraderName = Annotated[str, one_of("math", "code", "reasoning_gym")]
+SourceReader = Annotated[str, one_of("jsonl", *TRAINING, "opencodereasoning", "prepared")]
+BenchmarkReader = Annotated[str, one_of("jsonl", *TRAINING, *BENCHMARKS, "livecodebench", "prepared")]
+GraderName = Annotated[str, one_of("math", "code")]
 ENVIRONMENTS = {
     "python": "megatron_eqlen.environments.python_tool:PythonTool",
     "agent": "megatron_eqlen.environments.agent:Agent",
@@ -218,8 +216,8 @@ class DataSection(Section):
     """Names of the file's columns, where they are not those that ``data/layouts.py`` recognises:
     ``{question: task}``. A dot reaches into a record: ``reward_model.ground_truth``."""
     grader: GraderName | None = None
-    """Grader of all its answers: ``math``, ``code``, ``reasoning_gym``, or the import path of your own:
-    a function of the response, or a factory (docs/extending.md). Default: the grader that the
+    """Grader of all its answers: ``math``, ``code``, or the import path of your own: a function of
+    the response, or a factory (docs/extending.md). Default: the grader that the
     reader sets for each row."""
     _defaults = model_validator(mode="before")(with_defaults)
 

@@ -23,7 +23,7 @@ MOST = 0.9
 """Share of a step's responses from which one kind of end is the cause."""
 LOOKED_AT, TEXT = 32, 160
 """Most truncated responses that are searched for an answer, and characters of the example's end."""
-FORMS = {"math": "\\boxed{", "reasoning_gym": "<answer>", "code": "```"}
+FORMS = {"math": "\\boxed{", "code": "```"}
 """Text that an answer begins with, by grader."""
 EQUAL = {"cut off": "responses are cut off by rollout.tokens_per_step",
          "scored": "equal rewards: the reward function gives the same to all"}  # fmt: skip

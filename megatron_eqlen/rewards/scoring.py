@@ -280,10 +280,6 @@ def make_grader(name: str, reward: RewardRecipe, seed: int = 0) -> Grader:
         return MathGrader(reward.workers, reward.timeout)
     if name == "code":
         return CodeGrader(reward)
-    if name == "reasoning_gym":
-        from megatron_eqlen.graders.reasoning_gym import ReasoningGymGrader  # an optional package
-
-        return ReasoningGymGrader(reward)
     if is_import_path(name):
         factory = load_object(name, "grader")
         draws = "seed" in inspect.signature(factory).parameters
@@ -295,7 +291,7 @@ def make_grader(name: str, reward: RewardRecipe, seed: int = 0) -> Grader:
                 f"has grade(texts, golds) and close(), found {grader!r:.80}"
             )
         return grader
-    raise ValueError(f"grader: expected math, code, reasoning_gym or package.module:name, found {name!r}")
+    raise ValueError(f"grader: expected math, code or package.module:name, found {name!r}")
 
 
 def reward_metrics(ended: Sequence[tuple[Prompt, Grade | None]]) -> Metrics:

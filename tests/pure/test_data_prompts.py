@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 import sys
-from collections import Counter
+from collections import Counter, UserList
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from megatron_eqlen.data.jsonl import read_aime
 from megatron_eqlen.data.layouts import final_answer
 from megatron_eqlen.data.overlap import read_overlaps
 from megatron_eqlen.data.prompts import PromptSource, read_benchmark
-from megatron_eqlen.data.rows import Tally
+from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.data.sources import open_source
 from megatron_eqlen.hf.tokenizer import Tokenizer, load_tokenizer
 from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, RewardRecipe, SourceRecipe
@@ -367,8 +367,12 @@ def test_duplicates_are_kept_where_the_recipe_says_so_and_a_key_without_effect_i
     (tmp_path / "rows.jsonl").write_text('{"question": "2 + 3?", "answer": "5"}\n' * 3)
     kept = source(tmp_path / "rows.jsonl", keep_duplicates=True)
     assert [len(open_source(each, Tally())) for each in (source(kept.path), kept)] == [1, 3]
-    with pytest.raises(ValueError, match="keep_duplicates has no effect with prepared"):
-        open_source(kept.model_copy(update={"reader": "prepared"}), Tally())
+    with pytest.raises(ValueError, match=f"keep_duplicates has no effect with {__name__}:three"):
+        open_source(kept.model_copy(update={"reader": f"{__name__}:three"}), Tally())
+
+
+def three(path, tally):
+    return UserList(Problem(str(number), "2 + 3?", "5") for number in range(3))
 
 
 @pytest.mark.parametrize(("columns", "keys", "message"), [

@@ -144,8 +144,8 @@ def test_a_key_without_effect_is_refused(changes, key):
 
 
 def test_a_reader_of_questions_is_refused():
-    data = {"sources": [{"name": "s", "reader": "reasoning_gym", "path": "none"}]}
-    with pytest.raises(RecipeError, match=r"sources.0.reader: objective: sft .*reasoning_gym"):
+    data = {"sources": [{"name": "s", "reader": "opencodereasoning", "path": "none"}]}
+    with pytest.raises(RecipeError, match=r"sources.0.reader: objective: sft .*opencodereasoning"):
         supervised("none", "none", data=data)
 
 

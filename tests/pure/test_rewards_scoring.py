@@ -274,7 +274,7 @@ def test_a_mistake_in_a_function_is_named(tmp_path, function, message):
 @pytest.mark.parametrize(("grader", "message"), [
     ("code:nothing", r"code has no 'nothing' \(it is /.*/code.py\)"),
     ("nowhere:at_all", "'nowhere:at_all' cannot be imported: No module named 'nowhere'"),
-    ("oracle", r"expected math, code, reasoning_gym or .*, found 'oracle'"),
+    ("oracle", r"expected math, code or .*, found 'oracle'"),
 ])  # fmt: skip
 def test_a_grader_that_is_none_is_named(grader, message):
     with pytest.raises(ValueError, match=message):
