@@ -171,7 +171,7 @@ DECLARED = (
     Metric("environment/changed", "turns", "sum", "answered otherwise in a replay: the record stands"),
     Metric("environment/refused", "requests", "sum", "of agents that went on, refused"),
     Metric("environment/given_share", "share", mean(HARVEST_SUPERVISED_TOKENS), "given per generated token"),
-    Metric(HARVEST_PREFILLED, "tokens", "sum", "prompts, given tokens, part blocks; pairs that talk: +-31%"),
+    Metric(HARVEST_PREFILLED, "tokens", "sum", "prompts, given tokens, last blocks, resumed lines"),
     Metric(HARVEST_PREFILL_CONTEXT, "tokens", mean(HARVEST_PREFILLED), "earlier tokens that these see"),
     Metric(HARVEST_FORKS, "tracks", "sum", "forks in the finished rollouts"),
     Metric(HARVEST_CONTEXT, "tokens", PER_KEPT_TOKEN, "earlier tokens that a generated token sees"),

@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain, takewhile
+from operator import eq
 
 from megatron_eqlen.engines.protocol import SAMPLERS, Decoder, EngineError
 from megatron_eqlen.harvest.dialogues import Dialogues
@@ -27,6 +30,12 @@ from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import Delta, Rollout, RolloutKey
 
 log = logging.getLogger(__name__)
+
+
+def shared(tokens: Iterable[int], others: Iterable[int]) -> int:
+    """Return how many of the first tokens are equal."""
+    return sum(takewhile(bool, map(eq, tokens, others)))
+
 
 MAX_ATTEMPTS = 4
 """Attempts per track and policy version. A track that is lost so often means that the engine fails."""
@@ -57,6 +66,12 @@ class Driver:
         """Tracks with recorded tokens that each running harvester has not launched again, by their number."""
         self.prompt_routes = PromptRoutes(self.running) if self.rollout.keep_routes else None
         self.dialogues = meter.dialogues
+        self.prefills: dict[str, tuple[int, int]] = {}
+        """(tokens of its path that the step computed before, tokens of the path) of requests, by their id."""
+        self.prompts = [rollout.prompt.token_ids for rollout in plan.progress.rollouts]
+        """Prompts that the step computed, sorted: a prompt shares most with one beside it."""
+        self.prompts += [partial.prompt.token_ids for partial in self.partial.values() if partial.new_tokens]
+        self.prompts.sort()
 
     def run(self, harvesters: dict[RolloutKey, Harvester]) -> None:
         """Run ``harvesters`` to their ends and report to the observers."""
@@ -145,10 +160,37 @@ class Driver:
 
     def submit(self, track: Track, key: RolloutKey) -> None:
         """Submit the rest of a track as a request."""
+        path_rows = self.prompt_routes.rows_of(track, key) if self.prompt_routes is not None else 0
+        path = track.path
+        if (known := self.known(track, path, key)) is not None:
+            self.prefills[track.request_id] = known, len(path)
         self.in_flight[track.request_id] = (track, key)
         self.meter.counts["requests"] += 1
-        path_rows = self.prompt_routes.rows_of(track, key) if self.prompt_routes is not None else 0
-        self.engine.submit(track.request_id, track.path, track.remaining, track.seed, path_rows)
+        self.engine.submit(track.request_id, path, track.remaining, track.seed, path_rows)
+
+    def known(self, track: Track, path: list[int], key: RolloutKey) -> int | None:
+        """Return how many of the first tokens of a track's path requests of this step have computed. None
+        where the path itself was requested, and is again. Made of tokens: a resume counts the same."""
+        earlier = self.partial[key].earlier if key in self.partial else {}
+        if len(track) > earlier.get(track.number, 0):
+            end = track.end_generated
+            return len(track.context) + end - 1 if end < len(track.tokens) else None
+        lines: Iterable[Track] = ()
+        if earlier:  # the weights that computed its lines in earlier steps are gone, and the cache with them
+            lines = (
+                line
+                for line in self.launched[key]
+                if line.request_id in self.in_flight or len(line) > earlier.get(line.number, 0)
+            )
+        elif track.is_fork:
+            return len(path)
+        prompt = self.running[key].prompt.token_ids
+        place = bisect_left(self.prompts, prompt)
+        known = [shared(prompt, other) for other in self.prompts[max(place - 1, 0) : place + 1]]
+        known += [shared(path, chain(line.context, line.token_ids)) for line in lines]
+        if self.prompts[place : place + 1] != [prompt]:
+            self.prompts.insert(place, prompt)
+        return max(known, default=0)
 
     def deliver(self, deltas: list[Delta]) -> list[RolloutKey]:
         """Hand tokens to their tracks; return the keys of harvesters that can now decide something."""
@@ -168,6 +210,8 @@ class Driver:
             if prompt_routes is not None and delta.token_ids:
                 prompt_routes.take(track, key, delta)
             tokens += len(delta.token_ids)
+            if delta.token_ids and delta.request_id in self.prefills:
+                self.meter.computed(*self.prefills.pop(delta.request_id))
             if delta.num_cached_tokens is not None:
                 self.meter.prefilled(track, delta.num_cached_tokens)
             version = current if delta.policy_version is None else delta.policy_version

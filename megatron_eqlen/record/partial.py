@@ -12,7 +12,7 @@ they are not graded again. ``record.reader.read_progress`` reads partial rollout
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -47,12 +47,16 @@ class PartialRollout:
     """True where it is not suspended again: it is cut where the budget ends."""
     final: dict[int, Part] = field(default_factory=dict)
     """Parts that were final when an earlier step ended, graded, by their number."""
-    earlier_tokens: int = 0
-    """Number of tokens of its tracks that earlier steps generated."""
+    earlier: Mapping[int, int] = field(default_factory=dict)
+    """Number of tokens that earlier steps generated of each track, by its number."""
 
     @property
     def key(self) -> RolloutKey:
         return self.prompt.prompt_id, self.index
+
+    @property
+    def earlier_tokens(self) -> int:
+        return sum(self.earlier.values())
 
     @property
     def new_tokens(self) -> int:

@@ -169,7 +169,7 @@ def _resumed_rollouts(
             age=number - origin.step,
             last_step=number - origin.step >= recipe.rollout.max_staleness,
             final={part.number: part for part in suspended[key].parts},
-            earlier_tokens=sum(tokens.generated for tokens in tracks.values()),
+            earlier={track: tokens.generated for track, tokens in tracks.items()},
         )
         for key, origin in resumed.items()
     }

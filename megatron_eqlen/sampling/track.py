@@ -159,6 +159,11 @@ class Track:
         places = np.flatnonzero(self.tokens[:].is_generated)
         return int(places[length]) if length < len(places) else len(self.tokens)
 
+    @property
+    def end_generated(self) -> int:
+        """Number of ``tokens`` up to the last one that the policy generated."""
+        return int(np.flatnonzero(self.tokens[:].is_generated)[-1]) + 1 if self.given else len(self.tokens)
+
     def resume(self, known: Tokens) -> None:
         """Take the tokens of an earlier attempt at this track, or of an earlier step."""
         self.tokens.extend(known if self.keeps_columns else known.only(ALWAYS))

@@ -275,6 +275,6 @@ class Suspended(HarvestObserver):
             PartialRollout(
                 rollout.prompt, rollout.index, tokens, origin=RolloutOrigin(0), age=self.number,
                 last_step=self.number >= self.max_staleness, final={p.number: p for p in rollout.parts},
-                earlier_tokens=sum(map(len, tokens.values())),
+                earlier={number: known.generated for number, known in tokens.items()},
             )
         )  # fmt: skip

@@ -42,6 +42,7 @@ from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import (
     Delta,
     Grade,
+    Metrics,
     Part,
     Prompt,
     Rollout,
@@ -80,6 +81,8 @@ class Run:
         self.suspended: dict[RolloutKey, RolloutOrigin] = {}
         self.drawn: dict[str, tuple[int, Prompt]] = {}
         self.graded: Counter = Counter()
+        self.metrics: list[Metrics] = []
+        """Of each harvest that ended."""
         self.engine: Lockstep | None = None
         """Engine to use instead of a new one for each harvest."""
 
@@ -124,7 +127,8 @@ class Run:
         )  # fmt: skip
         with Recorder(folder / f"rank-{rank}.arrow") as recorder:
             if self.engine is not None:
-                engine, self.engine.policy_version = self.engine, number
+                self.engine.life, self.engine.policy_version = engine.life, number
+                engine = self.engine
             rollouts, metrics = harvest(
                 engine,
                 HarvestPlan(
@@ -137,6 +141,7 @@ class Run:
                 ),
                 [recorder],
             )
+        self.metrics.append(metrics)
         if not any(rollout.suspended for rollout in rollouts):
             remove_open_tracks(files, asked)
         if not files:  # an engine that died had delivered more
