@@ -98,7 +98,6 @@ GraderName = Annotated[str, one_of("math", "code")]
 ENVIRONMENTS = {
     "python": "megatron_eqlen.environments.python_tool:PythonTool",
     "agent": "megatron_eqlen.environments.agent:Agent",
-    "verifiers": "megatron_eqlen.environments.verifiers_tasks:VerifiersTask",
 }
 AdvantageName = Annotated[str, one_of("grpo", "dr_grpo", "rloo", "maxrl", "reward", "gr3", "none")]
 BaselineName = Annotated[str, one_of("unit", "alive", "fitted")]
@@ -315,8 +314,8 @@ class EnvironmentRecipe(Section):
 
     name: Annotated[str, one_of(*ENVIRONMENTS)] | None = None
     """``python``: a Python tool in the sandbox; ``agent``: any program that speaks to OpenAI's endpoint,
-    ``options.function``; ``verifiers``: tasks of that package; or the import path of your own class, such as
-    ``recipes.passages:SearchTool``. None: a response is one turn."""
+    ``options.function``; or the import path of your own class, such as ``recipes.passages:SearchTool`` and
+    ``recipes.verifiers_tasks:VerifiersTask``. None: a response is one turn."""
     options: Annotated[Options, When(".name")] = {}
     """Arguments of the class besides prompt and seed, as the types that it declares. Quoted text stays text.
     """

@@ -15,12 +15,12 @@ import pytest
 
 from megatron_eqlen.environments.endpoint import LONGEST, Endpoint, Episode, as_message
 from megatron_eqlen.environments.load import conversations
-from megatron_eqlen.environments.verifiers_tasks import VerifiersTask
 from megatron_eqlen.harvest.harvest import harvest
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.recipe import EnvironmentRecipe
 from megatron_eqlen.record.partial import HarvestProgress, PartialRollout
 from megatron_eqlen.types import Delta
+from recipes.verifiers_tasks import VerifiersTask
 from tests.kit import ROOT, verifiers_stub
 from tests.kit.length_bias import QUESTION
 from tests.kit.processes import within
@@ -344,7 +344,10 @@ def test_a_worker_in_another_virtual_environment_plays_episodes(tokenizer, tmp_p
     verifiers_stub.write(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr("tests.pure.test_agents.QUESTION", replace(QUESTION, gold=json.dumps(task)))
-    worker = {"name": "verifiers", "options": {"python": sys.executable, "config": config}}
+    worker = {
+        "name": "recipes.verifiers_tasks:VerifiersTask",
+        "options": {"python": sys.executable, "config": config},
+    }
     if name == "plays":
         rollouts, _, _ = played(tokenizer, "", **worker)
         assert [part.grade.reward for part in rollouts[0].parts] == [0.5, 0.5]

@@ -24,8 +24,9 @@ from tests.pure.test_forks import recipe
 
 CODE = "globals().setdefault('n', []).append(1) or len(n)"
 CALL = json.dumps({"name": "python", "arguments": {"code": CODE}})
-SAYS = {"python": f"<tool_call>{CALL}</tool_call>", "verifiers": "hm"}
-IN_CALL = {"python": "graders.sandbox.zygote", "verifiers": "sleep 600"}
+VERIFIERS = "recipes.verifiers_tasks:VerifiersTask"
+SAYS = {"python": f"<tool_call>{CALL}</tool_call>", VERIFIERS: "hm"}
+IN_CALL = {"python": "graders.sandbox.zygote", VERIFIERS: "sleep 600"}
 """Part of the command line of each process of a call; of the Python tool: a program, the fork of its zygote
 that serves it, and the zygote."""
 PROMPT = replace(QUESTION, gold='"x"')
