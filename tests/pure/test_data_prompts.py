@@ -211,7 +211,10 @@ def test_calls_in_a_chat_have_their_arguments_in_the_templates_form_and_a_lost_k
     assert counted(prompts) == (1, {"unrendered_key": 1})
 
 
-ADD, SUBTRACT = ({"type": "function", "function": {"name": name, "arguments": {}}} for name in ("add", "sub"))
+ADD, SUBTRACT, ADD_ONE = (
+    {"type": "function", "function": {"name": name, "arguments": given}}
+    for name, given in (("add", {}), ("sub", {}), ("add", '{"n": "one"}'))
+)
 
 
 @pytest.mark.parametrize("turn", [
@@ -219,7 +222,7 @@ ADD, SUBTRACT = ({"type": "function", "function": {"name": name, "arguments": {}
     {"role": "tool", "content": "Be brief."},
     {"role": "assistant", "content": "I add.", "tool_calls": [ADD]},
     {"role": "assistant", "content": "", "tool_calls": [ADD, SUBTRACT]},
-    {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": '{"n": "one"}'}]},
+    {"role": "assistant", "content": "", "tool_calls": [ADD_ONE]},
 ])  # fmt: skip
 def test_a_row_with_a_text_that_the_template_leaves_out_is_left_out(folder, tmp_path, turn):
     shutil.copytree(folder, tmp_path / "model")
