@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +86,10 @@ def _parsed(line: bytes, path: Path) -> list[Event]:
 
 
 def began(run: Path) -> datetime:
-    """Return the time of the first event, which is that of the run's first start; now where there is none."""
+    """Return the time of the first event, which is that of the run's first start; now where there is none. In
+    UTC: a run may go on in another zone."""
     first = next(iter(read(run, 0)), None)
-    return datetime.fromtimestamp(first["time"]) if first else datetime.now()
+    return datetime.fromtimestamp(first["time"] if first else time.time(), UTC)
 
 
 def _event(kind: str, fields: dict[str, Any]) -> Event:

@@ -11,6 +11,7 @@ import re
 import sysconfig
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from hashlib import sha256
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
@@ -26,16 +27,17 @@ def digests(path: str) -> dict[str, str]:
     found: defaultdict[str, list[str]] = defaultdict(list)
     module, _, name = path.partition(":")
     due, seen, trees = [(module, name)], set[tuple[str, str]](), dict[str, list[tuple[set[str], ast.stmt]]]()
+    source = cache(_source)
     while due:
         module, used = due.pop()
-        if (module, used) in seen:
+        if (module, used) in seen or (file := source(module)) is None:
             continue
         seen.add((module, used))
         if module not in trees:
-            trees[module] = [(_bound(statement), statement) for statement in _statements(module)]
+            trees[module] = [(_bound(statement), statement) for statement in _statements(file)]
         name, _, rest = used.partition(".")
-        known = [each for bound, each in trees[module] if not used or bound & {name, "*"}]
-        if trees[module] and not known:  # a module of this package
+        known = [each for bound, each in trees[module] if not used or bound & {name, "*", "__getattr__"}]
+        if name and not known:  # a module of this package
             due.append((f"{module}.{name}", rest))
         for statement in known:
             if isinstance(statement, ast.Import | ast.ImportFrom):
@@ -53,16 +55,25 @@ def digests(path: str) -> dict[str, str]:
     return {key if key != path else "": digest for key, digest in digested.items()}
 
 
-def _statements(module: str) -> list[ast.stmt]:
-    """Return the statements of a module of the user's own, without those that run it as a script."""
+def _source(module: str) -> Path | None:
+    """Return the file of a module of the user's own, or the folder of one without ``__init__.py``; None for
+    all others."""
+    package = module.rpartition(".")[0]
+    if package and _source(package) is None:  # to look inside would import it
+        return None
     try:
         spec = find_spec(module)
-    except (ImportError, ValueError):  # no such module, or one without a specification
-        return []
-    file = Path((spec and spec.origin) or "").resolve()
-    if file.suffix != ".py" or any(file.is_relative_to(folder) for folder in OTHERS):
-        return []
-    body = ast.parse(file.read_bytes()).body
+    except (ImportError, ValueError, TypeError):  # no such module, or one without a specification
+        return None
+    places = spec and (spec.origin or next(iter(spec.submodule_search_locations or ()), None))
+    file = Path(places or "?").resolve()
+    ours = (file.is_dir() or file.suffix == ".py") and not any(map(file.is_relative_to, OTHERS))
+    return file if ours else None
+
+
+def _statements(file: Path) -> list[ast.stmt]:
+    """Return the statements of a module without those that run it as a script."""
+    body = ast.parse(file.read_bytes()).body if file.is_file() else []
     return [each for each in body if not (isinstance(each, ast.If) and "__name__" in ast.unparse(each.test))]
 
 
@@ -101,11 +112,13 @@ def _imported(node: ast.AST, module: str) -> Iterator[tuple[str, str, str]]:
     """Yield, for each import, the module, the name in it, and the name that it gets here."""
     if isinstance(node, ast.Import):
         for alias in node.names:
-            target = alias.name if alias.asname else alias.name.partition(".")[0]
-            yield target, "", alias.asname or target
+            first = alias.name.partition(".")[0]
+            for target in {alias.name} | ({first} if not alias.asname else set()):
+                yield target, "", alias.asname or first
     elif isinstance(node, ast.ImportFrom):
         spec = find_spec(module)
         package = spec.parent if spec and spec.parent is not None else ""
         target = resolve_name("." * node.level + (node.module or ""), package)
         for alias in node.names:
             yield target, alias.name, alias.asname or alias.name
+            yield f"{target}.{alias.name}", "", alias.asname or alias.name

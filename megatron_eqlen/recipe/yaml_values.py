@@ -13,6 +13,8 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BeforeValidator, StrictBool, StrictFloat, StrictInt, StrictStr
 
+from megatron_eqlen.files import DEEPEST
+
 KEPT = ("tag:yaml.org,2002:null", "tag:yaml.org,2002:merge")
 """Tags that plain scalars get by their spelling; ``merge`` is the key ``<<``."""
 
@@ -78,7 +80,12 @@ _Dumper.add_representer(str, _text)
 
 def read_value(text: str) -> Any:
     """Return the value of the YAML ``text``: text, None, lists and mappings. Raises yaml.YAMLError, also for
-    duplicate keys and for nesting beyond Python's limit."""
+    duplicate keys and for nesting beyond ``DEEPEST``, at which libyaml would crash some time."""
+    depth = 0
+    for event in yaml.parse(text, _Loader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            raise yaml.MarkedYAMLError(problem="nested too deeply", problem_mark=event.start_mark)
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
@@ -86,8 +93,6 @@ def read_value(text: str) -> Any:
             return None
         _refuse_duplicates(node, "", {})
         return loader.construct_document(node)
-    except RecursionError:
-        raise yaml.YAMLError("nested too deeply") from None
     finally:
         loader.dispose()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import logging
+import mmap
 import os
 import zlib
 from collections.abc import Iterator, Sequence
@@ -89,7 +90,9 @@ def batches(path: Path, schema: pa.Schema, columns: Sequence[str] | None = None)
     not verified. A torn end is dropped, with a warning to who reads everything. Raises ValueError, naming the
     file, where it is damaged, is no such file, or is of another version of the format.
     """
-    data = pa.memory_map(str(path)).read_buffer() if path.stat().st_size else pa.py_buffer(b"")
+    with open(path, "rb") as file:  # whose errors name it, other than Arrow's
+        size = file.seek(0, os.SEEK_END)
+        data = pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
     if data[: len(START)].to_pybytes() != START[: data.size]:
         raise ValueError(f"{path}: expected rollouts (an Arrow IPC stream), found {data[:20].to_pybytes()!r}")
     closed = data[-len(CLOSED) :].to_pybytes() == CLOSED

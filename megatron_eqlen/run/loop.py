@@ -93,6 +93,8 @@ def harvest_only(job: Job, out: Path) -> None:
             hold = Hold(out)
             keep_inputs(out, job.recipe)
             write_text(out / RECIPE, dump(job.recipe))
+            events.append(out, "harvest")
+        session.tokenizer.today = distributed.agree(lambda: events.began(out))
         step = Generator(session, out, synced=False).collect(Step(number=0, policy_version=0))
         if hold is not None:
             hold.check()

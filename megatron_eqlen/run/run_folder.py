@@ -241,7 +241,9 @@ def check_harvest(out: Path, recipe: Recipe) -> None:
     refuse_unwritable(out)
     here = Path(os.path.realpath(out))
     for folder in (here, *here.parents):
-        if (folder / RECIPE).is_file() and any((folder / name).exists() for name in (METRICS, events.FILE)):
+        if (folder / RECIPE).is_file() and (
+            (folder / METRICS).exists() or any(event["kind"] != "harvest" for event in events.read(folder))
+        ):
             raise ValueError(f"--out {out}: expected a folder of its own, found the run {folder}; {other}")
     recorded = [path.name for _, path in step_folders(out)]
     if not recorded and (out / RECIPE).is_file():

@@ -123,20 +123,30 @@ def test_a_resume_does_not_mind_what_the_runs_code_does_not_use(inputs, tmp_path
     ("rules.py", "total = 9", "total = 8", False),
     ("parts.py", "return text", "return 2 * text", True),
     ("deep.py", "depth = 1", "depth = 2", True),
+    ("whole.py", "one = 1", "one = 2", True),
+    ("whole.py", "other = 1", "other = 2", False),
+    ("late.py", "two = 1", "two = 2", True),
+    ("space/far.py", "three = 1", "three = 2", True),
+    ("dynamic.py", "return 1", "return 2", True),
 ])  # fmt: skip
-def test_code_of_a_package_is_followed_through_relative_and_starred_imports(
-    tmp_path, monkeypatch, file, old, new, changed
-):
+def test_code_of_a_package_is_followed_through_its_imports(tmp_path, monkeypatch, file, old, new, changed):
     package = tmp_path / f"own_{tmp_path.name.replace('-', '_')}"
     package.mkdir()
     texts = {
         "__init__.py": "",
         "rules.py": "from .parts import *\nfrom .deep import depth\ntotal = 1\ntotal += 2\n"
-        "def grade(text): return total * star(depth)\nif __name__ == '__main__':\n    total = 9\n",
+        f"from . import dynamic, whole\nimport {package.name}.space.far\ndef grade(text):\n"
+        f"    import {package.name}.late\n    _ = whole.one, dynamic.four, {package.name}.space.far.three\n"
+        "    return total * star(depth)\nif __name__ == '__main__':\n    total = 9\n",
+        "whole.py": "one = 1\nother = 1\n",
+        "late.py": "two = 1\n",
+        "space/far.py": "three = 1\n",  # without __init__.py
+        "dynamic.py": "def __getattr__(name): return 1\n",
         "parts.py": "def star(text): return text\n",
         "deep.py": "depth = 1\n",
     }
     for name, text in texts.items():
+        (package / name).parent.mkdir(exist_ok=True)
         (package / name).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     before = digests(f"{package.name}.rules:grade")

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import cast
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -792,15 +793,25 @@ class Talker:
         return Talker()
 
 
-def test_a_run_is_evaluated_with_the_date_of_its_first_start_in_templates(tmp_path, monkeypatch):
+@pytest.mark.parametrize("command", ["evaluate", "harvest"])
+def test_a_later_command_has_the_date_of_the_first_start_in_templates(tmp_path, monkeypatch, command):
     tokenizer = tokenizer_with(tmp_path, HISTORY.replace("m.content", "strftime_now('%d %b %Y')"))
     events.append(tmp_path, "submitted")
     line = json.loads((tmp_path / events.FILE).read_text()) | {"time": 1e9}
     (tmp_path / events.FILE).write_text(json.dumps(line) + "\n")
     events.append(tmp_path, "step")
-    monkeypatch.setattr(distributed, "agree", lambda ask: ask())  # a rank alone
-    monkeypatch.setattr(loop, "Session", lambda job: nullcontext(SimpleNamespace(tokenizer=tokenizer)))
-    monkeypatch.setattr(loop, "Generator", lambda *_, **__: None)
+    for name in ("Hold", "keep_inputs", "dump", "write_text"):
+        monkeypatch.setattr(loop, name, MagicMock())
     monkeypatch.setattr(loop, "evaluate", lambda *_: ((), {}))
-    loop.evaluate_only(cast(Job, None), tmp_path / "result.json", tmp_path)
+    monkeypatch.setattr(distributed, "agree", lambda ask: ask())  # a rank alone
+    monkeypatch.setattr(distributed, "is_rank0", lambda: True)
+    session = SimpleNamespace(tokenizer=tokenizer, progress=MagicMock())
+    monkeypatch.setattr(loop, "Session", lambda job: nullcontext(session))
+    collected = MagicMock(rollouts=[])
+    collected.name = "step-00000000"
+    monkeypatch.setattr(loop, "Generator", lambda *_, **__: SimpleNamespace(collect=lambda step: collected))
+    if command == "evaluate":
+        loop.evaluate_only(cast(Job, None), tmp_path / "result.json", tmp_path)
+    else:
+        loop.harvest_only(MagicMock(**{"recipe.supervised": False}), tmp_path)
     assert "09 Sep 2001" in tokenizer.render_chat([{"role": "user", "content": "q"}])

@@ -20,7 +20,7 @@ from megatron_eqlen.environments.environment import Environment
 from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.recipes import load, parse
 from megatron_eqlen.objectives.registry import OBJECTIVES, resolve, with_defaults
-from megatron_eqlen.processes import cores
+from megatron_eqlen.processes import cores, events
 from megatron_eqlen.recipe import Recipe, RecipeError, Section, When, others
 from megatron_eqlen.recipe import load as recipe_load
 from megatron_eqlen.recipe.checks import check_effects, value_of
@@ -439,8 +439,9 @@ def test_null_unsets_a_key_that_holds_text(tmp_path):
     ("loss:\n  kl_coef: 0\n  kl_coef: 1\n", "line 3: key 'loss.kl_coef' is given twice (first in line 2)"),
     ("data: {sources: [{name: a, name: b}]}\n", "line 1: key 'data.sources.0.name' is given twice"),
     ("name: [a\n", "line 2: "),
-    ("[" * 2000 + "]" * 2000, "nested too deeply"),
-], ids=["key", "section", "list", "no YAML", "nested"])  # fmt: skip
+    ("[" * 2000 + "]" * 2000, "line 1: nested too deeply"),
+    ("[" * 200_000, "line 1: nested too deeply"), ("- " * 200_000, "line 1: nested too deeply"),
+], ids=["key", "section", "list", "no YAML", "nested", "not closed", "in blocks"])  # fmt: skip
 def test_a_file_that_says_a_key_twice_or_is_no_yaml_is_named_with_the_line(tmp_path, text, message):
     path = tmp_path / "r.yaml"
     path.write_text(text)
@@ -661,6 +662,7 @@ def test_a_harvest_has_a_folder_of_its_own_or_completes_its_own(tmp_path):
     (tmp_path / "failed").mkdir()
     (tmp_path / "failed/recipe.yaml").write_text(dump(small(seed=5)))
     check_harvest(tmp_path / "failed", recipe)
+    events.append(tmp_path / "cut off", "harvest")
     check_harvest(tmp_path / "cut off", recipe)
     (run / "streams/step-00000000").mkdir(parents=True)
     (run / "recipe.yaml").write_text(dump(recipe))
