@@ -95,8 +95,6 @@ class Scorer:
         self._functions: dict[str, RewardFunction | None] = {}
         """By grader: the reward function that it names; None for a grader."""
         self._background = Background(tokenizer.decode)
-        self.causes: list[str] = []
-        """Failure of the newest ``score`` that left a response without a reward, and its prompt; or none."""
 
     def begin(self, prompt: Prompt, response: TokenIds) -> None:
         """Start grading a response that has just ended, if its grader works beside generation."""
@@ -109,7 +107,8 @@ class Scorer:
                 self._begin(entry.key, entry.prompt, entry.response)
 
     def score(self, rollouts: Sequence[Rollout], seconds: float = math.inf) -> Metrics:
-        """Fill ``grade`` of every segment that ends a response; a grade that is already there is kept.
+        """Fill ``grade`` of every segment that ends a response; a grade that is already there is kept. Return
+        the number of calls and the time that they took.
 
         Waits at most ``seconds`` for graders that work in the background; responses without a grade then, and
         those whose grader failed, are unscored. Grading that was begun for responses not among ``rollouts``
@@ -133,22 +132,14 @@ class Scorer:
             self._background.give_up()
         for entry in ended:
             entry.part.grade = weighed(entry.part.grade or grades[entry.key], self._reward.weights)
-        lost = [(part.grade, rollout) for rollout in rollouts for part in rollout.unscored()]
-        self.causes = [f"{grade.detail} ({rollout.prompt_id})" for grade, rollout in lost[:1] if grade]
-        if lost:
-            log.warning("%d of %d responses have no reward: %s", len(lost), len(ended), *self.causes)
-        kept, left_out = leave_out(rollouts, self._reward)
-        return (
-            reward_metrics(new_grades(kept))
-            | policy_metrics(kept)
-            | left_out
-            | {
-                "reward/calls": len(ungraded),
-                "reward/seconds": time.monotonic() - started,
-                "reward/wait_seconds": waited,
-                "reward/hidden_seconds": hidden,
-            }
-        )
+        if causes := unscored_causes(rollouts):
+            log.warning("%d of %d responses have no reward: %s", len(causes), len(ended), causes[0])
+        return {
+            "reward/calls": len(ungraded),
+            "reward/seconds": time.monotonic() - started,
+            "reward/wait_seconds": waited,
+            "reward/hidden_seconds": hidden,
+        }
 
     def grade_texts(
         self,
@@ -294,6 +285,19 @@ def make_grader(name: str, reward: RewardRecipe, seed: int = 0) -> Grader:
     raise ValueError(f"grader: expected math, code or package.module:name, found {name!r}")
 
 
+def unscored_causes(rollouts: Iterable[Rollout]) -> list[str]:
+    """Return why each response without a reward has none, with its prompt."""
+    unscored = ((part.grade, rollout.prompt_id) for rollout in rollouts for part in rollout.unscored())
+    return [f"{grade.detail} ({prompt_id})" for grade, prompt_id in unscored if grade]
+
+
+def scored(rollouts: Sequence[Rollout], reward: RewardRecipe) -> tuple[list[Rollout], Metrics]:
+    """Return the rollouts that ``leave_out`` keeps, and the metrics of the responses that ended in this
+    step."""
+    kept, left_out = leave_out(rollouts, reward)
+    return kept, reward_metrics(new_grades(kept)) | policy_metrics(kept) | left_out
+
+
 def reward_metrics(ended: Sequence[tuple[Prompt, Grade | None]]) -> Metrics:
     """Return mean and spread of the rewards, per source too, and the share of each verdict, over responses
     that ended; all have been graded."""
@@ -371,14 +375,15 @@ def leave_out(rollouts: Sequence[Rollout], reward: RewardRecipe) -> tuple[list[R
     return kept, metrics | ({REWARD_DROPPED_LENGTH: sum(lengths) / len(lengths)} if lengths else {})
 
 
-def refuse_too_many(metrics: Metrics, causes: Sequence[str], reward: RewardRecipe) -> None:
+def refuse_too_many(rollouts: Sequence[Rollout], reward: RewardRecipe) -> None:
     """Raise UnscoredError if more responses of a step have no reward than the recipe allows. One always may.
-    ``metrics``: of scoring, of all ranks; ``causes``: what failed, with its prompt."""
+    ``rollouts``: of all ranks."""
+    _, metrics = scored(rollouts, reward)
     failed = metrics[REWARD_UNSCORED]
     of = metrics[REWARD_ENDED] + failed * (reward.on_error == "drop")
     if failed > max(1, reward.max_unscored * of):
         raise UnscoredError(
             f"{failed:.0f} of {of:.0f} responses of a step have no reward, more than reward.max_unscored: "
-            f"{reward.max_unscored:g} allows: {causes[0]}; the step is recorded, the same command grades it "
-            "again"
+            f"{reward.max_unscored:g} allows: {unscored_causes(rollouts)[0]}; the step is recorded, the same "
+            "command grades it again"
         )

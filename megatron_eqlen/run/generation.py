@@ -51,7 +51,7 @@ from megatron_eqlen.record.reader import (
     step_files,
 )
 from megatron_eqlen.record.recorder import Recorder, record_grades
-from megatron_eqlen.rewards.scoring import Scorer, leave_out, new_grades, refuse_too_many, reward_metrics
+from megatron_eqlen.rewards.scoring import Scorer, leave_out, refuse_too_many, scored
 from megatron_eqlen.run.replicas import Replicas, shared
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Batch, Step
@@ -316,10 +316,9 @@ class Generator(InTurn):
         with self.session.stage("score", self.recipe.reward.step_timeout) as seconds:
             part = self.session.replicas.part(harvested.rollouts)
             self.teach(part)
-            seconds |= grade(self.session, part, harvested)
+            everyone, calls = grade(self.session, part, harvested.prompts)
             if part or self.session.replicas.leads:
                 record_grades(self._file(step), part)
-            everyone = shared(part, harvested.prompts)
         keys = [rollout_key(rollout) for rollout in everyone if rollout.suspended]
         origin = RolloutOrigin(step.number, step.policy_version)
         self.suspended |= {key: self.resumed.get(key, origin) for key in keys}
@@ -331,7 +330,7 @@ class Generator(InTurn):
             self.placed.learn(whole, harvest_seed(self.recipe.seed, step.number))
             if position is not None:
                 position[PLACED] = self.placed.seen
-        return select(Batch(everyone, harvested.metrics | seconds, position), step, self.session)
+        return select(Batch(everyone, harvested.metrics | seconds | calls, position), step, self.session)
 
     def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult:
         session = self.session
@@ -414,28 +413,31 @@ def try_rewards(session: Session, source: PromptSource) -> None:
         (session.progress.warn if first.cause else session.progress.say)(f"first rewards of {first}")
 
 
-def grade(session: Session, rollouts: Sequence[Rollout], harvested: Batch) -> Metrics:
-    """Grade this rank's rollouts; return the metrics of all ranks. Raises UnscoredError if too many responses
-    have no reward."""
+def grade(
+    session: Session, rollouts: Sequence[Rollout], prompts: Sequence[Prompt]
+) -> tuple[list[Rollout], Metrics]:
+    """Grade this rank's rollouts; return all ranks' as skeletons, and metrics of the calls. Raises
+    UnscoredError if too many responses have no reward."""
     reward = session.recipe.reward
-    metrics = at_once(gather([session.scorer.score(rollouts, reward.step_timeout)]))
-    refuse_too_many(harvested.metrics | metrics, gather(session.scorer.causes), reward)
-    return metrics
+    calls = at_once(gather([session.scorer.score(rollouts, reward.step_timeout)]))
+    everyone = shared(rollouts, prompts)
+    refuse_too_many(everyone, reward)
+    return everyone, calls
 
 
-def select(scored: Batch, step: Step, session: Session) -> Batch:
+def select(graded: Batch, step: Step, session: Session) -> Batch:
     """Return the batch with reward metrics of responses that ended in this step, and only the rollouts that
     the step trains. Dynamic sampling leaves out prompts without unequal rewards, and prompts beyond
     ``data.prompts_per_step``."""
     recipe = session.recipe
-    kept, left_out = leave_out(scored.rollouts, recipe.reward)
+    kept, measured = scored(graded.rollouts, recipe.reward)
     rollouts = due_rollouts(kept)
-    metrics = scored.metrics | reward_metrics(new_grades(kept)) | left_out | profile_metrics(rollouts, recipe)
+    metrics = graded.metrics | measured | profile_metrics(rollouts, recipe)
     if session.objective.dynamic_sampling:
         room = recipe.data.prompts_per_step - step.prompts
         rollouts, metrics["objective/filtered_prompts"] = dynamic_sampling.select(rollouts, recipe, room)
-    drawn = drawn_lines(scored.rollouts, recipe, step.number) if recipe.rollout.comparable else ()
-    return Batch(rollouts, metrics, scored.data_position, drawn=drawn)
+    drawn = drawn_lines(graded.rollouts, recipe, step.number) if recipe.rollout.comparable else ()
+    return Batch(rollouts, metrics, graded.data_position, drawn=drawn)
 
 
 def start_engine(job: Job, replicas: Replicas, syncs_first: bool) -> Engine:

@@ -12,7 +12,6 @@ from megatron_eqlen.record.partial import RolloutOrigin
 from megatron_eqlen.record.reader import read_prompts, read_skeletons, read_step, step_files
 from megatron_eqlen.record.replayed import check_step, check_steps
 from megatron_eqlen.run.generation import InTurn, grade, select
-from megatron_eqlen.run.replicas import shared
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Batch, Step
 from megatron_eqlen.tokens import ALWAYS, COLUMNS, TEACHER
@@ -57,6 +56,5 @@ class Replay(InTurn):
         """Grade only the responses without a recorded grade; ask the teacher only where none answered."""
         with self.session.stage("score", self.recipe.reward.step_timeout) as seconds:
             self.teach(harvested.rollouts)
-            seconds |= grade(self.session, harvested.rollouts, harvested)
-            everyone = shared(harvested.rollouts, harvested.prompts)
-        return select(Batch(everyone, harvested.metrics | seconds, None), step, self.session)
+            everyone, calls = grade(self.session, harvested.rollouts, harvested.prompts)
+        return select(Batch(everyone, harvested.metrics | seconds | calls, None), step, self.session)

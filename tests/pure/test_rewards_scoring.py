@@ -10,7 +10,7 @@ import tests.kit.rollouts as kit
 from megatron_eqlen.data.rows import Tally
 from megatron_eqlen.data.sources import open_source
 from megatron_eqlen.recipe import RewardRecipe, SourceRecipe
-from megatron_eqlen.rewards.scoring import Scorer, reward_metrics, weighed
+from megatron_eqlen.rewards.scoring import Scorer, reward_metrics, scored, weighed
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of, tail_of
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Grade, Part, Prompt, Rollout
@@ -52,7 +52,8 @@ def scorer():
 def test_a_segment_is_graded_as_the_whole_response_it_ends(scorer):
     """A_2 and B_2 hold half a box; with the trunk before them they are answers."""
     stream = make_stream()
-    metrics = scorer.score([stream])
+    scorer.score([stream])
+    _, metrics = scored([stream], RewardRecipe())
     assert [grade and grade.answer for grade in grades(stream)] == ["5", None, "6", "5"]
     assert [grade and grade.reward for grade in grades(stream)] == [1.0, None, 0.0, 1.0]
     assert metrics["reward/ended"] == 3
@@ -83,7 +84,8 @@ def test_each_source_has_its_own_grader():
 
     scorer, own = Scorer(RewardRecipe(), Letters()), f"{__name__}:shorter_is_better"
     rollouts = [group(prompt("a"), r"\boxed{5}"), group(prompt("b", own, "10", "judged"), "12345")]
-    metrics = scorer.score(rollouts)
+    scorer.score(rollouts)
+    _, metrics = scored(rollouts, RewardRecipe())
     assert [rollout.parts[0].grade.reward for rollout in rollouts] == [1.0, 0.5]
     assert metrics["reward/source/judged/mean"] == 0.5
     assert rollouts[1].parts[0].grade.grader.endswith(":shorter_is_better")

@@ -14,7 +14,14 @@ from megatron_eqlen.objectives.build import weighted_units
 from megatron_eqlen.objectives.dynamic_sampling import trained
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.recipe import Recipe, RewardRecipe
-from megatron_eqlen.rewards.scoring import Scorer, UnscoredError, leave_out, refuse_too_many
+from megatron_eqlen.rewards.scoring import (
+    Scorer,
+    UnscoredError,
+    leave_out,
+    refuse_too_many,
+    scored,
+    unscored_causes,
+)
 from megatron_eqlen.run.generation import select
 from megatron_eqlen.run.step import Batch, Step
 from megatron_eqlen.sampling.comparison import ComparisonUnit
@@ -54,9 +61,9 @@ class Batches:
 def score(on_error: str, *texts: str, grader: str = f"{HERE}:graded"):
     scorer = Scorer(RewardRecipe(workers=1, on_error=on_error), Letters())
     rollout = group(*texts, grader=grader)
-    metrics = scorer.score([rollout])
+    scorer.score([rollout])
     scorer.close()
-    return rollout, metrics, scorer.causes
+    return rollout, scored([rollout], RewardRecipe(on_error=on_error))[1], unscored_causes([rollout])
 
 
 @pytest.mark.parametrize("grader", [f"{HERE}:graded", f"{HERE}:Batches"])
@@ -183,11 +190,14 @@ def test_a_stream_with_a_failure_is_left_out_as_a_whole_or_compared_with_zeros(o
     (1, 0, False), (1, 3, False), (2, 18, False), (3, 18, True), (2, 0, True),
 ])  # fmt: skip
 def test_more_than_the_limit_end_the_run_and_one_never_does(unscored, ended, refused):
-    for on_error, graded in (("drop", ended), ("zero", ended + unscored)):
-        counts = {"reward/unscored": unscored, "reward/ended": graded}
+    responses = [ending("right") for _ in range(ended + unscored)]
+    for number, part in enumerate(responses):
+        part.grade = Grade.unscored("the cause") if number < unscored else Grade(1.0, "scored")
+    for on_error in ("drop", "zero"):
+        rollout = kit.group(prompt(f"{HERE}:graded"), 0, responses)
         ends = pytest.raises(UnscoredError, match=f"{unscored} of {ended + unscored} .*: 0.1 .*the cause")
         with ends if refused else nullcontext():
-            refuse_too_many(counts, ["the cause"], RewardRecipe(on_error=on_error))
+            refuse_too_many([rollout], RewardRecipe(on_error=on_error))
 
 
 def test_the_expected_step_of_what_is_kept_is_the_gradient_of_the_reward_given_no_failure():
