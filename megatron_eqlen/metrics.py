@@ -170,6 +170,8 @@ DECLARED = (
     Metric("environment/replays", "environments", "sum", "rebuilt from recorded messages"),
     Metric("environment/changed", "turns", "sum", "answered otherwise in a replay: the record stands"),
     Metric("environment/refused", "requests", "sum", "of agents that went on, refused"),
+    Metric("environment/folder_bytes", "bytes", "sum", "of workspaces, unpacked and packed for commands"),
+    Metric("environment/folder_seconds", "s", "sum", "for that, in all threads"),
     Metric("environment/given_share", "share", mean(HARVEST_SUPERVISED_TOKENS), "given per generated token"),
     Metric(HARVEST_PREFILLED, "tokens", "sum", "prompts, given tokens, last blocks, resumed lines"),
     Metric(HARVEST_PREFILL_CONTEXT, "tokens", mean(HARVEST_PREFILLED), "earlier tokens that these see"),

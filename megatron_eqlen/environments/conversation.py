@@ -10,20 +10,27 @@ as the chat template continues a conversation with it.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from numbers import Real
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_eqlen.environments.environment import Environment, Observation
+from megatron_eqlen.files import write_text
 from megatron_eqlen.hf.tokenizer import encodable
 from megatron_eqlen.processes.timeline import TimeSpan
 from megatron_eqlen.recipe import EnvironmentRecipe
 from megatron_eqlen.tokens import TokenIds, Tokens
 from megatron_eqlen.types import Grade, Prompt
+
+STATES = "environments"
+"""Folder of saved states in the record of a step."""
 
 
 class Turn(NamedTuple):
@@ -62,6 +69,9 @@ class Conversations:
     """Gives up what all environments share."""
     note: Callable[[TimeSpan], None] = lambda span: None
     """Is told of the longest calls and waits of a harvest, at its end."""
+    kept: Path | None = None
+    """Folder of the step's record that states are saved in after each turn; states of earlier steps lie in
+    its neighbours. None: nothing is saved."""
     own_seeds: bool = False
     """True if each first track of a rollout has a seed of its own, as the samples of an evaluation have."""
 
@@ -87,10 +97,13 @@ def answer(
     new one, which is told the turns before; what it answers there is not read, the record stands."""
     known, environment = environment, environment or speak.make(prompt, seed)
     try:
-        told = turns[:-1] if known is None else ()
+        first = 0 if known is None else len(turns) - 1
+        if known is None and (saved := _saved(speak, seed, prompt, turns[:-1])) is not None:
+            environment.load(saved.read_text(), saved.parent)
+            first = len(turns) - 1
         changed = sum(
             _given(speak, environment, _step(speak, environment, turn)) != turn.given.tolist()
-            for turn in told
+            for turn in turns[first:-1]
         )
         observation = _step(speak, environment, turns[-1])
         given = _given(speak, environment, observation)
@@ -98,11 +111,33 @@ def answer(
         over = len(turns) >= speak.limits.max_turns or before + len(given) > speak.limits.max_given_tokens
         if observation.done or over:
             return Answer(environment, None, _grade(environment), not observation.done, changed)
+        if speak.kept is not None:
+            answered = [*turns[:-1], turns[-1]._replace(given=np.array(given))]
+            _save(environment, speak.kept / STATES / _name(seed, prompt, answered))
         return Answer(environment, given, changed=changed)
     except BaseException:
         if known is None:  # nobody else has it
             closed(environment)
         raise
+
+
+def _name(seed: int, prompt: Prompt, turns: list[Turn]) -> str:
+    """Return the name of the state after ``turns``, which have all been answered."""
+    said = [[turn.generated.tolist(), turn.given.tolist()] for turn in turns]
+    return hashlib.sha256(json.dumps([seed, prompt.prompt_id, said]).encode()).hexdigest()
+
+
+def _saved(speak: Conversations, seed: int, prompt: Prompt, turns: list[Turn]) -> Path | None:
+    """Return the file of the state after ``turns``, of this step or an earlier one; None if there is none."""
+    if speak.kept is None or not turns:
+        return None
+    return next(speak.kept.parent.glob(f"*/{STATES}/{_name(seed, prompt, turns)}"), None)
+
+
+def _save(environment: Environment, file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if (text := environment.save(file.parent)) is not None:
+        write_text(file, text)
 
 
 def closed(environment: Environment) -> None:

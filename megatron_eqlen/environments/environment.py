@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from megatron_eqlen.types import Grade, Prompt
@@ -51,6 +52,9 @@ class Environment:
     """False if ``fork`` is not possible: only sampling that forks nothing can be used."""
     refused: int = 0
     """Requests of an agent that were refused."""
+    folder_bytes: int = 0
+    folder_seconds: float = 0.0
+    """Bytes of folders that were unpacked and packed, and the time that it took."""
 
     def __init__(self, prompt: Prompt, seed: int) -> None: ...
 
@@ -71,6 +75,14 @@ class Environment:
                 f"{type(self).__name__}.fork: expected a state that copy.deepcopy copies, found {error!r}: "
                 "define fork, or set copies = False"
             ) from error
+
+    def save(self, place: Path) -> str | None:
+        """Return text that ``load`` makes the state of; large parts lie in files of the folder ``place``, and
+        stay there. None: a resumed run tells a new environment the messages."""
+        return None
+
+    def load(self, text: str, place: Path) -> None:
+        """Take the state that ``save`` returned in an earlier process."""
 
     def close(self) -> None:
         """Give up what the environment holds."""

@@ -7,20 +7,20 @@ processes are the same in each process. Cells must not depend on the clock.
 
 from __future__ import annotations
 
+import json
 from functools import cache
-from queue import Empty, LifoQueue
+from pathlib import Path
 from typing import Any, Literal
 
 from megatron_eqlen.environments.tool_calls import ToolEnvironment, tool
-from megatron_eqlen.graders.sandbox.client import Execution, Sandbox, SandboxError
+from megatron_eqlen.graders.sandbox.client import Sandbox
 from megatron_eqlen.graders.sandbox.interpreter import find_python
+from megatron_eqlen.graders.sandbox.pool import SandboxPool
 from megatron_eqlen.graders.sandbox.probe import required_isolation
-from megatron_eqlen.graders.sandbox.program import Isolation, Limits
+from megatron_eqlen.graders.sandbox.program import Limits
 from megatron_eqlen.types import Prompt
 
 Mode = Literal["strict", "best_effort"]
-MOST_SANDBOXES = 3
-"""Sandboxes that may fail at the same cells, one after the other."""
 RUN_CELLS = """
 import ast, contextlib, io, os, random, sys, traceback
 def seed(self, a=None, version=2, own=random.Random.seed):
@@ -78,21 +78,27 @@ class PythonTool(ToolEnvironment):
     def python(self, code: str) -> str:
         """Run Python code. Names stay defined. Returns what it prints and the last expression's value."""
         program = RUN_CELLS.format(before=list(self.cells), cell=code)
-        run = _run(program, self.limits, *self.place)
+        run = _pool(*self.place).run(lambda sandbox: sandbox.run(program, "", self.limits))
         if run.status != "finished":
             return self._short(f"{run.stdout}\nerror: {run.status.replace('_', ' ')}".strip())
         self.cells += (code,)
         return self._short(run.stdout.rstrip() or "(no output)")
 
+    def save(self, place: Path) -> str:
+        return json.dumps(self.cells)
+
+    def load(self, text: str, place: Path) -> None:
+        self.cells = tuple(json.loads(text))
+
     @classmethod
     def start(cls, **options: Any) -> None:
-        _place(options.get("sandbox", "strict"), options.get("python", "3.11"))
+        _pool(options.get("sandbox", "strict"), options.get("python", "3.11"))
 
     @classmethod
     def end(cls) -> None:
-        _place.cache_clear()
-        while _STARTED:
-            _STARTED.pop().close()
+        _pool.cache_clear()
+        while _POOLS:
+            _POOLS.pop().close()
 
     def _short(self, text: str) -> str:
         if len(text) <= self.longest_output:
@@ -102,33 +108,12 @@ class PythonTool(ToolEnvironment):
 
 
 @cache
-def _place(mode: Mode, python: str) -> tuple[Isolation, str, LifoQueue[Sandbox]]:
-    """Return how sandboxes are made, and those that wait for a program."""
+def _pool(mode: Mode, python: str) -> SandboxPool:
     python = find_python(python)
-    return required_isolation(mode, python), python, LifoQueue()
+    isolation = required_isolation(mode, python)
+    pool = SandboxPool(lambda: Sandbox(isolation, python))
+    _POOLS.append(pool)
+    return pool
 
 
-def _run(program: str, limits: Limits, mode: Mode, python: str) -> Execution:
-    """Run a program in a sandbox that waits, or in a new one."""
-    isolation, python, idle = _place(mode, python)
-    new = 0
-    while True:
-        try:
-            sandbox = idle.get_nowait()
-        except Empty:
-            new += 1
-            sandbox = Sandbox(isolation, python)
-            _STARTED.append(sandbox)
-        try:
-            execution = sandbox.run(program, "", limits)
-        except SandboxError:  # it was killed; cells can run again
-            _STARTED.remove(sandbox)
-            sandbox.close()
-            if new == MOST_SANDBOXES:
-                raise
-            continue
-        idle.put(sandbox)
-        return execution
-
-
-_STARTED: list[Sandbox] = []
+_POOLS: list[SandboxPool] = []

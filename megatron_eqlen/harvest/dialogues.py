@@ -38,7 +38,7 @@ have this number and those below."""
 
 CALL, WAIT = "call", "wait for a fork"
 """Stages of the timeline."""
-COUNTED = "turns", "cut", "copies", "replays", "changed", "refused"
+COUNTED = "turns", "cut", "copies", "replays", "changed", "refused", "folder_bytes", "folder_seconds"
 SPANS = 200
 """Most spans of a harvest that the timeline gets: the longest."""
 
@@ -265,7 +265,8 @@ class Dialogues:
             del self._due[track]
         self.counts.update(self._ends.pop(key, ()))
         for state in self._states.pop(key, {}).values():
-            self.counts["refused"] += state.environment.refused
+            for name in ("refused", "folder_bytes", "folder_seconds"):
+                self.counts[name] += getattr(state.environment, name)
             self._closing.append(_begun(state.environment.close))
 
     def fail(self, call: Call, error: BaseException, on_error: str) -> None:

@@ -97,6 +97,7 @@ BenchmarkReader = Annotated[str, one_of("jsonl", *TRAINING, *BENCHMARKS, "liveco
 GraderName = Annotated[str, one_of("math", "code")]
 ENVIRONMENTS = {
     "python": "megatron_eqlen.environments.python_tool:PythonTool",
+    "workspace": "megatron_eqlen.environments.workspace:Workspace",
     "agent": "megatron_eqlen.environments.agent:Agent",
 }
 AdvantageName = Annotated[str, one_of("grpo", "dr_grpo", "rloo", "maxrl", "reward", "gr3", "none")]
@@ -313,8 +314,9 @@ class EnvironmentRecipe(Section):
     """Environment that answers the policy's turns with tools, games or databases (docs/agents.md)."""
 
     name: Annotated[str, one_of(*ENVIRONMENTS)] | None = None
-    """``python``: a Python tool in the sandbox; ``agent``: any program that speaks to OpenAI's endpoint,
-    ``options.function``; or the import path of your own class, such as ``recipes.passages:SearchTool`` and
+    """``python``: a Python tool in the sandbox; ``workspace``: commands in a folder, made from
+    ``options.template``; ``agent``: any program that speaks to OpenAI's endpoint, ``options.function``; or
+    the import path of your own class, such as ``recipes.passages:SearchTool`` and
     ``recipes.verifiers_tasks:VerifiersTask``. None: a response is one turn."""
     options: Annotated[Options, When(".name")] = {}
     """Arguments of the class besides prompt and seed, as the types that it declares. Quoted text stays text.

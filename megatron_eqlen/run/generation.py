@@ -13,6 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -308,7 +309,7 @@ class Generator(InTurn):
             keeps_columns=replicas.keeps,
             marker=self.marker,
             kind=self.placed,
-            conversations=self.conversations,
+            conversations=self.conversations and replace(self.conversations, kept=folder),
         )
 
     def score(self, step: Step, harvested: Batch) -> Batch:

@@ -24,9 +24,15 @@ from tests.pure.test_forks import recipe
 
 CODE = "globals().setdefault('n', []).append(1) or len(n)"
 CALL = json.dumps({"name": "python", "arguments": {"code": CODE}})
+SECOND = "echo $((EQLEN_SEED % 90)) >> drawn; cat drawn; [ $(wc -l < drawn) != 2 ] || sleep ${HANG:-0}"
+RUN = json.dumps({"name": "run", "arguments": {"command": SECOND}})
 VERIFIERS = "recipes.verifiers_tasks:VerifiersTask"
-SAYS = {"python": f"<tool_call>{CALL}</tool_call>", VERIFIERS: "hm"}
-IN_CALL = {"python": "graders.sandbox.zygote", VERIFIERS: "sleep 600"}
+SAYS = {
+    "python": f"<tool_call>{CALL}</tool_call>",
+    "workspace": f"<tool_call>{RUN}</tool_call>",
+    VERIFIERS: "hm",
+}
+IN_CALL = {"python": "graders.sandbox.zygote", "workspace": "sleep 600", VERIFIERS: "sleep 600"}
 """Part of the command line of each process of a call; of the Python tool: a program, the fork of its zygote
 that serves it, and the zygote."""
 PROMPT = replace(QUESTION, gold='"x"')
@@ -39,12 +45,21 @@ def step(folder, name, config):
     options = {"python": sys.executable, "config": json.dumps(config)}
     if name == "python":
         options = {"sandbox": "best_effort", "timeout": 100.0}
+    if name == "workspace":
+        template = folder.parent / "template"
+        template.mkdir(exist_ok=True)
+        options = {
+            "template": str(template),
+            "timeout": 200.0,
+            "variables": {"HANG": str(config.get("hang", 0))},
+        }
     limits = {"max_turns": 3, "max_given_tokens": 80, "timeout": 300.0}
     section = EnvironmentRecipe(name=name, options=options, **limits)
     rollout = SETTINGS.rollout.model_copy(update={"max_response_length": 900})
     settings = SETTINGS.model_copy(update={"environment": section, "rollout": rollout})
     prompts = [replace(PROMPT, token_ids=tokenizer.encode(tokenizer.render_chat(FIRST)))]
     speak, progress = conversations(settings, tokenizer), read_progress(folder, prompts, settings)
+    speak = replace(speak, kept=folder)
     ends = tokenizer.eos_token_ids
     plan = HarvestPlan(prompts, settings, ends, seed=0, progress=progress, conversations=speak)
     with recorder.Recorder(folder / "rank-0.arrow") as observer:
@@ -55,7 +70,7 @@ def step(folder, name, config):
 
 
 def step_that_is_killed(folder, name, config):
-    """The Python tool hangs in its second call."""
+    """A tool hangs in its second call."""
     python_tool.RUN_CELLS = "import time\nif {before!r}: time.sleep(600)\n" + python_tool.RUN_CELLS
     recorder.INTERVAL = 0.1
     step(folder, name, config)
@@ -74,17 +89,17 @@ def test_a_kill_in_mid_call_leaves_no_process_and_the_step_resumes(name, tmp_pat
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "stub"), prepend=os.pathsep)
     folder, hold = tmp_path / "step-00000001", tmp_path / "hold"
     hold.touch()
-    call = f"step_that_is_killed(Path({str(folder)!r}), {name!r}, {{'hold': {str(hold)!r}}})"
+    call = f"step_that_is_killed(Path({str(folder)!r}), {name!r}, {{'hold': {str(hold)!r}, 'hang': 600}})"
     code = f"from pathlib import Path; from {__name__} import *; {call}"
     victim = Child(["-c", code], {}, [0, 1, 2], ())
 
     def in_call():
         return [pid for pid in descendants(victim.pid) if IN_CALL[name] in command_line(pid)]
 
-    of_tool = name == "python"
+    of_tool = name != VERIFIERS
     # first calls look like second ones: all of them are over once their answers are on disk
     assert within(240, lambda: recorded(folder, answered=of_tool) == 2 or victim.poll() is not None, 0.2)
-    assert within(240, lambda: len(in_call()) == (6 if of_tool else 2) or victim.poll() is not None)
+    assert within(240, lambda: len(in_call()) == (6 if name == "python" else 2) or victim.poll() is not None)
     assert victim.poll() is None
     started = descendants(victim.pid)
     victim.kill()

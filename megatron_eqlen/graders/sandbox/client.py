@@ -70,6 +70,9 @@ class Command:
     """Added to ``command.ENVIRONMENT``."""
     readable: Sequence[str] = ()
     """Absolute paths of this machine that the command sees too, read-only, beside ``command.SYSTEM``."""
+    container: Sequence[str] = ()
+    """Start of a command that runs ``arguments`` in a container, with ``{folder}`` for the folder's path on
+    this machine. The container then isolates; the sandbox limits time, output and the folder's size."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,9 @@ import select
 import signal
 import socket
 import tarfile
+import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NoReturn
 
@@ -92,6 +94,9 @@ def run(limits: CommandLimits, told: int, zygote: int) -> NoReturn:
         with open(REQUEST, "rb", closefd=False) as file:
             request = json.load(file)
         os.setsid()
+        if request["container"]:
+            kernel.die_with(zygote)
+            _run_container(request, limits, told)
         owner = _new_namespaces()
         kernel.die_with(zygote)  # after the change of rights, which would reset it
         if (first := os.fork()) == 0:
@@ -158,13 +163,41 @@ def _run_as_first_process(request: dict[str, Any], limits: CommandLimits, owner:
     except BaseException as error:  # noqa: BLE001 - told to the parent, who raises it
         refuse(told, error)
         os._exit(1)
-    report = _watch(command, printed, limits) | {"left_out": 0, "unkept": None}
+    _report(_watch(command, printed, limits, alone=True), FOLDER, limits)
+    os._exit(0)
+
+
+def _run_container(request: dict[str, Any], limits: CommandLimits, told: int) -> NoReturn:
+    """Run the command in a container of somebody else's, with the folder on the machine's disk."""
+    kernel.prctl(kernel.SET_CHILD_SUBREAPER, 1)
+    with tempfile.TemporaryDirectory(prefix="eqlen-folder-") as folder:
+        with open(ARCHIVE, "rb", closefd=False) as file:
+            unpack(file, folder, os.geteuid())
+        printed, printing = os.pipe()
+        if (command := os.fork()) == 0:
+            os.dup2(printing, 1)
+            os.dup2(printing, 2)
+            os.chdir(folder)
+            limit(resource.RLIMIT_FSIZE, limits.folder_mb << 20)
+            start = [part.replace("{folder}", folder) for part in request["container"]]
+            _execute([*start, *request["arguments"]], os.environ | request["environment"])
+        os.close(told)
+        os.close(printing)
+        _report(_watch(command, printed, limits, alone=False), folder, limits)
+    os._exit(0)
+
+
+def _report(report: dict[str, Any], folder: str, limits: CommandLimits) -> None:
+    """Pack the folder and write the report."""
+    report |= {"left_out": 0, "unkept": None}
     try:
-        report["left_out"] = _pack_again(limits)
+        os.ftruncate(ARCHIVE, 0)
+        os.lseek(ARCHIVE, 0, os.SEEK_SET)
+        with open(ARCHIVE, "wb", closefd=False) as file:
+            report["left_out"] = pack(folder, file, limits.folder_mb << 20)
     except (OSError, RecursionError, FolderError) as error:
         report["unkept"] = f"{type(error).__name__}: {error}"
     os.write(REPORT, json.dumps(report).encode())
-    os._exit(0)
 
 
 def _build_root(readable: list[str], limits: CommandLimits, owner: int) -> None:
@@ -248,17 +281,24 @@ def _become_command(
     except BaseException as error:  # noqa: BLE001 - told to the parent, who raises it
         refuse(told, error)
         os._exit(1)
+    _execute(request["arguments"], ENVIRONMENT | request["environment"])
+
+
+def _execute(command: list[str], environment: Mapping[str, str]) -> NoReturn:
+    """Become the program; status 127 if there is none."""
     os.closerange(3, 1 << 12)
-    program = request["arguments"][0]
+    for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
     try:
-        os.execvpe(program, request["arguments"], ENVIRONMENT | request["environment"])
+        os.execvpe(command[0], command, environment)
     except (OSError, ValueError) as error:
-        os.write(2, f"{program}: {getattr(error, 'strerror', error)}\n".encode(errors="replace"))
+        os.write(2, f"{command[0]}: {getattr(error, 'strerror', error)}\n".encode(errors="replace"))
         os._exit(127)
 
 
-def _watch(command: int, printed: int, limits: CommandLimits) -> dict[str, Any]:
-    """Wait for the command's end or its limit; kill what is left. Return the report."""
+def _watch(command: int, printed: int, limits: CommandLimits, alone: bool) -> dict[str, Any]:
+    """Wait for the command's end or its limit; kill what is left. Return the report. ``alone``: this process
+    is the first of a namespace, and sees no others."""
     began = time.monotonic()
     process = os.pidfd_open(command)
     output = Output(printed, limits.output_bytes // 2)
@@ -269,14 +309,14 @@ def _watch(command: int, printed: int, limits: CommandLimits) -> dict[str, Any]:
         code = _reap(command)
         if code is None and time.monotonic() - began > limits.seconds:
             status = "time_limit"
-        elif code is None and _memory_mb() > limits.memory_mb:
+        elif code is None and alone and _memory_mb() > limits.memory_mb:
             status = "memory_limit"
-    left = _running() - {1} - ({command} if code is None else set())
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(-1, signal.SIGKILL)
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            os.waitpid(-1, 0)
+    left = _running() - {1} if alone else children()
+    left.discard(command if code is None else 0)
+    if alone:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+    kill_children()
     while output.read():
         pass
     os.write(OUTPUT, output.text())
@@ -302,6 +342,24 @@ def _reap(command: int) -> int | None:
 
 def _running() -> set[int]:
     return {int(name) for name in os.listdir("/proc") if name.isdecimal()}
+
+
+def children() -> set[int]:
+    """Return the processes that this one must wait for."""
+    with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return set(map(int, file.read().split()))
+    return set()
+
+
+def kill_children() -> None:
+    """Kill and reap every process that is left: what a killed one leaves becomes this one's child."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            for number in (found := children()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(number, signal.SIGKILL)
+            if os.waitpid(-1, 0 if found else os.WNOHANG)[0] == 0:
+                return
 
 
 def _memory_mb() -> float:
@@ -335,13 +393,6 @@ class Output:
         left_out = self.size - len(self.first) - len(self.last)
         between = f"\n... ({left_out} bytes left out)\n".encode() if left_out else b""
         return self.first + between + self.last
-
-
-def _pack_again(limits: CommandLimits) -> int:
-    os.ftruncate(ARCHIVE, 0)
-    os.lseek(ARCHIVE, 0, os.SEEK_SET)
-    with open(ARCHIVE, "wb", closefd=False) as file:
-        return pack(FOLDER, file, limits.folder_mb << 20)
 
 
 def unpack(file: BinaryIO, folder: str, owner: int) -> None:

@@ -80,7 +80,7 @@ def _serve_one(connection: socket.socket, isolation: Isolation, worker: int, par
     ending = _wait(pid, started + limits.wall_seconds, connection, worker)
     refused = os.read(ready, 500).decode(errors="replace")
     ending["wall"] = time.monotonic() - started
-    _kill_leftovers()
+    command.kill_children()  # what a run left behind: nothing, under seccomp
     connection.send(json.dumps({"failed": refused} if refused else ending).encode())
     os._exit(0)
 
@@ -143,23 +143,3 @@ def _wait(pid: int, deadline: float, connection: socket.socket, worker: int) -> 
         "timed_out": timed_out,
         "crowded": crowded,
     }
-
-
-def _kill_leftovers() -> None:
-    """Kill and reap every process a run left behind (none can be, under seccomp)."""
-    children = f"/proc/self/task/{os.getpid()}/children"
-    while True:
-        try:
-            with open(children) as file:
-                pids = [int(pid) for pid in file.read().split()]
-        except FileNotFoundError:
-            pids = []
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        try:
-            os.waitpid(-1, 0 if pids else os.WNOHANG)
-        except ChildProcessError:
-            return
-        if not pids:
-            return

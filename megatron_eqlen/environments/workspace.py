@@ -1,0 +1,308 @@
+"""A workspace: files that commands read and change, in the sandbox for commands.
+
+    template ──pack──► folder ──command──► folder ──command──► folder ──► grade
+                                  └──fork──► the same folder, another future
+
+No process lives between two commands, so the folder, a tar that is never changed, is the whole state. A
+fork copies nothing: both environments hold the same tar until one of them runs a command.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import io
+import json
+import os
+import random
+import shutil
+import subprocess
+import tarfile
+import tempfile
+import weakref
+from functools import cache, lru_cache
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from megatron_eqlen.environments.tool_calls import ToolEnvironment, tool
+from megatron_eqlen.graders.sandbox.client import Command, CommandEnd, Sandbox, folder_files, pack_folder
+from megatron_eqlen.graders.sandbox.command import CommandLimits, FolderError
+from megatron_eqlen.graders.sandbox.pool import SandboxPool
+from megatron_eqlen.graders.sandbox.probe import NO_COMMANDS, PYTHON, commands_refused
+from megatron_eqlen.graders.sandbox.program import Isolation
+from megatron_eqlen.recipe.plugins import load_object
+from megatron_eqlen.types import Grade, Prompt
+
+KEY = "environment.options"
+WRITE = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1" && wc -c < "$1"'
+LINES = 400
+"""Lines that ``read`` shows without being asked for more or fewer."""
+GRADES = "test", "expected", "function"
+
+
+class PackedFolder:
+    """A folder in a file of its own, which goes with the last environment that holds it."""
+
+    def __init__(self, path: Path, temporary: bool = True) -> None:
+        self.path = path
+        if temporary:
+            weakref.finalize(self, path.unlink, missing_ok=True)
+
+    @classmethod
+    def of(cls, content: bytes) -> PackedFolder:
+        """Write a folder below the temporary directory. Raises OSError, of a full disk for instance."""
+        descriptor, name = tempfile.mkstemp(".tar", dir=_scratch())
+        kept = cls(Path(name))
+        with open(descriptor, "wb") as file:
+            file.write(content)
+        return kept
+
+
+class Workspace(ToolEnvironment):
+    """Runs commands in a folder. A turn without a call ends the response."""
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        seed: int,
+        template: str,
+        test: str | None = None,
+        hidden: str | None = None,
+        expected: str | None = None,
+        function: str | None = None,
+        timeout: float = 20.0,
+        memory_mb: int = 1024,
+        processes: int = 64,
+        folder_mb: int = 256,
+        files: int = 20_000,
+        longest_output: int = 4000,
+        readable: list[str] | None = None,
+        variables: dict[str, str] | None = None,
+        command: list[str] | None = None,
+    ) -> None:
+        """``template``: a folder, an archive (tar, zip), or ``repository@commit`` of Git. The response is
+        graded by one of ``test``, a command whose status 0 is reward 1; ``expected``, a template whose files
+        must be in the folder; ``function``, the import path of ``f(files, prompt)``, which returns a reward
+        and gets bytes by path. None: the prompt's grader grades the last turn. ``hidden``: a template whose
+        files are laid over the folder before ``test``. In these, ``{gold}`` is the prompt's gold.
+
+        ``timeout``: seconds of a command. ``readable``: places of this machine that commands see, too.
+        ``variables``: of their environment. ``command``: start of a command that runs another in a container,
+        with ``{folder}`` for the folder: the sandbox then only limits time, output and sizes.
+        """
+        self.prompt, self.seed = prompt, seed
+        self.limits = CommandLimits(timeout, memory_mb, processes, folder_mb, files, longest_output)
+        self.setting = Command((), "", variables or {}, readable or [], command or [])
+        self.grading = {"test": test, "expected": expected, "function": function}
+        self.hidden = hidden
+        self.line: tuple[int, ...] = ()
+        """Numbers of the calls at which it was copied, and of the copies."""
+        self.calls = self.copies_made = 0
+        self.folder = self._template(template)
+
+    @tool
+    def run(self, command: str) -> str:
+        """Run a shell command in the folder. Returns what it prints."""
+        return self._said(self._command(["bash", "-c", command]))
+
+    @tool
+    def read(self, path: str, first: int = 1, lines: int = LINES) -> str:
+        """Return lines of a file, from the line ``first`` on."""
+        return self._said(self._command(["sed", "-n", f"{first},{first + lines - 1}p", "--", path]))
+
+    @tool
+    def write(self, path: str, text: str) -> str:
+        """Write a file, new or in place of an old one. Returns its bytes."""
+        return self._said(self._command(["sh", "-c", WRITE, "sh", path], text))
+
+    def _command(self, arguments: list[str], stdin: str = "", over: bytes | None = None) -> CommandEnd:
+        before = self.folder.path.read_bytes() if over is None else over
+        number = random.Random(f"{self.seed}/{self.line}/{self.calls}").getrandbits(31)
+        variables = {"EQLEN_SEED": str(number), **self.setting.environment}
+        asked = Command(arguments, stdin, variables, self.setting.readable, self.setting.container)
+        self.calls += 1
+        end = _sandboxes().run(lambda sandbox: sandbox.command(asked, before, self.limits))
+        self.folder_bytes += len(before) + len(end.folder)
+        self.folder_seconds += end.packing_seconds
+        if over is None and end.folder != before:
+            self.folder = PackedFolder.of(end.folder)
+        return end
+
+    def _said(self, end: CommandEnd) -> str:
+        """Return what the policy reads."""
+        notes = []
+        if end.status != "ended":
+            limit = {
+                "time_limit": f"{self.limits.seconds:g} s",
+                "memory_limit": f"{self.limits.memory_mb} MiB",
+            }
+            notes.append(f"stopped: more than {limit[end.status]}")
+        elif end.code:
+            notes.append(f"exit status {end.code}")
+        if end.left_running:
+            notes.append(f"{end.left_running} processes that it left were stopped")
+        if end.left_out:
+            notes.append(f"{end.left_out} sockets or devices are not kept")
+        if end.unkept:
+            notes.append(f"the folder is as it was before, because it cannot be kept: {end.unkept}")
+        text = end.output.rstrip("\n")
+        return (
+            "\n".join([*([text] if text or not notes else []), *(f"({note})" for note in notes)])
+            or "(no output)"
+        )
+
+    def grade(self) -> Grade | float | None:
+        (name, value), *_ = [*((name, value) for name, value in self.grading.items() if value), (None, "")]
+        if name == "test":
+            before = self.folder.path.read_bytes()
+            if self.hidden:
+                before = laid_over(before, self._template(self.hidden).path.read_bytes())
+            end = self._command(["bash", "-c", str(value)], over=before)
+            passed = end.status == "ended" and end.code == 0
+            last = end.output.strip()[-200:]
+            return Grade(
+                float(passed), "passed" if passed else "failed", None, "workspace", end.seconds, last
+            )
+        files = folder_files(self.folder.path.read_bytes()) if name else {}
+        if name == "expected":
+            wanted = folder_files(self._template(str(value)).path.read_bytes())
+            wrong = [path for path, content in wanted.items() if files.get(path) != content]
+            return Grade(
+                float(not wrong),
+                "wrong" if wrong else "correct",
+                None,
+                "workspace",
+                0.0,
+                " ".join(wrong)[:200],
+            )
+        return load_object(str(value), f"{KEY}.function")(files, self.prompt) if name else None
+
+    def fork(self) -> Workspace:
+        other = copy.copy(self)
+        other.line = (*self.line, self.calls, self.copies_made)
+        other.copies_made = other.folder_bytes = 0
+        other.folder_seconds = 0.0
+        self.copies_made += 1
+        return other
+
+    def save(self, place: Path) -> str:
+        kept = place / f"{hashlib.sha256(self.folder.path.read_bytes()).hexdigest()}.tar"
+        if not kept.exists():
+            whole = kept.with_suffix(f".{os.getpid()}-{id(self)}")
+            shutil.copyfile(self.folder.path, whole)
+            whole.rename(kept)
+        return json.dumps([kept.name, self.line, self.calls, self.copies_made])
+
+    def load(self, text: str, place: Path) -> None:
+        name, line, self.calls, self.copies_made = json.loads(text)
+        self.folder, self.line = PackedFolder(place / name, temporary=False), tuple(line)
+
+    def _template(self, name: str) -> PackedFolder:
+        return packed_template(_with_gold(name, self.prompt.gold), self.limits.folder_mb, self.limits.files)
+
+    @classmethod
+    def start(cls, **options: Any) -> None:
+        if len(given := [name for name in GRADES if options.get(name)]) > 1:
+            raise ValueError(f"{KEY}: expected one of {', '.join(GRADES)}, found {' and '.join(given)}")
+        if options.get("hidden") and not options.get("test"):
+            raise ValueError(f"{KEY}.hidden acts only with {KEY}.test, found none")
+        if options.get("function"):
+            load_object(options["function"], f"{KEY}.function")
+        if options.get("command"):
+            if shutil.which(options["command"][0]) is None:
+                raise ValueError(f"{KEY}.command: expected a program, found {options['command'][0]!r}")
+        elif (refused := commands_refused()) is not None:
+            raise ValueError(f"environment.name: workspace: {refused}: {NO_COMMANDS}; or give {KEY}.command")
+        for key in ("template", "hidden", "expected"):
+            if (name := options.get(key)) and "{gold}" not in name:
+                packed_template(name, options.get("folder_mb", 256), options.get("files", 20_000), key)
+
+    @classmethod
+    def end(cls) -> None:
+        _sandboxes().close()
+        shutil.rmtree(_scratch(), ignore_errors=True)
+        for cached in (packed_template, _sandboxes, _scratch):
+            cached.cache_clear()
+
+
+@cache
+def _sandboxes() -> SandboxPool:
+    return SandboxPool(lambda: Sandbox(Isolation(True, True, True), PYTHON))
+
+
+@cache
+def _scratch() -> str:
+    """Return a directory for folders; it goes with this process."""
+    return tempfile.mkdtemp(prefix="eqlen-workspaces-")
+
+
+def _with_gold(name: str, gold: str) -> str:
+    """Return the template's name for a prompt. Raises ValueError for a gold that leads elsewhere."""
+    if "{gold}" in name and (not gold or gold.startswith("/") or ".." in PurePosixPath(gold).parts):
+        raise ValueError(f"{KEY}: {name}: expected a gold that names a template below it, found {gold!r}")
+    return name.replace("{gold}", gold)
+
+
+@lru_cache(maxsize=1024)
+def packed_template(name: str, folder_mb: int, files: int, key: str = "template") -> PackedFolder:
+    """Pack a folder, an archive, or a commit of a Git repository. Raises ValueError."""
+    path, _, commit = name.rpartition("@")
+    with tempfile.TemporaryDirectory() as place:
+        try:
+            if os.path.isdir(name):
+                place = name
+            elif commit and os.path.isdir(path):
+                git = ["git", "-c", "safe.directory=*", "-C", path, "archive", "--format=tar", commit]
+                archive = subprocess.run(git, capture_output=True, check=True).stdout
+                with tarfile.open(fileobj=io.BytesIO(archive)) as file:
+                    file.extractall(place, filter="tar")
+            else:
+                shutil.unpack_archive(
+                    name, place, filter="tar" if ".tar" in name or name.endswith("gz") else None
+                )
+            packed = pack_folder(place, folder_mb << 20)
+        except subprocess.CalledProcessError as error:
+            raise ValueError(
+                f"{KEY}.{key}: {name}: {error.stderr.decode(errors='replace').strip()}"
+            ) from None
+        except (OSError, shutil.ReadError, FolderError, tarfile.TarError) as error:
+            raise ValueError(
+                f"{KEY}.{key}: {name}: expected a folder, an archive or repository@commit of at most "
+                f"{folder_mb} MiB (folder_mb), found {error}"
+            ) from None
+    with tarfile.open(fileobj=io.BytesIO(packed)) as file:
+        if (count := len(file.getmembers())) > files:
+            raise ValueError(f"{KEY}.{key}: {name}: expected at most {files} files (files), found {count}")
+    return PackedFolder.of(packed)
+
+
+def laid_over(folder: bytes, above: bytes) -> bytes:
+    """Return ``folder`` with the files of ``above`` in place of its own, links among them, that are in their
+    way. Hard links become files."""
+    written = io.BytesIO()
+    with (
+        tarfile.open(fileobj=io.BytesIO(folder)) as under,
+        tarfile.open(fileobj=io.BytesIO(above)) as over,
+        tarfile.open(fileobj=written, mode="w", format=tarfile.PAX_FORMAT) as both,
+    ):
+        new = {member.name for member in over if not member.isdir()}
+        folders = {member.name for member in over if member.isdir()} | set().union(*map(_parents, new))
+        old = [
+            member
+            for member in under
+            if not new & {member.name, *_parents(member.name)}
+            and (member.isdir() or member.name not in folders)
+        ]
+        for archive, member in [*((under, member) for member in old), *((over, member) for member in over)]:
+            content = archive.extractfile(member) if member.isreg() or member.islnk() else None
+            data = content.read() if content else b""
+            if member.islnk():
+                member = member.replace(deep=False)
+                member.type = tarfile.REGTYPE
+            member.size = len(data)
+            both.addfile(member, io.BytesIO(data))
+    return written.getvalue()
+
+
+def _parents(name: str) -> set[str]:
+    return {str(parent) for parent in PurePosixPath(name).parents}

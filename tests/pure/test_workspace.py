@@ -1,0 +1,426 @@
+"""Workspaces: tools, templates, grades, forks, and states that a resumed run takes up."""
+
+import errno
+import io
+import json
+import os
+import shutil
+import subprocess
+import tarfile
+from dataclasses import replace
+from functools import cache
+from itertools import count
+
+import numpy as np
+import pytest
+
+from megatron_eqlen.environments import workspace
+from megatron_eqlen.environments.conversation import Turn, answer
+from megatron_eqlen.environments.environment import Observation
+from megatron_eqlen.environments.workspace import PackedFolder, Workspace, laid_over, packed_template
+from megatron_eqlen.graders.sandbox.client import SandboxError, folder_files, pack_folder
+from tests.kit.length_bias import QUESTION
+from tests.pure import test_environments as enumeration
+from tests.pure.test_environments import COINS, END, Coins, reward, speaking, words
+
+SUBTRACTS = "def add(a, b):\n    return a - b\n"
+TEST = "from add import add\nassert add(1, 2) == 3\n"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sandboxes():
+    yield
+    Workspace.end()
+
+
+@pytest.fixture
+def template(tmp_path):
+    folder = tmp_path / "template"
+    folder.mkdir()
+    (folder / "add.py").write_text(SUBTRACTS)
+    (folder / "test.py").write_text(TEST)
+    return folder
+
+
+def made(template, gold="", **options):
+    return Workspace(replace(QUESTION, gold=gold), 5, str(template), **options)
+
+
+def call(environment, name, **arguments):
+    said = json.dumps({"name": name, "arguments": arguments})
+    return environment.step(f"Now.\n<tool_call>\n{said}\n</tool_call>").content
+
+
+def files(environment):
+    return folder_files(environment.folder.path.read_bytes())
+
+
+def test_a_file_is_read_repaired_and_tested(template):
+    tested = made(template, test="python3 test.py")
+    assert call(tested, "run", command="python3 test.py").endswith("AssertionError\n(exit status 1)")
+    assert call(tested, "read", path="add.py") == SUBTRACTS.rstrip()
+    assert call(tested, "read", path="add.py", first=2, lines=1) == "    return a - b"
+    assert (tested.grade().reward, tested.grade().verdict) == (0.0, "failed")
+    assert call(tested, "write", path="add.py", text=SUBTRACTS.replace("-", "+")) == "32"
+    assert call(tested, "run", command="python3 test.py") == "(no output)"
+    assert tested.step("It is done.").done
+    assert tested.grade().reward == 1.0
+    assert (template / "add.py").read_text() == SUBTRACTS
+
+
+SAID = {
+    "sleep 9 & echo on": "on\n(1 processes that it left were stopped)",
+    "sleep 9": "(stopped: more than 1 s)",
+    "truncate -s 9M a b": "(the folder is as it was before, because it cannot be kept: "
+    "FolderError: its files are longer than 16 MiB)",
+    "python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"s\")'": (
+        "(1 sockets or devices are not kept)"
+    ),
+}
+
+
+@pytest.mark.parametrize("command", SAID)
+def test_what_happened_to_a_command_is_said(template, command):
+    small = made(template, timeout=1.0, folder_mb=16)
+    assert call(small, "run", command=command) == SAID[command]
+    assert sorted(files(small)) == ["add.py", "test.py"]
+
+
+def test_a_write_through_a_link_stays_in_the_folder(template, tmp_path):
+    outside = tmp_path / "outside"
+    outside.write_text("kept")
+    here = made(template)
+    call(here, "run", command=f"ln -s {outside} link; ln -s {tmp_path} folder; ln -s /etc/shadow secret")
+    for path in ("link", "folder/outside", "../../../tmp/x/y", str(outside)):
+        call(here, "write", path=path, text="changed")
+    assert "root:" not in call(here, "read", path="secret")
+    assert outside.read_text() == "kept"
+
+
+# ---- templates -------------------------------------------------------------------------------------------
+
+
+def git(folder, *arguments):
+    who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main"]
+    return subprocess.run(
+        ["git", *who, "-C", folder, *arguments], check=True, capture_output=True, text=True
+    ).stdout
+
+
+def test_folders_archives_and_commits_are_templates(template, tmp_path):
+    for kind in ("gztar", "zip", "tar"):
+        shutil.make_archive(str(tmp_path / "packed"), kind, template)
+    repository = tmp_path / "repository"
+    shutil.copytree(template, repository)
+    git(repository, "init")
+    git(repository, "add", ".")
+    git(repository, "commit", "-m", "first")
+    first = git(repository, "rev-parse", "HEAD").strip()
+    (repository / "add.py").write_text("later")
+    git(repository, "commit", "-am", "second")
+    names = [
+        template,
+        *(tmp_path / f"packed.{end}" for end in ("tar.gz", "zip", "tar")),
+        f"{repository}@{first}",
+    ]
+    contents = [folder_files(packed_template(str(name), 16, 100).path.read_bytes()) for name in names]
+    assert contents == [{"add.py": SUBTRACTS.encode(), "test.py": TEST.encode()}] * 5
+    assert files(made(f"{tmp_path}/{{gold}}", gold="template")) == contents[0]
+
+
+WRONG = {
+    "nowhere": (
+        {"template": "nowhere"},
+        "environment.options.template: nowhere: expected a folder, an archive",
+    ),
+    "commit": ({"template": "{here}@0000"}, "not a"),
+    "files": ({"files": 1}, "expected at most 1 files .files., found 2"),
+    "bytes": ({"folder_mb": 0}, "of at most 0 MiB .folder_mb., found its files are longer"),
+    "two grades": (
+        {"test": "true", "expected": "{here}"},
+        "expected one of test, .*, found test and expected",
+    ),
+    "hidden": ({"hidden": "{here}"}, "options.hidden acts only with environment.options.test"),
+    "function": ({"function": "nowhere:f"}, "options.function"),
+    "command": ({"command": ["no-such-container"]}, "expected a program, found 'no-such-container'"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_options_that_do_not_fit_are_refused_before_anything_is_generated(template, name):
+    options, message = WRONG[name]
+    filled = {
+        key: value.format(here=template) if isinstance(value, str) else value
+        for key, value in options.items()
+    }
+    with pytest.raises(ValueError, match=message):
+        Workspace.start(**{"template": str(template)} | filled)
+
+
+@pytest.mark.parametrize("gold", ["", "/etc", "a/../../etc"])
+def test_a_gold_names_a_template_below_the_folder(tmp_path, gold):
+    with pytest.raises(ValueError, match="expected a gold that names a template below it"):
+        made(f"{tmp_path}/{{gold}}", gold=gold)
+
+
+def test_a_machine_without_isolation_is_refused_by_name(template, monkeypatch):
+    monkeypatch.setattr(
+        workspace, "commands_refused", lambda: "new namespaces (user): Operation not permitted"
+    )
+    with pytest.raises(
+        ValueError, match=r"workspace: new namespaces \(user\): .*environment.options.command"
+    ):
+        Workspace.start(template=str(template))
+
+
+# ---- grades ----------------------------------------------------------------------------------------------
+
+CHEATS = {
+    "nothing": ("true", 0.0),
+    "the test": ("echo > test.py", 0.0),
+    "the test by a link": ("rm test.py; ln -s /dev/null test.py", 0.0),
+    "the folder of the test by a link": ("rm -r tests; ln -s /tmp tests", 0.0),
+    "a file in place of the folder": ("rm -r tests; echo > tests", 0.0),
+    "a folder in place of the test": ("rm test.py; mkdir -p test.py/x", 0.0),
+    "the code": ("sed -i s/-/+/ add.py", 1.0),
+}
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_hidden_files_replace_those_of_the_policy(template, tmp_path, cheat):
+    (template / "tests").mkdir()
+    (template / "tests" / "more.py").write_text("")
+    hidden = tmp_path / "hidden"
+    shutil.copytree(template / "tests", hidden / "tests")
+    (hidden / "tests" / "more.py").write_text("raise SystemExit(open('add.py').read().count('-'))\n")
+    (hidden / "test.py").write_text(TEST)
+    graded = made(template, test="python3 test.py && python3 tests/more.py", hidden=str(hidden))
+    command, expected = CHEATS[cheat]
+    call(graded, "run", command=command)
+    assert graded.grade().reward == expected
+
+
+def test_a_folder_laid_over_another_keeps_the_rest():
+    def packed(**contents):
+        file = io.BytesIO()
+        with tarfile.open(fileobj=file, mode="w") as archive:
+            for name, text in contents.items():
+                member = tarfile.TarInfo(name)
+                member.size = len(text)
+                archive.addfile(member, io.BytesIO(text.encode()))
+        return file.getvalue()
+
+    assert folder_files(laid_over(packed(a="1", b="2"), packed(b="3", c="4"))) == {
+        "a": b"1",
+        "b": b"3",
+        "c": b"4",
+    }
+
+
+def count_files(files, prompt):
+    return len(files) + float(prompt.gold)
+
+
+def test_files_and_functions_grade(template, tmp_path):
+    wanted = tmp_path / "wanted"
+    wanted.mkdir()
+    (wanted / "add.py").write_text("fixed")
+    expecting = made(template, expected=str(wanted))
+    assert (expecting.grade().reward, expecting.grade().detail) == (0.0, "add.py")
+    call(expecting, "write", path="add.py", text="fixed")
+    assert expecting.grade().reward == 1.0
+    assert made(template, gold="0.5", function=f"{__name__}:count_files").grade() == 2.5
+    assert made(template).grade() is None
+
+
+# ---- forks -----------------------------------------------------------------------------------------------
+
+
+def test_a_fork_has_the_same_files_and_another_future(template):
+    line = made(template)
+    first = call(line, "run", command="echo $EQLEN_SEED | tee drawn")
+    fork, other = line.fork(), line.fork()
+    assert fork.folder is line.folder
+    later = [call(one, "run", command="cat drawn; echo $EQLEN_SEED") for one in (line, fork, other)]
+    assert {text.split()[0] for text in later} == {first}
+    assert len({text.split()[1] for text in later}) == 3
+    call(fork, "run", command="rm *")
+    assert (sorted(files(fork)), sorted(files(line))) == ([], ["add.py", "drawn", "test.py"])
+    assert call(line, "run", command="cat drawn") == first
+
+
+def test_a_fork_equals_a_new_environment_that_ran_the_commands(template):
+    commands = [
+        "mkdir -p a/b; mv add.py a/; ln -s a/add.py link; ln test.py hard",
+        "for n in 3 1 2; do echo $n >> a/b/$((n % 2)); done; chmod 700 a/b/0; rm test.py",
+        "sed -i s/-/+/ link; mkfifo pipe; printf x > $'new\\nline'",
+    ]
+    line, again = made(template), made(template)
+    for command in commands[:2]:
+        call(line, "run", command=command)
+    fork = line.fork()
+    call(fork, "run", command=commands[2])
+    for command in commands:
+        call(again, "run", command=command)
+
+    def contents(environment):
+        with tarfile.open(environment.folder.path) as archive:
+            return [(m.name, m.type, m.mode, m.size, m.linkname) for m in archive], files(environment)
+
+    assert contents(fork) == contents(again)
+    assert len(contents(fork)[0]) == 9
+
+
+@cache
+def tossed(folder, coin):
+    """Return the folder after a command that adds a coin, and what it printed; equal folders are run once."""
+    environment = Workspace.__new__(Workspace)
+    environment.__init__(QUESTION, 0, EMPTY, variables={"COIN": str(coin)})
+    environment.folder = PackedFolder.of(folder)
+    printed = call(environment, "run", command="echo $COIN >> coins; touch -d @0 coins; cat coins")
+    return environment.folder.path.read_bytes(), tuple(map(int, printed.split()))
+
+
+EMPTY = ""
+
+
+class Tossing(Coins):
+    """Coins whose only state between turns is a folder; each copy draws its own."""
+
+    def __init__(self, prompt, seed, flips):
+        super().__init__(prompt, seed, flips)
+        self.here = Workspace(prompt, seed, EMPTY)
+
+    def step(self, message):
+        self.turns += (len(message.split()),)
+        if message.split()[0] == str(END):
+            return Observation(done=True)
+        before = self.here.folder.path.read_bytes()
+        after, printed = tossed(before, self.flips(len(self.coins)))
+        self.here.folder, self.coins = PackedFolder.of(after), printed
+        return Observation(str(COINS[printed[-1]]))
+
+    def grade(self):
+        lines = files(self.here).get("coins", b"").split()
+        return reward(self.turns, tuple(map(int, lines)))
+
+    def fork(self):
+        other = Tossing.__new__(Tossing)
+        other.__dict__ |= vars(self)
+        other.here, other.flips = self.here.fork(), self.flips.independent(len(self.coins))
+        return other
+
+
+@pytest.mark.parametrize("name", ["forks at a length", "group"])
+def test_an_expected_step_is_the_policy_gradient_where_the_state_is_a_folder(name, tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "EMPTY", str(tmp_path))
+    monkeypatch.setitem(enumeration.SETTINGS, name, (3, enumeration.SETTINGS[name][1]))
+    assert enumeration.error_of_the_step(name, Tossing) < 1e-12
+    assert tossed.cache_info().misses > 1
+
+
+# ---- failures and resuming -------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_takes_up_the_folder_that_was_saved(template, tmp_path):
+    texts = {}
+
+    def turn(command, given=()):
+        number = len(texts) + 100
+        texts[number] = f'<tool_call>{{"name": "run", "arguments": {{"command": "{command}"}}}}</tool_call>'
+        return Turn(np.array([number]), np.array(given, int))
+
+    speak = speaking(lambda prompt, seed: made(template))
+    written: list[str] = []
+    speak = replace(
+        speak,
+        read=lambda ids: texts[int(ids[0])],
+        write=lambda observation: written.append(observation.content) or [7],
+        kept=tmp_path / "streams" / "step-00000001",
+    )
+    first = turn("od -N 8 /dev/urandom | tee drawn")
+    begun = answer(speak, None, QUESTION, 3, [first])
+    second = turn("cat drawn")
+    done = [first._replace(given=np.array(begun.given)), second]
+    whole = answer(speak, begun.environment, QUESTION, 3, done)
+    later = replace(speak, kept=tmp_path / "streams" / "step-00000002")  # of a rollout that was suspended
+    resumed = [answer(one, None, QUESTION, 3, done) for one in (speak, later)]
+    drawn, *again = written
+    assert again == [drawn] * 3
+    assert [one.changed for one in resumed] == [0, 0]
+    folders = [one.environment.folder.path.read_bytes() for one in (whole, *resumed)]
+    assert folders == [folders[0]] * 3
+    assert (
+        answer(speak, None, QUESTION, 4, done).environment.calls == 2
+    )  # of another seed: it is told the messages
+    assert written[-1] != drawn
+
+
+class Writes(Workspace):
+    """Answers two turns, each with a command."""
+
+    def step(self, message):
+        self.run("echo x >> file")
+        return Observation("7 7", done=len(files(self)["file"]) > 4)
+
+
+def test_a_full_disk_or_a_broken_sandbox_leaves_a_response_unscored(template, monkeypatch, caplog):
+    real, number = PackedFolder.of, count()
+
+    def full(content):
+        if next(number) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(content)
+
+    packed_template.cache_clear()
+    monkeypatch.setattr(PackedFolder, "of", full)
+    rollouts, _ = words(lambda prompt, seed: Writes(prompt, seed, str(template)))
+    assert sum(len(rollout.unscored()) for rollout in rollouts) == 1
+    assert "No space left on device" in caplog.text
+
+    class Broken:
+        def run(self, work):
+            raise SandboxError("the sandbox's zygote died")
+
+    monkeypatch.setattr(workspace, "_sandboxes", Broken)
+    rollouts, _ = words(lambda prompt, seed: Writes(prompt, seed, str(template)))
+    assert all(rollout.unscored() for rollout in rollouts)
+    assert "the sandbox's zygote died" in caplog.text
+
+
+def test_what_folders_cost_is_counted(template):
+    _, metrics = words(lambda prompt, seed: Writes(prompt, seed, str(template)), enumeration.FORKING, count=1)
+    size = len(pack_folder(template))
+    assert metrics["environment/copies"] > 0
+    assert metrics["environment/folder_bytes"] % size == 0
+    assert metrics["environment/folder_bytes"] >= 4 * size
+    assert metrics["environment/folder_seconds"] > 0
+
+
+BOX = """#!/bin/bash
+# as apptainer: exec --bind SOURCE:TARGET IMAGE COMMAND...
+[ "$1 $2" = "exec --bind" ] || exit 9
+echo "$4" > "${3%%:*}/image"
+exec unshare --user --map-root-user --mount --pid --fork \\
+    bash -c 'mount --bind "$0" /mnt; cd /mnt; exec "$@"' "${3%%:*}" "${@:5}"
+"""
+
+
+def test_commands_run_in_a_container_of_the_cluster(template, tmp_path):
+    box = tmp_path / "box"
+    box.write_text(BOX)
+    box.chmod(0o755)
+    prefix = [str(box), "exec", "--bind", "{folder}:/mnt", "image.sif"]
+    Workspace.start(template=str(template), command=prefix)
+    boxed = made(template, command=prefix, timeout=8.0, test="python3 test.py")
+    assert call(boxed, "run", command="pwd; echo kept > file; sleep 615 & cat image") == ("/mnt\nimage.sif")
+    fork = boxed.fork()
+    assert call(fork, "read", path="file") == "kept"
+    call(fork, "run", command="sed -i s/-/+/ add.py")
+    assert (boxed.grade().reward, fork.grade().reward) == (0.0, 1.0)
+    assert "file" in files(boxed)
+    slow = made(template, command=prefix, timeout=1.0)
+    assert call(slow, "run", command="setsid sleep 616; sleep 616").startswith("(stopped: more than 1 s)")
+    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert not [line for line in listed.splitlines() if line.startswith("sleep 61")]
+    assert not [name for name in os.listdir("/tmp") if name.startswith("eqlen-folder-")]
