@@ -4,7 +4,7 @@
     tools/make_repair.py --out runs/repair/data
 
 A folder has a program ``sum`` that computes with a wrong sign, and the number ``want`` that it should print.
-A demonstration looks at both and changes the sign, or changes it without a look, which is right half the time;
+A demonstration looks at both and changes the sign, or changes it without a look, right half the time;
 some take a wrong sign after a look. So a model that imitates them can improve by looking first.
 """
 
