@@ -27,8 +27,7 @@ def check_steps(streams: Path, first: int, steps: int | None) -> None:
             f"{len(recorded)} steps, {min(recorded)} to {max(recorded)}" if recorded else "no recorded step"
         )
         raise ReplayError(
-            f"--replay: {streams}: expected {wanted[0]} to {wanted[-1]}, found {stored}: "
-            f"{missing[0]} is missing"
+            f"{streams}: expected {wanted[0]} to {wanted[-1]}, found {stored}: {missing[0]} is missing"
         )
 
 
@@ -43,7 +42,7 @@ def check_step(folder: Path, rollouts: Sequence[Rollout], recipe: Recipe, redraw
         column = COLUMNS[missing[0]]
         keys = (f"rollout.{key}" for key in (column.keep_key, column.record_key) if key)
         raise ReplayError(
-            f"--replay: {folder}: expected {column.name} of all tokens, found tokens without: its run did "
+            f"{folder}: expected {column.name} of all tokens, found tokens without: its run did "
             f"not keep or record them ({', '.join(keys)}); change rollout.{column.keep_key} to train without"
         )
     prompts = {recorded.prompt_id for recorded in rollouts}
@@ -63,6 +62,6 @@ def check_step(folder: Path, rollouts: Sequence[Rollout], recipe: Recipe, redraw
 
 def _refuse(folder: Path, expected: str, found: str) -> None:
     raise ReplayError(
-        f"--replay: {folder}: expected {expected}, found {found}: the record is of another recipe, or "
+        f"{folder}: expected {expected}, found {found}: the record is of another recipe, or "
         f"its run was stopped in the middle"
     )

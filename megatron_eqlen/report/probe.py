@@ -25,7 +25,7 @@ from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.audit import Agreement, Change, audit
 from megatron_eqlen.report.rollouts import Decode
 from megatron_eqlen.sampling.comparison import response_reward
-from megatron_eqlen.sampling.probe import PROBE
+from megatron_eqlen.sampling.probe import PIECE, PROBE
 from megatron_eqlen.types import UNSCORED, Part, Rollout, rollout_key, tokens_along
 
 LineKey = tuple[str, int, int]
@@ -167,19 +167,10 @@ def _responses(probed: Rollout, recorded: Rollout, unscored_too: bool) -> Iterat
     if -1 not in known:
         return
     pieces = [part for part in probed.parts if part.role != PROBE]
-    # pieces come in the order of the parts that they were cut from
-    part_of: dict[int, int] = {}
-    rest = iter(pieces)
-    for part in recorded.parts:
-        left = len(part.tokens)
-        while left:
-            piece = next(rest)
-            left -= len(piece.tokens)
-            part_of[piece.number] = part.number
     weights = recorded.weights()
     for last in {piece.number for piece in pieces} - {piece.parent for piece in pieces}:
         if (end := probed.line(last))[-1].finish_reason is not None:
-            number = part_of[last]
+            number = int(end[-1].role.removeprefix(PIECE))
             key = probed.prompt_id, probed.index, number
             yield _response(key, weights[number], end, known)
 

@@ -31,6 +31,7 @@ from megatron_eqlen.processes.hold import Hold
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.record.reader import read_step, scored_steps
 from megatron_eqlen.record.replayed import check_steps
+from megatron_eqlen.report.metrics import FILE as METRICS
 from megatron_eqlen.report.metrics import Columns
 from megatron_eqlen.report.page import write_probe_page
 from megatron_eqlen.report.probe import LineKey, look
@@ -42,7 +43,7 @@ from megatron_eqlen.run.step import Step
 from megatron_eqlen.sampling.kind import plural
 from megatron_eqlen.sampling.probe import SEEDS, TRACKS, Places, ProbeSampling
 from megatron_eqlen.tokens import ROUTES
-from megatron_eqlen.types import Line, Prompt, Rollout, RolloutKey, rollout_key
+from megatron_eqlen.types import Line, Prompt, Rollout, RolloutKey, rollout_key, tokens_along
 
 FILE, FOUND = "probe.json", "found"
 SENTENCE = re.compile(r"[.!?:;]+[\"')\]]*(?=\s)|[。！？：；]+[\"')\]”’」』）]*|\n+")
@@ -139,8 +140,15 @@ class Target:
     @cached_property
     def steps(self) -> int:
         """Number of steps whose training made the weights that sampled the rollouts."""
-        updates = Columns(self.asked.run, [m.UPDATES])[m.UPDATES][: self.asked.step - 1]
-        made = np.append(0, np.cumsum(updates)).astype(int)
+        columns = Columns(self.asked.run, [m.UPDATES])
+        known, wanted = columns.steps[: self.asked.step - 1].tolist(), [*range(1, self.asked.step)]
+        if known != wanted:
+            missing = next(step for step in wanted if step not in known)
+            raise ProbeError(
+                f"{self.asked.run / METRICS}: expected the updates of all steps before step "
+                f"{self.asked.step}, which made its weights, found no step {missing}"
+            )
+        made = np.append(0, np.cumsum(columns[m.UPDATES][: len(wanted)])).astype(int)
         if self.version not in made:
             raise ProbeError(
                 f"{self.asked.run}: no step's training ends with version {self.version} of the weights"
@@ -217,21 +225,24 @@ class Target:
         """Yield the places of a response: the number of a part, how many of its tokens are before, and how
         many of the response."""
         yield -1, 0, 0
-        begin, at = 0, self.asked.at
-        parts = rollout.line(line.last.number)
-        for part in parts:
-            if at == "sentences":
-                stops = ends_of_sentences(part.token_ids[part.tokens.is_generated].tolist(), self.decode)
-            elif at == "forks":
-                stops = [len(part)] * (part is not parts[-1])
-            elif at.startswith("every:"):
-                every = int(at.removeprefix("every:"))
-                stops = [stop for stop in range(1, len(part) + 1) if (begin + stop) % every == 0]
-            else:
-                asked = {int(place) - begin for place in at.split(",")}
-                stops = [stop for stop in range(1, len(part) + 1) if stop in asked]
-            yield from ((part.number, stop, begin + stop) for stop in stops if begin + stop < line.length)
-            begin += len(part)
+        at, parts = self.asked.at, rollout.line(line.last.number)
+        ends = np.cumsum([len(part) for part in parts]).tolist()
+        if at == "sentences":
+            generated = np.concatenate([part.tokens.is_generated for part in parts])
+            after = np.array(ends_of_sentences(tokens_along(parts).tolist(), self.decode), int) - 1
+            lengths = generated.cumsum()[after[generated[after]]].tolist()
+        elif at == "forks":
+            lengths = ends
+        elif at.startswith("every:"):
+            every = int(at.removeprefix("every:"))
+            lengths = range(every, line.length, every)
+        else:
+            lengths = sorted({int(place) for place in at.split(",")})
+        for part, end in zip(parts, ends, strict=True):
+            inside = [
+                length for length in lengths if end - len(part) < length <= end and length < line.length
+            ]
+            yield from ((part.number, length - end + len(part), length) for length in inside)
 
     def weights(self, out: Path) -> Path:
         """Return the folder of the weights that sampled the rollouts, which may have to be made."""

@@ -24,6 +24,8 @@ from megatron_eqlen.types import Part, Prompt, Rollout, RolloutKey, rollout_key,
 
 PROBE = "probe"
 """Role of the parts that continue a place."""
+PIECE = "piece of "
+"""Role of the pieces of a recorded part, before its number."""
 FIRST_TRACK, TRACKS = 1 << 30, 1 << 20
 """Numbers of tracks from the first on belong to probes: their draws differ from all that a harvest made. Each
 seed of a probe has so many."""
@@ -54,6 +56,7 @@ def cut_at(rollout: Rollout, places: Places) -> tuple[list[Part], dict[int, int]
                     tokens=part.tokens[start:stop],
                     finish_reason=part.finish_reason if end else None,
                     grade=part.grade if end else None,
+                    role=f"{PIECE}{part.number}",
                     number=len(pieces),
                     parent=parent,
                     carried=True,

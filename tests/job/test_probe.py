@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -74,6 +75,20 @@ def test_a_run_begins_after_a_step_of_another_one_bit_for_bit_and_a_changed_key_
         assert job.wait() == 2
         assert says in job.stderr
     assert "complete" in run(*command(home, "forked", "--from", f"{trained}@2")).stdout
+
+
+def test_a_step_whose_weights_cannot_be_made_is_refused_in_a_probes_words(trained, tmp_path):
+    for name, says in (
+        ("metrics.jsonl", "metrics.jsonl: expected the updates of all steps before step 3, which made its"),
+        ("streams/step-00000001", "streams: expected step-00000000 to step-00000001, found 2 steps"),
+    ):
+        bare = tmp_path / name.replace("/", "-")
+        shutil.copytree(trained, bare, ignore=shutil.ignore_patterns("checkpoints"))
+        (shutil.rmtree if (bare / name).is_dir() else Path.unlink)(bare / name)
+        job = start("-m", "megatron_eqlen.cli", "probe", bare, "--step", 3, "--at", "every:5", "--dry-run")
+        assert job.wait() == 2
+        assert says in job.stderr
+        assert "--replay" not in job.stderr
 
 
 @pytest.mark.parametrize(("arguments", "says"), [

@@ -4,6 +4,7 @@ import json
 import zlib
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,9 +20,10 @@ from megatron_eqlen.record.reader import read_progress
 from megatron_eqlen.record.recorder import Recorder
 from megatron_eqlen.report.probe import QUARTERS, look
 from megatron_eqlen.report.rollouts import by_token
-from megatron_eqlen.run.probe import ends_of_sentences
+from megatron_eqlen.run.probe import Asked, Target, ends_of_sentences
 from megatron_eqlen.sampling.probe import PROBE, ProbeSampling
-from megatron_eqlen.types import Grade, rollout_key
+from megatron_eqlen.tokens import Tokens
+from megatron_eqlen.types import Grade, Part, Rollout, rollout_key
 from tests.kit.length_bias import QUESTION, Drawing, Process, every_outcome
 from tests.pure.test_forks import recipe
 
@@ -221,6 +223,23 @@ def test_sentences_end_with_a_mark_before_a_space_or_a_wide_mark(text, ends, wid
     after = np.cumsum([len(tokens) for tokens in ids]).tolist()
     cuts = [after.index(stop) + 1 for stop in stops]
     assert [text[cut - len(end) : cut] for cut, end in zip(cuts, ends, strict=True)] == ends
+
+
+@pytest.mark.parametrize(("at", "lengths"), [
+    ("sentences", [3, 9]), ("forks", [3]), ("every:3", [3, 6, 9, 12]), ("9,4,99,3", [3, 4, 9]),
+])  # fmt: skip
+def test_places_are_told_from_the_whole_response_also_where_it_forks_and_an_environment_answers(at, lengths):
+    """ "It." ends where its line forks; an environment answers "No!" before the policy goes on."""
+    ids = [ord(letter) for letter in " I am.\nNo! So 7"]
+    tail = Tokens.of(ids, given=[[]] * 6 + [[0]] * 4 + [[]] * 5)
+    parts = [Part(Tokens.of([ord(letter) for letter in "It."]))]
+    parts += [Part(tail, "stop", Grade(1.0, ""), number=n, parent=0) for n in (1, 2)]
+    rollout = Rollout(QUESTION, 0, "tree", 0, parts)
+    job = SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda ids: "".join(map(chr, ids))))
+    (line, _) = rollout.lines()
+    places = [*Target(job, Asked(Path(), 1, at))._places(rollout, line)]
+    assert [length for _, _, length in places] == [0, *lengths]
+    assert all(stop == length - 3 * (part == 1) for part, stop, length in places[1:])
 
 
 def test_places_without_rewards_are_left_out_and_what_is_unknown_is_null():
