@@ -48,6 +48,10 @@ class PackedFolder:
         if temporary:
             weakref.finalize(self, path.unlink, missing_ok=True)
 
+    def read(self) -> bytes:
+        """Return the tar. A path alone would not keep the file."""
+        return self.path.read_bytes()
+
     @classmethod
     def of(cls, content: bytes) -> PackedFolder:
         """Write a folder below the temporary directory. Raises OSError, of a full disk for instance."""
@@ -116,7 +120,7 @@ class Workspace(ToolEnvironment):
         return self._said(self._command(["sh", "-c", WRITE, "sh", path], text))
 
     def _command(self, arguments: list[str], stdin: str = "", over: bytes | None = None) -> CommandEnd:
-        before = self.folder.path.read_bytes() if over is None else over
+        before = self.folder.read() if over is None else over
         number = random.Random(f"{self.seed}/{self.line}/{self.calls}").getrandbits(31)
         variables = {"EQLEN_SEED": str(number), **self.setting.environment}
         asked = Command(arguments, stdin, variables, self.setting.readable, self.setting.container)
@@ -154,18 +158,18 @@ class Workspace(ToolEnvironment):
     def grade(self) -> Grade | float | None:
         (name, value), *_ = [*((name, value) for name, value in self.grading.items() if value), (None, "")]
         if name == "test":
-            before = self.folder.path.read_bytes()
+            before = self.folder.read()
             if self.hidden:
-                before = laid_over(before, self._template(self.hidden).path.read_bytes())
+                before = laid_over(before, self._template(self.hidden).read())
             end = self._command(["bash", "-c", str(value)], over=before)
             passed = end.status == "ended" and end.code == 0
             last = end.output.strip()[-200:]
             return Grade(
                 float(passed), "passed" if passed else "failed", None, "workspace", end.seconds, last
             )
-        files = folder_files(self.folder.path.read_bytes()) if name else {}
+        files = folder_files(self.folder.read()) if name else {}
         if name == "expected":
-            wanted = folder_files(self._template(str(value)).path.read_bytes())
+            wanted = folder_files(self._template(str(value)).read())
             wrong = [path for path, content in wanted.items() if files.get(path) != content]
             return Grade(
                 float(not wrong),
@@ -186,7 +190,7 @@ class Workspace(ToolEnvironment):
         return other
 
     def save(self, place: Path) -> str:
-        kept = place / f"{hashlib.sha256(self.folder.path.read_bytes()).hexdigest()}.tar"
+        kept = place / f"{hashlib.sha256(self.folder.read()).hexdigest()}.tar"
         if not kept.exists():
             whole = kept.with_suffix(f".{os.getpid()}-{id(self)}")
             shutil.copyfile(self.folder.path, whole)

@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import tarfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from itertools import count
@@ -52,7 +54,7 @@ def call(environment, name, **arguments):
 
 
 def files(environment):
-    return folder_files(environment.folder.path.read_bytes())
+    return folder_files(environment.folder.read())
 
 
 def test_a_file_is_read_repaired_and_tested(template):
@@ -123,7 +125,7 @@ def test_folders_archives_and_commits_are_templates(template, tmp_path):
         *(tmp_path / f"packed.{end}" for end in ("tar.gz", "zip", "tar")),
         f"{repository}@{first}",
     ]
-    contents = [folder_files(packed_template(str(name), 16, 100).path.read_bytes()) for name in names]
+    contents = [folder_files(packed_template(str(name), 16, 100).read()) for name in names]
     assert contents == [{"add.py": SUBTRACTS.encode(), "test.py": TEST.encode()}] * 5
     assert files(made(f"{tmp_path}/{{gold}}", gold="template")) == contents[0]
 
@@ -278,7 +280,7 @@ def tossed(folder, coin):
     environment.__init__(QUESTION, 0, EMPTY, variables={"COIN": str(coin)})
     environment.folder = PackedFolder.of(folder)
     printed = call(environment, "run", command="echo $COIN >> coins; touch -d @0 coins; cat coins")
-    return environment.folder.path.read_bytes(), tuple(map(int, printed.split()))
+    return environment.folder.read(), tuple(map(int, printed.split()))
 
 
 EMPTY = ""
@@ -295,7 +297,7 @@ class Tossing(Coins):
         self.turns += (len(message.split()),)
         if message.split()[0] == str(END):
             return Observation(done=True)
-        before = self.here.folder.path.read_bytes()
+        before = self.here.folder.read()
         after, printed = tossed(before, self.flips(len(self.coins)))
         self.here.folder, self.coins = PackedFolder.of(after), printed
         return Observation(str(COINS[printed[-1]]))
@@ -348,7 +350,7 @@ def test_a_resumed_run_takes_up_the_folder_that_was_saved(template, tmp_path):
     drawn, *again = written
     assert again == [drawn] * 3
     assert [one.changed for one in resumed] == [0, 0]
-    folders = [one.environment.folder.path.read_bytes() for one in (whole, *resumed)]
+    folders = [one.environment.folder.read() for one in (whole, *resumed)]
     assert folders == [folders[0]] * 3
     assert (
         answer(speak, None, QUESTION, 4, done).environment.calls == 2
@@ -424,3 +426,15 @@ def test_commands_run_in_a_container_of_the_cluster(template, tmp_path):
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert not [line for line in listed.splitlines() if line.startswith("sleep 61")]
     assert not [name for name in os.listdir("/tmp") if name.startswith("eqlen-folder-")]
+
+
+def test_rollouts_of_a_prompt_take_its_template_at_the_same_time(template):
+    packed_template.cache_clear()
+    ready = threading.Barrier(8)
+
+    def begin(number):
+        ready.wait()
+        return made(template, hidden=str(template), test="true").grade().reward
+
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(begin, range(8))) == [1.0] * 8

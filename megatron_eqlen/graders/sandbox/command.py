@@ -36,9 +36,9 @@ FOLDER = "/work"
 """Where a command finds the folder, and is started."""
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 SETTINGS = (
-    "alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "mime.types", "nsswitch.conf",
-    "protocols", "services", "ssl/certs", "ssl/openssl.cnf", "java", "perl", "python3", "R",
-)  # fmt: skip
+    *("alternatives", "ld.so.cache", "localtime", "mime.types", "nsswitch.conf", "protocols", "services"),
+    *("ssl/certs", "ssl/openssl.cnf", "java", "perl", "python3", "R"),
+)
 """Files below /etc."""
 DEVICES = ("null", "zero", "full", "random", "urandom")
 OTHER_ENTRIES = 1000
@@ -301,11 +301,12 @@ def _watch(command: int, printed: int, limits: CommandLimits, alone: bool) -> di
     is the first of a namespace, and sees no others."""
     began = time.monotonic()
     process = os.pidfd_open(command)
-    output = Output(printed, limits.output_bytes // 2)
+    kept, most, size = bytearray(), limits.output_bytes, 0
     status, code = "ended", None
     while code is None and status == "ended":
-        if printed in select.select([process, printed], [], [], WATCH_SECONDS)[0] and not output.read():
-            time.sleep(WATCH_SECONDS)  # it has closed its output
+        if printed in select.select([process, printed], [], [], WATCH_SECONDS)[0]:
+            size += (more := _read(printed, kept, most))
+            time.sleep(0 if more else WATCH_SECONDS)  # it has closed its output
         code = _reap(command)
         if code is None and time.monotonic() - began > limits.seconds:
             status = "time_limit"
@@ -317,9 +318,11 @@ def _watch(command: int, printed: int, limits: CommandLimits, alone: bool) -> di
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
     kill_children()
-    while output.read():
-        pass
-    os.write(OUTPUT, output.text())
+    while more := _read(printed, kept, most):
+        size += more
+    if left_out := size - len(kept):
+        kept[most // 2 : most // 2] = f"\n... ({left_out} bytes left out)\n".encode()
+    os.write(OUTPUT, kept)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return {
         "status": status,
@@ -372,27 +375,13 @@ def _memory_mb() -> float:
     return pages * resource.getpagesize() / (1 << 20)
 
 
-class Output:
-    """Beginning and end of what is printed to the pipe ``source``, ``half`` bytes of each."""
-
-    def __init__(self, source: int, half: int) -> None:
-        self.source, self.half = source, half
-        self.first = self.last = b""
-        self.size = 0
-
-    def read(self) -> bool:
-        """Read some more. Return False at the end."""
-        data = os.read(self.source, 1 << 16)
-        self.size += len(data)
-        more = self.half - len(self.first)
-        self.first += data[:more]
-        self.last = (self.last + data[more:])[-self.half :]
-        return bool(data)
-
-    def text(self) -> bytes:
-        left_out = self.size - len(self.first) - len(self.last)
-        between = f"\n... ({left_out} bytes left out)\n".encode() if left_out else b""
-        return self.first + between + self.last
+def _read(source: int, kept: bytearray, most: int) -> int:
+    """Append what a pipe gives to ``kept``, of which the middle is dropped beyond ``most`` bytes. Return the
+    number of bytes read."""
+    data = os.read(source, 1 << 16)
+    kept += data
+    del kept[most // 2 : max(0, len(kept) - most) + most // 2]
+    return len(data)
 
 
 def unpack(file: BinaryIO, folder: str, owner: int) -> None:
