@@ -10,14 +10,14 @@ import ast
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from megatron_eqlen.metrics import DECLARED, Mean, Metric, Way
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.recipe.others import TRAINERS, Row, table
+from megatron_eqlen.recipe.others import TRAINERS, Row, defaults, table
 
 PACKAGE = Path(__file__).parents[1] / "megatron_eqlen"
 Schema = dict[str, Any]
@@ -139,20 +139,32 @@ NAMES = {"verl": "verl", "trl": "TRL", "slime": "slime"}
 
 
 def others() -> str:
-    """Return each key of the other trainers: ours, their default, and what to know."""
+    """Return each key of the other trainers: ours, their default, and what to know; then what needs none."""
     head = ("key", "ours", "its default", "remark")
-    return "\n\n".join(
-        f"## {NAMES[name]}\n\n" + _table(head, map(_other, table()[name])) for name in TRAINERS
-    )
+    parts: list[str] = []
+    for name in TRAINERS:
+        known = defaults(name)
+        rows = [row for row in table()[name] if not row.irrelevant]
+        parts.append(f"## {NAMES[name]}\n\n" + _table(head, (_other(row, known) for row in rows)))
+        without = {row.irrelevant: [] for row in table()[name] if row.irrelevant}
+        for row in (row for row in table()[name] if row.irrelevant):
+            without[row.irrelevant].append(f"`{row.theirs}`")
+        parts += [f"* {reason}: {', '.join(names)}" for reason, names in without.items()]
+    return "\n\n".join(parts)
 
 
-def _other(row: Row) -> tuple[str, ...]:
+def _other(row: Row, known: Mapping[str, object]) -> tuple[str, ...]:
     values = "".join(
         f"; {theirs}: {new or 'as ours'}" for theirs, new in (row.values or {}).items() if theirs != new
     )
-    ours = f"`{row.ours}`" if row.ours else "-" if row.lost else "not needed"
-    remark = row.differs or row.always or row.lost
-    return f"`{row.theirs}`", ours, row.default or "", remark + (values if remark else values[2:])
+    remark = f"lost: {row.lost}" if row.lost else row.effect
+    default = str(known.get(row.theirs, ""))
+    return (
+        f"`{row.theirs}`",
+        f"`{row.ours}`" if row.ours else "-",
+        default,
+        remark + (values if remark else values[2:]),
+    )
 
 
 REFERENCES: dict[str, Callable[[], str]] = {

@@ -155,9 +155,18 @@ def _add_training(verbs: Verbs) -> None:
     submit.add_argument("--dry-run", action="store_true", help="print the batch script and submit nothing")
 
     recipe = _add(verbs, "recipe", "write a recipe from another trainer's configuration (docs/from_verl.md)")
-    recipe.add_argument("file", type=Path, help="YAML file, shell script, or TRL's Python; none is executed")
     recipe.add_argument(
-        "--from", dest="trainer", required=True, choices=("verl", "trl", "slime"), help="trainer it is for"
+        "file",
+        type=Path,
+        help="launch script (bash runs it in the sandbox), resolved YAML, saved arguments, or TRL's Python",
+    )
+    recipe.add_argument("words", nargs="*", metavar="NAME=VALUE", help="a script's environment and arguments")
+    recipe.add_argument(
+        "--from",
+        dest="trainer",
+        required=True,
+        metavar="TRAINER[@VERSION]",
+        help="verl, trl, slime or open-r1; what the file leaves out has the defaults of that version",
     )
     recipe.add_argument("--out", type=Path, metavar="FILE", help="recipe file to write (default: print)")
 

@@ -17,13 +17,15 @@ from megatron_eqlen.processes import events
 from megatron_eqlen.recipe import Recipe, RecipeError, Section, shown
 from megatron_eqlen.recipe.checks import check
 from megatron_eqlen.recipe.keys import nearest
-from megatron_eqlen.recipe.naming import ABLATIONS, MAY_CHANGE, NAMED_ELSEWHERE, differences, is_under
+from megatron_eqlen.recipe.naming import ABLATIONS, MAY_CHANGE, NAMED_ELSEWHERE, differences, is_under, leaves
 from megatron_eqlen.recipe.others import carried
 from megatron_eqlen.recipe.plugins import load_object, typed
 from megatron_eqlen.recipe.schema import ENVIRONMENTS
 from megatron_eqlen.recipe.yaml_values import in_one_line, read_value, to_yaml
 
 MOST_ERRORS = 10
+HOLE = "???"
+"""Value that is still to be given (``eqlen recipe --from``)."""
 RECIPE = "recipe.yaml"
 """File in a run's folder: the resolved recipe."""
 
@@ -46,6 +48,11 @@ def load(path: str | Path, overrides: Sequence[str] = (), checks: Sequence[Recip
     changed = copy.deepcopy(raw)
     for override in overrides:
         _apply(changed, override)
+    if holes := [key for key, value in leaves(changed).items() if value == HOLE]:
+        raise RecipeError(
+            f"{path}: {', '.join(holes)}: {HOLE} is to be filled in, or its line deleted where it is no key "
+            "of ours"
+        )
     recipe = parse(changed, str(path), checks)
     if not overrides:
         return recipe

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,28 +26,69 @@ class Row:
     theirs: str
     ours: str | None = None
     computed: str | None = None
-    default: str | None = None
     values: Mapping[str, Any] | None = None
-    differs: str = ""
-    always: str = ""
+    effect: str = ""
     lost: str = ""
+    neutral: Any = ()
+    when: str = ""
+    irrelevant: str = ""
+
+    def asks_nothing(self, value: str) -> bool:
+        """Return True if nothing changes with this value."""
+        known = self.neutral if isinstance(self.neutral, list | tuple) else [self.neutral]
+        return any(value.lower() == str(each).lower() or _number(value) == _number(each) for each in known)
+
+
+def _number(value: Any) -> float:
+    """Return the number that a value spells, NaN for other texts."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+NAMES = {"as": "computed", "why": "lost"}
+"""Fields of a row by their names in the file."""
 
 
 @cache
-def _file() -> dict[str, Any]:
-    return read_value(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+def _file(name: str = "others.yaml") -> dict[str, Any]:
+    return read_value(Path(__file__).with_name(name).read_text(encoding="utf-8"))
 
 
 @cache
 def table() -> dict[str, list[Row]]:
     """Return the rows of each trainer, in the table's order."""
-    return {
-        trainer: [
-            Row(theirs, **{"computed" if field == "as" else field: value for field, value in row.items()})
-            for theirs, row in _file()[trainer].items()
-        ]
-        for trainer in (*TRAINERS, HINTS)
-    }
+    rows: dict[str, list[Row]] = {}
+    for trainer in (*TRAINERS, HINTS):
+        parts = _file()[trainer]
+        found = rows.setdefault(trainer, [])
+        for theirs, row in (parts.get("same", {}) | parts.get("changed", {})).items():
+            row = {"ours": row} if isinstance(row, str) else row
+            found.append(Row(theirs, **{NAMES.get(field, field): value for field, value in row.items()}))
+        for theirs, row in parts.get("lost", {}).items():
+            row = {"why": row} if isinstance(row, str) else row
+            found.append(Row(theirs, **{NAMES.get(field, field): value for field, value in row.items()}))
+        for reason, names in parts.get("irrelevant", {}).items():
+            found += [Row(theirs, irrelevant=reason) for theirs in names.split()]
+    return rows
+
+
+def defaults(trainer: str, version: str = "") -> dict[str, Any]:
+    """Return what a trainer does where a key is left out, in its ``version`` (default: the newest known)."""
+    most = _numbers(version or "999")
+    found: dict[str, Any] = {}
+    for key, value in _file("others_defaults.yaml")[trainer].items():
+        since = value if isinstance(value, dict) else {"0": value}
+        if known := [new for first, new in since.items() if _numbers(first) <= most]:
+            found[key] = known[-1]
+    return found
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"\d+(\.\d+)*", version):
+        raise ValueError(f"expected a version such as 0.9, found {version!r}")
+    return tuple(map(int, version.split(".")))
 
 
 def hint(parts: Sequence[str], lost: bool = False) -> str | None:
@@ -59,10 +101,15 @@ def hint(parts: Sequence[str], lost: bool = False) -> str | None:
     last = key.rpartition(".")[2]
     rows = [row for trainer in (HINTS, *TRAINERS) for row in table()[trainer]]
     same = [row for row in rows if row.theirs.lower() == key]
-    same += [row for row in rows if (row.ours or lost) and row.theirs.lower().rpartition(".")[2] == last]
+    same += [
+        row
+        for row in rows
+        if ((row.ours and not row.lost) or lost) and row.theirs.lower().rpartition(".")[2] == last
+    ]
     same += [row for row in rows if fnmatchcase(key, row.theirs.lower())]
     for row in same:
-        return f"nearest: {row.ours!r}" if row.ours else f"another trainer's: {row.always or row.lost}"
+        nearest = row.ours and not row.lost
+        return f"nearest: {row.ours!r}" if nearest else f"another trainer's: {row.irrelevant or row.lost}"
     return None
 
 

@@ -15,7 +15,6 @@ from pydantic import ValidationError
 
 from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.cli import commands
-from megatron_eqlen.cli.translate import translate
 from megatron_eqlen.environments.environment import Environment
 from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.recipes import load, parse
@@ -26,7 +25,6 @@ from megatron_eqlen.recipe import load as recipe_load
 from megatron_eqlen.recipe.checks import check_effects, value_of
 from megatron_eqlen.recipe.keys import all_keys, section_in
 from megatron_eqlen.recipe.load import dump, load_run
-from megatron_eqlen.recipe.others import table
 from megatron_eqlen.recipe.yaml_values import read_value, to_yaml
 from megatron_eqlen.run.run_folder import RunFolder, check_harvest
 from tests.kit import ROOT
@@ -256,94 +254,6 @@ def test_every_key_acts_in_some_recipe_and_is_refused_where_another_key_keeps_it
             recipe = Recipe.model_validate(broken)
             with pytest.raises(ValueError, match=f" acts only with {re.escape(str(condition))}, found "):
                 check_effects(recipe, recipe)
-
-
-def test_every_name_of_another_trainer_leads_to_a_key():
-    keys = {re.sub(r"\.0\b", "[]", ".".join(key)) for key in all_keys()}
-    rows = [row for part in table().values() for row in part]
-    assert {row.ours for row in rows if row.ours} <= keys
-    assert {
-        key for row in rows for new in (row.values or {}).values() if isinstance(new, dict) for key in new
-    } <= keys
-    assert all(bool(row.ours) + bool(row.always) + bool(row.lost) == 1 for row in rows)
-
-
-VERL = """
-# GRPO: what isn't a key is left out
-LEN=$((1024 * 2))
-n=${N_RESPONSES:-8}
-if [ "$DEVICE" = npu ]; then LEN=64; fi
-ACTOR=(
-    actor_rollout_ref.actor.ppo_mini_batch_size=16
-    actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean
-    actor_rollout_ref.actor.entropy_coeff=0.01
-    actor_rollout_ref.rollout.enforce_eager=True
-    actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1
-)
-python3 -m verl.trainer.main_ppo "${ACTOR[@]}" algorithm.adv_estimator=grpo data.train_files="['DATA']" \\
-    algorithm.norm_adv_by_std_in_grpo=False data.train_batch_size=64 data.max_response_length=$LEN \\
-    actor_rollout_ref.rollout.n=$n actor_rollout_ref.model.path=M custom_reward_function.path=/x/rules.py \\
-    +algorithm.rollout_correction.rollout_is=token trainer.nnodes=$(nproc) algorithm.mystery=1 \\
-    algorithm.rollout_correction.rollout_is_threshold=0.5_5.0 trainer.total_epochs=3 trainer.logger=console
-"""
-
-
-def translated(tmp_path, trainer, name, text):
-    (tmp_path / name).write_text(text)
-    (tmp_path / "data.jsonl").write_text('{"question": "1", "answer": "1"}\n' * 640)
-    (tmp_path / "mine.yaml").write_text(translate(trainer, tmp_path / name).text(name))
-    return load(tmp_path / "mine.yaml"), (tmp_path / "mine.yaml").read_text()
-
-
-def test_a_script_of_verl_becomes_a_recipe_that_loads(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "rules.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth): return 0\n"
-    )
-    script = VERL.replace("DATA", f"{tmp_path / 'data.jsonl'}")
-    recipe, text = translated(tmp_path, "verl", "run.sh", script)
-    assert (recipe.group_size, recipe.rollout.max_response_length, recipe.loss.minibatches) == (8, 2048, 4)
-    assert (recipe.loss.advantage, recipe.loss.loss_agg_mode) == ("dr_grpo", "seq-mean-token-mean")
-    assert (recipe.loss.kl_coef, recipe.rollout.top_p, recipe.loss.clip_ratio_c) == (0, 1, 3), (
-        "verl's defaults"
-    )
-    assert recipe.loss.rollout_is_threshold == (0.5, 5)
-    assert recipe.rollout.vllm == {"enforce_eager": True}
-    assert (recipe.steps, recipe.optimizer.warmup_steps) == (30, 12)
-    assert recipe.data.sources[0].grader == "rules:compute_score"
-    assert "entropy_coeff=0.01: no entropy bonus" in text
-    assert "algorithm.mystery=1" in text.split("Unknown:")[1]
-
-
-def test_arguments_of_trl_and_slime_become_a_recipe_that_loads(tmp_path):
-    python = "GRPOConfig(max_steps=9, num_generations=4, per_device_train_batch_size=16, beta=0.1, "
-    python += "loss_type='grpo')"
-    recipe, text = translated(
-        tmp_path, "trl", "run.py", python + "\nGRPOTrainer(model='M', reward_funcs=[f])"
-    )
-    assert (recipe.steps, recipe.data.prompts_per_step, recipe.loss.kl_coef) == (9, 4, 0.1)
-    assert (recipe.loss.loss_agg_mode, recipe.rollout.max_response_length) == ("seq-mean-token-mean", 512)
-    assert "data.sources.0.path: the training data" in text
-    (tmp_path / "run.py").write_text(python.replace("=16", "=args.batch"))
-    text = translate("trl", tmp_path / "run.py").text("run.py")
-    assert "data.prompts_per_step: args.batch responses on each process" in text
-    theirs = "per_device_train_batch_size: 8\ngradient_accumulation_steps: 0\nsteps_per_generation: 4\n"
-    (tmp_path / "zero.yaml").write_text(theirs + "max_steps: 5\n")
-    assert "\nsteps: 5\n" in translate("trl", tmp_path / "zero.yaml").text("zero.yaml")
-    words = "python train.py --hf-checkpoint M --prompt-data d.jsonl --rollout-batch-size 8 --num-rollout 5"
-    words += " --n-samples-per-prompt 4 --global-batch-size 16 --eval-prompt-data aime a.jsonl --use-tis"
-    recipe, _ = translated(tmp_path, "slime", "run.sh", words + " --rollout-max-response-len 64")
-    assert (recipe.steps, recipe.loss.minibatches, recipe.loss.rollout_is) == (5, 2, "token")
-    assert (recipe.evaluation.benchmarks[0].name, recipe.evaluation.benchmarks[0].path) == ("aime", "a.jsonl")
-
-
-def test_a_file_without_a_configuration_is_refused(tmp_path):
-    (tmp_path / "x.sh").write_text("echo hello")
-    with pytest.raises(ValueError, match=r"x\.sh: expected a configuration of verl"):
-        translate("verl", tmp_path / "x.sh")
-    (tmp_path / "x.yaml").write_text("- a: 1\n")
-    with pytest.raises(ValueError, match=r"x\.yaml: .*: expected a mapping of keys, found a list"):
-        translate("verl", tmp_path / "x.yaml")
 
 
 def test_an_own_module_that_fails_is_named(tmp_path, monkeypatch):

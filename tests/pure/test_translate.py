@@ -1,0 +1,328 @@
+"""``eqlen recipe --from``: scripts as bash reads them, and the end of every key of another trainer's."""
+
+import json
+import math
+import re
+
+import pytest
+
+from megatron_eqlen.cli import launch_scripts
+from megatron_eqlen.cli.__main__ import main
+from megatron_eqlen.cli.translate import translate
+from megatron_eqlen.recipe import RecipeError
+from megatron_eqlen.recipe.keys import all_keys
+from megatron_eqlen.recipe.load import load
+from megatron_eqlen.recipe.others import HINTS, TRAINERS, defaults, table
+
+BASE = {
+    "verl": ["data.train_files=DATA", "actor_rollout_ref.model.path=M", "algorithm.adv_estimator=grpo",
+             "actor_rollout_ref.rollout.n=4", "trainer.total_training_steps=9", "trainer.logger=console"],
+    "trl": ["--model_name_or_path", "M", "--dataset_name", "DATA", "--reward_funcs", "accuracy_reward",
+            "--num_processes", "2", "--max_steps", "9"],
+    "slime": ["--hf-checkpoint", "M", "--prompt-data", "DATA", "--rm-type", "math",
+              "--rollout-batch-size", "8", "--num-rollout", "9", "--n-samples-per-prompt", "4",
+              "--rollout-max-response-len", "64",
+              "--global-batch-size", "32", "--colocate"],
+}  # fmt: skip
+"""Arguments that leave no hole."""
+
+
+def translated(tmp_path, trainer, *words):
+    """Return the translation of ``BASE`` and ``words``, an argument list."""
+    file = tmp_path / "args.json"
+    file.write_text(json.dumps([*BASE[trainer.partition("@")[0].replace("open-r1", "trl")], *words]))
+    return translate(trainer, file)
+
+
+def loaded(done, tmp_path, *overrides):
+    (tmp_path / "mine.yaml").write_text(done.text("args"))
+    return load(tmp_path / "mine.yaml", overrides)
+
+
+def test_the_table_names_keys_of_ours_and_each_of_theirs_once():
+    keys = {re.sub(r"\.0\b", "[]", ".".join(key)) for key in all_keys()}
+    keys |= {re.sub(r"\[\]", ".0", key) for key in keys}
+    for trainer, rows in table().items():
+        exact = [row.theirs for row in rows if "*" not in row.theirs]
+        assert sorted(exact) == sorted(set(exact))
+        assert {row.ours for row in rows if row.ours} <= keys
+        assert all(
+            bool(row.lost) + bool(row.irrelevant) + bool(row.ours and not row.lost) == 1 for row in rows
+        )
+        new = [value for row in rows for value in (row.values or {}).values() if isinstance(value, dict)]
+        assert {key for value in new for key in value} <= keys
+        if trainer != HINTS:
+            assert defaults(trainer).keys() <= set(exact)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_the_least_configuration_is_a_recipe_without_holes(tmp_path, trainer):
+    recipe = loaded(translated(tmp_path, trainer), tmp_path)
+    assert (recipe.steps, recipe.data.sources[0].path, recipe.sampling) == (9, "DATA", "independent")
+    assert recipe.data.instruction_role == "none", "they add no instruction"
+    expected = {"verl": (1024, 1, 512, 0.01), "trl": (2, 1.0, 512, 0.0), "slime": (8, 1.0, 64, 0.01)}[trainer]
+    found = recipe.data.prompts_per_step, recipe.rollout.top_p, recipe.rollout.max_response_length
+    assert (*found, recipe.model.megatron["weight_decay"]) == expected
+    assert recipe.loss.kl_coef == 0
+
+
+HOLE, SAME, CHANGED, NOTHING = "lost", "same", "changed", "irrelevant"
+ENDS = [
+    ("verl", "actor_rollout_ref.actor.entropy_coeff=0.01", HOLE, "actor_rollout_ref.actor.entropy_coeff"),
+    ("verl", "actor_rollout_ref.actor.entropy_coeff=0", NOTHING, None),
+    ("verl", "algorithm.mystery=1", HOLE, "algorithm.mystery"),
+    *(("verl", f"algorithm.adv_estimator={name}", HOLE, "objective") for name in ("gae", "gpg", "remax")),
+    ("verl", "algorithm.adv_estimator=gvpo", HOLE, "objective"),
+    ("verl", "algorithm.adv_estimator=rloo", SAME, {"objective": "rloo"}),
+    ("verl", "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov", HOLE, "loss.surrogate"),
+    ("verl", "actor_rollout_ref.rollout.n=1", HOLE, "group_size"),
+    ("verl", "data.truncation=left", CHANGED, None),
+    ("verl", "data.truncation=error", SAME, None),
+    ("verl", "data.prompt_key=task", SAME, {"data.sources.0.columns": {"question": "task"}}),
+    ("verl", "data.image_key=pictures", HOLE, "data.image_key"),
+    ("verl", "data.image_key=images", NOTHING, None),
+    ("verl", "+algorithm.rollout_correction.rollout_token_veto_threshold=1e-4", CHANGED,
+     {"loss.rollout_rs": {"seq_max_k2": pytest.approx(math.log(1e-4) ** 2 / 2, rel=1e-3)}}),
+    ("verl", "reward_model.reward_manager=mine", HOLE, "data.sources.0.grader"),
+    ("verl", "trainer.val_only=True", HOLE, "trainer.val_only"),
+    ("verl", "actor_rollout_ref.rollout.multi_turn.enable=True", HOLE, "environment.name"),
+    ("verl", "actor_rollout_ref.actor.megatron.override_transformer_config.attention_dropout=0.1", HOLE,
+     "actor_rollout_ref.actor.megatron.override_transformer_config.attention_dropout"),
+    ("verl", "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_num_layers=1", NOTHING,
+     None),
+    ("verl", "distillation.enabled=True", HOLE, "teacher.path"),
+    ("trl", "--lr_scheduler_type=cosine_with_min_lr", SAME, {"optimizer.lr_schedule": "cosine"}),
+    ("trl", "--system_prompt=Think.", SAME,
+     {"data.instruction": "Think.", "data.instruction_role": "system"}),
+    ("trl", "--delta=1.5", HOLE, "delta"),
+    ("trl", "--vllm_mode=server", HOLE, "rollout.engine"),
+    ("trl", "--loss_type=bnpo", CHANGED, {"loss.loss_agg_mode": "token-mean"}),
+    ("trl", "--loss_type=dapo", SAME, {"loss.loss_agg_mode": "token-mean"}),
+    ("trl", "--reward_funcs=mine.rules.f", SAME, {"data.sources.0.grader": "mine.rules:f"}),
+    ("trl", "--adapter_magic=1", HOLE, "adapter_magic"),
+    ("trl@1.16", "--use_bias_correction_kl=false", NOTHING, None),
+    ("slime", "--rm-type=f1", HOLE, "data.sources.0.grader"),
+    ("slime", "--rm-type=dapo", CHANGED, {"data.sources.0.grader": "math"}),
+    ("slime", "--label-key=label", SAME,
+     {"data.sources.0.columns": {"question": "input", "answer": "label"}}),
+    ("slime", "--advantage-estimator=ppo", HOLE, "objective"),
+    ("slime", "--use-tis", SAME, {"loss.rollout_is": "token", "loss.rollout_is_threshold": 2.0}),
+    ("slime", "--over-sampling-batch-size=64", HOLE, "loss.max_num_gen_batches"),
+    ("slime", "--entropy-coef=0.00", NOTHING, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("trainer", "word", "end", "result"), ENDS, ids=[word for _, word, *_ in ENDS])
+def test_a_key_ends_as_one_of_four_and_what_is_lost_is_a_hole(
+    tmp_path, monkeypatch, trainer, word, end, result
+):
+    monkeypatch.setattr("megatron_eqlen.recipe.checks._check_plugins", lambda recipe: None)
+    done = translated(tmp_path, trainer, word)
+    key = word.partition("=")[0].lstrip("+-")
+    assert done.outcomes[key if trainer == "verl" else key.replace("-", "_")] == end
+    assert done.outcomes.keys() == done.theirs.keys()
+    if end == HOLE:
+        assert result in done.holes
+        with pytest.raises(RecipeError, match=rf"{re.escape(result)}.*: \?\?\? is to be filled in"):
+            loaded(done, tmp_path)
+    else:
+        assert not done.holes
+        keys = done.keys | {
+            f"data.sources.0.{name}": value for name, value in done.keys["data.sources"][0].items()
+        }
+        assert {name: keys[name] for name in result or {}} == (result or {})
+        loaded(done, tmp_path)
+
+
+def test_what_is_left_out_has_the_default_of_their_version(tmp_path):
+    def of(trainer, *words):
+        return translated(tmp_path, trainer, *words).keys
+
+    assert of("trl@0.14")["loss.kl_coef"] == 0.04
+    assert of("trl@0.14")["rollout.temperature"] == 0.9
+    assert of("trl@1.16")["loss.kl_coef"] == 0
+    assert (of("trl@1.16")["loss.rollout_is"], of("trl@1.16")["loss.rollout_is_threshold"]) == (
+        "sequence",
+        [1e-9, 3.0],
+    )
+    assert (of("trl@0.24")["loss.rollout_is"], of("trl@0.24")["loss.rollout_is_threshold"]) == ("token", 2.0)
+    assert "loss.rollout_is" not in {key for key, value in of("trl@0.18").items() if value != "none"}
+    assert of("verl@0.5")["rollout.max_num_seqs"] == 1024
+    assert of("verl@0.9")["rollout.max_num_seqs"] == 256
+    assert "actor_rollout_ref.actor.entropy_coeff" in translated(tmp_path, "verl@0.3").holes
+    for version in ("", "@0.9"):
+        args = [word for word in BASE["verl"] if ".n=" not in word and "adv" not in word]
+        (tmp_path / "args.txt").write_text("\n".join(args))
+        assert {"group_size", "objective"} <= translate(f"verl{version}", tmp_path / "args.txt").holes.keys()
+    with pytest.raises(ValueError, match=r"expected a version such as 0\.9, found 'new'"):
+        translated(tmp_path, "verl@new")
+
+
+@pytest.mark.parametrize(
+    ("trainer", "words", "expected"),
+    [
+        ("verl", ["data.val_files=t.parquet"], {"temperature": 0, "samples": 1, "top_p": None}),
+        ("verl@0.6", ["data.val_files=t.parquet", "actor_rollout_ref.rollout.val_kwargs.temperature=0.6"],
+         {"temperature": 0}),
+        ("verl", ["data.val_files=t.parquet", "actor_rollout_ref.rollout.val_kwargs.do_sample=True",
+                  "actor_rollout_ref.rollout.val_kwargs.n=8", "trainer.test_freq=5",
+                  "actor_rollout_ref.rollout.val_kwargs.top_p=0.7",
+                  "actor_rollout_ref.rollout.val_kwargs.temperature=0.6"],
+         {"temperature": 0.6, "samples": 8, "top_p": 0.7, "top_k": -1, "every": 5}),
+        ("slime", ["--eval-prompt-data", "aime", "a.jsonl", "--eval-max-response-len", "4096",
+                   "--eval-top-p", "1", "--n-samples-per-eval-prompt", "16", "--eval-interval", "20"],
+         {"max_response_length": 4096, "samples": 16, "top_p": 1, "temperature": None, "every": 20}),
+        ("trl", ["--eval_strategy", "steps", "--eval_steps", "3"], {"samples": 8, "every": 3}),
+    ],
+)  # fmt: skip
+def test_evaluations_sample_as_there(tmp_path, trainer, words, expected):
+    recipe = loaded(translated(tmp_path, trainer, *words), tmp_path)
+    assert {key: getattr(recipe.evaluation, key) for key in expected} == expected
+    assert len(recipe.evaluation.benchmarks) == 1
+
+
+def test_the_overlong_penalty_is_on_the_scale_of_the_rewards(tmp_path, monkeypatch):
+    words = ["reward_model.overlong_buffer.enable=True", "reward_model.overlong_buffer.len=128",
+             "reward_model.overlong_buffer.penalty_factor=1.0"]  # fmt: skip
+    done = translated(tmp_path, "verl", *words)
+    assert done.keys["loss.overlong_factor"] == 0.5, "rewards +1 and -1 there, 1 and 0 here"
+    assert "answers are +1 and -1 there" in done.text("args")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "rules.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth): return 0\n"
+    )
+    own = translated(tmp_path, "verl", *words, "custom_reward_function.path=/x/rules.py")
+    assert own.keys["loss.overlong_factor"] == 1, "rewards are those of the function"
+
+
+def test_the_header_begins_with_holes_then_the_gravest_effect(tmp_path):
+    text = translated(
+        tmp_path, "verl", "algorithm.mystery=1", "data.truncation=left", "trainer.val_before_train=False",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64", "trainer.balance_batch=True",
+        "data.val_files=v.parquet",
+    ).text("args")  # fmt: skip
+    heads = re.findall(r"# (To fill in|Changes [a-z]+ ?\w* ?\w*|As there|Without effect here)", text)
+    expected = ["To fill in", "Changes what is learned", "Changes what is sampled", "Changes evaluation"]
+    assert heads == [*expected, "Changes speed", "As there", "Without effect here"]
+    plain = translated(tmp_path, "verl", "algorithm.norm_adv_by_std_in_grpo=False").text("args")
+    assert "Changes" not in plain
+    assert "To fill in" not in plain
+
+
+SCRIPTS = {
+    "arms of other machines": "case $(uname) in Mac) N=1;; Linux) N=6;; esac\nif [ -d /npu ]; then N=2; fi\n"
+    "RUN n=$N",
+    "a flag before an array": "A=(n=6)\nset -x\npython3 -m verl.trainer.main_ppo -vv BASE x.n=1 "
+    '"${A[@]/#/actor_rollout_ref.rollout.}"',
+    "quotes of hydra": "RUN n=6 trainer.logger='[\"console\"]' data.train_files=\"['DATA']\"",
+    "a trailing backslash": "RUN n=6 \\\n  \\\n\n",
+    "dates, sums and Python": "X=$(date +%s)\nRUN n=$((X > 0 ? 2 * 3 : 1)) "
+    "trainer.experiment_name=r-$(python3 -c 'print(7)')",
+    "a shell in a launcher": "srun --ntasks 1 bash -c 'RUN n=6'\n",
+    "a remote job": "set -euo pipefail\npkill -9 python\nray stop\nray job submit --address=x -- RUN n=6",
+    "an environment's value": "RUN n=${N:?give N}",
+    "missing programs and files": "set -e\nsource ~/none.sh\nmodule load cuda\ncd /nowhere\nmkdir -p /data\n"
+    "conda activate x\nRUN n=6\nexit 3",
+    "several commands": "RUN n=2\npython3 prepare.py --local_dir x\nRUN n=6\nwandb sync",
+    "a file beside it": 'source "$(dirname "$0")/common.sh"\nRUN n=$N',
+}
+
+
+@pytest.mark.parametrize("kind", SCRIPTS)
+def test_bash_reads_a_script(tmp_path, kind):
+    base = " ".join(BASE["verl"])
+    command = f"python3 -m verl.trainer.main_ppo {base} actor_rollout_ref.rollout."
+    script = SCRIPTS[kind].replace("RUN ", command).replace("BASE", base)
+    (tmp_path / "run.sh").write_text(script)
+    (tmp_path / "common.sh").write_text("N=6\n")
+    done = translate("verl", tmp_path / "run.sh", ["N=6"])
+    assert done.keys["group_size"] == 6
+    assert done.keys["data.sources"][0]["path"] == "DATA"
+    assert done.keys["name"] == ("r-7" if "Python" in kind else "run")
+    assert ("none.sh" in done.text("run.sh")) == ("missing" in kind)
+
+
+def test_a_script_harms_nothing_and_sees_no_home(tmp_path):
+    (tmp_path / "kept").write_text("here")
+    secret = tmp_path.parent / "secret.txt"
+    secret.write_text("a secret")
+    harm = f"rm -rf {tmp_path}/kept ~ ; echo x > {tmp_path}/new; ls -A ~ | wc -l > x\n"
+    (tmp_path / "run.sh").write_text(
+        f'{harm}trl grpo --seed $(cat x) --run_name "$(cat {secret})" --num_generations 4'
+    )
+    found = launch_scripts.launched(tmp_path / "run.sh").commands
+    assert found == [["trl", "grpo", "--seed", "0", "--run_name", "", "--num_generations", "4"]]
+    assert (tmp_path / "kept").read_text() == "here"
+    assert not (tmp_path / "new").exists()
+
+
+def test_without_a_sandbox_a_script_is_refused_and_its_saved_arguments_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch_scripts, "commands_refused", lambda: "no namespaces")
+    (tmp_path / "run.sh").write_text("python3 -m verl.trainer.main_ppo")
+    with pytest.raises(
+        ValueError, match=r"machine has none \(no namespaces\); save the arguments .*args\.txt"
+    ):
+        translate("verl", tmp_path / "run.sh")
+    (tmp_path / "args.txt").write_text("\n".join(["-m", "verl.trainer.main_ppo", *BASE["verl"]]))
+    assert translate("verl", tmp_path / "args.txt").keys["group_size"] == 4
+
+
+def test_resolved_yaml_of_verl_yaml_of_trl_and_python_are_read(tmp_path):
+    (tmp_path / "a.yaml").write_text(
+        "algorithm: {adv_estimator: grpo, gamma: 1.0}\ndata: {train_files: [DATA]}\n"
+        "actor_rollout_ref: {rollout: {n: 4}, model: {path: M}}\n"
+    )
+    assert translate("verl", tmp_path / "a.yaml").keys["group_size"] == 4
+    (tmp_path / "a.yaml").write_text("data: {train_files: '${x}'}\n")
+    with pytest.raises(ValueError, match=r"train_files: \$\{x\}: expected resolved values"):
+        translate("verl", tmp_path / "a.yaml")
+    (tmp_path / "b.yaml").write_text(
+        "beta: 0.1\nper_device_train_batch_size: 8\nlr_scheduler_type: cosine_with_min_lr\n"
+        "lr_scheduler_kwargs: {min_lr_rate: 0.1}\nlearning_rate: 2e-6\nmax_steps: 5\n"
+    )
+    done = translate("open-r1", tmp_path / "b.yaml")
+    assert (done.keys["loss.kl_coef"], done.keys["optimizer.min_lr"]) == (0.1, pytest.approx(2e-7))
+    (tmp_path / "run.txt").write_text(f"grpo\n--config\n{tmp_path}/b.yaml\n--beta\n0.2")
+    assert translate("trl", tmp_path / "run.txt").keys["loss.kl_coef"] == 0.2
+    (tmp_path / "c.py").write_text(
+        "GRPOConfig(max_steps=9, beta=0.3, per_device_train_batch_size=args.batch)\n"
+        "GRPOTrainer(model='M', reward_funcs=[f])"
+    )
+    done = translate("trl", tmp_path / "c.py")
+    assert (done.keys["loss.kl_coef"], done.keys["model.path"]) == (0.3, "M")
+    assert "args.batch responses on each process" in done.holes["data.prompts_per_step"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        (
+            "x.sh",
+            "echo hello",
+            r"x\.sh: .*: expected a script that starts a training of verl, found 0 others",
+        ),
+        (
+            "x.yaml",
+            "- {a: 1}\n",
+            r"x\.yaml: .*: expected a mapping of keys or a list of arguments, found a list",
+        ),
+        (
+            "x.yaml",
+            "data: {max_prompt_length: 8, shuffle: true}\nmodel: {path: M}\n",
+            "found a recipe of this package",
+        ),
+        ("x.txt", "--rollout-batch-size\n8\n", "expected a configuration of verl .*found 0 keys"),
+    ],
+)
+def test_a_file_without_a_configuration_is_refused(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        translate("verl", tmp_path / name)
+
+
+def test_the_command_writes_a_recipe_whose_holes_are_filled_on_the_command_line(tmp_path, capsys):
+    (tmp_path / "args.txt").write_text("\n".join([*BASE["verl"], "actor_rollout_ref.rollout.n=1"]))
+    out = tmp_path / "mine.yaml"
+    assert main(["recipe", "--from", "verl@0.9", str(tmp_path / "args.txt"), "--out", str(out)]) == 0
+    assert "group_size: actor_rollout_ref.rollout.n" in capsys.readouterr().out
+    assert load(out, ["group_size=8"]).group_size == 8
