@@ -6,8 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from dataclasses import fields
-from difflib import get_close_matches
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
@@ -70,8 +69,8 @@ def engine_args(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_l
         }
     else:
         args |= {"worker_cls": f"{REFERENCE}Worker", "scheduler_cls": f"{REFERENCE}Scheduler"}
-    if rollout.speculation:
-        args["speculative_config"] = _speculation(rollout)
+    if drafts := rollout.vllm.get("speculative_config"):
+        _check_speculation(rollout, drafts)
     if rollout.quantization:
         args |= _quantization_args(model)
     if rollout.batch_invariant:
@@ -106,29 +105,15 @@ def _cuda_home() -> dict[str, str]:
     return {"CUDA_HOME": homes[0], FLASHINFER_SAMPLER: sampler} if homes else {}
 
 
-def _speculation(rollout: RolloutRecipe) -> dict[str, Any]:
-    """Return ``rollout.speculation``, checked by vLLM's names."""
-    from vllm.config import SpeculativeConfig  # takes long
-
+def _check_speculation(rollout: RolloutRecipe, drafts: Mapping[str, Any]) -> None:
+    key = "rollout.vllm.speculative_config"
     if not STOCK:
+        raise ValueError(f"{key}: expected a GPU, found a CPU, where our sampler takes no drafts")
+    if rollout.engine == "colocated" and (method := drafts.get("method")) not in WITHOUT_WEIGHTS:
         raise ValueError(
-            "rollout.speculation: expected a GPU, found a CPU, where our sampler takes no drafts"
+            f"{key}.method: expected one of {', '.join(WITHOUT_WEIGHTS)} with rollout.engine: colocated, "
+            f"found {method!r}: the engine drops weights to sleep, and a sync brings those of the model alone"
         )
-    known = {field.name for field in fields(SpeculativeConfig) if field.init}
-    if unknown := sorted(rollout.speculation.keys() - known):
-        nearest = get_close_matches(unknown[0], known, 1, 0)[0]
-        raise ValueError(
-            f"rollout.speculation: expected keys of vLLM's speculative_config, found {unknown[0]!r} "
-            f"(nearest: {nearest!r})"
-        )
-    method = rollout.speculation.get("method")
-    if rollout.engine == "colocated" and method not in WITHOUT_WEIGHTS:
-        raise ValueError(
-            f"rollout.speculation.method: expected one of {', '.join(WITHOUT_WEIGHTS)} with rollout.engine: "
-            f"colocated, found {method!r}: the engine drops weights to sleep, and a sync brings those of the "
-            "model alone"
-        )
-    return rollout.speculation
 
 
 def _quantization_args(model: ModelConfig) -> dict[str, Any]:

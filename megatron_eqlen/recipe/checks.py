@@ -144,8 +144,13 @@ def _of_engine(recipe: Recipe) -> Iterator[str]:
             "rollout.keep_routes: true needs rollout.engine: server or rollout.tensor_parallel: 1, found "
             f"a colocated engine of {rollout.tensor_parallel} GPUs, of which vLLM gives one the routes"
         )
-    if rollout.speculation and rollout.min_p > 0:
-        yield f"rollout.speculation needs rollout.min_p: 0, found {rollout.min_p:g}: vLLM has no min-p then"
+    if (drafts := "speculative_config" in rollout.vllm) and rollout.min_p > 0:
+        yield (
+            f"rollout.vllm.speculative_config needs rollout.min_p: 0, found {rollout.min_p:g}: vLLM has no "
+            "min-p then"
+        )
+    if drafts and device == "cpu":
+        yield "rollout.vllm.speculative_config: our sampler for CPUs takes no drafts"
 
 
 def _of_evaluation(recipe: Recipe) -> Iterator[str]:

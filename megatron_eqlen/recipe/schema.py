@@ -26,7 +26,7 @@ from megatron_eqlen.recipe.budget import Budget
 from megatron_eqlen.recipe.data_sets import BENCHMARKS, TRAINING, with_defaults
 from megatron_eqlen.recipe.naming import variant_name
 from megatron_eqlen.recipe.plugins import is_import_path
-from megatron_eqlen.recipe.yaml_values import Options, Value
+from megatron_eqlen.recipe.yaml_values import Options
 from megatron_eqlen.tokens import COLUMNS, LOGPROBS
 
 
@@ -398,11 +398,9 @@ class RolloutRecipe(Section):
     128 weights, and activations as it computes (vLLM's online quantization); training stays in bfloat16.
     Needs a correction of the mismatch, as ``loss.rollout_is`` (docs/recipes.md). Servers must be
     started with it, too."""
-    speculation: Annotated[dict[str, Value], When("cluster.device", "gpu")] = {}
-    """On GPUs: vLLM's ``speculative_config``, such as ``{method: mtp, num_speculative_tokens: 2}``. Servers
-    must be started with it."""
     vllm: Options = {}
-    """Further fields of vLLM's ``EngineArgs``, such as ``{async_scheduling: false}``; some are refused
+    """Further fields of vLLM's ``EngineArgs``, such as ``{async_scheduling: false}``, and on GPUs
+    ``{speculative_config: {method: mtp, num_speculative_tokens: 2}}``; some are refused
     (``recipe/engine_options.py``). Servers must be started with it, too."""
     tensor_parallel: PositiveInt = 1
     """GPUs of one engine or server replica."""

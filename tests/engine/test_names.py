@@ -19,7 +19,7 @@ def test_engine_arguments_are_those_of_vllm(monkeypatch, tmp_path):
     monkeypatch.setattr(vllm_args, "STOCK", True)
     save_tiny(tmp_path, "qwen3_moe")
     drafts = {"method": "ngram", "num_speculative_tokens": 2}
-    rollout = RolloutRecipe(keep_routes=True, keep_sampling_mask=True, speculation=drafts)
+    rollout = RolloutRecipe(keep_routes=True, keep_sampling_mask=True, vllm={"speculative_config": drafts})
     found = definition("vllm.engine.arg_utils", "EngineArgs")
     assert found is not None
     assert vllm_args.engine_args(str(tmp_path), rollout, "float32", 256).keys() <= sources.fields(found)

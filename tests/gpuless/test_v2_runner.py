@@ -115,7 +115,7 @@ def test_log_probs_and_masks_are_those_of_the_distribution_that_is_sampled(expec
 
 def test_with_speculation_they_are_so_too():
     limits = LIMITS | {"min_p": 0.0}
-    engine = open_v2(folder("qwen3"), keep_sampling_mask=True, speculation=DRAFTS, **limits)
+    engine = open_v2(folder("qwen3"), keep_sampling_mask=True, vllm={"speculative_config": DRAFTS}, **limits)
     assert_sampled(deltas_of(engine, requests(8, 16)), min_p=0.0)
     engine.close()
 
@@ -192,19 +192,17 @@ def test_after_a_sync_answers_are_those_of_a_freshly_loaded_engine(v2):
     v2.update_weights(load_file(folder("qwen3") / "model.safetensors").items(), policy_version=2)
 
 
-def test_speculation_is_checked_by_vllms_names(monkeypatch):
+def test_drafts_that_an_engine_cannot_make_are_refused(monkeypatch):
     monkeypatch.setattr(vllm_args, "STOCK", True)
 
     def arguments(speculation: dict[str, Any], **over: Any) -> dict[str, Any]:
-        rollout = make_rollout(speculation=speculation, **over)
+        rollout = make_rollout(vllm={"speculative_config": speculation}, **over)
         return vllm_args.engine_args(str(folder("qwen3")), rollout, "float32", 256)
 
-    with pytest.raises(ValueError, match=r"found 'num_tokens' \(nearest: 'num_speculative_tokens'\)"):
-        arguments({"method": "ngram", "num_tokens": 2})
     mtp = {"method": "mtp", "num_speculative_tokens": 2}
     with pytest.raises(ValueError, match=r"expected one of ngram, .* rollout.engine: colocated, .*'mtp'"):
         arguments(mtp)
     assert arguments(mtp, engine="server", servers=["http://a"])["speculative_config"] == mtp
     monkeypatch.setattr(vllm_args, "STOCK", False)
-    with pytest.raises(ValueError, match=r"rollout\.speculation: expected a GPU, found a CPU"):
+    with pytest.raises(ValueError, match=r"speculative_config: expected a GPU, found a CPU"):
         arguments(mtp)

@@ -107,8 +107,8 @@ MISTAKES = [
     (BENCHMARK + "rollout.keep_sampling_mask=true evaluation.top_k=0", "to 255, also in evaluations"),
     ("model.dtype=float32 rollout.quantization=fp8", "fp8 acts only with model.dtype: bfloat16"),
     ("rollout.batch_invariant=true cluster.device=cpu", "true acts only with cluster.device: gpu, found cpu"),
-    ("rollout.speculation.method=mtp cluster.device=cpu", "acts only with cluster.device: gpu, found cpu"),
-    ("rollout.speculation.method=mtp rollout.min_p=0.1", "speculation needs rollout.min_p: 0, found 0.1"),
+    ("rollout.vllm.speculative_config.method=mtp cluster.device=cpu", "our sampler for CPUs takes no drafts"),
+    ("rollout.vllm.speculative_config.method=mtp rollout.min_p=0.1", "needs rollout.min_p: 0, found 0.1"),
     ("rollout.keep_routes=true rollout.tensor_parallel=2", "found a colocated engine of 2 GPUs"),
     (SERVED + "rollout.servers=[http://a] rollout.park_trainer=all", "all acts only with rollout.engine:"),
     (SERVED + "rollout.servers=[notaurl]", "rollout.servers.0: expected http://HOST:PORT, found 'notaurl'"),
@@ -666,7 +666,8 @@ def test_a_key_that_went_is_refused_with_its_new_place_and_carried_from_what_run
 
     assert stored(went["was"]) == small()
     if new := re.fullmatch(r"(\w+)\.(\w+)\.(\w+)", went["to"]):
-        value = {"false": True, "8192": 4096, "alltoall": "allgather"}.get(str(went["was"]).lower(), 0.5)
+        values = {"false": True, "8192": 4096, "alltoall": "allgather", "{}": {"method": "mtp"}}
+        value = values.get(str(went["was"]).lower(), 0.5)
         assert getattr(getattr(stored(value), new[1]), new[2]) == {new[3]: value}
     elif key not in map(".".join, all_keys()):
         refused = re.escape(f"unknown key {key!r} (it went to {went['to']})")
