@@ -5,7 +5,9 @@ chain to itself, the following calls its attention to the first span of its pref
 prefixes of a caterpillar or a star are one span: two calls. The results of two calls are merged by their
 log-sum-exp, and each call's backward pass is the kernel's own, given the merged output and log-sum-exp, as in
 ring attention (Liu et al., arXiv 2310.01889): probabilities are exp(score - log-sum-exp), so the calls'
-gradients add up.
+gradients add up. The backward pass computes in at least float32: on short chains torch's kernel takes five
+times as long in bfloat16 (145 ms instead of 28 for 1,162 tokens in chains of 45, 9 heads of 64), on a chain of
+8,192 as long.
 
 Here q and outputs are [S, heads, d], k and v [S, groups, d], log-sum-exps [heads, S]; with context
 parallelism [s, heads, d], [K, groups, d] and [heads, s], of a rank's positions and of the keys that they see.
@@ -49,15 +51,16 @@ class _Merged(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        q, k, v, out, lse = ctx.saved_tensors
-        sums = [torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v)]  # of the calls' parts
+        lse = ctx.saved_tensors[-1]
+        grad, q, k, v, out = (x.to(lse.dtype) for x in (grad, *ctx.saved_tensors[:-1]))
+        sums = [torch.zeros_like(x) for x in (q, k, v)]  # of the calls' parts
         for call in ctx.tree.calls:
             for queries, keys in call.pairs:
                 inputs = map(_bhsd, (grad[queries], q[queries], k[keys], v[keys], out[queries]))
                 parts = gradients(*inputs, lse[None, :, queries], 0.0, call.causal, scale=ctx.scale)
                 for total, at, part in zip(sums, (queries, keys, keys), parts, strict=True):
                     total[at].add_(_shd(part))
-        dq, dk, dv = (total.to(q.dtype) for total in sums)
+        dq, dk, dv = (total.to(ctx.saved_tensors[0].dtype) for total in sums)
         return dq, dk, dv, None, None
 
 
