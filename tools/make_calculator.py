@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Write multiplications as DeepMath-103K parquet files: OUT/train.parquet and OUT/test.parquet.
+"""Write multiplications as JSON lines: OUT/train.jsonl and OUT/test.jsonl, questions with answers; and
+OUT/demonstrations.jsonl, chats that tools/make_tiny_model.py imitates.
 
     tools/make_calculator.py --out runs/calculator/data
 
@@ -13,57 +14,66 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import sys
 from pathlib import Path
+from typing import Any
 
+from megatron_eqlen.files import replaced
+from megatron_eqlen.hf.tokenizer import Turn
 from megatron_eqlen.processes.failures import run_script
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from tools.make_search import SOLUTIONS, write_rows
-from tools.tokenizer_maker import END_OF_TURN, START_OF_TURN
 
 CALLS, SLIPS = 0.5, 0.25
 """Shares of demonstrations that call the tool, and of calls with a wrong digit."""
+DEMONSTRATIONS = 3
+"""Of a question to train on."""
 NUMBERS = range(11, 100)
 
 
-def demonstrate(a: int, b: int, rng: random.Random) -> str:
+def question(a: int, b: int) -> str:
+    return f"What is ${a}*{b}$?"
+
+
+def demonstrate(a: int, b: int, rng: random.Random) -> list[Turn]:
+    asked: Turn = {"role": "user", "content": question(a, b)}
     if rng.random() >= CALLS:
-        return f"\\boxed{{{a * b}}}"
+        return [asked, _boxed(a * b)]
     written = rng.choice(NUMBERS) if rng.random() < SLIPS else b
     call = json.dumps({"name": "python", "arguments": {"code": f"{a}*{written}"}})
-    turns = f"<tool_call>{call}</tool_call>{END_OF_TURN}\n{START_OF_TURN}tool\n{a * written}{END_OF_TURN}\n"
-    return f"{turns}{START_OF_TURN}assistant\n\\boxed{{{a * written}}}"
-
-
-def make_rows(count: int, seed: int) -> list[dict]:
-    """Return ``count`` rows with distinct questions."""
-    rng = random.Random(seed)
-    factors = rng.sample([(a, b) for a in NUMBERS for b in NUMBERS], count)
     return [
-        {
-            "question": f"What is ${a}*{b}$?",
-            "final_answer": str(a * b),
-            "difficulty": 1.0,
-            "topic": "Mathematics -> Arithmetic",
-            **{f"r1_solution_{n + 1}": demonstrate(a, b, rng) for n in range(SOLUTIONS)},
-        }
-        for a, b in factors
+        asked,
+        {"role": "assistant", "content": f"<tool_call>{call}</tool_call>"},
+        {"role": "tool", "content": str(a * written)},
+        _boxed(a * written),
     ]
+
+
+def _boxed(number: int) -> Turn:
+    return {"role": "assistant", "content": f"\\boxed{{{number}}}"}
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write ``rows`` as JSON lines; the file appears complete or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replaced(path) as partial:
+        partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print(f"{path}: {len(rows)} rows")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder for the two files")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the files")
     parser.add_argument("--train", type=int, default=4000, help="questions to train on")
     parser.add_argument("--test", type=int, default=256, help="held-out questions")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    rows = make_rows(args.train + args.test, args.seed)
-    write_rows(args.out / "test.parquet", rows[: args.test])
-    write_rows(args.out / "train.parquet", rows[args.test :])
+    rng = random.Random(args.seed)
+    factors = rng.sample([(a, b) for a in NUMBERS for b in NUMBERS], args.train + args.test)
+    for name, pairs in (("test", factors[: args.test]), ("train", factors[args.test :])):
+        rows = [{"question": question(a, b), "answer": str(a * b)} for a, b in pairs]
+        write_lines(args.out / f"{name}.jsonl", rows)
+    chats = [demonstrate(*pair, rng) for pair in factors[args.test :] for _ in range(DEMONSTRATIONS)]
+    write_lines(args.out / "demonstrations.jsonl", [{"messages": chat} for chat in chats])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``draw`` on made-up logits: the tokens that it keeps, draws and records; and rows that are not ours."""
+"""``draw`` on made-up logits: the tokens that it keeps, draws and records; rows that are not ours; norms."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm import ir
 
+from megatron_eqlen.engines.cpu.norms import PROVIDER, choose_kernels
 from megatron_eqlen.engines.cpu.sampler import PathSampler, Rows, draw, uniform
 from megatron_eqlen.sampling.track import track_seed
 
@@ -70,3 +72,20 @@ def test_the_draws_of_paths_and_positions_are_independent_uniforms():
     assert abs(draws.var() - 1 / 12) < 5 / np.sqrt(180 * draws.size)
     for later, earlier in ((draws[:, 1:], draws[:, :-1]), (draws[1:], draws[:-1])):
         assert abs(np.corrcoef(later.ravel(), earlier.ravel())[0, 1]) < 5e-3
+
+
+def test_norms_in_bfloat16_are_vllms_kernels_and_as_near_to_float32_as_its_native_form():
+    choose_kernels()
+    generator = torch.Generator().manual_seed(0)
+    x, residual = torch.randn(2, 64, 576, generator=generator).bfloat16()
+    weight = torch.randn(576, generator=generator).bfloat16()
+    for op, inputs in ((ir.ops.rms_norm, (x,)), (ir.ops.fused_add_rms_norm, (x, residual))):
+        assert op.dispatch(*inputs, weight, 1e-5).provider == PROVIDER
+        assert op.dispatch(*(i.float() for i in inputs), weight.float(), 1e-5).provider == "native"
+        exact = torch.rms_norm(sum(i.float() for i in inputs), (576,), weight.float(), 1e-5)
+        results = [
+            op.impls[name].impl_fn(*(i.clone() for i in inputs), weight, 1e-5)
+            for name in (PROVIDER, "native")
+        ]
+        ours, native = ((result[0] if len(inputs) == 2 else result).float() - exact for result in results)
+        assert ours.abs().mean() < 1.5 * native.abs().mean()

@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import json
+import random
 import sys
 import unicodedata
 
@@ -12,8 +13,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from megatron_eqlen.environments.tool_calls import tool_calls
 from megatron_eqlen.hf.tokenizer import load_tokenizer, require_same
-from tests.kit import ROOT
+from tests.kit import ROOT, demonstrations
 from tests.kit.marks import examples
 from tools.make_search import make_rows, write_rows
 from tools.tokenizer_maker import write_hf_tokenizer
@@ -167,3 +169,20 @@ def test_a_file_without_answers_is_refused(tool, tmp_path):
     (tmp_path / "mine.jsonl").write_text('{"question": "1?", "reply": "2"}\n')
     with pytest.raises(ValueError, match=r"mine\.jsonl"):
         tool.read_texts(tmp_path / "mine.jsonl")
+
+
+def test_the_calculators_demonstrations_train_the_turns_of_the_policy_in_the_tools_form(tmp_path):
+    calculator = load_tool("make_calculator")
+    chats = [calculator.demonstrate(12, 34, random.Random(seed)) for seed in range(20)]
+    assert {len(chat) for chat in chats} == {2, 4}
+    chat = next(chat for chat in chats if len(chat) == 4)
+    (call,) = tool_calls(chat[1]["content"])
+    assert call.name == "python"
+    assert str(eval(call.arguments["code"])) == chat[2]["content"]
+    write_hf_tokenizer(tmp_path, [turn["content"] for turn in chat] * 9, 300)
+    demonstrations.write_rows(tmp_path / "rows.jsonl", [{"messages": chat}])
+    recipe = demonstrations.supervised(tmp_path, tmp_path / "rows.jsonl", packing={"max_tokens_per_row": 512})
+    (row,) = demonstrations.drawn(recipe, 1)
+    tokenizer, trained = load_tokenizer(tmp_path), row.response.token_ids[row.response.is_generated]
+    assert tokenizer.decode(trained) == chat[1]["content"] + chat[3]["content"]
+    assert sum(token in tokenizer.eos_token_ids for token in trained.tolist()) == 2

@@ -12,17 +12,19 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from megatron_eqlen.engines.cpu.norms import choose_kernels
 from megatron_eqlen.engines.cpu.routes import RouteCapture
 from megatron_eqlen.engines.cpu.sampler import PathSampler
 
 
 class ReferenceWorker(CPUWorker):
-    """vLLM's worker with ``PathSampler`` and, with ``rollout.keep_routes``, routes."""
+    """vLLM's worker with ``PathSampler``, kernels of RMS norms and, with ``rollout.keep_routes``, routes."""
 
     routes: RouteCapture | None = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
+        choose_kernels()
         started: Any = self.vllm_config.additional_config
         self.sampler = PathSampler(self.model_runner, bool(started["keep_sampling_mask"]))
         self.model_runner.sampler = self.sampler
