@@ -18,6 +18,7 @@ COPY --chown=eqlen megatron_eqlen/__init__.py megatron_eqlen/
 RUN PIP_NO_CACHE_DIR=1 tools/setup gpu --no-driver
 
 COPY --chown=eqlen . .
+RUN .venv/bin/python -m compileall -q megatron_eqlen
 ENV PATH=/opt/megatron_eqlen/.venv/bin:$PATH
 ENTRYPOINT ["eqlen"]
 CMD ["--help"]

@@ -21,6 +21,7 @@ import sys
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from typing import Any, Literal, NoReturn, cast, overload
 
@@ -303,7 +304,10 @@ class Tokens:
 
     def only(self, names: Iterable[str]) -> Tokens:
         """Return the table with those of its columns that are among ``names``."""
-        return Tokens({name: self.columns[name] for name in names if name in self.columns}, len(self))
+        table = object.__new__(Tokens)  # the lengths of columns are checked
+        table.columns = {name: self.columns[name] for name in names if name in self.columns}
+        table._length = self._length
+        return table
 
     def without(self, names: Collection[str]) -> Tokens:
         """Return the table without those of its columns that are among ``names``."""
@@ -327,7 +331,7 @@ class Tokens:
     @classmethod
     def absent(cls, length: int, layout: str) -> Tokens:
         """Return the bare table of ``length`` tokens with this ``layout``."""
-        return cls(dict(_placeholder(word, length) for word in layout.split()), length)
+        return _absent(length, layout)
 
     @property
     def is_bare(self) -> bool:
@@ -369,6 +373,12 @@ def _described(name: str, values: Any) -> str:
     if isinstance(values, Ragged):
         return f"{name}:{len(values.values)}"
     return f"{name}:{'x'.join(map(str, values.shape[1:]))}:{np.dtype(values.dtype).name}"
+
+
+@lru_cache(1 << 12)
+def _absent(length: int, layout: str) -> Tokens:
+    """Return a bare table: the same for both sides of a pair, say, where a step has a million."""
+    return Tokens(dict(_placeholder(word, length) for word in layout.split()), length)
 
 
 def _placeholder(word: str, length: int) -> tuple[str, Any]:

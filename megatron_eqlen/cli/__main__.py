@@ -31,6 +31,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str] | None) -> int:
+    from megatron_eqlen.processes.bytecode import keep_bytecode
+
+    keep_bytecode()
     from megatron_eqlen.processes import failures
     from megatron_eqlen.processes.quiet import quiet
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from megatron_eqlen.engines.protocol import EngineError
 from megatron_eqlen.engines.server.gate import DISOWN, LEASE, OWN, RPC, TRAINER, authorization
@@ -190,11 +191,14 @@ class Replica:
             if response.status != 200:
                 await _text(response)
             try:
-                async for line in response.content:
-                    if line.startswith(b"data: {"):
-                        if "error" in (event := json.loads(line[6:])):
-                            raise ConnectionError(event["error"])
-                        yield event
+                rest = b""
+                async for chunk in response.content.iter_any():  # which may hold many events, or none whole
+                    *lines, rest = (rest + chunk).split(b"\n")
+                    for line in lines:
+                        if line.startswith(b"data: {"):
+                            if "error" in (event := msgspec.json.decode(line[6:])):
+                                raise ConnectionError(event["error"])
+                            yield event
             except aiohttp.SocketTimeoutError:
                 raise _silent(silence) from None
 

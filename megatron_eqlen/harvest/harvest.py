@@ -16,6 +16,7 @@ from megatron_eqlen.harvest.dialogues import grade_again
 from megatron_eqlen.harvest.driver import Driver
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.harvest.meter import Meter
+from megatron_eqlen.processes.collector import young_collected
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver
@@ -29,6 +30,7 @@ def harvest_seed(seed: int, step: int) -> int:
     return zlib.crc32(f"{seed}/{step}".encode())
 
 
+@young_collected()
 def harvest(
     engine: Decoder, plan: HarvestPlan, observers: Sequence[HarvestObserver] = ()
 ) -> tuple[list[Rollout], Metrics]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from statistics import fmean, pstdev
 
 from megatron_eqlen.sampling.comparison import all_equal
@@ -31,8 +32,14 @@ def refusing(**reasons: str) -> Callable[[Estimator], Estimator]:
 )
 def grpo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     """Return (r - mean) / population std: ±1 on a pair with unequal rewards, as the paper states."""
-    std = pstdev(rewards) or 1.0
+    std = deviation(tuple(sorted(rewards))) or 1.0
     return [value / std for value in dr_grpo(rewards, lengths)]
+
+
+@lru_cache(1 << 12)
+def deviation(rewards: tuple[float, ...]) -> float:
+    """Return ``pstdev``, the population std of sorted rewards, which is exact but slow."""
+    return (rewards[1] - rewards[0]) / 2 if len(rewards) == 2 else pstdev(rewards)
 
 
 def dr_grpo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:

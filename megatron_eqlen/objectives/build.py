@@ -178,7 +178,12 @@ def _advantages(unit: ComparisonUnit, objective: Objective) -> list[float]:
         advantages = [
             objective.advantage([reward, unit.baseline], [length] * 2)[0] for reward, length in members
         ]
-    where = f"prompt {unit.prompt_id}: advantage {described(objective.advantage)} of rewards {unit.rewards}"
+
+    def where() -> str:
+        return (
+            f"prompt {unit.prompt_id}: advantage {described(objective.advantage)} of rewards {unit.rewards}"
+        )
+
     return checked_advantages(advantages, len(unit.nodes), where)
 
 
@@ -223,22 +228,15 @@ def _set_weights(batch: _Batch, recipe: Recipe, objective: Objective) -> None:
             sequence = 1 / (rollouts * counted[unit.rollout] * len(unit.nodes))
         else:
             sequence = unit.share / (rollouts * len(unit.nodes))
-        alike, tokens = _alike(unit)
-        for node, advantage in zip(unit.nodes, unit.advantages, strict=True):
-            if length := node.tokens.generated:
-                sign = np.sign(advantage)
-                member = Member(sequence, length, unit.prompt_id, alike[sign], tokens[sign], unit.lengths)
+        lengths, signs = unit.lengths, [(value > 0) - (value < 0) for value in unit.advantages]
+        alike, tokens = Counter(signs), Counter[int]()
+        for sign, length in zip(signs, lengths, strict=True):
+            tokens[sign] += length
+        for node, length, sign in zip(unit.nodes, lengths, signs, strict=True):
+            if length:
+                member = Member(sequence, length, unit.prompt_id, alike[sign], tokens[sign], lengths)
                 weight = objective.aggregation(member, size)
                 node.weight = checked_weight(weight, f"prompt {unit.prompt_id}: {where}")
-
-
-def _alike(unit: ComparisonUnit) -> tuple[Counter[float], Counter[float]]:
-    """Return the numbers of members and of tokens with an advantage of each sign."""
-    signs = np.sign(unit.advantages).tolist()
-    tokens: Counter[float] = Counter()
-    for sign, length in zip(signs, unit.lengths, strict=True):
-        tokens[sign] += length
-    return Counter(signs), tokens
 
 
 def _size(batch: _Batch, recipe: Recipe) -> BatchSize:

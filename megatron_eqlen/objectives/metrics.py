@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from statistics import fmean, pstdev
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -69,9 +70,12 @@ def staleness_metrics(
 
 
 def _moments(name: str, values: Sequence[float]) -> Metrics:
+    mean = fmean(values) if values else 0.0
+    # exact moments, of fractions, take a hundred times as long
+    spread = math.fsum((value - mean) ** 2 for value in values) if len(set(values)) > 1 else 0.0
     return {
-        f"objective/{name}_mean": fmean(values) if values else 0.0,
-        f"objective/{name}_std": pstdev(values) if values else 0.0,
+        f"objective/{name}_mean": mean,
+        f"objective/{name}_std": math.sqrt(spread / max(len(values), 1)),
     }
 
 

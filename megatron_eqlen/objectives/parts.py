@@ -86,10 +86,10 @@ def try_parts(parts: Mapping[str, Callable[..., Any]]) -> None:
                 raise ValueError(f"{field} {described(part)}: {where}: {error}") from error
 
 
-def checked_advantages(values: list[float], members: int, where: str) -> list[float]:
+def checked_advantages(values: list[float], members: int, where: Callable[[], str]) -> list[float]:
     """Return ``values`` if they are ``members`` finite numbers. Raises ValueError."""
     if len(values) != members or not all(map(math.isfinite, values)):
-        raise ValueError(f"{where}: expected {members} finite advantages, found {values}")
+        raise ValueError(f"{where()}: expected {members} finite advantages, found {values}")
     return values
 
 
@@ -136,7 +136,7 @@ def _try_advantage(part: Callable[..., Any]) -> None:
     where = _check_call(part, "advantage", ("rewards", "lengths"))
     for rewards in ([1.0, 0.0], [1.0, 1.0]):
         given = [*rewards]
-        checked_advantages(part(given, [3, 3]), 2, f"{where} of rewards {rewards}")
+        checked_advantages(part(given, [3, 3]), 2, lambda of=rewards: f"{where} of rewards {of}")
         if given != rewards:
             raise ValueError(f"{where}: it changes the rewards {rewards} to {given}: expected a new list")
 

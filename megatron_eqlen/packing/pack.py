@@ -26,6 +26,7 @@ from megatron_eqlen import metrics as m
 from megatron_eqlen.packing.arrays import check_loss_arrays
 from megatron_eqlen.packing.row import fill_row
 from megatron_eqlen.packing.tree import Forest, leaf_chain_bounds
+from megatron_eqlen.processes.collector import collector_paused
 from megatron_eqlen.types import Metrics, Row, TokenTree
 
 Layout = Literal["tree", "expanded"]
@@ -151,6 +152,7 @@ def pack(
     return [planned.rows(rank) for rank in range(data_parallel)]
 
 
+@collector_paused()
 def plan_rows(
     trees: Sequence[TokenTree],
     max_tokens_per_row: int,

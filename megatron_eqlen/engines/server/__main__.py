@@ -11,6 +11,7 @@ import sys
 
 from megatron_eqlen.engines.server.gate import authorization
 from megatron_eqlen.hf.config import read_config
+from megatron_eqlen.processes.bytecode import keep_bytecode
 from megatron_eqlen.processes.failures import run_script
 from megatron_eqlen.processes.quiet import VERBOSE, quiet
 from megatron_eqlen.recipe import Recipe, layout
@@ -53,6 +54,7 @@ def main() -> None:
     recipe = with_model(load(args.recipe, args.overrides))
     layout.require(layout.engine(recipe.rollout, read_config(local_path(recipe.model))))
     quiet()
+    keep_bytecode()
     command, environ = server_command(recipe, args.port, args.host)
     print(
         f"vLLM server of {recipe.model.path} on port {args.port}; EQLEN_VERBOSE=1 shows its log", flush=True

@@ -10,7 +10,7 @@ from megatron_eqlen import metrics as m
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty, all_equal, token_tree
 from megatron_eqlen.sampling.equal_length.dual_track import DualTrack, pairs_of, tail_of
-from megatron_eqlen.sampling.equal_length.suffix import pair_rewards, policy_rewards
+from megatron_eqlen.sampling.equal_length.suffix import pair_rewards, policy_rewards, reductions
 from megatron_eqlen.sampling.kind import SamplingKind, Setting, plural
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Metrics, Node, Outcome, Part, Prompt, Rollout, TokenTree
@@ -161,6 +161,5 @@ def _tail_units(
 def _reward_gap(streams: Sequence[Rollout], recipe: Recipe) -> float:
     """Return by how much the suffix reward ``max`` exceeds ``mean``, on average over all B sides."""
     unfinished = recipe.equal_length.unfinished
-    pairs = [pair for stream in streams for pair in pair_rewards(stream, "max", unfinished) if pair]
-    means = [pair for stream in streams for pair in pair_rewards(stream, "mean", unfinished) if pair]
-    return fmean(b for _, b in pairs) - fmean(b for _, b in means) if pairs else 0.0
+    pairs = [pair for stream in streams for pair in reductions(stream, unfinished)]
+    return fmean(most for most, _ in pairs) - fmean(mean for _, mean in pairs) if pairs else 0.0

@@ -13,6 +13,7 @@ needs it). Otherwise B_i would escape a penalty that the shorter A_i pays.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from megatron_eqlen.sampling.comparison import Penalty, no_penalty, part_rewards, verifier_reward
@@ -31,23 +32,37 @@ def pair_rewards(
     A B_i that no ended response extends has reward 0 and the penalty of the trunk, as long as it got
     (``zero``), or its pair is left out (``drop``: None).
     """
-    own, (trunk_penalty, truncated) = _own_rewards(stream, penalty), _open_end(stream, penalty)
+    trunk_penalty, truncated = _open_end(stream, penalty)
     known = [trunk_penalty] if truncated and penalty is not no_penalty else []
-    tail = tail_of(stream)
-    ended = [own[tail.number]] if tail is not None and tail.number in own else []
     rewards: list[tuple[float, float] | None] = []
-    # from the last pair on: ``ended`` has the rewards of all responses that extend B_i
-    for pair in reversed(pairs_of(stream)):
-        if pair.b.number in own:
-            ended.append(own[pair.b.number])
-        a = own[pair.a.number]
+    for a, ended in _from_last(stream, penalty):
         if ended:
             values = ended + known
             rewards.append((a, max(values) if reduce == "max" else sum(values) / len(values)))
         else:
             rewards.append(None if unfinished == "drop" else (a, trunk_penalty))
-        ended.append(a)
     return rewards[::-1]
+
+
+def reductions(stream: Rollout, unfinished: Literal["zero", "drop"]) -> list[tuple[float, float]]:
+    """Return maximum and mean for each B_i of ``pair_rewards``, without penalties, the last first."""
+    return [
+        (max(ended), sum(ended) / len(ended)) if ended else (0.0, 0.0)
+        for _, ended in _from_last(stream, no_penalty)
+        if ended or unfinished == "zero"
+    ]
+
+
+def _from_last(stream: Rollout, penalty: Penalty) -> Iterator[tuple[float, list[float]]]:
+    """Yield the reward of A_i and those of all responses that extend B_i, from the last pair on; the list
+    grows."""
+    own, tail = _own_rewards(stream, penalty), tail_of(stream)
+    ended = [own[tail.number]] if tail is not None and tail.number in own else []
+    for pair in reversed(pairs_of(stream)):
+        if pair.b.number in own:
+            ended.append(own[pair.b.number])
+        yield own[pair.a.number], ended
+        ended.append(own[pair.a.number])
 
 
 def policy_rewards(stream: Rollout, penalty: Penalty = no_penalty) -> dict[int, float]:
