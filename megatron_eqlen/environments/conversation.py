@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from numbers import Real
@@ -22,7 +23,6 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_eqlen.environments.environment import Environment, Observation
-from megatron_eqlen.files import write_text
 from megatron_eqlen.hf.tokenizer import encodable
 from megatron_eqlen.processes.timeline import TimeSpan
 from megatron_eqlen.recipe import EnvironmentRecipe
@@ -137,7 +137,10 @@ def _saved(speak: Conversations, seed: int, prompt: Prompt, turns: list[Turn]) -
 def _save(environment: Environment, file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     if (text := environment.save(file.parent)) is not None:
-        write_text(file, text)
+        # two lines that said the same write at the same time
+        partial = file.with_name(f"{file.name}.{threading.get_ident()}")
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(file)
 
 
 def closed(environment: Environment) -> None:

@@ -23,7 +23,7 @@ from megatron_eqlen.environments.workspace import PackedFolder, Workspace, laid_
 from megatron_eqlen.graders.sandbox.client import SandboxError, folder_files, pack_folder
 from tests.kit.length_bias import QUESTION
 from tests.pure import test_environments as enumeration
-from tests.pure.test_environments import COINS, END, Coins, reward, speaking, words
+from tests.pure.test_environments import CALL, COINS, END, Coins, reward, speaking, words
 
 SUBTRACTS = "def add(a, b):\n    return a - b\n"
 TEST = "from add import add\nassert add(1, 2) == 3\n"
@@ -438,3 +438,23 @@ def test_rollouts_of_a_prompt_take_its_template_at_the_same_time(template):
 
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(begin, range(8))) == [1.0] * 8
+
+
+def test_lines_that_said_the_same_save_at_the_same_time(tmp_path):
+    class Saves(Coins):
+        def save(self, place):
+            return "x" * 100_000
+
+    speak = replace(
+        speaking(lambda prompt, seed: Saves(prompt, seed, lambda number: 0)), kept=tmp_path / "step"
+    )
+    ready = threading.Barrier(8)
+
+    def turns(line):
+        ready.wait()
+        said = [Turn(np.array([CALL, END]), np.array([], int))]
+        return [answer(speak, None, QUESTION, 3, said).given for _ in range(50)]
+
+    with ThreadPoolExecutor(8) as threads:
+        assert [*threads.map(turns, range(8))] == [[[COINS[0]]] * 50] * 8
+    assert len([*(tmp_path / "step" / "environments").iterdir()]) == 1
