@@ -39,6 +39,7 @@ def open_source(source: SourceRecipe, tally: Tally) -> Sequence[Problem]:
     rows = _open_prepared(source, tally) if source.reader == "prepared" else read_source(source, tally)
     if isinstance(rows, Sequence) and source.keep_duplicates:
         raise ValueError(f"data source {source.name}: keep_duplicates has no effect with {source.reader}")
+    # a stream is read whole: epochs shuffle row numbers
     rows = rows if isinstance(rows, Sequence) else list(rows)
     if not rows:
         raise ValueError(f"data source {source.name}: {source.path}: {tally.unusable()}")

@@ -58,6 +58,7 @@ def build_minibatches(
     of all ranks, which each hold the tokens of some of ``rollouts``. Raises ValueError for an ungraded
     response.
     """
+    # [minibatches], each with the trees and units of its prompts
     batches = _weigh(_minibatches(rollouts, recipe), recipe)
     units = [unit for batch in batches for unit in batch.units]
     metrics = unit_metrics(units, rollouts, recipe)

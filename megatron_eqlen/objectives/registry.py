@@ -122,6 +122,7 @@ def resolve(recipe: Recipe) -> Objective:
     objective, loss = lookup(recipe.objective), recipe.loss
     named = ("overlong_factor", "dynamic_sampling", "length_quantiles", "rewards")
     changes: dict[str, Any] = {key: getattr(loss, key) for key in named if getattr(loss, key) is not None}
+    # shares of units take the place of an average by length, and of a pair's standard deviation
     if is_on_policy(recipe, objective):
         changes["aggregation"] = seq_mean_token_sum_norm
         if objective.advantage is grpo:

@@ -26,6 +26,7 @@ def comparison_units(
     untrained = recipe.rollout.untrained_columns
     for node in tree.nodes:
         node.tokens = node.tokens.without(untrained)
+    # the same units once more for each named reward, with its weight
     if objective.rewards == "apart":
         for name, weight in recipe.reward.weights.items():
             for unit, named in zip(units, _named_units(name, rollout, recipe, objective), strict=True):
@@ -41,6 +42,7 @@ def _compare(
     tree, units = KINDS[recipe.sampling].compare(rollout, recipe, penalty)
     if objective.forks != "pooled" or len(units) < 3:
         return tree, units
+    # units of a prompt's K thoughts, and of each thought's M answers: all K x M become one
     lines, first, *others = units
     for unit in others:
         first.members += unit.members
