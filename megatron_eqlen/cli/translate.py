@@ -197,7 +197,7 @@ def _take(row: Row, key: str, value: Any, done: Translation) -> None:
             done.parts[row.computed] = value
         else:
             done.keys |= new if isinstance(new, dict) else {ours: new}
-        for name in (ours, row.computed or ours):
+        for name in {ours, row.computed or ours}:
             done.sources.setdefault(name, []).append(key)
         if row.effect and not row.asks_nothing(small):
             done.change(ours, key, row.effect)
@@ -230,6 +230,8 @@ def _add_learning(done: Translation) -> None:
             )
     if number("gen_batches") > 0:
         keys["loss.max_num_gen_batches"] = parts["gen_batches"]
+    elif "gen_batches" in parts:
+        done.change("loss.max_num_gen_batches", "gen_batches", "10 batches, there no limit")
     if done.is_on("distilled"):
         keys |= {"teacher.path": parts.get("teacher"), "loss.teacher_coef": parts.get("teacher_coef", 1.0)}
         keys |= {} if done.is_on("task_rewards", "true") else {"loss.advantage": "none"}
@@ -398,8 +400,11 @@ def _add_data(done: Translation) -> None:
         )
     for benchmark in keys.get("evaluation.benchmarks", []):
         benchmark |= {"grader": own["grader"]} if "grader" in own else {}
-    told = {"data.instruction": parts["system"]} if parts.get("system") else {}
-    keys |= {"data.instruction_role": "system" if told else "none", **told}
+    if system := parts.get("system"):
+        keys |= {"data.instruction": system, "data.instruction_role": "system"}
+    else:
+        text = "a question that is text, no chat, gets it; instructions of DAPO-Math and GSM8K give way to it"
+        done.change("data.instruction", "train_files", text)
     for key, what in {"model.path": "the model's folder", "data.sources.0.path": "the training data"}.items():
         if key not in keys and not (files and key.startswith("data")):
             done.hole(key, "", f"{what}, or its name on the hub")
@@ -503,7 +508,8 @@ def _of_script(file: Path, trainer: str, words: Sequence[str], remarks: list[str
         keys for keys, count in zip(configured, known, strict=True) if count > 1 and 2 * count >= max(known)
     ]
     if not training:
-        last, end = found.end.output.strip().rpartition("\n")[2], found.end
+        said = [line for line in found.end.output.splitlines() if line.strip() and line[0] != "+"]
+        last, end = (said or [""])[-1], found.end
         raise ValueError(
             f"expected a script that starts a training of {trainer}, found {len(found.commands)} others; "
             f"bash ended it with {end.status if end.code is None else end.code}: {last[-300:]} (what it "

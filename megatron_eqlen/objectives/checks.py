@@ -14,10 +14,12 @@ from megatron_eqlen.objectives.surrogates import Ppo
 from megatron_eqlen.objectives.token_baseline import alive, fitted, of_unit
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.checks import check_effects
+from megatron_eqlen.sampling import KINDS
 
 
 def check_combination(recipe: Recipe) -> None:
     """Raise ValueError, with the reason, if the objective and the rest of the recipe do not fit."""
+    _ = KINDS[recipe.sampling]  # one of the user's own can be imported
     check_effects(recipe, with_defaults(recipe))
     objective = resolve(recipe)
     try_parts({field: getattr(objective, field) for field in PARTS})

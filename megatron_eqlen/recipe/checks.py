@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import HttpUrl, ValidationError
 
-from megatron_eqlen.recipe import ANY_COLUMNS, AnswerSampling, Recipe, Section, When, is_under, layout, shown
+from megatron_eqlen.recipe import ANY_COLUMNS, Recipe, Section, When, is_under, layout, shown
 from megatron_eqlen.recipe.budget import COSTS
 from megatron_eqlen.recipe.engine_options import check_options
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
@@ -154,11 +154,8 @@ def _of_engine(recipe: Recipe) -> Iterator[str]:
 
 
 def _of_evaluation(recipe: Recipe) -> Iterator[str]:
-    """Yield keys of the sampling of evaluations that have no effect."""
+    """Yield what has no effect where evaluations are greedy."""
     evaluation, benchmarks = recipe.evaluation, recipe.evaluation.benchmarks
-    for key in AnswerSampling.model_fields if not benchmarks else ():
-        if (value := getattr(evaluation, key)) is not None:
-            yield f"evaluation.{key}: {value:g} acts only with evaluation.benchmarks, found none"
     named = {f"evaluation.benchmarks.{n}": benchmark for n, benchmark in enumerate(benchmarks)}
     for name, section in {"evaluation": evaluation, **named}.items():
         for key in ("top_p", "top_k") if section.temperature == 0 else ():

@@ -768,8 +768,9 @@ class Recipe(Section):
     flops: PositiveFloat | None = None
     """End the run after this many floating-point operations of the model, estimated from tokens generated,
     prefilled and trained (``plan/flops.py``): the same on any machine and under any load."""
-    sampling: Literal["equal_length", "independent", "tree"] = "equal_length"
-    """Kind of sampling and comparison: equal-length pairs, groups of whole responses, or trees."""
+    sampling: Annotated[str, one_of("equal_length", "independent", "tree")] = "equal_length"
+    """Kind of sampling and comparison: equal-length pairs, groups of whole responses, trees, or the import
+    path of your own (docs/extending.md)."""
     objective: str = "grpo"
     """Name of the method (docs/objectives.md lists them), or the import path of your own. ``sft``: supervised
     training on the assistant's turns in the data; no engine generates."""
@@ -900,7 +901,8 @@ class Recipe(Section):
         paper's ablation: ``eqlen-grpo-mean-reward``, for example."""
         objective = self.objective.rpartition(":")[2]  # the name in an import path
         if self.sampling != "equal_length":
-            return objective
+            own = [self.sampling.rpartition(":")[2]] if is_import_path(self.sampling) else []
+            return "-".join([*own, objective])
         ablations = {
             "single-pair": self.equal_length.max_pairs == 1,
             "prefix-in-gradient": self.equal_length.prefix_in_gradient,

@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 
+import megatron_eqlen
 import tests.kit.rollouts as kit
 from megatron_eqlen.data.prompts import PromptSource
 from megatron_eqlen.data.rows import Tally
@@ -37,14 +38,11 @@ from megatron_eqlen.objectives.surrogates import Ppo
 from megatron_eqlen.plan.flops import active_parameters
 from megatron_eqlen.recipe import ParallelRecipe, Recipe, RecipeError, layout
 from megatron_eqlen.recipe.engine_options import check_options
-from megatron_eqlen.recipe.plugins import load_object
 from megatron_eqlen.record.reader import read_step
 from megatron_eqlen.record.recorder import FILES, Recorder
 from megatron_eqlen.report.rollouts import Training, view
 from megatron_eqlen.rewards.functions import RewardFunction, is_reward_function
 from megatron_eqlen.rewards.scoring import Scorer
-from megatron_eqlen.sampling import KINDS
-from megatron_eqlen.sampling.kind import SamplingKind
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.training.policy_loss import policy_loss, reduce_metrics
 from megatron_eqlen.types import Delta, Grade, Part, Prompt, Rollout
@@ -335,7 +333,7 @@ def group(rewards: list[float]) -> Rollout:
     return kit.group(Prompt("q", [1, 2], "?", "math", "1"), 0, completions)
 
 
-# ---- a sampling kind: its class, its line in KINDS, its name in the schema --------------------------------
+# ---- a sampling kind: its class, whose name is its import path ---------------------------------------------
 
 KIND = """
 from megatron_eqlen.sampling.comparison import ComparisonUnit, response_reward, token_tree
@@ -345,11 +343,11 @@ from megatron_eqlen.sampling.tree import Shape
 
 
 class Duellists(Group):
-    kind = "duel"
+    kind = "mine.duel:DUEL"
 
 
 class DuelSampling(SamplingKind):
-    name = "duel"
+    name = "mine.duel:DUEL"
 
     def harvester(self, prompt, index, setting):
         limit = setting.recipe.rollout.max_response_length
@@ -376,13 +374,14 @@ DUEL = DuelSampling()
 """
 
 
-def test_a_sampling_kind_is_a_class_and_a_line(package, tmp_path, monkeypatch):
-    (package / "mine" / "duel.py").write_text(KIND)
-    kind = load_object("mine.duel:DUEL", "test", SamplingKind)
-    monkeypatch.setitem(KINDS, kind.name, kind)
-    mine = recipe(rollout={"max_response_length": 8, "keep_sampling_mask": False}).model_copy(
-        update={"sampling": "duel"}
-    )
+def test_a_sampling_of_ones_own_is_a_class_that_the_recipe_names(package, tmp_path):
+    other = 'OTHER = type("Other", (DuelSampling,), {"name": "x"})()'
+    (package / "mine" / "duel.py").write_text(KIND + other)
+    limits = {"max_response_length": 8, "keep_sampling_mask": False}
+    mine = recipe(sampling="mine.duel:DUEL", objective="grpo", rollout=limits)
+    assert mine.method == "DUEL-grpo"
+    with pytest.raises(ValueError, match=r"mine\.duel:OTHER: expected an object of this name, found 'x'"):
+        recipe(sampling="mine.duel:OTHER", objective="grpo", rollout=limits)
     prompts = [Prompt(f"q{number}", [1, 2], "?", "math", "1", number=number) for number in range(3)]
     engine = Scripted(random.Random(0))
     rollouts, metrics = harvest(engine, HarvestPlan(prompts, mine, {9}, seed=0))
@@ -482,3 +481,10 @@ def test_an_example_loads_with_its_own_reward_and_objective(path):
             prompt = Prompt("x", [1], "2 + 3?", grader, "5")
             right, wrong = (function.grade(prompt, f"\\boxed{{{number}}}").reward for number in (5, 6))
             assert right > wrong == 0
+
+
+def test_the_stable_names_of_the_package_are_found():
+    for name in megatron_eqlen.STABLE:
+        assert callable(getattr(megatron_eqlen, name))
+    with pytest.raises(AttributeError, match=r"megatron_eqlen has no 'lode'; its names are load, main, "):
+        _ = megatron_eqlen.lode

@@ -100,7 +100,6 @@ MISTAKES = [
     ("rollout.engine=server", "rollout.servers"),
     ("rollout.temperature=0.001", "temperature: Input should be greater than or equal to 0.01, found"),
     ("rollout.keep_sampling_mask=true rollout.top_k=0", "true needs rollout.top_k from 1 to 255"),
-    ("evaluation.temperature=0", "temperature: 0 acts only with evaluation.benchmarks, found none"),
     (BENCHMARK + "evaluation.temperature=0.001", "temperature: expected 0 (greedy), or 0.01 and more"),
     (BENCHMARK + "evaluation.temperature=0", "samples: 32: with temperature: 0 (greedy) all responses to a"),
     (BENCHMARK + "evaluation.benchmarks.0.temperature=0 evaluation.benchmarks.0.top_k=5", "top_k: 5 has no"),

@@ -59,7 +59,6 @@ def test_the_table_names_keys_of_ours_and_each_of_theirs_once():
 def test_the_least_configuration_is_a_recipe_without_holes(tmp_path, trainer):
     recipe = loaded(translated(tmp_path, trainer), tmp_path)
     assert (recipe.steps, recipe.data.sources[0].path, recipe.sampling) == (9, "DATA", "independent")
-    assert recipe.data.instruction_role == "none", "they add no instruction"
     expected = {"verl": (1024, 1, 512, 0.01), "trl": (2, 1.0, 512, 0.0), "slime": (8, 1.0, 64, 0.01)}[trainer]
     found = recipe.data.prompts_per_step, recipe.rollout.top_p, recipe.rollout.max_response_length
     assert (*found, recipe.model.megatron["weight_decay"]) == expected
@@ -84,6 +83,8 @@ ENDS = [
     ("verl", "+algorithm.rollout_correction.rollout_token_veto_threshold=1e-4", CHANGED,
      {"loss.rollout_rs": {"seq_max_k2": pytest.approx(math.log(1e-4) ** 2 / 2, rel=1e-3)}}),
     ("verl", "reward_model.reward_manager=mine", HOLE, "data.sources.0.grader"),
+    ("verl", "algorithm.filter_groups.enable=False", SAME, {"loss.dynamic_sampling": False}),
+    ("verl", "actor_rollout_ref.rollout.dtype=float16", HOLE, "model.dtype"),
     ("verl", "trainer.val_only=True", HOLE, "trainer.val_only"),
     ("verl", "actor_rollout_ref.rollout.multi_turn.enable=True", HOLE, "environment.name"),
     ("verl", "actor_rollout_ref.actor.megatron.override_transformer_config.attention_dropout=0.1", HOLE,
@@ -205,7 +206,7 @@ def test_the_header_begins_with_holes_then_the_gravest_effect(tmp_path):
     expected = ["To fill in", "Changes what is learned", "Changes what is sampled", "Changes evaluation"]
     assert heads == [*expected, "Changes speed", "As there", "Without effect here"]
     plain = translated(tmp_path, "verl", "algorithm.norm_adv_by_std_in_grpo=False").text("args")
-    assert "Changes" not in plain
+    assert "Changes what is learned" not in plain
     assert "To fill in" not in plain
 
 
