@@ -82,6 +82,8 @@ KEPT = Column(
     mean="harvest/kept_per_token",
 )
 """Sampling mask: ids that top-k, top-p and min-p kept, ascending; the token is among them."""
+KEPT_LOGPROBS = Column("kept_logprobs", "float32", "loss", ragged=True, keep_key="center_scores")
+"""The engine's log-probs of the ids of ``kept``, as ``logprobs``."""
 ROUTES = Column(
     "routes",
     None,
@@ -103,7 +105,8 @@ bare table knows how many tokens were generated."""
 TEACHER = Column("teacher", "float32", "loss", unknown=float("nan"))
 """Log-probs of a teacher on a server (``rollout.teacher``), natural log, at temperature 1."""
 
-COLUMNS = {column.name: column for column in (TOKEN_IDS, LOGPROBS, VERSIONS, KEPT, ROUTES, GIVEN, TEACHER)}
+_ALL = (TOKEN_IDS, LOGPROBS, VERSIONS, KEPT, KEPT_LOGPROBS, ROUTES, GIVEN, TEACHER)
+COLUMNS = {column.name: column for column in _ALL}
 """All columns, in the order in which they are sent and recorded."""
 
 ALWAYS = tuple(column.name for column in COLUMNS.values() if column.always)

@@ -20,6 +20,7 @@ from megatron_eqlen.engines.protocol import (
     STOCK,
     Delta,
     EngineError,
+    of_kept,
     path_start,
     sampler_of,
     seeded,
@@ -95,6 +96,9 @@ def step(core: EngineCore, layers: Sequence[int] = ()) -> list[Delta]:
         columns: dict[str, Any] = {"logprobs": chosen.logprobs[:, 0].tolist() if chosen else []}
         if output.new_sampling_mask is not None:
             columns["kept"] = output.new_sampling_mask.to_nested_list()
+        if chosen and chosen.logprobs.shape[1] > 1:
+            pairs = zip(chosen.logprob_token_ids.tolist(), chosen.logprobs.tolist(), strict=True)
+            columns["kept_logprobs"] = of_kept(columns["kept"], [dict(zip(*of, strict=True)) for of in pairs])
         if output.routed_experts is not None:
             new = len(output.new_token_ids)
             path["routes"], columns["routes"] = split_path(output.routed_experts, new, layers)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_eqlen.engines.protocol import Delta, path_start, sampler_of, seeded, split_path
+from megatron_eqlen.engines.protocol import Delta, of_kept, path_start, sampler_of, seeded, split_path
 from megatron_eqlen.recipe import RolloutRecipe
 
 PATH = "inference/v1/generate"
@@ -113,6 +113,9 @@ def _delta(
     columns: dict[str, Any] = {"logprobs": [token["logprob"] for token in chosen]}
     if rollout.keep_sampling_mask:
         columns["kept"] = choice["sampling_mask"] or []
+    if rollout.center_scores:
+        likeliest = [{of["token_id"]: of["logprob"] for of in token["top_logprobs"]} for token in chosen]
+        columns["kept_logprobs"] = of_kept(columns["kept"], likeliest)
     if layers and (encoded := choice["routed_experts"]) is not None:
         path["routes"], columns["routes"] = split_path(_array(encoded), len(tokens), layers)
     finished = reason if reason in ("stop", "length", None) else "lost"

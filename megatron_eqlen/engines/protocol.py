@@ -9,7 +9,7 @@ stream of Hugging Face names; every completion belongs to the ``policy_version``
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -40,9 +40,20 @@ def sampling_params(rollout: RolloutRecipe, eos_token_ids: Iterable[int]) -> dic
         "top_k": max(rollout.top_k, 0) if rollout.temperature else 1,
         "min_p": rollout.min_p,
         "stop_token_ids": sorted(eos_token_ids),
-        "logprobs": 0,
+        # vLLM counts the sampled token among them
+        "logprobs": rollout.top_k + 1 if rollout.center_scores else 0,
         "detokenize": False,
     }
+
+
+def of_kept(kept: Sequence[Sequence[int]], known: Iterable[Mapping[int, float]]) -> list[list[float]]:
+    """Return the log-probs of the ``kept`` ids of each token. ``known``: those of the likeliest; an id that
+    is not there ties with the least likely one that is kept."""
+    found: list[list[float]] = []
+    for ids, of in zip(kept, known, strict=True):
+        least = min(of[token] for token in ids if token in of)
+        found.append([of.get(token, least) for token in ids])
+    return found
 
 
 def seeded(seed: int, sampler: str) -> dict[str, Any]:

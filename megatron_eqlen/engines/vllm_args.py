@@ -17,6 +17,7 @@ from vllm.platforms import current_platform
 from megatron_eqlen.hf.config import ModelConfig, read_config
 from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.recipe.contents import function
+from megatron_eqlen.tokens import MOST_PER_TOKEN
 
 STOCK = not current_platform.is_cpu()
 """True where vLLM samples, masks and records routes itself: in its V2 model runner, which has none for
@@ -49,6 +50,7 @@ def engine_args(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_l
         "model": model_path,
         "dtype": _supported_dtype(model_path, model, dtype),
         "skip_tokenizer_init": True,
+        "max_logprobs": MOST_PER_TOKEN + 1,
         "max_model_len": max_model_len,
         "max_num_seqs": rollout.max_num_seqs,
         "max_num_batched_tokens": 8192,

@@ -225,7 +225,14 @@ def _of_engine_logprobs(recipe: Recipe, objective: Objective) -> Iterator[str]:
             f"loss.old_logprobs: rollout acts only in an importance ratio, and objective: {objective.name} "
             f"has none: leave it out (loss.rollout_is and loss.rollout_rs correct without a ratio)"
         )
+    if rollout.center_scores and (objective.has_ratio or loss.kl_coef):
+        other = f"the ratio of objective: {objective.name}" if objective.has_ratio else "loss.kl_coef"
+        yield (
+            f"rollout.center_scores: true with {other}: only -A log pi has a score to center; use rloo "
+            "without clipping, and loss.kl_coef: 0"
+        )
     corrected = loss.old_logprobs == "rollout" or loss.rollout_is != "none" or loss.rollout_rs
+    corrected = corrected or rollout.center_scores
     causes = {
         f"{older} trains tokens that older weights sampled": rollout.trains_older,
         f"rollout.quantization: {rollout.quantization} trains tokens that rounded weights sampled": (
@@ -235,7 +242,7 @@ def _of_engine_logprobs(recipe: Recipe, objective: Objective) -> Iterator[str]:
     for cause in (cause for cause, acts in causes.items() if acts and not corrected):
         yield (
             f"{cause}, and nothing corrects for it: set loss.rollout_is: token or sequence (decoupled PPO), "
-            "loss.rollout_rs, or loss.old_logprobs: rollout (see docs/objectives.md)"
+            "loss.rollout_rs, loss.old_logprobs: rollout or rollout.center_scores (see docs/objectives.md)"
         )
 
 

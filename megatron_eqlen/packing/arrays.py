@@ -29,6 +29,14 @@ def _check_mask(forest: Forest, node: int) -> None:
     if "kept" not in forest.node(node).tokens:
         return
     kept, tokens = forest.node(node).tokens["kept"], forest.node(node).token_ids
+    sampled = forest.node(node).tokens.columns.get("kept_logprobs")
+    if sampled is not None and not (
+        np.array_equal(sampled.counts, kept.counts) and np.isfinite(sampled.values).all()
+    ):
+        raise TreeError(
+            f"{forest.where(node)}: expected a finite log-prob of each token in a sampling mask, found "
+            f"{sampled.counts.sum()} of {kept.counts.sum()}, or others"
+        )
     owner = np.repeat(np.arange(len(kept)), kept.counts)
     contains = np.bincount(owner[kept.values == tokens[owner]], minlength=len(kept)) > 0
     contains |= ~forest.node(node).tokens.is_generated

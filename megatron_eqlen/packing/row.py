@@ -173,7 +173,8 @@ def _columns(forest: Forest, nodes: np.ndarray, supervised: np.ndarray) -> dict[
             continue
         if isinstance(values, Ragged):
             # tokens of an environment have no lists
-            columns[name] = Ragged(values.values.astype(np.int64), values.counts[generated].astype(np.int64))
+            wide = np.float64 if values.values.dtype.kind == "f" else np.int64
+            columns[name] = Ragged(values.values.astype(wide), values.counts[generated].astype(np.int64))
             continue
         wide = np.float64 if values.dtype.kind == "f" else np.int64
         spread = columns[name] = np.full(len(supervised), COLUMNS[name].unknown, wide)

@@ -372,6 +372,10 @@ class RolloutRecipe(Section):
     keep_sampling_mask: bool = False
     """Record the tokens that top-k, top-p and min-p kept, and normalise over the same tokens in training: the
     trained distribution is then the sampled distribution (DeepSeek-V3.2, section 3.1)."""
+    center_scores: Annotated[bool, When(".keep_sampling_mask")] = False
+    """Score centering (arXiv 2609.20807): record the log-probs of the kept tokens, and take their mean score
+    from each token's. Tokens of older or rounded weights then push the policy nowhere where all rewards are
+    equal, without ratios."""
     keep_routes: bool = False
     """Record the experts that each MoE layer chose for every token but an environment's, and train with the
     same experts (router replay, R3, arXiv:2510.11370); the gates are the trainer's own. Servers must be

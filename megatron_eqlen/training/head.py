@@ -39,8 +39,8 @@ class Head:
 
     labels: Tensor
     """[n] int64"""
-    mask: tuple[Tensor, Tensor] | None
-    """Tokens that sampling kept: ids and counts, as for ``masked_token_logprobs``."""
+    mask: tuple[Tensor, Tensor, Tensor | None] | None
+    """Tokens that sampling kept: ids, counts and log-probs, as for ``masked_token_logprobs``."""
     mask_ends: np.ndarray | None
     """[n + 1] int64, start of each token's ids in the mask, and the end of the last token's ids."""
     temperature: float
@@ -66,8 +66,15 @@ class Head:
             return cls(labels, None, None, temperature, group, chunk)
         assert isinstance(kept, Ragged)
         chosen = np.isin(np.flatnonzero(row.weights > 0), at)
-        ids, counts = kept.values[chosen.repeat(kept.counts)], kept.counts[chosen]
-        mask = (torch.from_numpy(ids).to(device), torch.from_numpy(counts).to(device))
+        inside, counts = chosen.repeat(kept.counts), kept.counts[chosen]
+        sampled = row.columns.get("kept_logprobs")
+        values = [
+            kept.values[inside],
+            counts,
+            *([sampled.values[inside]] if isinstance(sampled, Ragged) else []),
+        ]
+        ids, lengths, *logprobs = (torch.from_numpy(each).to(device) for each in values)
+        mask = (ids, lengths, logprobs[0] if logprobs else None)
         return cls(labels, mask, np.append(0, np.cumsum(counts)), temperature, group, chunk)
 
     def __call__(self, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -87,9 +94,12 @@ class Head:
         labels = self.labels[rows]
         if self.mask is None or self.mask_ends is None:
             return token_logprobs(logits, labels, self.temperature, self.group)
-        ids, counts = self.mask
-        kept = ids[self.mask_ends[rows.start] : self.mask_ends[rows.stop]]
-        return masked_token_logprobs(logits, labels, kept, counts[rows], self.temperature, self.group)
+        ids, counts, sampled = self.mask
+        kept = slice(self.mask_ends[rows.start], self.mask_ends[rows.stop])
+        of_kept = None if sampled is None else sampled[kept]
+        return masked_token_logprobs(
+            logits, labels, ids[kept], counts[rows], self.temperature, self.group, of_kept
+        )
 
     def chunks(self) -> list[slice]:
         """Return slices of all tokens: as few as ``chunk`` allows, of nearly equal length."""

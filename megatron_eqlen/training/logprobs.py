@@ -40,15 +40,22 @@ def masked_token_logprobs(
     mask_counts: torch.Tensor,
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
+    sampled: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``token_logprobs`` normalised over the tokens that sampling kept instead of the vocabulary.
 
     mask_ids: [m] int64, the kept tokens of the first row of ``logits``, then of the second, ... mask_counts:
     [n] int64, how many each row has; a row's label is one of its own. Both log-probs and entropy are of the
     distribution that was sampled from (DeepSeek-V3.2, section 3.1: keep the sampling mask).
+
+    sampled: [m] float64, log-probs with which the kept tokens were sampled. The gradient by the logits is
+    then 1 at the label less ``sampled``, in place of the policy, at all kept tokens: its mean over draws
+    from ``sampled`` is 0 (score centering, arXiv 2609.20807).
     """
     rows = torch.repeat_interleave(mask_counts)
-    return _MaskedLogprobs.apply(logits, labels[rows] == mask_ids, mask_ids, rows, temperature, group)
+    return _MaskedLogprobs.apply(
+        logits, labels[rows] == mask_ids, mask_ids, rows, temperature, group, sampled
+    )
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -88,7 +95,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 class _MaskedLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, is_label, ids, rows, temperature, group):
+    def forward(ctx, logits, is_label, ids, rows, temperature, group, sampled):
         local, mine = _local_columns(logits, ids, group)
         kind = torch.float64 if logits.dtype == torch.float64 else torch.float32
         values = (logits[rows, local].to(kind) / temperature).masked_fill(~mine, -torch.inf)
@@ -104,18 +111,19 @@ class _MaskedLogprobs(torch.autograd.Function):
         total, weighted, label = sums
         log_total = total.log()
         entropy = log_total - weighted / total
-        ctx.save_for_backward(weight / total[rows], is_label & mine, local, rows)
+        expected = weight / total[rows] if sampled is None else sampled.to(kind).exp() * mine
+        ctx.save_for_backward(expected, is_label & mine, local, rows)
         ctx.temperature, ctx.shape, ctx.dtype = temperature, logits.shape, logits.dtype
         ctx.mark_non_differentiable(entropy)
         return label - log_total, entropy
 
     @staticmethod
     def backward(ctx, grad, _entropy_grad):
-        kept, is_label, local, rows = ctx.saved_tensors
-        slope = (is_label.to(kept.dtype) - kept) * (grad / ctx.temperature).to(kept.dtype)[rows]
+        expected, is_label, local, rows = ctx.saved_tensors
+        slope = (is_label.to(expected.dtype) - expected) * (grad / ctx.temperature).to(expected.dtype)[rows]
         grad_logits = torch.zeros(ctx.shape, dtype=ctx.dtype, device=grad.device)
         grad_logits.index_put_((rows, local), slope.to(ctx.dtype), accumulate=True)
-        return grad_logits, None, None, None, None, None
+        return grad_logits, None, None, None, None, None, None
 
 
 def _local_columns(

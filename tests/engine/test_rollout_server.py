@@ -70,9 +70,12 @@ def assert_same(found: list[Rollout], expected: list[Rollout]) -> None:
     for rollout, wanted in zip(found, expected, strict=True):
         assert rollout.prompt_columns == wanted.prompt_columns
         for a, b in zip(rollout.parts, wanted.parts, strict=True):
-            rest = [replace(s, tokens=s.tokens.without(["logprobs"])) for s in (a, b)]
+            rest = [replace(s, tokens=s.tokens.without(["logprobs", "kept_logprobs"])) for s in (a, b)]
             assert rest[0] == rest[1]
             assert np.abs(a.tokens["logprobs"] - b.tokens["logprobs"]).max() < 2e-5
+            if "kept_logprobs" in a.tokens:
+                of_kept = [part.tokens["kept_logprobs"].values for part in (a, b)]
+                assert np.abs(of_kept[0] - of_kept[1]).max() < 2e-5
 
 
 @pytest.fixture
@@ -100,7 +103,7 @@ def foreign(servers):
 
 
 def test_other_clients_of_the_servers_change_no_token_and_no_mask(servers, foreign):
-    recipe = server_recipe(list(servers), keep_sampling_mask=True, top_k=12, top_p=0.8)
+    recipe = server_recipe(list(servers), keep_sampling_mask=True, center_scores=True, top_k=12, top_p=0.8)
     local = open_local(recipe)
     expected, _ = harvest(local, HarvestPlan(PROMPTS[:2], recipe, EOS, seed=1))
     local.close()
@@ -108,6 +111,14 @@ def test_other_clients_of_the_servers_change_no_token_and_no_mask(servers, forei
     found, metrics = harvest(remote, HarvestPlan(PROMPTS[:2], recipe, EOS, seed=1))
     assert_same(found, expected)
     assert 1 < metrics["harvest/kept_per_token"] <= 12
+    for part in (part for rollout in found for part in rollout.parts):
+        of_kept = zip(
+            part.token_ids, part.tokens["logprobs"], part.tokens["kept"], part.tokens["kept_logprobs"],
+            strict=True,
+        )  # fmt: skip
+        for token, logprob, ids, logprobs in of_kept:
+            assert np.exp(logprobs).sum() == pytest.approx(1, abs=1e-5)
+            assert logprobs[ids.tolist().index(token)] == pytest.approx(logprob, abs=1e-6)
     assert len(foreign) > 8
     remote.close()
 

@@ -21,7 +21,7 @@ def drawn(logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0) -> tuple[lis
     none: Any = None
     rows = Rows(none, np.arange(count), seeds, limits, (limits * top_k).long(), limits * top_p, limits * 0)
     tokens, logprobs, kept = draw(logits, rows, uniform(seeds, np.zeros_like(seeds)))
-    return tokens.tolist(), logprobs, [row.nonzero()[:, 0].tolist() for row in kept]
+    return tokens.tolist(), logprobs, [row.isfinite().nonzero()[:, 0].tolist() for row in kept]
 
 
 def test_without_limits_any_token_can_be_drawn():

@@ -17,6 +17,7 @@ from megatron_eqlen.objectives.build import build_minibatches, weighted_units
 from megatron_eqlen.objectives.checks import check_combination
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.tokens import Tokens
+from megatron_eqlen.training.logprobs import masked_token_logprobs
 from megatron_eqlen.training.policy_loss import policy_loss
 from megatron_eqlen.types import Grade, Part, Prompt, Rollout
 from tests.pure.test_rollout_harvest import make_recipe
@@ -29,24 +30,29 @@ policy."""
 PROBS = LOGITS.softmax(-1)
 
 
+MASKS = {"keep_sampling_mask": True, "top_k": ACTIONS, "center_scores": True}
+
+
 def exact_gradient(logits: torch.Tensor) -> torch.Tensor:
     """Return the gradient of the expected reward, by the logits."""
     probs, rewards = logits.softmax(-1), torch.tensor(REWARDS, dtype=torch.float64)
     return probs * (rewards - probs @ rewards)
 
 
-def drawn(action: int, version: int) -> Tokens:
+def drawn(action: int, version: int, masked: bool = False) -> Tokens:
     """Return one token that weights of ``version`` sampled; log-probs are float64 here."""
     logprob = LOGITS[version].log_softmax(-1)[action : action + 1].numpy()
-    return Tokens.of([action], versions=version).with_column("logprobs", logprob)
+    kept = {"kept": [[*range(ACTIONS)]], "kept_logprobs": [LOGITS[version].log_softmax(-1).tolist()]}
+    columns = kept if masked else {}
+    return Tokens.of([action], versions=version, **columns).with_column("logprobs", logprob)
 
 
-def groups_of(versions: tuple[int, int]) -> list[tuple[float, Rollout]]:
+def groups_of(versions: tuple[int, int], masked: bool = False) -> list[tuple[float, Rollout]]:
     """Return every group of two responses, sampled by weights of these versions, with its probability."""
     found = []
     for number, actions in enumerate(itertools.product(range(ACTIONS), repeat=2)):
         segments = [
-            Part(drawn(action, version), "stop", Grade(REWARDS[action], ""))
+            Part(drawn(action, version, masked), "stop", Grade(REWARDS[action], ""))
             for action, version in zip(actions, versions, strict=True)
         ]
         probability = float(PROBS[versions[0], actions[0]] * PROBS[versions[1], actions[1]])
@@ -54,27 +60,35 @@ def groups_of(versions: tuple[int, int]) -> list[tuple[float, Rollout]]:
     return found
 
 
-def expected_gradient(policy: int, versions: tuple[int, int], **recipe) -> torch.Tensor:
+def expected_gradient(
+    policy: int, versions: tuple[int, int], centered: bool = False, **recipe
+) -> torch.Tensor:
     """Return the expected gradient of the maximised objective, by the logits of the policy
     ``LOGITS[policy]``."""
     mine = make_recipe(
         sampling="independent", group_size=2,
-        rollout={"carry_over": True, "tokens_per_step": 1, "max_staleness": 2},
+        rollout={"carry_over": True, "tokens_per_step": 1, "max_staleness": 2, **(MASKS if centered else {})},
         data={"sources": [{"name": "s", "path": "none"}], "max_prompt_length": 8, "prompts_per_step": 1},
         **recipe,
     )  # fmt: skip
     logits = LOGITS[policy].clone().requires_grad_()
     old = LOGITS[2].log_softmax(-1)
     total = torch.zeros((), dtype=torch.float64)
-    for probability, group in groups_of(versions):
+    for probability, group in groups_of(versions, centered):
         units = weighted_units([group], mine)
         nodes = [node for unit in units for node in unit.nodes if unit.trained]
         if not nodes:
             continue
         actions = torch.tensor([int(node.token_ids[0]) for node in nodes])
         engine = np.concatenate([member.tokens["logprobs"] for unit in units for member in unit.members])
+        logprobs = logits.log_softmax(-1)[actions]
+        if centered:
+            sampled = torch.tensor(np.concatenate([node.tokens["kept_logprobs"].values for node in nodes]))
+            ids, counts = torch.arange(ACTIONS).repeat(len(nodes)), torch.full((len(nodes),), ACTIONS)
+            rows = logits.expand(len(nodes), -1)
+            logprobs, _ = masked_token_logprobs(rows, actions, ids, counts, sampled=sampled)
         loss, _ = policy_loss(
-            logits.log_softmax(-1)[actions],
+            logprobs,
             torch.zeros(len(nodes), dtype=torch.float64),
             weights=torch.tensor([node.weight for node in nodes], dtype=torch.float64),
             advantages=torch.tensor([node.advantage for node in nodes], dtype=torch.float64),
@@ -114,6 +128,23 @@ def test_responses_of_any_age_give_the_gradient_of_the_expected_reward(case, ver
     objective, loss, scale, policy = EXACT[case]
     gradient = expected_gradient(policy, versions, objective=objective, loss=loss)
     torch.testing.assert_close(gradient, scale * exact_gradient(LOGITS[policy]), atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.parametrize("versions", [(2, 2), (0, 1)], ids=str)
+def test_centered_scores_are_the_gradient_on_policy_and_drift_nowhere_where_all_rewards_are_equal(
+    versions, monkeypatch
+):
+    """Engines record log-probs as float32."""
+    own = {"objective": "rloo", "loss": {"kl_coef": 0.0}}
+    if versions == (2, 2):
+        gradient = expected_gradient(2, versions, centered=True, **own)
+        torch.testing.assert_close(gradient, exact_gradient(LOGITS[2]), atol=1e-7, rtol=0)
+    monkeypatch.setitem(globals(), "REWARDS", [1.0] * ACTIONS)
+    whole = {"objective": "rloo", "loss": {"kl_coef": 0.0, "advantage": "reward", "rollout_is": "none"}}
+    assert expected_gradient(2, versions, centered=True, **whole).abs().max() < 1e-7
+    if versions != (2, 2):
+        plain = whole | {"loss": whole["loss"] | {"rollout_rs": {"token_k1": 1e9}}}
+        assert expected_gradient(2, versions, **plain).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("threshold", [1.2, [0.5, 1.5]], ids=["truncated", "icepop"])

@@ -36,6 +36,10 @@ class Rows:
     min_p: Tensor
 
 
+NEVER = -9999.0
+"""Log-prob of tokens that sampling did not keep, as vLLM's servers write it."""
+
+
 class PathSampler(Sampler):
     """Draws token t of a path as its seed and t say: one uniform number, a hash of both, picks the token by
     the inverse of the cumulative distribution.
@@ -60,19 +64,24 @@ class PathSampler(Sampler):
             self.rows = self._rows(sampling_metadata, len(logits))
         rows, places = self.rows, torch.from_numpy(self.rows.places)
         lengths = self.runner.input_batch.num_tokens_no_spec[self.rows.places].astype(np.uint64)
-        tokens, logprobs, kept = draw(logits[places], rows, uniform(rows.seeds, lengths))
+        tokens, logprobs, of_kept = draw(logits[places], rows, uniform(rows.seeds, lengths))
         if self.keep_masks:
-            self.masks = _masks(kept, rows.places, len(logits))
+            self.masks = _masks(of_kept > -torch.inf, rows.places, len(logits))
+        # the token stands first, with its rank, and must not come again
+        others = of_kept.clamp(min=NEVER).scatter(1, tokens.long().unsqueeze(1), -torch.inf)
+        likeliest = others.topk(min(sampling_metadata.max_num_logprobs or 0, others.shape[1] - 1))
+        ids = torch.cat([tokens.unsqueeze(1), likeliest.indices.to(torch.int32)], 1)
+        values = torch.cat([logprobs.unsqueeze(1), likeliest.values], 1)
         if len(places) == len(logits):
             ranks = torch.zeros(len(logits), dtype=torch.int64)
-            recorded = LogprobsTensors(tokens.unsqueeze(1), logprobs.unsqueeze(1), ranks)
-            return SamplerOutput(tokens.unsqueeze(1), recorded)
+            return SamplerOutput(tokens.unsqueeze(1), LogprobsTensors(ids, values, ranks))
         output = super().forward(logits, sampling_metadata, *args, **kwargs)  # may write to the logits
         if len(places):
             assert output.logprobs_tensors is not None, "our requests ask for them"
-            ids, values, ranks, *_ = output.logprobs_tensors
-            output.sampled_token_ids[places, 0] = ids[places, 0] = tokens
-            values[places, 0], ranks[places] = logprobs, 0
+            all_ids, all_values, ranks, *_ = output.logprobs_tensors
+            output.sampled_token_ids[places, 0] = tokens
+            all_ids[places, : ids.shape[1]], all_values[places, : ids.shape[1]] = ids, values
+            ranks[places] = 0
         return output
 
     def _rows(self, metadata: SamplingMetadata, count: int) -> Rows:
@@ -91,8 +100,8 @@ class PathSampler(Sampler):
 
 
 def draw(logits: Tensor, rows: Rows, draws: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a token for each row ([rows] int32), its log-prob ([rows] float32) and the tokens that top-k,
-    top-p and min-p kept ([rows, vocabulary] bool).
+    """Return a token for each row ([rows] int32), its log-prob ([rows] float32) and those of all tokens that
+    top-k, top-p and min-p kept ([rows, vocabulary] float32; -inf: not kept).
 
     ``logits``: [rows, vocabulary], any float dtype. ``draws``: [rows] float64 in [0, 1).
     """
@@ -112,7 +121,8 @@ def draw(logits: Tensor, rows: Rows, draws: np.ndarray) -> tuple[Tensor, Tensor,
     tokens = torch.searchsorted(cumulative, targets, right=True)
     limited = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
     removed = torch.where(limited.unsqueeze(1), mass.log().float(), 0.0)
-    return tokens.squeeze(1).to(torch.int32), (logprobs.gather(1, tokens) - removed).squeeze(1), kept
+    of_kept = (logprobs - removed).masked_fill(~kept, -torch.inf)
+    return tokens.squeeze(1).to(torch.int32), (logprobs.gather(1, tokens) - removed).squeeze(1), of_kept
 
 
 def _masks(kept: Tensor, places: np.ndarray, count: int) -> SamplingMaskLists:
