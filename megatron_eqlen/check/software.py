@@ -43,7 +43,7 @@ def python(place: Place) -> Finding:
 
 def package(wanted: Package, place: Place) -> Finding | None:
     """Import the package; where seconds matter, only look whether it is installed."""
-    if wanted is FLA and not _has_delta_net(place):
+    if wanted is FLA and place.job and place.job.model.delta_net is None:
         return None
     state = packages.look(wanted) if place.short else packages.find(wanted)
     name = f"{state.version}: {wanted.purpose}".removeprefix(": ")
@@ -174,21 +174,12 @@ def _grades_code(place: Place) -> bool:
     return bool(_graders(place) & CODE)
 
 
-def _needs_isolation(place: Place) -> bool:
-    return _grades_code(place) and _reward(place).code_sandbox == "strict"
-
-
 def _graders(place: Place) -> set[str]:
     if place.recipe is None:
         return set()
     sampled = [] if place.recipe.supervised else place.recipe.data.sources
     read = [*sampled, *place.recipe.evaluation.benchmarks]
     return {source.grader or source.reader for source in read}
-
-
-def _has_delta_net(place: Place) -> bool:
-    """Return True if the model has gated delta net layers, or, without a recipe, may have."""
-    return place.job is None or place.job.model.delta_net is not None
 
 
 def _on_gpus(wanted: Package) -> Check:
@@ -207,6 +198,11 @@ CHECKS = [
     Check("environment", environment, in_short=False),
     Check("benchmarks apart", overlap, needed=lambda place: False, in_short=False),
     Check("code python", programs, needed=_grades_code),
-    Check("code sandbox", sandbox, needed=_needs_isolation, in_short=False),
+    Check(
+        "code sandbox",
+        sandbox,
+        needed=lambda place: _grades_code(place) and _reward(place).code_sandbox == "strict",
+        in_short=False,
+    ),
     Check("command sandbox", commands, needed=_has_workspace, in_short=False),
 ]

@@ -8,12 +8,9 @@ import select
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from megatron_eqlen.processes import interrupts
-
-Verbs = argparse._SubParsersAction
-
-OVERRIDES_HELP = "override a recipe key, for example objective=dapo loss.kl_coef=0"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -113,154 +110,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('megatron-eqlen')}")
     verbs = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
-    _add_training(verbs)
-    _add_parts(verbs)
-    _add_results(verbs)
-    _add_sweep(verbs)
-    _add_inspect(verbs)
+    for command, (about, arguments) in COMMANDS.items():
+        verb = verbs.add_parser(command, help=about, description=about)
+        instead = verb.add_mutually_exclusive_group() if command == "sweep" else verb
+        for name, (what, options) in arguments.items():
+            place = instead if options is FLAG else verb
+            place.add_argument(name, help=what or None, **options)
     return parser
-
-
-def _add_training(verbs: Verbs) -> None:
-    train = _add(verbs, "train", "train as a recipe says; the same command resumes a run")
-    _add_recipe(train)
-    train.add_argument(
-        "--dry-run", action="store_true", help="print what differs from defaults, and the plan, then stop"
-    )
-    train.add_argument("--all", action="store_true", help="with --dry-run: print every key")
-    train.add_argument(
-        "--replay",
-        type=Path,
-        metavar="STREAMS",
-        help="train on recorded rollouts (a run's streams/ folder), no engine",
-    )
-
-    train.add_argument(
-        "--from",
-        dest="start",
-        metavar="RUN@STEP",
-        help="begin after a step of another run, from its checkpoint",
-    )
-
-    plan = _add(verbs, "plan", "print what a recipe needs: layout, memory, tokens, sbatch command")
-    _add_recipe(plan)
-    plan.add_argument("--all", action="store_true", help="print every key, not only what differs")
-
-    submit = _add(verbs, "submit", "train a recipe as a SLURM job; what follows -- is for sbatch")
-    _add_recipe(submit)
-    submit.add_argument(
-        "--servers",
-        type=int,
-        default=0,
-        metavar="NODES",
-        help="generate on vLLM servers, on nodes of their own",
-    )
-    submit.add_argument("--dry-run", action="store_true", help="print the batch script and submit nothing")
-
-    recipe = _add(verbs, "recipe", "write a recipe from another trainer's configuration (docs/from_verl.md)")
-    recipe.add_argument(
-        "file",
-        type=Path,
-        help="launch script (bash runs it in the sandbox), resolved YAML, saved arguments, or TRL's Python",
-    )
-    recipe.add_argument("words", nargs="*", metavar="NAME=VALUE", help="a script's environment and arguments")
-    recipe.add_argument(
-        "--from",
-        dest="trainer",
-        required=True,
-        metavar="TRAINER[@VERSION]",
-        help="verl, trl, slime or open-r1; what the file leaves out has the defaults of that version",
-    )
-    recipe.add_argument("--out", type=Path, metavar="FILE", help="recipe file to write (default: print)")
-
-    check = _add(verbs, "check", "what is installed and works here, and what a recipe lacks")
-    check.add_argument("recipe", type=Path, nargs="?", help="recipe file (YAML); default: none in particular")
-    check.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help=OVERRIDES_HELP)
-    check.add_argument("--short", action="store_true", help="what takes seconds; print what is not ok")
-
-
-def _add_parts(verbs: Verbs) -> None:
-    """Add the commands that do a part of training, or prepare it."""
-    harvest = _add(verbs, "harvest", "generate and score one step's rollouts, no trainer")
-    _add_recipe(harvest)
-    harvest.add_argument("--out", type=Path, required=True, help="folder for the recorded rollouts")
-
-    evaluate = _add(verbs, "evaluate", "evaluate a model on the recipe's benchmarks")
-    _add_recipe(evaluate, "recipe file (YAML), or a run folder")
-    evaluate.add_argument(
-        "--model", type=Path, help="Hugging Face folder or name (default: model.path, or RUN/export)"
-    )
-    evaluate.add_argument("--out", type=Path, help="result file (default for a run: RUN/evaluated.json)")
-
-    probe = _add(verbs, "probe", "continue a run's recorded responses anew: what each sentence changed")
-    probe.add_argument("run", type=Path, help="run folder, or a folder of `eqlen harvest`")
-    probe.add_argument("--step", type=_positive, required=True, metavar="N", help="step that recorded them")
-    probe.add_argument(
-        "--at", default="sentences", help="places: sentences, forks, every:TOKENS, or tokens as 10,20"
-    )
-    probe.add_argument("--samples", type=_positive, default=8, help="continuations of a place (default 8)")
-    probe.add_argument(
-        "--budget", type=_positive, metavar="TOKENS", help="tokens to generate (default: 4 times the step's)"
-    )
-    probe.add_argument("--seed", type=int, default=0, help="another gives other responses and draws")
-    probe.add_argument("--out", type=Path, metavar="FOLDER", help="default: RUN/probes/step-N")
-    probe.add_argument("--dry-run", action="store_true", help="print what it would cost")
-
-    convert = _add(verbs, "convert", "convert a model between Hugging Face and Megatron")
-    convert.add_argument("direction", choices=("hf-to-megatron", "megatron-to-hf"))
-    convert.add_argument("arguments", nargs=argparse.REMAINDER, help="see `eqlen convert DIRECTION --help`")
-
-
-def _add_results(verbs: Verbs) -> None:
-    report = _add(verbs, "report", "write a run folder's report.html again")
-    report.add_argument("run", type=Path, help="run folder")
-    report.add_argument(
-        "--step",
-        type=_steps,
-        metavar="N[-M]",
-        help="write rollouts-N.html instead: all rollouts of these steps",
-    )
-
-    status = _add(verbs, "status", "where a run stands: step, stage, rate, alive or dead")
-    status.add_argument("run", type=Path, help="run folder")
-
-    compare = _add(verbs, "compare", "print runs side by side: accuracy, difference, efficiency")
-    compare.add_argument("runs", type=Path, nargs="+", help="run folders, or folders that contain some")
-    compare.add_argument(
-        "--baseline", help="baseline method (default: the first in the table after the base)"
-    )
-    compare.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="write tables.md, tables.json and curves (SVG) there"
-    )
-    compare.add_argument("--over", choices=("steps", "gpu_hours", "generated_tokens", "flops"), help="x axis")
-    compare.add_argument("--charts", nargs="+", metavar="TITLE", help="curves to draw (default: all)")
-
-
-def _add_sweep(verbs: Verbs) -> None:
-    about = "run recipes x methods x seeds at equal cost, then make tables and figures; resumes like train"
-    sweep = _add(verbs, "sweep", about)
-    sweep.add_argument("sweep", type=Path, help="sweep file (YAML), for example recipes/paper_tables.yaml")
-    sweep.add_argument(
-        "overrides", nargs="*", default=[], metavar="KEY=VALUE", help="override recipe keys of all runs"
-    )
-    sweep.add_argument("--jobs", type=_positive, default=1, metavar="N", help="runs at a time (default 1)")
-    instead = sweep.add_mutually_exclusive_group()
-    instead.add_argument("--dry-run", action="store_true", help="print runs, budgets, and eqlen submit lines")
-    instead.add_argument("--tables", action="store_true", help="only make tables of the runs that have ended")
-
-
-def _add_inspect(verbs: Verbs) -> None:
-    inspect = _add(verbs, "inspect", "print recorded rollouts as text")
-    inspect.add_argument(
-        "streams", type=Path, help="a run, its streams/ folder, one of its steps, or an .arrow file"
-    )
-    inspect.add_argument(
-        "--model", type=Path, help="Hugging Face folder whose tokenizer decodes (default: the run's)"
-    )
-    inspect.add_argument(
-        "--recipe", type=Path, help="recipe they were trained with (default: recipe.yaml of their run)"
-    )
-    inspect.add_argument("--limit", type=_positive, default=5, help="rollouts to print (default 5)")
 
 
 def _positive(text: str) -> int:
@@ -277,14 +133,95 @@ def _steps(text: str) -> tuple[int, int]:
     return int(first), int(last or first)
 
 
-def _add(verbs: Verbs, name: str, text: str) -> argparse.ArgumentParser:
-    """Add the command that runs the function ``name`` of ``commands``."""
-    return verbs.add_parser(name, help=text, description=text)
-
-
-def _add_recipe(parser: argparse.ArgumentParser, about: str = "recipe file (YAML)") -> None:
-    parser.add_argument("recipe", type=Path, help=about)
-    parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help=OVERRIDES_HELP)
+FILE, NUMBER, FLAG = {"type": Path}, {"type": _positive}, {"action": "store_true"}
+INTO, RUN = FILE | {"metavar": "FOLDER"}, {"run": ("run folder", FILE)}
+OVERRIDES = {"nargs": "*", "default": [], "metavar": "KEY=VALUE"}
+RECIPE = {
+    "recipe": ("recipe file (YAML)", FILE),
+    "overrides": ("override a recipe key, for example objective=dapo loss.kl_coef=0", OVERRIDES),
+}
+# fmt: off
+COMMANDS: dict[str, tuple[str, dict[str, tuple[str, dict[str, Any]]]]] = {
+    "train": ("train as a recipe says; the same command resumes a run", RECIPE | {
+        "--dry-run": ("print what differs from defaults, and the plan, then stop", FLAG),
+        "--all": ("with --dry-run: print every key", FLAG),
+        "--replay": ("train on recorded rollouts (a run's streams/ folder), no engine",
+                     FILE | {"metavar": "STREAMS"}),
+        "--from": ("begin after a step of another run, from its checkpoint",
+                   {"dest": "start", "metavar": "RUN@STEP"}),
+    }),
+    "plan": ("print what a recipe needs: layout, memory, tokens, sbatch command", RECIPE | {
+        "--all": ("print every key, not only what differs", FLAG),
+    }),
+    "submit": ("train a recipe as a SLURM job; what follows -- is for sbatch", RECIPE | {
+        "--servers": ("generate on vLLM servers, on nodes of their own",
+                      {"type": int, "default": 0, "metavar": "NODES"}),
+        "--dry-run": ("print the batch script and submit nothing", FLAG),
+    }),
+    "recipe": ("write a recipe from another trainer's configuration (docs/from_verl.md)", {
+        "file": ("launch script (bash runs it in the sandbox), resolved YAML, saved arguments, or TRL's "
+                 "Python", FILE),
+        "words": ("a script's environment and arguments", {"nargs": "*", "metavar": "NAME=VALUE"}),
+        "--from": ("verl, trl, slime or open-r1; what the file leaves out has the defaults of that version",
+                   {"dest": "trainer", "required": True, "metavar": "TRAINER[@VERSION]"}),
+        "--out": ("recipe file to write (default: print)", FILE | {"metavar": "FILE"}),
+    }),
+    "check": ("what is installed and works here, and what a recipe lacks", RECIPE | {
+        "recipe": ("recipe file (YAML); default: none in particular", FILE | {"nargs": "?"}),
+        "--short": ("what takes seconds; print what is not ok", FLAG),
+    }),
+    "harvest": ("generate and score one step's rollouts, no trainer", RECIPE | {
+        "--out": ("folder for the recorded rollouts", FILE | {"required": True}),
+    }),
+    "evaluate": ("evaluate a model on the recipe's benchmarks", RECIPE | {
+        "recipe": ("recipe file (YAML), or a run folder", FILE),
+        "--model": ("Hugging Face folder or name (default: model.path, or RUN/export)", FILE),
+        "--out": ("result file (default for a run: RUN/evaluated.json)", FILE),
+    }),
+    "probe": ("continue a run's recorded responses anew: what each sentence changed", {
+        "run": ("run folder, or a folder of `eqlen harvest`", FILE),
+        "--step": ("step that recorded them", NUMBER | {"required": True, "metavar": "N"}),
+        "--at": ("places: sentences, forks, every:TOKENS, or tokens as 10,20", {"default": "sentences"}),
+        "--samples": ("continuations of a place (default 8)", NUMBER | {"default": 8}),
+        "--budget": ("tokens to generate (default: 4 times the step's)", NUMBER | {"metavar": "TOKENS"}),
+        "--seed": ("another gives other responses and draws", {"type": int, "default": 0}),
+        "--out": ("default: RUN/probes/step-N", INTO),
+        "--dry-run": ("print what it would cost", FLAG),
+    }),
+    "convert": ("convert a model between Hugging Face and Megatron", {
+        "direction": ("", {"choices": ("hf-to-megatron", "megatron-to-hf")}),
+        "arguments": ("see `eqlen convert DIRECTION --help`", {"nargs": argparse.REMAINDER}),
+    }),
+    "report": ("write a run folder's report.html again", RUN | {
+        "--step": ("write rollouts-N.html instead: all rollouts of these steps",
+                   {"type": _steps, "metavar": "N[-M]"}),
+    }),
+    "status": ("where a run stands: step, stage, rate, alive or dead", RUN),
+    "compare": ("print runs side by side: accuracy, difference, efficiency", {
+        "runs": ("run folders, or folders that contain some", FILE | {"nargs": "+"}),
+        "--baseline": ("baseline method (default: the first in the table after the base)", {}),
+        "--out": ("write tables.md, tables.json and curves (SVG) there", INTO),
+        "--over": ("x axis", {"choices": ("steps", "gpu_hours", "generated_tokens", "flops")}),
+        "--charts": ("curves to draw (default: all)", {"nargs": "+", "metavar": "TITLE"}),
+    }),
+    "sweep": ("run recipes x methods x seeds at equal cost, then make tables and figures; "
+              "resumes like train", {
+        "sweep": ("sweep file (YAML), for example recipes/paper_tables.yaml", FILE),
+        "overrides": ("override recipe keys of all runs", OVERRIDES),
+        "--jobs": ("runs at a time (default 1)", NUMBER | {"default": 1, "metavar": "N"}),
+        "--dry-run": ("print runs, budgets, and eqlen submit lines", FLAG),
+        "--tables": ("only make tables of the runs that have ended", FLAG),
+    }),
+    "inspect": ("print recorded rollouts as text", {
+        "streams": ("a run, its streams/ folder, one of its steps, or an .arrow file", FILE),
+        "--model": ("Hugging Face folder whose tokenizer decodes (default: the run's)", FILE),
+        "--recipe": ("recipe they were trained with (default: recipe.yaml of their run)", FILE),
+        "--limit": ("rollouts to print (default 5)", NUMBER | {"default": 5}),
+    }),
+}
+# fmt: on
+"""Text and arguments of each command, which runs the function of its name in ``commands``. Of the flags of a
+sweep one excludes the other."""
 
 
 if __name__ == "__main__":

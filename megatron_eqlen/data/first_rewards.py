@@ -114,8 +114,9 @@ def _first_reward(prompts: Sequence[Prompt], scorer: Scorer, tokenizer: Tokenize
 
 def first_reward(prompt: Prompt, scorer: Scorer, tokenizer: Tokenizer) -> FirstReward:
     """Grade four answers to ``prompt``."""
-    asked = _form(tokenizer.decode(prompt.token_ids))
-    read = READ.get(prompt.grader)
+    text, read = tokenizer.decode(prompt.token_ids), READ.get(prompt.grader)
+    places = {text.rfind(mark): form for mark, form in FORMS.items() if mark in text}
+    asked = places[max(places)] if places else None
     # how an answer is written: as the prompt asks, else as the grader reads
     form, gold = asked or read or "%s", _gold(prompt)
     texts = {
@@ -172,12 +173,6 @@ def _program(gold: str) -> str:
     return STDIN.format(
         tests={text.strip(): output for text, output in zip(tests["inputs"], tests["outputs"], strict=True)}
     )
-
-
-def _form(prompt: str) -> str | None:
-    """Return the form of the answer that a prompt asks for, None if it asks for none that we know."""
-    places = {prompt.rfind(mark): form for mark, form in FORMS.items() if mark in prompt}
-    return places[max(places)] if places else None
 
 
 def _wrong(gold: str) -> str:

@@ -15,7 +15,7 @@ is taken off the question, which then gets the recipe's, and the gold is the end
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -110,7 +110,8 @@ def _row(
     asked = fields.get("question")
     if isinstance(asked, list | dict):
         messages, reply = _chat(asked)
-        fields |= {"question": _transcript(messages), "instruction": ""}
+        said = [f"{turn['role']}: {turn['content']}" for turn in messages]
+        fields |= {"question": "\n\n".join(said) if said[1:] else messages[0]["content"], "instruction": ""}
         if grader == DEMONSTRATION:
             messages, fields["answer"] = _demonstration(messages, reply, fields.get("answer"), asked)
         elif reply is not None and fields.get("answer") is None:
@@ -175,10 +176,3 @@ def _demonstration(
         raise BadRow("no_response", f"expected turns that end with the assistant's, found {asked!r:.200}")
     text = answer_field({"answer": answer}, "answer")
     return (*messages, {"role": "assistant", "content": text}), text
-
-
-def _transcript(messages: Sequence[Turn]) -> str:
-    """Return the chat as text, for filters, graders and reports."""
-    if len(messages) == 1:
-        return messages[0]["content"]
-    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in messages)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from megatron_eqlen.data.filters import word_runs
@@ -37,9 +37,11 @@ def overlaps(
     sentences = []
     for source, rows in sources:
         held, held_runs = set[str](), set[str]()
-        for question in _questions(rows) if asked else ():
-            held |= texts & {_normalized(question)}
-            held_runs |= runs.intersection(word_runs(question))
+        # golds are not needed, and rows that a reader's sequence makes are not looked at
+        read = rows.without_golds() if isinstance(rows, PreparedRows) else rows
+        for row in read if asked and (read is not rows or isinstance(rows, list)) else ():
+            held |= texts & {_normalized(row.question)}
+            held_runs |= runs.intersection(word_runs(row.question))
         for name, questions in asked.items():
             whole = held & questions.keys()
             # in part: most of a question's runs of words are in the source
@@ -64,13 +66,6 @@ def _benchmark_questions(benchmark: BenchmarkRecipe) -> dict[str, set[str]]:
     """Return the normalized questions of a benchmark, each with its runs of words."""
     problems = islice(read_problems(benchmark, Tally()), benchmark.limit)
     return {_normalized(problem.question): set(word_runs(problem.question)) for problem in problems}
-
-
-def _questions(rows: Sequence[Problem]) -> Iterator[str]:
-    """Yield the questions of ``rows``, without golds of a prepared file. Rows that a reader's sequence makes
-    are not looked at."""
-    read = rows.without_golds() if isinstance(rows, PreparedRows) else rows if isinstance(rows, list) else ()
-    return (row.question for row in read)
 
 
 def _normalized(question: str) -> str:

@@ -14,7 +14,7 @@ from megatron_eqlen.data.filters import Exclusion, filter_rows, read_questions
 from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.recipe import ANY_COLUMNS, BenchmarkRecipe, SourceRecipe
 from megatron_eqlen.recipe.inputs import data_files, local_path
-from megatron_eqlen.recipe.plugins import is_import_path, load_object
+from megatron_eqlen.recipe.plugins import load_object
 from megatron_eqlen.rewards.functions import own_code
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,8 @@ def read_problems(benchmark: BenchmarkRecipe, tally: Tally) -> Iterable[Problem]
 
 def _read(section: SourceRecipe | BenchmarkRecipe, tally: Tally) -> Iterable[Problem]:
     """Return the rows of the section's path, or of the files that its ``config`` and ``split`` choose."""
-    reader: Callable[..., Iterable[Problem]] = _reader(section.reader)
+    reader: Callable[..., Iterable[Problem]] | None = PLAIN_READERS.get(section.reader)
+    reader = reader or partial(_read_own, section.reader, load_object(section.reader, "reader"))
     if section.reader in ANY_COLUMNS:
         reader = partial(reader, columns=section.columns, grader=section.grader)
     files, path = data_files(section), local_path(section)
@@ -92,13 +93,6 @@ def _read(section: SourceRecipe | BenchmarkRecipe, tally: Tally) -> Iterable[Pro
         for file in files
         for row in reader(file, tally)
     )
-
-
-def _reader(name: str) -> Reader:
-    """Return a reader of this package, or a user's own by import path, whose rows are checked."""
-    if not is_import_path(name):
-        return PLAIN_READERS[name]
-    return partial(_read_own, name, load_object(name, "reader"))
 
 
 def _read_own(name: str, reader: Reader, path: Path, tally: Tally) -> Iterable[Problem]:

@@ -19,6 +19,7 @@ from megatron_eqlen.hf.tokenizer import BREAK, TemplateError, Tokenizer
 from megatron_eqlen.hf.turns import CALL_ID, QUESTION, SAID, THOUGHT, TURN, left_out, with_calls
 from megatron_eqlen.processes.timeline import TimeSpan
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe.load import typed_options
 from megatron_eqlen.recipe.plugins import load_object
 from megatron_eqlen.recipe.schema import ENVIRONMENTS
 from megatron_eqlen.rewards.functions import referred
@@ -53,7 +54,13 @@ def environment_class(recipe: Recipe) -> type[Environment]:
 
 def tools(recipe: Recipe) -> Sequence[Mapping[str, Any]]:
     """Return the JSON schemas of the tools of the recipe's environment; none without one."""
-    return environment_class(recipe).schemas(**recipe.environment.options) if recipe.environment.name else ()
+    return environment_class(recipe).schemas(**_options(recipe)) if recipe.environment.name else ()
+
+
+def _options(recipe: Recipe) -> dict[str, Any]:
+    """Return the options as the class declares them: a recipe has what YAML can say of a ``Path``."""
+    options = recipe.environment.options
+    return options | typed_options(str(recipe.environment.name), options, "python")
 
 
 def conversations(
@@ -64,14 +71,14 @@ def conversations(
     section = recipe.environment
     if section.name is None:
         return None
-    cls, thinking = environment_class(recipe), recipe.data.enable_thinking
-    cls.start(**section.options)
-    schemas = cls.schemas(**section.options)
+    cls, thinking, options = environment_class(recipe), recipe.data.enable_thinking, _options(recipe)
+    cls.start(**options)
+    schemas = cls.schemas(**options)
 
     def make(prompt: Prompt, seed: int) -> Environment:
         gold, _ = referred(prompt.gold)  # a reward function's may hold columns
         plain = gold if isinstance(gold, str) else json.dumps(gold)
-        made = cls(replace(prompt, gold=plain), seed, **section.options)  # type: ignore[call-arg]
+        made = cls(replace(prompt, gold=plain), seed, **options)  # type: ignore[call-arg]
         if (opening := made.opening()) is not None:
             try:
                 refuse_other_prompt(tokenizer, prompt, *opening, thinking)

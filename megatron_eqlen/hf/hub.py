@@ -97,15 +97,13 @@ class HubRepo:
     def cached(self) -> Path:
         """Return the folder of this commit in the cache, complete or not. Raises HubError if there is
         none."""
-        commit = self.revision if self.is_pinned else self._cached_commit()
+        commit, ref = self.revision, self._cache() / "refs" / (self.revision or constants.DEFAULT_REVISION)
+        if not self.is_pinned:
+            commit = ref.read_text(encoding="utf-8").strip() if ref.is_file() else None
         folder = self._cache() / "snapshots" / str(commit)
         if commit is None or not folder.is_dir():
             raise HubError(f"{self} of the Hugging Face Hub is not in the cache {constants.HF_HUB_CACHE}")
         return folder
-
-    def _cached_commit(self) -> str | None:
-        ref = self._cache() / "refs" / (self.revision or constants.DEFAULT_REVISION)
-        return ref.read_text(encoding="utf-8").strip() if ref.is_file() else None
 
     def _cache(self) -> Path:
         return Path(constants.HF_HUB_CACHE) / f"{self.kind}s--{self.name.replace('/', '--')}"

@@ -44,12 +44,13 @@ class Tokenizer:
         self.folder = folder
         self.today = datetime.now()
         """Time for templates that write a date (Llama 3.2's); a run sets that of its first start."""
-        self._backend = _from_transformers(folder)
+        self.backend = _from_transformers(folder)
+        """Transformers' tokenizer."""
         self.eos_token_ids, self.pad_token_id = _special_ids(
-            folder, self._backend.eos_token_id, self._backend.pad_token_id
+            folder, self.backend.eos_token_id, self.backend.pad_token_id
         )
-        added = self._backend.added_tokens_decoder
-        known = self._backend.get_vocab().values()
+        added = self.backend.added_tokens_decoder
+        known = self.backend.get_vocab().values()
         if unknown := sorted((self.eos_token_ids | {self.pad_token_id}) - {*known}):
             raise ValueError(
                 f"{folder}: expected eos_token_id and pad_token_id of the model's files among the "
@@ -69,7 +70,7 @@ class Tokenizer:
         """Return the text of ``token_ids`` without end-of-sequence and padding tokens; ``</think>`` is
         kept, and a padding token that is a letter: id 0 is ``!`` in many vocabularies."""
         kept = _without(token_ids, self._silent)
-        return self._backend.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self.backend.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def render_chat(
         self,
@@ -92,7 +93,7 @@ class Tokenizer:
         if tools:
             options["tools"] = _as_text([*tools], special)
         said = {"tool": [*self.special_tokens, *self.tags]}
-        if self._backend.chat_template is None:
+        if self.backend.chat_template is None:
             raise ValueError(
                 f"{self.folder}: expected a chat template (chat_template.jinja, or chat_template in "
                 "tokenizer_config.json), found none"
@@ -101,7 +102,7 @@ class Tokenizer:
         def rendered(as_json: bool) -> str:
             turns = [_with_arguments(message, as_json) for message in messages]
             texts = [_as_text(turn, said.get(turn.get("role", ""), special)) for turn in turns]
-            return self._backend.apply_chat_template(texts, tokenize=False, **options)
+            return self.backend.apply_chat_template(texts, tokenize=False, **options)
 
         try:
             with suppress(Exception):  # Jinja's, or Python's in an expression of the template
@@ -117,25 +118,25 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         """Upper bound of the token ids (added tokens included; the embedding may be larger)."""
-        return len(self._backend)
+        return len(self.backend)
 
     @cached_property
     def longest(self) -> int:
         """Characters of the longest token, as the vocabulary spells it."""
-        return max(map(len, self._backend.get_vocab()))
+        return max(map(len, self.backend.get_vocab()))
 
     @cached_property
     def special_tokens(self) -> list[str]:
         """Texts that ``encode`` turns into special tokens; at least one."""
         # DeepSeek's token of a user's turn is not marked special
-        marked = [token.content for token in self._backend.added_tokens_decoder.values() if token.special]
+        marked = [token.content for token in self.backend.added_tokens_decoder.values() if token.special]
         return [*marked, *(tag for tag in self.tags if re.fullmatch("<[|\uff5c].+[|\uff5c]>", tag))]
 
     def parts(self) -> dict[str, list[Any]]:
         """Return all that decides which tokens a text has, in order."""
-        stored = json.loads(self._backend.backend_tokenizer.to_str())
+        stored = json.loads(self.backend.backend_tokenizer.to_str())
         return {
-            "vocabulary": sorted((number, token) for token, number in self._backend.get_vocab().items()),
+            "vocabulary": sorted((number, token) for token, number in self.backend.get_vocab().items()),
             "merges": stored["model"].get("merges") or [],
             "special tokens": [
                 (token["id"], token["content"], token["special"]) for token in stored["added_tokens"]
@@ -144,15 +145,10 @@ class Tokenizer:
 
     def pieces_of(self, token_ids: Sequence[int]) -> list[str]:
         """Return tokens as the vocabulary spells them."""
-        return self._backend.convert_ids_to_tokens(token_ids)
-
-    @property
-    def backend(self) -> Any:
-        """Transformers' tokenizer."""
-        return self._backend
+        return self.backend.convert_ids_to_tokens(token_ids)
 
     def _encode(self, text: str) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=False)
+        return self.backend.encode(text, add_special_tokens=False)
 
 
 def encodable(text: str) -> str:

@@ -83,10 +83,10 @@ def keep_same(run: Path, found: dict[str, Contents]) -> None:
     there."""
     before = recorded(run)
     changed = [
-        str(Path(path, name)) + _what(before[path].get(name), found[path].get(name))
+        f"{Path(path, name)} {'is new' if was is None else 'is missing' if now is None else 'has changed'}"
         for path in found.keys() & before.keys()
         for name in found[path].keys() | before[path].keys()
-        if found[path].get(name) != before[path].get(name)
+        if (was := before[path].get(name)) != (now := found[path].get(name))
     ]
     if changed:
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
@@ -95,10 +95,6 @@ def keep_same(run: Path, found: dict[str, Contents]) -> None:
             f"this run its own folder (name=... or run_dir=...), or remove {run / FILE} to go on with these"
         )
     keep(run, found)
-
-
-def _what(before: str | None, now: str | None) -> str:
-    return " is new" if before is None else " is missing" if now is None else " has changed"
 
 
 def _digest(file: Path) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import ValidationError
@@ -107,13 +107,19 @@ def _validated(raw: dict[str, Any], runs: bool) -> Recipe:
     name = recipe.environment.name
     if not (runs and name and recipe.environment.options):
         return recipe
-    section, options, key = recipe.environment, raw["environment"]["options"], "environment.options"
-    cls = load_object(ENVIRONMENTS.get(name, name), "environment.name")
-    found = typed(options, key, cls)
-    if name == "agent" and "function" in found:
-        found = typed(options, key, load_object(found["function"], f"{key}: function")) | found
-    options = section.options | found
+    section, options = recipe.environment, raw["environment"]["options"]
+    options = section.options | typed_options(name, options, "json")
     return recipe.model_copy(update={"environment": section.model_copy(update={"options": options})})
+
+
+def typed_options(name: str, options: Mapping[str, Any], mode: Literal["json", "python"]) -> dict[str, Any]:
+    """Return the options that the class of the environment ``name``, or the function of an agent, declares,
+    as ``typed``."""
+    key = "environment.options"
+    found = typed(options, key, load_object(ENVIRONMENTS.get(name, name), "environment.name"), mode)
+    if name == "agent" and "function" in found:
+        found = typed(options, key, load_object(found["function"], f"{key}: function"), mode) | found
+    return found
 
 
 def dump(recipe: Recipe) -> str:

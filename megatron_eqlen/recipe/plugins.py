@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
@@ -48,9 +48,12 @@ def load_object(path: str, key: str, expected: type | None = None) -> Any:
     return loaded
 
 
-def typed(options: Mapping[str, Any], key: str, taker: Callable[..., Any]) -> dict[str, Any]:
+def typed(
+    options: Mapping[str, Any], key: str, taker: Callable[..., Any], mode: Literal["json", "python"]
+) -> dict[str, Any]:
     """Return those options of ``key``, as a file has them, that ``taker`` has annotated parameters for, each
-    as its annotation says. Raises ValueError, naming the option, its type and what was found."""
+    as its annotation says, or as JSON has it. Raises ValueError, naming the option, its type and what was
+    found."""
     of = getattr(taker.__init__ if inspect.isclass(taker) else taker, "__globals__", {})
     found: dict[str, Any] = {}
     for name, parameter in inspect.signature(taker).parameters.items():
@@ -60,7 +63,7 @@ def typed(options: Mapping[str, Any], key: str, taker: Callable[..., Any]) -> di
         with suppress(NameError, PydanticUserError):  # a name for type checkers alone, or a class of its own
             adapter = TypeAdapter(eval(kind, of) if isinstance(kind, str) else kind)
             try:
-                found[name] = adapter.dump_python(_read(adapter, options[name]), mode="json")
+                found[name] = adapter.dump_python(_read(adapter, options[name]), mode=mode)
             except ValidationError:
                 shown = kind if isinstance(kind, str) else inspect.formatannotation(kind)
                 raise ValueError(f"{key}.{name}: expected {shown}, found {options[name]!r:.200}") from None

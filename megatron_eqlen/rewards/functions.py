@@ -215,7 +215,8 @@ def is_reward_function(path: str) -> bool:
     parameters = _parameters(loaded, path, "grader")
     if _takes_response(parameters):
         return True
-    required = [name for name, one in parameters.items() if _is_required(one) and name != "seed"]
+    given = (one for one in parameters.values() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD))
+    required = [one.name for one in given if one.default is one.empty and one.name != "seed"]
     if len(required) != 1:
         raise ValueError(_not_a_reward(parameters, path, "grader"))
     return False
@@ -233,10 +234,6 @@ def _takes_response(parameters: Mapping[str, inspect.Parameter]) -> bool:
         return True
     only = [*parameters.values()]
     return len(only) == 1 and only[0].kind is only[0].VAR_KEYWORD
-
-
-def _is_required(one: inspect.Parameter) -> bool:
-    return one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
 
 
 def _not_a_reward(parameters: Mapping[str, inspect.Parameter], path: str, key: str) -> str:

@@ -122,9 +122,10 @@ class Scorer:
             hidden = sum(grade.seconds for grade in self._background.ready(ungraded))
             for key, entry in ungraded.items():
                 self._begin(key, entry.prompt, entry.response)
-            grades = self._grade_now(
-                [entry for key, entry in ungraded.items() if key not in self._background]
-            )
+            now = {key: entry for key, entry in ungraded.items() if key not in self._background}
+            responses = [entry.response for entry in now.values()]
+            texts, prompts = map(self._tokenizer.decode, responses), [entry.prompt for entry in now.values()]
+            grades = dict(zip(now, self.grade_texts([*texts], prompts, responses), strict=True))
             waiting = time.monotonic()
             grades |= self._collect([key for key in ungraded if key not in grades], seconds)
             waited = time.monotonic() - waiting
@@ -177,13 +178,6 @@ class Scorer:
         grader = None if self._function(prompt.grader) else self._grader(prompt.grader)
         if isinstance(grader, PoolGrader):
             self._background.begin(key, grader, prompt, response)
-
-    def _grade_now(self, responses: Sequence[_Ended]) -> dict[Key, Grade]:
-        texts = [self._tokenizer.decode(entry.response) for entry in responses]
-        grades = self.grade_texts(
-            texts, [entry.prompt for entry in responses], [entry.response for entry in responses]
-        )
-        return {entry.key: grade for entry, grade in zip(responses, grades, strict=True)}
 
     def _collect(self, begun: Sequence[Key], seconds: float) -> dict[Key, Grade]:
         """Wait for grades that were begun, at most ``seconds`` in all."""

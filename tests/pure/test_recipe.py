@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin
 
 import pytest
@@ -16,6 +17,8 @@ from pydantic import ValidationError
 from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.cli import commands
 from megatron_eqlen.environments.environment import Environment
+from megatron_eqlen.environments.load import conversations
+from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.recipes import load, parse
 from megatron_eqlen.objectives.registry import OBJECTIVES, resolve, with_defaults
@@ -27,8 +30,10 @@ from megatron_eqlen.recipe.keys import all_keys, section_in
 from megatron_eqlen.recipe.load import dump, load_run
 from megatron_eqlen.recipe.yaml_values import read_value, to_yaml
 from megatron_eqlen.run.run_folder import RunFolder, check_harvest
+from megatron_eqlen.types import Prompt
 from tests.kit import ROOT
 from tests.kit.recipes import OWN_GRADER
+from tools.tokenizer_maker import write_hf_tokenizer
 
 RECIPES = ROOT / "recipes"
 SMALL = {
@@ -682,8 +687,8 @@ class Opened(Environment):
 
     def __init__(self, prompt, seed, text: str = "", number: int = 0, flag: bool = False, rate: float = 0.0,
                  either: "int | str" = 0, mode: Literal["1", "on"] = "on", names: tuple[str, ...] = (),
-                 nowhere: "Nowhere" = None, free=None):  # fmt: skip  # noqa: F821
-        ...
+                 nowhere: "Nowhere" = None, free=None, place: Path = Path()):  # fmt: skip  # noqa: F821
+        self.got = place, names, free
 
     def step(self, message): ...
 
@@ -696,7 +701,7 @@ OPENED = [
     ("free", "'007'", "007"),
     ("free", "007", 7), ("free", "1e-6", 1e-6), ("free", "'1e-6'", "1e-6"), ("free", "3.0", 3.0),
     ("free", "no", False), ("free", "'no'", "no"), ("free", "t", "t"), ("free", "'null'", "null"),
-    ("free", "nan", "nan"), ("free", "[{a: 1, b: '1'}]", [{"a": 1, "b": "1"}]),
+    ("free", "nan", "nan"), ("free", "[{a: 1, b: '1'}]", [{"a": 1, "b": "1"}]), ("place", "7", "7"),
 ]  # fmt: skip
 
 
@@ -718,6 +723,17 @@ def test_an_option_of_an_environment_has_the_type_of_its_parameter_and_quoted_te
     assert again.variant == {}
     path.write_text(dump(recipe))
     assert load(path) == recipe_load.load(path) == recipe
+
+
+def test_an_environment_gets_options_of_types_that_a_recipe_cannot_write(tmp_path):
+    options = {"place": "7", "names": ["1", "x"], "free": ["1"]}
+    environment = {"name": "tests.pure.test_recipe:Opened", "options": options}
+    recipe = small(sampling="independent", environment=environment, packing={"max_tokens_per_row": 16384})
+    write_hf_tokenizer(tmp_path, ["7"])
+    speak = conversations(recipe, load_tokenizer(tmp_path))
+    assert speak is not None
+    made = speak.make(Prompt("p", [1], "q", "math", "7", "s", 0), 0)
+    assert made.got == (Path("7"), ("1", "x"), ["1"])
 
 
 def test_an_option_of_another_type_is_named_with_its_type():
