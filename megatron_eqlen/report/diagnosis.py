@@ -93,7 +93,7 @@ def _ends(files: Sequence[Path], recipe: Recipe) -> Iterator[Diagnosis]:
     form = FORMS.get(mine[0][0].prompt.grader, "")
     looked_at = mine[: LOOKED_AT if end == "truncated" else 1]
     fill_numbers([rollout for rollout, _ in looked_at], files)
-    decode, _ = find_decoder(recipe.model)
+    decode, note = find_decoder(recipe.model)
     turns = [last_turn(rollout.line(last.number)) for rollout, last in looked_at]
     texts = [decode(tuple(turn.tolist())) for turn in turns]
     shared = end in ("truncated", "no_answer") and count > MOST * len(responses)
@@ -108,7 +108,8 @@ def _ends(files: Sequence[Path], recipe: Recipe) -> Iterator[Diagnosis]:
         if 2 * answered > len(texts):
             after = "they go on after their answer (`eqlen check`: how a turn ends)"
         limit = f"rollout.max_response_length: {recipe.rollout.max_response_length}"
-        cause = f"responses are cut at {limit}, {after}; {answered} of {len(texts)} hold an answer"
+        counted = "" if note else f", {after}; {answered} of {len(texts)} hold an answer"
+        cause = f"responses are cut at {limit}{counted}"
     elif end == "no_answer":
         cause = f"the form is not met: no {form or 'answer'} in {count} responses (data.instruction)"
     else:
@@ -117,4 +118,4 @@ def _ends(files: Sequence[Path], recipe: Recipe) -> Iterator[Diagnosis]:
     counts = ", ".join(f"{number} {name}" for name, number in ends.most_common())
     prompt, text = mine[0][0].prompt, f"…{texts[0][-TEXT:]}" if len(texts[0]) > TEXT else texts[0]
     shown = f"{prompt.prompt_id}: {text!r}" + f", gold {prompt.gold[:40]!r}" * (prompt.grader == "math")
-    yield end, f"{cause} ({len(responses)} responses: {counts}); e.g. {shown}"
+    yield end, f"{cause} ({len(responses)} responses: {counts}); e.g. {shown}" + f". {note}" * bool(note)

@@ -24,7 +24,7 @@ def told(tmp_path):
     """Return a function that diagnoses a run of a step with these responses, two a prompt."""
     tokenizer = make_tokenizer(tmp_path / "model")
 
-    def diagnosed(*responses: tuple[str, Grade | None], **metrics: float) -> str:
+    def diagnosed(*responses: tuple[str, Grade | None], model: str = "model", **metrics: float) -> str:
         run = tmp_path / f"run-{len([*tmp_path.iterdir()])}"
         parts = [segment(tokenizer, text, grade) for text, grade in responses]
         for part in parts:
@@ -33,7 +33,7 @@ def told(tmp_path):
         write_run(run, recipe(tmp_path / "model"), {"step-00000000": groups})
         record = {"step": 1, "time": 0.0} | IDLE | {name.replace("__", "/"): v for name, v in metrics.items()}
         (run / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-        found = diagnose(run, recipe(tmp_path / "model"), read_newest(run, 24))
+        found = diagnose(run, recipe(tmp_path / model), read_newest(run, 24))
         return "; ".join(text for _, text in found)
 
     return diagnosed
@@ -57,6 +57,12 @@ def told(tmp_path):
 def test_a_step_without_a_gradient_is_told_its_cause_with_counts_and_an_example(told, responses, wanted):
     text = told(*responses)
     assert [part for part in wanted if part not in text] == [], text
+
+
+def test_no_answers_are_counted_in_tokens_whose_text_is_not_known(told):
+    text = told(*[(r"\boxed{7} ten", CUT)] * 4, model="gone")
+    assert text.startswith("responses are cut at rollout.max_response_length: 192 (4 responses: 4 truncated)")
+    assert "Token ids instead of text: " in text
 
 
 def test_a_step_that_learns_is_told_nothing_and_what_is_left_out_is_told_beside_what_is_kept(told):
