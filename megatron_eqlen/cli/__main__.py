@@ -84,7 +84,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         hint = _as_override(rest) if "overrides" in arguments else ""
         parser.error(f"{arguments.name}: unrecognized arguments: {' '.join(strange or rest)}{hint}")
     if rest:
-        arguments.overrides += rest
+        arguments.overrides = [*arguments.overrides, *rest]
     return arguments
 
 
