@@ -347,7 +347,8 @@ def _add_evaluation(done: Translation) -> None:
     if done.version.startswith(("0.3", "0.4", "0.5", "0.6")) and not done.is_on("sampled", "true"):
         keys["evaluation.temperature"] = 0
     if "evaluation.temperature" in keys and not number("evaluation.temperature"):
-        keys.pop("evaluation.top_p", None), keys.pop("evaluation.top_k", None)
+        for name in ("top_p", "top_k"):
+            keys.pop(f"evaluation.{name}", None)
         if number("evaluation.samples") > 1:
             done.change("evaluation.samples", "evaluation.samples", "1: greedy responses are all the same")
         keys["evaluation.samples"] = 1

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
-from typing import Any
+from typing import Any, cast
 
 from vllm.platforms import current_platform
 
@@ -72,7 +72,7 @@ def engine_args(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_l
     else:
         args |= {"worker_cls": f"{REFERENCE}Worker", "scheduler_cls": f"{REFERENCE}Scheduler"}
     if drafts := rollout.vllm.get("speculative_config"):
-        _check_speculation(rollout, drafts)
+        _check_speculation(rollout, cast(Mapping[str, Any], drafts))
     if rollout.quantization:
         args |= _quantization_args(model)
     if rollout.batch_invariant:

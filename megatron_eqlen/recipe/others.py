@@ -63,15 +63,17 @@ def table() -> dict[str, list[Row]]:
     for trainer in (*TRAINERS, HINTS):
         parts = _file()[trainer]
         found = rows.setdefault(trainer, [])
-        for theirs, row in (parts.get("same", {}) | parts.get("changed", {})).items():
-            row = {"ours": row} if isinstance(row, str) else row
-            found.append(Row(theirs, **{NAMES.get(field, field): value for field, value in row.items()}))
-        for theirs, row in parts.get("lost", {}).items():
-            row = {"why": row} if isinstance(row, str) else row
-            found.append(Row(theirs, **{NAMES.get(field, field): value for field, value in row.items()}))
+        for end, field in (("same", "ours"), ("changed", "ours"), ("lost", "why")):
+            found += [_row(theirs, row, field) for theirs, row in parts.get(end, {}).items()]
         for reason, names in parts.get("irrelevant", {}).items():
             found += [Row(theirs, irrelevant=reason) for theirs in names.split()]
     return rows
+
+
+def _row(theirs: str, row: str | dict[str, Any], field: str) -> Row:
+    """Return a row of the file, whose text alone is ``field``."""
+    fields: dict[str, Any] = {field: row} if isinstance(row, str) else row
+    return Row(theirs, **{NAMES.get(name, name): value for name, value in fields.items()})
 
 
 def defaults(trainer: str, version: str = "") -> dict[str, Any]:
