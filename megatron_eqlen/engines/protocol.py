@@ -48,10 +48,10 @@ def sampling_params(rollout: RolloutRecipe, eos_token_ids: Iterable[int]) -> dic
 
 def of_kept(kept: Sequence[Sequence[int]], known: Iterable[Mapping[int, float]]) -> list[list[float]]:
     """Return the log-probs of the ``kept`` ids of each token. ``known``: those of the likeliest; an id that
-    is not there ties with the least likely one that is kept."""
+    is not there ties with the least likely one that is kept. Of another client's tokens none are kept."""
     found: list[list[float]] = []
     for ids, of in zip(kept, known, strict=True):
-        least = min(of[token] for token in ids if token in of)
+        least = min((of[token] for token in ids if token in of), default=0.0)
         found.append([of.get(token, least) for token in ids])
     return found
 
