@@ -79,7 +79,7 @@ class ColocatedEngine:
         )
 
     def step(self) -> list[Delta]:
-        deltas = core_requests.step(self.core, self.moe_layers)
+        deltas = core_requests.step(self.core, self.moe_layers, centered=bool(self.params.logprobs))
         for delta in deltas:
             if delta.finish_reason is not None:
                 self.preemptions += self.requests.pop(delta.request_id).num_preemptions

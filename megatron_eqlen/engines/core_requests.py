@@ -77,9 +77,9 @@ def stock_sampler(core: EngineCore) -> str:
     return STOCK if core.vllm_config.use_v2_model_runner else "vLLM V1"
 
 
-def step(core: EngineCore, layers: Sequence[int] = ()) -> list[Delta]:
-    """Run one engine step. ``layers``: the layers whose routes are kept. Raises EngineError if the engine
-    ended a request with an error."""
+def step(core: EngineCore, layers: Sequence[int] = (), centered: bool = False) -> list[Delta]:
+    """Run one engine step. ``layers``: the layers whose routes are kept. ``centered``: log-probs of the kept
+    tokens are returned. Raises EngineError if the engine ended a request with an error."""
     stock = stock_sampler(core)
     deltas = []
     of_clients, computed = core.step_fn()
@@ -96,7 +96,7 @@ def step(core: EngineCore, layers: Sequence[int] = ()) -> list[Delta]:
         columns: dict[str, Any] = {"logprobs": chosen.logprobs[:, 0].tolist() if chosen else []}
         if output.new_sampling_mask is not None:
             columns["kept"] = output.new_sampling_mask.to_nested_list()
-        if chosen and chosen.logprobs.shape[1] > 1:
+        if centered and chosen:
             pairs = zip(chosen.logprob_token_ids.tolist(), chosen.logprobs.tolist(), strict=True)
             columns["kept_logprobs"] = of_kept(columns["kept"], [dict(zip(*of, strict=True)) for of in pairs])
         if output.routed_experts is not None:
