@@ -36,6 +36,8 @@ def main(direction: str, argv: list[str]) -> int:
     args = parser.parse_args(argv)
     sizes = {part: getattr(args, part) for part in PARTS}
     alone = max(sizes.values()) == 1
+    if not alone and args.verify == "logits":
+        parser.error("--verify logits runs whole models, in one process")
     if args.verify and getattr(args, "adapter", False):
         parser.error("--verify compares whole models: leave out --adapter or --verify")
     if alone:
@@ -79,7 +81,14 @@ def _parser(direction: str) -> argparse.ArgumentParser:
             action="store_true",
             help="write a PEFT folder of a LoRA run's adapters, not the merged model",
         )
-    parser.add_argument("--verify", action="store_true", help="read everything back and compare its bits")
+    parser.add_argument(
+        "--verify",
+        nargs="?",
+        const="hash",
+        choices=["hash", "logits"],
+        help="read everything back and compare its bits (hash); also run both models in float32 (logits: "
+        "both must fit in memory)",
+    )
     for part in PARTS:
         parser.add_argument(
             f"--{part}", type=int, default=1, metavar="N", help=f"{part}-parallel processes (default 1)"
@@ -96,9 +105,14 @@ def _convert(direction: str, args: argparse.Namespace, parallel: ParallelRecipe)
         return
     else:
         checkpoint, folder = args.checkpoint, args.out
+        if args.verify == "logits":
+            convert.check_logits_are_comparable(checkpoint)
         convert.megatron_to_hf(checkpoint, args.source, folder, parallel)
-    if not args.verify:
+    if args.verify is None:
         return
     digest = convert.verify_hash(checkpoint, folder, args.source, parallel)
     if os.environ.get("RANK", "0") == "0":
         print(f"same weights: sha256 {digest}")
+    if args.verify == "logits":  # in one process
+        error = convert.verify_logits(checkpoint, folder)
+        print(f"same logits: largest difference {error:.1e} of the largest logit")

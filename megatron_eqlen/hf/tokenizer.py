@@ -1,4 +1,5 @@
-"""Tokenizers from a model's own files, through Transformers.
+"""Tokenizers from a model's own files, through Transformers: ``tokenizer.json``, or a SentencePiece
+``tokenizer.model``, which it converts.
 
 A set of tokens ends a response. It is read from ``generation_config.json``: Qwen3 stops at ``<|im_end|>`` and
 at ``<|endoftext|>``, but its ``config.json`` names only one of them.
@@ -28,7 +29,10 @@ Turn = dict[str, Any]
 """``{"role": ..., "content": ...}``, and ``tool_calls`` and others that the template may know."""
 THINKING = ("<think>", "</think>")
 """Are special tokens of some models, which templates look for in the assistant's turns."""
-FILES = ("tokenizer.json", "vocab.json")
+PIECES = "tokenizer.model"
+FILES = ("tokenizer.json", "vocab.json", PIECES)
+PROBE = "What is 2 + 3?"
+"""Text that a SentencePiece model must encode alike before and after its conversion."""
 BREAK = "\ufdd0"
 """Noncharacter of Unicode, where a text is cut before it is encoded."""
 
@@ -143,6 +147,10 @@ class Tokenizer:
             ],
         }
 
+    def pieces(self, text: str) -> list[str]:
+        """Return the tokens of ``text`` as the vocabulary spells them."""
+        return self.pieces_of(self._encode(text))
+
     def pieces_of(self, token_ids: Sequence[int]) -> list[str]:
         """Return tokens as the vocabulary spells them."""
         return self.backend.convert_ids_to_tokens(token_ids)
@@ -159,16 +167,38 @@ def encodable(text: str) -> str:
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Return the tokenizer of a model folder.
 
-    Raises ValueError if the folder holds no tokenizer, or if no end-of-sequence token can be found.
+    Raises ValueError if the folder holds no tokenizer, if no end-of-sequence token can be found, or if
+    Transformers converts a SentencePiece model to one that encodes otherwise.
     """
     path = Path(path)
     if not path.is_dir():
         raise ValueError(f"{path}: expected a model folder, found none")
     if not any((path / name).is_file() for name in FILES):
         found = sorted(file.name for file in path.iterdir() if file.is_file())[:5]
-        expected = f"{' or '.join(FILES)} (save_pretrained of Transformers' AutoTokenizer writes it)"
-        raise ValueError(f"{path}: expected {expected}, found {', '.join(found) or 'none'}")
-    return Tokenizer(path)
+        raise ValueError(f"{path}: expected {' or '.join(FILES)}, found {', '.join(found) or 'none'}")
+    if any((path / name).is_file() for name in FILES if name != PIECES):
+        return Tokenizer(path)
+    expected = _pieces(path / PIECES, PROBE)
+    tokenizer = Tokenizer(path)
+    if (found := tokenizer.pieces(PROBE)) != expected:
+        raise ValueError(
+            f"{path / PIECES}: expected the pieces {expected} of {PROBE!r}, found {found} after the "
+            "conversion by Transformers: tokenizer_config.json names the tokenizer_class that knows how, "
+            "LlamaTokenizer for example"
+        )
+    return tokenizer
+
+
+def _pieces(model: Path, text: str) -> list[str]:
+    """Return the pieces of ``text`` by SentencePiece itself. Raises ValueError for a damaged model."""
+    from sentencepiece import SentencePieceProcessor
+
+    try:
+        return SentencePieceProcessor(model_file=str(model)).encode(text, out_type=str)
+    except (OSError, RuntimeError) as error:
+        raise ValueError(
+            f"{model}: expected a SentencePiece model, found another or damaged file: {error}"
+        ) from None
 
 
 def require_same(ours: Tokenizer, theirs: Tokenizer) -> None:

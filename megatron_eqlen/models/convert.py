@@ -44,6 +44,8 @@ from megatron_eqlen.models.weights import export_hf, load_hf, save_adapters, sav
 from megatron_eqlen.processes.distributed import agree
 from megatron_eqlen.recipe import LoraRecipe, ParallelRecipe
 
+LOGIT_TOLERANCE = 1e-4
+"""Maximum difference of float32 logits, relative to the largest logit."""
 ALONE = ParallelRecipe()
 
 
@@ -110,6 +112,39 @@ def verify_hash(
     if different:
         raise CheckpointError(f"{folder}: {different} differs from {checkpoint}")
     return digest.hexdigest()
+
+
+@torch.no_grad()
+def verify_logits(checkpoint: str | Path, folder: str | Path) -> float:
+    """Return the largest difference of float32 logits, relative to the largest logit, between Megatron with
+    the checkpoint and Transformers with the folder, in one process. Raises CheckpointError above
+    LOGIT_TOLERANCE."""
+    from transformers import AutoModelForCausalLM
+
+    path = check_logits_are_comparable(checkpoint)
+    model = read_config(folder)
+    generator = torch.Generator().manual_seed(0)
+    # [1, 64] token ids -> [1, 64, V] logits, of both
+    ids = torch.randint(0, model.vocab_size, (1, 64), generator=generator)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(ids).logits
+    chunks = build_model(model, ALONE, torch.float32)
+    _load_weights(chunks, path)
+    ours = chunks[0].eval()(ids, torch.arange(ids.shape[1])[None])
+    error = float((ours - theirs).abs().max() / theirs.abs().max())
+    if not error <= LOGIT_TOLERANCE:
+        raise CheckpointError(f"{checkpoint}: logits differ from {folder} by {error:.1e} (relative)")
+    return error
+
+
+def check_logits_are_comparable(checkpoint: str | Path) -> Path:
+    """Return the checkpoint's folder. Raises CheckpointError for adapters, whose merged weights are
+    rounded."""
+    path = find_together(checkpoint)
+    if adapters_of(path, read_metadata(path)) is not None:
+        raise CheckpointError(
+            f"{path}: adapters are merged with rounding, so their logits are not compared: use --verify hash"
+        )
+    return path
 
 
 @torch.no_grad()

@@ -7,12 +7,14 @@ import gzip
 import json
 import math
 import re
+import shutil
 import statistics
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.processes.lifeline import named
 from megatron_eqlen.processes.run_state import read_state
@@ -22,6 +24,7 @@ from megatron_eqlen.report.text import recipe_of
 from tests.kit.jobs import run, start
 from tests.kit.marks import weekly
 from tests.kit.processes import are_gone, command_line, descendants, within
+from tests.kit.sentencepiece_maker import write_sentencepiece_tokenizer
 from tests.kit.servers import ENVIRON, free_ports
 from tests.kit.train_runs import NO_EVALUATION, STEPS, column, command, metrics, train
 
@@ -150,6 +153,17 @@ def test_sampled_trees_train_and_a_run_says_once_that_it_trains_on_its_benchmark
     assert column(home / "tree", "train/grad_norm")[0] > 0
     text = said.stdout + said.stderr
     assert text.count("data source questions holds 4 of the 4 questions of benchmark questions") == 1
+
+
+def test_a_model_whose_tokenizer_is_a_sentencepiece_model_is_trained_reported_and_exported(home):
+    model = home / "pieces"
+    shutil.copytree(home / "base", model, ignore=shutil.ignore_patterns("tokenizer*"))
+    write_sentencepiece_tokenizer(model, (home / "questions.jsonl").read_text().splitlines())
+    folder = train(home, "pieces-run", f"model.path={model}", "steps=1", NO_EVALUATION)
+    assert re.search(r"Compute \$\d+\+1\$", (folder / "report.html").read_text())
+    texts = [load_tokenizer(each).encode("Compute $12+1$.</think>") for each in (model, folder / "export")]
+    assert texts[0] == texts[1]
+    assert not (folder / "export/tokenizer.json").exists()
 
 
 def test_harvest_without_a_trainer_says_that_nothing_forked(home):

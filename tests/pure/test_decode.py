@@ -9,16 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_eqlen.hf.tokenizer import load_decoder, load_tokenizer
+from tests.kit.sentencepiece_maker import write_sentencepiece_tokenizer
 from tools.tokenizer_maker import write_hf_tokenizer
 
 TEXT = [r"So \boxed{5} and ```python print(1) ``` 漢字 é 🙂 </think> or \fbox{x} " * 9]
 BITS = ("</think>", "<think>", "<|im_end|>", "<|endoftext|>", " ", "\n", "x", "é", "漢", "🙂")
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
+@pytest.fixture(scope="module", params=[write_hf_tokenizer, write_sentencepiece_tokenizer])
+def tokenizer(request, tmp_path_factory):
+    """Return a tokenizer: byte-level BPE, or SentencePiece with bytes for what it does not know."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    write_hf_tokenizer(folder, TEXT, vocab_size=340)
+    request.param(folder, TEXT, vocab_size=340)
     return load_tokenizer(folder)
 
 

@@ -49,6 +49,7 @@ from tests.kit import ROOT
 from tests.kit.length_bias import QUESTION, Drawing, every_outcome
 from tests.kit.marks import examples
 from tests.kit.rollouts import build_trees
+from tests.kit.sentencepiece_maker import write_sentencepiece_tokenizer
 from tests.pure.test_forks import recipe
 from tools.tokenizer_maker import SPECIAL_TOKENS, write_hf_tokenizer
 
@@ -513,10 +514,10 @@ def write_with_tags(folder, corpus):
     backend.save(str(folder / "tokenizer.json"))
 
 
-@pytest.fixture(scope="module")
-def family(tmp_path_factory):
+@pytest.fixture(scope="module", params=[write_with_tags, write_sentencepiece_tokenizer])
+def family(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("family")
-    write_with_tags(folder, ["again 7 tool_response im_start im_end User"] * 4)
+    request.param(folder, ["again 7 tool_response im_start im_end User"] * 4)
     (folder / "chat_template.jinja").write_text(
         "{% for t in tools or [] %}{{ t.name }}<|im_end|>\n{% endfor %}{% for m in messages %}"
         + HISTORY

@@ -17,6 +17,7 @@ from megatron_eqlen.environments.tool_calls import tool_calls
 from megatron_eqlen.hf.tokenizer import load_tokenizer, require_same
 from tests.kit import ROOT, demonstrations
 from tests.kit.marks import examples
+from tests.kit.sentencepiece_maker import write_sentencepiece_tokenizer
 from tools.make_search import make_rows, write_rows
 from tools.tokenizer_maker import write_hf_tokenizer
 
@@ -47,11 +48,34 @@ def rows():
     return make_rows(300, seed=0)
 
 
-@pytest.fixture(scope="module")
-def tokenizer(rows, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_hf_tokenizer(folder, [f"{row['question']}\n{row['r1_solution_1']}" for row in rows])
+@pytest.fixture(scope="module", params=["hf", "sentencepiece"])
+def tokenizer(request, rows, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    write = write_hf_tokenizer if request.param == "hf" else write_sentencepiece_tokenizer
+    write(folder, [f"{row['question']}\n{row['r1_solution_1']}" for row in rows])
     return load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_damaged_sentencepiece_model_is_named(share, rows, tmp_path):
+    write_sentencepiece_tokenizer(tmp_path, [row["question"] for row in rows])
+    model = tmp_path / "tokenizer.model"
+    model.write_bytes(model.read_bytes()[: int(share * model.stat().st_size)])
+    with pytest.raises(ValueError, match=r"tokenizer\.model: expected a SentencePiece model"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_sentencepiece_model_that_would_be_converted_to_another_is_refused(rows, tmp_path):
+    write_sentencepiece_tokenizer(tmp_path, [row["question"] for row in rows], add_dummy_prefix=True)
+    with pytest.raises(
+        ValueError, match=r"tokenizer\.model: expected the pieces \['▁.*found \['[^▁].*tokenizer_class"
+    ):
+        load_tokenizer(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps(config | {"tokenizer_class": "LlamaTokenizer"})
+    )
+    assert load_tokenizer(tmp_path).pieces("What")[0].startswith("▁")
 
 
 @examples(30)

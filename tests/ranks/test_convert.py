@@ -95,11 +95,11 @@ def to_hf(checkpoint: str, source: str, out: str) -> None:
     megatron_to_hf(checkpoint, source, out)
 
 
-def verify(checkpoint: str, folder: str) -> str:
-    from megatron_eqlen.models.convert import verify_hash
+def verify(checkpoint: str, folder: str) -> tuple[str, float]:
+    from megatron_eqlen.models.convert import verify_hash, verify_logits
 
     start_alone()
-    return verify_hash(checkpoint, folder, folder)
+    return verify_hash(checkpoint, folder, folder), verify_logits(checkpoint, folder)
 
 
 @pytest.mark.parametrize("family", weekly_but({"qwen2", "qwen3", "qwen3_next"}, LAYOUTS))
@@ -146,7 +146,9 @@ def test_a_converted_folder_loads_with_megatron_in_any_layout(tmp_path, family):
     run_ranks(1, to_megatron, str(source), str(out))
     world_size, layout = LAYOUTS[family]
     assert all(run_ranks(world_size, load_with_megatron, str(source), layout, str(out)))
-    assert len(run_ranks(1, verify, str(out), str(source))[0]) == 64
+    digest, error = run_ranks(1, verify, str(out), str(source))[0]
+    assert len(digest) == 64
+    assert error <= 1e-4
 
 
 def convert_in_parts(source: str, checkpoint: str, out: str, layout: dict) -> str:
@@ -410,9 +412,10 @@ def command(name: str, *args: str) -> tuple[int, str, str]:
 
 def test_the_commands_convert_verify_and_explain(tmp_path, converted):
     source, there, back = (str(path) for path in (converted[0], tmp_path / "megatron", tmp_path / "hf"))
-    status, out, err = run_ranks(1, command, "hf_to_megatron", source, there, "--verify")[0]
+    status, out, err = run_ranks(1, command, "hf_to_megatron", source, there, "--verify", "logits")[0]
     assert status == 0, err
     assert "same weights: sha256" in out
+    assert "same logits" in out
     arguments = ("megatron_to_hf", there, back, "--source", source, "--verify")
     status, _, err = run_ranks(1, command, *arguments)[0]
     assert status == 0, err
