@@ -179,7 +179,7 @@ class Driver:
         if earlier:  # the weights that computed its lines in earlier steps are gone, and the cache with them
             lines = (
                 line
-                for line in self.launched[key]
+                for line in self.launched.get(key, ())
                 if line.request_id in self.in_flight or len(line) > earlier.get(line.number, 0)
             )
         elif track.is_fork:
