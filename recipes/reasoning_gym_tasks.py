@@ -150,7 +150,9 @@ def _read_mix(path: Path) -> Any:
         if unknown := sorted(task.config.keys() - schema.__dataclass_fields__.keys()):
             near = difflib.get_close_matches(unknown[0], schema.__dataclass_fields__, n=1, cutoff=0.0)[0]
             raise ValueError(f"{where}.config: unknown key {unknown[0]!r} (nearest: {near!r})")
-        specs.append(DatasetSpec(task.name, task.weight, typed(task.config, f"{where}.config", schema)))
+        specs.append(
+            DatasetSpec(task.name, task.weight, typed(task.config, f"{where}.config", schema, "python"))
+        )
     try:
         return CompositeDataset(CompositeConfig(mix.size, mix.seed, specs))
     except (AssertionError, TypeError, ValueError) as error:
