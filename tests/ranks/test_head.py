@@ -40,7 +40,7 @@ def head(chunk: int, with_masks: bool) -> Head:
         return Head(torch.from_numpy(labels), None, None, 0.6, everyone(), chunk)
     kept = [np.unique([label, *rng.integers(0, VOCABULARY, rng.integers(0, 6))]) for label in labels]
     counts = np.array([len(ids) for ids in kept])
-    mask = torch.from_numpy(np.concatenate(kept)), torch.from_numpy(counts)
+    mask = torch.from_numpy(np.concatenate(kept)), torch.from_numpy(counts), None
     ends = np.cumsum([0, *counts])
     return Head(torch.from_numpy(labels), mask, ends, 0.6, everyone(), chunk)
 
