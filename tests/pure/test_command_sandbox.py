@@ -312,14 +312,18 @@ def test_a_machine_that_refuses_is_named(monkeypatch):
     assert probe.commands_refused() is None
 
 
+OTHER = 54321
+"""A user of this test alone: programs of other tests are nobody's, and may kill what is nobody's."""
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="every other test here runs without root then")
 def test_a_user_who_is_not_root_gets_the_same():
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         try:
             os.setgroups([])
-            os.setresgid(65534, 65534, 65534)
-            os.setresuid(65534, 65534, 65534)
+            os.setresgid(OTHER, OTHER, OTHER)
+            os.setresuid(OTHER, OTHER, OTHER)
             made = Sandbox(Isolation(True, True, False))
             said = run(
                 made, "id -u; : > /x && echo reached; set -- /proc/[0-9]*; echo $#; sleep 60 & echo kept > f"
