@@ -25,6 +25,7 @@ from megatron_eqlen.graders.sandbox.client import (
 )
 from megatron_eqlen.graders.sandbox.command import CommandLimits
 from megatron_eqlen.graders.sandbox.program import Isolation, Limits
+from tests.kit import ROOT
 from tests.kit.processes import are_gone, descendants, within
 
 SMALL = CommandLimits(seconds=8, memory_mb=256, processes=32, folder_mb=16, files=500, output_bytes=4000)
@@ -312,31 +313,27 @@ def test_a_machine_that_refuses_is_named(monkeypatch):
     assert probe.commands_refused() is None
 
 
-OTHER = 54321
-"""A user of this test alone: programs of other tests are nobody's, and may kill what is nobody's."""
+AS_ANOTHER_USER = """
+import os
+from megatron_eqlen.graders.sandbox.client import Sandbox
+from megatron_eqlen.graders.sandbox.program import Isolation
+from tests.pure.test_command_sandbox import run
+os.setgroups([])
+os.setresgid(54321, 54321, 54321)
+os.setresuid(54321, 54321, 54321)
+made = Sandbox(Isolation(True, True, False))
+said = run(made, "id -u; : > /x && echo reached; set -- /proc/[0-9]*; echo $#; sleep 60 & echo kept > f")
+again = run(made, "cat f; for i in $(seq 200); do sleep 60 & done", said.folder)
+print(said.output, said.left_running, again.status, again.output[:5], sep="", end="", flush=True)
+os._exit(0)
+"""
+"""In a process of its own: the sandbox forks it, and has nothing of a worker that has run other tests."""
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="every other test here runs without root then")
 def test_a_user_who_is_not_root_gets_the_same():
-    reader, writer = os.pipe()
-    if (child := os.fork()) == 0:
-        try:
-            os.setgroups([])
-            os.setresgid(OTHER, OTHER, OTHER)
-            os.setresuid(OTHER, OTHER, OTHER)
-            made = Sandbox(Isolation(True, True, False))
-            said = run(
-                made, "id -u; : > /x && echo reached; set -- /proc/[0-9]*; echo $#; sleep 60 & echo kept > f"
-            )
-            again = run(made, "cat f; for i in $(seq 200); do sleep 60 & done", said.folder)
-            os.write(writer, f"{said.output}{said.left_running}{again.status}{again.output[:5]}".encode())
-        except BaseException as error:  # noqa: BLE001
-            os.write(writer, repr(error).encode())
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-    assert (
-        os.read(reader, 4000).decode()
-        == "1000\nbash: line 1: /x: Read-only file system\n2\n1time_limitkept\n"
+    printed = subprocess.run(
+        [sys.executable, "-c", AS_ANOTHER_USER], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    os.close(reader), os.close(writer)
+    expected = "1000\nbash: line 1: /x: Read-only file system\n2\n1time_limitkept\n"
+    assert printed.stdout == expected, printed.stderr
