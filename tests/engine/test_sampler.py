@@ -20,8 +20,9 @@ def drawn(logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0) -> tuple[lis
     seeds, limits = np.arange(count, dtype=np.uint64), torch.ones(count)
     none: Any = None
     rows = Rows(none, np.arange(count), seeds, limits, (limits * top_k).long(), limits * top_p, limits * 0)
-    tokens, logprobs, kept = draw(logits, rows, uniform(seeds, np.zeros_like(seeds)))
-    return tokens.tolist(), logprobs, [row.isfinite().nonzero()[:, 0].tolist() for row in kept]
+    made = draw(logits, rows, uniform(seeds, np.zeros_like(seeds)))
+    tokens, logprobs = (column.squeeze(1) for column in made.with_likeliest(0))
+    return tokens.tolist(), logprobs, [row.nonzero()[:, 0].tolist() for row in made.kept]
 
 
 def test_without_limits_any_token_can_be_drawn():

@@ -7,7 +7,7 @@ submitted again, and returns no sampling masks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -64,22 +64,18 @@ class PathSampler(Sampler):
             self.rows = self._rows(sampling_metadata, len(logits))
         rows, places = self.rows, torch.from_numpy(self.rows.places)
         lengths = self.runner.input_batch.num_tokens_no_spec[self.rows.places].astype(np.uint64)
-        tokens, logprobs, of_kept = draw(logits[places], rows, uniform(rows.seeds, lengths))
+        drawn = draw(logits[places], rows, uniform(rows.seeds, lengths))
         if self.keep_masks:
-            self.masks = _masks(of_kept > -torch.inf, rows.places, len(logits))
-        # the token stands first, with its rank, and must not come again
-        others = of_kept.clamp(min=NEVER).scatter(1, tokens.long().unsqueeze(1), -torch.inf)
-        likeliest = others.topk(min(sampling_metadata.max_num_logprobs or 0, others.shape[1] - 1))
-        ids = torch.cat([tokens.unsqueeze(1), likeliest.indices.to(torch.int32)], 1)
-        values = torch.cat([logprobs.unsqueeze(1), likeliest.values], 1)
+            self.masks = _masks(drawn.kept, rows.places, len(logits))
+        ids, values = drawn.with_likeliest(sampling_metadata.max_num_logprobs or 0)
         if len(places) == len(logits):
             ranks = torch.zeros(len(logits), dtype=torch.int64)
-            return SamplerOutput(tokens.unsqueeze(1), LogprobsTensors(ids, values, ranks))
+            return SamplerOutput(ids[:, :1], LogprobsTensors(ids, values, ranks))
         output = super().forward(logits, sampling_metadata, *args, **kwargs)  # may write to the logits
         if len(places):
             assert output.logprobs_tensors is not None, "our requests ask for them"
             all_ids, all_values, ranks, *_ = output.logprobs_tensors
-            output.sampled_token_ids[places, 0] = tokens
+            output.sampled_token_ids[places, 0] = ids[:, 0]
             all_ids[places, : ids.shape[1]], all_values[places, : ids.shape[1]] = ids, values
             ranks[places] = 0
         return output
@@ -99,9 +95,34 @@ class PathSampler(Sampler):
         )
 
 
-def draw(logits: Tensor, rows: Rows, draws: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a token for each row ([rows] int32), its log-prob ([rows] float32) and those of all tokens that
-    top-k, top-p and min-p kept ([rows, vocabulary] float32; -inf: not kept).
+class Drawn(NamedTuple):
+    """Tokens that were drawn, one for each row."""
+
+    tokens: Tensor
+    """[rows, 1] int32"""
+    kept: Tensor
+    """[rows, vocabulary] bool: tokens that top-k, top-p and min-p kept."""
+    logprobs: Tensor
+    """[rows, vocabulary] float32, of the whole distribution."""
+    removed: Tensor
+    """[rows, 1] float32, to be taken from these for the distribution that tokens were drawn from."""
+
+    def with_likeliest(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return ids and log-probs of the drawn tokens, each with those of the ``count`` likeliest others:
+        two [rows, 1 + count]."""
+        tokens = self.tokens.long()
+        values = self.logprobs.gather(1, tokens) - self.removed
+        if not count:
+            return self.tokens, values
+        of_kept = (self.logprobs - self.removed).masked_fill(~self.kept, NEVER)
+        others = of_kept.clamp(min=NEVER).scatter(1, tokens, -torch.inf)
+        likeliest = others.topk(min(count, others.shape[1] - 1))
+        ids = torch.cat([self.tokens, likeliest.indices.to(torch.int32)], 1)
+        return ids, torch.cat([values, likeliest.values], 1)
+
+
+def draw(logits: Tensor, rows: Rows, draws: np.ndarray) -> Drawn:
+    """Draw a token for each row.
 
     ``logits``: [rows, vocabulary], any float dtype. ``draws``: [rows] float64 in [0, 1).
     """
@@ -121,8 +142,7 @@ def draw(logits: Tensor, rows: Rows, draws: np.ndarray) -> tuple[Tensor, Tensor,
     tokens = torch.searchsorted(cumulative, targets, right=True)
     limited = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
     removed = torch.where(limited.unsqueeze(1), mass.log().float(), 0.0)
-    of_kept = (logprobs - removed).masked_fill(~kept, -torch.inf)
-    return tokens.squeeze(1).to(torch.int32), (logprobs.gather(1, tokens) - removed).squeeze(1), of_kept
+    return Drawn(tokens.to(torch.int32), kept, logprobs, removed)
 
 
 def _masks(kept: Tensor, places: np.ndarray, count: int) -> SamplingMaskLists:
