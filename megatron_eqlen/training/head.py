@@ -67,14 +67,12 @@ class Head:
         assert isinstance(kept, Ragged)
         chosen = np.isin(np.flatnonzero(row.weights > 0), at)
         inside, counts = chosen.repeat(kept.counts), kept.counts[chosen]
-        sampled = row.columns.get("kept_logprobs")
-        values = [
-            kept.values[inside],
-            counts,
-            *([sampled.values[inside]] if isinstance(sampled, Ragged) else []),
-        ]
-        ids, lengths, *logprobs = (torch.from_numpy(each).to(device) for each in values)
-        mask = (ids, lengths, logprobs[0] if logprobs else None)
+        ids, lengths = (torch.from_numpy(each).to(device) for each in (kept.values[inside], counts))
+        logprobs = None
+        if (sampled := row.columns.get("kept_logprobs")) is not None:
+            assert isinstance(sampled, Ragged)
+            logprobs = torch.from_numpy(sampled.values[inside]).to(device)
+        mask = (ids, lengths, logprobs)
         return cls(labels, mask, np.append(0, np.cumsum(counts)), temperature, group, chunk)
 
     def __call__(self, hidden: Tensor, weight: Tensor) -> Tensor:
