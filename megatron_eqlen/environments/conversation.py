@@ -111,7 +111,7 @@ def answer(
         over = len(turns) >= speak.limits.max_turns or before + len(given) > speak.limits.max_given_tokens
         if observation.done or over:
             return Answer(environment, None, _grade(environment), not observation.done, changed)
-        if speak.kept is not None:
+        if speak.kept is not None and type(environment).save is not Environment.save:
             answered = [*turns[:-1], turns[-1]._replace(given=np.array(given))]
             _save(environment, speak.kept / STATES / _name(seed, prompt, answered))
         return Answer(environment, given, changed=changed)
