@@ -24,7 +24,7 @@ from megatron_eqlen.processes.failures import run_script
 CALLS, SLIPS = 0.5, 0.25
 """Shares of demonstrations that call the tool, and of calls with a wrong digit."""
 DEMONSTRATIONS = 3
-"""Of a question to train on."""
+"""Number for each question to train on."""
 NUMBERS = range(11, 100)
 
 

@@ -36,7 +36,7 @@ PROGRAMS = (
 OWN, RECORD = ".eqlen", ".eqlen/record"
 HOME, HERE = f"{FOLDER}/{OWN}/home", f"{FOLDER}/{OWN}/here"
 MOST_FILES, MOST_BYTES, DEEPEST = 5000, 1 << 17, 6
-"""Of a repository that a script may read: files, bytes of each, and folders below each other."""
+"""Limits of what a script may read of its repository: files, bytes of each, and folders below each other."""
 STAND_IN = r"""#!/bin/bash
 name=${EQLEN_NAME:-${0##*/}}; unset EQLEN_NAME
 case $name in
@@ -74,7 +74,7 @@ unset name
 
 
 class Launched(NamedTuple):
-    """What a script started."""
+    """Commands that a script started, and its end."""
 
     commands: list[list[str]]
     """Programs with their arguments, in order."""

@@ -43,7 +43,7 @@ def test_a_step_is_continued_by_the_weights_that_sampled_it(home, trained, tmp_p
 
 
 def test_forks_in_mid_turn_have_the_environment_that_was_there(home, tmp_path):
-    """It is made anew and told the messages; each continuation is answered as the line was."""
+    """The environment is made anew and told the messages; each continuation is answered as the line was."""
     talked = train(
         home, "talked", *ANSWERED, "steps=1", "sampling=independent", "objective=grpo", NO_EVALUATION
     )

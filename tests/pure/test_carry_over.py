@@ -82,7 +82,7 @@ class Run:
         self.drawn: dict[str, tuple[int, Prompt]] = {}
         self.graded: Counter = Counter()
         self.metrics: list[Metrics] = []
-        """Of each harvest that ended."""
+        """Metrics of each harvest that ended."""
         self.engine: Lockstep | None = None
         """Engine to use instead of a new one for each harvest."""
 

@@ -69,11 +69,11 @@ class CommandLimits:
     seconds: float = 60.0
     """On the clock; each process has as many of CPU time."""
     memory_mb: int = 1024
-    """Of all processes together, without the folder."""
+    """Limit of all processes together, without the folder."""
     processes: int = 64
     """Processes and threads at once."""
     folder_mb: int = 256
-    """Of the folder and of ``/tmp`` together. They lie in memory."""
+    """Limit of the folder and ``/tmp`` together, which lie in memory."""
     files: int = 20_000
     output_bytes: int = 1 << 16
     """Bytes that are kept of what is printed: its beginning and end."""
