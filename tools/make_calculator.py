@@ -12,14 +12,15 @@ calling the tool, and without slips.
 from __future__ import annotations
 
 import argparse
-import json
 import random
+import sys
 from pathlib import Path
-from typing import Any
 
-from megatron_eqlen.files import replaced
 from megatron_eqlen.hf.tokenizer import Turn
 from megatron_eqlen.processes.failures import run_script
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tools.demonstrations import called, write_lines
 
 CALLS, SLIPS = 0.5, 0.25
 """Shares of demonstrations that call the tool, and of calls with a wrong digit."""
@@ -37,25 +38,12 @@ def demonstrate(a: int, b: int, rng: random.Random) -> list[Turn]:
     if rng.random() >= CALLS:
         return [asked, _boxed(a * b)]
     written = rng.choice(NUMBERS) if rng.random() < SLIPS else b
-    call = json.dumps({"name": "python", "arguments": {"code": f"{a}*{written}"}})
-    return [
-        asked,
-        {"role": "assistant", "content": f"<tool_call>{call}</tool_call>"},
-        {"role": "tool", "content": str(a * written)},
-        _boxed(a * written),
-    ]
+    call = called("python", {"code": f"{a}*{written}"}, str(a * written))
+    return [asked, *call, _boxed(a * written)]
 
 
 def _boxed(number: int) -> Turn:
     return {"role": "assistant", "content": f"\\boxed{{{number}}}"}
-
-
-def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write ``rows`` as JSON lines; the file appears complete or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replaced(path) as partial:
-        partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    print(f"{path}: {len(rows)} rows")
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Write folders to repair, OUT/tasks, and questions about them as DeepMath-103K parquet files.
+"""Write folders to repair, OUT/tasks; questions about them, OUT/train.jsonl and OUT/test.jsonl; and
+OUT/demonstrations.jsonl, chats that tools/make_tiny_model.py imitates.
 
     tools/make_repair.py --out runs/repair/data
 
@@ -11,42 +12,45 @@ some take a wrong sign after a look. So a model that imitates them can improve b
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 from pathlib import Path
 
+from megatron_eqlen.hf.tokenizer import Turn
 from megatron_eqlen.processes.failures import run_script
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tools.make_search import SOLUTIONS, write_rows
-from tools.tokenizer_maker import END_OF_TURN, START_OF_TURN
+from tools.demonstrations import called, write_lines
 
 LOOKS, SLIPS = 0.5, 0.25
 """Shares of demonstrations that look first, and of those that then take a wrong sign."""
+DEMONSTRATIONS = 3
+"""Number for each folder to train on."""
 NUMBERS = range(11, 100)
 RESULTS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
 
 
-def turn(command: str, answer: str) -> str:
-    """Return a turn that runs ``command``, with the tool's answer and the beginning of the next turn."""
-    call = json.dumps({"name": "run", "arguments": {"command": command}})
-    said = f"<tool_call>{call}</tool_call>{END_OF_TURN}\n{START_OF_TURN}tool\n{answer}{END_OF_TURN}\n"
-    return f"{said}{START_OF_TURN}assistant\n"
-
-
-def demonstrate(program: str, want: int, signs: tuple[str, str], rng: random.Random) -> str:
+def demonstrate(
+    number: int, program: str, want: int, signs: tuple[str, str], rng: random.Random
+) -> list[Turn]:
     """``signs``: the right one and another that is not in the program."""
     looks = rng.random() < LOOKS
     chosen = signs[rng.random() < (SLIPS if looks else 0.5)]
-    seen = turn("cat sum want", f"{program}\n{want}") if looks else ""
-    return seen + turn(f"sed -i 's/[-+*]/{chosen}/' sum", "(no output)") + "done"
+    return [
+        {"role": "user", "content": question(number)},
+        *(called("run", {"command": "cat sum want"}, f"{program}\n{want}") if looks else []),
+        *called("run", {"command": f"sed -i 's/[-+*]/{chosen}/' sum"}, "(no output)"),
+        {"role": "assistant", "content": "done"},
+    ]
 
 
-def make_rows(out: Path, count: int, seed: int) -> list[dict]:
-    """Write ``count`` folders, and return their rows."""
-    rng = random.Random(seed)
-    rows = []
+def question(number: int) -> str:
+    return f"Repair {number}."
+
+
+def make_folders(out: Path, count: int, rng: random.Random) -> list[list[list[Turn]]]:
+    """Write ``count`` folders, and return demonstrations of each."""
+    shown = []
     for number, (a, b) in enumerate(rng.sample([(a, b) for a in NUMBERS for b in NUMBERS], count)):
         right, wrong, other = rng.sample([*RESULTS], 3)
         want, program = RESULTS[right](a, b), f"echo $(({a}{wrong}{b}))"
@@ -58,31 +62,26 @@ def make_rows(out: Path, count: int, seed: int) -> list[dict]:
             file = out / "tasks" / str(number) / folder / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(f"{text}\n")
-        shown = (demonstrate(program, want, (right, other), rng) for _ in range(SOLUTIONS))
-        rows.append(
-            {
-                "question": f"Repair {number}.",
-                "final_answer": str(number),
-                "difficulty": 1.0,
-                "topic": "Mathematics -> Arithmetic",
-                **{f"r1_solution_{n + 1}": text for n, text in enumerate(shown)},
-            }
-        )
-    return rows
+        signs = (right, other)
+        shown.append([demonstrate(number, program, want, signs, rng) for _ in range(DEMONSTRATIONS)])
+    return shown
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder for tasks and the two files")
+    parser.add_argument("--out", type=Path, required=True, help="folder for tasks and the three files")
     parser.add_argument("--train", type=int, default=2000, help="folders to train on")
     parser.add_argument("--test", type=int, default=64, help="held-out folders")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    rows = make_rows(args.out, args.train + args.test, args.seed)
-    write_rows(args.out / "test.parquet", rows[: args.test])
-    write_rows(args.out / "train.parquet", rows[args.test :])
+    shown = make_folders(args.out, args.train + args.test, random.Random(args.seed))
+    rows = [{"question": question(number), "answer": str(number)} for number in range(len(shown))]
+    write_lines(args.out / "test.jsonl", rows[: args.test])
+    write_lines(args.out / "train.jsonl", rows[args.test :])
+    chats = [{"messages": chat} for chats in shown[args.test :] for chat in chats]
+    write_lines(args.out / "demonstrations.jsonl", chats)
 
 
 if __name__ == "__main__":

@@ -195,18 +195,36 @@ def test_a_file_without_answers_is_refused(tool, tmp_path):
         tool.read_texts(tmp_path / "mine.jsonl")
 
 
-def test_the_calculators_demonstrations_train_the_turns_of_the_policy_in_the_tools_form(tmp_path):
-    calculator = load_tool("make_calculator")
-    chats = [calculator.demonstrate(12, 34, random.Random(seed)) for seed in range(20)]
-    assert {len(chat) for chat in chats} == {2, 4}
-    chat = next(chat for chat in chats if len(chat) == 4)
+def calculated(seed):
+    return load_tool("make_calculator").demonstrate(12, 34, random.Random(seed))
+
+
+def repaired(seed):
+    return load_tool("make_repair").demonstrate(5, "echo $((1-2))", 3, ("+", "*"), random.Random(seed))
+
+
+@pytest.mark.parametrize(
+    ("demonstrate", "lengths", "first"),
+    [(calculated, {2, 4}, ("python", "code")), (repaired, {4, 6}, ("run", "command"))],
+)
+def test_demonstrations_train_the_turns_of_the_policy_in_the_tools_form(
+    demonstrate, lengths, first, tmp_path
+):
+    chats = [demonstrate(seed) for seed in range(20)]
+    assert {len(chat) for chat in chats} == lengths
+    chat = max(chats, key=len)
     (call,) = tool_calls(chat[1]["content"])
-    assert call.name == "python"
-    assert str(eval(call.arguments["code"])) == chat[2]["content"]
+    assert (call.name, *call.arguments) == first
     write_hf_tokenizer(tmp_path, [turn["content"] for turn in chat] * 9, 300)
     demonstrations.write_rows(tmp_path / "rows.jsonl", [{"messages": chat}])
     recipe = demonstrations.supervised(tmp_path, tmp_path / "rows.jsonl", packing={"max_tokens_per_row": 512})
     (row,) = demonstrations.drawn(recipe, 1)
     tokenizer, trained = load_tokenizer(tmp_path), row.response.token_ids[row.response.is_generated]
-    assert tokenizer.decode(trained) == chat[1]["content"] + chat[3]["content"]
-    assert sum(token in tokenizer.eos_token_ids for token in trained.tolist()) == 2
+    assert tokenizer.decode(trained) == "".join(turn["content"] for turn in chat[1::2])
+    assert sum(token in tokenizer.eos_token_ids for token in trained.tolist()) == len(chat) // 2
+
+
+def test_the_calculators_demonstrations_have_the_answer_of_their_call():
+    chat = next(chat for chat in map(calculated, range(20)) if len(chat) == 4)
+    (call,) = tool_calls(chat[1]["content"])
+    assert str(eval(call.arguments["code"])) == chat[2]["content"]
