@@ -248,8 +248,7 @@ class Tokens:
             return tables[0]
         names = [name for name in tables[0].columns if all(name in table for table in tables)]
         return cls(
-            {name: join([table.columns[name] for table in tables]) for name in names},
-            sum(map(len, tables)),
+            {name: join([table.columns[name] for table in tables]) for name in names}, sum(map(len, tables))
         )
 
     def __len__(self) -> int:

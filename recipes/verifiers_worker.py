@@ -18,10 +18,7 @@ import sys
 
 import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
 from verifiers.v1.clients import ModelContext  # pyright: ignore[reportMissingImports]
-from verifiers.v1.utils.loaders import (  # pyright: ignore[reportMissingImports]
-    load_environment,
-    resolve_env_config,
-)
+from verifiers.v1.utils.loaders import load_environment, resolve_env_config  # pyright: ignore[reportMissingImports]
 
 
 async def play(env, asked: dict) -> dict:

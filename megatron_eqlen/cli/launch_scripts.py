@@ -16,12 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_eqlen.graders.sandbox.client import (
-    Command,
-    CommandEnd,
-    Sandbox,
-    folder_files,
-)
+from megatron_eqlen.graders.sandbox.client import Command, CommandEnd, Sandbox, folder_files
 from megatron_eqlen.graders.sandbox.command import FOLDER, CommandLimits
 from megatron_eqlen.graders.sandbox.probe import commands_refused
 from megatron_eqlen.graders.sandbox.program import Isolation

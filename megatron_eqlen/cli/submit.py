@@ -19,12 +19,7 @@ from megatron_eqlen.files import write_text
 from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.plan.memory import memory
-from megatron_eqlen.plan.sbatch import (
-    replicas_on_node,
-    server_options,
-    train_environment,
-    train_options,
-)
+from megatron_eqlen.plan.sbatch import replicas_on_node, server_options, train_environment, train_options
 from megatron_eqlen.processes.hold import FILE as LOCK
 from megatron_eqlen.processes.hold import is_locked
 from megatron_eqlen.recipe.inputs import PINS, pinned

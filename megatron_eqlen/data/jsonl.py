@@ -51,10 +51,7 @@ _SHARE = re.compile(r"(\d{1,9})/([1-9]\d{0,8})")
 
 
 def read(
-    path: Path,
-    tally: Tally,
-    columns: Mapping[str, str] = MappingProxyType({}),
-    grader: str | None = None,
+    path: Path, tally: Tally, columns: Mapping[str, str] = MappingProxyType({}), grader: str | None = None
 ) -> Iterator[Problem]:
     """Yield the rows of a ``.jsonl``, ``.parquet`` or ``.json`` file, or of a folder of them. ``columns``:
     names of the file's columns by our names, where they differ; ``grader``: the recipe's, if it names one."""

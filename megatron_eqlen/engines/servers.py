@@ -28,21 +28,11 @@ from torch import Tensor
 
 from megatron_eqlen.engines.generate_api import PATH, cached_tokens, read_event, request_body
 from megatron_eqlen.engines.protocol import Delta, EngineError, sampling_params
-from megatron_eqlen.engines.replica import (
-    UNTOUCHED,
-    Replica,
-    ReplicaError,
-    ReplicaPool,
-    Request,
-    words,
-)
+from megatron_eqlen.engines.replica import UNTOUCHED, Replica, ReplicaError, ReplicaPool, Request, words
 from megatron_eqlen.engines.weight_table import WeightTable
 from megatron_eqlen.engines.weights.folder import FolderSender
 from megatron_eqlen.hf.config import read_config
-from megatron_eqlen.metrics import (
-    ENGINE_SYNC_BYTES,
-    ENGINE_SYNC_SECONDS,
-)
+from megatron_eqlen.metrics import ENGINE_SYNC_BYTES, ENGINE_SYNC_SECONDS
 from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.recipe.contents import Contents, function, weights
 from megatron_eqlen.tokens import GrowingTokens, Tokens

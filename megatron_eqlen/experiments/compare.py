@@ -19,14 +19,7 @@ import numpy as np
 from megatron_eqlen.evaluation.result import compare, over_seeds
 from megatron_eqlen.evaluation.statistics import Interval, detectable_difference, seed_difference
 from megatron_eqlen.experiments.figures import curves, sheet
-from megatron_eqlen.experiments.run_groups import (
-    BASE,
-    Group,
-    RunResult,
-    group_runs,
-    read_run,
-    run_folders,
-)
+from megatron_eqlen.experiments.run_groups import BASE, Group, RunResult, group_runs, read_run, run_folders
 from megatron_eqlen.files import write_text
 from megatron_eqlen.recipe.budget import COSTS, UNITS
 from megatron_eqlen.recipe.load import load_run

@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 WORKERS, SECONDS = 2, 6.0
 CODE: Any = SimpleNamespace(
-    workers=WORKERS,
-    code_timeout=SECONDS,
-    code_memory_mb=1024,
-    code_sandbox="strict",
-    code_python="3.11",
+    workers=WORKERS, code_timeout=SECONDS, code_memory_mb=1024, code_sandbox="strict", code_python="3.11"
 )
 """Settings of programs, as a recipe's section ``reward``: recipes need pydantic."""
 

@@ -15,13 +15,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from megatron_eqlen.engines.protocol import EngineError
-from megatron_eqlen.environments.conversation import (
-    Answer,
-    Conversations,
-    answer,
-    closed,
-    turns_of,
-)
+from megatron_eqlen.environments.conversation import Answer, Conversations, answer, closed, turns_of
 from megatron_eqlen.environments.environment import Environment, LostError
 from megatron_eqlen.processes.timeline import TimeSpan
 from megatron_eqlen.sampling.harvester import Harvester

@@ -12,14 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import (  # noqa: F401  the tensor types, for their names in Megatron-Core
-    BFloat16Tensor,
-    DoubleTensor,
-    FloatTensor,
-    HalfTensor,
-    IntTensor,
-    LongTensor,
-)
+from torch import BFloat16Tensor, DoubleTensor, FloatTensor, HalfTensor, IntTensor, LongTensor  # noqa: F401  the tensor types, for their names in Megatron-Core
 
 
 class Event:

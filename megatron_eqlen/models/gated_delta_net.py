@@ -275,9 +275,7 @@ def fla_kernel(dtype: torch.dtype) -> Callable | None:
         return None
     if not packages.usable(packages.FLA):
         return None
-    from fla.ops.gated_delta_rule import (  # pyright: ignore[reportMissingImports] (GPU only)
-        chunk_gated_delta_rule,
-    )
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports] (GPU only)
 
     return chunk_gated_delta_rule
 

@@ -110,10 +110,7 @@ class TreeParams(PackedSeqParams):
 
     @classmethod
     def from_row(
-        cls,
-        row: Row,
-        device: torch.device | str | None = None,
-        share: Share | None = None,
+        cls, row: Row, device: torch.device | str | None = None, share: Share | None = None
     ) -> TreeParams:
         """Return the trees of ``row``. ``device``: default the current CUDA device, or the CPU without
         one."""

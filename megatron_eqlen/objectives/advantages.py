@@ -27,9 +27,7 @@ def refusing(**reasons: str) -> Callable[[Estimator], Estimator]:
     return declare
 
 
-@refusing(
-    on_policy="divided by the std of a pair, an advantage is only the sign of the pair's gap; use rloo",
-)
+@refusing(on_policy="divided by the std of a pair, an advantage is only the sign of the pair's gap; use rloo")
 def grpo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     """Return (r - mean) / population std: ±1 on a pair with unequal rewards, as the paper states."""
     std = deviation(tuple(sorted(rewards))) or 1.0

@@ -38,9 +38,7 @@ def unit_metrics(units: list[ComparisonUnit], rollouts: Sequence[Rollout], recip
         m.OBJECTIVE_MEMBERS: float(len(rewards)),
         m.OBJECTIVE_ZERO_ADVANTAGE_FRACTION: _fraction(not any(unit.advantages) for unit in units),
         m.OBJECTIVE_EFFECTIVE_SAMPLES: float(sum(value != 0 for value in advantages)),
-        "objective/supervised_tokens": float(
-            sum(sum(unit.lengths) for unit in units if unit.trained),
-        ),
+        "objective/supervised_tokens": float(sum(sum(unit.lengths) for unit in units if unit.trained)),
     }
     return metrics | KINDS[recipe.sampling].objective_metrics(units, rollouts, recipe)
 
@@ -73,10 +71,7 @@ def _moments(name: str, values: Sequence[float]) -> Metrics:
     mean = fmean(values) if values else 0.0
     # exact moments, of fractions, take a hundred times as long
     spread = math.fsum((value - mean) ** 2 for value in values) if len(set(values)) > 1 else 0.0
-    return {
-        f"objective/{name}_mean": mean,
-        f"objective/{name}_std": math.sqrt(spread / max(len(values), 1)),
-    }
+    return {f"objective/{name}_mean": mean, f"objective/{name}_std": math.sqrt(spread / max(len(values), 1))}
 
 
 def _fraction(flags: Iterable[bool]) -> float:

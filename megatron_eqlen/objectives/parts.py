@@ -20,12 +20,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_eqlen.metrics import check
 from megatron_eqlen.objectives.advantages import ADVANTAGES
 from megatron_eqlen.objectives.aggregation import AGGREGATIONS, BatchSize, Member
-from megatron_eqlen.objectives.surrogates import (
-    SURROGATES,
-    SupervisedTokens,
-    Surrogate,
-    TokenMetrics,
-)
+from megatron_eqlen.objectives.surrogates import SURROGATES, SupervisedTokens, Surrogate, TokenMetrics
 from megatron_eqlen.objectives.token_baseline import BASELINES, Span, checked_baselines
 from megatron_eqlen.recipe import LossRecipe
 from megatron_eqlen.recipe.plugins import is_import_path, load_object

@@ -6,12 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields
 
-UNITS = {
-    "steps": "steps",
-    "gpu_hours": "GPU hours",
-    "generated_tokens": "generated tokens",
-    "flops": "FLOPs",
-}
+UNITS = {"steps": "steps", "gpu_hours": "GPU hours", "generated_tokens": "generated tokens", "flops": "FLOPs"}
 """Units of a run's costs, by the recipe's key that limits them."""
 COSTS = tuple(key for key in UNITS if key != "steps")
 """Costs at which methods are compared."""

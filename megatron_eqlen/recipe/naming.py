@@ -17,11 +17,7 @@ MAY_CHANGE = (
 would mix two experiments in one folder."""
 NAMED_ELSEWHERE = ("name", "seed", "objective", "sampling")
 """Keys that the path of the run folder always contains."""
-ABLATIONS = (
-    "equal_length.prefix_in_gradient",
-    "equal_length.suffix_reward",
-    "equal_length.pair_weight",
-)
+ABLATIONS = ("equal_length.prefix_in_gradient", "equal_length.suffix_reward", "equal_length.pair_weight")
 """Keys that ``Recipe.method`` names, for equal-length sampling."""
 LONGEST = 100
 """Maximum length of a variant's name; longer names are cut and get a hash."""

@@ -20,14 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from megatron_eqlen.graders.code.grader import CodeGrader
-from megatron_eqlen.graders.grader import (
-    Background,
-    Grader,
-    Key,
-    PoolGrader,
-    naming,
-    response_key,
-)
+from megatron_eqlen.graders.grader import Background, Grader, Key, PoolGrader, naming, response_key
 from megatron_eqlen.graders.math.grader import MathGrader
 from megatron_eqlen.graders.sandbox.client import SandboxError
 from megatron_eqlen.metrics import (

@@ -97,13 +97,7 @@ class Harvester(ABC):
     def rollout(self, policy_version: int) -> Rollout:
         """Return the rollout of the parts, which is suspended unless it is complete."""
         return Rollout(
-            self.prompt,
-            self.index,
-            self.kind,
-            policy_version,
-            self.parts,
-            self.outcome,
-            self.prompt_columns,
+            self.prompt, self.index, self.kind, policy_version, self.parts, self.outcome, self.prompt_columns
         )
 
     def response(self, part: Part) -> TokenIds:

@@ -20,12 +20,7 @@ from typing import ClassVar
 
 from megatron_eqlen import metrics as m
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.sampling.comparison import (
-    ComparisonUnit,
-    Penalty,
-    part_rewards,
-    token_tree,
-)
+from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty, part_rewards, token_tree
 from megatron_eqlen.sampling.harvester import Harvester, Marker, in_step
 from megatron_eqlen.sampling.kind import SamplingKind, Setting, plural
 from megatron_eqlen.sampling.track import Track

@@ -65,9 +65,7 @@ def make_rollout(**over) -> RolloutRecipe:
 
 
 def open_engine(path: Path, dtype: str = "float32", eos=EOS, **over) -> ColocatedEngine:
-    from megatron_eqlen.engines.colocated import (
-        ColocatedEngine,  # many of the kit's users start none
-    )
+    from megatron_eqlen.engines.colocated import ColocatedEngine  # many of the kit's users start none
 
     return ColocatedEngine(path, make_rollout(**over), dtype, eos, MAX_LEN)
 

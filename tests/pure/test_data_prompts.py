@@ -230,10 +230,7 @@ def test_a_row_with_a_text_that_the_template_leaves_out_is_left_out(folder, tmp_
     said += ".function.name if m.tool_calls else m.content | trim }}"
     (tmp_path / "model/chat_template.jinja").write_text(said + "{% endfor %}")  # as Vicuna's
     asked = [{"role": "user", "content": " 2 + 3?\n"}, {"role": "assistant", "content": "5"}]
-    rows = [
-        [turn, asked[0]],
-        [*asked, {"role": "user", "content": "3 + 3?"}],
-    ]
+    rows = [[turn, asked[0]], [*asked, {"role": "user", "content": "3 + 3?"}]]
     file = tmp_path / "chat.jsonl"
     file.write_text("\n".join(json.dumps({"messages": row, "answer": 5}) for row in rows))
     tokenizer = load_tokenizer(tmp_path / "model")

@@ -210,7 +210,4 @@ def test_a_steps_flops_are_its_generated_prefilled_and_trained_tokens():
     assert flops("loss.minibatches=2")["train/flops"] == 5 / 3 * base["train/flops"], (
         "reference and old log-probs"
     )
-    assert counted(Job(load(ROOT / "recipes/qwen3_0.6b.yaml")), {}) == {
-        "harvest/flops": 0,
-        "train/flops": 0,
-    }
+    assert counted(Job(load(ROOT / "recipes/qwen3_0.6b.yaml")), {}) == {"harvest/flops": 0, "train/flops": 0}

@@ -100,9 +100,6 @@ def test_without_a_penalty_a_truncated_trunk_is_no_response():
 
 def test_a_trunk_that_ended_is_no_truncated_response_in_the_mean():
     """The mean over B's ended extensions is 1, above 0.8; with a third of 0 it would be below."""
-    pairs = [
-        (segment(5, "stop", 0.8), segment(5)),
-        (segment(5, "stop", 1.0), segment(5, "stop", 1.0)),
-    ]
+    pairs = [(segment(5, "stop", 0.8), segment(5)), (segment(5, "stop", 1.0), segment(5, "stop", 1.0))]
     stream = kit.stream(QUESTION, 0, 0, pairs, "both_ended")
     assert signs(stream, objective="dapo", equal_length__suffix_reward="mean") == LOSES

@@ -58,10 +58,7 @@ def train(folder, steps, /, behind=0, error=False, **changes):
     """Do what a run does with its writer."""
     report = {"wandb_project": "eqlen"}
     asked = recipe(folder, **{"report": report} | changes)
-    with (
-        suppress(InterruptedError),
-        MetricsWriter(folder, behind, Trackers(folder, behind, asked)) as writer,
-    ):
+    with suppress(InterruptedError), MetricsWriter(folder, behind, Trackers(folder, behind, asked)) as writer:
         for step in steps:
             writer.write(step, {"reward/mean": float(step), "evaluation/sums/avg@8": 0.5})
         if error:

@@ -95,11 +95,7 @@ write = ArrowLog.write
 
 
 def attempt(
-    folder: Path,
-    engine: Mortal,
-    recipe: Recipe,
-    seed: int,
-    conversations: Conversations | None = None,
+    folder: Path, engine: Mortal, recipe: Recipe, seed: int, conversations: Conversations | None = None
 ) -> tuple[list[Rollout], Metrics, HarvestProgress]:
     files = recorded_files(folder)
     left = read_progress(folder, PROMPTS, recipe)

@@ -129,10 +129,7 @@ PROGRAMS = {
 }
 NEEDS = {
     "numpy": ("import numpy", "no NumPy for programs"),
-    "memoised recursion": (
-        "import sys; assert sys.version_info < (3, 12)",
-        "no Python 3.11 here",
-    ),
+    "memoised recursion": ("import sys; assert sys.version_info < (3, 12)", "no Python 3.11 here"),
 }
 """Requirements of a program on the interpreter, and the reason to skip it."""
 

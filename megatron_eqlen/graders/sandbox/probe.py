@@ -10,13 +10,7 @@ from contextlib import closing
 from functools import lru_cache
 from typing import Literal
 
-from megatron_eqlen.graders.sandbox.client import (
-    EMPTY_FOLDER,
-    Command,
-    Sandbox,
-    SandboxError,
-    folder_files,
-)
+from megatron_eqlen.graders.sandbox.client import EMPTY_FOLDER, Command, Sandbox, SandboxError, folder_files
 from megatron_eqlen.graders.sandbox.command import CommandLimits
 from megatron_eqlen.graders.sandbox.program import Isolation, Limits
 
