@@ -253,7 +253,8 @@ def test_links_names_and_odd_files_stay_in_the_folder(sandbox, tmp_path):
         end.folder,
     )
     assert again.output == f"../../../../{outside}\n{outside}\n/\nloop\n13\nxyz"
-    hard = run(sandbox, "chmod 700 d; echo more >> d/hard; cat kept; [ -p pipe ] && echo pipe", end.folder)
+    more = "chmod 700 d; echo more >> d/hard; cat kept; [ -p pipe ] && echo pipe; touch -h -d @1 up"
+    hard = run(sandbox, more, end.folder)
     assert hard.output == "text\nmore\npipe\n"
     assert pack_folder_of(hard.folder, tmp_path) == hard.folder
 

@@ -408,7 +408,9 @@ def pack(folder: str, file: BinaryIO, most_bytes: int) -> int:
                     left_out += 1
                     continue
                 info.uid, info.gid, info.uname, info.gname = 0, 0, "", ""
-                info.mode, info.mtime = info.mode & 0o777, min(max(int(info.mtime), 0), LATEST)
+                info.mode = info.mode & 0o777
+                # a link's own time is not unpacked
+                info.mtime = 0 if info.issym() else min(max(int(info.mtime), 0), LATEST)
                 size += -(-info.size // PAGE) * PAGE + PAGE * info.issym()  # as much as it takes unpacked
                 if size > most_bytes:
                     raise FolderError(f"its files are longer than {most_bytes >> 20} MiB")
