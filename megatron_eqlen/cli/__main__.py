@@ -166,6 +166,10 @@ COMMANDS: dict[str, tuple[str, dict[str, tuple[str, dict[str, Any]]]]] = {
                    {"dest": "trainer", "required": True, "metavar": "TRAINER[@VERSION]"}),
         "--out": ("recipe file to write (default: print)", FILE | {"metavar": "FILE"}),
     }),
+    "new": ("write a file of your own that works, and its test, into this folder (docs/extending.md)", {
+        "kind": ("", {"choices": ("reward", "environment", "objective", "reader")}),
+        "module": ("name of the file, without .py", {"metavar": "NAME"}),
+    }),
     "check": ("what is installed and works here, and what a recipe lacks", RECIPE | {
         "recipe": ("recipe file (YAML); default: none in particular", FILE | {"nargs": "?"}),
         "--short": ("what takes seconds; print what is not ok", FLAG),

@@ -126,6 +126,13 @@ def recipe(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def new(arguments: argparse.Namespace) -> int:
+    from megatron_eqlen.cli.new import write
+
+    print(write(arguments.kind, arguments.module))
+    return 0
+
+
 def _print_plan(job: Job, everything: bool) -> int:
     """Print the keys of a recipe that differ from their defaults, or ``everything``, and its plan."""
     from megatron_eqlen.objectives.registry import with_defaults
