@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.metrics import DECLARED, Mean, Metric, Way
+from megatron_eqlen.metrics import DECLARED, Metric, counts
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.others import TRAINERS, Row, defaults, table
 
@@ -109,15 +109,13 @@ def metrics() -> str:
 
 def _metric(metric: Metric) -> tuple[str, ...]:
     merged = _merged(metric.merge)
-    if metric.in_turn and metric.in_turn != metric.merge:
+    if metric.in_turn != metric.merge:
         merged += f"; one after the other: {_merged(metric.in_turn)}"
     return f"`{metric.name}`", metric.unit, merged, metric.about
 
 
-def _merged(way: Way) -> str:
-    if isinstance(way, Mean):
-        return "mean over " + ", ".join(f"`{count}`" for count in way.counts)
-    return MERGED[way]
+def _merged(way: str) -> str:
+    return "mean over " + ", ".join(f"`{count}`" for count in counts(way)) if counts(way) else MERGED[way]
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

@@ -23,7 +23,6 @@ from megatron_eqlen.data.sources import open_source, read_problems
 from megatron_eqlen.graders.math.grader import MathGrader
 from megatron_eqlen.hf.tokenizer import TemplateError, Tokenizer, Turn
 from megatron_eqlen.hf.turns import QUESTION, TAKEN, left_out
-from megatron_eqlen.metrics import PROMPTS_DRAWN
 from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, SourceRecipe
 from megatron_eqlen.types import Metrics, Prompt
 
@@ -350,7 +349,7 @@ def position_metrics(position: dict[str, Any] | None) -> Metrics:
         f"data/source/{name}/epochs": source["epoch"] + source["position"] / source["rows"]
         for name, source in position["sources"].items()
     }
-    return {PROMPTS_DRAWN: float(position["drawn"])} | sources
+    return {"data/prompts_drawn": float(position["drawn"])} | sources
 
 
 def chat_messages(question: str, instruction: str = "", role: str = "user") -> list[Turn]:

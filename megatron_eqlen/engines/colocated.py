@@ -14,7 +14,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron_eqlen import metrics as m
 from megatron_eqlen.engines.containment import importing_vllm
 from megatron_eqlen.engines.protocol import Delta, EngineError, sampling_params
 from megatron_eqlen.engines.weight_table import WeightTable
@@ -109,8 +108,8 @@ class ColocatedEngine:
         self.refusal = None
         self.policy_version = policy_version
         self.sync = {
-            m.ENGINE_SYNC_SECONDS: time.perf_counter() - start,
-            m.ENGINE_SYNC_BYTES: self.weights.bytes_seen,
+            "engine/sync_seconds": time.perf_counter() - start,
+            "engine/sync_bytes": self.weights.bytes_seen,
         }
 
     def probe(self) -> list[TokenTree]:

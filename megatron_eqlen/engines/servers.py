@@ -32,7 +32,6 @@ from megatron_eqlen.engines.replica import UNTOUCHED, Replica, ReplicaError, Rep
 from megatron_eqlen.engines.weight_table import WeightTable
 from megatron_eqlen.engines.weights.folder import FolderSender
 from megatron_eqlen.hf.config import read_config
-from megatron_eqlen.metrics import ENGINE_SYNC_BYTES, ENGINE_SYNC_SECONDS
 from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.recipe.contents import Contents, function, weights
 from megatron_eqlen.tokens import GrowingTokens, Tokens
@@ -177,8 +176,8 @@ class ServerEngine:
             self.refusal = None
             self.policy_version, self.weight_version = policy_version, [*self.versions][-1]
         self.sync = {
-            ENGINE_SYNC_SECONDS: time.perf_counter() - start,
-            ENGINE_SYNC_BYTES: self.weights.bytes_seen,
+            "engine/sync_seconds": time.perf_counter() - start,
+            "engine/sync_bytes": self.weights.bytes_seen,
         }
 
     def reset_cache(self) -> None:

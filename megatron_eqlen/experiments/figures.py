@@ -57,11 +57,11 @@ def oscillation(norms: np.ndarray) -> np.ndarray:
 MEASURES: dict[str, tuple[Sequence[str], Callable[[np.ndarray], np.ndarray]]] = {
     "Reward": (REWARD, np.asarray),
     "Length of responses, tokens": (RESPONSE_LENGTH, np.asarray),
-    "Entropy, nats": ((m.LOSS_ENTROPY,), np.asarray),
-    "KL to the reference model": ((m.LOSS_REF_KL,), np.asarray),
-    "Effective samples so far": ((m.OBJECTIVE_EFFECTIVE_SAMPLES,), np.cumsum),
-    "Gradient norm": ((m.TRAIN_GRAD_NORM,), np.asarray),
-    "Oscillation of the gradient norm": ((m.TRAIN_GRAD_NORM,), oscillation),
+    "Entropy, nats": (("loss/entropy",), np.asarray),
+    "KL to the reference model": (("loss/ref_kl",), np.asarray),
+    "Effective samples so far": (("objective/effective_samples",), np.cumsum),
+    "Gradient norm": (("train/grad_norm",), np.asarray),
+    "Oscillation of the gradient norm": (("train/grad_norm",), oscillation),
 }
 """Names of each measure's metric, of which a run has recorded the first, and what is made of its values."""
 READ = {*m.COST_METRICS.values(), *(name for names, _ in MEASURES.values() for name in names)}

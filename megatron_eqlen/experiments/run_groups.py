@@ -88,7 +88,7 @@ def _runs_in(folder: Path) -> Iterator[Path]:
 def read_run(folder: Path, recipe: Recipe | None = None) -> RunResult:
     """Return the results of a run that has ended. ``recipe``: the run's; default: read from its folder."""
     before = folder / "evaluation" / "before.json"
-    names = (m.OBJECTIVE_EFFECTIVE_SAMPLES, m.HARVEST_GENERATED_TOKENS, *REWARD, *RESPONSE_LENGTH)
+    names = ("objective/effective_samples", "harvest/generated_tokens", *REWARD, *RESPONSE_LENGTH)
     columns = Columns(folder, names)
     if not len(columns.steps):
         raise ValueError(f"{folder}: expected a run with metrics of a step or more, found none")
@@ -98,8 +98,8 @@ def read_run(folder: Path, recipe: Recipe | None = None) -> RunResult:
         recipe or load_run(folder),
         _by_benchmark(before) if before.is_file() else {},
         _by_benchmark(folder / AFTER) if (folder / AFTER).is_file() else {},
-        float(np.nansum(columns[m.OBJECTIVE_EFFECTIVE_SAMPLES])),
-        float(np.nansum(columns[m.HARVEST_GENERATED_TOKENS])),
+        float(np.nansum(columns["objective/effective_samples"])),
+        float(np.nansum(columns["harvest/generated_tokens"])),
         m.spent(columns.last.get("step", 0), columns.last),
         float(columns.first_of(REWARD)[newest].mean()),
         float(columns.first_of(RESPONSE_LENGTH)[newest].mean()),

@@ -9,7 +9,6 @@ from statistics import fmean
 
 import numpy as np
 
-from megatron_eqlen import metrics as m
 from megatron_eqlen.engines.protocol import Decoder
 from megatron_eqlen.harvest.dialogues import Dialogues
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
@@ -89,14 +88,14 @@ class Meter:
         metrics: Metrics = {
             **{f"harvest/{name}": counts[name] for name in COUNTED},
             "harvest/seconds": seconds,
-            m.HARVEST_GENERATED_TOKENS: self.generated_tokens,
-            m.HARVEST_RESUMED_TOKENS: self.resumed_tokens,
-            m.HARVEST_TOKENS_PER_SECOND: (self.generated_tokens - self.resumed_tokens) / seconds,
-            m.HARVEST_SLOT_OCCUPANCY: counts["deltas"] / (max(steps, 1) * self.engine.max_num_seqs),
-            m.HARVEST_OVERHEAD_SECONDS_PER_STEP: overhead,
-            m.HARVEST_RECOMPUTED_TOKENS_PER_FORK: recomputed / max(forks, 1),
-            m.HARVEST_PREFILLED: counts["prefilled_tokens"],
-            m.HARVEST_PREFILL_CONTEXT: counts["prefill_context"] / max(counts["prefilled_tokens"], 1),
+            "harvest/generated_tokens": self.generated_tokens,
+            "harvest/resumed_tokens": self.resumed_tokens,
+            "harvest/tokens_per_second": (self.generated_tokens - self.resumed_tokens) / seconds,
+            "harvest/slot_occupancy": counts["deltas"] / (max(steps, 1) * self.engine.max_num_seqs),
+            "harvest/overhead_seconds_per_step": overhead,
+            "harvest/recomputed_tokens_per_fork": recomputed / max(forks, 1),
+            "harvest/prefilled_tokens": counts["prefilled_tokens"],
+            "harvest/prefill_context": counts["prefill_context"] / max(counts["prefilled_tokens"], 1),
             "harvest/policy_version": self.engine.policy_version,
         }
         if self.carried is not None:
@@ -121,7 +120,7 @@ def rollout_metrics(rollouts: list[Rollout]) -> Metrics:
     ]
     metrics: Metrics = {"harvest/rollouts": len(rollouts), "harvest/ended_responses": len(ended)}
     if ended:
-        metrics[m.HARVEST_ENDED_RESPONSE_LENGTH] = fmean(ended)
+        metrics["harvest/ended_response_length"] = fmean(ended)
     tables = [part.tokens for rollout in rollouts for part in rollout.parts]
     if any(GIVEN.name in table for table in tables):
         given = sum(len(table) - table.generated for table in tables)
@@ -146,7 +145,7 @@ def _sizes(rollouts: Iterable[Rollout]) -> Metrics:
         for part in rollout.parts:
             seen += int(np.flatnonzero(part.tokens.is_generated).sum()) + ends[part.parent] * len(part)
             generated += len(part)
-    return {m.HARVEST_CONTEXT: seen / max(generated, 1), m.HARVEST_FORKS: forks}
+    return {"harvest/context": seen / max(generated, 1), "harvest/forks": forks}
 
 
 def _column_metrics(column: Column, tables: Iterable[Tokens], contexts: Iterable[Tokens]) -> Metrics:

@@ -28,7 +28,6 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from megatron_eqlen.metrics import EXPERT_AGREEMENT, ROUTER_AGREEMENT
 from megatron_eqlen.models.policy_model import PolicyModel
 from megatron_eqlen.models.tree_params import TreeParams
 from megatron_eqlen.tokens import ROUTES
@@ -88,7 +87,9 @@ class Agreement:
         world."""
         dist.all_reduce(self.counts)
         given, used, wanted = self.counts.tolist()
-        return {EXPERT_AGREEMENT: used / given, ROUTER_AGREEMENT: wanted / given} if given else {}
+        if not given:
+            return {}
+        return {"mismatch/expert_agreement": used / given, "mismatch/router_agreement": wanted / given}
 
 
 class ReplayRouter(TopKRouter):

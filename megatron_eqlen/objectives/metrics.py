@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_eqlen import metrics as m
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.comparison import ComparisonUnit
@@ -34,10 +33,10 @@ def unit_metrics(units: list[ComparisonUnit], rollouts: Sequence[Rollout], recip
     }
     metrics = {
         **({} if recipe.supervised else compared),
-        m.OBJECTIVE_UNITS: float(len(units)),
-        m.OBJECTIVE_MEMBERS: float(len(rewards)),
-        m.OBJECTIVE_ZERO_ADVANTAGE_FRACTION: _fraction(not any(unit.advantages) for unit in units),
-        m.OBJECTIVE_EFFECTIVE_SAMPLES: float(sum(value != 0 for value in advantages)),
+        "objective/units": float(len(units)),
+        "objective/members": float(len(rewards)),
+        "objective/zero_advantage_fraction": _fraction(not any(unit.advantages) for unit in units),
+        "objective/effective_samples": float(sum(value != 0 for value in advantages)),
         "objective/supervised_tokens": float(sum(sum(unit.lengths) for unit in units if unit.trained)),
     }
     return metrics | KINDS[recipe.sampling].objective_metrics(units, rollouts, recipe)
@@ -62,8 +61,8 @@ def staleness_metrics(
         return {}
     total = ages.total()
     return {
-        m.STALENESS_MEAN: sum(age * count for age, count in ages.items()) / total,
-        m.STALENESS_MAX: float(max(ages)),
+        "staleness/mean": sum(age * count for age, count in ages.items()) / total,
+        "staleness/max": float(max(ages)),
     } | {f"staleness/share/{age}": count / total for age, count in sorted(ages.items())}
 
 

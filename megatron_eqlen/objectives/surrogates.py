@@ -14,13 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron_eqlen.metrics import (
-    LOSS_CLIP_FRACTION_DUAL,
-    LOSS_CLIP_FRACTION_HIGH,
-    LOSS_CLIP_FRACTION_LOW,
-    LOSS_RATIO,
-)
-
 if TYPE_CHECKING:
     import torch
 
@@ -58,7 +51,7 @@ class SupervisedTokens:
 
 
 TokenMetrics = dict[str, "torch.Tensor"]
-"""[n] values of metrics that ``metrics.py`` declares."""
+"""[n] values of metrics that ``metrics.yaml`` declares."""
 
 Surrogate = Callable[[SupervisedTokens], tuple["torch.Tensor", TokenMetrics]]
 """Supervised tokens -> ([n] loss of each token before its weight, metrics). An attribute ``has_ratio`` of
@@ -81,7 +74,7 @@ class Ppo:
         policy = (-ratio * advantages).maximum(-ratio.clamp(low, high) * advantages)
         ceiling = -most * advantages
         dual = (advantages < 0) & (policy > ceiling)
-        clips = _clip_fractions(ratio, advantages, low, high) | {LOSS_CLIP_FRACTION_DUAL: dual}
+        clips = _clip_fractions(ratio, advantages, low, high) | {"loss/clip_fraction_dual": dual}
         return ceiling.where(dual, policy), metrics | clips
 
     def ratio_of(self, tokens: SupervisedTokens) -> torch.Tensor:
@@ -221,8 +214,8 @@ class Dppo:
         moved = (tokens.logprobs.exp() - tokens.old_logprobs.exp()).detach()
         low, high = _bounds(self.clip_ratio_low, self.clip_ratio_high, around=0)
         clips = _clip_fractions(moved, tokens.advantages, low, high)
-        within = ~(clips[LOSS_CLIP_FRACTION_LOW] | clips[LOSS_CLIP_FRACTION_HIGH])
-        clips[LOSS_CLIP_FRACTION_DUAL] = within & (ratio > most)
+        within = ~(clips["loss/clip_fraction_low"] | clips["loss/clip_fraction_high"])
+        clips["loss/clip_fraction_dual"] = within & (ratio > most)
         factor = within * ratio.detach().clamp(max=most)
         return -factor * tokens.advantages * tokens.logprobs, metrics | clips
 
@@ -243,7 +236,7 @@ def importance_ratio(log_ratio: torch.Tensor) -> tuple[torch.Tensor, TokenMetric
     """Return the ratio, its log clamped to +-EXPONENT_LIMIT, and its metrics."""
     ratio = _clamp(log_ratio).exp()
     return ratio, {
-        LOSS_RATIO: ratio,
+        "loss/ratio": ratio,
         "loss/ratio_deviation": (ratio - 1).abs(),
         "loss/ratio_clamped_fraction": log_ratio.abs() > EXPONENT_LIMIT,
     }
@@ -270,6 +263,6 @@ def _bounds(below: float | None, above: float | None, around: float = 1) -> tupl
 
 def _clip_fractions(value: torch.Tensor, advantages: torch.Tensor, low: float, high: float) -> TokenMetrics:
     return {
-        LOSS_CLIP_FRACTION_LOW: (advantages < 0) & (value < low),
-        LOSS_CLIP_FRACTION_HIGH: (advantages > 0) & (value > high),
+        "loss/clip_fraction_low": (advantages < 0) & (value < low),
+        "loss/clip_fraction_high": (advantages > 0) & (value > high),
     }

@@ -22,7 +22,6 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_eqlen import metrics as m
 from megatron_eqlen.packing.arrays import check_loss_arrays
 from megatron_eqlen.packing.row import fill_row
 from megatron_eqlen.packing.tree import Forest, leaf_chain_bounds
@@ -122,16 +121,16 @@ class Packing:
         unique = int(forest.length[forest.live].sum())
         return {
             "packing/rows": float(len(rows)),
-            m.PACKING_TOKENS: float(used),
+            "packing/tokens": float(used),
             "packing/computed_tokens": float(computed),
-            m.PACKING_UNIQUE_TOKENS: float(unique),
+            "packing/unique_tokens": float(unique),
             "packing/repeated_tokens": float(used - unique),
-            m.PACKING_CONTEXT: float(pairs.sum() / max(used, 1)),
+            "packing/context": float(pairs.sum() / max(used, 1)),
             "packing/pruned_tokens": float(forest.length[~forest.live].sum()),
             "packing/supervised_tokens": float(
                 sum(node.tokens.generated for node in forest.nodes if node.weight > 0)
             ),
-            m.PACKING_EXPANDED_TOKENS: float((forest.position + forest.length)[trained].sum()),
+            "packing/expanded_tokens": float((forest.position + forest.length)[trained].sum()),
             "packing/fill": used / computed,
             "packing/budget_fill": used / (len(rows) * self.max_tokens_per_row),
             "packing/max_over_mean_cost": float(costs.max() / costs.mean()) if costs.sum() else 1.0,

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from functools import cache
 from math import prod
 
-from megatron_eqlen import metrics as m
 from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.job import Job
@@ -75,11 +74,11 @@ def counted(job: Job, metrics: Mapping[str, float]) -> Metrics:
     def of(name: str) -> float:
         return metrics.get(name, 0.0)
 
-    generated = of(m.HARVEST_GENERATED_TOKENS) * forward_flops(job.model, of(m.HARVEST_CONTEXT))
+    generated = of("harvest/generated_tokens") * forward_flops(job.model, of("harvest/context"))
     return {
-        m.HARVEST_FLOPS: generated
-        + of(m.HARVEST_PREFILLED) * forward_flops(job.model, of(m.HARVEST_PREFILL_CONTEXT)),
-        m.TRAIN_FLOPS: training_flops(job, of(m.PACKING_TOKENS), of(m.PACKING_CONTEXT)),
+        "harvest/flops": generated
+        + of("harvest/prefilled_tokens") * forward_flops(job.model, of("harvest/prefill_context")),
+        "train/flops": training_flops(job, of("packing/tokens"), of("packing/context")),
     }
 
 
@@ -94,16 +93,18 @@ def achieved(job: Job, metrics: Mapping[str, float], device: str | None) -> Metr
     gpu = gpu_named(device)
     engine = recipe.gpus - recipe.world_size if recipe.rollout.engine == "server" else recipe.world_size
     reached: Metrics = dict(flops)
-    if (training := metrics.get(m.TIME_TRAIN, 0.0) * recipe.world_size) > 0:
+    if (training := metrics.get("time/train", 0.0) * recipe.world_size) > 0:
         epochs = recipe.loss.epochs
-        reached[m.TRAIN_TOKENS_PER_GPU] = epochs * metrics.get(m.PACKING_UNIQUE_TOKENS, 0.0) / training
-        reached[m.TRAIN_EXPANDED_PER_GPU] = epochs * metrics.get(m.PACKING_EXPANDED_TOKENS, 0.0) / training
+        reached["train/tokens_per_gpu_second"] = epochs * metrics.get("packing/unique_tokens", 0.0) / training
+        reached["train/expanded_tokens_per_gpu_second"] = (
+            epochs * metrics.get("packing/expanded_tokens", 0.0) / training
+        )
         if gpu is not None:
-            reached[m.TRAIN_MFU] = flops[m.TRAIN_FLOPS] / (training * gpu.flops)
-    if (harvest := metrics.get(m.TIME_HARVEST, 0.0) * engine) > 0 and flops[m.HARVEST_FLOPS]:
-        generated = metrics.get(m.HARVEST_GENERATED_TOKENS, 0.0)
-        new = generated - metrics.get(m.HARVEST_RESUMED_TOKENS, 0.0)
-        reached[m.HARVEST_TOKENS_PER_GPU] = new / harvest
+            reached["train/mfu"] = flops["train/flops"] / (training * gpu.flops)
+    if (harvest := metrics.get("time/harvest", 0.0) * engine) > 0 and flops["harvest/flops"]:
+        generated = metrics.get("harvest/generated_tokens", 0.0)
+        new = generated - metrics.get("harvest/resumed_tokens", 0.0)
+        reached["harvest/tokens_per_gpu_second"] = new / harvest
         if gpu is not None:
-            reached[m.HARVEST_MFU] = flops[m.HARVEST_FLOPS] * new / (generated or 1) / (harvest * gpu.flops)
+            reached["harvest/mfu"] = flops["harvest/flops"] * new / (generated or 1) / (harvest * gpu.flops)
     return reached

@@ -48,39 +48,39 @@ PERCENT = ", % of "
 """Part of a series' name: its metric is a share of the quantity named after it, and is drawn in percent."""
 CHARTS: dict[str, dict[str, tuple[str, ...]]] = {
     "Reward": {"mean": REWARD},
-    "Loss of the data's responses, nats": {"token": (m.LOSS_NLL,)},
+    "Loss of the data's responses, nats": {"token": ("loss/nll",)},
     "Pairs per stream": {"pairs": PAIRS},
     "Length, tokens": {
         "responses": RESPONSE_LENGTH,
-        "left out without a reward": (m.REWARD_DROPPED_LENGTH,),
-        "segments": (m.HARVEST_SEGMENT_LENGTH, m.OBJECTIVE_SEGMENT_LENGTH_MEAN),
+        "left out without a reward": ("reward/dropped_length",),
+        "segments": ("harvest/segment_length", "objective/segment_length_mean"),
     },
     "Shares, %": {
-        "equal rewards, % of pairs": (m.OBJECTIVE_SKIP_RATE,),
-        "without advantage, % of comparison units": (m.OBJECTIVE_ZERO_ADVANTAGE_FRACTION,),
-        "truncated, % of streams or completions": (m.HARVEST_TRUNCATED_FRACTION,),
+        "equal rewards, % of pairs": ("objective/skip_rate",),
+        "without advantage, % of comparison units": ("objective/zero_advantage_fraction",),
+        "truncated, % of streams or completions": ("harvest/truncated_fraction",),
     },
-    "Entropy, nats": {"entropy": (m.LOSS_ENTROPY,)},
-    "KL to the teacher, nats": {"KL": (m.LOSS_TEACHER_KL,)},
-    "KL to the reference, nats": {"KL": (m.LOSS_REF_KL,)},
+    "Entropy, nats": {"entropy": ("loss/entropy",)},
+    "KL to the teacher, nats": {"KL": ("loss/teacher_kl",)},
+    "KL to the reference, nats": {"KL": ("loss/ref_kl",)},
     "Mismatch KL, engine to trainer, nats": {"KL": MISMATCH},
-    "Staleness of tokens, updates": {"mean": (m.STALENESS_MEAN,), "largest": (m.STALENESS_MAX,)},
-    "Gradient norm": {"norm": (m.TRAIN_GRAD_NORM,)},
+    "Staleness of tokens, updates": {"mean": ("staleness/mean",), "largest": ("staleness/max",)},
+    "Gradient norm": {"norm": ("train/grad_norm",)},
     "Clipped tokens, %": {
-        "low, % of tokens": (m.LOSS_CLIP_FRACTION_LOW,),
-        "high, % of tokens": (m.LOSS_CLIP_FRACTION_HIGH,),
+        "low, % of tokens": ("loss/clip_fraction_low",),
+        "high, % of tokens": ("loss/clip_fraction_high",),
     },
     "Tokens per second": {"rollout": ROLLOUT_SPEED, "training": TRAINING_SPEED},
     "Tokens trained": {
-        "in token trees": (m.PACKING_UNIQUE_TOKENS,),
-        "if every side had its own prefix": (m.PACKING_EXPANDED_TOKENS,),
+        "in token trees": ("packing/unique_tokens",),
+        "if every side had its own prefix": ("packing/expanded_tokens",),
     },
 }
 """Each chart's title, with its series and the names of their metrics. Series without a value are left out."""
 RARE = {"KL to the reference, nats", "Staleness of tokens, updates", "Clipped tokens, %", "Tokens trained"}
 """Charts that a page shows on demand."""
 METRICS = {
-    m.TIME_STEP,
+    "time/step",
     *(f"time/{stage}" for stage in m.STAGES),
     *(name for lines in CHARTS.values() for names in lines.values() for name in names),
 }
@@ -258,7 +258,7 @@ def _clock(columns: Columns, x: np.ndarray) -> list[str]:
     if not len(columns.steps):
         return []
     steps = np.append(columns.steps[0] - 1, columns.steps)
-    first = np.nan_to_num(columns[m.TIME_STEP][0])
+    first = np.nan_to_num(columns["time/step"][0])
     ends = np.append(0.0, columns.times - columns.times[0] + first)
     return [duration(seconds) for seconds in np.interp(x, steps, ends)]
 
@@ -273,7 +273,7 @@ def facts(columns: Columns) -> list[tuple[str, str, str]]:
     for name, metric in (("rollout", ROLLOUT_SPEED), ("training", TRAINING_SPEED)):
         if len(values := _known(columns.first_of(metric))):
             boxes.append((name, f"{compact(float(values.mean()))} tokens/s", "mean over steps"))
-    if len(seconds := _known(columns[m.TIME_STEP])):
+    if len(seconds := _known(columns["time/step"])):
         newest = seconds[-STEPS_FOR_ETA:]
         remark = f"mean of the newest {len(newest)}; {duration(float(seconds.sum()))} in all steps"
         boxes.append(("time per step", f"{compact(float(newest.mean()))} s", remark))

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
-from megatron_eqlen import metrics as m
 from megatron_eqlen.files import step_name
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.record.reader import fill_numbers, read_skeletons, step_files
@@ -28,11 +27,11 @@ FORMS = {"math": "\\boxed{", "code": "```"}
 EQUAL = {"cut off": "responses are cut off by rollout.tokens_per_step",
          "scored": "equal rewards: the reward function gives the same to all"}  # fmt: skip
 TRENDS = (
-    ("entropy", (m.LOSS_ENTROPY,), 0.1, 0.02, "the policy samples hardly anything new: raise "
+    ("entropy", ("loss/entropy",), 0.1, 0.02, "the policy samples hardly anything new: raise "
      "rollout.temperature or loss.clip_ratio_high, or lower optimizer.lr"),
     ("length", RESPONSE_LENGTH, 0.25, 0.0, "responses have become short: look at them, and at what "
      "rewards or penalises length"),
-    ("gradient norm", (m.TRAIN_GRAD_NORM,), 1e-3, 1e-9, "nothing is learned any more"),
+    ("gradient norm", ("train/grad_norm",), 1e-3, 1e-9, "nothing is learned any more"),
     ("mismatch KL", MISMATCH, 10.0, 1e-3, "engine and trainer drift apart: loss.rollout_is, and "
      "docs/troubleshooting.md"),
 )  # fmt: skip
@@ -54,21 +53,21 @@ def diagnose(run: Path, recipe: Recipe, records: Records) -> Iterator[Diagnosis]
             change = f"{'grew' if grew else 'fell'} from {compact(first)} to {compact(now)}"
             yield name, f"{name} {change}: {so}"
     last = records[-1] if records else {}
-    if failed := last.get(m.REWARD_UNSCORED):
+    if failed := last.get("reward/unscored"):
         text = f"{failed:.0f} responses have no reward (reward.on_error: {recipe.reward.on_error})"
-        if (left := last.get(m.REWARD_DROPPED_LENGTH)) is not None:
+        if (left := last.get("reward/dropped_length")) is not None:
             kept = compact(first_of(last, RESPONSE_LENGTH))
             text += f"; left out were {compact(left)} tokens long, kept {kept}"
         yield UNSCORED, text
-    if skipped := last.get(m.TRAIN_SKIPPED_UPDATES):
+    if skipped := last.get("train/skipped_updates"):
         yield "skipped", f"{skipped:.0f} updates were skipped, see the warnings above"
         return
-    units = last.get(m.OBJECTIVE_UNITS) or 0
-    idle = not last.get(m.UPDATES) or last.get(m.OBJECTIVE_ZERO_ADVANTAGE_FRACTION) == 1 or not units
-    many = max(last.get("reward/verdict/no_answer") or 0, last.get(m.HARVEST_TRUNCATED_FRACTION) or 0) > MOST
+    units = last.get("objective/units") or 0
+    idle = not last.get("train/updates") or last.get("objective/zero_advantage_fraction") == 1 or not units
+    many = max(last.get("reward/verdict/no_answer") or 0, last.get("harvest/truncated_fraction") or 0) > MOST
     if last and (idle or many):
         causes = [*_ends(step_files(run / "streams" / step_name(last["step"] - 1)), recipe)]
-        if units and last.get(m.OBJECTIVE_MEMBERS) == units:
+        if units and last.get("objective/members") == units:
             causes += [("single", "equal rewards by construction: comparison units have one member")]
         why = f"none of its {units:.0f} comparison units has unequal rewards"
         yield from causes or [("idle", why)][:idle]

@@ -6,14 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_eqlen import metrics as m
-
-REWARD = (m.POLICY_REWARD, m.REWARD_MEAN, "objective/reward_mean")
-PAIRS = (m.HARVEST_PAIRS_PER_STREAM, m.OBJECTIVE_PAIRS_PER_STREAM)
-RESPONSE_LENGTH = (m.POLICY_RESPONSE_LENGTH, m.HARVEST_ENDED_RESPONSE_LENGTH, m.HARVEST_RESPONSE_LENGTH)
-MISMATCH = (m.MISMATCH_KL,)
-ROLLOUT_SPEED = (m.HARVEST_TOKENS_PER_SECOND,)
-TRAINING_SPEED = (m.TRAIN_TOKENS_PER_SECOND,)
+REWARD = ("policy/reward", "reward/mean", "objective/reward_mean")
+PAIRS = ("harvest/pairs_per_stream", "objective/pairs_per_stream")
+RESPONSE_LENGTH = ("policy/response_length", "harvest/ended_response_length", "harvest/response_length")
+MISMATCH = ("mismatch/kl",)
+ROLLOUT_SPEED = ("harvest/tokens_per_second",)
+TRAINING_SPEED = ("train/tokens_per_second",)
 SCALES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 MOST_TEXT = 1500
 """Most characters of a segment on a page."""

@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megatron_eqlen.metrics import LOSS_NLL, TIME_STEP, spent
+from megatron_eqlen.metrics import spent
 from megatron_eqlen.recipe.budget import Budget, Spent
 from megatron_eqlen.report.format import (
     MISMATCH,
@@ -34,7 +34,7 @@ from megatron_eqlen.types import Metrics
 
 SHOWN = {
     "reward": (REWARD, ""),
-    "loss": ((LOSS_NLL,), ""),
+    "loss": (("loss/nll",), ""),
     "pairs/stream": (PAIRS, ""),
     "length": (RESPONSE_LENGTH, ""),
     "mismatch KL": (MISMATCH, ""),
@@ -94,8 +94,8 @@ class Progress:
         """Show that step ``number`` (counted from 1) is done; ``metrics`` are its own, ``time/step`` in
         seconds."""
         self.spent, self.metrics = spent(number, metrics), metrics
-        if TIME_STEP in metrics:
-            self.step_seconds.append(metrics[TIME_STEP])
+        if "time/step" in metrics:
+            self.step_seconds.append(metrics["time/step"])
         if (reward := first_of(metrics, REWARD)) is not None:
             self.rewards.append(reward)
         if self.redraws:

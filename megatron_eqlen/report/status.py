@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megatron_eqlen.files import LATEST, read_text
-from megatron_eqlen.metrics import PROMPTS_DRAWN, TIME_STEP, spent
+from megatron_eqlen.metrics import spent
 from megatron_eqlen.processes import hold
 from megatron_eqlen.processes.events import BEAT
 from megatron_eqlen.processes.run_state import RunState, read_state
@@ -107,7 +107,7 @@ class RunStatus:
 
     def _progress(self) -> str:
         done = spent(self.last.get("step", 0), self.last)
-        seconds = [record[TIME_STEP] for record in self.records[-STEPS_FOR_ETA:] if record.get(TIME_STEP)]
+        seconds = [record["time/step"] for record in self.records[-STEPS_FOR_ETA:] if record.get("time/step")]
         pace = f", {compact(sum(seconds) / len(seconds))} s a step" if seconds else ""
         left = self.recipe.budget.seconds_left(done, seconds) if self.condition == "running" else None
         rest = f", {duration(left)} left" if pace and left is not None else ""
@@ -225,7 +225,7 @@ def _position(metrics: Mapping[str, float | None]) -> str:
         for name, value in metrics.items()
         if (named := SOURCE_EPOCHS.match(name))
     ]
-    drawn = metrics.get(PROMPTS_DRAWN)
+    drawn = metrics.get("data/prompts_drawn")
     parts = [f"{drawn:.0f} prompts drawn"] if drawn is not None else []
     return "; ".join([*parts, *(["epochs: " + ", ".join(epochs)] if epochs else [])])
 

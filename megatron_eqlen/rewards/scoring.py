@@ -23,16 +23,6 @@ from megatron_eqlen.graders.code.grader import CodeGrader
 from megatron_eqlen.graders.grader import Background, Grader, Key, PoolGrader, naming, response_key
 from megatron_eqlen.graders.math.grader import MathGrader
 from megatron_eqlen.graders.sandbox.client import SandboxError
-from megatron_eqlen.metrics import (
-    POLICY_RESPONSE_LENGTH,
-    POLICY_REWARD,
-    POLICY_ROLLOUTS,
-    REWARD_DROPPED,
-    REWARD_DROPPED_LENGTH,
-    REWARD_ENDED,
-    REWARD_MEAN,
-    REWARD_UNSCORED,
-)
 from megatron_eqlen.processes.cores import cores_per_rank
 from megatron_eqlen.processes.failures import ExpectedError
 from megatron_eqlen.processes.watchdog import beat
@@ -290,11 +280,11 @@ def reward_metrics(ended: Sequence[tuple[Prompt, Grade | None]]) -> Metrics:
     that ended; all have been graded."""
     graded = [(prompt, grade) for prompt, grade in ended if grade is not None]
     assert len(graded) == len(ended), "a response that ended has no grade"
-    metrics: Metrics = {REWARD_ENDED: len(graded)}
+    metrics: Metrics = {"reward/ended": len(graded)}
     if not graded:
         return metrics
     rewards = np.array([grade.reward for _, grade in graded])
-    metrics |= {REWARD_MEAN: float(rewards.mean()), "reward/std": float(rewards.std())}
+    metrics |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
     metrics["reward/grader_seconds"] = sum(grade.seconds for _, grade in graded)
     for name in graded[0][1].rewards:
         metrics[f"reward/named/{name}"] = float(
@@ -329,10 +319,10 @@ def policy_metrics(rollouts: Iterable[Rollout]) -> Metrics:
         return {}
     lines = [(line, rollout.prompt_id) for rollout in sampled for line in rollout.lines()]
     return {
-        POLICY_ROLLOUTS: len(sampled),
-        POLICY_REWARD: sum(line.weight * response_reward(line.last, prompt) for line, prompt in lines)
+        "policy/rollouts": len(sampled),
+        "policy/reward": sum(line.weight * response_reward(line.last, prompt) for line, prompt in lines)
         / len(sampled),
-        POLICY_RESPONSE_LENGTH: sum(line.weight * line.length for line, _ in lines) / len(sampled),
+        "policy/response_length": sum(line.weight * line.length for line, _ in lines) / len(sampled),
     }
 
 
@@ -358,16 +348,16 @@ def leave_out(rollouts: Sequence[Rollout], reward: RewardRecipe) -> tuple[list[R
         if parts := [part for part in rollout.parts if part.number not in failed]:
             kept.append(replace(rollout, parts=parts))
     unscored = sum(not part.carried for rollout in rollouts for part in rollout.unscored())
-    metrics: Metrics = {REWARD_UNSCORED: unscored, REWARD_DROPPED: len(lengths)}
-    return kept, metrics | ({REWARD_DROPPED_LENGTH: sum(lengths) / len(lengths)} if lengths else {})
+    metrics: Metrics = {"reward/unscored": unscored, "reward/dropped": len(lengths)}
+    return kept, metrics | ({"reward/dropped_length": sum(lengths) / len(lengths)} if lengths else {})
 
 
 def refuse_too_many(rollouts: Sequence[Rollout], reward: RewardRecipe) -> None:
     """Raise UnscoredError if more responses of a step have no reward than the recipe allows. One always may.
     ``rollouts``: of all ranks."""
     _, metrics = scored(rollouts, reward)
-    failed = metrics[REWARD_UNSCORED]
-    of = metrics[REWARD_ENDED] + failed * (reward.on_error == "drop")
+    failed = metrics["reward/unscored"]
+    of = metrics["reward/ended"] + failed * (reward.on_error == "drop")
     if failed > max(1, reward.max_unscored * of):
         raise UnscoredError(
             f"{failed:.0f} of {of:.0f} responses of a step have no reward, more than reward.max_unscored: "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_eqlen import metrics as m
 from megatron_eqlen.files import CheckpointError
 from megatron_eqlen.processes import distributed
 from megatron_eqlen.processes.distributed import agree
@@ -50,7 +49,7 @@ class Checkpoints:
             self._saving = checkpoint.begin(
                 self._folder.checkpoints, spent.steps, policy, position, self._session.recipe.checkpoint.keep
             )
-        self.saved, self._seconds = spent.steps, seconds[m.TIME_CHECKPOINT]
+        self.saved, self._seconds = spent.steps, seconds["time/checkpoint"]
         if last:
             self.finish()
 
@@ -67,7 +66,7 @@ class Checkpoints:
             self._session.events.note("saved", step=self.saved)
             self._folder.remove_old_streams(self._session.recipe, self.saved)
             self._page.update()
-        return metrics | {m.TIME_CHECKPOINT: seconds[m.TIME_CHECKPOINT] + self._seconds}
+        return metrics | {"time/checkpoint": seconds["time/checkpoint"] + self._seconds}
 
 
 def check_held(folder: RunFolder) -> None:

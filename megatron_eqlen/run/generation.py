@@ -34,7 +34,7 @@ from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.hf.folder import HFFolder
 from megatron_eqlen.hf.turns import require_end
 from megatron_eqlen.job import Job
-from megatron_eqlen.metrics import HARVEST_FORKS, at_once
+from megatron_eqlen.metrics import at_once
 from megatron_eqlen.objectives import dynamic_sampling
 from megatron_eqlen.objectives.units import due_rollouts
 from megatron_eqlen.processes import distributed
@@ -278,7 +278,7 @@ class Generator(InTurn):
         responses."""
         tree, before = self.recipe.tree_sampling, self.forked
         self.forked = (
-            self.recipe.sampling != "tree" or harvested.get(HARVEST_FORKS) != 0 or self.placed is not None
+            self.recipe.sampling != "tree" or harvested.get("harvest/forks") != 0 or self.placed is not None
         )
         if before and not self.forked:
             why = {

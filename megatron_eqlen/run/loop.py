@@ -20,7 +20,6 @@ from pathlib import Path
 from megatron_eqlen.data.prompts import PromptSource
 from megatron_eqlen.files import write_text
 from megatron_eqlen.job import Job
-from megatron_eqlen.metrics import TIME_EVALUATE
 from megatron_eqlen.processes import distributed, events
 from megatron_eqlen.processes.hold import Hold
 from megatron_eqlen.recipe.inputs import keep_inputs
@@ -108,7 +107,7 @@ def evaluate_only(job: Job, out: Path, run: Path) -> None:
         session.tokenizer.today = distributed.agree(lambda: events.began(run))
         results, metrics = evaluate(session, Generator(session, out.parent, synced=False), out, "model")
         if results:
-            rank_seconds = metrics[TIME_EVALUATE] * distributed.world_size()
+            rank_seconds = metrics["time/evaluate"] * distributed.world_size()
             session.progress.say(leaderboard(results, rank_seconds))
 
 

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_eqlen import metrics as m
 from megatron_eqlen.data.prompts import PromptSource
 from megatron_eqlen.files import read_json, step_folders, step_name, write_json
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
@@ -140,7 +139,7 @@ class Target:
     @cached_property
     def steps(self) -> int:
         """Number of steps whose training made the weights that sampled the rollouts."""
-        columns = Columns(self.asked.run, [m.UPDATES])
+        columns = Columns(self.asked.run, ["train/updates"])
         known, wanted = columns.steps[: self.asked.step - 1].tolist(), [*range(1, self.asked.step)]
         if known != wanted:
             missing = next(step for step in wanted if step not in known)
@@ -148,7 +147,7 @@ class Target:
                 f"{self.asked.run / METRICS}: expected the updates of all steps before step "
                 f"{self.asked.step}, which made its weights, found no step {missing}"
             )
-        made = np.append(0, np.cumsum(columns[m.UPDATES][: len(wanted)])).astype(int)
+        made = np.append(0, np.cumsum(columns["train/updates"][: len(wanted)])).astype(int)
         if self.version not in made:
             raise ProbeError(
                 f"{self.asked.run}: no step's training ends with version {self.version} of the weights"
@@ -202,8 +201,8 @@ class Target:
     def cost(self) -> str:
         """Return what the probe will cost. Raises ReplayError if a step to train again is gone."""
         count, expected = self.chosen.count, self.chosen.expected
-        speed = Columns(self.asked.run, [m.HARVEST_TOKENS_PER_SECOND])
-        at = speed[m.HARVEST_TOKENS_PER_SECOND][speed.steps == self.asked.step]
+        speed = Columns(self.asked.run, ["harvest/tokens_per_second"])
+        at = speed["harvest/tokens_per_second"][speed.steps == self.asked.step]
         seconds = f", {expected / at[0]:.0f} s at that step's speed" if len(at) and at[0] > 0 else ""
         over = " (more than --budget: one response at least)" * (expected > self.budget)
         trained = self.steps - max((n for n, _ in self._checkpoints), default=0)

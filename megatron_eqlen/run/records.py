@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron_eqlen import metrics as m
 from megatron_eqlen.processes import distributed
 from megatron_eqlen.report.metrics import FILE as METRICS
 from megatron_eqlen.report.metrics import Columns, MetricsWriter
@@ -23,7 +22,7 @@ class StepRecords:
         """Report disagreements with the records of the ``steps`` steps before this start."""
         if not distributed.is_rank0():
             return
-        columns = Columns(self._folder.path, [m.UPDATES])
+        columns = Columns(self._folder.path, ["train/updates"])
         recorded = {*columns.steps.astype(int).tolist()}
         if not resumed and recorded:
             self._session.progress.say(

@@ -146,7 +146,7 @@ class Run:
                     f"{count} rollouts are suspended at the end and have not been trained; a run with more "
                     "steps resumes with them"
                 )
-            if idle := int((Columns(self.folder.path, [m.UPDATES])[m.UPDATES] == 0).sum()):
+            if idle := int((Columns(self.folder.path, ["train/updates"])["train/updates"] == 0).sum()):
                 same = ": the weights are those that the run started from" * (idle == self.steps)
                 self.session.progress.warn(f"{idle} of {self.steps} steps trained nothing{same}")
             learned = self.evaluations.learned() if self.complete else ""
@@ -172,9 +172,9 @@ class Run:
         with self.session.stage("trees") as seconds:
             version = step.policy_version if self.recipe.rollout.trains_older else None
             minibatches, metrics = build_minibatches(step.rollouts, self.recipe, version, gather)
-        generated = step.metrics.get(m.HARVEST_GENERATED_TOKENS)
+        generated = step.metrics.get("harvest/generated_tokens")
         if generated:
-            effective = 1000 * metrics[m.OBJECTIVE_EFFECTIVE_SAMPLES] / generated
+            effective = 1000 * metrics["objective/effective_samples"] / generated
             metrics["objective/effective_per_1k_tokens"] = effective
         return step.log(metrics | seconds), minibatches
 
@@ -182,9 +182,9 @@ class Run:
         """Train on ``minibatches``."""
         with self.session.stage("train") as seconds:
             metrics = policy.update(minibatches, step.drawn)
-        trained = metrics.get(m.PACKING_TOKENS, 0.0) * self.recipe.loss.epochs
-        speed = trained / seconds[m.TIME_TRAIN]
-        return step.log(metrics | seconds | {m.TRAIN_TOKENS_PER_SECOND: speed})
+        trained = metrics.get("packing/tokens", 0.0) * self.recipe.loss.epochs
+        speed = trained / seconds["time/train"]
+        return step.log(metrics | seconds | {"train/tokens_per_second": speed})
 
     def park(self, policy: Policy) -> Metrics:
         """Free the accelerator's memory for the engine."""
@@ -224,25 +224,25 @@ class Run:
         self.profiler.end(step.number + 1)
         now, timeline = time.perf_counter(), self.session.timeline
         taken = now - step.started
-        worked = taken - step.metrics.get(m.TIME_EVALUATE, 0.0)
+        worked = taken - step.metrics.get("time/evaluate", 0.0)
         check_held(self.folder)
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
         reached = achieved(self.session.job, step.metrics, device)
         self.spent = Spent(
             step.number + 1,
             self.spent.gpu_hours + agree(lambda: worked) * self.recipe.gpus / 3600,
-            self.spent.generated_tokens + step.metrics.get(m.HARVEST_GENERATED_TOKENS, 0.0),
-            self.spent.flops + reached[m.HARVEST_FLOPS] + reached[m.TRAIN_FLOPS],
+            self.spent.generated_tokens + step.metrics.get("harvest/generated_tokens", 0.0),
+            self.spent.flops + reached["harvest/flops"] + reached["train/flops"],
         )
         self.stopping = agree(self.folder.stop.exists) or self.stopped_by is not None
         totals = {
-            m.TIME_GPU_HOURS: self.spent.gpu_hours,
-            m.TOTAL_GENERATED_TOKENS: self.spent.generated_tokens,
-            m.TOTAL_FLOPS: self.spent.flops,
+            "time/gpu_hours": self.spent.gpu_hours,
+            "total/generated_tokens": self.spent.generated_tokens,
+            "total/flops": self.spent.flops,
         }
-        effective = step.metrics.get(m.OBJECTIVE_EFFECTIVE_SAMPLES, 0.0)
+        effective = step.metrics.get("objective/effective_samples", 0.0)
         speed = {
-            m.TIME_STEP: taken,
+            "time/step": taken,
             "time/engine_idle": timeline.idle(ENGINE, step.started, now),
             "time/trainer_idle": timeline.idle(TRAINER, step.started, now),
             "objective/effective_per_gpu_second": effective / (taken * self.recipe.gpus),
@@ -253,7 +253,7 @@ class Run:
         if distributed.is_rank0():
             found = dict(diagnose(self.folder.path, self.recipe, read_newest(self.folder.path, SPARK_STEPS)))
             for kind in (kind for kind in found if kind not in self.diagnosed):
-                nothing = " trained nothing" * (not step.metrics[m.UPDATES] and kind != UNSCORED)
+                nothing = " trained nothing" * (not step.metrics["train/updates"] and kind != UNSCORED)
                 self.session.progress.warn(f"step {self.steps}{nothing}: {found[kind]}")
             self.diagnosed = found.keys()
 

@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_eqlen import metrics as m
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import response_reward
 from megatron_eqlen.types import Metrics, Part, Rollout, rollout_key
@@ -133,21 +132,21 @@ def profile_metrics(rollouts: Sequence[Rollout], recipe: Recipe) -> Metrics:
     if not sums or not np.sum(sums, axis=0)[1, 1] or without_profile(rollouts, recipe):
         return {}
     means: list[float] = np.mean(sums, axis=0)[:2].ravel()[[0, 1, 3, 4, 5]].tolist()
-    after = m.PROFILE_UNDECIDED, m.PROFILE_TOKENS_AFTER, m.PROFILE_NOISE_AFTER
-    names = m.PROFILE_VARIANCE, m.PROFILE_TOKENS, *after
+    after = "profile/undecided", "profile/tokens_after", "profile/noise_after"
+    names = "profile/variance", "profile/tokens", *after
     return {"profile/rollouts": float(len(sums)), **dict(zip(names, means, strict=True))}
 
 
 def gain_metrics(metrics: Metrics) -> Metrics:
     """Return ``profile/fork_gain`` of a whole step's ``profile_metrics``, 1 where no fork pays; nothing where
     no reward varies."""
-    if metrics.get(m.PROFILE_VARIANCE, 0.0) <= 0:
+    if metrics.get("profile/variance", 0.0) <= 0:
         return {}
-    undecided = min(max(metrics[m.PROFILE_UNDECIDED] / metrics[m.PROFILE_VARIANCE], 0.0), 1.0)
-    tokens, after = metrics[m.PROFILE_TOKENS], metrics[m.PROFILE_TOKENS_AFTER]
-    noise = max(metrics[m.PROFILE_NOISE_AFTER], 0.0) / (metrics[m.PROFILE_VARIANCE] * tokens)
+    undecided = min(max(metrics["profile/undecided"] / metrics["profile/variance"], 0.0), 1.0)
+    tokens, after = metrics["profile/tokens"], metrics["profile/tokens_after"]
+    noise = max(metrics["profile/noise_after"], 0.0) / (metrics["profile/variance"] * tokens)
     gains = fork_gains([1 - after / tokens, 1.0], [1 - undecided, undecided], tokens, [noise])
-    return {m.PROFILE_FORK_GAIN: max(1.0, float(gains.max()))}
+    return {"profile/fork_gain": max(1.0, float(gains.max()))}
 
 
 def fork_gains(

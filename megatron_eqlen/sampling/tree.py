@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import ClassVar
 
-from megatron_eqlen import metrics as m
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty, part_rewards, token_tree
 from megatron_eqlen.sampling.harvester import Harvester, Marker, in_step
@@ -89,10 +88,10 @@ class TreeSampling(SamplingKind):
         reasons = Counter(part.finish_reason for part in parts)
         return {
             "harvest/completions": len(parts),
-            m.HARVEST_SUPERVISED_TOKENS: sum(lengths),
-            m.HARVEST_RESPONSE_LENGTH: fmean(lengths),
+            "harvest/supervised_tokens": sum(lengths),
+            "harvest/response_length": fmean(lengths),
             "harvest/response_length_max": max(lengths),
-            m.HARVEST_TRUNCATED_FRACTION: reasons["length"] / len(parts),
+            "harvest/truncated_fraction": reasons["length"] / len(parts),
             "harvest/budget_fraction": reasons[None] / len(parts),
         }
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron_eqlen.metrics import COMPARED, MISMATCH, MISMATCH_OF_COMPARED
 from megatron_eqlen.recipe import Recipe, RolloutRecipe
 from megatron_eqlen.sampling.comparison import token_tree
 from megatron_eqlen.tokens import TEACHER
@@ -31,9 +30,9 @@ class MismatchError(ValueError):
 
 def mismatch_of(measured: Metrics) -> float | None:
     """Return the mismatch of an update, from its metrics; None where no engine sampled."""
-    if COMPARED not in measured:
-        return measured.get(MISMATCH)
-    return measured[MISMATCH_OF_COMPARED] if measured[COMPARED] else None
+    if "mismatch/compared_tokens" not in measured:
+        return measured.get("mismatch/logprob_abs_diff")
+    return measured["mismatch/compared_abs_diff"] if measured["mismatch/compared_tokens"] else None
 
 
 def disagreement(mismatch: float | None, rollout: RolloutRecipe) -> str | None:

@@ -38,7 +38,6 @@ from megatron_eqlen.files import (
     step_number,
     unused,
 )
-from megatron_eqlen.metrics import CHECKPOINT_BYTES, CHECKPOINT_WRITE_SECONDS
 from megatron_eqlen.models import checkpoint_folder
 from megatron_eqlen.models.megatron_checkpoint import content_metadata, load_sharded
 from megatron_eqlen.processes.distributed import agree, gather
@@ -89,7 +88,10 @@ class Saving:
             for old in older[: -self._keep]:
                 shutil.rmtree(old)
         size = agree(lambda: sum(entry["bytes"] for entry in manifest.values()))
-        return {CHECKPOINT_BYTES: float(size), CHECKPOINT_WRITE_SECONDS: max(seconds for seconds, _ in parts)}
+        return {
+            "checkpoint/bytes": float(size),
+            "checkpoint/write_seconds": max(seconds for seconds, _ in parts),
+        }
 
     def _not_written(self, reason: str) -> CheckpointError:
         """Return the error with the free disk space, since torch's writer does not report a full disk."""

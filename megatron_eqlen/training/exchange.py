@@ -18,7 +18,7 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_eqlen.hf.config import ModelConfig
-from megatron_eqlen.metrics import EXCHANGE_ROUTES_BYTES, EXCHANGE_ROUTES_SECONDS, at_once
+from megatron_eqlen.metrics import at_once
 from megatron_eqlen.packing.arrays import check_route_shapes, check_routes
 from megatron_eqlen.packing.pack import Packing
 from megatron_eqlen.processes.distributed import gather
@@ -55,7 +55,10 @@ def exchange(
     assert experts is not None
     started = time.perf_counter()
     planned, received = exchange_paths(planned, placements)
-    metrics = {EXCHANGE_ROUTES_SECONDS: time.perf_counter() - started, EXCHANGE_ROUTES_BYTES: float(received)}
+    metrics = {
+        "exchange/routes_seconds": time.perf_counter() - started,
+        "exchange/routes_bytes": float(received),
+    }
     needed, _ = planned.needed(placements[dist.get_rank()].data_parallel)
     check_routes(planned.forest, needed, experts.num_experts)
     return planned, at_once(gather([metrics]))

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_eqlen.metrics import KL_PENALTY, POLICY_LOSS
 from megatron_eqlen.packing.pack import Packing
 from megatron_eqlen.processes.distributed import device, gather
 from megatron_eqlen.training.forward import supervised_positions
@@ -52,7 +51,7 @@ def row_problem(rows: RankRows, losses: Sequence[RowLoss]) -> NumericalProblem |
     """Return a problem for the first of this rank's rows whose loss is not finite; ``losses`` is empty except
     on the last pipeline stage."""
     for number, loss in enumerate(losses):
-        if not torch.isfinite(loss.metrics[POLICY_LOSS] + loss.metrics[KL_PENALTY]):
+        if not torch.isfinite(loss.metrics["loss/policy"] + loss.metrics["loss/kl_penalty"]):
             rank, where = parallel_state.get_data_parallel_rank(), _locate(rows.planned, rows[number], loss)
             return NumericalProblem(0, f"row {number} of data-parallel rank {rank}, {where}")
     return None

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_eqlen.metrics import MISMATCH, MISMATCH_KL, SEQUENCES
 from megatron_eqlen.objectives.segments import Segments
 from megatron_eqlen.recipe import LossRecipe
 
@@ -54,13 +53,13 @@ def correct(trainer: torch.Tensor, engine: torch.Tensor, segments: Segments, los
     log_rho = _clamp(difference)
     of_segment = segments.sum(difference)
     metrics = {
-        MISMATCH_KL: -difference,
-        MISMATCH: difference.abs(),
+        "mismatch/kl": -difference,
+        "mismatch/logprob_abs_diff": difference.abs(),
         "mismatch/logprob_abs_diff_max": difference.abs(),
         "mismatch/equal_tokens": difference == 0,
         "mismatch/k3_kl": DIVERGENCES["k3"](log_rho),
         "mismatch/chi2_token": (2 * log_rho).exp() - 1,
-        SEQUENCES: 1 / segments.length,
+        "mismatch/sequences": 1 / segments.length,
         "mismatch/chi2_seq": ((2 * _clamp(of_segment)).exp() - 1) / segments.length,
         "mismatch/log_ppl_abs_diff": (of_segment / segments.length).abs() / segments.length,
     }

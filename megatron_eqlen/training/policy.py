@@ -151,10 +151,10 @@ class Policy:
             [batch.exchanged | batch.rows.planned.metrics for batch in batches if batch.rows is not None]
         )
         metrics = packed | m.in_turn([skipped(0), *steps])
-        self.mismatch = mismatch_of(metrics) if metrics[m.UPDATES] else None
+        self.mismatch = mismatch_of(metrics) if metrics["train/updates"] else None
         if compared:
             of_drawn = Compared.joined(compared.values())
-            metrics[m.MISMATCH_OF_DRAWN] = of_drawn.mean
+            metrics["mismatch/drawn_abs_diff"] = of_drawn.mean
             self.mismatch = float(np.maximum(of_drawn.mean, self.mismatch or 0.0))  # NaN if one is
             self.worst = max(self.worst, of_drawn.worst)
         return metrics
@@ -282,8 +282,8 @@ class Policy:
         take_step(self.optimizer, grad_norm)
         self.version, self.skipped_in_a_row = self.version + 1, 0
         taken = {
-            m.UPDATES: 1.0,
-            m.TRAIN_GRAD_NORM: grad_norm,
+            "train/updates": 1.0,
+            "train/grad_norm": grad_norm,
             "train/lr": self.optimizer.param_groups[0]["lr"],
         }
         agreement = batch.rows.agreement or {}
@@ -350,4 +350,4 @@ class Policy:
 
 
 def skipped(count: int) -> Metrics:
-    return {m.UPDATES: 0.0, m.TRAIN_SKIPPED_UPDATES: float(count)}
+    return {"train/updates": 0.0, "train/skipped_updates": float(count)}

@@ -72,8 +72,8 @@ def policy_loss(
     others = {policy: known[at].double() for policy, known in others.items()}
     measured: dict[str, torch.Tensor] = {}
     if "teacher" in others:
-        measured[m.LOSS_TEACHER_KL] = logp.detach() - others["teacher"]
-        advantages = advantages - loss.teacher_coef * measured[m.LOSS_TEACHER_KL]
+        measured["loss/teacher_kl"] = logp.detach() - others["teacher"]
+        advantages = advantages - loss.teacher_coef * measured["loss/teacher_kl"]
     # ratio, policy loss and KL penalty
     recomputed = others.get("old", logp.detach())
     old = rollout if loss.old_logprobs == "rollout" else recomputed
@@ -89,25 +89,28 @@ def policy_loss(
     policy_part, kl_part = weights * correction.importance * policy, weights * correction.kept * kl
     policy_sum, kl_sum = policy_part.sum(), loss.kl_coef * kl_part.sum()
     with torch.no_grad():
-        if m.LOSS_RATIO not in ratios:
+        if "loss/ratio" not in ratios:
             ratios = importance_ratio(supervised.log_ratio)[1] | ratios
         metrics = {
-            m.TOKENS: torch.ones_like(logp),
-            m.LOSS_ENTROPY: entropy,
-            m.LOSS_REF_KL: kl,
+            "loss/tokens": torch.ones_like(logp),
+            "loss/entropy": entropy,
+            "loss/ref_kl": kl,
             "loss/kl_clamped_fraction": kl_clamped,
             **measured,
         }
         if rollout_logprobs is None:
-            metrics[m.LOSS_NLL] = -logp
+            metrics["loss/nll"] = -logp
         else:
-            metrics |= {"loss/policy_kl": old - logp, "loss/ratio_max": ratios[m.LOSS_RATIO]}
+            metrics |= {"loss/policy_kl": old - logp, "loss/ratio_max": ratios["loss/ratio"]}
             metrics |= ratios | correction.metrics
         same = torch.ones_like(at)[at] if compared is None else compared[at]
         if compared is not None:
-            metrics |= {m.COMPARED: same.double(), m.MISMATCH_OF_COMPARED: correction.log_ratio.abs() * same}
+            metrics |= {
+                "mismatch/compared_tokens": same.double(),
+                "mismatch/compared_abs_diff": correction.log_ratio.abs() * same,
+            }
         of_row = {name: _of_row(name, values) for name, values in metrics.items()}
-        of_row |= {m.POLICY_LOSS: policy_sum.detach().clone(), m.KL_PENALTY: kl_sum.detach().clone()}
+        of_row |= {"loss/policy": policy_sum.detach().clone(), "loss/kl_penalty": kl_sum.detach().clone()}
         tokens = policy_part.detach() + loss.kl_coef * kl_part.detach()
         row = RowLoss(of_row, tokens, correction.log_ratio, same)
     return policy_sum + kl_sum, row
@@ -123,17 +126,17 @@ def reduce_metrics(rows: Sequence[RowLoss], group: dist.ProcessGroup | None = No
         dist.all_reduce(sums, group=group)
         dist.all_reduce(peaks, dist.ReduceOp.MAX, group=group)
     totals = dict(zip(names, sums.tolist(), strict=True))
-    totals[m.LOSS] = totals[m.POLICY_LOSS] + totals[m.KL_PENALTY]
+    totals["loss/total"] = totals["loss/policy"] + totals["loss/kl_penalty"]
     largest = dict(zip(names, peaks.tolist(), strict=True))
-    if not totals[m.TOKENS]:
+    if not totals["loss/tokens"]:
         return dict.fromkeys(totals, 0.0)
     return {name: _merged(name, totals, largest) for name in totals}
 
 
 def _merged(name: str, totals: Metrics, largest: Metrics) -> float:
     way = m.metric(name).merge
-    if isinstance(way, m.Mean):
-        return totals[name] / (sum(totals[count] for count in way.counts) or 1.0)  # 0 if nothing was compared
+    if counts := m.counts(way):
+        return totals[name] / (sum(totals[count] for count in counts) or 1.0)  # 0 if nothing was compared
     return largest[name] if way == "max" else totals[name]
 
 

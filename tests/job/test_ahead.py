@@ -3,7 +3,6 @@
 from itertools import accumulate
 from pathlib import Path
 
-from megatron_eqlen.metrics import STALENESS_MAX, UPDATES
 from megatron_eqlen.processes.run_state import read_state
 from megatron_eqlen.record.reader import read_step
 from megatron_eqlen.types import RolloutKey, rollout_key
@@ -61,11 +60,11 @@ def test_killed_and_stopped_in_the_middle_of_an_overlap_a_run_loses_and_repeats_
     assert not list((folder / "streams").glob("stale-*"))
     check_that_every_pair_is_trained_once(folder)
     assert sum(column(folder, "harvest/carried_tokens")) > 0
-    versions = [0, *accumulate(map(int, column(folder, UPDATES)))]
+    versions = [0, *accumulate(map(int, column(folder, "train/updates")))]
     drawn: dict[RolloutKey, int] = {}
     for step in range(8):
         for rollout in read_step(folder / f"streams/step-{step:08d}"):
             drawn_in = drawn.setdefault(rollout_key(rollout), step)
             assert step - drawn_in <= 2
             assert min(versions_of(rollout)) >= versions[max(drawn_in - 2, 0)]
-    assert 0 < max(record.get(STALENESS_MAX, 0) for record in metrics(folder)) <= 2 + 2
+    assert 0 < max(record.get("staleness/max", 0) for record in metrics(folder)) <= 2 + 2

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_eqlen.files import CheckpointError
-from megatron_eqlen.metrics import CHECKPOINT_BYTES
 from megatron_eqlen.models import checkpoint_folder, megatron_checkpoint
 from megatron_eqlen.training import checkpoint, sharded_state
 from megatron_eqlen.training.policy import Policy
@@ -213,7 +212,7 @@ def save_while_generating(folder: str, checkpoints: str, park: str, offload: boo
     latest = checkpoint_folder.latest(Path(checkpoints))
     wrong = [] if latest and latest.name == "step-00000001" else [f"in force too early: {latest}"]
     go.set()
-    size = saving.finish()[CHECKPOINT_BYTES]
+    size = saving.finish()["checkpoint/bytes"]
     step = checkpoint_folder.latest(Path(checkpoints))
     assert step is not None
     files = sum(file.stat().st_size for file in step.iterdir() if file.name != checkpoint_folder.MANIFEST)

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from megatron_eqlen.metrics import EXCHANGE_ROUTES_BYTES, EXPERT_AGREEMENT, MISMATCH, ROUTER_AGREEMENT
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Metrics, TokenTree
 from tests.kit.distributed import run_ranks
@@ -100,14 +99,19 @@ def test_routers_that_choose_themselves_disagree_with_the_engine_and_replay_does
 ):
     free = {"loss": {"router_replay": False}, "rollout": {"keep_routes": True}}
     (free,), given = run_ranks(1, update, str(folders["moe"]), sampled["moe"], free), replayed["moe"]
-    assert free[EXPERT_AGREEMENT] == free[ROUTER_AGREEMENT] < given[ROUTER_AGREEMENT] < 1.0
-    assert given[EXPERT_AGREEMENT] == 1.0
-    assert given[WORST] < SAME < free[MISMATCH] / 10
+    assert (
+        free["mismatch/expert_agreement"]
+        == free["mismatch/router_agreement"]
+        < given["mismatch/router_agreement"]
+        < 1.0
+    )
+    assert given["mismatch/expert_agreement"] == 1.0
+    assert given[WORST] < SAME < free["mismatch/logprob_abs_diff"] / 10
 
 
 def test_with_replay_a_model_with_experts_differs_no_more_than_a_dense_one(replayed):
     assert all(replayed[name][WORST] < SAME for name in ("dense", "moe", "next"))
-    assert EXPERT_AGREEMENT not in replayed["dense"]
+    assert "mismatch/expert_agreement" not in replayed["dense"]
 
 
 LAYOUTS = [("next", {"tensor": 2, "expert": 2}), weekly("moe", {"pipeline": 2})]
@@ -118,10 +122,12 @@ def test_every_layout_trains_the_same_on_arrays_of_all_ranks(name, layers, folde
     """Each tree's arrays are on one of two ranks only."""
     whole = replayed[name]
     for found in run_ranks(2, update_of_shared, str(folders[name]), sampled[name], layout(2, **layers)):
-        assert found[EXCHANGE_ROUTES_BYTES] > 0
-        assert found[EXPERT_AGREEMENT] == 1.0
-        assert found[ROUTER_AGREEMENT] == pytest.approx(whole[ROUTER_AGREEMENT], abs=1e-3)  # near ties
-        for metric in (MISMATCH, "loss/total", "loss/ref_kl", "train/grad_norm"):
+        assert found["exchange/routes_bytes"] > 0
+        assert found["mismatch/expert_agreement"] == 1.0
+        assert found["mismatch/router_agreement"] == pytest.approx(
+            whole["mismatch/router_agreement"], abs=1e-3
+        )  # near ties
+        for metric in ("mismatch/logprob_abs_diff", "loss/total", "loss/ref_kl", "train/grad_norm"):
             assert found[metric] == pytest.approx(whole[metric], rel=1e-3, abs=1e-7), metric
 
 

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 
-from megatron_eqlen import metrics as m
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty, all_equal, token_tree
 from megatron_eqlen.sampling.equal_length.dual_track import DualTrack, pairs_of, tail_of
@@ -84,14 +83,14 @@ class EqualLength(SamplingKind):
         metrics: Metrics = {
             "harvest/streams": len(rollouts),
             "harvest/pairs": len(lengths),
-            m.HARVEST_PAIRS_PER_STREAM: len(lengths) / len(rollouts),
-            m.HARVEST_SUPERVISED_TOKENS: 2 * sum(lengths),
+            "harvest/pairs_per_stream": len(lengths) / len(rollouts),
+            "harvest/supervised_tokens": 2 * sum(lengths),
             "harvest/tail_tokens": sum(len(tail) for tail in map(tail_of, rollouts) if tail is not None),
         }
         for outcome in OUTCOMES:
             metrics[f"harvest/{outcome}_fraction"] = outcomes[outcome] / len(rollouts)
         if lengths:
-            metrics[m.HARVEST_SEGMENT_LENGTH] = fmean(lengths)
+            metrics["harvest/segment_length"] = fmean(lengths)
             metrics["harvest/segment_length_max"] = max(lengths)
         return metrics
 
@@ -106,10 +105,10 @@ class EqualLength(SamplingKind):
         lengths = [unit.lengths[0] for unit in units]
         return {
             "objective/pairs": float(len(units)),
-            m.OBJECTIVE_PAIRS_PER_STREAM: len(units) / len(rollouts),
-            m.OBJECTIVE_SKIP_RATE: fmean(all_equal(unit.rewards) for unit in units) if units else 0.0,
-            m.OBJECTIVE_REWARD_GAP: _reward_gap(rollouts, recipe),
-            m.OBJECTIVE_SEGMENT_LENGTH_MEAN: fmean(lengths) if lengths else 0.0,
+            "objective/pairs_per_stream": len(units) / len(rollouts),
+            "objective/skip_rate": fmean(all_equal(unit.rewards) for unit in units) if units else 0.0,
+            "objective/reward_gap_max_mean": _reward_gap(rollouts, recipe),
+            "objective/segment_length_mean": fmean(lengths) if lengths else 0.0,
             "objective/segment_length_max": float(max(lengths, default=0)),
         }
 
