@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from megatron_eqlen.processes.failures import name_of
 from megatron_eqlen.types import Grade, Prompt
 
 
@@ -72,8 +73,8 @@ class Environment:
             return copy.deepcopy(self)
         except Exception as error:
             raise TypeError(
-                f"{type(self).__name__}.fork: expected a state that copy.deepcopy copies, found {error!r}: "
-                "define fork, or set copies = False"
+                f"{type(self).__name__}.fork: expected a state that copy.deepcopy copies, found "
+                f"{name_of(error)}: define fork, or set copies = False"
             ) from error
 
     def save(self, place: Path) -> str | None:

@@ -111,14 +111,13 @@ class Background:
         started = [each.result() for each in begun if each.done() and not each.exception()]
         return [each.result() for each in started if each.done() and not each.exception()]
 
-    def grade(self, key: Key, deadline: float, late: Exception) -> Grade:
-        """Return the grade of a response that was begun. Raises the grader's error, with a note that names
-        the prompt, or ``late`` if there is none at ``deadline`` (monotonic seconds)."""
+    def grade(self, key: Key, deadline: float) -> Grade | None:
+        """Return the grade of a response that was begun, None if there is none at ``deadline`` (monotonic
+        seconds). Raises the grader's error."""
         begun = self._begun[key][1]
-        with naming(key[0]):
-            if wait([begun], _left(deadline)).not_done or wait([begun.result()], _left(deadline)).not_done:
-                raise late
-            return begun.result().result()
+        if wait([begun], _left(deadline)).not_done or wait([begun.result()], _left(deadline)).not_done:
+            return None
+        return begun.result().result()
 
     def give_up(self) -> None:
         """Forget everything: pending grades are not waited for, and their processes are killed."""

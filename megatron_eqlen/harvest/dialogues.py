@@ -17,6 +17,7 @@ from typing import NamedTuple
 from megatron_eqlen.engines.protocol import EngineError
 from megatron_eqlen.environments.conversation import Answer, Conversations, answer, closed, turns_of
 from megatron_eqlen.environments.environment import Environment, LostError
+from megatron_eqlen.processes.failures import name_of, text_of
 from megatron_eqlen.processes.timeline import TimeSpan
 from megatron_eqlen.sampling.harvester import Harvester
 from megatron_eqlen.sampling.track import Track, track_seed
@@ -72,7 +73,7 @@ def _begun[R](work: Callable[[], R]) -> Future[R]:
         try:
             value = work()
         except BaseException as error:  # noqa: BLE001  another's code, which may also exit
-            result.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+            result.set_exception(error if isinstance(error, Exception) else RuntimeError(name_of(error)))
         else:
             result.set_result(value)
 
@@ -219,7 +220,8 @@ class Dialogues:
                         self.counts["copies"] += 1
                     except Exception as error:  # noqa: BLE001  another's code
                         if self.fork_error is None:
-                            log.warning("forks get new environments, which are told the messages: %r", error)
+                            told = name_of(error)
+                            log.warning("forks get new environments, which are told the messages: %s", told)
                         self.fork_error = error
                     break
 
@@ -236,8 +238,8 @@ class Dialogues:
         track, (environment, given, grade, cut, changed) = call.track, call.result.result()
         if changed and self.fork_error is not None:
             raise EngineError(
-                f"{self.fork_error}; a new environment cannot be told the messages: it answers {changed} of "
-                "them otherwise"
+                f"{text_of(self.fork_error)}; a new environment cannot be told the messages: it answers "
+                f"{changed} of them otherwise"
             )
         self._due.pop(track, None)
         states = self._states.setdefault(call.key, {})
@@ -267,8 +269,8 @@ class Dialogues:
         """End a response whose environment failed, without a reward: that says nothing about the policy.
         Raises EngineError where all responses would fail, and with ``reward.on_error: end``."""
         if isinstance(error, LostError):
-            raise EngineError(str(error)) from error
-        failed = f"its environment failed: {error!r}"
+            raise EngineError(text_of(error)) from error
+        failed = f"its environment failed: {name_of(error)}"
         if on_error == "end":
             raise EngineError(f"rollout {call.key[0]}/{call.key[1]}: {failed} (reward.on_error)") from error
         log.warning("rollout %s/%d has a response without a reward, %s", *call.key, failed)
@@ -319,6 +321,6 @@ def grade_again(speak: Conversations, rollout: Rollout, seed: int) -> bool:
                 part.grade = graded.grade
                 _begun(graded.environment.close)
             except Exception as error:  # noqa: BLE001  another's code
-                log.warning("rollout %s/%d is generated again: %r", *rollout_key(rollout), error)
+                log.warning("rollout %s/%d is generated again: %s", *rollout_key(rollout), name_of(error))
                 return False
     return True

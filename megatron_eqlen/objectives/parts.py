@@ -22,6 +22,7 @@ from megatron_eqlen.objectives.advantages import ADVANTAGES
 from megatron_eqlen.objectives.aggregation import AGGREGATIONS, BatchSize, Member
 from megatron_eqlen.objectives.surrogates import SURROGATES, SupervisedTokens, Surrogate, TokenMetrics
 from megatron_eqlen.objectives.token_baseline import BASELINES, Span, checked_baselines
+from megatron_eqlen.processes.failures import text_of
 from megatron_eqlen.recipe import LossRecipe
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
 
@@ -78,7 +79,7 @@ def try_parts(parts: Mapping[str, Callable[..., Any]]) -> None:
             except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
                 at = traceback.extract_tb(error.__traceback__)[-1]
                 where = f"{type(error).__name__} at {Path(at.filename).name}:{at.lineno}"
-                raise ValueError(f"{field} {described(part)}: {where}: {error}") from error
+                raise ValueError(f"{field} {described(part)}: {where}: {text_of(error)}") from error
 
 
 def checked_advantages(values: list[float], members: int, where: Callable[[], str]) -> list[float]:

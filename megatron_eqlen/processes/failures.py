@@ -88,7 +88,7 @@ def is_expected(error: BaseException) -> bool:
     end."""
     known = isinstance(error, ValueError | FileNotFoundError | ExpectedError)
     disk = isinstance(error, OSError) and (error.filename is not None or error.errno in DISK_FULL)
-    return (known or disk or bool(CONSEQUENCES.search(str(error)))) and TRACEBACK not in os.environ
+    return (known or disk or bool(CONSEQUENCES.search(text_of(error)))) and TRACEBACK not in os.environ
 
 
 def words(error: BaseException) -> str:
@@ -99,9 +99,22 @@ def words(error: BaseException) -> str:
     return text if cut <= 0 else f"{text[:half]} [… {cut:,} characters …] {text[-half:]}"
 
 
+def text_of(error: BaseException) -> str:
+    """Return ``str(error)``; for an error of another's code whose ``__str__`` fails, what that raises."""
+    try:
+        return str(error)
+    except (Exception, SystemExit) as failure:  # noqa: BLE001  another's code
+        return f"its message cannot be read ({type(failure).__name__})"
+
+
+def name_of(error: BaseException) -> str:
+    """Return ``TYPE: MESSAGE``."""
+    return f"{type(error).__name__}: {text_of(error)}"
+
+
 def _message(error: BaseException) -> str:
     if not isinstance(error, OSError) or error.strerror is None:
-        return str(error)
+        return text_of(error)
     paths = [str(path) for path in (error.filename, error.filename2) if path is not None]
     full = f" ({free_space(Path(paths[0]))})" if paths and error.errno in DISK_FULL else ""
     return ": ".join([*([" -> ".join(paths)] if paths else []), error.strerror]) + full

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
+from megatron_eqlen.processes.failures import name_of, text_of
 from megatron_eqlen.recipe.yaml_values import Tree
 
 
@@ -37,8 +38,8 @@ def load_object(path: str, key: str, expected: type | None = None) -> Any:
         is_file = "/" in module or module.endswith(".py")
         dotted = module.removesuffix(".py").strip("./").replace("/", ".")  # rewards/mine.py -> rewards.mine
         as_file = f": a file {module} is named {dotted}:{name}" if is_file else ""
-        kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
-        raise ValueError(f"{key}: {path!r} cannot be imported: {kind}{error}{as_file}") from None
+        why = text_of(error) if isinstance(error, ImportError) else name_of(error)
+        raise ValueError(f"{key}: {path!r} cannot be imported: {why}{as_file}") from None
     if loaded is None:
         file = getattr(imported, "__file__", "Python's own")
         raise ValueError(f"{key}: {module} has no {name!r} (it is {file})")

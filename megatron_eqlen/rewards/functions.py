@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from megatron_eqlen.processes.failures import PAUSES, retried
+from megatron_eqlen.processes.failures import PAUSES, retried, text_of
 from megatron_eqlen.recipe.plugins import load_object
 from megatron_eqlen.types import Grade, Prompt, TokenIds
 
@@ -196,7 +196,7 @@ def own_code(path: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{at.filename.rpartition('/')[2]}:{at.lineno}"
-        raise ValueError(f"{path}: {type(error).__name__} at {where}: {error}") from error
+        raise ValueError(f"{path}: {type(error).__name__} at {where}: {text_of(error)}") from error
 
 
 def is_reward_function(path: str) -> bool:

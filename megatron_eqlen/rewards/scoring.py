@@ -12,7 +12,7 @@ import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -110,7 +110,8 @@ class Scorer:
             texts, prompts = map(self._tokenizer.decode, responses), [entry.prompt for entry in now.values()]
             grades = dict(zip(now, self.grade_texts([*texts], prompts, responses), strict=True))
             waiting = time.monotonic()
-            grades |= self._collect([key for key in ungraded if key not in grades], seconds)
+            due = {key: entry.prompt for key, entry in ungraded.items() if key not in grades}
+            grades |= self._collect(due, seconds)
             waited = time.monotonic() - waiting
         finally:
             self._background.give_up()
@@ -162,11 +163,20 @@ class Scorer:
         if isinstance(grader, PoolGrader):
             self._background.begin(key, grader, prompt, response)
 
-    def _collect(self, begun: Sequence[Key], seconds: float) -> dict[Key, Grade]:
+    def _collect(self, begun: Mapping[Key, Prompt], seconds: float) -> dict[Key, Grade]:
         """Wait for grades that were begun, at most ``seconds`` in all."""
-        deadline, late = time.monotonic() + seconds, f"no verdict {seconds:g} s after the harvest"
-        error = UnscoredError(f"{late} (reward.step_timeout)")
-        return {key: self._attempt(partial(self._background.grade, key, deadline, error)) for key in begun}
+        deadline = time.monotonic() + seconds
+
+        def grade(key: Key, prompt: Prompt) -> Grade:
+            with naming(prompt.prompt_id):
+                with _own(prompt.grader):
+                    answer = self._background.grade(key, deadline)
+                if answer is None:
+                    late = f"no verdict {seconds:g} s after the harvest (reward.step_timeout)"
+                    raise UnscoredError(late)
+                return answer
+
+        return {key: self._attempt(partial(grade, key, prompt)) for key, prompt in begun.items()}
 
     def _attempt(self, work: Callable[[], Grade]) -> Grade:
         """Return the grade of a response, unscored if its grader fails, unless ``reward.on_error: end``."""
@@ -213,11 +223,16 @@ def _call(function: RewardFunction, prompt: Prompt, text: str, token_ids: Sequen
 def _grade_batch(
     grader: Grader, name: str, texts: Sequence[str], prompts: Sequence[Prompt], numbers: Sequence[int]
 ) -> list[Grade]:
-    with own_code(name) if is_import_path(name) else nullcontext():
+    with _own(name):
         answers = grader.grade([texts[n] for n in numbers], [prompts[n].gold for n in numbers])
     if len(answers) != len(numbers) or not all(isinstance(one, Grade) for one in answers):
         raise ValueError(f"{name}: grade(texts, golds): expected {len(numbers)} Grade, got {answers!r:.200}")
     return answers
+
+
+def _own(name: str) -> AbstractContextManager[None]:
+    """Return ``own_code`` for a grader of the user's own."""
+    return own_code(name) if is_import_path(name) else nullcontext()
 
 
 class EarlyGrading(HarvestObserver):

@@ -51,6 +51,7 @@ from tests.kit.marks import examples
 from tests.kit.rollouts import build_trees
 from tests.kit.sentencepiece_maker import write_sentencepiece_tokenizer
 from tests.pure.test_forks import recipe
+from tests.pure.test_unscored import Mute
 from tools.tokenizer_maker import SPECIAL_TOKENS, write_hf_tokenizer
 
 END, CALL = 0, 1
@@ -255,15 +256,23 @@ def words(make, settings=None, count=3, **limits):
     return harvest(engine, plan)
 
 
-def test_an_environment_that_fails_drops_its_rollout_and_no_other(caplog):
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ConnectionError("no server"), "ConnectionError: no server"),
+        (Mute(), "Mute: its message cannot be read (KeyError)"),
+    ],
+    ids=["error", "mute"],
+)
+def test_an_environment_that_fails_drops_its_rollout_and_no_other(error, told, caplog):
     def fails(prompt_id):
         if prompt_id == "q1":
-            raise ConnectionError("no server")
+            raise error
 
     rollouts, _ = words(lambda prompt, seed: Answers(prompt, seed, fails=fails))
     assert [rollout.prompt_id for rollout in rollouts if not rollout.unscored()] == ["q0", "q2"]
     assert [len(rollout.unscored()) for rollout in rollouts] == [0, 2, 0]
-    assert "q1/0 has a response without a reward, its environment failed: ConnectionError('no" in caplog.text
+    assert "q1/0 has a response without a reward, its environment failed: " + told in caplog.text
 
 
 WRONG = {

@@ -165,7 +165,10 @@ def test_what_has_no_verdict_in_time_has_no_reward_and_is_said_once(scorer, begu
 
 @pytest.mark.parametrize(
     ("text", "error", "message"),
-    [("x: die", RuntimeError, "no verdict: the worker died"), ("x: refuse", ValueError, "x is refused")],
+    [
+        ("x: die", ValueError, "Obedient: RuntimeError at .*: no verdict: the worker died"),
+        ("x: refuse", ValueError, "x is refused"),
+    ],
 )
 def test_what_goes_wrong_in_the_background_is_raised_once_with_the_prompts_id(begun, text, error, message):
     scorer = Scorer(RewardRecipe(workers=1, on_error="end"), Letters())

@@ -33,9 +33,18 @@ from tests.pure.test_rewards_background import Letters, ending, group, prompt
 HERE = __name__
 
 
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise KeyError("no message")
+
+    __repr__ = __str__
+
+
 def graded(response: str) -> float:
     if response.endswith("late"):
         raise TimeoutError("the judge does not answer")
+    if response.endswith("mute"):
+        raise Mute
     return float(response.endswith("right"))
 
 
@@ -67,8 +76,15 @@ def score(on_error: str, *texts: str, grader: str = f"{HERE}:graded"):
 
 
 @pytest.mark.parametrize("grader", [f"{HERE}:graded", f"{HERE}:Batches"])
-def test_one_response_that_cannot_be_graded_takes_no_other_with_it(grader):
-    rollout, metrics, causes = score("drop", "right", "late", "wrong", "right", grader=grader)
+@pytest.mark.parametrize(
+    ("fails", "kind", "message"),
+    [
+        ("late", "TimeoutError", "the judge does not answer"),
+        ("mute", "Mute", "its message cannot be read (KeyError)"),
+    ],
+)
+def test_one_response_that_cannot_be_graded_takes_no_other_with_it(grader, fails, kind, message):
+    rollout, metrics, causes = score("drop", "right", fails, "wrong", "right", grader=grader)
     verdicts = [part.grade.verdict for part in rollout.parts]
     assert verdicts == ["scored", "unscored", "scored", "scored"]
     assert (metrics["reward/unscored"], metrics["reward/dropped"], metrics["reward/ended"]) == (1, 1, 3)
@@ -76,8 +92,8 @@ def test_one_response_that_cannot_be_graded_takes_no_other_with_it(grader):
     assert metrics["reward/dropped_length"] == len("late") + 1
     assert metrics["policy/response_length"] == pytest.approx(np.mean([6, 6, 6]))
     assert causes[0].startswith(grader)
-    assert "TimeoutError at test_unscored.py" in causes[0]
-    assert causes[0].endswith("the judge does not answer (q#7)")
+    assert f"{kind} at test_unscored.py" in causes[0]
+    assert causes[0].endswith(f"{message} (q#7)")
     (kept,), _ = leave_out([rollout], RewardRecipe())
     assert [part.number for part in kept.parts] == [0, 2, 3]
 

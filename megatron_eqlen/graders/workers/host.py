@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from megatron_eqlen.graders.sandbox.kernel import die_with
+from megatron_eqlen.processes.failures import name_of
 from megatron_eqlen.processes.lifeline import INTERVAL
 
 Item = dict[str, Any]
@@ -69,7 +70,7 @@ def _run_worker(module: Any, options: dict[str, Any], connection: Connection) ->
             try:
                 answer = handle(item)
             except BaseException as error:
-                _send(connection, {"failure": f"{type(error).__name__}: {error}"[:500]})
+                _send(connection, {"failure": name_of(error)[:500]})
                 raise
             _send(connection, answer)
     except (EOFError, ConnectionResetError):
