@@ -30,10 +30,9 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from megatron_eqlen.models.context import Share, gather_keys
+from megatron_eqlen.models.context import BLOCK, Share, gather_keys
 from megatron_eqlen.models.merged_attention import merged_attention
 from megatron_eqlen.models.tree_params import TreeParams
-from megatron_eqlen.packing.context import BLOCK
 
 
 class TreeAttention(MegatronModule):

@@ -25,8 +25,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from megatron_eqlen.models.context import Share
-from megatron_eqlen.packing.context import Span
+from megatron_eqlen.models.context import Share, Span
 from megatron_eqlen.types import Row, RowNode
 
 KERNEL_CHUNK = 64

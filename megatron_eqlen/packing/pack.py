@@ -71,14 +71,14 @@ class Packing:
     ranks: list[list[RowPlan]]
     max_tokens_per_row: int
     multiple_of: int
-    full_rows: bool
     pair_cost: float
 
-    def rows(self, rank: int) -> list[Row]:
-        """Return the filled rows of one data-parallel rank. Raises TreeError if a node's arrays cannot be
-        trained on."""
-        self.check_arrays(rank)
-        return [self.fill(row) for row in self.ranks[rank]]
+    def rows(self, rank: int, for_loss: bool = True) -> RankRows:
+        """Return the rows of one data-parallel rank. Raises TreeError if a node's arrays cannot be trained
+        on."""
+        if for_loss:
+            check_loss_arrays(self.forest, self.needed(rank)[1])
+        return RankRows(self, self.ranks[rank], for_loss)
 
     def fill(self, row: RowPlan, for_loss: bool = True) -> Row:
         """Return one row's arrays; ``for_loss`` as in ``fill_row``."""
@@ -91,15 +91,9 @@ class Packing:
         supervised = np.concatenate([row.supervised for row in self.ranks[rank]])
         return np.unique(nodes), np.unique(nodes[supervised & (self.forest.weight[nodes] > 0)])
 
-    def check_arrays(self, rank: int, for_loss: bool = True) -> None:
-        """Raise TreeError if a node in the rank's rows has arrays that cannot be trained on."""
-        if for_loss:
-            check_loss_arrays(self.forest, self.needed(rank)[1])
-
     def length(self, row: RowPlan) -> int:
-        """Return the row's S: the positions in use, or the full budget; rounded up to ``multiple_of``."""
-        least = self.max_tokens_per_row if self.full_rows else max(1, row.used)
-        return -(-least // self.multiple_of) * self.multiple_of
+        """Return the row's S: the positions in use, rounded up to ``multiple_of``."""
+        return -(-max(1, row.used) // self.multiple_of) * self.multiple_of
 
     @cached_property
     def metrics(self) -> Metrics:
@@ -137,18 +131,28 @@ class Packing:
         }
 
 
-def pack(
-    trees: Sequence[TokenTree],
-    max_tokens_per_row: int,
-    data_parallel: int = 1,
-    multiple_of: int = 1,
-    layout: Layout = "tree",
-    *,
-    full_rows: bool = False,
-) -> list[list[Row]]:
-    """Return all rows of every data-parallel rank; for a single rank use ``plan_rows(...).rows(rank)``."""
-    planned = plan_rows(trees, max_tokens_per_row, data_parallel, multiple_of, layout, full_rows=full_rows)
-    return [planned.rows(rank) for rank in range(data_parallel)]
+class RankRows(Sequence[Row]):
+    """Rows of a data-parallel rank, each filled when it is read, so that few are in memory at once."""
+
+    def __init__(self, planned: Packing, plans: list[RowPlan], for_loss: bool) -> None:
+        self.planned, self._plans, self._for_loss = planned, plans, for_loss
+        self.agreement: Metrics | None = None
+        """Agreement of the engine's experts with those of the first pass over these rows; None before that
+        pass."""
+        self.others: dict[str, list[np.ndarray]] = {}
+        """``Row.others``: for each row [n] float64, at its supervised positions; empty lists except on the
+        last pipeline stage."""
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def __getitem__(self, at: int) -> Row:  # pyright: ignore[reportIncompatibleMethodOverride] (no slices)
+        row = self.planned.fill(self._plans[at], self._for_loss)
+        # [S] float64 from values at the supervised positions
+        row.others = {policy: np.zeros(len(row.labels)) for policy, known in self.others.items() if known}
+        for policy, column in row.others.items():
+            column[row.weights > 0] = self.others[policy][at]
+        return row
 
 
 @collector_paused()
@@ -159,21 +163,21 @@ def plan_rows(
     multiple_of: int = 1,
     layout: Layout = "tree",
     *,
-    full_rows: bool = False,
     pair_cost: float = PAIR_COST,
     row_count_multiple_of: int = 1,
 ) -> Packing:
     """Assign nodes to rows, and rows to ranks. Deterministic.
 
     Every rank gets equally many rows, at least one and a multiple of ``row_count_multiple_of`` (the pipeline
-    size with a virtual pipeline); rows without a tree are padding alone. A row is as long as its tokens, or
-    ``max_tokens_per_row`` with ``full_rows``, rounded up to ``multiple_of`` (in training
-    ``forward.row_multiple``). Raises TreeError on a bad tree or a path over the budget.
+    size with a virtual pipeline); rows without a tree are padding alone. A row is as long as its tokens,
+    rounded up to ``multiple_of`` (in training ``forward.row_multiple``). Raises TreeError on a bad tree or a
+    path over the budget.
     """
     forest = Forest.of(trees)
     forest.check_budget(max_tokens_per_row)
     parts = list(_tree_parts(forest, max_tokens_per_row) if layout == "tree" else _expanded_parts(forest))
-    costs, sizes = _sums(node_costs(forest, pair_cost), parts), _sums(forest.length, parts)
+    costs = _sums(forest.length + pair_cost * pairs_seen(forest), parts)
+    sizes = _sums(forest.length, parts)
     ranks: list[list[RowPlan]] = []
     for chosen in balance(costs, data_parallel):
         items = np.array(chosen, np.int64)
@@ -184,12 +188,7 @@ def plan_rows(
     count = max([1, *map(len, ranks)])
     count += -count % row_count_multiple_of
     ranks = [rank + [RowPlan([], 0)] * (count - len(rank)) for rank in ranks]
-    return Packing(forest, ranks, max_tokens_per_row, multiple_of, full_rows, pair_cost)
-
-
-def node_costs(forest: Forest, pair_cost: float) -> np.ndarray:
-    """Return [n] float64: each node's positions + ``pair_cost`` x the pairs that its queries see."""
-    return forest.length + pair_cost * pairs_seen(forest)
+    return Packing(forest, ranks, max_tokens_per_row, multiple_of, pair_cost)
 
 
 def pairs_seen(forest: Forest) -> np.ndarray:

@@ -17,8 +17,7 @@ from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.job import Job
 from megatron_eqlen.plan import engine
 from megatron_eqlen.plan.activations import BYTES
-from megatron_eqlen.plan.flops import active_parameters, forward_flops, training_flops
-from megatron_eqlen.plan.gpus import GPUS, Gpu
+from megatron_eqlen.plan.flops import GPUS, Gpu, active_parameters, forward_flops, training_flops
 from megatron_eqlen.plan.parameters import rank_buffers
 from megatron_eqlen.plan.workload import Workload
 

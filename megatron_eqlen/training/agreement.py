@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from megatron_eqlen.packing.pack import RankRows
 from megatron_eqlen.recipe import Recipe, RolloutRecipe
 from megatron_eqlen.sampling.comparison import token_tree
 from megatron_eqlen.tokens import TEACHER
 from megatron_eqlen.training.forward import supervised_positions
 from megatron_eqlen.training.policy_loss import RowLoss
-from megatron_eqlen.training.rows import RankRows
 from megatron_eqlen.types import Metrics, Rollout, TokenTree
 
 

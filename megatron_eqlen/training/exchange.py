@@ -3,27 +3,36 @@
 Every rank knows the plan of all ranks, and therefore what every other rank needs and from which rank: no
 requests are sent. All ranks of a data-parallel index need token ids, but every rank has those of prompts;
 columns of the loss go to the last pipeline stage only, and of the columns of a path each stage gets the MoE
-layers that it computes (``Column.needed_by``). ``shipping`` says how they travel, ``plan/host.py`` counts the
-memory.
+layers that it computes (``Column.needed_by``). ``plan/host.py`` counts the memory.
+
+Arrays travel over the host in two hops, so that a rank sends each once and the ranks that need it share the
+rest of the work:
+
+    home ──each array to one──► the ranks that need it ──from there to all──► the ranks that need it
 """
 
 from __future__ import annotations
 
-import dataclasses
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.metrics import at_once
 from megatron_eqlen.packing.arrays import check_route_shapes, check_routes
 from megatron_eqlen.packing.pack import Packing
-from megatron_eqlen.processes.distributed import gather
-from megatron_eqlen.training.shipping import ColumnShare, Demand, demand_of, of_layers, send_tokens
+from megatron_eqlen.processes.distributed import gather, host
+from megatron_eqlen.tokens import COLUMNS, Placeholder, Tokens
 from megatron_eqlen.types import Metrics, Node
+
+NODES_AT_ONCE = 16
+"""Maximum nodes in transit at once from one rank to another."""
 
 
 class Placement(NamedTuple):
@@ -35,6 +44,79 @@ class Placement(NamedTuple):
     """True on the last pipeline stage, which computes the loss."""
     moe_layers: tuple[int, ...] = ()
     """MoE layers of the model that the rank computes, in the order of its chunks."""
+
+
+@dataclass(frozen=True)
+class ColumnShare:
+    """Columns that some ranks need of a node's tokens."""
+
+    needed_by: str
+    """``Column.needed_by``."""
+    layers: tuple[int, ...] = ()
+    """MoE layers, for the columns of a path."""
+
+    def of(self, tokens: Tokens) -> Tokens:
+        """Return the table of these columns alone, whole or bare."""
+        needed = tokens.only(name for name in tokens.columns if COLUMNS[name].needed_by == self.needed_by)
+        return of_layers(needed, self.layers) if self.layers else needed
+
+
+def of_layers(tokens: Tokens, layers: tuple[int, ...]) -> Tokens:
+    """Return the table with these layers of its columns of a path; columns of as many layers are
+    unchanged."""
+    chosen = {
+        name: _layers(values, layers)
+        for name, values in tokens.columns.items()
+        if COLUMNS[name].of_path and values.shape[1] != len(layers)
+    }
+    return Tokens({**tokens.columns, **chosen}, len(tokens)) if chosen else tokens
+
+
+def _layers(values: Any, layers: tuple[int, ...]) -> Any:
+    if isinstance(values, Placeholder):
+        return Placeholder((len(values), len(layers), *values.shape[2:]), values.dtype)
+    return values[:, np.array(layers, np.int64)]
+
+
+class Transfer(NamedTuple):
+    """Columns of some nodes to be sent between ranks; arrays are [n] int64."""
+
+    nodes: np.ndarray
+    source: np.ndarray
+    target: np.ndarray
+    share: ColumnShare
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Nodes that some ranks of one data-parallel index need."""
+
+    nodes: np.ndarray
+    """[n] int64, forest indices."""
+    home: np.ndarray
+    """[n] int64"""
+    ranks: np.ndarray
+    """[k] int64, the ranks that need them."""
+    share: ColumnShare
+
+    @classmethod
+    def of(cls, nodes: np.ndarray, home: np.ndarray, ranks: list[int], share: ColumnShare) -> Demand:
+        """Return the demand of ``ranks`` for those of ``nodes`` that have a home."""
+        nodes = nodes[home[nodes] >= 0]
+        return cls(nodes, home[nodes], np.array(ranks, np.int64), share)
+
+    @property
+    def via(self) -> np.ndarray:
+        """[n] int64, the rank in ``ranks`` that each node reaches first: its home, or each rank in turn."""
+        turn = self.ranks[np.arange(len(self.nodes)) % len(self.ranks)]
+        return np.where(np.isin(self.home, self.ranks), self.home, turn)
+
+    def first_hop(self) -> Transfer:
+        return Transfer(self.nodes, self.home, self.via, self.share)
+
+    def second_hop(self) -> list[Transfer]:
+        via = self.via
+        return [Transfer(self.nodes, via, np.full_like(via, rank), self.share) for rank in self.ranks]
 
 
 def exchange(
@@ -82,8 +164,8 @@ def _demands(planned: Packing, placements: Sequence[Placement]) -> Iterator[Dema
         responses = nodes[planned.forest.parent[nodes] >= 0]
         ranks = [rank for rank, placement in enumerate(placements) if placement.data_parallel == index]
         last_stage = [rank for rank in ranks if placements[rank].for_loss]
-        yield demand_of(responses, home, ranks, ColumnShare("rows"))
-        yield demand_of(trained, home, last_stage, ColumnShare("loss"))
+        yield Demand.of(responses, home, ranks, ColumnShare("rows"))
+        yield Demand.of(trained, home, last_stage, ColumnShare("loss"))
 
 
 def exchange_paths(planned: Packing, placements: Sequence[Placement]) -> tuple[Packing, int]:
@@ -98,13 +180,13 @@ def exchange_paths(planned: Packing, placements: Sequence[Placement]) -> tuple[P
     own = forest.has_path_columns & ((forest.home < 0) | (forest.home == rank))
     for number in np.flatnonzero(own).tolist():
         tokens = of_layers(nodes[number].tokens, placements[rank].moe_layers)
-        nodes[number] = dataclasses.replace(nodes[number], tokens=tokens)
+        nodes[number] = replace(nodes[number], tokens=tokens)
     received += send_tokens(nodes, [transfer for demand in demands for transfer in demand.second_hop()])
     return _with_nodes(planned, nodes), received
 
 
 def _with_nodes(planned: Packing, nodes: list[Node]) -> Packing:
-    return dataclasses.replace(planned, forest=dataclasses.replace(planned.forest, nodes=nodes))
+    return replace(planned, forest=replace(planned.forest, nodes=nodes))
 
 
 def _path_demands(planned: Packing, placements: Sequence[Placement]) -> Iterator[Demand]:
@@ -115,4 +197,49 @@ def _path_demands(planned: Packing, placements: Sequence[Placement]) -> Iterator
         nodes, _ = planned.needed(placement.data_parallel)
         if placement.moe_layers:
             routed = nodes[planned.forest.has_path_columns[nodes]]
-            yield demand_of(routed, planned.forest.home, ranks, ColumnShare("moe", placement.moe_layers))
+            yield Demand.of(routed, planned.forest.home, ranks, ColumnShare("moe", placement.moe_layers))
+
+
+def send_tokens(nodes: list[Node], transfers: Sequence[Transfer]) -> int:
+    """Send the columns of all ``transfers`` and replace the entries of ``nodes`` that this rank receives.
+    Return the bytes received."""
+    rank, received = dist.get_rank(), 0
+    # by rank, in an order that both sides know: (node, columns)
+    outgoing, incoming = (defaultdict[int, list[tuple[int, ColumnShare]]](list) for _ in range(2))
+    for transfer in transfers:
+        moves = transfer.source != transfer.target
+        for at in np.flatnonzero(moves & (transfer.source == rank)).tolist():
+            outgoing[int(transfer.target[at])].append((int(transfer.nodes[at]), transfer.share))
+        for at in np.flatnonzero(moves & (transfer.target == rank)).tolist():
+            incoming[int(transfer.source[at])].append((int(transfer.nodes[at]), transfer.share))
+    most = max(map(len, [*outgoing.values(), *incoming.values()]), default=0)
+    for start in range(0, most, NODES_AT_ONCE):
+        now, work, messages = slice(start, start + NODES_AT_ONCE), [], []
+        # all messages of a round at once: no rank waits for another's order
+        for to, queue in outgoing.items():
+            tables = [share.of(nodes[number].tokens) for number, share in queue[now]]
+            arrays = [array for table in tables for array in table.arrays()]
+            if any(array.nbytes for array in arrays):
+                message = np.concatenate([array.reshape(-1).view(np.uint8) for array in arrays])
+                work.append(dist.isend(torch.from_numpy(message), to, host()))
+        for source, queue in incoming.items():
+            arrays = [array for number, share in queue[now] for array in _make_room(nodes, number, share)]
+            if size := sum(array.nbytes for array in arrays):
+                messages.append((message := np.empty(size, np.uint8), arrays))
+                work.append(dist.irecv(torch.from_numpy(message), source, host()))
+        for pending in work:
+            pending.wait()
+        for message, arrays in messages:
+            received += len(message)
+            ends = np.cumsum([array.nbytes for array in arrays])
+            for array, values in zip(arrays, np.split(message, ends[:-1]), strict=True):
+                array.reshape(-1).view(np.uint8)[:] = values
+    return received
+
+
+def _make_room(nodes: list[Node], number: int, share: ColumnShare) -> list[np.ndarray]:
+    """Give a node empty arrays of the shapes that arrive, and return these."""
+    node = nodes[number]
+    room = share.of(node.tokens).with_room()
+    nodes[number] = replace(node, tokens=Tokens({**node.tokens.columns, **room.columns}, len(node)))
+    return room.arrays()

@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_eqlen.packing.pack import Packing
+from megatron_eqlen.packing.pack import Packing, RankRows
 from megatron_eqlen.processes.distributed import device, gather
 from megatron_eqlen.training.forward import supervised_positions
 from megatron_eqlen.training.policy_loss import RowLoss
-from megatron_eqlen.training.rows import RankRows
 from megatron_eqlen.types import Row
 
 

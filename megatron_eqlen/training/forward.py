@@ -14,9 +14,8 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_eqlen.models import groups
-from megatron_eqlen.models.context import Share
+from megatron_eqlen.models.context import BLOCK, Share
 from megatron_eqlen.models.tree_params import TreeParams
-from megatron_eqlen.packing.context import BLOCK
 from megatron_eqlen.processes.distributed import device
 from megatron_eqlen.processes.watchdog import beat
 from megatron_eqlen.training.head import Head

@@ -26,7 +26,7 @@ from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.lora import add_adapters, switched_off
 from megatron_eqlen.models.router_replay import compared, moe_layers, routers
 from megatron_eqlen.models.weights import export_hf, load_hf, save_adapters, save_hf
-from megatron_eqlen.packing.pack import Packing, plan_rows
+from megatron_eqlen.packing.pack import Packing, RankRows, plan_rows
 from megatron_eqlen.packing.tree import NonFiniteTreeError
 from megatron_eqlen.plan.flops import pair_cost
 from megatron_eqlen.processes.distributed import gather, is_rank0
@@ -45,7 +45,6 @@ from megatron_eqlen.training.forward import RowResult, row_multiple, run_rows, s
 from megatron_eqlen.training.optimizer import build_optimizer, gradient_norm, take_step, wrap
 from megatron_eqlen.training.parking import ReferenceWeights, TrainerMemory
 from megatron_eqlen.training.policy_loss import RowLoss, policy_loss, reduce_metrics
-from megatron_eqlen.training.rows import RankRows
 from megatron_eqlen.training.teacher import Teacher
 from megatron_eqlen.types import Metrics, Row, TokenTree
 
@@ -226,7 +225,7 @@ class Policy:
         every rank."""
         try:
             planned, exchanged = exchange(self._pack(trees), self.placements, self.chunks[0].model_config)
-            rows = RankRows(planned, self.placement.data_parallel, self.placement.for_loss)
+            rows = planned.rows(self.placement.data_parallel, self.placement.for_loss)
             batch = Minibatch(rows, exchanged=exchanged)
         except NonFiniteTreeError as error:
             batch = Minibatch(None, NumericalProblem(0, str(error)))

@@ -25,7 +25,7 @@ from megatron_eqlen.models.megatron_checkpoint import (
     sharded_weights,
 )
 from megatron_eqlen.processes.distributed import gather
-from megatron_eqlen.training import optimizer_state
+from megatron_eqlen.training.optimizer import load_state
 from megatron_eqlen.training.policy import Policy
 
 SHARDING = {"data_parallel": "dp_reshardable", "any": "fully_reshardable"}
@@ -62,7 +62,7 @@ def load(policy: Policy, state: dict[str, Any]) -> None:
     for number, chunk in enumerate(policy.chunks):
         load_weights = partial(lora.load_state_dict, chunk) if _adapted(policy) else chunk.load_state_dict
         load_weights(state[_chunk_key(policy, number)])
-    optimizer_state.load_state(policy.optimizer, state["optimizer"])
+    load_state(policy.optimizer, state["optimizer"])
     policy.schedule.num_steps = 0  # Megatron adds what it loads
     policy.schedule.load_state_dict(state["schedule"])
 

@@ -24,8 +24,8 @@ from vllm.distributed.weight_transfer import packed_tensor
 
 from megatron_eqlen.engines.weights import nccl
 from megatron_eqlen.models.tree_params import TreeParams
-from megatron_eqlen.packing.pack import pack
 from megatron_eqlen.training.parking import Parked, memory_of
+from tests.kit.tree_samples import pack
 from tests.kit.tree_samples import stream as tree_of
 
 UNWRITTEN = 119

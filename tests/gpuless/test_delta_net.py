@@ -14,10 +14,9 @@ import triton.language as tl
 from megatron_eqlen.models import gated_delta_net
 from megatron_eqlen.models.gated_delta_net import chunked_delta_rule, run_by_run_delta_rule, tree_convolution
 from megatron_eqlen.models.tree_params import TreeParams
-from megatron_eqlen.packing.pack import pack
 from megatron_eqlen.types import Row, TokenTree
 from tests.gpuless import interpreter
-from tests.kit.tree_samples import group, stream
+from tests.kit.tree_samples import group, pack, stream
 
 torch.set_num_threads(1)
 TOLERANCE = 1e-2

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from megatron_eqlen.packing.pack import plan_rows
 from megatron_eqlen.tokens import Ragged, Tokens
 from megatron_eqlen.types import Node, Row, TokenTree
 
 VOCABULARY = 96
+
+
+def pack(trees: list[TokenTree], budget: int, data_parallel: int = 1, **options: Any) -> list[list[Row]]:
+    """Return all rows of every data-parallel rank."""
+    planned = plan_rows(trees, budget, data_parallel, **options)
+    return [[*planned.rows(rank)] for rank in range(data_parallel)]
 
 
 def tokens(rng: np.random.Generator, count: int) -> list[int]:

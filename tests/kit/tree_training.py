@@ -6,6 +6,7 @@ in its first update.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -123,15 +124,15 @@ def train_trees(
     layout: str = "tree",
     layers: dict[str, Any] | None = None,
     overrides: dict[str, Any] | None = None,
-    full_rows: bool = False,
+    multiple_of: int = 1,
     prepare: Prepare | None = None,
 ) -> Trained | None:
     """Train the trees in every rank of a world; ``layers``: the parallel section of a recipe. Return rank 0's
     result."""
     with world_of(folder, ParallelRecipe(**layers or {}), prepare, **overrides or {}) as model:
-        multiple = row_multiple(model[0].config)
+        multiple = math.lcm(row_multiple(model[0].config), multiple_of)
         ranks = parallel_state.get_data_parallel_world_size()
-        planned = plan_rows(trees, budget, ranks, multiple, layout, full_rows=full_rows)
+        planned = plan_rows(trees, budget, ranks, multiple, layout)
         routed = moe_layers(chunk.module for chunk in model)
         placement = Placement(parallel_state.get_data_parallel_rank(), False, routed)
         rows = exchange_paths(planned, gather([placement]))[0].rows(placement.data_parallel)

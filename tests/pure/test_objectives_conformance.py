@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 import tests.kit.rollouts as kit
 from megatron_eqlen.objectives.build import weighted_units
 from megatron_eqlen.objectives.registry import resolve
-from megatron_eqlen.packing.pack import pack
 from megatron_eqlen.rewards.scoring import weighed
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of, tail_of
 from megatron_eqlen.tokens import Tokens
@@ -26,6 +25,7 @@ from megatron_eqlen.types import Grade, Part, Prompt, tokens_along
 from tests.kit.marks import examples
 from tests.kit.recipes import OWN_GRADER, small
 from tests.kit.rollouts import build_trees
+from tests.kit.tree_samples import pack
 
 LONGEST = 12
 BUFFER = 5

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from megatron_eqlen.packing.arrays import check_route_shapes, check_routes
-from megatron_eqlen.packing.pack import pack
 from megatron_eqlen.packing.tree import Forest
 from megatron_eqlen.tokens import Placeholder, Tokens
 from megatron_eqlen.types import Node, TokenTree
+from tests.kit.tree_samples import pack
 
 
 def side(parent: int, advantage: float = 1.0, weight: float = 0.5, **columns) -> Node:

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eqlen.packing.pack import node_costs, pack, plan_rows
+from megatron_eqlen.packing.pack import pairs_seen, plan_rows
 from megatron_eqlen.packing.tree import Forest
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Node, Row, TokenTree
 from tests.kit.marks import examples
+from tests.kit.tree_samples import pack
 
 
 @st.composite
@@ -72,25 +73,18 @@ def what_rows_train(rows: list[Row]) -> list[tuple]:
 
 @examples(80)
 @given(
-    forests,
-    st.integers(0, 40),
-    st.integers(1, 3),
-    st.integers(1, 4),
-    st.sampled_from(["tree", "expanded"]),
-    st.booleans(),
+    forests, st.integers(0, 40), st.integers(1, 3), st.integers(1, 4), st.sampled_from(["tree", "expanded"])
 )
-def test_every_supervised_token_once_with_its_path(trees, slack, ranks, multiple_of, layout, full_rows):
+def test_every_supervised_token_once_with_its_path(trees, slack, ranks, multiple_of, layout):
     budget = max(longest_path(trees), 1) + slack
-    longest = -(-budget // multiple_of) * multiple_of
-    per_rank = pack(trees, budget, ranks, multiple_of, layout, full_rows=full_rows)
+    per_rank = pack(trees, budget, ranks, multiple_of=multiple_of, layout=layout)
     rows = [row for rank in per_rank for row in rank]
     assert what_rows_train(rows) == what_is_trained(trees)
     assert len(per_rank) == ranks
     assert len({len(rank) for rank in per_rank}) == 1
     for row in rows:
         length = len(row.input_ids)
-        assert length % multiple_of == 0
-        assert length == longest if full_rows else 0 < length <= longest
+        assert length == -(-max(row.num_tokens, 1) // multiple_of) * multiple_of
         assert row.num_tokens <= budget
         assert (row.visible_until[row.num_tokens :] == np.arange(row.num_tokens, length) + 1).all()
         assert ((row.weights > 0) == (row.segment_ids >= 0)).all()
@@ -120,7 +114,7 @@ def test_row_nodes_agree_with_the_arrays(trees, slack):
 def test_packing_is_deterministic_and_segments_do_not_depend_on_it(trees, ranks, layout):
     budget = longest_path(trees) + 10
     first, second = (
-        [row for rank in pack(trees, budget, ranks, 1, layout) for row in rank] for _ in range(2)
+        [row for rank in pack(trees, budget, ranks, layout=layout) for row in rank] for _ in range(2)
     )
     for a, b in zip(first, second, strict=True):
         assert dataclasses.asdict(a).keys() == dataclasses.asdict(b).keys()
@@ -200,7 +194,7 @@ def test_cost_counts_the_pairs_that_attention_sees():
     ((row,),) = pack([tree], 100)
     k = np.arange(len(row.input_ids))
     pairs = ((k[None] <= k[:, None]) & (k[:, None] < row.visible_until[None])).sum()
-    assert node_costs(Forest.of([tree]), 1.0).sum() == len(k) + pairs
+    assert pairs_seen(Forest.of([tree])).sum() == pairs
 
 
 def test_ranks_get_equal_cost_and_rows():
@@ -209,7 +203,7 @@ def test_ranks_get_equal_cost_and_rows():
     planned = plan_rows(trees, 2000, data_parallel=8, pair_cost=1e-3)
     assert planned.metrics["packing/max_over_mean_cost"] < 1.005
     assert planned.metrics["packing/fill"] == 1.0
-    costs = node_costs(planned.forest, 1e-3)
+    costs = planned.forest.length + 1e-3 * pairs_seen(planned.forest)
     of_rows = np.array([[costs[row.nodes].sum() for row in rows] for rows in planned.ranks])
     assert (np.diff(of_rows) <= 0).all(), "rows that ranks compute together are alike"
     of_ranks = of_rows.sum(1)

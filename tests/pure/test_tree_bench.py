@@ -7,8 +7,8 @@ import argparse
 import pytest
 import torch
 
-from megatron_eqlen.packing.pack import pack
 from tests.kit.marks import EACH_WEEK
+from tests.kit.tree_samples import pack
 from tools.benchmarks import gpu, scale, trees
 from tools.benchmarks.scripted import ScriptedEngine
 

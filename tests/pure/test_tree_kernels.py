@@ -36,11 +36,10 @@ from megatron_eqlen.models.tree_attention import (
     whole_block_attention,
 )
 from megatron_eqlen.models.tree_params import TreeParams
-from megatron_eqlen.packing.pack import pack
 from megatron_eqlen.training.forward import row_multiple
 from megatron_eqlen.types import Row
 from tests.kit.marks import examples
-from tests.kit.tree_samples import any_tree, forest, group, paths, stream, visible
+from tests.kit.tree_samples import any_tree, forest, group, pack, paths, stream, visible
 
 torch.set_num_threads(1)
 
@@ -49,9 +48,9 @@ def rows(budget: int = 300, multiple_of: int = 4, **options) -> list[Row]:
     return pack(forest(0), budget, multiple_of=multiple_of, **options)[0]
 
 
-ROWS = rows() + rows(260, full_rows=True)[:1] + rows(layout="expanded")[:2] + pack([], 8, multiple_of=8)[0]
+ROWS = rows() + rows(260, 260)[:1] + rows(layout="expanded")[:2] + pack([], 8, multiple_of=8)[0]
 
-WHOLE_BLOCKS = [row for budget in (384, 640, 1024) for row in rows(budget, BLOCK, full_rows=True)]
+WHOLE_BLOCKS = [row for budget in (384, 640, 1024) for row in rows(budget, budget)]
 """Rows of one block alone would have a kernel of their own: sizes of 1 are special to torch.compile."""
 
 
@@ -198,7 +197,7 @@ def test_chains_cover_the_row_once(row):
 @pytest.mark.parametrize("layout", ["tree", "expanded"])
 def test_block_mask_is_bit_equal_to_the_dense_rule(budget, layout):
     """S may be no multiple of the block, and a row may be padded far beyond its trees."""
-    for row in pack(forest(1), budget, full_rows=budget == 384, layout=layout)[0]:
+    for row in pack(forest(1), budget, multiple_of=384 if budget == 384 else 1, layout=layout)[0]:
         until = torch.from_numpy(row.visible_until)
         partial, full = block_visibility(until)
         assert not (partial & full).any()
@@ -390,7 +389,7 @@ def attend(compiler, monkeypatch) -> Callable[..., None]:
 
 
 def test_one_kernel_serves_rows_of_any_length(compiler, attend):
-    for row in rows(260) + rows(384, full_rows=True) + rows(336, layout="expanded") + rows(1000):
+    for row in rows(260) + rows(384, 384) + rows(336, layout="expanded") + rows(1000):
         attend(flex_attention, row)
     assert compiler.made == ["any length"]
 

@@ -24,10 +24,9 @@ from megatron_eqlen.packing.pack import Layout, Packing, plan_rows
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.run.replicas import shared
 from megatron_eqlen.tokens import Placeholder, Tokens
-from megatron_eqlen.training import shipping
+from megatron_eqlen.training import exchange
 from megatron_eqlen.training.exchange import Placement, exchange_paths, exchange_tokens
 from megatron_eqlen.training.policy import Policy
-from megatron_eqlen.training.rows import RankRows
 from megatron_eqlen.types import Grade, Node, Part, Prompt, Rollout
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import slow
@@ -168,7 +167,7 @@ def same(value: Any, other: Any) -> bool:
 def try_cases(cases: list[Case]) -> list[int]:
     """Return the bytes that this rank received in each case; assert the other properties."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    shipping.CHUNK = 61  # so that arrays are cut anywhere
+    exchange.NODES_AT_ONCE = 3
     received = []
     for case in cases:
         everything = rollouts_of(case.seed, case.sampling, case.masks, case.routes)
@@ -195,7 +194,7 @@ def try_cases(cases: list[Case]) -> list[int]:
             plan, came = exchange_paths(plan, placements)
             assert came == lacked_routes(whole, plan.forest.home, placement, rank)
             whole, _ = exchange_paths(in_every_rank(whole), placements)
-            rows = RankRows(plan, placement.data_parallel, placement.for_loss)
+            rows = plan.rows(placement.data_parallel, placement.for_loss)
             wanted = [whole.fill(row, placement.for_loss) for row in whole.ranks[placement.data_parallel]]
             assert len(rows) == len(wanted)
             for row, full in zip(rows, wanted, strict=True):

@@ -6,12 +6,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_eqlen.objectives.registry import lookup
-from megatron_eqlen.packing.pack import pack
 from megatron_eqlen.recipe import LossRecipe
 from megatron_eqlen.training.logprobs import token_logprobs
 from megatron_eqlen.training.policy_loss import policy_loss, reduce_metrics
 from tests.kit.distributed import run_ranks
-from tests.kit.tree_samples import VOCABULARY, forest
+from tests.kit.tree_samples import VOCABULARY, forest, pack
 
 LOSS = LossRecipe(kl_coef=0.05, rollout_is="sequence")
 LAYOUTS = [(200, 1, "tree"), (200, 2, "tree"), (2000, 1, "tree"), (300, 3, "tree"), (200, 1, "expanded")]

@@ -14,14 +14,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_eqlen.models.router_replay import routers
-from megatron_eqlen.packing.pack import plan_rows
 from megatron_eqlen.training.forward import run_rows
 from megatron_eqlen.types import TokenTree
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import slow, weekly
 from tests.kit.routes import TOP_K, force, path_routes, routed
 from tests.kit.tiny_models import gradients_by_name, save_tiny
-from tests.kit.tree_samples import forest
+from tests.kit.tree_samples import forest, pack
 from tests.kit.tree_training import (
     Trained,
     assert_same,
@@ -109,7 +108,7 @@ def free_and_given(folder: Path, replayed: bool) -> tuple[Trained, Trained]:
     with world_of(folder) as model:
         (chunk,) = model
         choices = record_experts(model)
-        rows = plan_rows(forest(0), BUDGET, full_rows=True).rows(0)
+        (rows,) = pack(forest(0), BUDGET, multiple_of=BUDGET)
         found = []
         for number in range(2):
             chunk.zero_grad_buffer()
@@ -144,7 +143,7 @@ def test_nothing_changes_bit_for_bit(name, replayed, folders):
 ROWS = {
     "expanded": {"layout": "expanded"},
     "cut": {"budget": 190, "layers": {"recompute": "full"}},  # about the longest path
-    "wide": {"budget": 1000, "full_rows": True},
+    "wide": {"budget": 1000, "multiple_of": 1000},
 }
 
 

@@ -18,13 +18,12 @@ import pytest
 import torch
 
 from megatron_eqlen.models.tree_params import TreeParams
-from megatron_eqlen.packing.pack import pack
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Node, TokenTree
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import slow, weekly
 from tests.kit.tiny_models import SHORT, save_tiny
-from tests.kit.tree_samples import forest, paths
+from tests.kit.tree_samples import forest, pack, paths
 from tests.kit.tree_training import (
     Trained,
     assert_same,
@@ -108,7 +107,7 @@ def test_trees_equal_plain_sequences(name, sequences, folders, whole):
 ROWS = {
     "expanded": {"layout": "expanded"},
     "cut": {"budget": 190},  # about the longest path
-    "wide": {"budget": 1000, "full_rows": True},
+    "wide": {"budget": 1000, "multiple_of": 1000},
     "recompute": {"layers": {"recompute": "full"}},
     "recompute_mlp, fused": {"layers": {"recompute": "mlp", "fusions": True}},
 }

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_eqlen.packing.pack import RankRows
 from megatron_eqlen.training import checkpoint
 from megatron_eqlen.training.finite import NonFiniteError
-from megatron_eqlen.training.rows import RankRows
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import slow
 from tests.kit.tiny_models import save_tiny

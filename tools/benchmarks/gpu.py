@@ -27,12 +27,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_eqlen.models.context import BLOCK
 from megatron_eqlen.models.gated_delta_net import tree_delta_rule
 from megatron_eqlen.models.groups import start, stop
 from megatron_eqlen.models.tree_attention import tree_attention
 from megatron_eqlen.models.tree_params import TreeParams
-from megatron_eqlen.packing.context import BLOCK
-from megatron_eqlen.packing.pack import pack
+from megatron_eqlen.packing.pack import plan_rows
 from megatron_eqlen.processes.distributed import device
 from megatron_eqlen.recipe import ParallelRecipe
 from megatron_eqlen.tokens import Tokens
@@ -186,7 +186,7 @@ def chain(positions: int, args: Namespace) -> Row:
 
 
 def _row(tree: TokenTree, positions: int) -> Row:
-    (row,) = pack([tree], positions + BLOCK, multiple_of=BLOCK)[0]
+    (row,) = plan_rows([tree], positions + BLOCK, multiple_of=BLOCK).rows(0)
     return row
 
 

@@ -35,7 +35,7 @@ from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.groups import start, stop
 from megatron_eqlen.models.tree_params import TreeParams
-from megatron_eqlen.packing.pack import pack
+from megatron_eqlen.packing.pack import plan_rows
 from megatron_eqlen.plan.flops import active_parameters, attention_layers
 from megatron_eqlen.processes.distributed import device
 from megatron_eqlen.recipe import ParallelRecipe
@@ -79,11 +79,12 @@ def compare(
     model: torch.nn.Module, config: ModelConfig, tree: TokenTree, repeat: int
 ) -> Iterator[dict[str, Any]]:
     """Yield one result for each layout; ratios are against the tree."""
-    layouts = {
-        "tree": pack([tree], BUDGET)[0],
-        "2N": pack([tree], BUDGET, layout="expanded")[0],
-        "N+1": pack(trunk_and_leaves(tree), BUDGET)[0],
+    planned = {
+        "tree": plan_rows([tree], BUDGET),
+        "2N": plan_rows([tree], BUDGET, layout="expanded"),
+        "N+1": plan_rows(trunk_and_leaves(tree), BUDGET),
     }
+    layouts = {name: [*plan.rows(0)] for name, plan in planned.items()}
     # Layouts take turns, so that other load on the machine affects all of them.
     turns = [{name: measure(model, config, rows) for name, rows in layouts.items()} for _ in range(repeat)]
     best = {name: {key: min(turn[name][key] for turn in turns) for key in turns[0][name]} for name in layouts}
