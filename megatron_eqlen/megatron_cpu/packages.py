@@ -1,7 +1,5 @@
 """Packages in use: purpose of each, whether it really imports, and the effect of its absence.
 
-    python -m megatron_eqlen.megatron_cpu.packages    # prints them; status 1 if a required one fails
-
 An installed package may fail to import: a shared library is missing, or was built for another torch.
 Libraries treat an optional package's ImportError as its absence, but crash on the OSError, RuntimeError or
 AssertionError that broken packages raise. ``leave_out_broken`` makes broken packages look absent to all.
@@ -34,8 +32,6 @@ class Package:
     """Effect of its absence; empty if it is required."""
     modules: tuple[str, ...] = ()
     """Modules whose import shows that it works (default: ``name``)."""
-    after: tuple[str, ...] = ()
-    """Modules to be imported before it, which load shared libraries that it needs."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,6 @@ TRANSFORMER_ENGINE = Package(
     "fused layers and optimizer on GPUs, grouped matrix products of experts",
     without="Layers and optimizer are plain torch, slower",
     modules=("transformer_engine.pytorch",),
-    after=("torch",),  # loads NCCL
 )
 FLA = Package(
     "fla",
@@ -139,7 +134,7 @@ def _hide(name: str) -> None:
 
 def _fault(package: Package) -> str:
     try:
-        for module in (*package.after, *(package.modules or (package.name,))):
+        for module in ("torch", *(package.modules or (package.name,))):  # torch loads NCCL, which others need
             importlib.import_module(module)
     except Exception as error:  # noqa: BLE001 (a broken build raises what it likes)
         return f"{type(error).__name__}: {' '.join(str(error).split())}"

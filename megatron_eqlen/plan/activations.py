@@ -2,7 +2,9 @@
 
 The terms follow the modules' code tensor by tensor: ``models/layer_specs.py`` lists the modules of a layer;
 Megatron-Core and ``models/`` define which tensors they save. Four kinds of module save different tensors on a
-GPU and on a CPU (``Kernels``); tests check the CPU count on real models. Every row is assumed to be full.
+GPU and on a CPU: Transformer Engine's norms keep their input in the model's dtype where plain torch keeps two
+float32 copies, its products are fused, the delta rule is fla's, and FlexAttention's output is copied into
+another order. Tests check the CPU count on real models. Every row is assumed to be full.
 
 b: bytes of a number in the model's dtype. wide: bytes of a number in at least float32.
 """
@@ -27,23 +29,6 @@ LOSS_BLOCK = 1 << 27
 """Bytes of ``training.logprobs.BLOCK_ELEMENTS`` in float32."""
 ROUTING_IMBALANCE = 1.25
 """Tokens at the busiest expert-parallel rank over the mean; an allowance."""
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """Kernel implementations, which decide what autograd saves."""
-
-    transformer_engine: bool
-    """True: Transformer Engine's norms, which keep their input in the model's dtype; plain torch keeps two
-    float32 copies."""
-    fla: bool
-    """True: fla's delta rule; False: plain torch."""
-    flex: bool
-    """True: FlexAttention, whose output is copied into another order; False: attention in merged parts."""
-
-
-GPU = Kernels(transformer_engine=True, fla=True, flex=True)
-CPU = Kernels(transformer_engine=False, fla=False, flex=False)
 
 
 @dataclass(frozen=True)
@@ -76,7 +61,7 @@ def activations(
     stage: int,
     *,
     sequence: bool,
-    kernels: Kernels = GPU,
+    gpu: bool = True,
     imbalance: float = ROUTING_IMBALANCE,
     rows: int | None = None,
 ) -> Activations:
@@ -89,24 +74,24 @@ def activations(
         recipe.packing.max_tokens_per_row // parallel.context,
         BYTES[recipe.model.dtype],
         sequence,
-        kernels,
+        gpu,
         recipe.lora,
+        imbalance,
     )
     chunks = layout.stages(parallel, model)[stage :: parallel.pipeline]
-    saved = [row.layer(number, imbalance) for chunk in chunks for number in chunk]
-    passing = max(row.passing(number, imbalance) for chunk in chunks for number in chunk)
+    layers = [number for chunk in chunks for number in chunk]
+    # forward passes through all layers of this stage that still await their backward pass
     under_way = _under_way(parallel, stage, rows) / len(chunks)
-    """Forward passes through all layers of this stage that still await their backward pass."""
     boundary = row.boundary if parallel.pipeline > 1 else 0.0  # a stage's output waits for its gradient
-    again = [row.recomputed(number, imbalance) for chunk in chunks for number in chunk]
-    of_layers = sum(saved) - sum(again)
+    again = [row.recomputed(number) for number in layers]
+    of_layers = sum(map(row.layer, layers)) - sum(again)
     last = stage == parallel.pipeline - 1
     return Activations(
         kept=under_way * (of_layers + boundary * len(chunks)),
         layer=max(again) + row.boundary if parallel.recompute == "full" else max(again),
         head=row.head(recipe.packing.logits_chunk) if last else 0.0,
         loss=row.loss(recipe.packing.logits_chunk) if last else 0.0,
-        passing=passing,
+        passing=max(map(row.passing, layers)),
     )
 
 
@@ -129,13 +114,14 @@ class RankRow:
     tokens: int
     b: int
     sequence: bool
-    kernels: Kernels
+    gpu: bool
     lora: LoraRecipe
+    imbalance: float
 
     @property
     def fused(self) -> bool:
         fusions = self.parallel.fusions
-        return self.kernels.transformer_engine if fusions is None else fusions
+        return self.gpu if fusions is None else fusions
 
     @cached_property
     def shard(self) -> float:
@@ -147,45 +133,45 @@ class RankRow:
         """Bytes of the hidden states between two layers."""
         return self.shard * self.model.hidden_size * self.b
 
-    def layer(self, number: int, imbalance: float) -> float:
+    def layer(self, number: int) -> float:
         """Return the bytes that autograd keeps for one layer."""
         net = self.model.delta_net
         mixer = self._delta_net(net) if net and net.layers[number] else self._attention()
-        mlp = self._mlp(number, imbalance)
+        mlp = self._mlp(number)
         norms = 2 * self._norm(self.shard, self.model.hidden_size)
-        adapters = self._adapters(number, imbalance) if self.lora.rank else 0.0
+        adapters = self._adapters(number) if self.lora.rank else 0.0
         return norms + 2 * self.boundary + mixer + mlp + adapters  # a norm's output is a linear's input
 
-    def recomputed(self, number: int, imbalance: float) -> float:
+    def recomputed(self, number: int) -> float:
         """Return the bytes of one layer that its backward pass computes again instead."""
         if self.parallel.recompute == "full":
-            return self.layer(number, imbalance) - self.boundary
+            return self.layer(number) - self.boundary
         if self.parallel.recompute == "none":
             return 0.0
-        return self._mlp(number, imbalance) + self._norm(self.shard, self.model.hidden_size)
+        return self._mlp(number) + self._norm(self.shard, self.model.hidden_size)
 
-    def _mlp(self, number: int, imbalance: float) -> float:
+    def _mlp(self, number: int) -> float:
         experts = self.model.experts
         sparse = experts is not None and experts.layers[number]
-        return self._experts(imbalance) if sparse else self._gated_mlp(self.model.intermediate_size)
+        return self._experts() if sparse else self._gated_mlp(self.model.intermediate_size)
 
-    def _adapters(self, number: int, imbalance: float) -> float:
+    def _adapters(self, number: int) -> float:
         """Return the bytes between A and B; a layer's input is kept for its weight's gradient otherwise."""
         bytes_per_row, total = self.b * self.lora.rank, 0.0
         for adapter in adapter_map(self.model, self.lora.rank, self.lora.targets):
             if adapter.base.megatron.startswith(f"decoder.layers.{number}.") and not adapter.base.expert:
                 routed = adapter.base.expert is not None
-                rows = self._routed(imbalance) if routed else self.shard if adapter.base.dim else self.tokens
+                rows = self._routed() if routed else self.shard if adapter.base.dim else self.tokens
                 total += bytes_per_row * rows
         return total
 
-    def passing(self, number: int, imbalance: float) -> float:
+    def passing(self, number: int) -> float:
         """Return the temporary bytes of one layer: the gradients of its widest part and, with sequence
         parallelism, a linear layer's input for the whole row with its gradient."""
         whole = 2 * self.tokens * self.model.hidden_size * self.b if self.sequence else 0.0
         experts, net = self.model.experts, self.model.delta_net
         if experts and experts.layers[number]:
-            routed = self._routed(imbalance)
+            routed = self._routed()
             width = experts.moe_intermediate_size / self.parallel.expert_tensor
             mlp = routed * self.b * (3 * self.model.hidden_size + 4 * width)  # sent, received, their gradient
         else:
@@ -201,7 +187,7 @@ class RankRow:
         states = 2 * key * value / FLA_CHUNK
         fla = self.b * (6 * key + 4 * value + states)
         plain = WIDE * (4 * key + 2 * value)
-        return self.tokens * net.num_value_heads / self.parallel.tensor * (fla if self.kernels.fla else plain)
+        return self.tokens * net.num_value_heads / self.parallel.tensor * (fla if self.gpu else plain)
 
     def head(self, chunk: int) -> float:
         """Return the bytes kept by the final norm, the head's input, and the logits of a row that is one
@@ -228,7 +214,7 @@ class RankRow:
     def _norm(self, rows: float, width: float, heads: float = 1, input_is_kept: bool = False) -> float:
         """Return the bytes of one RMSNorm over ``heads`` groups in each of ``rows`` rows, without its
         output."""
-        if self.kernels.transformer_engine:
+        if self.gpu:
             return rows * (self.b * width + WIDE * heads)
         return self._plain_norm(rows, width, heads, input_is_kept)
 
@@ -244,7 +230,7 @@ class RankRow:
         heads, groups = model.num_attention_heads / tensor, model.num_key_value_heads / tensor
         projected = query * (2 if model.gated_attention else 1) + 2 * key
         rotary = 4 * model.head_dim * model.partial_rotary_factor
-        rotated, output = query + key, query * (2 if self.kernels.flex else 1)
+        rotated, output = query + key, query * (2 if self.gpu else 1)
         kept = self.b * (projected + rotary + rotated + output)  # the values are a view of the projection
         kept += WIDE * heads  # log-sum-exp
         if model.gated_attention:
@@ -261,22 +247,22 @@ class RankRow:
         norm and its output."""
         return self.tokens * self.b * (3 if self.fused else 5) * width / self.parallel.tensor
 
-    def _experts(self, imbalance: float) -> float:
+    def _experts(self) -> float:
         experts = self.model.experts
         assert experts is not None
         router = self.shard * (5 * experts.num_experts + 20 * experts.num_experts_per_tok)
         width = (4 if self.fused else 6) * experts.moe_intermediate_size / self.parallel.expert_tensor
-        routed = self._routed(imbalance) * (self.b * (self.model.hidden_size + width) + WIDE)
+        routed = self._routed() * (self.b * (self.model.hidden_size + width) + WIDE)
         if not experts.shared_expert_intermediate_size:
             return router + routed
         shared = self._gated_mlp(experts.shared_expert_intermediate_size)
         return router + routed + shared + self.boundary + self.shard * self.b
 
-    def _routed(self, imbalance: float) -> float:
+    def _routed(self) -> float:
         """Return the number of tokens routed to this rank's experts."""
         experts, parallel = self.model.experts, self.parallel
         assert experts is not None
-        busiest = imbalance if parallel.expert > 1 else 1.0
+        busiest = self.imbalance if parallel.expert > 1 else 1.0
         return self.shard * experts.num_experts_per_tok * parallel.expert_tensor * busiest
 
     def _delta_net(self, net: DeltaNet) -> float:
@@ -287,7 +273,7 @@ class RankRow:
         kept = self.b * 2 * mixed + heads * (self.b + 2 * WIDE)  # the convolution and its output; beta, decay
         kept += WIDE * 2 * (keys + net.num_key_heads / tensor) if self.b < WIDE else WIDE * mixed
         kept += values * (WIDE + 3 * self.b)  # the gate, its silu, the normed output, their product
-        rule = self._fla_rule if self.kernels.fla else self._plain_rule
+        rule = self._fla_rule if self.gpu else self._plain_rule
         return self.tokens * (kept + rule(net, heads)) + self._plain_norm(self.tokens, values, heads)
 
     def _plain_rule(self, net: DeltaNet, heads: float) -> float:

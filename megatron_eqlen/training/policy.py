@@ -31,16 +31,9 @@ from megatron_eqlen.packing.tree import NonFiniteTreeError
 from megatron_eqlen.plan.flops import pair_cost
 from megatron_eqlen.processes.distributed import gather, is_rank0
 from megatron_eqlen.tokens import TEACHER
+from megatron_eqlen.training import finite
 from megatron_eqlen.training.agreement import Compared, mismatch_of, worst_token
 from megatron_eqlen.training.exchange import Placement, exchange
-from megatron_eqlen.training.finite import (
-    NonFiniteError,
-    NumericalProblem,
-    first_problem,
-    gradient_problem,
-    row_problem,
-    weight_problem,
-)
 from megatron_eqlen.training.forward import RowResult, row_multiple, run_rows, supervised_positions
 from megatron_eqlen.training.optimizer import build_optimizer, gradient_norm, take_step, wrap
 from megatron_eqlen.training.parking import ReferenceWeights, TrainerMemory
@@ -59,7 +52,7 @@ class Minibatch:
 
     rows: RankRows | None
     """Rows of this rank; None if there is a problem."""
-    problem: NumericalProblem | None = None
+    problem: finite.NumericalProblem | None = None
     exchanged: Metrics = field(default_factory=dict)
     """Metrics of the exchange."""
 
@@ -186,8 +179,8 @@ class Policy:
 
     def check_weights(self) -> None:
         """Raise NonFiniteError, on every rank, if a weight is not finite on any rank. Not while parked."""
-        if problem := first_problem(weight_problem(self.chunks)):
-            raise NonFiniteError(str(problem))
+        if problem := finite.first_problem(finite.weight_problem(self.chunks)):
+            raise finite.NonFiniteError(str(problem))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield all weights by Hugging Face name, unsharded, one at a time. Collective over model-parallel
@@ -228,8 +221,8 @@ class Policy:
             rows = planned.rows(self.placement.data_parallel, self.placement.for_loss)
             batch = Minibatch(rows, exchanged=exchanged)
         except NonFiniteTreeError as error:
-            batch = Minibatch(None, NumericalProblem(0, str(error)))
-        problem = first_problem(batch.problem)
+            batch = Minibatch(None, finite.NumericalProblem(0, str(error)))
+        problem = finite.first_problem(batch.problem)
         return Minibatch(None, problem) if problem else batch
 
     def _annotate(self, rows: RankRows, old: bool) -> None:
@@ -274,7 +267,9 @@ class Policy:
         local = (reduce_metrics(losses, groups.own().dp), worst_token(batch.rows, losses)) if losses else None
         stages = [part for part in gather([local]) if part is not None]
         self.worst, measured = max(self.worst, *(worst for _, worst in stages)), stages[0][0]
-        problem = first_problem(row_problem(batch.rows, losses) or gradient_problem(self.chunks, grad_norm))
+        problem = finite.first_problem(
+            finite.row_problem(batch.rows, losses) or finite.gradient_problem(self.chunks, grad_norm)
+        )
         if problem:
             return self._skip(problem)
         self.schedule.step(increment=1)  # before the update, since the first learning rate is 0
@@ -307,7 +302,7 @@ class Policy:
             yield
         rows.agreement = agreement.metrics()
 
-    def _skip(self, problem: NumericalProblem) -> Metrics:
+    def _skip(self, problem: finite.NumericalProblem) -> Metrics:
         """Skip the step: change nothing, and log the reason."""
         self.skipped_in_a_row += 1
         allowed = self.recipe.optimizer.max_skipped_updates
@@ -320,7 +315,7 @@ class Policy:
                 problem,
             )
         if self.skipped_in_a_row > allowed:
-            raise NonFiniteError(
+            raise finite.NonFiniteError(
                 f"{self.skipped_in_a_row} updates in a row could not be taken, "
                 f"optimizer.max_skipped_updates is {allowed}; the last: {problem}"
             )

@@ -27,11 +27,11 @@ from megatron_eqlen.models.gated_delta_net import (
     tree_convolution,
     tree_delta_rule,
 )
-from megatron_eqlen.models.merged_attention import merged_attention
 from megatron_eqlen.models.tree_attention import (
     BLOCK,
     block_visibility,
     flex_tree_attention,
+    merged_attention,
     tree_block_mask,
     whole_block_attention,
 )

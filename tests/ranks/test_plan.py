@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_eqlen.job import Job
 from megatron_eqlen.models.groups import start
 from megatron_eqlen.objectives.recipes import parse
-from megatron_eqlen.plan.activations import CPU, CPU_CHUNK, FLA_CHUNK, LOSS_BLOCK, activations
+from megatron_eqlen.plan.activations import CPU_CHUNK, FLA_CHUNK, LOSS_BLOCK, activations
 from megatron_eqlen.plan.host import checkpoint_bytes
 from megatron_eqlen.plan.memory import communicators
 from megatron_eqlen.plan.parameters import RankBuffers
@@ -269,7 +269,7 @@ def test_what_autograd_keeps_is_within_a_tenth_of_the_plan(planned_and_real):
     for stage in range(recipe.parallel.pipeline):
         here = [rank["saved"] for rank in ranks if rank["stage"] == stage]
         sequence = recipe.parallel.tensor > 1 and bool(recipe.parallel.sequence or model.experts)
-        planned = activations(job, stage, sequence=sequence, kernels=CPU, imbalance=1.0, rows=case.rows)
+        planned = activations(job, stage, sequence=sequence, gpu=False, imbalance=1.0, rows=case.rows)
         assert sum(here) / len(here) == pytest.approx(planned.saved, rel=0.1)
 
 
@@ -359,7 +359,7 @@ def test_a_row_never_needs_more_than_the_plan_says_and_not_much_less(name, tmp_p
     case = PEAKS[name]
     save_tiny(tmp_path, case.family, **case.model)
     job = Job(recipe_of(str(tmp_path), case, LONG))
-    planned = activations(job, 0, sequence=case.parallel.get("tensor", 1) > 1, kernels=CPU, rows=1)
+    planned = activations(job, 0, sequence=case.parallel.get("tensor", 1) > 1, gpu=False, rows=1)
     most = max(run_ranks(case.ranks, measure_peak, str(tmp_path), case))
     assert 0.75 * planned.peak < most < 1.01 * planned.peak
 
