@@ -1,4 +1,4 @@
-"""Optimizer steps of a real ``Policy`` on a tiny model, on any number of gloo ranks."""
+"""Models, and optimizer steps of a real ``Policy``, on a tiny model and any number of gloo ranks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.job import Job
+from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.groups import start
-from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.models.policy_model import PolicyModel
+from megatron_eqlen.models.weights import load_hf
+from megatron_eqlen.recipe import ParallelRecipe, Recipe
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Metrics, TokenTree
 from tests.kit.recipes import small
@@ -37,6 +41,19 @@ def one_tree_a_row(count: int) -> list[TokenTree]:
     """Return streams of two pairs, as long as a row."""
     rng = np.random.default_rng(count)
     return [stream(rng, 3, [8, 3]) for _ in range(count)]
+
+
+def build_chunks(
+    folder: str, layout: dict[str, Any], dtype: torch.dtype = torch.float32, load: bool = False
+) -> list[PolicyModel]:
+    """Build this rank's chunks of a model, in groups that stay until the process ends. ``load``: with the
+    folder's weights."""
+    parallel = ParallelRecipe(**layout)
+    start(parallel, seed=1)
+    chunks = build_model(read_config(folder), parallel, dtype)
+    if load:
+        load_hf(chunks, folder)
+    return chunks
 
 
 def build_policy(folder: str, changes: dict[str, Any] | None = None) -> Policy:

@@ -358,23 +358,6 @@ def test_the_kl_penalty_of_grpo(estimator, shapes, seed):
     np.testing.assert_allclose(our_gradient(groups, tokens, settings), expected, rtol=1e-9, atol=1e-14)
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@given(shapes=st.lists(lengths_and_rewards, min_size=1, max_size=2), seed=st.integers(0, 99))
-@THOROUGH
-def test_truncated_importance_sampling(level, shapes, seed):
-    tokens = Draws(0.1, seed)
-    groups = sample_groups(shapes, tokens)
-    expected = np.zeros(len(tokens.new))
-    for ids, advantage, factor in of_grpo(groups):
-        mismatch = [tokens.old[i] - tokens.rollout[i] for i in ids]
-        whole = min(math.exp(sum(mismatch)), 1.5)
-        weights = [min(math.exp(x), 1.5) if level == "token" else whole for x in mismatch]
-        slopes = sequence_slopes("grpo", tokens, ids, advantage)
-        expected[ids] = [-w * s / factor for w, s in zip(weights, slopes, strict=True)]
-    settings = recipe("independent", "grpo", rollout_is=level, rollout_is_threshold=1.5)
-    np.testing.assert_allclose(our_gradient(groups, tokens, settings), expected, rtol=1e-9, atol=1e-14)
-
-
 def divergence(kind, log_rho):
     """Return the estimates of http://joschu.net/blog/kl-approx.html with r = trainer / engine, as verl has
     them."""

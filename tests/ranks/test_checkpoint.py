@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,10 @@ import torch
 
 from megatron_eqlen.files import CheckpointError
 from megatron_eqlen.job import Job
+from megatron_eqlen.models import checkpoint_folder
+from megatron_eqlen.models.groups import start
+from megatron_eqlen.training import checkpoint
+from megatron_eqlen.training.policy import Policy
 from tests.kit.distributed import run_ranks
 from tests.kit.recipes import small
 from tests.kit.tiny_models import save_tiny
@@ -21,9 +26,6 @@ STEPS = (4, 8, 12)
 
 def policy_of(model: str):
     from megatron.core import parallel_state
-
-    from megatron_eqlen.models.groups import start
-    from megatron_eqlen.training.policy import Policy
 
     limits = {"data__max_prompt_length": 16, "rollout__max_response_length": 16}
     recipe = small(model={"path": model, "dtype": "float32"}, **limits)
@@ -38,8 +40,6 @@ def weight(policy) -> float:
 
 
 def save_steps(model: str, folder: str, steps: tuple[int, ...] = STEPS, keep: int = 3) -> None:
-    from megatron_eqlen.training import checkpoint
-
     policy = policy_of(model)
     for step in steps:
         with torch.no_grad():
@@ -50,8 +50,6 @@ def save_steps(model: str, folder: str, steps: tuple[int, ...] = STEPS, keep: in
 
 def load_newest(model: str, folder: str) -> tuple[dict | None, float, int, list[str]]:
     """Return (position, weight, policy version, warnings) on each rank, or the CheckpointError's message."""
-    from megatron_eqlen.training import checkpoint
-
     messages = heard()
     policy = policy_of(model)
     try:
@@ -209,15 +207,13 @@ def test_an_older_checkpoint_that_the_pointer_names_is_in_force(saved, checkpoin
 
 
 def test_the_manifest_lists_every_file(checkpoints):
-    for checkpoint in checkpoints.glob("step-*"):
-        listed = json.loads((checkpoint / "manifest.json").read_text())
-        assert listed.keys() | {"manifest.json"} == set(names(checkpoint))
+    for folder in checkpoints.glob("step-*"):
+        listed = json.loads((folder / "manifest.json").read_text())
+        assert listed.keys() | {"manifest.json"} == set(names(folder))
 
 
 def save_before_training(model: str, folder: str) -> bool:
     """Return True if a run whose steps trained nothing is saved and loaded without a changed bit."""
-    from megatron_eqlen.training import checkpoint
-
     policy = policy_of(model)
     before = {name: tensor.clone() for name, tensor in policy.weights()}
     checkpoint.save(Path(folder), 1, policy, {}, keep=1)
@@ -238,11 +234,6 @@ def test_a_run_that_has_trained_nothing_yet_is_saved_too(saved, tmp_path):
 
 
 def die_while_saving(model: str, folder: str) -> None:
-    import os
-    import signal
-
-    from megatron_eqlen.models import checkpoint_folder
-
     checkpoint_folder.write_manifest = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     save_steps(model, folder, (16,))
 

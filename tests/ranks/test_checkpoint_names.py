@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from megatron_eqlen.hf.config import read_config
+from megatron_eqlen.models import config
+from megatron_eqlen.models.build import build_model
+from megatron_eqlen.models.groups import start
+from megatron_eqlen.models.megatron_checkpoint import checkpoint_metadata, load_sharded
+from megatron_eqlen.models.names import local_parameters
+from megatron_eqlen.models.weights import load_hf
+from megatron_eqlen.recipe import ParallelRecipe
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import weekly_but
 from tests.kit.tiny_models import save_tiny
@@ -22,19 +31,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def build(folder: Path, layout: dict[str, Any], engine: bool) -> list:
-    from megatron_eqlen.hf.config import read_config
-    from megatron_eqlen.models import config
-    from megatron_eqlen.models.build import build_model
-    from megatron_eqlen.recipe import ParallelRecipe
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(config, "uses_transformer_engine", lambda: engine)
         return build_model(read_config(folder), ParallelRecipe(**layout), torch.float32)
 
 
 def sharded(chunks: list) -> dict[str, Any]:
-    from megatron_eqlen.models.megatron_checkpoint import checkpoint_metadata
-
     return chunks[0].sharded_state_dict(metadata=checkpoint_metadata())
 
 
@@ -54,14 +56,8 @@ def tensors(chunks: list) -> set[tuple]:
 def both(folder: Path, layout: dict[str, Any], checkpoint: Path) -> None:
     """Assert on each rank that both models have the same tensors, and that each loads what the other
     saved."""
-    import torch.distributed as dist
     from megatron.core import dist_checkpointing
 
-    from megatron_eqlen.models.groups import start
-    from megatron_eqlen.models.megatron_checkpoint import load_sharded
-    from megatron_eqlen.models.names import local_parameters
-    from megatron_eqlen.models.weights import load_hf
-    from megatron_eqlen.recipe import ParallelRecipe
     from tests.kit.transformer_engine_names import stand_in
 
     start(ParallelRecipe(**layout), seed=1)

@@ -2,13 +2,12 @@
 
 import pytest
 
+from megatron_eqlen.models.groups import start
+from megatron_eqlen.recipe import ParallelRecipe
 from tests.kit.distributed import run_ranks
 
 
 def layout_error(layout: dict) -> str:
-    from megatron_eqlen.models.groups import start
-    from megatron_eqlen.recipe import ParallelRecipe
-
     try:
         start(ParallelRecipe(**layout), seed=1)
     except ValueError as error:

@@ -12,11 +12,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from transformers import AutoConfig
 
+from megatron_eqlen.models.weights import export_hf
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import slow, weekly
 from tests.kit.tiny_models import FAMILIES, WITH_IMAGES, auto_class, gradients_by_name, save_tiny
+from tests.kit.updates import build_chunks
 
 ROWS, LENGTH = 2, 24
 # Ten times what is seen, and more: rope's angles are in float32, and processors' cosines differ.
@@ -82,8 +86,6 @@ def in_doubles() -> Iterator[None]:
 def reference(folder: Path) -> tuple[Tensor, dict[str, Tensor]]:
     """Return (logits, gradients by name) of Transformers' model, fused experts taken apart. Its code must
     have been imported."""
-    from transformers import AutoConfig
-
     config = AutoConfig.from_pretrained(folder)
     ids, labels, weights = make_rows()
     with in_doubles():
@@ -97,7 +99,6 @@ def reference(folder: Path) -> tuple[Tensor, dict[str, Tensor]]:
 
 def our_pass(folder: str, layout: dict) -> tuple[dict[int, Tensor], dict[str, Tensor]]:
     """Return on each rank (row -> logits if this rank has them, all gradients under Hugging Face names)."""
-    import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -107,16 +108,7 @@ def our_pass(folder: str, layout: dict) -> tuple[dict[int, Tensor], dict[str, Te
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-    from megatron_eqlen.hf.config import read_config
-    from megatron_eqlen.models.build import build_model
-    from megatron_eqlen.models.groups import start
-    from megatron_eqlen.models.weights import export_hf, load_hf
-    from megatron_eqlen.recipe import ParallelRecipe
-
-    parallel = ParallelRecipe(**layout)
-    start(parallel, seed=1)
-    chunks = build_model(read_config(folder), parallel, torch.float64)
-    load_hf(chunks, folder)
+    chunks = build_chunks(folder, layout, torch.float64, load=True)
     config = chunks[0].config
     config.finalize_model_grads_func = lambda model, tokens, **kwargs: finalize_model_grads(model, **kwargs)
     ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=False)
@@ -257,15 +249,7 @@ def test_interleaved_stages_of_unequal_length(tmp_path):
 
 
 def logits_at(folder: str, positions: list[int]) -> Tensor:
-    from megatron_eqlen.hf.config import read_config
-    from megatron_eqlen.models.build import build_model
-    from megatron_eqlen.models.groups import start
-    from megatron_eqlen.models.weights import load_hf
-    from megatron_eqlen.recipe import ParallelRecipe
-
-    start(ParallelRecipe(), seed=1)
-    (chunk,) = build_model(read_config(folder), ParallelRecipe(), torch.float32)
-    load_hf([chunk], folder)
+    (chunk,) = build_chunks(folder, {}, load=True)
     with torch.no_grad():
         return chunk(make_rows()[0][:1], torch.tensor([positions]))
 

@@ -4,25 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_eqlen.models.weights import export_hf
 from tests.kit.distributed import run_ranks
 from tests.kit.tiny_models import save_tiny
+from tests.kit.updates import build_chunks
 
 LENGTH = 24
 SUPERVISED = [3, 4, 5, 11, 17, 22]
-
-
-def build(folder: str, layout: dict, **overrides) -> list:
-    from megatron_eqlen.hf.config import read_config
-    from megatron_eqlen.models.build import build_model
-    from megatron_eqlen.models.groups import start
-    from megatron_eqlen.models.weights import load_hf
-    from megatron_eqlen.recipe import ParallelRecipe
-
-    parallel = ParallelRecipe(**layout)
-    start(parallel, seed=1)
-    chunks = build_model(read_config(folder), parallel, torch.float64, **overrides)
-    load_hf(chunks, folder)
-    return chunks
 
 
 def tokens() -> Tensor:
@@ -40,9 +28,7 @@ def head_at(folder: str, layout: dict, positions: list[int] | None) -> tuple[Ten
     )
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-    from megatron_eqlen.models.weights import export_hf
-
-    chunks = build(folder, layout)
+    chunks = build_chunks(folder, layout, torch.float64, load=True)
     ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=False)
     model = DistributedDataParallel(chunks[0].config, ddp_config, chunks[0])
     supervised = None if positions is None else torch.tensor(positions)

@@ -8,10 +8,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from megatron_eqlen.files import CheckpointError
+from megatron_eqlen.hf.config import read_config
+from megatron_eqlen.hf.folder import HFFolder
+from megatron_eqlen.hf.folder_check import check_folder
+from megatron_eqlen.models import weights
+from megatron_eqlen.models.names import global_name
+from megatron_eqlen.models.weights import export_hf, save_hf
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import weekly
 from tests.kit.tiny_models import save_tiny, tiny_config
+from tests.kit.updates import build_chunks
 
 LAYOUTS = {
     "llama": [(2, {"pipeline": 2})],
@@ -29,32 +38,12 @@ CASES = [
 ]
 
 
-def build(folder: str, layout: dict, dtype: torch.dtype = torch.float32) -> list:
-    from megatron_eqlen.hf.config import read_config
-    from megatron_eqlen.models.build import build_model
-    from megatron_eqlen.models.groups import start
-    from megatron_eqlen.recipe import ParallelRecipe
-
-    parallel = ParallelRecipe(**layout)
-    start(parallel, seed=1)
-    return build_model(read_config(folder), parallel, dtype)
-
-
 def load_and_save(folder: str, layout: dict, out: str, dtype: torch.dtype) -> set[str]:
     """Return on each rank the names of tensors that the export gave this rank whole and equal to the file."""
-    from megatron_eqlen.models.weights import export_hf, load_hf, save_hf
-
-    chunks = build(folder, layout, dtype)
-    load_hf(chunks, folder)
+    chunks = build_chunks(folder, layout, dtype, load=True)
     save_hf(chunks, folder, out)
     stored = load_file(f"{folder}/model.safetensors") if out.endswith("one-file") else None
     return {name for name, tensor in export_hf(chunks) if stored is None or torch.equal(tensor, stored[name])}
-
-
-def load(folder: str, layout: dict) -> None:
-    from megatron_eqlen.models.weights import load_hf
-
-    load_hf(build(folder, layout), folder)
 
 
 @pytest.mark.parametrize(("family", "world_size", "layout"), CASES)
@@ -70,13 +59,10 @@ def test_round_trip_is_exact_on_every_rank(tmp_path, family, world_size, layout)
 def broadcasts_and_names(folder: str, layout: dict, sent_at_once: int) -> tuple[int, set[str]]:
     """Return the number of messages of an export, and the names of tensors that it gives equal to the
     file's."""
-    from megatron_eqlen.models import weights
-
     sent = []
     broadcast = dist.broadcast
     weights.SENT_AT_ONCE = sent_at_once
-    chunks = build(folder, layout)
-    weights.load_hf(chunks, folder)
+    chunks = build_chunks(folder, layout, load=True)
     with mock.patch.object(dist, "broadcast", lambda *a, **k: (sent.append(1), broadcast(*a, **k))):
         exported = list(weights.export_hf(chunks))
     stored = load_file(f"{folder}/model.safetensors")
@@ -129,16 +115,6 @@ def test_a_published_folder_comes_back_file_by_file(tmp_path, published):
     assert contents(out) == contents(published)
 
 
-def test_transformers_loads_what_is_written(tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    model = save_tiny(tmp_path / "hf", "qwen3_next")
-    run_ranks(1, load_and_save, str(tmp_path / "hf"), {}, str(tmp_path / "one-file"), torch.float32)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "one-file", dtype=torch.float32)
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], tensor), name
-
-
 def test_fused_experts_are_read_and_written_one_by_one(tmp_path):
     """Transformers 5 fuses experts in memory; a folder may hold them so too."""
     model = save_tiny(tmp_path / "hf", "qwen3_moe")
@@ -167,10 +143,7 @@ def test_a_head_stored_beside_tied_embeddings_follows_them(tmp_path):
 
 def load_change_and_save(folder: str, layout: dict, out: str) -> None:
     """Change every weight, as training does."""
-    from megatron_eqlen.models.weights import load_hf, save_hf
-
-    chunks = build(folder, layout)
-    load_hf(chunks, folder)
+    chunks = build_chunks(folder, layout, load=True)
     with torch.no_grad():
         for chunk in chunks:
             for parameter in chunk.parameters():
@@ -179,10 +152,7 @@ def load_change_and_save(folder: str, layout: dict, out: str) -> None:
 
 
 def logits(folder: str, ids: torch.Tensor) -> torch.Tensor:
-    from megatron_eqlen.models.weights import load_hf
-
-    (chunk,) = chunks = build(folder, {})
-    load_hf(chunks, folder)
+    (chunk,) = build_chunks(folder, {}, load=True)
     with torch.no_grad():
         return chunk.eval()(ids, torch.arange(ids.shape[1])[None])
 
@@ -190,8 +160,6 @@ def logits(folder: str, ids: torch.Tensor) -> torch.Tensor:
 def test_a_head_that_differs_is_used_as_by_transformers_once_the_config_is_not_tied(tmp_path):
     """Transformers does not tie them in spite of the config. Here the folder is refused by name (vLLM would
     tie them), and the change that the message asks for gives Transformers' logits."""
-    from transformers import AutoModelForCausalLM
-
     save_tiny(tmp_path, "qwen3", tie_word_embeddings=True)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"] = torch.randn(96, 64)
@@ -199,7 +167,7 @@ def test_a_head_that_differs_is_used_as_by_transformers_once_the_config_is_not_t
     ids = torch.arange(20)[None]
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()(ids).logits
     with pytest.raises(RuntimeError, match=r"tie_word_embeddings: true, but lm_head\.weight differs"):
-        run_ranks(1, load, str(tmp_path), {})
+        run_ranks(1, logits, str(tmp_path), ids)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
     (ours,) = run_ranks(1, logits, str(tmp_path), ids)
@@ -237,11 +205,6 @@ BROKEN = {
 
 @pytest.mark.parametrize("fault", BROKEN)
 def test_broken_folders_are_named(published, fault):
-    from megatron_eqlen.files import CheckpointError
-    from megatron_eqlen.hf.config import read_config
-    from megatron_eqlen.hf.folder import HFFolder
-    from megatron_eqlen.hf.folder_check import check_folder
-
     model = read_config(published)
     damage, message = BROKEN[fault]
     damage(published)
@@ -273,9 +236,7 @@ TRANSFORMER_ENGINE_NAMES = {
 
 
 def names_on_the_last_rank(folder: str) -> dict[str, str]:
-    from megatron_eqlen.models.names import global_name
-
-    (chunk,) = build(folder, {"pipeline": 2, "expert": 2})
+    (chunk,) = build_chunks(folder, {"pipeline": 2, "expert": 2})
     return {name: global_name(chunk, name) for name in TRANSFORMER_ENGINE_NAMES}
 
 

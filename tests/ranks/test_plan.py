@@ -18,7 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_eqlen.job import Job
+from megatron_eqlen.models import weights
+from megatron_eqlen.models.gated_delta_net import CHUNK
 from megatron_eqlen.models.groups import start
+from megatron_eqlen.models.tree_params import KERNEL_CHUNK
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.plan.activations import CPU_CHUNK, FLA_CHUNK, LOSS_BLOCK, activations
 from megatron_eqlen.plan.host import checkpoint_bytes
@@ -27,6 +30,9 @@ from megatron_eqlen.plan.parameters import RankBuffers
 from megatron_eqlen.plan.trainer import SENT_AT_ONCE, optimizer_bytes, trainer
 from megatron_eqlen.processes import distributed
 from megatron_eqlen.tokens import Tokens
+from megatron_eqlen.training import checkpoint
+from megatron_eqlen.training.logprobs import BLOCK_ELEMENTS
+from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Node, TokenTree
 from tests.kit import updates
 from tests.kit.distributed import run_ranks
@@ -194,8 +200,6 @@ def measure(folder: str, case: Case) -> dict[str, Any]:
     """Return what this rank really holds, in bytes, and its pipeline stage."""
     from megatron.core import parallel_state
 
-    from megatron_eqlen.training.policy import Policy
-
     recipe = recipe_of(folder, case)
     start(recipe.parallel, seed=1)
     policy = Policy(Job(recipe))
@@ -341,8 +345,6 @@ def measure_peak(folder: str, case: Case) -> int:
     policy."""
     from megatron.core import parallel_state
 
-    from megatron_eqlen.training.policy import Policy
-
     recipe = recipe_of(folder, case, LONG)
     start(recipe.parallel, seed=1)
     policy = Policy(Job(recipe))
@@ -365,9 +367,6 @@ def test_a_row_never_needs_more_than_the_plan_says_and_not_much_less(name, tmp_p
 
 
 def save(folder: str, case: Case, out: str) -> None:
-    from megatron_eqlen.training import checkpoint
-    from megatron_eqlen.training.policy import Policy
-
     recipe = recipe_of(folder, case)
     start(recipe.parallel, seed=1)
     checkpoint.save(Path(out), 1, Policy(Job(recipe)), {}, keep=2)
@@ -383,11 +382,6 @@ def test_a_checkpoint_is_as_large_as_planned(tmp_path):
 
 
 def test_the_plan_knows_the_sizes_of_chunks_blocks_and_messages():
-    from megatron_eqlen.models import weights
-    from megatron_eqlen.models.gated_delta_net import CHUNK
-    from megatron_eqlen.models.tree_params import KERNEL_CHUNK
-    from megatron_eqlen.training.logprobs import BLOCK_ELEMENTS
-
     block = BLOCK_ELEMENTS * torch.float32.itemsize
     real = (CHUNK, KERNEL_CHUNK, block, weights.SENT_AT_ONCE)
     assert real == (CPU_CHUNK, FLA_CHUNK, LOSS_BLOCK, SENT_AT_ONCE)
