@@ -18,12 +18,12 @@ def fill_row(
     ``supervised`` [m] bool marks the nodes that are trained here (the others are context). ``for_loss``: fill
     in the columns that only the loss reads.
     """
-    lengths = forest.length[nodes]
-    starts = np.cumsum(lengths) - lengths
-    used = int(lengths.sum())
+    # a one-token prompt occupies no position: its children are roots of the row
+    some = forest.length[nodes] > 0
+    nodes, trained = nodes[some], (supervised & (forest.weight[nodes] > 0))[some]
+    places = _places(forest, nodes)
+    used = int(forest.length[nodes].sum())
     assert used <= length, f"{used} positions do not fit into a row of {length}"
-    above, ends = _ancestry(forest, nodes, starts, lengths)
-    labels = _labels(forest, nodes, used)
     row = Row(
         input_ids=np.zeros(length, np.int64),
         position_ids=np.zeros(length, np.int64),
@@ -32,132 +32,60 @@ def fill_row(
         segment_ids=np.full(length, -1, np.int64),
         advantages=np.zeros(length),
         weights=np.zeros(length),
-        nodes=_row_nodes(forest, nodes, above, starts),
+        nodes=places,
         num_tokens=used,
     )
-    # tokens and the tree, of all nodes
-    row.labels[:used] = labels
-    row.input_ids[:used] = _inputs(forest, nodes, labels, starts, lengths)
-    row.position_ids[:used] = np.arange(used) + np.repeat(forest.position[nodes] - starts, lengths)
-    row.visible_until[:used] = np.repeat(ends, lengths)
-    # loss, of trained nodes only
-    trained = supervised & (forest.weight[nodes] > 0)
-    generated = _generated(forest, nodes, lengths)
-    row.segment_ids[:used] = np.where(
-        generated, np.repeat(np.where(trained, forest.segment[nodes], -1), lengths), -1
-    )
-    row.advantages[:used] = _advantages(forest, nodes, trained, generated, lengths)
-    row.weights[:used] = np.repeat(np.where(trained, forest.weight[nodes], 0.0), lengths) * generated
-    row.path_columns = _path_columns(forest, nodes, starts, length, generated)
+    for number, place, train in zip(nodes.tolist(), places, trained.tolist(), strict=True):
+        node, at = forest.nodes[number], slice(place.start, place.start + place.length)
+        # labels are the tokens but for a root's first; inputs are the tokens before them on the path
+        root = len(node) - place.length
+        before = node.token_ids[0] if root else forest.nodes[forest.parent[number]].token_ids[-1]
+        row.labels[at] = node.token_ids[root:]
+        row.input_ids[at] = np.append(before, row.labels[at][:-1])
+        row.position_ids[at] = place.position + np.arange(place.length)
+        generated = node.tokens.is_generated[root:]
+        _fill_path_columns(row, at, node.tokens.columns, root, generated)
+        if train:
+            # positions that predict a token of an environment are not trained
+            own = place.start + np.flatnonzero(generated)
+            row.segment_ids[own] = forest.segment[number]
+            row.advantages[own], row.weights[own] = node.advantage, forest.weight[number]
+    # each node is visible to the end of its subtree
+    for place in reversed(places):
+        end = max(place.start + place.length, int(row.visible_until[place.start]))
+        row.visible_until[place.start : place.start + place.length] = end
+        if place.parent >= 0:
+            above = places[place.parent].start
+            row.visible_until[above] = max(row.visible_until[above], end)
     if for_loss:
         row.columns = _columns(forest, nodes[trained], row.segment_ids >= 0)
     return row
 
 
-def _generated(forest: Forest, nodes: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return [used] bool, False for the positions that predict a token of an environment."""
-    generated = np.ones(int(lengths.sum()), bool)
-    for node, start, length in zip(nodes.tolist(), np.cumsum(lengths) - lengths, lengths, strict=True):
-        tokens = forest.node(node).tokens
-        if len(tokens) > tokens.generated:
-            generated[start : start + length] = tokens.is_generated
-    return generated
+def _places(forest: Forest, nodes: np.ndarray) -> list[RowNode]:
+    places: list[RowNode] = []
+    latest: dict[int, int] = {}  # the latest copy: another part of the same tree may lie in this row
+    start = 0
+    for node, above in zip(nodes.tolist(), forest.parent[nodes].tolist(), strict=True):
+        parent, latest[node] = latest.get(above, -1), len(places)
+        depth = places[parent].depth + 1 if parent >= 0 else 0
+        places.append(RowNode(start, int(forest.length[node]), parent, depth, int(forest.position[node])))
+        start += places[-1].length
+    return places
 
 
-def _advantages(
-    forest: Forest, nodes: np.ndarray, trained: np.ndarray, generated: np.ndarray, lengths: np.ndarray
-) -> np.ndarray:
-    """Return the advantage of each position, 0 outside trained nodes and for tokens of an environment."""
-    of_nodes = [forest.node(node).advantage if use else 0.0 for node, use in zip(nodes, trained, strict=True)]
-    by_token = {i: values for i, values in enumerate(of_nodes) if isinstance(values, np.ndarray)}
-    numbers = [0.0 if i in by_token else values for i, values in enumerate(of_nodes)]
-    advantages = np.repeat(np.array(numbers, np.float64), lengths) * generated
-    starts = np.cumsum(lengths) - lengths
-    for i, values in by_token.items():
-        advantages[starts[i] : starts[i] + lengths[i]][generated[starts[i] : starts[i] + lengths[i]]] = values
-    return advantages
-
-
-def _ancestry(
-    forest: Forest, nodes: np.ndarray, starts: np.ndarray, lengths: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return each node's parent in the row (-1: none) and the end of its subtree."""
-    above = np.full(len(nodes), -1, np.int64)
-    latest: dict[int, int] = {}
-    for i, (node, parent) in enumerate(zip(nodes.tolist(), forest.parent[nodes].tolist(), strict=True)):
-        # the latest copy: another part of the same tree may lie in this row
-        above[i] = latest.get(parent, -1)
-        latest[node] = i
-    ends = starts + lengths
-    for i in range(len(nodes) - 1, -1, -1):
-        if above[i] >= 0:
-            ends[above[i]] = max(ends[above[i]], ends[i])
-    return above, ends
-
-
-def _row_nodes(forest: Forest, nodes: np.ndarray, above: np.ndarray, starts: np.ndarray) -> list[RowNode]:
-    """Return the nodes that occupy positions. A one-token prompt occupies none: its children are roots of the
-    row."""
-    number = np.cumsum(forest.length[nodes] > 0) - 1
-    row_nodes: list[RowNode] = []
-    columns = (nodes, forest.length[nodes], above, starts, forest.position[nodes])
-    for _node, length, parent, start, position in zip(*(column.tolist() for column in columns), strict=True):
-        if length == 0:
-            continue
-        empty = parent < 0 or forest.length[nodes[parent]] == 0
-        parent = -1 if empty else int(number[parent])
-        depth = 0 if empty else row_nodes[parent].depth + 1
-        row_nodes.append(RowNode(start=start, length=length, parent=parent, depth=depth, position=position))
-    return row_nodes
-
-
-def _labels(forest: Forest, nodes: np.ndarray, used: int) -> np.ndarray:
-    """Return [used] int64: the nodes' tokens; a root's first token is left out."""
-    roots = (forest.parent[nodes] < 0).tolist()
-    tokens = [forest.node(node).token_ids[root:] for node, root in zip(nodes, roots, strict=True)]
-    labels = np.concatenate([np.zeros(0, np.int64), *tokens])
-    assert len(labels) == used
-    return labels
-
-
-def _inputs(
-    forest: Forest, nodes: np.ndarray, labels: np.ndarray, starts: np.ndarray, lengths: np.ndarray
-) -> np.ndarray:
-    """Return [used] int64: the input of each position, which is the token before its label on the path."""
-    # [nodes] last token before each node; the root's first token has no label
-    before = np.fromiter(
-        (
-            forest.node(node).token_ids[0] if parent < 0 else forest.node(parent).token_ids[-1]
-            for node, parent in zip(nodes, forest.parent[nodes], strict=True)
-        ),
-        np.int64,
-        len(nodes),
-    )
-    inputs = np.empty_like(labels)
-    # within a node the input is the label before it
-    inputs[1:] = labels[:-1]
-    inputs[starts[lengths > 0]] = before[lengths > 0]
-    return inputs
-
-
-def _path_columns(
-    forest: Forest, nodes: np.ndarray, starts: np.ndarray, length: int, generated: np.ndarray
-) -> dict[str, np.ndarray]:
-    """Return ``Row.path_columns`` of a row of ``length`` positions; ``generated`` as in ``_generated``."""
-    columns: dict[str, np.ndarray] = {}
-    for start, node, root in zip(starts.tolist(), nodes.tolist(), forest.parent[nodes] < 0, strict=True):
-        for name, values in forest.node(node).tokens.columns.items():
-            if not COLUMNS[name].of_path:
-                continue
-            # positions stand for labels, and a root's first token is none
-            values = values[int(root) :]
-            if name not in columns:
-                columns[name] = np.full((length, *values.shape[1:]), COLUMNS[name].unknown, np.int16)
-            columns[name][start : start + len(values)] = values
+def _fill_path_columns(
+    row: Row, at: slice, columns: dict[str, Values], root: int, generated: np.ndarray
+) -> None:
+    """Fill ``Row.path_columns`` of a node's positions; tokens that nobody sampled have no known value."""
     for name, values in columns.items():
-        # tokens that nobody sampled have no known value
-        values[: len(generated)][~generated] = COLUMNS[name].unknown
-    return columns
+        if COLUMNS[name].of_path:
+            shape, unknown = (len(row.labels), *values.shape[1:]), COLUMNS[name].unknown
+            if name not in row.path_columns:
+                row.path_columns[name] = np.full(shape, unknown, np.int16)
+            own = row.path_columns[name][at]
+            own[:] = values[root:]
+            own[~generated] = unknown
 
 
 def _columns(forest: Forest, nodes: np.ndarray, supervised: np.ndarray) -> dict[str, Values]:
