@@ -155,7 +155,7 @@ def _other(row: Row, known: Mapping[str, object]) -> tuple[str, ...]:
     values = "".join(
         f"; {theirs}: {new or 'as ours'}" for theirs, new in (row.values or {}).items() if theirs != new
     )
-    remark = f"lost: {row.lost}" if row.lost else row.effect
+    remark = f"lost: {row.why}" if row.why else row.effect
     default = str(known.get(row.theirs, ""))
     return (
         f"`{row.theirs}`",

@@ -1,71 +1,162 @@
-"""Commands that a launch script starts, as bash expands them: the script runs, what it starts does not.
+"""Configurations of other trainers: keys and values from YAML, arguments, Python, and launch scripts.
 
-script ─► bash in the sandbox: no network, an empty home, a stand-in for each program that it may start
-            └─► a stand-in writes down its arguments, and ends well
+A launch script runs, as bash reads it; what it starts does not:
+
+    script ─► bash in the sandbox: no network, an empty home, a stand-in for each program that it may start
+                └─► a stand-in (launch/stand_in.sh) writes down its arguments, and ends well
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
-import io
 import itertools
 import os
+import re
+import shutil
 import sys
-import tarfile
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from megatron_eqlen.graders.sandbox.client import Command, CommandEnd, Sandbox, folder_files
+import yaml
+
+from megatron_eqlen.graders.sandbox.client import Command, CommandEnd, Sandbox, folder_files, pack_folder
 from megatron_eqlen.graders.sandbox.command import FOLDER, CommandLimits
 from megatron_eqlen.graders.sandbox.probe import commands_refused
 from megatron_eqlen.graders.sandbox.program import Isolation
+from megatron_eqlen.recipe.others import row_of
+from megatron_eqlen.recipe.yaml_values import in_one_line, read_value
 
-PROGRAMS = (
-    *("accelerate", "apt", "apt-get", "aws", "conda", "curl", "deepspeed", "docker", "git", "gsutil", "hf"),
-    *("huggingface-cli", "ip", "kill", "kinit", "killall", "mpirun", "nsys", "numactl", "nvidia-smi", "pip"),
-    *("pip3", "pkill", "podman", "python", "python3", "ray", "sbatch", "scontrol", "scp", "sleep", "squeue"),
-    *("srun", "ssh", "sudo", "systemctl", "torchrun", "trl", "uv", "wandb", "wget"),
-)
-"""Programs with a stand-in on PATH; bash asks for one for every other that it does not find."""
-OWN, RECORD = ".eqlen", ".eqlen/record"
-HOME, HERE = f"{FOLDER}/{OWN}/home", f"{FOLDER}/{OWN}/here"
+OWN = f"{FOLDER}/.eqlen"
+HOME, HERE = f"{OWN}/home", f"{OWN}/here"
 MOST_FILES, MOST_BYTES, DEEPEST = 5000, 1 << 17, 6
 """Limits of what a script may read of its repository: files, bytes of each, and folders below each other."""
-STAND_IN = r"""#!/bin/bash
-name=${EQLEN_NAME:-${0##*/}}; unset EQLEN_NAME
-case $name in
-  python*) [[ $1 == -c && -x /usr/bin/python3 ]] && exec /usr/bin/python3 "$@" ;;  # a value of the script
-esac
-printf '%s\0' "$name" "$@" > "$(mktemp "/work/.eqlen/record/$EPOCHREALTIME.XXXXXX")"
-case $name in
-  ssh) exec bash -c "${*: -1}" ;;
-  sbatch) for word; do [[ -f $word ]] && exec bash "$word" "${@:2}"; done ;;
-esac
-while (($#)); do  # a launcher of another shell
-  case $1 in
-    bash | sh | */bash | */sh) exec bash "${@:2}" ;;
-    --wrap) exec bash -c "$2" ;;
-    --wrap=*) exec bash -c "${1#*=}" ;;
-  esac
-  shift
-done
-exit 0
-"""
-SETTINGS = r"""
-command_not_found_handle() { EQLEN_NAME=$1 /work/.eqlen/stand_in "${@:2}"; }
-source() {
-  if [[ -e $1 ]] || builtin type -P -- "$1" > /dev/null; then builtin source "$@"
-  else printf '%s\0' "$1" > "$(mktemp "/work/.eqlen/record/missing.XXXXXX")"; fi
-}
-function . { source "$@"; }
-cd() { builtin cd "$@" 2> /dev/null || true; }
-for name in chmod chown cp ln mkdir mv rm tee touch; do
-  eval "$name() { command $name \"\$@\" 2> /dev/null || true; }"
-done
-unset name
-"""
-"""Read by every bash: a file or folder that is not here ends no script."""
+OPTION = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
+HYDRA = re.compile(r"\+{0,2}(~?[\w@]+(?:\.[\w@*-]+)+|model_engine)=?(.*)", re.DOTALL)
+PYTHON_CALLS = ("GRPOConfig", "GRPOTrainer", "LoraConfig", "ModelConfig", "ScriptArguments")
+NO_OPTIONS = (None, "args", "train_dataset", "eval_dataset", "peft_config", "processing_class", "callbacks")
+"""Arguments of TRL's classes that are objects."""
+
+
+def read(file: Path, trainer: str, words: Sequence[str], remarks: list[str]) -> dict[str, Any]:
+    """Return the keys of a configuration with their values as text or lists; what is to be said goes to
+    ``remarks``. ``words``: arguments and NAME=VALUE of the environment of a script."""
+    text = file.read_text(encoding="utf-8")
+    try:
+        if file.suffix == ".py":
+            return _of_python(text)
+        if file.suffix in (".txt", ".args"):
+            return _of_words(text.splitlines(), trainer, file)
+        if file.suffix not in (".yaml", ".yml", ".json"):
+            return _of_script(file, trainer, words, remarks)
+        found = read_value(text) or {}
+        if isinstance(found, list) and all(isinstance(word, str) for word in found):
+            return _of_words(found, trainer, file)
+        if not isinstance(found, dict):
+            kind = type(found).__name__
+            raise ValueError(f"expected a mapping of keys or a list of arguments, found a {kind}")
+        keys = flat(found)
+        if key := next((key for key, value in keys.items() if "${" in str(value)), ""):
+            raise ValueError(f"{key}: {keys[key]}: expected resolved values (verl: --cfg job --resolve)")
+        return keys
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"{file}: cannot be read as a configuration: {error}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{file}: not valid YAML: {in_one_line(error)}") from None
+
+
+def _of_script(file: Path, trainer: str, words: Sequence[str], remarks: list[str]) -> dict[str, Any]:
+    """Return the keys of the last training command that bash starts for the script."""
+    variables = dict(word.split("=", 1) for word in words if re.match(r"\w+=", word))
+    found = launched(file, [word for word in words if not re.match(r"\w+=", word)], variables)
+    configured = [_of_words(command, trainer, file) for command in found.commands]
+    known = [sum(bool((row := row_of(trainer, key)) and row.ours) for key in keys) for keys in configured]
+    training = [
+        keys for keys, count in zip(configured, known, strict=True) if count > 1 and 2 * count >= max(known)
+    ]
+    if not training:
+        said = [line for line in found.end.output.splitlines() if line.strip() and line[0] != "+"]
+        last, end = (said or [""])[-1], found.end
+        raise ValueError(
+            f"expected a script that starts a training of {trainer}, found {len(found.commands)} others; "
+            f"bash ended it with {end.status if end.code is None else end.code}: {last[-300:]} (what it "
+            "takes from its environment is given behind it: NAME=VALUE)"
+        )
+    remarks += [f"The script starts {len(training)} trainings; this is the last one."] * (len(training) > 1)
+    remarks += [f"The script reads {name}, which is not there." for name in dict.fromkeys(found.missing)]
+    return training[-1]
+
+
+def _of_words(words: list[str], trainer: str, file: Path) -> dict[str, Any]:
+    """Return the keys in a command's arguments, ``a.b=c`` (verl) or ``--a b c``, over those of the file
+    that they name: verl's ``--config-name``, if it is not its own, TRL's ``--config``, ``--config_file``."""
+    options, keys, option = dict[str, Any](), dict[str, Any](), ""
+    for word in words:
+        if match := OPTION.fullmatch(word):
+            option = match[1].replace("-", "_")
+            options[option] = "true" if match[2] is None else match[2].strip("'\"")
+            option = option if match[2] is None else ""
+        elif trainer == "verl" and (match := HYDRA.fullmatch(word)):
+            keys = {key: value for key, value in keys.items() if key != match[1].lstrip("~")}
+            keys |= _hydra(match[1], match[2]) if "=" in word else {}
+            option = ""
+        elif option:
+            options[option] = word if options[option] == "true" else [*listed(options[option]), word]
+            option = "" if word.endswith(".py") else option
+    name = str(options.get("config_name", "")).removesuffix(".yaml")
+    paths = [str(options[key]) for key in ("config", "config_file") if key in options]
+    if trainer == "verl":
+        own = not (keys and name) or re.fullmatch(r"ppo(_\w+)?_trainer", name)
+        folder = options.get("config_path", options.get("config_dir", "config"))
+        paths = [] if own else [f"{folder}/{name}.yaml"]
+    for path in paths if trainer != "slime" else []:
+        places = [Path(path), *(folder / path for folder in file.resolve().parents)]
+        base = next((each for each in places if each.is_file()), None)
+        if base is None:
+            raise ValueError(f"it reads {path}, which is not there; give the resolved configuration")
+        below = flat(read_value(base.read_text(encoding="utf-8")))
+        left_out = {key for key, value in below.items() if "${" in str(value)}
+        left_out |= {key for key in below if key.split(".")[0] in ("defaults", "hydra")}
+        keys = {key: value for key, value in below.items() if key not in left_out} | keys
+    return keys if trainer == "verl" else keys | options
+
+
+def _hydra(key: str, value: str) -> dict[str, Any]:
+    """Return the keys of an override of Hydra's; quotes, lists and mappings are read."""
+    found: Any = value
+    if re.match(r"[\[{'\"]", value):
+        with contextlib.suppress(yaml.YAMLError):  # or else it stays text
+            found = read_value(re.sub(r":(?=[^\s/])", ": ", value) if value.startswith("{") else value)
+    return flat({key: found})
+
+
+def _of_python(text: str) -> dict[str, Any]:
+    """Return the arguments of TRL's classes: constants, or else their source."""
+    calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    calls = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] in PYTHON_CALLS]
+    words = {word.arg: word.value for call in calls for word in call.keywords if word.arg not in NO_OPTIONS}
+    return {
+        str(name): str(value.value) if isinstance(value, ast.Constant) else ast.unparse(value)
+        for name, value in words.items()
+    }
+
+
+def flat(tree: dict[str, Any], at: str = "") -> dict[str, Any]:
+    """Return values and lists by their dotted keys; the bounds of ``loss.rollout_rs`` stay together."""
+    keys: dict[str, Any] = {}
+    for key, value in tree.items():
+        is_section = isinstance(value, dict) and value and f"{at}{key}" != "loss.rollout_rs"
+        keys |= flat(value, f"{at}{key}.") if is_section else {f"{at}{key}": value}
+    return keys
+
+
+def listed(value: Any) -> list[str]:
+    return [str(each) for each in (value if isinstance(value, list) else [value] if value else [])]
+
+
+# ---- launch scripts ---------------------------------------------------------------------------------------
 
 
 class Launched(NamedTuple):
@@ -92,67 +183,42 @@ def launched(
         )
     script = script.resolve()
     root = next((folder for folder in script.parents if (folder / ".git").exists()), script.parent)
-    given = {"PATH": f"{FOLDER}/{OWN}/bin:/usr/bin:/bin", "HOME": HOME, "USER": "user", "SLURM_JOB_ID": "1"}
-    given |= {"BASH_ENV": f"{FOLDER}/{OWN}/settings", "MASTER_ADDR": "127.0.0.1", **(variables or {})}
-    start = [
-        "bash",
-        "-c",
-        f'cd {HERE} && exec bash "$@"',
-        "-",
-        f"{HERE}/{script.relative_to(root)}",
-        *arguments,
-    ]
+    given = {"PATH": f"{OWN}/bin:/usr/bin:/bin", "HOME": HOME, "USER": "user", "SLURM_JOB_ID": "1"}
+    given |= {"BASH_ENV": f"{OWN}/settings.sh", "MASTER_ADDR": "127.0.0.1", **(variables or {})}
+    place = f"{HERE}/{script.relative_to(root)}"
+    start = ["bash", "-c", f'cd {HERE} && exec bash "$@"', "-", place, *arguments]
     limits = CommandLimits(seconds=20, processes=64, memory_mb=1024, folder_mb=128)
     with contextlib.closing(Sandbox(Isolation(True, True, True), sys.executable)) as sandbox:
         end = sandbox.command(Command(start, environment=given), _furnished(root, script), limits)
-    files = sorted(folder_files(end.folder).items())
-    record = {
-        Path(name).name: text.decode(errors="replace")
-        .replace(HOME, str(Path.home()))
-        .replace(HERE, str(root))
-        .split("\0")[:-1]
-        for name, text in files
-        if name.startswith(RECORD)
-    }
-    missing = [words[0] for name, words in record.items() if name.startswith("missing")]
-    return Launched([words for name, words in record.items() if not name.startswith("missing")], missing, end)
+    files = folder_files(end.folder)
+
+    def recorded(folder: str) -> list[list[str]]:
+        names = sorted(name for name in files if f".eqlen/{folder}/" in name)
+        texts = [files[name].decode(errors="replace").replace(HERE, str(root)) for name in names]
+        return [text.replace(HOME, str(Path.home())).split("\0")[:-1] for text in texts]
+
+    return Launched(recorded("record"), [name for (name,) in recorded("missing")], end)
 
 
 def _furnished(root: Path, script: Path) -> bytes:
-    """Return the folder that a script starts in, as a tar: its repository's small files, and stand-ins."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
-
-        def add(name: str, kind: bytes = tarfile.REGTYPE, text: str = "", target: str = "") -> None:
-            entry = tarfile.TarInfo(name)
-            entry.type, entry.size, entry.mode, entry.linkname = kind, len(text.encode()), 0o755, target
-            tar.addfile(entry, io.BytesIO(text.encode()))
-
-        for name in ("", "/bin", "/home", "/here", "/record"):
-            add(f"{OWN}{name}", tarfile.DIRTYPE)
-        add(f"{OWN}/settings", text=SETTINGS)
-        add(f"{OWN}/stand_in", text=STAND_IN)
-        for name in PROGRAMS:
-            add(f"{OWN}/bin/{name}", tarfile.SYMTYPE, target="../stand_in")
+    """Return the folder that a script starts in, packed: its repository's small files, and stand-ins."""
+    with tempfile.TemporaryDirectory() as folder:
+        own = Path(folder, ".eqlen")
+        shutil.copytree(Path(__file__).with_name("launch"), own)
         for file in itertools.islice(_small_files(root, script), MOST_FILES):
+            copy = own / "here" / file.relative_to(root)
+            copy.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(OSError):
-                tar.add(file, f"{OWN}/here/{file.relative_to(root)}", filter=_plain)
-    return buffer.getvalue()
+                shutil.copyfile(file, copy)
+                copy.chmod(0o755)
+        return pack_folder(folder)
 
 
 def _small_files(root: Path, script: Path) -> Iterator[Path]:
     """Yield the script, its neighbours, and files below ``root``, but those of hidden folders."""
     yield script
     for folder, below, names in itertools.chain(os.walk(script.parent), os.walk(root)):
-        below[:] = [
-            name
-            for name in below
-            if not name.startswith(".") and folder.count("/") < DEEPEST + str(root).count("/")
-        ]
+        deep = folder.count("/") >= DEEPEST + str(root).count("/")
+        below[:] = [name for name in below if not (deep or name.startswith("."))]
         files = (Path(folder, name) for name in names)
         yield from (file for file in files if file.is_file() and file.stat().st_size <= MOST_BYTES)
-
-
-def _plain(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    entry.mode |= 0o755
-    return entry

@@ -4,13 +4,11 @@
     resolved YAML, TRL's YAML, saved arguments ──┴─► keys ─► the table others.yaml ─► recipe, with holes
 
 Every key of theirs ends as ``same``, ``changed``, ``lost`` or ``irrelevant``. A lost key is a hole in the
-recipe, ``???``, which ``recipe.load`` refuses. Batches, steps and bounds that follow from several keys are
-computed here.
+recipe, ``???``, which ``recipe.load`` refuses. What follows from several keys is computed here.
 """
 
 from __future__ import annotations
 
-import ast
 import math
 import os
 import re
@@ -22,16 +20,16 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pyarrow.dataset import dataset
 from pydantic import TypeAdapter
 
+from megatron_eqlen.cli.launch_scripts import flat, listed, read
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import Recipe, RecipeError
-from megatron_eqlen.recipe.engine_options import OPTIMIZER_DEFAULTS, check_options
+from megatron_eqlen.recipe.engine_options import check_options
 from megatron_eqlen.recipe.load import HOLE
-from megatron_eqlen.recipe.others import TRAINERS, Row, defaults, table
-from megatron_eqlen.recipe.yaml_values import Options, Plain, in_one_line, read_value, to_yaml
+from megatron_eqlen.recipe.others import TRAINERS, Row, defaults, row_of, table
+from megatron_eqlen.recipe.yaml_values import Options, Plain, to_yaml
 
 UNSET = re.compile(r"|none|null|\?\?\?")
 NOTHING = re.compile(UNSET.pattern + r"|false|\[\]|\{\}|-1(\.0*)?|0(\.0*)?")
@@ -40,21 +38,27 @@ LEARNED = re.compile("no such option|expected|must not depend|objective's alone|
 """Reasons why an engine's option is refused that change what is learned."""
 NEEDED: dict[str, Any] = {"name": "mine", "steps": "1000000", "model.path": "MODEL", "objective": "grpo"}
 NEEDED["data.sources"] = [{"name": "mine", "path": "DATA"}]
-"""Values in place of holes, so that the others can be checked."""
-PYTHON_CALLS = ("GRPOConfig", "GRPOTrainer", "LoraConfig", "ModelConfig", "ScriptArguments")
-NO_OPTIONS = (None, "args", "train_dataset", "eval_dataset", "peft_config", "processing_class", "callbacks")
-"""Arguments of TRL's classes that are objects."""
-HYDRA = re.compile(r"(?:\+{0,2})(~?[\w@]+(?:\.[\w@*-]+)+|model_engine)=?(.*)", re.DOTALL)
-OPTION = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
+"""Values in place of holes, so that the other keys can be checked."""
 OPTIONS = TypeAdapter(Options)
+GRADER = "data.sources.0.grader"
 ALIASES = {"open-r1": "trl@0.18"}
 EFFECTS = {
-    "what is learned": ("objective", "loss", "reward", "teacher", "optimizer", "lora", "model", "steps"),
+    "what is learned": (
+        GRADER,
+        "objective",
+        "loss",
+        "reward",
+        "teacher",
+        "optimizer",
+        "lora",
+        "model",
+        "steps",
+    ),
     "what is sampled": ("data", "sampling", "group_size", "environment", "rollout"),
     "evaluation": ("evaluation",),
-    "speed, memory and records": (),
+    "speed, memory and records": ("",),
 }
-"""Effects of a change, the gravest first, with the sections and keys that have them."""
+"""Effects of a change, the gravest first, with the beginnings of the keys that have them."""
 
 
 @dataclass
@@ -63,10 +67,10 @@ class Translation:
 
     trainer: str
     version: str
-    keys: dict[str, Any]
-    """Our keys, dotted, as texts, lists and mappings."""
     theirs: dict[str, Any]
     remarks: list[str]
+    keys: dict[str, Any]
+    """Our keys, dotted, and values from which keys are computed, by the names in the table (``part``)."""
     outcomes: dict[str, str] = field(default_factory=dict)
     """``same``, ``changed``, ``lost`` or ``irrelevant``, by key of theirs."""
     holes: dict[str, str] = field(default_factory=dict)
@@ -74,30 +78,28 @@ class Translation:
     changes: dict[str, str] = field(default_factory=dict)
     """Effects by the key of ours and what was there."""
     sources: dict[str, list[str]] = field(default_factory=dict)
-    """Keys of theirs that a key of ours, or a part, comes from."""
-    parts: dict[str, Any] = field(default_factory=dict)
-    """Values from which keys are computed, by the names that the table gives them (``as``)."""
+    """Keys of theirs that one of ``keys`` comes from."""
 
     def text(self, source: str) -> str:
         """Return the recipe as YAML, what became of their keys as comments above it."""
-        wide = textwrap.TextWrapper(
-            112, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-        )
         of = f"{self.trainer} {self.version}".strip()
         lines = [f"From {source}; what it leaves out has the default of {of}.", *self.remarks]
         if self.holes:
             lines += ["", "To fill in (???); a line that has no counterpart here is deleted:"]
             lines += [f"  {key}: {why}" for key, why in self.holes.items()]
         for effect in EFFECTS:
-            changed = [f"  {text}" for text, own in self.changes.items() if own == effect]
-            lines += ["", f"Changes {effect}:", *changed] if changed else []
+            texts = [f"  {text}" for text, own in self.changes.items() if own == effect]
+            lines += ["", f"Changes {effect}:", *texts] if texts else []
         for end, what in (("same", "As there"), ("irrelevant", "Without effect here")):
             if named := [key for key, own in self.outcomes.items() if own == end]:
-                lines += ["", *wide.wrap(f"{what} ({len(named)}): {', '.join(named)}")]
+                text, style = f"{what} ({len(named)}): {', '.join(named)}", {"subsequent_indent": "  "}
+                lines += ["", *textwrap.wrap(text, 112, break_on_hyphens=False, **style)]
         return "".join(f"# {line}".rstrip() + "\n" for line in lines) + to_yaml(_nested(self.keys))
 
     def hole(self, ours: str, key: str, why: str) -> None:
         """Leave a hole for the key of ours, or under theirs. ``key``: theirs, or a part's name."""
+        if ours == key in self.theirs and key in Recipe.model_fields:  # another key of the same name
+            ours = f"{self.trainer}.{key}"
         self.holes[ours] = "; ".join(filter(None, (self.holes.get(ours), why)))
         for theirs in (key, *self.sources.get(key, ()), *self.sources.get(ours, ())):
             self.outcomes |= {theirs: "lost"} if theirs in self.theirs else {}
@@ -105,20 +107,19 @@ class Translation:
     def change(self, ours: str, key: str, text: str) -> None:
         """Say how a key of ours differs from what was there. ``key``: theirs, or a part's name."""
         key = next(iter(self.sources.get(key, ())), key)
-        top = ours.partition(".")[0]
-        effect = next((effect for effect, tops in EFFECTS.items() if top in tops), [*EFFECTS][-1])
+        effect = next(effect for effect, begins in EFFECTS.items() if ours.startswith(begins))
         self.changes[f"{key} -> {ours}: {text}"] = effect
         if self.outcomes.get(key) == "same":
             self.outcomes[key] = "changed"
 
     def number(self, name: str, default: float = 0.0) -> float:
-        """Return one of ``parts`` or ``keys``; ``default`` for none and for what is no number."""
+        """Return one of ``keys``; ``default`` for none and for what is no number."""
         with suppress(TypeError, ValueError):
-            return float(self.parts.get(name, self.keys.get(name, default)))
+            return float(self.keys.get(name, default))
         return default
 
-    def is_on(self, name: str, default: str = "false") -> bool:
-        return str(self.parts.get(name, default)).lower() == "true"
+    def is_on(self, name: str) -> bool:
+        return not NOTHING.fullmatch(str(self.keys.get(name, "")).lower())
 
 
 def translate(trainer: str, file: Path, words: Sequence[str] = ()) -> Translation:
@@ -131,145 +132,112 @@ def translate(trainer: str, file: Path, words: Sequence[str] = ()) -> Translatio
         raise ValueError(f"--from: expected {known}, perhaps with @VERSION, found {trainer!r}")
     left_out, remarks = defaults(trainer, version), list[str]()
     theirs = read(file, trainer, words, remarks)
-    rows, row_of = table()[trainer], {key: _row(trainer, key) for key in theirs}
+    rows = {key: row_of(trainer, key) for key in theirs}
     if ours := theirs.keys() & {"group_size", "sampling", "objective", "data.sources", "model.path"}:
-        raise ValueError(
-            f"{file}: expected a file of {trainer}, found a recipe of this package ({min(ours)})"
-        )
-    if (known := sum(map(bool, row_of.values()))) < max(1, len(theirs) / 2):
+        found = f"found a recipe of this package ({min(ours)})"
+        raise ValueError(f"{file}: expected a file of {trainer}, {found}")
+    if (known := sum(map(bool, rows.values()))) < max(1, len(theirs) / 2):
         raise ValueError(
             f"{file}: expected a configuration of {trainer} (launch script, resolved YAML, saved arguments, "
             f"TRL's Python), found {len(theirs)} keys, {known} of them its own"
         )
-    done = Translation(trainer, version, {"name": file.stem, "sampling": "independent"}, theirs, remarks)
-    given = {row.computed for row in row_of.values() if row}
-    for row in rows:
-        for key in (key for key in theirs if row_of[key] is row):
+    done = Translation(trainer, version, theirs, remarks, {"name": file.stem, "sampling": "independent"})
+    given = {row.part for row in rows.values() if row and row.part}
+    for row in table()[trainer]:
+        for key in (key for key in theirs if rows[key] is row):
             _take(row, key, theirs[key], done)
-        if (
-            row.theirs in left_out
-            and row.theirs not in theirs
-            and (not row.computed or row.computed not in given)
-        ):
+        if row.theirs in left_out and row.theirs not in theirs and row.part not in given:
             _take(row, row.theirs, left_out[row.theirs], done)
-    for key in (key for key, row in row_of.items() if row is None):
+    for key in (key for key, row in rows.items() if row is None):
         done.hole(key, key, f"{theirs[key]!s:.60}: not known here")
-    for add in (_add_learning, _add_corrections, _add_batches, _add_evaluation, _add_data, _check):
+    for add in (_add_learning, _add_corrections, _add_batches, _add_data, _add_evaluation, _check):
         add(done)
     return done
 
 
-def _row(trainer: str, key: str) -> Row | None:
-    rows = table()[trainer]
-    exact = (row for row in rows if row.theirs == key)
-    return next(exact, None) or next((row for row in rows if fnmatchcase(key, row.theirs)), None)
-
-
 def _take(row: Row, key: str, value: Any, done: Translation) -> None:
     """Translate one key; one that is not in ``done.theirs`` stands for its default."""
-    small, given, ours = str(value).lower(), key in done.theirs, str(row.ours).replace("[]", ".0")
-    values = {name.lower(): new for name, new in (row.values or {}).items()}
-    asks_nothing = (
-        NOTHING.fullmatch(small) or row.asks_nothing(small) or (row.when and not done.number(row.when))
-    )
-    unset = row.values is None and UNSET.fullmatch(small)
-    if row.irrelevant or (asks_nothing if row.lost else unset):
+    value = Plain(value) if isinstance(value, str) else value
+    small, given, ours = str(value).lower(), key in done.theirs, row.ours or key
+    neutral = row.asks_nothing(small)
+    values = [new for name, new in (row.values or {}).items() if fnmatchcase(small, name.lower())]
+    unset = UNSET.fullmatch(small) and row.values is None
+    unset = unset or (row.why and (neutral or NOTHING.fullmatch(small)))
+    if row.irrelevant or unset or (row.when and not done.is_on(row.when)):
         done.outcomes |= {key: "irrelevant"} if given else {}
         return
-    why = row.lost or (f"expected {', '.join(values)}" if values and small not in values else "")
     done.outcomes |= {key: "same"} if given else {}
-    if why:
-        done.hole(row.ours or key, key, f"{key}={value!s:.60}{'' if given else ' (its default)'}: {why}")
-    elif row.computed in ("megatron", "vllm"):
-        option = re.split(r"override_transformer_config\.|engine_kwargs\.vllm\.|rollout\.", key)[-1]
-        value = Plain(value) if isinstance(value, str) else value
-        try:
-            check_options(ours, OPTIONS.validate_python({option.partition(".")[0]: value}))
-            done.keys[f"{ours}.{option}"] = value
-        except ValueError as error:
-            if LEARNED.search(str(error)) and not asks_nothing:
-                done.hole(key, key, f"{value!s:.60}: {error}")
-            else:
-                done.outcomes |= {key: "irrelevant"} if given else {}
-    else:
-        new = values[small] if values else value
-        if row.computed:
-            done.parts[row.computed] = value
-        else:
-            done.keys |= new if isinstance(new, dict) else {ours: new}
-        for name in {ours, row.computed or ours}:
-            done.sources.setdefault(name, []).append(key)
-        if row.effect and not row.asks_nothing(small):
-            done.change(ours, key, row.effect)
+    if why := row.why or (f"expected {', '.join(row.values)}" if row.values and not values else ""):
+        done.hole(ours, key, f"{key}={value!s:.60}{'' if given else ' (its default)'}: {why}")
+        return
+    if ours.endswith(".*"):
+        _take_option(ours[:-2], key, value, done)
+        return
+    if row.part:
+        done.keys[row.part] = value
+    if (row.values or not row.part) and (row.effect or not neutral):
+        new = values[0] if values else value
+        done.keys |= new if isinstance(new, dict) else {ours: new}
+        done.keys |= {name: value if more == "=" else more for name, more in row.also.items()}
+    for name in {ours, row.part or ours}:
+        done.sources.setdefault(name, []).append(key)
+    if row.effect and not neutral:
+        done.change(ours, key, row.effect)
+
+
+def _take_option(section: str, key: str, value: Any, done: Translation) -> None:
+    """Translate an option of an engine, which has the same name here. One that is refused is a hole if it
+    changes what is learned."""
+    option = re.split(r"override_transformer_config\.|engine_kwargs\.vllm\.|rollout\.", key)[-1]
+    try:
+        check_options(section, OPTIONS.validate_python({option.partition(".")[0]: value}))
+        done.keys[f"{section}.{option}"] = value
+    except ValueError as error:
+        if LEARNED.search(str(error)) and not NOTHING.fullmatch(str(value).lower()):
+            done.hole(key, key, f"{value!s:.60}: {error}")
+        elif key in done.theirs:
+            done.outcomes[key] = "irrelevant"
 
 
 def _add_learning(done: Translation) -> None:
     """Add what is computed of objective, loss, teacher and optimizer."""
-    keys, parts, number, group = done.keys, done.parts, done.number, done.number("group_size")
-    divides = (
-        keys.get("objective", "grpo") in ("grpo", "gspo", "cispo") and keys.get("loss.advantage") != "dr_grpo"
-    )
-    if divides and group > 1:
+    keys, number, group = done.keys, done.number, done.number("group_size")
+    divides = keys.get("objective", "grpo") in ("grpo", "gspo", "cispo")
+    if divides and keys.get("loss.advantage") != "dr_grpo" and group > 1:
         more = f"{math.sqrt(group / (group - 1)):.3f} times theirs: their standard deviation is over n - 1"
         done.change("objective", "objective", f"advantages are {more}, ours over n")
-    if "epsilon" in parts:
-        keys["loss.clip_ratio_low"] = parts["epsilon"]
-        keys["loss.clip_ratio_high"] = parts.get("epsilon_high") or parts["epsilon"]
-    if "use_kl" in parts and not done.is_on("use_kl"):
-        keys["loss.kl_coef"] = 0
-    if "overlong" in parts:
-        keys["loss.overlong_factor"] = number("overlong") / (1 if "reward_file" in parts else 2)
-        if "reward_file" not in parts:
+    if "overlong" in keys:
+        keys["loss.overlong_factor"] = number("overlong") / (1 if "reward_file" in keys else 2)
+        if "reward_file" not in keys:
             text = "half of it: rewards of DAPO's and AIME's answers are +1 and -1 there, 1 and 0 here (where"
             done.change("loss.overlong_factor", "overlong", f"{text} they are 1 and 0 there: all of it)")
-    if "dynamic_filter" in parts:
-        keys["loss.dynamic_sampling"] = True
-        if "nonzero_std" not in str(parts["dynamic_filter"]):
-            done.hole(
-                "loss.dynamic_sampling", "dynamic_filter", "replaces prompts whose rewards are all equal"
-            )
     if number("gen_batches") > 0:
-        keys["loss.max_num_gen_batches"] = parts["gen_batches"]
-    elif "gen_batches" in parts:
+        keys["loss.max_num_gen_batches"] = keys["gen_batches"]
+    elif "gen_batches" in keys:
         done.change("loss.max_num_gen_batches", "gen_batches", "10 batches, there no limit")
-    if done.is_on("distilled"):
-        keys |= {"teacher.path": parts.get("teacher"), "loss.teacher_coef": parts.get("teacher_coef", 1.0)}
-        keys |= {} if done.is_on("task_rewards", "true") else {"loss.advantage": "none"}
-        done.change(
-            "teacher.path", "distilled", "the reverse KL of each sampled token acts through its advantage"
-        )
-        if "teacher" not in parts:
-            done.hole("teacher.path", "distilled", "the teacher's folder, or its name on the hub")
-    if isinstance(betas := parts.get("betas"), list):
-        parts |= dict(zip(("adam_beta1", "adam_beta2"), betas, strict=False))
+    if done.is_on("distilled") and not (keys.keys() | done.holes.keys()) & {"teacher.path", "teacher.url"}:
+        done.hole("teacher.path", "distilled", "the teacher's folder, or its name on the hub")
+    for n, beta in enumerate(listed(keys.get("betas")), 1):
+        keys[f"model.megatron.adam_beta{n}"] = Plain(beta)
     if number("min_lr_ratio"):
         keys["optimizer.min_lr"] = number("min_lr_ratio") * number("optimizer.lr", 1e-6)
-    keys |= {f"model.megatron.{name}": Plain(parts[name]) for name in OPTIMIZER_DEFAULTS if name in parts}
 
 
 def _add_corrections(done: Translation) -> None:
     """Add corrections of the mismatch of trainer and engine."""
-    keys, parts, mode = done.keys, done.parts, str(done.parts.get("is_mode", "none"))
-    if (bound := done.number("tis")) > 0:
-        keys |= {"loss.rollout_is": "token", "loss.rollout_is_threshold": bound}
-    if "is_on" in parts:
-        keys["loss.rollout_is"] = parts.get("is_level", "token") if done.is_on("is_on") else "none"
-    if mode != "none" and keys.get("loss.rollout_is") != "none":
-        keys["loss.rollout_is"] = mode.partition("_")[0]
-    if keys.get("loss.rollout_is", "none") != "none" and "is_threshold" in parts:
-        bound, low, masks = str(parts["is_threshold"]), parts.get("is_low"), mode.endswith("mask")
-        keys["loss.rollout_is_threshold"] = bound.split("_") if "_" in bound else bound
-        if masks:  # weights outside give no gradient
-            keys["loss.rollout_is_threshold"] = [low or 1e-9, bound]
-        elif low:
-            done.hole("loss.rollout_is_threshold", "is_low", "weights are not raised to a bound")
-    rules = dict[str, Any]()
-    if "rs" in parts:
-        older = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
-        names = [name.strip() for name in str(parts["rs"]).split(",")]
-        bounds = str(parts.get("rs_threshold", parts.get("is_threshold", "2.0"))).split(",")
-        for name, bound in zip(names, bounds * len(names), strict=False):
-            rules[older.get(name, name)] = bound.split("_") if "_" in bound else bound
+    keys, is_threshold = done.keys, "loss.rollout_is_threshold"
+    bound = str(keys.pop(is_threshold, "2.0"))
+    if keys.get("loss.rollout_is", "none") != "none":
+        keys[is_threshold] = bound.split("_") if "_" in bound else bound
+        if str(keys.get("is_mode")).endswith("mask"):  # weights outside give no gradient
+            keys[is_threshold] = [keys.get("is_low", 1e-9), bound]
+        elif "is_low" in keys:
+            done.hole(is_threshold, "is_low", "weights are not raised to a bound")
+    older = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+    names = [name.strip() for name in str(keys.get("rs", "")).split(",") if name]
+    bounds = str(keys.get("rs_threshold", bound)).split(",") * len(names)
+    bands = [each.split("_") if "_" in each else each for each in bounds]
+    rules = dict[str, Any](zip((older.get(name, name) for name in names), bands, strict=False))
     if veto := done.number("veto"):
         rules["seq_max_k2"] = f"{math.log(veto) ** 2 / 2:.4g}"
     keys |= {"loss.rollout_rs": rules} if rules else {}
@@ -277,33 +245,29 @@ def _add_corrections(done: Translation) -> None:
 
 def _add_batches(done: Translation) -> None:
     """Add the numbers of prompts, of updates and of steps, and what is counted in steps."""
-    keys, parts, number = done.keys, done.parts, done.number
-    group, updates = number("group_size") or 1, 1.0
-    if "device_batch" in parts:
+    keys, number, updates = done.keys, done.number, 1.0
+    group = number("group_size") or 1
+    if "device_batch" in keys:
         accumulated, processes = number("accumulation") or 1, number("processes") or 1
         at_once = number("device_batch") * processes
         responses = number("generation_batch") or at_once * (number("steps_per_generation") or accumulated)
         keys["data.prompts_per_step"] = max(1, round(responses / group))
         keys["cluster.processes_per_node"] = round(processes)
         keys["loss.minibatches"] = max(1, round(responses / (at_once * accumulated))) if at_once else 1
-        if not (at_once and set(done.sources.get("processes", ())) & done.theirs.keys()):
-            why = f"{parts['device_batch']} responses on each process x processes / {group:g}"
+        if not (at_once and {*done.sources.get("processes", ())} & done.theirs.keys()):
+            why = f"{keys['device_batch']} responses on each process x processes / {group:g}"
             done.hole("data.prompts_per_step", "device_batch", why)
         updates = keys["loss.minibatches"] * (number("loss.epochs") or 1)
     prompts = number("data.prompts_per_step") or 1
     if size := number("minibatch_prompts") or number("minibatch_samples") / group:
         keys["loss.minibatches"] = max(1, round(prompts / size))
-    for key, part in {
-        "checkpoint.every": "save_every",
-        "evaluation.every": "eval_every",
-        "steps": "max_steps",
-    }.items():
+    counted = {"checkpoint.every": "save_every", "evaluation.every": "eval_every", "steps": "max_steps"}
+    for key, part in counted.items():
         if number(part) >= 1:
             keys[key] = max(1, round(number(part) / updates))
         elif number(part) > 0:
             done.change(key, part, "a share of the run there, a number of steps here")
-    rows = _rows(_listed(parts.get("train_files")))
-    if "steps" not in keys and rows:
+    if "steps" not in keys and (rows := _rows(listed(keys.get("train_files")))):
         keys["steps"] = max(1, round(number("epochs") * (rows // prompts)))
     elif "steps" not in keys:
         done.hole("steps", "epochs", f"{number('epochs'):g} epochs x rows / {prompts:g} prompts a step")
@@ -316,114 +280,79 @@ def _add_batches(done: Translation) -> None:
     longest = (number("data.max_prompt_length") or 2048) + number("rollout.max_response_length")
     keys["packing.max_tokens_per_row"] = round(max(longest, number("row_tokens")))
     if 0 < number("row_tokens") < longest and {*done.sources["row_tokens"]} & done.theirs.keys():
-        done.change(
-            "packing", "row_tokens", f"{longest:g}: a row holds at least a prompt with its longest response"
-        )
-    if name := re.sub(r"[^\w.,=+@ -]+", "-", str(parts.get("experiment", ""))).strip("-"):
+        text = f"{longest:g}: a row holds at least a prompt with its longest response"
+        done.change("packing", "row_tokens", text)
+    if name := re.sub(r"[^\w.,=+@ -]+", "-", str(keys.get("experiment", ""))).strip("-"):
         keys["name"] = name[:100]
-    if "wandb" in str(parts.get("logger", "")) or done.is_on("use_wandb"):
-        keys["report.wandb_project"] = parts.get("project", keys["name"])
-    if not done.is_on("colocate", "true"):
-        done.change(
-            "cluster", "colocate", "generation and training share GPUs; apart: eqlen submit --servers N"
-        )
-
-
-def _add_evaluation(done: Translation) -> None:
-    """Add benchmarks and how their responses are sampled."""
-    keys, parts, number = done.keys, done.parts, done.number
-    named, read = _listed(parts.get("named_files")), dict[str, Any](reader="jsonl")
-    tests = dict(zip(named[::2], named[1::2], strict=False))
-    tests = tests or {_name(path): path for path in _listed(parts.get("val_files"))}
-    if str(parts.get("eval_strategy", "no")) != "no" and "train_files" in parts:
-        tests, read["split"] = {"test": parts["train_files"]}, parts.get("test_split", "test")
-        keys.setdefault("evaluation.samples", keys.get("group_size", 8))
-    read |= {"limit": round(number("limit"))} if number("limit") > 0 else {}
-    read |= _columns(parts, "eval_") or _columns(parts)
-    keys["evaluation.benchmarks"] = [{"name": n, **read, "path": path} for n, path in tests.items()]
-    if not tests:
-        done.keys = {key: value for key, value in keys.items() if not key.startswith("evaluation.")}
-        return
-    if done.version.startswith(("0.3", "0.4", "0.5", "0.6")) and not done.is_on("sampled", "true"):
-        keys["evaluation.temperature"] = 0
-    if "evaluation.temperature" in keys and not number("evaluation.temperature"):
-        for name in ("top_p", "top_k"):
-            keys.pop(f"evaluation.{name}", None)
-        if number("evaluation.samples") > 1:
-            done.change("evaluation.samples", "evaluation.samples", "1: greedy responses are all the same")
-        keys["evaluation.samples"] = 1
+    if "wandb" in str(keys.get("logger", "")) or done.is_on("use_wandb"):
+        keys["report.wandb_project"] = keys.get("project", keys["name"])
 
 
 def _add_data(done: Translation) -> None:
     """Add training data, what they are told, and graders."""
-    keys, parts, grader = done.keys, done.parts, "data.sources.0.grader"
-    own = {
-        ours: parts[part]
-        for part, ours in {"dataset_config": "config", "dataset_split": "split"}.items()
-        if part in parts
-    }
-    if path := parts.get("reward_file"):
+    keys, files = done.keys, listed(done.keys.get("train_files"))
+    functions = listed(keys.get("reward_functions"))
+    if path := keys.get("reward_file"):
         module = Path(str(path)).stem
-        own["grader"] = f"{module}:{parts.get('reward_name') or 'compute_score'}"
-        done.change(
-            "data.sources", "reward_file", f"{module}.py lies in the working directory, or is installed"
-        )
-    functions = _listed(parts.get("reward_functions"))
+        keys[GRADER] = f"{module}:{keys.get('reward_name') or 'compute_score'}"
+        text = f"{module}.py lies in the working directory, or is installed"
+        done.change("data.sources", "reward_file", text)
     if len(functions) == 1 and re.fullmatch(r"\w+(\.\w+)+", functions[0]):
-        own["grader"] = ":".join(functions[0].rsplit(".", 1))
+        keys[GRADER] = ":".join(functions[0].rsplit(".", 1))
     elif functions not in ([], ["accuracy"], ["accuracy_reward"]):
-        done.hole(
-            grader, "reward_functions", f"module:function that gives the reward of {', '.join(functions)}"
-        )
-    rule = str(parts.get("rm_type") or "").removeprefix("boxed_")
-    if rule in ("math", "deepscaler", "dapo"):
-        own["grader"] = "math"
-        if rule == "dapo":
-            done.change("reward", "rm_type", "rewards are 1 and 0, there +1 and -1")
-    elif rule:
-        done.hole(grader, "rm_type", f"{rule}: module:function of the response and the answer")
-    if "custom_rm" in parts:
-        done.hole(grader, "custom_rm", "module:function of (response, answer), not of (args, sample)")
-    if "reader_file" in parts:
-        done.hole(
-            "data.sources.0.reader", "reader_file", "module:read, a function of a file (docs/extending.md)"
-        )
-    files = _listed(parts.get("train_files"))
-    own |= _columns(parts)
-    keys["data.sources"] = [
-        {"name": _name(path), "reader": "jsonl", "path": path, **own} for path in files or [HOLE]
-    ]
+        why = f"module:function that gives the reward of {', '.join(functions)}"
+        done.hole(GRADER, "reward_functions", why)
+    keys["own"] = own = _popped(keys, "data.sources.0.")
+    read = {"reader": "jsonl"}
+    keys["data.sources"] = [{"name": _name(path), **read, "path": path, **own} for path in files or [HOLE]]
     if len(files) > 1:
-        done.change(
-            "data.sources",
-            "train_files",
-            "files have equal shares of the prompts (weight), not by their rows",
-        )
-    for benchmark in keys.get("evaluation.benchmarks", []):
-        benchmark |= {"grader": own["grader"]} if "grader" in own else {}
-    if system := parts.get("system"):
-        keys |= {"data.instruction": system, "data.instruction_role": "system"}
-    else:
+        text = "files have equal shares of the prompts (weight), not by their rows"
+        done.change("data.sources", "train_files", text)
+    if "data.instruction" not in keys:
         text = "a question that is text, no chat, gets it; instructions of DAPO-Math and GSM8K give way to it"
         done.change("data.instruction", "train_files", text)
-    for key, what in {"model.path": "the model's folder", "data.sources.0.path": "the training data"}.items():
-        if key not in keys and not (files and key.startswith("data")):
-            done.hole(key, "", f"{what}, or its name on the hub")
+    if "model.path" not in keys:
+        done.hole("model.path", "", "the model's folder, or its name on the hub")
+    if not files:
+        done.hole("data.sources.0.path", "", "the training data, or its name on the hub")
 
 
-def _columns(parts: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    named = {ours: str(parts.get(f"{prefix}{ours}_column") or "") for ours in ("question", "answer")}
-    kept = {ours: name for ours, name in named.items() if name not in ("", "prompt")}
-    return {"columns": kept} if kept else {}
+def _add_evaluation(done: Translation) -> None:
+    """Add benchmarks and how their responses are sampled."""
+    keys, named = done.keys, listed(done.keys.get("named_files"))
+    read = {"reader": "jsonl"} | {
+        key: keys["own"][key] for key in keys["own"] if key in ("grader", "columns")
+    }
+    read |= _popped(keys, "evaluation.benchmarks.0.")
+    tests = dict(zip(named[::2], named[1::2], strict=False))
+    tests = tests or {_name(path): path for path in listed(keys.get("val_files"))}
+    if str(keys.get("eval_strategy", "no")) != "no" and "train_files" in keys:
+        tests, read["split"] = {"test": keys["train_files"]}, keys.get("test_split", "test")
+        keys.setdefault("evaluation.samples", keys.get("group_size", 8))
+    keys["evaluation.benchmarks"] = [{"name": n, **read, "path": path} for n, path in tests.items()]
+    if not tests:
+        done.keys = {key: value for key, value in keys.items() if not key.startswith("evaluation.")}
+        return
+    greedy = "sampled" in keys and not done.is_on("sampled")
+    if greedy and done.version.startswith(("0.3", "0.4", "0.5", "0.6")):
+        keys["evaluation.temperature"] = 0
+    if "evaluation.temperature" in keys and not done.number("evaluation.temperature"):
+        for name in ("top_p", "top_k"):
+            keys.pop(f"evaluation.{name}", None)
+        if done.number("evaluation.samples") > 1:
+            done.change("evaluation.samples", "evaluation.samples", "1: greedy responses are all the same")
+        keys["evaluation.samples"] = 1
 
 
 def _check(done: Translation) -> None:
-    """Give values the types of their keys. A value that its key refuses is a hole; one that does not act here
-    is left out."""
+    """Give values the types of their keys, and drop parts. A value that its key refuses is a hole; one that
+    does not act here is left out."""
+    needed = NEEDED | ({"teacher.path": "TEACHER"} if done.is_on("distilled") else {})
+    done.keys = {key: done.keys[key] for key in done.keys if key.split(".")[0] in Recipe.model_fields}
     keys, recipe = {key: value for key, value in done.keys.items() if key not in done.holes}, None
     while recipe is None:
         try:
-            recipe = parse(_nested(NEEDED | keys), "recipe")
+            recipe = parse(_nested(needed | keys), "recipe")
         except RecipeError as error:
             why = str(error).removeprefix("recipe: ")
             key = next((key for key in keys if why.startswith((f"{key}:", f"{key}."))), "")
@@ -439,29 +368,21 @@ def _check(done: Translation) -> None:
                 named = ", ".join(done.sources.get(key, ()))
                 done.hole(key, key, f"{named}: {why.partition(': ')[2] or why}")
             del keys[key]
-    typed = _flat(recipe.model_dump(mode="json", exclude_unset=True))
+    typed = flat(recipe.model_dump(mode="json", exclude_unset=True))
     done.keys = {key: typed.get(key, value) for key, value in done.keys.items()}
     for key in done.holes:
-        if item := re.fullmatch(r"(data\.sources|evaluation\.benchmarks)\.0\.(\w+)", key):
-            done.keys.setdefault(item[1], [{"name": "mine"}])[0][item[2]] = HOLE
-        else:
+        item = re.fullmatch(r"(data\.sources|evaluation\.benchmarks)\.0\.(\w+)", key)
+        if item is None:
             done.keys[key] = HOLE
-
-
-def _flat(tree: dict[str, Any], at: str = "") -> dict[str, Any]:
-    """Return values and lists by their dotted keys; the bounds of ``loss.rollout_rs`` stay together."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        is_section = isinstance(value, dict) and value and f"{at}{key}" != "loss.rollout_rs"
-        flat |= _flat(value, f"{at}{key}.") if is_section else {f"{at}{key}": value}
-    return flat
+        elif item[1] not in done.holes:
+            done.keys.setdefault(item[1], [{"name": "mine"}])[0][item[2]] = HOLE
 
 
 def _nested(keys: dict[str, Any]) -> dict[str, Any]:
     """Return sections. A key that is not ours stays whole."""
     tree: dict[str, Any] = {}
     for key, value in keys.items():
-        *parents, last = key.split(".") if key.split(".")[0] in Recipe.model_fields else [key]
+        *parents, last = key.split(".") if key.split(".")[0] in (*Recipe.model_fields, "columns") else [key]
         at = tree
         for part in parents:
             at = at.setdefault(part, {})
@@ -469,119 +390,10 @@ def _nested(keys: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def read(file: Path, trainer: str, words: Sequence[str], remarks: list[str]) -> dict[str, Any]:
-    """Return the keys of a configuration with their values as text or lists; what is to be said goes to
-    ``remarks``."""
-    text = file.read_text(encoding="utf-8")
-    try:
-        if file.suffix == ".py":
-            return _of_python(text)
-        if file.suffix in (".txt", ".args"):
-            return _of_words(text.splitlines(), trainer, file)
-        if file.suffix not in (".yaml", ".yml", ".json"):
-            return _of_script(file, trainer, words, remarks)
-        found = read_value(text) or {}
-        if isinstance(found, list) and all(isinstance(word, str) for word in found):
-            return _of_words(found, trainer, file)
-        if not isinstance(found, dict):
-            raise ValueError(
-                f"expected a mapping of keys or a list of arguments, found a {type(found).__name__}"
-            )
-        keys = _flat(found)
-        if open_ := [f"{key}: {value}" for key, value in keys.items() if "${" in str(value)]:
-            raise ValueError(f"{open_[0]}: expected resolved values (verl: --cfg job --resolve)")
-        return keys
-    except (SyntaxError, ValueError) as error:
-        raise ValueError(f"{file}: cannot be read as a configuration: {error}") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"{file}: not valid YAML: {in_one_line(error)}") from None
-
-
-def _of_script(file: Path, trainer: str, words: Sequence[str], remarks: list[str]) -> dict[str, Any]:
-    """Return the keys of the last training command that bash starts for the script."""
-    from megatron_eqlen.cli.launch_scripts import launched
-
-    variables = dict(word.split("=", 1) for word in words if re.match(r"\w+=", word))
-    found = launched(file, [word for word in words if not re.match(r"\w+=", word)], variables)
-    configured = [_of_words(command, trainer, file) for command in found.commands]
-    known = [sum(bool((row := _row(trainer, key)) and row.ours) for key in keys) for keys in configured]
-    training = [
-        keys for keys, count in zip(configured, known, strict=True) if count > 1 and 2 * count >= max(known)
-    ]
-    if not training:
-        said = [line for line in found.end.output.splitlines() if line.strip() and line[0] != "+"]
-        last, end = (said or [""])[-1], found.end
-        raise ValueError(
-            f"expected a script that starts a training of {trainer}, found {len(found.commands)} others; "
-            f"bash ended it with {end.status if end.code is None else end.code}: {last[-300:]} (what it "
-            "takes from its environment is given behind it: NAME=VALUE)"
-        )
-    remarks += [f"The script starts {len(training)} trainings; this is the last one."] * (len(training) > 1)
-    remarks += [f"The script reads {name}, which is not there." for name in dict.fromkeys(found.missing)]
-    return training[-1]
-
-
-def _of_words(words: list[str], trainer: str, file: Path) -> dict[str, Any]:
-    """Return the keys in a command's arguments, ``a.b=c`` (verl) or ``--a b c``, over those of the file
-    that they name: verl's ``--config-name``, if it is not its own, TRL's ``--config``, ``--config_file``."""
-    options: dict[str, Any] = {}
-    keys, option = dict[str, Any](), ""
-    for word in words:
-        if match := OPTION.fullmatch(word):
-            option = match[1].replace("-", "_")
-            options[option] = "true" if match[2] is None else match[2].strip("'\"")
-            option = option if match[2] is None else ""
-        elif trainer == "verl" and (match := HYDRA.fullmatch(word)):
-            keys = {key: value for key, value in keys.items() if key != match[1].lstrip("~")}
-            keys |= _hydra(match[1], match[2]) if "=" in word else {}
-            option = ""
-        elif option:
-            options[option] = word if options[option] == "true" else [*_listed(options[option]), word]
-            option = "" if word.endswith(".py") else option
-    name = str(options.get("config_name", "")).removesuffix(".yaml")
-    if trainer == "slime" or (
-        trainer == "verl" and (not keys or not name or re.fullmatch(r"ppo(_\w+)?_trainer", name))
-    ):
-        return options if trainer == "slime" else keys
-    if trainer == "verl":
-        name = f"{options.get('config_path', options.get('config_dir', 'config'))}/{name}.yaml"
-    for path in (
-        [name] if trainer == "verl" else [str(options[n]) for n in ("config", "config_file") if n in options]
-    ):
-        places = [Path(path), *(folder / path for folder in file.resolve().parents)]
-        base = next((each for each in places if each.is_file()), None)
-        if base is None:
-            raise ValueError(f"it reads {path}, which is not there; give the resolved configuration")
-        below = _flat(read_value(base.read_text(encoding="utf-8")))
-        below = {key: value for key, value in below.items() if "${" not in str(value)}
-        keys = {
-            key: value for key, value in below.items() if key.split(".")[0] not in ("defaults", "hydra")
-        } | keys
-    return keys if trainer == "verl" else keys | options
-
-
-def _hydra(key: str, value: str) -> dict[str, Any]:
-    """Return the keys of an override of Hydra's; quotes, lists and mappings are read."""
-    found: Any = value
-    if re.match(r"[\[{'\"]", value):
-        with suppress(yaml.YAMLError):  # or else it stays text
-            found = read_value(re.sub(r":(?=[^\s/])", ": ", value) if value.startswith("{") else value)
-    return _flat({key: found})
-
-
-def _of_python(text: str) -> dict[str, Any]:
-    """Return the arguments of TRL's classes: constants, or else their source."""
-    calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
-    calls = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] in PYTHON_CALLS]
-    words = {word.arg: word.value for call in calls for word in call.keywords if word.arg not in NO_OPTIONS}
-    return {
-        str(name): str(value.value) if isinstance(value, ast.Constant) else ast.unparse(value)
-        for name, value in words.items()
-    }
-
-
-def _listed(value: Any) -> list[str]:
-    return [str(each) for each in (value if isinstance(value, list) else [value] if value else [])]
+def _popped(keys: dict[str, Any], at: str) -> dict[str, Any]:
+    """Remove the keys below ``at``, and return them as a section."""
+    below = [key for key in keys if key.startswith(at)]
+    return _nested({key.removeprefix(at): keys.pop(key) for key in below})
 
 
 def _name(path: str) -> str:

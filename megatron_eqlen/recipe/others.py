@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.recipe.yaml_values import read_value
+from megatron_eqlen.recipe.yaml_values import Plain, read_value
 
 TRAINERS = ("verl", "trl", "slime")
 HINTS = "hints"
@@ -25,10 +24,11 @@ class Row:
 
     theirs: str
     ours: str | None = None
-    computed: str | None = None
+    part: str | None = None
     values: Mapping[str, Any] | None = None
+    also: Mapping[str, Any] = field(default_factory=dict)
     effect: str = ""
-    lost: str = ""
+    why: str = ""
     neutral: Any = ()
     when: str = ""
     irrelevant: str = ""
@@ -36,19 +36,7 @@ class Row:
     def asks_nothing(self, value: str) -> bool:
         """Return True if nothing changes with this value."""
         known = self.neutral if isinstance(self.neutral, list | tuple) else [self.neutral]
-        return any(value.lower() == str(each).lower() or _number(value) == _number(each) for each in known)
-
-
-def _number(value: Any) -> float:
-    """Return the number that a value spells, NaN for other texts."""
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return math.nan
-
-
-NAMES = {"as": "computed", "why": "lost"}
-"""Fields of a row by their names in the file."""
+        return Plain(value).value in [Plain(str(each).lower()).value for each in known]
 
 
 @cache
@@ -59,27 +47,27 @@ def _file(name: str = "others.yaml") -> dict[str, Any]:
 @cache
 def table() -> dict[str, list[Row]]:
     """Return the rows of each trainer, in the table's order."""
-    rows: dict[str, list[Row]] = {}
-    for trainer in (*TRAINERS, HINTS):
-        parts = _file()[trainer]
-        found = rows.setdefault(trainer, [])
-        for end, field in (("same", "ours"), ("changed", "ours"), ("lost", "why")):
-            found += [_row(theirs, row, field) for theirs, row in parts.get(end, {}).items()]
-        for reason, names in parts.get("irrelevant", {}).items():
-            found += [Row(theirs, irrelevant=reason) for theirs in names.split()]
-    return rows
+    return {trainer: [*_rows(_file()[trainer])] for trainer in (*TRAINERS, HINTS)}
 
 
-def _row(theirs: str, row: str | dict[str, Any], field: str) -> Row:
-    """Return a row of the file, whose text alone is ``field``."""
-    fields: dict[str, Any] = {field: row} if isinstance(row, str) else row
-    return Row(theirs, **{NAMES.get(name, name): value for name, value in fields.items()})
+def _rows(parts: dict[str, Any]) -> Iterator[Row]:
+    for end, name in (("same", "ours"), ("changed", "ours"), ("lost", "why")):
+        for theirs, row in parts.get(end, {}).items():
+            yield Row(theirs, **({name: row} if isinstance(row, str) else row))
+    for reason, names in parts.get("irrelevant", {}).items():
+        yield from (Row(theirs, irrelevant=reason) for theirs in names.split())
+
+
+def row_of(trainer: str, key: str) -> Row | None:
+    """Return the row of a key: its own, or else the first whose name fits."""
+    rows = table()[trainer]
+    exact = (row for row in rows if row.theirs == key)
+    return next(exact, None) or next((row for row in rows if fnmatchcase(key, row.theirs)), None)
 
 
 def defaults(trainer: str, version: str = "") -> dict[str, Any]:
     """Return what a trainer does where a key is left out, in its ``version`` (default: the newest known)."""
-    most = _numbers(version or "999")
-    found: dict[str, Any] = {}
+    most, found = _numbers(version or "999"), dict[str, Any]()
     for key, value in _file("others_defaults.yaml")[trainer].items():
         since = value if isinstance(value, dict) else {"0": value}
         if known := [new for first, new in since.items() if _numbers(first) <= most]:
@@ -106,12 +94,12 @@ def hint(parts: Sequence[str], lost: bool = False) -> str | None:
     same += [
         row
         for row in rows
-        if ((row.ours and not row.lost) or lost) and row.theirs.lower().rpartition(".")[2] == last
+        if ((row.ours and not row.why) or lost) and row.theirs.lower().rpartition(".")[2] == last
     ]
     same += [row for row in rows if fnmatchcase(key, row.theirs.lower())]
     for row in same:
-        nearest = row.ours and not row.lost
-        return f"nearest: {row.ours!r}" if nearest else f"another trainer's: {row.irrelevant or row.lost}"
+        nearest = row.ours and not row.why
+        return f"nearest: {row.ours!r}" if nearest else f"another trainer's: {row.irrelevant or row.why}"
     return None
 
 

@@ -1,0 +1,22 @@
+# Read by every bash (BASH_ENV) that runs a launch script: a file or folder that is not here ends no script.
+if [[ ! -d /work/.eqlen/bin ]]; then
+  mkdir -p /work/.eqlen/{bin,home,record,missing}
+  chmod +x /work/.eqlen/stand_in.sh
+  # bash asks for a stand-in for every other program that it does not find
+  for name in accelerate apt apt-get aws conda curl deepspeed docker git gsutil hf huggingface-cli ip kill kinit killall \
+    mpirun nsys numactl nvidia-smi pip pip3 pkill podman python python3 ray sbatch scontrol scp sleep squeue srun ssh \
+    sudo systemctl torchrun trl uv wandb wget; do
+    ln -s ../stand_in.sh "/work/.eqlen/bin/$name"
+  done
+fi
+command_not_found_handle() { EQLEN_NAME=$1 /work/.eqlen/stand_in.sh "${@:2}"; }
+source() {
+  if [[ -e $1 ]] || builtin type -P -- "$1" > /dev/null; then builtin source "$@"
+  else printf '%s\0' "$1" > "$(mktemp /work/.eqlen/missing/XXXXXX)"; fi
+}
+function . { source "$@"; }
+cd() { builtin cd "$@" 2> /dev/null || true; }
+for name in chmod chown cp ln mkdir mv rm tee touch; do
+  eval "$name() { command $name \"\$@\" 2> /dev/null || true; }"
+done
+unset name
