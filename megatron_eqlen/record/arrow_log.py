@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from megatron_eqlen.files import naming
@@ -155,23 +154,3 @@ def _check_version(path: Path, recorded: pa.Schema, schema: pa.Schema) -> None:
 def values(path: Path, schema: pa.Schema, column: str) -> set[Any]:
     """Return the distinct values of a column; no other column is decompressed."""
     return {value for batch in batches(path, schema, [column]) for value in batch[0].unique().to_pylist()}
-
-
-def lists(values: Sequence[np.ndarray | None], kind: pa.DataType) -> pa.ListArray:
-    """Return a column of ``pa.list_(kind)``, null for None."""
-    dtype = kind.to_pandas_dtype()
-    missing = [value is None for value in values]
-    arrays = [np.zeros(0, dtype) if value is None else value for value in values]
-    offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int32)
-    mask = pa.array(missing) if any(missing) else None
-    items = pa.array(np.concatenate([np.zeros(0, dtype), *arrays]))
-    return pa.ListArray.from_arrays(pa.array(offsets), items, mask=mask)
-
-
-def pieces(column: pa.ListArray) -> list[Any]:
-    """Return the arrays of a list column as views, the inverse of ``lists``."""
-    items = column.values.to_numpy(zero_copy_only=True)
-    ends = column.offsets.to_numpy().tolist()
-    present = column.is_valid().to_pylist()
-    places = zip(present, ends[:-1], ends[1:], strict=True)
-    return [items[start:end] if there else None for there, start, end in places]

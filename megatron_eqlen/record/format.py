@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from megatron_eqlen.record.arrow_log import VERSION, VERSION_KEY, lists, pieces
+from megatron_eqlen.record.arrow_log import VERSION, VERSION_KEY
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.tokens import COLUMNS, TEACHER, Column, Ragged, Tokens
 from megatron_eqlen.types import Grade, Part, Prompt, Rollout, RolloutKey, rollout_key
@@ -132,15 +132,12 @@ def rollout_rows(
     return [common | row for row in rows]
 
 
-def track_row(track: Track, tokens: Tokens, role: str = TRACK) -> RecordedRow:
-    """Return the row of new ``tokens`` of a track, or (``CONTEXT``) of columns of its rollout's prompt."""
-    return {
-        "role": role,
-        "prompt_id": track.prompt_id,
-        "index": track.index,
-        "number": track.number,
-        "table": tokens,
-    }
+def track_rows(track: Track, start: int, stop: int, with_prompt: bool) -> list[RecordedRow]:
+    """Return the row of tokens ``start`` to ``stop`` of a track, and if ``with_prompt`` one of the columns of
+    its prompt before it. Any thread may call this: a track only ever grows."""
+    place = {"prompt_id": track.prompt_id, "index": track.index, "number": track.number}
+    row = place | {"role": TRACK, "table": track.tokens[start:stop]}
+    return [place | {"role": CONTEXT, "table": track.prompt_columns}, row] if with_prompt else [row]
 
 
 def portions(rows: Iterable[RecordedRow]) -> Iterator[list[RecordedRow]]:
@@ -173,14 +170,8 @@ def to_batch(rows: list[RecordedRow], note: str = "") -> pa.RecordBatch:
             cells = [None if values is None else values.reshape(-1).view(np.uint8) for values in rows_of]
         columns[name] = cells
     nothing = [None] * len(rows)
-    arrays = [_column(columns.get(field.name, nothing), field.type) for field in SEGMENTS]
+    arrays = [pa.array(columns.get(field.name, nothing), field.type) for field in SEGMENTS]
     return pa.record_batch(arrays, schema=SEGMENTS.with_metadata({NOTE_KEY: note}))
-
-
-def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
-    if not any(value is not None for value in values):
-        return pa.nulls(len(values), kind)
-    return lists(values, kind.value_type) if pa.types.is_list(kind) else pa.array(values, kind)
 
 
 # ---- from rows -------------------------------------------------------------------------------------------
@@ -190,14 +181,15 @@ def from_batch(batch: pa.RecordBatch) -> Iterator[RecordedRow]:
     """Yield the rows of a batch, the inverse of ``to_batch``. Arrays are views of the batch; where it lacks
     their columns, tables are bare."""
     names = batch.schema.names
-    columns = [_values(batch.column(name)) for name in names]
+    columns = [cells(batch.column(name)) for name in names]
     for values in zip(*columns, strict=True):
         row = {"gold": ""} | dict(zip(names, values, strict=True))
         yield row if row.get("layout") is None else row | {"table": _table(row)}
 
 
-def _values(column: pa.Array) -> Iterable[Any]:
-    return pieces(column) if pa.types.is_list(column.type) else column.to_pylist()
+def cells(column: pa.Array) -> Iterable[Any]:
+    """Return the values of a column: of lists as arrays, which are views."""
+    return column.to_numpy(zero_copy_only=False) if pa.types.is_list(column.type) else column.to_pylist()
 
 
 def _table(row: RecordedRow) -> Tokens:

@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_eqlen.files import step_name, step_number, unused
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.record.arrow_log import batches, is_closed, pieces, values
+from megatron_eqlen.record.arrow_log import batches, is_closed, values
 from megatron_eqlen.record.format import (
     COUNTS,
     GRADES,
@@ -28,6 +28,7 @@ from megatron_eqlen.record.format import (
     SKELETON,
     Assembly,
     GradeKey,
+    cells,
     from_batch,
     grades_of,
 )
@@ -231,7 +232,7 @@ def _versions(path: Path, oldest: int, carried: Mapping[RolloutKey, int]) -> set
     sampled_by: set[int] = set()
     for batch in batches(path, SEGMENTS, ["prompt_id", "index", "policy_version", "versions"]):
         names, indices, of_rollouts = (batch[n].to_pylist() for n in ("prompt_id", "index", "policy_version"))
-        of_tokens = pieces(batch["versions"])
+        of_tokens = cells(batch["versions"])
         for prompt_id, index, of_rollout, versions in zip(
             names, indices, of_rollouts, of_tokens, strict=True
         ):
@@ -294,7 +295,7 @@ def read_grades(
             grades = grades_of(rows) | grades
             if teacher:
                 keys = (tuple(row[name] for name in KEY) for row in rows)
-                taught = dict(zip(keys, pieces(batch[TEACHER.name]), strict=True)) | taught
+                taught = dict(zip(keys, cells(batch[TEACHER.name]), strict=True)) | taught
     return grades, taught
 
 

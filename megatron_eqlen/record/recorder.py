@@ -20,15 +20,12 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import NamedTuple
 
 import pyarrow as pa
 
 from megatron_eqlen.files import replaced, unused
 from megatron_eqlen.record.arrow_log import ArrowLog
 from megatron_eqlen.record.format import (
-    CONTEXT,
     GRADES,
     SEGMENTS,
     RecordedRow,
@@ -37,7 +34,7 @@ from megatron_eqlen.record.format import (
     prompt_row,
     rollout_rows,
     to_batch,
-    track_row,
+    track_rows,
 )
 from megatron_eqlen.sampling.harvester import HarvestObserver
 from megatron_eqlen.sampling.track import Track
@@ -54,56 +51,9 @@ INTERVAL = 2.0
 """Seconds between two looks at the tracks of a harvest."""
 
 
-class NewTokens(NamedTuple):
-    """Tokens ``start`` to ``stop`` of a track."""
-
-    track: Track
-    start: int
-    stop: int
-    with_prompt: bool
-    """True if the columns of the rollout's prompt are new as well."""
-
-    def rows(self) -> list[RecordedRow]:
-        """Return the rows that record them. Any thread may call this: a track only ever grows."""
-        rows = [track_row(self.track, self.track.tokens[self.start : self.stop])]
-        if self.with_prompt:
-            assert self.track.prompt_columns is not None
-            rows.insert(0, track_row(self.track, self.track.prompt_columns, CONTEXT))
-        return rows
-
-
-class OpenTracks:
-    """Tracks of unfinished rollouts, and how many of their tokens were returned as new before."""
-
-    def __init__(self) -> None:
-        self._known: dict[Track, int] = {}
-        self._prompts: set[RolloutKey] = set()
-        """Rollouts whose prompt's columns were returned as new before."""
-
-    def follow(self, track: Track, since: int | None = None) -> None:
-        """Return the tokens of ``track`` from number ``since`` on, by default those that it gets from now on,
-        as new, until it has ended."""
-        self._known.setdefault(track, len(track.tokens) if since is None else since)
-
-    def new_tokens(self) -> list[NewTokens]:
-        """Return the tokens that the tracks got since the last call. Costs no more than a look at each."""
-        added = [
-            NewTokens(track, start, len(track.tokens), self._new_prompt(track))
-            for track, start in self._known.items()
-            if len(track.tokens) > start
-        ]
-        for new in added:
-            self._known[new.track] = new.stop
-            if new.track.finish_reason is not None:
-                del self._known[new.track]
-        return added
-
-    def _new_prompt(self, track: Track) -> bool:
-        key = track.prompt_id, track.index
-        if track.prompt_columns is None or key in self._prompts:
-            return False
-        self._prompts.add(key)
-        return True
+NewTokens = tuple[Track, int, int, bool]
+"""Arguments of ``track_rows``: a track, the numbers of its first new token and of the one after the last, and
+whether its prompt's columns are new as well."""
 
 
 class Recorder(HarvestObserver):
@@ -127,7 +77,10 @@ class Recorder(HarvestObserver):
         self._open_path = self.path.with_name(OPEN + self.path.name)
         self._open_file: ArrowLog | None = None
         """Made with the first new tokens."""
-        self._open = OpenTracks()
+        self._tracks: dict[Track, int] = {}
+        """Tracks of unfinished rollouts, and how many of their tokens were written before."""
+        self._contexts: set[RolloutKey] = set()
+        """Rollouts whose prompt's columns were written before."""
         self._prompts: set[str] = set()
         """Ids of the prompts that the file holds."""
         self._complete: list[RecordedRow] = []
@@ -137,7 +90,6 @@ class Recorder(HarvestObserver):
         self._due = time.monotonic() + INTERVAL
         self._note: Callable[[], str] = str
         """Returns what the harvest has counted (``NOTE_KEY``)."""
-        self._queue: SimpleQueue[tuple[list[NewTokens], list[RecordedRow], str]] = SimpleQueue()
         self._thread = ThreadPoolExecutor(1, "recorder")
         self._writing: Future[None] | None = None
 
@@ -151,7 +103,7 @@ class Recorder(HarvestObserver):
 
     def track_launched(self, track: Track) -> None:
         """Record the tokens that the track gets from now on."""
-        self._open.follow(track)
+        self._tracks.setdefault(track, len(track.tokens))
 
     def rollout_completed(self, rollout: Rollout, generated_tokens: int) -> None:
         """Record a rollout with the next write."""
@@ -166,7 +118,7 @@ class Recorder(HarvestObserver):
         now = time.monotonic()
         if now >= self._due or last:
             self._due = now + INTERVAL
-            tokens, rows = self._open.new_tokens(), self._complete
+            tokens, rows = self._new_tokens(), self._complete
             self._complete = []
             if tokens or rows:
                 self._put(tokens, rows)
@@ -196,17 +148,29 @@ class Recorder(HarvestObserver):
             self._thread.shutdown()
             self._abandon()
 
+    def _new_tokens(self) -> list[NewTokens]:
+        """Return the tokens that tracks got since the last call. Costs no more than a look at each."""
+        added: list[NewTokens] = []
+        for track, start in list(self._tracks.items()):
+            if len(track.tokens) > start:
+                key = track.prompt_id, track.index
+                with_prompt = track.prompt_columns is not None and key not in self._contexts
+                if with_prompt:
+                    self._contexts.add(key)
+                self._tracks[track] = len(track.tokens)
+                added.append((track, start, self._tracks[track], with_prompt))
+                if track.finish_reason is not None:
+                    del self._tracks[track]
+        return added
+
     def _write_suspended(self) -> None:
         """Replace the open tracks on disk by all tokens of the suspended rollouts, then record these."""
+        self._tracks, self._contexts = {track: 0 for _, tracks in self._suspended for track in tracks}, set()
         with replaced(self._open_path) as partial:
             file = ArrowLog(partial, SEGMENTS)
-            for _, tracks in self._suspended:
-                open_tracks = OpenTracks()
-                for track in tracks:
-                    open_tracks.follow(track, since=0)
-                _append_tokens(file, open_tracks.new_tokens())
+            _append(file, (row for new in self._new_tokens() for row in track_rows(*new)))
             file.close()
-        _append(self._file, [row for rows, _ in self._suspended for row in rows])
+        _append(self._file, (row for rows, _ in self._suspended for row in rows))
 
     def _abandon(self) -> None:
         """Leave the files as they are, for the next attempt."""
@@ -232,30 +196,20 @@ class Recorder(HarvestObserver):
     def _put(self, tokens: list[NewTokens], rows: list[RecordedRow]) -> None:
         if self._writing is not None and self._writing.done():
             self._writing.result()
-        self._queue.put((tokens, rows, self._note()))
-        self._writing = self._thread.submit(self._drain)
+        self._writing = self._thread.submit(self._write, self._writing, tokens, rows, self._note())
 
-    def _drain(self) -> None:
-        """Write all that waits in the queue, rollouts after the tokens that all rollouts had then: rollouts
-        on disk are never ahead of the open tracks."""
-        rows: list[RecordedRow] = []
-        note = ""
-        try:
-            while True:
-                tokens, complete, note = self._queue.get_nowait()
-                if tokens:
-                    if self._open_file is None:
-                        self._open_file = ArrowLog(self._open_path, SEGMENTS)
-                    _append_tokens(self._open_file, tokens)
-                rows += complete
-        except Empty:
-            _append(self._file, rows, note)
-
-
-def _append_tokens(file: ArrowLog, tokens: Iterable[NewTokens]) -> None:
-    """Append new tokens in one batch, so that all or none of them are read."""
-    if rows := [row for new in tokens for row in new.rows()]:
-        file.write(to_batch(rows))
+    def _write(
+        self, before: Future[None] | None, tokens: list[NewTokens], rows: list[RecordedRow], note: str
+    ) -> None:
+        """Write tokens in one batch, so that all or none of them are read, then rollouts, which are never
+        ahead of the open tracks on disk. Write nothing after a failure."""
+        if before is not None:
+            before.result()
+        if tokens:
+            if self._open_file is None:
+                self._open_file = ArrowLog(self._open_path, SEGMENTS)
+            self._open_file.write(to_batch([row for new in tokens for row in track_rows(*new)]))
+        _append(self._file, rows, note)
 
 
 def _append(file: ArrowLog, rows: Iterable[RecordedRow], note: str = "") -> None:
@@ -264,14 +218,6 @@ def _append(file: ArrowLog, rows: Iterable[RecordedRow], note: str = "") -> None
         file.write(to_batch(portion))
     if note:
         file.write(to_batch([], note))
-
-
-def record(path: str | Path, rollouts: Sequence[Rollout]) -> None:
-    """Record rollouts that are complete, with their grades."""
-    with Recorder(path) as recorder:
-        for rollout in rollouts:
-            recorder.write(rollout)
-    record_grades(Path(path), rollouts)
 
 
 def record_grades(path: Path, graded: Iterable[Rollout]) -> None:

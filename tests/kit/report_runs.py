@@ -13,7 +13,6 @@ from megatron_eqlen.hf.tokenizer import Tokenizer, load_tokenizer
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.load import dump
-from megatron_eqlen.record.recorder import record
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Grade, Part, Prompt, Rollout
 from tools.tokenizer_maker import write_hf_tokenizer
@@ -81,7 +80,7 @@ def write_run(folder: Path, recipe: Recipe, streams: dict[str, list[Rollout]] | 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "recipe.yaml").write_text(dump(recipe), encoding="utf-8")
     for step, rollouts in (streams or {}).items():
-        record(folder / "streams" / step / "rank-0.arrow", rollouts)
+        kit.record(folder / "streams" / step / "rank-0.arrow", rollouts)
     return folder
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.record.recorder import Recorder, record_grades
 from megatron_eqlen.types import Metrics, Outcome, Part, Prompt, Rollout, TokenTree
 
 
@@ -70,3 +72,11 @@ def build_trees(rollouts: Sequence[Rollout], recipe: Recipe) -> tuple[list[Token
     """Return the forest of the only optimizer step of ``rollouts``, and metrics."""
     (trees,), metrics = build_minibatches(rollouts, recipe)
     return trees, metrics
+
+
+def record(path: Path, rollouts: Sequence[Rollout]) -> None:
+    """Record rollouts that are complete, with their grades."""
+    with Recorder(path) as recorder:
+        for rollout in rollouts:
+            recorder.write(rollout)
+    record_grades(path, rollouts)

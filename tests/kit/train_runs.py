@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from megatron_eqlen.record import recorder
+import tests.kit.rollouts as kit
 from megatron_eqlen.record.reader import read_step
 from tests.kit.jobs import run
 from tests.kit.processes import within
@@ -97,7 +97,7 @@ def streams_that_teach_little(trained: Path, folder: Path, spoil_of: dict[int, C
         path.with_name("grades-rank-0.arrow").unlink()
         for rollout in rollouts:
             spoil(rollout)
-        recorder.record(path, rollouts)
+        kit.record(path, rollouts)
     return folder
 
 

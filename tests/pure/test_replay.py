@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import tests.kit.rollouts as kit
 from megatron_eqlen.job import Job
-from megatron_eqlen.record import recorder
 from megatron_eqlen.record.reader import read_step
 from megatron_eqlen.record.replayed import ReplayError, check_step, check_steps
 from megatron_eqlen.types import Prompt, Rollout
@@ -25,7 +25,7 @@ def streams_of(prompts: int, each: int) -> list[Rollout]:
 
 
 def record(home: Path, step: int, rollouts: list[Rollout]) -> Path:
-    recorder.record(home / f"step-{step:08d}" / "rank-0.arrow", rollouts)
+    kit.record(home / f"step-{step:08d}" / "rank-0.arrow", rollouts)
     return home / f"step-{step:08d}"
 
 

@@ -17,7 +17,6 @@ import pytest
 import tests.kit.rollouts as kit
 from megatron_eqlen.cli.__main__ import main
 from megatron_eqlen.evaluation.result import Answers, EvaluationResult, write_results
-from megatron_eqlen.record.recorder import record
 from megatron_eqlen.report.charts import MAX_POINTS, METRICS, Chart, averaged, charts, smoothed
 from megatron_eqlen.report.metrics import Columns, MetricsWriter
 from megatron_eqlen.report.page import PageWriter, write_page
@@ -140,7 +139,7 @@ def test_forks_of_a_run_or_harvest_say_where_its_outcome_is_decided(tmp_path, fo
     objective = "rloo" if sampling == "tree" else "grpo"
     run = write_run(tmp_path, recipe(tmp_path, sampling=sampling, objective=objective))
     (run / folder).mkdir(parents=True)
-    record(run / folder / "rank-0.arrow", forked)
+    kit.record(run / folder / "rank-0.arrow", forked)
     assert main(["report", str(run)]) == 0
     path, sentence = capsys.readouterr().out.splitlines()
     assert path == str(run / "report.html")

@@ -32,7 +32,7 @@ from megatron_eqlen.record.reader import (
     set_aside_stale,
     step_files,
 )
-from megatron_eqlen.record.recorder import Recorder, record, record_grades
+from megatron_eqlen.record.recorder import Recorder, record_grades
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.tokens import Placeholder, Tokens
 from megatron_eqlen.types import Delta, Grade, Part, Prompt, Rollout, rollout_key, training_order
@@ -70,7 +70,7 @@ EMPTY = kit.stream(prompt("q"), 0, 0, [], "budget")
 
 def test_rollouts_and_grades_read_back_identically(tmp_path):
     path = tmp_path / "step-00000001" / "rank-0.arrow"
-    record(path, [STREAM, GROUP, TREE])
+    kit.record(path, [STREAM, GROUP, TREE])
     assert read_step(path.parent) == [GROUP, STREAM, TREE]
     assert [rollout_key(r) for r in read_step(path.parent)] == [
         ("p", 0), ("deepmath/a.parquet#17", 2), ("t", 0),
@@ -103,7 +103,7 @@ def test_routes_are_recorded_as_the_recipe_says(tmp_path):
 def test_every_attempt_at_a_step_has_a_file_of_its_own(tmp_path):
     path = tmp_path / "rank-0.arrow"
     for rollouts in ([STREAM], [TREE], [EMPTY, STREAM]):
-        record(path, rollouts)
+        kit.record(path, rollouts)
     assert sorted(path.name for path in tmp_path.glob("rank*")) == [
         "rank-0-2.arrow", "rank-0-3.arrow", "rank-0.arrow",
     ]  # fmt: skip
@@ -124,7 +124,7 @@ def test_grades_are_a_file_of_their_own_and_nothing_is_rewritten(tmp_path):
 
 def test_cut_at_any_byte_a_file_holds_its_whole_batches(tmp_path, caplog):
     path = tmp_path / "rank-0.arrow"
-    record(path, [GROUP, EMPTY])
+    kit.record(path, [GROUP, EMPTY])
     data, rollouts = path.read_bytes(), [GROUP, EMPTY]
     for size in range(0, len(data), 131):
         path.write_bytes(data[:size])
@@ -138,7 +138,7 @@ def test_cut_at_any_byte_a_file_holds_its_whole_batches(tmp_path, caplog):
 def test_a_flipped_bit_changes_no_value(tmp_path, name, closed):
     """It makes a closed file unreadable; of the file of a killed process the batches before it are read. Some
     bits have no meaning: fillings between columns, for example."""
-    record(tmp_path / "rank-0.arrow", [GROUP, STREAM])
+    kit.record(tmp_path / "rank-0.arrow", [GROUP, STREAM])
     path = tmp_path / name
     data = path.read_bytes()[: None if closed else -8]
     outcomes: Counter[str] = Counter()
@@ -233,7 +233,7 @@ def shape(rollout) -> list:
 def test_skeletons_have_everything_but_arrays(tmp_path):
     path = tmp_path / "rank-0.arrow"
     rollouts = [GROUP, STREAM, TREE, EMPTY]
-    record(path, rollouts)
+    kit.record(path, rollouts)
     found = read_skeletons([path])
     assert list(map(shape, found)) == list(map(shape, sorted(rollouts, key=training_order)))
     masks = [s.tokens["kept"] for rollout in found for s in rollout.parts if "kept" in s.tokens]
@@ -285,7 +285,7 @@ def test_a_recorded_token_takes_at_most_9_bytes_in_memory_and_6_on_disk(tmp_path
         prompt("p"), 0, [Part(Tokens.of(ids, -random.exponential(1, len(ids)).astype(np.float32)), "stop")]
     )
     path = tmp_path / "rank-0.arrow"
-    record(path, [group])
+    kit.record(path, [group])
     (segment,) = read_step(tmp_path)[0].parts
     assert segment.tokens.nbytes == 8 * len(segment)
     assert path.stat().st_size < 6 * len(segment)
@@ -295,11 +295,11 @@ def test_rollouts_of_weights_of_another_version_are_set_aside(tmp_path, caplog):
     """After a resume an update that was skipped may be taken: later recorded steps are stale then."""
     folder = tmp_path / "step-00000003"
     set_aside_stale(folder, 3, 3)  # nothing is recorded yet
-    record(folder / "rank-0.arrow", [TREE])
+    kit.record(folder / "rank-0.arrow", [TREE])
     set_aside_stale(folder, TREE.policy_version, TREE.policy_version)
     assert read_step(folder) == [TREE]
-    record(folder / "rank-1.arrow", [STREAM])
-    record(tmp_path / "step-00000004" / "rank-0.arrow", [TREE])
+    kit.record(folder / "rank-1.arrow", [STREAM])
+    kit.record(tmp_path / "step-00000004" / "rank-0.arrow", [TREE])
     set_aside_stale(folder, TREE.policy_version, TREE.policy_version)
     assert read_step(folder) == []
     assert read_step(tmp_path / "stale-step-00000004") == [TREE], "what came after it was of that run, too"
@@ -311,7 +311,7 @@ def test_rollouts_of_weights_of_another_version_are_set_aside(tmp_path, caplog):
 def test_tokens_that_a_step_carried_may_be_as_old_as_their_rollout(tmp_path, carried, stays):
     folder = tmp_path / "step-00000003"
     completion = Part(Tokens.of([5, 6, 9], [-1, -1, -1], versions=[2, 4, 4]), "stop")
-    record(folder / "rank-0.arrow", [kit.group(prompt("a"), 4, [completion])])
+    kit.record(folder / "rank-0.arrow", [kit.group(prompt("a"), 4, [completion])])
     set_aside_stale(folder, 4, math.inf, carried)
     assert folder.exists() == stays
 
