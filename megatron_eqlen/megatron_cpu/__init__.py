@@ -13,10 +13,10 @@ With CUDA, step 1 is skipped and Megatron-Core runs unchanged. Nothing heavy is 
 """
 
 import sys
-from collections.abc import Sequence
-from functools import cache
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 
 
@@ -32,25 +32,29 @@ def install() -> None:
 
 
 class _MegatronCore(MetaPathFinder):
-    """Finder that delegates ``megatron.core`` to a ``MegatronFinder``, created for the first module."""
+    """Finder of ``megatron.core`` modules, by Python's own path finder, with a loader that prepares them."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname != "megatron.core" and not fullname.startswith("megatron.core."):
             return None
-        return _finder().find_spec(fullname, path, target)
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and type(spec.loader) is SourceFileLoader:
+            spec.loader = _loader()(spec.loader.name, spec.loader.path)
+        return spec
 
 
 @cache
-def _finder() -> MetaPathFinder:
+def _loader() -> Callable[[str, str], Loader]:
+    """Return the loader of (name, path); made for the first module."""
     import torch
 
     from megatron_eqlen.megatron_cpu import gaps, packages
-    from megatron_eqlen.megatron_cpu.finder import MegatronFinder
+    from megatron_eqlen.megatron_cpu.finder import MegatronLoader
 
     packages.leave_out_broken()
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
         gaps.quiet()
-    return MegatronFinder(rewrite=on_cpu)
+    return partial(MegatronLoader, rewrite=on_cpu)

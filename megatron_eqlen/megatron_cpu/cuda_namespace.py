@@ -8,11 +8,11 @@ It contains only what Megatron-Core calls on the paths we use. Any other name is
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import BFloat16Tensor, DoubleTensor, FloatTensor, HalfTensor, IntTensor, LongTensor  # noqa: F401  the tensor types, for their names in Megatron-Core
+from torch import BFloat16Tensor, FloatTensor, HalfTensor  # noqa: F401  named in Megatron-Core
 
 
 class Event:
@@ -25,9 +25,6 @@ class Event:
 
     def query(self) -> bool:
         return True
-
-    def elapsed_time(self, end: Event) -> float:
-        return 0.0
 
 
 class Stream:
@@ -52,9 +49,6 @@ def current_stream(device: Any = None) -> Stream:
     return Stream()
 
 
-default_stream = current_stream
-
-
 def stream(stream: Stream | None) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
@@ -67,24 +61,10 @@ def current_device() -> torch.device:
     return torch.device("cpu")
 
 
-def device_count() -> int:
-    return 1
-
-
-def set_device(device: Any) -> None: ...
 def synchronize(device: Any = None) -> None: ...
-def empty_cache() -> None: ...
 
 
 def is_available() -> bool:
-    return False
-
-
-def is_initialized() -> bool:
-    return True
-
-
-def is_current_stream_capturing() -> bool:
     return False
 
 
@@ -98,13 +78,6 @@ def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
 
 def manual_seed(seed: int) -> None:
     torch.manual_seed(seed)
-
-
-def memory_allocated(device: Any = None) -> int:
-    return 0
-
-
-max_memory_allocated = memory_reserved = max_memory_reserved = memory_allocated
 
 
 def compile(function: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
@@ -122,18 +95,6 @@ class _Generators:
 
 
 default_generators = _Generators()
-
-
-class nvtx:
-    @staticmethod
-    def range_push(name: str) -> None: ...
-    @staticmethod
-    def range_pop() -> None: ...
-
-    @staticmethod
-    @contextlib.contextmanager
-    def range(name: str) -> Iterator[None]:
-        yield
 
 
 class random:

@@ -1,4 +1,4 @@
-"""Import hook for ``megatron.core``: finds its modules and gives them a loader that prepares them.
+"""Loader of the modules of ``megatron.core``, which prepares them.
 
 Without CUDA the loader rewrites a module's source:
 
@@ -19,12 +19,9 @@ compiles while it is imported would import torch's compilers, seconds of every s
 from __future__ import annotations
 
 import ast
-import importlib.abc
 import importlib.machinery
 import types
 import zlib
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -61,21 +58,6 @@ class MegatronLoader(importlib.machinery.SourceFileLoader):
     def exec_module(self, module: types.ModuleType) -> None:
         super().exec_module(module)
         gaps.close(module, on_cpu=self.rewrite)
-
-
-class MegatronFinder(importlib.abc.MetaPathFinder):
-    """Finder of ``megatron.core`` modules, by Python's own path finder."""
-
-    def __init__(self, rewrite: bool) -> None:
-        self.rewrite = rewrite
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> ModuleSpec | None:
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
-            spec.loader = MegatronLoader(spec.loader.name, spec.loader.path, self.rewrite)
-        return spec
 
 
 NAMESPACE = "megatron_eqlen.megatron_cpu.cuda_namespace"

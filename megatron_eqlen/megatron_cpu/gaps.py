@@ -30,17 +30,6 @@ def _check_version(core: types.ModuleType) -> None:
         )
 
 
-def _answer_without_transformer_engine(utils: Any) -> None:
-    """Let ``is_te_min_version`` return False without Transformer Engine, where it would compare None:
-    TypeError."""
-    is_te_min_version = utils.is_te_min_version
-
-    def is_installed_and_new(version: str, check_equality: bool = True) -> bool:
-        return utils.get_te_version() is not None and is_te_min_version(version, check_equality)
-
-    utils.is_te_min_version = is_installed_and_new
-
-
 def _allow_gated_delta_net(gated_delta_net: Any) -> None:
     """Pass the constructor's check for fla's kernels; our forward (models/gated_delta_net.py) chooses its
     own."""
@@ -171,7 +160,6 @@ def quiet() -> None:
 
 EVERYWHERE: dict[str, Callable[[types.ModuleType], None]] = {
     "megatron.core": _check_version,
-    "megatron.core.utils": _answer_without_transformer_engine,
     "megatron.core.ssm.gated_delta_net.common": _allow_gated_delta_net,
     "megatron.core.optimizer.distrib_optimizer": _load_states_in_place,
     "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": _hold_main_weights_once,
