@@ -106,6 +106,8 @@ class TreeParams(PackedSeqParams):
     """This rank's part of the row; None: all of it."""
     block_mask: BlockMask | None = None
     """FlexAttention's mask of the row, filled in by the first layer that needs it."""
+    _seams: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
+    _chunks: dict[int, Chunks] = field(default_factory=dict, init=False)
 
     @classmethod
     def from_row(
@@ -240,15 +242,8 @@ class TreeParams(PackedSeqParams):
         Returns [m] int64 positions, and [m, width] int64 their windows, the position itself last, S where the
         path has no such position. The row's start, where both windows are empty, is left out.
         """
-        if width not in self._seams:
-            self._seams[width] = self._find_seams(width)
-        return self._seams[width]
-
-    @cached_property
-    def _seams(self) -> dict[int, tuple[Tensor, Tensor]]:
-        return {}
-
-    def _find_seams(self, width: int) -> tuple[Tensor, Tensor]:
+        if width in self._seams:
+            return self._seams[width]
         none = len(self)
         starts = np.array([run.start for run in self.runs], dtype=np.int64)
         # [m] the first width - 1 positions of each run: elsewhere path and row agree
@@ -260,19 +255,13 @@ class TreeParams(PackedSeqParams):
             window[:, step] = self._previous[window[:, step + 1]]
         flat = near[:, None] + np.arange(1 - width, 1)  # [m, width] the row's last positions
         apart = (np.where(flat < 0, none, flat) != window).any(axis=1)
-        return torch.from_numpy(near[apart]).to(self.device), torch.from_numpy(window[apart]).to(self.device)
+        self._seams[width] = self._tensor(near[apart]), self._tensor(window[apart])
+        return self._seams[width]
 
     def chunks(self, size: int) -> Chunks:
         """Return the runs cut into chunks of ``size`` positions; cached per size."""
-        if size not in self._chunks:
-            self._chunks[size] = self._cut(size)
-        return self._chunks[size]
-
-    @cached_property
-    def _chunks(self) -> dict[int, Chunks]:
-        return {}
-
-    def _cut(self, size: int) -> Chunks:
+        if size in self._chunks:
+            return self._chunks[size]
         lengths = np.array([run.length for run in self.runs], dtype=np.int64)
         starts = np.array([run.start for run in self.runs], dtype=np.int64)
         counts = -(-lengths // size)  # [runs] chunks of each run
@@ -286,7 +275,9 @@ class TreeParams(PackedSeqParams):
         level = level_of_run[run] + step
         above = np.array([last[run.parent] if run.parent >= 0 else -1 for run in self.runs], dtype=np.int64)
         parent = np.where(step > 0, np.arange(len(run)) - 1, above[run])
-        return self._sorted_chunks(size, level, parent, starts[run] + step * size, (starts + lengths)[run])
+        start, end = starts[run] + step * size, (starts + lengths)[run]
+        self._chunks[size] = self._sorted_chunks(size, level, parent, start, end)
+        return self._chunks[size]
 
     def _sorted_chunks(
         self, size: int, level: np.ndarray, parent: np.ndarray, start: np.ndarray, end: np.ndarray
@@ -303,9 +294,7 @@ class TreeParams(PackedSeqParams):
         offset = np.cumsum([0, *per_level])  # first new number of each level
         sorted_parent = np.where(parent[order] >= 0, rank[parent[order]], 0)
         parents = [
-            torch.from_numpy(
-                sorted_parent[offset[i] : offset[i + 1]] - offset[i - 1] if i else sorted_parent[:0]
-            )
+            sorted_parent[offset[i] : offset[i + 1]] - offset[i - 1] if i else sorted_parent[:0]
             for i in range(len(per_level))
         ]
         positions = start[order][:, None] + np.arange(size)  # [n, size]
@@ -313,10 +302,10 @@ class TreeParams(PackedSeqParams):
         slots = np.empty(none + 1, dtype=np.int64)  # the last is of filling slots, and dropped
         slots[positions] = np.arange(count * size)
         return Chunks(
-            positions=torch.from_numpy(positions).to(self.device),
-            slots=torch.from_numpy(slots[:none]).to(self.device),
+            positions=self._tensor(positions),
+            slots=self._tensor(slots[:none]),
             levels=per_level,
-            parents=[numbers.to(self.device) for numbers in parents],
+            parents=[*map(self._tensor, parents)],
             with_children=np.bincount(level[~childless], minlength=len(per_level)).tolist(),
         )
 
@@ -340,8 +329,11 @@ class TreeParams(PackedSeqParams):
         place = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
         parents = np.array([number[run.parent] for run in runs if run.parent >= 0], dtype=np.int64)
         return RunLevel(
-            positions=torch.from_numpy(np.concatenate(spans)).to(self.device),
-            cu_seqlens=torch.from_numpy(np.append(0, np.cumsum(lengths))).to(self.device),
-            chunk_indices=torch.from_numpy(np.stack((owner, place), axis=1)).to(self.device),
-            parents=torch.from_numpy(parents).to(self.device),
+            positions=self._tensor(np.concatenate(spans)),
+            cu_seqlens=self._tensor(np.append(0, np.cumsum(lengths))),
+            chunk_indices=self._tensor(np.stack((owner, place), axis=1)),
+            parents=self._tensor(parents),
         )
+
+    def _tensor(self, numbers: np.ndarray) -> Tensor:
+        return torch.from_numpy(numbers).to(self.device)

@@ -16,7 +16,7 @@ def check_loss_arrays(forest: Forest, nodes: np.ndarray) -> None:
 
 
 def _check_logprobs(forest: Forest, node: int) -> None:
-    logprobs = forest.node(node).tokens["logprobs"]
+    logprobs = forest.nodes[node].tokens["logprobs"]
     finite = np.isfinite(logprobs)
     if not finite.all():
         token = int(np.argmin(finite))
@@ -26,10 +26,10 @@ def _check_logprobs(forest: Forest, node: int) -> None:
 
 
 def _check_mask(forest: Forest, node: int) -> None:
-    if "kept" not in forest.node(node).tokens:
+    if "kept" not in forest.nodes[node].tokens:
         return
-    kept, tokens = forest.node(node).tokens["kept"], forest.node(node).token_ids
-    sampled = forest.node(node).tokens.columns.get("kept_logprobs")
+    kept, tokens = forest.nodes[node].tokens["kept"], forest.nodes[node].token_ids
+    sampled = forest.nodes[node].tokens.columns.get("kept_logprobs")
     if sampled is not None and not (
         np.array_equal(sampled.counts, kept.counts) and np.isfinite(sampled.values).all()
     ):
@@ -39,7 +39,7 @@ def _check_mask(forest: Forest, node: int) -> None:
         )
     owner = np.repeat(np.arange(len(kept)), kept.counts)
     contains = np.bincount(owner[kept.values == tokens[owner]], minlength=len(kept)) > 0
-    contains |= ~forest.node(node).tokens.is_generated
+    contains |= ~forest.nodes[node].tokens.is_generated
     if not contains.all():
         token = int(np.argmin(contains))
         raise TreeError(
@@ -52,7 +52,7 @@ def check_route_shapes(forest: Forest, expected: tuple[int, int]) -> None:
     """Raise TreeError if a node's routes do not have the model's (MoE layers, experts per token). Reads
     shapes only, so skeletons suffice."""
     for node in np.flatnonzero(forest.has_path_columns).tolist():
-        routes = forest.node(node).tokens["routes"]
+        routes = forest.nodes[node].tokens["routes"]
         if routes.shape[1:] != expected:
             raise TreeError(
                 f"{forest.where(node)}: expected routes of the model's {expected[0]} MoE layers x "
@@ -64,22 +64,16 @@ def check_routes(forest: Forest, nodes: np.ndarray, experts: int) -> None:
     """Raise TreeError if routes of ``nodes`` ([m] int64, forest indices) name an expert outside ``experts``,
     or the same expert twice."""
     for node in nodes[forest.has_path_columns[nodes]].tolist():
-        tokens, first = forest.node(node).tokens, int(forest.parent[node] < 0)
+        tokens, first = forest.nodes[node].tokens, int(forest.parent[node] < 0)
         routes = tokens["routes"][first:][tokens.is_generated[first:]]
         highest = routes.max(initial=0)
         if highest >= experts:
             raise TreeError(f"{forest.where(node)}: expected experts 0 to {experts - 1}, found {highest}")
-        _check_distinct(forest, node, routes)
-
-
-def _check_distinct(forest: Forest, node: int, routes: np.ndarray) -> None:
-    """Raise TreeError if the first two experts of a choice are equal, as in rows that were never filled."""
-    if routes.shape[2] < 2:
-        return
-    twice = routes[:, :, 0] == routes[:, :, 1]
-    if twice.any():
-        token, layer = np.argwhere(twice)[0].tolist()
-        raise TreeError(
-            f"{forest.where(node)}: expected different experts for a token, found "
-            f"{routes[token, layer].tolist()} in row {token} of its routes"
-        )
+        # the first two experts of a choice are equal in rows that were never filled
+        twice = routes[:, :, :1] == routes[:, :, 1:2]
+        if twice.any():
+            token, layer, _ = np.argwhere(twice)[0].tolist()
+            raise TreeError(
+                f"{forest.where(node)}: expected different experts for a token, found "
+                f"{routes[token, layer].tolist()} in row {token} of its routes"
+            )

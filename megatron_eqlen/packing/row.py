@@ -93,7 +93,7 @@ def _columns(forest: Forest, nodes: np.ndarray, supervised: np.ndarray) -> dict[
     bool), as ``Row.columns``."""
     if not len(nodes):
         return {}
-    tables = [forest.node(node).tokens for node in nodes]
+    tables = [forest.nodes[node].tokens for node in nodes]
     tokens, generated = Tokens.joined(tables), np.concatenate([table.is_generated for table in tables])
     columns: dict[str, Values] = {}
     for name, values in tokens.columns.items():

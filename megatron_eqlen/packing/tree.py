@@ -125,20 +125,18 @@ class Forest:
             path.append(int(self.parent[path[-1]]))
         return path[::-1]
 
-    def node(self, number: int) -> Node:
-        """Return the node with this index in the forest."""
-        return self.nodes[number]
-
     def of_segment(self, segment: int) -> tuple[str, int]:
         """Return the name of the tree and the index in it of the node with this number in ``segment``."""
-        node = int(np.flatnonzero(self.segment == segment)[0])
-        tree = int(self.tree[node])
-        return self.names[tree], node - int(np.searchsorted(self.tree, tree))
+        return self._place(int(np.flatnonzero(self.segment == segment)[0]))
 
     def where(self, node: int) -> str:
         """Return the node's name for messages."""
+        tree, number = self._place(node)
+        return f"token tree {tree!r}, node {number}"
+
+    def _place(self, node: int) -> tuple[str, int]:
         tree = int(self.tree[node])
-        return f"token tree {self.names[tree]!r}, node {node - int(np.searchsorted(self.tree, tree))}"
+        return self.names[tree], node - int(np.searchsorted(self.tree, tree))
 
     def check_budget(self, max_tokens_per_row: int) -> None:
         """Raise TreeError if a live path does not fit into a row."""
