@@ -28,8 +28,7 @@ from typing import Any
 from megatron_eqlen.megatron_cpu import gaps
 
 CACHE = f".cpu-{zlib.crc32(Path(__file__).read_bytes()):08x}.pyc"
-"""End of the names of compiled rewritten modules, beside Python's own: a process with CUDA, or with another
-version of this file, does not load them."""
+"""End of the names of compiled rewritten modules: only this version of this file without CUDA loads them."""
 
 
 class MegatronLoader(importlib.machinery.SourceFileLoader):

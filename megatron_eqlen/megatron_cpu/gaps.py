@@ -31,8 +31,7 @@ def _check_version(core: types.ModuleType) -> None:
 
 
 def _allow_gated_delta_net(gated_delta_net: Any) -> None:
-    """Pass the constructor's check for fla's kernels; our forward (models/gated_delta_net.py) chooses its
-    own."""
+    """Pass the constructor's check for fla: our forward (models/gated_delta_net.py) chooses its kernels."""
     gated_delta_net.HAVE_FLA = True
 
 
@@ -83,8 +82,7 @@ def _load_states_in_place(distrib_optimizer: Any) -> None:
 
 
 def _hold_main_weights_once(hybrid_optimizer: Any) -> None:
-    """Drop unused main weights from a host optimizer's state after loading; they take as much memory again
-    until the next update."""
+    """Drop a host optimizer's main weights, held twice from loading until the next update."""
     update_main_weights = hybrid_optimizer.HybridDeviceOptimizer._update_fp32_params_by_new_state
 
     def update_and_forget(self: Any) -> None:
@@ -96,14 +94,12 @@ def _hold_main_weights_once(hybrid_optimizer: Any) -> None:
 
 
 def _collect_results_in_process(filesystem_async: Any) -> None:
-    """Pass the results of a checkpoint's writing threads through a plain queue, not through a process, which
-    would outlive a killed trainer."""
+    """Collect the results of writing threads in this process: another would outlive a killed trainer."""
     filesystem_async._results_queue = queue.Queue()
 
 
 def _exchange_uneven_parts(mappings: Any) -> None:
-    """Exchange unequal parts, as of experts in tensor parallelism; gloo gathers and scatters equal parts
-    only."""
+    """Exchange unequal parts (experts in tensor parallelism): gloo gathers and scatters equal ones only."""
     gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
     def gather_padded(part: Any, group: Any, sizes: list[int] | None = None, *buffer: bool) -> torch.Tensor:

@@ -90,8 +90,7 @@ def find(package: Package) -> PackageState:
 
 
 def usable(package: Package) -> bool:
-    """Return True if the optional ``package`` imports. If not, a WARNING gives the reason, once on each
-    machine."""
+    """Return True if the optional ``package`` imports; else a WARNING says why, once a machine."""
     state = _find_or_hide(package)
     if state.fault:
         _warn(state)
@@ -99,8 +98,7 @@ def usable(package: Package) -> bool:
 
 
 def leave_out_broken() -> None:
-    """Hide broken packages. Call before Megatron-Core is imported, which imports every installed optional
-    package."""
+    """Hide broken packages. Call before Megatron-Core, which imports every optional package, is imported."""
     for state in map(_find_or_hide, OPTIONAL):
         if state.fault and state.installed:
             _warn(state)

@@ -86,8 +86,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest. Raises CheckpointError if it is missing, damaged, or lacks one of the folder's
-    data files."""
+    """Return the manifest. Raises CheckpointError if it is missing, damaged, or lacks a data file."""
     file = folder / MANIFEST
     try:
         manifest = read_json(file)

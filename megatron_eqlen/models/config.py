@@ -1,5 +1,4 @@
-"""Convert ``ModelConfig`` and a parallel layout to Megatron's ``TransformerConfig`` and HybridModel's
-arguments."""
+"""Megatron's ``TransformerConfig`` and HybridModel's arguments of a ``ModelConfig`` and a parallel layout."""
 
 from __future__ import annotations
 

@@ -110,8 +110,7 @@ class Share:
 
 
 def slices_of_ranks(position_ids: np.ndarray, ranks: int) -> list[tuple[Span, Span]]:
-    """Return each rank's two slices of a row, in row order. ``position_ids``: ``Row.position_ids``, whose
-    length is a multiple of 2 x ``ranks``."""
+    """Return each rank's two slices, in row order, of a row of a multiple of 2 x ``ranks`` positions."""
     size, rest = divmod(len(position_ids), 2 * ranks)
     assert not rest, f"a row of {len(position_ids)} positions cannot be cut into {2 * ranks} slices"
     seen = position_ids.reshape(2 * ranks, size).sum(1)  # a query sees its path
@@ -140,8 +139,7 @@ def _positions(slices: Sequence[Span]) -> np.ndarray:
 
 
 def gather_keys(x: Tensor, share: Share, group: dist.ProcessGroup) -> Tensor:
-    """[s, ...] of this rank's positions -> [K, ...] of ``share.keys``. Collective over the context-parallel
-    ``group``."""
+    """[s, ...] of this rank's positions -> [K, ...] of ``share.keys``. Collective over ``group``."""
     return _GatheredKeys.apply(x, share, group)
 
 
@@ -166,8 +164,7 @@ class _GatheredKeys(torch.autograd.Function):
 
 
 def scatter_heads(x: Tensor, share: Share, group: dist.ProcessGroup) -> Tensor:
-    """[s, N, ...] of this rank's positions, part r for rank r -> [S, ...] of the row, this rank's part.
-    Collective over the N ranks of ``group``."""
+    """[s, N, ...] of this rank's positions, part r for rank r -> [S, ...], this rank's part. Collective."""
     return _Transposed.apply(x.transpose(0, 1), group).flatten(0, 1).index_select(0, share.order)
 
 

@@ -75,8 +75,7 @@ def hf_to_megatron(source: str | Path, out: str | Path, parallel: ParallelRecipe
 def megatron_to_hf(
     checkpoint: str | Path, source: str | Path, out: str | Path, parallel: ParallelRecipe = ALONE
 ) -> None:
-    """Convert a checkpoint to a Hugging Face folder. ``source``: the folder that the checkpoint's model came
-    from. Raises CheckpointError."""
+    """Convert a checkpoint to a Hugging Face folder like ``source``, its origin. Raises CheckpointError."""
     refuse_existing(Path(out))
     save_hf(_loaded(checkpoint, source, parallel)[0], source, out)
 
@@ -84,8 +83,7 @@ def megatron_to_hf(
 def megatron_to_peft(
     checkpoint: str | Path, source: str | Path, out: str | Path, parallel: ParallelRecipe = ALONE
 ) -> None:
-    """Convert a checkpoint of adapters to a PEFT folder. ``source``: folder of the model that they were
-    trained on. Raises CheckpointError."""
+    """Convert adapters of the model in the folder ``source`` to a PEFT folder. Raises CheckpointError."""
     refuse_existing(Path(out))
     chunks, adapters = _loaded(checkpoint, source, parallel)
     if adapters is None:
@@ -137,8 +135,7 @@ def verify_logits(checkpoint: str | Path, folder: str | Path) -> float:
 
 
 def check_logits_are_comparable(checkpoint: str | Path) -> Path:
-    """Return the checkpoint's folder. Raises CheckpointError for adapters, whose merged weights are
-    rounded."""
+    """Return the checkpoint's folder. Raises CheckpointError for adapters: merged weights are rounded."""
     path = find_together(checkpoint)
     if adapters_of(path, read_metadata(path)) is not None:
         raise CheckpointError(

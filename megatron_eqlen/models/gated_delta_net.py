@@ -267,8 +267,7 @@ def run_by_run_delta_rule(
 
 @cache
 def fla_kernel(dtype: torch.dtype) -> Callable | None:
-    """Return fla's chunked kernel if the package imports and computes in ``dtype``; else log once and return
-    None."""
+    """Return fla's chunked kernel if it imports and computes in ``dtype``; else log once and return None."""
     if dtype not in (torch.bfloat16, torch.float16):
         text = f"Gated DeltaNet runs in plain torch on this GPU, slowly: fla does not compute in {dtype}"
         warnings.warn(text, stacklevel=2)

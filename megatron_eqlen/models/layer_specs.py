@@ -78,8 +78,7 @@ class TorchModules(LocalSpecProvider):
 
 
 class PolicyStack(HybridStack):
-    """HybridStack that has a final norm of the other norms' kind (Megatron's is Transformer Engine's, always:
-    hybrid_block.py:215)."""
+    """HybridStack with a final norm like the others (Megatron's is always TE's: hybrid_block.py:215)."""
 
     def __init__(self, *args: Any, final_norm: type, **kwargs: Any) -> None:
         super().__init__(*args, post_layer_norm=False, **kwargs)
@@ -89,8 +88,7 @@ class PolicyStack(HybridStack):
 
 
 def stack_spec(config: TransformerConfig, separate_norms: bool = False) -> ModuleSpec:
-    """Return the modules of each kind of layer, and the final norm. ``separate_norms``: fuse no norm into a
-    linear layer."""
+    """Return the modules of all layers, and the final norm. ``separate_norms``: fuse none into a layer."""
     modules = _modules(config, separate_norms)
     norm, add = modules.layer_norm(rms_norm=True), get_bias_dropout_add
 

@@ -95,8 +95,7 @@ class Adapter(torch.nn.Module):
 
 
 def add_adapters(chunks: Sequence[torch.nn.Module], lora: LoraRecipe, seed: int) -> None:
-    """Freeze the model's weights, and add the adapters that ``lora`` asks for. Raises ValueError if the model
-    has no layer of a target."""
+    """Freeze the model's weights and add adapters. Raises ValueError if no layer is of a target."""
     by_name = {
         each.base.megatron: each for each in adapter_map(model_config(chunks), lora.rank, lora.targets)
     }

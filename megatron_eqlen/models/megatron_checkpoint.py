@@ -90,8 +90,7 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def check_objects(path: Path) -> None:
-    """Raise CheckpointError if an object that Megatron would unpickle holds more than plain data and
-    tensors, and so might run code."""
+    """Raise CheckpointError for an object of more than plain data and tensors, which might run code."""
     metadata = read_metadata(path)
     for index, stored in metadata.storage_data.items():
         kind = metadata.state_dict_metadata.get(index.fqn)
@@ -143,8 +142,7 @@ def _together[Found](find: Callable[[], Found]) -> Found:
 
 
 def content_metadata(path: Path) -> dict[str, Any]:
-    """Return what a run noted of its checkpoint (``training.sharded_state.content``); {} of other software.
-    Raises CheckpointError."""
+    """Return ``training.sharded_state.content``; {} for other software's. Raises CheckpointError."""
     check_objects(path)  # Megatron reads them again, with plain unpicklers
     return dist_checkpointing.load_content_metadata(str(path)) or {}
 

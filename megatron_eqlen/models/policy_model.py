@@ -97,8 +97,7 @@ class PolicyModel(HybridModel):
         return left_out[None]
 
     def _select(self, hidden: Tensor, supervised: Tensor | None) -> Tensor:
-        """Select the supervised positions: [s (/ TP), b, hidden] -> [n or s, b, hidden], on every
-        tensor-parallel rank."""
+        """[s (/ TP), b, hidden] -> [n or s, b, hidden] of the supervised positions, on every TP rank."""
         if self.config.sequence_parallel:  # only a split: the head's own backward pass sums over TP
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp

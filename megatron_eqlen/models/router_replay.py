@@ -52,8 +52,7 @@ class GivenExperts:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] = torch.topk,
     ) -> tuple[Tensor, Tensor]:
-        """Return the scores of the chosen experts, descending like top-k's, and the experts: both [t,
-        top_k]."""
+        """Return scores of the chosen experts, descending like top-k's, and the experts: both [t, top_k]."""
         values, self.preferred = default_compute_topk(scores, topk, num_groups, group_topk)
         if not self.replayed:
             return values, self.preferred
@@ -71,8 +70,7 @@ class Agreement:
     counts: Tensor
 
     def add(self, given: GivenExperts, chosen: Tensor, left_out: Tensor | None) -> None:
-        """Add a layer's counts. ``chosen``: [t, experts] bool. ``left_out``: [t] bool, tokens that are not
-        counted."""
+        """Add a layer's counts. ``chosen``: [t, experts] bool. ``left_out``: [t] bool, not counted."""
         assert given.preferred is not None, "the router has not run"
         counted = given.experts >= 0
         if left_out is not None:
@@ -83,8 +81,7 @@ class Agreement:
         self.counts += torch.stack([counted.sum(), used.sum(), wanted.sum()])
 
     def metrics(self) -> Metrics:
-        """Return the agreement over all ranks; empty if no trained token has routes. Collective over the
-        world."""
+        """Return the agreement over all ranks; empty without trained routes. Collective over the world."""
         dist.all_reduce(self.counts)
         given, used, wanted = self.counts.tolist()
         if not given:

@@ -106,8 +106,7 @@ class TreeAttention(MegatronModule):
 def tree_attention(
     q: Tensor, k: Tensor, v: Tensor, tree: TreeParams, scale: float, flash: bool = False
 ) -> Tensor:
-    """q [1, heads, S, d], k and v [1, groups, S, d] -> [1, heads, S, d]; with ``tree.share`` s queries and K
-    keys instead of S."""
+    """q [1, heads, S, d], k and v [1, groups, S, d] -> [1, heads, S, d]; of a share s queries, K keys."""
     if q.is_cuda:
         return flex_tree_attention(q, k, v, tree, scale, flash)
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))

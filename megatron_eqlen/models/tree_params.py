@@ -41,8 +41,7 @@ class Chain:
     prefix: tuple[Span, ...]
 
     def within(self, start: int, end: int) -> Chain | None:
-        """Return the part at positions ``start .. end``, which sees the chain before it; None if it is
-        empty."""
+        """Return the part at ``start .. end``, which sees the chain before it; None if it is empty."""
         first, last = max(self.start, start), min(self.end, end)
         if first >= last:
             return None
@@ -57,8 +56,7 @@ class Call:
     pairs: tuple[tuple[slice, slice], ...]
     """Slices of the row; with ``TreeParams.share``, slices of its positions and its ``keys``."""
     causal: bool
-    """True: the queries of a pair are its keys, and each sees those up to itself; False: each sees all
-    keys."""
+    """True: a pair's queries are its keys, and each sees those up to itself; False: each sees all keys."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +111,7 @@ class TreeParams(PackedSeqParams):
     def from_row(
         cls, row: Row, device: torch.device | str | None = None, share: Share | None = None
     ) -> TreeParams:
-        """Return the trees of ``row``. ``device``: default the current CUDA device, or the CPU without
-        one."""
+        """Return the trees of ``row``. ``device``: default the current CUDA device, or else the CPU."""
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         longest = int(row.position_ids.max()) + 1
         length, size = len(row.input_ids), len(row.input_ids) if share is None else share.slice_size
@@ -282,8 +279,7 @@ class TreeParams(PackedSeqParams):
     def _sorted_chunks(
         self, size: int, level: np.ndarray, parent: np.ndarray, start: np.ndarray, end: np.ndarray
     ) -> Chunks:
-        """Return chunks of which each has a level, its parent's number (-1: none), and a first and last
-        position: all [n] int64."""
+        """Return chunks with these levels, parents' numbers (-1: none), and positions: all [n] int64."""
         count, none = len(level), len(self)
         childless = np.ones(count, dtype=bool)
         childless[parent[parent >= 0]] = False

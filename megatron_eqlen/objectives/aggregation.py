@@ -61,8 +61,7 @@ def prompt_mean_token_mean(member: Member, batch: BatchSize) -> float:
 
 
 def balanced_token_mean(member: Member, batch: BatchSize) -> float:
-    """Balanced Aggregation (arXiv 2605.04077): token means of the positive and of the negative members,
-    weighted by how many they are."""
+    """Token means of positive and of negative members, by their numbers (arXiv 2605.04077)."""
     return member.weight * member.alike / member.alike_tokens
 
 

@@ -155,8 +155,7 @@ def _of_clip(recipe: Recipe, objective: Objective) -> Iterator[str]:
 
 
 def _of_ratio(recipe: Recipe, objective: Objective) -> Iterator[str]:
-    """Yield updates that the ratio does not cover, and bounds that reject or shrink tokens about which
-    trainer and engine agree."""
+    """Yield updates without a ratio, and bounds that reject tokens on which trainer and engine agree."""
     loss, updates = recipe.loss, recipe.loss.minibatches * recipe.loss.epochs
     if not objective.has_ratio and updates > 1 and not recipe.supervised:
         yield (
@@ -184,8 +183,7 @@ def _of_ratio(recipe: Recipe, objective: Objective) -> Iterator[str]:
 
 
 def _ratio_bound(key: str, bound: float | tuple[float, float], least: float) -> Iterator[str]:
-    """Yield a bound without the ratio 1. ``least``: lowest value of a single number, which bounds the ratio
-    from above."""
+    """Yield a bound that excludes the ratio 1. ``least``: lowest single number, an upper bound."""
     if isinstance(bound, tuple):
         # a pair bounds the ratio from both sides
         if not bound[0] <= 1 <= bound[1] or bound[0] == bound[1]:

@@ -46,8 +46,7 @@ def filter_groups(rollouts: Sequence[Rollout], recipe: Recipe) -> tuple[list[str
 
 
 def _mean_lengths_by_draw(rollouts: Sequence[Rollout], recipe: Recipe) -> list[dict[str, float]]:
-    """Return the mean response length of each prompt, for each set of prompts that was drawn together. A
-    recorded step holds several sets."""
+    """Return the mean response length of each prompt, for each set that was drawn together in a step."""
     lengths: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rollout in rollouts:
         draw = rollout.prompt.number // recipe.data.prompts_per_step

@@ -38,8 +38,7 @@ class Objective:
     up to the quantile low nor from high to max."""
 
     rewards: Literal["together", "apart"] = "together"
-    """``apart``: ``advantage`` is called with the rewards of each name, and its results are added with their
-    weights."""
+    """``apart``: ``advantage`` takes the rewards of each name; the results are added with their weights."""
     refuses: Mapping[str, str] = MappingProxyType({})
     """Why the method cannot be used with a setting (``checks.settings``); parts declare theirs alike."""
     forks: Literal["apart", "equal", "pooled"] = "apart"

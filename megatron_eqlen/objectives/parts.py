@@ -97,8 +97,7 @@ def checked_weight(weight: float, where: str) -> float:
 
 
 def checked_surrogate(surrogate: Surrogate, tokens: SupervisedTokens) -> tuple[torch.Tensor, TokenMetrics]:
-    """Return the surrogate's losses and metrics. Raises ValueError unless all are tensors of the tokens'
-    shape."""
+    """Return losses and metrics. Raises ValueError unless all are tensors of the tokens' shape."""
     where, result = f"surrogate {described(surrogate)}", surrogate(tokens)
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):  # pyright: ignore[reportUnnecessaryIsInstance, reportUnnecessaryComparison]
         raise ValueError(f"{where}: expected (losses, metrics), found a {type(result).__name__}")

@@ -38,8 +38,7 @@ from megatron_eqlen.recipe import SFT, LossRecipe, Recipe
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
 
 OVERLONG_BUFFER = 4096
-"""Tokens of DAPO's length-penalty buffer, with responses of 20,480 tokens. For shorter responses we take the
-same fifth (our choice)."""
+"""Tokens of DAPO's length-penalty buffer for responses of 20,480; shorter ones get the same fifth (ours)."""
 
 BY_LENGTH = {
     "on_policy": "it is an average by length, which these weights replace by a sum; use grpo or dr_grpo"
@@ -142,8 +141,7 @@ def clip_keys(loss: LossRecipe) -> dict[str, float]:
 
 
 def _with_clip(surrogate: Surrogate, loss: LossRecipe) -> Surrogate:
-    """Return the surrogate with the recipe's clip keys in the options of these names. A plain policy gradient
-    with a clip range is PPO's surrogate."""
+    """Return the surrogate with the recipe's clip keys as options; a clipped policy gradient is PPO's."""
     keys = clip_keys(loss)
     if isinstance(surrogate, Reinforce) and keys.keys() & {"clip_ratio_low", "clip_ratio_high"}:
         return Ppo(loss.clip_ratio_low, loss.clip_ratio_high, loss.clip_ratio_c)
@@ -152,8 +150,7 @@ def _with_clip(surrogate: Surrogate, loss: LossRecipe) -> Surrogate:
 
 
 def is_on_policy(recipe: Recipe, objective: Objective) -> bool:
-    """Return True if comparison units have shares of their rollout that make the gradient that of the
-    expected reward."""
+    """Return True if units' shares of their rollout make the gradient that of the expected reward."""
     if recipe.sampling == "tree":
         return objective.forks == "apart"
     return recipe.sampling == "equal_length" and recipe.equal_length.pair_weight == "on_policy"

@@ -88,8 +88,7 @@ class Ppo:
 
 @dataclass(frozen=True)
 class Gspo(Ppo):
-    """Clipped geometric mean of the ratios of a sequence: the mean's value, and each token's own gradient
-    (GSPO-token)."""
+    """Clipped geometric mean of a sequence's ratios, with each token's own gradient (GSPO-token)."""
 
     clip_ratio_low: float | None = 3e-4
     clip_ratio_high: float | None = 4e-4
@@ -256,8 +255,7 @@ def _either(rises: torch.Tensor, above: float, below: float) -> torch.Tensor:
 
 
 def _bounds(below: float | None, above: float | None, around: float = 1) -> tuple[float, float]:
-    """Return the lower and upper bound of the ratio, or of another value that is ``around`` without a change
-    of the policy."""
+    """Return the bounds of the ratio, or of a value that is ``around`` while the policy is unchanged."""
     return -math.inf if below is None else around - below, math.inf if above is None else around + above
 
 

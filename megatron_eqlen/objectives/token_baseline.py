@@ -167,8 +167,7 @@ def token_baselines(
 
 
 def checked_baselines(baseline: TokenBaseline, prompts: Sequence[Sequence[Span]], limit: int) -> Baselines:
-    """Return the baselines. Raises ValueError unless each span has as many finite numbers as tokens, or
-    None."""
+    """Return the baselines. Raises ValueError unless a span has a finite number a token, or None."""
     baselines = baseline(prompts, limit)
     where = f"baseline {getattr(baseline, '__name__', type(baseline).__name__)}"
     if [len(of_prompt) for of_prompt in baselines] != [len(spans) for spans in prompts]:

@@ -74,8 +74,7 @@ def response_lengths(rollout: Rollout, recipe: Recipe) -> list[int]:
 
 
 def _length_penalty(recipe: Recipe, objective: Objective) -> Penalty:
-    """Return DAPO's soft length penalty: 0 where the buffer starts, -factor at the limit and for truncated
-    responses."""
+    """Return DAPO's soft penalty: 0 where the buffer starts, -factor at the limit and where truncated."""
     buffer, factor = objective.overlong_buffer, objective.overlong_factor
     start = recipe.rollout.max_response_length - buffer
 

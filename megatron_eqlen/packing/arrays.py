@@ -49,8 +49,7 @@ def _check_mask(forest: Forest, node: int) -> None:
 
 
 def check_route_shapes(forest: Forest, expected: tuple[int, int]) -> None:
-    """Raise TreeError if a node's routes do not have the model's (MoE layers, experts per token). Reads
-    shapes only, so skeletons suffice."""
+    """Raise TreeError for routes of other (MoE layers, experts a token) than the model's; shapes suffice."""
     for node in np.flatnonzero(forest.has_path_columns).tolist():
         routes = forest.nodes[node].tokens["routes"]
         if routes.shape[1:] != expected:
@@ -61,8 +60,7 @@ def check_route_shapes(forest: Forest, expected: tuple[int, int]) -> None:
 
 
 def check_routes(forest: Forest, nodes: np.ndarray, experts: int) -> None:
-    """Raise TreeError if routes of ``nodes`` ([m] int64, forest indices) name an expert outside ``experts``,
-    or the same expert twice."""
+    """Raise TreeError if routes of ``nodes`` ([m] int64) name an expert twice, or one that is not there."""
     for node in nodes[forest.has_path_columns[nodes]].tolist():
         tokens, first = forest.nodes[node].tokens, int(forest.parent[node] < 0)
         routes = tokens["routes"][first:][tokens.is_generated[first:]]

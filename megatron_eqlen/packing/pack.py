@@ -85,8 +85,7 @@ class Packing:
         return fill_row(self.forest, row.nodes, row.supervised, self.length(row), for_loss)
 
     def needed(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the nodes in a data-parallel rank's rows, and the nodes that the rank trains: [n] and [m]
-        int64, ascending forest indices."""
+        """Return the nodes in a rank's rows, and those that it trains: [n] and [m] int64, ascending."""
         nodes = np.concatenate([row.nodes for row in self.ranks[rank]])
         supervised = np.concatenate([row.supervised for row in self.ranks[rank]])
         return np.unique(nodes), np.unique(nodes[supervised & (self.forest.weight[nodes] > 0)])
@@ -137,11 +136,9 @@ class RankRows(Sequence[Row]):
     def __init__(self, planned: Packing, plans: list[RowPlan], for_loss: bool) -> None:
         self.planned, self._plans, self._for_loss = planned, plans, for_loss
         self.agreement: Metrics | None = None
-        """Agreement of the engine's experts with those of the first pass over these rows; None before that
-        pass."""
+        """Agreement of the engine's experts with those of the first pass; None before it."""
         self.others: dict[str, list[np.ndarray]] = {}
-        """``Row.others``: for each row [n] float64, at its supervised positions; empty lists except on the
-        last pipeline stage."""
+        """``Row.others``: for each row [n] float64, at supervised positions; empty before the last stage."""
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -257,8 +254,7 @@ def first_fit_decreasing(sizes: np.ndarray, capacity: int) -> list[list[int]]:
 
 
 def balance(costs: np.ndarray, ranks: int) -> list[list[int]]:
-    """Return items for each rank with nearly equal cost: the costliest remaining item goes to the least
-    loaded rank."""
+    """Return items for each rank with nearly equal cost: the costliest goes to the least loaded rank."""
     loads = [(0.0, rank) for rank in range(ranks)]
     items: list[list[int]] = [[] for _ in range(ranks)]
     for item in np.argsort(-costs, kind="stable"):

@@ -89,8 +89,7 @@ def _fill_path_columns(
 
 
 def _columns(forest: Forest, nodes: np.ndarray, supervised: np.ndarray) -> dict[str, Values]:
-    """Return what the loss needs of the tokens of ``nodes``, which lie at the ``supervised`` positions ([S]
-    bool), as ``Row.columns``."""
+    """Return ``Row.columns`` of ``nodes``, which lie at the ``supervised`` positions ([S] bool)."""
     if not len(nodes):
         return {}
     tables = [forest.nodes[node].tokens for node in nodes]

@@ -151,15 +151,13 @@ class Forest:
 
 
 def leaf_chain_bounds(forest: Forest, order: np.ndarray) -> list[int]:
-    """Return the bounds of the downward runs in one tree's row order that each end at a leaf, with 0 and the
-    end."""
+    """Return the bounds, with 0 and the end, of a tree's downward runs in row order that end at a leaf."""
     cuts = np.flatnonzero(forest.parent[order[1:]] != order[:-1]) + 1
     return [0, *cuts.tolist(), len(order)]
 
 
 def _check(trees: Sequence[TokenTree]) -> None:
-    """Raise TreeError for a node that comes before its parent, or that is supervised without a column which
-    the loss reads."""
+    """Raise TreeError for a node before its parent, or supervised without a column that the loss reads."""
     trained = [node for tree in trees for node in tree.nodes if node.weight > 0]
     # a column that the loss reads must be on every trained node, once one has it
     names = {name for node in trained for name in node.tokens.columns if COLUMNS[name].needed_by == "loss"}

@@ -212,8 +212,7 @@ class RankRow:
         return tokens * self.b * self.model.vocab_size / self.parallel.tensor
 
     def _norm(self, rows: float, width: float, heads: float = 1, input_is_kept: bool = False) -> float:
-        """Return the bytes of one RMSNorm over ``heads`` groups in each of ``rows`` rows, without its
-        output."""
+        """Return the bytes of an RMSNorm over ``heads`` groups in each row, without its output."""
         if self.gpu:
             return rows * (self.b * width + WIDE * heads)
         return self._plain_norm(rows, width, heads, input_is_kept)
@@ -277,13 +276,11 @@ class RankRow:
         return self.tokens * (kept + rule(net, heads)) + self._plain_norm(self.tokens, values, heads)
 
     def _plain_rule(self, net: DeltaNet, heads: float) -> float:
-        """Return the bytes per token of ``chunked_delta_rule``: five matrices per chunk and float32 copies of
-        q, k, v."""
+        """Return the bytes per token of ``chunked_delta_rule``: five matrices a chunk; q, k, v in float32."""
         key, value = net.key_head_dim, net.value_head_dim
         return heads * WIDE * (5 * CPU_CHUNK + 12 * key + 4 * value + key * value / CPU_CHUNK)
 
     def _fla_rule(self, net: DeltaNet, heads: float) -> float:
-        """Return the bytes per token of q, k, v, the chunks' triangular matrix, decay, beta, and the
-        unordered output."""
+        """Return the bytes per token of q, k, v, chunks' triangles, decay, beta, and the unordered output."""
         keys = net.num_key_heads * net.key_head_dim / self.parallel.tensor
         return self.b * 2 * keys + heads * (self.b * (2 * net.value_head_dim + FLA_CHUNK) + WIDE + self.b)

@@ -20,8 +20,7 @@ from megatron_eqlen.recipe.layout import VLLM_VOCABULARY
 
 GIB = 2**30
 WORKSPACE = 3e9
-"""CUDA graphs, and the workspace of sampling and of a forward pass of ``max_num_batched_tokens``; an
-allowance."""
+"""CUDA graphs, and the workspace of sampling and of ``max_num_batched_tokens``; an allowance."""
 ASLEEP = 2.5e9
 """Memory that remains after ``sleep(level=2)``: workspaces, torch's groups; an allowance. Users of vLLM's
 sleep mode report 2 to 5 GB with the CUDA context, with graphs and NCCL's buffers, which go to sleep here."""
@@ -89,8 +88,7 @@ def kv_cache(job: Job) -> float:
 
 
 def sequence_bytes(job: Job, length: float) -> float:
-    """Return the bytes that a sequence of ``length`` tokens takes in the KV cache of one GPU, with the states
-    of Gated DeltaNet layers."""
+    """Return the KV cache's bytes of ``length`` tokens on one GPU, with Gated DeltaNet's states."""
     cache = length * kv_bytes_per_token(job)
     if (net := job.model.delta_net) is None:
         return cache
@@ -99,6 +97,5 @@ def sequence_bytes(job: Job, length: float) -> float:
 
 
 def sequences_at_once(job: Job, mean_length: float) -> float:
-    """Return how many sequences of ``mean_length`` tokens, prompt included, the KV cache holds; at most
-    ``max_num_seqs``."""
+    """Return how many sequences of ``mean_length`` tokens, prompt included, decode at once."""
     return min(job.recipe.rollout.max_num_seqs, kv_cache(job) / sequence_bytes(job, mean_length))

@@ -62,8 +62,7 @@ def active_parameters(model: ModelConfig, part: str = "") -> float:
 
 
 def attention_layers(model: ModelConfig) -> int:
-    """Return the number of layers whose cost grows with the context; the others have a state of fixed
-    size."""
+    """Return the number of layers whose cost grows with the context (not those with a fixed state)."""
     return model.num_hidden_layers - (sum(model.delta_net.layers) if model.delta_net else 0)
 
 
@@ -82,8 +81,7 @@ def pair_cost(model: ModelConfig) -> float:
 
 
 def training_passes(job: Job) -> float:
-    """Return the training passes in units of a forward pass: forward, backward (counts as two), and forward
-    passes for reference and old log-probs."""
+    """Return forward passes a position: forward, backward (two), reference and old log-probs."""
     loss = job.recipe.loss
     old = job.objective.has_ratio and loss.minibatches * loss.epochs > 1
     return 3.0 * loss.epochs + (loss.kl_coef > 0) + old

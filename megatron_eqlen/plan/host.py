@@ -7,8 +7,16 @@ import math
 from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.job import Job
 from megatron_eqlen.plan.activations import BYTES
-from megatron_eqlen.plan.parameters import RankBuffers, total, trained
-from megatron_eqlen.plan.trainer import MAIN_WEIGHT, MOMENTS, Trainer, optimizer_bytes, teacher
+from megatron_eqlen.plan.trainer import (
+    MAIN_WEIGHT,
+    MOMENTS,
+    RankBuffers,
+    Trainer,
+    optimizer_bytes,
+    teacher,
+    total,
+    trained,
+)
 from megatron_eqlen.plan.workload import Workload
 from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.recipe.phases import on_host
@@ -91,8 +99,7 @@ def export_bytes(job: Job) -> float:
 
 
 def token_bytes(rollout: RolloutRecipe) -> float:
-    """Return the bytes of a generated token in memory, with at most ``mask_width`` kept ids of its sampling
-    mask."""
+    """Return a generated token's bytes in memory, with at most ``mask_width`` ids of its sampling mask."""
     width = rollout.mask_width
     return TOKEN + (4 * width + 1 if width else 0)
 

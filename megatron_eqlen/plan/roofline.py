@@ -18,7 +18,7 @@ from megatron_eqlen.job import Job
 from megatron_eqlen.plan import engine
 from megatron_eqlen.plan.activations import BYTES
 from megatron_eqlen.plan.flops import GPUS, Gpu, active_parameters, forward_flops, training_flops
-from megatron_eqlen.plan.parameters import rank_buffers
+from megatron_eqlen.plan.trainer import rank_buffers
 from megatron_eqlen.plan.workload import Workload
 
 DENSE, EXPERTS, BANDWIDTH, NETWORK = 0.4, 0.1, 0.3, 0.6
@@ -53,8 +53,7 @@ class Roofline:
 
 
 def rooflines(job: Job, work: Workload) -> list[Roofline]:
-    """Return the times on the known GPUs with the smallest sufficient memory; empty on CPUs. Call
-    ``check_layout`` first."""
+    """Return times on known GPUs of the least memory that suffices; empty on CPUs. ``check_layout`` first."""
     cluster = job.recipe.cluster
     enough = [gpu.memory_gib for gpu in GPUS if gpu.memory_gib >= cluster.gpu_memory_gib]
     if cluster.device == "cpu" or not enough:

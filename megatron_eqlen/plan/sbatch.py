@@ -30,8 +30,7 @@ def train_environment(cluster: ClusterRecipe) -> dict[str, str]:
 
 
 def server_options(job: Job, job_name: str, nodes: int) -> list[str]:
-    """Return sbatch's options for ``nodes`` nodes like the trainer's, filled with vLLM servers, one task per
-    server."""
+    """Return sbatch's options for nodes like the trainer's full of vLLM servers, one task a server."""
     gpus, cluster = job.recipe.rollout.tensor_parallel, job.recipe.cluster
     return [
         f"--job-name={job_name}",
@@ -44,8 +43,7 @@ def server_options(job: Job, job_name: str, nodes: int) -> list[str]:
 
 
 def replicas_on_node(recipe: Recipe) -> int:
-    """Return how many vLLM servers, each on ``rollout.tensor_parallel`` GPUs, a node holds. Raises ValueError
-    if none fits."""
+    """Return how many servers of ``rollout.tensor_parallel`` GPUs a node holds. Raises ValueError if none."""
     here, each = recipe.cluster.processes_per_node, recipe.rollout.tensor_parallel
     if each > here:
         raise ValueError(

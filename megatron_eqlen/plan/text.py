@@ -8,9 +8,9 @@ from megatron_eqlen.objectives.registry import with_defaults
 from megatron_eqlen.plan.flops import active_parameters
 from megatron_eqlen.plan.host import checkpoint_bytes, export_bytes, host_parts, recorded_bytes
 from megatron_eqlen.plan.memory import Memory, memory
-from megatron_eqlen.plan.parameters import total, trained
 from megatron_eqlen.plan.roofline import ASSUMPTIONS, Roofline, rooflines
 from megatron_eqlen.plan.sbatch import train_environment, train_options
+from megatron_eqlen.plan.trainer import total, trained
 from megatron_eqlen.plan.workload import Workload, workload
 from megatron_eqlen.processes.cores import cores_per_rank
 from megatron_eqlen.recipe import Recipe, layout, shown

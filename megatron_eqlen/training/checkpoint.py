@@ -188,8 +188,7 @@ def _newest_whole(folder: Path) -> Path | None:
 
 
 def _candidates(folder: Path) -> tuple[list[Path], str | None]:
-    """Return (checkpoints from the one that ``latest`` names, newest first; the fault of ``latest``, if
-    any)."""
+    """Return (checkpoints from the one that ``latest`` names, newest first; ``latest``'s fault, if any)."""
     checkpoints = checkpoint_folder.steps(folder)[::-1]
     try:
         pointed = checkpoint_folder.latest(folder)
@@ -217,8 +216,7 @@ def _manifest(checkpoint: Path) -> tuple[checkpoint_folder.Manifest, str | None]
 
 
 def _go_back(to: Path, damaged: dict[str, str], complaint: str | None) -> None:
-    """Make ``to`` the newest checkpoint; rename damaged checkpoints, so that later steps can use their
-    names."""
+    """Make ``to`` the newest checkpoint; rename damaged ones, so that later steps can use their names."""
     for fault in filter(None, [complaint, *damaged.values()]):
         logger.warning("%s", fault)
     for name in damaged:

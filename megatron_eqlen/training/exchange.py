@@ -62,8 +62,7 @@ class ColumnShare:
 
 
 def of_layers(tokens: Tokens, layers: tuple[int, ...]) -> Tokens:
-    """Return the table with these layers of its columns of a path; columns of as many layers are
-    unchanged."""
+    """Return the table with these layers of its path columns, unless they have as many."""
     chosen = {
         name: _layers(values, layers)
         for name, values in tokens.columns.items()

@@ -47,8 +47,7 @@ def first_problem(mine: NumericalProblem | None) -> NumericalProblem | None:
 
 
 def row_problem(rows: RankRows, losses: Sequence[RowLoss]) -> NumericalProblem | None:
-    """Return a problem for the first of this rank's rows whose loss is not finite; ``losses`` is empty except
-    on the last pipeline stage."""
+    """Return a problem for this rank's first row whose loss is not finite; ``losses``: of the last stage."""
     for number, loss in enumerate(losses):
         if not torch.isfinite(loss.metrics["loss/policy"] + loss.metrics["loss/kl_penalty"]):
             rank, where = parallel_state.get_data_parallel_rank(), _locate(rows.planned, rows[number], loss)

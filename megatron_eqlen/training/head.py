@@ -47,8 +47,7 @@ class Head:
     group: dist.ProcessGroup
     """The tensor-parallel group."""
     chunk: int
-    """Maximum number of tokens whose logits exist at once; a multiple of UNIT, or at least the row's
-    tokens."""
+    """Most tokens whose logits exist at once: a multiple of UNIT, or at least the row's tokens."""
 
     @classmethod
     def of(

@@ -29,8 +29,7 @@ DIVERGENCES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "k2": lambda log_rho: log_rho.square() / 2,
     "k3": lambda log_rho: log_rho.exp() - 1 - log_rho,
 }
-"""Estimates of KL(engine || trainer) at a token, or of KL(policy || reference), by the log of the second to
-the first."""
+"""Estimates of KL(engine || trainer), or KL(policy || reference), from log (second / first)."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,4 @@
-"""Megatron's distributed data parallel, distributed optimizer with its state, and learning-rate schedule
-around a model."""
+"""Megatron's distributed data parallel, distributed optimizer, its state and its learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ HOST_OPTIONS = (
     "pin_cpu_params",
     "overlap_cpu_optimizer_d2h_h2d",
 )
-"""Entries that a host optimizer adds to its parameter groups; checkpoints leave them out (some are
-classes)."""
+"""Entries that a host optimizer adds to parameter groups, some of them classes: not in checkpoints."""
 
 IDENTITY = ("wd_mult", "is_expert_parallel")
 """Entries that tell parameter groups apart. Megatron's own list includes learning rates, so that a

@@ -130,8 +130,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return an identifier of the memory under a tensor; tensors that share memory have the same
-    identifier."""
+    """Return an identifier of the memory under a tensor, the same for tensors that share it."""
     return tensor.untyped_storage()._cdata
 
 
@@ -223,8 +222,7 @@ class ReferenceWeights:
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Let the model compute with the reference weights in the block; then restore the policy's bit for
-        bit."""
+        """Compute with the reference weights in the block; then restore the policy's bit for bit."""
         policy = [_host_copy(param) for param in self._params]
         _write(self._params, self._copies)
         try:

@@ -54,8 +54,7 @@ def measured(stage: str, planned: Mapping[str, float] = MappingProxyType({})) ->
 
 
 def shortage(stage: str, planned: Mapping[str, float]) -> str:
-    """Return a text for a GPU whose memory ran out in ``stage``: who holds how much, and the keys that need
-    less."""
+    """Return who holds how much of a GPU that ran out of memory in ``stage``, and the keys that need less."""
     free, total = torch.cuda.mem_get_info()
     tensors, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     plan = f", for which the plan counts {planned[stage] / 1e9:.1f}" if stage in planned else ""

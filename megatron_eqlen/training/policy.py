@@ -183,8 +183,7 @@ class Policy:
             raise finite.NonFiniteError(str(problem))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield all weights by Hugging Face name, unsharded, one at a time. Collective over model-parallel
-        ranks."""
+        """Yield all weights by Hugging Face name, unsharded. Collective over model-parallel ranks."""
         with self.memory.weights.resident():
             yield from export_hf(self.chunks)
 
@@ -214,8 +213,7 @@ class Policy:
         )
 
     def _prepare(self, trees: list[TokenTree]) -> Minibatch:
-        """Prepare a minibatch. If any rank finds a number that is not finite, the minibatch has a problem on
-        every rank."""
+        """Prepare a minibatch; it has a problem on every rank if a rank finds a number that is not finite."""
         try:
             planned, exchanged = exchange(self._pack(trees), self.placements, self.chunks[0].model_config)
             rows = planned.rows(self.placement.data_parallel, self.placement.for_loss)
@@ -238,8 +236,7 @@ class Policy:
                 rows.others["teacher"] = self._log_probs(rows, self.teacher.chunks)
 
     def _log_probs(self, rows: RankRows, model: list[Any] | None = None) -> list[np.ndarray]:
-        """Return for each row [n] float64, at its supervised positions; empty except on the last pipeline
-        stage."""
+        """Return for each row [n] float64, at supervised positions; empty before the last pipeline stage."""
         return self._run(
             rows, lambda logprobs, entropy, row, at: logprobs.double().cpu().numpy(), train=False, model=model
         )
@@ -284,8 +281,7 @@ class Policy:
         return measured | agreement | taken
 
     def _backward(self, rows: RankRows) -> list[RowLoss]:
-        """Compute the gradients of the rows' loss; return each row's loss and metrics, on the last pipeline
-        stage."""
+        """Compute the rows' gradients; return each row's loss and metrics, on the last pipeline stage."""
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()

@@ -117,8 +117,7 @@ def policy_loss(
 
 
 def reduce_metrics(rows: Sequence[RowLoss], group: dist.ProcessGroup | None = None) -> Metrics:
-    """Return the step's metrics from all rows of all ranks of ``group`` (data parallel; None: this rank's
-    only)."""
+    """Return a step's metrics from all rows of ``group`` (data parallel; None: this rank's only)."""
     names = list(rows[0].metrics)
     values = torch.stack([torch.stack(list(row.metrics.values())) for row in rows])
     sums, peaks = values.sum(0), values.nan_to_num(torch.inf, torch.inf, -torch.inf).amax(0)  # MAX drops NaN
@@ -148,8 +147,7 @@ def _of_row(name: str, values: torch.Tensor) -> torch.Tensor:
 
 
 def _kl(logp: torch.Tensor, ref: torch.Tensor, loss: LossRecipe) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return [n] estimates of KL(policy || reference) at the sampled tokens, and a mask of clamped
-    exponents."""
+    """Return [n] estimates of KL(policy || reference), and a mask of clamped exponents."""
     difference = ref - logp
     if loss.kl_estimator != "k3":
         return DIVERGENCES[loss.kl_estimator](difference), torch.zeros_like(logp, dtype=torch.bool)

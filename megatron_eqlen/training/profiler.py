@@ -56,8 +56,7 @@ class Profiler:
 
 @contextlib.contextmanager
 def snapshot_when_out_of_memory(folder: Path) -> Iterator[None]:
-    """Write a memory snapshot to ``folder`` if the GPU runs out of memory in the block. No effect without a
-    GPU."""
+    """Write a snapshot to ``folder`` if a GPU runs out of memory in the block. No effect without one."""
     torch.cuda.memory._record_memory_history(stacks="python", max_entries=EVENTS)
     try:
         yield

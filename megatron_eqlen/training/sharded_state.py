@@ -34,8 +34,7 @@ LAYERS = "parallel.layers_per_stage"
 
 
 def content(policy: Policy) -> dict[str, Any]:
-    """Return a checkpoint's metadata: Megatron's options, the layout that it may be bound to, and the recipe
-    of its adapters."""
+    """Return a checkpoint's metadata: Megatron's options, the layout that binds it, its adapters' recipe."""
     resharding = policy.recipe.checkpoint.resharding
     own = {"bound_to": _bucket_layout(policy), LORA: _adapters(policy)}
     return _metadata(SHARDING[resharding]) | own
@@ -68,8 +67,7 @@ def load(policy: Policy, state: dict[str, Any]) -> None:
 
 
 def check_content(path: Path, saved: dict[str, Any], policy: Policy) -> None:
-    """Raise CheckpointError if ``path`` has other adapters than the policy, or is bound to another layout.
-    ``saved``: its ``content``."""
+    """Raise CheckpointError if ``path`` (its content: ``saved``) has other adapters or another layout."""
     both = _adapters(policy), saved[LORA]
     if both[0] != both[1]:
         expected, found = (

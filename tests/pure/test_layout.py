@@ -22,7 +22,7 @@ from megatron_eqlen.hf.config_fields import FAMILIES as FAMILY_TABLE
 from megatron_eqlen.hf.families import weight_map
 from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.names import local_parameters
-from megatron_eqlen.plan.parameters import rank_buffers
+from megatron_eqlen.plan.trainer import rank_buffers
 from megatron_eqlen.recipe import LoraRecipe, ParallelRecipe, RolloutRecipe, layout
 from tests.kit import ROOT
 from tests.kit.marks import examples

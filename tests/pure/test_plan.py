@@ -15,9 +15,9 @@ from megatron_eqlen.plan import engine
 from megatron_eqlen.plan.flops import forward_flops, training_flops
 from megatron_eqlen.plan.host import host_parts, recorded_bytes
 from megatron_eqlen.plan.memory import Memory, memory
-from megatron_eqlen.plan.parameters import total
 from megatron_eqlen.plan.roofline import BANDWIDTH, DENSE, Roofline, rooflines
 from megatron_eqlen.plan.text import describe
+from megatron_eqlen.plan.trainer import total
 from megatron_eqlen.plan.workload import Workload, workload
 from megatron_eqlen.recipe import Recipe
 from tests.kit import ROOT

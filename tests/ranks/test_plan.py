@@ -26,8 +26,7 @@ from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.plan.activations import CPU_CHUNK, FLA_CHUNK, LOSS_BLOCK, activations
 from megatron_eqlen.plan.host import checkpoint_bytes
 from megatron_eqlen.plan.memory import communicators
-from megatron_eqlen.plan.parameters import RankBuffers
-from megatron_eqlen.plan.trainer import SENT_AT_ONCE, optimizer_bytes, trainer
+from megatron_eqlen.plan.trainer import SENT_AT_ONCE, RankBuffers, optimizer_bytes, trainer
 from megatron_eqlen.processes import distributed
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.training import checkpoint
