@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -259,51 +260,38 @@ class TreeParams(PackedSeqParams):
         """Return the runs cut into chunks of ``size`` positions; cached per size."""
         if size in self._chunks:
             return self._chunks[size]
-        lengths = np.array([run.length for run in self.runs], dtype=np.int64)
-        starts = np.array([run.start for run in self.runs], dtype=np.int64)
-        counts = -(-lengths // size)  # [runs] chunks of each run
-        last = np.cumsum(counts) - 1  # [runs] number of its last chunk
-        first = last + 1 - counts
-        level_of_run = np.zeros(len(self.runs), dtype=np.int64)  # of its first chunk
-        for i, run in enumerate(self.runs):
-            level_of_run[i] = level_of_run[run.parent] + counts[run.parent] if run.parent >= 0 else 0
-        run = np.repeat(np.arange(len(self.runs)), counts)  # [n] each chunk's run
-        step = np.arange(len(run)) - first[run]  # [n] its place in the run
-        level = level_of_run[run] + step
-        above = np.array([last[run.parent] if run.parent >= 0 else -1 for run in self.runs], dtype=np.int64)
-        parent = np.where(step > 0, np.arange(len(run)) - 1, above[run])
-        start, end = starts[run] + step * size, (starts + lengths)[run]
-        self._chunks[size] = self._sorted_chunks(size, level, parent, start, end)
-        return self._chunks[size]
-
-    def _sorted_chunks(
-        self, size: int, level: np.ndarray, parent: np.ndarray, start: np.ndarray, end: np.ndarray
-    ) -> Chunks:
-        """Return chunks with these levels, parents' numbers (-1: none), and positions: all [n] int64."""
-        count, none = len(level), len(self)
-        childless = np.ones(count, dtype=bool)
-        childless[parent[parent >= 0]] = False
-        order = np.lexsort((np.arange(count), childless, level))  # by level, those with children first
-        rank = np.empty(count, dtype=np.int64)  # new number of each chunk
-        rank[order] = np.arange(count)
-        per_level = np.bincount(level).tolist()
-        offset = np.cumsum([0, *per_level])  # first new number of each level
-        sorted_parent = np.where(parent[order] >= 0, rank[parent[order]], 0)
-        parents = [
-            sorted_parent[offset[i] : offset[i + 1]] - offset[i - 1] if i else sorted_parent[:0]
-            for i in range(len(per_level))
-        ]
-        positions = start[order][:, None] + np.arange(size)  # [n, size]
-        positions = np.where(positions < end[order][:, None], positions, none).ravel()
-        slots = np.empty(none + 1, dtype=np.int64)  # the last is of filling slots, and dropped
-        slots[positions] = np.arange(count * size)
-        return Chunks(
-            positions=self._tensor(positions),
-            slots=self._tensor(slots[:none]),
-            levels=per_level,
-            parents=[*map(self._tensor, parents)],
-            with_children=np.bincount(level[~childless], minlength=len(per_level)).tolist(),
+        # each chunk's number of ancestors, parent (-1: none) and positions; the last chunk of each run
+        levels: list[int] = []
+        parents: list[int] = []
+        spans: list[range] = []
+        last: list[int] = []
+        for run in self.runs:
+            above, end = last[run.parent] if run.parent >= 0 else -1, run.start + run.length
+            for start in range(run.start, end, size):
+                levels.append(levels[above] + 1 if above >= 0 else 0)
+                parents.append(above)
+                spans.append(range(start, min(start + size, end)))
+                above = len(parents) - 1
+            last.append(above)
+        # by level, those with children first
+        inner = set(parents)
+        order = sorted(range(len(parents)), key=lambda chunk: (levels[chunk], chunk not in inner))
+        groups = [[*group] for _, group in groupby(order, key=levels.__getitem__)]
+        place = {chunk: number for group in groups for number, chunk in enumerate(group)}
+        positions = np.full((len(order), size), len(self), np.int64)
+        for slot, chunk in enumerate(order):
+            positions[slot, : len(spans[chunk])] = spans[chunk]
+        slots = np.empty(len(self) + 1, np.int64)  # the last is of filling slots, and dropped
+        slots[positions.ravel()] = np.arange(positions.size)
+        above_of = [[place[parents[chunk]] for chunk in group] if n else [] for n, group in enumerate(groups)]
+        self._chunks[size] = Chunks(
+            positions=self._tensor(positions.ravel()),
+            slots=self._tensor(slots[:-1]),
+            levels=[*map(len, groups)],
+            parents=[self._tensor(np.array(numbers, np.int64)) for numbers in above_of],
+            with_children=[sum(chunk in inner for chunk in group) for group in groups],
         )
+        return self._chunks[size]
 
     @cached_property
     def run_levels(self) -> list[RunLevel]:

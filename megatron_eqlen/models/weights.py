@@ -147,7 +147,7 @@ def _export(chunks: Sequence[torch.nn.Module], weights: Iterable[Weight]) -> Ite
     per_rank = experts_per_rank(model_config(chunks))
     for batch in _batches(weights, _stages(local.parameters), per_rank, like.element_size()):
         names = [name for weight in batch.weights for name in weight.hf]
-        empty = like.new_empty(0, dtype=like.dtype if batch.trained else torch.float32)
+        empty = like.new_empty(0, dtype=like.dtype if batch.place[-1] else torch.float32)
         yield from zip(names, _gather_batch(batch, local, empty), strict=True)
 
 
@@ -167,22 +167,11 @@ class _Local:
 class _Batch:
     """Consecutive weights of the model that one rank sends together."""
 
-    stage: int
-    """Pipeline rank that holds the weights."""
-    owner: int | None
-    """Expert-parallel rank that holds the weights; None: all ranks."""
-    trained: bool
+    place: tuple[int, int | None, bool]
+    """Pipeline rank and expert-parallel rank (None: all ranks) that hold the weights; if they are trained."""
     weights: list[Weight] = field(default_factory=list)
     size: int = 0
     """Size in bytes."""
-
-    @property
-    def place(self) -> tuple[int, int | None, bool]:
-        return self.stage, self.owner, self.trained
-
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        return [shape for weight in self.weights for shape in weight.shapes]
 
 
 def _batches(
@@ -199,7 +188,7 @@ def _batches(
         if batch is None or batch.place != place or batch.size + size > SENT_AT_ONCE:
             if batch is not None:
                 yield batch
-            batch = _Batch(*place)
+            batch = _Batch(place)
         batch.weights.append(weight)
         batch.size += size
     if batch is not None:
@@ -208,15 +197,16 @@ def _batches(
 
 def _gather_batch(batch: _Batch, local: _Local, like: Tensor) -> list[Tensor]:
     """Return the batch's Hugging Face tensors on every rank: gathered over TP, broadcast over EP, then PP."""
-    pipeline = groups.own().pp
+    pipeline, (stage, owner, _) = groups.own().pp, batch.place
+    shapes = [shape for weight in batch.weights for shape in weight.shapes]
     tensors = None
-    if pipeline.rank() == batch.stage:
+    if pipeline.rank() == stage:
         if batch.weights[0].megatron in local.parameters:
             own = [(weight, local.merged(weight.megatron)) for weight in batch.weights]
             tensors = [part for weight, tensor in own for part in _gathered(weight, tensor)]
-        if batch.owner is not None:
-            tensors = _broadcast(tensors, batch.shapes, like, batch.owner, groups.own().ep)
-    return _broadcast(tensors, batch.shapes, like, batch.stage, pipeline)
+        if owner is not None:
+            tensors = _broadcast(tensors, shapes, like, owner, groups.own().ep)
+    return _broadcast(tensors, shapes, like, stage, pipeline)
 
 
 def _gathered(weight: Weight, parameter: Tensor) -> list[Tensor]:
