@@ -139,12 +139,6 @@ def begin(folder: Path, step: int, policy: Policy, position: dict[str, Any], kee
         return Saving(final, partial, made, request, keep)
 
 
-def save(folder: Path, step: int, policy: Policy, position: dict[str, Any], keep: int) -> None:
-    """Write ``step``'s checkpoint and wait for it. Collective."""
-    if saving := begin(folder, step, policy, position, keep):
-        saving.finish()
-
-
 def load(folder: Path, policy: Policy) -> dict[str, Any] | None:
     """Restore ``policy`` from the newest complete checkpoint. Collective.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from megatron_eqlen.models.groups import start
 from megatron_eqlen.models.policy_model import PolicyModel
 from megatron_eqlen.models.weights import load_hf
 from megatron_eqlen.recipe import ParallelRecipe, Recipe
+from megatron_eqlen.training import checkpoint
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Metrics, TokenTree
 from tests.kit.recipes import small
@@ -61,6 +63,12 @@ def build_policy(folder: str, changes: dict[str, Any] | None = None) -> Policy:
     recipe = recipe_of(folder, changes or {})
     start(recipe.parallel, seed=1)
     return Policy(Job(recipe))
+
+
+def save(folder: Path, step: int, policy: Policy, position: dict[str, Any], keep: int) -> None:
+    """Write ``step``'s checkpoint and wait for it. Collective."""
+    if saving := checkpoint.begin(folder, step, policy, position, keep):
+        saving.finish()
 
 
 def numbers(policy: Policy) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ from megatron_eqlen.training.policy import Policy
 from tests.kit.distributed import run_ranks
 from tests.kit.recipes import small
 from tests.kit.tiny_models import save_tiny
-from tests.kit.updates import heard
+from tests.kit.updates import heard, save
 
 STEPS = (4, 8, 12)
 
@@ -45,7 +45,7 @@ def save_steps(model: str, folder: str, steps: tuple[int, ...] = STEPS, keep: in
         with torch.no_grad():
             dict(policy.chunks[0].named_parameters())["decoder.final_norm.weight"].fill_(step)
         policy.version = 10 * step
-        checkpoint.save(Path(folder), step, policy, {"data": f"at {step}"}, keep)
+        save(Path(folder), step, policy, {"data": f"at {step}"}, keep)
 
 
 def load_newest(model: str, folder: str) -> tuple[dict | None, float, int, list[str]]:
@@ -216,7 +216,7 @@ def save_before_training(model: str, folder: str) -> bool:
     """Return True if a run whose steps trained nothing is saved and loaded without a changed bit."""
     policy = policy_of(model)
     before = {name: tensor.clone() for name, tensor in policy.weights()}
-    checkpoint.save(Path(folder), 1, policy, {}, keep=1)
+    save(Path(folder), 1, policy, {}, keep=1)
     policy = policy_of(model)
     checkpoint.load(Path(folder), policy)
     moments = [

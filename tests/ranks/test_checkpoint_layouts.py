@@ -21,7 +21,7 @@ from tests.kit.distributed import run_ranks
 from tests.kit.gpt_checkpoints import save_gpt
 from tests.kit.marks import slow, weekly_but
 from tests.kit.tiny_models import save_tiny
-from tests.kit.updates import build_policy, layout, numbers, one_tree_a_row, same
+from tests.kit.updates import build_policy, layout, numbers, one_tree_a_row, same, save
 
 ANY, BOUND = {"resharding": "any"}, {"resharding": "data_parallel"}
 
@@ -50,7 +50,7 @@ def carry_on(
     for options, target in saves:
         section = policy.recipe.checkpoint.model_copy(update=options)
         policy.recipe = policy.recipe.model_copy(update={"checkpoint": section})
-        checkpoint.save(Path(target), 1, policy, {}, keep=1)
+        save(Path(target), 1, policy, {}, keep=1)
     return ""
 
 
@@ -201,7 +201,7 @@ def save_while_generating(folder: str, checkpoints: str, park: str, offload: boo
     sections = {"rollout": rollout, "optimizer": {"lr": 1e-3, "warmup_steps": 0, "offload": offload}}
     model = {"path": folder, "dtype": "bfloat16"}
     policy, go = build_policy(folder, layout(2) | sections | {"model": model}), threading.Event()
-    checkpoint.save(Path(checkpoints), 1, policy, {}, keep=2)
+    save(Path(checkpoints), 1, policy, {}, keep=2)
     policy.update([one_tree_a_row(2)])
     saved = numbers(policy)
     policy.park()
@@ -233,7 +233,7 @@ def test_a_save_in_the_background_is_in_force_when_it_is_whole(folders, tmp_path
 
 def fail_on_rank_1(folder: str, checkpoints: str) -> tuple[str, list[str]]:
     policy, go = policy_of(folder, 2, {}, BOUND), threading.Event()
-    checkpoint.save(Path(checkpoints), 1, policy, {}, keep=2)
+    save(Path(checkpoints), 1, policy, {}, keep=2)
     hold_writers(go, fails_on=1)
     saving = checkpoint.begin(Path(checkpoints), 2, policy, {}, keep=2)
     assert saving is not None
@@ -254,7 +254,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_one_before(fo
 
 def die_while_generating(folder: str, checkpoints: str) -> None:
     policy = policy_of(folder, 1, {}, BOUND)
-    checkpoint.save(Path(checkpoints), 1, policy, {}, keep=2)
+    save(Path(checkpoints), 1, policy, {}, keep=2)
     hold_writers(threading.Event())
     checkpoint.begin(Path(checkpoints), 2, policy, {}, keep=2)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -35,7 +35,7 @@ from tests.kit.marks import weekly
 from tests.kit.tiny_models import SHORT, save_tiny
 from tests.kit.tree_samples import group, stream
 from tests.kit.tree_training import Trained, adapters_of, train_trees, worst_difference
-from tests.kit.updates import build_policy, layout, one_tree_a_row, recipe_of, weights_of
+from tests.kit.updates import build_policy, layout, one_tree_a_row, recipe_of, save, weights_of
 
 LORA = LoraRecipe(rank=3, alpha=5.0)
 Tensors = dict[str, torch.Tensor]
@@ -253,7 +253,7 @@ def saved_and_resumed(folder: str, changes: dict[str, Any], target: str) -> tupl
     trees = [one_tree_a_row(2)]
     policy.update(trees)
     policy.park()
-    checkpoint.save(Path(target), 1, policy, {}, keep=1)
+    save(Path(target), 1, policy, {}, keep=1)
     policy.unpark()
     saved = own_adapters(policy)
     policy.update(trees)
@@ -292,7 +292,7 @@ def continued(folder: str, changes: dict[str, Any], target: str) -> bool:
     policy, trees = build_policy(folder, changes), [one_tree_a_row(2)]
     policy.update(trees)
     policy.park()
-    checkpoint.save(Path(target), 1, policy, {}, keep=1)
+    save(Path(target), 1, policy, {}, keep=1)
     policy.unpark()
     policy.update(trees)
     again = Policy(Job(recipe_of(folder, changes)))
@@ -340,7 +340,7 @@ def exported(folder: str, out: str, changes: dict[str, Any] | None = None) -> to
     policy.update([one_tree_a_row(2)])
     policy.export(Path(out) / "export")
     policy.export_adapters(Path(out) / "adapter")
-    checkpoint.save(Path(out) / "checkpoints", 1, policy, {}, keep=1)
+    save(Path(out) / "checkpoints", 1, policy, {}, keep=1)
     return policy.chunks[0].eval()(IDS, torch.arange(IDS.shape[1])[None]).detach()
 
 

@@ -13,7 +13,7 @@ from megatron_eqlen.training.parking import storage_bytes
 from megatron_eqlen.training.policy import Policy
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import slow, weekly
-from tests.kit.updates import build_policy, layout, one_tree_a_row, recipe_of
+from tests.kit.updates import build_policy, layout, one_tree_a_row, recipe_of, save
 
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "DP 2": ("qwen3-short", {}),
@@ -117,7 +117,7 @@ def go_over(folder: str, changes: dict[str, Any], checkpoints: str) -> list[str]
     for saved, place in ((host, "host"), (device, "device")):
         train(saved, 1)
         saved.park()
-        checkpoint.save(Path(checkpoints, place), 1, saved, {}, keep=1)
+        save(Path(checkpoints, place), 1, saved, {}, keep=1)
         saved.unpark()
     for saved, loaded, place in (
         (host, on_device, "host"),

@@ -14,7 +14,7 @@ from megatron_eqlen.training.parking import memory_of
 from megatron_eqlen.training.policy import Policy
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import slow
-from tests.kit.updates import build_policy, heard, layout, numbers, one_tree_a_row, recipe_of, same
+from tests.kit.updates import build_policy, heard, layout, numbers, one_tree_a_row, recipe_of, same, save
 
 BFLOAT16 = {"dtype": "bfloat16"}
 LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -116,7 +116,7 @@ def save_parked(folder: str, changes: dict[str, Any], checkpoints: str) -> list[
     policy = build_policy(folder, changes)
     policy.update([one_tree_a_row(2)])
     policy.park()
-    checkpoint.save(Path(checkpoints), 1, policy, {}, keep=1)
+    save(Path(checkpoints), 1, policy, {}, keep=1)
     policy.unpark()
     policy.update([one_tree_a_row(2)])
     return numbers(policy)

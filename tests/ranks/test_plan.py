@@ -29,7 +29,6 @@ from megatron_eqlen.plan.memory import communicators
 from megatron_eqlen.plan.trainer import SENT_AT_ONCE, RankBuffers, optimizer_bytes, trainer
 from megatron_eqlen.processes import distributed
 from megatron_eqlen.tokens import Tokens
-from megatron_eqlen.training import checkpoint
 from megatron_eqlen.training.logprobs import BLOCK_ELEMENTS
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Node, TokenTree
@@ -37,7 +36,7 @@ from tests.kit import updates
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import weekly_but
 from tests.kit.tiny_models import save_tiny
-from tests.kit.updates import TWO_EPOCHS, one_tree_a_row, update
+from tests.kit.updates import TWO_EPOCHS, one_tree_a_row, save, update
 
 ROW = 256
 
@@ -365,16 +364,16 @@ def test_a_row_never_needs_more_than_the_plan_says_and_not_much_less(name, tmp_p
     assert 0.75 * planned.peak < most < 1.01 * planned.peak
 
 
-def save(folder: str, case: Case, out: str) -> None:
+def save_policy(folder: str, case: Case, out: str) -> None:
     recipe = recipe_of(folder, case)
     start(recipe.parallel, seed=1)
-    checkpoint.save(Path(out), 1, Policy(Job(recipe)), {}, keep=2)
+    save(Path(out), 1, Policy(Job(recipe)), {}, keep=2)
 
 
 def test_a_checkpoint_is_as_large_as_planned(tmp_path):
     case = Case("qwen3_moe", 2, {"expert": 2}, model=WIDE | MANY)
     save_tiny(tmp_path / "model", case.family, **case.model)
-    run_ranks(case.ranks, save, str(tmp_path / "model"), case, str(tmp_path / "checkpoints"))
+    run_ranks(case.ranks, save_policy, str(tmp_path / "model"), case, str(tmp_path / "checkpoints"))
     files = (tmp_path / "checkpoints").rglob("*.distcp")
     planned = checkpoint_bytes(Job(recipe_of(str(tmp_path / "model"), case)))
     assert sum(file.stat().st_size for file in files) == pytest.approx(planned, rel=0.02)

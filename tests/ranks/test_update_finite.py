@@ -15,7 +15,7 @@ from megatron_eqlen.training.finite import NonFiniteError
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import slow
 from tests.kit.tiny_models import save_tiny
-from tests.kit.updates import TWO_EPOCHS, build_policy, heard, layout, numbers, one_tree_a_row, same
+from tests.kit.updates import TWO_EPOCHS, build_policy, heard, layout, numbers, one_tree_a_row, same, save
 
 TREES = one_tree_a_row(3)[:2]
 NODE = f"{TREES[1].name!r}, node 2"
@@ -153,7 +153,7 @@ def until_the_end(folder: str, checkpoints: Path) -> tuple[str, int, bool]:
         folder, TWO_EPOCHS | layout(2) | {"optimizer": {"lr": 1e-4, "max_skipped_updates": 3}}
     )
     policy.update([TREES])
-    checkpoint.save(checkpoints, 1, policy, {}, keep=2)
+    save(checkpoints, 1, policy, {}, keep=2)
     good = state_of(policy)
     in_a_gradient(policy)
     policy.update([TREES])

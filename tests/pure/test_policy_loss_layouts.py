@@ -3,13 +3,10 @@
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_eqlen.objectives.registry import lookup
 from megatron_eqlen.recipe import LossRecipe
-from megatron_eqlen.training.logprobs import token_logprobs
 from megatron_eqlen.training.policy_loss import policy_loss, reduce_metrics
-from tests.kit.distributed import run_ranks
 from tests.kit.tree_samples import VOCABULARY, forest, pack
 
 LOSS = LossRecipe(kl_coef=0.05, rollout_is="sequence")
@@ -59,29 +56,3 @@ def test_packing_and_micro_batches_change_nothing(name):
         assert other_loss == pytest.approx(loss, rel=1e-13)
         torch.testing.assert_close(other_gradient, gradient, rtol=1e-12, atol=1e-15)
         assert other_metrics == pytest.approx(metrics, rel=1e-12, abs=1e-15)
-
-
-LOGITS = torch.randn(9, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 5
-LABELS = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 0])
-
-
-def tensor_parallel_logprobs():
-    """Return this rank's log-probs, entropy and its slice of the logits' gradient."""
-    mine = LOGITS.chunk(dist.get_world_size(), -1)[dist.get_rank()].contiguous().requires_grad_()
-    logprobs, entropy = token_logprobs(mine, LABELS, 0.6, dist.group.WORLD)
-    (logprobs * torch.arange(len(logprobs))).sum().backward()
-    return logprobs.detach(), entropy, mine.grad
-
-
-def test_vocabulary_parallel_logprobs_are_those_of_one_process():
-    ranks = run_ranks(3, tensor_parallel_logprobs)
-    whole = LOGITS.clone().requires_grad_()
-    expected = (whole / 0.6).log_softmax(-1)
-    chosen = expected.gather(-1, LABELS[:, None])[:, 0]
-    (chosen * torch.arange(9)).sum().backward()
-    for logprobs, entropy, _ in ranks:
-        torch.testing.assert_close(logprobs, chosen.detach(), atol=1e-13, rtol=0)
-        exact = -(expected.exp() * expected).sum(-1).detach()
-        torch.testing.assert_close(entropy, exact, atol=1e-13, rtol=0)
-    gradient = torch.cat([grad for _, _, grad in ranks], -1)
-    torch.testing.assert_close(gradient, whole.grad, atol=1e-12, rtol=0)
