@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import nullcontext
+from functools import reduce
 from pathlib import Path
 
 import torch
@@ -185,10 +186,7 @@ def _state(chunks: list[PolicyModel], stored: Metadata | None = None) -> dict[st
 
 def _dtype(folder: HFFolder, names: tuple[str, ...]) -> torch.dtype:
     """Return the dtype of a weight that is stored in one tensor or several."""
-    first, *others = (DTYPES[folder.entries[name].dtype] for name in names)
-    for other in others:
-        first = torch.promote_types(first, other)
-    return first
+    return reduce(torch.promote_types, (DTYPES[folder.entries[name].dtype] for name in names))
 
 
 def _bits(tensor: Tensor) -> Tensor:

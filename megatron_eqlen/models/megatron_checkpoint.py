@@ -11,6 +11,7 @@ import logging
 import pickle
 import re
 from collections.abc import Callable, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -159,12 +160,18 @@ def adapters_of(path: Path, metadata: Metadata) -> LoraRecipe | None:
 
 def widest_dtype(metadata: Metadata) -> torch.dtype:
     """Return a dtype that holds every weight of a checkpoint without rounding."""
-    dtype = None
-    for key, stored in metadata.state_dict_metadata.items():
-        if isinstance(stored, TensorStorageMetadata) and not OPTIMIZER.match(key):
-            found = stored.properties.dtype
-            dtype = found if dtype is None else torch.promote_types(dtype, found)
-    return torch.float32 if dtype is None or not dtype.is_floating_point else dtype
+    dtypes = [stored.properties.dtype for stored in _weights(metadata).values()]
+    dtype = reduce(torch.promote_types, dtypes or [torch.float32])
+    return dtype if dtype.is_floating_point else torch.float32
+
+
+def _weights(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    """Return the model's own tensors: an optimizer's state is no part of it."""
+    return {
+        key: stored
+        for key, stored in metadata.state_dict_metadata.items()
+        if isinstance(stored, TensorStorageMetadata) and not OPTIMIZER.match(key)
+    }
 
 
 def check_weights(path: Path, metadata: Metadata, states: Sequence[dict[str, Any]]) -> None:
@@ -182,13 +189,7 @@ def check_weights(path: Path, metadata: Metadata, states: Sequence[dict[str, Any
     faults = [fault for key, shape in shapes.items() if (fault := _fault(metadata, key, shape))]
     if faults := gather(faults):
         raise CheckpointError(f"{path}: {faults[0]}")
-    # the model's own tensors: an optimizer's state is no part of it
-    stored = {
-        key
-        for key, item in metadata.state_dict_metadata.items()
-        if isinstance(item, TensorStorageMetadata) and not OPTIMIZER.match(key)
-    }
-    if unknown := stored - {*gather([*shapes])}:
+    if unknown := _weights(metadata).keys() - {*gather([*shapes])}:
         raise CheckpointError(
             f"{path}: the model has no place for {first_few(unknown)}: another model's checkpoint?"
         )

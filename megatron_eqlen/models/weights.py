@@ -11,7 +11,7 @@ export twice ``SENT_AT_ONCE`` if that is more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import prod
@@ -81,22 +81,11 @@ def save_adapters(chunks: Sequence[torch.nn.Module], lora: LoraRecipe, base: str
     tensors = {name: tensor.cpu().clone() for name, tensor in export_adapters(chunks, which)}
     dist.barrier()  # rank 0 creates ``out`` only after every rank has checked it
     if dist.get_rank() == 0:
-        write_peft(out, which, lora, base, tensors)
+        with new_folder(out) as partial:
+            named = {peft: tensors[own].clone() for adapter in which for peft, own in peft_tensors(adapter)}
+            save_file(named, partial / PEFT_WEIGHTS, metadata={"format": "pt"})
+            write_json(partial / "adapter_config.json", peft_config(which, lora.rank, lora.alpha, str(base)))
     dist.barrier()
-
-
-def write_peft(
-    out: Path,
-    which: Sequence[AdapterWeights],
-    lora: LoraRecipe,
-    base: str | Path,
-    tensors: Mapping[str, Tensor],
-) -> None:
-    """Write a PEFT folder. ``tensors``: by their names in ``A.hf`` and ``B.hf``."""
-    with new_folder(out) as partial:
-        named = {peft: tensors[own].clone() for adapter in which for peft, own in peft_tensors(adapter)}
-        save_file(named, partial / PEFT_WEIGHTS, metadata={"format": "pt"})
-        write_json(partial / "adapter_config.json", peft_config(which, lora.rank, lora.alpha, str(base)))
 
 
 def save_hf(chunks: Sequence[torch.nn.Module], source: str | Path, out: str | Path) -> None:

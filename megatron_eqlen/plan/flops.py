@@ -7,6 +7,7 @@ recomputation and the engine's recomputation after cache evictions are excluded.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -98,40 +99,32 @@ def training_flops(job: Job, trained: float, context: float) -> float:
 
 def counted(job: Job, metrics: Mapping[str, float]) -> Metrics:
     """Return a step's FLOPs, from its metrics; replayed rollouts count no generation."""
-
-    def of(name: str) -> float:
-        return metrics.get(name, 0.0)
-
-    generated = of("harvest/generated_tokens") * forward_flops(job.model, of("harvest/context"))
-    return {
-        "harvest/flops": generated
-        + of("harvest/prefilled_tokens") * forward_flops(job.model, of("harvest/prefill_context")),
-        "train/flops": training_flops(job, of("packing/tokens"), of("packing/context")),
-    }
+    of = defaultdict(float, metrics)
+    generated = of["harvest/generated_tokens"] * forward_flops(job.model, of["harvest/context"])
+    prefilled = of["harvest/prefilled_tokens"] * forward_flops(job.model, of["harvest/prefill_context"])
+    trained = training_flops(job, of["packing/tokens"], of["packing/context"])
+    return {"harvest/flops": generated + prefilled, "train/flops": trained}
 
 
 def achieved(job: Job, metrics: Mapping[str, float], device: str | None) -> Metrics:
     """Return the throughput of a step with the given ``metrics``. ``device``: the GPUs' name; None: a CPU.
 
     Model FLOPs utilisation divides the model's own FLOPs by the stage's time and the GPU's peak bfloat16
-    rate; it is reported only for known GPUs. Rates are tokens per second and GPU;
-    training has two: each token of a tree once, and every side with its own copy of the prefix.
+    rate; it is reported only for known GPUs. Rates are tokens per second and GPU; training has two: each
+    token of a tree once, and every side with its own copy of the prefix.
     """
-    recipe, flops = job.recipe, counted(job, metrics)
-    gpu = gpu_named(device)
+    recipe, of, flops, gpu = job.recipe, defaultdict(float, metrics), counted(job, metrics), gpu_named(device)
     engine = recipe.gpus - recipe.world_size if recipe.rollout.engine == "server" else recipe.world_size
     reached: Metrics = dict(flops)
-    if (training := metrics.get("time/train", 0.0) * recipe.world_size) > 0:
+    if (training := of["time/train"] * recipe.world_size) > 0:
         epochs = recipe.loss.epochs
-        reached["train/tokens_per_gpu_second"] = epochs * metrics.get("packing/unique_tokens", 0.0) / training
-        reached["train/expanded_tokens_per_gpu_second"] = (
-            epochs * metrics.get("packing/expanded_tokens", 0.0) / training
-        )
+        reached["train/tokens_per_gpu_second"] = epochs * of["packing/unique_tokens"] / training
+        reached["train/expanded_tokens_per_gpu_second"] = epochs * of["packing/expanded_tokens"] / training
         if gpu is not None:
             reached["train/mfu"] = flops["train/flops"] / (training * gpu.flops)
-    if (harvest := metrics.get("time/harvest", 0.0) * engine) > 0 and flops["harvest/flops"]:
-        generated = metrics.get("harvest/generated_tokens", 0.0)
-        new = generated - metrics.get("harvest/resumed_tokens", 0.0)
+    if (harvest := of["time/harvest"] * engine) > 0 and flops["harvest/flops"]:
+        generated = of["harvest/generated_tokens"]
+        new = generated - of["harvest/resumed_tokens"]
         reached["harvest/tokens_per_gpu_second"] = new / harvest
         if gpu is not None:
             reached["harvest/mfu"] = flops["harvest/flops"] * new / (generated or 1) / (harvest * gpu.flops)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -86,36 +86,18 @@ class Transfer(NamedTuple):
     share: ColumnShare
 
 
-@dataclass(frozen=True)
-class Demand:
-    """Nodes that some ranks of one data-parallel index need."""
+Hops = tuple[Transfer, list[Transfer]]
+"""Transfers of nodes from their homes to one rank that needs them each, and from there to the others."""
 
-    nodes: np.ndarray
-    """[n] int64, forest indices."""
-    home: np.ndarray
-    """[n] int64"""
-    ranks: np.ndarray
-    """[k] int64, the ranks that need them."""
-    share: ColumnShare
 
-    @classmethod
-    def of(cls, nodes: np.ndarray, home: np.ndarray, ranks: list[int], share: ColumnShare) -> Demand:
-        """Return the demand of ``ranks`` for those of ``nodes`` that have a home."""
-        nodes = nodes[home[nodes] >= 0]
-        return cls(nodes, home[nodes], np.array(ranks, np.int64), share)
-
-    @property
-    def via(self) -> np.ndarray:
-        """[n] int64, the rank in ``ranks`` that each node reaches first: its home, or each rank in turn."""
-        turn = self.ranks[np.arange(len(self.nodes)) % len(self.ranks)]
-        return np.where(np.isin(self.home, self.ranks), self.home, turn)
-
-    def first_hop(self) -> Transfer:
-        return Transfer(self.nodes, self.home, self.via, self.share)
-
-    def second_hop(self) -> list[Transfer]:
-        via = self.via
-        return [Transfer(self.nodes, via, np.full_like(via, rank), self.share) for rank in self.ranks]
+def _hops(nodes: np.ndarray, home: np.ndarray, ranks: list[int], share: ColumnShare) -> Hops:
+    """Return the hops of those of ``nodes`` that have a home to ``ranks``."""
+    nodes = nodes[home[nodes] >= 0]
+    source = home[nodes]
+    turn = np.array(ranks, np.int64)[np.arange(len(nodes)) % len(ranks)]
+    via = np.where(np.isin(source, ranks), source, turn)
+    onward = [Transfer(nodes, via, np.full_like(via, rank), share) for rank in ranks]
+    return Transfer(nodes, source, via, share), onward
 
 
 def exchange(
@@ -150,53 +132,40 @@ def exchange_tokens(planned: Packing, placements: Sequence[Placement]) -> Packin
     unchanged. Collective."""
     if not (planned.forest.home >= 0).any():
         return planned
-    nodes, demands = list(planned.forest.nodes), list(_demands(planned, placements))
-    send_tokens(nodes, [demand.first_hop() for demand in demands])
-    send_tokens(nodes, [transfer for demand in demands for transfer in demand.second_hop()])
-    return _with_nodes(planned, nodes)
-
-
-def _demands(planned: Packing, placements: Sequence[Placement]) -> Iterator[Demand]:
-    home = planned.forest.home
+    nodes, home, hops = [*planned.forest.nodes], planned.forest.home, list[Hops]()
     for index in range(len(planned.ranks)):
-        nodes, trained = planned.needed(index)
-        responses = nodes[planned.forest.parent[nodes] >= 0]
+        needed, trained = planned.needed(index)
+        responses = needed[planned.forest.parent[needed] >= 0]
         ranks = [rank for rank, placement in enumerate(placements) if placement.data_parallel == index]
         last_stage = [rank for rank in ranks if placements[rank].for_loss]
-        yield Demand.of(responses, home, ranks, ColumnShare("rows"))
-        yield Demand.of(trained, home, last_stage, ColumnShare("loss"))
+        hops.append(_hops(responses, home, ranks, ColumnShare("rows")))
+        hops.append(_hops(trained, home, last_stage, ColumnShare("loss")))
+    send_tokens(nodes, [first for first, _ in hops])
+    send_tokens(nodes, [transfer for _, onward in hops for transfer in onward])
+    return replace(planned, forest=replace(planned.forest, nodes=nodes))
 
 
 def exchange_paths(planned: Packing, placements: Sequence[Placement]) -> tuple[Packing, int]:
     """Return the plan with the columns of paths of all nodes that this rank trains, for the layers that it
     computes, and the bytes received. Collective."""
-    forest, rank, received = planned.forest, dist.get_rank(), 0
-    nodes, demands = list(forest.nodes), list(_path_demands(planned, placements))
-    # one pipeline stage at a time, to limit the memory of copies
-    for layers in dict.fromkeys(placement.moe_layers for placement in placements):
-        of_stage = [demand.first_hop() for demand in demands if demand.share.layers == layers]
-        received += send_tokens(nodes, of_stage)
+    forest, rank = planned.forest, dist.get_rank()
+    stages: dict[Placement, list[int]] = {}
+    for number, placement in enumerate(placements):
+        stages.setdefault(placement, []).append(number)
+    nodes, hops = [*forest.nodes], list[Hops]()
+    for placement, ranks in stages.items():
+        needed, _ = planned.needed(placement.data_parallel)
+        if placement.moe_layers:
+            routed = needed[forest.has_path_columns[needed]]
+            hops.append(_hops(routed, forest.home, ranks, ColumnShare("moe", placement.moe_layers)))
+    received = send_tokens(nodes, [first for first, _ in hops])
+    # what has been sent whole is kept for this rank's layers alone
     own = forest.has_path_columns & ((forest.home < 0) | (forest.home == rank))
     for number in np.flatnonzero(own).tolist():
         tokens = of_layers(nodes[number].tokens, placements[rank].moe_layers)
         nodes[number] = replace(nodes[number], tokens=tokens)
-    received += send_tokens(nodes, [transfer for demand in demands for transfer in demand.second_hop()])
-    return _with_nodes(planned, nodes), received
-
-
-def _with_nodes(planned: Packing, nodes: list[Node]) -> Packing:
-    return replace(planned, forest=replace(planned.forest, nodes=nodes))
-
-
-def _path_demands(planned: Packing, placements: Sequence[Placement]) -> Iterator[Demand]:
-    stages: dict[Placement, list[int]] = {}
-    for rank, placement in enumerate(placements):
-        stages.setdefault(placement, []).append(rank)
-    for placement, ranks in stages.items():
-        nodes, _ = planned.needed(placement.data_parallel)
-        if placement.moe_layers:
-            routed = nodes[planned.forest.has_path_columns[nodes]]
-            yield Demand.of(routed, planned.forest.home, ranks, ColumnShare("moe", placement.moe_layers))
+    received += send_tokens(nodes, [transfer for _, onward in hops for transfer in onward])
+    return replace(planned, forest=replace(forest, nodes=nodes)), received
 
 
 def send_tokens(nodes: list[Node], transfers: Sequence[Transfer]) -> int:
