@@ -125,10 +125,10 @@ def find_checkpoint(path: str | Path) -> Path:
 
 def find_together(path: str | Path) -> Path:
     """Return ``find_checkpoint`` of rank 0 on every rank, or raise its CheckpointError there. Collective."""
-    return _together(lambda: find_checkpoint(path))
+    return together(lambda: find_checkpoint(path))
 
 
-def _together[Found](find: Callable[[], Found]) -> Found:
+def together[Found](find: Callable[[], Found]) -> Found:
     """Return rank 0's result of ``find`` on every rank, or raise its CheckpointError there. Collective."""
 
     def found() -> Found | CheckpointError:
@@ -222,7 +222,7 @@ def load_sharded(state: dict[str, Any], path: Path) -> dict[str, Any]:
     Modules' extra states are None: Transformer Engine keeps fp8 state there, which is not used here, and
     saves extra states for modules that have none without it.
     """
-    _together(lambda: check_objects(path))
+    together(lambda: check_objects(path))
     extra, kept = extract_matching_values(
         state, lambda item: isinstance(item, ShardedObject) and item.key.endswith("_extra_state")
     )

@@ -39,7 +39,7 @@ from megatron_eqlen.files import (
     unused,
 )
 from megatron_eqlen.models import checkpoint_folder
-from megatron_eqlen.models.megatron_checkpoint import content_metadata, load_sharded
+from megatron_eqlen.models.megatron_checkpoint import content_metadata, load_sharded, together
 from megatron_eqlen.processes.distributed import agree, gather
 from megatron_eqlen.training import sharded_state
 from megatron_eqlen.training.policy import Policy
@@ -149,7 +149,7 @@ def load(folder: Path, policy: Policy) -> dict[str, Any] | None:
     newest = _newest_whole(folder)
     if newest is None:
         return None
-    saved = agree(lambda: content_metadata(newest))
+    saved = together(lambda: content_metadata(newest))
     sharded_state.check_content(newest, saved, policy)
     loaded = load_sharded(sharded_state.like(newest, saved, policy), newest)
     sharded_state.load(policy, loaded)
@@ -195,18 +195,12 @@ def _candidates(folder: Path) -> tuple[list[Path], str | None]:
 
 def _fault(checkpoint: Path) -> str | None:
     """Return the fault of a checkpoint, the same on every rank; each rank reads a part of the files."""
-    manifest, fault = agree(lambda: _manifest(checkpoint))
-    if fault:
-        return fault
+    try:
+        manifest = together(lambda: checkpoint_folder.read_manifest(checkpoint))
+    except CheckpointError as error:
+        return str(error)
     mine = [*manifest][dist.get_rank() :: dist.get_world_size()]
     return next(iter(gather(checkpoint_folder.faults(checkpoint, manifest, mine))), None)
-
-
-def _manifest(checkpoint: Path) -> tuple[checkpoint_folder.Manifest, str | None]:
-    try:
-        return checkpoint_folder.read_manifest(checkpoint), None
-    except CheckpointError as error:
-        return {}, str(error)
 
 
 def _go_back(to: Path, damaged: dict[str, str], complaint: str | None) -> None:
