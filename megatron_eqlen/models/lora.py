@@ -135,22 +135,20 @@ def switched_off(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 def sharded_state_dict(chunk: torch.nn.Module) -> dict[str, ShardedTensorFactory]:
     """Return the adapters of a chunk for Megatron's checkpoints, in tensors that every layout can load."""
-    return {
-        name: _sharded(weight, parameter)
-        for adapter in adapters([chunk]).values()
-        for name, weight, parameter in (
-            (adapter.weights.A.megatron, adapter.weights.A, adapter.A),
-            (adapter.weights.B.megatron, adapter.weights.B, adapter.B),
-        )
-    }
+    return {weight.megatron: _sharded(weight, parameter) for weight, parameter in _matrices(chunk)}
 
 
 @torch.no_grad()
 def load_state_dict(chunk: torch.nn.Module, state: dict[str, Tensor]) -> None:
     """Load what Megatron has filled of ``sharded_state_dict``."""
+    for weight, parameter in _matrices(chunk):
+        parameter.copy_(state[weight.megatron])
+
+
+def _matrices(chunk: torch.nn.Module) -> Iterator[tuple[Weight, Tensor]]:
     for adapter in adapters([chunk]).values():
-        adapter.A.copy_(state[adapter.weights.A.megatron])
-        adapter.B.copy_(state[adapter.weights.B.megatron])
+        yield adapter.weights.A, adapter.A
+        yield adapter.weights.B, adapter.B
 
 
 def _initial(weight: Weight, seed: int) -> Tensor:

@@ -62,12 +62,8 @@ def rloo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
 def maxrl(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     """Return (r - mean) / mean, 0 where the mean is 0: the gradient of the truncated log-likelihood of a
     right response (MaxRL, arXiv 2602.02710)."""
+    _refuse_negative(rewards, "advantage maxrl divides by the mean reward")
     mean = fmean(rewards)
-    if min(rewards) < 0:
-        raise ValueError(
-            f"advantage maxrl divides by the mean reward: expected rewards of at least 0, found "
-            f"{min(rewards):g}"
-        )
     return [value / mean if mean else 0.0 for value in dr_grpo(rewards, lengths)]
 
 
@@ -89,14 +85,15 @@ def none(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
 )
 def gr3(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     """Return r / (1 + 0.33 x length / mean length of the unit), less the mean of these (GR3)."""
-    if min(rewards) < 0:
-        raise ValueError(
-            f"objective: gr3 divides rewards by lengths: expected rewards of at least 0, found "
-            f"{min(rewards):g}"
-        )
+    _refuse_negative(rewards, "objective: gr3 divides rewards by lengths")
     mean_length = fmean(lengths)
     scaled = [r / (1 + 0.33 * n / mean_length) for r, n in zip(rewards, lengths, strict=True)]
     return dr_grpo(scaled, lengths)
+
+
+def _refuse_negative(rewards: Sequence[float], why: str) -> None:
+    if min(rewards) < 0:
+        raise ValueError(f"{why}: expected rewards of at least 0, found {min(rewards):g}")
 
 
 ADVANTAGES: dict[str, Estimator] = {
