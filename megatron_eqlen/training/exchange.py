@@ -14,9 +14,10 @@ rest of the work:
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,8 +32,11 @@ from megatron_eqlen.processes.distributed import gather, host
 from megatron_eqlen.tokens import COLUMNS, Placeholder, Tokens
 from megatron_eqlen.types import Metrics, Node
 
-NODES_AT_ONCE = 16
-"""Maximum nodes in transit at once from one rank to another."""
+TOKENS_AT_ONCE = 1 << 13
+"""Tokens in transit at once from one rank to another, and those of one more node."""
+
+NO_BYTES = np.zeros(0, np.uint8)
+Queues = dict[int, list[tuple[int, "ColumnShare"]]]
 
 
 class Placement(NamedTuple):
@@ -172,36 +176,38 @@ def send_tokens(nodes: list[Node], transfers: Sequence[Transfer]) -> int:
     """Send the columns of all ``transfers`` and replace the entries of ``nodes`` that this rank receives.
     Return the bytes received."""
     rank, received = dist.get_rank(), 0
-    # by rank, in an order that both sides know: (node, columns)
-    outgoing, incoming = (defaultdict[int, list[tuple[int, ColumnShare]]](list) for _ in range(2))
+    # round -> (what is sent, what is received), by the other rank, which counts alike: (node, columns)
+    rounds = defaultdict[int, tuple[Queues, Queues]](lambda: (defaultdict(list), defaultdict(list)))
+    tokens = Counter[tuple[int, int]]()
     for transfer in transfers:
-        moves = transfer.source != transfer.target
-        for at in np.flatnonzero(moves & (transfer.source == rank)).tolist():
-            outgoing[int(transfer.target[at])].append((int(transfer.nodes[at]), transfer.share))
-        for at in np.flatnonzero(moves & (transfer.target == rank)).tolist():
-            incoming[int(transfer.source[at])].append((int(transfer.nodes[at]), transfer.share))
-    most = max(map(len, [*outgoing.values(), *incoming.values()]), default=0)
-    for start in range(0, most, NODES_AT_ONCE):
-        now, work, messages = slice(start, start + NODES_AT_ONCE), [], []
+        for way, (own, other) in enumerate(permutations((transfer.source, transfer.target))):
+            for at in np.flatnonzero((own == rank) & (other != rank)).tolist():
+                node, peer = int(transfer.nodes[at]), int(other[at])
+                number = tokens[way, peer] // TOKENS_AT_ONCE
+                rounds[number][way][peer].append((node, transfer.share))
+                tokens[way, peer] += len(nodes[node])
+    for _, (outgoing, incoming) in sorted(rounds.items()):
         # all messages of a round at once: no rank waits for another's order
+        work, messages = [], []
         for to, queue in outgoing.items():
-            tables = [share.of(nodes[number].tokens) for number, share in queue[now]]
-            arrays = [array for table in tables for array in table.arrays()]
-            if any(array.nbytes for array in arrays):
-                message = np.concatenate([array.reshape(-1).view(np.uint8) for array in arrays])
+            arrays = [array for node, share in queue for array in share.of(nodes[node].tokens).arrays()]
+            message = np.concatenate([NO_BYTES, *(array.reshape(-1).view(np.uint8) for array in arrays)])
+            if len(message):
                 work.append(dist.isend(torch.from_numpy(message), to, host()))
         for source, queue in incoming.items():
-            arrays = [array for number, share in queue[now] for array in _make_room(nodes, number, share)]
-            if size := sum(array.nbytes for array in arrays):
-                messages.append((message := np.empty(size, np.uint8), arrays))
+            arrays = [array for node, share in queue for array in _make_room(nodes, node, share)]
+            message = np.empty(sum(array.nbytes for array in arrays), np.uint8)
+            if len(message):
+                messages.append((message, arrays))
                 work.append(dist.irecv(torch.from_numpy(message), source, host()))
         for pending in work:
             pending.wait()
         for message, arrays in messages:
             received += len(message)
-            ends = np.cumsum([array.nbytes for array in arrays])
-            for array, values in zip(arrays, np.split(message, ends[:-1]), strict=True):
-                array.reshape(-1).view(np.uint8)[:] = values
+            at = 0
+            for array in arrays:
+                array.reshape(-1).view(np.uint8)[:] = message[at : at + array.nbytes]
+                at += array.nbytes
     return received
 
 
