@@ -30,7 +30,6 @@ from megatron_eqlen.training.policy import Policy
 
 SHARDING = {"data_parallel": "dp_reshardable", "any": "fully_reshardable"}
 """``checkpoint.resharding`` -> Megatron's name."""
-LAYERS = "parallel.layers_per_stage"
 
 
 def content(policy: Policy) -> dict[str, Any]:
@@ -59,7 +58,9 @@ def like(path: Path, saved: dict[str, Any], policy: Policy) -> dict[str, Any]:
 def load(policy: Policy, state: dict[str, Any]) -> None:
     """Load a state dict that Megatron has filled into the policy."""
     for number, chunk in enumerate(policy.chunks):
-        load_weights = partial(lora.load_state_dict, chunk) if _adapted(policy) else chunk.load_state_dict
+        load_weights = (
+            partial(lora.load_state_dict, chunk) if policy.recipe.lora.rank else chunk.load_state_dict
+        )
         load_weights(state[_chunk_key(policy, number)])
     load_state(policy.optimizer, state["optimizer"])
     policy.schedule.num_steps = 0  # Megatron adds what it loads
@@ -89,10 +90,10 @@ def check_content(path: Path, saved: dict[str, Any], policy: Policy) -> None:
 
 def _build(policy: Policy, sharding: str, stored: Metadata | None = None) -> dict[str, Any]:
     """``stored``: index of the checkpoint that the state is loaded from."""
-    metadata = _metadata(sharding)
+    metadata, adapted = _metadata(sharding), policy.recipe.lora.rank > 0
     state: dict[str, Any] = {
         _chunk_key(policy, number): (
-            lora.sharded_state_dict(chunk) if _adapted(policy) else sharded_weights(chunk, metadata, stored)
+            lora.sharded_state_dict(chunk) if adapted else sharded_weights(chunk, metadata, stored)
         )
         for number, chunk in enumerate(policy.chunks)
     }
@@ -112,12 +113,8 @@ def _build(policy: Policy, sharding: str, stored: Metadata | None = None) -> dic
     return state
 
 
-def _adapted(policy: Policy) -> bool:
-    return policy.recipe.lora.rank > 0
-
-
 def _adapters(policy: Policy) -> dict[str, Any] | None:
-    return policy.recipe.lora.model_dump(mode="json") if _adapted(policy) else None
+    return policy.recipe.lora.model_dump(mode="json") if policy.recipe.lora.rank else None
 
 
 def _metadata(sharding: str) -> dict[str, Any]:
@@ -132,10 +129,9 @@ def _metadata(sharding: str) -> dict[str, Any]:
 def _bucket_layout(policy: Policy) -> dict[str, Any]:
     """Return everything that decides which weights lie in which of Megatron's buckets, and where."""
     recipe = policy.recipe
-    sizes = ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor")
+    keys = ("tensor", "pipeline", "virtual_pipeline", "layers_per_stage", "expert", "expert_tensor")
     return {
-        **{f"parallel.{key}": getattr(recipe.parallel, key) for key in sizes},
-        LAYERS: recipe.parallel.layers_per_stage,
+        **{f"parallel.{key}": getattr(recipe.parallel, key) for key in keys},
         "model.dtype": recipe.model.dtype,
         "optimizer.grad_dtype": recipe.optimizer.grad_dtype,
         "bucket size": policy.model[0].ddp_config.bucket_size,
