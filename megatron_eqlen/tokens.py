@@ -17,6 +17,7 @@ A table without values (``Tokens.bare``) knows its columns and lengths: that is 
 
 from __future__ import annotations
 
+import math
 import sys
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -410,8 +411,8 @@ def _room(values: Any) -> Any:
 class GrowingTokens:
     """The tokens of a track, to which a decode step appends.
 
-    Columns are kept in ``array.array``s of their types: 8 bytes for a token and its log-prob where lists take
-    72, and nearly as fast to append to.
+    Columns are bytes of their types: 8 for a token and its log-prob where lists take 72, and nearly as fast
+    to append to.
     """
 
     __slots__ = ("_appends", "columns", "token_ids", "versions")
@@ -419,7 +420,7 @@ class GrowingTokens:
     def __init__(self) -> None:
         self.token_ids = array("i")
         self.versions = array("i")
-        self.columns: dict[str, Any] = {}
+        self.columns: dict[str, _Growing] = {}
         """The other columns, by name."""
         self._appends: list[tuple[str, Callable[[Any], None]]] = []
         """Names of ``columns`` and their methods ``append``."""
@@ -454,7 +455,7 @@ class GrowingTokens:
         """Make room for these columns."""
         for name in names:
             if name not in self.columns:
-                self.columns[name] = _growing(COLUMNS[name])
+                self.columns[name] = _Growing(COLUMNS[name])
         self._appends = [(name, column.append) for name, column in self.columns.items()]
 
     def extend(self, tokens: Tokens) -> None:
@@ -485,97 +486,55 @@ class GrowingTokens:
         return Tokens(columns, stop - start)
 
 
-class _Numbers:
-    """Growing column of one number for each token."""
+class _Growing:
+    """A growing column: the bytes of its numbers, and in a ragged one how many each token has."""
 
-    __slots__ = ("_array", "append")
+    __slots__ = ("_counts", "_data", "_dtype", "_ragged", "_row")
 
-    def __init__(self, dtype: str) -> None:
-        self._array = array(np.dtype(dtype).char)
-        self.append = self._array.fromlist
+    def __init__(self, column: Column) -> None:
+        self._data, self._counts, self._ragged = bytearray(), array("B"), column.ragged
+        self._dtype = np.dtype(column.dtype or np.uint8)
+        self._row = (0, 0) if column.dtype is None else ()
 
-    def blank(self, count: int) -> list[float]:
-        return [0.0] * count
+    def append(self, values: Any) -> None:
+        """Append the values of new tokens: a list of numbers or of sequences, or an array."""
+        if self._ragged:
+            for numbers in values:
+                if len(numbers) > MOST_PER_TOKEN:  # those that tie with the last of top-k are kept, too
+                    raise ValueError(
+                        f"expected at most {MOST_PER_TOKEN} kept tokens, found {len(numbers)}: rollout.top_k "
+                        "must leave room for ties"
+                    )
+                self._data += array(self._dtype.char, numbers)
+                self._counts.append(len(numbers))
+        elif isinstance(values, list):
+            self._data += array(self._dtype.char, values)
+        else:
+            if not self._data:
+                self._row, self._dtype = values.shape[1:], values.dtype
+            self._data += values.tobytes()
 
-    def extend(self, values: np.ndarray) -> None:
-        self._array.frombytes(np.ascontiguousarray(values).tobytes())
+    def blank(self, count: int) -> Any:
+        return [()] * count if self._ragged else np.zeros((count, *self._row), self._dtype)
 
-    def cut(self, end: int) -> None:
-        del self._array[end:]
-
-    def values(self, start: int, stop: int) -> np.ndarray:
-        return np.frombuffer(self._array[start:stop], np.dtype(self._array.typecode))
-
-
-class _Lists:
-    """Growing ragged column."""
-
-    __slots__ = ("_counts", "_numbers")
-
-    def __init__(self, dtype: str) -> None:
-        self._numbers, self._counts = array(np.dtype(dtype).char), array("B")
-
-    def append(self, lists: Iterable[Sequence[int]]) -> None:
-        for numbers in lists:
-            if len(numbers) > MOST_PER_TOKEN:  # those that tie with the last of top-k are kept, too
-                raise ValueError(
-                    f"expected at most {MOST_PER_TOKEN} kept tokens, found {len(numbers)}: rollout.top_k "
-                    "must leave room for ties"
-                )
-            self._numbers.extend(numbers)
-            self._counts.append(len(numbers))
-
-    def blank(self, count: int) -> list[Sequence[int]]:
-        return [()] * count
-
-    def extend(self, values: Ragged) -> None:
-        self._numbers.frombytes(values.values.tobytes())
-        self._counts.frombytes(values.counts.tobytes())
+    def extend(self, values: Values) -> None:
+        if isinstance(values, Ragged):
+            self._data += values.values.tobytes()
+            self._counts.frombytes(values.counts.tobytes())
+        else:
+            self.append(values)
 
     def cut(self, end: int) -> None:
-        del self._numbers[len(self._numbers) - _sum(self._counts[end:]) :]
+        del self._data[self._place(end) :]
         del self._counts[end:]
 
-    def values(self, start: int, stop: int) -> Ragged:
-        counts = self._counts[start:stop]
-        first = _sum(self._counts[:start])
-        numbers = self._numbers[first : first + _sum(counts)]
-        return Ragged(np.frombuffer(numbers, np.dtype(numbers.typecode)), np.frombuffer(counts, np.uint8))
+    def values(self, start: int, stop: int) -> Values:
+        numbers = np.frombuffer(self._data[self._place(start) : self._place(stop)], self._dtype)
+        if self._ragged:
+            return Ragged(numbers, np.frombuffer(self._counts[start:stop], np.uint8))
+        return numbers.reshape(stop - start, *self._row)
 
-
-class _Rows:
-    """Growing column of an array for each token."""
-
-    __slots__ = ("_bytes", "_dtype", "_row", "_width")
-
-    def __init__(self) -> None:
-        self._bytes = bytearray()
-        self._row, self._dtype, self._width = (0, 0), np.dtype(np.uint8), 1
-
-    def append(self, rows: np.ndarray) -> None:
-        if not self._bytes:
-            self._row, self._dtype = rows.shape[1:], rows.dtype
-            self._width = max(1, int(np.prod(self._row)) * rows.itemsize)
-        self._bytes += rows.tobytes()
-
-    extend = append
-
-    def blank(self, count: int) -> np.ndarray:
-        return np.zeros((count, *self._row), self._dtype)
-
-    def cut(self, end: int) -> None:
-        del self._bytes[end * self._width :]
-
-    def values(self, start: int, stop: int) -> np.ndarray:
-        data = self._bytes[start * self._width : stop * self._width]
-        return np.frombuffer(data, self._dtype).reshape(stop - start, *self._row)
-
-
-def _growing(column: Column) -> Any:
-    if column.dtype is None:
-        return _Rows()
-    return _Lists(column.dtype) if column.ragged else _Numbers(column.dtype)
-
-
-def _sum(counts: array[int]) -> int:
-    return int(np.frombuffer(counts, np.uint8).sum(dtype=np.int64))
+    def _place(self, token: int) -> int:
+        """Return the place of a token's first byte."""
+        before = np.frombuffer(self._counts[:token], np.uint8).sum(dtype=np.int64) if self._ragged else token
+        return int(before) * math.prod(self._row) * self._dtype.itemsize

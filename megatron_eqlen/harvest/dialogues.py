@@ -127,6 +127,8 @@ class Calls:
     def finished(self, idle: bool) -> list[Call]:
         """Return calls that have ended, or taken too long, which is a failure. ``idle``: there is nothing
         else to do."""
+        if not self.running:
+            return []
         wait([call.result for call in self.running], timeout=0.05 if idle else 0, return_when=FIRST_COMPLETED)
         now = time.perf_counter()
         for call in self.running:
@@ -164,12 +166,12 @@ class Dialogues:
     """Lets environments answer the turns that tracks have ended.
 
     An environment is made when its track first needs it: new, or where the track's line was answered before
-    (a fork, a resumed track), by a copy or by replaying the messages.
+    (a fork, a resumed track), by a copy or by replaying the messages. Without ``speak`` no track ends a turn.
     """
 
-    def __init__(self, speak: Conversations) -> None:
+    def __init__(self, speak: Conversations | None) -> None:
         self.speak = speak
-        self.calls = Calls(speak.limits.workers, speak.limits.timeout)
+        self.calls = Calls(speak.limits.workers, speak.limits.timeout) if speak else Calls(0, 0.0)
         self._states: dict[RolloutKey, dict[int, _State]] = {}
         """By the number of the track."""
         self._due: dict[Track, float] = {}
@@ -185,6 +187,8 @@ class Dialogues:
 
     def begin(self, key: RolloutKey, harvester: Harvester) -> None:
         """Start the calls that the harvester allows."""
+        if self.speak is None:
+            return
         now = time.perf_counter()
         for track in harvester.open.values():
             if track.calls:
@@ -197,7 +201,8 @@ class Dialogues:
                 turns = turns_of(path_of(harvester, track))
                 self.counts["replays"] += state is None and len(turns) > 1
                 environment = state and state.environment
-                seed = self._seed(harvester, track)
+                number = COINS - track.number if self.speak.own_seeds else COINS
+                seed = track_seed(harvester.seed, harvester.prompt.prompt_id, harvester.index, number)
                 work = partial(answer, self.speak, environment, harvester.prompt, seed, turns)
                 self.calls.start(Call(key, track, len(turns), work, environment is None))
 
@@ -205,7 +210,7 @@ class Dialogues:
         """Copy, for each new track, the environment of the line that it leaves, as it is there. Where that
         fails, the track gets a new one, which is told the messages."""
         states, lines = self._states.get(key, {}), list(harvester.open.values())
-        for track in launched:
+        for track in launched if states else ():
             for line in lines:
                 state = states.get(line.number)
                 if line is track or line.parent != track.parent or state is None:
@@ -279,6 +284,8 @@ class Dialogues:
 
     def close(self) -> None:
         """Give up all environments."""
+        if self.speak is None:
+            return
         for key in list(self._states):
             self.end(key)
         if late := wait(self._closing, self.calls.timeout).not_done:
@@ -286,11 +293,9 @@ class Dialogues:
         for span in nlargest(SPANS, self._spans, key=lambda span: span.ended - span.began):
             self.speak.note(span)
 
-    def _seed(self, harvester: Harvester, track: Track) -> int:
-        number = COINS - track.number if self.speak.own_seeds else COINS
-        return track_seed(harvester.seed, harvester.prompt.prompt_id, harvester.index, number)
-
     def metrics(self, counts: Mapping[str, int]) -> Metrics:
+        if self.speak is None:
+            return {}
         seconds = {
             stage: fmean([span.ended - span.began for span in self._spans if span.stage == stage] or [0.0])
             for stage in (CALL, WAIT)

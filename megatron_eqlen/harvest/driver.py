@@ -11,7 +11,6 @@ tokens are generated.
 
 from __future__ import annotations
 
-import logging
 import time
 from bisect import bisect_left
 from collections import Counter, deque
@@ -20,16 +19,13 @@ from itertools import chain, takewhile
 from operator import eq
 
 from megatron_eqlen.engines.protocol import SAMPLERS, Decoder, EngineError
-from megatron_eqlen.harvest.dialogues import Dialogues
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.harvest.meter import Meter
 from megatron_eqlen.harvest.prompt_routes import PromptRoutes
 from megatron_eqlen.processes.watchdog import beat
 from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver
 from megatron_eqlen.sampling.track import Track
-from megatron_eqlen.types import Delta, Rollout, RolloutKey
-
-log = logging.getLogger(__name__)
+from megatron_eqlen.types import Delta, Rollout, RolloutKey, rollout_key
 
 
 def shared(tokens: Iterable[int], others: Iterable[int]) -> int:
@@ -64,7 +60,9 @@ class Driver:
         """All tracks of each running harvester, if its rollout may be suspended."""
         self.unlaunched: dict[RolloutKey, set[int]] = {}
         """Tracks with recorded tokens that each running harvester has not launched again, by their number."""
-        self.prompt_routes = PromptRoutes(self.running) if self.rollout.keep_routes else None
+        self.finished: dict[RolloutKey, Rollout] = {}
+        """Complete and suspended rollouts."""
+        self.prompt_routes = PromptRoutes(self.running, self.rollout.keep_routes)
         self.dialogues = meter.dialogues
         self.prefills: dict[str, tuple[int, int]] = {}
         """(tokens of its path that the step computed before, tokens of the path) of requests, by their id."""
@@ -94,11 +92,10 @@ class Driver:
                 self.admit()
                 deltas = self.meter.timed(self.engine.step) if self.in_flight else []
                 self.advance(self.deliver(deltas))
-                if self.dialogues is not None:
-                    self.converse(self.dialogues, idle=not self.in_flight and len(self.dialogues.calls) > 0)
+                self.converse(idle=not self.in_flight)
                 # give up a silent engine
                 now = time.monotonic()
-                if deltas or (self.dialogues is not None and len(self.dialogues.calls)):
+                if deltas or len(self.dialogues.calls):
                     last_progress = now
                     beat()
                 elif now - last_progress > self.rollout.request_timeout:
@@ -110,8 +107,7 @@ class Driver:
             self.finish_decode_step(last=True)
         finally:
             self.engine.abort(list(self.in_flight))
-            if self.dialogues is not None:
-                self.dialogues.close()
+            self.dialogues.close()
 
     @property
     def budget_used_up(self) -> bool:
@@ -160,12 +156,12 @@ class Driver:
 
     def submit(self, track: Track, key: RolloutKey) -> None:
         """Submit the rest of a track as a request."""
-        path_rows = self.prompt_routes.rows_of(track, key) if self.prompt_routes is not None else 0
         path = track.path
         if (known := self.known(track, path, key)) is not None:
             self.prefills[track.request_id] = known, len(path)
         self.in_flight[track.request_id] = (track, key)
         self.meter.counts["requests"] += 1
+        path_rows = self.prompt_routes.rows_of(track, key)
         self.engine.submit(track.request_id, path, track.remaining, track.seed, path_rows)
 
     def known(self, track: Track, path: list[int], key: RolloutKey) -> int | None:
@@ -196,7 +192,7 @@ class Driver:
         """Hand tokens to their tracks; return the keys of harvesters that can now decide something."""
         touched: dict[RolloutKey, None] = {}
         tokens = 0
-        in_flight, prompt_routes, current = self.in_flight, self.prompt_routes, self.engine.policy_version
+        in_flight, current = self.in_flight, self.engine.policy_version
         for delta in deltas:
             entry = in_flight.get(delta.request_id)
             if entry is None:  # sent before the engine saw the abort
@@ -207,8 +203,8 @@ class Driver:
                     f"request {delta.request_id}: expected tokens that {' or '.join(SAMPLERS)} drew, found "
                     f"tokens of the sampler {delta.sampler}, with draws and log-probs of its own"
                 )
-            if prompt_routes is not None and delta.token_ids:
-                prompt_routes.take(track, key, delta)
+            if delta.token_ids and key in self.prompt_routes.requests:
+                self.prompt_routes.take(track, key, delta)
             tokens += len(delta.token_ids)
             if delta.token_ids and delta.request_id in self.prefills:
                 self.meter.computed(*self.prefills.pop(delta.request_id))
@@ -241,8 +237,7 @@ class Driver:
         """Submit the rest of a request that the engine gave up or ended early. Raises EngineError after
         MAX_ATTEMPTS."""
         del self.in_flight[delta.request_id]
-        if self.prompt_routes is not None:
-            self.prompt_routes.lose(delta.request_id, key)
+        self.prompt_routes.lose(delta.request_id, key)
         track.attempts += 1
         self.meter.counts["retries"] += 1
         self.losses[track.name, self.engine.policy_version] += 1
@@ -259,23 +254,22 @@ class Driver:
             harvester = self.running[key]
             before = len(harvester.parts)
             while launched := harvester.advance():  # a fork may have recorded tokens, and have ended
-                if self.dialogues is not None:
-                    self.dialogues.fork(key, harvester, launched)
+                self.dialogues.fork(key, harvester, launched)
                 for track in launched:
                     self.launch(track, key)
             self.report(key, harvester, before)
-            if self.dialogues is not None and key in self.running:
+            if key in self.running:
                 self.dialogues.begin(key, harvester)
 
-    def converse(self, dialogues: Dialogues, idle: bool) -> None:
+    def converse(self, idle: bool) -> None:
         """Hand the answers of environments to their tracks, which go on or have ended. ``idle``: there is
         nothing else to do."""
         touched: dict[RolloutKey, None] = {}
-        for call in dialogues.finished(idle):
+        for call in self.dialogues.finished(idle):
             if (error := call.result.exception()) is None:
-                dialogues.take(call)
+                self.dialogues.take(call)
             else:
-                dialogues.fail(call, error, self.plan.recipe.reward.on_error)
+                self.dialogues.fail(call, error, self.plan.recipe.reward.on_error)
             touched[call.key] = None
             if call.track.finish_reason is None:
                 self.submit(call.track, call.key)
@@ -300,11 +294,16 @@ class Driver:
         """Stop running a harvester; return its rollout, and the number of tokens generated for it."""
         self.running.pop(key, None)
         self.unlaunched.pop(key, None)
-        if self.prompt_routes is not None:
-            self.prompt_routes.end(key)
-        if self.dialogues is not None:
-            self.dialogues.end(key)
-        return harvester.rollout(self.engine.policy_version), self.generated.pop(key, 0)
+        self.prompt_routes.requests.pop(key, None)
+        self.dialogues.end(key)
+        rollout = harvester.rollout(self.engine.policy_version)
+        self.finish(rollout)
+        return rollout, self.generated.pop(key, 0)
+
+    def finish(self, rollout: Rollout) -> None:
+        """Add a rollout to the results."""
+        self.finished[rollout_key(rollout)] = rollout
+        self.meter.count(rollout)
 
     def finish_decode_step(self, last: bool = False) -> None:
         for observer in self.observers:
@@ -313,8 +312,8 @@ class Driver:
     def end_early(self) -> None:
         """Suspend or cut rollouts that are not complete, and start no more: the budget is used up."""
         # let environments repeat themselves: forks and parts that came after an answer are recorded
-        while self.dialogues is not None and len(self.dialogues.calls) and any(map(self.lacks, self.running)):
-            self.converse(self.dialogues, idle=True)
+        while len(self.dialogues.calls) and any(map(self.lacks, self.running)):
+            self.converse(idle=True)
             beat()
         # stop decoding
         self.engine.abort(list(self.in_flight))

@@ -21,7 +21,6 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.harvester import Harvester, HarvestObserver
 from megatron_eqlen.sampling.kind import Setting
-from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import Metrics, Prompt, Rollout, RolloutKey, rollout_key
 
 
@@ -44,35 +43,16 @@ def harvest(
     """
     check_prompts(plan.prompts, plan.recipe, engine)
     meter = Meter(engine, plan)
-    finished = _Finished(meter)
+    driver = Driver(engine, plan, meter, observers)
     harvesters = _harvesters(plan)
     for rollout in plan.progress.rollouts:
         speak = plan.conversations
         if speak is None or grade_again(speak, rollout, harvesters[rollout_key(rollout)].seed):
-            finished.add(rollout)
+            driver.finish(rollout)
     for harvester in harvesters.values():
         harvester.takes_turns = plan.conversations is not None
-    driver = Driver(engine, plan, meter, [finished, *observers])
-    driver.run({key: harvester for key, harvester in harvesters.items() if key not in finished.rollouts})
-    return [finished.rollouts[key] for key in harvesters if key in finished.rollouts], meter.metrics()
-
-
-class _Finished(HarvestObserver):
-    """Collects and counts the rollouts, complete and suspended."""
-
-    def __init__(self, meter: Meter) -> None:
-        self.rollouts: dict[RolloutKey, Rollout] = {}
-        self._meter = meter
-
-    def rollout_completed(self, rollout: Rollout, generated_tokens: int) -> None:
-        self.add(rollout)
-
-    def rollout_suspended(self, rollout: Rollout, generated_tokens: int, tracks: Sequence[Track]) -> None:
-        self.add(rollout)
-
-    def add(self, rollout: Rollout) -> None:
-        self.rollouts[rollout_key(rollout)] = rollout
-        self._meter.count(rollout)
+    driver.run({key: harvester for key, harvester in harvesters.items() if key not in driver.finished})
+    return [driver.finished[key] for key in harvesters if key in driver.finished], meter.metrics()
 
 
 def _harvesters(plan: HarvestPlan) -> dict[RolloutKey, Harvester]:

@@ -34,8 +34,8 @@ class Meter:
     def __init__(self, engine: Decoder, plan: HarvestPlan) -> None:
         speak, progress, rollout = plan.conversations, plan.progress, plan.recipe.rollout
         self.engine, self.block_size = engine, rollout.block_size
-        self.dialogues = Dialogues(speak) if speak is not None else None
-        self.counts = self.dialogues.counts if self.dialogues is not None else Counter[str]()
+        self.dialogues = Dialogues(speak)
+        self.counts = self.dialogues.counts
         self.earlier_counts = progress.counts
         self.generated_tokens = self.resumed_tokens = progress.generated_tokens
         self.engine_seconds = 0.0
@@ -104,8 +104,7 @@ class Meter:
                 "harvest/carried_tokens": sum(partial.earlier_tokens for partial in self.carried),
                 "harvest/suspended_rollouts": self.suspended,
             }
-        if self.dialogues is not None:
-            metrics |= self.dialogues.metrics(counts)
+        metrics |= self.dialogues.metrics(counts)
         return metrics | rollout_metrics(self.rollouts) | self.engine.metrics()
 
 

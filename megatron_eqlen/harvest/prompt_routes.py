@@ -20,15 +20,15 @@ from megatron_eqlen.types import Delta, RolloutKey
 class PromptRoutes:
     """Requests in flight that bring the routes of a prompt, at most one for each rollout."""
 
-    def __init__(self, running: Mapping[RolloutKey, Harvester]) -> None:
-        self.running = running
+    def __init__(self, running: Mapping[RolloutKey, Harvester], kept: bool) -> None:
+        self.running, self.kept = running, kept
         self.requests: dict[RolloutKey, tuple[str, int]] = {}
         """Id of the request, and the number of rows that it brings."""
 
     def rows_of(self, track: Track, key: RolloutKey) -> int:
         """Return the number of rows that a track's new request brings of its path: those of all positions, or
         0."""
-        if self.running[key].prompt_columns is not None or key in self.requests:
+        if not self.kept or self.running[key].prompt_columns is not None or key in self.requests:
             return 0
         rows = len(track.path) - 1
         self.requests[key] = track.request_id, rows
@@ -37,7 +37,7 @@ class PromptRoutes:
     def take(self, track: Track, key: RolloutKey, delta: Delta) -> None:
         """Take the prompt's routes from the first tokens of the request that brings them. Raises EngineError
         where rows are missing."""
-        request_id, expected = self.requests.get(key, ("", 0))
+        request_id, expected = self.requests[key]
         if request_id != delta.request_id:
             return
         del self.requests[key]
@@ -56,7 +56,3 @@ class PromptRoutes:
         """Forget a request that the engine gave up."""
         if self.requests.get(key, ("", 0))[0] == request_id:
             del self.requests[key]
-
-    def end(self, key: RolloutKey) -> None:
-        """Forget a rollout that runs no more."""
-        self.requests.pop(key, None)
