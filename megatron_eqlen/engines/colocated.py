@@ -3,6 +3,9 @@
 Under a launcher of several ranks each group of ``rollout.tensor_parallel`` ranks is one replica, and its
 ranks must make the same calls in the same order. While training runs, ``sleep`` has given the GPU memory
 back: weights are dropped, not kept in host memory, since every harvest starts with new ones.
+
+Requests go directly to the engine core of vLLM 0.32's V1 engine: a harvest needs no output objects and no
+detokenization.
 """
 
 from __future__ import annotations
@@ -11,11 +14,24 @@ import itertools
 import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
 from torch import Tensor
 
 from megatron_eqlen.engines.containment import importing_vllm
-from megatron_eqlen.engines.protocol import Delta, EngineError, sampling_params
+from megatron_eqlen.engines.protocol import (
+    OURS,
+    STOCK,
+    Delta,
+    EngineError,
+    of_kept,
+    path_start,
+    sampler_of,
+    sampling_params,
+    seeded,
+    split_path,
+)
 from megatron_eqlen.engines.weight_table import WeightTable
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.recipe import RolloutRecipe
@@ -24,8 +40,16 @@ from megatron_eqlen.types import Metrics, TokenTree
 with importing_vllm():
     from vllm import SamplingParams
     from vllm.platforms import current_platform
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+    from vllm.v1.request import Request
 
-    from megatron_eqlen.engines import core_requests, lifecycle
+    from megatron_eqlen.engines import lifecycle
+
+FINISHED: dict[FinishReason, Literal["stop", "length"]] = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+}
+"""Finish reasons of completed requests."""
 
 
 class ColocatedEngine:
@@ -54,9 +78,12 @@ class ColocatedEngine:
         self.max_num_seqs = rollout.max_num_seqs
         self.moe_layers = read_config(model_path).moe_layers
         self.policy_version = policy_version
-        self.requests: dict[str, core_requests.Request] = {}
+        self.stock = STOCK if self.core.vllm_config.use_v2_model_runner else "vLLM V1"
+        """Name of vLLM's own sampler in this engine."""
+        self.requests: dict[str, Request] = {}
         self.numbers = itertools.count()
-        """Numbers of requests, used in vLLM's names."""
+        """Numbers that make vLLM's names of requests unique: with asynchronous scheduling, vLLM's default on
+        GPUs, an aborted request may still have a token to come, which another of its name would get."""
         self.refusal: str | None = None
         """Why requests are refused now: weights are missing or half loaded."""
         self.asleep = False
@@ -73,12 +100,33 @@ class ColocatedEngine:
         if self.asleep:
             self._wake("kv_cache")
             self.asleep = False
-        self.requests[request_id] = core_requests.submit(
-            self.core, request_id, next(self.numbers), token_ids, self.params, max_tokens, seed, path_rows
+        params = self.params.clone()
+        params.max_tokens = max_tokens
+        params.routed_experts_prompt_start = path_start(token_ids, path_rows)
+        for name, value in seeded(seed, self.stock).items():
+            setattr(params, name, value)
+        asked = EngineCoreRequest(
+            request_id=f"{request_id} {next(self.numbers)}",
+            prompt_token_ids=token_ids,
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+            external_req_id=request_id,
         )
+        request, wave = self.core.preprocess_add_request(asked)
+        self.core.add_request(request, wave)
+        self.requests[request_id] = request
 
     def step(self) -> list[Delta]:
-        deltas = core_requests.step(self.core, self.moe_layers, centered=bool(self.params.logprobs))
+        """Run one engine step. Raises EngineError if the engine ended a request with an error."""
+        of_clients, computed = self.core.step_fn()
+        self.core.post_step(model_executed=computed)
+        ours = of_clients.get(0) if of_clients else None
+        deltas = [self._delta(output) for output in ours.outputs] if ours else []
         for delta in deltas:
             if delta.finish_reason is not None:
                 self.preemptions += self.requests.pop(delta.request_id).num_preemptions
@@ -144,3 +192,28 @@ class ColocatedEngine:
     def _wake(self, tag: str) -> None:
         if not current_platform.is_cpu():
             self.core.wake_up(tags=[tag])
+
+    def _delta(self, output: EngineCoreOutput) -> Delta:
+        request_id, reason = output.request_id.rpartition(" ")[0], output.finish_reason
+        if reason is not None and reason not in FINISHED:
+            raise EngineError(f"request {request_id}: vLLM ended it with {reason}")
+        chosen = output.new_logprobs
+        path: dict[str, np.ndarray] = {}
+        columns: dict[str, Any] = {"logprobs": chosen.logprobs[:, 0].tolist() if chosen else []}
+        if output.new_sampling_mask is not None:
+            columns["kept"] = output.new_sampling_mask.to_nested_list()
+        if self.params.logprobs and chosen:  # of kept tokens, too
+            pairs = zip(chosen.logprob_token_ids.tolist(), chosen.logprobs.tolist(), strict=True)
+            columns["kept_logprobs"] = of_kept(columns["kept"], [dict(zip(*of, strict=True)) for of in pairs])
+        if output.routed_experts is not None:
+            new = len(output.new_token_ids)
+            path["routes"], columns["routes"] = split_path(output.routed_experts, new, self.moe_layers)
+        return Delta(
+            request_id,
+            output.new_token_ids,
+            columns,
+            None if reason is None else FINISHED[reason],
+            output.prefill_stats.num_cached_tokens if output.prefill_stats else None,
+            sampler=sampler_of(chosen.sampled_token_ranks.max(), self.stock) if chosen else OURS,
+            path=path,
+        )

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from vllm import SamplingParams
 
-from megatron_eqlen.engines import core_requests
+from megatron_eqlen.engines import colocated
 from megatron_eqlen.engines.protocol import SAMPLERS, EngineError
 from megatron_eqlen.harvest.harvest import harvest
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
@@ -105,10 +105,12 @@ FOREIGN = {
 def submit_foreign(engine, monkeypatch) -> None:
     """Start a request of each kind; their prompts take several steps of 64 tokens."""
     with monkeypatch.context() as patch:
-        patch.setattr(core_requests, "seeded", lambda seed, stock: {})
+        patch.setattr(colocated, "seeded", lambda seed, stock: {})
         for number, (name, params) in enumerate(FOREIGN.items()):
             others = SamplingParams(**{"detokenize": False, "logprobs": 0} | params)
-            core_requests.submit(engine.core, name, number, [5, 6, 7 + number] * 30, others, 150, 0)
+            patch.setattr(engine, "params", others)
+            engine.submit(name, [5, 6, 7 + number] * 30, 150, 0)
+    engine.requests.clear()
     engine.step()
 
 
@@ -130,7 +132,7 @@ def test_other_clients_requests_in_the_batch_change_none_of_ours(monkeypatch):
 
 
 def test_tokens_that_another_sampler_drew_end_a_harvest(engine, monkeypatch):
-    monkeypatch.setattr(core_requests, "seeded", lambda seed, stock: {})
+    monkeypatch.setattr(colocated, "seeded", lambda seed, stock: {})
     plan = HarvestPlan([Prompt("p", [5, 6], "?", "math", "1")], make_recipe(), EOS, seed=3)
     with pytest.raises(
         EngineError, match="tokens that eqlen or vLLM V2 drew, found tokens of the sampler vLLM V1"

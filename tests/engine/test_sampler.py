@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from vllm import ir
 
-from megatron_eqlen.engines.cpu.norms import PROVIDER, choose_kernels
+from megatron_eqlen.engines.cpu.runner import PROVIDER, choose_kernels
 from megatron_eqlen.engines.cpu.sampler import PathSampler, Rows, draw, uniform
 from megatron_eqlen.sampling.track import track_seed
 

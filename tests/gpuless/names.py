@@ -26,13 +26,12 @@ REPLACED = {
 TYPES = {
     ("generate_api.py", "choice"): (PROTOCOL, "GenerateTokensStreamChoice"),
     ("generate_api.py", "token"): (PROTOCOL, "GenerateLogProbsContent"),
-    ("core_requests.py", "output"): ("vllm.v1.engine", "EngineCoreOutput"),
-    ("core_requests.py", "chosen"): ("vllm.v1.outputs", "LogprobsLists"),
+    ("colocated.py", "output"): ("vllm.v1.engine", "EngineCoreOutput"),
+    ("colocated.py", "chosen"): ("vllm.v1.outputs", "LogprobsLists"),
     ("cpu/sampler.py", "output"): ("vllm.v1.outputs", "SamplerOutput"),
     ("cpu/sampler.py", "self.runner.input_batch"): ("vllm.v1.worker.gpu_input_batch", "InputBatch"),
     ("cpu/runner.py", "batch"): ("vllm.v1.worker.gpu_input_batch", "InputBatch"),
     ("cpu/runner.py", "self.model_runner"): ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner"),
-    ("core_requests.py", "core"): ("vllm.v1.engine.core", "EngineCore"),
     ("lifecycle.py", "core"): ("vllm.v1.engine.core", "EngineCore"),
     ("colocated.py", "self.core"): ("vllm.v1.engine.core", "EngineCore"),
 }

@@ -19,7 +19,7 @@ from vllm import envs
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from megatron_eqlen.engines import core_requests, lifecycle, vllm_args
+from megatron_eqlen.engines import lifecycle, vllm_args
 from megatron_eqlen.engines.colocated import ColocatedEngine
 from megatron_eqlen.engines.protocol import STOCK
 from megatron_eqlen.harvest.harvest import harvest
@@ -73,7 +73,7 @@ def open_v2(*args: Any, **over: Any) -> ColocatedEngine:
         keep_asynchronous(patch)
         engine = open_engine(*args, **{"max_num_seqs": 8, "vllm": {"max_num_batched_tokens": 64}} | over)
     assert type(lifecycle.worker(engine.core).model_runner.sampler) is Sampler, "vLLM's own"
-    assert core_requests.stock_sampler(engine.core) == STOCK
+    assert engine.stock == STOCK
     return engine
 
 

@@ -94,17 +94,17 @@ def open_engine(gpu: Gpu, patch: pytest.MonkeyPatch) -> Any:
         patch.setattr(engine, "submit", lambda *_: None)
         return engine
     core: Any = Sleeper(gpu)
-    core.vllm_config = SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: 8))
+    model = SimpleNamespace(get_vocab_size=lambda: 8)
+    core.vllm_config = SimpleNamespace(model_config=model, use_v2_model_runner=True)
     core.reset_prefix_cache = lambda: True
+    core.preprocess_add_request = lambda request: (SimpleNamespace(request_id="r", num_preemptions=0), 0)
+    core.add_request = lambda request, wave: None
     table = SimpleNamespace(check=lambda tensors: tensors, bytes_seen=0)
     patch.setattr(colocated.WeightTable, "read", lambda path: table)
     patch.setattr(colocated.lifecycle, "build", lambda *_: core)
     patch.setattr(colocated.lifecycle, "load_weights", lambda core, tensors: consume(gpu, tensors))
     patch.setattr(colocated, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     patch.setattr(colocated, "read_config", lambda path: SimpleNamespace(moe_layers=0))
-    patch.setattr(
-        colocated.core_requests, "submit", lambda *_: SimpleNamespace(request_id="r", num_preemptions=0)
-    )
     return colocated.ColocatedEngine("m", rollout, "bfloat16", [1], 16)
 
 

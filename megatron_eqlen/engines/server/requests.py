@@ -1,5 +1,5 @@
-"""Limits of what a request asks of the engine (vLLM 0.32), checked in the server's first process: what fails
-in a worker ends the engine for all."""
+"""Changes to vLLM 0.32's server, in its first process: limits of what a request asks of the engine, since what
+fails in a worker ends the engine for all; routes and versions of the weights with a request's tokens."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
+import numpy as np
 from pydantic import TypeAdapter
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.output_processor import RequestState
 
 from megatron_eqlen.engines.protocol import SEED
 from megatron_eqlen.engines.weights.worker import TRANSFERS
@@ -92,3 +95,27 @@ def refuse_unfit(token_ids: list[int], params: SamplingParams, vocab_size: int) 
 
 def _unfit(field: str, expected: str, found: object) -> VLLMValidationError:
     return VLLMValidationError(f"{field}: expected {expected}, found {found!r:.100}", parameter=field)
+
+
+def stream() -> None:
+    """Make this process send routes and versions with the tokens that they belong to. vLLM sends both with the
+    last tokens, which an aborted or lost request never gets, and a harvest aborts most of its requests."""
+    new_completion, add = RequestState._new_completion_output, RequestOutput.add
+
+    def with_rows(self: RequestState, *args: Any, **kwargs: Any) -> CompletionOutput:
+        chunks, self.routed_experts_chunks = self.routed_experts_chunks, []
+        output = new_completion(self, *args, **kwargs)
+        output.routed_experts = np.concatenate(chunks) if chunks else None
+        output.weight_versions = self._weight_version_spans()
+        return output
+
+    def add_rows(self: RequestOutput, next_output: RequestOutput, aggregate: bool) -> None:
+        """Join the rows of outputs that nobody has fetched yet."""
+        rows = [out.routed_experts for output in (self, next_output) for out in output.outputs]
+        add(self, next_output, aggregate)
+        if aggregate and (found := [routes for routes in rows if routes is not None]):
+            (output,) = self.outputs
+            output.routed_experts = np.concatenate(found)
+
+    RequestState._new_completion_output = with_rows
+    RequestOutput.add = add_rows

@@ -26,9 +26,8 @@ def main() -> None:
     import uvicorn
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 
-    from megatron_eqlen.engines.server.requests import check_requests
+    from megatron_eqlen.engines.server.requests import check_requests, stream
     from megatron_eqlen.engines.server.strangers import SETTINGS
-    from megatron_eqlen.engines.server.streaming import stream
 
     check_requests()
     stream()
