@@ -1,4 +1,4 @@
-"""vLLM 0.32's ``/inference/v1/generate``: request bodies and event parsing.
+"""vLLM 0.32's ``/inference/v1/generate``: its events as deltas.
 
 vLLM counts each request's tokens under the version of the weights in force (``weight_versions``), which
 changes only between ``/pause`` and ``/resume``.
@@ -14,40 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_eqlen.engines.protocol import Delta, of_kept, path_start, sampler_of, seeded, split_path
+from megatron_eqlen.engines.protocol import Delta, of_kept, sampler_of, split_path
 from megatron_eqlen.recipe import RolloutRecipe
-
-PATH = "inference/v1/generate"
-TOKENS_PER_EVENT = 8
-"""Tokens a server collects before it sends them."""
-
-
-def request_body(
-    request_id: str,
-    token_ids: list[int],
-    sampling: dict[str, Any],
-    max_tokens: int,
-    seed: int,
-    stock: str,
-    path_rows: int = 0,
-    cache_salt: str | None = None,
-) -> dict[str, Any]:
-    """Return the body of a request to a server whose vLLM has the sampler ``stock``. Requests share cached
-    prefixes only with the same ``cache_salt``."""
-    own = {
-        "max_tokens": max_tokens,
-        "stream_interval": TOKENS_PER_EVENT,
-        **seeded(seed, stock),
-        "routed_experts_prompt_start": path_start(token_ids, path_rows),
-    }
-    return {
-        "request_id": request_id,
-        "token_ids": token_ids,
-        "sampling_params": sampling | own,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "cache_salt": cache_salt,
-    }
 
 
 def read_event(
@@ -117,16 +85,12 @@ def _delta(
         likeliest = [{of["token_id"]: of["logprob"] for of in token["top_logprobs"]} for token in chosen]
         columns["kept_logprobs"] = of_kept(columns["kept"], likeliest)
     if layers and (encoded := choice["routed_experts"]) is not None:
-        path["routes"], columns["routes"] = split_path(_array(encoded), len(tokens), layers)
+        routes = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
+        path["routes"], columns["routes"] = split_path(routes, len(tokens), layers)
     finished = reason if reason in ("stop", "length", None) else "lost"
     ranks = [token["rank"] or 0 for token in chosen]
     sampler = sampler_of(max(ranks, default=0), stock)
     return Delta(request_id, tokens, columns, finished, sampler=sampler, path=path)
-
-
-def _array(encoded: str) -> np.ndarray:
-    """Decode base64 of NumPy's file format."""
-    return np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
 
 
 def cached_tokens(event: dict[str, Any]) -> int | None:

@@ -204,17 +204,13 @@ class Replica:
 
 
 class ReplicaPool:
-    """Replicas at ``urls``; one that is silent for ``silence`` seconds is left out.
+    """Replicas at ``urls``; one that is silent for ``silence`` seconds is left out."""
 
-    ``on_lost`` is called with the id of each request that a replica had when it was left out.
-    """
-
-    def __init__(
-        self, urls: Iterable[str], silence: float, on_lost: Callable[[str], None], trainer: str
-    ) -> None:
+    def __init__(self, urls: Iterable[str], silence: float, trainer: str) -> None:
         self.io = HttpLoop(authorization() | {TRAINER: trainer})
         self.silence = silence
-        self.on_lost = on_lost
+        self.lost: list[str] = []
+        """Requests whose replica was left out."""
         self.replicas = [Replica(url.rstrip("/"), self.io) for url in urls]
         self.io.start(self._stay())
 
@@ -293,7 +289,7 @@ class ReplicaPool:
         replica.alive, replica.absence = False, why
         for request_id in sorted(replica.requests):
             replica.forget(request_id)
-            self.on_lost(request_id)
+            self.lost.append(request_id)
 
     def close(self) -> None:
         self.io.run(self._leave())

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from megatron_eqlen.engines.generate_api import PATH, cached_tokens, read_event, request_body
-from megatron_eqlen.engines.protocol import Delta, EngineError, sampling_params
+from megatron_eqlen.engines.generate_api import cached_tokens, read_event
+from megatron_eqlen.engines.protocol import Delta, EngineError, path_start, sampling_params, seeded
 from megatron_eqlen.engines.replica import UNTOUCHED, Replica, ReplicaError, ReplicaPool, Request, words
 from megatron_eqlen.engines.weight_table import WeightTable
 from megatron_eqlen.engines.weights.folder import FolderSender
@@ -40,6 +40,9 @@ from megatron_eqlen.types import Metrics, Node, TokenTree
 if TYPE_CHECKING:
     from megatron_eqlen.engines.weights.nccl import NcclSender
 
+PATH = "inference/v1/generate"
+TOKENS_PER_EVENT = 8
+"""Tokens a server collects before it sends them."""
 PROBED = 32
 """Tokens that a replica samples after a sync, to be compared with the trainer."""
 DECIDE = ("quantization", "vllm")
@@ -89,15 +92,13 @@ class ServerEngine:
         """Policy versions of the weights that may sample tokens, by vLLM's names; the newest is last."""
         self.arrivals: queue.SimpleQueue[tuple[Request, Delta | str]] = queue.SimpleQueue()
         """Deltas of requests, and why requests failed."""
-        self.lost: list[str] = []
-        """Requests whose replica died; ``step`` gives them back."""
         self.busy = threading.RLock()
         """Held by one call at a time: a weight sync blocks a thread that harvests."""
         self.vocab_size = 0
         self.refusal = "update_weights must come first" if syncs_first else None
         self.closed = False
         self.sync: Metrics = {}
-        self.pool = ReplicaPool(rollout.servers, rollout.request_timeout / 2, self.lost.append, trainer)
+        self.pool = ReplicaPool(rollout.servers, rollout.request_timeout / 2, trainer)
         try:
             self.sender = self._sender(run or Path(tempfile.gettempdir(), own))
             self._connect(None if syncs_first else weights(Path(model_path)))
@@ -121,16 +122,7 @@ class ServerEngine:
                 raise EngineError(f"request {request_id}: {self.refusal}")
             assert self._replica_of(request_id) is None
             replica = self._home(request_id)
-            body = request_body(
-                request_id,
-                token_ids,
-                self.sampling,
-                max_tokens,
-                seed,
-                replica.stock,
-                path_rows,
-                self._cache_salt(),
-            )
+            body = self._body(replica, request_id, token_ids, max_tokens, seed, path_rows)
             request = Request(request_id, replica)
             request.answer = self.pool.io.start(self._stream(request, body))
             replica.requests[request_id] = request
@@ -147,8 +139,8 @@ class ServerEngine:
             if self.closed:
                 raise EngineError("the engine was closed")
             deltas = [delta for arrival in arrived if (delta := self._take(*arrival)) is not None]
-            deltas += [Delta(request_id, [], {}, "lost") for request_id in self.lost]
-            self.lost.clear()
+            deltas += [Delta(request_id, [], {}, "lost") for request_id in self.pool.lost]
+            self.pool.lost.clear()
             return deltas
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -232,6 +224,28 @@ class ServerEngine:
             del replica.requests[request.request_id]
         return arrival
 
+    def _body(
+        self, to: Replica, request_id: str, token_ids: list[int], max_tokens: int, seed: int, path_rows: int
+    ) -> dict[str, Any]:
+        """Return the body of a request. Requests share cached prefixes only with the same ``cache_salt``,
+        which changes with the weights under ``on_sync: continue``: none begins from keys and values cached
+        under older ones."""
+        own = {
+            "max_tokens": max_tokens,
+            "stream_interval": TOKENS_PER_EVENT,
+            **seeded(seed, to.stock),
+            "routed_experts_prompt_start": path_start(token_ids, path_rows),
+        }
+        keeps = self.rollout.staleness and self.rollout.on_sync == "continue"
+        return {
+            "request_id": request_id,
+            "token_ids": token_ids,
+            "sampling_params": self.sampling | own,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "cache_salt": self.weight_version if keeps else None,
+        }
+
     async def _stream(self, request: Request, body: dict[str, Any]) -> None:
         """Put a request's deltas in the queue as they arrive, or why it failed."""
         name = request.request_id
@@ -267,10 +281,8 @@ class ServerEngine:
         ]
 
     async def _probe(self, replica: Replica, prompt: list[int]) -> Tokens:
-        sampling = self.sampling | {"stop_token_ids": []}
-        body = request_body(
-            "probe", prompt, sampling, PROBED, 0, replica.stock, cache_salt=secrets.token_hex()
-        )
+        body = self._body(replica, "probe", prompt, PROBED, 0, 0) | {"cache_salt": secrets.token_hex()}
+        body["sampling_params"]["stop_token_ids"] = []
         grown = GrowingTokens()
         async with aclosing(replica.events(PATH, body, self.pool.silence)) as events:
             async for event in events:
@@ -344,9 +356,3 @@ class ServerEngine:
         """Stop decoding until the weights are loaded; requests stay where they are, those of others, too."""
         recompute = not self.rollout.staleness or self.rollout.on_sync == "recompute"
         self.pool.post(f"pause?mode=keep&clear_cache={str(recompute).lower()}")
-
-    def _cache_salt(self) -> str | None:
-        """Return the salt of the prefix cache. With ``on_sync: continue`` it changes with the weights, so
-        that no request begins from keys and values cached under older ones."""
-        keeps = self.rollout.staleness and self.rollout.on_sync == "continue"
-        return self.weight_version if keeps else None

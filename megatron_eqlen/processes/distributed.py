@@ -1,30 +1,40 @@
-"""Process group of a run: join and leave it, agree, gather. NCCL with CUDA, gloo without.
+"""Process group of a run: join and leave it, agree, gather, seal. NCCL with CUDA, gloo without.
 
 Under torchrun or srun the ranks come from the environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT,
 LOCAL_RANK); ``launch`` names a file at which they meet (``STORE``) instead of an address. Without RANK the
 process is a world of size 1. An existing default group is used.
+
+Objects are sealed with the secret of their job: torch, Megatron and vLLM unpickle what a connection brings,
+and gloo takes anybody's who connects while a group is made.
+
+    all_gather_object, broadcast_object_list, ...    HMAC-SHA256 of the pickle, then the pickle
 """
 
 from __future__ import annotations
 
+import hmac
 import os
+import pickle
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
-
-from megatron_eqlen.processes.sealing import seal
+from torch.distributed import distributed_c10d
 
 HOST_PATIENCE = timedelta(days=7)
 """Timeout of collectives over ``host``: as long as servers may generate. A dead rank closes its connections,
 which ends the wait at once."""
 STORE = "EQLEN_STORE"
 """Environment variable: the file at which the ranks of one machine meet."""
+SECRET = "EQLEN_SECRET"
+"""Environment variable: the secret, which launchers make and ranks inherit."""
+SIZE = 32
+"""Bytes of a seal."""
 FILES = 65536
 """Open files that a rank may have, where the hard limit allows it."""
 
@@ -126,3 +136,48 @@ def _join_world(timeout: timedelta) -> None:
     store = stores.FileStore(os.environ[STORE]) if STORE in os.environ else stores.HashStore()
     rank = int(os.environ.get("RANK", "0"))
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=ranks)
+
+
+class SealError(ConnectionError):
+    """A message of somebody who does not have the secret."""
+
+
+def seal(required: bool = False) -> None:
+    """Seal the objects of this process's collectives, if the environment has a secret. Raises ValueError if
+    it is ``required`` and missing."""
+    if SECRET in os.environ:
+        module: Any = distributed_c10d
+        module._pickler, module._unpickler = _Sealing, _Opening
+    elif required:
+        raise ValueError(
+            f"{SECRET}: expected a secret in the environment of all nodes' ranks, found none: "
+            f"export {SECRET}=..., the same on each, as slurm/train.sbatch does"
+        )
+
+
+def _digest(body: bytes | memoryview) -> bytes:
+    return hmac.digest(os.environ[SECRET].encode(), body, "sha256")
+
+
+class _Sealing:
+    """Stands for ``pickle.Pickler``."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
+
+    def dump(self, item: Any) -> None:
+        body = pickle.dumps(item)
+        self.file.write(_digest(body) + body)
+
+
+class _Opening:
+    """Stands for ``pickle.Unpickler``. Raises SealError before anything is unpickled."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.data = file.read()
+
+    def load(self) -> Any:
+        body = memoryview(self.data)[SIZE:]
+        if not hmac.compare_digest(self.data[:SIZE], _digest(body)):
+            raise SealError("an object of another rank: expected the seal of this job, found another")
+        return pickle.loads(body)

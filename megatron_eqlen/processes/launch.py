@@ -19,12 +19,11 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megatron_eqlen.processes import failures
-from megatron_eqlen.processes.distributed import STORE
+from megatron_eqlen.processes.distributed import SECRET, STORE
 from megatron_eqlen.processes.failures import Failure
 from megatron_eqlen.processes.interrupts import Interrupts, handled
 from megatron_eqlen.processes.lifeline import named
 from megatron_eqlen.processes.quiet import quiet
-from megatron_eqlen.processes.sealing import SECRET
 
 
 def launch(

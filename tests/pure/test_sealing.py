@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from megatron_eqlen.processes.distributed import join
-from megatron_eqlen.processes.sealing import SECRET, SIZE, SealError, seal
+from megatron_eqlen.processes.distributed import SECRET, SIZE, SealError, join, seal
 
 ITEM = {"step": 5, "rows": [1.5, None]}
 

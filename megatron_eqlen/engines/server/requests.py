@@ -1,5 +1,5 @@
-"""Changes to vLLM 0.32's server, in its first process: limits of what a request asks of the engine, since what
-fails in a worker ends the engine for all; routes and versions of the weights with a request's tokens."""
+"""Changes to vLLM 0.32's server, in its first process: limits of what a request asks, since what fails in a
+worker ends the engine for all; routes and versions of the weights with a request's tokens."""
 
 from __future__ import annotations
 
@@ -98,8 +98,9 @@ def _unfit(field: str, expected: str, found: object) -> VLLMValidationError:
 
 
 def stream() -> None:
-    """Make this process send routes and versions with the tokens that they belong to. vLLM sends both with the
-    last tokens, which an aborted or lost request never gets, and a harvest aborts most of its requests."""
+    """Make this process send routes and versions with the tokens that they belong to. vLLM sends both with
+    the last tokens, which an aborted or lost request never gets, and a harvest aborts most of its requests.
+    """
     new_completion, add = RequestState._new_completion_output, RequestOutput.add
 
     def with_rows(self: RequestState, *args: Any, **kwargs: Any) -> CompletionOutput:

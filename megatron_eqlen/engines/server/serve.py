@@ -41,7 +41,7 @@ def main() -> None:
 if __name__ in ("__main__", "__mp_main__"):
     die_with_launcher()
     quiet()
-    from megatron_eqlen.processes.sealing import seal  # imports torch
+    from megatron_eqlen.processes.distributed import seal  # imports torch
 
     seal()
 if __name__ == "__main__":
