@@ -53,12 +53,6 @@ class Column:
     """Property of ``rollout``: false where no loss reads the column, so it is not sent to other ranks."""
     unknown: float = 0.0
     """Value in a row where the column has none (``Row.column``)."""
-    count: str | None = None
-    """Metric of a harvest: the number of tokens that have values."""
-    mean: str | None = None
-    """Metric of a harvest: the mean over these tokens, of lists of their lengths."""
-    size: str | None = None
-    """Metric of a harvest: the bytes."""
 
     @property
     def of_path(self) -> bool:
@@ -73,27 +67,11 @@ LOGPROBS = Column("logprobs", "float32", "loss")
 drawn from: after temperature, top-k, top-p and min-p."""
 VERSIONS = Column("versions", "int32", "loss", always=True, train_key="trains_older", unknown=-1)
 """Policy version of the weights that sampled the token."""
-KEPT = Column(
-    "kept",
-    "int32",
-    "loss",
-    ragged=True,
-    keep_key="keep_sampling_mask",
-    count="harvest/masked_tokens",
-    mean="harvest/kept_per_token",
-)
+KEPT = Column("kept", "int32", "loss", ragged=True, keep_key="keep_sampling_mask")
 """Sampling mask: ids that top-k, top-p and min-p kept, ascending; the token is among them."""
 KEPT_LOGPROBS = Column("kept_logprobs", "float32", "loss", ragged=True, keep_key="center_scores")
 """The engine's log-probs of the ids of ``kept``, as ``logprobs``."""
-ROUTES = Column(
-    "routes",
-    None,
-    "moe",
-    keep_key="keep_routes",
-    record_key="record_routes",
-    unknown=-1,
-    size="harvest/route_bytes",
-)
+ROUTES = Column("routes", None, "moe", keep_key="keep_routes", record_key="record_routes", unknown=-1)
 """[moe_layers, top_k] experts that each MoE layer chose for the prediction of the token, at the position
 whose input is the preceding token on its path; in the model's order of layers, without dense layers. A
 prompt's first token is not predicted, and an environment's tokens are given before the engine computes them:

@@ -14,7 +14,7 @@ from megatron_eqlen.harvest.dialogues import Dialogues
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.track import Track
-from megatron_eqlen.tokens import COLUMNS, GIVEN, Column, Tokens
+from megatron_eqlen.tokens import GIVEN, KEPT, ROUTES
 from megatron_eqlen.types import Delta, Metrics, Rollout
 
 COUNTED = (
@@ -124,9 +124,13 @@ def rollout_metrics(rollouts: list[Rollout]) -> Metrics:
     if any(GIVEN.name in table for table in tables):
         given = sum(len(table) - table.generated for table in tables)
         metrics["environment/given_share"] = given / max(sum(table.generated for table in tables), 1)
-    contexts = [rollout.prompt_columns for rollout in rollouts if rollout.prompt_columns is not None]
-    for column in COLUMNS.values():
-        metrics |= _column_metrics(column, tables, contexts)
+    masks = [table[KEPT.name] for table in tables if KEPT.name in table]
+    if masked := sum(map(len, masks)):
+        metrics["harvest/masked_tokens"] = masked
+        metrics["harvest/kept_per_token"] = sum(len(mask.values) for mask in masks) / masked
+    tables += [rollout.prompt_columns for rollout in rollouts if rollout.prompt_columns is not None]
+    if routes := [table[ROUTES.name] for table in tables if ROUTES.name in table]:
+        metrics["harvest/route_bytes"] = sum(values.nbytes for values in routes)
     for kind in dict.fromkeys(rollout.kind for rollout in rollouts):
         metrics |= KINDS[kind].harvest_metrics([rollout for rollout in rollouts if rollout.kind == kind])
     return metrics | _sizes(rollouts)
@@ -145,20 +149,3 @@ def _sizes(rollouts: Iterable[Rollout]) -> Metrics:
             seen += int(np.flatnonzero(part.tokens.is_generated).sum()) + ends[part.parent] * len(part)
             generated += len(part)
     return {"harvest/context": seen / max(generated, 1), "harvest/forks": forks}
-
-
-def _column_metrics(column: Column, tables: Iterable[Tokens], contexts: Iterable[Tokens]) -> Metrics:
-    """Return the metrics that a column declares, of generated tokens; its size with those of prompts."""
-    found = [table[column.name] for table in tables if column.name in table]
-    metrics: Metrics = {}
-    if not (tokens := sum(map(len, found))):
-        return metrics
-    if column.count:
-        metrics[column.count] = tokens
-    if column.mean:
-        numbers = (len(values.values) if column.ragged else values.sum(dtype=np.float64) for values in found)
-        metrics[column.mean] = float(sum(numbers)) / tokens
-    if column.size:
-        found += [context[column.name] for context in contexts]
-        metrics[column.size] = sum(values.nbytes for values in found)
-    return metrics

@@ -297,14 +297,3 @@ def grade_rows(rollouts: Iterable[Rollout]) -> list[RecordedRow]:
         for part in rollout.parts
         if part.grade is not None or TEACHER.name in part.tokens
     ]
-
-
-def grades_of(rows: Iterable[RecordedRow]) -> dict[GradeKey, Grade]:
-    """Return the grades of rows, the inverse of ``grade_rows``."""
-    return {
-        tuple(row[key] for key in KEY): Grade(
-            **{k: v for k, v in row.items() if k not in (*KEY, "rewards")}, rewards=dict(row["rewards"])
-        )
-        for row in rows
-        if row["verdict"] is not None
-    }

@@ -30,7 +30,6 @@ from megatron_eqlen.record.format import (
     GradeKey,
     cells,
     from_batch,
-    grades_of,
 )
 from megatron_eqlen.record.partial import HarvestProgress, PartialRollout, RolloutOrigin
 from megatron_eqlen.record.recorder import FILES, GRADE_FILES, OPEN, OPEN_FILES
@@ -292,9 +291,11 @@ def read_grades(
     for path in _in_order(folder.glob(GRADE_FILES)):
         for batch in batches(path, GRADES, None if teacher else names):
             rows = batch.select(names).to_pylist()
-            grades = grades_of(rows) | grades
+            keys: list[GradeKey] = [tuple(row.pop(name) for name in KEY) for row in rows]
+            for key, row in zip(keys, rows, strict=True):
+                if row["verdict"] is not None:
+                    grades.setdefault(key, Grade(**row | {"rewards": dict(row["rewards"])}))
             if teacher:
-                keys = (tuple(row[name] for name in KEY) for row in rows)
                 taught = dict(zip(keys, cells(batch[TEACHER.name]), strict=True)) | taught
     return grades, taught
 
