@@ -168,29 +168,21 @@ def split_path(rows: np.ndarray, tokens: int, layers: Sequence[int]) -> tuple[np
     return rows[:before], rows[before:]
 
 
-class IdleEngine:
+class IdleEngine(Engine):
     """Engine of a rank that drives none: it takes part in weight syncs and is never asked for tokens."""
 
+    max_model_len = policy_version = vocab_size = 0
     max_num_seqs = 1
-    vocab_size = 0
     has_unfinished = False
 
     def __init__(self, max_model_len: int) -> None:
         self.max_model_len = max_model_len
-        self.policy_version = 0
-
-    def submit(
-        self, request_id: str, token_ids: list[int], max_tokens: int, seed: int, path_rows: int = 0
-    ) -> None:
-        raise AssertionError(f"request {request_id}: another rank drives the engine")
 
     def step(self) -> list[Delta]:
         return []
 
     def abort(self, request_ids: Iterable[str]) -> None:
         assert not list(request_ids)
-
-    def sample_as(self, rollout: RolloutRecipe) -> None: ...
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         for _ in named_tensors:  # exporting weights is collective: every rank must take part
@@ -199,11 +191,6 @@ class IdleEngine:
 
     def probe(self) -> list[TokenTree]:
         return []
-
-    def reset_cache(self) -> None: ...
-    def sleep(self) -> None: ...
-    def wake(self) -> None: ...
-    def close(self) -> None: ...
 
     def metrics(self) -> Metrics:
         return {}

@@ -126,15 +126,15 @@ class Recorder(HarvestObserver):
     def close(self) -> None:
         """Wait until everything is on disk. Of unfinished rollouts only the suspended ones stay."""
         try:
-            self._stop()
+            self._thread.shutdown()
+            if self._writing is not None:
+                self._writing.result()
             if self._suspended:  # first their tracks: rollouts on disk are never ahead of these
                 self._write_suspended()
-        except BaseException:
+            _append(self._file, [], self._note())
+            self._file.close()
+        finally:
             self._abandon()
-            raise
-        _append(self._file, [], self._note())
-        self._file.close()
-        self._abandon_open()
         if not self._suspended:
             self._open_path.unlink(missing_ok=True)
 
@@ -175,16 +175,8 @@ class Recorder(HarvestObserver):
     def _abandon(self) -> None:
         """Leave the files as they are, for the next attempt."""
         self._file.abandon()
-        self._abandon_open()
-
-    def _abandon_open(self) -> None:
         if self._open_file is not None:
             self._open_file.abandon()
-
-    def _stop(self) -> None:
-        self._thread.shutdown()
-        if self._writing is not None:
-            self._writing.result()
 
     def _rows(self, rollout: Rollout, generated_tokens: int | None) -> list[RecordedRow]:
         rows = rollout_rows(rollout, generated_tokens, self._without)

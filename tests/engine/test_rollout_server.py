@@ -123,12 +123,6 @@ def test_other_clients_of_the_servers_change_no_token_and_no_mask(servers, forei
     remote.close()
 
 
-def test_a_server_must_be_started_with_what_a_recipe_keeps(fake):
-    recipe = server_recipe([fake().url], keep_sampling_mask=True, top_k=12)
-    with pytest.raises(EngineError, match=r"rollout\.keep_sampling_mask: true, found one without"):
-        open_engine(recipe)
-
-
 def status(url: str, path: str, key: str | None, body: object = None) -> int:
     """Return the status of a server's answer to a POST of ``body``, or to a GET."""
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
@@ -553,24 +547,23 @@ def test_the_answer_of_another_kind_of_server_is_shown_in_one_line(status):
     )
 
 
-def test_servers_that_do_not_fit_are_refused(fake):
+def test_servers_that_do_not_fit_are_refused_with_what_was_found(fake):
     with pytest.raises(EngineError, match=r"none is alive of http://127.0.0.1:1: .*; http://127.0.0.1:2: "):
         open_engine(server_recipe(["http://127.0.0.1:1", "http://127.0.0.1:2"]))
-    old = fake()
-    old.version = "12"
     with pytest.raises(EngineError, match="none is alive"):
-        open_engine(server_recipe([old.url]))
-    other = fake()
-    other.model = folder("qwen3_moe", 1)
-    with pytest.raises(EngineError, match=r"expected a server of the same model\.path, found other weights"):
-        open_engine(server_recipe([other.url]))
-    short = fake()
-    short.max_model_len = 100
-    with pytest.raises(EngineError, match="--max-model-len of at least 200, found 100"):
-        open_engine(server_recipe([short.url]))
-    both = [fake("refuse"), fake("refuse")]
-    with pytest.raises(EngineError, match="none is alive"):
-        harvest_independent(both)
+        harvest_independent([fake("refuse"), fake("refuse")])
+    masks = {"keep_sampling_mask": True, "top_k": 12}
+    for field, value, over, message in (
+        ("version", "12", {}, "none is alive .* expected weights 'default', found '12'"),
+        ("model", folder("qwen3_moe", 1), {}, r"a server of the same model\.path, found other weights"),
+        ("max_model_len", 100, {}, "--max-model-len of at least 200, found 100"),
+        ("other", {"rms_norm_eps": 0.25}, {}, r"rms_norm_eps 1e-06, found 0\.25: it computes another"),
+        ("other", {}, masks, r"rollout\.keep_sampling_mask: true, found one without"),
+    ):
+        unfit = fake()
+        setattr(unfit, field, value)
+        with pytest.raises(EngineError, match=message):
+            open_engine(server_recipe([unfit.url], **over))
 
 
 def new_weights() -> dict[str, torch.Tensor]:
@@ -661,17 +654,6 @@ def test_a_replica_that_fails_in_a_sync_is_left_out_and_the_others_get_all(
     assert engine.metrics()["engine/live_replicas"] == 2
 
 
-def test_the_stream_is_read_to_its_end_even_when_all_replicas_die(open_fakes):
-    """Exporting weights is collective, so other ranks wait for a stream that is not read."""
-    engine, _ = open_fakes("die", "die")
-    stream = iter(new_weights().items())
-    with pytest.raises(EngineError, match="none is alive"):
-        engine.update_weights(stream, 1)
-    assert next(stream, None) is None
-    with pytest.raises(EngineError, match="failed half way"):
-        engine.submit("x", [5], 1, 0)
-
-
 def submit_slow(engine: ServerEngine, bad: Fake, good: Fake) -> None:
     """Submit two requests at each of two replicas, of which the bad one fails in the next sync."""
     for name in ("a/0", "b/0", "c/0", "d/0"):
@@ -698,12 +680,15 @@ def test_a_replica_that_dies_in_a_sync_loses_its_requests_and_those_of_others_co
     assert "resume" in good.posted
 
 
-def test_a_sync_that_fails_everywhere_gives_all_requests_back(open_fakes):
+def test_a_sync_that_fails_everywhere_gives_all_requests_back_and_reads_the_stream_to_its_end(open_fakes):
+    """Exporting weights is collective, so other ranks wait for a stream that is not read."""
     engine, fakes = open_fakes("slow", "slow", staleness=1)
     submit_slow(engine, *fakes)
     fakes[1].behaviour = "die"
+    stream = iter(new_weights().items())
     with pytest.raises(EngineError, match="none is alive"):
-        engine.update_weights(iter(new_weights().items()), 1)
+        engine.update_weights(stream, 1)
+    assert next(stream, None) is None
     assert sorted(delta.request_id for delta in engine.step()) == ["a/0", "b/0", "c/0", "d/0"]
     with pytest.raises(EngineError, match="failed half way"):
         engine.submit("a/0~1", [70], 20, 0)
@@ -814,13 +799,6 @@ def test_a_server_that_accepts_and_never_answers_is_left_out_and_asked_less_pati
     assert engine.metrics()["engine/live_replicas"] == 1
 
 
-def test_a_replica_that_computes_another_function_is_refused_with_both_values(fake):
-    other = fake()
-    other.other = {"rms_norm_eps": 0.25}
-    with pytest.raises(EngineError, match=rf"{other.url}: .* rms_norm_eps 1e-06, found 0\.25"):
-        open_engine(server_recipe([fake().url, other.url]))
-
-
 @pytest.mark.parametrize(("token_ids", "params", "field"), [
     ([5, 96], {}, "token_ids"),
     ([-1], {}, "token_ids"),
@@ -842,15 +820,3 @@ def test_what_would_end_the_engine_is_refused_with_its_field(token_ids, params, 
     refuse_unfit([0, 95], SamplingParams(seed=7, extra_args={"eqlen_seed": 2**64 - 1}), 96)
     with pytest.raises(VLLMValidationError, match=f"^{field}: expected"):
         refuse_unfit(token_ids, SamplingParams(**params), 96)
-
-
-@pytest.mark.parametrize("asked", [{}, {"path": 5}, {"path": None}, {"path": "a", "other": 1}, {"host": "h"}])
-def test_weights_are_asked_for_as_the_worker_takes_them(asked):
-    from vllm.exceptions import VLLMValidationError
-
-    from megatron_eqlen.engines.server.requests import refuse_misshapen
-    from megatron_eqlen.engines.weights.worker import WeightsFile
-
-    refuse_misshapen("update_info", {"path": "a"}, WeightsFile)
-    with pytest.raises(VLLMValidationError, match=r"^update_info: "):
-        refuse_misshapen("update_info", asked, WeightsFile)
