@@ -406,10 +406,10 @@ class GrowingTokens:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def append(self, token_ids: list[int], columns: Mapping[str, Any], version: int) -> None:
-        """Append tokens that weights of ``version`` sampled, with the values of other ``columns``: those of
-        the first tokens, or of ``expect``. Runs for every token. Raises ValueError where values are
-        missing, or belong to a column that earlier tokens lack."""
+    def append(self, token_ids: list[int], columns: Mapping[str, Any], version: int | list[int]) -> None:
+        """Append tokens that weights of ``version`` (one, or one for each) sampled, with the values of other
+        ``columns``: those of the first tokens, or of ``expect``. Runs for every token. Raises ValueError
+        where values are missing, or belong to a column that earlier tokens lack."""
         count = len(token_ids)
         if not count:
             return
@@ -418,7 +418,7 @@ class GrowingTokens:
         if len(columns) > len(self._appends):
             raise ValueError(f"expected {', '.join(self.columns)} of each token, found {', '.join(columns)}")
         self.token_ids.fromlist(token_ids)
-        self.versions.fromlist([version] * count)
+        self.versions.fromlist(version if isinstance(version, list) else [version] * count)
         for name, append in self._appends:
             values = columns.get(name, ())
             if len(values) != count:

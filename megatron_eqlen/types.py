@@ -84,8 +84,9 @@ class Delta:
     so far are valid, and the caller submits the rest again."""
     num_cached_tokens: int | None = None
     """Prompt tokens whose KV came from the prefix cache; set in one of a request's deltas."""
-    policy_version: int | None = None
-    """Version of the weights that sampled these tokens. None: the engine's ``policy_version`` at delivery."""
+    policy_version: int | list[int] | None = None
+    """Version of the weights that sampled these tokens, or of each of them. None: the engine's
+    ``policy_version`` at delivery."""
     sampler: str = "eqlen"
     """Sampler that drew these tokens (``engines.protocol.SAMPLERS``)."""
     path: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])

@@ -256,12 +256,12 @@ class ServerEngine:
                     if last is not None:
                         last.num_cached_tokens = cached_tokens(event)
                     elif event.get("choices"):
-                        deltas = read_event(
+                        delta = read_event(
                             name, event, self.versions, self.rollout, request.replica.stock, self.moe_layers
                         )
-                        if deltas[-1].finish_reason is not None:  # token usage comes after the last tokens
-                            last = deltas.pop()
-                        for delta in deltas:
+                        if delta.finish_reason is not None:  # token usage comes after the last tokens
+                            last = delta
+                        else:
                             self.arrivals.put((request, delta))
             if last is None:
                 raise ConnectionError(f"request {name}: the stream broke off")
@@ -287,8 +287,8 @@ class ServerEngine:
         async with aclosing(replica.events(PATH, body, self.pool.silence)) as events:
             async for event in events:
                 if event.get("choices"):
-                    for delta in read_event("probe", event, self.versions, self.rollout, replica.stock):
-                        grown.append(delta.token_ids, delta.columns, self.policy_version)
+                    delta = read_event("probe", event, self.versions, self.rollout, replica.stock)
+                    grown.append(delta.token_ids, delta.columns, self.policy_version)
         return grown[:].without(self.rollout.untrained_columns)
 
     # ---- weights ------------------------------------------------------------------------------------

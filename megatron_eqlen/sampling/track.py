@@ -117,9 +117,9 @@ class Track:
     def remaining(self) -> int:
         return self.limit - len(self)
 
-    def extend(self, delta: Delta, version: int) -> bool:
-        """Take a delta's tokens, sampled by weights of ``version``, up to the end of the track; return True
-        if the track ended now or reached ``awaited``. Raises ValueError where the delta lacks values.
+    def extend(self, delta: Delta, version: int | list[int]) -> bool:
+        """Take a delta's tokens, of weights of ``version`` (one, or one for each), up to the end of the
+        track; return True if it ended now or reached ``awaited``. Raises ValueError for missing values.
 
         Runs once a token of every response, and nearly always nothing ends: that case is found first.
         """

@@ -75,10 +75,9 @@ def run(engine: ServerEngine, sync_after: int) -> dict[str, Path]:
 def take(paths: dict[str, Path], delta: Delta) -> None:
     _, tokens, logprobs, versions = paths[delta.request_id]
     assert delta.finish_reason in (None, "length")
-    assert delta.policy_version is not None
     tokens += delta.token_ids
     logprobs += delta.columns["logprobs"]
-    versions += [delta.policy_version] * len(delta.token_ids)
+    versions += delta.policy_version
 
 
 def test_every_token_is_labelled_with_the_weights_that_sampled_it(engine):
@@ -122,7 +121,7 @@ def test_tokens_have_the_routes_of_the_weights_that_sampled_them_also_after_a_re
         while engine.has_unfinished:
             for delta in engine.step():
                 path += delta.token_ids
-                versions += [delta.policy_version] * len(delta.token_ids)
+                versions += delta.policy_version
                 rows += [torch.from_numpy(row.astype("int64")) for row in delta.columns.get("routes", ())]
             if engine.policy_version == 0 and len(versions) >= 15:
                 sync(engine, 1)
