@@ -93,20 +93,17 @@ def in_turn(parts: Sequence[Metrics]) -> Metrics:
 def over_ranks(ranks: Sequence[Metrics]) -> Metrics:
     """Merge each rank's own metrics of a step: the peak memory of each stage and, with several ranks, the
     slowest rank in each."""
-    memory = [
-        {name: value for name, value in metrics.items() if name.startswith(MEMORY)} for metrics in ranks
-    ]
-    combined = at_once(memory)
+    of_memory = [{name: own[name] for name in own if name.startswith(MEMORY)} for own in ranks]
+    merged = at_once(of_memory)
     for stage in STAGES if len(ranks) > 1 else ():
-        times = [
-            (metrics[f"time/{stage}"], -rank)
-            for rank, metrics in enumerate(ranks)
-            if f"time/{stage}" in metrics
-        ]
-        if times:
-            seconds, rank = max(times)
-            combined |= {f"time/slowest/{stage}": seconds, f"time/slowest_rank/{stage}": float(-rank)}
-    return combined
+        seconds = {rank: own[f"time/{stage}"] for rank, own in enumerate(ranks) if f"time/{stage}" in own}
+        if seconds:
+            slowest = max(seconds, key=seconds.__getitem__)
+            merged |= {
+                f"time/slowest/{stage}": seconds[slowest],
+                f"time/slowest_rank/{stage}": float(slowest),
+            }
+    return merged
 
 
 def _names(parts: Sequence[Metrics]) -> Iterable[str]:

@@ -28,11 +28,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str] | None) -> int:
-    from megatron_eqlen.processes.bytecode import keep_bytecode
+    from megatron_eqlen.processes.quiet import keep_bytecode, quiet
 
     keep_bytecode()
     from megatron_eqlen.processes import failures
-    from megatron_eqlen.processes.quiet import quiet
 
     arguments = _parse(argv)
     quiet()

@@ -1,10 +1,13 @@
-"""Silence repetitive and irrelevant output of libraries, so that a run's own lines can be read."""
+"""Settings before heavy libraries are imported: silence of their repetitive and irrelevant output, so that a
+run's own lines can be read, and a place for compiled modules."""
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
+from pathlib import Path
 
 VERBOSE = "EQLEN_VERBOSE"
 """Environment variable: if set (to anything), library output is shown."""
@@ -43,3 +46,13 @@ def quiet() -> None:
     warnings.filterwarnings(
         "ignore", category=UserWarning, message=".*attribute of a Tensor that is not a leaf"
     )
+
+
+def keep_bytecode() -> None:
+    """Keep what this process and its children compile in ``bytecode`` of the virtual environment, where a
+    shell or an image forbids to keep it beside the sources: each rank would compile all modules again, 10
+    CPU-seconds. Call before heavy imports."""
+    if sys.dont_write_bytecode and sys.pycache_prefix is None and os.access(sys.prefix, os.W_OK):
+        sys.dont_write_bytecode, sys.pycache_prefix = False, str(Path(sys.prefix, "bytecode"))
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix

@@ -10,7 +10,7 @@ import pytest
 
 SCRIPT = """
 import os, sys
-from megatron_eqlen.processes.bytecode import keep_bytecode
+from megatron_eqlen.processes.quiet import keep_bytecode
 sys.prefix = os.environ["PLACE"]
 keep_bytecode()
 import imported_here

@@ -48,12 +48,17 @@ def maker(tmp_path):
     process.join()
 
 
-def test_a_folder_appears_whole_and_alone(tmp_path):
+def test_a_folder_appears_whole_and_alone_beside_a_users_of_similar_names(tmp_path):
+    users = [tmp_path / "deep" / mine for mine in ("out.partial", ".out.0123abcd.partial")]
+    for folder in users:
+        folder.mkdir(parents=True)
+        (folder / "precious").touch()
     with new_folder(tmp_path / "deep" / "out") as partial:
         (partial / "data").write_text("whole")
         assert not (tmp_path / "deep" / "out").exists()
-    assert names(tmp_path / "deep") == {"out"}
+    assert names(tmp_path / "deep") == {"out", *(folder.name for folder in users)}
     assert (tmp_path / "deep" / "out" / "data").read_text() == "whole"
+    assert all((folder / "precious").exists() for folder in users)
 
 
 def fail_half_way(path: Path, error: type[BaseException]) -> None:
@@ -67,16 +72,6 @@ def test_an_error_leaves_nothing(tmp_path, error):
     with pytest.raises(error):
         fail_half_way(tmp_path / "out", error)
     assert names(tmp_path) == set()
-
-
-def test_a_users_folders_of_similar_names_stay(tmp_path):
-    for mine in ("out.partial", ".out.0123abcd.partial"):
-        (tmp_path / mine).mkdir()
-        (tmp_path / mine / "precious").touch()
-    with new_folder(tmp_path / "out"):
-        pass
-    for mine in ("out.partial", ".out.0123abcd.partial"):
-        assert (tmp_path / mine / "precious").exists()
 
 
 def test_two_makers_of_one_folder_do_not_mix(tmp_path, maker):
@@ -112,15 +107,12 @@ def make_while_a_user_does(path: Path) -> None:
         (path / "precious").touch()
 
 
-def test_an_output_that_appeared_meanwhile_is_not_replaced(tmp_path):
+def test_an_output_that_appeared_meanwhile_or_is_a_dangling_link_is_not_replaced(tmp_path):
     with pytest.raises(CheckpointError, match="exists already"):
         make_while_a_user_does(tmp_path / "out")
     assert names(tmp_path / "out") == {"precious"}
-
-
-def test_a_dangling_link_counts_as_existing(tmp_path):
-    (tmp_path / "out").symlink_to("nowhere")
-    with pytest.raises(CheckpointError, match="exists already"), new_folder(tmp_path / "out"):
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match="exists already"), new_folder(tmp_path / "link"):
         pytest.fail("overwrites a link")
 
 
@@ -134,16 +126,11 @@ def test_a_file_is_replaced_whole(tmp_path):
     assert names(tmp_path) == {"a"}
 
 
-@pytest.mark.parametrize("step", [0, 12, 99_999_999, 123_456_789])
-def test_step_names_are_read_back(step):
-    assert step_number(step_name(step)) == step
-
-
-@pytest.mark.parametrize(
-    "name", ["step-12", "step-00000012-damaged", "step--0000012", ".step-00000012", "latest"]
-)
-def test_names_of_other_folders_are_no_steps(name):
-    assert step_number(name) is None
+def test_step_names_are_read_back_and_those_of_other_folders_are_no_steps():
+    for step in (0, 12, 99_999_999, 123_456_789):
+        assert step_number(step_name(step)) == step
+    for name in ("step-12", "step-00000012-damaged", "step--0000012", ".step-00000012", "latest"):
+        assert step_number(name) is None
 
 
 def test_folders_of_steps_are_those_with_a_steps_name_in_the_order_of_their_numbers(tmp_path):

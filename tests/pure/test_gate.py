@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import uvicorn
 
-from megatron_eqlen.engines.server import gate, strangers
+from megatron_eqlen.engines.server import gate, requests
 from megatron_eqlen.engines.server.gate import (
     CALLS,
     DISOWN,
@@ -119,7 +119,7 @@ def connect(monkeypatch) -> Iterator[tuple[str, int]]:
     monkeypatch.setenv(KEY, "key")
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(
-        uvicorn.Config(Gate(None), lifespan="off", log_level="critical", **strangers.SETTINGS)
+        uvicorn.Config(Gate(None), lifespan="off", log_level="critical", **requests.SETTINGS)
     )
     serving = threading.Thread(target=lambda: asyncio.run(server.serve([listening])))
     serving.start()
@@ -139,7 +139,7 @@ def connect(monkeypatch) -> Iterator[tuple[str, int]]:
 ])  # fmt: skip
 def test_who_has_no_secret_keeps_neither_memory_nor_a_connection(connect, monkeypatch, head, status):
     """The server ends the connection, whatever is still to come."""
-    monkeypatch.setattr(strangers, "SILENCE", 0.2)
+    monkeypatch.setattr(requests, "SILENCE", 0.2)
     with socket.create_connection(connect, timeout=20) as link:
         answer = b""
         try:

@@ -11,9 +11,8 @@ import sys
 
 from megatron_eqlen.engines.server.gate import authorization
 from megatron_eqlen.hf.config import read_config
-from megatron_eqlen.processes.bytecode import keep_bytecode
 from megatron_eqlen.processes.failures import run_script
-from megatron_eqlen.processes.quiet import VERBOSE, quiet
+from megatron_eqlen.processes.quiet import VERBOSE, keep_bytecode, quiet
 from megatron_eqlen.recipe import Recipe, layout
 from megatron_eqlen.recipe.inputs import local_path, with_model
 from megatron_eqlen.recipe.load import load

@@ -1,8 +1,10 @@
 """Changes to vLLM 0.32's server, in its first process: limits of what a request asks, since what fails in a
-worker ends the engine for all; routes and versions of the weights with a request's tokens."""
+worker ends the engine for all; routes and versions of the weights with a request's tokens; and HTTP towards
+those who do not have its secret: they keep neither memory nor a connection."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from pydantic import TypeAdapter
+from uvicorn.protocols.http.h11_impl import H11Protocol
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -120,3 +123,23 @@ def stream() -> None:
 
     RequestState._new_completion_output = with_rows
     RequestOutput.add = add_rows
+
+
+SILENCE = 30.0
+"""Seconds in which a connection must bring the head of its request."""
+
+
+class Impatient(H11Protocol):
+    """uvicorn's HTTP that bounds a head's length, as its ``httptools`` does not, and here its time."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        self.loop.call_later(SILENCE, self.end_silence)
+
+    def end_silence(self) -> None:
+        if self.cycle is None:
+            self.transport.close()
+
+
+SETTINGS: dict[str, Any] = {"http": Impatient, "ws": "none", "headers": [("connection", "close")]}
+"""uvicorn's, for one request a connection and no websockets."""

@@ -26,8 +26,7 @@ def main() -> None:
     import uvicorn
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 
-    from megatron_eqlen.engines.server.requests import check_requests, stream
-    from megatron_eqlen.engines.server.strangers import SETTINGS
+    from megatron_eqlen.engines.server.requests import SETTINGS, check_requests, stream
 
     check_requests()
     stream()
