@@ -103,59 +103,6 @@ def _close(result: Future[Answer]) -> None:
         closed(result.result().environment)
 
 
-class Calls:
-    """Runs calls, a number at once."""
-
-    def __init__(self, workers: int, timeout: float) -> None:
-        self.workers, self.timeout = workers, timeout
-        self.waiting: deque[Call] = deque()
-        self.running: list[Call] = []
-
-    def __len__(self) -> int:
-        """Return the number of calls that are not finished."""
-        return len(self.waiting) + len(self.running)
-
-    @property
-    def tracks(self) -> set[Track]:
-        """Tracks whose turns are being answered."""
-        return {call.track for call in (*self.waiting, *self.running)}
-
-    def start(self, call: Call) -> None:
-        self.waiting.append(call)
-        self._admit()
-
-    def finished(self, idle: bool) -> list[Call]:
-        """Return calls that have ended, or taken too long, which is a failure. ``idle``: there is nothing
-        else to do."""
-        if not self.running:
-            return []
-        wait([call.result for call in self.running], timeout=0.05 if idle else 0, return_when=FIRST_COMPLETED)
-        now = time.perf_counter()
-        for call in self.running:
-            if now - call.started > self.timeout and not call.result.done():
-                call.leave()
-                call.result, call.ended = Future(), now
-                call.result.set_exception(_late(self.timeout))
-        ended = [call for call in self.running if call.result.done()]
-        self.running = [call for call in self.running if call not in ended]
-        self._admit()
-        return ended
-
-    def forget(self, key: RolloutKey) -> None:
-        """Give up the calls of a rollout."""
-        self.waiting = deque(call for call in self.waiting if call.key != key)
-        for call in [call for call in self.running if call.key == key]:
-            call.leave()
-            self.running.remove(call)
-
-    def _admit(self) -> None:
-        while self.waiting and len(self.running) < self.workers:
-            call = self.waiting.popleft()
-            call.started = time.perf_counter()
-            self.running.append(call)
-            call.result = _begun(call.run)
-
-
 class _State(NamedTuple):
     environment: Environment
     turns: int
@@ -171,7 +118,10 @@ class Dialogues:
 
     def __init__(self, speak: Conversations | None) -> None:
         self.speak = speak
-        self.calls = Calls(speak.limits.workers, speak.limits.timeout) if speak else Calls(0, 0.0)
+        self.timeout = speak.limits.timeout if speak else 0.0
+        self.waiting: deque[Call] = deque()
+        """Calls that wait for a worker."""
+        self.running: list[Call] = []
         self._states: dict[RolloutKey, dict[int, _State]] = {}
         """By the number of the track."""
         self._due: dict[Track, float] = {}
@@ -185,6 +135,11 @@ class Dialogues:
         """Calls, and waits before them."""
         self._closing: list[Future[None]] = []
 
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """Calls that are not finished."""
+        return *self.waiting, *self.running
+
     def begin(self, key: RolloutKey, harvester: Harvester) -> None:
         """Start the calls that the harvester allows."""
         if self.speak is None:
@@ -193,7 +148,7 @@ class Dialogues:
         for track in harvester.open.values():
             if track.calls:
                 self._due.setdefault(track, now)
-        asked = self.calls.tracks
+        asked = {call.track for call in self.calls}
         for track in harvester.calls():
             if track not in asked:
                 self._spans.append(TimeSpan(WAIT, self._due[track], now, track.name))
@@ -204,7 +159,15 @@ class Dialogues:
                 number = COINS - track.number if self.speak.own_seeds else COINS
                 seed = track_seed(harvester.seed, harvester.prompt.prompt_id, harvester.index, number)
                 work = partial(answer, self.speak, environment, harvester.prompt, seed, turns)
-                self.calls.start(Call(key, track, len(turns), work, environment is None))
+                self.waiting.append(Call(key, track, len(turns), work, environment is None))
+        self._admit()
+
+    def _admit(self) -> None:
+        while self.speak and self.waiting and len(self.running) < self.speak.limits.workers:
+            call = self.waiting.popleft()
+            call.started = time.perf_counter()
+            self.running.append(call)
+            call.result = _begun(call.run)
 
     def fork(self, key: RolloutKey, harvester: Harvester, launched: Sequence[Track]) -> None:
         """Copy, for each new track, the environment of the line that it leaves, as it is there. Where that
@@ -216,11 +179,11 @@ class Dialogues:
                 if line is track or line.parent != track.parent or state is None:
                     continue
                 if state.turns == len(turns_of(path_of(harvester, track))) - 1:  # not where it is resumed
-                    assert line not in self.calls.tracks, "an environment is copied between its calls"
+                    assert line not in [call.track for call in self.calls], "it is copied between them"
                     if isinstance(self.fork_error, TimeoutError):  # once is enough
                         break
                     try:
-                        copied = _within(self.calls.timeout, partial(_copy, state.environment))
+                        copied = _within(self.timeout, partial(_copy, state.environment))
                         states[track.number] = state._replace(environment=copied.environment)
                         self.counts["copies"] += 1
                     except Exception as error:  # noqa: BLE001  another's code
@@ -231,8 +194,20 @@ class Dialogues:
                     break
 
     def finished(self, idle: bool) -> list[Call]:
-        """Return calls that have ended, as ``Calls.finished``."""
-        ended = self.calls.finished(idle)
+        """Return calls that have ended, or taken too long, which is a failure. ``idle``: there is nothing
+        else to do."""
+        if not self.calls:
+            return []
+        wait([call.result for call in self.running], timeout=0.05 if idle else 0, return_when=FIRST_COMPLETED)
+        now = time.perf_counter()
+        for call in self.running:
+            if now - call.started > self.timeout and not call.result.done():
+                call.leave()
+                call.result, call.ended = Future(), now
+                call.result.set_exception(_late(self.timeout))
+        ended = [call for call in self.running if call.result.done()]
+        self.running = [call for call in self.running if call not in ended]
+        self._admit()
         self._spans += [TimeSpan(CALL, call.started, call.ended, call.track.name) for call in ended]
         return ended
 
@@ -260,8 +235,11 @@ class Dialogues:
         self.counts["changed"] += changed
 
     def end(self, key: RolloutKey) -> None:
-        """Give up the environments of a rollout."""
-        self.calls.forget(key)
+        """Give up the environments of a rollout, and the calls."""
+        self.waiting = deque(call for call in self.waiting if call.key != key)
+        for call in [call for call in self.running if call.key == key]:
+            call.leave()
+            self.running.remove(call)
         for track in [track for track in self._due if (track.prompt_id, track.index) == key]:
             del self._due[track]
         self.counts.update(self._ends.pop(key, ()))
@@ -288,8 +266,8 @@ class Dialogues:
             return
         for key in list(self._states):
             self.end(key)
-        if late := wait(self._closing, self.calls.timeout).not_done:
-            log.warning("%d environments did not close in %g s", len(late), self.calls.timeout)
+        if late := wait(self._closing, self.timeout).not_done:
+            log.warning("%d environments did not close in %g s", len(late), self.timeout)
         for span in nlargest(SPANS, self._spans, key=lambda span: span.ended - span.began):
             self.speak.note(span)
 

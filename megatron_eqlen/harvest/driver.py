@@ -95,7 +95,7 @@ class Driver:
                 self.converse(idle=not self.in_flight)
                 # give up a silent engine
                 now = time.monotonic()
-                if deltas or len(self.dialogues.calls):
+                if deltas or self.dialogues.calls:
                     last_progress = now
                     beat()
                 elif now - last_progress > self.rollout.request_timeout:
@@ -312,7 +312,7 @@ class Driver:
     def end_early(self) -> None:
         """Suspend or cut rollouts that are not complete, and start no more: the budget is used up."""
         # let environments repeat themselves: forks and parts that came after an answer are recorded
-        while len(self.dialogues.calls) and any(map(self.lacks, self.running)):
+        while self.dialogues.calls and any(map(self.lacks, self.running)):
             self.converse(idle=True)
             beat()
         # stop decoding

@@ -36,36 +36,26 @@ logger = logging.getLogger(__name__)
 
 
 class ArrowLog:
-    """A new file, ready for batches of ``schema``. After a failed write nothing may follow: the error is
-    raised again."""
+    """A new file, ready for batches of ``schema``. Nothing may follow a failed write but ``abandon``."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         self._path = path
         self._file = io.BufferedWriter(io.FileIO(path, "x"), 1 << 20)
-        self._failed: OSError | None = None
         options = pa.ipc.IpcWriteOptions(compression="zstd")
         self._stream = pa.ipc.new_stream(self._file, schema, options=options)
         self.write(pa.record_batch([pa.array([], field.type) for field in schema], schema=schema))
 
     def write(self, batch: pa.RecordBatch) -> None:
         """Append a batch, with its metadata; it is with the operating system then. Raises OSError."""
-        if self._failed is not None:
-            raise self._failed
-        try:
-            with naming(self._path):
-                metadata = {**(batch.schema.metadata or {}), CRC_KEY: _crc(batch)}
-                self._stream.write_batch(batch, custom_metadata=metadata)
-                self._file.flush()
-        except OSError as error:
-            self._failed = error
-            raise
+        with naming(self._path):
+            metadata = {**(batch.schema.metadata or {}), CRC_KEY: _crc(batch)}
+            self._stream.write_batch(batch, custom_metadata=metadata)
+            self._file.flush()
 
     def close(self) -> None:
         """End the file and wait until everything is on the disk (a crash of the machine, not only of the
         process)."""
         try:
-            if self._failed is not None:
-                raise self._failed
             with naming(self._path):
                 self._stream.close()
                 self._file.write(CLOSED)
