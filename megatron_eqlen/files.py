@@ -5,6 +5,7 @@
     shallow_json(data)                                read JSON of somebody else
     replaced(path)                                    replace a file that other code writes
     new_folder(path)                                  create a folder under a new name
+    scratch(kind)                                     create a temporary folder of this process
 
 All are flushed to disk before they get their final name. A killed process leaves the old file, or no folder,
 and a ``.NAME*.partial``.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import glob
 import itertools
 import json
@@ -21,6 +23,7 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +43,30 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 class CheckpointError(ValueError):
     """Weights or a checkpoint that cannot be read or written; the message names the file and the tensor."""
+
+
+def scratch(kind: str) -> str:
+    """Make ``/tmp/eqlen-KIND-*`` and lock it until this process ends. Remove such folders that no process
+    has locked any more."""
+    for left in glob.glob(f"{tempfile.gettempdir()}/eqlen-{kind}-*"):
+        if (lock := _lock(left)) is not None:
+            shutil.rmtree(left, ignore_errors=True)
+            os.close(lock)
+    made = tempfile.mkdtemp(prefix=f"eqlen-{kind}-")
+    # another process may take it for one that was left, before it is locked
+    return made if _lock(made) is not None and os.path.exists(made) else scratch(kind)
+
+
+def _lock(folder: str) -> int | None:
+    """Return the descriptor that locks a folder; None if it cannot be locked."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except OSError:
+            os.close(descriptor)
+    return None
 
 
 def is_lfs_pointer(file: Path) -> bool:

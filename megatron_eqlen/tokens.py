@@ -79,8 +79,8 @@ their rows are zeros and are not read."""
 
 GIVEN = Column("given", "int32", "rows", ragged=True, always=True)
 """Only where an environment takes part: the number of the turn that a token of the environment answers (an
-observation, with what the chat template puts around it); no number for a token that the policy generated. A
-bare table knows how many tokens were generated."""
+observation, with what the chat template puts around it); -1 for a token that a probe put into a turn of the
+policy; no number for a token that the policy generated. A bare table knows how many tokens were generated."""
 TEACHER = Column("teacher", "float32", "loss", unknown=float("nan"))
 """Log-probs of a teacher on a server (``rollout.teacher``), natural log, at temperature 1."""
 
@@ -260,6 +260,13 @@ class Tokens:
     def is_generated(self) -> np.ndarray:
         """[L] bool, True for the tokens that the policy generated."""
         return self.columns["given"].counts == 0 if "given" in self.columns else np.ones(len(self), bool)
+
+    @property
+    def is_answer(self) -> np.ndarray:
+        """[L] bool, True for the tokens of an environment."""
+        answers = ~self.is_generated
+        answers[answers] = self.columns["given"].values >= 0 if answers.any() else False
+        return answers
 
     @property
     def oldest_version(self) -> int:

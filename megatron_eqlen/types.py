@@ -177,12 +177,12 @@ def tokens_along(line: Iterable[Part]) -> TokenIds:
 
 
 def last_turn(line: Sequence[Part]) -> TokenIds:
-    """Return the token ids that the policy generated since an environment's last token, at the end of a line:
-    all of the line without an environment, or in skeletons."""
+    """Return the token ids of the policy's turn since an environment's last token, at the end of a line: all
+    of the line without an environment, or in skeletons."""
     token_ids = tokens_along(line)
     if any(len(part) < len(part.tokens) and not part.tokens.is_bare for part in line):
-        generated = np.concatenate([part.tokens.is_generated for part in line])
-        return token_ids[int(np.flatnonzero(~generated)[-1]) + 1 :]
+        answers = np.flatnonzero(np.concatenate([part.tokens.is_answer for part in line]))
+        return token_ids[int(answers.max(initial=-1)) + 1 :]
     return token_ids
 
 

@@ -12,8 +12,11 @@ import numpy as np
 from megatron_eqlen.check.finding import Check, Finding, Place
 from megatron_eqlen.data.first_rewards import READ, first_rewards, refuse_unfit
 from megatron_eqlen.data.overlap import read_overlaps
+from megatron_eqlen.data.rows import Tally
+from megatron_eqlen.data.sources import open_source, read_problems
 from megatron_eqlen.environments.conversation import Turn, answer, closed
 from megatron_eqlen.environments.load import conversations
+from megatron_eqlen.environments.workspace import require_templates
 from megatron_eqlen.graders.sandbox.interpreter import find_python
 from megatron_eqlen.graders.sandbox.probe import NO_COMMANDS, commands_refused, offered_isolation
 from megatron_eqlen.hf.folder import HFFolder
@@ -22,7 +25,7 @@ from megatron_eqlen.megatron_cpu import packages
 from megatron_eqlen.megatron_cpu.packages import APEX, FLA, NEEDED, TRANSFORMER_ENGINE, Package
 from megatron_eqlen.recipe import RewardRecipe
 from megatron_eqlen.recipe.plugins import is_import_path
-from megatron_eqlen.rewards.functions import own_code
+from megatron_eqlen.rewards.functions import own_code, referred
 from megatron_eqlen.rewards.scoring import Scorer
 from megatron_eqlen.sampling.harvester import Marker
 
@@ -118,6 +121,18 @@ def environment(place: Place) -> Finding | None:
     return Finding("ok", f"{name} answers {SAID!r}; rewards: {', '.join(graded)}")
 
 
+def templates(place: Place) -> Finding | None:
+    """Look for the templates of a workspace that rows of the data name (``{gold}``)."""
+    recipe = place.recipe
+    if recipe is None or recipe.environment.name != "workspace" or not place.has_prompts:
+        return None
+    read = [(source.name, open_source(source, Tally())) for source in recipe.data.sources]
+    read += [(bench.name, read_problems(bench, Tally())) for bench in recipe.evaluation.benchmarks]
+    golds = {str(referred(row.gold)[0]): f"{name}/{row.row_id}" for name, rows in read for row in rows}
+    count = require_templates(golds, recipe.environment.options)
+    return Finding("ok", f"the {count} templates that rows name are there") if count else None
+
+
 def overlap(place: Place) -> Finding | None:
     """Look for benchmark questions in the training data, which is read for this."""
     if place.recipe is None or not (benchmarks := place.recipe.evaluation.benchmarks):
@@ -196,6 +211,7 @@ CHECKS = [
     Check("prompts", prompts, in_short=False),
     Check("first rewards", rewards, in_short=False),
     Check("environment", environment, in_short=False),
+    Check("templates", templates, in_short=False),
     Check("benchmarks apart", overlap, needed=lambda place: False, in_short=False),
     Check("code python", programs, needed=_grades_code),
     Check(

@@ -175,6 +175,8 @@ COMMANDS: dict[str, tuple[str, dict[str, tuple[str, dict[str, Any]]]]] = {
     }),
     "harvest": ("generate and score one step's rollouts, no trainer", RECIPE | {
         "--out": ("folder for the recorded rollouts", FILE | {"required": True}),
+        "--benchmark": ("answers to this benchmark of the recipe, sampled as its evaluation does",
+                        {"metavar": "NAME"}),
     }),
     "evaluate": ("evaluate a model on the recipe's benchmarks", RECIPE | {
         "recipe": ("recipe file (YAML), or a run folder", FILE),
@@ -185,6 +187,8 @@ COMMANDS: dict[str, tuple[str, dict[str, tuple[str, dict[str, Any]]]]] = {
         "run": ("run folder, or a folder of `eqlen harvest`", FILE),
         "--step": ("step that recorded them", NUMBER | {"required": True, "metavar": "N"}),
         "--at": ("places: sentences, forks, every:TOKENS, or tokens as 10,20", {"default": "sentences"}),
+        "--force": ("text that ends a response's thinking, put in at each place: accuracy over length",
+                    {"metavar": "TEXT"}),
         "--samples": ("continuations of a place (default 8)", NUMBER | {"default": 8}),
         "--budget": ("tokens to generate (default: 4 times the step's)", NUMBER | {"metavar": "TOKENS"}),
         "--seed": ("another gives other responses and draws", {"type": int, "default": 0}),
@@ -220,6 +224,7 @@ COMMANDS: dict[str, tuple[str, dict[str, tuple[str, dict[str, Any]]]]] = {
         "--model": ("Hugging Face folder whose tokenizer decodes (default: the run's)", FILE),
         "--recipe": ("recipe they were trained with (default: recipe.yaml of their run)", FILE),
         "--limit": ("rollouts to print (default 5)", NUMBER | {"default": 5}),
+        "--json": ("print a line of JSON for each", FLAG),
     }),
 }
 # fmt: on

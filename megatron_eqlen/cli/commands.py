@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_eqlen.engines.server.gate import authorization
 from megatron_eqlen.files import refuse_existing, refuse_unwritable, step_name
 from megatron_eqlen.job import Job
-from megatron_eqlen.objectives.recipes import load
+from megatron_eqlen.objectives.recipes import answering, load
 from megatron_eqlen.processes.collector import importing
 from megatron_eqlen.processes.interrupts import Interrupts, watch
 from megatron_eqlen.recipe import Recipe, RecipeError
@@ -147,13 +147,16 @@ def _print_plan(job: Job, everything: bool) -> int:
 
 
 def harvest(arguments: argparse.Namespace) -> int:
-    job = Job(pinned(load(arguments.recipe, arguments.overrides), arguments.out))
+    recipe, benchmark = load(arguments.recipe, arguments.overrides), None
+    if arguments.benchmark is not None:
+        recipe, benchmark = answering(recipe, arguments.benchmark)
+    job = Job(pinned(recipe, arguments.out))
     check_harvest(arguments.out, job.recipe)
 
     def work() -> None:
         from megatron_eqlen.run.loop import harvest_only
 
-        harvest_only(job, arguments.out)
+        harvest_only(job, arguments.out, benchmark)
 
     return _on_ranks(job, work)
 
@@ -185,7 +188,7 @@ def probe(arguments: argparse.Namespace) -> int:
     from megatron_eqlen.run.probe import probe as continue_rollouts
 
     run: Path = arguments.run
-    names = ("run", "step", "at", "samples", "budget", "seed")
+    names = ("run", "step", "at", "samples", "budget", "seed", "force")
     job = Job(pinned(load(run / RECIPE), run))
     target = Target(job, Asked(**{name: getattr(arguments, name) for name in names}))
     out = arguments.out or run / "probes" / step_name(arguments.step)
@@ -270,7 +273,7 @@ def inspect(arguments: argparse.Namespace) -> int:
     model = arguments.model or (recipe and Job(recipe).folder)
     if model is None:
         raise ValueError(f"{streams}: no run's {RECIPE} above it: name the tokenizer's folder by --model")
-    print_rollouts(streams, model, arguments.limit, recipe)
+    print_rollouts(streams, model, arguments.limit, recipe, as_json=arguments.json)
     return 0
 
 

@@ -43,8 +43,8 @@ class Turn(NamedTuple):
 
 def turns_of(path: Tokens) -> list[Turn]:
     """Return the turns of a response so far; the last one is open."""
-    generated = path.is_generated
-    # a turn begins with a generated token after a given one
+    generated = ~path.is_answer
+    # a turn begins with a token of the policy after one of the environment
     begins = np.flatnonzero(generated[1:] & ~generated[:-1]) + 1
     parts = zip(np.split(path.token_ids, begins), np.split(generated, begins), strict=True)
     turns = [Turn(ids[own], ids[~own]) for ids, own in parts]

@@ -20,11 +20,13 @@ import subprocess
 import tarfile
 import tempfile
 import weakref
+from collections.abc import Mapping
 from functools import cache, lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megatron_eqlen.environments.tool_calls import ToolEnvironment, tool
+from megatron_eqlen.files import scratch
 from megatron_eqlen.graders.sandbox.client import Command, CommandEnd, Sandbox, folder_files, pack_folder
 from megatron_eqlen.graders.sandbox.command import CommandLimits, FolderError
 from megatron_eqlen.graders.sandbox.pool import SandboxPool
@@ -38,6 +40,7 @@ WRITE = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1" && wc -c < "$1"'
 LINES = 400
 """Lines that ``read`` shows without being asked for more or fewer."""
 GRADES = "test", "expected", "function"
+TEMPLATES = "template", "hidden", "expected"
 
 
 class PackedFolder:
@@ -217,7 +220,7 @@ class Workspace(ToolEnvironment):
                 raise ValueError(f"{KEY}.command: expected a program, found {options['command'][0]!r}")
         elif (refused := commands_refused()) is not None:
             raise ValueError(f"environment.name: workspace: {refused}: {NO_COMMANDS}; or give {KEY}.command")
-        for key in ("template", "hidden", "expected"):
+        for key in TEMPLATES:
             if (name := options.get(key)) and "{gold}" not in name:
                 packed_template(name, options.get("folder_mb", 256), options.get("files", 20_000), key)
 
@@ -237,7 +240,29 @@ def _sandboxes() -> SandboxPool:
 @cache
 def _scratch() -> str:
     """Return a directory for folders; it goes with this process."""
-    return tempfile.mkdtemp(prefix="eqlen-workspaces-")
+    return scratch("workspaces")
+
+
+def require_templates(golds: Mapping[str, str], options: Mapping[str, Any]) -> int:
+    """Return how many templates ``options`` name with ``{gold}``, for some golds and their rows. Raises
+    ValueError if one is not there."""
+    keys = [key for key in TEMPLATES if "{gold}" in str(options.get(key))]
+    named = {_with_gold(options[key], gold): (key, row) for gold, row in golds.items() for key in keys}
+    if missing := [name for name in named if not _is_there(name)]:
+        key, row = named[missing[0]]
+        raise ValueError(
+            f"{KEY}.{key}: {row}: expected a template, found none at {missing[0]} ({len(missing)} of "
+            f"{len(named)} are missing)"
+        )
+    return len(named)
+
+
+def _is_there(name: str) -> bool:
+    path, _, commit = name.rpartition("@")
+    if os.path.exists(name) or not os.path.isdir(path):
+        return os.path.exists(name)
+    asked = ["git", "-c", "safe.directory=*", "-C", path, "cat-file", "-e", f"{commit}^{{tree}}"]
+    return subprocess.run(asked, capture_output=True).returncode == 0
 
 
 def _with_gold(name: str, gold: str) -> str:

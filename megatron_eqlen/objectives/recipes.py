@@ -10,7 +10,7 @@ from typing import Any
 from megatron_eqlen.objectives.checks import check_combination
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.objectives.registry import is_on_policy
-from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.recipe import BenchmarkRecipe, Recipe
 from megatron_eqlen.recipe import load as recipe_load
 
 
@@ -22,6 +22,18 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 def parse(raw: dict[str, Any], where: str) -> Recipe:
     """Make a recipe from plain data; ``where`` names it in errors. Raises RecipeError."""
     return recipe_load.parse(raw, where, [check_combination])
+
+
+def answering(recipe: Recipe, name: str) -> tuple[Recipe, BenchmarkRecipe]:
+    """Return the recipe that samples as the evaluation of benchmark ``name``, without what only training
+    reads, and that benchmark. Raises ValueError."""
+    benchmarks = {benchmark.name: benchmark for benchmark in recipe.evaluation.benchmarks}
+    if name not in benchmarks:
+        raise ValueError(f"--benchmark: expected one of {', '.join(benchmarks) or 'none'}, found {name!r}")
+    raw = recipe.of_benchmark(benchmarks[name]).model_dump(mode="json", exclude_unset=True)
+    for section in ("objective", "loss", "teacher", "equal_length", "tree_sampling", "optimizer"):
+        raw.pop(section, None)
+    return parse(raw, f"--benchmark {name}"), benchmarks[name]
 
 
 def remarks(recipe: Recipe, objective: Objective) -> list[str]:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from megatron_eqlen.files import scratch
 from megatron_eqlen.processes import failures
 from megatron_eqlen.processes.distributed import SECRET, STORE
 from megatron_eqlen.processes.failures import Failure
@@ -44,7 +45,8 @@ def launch(
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # PYTORCH_ALLOC_CONF would win
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     os.environ |= named() | {SECRET: secrets.token_hex(), "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT"}
-    with tempfile.TemporaryDirectory(prefix="eqlen-") as folder:
+    folder = scratch("ranks")
+    try:
         everyone = {
             "WORLD_SIZE": str(processes),
             "LOCAL_WORLD_SIZE": str(processes),
@@ -65,6 +67,8 @@ def launch(
             return 128 + error.sigval
         if ended is not None and ended.is_failed():
             return _report(ended.failures, failures.read(Path(folder)), processes)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 

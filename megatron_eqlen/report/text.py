@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
@@ -13,8 +16,10 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.load import RECIPE, load
 from megatron_eqlen.record.reader import recorded_steps
 from megatron_eqlen.record.recorder import FILES
+from megatron_eqlen.report.probe import probes_of, response_lines
 from megatron_eqlen.report.recorded import RecordedStep
 from megatron_eqlen.report.rollouts import RolloutView, by_token
+from megatron_eqlen.types import Rollout, rollout_key
 
 BEFORE = 80
 """Characters of the part before that are printed with a part."""
@@ -22,9 +27,15 @@ STYLES = {"raised": "green", "lowered": "red", "equal": "yellow", "plain": "defa
 
 
 def print_rollouts(
-    streams: Path, model: Path, limit: int = 5, recipe: Recipe | None = None, console: Console | None = None
+    streams: Path,
+    model: Path,
+    limit: int = 5,
+    recipe: Recipe | None = None,
+    console: Console | None = None,
+    as_json: bool = False,
 ) -> None:
-    """Print the first ``limit`` rollouts of a file, of a step's folder, or of a run's ``streams/`` folder.
+    """Print the first ``limit`` rollouts of a file, of a step's folder, or of a run's ``streams/`` folder,
+    those that were probed before others of their step; with ``as_json`` a line of JSON for each.
 
     ``model`` is the folder whose tokenizer decodes. ``recipe``, by default that of the recorded run, gives
     the lessons of training. Raises ValueError naming the path if there is nothing to read.
@@ -43,11 +54,16 @@ def print_rollouts(
     left = limit
     for name, files in steps:
         step = RecordedStep(files, recipe)
-        if step.rollouts and streams.is_dir():
+        if step.rollouts and streams.is_dir() and not as_json:
             console.rule(name, characters="─")
-        shown = step.rollouts[:left]
-        for rollout in step.views(shown, decode):
-            _print(console, rollout)
+        probes = probes_of(files[0].resolve().parent)
+        shown = sorted(step.rollouts, key=lambda rollout: rollout_key(rollout) not in probes)[:left]
+        for rollout, seen in zip(shown, step.views(shown, decode), strict=True):
+            probed = probes.get(rollout_key(rollout), [])
+            if as_json:
+                print(json.dumps(_as_json(name, rollout, seen, probed), ensure_ascii=False))
+            else:
+                _print(console, seen, probed)
         left -= len(shown)
         if not left:
             return
@@ -68,7 +84,18 @@ def recipe_of(streams: Path) -> Recipe | None:
     return None
 
 
-def _print(console: Console, rollout: RolloutView) -> None:
+def _as_json(
+    step: str, rollout: Rollout, seen: RolloutView, probed: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    parts = [
+        {"label": part.label, "parent": part.parent, "text": part.text, "facts": part.facts()}
+        for part in seen.parts
+    ]
+    named = {"step": step, "prompt_id": rollout.prompt_id, "index": rollout.index, "title": seen.title}
+    return named | {"question": seen.question, "parts": parts, "probed": probed}
+
+
+def _print(console: Console, rollout: RolloutView, probed: Sequence[dict[str, Any]]) -> None:
     console.print(Text.assemble((rollout.prompt_id, "bold"), "  ", rollout.title))
     if rollout.question:
         console.print(Padding(Text(rollout.question, "italic"), (0, 0, 0, 2)))
@@ -78,4 +105,16 @@ def _print(console: Console, rollout: RolloutView) -> None:
         before = rollout.parts[part.parent].text[-BEFORE:] if part.parent >= 0 else ""
         text = Text.assemble((f"…{before}▸" if before else "", "dim"), (part.text, style))
         console.print(Padding(text, (0, 0, 0, 4)))
+    for response in probed:
+        title, *rows = response_lines(response)
+        texts = [(stretch["text"], _shade(*stretch["change"])) for stretch in response["stretches"]]
+        console.print(Text.assemble("  ", ("probed", "bold"), f"  {title}"))
+        console.print(Padding(Text.assemble(*texts), (0, 0, 1, 4)))
+        console.print(Text("\n".join(rows)))
     console.print()
+
+
+def _shade(change: float, low: float, high: float) -> str:
+    """Return the style of text that changed the value; what is not sure is dim."""
+    colour = "green" if change > 0 else "red" if change < 0 else "default"
+    return f"{'bold' if low > 0 or high < 0 else 'dim'} {colour}"

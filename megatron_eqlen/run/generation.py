@@ -333,12 +333,17 @@ class Generator(InTurn):
                 position[PLACED] = self.placed.seen
         return select(Batch(everyone, harvested.metrics | seconds | calls, position), step, self.session)
 
+    def problems(self, benchmark: BenchmarkRecipe) -> list[Prompt]:
+        """Return all problems of a benchmark, the same on every rank."""
+        data, tokenizer = self.recipe.data, self.session.tokenizer
+        return agree(lambda: read_benchmark(benchmark, data, tokenizer, self._tools))
+
     def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult:
         session = self.session
         return evaluate(
             self.engine,
             benchmark,
-            agree(lambda: read_benchmark(benchmark, self.recipe.data, session.tokenizer, self._tools)),
+            self.problems(benchmark),
             session.scorer,
             self.recipe,
             session.tokenizer.eos_token_ids,
@@ -382,6 +387,20 @@ class Generator(InTurn):
 
     def _file(self, step: Step) -> Path:
         return self.streams / step.name / f"rank-{dist.get_rank()}.arrow"
+
+
+class Answers(Generator):
+    """Rollouts of all problems of a benchmark, in one step, with the weights at ``recipe.model.path``."""
+
+    def __init__(self, session: Session, streams: Path, benchmark: BenchmarkRecipe) -> None:
+        super().__init__(session, streams, synced=False)
+        self.benchmark = benchmark
+
+    def start_prompts(self) -> PromptSource | None:
+        return None
+
+    def prompts(self, step: Step) -> list[Prompt]:
+        return [] if step.batches else self.problems(self.benchmark)
 
 
 def start_prompts(session: Session) -> PromptSource | None:

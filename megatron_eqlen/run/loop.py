@@ -22,12 +22,13 @@ from megatron_eqlen.files import write_text
 from megatron_eqlen.job import Job
 from megatron_eqlen.processes import distributed, events
 from megatron_eqlen.processes.hold import Hold
+from megatron_eqlen.recipe import BenchmarkRecipe
 from megatron_eqlen.recipe.inputs import keep_inputs
 from megatron_eqlen.recipe.load import RECIPE, dump
 from megatron_eqlen.run.ahead import Ahead
 from megatron_eqlen.run.demonstrations import Demonstrations
 from megatron_eqlen.run.evaluations import evaluate, leaderboard
-from megatron_eqlen.run.generation import Generator, Rollouts, start_prompts, try_rewards
+from megatron_eqlen.run.generation import Answers, Generator, Rollouts, start_prompts, try_rewards
 from megatron_eqlen.run.replay import Replay
 from megatron_eqlen.run.run import Run
 from megatron_eqlen.run.session import Session
@@ -81,9 +82,9 @@ def train(job: Job, replay: Path | None = None, until: int | None = None) -> Non
         run.report(rollouts)
 
 
-def harvest_only(job: Job, out: Path) -> None:
-    """Record one step's scored rollouts under ``out``, beside the recipe, with the weights that the recipe
-    starts from. A harvest that was cut off is completed."""
+def harvest_only(job: Job, out: Path, benchmark: BenchmarkRecipe | None = None) -> None:
+    """Record one step's scored rollouts, or those of a ``benchmark``, under ``out``, beside the recipe, with
+    the weights that the recipe starts from. A harvest that was cut off is completed."""
     _require_sampling(job, "eqlen harvest")
     with Session(job) as session:
         hold: Hold | None = None  # until this function ends
@@ -94,7 +95,8 @@ def harvest_only(job: Job, out: Path) -> None:
             write_text(out / RECIPE, dump(job.recipe))
             events.append(out, "harvest")
         session.tokenizer.today = distributed.agree(lambda: events.began(out))
-        step = Generator(session, out, synced=False).collect(Step(number=0, policy_version=0))
+        generator = Answers(session, out, benchmark) if benchmark else Generator(session, out, synced=False)
+        step = generator.collect(Step(number=0, policy_version=0))
         if hold is not None:
             hold.check()
         session.progress.say(f"{len(step.rollouts)} rollouts in {out / step.name}")

@@ -2,6 +2,7 @@
 
     RUN/probes/step-00000012/    of step 12, or --out
         probe.json, probe.html   what was asked, and what was found (report/probe.py)
+        recorded                 the step's record, if environments saved states there
         weights/                 a run that stops where the weights are those of the step, with its export
         step-00000011/           the record: rollouts of kind ``tree`` with parts of role ``probe``
 
@@ -13,16 +14,19 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_eqlen.data.prompts import PromptSource
+from megatron_eqlen.environments.conversation import STATES
 from megatron_eqlen.files import read_json, step_folders, step_name, write_json
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
+from megatron_eqlen.hf.tokenizer import THINKING
 from megatron_eqlen.job import Job
 from megatron_eqlen.models import checkpoint_folder
 from megatron_eqlen.processes import distributed
@@ -33,18 +37,18 @@ from megatron_eqlen.record.replayed import check_steps
 from megatron_eqlen.report.metrics import FILE as METRICS
 from megatron_eqlen.report.metrics import Columns
 from megatron_eqlen.report.page import write_probe_page
-from megatron_eqlen.report.probe import LineKey, look
+from megatron_eqlen.report.probe import FILE, FOUND, LineKey, look
 from megatron_eqlen.report.rollouts import Decode, by_token, texts_of
 from megatron_eqlen.rewards.scoring import leave_out
 from megatron_eqlen.run.generation import Generator
 from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Step
+from megatron_eqlen.sampling.harvester import Marker
 from megatron_eqlen.sampling.kind import plural
 from megatron_eqlen.sampling.probe import SEEDS, TRACKS, Places, ProbeSampling
 from megatron_eqlen.tokens import ROUTES
 from megatron_eqlen.types import Line, Prompt, Rollout, RolloutKey, rollout_key, tokens_along
 
-FILE, FOUND = "probe.json", "found"
 SENTENCE = re.compile(r"[.!?:;]+[\"')\]]*(?=\s)|[。！？：；]+[\"')\]”’」』）]*|\n+")
 """End of a sentence, or of a line."""
 
@@ -69,11 +73,17 @@ class Asked:
     budget: int | None = None
     """Tokens that may be generated, as far as can be told before; None: ``USUAL`` times the step's."""
     seed: int = 0
+    force: str | None = None
+    """Text that is put in at each place, where the policy's turn does not have its end marker yet."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"sentences|forks|every:[1-9]\d*|\d+(,\d+)*", self.at):
             raise ProbeError(
                 f"--at: expected sentences, forks, every:TOKENS, or tokens as 10,20, found {self.at!r}"
+            )
+        if self.force is not None and not self.at[-1].isdigit():
+            raise ProbeError(
+                f"--at: with --force expected every:TOKENS, or tokens as 10,20, found {self.at!r}"
             )
         if self.samples < 2:
             raise ProbeError(f"--samples: expected 2 or more for an interval, found {self.samples}")
@@ -81,14 +91,28 @@ class Asked:
             raise ProbeError(f"--seed: expected 0 to {SEEDS - 1}, found {self.seed}")
 
 
+class Place(NamedTuple):
+    """A place of a response."""
+
+    part: int
+    stop: int
+    """Tokens of the part before it."""
+    length: int
+    """Tokens of the response before it."""
+    left: int
+    """Tokens that a continuation is expected to have: as many as the response had from there, or behind its
+    end marker where that is forced."""
+
+
 @dataclass(frozen=True)
 class Chosen:
     """Responses that are continued, and their places."""
 
     places: dict[RolloutKey, Places]
-    responses: set[LineKey]
+    responses: dict[LineKey, list[int]]
+    """Lengths of each response before its places."""
     expected: int
-    """Tokens that the continuations are expected to have: as many as the responses had from there."""
+    """Tokens that the continuations are expected to have."""
 
     @property
     def count(self) -> int:
@@ -170,27 +194,24 @@ class Target:
         ]
         random.Random(self.asked.seed).shuffle(lines)
         chosen: dict[RolloutKey, dict[int, list[int]]] = {}
-        responses, expected = set[LineKey](), 0
+        responses, expected = dict[LineKey, list[int]](), 0
         for rollout, line in lines:
             known = chosen.get(rollout_key(rollout), {})
-            new = [
-                (part, stop, length)
-                for part, stop, length in self._places(rollout, line)
-                if stop not in known.get(part, ())
-            ]
-            cost = self.asked.samples * sum(line.length - length for _, _, length in new)
+            places = [*self._places(rollout, line)]
+            new = [place for place in places if place.stop not in known.get(place.part, ())]
+            cost = self.asked.samples * sum(place.left for place in new)
             if chosen and expected + cost > self.budget:
                 break
             expected += cost
-            responses.add((*rollout_key(rollout), line.last.number))
-            for part, stop, _ in new:
-                known.setdefault(part, []).append(stop)
+            responses[*rollout_key(rollout), line.last.number] = [place.length for place in places]
+            for place in new:
+                known.setdefault(place.part, []).append(place.stop)
             chosen[rollout_key(rollout)] = known
-        places: dict[RolloutKey, Places] = {
+        of_rollouts: dict[RolloutKey, Places] = {
             key: {n: sorted(stops) for n, stops in known.items()} for key, known in chosen.items()
         }
-        found = Chosen(places, responses, expected)
-        if found.count == len(places) and self.asked.at.strip("0,"):
+        found = Chosen(of_rollouts, responses, expected)
+        if found.count == len(of_rollouts) and self.asked.at.strip("0,"):
             raise ProbeError(
                 f"--at {self.asked.at}: expected places in a response, found none in {len(responses)} drawn"
             )
@@ -220,14 +241,41 @@ class Target:
         """Checkpoints of the run that are not after the step's weights."""
         return [(n, path) for n, path in step_folders(self.asked.run / "checkpoints") if n <= self.steps]
 
-    def _places(self, rollout: Rollout, line: Line) -> Iterator[tuple[int, int, int]]:
-        """Yield the places of a response: the number of a part, how many of its tokens are before, and how
-        many of the response."""
-        yield -1, 0, 0
+    @cached_property
+    def forced(self) -> list[int]:
+        """Tokens of ``force``, none without it. Raises ValueError for text that no response can contain."""
+        if (text := self.asked.force) is None:
+            return []
+        Marker.of(text, self.job.tokenizer, "--force")
+        forced, most = self.job.tokenizer.encode(text), self.job.recipe.rollout.max_response_length
+        if not 0 < len(forced) < most:
+            raise ProbeError(f"--force {text!r}: expected 1 to {most - 1} tokens, found {len(forced)}")
+        return forced
+
+    @property
+    def marker(self) -> str | None:
+        """End marker: ``</think>`` or the recipe's marker, if ``force`` has it, else all of ``force``."""
+        force, known = self.asked.force, (THINKING[1], self.job.recipe.tree_sampling.marker)
+        return next((marker for marker in known if force and marker and marker in force), force)
+
+    def _places(self, rollout: Rollout, line: Line) -> Iterator[Place]:
+        """Yield the places of a response. With ``force`` the text of a turn before a place lacks the marker,
+        and the limit leaves room for an answer."""
         at, parts = self.asked.at, rollout.line(line.last.number)
         ends = np.cumsum([len(part) for part in parts]).tolist()
+        generated = np.concatenate([part.tokens.is_generated for part in parts])
+        is_open, closed = [True] * line.length, line.length
+        if (marker := self.marker) is not None:
+            texts = texts_of(tokens_along(parts).tolist(), self.decode)
+            is_open = before_marker(texts, generated, marker)
+            closed = [*is_open, False].index(False)
+            del is_open[min(line.length, self.job.recipe.rollout.max_response_length - len(self.forced)) :]
+
+        def place(part: int, stop: int, length: int) -> Place:
+            return Place(part, stop, length, line.length - (closed if closed < line.length else length))
+
+        yield place(-1, 0, 0)
         if at == "sentences":
-            generated = np.concatenate([part.tokens.is_generated for part in parts])
             after = np.array(ends_of_sentences(tokens_along(parts).tolist(), self.decode), int) - 1
             lengths = generated.cumsum()[after[generated[after]]].tolist()
         elif at == "forks":
@@ -239,9 +287,11 @@ class Target:
             lengths = sorted({int(place) for place in at.split(",")})
         for part, end in zip(parts, ends, strict=True):
             inside = [
-                length for length in lengths if end - len(part) < length <= end and length < line.length
+                length
+                for length in lengths
+                if end - len(part) < length <= end and length < len(is_open) and is_open[length]
             ]
-            yield from ((part.number, length - end + len(part), length) for length in inside)
+            yield from (place(part.number, length - end + len(part), length) for length in inside)
 
     def weights(self, out: Path) -> Path:
         """Return the folder of the weights that sampled the rollouts, which may have to be made."""
@@ -264,6 +314,9 @@ class Target:
                 )
             return
         out.mkdir(parents=True, exist_ok=True)
+        recorded = self.streams / step_name(self.asked.step - 1)
+        if (recorded / STATES).is_dir():  # where environments in mid-turn take up their states
+            (out / "recorded").symlink_to(recorded.resolve())
         if self.steps and self._checkpoints:
             checkpoint_folder.copy(self._checkpoints[-1][1], out / "weights/checkpoints")
         write_json(file, {"asked": asked})
@@ -303,6 +356,19 @@ def ends_of_sentences(token_ids: list[int], decode: Decode) -> list[int]:
     return (np.unique(np.searchsorted(np.cumsum([len(text) for text in texts]), ends)) + 1).tolist()
 
 
+def before_marker(texts: Sequence[str], generated: Sequence[bool] | np.ndarray, marker: str) -> list[bool]:
+    """Return for each number of generated tokens, from 0 on: True if the policy's turn lacks ``marker`` in
+    these. ``texts``: of all tokens; another turn begins after those that an environment gave."""
+    is_open, tail = [True], ""
+    for text, own in zip(texts, generated, strict=True):
+        if own:
+            tail = (tail + text)[-len(marker) - len(text) :]
+            is_open.append(is_open[-1] and marker not in tail)
+        else:
+            is_open[-1], tail = True, ""
+    return is_open
+
+
 class _Continuations(Generator):
     """Continues recorded rollouts with weights of ``version``."""
 
@@ -327,13 +393,13 @@ def probe(target: Target, out: Path) -> None:
     with Session(target.sampling(out)) as session:
         hold = Hold(out) if distributed.is_rank0() else None
         asked, chosen = target.asked, target.chosen
-        kind = ProbeSampling(target.rollouts, chosen.places, asked.samples, asked.seed)
+        kind = ProbeSampling(target.rollouts, chosen.places, asked.samples, asked.seed, target.forced)
         step = Step(number=asked.step - 1, policy_version=target.version)
         _Continuations(session, out, kind, target.version).collect(step)
         if hold is not None:
             hold.check()
             found = look(read_step(out / step.name), target.rollouts, chosen.responses, target.job)
-            write_json(out / FILE, read_json(out / FILE) | {FOUND: found.as_json()})
+            write_json(out / FILE, read_json(out / FILE) | {FOUND: found.as_json(target.decode)})
             session.progress.say(found.text(target.decode))
             page = write_probe_page(out / "probe.html", asked.step, found, target.job.recipe, target.decode)
             session.progress.say(f"see {page}")

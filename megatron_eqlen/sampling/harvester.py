@@ -28,12 +28,12 @@ class Marker(NamedTuple):
     """Most tokens that it takes."""
 
     @classmethod
-    def of(cls, text: str, tokenizer: Tokenizer) -> Marker:
-        """Return the marker ``text``; a token holds at least one byte of it. Raises ValueError if the
-        tokenizer's texts cannot contain it."""
+    def of(cls, text: str, tokenizer: Tokenizer, key: str = "tree_sampling.marker") -> Marker:
+        """Return the marker ``text`` of ``key``; a token holds at least one byte of it. Raises ValueError if
+        the tokenizer's texts cannot contain it."""
         if text not in (read := tokenizer.decode(tokenizer.encode(text))):
             raise ValueError(
-                f"tree_sampling.marker: {text!r}: expected text that a response can contain, found that the "
+                f"{key}: {text!r}: expected text that a response can contain, found that the "
                 f"tokenizer reads its tokens as {read!r} (without end-of-sequence tokens)"
             )
 

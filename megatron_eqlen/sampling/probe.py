@@ -2,7 +2,7 @@
 
     prompt ─┬─ piece 0 ─┬─ piece 1 ─── the recorded parts, cut at the places
             ├─ probe    ├─ probe
-            ├─ probe    └─ probe       ``samples`` new continuations at each place
+            ├─ probe    └─ probe       ``samples`` continuations of each place, behind forced tokens if any
 
 The continuations of a place are independent of each other and of what was recorded behind it, so the mean of
 their rewards is an unbiased estimate of the place's value under the weights that continue it.
@@ -20,12 +20,15 @@ from megatron_eqlen.sampling.harvester import Harvester
 from megatron_eqlen.sampling.kind import Setting
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.sampling.tree import TreeSampling
+from megatron_eqlen.tokens import GIVEN, Tokens
 from megatron_eqlen.types import Part, Prompt, Rollout, RolloutKey, rollout_key, tokens_along
 
 PROBE = "probe"
 """Role of the parts that continue a place."""
 PIECE = "piece of "
 """Role of the pieces of a recorded part, before its number."""
+FORCED = "forced"
+"""Role of the parts that put given tokens behind a place."""
 FIRST_TRACK, TRACKS = 1 << 30, 1 << 20
 """Numbers of tracks from the first on belong to probes: their draws differ from all that a harvest made. Each
 seed of a probe has so many."""
@@ -36,9 +39,10 @@ Places = Mapping[int, Sequence[int]]
 -1, the prompt: ``[0]`` if it is."""
 
 
-def cut_at(rollout: Rollout, places: Places) -> tuple[list[Part], dict[int, int]]:
-    """Return the rollout's parts cut at ``places``, numbered anew, graded as they were, and how many
-    generated tokens lie before each place, by the number of the piece that ends there (-1: the prompt)."""
+def cut_at(rollout: Rollout, places: Places, forced: Sequence[int] = ()) -> tuple[list[Part], dict[int, int]]:
+    """Return the rollout's parts cut at ``places``, numbered anew, graded as they were, and how many tokens
+    of a response lie before its continuation at each place, by the number of the part that it continues (-1:
+    the prompt). With ``forced`` token ids that is a part of these."""
     pieces: list[Part] = []
     last, ends = {-1: -1}, {-1: 0}
     found = dict.fromkeys([-1] * bool(places.get(-1)), 0)
@@ -68,7 +72,15 @@ def cut_at(rollout: Rollout, places: Places) -> tuple[list[Part], dict[int, int]
         last[part.number], ends[part.number] = parent, ends[part.parent] + len(part)
         if len(own) in places.get(part.number, ()):  # where other parts continue it
             found[parent] = ends[part.number]
-    return pieces, found
+    if not forced:
+        return pieces, found
+    given = Tokens.of(forced, 0.0, versions=rollout.policy_version, **{GIVEN.name: [(-1,)] * len(forced)})
+    marks = [
+        Part(given, role=FORCED, number=number, parent=place, carried=True)
+        for number, place in enumerate(found, len(pieces))
+    ]
+    lengths = (length + len(forced) for length in found.values())
+    return pieces + marks, dict(zip([mark.number for mark in marks], lengths, strict=True))
 
 
 class Probed(Harvester):
@@ -76,13 +88,11 @@ class Probed(Harvester):
 
     kind = "tree"
 
-    def __init__(
-        self, rollout: Rollout, places: Places, samples: int, first_track: int, setting: Setting
-    ) -> None:
+    def __init__(self, rollout: Rollout, of: ProbeSampling, setting: Setting) -> None:
         limit = setting.recipe.rollout.max_response_length
         super().__init__(rollout.prompt, rollout.index, limit, setting.eos_token_ids, setting.seed)
-        self.parts, self.places = cut_at(rollout, places)
-        self.samples, self.first_track = samples, first_track
+        self.parts, self.places = cut_at(rollout, of.places[rollout_key(rollout)], of.forced)
+        self.samples, self.first_track = of.samples, of.first_track
         self.recorded = len(self.parts)
 
     def start(self) -> list[Track]:
@@ -111,11 +121,18 @@ class ProbeSampling(TreeSampling):
     """Continues some rollouts of a record. Unlike the kinds of recipes, it has a state: what it continues."""
 
     def __init__(
-        self, rollouts: Sequence[Rollout], places: Mapping[RolloutKey, Places], samples: int, seed: int
+        self,
+        rollouts: Sequence[Rollout],
+        places: Mapping[RolloutKey, Places],
+        samples: int,
+        seed: int,
+        forced: Sequence[int] = (),
     ) -> None:
-        """``seed``: below ``SEEDS``; another one gives other draws."""
+        """``seed``: below ``SEEDS``; another one gives other draws. ``forced``: token ids before each
+        continuation, which count in its length."""
         self.rollouts = {rollout_key(rollout): rollout for rollout in rollouts}
         self.places, self.samples, self.first_track = places, samples, FIRST_TRACK + seed * TRACKS
+        self.forced = forced
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -125,8 +142,4 @@ class ProbeSampling(TreeSampling):
 
     def harvesters(self, prompts: Sequence[Prompt], setting: Setting) -> list[Harvester]:
         asked = {prompt.prompt_id for prompt in prompts}
-        return [
-            Probed(self.rollouts[key], places, self.samples, self.first_track, setting)
-            for key, places in self.places.items()
-            if key[0] in asked
-        ]
+        return [Probed(self.rollouts[key], self, setting) for key in self.places if key[0] in asked]

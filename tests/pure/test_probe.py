@@ -42,9 +42,9 @@ def sampled(settings):
     return max(streams, key=lambda stream: (len(stream.parts), sum(map(len, stream.parts))))
 
 
-def probed(rollout, places, samples, settings, choose, progress=None, observers=()):
+def probed(rollout, places, samples, settings, choose, progress=None, observers=(), forced=()):
     engine = Drawing(choose, lambda path: WORLD.probabilities[WORLD.contexts[path]])
-    kind = ProbeSampling([rollout], {rollout_key(rollout): places}, samples, seed=0)
+    kind = ProbeSampling([rollout], {rollout_key(rollout): places}, samples, 0, forced)
     plan = HarvestPlan(
         kind.prompts, settings, range(WORLD.ends), seed=0, progress=progress or HarvestProgress(), kind=kind
     )
@@ -93,7 +93,7 @@ def test_values_changes_and_the_share_decided_are_those_of_the_process():
     rollout = next(r for r, _ in WORLD.streams(settings) if r.parts[0].token_ids.tolist() == [1, 2, 0])
     found = probed(rollout, {-1: [0], 0: [1, 2]}, 4000, settings, draws(np.random.default_rng(0)))
     job = SimpleNamespace(recipe=settings)
-    result = look([found], [rollout], {("q", 0, 0)}, job)
+    result = look([found], [rollout], {("q", 0, 0): [0, 1, 2]}, job)
     (response,) = result.responses
     value = [
         sum(p * WORLD.value((*trunk, *path)) for path, p in WORLD.continuations(trunk))
@@ -107,6 +107,47 @@ def test_values_changes_and_the_share_decided_are_those_of_the_process():
         assert stretch.change.high - stretch.change.low < 0.07
     left = np.interp(QUARTERS, [0, 1 / 3, 2 / 3, 1], [*variance, 0.0])
     np.testing.assert_allclose([response.undecided(share) for share in QUARTERS], left, atol=0.01)
+
+
+def test_rewards_where_a_marker_is_forced_are_those_of_a_process_that_forces_it():
+    """That process samples so many tokens, then puts token 2 into a response without one, and goes on."""
+    settings, rng = SAMPLINGS["independent"], np.random.default_rng(0)
+    paths, shares = zip(*WORLD.continuations(()), strict=True)
+    drawn = rng.choice(len(paths), 3000, p=shares)
+    parts = [
+        Part(
+            Tokens.of(paths[n], versions=0),
+            "stop" if WORLD.ended(paths[n]) else "length",
+            Grade(WORLD.value(paths[n]), ""),
+            number=number,
+        )
+        for number, n in enumerate(drawn)
+    ]
+    rollout = Rollout(QUESTION, 0, "independent", 0, parts)
+    letters = SimpleNamespace(decode=lambda ids: "".join("em>"[n] for n in ids), encode=lambda text: [2])
+    job = SimpleNamespace(recipe=settings, tokenizer=letters)
+    target = Target(job, Asked(Path(), 1, "every:1", 2, 10**6, force=">"))
+    vars(target)["rollouts"] = [rollout]
+    places = target.chosen.places[rollout_key(rollout)]
+    found = probed(rollout, places, 2, settings, draws(rng), forced=target.forced)
+    result = look([found], [rollout], target.chosen.responses, job)
+    assert [budget.length for budget in result.budgets] == [0, 1, None]
+    for budget in result.budgets:
+        truth = 0.0
+        for path, share in zip(paths, shares, strict=True):
+            begin = path[: budget.length]
+            if budget.length is None or 2 in begin or begin == path:
+                truth += share * WORLD.value(path)
+            else:
+                begin = (*begin, 2)
+                answers = WORLD.continuations(begin)
+                truth += share * sum(p * WORLD.value((*begin, *answer)) for answer, p in answers)
+        reward = budget.reward
+        assert reward.low < truth < reward.high
+        assert budget.length == 0 or reward.high - reward.low < 0.05  # all share the first place
+        assert budget.prompts == {"q": reward}
+    assert json.loads(json.dumps(result.as_json(str)))["budgets"][2]["length"] is None
+    assert "never" in result.text(lambda ids: "")
 
 
 def test_continuations_have_draws_of_their_own_and_other_ones_with_another_seed():
@@ -225,21 +266,32 @@ def test_sentences_end_with_a_mark_before_a_space_or_a_wide_mark(text, ends, wid
     assert [text[cut - len(end) : cut] for cut, end in zip(cuts, ends, strict=True)] == ends
 
 
-@pytest.mark.parametrize(("at", "lengths"), [
-    ("sentences", [3, 9]), ("forks", [3]), ("every:3", [3, 6, 9, 12]), ("9,4,99,3", [3, 4, 9]),
+@pytest.mark.parametrize(("at", "force", "lengths"), [
+    ("sentences", None, [3, 9]), ("forks", None, [3]), ("every:3", None, [3, 6, 9, 12]),
+    ("9,4,99,3", None, [3, 4, 9]), ("every:1", "am", [*range(1, 8), 9, 10, 11]), ("every:4", "No!", [4, 8]),
+    ("1,2,3", "So. </think>", [1, 2, 3]),
 ])  # fmt: skip
-def test_places_are_told_from_the_whole_response_also_where_it_forks_and_an_environment_answers(at, lengths):
-    """ "It." ends where its line forks; an environment answers "No!" before the policy goes on."""
+def test_places_are_told_from_the_whole_response_also_where_it_forks_and_an_environment_answers(
+    at, force, lengths
+):
+    """ "It." ends where its line forks; an environment answers "No!" before the policy goes on. A marker is
+    forced in turns that lack it, where the limit of 14 tokens leaves room."""
     ids = [ord(letter) for letter in " I am.\nNo! So 7"]
     tail = Tokens.of(ids, given=[[]] * 6 + [[0]] * 4 + [[]] * 5)
     parts = [Part(Tokens.of([ord(letter) for letter in "It."]))]
     parts += [Part(tail, "stop", Grade(1.0, ""), number=n, parent=0) for n in (1, 2)]
     rollout = Rollout(QUESTION, 0, "tree", 0, parts)
-    job = SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda ids: "".join(map(chr, ids))))
+    tokenizer = SimpleNamespace(
+        decode=lambda ids: "".join(map(chr, ids)), encode=lambda text: [ord(letter) for letter in text]
+    )
+    settings = recipe(limit=20 if force and "think" in force else 14)
+    target = Target(SimpleNamespace(tokenizer=tokenizer, recipe=settings), Asked(Path(), 1, at, force=force))
     (line, _) = rollout.lines()
-    places = [*Target(job, Asked(Path(), 1, at))._places(rollout, line)]
-    assert [length for _, _, length in places] == [0, *lengths]
-    assert all(stop == length - 3 * (part == 1) for part, stop, length in places[1:])
+    places = [*target._places(rollout, line)]
+    assert [place.length for place in places] == [0, *lengths]
+    assert all(place.stop == place.length - 3 * (place.part == 1) for place in places[1:])
+    closed = 8 if force == "am" else None
+    assert all(place.left == 14 - (closed or place.length) for place in places)
 
 
 def test_places_without_rewards_are_left_out_and_what_is_unknown_is_null():
@@ -255,8 +307,8 @@ def test_places_without_rewards_are_left_out_and_what_is_unknown_is_null():
         for on_error in ("drop", "zero"):
             reward = settings.reward.model_copy(update={"on_error": on_error})
             job = SimpleNamespace(recipe=settings.model_copy(update={"reward": reward}))
-            results.append(look([found], [rollout], {("q", 0, 0)}, job))
-        assert json.loads(json.dumps(results[-2].as_json()), parse_constant=pytest.fail)
+            results.append(look([found], [rollout], {("q", 0, 0): [0, 1, 2]}, job))
+        assert json.loads(json.dumps(results[-2].as_json(str)), parse_constant=pytest.fail)
         assert results[-2].text(str)
     counts = [[len(stretches.stretches) for stretches in result.responses] for result in results]
     assert counts == [[], [1], [2], [3]]

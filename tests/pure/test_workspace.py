@@ -6,7 +6,9 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tarfile
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,7 +21,14 @@ import pytest
 from megatron_eqlen.environments import workspace
 from megatron_eqlen.environments.conversation import Turn, answer
 from megatron_eqlen.environments.environment import Observation
-from megatron_eqlen.environments.workspace import PackedFolder, Workspace, laid_over, packed_template
+from megatron_eqlen.environments.workspace import (
+    PackedFolder,
+    Workspace,
+    laid_over,
+    packed_template,
+    require_templates,
+)
+from megatron_eqlen.files import scratch
 from megatron_eqlen.graders.sandbox.client import SandboxError, folder_files, pack_folder
 from tests.kit.length_bias import QUESTION
 from tests.pure import test_environments as enumeration
@@ -163,6 +172,14 @@ def test_options_that_do_not_fit_are_refused_before_anything_is_generated(templa
 def test_a_gold_names_a_template_below_the_folder(tmp_path, gold):
     with pytest.raises(ValueError, match="expected a gold that names a template below it"):
         made(f"{tmp_path}/{{gold}}", gold=gold)
+
+
+def test_a_template_that_a_row_names_must_be_there(template, tmp_path):
+    options = {"template": f"{tmp_path}/{{gold}}", "hidden": f"{tmp_path}/{{gold}}", "test": "true"}
+    assert require_templates({"template": "train/1"}, options) == 1
+    assert require_templates({"any": "train/1"}, {"template": str(template)}) == 0
+    with pytest.raises(ValueError, match=r"hidden: test/2: expected a template, .*/gone \(1 of 2"):
+        require_templates({"template": "train/1", "gone": "test/2"}, options)
 
 
 def test_a_machine_without_isolation_is_refused_by_name(template, monkeypatch):
@@ -388,6 +405,27 @@ def test_a_full_disk_or_a_broken_sandbox_leaves_a_response_unscored(template, mo
     rollouts, _ = words(lambda prompt, seed: Writes(prompt, seed, str(template)))
     assert all(rollout.unscored() for rollout in rollouts)
     assert "the sandbox's zygote died" in caplog.text
+
+
+KILLED = """
+import os, signal
+from megatron_eqlen.files import scratch
+open(scratch("test") + "/file", "w").close()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_later_process_removes_the_folders_of_a_killed_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    mine = scratch("test")
+    for _ in range(2):
+        subprocess.run(
+            [sys.executable, "-c", KILLED], env=os.environ | {"TMPDIR": str(tmp_path)}, check=False
+        )
+        (left,) = {str(path) for path in tmp_path.iterdir()} - {mine}
+    assert os.path.exists(f"{left}/file")
+    other = scratch("test")
+    assert {str(path) for path in tmp_path.iterdir()} == {mine, other}
 
 
 def test_what_folders_cost_is_counted(template):

@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NoReturn
 
+from megatron_eqlen.files import scratch
 from megatron_eqlen.graders.sandbox import kernel
 from megatron_eqlen.graders.sandbox.kernel import mount, restrict_mount
 from megatron_eqlen.graders.sandbox.program import limit
@@ -170,7 +171,8 @@ def _run_as_first_process(request: dict[str, Any], limits: CommandLimits, owner:
 def _run_container(request: dict[str, Any], limits: CommandLimits, told: int) -> NoReturn:
     """Run the command in a container of somebody else's, with the folder on the machine's disk."""
     kernel.prctl(kernel.SET_CHILD_SUBREAPER, 1)
-    with tempfile.TemporaryDirectory(prefix="eqlen-folder-") as folder:
+    place = scratch("folder")
+    with tempfile.TemporaryDirectory(dir=place) as folder:  # which removes what has no rights, too
         with open(ARCHIVE, "rb", closefd=False) as file:
             unpack(file, folder, os.geteuid())
         printed, printing = os.pipe()
@@ -184,6 +186,7 @@ def _run_container(request: dict[str, Any], limits: CommandLimits, told: int) ->
         os.close(told)
         os.close(printing)
         _report(_watch(command, printed, limits, alone=False), folder, limits)
+    os.rmdir(place)
     os._exit(0)
 
 
