@@ -1,6 +1,7 @@
 """``eqlen probe`` as a command: the weights of a step, its record, and what is refused."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -54,6 +55,11 @@ def test_forks_in_mid_turn_have_the_environment_that_was_there(home, tmp_path):
     assert any(len(part.tokens) > len(part) for part in new), "some are answered"
     assert all(part.grade for part in new if part.finish_reason == "stop")
     assert "inherits" in run("-m", "megatron_eqlen.cli", "inspect", folder).stdout
+    shown = run("-m", "megatron_eqlen.cli", "inspect", talked, "--limit", 1).stdout
+    assert re.search(r"probed .*value at the prompt", shown)
+    (line,) = run("-m", "megatron_eqlen.cli", "inspect", talked, "--limit", 1, "--json").stdout.splitlines()
+    probed = json.loads(line)["probed"]
+    assert all(stretch["text"] for response in probed for stretch in response["stretches"])
 
 
 def test_a_run_begins_after_a_step_of_another_one_bit_for_bit_and_a_changed_key_parts_them(home, trained):
