@@ -138,12 +138,10 @@ class Workspace(ToolEnvironment):
     def _said(self, end: CommandEnd) -> str:
         """Return what the policy reads."""
         notes = []
-        if end.status != "ended":
-            limit = {
-                "time_limit": f"{self.limits.seconds:g} s",
-                "memory_limit": f"{self.limits.memory_mb} MiB",
-            }
-            notes.append(f"stopped: more than {limit[end.status]}")
+        if end.status == "time_limit":
+            notes.append(f"stopped: more than {self.limits.seconds:g} s")
+        elif end.status == "memory_limit":
+            notes.append(f"stopped: more than {self.limits.memory_mb} MiB")
         elif end.code:
             notes.append(f"exit status {end.code}")
         if end.left_running:
@@ -152,37 +150,26 @@ class Workspace(ToolEnvironment):
             notes.append(f"{end.left_out} sockets or devices are not kept")
         if end.unkept:
             notes.append(f"the folder is as it was before, because it cannot be kept: {end.unkept}")
-        text = end.output.rstrip("\n")
-        return (
-            "\n".join([*([text] if text or not notes else []), *(f"({note})" for note in notes)])
-            or "(no output)"
-        )
+        said = [end.output.rstrip("\n"), *(f"({note})" for note in notes)]
+        return "\n".join(filter(None, said)) or "(no output)"
 
     def grade(self) -> Grade | float | None:
-        (name, value), *_ = [*((name, value) for name, value in self.grading.items() if value), (None, "")]
-        if name == "test":
+        test, expected, function = (self.grading[name] for name in GRADES)
+        if test:
             before = self.folder.read()
             if self.hidden:
                 before = laid_over(before, self._template(self.hidden).read())
-            end = self._command(["bash", "-c", str(value)], over=before)
-            passed = end.status == "ended" and end.code == 0
-            last = end.output.strip()[-200:]
-            return Grade(
-                float(passed), "passed" if passed else "failed", None, "workspace", end.seconds, last
-            )
-        files = folder_files(self.folder.read()) if name else {}
-        if name == "expected":
-            wanted = folder_files(self._template(str(value)).read())
+            end = self._command(["bash", "-c", test], over=before)
+            passed, last = end.status == "ended" and end.code == 0, end.output.strip()[-200:]
+            verdict = "passed" if passed else "failed"
+            return Grade(float(passed), verdict, None, "workspace", end.seconds, last)
+        files = folder_files(self.folder.read()) if expected or function else {}
+        if expected:
+            wanted = folder_files(self._template(expected).read())
             wrong = [path for path, content in wanted.items() if files.get(path) != content]
-            return Grade(
-                float(not wrong),
-                "wrong" if wrong else "correct",
-                None,
-                "workspace",
-                0.0,
-                " ".join(wrong)[:200],
-            )
-        return load_object(str(value), f"{KEY}.function")(files, self.prompt) if name else None
+            verdict, names = "wrong" if wrong else "correct", " ".join(wrong)[:200]
+            return Grade(float(not wrong), verdict, None, "workspace", 0.0, names)
+        return load_object(function, f"{KEY}.function")(files, self.prompt) if function else None
 
     def fork(self) -> Workspace:
         other = copy.copy(self)

@@ -189,6 +189,7 @@ def _budgets(responses: Sequence[Probed], lines: Mapping[LineKey, Sequence[int]]
     shared = sorted({length for response in responses for length in lines[response.key]})
     for length in [*shared, None]:
         forced = {response for response in responses if length in lines[response.key]}
+        share = sum(response.weight for response in forced) / sum(response.weight for response in responses)
         of_prompts: dict[str, dict[int, tuple[float, np.ndarray]]] = defaultdict(dict)
         for response in responses:
             rewards = response.at.get(length) if response in forced else np.array([response.reward])
@@ -201,7 +202,7 @@ def _budgets(responses: Sequence[Probed], lines: Mapping[LineKey, Sequence[int]]
         prompts = {prompt: _mean_reward([*of.values()]) for prompt, of in of_prompts.items()}
         means = [(1.0, np.array([interval.mean])) for interval in prompts.values()]
         over = _mean_reward(means) if len(means) > 1 else next(iter(prompts.values()))
-        yield Budget(length, len(forced) / len(responses), over, prompts)
+        yield Budget(length, share, over, prompts)
 
 
 def _mean_reward(sampled: Sequence[tuple[float, np.ndarray]]) -> Interval:

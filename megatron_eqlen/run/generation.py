@@ -160,8 +160,14 @@ class Generator(InTurn):
     """
 
     def __init__(
-        self, session: Session, streams: Path, synced: bool = True, source: PromptSource | None = None
+        self,
+        session: Session,
+        streams: Path,
+        synced: bool = True,
+        source: PromptSource | None = None,
+        benchmark: BenchmarkRecipe | None = None,
     ) -> None:
+        """``benchmark``: its problems are the prompts, in one step."""
         self.session, self.recipe, self.streams = session, session.recipe, streams
         self.benchmarks = self.recipe.evaluation.benchmarks
         self.conversations = conversations(self.recipe, session.tokenizer, session.timeline.note)
@@ -170,7 +176,8 @@ class Generator(InTurn):
         self._tools = tools(self.recipe)
         if synced and self.recipe.teacher.url and session.replicas.drives:
             _ = self.teacher  # a run tries it before the engine starts; an evaluation never asks it
-        self.source = source or self.start_prompts()
+        self.benchmark = benchmark
+        self.source = source or (self.start_prompts() if benchmark is None else None)
         """On rank 0 only, which draws for all ranks. Gold answers are checked under a time limit, so ranks
         that each drew their own prompts could keep different ones."""
         self.engine = start_engine(session.job, session.replicas, syncs_first=synced)
@@ -205,6 +212,8 @@ class Generator(InTurn):
         open as at the beginning of any step. With dynamic sampling, draw as many again until enough
         prompts have unequal rewards, at most ``loss.max_num_gen_batches`` times; not with
         ``rollout.carry_over``, where suspended rollouts would pile up."""
+        if self.benchmark is not None:
+            return [] if step.batches else self.problems(self.benchmark)
         wanted = self.recipe.data.prompts_per_step
         again = self.session.objective.dynamic_sampling and not self.recipe.rollout.carry_over
         most = self.recipe.loss.max_num_gen_batches if again else 1
@@ -387,20 +396,6 @@ class Generator(InTurn):
 
     def _file(self, step: Step) -> Path:
         return self.streams / step.name / f"rank-{dist.get_rank()}.arrow"
-
-
-class Answers(Generator):
-    """Rollouts of all problems of a benchmark, in one step, with the weights at ``recipe.model.path``."""
-
-    def __init__(self, session: Session, streams: Path, benchmark: BenchmarkRecipe) -> None:
-        super().__init__(session, streams, synced=False)
-        self.benchmark = benchmark
-
-    def start_prompts(self) -> PromptSource | None:
-        return None
-
-    def prompts(self, step: Step) -> list[Prompt]:
-        return [] if step.batches else self.problems(self.benchmark)
 
 
 def start_prompts(session: Session) -> PromptSource | None:

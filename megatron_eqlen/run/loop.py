@@ -28,7 +28,7 @@ from megatron_eqlen.recipe.load import RECIPE, dump
 from megatron_eqlen.run.ahead import Ahead
 from megatron_eqlen.run.demonstrations import Demonstrations
 from megatron_eqlen.run.evaluations import evaluate, leaderboard
-from megatron_eqlen.run.generation import Answers, Generator, Rollouts, start_prompts, try_rewards
+from megatron_eqlen.run.generation import Generator, Rollouts, start_prompts, try_rewards
 from megatron_eqlen.run.replay import Replay
 from megatron_eqlen.run.run import Run
 from megatron_eqlen.run.session import Session
@@ -95,7 +95,7 @@ def harvest_only(job: Job, out: Path, benchmark: BenchmarkRecipe | None = None) 
             write_text(out / RECIPE, dump(job.recipe))
             events.append(out, "harvest")
         session.tokenizer.today = distributed.agree(lambda: events.began(out))
-        generator = Answers(session, out, benchmark) if benchmark else Generator(session, out, synced=False)
+        generator = Generator(session, out, synced=False, benchmark=benchmark)
         step = generator.collect(Step(number=0, policy_version=0))
         if hold is not None:
             hold.check()

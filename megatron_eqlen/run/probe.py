@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import random
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -319,6 +320,7 @@ class Target:
             (out / "recorded").symlink_to(recorded.resolve())
         if self.steps and self._checkpoints:
             checkpoint_folder.copy(self._checkpoints[-1][1], out / "weights/checkpoints")
+            shutil.copy(self.asked.run / METRICS, out / "weights")
         write_json(file, {"asked": asked})
 
     @staticmethod

@@ -213,14 +213,11 @@ def error_of_the_step(name, cls):
 
 @pytest.mark.parametrize(
     ("name", "cls"),
-    [*((name, Coins) for name in SETTINGS), ("group", OwnCoins), ("forks at a length", OwnCoins)],
-)
-def test_an_expected_step_is_the_policy_gradient_where_forks_copy_the_environment(name, cls):
+    [*((name, Coins) for name in SETTINGS), ("group", OwnCoins), ("forks at a length", OwnCoins),
+     ("pairs", Uncopied)],
+)  # fmt: skip
+def test_an_expected_step_is_the_policy_gradient_where_forks_copy_the_environment_or_tell_it_all(name, cls):
     assert error_of_the_step(name, cls) < 1e-12
-
-
-def test_an_expected_step_is_the_policy_gradient_where_forks_tell_a_new_environment_the_messages():
-    assert error_of_the_step("pairs", Uncopied) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["pairs", "forks at a length"])
@@ -306,15 +303,6 @@ def test_what_is_no_answer_or_no_grade_is_named(message):
     assert re.search(f"its environment failed: .*Odd.{message}", *details)
 
 
-def test_a_call_without_an_answer_drops_its_rollout():
-    over = threading.Event()
-    fails = {"q0": over.wait}
-    make = lambda prompt, seed: Answers(prompt, seed, fails=lambda name: fails.get(name, bool)())  # noqa: E731
-    rollouts, _ = words(make, timeout=0.2)
-    over.set()
-    assert [rollout.prompt_id for rollout in rollouts if not rollout.unscored()] == ["q1", "q2"]
-
-
 class Holds(Answers):
     """Cannot be copied."""
 
@@ -324,14 +312,6 @@ class Holds(Answers):
 
 
 FORKING = recipe({"fork": "tokens", "step_tokens": 3, "forks": 1}, limit=9)
-
-
-def test_a_fork_of_an_environment_that_cannot_be_copied_gets_one_that_is_told_the_messages(caplog):
-    rollouts, metrics = words(Holds, FORKING, count=2)
-    assert (len(rollouts), metrics["environment/copies"]) == (2, 0)
-    assert not any(rollout.unscored() for rollout in rollouts)
-    assert metrics["environment/replays"] > 0
-    assert caplog.text.count("Holds.fork: expected a state that copy.deepcopy copies, found") == 1
 
 
 def test_a_fork_that_can_neither_be_copied_nor_told_the_messages_ends_the_harvest():

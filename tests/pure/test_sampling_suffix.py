@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 import tests.kit.rollouts as kit
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
-from megatron_eqlen.sampling.equal_length.suffix import pair_rewards
+from megatron_eqlen.sampling.equal_length.streams import pair_rewards
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Grade, Part, Prompt, Rollout
 

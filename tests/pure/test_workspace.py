@@ -1,7 +1,6 @@
 """Workspaces: tools, templates, grades, forks, and states that a resumed run takes up."""
 
 import errno
-import io
 import json
 import os
 import shutil
@@ -21,18 +20,17 @@ import pytest
 from megatron_eqlen.environments import workspace
 from megatron_eqlen.environments.conversation import Turn, answer
 from megatron_eqlen.environments.environment import Observation
-from megatron_eqlen.environments.workspace import (
-    PackedFolder,
-    Workspace,
-    laid_over,
-    packed_template,
-    require_templates,
-)
+from megatron_eqlen.environments.workspace import PackedFolder, Workspace, packed_template, require_templates
 from megatron_eqlen.files import scratch
 from megatron_eqlen.graders.sandbox.client import SandboxError, folder_files, pack_folder
-from tests.kit.length_bias import QUESTION
+from megatron_eqlen.harvest.harvest import harvest, harvest_seed
+from megatron_eqlen.harvest.harvest_plan import HarvestPlan
+from megatron_eqlen.record.partial import HarvestProgress
+from megatron_eqlen.types import Grade
+from tests.kit.length_bias import QUESTION, Drawing, Suspended
 from tests.pure import test_environments as enumeration
 from tests.pure.test_environments import CALL, COINS, END, Coins, reward, speaking, words
+from tests.pure.test_forks import recipe
 
 SUBTRACTS = "def add(a, b):\n    return a - b\n"
 TEST = "from add import add\nassert add(1, 2) == 3\n"
@@ -219,23 +217,6 @@ def test_hidden_files_replace_those_of_the_policy(template, tmp_path, cheat):
     assert graded.grade().reward == expected
 
 
-def test_a_folder_laid_over_another_keeps_the_rest():
-    def packed(**contents):
-        file = io.BytesIO()
-        with tarfile.open(fileobj=file, mode="w") as archive:
-            for name, text in contents.items():
-                member = tarfile.TarInfo(name)
-                member.size = len(text)
-                archive.addfile(member, io.BytesIO(text.encode()))
-        return file.getvalue()
-
-    assert folder_files(laid_over(packed(a="1", b="2"), packed(b="3", c="4"))) == {
-        "a": b"1",
-        "b": b"3",
-        "c": b"4",
-    }
-
-
 def count_files(files, prompt):
     return len(files) + float(prompt.gold)
 
@@ -330,7 +311,7 @@ class Tossing(Coins):
         return other
 
 
-@pytest.mark.parametrize("name", ["forks at a length", "group"])
+@pytest.mark.parametrize("name", ["forks at a length", "group", "pairs"])
 def test_an_expected_step_is_the_policy_gradient_where_the_state_is_a_folder(name, tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "EMPTY", str(tmp_path))
     monkeypatch.setitem(enumeration.SETTINGS, name, (3, enumeration.SETTINGS[name][1]))
@@ -373,6 +354,43 @@ def test_a_resumed_run_takes_up_the_folder_that_was_saved(template, tmp_path):
         answer(speak, None, QUESTION, 4, done).environment.calls == 2
     )  # of another seed: it is told the messages
     assert written[-1] != drawn
+
+
+class Appends(Workspace):
+    """Adds a random line in each of three turns."""
+
+    def step(self, message):
+        self.run("od -A n -N 4 -t x4 /dev/urandom >> drawn")
+        return Observation("7 7", done=len(files(self)["drawn"].split()) > 2)
+
+    def grade(self):
+        return Grade(1.0, "scored", detail=files(self)["drawn"].decode())
+
+
+@pytest.mark.parametrize("sampling", ["independent", "equal_length"])
+def test_a_step_that_ends_in_mid_turn_leaves_the_folder_to_the_next_one(sampling, template, tmp_path):
+    settings = recipe(sampling=sampling, objective="grpo", limit=9)
+    budget = {"tokens_per_step": 6, "carry_over": True}
+    settings = settings.model_copy(update={"rollout": settings.rollout.model_copy(update=budget)})
+    engine = Drawing(lambda name, shares: END if name[1][-1:] == (CALL,) else CALL, enumeration.row)
+    carried, counts = Suspended([QUESTION]), []
+    for number in range(9):
+        speak = speaking(lambda prompt, seed: Appends(prompt, seed, str(template)))
+        speak = replace(speak, kept=tmp_path / f"step-{number:08d}")
+        seed, progress = harvest_seed(settings.seed, number), HarvestProgress(partial=carried.partial)
+        plan = HarvestPlan([QUESTION], settings, [END], seed, progress=progress, conversations=speak)
+        carried = Suspended([], number + 1, settings.rollout.max_staleness)
+        (rollout,), metrics = harvest(engine, plan, [carried])
+        counts.append(metrics["environment/replays"])
+        if not rollout.suspended:
+            break
+    assert sum(counts) >= 2
+    saved = [
+        folder_files(file.read_bytes())["drawn"].decode() for file in tmp_path.glob("*/environments/*.tar")
+    ]
+    ended = [part.grade.detail for part in rollout.parts if part.finish_reason == "stop"]
+    assert len(ended) == 2
+    assert all(sum(text.startswith(before) for before in saved) == 2 for text in ended)
 
 
 class Writes(Workspace):

@@ -1,15 +1,34 @@
-"""Equal-length sampling: streams of pairs, whose two sides are compared."""
+"""Equal-length sampling: streams of pairs, whose two sides are compared.
+
+A_i ended, so its reward is its own grade. B_i joined the trunk; its reward is taken from every ended response
+that extends it: A_{i+1}, A_{i+2}, ..., a last B_N that ended together with A_N, and an ended tail. The paper
+takes their maximum; the mean is its ablation. A both-ended B_N is a response itself: its reward is its own
+grade. With ``on_policy`` it is the value of the part: an unbiased estimate of the mean reward of responses
+that extend it, where an end that the budget left open counts as a failure.
+
+A length penalty is added to each response before they are reduced. A trunk that reached the limit then is a
+response as well, with reward 0 and the full penalty, and counts in the mean (nothing is less, so no maximum
+needs it). Otherwise B_i would escape a penalty that the shorter A_i pays.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean
+from typing import Literal
 
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.sampling.comparison import ComparisonUnit, Penalty, all_equal, token_tree
+from megatron_eqlen.sampling.comparison import (
+    ComparisonUnit,
+    Penalty,
+    all_equal,
+    no_penalty,
+    part_rewards,
+    token_tree,
+    verifier_reward,
+)
 from megatron_eqlen.sampling.equal_length.dual_track import DualTrack, pairs_of, tail_of
-from megatron_eqlen.sampling.equal_length.suffix import pair_rewards, policy_rewards, reductions
 from megatron_eqlen.sampling.kind import SamplingKind, Setting, plural
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Metrics, Node, Outcome, Part, Prompt, Rollout, TokenTree
@@ -120,9 +139,63 @@ def _rewards(stream: Rollout, recipe: Recipe, penalty: Penalty) -> Sequence[tupl
     """Return the rewards of A_i and B_i for each pair that is compared; None where it is left out."""
     settings = recipe.equal_length
     if settings.pair_weight == "on_policy":
-        value = policy_rewards(stream, penalty)
+        value = part_rewards(stream, penalty, open_reward=0.0)
         return [(value[pair.a.number], value[pair.b.number]) for pair in pairs_of(stream)]
     return pair_rewards(stream, settings.suffix_reward, settings.unfinished, penalty)
+
+
+def pair_rewards(
+    stream: Rollout,
+    reduce: Literal["max", "mean"] = "max",
+    unfinished: Literal["zero", "drop"] = "zero",
+    penalty: Penalty = no_penalty,
+) -> list[tuple[float, float] | None]:
+    """Return ``(reward of A_i, reward of B_i)`` for each pair of a scored, complete stream.
+
+    A B_i that no ended response extends has reward 0 and the penalty of the trunk, as long as it got
+    (``zero``), or its pair is left out (``drop``: None).
+    """
+    trunk_penalty, truncated = _open_end(stream, penalty)
+    known = [trunk_penalty] if truncated and penalty is not no_penalty else []
+    rewards: list[tuple[float, float] | None] = []
+    for a, ended in _from_last(stream, penalty):
+        if ended:
+            values = ended + known
+            rewards.append((a, max(values) if reduce == "max" else sum(values) / len(values)))
+        else:
+            rewards.append(None if unfinished == "drop" else (a, trunk_penalty))
+    return rewards[::-1]
+
+
+def _from_last(stream: Rollout, penalty: Penalty) -> Iterator[tuple[float, list[float]]]:
+    """Yield the reward of A_i and those of all responses that extend B_i, from the last pair on; the list
+    grows."""
+    own, tail = _own_rewards(stream, penalty), tail_of(stream)
+    ended = [own[tail.number]] if tail is not None and tail.number in own else []
+    for pair in reversed(pairs_of(stream)):
+        if pair.b.number in own:
+            ended.append(own[pair.b.number])
+        yield own[pair.a.number], ended
+        ended.append(own[pair.a.number])
+
+
+def _open_end(stream: Rollout, penalty: Penalty) -> tuple[float, bool]:
+    """Return the penalty of the whole trunk, and True if it reached the limit; (0, False) where it ended."""
+    trunk = [part for part in stream.parts if part.role != "a"]
+    if not trunk or trunk[-1].finish_reason == "stop":
+        return 0.0, False
+    truncated = stream.outcome == "truncated" or trunk[-1].finish_reason == "length"
+    return penalty(sum(map(len, trunk)), "length" if truncated else None), truncated
+
+
+def _own_rewards(stream: Rollout, penalty: Penalty) -> dict[int, float]:
+    """Return the reward of each response, by the number of the part that ends it."""
+    ends = stream.ends()
+    return {
+        part.number: verifier_reward(part, stream.prompt_id) + penalty(ends[part.number], "stop")
+        for part in stream.parts
+        if part.finish_reason == "stop"
+    }
 
 
 def _tail_units(
@@ -148,7 +221,7 @@ def _tail_units(
     # a child of the last B side, which it continues
     node = Node(len(tree.nodes) - 1, tail.tokens, home=tail.home)
     tree.nodes.append(node)
-    reward = policy_rewards(stream, penalty)[tail.number]
+    reward = part_rewards(stream, penalty, open_reward=0.0)[tail.number]
     unit = ComparisonUnit(stream.prompt_id, [tail], [node], [reward], skip_equal=False)
     if on_policy:
         unit.share = 2.0 ** -len(units)
@@ -160,5 +233,8 @@ def _tail_units(
 def _reward_gap(streams: Sequence[Rollout], recipe: Recipe) -> float:
     """Return by how much the suffix reward ``max`` exceeds ``mean``, on average over all B sides."""
     unfinished = recipe.equal_length.unfinished
-    pairs = [pair for stream in streams for pair in reductions(stream, unfinished)]
-    return fmean(most for most, _ in pairs) - fmean(mean for _, mean in pairs) if pairs else 0.0
+    most, means = (
+        [pair[1] for stream in streams for pair in pair_rewards(stream, reduce, unfinished) if pair]
+        for reduce in ("max", "mean")
+    )
+    return fmean(most) - fmean(means) if most else 0.0
