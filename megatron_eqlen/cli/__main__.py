@@ -21,10 +21,13 @@ def main(argv: list[str] | None = None) -> int:
     os.close(free)
     sys.stdout, sys.stderr = sys.stdout or open(1, "w"), sys.stderr or open(2, "w")  # noqa: SIM115
     interrupts.begin()  # before the other imports, which take long enough for Ctrl-C
+    before, sys.argv = sys.argv, sys.argv if argv is None else ["eqlen", *argv]  # ranks get the same command
     try:
         return _run(argv)
     except KeyboardInterrupt:
         return interrupts.end()
+    finally:
+        sys.argv = before
 
 
 def _run(argv: list[str] | None) -> int:

@@ -26,6 +26,7 @@ from megatron_eqlen.graders.sandbox.client import Command, CommandEnd, Sandbox, 
 from megatron_eqlen.graders.sandbox.command import FOLDER, CommandLimits
 from megatron_eqlen.graders.sandbox.probe import commands_refused
 from megatron_eqlen.graders.sandbox.program import Isolation
+from megatron_eqlen.recipe.naming import flat
 from megatron_eqlen.recipe.others import row_of
 from megatron_eqlen.recipe.yaml_values import in_one_line, read_value
 
@@ -69,13 +70,12 @@ def read(file: Path, trainer: str, words: Sequence[str], remarks: list[str]) -> 
 
 def _of_script(file: Path, trainer: str, words: Sequence[str], remarks: list[str]) -> dict[str, Any]:
     """Return the keys of the last training command that bash starts for the script."""
-    variables = dict(word.split("=", 1) for word in words if re.match(r"\w+=", word))
-    found = launched(file, [word for word in words if not re.match(r"\w+=", word)], variables)
+    variables = [word for word in words if re.match(r"\w+=", word)]
+    arguments = [word for word in words if word not in variables]
+    found = launched(file, arguments, dict(word.split("=", 1) for word in variables))
     configured = [_of_words(command, trainer, file) for command in found.commands]
     known = [sum(bool((row := row_of(trainer, key)) and row.ours) for key in keys) for keys in configured]
-    training = [
-        keys for keys, count in zip(configured, known, strict=True) if count > 1 and 2 * count >= max(known)
-    ]
+    training = [keys for keys, n in zip(configured, known, strict=True) if n > 1 and 2 * n >= max(known)]
     if not training:
         said = [line for line in found.end.output.splitlines() if line.strip() and line[0] != "+"]
         last, end = (said or [""])[-1], found.end
@@ -99,9 +99,12 @@ def _of_words(words: list[str], trainer: str, file: Path) -> dict[str, Any]:
             options[option] = "true" if match[2] is None else match[2].strip("'\"")
             option = option if match[2] is None else ""
         elif trainer == "verl" and (match := HYDRA.fullmatch(word)):
-            keys = {key: value for key, value in keys.items() if key != match[1].lstrip("~")}
-            keys |= _hydra(match[1], match[2]) if "=" in word else {}
-            option = ""
+            key, value, option = match[1], match[2], ""
+            keys.pop(key.lstrip("~"), None)
+            with contextlib.suppress(yaml.YAMLError):  # or else it stays text
+                spaced = re.sub(r":(?=[^\s/])", ": ", value) if value.startswith("{") else value
+                value = read_value(spaced) if re.match(r"[\[{'\"]", value) else value
+            keys |= flat({key: value}) if "=" in word else {}
         elif option:
             options[option] = word if options[option] == "true" else [*listed(options[option]), word]
             option = "" if word.endswith(".py") else option
@@ -116,20 +119,10 @@ def _of_words(words: list[str], trainer: str, file: Path) -> dict[str, Any]:
         base = next((each for each in places if each.is_file()), None)
         if base is None:
             raise ValueError(f"it reads {path}, which is not there; give the resolved configuration")
-        below = flat(read_value(base.read_text(encoding="utf-8")))
-        left_out = {key for key, value in below.items() if "${" in str(value)}
-        left_out |= {key for key in below if key.split(".")[0] in ("defaults", "hydra")}
-        keys = {key: value for key, value in below.items() if key not in left_out} | keys
+        below = flat(read_value(base.read_text(encoding="utf-8"))).items()
+        below = {key: value for key, value in below if "${" not in str(value)}
+        keys = {key: below[key] for key in below if key.split(".")[0] not in ("defaults", "hydra")} | keys
     return keys if trainer == "verl" else keys | options
-
-
-def _hydra(key: str, value: str) -> dict[str, Any]:
-    """Return the keys of an override of Hydra's; quotes, lists and mappings are read."""
-    found: Any = value
-    if re.match(r"[\[{'\"]", value):
-        with contextlib.suppress(yaml.YAMLError):  # or else it stays text
-            found = read_value(re.sub(r":(?=[^\s/])", ": ", value) if value.startswith("{") else value)
-    return flat({key: found})
 
 
 def _of_python(text: str) -> dict[str, Any]:
@@ -143,15 +136,6 @@ def _of_python(text: str) -> dict[str, Any]:
     }
 
 
-def flat(tree: dict[str, Any], at: str = "") -> dict[str, Any]:
-    """Return values and lists by their dotted keys; the bounds of ``loss.rollout_rs`` stay together."""
-    keys: dict[str, Any] = {}
-    for key, value in tree.items():
-        is_section = isinstance(value, dict) and value and f"{at}{key}" != "loss.rollout_rs"
-        keys |= flat(value, f"{at}{key}.") if is_section else {f"{at}{key}": value}
-    return keys
-
-
 def listed(value: Any) -> list[str]:
     return [str(each) for each in (value if isinstance(value, list) else [value] if value else [])]
 
@@ -160,12 +144,11 @@ def listed(value: Any) -> list[str]:
 
 
 class Launched(NamedTuple):
-    """Commands that a script started, and its end."""
+    """Commands that a script started, in order, files that it reads settings from and does not find, and its
+    end."""
 
     commands: list[list[str]]
-    """Programs with their arguments, in order."""
     missing: list[str]
-    """Files that the script reads settings from, and that are not there."""
     end: CommandEnd
 
 

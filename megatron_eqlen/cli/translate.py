@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import textwrap
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,16 +19,16 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Template
 from pyarrow.dataset import dataset
-from pydantic import TypeAdapter
 
-from megatron_eqlen.cli.launch_scripts import flat, listed, read
+from megatron_eqlen.cli.launch_scripts import listed, read
 from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import Recipe, RecipeError
-from megatron_eqlen.recipe.engine_options import check_options
 from megatron_eqlen.recipe.load import HOLE
-from megatron_eqlen.recipe.others import TRAINERS, Row, defaults, row_of, table
-from megatron_eqlen.recipe.yaml_values import Options, Plain, to_yaml
+from megatron_eqlen.recipe.naming import flat, nested
+from megatron_eqlen.recipe.others import TRAINERS, Row, defaults, read_table, row_of, table
+from megatron_eqlen.recipe.yaml_values import Plain, to_yaml
 
 UNSET = re.compile(r"|none|null|\?\?\?")
 NOTHING = re.compile(UNSET.pattern + r"|false|\[\]|\{\}|-1(\.0*)?|0(\.0*)?")
@@ -39,25 +38,12 @@ LEARNED = re.compile("no such option|expected|must not depend|objective's alone|
 NEEDED: dict[str, Any] = {"name": "mine", "steps": "1000000", "model.path": "MODEL", "objective": "grpo"}
 NEEDED["data.sources"] = [{"name": "mine", "path": "DATA"}]
 """Values in place of holes, so that the other keys can be checked."""
-OPTIONS = TypeAdapter(Options)
+ENGINES = ("model.megatron.", "rollout.vllm.")
 GRADER = "data.sources.0.grader"
 ALIASES = {"open-r1": "trl@0.18"}
-EFFECTS = {
-    "what is learned": (
-        GRADER,
-        "objective",
-        "loss",
-        "reward",
-        "teacher",
-        "optimizer",
-        "lora",
-        "model",
-        "steps",
-    ),
-    "what is sampled": ("data", "sampling", "group_size", "environment", "rollout"),
-    "evaluation": ("evaluation",),
-    "speed, memory and records": ("",),
-}
+OURS = {"group_size", "sampling", "objective", "data.sources", "model.path"}
+"""Keys of a recipe of ours."""
+EFFECTS: dict[str, str] = read_table()["effects"]
 """Effects of a change, the gravest first, with the beginnings of the keys that have them."""
 
 
@@ -82,19 +68,13 @@ class Translation:
 
     def text(self, source: str) -> str:
         """Return the recipe as YAML, what became of their keys as comments above it."""
-        of = f"{self.trainer} {self.version}".strip()
-        lines = [f"From {source}; what it leaves out has the default of {of}.", *self.remarks]
-        if self.holes:
-            lines += ["", "To fill in (???); a line that has no counterpart here is deleted:"]
-            lines += [f"  {key}: {why}" for key, why in self.holes.items()]
-        for effect in EFFECTS:
-            texts = [f"  {text}" for text, own in self.changes.items() if own == effect]
-            lines += ["", f"Changes {effect}:", *texts] if texts else []
-        for end, what in (("same", "As there"), ("irrelevant", "Without effect here")):
-            if named := [key for key, own in self.outcomes.items() if own == end]:
-                text, style = f"{what} ({len(named)}): {', '.join(named)}", {"subsequent_indent": "  "}
-                lines += ["", *textwrap.wrap(text, 112, break_on_hyphens=False, **style)]
-        return "".join(f"# {line}".rstrip() + "\n" for line in lines) + to_yaml(_nested(self.keys))
+        template = Path(__file__).with_name("translation.jinja").read_text(encoding="utf-8")
+        head = Template(template, trim_blocks=True).render(source=source, done=self, effects=EFFECTS)
+        ours = {key: value for key, value in self.keys.items() if _is_ours(key)}
+        theirs = {key: value for key, value in self.keys.items() if key not in ours}
+        return "".join(f"# {line}".rstrip() + "\n" for line in head.splitlines()) + to_yaml(
+            nested(ours) | theirs
+        )
 
     def hole(self, ours: str, key: str, why: str) -> None:
         """Leave a hole for the key of ours, or under theirs. ``key``: theirs, or a part's name."""
@@ -107,8 +87,8 @@ class Translation:
     def change(self, ours: str, key: str, text: str) -> None:
         """Say how a key of ours differs from what was there. ``key``: theirs, or a part's name."""
         key = next(iter(self.sources.get(key, ())), key)
-        effect = next(effect for effect, begins in EFFECTS.items() if ours.startswith(begins))
-        self.changes[f"{key} -> {ours}: {text}"] = effect
+        effects = (effect for effect, begins in EFFECTS.items() if ours.startswith((*begins.split(),)))
+        self.changes[f"{key} -> {ours}: {text}"] = next(effects, [*EFFECTS][-1])
         if self.outcomes.get(key) == "same":
             self.outcomes[key] = "changed"
 
@@ -133,14 +113,11 @@ def translate(trainer: str, file: Path, words: Sequence[str] = ()) -> Translatio
     left_out, remarks = defaults(trainer, version), list[str]()
     theirs = read(file, trainer, words, remarks)
     rows = {key: row_of(trainer, key) for key in theirs}
-    if ours := theirs.keys() & {"group_size", "sampling", "objective", "data.sources", "model.path"}:
-        found = f"found a recipe of this package ({min(ours)})"
-        raise ValueError(f"{file}: expected a file of {trainer}, {found}")
-    if (known := sum(map(bool, rows.values()))) < max(1, len(theirs) / 2):
-        raise ValueError(
-            f"{file}: expected a configuration of {trainer} (launch script, resolved YAML, saved arguments, "
-            f"TRL's Python), found {len(theirs)} keys, {known} of them its own"
-        )
+    known, ours = sum(map(bool, rows.values())), min(theirs.keys() & OURS, default="")
+    if ours or known < max(1, len(theirs) / 2):
+        own = f"a recipe of this package ({ours})" if ours else f"{len(theirs)} keys, {known} of them its own"
+        expected = f"{trainer} (launch script, resolved YAML, saved arguments, TRL's Python)"
+        raise ValueError(f"{file}: expected a configuration of {expected}, found {own}")
     done = Translation(trainer, version, theirs, remarks, {"name": file.stem, "sampling": "independent"})
     given = {row.part for row in rows.values() if row and row.part}
     for row in table()[trainer]:
@@ -170,9 +147,8 @@ def _take(row: Row, key: str, value: Any, done: Translation) -> None:
     if why := row.why or (f"expected {', '.join(row.values)}" if row.values and not values else ""):
         done.hole(ours, key, f"{key}={value!s:.60}{'' if given else ' (its default)'}: {why}")
         return
-    if ours.endswith(".*"):
-        _take_option(ours[:-2], key, value, done)
-        return
+    if ours.endswith(".*"):  # an option of an engine, which has the same name there
+        ours = ours[:-1] + re.split(r"override_transformer_config\.|engine_kwargs\.vllm\.|rollout\.", key)[-1]
     if row.part:
         done.keys[row.part] = value
     if (row.values or not row.part) and (row.effect or not neutral):
@@ -183,20 +159,6 @@ def _take(row: Row, key: str, value: Any, done: Translation) -> None:
         done.sources.setdefault(name, []).append(key)
     if row.effect and not neutral:
         done.change(ours, key, row.effect)
-
-
-def _take_option(section: str, key: str, value: Any, done: Translation) -> None:
-    """Translate an option of an engine, which has the same name here. One that is refused is a hole if it
-    changes what is learned."""
-    option = re.split(r"override_transformer_config\.|engine_kwargs\.vllm\.|rollout\.", key)[-1]
-    try:
-        check_options(section, OPTIONS.validate_python({option.partition(".")[0]: value}))
-        done.keys[f"{section}.{option}"] = value
-    except ValueError as error:
-        if LEARNED.search(str(error)) and not NOTHING.fullmatch(str(value).lower()):
-            done.hole(key, key, f"{value!s:.60}: {error}")
-        elif key in done.theirs:
-            done.outcomes[key] = "irrelevant"
 
 
 def _add_learning(done: Translation) -> None:
@@ -280,8 +242,7 @@ def _add_batches(done: Translation) -> None:
     longest = (number("data.max_prompt_length") or 2048) + number("rollout.max_response_length")
     keys["packing.max_tokens_per_row"] = round(max(longest, number("row_tokens")))
     if 0 < number("row_tokens") < longest and {*done.sources["row_tokens"]} & done.theirs.keys():
-        text = f"{longest:g}: a row holds at least a prompt with its longest response"
-        done.change("packing", "row_tokens", text)
+        done.change("packing", "row_tokens", f"{longest:g}: a row holds a prompt with its longest response")
     if name := re.sub(r"[^\w.,=+@ -]+", "-", str(keys.get("experiment", ""))).strip("-"):
         keys["name"] = name[:100]
     if "wandb" in str(keys.get("logger", "")) or done.is_on("use_wandb"):
@@ -295,19 +256,16 @@ def _add_data(done: Translation) -> None:
     if path := keys.get("reward_file"):
         module = Path(str(path)).stem
         keys[GRADER] = f"{module}:{keys.get('reward_name') or 'compute_score'}"
-        text = f"{module}.py lies in the working directory, or is installed"
-        done.change("data.sources", "reward_file", text)
+        done.change("data.sources", "reward_file", f"{module} is imported, also from the working directory")
     if len(functions) == 1 and re.fullmatch(r"\w+(\.\w+)+", functions[0]):
         keys[GRADER] = ":".join(functions[0].rsplit(".", 1))
     elif functions not in ([], ["accuracy"], ["accuracy_reward"]):
-        why = f"module:function that gives the reward of {', '.join(functions)}"
-        done.hole(GRADER, "reward_functions", why)
+        done.hole(GRADER, "reward_functions", f"module:function, the reward of {', '.join(functions)}")
     keys["own"] = own = _popped(keys, "data.sources.0.")
     read = {"reader": "jsonl"}
     keys["data.sources"] = [{"name": _name(path), **read, "path": path, **own} for path in files or [HOLE]]
     if len(files) > 1:
-        text = "files have equal shares of the prompts (weight), not by their rows"
-        done.change("data.sources", "train_files", text)
+        done.change("data.sources", "train_files", "files have equal shares of the prompts (weight)")
     if "data.instruction" not in keys:
         text = "a question that is text, no chat, gets it; instructions of DAPO-Math and GSM8K give way to it"
         done.change("data.instruction", "train_files", text)
@@ -348,27 +306,30 @@ def _check(done: Translation) -> None:
     """Give values the types of their keys, and drop parts. A value that its key refuses is a hole; one that
     does not act here is left out."""
     needed = NEEDED | ({"teacher.path": "TEACHER"} if done.is_on("distilled") else {})
-    done.keys = {key: done.keys[key] for key in done.keys if key.split(".")[0] in Recipe.model_fields}
+    done.keys = {key: value for key, value in done.keys.items() if _is_ours(key)}
     keys, recipe = {key: value for key, value in done.keys.items() if key not in done.holes}, None
     while recipe is None:
         try:
-            recipe = parse(_nested(needed | keys), "recipe")
+            recipe = parse(nested(needed | keys), "recipe")
         except RecipeError as error:
             why = str(error).removeprefix("recipe: ")
             key = next((key for key in keys if why.startswith((f"{key}:", f"{key}."))), "")
             if not key:
                 done.remarks.append(f"eqlen check will say: {why}")
                 return
-            if "acts only with" in why or "has no effect" in why:
+            nothing = not done.is_on(key) or not LEARNED.search(why)
+            if "acts only with" in why or "has no effect" in why or (key.startswith(ENGINES) and nothing):
                 found = (theirs for theirs in done.sources.get(key, ()) if theirs in done.theirs)
                 done.outcomes |= dict.fromkeys(found, "irrelevant")
                 done.changes = {text: own for text, own in done.changes.items() if f"-> {key}:" not in text}
                 del done.keys[key]
             else:
-                named = ", ".join(done.sources.get(key, ()))
-                done.hole(key, key, f"{named}: {why.partition(': ')[2] or why}")
+                named, hole = ", ".join(done.sources.get(key, ())), key
+                if key.startswith(ENGINES) and "expected" not in why:  # no value helps
+                    hole, named = named, f"{done.keys.pop(key)!s:.60}"
+                done.hole(hole, key, f"{named}: {why.partition(': ')[2] or why}")
             del keys[key]
-    typed = flat(recipe.model_dump(mode="json", exclude_unset=True))
+    typed = flat(recipe.model_dump(mode="json", exclude_unset=True), ("loss.rollout_rs",))
     done.keys = {key: typed.get(key, value) for key, value in done.keys.items()}
     for key in done.holes:
         item = re.fullmatch(r"(data\.sources|evaluation\.benchmarks)\.0\.(\w+)", key)
@@ -378,22 +339,14 @@ def _check(done: Translation) -> None:
             done.keys.setdefault(item[1], [{"name": "mine"}])[0][item[2]] = HOLE
 
 
-def _nested(keys: dict[str, Any]) -> dict[str, Any]:
-    """Return sections. A key that is not ours stays whole."""
-    tree: dict[str, Any] = {}
-    for key, value in keys.items():
-        *parents, last = key.split(".") if key.split(".")[0] in (*Recipe.model_fields, "columns") else [key]
-        at = tree
-        for part in parents:
-            at = at.setdefault(part, {})
-        at[last] = value
-    return tree
+def _is_ours(key: str) -> bool:
+    return key.split(".")[0] in Recipe.model_fields
 
 
 def _popped(keys: dict[str, Any], at: str) -> dict[str, Any]:
     """Remove the keys below ``at``, and return them as a section."""
     below = [key for key in keys if key.startswith(at)]
-    return _nested({key.removeprefix(at): keys.pop(key) for key in below})
+    return nested({key.removeprefix(at): keys.pop(key) for key in below})
 
 
 def _name(path: str) -> str:

@@ -6,10 +6,11 @@ import difflib
 import types
 import typing
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 from megatron_eqlen.recipe import Recipe, Section
-from megatron_eqlen.recipe.others import hint
+from megatron_eqlen.recipe.others import HINTS, TRAINERS, read_table, table
 
 SAME_SECTION = 0.1
 """Factor by which a key of the same section is preferred to an equally similar one elsewhere."""
@@ -31,7 +32,7 @@ def nearest(unknown: Sequence[str | int], schema: type[Section] = Recipe) -> str
     same = (key for key in all_keys(schema) if _without_numbers(key) == _without_numbers(unknown))
     if exact := next(same, None):  # a list's number was left out, or written in brackets
         return f"nearest: {'.'.join(unknown if len(unknown) == len(exact) else exact)!r}"
-    if schema is Recipe and (known := hint(unknown)):
+    if schema is Recipe and (known := _hint(unknown)):
         return known
 
     def likeness(key: tuple[str, ...]) -> float:
@@ -43,10 +44,32 @@ def nearest(unknown: Sequence[str | int], schema: type[Section] = Recipe) -> str
     best = max(all_keys(schema), key=lambda key: (likeness(key), -len(key)))
     others = likeness(best) <= ABBREVIATION and any(map(is_other, name.lower().split("_")))
     if likeness(best) < LEAST_SIMILAR or others:
-        return hint(unknown, lost=True) if schema is Recipe else None
+        return _hint(unknown, lost=True) if schema is Recipe else None
     if _without_numbers(best[:-1]) == section:
         best = (*unknown[:-1], best[-1])
     return f"nearest: {'.'.join(best)!r}"
+
+
+def _hint(parts: Sequence[str], lost: bool = False) -> str | None:
+    """Return what to say of another trainer's key, in any case: the nearest key of ours, also by its last
+    part, or why there is none (``lost``: by its last part, too). A key that recipes had is told by its new
+    place."""
+    key = ".".join(parts).lower().replace("-", "_")
+    if went := read_table()["went"].get(key):
+        return f"it went to {went['to']}"
+    last = key.rpartition(".")[2]
+    rows = [row for trainer in (HINTS, *TRAINERS) for row in table()[trainer]]
+    same = [row for row in rows if row.theirs.lower() == key]
+    same += [
+        row
+        for row in rows
+        if ((row.ours and not row.why) or lost) and row.theirs.lower().rpartition(".")[2] == last
+    ]
+    same += [row for row in rows if fnmatchcase(key, row.theirs.lower())]
+    for row in same:
+        nearest = row.ours and not row.why
+        return f"nearest: {row.ours!r}" if nearest else f"another trainer's: {row.irrelevant or row.why}"
+    return None
 
 
 def _alike(name: str, key: str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from megatron_eqlen.recipe import Recipe, RecipeError, Section, shown
 from megatron_eqlen.recipe.checks import check
 from megatron_eqlen.recipe.keys import nearest
 from megatron_eqlen.recipe.naming import ABLATIONS, MAY_CHANGE, NAMED_ELSEWHERE, differences, is_under, leaves
-from megatron_eqlen.recipe.others import carried
+from megatron_eqlen.recipe.others import read_table
 from megatron_eqlen.recipe.plugins import load_object, typed
 from megatron_eqlen.recipe.schema import ENVIRONMENTS
 from megatron_eqlen.recipe.yaml_values import in_one_line, read_value, to_yaml
@@ -42,7 +43,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), checks: Sequence[Recip
     """
     raw = read_yaml(Path(path))
     if Path(path).name == RECIPE:  # of a run, perhaps of an earlier version
-        raw = carried(raw)
+        raw = _carried(raw)
     if raw.keys() >= {"recipes", "methods"}:
         raise RecipeError(f"{path}: expected a recipe, found a sweep of several: eqlen sweep {path}")
     changed = copy.deepcopy(raw)
@@ -151,6 +152,22 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     if not isinstance(base, str):
         raise RecipeError(f"{path}: extends: expected a recipe file, found {base!r}")
     return _merge(read_yaml(path.parent / base, (*seen, real)), raw)
+
+
+def _carried(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return a recipe that an earlier version stored with its keys where they are now. Those that had their
+    default go; those without a new place stay, to be refused by name."""
+    found = copy.deepcopy(raw)
+    for key, went in read_table()["went"].items():
+        section, _, name = key.rpartition(".")
+        at = found.get(section)
+        if isinstance(at, dict) and name in at and (value := at.pop(name)) != went["was"]:
+            new = re.fullmatch(r"(\w+)\.(\w+)\.(\w+)", went["to"])
+            if new is None:
+                at[name] = value
+            else:
+                found.setdefault(new[1], {}).setdefault(new[2], {})[new[3]] = value
+    return found
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""Differences between recipes, and the name of a run's folder, which is derived from them."""
+"""Dotted keys, differences between recipes, and the name of a run's folder, which is derived from them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
+from collections.abc import Collection
 from typing import Any
 
 MAY_CHANGE = (
@@ -37,6 +38,27 @@ def leaves(plain: Any, at: str = "") -> dict[str, Any]:
     for key, value in items:
         flat |= leaves(value, f"{at}.{key}" if at else str(key))
     return flat
+
+
+def flat(tree: dict[str, Any], whole: Collection[str] = (), at: str = "") -> dict[str, Any]:
+    """Return values and lists by their dotted keys; sections in ``whole`` are values."""
+    keys: dict[str, Any] = {}
+    for key, value in tree.items():
+        is_section = isinstance(value, dict) and value and f"{at}{key}" not in whole
+        keys |= flat(value, whole, f"{at}{key}.") if is_section else {f"{at}{key}": value}
+    return keys
+
+
+def nested(keys: dict[str, Any]) -> dict[str, Any]:
+    """Return the sections of dotted keys."""
+    tree: dict[str, Any] = {}
+    for key, value in keys.items():
+        *parents, last = key.split(".")
+        at = tree
+        for part in parents:
+            at = at.setdefault(part, {})
+        at[last] = value
+    return tree
 
 
 def differences(before: Any, after: Any) -> dict[str, tuple[Any, Any]]:

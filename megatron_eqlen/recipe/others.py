@@ -1,10 +1,9 @@
-"""Keys of other trainers and ours: the table ``others.yaml``, and the hint for an unknown key from it."""
+"""Keys of other trainers and ours: the tables ``others.yaml`` and ``others_defaults.yaml``."""
 
 from __future__ import annotations
 
-import copy
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
@@ -40,14 +39,14 @@ class Row:
 
 
 @cache
-def _file(name: str = "others.yaml") -> dict[str, Any]:
+def read_table(name: str = "others.yaml") -> dict[str, Any]:
     return read_value(Path(__file__).with_name(name).read_text(encoding="utf-8"))
 
 
 @cache
 def table() -> dict[str, list[Row]]:
     """Return the rows of each trainer, in the table's order."""
-    return {trainer: [*_rows(_file()[trainer])] for trainer in (*TRAINERS, HINTS)}
+    return {trainer: [*_rows(read_table()[trainer])] for trainer in (*TRAINERS, HINTS)}
 
 
 def _rows(parts: dict[str, Any]) -> Iterator[Row]:
@@ -68,7 +67,7 @@ def row_of(trainer: str, key: str) -> Row | None:
 def defaults(trainer: str, version: str = "") -> dict[str, Any]:
     """Return what a trainer does where a key is left out, in its ``version`` (default: the newest known)."""
     most, found = _numbers(version or "999"), dict[str, Any]()
-    for key, value in _file("others_defaults.yaml")[trainer].items():
+    for key, value in read_table("others_defaults.yaml")[trainer].items():
         since = value if isinstance(value, dict) else {"0": value}
         if known := [new for first, new in since.items() if _numbers(first) <= most]:
             found[key] = known[-1]
@@ -79,41 +78,3 @@ def _numbers(version: str) -> tuple[int, ...]:
     if not re.fullmatch(r"\d+(\.\d+)*", version):
         raise ValueError(f"expected a version such as 0.9, found {version!r}")
     return tuple(map(int, version.split(".")))
-
-
-def hint(parts: Sequence[str], lost: bool = False) -> str | None:
-    """Return what to say of another trainer's key, in any case: the nearest key of ours, also by its last
-    part, or why there is none (``lost``: by its last part, too). A key that recipes had is told by its new
-    place."""
-    key = ".".join(parts).lower().replace("-", "_")
-    if went := _file()["went"].get(key):
-        return f"it went to {went['to']}"
-    last = key.rpartition(".")[2]
-    rows = [row for trainer in (HINTS, *TRAINERS) for row in table()[trainer]]
-    same = [row for row in rows if row.theirs.lower() == key]
-    same += [
-        row
-        for row in rows
-        if ((row.ours and not row.why) or lost) and row.theirs.lower().rpartition(".")[2] == last
-    ]
-    same += [row for row in rows if fnmatchcase(key, row.theirs.lower())]
-    for row in same:
-        nearest = row.ours and not row.why
-        return f"nearest: {row.ours!r}" if nearest else f"another trainer's: {row.irrelevant or row.why}"
-    return None
-
-
-def carried(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return a recipe that an earlier version stored with its keys where they are now. Those that had their
-    default go; those without a new place stay, to be refused by name."""
-    found = copy.deepcopy(raw)
-    for key, went in _file()["went"].items():
-        section, _, name = key.rpartition(".")
-        at = found.get(section)
-        if isinstance(at, dict) and name in at and (value := at.pop(name)) != went["was"]:
-            new = re.fullmatch(r"(\w+)\.(\w+)\.(\w+)", went["to"])
-            if new is None:
-                at[name] = value
-            else:
-                found.setdefault(new[1], {}).setdefault(new[2], {})[new[3]] = value
-    return found

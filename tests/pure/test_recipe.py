@@ -653,7 +653,7 @@ def test_the_nearest_key_is_named_only_where_it_is_near(eqlen, key, hint):
     assert (hint or "") in error
 
 
-@pytest.mark.parametrize(("key", "went"), others._file()["went"].items())
+@pytest.mark.parametrize(("key", "went"), others.read_table()["went"].items())
 def test_a_key_that_went_is_refused_with_its_new_place_and_carried_from_what_runs_stored(tmp_path, key, went):
     """A stored recipe has all keys: those with the default that they had go, others get their new place."""
     section, _, name = key.partition(".")

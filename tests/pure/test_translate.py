@@ -3,6 +3,9 @@
 import json
 import math
 import re
+import shlex
+import subprocess
+import sys
 
 import pytest
 
@@ -233,18 +236,46 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("kind", SCRIPTS)
-def test_bash_reads_a_script(tmp_path, kind):
+def write_script(folder, kind):
     base = " ".join(BASE["verl"])
     command = f"python3 -m verl.trainer.main_ppo {base} actor_rollout_ref.rollout."
-    script = SCRIPTS[kind].replace("RUN ", command).replace("BASE", base)
-    (tmp_path / "run.sh").write_text(script)
-    (tmp_path / "common.sh").write_text("N=6\n")
-    done = translate("verl", tmp_path / "run.sh", ["N=6"])
+    (folder / "run.sh").write_text(SCRIPTS[kind].replace("RUN ", command).replace("BASE", base))
+    (folder / "common.sh").write_text("N=6\n")
+    return folder / "run.sh"
+
+
+@pytest.mark.parametrize("kind", SCRIPTS)
+def test_bash_reads_a_script(tmp_path, kind):
+    done = translate("verl", write_script(tmp_path, kind), ["N=6"])
     assert done.keys["group_size"] == 6
     assert done.keys["data.sources"][0]["path"] == "DATA"
     assert done.keys["name"] == ("r-7" if "Python" in kind else "run")
     assert ("none.sh" in done.text("run.sh")) == ("missing" in kind)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SCRIPTS if "missing" not in kind])
+def test_the_arguments_are_those_of_bashs_own_trace(tmp_path, kind):
+    """``set -x`` prints each command with its words expanded and quoted, before it starts."""
+    script = write_script(tmp_path, kind)
+    stub = tmp_path / "bin/python3"
+    stub.parent.mkdir()
+    stub.write_text(f'#!/bin/bash\n[[ $1 != -c ]] || exec {sys.executable} "$@"\n')
+    stub.chmod(0o755)
+    for name in ("pkill", "ray", "srun", "wandb"):
+        (stub.parent / name).symlink_to(stub)
+    environment = {"PATH": f"{stub.parent}:/usr/bin:/bin", "N": "6", "PS4": "+ "}
+    trace = subprocess.run(["bash", "-x", script], env=environment, capture_output=True, text=True).stderr
+    lines = [shlex.split(line) for line in trace.splitlines() if "main_ppo" in line]
+    if "launcher" in kind:  # it is one word of srun's
+        lines = [shlex.split(line[-1]) for line in lines]
+    (*_, expected) = lines
+    *_, (program, *words) = [
+        command
+        for command in launch_scripts.launched(script, (), {"N": "6"}).commands
+        if "main_ppo" in str(command)
+    ]
+    assert [program, *words] == expected[-len(words) - 1 :]
+    assert "n=6" in str(words)
 
 
 def test_a_script_harms_nothing_and_sees_no_home(tmp_path):

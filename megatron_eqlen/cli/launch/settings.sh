@@ -12,7 +12,7 @@ fi
 command_not_found_handle() { EQLEN_NAME=$1 /work/.eqlen/stand_in.sh "${@:2}"; }
 source() {
   if [[ -e $1 ]] || builtin type -P -- "$1" > /dev/null; then builtin source "$@"
-  else printf '%s\0' "$1" > "$(mktemp /work/.eqlen/missing/XXXXXX)"; fi
+  else printf '%s\0' "$1" > "$(mktemp "/work/.eqlen/missing/$EPOCHREALTIME.XXXXXX")"; fi
 }
 function . { source "$@"; }
 cd() { builtin cd "$@" 2> /dev/null || true; }
