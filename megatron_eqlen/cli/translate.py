@@ -316,7 +316,7 @@ def _check(done: Translation) -> None:
             key = next((key for key in keys if why.startswith((f"{key}:", f"{key}."))), "")
             if not key:
                 done.remarks.append(f"eqlen check will say: {why}")
-                return
+                break
             nothing = not done.is_on(key) or not LEARNED.search(why)
             if "acts only with" in why or "has no effect" in why or (key.startswith(ENGINES) and nothing):
                 found = (theirs for theirs in done.sources.get(key, ()) if theirs in done.theirs)
@@ -329,7 +329,7 @@ def _check(done: Translation) -> None:
                     hole, named = named, f"{done.keys.pop(key)!s:.60}"
                 done.hole(hole, key, f"{named}: {why.partition(': ')[2] or why}")
             del keys[key]
-    typed = flat(recipe.model_dump(mode="json", exclude_unset=True), ("loss.rollout_rs",))
+    typed = flat(recipe.model_dump(mode="json", exclude_unset=True), ("loss.rollout_rs",)) if recipe else {}
     done.keys = {key: typed.get(key, value) for key, value in done.keys.items()}
     for key in done.holes:
         item = re.fullmatch(r"(data\.sources|evaluation\.benchmarks)\.0\.(\w+)", key)

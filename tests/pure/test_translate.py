@@ -142,6 +142,16 @@ def test_a_key_ends_as_one_of_four_and_what_is_lost_is_a_hole(
         loaded(done, tmp_path)
 
 
+def test_holes_stand_in_a_recipe_whose_keys_contradict_each_other_and_in_no_section_of_ours(tmp_path):
+    apart = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=3"
+    done = translated(tmp_path, "verl", apart, "algorithm.mystery=1")
+    assert "does not divide" in done.remarks[0]
+    assert "algorithm.mystery: ???\n" in done.text("args")
+    text = translated(tmp_path, "trl", "--packing", "true").text("args")
+    assert "\ntrl.packing: ???\n" in text
+    assert "\npacking:\n  max_tokens_per_row: " in text
+
+
 def test_what_is_left_out_has_the_default_of_their_version(tmp_path):
     def of(trainer, *words):
         return translated(tmp_path, trainer, *words).keys
@@ -232,8 +242,15 @@ SCRIPTS = {
     "missing programs and files": "set -e\nsource ~/none.sh\nmodule load cuda\ncd /nowhere\nmkdir -p /data\n"
     "conda activate x\nRUN n=6\nexit 3",
     "several commands": "RUN n=2\npython3 prepare.py --local_dir x\nRUN n=6\nwandb sync",
+    "answers and limits": "set -euo pipefail\nulimit -n 1048576\nV=$(pip list | grep torch | cut -f1)\n"
+    "H=($(scontrol show hostnames x))\necho ${H[0]}\nRUN n=6",
+    "nodes of SLURM": "#SBATCH --nodes=3\nset -u\nRUN n=6 trainer.nnodes=$SLURM_JOB_NUM_NODES",
     "a file beside it": 'source "$(dirname "$0")/common.sh"\nRUN n=$N',
 }
+
+
+NOT_PLAIN = ("missing programs and files", "answers and limits", "nodes of SLURM")
+"""Scripts that bash alone ends, because this machine is not theirs."""
 
 
 def write_script(folder, kind):
@@ -251,9 +268,10 @@ def test_bash_reads_a_script(tmp_path, kind):
     assert done.keys["data.sources"][0]["path"] == "DATA"
     assert done.keys["name"] == ("r-7" if "Python" in kind else "run")
     assert ("none.sh" in done.text("run.sh")) == ("missing" in kind)
+    assert done.keys["cluster.nodes"] == (3 if "SLURM" in kind else 1)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in SCRIPTS if "missing" not in kind])
+@pytest.mark.parametrize("kind", [kind for kind in SCRIPTS if kind not in NOT_PLAIN])
 def test_the_arguments_are_those_of_bashs_own_trace(tmp_path, kind):
     """``set -x`` prints each command with its words expanded and quoted, before it starts."""
     script = write_script(tmp_path, kind)
