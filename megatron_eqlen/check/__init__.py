@@ -13,13 +13,13 @@ from pathlib import Path
 from subprocess import SubprocessError
 from threading import Timer
 
-from megatron_eqlen.check import devices, machine, software
+from megatron_eqlen.check import machine, software
 from megatron_eqlen.check.finding import Check, Finding, Place
 from megatron_eqlen.job import Job
 
 PATIENCE = 20
 """Seconds after which a check that still runs is named."""
-CHECKS = [*software.CHECKS, *devices.CHECKS, *machine.CHECKS]
+CHECKS = [*software.CHECKS, *machine.CHECKS]
 
 
 def check(job: Job | None, short: bool = False, checks: Sequence[Check] = CHECKS) -> int:

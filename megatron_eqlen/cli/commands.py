@@ -258,7 +258,8 @@ def sweep(arguments: argparse.Namespace) -> int:
 
     plan = command.read(arguments.sweep, arguments.overrides)
     if arguments.dry_run:
-        return command.describe(plan)
+        print(command.description(plan), *command.submissions(plan), sep="\n")
+        return 0
     return command.tables(plan) if arguments.tables else command.run(plan, arguments.jobs)
 
 

@@ -19,14 +19,6 @@ def read(path: Path, overrides: Sequence[str]) -> Plan:
     return Plan(load_sweep(path), overrides)
 
 
-def describe(plan: Plan) -> int:
-    """Print the runs, their overrides and budgets, and the commands that submit to SLURM what is left
-    of them."""
-    print(description(plan))
-    print(*submissions(plan), sep="\n")
-    return 0
-
-
 def run(plan: Plan, jobs: int, start: Start = start_process) -> int:
     """Run unfinished runs here, ``jobs`` at a time, and write the tables; return 1 if a run failed."""
     for cell in plan.firsts:

@@ -14,6 +14,7 @@ import numpy as np
 
 from megatron_eqlen import metrics as m
 from megatron_eqlen.evaluation.result import EvaluationResult, read_results
+from megatron_eqlen.experiments.schema import BASE
 from megatron_eqlen.objectives.registry import with_defaults
 from megatron_eqlen.recipe import Recipe, is_under, leaves, shown
 from megatron_eqlen.recipe.budget import Spent
@@ -21,8 +22,6 @@ from megatron_eqlen.recipe.load import RECIPE, load_run
 from megatron_eqlen.report.format import RESPONSE_LENGTH, REWARD
 from megatron_eqlen.report.metrics import Columns
 
-BASE = "base"
-"""Method name of the model before training: every run's first evaluation."""
 AFTER = Path("evaluation/after.json")
 NOT_THE_METHOD = (
     "seed", "name", "run_dir", "variant", "model.path", "cluster", "checkpoint", "evaluation", "report",

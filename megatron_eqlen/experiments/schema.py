@@ -12,7 +12,7 @@ from megatron_eqlen.recipe import NonNegativeInt, PositiveInt, RecipeError, Sect
 from megatron_eqlen.recipe.load import explain, read_yaml
 
 BASE = "base"
-"""Names the model before training, where a table lists methods."""
+"""Method name of the model before training: every run's first evaluation."""
 
 
 class MethodRecipe(Section):

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_eqlen.check import CHECKS, check, devices, look, machine, software
+from megatron_eqlen.check import CHECKS, check, look, machine, software
 from megatron_eqlen.check.finding import Check, Finding, Place
 from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.environments.environment import Environment, Observation
@@ -56,7 +56,7 @@ def gpus(monkeypatch, count: int, free_gib: float = 79.0, gib: float = 79.6, com
     sizes = (int(free_gib * 2**30), int(gib * 2**30))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: sizes)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="H100"))
-    monkeypatch.setattr(devices, "multiplied", lambda device: computes)
+    monkeypatch.setattr(machine, "multiplied", lambda device: computes)
 
 
 @pytest.fixture
@@ -203,22 +203,22 @@ def test_a_recipe_that_runs_programs_needs_their_python(large, monkeypatch, caps
 
 def test_without_a_gpu_it_says_what_torch_is_for(large, anywhere, no_gpu, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    finding = devices.gpus(large)
+    finding = machine.gpus(large)
     assert "is for CUDA 13.0" in finding.text
     assert "cluster.device=cpu" in finding.todo
-    assert devices.gpus(anywhere).todo == ""
+    assert machine.gpus(anywhere).todo == ""
 
 
 GPUS = {
-    "counted": (devices.gpus, {"count": 8}, "ok", "8 x H100"),
-    "too few": (devices.gpus, {"count": 4}, "failed",
+    "counted": (machine.gpus, {"count": 8}, "ok", "8 x H100"),
+    "too few": (machine.gpus, {"count": 4}, "failed",
      "4 GPUs for 8 processes a node (cluster.processes_per_node)"),
-    "one that computes nonsense": (devices.gpus, {"count": 8, "computes": float("nan")}, "failed",
+    "one that computes nonsense": (machine.gpus, {"count": 8, "computes": float("nan")}, "failed",
      "GPU 0 computes nan for 64 (leave the node out; nvidia-smi -q)"),
-    "memory for the plan": (devices.gpu_memory, {"count": 8}, "ok", ""),
-    "memory that others hold": (devices.gpu_memory, {"count": 8, "free_gib": 20}, "failed",
+    "memory for the plan": (machine.gpu_memory, {"count": 8}, "ok", ""),
+    "memory that others hold": (machine.gpu_memory, {"count": 8, "free_gib": 20}, "failed",
      "(nvidia-smi shows which processes have the rest)"),
-    "too little memory": (devices.gpu_memory, {"count": 8, "free_gib": 39, "gib": 40}, "failed",
+    "too little memory": (machine.gpu_memory, {"count": 8, "free_gib": 39, "gib": 40}, "failed",
      "of 40.8 GB usable"),
 }  # fmt: skip
 
@@ -234,9 +234,9 @@ def test_gpus_are_counted_compute_and_hold_the_plan(large, monkeypatch, case):
 
 def test_without_a_recipe_gpus_are_counted_and_for_cpus_their_memory_is_said(large, anywhere, monkeypatch):
     gpus(monkeypatch, 4)
-    assert devices.gpus(anywhere).state == "ok"
+    assert machine.gpus(anywhere).state == "ok"
     gpus(monkeypatch, 8, free_gib=39, gib=40)
-    elsewhere = finding(devices.gpu_memory(with_recipe(large, "cluster.device=cpu")))
+    elsewhere = finding(machine.gpu_memory(with_recipe(large, "cluster.device=cpu")))
     assert (elsewhere.state, elsewhere.text) == ("ok", "41.9 GB free of 42.9 GB")
 
 
@@ -247,19 +247,18 @@ def finding(found: Finding | None) -> Finding:
 
 def test_nccls_sum_is_that_of_all_gpus(anywhere, monkeypatch):
     gpus(monkeypatch, 8)
-    monkeypatch.setattr(devices.nccl, "version", lambda: (2, 30, 4))
-    monkeypatch.setattr(devices, "reduced_by_nccl", lambda: [8.0] * 8)
-    assert devices.collectives(anywhere) == Finding("ok", "NCCL 2.30.4 between 8 GPUs")
-    monkeypatch.setattr(devices, "reduced_by_nccl", lambda: [8.0] * 7 + [7.0])
-    assert finding(devices.collectives(anywhere)).state == "failed"
+    monkeypatch.setattr(machine.nccl, "version", lambda: (2, 30, 4))
+    monkeypatch.setattr(machine, "reduced_by_nccl", lambda: [8.0] * 8)
+    assert machine.collectives(anywhere) == Finding("ok", "NCCL 2.30.4 between 8 GPUs")
+    monkeypatch.setattr(machine, "reduced_by_nccl", lambda: [8.0] * 7 + [7.0])
+    assert finding(machine.collectives(anywhere)).state == "failed"
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize(
-    "item", [item for item in devices.CHECKS if item.name != "gpu memory"], ids=lambda item: item.name
-)
-def test_gpus_of_this_machine(item, anywhere):
+@pytest.mark.parametrize("name", ["gpus", "collectives"])
+def test_gpus_of_this_machine(name, anywhere):
+    (item,) = [item for item in CHECKS if item.name == name]
     assert finding(look(item, anywhere)).state == "ok"
 
 
