@@ -52,7 +52,8 @@ def table() -> dict[str, list[Row]]:
 def _rows(parts: dict[str, Any]) -> Iterator[Row]:
     for end, name in (("same", "ours"), ("changed", "ours"), ("lost", "why")):
         for theirs, row in parts.get(end, {}).items():
-            yield Row(theirs, **({name: row} if isinstance(row, str) else row))
+            fields: dict[str, Any] = {name: row} if isinstance(row, str) else row
+            yield Row(theirs, **fields)
     for reason, names in parts.get("irrelevant", {}).items():
         yield from (Row(theirs, irrelevant=reason) for theirs in names.split())
 
