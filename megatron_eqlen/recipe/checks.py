@@ -192,7 +192,7 @@ OF_SAMPLES = (
 )  # fmt: skip
 """Keys and sections without effect where no response is sampled for training."""
 OF_ENGINE = ("rollout", "reward", "data.max_prompt_length")
-"""Sections and keys without effect where nothing is evaluated, either."""
+"""Sections and keys without effect without ``evaluation.benchmarks``, be they none, either."""
 
 
 def _of_supervised(recipe: Recipe) -> Iterator[str]:
@@ -200,7 +200,8 @@ def _of_supervised(recipe: Recipe) -> Iterator[str]:
     end = "has no effect with objective: sft: leave it out"
     if recipe.sampling != "independent":
         yield f"sampling: {recipe.sampling} {end}"
-    useless = OF_SAMPLES + (() if recipe.generates else OF_ENGINE)
+    evaluates = "benchmarks" in recipe.evaluation.model_fields_set
+    useless = OF_SAMPLES + (() if evaluates else OF_ENGINE)
     for key, value, _, _ in _set_keys(recipe):
         section, _, name = key.partition(".")
         unused = is_under(key, useless) or (section == "data" and name.endswith(".grader"))

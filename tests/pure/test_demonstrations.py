@@ -143,6 +143,11 @@ def test_a_key_without_effect_is_refused(changes, key):
         supervised("none", "none", **changes)
 
 
+def test_engine_settings_stay_where_benchmarks_are_switched_off():
+    recipe = supervised("none", "none", evaluation={"benchmarks": []}, rollout={"temperature": 1.0})
+    assert not recipe.generates
+
+
 def test_a_reader_of_questions_is_refused():
     data = {"sources": [{"name": "s", "reader": "opencodereasoning", "path": "none"}]}
     with pytest.raises(RecipeError, match=r"sources.0.reader: objective: sft .*opencodereasoning"):
