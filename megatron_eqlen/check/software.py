@@ -17,10 +17,8 @@ from megatron_eqlen.data.sources import open_source, read_problems
 from megatron_eqlen.environments.conversation import Turn, answer, closed
 from megatron_eqlen.environments.load import conversations
 from megatron_eqlen.environments.workspace import require_templates
-from megatron_eqlen.graders.sandbox.interpreter import find_python
-from megatron_eqlen.graders.sandbox.probe import NO_COMMANDS, commands_refused, offered_isolation
-from megatron_eqlen.hf.folder import HFFolder
-from megatron_eqlen.hf.folder_check import check_folder
+from megatron_eqlen.graders.sandbox.probe import NO_COMMANDS, commands_refused, find_python, offered_isolation
+from megatron_eqlen.hf.folder import HFFolder, check_folder
 from megatron_eqlen.megatron_cpu import packages
 from megatron_eqlen.megatron_cpu.packages import APEX, FLA, NEEDED, TRANSFORMER_ENGINE, Package
 from megatron_eqlen.recipe import RewardRecipe

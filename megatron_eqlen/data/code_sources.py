@@ -15,9 +15,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.data.code_rows import code_question, of_type, reading_tests
 from megatron_eqlen.data.files import find_files, parse_json, read_records
-from megatron_eqlen.data.rows import BadRow, number_field, optional_text_field, text_field
+from megatron_eqlen.data.rows import (
+    BadRow,
+    code_question,
+    number_field,
+    of_type,
+    optional_text_field,
+    reading_tests,
+    text_field,
+)
 from megatron_eqlen.graders.code.tests import CodeTests
 
 INTERACTIVE = re.compile(

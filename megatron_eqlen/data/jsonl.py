@@ -21,7 +21,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron_eqlen.data.code_rows import code_row, reading_tests
 from megatron_eqlen.data.files import UNREAD, find_files, read_records
 from megatron_eqlen.data.layouts import Layout, chat, final_answer, find_layout, unwrapped, value_at
 from megatron_eqlen.data.rows import (
@@ -29,9 +28,11 @@ from megatron_eqlen.data.rows import (
     Problem,
     Tally,
     answer_field,
+    code_row,
     number_field,
     numbered,
     optional_text_field,
+    reading_tests,
     text_field,
 )
 from megatron_eqlen.graders.code.tests import CodeTests

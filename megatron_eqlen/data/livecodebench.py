@@ -16,15 +16,18 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.data.code_rows import code_question, code_row, of_type, reading_tests
 from megatron_eqlen.data.files import find_files, parse_json, read_records
 from megatron_eqlen.data.rows import (
     BadRow,
     Problem,
     Tally,
+    code_question,
+    code_row,
     field_of,
     numbered,
+    of_type,
     optional_text_field,
+    reading_tests,
     text_field,
 )
 from megatron_eqlen.graders.code.rules import MEMORY_MB

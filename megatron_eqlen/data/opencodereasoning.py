@@ -16,10 +16,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.data.code_rows import code_row
 from megatron_eqlen.data.code_sources import SOURCE_SETS, SourceSet, question_and_tests
 from megatron_eqlen.data.files import find_files, read_records
-from megatron_eqlen.data.rows import BadRow, Problem, Tally, answer_field, numbered, text_field
+from megatron_eqlen.data.rows import BadRow, Problem, Tally, answer_field, code_row, numbered, text_field
 
 COLUMNS = ("id", "input", "dataset", "split", "difficulty")
 NO_TEXT = "-"

@@ -2,10 +2,12 @@
 
 A reader is a generator ``read(path, tally, ...)`` over one data set's files: it streams, checks every field,
 and leaves out a bad row with its file, number and reason. A fault of a whole file is an error (``files.py``).
+A code problem's question states the wanted form of the program; its tests are checked when the row is read.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections import Counter
@@ -15,6 +17,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from megatron_eqlen.graders.code.tests import CodeTests
 from megatron_eqlen.hf.tokenizer import Turn
 
 log = logging.getLogger(__name__)
@@ -188,3 +191,58 @@ def _kind(value: Any) -> str:
     if isinstance(value, dict):
         return f"a record of {', '.join(map(str, value))}"
     return "null" if value is None else type(value).__name__
+
+
+FENCED = "Put the whole program into one fenced block that starts with ```python."
+STDIN = (
+    "Write a Python program that reads the input from standard input and prints the answer "
+    "to standard output. " + FENCED
+)
+STARTER = (
+    "Complete the starter code below without changing its names and arguments. "
+    + FENCED
+    + "\n\n```python\n{starter}\n```"
+)
+FUNCTION = (
+    "Write a Python function named `{function}` (a method of `class Solution` will do as well). " + FENCED
+)
+
+
+def code_question(statement: str, function: str | None = None, starter: str = "") -> str:
+    """Return the question text of a code problem: statement and answer format in one turn."""
+    if function is None:
+        wanted = STDIN
+    elif starter.strip():
+        wanted = STARTER.format(starter=starter.strip("\n"))
+    else:
+        wanted = FUNCTION.format(function=function)
+    return f"{statement.strip()}\n\n{wanted}"
+
+
+@contextlib.contextmanager
+def reading_tests() -> Iterator[None]:
+    """Turn an error in reading or making tests into a BadRow ``bad_tests``."""
+    try:
+        yield
+    except BadRow:
+        raise
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise BadRow("bad_tests", f"{error}"[:400]) from None
+
+
+def of_type(value: Any, kind: type, name: str) -> Any:
+    """Return ``value`` if it is a ``kind``. Raises BadRow ``bad_tests``."""
+    if not isinstance(value, kind):
+        raise BadRow("bad_tests", f"{name}: expected a {kind.__name__}, found {type(value).__name__}")
+    return value
+
+
+def code_row(
+    row_id: str,
+    question: str,
+    tests: CodeTests,
+    difficulty: float | None = None,
+    instruction: str | None = "",
+) -> Problem:
+    """Return a row graded by ``code``. Its question states the answer format, so no instruction is added."""
+    return Problem(row_id, question, tests.to_json(), "code", difficulty, instruction, gold_checked=True)

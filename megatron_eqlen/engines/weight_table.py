@@ -13,8 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_eqlen.hf.config import read_config
-from megatron_eqlen.hf.folder import HFFolder
-from megatron_eqlen.hf.folder_check import check_folder
+from megatron_eqlen.hf.folder import HFFolder, check_folder
 from megatron_eqlen.processes.watchdog import beat
 
 

@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_eqlen.environments.tool_calls import ToolEnvironment, tool
-from megatron_eqlen.graders.sandbox.client import Sandbox
-from megatron_eqlen.graders.sandbox.interpreter import find_python
-from megatron_eqlen.graders.sandbox.pool import SandboxPool
-from megatron_eqlen.graders.sandbox.probe import required_isolation
+from megatron_eqlen.graders.sandbox.client import Sandbox, SandboxPool
+from megatron_eqlen.graders.sandbox.probe import find_python, required_isolation
 from megatron_eqlen.graders.sandbox.program import Limits
 from megatron_eqlen.types import Prompt
 

@@ -27,9 +27,15 @@ from typing import Any
 
 from megatron_eqlen.environments.tool_calls import ToolEnvironment, tool
 from megatron_eqlen.files import scratch
-from megatron_eqlen.graders.sandbox.client import Command, CommandEnd, Sandbox, folder_files, pack_folder
+from megatron_eqlen.graders.sandbox.client import (
+    Command,
+    CommandEnd,
+    Sandbox,
+    SandboxPool,
+    folder_files,
+    pack_folder,
+)
 from megatron_eqlen.graders.sandbox.command import CommandLimits, FolderError
-from megatron_eqlen.graders.sandbox.pool import SandboxPool
 from megatron_eqlen.graders.sandbox.probe import NO_COMMANDS, PYTHON, commands_refused
 from megatron_eqlen.graders.sandbox.program import Isolation
 from megatron_eqlen.recipe.plugins import load_object

@@ -20,9 +20,10 @@ from megatron_eqlen.hf.config_fields import (
     ConfigError,
     Family,
     Fields,
+    Scaling,
+    read_rope,
     refuse_unsupported,
 )
-from megatron_eqlen.hf.rope import Scaling, read_rope
 
 SIZES = ("vocab_size", "num_key_value_heads", "max_position_embeddings")
 LINEAR = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")

@@ -25,8 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_eqlen.files import CheckpointError, new_folder, refuse_existing
 from megatron_eqlen.hf.config import read_config
-from megatron_eqlen.hf.folder import DTYPES, HFFolder
-from megatron_eqlen.hf.folder_check import check_folder
+from megatron_eqlen.hf.folder import DTYPES, HFFolder, check_folder
 from megatron_eqlen.models import checkpoint_folder, lora
 from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.megatron_checkpoint import (

@@ -29,8 +29,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from megatron_eqlen.files import CheckpointError
-from megatron_eqlen.hf.folder import first_few
-from megatron_eqlen.hf.folder_check import WEIGHT_DTYPES
+from megatron_eqlen.hf.folder import WEIGHT_DTYPES, first_few
 from megatron_eqlen.models import checkpoint_folder
 from megatron_eqlen.models.policy_model import PolicyModel
 from megatron_eqlen.processes.distributed import agree, gather

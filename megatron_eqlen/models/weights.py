@@ -25,8 +25,7 @@ from torch import Tensor
 from megatron_eqlen.files import new_folder, refuse_existing, write_json
 from megatron_eqlen.hf.adapter_map import AdapterWeights, adapter_map, peft_config, peft_tensors
 from megatron_eqlen.hf.families import weight_map
-from megatron_eqlen.hf.folder import FolderWriter, HFFolder
-from megatron_eqlen.hf.folder_check import check_folder, with_tied_head
+from megatron_eqlen.hf.folder import FolderWriter, HFFolder, check_folder, with_tied_head
 from megatron_eqlen.hf.weight_map import Weight
 from megatron_eqlen.models import groups
 from megatron_eqlen.models.lora import Adapter, adapters, merged

@@ -28,7 +28,7 @@ from megatron_eqlen.recipe.contents import contents, keep_same
 from megatron_eqlen.recipe.keys import all_keys
 from megatron_eqlen.recipe.load import RECIPE, load
 from megatron_eqlen.recipe.naming import leaves
-from megatron_eqlen.recipe.own_code import digests
+from megatron_eqlen.recipe.plugins import digests
 
 PINS = "EQLEN_REVISIONS"
 """Environment variable: the commits that this command has resolved, for the processes that it starts."""

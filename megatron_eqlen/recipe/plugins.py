@@ -1,13 +1,27 @@
-"""Import a user's own objects, which a recipe names by import path: ``package.module:name``."""
+"""A user's own objects, which a recipe names by import path, ``package.module:name``: import them, type their
+options, and tell whether their code has changed.
+
+Digests are of the object and of what it uses of the user's modules. Statements are compared without comments
+and layout; what else a file holds may change. Names that are known only where the code runs (``getattr``,
+``importlib``), and files that it reads, are not followed.
+"""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import os
+import re
 import sys
-from collections.abc import Callable, Mapping
+import sysconfig
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import cache
+from hashlib import sha256
+from importlib.util import find_spec, resolve_name
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
@@ -77,3 +91,111 @@ def _read(adapter: TypeAdapter, value: Any) -> Any:
         return adapter.validate_python(TypeAdapter(Tree).validate_python(value), strict=True)
     except ValidationError:
         return adapter.validate_python(value)
+
+
+OTHERS = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")]
+OTHERS.append(Path(__file__).parents[1])
+"""Folders of Python, of installed packages and of this one."""
+
+
+def digests(path: str) -> dict[str, str]:
+    """Return the digest of the object ``module:name``, by "", and of all that it uses, by ``module:name``;
+    empty for an object of Python or of an installed package."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    module, _, name = path.partition(":")
+    due, seen, trees = [(module, name)], set[tuple[str, str]](), dict[str, list[tuple[set[str], ast.stmt]]]()
+    source = cache(_source)
+    while due:
+        module, used = due.pop()
+        if (module, used) in seen or (file := source(module)) is None:
+            continue
+        seen.add((module, used))
+        if module not in trees:
+            trees[module] = [(_bound(statement), statement) for statement in _statements(file)]
+        name, _, rest = used.partition(".")
+        known = [each for bound, each in trees[module] if not used or bound & {name, "*", "__getattr__"}]
+        if name and not known:  # a module of this package
+            due.append((f"{module}.{name}", rest))
+        for statement in known:
+            if isinstance(statement, ast.Import | ast.ImportFrom):
+                for target, inside, bound in _imported(statement, module):
+                    if not used or bound in (name, "*"):
+                        inside = name if inside == "*" else inside
+                        found[f"{module}:{name}"].append(f"{target}:{inside}")
+                        due.append((target, ".".join(filter(None, (inside, rest)))))
+                continue
+            found[f"{module}:{name}"].append(ast.unparse(statement))
+            due += [(module, one) for one in _uses(statement)]
+            for each in ast.walk(statement):
+                due += [(target, inside.strip("*")) for target, inside, _ in _imported(each, module)]
+    digested = {key: sha256("\n".join(texts).encode()).hexdigest() for key, texts in found.items()}
+    return {key if key != path else "": digest for key, digest in digested.items()}
+
+
+def _source(module: str) -> Path | None:
+    """Return the file of a module of the user's own, or the folder of one without ``__init__.py``; None for
+    all others."""
+    package = module.rpartition(".")[0]
+    if package and _source(package) is None:  # to look inside would import it
+        return None
+    try:
+        spec = find_spec(module)
+    except (ImportError, ValueError, TypeError):  # no such module, or one without a specification
+        return None
+    places = spec and (spec.origin or next(iter(spec.submodule_search_locations or ()), None))
+    file = Path(places or "?").resolve()
+    ours = (file.is_dir() or file.suffix == ".py") and not any(map(file.is_relative_to, OTHERS))
+    return file if ours else None
+
+
+def _statements(file: Path) -> list[ast.stmt]:
+    """Return the statements of a module without those that run it as a script."""
+    body = ast.parse(file.read_bytes()).body if file.is_file() else []
+    return [each for each in body if not (isinstance(each, ast.If) and "__name__" in ast.unparse(each.test))]
+
+
+def _bound(statement: ast.stmt) -> set[str]:
+    """Return the names that a statement of a module binds or, as ``TABLE.update(...)`` may, changes."""
+    nodes = [statement]
+    if isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):
+        nodes = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    names = set[str]()
+    for node in (
+        nodes if isinstance(statement, DEFINITIONS) else (n for each in nodes for n in ast.walk(each))
+    ):
+        if isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, DEFINITIONS):
+            names.add(node.name)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name.partition(".")[0])
+    return names
+
+
+DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def _uses(node: ast.AST) -> Iterator[str]:
+    """Yield names with their attributes: ``helpers.clean``."""
+    text = ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute) else ""
+    if re.fullmatch(r"[\w.]+", text):
+        yield text
+    else:
+        for child in ast.iter_child_nodes(node):
+            yield from _uses(child)
+
+
+def _imported(node: ast.AST, module: str) -> Iterator[tuple[str, str, str]]:
+    """Yield, for each import, the module, the name in it, and the name that it gets here."""
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            first = alias.name.partition(".")[0]
+            for target in {alias.name} | ({first} if not alias.asname else set()):
+                yield target, "", alias.asname or first
+    elif isinstance(node, ast.ImportFrom):
+        spec = find_spec(module)
+        package = spec.parent if spec and spec.parent is not None else ""
+        target = resolve_name("." * node.level + (node.module or ""), package)
+        for alias in node.names:
+            yield target, alias.name, alias.asname or alias.name
+            yield f"{target}.{alias.name}", "", alias.asname or alias.name

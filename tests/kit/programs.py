@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from megatron_eqlen.graders.sandbox.interpreter import find_python
+from megatron_eqlen.graders.sandbox.probe import find_python
 
 
 def _version() -> str:

@@ -21,7 +21,7 @@ from megatron_eqlen.check.finding import Check, Finding, Place
 from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.environments.environment import Environment, Observation
 from megatron_eqlen.files import CheckpointError
-from megatron_eqlen.graders.sandbox.interpreter import find_python
+from megatron_eqlen.graders.sandbox.probe import find_python
 from megatron_eqlen.graders.sandbox.program import Isolation
 from megatron_eqlen.job import Job
 from megatron_eqlen.megatron_cpu import packages

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_eqlen.recipe.contents import BLOCK, BLOCKS, FILE, ContentsError
 from megatron_eqlen.recipe.inputs import keep_inputs
-from megatron_eqlen.recipe.own_code import digests
+from megatron_eqlen.recipe.plugins import digests
 from tests.kit.report_runs import recipe
 
 ROWS = [f'{{"question": "Compute {n}+1.", "answer": "{n + 1}"}}\n' for n in range(9)]

@@ -26,8 +26,7 @@ from megatron_eqlen.harvest.harvest import harvest
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.hf.config import ConfigError, parse_config, read_config
 from megatron_eqlen.hf.config_fields import FAMILIES, Family
-from megatron_eqlen.hf.folder import HFFolder
-from megatron_eqlen.hf.folder_check import check_folder
+from megatron_eqlen.hf.folder import HFFolder, check_folder
 from megatron_eqlen.hf.tokenizer import load_tokenizer
 from megatron_eqlen.models import config as models_config
 from megatron_eqlen.models.config import transformer_config

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 from megatron_eqlen.engines.weight_table import WeightTable
 from megatron_eqlen.files import CheckpointError
 from megatron_eqlen.hf.config import read_config
-from megatron_eqlen.hf.folder import INDEX, SINGLE, HFFolder
-from megatron_eqlen.hf.folder_check import check_folder
+from megatron_eqlen.hf.folder import INDEX, SINGLE, HFFolder, check_folder
 from tests.kit.tiny_models import save_tiny
 
 HEADER = b'{"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}'

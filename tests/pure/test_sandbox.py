@@ -23,8 +23,12 @@ import pytest
 from megatron_eqlen.graders.code.grader import WORKER_MODULE
 from megatron_eqlen.graders.sandbox import kernel, probe, seccomp, zygote
 from megatron_eqlen.graders.sandbox.client import Execution, Sandbox
-from megatron_eqlen.graders.sandbox.interpreter import find_python
-from megatron_eqlen.graders.sandbox.probe import offered_isolation, required_isolation, shortcoming
+from megatron_eqlen.graders.sandbox.probe import (
+    find_python,
+    offered_isolation,
+    required_isolation,
+    shortcoming,
+)
 from megatron_eqlen.graders.sandbox.program import Isolation, Limits, enter
 from megatron_eqlen.graders.sandbox.seccomp import MACHINES, build_filter
 from megatron_eqlen.graders.workers.pool import WorkerPool

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_eqlen.graders.workers import process as worker_process
+from megatron_eqlen.graders.workers import pool as worker_process
 from megatron_eqlen.graders.workers.pool import WorkerPool
 from tests.kit.processes import are_gone, within
 

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_eqlen.files import CheckpointError
 from megatron_eqlen.hf.config import read_config
-from megatron_eqlen.hf.folder import HFFolder
-from megatron_eqlen.hf.folder_check import check_folder
+from megatron_eqlen.hf.folder import HFFolder, check_folder
 from megatron_eqlen.models import weights
 from megatron_eqlen.models.names import global_name
 from megatron_eqlen.models.weights import export_hf, save_hf

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_eqlen.graders.code.tests import CodeTests
 from megatron_eqlen.graders.grader import PoolGrader, answer_section, known
 from megatron_eqlen.graders.sandbox.client import EXTRA_SECONDS, SandboxError
-from megatron_eqlen.graders.sandbox.interpreter import find_python
-from megatron_eqlen.graders.sandbox.probe import required_isolation
+from megatron_eqlen.graders.sandbox.probe import find_python, required_isolation
 from megatron_eqlen.graders.sandbox.program import Limits
 from megatron_eqlen.graders.workers.pool import WorkerPool
 from megatron_eqlen.types import Grade

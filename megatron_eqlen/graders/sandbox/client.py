@@ -2,9 +2,9 @@
 
     worker (knows the tests) ──descriptors──► zygote (knows nothing) ──fork──► program
 
-The zygote starts before any test arrives, in the interpreter that programs run in (``interpreter.py``), and
-never reads a program, an input or an output: they travel as descriptors of memory files. So a program finds
-no expected output in its memory, and nothing of the programs before it. Ending a run kills its whole process
+The zygote starts before any test arrives, in the programs' interpreter (``probe.find_python``), and never
+reads a program, an input or an output: they travel as descriptors of memory files. So a program finds no
+expected output in its memory, and nothing of the programs before it. Ending a run kills its whole process
 group and everything it left behind.
 
 A program computes: it has no process, socket or file of its own (``program.py``). A command has processes and
@@ -22,9 +22,10 @@ import signal
 import socket
 import tarfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from queue import Empty, LifoQueue
 
 from megatron_eqlen.graders.code.rules import Rules
 from megatron_eqlen.graders.sandbox import program
@@ -32,7 +33,7 @@ from megatron_eqlen.graders.sandbox.command import CommandLimits, pack
 from megatron_eqlen.graders.sandbox.kernel import fixed_addresses
 from megatron_eqlen.graders.sandbox.program import Isolation, Limits
 from megatron_eqlen.graders.sandbox.zygote import CONNECTION, LARGEST_REQUEST, MOST_THREADS, serve
-from megatron_eqlen.graders.workers.process import PACKAGE_ROOT, scrubbed_environment
+from megatron_eqlen.graders.workers.host import PACKAGE_ROOT, scrubbed_environment
 
 ZYGOTE = (
     "import sys; from megatron_eqlen.graders.sandbox.zygote import main; "
@@ -255,3 +256,42 @@ def _memory_file(stack: contextlib.ExitStack, text: str | bytes) -> int:
         data = data[os.write(descriptor, data) :]
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
+
+
+MOST_SANDBOXES = 3
+"""Sandboxes that may fail at the same work, one after the other."""
+
+
+class SandboxPool:
+    """As many sandboxes as work at once. To be closed."""
+
+    def __init__(self, make: Callable[[], Sandbox]) -> None:
+        self._make = make
+        self._idle: LifoQueue[Sandbox] = LifoQueue()
+        self.started: list[Sandbox] = []
+
+    def run[R](self, work: Callable[[Sandbox], R]) -> R:
+        """Return the result of ``work`` in a sandbox that waits, or in a new one. Work whose sandbox was
+        killed runs again. Raises SandboxError."""
+        new = 0
+        while True:
+            try:
+                sandbox = self._idle.get_nowait()
+            except Empty:
+                new += 1
+                sandbox = self._make()
+                self.started.append(sandbox)
+            try:
+                result = work(sandbox)
+            except SandboxError:
+                self.started.remove(sandbox)
+                sandbox.close()
+                if new == MOST_SANDBOXES:
+                    raise
+                continue
+            self._idle.put(sandbox)
+            return result
+
+    def close(self) -> None:
+        while self.started:
+            self.started.pop().close()

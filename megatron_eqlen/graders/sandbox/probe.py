@@ -1,10 +1,16 @@
-"""Finds the isolation that this machine gives: a plain program and one that tries to escape run in sandboxes
-of every strength, the strongest first; and a command that tries to escape."""
+"""Finds what this machine gives: an interpreter for programs, and isolation. A plain program and one that
+tries to escape run in sandboxes of every strength, the strongest first; then a command that tries to escape.
+
+Programs run in another Python than the trainer's, whose recursion through C functions (``lru_cache``) ends at
+a depth of about 500 from 3.12 on, whatever ``setrecursionlimit`` says.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
+import subprocess
 import sys
 from contextlib import closing
 from functools import lru_cache
@@ -13,6 +19,47 @@ from typing import Literal
 from megatron_eqlen.graders.sandbox.client import EMPTY_FOLDER, Command, Sandbox, SandboxError, folder_files
 from megatron_eqlen.graders.sandbox.command import CommandLimits
 from megatron_eqlen.graders.sandbox.program import Isolation, Limits
+
+OLDEST = (3, 11)
+WHO = "import sys; print(sys.implementation.name, '%d.%d.%d' % sys.version_info[:3], sys.executable)"
+
+
+@lru_cache(maxsize=16)
+def find_python(wanted: str) -> str:
+    """Return the path of the interpreter ``wanted``, a version or a path.
+
+    A version is looked for in the environment that ``tools/setup programs`` makes, then on the PATH. Raises
+    ValueError if there is none.
+    """
+    named = os.sep in wanted
+    name = "python" + ".".join(wanted.split(".")[:2])
+    folders = [f"{sys.prefix}/programs/bin", *os.get_exec_path()]
+    places = [path for folder in folders if (path := shutil.which(name, path=folder))]
+    seen = []
+    for place in [wanted] if named else [*places, sys.executable]:
+        version, executable = _ask(place)
+        fits = named or f"{version}.".startswith(f"{wanted}.")
+        if fits and tuple(map(int, version.split(".")[:2])) >= OLDEST:
+            return executable
+        seen.append(f"{place} ({version})")
+    expected = "a path of CPython 3.11 or newer" if named else f"CPython {wanted}"
+    raise ValueError(
+        f"reward.code_python: expected {expected} for programs to run in, found {', '.join(seen)}: "
+        "tools/setup programs installs 3.11. The key may name another, but from 3.12 on many recursive "
+        "programs fail"
+    )
+
+
+def _ask(place: str) -> tuple[str, str]:
+    """Return version and path of the CPython that ``place`` starts, "0" for a version if it starts none."""
+    command = [place, "-I", "-c", WHO]
+    try:
+        told = subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=60)
+        name, version, executable = told.strip().split(" ", 2)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return "0", place
+    return version if name == "cpython" else "0", executable
+
 
 log = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from megatron_eqlen.graders.sandbox.kernel import die_with
@@ -28,6 +29,7 @@ from megatron_eqlen.processes.lifeline import INTERVAL
 
 Item = dict[str, Any]
 PID_BYTES = 4
+PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 
 
 def main() -> None:
@@ -81,6 +83,20 @@ def _run_worker(module: Any, options: dict[str, Any], connection: Connection) ->
 
 def _send(connection: Connection, answer: Item) -> None:
     connection.send_bytes(json.dumps(answer).encode())
+
+
+def scrubbed_environment() -> dict[str, str]:
+    """Return the part of the trainer's environment that a grader process may see: no token, no key, no
+    rank."""
+    return {
+        "PATH": os.defpath,
+        "LANG": "C.UTF-8",
+        "PYTHONPATH": str(PACKAGE_ROOT),
+        "PYTHONHASHSEED": "0",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MALLOC_ARENA_MAX": "1",  # else each thread of a program reserves 64 MiB of its address space
+    }
 
 
 if __name__ == "__main__":
