@@ -1,14 +1,9 @@
 r"""Questions of your own or of others: one a line of a JSON Lines file, or a row of a parquet file.
 
-``{"question": text, "answer": text or integer}`` is graded by ``math``; ``layouts.py`` has the other names
-that are recognised, and the recipe's ``columns`` takes any. Optional: ``grader`` (``math``, ``code``),
-``difficulty`` (number), ``instruction`` (replaces the recipe's; "" adds none), and for ``code``
-instead of ``answer`` the ``tests`` object of ``graders/code/tests.py``.
-
-A question may be a chat, ``[{"role": "user", "content": text}]`` or ShareGPT's ``[{"from": "human", "value":
-text}]``. It is the prompt as it stands, without the recipe's instruction; a last turn of the assistant is
-left out, and is the answer if there is no other. For ``math`` an instruction that ``layouts.WRAPPINGS`` knows
-is taken off the question, which then gets the recipe's, and the gold is the end of a worked solution
+``layouts.py`` has the names of columns that are recognised; the recipe's ``columns`` takes any
+(docs/models_and_data.md). A chat is the prompt as it stands, without the recipe's instruction; a last turn of
+the assistant is left out, and is the answer if there is no other. For ``math`` an instruction that
+``layouts.WRAPPINGS`` knows is taken off the question, and the gold is the end of a worked solution
 (``layouts.final_answer``). A reward function gets what the file has.
 """
 

@@ -48,18 +48,15 @@ def adapter_map(model: ModelConfig, rank: int, targets: tuple[str, ...] | None) 
 
     Raises ValueError if the model has no layer of a target, or if the rank is above that of a matrix.
     """
-    by_target: dict[str, list[Weight]] = {target: [] for target in TARGETS}
-    for weight in weight_map(model):
-        if (target := _target(weight.megatron)) is not None:
-            by_target[target].append(weight)
-    present = [target for target in TARGETS if by_target[target]]
+    found = [(target, weight) for weight in weight_map(model) if (target := _target(weight.megatron))]
+    present = [target for target in TARGETS if target in dict(found)]
     if absent := [target for target in targets or () if target not in present]:
         raise ValueError(
             f"lora.targets: a {model.model_type} model has no {', '.join(absent)}: "
             f"expected some of {', '.join(present)}"
         )
     kinds = present if targets is None else targets
-    weights = [weight for weight in weight_map(model) if _target(weight.megatron) in kinds]
+    weights = [weight for target, weight in found if target in kinds]
     for weight in weights:
         rows, columns = sum(rows for rows, _ in weight.shapes), weight.shapes[0][1]
         if rank > min(rows, columns):

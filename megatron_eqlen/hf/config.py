@@ -162,7 +162,6 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     refuse_unsupported(fields, name, layers)
     heads = fields.get("num_attention_heads", int)
     hidden = fields.get("hidden_size", int)
-    rope = read_rope(fields, partial=family.hybrid or family.glm)
     model = ModelConfig(
         model_type=name,
         **{name: fields.get(name, int) for name in SIZES},
@@ -175,12 +174,10 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         num_attention_heads=heads,
         head_dim=_head_dim(fields, family, hidden, heads),
         rms_norm_eps=fields.get("rms_norm_eps", float),
-        rope_theta=rope.theta,
-        partial_rotary_factor=rope.partial_rotary_factor,
+        **read_rope(fields, partial=family.hybrid or family.glm),
         tie_word_embeddings=fields.optional("tie_word_embeddings", bool, False),
         experts=_experts(fields, layers, family) if family.experts else None,
         delta_net=_delta_net(fields, layers) if family.hybrid else None,
-        rope_scaling=rope.scaling,
         qkv_bias=fields.get("attention_bias", bool) if family.glm else family.qkv_bias,
         qk_norm=fields.get("use_qk_norm", bool) if family.glm else family.qk_norm,
     )
@@ -197,7 +194,7 @@ def _text_model(whole: Fields, model_type: str) -> ModelConfig:
     for key in ("tie_word_embeddings", "quantization_config"):
         outer, inner = (fields.raw.get(key) or None for fields in (whole, text))
         if outer != inner:
-            raise ConfigError(f"{whole.where}: {key} is {outer} but text_config.{key} is {inner}")
+            raise whole.error(f"{key} is {outer} but text_config.{key} is {inner}")
     return replace(parse_config(text.raw, where), prefix="model.language_model.")
 
 
@@ -209,9 +206,8 @@ def _head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
     if given is not None and (family.head_dim == "optional" or given * heads == hidden):
         return given
     if given is not None or hidden % heads:
-        raise ConfigError(
-            f"{fields.where}: hidden_size {hidden}: expected num_attention_heads {heads} x head_dim, "
-            f"found head_dim {given}"
+        raise fields.error(
+            f"hidden_size {hidden}: expected num_attention_heads {heads} x head_dim, found head_dim {given}"
         )
     return hidden // heads
 
@@ -245,7 +241,7 @@ def _experts(fields: Fields, layers: int, family: Family) -> Experts:
     per_token = fields.get("num_experts_per_tok", int)
     normalised = family.only_experts or fields.get("norm_topk_prob", bool)
     if per_token == 1 and normalised:
-        raise ConfigError(f"{fields.where}: norm_topk_prob: one expert a token would get a constant 1")
+        raise fields.error("norm_topk_prob: one expert a token would get a constant 1")
     if fields.optional("output_router_logits", bool, False):
         warnings.warn(f"{fields.where}: the router's auxiliary loss is not trained with", stacklevel=2)
     return Experts(
@@ -267,7 +263,7 @@ def _sparse_layers(fields: Fields, family: Family, layers: int) -> tuple[bool, .
         return tuple(layer >= first for layer in range(layers))
     step, dense = fields.get("decoder_sparse_step", int), fields.get_or_null("mlp_only_layers", list, [])
     if odd := [layer for layer in dense if type(layer) is not int]:
-        raise ConfigError(f"{fields.where}: mlp_only_layers: expected numbers of layers, found {odd[0]!r}")
+        raise fields.error(f"mlp_only_layers: expected numbers of layers, found {odd[0]!r}")
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
 
 

@@ -27,8 +27,12 @@ class Fields:
     def get(self, name: str, kind: type, least: int = 1) -> Any:
         """Return a required field. ``least``: of integers."""
         if name not in self.raw:
-            raise ConfigError(f"{self.where}: missing field {name!r}")
+            raise self.error(f"missing field {name!r}")
         return self._checked(name, kind, least)
+
+    def error(self, text: str) -> ConfigError:
+        """Return the error that the file is wrong in the way of ``text``."""
+        return ConfigError(f"{self.where}: {text}")
 
     def get_or_null(self, name: str, kind: type, null: Any) -> Any:
         """Return a required field that may be null, which means ``null``."""
@@ -41,21 +45,21 @@ class Fields:
     def _checked(self, name: str, kind: type, least: int = 1) -> Any:
         value = self.raw[name]
         if type(value) is not kind and not (kind is float and type(value) is int):
-            raise ConfigError(f"{self.where}: {name}: expected {kind.__name__}, found {value!r}")
+            raise self.error(f"{name}: expected {kind.__name__}, found {value!r}")
         if kind is int and not least <= value < 1 << 63:
             expected = "a positive number" if least else "a number from 0"
-            raise ConfigError(f"{self.where}: {name}: expected {expected}, found {value}")
+            raise self.error(f"{name}: expected {expected}, found {value}")
         if kind is float and not 0 <= value <= sys.float_info.max:
-            raise ConfigError(f"{self.where}: {name}: expected a finite number from 0, found {value}")
+            raise self.error(f"{name}: expected a finite number from 0, found {value}")
         return kind(value)
 
     def one_of(self, name: str, other: str, kind: type) -> Any:
         """Return a field with two names, of which at least one must be present."""
         values = [self.get(key, kind) for key in (name, other) if key in self.raw]
         if not values:
-            raise ConfigError(f"{self.where}: missing field {name!r} (or {other!r})")
+            raise self.error(f"missing field {name!r} (or {other!r})")
         if values[0] != values[-1]:
-            raise ConfigError(f"{self.where}: {name} is {values[0]} but {other} is {values[-1]}")
+            raise self.error(f"{name} is {values[0]} but {other} is {values[-1]}")
         return values[0]
 
 
@@ -140,22 +144,18 @@ def refuse_unsupported(fields: Fields, family: str, layers: int) -> None:
     """Raise ConfigError for a field at a value that is not supported in the family."""
     for name, expected in FAMILIES[family].only_supported.items():
         if (value := fields.raw.get(name, expected)) != expected:
-            raise ConfigError(
-                f"{fields.where}: {name}: only {expected!r} is supported in a {family} model, found {value!r}"
-            )
+            raise fields.error(f"{name}: only {expected!r} is supported in a {family} model, found {value!r}")
     kinds = fields.optional("layer_types", list, None)
     if kinds is None:
         return
     supported = FAMILIES[family].layer_types
     if odd := [kind for kind in kinds if not isinstance(kind, str) or kind not in supported]:
-        raise ConfigError(
-            f"{fields.where}: layer_types: {odd[0]!r} is not supported in a {family} model, "
+        raise fields.error(
+            f"layer_types: {odd[0]!r} is not supported in a {family} model, "
             f"expected {' or '.join(sorted(supported))}"
         )
     if len(kinds) != layers:
-        raise ConfigError(
-            f"{fields.where}: layer_types: expected num_hidden_layers {layers} entries, found {len(kinds)}"
-        )
+        raise fields.error(f"layer_types: expected num_hidden_layers {layers} entries, found {len(kinds)}")
 
 
 _ALWAYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
@@ -173,37 +173,30 @@ Scaling = tuple[tuple[str, Any], ...]
 """``rope_type`` and its parameters, as (key, value); empty if frequencies are not scaled."""
 
 
-@dataclass(frozen=True)
-class Rope:
-    theta: float
-    partial_rotary_factor: float
-    scaling: Scaling
-
-
-def read_rope(fields: Fields, partial: bool) -> Rope:
-    """Return the rotary embeddings of a file; ``partial``: the family rotates a part of each head."""
+def read_rope(fields: Fields, partial: bool) -> dict[str, Any]:
+    """Return the fields of a ``ModelConfig`` that describe its rotary embeddings; ``partial``: the family
+    rotates a part of each head."""
     rope = _rope_dict(fields)
     theta = _agreed(fields, rope, "rope_theta", float)
     if not theta:
-        raise ConfigError(f"{fields.where}: missing field 'rope_theta' (or rope_parameters.rope_theta)")
+        raise fields.error("missing field 'rope_theta' (or rope_parameters.rope_theta)")
     rotary = _agreed(fields, rope, "partial_rotary_factor", float)
     if not partial and rotary not in (None, 1.0):
-        raise ConfigError(
-            f"{fields.where}: partial_rotary_factor: this family rotates whole heads, found {rotary}"
-        )
+        raise fields.error(f"partial_rotary_factor: this family rotates whole heads, found {rotary}")
     if partial and rotary is None:
-        raise ConfigError(f"{fields.where}: missing field 'partial_rotary_factor'")
+        raise fields.error("missing field 'partial_rotary_factor'")
     if rotary is not None and rotary > 1:
-        raise ConfigError(f"{fields.where}: partial_rotary_factor: expected at most 1, found {rotary}")
-    return Rope(theta, 1.0 if rotary is None else rotary, _scaling(fields, rope))
+        raise fields.error(f"partial_rotary_factor: expected at most 1, found {rotary}")
+    factor = 1.0 if rotary is None else rotary
+    return {"rope_theta": theta, "partial_rotary_factor": factor, "rope_scaling": _scaling(fields, rope)}
 
 
 def _rope_dict(fields: Fields) -> Fields:
     """Return the dict with the rotary parameters; empty if there is none."""
     sections = {key: fields.optional(key, dict, {}) for key in ("rope_scaling", "rope_parameters")}
     if all(sections.values()) and sections["rope_scaling"] != sections["rope_parameters"]:
-        raise ConfigError(
-            f"{fields.where}: rope_scaling beside rope_parameters: Transformers would read the first alone; "
+        raise fields.error(
+            "rope_scaling beside rope_parameters: Transformers would read the first alone; "
             "merge it into rope_parameters"
         )
     name = "rope_scaling" if sections["rope_scaling"] else "rope_parameters"
@@ -224,7 +217,7 @@ def _agreed(fields: Fields, rope: Fields, key: str, kind: type) -> Any:
     inner = rope.optional(key, kind, outer)
     if outer is not None and outer != inner:
         name = rope.where.removeprefix(f"{fields.where}: ")
-        raise ConfigError(f"{fields.where}: {key} is {outer} but {name}.{key} is {inner}")
+        raise fields.error(f"{key} is {outer} but {name}.{key} is {inner}")
     return inner
 
 
@@ -234,18 +227,18 @@ def _scaling(fields: Fields, rope: Fields) -> Scaling:
     numbers = _REQUIRED[kind] | _OPTIONAL.get(kind, set())
     allowed = _ALWAYS | numbers | length | ({"truncate"} if kind == "yarn" else set())
     if odd := sorted(rope.raw.keys() - allowed):
-        raise ConfigError(f"{rope.where}: {odd} not supported with rope_type {kind!r}")
+        raise rope.error(f"{odd} not supported with rope_type {kind!r}")
     if kind == "default":
         return ()
     values = {key: rope.get(key, float) for key in sorted(_REQUIRED[kind])}
     if values["factor"] < 1:
-        raise ConfigError(f"{rope.where}: factor: expected at least 1, found {values['factor']}")
+        raise rope.error(f"factor: expected at least 1, found {values['factor']}")
     values["original_max_position_embeddings"] = rope.get("original_max_position_embeddings", int)
     _agreed(fields, rope, "original_max_position_embeddings", int)  # Transformers prefers the outer value
     values |= {key: rope.optional(key, float, None) for key in sorted(numbers & rope.raw.keys())}
     for key in {"beta_fast", "beta_slow"} & rope.raw.keys():
         if not values[key]:  # Transformers takes its default, vLLM 0
-            raise ConfigError(f"{rope.where}: {key}: expected more than 0, found {values[key]}")
+            raise rope.error(f"{key}: expected more than 0, found {values[key]}")
     if "truncate" in rope.raw:
         values["truncate"] = rope.get("truncate", bool)
     return (("rope_type", kind), *values.items())

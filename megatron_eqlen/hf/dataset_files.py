@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -28,23 +27,15 @@ _SHARD = re.compile(r"(\w+)-\d{5}-of-\d{5}\b.*")
 _HEAD = re.compile(r"---\s*\n(.*?)\n---\s*(\n|$)", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class DatasetPart:
-    """The wanted files of a data set."""
-
-    config: str | None
-    split: str | None
-    usual: str
-    """Split that is read if ``split`` is None and there are several."""
-
-
-def choose_files(names: Sequence[str], card: Mapping[str, Any], part: DatasetPart) -> list[str]:
-    """Return those of the data set's files that belong to ``part``, sorted. Raises ValueError."""
-    splits = _splits(names, card, part.config)
-    usual = next(iter(splits)) if len(splits) == 1 else part.usual
-    chosen = part.split or usual
+def choose_files(
+    names: Sequence[str], card: Mapping[str, Any], config: str | None, split: str | None, usual: str
+) -> list[str]:
+    """Return those of the data set's files that belong to ``config`` and ``split``, sorted. ``usual``: the
+    split if none is named and there are several. Raises ValueError."""
+    splits = _splits(names, card, config)
+    chosen = split or (next(iter(splits)) if len(splits) == 1 else usual)
     if chosen not in splits:
-        raise ValueError(f"split: expected one of {', '.join(splits)}, found {part.split!r}")
+        raise ValueError(f"split: expected one of {', '.join(splits)}, found {split!r}")
     files = sorted(set(splits[chosen]))
     if not files or (odd := [name for name in files if not name.endswith(SUFFIXES)]):
         others = ", ".join(odd[:3]) if files else "none"

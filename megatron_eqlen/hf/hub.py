@@ -64,15 +64,14 @@ class HubRepo:
         """Return the names of all files at this commit, from the cache if it has them. Raises HubError."""
         from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
-        try:
-            return [file.path for file in api.get_cached_repo_tree(**self._where())]
-        except CachedRepoTreeNotFoundError:
-            pass
-        folder = self._snapshot(["README.md"])  # writes the cache's list of files
-        try:
-            return [file.path for file in api.get_cached_repo_tree(**self._where())]
-        except CachedRepoTreeNotFoundError:  # offline, with a cache written by an older huggingface_hub
-            return [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+        folder = self._cache()
+        for _ in range(2):
+            try:
+                return [file.path for file in api.get_cached_repo_tree(**self._where())]
+            except CachedRepoTreeNotFoundError:
+                folder = self._snapshot(["README.md"])  # writes the cache's list of files
+        # offline, with a cache written by an older huggingface_hub
+        return [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
 
     def download(self, choose: Callable[[Sequence[str]], Sequence[str]]) -> Path:
         """Download the files that ``choose`` picks among all names, unless the cache has them; return their
@@ -150,17 +149,14 @@ def _explained(repo: HubRepo) -> Iterator[None]:
         httpx.TransportError,
     )
     where = f"{repo.kind} {repo.name!r} on {constants.ENDPOINT}"
+    login = "(hf auth login, or HF_TOKEN)"
     try:
         yield
     except errors.GatedRepoError:
-        raise HubError(
-            f"{where}: it is gated: accept its terms on its page, then log in (hf auth login, or HF_TOKEN)"
-        ) from None
+        raise HubError(f"{where}: it is gated: accept its terms on its page, then log in {login}") from None
     except errors.RepositoryNotFoundError:
-        raise HubError(
-            f"{where}: no such {repo.kind}, or it is private and you are not logged in (hf auth login, or "
-            "HF_TOKEN); a local folder must exist"
-        ) from None
+        why = f"no such {repo.kind}, or it is private and you are not logged in {login}"
+        raise HubError(f"{where}: {why}; a local folder must exist") from None
     except errors.RevisionNotFoundError:
         raise HubError(f"{where}: it has no revision {repo.revision!r}") from None
     except errors.RemoteEntryNotFoundError as error:

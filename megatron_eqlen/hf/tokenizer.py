@@ -68,7 +68,8 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the token ids of ``text``; special tokens in the text become their ids, unless ``BREAK``
         stands in them; none are added. Half a surrogate pair is read as ``?``."""
-        return [token for piece in encodable(text).split(BREAK) for token in self._encode(piece)]
+        pieces = encodable(text).split(BREAK)
+        return [token for piece in pieces for token in self.backend.encode(piece, add_special_tokens=False)]
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of ``token_ids`` without end-of-sequence and padding tokens; ``</think>`` is
@@ -147,16 +148,9 @@ class Tokenizer:
             ],
         }
 
-    def pieces(self, text: str) -> list[str]:
-        """Return the tokens of ``text`` as the vocabulary spells them."""
-        return self.pieces_of(self._encode(text))
-
     def pieces_of(self, token_ids: Sequence[int]) -> list[str]:
         """Return tokens as the vocabulary spells them."""
         return self.backend.convert_ids_to_tokens(token_ids)
-
-    def _encode(self, text: str) -> list[int]:
-        return self.backend.encode(text, add_special_tokens=False)
 
 
 def encodable(text: str) -> str:
@@ -180,7 +174,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         return Tokenizer(path)
     expected = _pieces(path / PIECES, PROBE)
     tokenizer = Tokenizer(path)
-    if (found := tokenizer.pieces(PROBE)) != expected:
+    if (found := tokenizer.pieces_of(tokenizer.encode(PROBE))) != expected:
         raise ValueError(
             f"{path / PIECES}: expected the pieces {expected} of {PROBE!r}, found {found} after the "
             "conversion by Transformers: tokenizer_config.json names the tokenizer_class that knows how, "

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_eqlen.hf.dataset_files import SUFFIXES
 from megatron_eqlen.recipe.yaml_values import read_value
 
-
-@dataclass(frozen=True)
-class DataSet:
-    """A row of the table."""
-
-    path: str
-    config: str | None = None
-    split: str | None = None
-    released: str | None = None
-    """Day on which the problems became public, ``2026-02-06``; None: not known."""
-
-
-_TABLE = read_value(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-TRAINING = {name: DataSet(**row) for name, row in _TABLE["training"].items()}
-BENCHMARKS = {name: DataSet(**row) for name, row in _TABLE["benchmarks"].items()}
+_TABLE: dict[str, dict[str, Any]] = read_value(
+    Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+)
+TRAINING, BENCHMARKS = _TABLE["training"], _TABLE["benchmarks"]
+"""By reader: ``path`` on the hub, and perhaps ``config``, ``split``, and ``released``, the day on which the
+problems became public."""
 
 
 def with_defaults(section: Any) -> Any:
@@ -32,10 +22,9 @@ def with_defaults(section: Any) -> Any:
     rows = TRAINING | BENCHMARKS
     if not isinstance(section, dict) or str(section.get("reader")) not in rows:
         return section
-    row = rows[section["reader"]]
-    path = section.get("path", row.path)
-    parts = {} if Path(str(path)).suffix in SUFFIXES else {"config": row.config, "split": row.split}
-    return {"path": path} | {key: value for key, value in parts.items() if value} | section
+    row = {key: value for key, value in rows[section["reader"]].items() if key != "released"}
+    is_file = Path(str(section.get("path", row["path"]))).suffix in SUFFIXES
+    return ({"path": row["path"]} if is_file else row) | section
 
 
 def model_release(path: str) -> str | None:

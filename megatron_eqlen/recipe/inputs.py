@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from megatron_eqlen.hf.dataset_files import DatasetPart, choose_files, read_card
+from megatron_eqlen.hf.dataset_files import choose_files, read_card
 from megatron_eqlen.hf.hub import HubError, HubRepo, is_name, model_files
 from megatron_eqlen.recipe import (
     BenchmarkRecipe,
@@ -139,7 +139,7 @@ def _chosen(section: SourceRecipe | BenchmarkRecipe, names: Sequence[str]) -> li
     if section.reader in WHOLE_FOLDER:
         return [name for name in names if name.endswith((".parquet", ".jsonl"))]
     usual = "train" if isinstance(section, SourceRecipe) else "test"
-    return choose_files(names, card, DatasetPart(section.config, section.split, usual))
+    return choose_files(names, card, section.config, section.split, usual)
 
 
 def keep_inputs(run: Path, recipe: Recipe) -> None:

@@ -75,8 +75,5 @@ def variant_name(variant: dict[str, str]) -> str:
     safe = re.sub(r"[^\w.=,+-]", "_", text)[:LONGEST]
     # a comma or an equals sign in a value could make two variants alike
     plain = safe == text and not any(re.search("[,=]", value) for value in variant.values())
-    return (
-        safe
-        if plain
-        else f"{safe}-{hashlib.sha256(json.dumps(variant, sort_keys=True).encode()).hexdigest()[:8]}"
-    )
+    digest = hashlib.sha256(json.dumps(variant, sort_keys=True).encode()).hexdigest()[:8]
+    return safe if plain else f"{safe}-{digest}"

@@ -38,6 +38,7 @@ NAMES = {
 has none; the response's token ids; all of this (verifiers' ``state``)."""
 KINDS = {name: kind for kind, names in NAMES.items() for name in names}
 OF_A_RESPONSE = ("completion", "query")
+LISTS = {"completions", "queries", "solution_strs", "responses"}
 NUMBER_KEYS = ("score", "reward", "rewards")
 """Keys of the reward where a function returns a record (verl: ``score``, OpenRLHF: ``rewards``)."""
 PACKED = '{"eqlen_gold": '
@@ -70,27 +71,30 @@ class RewardFunction:
     def __init__(self, path: str, key: str) -> None:
         self.path = path
         self._function: Callable[..., Any] = load_object(path, key)
-        self._parameters = _parameters(self._function, path, key)
-        self._everything = any(one.kind is one.VAR_KEYWORD for one in self._parameters.values())
+        parameters = _parameters(self._function, path, key)
+        self._named = _named_ones(parameters)
+        self._everything = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        self._in_lists = not LISTS.isdisjoint(self._named)
+        """True if the function grades a batch, as in TRL and OpenRLHF."""
         self._is_chat: bool | None = None
         """True if the function takes the response as messages, None if that is not known yet."""
         self._pauses: Sequence[float] = PAUSES  # none after a failure: a dead service costs no time
-        if not _takes_response(self._parameters):
-            raise ValueError(_not_a_reward(self._parameters, path, key))
+        if not _takes_response(parameters):
+            raise ValueError(_not_a_reward(parameters, path, key))
 
     @property
     def needs_gold(self) -> bool:
         """True if a row without an answer cannot be graded."""
-        return any(_kind(name) == "gold" and one.default is one.empty for name, one in self._named())
+        return any(_kind(name) == "gold" and one.default is one.empty for name, one in self._named.items())
 
     def columns(self, names: Sequence[str]) -> list[str]:
         """Return those of a file's columns that the function gets: all with ``**kwargs``. Raises ValueError
         for a parameter without a default that gets nothing."""
         top = dict.fromkeys(name.partition(".")[0] for name in names)
-        for name, one in self._named():
+        for name, one in self._named.items():
             if one.default is one.empty and not _kind(name) and not {name, name.removesuffix("s")} & {*top}:
                 raise ValueError(f"{self.path}: {_no_value(name, top)}")
-        wanted = {name for name, _ in self._named() if _kind(name) not in OF_A_RESPONSE}
+        wanted = {name for name in self._named if _kind(name) not in OF_A_RESPONSE}
         return [name for name in top if self._everything or {name, f"{name}s"} & wanted]
 
     def grade(self, prompt: Prompt, completion: str, token_ids: Sequence[int] | TokenIds = ()) -> Grade:
@@ -151,7 +155,7 @@ class RewardFunction:
             "tokens": [*map(int, token_ids)],
         }
         values["state"] = {name: values[kind] for name, kind in KINDS.items() if kind != "state"} | columns
-        given = {name: _value(name, values, columns, self._in_lists) for name, _ in self._named()}
+        given = {name: _value(name, values, columns, self._in_lists) for name in self._named}
         if self._everything:
             others = {"prompt": values["question"], "answer": gold} | columns
             if not given:
@@ -160,30 +164,16 @@ class RewardFunction:
             given = listed | given
         missing = [
             name
-            for name, one in self._named()
+            for name, one in self._named.items()
             if one.default is one.empty and given[name] is inspect.Parameter.empty
         ]
         if missing:
             raise _NoValue(_no_value(missing[0], columns))
         filled = {name: value for name, value in given.items() if value is not inspect.Parameter.empty}
-        names = [name for name, one in self._named() if one.kind is one.POSITIONAL_ONLY and name in filled]
-        first = [filled.pop(name) for name in names]
+        ordered = (name for name, one in self._named.items() if one.kind is one.POSITIONAL_ONLY)
+        first = [filled.pop(name) for name in ordered if name in filled]
         returned = self._function(*first, **filled)
         return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
-
-    @property
-    def _in_lists(self) -> bool:
-        """True if the function grades a batch, as in TRL and OpenRLHF."""
-        return any(
-            name in ("completions", "queries", "solution_strs", "responses") for name, _ in self._named()
-        )
-
-    def _named(self) -> list[tuple[str, inspect.Parameter]]:
-        return [
-            (name, one)
-            for name, one in self._parameters.items()
-            if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-        ]
 
 
 @contextmanager
@@ -215,7 +205,7 @@ def is_reward_function(path: str) -> bool:
     parameters = _parameters(loaded, path, "grader")
     if _takes_response(parameters):
         return True
-    given = (one for one in parameters.values() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD))
+    given = _named_ones(parameters).values()
     required = [one.name for one in given if one.default is one.empty and one.name != "seed"]
     if len(required) != 1:
         raise ValueError(_not_a_reward(parameters, path, "grader"))
@@ -227,6 +217,12 @@ def _parameters(function: Callable[..., Any], path: str, key: str) -> Mapping[st
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
         raise ValueError(f"{key}: {path}: expected a function whose parameters have names") from None
+
+
+def _named_ones(parameters: Mapping[str, inspect.Parameter]) -> dict[str, inspect.Parameter]:
+    """Return the parameters without ``*args`` and ``**kwargs``."""
+    others = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {name: one for name, one in parameters.items() if one.kind not in others}
 
 
 def _takes_response(parameters: Mapping[str, inspect.Parameter]) -> bool:

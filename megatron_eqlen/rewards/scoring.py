@@ -13,9 +13,9 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -50,8 +50,7 @@ class TokenDecoder(Protocol):
     def decode(self, token_ids: TokenIds) -> str: ...
 
 
-@dataclass(frozen=True)
-class _Ended:
+class _Ended(NamedTuple):
     """A segment that ends a response, and the response."""
 
     key: Key
@@ -81,13 +80,15 @@ class Scorer:
 
     def begin(self, prompt: Prompt, response: TokenIds) -> None:
         """Start grading a response that has just ended, if its grader works beside generation."""
-        self._begin(response_key(prompt, response), prompt, response)
+        grader = None if self._function(prompt.grader) else self._grader(prompt.grader)
+        if isinstance(grader, PoolGrader):
+            self._background.begin(response_key(prompt, response), grader, prompt, response)
 
     def begin_ended(self, rollouts: Iterable[Rollout]) -> None:
         """Call ``begin`` for every response of ``rollouts`` without a grade."""
         for entry in _ended(rollouts):
             if entry.part.grade is None:
-                self._begin(entry.key, entry.prompt, entry.response)
+                self.begin(entry.prompt, entry.response)
 
     def score(self, rollouts: Sequence[Rollout], seconds: float = math.inf) -> Metrics:
         """Fill ``grade`` of every segment that ends a response; a grade that is already there is kept. Return
@@ -103,8 +104,8 @@ class Scorer:
         ungraded = {entry.key: entry for entry in ended if entry.part.grade is None}
         try:
             hidden = sum(grade.seconds for grade in self._background.ready(ungraded))
-            for key, entry in ungraded.items():
-                self._begin(key, entry.prompt, entry.response)
+            for entry in ungraded.values():
+                self.begin(entry.prompt, entry.response)
             now = {key: entry for key, entry in ungraded.items() if key not in self._background}
             responses = [entry.response for entry in now.values()]
             texts, prompts = map(self._tokenizer.decode, responses), [entry.prompt for entry in now.values()]
@@ -157,11 +158,6 @@ class Scorer:
         for grader in self._graders.values():
             grader.close()
         self._graders.clear()
-
-    def _begin(self, key: Key, prompt: Prompt, response: TokenIds) -> None:
-        grader = None if self._function(prompt.grader) else self._grader(prompt.grader)
-        if isinstance(grader, PoolGrader):
-            self._background.begin(key, grader, prompt, response)
 
     def _collect(self, begun: Mapping[Key, Prompt], seconds: float) -> dict[Key, Grade]:
         """Wait for grades that were begun, at most ``seconds`` in all."""

@@ -121,4 +121,4 @@ def leaderboard(results: Sequence[EvaluationResult], rank_seconds: float) -> str
 
 def _public_since(result: EvaluationResult) -> str | None:
     reader = result.manifest["benchmark"]["reader"]
-    return BENCHMARKS[reader].released if reader in BENCHMARKS else None
+    return BENCHMARKS.get(reader, {}).get("released")

@@ -360,7 +360,7 @@ def test_data_sets_are_read_by_name(tmp_path, reader):
     file = SourceRecipe(name="s", reader=reader, path=str(tmp_path / next(iter(files))), **keys)
     (again,) = open_source(file, Tally())
     assert replace(again, row_id=read.row_id) == read, "a file by itself"
-    assert SourceRecipe.model_validate({"name": "s", "reader": reader}).path == TRAINING[reader].path
+    assert SourceRecipe.model_validate({"name": "s", "reader": reader}).path == TRAINING[reader]["path"]
 
 
 def test_duplicates_are_kept_where_the_recipe_says_so_and_a_key_without_effect_is_refused(tmp_path):
@@ -678,16 +678,6 @@ def test_a_source_of_which_faults_leave_out_more_than_half_is_no_good_source(tok
             prompts.describe(100)
     else:
         assert prompts.describe(100)
-
-
-@pytest.mark.parametrize(("keys", "data", "message"), [
-    ({"min_difficulty": 100.0}, {}, r"no usable row: 3 of 3 rows are left out: 3 difficulty"),
-    ({}, {"max_prompt_length": 3}, r"no usable row: 3 of 3 rows are left out: 3 too_long"),
-])  # fmt: skip
-def test_a_source_without_a_usable_row_says_why(tokenizer, tmp_path, keys, data, message):
-    file = write_deepmath(tmp_path / "train-0.parquet", sums(3))
-    with pytest.raises(ValueError, match=message):
-        PromptSource(recipe(source(file, **keys), **data), tokenizer, 0).next(1)
 
 
 def test_a_parquet_file_under_a_reader_of_json_is_refused(tokenizer, tmp_path):

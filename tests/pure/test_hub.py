@@ -12,7 +12,7 @@ import pytest
 from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.data.rows import Tally
 from megatron_eqlen.data.sources import open_source
-from megatron_eqlen.hf.dataset_files import DatasetPart, choose_files
+from megatron_eqlen.hf.dataset_files import choose_files
 from megatron_eqlen.job import Job
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.recipe.inputs import fetch, local_path, pinned
@@ -238,6 +238,6 @@ NAMES = ["README.md", "a/1.parquet", "a/2.parquet", "a/d/e/1.parquet", "b/x1.jso
 def test_files_are_chosen_by_the_card_or_by_their_names(names, card, part, chosen):
     if isinstance(chosen, str):
         with pytest.raises(ValueError, match=f"^{chosen}"):
-            choose_files(names, card, DatasetPart(*part, usual="train"))
+            choose_files(names, card, *part, usual="train")
     else:
-        assert choose_files(names, card, DatasetPart(*part, usual="train")) == chosen
+        assert choose_files(names, card, *part, usual="train") == chosen

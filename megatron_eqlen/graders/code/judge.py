@@ -5,17 +5,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
-from megatron_eqlen.graders.code.rules import Rules
 from megatron_eqlen.graders.code.tests import CodeTests
-from megatron_eqlen.graders.sandbox.client import Execution, Sandbox
+from megatron_eqlen.graders.sandbox.client import Sandbox
 from megatron_eqlen.graders.sandbox.program import Isolation, Limits
 
-RunProgram = Callable[[str, str, Limits, str | None, Rules], Execution]
-"""Runs a program in the sandbox: (source, stdin, limits, function, rules)."""
 LONGEST_DETAIL = 400
 CHECK = """\
 import builtins, io, json, sys
@@ -31,25 +28,17 @@ exec(compile({checker!r}, "checker.py", "exec"), {{"__name__": "__main__"}})
 right output (the convention of open-r1/codeforces). Programs have no files, so its ``open`` reads stdin."""
 
 
-@dataclass(frozen=True)
-class Judgement:
-    verdict: str
-    """``passed``, ``wrong_answer``, or an Execution's status."""
-    detail: str
-    """The first failing test, empty where all passed."""
-    seconds: float
-
-
-def judge(program: str, tests: CodeTests, limits: Limits, run: RunProgram) -> Judgement:
-    """Return the verdict on a program; passed only if every test passes."""
+def judge(program: str, tests: CodeTests, limits: Limits, sandbox: Sandbox) -> dict[str, Any]:
+    """Return ``verdict`` (``passed`` only if every test passes, ``wrong_answer``, or an Execution's status),
+    ``detail`` (the first failing test, "" where all pass) and ``seconds``."""
     seconds = 0.0
     for number in range(len(tests.inputs)):
-        ended = run(program, tests.stdin(number), limits, tests.function, tests.rules)
+        ended = sandbox.run(program, tests.stdin(number), limits, tests.function, tests.rules)
         seconds += ended.seconds
         verdict, why = ended.status, ended.error
         if verdict == "finished" and tests.checker is not None:
             texts = json.dumps([tests.inputs[number], tests.outputs[number], ended.stdout])
-            check = run(CHECK.format(checker=tests.checker), texts, limits, None, "plain")
+            check = sandbox.run(CHECK.format(checker=tests.checker), texts, limits, None, "plain")
             seconds += check.seconds
             if check.status != "finished" or check.stdout.strip() != "1":
                 verdict = "wrong_answer"
@@ -61,14 +50,14 @@ def judge(program: str, tests: CodeTests, limits: Limits, run: RunProgram) -> Ju
         if verdict != "finished":
             line = " ".join(f"test {number + 1} of {len(tests.inputs)}: {why}".split())
             detail = line if len(line) <= LONGEST_DETAIL else "..." + line[-LONGEST_DETAIL:]
-            return Judgement(verdict, detail, seconds)
-    return Judgement("passed", "", seconds)
+            return {"verdict": verdict, "detail": detail, "seconds": seconds}
+    return {"verdict": "passed", "detail": "", "seconds": seconds}
 
 
 def make_handler(
     isolation: dict[str, bool], python: str | None = None
 ) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return a handler that answers ``{"program", "tests", "limits"}`` with a Judgement; with ``stdin`` and
+    """Return a handler that answers ``{"program", "tests", "limits"}`` as ``judge`` does; with ``stdin`` and
     ``function`` in place of tests, with an Execution."""
     sandbox = Sandbox(Isolation(**isolation), python)
 
@@ -76,8 +65,7 @@ def make_handler(
         limits = Limits(**item["limits"])
         if "tests" not in item:
             return asdict(sandbox.run(item["program"], item["stdin"], limits, item.get("function")))
-        tests = _parse_tests(item["tests"])
-        return asdict(judge(item["program"], tests, limits, sandbox.run))
+        return judge(item["program"], _parse_tests(item["tests"]), limits, sandbox)
 
     return handle
 
