@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
+from math import inf
 from pathlib import Path
 
 from megatron_eqlen.data.files import parse_json
 from megatron_eqlen.data.rows import Problem, Tally
+from megatron_eqlen.recipe import SourceRecipe
 
 OVERLAP_WORDS = 13
 """A question that shares this many words in a row with an excluded one is left out (GPT-3's
@@ -33,19 +35,13 @@ class Exclusion:
         return whole in self._whole or any(run in self._runs for run in word_runs(question))
 
 
-def filter_rows(
-    rows: Iterable[Problem],
-    tally: Tally,
-    min_difficulty: float | None = None,
-    max_difficulty: float | None = None,
-    exclusion: Exclusion | None = None,
-    keep_duplicates: bool = False,
-) -> Iterator[Problem]:
-    """Yield the rows that pass; every other row is counted in ``tally``. Of equal questions the first is
-    kept, unless ``keep_duplicates``."""
-    bounded = min_difficulty is not None or max_difficulty is not None
-    lowest = float("-inf") if min_difficulty is None else min_difficulty
-    highest = float("inf") if max_difficulty is None else max_difficulty
+def filter_rows(source: SourceRecipe, rows: Iterable[Problem], tally: Tally) -> Iterator[Problem]:
+    """Yield the rows that pass the source's filters; every other row is counted in ``tally``. Of equal
+    questions the first is kept, unless ``keep_duplicates``."""
+    exclusion = Exclusion(read_questions(Path(source.exclude))) if source.exclude else None
+    bounded = source.min_difficulty is not None or source.max_difficulty is not None
+    lowest = -inf if source.min_difficulty is None else source.min_difficulty
+    highest = inf if source.max_difficulty is None else source.max_difficulty
     seen: set[bytes] = set()
     for row in rows:
         if bounded and row.difficulty is None:
@@ -55,7 +51,7 @@ def filter_rows(
         elif exclusion is not None and row.question in exclusion:
             tally.drop(row.row_id, "excluded")
         # digests: millions of questions fit into memory
-        elif (key := _digest(row.question)) in seen and not keep_duplicates:
+        elif (key := _digest(row.question)) in seen and not source.keep_duplicates:
             tally.drop(row.row_id, "duplicate")
         else:
             seen.add(key)

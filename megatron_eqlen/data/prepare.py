@@ -27,9 +27,6 @@ CHUNK = 256
 PROBE = "What is 1 + 1?"
 """Probe text: tokenizers that split it differently are different tokenizers."""
 
-Refusal = tuple[str, str]
-"""Reason why a row is left out, as it is counted, and what was found."""
-
 
 def prepare(
     source: SourceRecipe,
@@ -70,9 +67,10 @@ def prepare(
 
 def check_rows(
     rows: Sequence[Problem], grader: MathGrader, tokenizer: Tokenizer | None, limit: int | None
-) -> list[Refusal | None]:
-    """Return for each row None, or why it is left out: prompt length is checked first, then the gold."""
-    refusals: list[Refusal | None] = []
+) -> list[tuple[str, str] | None]:
+    """Return for each row None, or why it is left out, as it is counted, and what was found: prompt length is
+    checked first, then the gold."""
+    refusals: list[tuple[str, str] | None] = []
     for row in rows:
         turns = [*row.messages] if row.messages else chat_messages(row.question)
         length = len(tokenizer.encode(tokenizer.render_chat(turns))) if tokenizer and limit else 0

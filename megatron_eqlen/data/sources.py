@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_eqlen.data import jsonl, livecodebench, opencodereasoning, prepared
 from megatron_eqlen.data.files import refuse_half_pairs
-from megatron_eqlen.data.filters import Exclusion, filter_rows, read_questions
+from megatron_eqlen.data.filters import filter_rows
 from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.recipe import ANY_COLUMNS, BenchmarkRecipe, SourceRecipe
 from megatron_eqlen.recipe.inputs import data_files, local_path
@@ -54,7 +54,7 @@ def _open_prepared(source: SourceRecipe, tally: Tally) -> Sequence[Problem]:
     stored = prepared.PreparedRows(local_path(source))
     if not has_filters(source):
         return stored
-    kept = {row.row_id for row in _filtered(source, stored.without_golds(), tally)}
+    kept = {row.row_id for row in filter_rows(source, stored.without_golds(), tally)}
     numbers = [number for number, row_id in enumerate(stored.row_ids()) if row_id in kept]
     return prepared.PreparedRows(local_path(source), numbers)
 
@@ -69,7 +69,9 @@ def read_source(source: SourceRecipe, tally: Tally) -> Iterable[Problem]:
         rows = opencodereasoning.read(local_path(source), tally, source.split, source.tests)
     else:
         rows = _read(source, tally)
-    return rows if isinstance(rows, Sequence) and not has_filters(source) else _filtered(source, rows, tally)
+    return (
+        rows if isinstance(rows, Sequence) and not has_filters(source) else filter_rows(source, rows, tally)
+    )
 
 
 def read_problems(benchmark: BenchmarkRecipe, tally: Tally) -> Iterable[Problem]:
@@ -116,10 +118,3 @@ def _checked(name: str, rows: Iterable[Problem], path: Path) -> Iterator[Problem
             except ValueError as error:
                 raise ValueError(f"{path}: {row.row_id!r}: {error}") from None
             yield row
-
-
-def _filtered(source: SourceRecipe, rows: Iterable[Problem], tally: Tally) -> Iterator[Problem]:
-    exclusion = Exclusion(read_questions(Path(source.exclude))) if source.exclude else None
-    return filter_rows(
-        rows, tally, source.min_difficulty, source.max_difficulty, exclusion, source.keep_duplicates
-    )

@@ -248,10 +248,20 @@ def _special_ids(
     folder: Path, tokenizer_eos: int | None, tokenizer_pad: int | None
 ) -> tuple[frozenset[int], int]:
     """Return the end-of-sequence set and the padding token of a model folder."""
-    generation = _read_json(folder / "generation_config.json")
-    eos = _as_set(generation.get("eos_token_id"), folder / "generation_config.json")
-    if not eos:
-        eos = _fallback_eos(folder, tokenizer_eos)
+    preferred = "generation_config.json"
+    generation, config = _read_json(folder / preferred), _read_json(folder / "config.json")
+    eos_of = {
+        preferred: generation.get("eos_token_id"),
+        "config.json": config.get("text_config", config).get("eos_token_id"),
+        "the tokenizer": tokenizer_eos,
+    }
+    for origin, value in eos_of.items():
+        if eos := _as_set(value, folder / origin):
+            break
+    else:
+        raise ValueError(f"{folder}: expected eos_token_id in {', '.join(eos_of)}, found none")
+    if origin != preferred:
+        log.warning("%s: no eos_token_id in %s; %s says %s", folder, preferred, origin, sorted(eos))
     pad = generation.get("pad_token_id", tokenizer_pad)
     if pad is None:
         pad = min(eos)
@@ -273,21 +283,6 @@ def _with_arguments(turn: Turn, as_json: bool) -> Turn:
             with suppress(ValueError):
                 function["arguments"] = json.loads(given)
     return {**turn, "tool_calls": calls}
-
-
-def _fallback_eos(folder: Path, tokenizer_eos: int | None) -> frozenset[int]:
-    config = _read_json(folder / "config.json")
-    eos = _as_set(config.get("text_config", config).get("eos_token_id"), folder / "config.json")
-    origin = "config.json"
-    if not eos and tokenizer_eos is not None:
-        eos, origin = frozenset({tokenizer_eos}), "the tokenizer"
-    if not eos:
-        raise ValueError(
-            f"{folder}: expected eos_token_id in generation_config.json, config.json or the tokenizer, "
-            "found none"
-        )
-    log.warning("%s: no eos_token_id in generation_config.json; %s says %s", folder, origin, sorted(eos))
-    return eos
 
 
 def _as_set(value: Any, where: Path) -> frozenset[int]:
