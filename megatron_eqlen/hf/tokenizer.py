@@ -259,7 +259,9 @@ def _special_ids(
         if eos := _as_set(value, folder / origin):
             break
     else:
-        raise ValueError(f"{folder}: expected eos_token_id in {', '.join(eos_of)}, found none")
+        raise ValueError(
+            f"{folder}: expected eos_token_id in {preferred}, config.json or the tokenizer, found none"
+        )
     if origin != preferred:
         log.warning("%s: no eos_token_id in %s; %s says %s", folder, preferred, origin, sorted(eos))
     pad = generation.get("pad_token_id", tokenizer_pad)

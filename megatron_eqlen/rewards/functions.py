@@ -72,7 +72,7 @@ class RewardFunction:
         self.path = path
         self._function: Callable[..., Any] = load_object(path, key)
         parameters = _parameters(self._function, path, key)
-        self._named = _named_ones(parameters)
+        self._named = _by_name(parameters)
         self._everything = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
         self._in_lists = not LISTS.isdisjoint(self._named)
         """True if the function grades a batch, as in TRL and OpenRLHF."""
@@ -205,7 +205,7 @@ def is_reward_function(path: str) -> bool:
     parameters = _parameters(loaded, path, "grader")
     if _takes_response(parameters):
         return True
-    given = _named_ones(parameters).values()
+    given = _by_name(parameters).values()
     required = [one.name for one in given if one.default is one.empty and one.name != "seed"]
     if len(required) != 1:
         raise ValueError(_not_a_reward(parameters, path, "grader"))
@@ -219,7 +219,7 @@ def _parameters(function: Callable[..., Any], path: str, key: str) -> Mapping[st
         raise ValueError(f"{key}: {path}: expected a function whose parameters have names") from None
 
 
-def _named_ones(parameters: Mapping[str, inspect.Parameter]) -> dict[str, inspect.Parameter]:
+def _by_name(parameters: Mapping[str, inspect.Parameter]) -> dict[str, inspect.Parameter]:
     """Return the parameters without ``*args`` and ``**kwargs``."""
     others = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return {name: one for name, one in parameters.items() if one.kind not in others}
