@@ -138,9 +138,8 @@ def _take(row: Row, key: str, value: Any, done: Translation) -> None:
     small, given, ours = str(value).lower(), key in done.theirs, row.ours or key
     neutral = row.asks_nothing(small)
     values = [new for name, new in (row.values or {}).items() if fnmatchcase(small, name.lower())]
-    unset = UNSET.fullmatch(small) and row.values is None
-    unset = unset or (row.why and (neutral or NOTHING.fullmatch(small)))
-    if row.irrelevant or unset or (row.when and not done.is_on(row.when)):
+    unset = row.values is None and (NOTHING if row.why else UNSET).fullmatch(small)
+    if row.irrelevant or unset or (row.why and neutral) or (row.when and not done.is_on(row.when)):
         done.outcomes |= {key: "irrelevant"} if given else {}
         return
     done.outcomes |= {key: "same"} if given else {}
@@ -171,12 +170,11 @@ def _add_learning(done: Translation) -> None:
     if "overlong" in keys:
         keys["loss.overlong_factor"] = number("overlong") / (1 if "reward_file" in keys else 2)
         if "reward_file" not in keys:
-            text = "half of it: rewards of DAPO's and AIME's answers are +1 and -1 there, 1 and 0 here (where"
-            done.change("loss.overlong_factor", "overlong", f"{text} they are 1 and 0 there: all of it)")
-    if number("gen_batches") > 0:
-        keys["loss.max_num_gen_batches"] = keys["gen_batches"]
-    elif "gen_batches" in keys:
-        done.change("loss.max_num_gen_batches", "gen_batches", "10 batches, there no limit")
+            text = "half of it: answers are +1 and -1 there, 1 and 0 here (as there: all of it)"
+            done.change("loss.overlong_factor", "overlong", text)
+    if number("loss.max_num_gen_batches", 1) <= 0:
+        del keys["loss.max_num_gen_batches"]
+        done.change("loss.max_num_gen_batches", "loss.max_num_gen_batches", "10 batches, there no limit")
     if done.is_on("distilled") and not (keys.keys() | done.holes.keys()) & {"teacher.path", "teacher.url"}:
         done.hole("teacher.path", "distilled", "the teacher's folder, or its name on the hub")
     for n, beta in enumerate(listed(keys.get("betas")), 1):
