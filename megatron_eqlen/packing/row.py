@@ -39,12 +39,12 @@ def fill_row(
         node, at = forest.node(number), slice(place.start, place.start + place.length)
         # labels are the tokens but for a root's first; inputs are the tokens before them on the path
         root = len(node) - place.length
-        before = node.token_ids[0] if root else forest.node(forest.parent[number]).token_ids[-1]
+        before = node.token_ids[0] if root else forest.node(int(forest.parent[number])).token_ids[-1]
         row.labels[at] = node.token_ids[root:]
         row.input_ids[at] = np.append(before, row.labels[at][:-1])
         row.position_ids[at] = place.position + np.arange(place.length)
         generated = node.tokens.is_generated[root:]
-        _fill_path_columns(row, at, node.tokens.columns, root, generated)
+        _fill_path_columns(row, at, node.tokens, root, generated)
         if train:
             # positions that predict a token of an environment are not trained
             own = place.start + np.flatnonzero(generated)
@@ -74,11 +74,9 @@ def _places(forest: Forest, nodes: np.ndarray) -> list[RowNode]:
     return places
 
 
-def _fill_path_columns(
-    row: Row, at: slice, columns: dict[str, Values], root: int, generated: np.ndarray
-) -> None:
+def _fill_path_columns(row: Row, at: slice, tokens: Tokens, root: int, generated: np.ndarray) -> None:
     """Fill ``Row.path_columns`` of a node's positions; tokens that nobody sampled have no known value."""
-    for name, values in columns.items():
+    for name, values in tokens.columns.items():
         if COLUMNS[name].of_path and not isinstance(values, Ragged):
             shape, unknown = (len(row.labels), *values.shape[1:]), COLUMNS[name].unknown
             if name not in row.path_columns:
