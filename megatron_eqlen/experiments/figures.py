@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_eqlen import metrics as m
+from megatron_eqlen.evaluation.result import evaluation_files, histories, read_evaluations
 from megatron_eqlen.recipe.budget import UNITS
-from megatron_eqlen.report.evaluations import evaluation_files, histories, read_evaluations
 from megatron_eqlen.report.format import RESPONSE_LENGTH, REWARD
 from megatron_eqlen.report.metrics import Columns
 

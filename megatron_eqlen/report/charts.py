@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from megatron_eqlen import metrics as m
+from megatron_eqlen.evaluation.result import Evaluation, histories
 from megatron_eqlen.processes.run_state import STEPS
-from megatron_eqlen.report.evaluations import Evaluation, histories
 from megatron_eqlen.report.format import (
     MISMATCH,
     PAIRS,

@@ -20,12 +20,12 @@ from typing import Any
 
 import jinja2
 
+from megatron_eqlen.evaluation.result import evaluation_files, histories, read_evaluations
 from megatron_eqlen.files import write_text
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.load import dump, load_run
 from megatron_eqlen.record.reader import check_newest, scored_steps, step_files
 from megatron_eqlen.report.charts import COLOURS, METRICS, RARE, charts, facts, profile_chart, timeline
-from megatron_eqlen.report.evaluations import evaluation_files, histories, read_evaluations
 from megatron_eqlen.report.format import compact, percent
 from megatron_eqlen.report.metrics import Columns
 from megatron_eqlen.report.probe import Found

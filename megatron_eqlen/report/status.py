@@ -15,6 +15,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.text import Text
 
+from megatron_eqlen.evaluation.result import evaluation_files, histories, read_evaluations
 from megatron_eqlen.files import LATEST, read_text
 from megatron_eqlen.metrics import spent
 from megatron_eqlen.processes import hold
@@ -25,7 +26,6 @@ from megatron_eqlen.recipe.contents import is_whole
 from megatron_eqlen.recipe.load import load_run
 from megatron_eqlen.record.reader import check_newest
 from megatron_eqlen.report.diagnosis import diagnose
-from megatron_eqlen.report.evaluations import evaluation_files, histories, read_evaluations
 from megatron_eqlen.report.format import REWARD, compact, duration, first_of
 from megatron_eqlen.report.metrics import read_newest
 from megatron_eqlen.report.progress import SPARK_STEPS, STEPS_FOR_ETA, numbers
