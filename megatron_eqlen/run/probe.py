@@ -27,6 +27,7 @@ from megatron_eqlen.data.prompts import PromptSource
 from megatron_eqlen.environments.conversation import STATES
 from megatron_eqlen.files import read_json, step_folders, step_name, write_json
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
+from megatron_eqlen.hf.folder import HFFolder
 from megatron_eqlen.hf.tokenizer import THINKING
 from megatron_eqlen.job import Job
 from megatron_eqlen.models import checkpoint_folder
@@ -375,9 +376,15 @@ class _Continuations(Generator):
     """Continues recorded rollouts with weights of ``version``."""
 
     def __init__(self, session: Session, out: Path, kind: ProbeSampling, version: int) -> None:
-        super().__init__(session, out, synced=False)
+        served = session.recipe.rollout.engine == "server" and version > 0
+        super().__init__(session, out, synced=served)
         self.kind, self.placed = kind, None
-        self.engine.policy_version = version  # pyright: ignore[reportAttributeAccessIssue]  of each engine
+        if served:  # servers hold the weights of their start, or of a sync
+            folder = HFFolder(session.job.folder)
+            self.engine.wake()
+            self.engine.update_weights(((name, folder.tensor(name)) for name in folder.entries), version)
+        else:
+            self.engine.policy_version = version  # pyright: ignore[reportAttributeAccessIssue]  of each engine
 
     def start_prompts(self) -> PromptSource | None:
         return None
