@@ -249,7 +249,7 @@ def test_every_layout_takes_the_same_steps(folders, alone, family, parallel):
 def saved_and_resumed(folder: str, changes: dict[str, Any], target: str) -> tuple[Tensors, Tensors, int]:
     """Save after an update and resume in another policy; return the adapters that were saved, those after
     another update, and the checkpoint's bytes."""
-    policy = build_policy(folder, WITH_LORA | changes)
+    policy = build_policy(folder, changes | WITH_LORA)
     trees = [one_tree_a_row(2)]
     policy.update(trees)
     policy.park()
@@ -257,7 +257,7 @@ def saved_and_resumed(folder: str, changes: dict[str, Any], target: str) -> tupl
     policy.unpark()
     saved = own_adapters(policy)
     policy.update(trees)
-    again = Policy(Job(recipe_of(folder, WITH_LORA | changes | {"seed": 7})))
+    again = Policy(Job(recipe_of(folder, changes | WITH_LORA | {"seed": 7})))
     checkpoint.load(Path(target), again)
     loaded = own_adapters(again)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
@@ -287,6 +287,21 @@ def test_a_run_resumes_bit_for_bit_from_a_checkpoint_of_adapters_alone(folders, 
     assert not [key for key in stored if "adapter" not in key and "optimizer" not in key]
 
 
+def continued(folder: str, changes: dict[str, Any], target: str) -> bool:
+    """Return True if a policy that resumes has the weights of the one that was saved, an update later."""
+    policy, trees = build_policy(folder, changes), [one_tree_a_row(2)]
+    policy.update(trees)
+    policy.park()
+    save(Path(target), 1, policy, {}, keep=1)
+    policy.unpark()
+    policy.update(trees)
+    again = Policy(Job(recipe_of(folder, changes)))
+    checkpoint.load(Path(target), again)
+    again.update(trees)
+    ours, theirs = weights_of(again), weights_of(policy)
+    return all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
 @pytest.mark.parametrize(
     ("family", "processes", "parallel", "target"),
     [("qwen3_moe", 1, {}, "experts"), ("qwen3_next", 2, {"pipeline": 2}, "attention")],
@@ -296,9 +311,10 @@ def test_a_run_resumes_bit_for_bit_from_a_checkpoint_of_adapters_alone(folders, 
 def test_a_run_resumes_if_a_rank_trains_nothing_of_a_kind(
     folders, tmp_path, family, processes, parallel, target, resharding
 ):
-    changes = layout(processes, **parallel) | {"checkpoint": {"resharding": resharding}}
+    changes = WITH_LORA | layout(processes, **parallel) | {"checkpoint": {"resharding": resharding}}
     changes["lora"] = {"rank": 3, "targets": [target]}
-    run_ranks(processes, saved_and_resumed, str(folders / family), changes, str(tmp_path))
+    arguments = str(folders / family), changes, str(tmp_path)
+    assert all(run_ranks(processes, continued, *arguments))
 
 
 def dist_keys(folder: Path) -> list[str]:
