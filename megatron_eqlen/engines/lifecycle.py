@@ -127,7 +127,8 @@ def close(core: EngineCore) -> None:
 def load_weights(core: EngineCore, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Stream weights into the running model (vLLM's layerwise reload). If the stream raises, some layers hold
     old weights or none, but the model can be loaded again."""
-    runner = worker(core).model_runner
+    executor: Any = core.model_executor
+    runner = executor.driver_worker.worker.model_runner
     with contained():
         try:
             core.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
@@ -135,9 +136,3 @@ def load_weights(core: EngineCore, named_tensors: Iterable[tuple[str, Tensor]]) 
             with set_current_vllm_config(runner.vllm_config):
                 finalize_layerwise_reload(runner.get_model(), runner.model_config)
         repack(runner.get_model())
-
-
-def worker(core: EngineCore) -> Any:
-    """Return vLLM's worker, which holds the model."""
-    executor: Any = core.model_executor
-    return executor.driver_worker.worker

@@ -82,7 +82,7 @@ def test_a_sync_to_an_fp8_engine_quantizes_the_new_weights():
     engine.close()
     fresh = open_engine(folder("qwen3", 1), quantization="fp8", **settings)
     assert generate(fresh, requests(4)) == after
-    held = dict(lifecycle.worker(fresh.core).model_runner.get_model().named_parameters())
+    held = dict(fresh.core.model_executor.driver_worker.worker.model_runner.get_model().named_parameters())
     assert held["model.layers.0.mlp.down_proj.weight"].dtype == torch.float8_e4m3fn
     assert held["model.embed_tokens.weight"].dtype == held["lm_head.weight"].dtype == torch.bfloat16
     fresh.close()

@@ -19,7 +19,7 @@ from vllm import envs
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from megatron_eqlen.engines import lifecycle, vllm_args
+from megatron_eqlen.engines import vllm_args
 from megatron_eqlen.engines.colocated import ColocatedEngine
 from megatron_eqlen.engines.protocol import STOCK
 from megatron_eqlen.harvest.harvest import harvest
@@ -72,7 +72,7 @@ def open_v2(*args: Any, **over: Any) -> ColocatedEngine:
         patch.setattr(vllm_args, "STOCK", True)
         keep_asynchronous(patch)
         engine = open_engine(*args, **{"max_num_seqs": 8, "vllm": {"max_num_batched_tokens": 64}} | over)
-    assert type(lifecycle.worker(engine.core).model_runner.sampler) is Sampler, "vLLM's own"
+    assert type(engine.core.model_executor.driver_worker.worker.model_runner.sampler) is Sampler, "vLLM's own"
     assert engine.stock == STOCK
     return engine
 

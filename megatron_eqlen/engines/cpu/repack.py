@@ -6,24 +6,18 @@ from torch import nn
 from vllm.platforms import current_platform
 
 
-def repack(model: nn.Module) -> list[str]:
+def repack(model: nn.Module) -> None:
     """Prepack again the weights that a reload leaves stale on the CPU backend: the kernels of experts, and an
-    output layer tied to the embeddings. Return the names of these modules; elsewhere there is nothing to
-    do."""
+    output layer tied to the embeddings. Elsewhere there is nothing to do."""
     if not current_platform.is_cpu():
-        return []
-    done = []
-    for name, module in model.named_modules():
+        return
+    for module in model.modules():
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         if kernel is not None:
             kernel.fused_experts.process_weights_after_loading(module)
-            done.append(name)
     text = getattr(model, "language_model", model)  # of a model that also reads images
     head = getattr(text, "lm_head", None)
     embedding = getattr(getattr(text, "model", None), "embed_tokens", None)
-    if head is None or embedding is None or head is embedding:
-        return done
-    if head.weight is embedding.weight:
+    tied = head is not None and embedding is not None and head.weight is embedding.weight
+    if tied and head is not embedding:
         head.quant_method.process_weights_after_loading(head)
-        done.append("lm_head")
-    return done
