@@ -268,11 +268,6 @@ class Tokens:
         answers[answers] = self.columns["given"].values >= 0 if answers.any() else False
         return answers
 
-    @property
-    def oldest_version(self) -> int:
-        """Oldest policy version that sampled one of the tokens, at least one."""
-        return int(self.columns["versions"].min())
-
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Tokens)

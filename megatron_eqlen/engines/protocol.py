@@ -112,9 +112,6 @@ class Decoder(Protocol):
         """Forget requests; unknown or finished ones are ignored."""
         ...
 
-    @property
-    def has_unfinished(self) -> bool: ...
-
     def metrics(self) -> Metrics:
         """Counters since the last call, named ``engine/...``."""
         ...
@@ -137,10 +134,6 @@ class Engine(Decoder, Protocol):
     def probe(self) -> list[TokenTree]:
         """Return a line that each server in use samples now, as a tree with its name; none of an engine in
         this process."""
-        ...
-
-    def reset_cache(self) -> None:
-        """Forget cached prefixes."""
         ...
 
     def sleep(self) -> None:
@@ -173,7 +166,6 @@ class IdleEngine(Engine):
 
     max_model_len = policy_version = vocab_size = 0
     max_num_seqs = 1
-    has_unfinished = False
 
     def __init__(self, max_model_len: int) -> None:
         self.max_model_len = max_model_len

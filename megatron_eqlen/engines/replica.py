@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -108,25 +108,25 @@ class Request:
     """Concurrent future that reads the answer."""
 
 
+@dataclass(eq=False)
 class Replica:
     """The server at ``url``. Its coroutines raise one of ``ReplicaError`` if it fails to answer."""
 
-    def __init__(self, url: str, io: HttpLoop) -> None:
-        self.url = url
-        self.io = io
-        self.alive = False
-        self.requests: dict[str, Request] = {}
-        """Unfinished requests by id."""
-        self.workers = 0
-        """Number of its tensor-parallel ranks."""
-        self.stock = ""
-        """Name of vLLM's own sampler there."""
-        self.absence = ""
-        """Why the replica is not used; empty while it is used."""
-        self.absent_since = ""
-        """Time of day at the start of the absence."""
-        self.is_taken = False
-        """True if another trainer owned it when it was asked last."""
+    url: str
+    io: HttpLoop
+    alive: bool = False
+    requests: dict[str, Request] = field(default_factory=dict[str, Request])
+    """Unfinished requests by id."""
+    workers: int = 0
+    """Number of its tensor-parallel ranks."""
+    stock: str = ""
+    """Name of vLLM's own sampler there."""
+    absence: str = ""
+    """Why the replica is not used; empty while it is used."""
+    absent_since: str = ""
+    """Time of day at the start of the absence."""
+    is_taken: bool = False
+    """True if another trainer owned it when it was asked last."""
 
     def forget(self, request_id: str) -> None:
         """Drop a request: vLLM aborts a request whose connection is closed."""

@@ -172,9 +172,6 @@ class ServerEngine:
             "engine/sync_bytes": self.weights.bytes_seen,
         }
 
-    def reset_cache(self) -> None:
-        self.pool.post("reset_prefix_cache")
-
     def sleep(self) -> None:
         """Do nothing: servers have their own GPUs."""
 

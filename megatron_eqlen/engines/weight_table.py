@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -17,13 +18,13 @@ from megatron_eqlen.hf.folder import HFFolder, check_folder
 from megatron_eqlen.processes.watchdog import beat
 
 
+@dataclass
 class WeightTable:
     """Names and shapes; ``check`` passes a stream through and counts its bytes."""
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]], where: str) -> None:
-        self.shapes = shapes
-        self.where = where
-        self.bytes_seen = 0
+    shapes: dict[str, tuple[int, ...]]
+    where: str
+    bytes_seen: int = 0
 
     @classmethod
     def read(cls, model_path: str | Path) -> WeightTable:

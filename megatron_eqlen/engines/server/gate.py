@@ -27,10 +27,7 @@ OWN, DISOWN = "/own", "/disown"
 """Paths of the gate itself: become the owner or stay it, and end being it."""
 PAUSE, RESUME = "/pause", "/resume"
 START, UPDATE, FINISH = "/start_weight_update", "/update_weights", "/finish_weight_update"
-OWNED = {
-    *(RPC, PAUSE, RESUME, START, UPDATE, FINISH, OWN, DISOWN),
-    *("/reset_prefix_cache", "/init_weight_transfer_engine"),
-}
+OWNED = {RPC, PAUSE, RESUME, START, UPDATE, FINISH, OWN, DISOWN, "/init_weight_transfer_engine"}
 GENERATES = {"/inference/v1/generate", "/v1/completions"}
 SERVED = {HEALTH, "/metrics", "/version", "/v1/models", "/weight_info", *GENERATES, *OWNED}
 TRAINER = "eqlen-trainer"
