@@ -190,7 +190,8 @@ def new_folder(path: Path) -> Iterator[Path]:
             ) from None
         try:
             yield partial
-            sync_tree(partial)
+            for written in (*partial.rglob("*"), partial):
+                sync(written)
             refuse_existing(path)
             partial.rename(path)
             sync(path.parent)
@@ -242,13 +243,6 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def sync_tree(folder: Path) -> None:
-    """Wait until all files in ``folder`` are on disk."""
-    for path in folder.rglob("*"):
-        sync(path)
-    sync(folder)
 
 
 DEEPEST = 64

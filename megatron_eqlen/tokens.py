@@ -311,10 +311,12 @@ class Tokens:
         ]
         return sys.intern(" ".join(words))
 
-    @classmethod
-    def absent(cls, length: int, layout: str) -> Tokens:
-        """Return the bare table of ``length`` tokens with this ``layout``."""
-        return _absent(length, layout)
+    @staticmethod
+    @lru_cache(1 << 12)
+    def absent(length: int, layout: str) -> Tokens:
+        """Return the bare table of ``length`` tokens with this ``layout``: the same for both sides of a pair,
+        say, where a step has a million."""
+        return Tokens(dict(_placeholder(word, length) for word in layout.split()), length)
 
     @property
     def is_bare(self) -> bool:
@@ -356,12 +358,6 @@ def _described(name: str, values: Any) -> str:
     if isinstance(values, Ragged):
         return f"{name}:{len(values.values)}"
     return f"{name}:{'x'.join(map(str, values.shape[1:]))}:{np.dtype(values.dtype).name}"
-
-
-@lru_cache(1 << 12)
-def _absent(length: int, layout: str) -> Tokens:
-    """Return a bare table: the same for both sides of a pair, say, where a step has a million."""
-    return Tokens(dict(_placeholder(word, length) for word in layout.split()), length)
 
 
 def _placeholder(word: str, length: int) -> tuple[str, Any]:

@@ -14,7 +14,7 @@ import itertools
 import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -40,16 +40,10 @@ from megatron_eqlen.types import Metrics, TokenTree
 with importing_vllm():
     from vllm import SamplingParams
     from vllm.platforms import current_platform
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
     from vllm.v1.request import Request
 
     from megatron_eqlen.engines import lifecycle
-
-FINISHED: dict[FinishReason, Literal["stop", "length"]] = {
-    FinishReason.STOP: "stop",
-    FinishReason.LENGTH: "length",
-}
-"""Finish reasons of completed requests."""
 
 
 class ColocatedEngine:
@@ -194,8 +188,9 @@ class ColocatedEngine:
             self.core.wake_up(tags=[tag])
 
     def _delta(self, output: EngineCoreOutput) -> Delta:
-        request_id, reason = output.request_id.rpartition(" ")[0], output.finish_reason
-        if reason is not None and reason not in FINISHED:
+        request_id = output.request_id.rpartition(" ")[0]
+        reason: Any = None if output.finish_reason is None else str(output.finish_reason)
+        if reason not in ("stop", "length", None):
             raise EngineError(f"request {request_id}: vLLM ended it with {reason}")
         chosen = output.new_logprobs
         path: dict[str, np.ndarray] = {}
@@ -212,7 +207,7 @@ class ColocatedEngine:
             request_id,
             output.new_token_ids,
             columns,
-            None if reason is None else FINISHED[reason],
+            reason,
             output.prefill_stats.num_cached_tokens if output.prefill_stats else None,
             sampler=sampler_of(chosen.sampled_token_ranks.max(), self.stock) if chosen else OURS,
             path=path,

@@ -78,7 +78,7 @@ class Driver:
         first = next((prompt.prompt_id for prompt in self.plan.prompts), "")
         for observer in self.observers:
             observer.harvest_started(first, self.meter.counts)
-        last_progress = time.monotonic()
+        last_progress, budget = time.monotonic(), self.rollout.tokens_per_step
         try:
             # resume rollouts with recorded tokens: all at once, as when the tokens were recorded
             for key in harvesters:
@@ -86,7 +86,7 @@ class Driver:
                     self.begin(key, harvesters[key])
                     self.advance([key])
             while self.waiting or self.running:
-                if self.budget_used_up:
+                if budget is not None and self.meter.generated_tokens >= budget:
                     self.end_early()
                     break
                 self.admit()
@@ -108,12 +108,6 @@ class Driver:
         finally:
             self.engine.abort(list(self.in_flight))
             self.dialogues.close()
-
-    @property
-    def budget_used_up(self) -> bool:
-        """True once the step's tokens (``rollout.tokens_per_step``) are generated."""
-        tokens = self.rollout.tokens_per_step
-        return tokens is not None and self.meter.generated_tokens >= tokens
 
     def admit(self) -> None:
         """Start harvesters while the engine has free slots. The rest wait here, not in the engine's queue:
