@@ -64,10 +64,3 @@ def versions_of(spans: list[dict[str, Any]], count: int, versions: Mapping[str, 
     if unknown := set(names) - versions.keys():
         raise ConnectionError(f"expected tokens of weights {list(versions)[-1]!r}, found {unknown.pop()!r}")
     return [versions[name] for name in names]
-
-
-def cached_tokens(event: dict[str, Any]) -> int | None:
-    """Return the number of prompt tokens whose KV came from the prefix cache, as the last event reports
-    it."""
-    details = (event.get("usage") or {}).get("prompt_tokens_details")
-    return details["cached_tokens"] if details else None

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from megatron_eqlen.engines.generate_api import cached_tokens, read_event
+from megatron_eqlen.engines.generate_api import read_event
 from megatron_eqlen.engines.protocol import Delta, EngineError, path_start, sampling_params, seeded
 from megatron_eqlen.engines.replica import UNTOUCHED, Replica, ReplicaError, ReplicaPool, Request, words
 from megatron_eqlen.engines.weight_table import WeightTable
@@ -251,7 +251,8 @@ class ServerEngine:
             async with aclosing(request.replica.events(PATH, body, self.pool.silence)) as events:
                 async for event in events:
                     if last is not None:
-                        last.num_cached_tokens = cached_tokens(event)
+                        details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
+                        last.num_cached_tokens = details.get("cached_tokens")
                     elif event.get("choices"):
                         delta = read_event(
                             name, event, self.versions, self.rollout, request.replica.stock, self.moe_layers

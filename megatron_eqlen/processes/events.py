@@ -68,21 +68,17 @@ def read(run: Path, newest: int | None = None) -> list[Event]:
             place += len(line)
             if place <= old and (STAGE in line or STEP in line):
                 continue
-            if line.endswith(b"\n") and line != b"\n":
-                events += _parsed(line.rstrip(b"\n"), path)
+            if not line.endswith(b"\n") or line == b"\n":
+                continue
+            try:
+                event = json.loads(line)
+            except ValueError:
+                logger.warning("%s: skipped a torn line of %d bytes", path, len(line) - 1)
+                continue
+            with expecting("an event with a time and a kind", path):
+                _ = event["kind"] + "", time.localtime(event["time"])
+            events.append(event)
     return events
-
-
-def _parsed(line: bytes, path: Path) -> list[Event]:
-    """Return the event of a line; none if the line was torn."""
-    try:
-        event = json.loads(line)
-    except ValueError:
-        logger.warning("%s: skipped a torn line of %d bytes", path, len(line))
-        return []
-    with expecting("an event with a time and a kind", path):
-        _ = event["kind"] + "", time.localtime(event["time"])
-    return [event]
 
 
 def began(run: Path) -> datetime:

@@ -110,12 +110,6 @@ class Watchdog:
             self.folder.rmdir()
             self.folder.parent.rmdir()
 
-    @property
-    def limit(self) -> float:
-        """Seconds for which this rank may be silent now."""
-        assert self.seconds is not None
-        return self.seconds + max((patience for _, patience in list(self._running)), default=0.0)
-
     def _watch(self) -> None:
         """Write this rank's deadline and read the others' at each look. A hang is reported only if two looks
         in a row see it: a process may be stopped between the two while the clock runs."""
@@ -141,7 +135,9 @@ class Watchdog:
 
     def _declare(self) -> float:
         """Set and return the deadline of this rank's next progress, in seconds since 1970."""
-        remaining = self.limit - (time.monotonic() - self._since)
+        assert self.seconds is not None
+        patience = max((patience for _, patience in list(self._running)), default=0.0)
+        remaining = self.seconds + patience - (time.monotonic() - self._since)
         deadline = time.time() + remaining
         os.utime(self._file.fileno(), (deadline, deadline))
         return deadline
