@@ -108,18 +108,11 @@ class Placeholder:
     shape: tuple[int, ...]
     dtype: str
 
-    @classmethod
-    def of(cls, values: np.ndarray | Placeholder) -> Placeholder:
-        return values if isinstance(values, Placeholder) else cls(values.shape, values.dtype.name)
-
     def __len__(self) -> int:
         return self.shape[0]
 
     def __getitem__(self, part: slice) -> Placeholder:
-        return self.resized(len(range(len(self))[part]))
-
-    def resized(self, length: int) -> Placeholder:
-        return Placeholder((length, *self.shape[1:]), self.dtype)
+        return Placeholder((len(range(len(self))[part]), *self.shape[1:]), self.dtype)
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise AssertionError(f"an array of shape {self.shape} was read where only its shape is known")
@@ -182,7 +175,7 @@ def join(pieces: Sequence[Any]) -> Any:
     if isinstance(first, Ragged):
         return Ragged(join([piece.values for piece in pieces]), join([piece.counts for piece in pieces]))
     if any(isinstance(piece, Placeholder) for piece in pieces):
-        return Placeholder.of(first).resized(sum(map(len, pieces)))
+        return Placeholder((sum(map(len, pieces)), *first.shape[1:]), np.dtype(first.dtype).name)
     return np.concatenate(pieces)
 
 
@@ -470,7 +463,7 @@ class _Growing:
     def __init__(self, column: Column) -> None:
         self._data, self._counts, self._ragged = bytearray(), array("B"), column.ragged
         self._dtype = np.dtype(column.dtype or np.uint8)
-        self._row = (0, 0) if column.dtype is None else ()
+        self._row: tuple[int, ...] = (0, 0) if column.dtype is None else ()
 
     def append(self, values: Any) -> None:
         """Append the values of new tokens: a list of numbers or of sequences, or an array."""

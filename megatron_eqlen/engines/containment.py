@@ -39,10 +39,10 @@ def contained() -> Iterator[None]:
     os.environ.update(_vllms_environ)
     set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
     dtype, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    states = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count())
     try:
-        with torch.set_grad_enabled(torch.is_grad_enabled()):  # restores the setting at the end
+        with torch.random.fork_rng(devices), torch.set_grad_enabled(torch.is_grad_enabled()):
             yield
     finally:
         torch.set_num_threads = set_num_threads
@@ -51,9 +51,6 @@ def contained() -> Iterator[None]:
         torch.set_float32_matmul_precision(precision)
         random.setstate(states[0])
         np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        for device, state in enumerate(cuda_states):
-            torch.cuda.set_rng_state(state, device)
         _restore_environ(environ)
 
 

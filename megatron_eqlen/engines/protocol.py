@@ -161,14 +161,19 @@ def split_path(rows: np.ndarray, tokens: int, layers: Sequence[int]) -> tuple[np
     return rows[:before], rows[before:]
 
 
-class IdleEngine(Engine):
+class IdleEngine:
     """Engine of a rank that drives none: it takes part in weight syncs and is never asked for tokens."""
 
-    max_model_len = policy_version = vocab_size = 0
     max_num_seqs = 1
+    vocab_size = policy_version = 0
 
     def __init__(self, max_model_len: int) -> None:
         self.max_model_len = max_model_len
+
+    def submit(
+        self, request_id: str, token_ids: list[int], max_tokens: int, seed: int, path_rows: int = 0
+    ) -> None:
+        raise AssertionError(f"request {request_id}: another rank drives the engine")
 
     def step(self) -> list[Delta]:
         return []
@@ -183,6 +188,11 @@ class IdleEngine(Engine):
 
     def probe(self) -> list[TokenTree]:
         return []
+
+    def sample_as(self, rollout: RolloutRecipe) -> None: ...
+    def sleep(self) -> None: ...
+    def wake(self) -> None: ...
+    def close(self) -> None: ...
 
     def metrics(self) -> Metrics:
         return {}

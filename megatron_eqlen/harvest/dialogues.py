@@ -81,10 +81,6 @@ def _begun[R](work: Callable[[], R]) -> Future[R]:
     return result
 
 
-def _copy(environment: Environment) -> Answer:
-    return Answer(environment.fork())
-
-
 def _within(seconds: float, work: Callable[[], Answer]) -> Answer:
     """Return the result of another's code. Raises its error, or TimeoutError."""
     result = _begun(work)
@@ -183,8 +179,8 @@ class Dialogues:
                     if isinstance(self.fork_error, TimeoutError):  # once is enough
                         break
                     try:
-                        copied = _within(self.timeout, partial(_copy, state.environment))
-                        states[track.number] = state._replace(environment=copied.environment)
+                        made = _within(self.timeout, lambda of=state.environment: Answer(of.fork()))
+                        states[track.number] = state._replace(environment=made.environment)
                         self.counts["copies"] += 1
                     except Exception as error:  # noqa: BLE001  another's code
                         if self.fork_error is None:

@@ -79,7 +79,9 @@ def test_bad_routes_are_named(experts, twice, message):
 
 
 def test_routes_of_another_shape_are_named_though_the_arrays_are_elsewhere():
-    tree = TokenTree("t", [Node(-1, Tokens.of([1])), side(0, routes=Placeholder.of(ROUTES))])
+    tree = TokenTree(
+        "t", [Node(-1, Tokens.of([1])), side(0, routes=Placeholder(ROUTES.shape, ROUTES.dtype.name))]
+    )
     with pytest.raises(ValueError, match="node 1: expected routes of the model's 4 MoE layers x 2 experts"):
         check_route_shapes(Forest.of([tree]), (4, 2))
     check_route_shapes(Forest.of([tree]), (1, 2))

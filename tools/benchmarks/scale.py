@@ -24,8 +24,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from megatron_eqlen import metrics as m
 from megatron_eqlen.data.prompts import PromptSource
 from megatron_eqlen.files import step_name, write_text
@@ -40,7 +38,7 @@ from megatron_eqlen.recipe import Recipe, RewardRecipe
 from megatron_eqlen.record.recorder import FILES, INTERVAL, Recorder, record_grades
 from megatron_eqlen.rewards.scoring import Scorer
 from megatron_eqlen.run.replicas import Replicas, shared
-from megatron_eqlen.tokens import Ragged, Tokens
+from megatron_eqlen.tokens import Tokens, join
 from megatron_eqlen.training.exchange import Placement, exchange_tokens
 from megatron_eqlen.types import Metrics, Prompt, Rollout
 from tools.benchmarks.clock import memory
@@ -189,14 +187,8 @@ def longer(rollout: Rollout, times: int) -> Rollout:
 
 
 def repeated(tokens: Tokens, times: int) -> Tokens:
-    def tile(values: Any) -> Any:
-        if isinstance(values, Ragged):
-            return Ragged(tile(values.values), tile(values.counts))
-        return (
-            np.tile(values, times) if isinstance(values, np.ndarray) else values.resized(len(values) * times)
-        )
-
-    return Tokens({name: tile(values) for name, values in tokens.columns.items()}, times * len(tokens))
+    columns = {name: join([values] * times) for name, values in tokens.columns.items()}
+    return Tokens(columns, times * len(tokens))
 
 
 def skeletons_of(
