@@ -172,11 +172,9 @@ class ServerEngine:
             "engine/sync_bytes": self.weights.bytes_seen,
         }
 
-    def sleep(self) -> None:
-        """Do nothing: servers have their own GPUs."""
-
-    def wake(self) -> None:
-        """Do nothing: servers do not sleep."""
+    # servers have their own GPUs
+    def sleep(self) -> None: ...
+    def wake(self) -> None: ...
 
     def close(self) -> None:
         """Close the engine. Safe to call more than once, and while another thread harvests."""
