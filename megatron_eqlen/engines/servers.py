@@ -277,8 +277,8 @@ class ServerEngine:
         ]
 
     async def _probe(self, replica: Replica, prompt: list[int]) -> Tokens:
-        body = self._body(replica, "probe", prompt, PROBED, 0, 0) | {"cache_salt": secrets.token_hex()}
-        body["sampling_params"]["stop_token_ids"] = []
+        body = self._body(replica, "probe", prompt, PROBED, 0, 0)
+        body["cache_salt"], body["sampling_params"]["stop_token_ids"] = secrets.token_hex(), []
         grown = GrowingTokens()
         async with aclosing(replica.events(PATH, body, self.pool.silence)) as events:
             async for event in events:

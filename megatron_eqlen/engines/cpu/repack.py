@@ -18,6 +18,6 @@ def repack(model: nn.Module) -> None:
     text = getattr(model, "language_model", model)  # of a model that also reads images
     head = getattr(text, "lm_head", None)
     embedding = getattr(getattr(text, "model", None), "embed_tokens", None)
-    tied = head is not None and embedding is not None and head.weight is embedding.weight
-    if tied and head is not embedding:
-        head.quant_method.process_weights_after_loading(head)
+    if head is None or embedding is None or head is embedding or head.weight is not embedding.weight:
+        return
+    head.quant_method.process_weights_after_loading(head)
