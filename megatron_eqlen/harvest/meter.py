@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from statistics import fmean
 
 import numpy as np
@@ -15,7 +15,7 @@ from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.tokens import GIVEN, KEPT, ROUTES
-from megatron_eqlen.types import Delta, Metrics, Rollout
+from megatron_eqlen.types import Metrics, Rollout
 
 COUNTED = (
     "requests", "retries", "engine_steps", "forks_prefilled", "fork_prefix_tokens", "fork_cached_tokens",
@@ -46,12 +46,6 @@ class Meter:
         self.carried = carried if rollout.carry_over else None
         """Rollouts that earlier steps began; None where nothing is carried over."""
         self.suspended = 0
-
-    def timed(self, step: Callable[[], list[Delta]]) -> list[Delta]:
-        start = time.perf_counter()
-        deltas = step()
-        self.engine_seconds += time.perf_counter() - start
-        return deltas
 
     def stepped(self, deltas: int, tokens: int) -> None:
         self.counts["engine_steps"] += 1

@@ -68,7 +68,7 @@ with dog.stage("checkpoint"):
         watchdog.beat()
 """
 KINDS = {
-    "engine": (ENGINE, "in stage harvest", "megatron_eqlen/harvest/meter.py"),
+    "engine": (ENGINE, "in stage harvest", "megatron_eqlen/harvest/driver.py"),
     "grader": (GRADER, "in stage score", "megatron_eqlen/rewards/"),
     "file": (FILE, "in stage checkpoint", "megatron_eqlen/files.py"),
 }
