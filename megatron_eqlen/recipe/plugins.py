@@ -2,8 +2,8 @@
 options, and tell whether their code has changed.
 
 Digests are of the object and of what it uses of the user's modules. Statements are compared without comments
-and layout; what else a file holds may change. Names that are known only where the code runs (``getattr``,
-``importlib``), and files that it reads, are not followed.
+and layout; what else a file holds may change. Names that are made where the code runs, and files that it
+reads, are not followed (docs/extending.md).
 """
 
 from __future__ import annotations
@@ -93,6 +93,9 @@ def _read(adapter: TypeAdapter, value: Any) -> Any:
         return adapter.validate_python(value)
 
 
+Statements = list[tuple[set[str], ast.stmt]]
+"""Statements of a module, with the names that they bind."""
+
 OTHERS = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")]
 OTHERS.append(Path(__file__).parents[1])
 """Folders of Python, of installed packages and of this one."""
@@ -101,35 +104,81 @@ OTHERS.append(Path(__file__).parents[1])
 def digests(path: str) -> dict[str, str]:
     """Return the digest of the object ``module:name``, by "", and of all that it uses, by ``module:name``;
     empty for an object of Python or of an installed package."""
-    found: defaultdict[str, list[str]] = defaultdict(list)
     module, _, name = path.partition(":")
-    due, seen, trees = [(module, name)], set[tuple[str, str]](), dict[str, list[tuple[set[str], ast.stmt]]]()
-    source = cache(_source)
+    code, due = _Code(cache(_source), {}), [(module, name)]
     while due:
-        module, used = due.pop()
-        if (module, used) in seen or (file := source(module)) is None:
-            continue
-        seen.add((module, used))
-        if module not in trees:
-            trees[module] = [(_bound(statement), statement) for statement in _statements(file)]
-        name, _, rest = used.partition(".")
-        known = [each for bound, each in trees[module] if not used or bound & {name, "*", "__getattr__"}]
-        if name and not known:  # a module of this package
-            due.append((f"{module}.{name}", rest))
-        for statement in known:
-            if isinstance(statement, ast.Import | ast.ImportFrom):
-                for target, inside, bound in _imported(statement, module):
-                    if not used or bound in (name, "*"):
-                        inside = name if inside == "*" else inside
-                        found[f"{module}:{name}"].append(f"{target}:{inside}")
-                        due.append((target, ".".join(filter(None, (inside, rest)))))
-                continue
-            found[f"{module}:{name}"].append(ast.unparse(statement))
-            due += [(module, one) for one in _uses(statement)]
-            for each in ast.walk(statement):
-                due += [(target, inside.strip("*")) for target, inside, _ in _imported(each, module)]
-    digested = {key: sha256("\n".join(texts).encode()).hexdigest() for key, texts in found.items()}
+        for each in due:
+            code.follow(*each)
+        due = code.registered()
+    digested = {key: _digest(statements) for key, statements in code.found.items()}
     return {key if key != path else "": digest for key, digest in digested.items()}
+
+
+class _Code:
+    """What is used of the user's modules: the statements of each ``module:name``, in ``found``."""
+
+    def __init__(self, source: Callable[[str], Path | None], trees: dict[str, Statements]) -> None:
+        self.source, self.trees = source, trees
+        self.found: defaultdict[str, set[tuple[int, str]]] = defaultdict(set)
+        self.data = set[str]()
+        """Those of ``found`` that are no functions and that not only decorators use: a registry may be."""
+        self._seen = set[tuple[str, str, bool]]()
+
+    def follow(self, module: str, name: str) -> _Code:
+        """Add what an object uses, ``name`` "": a module."""
+        due = [(module, name, True)]
+        while due:
+            module, used, reads = due.pop()
+            if (module, used, reads) in self._seen or (file := self.source(module)) is None:
+                continue
+            self._seen.add((module, used, reads))
+            if module not in self.trees:
+                self.trees[module] = [(_bound(statement), statement) for statement in _statements(file)]
+            tree = self.trees[module]
+            name, _, rest = used.partition(".")
+            names = {name, "*", "__getattr__"}
+            known = [(at, each) for at, (bound, each) in enumerate(tree) if not used or bound & names]
+            if name and not known:  # a module of this package
+                due.append((f"{module}.{name}", rest, reads))
+            for at, statement in known:
+                if isinstance(statement, ast.Import | ast.ImportFrom):
+                    for target, inside, bound in _imported(statement, module):
+                        if not used or bound in (name, "*"):
+                            inside = name if inside == "*" else inside
+                            self.found[f"{module}:{name}"].add((at, f"{target}:{inside}"))
+                            due.append((target, ".".join(filter(None, (inside, rest))), reads))
+                    continue
+                self.found[f"{module}:{name}"].add((at, ast.unparse(statement)))
+                if reads and not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+                    self.data.add(f"{module}:{name}")
+                writers = {*_writers(statement)}
+                due += [(module, one, reads and one not in writers) for one in _uses(statement)]
+                for each in ast.walk(statement):
+                    imported = [*_imported(each, module), *_by_name(each)]
+                    due += [(target, inside.strip("*"), reads) for target, inside, _ in imported]
+        return self
+
+    def registered(self) -> list[tuple[str, str]]:
+        """Return what is not in ``found`` yet and acts on import: modules that are imported for their effect,
+        and what decorators or calls put into ``data``."""
+        found = list[tuple[str, str]]()
+        for module, tree in [*self.trees.items()]:
+            found += [
+                (target, "")
+                for target in _for_effect(tree, module)
+                if (target, "", True) not in self._seen and self.source(target)
+            ]
+            for bound, statement in tree:
+                reached = [
+                    _Code(self.source, self.trees).follow(module, each) for each in _writers(statement)
+                ]
+                if any(self.data & each.data for each in reached):
+                    found += [(module, name) for name in bound if f"{module}:{name}" not in self.found]
+        return found
+
+
+def _digest(statements: set[tuple[int, str]]) -> str:
+    return sha256("\n".join(text for _, text in sorted(statements)).encode()).hexdigest()
 
 
 def _source(module: str) -> Path | None:
@@ -150,8 +199,14 @@ def _source(module: str) -> Path | None:
 
 def _statements(file: Path) -> list[ast.stmt]:
     """Return the statements of a module without those that run it as a script."""
-    body = ast.parse(file.read_bytes()).body if file.is_file() else []
-    return [each for each in body if not (isinstance(each, ast.If) and "__name__" in ast.unparse(each.test))]
+    try:
+        body = ast.parse(file.read_bytes()).body if file.is_file() else []
+    except SyntaxError as error:
+        raise ValueError(f"{file}:{error.lineno}: {error.msg}") from None
+    scripts = [isinstance(each, ast.If) and ast.unparse(each.test) == SCRIPT for each in body]
+    return [
+        one for each, script in zip(body, scripts, strict=True) for one in (each.orelse if script else [each])
+    ]
 
 
 def _bound(statement: ast.stmt) -> set[str]:
@@ -172,7 +227,35 @@ def _bound(statement: ast.stmt) -> set[str]:
     return names
 
 
+SCRIPT = "__name__ == '__main__'"
 DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def _writers(statement: ast.stmt) -> Iterator[str]:
+    """Yield what a statement calls on import that may put it into a registry: a class's base, too."""
+    if isinstance(statement, DEFINITIONS):
+        bases = statement.bases if isinstance(statement, ast.ClassDef) else []
+        for each in (*statement.decorator_list, *bases):
+            yield from _uses(each.func if isinstance(each, ast.Call) else each)
+    elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        yield from _uses(statement.value.func)
+
+
+def _for_effect(tree: Statements, module: str) -> Iterator[str]:
+    """Yield modules that a module imports and does not use by name: what they do on import is why."""
+    used = {one.partition(".")[0] for _, each in tree for one in _uses(each)}
+    for _, statement in tree:
+        for target, inside, bound in _imported(statement, module):
+            if not inside and bound not in used:
+                yield target
+
+
+def _by_name(node: ast.AST) -> Iterator[tuple[str, str, str]]:
+    """Yield the module, in the form of ``_imported``, of ``import_module("rules.short")``."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+        for each in node.args[:1]:
+            if isinstance(each, ast.Constant) and isinstance(each.value, str):
+                yield each.value, "", ""
 
 
 def _uses(node: ast.AST) -> Iterator[str]:

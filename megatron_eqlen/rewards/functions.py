@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import sys
+import math
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from decimal import Decimal
 from functools import partial
+from numbers import Real
 from typing import Any
 
 from megatron_eqlen.processes.failures import PAUSES, retried, text_of
@@ -183,7 +185,9 @@ def own_code(path: str) -> Iterator[None]:
         yield
     except _NoValue as error:
         raise ValueError(f"{path}: {error}") from None
-    except (Exception, SystemExit) as error:
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # of sys.exit, asyncio, libraries of time limits
         at = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{at.filename.rpartition('/')[2]}:{at.lineno}"
         raise ValueError(f"{path}: {type(error).__name__} at {where}: {text_of(error)}") from error
@@ -298,6 +302,10 @@ def _number(returned: Any) -> float | None:
             if value[0] is None:
                 return None
             value = value[0]
-    if not isinstance(value, bool | int | float) or not abs(value) <= sys.float_info.max:  # or NaN
+    try:
+        number = float(value) if isinstance(value, Real | Decimal) else math.nan
+    except (OverflowError, ValueError):  # an integer beyond floats; a Decimal that signals
+        number = math.nan
+    if not math.isfinite(number):
         raise ValueError(f"expected a finite number as reward, got {returned!r:.200}")
-    return float(value)
+    return number

@@ -1,6 +1,7 @@
 """Contents of a run's inputs: a resumed run refuses others than those that it began with."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -128,6 +129,14 @@ def test_a_resume_does_not_mind_what_the_runs_code_does_not_use(inputs, tmp_path
     ("late.py", "two = 1", "two = 2", True),
     ("space/far.py", "three = 1", "three = 2", True),
     ("dynamic.py", "return 1", "return 2", True),
+    ("rules.py", "script = 0", "script = 1", False),
+    ("rules.py", "script = 2", "script = 3", True),
+    ("rules.py", "rule_a = 1", "rule_a = 2", True),  # from here on: of a registry
+    ("rules.py", "unused = 1", "unused = 2", False),
+    ("more.py", "rule_b = 1", "rule_b = 2", True),
+    ("more.py", "rule_c = 1", "rule_c = 2", True),
+    ("more.py", "Sub = 1", "Sub = 2", True),
+    ("named.py", "five = 1", "five = 2", True),
 ])  # fmt: skip
 def test_code_of_a_package_is_followed_through_its_imports(tmp_path, monkeypatch, file, old, new, changed):
     package = tmp_path / f"own_{tmp_path.name.replace('-', '_')}"
@@ -137,7 +146,17 @@ def test_code_of_a_package_is_followed_through_its_imports(tmp_path, monkeypatch
         "rules.py": "from .parts import *\nfrom .deep import depth\ntotal = 1\ntotal += 2\n"
         f"from . import dynamic, whole\nimport {package.name}.space.far\ndef grade(text):\n"
         f"    import {package.name}.late\n    _ = whole.one, dynamic.four, {package.name}.space.far.three\n"
-        "    return total * star(depth)\nif __name__ == '__main__':\n    total = 9\n",
+        "    import importlib\n    _ = RULES, Base.known, script\n"
+        "    _ = importlib.import_module('PACKAGE.named').five\n"
+        "    return total * star(depth)\nif __name__ == '__main__':\n    total = 9\n    script = 0\n"
+        "else:\n    script = 2\nfrom .rules_of import RULES, register, Base\nfrom . import more\n"
+        "@register\ndef first():\n    rule_a = 1\nOTHER = []\ndef note(f): OTHER.append(f)\n"
+        "@note\ndef noted():\n    unused = 1\n".replace("PACKAGE", package.name),
+        "rules_of.py": "RULES = []\ndef register(f): RULES.append(f)\n"
+        "class Base:\n    known = []\n    def __init_subclass__(cls): Base.known.append(cls)\n",
+        "more.py": "from .rules_of import *\n@register\ndef second():\n    rule_b = 1\n"
+        "def third():\n    rule_c = 1\nregister(third)\nclass Own(Base):\n    Sub = 1\n",
+        "named.py": "five = 1\n",
         "whole.py": "one = 1\nother = 1\n",
         "late.py": "two = 1\n",
         "space/far.py": "three = 1\n",  # without __init__.py
@@ -152,3 +171,18 @@ def test_code_of_a_package_is_followed_through_its_imports(tmp_path, monkeypatch
     before = digests(f"{package.name}.rules:grade")
     replacing(old, new)(package / file)
     assert (digests(f"{package.name}.rules:grade") != before) == changed
+
+
+def test_digests_do_not_depend_on_the_order_of_sets(tmp_path):
+    (tmp_path / "own").mkdir()
+    for name in ("__init__", "one", "two"):
+        (tmp_path / f"own/{name}.py").write_text("value = 1\n")
+    (tmp_path / "rules.py").write_text("import own.one, own.two\ndef grade(text): return own.one.value\n")
+    code = "from megatron_eqlen.recipe.plugins import digests; print(sorted(digests('rules:grade').items()))"
+    path = os.pathsep.join((str(tmp_path), str(Path(__file__).parents[2])))
+    found = {
+        subprocess.check_output([sys.executable, "-c", code],
+                                env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": path})
+        for seed in "14"
+    }  # fmt: skip
+    assert len(found) == 1

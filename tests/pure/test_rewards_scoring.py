@@ -1,7 +1,9 @@
 """Scoring: every ended response is graded, once, by its prompt's grader."""
 
+import asyncio
 import json
 import sys
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -150,6 +152,10 @@ def of_messages(completion) -> float:
     return float(completion[-1]["content"] == "so")
 
 
+def in_decimals(response):
+    return Decimal(response == "so")
+
+
 ROW = {
     "data_source": "openai/gsm8k",
     "question": "?",
@@ -159,7 +165,7 @@ ROW = {
 }
 FUNCTIONS = [
     ours, gold_first, of_verl, of_verl_in_batches, of_verl_with_source, of_trl, of_trl_for_chats,
-    of_openrlhf, of_verifiers, of_messages, by_position,
+    of_openrlhf, of_verifiers, of_messages, by_position, in_decimals,
 ]  # fmt: skip
 
 
@@ -241,6 +247,14 @@ def ends(response):
     raise SystemExit(3)
 
 
+def takes_too_long(response):
+    raise asyncio.CancelledError("late")
+
+
+def returns_no_decimal(response):
+    return Decimal("NaN")
+
+
 def fails(response):
     return 1 / len("")
 
@@ -264,6 +278,8 @@ def not_a_grader(reward):
     (returns_text, "expected a finite number as reward, got '1'"),
     (returns_two, r"expected a finite number as reward, got \[1.0, 0.0\]"),
     (ends, r"ends: SystemExit at test_rewards_scoring.py:\d+: 3"),
+    (takes_too_long, r"takes_too_long: CancelledError at test_rewards_scoring.py:\d+: late"),
+    (returns_no_decimal, r"expected a finite number as reward, got Decimal\('NaN'\)"),
     (fails, r"fails: ZeroDivisionError at test_rewards_scoring.py:\d+: division by zero"),
     (Called, r"a class to be called: write `reward = Called\(\)` below it and name .*:reward"),
     (not_a_grader, r"or a factory whose result has grade\(texts, golds\) and close\(\), found 1.0"),
