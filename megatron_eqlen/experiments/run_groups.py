@@ -5,6 +5,7 @@ If recipes of one method differ, each counts as a method of its own, named by th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -69,14 +70,17 @@ class Group:
 
 
 def run_folders(folders: Sequence[Path]) -> list[Path]:
-    """Return the run folders among and below ``folders``."""
-    return list(dict.fromkeys(run for folder in folders for run in _runs_in(folder)))
+    """Return the run folders among and below ``folders``. Raises ValueError for one that has none."""
+    found = {folder: [*_runs_in(folder)] for folder in folders}
+    if without := [str(folder) for folder, runs in found.items() if not runs]:
+        raise ValueError(f"{', '.join(without)}: expected a run folder, or a folder of some, found none")
+    return list(dict.fromkeys(run for runs in found.values() for run in runs))
 
 
 def _runs_in(folder: Path) -> Iterator[Path]:
     """Yield the runs in a folder. Runs themselves are not searched: their streams and checkpoints may be a
     hundred thousand files."""
-    if (folder / RECIPE).is_file():
+    if os.path.lexists(folder / RECIPE):
         yield folder
     elif folder.is_dir():
         for inner in sorted(folder.iterdir()):
@@ -95,8 +99,8 @@ def read_run(folder: Path, recipe: Recipe | None = None) -> RunResult:
     return RunResult(
         folder,
         recipe or load_run(folder),
-        _by_benchmark(before) if before.is_file() else {},
-        _by_benchmark(folder / AFTER) if (folder / AFTER).is_file() else {},
+        _by_benchmark(before) if os.path.lexists(before) else {},
+        _by_benchmark(folder / AFTER) if os.path.lexists(folder / AFTER) else {},
         float(np.nansum(columns["objective/effective_samples"])),
         float(np.nansum(columns["harvest/generated_tokens"])),
         m.spent(columns.last.get("step", 0), columns.last),

@@ -60,7 +60,7 @@ def read(run: Path, newest: int | None = None) -> list[Event]:
     and are skipped with a warning. Raises ValueError with the file's name for any other line.
     """
     path, events = run / FILE, []
-    if not path.exists():
+    if not os.path.lexists(path):
         return []
     with open(path, "rb") as file:
         old, place = 0 if newest is None else os.fstat(file.fileno()).st_size - newest, 0

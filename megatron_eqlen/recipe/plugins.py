@@ -21,6 +21,7 @@ from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from importlib.util import find_spec, resolve_name
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -93,9 +94,6 @@ def _read(adapter: TypeAdapter, value: Any) -> Any:
         return adapter.validate_python(value)
 
 
-Statements = list[tuple[set[str], ast.stmt]]
-"""Statements of a module, with the names that they bind."""
-
 OTHERS = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")]
 OTHERS.append(Path(__file__).parents[1])
 """Folders of Python, of installed packages and of this one."""
@@ -105,19 +103,21 @@ def digests(path: str) -> dict[str, str]:
     """Return the digest of the object ``module:name``, by "", and of all that it uses, by ``module:name``;
     empty for an object of Python or of an installed package."""
     module, _, name = path.partition(":")
-    code, due = _Code(cache(_source), {}), [(module, name)]
+    code, due = _Code(cache(_source), {}), {(module, name)}
     while due:
         for each in due:
             code.follow(*each)
         due = code.registered()
-    digested = {key: _digest(statements) for key, statements in code.found.items()}
-    return {key if key != path else "": digest for key, digest in digested.items()}
+    texts = {key: "\n".join(text for _, text in sorted(found)) for key, found in code.found.items()}
+    return {key if key != path else "": sha256(text.encode()).hexdigest() for key, text in texts.items()}
 
 
 class _Code:
     """What is used of the user's modules: the statements of each ``module:name``, in ``found``."""
 
-    def __init__(self, source: Callable[[str], Path | None], trees: dict[str, Statements]) -> None:
+    def __init__(
+        self, source: Callable[[str], Path | None], trees: dict[str, list[tuple[set[str], ast.stmt]]]
+    ) -> None:
         self.source, self.trees = source, trees
         self.found: defaultdict[str, set[tuple[int, str]]] = defaultdict(set)
         self.data = set[str]()
@@ -154,31 +154,22 @@ class _Code:
                 writers = {*_writers(statement)}
                 due += [(module, one, reads and one not in writers) for one in _uses(statement)]
                 for each in ast.walk(statement):
-                    imported = [*_imported(each, module), *_by_name(each)]
-                    due += [(target, inside.strip("*"), reads) for target, inside, _ in imported]
+                    due += [
+                        (target, inside.strip("*"), reads) for target, inside, _ in _imported(each, module)
+                    ]
         return self
 
-    def registered(self) -> list[tuple[str, str]]:
+    def registered(self) -> set[tuple[str, str]]:
         """Return what is not in ``found`` yet and acts on import: modules that are imported for their effect,
         and what decorators or calls put into ``data``."""
-        found = list[tuple[str, str]]()
+        due = set[tuple[str, str]]()
         for module, tree in [*self.trees.items()]:
-            found += [
-                (target, "")
-                for target in _for_effect(tree, module)
-                if (target, "", True) not in self._seen and self.source(target)
-            ]
+            due |= {(target, "") for target in _for_effect([each for _, each in tree], module)}
             for bound, statement in tree:
-                reached = [
-                    _Code(self.source, self.trees).follow(module, each) for each in _writers(statement)
-                ]
-                if any(self.data & each.data for each in reached):
-                    found += [(module, name) for name in bound if f"{module}:{name}" not in self.found]
-        return found
-
-
-def _digest(statements: set[tuple[int, str]]) -> str:
-    return sha256("\n".join(text for _, text in sorted(statements)).encode()).hexdigest()
+                for writer in _writers(statement):
+                    if self.data & _Code(self.source, self.trees).follow(module, writer).data:
+                        due |= {(module, name) for name in bound}
+        return {each for each in due if self.source(each[0]) and (*each, True) not in self._seen}
 
 
 def _source(module: str) -> Path | None:
@@ -203,10 +194,9 @@ def _statements(file: Path) -> list[ast.stmt]:
         body = ast.parse(file.read_bytes()).body if file.is_file() else []
     except SyntaxError as error:
         raise ValueError(f"{file}:{error.lineno}: {error.msg}") from None
-    scripts = [isinstance(each, ast.If) and ast.unparse(each.test) == SCRIPT for each in body]
-    return [
-        one for each, script in zip(body, scripts, strict=True) for one in (each.orelse if script else [each])
-    ]
+    script = [isinstance(each, ast.If) and ast.unparse(each.test) == SCRIPT for each in body]
+    parts = [each.orelse if main else [each] for each, main in zip(body, script, strict=True)]
+    return [*chain.from_iterable(parts)]
 
 
 def _bound(statement: ast.stmt) -> set[str]:
@@ -234,28 +224,17 @@ DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 def _writers(statement: ast.stmt) -> Iterator[str]:
     """Yield what a statement calls on import that may put it into a registry: a class's base, too."""
     if isinstance(statement, DEFINITIONS):
-        bases = statement.bases if isinstance(statement, ast.ClassDef) else []
-        for each in (*statement.decorator_list, *bases):
+        for each in (*statement.decorator_list, *getattr(statement, "bases", ())):
             yield from _uses(each.func if isinstance(each, ast.Call) else each)
     elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
         yield from _uses(statement.value.func)
 
 
-def _for_effect(tree: Statements, module: str) -> Iterator[str]:
+def _for_effect(statements: list[ast.stmt], module: str) -> Iterator[str]:
     """Yield modules that a module imports and does not use by name: what they do on import is why."""
-    used = {one.partition(".")[0] for _, each in tree for one in _uses(each)}
-    for _, statement in tree:
-        for target, inside, bound in _imported(statement, module):
-            if not inside and bound not in used:
-                yield target
-
-
-def _by_name(node: ast.AST) -> Iterator[tuple[str, str, str]]:
-    """Yield the module, in the form of ``_imported``, of ``import_module("rules.short")``."""
-    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
-        for each in node.args[:1]:
-            if isinstance(each, ast.Constant) and isinstance(each.value, str):
-                yield each.value, "", ""
+    used = {one.partition(".")[0] for each in statements for one in _uses(each)}
+    imported = (one for each in statements for one in _imported(each, module))
+    yield from (target for target, inside, bound in imported if not inside and bound not in used)
 
 
 def _uses(node: ast.AST) -> Iterator[str]:
@@ -282,3 +261,5 @@ def _imported(node: ast.AST, module: str) -> Iterator[tuple[str, str, str]]:
         for alias in node.names:
             yield target, alias.name, alias.asname or alias.name
             yield f"{target}.{alias.name}", "", alias.asname or alias.name
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        yield from ((str(each.value), "", "") for each in node.args[:1] if isinstance(each, ast.Constant))

@@ -75,7 +75,7 @@ class MetricsWriter:
 def read_newest(folder: Path, count: int) -> Records:
     """Return the records of the newest ``count`` steps, from the end of the file alone."""
     path, size = folder / FILE, TAIL
-    if not path.is_file():
+    if not os.path.lexists(path):
         return []
     with open(path, "rb") as file:
         whole = file.seek(0, 2)
@@ -114,7 +114,7 @@ class Columns:
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Yield each line with its record. A torn last line is left out with a warning. Raises ValueError with
     file and line for any other line that is no record of a step."""
-    if not path.is_file():
+    if not os.path.lexists(path):
         return
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
@@ -146,7 +146,7 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
 
 def _cut_after(path: Path, step: int) -> None:
     """Cut the file off after the record of ``step``, or before a torn last line."""
-    if not path.exists():
+    if not os.path.lexists(path):
         return
     end = 0
     for line, record in _lines(path):

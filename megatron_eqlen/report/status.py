@@ -5,6 +5,7 @@ recipe.yaml, .lock, events.jsonl, metrics.jsonl, evaluation/*.json, checkpoints/
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import time
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megatron_eqlen.evaluation.result import evaluation_files, histories, read_evaluations
-from megatron_eqlen.files import LATEST, read_text
+from megatron_eqlen.files import LATEST, read_text, step_number
 from megatron_eqlen.metrics import spent
 from megatron_eqlen.processes import hold
 from megatron_eqlen.processes.events import BEAT
@@ -134,8 +135,10 @@ class RunStatus:
             yield "diagnosis", text
         if now is not None:  # a page has a table of them
             yield from _evaluated(self.folder, self.last.get("step", 0))
-        if self._latest.exists():
+        if os.path.lexists(self._latest):
             name, saved = read_text(self._latest).strip(), self._latest.stat().st_mtime
+            if step_number(name) is None:
+                raise ValueError(f"{self._latest}: expected the name of a checkpoint, found {name!r:.80}")
             yield "checkpoint", f"{name}, {_ago(saved, now)}"
         for at, text in [*self.state.warnings][-MOST_WARNINGS:]:
             yield "warning", f"{time.strftime('%H:%M:%S', time.localtime(at))} {text}"

@@ -14,7 +14,7 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from decimal import Decimal
 from functools import partial
 from numbers import Real
@@ -302,10 +302,7 @@ def _number(returned: Any) -> float | None:
             if value[0] is None:
                 return None
             value = value[0]
-    try:
-        number = float(value) if isinstance(value, Real | Decimal) else math.nan
-    except (OverflowError, ValueError):  # an integer beyond floats; a Decimal that signals
-        number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(f"expected a finite number as reward, got {returned!r:.200}")
-    return number
+    with suppress(OverflowError, ValueError):  # an integer beyond floats; a Decimal that signals
+        if isinstance(value, Real | Decimal) and math.isfinite(value):
+            return float(value)
+    raise ValueError(f"expected a finite number as reward, got {returned!r:.200}")

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +32,7 @@ HOLDER = '{"host": "a", "pid": 1, "time": %s, "slurm_job": null, "restart": 0%s}
     ("events.jsonl", b'{"time": "noon", "kind": "step"}\n'),
     ("events.jsonl", b'{"time": 1.0, "kind": 3}\n'),
     ("checkpoints/latest", b"\xff\xfe"),
+    ("checkpoints/latest", b"step-00"),
     ("recipe.yaml", b"\xff\xfe"),
     ("recipe.yaml", b"a: &a {b: *a}"),
     ("evaluation/before.json", b"null"),
@@ -41,6 +43,17 @@ def test_a_damaged_file_is_named(tmp_path, name, text):
     (run / name).parent.mkdir(exist_ok=True)
     (run / name).write_bytes(text)
     with pytest.raises(ValueError, match=name):
+        RunStatus(run).screen()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "checkpoints/latest", "recipe.yaml"])
+@pytest.mark.parametrize("change", [Path.mkdir, lambda path: path.symlink_to(path.name)])
+def test_what_is_no_file_is_named_and_not_taken_for_a_file_that_is_not_there(tmp_path, name, change):
+    run = write_run(tmp_path / "run", recipe(tmp_path / "model"))
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).unlink(missing_ok=True)
+    change(run / name)
+    with pytest.raises((ValueError, OSError), match=name):
         RunStatus(run).screen()
 
 

@@ -106,7 +106,7 @@ def test_two_models_have_columns_of_their_own(tmp_path):
 
 def test_what_cannot_be_compared_is_named(tmp_path, capsys):
     assert cli.main(["compare", str(tmp_path)]) == 2
-    assert "expected a run that has ended, found none" in capsys.readouterr().err
+    assert "expected a run folder, or a folder of some, found none" in capsys.readouterr().err
     make_run(tmp_path / "a", 0, 12)
     make_run(tmp_path / "b", 0, 16)
     assert cli.main(["compare", str(tmp_path)]) == 2
@@ -175,6 +175,8 @@ def test_runs_are_found_at_any_depth_but_not_inside_of_runs(tmp_path):
     (tmp_path / "again").symlink_to(tmp_path)
     assert run_folders([tmp_path]) == found
     assert run_folders([found[1], tmp_path]) == [found[1], found[0]]
+    with pytest.raises(ValueError, match="evaluation: expected a run folder, or a folder of some"):
+        run_folders([found[0], found[1] / "evaluation"])
 
 
 def test_runs_without_benchmarks_compare_their_rewards_and_lengths(tmp_path, capsys):

@@ -159,7 +159,7 @@ def shortcoming(isolation: Isolation, python: str | None = None) -> str | None:
     except SandboxError as error:
         return str(error)
     if hello.stdout != "5\n":
-        return f"a plain program fails: {hello.error or hello.status}"
+        return f"a plain program fails: {hello.error.strip().rpartition('\n')[2] or hello.status}"
     if not isolation.strict or (escapes.status, escapes.stdout) == ("finished", ""):
         return None
     return escapes.stdout or escapes.error
