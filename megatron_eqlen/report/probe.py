@@ -280,9 +280,13 @@ def probes_of(step: Path) -> dict[RolloutKey, list[dict[str, Any]]]:
     folders = step.parent, step.parent.parent
     for file in [folders[0] / FILE, *(file for f in folders for file in sorted(f.glob(f"probes/*/{FILE}")))]:
         probe = read_json(file) if file.exists() else {}
-        if FOUND in probe and step.name == step_name(probe["asked"]["step"] - 1):
-            for response in probe[FOUND]["responses"]:
-                found[response["prompt_id"], response["index"]].append(response)
+        try:
+            if FOUND in probe and step.name == step_name(probe["asked"]["step"] - 1):
+                for response in probe[FOUND]["responses"]:
+                    response_lines(response)  # has all that is shown
+                    found[response["prompt_id"], response["index"]].append(response)
+        except (KeyError, TypeError, IndexError, ValueError) as error:
+            raise ValueError(f"{file}: expected what eqlen probe writes now ({error!r})") from None
     return found
 
 

@@ -18,7 +18,7 @@ from megatron_eqlen.record import recorder as recorder_module
 from megatron_eqlen.record.partial import HarvestProgress
 from megatron_eqlen.record.reader import read_progress
 from megatron_eqlen.record.recorder import Recorder
-from megatron_eqlen.report.probe import QUARTERS, look
+from megatron_eqlen.report.probe import QUARTERS, look, probes_of
 from megatron_eqlen.report.rollouts import by_token
 from megatron_eqlen.run.probe import Asked, Target, ends_of_sentences
 from megatron_eqlen.sampling.probe import PROBE, ProbeSampling
@@ -107,6 +107,18 @@ def test_values_changes_and_the_share_decided_are_those_of_the_process():
         assert stretch.change.high - stretch.change.low < 0.07
     left = np.interp(QUARTERS, [0, 1 / 3, 2 / 3, 1], [*variance, 0.0])
     np.testing.assert_allclose([response.undecided(share) for share in QUARTERS], left, atol=0.01)
+
+
+OLD = {"prompt_id": "q", "index": 0, "reward": 1, "values": [[0.5, 2]], "stretches": [{"change": [0, -1, 1]}]}
+
+
+@pytest.mark.parametrize("found", [{"responses": [OLD]}, {"responses": [{}]}, {}, [], None])
+def test_a_probe_that_was_written_otherwise_is_named(found, tmp_path):
+    file = tmp_path / "probes/step-00000001/probe.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"asked": {"step": 1}, "found": found}))
+    with pytest.raises(ValueError, match=rf"{file}: expected what eqlen probe writes now"):
+        probes_of(tmp_path / "streams/step-00000000")
 
 
 def test_rewards_where_a_marker_is_forced_are_those_of_a_process_that_forces_it():
