@@ -154,9 +154,10 @@ def interrupted_at(module: str, command: list[str], **variables: str) -> subproc
     """Run ``eqlen command`` with Ctrl-C at the import of ``module``, inside code that loses exceptions."""
     code = """
 import contextlib, os, signal, sys
+module = sys.argv[1]
 class Finder:
     def find_spec(name, *_):
-        if name == sys.argv[1]:
+        if name == module:
             with contextlib.suppress(BaseException):  # as C modules and dill do
                 os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Finder)
