@@ -12,8 +12,8 @@ from tests.kit import ROOT
 
 KINDS = COMMANDS["new"][1]["kind"][1]["choices"]
 NAMES = {
-    "reward": "my_reward:reward", "environment": "my_environment:Game",
-    "objective": "my_objective:OBJECTIVE", "reader": "my_reader:read",
+    "reward": "written_reward:reward", "environment": "written_environment:Game",
+    "objective": "written_objective:OBJECTIVE", "reader": "written_reader:read",
 }  # fmt: skip
 
 
@@ -22,14 +22,14 @@ def test_the_written_tests_pass_and_the_printed_lines_make_a_recipe(tmp_path, mo
     monkeypatch.syspath_prepend(tmp_path)
     printed = {}
     for kind in KINDS:
-        assert main(["new", kind, f"my_{kind}"]) == 0
+        assert main(["new", kind, f"written_{kind}"]) == 0
         printed[kind] = capsys.readouterr().out
     tried = subprocess.run([sys.executable, "-m", "pytest", "-q", "."], capture_output=True, text=True)
     assert tried.returncode == 0, tried.stdout
     assert "5 passed" in tried.stdout
     for kind, text in printed.items():
         file, _, lines = text.partition("In a recipe:\n")
-        assert file.startswith(f"my_{kind}.py, tried by: python -m pytest test_my_{kind}.py")
+        assert file.startswith(f"written_{kind}.py, tried by: python -m pytest test_written_{kind}.py")
         (tmp_path / "mine.yaml").write_text(f"extends: {ROOT}/recipes/tiny_cpu.yaml\nname: mine\n{lines}")
         recipe = load(tmp_path / "mine.yaml", ["run_dir=x"])
         source = recipe.data.sources[0]
