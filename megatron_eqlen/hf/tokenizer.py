@@ -252,7 +252,7 @@ def _special_ids(
     generation, config = _read_json(folder / preferred), _read_json(folder / "config.json")
     eos_of = {
         preferred: generation.get("eos_token_id"),
-        "config.json": config.get("text_config", config).get("eos_token_id"),
+        "config.json": (config.get("text_config") or config).get("eos_token_id"),
         "the tokenizer": tokenizer_eos,
     }
     for origin, value in eos_of.items():

@@ -192,8 +192,10 @@ def test_of_what_an_environment_says_no_more_is_tokenized_than_the_policy_may_re
     section = EnvironmentRecipe(name=f"{__name__}:Strange", options={"how": "raises"}, max_given_tokens=200)
     speak = conversations(settings.model_copy(update={"environment": section}), tokenizer)
     encoded = []
-    encode = tokenizer._encode
-    monkeypatch.setattr(tokenizer, "_encode", lambda text: encoded.append(len(text)) or encode(text))
+    encode = tokenizer.backend.encode
+    monkeypatch.setattr(
+        tokenizer.backend, "encode", lambda text, **how: encoded.append(len(text)) or encode(text, **how)
+    )
     assert len(speak.write(said)) > 200
     assert sum(encoded) < 201 * max(tokenizer.longest, 60) + 200
     exact = Observation("7" * 150)
