@@ -194,9 +194,12 @@ def _statements(file: Path) -> list[ast.stmt]:
         body = ast.parse(file.read_bytes()).body if file.is_file() else []
     except SyntaxError as error:
         raise ValueError(f"{file}:{error.lineno}: {error.msg}") from None
-    script = [isinstance(each, ast.If) and ast.unparse(each.test) == SCRIPT for each in body]
-    parts = [each.orelse if main else [each] for each, main in zip(body, script, strict=True)]
-    return [*chain.from_iterable(parts)]
+    return [
+        *chain.from_iterable(
+            each.orelse if isinstance(each, ast.If) and ast.unparse(each.test) == SCRIPT else [each]
+            for each in body
+        )
+    ]
 
 
 def _bound(statement: ast.stmt) -> set[str]:
