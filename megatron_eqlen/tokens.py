@@ -456,42 +456,47 @@ class GrowingTokens:
 
 
 class _Growing:
-    """A growing column: the bytes of its numbers, and in a ragged one how many each token has."""
+    """A growing column: its numbers (of rows: their bytes), and in a ragged one how many each token has."""
 
-    __slots__ = ("_counts", "_data", "_dtype", "_ragged", "_row")
+    __slots__ = ("_counts", "_data", "_dtype", "_ragged", "_row", "append")
 
     def __init__(self, column: Column) -> None:
-        self._data, self._counts, self._ragged = bytearray(), array("B"), column.ragged
+        self._counts, self._ragged = array("B"), column.ragged
         self._dtype = np.dtype(column.dtype or np.uint8)
         self._row: tuple[int, ...] = (0, 0) if column.dtype is None else ()
+        self._data: Any = bytearray() if column.dtype is None else array(self._dtype.char)
+        numbers = self._append_rows if column.dtype is None else self._data.fromlist
+        self.append: Callable[[Any], None] = self._append_lists if column.ragged else numbers
+        """Appends the values of new tokens: a list of numbers or of sequences, or an array of rows."""
 
-    def append(self, values: Any) -> None:
-        """Append the values of new tokens: a list of numbers or of sequences, or an array."""
-        if self._ragged:
-            for numbers in values:
-                if len(numbers) > MOST_PER_TOKEN:  # those that tie with the last of top-k are kept, too
-                    raise ValueError(
-                        f"expected at most {MOST_PER_TOKEN} kept tokens, found {len(numbers)}: rollout.top_k "
-                        "must leave room for ties"
-                    )
-                self._data += array(self._dtype.char, numbers)
-                self._counts.append(len(numbers))
-        elif isinstance(values, list):
-            self._data += array(self._dtype.char, values)
-        else:
-            if not self._data:
-                self._row, self._dtype = values.shape[1:], values.dtype
-            self._data += values.tobytes()
+    def _append_lists(self, lists: Iterable[Sequence[float]]) -> None:
+        for numbers in lists:
+            if len(numbers) > MOST_PER_TOKEN:  # those that tie with the last of top-k are kept, too
+                raise ValueError(
+                    f"expected at most {MOST_PER_TOKEN} kept tokens, found {len(numbers)}: rollout.top_k "
+                    "must leave room for ties"
+                )
+            self._data.extend(numbers)
+            self._counts.append(len(numbers))
+
+    def _append_rows(self, rows: np.ndarray) -> None:
+        if not self._data:
+            self._row, self._dtype = rows.shape[1:], rows.dtype
+        self._data += rows.tobytes()
 
     def blank(self, count: int) -> Any:
-        return [()] * count if self._ragged else np.zeros((count, *self._row), self._dtype)
+        if isinstance(self._data, bytearray):
+            return np.zeros((count, *self._row), self._dtype)
+        return [()] * count if self._ragged else [0.0] * count
 
     def extend(self, values: Values) -> None:
         if isinstance(values, Ragged):
-            self._data += values.values.tobytes()
+            self._data.frombytes(values.values.tobytes())
             self._counts.frombytes(values.counts.tobytes())
+        elif isinstance(self._data, bytearray):
+            self._append_rows(values)
         else:
-            self.append(values)
+            self._data.frombytes(np.ascontiguousarray(values).tobytes())
 
     def cut(self, end: int) -> None:
         del self._data[self._place(end) :]
@@ -504,6 +509,8 @@ class _Growing:
         return numbers.reshape(stop - start, *self._row)
 
     def _place(self, token: int) -> int:
-        """Return the place of a token's first byte."""
-        before = np.frombuffer(self._counts[:token], np.uint8).sum(dtype=np.int64) if self._ragged else token
-        return int(before) * math.prod(self._row) * self._dtype.itemsize
+        """Return the place of a token's first number, of rows of its first byte."""
+        if self._ragged:
+            return int(np.frombuffer(self._counts[:token], np.uint8).sum(dtype=np.int64))
+        of_rows = isinstance(self._data, bytearray)
+        return token * (math.prod(self._row) * self._dtype.itemsize if of_rows else 1)

@@ -232,9 +232,10 @@ def _tail_units(
 
 def _reward_gap(streams: Sequence[Rollout], recipe: Recipe) -> float:
     """Return by how much the suffix reward ``max`` exceeds ``mean``, on average over all B sides."""
-    unfinished = recipe.equal_length.unfinished
-    most, means = (
-        [pair[1] for stream in streams for pair in pair_rewards(stream, reduce, unfinished) if pair]
-        for reduce in ("max", "mean")
-    )
-    return fmean(most) - fmean(means) if most else 0.0
+    of_all = [
+        (max(ended), sum(ended) / len(ended)) if ended else (0.0, 0.0)
+        for stream in streams
+        for _, ended in _from_last(stream, no_penalty)
+        if ended or recipe.equal_length.unfinished == "zero"
+    ]
+    return fmean(most for most, _ in of_all) - fmean(mean for _, mean in of_all) if of_all else 0.0
