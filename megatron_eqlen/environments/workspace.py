@@ -251,11 +251,18 @@ def require_templates(golds: Mapping[str, str], options: Mapping[str, Any]) -> i
 
 
 def _is_there(name: str) -> bool:
-    path, _, commit = name.rpartition("@")
-    if os.path.exists(name) or not os.path.isdir(path):
+    if (at := _repository(name)) is None:
         return os.path.exists(name)
-    asked = ["git", "-c", "safe.directory=*", "-C", path, "cat-file", "-e", f"{commit}^{{tree}}"]
-    return subprocess.run(asked, capture_output=True).returncode == 0
+    git, commit = at
+    return subprocess.run([*git, "cat-file", "-e", f"{commit}^{{tree}}"], capture_output=True).returncode == 0
+
+
+def _repository(name: str) -> tuple[list[str], str] | None:
+    """Return git in the repository of ``repository@commit``, and the commit; None for a folder or file."""
+    path, _, commit = name.rpartition("@")
+    if os.path.exists(name) or not (commit and os.path.isdir(path)):
+        return None
+    return ["git", "-c", "safe.directory=*", "-C", path], commit
 
 
 def _with_gold(name: str, gold: str) -> str:
@@ -268,14 +275,14 @@ def _with_gold(name: str, gold: str) -> str:
 @lru_cache(maxsize=1024)
 def packed_template(name: str, folder_mb: int, files: int, key: str = "template") -> PackedFolder:
     """Pack a folder, an archive, or a commit of a Git repository. Raises ValueError."""
-    path, _, commit = name.rpartition("@")
     with tempfile.TemporaryDirectory() as place:
         try:
             if os.path.isdir(name):
                 place = name
-            elif commit and os.path.isdir(path):
-                git = ["git", "-c", "safe.directory=*", "-C", path, "archive", "--format=tar", commit]
-                archive = subprocess.run(git, capture_output=True, check=True).stdout
+            elif (at := _repository(name)) is not None:
+                git, commit = at
+                command = [*git, "archive", "--format=tar", commit]
+                archive = subprocess.run(command, capture_output=True, check=True).stdout
                 with tarfile.open(fileobj=io.BytesIO(archive)) as file:
                     file.extractall(place, filter="tar")
             else:

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -64,12 +64,11 @@ class HubRepo:
         """Return the names of all files at this commit, from the cache if it has them. Raises HubError."""
         from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
-        folder = self._cache()
-        for _ in range(2):
-            try:
-                return [file.path for file in api.get_cached_repo_tree(**self._where())]
-            except CachedRepoTreeNotFoundError:
-                folder = self._snapshot(["README.md"])  # writes the cache's list of files
+        with suppress(CachedRepoTreeNotFoundError):
+            return [file.path for file in api.get_cached_repo_tree(**self._where())]
+        folder = self._snapshot(["README.md"])  # writes the cache's list of files
+        with suppress(CachedRepoTreeNotFoundError):
+            return [file.path for file in api.get_cached_repo_tree(**self._where())]
         # offline, with a cache written by an older huggingface_hub
         return [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
 

@@ -318,6 +318,7 @@ class Target:
         out.mkdir(parents=True, exist_ok=True)
         recorded = self.streams / step_name(self.asked.step - 1)
         if (recorded / STATES).is_dir():  # where environments in mid-turn take up their states
+            (out / "recorded").unlink(missing_ok=True)  # of an attempt that was cut off here
             (out / "recorded").symlink_to(recorded.resolve())
         if self.steps and self._checkpoints:
             checkpoint_folder.copy(self._checkpoints[-1][1], out / "weights/checkpoints")
