@@ -113,7 +113,7 @@ def digests(path: str) -> dict[str, str]:
 
 
 class _Code:
-    """What is used of the user's modules: the statements of each ``module:name``, in ``found``."""
+    """Statements of the user's modules that are used, by ``module:name`` in ``found``."""
 
     def __init__(
         self, source: Callable[[str], Path | None], trees: dict[str, list[tuple[set[str], ast.stmt]]]
@@ -121,7 +121,7 @@ class _Code:
         self.source, self.trees = source, trees
         self.found: defaultdict[str, set[tuple[int, str]]] = defaultdict(set)
         self.data = set[str]()
-        """Those of ``found`` that are no functions and that not only decorators use: a registry may be."""
+        """Names in ``found`` that may be registries: no functions, and used by more than decorators."""
         self._seen = set[tuple[str, str, bool]]()
 
     def follow(self, module: str, name: str) -> _Code:
@@ -163,11 +163,12 @@ class _Code:
         """Return what is not in ``found`` yet and acts on import: modules that are imported for their effect,
         and what decorators or calls put into ``data``."""
         due = set[tuple[str, str]]()
+        data_of = cache(lambda module, writer: _Code(self.source, self.trees).follow(module, writer).data)
         for module, tree in [*self.trees.items()]:
             due |= {(target, "") for target in _for_effect([each for _, each in tree], module)}
             for bound, statement in tree:
                 for writer in _writers(statement):
-                    if self.data & _Code(self.source, self.trees).follow(module, writer).data:
+                    if self.data & data_of(module, writer):
                         due |= {(module, name) for name in bound}
         return {each for each in due if self.source(each[0]) and (*each, True) not in self._seen}
 

@@ -116,7 +116,7 @@ class Found:
     responses: tuple[Probed, ...]
     agreements: tuple[Agreement, ...]
     budgets: tuple[Budget, ...] = ()
-    """Of a probe that forces an end marker."""
+    """Accuracy by length, where a probe forces an end marker; else empty."""
 
     @cached_property
     def decided(self) -> list[float]:

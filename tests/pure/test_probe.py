@@ -122,7 +122,7 @@ def test_a_probe_that_was_written_otherwise_is_named(found, tmp_path):
 
 
 def test_rewards_where_a_marker_is_forced_are_those_of_a_process_that_forces_it():
-    """That process samples so many tokens, then puts token 2 into a response without one, and goes on."""
+    """The process samples so many tokens, then puts token 2 into a response without one, and goes on."""
     settings, rng = SAMPLINGS["independent"], np.random.default_rng(0)
     paths, shares = zip(*WORLD.continuations(()), strict=True)
     drawn = rng.choice(len(paths), 3000, p=shares)
