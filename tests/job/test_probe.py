@@ -45,11 +45,16 @@ def test_a_step_is_continued_by_the_weights_that_sampled_it(home, trained, tmp_p
 
 def test_forks_in_mid_turn_have_the_environment_that_was_there(home, tmp_path):
     """The environment is made anew and told the messages; each continuation is answered as the line was."""
-    talked = train(
-        home, "talked", *ANSWERED, "steps=1", "sampling=independent", "objective=grpo", NO_EVALUATION
-    )
+    saves, groups = "environment.name=tests.kit.talking:Kept", ("sampling=independent", "objective=grpo")
+    talked = train(home, "talked", *ANSWERED, saves, "steps=1", *groups, NO_EVALUATION)
     probe(talked, "--step", 1, "--at", "every:10", "--samples", 2, "--budget", 2000)
     folder = talked / "probes/step-00000001/step-00000000"
+    states, found = (
+        {file.name for file in (place / "environments").iterdir()}
+        for place in (talked / "streams/step-00000000", folder.parent / "recorded")
+    )
+    assert states == found, "where a turn's state is looked for"
+    assert states
     new = continuations(folder)
     assert len(new) > 10
     assert any(len(part.tokens) > len(part) for part in new), "some are answered"

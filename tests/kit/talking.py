@@ -17,4 +17,14 @@ class Again(Environment):
         return Observation(f"again {number}, {len(message)}", done=self.left < 0 or number < 2)
 
 
+class Kept(Again):
+    """Saves what a resumed run needs after each turn."""
+
+    def save(self, place):
+        return str(self.left)
+
+    def load(self, text, place):
+        self.left = int(text)
+
+
 ANSWERED = ["environment.name=tests.kit.talking:Again", "environment.max_given_tokens=128"]

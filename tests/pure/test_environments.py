@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import replace
@@ -326,6 +327,21 @@ def test_a_fork_that_can_neither_be_copied_nor_told_the_messages_ends_the_harves
         EngineError, match="set copies = False; a new environment cannot be told the messages"
     ):
         words(Clock, FORKING, count=1)
+
+
+def test_a_call_that_waits_begins_where_the_one_before_it_ends_its_rollout():
+    def fails(prompt_id):
+        if prompt_id == "q0":
+            time.sleep(0.3)  # until nothing is generated any more
+            raise ConnectionError("no server")
+
+    harvested = []
+    make = lambda prompt, seed: Answers(prompt, seed, fails=fails)  # noqa: E731
+    thread = threading.Thread(target=lambda: harvested.append(words(make, count=2)), daemon=True)
+    thread.start()
+    thread.join(60)
+    (rollouts, _), *_ = harvested
+    assert [bool([*rollout.unscored()]) for rollout in rollouts] == [True, False]
 
 
 def test_environments_are_called_at_once_up_to_the_number_of_workers():

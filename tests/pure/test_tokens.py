@@ -32,6 +32,12 @@ def tables(draw: st.DrawFn, least: int = 0) -> Tokens:
     return Tokens.of(draw(st.lists(st.integers(0, 99), **each)), **columns)
 
 
+def test_tokens_that_were_put_into_a_turn_of_the_policy_are_no_answer():
+    turns = Tokens.of([1, 2, 3, 4], 0.0, versions=0, given=[(), (0,), (), (-1,)])
+    assert turns.is_generated.tolist() == [True, False, True, False]
+    assert turns.is_answer.tolist() == [False, True, False, False]
+
+
 @examples(60)
 @given(tables(), st.data())
 def test_slices_join_to_the_table_they_were_cut_from(table, data):

@@ -135,6 +135,9 @@ def test_folders_archives_and_commits_are_templates(template, tmp_path):
     contents = [folder_files(packed_template(str(name), 16, 100).read()) for name in names]
     assert contents == [{"add.py": SUBTRACTS.encode(), "test.py": TEST.encode()}] * 5
     assert files(made(f"{tmp_path}/{{gold}}", gold="template")) == contents[0]
+    assert require_templates({"repository": "1"}, {"template": f"{tmp_path}/{{gold}}@{first}"}) == 1
+    with pytest.raises(ValueError, match=r"template: 1: expected a template, found none at .*@no-commit"):
+        require_templates({"repository": "1"}, {"template": f"{tmp_path}/{{gold}}@no-commit"})
 
 
 WRONG = {
