@@ -334,8 +334,8 @@ class EnvironmentRecipe(Section):
 
 class MismatchRecipe(Section):
     """Monitoring of the train-inference mismatch: the mean |log-prob difference| of trainer and engine, over
-    those tokens of an update that were sampled by the weights which the update trains, or over a row of lines
-    drawn among all that the step generated, if it is larger."""
+    those tokens of an update that were sampled by the weights which the update trains, or over lines drawn
+    among all that the step generated, if it is larger."""
 
     tolerance: PositiveFloat | None = None
     """Limit in nats, of a step and of what each server samples after a sync; default 0.1, or 0.5 with

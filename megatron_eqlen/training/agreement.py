@@ -23,6 +23,9 @@ from megatron_eqlen.training.forward import supervised_positions
 from megatron_eqlen.training.policy_loss import RowLoss
 from megatron_eqlen.types import Metrics, Rollout, TokenTree
 
+DRAWN_SHARE = 1 / 16
+"""Drawn lines' part of what a step generated. A whole row of them may be more than a small step trains."""
+
 
 class MismatchError(ValueError):
     """Trainer and engine disagree by more than ``rollout.mismatch`` allows. The run can be resumed."""
@@ -90,8 +93,9 @@ class Compared:
 
 def drawn_lines(rollouts: Sequence[Rollout], recipe: Recipe, step: int) -> list[TokenTree]:
     """Return lines of these rollouts as trees to compare, the same on every rank: at most one of a rollout,
-    drawn by the number of the step, as many as fit in a row."""
+    drawn by the number of the step, until they have ``DRAWN_SHARE`` of the tokens or fill a row."""
     draw, room, trees = random.Random(f"{recipe.seed}/{step}"), recipe.packing.max_tokens_per_row, []
+    enough = room - DRAWN_SHARE * sum(len(part) for rollout in rollouts for part in rollout.parts)
     unused = {TEACHER.name, *recipe.rollout.untrained_columns}
     for rollout in draw.sample(rollouts, len(rollouts)):
         ends = sorted({part.number for part in rollout.parts} - {part.parent for part in rollout.parts})
@@ -103,4 +107,6 @@ def drawn_lines(rollouts: Sequence[Rollout], recipe: Recipe, step: int) -> list[
         for number, node in nodes.items():
             node.tokens = node.tokens.without(unused)
             node.weight = float(number >= 0 and node.tokens.generated > 0)
+        if trees and room <= enough:
+            break
     return [tree for tree in trees if any(node.weight for node in tree.nodes)]

@@ -105,18 +105,21 @@ def test_lines_are_drawn_among_all_that_was_generated_and_on_every_rank_the_same
     """Rewards decide nothing, and ranks that have skeletons draw as those that have the tokens."""
     rollouts = [replace(example(), index=number) for number in range(40)]
     bare = [replace(rollout.skeleton(), prompt=rollout.prompt) for rollout in rollouts]
-    packing = {
-        "max_tokens_per_row": 1
-        + 6 * max(len(rollout.prompt.token_ids) + max(rollout.ends().values()) for rollout in rollouts)
-    }
-    recipe = small().model_copy(update={"packing": small().packing.model_copy(update=packing)})
+    longest = max(len(rollout.prompt.token_ids) + max(rollout.ends().values()) for rollout in rollouts)
+    generated = sum(len(part) for rollout in rollouts for part in rollout.parts)
     seen = set()
-    for step in range(30):
+    for step in range(60):
+        packing = small().packing.model_copy(
+            update={"max_tokens_per_row": 1 + longest * (2 if step % 2 else 9)}  # a row ends it, or the share
+        )
+        recipe = small().model_copy(update={"packing": packing})
         trees = drawn_lines(rollouts, recipe, step)
+        drawn = [sum(map(len, tree.nodes)) for tree in trees]
+        assert sum(drawn[:-1]) < generated / 16  # a sixteenth is enough
         forest, other = Forest.of(trees), Forest.of(drawn_lines(bare, recipe, step))
         assert forest.names == other.names
         assert (forest.weight == other.weight).all()
-        assert 1 < len(trees) < len(rollouts)
+        assert 1 <= len(trees) < len(rollouts)
         assert (forest.length.sum() + len(trees)) <= recipe.packing.max_tokens_per_row
         assert all(node.parent == number - 1 for tree in trees for number, node in enumerate(tree.nodes))
         seen |= set(forest.names)
