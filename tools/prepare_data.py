@@ -2,8 +2,7 @@
 """Check and normalise downloaded data into one parquet file, ready for ``reader: prepared``.
 
     tools/prepare_data.py --reader deepmath --path DeepMath-103K/data --out data/deepmath.parquet
-    tools/prepare_data.py --reader opencodereasoning --path OpenCodeReasoning --tests code-sources \\
-        --out data/code.parquet
+    tools/prepare_data.py --reader recipes.opencodereasoning:read --path data/opencodereasoning --out FILE
 
 Left out and counted by reason: rows with missing or wrong fields, duplicates, what the filters exclude,
 golds that cannot be graded against, problems without tests. The file holds the counts, too.
@@ -31,13 +30,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--reader", required=True, choices=("deepmath", "opencodereasoning", "jsonl"))
+    parser.add_argument("--reader", required=True, help="deepmath, jsonl, or package.module:read")
     parser.add_argument("--path", required=True, help="a file, or the folder of the data set's files")
     parser.add_argument("--out", required=True, type=Path, help="parquet file to write")
-    parser.add_argument(
-        "--tests", help="opencodereasoning: folder with taco, apps, code_contests, codeforces"
-    )
-    parser.add_argument("--split", choices=("split_0", "split_1"), help="opencodereasoning: only this one")
     parser.add_argument("--min-difficulty", type=float)
     parser.add_argument("--max-difficulty", type=float)
     parser.add_argument("--exclude", help="questions to leave out, one a line (decontamination)")
@@ -51,7 +46,7 @@ def main() -> None:
     args = parse_arguments()
     console = Console(stderr=True)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console)])
-    recipe_keys = ("reader", "path", "tests", "split", "min_difficulty", "max_difficulty", "exclude")
+    recipe_keys = ("reader", "path", "min_difficulty", "max_difficulty", "exclude")
     source = SourceRecipe(name="prepared", **{key: getattr(args, key) for key in recipe_keys})
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
     args.out.parent.mkdir(parents=True, exist_ok=True)

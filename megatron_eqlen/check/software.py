@@ -32,7 +32,7 @@ TRIED = 200
 SETUP = "tools/setup (gpu)"
 SAID = "Hello."
 """Turn that an environment is asked to answer."""
-CODE = {"code", "opencodereasoning", "livecodebench"}
+CODE = {"code", "livecodebench"}
 """Graders and readers whose answers are programs."""
 ANY = {"jsonl", "prepared"}
 """Readers whose rows name their graders."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from megatron_eqlen.data import jsonl, livecodebench, opencodereasoning, prepared
+from megatron_eqlen.data import jsonl, livecodebench, prepared
 from megatron_eqlen.data.files import refuse_half_pairs
 from megatron_eqlen.data.filters import filter_rows
 from megatron_eqlen.data.rows import Problem, Tally
@@ -65,10 +65,7 @@ def has_filters(source: SourceRecipe) -> bool:
 
 def read_source(source: SourceRecipe, tally: Tally) -> Iterable[Problem]:
     """Return the rows of ``source`` that pass its filters, streamed, or a reader's sequence without any."""
-    if source.reader == "opencodereasoning":
-        rows = opencodereasoning.read(local_path(source), tally, source.split, source.tests)
-    else:
-        rows = _read(source, tally)
+    rows = _read(source, tally)
     return (
         rows if isinstance(rows, Sequence) and not has_filters(source) else filter_rows(source, rows, tally)
     )

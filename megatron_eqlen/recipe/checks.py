@@ -87,9 +87,6 @@ def _of_run(recipe: Recipe) -> Iterator[str]:
         )
     if not (recipe.run_dir or "").isprintable():
         yield f"run_dir: expected a path in one line, found {recipe.run_dir!r}"
-    for number, section in enumerate(recipe.data.sources):
-        if section.reader == "opencodereasoning" and section.split not in (None, "split_0", "split_1"):
-            yield f"data.sources.{number}.split: expected split_0 or split_1, found {section.split!r}"
     if not [*recipe.budget.limits()]:
         yield f"steps: expected this, or one of {', '.join(COSTS)}, to end a run, found none"
     if len({*targets}) < len(targets):

@@ -32,8 +32,8 @@ from megatron_eqlen.recipe.plugins import digests
 
 PINS = "EQLEN_REVISIONS"
 """Environment variable: the commits that this command has resolved, for the processes that it starts."""
-WHOLE_FOLDER = ("opencodereasoning", "livecodebench")
-"""Readers that choose among a data set's files themselves."""
+WHOLE_FOLDER = "livecodebench"
+"""Reader that chooses among a data set's files itself."""
 
 MODEL, TEACHER = "model", "teacher"
 OBJECT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -83,8 +83,7 @@ def missing_inputs(recipe: Recipe) -> str:
     them; empty if all are."""
     paths = {f"{key}.path": section.path for key, section in _inputs(recipe).items() if not hub_repo(section)}
     for number, source in enumerate(recipe.data.sources):
-        named = {"tests": source.tests, "exclude": source.exclude}
-        paths |= {f"data.sources.{number}.{key}": path for key, path in named.items() if path}
+        paths |= {f"data.sources.{number}.exclude": source.exclude} if source.exclude else {}
     missing = {key: path for key, path in paths.items() if not Path(path).exists()}
     problems = "; ".join(f"{key}: {path} does not exist" for key, path in missing.items())
     if not all(map(os.path.isabs, missing.values())):
@@ -123,7 +122,7 @@ def data_files(section: SourceRecipe | BenchmarkRecipe) -> list[Path] | None:
     """Return the files of the section's ``config`` and ``split``; None if its reader chooses among the files
     of ``local_path``. Raises RecipeError."""
     repo, folder = hub_repo(section), local_path(section)
-    if section.reader in WHOLE_FOLDER or (repo is None and section.config is section.split is None):
+    if section.reader == WHOLE_FOLDER or (repo is None and section.config is section.split is None):
         return None
     if folder.is_file():
         raise RecipeError(f"{section.name}: config and split choose among a folder's files, found {folder}")
@@ -136,7 +135,7 @@ def data_files(section: SourceRecipe | BenchmarkRecipe) -> list[Path] | None:
 
 def _chosen(section: SourceRecipe | BenchmarkRecipe, names: Sequence[str]) -> list[str]:
     card = read_card(local_path(section)) if "README.md" in names else {}
-    if section.reader in WHOLE_FOLDER:
+    if section.reader == WHOLE_FOLDER:
         return [name for name in names if name.endswith((".parquet", ".jsonl"))]
     usual = "train" if isinstance(section, SourceRecipe) else "test"
     return choose_files(names, card, section.config, section.split, usual)
@@ -147,7 +146,7 @@ def keep_inputs(run: Path, recipe: Recipe) -> None:
     benchmarks, files that options name, and the code that import paths lead to. For a name on the hub the
     stored recipe has the commit. Raises ContentsError if an earlier start found others."""
     paths = {section.path for section in _inputs(recipe).values() if not hub_repo(section)}
-    paths |= {path for source in recipe.data.sources for path in (source.tests, source.exclude) if path}
+    paths |= {source.exclude for source in recipe.data.sources if source.exclude}
     texts = {key: text for key, text in leaves(recipe.model_dump()).items() if isinstance(text, str)}
     declared = {".".join(key) for key in all_keys()}
     opened = {text for key, text in texts.items() if re.sub(r"\.\d+", ".0", key) not in declared}

@@ -91,7 +91,7 @@ def one_of(*names: str) -> AfterValidator:
 ANY_COLUMNS = ("jsonl", *TRAINING, *BENCHMARKS)
 """Readers of files whose columns may have any names."""
 ColumnName = Literal["question", "answer", "grader", "difficulty", "instruction", "tests"]
-SourceReader = Annotated[str, one_of("jsonl", *TRAINING, "opencodereasoning", "prepared")]
+SourceReader = Annotated[str, one_of("jsonl", *TRAINING, "prepared")]
 BenchmarkReader = Annotated[str, one_of("jsonl", *TRAINING, *BENCHMARKS, "livecodebench", "prepared")]
 GraderName = Annotated[str, one_of("math", "code")]
 ENVIRONMENTS = {
@@ -209,8 +209,7 @@ class DataSection(Section):
     """Configuration of the data set (``datasets`` calls it so); default: the only one, or the one that its
     card marks."""
     split: str | None = None
-    """Split of the data set; default: ``train``, of a benchmark ``test``, or the only one. For
-    ``opencodereasoning``: ``split_0`` or ``split_1``, default both."""
+    """Split of the data set; default: ``train``, of a benchmark ``test``, or the only one."""
     columns: Annotated[dict[ColumnName, str], When(".reader", *ANY_COLUMNS)] = {}
     """Names of the file's columns, where they are not those that ``data/layouts.py`` recognises:
     ``{question: task}``. A dot reaches into a record: ``reward_model.ground_truth``."""
@@ -229,8 +228,6 @@ class SourceRecipe(DataSection):
     ``package.module:read``."""
     weight: PositiveFloat = 1.0
     """Share of the prompts, relative to the other sources' weights."""
-    tests: Annotated[str | None, When(".reader", "opencodereasoning")] = None
-    """Folder of the source sets (TACO, APPS, CodeContests, Codeforces) that hold the code problems' tests."""
     min_difficulty: Real | None = None
     """Leave out rows below this difficulty, and rows without a difficulty."""
     max_difficulty: Real | None = None

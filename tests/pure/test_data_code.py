@@ -13,12 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_eqlen.data import jsonl, livecodebench, opencodereasoning
-from megatron_eqlen.data.code_sources import SOURCE_SETS, question_and_tests
+from megatron_eqlen.data import jsonl, livecodebench
 from megatron_eqlen.data.rows import BadRow, Tally
 from megatron_eqlen.data.sources import open_source
 from megatron_eqlen.graders.code.tests import CodeTests
 from megatron_eqlen.recipe import SourceRecipe
+from recipes import opencodereasoning
+from recipes.opencodereasoning import SOURCE_SETS, question_and_tests
 
 TAKE_TWO = "Read two numbers\nand print their sum."
 
@@ -43,15 +44,15 @@ def taco_row(question: str, input_output: object, starter: str = "") -> dict:
 
 
 @pytest.fixture
-def folders(tmp_path) -> tuple[Path, Path]:
-    """Return an OpenCodeReasoning folder and its source sets, every case once."""
-    ocr, sets = tmp_path / "ocr", tmp_path / "sets"
+def folder(tmp_path) -> Path:
+    """Return an OpenCodeReasoning folder with its source sets, every case once."""
+    ocr, sets = tmp_path / "questions", tmp_path / "tests"
     function = {"inputs": [[[1, 2]]], "outputs": [[3]], "fn_name": "total"}
     empty = {"input": [], "output": []}
     plain = {"official_tests": [{"input": "2 3\n", "output": "6\n"}], "generated_checker": None}
     plain |= {"time_limit": 1.0, "memory_limit": 256.0}
     files = {
-        ocr / "split_0/train-00000-of-00001.parquet": [
+        ocr / "split_0.parquet": [
             ocr_row("cc-0", "code_contests", "Add.", difficulty="2"),
             ocr_row("cc-0", "code_contests", "Add."),
             ocr_row("cc-none", "code_contests", "No tests here."),
@@ -61,7 +62,7 @@ def folders(tmp_path) -> tuple[Path, Path]:
             ocr_row("cf-checker", "open-r1/codeforces", "Print any number."),
             ocr_row("other", "leetcode", "?"),
         ],
-        ocr / "split_1/train-00000-of-00001.parquet": [
+        ocr / "split_1.parquet": [
             ocr_row("apps-1", "apps", "-", index="1", difficulty="interview"),
             ocr_row("apps-2", "apps", "-", index="2"),
             ocr_row("apps-9", "apps", "-", index="9"),
@@ -91,13 +92,12 @@ def folders(tmp_path) -> tuple[Path, Path]:
     }  # fmt: skip
     for path, rows in files.items():
         write(path, rows)
-    return ocr, sets
+    return tmp_path
 
 
-def test_questions_meet_their_tests_and_the_rest_is_counted(folders):
-    ocr, sets = folders
+def test_questions_meet_their_tests_and_the_rest_is_counted(folder):
     tally = Tally()
-    rows = {row.row_id: row for row in opencodereasoning.read(ocr, tally, tests=str(sets))}
+    rows = {row.row_id: row for row in opencodereasoning.read(folder, tally)}
     assert set(rows) == {"cc-0", "taco-text", "cf-0", "cf-checker", "apps-1"}
     assert CodeTests.from_json(rows["cf-checker"].gold).checker == "import sys"
     assert tally.dropped == {
@@ -120,29 +120,22 @@ def test_questions_meet_their_tests_and_the_rest_is_counted(folders):
     assert all(row.grader == "code" and row.instruction == "" for row in rows.values())
 
 
-def test_opencodereasoning_reads_one_split_alone(folders):
-    ocr, sets = folders
-    rows = list(opencodereasoning.read(ocr, Tally(), split="split_1", tests=str(sets)))
-    assert [row.row_id for row in rows] == ["apps-1"]
-
-
 @pytest.mark.parametrize("index", ["\u00b2", "\u0663", "9" * 5000, "-1", "1.5", "", None])
-def test_an_index_that_is_no_number_is_a_bad_row(folders, index):
-    ocr, sets = folders
-    write(ocr / "split_1" / "train-00000-of-00001.parquet", [ocr_row("x", "apps", "-", index=index)])
+def test_an_index_that_is_no_number_is_a_bad_row(folder, index):
+    (folder / "questions/split_0.parquet").unlink()
+    write(folder / "questions/split_1.parquet", [ocr_row("x", "apps", "-", index=index)])
     tally = Tally()
-    assert list(opencodereasoning.read(ocr, tally, split="split_1", tests=str(sets))) == []
+    assert list(opencodereasoning.read(folder, tally)) == []
     assert tally.dropped.total() == 1
     assert {"wrong_type", "empty_field"} & set(tally.dropped)
 
 
-def test_two_ids_of_one_record_are_one_question_and_the_second_is_counted(folders):
-    ocr, sets = folders
+def test_two_ids_of_one_record_are_one_question_and_the_second_is_counted(folder):
     numbered = [ocr_row(name, "apps", "-", index="1") for name in ("first", "second")]
-    write(ocr / "split_1" / "train-00000-of-00001.parquet", numbered)
-    write(ocr / "split_0" / "train-00000-of-00001.parquet", [ocr_row("text", "apps", "Sum a list.")])
+    write(folder / "questions/split_1.parquet", numbered)
+    write(folder / "questions/split_0.parquet", [ocr_row("text", "apps", "Sum a list.")])
     tally = Tally()
-    (row,) = opencodereasoning.read(ocr, tally, tests=str(sets))
+    (row,) = opencodereasoning.read(folder, tally)
     assert row.row_id == "first"
     assert tally.dropped == {"same_question": 2}
 
@@ -152,20 +145,22 @@ def test_two_ids_of_one_record_are_one_question_and_the_second_is_counted(folder
 ])  # fmt: skip
 def test_odd_values_in_optional_columns_never_end_the_reading(tmp_path, change):
     question = ocr_row("q", "taco", TAKE_TWO) | ({} if "starter_code" in change else change)
-    write(tmp_path / "ocr.jsonl", [{key: value for key, value in question.items() if value is not None}])
+    write(
+        tmp_path / "questions" / "train.jsonl",
+        [{key: value for key, value in question.items() if value is not None}],
+    )
     record = taco_row(TAKE_TWO, {"inputs": [[1]], "outputs": [1], "fn_name": "f"}) | change
-    write(tmp_path / "sets" / "taco" / "train.jsonl", [record])
+    write(tmp_path / "tests" / "taco" / "train.jsonl", [record])
     tally = Tally()
-    rows = list(opencodereasoning.read(tmp_path / "ocr.jsonl", tally, tests=str(tmp_path / "sets")))
+    rows = list(opencodereasoning.read(tmp_path, tally))
     assert len(rows) + tally.dropped["wrong_type"] == 1
 
 
-def test_missing_source_sets_are_named(folders, tmp_path):
-    ocr, _ = folders
-    with pytest.raises(ValueError, match="tests: expected the folder"):
-        list(opencodereasoning.read(ocr, Tally()))
-    with pytest.raises(ValueError, match="expected a folder with apps's files"):
-        list(opencodereasoning.read(ocr, Tally(), tests=str(tmp_path)))
+def test_missing_source_sets_are_named(folder):
+    (folder / "tests/apps/train.jsonl").unlink()
+    (folder / "tests/apps").rmdir()
+    with pytest.raises(ValueError, match="tests/apps: expected a folder with apps's files"):
+        list(opencodereasoning.read(folder, Tally()))
 
 
 CODEFORCES_ROW = {
@@ -220,7 +215,7 @@ def test_statements_with_one_right_output_are_kept(statement):
 
 def test_columns_that_decide_whether_a_problem_is_kept_are_read_from_parquet(tmp_path):
     """A column that the reader does not ask for would be absent, and every problem kept."""
-    ocr, sets = tmp_path / "ocr", tmp_path / "sets"
+    ocr, sets = tmp_path / "questions", tmp_path / "tests"
     kinds = {"mode": {"input_mode": "file"}, "run": {"executable": False}, "all": {}}
     write(ocr / "train.parquet", [ocr_row(kind, "open-r1/codeforces", f"{kind}?") for kind in kinds])
     rows = [CODEFORCES_ROW | change | {"description": f"{kind}?"} for kind, change in kinds.items()]
@@ -229,7 +224,7 @@ def test_columns_that_decide_whether_a_problem_is_kept_are_read_from_parquet(tmp
     limit = {"time_limit": None, "private_tests": None, "generated_tests": None}
     write(sets / "code_contests" / "train-0.parquet", [CONTESTS_ROW | limit | {"input_file": "sum.in"}])
     tally = Tally()
-    assert [row.row_id for row in opencodereasoning.read(ocr, tally, tests=str(sets))] == ["all"]
+    assert [row.row_id for row in opencodereasoning.read(tmp_path, tally)] == ["all"]
     assert tally.dropped == {"file_input": 2, "not_executable": 1}
 
 
@@ -245,9 +240,9 @@ def test_a_codeforces_question_has_its_formats_examples_and_note(tmp_path):
         "Multiply.\n\nInput\n\nTwo integers.\n\nOutput\n\nOne integer.\n\nExamples\n\nInput\n\n2 3\n\n"
         "Output\n\n6\n\nNote\n\n2 times 3 is 6."
     )
-    write(tmp_path / "ocr" / "train.parquet", [ocr_row("cf", "open-r1/codeforces", text)])
-    write(tmp_path / "sets" / "codeforces" / "train.parquet", [record])
-    (row,) = opencodereasoning.read(tmp_path / "ocr", Tally(), tests=str(tmp_path / "sets"))
+    write(tmp_path / "questions" / "train.parquet", [ocr_row("cf", "open-r1/codeforces", text)])
+    write(tmp_path / "tests" / "codeforces" / "train.parquet", [record])
+    (row,) = opencodereasoning.read(tmp_path, Tally())
     assert row.question.startswith(text)
 
 

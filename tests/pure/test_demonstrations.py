@@ -149,8 +149,8 @@ def test_engine_settings_stay_where_benchmarks_are_switched_off():
 
 
 def test_a_reader_of_questions_is_refused():
-    data = {"sources": [{"name": "s", "reader": "opencodereasoning", "path": "none"}]}
-    with pytest.raises(RecipeError, match=r"sources.0.reader: objective: sft .*opencodereasoning"):
+    data = {"sources": [{"name": "s", "reader": "prepared", "path": "none"}]}
+    with pytest.raises(RecipeError, match=r"sources.0.reader: objective: sft .*prepared"):
         supervised("none", "none", data=data)
 
 

@@ -1,4 +1,14 @@
-"""The sets that hold the tests of OpenCodeReasoning's problems: TACO, APPS, CodeContests, Codeforces.
+"""OpenCodeReasoning: a reader of its questions with tests from the sets that they were taken from.
+
+    tools/prepare_data.py --reader recipes.opencodereasoning:read --path data/opencodereasoning --out FILE
+
+The folder holds ``questions`` (the parquet files of split_0 and split_1, or of one) and ``tests`` with a
+folder for each source set: TACO, APPS, CodeContests, Codeforces.
+
+735,255 rows hold 28,319 distinct questions and no tests. One pass over the files collects the distinct
+questions (by ``id``); one pass over each source set yields the collected questions that have tests: a split_1
+row names its record by ``index``, a split_0 row repeats its text. Both passes stream. A problem without
+tests, or one that needs a special checker, is counted and left out: it must never be rewarded.
 
 A test gives stdin and compares stdout as text, or runs the problem's checker (Codeforces alone has them).
 Problems that such tests cannot judge are left out: interactive ones, those that read or write a file, those
@@ -7,19 +17,27 @@ whose tests are incomplete, and those of the other sets with several right outpu
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from megatron_eqlen.data.files import find_files, parse_json, read_records
 from megatron_eqlen.data.rows import (
     BadRow,
+    Problem,
+    Tally,
+    answer_field,
     code_question,
+    code_row,
     number_field,
+    numbered,
     of_type,
     optional_text_field,
     reading_tests,
@@ -53,7 +71,7 @@ SEVERAL_ANSWERS = re.compile(
 
 @dataclass(frozen=True)
 class SourceSet:
-    """One set of problems: its folder under the tests folder, and the functions that read a record."""
+    """One set of problems: its folder under ``tests``, and the functions that read a record."""
 
     folder: str
     columns: tuple[str, ...]
@@ -68,9 +86,7 @@ class SourceSet:
         """Yield the records of ``split`` in the set's own order, streamed."""
         folder = tests / self.folder
         if not folder.is_dir():
-            raise ValueError(
-                f"data tests: {folder}: expected a folder with {self.folder}'s files, found none"
-            )
+            raise ValueError(f"{folder}: expected a folder with {self.folder}'s files, found none")
         for file in find_files(folder, f"{split}*.parquet", f"{split}*.jsonl"):
             yield from read_records(file, self.columns, self.optional)
 
@@ -197,3 +213,91 @@ SOURCE_SETS = {
     ),
 }
 """Source sets by their name in OpenCodeReasoning's ``dataset`` column."""
+
+COLUMNS = ("id", "input", "dataset", "split", "difficulty")
+NO_TEXT = "-"
+"""The value of ``input`` in rows of split_1, which have no text of their own."""
+
+Wanted = dict[int | bytes, tuple[str, float | None]]
+"""A record's number, or the digest of its text, -> (question id, difficulty)."""
+
+
+def read(path: Path, tally: Tally) -> Iterator[Problem]:
+    """Yield the distinct questions that have tests, in the source sets' order."""
+    for (dataset, part), wanted in sorted(_collect(path / "questions", tally).items()):
+        source = SOURCE_SETS[dataset]
+        for number, record in enumerate(source.records(path / "tests", part)):
+            questions = _take(wanted, number, record, source)
+            if not questions:
+                continue
+            # questions of one record have the same text: the first stands for all
+            question_id, difficulty = questions[0]
+            for other_id, _ in questions[1:]:
+                detail = f"{other_id}; {question_id} has the same text"
+                tally.drop(f"{dataset}/{part}#{number}", "same_question", detail)
+            try:
+                question, checked = question_and_tests(source, record)
+                yield code_row(question_id, question, checked, difficulty)
+            except BadRow as bad:
+                tally.drop(f"{dataset}/{part}#{number} (question {question_id})", bad.reason, bad.detail)
+        for question_id, _ in wanted.values():
+            tally.drop(f"{dataset}/{part} (question {question_id})", "not_in_source_set")
+
+
+def _collect(path: Path, tally: Tally) -> dict[tuple[str, str], Wanted]:
+    """Return the wanted records of each (dataset, split) of the source sets."""
+    wanted: dict[tuple[str, str], Wanted] = defaultdict(dict)
+    seen: set[str] = set()
+    for file in find_files(path, "*.parquet *.jsonl"):
+        records = read_records(file, COLUMNS, optional=("index",))
+        for row_id, record in numbered(path, file, records):
+            try:
+                question_id = text_field(record, "id")
+                if question_id in seen:
+                    tally.drop(f"{path}: {row_id}", "same_question", question_id)
+                    continue
+                key, address = _address(record)
+                # two ids of one record of the source set
+                if address in wanted[key]:
+                    detail = f"{question_id}; {wanted[key][address][0]} names the same record"
+                    tally.drop(f"{path}: {row_id}", "same_question", detail)
+                    continue
+                wanted[key][address] = (question_id, _difficulty(record))
+                seen.add(question_id)
+            except BadRow as bad:
+                tally.drop(f"{path}: {row_id}", bad.reason, bad.detail)
+    return wanted
+
+
+def _address(record: dict[str, Any]) -> tuple[tuple[str, str], int | bytes]:
+    dataset, part = text_field(record, "dataset"), text_field(record, "split")
+    if dataset not in SOURCE_SETS:
+        raise BadRow("unknown_dataset", f"expected one of {list(SOURCE_SETS)}, found {dataset!r}")
+    text = text_field(record, "input")
+    if text != NO_TEXT:
+        return (dataset, part), _digest(text)
+    index = answer_field(record, "index")
+    if not re.fullmatch(r"[0-9]{1,18}", index):
+        raise BadRow("wrong_type", f"index: expected the number of a record, found {index!r:.80}")
+    return (dataset, part), int(index)
+
+
+def _take(
+    wanted: Wanted, number: int, record: dict[str, Any], source: SourceSet
+) -> list[tuple[str, float | None]]:
+    """Remove the questions that name this record, by its number or by its text, from ``wanted``."""
+    addresses: list[int | bytes] = [number]
+    with contextlib.suppress(BadRow):  # a record without text matches no text
+        addresses.append(_digest(source.statement(record)))
+    return [wanted.pop(address) for address in addresses if address in wanted]
+
+
+def _digest(text: str) -> bytes:
+    """Return the digest of the text without white space, which the sets write differently."""
+    return blake2b(re.sub(r"\s+", "", text).encode(), digest_size=16).digest()
+
+
+def _difficulty(record: dict[str, Any]) -> float | None:
+    """Return the difficulty as a number: Codeforces and CodeContests write numbers, TACO and APPS words."""
+    text = str(record.get("difficulty"))
+    return float(text) if re.fullmatch(r"[0-9]{1,18}(\.[0-9]{1,18})?", text) else None
