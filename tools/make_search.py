@@ -21,7 +21,8 @@ check what they found. So a right answer may be short or long, and a model can i
 searching in order, and by computing without slips.
 
 With ``pauses`` and ``closing`` a response also hesitates (`` .``) any number of times after a term and after
-its answer, so that no token settles where a try or the response ends. ``PAPERS_REGIME`` is such a task.
+its answer, so that no token settles where a try or the response ends. With 0.25 and 90, and a limit of
+three times the mean length, a dual-track stream has 6 to 9 pairs, as the paper says of its own.
 
 All numbers have one digit, what is computed stands beside what it is computed from, and what fits ends with
 0, so that a small model learns to compute in less than a minute.
@@ -78,11 +79,6 @@ class Dials:
     and their lengths have a part that neither reward nor answer depends on."""
 
 
-PAPERS_REGIME = Dials(pauses=0.25, closing=90)
-"""With a limit of three times the mean length a dual-track stream has 6 to 9 pairs, and few streams end
-because both tracks end at one token."""
-
-
 @dataclass(frozen=True)
 class Puzzle:
     """Find x with factor x + offsets = 0, modulo ``modulus``."""
@@ -115,14 +111,8 @@ def draw_puzzle(rng: random.Random, dials: Dials) -> Puzzle:
     return Puzzle(modulus, rng.randrange(1, modulus), offsets)
 
 
-def demonstrate(puzzle: Puzzle, dials: Dials, rng: random.Random) -> str:
-    """Return a response that ends with the answer, found or guessed."""
-    return "".join(pieces(puzzle, dials, rng))
-
-
 def pieces(puzzle: Puzzle, dials: Dials, rng: random.Random) -> Iterator[str]:
-    """Yield a response piece by piece. A random number is drawn when the first text that depends on it is
-    due, so that the numbers drawn so far determine nothing else."""
+    """Yield a response piece by piece."""
     for x in search(puzzle, dials, rng):
         fits = x == puzzle.answer
         yield from _line(puzzle, x, dials, rng)
@@ -173,7 +163,7 @@ def make_rows(count: int, seed: int, dials: Dials = Dials()) -> list[dict]:
 
 
 def _row(puzzle: Puzzle, dials: Dials, rng: random.Random) -> dict:
-    solutions = {f"r1_solution_{n + 1}": demonstrate(puzzle, dials, rng) for n in range(SOLUTIONS)}
+    solutions = {f"r1_solution_{n + 1}": "".join(pieces(puzzle, dials, rng)) for n in range(SOLUTIONS)}
     return {
         "question": puzzle.question,
         "final_answer": str(puzzle.answer),

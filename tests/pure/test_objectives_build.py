@@ -98,24 +98,6 @@ def test_the_only_stream_of_a_prompt_is_compared_within_its_pairs():
     assert [node.advantage for node in tree.nodes] == [node.advantage for node in within.nodes]
 
 
-def test_with_the_prefix_in_the_gradient_each_side_is_a_leaf_that_holds_it():
-    (tree,), _ = build([worked_example()], equal_length__prefix_in_gradient=True, packing__layout="expanded")
-    leaves = [[5, 9], [6, 7], [6, 7, 8, 9], [6, 7, 4, 4]]
-    assert [node.token_ids.tolist() for node in tree.nodes] == [[1, 2], *leaves]
-    assert [node.parent for node in tree.nodes] == [-1, 0, 0, 0, 0]
-    assert [node.weight for node in tree.nodes] == [0, 1 / 8, 1 / 8, 1 / 16, 1 / 16]
-
-
-def test_a_group_becomes_a_star_and_a_truncated_completion_gets_zero():
-    truncated = Part(Tokens.of([7] * 4, [-1.0] * 4), "length")
-    group = kit.group(QUESTION, 0, [segment([3, 9], 1.0), truncated])
-    (tree,), metrics = build([group], sampling="independent")
-    assert [node.parent for node in tree.nodes] == [-1, 0, 0]
-    assert [node.advantage for node in tree.nodes] == [0, 1, -1]
-    assert [node.weight for node in tree.nodes] == [0, 1 / 4, 1 / 8]
-    assert metrics["objective/reward_mean"] == 0.5
-
-
 def test_equal_rewards_in_a_group_are_trained_for_their_kl_alone():
     group = kit.group(QUESTION, 0, [segment([3, 9], 1.0), segment([4, 9], 1.0)])
     for kl_coef, weight in ((0.0, 0.0), (0.1, 0.25)):

@@ -125,34 +125,6 @@ def test_packing_is_deterministic_and_segments_do_not_depend_on_it(trees, ranks,
     assert np.bincount(ids[ids >= 0], minlength=len(lengths)).tolist() == lengths
 
 
-def test_the_worked_example():
-    """types.py: q = [1 2], A_1 = [5 9], B_1 = [6 7], A_2 = [8 9], B_2 = [4 4]."""
-
-    def tokens(*ids: int) -> Tokens:
-        return Tokens.of(ids, [-1.0, -2.0], routes=np.array(ids, np.uint8).reshape(2, 1, 1))
-
-    tree = TokenTree(
-        "example",
-        [
-            Node(-1, tokens(1, 2)),
-            Node(0, tokens(5, 9), 1.0, 0.25),
-            Node(0, tokens(6, 7), -1.0, 0.25),
-            Node(2, tokens(8, 9), 1.0, 0.25),
-            Node(2, tokens(4, 4), -1.0, 0.25),
-        ],
-    )
-    ((row,),) = pack([tree], 12, multiple_of=4)
-    #                          q  B_1   A_2   B_2   A_1   padding
-    assert row.input_ids.tolist() == [1, 2, 6, 7, 8, 7, 4, 2, 5, 0, 0, 0]
-    assert row.labels.tolist() == [2, 6, 7, 8, 9, 4, 4, 5, 9, 0, 0, 0]
-    assert row.position_ids.tolist() == [0, 1, 2, 3, 4, 3, 4, 1, 2, 0, 0, 0]
-    assert row.visible_until.tolist() == [9, 7, 7, 5, 5, 7, 7, 9, 9, 10, 11, 12]
-    assert row.segment_ids.tolist() == [-1, 1, 1, 2, 2, 3, 3, 0, 0, -1, -1, -1]
-    assert row.num_tokens == 9
-    routes = {name: values.ravel().tolist() for name, values in row.path_columns.items()}
-    assert routes == {"routes": [2, 6, 7, 8, 9, 4, 4, 5, 9, -1, -1, -1]}
-
-
 def caterpillar(lengths: list[int], dead: frozenset[int] = frozenset(), name: str = "stream") -> TokenTree:
     """Return a stream with pairs of ``lengths``; pairs in ``dead`` carry no weight."""
     nodes, trunk = [Node(-1, Tokens.of([1] * 5))], 0

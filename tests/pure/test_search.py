@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 import re
-from collections.abc import Sequence
 from statistics import fmean, pstdev
 
 import pytest
@@ -14,21 +12,8 @@ from megatron_eqlen.data import sources
 from megatron_eqlen.data.rows import Tally
 from megatron_eqlen.graders.math.grader import MathGrader
 from megatron_eqlen.objectives.recipes import load
-from megatron_eqlen.sampling.equal_length.dual_track import DualTrack, pairs_of
-from megatron_eqlen.types import Delta, Prompt, Rollout
 from tests.kit import ROOT
-from tests.kit.marks import EACH_WEEK
-from tools.make_search import (
-    PAPERS_REGIME,
-    Dials,
-    Puzzle,
-    draw_puzzle,
-    make_late_rows,
-    make_rows,
-    pieces,
-    search,
-    write_rows,
-)
+from tools.make_search import Dials, make_late_rows, make_rows, write_rows
 from tools.tokenizer_maker import write_hf_tokenizer
 
 SOLUTIONS = ("r1_solution_1", "r1_solution_2", "r1_solution_3")
@@ -85,94 +70,11 @@ def test_lengths_have_a_heavy_tail_of_which_a_few_percent_reach_the_recipes_limi
     assert 0.005 < fmean(length > limit for length in lengths) < 0.05
 
 
-def test_an_imitator_of_the_search_is_right_half_of_the_time():
-    """An imitator that gives up can only guess among the modulus' values."""
-    rng = random.Random(1)
-    right = []
-    for _ in range(4000):
-        puzzle = draw_puzzle(rng, Dials())
-        tried = [*search(puzzle, Dials(), rng)]
-        right.append(1.0 if tried[-1:] == [puzzle.answer] else 1 / puzzle.modulus)
-    assert 0.4 < fmean(right) < 0.6
-
-
-def test_the_dials_shape_lengths_and_right_answers():
-    def mean_tries(dials: Dials) -> float:
-        rng = random.Random(3)
-        return fmean(len([*search(draw_puzzle(rng, dials), dials, rng)]) for _ in range(3000))
-
-    forever = Dials((7,), gives_up=0.0, in_order=0.0)
-    assert mean_tries(forever) == pytest.approx(7, rel=0.05), "a geometric distribution's mean"
-    assert mean_tries(Dials((7,), gives_up=0.0, in_order=1.0)) == pytest.approx(4, rel=0.05)
-    assert mean_tries(Dials((5,), gives_up=0.0, in_order=0.0)) == pytest.approx(5, rel=0.05)
-    assert mean_tries(Dials((7,), gives_up=0.5, in_order=0.0)) < 1
-
-
 def test_rows_are_a_function_of_the_seed_and_their_questions_are_distinct(rows):
     assert make_rows(9, seed=0) == make_rows(9, seed=0) != make_rows(9, seed=1)
     assert len({row["question"] for row in rows}) == 1200
     with pytest.raises(ValueError, match=r"count: expected at most 2058 questions .*, found 2059"):
         make_rows(2059, 0, Dials((7,)))
-
-
-class Redrawn(random.Random):
-    """Repeats the ``known`` numbers, then draws new ones."""
-
-    def __init__(self, known: list[float], seed: float) -> None:
-        super().__init__(seed)
-        self.known, self.drawn, self.written = [*known], [], 0
-
-    def random(self) -> float:
-        value = self.known.pop(0) if self.known else super().random()
-        self.drawn.append((self.written, value))
-        return value
-
-    def randrange(self, stop: int) -> int:
-        return int(self.random() * stop)
-
-
-class Imitator:
-    """Continues demonstrations of one puzzle token by token, as a model does that has learned them."""
-
-    TOKEN = re.compile(r"\\boxed\{| ?[A-Za-z]+| \.|[\s\S]")
-
-    def __init__(self, puzzle: Puzzle, dials: Dials, rng: random.Random) -> None:
-        self.puzzle, self.dials, self.rng = puzzle, dials, rng
-        self.ids: dict[str, int] = {}
-
-    def respond(self, start: int = 0, known: Sequence[tuple[int, float]] = ()) -> tuple[list[int], list]:
-        """Return a response that repeats what was drawn before token ``start``, and its draws."""
-        rng = Redrawn([value for written, value in known if written < start], self.rng.random())
-        tokens = []
-        for piece in pieces(self.puzzle, self.dials, rng):
-            tokens += [self.ids.setdefault(token, len(self.ids) + 1) for token in self.TOKEN.findall(piece)]
-            rng.written = len(tokens)
-        return [*tokens, 0], rng.drawn
-
-    def stream(self, limit: int) -> Rollout:
-        harvester = DualTrack(Prompt("q", [0], "?", "math", "1"), 0, limit, frozenset([0]), 0)
-        drawn: dict[str, list] = {}
-        launched = harvester.start()
-        while not harvester.complete:
-            for track in launched:
-                start = len(track.context) - 1
-                known = drawn[next(iter(harvester.open.values())).name] if start else []
-                tokens, drawn[track.name] = self.respond(start, known)
-                rest = tokens[start:limit]
-                track.extend(Delta(track.name, rest, {"logprobs": [0.0] * len(rest)}), 0)
-            launched = harvester.advance()
-        return harvester.rollout(0)
-
-
-@EACH_WEEK
-def test_the_papers_regime_has_six_to_nine_pairs_a_stream_and_few_that_both_tracks_end():
-    rng = random.Random(0)
-    imitators = [Imitator(draw_puzzle(rng, PAPERS_REGIME), PAPERS_REGIME, rng) for _ in range(400)]
-    lengths = [len(imitator.respond()[0]) for imitator in imitators]
-    streams = [imitator.stream(round(3 * fmean(lengths))) for imitator in imitators]
-    assert 6 < fmean(len(pairs_of(stream)) for stream in streams) < 9
-    assert fmean(stream.outcome == "both_ended" for stream in streams) < 0.06
-    assert pstdev(lengths) / fmean(lengths) > 0.5
 
 
 def test_the_late_task_is_decided_by_a_code_at_the_end_that_demonstrations_get_wrong():

@@ -8,10 +8,8 @@ import sys
 import unicodedata
 
 import pytest
-import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
 
 from megatron_eqlen.environments.tool_calls import tool_calls
 from megatron_eqlen.hf.tokenizer import load_tokenizer, require_same
@@ -99,24 +97,6 @@ def test_digits_are_single_tokens_and_demonstrations_survive(tokenizer, rows):
         assert tokenizer.decode(tokenizer.encode(row["r1_solution_3"])) == row["r1_solution_3"]
 
 
-def test_a_prompt_is_a_qwen_chat_turn(tokenizer):
-    ids = tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": "1+1"}]))
-    expected = "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n"
-    assert ids == tokenizer.encode(expected)
-    assert len(ids) < 15
-    closed = tokenizer.encode(
-        tokenizer.render_chat([{"role": "user", "content": "1+1"}], enable_thinking=False)
-    )
-    assert tokenizer.decode(closed[len(ids) :]) == "<think>\n\n</think>\n\n"
-
-
-def test_the_end_of_sequence_is_a_set_of_two_added_tokens(tokenizer):
-    ends = [tokenizer.encode(text) for text in ("<|im_end|>", "<|endoftext|>")]
-    assert sorted(map(len, ends)) == [1, 1]
-    assert tokenizer.eos_token_ids == {ends[0][0], ends[1][0]}
-    assert len(tokenizer.encode("</think>")) == 1
-
-
 def test_a_vocabulary_without_room_for_bytes_is_refused(tmp_path):
     with pytest.raises(ValueError, match="found 200"):
         write_hf_tokenizer(tmp_path, ["a"], vocab_size=200)
@@ -136,15 +116,6 @@ def data(rows, tmp_path_factory):
 
 def warmup(tool, **changes):
     return tool.Warmup(**{"steps": 0, "batch_size": 8, "seed": 0, "processes": 1} | changes)
-
-
-def test_a_tiny_model_loads_and_fits_its_tokenizer(tool, data, tmp_path):
-    tool.make(tmp_path / "model", data, warmup(tool))
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    tokenizer = load_tokenizer(tmp_path / "model")
-    assert tokenizer.vocab_size <= model.config.vocab_size
-    assert set(model.generation_config.eos_token_id) == tokenizer.eos_token_ids
-    assert torch.isfinite(model(torch.tensor([tokenizer.encode("1+1=2")])).logits).all()
 
 
 def test_the_same_arguments_give_the_same_weights_and_are_not_made_twice(tool, data, tmp_path, capsys):

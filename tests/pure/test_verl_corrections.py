@@ -1,6 +1,6 @@
 """Every correction of the mismatch against verl's own ``rollout_corr_helper``: a table of what that computed.
 
-``tests/tables/make_verl_rollout_corr.py`` made the table.
+make_verl_rollout_corr in ``docs/archives/scripts.tar.xz`` made the table.
 """
 
 from __future__ import annotations

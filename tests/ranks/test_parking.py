@@ -16,7 +16,6 @@ from tests.kit.distributed import run_ranks
 from tests.kit.marks import slow
 from tests.kit.updates import build_policy, heard, layout, numbers, one_tree_a_row, recipe_of, same, save
 
-BFLOAT16 = {"dtype": "bfloat16"}
 LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "DP 2, float32": ("qwen3-short", "float32", {}),
     "DP 2, bfloat16": ("qwen3", "bfloat16", {}),
