@@ -16,19 +16,8 @@ from megatron_eqlen.engines import colocated
 from megatron_eqlen.engines.protocol import SAMPLERS, EngineError
 from megatron_eqlen.harvest.harvest import harvest
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
-from megatron_eqlen.record import recorder
-from megatron_eqlen.record.reader import read_progress
 from megatron_eqlen.types import Prompt
-from tests.kit.rollout_kit import (
-    EOS,
-    folder,
-    generate,
-    make_rollout,
-    open_engine,
-    reference_logits,
-    requests,
-    take_logprobs,
-)
+from tests.kit.rollout_kit import EOS, folder, generate, make_rollout, open_engine, reference_logits, requests
 from tests.pure.test_rollout_harvest import make_recipe
 
 SAMPLING = {"temperature": 1.0, "top_k": 20, "top_p": 0.95}
@@ -114,23 +103,6 @@ def submit_foreign(engine, monkeypatch) -> None:
     engine.step()
 
 
-def test_other_clients_requests_in_the_batch_change_none_of_ours(monkeypatch):
-    """Ours come and go; the others stay. Only the round-off of a larger batch may differ, in log-probs."""
-    small = {"max_num_batched_tokens": 64}
-    engine = open_engine(folder("qwen3"), keep_sampling_mask=True, vllm=small, **SAMPLING)
-    alone = deltas_of(engine, requests(8))
-    engine.reset_cache()
-    submit_foreign(engine, monkeypatch)
-    together = deltas_of(engine, requests(8))
-    for name, found in together.items():
-        np.testing.assert_allclose(found.pop("logprobs"), alone[name].pop("logprobs"), rtol=0, atol=5e-5)
-    assert together == alone
-    foreign = {delta.request_id: delta.sampler for delta in engine.step()}
-    assert foreign == dict.fromkeys(FOREIGN, "vLLM V1")
-    engine.core.abort_requests([*engine.core.scheduler.requests])
-    engine.close()
-
-
 def test_tokens_that_another_sampler_drew_end_a_harvest(engine, monkeypatch):
     monkeypatch.setattr(colocated, "seeded", lambda seed, stock: {})
     plan = HarvestPlan([Prompt("p", [5, 6], "?", "math", "1")], make_recipe(), EOS, seed=3)
@@ -184,44 +156,6 @@ def test_a_path_depends_on_its_seed_alone(engine):
     assert alone[0][:cut] + rest[0] == alone[0]
     other = generate(engine, {"r7": (context, length, seed + 1)})["r7"]
     assert other[0] != alone[0]
-
-
-def test_a_killed_harvest_resumes_with_the_same_tokens(engine, tmp_path, monkeypatch):
-    """The real engine computes the recorded tokens in one prefill, while it decoded them before the kill, so
-    that the last bit of a log-prob may differ."""
-    recipe = make_recipe(rollout={"max_response_length": 60, "max_num_seqs": 64})
-    prompts = [Prompt(f"p{i}", [5 + i, 6, 7, 8] * 5, "?", "math", "1", number=i) for i in range(6)]
-    want, whole = harvest(engine, HarvestPlan(prompts, recipe, EOS, seed=3))
-    engine.reset_cache()
-    monkeypatch.setattr(recorder, "INTERVAL", 0.0)
-    monkeypatch.setattr(engine, "step", mortal(engine.step, 40))
-    with pytest.raises(Killed), recorder.Recorder(tmp_path / "rank-0.arrow") as killed:
-        harvest(engine, HarvestPlan(prompts, recipe, EOS, seed=3), [killed])
-    monkeypatch.undo()
-    engine.reset_cache()
-    progress = read_progress(tmp_path, prompts, recipe)
-    assert sum(len(partial.tracks) for partial in progress.partial) > 12
-    assert progress.generated_tokens > 0.5 * whole["harvest/generated_tokens"]
-    found, rest = harvest(engine, HarvestPlan(prompts, recipe, EOS, seed=3, progress=progress))
-    np.testing.assert_allclose(take_logprobs(found), take_logprobs(want), rtol=0, atol=5e-5)
-    assert found == want
-    assert rest["harvest/generated_tokens"] == whole["harvest/generated_tokens"]
-
-
-class Killed(Exception):
-    pass
-
-
-def mortal(step, life):
-    """Allow ``step`` that many times, then die."""
-    steps = iter(range(life))
-
-    def next_step():
-        if next(steps, None) is None:
-            raise Killed
-        return step()
-
-    return next_step
 
 
 def test_a_prefill_in_several_steps_changes_nothing(engine):

@@ -24,7 +24,6 @@ from megatron_eqlen.record.partial import HarvestProgress
 from megatron_eqlen.record.reader import read_progress, read_step
 from megatron_eqlen.tokens import join
 from megatron_eqlen.types import Prompt, Rollout
-from tests.engine.test_rollout_vllm import Killed, mortal
 from tests.kit.delta_net import in_float32
 from tests.kit.rollout_kit import EOS, folder, open_engine, take_logprobs
 from tests.pure.test_environments import speaking
@@ -171,6 +170,22 @@ def test_routes_do_not_depend_on_what_the_cache_held_or_how_a_prefill_was_cut(en
     assert metrics["engine/preemptions"] > 0
     np.testing.assert_allclose(take_logprobs(found), logprobs, rtol=0, atol=5e-5)
     assert found == want
+
+
+class Killed(Exception):
+    pass
+
+
+def mortal(step, life):
+    """Allow ``step`` that many times, then die."""
+    steps = iter(range(life))
+
+    def next_step():
+        if next(steps, None) is None:
+            raise Killed
+        return step()
+
+    return next_step
 
 
 def test_a_killed_harvest_continues_with_the_routes_that_it_had(engine, tmp_path, monkeypatch):

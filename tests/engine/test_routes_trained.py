@@ -70,3 +70,6 @@ def test_the_trainer_computes_with_the_experts_that_the_engine_chose(kind, layer
     without = {"loss": SECTIONS["loss"] | {"router_replay": False}}
     (free,) = run_ranks(1, update, path, rollouts, without)
     assert free["mismatch/expert_agreement"] == free["mismatch/router_agreement"]
+    if kind == "qwen3_moe":
+        with pytest.raises(RuntimeError, match=r"routes of the model's \d MoE layers x \d .*, found 2 x 2"):
+            run_ranks(1, update, str(folder("qwen3_next")), rollouts, {})
