@@ -23,9 +23,11 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -117,10 +119,25 @@ def read_json(file: Path) -> Any:
         raise ValueError(f"{file}: not valid JSON: {error}") from None
 
 
+def at_once(name: str, flags: int) -> int:
+    """Open a file, or a pipe without waiting for its other end: an ``opener``."""
+    return os.open(name, flags | os.O_NONBLOCK, 0o666)
+
+
+def opened(path: Path) -> BufferedReader:
+    """Open a file for its bytes. Raises ValueError for a pipe or a device, whose end may never come."""
+    file = open(path, "rb", opener=at_once)  # noqa: SIM115 (closed by the caller)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise ValueError(f"{path}: expected a file, found a pipe or a device")
+    return file
+
+
 def read_text(file: Path) -> str:
     """Return the content of a file in UTF-8. Raises ValueError with the file's name and the reason."""
     try:
-        return file.read_bytes().decode("utf-8")
+        with opened(file) as text:
+            return text.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file}: not UTF-8: {error}") from None
     except FileNotFoundError:

@@ -22,6 +22,7 @@ from megatron_eqlen.files import (
     LATEST,
     CheckpointError,
     new_folder,
+    opened,
     read_json,
     step_folders,
     write_json,
@@ -44,7 +45,8 @@ def latest(folder: Path) -> Path | None:
     """Return the checkpoint that ``folder/latest`` names; None without that file. Raises CheckpointError."""
     pointer = folder / LATEST
     try:
-        name = pointer.read_bytes().decode("utf-8").strip()
+        with opened(pointer) as named:
+            name = named.read().decode("utf-8").strip()
     except FileNotFoundError:
         return None
     except UnicodeDecodeError as error:
@@ -116,8 +118,8 @@ def verify(folder: Path) -> None:
 
 def _describe(file: Path) -> dict[str, Any]:
     size, crc, block = 0, 0, bytearray(BLOCK)
-    with open(file, "rb", buffering=0) as opened:
-        while count := opened.readinto(block):
+    with opened(file) as content:
+        while count := content.readinto(block):
             size, crc = size + count, zlib.crc32(memoryview(block)[:count], crc)
     return {"bytes": size, "crc32": f"{crc:08x}"}
 

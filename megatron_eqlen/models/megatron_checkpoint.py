@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.dict_utils import (
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
-from megatron_eqlen.files import CheckpointError
+from megatron_eqlen.files import CheckpointError, opened
 from megatron_eqlen.hf.folder import WEIGHT_DTYPES, first_few
 from megatron_eqlen.models import checkpoint_folder
 from megatron_eqlen.models.policy_model import PolicyModel
@@ -78,8 +78,8 @@ def read_metadata(path: Path) -> Metadata:
     for an index that would run code; nothing of that has run then."""
     file = path / METADATA
     try:
-        with open(file, "rb") as opened:
-            metadata = _MetadataUnpickler(opened).load()
+        with opened(file) as index:
+            metadata = _MetadataUnpickler(index).load()
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}") from None
     except UNREADABLE as error:
@@ -99,9 +99,9 @@ def check_objects(path: Path) -> None:
             continue
         file = path / stored.relative_path
         try:
-            with open(file, "rb") as opened:
-                opened.seek(stored.offset)
-                content = io.BytesIO(opened.read(stored.length))
+            with opened(file) as objects:
+                objects.seek(stored.offset)
+                content = io.BytesIO(objects.read(stored.length))
             torch.load(content, map_location="cpu", weights_only=True)
         except UNREADABLE as error:
             raise CheckpointError(f"{file}: {index.fqn}: is no plain data: {error}") from None

@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.files import expecting, naming
+from megatron_eqlen.files import expecting, naming, opened
 from megatron_eqlen.processes.hold import HeldError
 
 FILE = "events.jsonl"
@@ -62,7 +62,7 @@ def read(run: Path, newest: int | None = None) -> list[Event]:
     path, events = run / FILE, []
     if not os.path.lexists(path):
         return []
-    with open(path, "rb") as file:
+    with opened(path) as file:
         old, place = 0 if newest is None else os.fstat(file.fileno()).st_size - newest, 0
         for line in file:
             place += len(line)

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TextIO
 
-from megatron_eqlen.files import expecting, naming, read_json
+from megatron_eqlen.files import at_once, expecting, naming, opened, read_json
 
 PATIENCE = 10.0
 """Seconds to wait for the processes of a killed run."""
@@ -61,7 +61,7 @@ class Hold:
     def _acquire(self) -> TextIO:
         deadline = time.monotonic() + PATIENCE
         while True:
-            file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (held until the process ends)
+            file = open(self.path, "a", encoding="utf-8", opener=at_once)  # noqa: SIM115 (held until the process ends)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -84,7 +84,7 @@ def is_locked(path: Path) -> bool:
     """Return True if a process holds the lock file ``path``, as far as this machine sees: on some file
     systems a lock is visible only on the machine that took it."""
     try:
-        with open(path, encoding="utf-8") as file:
+        with opened(path) as file:
             # Held for an instant only: processes that want the lock wait longer than that.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.files import expecting, read_json, write_json
+from megatron_eqlen.files import expecting, opened, read_json, write_json
 from megatron_eqlen.hf.config import read_config
 
 FILE = "contents.json"
@@ -100,13 +100,13 @@ def keep_same(run: Path, found: dict[str, Contents]) -> None:
 def _digest(file: Path) -> str:
     """Return the sha256 of a file; of weights beyond 16 MiB that of their size and of blocks from begin to
     end, the first of which holds the names and shapes."""
-    with file.open("rb") as opened:
-        size = opened.seek(0, os.SEEK_END)
-        opened.seek(0)
+    with opened(file) as content:
+        size = content.seek(0, os.SEEK_END)
+        content.seek(0)
         if not file.name.endswith(WEIGHTS) or size <= BLOCK * BLOCKS:
-            return hashlib.file_digest(opened, "sha256").hexdigest()
+            return hashlib.file_digest(content, "sha256").hexdigest()
         digest = hashlib.sha256(str(size).encode())
         for number in range(BLOCKS):
-            opened.seek((size - BLOCK) * number // (BLOCKS - 1))
-            digest.update(opened.read(BLOCK))
+            content.seek((size - BLOCK) * number // (BLOCKS - 1))
+            digest.update(content.read(BLOCK))
         return digest.hexdigest()

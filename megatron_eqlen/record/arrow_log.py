@@ -19,7 +19,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from megatron_eqlen.files import naming
+from megatron_eqlen.files import naming, opened
 
 VERSION = 11
 """Version of the format of recorded rollouts."""
@@ -79,7 +79,7 @@ def batches(path: Path, schema: pa.Schema, columns: Sequence[str] | None = None)
     not verified. A torn end is dropped, with a warning to who reads everything. Raises ValueError, naming the
     file, where it is damaged, is no such file, or is of another version of the format.
     """
-    with open(path, "rb") as file:  # whose errors name it, other than Arrow's
+    with opened(path) as file:  # whose errors name it, other than Arrow's
         size = file.seek(0, os.SEEK_END)
         data = pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
     if data[: len(START)].to_pybytes() != START[: data.size]:
@@ -107,7 +107,7 @@ def batches(path: Path, schema: pa.Schema, columns: Sequence[str] | None = None)
 
 def is_closed(path: Path) -> bool:
     """Return True if the file was closed: its writer was not killed, and writes no more."""
-    with open(path, "rb") as file:
+    with opened(path) as file:
         size = file.seek(0, 2)
         file.seek(max(size - len(CLOSED), 0))
         return file.read() == CLOSED

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from pydantic_core import from_json
 
-from megatron_eqlen.files import naming
+from megatron_eqlen.files import naming, opened
 from megatron_eqlen.report.trackers import Trackers
 from megatron_eqlen.types import Metrics
 
@@ -77,7 +77,7 @@ def read_newest(folder: Path, count: int) -> Records:
     path, size = folder / FILE, TAIL
     if not os.path.lexists(path):
         return []
-    with open(path, "rb") as file:
+    with opened(path) as file:
         whole = file.seek(0, 2)
         while True:
             file.seek(max(whole - size, 0))
@@ -116,7 +116,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     file and line for any other line that is no record of a step."""
     if not os.path.lexists(path):
         return
-    with open(path, "rb") as file:
+    with opened(path) as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 _warn_of_torn(path, len(line))

@@ -46,8 +46,12 @@ def test_a_damaged_file_is_named(tmp_path, name, text):
         RunStatus(run).screen()
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "checkpoints/latest", "recipe.yaml"])
-@pytest.mark.parametrize("change", [Path.mkdir, lambda path: path.symlink_to(path.name)])
+@pytest.mark.parametrize(("name", "change"), [
+    *((name, change) for name in ("metrics.jsonl", "events.jsonl", "checkpoints/latest", "recipe.yaml")
+      for change in (Path.mkdir, os.mkfifo, lambda path: path.symlink_to(path.name),
+                     lambda path: path.symlink_to("/dev/zero"))),
+    (".lock", os.mkfifo), ("evaluation/before.json", os.mkfifo),
+])  # fmt: skip
 def test_what_is_no_file_is_named_and_not_taken_for_a_file_that_is_not_there(tmp_path, name, change):
     run = write_run(tmp_path / "run", recipe(tmp_path / "model"))
     (run / name).parent.mkdir(exist_ok=True)
