@@ -145,6 +145,7 @@ def value_at(record: Any, place: str, default: Any = None) -> Any:
 
 
 _UNPARTED = re.compile(r"""(["'])\s+\1""")
+_CALL = re.compile(r"(?:(?:frozen)?set|array)\((.*?)(?:,\s*dtype=\w+)?\)", re.DOTALL)
 _BACKSLASH = re.compile(r'\\\\|\\(?!")')
 """A backslash, written as JSON or as it is."""
 SAID = ("role", "from", "content", "value")
@@ -181,9 +182,9 @@ def unwrapped(question: str) -> str | None:
 
 def final_answer(gold: str) -> str:
     r"""Return the answer at the end of a worked solution: in the last ``\boxed{}``, or after ``####`` (GSM8K)
-    or ``The answer is:`` (MetaMathQA); of a list of texts, written as JSON or by Python, these with commas
-    between. Other golds as they are."""
-    if re.match(r"""\[\s*["']""", gold):
+    or ``The answer is:`` (MetaMathQA); of texts in a list, a tuple or a set, written as JSON or by Python,
+    these with commas between. Other golds as they are."""
+    if re.match(r"""(?:\w+\()?[\[({\s]*["']""", gold):
         gold = ", ".join(_list_of_texts(gold) or [gold])
     if boxed := extract_answer(gold):
         return boxed
@@ -191,10 +192,16 @@ def final_answer(gold: str) -> str:
 
 
 def _list_of_texts(text: str) -> list[str]:
-    """Return the texts of a list that was written as JSON, by Python or by NumPy (no commas), whose
-    backslashes may be LaTeX's; none for other text."""
+    """Return the texts of a list, tuple or set, or the text, that was written as JSON, by Python or by NumPy
+    (no commas), whose backslashes may be LaTeX's; none for other text."""
+    text = call[1] if (call := _CALL.fullmatch(text.strip())) else text.strip()
+    if text.startswith("{"):  # in the order that stands there
+        text = f"[{text[1:-1]}]"
     with suppress(ValueError, SyntaxError):
         found = ast.literal_eval(_UNPARTED.sub(r"\1, \1", _BACKSLASH.sub(r"\\\\", text)))
+        while not isinstance(found, str) and len(found) == 1:
+            (found,) = found
+        found = [found] if isinstance(found, str) else [*found]
         return found if all(isinstance(each, str) for each in found) else []
     return []
 

@@ -97,6 +97,8 @@ _SPELLING = _compile(  # one name for one thing
     (rf"\\rangle{_END}", ")"),
     (rf"\\[lr]?vert{_END}", "|"),
     (r":=|\\coloneqq", "="),
+    (r"(?<=[\w)}])\s*\*\*\s*(?=[\w(-])", "^"),  # Python's power
+    (r"(?<=[)\]])\s*U\s*(?=[(\[])", r"\\cup "),
     (rf"\\colon{_END}", ":"),
     (rf"\\div{_END}", "/"),
     (rf"\\var(phi|epsilon|theta|rho|sigma|kappa){_END}", r"\\\1"),
@@ -110,7 +112,7 @@ _SPELLING = _compile(  # one name for one thing
     (r"\\(sin|cos|tan)\s*\^\s*\{\s*-1\s*\}", r"\\arc\1 "),
     (rf"(?<![\\A-Za-z])({_FUNCTIONS}|pi|sqrt|infty){_END}", r"\\\1"),
     (r"\\exp\s*\(([^()]*)\)", r"e^{\1}"),
-    (rf"(?i)(?<![\\A-Za-z])(?:\\text\s*\{{\s*inf(?:inity)?\s*\}}|inf(?:inity)?{_END})", r"\\infty "),
+    (rf"(?i)(?<![\\A-Za-z])(?:\\text\s*\{{\s*inf(?:inity)?\s*\}}|(?:inf(?:inity)?|oo){_END})", r"\\infty "),
     (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
     (r"\\sqrt\s*\[2\]", r"\\sqrt"),
     (r"[(\[]\s*\\begin\{(array)\}\s*\{[^{}]*\}(.*?)\\end\{array\}\s*[)\]]",
@@ -118,7 +120,7 @@ _SPELLING = _compile(  # one name for one thing
     (r"\\(begin|end)\{(?:b|small)matrix\}", r"\\\1{pmatrix}"),
     (r"(?<![\w)])\]\s*([^\[\](),]+),([^\[\](),]+)([\[\]])", lambda m: f"({m[1]},{m[2]}" + "])"[m[3] == "["]),
     (r"(\[[^\[\](),]+,[^\[\](),]+)\[", r"\1)"),  # ]0,1[ and [0,1[
-    (r"\\%|\s*\\text\{\s*(?:percent(?:age)?|per cent|pct)\.?\s*\}|(?<=\d)\s*(?:percent(?:age)?|pct)\b|%",
+    (r"\\%|\s*\\text\{\s*(?:percent(?:age)?|per cent|pct)\.?\s*\}|(?<=\d)\s*(?:per ?cent(?:age)?|pct)\b|%",
      r"\\%"),
     (r"\\begin\{(cases|aligned)\}([^&]*?)(?:\\\\\s*)?\\end\{\1\}", lambda m: m[2].replace(r"\\", ",")),
     (r"\(\s*-\s*\\infty\s*,\s*\\infty\s*\)", r"\\mathbb{R}"),
@@ -136,7 +138,7 @@ _LEADS = _compile(  # what stands before the answer
      r"(?:is|equals)?\s*[:=]?\s*(?:\}|(?=[^{}]*$|[^}]*\{))", ""),
     (r"(?i)^\s*\\text\s*\{\s*(?:option|choice|answer:?)\s+([^{}]*)\}\s*$", r"\1"),
     (rf"^\s*(?:=|\\(?:approx|therefore|Rightarrow|implies|iff){_END})\s*", ""),
-    (r"^\s*[A-Za-z]\s*\\in\s*(?=[(\[\\])", ""),
+    (r"^\s*[A-Za-z]\s*(?:\\in|\sin\s)\s*(?=[(\[\\])", ""),
     (r"^\s*\\\{\s*[A-Za-z](?:\s*\\in\s*\\mathbb\{R\})?\s*(?:\\mid|:|\|)(.*(?:[<>]|\\[lg]e).*)\\\}\s*$",
      r"\1"),
     (r"^\s*\(?\s*([A-Z])\s*\)\s*$", r"\1"),  # (A) is the choice A
