@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from itertools import dropwhile, zip_longest
+from itertools import dropwhile, takewhile, zip_longest
 from typing import Any
 
 from megatron_eqlen.engines.tool_parsers import find_parser, tool_parser
@@ -40,8 +40,7 @@ def reader(
         log.warning(
             "%s: the chat template leaves tools out: prompts must say which there are", tokenizer.folder
         )
-    _, _, opening = prompt.rpartition(QUESTION["content"])
-    thinks, read = prompt.rstrip().endswith(THINKING[0]), _family(tokenizer, tools, enable_thinking, opening)
+    thinks, read = prompt.rstrip().endswith(THINKING[0]), _family(tokenizer, tools, enable_thinking, prompt)
 
     def text_of(token_ids: TokenIds) -> str:
         text = tokenizer.decode(token_ids)
@@ -53,22 +52,27 @@ def reader(
 
 
 def _family(
-    tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]], enable_thinking: bool | None, opening: str
+    tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]], enable_thinking: bool | None, prompt: str
 ) -> Callable[[str], str]:
     """Return what writes the calls of a turn anew. Calls of Qwen3 and Llama 3 stay as they are, also for a
-    template that writes no calls. ``opening``: what the prompt writes before a turn."""
-    try:
+    template that writes no calls, unless it lists tools: its family has a form of its own then."""
+    shown, opening = "", prompt.rpartition(QUESTION["content"])[2]
+    with suppress(TemplateError):
         shown = with_calls(
             *CALL, lambda turn: tokenizer.render_chat([QUESTION, turn], enable_thinking, [TOOL], answer=False)
         )
-    except TemplateError:
-        return str
     _, _, shown = shown.rpartition(QUESTION["content"])
     if CALL.name not in shown:
-        return str
+        if CALL.name not in prompt or "<tool_call>" in prompt:
+            return str
+        raise ValueError(
+            f"{tokenizer.folder}: expected a chat template that writes calls of tools, found one that lists "
+            "tools alone: the form of its calls is not known"
+        )
     both = zip_longest(tokenizer.encode(shown), tokenizer.encode(opening))
     generated = (token for token, _ in dropwhile(lambda pair: pair[0] == pair[1], both))
-    shown = tokenizer.decode([token for token in generated if token is not None])
+    ends = {None, *tokenizer.eos_token_ids}  # generation stops there: GigaChat 3's call would come behind it
+    shown = tokenizer.decode([*takewhile(lambda token: token not in ends, generated)])
     with suppress(ToolError):
         if [*tool_calls(shown)] == [CALL]:
             return str
@@ -76,7 +80,7 @@ def _family(
     if name is None:
         raise ValueError(
             f"{tokenizer.folder}: expected a chat template with calls of tools in a form that vLLM parses, "
-            f"found {shown[-200:]!r}"
+            f"found {shown[-200:]!r} before the turn's end"
         )
     before, _, after = shown.partition(CALL.name)
     parse, tags = tool_parser(name, tokenizer.backend, tools), TAG.findall(before)

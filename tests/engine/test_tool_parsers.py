@@ -100,7 +100,13 @@ def test_a_call_in_thinking_that_the_prompt_begins_is_not_run(tmp_path):
     assert not Adder(None, 0).step(read(tokenizer.encode(f"</think>{said}"))).done
 
 
-def test_a_template_with_calls_in_a_form_that_nothing_reads_is_refused(tmp_path):
-    tokenizer = tokenizer_of(tmp_path, "{{ '!' + call.function.name + '!' }}")
-    with pytest.raises(ValueError, match=r"in a form that vLLM parses, found .*!find_town!"):
+@pytest.mark.parametrize(("form", "found"), [
+    ("{{ '!' + call.function.name + '!' }}", r"in a form that vLLM parses, found .*!find_town!"),
+    ("{{ '<|im_end|>' }}" + FORMS["Qwen3"][0], "found '' before the turn's end"),  # GigaChat 3
+    ("", "found one that lists tools alone"),  # LFM2, Granite 3.3
+    ("{{ call.function.missing.name }}", "found one that lists tools alone"),
+])  # fmt: skip
+def test_a_template_with_calls_in_a_form_that_nothing_reads_is_refused(tmp_path, form, found):
+    tokenizer = tokenizer_of(tmp_path, form)
+    with pytest.raises(ValueError, match=found):
         reader(tokenizer, Adder.tools, None)
