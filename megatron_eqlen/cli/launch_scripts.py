@@ -97,6 +97,9 @@ def _of_words(words: list[str], trainer: str, file: Path) -> dict[str, Any]:
         if match := OPTION.fullmatch(word):
             option = match[1].replace("-", "_")
             options[option] = "true" if match[2] is None else match[2].strip("'\"")
+            if trainer == "trl" and option.startswith("no_") and row_of(trainer, option[3:]):  # of a switch
+                del options[option]
+                options[option[3:]] = "false"
             option = option if match[2] is None else ""
         elif trainer == "verl" and (match := HYDRA.fullmatch(word)):
             key, value, option = match[1], match[2], ""
@@ -104,10 +107,11 @@ def _of_words(words: list[str], trainer: str, file: Path) -> dict[str, Any]:
             with contextlib.suppress(yaml.YAMLError):  # or else it stays text
                 spaced = re.sub(r":(?=[^\s/])", ": ", value) if value.startswith("{") else value
                 value = read_value(spaced) if re.match(r"[\[{'\"]", value) else value
-            keys |= flat({key: value}) if "=" in word else {}
+            keys |= flat({key: value}) if "=" in word else {key[1:]: "null"} if key[0] == "~" else {}
+        elif word.endswith(".py"):  # the program
+            option = ""
         elif option:
             options[option] = word if options[option] == "true" else [*listed(options[option]), word]
-            option = "" if word.endswith(".py") else option
     name = str(options.get("config_name", "")).removesuffix(".yaml")
     paths = [str(options[key]) for key in ("config", "config_file") if key in options]
     if trainer == "verl":

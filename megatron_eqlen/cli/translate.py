@@ -33,6 +33,8 @@ from megatron_eqlen.recipe.yaml_values import Plain, to_yaml
 UNSET = re.compile(r"|none|null|\?\?\?")
 NOTHING = re.compile(UNSET.pattern + r"|false|\[\]|\{\}|-1(\.0*)?|0(\.0*)?")
 """Values that ask for nothing, of a key without a counterpart."""
+REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+UNREAD = "nothing, or a name that is not known: the script takes it from its environment?"
 LEARNED = re.compile("no such option|expected|must not depend|objective's alone|what is trained")
 """Reasons why an engine's option is refused that change what is learned."""
 NEEDED: dict[str, Any] = {"name": "mine", "steps": "1000000", "model.path": "MODEL", "objective": "grpo"}
@@ -65,6 +67,8 @@ class Translation:
     """Effects by the key of ours and what was there."""
     sources: dict[str, list[str]] = field(default_factory=dict)
     """Keys of theirs that one of ``keys`` comes from."""
+    left_out: dict[str, Any] = field(default_factory=dict)
+    """Values of keys of theirs that are left out."""
 
     def text(self, source: str) -> str:
         """Return the recipe as YAML, what became of their keys as comments above it."""
@@ -112,6 +116,9 @@ def translate(trainer: str, file: Path, words: Sequence[str] = ()) -> Translatio
         raise ValueError(f"--from: expected {known}, perhaps with @VERSION, found {trainer!r}")
     left_out, remarks = defaults(trainer, version), list[str]()
     theirs = read(file, trainer, words, remarks)
+    named = {key: str(value) for key, value in (left_out | theirs).items()}
+    for key in (key for key, value in theirs.items() if "${" in str(value)):  # another key of theirs
+        theirs[key] = REFERENCE.sub(lambda match: named.get(match[1], match[0]), str(theirs[key]))
     rows = {key: row_of(trainer, key) for key in theirs}
     known, ours = sum(map(bool, rows.values())), min(theirs.keys() & OURS, default="")
     if ours or known < max(1, len(theirs) / 2):
@@ -119,6 +126,7 @@ def translate(trainer: str, file: Path, words: Sequence[str] = ()) -> Translatio
         expected = f"{trainer} (launch script, resolved YAML, saved arguments, TRL's Python)"
         raise ValueError(f"{file}: expected a configuration of {expected}, found {own}")
     done = Translation(trainer, version, theirs, remarks, {"name": file.stem, "sampling": "independent"})
+    done.left_out = left_out
     given = {row.part for row in rows.values() if row and row.part}
     for row in table()[trainer]:
         for key in (key for key in theirs if rows[key] is row):
@@ -139,11 +147,14 @@ def _take(row: Row, key: str, value: Any, done: Translation) -> None:
     neutral = row.asks_nothing(small)
     values = [new for name, new in (row.values or {}).items() if fnmatchcase(small, name.lower())]
     unset = row.values is None and (NOTHING if row.why else UNSET).fullmatch(small)
+    unread = "${" in small or not (small or neutral or done.left_out.get(row.theirs) is None)
+    unset = unset and not unread
     if row.irrelevant or unset or (row.why and neutral) or (row.when and not done.is_on(row.when)):
         done.outcomes |= {key: "irrelevant"} if given else {}
         return
     done.outcomes |= {key: "same"} if given else {}
-    if why := row.why or (f"expected {', '.join(row.values)}" if row.values and not values else ""):
+    expected = f"expected {', '.join(row.values)}" if row.values and not values else ""
+    if why := row.why or (UNREAD if unread else expected):
         done.hole(ours, key, f"{key}={value!s:.60}{'' if given else ' (its default)'}: {why}")
         return
     if ours.endswith(".*"):  # an option of an engine, which has the same name there
@@ -208,13 +219,14 @@ def _add_batches(done: Translation) -> None:
     keys, number, updates = done.keys, done.number, 1.0
     group = number("group_size") or 1
     if "device_batch" in keys:
-        accumulated, processes = number("accumulation") or 1, number("processes") or 1
+        accumulated, nodes = number("accumulation") or 1, number("cluster.nodes") or 1
+        processes = nodes * number("local_processes") or number("processes") or 1
         at_once = number("device_batch") * processes
         responses = number("generation_batch") or at_once * (number("steps_per_generation") or accumulated)
         keys["data.prompts_per_step"] = max(1, round(responses / group))
-        keys["cluster.processes_per_node"] = round(processes)
+        keys["cluster.processes_per_node"] = round(processes / nodes)
         keys["loss.minibatches"] = max(1, round(responses / (at_once * accumulated))) if at_once else 1
-        if not (at_once and {*done.sources.get("processes", ())} & done.theirs.keys()):
+        if not (at_once and {*done.sources.get("cluster.processes_per_node", ())} & done.theirs.keys()):
             why = f"{keys['device_batch']} responses on each process x processes / {group:g}"
             done.hole("data.prompts_per_step", "device_batch", why)
         updates = keys["loss.minibatches"] * (number("loss.epochs") or 1)
