@@ -125,8 +125,8 @@ def translate(trainer: str, file: Path, words: Sequence[str] = ()) -> Translatio
         own = f"a recipe of this package ({ours})" if ours else f"{len(theirs)} keys, {known} of them its own"
         expected = f"{trainer} (launch script, resolved YAML, saved arguments, TRL's Python)"
         raise ValueError(f"{file}: expected a configuration of {expected}, found {own}")
-    done = Translation(trainer, version, theirs, remarks, {"name": file.stem, "sampling": "independent"})
-    done.left_out = left_out
+    begun: dict[str, Any] = {"name": file.stem, "sampling": "independent"}
+    done = Translation(trainer, version, theirs, remarks, begun, left_out=left_out)
     given = {row.part for row in rows.values() if row and row.part}
     for row in table()[trainer]:
         for key in (key for key in theirs if rows[key] is row):

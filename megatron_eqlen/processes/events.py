@@ -76,7 +76,8 @@ def read(run: Path, newest: int | None = None) -> list[Event]:
                 logger.warning("%s: skipped a torn line of %d bytes", path, len(line) - 1)
                 continue
             with expecting("an event with a time and a kind", path):
-                _ = event["kind"] + "", time.localtime(event["time"])
+                said = event.get("text") or event.get("error") or ""
+                _ = event["kind"] + said, time.localtime(event["time"])
             events.append(event)
     return events
 

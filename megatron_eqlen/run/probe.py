@@ -147,7 +147,9 @@ class Target:
         whole = [rollout for rollout in read_step(folder, without=[ROUTES.name]) if not rollout.suspended]
         found, _ = leave_out(whole, self.job.recipe.reward)
         versions = {int(v) for r in found for part in r.parts for v in np.unique(part.tokens["versions"])}
-        if len(versions) != 1:
+        if not found:
+            raise ProbeError(f"{folder}: expected rollouts that have ended, found none")
+        if len(versions) > 1:
             raise ProbeError(
                 f"{folder}: expected rollouts of one policy, found versions {sorted(versions)} of its "
                 "weights: with rollout.carry_over or rollout.staleness no one policy continues them"

@@ -31,6 +31,8 @@ HOLDER = '{"host": "a", "pid": 1, "time": %s, "slurm_job": null, "restart": 0%s}
     (".lock", b"[]"),
     ("events.jsonl", b'{"time": "noon", "kind": "step"}\n'),
     ("events.jsonl", b'{"time": 1.0, "kind": 3}\n'),
+    ("events.jsonl", b'{"time": 1.0, "kind": "error", "text": ["a"]}\n'),
+    ("events.jsonl", b'{"time": 1.0, "kind": "ended", "error": {"a": 1}}\n'),
     ("checkpoints/latest", b"\xff\xfe"),
     ("checkpoints/latest", b"step-00"),
     ("recipe.yaml", b"\xff\xfe"),
