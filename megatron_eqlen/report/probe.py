@@ -138,10 +138,16 @@ class Found:
 
     def text(self, decode: Decode) -> str:
         """Return tables: the responses that changed most, quarters, and estimators."""
-        lines: list[str] = []
-        largest = sorted(self.responses, key=_largest, reverse=True)[:SHOWN]
-        for response in largest:
-            lines += ["", *response_lines(_response_json(response, decode))]
+        lines, shown = list[str](), set[Any]()
+        for response in sorted(self.responses, key=_largest, reverse=True):
+            stretches = response.stretches
+            begins = [(*response.key[:2], stretches[: n + 1]) for n in range(len(stretches))]
+            above = sum(begin in shown for begin in begins)  # lines of a tree share their begin
+            if lines.count("") < SHOWN and above < len(stretches):
+                shown.update(begins)
+                title, *rows = response_lines(_response_json(response, decode))
+                rows[:above] = [f"{'as above':>22}  for {stretches[above].begin} tokens"] * (above > 0)
+                lines += ["", title, *rows]
         lines += ["", "* its 95% interval excludes 0"]
         if self.budgets:
             lines += ["", "forced after  in    mean reward [95%]"]

@@ -43,6 +43,39 @@ def test_a_step_is_continued_by_the_weights_that_sampled_it(home, trained, tmp_p
     assert any(len(response["stretches"]) > 1 for response in found["responses"])
 
 
+NAMED = ["reward.weights={even: 1.0, brief: 0.5}", "data.sources.0.grader=tests.kit.rubrics:even_and_brief"]
+
+
+@pytest.mark.parametrize("kind", ["gdpo", "taught", "served"])
+def test_rewards_by_name_a_teacher_and_servers_are_probed_as_they_were_trained(home, trained, request, kind):
+    """Rewards of continuations are the weighed sums; the table has a row of the run's objective, and servers
+    give the tokens of the engine that shares the ranks, after a sync too."""
+    groups = ["sampling=independent", "objective=dr_grpo", "steps=2", NO_EVALUATION]
+    own = {
+        "gdpo": [*NAMED, "objective=gdpo"],
+        "taught": [f"teacher.path={trained}/export"],
+        "served": request.getfixturevalue("served") if kind == "served" else [],
+    }
+    folder = train(home, f"probed-{kind}", *groups, *own[kind])
+    asked = ("--step", 2, "--at", "every:10", "--samples", 4, "--budget", 2000)
+    assert "the run's" in probe(folder, *asked)
+    out = folder / "probes/step-00000002"
+    found = json.loads((out / "probe.json").read_text())["found"]
+    (run_own,) = [row for row in found["objectives"] if "the run's" in row["objectives"]]
+    assert not run_own["refused"]
+    new = continuations(out / "step-00000001")
+    assert {int(v) for part in new for v in part.tokens["versions"]} == {1}
+    rewards = {part.grade.reward for part in new if part.finish_reason == "stop"}
+    assert rewards <= ({0.0, 0.5, 1.0, 1.5} if kind == "gdpo" else {0.0, 1.0})
+    assert len(rewards) > 1
+    if kind == "served":
+        inside = train(home, "probed-inside", *groups)
+        probe(inside, *asked)
+        folder = inside / "probes/step-00000002/step-00000001"
+        tokens = [[part.token_ids.tolist() for part in parts] for parts in (new, continuations(folder))]
+        assert tokens[0] == tokens[1]
+
+
 def test_forks_in_mid_turn_have_the_environment_that_was_there(home, tmp_path):
     """The environment is made anew and told the messages; each continuation is answered as the line was."""
     saves, groups = "environment.name=tests.kit.talking:Kept", ("sampling=independent", "objective=grpo")

@@ -18,3 +18,8 @@ def even_length_if_odd_gold(question: str, response: str, gold: str) -> float:
     """Return 0 for every response to a prompt with an even gold, which therefore teaches nothing; else 1 for
     even length."""
     return even_length(question, response, gold) if int(gold) % 2 else 0.0
+
+
+def even_and_brief(question: str, response: str, gold: str) -> dict[str, float]:
+    """Return two named rewards, for ``reward.weights``."""
+    return {"even": even_length(question, response, gold), "brief": float(len(response) < 40)}

@@ -23,7 +23,7 @@ from megatron_eqlen.report.rollouts import by_token
 from megatron_eqlen.run.probe import Asked, Target, ends_of_sentences
 from megatron_eqlen.sampling.probe import PROBE, ProbeSampling
 from megatron_eqlen.tokens import Tokens
-from megatron_eqlen.types import Grade, Part, Rollout, rollout_key
+from megatron_eqlen.types import Grade, Part, Rollout, rollout_key, tokens_along
 from tests.kit.length_bias import QUESTION, Drawing, Process, every_outcome
 from tests.pure.test_forks import recipe
 
@@ -107,6 +107,23 @@ def test_values_changes_and_the_share_decided_are_those_of_the_process():
         assert stretch.change.high - stretch.change.low < 0.07
     left = np.interp(QUARTERS, [0, 1 / 3, 2 / 3, 1], [*variance, 0.0])
     np.testing.assert_allclose([response.undecided(share) for share in QUARTERS], left, atol=0.01)
+
+
+def test_lines_of_a_tree_are_printed_without_what_they_share():
+    settings = SAMPLINGS["tree"]
+
+    def texts(rollout):
+        return {tuple(tokens_along(rollout.line(line.last.number)).tolist()) for line in rollout.lines()}
+
+    rollout = max((stream for stream, _ in WORLD.streams(settings)), key=lambda stream: len(texts(stream)))
+    found = probed(rollout, {-1: [0], 0: [1]}, 4, settings, draws(np.random.default_rng(0)))
+    lines = {("q", 0, line.last.number): [0, 1] for line in rollout.lines()}
+    result = look([found], [rollout], lines, SimpleNamespace(recipe=settings))
+    shown = result.text(str).partition("* its 95%")[0]
+    one, other = (response for response in result.responses if len(response.stretches) > 1)
+    assert one.stretches[0] == other.stretches[0]
+    assert shown.count(f"'{one.stretches[0].token_ids}'") == shown.count("as above  for 1 tokens") == 1
+    assert shown.count("value at the prompt") == len(texts(rollout))
 
 
 OLD = {"prompt_id": "q", "index": 0, "reward": 1, "values": [[0.5, 2]], "stretches": [{"change": [0, -1, 1]}]}
