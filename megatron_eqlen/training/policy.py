@@ -36,14 +36,28 @@ from megatron_eqlen.training.agreement import Compared, mismatch_of, worst_token
 from megatron_eqlen.training.exchange import Placement, exchange
 from megatron_eqlen.training.forward import RowResult, row_multiple, run_rows, supervised_positions
 from megatron_eqlen.training.optimizer import build_optimizer, gradient_norm, take_step, wrap
-from megatron_eqlen.training.parking import ReferenceWeights, TrainerMemory
+from megatron_eqlen.training.parking import Parked, ReferenceWeights, TrainerMemory
 from megatron_eqlen.training.policy_loss import RowLoss, policy_loss, reduce_metrics
-from megatron_eqlen.training.teacher import Teacher
 from megatron_eqlen.types import Metrics, Row, TokenTree
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Teacher:
+    """Frozen model of ``Job.teacher`` in the policy's parallel groups. Its weights are on the device only
+    while it computes log-probs, else in host memory."""
+
+    def __init__(self, job: Job, dtype: torch.dtype) -> None:
+        self.chunks = build_model(job.model, job.recipe.parallel, dtype)
+        load_hf(self.chunks, job.folder)
+        for chunk in self.chunks:
+            chunk.requires_grad_(False)
+        for router in routers(self.chunks):
+            router.reads_routes = False
+        self.weights = Parked(lambda: [each for chunk in self.chunks for each in chunk.parameters()])
+        self.weights.park()
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from megatron_eqlen.models.groups import start
 from megatron_eqlen.packing.pack import plan_rows
 from megatron_eqlen.recipe import ParallelRecipe
 from megatron_eqlen.training.forward import run_rows
-from megatron_eqlen.training.teacher import Teacher
+from megatron_eqlen.training.policy import Teacher
 from megatron_eqlen.types import Row
 from tests.kit.distributed import run_ranks
 from tests.kit.tiny_models import save_tiny
