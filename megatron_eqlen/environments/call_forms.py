@@ -70,9 +70,10 @@ def _family(
             "tools alone: the form of its calls is not known"
         )
     both = zip_longest(tokenizer.encode(shown), tokenizer.encode(opening))
-    generated = (token for token, _ in dropwhile(lambda pair: pair[0] == pair[1], both))
-    ends = {None, *tokenizer.eos_token_ids}  # generation stops there: GigaChat 3's call would come behind it
-    shown = tokenizer.decode([*takewhile(lambda token: token not in ends, generated)])
+    own = dropwhile(lambda pair: pair[0] == pair[1], both)
+    generated = (token for token, _ in own if token is not None)
+    # generation stops at an end: GigaChat 3's call would come behind it
+    shown = tokenizer.decode([*takewhile(lambda token: token not in tokenizer.eos_token_ids, generated)])
     with suppress(ToolError):
         if [*tool_calls(shown)] == [CALL]:
             return str
