@@ -175,16 +175,9 @@ def look(
     if any(rollout.with_role(FORCED) for rollout in probed):
         return Found(tuple(responses), (), tuple(_budgets(responses, lines)))
     changes = [
-        Change(
-            recorded[response.prompt_id, response.index],
-            response.part,
-            stretch.begin,
-            stretch.end,
-            stretch.change.mean,
-            stretch.sure,
-        )
+        Change(recorded[response.key[:2]], response.part, s.begin, s.end, s.change.mean, s.sure)
         for response in responses
-        for stretch in response.stretches
+        for s in response.stretches
     ]
     return Found(tuple(responses), tuple(audit(changes, rollouts, job.recipe)) if changes else ())
 
