@@ -77,7 +77,7 @@ class Delta:
     token_ids: list[int]
     columns: Mapping[str, Any]
     """Values of other columns (``tokens.COLUMNS``) for each of ``token_ids``: lists of numbers, sequences of
-    sequences where a column is ragged (``array("i")`` is fastest), or [n, ...] arrays. Always the same
+    sequences where a column is ragged (``tokens.Packed`` is fastest), or [n, ...] arrays. Always the same
     columns, ``logprobs`` among them."""
     finish_reason: Literal["stop", "length", "lost"] | None = None
     """None: more will come. ``lost``: the engine gave up the request (a replica died); the tokens delivered

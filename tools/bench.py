@@ -14,6 +14,7 @@ BENCHMARKS = {
     "gpu": "attention, delta rule, head and layers at the paper's shapes on one GPU, beside yardsticks",
     "trees": "forward and backward of token trees against 2N and N + 1 sequences",
     "peer": "steps of GRPO beside TRL, same model and batch",
+    "servers": "the process that drives servers: CPU time a token, before a server that answers at once",
     "scale": "rank 0's work on the processor in a step, on any number of GPUs",
 }
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from megatron_eqlen.engines.protocol import Delta, of_kept, sampler_of, split_path
 from megatron_eqlen.recipe import RolloutRecipe
+from megatron_eqlen.tokens import KEPT, KEPT_LOGPROBS, Packed
 
 
 def read_event(
@@ -39,10 +40,11 @@ def read_event(
         tokens = choice["token_ids"] or []
         columns: dict[str, Any] = {"logprobs": [token["logprob"] for token in chosen]}
         if rollout.keep_sampling_mask:
-            columns["kept"] = choice["sampling_mask"] or []
+            kept = choice["sampling_mask"] or []
+            columns["kept"] = Packed.of(kept, KEPT)
         if rollout.center_scores:
             likeliest = [{of["token_id"]: of["logprob"] for of in token["top_logprobs"]} for token in chosen]
-            columns["kept_logprobs"] = of_kept(columns["kept"], likeliest)
+            columns["kept_logprobs"] = Packed.of(of_kept(kept, likeliest), KEPT_LOGPROBS)
         if layers and (encoded := choice["routed_experts"]) is not None:
             routes = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
             path["routes"], columns["routes"] = split_path(routes, len(tokens), layers)

@@ -11,10 +11,10 @@ import json
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import msgspec
@@ -22,6 +22,9 @@ import msgspec
 from megatron_eqlen.engines.protocol import EngineError
 from megatron_eqlen.engines.server.gate import DISOWN, LEASE, OWN, RPC, TRAINER, authorization
 from megatron_eqlen.recipe.contents import Contents
+
+if TYPE_CHECKING:
+    from megatron_eqlen.engines.readers import Readers
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +59,8 @@ class HttpLoop:
         self._starts = threading.Lock()
         """Protects the loop's end: a coroutine handed over later would never run, and its caller would
         hang."""
-        self.session: aiohttp.ClientSession = self.run(self._open(headers))
+        self.headers = headers
+        self.session: aiohttp.ClientSession = self.run(self._open())
 
     def start(self, coroutine: Coroutine) -> Any:
         """Return a concurrent future of the coroutine's result, cancelled if ``close`` comes before its end.
@@ -87,15 +91,18 @@ class HttpLoop:
         await asyncio.gather(*others, return_exceptions=True)
         await self.session.close()
 
-    @staticmethod
-    async def _open(headers: dict[str, str]) -> aiohttp.ClientSession:
-        # A kept connection may be closed by the server just as a request goes out on it: that looks like a
-        # replica that died.
-        return aiohttp.ClientSession(
-            headers=headers,
-            connector=aiohttp.TCPConnector(limit=0, force_close=True),
-            timeout=aiohttp.ClientTimeout(total=None, connect=10),
-        )
+    async def _open(self) -> aiohttp.ClientSession:
+        return session(self.headers)
+
+
+def session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
+    # A kept connection may be closed by the server just as a request goes out on it: that looks like a
+    # replica that died.
+    return aiohttp.ClientSession(
+        headers=headers,
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
+        timeout=aiohttp.ClientTimeout(total=None, connect=10),
+    )
 
 
 @dataclass(eq=False)
@@ -104,8 +111,10 @@ class Request:
 
     request_id: str
     replica: Replica
-    answer: Any = None
-    """Concurrent future that reads the answer."""
+    readers: Readers
+    number: int = -1
+    reader: int = 0
+    """The one of ``readers`` that reads its answer."""
 
 
 @dataclass(eq=False)
@@ -129,8 +138,9 @@ class Replica:
     """True if another trainer owned it when it was asked last."""
 
     def forget(self, request_id: str) -> None:
-        """Drop a request: vLLM aborts a request whose connection is closed."""
-        self.requests.pop(request_id).answer.cancel()
+        """Drop a request that has ended, or is to be aborted."""
+        request = self.requests.pop(request_id)
+        request.readers.forget(request)
 
     async def set_up(self, untouched: Contents | None) -> list[dict[str, Any]]:
         """Return what each worker says of the engine (``WorkerExtension.eqlen_setup``). With ``untouched``
@@ -182,25 +192,26 @@ class Replica:
             raise ConnectionError(f"expected a JSON object from /{path}, found {_line(text)}")
         return answer
 
-    async def events(
-        self, path: str, body: dict[str, Any], silence: float
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the server-sent events that answer a POST, as long as none is ``silence`` seconds late."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_read=silence)
-        async with self.io.session.post(f"{self.url}/{path}", json=body, timeout=timeout) as response:
-            if response.status != 200:
-                await _text(response)
-            try:
-                rest = b""
-                async for chunk in response.content.iter_any():  # which may hold many events, or none whole
-                    *lines, rest = (rest + chunk).split(b"\n")
-                    for line in lines:
-                        if line.startswith(b"data: {"):
-                            if "error" in (event := msgspec.json.decode(line[6:])):
-                                raise ConnectionError(event["error"])
-                            yield event
-            except aiohttp.SocketTimeoutError:
-                raise _silent(silence) from None
+
+async def events(
+    http: aiohttp.ClientSession, url: str, body: dict[str, Any], silence: float
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Yield the server-sent events that answer a POST, as long as none is ``silence`` seconds late."""
+    timeout = aiohttp.ClientTimeout(total=None, sock_read=silence)
+    async with http.post(url, json=body, timeout=timeout) as response:
+        if response.status != 200:
+            await _text(response)
+        try:
+            rest = b""
+            async for chunk in response.content.iter_any():  # which may hold many events, or none whole
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    if line.startswith(b"data: {"):
+                        if "error" in (event := msgspec.json.decode(line[6:])):
+                            raise ConnectionError(event["error"])
+                        yield event
+        except aiohttp.SocketTimeoutError:
+            raise _silent(silence) from None
 
 
 class ReplicaPool:

@@ -1,6 +1,6 @@
 """vLLM servers on other nodes: token ids in, token ids out, over HTTP.
 
-    step ◄── queue ◄── one stream of server-sent events per request ◄── replica 1, 2, ...
+    step ◄── readers (``readers``) ◄── one stream of server-sent events per request ◄── replica 1, 2, ...
     update_weights ──► files in the run's folder (``weights.folder``), or NCCL (``weights.nccl``)
 
 Requests of a replica that dies come back as ``lost`` with all their tokens kept, and the harvester submits
@@ -12,14 +12,13 @@ the weights.
 from __future__ import annotations
 
 import os
-import queue
 import secrets
 import socket
 import tempfile
 import threading
 import time
 from collections.abc import Collection, Iterable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,8 @@ from torch import Tensor
 
 from megatron_eqlen.engines.generate_api import read_event
 from megatron_eqlen.engines.protocol import Delta, EngineError, path_start, sampling_params, seeded
-from megatron_eqlen.engines.replica import UNTOUCHED, Replica, ReplicaError, ReplicaPool, Request, words
+from megatron_eqlen.engines.readers import PATH, Readers, Settings
+from megatron_eqlen.engines.replica import UNTOUCHED, Replica, ReplicaPool, Request, events
 from megatron_eqlen.engines.weight_table import WeightTable
 from megatron_eqlen.engines.weights.folder import FolderSender
 from megatron_eqlen.hf.config import read_config
@@ -40,9 +40,10 @@ from megatron_eqlen.types import Metrics, Node, TokenTree
 if TYPE_CHECKING:
     from megatron_eqlen.engines.weights.nccl import NcclSender
 
-PATH = "inference/v1/generate"
 TOKENS_PER_EVENT = 8
 """Tokens a server collects before it sends them."""
+READERS = 16
+"""Most processes that read streams; each reads some 200,000 tokens a second."""
 PROBED = 32
 """Tokens that a replica samples after a sync, to be compared with the trainer."""
 DECIDE = ("quantization", "vllm")
@@ -90,8 +91,6 @@ class ServerEngine:
         self.homes: dict[str, Replica] = {}
         self.versions = {UNTOUCHED: policy_version}
         """Policy versions of the weights that may sample tokens, by vLLM's names; the newest is last."""
-        self.arrivals: queue.SimpleQueue[tuple[Request, Delta | str]] = queue.SimpleQueue()
-        """Deltas of requests, and why requests failed."""
         self.busy = threading.RLock()
         """Held by one call at a time: a weight sync blocks a thread that harvests."""
         self.vocab_size = 0
@@ -99,6 +98,9 @@ class ServerEngine:
         self.closed = False
         self.sync: Metrics = {}
         self.pool = ReplicaPool(rollout.servers, rollout.request_timeout / 2, trainer)
+        settings = Settings(self.pool.io.headers, self.pool.silence, rollout, self.moe_layers)
+        self.readers = Readers(settings, min(len(rollout.servers), READERS))
+        self.readers.know(self.versions)
         try:
             self.sender = self._sender(run or Path(tempfile.gettempdir(), own))
             self._connect(None if syncs_first else weights(Path(model_path)))
@@ -123,18 +125,13 @@ class ServerEngine:
             assert self._replica_of(request_id) is None
             replica = self._home(request_id)
             body = self._body(replica, request_id, token_ids, max_tokens, seed, path_rows)
-            request = Request(request_id, replica)
-            request.answer = self.pool.io.start(self._stream(request, body))
-            replica.requests[request_id] = request
+            replica.requests[request_id] = request = Request(request_id, replica, self.readers)
+            self.readers.start(request, self.pool.replicas.index(replica), body)
 
     def step(self) -> list[Delta]:
         """Return the deltas that have arrived; wait a moment if there are none. Raises EngineError once the
         engine is closed."""
-        arrived: list[tuple[Request, Delta | str]] = []
-        with suppress(queue.Empty):
-            arrived.append(self.arrivals.get(timeout=0.05))
-            while True:
-                arrived.append(self.arrivals.get_nowait())
+        arrived = self.readers.arrived()
         with self.busy:
             if self.closed:
                 raise EngineError("the engine was closed")
@@ -182,6 +179,7 @@ class ServerEngine:
             if not self.closed:
                 self.closed = True
                 self.abort([name for replica in self.pool.replicas for name in replica.requests])
+                self.readers.close()
                 self.pool.close()
 
     def metrics(self) -> Metrics:
@@ -216,7 +214,7 @@ class ServerEngine:
             self.pool.leave_out(replica, arrival)
             return None
         if arrival.finish_reason is not None:
-            del replica.requests[request.request_id]
+            replica.forget(request.request_id)
         return arrival
 
     def _body(
@@ -241,30 +239,6 @@ class ServerEngine:
             "cache_salt": self.weight_version if keeps else None,
         }
 
-    async def _stream(self, request: Request, body: dict[str, Any]) -> None:
-        """Put a request's deltas in the queue as they arrive, or why it failed."""
-        name = request.request_id
-        last: Delta | None = None
-        try:
-            async with aclosing(request.replica.events(PATH, body, self.pool.silence)) as events:
-                async for event in events:
-                    if last is not None:
-                        details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
-                        last.num_cached_tokens = details.get("cached_tokens")
-                    elif event.get("choices"):
-                        delta = read_event(
-                            name, event, self.versions, self.rollout, request.replica.stock, self.moe_layers
-                        )
-                        if delta.finish_reason is not None:  # token usage comes after the last tokens
-                            last = delta
-                        else:
-                            self.arrivals.put((request, delta))
-            if last is None:
-                raise ConnectionError(f"request {name}: the stream broke off")
-            self.arrivals.put((request, last))
-        except ReplicaError as error:
-            self.arrivals.put((request, words(error)))
-
     def probe(self) -> list[TokenTree]:
         """Return ``PROBED`` tokens of each replica after tokens spread over the vocabulary."""
         length = min(2 * PROBED, self.max_model_len - PROBED)
@@ -280,8 +254,9 @@ class ServerEngine:
         body = self._body(replica, "probe", prompt, PROBED, 0, 0)
         body["cache_salt"], body["sampling_params"]["stop_token_ids"] = secrets.token_hex(), []
         grown = GrowingTokens()
-        async with aclosing(replica.events(PATH, body, self.pool.silence)) as events:
-            async for event in events:
+        url = f"{replica.url}/{PATH}"
+        async with aclosing(events(replica.io.session, url, body, self.pool.silence)) as stream:
+            async for event in stream:
                 if event.get("choices"):
                     delta = read_event("probe", event, self.versions, self.rollout, replica.stock)
                     grown.append(delta.token_ids, delta.columns, self.policy_version)
@@ -337,6 +312,7 @@ class ServerEngine:
         before = self.versions if self.has_unfinished else {}
         name = name_of_sync(policy_version)
         self.versions = before | {name: policy_version}
+        self.readers.know(self.versions)
         try:
             sent = self.sender.send(named_tensors)
         finally:

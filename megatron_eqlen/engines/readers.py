@@ -1,0 +1,212 @@
+"""Processes that read the servers' streams, so that HTTP and JSON take no time of the trainer's rank.
+
+    driver ── start, drop, versions ──► reader ◄── server-sent events ── its servers
+       ▲───────── deltas, batch by batch ──┘
+
+A reader ends with the trainer: its pipe then has an end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+from megatron_eqlen.engines.generate_api import read_event
+from megatron_eqlen.engines.replica import ReplicaError, Request, events, session, words
+from megatron_eqlen.recipe import RolloutRecipe
+from megatron_eqlen.types import Delta
+
+PATH = "inference/v1/generate"
+BATCH_SECONDS = 0.005
+"""Time for which a reader collects deltas before it hands them over."""
+TAKEN_SECONDS = 0.05
+"""Time for which ``arrived`` waits for a first batch."""
+ENDED = "the process that reads its tokens ended"
+
+Arrival = tuple[int, Delta | str]
+"""A request's number, and its next delta or why it failed."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a reader is told at its start."""
+
+    headers: Mapping[str, str]
+    silence: float
+    """Seconds without an event after which a request has failed."""
+    rollout: RolloutRecipe
+    layers: Sequence[int]
+    """Layers whose routes are kept."""
+
+
+class Readers:
+    """At most ``count`` readers; each starts with its first request, and again after it has ended."""
+
+    def __init__(self, settings: Settings, count: int) -> None:
+        self.settings, self.count = settings, count
+        self.numbers = itertools.count()
+        self.open: dict[int, Request] = {}
+        """Requests that have not ended, by number."""
+        self.pipes: dict[int, Connection] = {}
+        self.processes: list[subprocess.Popen] = []
+        self.batches: queue.SimpleQueue[list[Arrival]] = queue.SimpleQueue()
+        self.versions: dict[str, int] = {}
+
+    def start(self, request: Request, place: int, body: dict[str, Any]) -> None:
+        """Send a request to its replica, the one at ``place`` among all. Its number becomes known."""
+        request.number, request.reader = next(self.numbers), place % self.count
+        self.open[request.number] = request
+        if request.reader not in self.pipes:
+            self._launch(request.reader)
+        replica = request.replica
+        self._tell(
+            request.reader, ("start", request.number, replica.url, request.request_id, body, replica.stock)
+        )
+
+    def forget(self, request: Request) -> None:
+        """Close the request's connection, whereupon vLLM aborts it."""
+        if self.open.pop(request.number, None) is not None and request.reader in self.pipes:
+            self._tell(request.reader, ("drop", request.number))
+
+    def know(self, versions: Mapping[str, int]) -> None:
+        """Accept tokens of these weights from now on."""
+        self.versions = dict(versions)
+        for reader in [*self.pipes]:
+            self._tell(reader, ("versions", self.versions))
+
+    def arrived(self) -> list[tuple[Request, Delta | str]]:
+        """Return what has arrived for open requests; wait a moment if there is nothing."""
+        arrivals: list[Arrival] = []
+        with contextlib.suppress(queue.Empty):
+            arrivals += self.batches.get(timeout=TAKEN_SECONDS)
+            while True:
+                arrivals += self.batches.get_nowait()
+        return [(self.open[number], found) for number, found in arrivals if number in self.open]
+
+    def close(self) -> None:
+        for pipe in self.pipes.values():
+            pipe.close()
+        self.pipes.clear()
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def _launch(self, reader: int) -> None:
+        ours, theirs = Pipe()
+        command = [sys.executable, "-m", __name__, str(theirs.fileno())]
+        self.processes.append(subprocess.Popen(command, pass_fds=[theirs.fileno()]))
+        theirs.close()
+        self.pipes[reader] = ours
+        threading.Thread(
+            target=self._receive, args=(reader, ours), daemon=True, name=f"reader-{reader}"
+        ).start()
+        self._tell(reader, self.settings)
+        self._tell(reader, ("versions", self.versions))
+
+    def _tell(self, reader: int, message: Any) -> None:
+        with contextlib.suppress(OSError):  # it has ended, which _receive notices
+            self.pipes[reader].send(message)
+
+    def _receive(self, reader: int, pipe: Connection) -> None:
+        """Put batches into the queue until the reader ends; then all its requests have failed."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                self.batches.put(pipe.recv())
+        if self.pipes.get(reader) is pipe:
+            del self.pipes[reader]
+            lost = [number for number, request in [*self.open.items()] if request.reader == reader]
+            self.batches.put([(number, ENDED) for number in lost])
+
+
+@dataclass
+class _Reader:
+    """The process's own side."""
+
+    pipe: Connection
+    settings: Settings
+    versions: dict[str, int] = field(default_factory=dict[str, int])
+    tasks: dict[int, asyncio.Task] = field(default_factory=dict[int, asyncio.Task])
+    batch: list[Arrival] = field(default_factory=list[Arrival])
+
+    async def run(self) -> None:
+        """Do what the trainer says until the pipe's end."""
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        async with session(self.settings.headers) as http:
+
+            def obey() -> None:
+                try:
+                    while self.pipe.poll():
+                        self._obey(http, *self.pipe.recv())
+                except (EOFError, OSError):
+                    ended.set()
+
+            # in the turn of the loop in which a message arrives, before a stream sees what followed it
+            loop.add_reader(self.pipe.fileno(), obey)
+            await ended.wait()
+        os._exit(0)
+
+    def _obey(self, http: Any, what: str, *said: Any) -> None:
+        if what == "versions":
+            (self.versions,) = said
+        elif what == "start":
+            number = said[0]
+            self.tasks[number] = asyncio.create_task(self._stream(http, *said))
+            self.tasks[number].add_done_callback(lambda _: self.tasks.pop(number, None))
+        elif (task := self.tasks.get(said[0])) is not None:
+            task.cancel()
+
+    def _put(self, number: int, found: Delta | str) -> None:
+        if not self.batch:
+            asyncio.get_running_loop().call_later(BATCH_SECONDS, self._hand_over)
+        self.batch.append((number, found))
+
+    def _hand_over(self) -> None:
+        batch, self.batch = self.batch, []
+        with contextlib.suppress(OSError):  # the trainer has ended, which ``run`` notices
+            self.pipe.send(batch)
+
+    async def _stream(
+        self, http: Any, number: int, url: str, request_id: str, body: dict[str, Any], stock: str
+    ) -> None:
+        """Hand over a request's deltas as they arrive, or why it failed."""
+        last: Delta | None = None
+        rollout, layers = self.settings.rollout, self.settings.layers
+        try:
+            async with aclosing(events(http, f"{url}/{PATH}", body, self.settings.silence)) as stream:
+                async for event in stream:
+                    if last is not None:
+                        details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
+                        last.num_cached_tokens = details.get("cached_tokens")
+                    elif event.get("choices"):
+                        delta = read_event(request_id, event, self.versions, rollout, stock, layers)
+                        if delta.finish_reason is not None:  # token usage comes after the last tokens
+                            last = delta
+                        else:
+                            self._put(number, delta)
+            if last is None:
+                raise ConnectionError(f"request {request_id}: the stream broke off")
+            self._put(number, last)
+        except ReplicaError as error:
+            self._put(number, words(error))
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
+    pipe = Connection(int(sys.argv[1]))
+    asyncio.run(_Reader(pipe, pipe.recv()).run())
+
+
+if __name__ == "__main__":
+    main()
