@@ -52,7 +52,7 @@ class Settings:
 
 
 class Readers:
-    """At most ``count`` readers; each starts with its first request, and again after it has ended."""
+    """``count`` readers; one that has ended starts again with its next request."""
 
     def __init__(self, settings: Settings, count: int) -> None:
         self.settings, self.count = settings, count
@@ -63,6 +63,14 @@ class Readers:
         self.processes: list[subprocess.Popen] = []
         self.batches: queue.SimpleQueue[list[Arrival]] = queue.SimpleQueue()
         self.versions: dict[str, int] = {}
+        self.ready = [threading.Event() for _ in range(count)]
+        for reader in range(count):
+            self._launch(reader)
+
+    def wait(self) -> None:
+        """Wait until all can read, or have ended."""
+        for ready in self.ready:
+            ready.wait()
 
     def start(self, request: Request, place: int, body: dict[str, Any]) -> None:
         """Send a request to its replica, the one at ``place`` among all. Its number becomes known."""
@@ -124,6 +132,8 @@ class Readers:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 self.batches.put(pipe.recv())
+                self.ready[reader].set()
+        self.ready[reader].set()
         if self.pipes.get(reader) is pipe:
             del self.pipes[reader]
             lost = [number for number, request in [*self.open.items()] if request.reader == reader]
@@ -152,6 +162,7 @@ class _Reader:
                 except (EOFError, OSError):
                     ended.set()
 
+            self._hand_over()  # it is ready
             # in the turn of the loop in which a message arrives, before a stream sees what followed it
             loop.add_reader(self.pipe.fileno(), obey)
             await ended.wait()

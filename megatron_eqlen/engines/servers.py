@@ -105,6 +105,7 @@ class ServerEngine:
             self.sender = self._sender(run or Path(tempfile.gettempdir(), own))
             self._connect(None if syncs_first else weights(Path(model_path)))
             self.pool.refuse_taken()
+            self.readers.wait()
         except EngineError:
             self.close()
             raise

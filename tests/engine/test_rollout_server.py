@@ -750,8 +750,8 @@ def test_what_arrives_late_of_an_aborted_request_is_not_of_the_next_of_its_name(
     (late,) = (request for replica in engine.pool.replicas for request in replica.requests.values())
     engine.abort(["a/0"])
     engine.submit("a/0", [80], 4, 0)
-    engine.arrivals.put((late, Delta("a/0", [71, 72], {"logprobs": [-0.5] * 2})))
-    engine.arrivals.put((late, "the stream broke off"))
+    arrived = Delta("a/0", [71, 72], {"logprobs": [-0.5] * 2})
+    engine.readers.batches.put([(late.number, arrived), (late.number, "the stream broke off")])
     tokens: list[int] = []
     while engine.has_unfinished:
         tokens += [token for delta in engine.step() for token in delta.token_ids]
