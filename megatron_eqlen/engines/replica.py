@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -22,9 +22,6 @@ import msgspec
 from megatron_eqlen.engines.protocol import EngineError
 from megatron_eqlen.engines.server.gate import DISOWN, LEASE, OWN, RPC, TRAINER, authorization
 from megatron_eqlen.recipe.contents import Contents
-
-if TYPE_CHECKING:
-    from megatron_eqlen.engines.readers import Readers
 
 logger = logging.getLogger(__name__)
 
@@ -111,10 +108,11 @@ class Request:
 
     request_id: str
     replica: Replica
-    readers: Readers
+    forgotten: Callable[[Request], None]
+    """Closes its connection."""
     number: int = -1
     reader: int = 0
-    """The one of ``readers`` that reads its answer."""
+    """The process that reads its answer, and the request's number there (``readers``)."""
 
 
 @dataclass(eq=False)
@@ -140,7 +138,7 @@ class Replica:
     def forget(self, request_id: str) -> None:
         """Drop a request that has ended, or is to be aborted."""
         request = self.requests.pop(request_id)
-        request.readers.forget(request)
+        request.forgotten(request)
 
     async def set_up(self, untouched: Contents | None) -> list[dict[str, Any]]:
         """Return what each worker says of the engine (``WorkerExtension.eqlen_setup``). With ``untouched``

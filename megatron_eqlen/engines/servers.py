@@ -126,7 +126,7 @@ class ServerEngine:
             assert self._replica_of(request_id) is None
             replica = self._home(request_id)
             body = self._body(replica, request_id, token_ids, max_tokens, seed, path_rows)
-            replica.requests[request_id] = request = Request(request_id, replica, self.readers)
+            replica.requests[request_id] = request = Request(request_id, replica, self.readers.forget)
             self.readers.start(request, self.pool.replicas.index(replica), body)
 
     def step(self) -> list[Delta]:

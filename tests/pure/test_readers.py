@@ -92,7 +92,7 @@ def readers(server: Server) -> Iterator[Readers]:
 
 
 def start(readers: Readers, replica: Replica, limit: int | None = None) -> Request:
-    request = Request("a/0", replica, readers)
+    request = Request("a/0", replica, readers.forget)
     readers.start(request, 0, {"limit": limit})
     return request
 
