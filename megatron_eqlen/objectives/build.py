@@ -35,10 +35,9 @@ from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.objectives.parts import checked_advantages, checked_weight, described
 from megatron_eqlen.objectives.registry import is_on_policy, resolve
 from megatron_eqlen.objectives.token_baseline import of_unit, token_baselines
-from megatron_eqlen.objectives.units import comparison_units, due_rollouts
+from megatron_eqlen.objectives.units import comparison_units
 from megatron_eqlen.processes.collector import collector_paused
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.rewards.scoring import leave_out
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.comparison import EQUAL_REWARDS, ComparisonUnit
 from megatron_eqlen.tokens import VERSIONS
@@ -75,27 +74,13 @@ def weighted_units(rollouts: Sequence[Rollout], recipe: Recipe) -> list[Comparis
     return [unit for batch in _weigh(_minibatches(rollouts, recipe), recipe) for unit in batch.units]
 
 
-def trained(rollouts: Sequence[Rollout], recipe: Recipe) -> Sequence[Rollout]:
-    """Return the recorded rollouts of a step that it trained on."""
-    rollouts = due_rollouts(leave_out(rollouts, recipe.reward)[0])
-    if not resolve(recipe).dynamic_sampling:
-        return rollouts
-    return select(rollouts, recipe, recipe.data.prompts_per_step)[0]
-
-
-def select(rollouts: Sequence[Rollout], recipe: Recipe, room: int) -> tuple[list[Rollout], int]:
-    """Return what dynamic sampling (DAPO) trains: the rollouts of the first ``room`` prompts of which rewards
-    of the verifier differ from what they are compared with, and the number of prompts without such rewards.
-
-    With ``rollout.carry_over`` there is room for all: no later step trains the same units. Length penalties
-    do not count, as in DAPO: a group that is all correct teaches nothing about the problem.
-    """
-    differs = {rollout.prompt_id: False for rollout in rollouts}
+def has_gradient(rollouts: Sequence[Rollout], recipe: Recipe) -> dict[str, bool]:
+    """Return for each prompt, in order of appearance, whether the verifier's rewards in one of its units
+    differ from what they are compared with. Length penalties do not count."""
+    found = {rollout.prompt_id: False for rollout in rollouts}
     for unit in _compare(rollouts, recipe, replace(resolve(recipe), overlong_buffer=0)).units:
-        differs[unit.prompt_id] |= unit.differs
-    keep = [prompt_id for prompt_id, varies in differs.items() if varies]
-    kept = set(keep if recipe.rollout.carry_over else keep[:room])
-    return [rollout for rollout in rollouts if rollout.prompt_id in kept], len(differs) - len(keep)
+        found[unit.prompt_id] |= unit.differs
+    return found
 
 
 def _minibatches(rollouts: Sequence[Rollout], recipe: Recipe) -> list[list[Rollout]]:

@@ -9,7 +9,8 @@ from functools import cache
 from itertools import groupby
 from typing import Literal, NamedTuple
 
-from megatron_eqlen.objectives.build import trained, weighted_units
+from megatron_eqlen.objectives.build import weighted_units
+from megatron_eqlen.objectives.dynamic_sampling import trained
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.report.format import compact, shorten
 from megatron_eqlen.sampling import KINDS

@@ -35,7 +35,7 @@ from megatron_eqlen.hf.folder import HFFolder
 from megatron_eqlen.hf.turns import require_end
 from megatron_eqlen.job import Job
 from megatron_eqlen.metrics import at_once
-from megatron_eqlen.objectives import build
+from megatron_eqlen.objectives import dynamic_sampling
 from megatron_eqlen.objectives.units import due_rollouts
 from megatron_eqlen.processes import distributed
 from megatron_eqlen.processes.distributed import agree, gather
@@ -450,7 +450,7 @@ def select(graded: Batch, step: Step, session: Session) -> Batch:
     metrics = graded.metrics | measured | profile_metrics(rollouts, recipe)
     if session.objective.dynamic_sampling:
         room = recipe.data.prompts_per_step - step.prompts
-        rollouts, metrics["objective/filtered_prompts"] = build.select(rollouts, recipe, room)
+        rollouts, metrics["objective/filtered_prompts"] = dynamic_sampling.select(rollouts, recipe, room)
     drawn = drawn_lines(graded.rollouts, recipe, step.number) if recipe.rollout.comparable else ()
     return Batch(rollouts, metrics, graded.data_position, drawn=drawn)
 

@@ -19,7 +19,8 @@ import numpy as np
 
 from megatron_eqlen.harvest.harvest import harvest
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
-from megatron_eqlen.objectives.build import build_minibatches, trained
+from megatron_eqlen.objectives.build import build_minibatches
+from megatron_eqlen.objectives.dynamic_sampling import trained
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.record.partial import HarvestProgress, PartialRollout, RolloutOrigin
 from megatron_eqlen.sampling import KINDS

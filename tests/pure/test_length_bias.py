@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_eqlen.job import Job
-from megatron_eqlen.objectives.build import trained
+from megatron_eqlen.objectives.dynamic_sampling import trained
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.recipe import RecipeError, TeacherRecipe
 from megatron_eqlen.rewards.scoring import make_grader

@@ -8,7 +8,8 @@ import pytest
 import tests.kit.rollouts as kit
 from megatron_eqlen.objectives.advantages import dr_grpo, rloo, whiten
 from megatron_eqlen.objectives.aggregation import token_mean
-from megatron_eqlen.objectives.build import build_minibatches, select
+from megatron_eqlen.objectives.build import build_minibatches
+from megatron_eqlen.objectives.dynamic_sampling import select
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.objectives.surrogates import Reinforce
 from megatron_eqlen.recipe import RecipeError

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tests.kit.rollouts as kit
-from megatron_eqlen.objectives.build import select
+from megatron_eqlen.objectives.dynamic_sampling import select
 from megatron_eqlen.sampling.comparison import part_rewards
 from megatron_eqlen.sampling.kind import Setting
 from megatron_eqlen.sampling.tree import TREE as KIND

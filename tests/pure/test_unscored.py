@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import tests.kit.rollouts as kit
-from megatron_eqlen.objectives.build import trained, weighted_units
+from megatron_eqlen.objectives.build import weighted_units
+from megatron_eqlen.objectives.dynamic_sampling import trained
 from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.recipe import Recipe, RewardRecipe
 from megatron_eqlen.rewards.scoring import (
