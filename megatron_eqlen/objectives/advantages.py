@@ -14,6 +14,7 @@ from megatron_eqlen.sampling.comparison import all_equal
 
 Estimator = Callable[[Sequence[float], Sequence[int]], list[float]]
 """(rewards, lengths in tokens) of a unit's members -> their advantages."""
+NOT_BELOW_0 = "it makes rewards negative, and the advantage needs rewards of at least 0: set it to 0"
 
 
 def refusing(**reasons: str) -> Callable[[Estimator], Estimator]:
@@ -53,6 +54,19 @@ def rloo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     return [value * n / max(n - 1, 1) for value in dr_grpo(rewards, lengths)]
 
 
+@refusing(
+    on_policy="the mean of a pair or of siblings is no estimate of the prompt's pass rate, which it divides "
+    "by; use sampling: independent, or rloo",
+    overlong_buffer=NOT_BELOW_0,
+)
+def maxrl(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
+    """Return (r - mean) / mean, 0 where the mean is 0: the gradient of the truncated log-likelihood of a
+    right response (MaxRL, arXiv 2602.02710)."""
+    _refuse_negative(rewards, "advantage maxrl divides by the mean reward")
+    mean = fmean(rewards)
+    return [value / mean if mean else 0.0 for value in dr_grpo(rewards, lengths)]
+
+
 def reward(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     """Return r itself: REINFORCE++ compares with the whole batch only (``whiten``)."""
     return list(rewards)
@@ -63,11 +77,32 @@ def none(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     return [0.0] * len(rewards)
 
 
+@refusing(
+    equal_length="it scales rewards by length / mean length of the group, which is 1 for both sides of an "
+    "equal-length pair; use dr_grpo, which it then equals up to the factor 1 / (1 + alpha)",
+    on_policy="it scales rewards by lengths; use rloo",
+    overlong_buffer=NOT_BELOW_0,
+)
+def gr3(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
+    """Return r / (1 + 0.33 x length / mean length of the unit), less the mean of these (GR3)."""
+    _refuse_negative(rewards, "objective: gr3 divides rewards by lengths")
+    mean_length = fmean(lengths)
+    scaled = [r / (1 + 0.33 * n / mean_length) for r, n in zip(rewards, lengths, strict=True)]
+    return dr_grpo(scaled, lengths)
+
+
+def _refuse_negative(rewards: Sequence[float], why: str) -> None:
+    if min(rewards) < 0:
+        raise ValueError(f"{why}: expected rewards of at least 0, found {min(rewards):g}")
+
+
 ADVANTAGES: dict[str, Estimator] = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,
     "rloo": rloo,
+    "maxrl": maxrl,
     "reward": reward,
+    "gr3": gr3,
     "none": none,
 }
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,12 @@ class Member:
     """Weight of the whole sequence."""
     length: int
     prompt_id: str
+    alike: int
+    """Members of its unit whose advantages have the same sign (+, 0, -), itself included."""
+    alike_tokens: int
+    """Tokens of these members."""
+    lengths: Sequence[int]
+    """Lengths of all members of its unit."""
 
 
 Aggregation = Callable[[Member, BatchSize], float]
@@ -53,10 +60,27 @@ def prompt_mean_token_mean(member: Member, batch: BatchSize) -> float:
     return 1 / (batch.prompts * batch.tokens_of_prompt[member.prompt_id])
 
 
+def balanced_token_mean(member: Member, batch: BatchSize) -> float:
+    """Token means of positive and of negative members, by their numbers (arXiv 2605.04077)."""
+    return member.weight * member.alike / member.alike_tokens
+
+
+def delta_l(member: Member, batch: BatchSize) -> float:
+    """Delta L normalization (arXiv 2509.07558, alpha = 1): members of a unit are weighed by 1 / L.
+
+    Their mean has the least variance if that of a gradient grows with L, and no bias if its mean does not
+    depend on L.
+    """
+    share = 1 / (member.length * fmean(1 / length for length in member.lengths))
+    return member.weight * share / batch.max_response_length
+
+
 AGGREGATIONS: dict[str, Aggregation] = {
     "seq-mean-token-mean": seq_mean_token_mean,
     "seq-mean-token-sum": seq_mean_token_sum,
     "seq-mean-token-sum-norm": seq_mean_token_sum_norm,
     "token-mean": token_mean,
     "prompt-mean-token-mean": prompt_mean_token_mean,
+    "balanced-token-mean": balanced_token_mean,
+    "delta-l": delta_l,
 }

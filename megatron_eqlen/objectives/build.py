@@ -231,9 +231,14 @@ def _set_weights(batch: _Batch, recipe: Recipe, objective: Objective) -> None:
             sequence = 1 / (rollouts * counted[unit.rollout] * len(unit.nodes))
         else:
             sequence = unit.share / (rollouts * len(unit.nodes))
-        for node, length in zip(unit.nodes, unit.lengths, strict=True):
+        lengths, signs = unit.lengths, [(value > 0) - (value < 0) for value in unit.advantages]
+        alike, tokens = Counter(signs), Counter[int]()
+        for sign, length in zip(signs, lengths, strict=True):
+            tokens[sign] += length
+        for node, length, sign in zip(unit.nodes, lengths, signs, strict=True):
             if length:
-                weight = objective.aggregation(Member(sequence, length, unit.prompt_id), size)
+                member = Member(sequence, length, unit.prompt_id, alike[sign], tokens[sign], lengths)
+                weight = objective.aggregation(member, size)
                 node.weight = checked_weight(weight, f"prompt {unit.prompt_id}: {where}")
 
 

@@ -25,7 +25,7 @@ def check_combination(recipe: Recipe) -> None:
     try_parts({field: getattr(objective, field) for field in PARTS})
     rules = (
         _refused, _of_sampling, _of_token_baseline, _of_clip, _of_ratio, _of_engine_logprobs,
-        _of_rewards, _of_dynamic_sampling,
+        _of_rewards, _of_lengths, _of_dynamic_sampling,
     )  # fmt: skip
     for each in rules:
         for problem in each(recipe, objective):
@@ -142,9 +142,10 @@ def _of_clip(recipe: Recipe, objective: Objective) -> Iterator[str]:
             f"objective: {objective.name} does not clip by itself: set both loss.clip_ratio_low and "
             f"loss.clip_ratio_high, found {low} and {high}"
         )
-    if low is not None and low > 1:
+    logs = getattr(surrogate, "bounds_are_logs", False)
+    if low is not None and low > 1 and not logs:
         yield f"loss.clip_ratio_low: {low}: 1 - {low} is below zero, where no ratio lies; expected at most 1"
-    if dual is not None and dual <= 1:
+    if dual is not None and dual <= 1 and not logs:
         yield f"loss.clip_ratio_c: {dual}: expected a bound above 1, which no clip reaches before"
     if isinstance(surrogate, Ppo) and dual is not None and low is None:
         yield (
@@ -262,6 +263,27 @@ def _of_rewards(recipe: Recipe, objective: Objective) -> Iterator[str]:
         )
     if objective.advantage is none and not recipe.teacher:
         yield "loss.advantage: none trains nothing without a teacher: expected teacher.path or .url"
+
+
+def _of_lengths(recipe: Recipe, objective: Objective) -> Iterator[str]:
+    """Yield quantiles of lengths where a prompt has no mean response length to compare."""
+    if (quantiles := objective.length_quantiles) is None:
+        return
+    key = f"loss.length_quantiles: {[*quantiles]}"
+    if [*quantiles] != sorted(quantiles):
+        yield f"{key}: expected [low, high, max] with low <= high <= max"
+    if not objective.dynamic_sampling:
+        yield f"{key}: prompts are replaced by dynamic sampling: set loss.dynamic_sampling: true"
+    if recipe.sampling != "independent":
+        yield (
+            f"{key} with sampling: {recipe.sampling}: its responses share prefixes, so their mean length is "
+            f"not that of independent responses; use sampling: independent"
+        )
+    if recipe.rollout.carry_over:
+        yield (
+            f"{key} with rollout.carry_over: true: groups that are complete in the same step are of like "
+            f"lengths, so that their quantiles are not those of the prompts drawn together"
+        )
 
 
 def _of_dynamic_sampling(recipe: Recipe, objective: Objective) -> Iterator[str]:

@@ -1,16 +1,66 @@
-"""Dynamic sampling (DAPO): a step trains the prompts whose rewards differ from what they are compared with.
-The loop replaces the others."""
+"""Dynamic sampling: keeps the prompts that a step trains. The loop replaces the others.
+
+DAPO keeps the prompts whose rewards differ from what they are compared with. LSPO (arXiv 2510.01459) keeps of
+these the prompts with short and with long responses: with L(q) the mean length of the responses to q,
+
+    L(q) <= Q(low)  or  Q(high) <= L(q) <= Q(max)
+
+where Q(a) is the least t such that at least the share a of the prompts has L(q) <= t, over the prompts with
+differing rewards that were drawn together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 from megatron_eqlen.objectives.build import has_gradient
 from megatron_eqlen.objectives.registry import resolve
-from megatron_eqlen.objectives.units import due_rollouts
+from megatron_eqlen.objectives.units import due_rollouts, response_lengths
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rewards.scoring import leave_out
 from megatron_eqlen.types import Rollout
+
+ROUND_OFF = 1e-9
+"""Tolerance of a share of prompts: 0.55 of 100 prompts are 55, not 56."""
+
+
+def filter_groups(rollouts: Sequence[Rollout], recipe: Recipe) -> tuple[list[str], list[str]]:
+    """Return (prompt_ids to keep, prompt_ids to drop), each in order of appearance.
+
+    A prompt is kept if it ``has_gradient``. Length penalties do not count, as in DAPO: a group that is all
+    correct teaches nothing about the problem. ``loss.length_quantiles`` drops prompts of medium length, too.
+    """
+    differs = has_gradient(rollouts, recipe)
+    quantiles = resolve(recipe).length_quantiles
+    if quantiles is not None:
+        # LSPO: of prompts that differ only those with short or long responses
+        left = [rollout for rollout in rollouts if differs[rollout.prompt_id]]
+        for lengths in _mean_lengths_by_draw(left, recipe):
+            extreme = _extremes(lengths, quantiles)
+            differs |= {prompt_id: prompt_id in extreme for prompt_id in lengths}
+    keep = [prompt_id for prompt_id, varies in differs.items() if varies]
+    return keep, [prompt_id for prompt_id, varies in differs.items() if not varies]
+
+
+def _mean_lengths_by_draw(rollouts: Sequence[Rollout], recipe: Recipe) -> list[dict[str, float]]:
+    """Return the mean response length of each prompt, for each set that was drawn together in a step."""
+    lengths: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rollout in rollouts:
+        draw = rollout.prompt.number // recipe.data.prompts_per_step
+        lengths[draw][rollout.prompt_id] += response_lengths(rollout, recipe)
+    return [
+        {prompt_id: fmean(values) for prompt_id, values in prompts.items()} for prompts in lengths.values()
+    ]
+
+
+def _extremes(lengths: Mapping[str, float], quantiles: tuple[float, float, float]) -> set[str]:
+    """Return the prompts with a mean length up to the low quantile, or from the high one to the maximum."""
+    ordered = sorted(lengths.values())
+    low, high, top = (ordered[math.ceil(share * len(ordered) - ROUND_OFF) - 1] for share in quantiles)
+    return {prompt_id for prompt_id, length in lengths.items() if length <= low or high <= length <= top}
 
 
 def trained(rollouts: Sequence[Rollout], recipe: Recipe) -> Sequence[Rollout]:
@@ -22,12 +72,8 @@ def trained(rollouts: Sequence[Rollout], recipe: Recipe) -> Sequence[Rollout]:
 
 
 def select(rollouts: Sequence[Rollout], recipe: Recipe, room: int) -> tuple[list[Rollout], int]:
-    """Return (the rollouts of the first ``room`` prompts that have a gradient, the number of prompts that
-    have none). With ``rollout.carry_over`` there is room for all: no later step trains the same units.
-
-    Length penalties do not count, as in DAPO: a group that is all correct teaches nothing about the problem.
-    """
-    differs = has_gradient(rollouts, recipe)
-    keep = [prompt_id for prompt_id, varies in differs.items() if varies]
+    """Return (the rollouts of the first ``room`` prompts that are kept, the number of prompts that are
+    dropped). With ``rollout.carry_over`` there is room for all: no later step trains the same units."""
+    keep, dropped = filter_groups(rollouts, recipe)
     kept = set(keep if recipe.rollout.carry_over else keep[:room])
-    return [rollout for rollout in rollouts if rollout.prompt_id in kept], len(differs) - len(keep)
+    return [rollout for rollout in rollouts if rollout.prompt_id in kept], len(dropped)

@@ -33,6 +33,10 @@ class Objective:
     overlong_factor: float = 1.0
     dynamic_sampling: bool = False
     """Prompts whose rewards are all equal are replaced by freshly sampled ones."""
+    length_quantiles: tuple[float, float, float] | None = None
+    """LSPO's (low, high, max): dynamic sampling also replaces prompts whose mean response length is neither
+    up to the quantile low nor from high to max."""
+
     rewards: Literal["together", "apart"] = "together"
     """``apart``: ``advantage`` takes the rewards of each name; the results are added with their weights."""
     refuses: Mapping[str, str] = MappingProxyType({})

@@ -138,7 +138,7 @@ def _try_advantage(part: Callable[..., Any]) -> None:
 
 def _try_aggregation(part: Callable[..., Any]) -> None:
     where = _check_call(part, "aggregation", ("member", "batch"))
-    member = Member(weight=0.25, length=4, prompt_id="p")
+    member = Member(weight=0.25, length=4, prompt_id="p", alike=1, alike_tokens=4, lengths=(4, 6))
     size = BatchSize(tokens=16, tokens_of_prompt={"p": 16}, prompts=1, max_response_length=32)
     checked_weight(part(member, size), where)
 

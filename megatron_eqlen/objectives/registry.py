@@ -10,9 +10,11 @@ import dataclasses
 import difflib
 from typing import Any
 
-from megatron_eqlen.objectives.advantages import dr_grpo, grpo, reward, rloo
+from megatron_eqlen.objectives.advantages import dr_grpo, gr3, grpo, maxrl, reward, rloo
 from megatron_eqlen.objectives.aggregation import (
     AGGREGATIONS,
+    balanced_token_mean,
+    delta_l,
     seq_mean_token_mean,
     seq_mean_token_sum,
     seq_mean_token_sum_norm,
@@ -20,7 +22,17 @@ from megatron_eqlen.objectives.aggregation import (
 )
 from megatron_eqlen.objectives.objective import Objective
 from megatron_eqlen.objectives.parts import name_of, named_parts, options
-from megatron_eqlen.objectives.surrogates import Cispo, Dppo, Gspo, Ppo, Reinforce, Sapo, Surrogate, Vespo
+from megatron_eqlen.objectives.surrogates import (
+    Cispo,
+    Ctpo,
+    Dppo,
+    Gspo,
+    Ppo,
+    Reinforce,
+    Sapo,
+    Surrogate,
+    Vespo,
+)
 from megatron_eqlen.objectives.token_baseline import BASELINES
 from megatron_eqlen.recipe import SFT, LossRecipe, Recipe
 from megatron_eqlen.recipe.plugins import is_import_path, load_object
@@ -28,6 +40,9 @@ from megatron_eqlen.recipe.plugins import is_import_path, load_object
 OVERLONG_BUFFER = 4096
 """Tokens of DAPO's length-penalty buffer for responses of 20,480; shorter ones get the same fifth (ours)."""
 
+BY_LENGTH = {
+    "on_policy": "it is an average by length, which these weights replace by a sum; use grpo or dr_grpo"
+}
 OBJECTIVES = {
     objective.name: objective
     for objective in [
@@ -43,15 +58,28 @@ OBJECTIVES = {
         ),
         Objective("gdpo", grpo, seq_mean_token_mean, Ppo(), whitened="scale", rewards="apart"),
         Objective("gspo", grpo, seq_mean_token_mean, Gspo()),
+        Objective("ctpo", grpo, token_mean, Ctpo()),
         Objective("luspo", grpo, seq_mean_token_sum, Gspo(2e-3, 2.5e-3)),
+        Objective(
+            "lspo",
+            grpo,
+            seq_mean_token_mean,
+            Ppo(),
+            dynamic_sampling=True,
+            length_quantiles=(0.3, 0.65, 0.95),
+        ),
         Objective("rloo", rloo, seq_mean_token_mean, Reinforce()),
+        Objective("gr3", gr3, seq_mean_token_mean, Ppo()),
         Objective("vespo", dr_grpo, token_mean, Vespo()),
         Objective("dler", dr_grpo, token_mean, Ppo(0.2, 0.28), whitened="scale", dynamic_sampling=True),
         Objective("treerpo", dr_grpo, seq_mean_token_mean, Ppo(), forks="equal"),
         Objective("grpo_ma", grpo, seq_mean_token_mean, Ppo(), forks="pooled"),
+        Objective("ba", grpo, balanced_token_mean, Ppo(), refuses=BY_LENGTH),
         Objective("cispo", grpo, token_mean, Cispo()),
         Objective("sapo", grpo, seq_mean_token_mean, Sapo()),
         Objective("dppo", dr_grpo, seq_mean_token_sum_norm, Dppo()),
+        Objective("maxrl", maxrl, seq_mean_token_sum_norm, Ppo()),
+        Objective("delta_l", dr_grpo, delta_l, Ppo(), refuses=BY_LENGTH),
         Objective("reinforce_pp", reward, token_mean, Ppo(), whitened="standardize"),
         Objective("reinforce_pp_baseline", dr_grpo, token_mean, Ppo(), whitened="scale"),
     ]
@@ -61,7 +89,6 @@ SUPERVISED = Objective(SFT, reward, token_mean, Reinforce())
 """Supervised training: the token mean of -log pi. The reward of each response in the data is 1."""
 
 NOT_HERE = {
-    "lspo": "it replaces prompts of medium length, which is the policy gradient with no baseline",
     "p_gspo": "its paper was withdrawn, and its full equations are not public",
     "t2t": "the equations of its paper (arXiv 2602.04265v3) are not transcribed; an advantage of your own "
     "can be named by import path (loss.advantage)",
@@ -92,7 +119,7 @@ def resolve(recipe: Recipe) -> Objective:
     divide advantages by the standard deviation of a pair, which would leave only the sign of its gap.
     """
     objective, loss = lookup(recipe.objective), recipe.loss
-    named = ("overlong_factor", "dynamic_sampling", "rewards")
+    named = ("overlong_factor", "dynamic_sampling", "length_quantiles", "rewards")
     changes: dict[str, Any] = {key: getattr(loss, key) for key in named if getattr(loss, key) is not None}
     # shares of units take the place of an average by length, and of a pair's standard deviation
     if is_on_policy(recipe, objective):
@@ -143,6 +170,7 @@ def with_defaults(recipe: Recipe) -> Recipe:
         "baseline": name_of(objective.baseline, BASELINES) or recipe.loss.baseline,
         "overlong_buffer": objective.overlong_buffer,
         "dynamic_sampling": objective.dynamic_sampling,
+        "length_quantiles": objective.length_quantiles,
     }
     if recipe.reward.weights:
         loss["rewards"] = objective.rewards

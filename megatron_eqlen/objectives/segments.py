@@ -21,6 +21,13 @@ class Segments:
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         return values.new_zeros(self.count).index_add(0, self.number, values)[self.number]
 
+    def cumsum(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the values of each token and those before it in its segment."""
+        order = self.number.argsort(stable=True)  # segments one by one
+        sums, starts = values[order].cumsum(0), torch.searchsorted(self.number[order], self.number[order])
+        before = (sums - values[order])[starts]
+        return torch.empty_like(sums).index_copy(0, order, sums - before)
+
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         return self.sum(values) / self.length
 

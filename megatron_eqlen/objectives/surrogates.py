@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     import torch
@@ -70,8 +70,7 @@ class Ppo:
 
     def __call__(self, tokens: SupervisedTokens) -> tuple[torch.Tensor, TokenMetrics]:
         ratio, metrics = importance_ratio(self.ratio_of(tokens))
-        advantages, most = tokens.advantages, self.clip_ratio_c or math.inf
-        low, high = _bounds(self.clip_ratio_low, self.clip_ratio_high)
+        advantages, (low, high, most) = tokens.advantages, self.bounds(tokens)
         policy = (-ratio * advantages).maximum(-ratio.clamp(low, high) * advantages)
         ceiling = -most * advantages
         dual = (advantages < 0) & (policy > ceiling)
@@ -81,6 +80,10 @@ class Ppo:
     def ratio_of(self, tokens: SupervisedTokens) -> torch.Tensor:
         """Return the log-ratio that multiplies each token's advantage."""
         return tokens.log_ratio
+
+    def bounds(self, tokens: SupervisedTokens) -> tuple[Any, Any, Any]:
+        """Return the least and the greatest ratio, and the greatest one of the dual clip: numbers, or [n]."""
+        return *_bounds(self.clip_ratio_low, self.clip_ratio_high), self.clip_ratio_c or math.inf
 
 
 @dataclass(frozen=True)
@@ -92,9 +95,34 @@ class Gspo(Ppo):
 
     def ratio_of(self, tokens: SupervisedTokens) -> torch.Tensor:
         kept = tokens.sequences.sum(tokens.kept).clamp(min=1)  # a sequence may have no kept token
-        log_ratio = tokens.sequences.sum(tokens.kept_log_ratio) / kept
-        # the value of the mean with the gradient of each token's own log-prob
-        return log_ratio.detach() + (tokens.logprobs - tokens.logprobs.detach())
+        return _own_gradient(tokens.sequences.sum(tokens.kept_log_ratio) / kept, tokens)
+
+
+@dataclass(frozen=True)
+class Ctpo(Ppo):
+    """Product of the ratios of a response up to each token, with the token's own gradient: the exact
+    correction of its prefix. The bounds of its log grow with the square root of the position (CTPO, arXiv
+    2605.07331)."""
+
+    clip_ratio_low: float | None = 0.025
+    """The log of the product at token t = 1, 2, ... is clipped below -this x sqrt(t)."""
+    clip_ratio_high: float | None = 0.05
+    clip_ratio_c: float | None = 0.05
+    bounds_are_logs: ClassVar = True
+    refuses: ClassVar = dict.fromkeys(
+        ("equal_length", "tree"),
+        "it multiplies the ratios of a response from its first token on, which another segment has; use "
+        "sampling: independent",
+    )
+
+    def ratio_of(self, tokens: SupervisedTokens) -> torch.Tensor:
+        return _own_gradient(tokens.sequences.cumsum(tokens.kept_log_ratio), tokens)
+
+    def bounds(self, tokens: SupervisedTokens) -> tuple[Any, Any, Any]:
+        scale = tokens.sequences.cumsum(tokens.kept).clamp(min=1).sqrt()
+        steps = (self.clip_ratio_low, self.clip_ratio_high, self.clip_ratio_c)
+        low, high, most = (scale * (math.inf if step is None else step) for step in steps)
+        return (-low).exp(), high.exp(), most.exp()
 
 
 @dataclass(frozen=True)
@@ -194,6 +222,7 @@ class Dppo:
 SURROGATES: dict[str, Surrogate] = {
     "ppo": Ppo(),
     "gspo": Gspo(),
+    "ctpo": Ctpo(),
     "reinforce": Reinforce(),
     "cispo": Cispo(),
     "vespo": Vespo(),
@@ -214,6 +243,11 @@ def importance_ratio(log_ratio: torch.Tensor) -> tuple[torch.Tensor, TokenMetric
 
 def _clamp(exponent: torch.Tensor) -> torch.Tensor:
     return exponent.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT)
+
+
+def _own_gradient(log_ratio: torch.Tensor, tokens: SupervisedTokens) -> torch.Tensor:
+    """Return the value of ``log_ratio`` with the gradient of each token's own log-prob."""
+    return log_ratio.detach() + (tokens.logprobs - tokens.logprobs.detach())
 
 
 def _either(rises: torch.Tensor, above: float, below: float) -> torch.Tensor:

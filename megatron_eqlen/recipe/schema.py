@@ -54,6 +54,7 @@ def _ascending(band: tuple[float, float]) -> tuple[float, float]:
     return band
 
 
+Quantile = Annotated[float, Field(gt=0, le=1), NUMBER]
 Band = Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(_ascending)]
 """``[low, high]``, both above 0."""
 
@@ -99,14 +100,14 @@ ENVIRONMENTS = {
     "workspace": "megatron_eqlen.environments.workspace:Workspace",
     "agent": "megatron_eqlen.environments.agent:Agent",
 }
-AdvantageName = Annotated[str, one_of("grpo", "dr_grpo", "rloo", "reward", "none")]
+AdvantageName = Annotated[str, one_of("grpo", "dr_grpo", "rloo", "maxrl", "reward", "gr3", "none")]
 BaselineName = Annotated[str, one_of("unit", "alive", "fitted")]
-SurrogateName = Annotated[str, one_of("ppo", "gspo", "reinforce", "cispo", "vespo", "sapo", "dppo")]
+SurrogateName = Annotated[str, one_of("ppo", "gspo", "ctpo", "reinforce", "cispo", "vespo", "sapo", "dppo")]
 AggregationName = Annotated[str, one_of(
     "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-mean",
-    "prompt-mean-token-mean",
+    "prompt-mean-token-mean", "balanced-token-mean", "delta-l",
 )]  # fmt: skip
-"""verl's ``loss_agg_mode``, and one more; ``objectives.aggregation`` defines them."""
+"""verl's ``loss_agg_mode``, and three more; ``objectives.aggregation`` defines them."""
 
 
 class When:
@@ -520,7 +521,8 @@ class LossRecipe(Section):
     clip_ratio_high: NonNegativeFloat | None = None
     """Clip ratios above 1 + this."""
     clip_ratio_c: PositiveFloat | None = None
-    """Dual clip: lower bound of the objective for negative advantages; above 1. Of dppo the largest ratio."""
+    """Dual clip: lower bound of the objective for negative advantages; above 1, but for ctpo. Of dppo the
+    largest ratio."""
     kl_coef: NonNegativeFloat = 0.002
     """The paper's beta_kl, on supervised tokens against the reference model; 0 keeps no reference."""
     kl_estimator: Annotated[Literal["k1", "k2", "k3"], When(".kl_coef")] = "k3"
@@ -557,6 +559,9 @@ class LossRecipe(Section):
     """DAPO: penalty of a response that reached the limit."""
     dynamic_sampling: bool | None = None
     """DAPO: replace prompts whose rewards are all equal with new prompts."""
+    length_quantiles: tuple[Quantile, Quantile, Quantile] | None = None
+    """LSPO: ``[low, high, max]``. With ``dynamic_sampling``, replace also prompts whose mean response length
+    is neither up to the quantile low nor from high to max, of the prompts drawn together."""
     max_num_gen_batches: Annotated[
         PositiveInt, When(".dynamic_sampling"), When("rollout.carry_over", False)
     ] = 10

@@ -127,10 +127,10 @@ SAMPLED = {
     },
 }  # fmt: skip
 BIASED = {
-    ("baseline", "fitted"), ("baseline", f"{__name__}:half"), ("advantage", "reward"),
+    ("baseline", "fitted"), ("baseline", f"{__name__}:half"), ("advantage", "reward"), ("advantage", "gr3"),
 }  # fmt: skip
 PARTS = [("baseline", name) for name in ("unit", "alive", "fitted", f"{__name__}:half")] + [
-    ("advantage", name) for name in ("rloo", "dr_grpo", "reward")
+    ("advantage", name) for name in ("rloo", "dr_grpo", "reward", "gr3")
 ]
 
 
@@ -268,6 +268,8 @@ def careful(rewards, lengths):
     ({"rule": {"marker": "</think>"}}, "acts only with tree_sampling.fork: marker or profile"),
     ({"rule": {"fork": "death", "step_tokens": 3}}, "acts only with tree_sampling.fork: tokens or profile"),
     ({"rule": {"branching": 9, "forks": 12}}, "more than 2147483647 leaves"),
+    ({"objective": "gr3"}, "gr3 with sampling: tree"),
+    ({"objective": "ba"}, "ba with sampling: tree"),
     ({"loss": {"advantage": f"{__name__}:careful"}}, "loss.advantage: careful with sampling: tree: why not"),
     ({"loss": {"advantage": "grpo"}}, "only the sign"),
     ({"loss": {"loss_agg_mode": "token-mean"}}, "biases the gradient"),

@@ -1,21 +1,26 @@
 """Advantages and weights of token trees, on the worked example of types.py and on groups."""
 
+import dataclasses
 from statistics import fmean
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import tests.kit.rollouts as kit
 from megatron_eqlen.objectives.advantages import dr_grpo, rloo, whiten
 from megatron_eqlen.objectives.aggregation import token_mean
 from megatron_eqlen.objectives.build import build_minibatches
-from megatron_eqlen.objectives.dynamic_sampling import select
+from megatron_eqlen.objectives.dynamic_sampling import filter_groups, select
 from megatron_eqlen.objectives.objective import Objective
+from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.objectives.surrogates import Reinforce
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from megatron_eqlen.tokens import Ragged, Tokens
 from megatron_eqlen.types import Grade, Part, Prompt
+from tests.kit.marks import examples
 from tests.kit.recipes import OWN_GRADER, small
 from tests.kit.rollouts import build_trees
 
@@ -122,7 +127,12 @@ def test_an_unscored_response_is_refused_by_name():
 
 @pytest.mark.parametrize(("keys", "reason"), [
     ({"objective": "grop"}, "nearest: 'grpo'"),
+    ({"objective": "gr3"}, "1 for both sides"),
+    ({"objective": "maxrl", "equal_length__pair_weight": "on_policy"}, "no estimate of the prompt"),
+    ({"objective": "delta_l", "equal_length__pair_weight": "on_policy"}, "an average by length"),
+    ({"sampling": "independent", "objective": "maxrl", "loss__overlong_buffer": 2}, "rewards of at least 0"),
     ({"objective": "sapo", "loss__clip_ratio_high": 0.2}, "soft gate"),
+    ({"objective": "ctpo"}, "from its first token on"),
     ({"objective": "treerpo"}, "expected sampling: tree"),
     (
         {"objective": "grpo_ma", "sampling": "tree", "tree_sampling__forks": 2},
@@ -143,9 +153,12 @@ def test_an_unscored_response_is_refused_by_name():
     ({"loss__rollout_rs": {"seq_max_k1": 2}}, "seq_max_k1"),
     ({"objective": "cispo", "loss__clip_ratio_c": 3.0}, "cispo clips only the "),
     ({"loss__clip_ratio_c": 0.9}, "loss.clip_ratio_c: 0.9: expected a bound above 1"),
-    ({"objective": "lspo"}, "lspo is not here: it replaces prompts of medium length"),
     ({"objective": "p-gspo"}, "p-gspo is not here: its paper was withdrawn"),
     ({"objective": "T2T"}, "T2T is not here: the equations of its paper .* are not transcribed"),
+    ({"objective": "lspo"}, "sampling: equal_length: its responses share prefixes"),
+    ({"sampling": "independent", "loss__length_quantiles": [0.3, 0.6, 0.9]}, "set loss.dynamic_sampling"),
+    ({"sampling": "independent", "objective": "lspo", "loss__length_quantiles": [0.3, 0.2, 0.9]},
+     "expected .low, high, max. with low <= high <= max"),
     ({"loss__rollout_is_threshold": [2, 1]}, r"expected \[low, high\], found \[2, 1\]"),
     ({"loss__advantage": "none"}, "trains nothing without a teacher: expected teacher.path"),
     ({"objective": "dapo", "teacher__path": "t"}, "loss.dynamic_sampling: true with teacher: path='t'"),
@@ -221,13 +234,56 @@ def test_dynamic_sampling_drops_prompts_whose_verifier_rewards_are_all_equal():
         kit.group(prompt("c"), 0, [segment([3, 9], 0.5), Part(Tokens.of([7], [-1.0]), "length")]),
     ]
     dapo = recipe(sampling="independent", objective="dapo")
-    assert select(groups, dapo, room=3) == ([groups[0], groups[2]], 1)
+    assert filter_groups(groups, dapo) == (["a", "c"], ["b"])
     assert select(groups, dapo, room=1) == ([groups[0]], 1)
     carried = recipe(sampling="independent", objective="dapo", loss__rollout_is="token", **CARRIED)
     assert select(groups, carried, room=1) == ([groups[0], groups[2]], 1), "no later step trains them"
     streams = [worked_example(a1=1, a2=1, tail=1), worked_example(a1=0, a2=0, tail=1)]
     streams[1].prompt = prompt("r")
-    assert select(streams, recipe(objective="dapo"), room=2) == ([streams[1]], 1)
+    assert filter_groups(streams, recipe(objective="dapo")) == (["r"], ["q"])
+
+
+def quantile_by_definition(values, share):
+    """Return inf {t: F(t) >= share}, F the empirical distribution; exact for shares of two decimals."""
+    hundredths = round(100 * share)
+    return min(t for t in values if 100 * sum(v <= t for v in values) >= hundredths * len(values))
+
+
+@given(
+    lengths=st.lists(st.lists(st.integers(1, 9), min_size=2, max_size=2), min_size=1, max_size=25),
+    shares=st.lists(st.integers(1, 100), min_size=3, max_size=3).map(sorted),
+    draws=st.integers(1, 3),
+)
+@examples(50)
+def test_lspo_keeps_prompts_up_to_the_low_quantile_and_from_high_to_max_of_each_draw(lengths, shares, draws):
+    size = -(-len(lengths) // draws)
+    groups = []
+    for number, (right, wrong) in enumerate(lengths):
+        asked = dataclasses.replace(prompt(f"p{number}"), number=number)
+        responses = [segment([3] * right, 1.0), segment([3] * wrong, 0.0)]
+        groups.append(kit.group(asked, 0, responses))
+    dull = kit.group(dataclasses.replace(prompt("dull"), number=0), 0, [segment([3] * 50, 1.0) for _ in "ab"])
+    low, high, top = (share / 100 for share in shares)
+    expected = set()
+    for first in range(0, len(groups), size):
+        drawn = groups[first : first + size]
+        means = [sum(map(len, group.parts)) / 2 for group in drawn]
+        q_low, q_high, q_max = (quantile_by_definition(means, share) for share in (low, high, top))
+        kept = (mean <= q_low or q_high <= mean <= q_max for mean in means)
+        expected |= {group.prompt_id for group, keep in zip(drawn, kept, strict=True) if keep}
+    settings = recipe(
+        sampling="independent", objective="lspo", loss__length_quantiles=[low, high, top],
+        data__prompts_per_step=size,
+    )  # fmt: skip
+    keep, drop = filter_groups([dull, *groups], settings)
+    assert set(keep) == expected
+    assert set(drop) == {group.prompt_id for group in [dull, *groups]} - expected
+
+
+def test_lspo_trains_what_it_keeps_as_grpo_does():
+    lspo, grpo = (resolve(recipe(sampling="independent", objective=name)) for name in ("lspo", "grpo"))
+    assert lspo.length_quantiles == (0.3, 0.65, 0.95)
+    assert dataclasses.replace(lspo, name="grpo", dynamic_sampling=False, length_quantiles=None) == grpo
 
 
 def test_rollouts_of_another_sampling_are_refused():
@@ -278,7 +334,7 @@ def test_a_completion_that_the_budget_cut_off_is_in_no_unit():
     assert metrics["objective/effective_samples"] == 2
     (tree,), _ = build([kit.group(QUESTION, 0, [cut])], sampling="independent")
     assert len(tree.nodes) == 1
-    assert select([kit.group(QUESTION, 0, [cut])], recipe(sampling="independent"), room=1) == ([], 1)
+    assert filter_groups([kit.group(QUESTION, 0, [cut])], recipe(sampling="independent")) == ([], ["q"])
 
 
 def test_sides_of_unequal_length_are_refused_by_name():

@@ -154,6 +154,11 @@ def leave_one_out(rewards):
     return [r - (sum(rewards) - r) / (len(rewards) - 1) for r in rewards]
 
 
+def gr3(rewards, lengths):
+    mean = sum(lengths) / len(lengths)
+    return centred([r / (1 + 0.33 * n / mean) for r, n in zip(rewards, lengths, strict=True)])
+
+
 def overlong(length):
     """Return DAPO's soft punishment, piecewise as in its paper."""
     if length <= LONGEST - BUFFER:
@@ -169,7 +174,16 @@ def sequence_slopes(name, tokens, ids, advantage):
     """Return for each token of a response d surrogate / d log pi(token), before any averaging over
     responses."""
     ratios = log_ratios(tokens, ids)
-    if name in ("grpo", "dr_grpo", "treerpo", "grpo_ma", "reinforce_pp", "reinforce_pp_baseline"):
+    if name in (
+        "grpo",
+        "dr_grpo",
+        "gr3",
+        "treerpo",
+        "grpo_ma",
+        "ba",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+    ):
         return [clip_slope(math.exp(x), advantage, 0.2, 0.2) for x in ratios]
     if name == "dapo":
         return [clip_slope(math.exp(x), advantage, 0.2, 0.28, 10.0) for x in ratios]
@@ -183,6 +197,8 @@ def sequence_slopes(name, tokens, ids, advantage):
         return [advantage] * len(ids)
     if name == "cispo":  # Eq. 4 and 5 of MiniMax-M1: sg(clip(r)) A log pi; no lower bound, r at most 5
         return [min(math.exp(min(max(x, -20), 20)), 5.0) * advantage for x in ratios]
+    if name in ("maxrl", "delta_l"):
+        return [clip_slope(math.exp(x), advantage, 0.2, 0.2) for x in ratios]
     if name == "sapo":  # 2511.20347: the gate's slope is 4 p (1 - p), p = sigmoid(tau (ratio - 1))
         tau = 1.0 if advantage > 0 else 1.05
         ratios = [math.exp(x) if abs(x) <= 20 else 0.0 for x in ratios]
@@ -193,30 +209,50 @@ def sequence_slopes(name, tokens, ids, advantage):
         free = [m <= 0.15 if advantage > 0 else m >= -0.15 for m in moved]
         ratios = [math.exp(min(max(x, -20), math.log(20))) for x in ratios]
         return [f * advantage * ratio for f, ratio in zip(free, ratios, strict=True)]
+    if name == "ctpo":  # 2605.07331: the product of the ratios up to t, bounded by exp(eps sqrt(t))
+        products = [sum(ratios[: t + 1]) for t in range(len(ids))]
+        bounds = [[math.exp(eps * math.sqrt(t + 1)) for eps in (-0.025, 0.05, 0.05)] for t in range(len(ids))]
+        return [
+            clip_slope(math.exp(max(min(x, 700), -700)), advantage, 1 - low, high - 1, dual)
+            for x, (low, high, dual) in zip(products, bounds, strict=True)
+        ]
     assert name == "vespo"
     k, lam = (2, 3) if advantage >= 0 else (3, 2)
     w = math.exp(min(max(sum(ratios), -20), 20))
     return [w**k * math.exp(lam * (1 - w)) * advantage] * len(ids)
 
 
-def advantages_of(name, rewards):
-    if name in ("grpo", "dapo", "gspo", "luspo", "cispo", "sapo"):
+def advantages_of(name, rewards, lengths):
+    if name in ("grpo", "dapo", "gspo", "luspo", "ba", "cispo", "sapo", "ctpo"):
         return standardized(rewards)
     if name == "reinforce_pp":
         return rewards
     if name == "rloo":
         return leave_one_out(rewards)
-    return centred(rewards)
+    if name == "maxrl":
+        return [a / (sum(rewards) / len(rewards)) if any(rewards) else 0.0 for a in centred(rewards)]
+    return gr3(rewards, lengths) if name == "gr3" else centred(rewards)
 
 
-TOKEN_MEANS = ("dapo", "dler", "vespo", "cispo", "reinforce_pp", "reinforce_pp_baseline")
+TOKEN_MEANS = ("dapo", "dler", "vespo", "cispo", "ctpo", "reinforce_pp", "reinforce_pp_baseline")
 
 
-def response_factor(name, length, total):
-    """Return the factor of a token's slope besides 1/G and 1/P; token means divide by all tokens instead."""
+def response_factor(name, length, total, lengths=(1,)):
+    """Return the factor of a token's slope besides 1/G and 1/P; token means divide by all tokens instead.
+
+    ``lengths``: of the responses of the unit.
+    """
     if name in TOKEN_MEANS:
         return 1 / total
-    return {"dr_grpo": 1 / LONGEST, "dppo": 1 / LONGEST, "gspo": 1.0, "luspo": length}.get(name, 1 / length)
+    if name == "delta_l":  # x_i of 2509.07558 for alpha 1, its constant M being the limit, times G
+        return len(lengths) / length / sum(1 / n for n in lengths) / LONGEST
+    return {
+        "dr_grpo": 1 / LONGEST,
+        "dppo": 1 / LONGEST,
+        "maxrl": 1 / LONGEST,
+        "gspo": 1.0,
+        "luspo": length,
+    }.get(name, 1 / length)
 
 
 # --- independent sampling ---------------------------------------------------------------------------------
@@ -231,7 +267,7 @@ def of_grpo(groups, name="grpo"):
     """Return token ids of each completion, its advantage by the method's estimator, and GRPO's divisor."""
     for group in groups:
         rewards = [c.grade.reward if c.grade else 0.0 for c in group.parts]
-        for completion, advantage in zip(group.parts, advantages_of(name, rewards), strict=True):
+        for completion, advantage in zip(group.parts, advantages_of(name, rewards, None), strict=True):
             yield completion.token_ids, advantage, len(groups) * len(group.parts) * len(completion)
 
 
@@ -246,8 +282,8 @@ def sample_groups(shapes, tokens):
 
 
 INDEPENDENT = [
-    *("grpo", "dr_grpo", "dapo", "gspo", "luspo", "rloo", "vespo", "dler"),
-    *("cispo", "reinforce_pp", "reinforce_pp_baseline", "sapo", "dppo"),
+    *("grpo", "dr_grpo", "dapo", "gspo", "luspo", "rloo", "gr3", "vespo", "dler"),
+    *("cispo", "reinforce_pp", "reinforce_pp_baseline", "sapo", "dppo", "maxrl", "delta_l", "ctpo"),
 ]
 
 
@@ -266,7 +302,7 @@ def test_groups_follow_their_equation(name, shapes, scale, seed):
         rewards = [c.grade.reward if c.grade else 0.0 for c in group.parts]
         if name == "dapo":
             rewards = [r + overlong(n) for r, n in zip(rewards, lengths, strict=True)]
-        scored.append(advantages_of(name, rewards))
+        scored.append(advantages_of(name, rewards, lengths))
     if name in ("dler", "reinforce_pp", "reinforce_pp_baseline"):  # over the batch
         flat = np.array([a for group in scored for a in group])
         mean = flat.mean() if name == "reinforce_pp" else 0.0
@@ -275,12 +311,35 @@ def test_groups_follow_their_equation(name, shapes, scale, seed):
     total = sum(len(c) for group in groups for c in group.parts)
     for group, advantages in zip(groups, scored, strict=True):
         for completion, advantage in zip(group.parts, advantages, strict=True):
-            factor = response_factor(name, len(completion), total)
+            factor = response_factor(name, len(completion), total, [len(c) for c in group.parts])
             if name not in TOKEN_MEANS:
                 factor /= len(groups) * len(group.parts)
             slopes = sequence_slopes(name, tokens, completion.token_ids, advantage)
             expected[completion.token_ids] = -factor * np.array(slopes)
     np.testing.assert_allclose(our_gradient(groups, tokens, settings), expected, rtol=1e-8, atol=1e-14)
+
+
+@given(shapes=st.lists(lengths_and_rewards, min_size=1, max_size=3), scale=scales, seed=st.integers(0, 99))
+@THOROUGH
+@fixed(GROUPS)
+def test_balanced_aggregation_follows_its_equation(shapes, scale, seed):
+    """The equation for each group: |S+| / G times the token mean over S+, and the same for S- (arXiv
+    2605.04077)."""
+    tokens = Draws(scale, seed)
+    groups = sample_groups(shapes, tokens)
+    expected = np.zeros(len(tokens.new))
+    for group in groups:
+        rewards = [c.grade.reward if c.grade else 0.0 for c in group.parts]
+        advantages = standardized(rewards)
+        for sign in (1, -1):
+            subset = [i for i, a in enumerate(advantages) if a * sign > 0]
+            total = sum(len(group.parts[i]) for i in subset)
+            for i in subset:
+                ids = group.parts[i].token_ids
+                slopes = np.array(sequence_slopes("ba", tokens, ids, advantages[i]))
+                expected[ids] = -slopes / total * len(subset) / len(group.parts) / len(groups)
+    found = our_gradient(groups, tokens, recipe("independent", "ba"))
+    np.testing.assert_allclose(found, expected, rtol=1e-8, atol=1e-14)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
@@ -402,7 +461,7 @@ def test_loss_keys_change_what_they_name(name, keys, low, high, dual, shapes, sc
     for group in groups:
         rewards = [c.grade.reward if c.grade else 0.0 for c in group.parts]
         whole = sum(len(c) for c in group.parts)
-        advantages = advantages_of(name, rewards)
+        advantages = advantages_of(name, rewards, None)
         for completion, advantage in zip(group.parts, advantages, strict=True):
             factor = whole if name == "dapo" else len(group.parts) * len(completion)
             for i in completion.token_ids:
@@ -470,6 +529,7 @@ def per_prompt(streams):
     ("luspo", {}),
     ("dapo", {"overlong_buffer": 0}),
     ("vespo", {}),
+    ("ba", {}),
     ("cispo", {}),
 ])  # fmt: skip
 @given(shapes=st.lists(stream_shape, min_size=1, max_size=4), scale=scales, seed=st.integers(0, 99))
@@ -493,7 +553,7 @@ def test_pairs_follow_eq_5_and_eq_6(name, keys, shapes, scale, seed):
                 if not live[i]:
                     continue
                 prefix = tokens_along(stream.line(pair.a.parent)) if whole else []
-                advantages = advantages_of(name, list(rewards[i]))
+                advantages = advantages_of(name, list(rewards[i]), [len(pair.a)] * 2)
                 for side, advantage in zip((pair.a, pair.b), advantages, strict=True):
                     ids = [*prefix, *side.token_ids]
                     factor = response_factor(name, len(ids), total)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tests.kit.rollouts as kit
-from megatron_eqlen.objectives.dynamic_sampling import select
+from megatron_eqlen.objectives.dynamic_sampling import filter_groups
 from megatron_eqlen.sampling.comparison import part_rewards
 from megatron_eqlen.sampling.kind import Setting
 from megatron_eqlen.sampling.tree import TREE as KIND
@@ -81,9 +81,9 @@ def test_rewards_are_means_of_leaves_below_and_unknown_where_the_budget_cut():
     tree = kit.tree(PROMPT, 0, steps, [-1, -1, 0, 0, -1])
     assert part_rewards(tree) == {0: 0.5, 1: 1.0, 2: 1.0, 3: 0.0}
     settings = recipe(sampling="tree", objective="treerpo")
-    assert select([tree], settings, room=1) == ([tree], 0)
+    assert filter_groups([tree], settings) == (["q"], [])
     equal = kit.tree(PROMPT, 0, [step(1.0), step(1.0)], [-1, -1])
-    assert select([equal], settings, room=1) == ([], 1)
+    assert filter_groups([equal], settings) == ([], ["q"])
 
 
 def test_more_forks_than_tokens_fork_at_each_token():

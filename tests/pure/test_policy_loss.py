@@ -253,6 +253,14 @@ def loss_of(objective, log_ratio, loss=None, **given):
     return slopes.tolist(), reduce_metrics([row])
 
 
+def test_a_rejected_token_is_no_position_of_ctpos_bounds():
+    """The log of the product, 0.08, is above 0.05 x sqrt(2), and would be below 0.05 x sqrt(3)."""
+    slopes, _ = loss_of("ctpo", [0.0, 0.0, 0.08], {"rollout_rs": {"token_k3": 0.1}}, apart=[0.0, 5.0, 0.0])
+    assert slopes == [-1.0, 0.0, 0.0]
+    slopes, _ = loss_of("ctpo", [0.0, 0.0, 0.08])
+    assert slopes[2] == pytest.approx(-math.exp(0.08)), "three kept tokens"
+
+
 def test_a_rare_token_of_dppo_counts_at_most_as_verl_truncates_it():
     """Its probability has hardly moved, so that the mask lets any ratio through."""
     slopes, metrics = loss_of("dppo", [1.0, 6.0, -6.0], old=-30.0)

@@ -269,6 +269,9 @@ def test_the_audit_compares_each_objective_with_the_same_changes():
     assert found["dr_grpo"].bias_late == pytest.approx(np.mean([0.25 - 0.0, -0.25 + 0.6]))
     assert "treerpo" in found["treerpo"].refused
     assert found["the run's"] is found["dr_grpo"]
+    group.parts[0].grade.reward = -1.0
+    found = {name: a for a in audit(truth, [group], settings) for name in a.objectives}
+    assert "rewards of at least 0" in found["maxrl"].refused
     assert found["dr_grpo"].noise > 0
 
 
