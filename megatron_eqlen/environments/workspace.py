@@ -21,6 +21,7 @@ import tarfile
 import tempfile
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -32,6 +33,7 @@ from megatron_eqlen.graders.sandbox.client import (
     CommandEnd,
     Sandbox,
     SandboxPool,
+    check_readable,
     folder_files,
     pack_folder,
 )
@@ -92,6 +94,8 @@ class Workspace(ToolEnvironment):
         readable: list[str] | None = None,
         variables: dict[str, str] | None = None,
         command: list[str] | None = None,
+        root: bool = False,
+        reward: str | None = None,
     ) -> None:
         """``template``: a folder, an archive (tar, zip), or ``repository@commit`` of Git. The response is
         graded by one of ``test``, a command whose status 0 is reward 1; ``expected``, a template whose files
@@ -102,12 +106,15 @@ class Workspace(ToolEnvironment):
         ``timeout``: seconds of a command. ``readable``: places of this machine that commands see, too.
         ``variables``: of their environment. ``command``: start of a command that runs another in a container,
         with ``{folder}`` for the folder: the sandbox then only limits time, output and sizes.
+
+        ``root``: the folder is the root of what commands see, which start as ``/root/.profile`` says.
+        ``reward``: a file of the folder in which ``test`` leaves the reward, a number.
         """
         self.prompt, self.seed = prompt, seed
         self.limits = CommandLimits(timeout, memory_mb, processes, folder_mb, files, longest_output)
-        self.setting = Command((), "", variables or {}, readable or [], command or [])
+        self.setting = Command((), "", variables or {}, readable or [], command or [], root)
         self.grading = {"test": test, "expected": expected, "function": function}
-        self.hidden = hidden
+        self.hidden, self.reward = hidden, reward
         self.line: tuple[int, ...] = ()
         """Numbers of the calls at which it was copied, and of the copies."""
         self.calls = self.copies_made = 0
@@ -116,23 +123,27 @@ class Workspace(ToolEnvironment):
     @tool
     def run(self, command: str) -> str:
         """Run a shell command in the folder. Returns what it prints."""
-        return self._said(self._command(["bash", "-c", command]))
+        return self._said(self.execute(["bash", "-c", command]))
 
     @tool
     def read(self, path: str, first: int = 1, lines: int = LINES) -> str:
         """Return lines of a file, from the line ``first`` on."""
-        return self._said(self._command(["sed", "-n", f"{first},{first + lines - 1}p", "--", path]))
+        return self._said(self.execute(["sed", "-n", f"{first},{first + lines - 1}p", "--", path]))
 
     @tool
     def write(self, path: str, text: str) -> str:
         """Write a file, new or in place of an old one. Returns its bytes."""
-        return self._said(self._command(["sh", "-c", WRITE, "sh", path], text))
+        return self._said(self.execute(["sh", "-c", WRITE, "sh", path], text))
 
-    def _command(self, arguments: list[str], stdin: str = "", over: bytes | None = None) -> CommandEnd:
+    def execute(self, arguments: list[str], stdin: str = "", over: bytes | None = None) -> CommandEnd:
+        """Run a program in the folder, or in the folder ``over``, which is not kept."""
         before = self.folder.read() if over is None else over
         number = random.Random(f"{self.seed}/{self.line}/{self.calls}").getrandbits(31)
         variables = {"EQLEN_SEED": str(number), **self.setting.environment}
-        asked = Command(arguments, stdin, variables, self.setting.readable, self.setting.container)
+        if self.setting.root:
+            arguments = ["sh", "-lc", 'exec "$@"', "sh", *arguments]
+            variables = {"HOME": "/root", **variables}
+        asked = replace(self.setting, arguments=arguments, stdin=stdin, environment=variables)
         self.calls += 1
         end = _sandboxes().run(lambda sandbox: sandbox.command(asked, before, self.limits))
         self.folder_bytes += len(before) + len(end.folder)
@@ -165,10 +176,13 @@ class Workspace(ToolEnvironment):
             before = self.folder.read()
             if self.hidden:
                 before = laid_over(before, self._template(self.hidden).read())
-            end = self._command(["bash", "-c", test], over=before)
-            passed, last = end.status == "ended" and end.code == 0, end.output.strip()[-200:]
-            verdict = "passed" if passed else "failed"
-            return Grade(float(passed), verdict, None, "workspace", end.seconds, last)
+            end = self.execute(["bash", "-c", test], over=before)
+            ended, last = end.status == "ended", end.output.strip()[-200:]
+            reward = float(ended and end.code == 0)
+            if self.reward and ended:
+                reward = _number(folder_files(end.folder).get(self.reward, b""), self.reward, last)
+            verdict = "passed" if reward else "failed"
+            return Grade(reward, verdict, None, "workspace", end.seconds, last)
         files = folder_files(self.folder.read()) if expected or function else {}
         if expected:
             wanted = folder_files(self._template(expected).read())
@@ -204,8 +218,11 @@ class Workspace(ToolEnvironment):
     def start(cls, **options: Any) -> None:
         if len(given := [name for name in GRADES if options.get(name)]) > 1:
             raise ValueError(f"{KEY}: expected one of {', '.join(GRADES)}, found {' and '.join(given)}")
-        if options.get("hidden") and not options.get("test"):
-            raise ValueError(f"{KEY}.hidden acts only with {KEY}.test, found none")
+        for key in ("hidden", "reward"):
+            if options.get(key) and not options.get("test"):
+                raise ValueError(f"{KEY}.{key} acts only with {KEY}.test, found none")
+        if options.get("root") and options.get("command"):
+            raise ValueError(f"{KEY}.root acts only without {KEY}.command, whose container has a root")
         if options.get("function"):
             load_object(options["function"], f"{KEY}.function")
         if options.get("command"):
@@ -213,6 +230,10 @@ class Workspace(ToolEnvironment):
                 raise ValueError(f"{KEY}.command: expected a program, found {options['command'][0]!r}")
         elif (refused := commands_refused()) is not None:
             raise ValueError(f"environment.name: workspace: {refused}: {NO_COMMANDS}; or give {KEY}.command")
+        try:
+            check_readable(options.get("readable") or (), bool(options.get("root")))
+        except ValueError as error:
+            raise ValueError(f"{KEY}.readable: {error}") from None
         for key in TEMPLATES:
             if (name := options.get(key)) and "{gold}" not in name:
                 packed_template(name, options.get("folder_mb", 256), options.get("files", 20_000), key)
@@ -223,6 +244,15 @@ class Workspace(ToolEnvironment):
         shutil.rmtree(_scratch(), ignore_errors=True)
         for cached in (packed_template, _sandboxes, _scratch):
             cached.cache_clear()
+
+
+def _number(content: bytes, file: str, printed: str) -> float:
+    try:
+        return float(content)
+    except ValueError:
+        raise ValueError(
+            f"{KEY}.reward: {file}: expected a number, found {content[:80]!r}; the test printed {printed!r}"
+        ) from None
 
 
 @cache

@@ -408,6 +408,7 @@ def probe(target: Target, out: Path) -> None:
         kind = ProbeSampling(target.rollouts, chosen.places, asked.samples, asked.seed, target.forced)
         step = Step(number=asked.step - 1, policy_version=target.version)
         _Continuations(session, out, kind, target.version).collect(step)
+        distributed.gather([])  # every rank has written its grades
         if hold is not None:
             hold.check()
             found = look(read_step(out / step.name), target.rollouts, chosen.responses, target.job)

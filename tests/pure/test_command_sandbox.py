@@ -75,10 +75,29 @@ def test_arguments_stdin_environment_and_readable_places_arrive(sandbox, tmp_pat
     end = sandbox.command(asked, EMPTY_FOLDER, SMALL)
     assert end.output.startswith("héllo\nsaid two words /tmp\nseen")
     assert end.output.endswith("refused\n0\n")
-    with pytest.raises(ValueError, match="expected absolute paths of this machine to read, found '/nowhere'"):
-        sandbox.command(Command(["true"], readable=["/nowhere"]), EMPTY_FOLDER, SMALL)
+    for readable, root in (("/nowhere", False), ("/work/x", False), ("/root/x", True), ("/tmp", True)):
+        with pytest.raises(ValueError, match=f"this machine to read, outside /.*, found '{readable}'"):
+            sandbox.command(Command(["true"], readable=[readable], root=root), EMPTY_FOLDER, SMALL)
     missing = sandbox.command(Command(["no-such-program"]), EMPTY_FOLDER, SMALL)
     assert (missing.code, missing.output) == (127, "no-such-program: No such file or directory\n")
+
+
+def test_a_folder_can_be_the_root_beside_places_of_the_machine(sandbox):
+    def run_in(folder, script):
+        end = sandbox.command(Command(["bash", "-c", script], root=True), folder, SMALL)
+        return end.output, end.folder
+
+    writes = "pwd; mkdir -p app /opt/x; echo 1 > app/a; echo 2 > /opt/x/b; echo 3 > /tmp/c; ln -s / app/up"
+    printed, folder = run_in(EMPTY_FOLDER, writes)
+    assert printed == "/\n"
+    assert folder_files(folder) == {"app/a": b"1\n", "opt/x/b": b"2\n", "tmp/c": b"3\n"}
+    machine = "usr etc dev proc bin"
+    spoils = (
+        f"cat /app/up/opt/x/b; for f in {machine}; do : > /$f/x; mv /$f /app; done; rm -rf /app /usr /etc"
+    )
+    _, spoilt = run_in(folder, f"({spoils}) 2> /dev/null; ls -d /bin || : > bin")
+    assert set(folder_files(spoilt)) <= {"opt/x/b", "tmp/c"}
+    assert run_in(spoilt, f"cd /; ls -d {machine} && cat opt/x/b")[0].endswith("usr\n2\n")
 
 
 def probe_calls(*lines: str) -> str:
@@ -116,8 +135,10 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("attack", REFUSED)
-def test_a_command_reaches_nothing_outside(sandbox, attack):
-    end = run(sandbox, REFUSED[attack])
+@pytest.mark.parametrize("root", [False, True])
+def test_a_command_reaches_nothing_outside(sandbox, attack, root):
+    script = REFUSED[attack].replace("/x ", "", root)  # the root itself is the folder then
+    end = sandbox.command(Command(["bash", "-c", script], root=root), EMPTY_FOLDER, SMALL)
     assert end.status == "ended"
     assert "reached" not in end.output
     assert "secret" not in end.output

@@ -95,6 +95,19 @@ def test_what_happened_to_a_command_is_said(template, command):
     assert sorted(files(small)) == ["add.py", "test.py"]
 
 
+def test_a_test_leaves_its_reward_in_a_file_of_the_root(tmp_path):
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / ".profile").write_text("export WORD=said\nmkdir -p /app; cd /app\n")
+    (tmp_path / "half").write_text("0.5")
+    here = made(tmp_path, root=True, test="cat /half > /reward", reward="reward")
+    assert call(here, "run", command='pwd; echo "$WORD $HOME" > a') == "/app"
+    assert call(here, "read", path="a") == "said /root"
+    assert (here.grade().reward, here.grade().verdict) == (0.5, "passed")
+    call(here, "write", path="/half", text="no")
+    with pytest.raises(ValueError, match=r"options.reward: reward: expected a number, found b'no'"):
+        here.grade()
+
+
 def test_a_write_through_a_link_stays_in_the_folder(template, tmp_path):
     outside = tmp_path / "outside"
     outside.write_text("kept")
@@ -154,6 +167,9 @@ WRONG = {
     ),
     "hidden": ({"hidden": "{here}"}, "options.hidden acts only with environment.options.test"),
     "function": ({"function": "nowhere:f"}, "options.function"),
+    "reward": ({"reward": "score"}, "options.reward acts only with environment.options.test"),
+    "root": ({"root": True, "command": ["true"]}, "options.root acts only without environment.options.comm"),
+    "readable": ({"readable": ["/nowhere"]}, "options.readable: expected absolute paths .* found '/nowhere'"),
     "command": ({"command": ["no-such-container"]}, "expected a program, found 'no-such-container'"),
 }
 

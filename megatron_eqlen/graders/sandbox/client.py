@@ -29,7 +29,7 @@ from queue import Empty, LifoQueue
 
 from megatron_eqlen.graders.code.rules import Rules
 from megatron_eqlen.graders.sandbox import program
-from megatron_eqlen.graders.sandbox.command import CommandLimits, pack
+from megatron_eqlen.graders.sandbox.command import FOLDER, CommandLimits, pack
 from megatron_eqlen.graders.sandbox.kernel import fixed_addresses
 from megatron_eqlen.graders.sandbox.program import Isolation, Limits
 from megatron_eqlen.graders.sandbox.zygote import CONNECTION, LARGEST_REQUEST, MOST_THREADS, serve
@@ -74,6 +74,9 @@ class Command:
     container: Sequence[str] = ()
     """Start of a command that runs ``arguments`` in a container, with ``{folder}`` for the folder's path on
     this machine. The container then isolates; the sandbox limits time, output and the folder's size."""
+    root: bool = False
+    """The folder is the root of what the command sees, beside the machine's own places, in place of
+    ``/work``."""
 
 
 @dataclass(frozen=True)
@@ -152,9 +155,7 @@ class Sandbox:
         Raises SandboxError if the sandbox itself failed, or this machine cannot isolate commands; ValueError
         for a path that is not there.
         """
-        for path in command.readable:
-            if not (os.path.isabs(path) and os.path.exists(path)):
-                raise ValueError(f"expected absolute paths of this machine to read, found {path!r}")
+        check_readable(command.readable, command.root)
         began = time.monotonic()
         with contextlib.ExitStack() as stack:
             texts = (command.stdin, "", folder, json.dumps(asdict(command)), "")
@@ -183,6 +184,18 @@ class Sandbox:
         if "failed" in ending:
             raise SandboxError(ending["failed"])
         return ending
+
+
+def check_readable(paths: Sequence[str], root: bool) -> None:
+    """Raise ValueError for a place that a command cannot read beside its own (``Command.readable``)."""
+    own = ("/tmp", "/root") if root else (FOLDER,)
+    for path in paths:
+        taken = any(f"{os.path.normpath(path)}/".startswith(f"{mine}/") for mine in own)
+        if taken or not (os.path.isabs(path) and os.path.exists(path)):
+            outside = " and ".join(own)
+            raise ValueError(
+                f"expected absolute paths of this machine to read, outside {outside}, found {path!r}"
+            )
 
 
 def _record(report: bytes, token: str) -> tuple[str, str]:

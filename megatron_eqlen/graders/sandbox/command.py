@@ -21,7 +21,7 @@ import socket
 import tarfile
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NoReturn
 
@@ -151,11 +151,20 @@ def _run_as_first_process(request: dict[str, Any], limits: CommandLimits, owner:
         for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)  # no handler: process 1 then ignores what a command sends
         kernel.prctl(kernel.SET_PDEATHSIG, signal.SIGKILL)
-        _build_root(request["readable"], limits, owner)
+        _build_root(request["readable"], limits)
+        folder, beside = FOLDER, frozenset[str]()
+        if request["root"]:
+            folder, beside = "/", _protect_machine()
+        for path in ("/tmp", folder):
+            os.makedirs(path, exist_ok=True)
+            os.chown(path, owner, owner)
+            if not request["root"]:
+                mount(path, path, flags=kernel.BIND | kernel.RECURSIVE)
+        if not request["root"]:
+            restrict_mount("/", kernel.READ_ONLY)
         with open(ARCHIVE, "rb", closefd=False) as file:
-            unpack(file, FOLDER, owner)
+            unpack(file, folder, owner)
         printed, printing = os.pipe()
-        restrict_mount("/", kernel.READ_ONLY)
         kernel.prctl(kernel.SET_DUMPABLE, 0)  # a command can neither trace nor read this process
         if (command := os.fork()) == 0:
             _become_command(request, limits, owner, printing, told)
@@ -164,7 +173,7 @@ def _run_as_first_process(request: dict[str, Any], limits: CommandLimits, owner:
     except BaseException as error:  # noqa: BLE001 - told to the parent, who raises it
         refuse(told, error)
         os._exit(1)
-    _report(_watch(command, printed, limits, alone=True), FOLDER, limits)
+    _report(_watch(command, printed, limits, alone=True), folder, limits, beside)
     os._exit(0)
 
 
@@ -190,21 +199,21 @@ def _run_container(request: dict[str, Any], limits: CommandLimits, told: int) ->
     os._exit(0)
 
 
-def _report(report: dict[str, Any], folder: str, limits: CommandLimits) -> None:
+def _report(report: dict[str, Any], folder: str, limits: CommandLimits, beside: Collection[str] = ()) -> None:
     """Pack the folder and write the report."""
     report |= {"left_out": 0, "unkept": None}
     try:
         os.ftruncate(ARCHIVE, 0)
         os.lseek(ARCHIVE, 0, os.SEEK_SET)
         with open(ARCHIVE, "wb", closefd=False) as file:
-            report["left_out"] = pack(folder, file, limits.folder_mb << 20)
+            report["left_out"] = pack(folder, file, limits.folder_mb << 20, beside)
     except (OSError, RecursionError, FolderError) as error:
         report["unkept"] = f"{type(error).__name__}: {error}"
     os.write(REPORT, json.dumps(report).encode())
 
 
-def _build_root(readable: list[str], limits: CommandLimits, owner: int) -> None:
-    """Mount a root of its own, with the folder, /tmp and read-only folders of the machine."""
+def _build_root(readable: list[str], limits: CommandLimits) -> None:
+    """Mount a root of its own, with read-only folders of the machine."""
     mount("none", "/", flags=kernel.RECURSIVE | kernel.PRIVATE)
     size = f"size={limits.folder_mb}m,nr_inodes={limits.files + OTHER_ENTRIES},mode=755"
     mount("tmpfs", "/tmp", "tmpfs", kernel.NO_SUID | kernel.NO_DEVICES, size)
@@ -214,10 +223,6 @@ def _build_root(readable: list[str], limits: CommandLimits, owner: int) -> None:
     os.chdir("/")
     for path in (*SYSTEM, *(f"/etc/{name}" for name in SETTINGS), *readable):
         _show(path, needed=path in readable)
-    for path in (FOLDER, "/tmp"):
-        os.makedirs(path, exist_ok=True)
-        os.chown(path, owner, owner)
-        mount(path, path, flags=kernel.BIND | kernel.RECURSIVE)
     os.makedirs("/dev")
     for name in DEVICES:
         os.close(os.open(f"/dev/{name}", os.O_CREAT))
@@ -234,6 +239,15 @@ def _build_root(readable: list[str], limits: CommandLimits, owner: int) -> None:
     kernel.checked(kernel.libc.umount2(b"/old", kernel.DETACH), "umount of the machine's root")
     os.rmdir("/old")
     socket.sethostname("workspace")
+
+
+def _protect_machine() -> frozenset[str]:
+    """Make read-only what the machine has in the root. Return the names there."""
+    for path in (beside := [f"/{name}" for name in os.listdir("/")]):
+        if os.path.isdir(path) and not (os.path.islink(path) or os.path.ismount(path)):
+            mount(path, path, flags=kernel.BIND | kernel.RECURSIVE)
+            restrict_mount(path, kernel.READ_ONLY)
+    return frozenset(path[1:] for path in beside)
 
 
 def _show(path: str, needed: bool) -> None:
@@ -279,7 +293,7 @@ def _become_command(
         ):
             limit(kind, value)
         kernel.drop_capabilities()
-        os.chdir(FOLDER)
+        os.chdir("/" if request["root"] else FOLDER)
         restrict_system_calls(build_command_filter(machine_calls()))
     except BaseException as error:  # noqa: BLE001 - told to the parent, who raises it
         refuse(told, error)
@@ -397,12 +411,16 @@ def unpack(file: BinaryIO, folder: str, owner: int) -> None:
         archive.extractall(folder, members, numeric_owner=True)
 
 
-def pack(folder: str, file: BinaryIO, most_bytes: int) -> int:
-    """Write the files below ``folder`` to an archive, in the order of their names. Follow no link. Return
-    the number of sockets and devices, which are left out. Raises OSError, FolderError."""
+def pack(folder: str, file: BinaryIO, most_bytes: int, beside: Collection[str] = ()) -> int:
+    """Write the files below ``folder`` to an archive, in the order of their names, but for those that it has
+    ``beside`` them. Follow no link. Return the number of sockets and devices, which are left out. Raises
+    OSError, FolderError."""
     left_out = size = 0
     with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for place, folders, names in os.walk(folder, onerror=_raise):
+            if place == folder:
+                folders[:] = [name for name in folders if name not in beside]
+                names = [name for name in names if name not in beside]
             folders.sort()
             for name in sorted(folders + names):
                 path = os.path.join(place, name)

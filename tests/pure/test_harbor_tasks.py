@@ -1,0 +1,118 @@
+"""Rows made from tasks in Harbor's layout: those that run, and those that are refused, by reason."""
+
+import json
+import sys
+
+import pytest
+
+from megatron_eqlen.environments.workspace import Workspace
+from tests.pure.test_workspace import call, made
+from tools import harbor_tasks
+
+DOCKERFILE = """\
+FROM ubuntu:24.04 AS base
+ENV WHERE=/srv/x NAME="a b"
+ENV OLD two words
+# a comment
+RUN mkdir -p $WHERE && \\
+    # another
+    echo made > $WHERE/made
+RUN cat > /note <<'EOF'
+$WHERE
+EOF
+WORKDIR /app
+COPY data/*.txt ./in/
+COPY --chown=1:1 data /data
+EXPOSE 80
+CMD ["bash"]
+"""
+TEST = """\
+#!/bin/bash
+printf '%s|' "$PWD" "$WHERE" "$NAME" "$OLD" "$COLOUR" "$(cat /srv/x/made /note /data/n.txt in/n.txt)"
+[ "$(cat out)" = 3 ] && [ ! -e /tests/conftest.py ]
+echo $((1 - $?)) > /logs/verifier/reward.txt
+"""
+TASK = {
+    "instruction.md": "Write 3 to out.",
+    "task.toml": '[verifier]\ntimeout_sec = 5.0\n[environment.env]\nCOLOUR = "it\'s red"\n',
+    "environment/Dockerfile": DOCKERFILE,
+    "environment/data/n.txt": "1 2\n",
+    "tests/test.sh": TEST,
+    "solution/solve.sh": "echo 3 > out",
+}
+CHANGED = {
+    "runs": {},
+    "unsolved": {"solution/solve.sh": None},
+    "parts": {
+        "tests/test.sh": "#!/bin/sh\necho '{\"reward\": 0.25}' > /logs/verifier/reward.json",
+        "solution/solve.sh": None,
+    },
+    "slow": {
+        "tests/test.sh": "#!/bin/sh\nsleep 9",
+        "task.toml": "[verifier]\ntimeout_sec = 1",
+        "solution/solve.sh": None,
+    },
+}
+REFUSED = {
+    "apt": ({"environment/Dockerfile": "FROM a\nRUN apt-get update"}, "RUN apt-get fails in the sandbox"),
+    "place": ({"environment/Dockerfile": "FROM a\nCOPY data /etc/x"}, "COPY data fails in the sandbox"),
+    "missing": ({"environment/Dockerfile": "FROM a\nCOPY nothing /x"}, "COPY nothing fails in the sandbox"),
+    "stage": ({"environment/Dockerfile": "FROM a\nFROM b"}, "FROM: expected a step in a folder"),
+    "image": ({"environment/Dockerfile": "FROM a\nCOPY --from=b /c /d"}, "COPY: expected a step in a folder"),
+    "entry": ({"environment/Dockerfile": "FROM a\nENTRYPOINT x"}, "ENTRYPOINT: expected a step in a folder"),
+    "compose": ({"environment/docker-compose.yaml": ""}, "expected a Dockerfile alone"),
+    "gpus": ({"task.toml": "[environment]\ngpus = 1"}, "environment.gpus needs more than a folder"),
+    "steps": ({"task.toml": "[[steps]]\nname = 'a'"}, "steps needs more than a folder"),
+    "toml": ({"task.toml": "["}, "expected a task.toml of Harbor"),
+    "secret": ({"task.toml": '[verifier.env]\nKEY = "${KEY}"'}, "env needs a value of the machine's"),
+    "prompt": ({"instruction.md": None}, "expected instruction.md"),
+    "no reward": ({"tests/test.sh": "#!/bin/sh\ntrue"}, "the tests write no reward"),
+    "wrong": ({"solution/solve.sh": "echo 4 > out"}, "expected more reward for the solution"),
+    "tool": (
+        {"tests/test.sh": "#!/bin/sh\nuvx pytest\necho 0 > /logs/verifier/reward.txt"},
+        "the tests miss something (not found)",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def sandboxes():
+    yield
+    Workspace.end()
+
+
+def write(folder, changes):
+    for name, text in (TASK | changes).items():
+        if text is not None:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+
+
+def test_tasks_become_rows_or_are_refused_by_reason(tmp_path, monkeypatch, capsys):
+    for name, changes in CHANGED.items():
+        write(tmp_path / "tasks/set" / name, changes)
+    for name, (changes, _) in REFUSED.items():
+        write(tmp_path / "tasks" / name, changes)
+    out = tmp_path / "out"
+    monkeypatch.setattr(sys, "argv", ["harbor_tasks", str(tmp_path / "tasks"), "--out", str(out)])
+    harbor_tasks.main()
+    printed = capsys.readouterr().out
+    for name, (_, reason) in REFUSED.items():
+        assert f"{name}: refused: " in printed
+        assert f" refused: {reason}\n" in printed, (name, printed)
+    assert "\n4 of 19 tasks run, 1 with a solution that is graded higher\n" in printed
+    for said in ("runs: runs; reward 0, solved 1", "parts: runs; reward 0.25", "slow: runs; reward 0"):
+        assert f"\nset/{said}\n" in printed
+    rows = [json.loads(line) for line in (out / "tasks.jsonl").read_text().splitlines()]
+    assert {row["answer"] for row in rows} == {f"set/{name}" for name in CHANGED}
+    assert {row["question"] for row in rows} == {"Write 3 to out."}
+
+    options = harbor_tasks.OPTIONS | {"hidden": f"{out}/{{gold}}/tests.tar"}
+    task = made(f"{out}/{{gold}}/files.tar", gold="set/runs", **options)
+    # what a policy leaves where the tests will be does not stay there
+    call(task, "run", command="mkdir -p /tests; touch /tests/conftest.py; echo 1 > /logs/verifier/reward.txt")
+    grade = task.grade()
+    assert grade.reward == 0.0
+    assert grade.detail.startswith("/app|/srv/x|a b|two words|it's red|made\n$WHERE\n1 2\n1 2|cat: out:")
+    assert call(task, "run", command="echo 3 > out; pwd") == "/app"
+    assert task.grade().reward == 1.0

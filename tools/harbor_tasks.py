@@ -1,0 +1,253 @@
+#!/usr/bin/env python
+"""Make rows of a workspace from tasks in Harbor's layout (https://www.harborframework.com/docs/tasks):
+folders with instruction.md, task.toml, environment/Dockerfile and tests/test.sh.
+
+    tools/harbor_tasks.py TASKS --out OUT --readable /opt/venv --variable PATH=/opt/venv/bin:/usr/bin:/bin
+
+A Dockerfile becomes a script, which runs in the sandbox for commands: the machine's own programs stand in for
+the image, and a step that needs a network, rights or another place of the machine is refused by name. Then
+the tests must grade the task as it is, and its solution, if there is one, must get a reward above that.
+What remains is in OUT: tasks.jsonl, and NAME/files.tar and NAME/tests.tar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import sys
+import tempfile
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_eqlen.environments.workspace import PackedFolder, Workspace, laid_over
+from megatron_eqlen.graders.sandbox.client import SandboxError, pack_folder
+from megatron_eqlen.processes.failures import run_script
+from megatron_eqlen.types import Grade, Prompt
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tools.demonstrations import write_lines
+
+NEEDED = "instruction.md", "environment/Dockerfile", "tests/test.sh"
+NEEDS = {
+    "": ("steps",),
+    "environment": ("gpus", "tpu", "mcp_servers", "healthcheck", "skills_dir"),
+    "verifier": ("environment", "collect"),
+}
+"""Keys of task.toml, by table, for which a folder is not enough."""
+NO_EFFECT = ("FROM", "LABEL", "MAINTAINER", "EXPOSE", "CMD", "USER", "VOLUME", "STOPSIGNAL")
+CONTEXT = "root/.context"
+BEGIN = f"""\
+copy() {{
+  to="${{@: -1}}"; [ $# -le 2 ] || to="$to/"
+  case "$to" in */) mkdir -p "$to";; *) mkdir -p "$(dirname "$to")";; esac || return
+  for name in "${{@:1:$#-1}}"; do for path in /{CONTEXT}/$name; do
+    if [ -d "$path" ]; then mkdir -p "$to" && cp -R "$path/." "$to"; else cp "$path" "$to"; fi || return
+  done; done
+}}
+mkdir -p /tmp /logs/agent /logs/verifier; cd /
+export -p > /root/.before
+"""
+END = f"""\
+[ "$PWD" != / ] || {{ mkdir -p /app; cd /app; }}
+export -p | grep -vxFf /root/.before | grep -vE '(EQLEN_SEED|PWD|SHLVL)\\b' > /root/.set
+sed 's/^declare -x/export/' /root/.set > /root/.profile
+printf 'cd "%s"\\n' "$PWD" >> /root/.profile; rm -r /{CONTEXT} /root/.before /root/.set
+"""
+VERIFY = """\
+cd /; chmod -R u+rwX /tests /logs; rm -rf /tests /logs
+mkdir -p /logs/verifier && mv /.tests /tests && cd "$OLDPWD" || exit
+{variables}chmod +x /tests/test.sh; timeout {seconds:g} /tests/test.sh
+[ $? != 124 ] || echo 0 > /logs/verifier/reward.txt
+[ -e /logs/verifier/reward.txt ] || sed -n 's/.*"reward": *\\([0-9.]*\\).*/\\1/p' \
+    /logs/verifier/reward.json > /logs/verifier/reward.txt
+"""
+OPTIONS: dict[str, Any] = {
+    "test": "bash /.verify",
+    "reward": "logs/verifier/reward.txt",
+    "root": True,
+    "folder_mb": 1024,
+    "memory_mb": 2048,
+}
+
+
+class Refused(ValueError):
+    """A task that a folder cannot hold. ``reason``: the same for tasks of a kind."""
+
+    def __init__(self, where: Path, reason: str, found: object) -> None:
+        super().__init__(f"{where}: {reason}, found {found}")
+        self.reason = reason
+
+
+def settings(task: Path) -> dict[str, Any]:
+    """Return the tables of task.toml that count."""
+    try:
+        found = tomllib.loads((task / "task.toml").read_text(encoding="utf-8"))
+        tables = {name: dict(found.get(name, {})) for name in NEEDS if name} | {"": found}
+    except (ValueError, TypeError) as error:
+        raise Refused(task / "task.toml", "expected a task.toml of Harbor", error) from None
+    for name, keys in NEEDS.items():
+        for key in keys:
+            if value := tables[name].get(key):
+                raise Refused(task / "task.toml", f"{name}.{key} needs more than a folder".strip("."), value)
+    if (mode := tables["verifier"].get("environment_mode", "shared")) != "shared":
+        raise Refused(task / "task.toml", "expected verifier.environment_mode: shared", mode)
+    for name in NEEDED:
+        if not (task / name).is_file():
+            raise Refused(task / name, f"expected {name}", "none")
+    for name in ("docker-compose.yaml", ".dockerignore"):
+        if (file := task / "environment" / name).exists():
+            raise Refused(file, "expected a Dockerfile alone", name)
+    return tables
+
+
+def exports(task: Path, table: dict[str, Any]) -> str:
+    """Return the shell's words that set a table's variables."""
+    for name, value in table.get("env", {}).items():
+        if "${" in str(value):
+            raise Refused(task / "task.toml", "env needs a value of the machine's", f"{name}={value}")
+    quoted = {name: str(value).replace("'", "'\\''") for name, value in table.get("env", {}).items()}
+    return "".join(f"export {name}='{value}'\n" for name, value in quoted.items())
+
+
+def steps(file: Path, given: re.Pattern[str] | None) -> Iterator[str]:
+    """Yield the instructions of a Dockerfile in bash, without RUN of what the machine has ``given``."""
+    lines, seen = file.read_text(encoding="utf-8", errors="replace").splitlines(), 0
+    while lines:
+        text, goes_on = "", True
+        while goes_on and lines:
+            if not (line := lines.pop(0).strip()).startswith("#"):
+                text, goes_on = text + line.removesuffix("\\") + " ", line.endswith("\\")
+        word, _, rest = text.strip().partition(" ")
+        word, rest = word.upper(), rest.strip()
+        for end in re.findall(r"<<-?\s*[\"']?([A-Za-z_]\w*)", rest) if word == "RUN" else ():
+            if end in lines:
+                at = lines.index(end) + 1
+                rest, lines = "\n".join([rest, *lines[:at]]), lines[at:]
+        seen += word == "FROM"
+        plain = re.sub(r"^(--ch(own|mod)=\S+ +)+", "", rest) if word in ("COPY", "ADD") else rest
+        archive = word == "ADD" and re.search(r"://|\.(tar|tgz|gz|bz2|xz)\b", rest)
+        odd = word in ("RUN", "COPY", "ADD") and plain.startswith(("--", "<<", "["))
+        if seen > 1 or archive or odd:
+            raise Refused(file, f"{word}: expected a step in a folder", f"{text:.160}")
+        name, _, value = rest.partition(" ")
+        step = {
+            "RUN": f"(\n{rest}\n)",
+            "COPY": f'{{ set -f; args=({plain}); set +f; copy "${{args[@]}}"; }}',
+            "WORKDIR": f"mkdir -p {rest} && cd {rest}",
+            "ENV": f"export {rest}" if "=" in name else f"export {name}='{value.strip()}'",
+        }.get({"ADD": "COPY", "ARG": "ENV"}.get(word, word))
+        if word == "RUN" and given and given.search(rest):
+            continue
+        if step and (word != "ARG" or "=" in name):
+            shown = f"{text.strip():.160}".replace("'", "")
+            yield f"{step} || {{ status=$?; printf '\\n%s %s\\n' '{shown}: status' $status; exit 1; }}\n"
+        elif word not in ("", "ARG", *NO_EFFECT):
+            raise Refused(file, f"{word}: expected a step in a folder", f"{text:.160}")
+
+
+def archive(to: Path, folders: dict[str, Path | str]) -> Path:
+    """Write an archive of folders and texts at their places."""
+    with tempfile.TemporaryDirectory() as place:
+        for name, content in folders.items():
+            target = Path(place, name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(content, Path):
+                shutil.copytree(content, target, symlinks=True)
+            else:
+                target.write_text(content)
+        to.write_bytes(pack_folder(place))
+    return to
+
+
+def workspace(options: dict[str, Any]) -> Workspace:
+    return Workspace(Prompt("", [], "", "", ""), 0, **options)
+
+
+def make(task: Path, to: Path, given: re.Pattern[str] | None, options: dict[str, Any]) -> str:
+    """Write a task's archives, and try them. Return the rewards."""
+    tables = settings(task)
+    to.mkdir(parents=True, exist_ok=True)
+    file, environment = task / "environment/Dockerfile", tables["environment"]
+    script = BEGIN + "".join(steps(file, given)) + f'cd "{environment.get("workdir") or "."}"\n'
+    script += exports(task, environment) + END
+    template = archive(to / "files.tar", {CONTEXT: task / "environment"})
+    limit = float(environment.get("build_timeout_sec", 600))
+    made = workspace(options | {"template": str(template), "timeout": limit})
+    end = made.execute(["bash", "-c", script])
+    if end.code or end.unkept:
+        said = end.unkept or " ".join(end.output.split()) or end.status
+        step = re.search(r"\n(\w+ \S+)[^\n]*: status \d+\n$", end.output)
+        raise Refused(file, f"{step[1] if step else 'a step'} fails in the sandbox", said[-300:])
+    template.write_bytes(made.folder.read())
+    seconds = float(tables["verifier"].get("timeout_sec", 600))
+    verify = VERIFY.format(variables=exports(task, tables["verifier"]), seconds=seconds)
+    hidden = archive(to / "tests.tar", {".tests": task / "tests", ".verify": verify})
+    options |= {"template": str(template), "hidden": str(hidden), "timeout": seconds + 60}
+    try:
+        before = after = workspace(options).grade()
+        if solved := (task / "solution/solve.sh").is_file():
+            after = solution_grade(task, to, options)
+    except ValueError as error:
+        raise Refused(task / "tests/test.sh", "the tests write no reward", error) from None
+    if missing := re.search(
+        r"command not found|No module named \S+|not found|Temporary failure", after.detail
+    ):
+        raise Refused(task / "tests/test.sh", f"the tests miss something ({missing[0]})", after.detail)
+    if solved and after.reward <= before.reward:
+        raise Refused(task / "solution/solve.sh", "expected more reward for the solution", after)
+    return f"reward {before.reward:g}" + f", solved {after.reward:g}" * solved
+
+
+def solution_grade(task: Path, to: Path, options: dict[str, Any]) -> Grade:
+    """Return the grade of a task's own solution."""
+    solution = archive(to / "solution.tar", {"solution": task / "solution"})
+    made = workspace(options)
+    made.folder = PackedFolder.of(laid_over(made.folder.read(), solution.read_bytes()))
+    solution.unlink()
+    made.execute(["bash", "/solution/solve.sh"])
+    return made.grade()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("tasks", type=Path, help="a folder of tasks")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--readable", action="append", default=[], help="the workspace's option readable")
+    parser.add_argument("--variable", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument(
+        "--given", type=re.compile, metavar="REGEX", help="RUN steps of which the machine has the result"
+    )
+    args = parser.parse_args()
+    options = OPTIONS | {
+        "readable": args.readable,
+        "variables": dict(text.split("=", 1) for text in args.variable),
+    }
+    rows, reasons, solved = list[dict[str, str]](), Counter[str](), 0
+    for file in sorted(args.tasks.rglob("task.toml")):
+        name = str(file.parent.relative_to(args.tasks))
+        try:
+            rewards = make(file.parent, args.out / name, args.given, dict(options))
+            print(f"{name}: runs; {rewards}", flush=True)
+            solved += "solved" in rewards
+            question = (file.parent / "instruction.md").read_text(encoding="utf-8")
+            rows.append({"question": question, "answer": name})
+        except (Refused, SandboxError) as refused:
+            shutil.rmtree(args.out / name, ignore_errors=True)
+            reasons[getattr(refused, "reason", "the sandbox fails")] += 1
+            print(f"{name}: refused: {refused}", flush=True)
+    Workspace.end()
+    args.out.mkdir(parents=True, exist_ok=True)
+    write_lines(args.out / "tasks.jsonl", rows)
+    all_tasks = len(rows) + reasons.total()
+    print(f"{len(rows)} of {all_tasks} tasks run, {solved} with a solution that is graded higher")
+    print("".join(f"{count:6} refused: {reason}\n" for reason, count in reasons.most_common()), end="")
+
+
+if __name__ == "__main__":
+    run_script(main)
