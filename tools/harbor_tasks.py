@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 """Make rows of a workspace from tasks in Harbor's layout (https://www.harborframework.com/docs/tasks):
-folders with instruction.md, task.toml, environment/Dockerfile and tests/test.sh.
+folders with an instruction, task.toml, a Dockerfile and tests.
 
     tools/harbor_tasks.py TASKS --out OUT --readable /opt/venv --variable PATH=/opt/venv/bin:/usr/bin:/bin
 
@@ -31,7 +31,8 @@ from megatron_eqlen.types import Grade, Prompt
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tools.demonstrations import write_lines
 
-NEEDED = "instruction.md", "environment/Dockerfile", "tests/test.sh"
+TESTS = Path("tests", "test.sh")
+NEEDED = "instruction.md", "environment/Dockerfile", TESTS
 NEEDS = {
     "": ("steps",),
     "environment": ("gpus", "tpu", "mcp_servers", "healthcheck", "skills_dir"),
@@ -192,11 +193,11 @@ def make(task: Path, to: Path, given: re.Pattern[str] | None, options: dict[str,
         if solved := (task / "solution/solve.sh").is_file():
             after = solution_grade(task, to, options)
     except ValueError as error:
-        raise Refused(task / "tests/test.sh", "the tests write no reward", error) from None
+        raise Refused(task / TESTS, "the tests write no reward", error) from None
     if missing := re.search(
         r"command not found|No module named \S+|not found|Temporary failure", after.detail
     ):
-        raise Refused(task / "tests/test.sh", f"the tests miss something ({missing[0]})", after.detail)
+        raise Refused(task / TESTS, f"the tests miss something ({missing[0]})", after.detail)
     if solved and after.reward <= before.reward:
         raise Refused(task / "solution/solve.sh", "expected more reward for the solution", after)
     return f"reward {before.reward:g}" + f", solved {after.reward:g}" * solved
