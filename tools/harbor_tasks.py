@@ -189,7 +189,7 @@ def make(task: Path, to: Path, given: re.Pattern[str] | None, options: dict[str,
     hidden = archive(to / "tests.tar", {".tests": task / "tests", ".verify": verify})
     options |= {"template": str(template), "hidden": str(hidden), "timeout": seconds + 60}
     try:
-        before = after = workspace(options).grade()
+        before = after = graded(workspace(options))
         if solved := (task / "solution/solve.sh").is_file():
             after = solution_grade(task, to, options)
     except ValueError as error:
@@ -210,7 +210,13 @@ def solution_grade(task: Path, to: Path, options: dict[str, Any]) -> Grade:
     made.folder = PackedFolder.of(laid_over(made.folder.read(), solution.read_bytes()))
     solution.unlink()
     made.execute(["bash", "/solution/solve.sh"])
-    return made.grade()
+    return graded(made)
+
+
+def graded(made: Workspace) -> Grade:
+    grade = made.grade()
+    assert isinstance(grade, Grade)
+    return grade
 
 
 def main() -> None:
