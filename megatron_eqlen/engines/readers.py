@@ -14,13 +14,14 @@ import itertools
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
 from megatron_eqlen.engines.generate_api import read_event
@@ -112,13 +113,13 @@ class Readers:
             process.wait()
 
     def _launch(self, reader: int) -> None:
-        ours, theirs = Pipe()
-        command = [sys.executable, "-m", __name__, str(theirs.fileno())]
-        self.processes.append(subprocess.Popen(command, pass_fds=[theirs.fileno()]))
-        theirs.close()
-        self.pipes[reader] = ours
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", __name__, str(theirs.fileno())]
+            self.processes.append(subprocess.Popen(command, pass_fds=[theirs.fileno()]))
+        self.pipes[reader] = pipe = Connection(ours.detach())
         threading.Thread(
-            target=self._receive, args=(reader, ours), daemon=True, name=f"reader-{reader}"
+            target=self._receive, args=(reader, pipe), daemon=True, name=f"reader-{reader}"
         ).start()
         self._tell(reader, self.settings)
         self._tell(reader, ("versions", self.versions))
