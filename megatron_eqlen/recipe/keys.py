@@ -55,7 +55,7 @@ def _hint(parts: Sequence[str], lost: bool = False) -> str | None:
     part, or why there is none (``lost``: by its last part, too). A key that recipes had is told by its new
     place."""
     key = ".".join(parts).lower().replace("-", "_")
-    if went := read_table()["went"].get(key):
+    if went := read_table()["went"].get(".".join(_without_numbers(parts)).lower()):
         return f"it went to {went['to']}"
     last = key.rpartition(".")[2]
     rows = [row for trainer in (HINTS, *TRAINERS) for row in table()[trainer]]

@@ -160,14 +160,24 @@ def _carried(raw: dict[str, Any]) -> dict[str, Any]:
     found = copy.deepcopy(raw)
     for key, went in read_table()["went"].items():
         section, _, name = key.rpartition(".")
-        at = found.get(section)
-        if isinstance(at, dict) and name in at and (value := at.pop(name)) != went["was"]:
-            new = re.fullmatch(r"(\w+)\.(\w+)\.(\w+)", went["to"])
+        new = re.fullmatch(r"(\w+)\.(\w+)\.(\w+)", went["to"])
+        for at in _sections(found, section):
+            if name not in at or (value := at.pop(name)) == went["was"]:
+                continue
             if new is None:
                 at[name] = value
             else:
                 found.setdefault(new[1], {}).setdefault(new[2], {})[new[3]] = value
     return found
+
+
+def _sections(raw: dict[str, Any], section: str) -> list[dict[str, Any]]:
+    """Return the mappings at ``section``: one, or those of a list."""
+    found: list[Any] = [raw]
+    for name in section.split("."):
+        below = [at.get(name) for at in found if isinstance(at, dict)]
+        found = [each for value in below for each in (value if isinstance(value, list) else [value])]
+    return [at for at in found if isinstance(at, dict)]
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

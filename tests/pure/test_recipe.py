@@ -628,11 +628,13 @@ def test_the_nearest_key_is_named_only_where_it_is_near(eqlen, key, hint):
 @pytest.mark.parametrize(("key", "went"), others.read_table()["went"].items())
 def test_a_key_that_went_is_refused_with_its_new_place_and_carried_from_what_runs_stored(tmp_path, key, went):
     """A stored recipe has all keys: those with the default that they had go, others get their new place."""
-    section, _, name = key.partition(".")
+    *sections, name = key.split(".")
 
     def stored(value):
-        plain = small().model_dump(mode="json")
-        plain[section][name] = value
+        plain = at = small().model_dump(mode="json")
+        for section in sections:
+            at = at[section][0] if isinstance(at[section], list) else at[section]
+        at[name] = value
         (tmp_path / "recipe.yaml").write_text(to_yaml(plain))
         return load_run(tmp_path)
 
@@ -642,7 +644,8 @@ def test_a_key_that_went_is_refused_with_its_new_place_and_carried_from_what_run
         value = values.get(str(went["was"]).lower(), 0.5)
         assert getattr(getattr(stored(value), new[1]), new[2]) == {new[3]: value}
     elif key not in map(".".join, all_keys()):
-        refused = re.escape(f"unknown key {key!r} (it went to {went['to']})")
+        shown = key.replace("sources", "sources.0")
+        refused = re.escape(f"unknown key {shown!r} (it went to {went['to']})")
         with pytest.raises(RecipeError, match=refused):
             stored(1)
         (tmp_path / "other.yaml").write_text((tmp_path / "recipe.yaml").read_text())
