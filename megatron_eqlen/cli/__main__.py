@@ -137,6 +137,7 @@ def _steps(text: str) -> tuple[int, int]:
 
 FILE, NUMBER, FLAG = {"type": Path}, {"type": _positive}, {"action": "store_true"}
 INTO, RUN = FILE | {"metavar": "FOLDER"}, {"run": ("run folder", FILE)}
+SERVERS = ("generate on vLLM servers, on nodes of their own", {"type": int, "default": 0, "metavar": "NODES"})
 OVERRIDES = {"nargs": "*", "default": [], "metavar": "KEY=VALUE"}
 RECIPE = {
     "recipe": ("recipe file (YAML)", FILE),
@@ -154,10 +155,10 @@ COMMANDS: dict[str, tuple[str, dict[str, tuple[str, dict[str, Any]]]]] = {
     }),
     "plan": ("print what a recipe needs: layout, memory, tokens, sbatch command", RECIPE | {
         "--all": ("print every key, not only what differs", FLAG),
+        "--servers": SERVERS,
     }),
     "submit": ("train a recipe as a SLURM job; what follows -- is for sbatch", RECIPE | {
-        "--servers": ("generate on vLLM servers, on nodes of their own",
-                      {"type": int, "default": 0, "metavar": "NODES"}),
+        "--servers": SERVERS,
         "--dry-run": ("print the batch script and submit nothing", FLAG),
     }),
     "recipe": ("write a recipe from another trainer's configuration (docs/from_verl.md)", {

@@ -47,7 +47,10 @@ def train(arguments: argparse.Namespace) -> int:
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    return _print_plan(Job(load(arguments.recipe, arguments.overrides)), arguments.all)
+    from megatron_eqlen.cli.submit import load_with_servers
+
+    recipe = load_with_servers(arguments.recipe, arguments.overrides, arguments.servers)
+    return _print_plan(Job(recipe), arguments.all)
 
 
 def submit(arguments: argparse.Namespace) -> int:

@@ -22,6 +22,7 @@ from megatron_eqlen.plan.memory import memory
 from megatron_eqlen.plan.sbatch import replicas_on_node, server_options, train_environment, train_options
 from megatron_eqlen.processes.hold import FILE as LOCK
 from megatron_eqlen.processes.hold import is_locked
+from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.inputs import PINS, pinned
 from megatron_eqlen.run.run_folder import RunFolder
 
@@ -39,11 +40,7 @@ class Submission:
 
     def __init__(self, file: Path, overrides: Sequence[str], servers: int = 0, options: Sequence[str] = ()):
         self.file, self.overrides, self.servers, self.options = file, [*overrides], servers, options
-        more = []
-        if servers:  # their names are known when the job starts
-            count = servers * replicas_on_node(load(file, [*overrides, *_with_servers(1)]))
-            more = _with_servers(count)
-        recipe = load(file, [*overrides, *more])
+        recipe = load_with_servers(file, overrides, servers)
         self.recipe = pinned(recipe, recipe.run_folder)
         self.job = Job(self.recipe)
         self.job.check_layout()
@@ -105,9 +102,15 @@ class Submission:
         return kept | {"EQLEN_RUN": str(self.folder.path)} | train_environment(self.recipe.cluster)
 
 
-def _with_servers(count: int) -> list[str]:
-    urls = ", ".join(f"http://not-started-{number}" for number in range(count))
-    return ["rollout.engine=server", f"rollout.servers=[{urls}]"]
+def load_with_servers(file: Path, overrides: Sequence[str], nodes: int) -> Recipe:
+    """Load a recipe, with the servers of so many nodes, whose names are known when they start; 0: with its
+    own."""
+
+    def with_count(count: int) -> Recipe:
+        urls = ", ".join(f"http://not-started-{number}" for number in range(count))
+        return load(file, [*overrides, "rollout.engine=server", f"rollout.servers=[{urls}]"])
+
+    return with_count(nodes * replicas_on_node(with_count(1))) if nodes else load(file, overrides)
 
 
 def _directives(*options: str) -> list[str]:

@@ -11,6 +11,7 @@ checkpoints, evaluations, and what tensor, context and expert parallelism exchan
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatron_eqlen.hf.config import ModelConfig
@@ -50,6 +51,9 @@ class Roofline:
     gradients: float
     """Exchange of gradients and weights between nodes, as if no computation hid it."""
     seconds: float
+    balanced: int | None = None
+    """With ``rollout.staleness``, servers that generate a step while one trains; None: more servers would not
+    shorten the longest response."""
 
 
 def rooflines(job: Job, work: Workload) -> list[Roofline]:
@@ -88,7 +92,8 @@ def roofline(job: Job, work: Workload, gpu: Gpu) -> Roofline:
     gradients = sent / (NETWORK * gpu.network) if recipe.cluster.nodes > 1 else 0.0
     training = computing + gradients
     seconds = max(generation, training) if rollout.staleness else generation + training
-    return Roofline(gpu, steps, batch, generation, rows, 1 - busy, training, gradients, seconds)
+    balanced = math.ceil(engines * generation / training) if rollout.staleness and steps > least else None
+    return Roofline(gpu, steps, batch, generation, rows, 1 - busy, training, gradients, seconds, balanced)
 
 
 def _recomputed(recompute: str, model: ModelConfig, context: float) -> float:

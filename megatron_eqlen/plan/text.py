@@ -104,7 +104,8 @@ def _rooflines(job: Job, work: Workload) -> str:
 def _roofline(time: Roofline) -> str:
     generation = (
         f"{' ' * 12}generation {time.generation / 3600:.2g}: {time.decode_steps:,.0f} decode steps of "
-        f"{time.batch:,.1f} sequences an engine\n"
+        f"{time.batch:,.1f} sequences an engine"
+        f"{'' if time.balanced is None else f'; as long as training with {time.balanced} servers'}\n"
     )
     return (
         f"{time.gpu.name}: {time.seconds / 3600:.2g} hours a step\n{generation * (time.batch > 0)}"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_eqlen.cli.submit import load_with_servers
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.job import KNOWN_MODELS, Job
 from megatron_eqlen.objectives.recipes import load
@@ -282,6 +283,22 @@ def test_generation_of_later_steps_overlaps_training_only_with_staleness():
     in_turns, ahead = (h100("qwen3_8b.yaml", *servers, f"rollout.staleness={steps}") for steps in (0, 1))
     assert in_turns.seconds == in_turns.generation + in_turns.training
     assert ahead.seconds == max(ahead.generation, ahead.training)
+
+
+def test_the_servers_that_keep_up_with_training_are_as_fast_as_as_many_gpus_in_turns():
+    """A node holds a server of TP 8. With one server less, training waits."""
+    file = ROOT / "recipes/qwen3_32b_servers.yaml"
+
+    def time(nodes: int) -> Roofline:
+        recipe = load_with_servers(file, [], nodes)
+        assert len(recipe.rollout.servers) == nodes
+        return rooflines(Job(recipe), workload(recipe))[-1]
+
+    nodes = time(1).balanced
+    assert nodes is not None and nodes == time(nodes).balanced
+    assert time(nodes).generation <= time(nodes).training < time(nodes - 1).generation
+    colocated = h100("qwen3_32b_h100x32.yaml", f"cluster.nodes={2 + nodes}")
+    assert time(nodes).seconds == pytest.approx(colocated.seconds, rel=0.05)
 
 
 def test_the_plan_says_what_it_assumes():
