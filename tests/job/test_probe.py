@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from megatron_eqlen.record.reader import read_step
 from megatron_eqlen.sampling.probe import PROBE
@@ -119,6 +120,17 @@ def test_a_run_begins_after_a_step_of_another_one_bit_for_bit_and_a_changed_key_
         assert job.wait() == 2
         assert says in job.stderr
     assert "complete" in run(*command(home, "forked", "--from", f"{trained}@2")).stdout
+
+
+def test_a_run_begins_after_a_step_of_another_one_on_more_ranks(home, trained):
+    """The moments of the optimizer are shared anew."""
+    recorded = ("--replay", str(trained / "streams"), NO_EVALUATION)
+    wide = train(home, "forked-wide", "--from", f"{trained}@2", *recorded, ranks=2)
+    assert metrics(wide)[:2] == metrics(trained)[:2]
+    assert column(wide, "train/grad_norm") == pytest.approx(column(trained, "train/grad_norm"), rel=1e-4)
+    ours, theirs = (load_file(folder / "export/model.safetensors") for folder in (wide, trained))
+    apart = [float((ours[name] - theirs[name]).abs().mean()) for name in ours]
+    assert max(apart) < 1e-5, "without Adam's moments it is 1e-4"
 
 
 def test_a_step_whose_weights_cannot_be_made_is_refused_in_a_probes_words(trained, tmp_path):

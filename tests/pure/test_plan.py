@@ -295,7 +295,8 @@ def test_the_servers_that_keep_up_with_training_are_as_fast_as_as_many_gpus_in_t
         return rooflines(Job(recipe), workload(recipe))[-1]
 
     nodes = time(1).balanced
-    assert nodes is not None and nodes == time(nodes).balanced
+    assert nodes is not None
+    assert nodes == time(nodes).balanced
     assert time(nodes).generation <= time(nodes).training < time(nodes - 1).generation
     colocated = h100("qwen3_32b_h100x32.yaml", f"cluster.nodes={2 + nodes}")
     assert time(nodes).seconds == pytest.approx(colocated.seconds, rel=0.05)
