@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ import aiohttp
 import msgspec
 
 from megatron_eqlen.engines.protocol import EngineError
-from megatron_eqlen.engines.server.gate import DISOWN, LEASE, OWN, RPC, TRAINER, authorization
+from megatron_eqlen.engines.server.gate import DISOWN, LEASE, OWN, REPLACING, RPC, TRAINER, authorization
 from megatron_eqlen.recipe.contents import Contents
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,8 @@ PATIENCE = 30.0
 PATIENCE_ABSENT = 5.0
 """Limit for a replica that is not used: it has nothing to do, and each weight sync asks it again."""
 
+AGAIN = 0.5
+"""Seconds between two tries of a request that meets a weight update."""
 STAY = LEASE / 4
 """Seconds between two signs of life to the servers that a run owns."""
 
@@ -194,9 +196,16 @@ class Replica:
 async def events(
     http: aiohttp.ClientSession, url: str, body: dict[str, Any], silence: float
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """Yield the server-sent events that answer a POST, as long as none is ``silence`` seconds late."""
-    timeout = aiohttp.ClientTimeout(total=None, sock_read=silence)
-    async with http.post(url, json=body, timeout=timeout) as response:
+    """Yield the server-sent events that answer a POST, as long as none is ``silence`` seconds late. A request
+    that meets a weight update, during which a server takes none, is sent again."""
+    timeout, ends = aiohttp.ClientTimeout(total=None, sock_read=silence), time.monotonic() + silence
+    async with AsyncExitStack() as stack:
+        while True:
+            response = await stack.enter_async_context(http.post(url, json=body, timeout=timeout))
+            is_refused = response.status == 409 and REPLACING in await response.text()
+            if not is_refused or time.monotonic() > ends:
+                break
+            await asyncio.sleep(AGAIN)
         if response.status != 200:
             await _text(response)
         try:

@@ -19,6 +19,7 @@ from aiohttp import web
 from megatron_eqlen.engines.protocol import Delta
 from megatron_eqlen.engines.readers import ENDED, Readers, Settings
 from megatron_eqlen.engines.replica import HttpLoop, Replica, Request
+from megatron_eqlen.engines.server.gate import REPLACING
 from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.tokens import GrowingTokens
 from tests.kit import ROOT
@@ -30,7 +31,7 @@ class Server:
     """Sends events of two tokens with masks, sampled by ``weights``, until the client goes."""
 
     def __init__(self) -> None:
-        self.weights, self.left = "default", 0
+        self.weights, self.left, self.early = "default", 0, 0
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.url = asyncio.run_coroutine_threadsafe(self._listen(), self.loop).result()
@@ -45,6 +46,9 @@ class Server:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         limit = (await request.json())["limit"]
+        if self.early:
+            self.early -= 1
+            return web.Response(status=409, text=json.dumps({"error": REPLACING}))
         response = web.StreamResponse()
         await response.prepare(request)
         try:
@@ -117,6 +121,14 @@ def test_tokens_arrive_with_their_columns_in_order(readers, replica):
     assert tokens["logprobs"].tolist() == [-float(token) for token in range(40)]
     assert [ids.tolist() for ids in tokens["kept"]] == [[t] if t % 2 == 0 else [7, t] for t in range(40)]
     assert cached == 2
+
+
+def test_a_request_that_meets_a_weight_update_is_sent_again(readers, replica, server):
+    server.early = 2
+    start(readers, replica, limit=4)
+    arrived = until(readers, lambda all: any(isinstance(d, Delta) and d.finish_reason for d in all))
+    assert [delta.token_ids for delta in arrived if isinstance(delta, Delta)] == [[0, 1], [2, 3]]
+    assert server.early == 0
 
 
 def test_a_request_that_is_forgotten_closes_its_connection_and_brings_no_more(readers, replica, server):

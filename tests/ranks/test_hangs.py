@@ -53,11 +53,10 @@ with dog.stage("score"):
     scorer.score([group], 600.0)
 """
 FILE = """
-import os
-from megatron_eqlen.files import read_json
+import os, pathlib
 os.mkfifo(home / "fifo")  # nobody writes to it: it blocks as a file on a disk that does not answer
 with dog.stage("checkpoint"):
-    read_json(home / "fifo")
+    pathlib.Path(home / "fifo").read_text()
 """
 DISK = """
 print("begun", flush=True)
@@ -70,7 +69,7 @@ with dog.stage("checkpoint"):
 KINDS = {
     "engine": (ENGINE, "in stage harvest", "megatron_eqlen/harvest/driver.py"),
     "grader": (GRADER, "in stage score", "megatron_eqlen/rewards/"),
-    "file": (FILE, "in stage checkpoint", "megatron_eqlen/files.py"),
+    "file": (FILE, "in stage checkpoint", "pathlib"),
 }
 
 

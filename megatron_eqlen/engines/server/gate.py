@@ -34,6 +34,8 @@ TRAINER = "eqlen-trainer"
 """Header with a trainer's name, of its own."""
 LEASE = 15.0
 """Seconds of silence after which a server has no owner."""
+REPLACING = "the weights are being replaced"
+"""Answer to a request for tokens during a weight update, 409: it is sent again."""
 LONGEST = 32 * 2**20
 """Bytes of a request."""
 
@@ -86,7 +88,7 @@ class Gate:
         except ValueError as error:
             return 400, f"expected JSON: {error}"
         if path in GENERATES:
-            return (409, "the weights are being replaced") if self.updating else (0, "")
+            return (409, REPLACING) if self.updating else (0, "")
         if path not in OWNED:
             return 0, ""
         if not trainer:
