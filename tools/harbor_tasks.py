@@ -130,9 +130,9 @@ def steps(file: Path, given: re.Pattern[str] | None) -> Iterator[str]:
                 rest, lines = "\n".join([rest, *lines[:at]]), lines[at:]
         seen += word == "FROM"
         plain = re.sub(r"^(--ch(own|mod)=\S+ +)+", "", rest) if word in ("COPY", "ADD") else rest
-        archive = word == "ADD" and re.search(r"://|\.(tar|tgz|gz|bz2|xz)\b", rest)
+        unpacks = word == "ADD" and re.search(r"://|\.(tar|tgz|gz|bz2|xz)\b", rest)
         odd = word in ("RUN", "COPY", "ADD") and plain.startswith(("--", "<<", "["))
-        if seen > 1 or archive or odd:
+        if seen > 1 or unpacks or odd:
             raise Refused(file, f"{word}: expected a step in a folder", f"{text:.160}")
         name, _, value = rest.partition(" ")
         step = {

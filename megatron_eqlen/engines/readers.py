@@ -42,7 +42,7 @@ Arrival = tuple[int, Delta | str]
 
 @dataclass(frozen=True)
 class Settings:
-    """What a reader is told at its start."""
+    """Settings of a reader, which the trainer sends first."""
 
     headers: Mapping[str, str]
     silence: float
@@ -62,6 +62,7 @@ class Readers:
         """Requests that have not ended, by number."""
         self.pipes: dict[int, Connection] = {}
         self.processes: list[subprocess.Popen] = []
+        self.receivers: list[threading.Thread] = []
         self.batches: queue.SimpleQueue[list[Arrival]] = queue.SimpleQueue()
         self.versions: dict[str, int] = {}
         self.ready = [threading.Event() for _ in range(count)]
@@ -86,7 +87,7 @@ class Readers:
 
     def forget(self, request: Request) -> None:
         """Close the request's connection, whereupon vLLM aborts it."""
-        if self.open.pop(request.number, None) is not None and request.reader in self.pipes:
+        if self.open.pop(request.number, None) is not None:
             self._tell(request.reader, ("drop", request.number))
 
     def know(self, versions: Mapping[str, int]) -> None:
@@ -102,15 +103,15 @@ class Readers:
             arrivals += self.batches.get(timeout=TAKEN_SECONDS)
             while True:
                 arrivals += self.batches.get_nowait()
-        return [(self.open[number], found) for number, found in arrivals if number in self.open]
+        known = ((self.open.get(number), found) for number, found in arrivals)
+        return [(request, found) for request, found in known if request is not None]
 
     def close(self) -> None:
-        for pipe in self.pipes.values():
-            pipe.close()
-        self.pipes.clear()
         for process in self.processes:
             process.kill()
             process.wait()
+        for receiver in self.receivers:
+            receiver.join()
 
     def _launch(self, reader: int) -> None:
         ours, theirs = socket.socketpair()
@@ -118,15 +119,19 @@ class Readers:
             command = [sys.executable, "-m", __name__, str(theirs.fileno())]
             self.processes.append(subprocess.Popen(command, pass_fds=[theirs.fileno()]))
         self.pipes[reader] = pipe = Connection(ours.detach())
-        threading.Thread(
+        receiver = threading.Thread(
             target=self._receive, args=(reader, pipe), daemon=True, name=f"reader-{reader}"
-        ).start()
+        )
+        receiver.start()
+        self.receivers.append(receiver)
         self._tell(reader, self.settings)
         self._tell(reader, ("versions", self.versions))
 
     def _tell(self, reader: int, message: Any) -> None:
-        with contextlib.suppress(OSError):  # it has ended, which _receive notices
-            self.pipes[reader].send(message)
+        if (pipe := self.pipes.get(reader)) is None:  # it ended since, and _receive fails its requests
+            return
+        with contextlib.suppress(OSError):  # it ends just now
+            pipe.send(message)
 
     def _receive(self, reader: int, pipe: Connection) -> None:
         """Put batches into the queue until the reader ends; then all its requests have failed."""
@@ -135,10 +140,10 @@ class Readers:
                 self.batches.put(pipe.recv())
                 self.ready[reader].set()
         self.ready[reader].set()
-        if self.pipes.get(reader) is pipe:
-            del self.pipes[reader]
-            lost = [number for number, request in [*self.open.items()] if request.reader == reader]
-            self.batches.put([(number, ENDED) for number in lost])
+        del self.pipes[reader]
+        pipe.close()
+        lost = [number for number, request in [*self.open.items()] if request.reader == reader]
+        self.batches.put([(number, ENDED) for number in lost])
 
 
 @dataclass
