@@ -104,7 +104,9 @@ def start(readers: Readers, replica: Replica, limit: int | None = None) -> Reque
 def until(readers: Readers, done: Callable[[list[Delta | str]], bool]) -> list[Delta | str]:
     """Return what arrives until it is ``done``."""
     arrived: list[Delta | str] = []
+    ends = time.monotonic() + 120
     while not done(arrived):
+        assert time.monotonic() < ends, arrived[-1:]
         arrived += [found for _, found in readers.arrived()]
     return arrived
 
