@@ -31,7 +31,7 @@ from megatron_eqlen.models.context import Share, gather_heads, scatter_heads
 from megatron_eqlen.models.tree_params import KERNEL_CHUNK, Chunks, TreeParams
 
 CHUNK = 32
-"""Positions per chunk."""
+"""Most positions per chunk."""
 
 
 class TreeGatedDeltaNet(GatedDeltaNet):
@@ -165,15 +165,17 @@ def tree_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, tr
 
 
 def chunked_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, tree: TreeParams, size: int = CHUNK
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, tree: TreeParams, size: int | None = None
 ) -> Tensor:
-    """Compute the recurrence in plain torch, in at least float32.
+    """Compute the recurrence in plain torch, in at least float32, in chunks of ``size`` positions (default:
+    as the row's runs are long).
 
     Within a chunk, with G_t the sum of its g up to t and S its state at the start, the values w that are
     written to the state solve a triangular system:
     w_t = beta_t (v_t - exp(G_t) S^T k_t - sum over s < t of exp(G_t - G_s) (k_t . k_s) w_s).
     """
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))  # [b, S, H, d_k]
+    size = size or tree.chunk_size(CHUNK)
     chunks = tree.chunks(size)
     # all [n, b, H, size, d]; d = 1 for g and beta
     q, k, v_, g, beta = (

@@ -256,6 +256,14 @@ class TreeParams(PackedSeqParams):
         self._seams[width] = self._tensor(near[apart]), self._tensor(window[apart])
         return self._seams[width]
 
+    def chunk_size(self, most: int) -> int:
+        """Return the largest of ``most``, its half, its quarter, .. with which slots to fill are at most half
+        as many as positions."""
+        lengths, size = np.array([run.length for run in self.runs]), most
+        while size > 1 and 2 * (-lengths % size).sum() > len(self):
+            size //= 2
+        return size
+
     def chunks(self, size: int) -> Chunks:
         """Return the runs cut into chunks of ``size`` positions; cached per size."""
         if size in self._chunks:

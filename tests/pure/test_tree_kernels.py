@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
 from math import gcd
@@ -37,7 +38,7 @@ from megatron_eqlen.models.tree_attention import (
 )
 from megatron_eqlen.models.tree_params import TreeParams
 from megatron_eqlen.training.forward import row_multiple
-from megatron_eqlen.types import Row
+from megatron_eqlen.types import Row, RowNode
 from tests.kit.marks import examples
 from tests.kit.tree_samples import any_tree, forest, group, pack, paths, stream, visible
 
@@ -287,6 +288,7 @@ def chunks_of(cu_seqlens: torch.Tensor, size: int) -> torch.Tensor:
 
 
 DELTA_RULES = {
+    "chunks of the row's own size": chunked_delta_rule,
     "chunks of 4": lambda *inputs: chunked_delta_rule(*inputs, 4),
     "chunks of 64": lambda *inputs: chunked_delta_rule(*inputs, 64),
     "run by run": lambda *inputs: run_by_run_delta_rule(*inputs, sequential_kernel),
@@ -321,6 +323,17 @@ def test_runs_join_only_children():
         tree = TreeParams.from_row(row, "cpu")
         assert all(run.parent == -1 for run in tree.runs)
         assert len(tree.runs) <= len(row.nodes) + 1
+
+
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=30))
+def test_chunks_of_short_runs_are_short(lengths):
+    starts = np.cumsum([0, *lengths]).tolist()
+    nodes = [RowNode(start, length, -1, 0, 0) for start, length in zip(starts, lengths, strict=False)]
+    tree = replace(TreeParams.causal(sum(lengths), "cpu"), nodes=tuple(nodes))
+    size = tree.chunk_size(32)
+    filled = {size: len(tree.chunks(size).positions) for size in (1, 2, 4, 8, 16, 32)}
+    assert filled[size] <= 1.5 * sum(lengths)
+    assert all(filled[larger] > 1.5 * sum(lengths) for larger in filled if larger > size)
 
 
 @pytest.mark.parametrize("size", [4, 32])

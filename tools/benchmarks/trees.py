@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_eqlen.hf.config import ModelConfig
+from megatron_eqlen.hf.config import DeltaNet, ModelConfig
 from megatron_eqlen.models.build import build_model
 from megatron_eqlen.models.groups import start, stop
 from megatron_eqlen.models.tree_params import TreeParams
@@ -57,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--vocabulary", type=int, default=2048)
+    parser.add_argument("--delta-net", action="store_true", help="Gated DeltaNet in place of attention")
     parser.add_argument("--repeat", type=int, default=2, help="the fastest of so many steps counts")
 
 
@@ -192,9 +193,14 @@ def random_model(
 
 
 def model_config(args: argparse.Namespace) -> ModelConfig:
-    """Return a Qwen3 with heads of 64, four to a key head, and a feed-forward of 3 x hidden."""
+    """Return a Qwen3 with heads of 64, four to a key head, and a feed-forward of 3 x hidden; with
+    ``--delta-net``, as many heads of Gated DeltaNet in all layers."""
     heads = args.hidden // 64
-    return qwen3(args, heads, max(1, heads // 4), head_dim=64, feed_forward=3 * args.hidden)
+    model = qwen3(args, heads, max(1, heads // 4), head_dim=64, feed_forward=3 * args.hidden)
+    if not args.delta_net:
+        return model
+    linear = DeltaNet(heads, heads, 64, 64, conv_kernel_dim=4, layers=(True,) * args.layers)
+    return replace(model, model_type="qwen3_next", delta_net=linear)
 
 
 def qwen3(args: argparse.Namespace, heads: int, groups: int, head_dim: int, feed_forward: int) -> ModelConfig:
