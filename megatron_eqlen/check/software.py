@@ -99,9 +99,9 @@ def rewards(place: Place) -> Finding | None:
 
 
 def environment(place: Place) -> Finding | None:
-    """Let the user's own environment answer and grade a turn, for a prompt of each source."""
-    name = place.recipe and place.recipe.environment.name
-    if place.job is None or not place.has_prompts or not is_import_path(name or ""):
+    """Let a workspace or the user's own environment answer and grade a turn, for a prompt of each source."""
+    name = (place.recipe and place.recipe.environment.name) or ""
+    if place.job is None or not place.has_prompts or not (is_import_path(name) or name == "workspace"):
         return None
     recipe, tokenizer = place.job.recipe, place.job.tokenizer
     speak = conversations(recipe, tokenizer)
@@ -109,13 +109,14 @@ def environment(place: Place) -> Finding | None:
     once = replace(speak, limits=recipe.environment.model_copy(update={"max_turns": 1}))
     turn = Turn(np.array(tokenizer.encode(SAID)), np.array([], int))
     graded: list[str] = []
-    with closing(speak), own_code(str(name)):
+    with closing(speak), own_code(name):
         for prompt in (prompt for prompts in place.prompts.samples(1) for prompt in prompts):
             played = answer(once, None, prompt, recipe.seed, [turn])
             if played.environment.copies:
                 closed(played.environment.fork())
             closed(played.environment)
-            graded.append(f"{played.grade.reward:g}" if played.grade else f"left to {prompt.grader}")
+            detail = f" ({played.grade.detail[-200:]!r})" if played.grade and played.grade.detail else ""
+            graded.append(f"{played.grade.reward:g}{detail}" if played.grade else f"left to {prompt.grader}")
     return Finding("ok", f"{name} answers {SAID!r}; rewards: {', '.join(graded)}")
 
 

@@ -13,6 +13,7 @@ import copy
 import hashlib
 import io
 import json
+import lzma
 import os
 import random
 import shutil
@@ -20,20 +21,23 @@ import subprocess
 import tarfile
 import tempfile
 import weakref
-from collections.abc import Mapping
+import zipfile
+import zlib
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatron_eqlen.environments.tool_calls import ToolEnvironment, tool
-from megatron_eqlen.files import scratch
+from megatron_eqlen.files import opened, scratch
 from megatron_eqlen.graders.sandbox.client import (
+    EMPTY_FOLDER,
     Command,
     CommandEnd,
     Sandbox,
+    SandboxError,
     SandboxPool,
-    check_readable,
     folder_files,
     pack_folder,
 )
@@ -49,6 +53,9 @@ LINES = 400
 """Lines that ``read`` shows without being asked for more or fewer."""
 GRADES = "test", "expected", "function"
 TEMPLATES = "template", "hidden", "expected"
+LIMITS = "timeout", "memory_mb", "processes", "folder_mb", "files", "longest_output"
+DAMAGED = EOFError, KeyError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error, lzma.LZMAError
+"""Errors of archives, besides OSError and TarError."""
 
 
 class PackedFolder:
@@ -173,11 +180,11 @@ class Workspace(ToolEnvironment):
     def grade(self) -> Grade | float | None:
         test, expected, function = (self.grading[name] for name in GRADES)
         if test:
-            before = self.folder.read()
-            if self.hidden:
-                before = laid_over(before, self._template(self.hidden).read())
+            above = self._template(self.hidden).read() if self.hidden else EMPTY_FOLDER
+            # without a reward that the policy wrote
+            before = laid_over(self.folder.read(), above, {self.reward} if self.reward else set())
             end = self.execute(["bash", "-c", test], over=before)
-            ended, last = end.status == "ended", end.output.strip()[-200:]
+            ended, last = end.status == "ended", self._said(end)[-200:]
             reward = float(ended and end.code == 0)
             if self.reward and ended:
                 reward = _number(folder_files(end.folder).get(self.reward, b""), self.reward, last)
@@ -216,13 +223,19 @@ class Workspace(ToolEnvironment):
 
     @classmethod
     def start(cls, **options: Any) -> None:
+        for key in LIMITS:
+            if not 0 < options.get(key, 1) < float("inf"):
+                raise ValueError(f"{KEY}.{key}: expected a number above 0, found {options[key]}")
         if len(given := [name for name in GRADES if options.get(name)]) > 1:
             raise ValueError(f"{KEY}: expected one of {', '.join(GRADES)}, found {' and '.join(given)}")
         for key in ("hidden", "reward"):
             if options.get(key) and not options.get("test"):
                 raise ValueError(f"{KEY}.{key} acts only with {KEY}.test, found none")
-        if options.get("root") and options.get("command"):
-            raise ValueError(f"{KEY}.root acts only without {KEY}.command, whose container has a root")
+        if (reward := options.get("reward")) and os.path.normpath(f"/a/{reward}") != f"/a/{reward}":
+            raise ValueError(f"{KEY}.reward: expected a path in the folder, as logs/score, found {reward!r}")
+        for key in ("root", "readable"):
+            if options.get(key) and options.get("command"):
+                raise ValueError(f"{KEY}.{key} acts only without {KEY}.command, whose container has its own")
         if options.get("function"):
             load_object(options["function"], f"{KEY}.function")
         if options.get("command"):
@@ -230,13 +243,17 @@ class Workspace(ToolEnvironment):
                 raise ValueError(f"{KEY}.command: expected a program, found {options['command'][0]!r}")
         elif (refused := commands_refused()) is not None:
             raise ValueError(f"environment.name: workspace: {refused}: {NO_COMMANDS}; or give {KEY}.command")
-        try:
-            check_readable(options.get("readable") or (), bool(options.get("root")))
-        except ValueError as error:
-            raise ValueError(f"{KEY}.readable: {error}") from None
         for key in TEMPLATES:
             if (name := options.get(key)) and "{gold}" not in name:
                 packed_template(name, options.get("folder_mb", 256), options.get("files", 20_000), key)
+        with tempfile.TemporaryDirectory() as empty:
+            first = cls(Prompt("", [], "", "", ""), 0, **options | {"template": empty})
+        try:
+            end = first.execute(["bash", "-c", ":"])
+        except (SandboxError, ValueError) as error:
+            raise ValueError(f"{KEY}: {error}") from None
+        if end.status != "ended" or end.code:
+            raise ValueError(f"{KEY}: expected that bash starts, found {' '.join(first._said(end).split())}")
 
     @classmethod
     def end(cls) -> None:
@@ -284,7 +301,7 @@ def _is_there(name: str) -> bool:
     if (at := _repository(name)) is None:
         return os.path.exists(name)
     git, commit = at
-    return subprocess.run([*git, "cat-file", "-e", f"{commit}^{{tree}}"], capture_output=True).returncode == 0
+    return subprocess.run([*git, "ls-tree", "--end-of-options", commit], capture_output=True).returncode == 0
 
 
 def _repository(name: str) -> tuple[list[str], str] | None:
@@ -297,7 +314,8 @@ def _repository(name: str) -> tuple[list[str], str] | None:
 
 def _with_gold(name: str, gold: str) -> str:
     """Return the template's name for a prompt. Raises ValueError for a gold that leads elsewhere."""
-    if "{gold}" in name and (not gold or gold.startswith("/") or ".." in PurePosixPath(gold).parts):
+    leads_out = gold.startswith("/") or ".." in PurePosixPath(gold).parts or not gold.isprintable()
+    if "{gold}" in name and (not gold or leads_out):
         raise ValueError(f"{KEY}: {name}: expected a gold that names a template below it, found {gold!r}")
     return name.replace("{gold}", gold)
 
@@ -311,23 +329,18 @@ def packed_template(name: str, folder_mb: int, files: int, key: str = "template"
                 place = name
             elif (at := _repository(name)) is not None:
                 git, commit = at
-                command = [*git, "archive", "--format=tar", commit]
+                command = [*git, "archive", "--format=tar", "--end-of-options", commit]
                 archive = subprocess.run(command, capture_output=True, check=True).stdout
-                with tarfile.open(fileobj=io.BytesIO(archive)) as file:
-                    file.extractall(place, filter="tar")
+                _unpack(io.BytesIO(archive), place, folder_mb << 20)
             else:
-                shutil.unpack_archive(
-                    name, place, filter="tar" if ".tar" in name or name.endswith("gz") else None
-                )
+                with opened(Path(name)) as file:
+                    _unpack(file, place, folder_mb << 20)
             packed = pack_folder(place, folder_mb << 20)
-        except subprocess.CalledProcessError as error:
-            raise ValueError(
-                f"{KEY}.{key}: {name}: {error.stderr.decode(errors='replace').strip()}"
-            ) from None
-        except (OSError, shutil.ReadError, FolderError, tarfile.TarError) as error:
+        except (subprocess.CalledProcessError, OSError, FolderError, tarfile.TarError, *DAMAGED) as error:
+            said = getattr(error, "stderr", b"").decode(errors="replace").strip() or error
             raise ValueError(
                 f"{KEY}.{key}: {name}: expected a folder, an archive or repository@commit of at most "
-                f"{folder_mb} MiB (folder_mb), found {error}"
+                f"{folder_mb} MiB (folder_mb), found {said}"
             ) from None
     with tarfile.open(fileobj=io.BytesIO(packed)) as file:
         if (count := len(file.getmembers())) > files:
@@ -335,16 +348,43 @@ def packed_template(name: str, folder_mb: int, files: int, key: str = "template"
     return PackedFolder.of(packed)
 
 
-def laid_over(folder: bytes, above: bytes) -> bytes:
+def _unpack(file: BinaryIO, place: str, most_bytes: int) -> None:
+    """Unpack a tar or zip. Raises FolderError for a longer one, and what its library raises."""
+    left = most_bytes
+
+    def take(size: int) -> None:
+        nonlocal left
+        if (left := left - size) < 0:
+            raise FolderError(f"its files are longer than {most_bytes >> 20} MiB")
+
+    def inside(member: tarfile.TarInfo, place: str) -> tarfile.TarInfo:
+        take(member.size)
+        if member.islnk():
+            tarfile.data_filter(member, place)  # refuses a file of the machine
+        return tarfile.tar_filter(member, place)
+
+    if tarfile.is_tarfile(file):
+        with tarfile.open(fileobj=file) as archive:
+            archive.extractall(place, filter=inside)
+    else:
+        with zipfile.ZipFile(file) as zipped:
+            for member in zipped.infolist():
+                take(member.file_size)
+                if (mode := member.external_attr >> 16) >> 12 == 0o12:
+                    raise FolderError(f"a link in a zip: {member.filename}")
+                os.chmod(zipped.extract(member, place), mode & 0o777 or 0o755)
+
+
+def laid_over(folder: bytes, above: bytes, without: Set[str] = frozenset()) -> bytes:
     """Return ``folder`` with the files of ``above`` in place of its own, links among them, that are in their
-    way. Hard links become files."""
+    way, and ``without`` others. Hard links become files."""
     written = io.BytesIO()
     with (
         tarfile.open(fileobj=io.BytesIO(folder)) as under,
         tarfile.open(fileobj=io.BytesIO(above)) as over,
         tarfile.open(fileobj=written, mode="w", format=tarfile.PAX_FORMAT) as both,
     ):
-        new = {member.name for member in over if not member.isdir()}
+        new = {member.name for member in over if not member.isdir()} | without
         folders = {member.name for member in over if member.isdir()} | set().union(*map(_parents, new))
         old = [
             member

@@ -350,11 +350,15 @@ def test_a_marker_that_no_response_can_contain_is_found(trained):
         software.inputs(trained("sampling=tree", "objective=rloo", marker))
 
 
-@pytest.mark.parametrize(("name", "told"), [
-    ("Echo", "Echo answers 'Hello.'; rewards: 0.5"), ("Deaf", "expected an Observation"),
+@pytest.mark.parametrize(("settings", "told"), [
+    ([f"environment.name={__name__}:Echo"], "Echo answers 'Hello.'; rewards: 0.5"),
+    ([f"environment.name={__name__}:Deaf"], "expected an Observation"),
+    (["environment.name=workspace", "environment.options={template: ., test: echo no pytest; false}"],
+     r"rewards: 0 ('no pytest\n(exit status 1)')"),
 ])  # fmt: skip
-def test_an_environment_answers_a_turn(trained, name, told):
-    place = trained(f"environment.name={__name__}:{name}")
+def test_an_environment_answers_a_turn(trained, monkeypatch, tmp_path, settings, told):
+    place = trained(*settings)
+    monkeypatch.chdir(tmp_path)
     assert place.prompts
     assert told in finding(look(Check("environment", software.environment), place)).text
 

@@ -1,6 +1,7 @@
 """Workspaces: tools, templates, grades, forks, and states that a resumed run takes up."""
 
 import errno
+import io
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import sys
 import tarfile
 import tempfile
 import threading
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -108,6 +110,22 @@ def test_a_test_leaves_its_reward_in_a_file_of_the_root(tmp_path):
         here.grade()
 
 
+STALE = {
+    "a file": "echo 1 > score",
+    "a folder": "mkdir score; echo 1 > score/score",
+    "a file that cannot be written": "echo 1 > score; chmod 400 score",
+    "a folder that cannot be kept": "echo 1 > score; truncate -s 9M a",
+}
+
+
+@pytest.mark.parametrize("left", STALE)
+def test_a_reward_that_the_policy_wrote_is_none(template, left):
+    here = made(template, test="[ ! -e a ] || truncate -s 9M b; false", reward="score", folder_mb=16)
+    call(here, "run", command=STALE[left])
+    with pytest.raises(ValueError, match=r"expected a number, found b''; the test printed '.*status 1\)"):
+        here.grade()
+
+
 def test_a_write_through_a_link_stays_in_the_folder(template, tmp_path):
     outside = tmp_path / "outside"
     outside.write_text("kept")
@@ -148,7 +166,11 @@ def test_folders_archives_and_commits_are_templates(template, tmp_path):
     contents = [folder_files(packed_template(str(name), 16, 100).read()) for name in names]
     assert contents == [{"add.py": SUBTRACTS.encode(), "test.py": TEST.encode()}] * 5
     assert files(made(f"{tmp_path}/{{gold}}", gold="template")) == contents[0]
-    assert require_templates({"repository": "1"}, {"template": f"{tmp_path}/{{gold}}@{first}"}) == 1
+    for commit in (first, f"{first[:12]}^{{tree}}"):
+        assert require_templates({"repository": "1"}, {"template": f"{tmp_path}/{{gold}}@{commit}"}) == 1
+    with pytest.raises(ValueError, match=r"template: .*: expected .*, found .* --output=out"):
+        packed_template(f"{repository}@--output=out", 16, 100)
+    assert not (repository / "out").exists()
     with pytest.raises(ValueError, match=r"template: 1: expected a template, found none at .*@no-commit"):
         require_templates({"repository": "1"}, {"template": f"{tmp_path}/{{gold}}@no-commit"})
 
@@ -160,7 +182,8 @@ WRONG = {
     ),
     "commit": ({"template": "{here}@0000"}, "not a"),
     "files": ({"files": 1}, "expected at most 1 files .files., found 2"),
-    "bytes": ({"folder_mb": 0}, "of at most 0 MiB .folder_mb., found its files are longer"),
+    "timeout": ({"timeout": float("nan")}, "options.timeout: expected a number above 0, found nan"),
+    "output": ({"longest_output": -1}, "options.longest_output: expected a number above 0, found -1"),
     "two grades": (
         {"test": "true", "expected": "{here}"},
         "expected one of test, .*, found test and expected",
@@ -168,8 +191,14 @@ WRONG = {
     "hidden": ({"hidden": "{here}"}, "options.hidden acts only with environment.options.test"),
     "function": ({"function": "nowhere:f"}, "options.function"),
     "reward": ({"reward": "score"}, "options.reward acts only with environment.options.test"),
+    "reward above": ({"test": "true", "reward": "../score"}, "reward: expected a path .*, found '../score'"),
+    "reward elsewhere": ({"test": "true", "reward": "/score"}, "expected a path in the folder, .*'/score'"),
     "root": ({"root": True, "command": ["true"]}, "options.root acts only without environment.options.comm"),
-    "readable": ({"readable": ["/nowhere"]}, "options.readable: expected absolute paths .* found '/nowhere'"),
+    "container": ({"readable": ["/opt"], "command": ["true"]}, "options.readable acts only without"),
+    "readable": ({"readable": ["/nowhere"]}, "environment.options: expected absolute paths .* '/nowhere'"),
+    "in the way": ({"readable": ["/etc"]}, "environment.options: cannot isolate: .*'/etc/passwd'"),
+    "variables": ({"variables": {"A=B": ""}}, "bash starts, found bash: illegal environment variable name"),
+    "prefix": ({"command": ["false"]}, r"expected that bash starts, found \(exit status 1\)"),
     "command": ({"command": ["no-such-container"]}, "expected a program, found 'no-such-container'"),
 }
 
@@ -185,7 +214,65 @@ def test_options_that_do_not_fit_are_refused_before_anything_is_generated(templa
         Workspace.start(**{"template": str(template)} | filled)
 
 
-@pytest.mark.parametrize("gold", ["", "/etc", "a/../../etc"])
+def packed(path, *members, mode="w"):
+    """Write a tar. ``members``: name, type, what is linked, and bytes."""
+    with tarfile.open(path, mode) as archive:
+        for name, kind, linked, size in members:
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname, member.size = kind, linked, size
+            archive.addfile(member, io.BytesIO(os.urandom(size)))
+    return path.read_bytes()
+
+
+def zipped(path, name, mode, content):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        member = zipfile.ZipInfo(name)
+        member.external_attr = mode << 16
+        archive.writestr(member, content)
+
+
+FILE, HARD, LINK = tarfile.REGTYPE, tarfile.LNKTYPE, tarfile.SYMTYPE
+ARCHIVES = {
+    "above": (lambda path: packed(path, ("../f", FILE, "", 1)), "outside the destination"),
+    "by a link": (
+        lambda path: packed(path, ("l", LINK, "/tmp", 0), ("l/f", FILE, "", 1)),
+        "outside the destination",
+    ),
+    "a file of the machine": (lambda path: packed(path, ("h", HARD, "/etc/passwd", 0)), "an absolute path"),
+    "a file above": (
+        lambda path: packed(path, ("h", HARD, "../../etc/passwd", 0)),
+        "outside the destination",
+    ),
+    "no file": (lambda path: packed(path, ("h", HARD, "nowhere", 0)), "linkname 'nowhere' not found"),
+    "long, and not unpacked": (
+        lambda path: packed(path, ("f", FILE, "", 2 << 20), ("../f", FILE, "", 1), mode="w:gz"),
+        "its files are longer than 1 MiB",
+    ),
+    "long zip": (lambda path: zipped(path, "f", 0, bytes(2 << 20)), "its files are longer than 1 MiB"),
+    "link in a zip": (lambda path: zipped(path, "l", 0o120777, "/etc/passwd"), "a link in a zip: l"),
+    "cut off": (
+        lambda path: path.write_bytes(packed(path, ("f", FILE, "", 9999), mode="w:xz")[:5000]),
+        "ended before the end-of-stream",
+    ),
+    "text": (lambda path: path.write_text("text"), "not a zip file"),
+    "pipe": (os.mkfifo, "expected a file, found a pipe or a device"),
+}
+
+
+@pytest.mark.parametrize("name", ARCHIVES)
+def test_an_archive_that_leads_out_or_is_damaged_is_refused(tmp_path, name):
+    write, found = ARCHIVES[name]
+    write(tmp_path / "packed.tar")
+    with pytest.raises(ValueError, match=rf"options.template: {tmp_path}/packed.tar: expected .*{found}"):
+        packed_template(f"{tmp_path}/packed.tar", 1, 100)
+
+
+def test_a_program_in_a_zip_can_be_run(tmp_path):
+    zipped(tmp_path / "packed.zip", "program", 0o100755, "#!/bin/sh\necho runs")
+    assert call(made(tmp_path / "packed.zip"), "run", command="./program") == "runs"
+
+
+@pytest.mark.parametrize("gold", ["", "/etc", "a/../../etc", "a\0b"])
 def test_a_gold_names_a_template_below_the_folder(tmp_path, gold):
     with pytest.raises(ValueError, match="expected a gold that names a template below it"):
         made(f"{tmp_path}/{{gold}}", gold=gold)
