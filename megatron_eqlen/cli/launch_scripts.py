@@ -35,7 +35,8 @@ HOME, HERE = f"{OWN}/home", f"{OWN}/here"
 MOST_FILES, MOST_BYTES, DEEPEST = 5000, 1 << 17, 6
 """Limits of what a script may read of its repository: files, bytes of each, and folders below each other."""
 OPTION = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
-HYDRA = re.compile(r"\+{0,2}(~?[\w@]+(?:\.[\w@*-]+)+|model_engine)=?(.*)", re.DOTALL)
+HYDRA = re.compile(r"\+{0,2}(~?[\w@]+(?:\.[\w@*-]+)+|~?[a-z]\w*(?==))=?(.*)", re.DOTALL)
+LAUNCHER = re.compile(r"(.*/)?(accelerate|deepspeed|torchrun|trl|python[\d.]*)")
 PYTHON_CALLS = ("GRPOConfig", "GRPOTrainer", "LoraConfig", "ModelConfig", "ScriptArguments")
 NO_OPTIONS = (None, "args", "train_dataset", "eval_dataset", "peft_config", "processing_class", "callbacks")
 """Arguments of TRL's classes that are objects."""
@@ -73,14 +74,17 @@ def _of_script(file: Path, trainer: str, words: Sequence[str], remarks: list[str
     variables = [word for word in words if re.match(r"\w+=", word)]
     arguments = [word for word in words if word not in variables]
     found = launched(file, arguments, dict(word.split("=", 1) for word in variables))
-    configured = [_of_words(command, trainer, file) for command in found.commands]
+    starts = ((n for n, word in enumerate(command) if LAUNCHER.fullmatch(word)) for command in found.commands)
+    commands = [command[next(start, 0) :] for command, start in zip(found.commands, starts, strict=True)]
+    configured = [_of_words(command, trainer, file) for command in commands]
     known = [sum(bool((row := row_of(trainer, key)) and row.ours) for key in keys) for keys in configured]
     training = [keys for keys, n in zip(configured, known, strict=True) if n > 1 and 2 * n >= max(known)]
     if not training:
         said = [line for line in found.end.output.splitlines() if line.strip() and line[0] != "+"]
         last, end = (said or [""])[-1], found.end
+        others = ", ".join(dict.fromkeys(" ".join(command[:3]) for command in commands)) or "no command"
         raise ValueError(
-            f"expected a script that starts a training of {trainer}, found {len(found.commands)} others; "
+            f"expected a script that starts a training of {trainer}, found {others:.200}; "
             f"bash ended it with {end.status if end.code is None else end.code}: {last[-300:]} (what it "
             "takes from its environment is given behind it: NAME=VALUE)"
         )
@@ -123,8 +127,7 @@ def _of_words(words: list[str], trainer: str, file: Path) -> dict[str, Any]:
         base = next((each for each in places if each.is_file()), None)
         if base is None:
             raise ValueError(f"it reads {path}, which is not there; give the resolved configuration")
-        below = flat(read_value(base.read_text(encoding="utf-8"))).items()
-        below = {key: value for key, value in below if "${" not in str(value)}
+        below = flat(read_value(base.read_text(encoding="utf-8")))
         keys = {key: below[key] for key in below if key.split(".")[0] not in ("defaults", "hydra")} | keys
     return keys if trainer == "verl" else keys | options
 

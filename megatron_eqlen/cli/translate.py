@@ -34,7 +34,7 @@ UNSET = re.compile(r"|none|null|\?\?\?")
 NOTHING = re.compile(UNSET.pattern + r"|false|\[\]|\{\}|-1(\.0*)?|0(\.0*)?")
 """Values that ask for nothing, of a key without a counterpart."""
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
-UNREAD = "nothing, or a name that is not known: the script takes it from its environment?"
+UNREAD = "no value, where its default is {}: does the script take it from its environment?"
 LEARNED = re.compile("no such option|expected|must not depend|objective's alone|what is trained")
 """Reasons why an engine's option is refused that change what is learned."""
 NEEDED: dict[str, Any] = {"name": "mine", "steps": "1000000", "model.path": "MODEL", "objective": "grpo"}
@@ -121,8 +121,14 @@ def translate(trainer: str, file: Path, words: Sequence[str] = ()) -> Translatio
         theirs[key] = REFERENCE.sub(lambda match: named.get(match[1], match[0]), str(theirs[key]))
     rows = {key: row_of(trainer, key) for key in theirs}
     known, ours = sum(map(bool, rows.values())), min(theirs.keys() & OURS, default="")
-    if ours or known < max(1, len(theirs) / 2):
+    other = trainer == "verl" and not any(key.startswith("actor_rollout_ref.") for key in theirs)
+    if ours or other or known < max(1, len(theirs) / 2):
         own = f"a recipe of this package ({ours})" if ours else f"{len(theirs)} keys, {known} of them its own"
+        own += (
+            ", none of actor_rollout_ref (fine-tuning on responses is objective: sft)"
+            if other and not ours
+            else ""
+        )
         expected = f"{trainer} (launch script, resolved YAML, saved arguments, TRL's Python)"
         raise ValueError(f"{file}: expected a configuration of {expected}, found {own}")
     begun: dict[str, Any] = {"name": file.stem, "sampling": "independent"}
@@ -147,14 +153,18 @@ def _take(row: Row, key: str, value: Any, done: Translation) -> None:
     neutral = row.asks_nothing(small)
     values = [new for name, new in (row.values or {}).items() if fnmatchcase(small, name.lower())]
     unset = row.values is None and (NOTHING if row.why else UNSET).fullmatch(small)
-    unread = "${" in small or not (small or neutral or done.left_out.get(row.theirs) is None)
+    default = str(done.left_out.get(row.theirs, "")).lower()
+    acts = default and not (NOTHING if small else UNSET).fullmatch(default)
+    unread = "${" in small or (acts and not (neutral or values) and UNSET.fullmatch(small))
     unset = unset and not unread
+    if given:
+        done.sources.setdefault(ours, []).append(key)
     if row.irrelevant or unset or (row.why and neutral) or (row.when and not done.is_on(row.when)):
         done.outcomes |= {key: "irrelevant"} if given else {}
         return
     done.outcomes |= {key: "same"} if given else {}
     expected = f"expected {', '.join(row.values)}" if row.values and not values else ""
-    if why := row.why or (UNREAD if unread else expected):
+    if why := row.why or (UNREAD.format(default or "none") if unread else expected):
         done.hole(ours, key, f"{key}={value!s:.60}{'' if given else ' (its default)'}: {why}")
         return
     if ours.endswith(".*"):  # an option of an engine, which has the same name there
@@ -166,7 +176,8 @@ def _take(row: Row, key: str, value: Any, done: Translation) -> None:
         done.keys |= new if isinstance(new, dict) else {ours: new}
         done.keys |= {name: value if more == "=" else more for name, more in row.also.items()}
     for name in {ours, row.part or ours}:
-        done.sources.setdefault(name, []).append(key)
+        if key not in done.sources.setdefault(name, []):
+            done.sources[name].append(key)
     if row.effect and not neutral:
         done.change(ours, key, row.effect)
 
@@ -243,11 +254,14 @@ def _add_batches(done: Translation) -> None:
         keys["steps"] = max(1, round(number("epochs") * (rows // prompts)))
     elif "steps" not in keys:
         done.hole("steps", "epochs", f"{number('epochs'):g} epochs x rows / {prompts:g} prompts a step")
-    warmup, total = max(number("warmup_steps"), 0.0), number("steps") * (number("loss.minibatches") or 1)
+    warmup, in_step = max(number("warmup_steps"), 0.0), number("loss.minibatches") or 1
+    in_step *= number("loss.epochs") or 1
     if warmup < 1 and (share := number("warmup_ratio") or warmup):
-        warmup = share * total * (number("loss.epochs") or 1)
-        if not total:
+        warmup = share * number("steps") * in_step
+        if not warmup:
             done.hole("optimizer.warmup_steps", "warmup_ratio", f"{share:g} x steps x updates a step")
+    elif done.trainer == "verl":  # its schedule counts steps, ours updates
+        warmup *= in_step
     keys["optimizer.warmup_steps"] = round(warmup)
     longest = (number("data.max_prompt_length") or 2048) + number("rollout.max_response_length")
     keys["packing.max_tokens_per_row"] = round(max(longest, number("row_tokens")))
@@ -263,8 +277,9 @@ def _add_data(done: Translation) -> None:
     """Add training data, what they are told, and graders."""
     keys, files = done.keys, listed(done.keys.get("train_files"))
     functions = listed(keys.get("reward_functions"))
-    if path := keys.get("reward_file"):
-        module = Path(str(path)).stem
+    if path := str(keys.get("reward_file") or ""):
+        module = path.removeprefix("./").removesuffix(".py")
+        module = module.replace("/", ".") if re.fullmatch(r"\w+(/\w+)*", module) else Path(path).stem
         keys[GRADER] = f"{module}:{keys.get('reward_name') or 'compute_score'}"
         done.change("data.sources", "reward_file", f"{module} is imported, also from the working directory")
     if len(functions) == 1 and re.fullmatch(r"\w+(\.\w+)+", functions[0]):
@@ -273,7 +288,10 @@ def _add_data(done: Translation) -> None:
         done.hole(GRADER, "reward_functions", f"module:function, the reward of {', '.join(functions)}")
     keys["own"] = own = _popped(keys, "data.sources.0.")
     read = {"reader": "jsonl"}
-    keys["data.sources"] = [{"name": _name(path), **read, "path": path, **own} for path in files or [HOLE]]
+    keys["data.sources"] = [
+        {"name": name, **read, "path": path, **own, **({"weight": n} if (n := files.count(path)) > 1 else {})}
+        for name, path in _named(files or [HOLE]).items()
+    ]
     if len(files) > 1:
         done.change("data.sources", "train_files", "files have equal shares of the prompts (weight)")
     if "data.instruction" not in keys:
@@ -293,10 +311,13 @@ def _add_evaluation(done: Translation) -> None:
     }
     read |= _popped(keys, "evaluation.benchmarks.0.")
     tests = dict(zip(named[::2], named[1::2], strict=False))
-    tests = tests or {_name(path): path for path in listed(keys.get("val_files"))}
-    if str(keys.get("eval_strategy", "no")) != "no" and "train_files" in keys:
+    tests = tests or _named(listed(keys.get("val_files")))
+    if done.is_on("eval_strategy") and keys["eval_strategy"].value != "no" and "train_files" in keys:
         tests, read["split"] = {"test": keys["train_files"]}, keys.get("test_split", "test")
         keys.setdefault("evaluation.samples", keys.get("group_size", 8))
+        if "evaluation.every" not in keys:
+            text = f"0, before and after training; there: {keys['eval_strategy']}"
+            done.change("evaluation.every", "eval_strategy", text)
     keys["evaluation.benchmarks"] = [{"name": n, **read, "path": path} for n, path in tests.items()]
     if not tests:
         done.keys = {key: value for key, value in keys.items() if not key.startswith("evaluation.")}
@@ -328,7 +349,15 @@ def _check(done: Translation) -> None:
                 done.remarks.append(f"eqlen check will say: {why}")
                 break
             nothing = not done.is_on(key) or not LEARNED.search(why)
-            if "acts only with" in why or "has no effect" in why or (key.startswith(ENGINES) and nothing):
+            if "cannot be imported" in why:  # not here, or not yet
+                done.remarks.append(f"eqlen check will say: {why}")
+                keys[key] = [
+                    {name: own for name, own in each.items() if name != "grader"} for each in keys[key]
+                ]
+                continue
+            if any(f"acts only with {hole}" in why for hole in done.holes):
+                pass  # it may, when that hole is filled
+            elif "acts only with" in why or "has no effect" in why or (key.startswith(ENGINES) and nothing):
                 found = (theirs for theirs in done.sources.get(key, ()) if theirs in done.theirs)
                 done.outcomes |= dict.fromkeys(found, "irrelevant")
                 done.changes = {text: own for text, own in done.changes.items() if f"-> {key}:" not in text}
@@ -340,13 +369,17 @@ def _check(done: Translation) -> None:
                 done.hole(hole, key, f"{named}: {why.partition(': ')[2] or why}")
             del keys[key]
     typed = flat(recipe.model_dump(mode="json", exclude_unset=True), ("loss.rollout_rs",)) if recipe else {}
-    done.keys = {key: typed.get(key, value) for key, value in done.keys.items()}
+    done.keys = {
+        key: typed.get(key, value) if value == keys.get(key) else value for key, value in done.keys.items()
+    }
     for key in done.holes:
         item = re.fullmatch(r"(data\.sources|evaluation\.benchmarks)\.0\.(\w+)", key)
         if item is None:
             done.keys[key] = HOLE
         elif item[1] not in done.holes:
-            done.keys.setdefault(item[1], [{"name": "mine"}])[0][item[2]] = HOLE
+            same = done.keys.get("evaluation.benchmarks", []) if item[2] in ("grader", "reader") else []
+            for each in (*done.keys.setdefault(item[1], [{"name": "mine"}]), *same):
+                each[item[2]] = HOLE
 
 
 def _is_ours(key: str) -> bool:
@@ -359,10 +392,13 @@ def _popped(keys: dict[str, Any], at: str) -> dict[str, Any]:
     return nested({key.removeprefix(at): keys.pop(key) for key in below})
 
 
-def _name(path: str) -> str:
-    """Return a name for a file: that of its folder for ``train.parquet``."""
-    file = Path(path)
-    return file.parent.name if file.stem in ("train", "test", "val") and file.parent.name else file.stem
+def _named(paths: list[str]) -> dict[str, str]:
+    """Return the files by names of their own: that of its folder for ``train.parquet``."""
+    named = dict[str, str]()
+    for path in map(Path, dict.fromkeys(paths)):
+        name = path.parent.name if path.stem in ("train", "test", "val") and path.parent.name else path.stem
+        named[f"{name}-{len(named) + 1}" if name in named else name] = str(path)
+    return named
 
 
 def _rows(files: list[str]) -> int:

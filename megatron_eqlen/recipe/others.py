@@ -67,7 +67,10 @@ def row_of(trainer: str, key: str) -> Row | None:
 
 def defaults(trainer: str, version: str = "") -> dict[str, Any]:
     """Return what a trainer does where a key is left out, in its ``version`` (default: the newest known)."""
-    most, found = _numbers(version or "999"), dict[str, Any]()
+    first, last = read_table("others_defaults.yaml")["versions"][trainer]
+    most, found = _numbers(version or last), dict[str, Any]()
+    if not _numbers(first) <= most[:2] <= _numbers(last):
+        raise ValueError(f"--from {trainer}@{version}: expected a version from {first} to {last}")
     for key, value in read_table("others_defaults.yaml")[trainer].items():
         since = value if isinstance(value, dict) else {"0": value}
         if known := [new for first, new in since.items() if _numbers(first) <= most]:

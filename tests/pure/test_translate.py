@@ -102,6 +102,19 @@ ENDS = [
     ("verl", "trainer.experiment_name=", NOTHING, None),
     ("trl", "--num_generations=", HOLE, "group_size"),
     ("slime", "--n-samples-per-prompt=", HOLE, "group_size"),
+    ("verl", "actor_rollout_ref.model.path=", HOLE, "model.path"),
+    # no value where they have one, and keys of forks
+    ("verl", "actor_rollout_ref.actor.grad_clip=null", HOLE, "model.megatron.clip_grad"),
+    ("verl", "~actor_rollout_ref.rollout.n", HOLE, "group_size"),
+    ("verl", "actor_rollout_ref.rollout.top_k=null", NOTHING, None),
+    ("verl", "actor_rollout_ref.rollout.n_val=8", HOLE, "actor_rollout_ref.rollout.n_val"),
+    ("verl", "reward_model.format_score=0.2", HOLE, "reward_model.format_score"),
+    ("verl", "trainer.rejection_sample=True", HOLE, "trainer.rejection_sample"),
+    ("verl", "max_turns=4", HOLE, "max_turns"),
+    ("verl", "data.train_max_samples=9", HOLE, "data.sources.0.path"),
+    ("verl", "actor_rollout_ref.actor.optim.lr_warmup_steps=5", SAME, {"optimizer.warmup_steps": 20}),
+    ("verl", "custom_reward_function.path=./mine/rules.py", CHANGED,
+     {"data.sources.0.grader": "mine.rules:compute_score"}),
     ("verl", "actor_rollout_ref.rollout.multi_turn.enable=True", HOLE, "environment.name"),
     ("verl", "actor_rollout_ref.actor.megatron.override_transformer_config.attention_dropout=0.1", HOLE,
      "actor_rollout_ref.actor.megatron.override_transformer_config.attention_dropout"),
@@ -117,6 +130,8 @@ ENDS = [
     ("trl", "--loss_type=dapo", SAME, {"loss.loss_agg_mode": "token-mean"}),
     ("trl", "--reward_funcs=mine.rules.f", SAME, {"data.sources.0.grader": "mine.rules:f"}),
     ("trl", "--adapter_magic=1", HOLE, "adapter_magic"),
+    ("trl", "--no_shuffle_dataset", SAME, {"data.shuffle": False}),
+    ("trl", "--warmup_steps=5", SAME, {"optimizer.warmup_steps": 5}),
     ("trl@1.16", "--use_bias_correction_kl=false", NOTHING, None),
     ("slime", "--rm-type=f1", HOLE, "data.sources.0.grader"),
     ("slime", "--rm-type=dapo", CHANGED, {"data.sources.0.grader": "math"}),
@@ -135,7 +150,7 @@ def test_a_key_ends_as_one_of_four_and_what_is_lost_is_a_hole(
 ):
     monkeypatch.setattr("megatron_eqlen.recipe.checks._check_plugins", lambda recipe: None)
     done = translated(tmp_path, trainer, word)
-    key = word.partition("=")[0].lstrip("+-")
+    key = word.partition("=")[0].lstrip("+-~").removeprefix("no_")
     assert done.outcomes[key if trainer == "verl" else key.replace("-", "_")] == end
     assert done.outcomes.keys() == done.theirs.keys()
     if end == HOLE:
@@ -165,8 +180,8 @@ def test_what_is_left_out_has_the_default_of_their_version(tmp_path):
     def of(trainer, *words):
         return translated(tmp_path, trainer, *words).keys
 
-    assert of("trl@0.14")["loss.kl_coef"] == 0.04
-    assert of("trl@0.14")["rollout.temperature"] == 0.9
+    assert of("trl@0.15")["loss.kl_coef"] == 0.04
+    assert of("trl@0.15")["rollout.temperature"] == 0.9
     assert of("trl@1.16")["loss.kl_coef"] == 0
     assert (of("trl@1.16")["loss.rollout_is"], of("trl@1.16")["loss.rollout_is_threshold"]) == (
         "sequence",
@@ -183,6 +198,11 @@ def test_what_is_left_out_has_the_default_of_their_version(tmp_path):
         assert {"group_size", "objective"} <= translate(f"verl{version}", tmp_path / "args.txt").holes.keys()
     with pytest.raises(ValueError, match=r"expected a version such as 0\.9, found 'new'"):
         translated(tmp_path, "verl@new")
+    for version in ("verl@0.2", "verl@1.0", "trl@0.14"):
+        with pytest.raises(
+            ValueError, match=rf"--from {version}: expected a version from 0\.\d+ to \d+\.\d+"
+        ):
+            translated(tmp_path, version)
 
 
 @pytest.mark.parametrize(
@@ -256,6 +276,47 @@ SCRIPTS = {
     "nodes of SLURM": "#SBATCH --nodes=3\nset -u\nRUN n=6 trainer.nnodes=$SLURM_JOB_NUM_NODES",
     "a file beside it": 'source "$(dirname "$0")/common.sh"\nRUN n=$N',
 }
+
+
+LAUNCHED = [
+    ("accelerate launch --num_processes 6 x.py ", 1, 6, 2),
+    ("torchrun --nnodes=2 --nproc_per_node 3 x.py ", 2, 3, 2),
+    ("deepspeed --num_gpus 3 x.py ", 1, 3, 1),
+    ("uv run --with trl accelerate launch --num_machines 3 --num_processes 6 x.py ", 3, 2, 2),
+    ("docker run --rm -e a=b --name x image torchrun --nproc_per_node 3 x.py ", 1, 3, 1),
+]
+
+
+@pytest.mark.parametrize(("launcher", "nodes", "processes", "prompts"), LAUNCHED)
+def test_options_of_a_launcher_say_the_processes_and_those_of_other_programs_are_not_read(
+    tmp_path, launcher, nodes, processes, prompts
+):
+    words = [word for word in BASE["trl"] if word not in ("--num_processes", "2")]
+    (tmp_path / "run.sh").write_text(
+        launcher + shlex.join([*words, "--per_device_train_batch_size", "4", "--num_generations", "12"])
+    )
+    done = translate("trl", tmp_path / "run.sh")
+    assert not done.holes
+    keys = "cluster.nodes", "cluster.processes_per_node", "data.prompts_per_step"
+    assert tuple(done.keys.get(key, 1) for key in keys) == (nodes, processes, prompts)
+
+
+def test_files_have_names_of_their_own_and_a_hole_in_their_grader_is_one_in_each(tmp_path):
+    files = "data.train_files=[a/math.parquet,b/math.parquet,a/math.parquet]"
+    words = files, "data.val_files=t.parquet", "reward_model.reward_manager=mine", "trainer.test_freq=5"
+    keys = translated(tmp_path, "verl", *words).keys
+    sources, tests = keys["data.sources"], keys["evaluation.benchmarks"]
+    assert [(each["name"], each.get("weight")) for each in sources] == [("math", 2), ("math-2", None)]
+    assert {each["grader"] for each in (*sources, *tests)} == {"???"}
+    own = translated(tmp_path, "verl", *words[:2], "custom_reward_function.path=nowhere.py", words[3])
+    assert own.keys["data.sources"][1]["grader"] == "nowhere:compute_score"
+    assert (own.keys["evaluation.every"], own.holes) == (5, {})
+    assert "'nowhere:compute_score' cannot be imported" in own.remarks[0]
+
+
+def test_what_the_program_rewards_without_reward_funcs_is_a_hole(tmp_path):
+    (tmp_path / "a.yaml").write_text("model_name_or_path: M\ndataset_name: D\nmax_steps: 9\n")
+    assert "data.sources.0.grader" in translate("trl", tmp_path / "a.yaml").holes
 
 
 NOT_PLAIN = ("missing programs and files", "answers and limits", "nodes of SLURM")
@@ -362,7 +423,7 @@ def test_resolved_yaml_of_verl_yaml_of_trl_and_python_are_read(tmp_path):
         (
             "x.sh",
             "echo hello",
-            r"x\.sh: .*: expected a script that starts a training of verl, found 0 others",
+            r"x\.sh: .*: expected a script that starts a training of verl, found no command",
         ),
         (
             "x.yaml",
@@ -375,6 +436,21 @@ def test_resolved_yaml_of_verl_yaml_of_trl_and_python_are_read(tmp_path):
             "found a recipe of this package",
         ),
         ("x.txt", "--rollout-batch-size\n8\n", "expected a configuration of verl .*found 0 keys"),
+        (
+            "x.sh",
+            "python3 -m openrlhf.cli.train_ppo_ray --pretrain M",
+            "found python3 -m openrlhf.cli.train_ppo_ray; bash",
+        ),
+        (
+            "x.sh",
+            "python3 -m verl.trainer.main_ppo \\\n\n  --data.train_files=D\n",
+            "found python3 -m verl.trainer.main_ppo; bash",
+        ),
+        (
+            "x.sh",
+            "torchrun -m verl.trainer.fsdp_sft_trainer data.train_files=D data.prompt_key=q",
+            "none of actor_rollout_ref",
+        ),
     ],
 )
 def test_a_file_without_a_configuration_is_refused(tmp_path, name, text, message):

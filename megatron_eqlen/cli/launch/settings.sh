@@ -9,7 +9,10 @@ if [[ ! -d /work/.eqlen/bin ]]; then
     ln -s ../stand_in.sh "/work/.eqlen/bin/$name"
   done
 fi
-command_not_found_handle() { EQLEN_NAME=$1 /work/.eqlen/stand_in.sh "${@:2}"; }
+command_not_found_handle() {
+  [[ $1 != -* ]] || return 127 # the line before it does not continue
+  EQLEN_NAME=$1 /work/.eqlen/stand_in.sh "${@:2}"
+}
 source() {
   if [[ -e $1 ]] || builtin type -P -- "$1" > /dev/null; then builtin source "$@"
   else printf '%s\0' "$1" > "$(mktemp "/work/.eqlen/missing/$EPOCHREALTIME.XXXXXX")"; fi
