@@ -34,7 +34,7 @@ OWN = f"{FOLDER}/.eqlen"
 HOME, HERE = f"{OWN}/home", f"{OWN}/here"
 MOST_FILES, MOST_BYTES, DEEPEST = 5000, 1 << 17, 6
 """Limits of what a script may read of its repository: files, bytes of each, and folders below each other."""
-OPTION = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
+OPTION = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 HYDRA = re.compile(r"\+{0,2}(~?[\w@]+(?:\.[\w@*-]+)+|~?[a-z]\w*(?==))=?(.*)", re.DOTALL)
 LAUNCHER = re.compile(r"(.*/)?(accelerate|deepspeed|torchrun|trl|python[\d.]*)")
 PYTHON_CALLS = ("GRPOConfig", "GRPOTrainer", "LoraConfig", "ModelConfig", "ScriptArguments")

@@ -37,6 +37,8 @@ REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 UNREAD = "no value, where its default is {}: does the script take it from its environment?"
 LEARNED = re.compile("no such option|expected|must not depend|objective's alone|what is trained")
 """Reasons why an engine's option is refused that change what is learned."""
+NO_EFFECT = re.compile("acts only with|has no effect|clip.* with surrogate")
+"""Reasons why a value is refused that has no effect there either."""
 NEEDED: dict[str, Any] = {"name": "mine", "steps": "1000000", "model.path": "MODEL", "objective": "grpo"}
 NEEDED["data.sources"] = [{"name": "mine", "path": "DATA"}]
 """Values in place of holes, so that the other keys can be checked."""
@@ -357,7 +359,7 @@ def _check(done: Translation) -> None:
                 continue
             if any(f"acts only with {hole}" in why for hole in done.holes):
                 pass  # it may, when that hole is filled
-            elif "acts only with" in why or "has no effect" in why or (key.startswith(ENGINES) and nothing):
+            elif NO_EFFECT.search(why) or (key.startswith(ENGINES) and nothing):
                 found = (theirs for theirs in done.sources.get(key, ()) if theirs in done.theirs)
                 done.outcomes |= dict.fromkeys(found, "irrelevant")
                 done.changes = {text: own for text, own in done.changes.items() if f"-> {key}:" not in text}
@@ -366,7 +368,7 @@ def _check(done: Translation) -> None:
                 named, hole = ", ".join(done.sources.get(key, ())), key
                 if key.startswith(ENGINES) and "expected" not in why:  # no value helps
                     hole, named = named, f"{done.keys.pop(key)!s:.60}"
-                done.hole(hole, key, f"{named}: {why.partition(': ')[2] or why}")
+                done.hole(hole, key, f"{named}: {why.partition(': ')[2] or why}".removeprefix(": "))
             del keys[key]
     typed = flat(recipe.model_dump(mode="json", exclude_unset=True), ("loss.rollout_rs",)) if recipe else {}
     done.keys = {

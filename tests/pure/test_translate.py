@@ -82,6 +82,8 @@ ENDS = [
     ("verl", "algorithm.adv_estimator=rloo", SAME, {"objective": "rloo"}),
     ("verl", "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov", HOLE, "loss.surrogate"),
     ("verl", "actor_rollout_ref.rollout.n=1", HOLE, "group_size"),
+    ("verl", "actor_rollout_ref.actor.policy_loss.loss_mode=sapo", SAME, {"loss.surrogate": "sapo"}),
+    ("verl", "actor_rollout_ref.actor.tau_neg=2.0", HOLE, "actor_rollout_ref.actor.tau_neg"),
     ("verl", "data.truncation=left", CHANGED, None),
     ("verl", "data.truncation=error", SAME, None),
     ("verl", "data.prompt_key=task", SAME, {"data.sources.0.columns": {"question": "task"}}),
@@ -141,6 +143,8 @@ ENDS = [
     ("slime", "--use-tis", SAME, {"loss.rollout_is": "token", "loss.rollout_is_threshold": 2.0}),
     ("slime", "--over-sampling-batch-size=64", HOLE, "loss.max_num_gen_batches"),
     ("slime", "--entropy-coef=0.00", NOTHING, None),
+    ("slime", "--moe-aux-loss-coeff=0.01", HOLE, "moe_aux_loss_coeff"),
+    ("slime", "--eval-min-new-tokens=9", HOLE, "eval_min_new_tokens"),
 ]  # fmt: skip
 
 
