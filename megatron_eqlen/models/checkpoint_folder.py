@@ -58,9 +58,11 @@ def latest(folder: Path) -> Path | None:
 
 
 def copy(checkpoint: Path, folder: Path) -> None:
-    """Copy a checkpoint, which becomes the one in force of ``folder``."""
+    """Copy a checkpoint, which becomes the one in force of ``folder``. Raises CheckpointError if it is
+    damaged."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / checkpoint.name).exists():
+        verify(checkpoint)
         with new_folder(folder / checkpoint.name) as partial:
             shutil.copytree(checkpoint, partial, dirs_exist_ok=True)
     set_latest(folder / checkpoint.name)

@@ -50,6 +50,10 @@ class Hold:
             self._file.write(json.dumps(self._mine))
             self._file.flush()
 
+    def close(self) -> None:
+        """End the lock before this process does."""
+        self._file.close()
+
     def check(self) -> None:
         """Raise HeldError if a later start of this job has taken the folder over."""
         if (holder := read_holder(self.path)) != self._mine:

@@ -12,6 +12,7 @@ newest checkpoint before, or from the start, which gives the same bits.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 import shutil
@@ -25,7 +26,7 @@ import numpy as np
 
 from megatron_eqlen.data.prompts import PromptSource
 from megatron_eqlen.environments.conversation import STATES
-from megatron_eqlen.files import read_json, step_folders, step_name, write_json
+from megatron_eqlen.files import expecting, read_json, remove_partial, step_folders, step_name, write_json
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.hf.folder import HFFolder
 from megatron_eqlen.hf.tokenizer import THINKING
@@ -140,11 +141,15 @@ class Target:
         folder = self.streams / step_name(self.asked.step - 1)
         recorded = [number + 1 for number, _ in scored_steps(self.streams)]
         if self.asked.step not in recorded:
-            kept = f"steps {min(recorded)} to {max(recorded)}" if recorded else "none"
+            nearest = min(recorded, key=lambda step: abs(step - self.asked.step), default=0)
+            span = f" of {recorded[0]} to {recorded[-1]}, nearest {nearest}" if recorded else ""
             raise ProbeError(
-                f"--step: expected a graded step that {self.streams} holds ({kept}), found {self.asked.step}"
+                f"--step: expected a graded step that {self.streams} holds ({len(recorded)}{span}), found "
+                f"{self.asked.step}"
             )
         whole = [rollout for rollout in read_step(folder, without=[ROUTES.name]) if not rollout.suspended]
+        if without := [r.prompt_id for r in whole for part, _ in r.ended() if part.grade is None]:
+            raise ProbeError(f"{folder}: expected grades of all responses, found none of {without[0]}'s")
         found, _ = leave_out(whole, self.job.recipe.reward)
         versions = {int(v) for r in found for part in r.parts for v in np.unique(part.tokens["versions"])}
         if not found:
@@ -226,14 +231,16 @@ class Target:
     def cost(self) -> str:
         """Return what the probe will cost. Raises ReplayError if a step to train again is gone."""
         count, expected = self.chosen.count, self.chosen.expected
-        speed = Columns(self.asked.run, ["harvest/tokens_per_second"])
-        at = speed["harvest/tokens_per_second"][speed.steps == self.asked.step]
-        seconds = f", {expected / at[0]:.0f} s at that step's speed" if len(at) and at[0] > 0 else ""
+        known = Columns(self.asked.run, ["harvest/tokens_per_second", "time/train"])
+        at = known["harvest/tokens_per_second"][known.steps == self.asked.step]
+        seconds = f", {expected / at[0]:.0f} s at its speed without the start" if at.sum() > 0 else ""
         over = " (more than --budget: one response at least)" * (expected > self.budget)
         trained = self.steps - max((n for n, _ in self._checkpoints), default=0)
         if trained:
             check_steps(self.streams, self.steps - trained, self.steps)
-        again = f"; no checkpoint has these weights: {plural(trained, 'step')} trained again" * (trained > 0)
+        training = known["time/train"][(known.steps > self.steps - trained) & (known.steps <= self.steps)]
+        again = f"; no checkpoint has these weights: {plural(trained, 'step')} trained again"
+        again = f"{again}, {np.nansum(training):.0f} s" * (trained > 0)
         what = f"{plural(len(self.chosen.responses), 'response')}, {plural(count, 'place')}"
         return (
             f"step {self.asked.step}: {what} x {self.asked.samples} continuations, about {expected:,} "
@@ -307,25 +314,32 @@ class Target:
 
     def prepare(self, out: Path) -> None:
         """Write what is asked to ``out``, and copy the newest checkpoint from which the weights can be made.
-        Raises ProbeError for a folder with another probe."""
+        Raises ProbeError for a folder with another probe, or with something else."""
         asked = asdict(self.asked) | {"run": str(self.asked.run.resolve())}
-        if (file := out / FILE).exists():
-            before = read_json(file)["asked"]
-            if differs := [key for key in asked if before.get(key) != asked[key]]:
-                key = differs[0]
-                raise ProbeError(
-                    f"--out {out}: holds another probe ({key}: {before.get(key)!r} -> {asked[key]!r})"
-                )
-            return
+        file, begun = out / FILE, {"recorded", "weights"}  # by an attempt that was cut off here
         out.mkdir(parents=True, exist_ok=True)
-        recorded = self.streams / step_name(self.asked.step - 1)
-        if (recorded / STATES).is_dir():  # where environments in mid-turn take up their states
-            (out / "recorded").unlink(missing_ok=True)  # of an attempt that was cut off here
-            (out / "recorded").symlink_to(recorded.resolve())
-        if self.steps and self._checkpoints:
-            checkpoint_folder.copy(self._checkpoints[-1][1], out / "weights/checkpoints")
-            shutil.copy(self.asked.run / METRICS, out / "weights")
-        write_json(file, {"asked": asked})
+        other = sorted(path.name for path in out.iterdir() if path.name not in begun and path.name[0] != ".")
+        if other and not file.exists():
+            raise ProbeError(f"--out {out}: expected {FILE} or an empty folder, found {other[0]}")
+        with contextlib.closing(Hold(out)):
+            if file.exists():
+                with expecting("what eqlen probe writes", file):
+                    before = {**read_json(file)["asked"]}
+                if differs := [key for key in asked if before.get(key) != asked[key]]:
+                    key = differs[0]
+                    raise ProbeError(
+                        f"--out {out}: holds another probe ({key}: {before.get(key)!r} -> {asked[key]!r})"
+                    )
+                return
+            recorded = self.streams / step_name(self.asked.step - 1)
+            if (recorded / STATES).is_dir():  # where environments in mid-turn take up their states
+                (out / "recorded").unlink(missing_ok=True)
+                (out / "recorded").symlink_to(recorded.resolve())
+            if self.steps and self._checkpoints:
+                remove_partial(out / "weights/checkpoints")
+                checkpoint_folder.copy(self._checkpoints[-1][1], out / "weights/checkpoints")
+                shutil.copy(self.asked.run / METRICS, out / "weights")
+            write_json(file, {"asked": asked})
 
     @staticmethod
     def _apart(recipe: Recipe, folder: Path) -> Recipe:

@@ -1,6 +1,7 @@
 """``eqlen probe`` as a command: the weights of a step, its record, and what is refused."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -133,18 +134,27 @@ def test_a_run_begins_after_a_step_of_another_one_on_more_ranks(home, trained):
     assert max(apart) < 1e-5, "without Adam's moments it is 1e-4"
 
 
-def test_a_step_whose_weights_cannot_be_made_is_refused_in_a_probes_words(trained, tmp_path):
-    for name, says in (
-        ("metrics.jsonl", "metrics.jsonl: expected the updates of all steps before step 3, which made its"),
-        ("streams/step-00000001", "streams: expected step-00000000 to step-00000001, found 2 steps"),
-    ):
-        bare = tmp_path / name.replace("/", "-")
-        shutil.copytree(trained, bare, ignore=shutil.ignore_patterns("checkpoints"))
+@pytest.mark.parametrize(("name", "kept", "step", "says"), [
+    ("metrics.jsonl", None, 3, "metrics.jsonl: expected the updates of all steps before step 3"),
+    ("streams/step-00000001", None, 3, "streams: expected step-00000000 to step-00000001, found 2 steps"),
+    ("streams/step-00000001", None, 2, "streams holds (2 of 1 to 3, nearest 1), found 2"),
+    ("streams/step-00000000/grades-rank-0.arrow", 400, 1, "expected grades of all responses, found none of"),
+    ("checkpoints/step-00000002/metadata.json", 9, 3, "bare/checkpoints/step-00000002/metadata.json: trunc"),
+])  # fmt: skip
+def test_a_step_that_is_damaged_or_gone_is_refused_in_a_probes_words(
+    trained, tmp_path, name, kept, step, says
+):
+    bare = tmp_path / "bare"
+    ignored = shutil.ignore_patterns("" if name.startswith("checkpoints") else "checkpoints")
+    shutil.copytree(trained, bare, ignore=ignored)
+    if kept is not None:
+        os.truncate(bare / name, kept)
+    else:
         (shutil.rmtree if (bare / name).is_dir() else Path.unlink)(bare / name)
-        job = start("-m", "megatron_eqlen.cli", "probe", bare, "--step", 3, "--at", "every:5", "--dry-run")
-        assert job.wait() == 2
-        assert says in job.stderr
-        assert "--replay" not in job.stderr
+    job = start("-m", "megatron_eqlen.cli", "probe", bare, "--step", step, "--at", "every:5")
+    assert job.wait() == 2
+    assert says in job.stderr
+    assert "--replay" not in job.stderr
 
 
 @pytest.mark.parametrize(("arguments", "says"), [

@@ -138,6 +138,20 @@ def test_a_probe_that_was_written_otherwise_is_named(found, tmp_path):
         probes_of(tmp_path / "streams/step-00000000")
 
 
+@pytest.mark.parametrize(("name", "text", "says"), [
+    ("probe.json", "[]", "probe.json: expected what eqlen probe writes"),
+    ("probe.json", '{"asked": null}', "probe.json: expected what eqlen probe writes"),
+    ("probe.json", '{"asked": {"step": 2}}', "holds another probe"),
+    ("step-00000000", "", "expected probe.json or an empty folder, found step-00000000"),
+])  # fmt: skip
+def test_a_folder_that_holds_something_else_than_this_probe_is_left_as_it_is(name, text, says, tmp_path):
+    (tmp_path / name).write_text(text)
+    target = Target(SimpleNamespace(recipe=SAMPLINGS["tree"]), Asked(tmp_path / "run", 1))
+    with pytest.raises(ValueError, match=says):
+        target.prepare(tmp_path)
+    assert [(file.name, file.read_text()) for file in tmp_path.glob("[!.]*")] == [(name, text)]
+
+
 def test_rewards_where_a_marker_is_forced_are_those_of_a_process_that_forces_it():
     """The process samples so many tokens, then puts token 2 into a response without one, and goes on."""
     settings, rng = SAMPLINGS["independent"], np.random.default_rng(0)
