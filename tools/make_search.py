@@ -176,18 +176,19 @@ def _row(puzzle: Puzzle, dials: Dials, rng: random.Random) -> dict:
 WORDS = (" so", " um", " hm", " well", " now", " then", " but", " or")
 
 
-def make_late_rows(count: int, seed: int) -> list[dict]:
-    """Return rows of a task whose outcome is decided late: a code of four digits, after 50 random words on
-    average. A model that imitates the demonstrations, which slip at every fourth digit, doubts the code."""
+def make_late_rows(count: int, seed: int, words: float = 50) -> list[dict]:
+    """Return rows of a task whose outcome is decided late: a code of four digits, after ``words`` random
+    words on average. A model that imitates the demonstrations, which slip at every fourth digit, doubts the
+    code."""
     rng, codes = random.Random(seed), dict[tuple[int, ...], str]()
     while len(codes) < count:
         digits = tuple(rng.sample(range(10), 4))
         codes[digits] = "".join(str((7 * digit + 3) % 10) for digit in digits)
 
     def demonstrated(code: str) -> str:
-        words = [rng.choice(WORDS) for _ in iter(lambda: rng.random() < 50 / 51, False)]
+        said = [rng.choice(WORDS) for _ in iter(lambda: rng.random() < words / (words + 1), False)]
         answer = [rng.choice("0123456789".replace(d, "")) if rng.random() < 0.25 else d for d in code]
-        return "".join([*words, "\\boxed{", *answer, "}"])
+        return "".join([*said, "\\boxed{", *answer, "}"])
 
     return [
         {
@@ -219,10 +220,13 @@ def main() -> None:
     parser.add_argument("--pauses", type=float, default=0.0, help="mean number after a term")
     parser.add_argument("--closing", type=float, default=0.0, help="mean number of pauses after the answer")
     parser.add_argument("--late", action="store_true", help="make_late_rows, in place of puzzles")
+    parser.add_argument(
+        "--words", type=float, default=50, help="mean number of words before the code of --late"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     count, dials = args.train + args.test, Dials(pauses=args.pauses, closing=args.closing)
-    rows = make_late_rows(count, args.seed) if args.late else make_rows(count, args.seed, dials)
+    rows = make_late_rows(count, args.seed, args.words) if args.late else make_rows(count, args.seed, dials)
     write_rows(args.out / "test.parquet", rows[: args.test])
     write_rows(args.out / "train.parquet", rows[args.test :])
 
