@@ -204,18 +204,23 @@ def _furnished(root: Path, script: Path) -> bytes:
         shutil.copytree(Path(__file__).with_name("launch"), own)
         for file in itertools.islice(_small_files(root, script), MOST_FILES):
             copy = own / "here" / file.relative_to(root)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(OSError):
-                shutil.copyfile(file, copy)
-                copy.chmod(0o755)
+            (copy if file.is_dir() else copy.parent).mkdir(parents=True, exist_ok=True)
+            if file.is_file():
+                with contextlib.suppress(OSError):
+                    shutil.copyfile(file, copy)
+                    copy.chmod(0o755)
         return pack_folder(folder)
 
 
 def _small_files(root: Path, script: Path) -> Iterator[Path]:
-    """Yield the script, its neighbours, and files below ``root``, but those of hidden folders."""
+    """Yield the script, its neighbours, and folders and small files below ``root``, but hidden folders."""
     yield script
     for folder, below, names in itertools.chain(os.walk(script.parent), os.walk(root)):
         deep = folder.count("/") >= DEEPEST + str(root).count("/")
         below[:] = [name for name in below if not (deep or name.startswith("."))]
-        files = (Path(folder, name) for name in names)
-        yield from (file for file in files if file.is_file() and file.stat().st_size <= MOST_BYTES)
+        found = (Path(folder, name) for name in (*below, *names))
+        yield from (each for each in found if each.is_dir() or _is_small(each))
+
+
+def _is_small(file: Path) -> bool:
+    return file.is_file() and file.stat().st_size <= MOST_BYTES

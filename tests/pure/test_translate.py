@@ -132,6 +132,7 @@ ENDS = [
     ("trl", "--loss_type=dapo", SAME, {"loss.loss_agg_mode": "token-mean"}),
     ("trl", "--reward_funcs=mine.rules.f", SAME, {"data.sources.0.grader": "mine.rules:f"}),
     ("trl", "--adapter_magic=1", HOLE, "adapter_magic"),
+    ("trl", "--reward_weights=1.0", NOTHING, None),
     ("trl", "--no_shuffle_dataset", SAME, {"data.shuffle": False}),
     ("trl", "--warmup_steps=5", SAME, {"optimizer.warmup_steps": 5}),
     ("trl@1.16", "--use_bias_correction_kl=false", NOTHING, None),
@@ -278,6 +279,7 @@ SCRIPTS = {
     "answers and limits": "set -euo pipefail\nulimit -n 1048576\nV=$(pip list | grep torch | cut -f1)\n"
     "H=($(scontrol show hostnames x))\necho ${H[0]}\nRUN n=6",
     "nodes of SLURM": "#SBATCH --nodes=3\nset -u\nRUN n=6 trainer.nnodes=$SLURM_JOB_NUM_NODES",
+    "a folder for logs": "RUN n=6 > logs/new.log\n",
     "a file beside it": 'source "$(dirname "$0")/common.sh"\nRUN n=$N',
 }
 
@@ -332,6 +334,7 @@ def write_script(folder, kind):
     command = f"python3 -m verl.trainer.main_ppo {base} actor_rollout_ref.rollout."
     (folder / "run.sh").write_text(SCRIPTS[kind].replace("RUN ", command).replace("BASE", base))
     (folder / "common.sh").write_text("N=6\n")
+    (folder / "logs").mkdir(exist_ok=True)
     return folder / "run.sh"
 
 
@@ -356,8 +359,10 @@ def test_the_arguments_are_those_of_bashs_own_trace(tmp_path, kind):
     for name in ("pkill", "ray", "srun", "wandb"):
         (stub.parent / name).symlink_to(stub)
     environment = {"PATH": f"{stub.parent}:/usr/bin:/bin", "N": "6", "PS4": "+ "}
-    trace = subprocess.run(["bash", "-x", script], env=environment, capture_output=True, text=True).stderr
-    lines = [shlex.split(line) for line in trace.splitlines() if "main_ppo" in line]
+    ran = subprocess.run(
+        ["bash", "-x", script], env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    lines = [shlex.split(line) for line in ran.stderr.splitlines() if "main_ppo" in line]
     if "launcher" in kind:  # it is one word of srun's
         lines = [shlex.split(line[-1]) for line in lines]
     (*_, expected) = lines
