@@ -174,13 +174,6 @@ def launched(
     script = script.resolve()
     root = next((folder for folder in script.parents if (folder / ".git").exists()), script.parent)
     given = {"PATH": f"{OWN}/bin:/usr/bin:/bin", "HOME": HOME, "USER": "user", "SLURM_JOB_ID": "1"}
-    asked = dict(
-        re.findall(r"^#SBATCH\s+--([\w-]+)[= ](\S+)", script.read_text(encoding="utf-8"), re.MULTILINE)
-    )
-    given |= {f"SLURM_{name.replace('-', '_').upper()}": value for name, value in asked.items()}
-    given |= (
-        dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), asked["nodes"]) if "nodes" in asked else {}
-    )
     given |= {"BASH_ENV": f"{OWN}/settings.sh", "MASTER_ADDR": "127.0.0.1", **(variables or {})}
     place = f"{HERE}/{script.relative_to(root)}"
     start = ["bash", "-c", f'cd {HERE} && exec bash "$@"', "-", place, *arguments]

@@ -125,12 +125,8 @@ def translate(trainer: str, file: Path, words: Sequence[str] = ()) -> Translatio
     known, ours = sum(map(bool, rows.values())), min(theirs.keys() & OURS, default="")
     other = trainer == "verl" and not any(key.startswith("actor_rollout_ref.") for key in theirs)
     if ours or other or known < max(1, len(theirs) / 2):
-        own = f"a recipe of this package ({ours})" if ours else f"{len(theirs)} keys, {known} of them its own"
-        own += (
-            ", none of actor_rollout_ref (fine-tuning on responses is objective: sft)"
-            if other and not ours
-            else ""
-        )
+        own = f"{len(theirs)} keys, {known} of them its own" + ", none of actor_rollout_ref" * other
+        own = f"a recipe of this package ({ours})" if ours else own
         expected = f"{trainer} (launch script, resolved YAML, saved arguments, TRL's Python)"
         raise ValueError(f"{file}: expected a configuration of {expected}, found {own}")
     begun: dict[str, Any] = {"name": file.stem, "sampling": "independent"}

@@ -51,9 +51,9 @@ def table() -> dict[str, list[Row]]:
 
 def _rows(parts: dict[str, Any]) -> Iterator[Row]:
     for end, name in (("same", "ours"), ("changed", "ours"), ("lost", "why")):
-        for theirs, row in parts.get(end, {}).items():
+        for names, row in parts.get(end, {}).items():
             fields: dict[str, Any] = {name: row} if isinstance(row, str) else row
-            yield Row(theirs, **fields)
+            yield from (Row(theirs, **fields) for theirs in names.split())
     for reason, names in parts.get("irrelevant", {}).items():
         yield from (Row(theirs, irrelevant=reason) for theirs in names.split())
 

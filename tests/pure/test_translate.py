@@ -278,7 +278,7 @@ SCRIPTS = {
     "several commands": "RUN n=2\npython3 prepare.py --local_dir x\nRUN n=6\nwandb sync",
     "answers and limits": "set -euo pipefail\nulimit -n 1048576\nV=$(pip list | grep torch | cut -f1)\n"
     "H=($(scontrol show hostnames x))\necho ${H[0]}\nRUN n=6",
-    "nodes of SLURM": "#SBATCH --nodes=3\nset -u\nRUN n=6 trainer.nnodes=$SLURM_JOB_NUM_NODES",
+    "nodes of SLURM": "#SBATCH -N 3\nset -u\nRUN n=6 trainer.nnodes=$SLURM_JOB_NUM_NODES",
     "a folder for logs": "RUN n=6 > logs/new.log\n",
     "a file beside it": 'source "$(dirname "$0")/common.sh"\nRUN n=$N',
 }

@@ -23,5 +23,12 @@ ulimit() { builtin ulimit "$@" 2> /dev/null || true; }
 for name in chmod chown cp ln mkdir mv rm tee touch; do
   eval "$name() { command $name \"\$@\" 2> /dev/null || true; }"
 done
-unset name
+if [[ -f $0 ]]; then # what its lines for sbatch ask for
+  while read -r name value; do
+    name=SLURM_${name^^}
+    [[ -v ${name//-/_} ]] || export "${name//-/_}=$value"
+  done < <(sed -nE 's/^#SBATCH +-N[= ]?(\S+).*/nodes \1/p; s/^#SBATCH +--([a-z-]+)[= ](\S+).*/\1 \2/p' "$0")
+  [[ ! -v SLURM_NODES ]] || export SLURM_NNODES=${SLURM_NNODES-$SLURM_NODES} SLURM_JOB_NUM_NODES=${SLURM_JOB_NUM_NODES-$SLURM_NODES}
+fi
+unset name value
 set -T; trap 'set +e' DEBUG # what a stand-in does not answer ends no script either
