@@ -116,5 +116,8 @@ def _ends(files: Sequence[Path], recipe: Recipe) -> Iterator[Diagnosis]:
         cause = EQUAL.get(end, f"all are {which}")
     counts = ", ".join(f"{number} {name}" for name, number in ends.most_common())
     prompt, text = mine[0][0].prompt, f"…{texts[0][-TEXT:]}" if len(texts[0]) > TEXT else texts[0]
-    shown = f"{prompt.prompt_id}: {text!r}" + f", gold {prompt.gold[:40]!r}" * (prompt.grader == "math")
+    grade, gold = mine[0][1].grade, f", gold {prompt.gold[:40]!r}" * (prompt.grader == "math")
+    shown = f"{prompt.prompt_id}: {text!r}" + (
+        f", {grade.detail[-TEXT:]!r}" if grade and grade.detail else gold
+    )
     yield end, f"{cause} ({len(responses)} responses: {counts}); e.g. {shown}" + f". {note}" * bool(note)

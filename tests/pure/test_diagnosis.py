@@ -45,6 +45,8 @@ def told(tmp_path):
     ([(r"\boxed{7}", RIGHT)] * 4, ["all are right", "4 correct"]),
     ([(r"\boxed{8}", WRONG)] * 3 + [("ten", NONE)],
      ["all are wrong", "3 wrong, 1 no_answer", r"'\\boxed{8}'"]),
+    ([("ten", Grade(0.0, "failed", detail="No module named pytest"))] * 2,
+     ["2 failed", "'ten', 'No module named pytest'"]),
     ([("seven", CUT)] * 4, ["their answers would come after it", "max_response_length: 192", "0 of 4 hold"]),
     ([(r"\boxed{7} ten", CUT)] * 4, ["go on after their answer", "4 of 4 hold an answer"]),
     ([("seven", SCORED), ("ten", SCORED)] * 2, ["the reward function gives the same to all", "4 scored"]),

@@ -208,7 +208,7 @@ def _report(report: dict[str, Any], folder: str, limits: CommandLimits, beside: 
         with open(ARCHIVE, "wb", closefd=False) as file:
             report["left_out"] = pack(folder, file, limits.folder_mb << 20, beside)
     except (OSError, RecursionError, FolderError) as error:
-        report["unkept"] = f"{type(error).__name__}: {error}"
+        report["unkept"] = f"{type(error).__name__}: {error}"[:300]
     os.write(REPORT, json.dumps(report).encode())
 
 
