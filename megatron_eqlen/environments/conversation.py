@@ -14,8 +14,9 @@ import hashlib
 import json
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from numbers import Real
 from pathlib import Path
 from typing import NamedTuple
@@ -72,6 +73,8 @@ class Conversations:
     kept: Path | None = None
     """Folder of the step's record that states are saved in after each turn; states of earlier steps lie in
     its neighbours. None: nothing is saved."""
+    forked_as: tuple[int, ...] | None = None
+    """``Environment.forked_as`` of one that is made, in place of the saved one's."""
     own_seeds: bool = False
     """True if each first track of a rollout has a seed of its own, as the samples of an evaluation have."""
 
@@ -101,6 +104,8 @@ def answer(
         if known is None and (saved := _saved(speak, seed, prompt, turns[:-1])) is not None:
             environment.load(saved.read_text(), saved.parent)
             first = len(turns) - 1
+        if known is None and speak.forked_as is not None:
+            environment.forked_as = speak.forked_as
         changed = sum(
             _given(speak, environment, _step(speak, environment, turn)) != turn.given.tolist()
             for turn in turns[first:-1]
@@ -113,7 +118,7 @@ def answer(
             return Answer(environment, None, _grade(environment), not observation.done, changed)
         if speak.kept is not None and type(environment).save is not Environment.save:
             answered = [*turns[:-1], turns[-1]._replace(given=np.array(given))]
-            _save(environment, speak.kept / STATES / _name(seed, prompt, answered))
+            _save(environment, speak.kept / STATES / _name(seed, prompt, answered, environment.forked_as))
         return Answer(environment, given, changed=changed)
     except BaseException:
         if known is None:  # nobody else has it
@@ -121,17 +126,22 @@ def answer(
         raise
 
 
-def _name(seed: int, prompt: Prompt, turns: list[Turn]) -> str:
-    """Return the name of the state after ``turns``, which have all been answered."""
+def _name(seed: int, prompt: Prompt, turns: list[Turn], forks: Sequence[int] = ()) -> str:
+    """Return the name of the state after ``turns``, which have all been answered, of a line."""
     said = [[turn.generated.tolist(), turn.given.tolist()] for turn in turns]
-    return hashlib.sha256(json.dumps([seed, prompt.prompt_id, said]).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps([seed, prompt.prompt_id, said]).encode()).hexdigest()
+    return "-".join([digest, *map(str, forks)])
 
 
 def _saved(speak: Conversations, seed: int, prompt: Prompt, turns: list[Turn]) -> Path | None:
-    """Return the file of the state after ``turns``, of this step or an earlier one; None if there is none."""
+    """Return the file of the state after ``turns``, of this step or an earlier one: the line's own, or that
+    of the line that it left; None if there is none."""
     if speak.kept is None or not turns:
         return None
-    return next(speak.kept.parent.glob(f"*/{STATES}/{_name(seed, prompt, turns)}"), None)
+    forks = speak.forked_as or ()
+    names = [_name(seed, prompt, turns, forks[:stop]) for stop in range(len(forks), -1, -1)]
+    found = (speak.kept.parent.glob(f"*/{STATES}/{name}") for name in [*names, f"{names[-1]}-*[0-9]"])
+    return next(chain.from_iterable(found), None)
 
 
 def _save(environment: Environment, file: Path) -> None:

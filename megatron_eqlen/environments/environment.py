@@ -51,6 +51,8 @@ class Environment:
     """JSON schemas of the tools, as the chat template takes them."""
     copies: ClassVar[bool] = True
     """False if ``fork`` is not possible: only sampling that forks nothing can be used."""
+    forked_as: tuple[int, ...] = ()
+    """Numbers of the forks that led to its line, the same when a run resumes."""
     refused: int = 0
     """Requests of an agent that were refused."""
     folder_bytes: int = 0

@@ -75,8 +75,11 @@ class PackedFolder:
         """Write a folder below the temporary directory. Raises OSError, of a full disk for instance."""
         descriptor, name = tempfile.mkstemp(".tar", dir=_scratch())
         kept = cls(Path(name))
-        with open(descriptor, "wb") as file:
-            file.write(content)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(content)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, name) from None
         return kept
 
 
@@ -122,8 +125,6 @@ class Workspace(ToolEnvironment):
         self.setting = Command((), "", variables or {}, readable or [], command or [], root)
         self.grading = {"test": test, "expected": expected, "function": function}
         self.hidden, self.reward = hidden, reward
-        self.line: tuple[int, ...] = ()
-        """Numbers of the calls at which it was copied, and of the copies."""
         self.calls = self.copies_made = 0
         self.folder = self._template(template)
 
@@ -145,19 +146,22 @@ class Workspace(ToolEnvironment):
     def execute(self, arguments: list[str], stdin: str = "", over: bytes | None = None) -> CommandEnd:
         """Run a program in the folder, or in the folder ``over``, which is not kept."""
         before = self.folder.read() if over is None else over
-        number = random.Random(f"{self.seed}/{self.line}/{self.calls}").getrandbits(31)
-        variables = {"EQLEN_SEED": str(number), **self.setting.environment}
+        variables = {"EQLEN_SEED": str(self.draw()), **self.setting.environment}
         if self.setting.root:
             arguments = ["sh", "-lc", 'exec "$@"', "sh", *arguments]
             variables = {"HOME": "/root", **variables}
         asked = replace(self.setting, arguments=arguments, stdin=stdin, environment=variables)
-        self.calls += 1
         end = _sandboxes().run(lambda sandbox: sandbox.command(asked, before, self.limits))
         self.folder_bytes += len(before) + len(end.folder)
         self.folder_seconds += end.packing_seconds
         if over is None and end.folder != before:
             self.folder = PackedFolder.of(end.folder)
         return end
+
+    def draw(self) -> int:
+        """Return the seed of the next command: of this line alone, the same when a run resumes."""
+        self.calls += 1
+        return random.Random(f"{self.seed}/{self.forked_as}/{self.calls - 1}").getrandbits(31)
 
     def _said(self, end: CommandEnd) -> str:
         """Return what the policy reads."""
@@ -200,7 +204,7 @@ class Workspace(ToolEnvironment):
 
     def fork(self) -> Workspace:
         other = copy.copy(self)
-        other.line = (*self.line, self.calls, self.copies_made)
+        other.forked_as = (*self.forked_as, self.calls, self.copies_made)
         other.copies_made = other.folder_bytes = 0
         other.folder_seconds = 0.0
         self.copies_made += 1
@@ -212,11 +216,13 @@ class Workspace(ToolEnvironment):
             whole = kept.with_suffix(f".{os.getpid()}-{id(self)}")
             shutil.copyfile(self.folder.path, whole)
             whole.rename(kept)
-        return json.dumps([kept.name, self.line, self.calls, self.copies_made])
+        return json.dumps([kept.name, self.forked_as, self.calls, self.copies_made])
 
     def load(self, text: str, place: Path) -> None:
         name, line, self.calls, self.copies_made = json.loads(text)
-        self.folder, self.line = PackedFolder(place / name, temporary=False), tuple(line)
+        self.folder, self.forked_as = PackedFolder(place / name, temporary=False), tuple(line)
+        if hashlib.sha256(self.folder.read()).hexdigest() != Path(name).stem:
+            raise ValueError(f"{place / name}: expected the folder that was saved there, found another")
 
     def _template(self, name: str) -> PackedFolder:
         return packed_template(_with_gold(name, self.prompt.gold), self.limits.folder_mb, self.limits.files)

@@ -8,7 +8,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import nlargest
 from statistics import fmean
@@ -154,7 +154,8 @@ class Dialogues:
                 environment = state and state.environment
                 number = COINS - track.number if self.speak.own_seeds else COINS
                 seed = track_seed(harvester.seed, harvester.prompt.prompt_id, harvester.index, number)
-                work = partial(answer, self.speak, environment, harvester.prompt, seed, turns)
+                speak = replace(self.speak, forked_as=track.forks)
+                work = partial(answer, speak, environment, harvester.prompt, seed, turns)
                 self.waiting.append(Call(key, track, len(turns), work, environment is None))
         self._admit()
 
@@ -180,6 +181,7 @@ class Dialogues:
                         break
                     try:
                         made = _within(self.timeout, lambda of=state.environment: Answer(of.fork()))
+                        made.environment.forked_as = track.forks
                         states[track.number] = state._replace(environment=made.environment)
                         self.counts["copies"] += 1
                     except Exception as error:  # noqa: BLE001  another's code

@@ -63,6 +63,8 @@ class Harvester(ABC):
         """Finished parts, append-only."""
         self.open: dict[int, Track] = {}
         """Tracks that may grow or wait for others, by number; the trunk's track of a stream comes first."""
+        self.forks: dict[int, tuple[int, ...]] = {}
+        """``Track.forks`` of the tracks that made finished parts, by the parts' numbers."""
         self.outcome: Outcome = "suspended"
         self.takes_turns = False
         """True if an environment answers the ends of its tracks' turns."""
@@ -112,6 +114,7 @@ class Harvester(ABC):
             self.prompt, self.index, number, response, limit, self.eos_token_ids, self.seed, parent
         )
         track.takes_turns = self.takes_turns
+        track.forks = (*self.forks[parent], number) if parent in self.forks else ()
         return track
 
     def add_part(self, track: Track, role: str, number: int, length: int | None = None) -> Part:
@@ -124,6 +127,7 @@ class Harvester(ABC):
         grade = track.grade if reason == "stop" else None
         part = Part(tokens, reason, grade, role, number, track.parent)
         track.start, track.parent = stop, number
+        self.forks[number] = track.forks
         self.parts.append(part)
         return part
 

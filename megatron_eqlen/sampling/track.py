@@ -33,8 +33,8 @@ class Track:
     """A track continues ``context`` by at most ``limit`` tokens."""
 
     __slots__ = (
-        "age", "attempts", "awaited", "calls", "context", "eos_token_ids", "finish_reason", "given", "grade",
-        "index", "is_fork", "keeps_columns", "limit", "name", "number", "parent", "prompt_columns",
+        "age", "attempts", "awaited", "calls", "context", "eos_token_ids", "finish_reason", "forks", "given",
+        "grade", "index", "is_fork", "keeps_columns", "limit", "name", "number", "parent", "prompt_columns",
         "prompt_id", "seed", "start", "takes_turns", "tokens",
     )  # fmt: skip
 
@@ -61,6 +61,8 @@ class Track:
         """Length at which the harvester may decide something, wherever the track ends."""
         self.eos_token_ids = eos_token_ids
         self.is_fork = bool(trunk)
+        self.forks: tuple[int, ...] = ()
+        """Numbers of the tracks from the first fork down to this one; none for a first track."""
         self.tokens = GrowingTokens()
         self.start = 0
         """Number of generated tokens that are in parts of the rollout."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import re
 import tempfile
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 
 from megatron_eqlen.environments.conversation import Conversations
 from megatron_eqlen.environments.environment import Environment, Observation
+from megatron_eqlen.environments.workspace import Workspace
 from megatron_eqlen.harvest.harvest import harvest
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.recipe import EnvironmentRecipe, Recipe
@@ -128,23 +130,10 @@ cases = st.fixed_dictionaries(
         "version_tokens": st.sampled_from([None, 1, 5]),
         "budget": st.sampled_from([None, None, 10, 50, 90]),
         "carry_over": st.booleans(),
-        "environment": st.booleans(),
+        "environment": st.sampled_from(["", "Dealer"]),
     }
 )
 kills = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60), st.integers(0, 2**16)), max_size=4)
-
-
-def environment_of(case: dict) -> Conversations | None:
-    """Return the environment. With a budget, the harvest would depend on the time that calls take."""
-    if not case["environment"] or case["budget"] is not None:
-        return None
-    return dealt()
-
-
-def dealt() -> Conversations:
-    """Return conversations with dealers, whose observations are token ids."""
-    write = lambda observation: list(map(int, observation.content.split()))  # noqa: E731
-    return Conversations(Dealer, str, write, EnvironmentRecipe(max_turns=4))
 
 
 class Dealer(Environment):
@@ -160,6 +149,42 @@ class Dealer(Environment):
 
     def grade(self) -> float:
         return zlib.crc32(self.messages.encode()) % 1000 / 1000
+
+
+class Drawer(Workspace):
+    """A workspace without commands: a copy draws numbers of its own, and a resumed run the same ones."""
+
+    def __init__(self, prompt: Prompt, seed: int) -> None:
+        self.seed, self.calls, self.copies_made, self.drawn = seed, 0, 0, ()
+
+    def step(self, message: str) -> Observation:
+        if zlib.crc32(f"{message}/{self.calls}".encode()) % 10 < 3:
+            return Observation(done=True)
+        self.drawn = (*self.drawn, self.draw())
+        return Observation(str(20 + self.drawn[-1] % 100))
+
+    def grade(self) -> float:
+        return zlib.crc32(str(self.drawn).encode()) % 1000 / 1000
+
+    def save(self, place: Path) -> str:
+        return json.dumps([self.drawn, self.calls])
+
+    def load(self, text: str, place: Path) -> None:
+        drawn, self.calls = json.loads(text)
+        self.drawn = tuple(drawn)
+
+
+def environment_of(case: dict, folder: Path | None = None) -> Conversations | None:
+    """Return the environment. With a budget, the harvest would depend on the time that calls take."""
+    if not case["environment"] or case["budget"] is not None:
+        return None
+    return dealt() if case["environment"] == "Dealer" else dealt(Drawer, 40, folder)
+
+
+def dealt(cls: type[Environment] = Dealer, max_turns: int = 4, folder: Path | None = None) -> Conversations:
+    """Return conversations whose observations are token ids."""
+    write = lambda observation: list(map(int, observation.content.split()))  # noqa: E731
+    return Conversations(cls, str, write, EnvironmentRecipe(max_turns=max_turns), kept=folder)
 
 
 def recipe_of(case: dict) -> Recipe:
@@ -195,12 +220,22 @@ def engine_of(case: dict, chaos: int, life: int = 10**9) -> Mortal:
 @examples(30)
 @given(cases, kills, st.sampled_from([0.0, 0.0, 0.0005]))
 def test_killed_at_any_batch_and_any_step_a_harvest_ends_as_if_it_had_not_been(case, kills, interval):
+    check_killed(case, kills, interval)
+
+
+@examples(60)
+@given(cases, kills)
+def test_copies_draw_the_same_numbers_again_after_a_kill(case, kills):
+    check_killed(case | {"environment": "Drawer", "budget": None, "carry_over": False}, kills, 0.0)
+
+
+def check_killed(case: dict, kills: list[tuple[int, int, int]], interval: float) -> None:
     recipe = recipe_of(case)
-    speak = environment_of(case)
-    plan = HarvestPlan(PROMPTS, recipe, EOS, seed=case["seed"], conversations=speak)
+    plan = HarvestPlan(PROMPTS, recipe, EOS, seed=case["seed"], conversations=environment_of(case))
     want, _ = harvest(engine_of(case, 0), plan)
     with tempfile.TemporaryDirectory() as home, patch.object(recorder_module, "INTERVAL", interval):
         folder = Path(home) / "step-00000000"
+        speak = environment_of(case, folder)
         for life, batches, chaos in kills:
             disk = Stopping(batches)
             with patch.object(ArrowLog, "write", lambda log, batch, disk=disk: disk.write(log, batch)):
