@@ -253,7 +253,8 @@ class Workspace(ToolEnvironment):
             if (name := options.get(key)) and "{gold}" not in name:
                 packed_template(name, options.get("folder_mb", 256), options.get("files", 20_000), key)
         with tempfile.TemporaryDirectory() as empty:
-            first = cls(Prompt("", [], "", "", ""), 0, **options | {"template": empty})
+            options["template"] = empty
+            first = cls(Prompt("", [], "", "", ""), 0, **options)
         try:
             end = first.execute(["bash", "-c", ":"])
         except (SandboxError, ValueError) as error:
