@@ -212,8 +212,6 @@ def _small_files(root: Path, script: Path) -> Iterator[Path]:
         deep = folder.count("/") >= DEEPEST + str(root).count("/")
         below[:] = [name for name in below if not (deep or name.startswith("."))]
         found = (Path(folder, name) for name in (*below, *names))
-        yield from (each for each in found if each.is_dir() or _is_small(each))
-
-
-def _is_small(file: Path) -> bool:
-    return file.is_file() and file.stat().st_size <= MOST_BYTES
+        for each in found:
+            if each.is_dir() or (each.is_file() and each.stat().st_size <= MOST_BYTES):
+                yield each

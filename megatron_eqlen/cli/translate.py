@@ -1,8 +1,5 @@
 """``eqlen recipe --from verl FILE``: a recipe of ours from another trainer's configuration.
 
-    script ─► bash, in the sandbox ─► arguments ─┐
-    resolved YAML, TRL's YAML, saved arguments ──┴─► keys ─► the table others.yaml ─► recipe, with holes
-
 Every key of theirs ends as ``same``, ``changed``, ``lost`` or ``irrelevant``. A lost key is a hole in the
 recipe, ``???``, which ``recipe.load`` refuses. What follows from several keys is computed here.
 """
@@ -45,8 +42,6 @@ NEEDED["data.sources"] = [{"name": "mine", "path": "DATA"}]
 ENGINES = ("model.megatron.", "rollout.vllm.")
 GRADER = "data.sources.0.grader"
 ALIASES = {"open-r1": "trl@0.18"}
-OURS = {"group_size", "sampling", "objective", "data.sources", "model.path"}
-"""Keys of a recipe of ours."""
 EFFECTS: dict[str, str] = read_table()["effects"]
 """Effects of a change, the gravest first, with the beginnings of the keys that have them."""
 
@@ -122,13 +117,12 @@ def translate(trainer: str, file: Path, words: Sequence[str] = ()) -> Translatio
     for key in (key for key, value in theirs.items() if "${" in str(value)):  # another key of theirs
         theirs[key] = REFERENCE.sub(lambda match: named.get(match[1], match[0]), str(theirs[key]))
     rows = {key: row_of(trainer, key) for key in theirs}
-    known, ours = sum(map(bool, rows.values())), min(theirs.keys() & OURS, default="")
+    known = sum(map(bool, rows.values()))
     other = trainer == "verl" and not any(key.startswith("actor_rollout_ref.") for key in theirs)
-    if ours or other or known < max(1, len(theirs) / 2):
-        own = f"{len(theirs)} keys, {known} of them its own" + ", none of actor_rollout_ref" * other
-        own = f"a recipe of this package ({ours})" if ours else own
+    if other or known < max(1, len(theirs) / 2):
+        found = f"{len(theirs)} keys, {known} of them its own" + ", none of actor_rollout_ref" * other
         expected = f"{trainer} (launch script, resolved YAML, saved arguments, TRL's Python)"
-        raise ValueError(f"{file}: expected a configuration of {expected}, found {own}")
+        raise ValueError(f"{file}: expected a configuration of {expected}, found {found}")
     begun: dict[str, Any] = {"name": file.stem, "sampling": "independent"}
     done = Translation(trainer, version, theirs, remarks, begun, left_out=left_out)
     given = {row.part for row in rows.values() if row and row.part}
@@ -148,13 +142,14 @@ def _take(row: Row, key: str, value: Any, done: Translation) -> None:
     """Translate one key; one that is not in ``done.theirs`` stands for its default."""
     value = Plain(value) if isinstance(value, str) else value
     small, given, ours = str(value).lower(), key in done.theirs, row.ours or key
+    if ours.endswith(".*"):  # an option of an engine, which has the same name there
+        ours = ours[:-1] + re.split(r"override_transformer_config\.|engine_kwargs\.vllm\.|rollout\.", key)[-1]
     neutral = row.asks_nothing(small)
     values = [new for name, new in (row.values or {}).items() if fnmatchcase(small, name.lower())]
-    unset = row.values is None and (NOTHING if row.why else UNSET).fullmatch(small)
     default = str(done.left_out.get(row.theirs, "")).lower()
-    acts = default and not (NOTHING if small else UNSET).fullmatch(default)
-    unread = "${" in small or (acts and not (neutral or values) and UNSET.fullmatch(small))
-    unset = unset and not unread
+    acts = not (neutral or values or (NOTHING if small else UNSET).fullmatch(default))
+    unread = "${" in small or (acts and UNSET.fullmatch(small))
+    unset = row.values is None and not unread and (NOTHING if row.why else UNSET).fullmatch(small)
     if given:
         done.sources.setdefault(ours, []).append(key)
     if row.irrelevant or unset or (row.why and neutral) or (row.when and not done.is_on(row.when)):
@@ -165,17 +160,14 @@ def _take(row: Row, key: str, value: Any, done: Translation) -> None:
     if why := row.why or (UNREAD.format(default or "none") if unread else expected):
         done.hole(ours, key, f"{key}={value!s:.60}{'' if given else ' (its default)'}: {why}")
         return
-    if ours.endswith(".*"):  # an option of an engine, which has the same name there
-        ours = ours[:-1] + re.split(r"override_transformer_config\.|engine_kwargs\.vllm\.|rollout\.", key)[-1]
     if row.part:
         done.keys[row.part] = value
     if (row.values or not row.part) and (row.effect or not neutral):
         new = values[0] if values else value
         done.keys |= new if isinstance(new, dict) else {ours: new}
         done.keys |= {name: value if more == "=" else more for name, more in row.also.items()}
-    for name in {ours, row.part or ours}:
-        if key not in done.sources.setdefault(name, []):
-            done.sources[name].append(key)
+    if not given or row.part:
+        done.sources.setdefault(row.part or ours, []).append(key)
     if row.effect and not neutral:
         done.change(ours, key, row.effect)
 
@@ -286,10 +278,10 @@ def _add_data(done: Translation) -> None:
         done.hole(GRADER, "reward_functions", f"module:function, the reward of {', '.join(functions)}")
     keys["own"] = own = _popped(keys, "data.sources.0.")
     read = {"reader": "jsonl"}
-    keys["data.sources"] = [
-        {"name": name, **read, "path": path, **own, **({"weight": n} if (n := files.count(path)) > 1 else {})}
-        for name, path in _named(files or [HOLE]).items()
-    ]
+    named = _named(files or [HOLE]).items()
+    keys["data.sources"] = [{"name": name, **read, "path": path, **own} for name, path in named]
+    for source in keys["data.sources"]:
+        source |= {"weight": n} if (n := files.count(source["path"])) > 1 else {}
     if len(files) > 1:
         done.change("data.sources", "train_files", "files have equal shares of the prompts (weight)")
     if "data.instruction" not in keys:
@@ -343,16 +335,13 @@ def _check(done: Translation) -> None:
         except RecipeError as error:
             why = str(error).removeprefix("recipe: ")
             key = next((key for key in keys if why.startswith((f"{key}:", f"{key}."))), "")
-            if not key:
+            if not key or "cannot be imported" in why:  # not here, or not yet
                 done.remarks.append(f"eqlen check will say: {why}")
-                break
-            nothing = not done.is_on(key) or not LEARNED.search(why)
-            if "cannot be imported" in why:  # not here, or not yet
-                done.remarks.append(f"eqlen check will say: {why}")
-                keys[key] = [
-                    {name: own for name, own in each.items() if name != "grader"} for each in keys[key]
-                ]
+                if not key:
+                    break
+                keys[key] = [{**each, "grader": None} for each in keys[key]]
                 continue
+            nothing = not done.is_on(key) or not LEARNED.search(why)
             if any(f"acts only with {hole}" in why for hole in done.holes):
                 pass  # it may, when that hole is filled
             elif NO_EFFECT.search(why) or (key.startswith(ENGINES) and nothing):
@@ -393,9 +382,10 @@ def _popped(keys: dict[str, Any], at: str) -> dict[str, Any]:
 def _named(paths: list[str]) -> dict[str, str]:
     """Return the files by names of their own: that of its folder for ``train.parquet``."""
     named = dict[str, str]()
-    for path in map(Path, dict.fromkeys(paths)):
-        name = path.parent.name if path.stem in ("train", "test", "val") and path.parent.name else path.stem
-        named[f"{name}-{len(named) + 1}" if name in named else name] = str(path)
+    for path in dict.fromkeys(paths):
+        name, folder = Path(path).stem, Path(path).parent.name
+        name = folder if folder and name in ("train", "test", "val") else name
+        named |= {f"{name}-{len(named) + 1}" if name in named else name: path}
     return named
 
 

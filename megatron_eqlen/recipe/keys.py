@@ -58,15 +58,12 @@ def _hint(parts: Sequence[str], lost: bool = False) -> str | None:
     if went := read_table()["went"].get(".".join(_without_numbers(parts)).lower()):
         return f"it went to {went['to']}"
     last = key.rpartition(".")[2]
-    rows = [row for trainer in (HINTS, *TRAINERS) for row in table()[trainer]]
-    same = [row for row in rows if row.theirs.lower() == key]
-    same += [
-        row
-        for row in rows
-        if ((row.ours and not row.why) or lost) and row.theirs.lower().rpartition(".")[2] == last
-    ]
-    same += [row for row in rows if fnmatchcase(key, row.theirs.lower())]
-    for row in same:
+    rows = [(row.theirs.lower(), row) for trainer in (HINTS, *TRAINERS) for row in table()[trainer]]
+    alike = [row for theirs, row in rows if theirs == key]
+    ours = ((theirs, row) for theirs, row in rows if lost or (row.ours and not row.why))
+    alike += [row for theirs, row in ours if theirs.rpartition(".")[2] == last]
+    alike += [row for theirs, row in rows if fnmatchcase(key, theirs)]
+    for row in alike:
         nearest = row.ours and not row.why
         return f"nearest: {row.ours!r}" if nearest else f"another trainer's: {row.irrelevant or row.why}"
     return None

@@ -113,7 +113,7 @@ ENDS = [
     ("verl", "reward_model.format_score=0.2", HOLE, "reward_model.format_score"),
     ("verl", "trainer.rejection_sample=True", HOLE, "trainer.rejection_sample"),
     ("verl", "max_turns=4", HOLE, "max_turns"),
-    ("verl", "data.train_max_samples=9", HOLE, "data.sources.0.path"),
+    ("verl", "data.train_max_samples=9", HOLE, "data.train_max_samples"),
     ("verl", "actor_rollout_ref.actor.optim.lr_warmup_steps=5", SAME, {"optimizer.warmup_steps": 20}),
     ("verl", "custom_reward_function.path=./mine/rules.py", CHANGED,
      {"data.sources.0.grader": "mine.rules:compute_score"}),
@@ -442,7 +442,7 @@ def test_resolved_yaml_of_verl_yaml_of_trl_and_python_are_read(tmp_path):
         (
             "x.yaml",
             "data: {max_prompt_length: 8, shuffle: true}\nmodel: {path: M}\n",
-            "found a recipe of this package",
+            "found 3 keys, 2 of them its own, none of actor_rollout_ref",
         ),
         ("x.txt", "--rollout-batch-size\n8\n", "expected a configuration of verl .*found 0 keys"),
         (
