@@ -8,21 +8,22 @@ from typing import Any
 import numpy as np
 import torch
 from vllm import ir
+from vllm.sampling_params import SamplingParams
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
 from megatron_eqlen.engines.cpu.runner import PROVIDER, choose_kernels
-from megatron_eqlen.engines.cpu.sampler import PathSampler, Rows, draw, uniform
+from megatron_eqlen.engines.cpu.sampler import PathSampler, Rows, draw, keep, uniform
+from megatron_eqlen.engines.protocol import SEED
 from megatron_eqlen.sampling.track import track_seed
 
 
-def drawn(logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0) -> tuple[list, torch.Tensor, list]:
-    """Return each row's token, its log-prob and the tokens that were kept. Seeds are the rows' places."""
-    count = len(logits)
-    seeds, limits = np.arange(count, dtype=np.uint64), torch.ones(count)
-    none: Any = None
-    rows = Rows(none, np.arange(count), seeds, limits, (limits * top_k).long(), limits * top_p, limits * 0)
-    made = draw(logits, rows, uniform(seeds, np.zeros_like(seeds)))
+def drawn(logits: torch.Tensor, **limits: Any) -> tuple[list, torch.Tensor, list]:
+    """Return each row's token, its log-prob and the tokens that were kept."""
+    params = [SamplingParams(extra_args={SEED: place}, **limits) for place in range(len(logits))]
+    rows = Rows.of(params, np.arange(len(logits)), logits.shape[1])
+    made = draw(logits, rows, uniform(rows.seeds, np.zeros_like(rows.seeds)))
     tokens, logprobs = (column.squeeze(1) for column in made.with_likeliest(0))
-    return tokens.tolist(), logprobs, [row.nonzero()[:, 0].tolist() for row in made.kept]
+    return tokens.tolist(), logprobs, [row.nonzero()[0].tolist() for row in made.kept]
 
 
 def test_without_limits_any_token_can_be_drawn():
@@ -45,6 +46,61 @@ def test_top_k_may_exceed_the_vocabulary():
     assert drawn(torch.zeros(2, 5), top_k=9)[2] == [[*range(5)]] * 2
 
 
+LIMITS = [
+    {"top_p": 0.9},
+    {"top_k": 7},
+    {"top_p": 0.5, "top_k": 7},
+    {"top_p": 1e-6},
+    {"top_p": 0.99, "top_k": 400},
+]
+
+
+def test_limits_keep_what_vllms_own_function_keeps():
+    """No two logits of a row are equal. Each row has limits of its own."""
+    logits = torch.randn(len(LIMITS), 300, generator=torch.Generator().manual_seed(0)) * 3
+    params = [SamplingParams(extra_args={SEED: 0}, **limits) for limits in LIMITS]
+    rows = Rows.of(params, np.arange(len(LIMITS)), 300)
+    top_k = torch.tensor([min(limits.get("top_k", 300), 300) for limits in LIMITS])
+    top_p = torch.tensor([limits.get("top_p", 1.0) for limits in LIMITS])
+    theirs = apply_top_k_top_p_pytorch(logits.clone(), top_k, top_p) > -torch.inf
+    assert np.array_equal(keep(logits, rows), theirs.numpy())
+
+
+def test_of_tokens_tied_at_the_border_of_top_p_the_first_are_removed():
+    logits = torch.tensor([[1.0, 0.0, 1.0, 1.0, 0.0]]).repeat(64, 1)  # a 1 has 0.26 of the mass, a 0 0.10
+    tokens, logprobs, kept = drawn(logits, top_p=0.5)
+    assert kept == [[2, 3]] * 64
+    assert {*tokens} == {2, 3}
+    torch.testing.assert_close(logprobs, torch.full((64,), 0.5).log())
+
+
+def test_a_row_is_drawn_alike_in_any_batch(monkeypatch):
+    logits = torch.randn(9, 50, generator=torch.Generator().manual_seed(0)) * 3
+    names = [str(place) for place in range(9)]
+    params = [SamplingParams(extra_args={SEED: place}, top_p=0.9 if place % 2 else 1.0) for place in range(9)]
+    requests = {name: SimpleNamespace(sampling_params=p) for name, p in zip(names, params, strict=True)}
+
+    def forward(places: list[int]) -> list[tuple]:
+        batch = SimpleNamespace(
+            req_ids=[names[p] for p in places], num_tokens_no_spec=np.full(len(places), 5)
+        )
+        sampler = PathSampler(SimpleNamespace(input_batch=batch, requests=requests), keep_masks=True)
+        metadata: Any = SimpleNamespace(max_num_logprobs=2)
+        output, masks = sampler.forward(logits[places], metadata), sampler.masks
+        assert masks is not None
+        columns = output.logprobs_tensors
+        kept = np.split(masks[0], masks[1][1:-1])
+        return [
+            (ids.tolist(), values.tolist(), row.tolist())
+            for ids, values, row in zip(columns.logprob_token_ids, columns.logprobs, kept, strict=True)
+        ]
+
+    whole = forward([*range(9)])
+    monkeypatch.setattr("megatron_eqlen.engines.cpu.sampler.BLOCK", 100)
+    assert forward([*range(9)]) == whole
+    assert forward([6, 1, 3]) == [whole[6], whole[1], whole[3]]
+
+
 def test_a_row_without_a_limit_keeps_its_log_probs_bit_for_bit():
     """Its mass is 1 but for round-off, which is not taken for a limit's."""
     logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(0))
@@ -56,8 +112,7 @@ def test_vllms_dummy_run_has_no_rows_of_ours():
     """It has a batch of logits and no requests."""
     batch = SimpleNamespace(req_ids=[], num_tokens_no_spec=np.zeros(8, np.int64))
     sampler = PathSampler(SimpleNamespace(input_batch=batch, requests={}), keep_masks=True)
-    metadata: Any = SimpleNamespace()
-    assert len(sampler._rows(metadata, 8).places) == 0
+    assert sampler._blocks(8, 100) == []
 
 
 def test_the_draws_of_paths_and_positions_are_independent_uniforms():

@@ -14,30 +14,53 @@ import torch
 from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput, SamplingMaskLists
 from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
 from megatron_eqlen.engines.protocol import SEED
 
+BLOCK = 1 << 19
+"""Most logits of a block of rows that are drawn at once, so that they stay in a core's cache. A row's results
+do not depend on its block."""
+NEVER = -9999.0
+"""Log-prob of tokens that sampling did not keep, as vLLM's servers write it."""
+
 
 @dataclass
 class Rows:
-    """The rows of a batch whose requests have our seed; they stay the same as long as ``metadata`` does."""
+    """Rows of a batch whose requests have our seed."""
 
-    metadata: SamplingMetadata
     places: np.ndarray
     """[rows] int64, their places in the batch"""
     seeds: np.ndarray
     """[rows] uint64"""
     temperature: Tensor
-    top_k: Tensor
-    """[rows] int64; 0: off. The other limits are [rows] float32."""
-    top_p: Tensor
-    min_p: Tensor
+    """[rows, 1] float32"""
+    top_k: Tensor | None
+    """[rows] int64, the vocabulary's size: off; None: off for all. The other limits are [rows, 1] float32."""
+    top_p: Tensor | None
+    min_p: Tensor | None
+    limited: Tensor | None
+    """[rows, 1] bool, True for rows with a limit; None: no row has one."""
 
-
-NEVER = -9999.0
-"""Log-prob of tokens that sampling did not keep, as vLLM's servers write it."""
+    @classmethod
+    def of(cls, params: list[Any], places: np.ndarray, vocabulary: int) -> Rows:
+        """Return the rows of requests with these ``SamplingParams``."""
+        temperature, top_p, min_p = (
+            torch.tensor([[p.temperature, p.top_p, p.min_p] for p in params], dtype=torch.float32)
+            .unsqueeze(-1)
+            .unbind(1)
+        )
+        top_k = torch.tensor([p.top_k if 0 < p.top_k < vocabulary else vocabulary for p in params])
+        limited = (torch.tensor([p.top_k > 0 for p in params]).unsqueeze(1)) | (top_p < 1) | (min_p > 0)
+        return cls(
+            places,
+            np.array([p.extra_args[SEED] for p in params], np.uint64),
+            temperature,
+            top_k if (top_k < vocabulary).any() else None,
+            top_p if (top_p < 1).any() else None,
+            min_p if (min_p > 0).any() else None,
+            limited if limited.any() else None,
+        )
 
 
 class PathSampler(Sampler):
@@ -54,102 +77,127 @@ class PathSampler(Sampler):
         self.keep_masks = keep_masks
         self.masks: SamplingMaskLists | None = None
         """Sampling masks of the last batch, of rows without our seed empty."""
-        self.rows: Rows | None = None
+        self.metadata: SamplingMetadata | None = None
+        self.blocks: list[Rows] = []
+        """The batch's rows with our seed; they stay the same as long as ``metadata`` does."""
 
     def forward(
         self, logits: Tensor, sampling_metadata: SamplingMetadata, *args: Any, **kwargs: Any
     ) -> SamplerOutput:
         """Sample a token for each row. ``logits``: [rows, vocabulary], any float dtype."""
-        if self.rows is None or self.rows.metadata is not sampling_metadata:
-            self.rows = self._rows(sampling_metadata, len(logits))
-        rows, places = self.rows, torch.from_numpy(self.rows.places)
-        lengths = self.runner.input_batch.num_tokens_no_spec[self.rows.places].astype(np.uint64)
-        drawn = draw(logits[places], rows, uniform(rows.seeds, lengths))
+        if self.metadata is not sampling_metadata:
+            self.metadata, self.blocks = sampling_metadata, self._blocks(*logits.shape)
+        lengths = self.runner.input_batch.num_tokens_no_spec
+        kept_ids, counts = [], np.zeros(len(logits), np.int64)
+        parts: list[tuple[Tensor, Tensor]] = []
+        for rows in self.blocks:
+            drawn = draw(logits, rows, uniform(rows.seeds, lengths[rows.places].astype(np.uint64)))
+            parts.append(drawn.with_likeliest(sampling_metadata.max_num_logprobs or 0))
+            if self.keep_masks:
+                of_row, ids = drawn.kept.nonzero()
+                kept_ids.append(ids.astype(np.int32))
+                counts[rows.places] = np.bincount(of_row, minlength=len(rows.places))
         if self.keep_masks:
-            self.masks = _masks(drawn.kept, rows.places, len(logits))
-        ids, values = drawn.with_likeliest(sampling_metadata.max_num_logprobs or 0)
-        if len(places) == len(logits):
-            ranks = torch.zeros(len(logits), dtype=torch.int64)
+            flat = np.concatenate([np.empty(0, np.int32), *kept_ids])
+            self.masks = SamplingMaskLists(flat, np.append(0, counts.cumsum()))
+        ours = sum(len(rows.places) for rows in self.blocks)
+        if ours == len(logits):
+            ids, values = map(torch.cat, zip(*parts, strict=True))
+            ranks = torch.zeros(ours, dtype=torch.int64)
             return SamplerOutput(ids[:, :1], LogprobsTensors(ids, values, ranks))
         output = super().forward(logits, sampling_metadata, *args, **kwargs)  # may write to the logits
-        if len(places):
+        for rows, (ids, values) in zip(self.blocks, parts, strict=True):
             assert output.logprobs_tensors is not None, "our requests ask for them"
             all_ids, all_values, ranks, *_ = output.logprobs_tensors
-            output.sampled_token_ids[places, 0] = ids[:, 0]
-            all_ids[places, : ids.shape[1]], all_values[places, : ids.shape[1]] = ids, values
-            ranks[places] = 0
+            output.sampled_token_ids[rows.places, 0] = ids[:, 0]
+            all_ids[rows.places, : ids.shape[1]], all_values[rows.places, : ids.shape[1]] = ids, values
+            ranks[rows.places] = 0
         return output
 
-    def _rows(self, metadata: SamplingMetadata, count: int) -> Rows:
+    def _blocks(self, count: int, vocabulary: int) -> list[Rows]:
         names = self.runner.input_batch.req_ids[:count]  # none in vLLM's dummy runs
         params = [self.runner.requests[name].sampling_params for name in names]
-        ours = [(place, p) for place, p in enumerate(params) if SEED in (p.extra_args or {})]
-        return Rows(
-            metadata,
-            np.array([place for place, _ in ours], np.int64),
-            np.array([p.extra_args[SEED] for _, p in ours], np.uint64),
-            torch.tensor([p.temperature for _, p in ours]),
-            torch.tensor([max(p.top_k, 0) for _, p in ours]),
-            torch.tensor([p.top_p for _, p in ours]),
-            torch.tensor([p.min_p for _, p in ours]),
-        )
+        places = np.flatnonzero([SEED in (p.extra_args or {}) for p in params])
+        height = max(1, BLOCK // vocabulary)
+        blocks = [places[start : start + height] for start in range(0, len(places), height)]
+        return [Rows.of([params[place] for place in block], block, vocabulary) for block in blocks]
 
 
 class Drawn(NamedTuple):
     """Tokens that were drawn, one for each row."""
 
     tokens: Tensor
-    """[rows, 1] int32"""
-    kept: Tensor
+    """[rows, 1] int64"""
+    kept: np.ndarray
     """[rows, vocabulary] bool: tokens that top-k, top-p and min-p kept."""
     logprobs: Tensor
     """[rows, vocabulary] float32, of the whole distribution."""
-    removed: Tensor
+    removed: Tensor | float
     """[rows, 1] float32, to be taken from these for the distribution that tokens were drawn from."""
 
     def with_likeliest(self, count: int) -> tuple[Tensor, Tensor]:
         """Return ids and log-probs of the drawn tokens, each with those of the ``count`` likeliest others:
-        two [rows, 1 + count]."""
-        tokens = self.tokens.long()
-        values = self.logprobs.gather(1, tokens) - self.removed
+        [rows, 1 + count] int32 and float32."""
+        values = self.logprobs.gather(1, self.tokens) - self.removed
         if not count:
-            return self.tokens, values
-        of_kept = (self.logprobs - self.removed).masked_fill(~self.kept, NEVER)
-        others = of_kept.clamp(min=NEVER).scatter(1, tokens, -torch.inf)
+            return self.tokens.to(torch.int32), values
+        of_kept = (self.logprobs - self.removed).masked_fill(torch.from_numpy(~self.kept), NEVER)
+        others = of_kept.clamp(min=NEVER).scatter(1, self.tokens, -torch.inf)
         likeliest = others.topk(min(count, others.shape[1] - 1))
-        ids = torch.cat([self.tokens, likeliest.indices.to(torch.int32)], 1)
+        ids = torch.cat([self.tokens, likeliest.indices], 1).to(torch.int32)
         return ids, torch.cat([values, likeliest.values], 1)
 
 
 def draw(logits: Tensor, rows: Rows, draws: np.ndarray) -> Drawn:
-    """Draw a token for each row.
+    """Draw a token for each of ``rows``.
 
-    ``logits``: [rows, vocabulary], any float dtype. ``draws``: [rows] float64 in [0, 1).
+    ``logits``: [batch, vocabulary], any float dtype. ``draws``: [rows] float64 in [0, 1).
     """
-    logits = logits.float() / rows.temperature.unsqueeze(1)
-    logprobs = logits.log_softmax(-1)
-    if rows.min_p.any():
-        probabilities = logits.softmax(-1)
-        least = rows.min_p.unsqueeze(1) * probabilities.amax(-1, keepdim=True)
-        logits = logits.masked_fill(probabilities < least, -torch.inf)
-    size = logits.shape[1]
-    top_k = torch.where(rows.top_k > 0, rows.top_k, size).clamp(max=size) if rows.top_k.any() else None
-    logits = apply_top_k_top_p(logits, top_k, rows.top_p if (rows.top_p < 1).any() else None)
-    kept = logits > -torch.inf
-    cumulative = torch.where(kept, logprobs.exp(), 0.0).cumsum(-1, dtype=torch.float64)
+    logits = logits.index_select(0, torch.from_numpy(rows.places)).float() / rows.temperature
+    logprobs, shares = logits.log_softmax(-1), torch.from_numpy(draws).unsqueeze(1)
+    if rows.limited is None:
+        cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
+        tokens = torch.searchsorted(cumulative, shares * cumulative[:, -1:], right=True)
+        return Drawn(tokens, logits.numpy() > -np.inf, logprobs, 0.0)
+    kept = keep(logits, rows)
+    of_row, ids = kept.nonzero()
+    counts = np.bincount(of_row, minlength=len(kept))
+    place = np.arange(len(ids)) - np.repeat(counts.cumsum() - counts, counts)
+    probabilities = torch.zeros(len(kept), int(counts.max()))  # of kept tokens alone, then zeros
+    probabilities[of_row, place] = logprobs[of_row, ids].exp()
+    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
     mass = cumulative[:, -1:]
-    targets = torch.from_numpy(draws).unsqueeze(1) * mass
-    tokens = torch.searchsorted(cumulative, targets, right=True)
-    limited = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
-    removed = torch.where(limited.unsqueeze(1), mass.log().float(), 0.0)
-    return Drawn(tokens.to(torch.int32), kept, logprobs, removed)
+    among = torch.searchsorted(cumulative, shares * mass, right=True).squeeze(1).numpy()
+    tokens = torch.from_numpy(ids[counts.cumsum() - counts + among]).unsqueeze(1)
+    return Drawn(tokens, kept, logprobs, mass.log().float().masked_fill(~rows.limited, 0.0))
 
 
-def _masks(kept: Tensor, places: np.ndarray, count: int) -> SamplingMaskLists:
-    """Return the kept ids of ``count`` rows in vLLM's form, for those at ``places``; empty for others."""
-    counts = np.zeros(count, np.int64)
-    counts[places] = kept.sum(1).numpy()
-    return SamplingMaskLists(kept.nonzero()[:, 1].to(torch.int32).numpy(), np.append(0, counts.cumsum()))
+def keep(logits: Tensor, rows: Rows) -> np.ndarray:
+    """Return the tokens that the limits of ``rows`` keep, [rows, vocabulary] bool, as vLLM's
+    ``apply_top_k_top_p`` does: with top-p the least go, up to a mass of 1 - p; of equal ones the first.
+
+    vLLM sorts ids, too, most of the time of a step with a real vocabulary; NumPy sorts values alone.
+    """
+    if rows.min_p is not None:
+        probabilities = logits.softmax(-1)
+        least = rows.min_p * probabilities.amax(-1, keepdim=True)
+        logits = logits.masked_fill(probabilities < least, -torch.inf)
+    values, size = logits.numpy(), logits.shape[1]
+    ordered = np.sort(values, axis=-1)
+    least, equal = ordered[:, :1], np.zeros(len(values), int)  # the least that is kept; how many like it go
+    if rows.top_k is not None:
+        least = np.take_along_axis(ordered, size - rows.top_k.numpy()[:, None], axis=1)
+        ordered[ordered < least] = -np.inf
+    if rows.top_p is not None:
+        ascending = torch.from_numpy(ordered)
+        cumulative = ascending.softmax(-1).cumsum(-1)
+        gone = torch.searchsorted(cumulative, 1 - rows.top_p, right=True).clamp(max=size - 1)
+        lowest = ascending.gather(1, gone)
+        least, equal = lowest.numpy(), (gone - torch.searchsorted(ascending, lowest)).squeeze(1).numpy()
+    kept = (values >= least) & (values > -np.inf)
+    for row in equal.nonzero()[0].tolist():
+        kept[row, (values[row] == least[row]).nonzero()[0][: equal[row]]] = False
+    return kept
 
 
 def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
