@@ -112,7 +112,7 @@ def _of_words(words: list[str], trainer: str, file: Path) -> dict[str, Any]:
                 spaced = re.sub(r":(?=[^\s/])", ": ", value) if value.startswith("{") else value
                 value = read_value(spaced) if re.match(r"[\[{'\"]", value) else value
             keys |= flat({key: value}) if "=" in word else {key[1:]: "null"} if key[0] == "~" else {}
-        elif word.endswith(".py"):  # the program
+        elif word.endswith(".py") or word == "-m":  # the program
             option = ""
         elif option:
             options[option] = word if options[option] == "true" else [*listed(options[option]), word]

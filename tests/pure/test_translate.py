@@ -286,7 +286,7 @@ SCRIPTS = {
 
 LAUNCHED = [
     ("accelerate launch --num_processes 6 x.py ", 1, 6, 2),
-    ("torchrun --nnodes=2 --nproc_per_node 3 x.py ", 2, 3, 2),
+    ("torchrun --nnodes=2 --nproc_per_node 3 -m x.grpo ", 2, 3, 2),
     ("deepspeed --num_gpus 3 x.py ", 1, 3, 1),
     ("uv run --with trl accelerate launch --num_machines 3 --num_processes 6 x.py ", 3, 2, 2),
     ("docker run --rm -e a=b --name x image torchrun --nproc_per_node 3 x.py ", 1, 3, 1),
