@@ -283,7 +283,7 @@ def _add_data(done: Translation) -> None:
     for source in keys["data.sources"]:
         source |= {"weight": n} if (n := files.count(source["path"])) > 1 else {}
     if len(files) > 1:
-        done.change("data.sources", "train_files", "files have shares of the prompts by weight, there by rows")
+        done.change("data.sources", "train_files", "files have shares of the prompts by weight, there by row")
     if "data.instruction" not in keys:
         text = "a question that is text, no chat, gets it; instructions of DAPO-Math and GSM8K give way to it"
         done.change("data.instruction", "train_files", text)
