@@ -15,7 +15,7 @@ from megatron_eqlen.cli.translate import translate
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.recipe.keys import all_keys
 from megatron_eqlen.recipe.load import load
-from megatron_eqlen.recipe.others import HINTS, TRAINERS, defaults, table
+from megatron_eqlen.recipe.others import HINTS, TRAINERS, defaults, row_of, table
 
 BASE = {
     "verl": ["data.train_files=DATA", "actor_rollout_ref.model.path=M", "algorithm.adv_estimator=grpo",
@@ -52,6 +52,9 @@ def test_the_table_names_keys_of_ours_and_each_of_theirs_once():
     for trainer, rows in table().items():
         exact = [row.theirs for row in rows if "*" not in row.theirs]
         assert sorted(exact) == sorted(set(exact))
+        assert all(row_of(trainer, row.theirs.replace("*", "x_y")) is row for row in rows), (
+            "none hides another"
+        )
         ours = {row.ours for row in rows if row.ours}
         assert {key for key in ours if not key.startswith(OPEN)} <= keys
         assert all(bool(row.why) + bool(row.irrelevant) + bool(row.ours and not row.why) == 1 for row in rows)
