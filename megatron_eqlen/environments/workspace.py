@@ -26,6 +26,7 @@ import zlib
 from collections.abc import Mapping, Set
 from dataclasses import replace
 from functools import cache, lru_cache
+from itertools import count
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
@@ -54,6 +55,7 @@ LINES = 400
 GRADES = "test", "expected", "function"
 TEMPLATES = "template", "hidden", "expected"
 LIMITS = "timeout", "memory_mb", "processes", "folder_mb", "files", "longest_output"
+COPIES = count()
 DAMAGED = EOFError, KeyError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error, lzma.LZMAError
 """Errors of archives, besides OSError and TarError."""
 
@@ -125,7 +127,7 @@ class Workspace(ToolEnvironment):
         self.setting = Command((), "", variables or {}, readable or [], command or [], root)
         self.grading = {"test": test, "expected": expected, "function": function}
         self.hidden, self.reward = hidden, reward
-        self.calls = self.copies_made = 0
+        self.calls = 0
         self.folder = self._template(template)
 
     @tool
@@ -204,10 +206,8 @@ class Workspace(ToolEnvironment):
 
     def fork(self) -> Workspace:
         other = copy.copy(self)
-        other.forked_as = (*self.forked_as, self.calls, self.copies_made)
-        other.copies_made = other.folder_bytes = 0
-        other.folder_seconds = 0.0
-        self.copies_made += 1
+        other.forked_as = (*self.forked_as, next(COPIES))
+        other.folder_bytes, other.folder_seconds = 0, 0.0
         return other
 
     def save(self, place: Path) -> str:
@@ -216,11 +216,11 @@ class Workspace(ToolEnvironment):
             whole = kept.with_suffix(f".{os.getpid()}-{id(self)}")
             shutil.copyfile(self.folder.path, whole)
             whole.rename(kept)
-        return json.dumps([kept.name, self.forked_as, self.calls, self.copies_made])
+        return json.dumps([kept.name, self.forked_as, self.calls])
 
     def load(self, text: str, place: Path) -> None:
-        name, line, self.calls, self.copies_made = json.loads(text)
-        self.folder, self.forked_as = PackedFolder(place / name, temporary=False), tuple(line)
+        name, forks, self.calls, *_ = json.loads(text)
+        self.folder, self.forked_as = PackedFolder(place / name, temporary=False), tuple(forks)
         if hashlib.sha256(self.folder.read()).hexdigest() != Path(name).stem:
             raise ValueError(f"{place / name}: expected the folder that was saved there, found another")
 
@@ -237,17 +237,14 @@ class Workspace(ToolEnvironment):
         for key in ("hidden", "reward"):
             if options.get(key) and not options.get("test"):
                 raise ValueError(f"{KEY}.{key} acts only with {KEY}.test, found none")
-        if (reward := options.get("reward")) and os.path.normpath(f"/a/{reward}") != f"/a/{reward}":
-            raise ValueError(f"{KEY}.reward: expected a path in the folder, as logs/score, found {reward!r}")
         for key in ("root", "readable"):
             if options.get(key) and options.get("command"):
                 raise ValueError(f"{KEY}.{key} acts only without {KEY}.command, whose container has its own")
+        if (reward := options.get("reward")) and os.path.normpath(f"/a/{reward}") != f"/a/{reward}":
+            raise ValueError(f"{KEY}.reward: expected a path in the folder, as logs/score, found {reward!r}")
         if options.get("function"):
             load_object(options["function"], f"{KEY}.function")
-        if options.get("command"):
-            if shutil.which(options["command"][0]) is None:
-                raise ValueError(f"{KEY}.command: expected a program, found {options['command'][0]!r}")
-        elif (refused := commands_refused()) is not None:
+        if not options.get("command") and (refused := commands_refused()) is not None:
             raise ValueError(f"environment.name: workspace: {refused}: {NO_COMMANDS}; or give {KEY}.command")
         for key in TEMPLATES:
             if (name := options.get(key)) and "{gold}" not in name:
@@ -350,8 +347,8 @@ def packed_template(name: str, folder_mb: int, files: int, key: str = "template"
                 f"{folder_mb} MiB (folder_mb), found {said}"
             ) from None
     with tarfile.open(fileobj=io.BytesIO(packed)) as file:
-        if (count := len(file.getmembers())) > files:
-            raise ValueError(f"{KEY}.{key}: {name}: expected at most {files} files (files), found {count}")
+        if (found := len(file.getmembers())) > files:
+            raise ValueError(f"{KEY}.{key}: {name}: expected at most {files} files (files), found {found}")
     return PackedFolder.of(packed)
 
 

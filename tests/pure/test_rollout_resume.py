@@ -155,7 +155,7 @@ class Drawer(Workspace):
     """A workspace without commands: a copy draws numbers of its own, and a resumed run the same ones."""
 
     def __init__(self, prompt: Prompt, seed: int) -> None:
-        self.seed, self.calls, self.copies_made, self.drawn = seed, 0, 0, ()
+        self.seed, self.calls, self.drawn = seed, 0, ()
 
     def step(self, message: str) -> Observation:
         if zlib.crc32(f"{message}/{self.calls}".encode()) % 10 < 3:

@@ -199,7 +199,7 @@ WRONG = {
     "in the way": ({"readable": ["/etc"]}, "environment.options: cannot isolate: .*'/etc/passwd'"),
     "variables": ({"variables": {"A=B": ""}}, "bash starts, found bash: illegal environment variable name"),
     "prefix": ({"command": ["false"]}, r"expected that bash starts, found \(exit status 1\)"),
-    "command": ({"command": ["no-such-container"]}, "expected a program, found 'no-such-container'"),
+    "command": ({"command": ["no-such-container"]}, "found no-such-container: No such file"),
 }
 
 
