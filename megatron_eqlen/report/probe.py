@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from megatron_eqlen.evaluation.statistics import Interval, change_of_mean
-from megatron_eqlen.files import read_json, step_name
+from megatron_eqlen.files import expecting, read_json, step_name
 from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.audit import Agreement, Change, audit
 from megatron_eqlen.report.rollouts import Decode
@@ -278,14 +278,12 @@ def probes_of(step: Path) -> dict[RolloutKey, list[dict[str, Any]]]:
     found: dict[RolloutKey, list[dict[str, Any]]] = defaultdict(list)
     folders = step.parent, step.parent.parent
     for file in [folders[0] / FILE, *(file for f in folders for file in sorted(f.glob(f"probes/*/{FILE}")))]:
-        probe = read_json(file) if file.exists() else {}
-        try:
+        with expecting("what eqlen probe writes now", file):
+            probe = {**read_json(file)} if file.exists() else {}
             if FOUND in probe and step.name == step_name(probe["asked"]["step"] - 1):
                 for response in probe[FOUND]["responses"]:
                     response_lines(response)  # has all that is shown
                     found[response["prompt_id"], response["index"]].append(response)
-        except (KeyError, TypeError, IndexError, ValueError) as error:
-            raise ValueError(f"{file}: expected what eqlen probe writes now ({error!r})") from None
     return found
 
 

@@ -144,7 +144,7 @@ class Target:
             nearest = min(recorded, key=lambda step: abs(step - self.asked.step), default=0)
             span = f" of {recorded[0]} to {recorded[-1]}, nearest {nearest}" if recorded else ""
             raise ProbeError(
-                f"--step: expected a graded step that {self.streams} holds ({len(recorded)}{span}), found "
+                f"--step: expected a graded step that {self.streams} holds ({len(recorded) or 'none'}{span}), found "
                 f"{self.asked.step}"
             )
         whole = [rollout for rollout in read_step(folder, without=[ROUTES.name]) if not rollout.suspended]

@@ -3,6 +3,7 @@
 import json
 import zlib
 from collections import Counter
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from megatron_eqlen.evaluation.statistics import change_of_mean
 from megatron_eqlen.harvest.harvest import harvest
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.objectives.audit import Change, audit
+from megatron_eqlen.processes.hold import HeldError, Hold
 from megatron_eqlen.record import recorder as recorder_module
 from megatron_eqlen.record.partial import HarvestProgress
 from megatron_eqlen.record.reader import read_progress
@@ -129,11 +131,11 @@ def test_lines_of_a_tree_are_printed_without_what_they_share():
 OLD = {"prompt_id": "q", "index": 0, "reward": 1, "values": [[0.5, 2]], "stretches": [{"change": [0, -1, 1]}]}
 
 
-@pytest.mark.parametrize("found", [{"responses": [OLD]}, {"responses": [{}]}, {}, [], None])
+@pytest.mark.parametrize("found", [{"responses": [OLD]}, {"responses": [{}]}, {}, [], None, "whole"])
 def test_a_probe_that_was_written_otherwise_is_named(found, tmp_path):
     file = tmp_path / "probes/step-00000001/probe.json"
     file.parent.mkdir(parents=True)
-    file.write_text(json.dumps({"asked": {"step": 1}, "found": found}))
+    file.write_text(json.dumps([] if found == "whole" else {"asked": {"step": 1}, "found": found}))
     with pytest.raises(ValueError, match=rf"{file}: expected what eqlen probe writes now"):
         probes_of(tmp_path / "streams/step-00000000")
 
@@ -150,6 +152,17 @@ def test_a_folder_that_holds_something_else_than_this_probe_is_left_as_it_is(nam
     with pytest.raises(ValueError, match=says):
         target.prepare(tmp_path)
     assert [(file.name, file.read_text()) for file in tmp_path.glob("[!.]*")] == [(name, text)]
+
+
+def test_one_probe_at_a_time_writes_to_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_eqlen.processes.hold.PATIENCE", 0.0)
+    target = Target(SimpleNamespace(recipe=SAMPLINGS["tree"]), Asked(tmp_path / "run", 1))
+    vars(target)["steps"] = 0
+    (tmp_path / "out").mkdir()
+    with closing(Hold(tmp_path / "out")), pytest.raises(HeldError, match="another run is writing here"):
+        target.prepare(tmp_path / "out")
+    target.prepare(tmp_path / "out")
+    target.prepare(tmp_path / "out")
 
 
 def test_rewards_where_a_marker_is_forced_are_those_of_a_process_that_forces_it():
