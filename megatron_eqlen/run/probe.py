@@ -142,9 +142,9 @@ class Target:
         recorded = [number + 1 for number, _ in scored_steps(self.streams)]
         if self.asked.step not in recorded:
             nearest = min(recorded, key=lambda step: abs(step - self.asked.step), default=0)
-            span = f" of {recorded[0]} to {recorded[-1]}, nearest {nearest}" if recorded else ""
+            kept = f"{len(recorded)} of {recorded[0]} to {recorded[-1]}, nearest {nearest}" if recorded else ""
             raise ProbeError(
-                f"--step: expected a graded step that {self.streams} holds ({len(recorded) or 'none'}{span}), found "
+                f"--step: expected a graded step that {self.streams} holds ({kept or 'none'}), found "
                 f"{self.asked.step}"
             )
         whole = [rollout for rollout in read_step(folder, without=[ROUTES.name]) if not rollout.suspended]
