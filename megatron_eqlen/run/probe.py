@@ -142,10 +142,10 @@ class Target:
         recorded = [number + 1 for number, _ in scored_steps(self.streams)]
         if self.asked.step not in recorded:
             nearest = min(recorded, key=lambda step: abs(step - self.asked.step), default=0)
-            kept = f"{len(recorded)} of {recorded[0]} to {recorded[-1]}, nearest {nearest}" if recorded else ""
+            kept = recorded and f"{len(recorded)} of {recorded[0]} to {recorded[-1]}, nearest {nearest}"
             raise ProbeError(
-                f"--step: expected a graded step that {self.streams} holds ({kept or 'none'}), found "
-                f"{self.asked.step}"
+                f"--step: expected a graded step that {self.streams} holds ({kept or 'none'}), "
+                f"found {self.asked.step}"
             )
         whole = [rollout for rollout in read_step(folder, without=[ROUTES.name]) if not rollout.suspended]
         if without := [r.prompt_id for r in whole for part, _ in r.ended() if part.grade is None]:
