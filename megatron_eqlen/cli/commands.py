@@ -112,10 +112,7 @@ def recipe(arguments: argparse.Namespace) -> int:
     from megatron_eqlen.cli.translate import translate
     from megatron_eqlen.files import write_text
 
-    try:
-        translation = translate(arguments.trainer, arguments.file, arguments.words)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{arguments.file}: expected a text in UTF-8: {error}") from None
+    translation = translate(arguments.trainer, arguments.file, arguments.words)
     text = translation.text(f"{arguments.trainer}'s {arguments.file.name}")
     if arguments.out is None:
         print(text, end="")

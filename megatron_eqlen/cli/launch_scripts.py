@@ -45,20 +45,20 @@ NO_OPTIONS = (None, "args", "train_dataset", "eval_dataset", "peft_config", "pro
 def read(file: Path, trainer: str, words: Sequence[str], remarks: list[str]) -> dict[str, Any]:
     """Return the keys of a configuration with their values as text or lists; what is to be said goes to
     ``remarks``. ``words``: arguments and NAME=VALUE of the environment of a script."""
-    text = file.read_text(encoding="utf-8")
+    file.stat()  # raises FileNotFoundError
     try:
+        if file.suffix not in (".py", ".txt", ".args", ".yaml", ".yml", ".json"):
+            return _of_script(file, trainer, words, remarks)  # in any encoding
+        text = file.read_text(encoding="utf-8")
         if file.suffix == ".py":
             return _of_python(text)
         if file.suffix in (".txt", ".args"):
             return _of_words(text.splitlines(), trainer, file)
-        if file.suffix not in (".yaml", ".yml", ".json"):
-            return _of_script(file, trainer, words, remarks)
         found = read_value(text) or {}
         if isinstance(found, list) and all(isinstance(word, str) for word in found):
             return _of_words(found, trainer, file)
         if not isinstance(found, dict):
-            kind = type(found).__name__
-            raise ValueError(f"expected a mapping of keys or a list of arguments, found a {kind}")
+            raise ValueError(f"expected a mapping of keys or a list of arguments, found {found!r:.80}")
         keys = flat(found)
         if key := next((key for key, value in keys.items() if "${" in str(value)), ""):
             raise ValueError(f"{key}: {keys[key]}: expected resolved values (verl: --cfg job --resolve)")

@@ -484,7 +484,7 @@ REFUSED = [
     ("submit {large} run_dir={here}/empty.yaml/x/y", "eqlen submit: {here}/empty.yaml: Not a directory"),
     (f"train {{large}} run_dir={{here}}/{LONG}", f"eqlen train: {{here}}/{LONG}: File name too long"),
     (f"submit {{large}} run_dir={{here}}/{LONG}", f"eqlen submit: {{here}}/{LONG}: File name too long"),
-    ("recipe --from verl {here}/image.yaml", "image.yaml: expected a text in UTF-8: 'utf-8' codec can't"),
+    ("recipe --from verl {here}/image.yaml", "image.yaml: cannot be read as a configuration: 'utf-8' codec"),
     # below the usage
     ("train", "the following arguments are required: recipe\n"),
     ("train {large} --dry-run seed", "train: unrecognized arguments: seed\n"),

@@ -282,7 +282,7 @@ SCRIPTS = {
     "answers and limits": "set -euo pipefail\nulimit -n 1048576\nV=$(pip list | grep torch | cut -f1)\n"
     "H=($(scontrol show hostnames x))\necho ${H[0]}\nRUN n=6",
     "nodes of SLURM": "#SBATCH -N 3\nset -u\nRUN n=6 trainer.nnodes=$SLURM_JOB_NUM_NODES",
-    "a folder for logs": "RUN n=6 > logs/new.log\n",
+    "a folder for logs": "# für später\nRUN n=6 > logs/new.log\n",
     "a file beside it": 'source "$(dirname "$0")/common.sh"\nRUN n=$N',
 }
 
@@ -335,7 +335,8 @@ NOT_PLAIN = ("missing programs and files", "answers and limits", "nodes of SLURM
 def write_script(folder, kind):
     base = " ".join(BASE["verl"])
     command = f"python3 -m verl.trainer.main_ppo {base} actor_rollout_ref.rollout."
-    (folder / "run.sh").write_text(SCRIPTS[kind].replace("RUN ", command).replace("BASE", base))
+    text = SCRIPTS[kind].replace("RUN ", command).replace("BASE", base)
+    (folder / "run.sh").write_text(text, encoding="latin-1")
     (folder / "common.sh").write_text("N=6\n")
     (folder / "logs").mkdir(exist_ok=True)
     return folder / "run.sh"
@@ -440,7 +441,7 @@ def test_resolved_yaml_of_verl_yaml_of_trl_and_python_are_read(tmp_path):
         (
             "x.yaml",
             "- {a: 1}\n",
-            r"x\.yaml: .*: expected a mapping of keys or a list of arguments, found a list",
+            r"x\.yaml: .*: expected a mapping of keys or a list of arguments, found \[\{'a': '1'\}\]",
         ),
         (
             "x.yaml",
