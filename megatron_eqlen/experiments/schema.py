@@ -105,6 +105,10 @@ def _check(sweep: SweepRecipe) -> None:
     for what, values in (("seeds", sweep.seeds), ("recipes", stems)):
         if len({*values}) < len(values):
             raise ValueError(f"{what}: expected each once, found {values}")
+    sets = {"set": sweep.set} | {f"methods.{name}.set": method.set for name, method in sweep.methods.items()}
+    for key, values in sets.items():
+        if own := {"seed", "run_dir"} & values.keys():
+            raise ValueError(f"{key}.{min(own)}: has no effect: each run of a sweep has its own (seeds)")
     chosen = [
         ("figures", sweep.figures, {*sweep.methods}),
         ("fewer_seeds", sweep.fewer_seeds, {*stems, *sweep.methods}),

@@ -213,6 +213,7 @@ def test_the_papers_sweep_has_the_papers_methods():
     ("reference: eqlen", "reference: dapo", "reference: expected one of grpo, eqlen, mean, found 'dapo'"),
     ("seeds: [0, 1, 2]", "seed: [0]", r"unknown key 'seed' \(nearest: 'seeds'\)"),
     ("seeds: [0, 1, 2]", "seeds: [1, 1]", r"seeds: expected each once, found \[1, 1\]"),
+    ("seeds: [0, 1, 2]", "seeds: [0]\nset: {{seed: 3}}", r"set.seed: has no effect"),
     ("methods: [grpo, eqlen]", "methods: [ppo]", "expected some of base, eqlen, grpo, mean, found 'ppo'"),
     ("  mean: ", "  a/b: ", "as the name of a sweep or method .*, found 'a/b'"),
     ("match: flops", "figures: [base]", "figures: expected some of eqlen, grpo, mean, found 'base'"),
