@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -132,12 +132,13 @@ def read_progress(
 def _counted(files: Sequence[Path], prompt_ids: Collection[str]) -> Counter[str]:
     """Return what harvests counted whose first prompt is among ``prompt_ids``: replicas may share a step's
     prompts otherwise by now."""
-    total = Counter[str]()
+    attempts = defaultdict[str, Counter[str]](Counter)
     for path in files:
         notes = [batch.schema.metadata.get(NOTE_KEY) for batch in batches(path, SEGMENTS, ["prompt_id"])]
         first, counts = json.loads(next(filter(None, reversed(notes)), '["", {}]'))
-        total.update(counts if first in prompt_ids else {})
-    return total
+        # both files of an attempt have what it counted up to their last batch
+        attempts[path.name.removeprefix(OPEN)] |= Counter(counts if first in prompt_ids else {})
+    return sum(attempts.values(), Counter())
 
 
 def _resumed_rollouts(

@@ -193,14 +193,14 @@ class Recorder(HarvestObserver):
     def _write(
         self, before: Future[None] | None, tokens: list[NewTokens], rows: list[RecordedRow], note: str
     ) -> None:
-        """Write tokens in one batch, so that all or none of them are read, then rollouts, which are never
-        ahead of the open tracks on disk. Write nothing after a failure."""
+        """Write tokens in one batch with the note, so that all or none of them are read, then rollouts, which
+        are never ahead of the open tracks on disk. Write nothing after a failure."""
         if before is not None:
             before.result()
         if tokens:
             if self._open_file is None:
                 self._open_file = ArrowLog(self._open_path, SEGMENTS)
-            self._open_file.write(to_batch([row for new in tokens for row in track_rows(*new)]))
+            self._open_file.write(to_batch([row for new in tokens for row in track_rows(*new)], note))
         _append(self._file, rows, note)
 
 

@@ -370,6 +370,24 @@ def test_counts_are_the_last_ones_of_each_attempt_at_these_prompts(tmp_path):
         assert read_progress(tmp_path, [prompt(name)], make_recipe()).counts == of_these
 
 
+def test_what_a_moment_counted_is_on_disk_with_its_tokens(tmp_path):
+    """A kill may come after the tokens, and before anything is in the other file."""
+    recorder, counts = Recorder(tmp_path / "rank-0.arrow"), Counter(forks_prefilled=1)
+    recorder.harvest_started("a/b", counts)
+    track = Track(prompt("a/b", 1), 0, 0, [], 99, frozenset([9]), 0)
+    recorder.track_launched(track)
+    grown(track, [1, 2], extras=False)
+    before = recorder.path.read_bytes()
+    recorder.decode_step_finished(last=True)
+    recorder._thread.submit(int).result()  # it is written now
+    whole = recorder.path.read_bytes()
+    for content in (before, whole):
+        recorder.path.write_bytes(content)
+        progress = read_progress(tmp_path, [prompt("a/b")], make_recipe())
+        assert progress.partial
+        assert progress.counts == {"forks_prefilled": 1}
+
+
 def test_an_attempt_beside_a_journal_whose_record_is_gone_has_a_file_of_its_own(tmp_path):
     track = Track(prompt("a"), 0, 0, [], 99, frozenset([9]), 0)
     for name in ("rank-0.arrow", "rank-0-2.arrow"):
