@@ -146,6 +146,8 @@ def value_at(record: Any, place: str, default: Any = None) -> Any:
 
 _UNPARTED = re.compile(r"""(["'])\s+\1""")
 _CALL = re.compile(r"(?:(?:frozen)?set|array)\((.*?)(?:,\s*dtype=\w+)?\)", re.DOTALL)
+_NUMBER = re.compile(r"""\b(?:Fraction|Rational|Decimal|np\.\w+)\(["']?([^"'()\[\],]+)["']?(?:, *(\d+))?\)""")
+"""A number, or its fraction, as Python writes it."""
 _BACKSLASH = re.compile(r'\\\\|\\(?!")')
 """A backslash, written as JSON or as it is."""
 SAID = ("role", "from", "content", "value")
@@ -183,7 +185,8 @@ def unwrapped(question: str) -> str | None:
 def final_answer(gold: str) -> str:
     r"""Return the answer at the end of a worked solution: in the last ``\boxed{}``, or after ``####`` (GSM8K)
     or ``The answer is:`` (MetaMathQA); of texts in a list, a tuple or a set, written as JSON or by Python,
-    these with commas between. Other golds as they are."""
+    these with commas between; of Python's fractions and decimals, these. Other golds as they are."""
+    gold = _NUMBER.sub(lambda match: "/".join(filter(None, match.groups())), gold)
     if re.match(r"""(?:\w+\()?[\[({\s]*["']""", gold):
         gold = ", ".join(_list_of_texts(gold) or [gold])
     if boxed := extract_answer(gold):
