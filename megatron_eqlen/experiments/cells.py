@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatron_eqlen.experiments.schema import SweepRecipe
+from megatron_eqlen.experiments.schema import OF_RUNS, OF_RUNS_ONLY, SweepRecipe
 from megatron_eqlen.metrics import spent
 from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.recipe import Recipe, RecipeError
@@ -69,7 +69,11 @@ class Plan:
     """All cells of a sweep, and their budgets."""
 
     def __init__(self, sweep: SweepRecipe, overrides: Sequence[str] = ()) -> None:
-        """Make the cells. ``overrides`` apply to all runs, after those of the sweep."""
+        """Make the cells. ``overrides`` apply to all runs, after those of the sweep. Raises RecipeError for
+        one of ``OF_RUNS``."""
+        for override in overrides:
+            if override.partition("=")[0] in OF_RUNS:
+                raise RecipeError(f"{override}: {OF_RUNS_ONLY}")
         self.sweep = sweep
         self.cells = [
             Cell(

@@ -92,6 +92,10 @@ def load_sweep(path: Path) -> SweepRecipe:
     return sweep.model_copy(update={"recipes": [str(path.parent / recipe) for recipe in sweep.recipes]})
 
 
+OF_RUNS = {"seed", "run_dir"}
+OF_RUNS_ONLY = "has no effect: each run of a sweep has its own (seeds)"
+
+
 def _check(sweep: SweepRecipe) -> None:
     for name in (sweep.name, *sweep.methods):
         if not re.fullmatch(r"[\w.,=+@-]{1,100}", name) or name == BASE:
@@ -107,8 +111,8 @@ def _check(sweep: SweepRecipe) -> None:
             raise ValueError(f"{what}: expected each once, found {values}")
     sets = {"set": sweep.set} | {f"methods.{name}.set": method.set for name, method in sweep.methods.items()}
     for key, values in sets.items():
-        if own := {"seed", "run_dir"} & values.keys():
-            raise ValueError(f"{key}.{min(own)}: has no effect: each run of a sweep has its own (seeds)")
+        if own := OF_RUNS & values.keys():
+            raise ValueError(f"{key}.{min(own)}: {OF_RUNS_ONLY}")
     chosen = [
         ("figures", sweep.figures, {*sweep.methods}),
         ("fewer_seeds", sweep.fewer_seeds, {*stems, *sweep.methods}),

@@ -230,6 +230,8 @@ def test_a_file_that_is_no_sweep_is_refused(tmp_path, old, new, message):
 def test_a_method_that_is_no_recipe_is_refused_before_anything_starts(tmp_path):
     odd = SWEEP.replace("equal_length.suffix_reward: mean", "group_size: 3")
     scripted = Scripted()
+    with pytest.raises(RecipeError, match="seed=7: has no effect"):
+        command.read(write_sweep(tmp_path, SWEEP), ["steps=2", "seed=7"])
     with pytest.raises(RecipeError, match=r"tiny/mean-seed0: .*group_size: 3 is odd"):
         command.run(command.read(write_sweep(tmp_path, odd), []), 1, scripted)
     assert scripted.names == []
