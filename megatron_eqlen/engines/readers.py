@@ -172,7 +172,7 @@ class _Reader:
             # in the turn of the loop in which a message arrives, before a stream sees what followed it
             loop.add_reader(self.pipe.fileno(), obey)
             await ended.wait()
-        os._exit(0)
+            os._exit(0)
 
     def _obey(self, http: Any, what: str, *said: Any) -> None:
         if what == "versions":

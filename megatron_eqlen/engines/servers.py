@@ -121,6 +121,7 @@ class ServerEngine:
         self, request_id: str, token_ids: list[int], max_tokens: int, seed: int, path_rows: int = 0
     ) -> None:
         with self.busy:
+            self._check_open()
             if self.refusal is not None:
                 raise EngineError(f"request {request_id}: {self.refusal}")
             assert self._replica_of(request_id) is None
@@ -134,8 +135,7 @@ class ServerEngine:
         engine is closed."""
         arrived = self.readers.arrived()
         with self.busy:
-            if self.closed:
-                raise EngineError("the engine was closed")
+            self._check_open()
             deltas = [delta for arrival in arrived if (delta := self._take(*arrival)) is not None]
             deltas += [Delta(request_id, [], {}, "lost") for request_id in self.pool.lost]
             self.pool.lost.clear()
@@ -188,6 +188,10 @@ class ServerEngine:
             metrics = {"engine/live_replicas": float(len(self.pool.alive)), **self.sync}
             self.sync = {}
             return metrics
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise EngineError("the engine was closed")
 
     # ---- requests -----------------------------------------------------------------------------------
 

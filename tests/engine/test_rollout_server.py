@@ -685,6 +685,8 @@ def test_a_closed_engine_ends_the_harvest_of_another_thread(open_fakes):
     engine.close()
     with pytest.raises(EngineError, match="was closed"):
         engine.step()
+    with pytest.raises(EngineError, match="was closed"):  # it would start a reader that nobody ends
+        engine.submit("b/0", [70], 20, 0)
 
 
 def test_nccl_without_a_gpu_is_refused(fake):
