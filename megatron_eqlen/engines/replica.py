@@ -200,16 +200,16 @@ async def events(
     """Yield the server-sent events that answer a POST, as long as none is ``silence`` seconds late. A request
     that meets a weight update, during which a server takes none, is sent again."""
     timeout, ends = aiohttp.ClientTimeout(total=None, sock_read=silence), time.monotonic() + silence
-    async with AsyncExitStack() as stack:
-        while True:
-            response = await stack.enter_async_context(http.post(url, json=body, timeout=timeout))
-            is_refused = response.status == 409 and REPLACING in await response.text()
-            if not is_refused or time.monotonic() > ends:
-                break
-            await asyncio.sleep(AGAIN)
-        if response.status != 200:
-            await _text(response)
-        try:
+    try:
+        async with AsyncExitStack() as stack:
+            while True:
+                response = await stack.enter_async_context(http.post(url, json=body, timeout=timeout))
+                is_refused = response.status == 409 and REPLACING in await response.text()
+                if not is_refused or time.monotonic() > ends:
+                    break
+                await asyncio.sleep(AGAIN)
+            if response.status != 200:
+                await _text(response)
             rest = b""
             async for chunk in response.content.iter_any():  # which may hold many events, or none whole
                 *lines, rest = (rest + chunk).split(b"\n")
@@ -218,8 +218,8 @@ async def events(
                         if "error" in (event := msgspec.json.decode(line[6:])):
                             raise ConnectionError(event["error"])
                         yield event
-        except aiohttp.SocketTimeoutError:
-            raise _silent(silence) from None
+    except aiohttp.SocketTimeoutError:  # before the first event, too
+        raise _silent(silence) from None
 
 
 class ReplicaPool:

@@ -217,7 +217,7 @@ LIMITED = {
 @pytest.mark.parametrize("name", LIMITED)
 def test_limits_hold_and_the_next_command_works(sandbox, name):
     script, status, printed = LIMITED[name]
-    slow = CommandLimits(**{**vars(SMALL), "seconds": 2.0 if status == "time_limit" else 60.0})
+    slow = CommandLimits(**{**vars(SMALL), "seconds": 6.0 if status == "time_limit" else 60.0})
     end = run(sandbox, script, limits=slow)
     assert (end.status, printed in end.output) == (status, True), end
     assert len(end.output) < 2 * SMALL.output_bytes

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -165,6 +166,19 @@ def test_requests_of_a_reader_that_is_killed_fail_and_the_next_one_gets_another(
     start(readers, replica)
     assert isinstance(until(readers, bool)[0], Delta)
     assert len(readers.processes) == 2
+
+
+def test_a_server_that_does_not_even_begin_to_answer_is_silent():
+    listening, io = socket.create_server(("127.0.0.1", 0)), HttpLoop({})
+    rollout = RolloutRecipe.model_validate({"engine": "server", "servers": ["http://127.0.0.1:1"]})
+    readers = Readers(Settings({}, 0.5, rollout, ()), 1)
+    try:
+        start(readers, Replica(f"http://127.0.0.1:{listening.getsockname()[1]}", io, stock="vLLM V2"))
+        assert until(readers, bool) == ["silent for 0.5 s"]
+    finally:
+        readers.close()
+        io.close()
+        listening.close()
 
 
 TRAINER = """
