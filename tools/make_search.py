@@ -217,16 +217,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the two files")
     parser.add_argument("--train", type=int, default=1800, help="questions to train on")
     parser.add_argument("--test", type=int, default=256, help="held-out questions")
-    parser.add_argument("--pauses", type=float, default=0.0, help="mean number after a term")
-    parser.add_argument("--closing", type=float, default=0.0, help="mean number of pauses after the answer")
+    parser.add_argument("--pauses", type=float, help="mean number after a term (default: 0)")
+    parser.add_argument("--closing", type=float, help="mean number of pauses after the answer (default: 0)")
     parser.add_argument("--late", action="store_true", help="make_late_rows, in place of puzzles")
-    parser.add_argument(
-        "--words", type=float, default=50, help="mean number of words before the code of --late"
-    )
+    parser.add_argument("--words", type=float, help="mean number before the code of --late (default: 50)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    count, dials = args.train + args.test, Dials(pauses=args.pauses, closing=args.closing)
-    rows = make_late_rows(count, args.seed, args.words) if args.late else make_rows(count, args.seed, dials)
+    names = ("words", "pauses", "closing")
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    if other := given.keys() & ({"pauses", "closing"} if args.late else {"words"}):
+        parser.error(f"--{min(other)} has no effect with{'' if args.late else 'out'} --late")
+    count, late = args.train + args.test, args.late
+    rows = make_late_rows(count, args.seed, **given) if late else make_rows(count, args.seed, Dials(**given))
     write_rows(args.out / "test.parquet", rows[: args.test])
     write_rows(args.out / "train.parquet", rows[args.test :])
 

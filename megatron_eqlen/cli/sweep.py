@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_eqlen.experiments.cells import Cell, Plan
 from megatron_eqlen.experiments.runner import Runner, Start, start_process
-from megatron_eqlen.experiments.schema import load_sweep
+from megatron_eqlen.experiments.schema import OF_RUNS, load_sweep
 from megatron_eqlen.recipe.budget import UNITS
 from megatron_eqlen.recipe.inputs import fetch, pinned
 
@@ -76,7 +76,7 @@ def _recipe(plan: Plan, cells: list[Cell]) -> list[str]:
     for _, group in groupby(cells, key=lambda cell: cell.method):
         seeds = [*group]
         lines.append(f"  {seeds[0].method:<22} {_limit(plan, seeds)}")
-        made = [override for override in seeds[0].overrides if not override.startswith(("seed=", "run_dir="))]
+        made = [override for override in seeds[0].overrides if override.partition("=")[0] not in OF_RUNS]
         lines.append(f"  {'':<22}   {shlex.join(made) or 'as the recipe says'}")
     return lines
 

@@ -13,6 +13,7 @@ from megatron_eqlen.data.rows import Tally
 from megatron_eqlen.graders.math.grader import MathGrader
 from megatron_eqlen.objectives.recipes import load
 from tests.kit import ROOT
+from tools import make_search
 from tools.make_search import Dials, make_late_rows, make_rows, write_rows
 from tools.tokenizer_maker import write_hf_tokenizer
 
@@ -93,3 +94,12 @@ def test_the_late_task_is_decided_by_a_code_at_the_end_that_demonstrations_get_w
     assert pstdev(lengths) == pytest.approx(50, rel=0.1), "geometric"
     assert fmean(right) == pytest.approx(0.75**4, abs=0.04)
     assert fmean(by_length[True]) == pytest.approx(fmean(by_length[False]), abs=0.06), "thoughts do not help"
+
+
+@pytest.mark.parametrize("words", [["--words", "2"], ["--late", "--pauses", "1"]])
+def test_an_option_of_the_other_task_is_refused(tmp_path, monkeypatch, capsys, words):
+    monkeypatch.setattr("sys.argv", ["make_search.py", "--out", str(tmp_path), *words])
+    with pytest.raises(SystemExit):
+        make_search.main()
+    assert "has no effect with" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]

@@ -46,12 +46,11 @@ class Rows:
     def of(cls, params: list[Any], places: np.ndarray, vocabulary: int) -> Rows:
         """Return the rows of requests with these ``SamplingParams``."""
         temperature, top_p, min_p = (
-            torch.tensor([[p.temperature, p.top_p, p.min_p] for p in params], dtype=torch.float32)
-            .unsqueeze(-1)
-            .unbind(1)
+            torch.tensor([[getattr(p, name)] for p in params], dtype=torch.float32)
+            for name in ("temperature", "top_p", "min_p")
         )
         top_k = torch.tensor([p.top_k if 0 < p.top_k < vocabulary else vocabulary for p in params])
-        limited = (torch.tensor([p.top_k > 0 for p in params]).unsqueeze(1)) | (top_p < 1) | (min_p > 0)
+        limited = torch.tensor([[p.top_k > 0 or p.top_p < 1 or p.min_p > 0] for p in params])
         return cls(
             places,
             np.array([p.extra_args[SEED] for p in params], np.uint64),
@@ -133,7 +132,8 @@ class Drawn(NamedTuple):
     logprobs: Tensor
     """[rows, vocabulary] float32, of the whole distribution."""
     removed: Tensor | float
-    """[rows, 1] float32, to be taken from these for the distribution that tokens were drawn from."""
+    """[rows, 1] float32, to be taken from these for the distribution that tokens were drawn from; 0
+    where no row has a limit."""
 
     def with_likeliest(self, count: int) -> tuple[Tensor, Tensor]:
         """Return ids and log-probs of the drawn tokens, each with those of the ``count`` likeliest others:
@@ -154,22 +154,30 @@ def draw(logits: Tensor, rows: Rows, draws: np.ndarray) -> Drawn:
     ``logits``: [batch, vocabulary], any float dtype. ``draws``: [rows] float64 in [0, 1).
     """
     logits = logits.index_select(0, torch.from_numpy(rows.places)).float() / rows.temperature
-    logprobs, shares = logits.log_softmax(-1), torch.from_numpy(draws).unsqueeze(1)
+    logprobs = logits.log_softmax(-1)
     if rows.limited is None:
-        cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
-        tokens = torch.searchsorted(cumulative, shares * cumulative[:, -1:], right=True)
+        tokens, _ = _picked(logprobs.exp(), draws)
         return Drawn(tokens, logits.numpy() > -np.inf, logprobs, 0.0)
     kept = keep(logits, rows)
     of_row, ids = kept.nonzero()
     counts = np.bincount(of_row, minlength=len(kept))
     place = np.arange(len(ids)) - np.repeat(counts.cumsum() - counts, counts)
-    probabilities = torch.zeros(len(kept), int(counts.max()))  # of kept tokens alone, then zeros
+    # [rows, most that a row keeps]: ids and probabilities of kept tokens, then zeros
+    among = torch.zeros(len(kept), int(counts.max()), dtype=torch.int64)
+    among[of_row, place] = torch.from_numpy(ids)
+    probabilities = torch.zeros(among.shape)
     probabilities[of_row, place] = logprobs[of_row, ids].exp()
+    tokens, mass = _picked(probabilities, draws)
+    removed = mass.log().float().masked_fill(~rows.limited, 0.0)
+    return Drawn(among.gather(1, tokens), kept, logprobs, removed)
+
+
+def _picked(probabilities: Tensor, draws: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Return what ``draws`` pick by the inverse of the cumulative distribution, and each row's mass:
+    [rows, 1] int64 and float64."""
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
     mass = cumulative[:, -1:]
-    among = torch.searchsorted(cumulative, shares * mass, right=True).squeeze(1).numpy()
-    tokens = torch.from_numpy(ids[counts.cumsum() - counts + among]).unsqueeze(1)
-    return Drawn(tokens, kept, logprobs, mass.log().float().masked_fill(~rows.limited, 0.0))
+    return torch.searchsorted(cumulative, torch.from_numpy(draws).unsqueeze(1) * mass, right=True), mass
 
 
 def keep(logits: Tensor, rows: Rows) -> np.ndarray:
