@@ -174,6 +174,14 @@ def test_a_key_ends_as_one_of_four_and_what_is_lost_is_a_hole(
         loaded(done, tmp_path)
 
 
+def test_a_key_that_acts_only_with_a_hole_waits_for_it(tmp_path):
+    of_lora = "actor_rollout_ref.model.lora_rank=", "actor_rollout_ref.model.lora_alpha=32"
+    done = translated(tmp_path, "verl", *of_lora)
+    assert [*done.holes] == ["lora.rank"]
+    assert done.outcomes["actor_rollout_ref.model.lora_alpha"] == SAME
+    assert done.keys["lora.alpha"] == 32
+
+
 def test_holes_stand_in_a_recipe_whose_keys_contradict_each_other_and_in_no_section_of_ours(tmp_path):
     apart = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=3"
     done = translated(tmp_path, "verl", apart, "algorithm.mystery=1")
