@@ -175,11 +175,11 @@ def test_a_key_ends_as_one_of_four_and_what_is_lost_is_a_hole(
 
 
 def test_a_key_that_acts_only_with_a_hole_waits_for_it(tmp_path):
-    of_lora = "actor_rollout_ref.model.lora_rank=", "actor_rollout_ref.model.lora_alpha=32"
+    of_lora = "actor_rollout_ref.model.lora_rank=", "actor_rollout_ref.model.lora_alpha=16"
     done = translated(tmp_path, "verl", *of_lora)
     assert [*done.holes] == ["lora.rank"]
     assert done.outcomes["actor_rollout_ref.model.lora_alpha"] == SAME
-    assert done.keys["lora.alpha"] == 32
+    assert done.keys["lora.alpha"] == 16
 
 
 def test_holes_stand_in_a_recipe_whose_keys_contradict_each_other_and_in_no_section_of_ours(tmp_path):
