@@ -34,7 +34,7 @@ def shared(tokens: Iterable[int], others: Iterable[int]) -> int:
 
 
 MAX_ATTEMPTS = 4
-"""Attempts per track and policy version. A track that is lost so often means that the engine fails."""
+"""Attempts per turn of a track and policy version. The engine fails where a turn is lost so often."""
 
 
 class Driver:
@@ -52,8 +52,8 @@ class Driver:
         self.running: dict[RolloutKey, Harvester] = {}
         self.in_flight: dict[str, tuple[Track, RolloutKey]] = {}
         """Tracks that the engine decodes, by request id."""
-        self.losses: Counter[tuple[str, int]] = Counter()
-        """Lost requests by track and policy version."""
+        self.losses: Counter[tuple[str, int, int]] = Counter()
+        """Lost requests by track, given tokens (its turn) and policy version."""
         self.generated: Counter[RolloutKey] = Counter()
         """Tokens that this step generated for each running harvester, in tracks that have ended."""
         self.launched: dict[RolloutKey, list[Track]] = {}
@@ -236,8 +236,9 @@ class Driver:
         self.prompt_routes.lose(delta.request_id, key)
         track.attempts += 1
         self.meter.counts["retries"] += 1
-        self.losses[track.name, self.engine.policy_version] += 1
-        if (times := self.losses[track.name, self.engine.policy_version]) >= MAX_ATTEMPTS:
+        turn = track.name, track.given, self.engine.policy_version
+        self.losses[turn] += 1
+        if (times := self.losses[turn]) >= MAX_ATTEMPTS:
             raise EngineError(
                 f"request {delta.request_id}: finish_reason {delta.finish_reason!r} after "
                 f"{len(track)} of {track.limit} tokens without an end of sequence, {times} times"

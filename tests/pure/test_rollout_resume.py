@@ -9,7 +9,7 @@ import random
 import re
 import tempfile
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest.mock import patch
@@ -262,6 +262,16 @@ def check_killed(case: dict, kills: list[tuple[int, int, int]], interval: float)
                 check_routes(rollout)
         # steps that carry over keep the files of killed attempts: complete rollouts come before their tracks
         assert not list(folder.glob(OPEN_FILES)) or case["carry_over"]
+
+
+def test_a_track_of_many_turns_may_be_lost_in_each_of_them():
+    recipe = make_recipe(rollout={"max_response_length": 60}, sampling="independent", objective="grpo")
+    engine = ScriptedEngine(random.Random(0), end=0.1, loss=1.0, max_chunk=1)
+    plan = HarvestPlan(PROMPTS, recipe, EOS, seed=0, conversations=dealt())
+    rollouts, _ = harvest(engine, plan)
+    lost = Counter(request.split(":")[0] for request in engine.losses.elements())
+    assert max(lost.values()) > max(engine.losses.values()) == 3
+    assert not any(rollout.unscored() for rollout in rollouts)
 
 
 def check_versions(rollout: Rollout, version_tokens: int | None) -> None:
