@@ -101,6 +101,7 @@ def _close(result: Future[Answer]) -> None:
 
 class _State(NamedTuple):
     environment: Environment
+    track: Track
     turns: int
     """Turns that it has answered."""
 
@@ -169,20 +170,20 @@ class Dialogues:
     def fork(self, key: RolloutKey, harvester: Harvester, launched: Sequence[Track]) -> None:
         """Copy, for each new track, the environment of the line that it leaves, as it is there. Where that
         fails, the track gets a new one, which is told the messages."""
-        states, lines = self._states.get(key, {}), list(harvester.open.values())
+        states = self._states.get(key, {})
         for track in launched if states else ():
-            for line in lines:
-                state = states.get(line.number)
-                if line is track or line.parent != track.parent or state is None:
-                    continue
-                if state.turns == len(turns_of(path_of(harvester, track))) - 1:  # not where it is resumed
-                    assert line not in [call.track for call in self.calls], "it is copied between them"
+            turns = len(turns_of(path_of(harvester, track))) - 1
+            for state in [*states.values()]:  # of lines that have ended meanwhile, too
+                passed = [part.number for part in harvester.line(state.track.parent)]
+                if state.turns == turns and track.parent in passed:  # not where it is resumed
+                    calling = [call.track for call in self.calls]
+                    assert state.track not in calling, "it is copied between them"
                     if isinstance(self.fork_error, TimeoutError):  # once is enough
                         break
                     try:
                         made = _within(self.timeout, lambda of=state.environment: Answer(of.fork()))
                         made.environment.forked_as = track.forks
-                        states[track.number] = state._replace(environment=made.environment)
+                        states[track.number] = _State(made.environment, track, turns)
                         self.counts["copies"] += 1
                     except Exception as error:  # noqa: BLE001  another's code
                         if self.fork_error is None:
@@ -221,7 +222,7 @@ class Dialogues:
             )
         self._due.pop(track, None)
         states = self._states.setdefault(call.key, {})
-        states[track.number] = _State(environment, call.turns)
+        states[track.number] = _State(environment, track, call.turns)
         if given is None:
             track.finish(grade)
         else:

@@ -8,11 +8,12 @@
     track       tokens that a track of an unfinished rollout got since its row before (``recorder``)
 
 Parts of a rollout are numbered (``Part.number``), and so are its tracks; a grade (in a file of its
-own) belongs to a part's number.
+own, once all rollouts are scored) belongs to a part's number.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -51,7 +52,7 @@ SEGMENTS = pa.schema(
         "number": pa.int32(),  # of the part or track in its rollout
         "parent": pa.int32(),  # number of the part that it continues, -1 for the prompt
         "finish_reason": pa.string(),
-        "outcome": pa.string(),  # in the row ``end``
+        "outcome": pa.string(),  # in the row ``end``; of a part its environment's grade, as JSON
         "generated_tokens": pa.int64(),  # in the row ``end``: in this step, of all tracks, parts or not
         "carried": pa.bool_(),  # Part.carried
         "tokens": pa.int32(),  # how many
@@ -111,8 +112,9 @@ def prompt_row(prompt: Prompt) -> RecordedRow:
 def rollout_rows(
     rollout: Rollout, generated_tokens: int | None = None, without: Collection[str] = ()
 ) -> list[RecordedRow]:
-    """Return the rows of a rollout's parts and its end. ``generated_tokens``: tokens of its tracks, if known.
-    ``without``: columns that are left out."""
+    """Return the rows of a rollout's parts and its end. ``generated_tokens``: tokens of its tracks, as a
+    harvest knows them and the environment's grades; None: neither is recorded. ``without``: columns that are
+    left out."""
     common = {
         "prompt_id": rollout.prompt_id,
         "kind": rollout.kind,
@@ -121,7 +123,7 @@ def rollout_rows(
     }
     rows: list[RecordedRow] = [
         {name: getattr(part, name) for name in ("role", "number", "parent", "finish_reason", "carried")}
-        | {"table": part.tokens}
+        | {"table": part.tokens, "outcome": None if generated_tokens is None else _outcome(part)}
         for part in rollout.parts
     ]
     if rollout.prompt_columns is not None:
@@ -130,6 +132,11 @@ def rollout_rows(
         row["table"] = row["table"].without(without)
     rows.append({"role": END, "outcome": rollout.outcome, "generated_tokens": generated_tokens})
     return [common | row for row in rows]
+
+
+def _outcome(part: Part) -> str | None:
+    """Return the grade that a part came with; an earlier step recorded that of a carried one."""
+    return None if part.grade is None or part.carried else json.dumps(asdict(part.grade))
 
 
 def track_rows(track: Track, start: int, stop: int, with_prompt: bool) -> list[RecordedRow]:
@@ -271,7 +278,10 @@ class Assembly:
         place, tokens = (row["role"], row["number"], row["parent"]), row["table"]
         if (taught := self.taught.get(key)) is not None and TEACHER.name not in self.without:
             tokens = tokens.with_column(TEACHER.name, taught)
-        return Part(tokens, row["finish_reason"], self.grades.get(key), *place, carried=row["carried"])
+        grade = self.grades.get(key)
+        if grade is None and row["outcome"]:
+            grade = Grade(**json.loads(row["outcome"]))
+        return Part(tokens, row["finish_reason"], grade, *place, carried=row["carried"])
 
 
 def _prompt(row: RecordedRow) -> Prompt:

@@ -42,7 +42,7 @@ from megatron_eqlen.run import loop
 from megatron_eqlen.sampling.harvester import Marker
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.tokens import Tokens
-from megatron_eqlen.types import Delta, Grade
+from megatron_eqlen.types import Delta, Grade, Part
 from recipes.examples.shop.shop import Shop
 from recipes.examples.wordle.wordle import Wordle, marks
 from recipes.passages import SearchTool
@@ -778,15 +778,15 @@ def test_the_environment_of_the_page_plays_and_its_copy_plays_on_alone():
 
 
 def test_a_fork_gets_a_copy_of_the_environment_only_as_it_was_where_it_forks():
-    """A line that is resumed may have been answered beyond the place of the fork."""
+    """A line that is resumed may have been answered beyond the place of the fork; it may also have ended."""
     dialogues, prompt = Dialogues(speaking(Talker)), replace(QUESTION, prompt_id="p")
-    line, fork = (Track(prompt, 0, number, [], 9, frozenset({END}), 0) for number in (0, 1))
+    line, fork = (Track(prompt, 0, number, [], 9, frozenset({END}), 0, parent=0) for number in (0, 1))
     line.takes_turns = True
     line.extend(Delta(line.name, [CALL, END], {"logprobs": [0.0] * 2}), 0)
     line.answer([7], 0)
-    harvester = SimpleNamespace(open={0: line, 1: fork}, line=lambda number: [])
+    harvester = SimpleNamespace(line=lambda number: [Part(Tokens.of([]))])
     for answered, copies in ((1, 0), (0, 1)):
-        dialogues._states["p", 0] = {0: _State(Talker(), answered)}
+        dialogues._states["p", 0] = {0: _State(Talker(), line, answered)}
         dialogues.fork(("p", 0), harvester, [fork])
         assert dialogues.counts["copies"] == copies
         assert (1 in dialogues._states["p", 0]) == bool(copies)
