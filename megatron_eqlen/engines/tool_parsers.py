@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-Parse = Callable[[str], list[tuple[str, dict[str, Any]]]]
-"""Text of a turn -> name and arguments of its calls; none where the text cannot be read."""
+Parse = Callable[[str], list[tuple[str, dict[str, Any], str | None]]]
+"""Text of a turn -> its calls' names, arguments and ids, where it has them; none where it is unreadable."""
 
 
 def find_parser(
@@ -23,7 +23,7 @@ def find_parser(
     )  # each call that is none is an error there
     for name in sorted(ToolParserManager.list_registered()):
         try:
-            if tool_parser(name, tokenizer, [tool])(text) == [tuple(call)]:
+            if [found[:2] for found in tool_parser(name, tokenizer, [tool])(text)] == [call]:
                 return name
         except Exception:  # noqa: BLE001  each raises its own where the text or the tokenizer is not its family's
             continue
@@ -41,11 +41,18 @@ def tool_parser(name: str, tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -
     )
     parser = ToolParserManager.get_tool_parser(name)
 
-    def parse(text: str) -> list[tuple[str, dict[str, Any]]]:
+    def parse(text: str) -> list[tuple[str, dict[str, Any], str | None]]:
         found = parser(tokenizer, [*(request.tools or ())]).extract_tool_calls(
             text, request
         )  # it keeps what it has read
-        calls = [(call.function.name, json.loads(call.function.arguments)) for call in found.tool_calls]
-        return [(called, arguments) for called, arguments in calls if isinstance(arguments, dict)]
+        calls = []
+        for call in found.tool_calls:
+            try:
+                arguments = json.loads(call.function.arguments)
+            except (ValueError, RecursionError):  # Kimi's are not looked into
+                return []
+            if isinstance(arguments, dict):
+                calls.append((call.function.name, arguments, call.id if call.id in text else None))
+        return calls
 
     return parse

@@ -56,18 +56,22 @@ def _family(
 ) -> Callable[[str], str]:
     """Return what writes the calls of a turn anew. Calls of Qwen3 and Llama 3 stay as they are, also for a
     template that writes no calls, unless it lists tools: its family has a form of its own then."""
-    shown, opening = "", prompt.rpartition(QUESTION["content"])[2]
-    with suppress(TemplateError):
+    shown, opening, why = "", prompt.rpartition(QUESTION["content"])[2], ""
+    try:
         shown = with_calls(
-            *CALL, lambda turn: tokenizer.render_chat([QUESTION, turn], enable_thinking, [TOOL], answer=False)
+            [{"role": "tool", "name": CALL.name}],
+            CALL.arguments,
+            lambda turns: tokenizer.render_chat([QUESTION, turns[0]], enable_thinking, [TOOL], answer=False),
         )
+    except TemplateError as error:
+        why = f" ({error})"
     _, _, shown = shown.rpartition(QUESTION["content"])
     if CALL.name not in shown:
         if CALL.name not in prompt or "<tool_call>" in prompt:
             return str
         raise ValueError(
             f"{tokenizer.folder}: expected a chat template that writes calls of tools, found one that lists "
-            "tools alone: the form of its calls is not known"
+            f"tools alone: the form of its calls is not known{why}"
         )
     both = zip_longest(tokenizer.encode(shown), tokenizer.encode(opening))
     own = dropwhile(lambda pair: pair[0] == pair[1], both)
@@ -75,9 +79,9 @@ def _family(
     # generation stops at an end: GigaChat 3's call would come behind it
     shown = tokenizer.decode([*takewhile(lambda token: token not in tokenizer.eos_token_ids, generated)])
     with suppress(ToolError):
-        if [*tool_calls(shown)] == [CALL]:
+        if [call[:2] for call in tool_calls(shown)] == [CALL[:2]]:
             return str
-    name = find_parser(tokenizer.backend, shown, TOOL, CALL)
+    name = find_parser(tokenizer.backend, shown, TOOL, CALL[:2])
     if name is None:
         raise ValueError(
             f"{tokenizer.folder}: expected a chat template with calls of tools in a form that vLLM parses, "

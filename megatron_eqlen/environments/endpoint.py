@@ -195,7 +195,13 @@ class Episode:
             )
             if len(self.requests) > len(self.turns):
                 known = len(self.requests[-2].messages) + 1 if self.turns else 0
-                return self.requests[-1].messages[known:]
+                calls = iter(self.turns[-1].get("tool_calls", ()) if self.turns else ())
+                return [
+                    message | {"name": call["function"]["name"]}
+                    if message["role"] == "tool" and (call := next(calls, None))
+                    else message
+                    for message in self.requests[-1].messages[known:]
+                ]
             if self.error is not None:
                 raise self.error
             return None

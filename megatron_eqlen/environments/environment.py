@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,8 +34,10 @@ class Observation:
     """True if the response has ended; ``content`` is not read then."""
     role: str = "tool"
     """Role of the message in the chat template."""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """More keys of the message: ``name`` and ``tool_call_id`` of the call that it answers."""
     messages: Sequence[Mapping[str, Any]] = ()
-    """Several messages, in place of ``content`` and ``role``."""
+    """Several messages, in place of ``content``, ``role`` and ``keys``."""
 
 
 class Environment:

@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from megatron_eqlen.environments.agent import Agent
@@ -16,7 +15,7 @@ from megatron_eqlen.environments.conversation import Conversations
 from megatron_eqlen.environments.environment import Environment, Observation
 from megatron_eqlen.environments.tool_calls import ToolEnvironment
 from megatron_eqlen.hf.tokenizer import BREAK, TemplateError, Tokenizer
-from megatron_eqlen.hf.turns import CALL_ID, QUESTION, SAID, THOUGHT, TURN, left_out, with_calls
+from megatron_eqlen.hf.turns import QUESTION, SAID, THOUGHT, TURN, left_out, with_calls
 from megatron_eqlen.processes.timeline import TimeSpan
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.load import typed_options
@@ -131,26 +130,30 @@ def given_tokens(
     is. Qwen3's drops earlier thinking once a ``user`` speaks, and keeps it before a ``tool``. Also for one
     that leaves out what was said: Zephyr's has no role ``tool``.
     """
-    said = observation.messages or [{"role": observation.role, "content": observation.content}]
-    answers = [{"tool_call_id": CALL_ID, "name": "f", **message} for message in said]
+    said = observation.messages or [
+        {"role": observation.role, "content": observation.content, **observation.keys}
+    ]
     ends = re.compile("|".join(map(re.escape, tokenizer.pieces_of([*tokenizer.eos_token_ids]))))
 
-    def rendered(turn: Any, said: Sequence[Any] = said) -> str:
-        return tokenizer.render_chat([QUESTION, turn, *said], enable_thinking, tools)
+    def rendered(messages: Sequence[Any]) -> str:
+        return tokenizer.render_chat([QUESTION, *messages], enable_thinking, tools)
 
     failed: ValueError | None = None
-    # of Mistral, gpt-oss and Gemma 4 a tool answers a call alone
+    found: list[int] = []
+    # of Mistral, gpt-oss and Gemma 4 a tool answers a call alone; DeepSeek 3.2's answers depend on the calls
     for calls in (False, True)[: 1 + any(message["role"] == "tool" for message in said)]:
         try:
             if calls:
-                text = with_calls("f", {"a": THOUGHT, "b": SAID}, partial(rendered, said=answers))
+                text = with_calls(said, {"a": THOUGHT, "b": SAID}, rendered)
             else:
-                text = rendered({"role": "assistant", "content": TURN})
+                text = rendered([{"role": "assistant", "content": TURN}, *said])
         except TemplateError as error:
             failed = failed or error
             continue
-        before, turn, after = text.rpartition(SAID)
-        if not turn or THOUGHT not in before:
+        before, _, after = text.rpartition(SAID)
+        if found and THOUGHT not in before:
+            break  # the template writes no calls
+        if THOUGHT not in before:
             raise failed or ValueError(
                 f"{tokenizer.folder}: expected a chat template that keeps the assistant's turns as they are "
                 f"before a message of the role {said[-1]['role']!r}, found one that changes them"
@@ -159,18 +162,20 @@ def given_tokens(
             after = after[end.start() :]
         token_ids = tokenizer.encode(after.lstrip())
         if lost := left_out(after, said):
-            failed = failed or ValueError(
-                f"{tokenizer.folder}: expected a chat template that writes all messages, found one that "
-                f"leaves out {lost}"
+            wrong = f"writes all messages, found one that leaves out {lost}"
+        elif len(token_ids) < 2 or token_ids[0] not in tokenizer.eos_token_ids:
+            wrong = (
+                "ends the assistant's turn with an end of sequence "
+                f"({sorted(tokenizer.eos_token_ids)}) and goes on, found {token_ids[:2]}"
             )
-        elif len(token_ids) > 1 and token_ids[0] in tokenizer.eos_token_ids:
-            return token_ids[1:]
-        failed = failed or ValueError(
-            f"{tokenizer.folder}: expected a chat template that ends the assistant's turn with an end of "
-            f"sequence ({sorted(tokenizer.eos_token_ids)}) and goes on, found {token_ids[:2]}"
-        )
-    assert failed is not None
-    raise failed
+        else:
+            found = token_ids[1:]
+            continue
+        failed = failed or ValueError(f"{tokenizer.folder}: expected a chat template that {wrong}")
+    if not found:
+        assert failed is not None
+        raise failed
+    return found
 
 
 def refuse_other_prompt(

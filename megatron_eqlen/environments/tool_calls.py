@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple, NotRequired, TypedDict, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -22,6 +23,8 @@ _LLAMA = re.compile(r"\s*(?:<\|python_tag\|>|<\|python_start\|>.*<\|python_end\|
 class ToolCall(NamedTuple):
     name: str
     arguments: dict[str, Any]
+    id: str | None = None
+    """Id that the policy wrote, as Kimi does."""
 
 
 class ToolError(ValueError):
@@ -41,13 +44,21 @@ def spoken(message: str) -> str:
 
 def as_text(call: ToolCall) -> str:
     """Return a call as Qwen3 writes it."""
-    return f"<tool_call>\n{json.dumps({'name': call.name, 'arguments': call.arguments})}\n</tool_call>"
+    known = {key: value for key, value in call._asdict().items() if value is not None}
+    return f"<tool_call>\n{json.dumps(known)}\n</tool_call>"
 
 
 def _texts(message: str) -> list[str]:
     said = spoken(message)
-    alone = _LLAMA.fullmatch(said)
-    return [match[1] for match in ([alone] if alone else _HERMES.finditer(said))]
+    if (alone := _LLAMA.fullmatch(said)) is None:
+        return _HERMES.findall(said)
+    texts, rest = [], alone[1]
+    with suppress(ValueError, RecursionError):
+        while rest:  # Llama 4's stand one behind the other, with or without a semicolon
+            _, end = json.JSONDecoder().raw_decode(rest)
+            texts.append(rest[:end])
+            rest = rest[end:].lstrip("; \n")
+    return [*texts, rest] if rest else texts
 
 
 def _read(text: str) -> ToolCall:
@@ -58,7 +69,7 @@ def _read(text: str) -> ToolCall:
     arguments = call.get("arguments", call.get("parameters")) if isinstance(call, dict) else None
     if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
         raise ToolError('expected {"name": "...", "arguments": {...}}')
-    return ToolCall(call["name"], arguments)
+    return ToolCall(call["name"], arguments, call.get("id") if isinstance(call.get("id"), str) else None)
 
 
 def tool[**P, R](method: Callable[P, R]) -> Callable[P, R]:
@@ -85,20 +96,25 @@ class ToolEnvironment(Environment):
 
     def step(self, message: str) -> Observation:
         texts = _texts(message)
-        answers = [self._answer(text) for text in texts[: self.most_calls]]
-        answers += [f"error: more than {self.most_calls} calls in a turn"] * (len(texts) - len(answers))
+        answers = [self._answer(text, number) for number, text in enumerate(texts)]
         if len(answers) > 1:
-            return Observation(messages=[{"role": "tool", "content": answer} for answer in answers])
-        return Observation(*answers, done=not answers)
+            return Observation(
+                messages=[{"role": "tool", "content": answer.content, **answer.keys} for answer in answers]
+            )
+        return answers[0] if answers else Observation(done=True)
 
-    def _answer(self, text: str) -> str:
+    def _answer(self, text: str, number: int) -> Observation:
+        keys: dict[str, str] = {}
         try:
+            if number >= self.most_calls:
+                raise ToolError(f"more than {self.most_calls} calls in a turn")
             call = _read(text)
+            keys = {"name": call.name} | ({"tool_call_id": call.id} if call.id else {})
             arguments = self._checked(call)
             result = getattr(self, call.name)(**arguments)
         except ToolError as error:
-            return f"error: {error}"
-        return result if isinstance(result, str) else to_json(result).decode()
+            result = f"error: {error}"
+        return Observation(result if isinstance(result, str) else to_json(result).decode(), keys=keys)
 
     def _checked(self, call: ToolCall) -> dict[str, Any]:
         if call.name not in self._arguments:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from megatron_eqlen.hf.tokenizer import BREAK, THINKING, Tokenizer
+from megatron_eqlen.hf.tokenizer import BREAK, THINKING, TemplateError, Tokenizer
 
 ASKED, THOUGHT, SAID = "Which town?", "A thought of the policy.", "A turn that the policy generated."
 TURN = f"<think>\n{THOUGHT}\n</think>\n\n{SAID}"
@@ -16,8 +16,6 @@ TURN = f"<think>\n{THOUGHT}\n</think>\n\n{SAID}"
 QUESTION = {"role": "user", "content": ASKED}
 TAKEN = {"role", "name", "tool_call_id"}
 """Keys of a turn that a chat template may leave out: the last two say what an answer of a tool belongs to."""
-CALL_ID = "call00000"
-"""Mistral's template takes nine letters and digits."""
 
 
 def require_end(tokenizer: Tokenizer, enable_thinking: bool | None = None) -> None:
@@ -75,8 +73,27 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(each)
 
 
-def with_calls[R](name: str, arguments: Mapping[str, Any], render: Callable[[dict[str, Any]], R]) -> R:
-    """Return what ``render`` makes of a turn that calls a tool. Raises TemplateError for a template that
-    takes none."""
-    call = {"id": CALL_ID, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
-    return render({"role": "assistant", "content": "", "tool_calls": [call]})
+def with_calls[R](
+    answers: Sequence[Mapping[str, Any]],
+    arguments: Mapping[str, Any],
+    render: Callable[[list[dict[str, Any]]], R],
+    plain_ids: bool = False,
+) -> R:
+    """Return what ``render`` makes of a turn that calls a tool for each of ``answers`` of the role ``tool``,
+    and of these. Raises TemplateError for a template that takes no calls."""
+    calls, said = list[dict[str, Any]](), []
+    for message in map(dict, answers):
+        if message["role"] == "tool":
+            name, number = message.setdefault("name", "unknown"), len(calls)
+            # Kimi's template shows ids as the policy writes them; Mistral's takes nine letters and digits
+            id_ = message.get("tool_call_id", f"functions.{name}:{number}")
+            message["tool_call_id"] = id_ = f"call{number:05}" if plain_ids else id_
+            function = {"name": name, "arguments": dict(arguments)}
+            calls.append({"id": id_, "type": "function", "function": function})
+        said.append(message)
+    try:
+        return render([{"role": "assistant", "content": "", "tool_calls": calls}, *said])
+    except TemplateError:
+        if plain_ids:
+            raise
+        return with_calls(answers, arguments, render, plain_ids=True)

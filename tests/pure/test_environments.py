@@ -626,6 +626,26 @@ def test_an_observation_that_the_template_loses_is_refused(name, tmp_path):
         assert tokenizer.decode(given).startswith("\n<|im_start|>tool\n")
 
 
+def test_an_observation_is_rendered_behind_the_calls_that_it_answers(tmp_path):
+    """Gemma 4's has the tool's name, Kimi's the call's id, DeepSeek 3.2's ends with that of the last call."""
+    template = (
+        "{% if m.role == 'user' %}{{ '<|im_start|>user\n' + m.content + '<|im_end|>' }}"
+        "{% elif m.role == 'tool' %}"
+        "{{ (m.name or '?') + '/' + (m.tool_call_id or '?') + '=' + m.content }}"
+        "{{ '/end' if loop.index == 2 + messages[1].tool_calls | length }}{% else %}"
+        "{% for call in m.tool_calls or [] %}{{ call.function.arguments }}{% endfor %}"
+        "{{ m.content + '<|im_end|>' }}{% endif %}"
+    )
+    tokenizer = tokenizer_with(tmp_path, template)
+    several = [{"role": "tool", "content": "7", "name": "add"}, {"role": "user", "content": "so?"}]
+    several.insert(1, {"role": "tool", "content": "8", "name": "now", "tool_call_id": "own"})
+    for observation, said in (
+        (Observation("7", keys={"name": "add"}), "add/functions.add:0=7/end"),
+        (Observation(messages=several), "add/functions.add:0=7now/own=8/end<|im_start|>user\nso?"),
+    ):
+        assert tokenizer.decode(given_tokens(tokenizer, observation)) == f"{said}<|im_start|>assistant\n"
+
+
 def test_a_template_that_changes_earlier_turns_is_refused(tmp_path):
     tokenizer = tokenizer_with(tmp_path, TEMPLATES["qwen3"])
     with pytest.raises(
