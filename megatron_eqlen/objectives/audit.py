@@ -7,6 +7,7 @@ the learning rate. What is left is bias and noise.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,24 +17,28 @@ from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.objectives.registry import OBJECTIVES
 from megatron_eqlen.objectives.token_baseline import BASELINES
 from megatron_eqlen.recipe import Recipe
-from megatron_eqlen.types import Rollout
+from megatron_eqlen.types import Part, Rollout
 
 
 class Change(NamedTuple):
     """Change of the value across some tokens of a response."""
 
-    rollout: Rollout
-    part: int
-    """Number of the response's last part."""
+    line: Sequence[Part]
+    """The response's parts, of the rollouts that are audited."""
     begin: int
     """Generated tokens of the response before the first."""
     end: int
-    value: float
-    sure: bool
-    """True if its sign is known."""
+    value: tuple[float, float, float]
+    """The change, and its 95% interval."""
+
+    @property
+    def sure(self) -> bool:
+        """True if the interval excludes 0."""
+        return self.value[1] > 0 or self.value[2] < 0
 
 
-class Agreement(NamedTuple):
+@dataclass(frozen=True)
+class Agreement:
     """How an objective's advantages agree with changes; NaN where nothing can be said."""
 
     objectives: tuple[str, ...]
@@ -90,38 +95,26 @@ def _advantages(rollouts: Sequence[Rollout], recipe: Recipe) -> dict[int, Any]:
 
 
 def _agreement(titles: tuple[str, ...], changes: Sequence[Change], given: np.ndarray) -> Agreement:
-    truth = np.array([change.value for change in changes])
-    late = np.array([change.begin + change.end > _length(change) for change in changes])
+    truth = np.array([change.value[0] for change in changes])
+    late = np.array([change.begin + change.end > sum(map(len, change.line)) for change in changes])
     sure = np.array([change.sure for change in changes])
     agrees = np.where(given[sure] == 0, 0.5, np.sign(given[sure]) == np.sign(truth[sure]))
     scale = float(given @ truth / (given @ given)) if given.any() else 0.0
     wrong = scale * given - truth
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return Agreement(
-            titles, _of(agrees), _rank_correlation(given, truth), _of(wrong[~late]), _of(wrong[late]),
-            float(wrong.std() / truth.std()),
-        )  # fmt: skip
+    with np.errstate(invalid="ignore", divide="ignore"):  # where all are equal
+        ranks = np.corrcoef(_ranks(given), _ranks(truth))[0, 1] if len(changes) > 1 else float("nan")
+        noise = float(wrong.std() / truth.std())
+    return Agreement(titles, _of(agrees), float(ranks), _of(wrong[~late]), _of(wrong[late]), noise)
 
 
 def _mean(change: Change, advantages: dict[int, Any]) -> float:
     """Return the mean advantage of the tokens of a change."""
-    line = change.rollout.line(change.part)
-    along = [np.broadcast_to(advantages.get(id(part), 0.0), len(part)) for part in line]
+    along = [np.broadcast_to(advantages.get(id(part), 0.0), len(part)) for part in change.line]
     return float(np.concatenate(along)[change.begin : change.end].mean())
-
-
-def _length(change: Change) -> int:
-    return sum(map(len, change.rollout.line(change.part)))
 
 
 def _of(values: np.ndarray) -> float:
     return float(values.mean()) if len(values) else float("nan")
-
-
-def _rank_correlation(given: np.ndarray, truth: np.ndarray) -> float:
-    if len(given) < 2 or given.std() == 0 or truth.std() == 0:
-        return float("nan")
-    return float(np.corrcoef(_ranks(given), _ranks(truth))[0, 1])
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:

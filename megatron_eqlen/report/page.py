@@ -28,9 +28,7 @@ from megatron_eqlen.record.reader import check_newest, scored_steps, step_files
 from megatron_eqlen.report.charts import COLOURS, METRICS, RARE, charts, facts, profile_chart, timeline
 from megatron_eqlen.report.format import compact, percent
 from megatron_eqlen.report.metrics import Columns
-from megatron_eqlen.report.probe import Found
 from megatron_eqlen.report.recorded import RecordedStep, find_decoder, recorded_advice
-from megatron_eqlen.report.rollouts import Decode
 from megatron_eqlen.report.status import RunStatus
 
 PAGE = "report.html"
@@ -112,9 +110,9 @@ def write_step_page(run: Path, first: int, last: int) -> Path:
     return _write(path, "rollouts.html.jinja", recipe, rows, step=name, note=note, script=script)
 
 
-def write_probe_page(path: Path, step: int, found: Found, recipe: Recipe, decode: Decode) -> Path:
-    """Write the page of a probe of ``step`` (from 1); return its path."""
-    return _write(path, "probe.html.jinja", recipe, [], step=step, found=found, decode=decode)
+def write_probe_page(path: Path, step: int, found: dict[str, Any], recipe: Recipe) -> Path:
+    """Write the page of what a probe of ``step`` (from 1) ``found`` (``probe.look``); return its path."""
+    return _write(path, "probe.html.jinja", recipe, [], step=step, found=found)
 
 
 def _write(path: Path, template: str, recipe: Recipe, rows: list[dict[str, Any]], **values: Any) -> Path:

@@ -58,6 +58,7 @@ from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Batch, Step
 from megatron_eqlen.sampling.harvester import HarvestObserver, Marker
 from megatron_eqlen.sampling.placed import PlacedTrees
+from megatron_eqlen.sampling.probe import ProbeSampling
 from megatron_eqlen.sampling.profile import profile_metrics
 from megatron_eqlen.tokens import TEACHER
 from megatron_eqlen.training.agreement import MismatchError, disagreement, drawn_lines
@@ -165,9 +166,9 @@ class Generator(InTurn):
         streams: Path,
         synced: bool = True,
         source: PromptSource | None = None,
-        benchmark: BenchmarkRecipe | None = None,
+        once: BenchmarkRecipe | ProbeSampling | None = None,
     ) -> None:
-        """``benchmark``: its problems are the prompts, in one step."""
+        """``once``: its problems, or the prompts that it continues, are those of the only step."""
         self.session, self.recipe, self.streams = session, session.recipe, streams
         self.benchmarks = self.recipe.evaluation.benchmarks
         self.conversations = conversations(self.recipe, session.tokenizer, session.timeline.note)
@@ -176,8 +177,8 @@ class Generator(InTurn):
         self._tools = tools(self.recipe)
         if synced and self.recipe.teacher.url and session.replicas.drives:
             _ = self.teacher  # a run tries it before the engine starts; an evaluation never asks it
-        self.benchmark = benchmark
-        self.source = source or (self.start_prompts() if benchmark is None else None)
+        self.once = once
+        self.source = source or (start_prompts(session) if once is None else None)
         """On rank 0 only, which draws for all ranks. Gold answers are checked under a time limit, so ranks
         that each drew their own prompts could keep different ones."""
         self.engine = start_engine(session.job, session.replicas, syncs_first=synced)
@@ -187,7 +188,8 @@ class Generator(InTurn):
         text = self.recipe.tree_sampling.marker
         self.marker = None if text is None else Marker.of(text, session.tokenizer)
         placed = self.recipe.sampling == "tree" and self.recipe.tree_sampling.fork == "profile"
-        self.placed = PlacedTrees(self.recipe) if placed else None
+        self.placed = PlacedTrees(self.recipe) if placed and once is None else None
+        self.kind = once if isinstance(once, ProbeSampling) else self.placed
         self.forked = True
         """False if no line of the newest harvest forked that could have forked."""
         self.suspended: dict[RolloutKey, RolloutOrigin] = {}
@@ -196,9 +198,6 @@ class Generator(InTurn):
         self.recorded: tuple[int | None, list[Path]] = None, []
         """Number of a step, and the files of an attempt at it that was cut short. Files that this process
         writes for later prompts of the step need no reading."""
-
-    def start_prompts(self) -> PromptSource | None:
-        return start_prompts(self.session)
 
     def warn_of_overlaps(self) -> None:
         """Warn about sources of training prompts that hold questions of a benchmark."""
@@ -212,8 +211,10 @@ class Generator(InTurn):
         open as at the beginning of any step. With dynamic sampling, draw as many again until enough
         prompts have unequal rewards, at most ``loss.max_num_gen_batches`` times; not with
         ``rollout.carry_over``, where suspended rollouts would pile up."""
-        if self.benchmark is not None:
-            return [] if step.batches else self.problems(self.benchmark)
+        if self.once is not None and step.batches:
+            return []
+        if self.once is not None:
+            return self.once.prompts if isinstance(self.once, ProbeSampling) else self.problems(self.once)
         wanted = self.recipe.data.prompts_per_step
         again = self.session.objective.dynamic_sampling and not self.recipe.rollout.carry_over
         most = self.recipe.loss.max_num_gen_batches if again else 1
@@ -317,7 +318,7 @@ class Generator(InTurn):
             progress=progress,
             keeps_columns=replicas.keeps,
             marker=self.marker,
-            kind=self.placed,
+            kind=self.kind,
             conversations=self.conversations and replace(self.conversations, kept=folder),
         )
 

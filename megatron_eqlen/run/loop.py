@@ -95,7 +95,7 @@ def harvest_only(job: Job, out: Path, benchmark: BenchmarkRecipe | None = None) 
             write_text(out / RECIPE, dump(job.recipe))
             events.append(out, "harvest")
         session.tokenizer.today = distributed.agree(lambda: events.began(out))
-        generator = Generator(session, out, synced=False, benchmark=benchmark)
+        generator = Generator(session, out, synced=False, once=benchmark)
         step = generator.collect(Step(number=0, policy_version=0))
         if hold is not None:
             hold.check()

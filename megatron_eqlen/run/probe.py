@@ -16,18 +16,16 @@ import contextlib
 import random
 import re
 import shutil
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
-from megatron_eqlen.data.prompts import PromptSource
 from megatron_eqlen.environments.conversation import STATES
 from megatron_eqlen.files import expecting, read_json, remove_partial, step_folders, step_name, write_json
-from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.hf.folder import HFFolder
 from megatron_eqlen.hf.tokenizer import THINKING
 from megatron_eqlen.job import Job
@@ -40,7 +38,7 @@ from megatron_eqlen.record.replayed import check_steps
 from megatron_eqlen.report.metrics import FILE as METRICS
 from megatron_eqlen.report.metrics import Columns
 from megatron_eqlen.report.page import write_probe_page
-from megatron_eqlen.report.probe import FILE, FOUND, LineKey, look
+from megatron_eqlen.report.probe import FILE, FOUND, as_json, look, tables
 from megatron_eqlen.report.rollouts import Decode, by_token, texts_of
 from megatron_eqlen.rewards.scoring import leave_out
 from megatron_eqlen.run.generation import Generator
@@ -48,9 +46,9 @@ from megatron_eqlen.run.session import Session
 from megatron_eqlen.run.step import Step
 from megatron_eqlen.sampling.harvester import Marker
 from megatron_eqlen.sampling.kind import plural
-from megatron_eqlen.sampling.probe import SEEDS, TRACKS, Places, ProbeSampling
+from megatron_eqlen.sampling.probe import SEEDS, TRACKS, Place, ProbeSampling
 from megatron_eqlen.tokens import ROUTES
-from megatron_eqlen.types import Line, Prompt, Rollout, RolloutKey, rollout_key, tokens_along
+from megatron_eqlen.types import Line, Rollout, RolloutKey, rollout_key, tokens_along
 
 SENTENCE = re.compile(r"[.!?:;]+[\"')\]]*(?=\s)|[。！？：；]+[\"')\]”’」』）]*|\n+")
 """End of a sentence, or of a line."""
@@ -94,35 +92,6 @@ class Asked:
             raise ProbeError(f"--seed: expected 0 to {SEEDS - 1}, found {self.seed}")
 
 
-class Place(NamedTuple):
-    """A place of a response."""
-
-    part: int
-    stop: int
-    """Tokens of the part before it."""
-    length: int
-    """Tokens of the response before it."""
-    left: int
-    """Tokens that a continuation is expected to have: as many as the response had from there, or behind its
-    end marker where that is forced."""
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """Responses that are continued, and their places."""
-
-    places: dict[RolloutKey, Places]
-    responses: dict[LineKey, list[int]]
-    """Lengths of each response before its places."""
-    expected: int
-    """Tokens that the continuations are expected to have."""
-
-    @property
-    def count(self) -> int:
-        """Number of places."""
-        return sum(len(stops) for places in self.places.values() for stops in places.values())
-
-
 @dataclass(frozen=True)
 class Target:
     """A step of a run, its recorded rollouts, and the places of those that are probed."""
@@ -138,15 +107,16 @@ class Target:
     @cached_property
     def rollouts(self) -> list[Rollout]:
         """The step's rollouts. Raises ProbeError if there is none, or if different weights sampled them."""
-        folder = self.streams / step_name(self.asked.step - 1)
-        recorded = [number + 1 for number, _ in scored_steps(self.streams)]
-        if self.asked.step not in recorded:
+        folders = {number + 1: folder for number, folder in scored_steps(self.streams)}
+        if self.asked.step not in folders:
+            recorded = [*folders]
             nearest = min(recorded, key=lambda step: abs(step - self.asked.step), default=0)
             kept = recorded and f"{len(recorded)} of {recorded[0]} to {recorded[-1]}, nearest {nearest}"
             raise ProbeError(
                 f"--step: expected a graded step that {self.streams} holds ({kept or 'none'}), "
                 f"found {self.asked.step}"
             )
+        folder = folders[self.asked.step]
         whole = [rollout for rollout in read_step(folder, without=[ROUTES.name]) if not rollout.suspended]
         if without := [r.prompt_id for r in whole for part, _ in r.ended() if part.grade is None]:
             raise ProbeError(f"{folder}: expected grades of all responses, found none of {without[0]}'s")
@@ -172,15 +142,13 @@ class Target:
     @cached_property
     def steps(self) -> int:
         """Number of steps whose training made the weights that sampled the rollouts."""
-        columns = Columns(self.asked.run, ["train/updates"])
-        known, wanted = columns.steps[: self.asked.step - 1].tolist(), [*range(1, self.asked.step)]
-        if known != wanted:
-            missing = next(step for step in wanted if step not in known)
+        columns, before = Columns(self.asked.run, ["train/updates"]), self.asked.step - 1
+        if missing := {*range(1, before + 1)} - {*columns.steps.tolist()}:
             raise ProbeError(
                 f"{self.asked.run / METRICS}: expected the updates of all steps before step "
-                f"{self.asked.step}, which made its weights, found no step {missing}"
+                f"{self.asked.step}, which made its weights, found no step {min(missing)}"
             )
-        made = np.append(0, np.cumsum(columns["train/updates"][: len(wanted)])).astype(int)
+        made = np.append(0, np.cumsum(columns["train/updates"][:before]))
         if self.version not in made:
             raise ProbeError(
                 f"{self.asked.run}: no step's training ends with version {self.version} of the weights"
@@ -193,59 +161,51 @@ class Target:
         return USUAL * generated if self.asked.budget is None else self.asked.budget
 
     @cached_property
-    def chosen(self) -> Chosen:
-        """Responses drawn at random until the budget is used up, one at least."""
-        lines = [
-            (rollout, line)
-            for rollout in self.rollouts
-            for line in rollout.lines()
-            if line.last.finish_reason
-        ]
-        random.Random(self.asked.seed).shuffle(lines)
-        chosen: dict[RolloutKey, dict[int, list[int]]] = {}
-        responses, expected = dict[LineKey, list[int]](), 0
-        for rollout, line in lines:
-            known = chosen.get(rollout_key(rollout), {})
-            places = [*self._places(rollout, line)]
-            new = [place for place in places if place.stop not in known.get(place.part, ())]
-            cost = self.asked.samples * sum(place.left for place in new)
+    def kind(self) -> ProbeSampling:
+        """Responses drawn at random until the budget is used up, one at least. They and their places are
+        continued."""
+        asked = self.asked
+        drawn = [(r, line) for r in self.rollouts for line in r.lines() if line.last.finish_reason]
+        order = [*range(len(drawn))]
+        random.Random(asked.seed).shuffle(order)
+        chosen, places, expected = list[int](), dict[RolloutKey, dict[Place, int]](), 0
+        for n in order:
+            known = places.get(key := rollout_key(drawn[n][0]), {})
+            more = self._places(*drawn[n]) | known
+            cost = asked.samples * (sum(more.values()) - sum(known.values()))
             if chosen and expected + cost > self.budget:
                 break
-            expected += cost
-            responses[*rollout_key(rollout), line.last.number] = [place.length for place in places]
-            for place in new:
-                known.setdefault(place.part, []).append(place.stop)
-            chosen[rollout_key(rollout)] = known
-        of_rollouts: dict[RolloutKey, Places] = {
-            key: {n: sorted(stops) for n, stops in known.items()} for key, known in chosen.items()
-        }
-        found = Chosen(of_rollouts, responses, expected)
-        if found.count == len(of_rollouts) and self.asked.at.strip("0,"):
+            chosen.append(n)
+            places[key], expected = more, expected + cost
+        count = sum(map(len, places.values()))
+        if count == len(places) and asked.at.strip("0,"):
             raise ProbeError(
-                f"--at {self.asked.at}: expected places in a response, found none in {len(responses)} drawn"
+                f"--at {asked.at}: expected places in a response, found none in {len(chosen)} drawn"
             )
-        if found.count * self.asked.samples > TRACKS:
+        if count * asked.samples > TRACKS:
             raise ProbeError(f"--samples, --budget: expected at most {TRACKS} continuations, found more")
-        return found
+        responses = [drawn[n] for n in sorted(chosen)]
+        return ProbeSampling(self.rollouts, responses, places, asked.samples, asked.seed, self.forced)
 
     def cost(self) -> str:
         """Return what the probe will cost. Raises ReplayError if a step to train again is gone."""
-        count, expected = self.chosen.count, self.chosen.expected
-        known = Columns(self.asked.run, ["harvest/tokens_per_second", "time/train"])
-        at = known["harvest/tokens_per_second"][known.steps == self.asked.step]
-        seconds = f", {expected / at[0]:.0f} s at its speed without the start" if at.sum() > 0 else ""
-        over = " (more than --budget: one response at least)" * (expected > self.budget)
-        trained = self.steps - max((n for n, _ in self._checkpoints), default=0)
-        if trained:
-            check_steps(self.streams, self.steps - trained, self.steps)
-        training = known["time/train"][(known.steps > self.steps - trained) & (known.steps <= self.steps)]
-        again = f"; no checkpoint has these weights: {plural(trained, 'step')} trained again"
-        again = f"{again}, {np.nansum(training):.0f} s" * (trained > 0)
-        what = f"{plural(len(self.chosen.responses), 'response')}, {plural(count, 'place')}"
-        return (
-            f"step {self.asked.step}: {what} x {self.asked.samples} continuations, about {expected:,} "
-            f"tokens{over}{seconds}{again}"
-        )
+        asked, responses = self.asked, plural(len(self.kind.responses), "response")
+        known = Columns(asked.run, ["harvest/tokens_per_second", "time/train"])
+        lengths = [length for places in self.kind.places.values() for length in places.values()]
+        places, expected = plural(len(lengths), "place"), asked.samples * sum(lengths)
+        told = f"{responses}, {places} x {asked.samples} continuations, about {expected:,} tokens"
+        if expected > self.budget:
+            told += " (more than --budget: one response at least)"
+        speed = known["harvest/tokens_per_second"][known.steps == asked.step]
+        if speed.sum() > 0:
+            told += f", {expected / speed[0]:.0f} s at its speed without the start"
+        first = max((n for n, _ in self._checkpoints), default=0)
+        if first < self.steps:
+            check_steps(self.streams, first, self.steps)
+            seconds = np.nansum(known["time/train"][(known.steps > first) & (known.steps <= self.steps)])
+            again = plural(self.steps - first, "step")
+            told += f"; no checkpoint has these weights: {again} trained again, {seconds:.0f} s"
+        return f"step {asked.step}: {told}"
 
     @property
     def _checkpoints(self) -> list[tuple[int, Path]]:
@@ -269,40 +229,34 @@ class Target:
         force, known = self.asked.force, (THINKING[1], self.job.recipe.tree_sampling.marker)
         return next((marker for marker in known if force and marker and marker in force), force)
 
-    def _places(self, rollout: Rollout, line: Line) -> Iterator[Place]:
-        """Yield the places of a response. With ``force`` the text of a turn before a place lacks the marker,
-        and the limit leaves room for an answer."""
+    def _places(self, rollout: Rollout, line: Line) -> dict[Place, int]:
+        """Return the places of a response, with the tokens that a continuation is expected to have: as many
+        as the response had from there, or behind its end marker where that is forced. With ``force`` the text
+        of a turn before a place lacks the marker, and the limit leaves room for an answer."""
         at, parts = self.asked.at, rollout.line(line.last.number)
-        ends = np.cumsum([len(part) for part in parts]).tolist()
+        token_ids, ends = tokens_along(parts).tolist(), np.cumsum([0, *map(len, parts)])
         generated = np.concatenate([part.tokens.is_generated for part in parts])
-        is_open, closed = [True] * line.length, line.length
-        if (marker := self.marker) is not None:
-            texts = texts_of(tokens_along(parts).tolist(), self.decode)
-            is_open = before_marker(texts, generated, marker)
-            closed = [*is_open, False].index(False)
-            del is_open[min(line.length, self.job.recipe.rollout.max_response_length - len(self.forced)) :]
-
-        def place(part: int, stop: int, length: int) -> Place:
-            return Place(part, stop, length, line.length - (closed if closed < line.length else length))
-
-        yield place(-1, 0, 0)
         if at == "sentences":
-            after = np.array(ends_of_sentences(tokens_along(parts).tolist(), self.decode), int) - 1
+            after = np.array(ends_of_sentences(token_ids, self.decode), int) - 1
             lengths = generated.cumsum()[after[generated[after]]].tolist()
         elif at == "forks":
-            lengths = ends
+            lengths = ends.tolist()
         elif at.startswith("every:"):
             every = int(at.removeprefix("every:"))
             lengths = range(every, line.length, every)
         else:
-            lengths = sorted({int(place) for place in at.split(",")})
-        for part, end in zip(parts, ends, strict=True):
-            inside = [
-                length
-                for length in lengths
-                if end - len(part) < length <= end and length < len(is_open) and is_open[length]
-            ]
-            yield from (place(part.number, length - end + len(part), length) for length in inside)
+            lengths = map(int, at.split(","))
+        room = min(line.length, self.job.recipe.rollout.max_response_length - len(self.forced))
+        is_open = [True] * line.length
+        if (marker := self.marker) is not None:
+            is_open = before_marker(texts_of(token_ids, self.decode), generated, marker)[: line.length]
+        thought = 0 if all(is_open) else line.length - is_open.index(False)
+        numbers = [-1, *(part.number for part in parts)]
+        return {
+            (numbers[ends.searchsorted(length)], length): thought or line.length - length
+            for length in {0, *lengths}
+            if length < room and is_open[length]
+        }
 
     def weights(self, out: Path) -> Path:
         """Return the folder of the weights that sampled the rollouts, which may have to be made."""
@@ -310,7 +264,7 @@ class Target:
 
     def training(self, out: Path) -> Job:
         """Return the run whose export is ``weights``."""
-        return Job(self._apart(self.job.recipe, out / "weights"))
+        return _apart(self.job.recipe, out / "weights")
 
     def prepare(self, out: Path) -> None:
         """Write what is asked to ``out``, and copy the newest checkpoint from which the weights can be made.
@@ -341,32 +295,23 @@ class Target:
                 shutil.copy(self.asked.run / METRICS, out / "weights")
             write_json(file, {"asked": asked})
 
-    @staticmethod
-    def _apart(recipe: Recipe, folder: Path) -> Recipe:
-        """Return the recipe of a run of its own, without evaluations."""
-        return recipe.model_copy(
-            update={
-                "run_dir": str(folder),
-                "evaluation": recipe.evaluation.model_copy(update={"benchmarks": [], "every": 0}),
-                "report": recipe.report.model_copy(update={"keep_streams": "all"}),
-            }
-        )
-
     def sampling(self, out: Path) -> Job:
         """Return the job of the continuations: the run's sampling, limits, environments and graders."""
-        recipe = self._apart(self.job.recipe, out)
-        rollout = {"tokens_per_step": None, "carry_over": False, "keep_routes": False, "staleness": 0}
-        path = {"path": str(self.weights(out)), "revision": None} if self.steps else {}
-        return Job(
-            recipe.model_copy(
-                update={
-                    "model": recipe.model.model_copy(update=path),
-                    "rollout": recipe.rollout.model_copy(update=rollout),
-                    "loss": recipe.loss.model_copy(update={"dynamic_sampling": False}),
-                    "teacher": recipe.teacher.model_copy(update={"path": "", "url": ""}),
-                }
-            )
+        return _apart(
+            self.job.recipe,
+            out,
+            model={"path": str(self.weights(out)), "revision": None} if self.steps else {},
+            rollout={"tokens_per_step": None, "carry_over": False, "keep_routes": False, "staleness": 0},
+            loss={"dynamic_sampling": False},
+            teacher={"path": "", "url": ""},
         )
+
+
+def _apart(recipe: Recipe, folder: Path, **changes: dict[str, Any]) -> Job:
+    """Return the job of a run of its own, without evaluations. ``changes``: keys of sections."""
+    changes |= {"evaluation": {"benchmarks": [], "every": 0}, "report": {"keep_streams": "all"}}
+    sections = {name: getattr(recipe, name).model_copy(update=keys) for name, keys in changes.items()}
+    return Job(recipe.model_copy(update=sections | {"run_dir": str(folder)}))
 
 
 def ends_of_sentences(token_ids: list[int], decode: Decode) -> list[int]:
@@ -379,38 +324,14 @@ def ends_of_sentences(token_ids: list[int], decode: Decode) -> list[int]:
 def before_marker(texts: Sequence[str], generated: Sequence[bool] | np.ndarray, marker: str) -> list[bool]:
     """Return for each number of generated tokens, from 0 on: True if the policy's turn lacks ``marker`` in
     these. ``texts``: of all tokens; another turn begins after those that an environment gave."""
-    is_open, tail = [True], ""
+    is_open, turn = [True], ""
     for text, own in zip(texts, generated, strict=True):
         if own:
-            tail = (tail + text)[-len(marker) - len(text) :]
-            is_open.append(is_open[-1] and marker not in tail)
+            turn += text
+            is_open.append(is_open[-1] and marker not in turn[-len(marker) - len(text) :])
         else:
-            is_open[-1], tail = True, ""
+            is_open[-1], turn = True, ""
     return is_open
-
-
-class _Continuations(Generator):
-    """Continues recorded rollouts with weights of ``version``."""
-
-    def __init__(self, session: Session, out: Path, kind: ProbeSampling, version: int) -> None:
-        served = session.recipe.rollout.engine == "server" and version > 0
-        super().__init__(session, out, synced=served)
-        self.kind, self.placed = kind, None
-        if served:  # servers hold the weights of their start, or of a sync
-            folder = HFFolder(session.job.folder)
-            self.engine.wake()
-            self.engine.update_weights(((name, folder.tensor(name)) for name in folder.entries), version)
-        else:
-            self.engine.policy_version = version  # pyright: ignore[reportAttributeAccessIssue]  of each engine
-
-    def start_prompts(self) -> PromptSource | None:
-        return None
-
-    def prompts(self, step: Step) -> list[Prompt]:
-        return [] if step.batches else self.kind.prompts
-
-    def _plan(self, step: Step, prompts: list[Prompt]) -> HarvestPlan:
-        return replace(super()._plan(step, prompts), kind=self.kind)
 
 
 def probe(target: Target, out: Path) -> None:
@@ -418,15 +339,23 @@ def probe(target: Target, out: Path) -> None:
     them. A probe that was cut off is completed."""
     with Session(target.sampling(out)) as session:
         hold = Hold(out) if distributed.is_rank0() else None
-        asked, chosen = target.asked, target.chosen
-        kind = ProbeSampling(target.rollouts, chosen.places, asked.samples, asked.seed, target.forced)
-        step = Step(number=asked.step - 1, policy_version=target.version)
-        _Continuations(session, out, kind, target.version).collect(step)
+        step, version = Step(number=target.asked.step - 1, policy_version=target.version), target.version
+        served = session.recipe.rollout.engine == "server" and version > 0
+        generator = Generator(session, out, synced=served, once=target.kind)
+        if served:  # servers hold the weights of their start, or of a sync
+            folder = HFFolder(session.job.folder)
+            generator.engine.wake()
+            weights = ((name, folder.tensor(name)) for name in folder.entries)
+            generator.engine.update_weights(weights, version)
+        else:
+            generator.engine.policy_version = version  # pyright: ignore[reportAttributeAccessIssue]  of each
+        generator.collect(step)
         distributed.gather([])  # every rank has written its grades
         if hold is not None:
             hold.check()
-            found = look(read_step(out / step.name), target.rollouts, chosen.responses, target.job)
-            write_json(out / FILE, read_json(out / FILE) | {FOUND: found.as_json(target.decode)})
-            session.progress.say(found.text(target.decode))
-            page = write_probe_page(out / "probe.html", asked.step, found, target.job.recipe, target.decode)
+            recipe, decode = target.job.recipe, target.decode
+            found = look(read_step(out / step.name), target.kind, recipe, decode)
+            write_json(out / FILE, read_json(out / FILE) | {FOUND: as_json(found)})
+            session.progress.say(tables(found))
+            page = write_probe_page(out / "probe.html", target.asked.step, found, recipe)
             session.progress.say(f"see {page}")

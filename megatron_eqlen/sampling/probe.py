@@ -11,22 +11,21 @@ their rewards is an unbiased estimate of the place's value under the weights tha
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_eqlen.sampling.comparison import response_reward
 from megatron_eqlen.sampling.harvester import Harvester
 from megatron_eqlen.sampling.kind import Setting
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.sampling.tree import TreeSampling
 from megatron_eqlen.tokens import GIVEN, Tokens
-from megatron_eqlen.types import Part, Prompt, Rollout, RolloutKey, rollout_key, tokens_along
+from megatron_eqlen.types import UNSCORED, Line, Part, Prompt, Rollout, RolloutKey, rollout_key, tokens_along
 
 PROBE = "probe"
 """Role of the parts that continue a place."""
-PIECE = "piece of "
-"""Role of the pieces of a recorded part, before its number."""
 FORCED = "forced"
 """Role of the parts that put given tokens behind a place."""
 FIRST_TRACK, TRACKS = 1 << 30, 1 << 20
@@ -34,74 +33,58 @@ FIRST_TRACK, TRACKS = 1 << 30, 1 << 20
 seed of a probe has so many."""
 SEEDS = 1 << 10
 
-Places = Mapping[int, Sequence[int]]
-"""By the number of a part: after how many of its generated tokens it is continued, ascending, at least 1. Of
--1, the prompt: ``[0]`` if it is."""
+Place = tuple[int, int]
+"""Number of a part, and generated tokens of the response before the place: more than before the part, at most
+up to its end. The prompt: (-1, 0)."""
 
 
-def cut_at(rollout: Rollout, places: Places, forced: Sequence[int] = ()) -> tuple[list[Part], dict[int, int]]:
-    """Return the rollout's parts cut at ``places``, numbered anew, graded as they were, and how many tokens
-    of a response lie before its continuation at each place, by the number of the part that it continues (-1:
-    the prompt). With ``forced`` token ids that is a part of these."""
-    pieces: list[Part] = []
-    last, ends = {-1: -1}, {-1: 0}
-    found = dict.fromkeys([-1] * bool(places.get(-1)), 0)
+def cut_at(rollout: Rollout, places: Collection[Place]) -> tuple[list[Part], list[int]]:
+    """Return the rollout's parts cut at ``places``, numbered anew, graded as they were, and the number of the
+    part before each place, in the order of ``sorted(places)``; -1 for the prompt."""
+    pieces, last, ends = list[Part](), {-1: -1}, rollout.ends()
+    found = [-1] * ((-1, 0) in places)
     for part in rollout.parts:
-        own = np.flatnonzero(part.tokens.is_generated)
-        stops = [stop for stop in places.get(part.number, ()) if stop < len(own)]
+        own = [*np.flatnonzero(part.tokens.is_generated).tolist(), len(part.tokens)]
         # a place is behind what an environment answered
-        bounds = [0, *(int(own[stop]) for stop in stops), len(part.tokens)]
-        parent = last[part.parent]
-        for start, stop in itertools.pairwise(bounds):
-            end = stop == len(part.tokens)
-            pieces.append(
-                replace(
-                    part,
-                    tokens=part.tokens[start:stop],
-                    finish_reason=part.finish_reason if end else None,
-                    grade=part.grade if end else None,
-                    role=f"{PIECE}{part.number}",
-                    number=len(pieces),
-                    parent=parent,
-                    carried=True,
-                )
-            )
-            parent = pieces[-1].number
-        begin = len(pieces) - len(stops) - 1
-        found |= {begin + place: ends[part.parent] + stop for place, stop in enumerate(stops)}
-        last[part.number], ends[part.number] = parent, ends[part.parent] + len(part)
-        if len(own) in places.get(part.number, ()):  # where other parts continue it
-            found[parent] = ends[part.number]
-    if not forced:
-        return pieces, found
-    given = Tokens.of(forced, 0.0, versions=rollout.policy_version, **{GIVEN.name: [(-1,)] * len(forced)})
-    marks = [
-        Part(given, role=FORCED, number=number, parent=place, carried=True)
-        for number, place in enumerate(found, len(pieces))
-    ]
-    lengths = (length + len(forced) for length in found.values())
-    return pieces + marks, dict(zip([mark.number for mark in marks], lengths, strict=True))
+        cuts = {own[length - ends[part.parent]] for number, length in places if number == part.number}
+        start, parent = 0, last[part.parent]
+        for stop in sorted(cuts | {len(part.tokens)}):
+            end = {} if stop == len(part.tokens) else {"finish_reason": None, "grade": None}
+            tokens, number = part.tokens[start:stop], len(pieces)
+            role = f"piece of {part.number}"
+            piece = replace(part, tokens=tokens, role=role, number=number, parent=parent, carried=True, **end)
+            pieces.append(piece)
+            found += [number] * (stop in cuts)
+            start, parent = stop, number
+        last[part.number] = parent
+    return pieces, found
 
 
 class Probed(Harvester):
-    """Continues one recorded rollout ``samples`` times at each of its places."""
+    """Continues one recorded rollout at each of its places."""
 
     kind = "tree"
 
-    def __init__(self, rollout: Rollout, of: ProbeSampling, setting: Setting) -> None:
-        limit = setting.recipe.rollout.max_response_length
+    def __init__(self, rollout: Rollout, probe: ProbeSampling, setting: Setting) -> None:
+        limit = setting.recipe.rollout.max_response_length - len(probe.forced)
         super().__init__(rollout.prompt, rollout.index, limit, setting.eos_token_ids, setting.seed)
-        self.parts, self.places = cut_at(rollout, of.places[rollout_key(rollout)], of.forced)
-        self.samples, self.first_track = of.samples, of.first_track
+        self.parts, self.places = cut_at(rollout, probe.places[rollout_key(rollout)])
+        if probe.forced:
+            given = {GIVEN.name: [(-1,)] * len(probe.forced), "versions": rollout.policy_version}
+            tokens, first = Tokens.of(probe.forced, 0.0, **given), len(self.parts)
+            for number, place in enumerate(self.places, first):
+                self.parts.append(Part(tokens, role=FORCED, number=number, parent=place, carried=True))
+            self.places = range(first, len(self.parts))
+        self.samples, self.first_track = probe.samples, FIRST_TRACK + probe.seed * TRACKS
         self.recorded = len(self.parts)
 
     def start(self) -> list[Track]:
         launched: list[Track] = []
-        for place, length in self.places.items():
-            response = tokens_along(self.line(place)).tolist()
+        for place in self.places:
+            line = self.line(place)
+            response, limit = tokens_along(line).tolist(), self.limit - sum(map(len, line))
             for _ in range(self.samples):
-                number = self.first_track + len(launched)
-                launched.append(self.open_track(number, response, self.limit - length, place))
+                launched.append(self.open_track(self.first_track + len(launched), response, limit, place))
         return launched
 
     def advance(self) -> list[Track]:
@@ -117,29 +100,45 @@ class Probed(Harvester):
         raise AssertionError("a probe has no budget of tokens")
 
 
+@dataclass(frozen=True, eq=False)
 class ProbeSampling(TreeSampling):
     """Continues some rollouts of a record. Unlike the kinds of recipes, it has a state: what it continues."""
 
-    def __init__(
-        self,
-        rollouts: Sequence[Rollout],
-        places: Mapping[RolloutKey, Places],
-        samples: int,
-        seed: int,
-        forced: Sequence[int] = (),
-    ) -> None:
-        """``seed``: below ``SEEDS``; another one gives other draws. ``forced``: token ids before each
-        continuation, which count in its length."""
-        self.rollouts = {rollout_key(rollout): rollout for rollout in rollouts}
-        self.places, self.samples, self.first_track = places, samples, FIRST_TRACK + seed * TRACKS
-        self.forced = forced
+    rollouts: Sequence[Rollout]
+    """All of the step, in training order."""
+    responses: Sequence[tuple[Rollout, Line]]
+    """Those whose places are continued, in the same order."""
+    places: Mapping[RolloutKey, Mapping[Place, int]]
+    """By rollout, with the tokens that a continuation of a place is expected to have."""
+    samples: int
+    """Continuations of a place."""
+    seed: int
+    """Below ``SEEDS``; another one gives other draws."""
+    forced: Sequence[int] = ()
+    """Token ids before each continuation, which count in its length."""
 
     @property
     def prompts(self) -> list[Prompt]:
         """The prompts of what it continues, in the order in which they were drawn."""
-        prompts = {key[0]: self.rollouts[key].prompt for key in self.places}
-        return sorted(prompts.values(), key=lambda prompt: prompt.number)
+        continued = [rollout for rollout in self.rollouts if rollout_key(rollout) in self.places]
+        return [*{rollout.prompt_id: rollout.prompt for rollout in continued}.values()]
 
     def harvesters(self, prompts: Sequence[Prompt], setting: Setting) -> list[Harvester]:
-        asked = {prompt.prompt_id for prompt in prompts}
-        return [Probed(self.rollouts[key], self, setting) for key in self.places if key[0] in asked]
+        asked, by_key = {prompt.prompt_id for prompt in prompts}, {rollout_key(r): r for r in self.rollouts}
+        return [Probed(by_key[key], self, setting) for key in self.places if key[0] in asked]
+
+    def rewards(self, probed: Rollout, unscored_too: bool) -> dict[Place, np.ndarray]:
+        """Return the rewards of the continuations of each place of a rollout, along each line in the order of
+        the places. What has no reward is left out, or with ``unscored_too`` counts as its 0."""
+        places = sorted(self.places[rollout_key(probed)])
+        of_places = itertools.batched(probed.with_role(PROBE), self.samples)
+        return {
+            place: np.array(
+                [
+                    response_reward(part, probed.prompt_id)
+                    for part in parts
+                    if unscored_too or not (part.grade and part.grade.verdict == UNSCORED)
+                ]
+            )
+            for place, parts in zip(places, of_places, strict=True)
+        }

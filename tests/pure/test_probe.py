@@ -20,7 +20,7 @@ from megatron_eqlen.record import recorder as recorder_module
 from megatron_eqlen.record.partial import HarvestProgress
 from megatron_eqlen.record.reader import read_progress
 from megatron_eqlen.record.recorder import Recorder
-from megatron_eqlen.report.probe import QUARTERS, look, probes_of
+from megatron_eqlen.report.probe import QUARTERS, as_json, look, probes_of, tables
 from megatron_eqlen.report.rollouts import by_token
 from megatron_eqlen.run.probe import Asked, Target, ends_of_sentences
 from megatron_eqlen.sampling.probe import PROBE, ProbeSampling
@@ -44,9 +44,14 @@ def sampled(settings):
     return max(streams, key=lambda stream: (len(stream.parts), sum(map(len, stream.parts))))
 
 
-def probed(rollout, places, samples, settings, choose, progress=None, observers=(), forced=()):
+def asked(rollout, places, samples, seed=0):
+    """Continue a rollout at places, and look at its lines, of a group at the first."""
+    lines = [(rollout, line) for line in rollout.lines()][: 1 if rollout.kind == "independent" else None]
+    return ProbeSampling([rollout], lines, {rollout_key(rollout): dict.fromkeys(places, 0)}, samples, seed)
+
+
+def probed(kind, settings, choose, progress=None, observers=()):
     engine = Drawing(choose, lambda path: WORLD.probabilities[WORLD.contexts[path]])
-    kind = ProbeSampling([rollout], {rollout_key(rollout): places}, samples, 0, forced)
     plan = HarvestPlan(
         kind.prompts, settings, range(WORLD.ends), seed=0, progress=progress or HarvestProgress(), kind=kind
     )
@@ -60,25 +65,23 @@ def test_at_every_place_of_every_rollout_the_continuations_are_the_policys(sampl
     """Their distribution is that of the process, so the mean of their rewards is the value of the place."""
     settings = SAMPLINGS[sampling]
     rollout = sampled(settings)
-    places = {-1: [0]} | {part.number: range(1, len(part) + 1) for part in rollout.parts}
-    graded = [part.grade for part in rollout.parts if part.finish_reason]
-    tried = [
-        _assert_continued(settings, rollout, number, stop, graded)
-        for number, stops in places.items()
-        for stop in stops
+    ends = rollout.ends()
+    places = [
+        (part.number, n)
+        for part in rollout.parts
+        for n in range(ends[part.parent] + 1, ends[part.number] + 1)
     ]
-    assert sum(tried) > 2
+    graded = [part.grade for part in rollout.parts if part.finish_reason]
+    assert sum(_assert_continued(settings, rollout, place, graded) for place in [(-1, 0), *places]) > 2
 
 
-def _assert_continued(settings, rollout, number, stop, graded):
+def _assert_continued(settings, rollout, place, graded):
     """Return False for the end of a response, which is no place."""
-    line = rollout.line(number)
-    before = sum(map(len, line[:-1]))
-    trunk = tuple(token for part in line for token in part.token_ids.tolist())[: before + stop]
+    trunk = tuple(tokens_along(rollout.line(place[0])).tolist())[: place[1]]
     if WORLD.ended(trunk) or len(trunk) == WORLD.limit:
         return False
     shares = Counter()
-    for found, share in every_outcome(partial(probed, rollout, {number: [stop]}, 1, settings)):
+    for found, share in every_outcome(partial(probed, asked(rollout, [place], 1), settings)):
         (new,) = [part for part in found.parts if part.role == PROBE]
         shares[tuple(new.token_ids.tolist())] += share
         assert [p.grade for p in found.parts if p.role != PROBE and p.finish_reason] == graded
@@ -93,22 +96,23 @@ def draws(rng):
 def test_values_changes_and_the_share_decided_are_those_of_the_process():
     settings = SAMPLINGS["independent"]
     rollout = next(r for r, _ in WORLD.streams(settings) if r.parts[0].token_ids.tolist() == [1, 2, 0])
-    found = probed(rollout, {-1: [0], 0: [1, 2]}, 4000, settings, draws(np.random.default_rng(0)))
-    job = SimpleNamespace(recipe=settings)
-    result = look([found], [rollout], {("q", 0, 0): [0, 1, 2]}, job)
-    (response,) = result.responses
+    kind = asked(rollout, [(-1, 0), (0, 1), (0, 2)], 4000)
+    found = probed(kind, settings, draws(np.random.default_rng(0)))
+    result = look([found], kind, settings, str)
+    (response,) = result["responses"]
     value = [
         sum(p * WORLD.value((*trunk, *path)) for path, p in WORLD.continuations(trunk))
         for trunk in ((), (1,), (1, 2))
     ]
     variance = [v * (1 - v) for v in value]
-    np.testing.assert_allclose([rewards.mean() for rewards in response.values], value, atol=0.03)
+    np.testing.assert_allclose(response["values"], [[v, 4000] for v in value], atol=0.03)
     changes = [*np.diff(value), WORLD.value((1, 2, 0)) - value[-1]]
-    for stretch, change in zip(response.stretches, changes, strict=True):
-        assert stretch.change.low < change < stretch.change.high
-        assert stretch.change.high - stretch.change.low < 0.07
+    assert [stretch["text"] for stretch in response["stretches"]] == ["(1,)", "(2,)", "(0,)"]
+    for stretch, change in zip(response["stretches"], changes, strict=True):
+        _, low, high = stretch["change"]
+        assert low < change < high < low + 0.07
     left = np.interp(QUARTERS, [0, 1 / 3, 2 / 3, 1], [*variance, 0.0])
-    np.testing.assert_allclose([response.undecided(share) for share in QUARTERS], left, atol=0.01)
+    np.testing.assert_allclose(result["decided_by_quarter"], -np.diff(left) / left[0], rtol=0.15)
 
 
 def test_lines_of_a_tree_are_printed_without_what_they_share():
@@ -118,13 +122,12 @@ def test_lines_of_a_tree_are_printed_without_what_they_share():
         return {tuple(tokens_along(rollout.line(line.last.number)).tolist()) for line in rollout.lines()}
 
     rollout = max((stream for stream, _ in WORLD.streams(settings)), key=lambda stream: len(texts(stream)))
-    found = probed(rollout, {-1: [0], 0: [1]}, 4, settings, draws(np.random.default_rng(0)))
-    lines = {("q", 0, line.last.number): [0, 1] for line in rollout.lines()}
-    result = look([found], [rollout], lines, SimpleNamespace(recipe=settings))
-    shown = result.text(str).partition("* its 95%")[0]
-    one, other = (response for response in result.responses if len(response.stretches) > 1)
-    assert one.stretches[0] == other.stretches[0]
-    assert shown.count(f"'{one.stretches[0].token_ids}'") == shown.count("as above  for 1 tokens") == 1
+    kind = asked(rollout, [(-1, 0), (0, 1)], 4)
+    result = look([probed(kind, settings, draws(np.random.default_rng(0)))], kind, settings, str)
+    shown = tables(result).partition("* its 95%")[0]
+    one, other = (row["stretches"] for row in result["responses"] if len(row["stretches"]) > 1)
+    assert one[0] == other[0]
+    assert shown.count(f"'{one[0]['text']}'") == shown.count("as above  for 1 tokens") == 1
     assert shown.count("value at the prompt") == len(texts(rollout))
 
 
@@ -184,26 +187,25 @@ def test_rewards_where_a_marker_is_forced_are_those_of_a_process_that_forces_it(
     job = SimpleNamespace(recipe=settings, tokenizer=letters)
     target = Target(job, Asked(Path(), 1, "every:1", 2, 10**6, force=">"))
     vars(target)["rollouts"] = [rollout]
-    places = target.chosen.places[rollout_key(rollout)]
-    found = probed(rollout, places, 2, settings, draws(rng), forced=target.forced)
-    result = look([found], [rollout], target.chosen.responses, job)
-    assert [budget.length for budget in result.budgets] == [0, 1, None]
-    for budget in result.budgets:
+    found = probed(target.kind, settings, draws(rng))
+    result = look([found], target.kind, settings, str)
+    assert [budget["length"] for budget in result["budgets"]] == [0, 1, None]
+    for budget in result["budgets"]:
         truth = 0.0
         for path, share in zip(paths, shares, strict=True):
-            begin = path[: budget.length]
-            if budget.length is None or 2 in begin or begin == path:
+            begin = path[: budget["length"]]
+            if budget["length"] is None or 2 in begin or begin == path:
                 truth += share * WORLD.value(path)
             else:
                 begin = (*begin, 2)
                 answers = WORLD.continuations(begin)
                 truth += share * sum(p * WORLD.value((*begin, *answer)) for answer, p in answers)
-        reward = budget.reward
+        reward = budget["reward"]
         assert reward.low < truth < reward.high
-        assert budget.length == 0 or reward.high - reward.low < 0.05  # all share the first place
-        assert budget.prompts == {"q": reward}
-    assert json.loads(json.dumps(result.as_json(str)))["budgets"][2]["length"] is None
-    assert "never" in result.text(lambda ids: "")
+        assert budget["length"] == 0 or reward.high - reward.low < 0.05  # all share the first place
+        assert budget["prompts"] == {"q": reward}
+    assert as_json(result)["budgets"][2]["reward"]["mean"] == reward.mean
+    assert "never" in tables(result)
 
 
 def test_continuations_have_draws_of_their_own_and_other_ones_with_another_seed():
@@ -224,8 +226,8 @@ def test_continuations_have_draws_of_their_own_and_other_ones_with_another_seed(
         harvest(engine, HarvestPlan([QUESTION], settings, range(WORLD.ends), seed=0, kind=kind))
         return set(found)
 
-    asked = {rollout_key(rollout): {-1: [0], 0: [len(rollout.parts[0])]}}
-    used = [seeds(kind) for kind in (None, *(ProbeSampling([rollout], asked, 9, seed) for seed in (0, 1)))]
+    places = (-1, 0), (0, len(rollout.parts[0]))
+    used = [seeds(kind) for kind in (None, *(asked(rollout, places, 9, seed) for seed in (0, 1)))]
     assert [len(each) for each in used[1:]] == [18, 18]
     assert len(set.union(*used)) == sum(map(len, used))
 
@@ -238,29 +240,29 @@ def test_a_probe_that_was_cut_off_goes_on_with_the_tokens_that_it_had(tmp_path, 
     monkeypatch.setattr(recorder_module, "INTERVAL", 0.0)
     settings = SAMPLINGS["tree"]
     rollout = sampled(settings)
-    places = {-1: [0], 0: [len(rollout.parts[0])]}
-    asked = []
+    kind = asked(rollout, [(-1, 0), (0, len(rollout.parts[0]))], 3)
+    drawn = []
 
     def by_path(name, shares):
-        asked.append(name)
+        drawn.append(name)
         return zlib.crc32(repr(name).encode()) % len(shares)
 
     def cut_off(name, shares):
-        if len(asked) == 8:
+        if len(drawn) == 8:
             raise CutOffError
         return by_path(name, shares)
 
-    whole = probed(rollout, places, 3, settings, by_path)
-    tokens = len(asked)
-    asked.clear()
+    whole = probed(kind, settings, by_path)
+    tokens = len(drawn)
+    drawn.clear()
     file = tmp_path / "step-00000000/rank-0.arrow"
     with pytest.raises(CutOffError), Recorder(file) as recorder:
-        probed(rollout, places, 3, settings, cut_off, observers=[recorder])
+        probed(kind, settings, cut_off, observers=[recorder])
     progress = read_progress(file.parent, [QUESTION], settings)
     assert 0 < progress.generated_tokens <= 8
-    asked.clear()
-    assert probed(rollout, places, 3, settings, by_path, progress) == whole
-    assert len(asked) == tokens - progress.generated_tokens
+    drawn.clear()
+    assert probed(kind, settings, by_path, progress) == whole
+    assert len(drawn) == tokens - progress.generated_tokens
 
 
 @pytest.mark.parametrize(("before", "after", "low", "high"), [
@@ -284,8 +286,9 @@ def test_the_audit_compares_each_objective_with_the_same_changes():
         if [part.token_ids.tolist() for part in stream.parts] == [[1, 0], [2, 2, 0]]
     )
     assert [part.grade.reward for part in group.parts] == [1.0, 0.0]
-    truth = [Change(group, 0, 0, 1, 0.5, True), Change(group, 0, 1, 2, 0.0, False),
-             Change(group, 1, 0, 2, 0.1, True), Change(group, 1, 2, 3, -0.6, True)]  # fmt: skip
+    right, wrong = group.line(0), group.line(1)
+    truth = [Change(right, 0, 1, (0.5, 0.4, 0.6)), Change(right, 1, 2, (0.0, -0.1, 0.1)),
+             Change(wrong, 0, 2, (0.1, 0.05, 0.2)), Change(wrong, 2, 3, (-0.6, -0.7, -0.5))]  # fmt: skip
     found = {
         name: agreement for agreement in audit(truth, [group], settings) for name in agreement.objectives
     }
@@ -343,11 +346,10 @@ def test_places_are_told_from_the_whole_response_also_where_it_forks_and_an_envi
     settings = recipe(limit=20 if force and "think" in force else 14)
     target = Target(SimpleNamespace(tokenizer=tokenizer, recipe=settings), Asked(Path(), 1, at, force=force))
     (line, _) = rollout.lines()
-    places = [*target._places(rollout, line)]
-    assert [place.length for place in places] == [0, *lengths]
-    assert all(place.stop == place.length - 3 * (place.part == 1) for place in places[1:])
     closed = 8 if force == "am" else None
-    assert all(place.left == 14 - (closed or place.length) for place in places)
+    numbers = [-1, *(0 if length <= 3 else 1 for length in lengths)]
+    wanted = zip(numbers, [0, *lengths], strict=True)
+    assert target._places(rollout, line) == {place: 14 - (closed or place[1]) for place in wanted}
 
 
 def test_places_without_rewards_are_left_out_and_what_is_unknown_is_null():
@@ -355,16 +357,16 @@ def test_places_without_rewards_are_left_out_and_what_is_unknown_is_null():
     settings = SAMPLINGS["independent"]
     rollout = next(r for r, _ in WORLD.streams(settings) if r.parts[0].token_ids.tolist() == [1, 2, 0])
     results = []
-    for place, places in ((-1, {-1: [0]}), (1, {-1: [0], 0: [1, 2]})):
-        found = probed(rollout, places, 3, settings, lambda name, shares: 0)
-        failed = [part for part in found.parts if part.role == PROBE and part.parent == place][1:]
+    for number, places in ((-1, [(-1, 0)]), (1, [(-1, 0), (0, 1), (0, 2)])):
+        kind = asked(rollout, places, 3)
+        found = probed(kind, settings, lambda name, shares: 0)
+        failed = [part for part in found.parts if part.role == PROBE and part.parent == number][1:]
         for part in failed:
             part.grade = Grade.unscored("failed")
         for on_error in ("drop", "zero"):
             reward = settings.reward.model_copy(update={"on_error": on_error})
-            job = SimpleNamespace(recipe=settings.model_copy(update={"reward": reward}))
-            results.append(look([found], [rollout], {("q", 0, 0): [0, 1, 2]}, job))
-        assert json.loads(json.dumps(results[-2].as_json(str)), parse_constant=pytest.fail)
-        assert results[-2].text(str)
-    counts = [[len(stretches.stretches) for stretches in result.responses] for result in results]
+            results.append(look([found], kind, settings.model_copy(update={"reward": reward}), str))
+        assert json.loads(json.dumps(as_json(results[-2])), parse_constant=pytest.fail)
+        assert tables(results[-2])
+    counts = [[len(row["stretches"]) for row in result["responses"]] for result in results]
     assert counts == [[], [1], [2], [3]]
