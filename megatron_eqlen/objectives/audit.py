@@ -75,23 +75,19 @@ def audit(changes: Sequence[Change], rollouts: Sequence[Rollout], recipe: Recipe
     for title, objective, loss in variants:
         raw = recipe.model_dump(mode="json", exclude_unset=True) | {"objective": objective, "loss": loss}
         try:
-            advantages = _advantages(rollouts, parse(raw, ""))
+            units = weighted_units(rollouts, parse(raw, ""))
         except ValueError as error:  # of the recipe, or of the rewards
             refused.append(Agreement((title,), refused=str(error).removeprefix(": ")))
             continue
+        advantages = {
+            id(part): node.advantage if unit.trained else 0.0
+            for unit in units
+            for part, node in zip(unit.members, unit.nodes, strict=True)
+        }
         given = np.array([_mean(change, advantages) for change in changes])
         direction = given / (np.abs(given).max(initial=0.0) or 1.0)
         alike.setdefault(tuple(direction.round(9).tolist()), ([], given))[0].append(title)
     return [_agreement(tuple(titles), changes, given) for titles, given in alike.values()] + refused
-
-
-def _advantages(rollouts: Sequence[Rollout], recipe: Recipe) -> dict[int, Any]:
-    """Return the advantages of parts, by the id of the part: a number, or one for each generated token."""
-    return {
-        id(part): node.advantage if unit.trained else 0.0
-        for unit in weighted_units(rollouts, recipe)
-        for part, node in zip(unit.members, unit.nodes, strict=True)
-    }
 
 
 def _agreement(titles: tuple[str, ...], changes: Sequence[Change], given: np.ndarray) -> Agreement:
@@ -107,8 +103,9 @@ def _agreement(titles: tuple[str, ...], changes: Sequence[Change], given: np.nda
     return Agreement(titles, _of(agrees), float(ranks), _of(wrong[~late]), _of(wrong[late]), noise)
 
 
-def _mean(change: Change, advantages: dict[int, Any]) -> float:
-    """Return the mean advantage of the tokens of a change."""
+def _mean(change: Change, advantages: dict[int, float | np.ndarray]) -> float:
+    """Return the mean advantage of the tokens of a change. ``advantages``: by the id of a part, a number or
+    one for each generated token."""
     along = [np.broadcast_to(advantages.get(id(part), 0.0), len(part)) for part in change.line]
     return float(np.concatenate(along)[change.begin : change.end].mean())
 

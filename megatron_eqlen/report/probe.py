@@ -44,23 +44,19 @@ class Probed:
     line: Line
     at: Mapping[int, np.ndarray]
     """Rewards of the continuations of each place, by the tokens of the response before it, ascending; of the
-    prompt at least two. A place with fewer has no value."""
-
-    @cached_property
-    def own(self) -> np.ndarray:
-        """[1] its own reward."""
-        return np.array([response_reward(self.line.last, self.rollout.prompt_id)])
+    prompt at least two. At its end its own."""
 
     @cached_property
     def values(self) -> dict[int, np.ndarray]:
-        return {length: rewards for length, rewards in self.at.items() if len(rewards) > 1}
+        """``at`` without places that have fewer than two rewards."""
+        end = self.line.length
+        return {length: rewards for length, rewards in self.at.items() if length == end or len(rewards) > 1}
 
     @cached_property
     def changes(self) -> list[Change]:
         """Changes of the value between two places, and from the last place to the end."""
-        parts, places = self.rollout.line(self.line.last.number), self.values | {self.line.length: self.own}
-        found = list[Change]()
-        for (begin, before), (end, after) in itertools.pairwise(places.items()):
+        parts, found = self.rollout.line(self.line.last.number), list[Change]()
+        for (begin, before), (end, after) in itertools.pairwise(self.values.items()):
             change = change_of_mean(before, after)
             found.append(Change(parts, begin, end, (change.mean, change.low, change.high)))
         return found
@@ -68,8 +64,8 @@ class Probed:
     def undecided(self, share: float) -> float:
         """Return the unbiased variance of the reward after this share of the response, on straight lines
         between places; 0 at its end."""
-        variances = [*(rewards.var(ddof=1) for rewards in self.values.values()), 0.0]
-        return float(np.interp(share * self.line.length, [*self.values, self.line.length], variances))
+        variances = [rewards.var(ddof=1) if len(rewards) > 1 else 0.0 for rewards in self.values.values()]
+        return float(np.interp(share * self.line.length, [*self.values], variances))
 
     def row(self, decode: Decode) -> dict[str, Any]:
         """Return what is shown of it; a stretch has the tokens that a change is of."""
@@ -79,8 +75,8 @@ class Probed:
         bounds = [*np.flatnonzero([own for part in parts for own in part.tokens.is_generated]), len(ids)]
         return {
             "prompt_id": self.rollout.prompt_id, "index": self.rollout.index, "part": self.line.last.number,
-            "weight": self.line.weight, "reward": float(self.own[0]),
-            "values": [[float(rewards.mean()), len(rewards)] for rewards in self.values.values()],
+            "weight": self.line.weight, "reward": float(self.at[self.line.length][0]),
+            "values": [[float(self.values[s.begin].mean()), len(self.values[s.begin])] for s in self.changes],
             "stretches": [
                 {"begin": begin, "end": end, "text": decode(tuple(ids[bounds[begin] : bounds[end]])),
                  "change": [*value]}
@@ -99,10 +95,10 @@ def look(probed: Sequence[Rollout], probe: ProbeSampling, recipe: Recipe, decode
     responses = list[Probed]()
     for rollout, line in probe.responses:
         parts = {-1, *(part.number for part in rollout.line(line.last.number))}
-        of_rollout = rewards[rollout_key(rollout)].items()
-        at = {length: found for (part, length), found in of_rollout if part in parts}
+        of_rollout, own = rewards[rollout_key(rollout)], response_reward(line.last, rollout.prompt_id)
+        at = {length: found for (part, length), found in of_rollout.items() if part in parts}
         if len(at[0]) > 1:
-            responses.append(Probed(rollout, line, at))
+            responses.append(Probed(rollout, line, at | {line.length: np.array([own])}))
     found: dict[str, Any] = {"responses": [response.row(decode) for response in responses]}
     if responses and probe.forced:
         return found | {"budgets": [*_budgets(responses)]}
@@ -118,22 +114,25 @@ def _budgets(responses: Sequence[Probed]) -> Iterator[dict[str, Any]]:
     """Yield the mean reward for each number of tokens after which some response is forced, and without that
     (None): over prompts, or over the responses of a single prompt. A response that is not forced counts with
     its own reward."""
-    for length in [*sorted({length for response in responses for length in response.at}), None]:
-        forced = sum(response.line.weight for response in responses if length in response.at)
-        of_prompts: dict[str, dict[int, tuple[float, np.ndarray]]] = defaultdict(dict)
+    weight = sum(response.line.weight for response in responses)
+    lengths = {length for response in responses for length in response.at if length < response.line.length}
+    for length in [*sorted(lengths), None]:
+        forced, of_prompts = 0.0, defaultdict[str, dict[int, tuple[float, np.ndarray]]](dict)
         for response in responses:
-            rewards = response.at.get(length, response.own)
-            if rewards is response.own or len(rewards) > 1:
+            own = response.at[response.line.length]
+            rewards = response.at.get(length, own)
+            forced += response.line.weight * (rewards is not own)
+            if rewards is own or len(rewards) > 1:
                 # responses that share a place share its continuations
                 of = of_prompts[response.rollout.prompt_id]
-                weight, _ = of.get(id(rewards), (0.0, rewards))
-                of[id(rewards)] = weight + response.line.weight, rewards
+                shared, _ = of.get(id(rewards), (0.0, rewards))
+                of[id(rewards)] = shared + response.line.weight, rewards
         if of_prompts:
             prompts = {prompt: _mean_reward([*of.values()]) for prompt, of in of_prompts.items()}
-            means = [(1.0, np.array([reward.mean])) for reward in prompts.values()]
-            over = _mean_reward(means) if len(means) > 1 else next(iter(prompts.values()))
-            share = forced / sum(response.line.weight for response in responses)
-            yield {"length": length, "forced": share, "reward": over, "prompts": prompts}
+            over, *others = prompts.values()
+            if others:
+                over = change_of_mean(np.zeros(1), np.array([reward.mean for reward in prompts.values()]))
+            yield {"length": length, "forced": forced / weight, "reward": over, "prompts": prompts}
 
 
 def _mean_reward(sampled: Sequence[tuple[float, np.ndarray]]) -> Interval:
@@ -157,10 +156,8 @@ def tables(found: dict[str, Any]) -> str:
         return max(abs(stretch["change"][0]) for stretch in response["stretches"])
 
     for response in sorted(found["responses"], key=largest, reverse=True):
-        stretches = response["stretches"]
-        begins = [
-            (response["prompt_id"], response["index"], str(stretches[: n + 1])) for n in range(len(stretches))
-        ]
+        key, stretches = (response["prompt_id"], response["index"]), response["stretches"]
+        begins = [(*key, str(stretches[: n + 1])) for n in range(len(stretches))]
         above = sum(begin in shown for begin in begins)  # lines of a tree share their begin
         if lines.count("") < SHOWN and above < len(stretches):
             shown.update(begins)

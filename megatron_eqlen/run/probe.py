@@ -57,10 +57,6 @@ USUAL = 4
 """Tokens of a probe over those of its step, without --budget."""
 
 
-class ProbeError(ValueError):
-    """A question about a run that no probe can answer."""
-
-
 @dataclass(frozen=True)
 class Asked:
     """Question of a user about a run: the options of ``eqlen probe``."""
@@ -79,17 +75,17 @@ class Asked:
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"sentences|forks|every:[1-9]\d*|\d+(,\d+)*", self.at):
-            raise ProbeError(
+            raise ValueError(
                 f"--at: expected sentences, forks, every:TOKENS, or tokens as 10,20, found {self.at!r}"
             )
         if self.force is not None and not self.at[-1].isdigit():
-            raise ProbeError(
+            raise ValueError(
                 f"--at: with --force expected every:TOKENS, or tokens as 10,20, found {self.at!r}"
             )
         if self.samples < 2:
-            raise ProbeError(f"--samples: expected 2 or more for an interval, found {self.samples}")
+            raise ValueError(f"--samples: expected 2 or more for an interval, found {self.samples}")
         if not 0 <= self.seed < SEEDS:
-            raise ProbeError(f"--seed: expected 0 to {SEEDS - 1}, found {self.seed}")
+            raise ValueError(f"--seed: expected 0 to {SEEDS - 1}, found {self.seed}")
 
 
 @dataclass(frozen=True)
@@ -106,26 +102,24 @@ class Target:
 
     @cached_property
     def rollouts(self) -> list[Rollout]:
-        """The step's rollouts. Raises ProbeError if there is none, or if different weights sampled them."""
-        folders = {number + 1: folder for number, folder in scored_steps(self.streams)}
-        if self.asked.step not in folders:
-            recorded = [*folders]
-            nearest = min(recorded, key=lambda step: abs(step - self.asked.step), default=0)
-            kept = recorded and f"{len(recorded)} of {recorded[0]} to {recorded[-1]}, nearest {nearest}"
-            raise ProbeError(
-                f"--step: expected a graded step that {self.streams} holds ({kept or 'none'}), "
-                f"found {self.asked.step}"
+        """The step's rollouts. Raises ValueError if there is none, or if different weights sampled them."""
+        step, folders = self.asked.step, {n + 1: folder for n, folder in scored_steps(self.streams)}
+        if step not in folders:
+            nearest = min(folders, key=lambda number: abs(number - step), default=0)
+            kept = folders and f"{len(folders)} of {min(folders)} to {max(folders)}, nearest {nearest}"
+            raise ValueError(
+                f"--step: expected a graded step that {self.streams} holds ({kept or 'none'}), found {step}"
             )
-        folder = folders[self.asked.step]
+        folder = folders[step]
         whole = [rollout for rollout in read_step(folder, without=[ROUTES.name]) if not rollout.suspended]
         if without := [r.prompt_id for r in whole for part, _ in r.ended() if part.grade is None]:
-            raise ProbeError(f"{folder}: expected grades of all responses, found none of {without[0]}'s")
+            raise ValueError(f"{folder}: expected grades of all responses, found none of {without[0]}'s")
         found, _ = leave_out(whole, self.job.recipe.reward)
         versions = {int(v) for r in found for part in r.parts for v in np.unique(part.tokens["versions"])}
         if not found:
-            raise ProbeError(f"{folder}: expected rollouts that have ended, found none")
+            raise ValueError(f"{folder}: expected rollouts that have ended, found none")
         if len(versions) > 1:
-            raise ProbeError(
+            raise ValueError(
                 f"{folder}: expected rollouts of one policy, found versions {sorted(versions)} of its "
                 "weights: with rollout.carry_over or rollout.staleness no one policy continues them"
             )
@@ -144,13 +138,13 @@ class Target:
         """Number of steps whose training made the weights that sampled the rollouts."""
         columns, before = Columns(self.asked.run, ["train/updates"]), self.asked.step - 1
         if missing := {*range(1, before + 1)} - {*columns.steps.tolist()}:
-            raise ProbeError(
+            raise ValueError(
                 f"{self.asked.run / METRICS}: expected the updates of all steps before step "
                 f"{self.asked.step}, which made its weights, found no step {min(missing)}"
             )
         made = np.append(0, np.cumsum(columns["train/updates"][:before]))
         if self.version not in made:
-            raise ProbeError(
+            raise ValueError(
                 f"{self.asked.run}: no step's training ends with version {self.version} of the weights"
             )
         return int(np.flatnonzero(made == self.version)[-1])
@@ -166,12 +160,12 @@ class Target:
         continued."""
         asked = self.asked
         drawn = [(r, line) for r in self.rollouts for line in r.lines() if line.last.finish_reason]
-        order = [*range(len(drawn))]
+        order = [*enumerate(drawn)]
         random.Random(asked.seed).shuffle(order)
         chosen, places, expected = list[int](), dict[RolloutKey, dict[Place, int]](), 0
-        for n in order:
-            known = places.get(key := rollout_key(drawn[n][0]), {})
-            more = self._places(*drawn[n]) | known
+        for n, (rollout, line) in order:
+            known = places.get(key := rollout_key(rollout), {})
+            more = self._places(rollout, line) | known
             cost = asked.samples * (sum(more.values()) - sum(known.values()))
             if chosen and expected + cost > self.budget:
                 break
@@ -179,11 +173,11 @@ class Target:
             places[key], expected = more, expected + cost
         count = sum(map(len, places.values()))
         if count == len(places) and asked.at.strip("0,"):
-            raise ProbeError(
+            raise ValueError(
                 f"--at {asked.at}: expected places in a response, found none in {len(chosen)} drawn"
             )
         if count * asked.samples > TRACKS:
-            raise ProbeError(f"--samples, --budget: expected at most {TRACKS} continuations, found more")
+            raise ValueError(f"--samples, --budget: expected at most {TRACKS} continuations, found more")
         responses = [drawn[n] for n in sorted(chosen)]
         return ProbeSampling(self.rollouts, responses, places, asked.samples, asked.seed, self.forced)
 
@@ -220,7 +214,7 @@ class Target:
         Marker.of(text, self.job.tokenizer, "--force")
         forced, most = self.job.tokenizer.encode(text), self.job.recipe.rollout.max_response_length
         if not 0 < len(forced) < most:
-            raise ProbeError(f"--force {text!r}: expected 1 to {most - 1} tokens, found {len(forced)}")
+            raise ValueError(f"--force {text!r}: expected 1 to {most - 1} tokens, found {len(forced)}")
         return forced
 
     @property
@@ -268,20 +262,20 @@ class Target:
 
     def prepare(self, out: Path) -> None:
         """Write what is asked to ``out``, and copy the newest checkpoint from which the weights can be made.
-        Raises ProbeError for a folder with another probe, or with something else."""
+        Raises ValueError for a folder with another probe, or with something else."""
         asked = asdict(self.asked) | {"run": str(self.asked.run.resolve())}
         file, begun = out / FILE, {"recorded", "weights"}  # by an attempt that was cut off here
         out.mkdir(parents=True, exist_ok=True)
         other = sorted(path.name for path in out.iterdir() if path.name not in begun and path.name[0] != ".")
         if other and not file.exists():
-            raise ProbeError(f"--out {out}: expected {FILE} or an empty folder, found {other[0]}")
+            raise ValueError(f"--out {out}: expected {FILE} or an empty folder, found {other[0]}")
         with contextlib.closing(Hold(out)):
             if file.exists():
                 with expecting("what eqlen probe writes", file):
                     before = {**read_json(file)["asked"]}
                 if differs := [key for key in asked if before.get(key) != asked[key]]:
                     key = differs[0]
-                    raise ProbeError(
+                    raise ValueError(
                         f"--out {out}: holds another probe ({key}: {before.get(key)!r} -> {asked[key]!r})"
                     )
                 return

@@ -36,10 +36,15 @@ class Rule(NamedTuple):
 
     tried: Sequence[int]
     """Trees of 16 that try each place."""
-    best: int = 0
-    """Place of the other trees' forks, which have so many lines; 1: none."""
-    lines: int = 1
+    fork: tuple[int, int] = 0, 1
+    """Place of the other trees' forks, and their number of lines; 1: none."""
     profile: Profile | None = None
+
+    def __str__(self) -> str:
+        if self.profile is None:
+            return "none, as they are not seen to pay any more"
+        place = f"{self.profile.lines} lines at {self.profile.place:.0%} of a response"
+        return f"{place}, which give about {self.profile.gain} signal per token"
 
 
 class PlacedTrees(TreeSampling):
@@ -60,8 +65,8 @@ class PlacedTrees(TreeSampling):
     def decide(self) -> list[str]:
         """Place the next step's forks, and return a sentence for each source whose forks move."""
         before, self.rules = self.rules, {source: self._rule(seen) for source, seen in self.seen.items()}
-        moved = [s for s, rule in self.rules.items() if rule[1:3] != before.get(s, Rule(()))[1:3]]
-        return [f"forks of {source}: {self._described(self.rules[source])}" for source in moved]
+        moved = [s for s, rule in self.rules.items() if rule.fork != before.get(s, Rule(())).fork]
+        return [f"forks of {source}: {self.rules[source]}" for source in moved]
 
     def harvester(self, prompt: Prompt, index: int, setting: Setting) -> GrowingTree:
         place, lines = self._fork(prompt, index, setting.seed)
@@ -84,22 +89,14 @@ class PlacedTrees(TreeSampling):
         """Return the place of a tree's forks, and their number of lines; 1: it does not fork."""
         draw, place = divmod(track_seed(seed, prompt.prompt_id, index, -1), self.count)
         rule = self.rules.get(prompt.source, Rule([TRIED] * self.count))
-        return (place, 2) if draw % 16 < rule.tried[place] else (rule.best, rule.lines)
+        return (place, 2) if draw % 16 < rule.tried[place] else rule.fork
 
     def _rule(self, seen: Sequence[Sequence[Sequence[Sequence[float]]]]) -> Rule:
         tried = [TRIED if len(trees) < KEPT else WATCHED for trees in seen]
         best = Rule(tried)
         for place, trees in enumerate(seen):
+            least = best.profile.gain.low if best.profile else 1.0
             profile = profile_of(np.reshape(trees, (-1, 2, 3)), len(trees), self.most)
-            if profile is None or len(trees) < LEAST:
-                continue
-            if profile.gain.low > (best.profile.gain.low if best.profile else 1):
-                best = Rule(tried, place, profile.lines, profile)
+            if profile and len(trees) >= LEAST and profile.gain.low > least:
+                best = Rule(tried, (place, profile.lines), profile)
         return best
-
-    @staticmethod
-    def _described(rule: Rule) -> str:
-        if rule.profile is None:
-            return "none, as they are not seen to pay any more"
-        place = f"{rule.lines} lines at {rule.profile.place:.0%} of a response"
-        return f"{place}, which give about {rule.profile.gain} signal per token"

@@ -22,7 +22,7 @@ from megatron_eqlen.sampling.kind import Setting
 from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.sampling.tree import TreeSampling
 from megatron_eqlen.tokens import GIVEN, Tokens
-from megatron_eqlen.types import UNSCORED, Line, Part, Prompt, Rollout, RolloutKey, rollout_key, tokens_along
+from megatron_eqlen.types import Line, Part, Prompt, Rollout, RolloutKey, rollout_key, tokens_along
 
 PROBE = "probe"
 """Role of the parts that continue a place."""
@@ -130,15 +130,10 @@ class ProbeSampling(TreeSampling):
     def rewards(self, probed: Rollout, unscored_too: bool) -> dict[Place, np.ndarray]:
         """Return the rewards of the continuations of each place of a rollout, along each line in the order of
         the places. What has no reward is left out, or with ``unscored_too`` counts as its 0."""
-        places = sorted(self.places[rollout_key(probed)])
-        of_places = itertools.batched(probed.with_role(PROBE), self.samples)
-        return {
-            place: np.array(
-                [
-                    response_reward(part, probed.prompt_id)
-                    for part in parts
-                    if unscored_too or not (part.grade and part.grade.verdict == UNSCORED)
-                ]
-            )
-            for place, parts in zip(places, of_places, strict=True)
-        }
+        left_out = () if unscored_too else {part.number for part in probed.unscored()}
+        parts, places = probed.with_role(PROBE), sorted(self.places[rollout_key(probed)])
+        found = dict[Place, np.ndarray]()
+        for place, of_place in zip(places, itertools.batched(parts, self.samples), strict=True):
+            graded = [part for part in of_place if part.number not in left_out]
+            found[place] = np.array([response_reward(part, probed.prompt_id) for part in graded])
+        return found

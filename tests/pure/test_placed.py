@@ -38,16 +38,16 @@ def test_the_step_after_one_that_placed_its_forks_has_the_policy_gradient(trees,
     monkeypatch.setattr(profile, "fork_gains", lambda ends, *_: np.add.outer(-ends[:-1], [5.0, 4.0]))
     reached, checked = Counter(), set()
     for place in range(2):  # that the first step tries
-        known = {"": placed.Rule([0, 0], place, 2)}
+        known = {"": placed.Rule([0, 0], (place, 2))}
         trees.rules = known
         for tree, probability in list(world.streams(settings)):
             trees.seen, trees.rules = {}, known
             trees.learn([tree], seed=0)
             trees.decide()
-            decided = trees.rules[""][1:3]
+            decided = trees.rules[""].fork
             reached[decided] += probability / 2
             if decided not in checked:
-                trees.rules = {"": placed.Rule([0, 0], *decided)}
+                trees.rules = {"": placed.Rule([0, 0], decided)}
                 expected = world.expected_estimate(settings)
                 np.testing.assert_allclose(expected, truth, rtol=0, atol=1e-12)
                 checked.add(decided)
@@ -126,8 +126,8 @@ def test_forks_come_to_lie_where_they_pay_for_each_source_and_end_when_they_pay_
     again = PlacedTrees(recipe(TWO_PLACES, limit=8))
     again.seen = json.loads(json.dumps(trees.seen))  # as a checkpoint holds it
     again.decide()
-    assert {s: rule[1:3] for s, rule in again.rules.items()} == {
-        s: rule[1:3] for s, rule in trees.rules.items()
+    assert {s: rule.fork for s, rule in again.rules.items()} == {
+        s: rule.fork for s, rule in trees.rules.items()
     }
     worlds["late"] = replace(worlds["early"])
     moved = [line for number in range(10, 15) for line in step(trees, number, worlds, monkeypatch)[0]]
@@ -137,7 +137,7 @@ def test_forks_come_to_lie_where_they_pay_for_each_source_and_end_when_they_pay_
 def test_what_a_place_leaves_undecided_is_known_without_bias_though_lines_may_end_before_it(trees):
     world, settings = process(), recipe(RULE)
     for place, tokens in enumerate(trees.places):
-        trees.rules = {"": placed.Rule([0, 0], place, 2)}
+        trees.rules = {"": placed.Rule([0, 0], (place, 2))}
         mean = sum(p * by_rank(tree)[1] for tree, p in world.streams(settings))
         reaching = [(p, len(path) - tokens) for path, p in world.continuations(()) if len(path) > tokens]
         undecided = sum(p for p, _ in reaching) * variance(world, (1,) * tokens)
