@@ -24,6 +24,7 @@ import re
 import secrets
 import shutil
 import stat
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -52,11 +53,17 @@ def scratch(kind: str) -> str:
     has locked any more."""
     for left in glob.glob(f"{tempfile.gettempdir()}/eqlen-{kind}-*"):
         if (lock := _lock(left)) is not None:
-            shutil.rmtree(left, ignore_errors=True)
+            removed(left)
             os.close(lock)
     made = tempfile.mkdtemp(prefix=f"eqlen-{kind}-")
     # another process may take it for one that was left, before it is locked
     return made if _lock(made) is not None and os.path.exists(made) else scratch(kind)
+
+
+def removed(folder: str) -> None:
+    """Remove a folder that others wrote, however deep it is, and what has no rights. Follow no link."""
+    script = 'rm -rf "$0" || { chmod -R u+rwx "$0"; rm -rf "$0"; }'
+    subprocess.run(["sh", "-c", script, folder], stderr=subprocess.DEVNULL, check=False)
 
 
 def _lock(folder: str) -> int | None:

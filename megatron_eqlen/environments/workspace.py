@@ -124,7 +124,8 @@ class Workspace(ToolEnvironment):
         """
         self.prompt, self.seed = prompt, seed
         self.limits = CommandLimits(timeout, memory_mb, processes, folder_mb, files, longest_output)
-        self.setting = Command((), "", variables or {}, readable or [], command or [], root)
+        start = [shutil.which(command[0]) or command[0], *command[1:]] if command else []
+        self.setting = Command((), "", variables or {}, readable or [], start, root)
         self.grading = {"test": test, "expected": expected, "function": function}
         self.hidden, self.reward = hidden, reward
         self.calls = 0
@@ -253,11 +254,14 @@ class Workspace(ToolEnvironment):
             options["template"] = empty
             first = cls(Prompt("", [], "", "", ""), 0, **options)
         try:
-            end = first.execute(["bash", "-c", ":"])
+            end = first.execute(["bash", "-c", "echo kept > file"])
         except (SandboxError, ValueError) as error:
             raise ValueError(f"{KEY}: {error}") from None
+        said = " ".join(first._said(end).split())
         if end.status != "ended" or end.code:
-            raise ValueError(f"{KEY}: expected that bash starts, found {' '.join(first._said(end).split())}")
+            raise ValueError(f"{KEY}: expected that bash starts, found {said}")
+        if folder_files(first.folder.read()).get("file") != b"kept\n":
+            raise ValueError(f"{KEY}.command: expected that bash writes a file in {{folder}}, found {said}")
 
     @classmethod
     def end(cls) -> None:

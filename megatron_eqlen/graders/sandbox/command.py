@@ -19,13 +19,12 @@ import select
 import signal
 import socket
 import tarfile
-import tempfile
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NoReturn
 
-from megatron_eqlen.files import scratch
+from megatron_eqlen.files import removed, scratch
 from megatron_eqlen.graders.sandbox import kernel
 from megatron_eqlen.graders.sandbox.kernel import mount, restrict_mount
 from megatron_eqlen.graders.sandbox.program import limit
@@ -50,7 +49,6 @@ USER, NOBODY = 1000, 65534
 """The user id that a command sees, and the one that it has where the sandbox runs as root."""
 ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-    "HOME": "/tmp",
     "LANG": "C.UTF-8",
     "TERM": "dumb",
     "TZ": "UTC",
@@ -181,21 +179,21 @@ def _run_container(request: dict[str, Any], limits: CommandLimits, told: int) ->
     """Run the command in a container of somebody else's, with the folder on the machine's disk."""
     kernel.prctl(kernel.SET_CHILD_SUBREAPER, 1)
     place = scratch("folder")
-    with tempfile.TemporaryDirectory(dir=place) as folder:  # which removes what has no rights, too
-        with open(ARCHIVE, "rb", closefd=False) as file:
-            unpack(file, folder, os.geteuid())
-        printed, printing = os.pipe()
-        if (command := os.fork()) == 0:
-            os.dup2(printing, 1)
-            os.dup2(printing, 2)
-            os.chdir(folder)
-            limit(resource.RLIMIT_FSIZE, limits.folder_mb << 20)
-            start = [part.replace("{folder}", folder) for part in request["container"]]
-            _execute([*start, *request["arguments"]], os.environ | request["environment"])
-        os.close(told)
-        os.close(printing)
-        _report(_watch(command, printed, limits, alone=False), folder, limits)
-    os.rmdir(place)
+    os.mkdir(folder := f"{place}/work")
+    with open(ARCHIVE, "rb", closefd=False) as file:
+        unpack(file, folder, os.geteuid())
+    printed, printing = os.pipe()
+    if (command := os.fork()) == 0:
+        os.dup2(printing, 1)
+        os.dup2(printing, 2)
+        os.chdir(folder)
+        limit(resource.RLIMIT_FSIZE, limits.folder_mb << 20)
+        start = [part.replace("{folder}", folder) for part in request["container"]]
+        _execute([*start, *request["arguments"]], ENVIRONMENT | request["environment"])
+    os.close(told)
+    os.close(printing)
+    _report(_watch(command, printed, limits, alone=False), folder, limits)
+    removed(place)
     os._exit(0)
 
 
@@ -298,7 +296,7 @@ def _become_command(
     except BaseException as error:  # noqa: BLE001 - told to the parent, who raises it
         refuse(told, error)
         os._exit(1)
-    _execute(request["arguments"], ENVIRONMENT | request["environment"])
+    _execute(request["arguments"], {"HOME": "/tmp"} | ENVIRONMENT | request["environment"])
 
 
 def _execute(command: list[str], environment: Mapping[str, str]) -> NoReturn:
