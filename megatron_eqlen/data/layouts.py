@@ -148,6 +148,7 @@ _UNPARTED = re.compile(r"""(["'])\s+\1""")
 _CALL = re.compile(r"(?:(?:frozen)?set|array)\((.*?)(?:,\s*dtype=\w+)?\)", re.DOTALL)
 _NUMBER = re.compile(r"""\b(?:Fraction|Rational|Decimal|np\.\w+)\(["']?([^"'()\[\],]+)["']?(?:, *(\d+))?\)""")
 """A number, or its fraction, as Python writes it."""
+_COMPLEX = re.compile(r"\(?(?:-?[\d.]+[+-]|-)?[\d.]+j\)?")
 _BACKSLASH = re.compile(r'\\\\|\\(?!")')
 """A backslash, written as JSON or as it is."""
 SAID = ("role", "from", "content", "value")
@@ -186,8 +187,11 @@ def final_answer(gold: str) -> str:
     r"""Return the answer at the end of a worked solution: in the last ``\boxed{}``, or after ``####`` (GSM8K)
     or ``The answer is:`` (MetaMathQA); of texts in a list, a tuple or a set, written as JSON or by Python,
     these with commas between; of Python's fractions and decimals, these. Other golds as they are."""
-    gold = _NUMBER.sub(lambda match: "/".join(filter(None, match.groups())), gold)
-    if re.match(r"""(?:\w+\()?[\[({\s]*["']""", gold):
+    gold, numbers = _NUMBER.subn(lambda match: "/".join(filter(None, match.groups())), gold)
+    gold = gold.replace("j", "i") if _COMPLEX.fullmatch(gold) else gold
+    if numbers and re.fullmatch(r"\[[^\[\]()]*\]", gold):
+        return gold[1:-1]
+    if re.match(r"""(?:\w+\()?[\[({\s]*["']""", gold) or _CALL.fullmatch(gold.strip()):
         gold = ", ".join(_list_of_texts(gold) or [gold])
     if boxed := extract_answer(gold):
         return boxed
@@ -202,10 +206,14 @@ def _list_of_texts(text: str) -> list[str]:
         text = f"[{text[1:-1]}]"
     with suppress(ValueError, SyntaxError):
         found = ast.literal_eval(_UNPARTED.sub(r"\1, \1", _BACKSLASH.sub(r"\\\\", text)))
-        while not isinstance(found, str) and len(found) == 1:
+        while isinstance(found, list | tuple) and len(found) == 1:
             (found,) = found
         found = [found] if isinstance(found, str) else [*found]
-        return found if all(isinstance(each, str) for each in found) else []
+        return (
+            [str(each) for each in found]
+            if all(isinstance(each, str | int | float) for each in found)
+            else []
+        )
     return []
 
 

@@ -246,9 +246,10 @@ def test_a_row_with_a_text_that_the_template_leaves_out_is_left_out(folder, tmp_
     ("('1','-1')", "1, -1"), ("('7',)", "7"), ("{'b', 'a'}", "b, a"), ("frozenset({'1', '2'})", "1, 2"),
     ("array(['1', '-1'], dtype=object)", "1, -1"), ("[['1', '-1']]", "1, -1"), ("'7'", "7"), ('"x"', "x"),
     ("[['1'], ['2']]", "[['1'], ['2']]"), ('{"a": "1"}', '{"a": "1"}'), ("'tis", "'tis"),
-    ("(1, 2)", "(1, 2)"), ("Fraction(-1, 2)", "-1/2"), ("[Fraction(1, 2), Decimal('1.5')]", "[1/2, 1.5]"),
+    ("(1, 2)", "(1, 2)"), ("Fraction(-1, 2)", "-1/2"), ("[Fraction(1, 2), Decimal('1.5')]", "1/2, 1.5"),
     ("np.float64(2.5)", "2.5"), ("(np.str_('a'), np.str_('b'))", "(a, b)"), ("f(1, 2)", "f(1, 2)"),
-    ("[1, 2]", "[1, 2]"), ('["a"', '["a"'), ('["a", 1, "b"]', '["a", 1, "b"]'),
+    ("array([1, 2])", "1, 2"), ("{1, 2}", "{1, 2}"), ("frozenset({3, 1.5})", "3, 1.5"),
+    ("[1, 2]", "[1, 2]"), ('["a"', '["a"'), ('["a", 1, "b"]', "a, 1, b"), ("(1-2.5j)", "(1-2.5i)"),
 ])  # fmt: skip
 def test_a_gold_that_is_a_list_of_texts_becomes_one_that_an_answer_can_meet(gold, answer):
     assert final_answer(gold) == answer

@@ -75,10 +75,16 @@ _WRAPPERS = _compile(  # from the inside out, until nothing changes
     (rf"\\text\s*\{{\s*({_FUNCTIONS})\s*\}}", r"\\\1 "),
     (r"\\text\s*\{\s*([eid])\s*\}", r" \1 "),
     (r"\\text\s*\{\s*([A-H]{2,})\s*\}", r"\1"),  # several choices
+    (r"(?<=[\d}])(\s*)\\text\s*\{([^{}]*)\}\s*/\s*\\text\s*\{([^{}]*)\}", r"\1\\text{\2/\3}"),
+    (r"(?<=\d)(\s*)\\[dt]?frac\s*\{\s*\\text\s*\{([^{}]*)\}\s*\}\s*\{\s*\\text\s*\{([^{}]*)\}\s*\}",
+     r"\1\\text{\2/\3}"),
+    (r"(?<=[\d}])(\s*)\\text\s*\{([^{}]*)\}\s*(?:\\cdot)?\s*\\text\s*\{([^{}]*)\}\s*\^\s*\{-(\d)\}",
+     r"\1\\text{\2/\3}^\4"),
+    (r"(?<=[\d}])(\s*)\\text\s*\{([A-Za-z/ ]*)\^\{?(\d)\}?\s*\}", r"\1\\text{\2}^\3"),
     (r"\\text\s*\{([^{}A-Za-z]*|[^{}]*\d[^{}]*)\}(?!\^|\s*/)", r" \1 "),
     (r"(^|[^\d\s}])\s*\\text\s*\{(\s*\(?[A-Za-z][).:]{0,2}\s*)\}", r"\1 \2 "),  # after a number it is a unit
     (r"\\text\s*\{([^{}]*\w)\s+(and|or)\s*\}", r"\\text{\1}\\text{ \2 }"),
-    (r"\\text\s*\{([^{}]*)\}\s*(?:/|\\cdot)\s*\\text\s*\{([^{}]*)\}", r"\\text{\1/\2}"),
+    (r"\\text\s*\{([^{}]*)\}\s*\\cdot\s*\\text\s*\{([^{}]*)\}", r"\\text{\1 \2}"),
     (r"^\s*\{([^{}]*)\}\s*$", r"\1"),
 )  # fmt: skip
 _SPELLING = _compile(  # one name for one thing
@@ -105,6 +111,8 @@ _SPELLING = _compile(  # one name for one thing
     (rf"\\vee{_END}", r"\\lor "),
     (rf"\\varnothing{_END}|\\\{{\s*\\\}}", r"\\emptyset"),
     (rf"\^\s*(?:\{{\s*\\circ\s*\}}|\\circ{_END})|\\degree{_END}", r"^\\circ "),
+    (r"\^\\circ\s*(?:\\text\s*\{\s*([CF])\s*\}|([CF])(?![A-Za-z]))",
+     lambda m: rf"\text{{ degree {'celsius' if 'C' in (m[1], m[2]) else 'fahrenheit'}}}"),
     (rf"\\[lc]?dots[bcmio]?{_END}|\.\.\.", r"\\ldots "),
     (r"(?:^|(?<=[(\[,=]))\s*\+\s*(?=\\infty|\d)", ""),
     (r"\\log_\s*\{?\s*e\s*\}?", r"\\ln "),
@@ -118,6 +126,8 @@ _SPELLING = _compile(  # one name for one thing
     (r"[(\[]\s*\\begin\{(array)\}\s*\{[^{}]*\}(.*?)\\end\{array\}\s*[)\]]",
      r"\\begin{pmatrix}\2\\end{pmatrix}"),
     (r"\\(begin|end)\{(?:b|small)matrix\}", r"\\\1{pmatrix}"),
+    (r"^\s*(?:(?:array|Matrix)\()?\[\s*\[([^\[\]]*(?:\]\s*,\s*\[[^\[\]]*)+)\]\s*\]\)?\s*$",
+     lambda m: rf"\begin{{pmatrix}}{re.sub(r'\]\s*,\s*\[', r'\\\\', m[1]).replace(',', '&')}\end{{pmatrix}}"),
     (r"(?<![\w)])\]\s*([^\[\](),]+),([^\[\](),]+)([\[\]])", lambda m: f"({m[1]},{m[2]}" + "])"[m[3] == "["]),
     (r"(\[[^\[\](),]+,[^\[\](),]+)\[", r"\1)"),  # ]0,1[ and [0,1[
     (r"\\%|\s*\\text\{\s*(?:percent(?:age)?|per cent|pct)\.?\s*\}|(?<=\d)\s*(?:per ?cent(?:age)?|pct)\b|%",
@@ -140,6 +150,8 @@ _LEADS = _compile(  # what stands before the answer
     (rf"^\s*(?:=|\\(?:approx|therefore|Rightarrow|implies|iff){_END})\s*", ""),
     (r"^\s*[A-Za-z]\s*(?:\\in|\sin\s)\s*(?=[(\[\\])", ""),
     (r"^\s*\\\{\s*[A-Za-z](?:\s*\\in\s*\\mathbb\{R\})?\s*(?:\\mid|:|\|)(.*(?:[<>]|\\[lg]e).*)\\\}\s*$",
+     r"\1"),
+    (r"^\s*\\\{\s*(?:[a-z]\s*(?:\\mid|:|\|)\s*[a-z]\s*=)?(.*?)\s*(?:\\mid|[:|,])\s*[kmn]\s*\\in\s*\\mathbb\{Z\}\s*\\\}\s*$",
      r"\1"),
     (r"^\s*\(?\s*([A-Z])\s*\)\s*$", r"\1"),  # (A) is the choice A
     (r"[\s;,]*(?<!\.)\.?\s*$", ""),

@@ -37,6 +37,10 @@ left to a worker (2,000 characters: up to 43 ms)."""
 MEMO_SIZE = 100_000
 WORKER_MODULE = "megatron_eqlen.graders.math.worker"
 
+_CODE = re.compile(
+    r"\{['\"]|(?:Interval|FiniteSet|Union|\w+Set|Poly|Eq|Point\dD|range|tensor|datetime\.\w+)\("
+)
+"""Objects of Python and SymPy that no answer spells so."""
 _PLAIN_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d+)?|\\frac\{[+-]?\d+\}\{[1-9]\d*\}|\d+/[1-9]\d*)")
 
 
@@ -76,7 +80,8 @@ class MathGrader(PoolGrader):
 
         A gold must parse and equal itself; else every right answer would silently get 0.
         """
-        reasons = {gold: "unparseable_gold" if len(gold) > LONGEST_ANSWER else None for gold in golds}
+        unfit = {gold: len(gold) > LONGEST_ANSWER or _CODE.match(gold) for gold in golds}
+        reasons = {gold: "unparseable_gold" if is_unfit else None for gold, is_unfit in unfit.items()}
         wanted = [gold for gold, reason in reasons.items() if not (reason or _PLAIN_NUMBER.fullmatch(gold))]
         questions: list[Item] = [{"gold": gold, "answer": gold, "parse": True} for gold in wanted]
         checks = self.pool.map(questions, self._timeout) if questions else []

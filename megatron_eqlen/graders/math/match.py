@@ -9,7 +9,7 @@ from megatron_eqlen.graders.math.answer import is_numeric, normalize
 
 _INTEGER = re.compile(r"-?\d+")
 _UNIT = re.compile(r"(.+)\\unit\{(.*)\}")
-_LETTER_UNIT = re.compile(r"(-?\d+(?:\.\d+)?)[msghlLNJWV]")
+_LETTER_UNIT = re.compile(r"(-?\d+(?:\.\d+)?)[msghlLNJWVK]")
 _CHOICE = re.compile(r"\(?([A-Z])[).:]\)?(?!.*(?<![A-Za-z\\])[A-Z](?![A-Za-z]))")
 _CLAUSE = re.compile(r"\\text\{(yes|no|true|false)\}[,:.](.*)")
 _OPPOSITE = {"yes": "no|not|never|false", "true": "no|not|never|false", "no": "yes|true", "false": "yes|true"}
@@ -17,7 +17,11 @@ _DECIMAL, _COMMA = re.compile(r"-?\d+\.\d+"), re.compile(r"-?\d+,\d+")
 _AFFIRMATIONS = (r"\text{yes}", r"\text{true}"), (r"\text{no}", r"\text{false}")
 _RATIO = re.compile(r"\d+(?::\d+)+")
 _TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d)?")
-_CHOICES = re.compile(r"[A-H](?:,[A-H])+")
+_CHOICES = re.compile(r"[A-H](?:,?[A-H])+")
+_BOUND = re.compile(r"([kmn])\s*(?:\\in(?![a-z])|∈)\s*(?:ℤ|\\(?:mathbb|mathbf|Bbb)\s*\{?Z)")
+"""An integer that may be any, whatever its name."""
+_ALONE = r"(?<![\\A-Za-z]){}(?![A-Za-z])"
+_CHOSEN = re.compile(r"\(?([A-E])\)(.+)")
 
 
 def compare_texts(gold: str, answer: str, parse: bool = False) -> str | tuple[str, str]:
@@ -26,6 +30,9 @@ def compare_texts(gold: str, answer: str, parse: bool = False) -> str | tuple[st
     of their lengths."""
     if not normalize(answer):
         return "no_answer"
+    names = [match[1] for text in (gold, answer) if (match := _BOUND.search(text))]
+    if len({*names}) == 2 and not re.search(_ALONE.format(names[0]), answer):
+        answer = re.sub(_ALONE.format(names[1]), names[0], answer)
     pair = match_units(normalize(gold), normalize(answer))
     if pair is None:
         return "wrong"
@@ -48,10 +55,12 @@ def match_units(gold: str, answer: str) -> tuple[str, str] | None:
         return (gold_value, value) if gold_unit == unit else None
     if (gold_unit and value.endswith("%")) or (unit and gold_value.endswith("%")):
         return None
-    if gold == value + unit or answer == gold_value + gold_unit:
-        return gold, gold
+    if unit and gold.lower().endswith(unit):
+        return gold[: -len(unit)], value
+    if gold_unit and answer.lower().endswith(gold_unit):
+        return gold_value, answer[: -len(gold_unit)]
     if not unit and is_numeric(gold_value) and (letter := _LETTER_UNIT.fullmatch(answer)):
-        return None if gold_unit and answer[-1] != gold_unit else (gold_value, letter[1])
+        return None if gold_unit else (gold_value, letter[1])
     return _as_asked(*_decimal_commas(gold_value, value))
 
 
@@ -69,8 +78,10 @@ def _as_asked(gold: str, answer: str) -> tuple[str, str]:
     of day."""
     if len(gold) == 1 and gold.isupper() and (choice := _CHOICE.match(answer)):
         return gold, choice[1]
-    if _CHOICES.fullmatch(answer) and gold.isalpha() and gold.isupper():
-        return gold, answer.replace(",", "")
+    if _CHOICES.fullmatch(answer) and _CHOICES.fullmatch(gold):
+        return gold.replace(",", ""), answer.replace(",", "")
+    if (chosen := _CHOSEN.fullmatch(gold)) and not _CHOSEN.match(answer):
+        gold = chosen[1 if len(answer) == 1 and answer.isupper() else 2]
     if (clause := _CLAUSE.match(answer)) and not re.search(_OPPOSITE[clause[1]], clause[2], re.IGNORECASE):
         answer = rf"\text{{{clause[1]}}}"
     if any(gold in words and answer in words for words in _AFFIRMATIONS):

@@ -16,7 +16,7 @@ t: ton tonne | lb: pound | oz: ounce | l: liter litre | ml: milliliter millilitr
 degree: deg | rad: radian | mph: mi/h | km/h: kmh kph kmph | m/s: mps | hz: hertz | n: newton | j: joule
 w: watt | kw: kilowatt | v: volt | ohm: Ω | pa: pascal | mol: mole | k: kelvin | acre: | pm: | am:
 dollar: usd buck | cent: ¢ | euro: eur | yuan: yen jpy cny rmb | rupee: rs inr | unit: | way: | item: | bit:
-byte: | point: pt | man: men | woman: women | person: people
+a: ampere amp | c: coulomb | f: farad | byte: | point: pt | man: men | woman: women | person: people
 """
 UNITS = {
     name: canonical
@@ -58,7 +58,8 @@ def unit_name(words: str, power: str = "", bare: bool = False) -> str | None:
     known = all(token == "/" or _canonical(token) in UNITS.values() for token in tokens)
     if len(tokens) == len(tokens[0]) == 1 and tokens[0].isascii() and not known:
         return None  # a variable's name
-    if bare and not (_is_word(tokens[0]) and (known or all(map(_is_word, tokens)))):
+    rate = known and len(tokens) == 3 and ("".join(tokens) in UNITS or _is_word(tokens[2]))  # m/s, g/cm
+    if bare and not rate and not (_is_word(tokens[0]) and (known or all(map(_is_word, tokens)))):
         return None
     if bare and tokens[0] == "/" and not all(map(_is_word, tokens)):
         return None  # 1/n is a quotient, 60/hour a rate
