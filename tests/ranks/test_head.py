@@ -87,7 +87,7 @@ def test_chunks_change_no_bit_of_logprobs_entropy_and_hidden_gradients(world):
 def peaks() -> list[int]:
     """Return the bytes for a forward and backward pass of 4,096 tokens: whole, and in chunks of 256; forward
     alone."""
-    logprobs.BLOCK_ELEMENTS = 1 << 14
+    logprobs.CPU_ELEMENTS = 1 << 14
     labels = torch.zeros(4096, dtype=torch.int64)
     hidden, weight = torch.randn(4096, 16).bfloat16(), torch.randn(2048, 16).bfloat16()
 
