@@ -25,8 +25,8 @@ CPU_CHUNK = 32
 """``models.gated_delta_net.CHUNK``."""
 FLA_CHUNK = 64
 """``models.tree_params.KERNEL_CHUNK``: fla saves a triangular matrix of each chunk."""
-LOSS_BLOCK = 1 << 27
-"""Bytes of ``training.logprobs.BLOCK_ELEMENTS`` in float32."""
+LOSS_BLOCK, CPU_LOSS_BLOCK = 1 << 27, 1 << 20
+"""Bytes of ``training.logprobs.BLOCK_ELEMENTS`` and of ``CPU_ELEMENTS`` in float32."""
 ROUTING_IMBALANCE = 1.25
 """Tokens at the busiest expert-parallel rank over the mean; an allowance."""
 
@@ -202,7 +202,8 @@ class RankRow:
         and input."""
         hidden = self.model.hidden_size
         logits = self._logits(min(self.tokens, chunk))
-        block = min(LOSS_BLOCK, logits * WIDE / self.b)  # the same logits in float32, a block at a time
+        # the same logits in float32, a block at a time
+        block = min(LOSS_BLOCK if self.gpu else CPU_LOSS_BLOCK, logits * WIDE / self.b)
         # [V, hidden] / tensor of the head's weight, and [tokens, hidden] of its input
         gradients = self._logits(hidden) + self.tokens * hidden * self.b
         recomputed = logits if self.tokens > chunk else 0.0

@@ -23,13 +23,13 @@ from megatron_eqlen.models.gated_delta_net import CHUNK
 from megatron_eqlen.models.groups import start
 from megatron_eqlen.models.tree_params import KERNEL_CHUNK
 from megatron_eqlen.objectives.recipes import parse
-from megatron_eqlen.plan.activations import CPU_CHUNK, FLA_CHUNK, LOSS_BLOCK, activations
+from megatron_eqlen.plan.activations import CPU_CHUNK, CPU_LOSS_BLOCK, FLA_CHUNK, LOSS_BLOCK, activations
 from megatron_eqlen.plan.host import checkpoint_bytes
 from megatron_eqlen.plan.memory import communicators
 from megatron_eqlen.plan.trainer import SENT_AT_ONCE, RankBuffers, optimizer_bytes, trainer
 from megatron_eqlen.processes import distributed
 from megatron_eqlen.tokens import Tokens
-from megatron_eqlen.training.logprobs import BLOCK_ELEMENTS
+from megatron_eqlen.training.logprobs import BLOCK_ELEMENTS, CPU_ELEMENTS
 from megatron_eqlen.training.policy import Policy
 from megatron_eqlen.types import Node, TokenTree
 from tests.kit import updates
@@ -333,7 +333,7 @@ PEAKS = {
         "qwen3_moe", 2, {"recompute": "full", "tensor": 2, "expert": 2}, model=WIDE | MANY
     ),
     "hybrid": Case("qwen3_next", 1, {"recompute": "full"}, model=WIDE | MANY | LINEAR),
-    "a large vocabulary": Case("qwen3", 1, {"recompute": "full"}, model=WIDE | {"vocab_size": 4096}),
+    "a large vocabulary": Case("qwen3", 1, {"recompute": "full"}, model=WIDE | {"vocab_size": 16384}),
 }
 LONG = 512
 
@@ -380,6 +380,6 @@ def test_a_checkpoint_is_as_large_as_planned(tmp_path):
 
 
 def test_the_plan_knows_the_sizes_of_chunks_blocks_and_messages():
-    block = BLOCK_ELEMENTS * torch.float32.itemsize
-    real = (CHUNK, KERNEL_CHUNK, block, weights.SENT_AT_ONCE)
-    assert real == (CPU_CHUNK, FLA_CHUNK, LOSS_BLOCK, SENT_AT_ONCE)
+    blocks = [torch.float32.itemsize * elements for elements in (BLOCK_ELEMENTS, CPU_ELEMENTS)]
+    real = (CHUNK, KERNEL_CHUNK, *blocks, weights.SENT_AT_ONCE)
+    assert real == (CPU_CHUNK, FLA_CHUNK, LOSS_BLOCK, CPU_LOSS_BLOCK, SENT_AT_ONCE)
