@@ -325,7 +325,7 @@ def test_a_machine_that_refuses_is_named(monkeypatch):
 
     probe.commands_refused.cache_clear()
     monkeypatch.setattr(kernel, "unshare", refuse)
-    monkeypatch.setattr(inside, "_become", lambda user: None)
+    monkeypatch.setattr(inside, "become", lambda user: None)
     monkeypatch.setattr(probe, "PYTHON", None)  # a fork of this process, which refuses
     assert "new namespaces (mount, process, network): Operation not permitted" in (
         probe.commands_refused() or ""

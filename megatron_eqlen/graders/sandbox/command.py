@@ -20,14 +20,14 @@ import signal
 import socket
 import tarfile
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NoReturn
 
 from megatron_eqlen.files import removed, scratch
 from megatron_eqlen.graders.sandbox import kernel
 from megatron_eqlen.graders.sandbox.kernel import mount, restrict_mount
-from megatron_eqlen.graders.sandbox.program import limit
+from megatron_eqlen.graders.sandbox.program import NOBODY, become, limit
 from megatron_eqlen.graders.sandbox.seccomp import build_command_filter, machine_calls, restrict_system_calls
 
 OUTPUT, ARCHIVE, REQUEST, REPORT = 1, 2, 3, 4
@@ -45,8 +45,8 @@ OTHER_ENTRIES = 1000
 """Files beside the folder's: places where the machine's folders are mounted."""
 PAGE, LATEST = 4096, (1 << 32) - 1
 """Bytes that the shortest file takes; the latest time of a file, in seconds since 1970."""
-USER, NOBODY = 1000, 65534
-"""The user id that a command sees, and the one that it has where the sandbox runs as root."""
+USER = 1000
+"""The user id that a command sees."""
 ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "LANG": "C.UTF-8",
@@ -86,31 +86,30 @@ class FolderError(Exception):
     """The folder that a command left cannot be kept."""
 
 
-def run(limits: CommandLimits, told: int, zygote: int) -> NoReturn:
-    """Run the command of REQUEST; exit. A failure before it starts is written to ``told``."""
-    status = 1
+@contextlib.contextmanager
+def refusing(told: int) -> Iterator[None]:
+    """Tell the zygote why nothing could be started, and exit."""
     try:
-        with open(REQUEST, "rb", closefd=False) as file:
-            request = json.load(file)
-        os.setsid()
-        if request["container"]:
-            kernel.die_with(zygote)
-            _run_container(request, limits, told)
-        owner = _new_namespaces()
-        kernel.die_with(zygote)  # after the change of rights, which would reset it
-        if (first := os.fork()) == 0:
-            _run_as_first_process(request, limits, owner, told)
-        os.close(told)
-        status = os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])
+        yield
     except BaseException as error:  # noqa: BLE001 - told to the parent, who raises it
-        refuse(told, error)
-    finally:
-        os._exit(abs(status))
+        os.write(told, f"cannot isolate: {type(error).__name__}: {error}"[:500].encode())
+        os._exit(1)
 
 
-def refuse(told: int, error: BaseException) -> None:
-    """Tell the zygote why nothing could be started."""
-    os.write(told, f"cannot isolate: {type(error).__name__}: {error}"[:500].encode())
+def run(limits: CommandLimits, told: int, zygote: int) -> NoReturn:
+    """Run the command of REQUEST; exit."""
+    with open(REQUEST, "rb", closefd=False) as file:
+        request = json.load(file)
+    os.setsid()
+    if request["container"]:
+        kernel.die_with(zygote)
+        _run_container(request, limits, told)
+    owner = _new_namespaces()
+    kernel.die_with(zygote)  # after the change of rights, which would reset it
+    if (first := os.fork()) == 0:
+        _run_as_first_process(request, limits, owner, told)
+    os.close(told)
+    os._exit(abs(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])))
 
 
 def _new_namespaces() -> int:
@@ -120,17 +119,11 @@ def _new_namespaces() -> int:
         with contextlib.suppress(PermissionError):  # root of a container without CAP_SYS_ADMIN
             kernel.unshare(spaces)
             return NOBODY
-        _become(NOBODY)
+        become(NOBODY)
     user, group = os.geteuid(), os.getegid()
     kernel.unshare(spaces | kernel.NEW_USER)
     _map_ids(0, user, group)
     return 0
-
-
-def _become(user: int) -> None:
-    os.setgroups([])
-    os.setresgid(user, user, user)
-    os.setresuid(user, user, user)
 
 
 def _map_ids(inside: int, user: int, group: int) -> None:
@@ -145,7 +138,7 @@ def _map_ids(inside: int, user: int, group: int) -> None:
 
 
 def _run_as_first_process(request: dict[str, Any], limits: CommandLimits, owner: int, told: int) -> NoReturn:
-    try:
+    with refusing(told):
         for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)  # no handler: process 1 then ignores what a command sends
         kernel.prctl(kernel.SET_PDEATHSIG, signal.SIGKILL)
@@ -162,15 +155,13 @@ def _run_as_first_process(request: dict[str, Any], limits: CommandLimits, owner:
             restrict_mount("/", kernel.READ_ONLY)
         with open(ARCHIVE, "rb", closefd=False) as file:
             unpack(file, folder, owner)
-        printed, printing = os.pipe()
         kernel.prctl(kernel.SET_DUMPABLE, 0)  # a command can neither trace nor read this process
+        printed, printing = os.pipe()
         if (command := os.fork()) == 0:
-            _become_command(request, limits, owner, printing, told)
-        os.close(told)
-        os.close(printing)
-    except BaseException as error:  # noqa: BLE001 - told to the parent, who raises it
-        refuse(told, error)
-        os._exit(1)
+            _become_command(request, limits, owner)
+            _execute(request["arguments"], {"HOME": "/tmp"} | ENVIRONMENT | request["environment"], printing)
+    os.close(told)
+    os.close(printing)
     _report(_watch(command, printed, limits, alone=True), folder, limits, beside)
     os._exit(0)
 
@@ -184,12 +175,10 @@ def _run_container(request: dict[str, Any], limits: CommandLimits, told: int) ->
         unpack(file, folder, os.geteuid())
     printed, printing = os.pipe()
     if (command := os.fork()) == 0:
-        os.dup2(printing, 1)
-        os.dup2(printing, 2)
         os.chdir(folder)
-        limit(resource.RLIMIT_FSIZE, limits.folder_mb << 20)
+        limit({resource.RLIMIT_FSIZE: limits.folder_mb << 20})
         start = [part.replace("{folder}", folder) for part in request["container"]]
-        _execute([*start, *request["arguments"]], ENVIRONMENT | request["environment"])
+        _execute([*start, *request["arguments"]], ENVIRONMENT | request["environment"], printing)
     os.close(told)
     os.close(printing)
     _report(_watch(command, printed, limits, alone=False), folder, limits)
@@ -266,41 +255,34 @@ def _show(path: str, needed: bool) -> None:
     restrict_mount(path, flags, recursive=True)
 
 
-def _become_command(
-    request: dict[str, Any], limits: CommandLimits, owner: int, printing: int, told: int
-) -> NoReturn:
-    """Give up every right, and start the command. Status 127 if there is no such program."""
-    try:
-        os.setsid()
-        os.umask(0o022)
-        os.dup2(printing, 1)
-        os.dup2(printing, 2)
-        if owner:
-            _become(owner)  # it holds no right over process 1
-        kernel.unshare(kernel.NEW_USER)  # in which the kernel counts its processes alone
-        _map_ids(USER, owner, owner)
-        seconds = max(1, round(limits.seconds + 0.5))
-        for kind, value in (
-            (resource.RLIMIT_CORE, 0),
-            (resource.RLIMIT_CPU, seconds),
-            (resource.RLIMIT_DATA, limits.memory_mb << 20),
-            (resource.RLIMIT_NOFILE, 1024),
-            (resource.RLIMIT_NPROC, limits.processes),
-            (resource.RLIMIT_FSIZE, limits.folder_mb << 20),
-            (resource.RLIMIT_MEMLOCK, 0),
-        ):
-            limit(kind, value)
-        kernel.drop_capabilities()
-        os.chdir("/" if request["root"] else FOLDER)
-        restrict_system_calls(build_command_filter(machine_calls()))
-    except BaseException as error:  # noqa: BLE001 - told to the parent, who raises it
-        refuse(told, error)
-        os._exit(1)
-    _execute(request["arguments"], {"HOME": "/tmp"} | ENVIRONMENT | request["environment"])
+def _become_command(request: dict[str, Any], limits: CommandLimits, owner: int) -> None:
+    """Give up every right."""
+    os.setsid()
+    os.umask(0o022)
+    if owner:
+        become(owner)  # it holds no right over process 1
+    kernel.unshare(kernel.NEW_USER)  # in which the kernel counts its processes alone
+    _map_ids(USER, owner, owner)
+    limit(
+        {
+            resource.RLIMIT_CORE: 0,
+            resource.RLIMIT_CPU: max(1, round(limits.seconds + 0.5)),
+            resource.RLIMIT_DATA: limits.memory_mb << 20,
+            resource.RLIMIT_NOFILE: 1024,
+            resource.RLIMIT_NPROC: limits.processes,
+            resource.RLIMIT_FSIZE: limits.folder_mb << 20,
+            resource.RLIMIT_MEMLOCK: 0,
+        }
+    )
+    kernel.drop_capabilities()
+    os.chdir("/" if request["root"] else FOLDER)
+    restrict_system_calls(build_command_filter(machine_calls()))
 
 
-def _execute(command: list[str], environment: Mapping[str, str]) -> NoReturn:
-    """Become the program; status 127 if there is none."""
+def _execute(command: list[str], environment: Mapping[str, str], printing: int) -> NoReturn:
+    """Become the program, which prints to ``printing``; status 127 if there is none."""
+    os.dup2(printing, 1)
+    os.dup2(printing, 2)
     os.closerange(3, 1 << 12)
     for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)

@@ -37,10 +37,7 @@ SOURCE, REPORT, NULL = 3, 4, 5
 stderr."""
 DEVICES = {b"/dev/null": NULL, b"/dev/stdout": 1, b"/dev/stderr": 2}
 NOBODY = 65534
-FIRST_USER = 1 << 24
-"""User ids of programs are this and the process id (``own_user``)."""
-HARD_THREADS = 512
-"""Threads that the kernel allows a program with a user id of its own; the zygote kills it earlier."""
+"""The user id of programs and commands where the sandbox runs as root."""
 SYSTEM_PATHS = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/lib", "/lib64")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/zero", "/dev/urandom")
 STACK_BYTES = 256 << 20
@@ -89,7 +86,8 @@ def enter(limits: Limits, isolation: Isolation, zygote: int) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _limit_resources(limits, isolation)
-    _change_user(isolation)
+    if isolation.drop_user and os.geteuid() == 0:
+        become(NOBODY)
     drop_capabilities()
     die_with(zygote)  # after the change of user, which would reset it
     prctl(SET_DUMPABLE, 0)
@@ -100,53 +98,40 @@ def enter(limits: Limits, isolation: Isolation, zygote: int) -> None:
         restrict_system_calls(build_filter(machine_calls(), os.getpid()))
 
 
-def _change_user(isolation: Isolation) -> None:
-    """Take, as root, a user id that no other process has: the kernel then bounds the threads of this program
-    alone. A program that may not leave root, since Python's folder is root's, changes its real user id only;
-    the filter of system calls keeps it from changing it back."""
-    if os.geteuid() != 0:
-        return
-    user = FIRST_USER + os.getpid()
-    with open("/proc/self/uid_map", encoding="ascii") as ranges:
-        known = [tuple(map(int, line.split())) for line in ranges]
-    if any(first <= user < first + count for first, _, count in known):
-        limit(resource.RLIMIT_NPROC, HARD_THREADS)
-    else:  # in a user namespace with few ids
-        user = NOBODY
-    if isolation.drop_user:
-        os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(user, user, user)
-    elif user != NOBODY and isolation.seccomp:
-        os.setresuid(user, 0, 0)
-
-
 def _limit_resources(limits: Limits, isolation: Isolation) -> None:
     memory = limits.memory_mb << 20
-    cpu = max(1, round(limits.cpu_seconds + 0.5))
-    for kind, value in (
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_CPU, cpu),
-        (resource.RLIMIT_AS, memory),
-        (resource.RLIMIT_DATA, memory),
-        (resource.RLIMIT_FSIZE, limits.output_bytes),
-        (resource.RLIMIT_NOFILE, 64),
-        (resource.RLIMIT_MEMLOCK, 0),
-    ):
-        limit(kind, value)
+    limit(
+        {
+            resource.RLIMIT_CORE: 0,
+            resource.RLIMIT_CPU: max(1, round(limits.cpu_seconds + 0.5)),
+            resource.RLIMIT_AS: memory,
+            resource.RLIMIT_DATA: memory,
+            resource.RLIMIT_FSIZE: limits.output_bytes,
+            resource.RLIMIT_NOFILE: 64,
+            resource.RLIMIT_MEMLOCK: 0,
+        }
+    )
     # Programs raise it themselves, as contests allow; the memory limit bounds the stack, too.
     stack = resource.getrlimit(resource.RLIMIT_STACK)[1]
     resource.setrlimit(resource.RLIMIT_STACK, (min(STACK_BYTES, stack % (1 << 64)), stack))
     # RLIMIT_NPROC counts all of the user's threads, so it cannot be low; with seccomp it is not needed
     if not isolation.seccomp:
-        limit(resource.RLIMIT_NPROC, 256 if isolation.drop_user else 4096)
+        limit({resource.RLIMIT_NPROC: 256 if isolation.drop_user else 4096})
 
 
-def limit(kind: int, value: int) -> None:
-    """Set a limit; a lower one that is already there stays."""
-    hard = resource.getrlimit(kind)[1]
-    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(kind, (value, value))
+def limit(limits: dict[int, int]) -> None:
+    """Set limits; lower ones that are already there stay."""
+    for kind, value in limits.items():
+        hard = resource.getrlimit(kind)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (value, value))
+
+
+def become(user: int) -> None:
+    """Take a user id for good. Raises PermissionError unless this process is root."""
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
 
 
 def run(function: str | None, rules: Rules, token: str) -> NoReturn:

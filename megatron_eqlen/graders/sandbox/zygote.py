@@ -25,7 +25,7 @@ CONNECTION = 3
 LARGEST_REQUEST = 4096
 MOST_THREADS = 256
 """Threads a program may have at once. A system-call filter cannot count them, and RLIMIT_NPROC counts all of
-the user's, which only root can make the program's alone (``program.HARD_THREADS``); so the zygote looks."""
+the user's; so the zygote looks."""
 WATCH_SECONDS = 0.01
 """Seconds between two looks at the number of threads."""
 
@@ -94,20 +94,17 @@ def _become_program(
     asked: dict,
 ) -> None:
     """In the child: lock down, run, exit. A failure before the program starts counts as the sandbox's."""
-    try:
-        null = os.open(os.devnull, os.O_RDWR)
-        told = program.NULL + 1
-        targets = [*range(len(descriptors)), program.NULL, told]
-        copies = [fcntl.fcntl(source, fcntl.F_DUPFD, told + 1) for source in (*descriptors, null, pipe)]
-        for target, descriptor in zip(targets, copies, strict=True):
-            os.dup2(descriptor, target)
-        os.closerange(told + 1, 1 << 12)
+    told = program.NULL + 1
+    targets = [*range(len(descriptors)), program.NULL, told]
+    null = os.open(os.devnull, os.O_RDWR)
+    copies = [fcntl.fcntl(source, fcntl.F_DUPFD, told + 1) for source in (*descriptors, null, pipe)]
+    for target, descriptor in zip(targets, copies, strict=True):
+        os.dup2(descriptor, target)
+    os.closerange(told + 1, 1 << 12)
+    with command.refusing(told):
         if isinstance(limits, CommandLimits):
             command.run(limits, told, zygote)
         program.enter(limits, isolation, zygote)
-    except BaseException as error:  # noqa: BLE001 - told to the parent, who raises it
-        command.refuse(told, error)
-        os._exit(1)
     os.close(told)
     program.run(asked["function"], asked["rules"], asked["token"])
 

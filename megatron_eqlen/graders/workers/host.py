@@ -28,7 +28,6 @@ from megatron_eqlen.processes.failures import name_of
 from megatron_eqlen.processes.lifeline import INTERVAL
 
 Item = dict[str, Any]
-PID_BYTES = 4
 PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -56,15 +55,16 @@ def main() -> None:
             _run_worker(module, options, Connection(descriptors[0]))
         workers.add(pid)
         os.close(descriptors[0])
-        control.sendall(pid.to_bytes(PID_BYTES))
     for pid in workers:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 
 
 def _run_worker(module: Any, options: dict[str, Any], connection: Connection) -> None:
-    """Answer items until the trainer closes the connection. An exception is reported and ends the worker."""
+    """Tell the process's number; answer items until the trainer closes the connection. An exception is
+    reported and ends the worker."""
     try:
+        connection.send_bytes(str(os.getpid()).encode())
         handle = module.make_handler(**options)
         while True:
             seconds, item = json.loads(connection.recv_bytes())

@@ -23,7 +23,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
-from megatron_eqlen.graders.workers.host import PID_BYTES, Item, scrubbed_environment
+from megatron_eqlen.graders.workers.host import Item, scrubbed_environment
 from megatron_eqlen.processes.watchdog import beat
 
 log = logging.getLogger(__name__)
@@ -103,8 +103,6 @@ class WorkerHost:
 
     def __init__(self, module: str, options: dict[str, Any]) -> None:
         self._control, theirs = socket.socketpair()
-        self._control.settimeout(START_SECONDS)
-        self._asking = threading.Lock()
         command = [sys.executable, "-P", "-m", "megatron_eqlen.graders.workers.host"]
         with theirs:
             self._process = subprocess.Popen(
@@ -122,17 +120,17 @@ class WorkerHost:
     def fork(self) -> Worker:
         """Fork a new worker. Raises RuntimeError if the host has died or is silent."""
         ours, theirs = socket.socketpair()
+        connection = Connection(ours.detach())
         try:
-            with self._asking, theirs:
+            with theirs:
                 socket.send_fds(self._control, [b"+"], [theirs.fileno()])
-                reply = self._control.recv(PID_BYTES, socket.MSG_WAITALL)
-        except TimeoutError:
-            raise RuntimeError(f"no worker in {START_SECONDS:.0f} s from {self._process.args}") from None
-        except OSError:  # it has ended
-            reply = b""
-        if len(reply) < PID_BYTES:
-            raise RuntimeError(f"the grader host ended with status {self._end()}: {self._process.args}")
-        return Worker(Connection(ours.detach()), int.from_bytes(reply))
+            if connection.poll(START_SECONDS):
+                return Worker(connection, int(connection.recv_bytes()))
+        except (EOFError, OSError):
+            raise RuntimeError(
+                f"the grader host ended with status {self._end()}: {self._process.args}"
+            ) from None
+        raise RuntimeError(f"no worker in {START_SECONDS:.0f} s from {self._process.args}")
 
     def close(self) -> None:
         """End the host and its workers; a ``fork`` in another thread fails."""
