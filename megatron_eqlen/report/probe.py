@@ -14,7 +14,7 @@ import itertools
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -55,11 +55,11 @@ class Probed:
     @cached_property
     def changes(self) -> list[Change]:
         """Changes of the value between two places, and from the last place to the end."""
-        parts, found = self.rollout.line(self.line.last.number), list[Change]()
-        for (begin, before), (end, after) in itertools.pairwise(self.values.items()):
-            change = change_of_mean(before, after)
-            found.append(Change(parts, begin, end, (change.mean, change.low, change.high)))
-        return found
+        parts = self.rollout.line(self.line.last.number)
+        return [
+            Change(parts, begin, end, astuple(change_of_mean(before, after))[:3])
+            for (begin, before), (end, after) in itertools.pairwise(self.values.items())
+        ]
 
     def undecided(self, share: float) -> float:
         """Return the unbiased variance of the reward after this share of the response, on straight lines
@@ -90,8 +90,7 @@ def look(probed: Sequence[Rollout], probe: ProbeSampling, recipe: Recipe, decode
     for each, and beside them the accuracy by length where an end marker was forced, else when the reward is
     decided (share of its variance in each quarter of a response; NaN without any), and what estimators
     say."""
-    unscored_too = recipe.reward.on_error == "zero"
-    rewards = {rollout_key(rollout): probe.rewards(rollout, unscored_too) for rollout in probed}
+    rewards = {rollout_key(new): probe.rewards(new, recipe.reward.on_error == "zero") for new in probed}
     responses = list[Probed]()
     for rollout, line in probe.responses:
         parts = {-1, *(part.number for part in rollout.line(line.last.number))}
@@ -151,11 +150,8 @@ def as_json(found: dict[str, Any]) -> dict[str, Any]:
 def tables(found: dict[str, Any]) -> str:
     """Return what ``look`` found as text: the responses that changed most, quarters, and estimators."""
     lines, shown = list[str](), set[Any]()
-
-    def largest(response: dict[str, Any]) -> float:
-        return max(abs(stretch["change"][0]) for stretch in response["stretches"])
-
-    for response in sorted(found["responses"], key=largest, reverse=True):
+    by_change = sorted(found["responses"], key=lambda r: -max(abs(s["change"][0]) for s in r["stretches"]))
+    for response in by_change:
         key, stretches = (response["prompt_id"], response["index"]), response["stretches"]
         begins = [(*key, str(stretches[: n + 1])) for n in range(len(stretches))]
         above = sum(begin in shown for begin in begins)  # lines of a tree share their begin

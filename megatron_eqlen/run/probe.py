@@ -53,9 +53,6 @@ from megatron_eqlen.types import Line, Rollout, RolloutKey, rollout_key, tokens_
 SENTENCE = re.compile(r"[.!?:;]+[\"')\]]*(?=\s)|[。！？：；]+[\"')\]”’」』）]*|\n+")
 """End of a sentence, or of a line."""
 
-USUAL = 4
-"""Tokens of a probe over those of its step, without --budget."""
-
 
 @dataclass(frozen=True)
 class Asked:
@@ -68,24 +65,22 @@ class Asked:
     """Places: ``sentences``, ``forks``, ``every:16`` or ``10,20`` (generated tokens of a response)."""
     samples: int = 8
     budget: int | None = None
-    """Tokens that may be generated, as far as can be told before; None: ``USUAL`` times the step's."""
+    """Tokens that may be generated, as far as can be told before; None: four times the step's."""
     seed: int = 0
     force: str | None = None
     """Text that is put in at each place, where the policy's turn does not have its end marker yet."""
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"sentences|forks|every:[1-9]\d*|\d+(,\d+)*", self.at):
-            raise ValueError(
-                f"--at: expected sentences, forks, every:TOKENS, or tokens as 10,20, found {self.at!r}"
-            )
-        if self.force is not None and not self.at[-1].isdigit():
-            raise ValueError(
-                f"--at: with --force expected every:TOKENS, or tokens as 10,20, found {self.at!r}"
-            )
-        if self.samples < 2:
-            raise ValueError(f"--samples: expected 2 or more for an interval, found {self.samples}")
-        if not 0 <= self.seed < SEEDS:
-            raise ValueError(f"--seed: expected 0 to {SEEDS - 1}, found {self.seed}")
+        tokens = "every:TOKENS, or tokens as 10,20"
+        is_known = re.fullmatch(r"sentences|forks|every:[1-9]\d*|\d+(,\d+)*", self.at)
+        for fits, expected, found in (
+            (is_known, f"at: expected sentences, forks, {tokens}", self.at),
+            (self.force is None or self.at[-1:].isdigit(), f"at: with --force expected {tokens}", self.at),
+            (self.samples >= 2, "samples: expected 2 or more for an interval", self.samples),
+            (0 <= self.seed < SEEDS, f"seed: expected 0 to {SEEDS - 1}", self.seed),
+        ):
+            if not fits:
+                raise ValueError(f"--{expected}, found {found!r}")
 
 
 @dataclass(frozen=True)
@@ -149,15 +144,14 @@ class Target:
             )
         return int(np.flatnonzero(made == self.version)[-1])
 
-    @property
+    @cached_property
     def budget(self) -> int:
         generated = sum(len(part) for rollout in self.rollouts for part in rollout.parts)
-        return USUAL * generated if self.asked.budget is None else self.asked.budget
+        return 4 * generated if self.asked.budget is None else self.asked.budget
 
     @cached_property
     def kind(self) -> ProbeSampling:
-        """Responses drawn at random until the budget is used up, one at least. They and their places are
-        continued."""
+        """Continues responses drawn at random until the budget is used up, one at least."""
         asked = self.asked
         drawn = [(r, line) for r in self.rollouts for line in r.lines() if line.last.finish_reason]
         order = [*enumerate(drawn)]
@@ -273,11 +267,9 @@ class Target:
             if file.exists():
                 with expecting("what eqlen probe writes", file):
                     before = {**read_json(file)["asked"]}
-                if differs := [key for key in asked if before.get(key) != asked[key]]:
-                    key = differs[0]
-                    raise ValueError(
-                        f"--out {out}: holds another probe ({key}: {before.get(key)!r} -> {asked[key]!r})"
-                    )
+                for key, value in asked.items():
+                    if (found := before.get(key)) != value:
+                        raise ValueError(f"--out {out}: holds another probe ({key}: {found!r} -> {value!r})")
                 return
             recorded = self.streams / step_name(self.asked.step - 1)
             if (recorded / STATES).is_dir():  # where environments in mid-turn take up their states
@@ -291,14 +283,10 @@ class Target:
 
     def sampling(self, out: Path) -> Job:
         """Return the job of the continuations: the run's sampling, limits, environments and graders."""
-        return _apart(
-            self.job.recipe,
-            out,
-            model={"path": str(self.weights(out)), "revision": None} if self.steps else {},
-            rollout={"tokens_per_step": None, "carry_over": False, "keep_routes": False, "staleness": 0},
-            loss={"dynamic_sampling": False},
-            teacher={"path": "", "url": ""},
-        )
+        rollout = {"tokens_per_step": None, "carry_over": False, "keep_routes": False, "staleness": 0}
+        model = {"path": str(self.weights(out)), "revision": None} if self.steps else {}
+        loss, teacher = {"dynamic_sampling": False}, {"path": "", "url": ""}
+        return _apart(self.job.recipe, out, model=model, rollout=rollout, loss=loss, teacher=teacher)
 
 
 def _apart(recipe: Recipe, folder: Path, **changes: dict[str, Any]) -> Job:
@@ -347,9 +335,8 @@ def probe(target: Target, out: Path) -> None:
         distributed.gather([])  # every rank has written its grades
         if hold is not None:
             hold.check()
-            recipe, decode = target.job.recipe, target.decode
-            found = look(read_step(out / step.name), target.kind, recipe, decode)
+            found = look(read_step(out / step.name), target.kind, target.job.recipe, target.decode)
             write_json(out / FILE, read_json(out / FILE) | {FOUND: as_json(found)})
             session.progress.say(tables(found))
-            page = write_probe_page(out / "probe.html", target.asked.step, found, recipe)
+            page = write_probe_page(out / "probe.html", target.asked.step, found, target.job.recipe)
             session.progress.say(f"see {page}")

@@ -38,28 +38,6 @@ Place = tuple[int, int]
 up to its end. The prompt: (-1, 0)."""
 
 
-def cut_at(rollout: Rollout, places: Collection[Place]) -> tuple[list[Part], list[int]]:
-    """Return the rollout's parts cut at ``places``, numbered anew, graded as they were, and the number of the
-    part before each place, in the order of ``sorted(places)``; -1 for the prompt."""
-    pieces, last, ends = list[Part](), {-1: -1}, rollout.ends()
-    found = [-1] * ((-1, 0) in places)
-    for part in rollout.parts:
-        own = [*np.flatnonzero(part.tokens.is_generated).tolist(), len(part.tokens)]
-        # a place is behind what an environment answered
-        cuts = {own[length - ends[part.parent]] for number, length in places if number == part.number}
-        start, parent = 0, last[part.parent]
-        for stop in sorted(cuts | {len(part.tokens)}):
-            end = {} if stop == len(part.tokens) else {"finish_reason": None, "grade": None}
-            tokens, number = part.tokens[start:stop], len(pieces)
-            role = f"piece of {part.number}"
-            piece = replace(part, tokens=tokens, role=role, number=number, parent=parent, carried=True, **end)
-            pieces.append(piece)
-            found += [number] * (stop in cuts)
-            start, parent = stop, number
-        last[part.number] = parent
-    return pieces, found
-
-
 class Probed(Harvester):
     """Continues one recorded rollout at each of its places."""
 
@@ -68,7 +46,8 @@ class Probed(Harvester):
     def __init__(self, rollout: Rollout, probe: ProbeSampling, setting: Setting) -> None:
         limit = setting.recipe.rollout.max_response_length - len(probe.forced)
         super().__init__(rollout.prompt, rollout.index, limit, setting.eos_token_ids, setting.seed)
-        self.parts, self.places = cut_at(rollout, probe.places[rollout_key(rollout)])
+        self.places = self._cut(rollout, probe.places[rollout_key(rollout)])
+        """Numbers of the parts before each place, in the order of ``sorted(places)``; -1 for the prompt."""
         if probe.forced:
             given = {GIVEN.name: [(-1,)] * len(probe.forced), "versions": rollout.policy_version}
             tokens, first = Tokens.of(probe.forced, 0.0, **given), len(self.parts)
@@ -77,6 +56,23 @@ class Probed(Harvester):
             self.places = range(first, len(self.parts))
         self.samples, self.first_track = probe.samples, FIRST_TRACK + probe.seed * TRACKS
         self.recorded = len(self.parts)
+
+    def _cut(self, rollout: Rollout, places: Collection[Place]) -> Sequence[int]:
+        """Make the rollout's parts, cut at ``places``, graded as they were, its own; return ``places``."""
+        last, ends, found = {-1: -1}, rollout.ends(), [-1] * ((-1, 0) in places)
+        for part in rollout.parts:
+            own = [*np.flatnonzero(part.tokens.is_generated).tolist(), len(part.tokens)]
+            # a place is behind what an environment answered
+            cuts = {own[length - ends[part.parent]] for number, length in places if number == part.number}
+            start, parent, role = 0, last[part.parent], f"piece of {part.number}"
+            for stop in sorted(cuts | {len(part.tokens)}):
+                end = {} if stop == len(part.tokens) else {"finish_reason": None, "grade": None}
+                piece = {"tokens": part.tokens[start:stop], "number": len(self.parts), "parent": parent}
+                self.parts.append(replace(part, role=role, carried=True, **piece, **end))
+                start, parent = stop, len(self.parts) - 1
+                found += [parent] * (stop in cuts)
+            last[part.number] = parent
+        return found
 
     def start(self) -> list[Track]:
         launched: list[Track] = []
