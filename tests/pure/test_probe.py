@@ -20,10 +20,10 @@ from megatron_eqlen.record import recorder as recorder_module
 from megatron_eqlen.record.partial import HarvestProgress
 from megatron_eqlen.record.reader import read_progress
 from megatron_eqlen.record.recorder import Recorder
-from megatron_eqlen.report.probe import QUARTERS, as_json, look, probes_of, tables
+from megatron_eqlen.report.probe import QUARTERS, Probed, as_json, look, probes_of, tables
 from megatron_eqlen.report.rollouts import by_token
 from megatron_eqlen.run.probe import Asked, Target, ends_of_sentences
-from megatron_eqlen.sampling.probe import PROBE, ProbeSampling
+from megatron_eqlen.sampling.probe import FORCED, PROBE, ProbeSampling
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import Grade, Part, Rollout, rollout_key, tokens_along
 from tests.kit.length_bias import QUESTION, Drawing, Process, every_outcome
@@ -206,6 +206,12 @@ def test_rewards_where_a_marker_is_forced_are_those_of_a_process_that_forces_it(
         assert budget["prompts"] == {"q": reward}
     assert as_json(result)["budgets"][2]["reward"]["mean"] == reward.mean
     assert "never" in tables(result)
+    forced = {part.number for part in found.with_role(FORCED) if part.parent >= 0}
+    for part in found.parts:
+        part.grade = Grade.unscored("failed") if part.parent in forced else part.grade
+    own = [WORLD.value(paths[n]) for n in drawn if 2 in paths[n][:1] or len(paths[n]) == 1]
+    budgets = look([found], target.kind, settings, str)["budgets"]
+    assert budgets[1]["reward"].mean == pytest.approx(np.mean(own)), "what is not known is left out"
 
 
 def test_continuations_have_draws_of_their_own_and_other_ones_with_another_seed():
@@ -350,6 +356,9 @@ def test_places_are_told_from_the_whole_response_also_where_it_forks_and_an_envi
     numbers = [-1, *(0 if length <= 3 else 1 for length in lengths)]
     wanted = zip(numbers, [0, *lengths], strict=True)
     assert target._places(rollout, line) == {place: 14 - (closed or place[1]) for place in wanted}
+    at = {length: np.zeros(2) for length in (0, 3, 9, 11)} | {14: np.ones(1)}
+    texts = [stretch["text"] for stretch in Probed(rollout, line, at).row(target.decode)["stretches"]]
+    assert texts == ["It.", " I am.\nNo!", " S", "o 7"]
 
 
 def test_places_without_rewards_are_left_out_and_what_is_unknown_is_null():
