@@ -95,8 +95,6 @@ class PythonTool(ToolEnvironment):
     @classmethod
     def end(cls) -> None:
         _pool.cache_clear()
-        while _POOLS:
-            _POOLS.pop().close()
 
     def _short(self, text: str) -> str:
         if len(text) <= self.longest_output:
@@ -109,9 +107,4 @@ class PythonTool(ToolEnvironment):
 def _pool(mode: Mode, python: str) -> SandboxPool:
     python = find_python(python)
     isolation = required_isolation(mode, python)
-    pool = SandboxPool(lambda: Sandbox(isolation, python))
-    _POOLS.append(pool)
-    return pool
-
-
-_POOLS: list[SandboxPool] = []
+    return SandboxPool(lambda: Sandbox(isolation, python))

@@ -23,7 +23,7 @@ import tempfile
 import weakref
 import zipfile
 import zlib
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import count
@@ -265,7 +265,6 @@ class Workspace(ToolEnvironment):
 
     @classmethod
     def end(cls) -> None:
-        _sandboxes().close()
         shutil.rmtree(_scratch(), ignore_errors=True)
         for cached in (packed_template, _sandboxes, _scratch):
             cached.cache_clear()
@@ -314,10 +313,12 @@ def _is_there(name: str) -> bool:
 
 def _repository(name: str) -> tuple[list[str], str] | None:
     """Return git in the repository of ``repository@commit``, and the commit; None for a folder or file."""
-    path, _, commit = name.rpartition("@")
-    if os.path.exists(name) or not (commit and os.path.isdir(path)):
-        return None
-    return ["git", "-c", "safe.directory=*", "-C", path], commit
+    path = "" if os.path.exists(name) else name
+    while "@" in path:  # a branch may have one in its name, and so may a folder
+        path = path.rpartition("@")[0]
+        if os.path.isdir(path) and (commit := name[len(path) + 1 :]):
+            return ["git", "-c", "safe.directory=*", "-C", path], commit
+    return None
 
 
 def _with_gold(name: str, gold: str) -> str:
@@ -357,30 +358,32 @@ def packed_template(name: str, folder_mb: int, files: int, key: str = "template"
 
 
 def _unpack(file: BinaryIO, place: str, most_bytes: int) -> None:
-    """Unpack a tar or zip. Raises FolderError for a longer one, and what its library raises."""
-    left = most_bytes
-
-    def take(size: int) -> None:
-        nonlocal left
-        if (left := left - size) < 0:
-            raise FolderError(f"its files are longer than {most_bytes >> 20} MiB")
-
-    def inside(member: tarfile.TarInfo, place: str) -> tarfile.TarInfo:
-        take(member.size)
-        if member.islnk():
-            tarfile.data_filter(member, place)  # refuses a file of the machine
-        return tarfile.tar_filter(member, place)
-
+    """Unpack a tar or zip, without devices. Raises FolderError for a longer one or a link in a zip, and what
+    its library raises."""
     if tarfile.is_tarfile(file):
         with tarfile.open(fileobj=file) as archive:
-            archive.extractall(place, filter=inside)
-    else:
-        with zipfile.ZipFile(file) as zipped:
-            for member in zipped.infolist():
-                take(member.file_size)
-                if (mode := member.external_attr >> 16) >> 12 == 0o12:
-                    raise FolderError(f"a link in a zip: {member.filename}")
-                os.chmod(zipped.extract(member, place), mode & 0o777 or 0o755)
+            _refuse_long((member.size for member in archive), most_bytes)
+            archive.extractall(place, filter=_inside)
+        return
+    with zipfile.ZipFile(file) as zipped:
+        _refuse_long((member.file_size for member in zipped.infolist()), most_bytes)
+        for member in zipped.infolist():
+            if (mode := member.external_attr >> 16) >> 12 == 0o12:
+                raise FolderError(f"a link in a zip: {member.filename}")
+            os.chmod(zipped.extract(member, place), mode & 0o777 or 0o755)
+
+
+def _refuse_long(sizes: Iterable[int], most_bytes: int) -> None:
+    if sum(sizes) > most_bytes:
+        raise FolderError(f"its files are longer than {most_bytes >> 20} MiB")
+
+
+def _inside(member: tarfile.TarInfo, place: str) -> tarfile.TarInfo | None:
+    if member.ischr() or member.isblk():  # which only root could make
+        return None
+    if member.islnk():
+        tarfile.data_filter(member, place)  # refuses a file of the machine
+    return tarfile.tar_filter(member, place)
 
 
 def laid_over(folder: bytes, above: bytes, without: Set[str] = frozenset()) -> bytes:

@@ -708,7 +708,7 @@ def test_the_python_tool_answers_alike_in_every_process_and_after_other_cells(re
     assert all("rror" not in answer for answer in first)
     tool = PythonTool(QUESTION, 0, sandbox="best_effort")
     tool.python("n = 1")
-    for sandbox in python_tool._POOLS[-1].started:
+    for sandbox in python_tool._pool("best_effort", "3.11").started:
         os.kill(sandbox._zygote, signal.SIGKILL)
     assert tool.python("n + 1") == "2"
 

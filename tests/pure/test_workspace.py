@@ -166,7 +166,9 @@ def test_folders_archives_and_commits_are_templates(template, tmp_path):
     contents = [folder_files(packed_template(str(name), 16, 100).read()) for name in names]
     assert contents == [{"add.py": SUBTRACTS.encode(), "test.py": TEST.encode()}] * 5
     assert files(made(f"{tmp_path}/{{gold}}", gold="template")) == contents[0]
-    for commit in (first, f"{first[:12]}^{{tree}}"):
+    git(repository, "branch", "old@1/x", first)
+    for commit in (first, f"{first[:12]}^{{tree}}", "old@1/x"):
+        assert folder_files(packed_template(f"{repository}@{commit}", 16, 100).read()) == contents[0]
         assert require_templates({"repository": "1"}, {"template": f"{tmp_path}/{{gold}}@{commit}"}) == 1
     with pytest.raises(ValueError, match=r"template: .*: expected .*, found .* --output=out"):
         packed_template(f"{repository}@--output=out", 16, 100)
@@ -266,6 +268,16 @@ def test_an_archive_that_leads_out_or_is_damaged_is_refused(tmp_path, name):
     write(tmp_path / "packed.tar")
     with pytest.raises(ValueError, match=rf"options.template: {tmp_path}/packed.tar: expected .*{found}"):
         packed_template(f"{tmp_path}/packed.tar", 1, 100)
+
+
+def test_devices_of_an_archive_are_left_out_whoever_unpacks_it(tmp_path):
+    packed(
+        tmp_path / "packed.tar",
+        ("d", tarfile.CHRTYPE, "", 0),
+        ("b", tarfile.BLKTYPE, "", 0),
+        ("f", FILE, "", 1),
+    )
+    assert [*folder_files(packed_template(f"{tmp_path}/packed.tar", 1, 100).read())] == ["f"]
 
 
 def test_a_program_in_a_zip_can_be_run(tmp_path):

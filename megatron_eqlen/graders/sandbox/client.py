@@ -22,6 +22,7 @@ import signal
 import socket
 import tarfile
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -276,12 +277,13 @@ MOST_SANDBOXES = 3
 
 
 class SandboxPool:
-    """As many sandboxes as work at once. To be closed."""
+    """As many sandboxes as work at once. They are closed when nobody holds the pool any more."""
 
     def __init__(self, make: Callable[[], Sandbox]) -> None:
         self._make = make
         self._idle: LifoQueue[Sandbox] = LifoQueue()
         self.started: list[Sandbox] = []
+        weakref.finalize(self, lambda started: [sandbox.close() for sandbox in started], self.started)
 
     def run[R](self, work: Callable[[Sandbox], R]) -> R:
         """Return the result of ``work`` in a sandbox that waits, or in a new one. Work whose sandbox was
@@ -304,7 +306,3 @@ class SandboxPool:
                 continue
             self._idle.put(sandbox)
             return result
-
-    def close(self) -> None:
-        while self.started:
-            self.started.pop().close()
