@@ -219,6 +219,8 @@ class RankRow:
         return self._plain_norm(rows, width, heads, input_is_kept)
 
     def _plain_norm(self, rows: float, width: float, heads: float, input_is_kept: bool = False) -> float:
+        if self.b < WIDE and not self.gpu:
+            return rows * self.b * width * (not input_is_kept)
         frozen = self.lora.rank > 0  # the norm's weight needs no copy for its gradient
         copies = 2 - (input_is_kept and self.b == WIDE) - frozen
         return rows * WIDE * (copies * width + heads)
