@@ -148,7 +148,7 @@ def _save(environment: Environment, file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     if (text := environment.save(file.parent)) is not None:
         # two lines that said the same write at the same time
-        partial = file.with_name(f"{file.name}.{threading.get_ident()}")
+        partial = file.with_name(f".{file.name}.{threading.get_ident()}")
         partial.write_text(text, encoding="utf-8")
         partial.replace(file)
 

@@ -33,7 +33,7 @@ from megatron_eqlen.graders.sandbox import program
 from megatron_eqlen.graders.sandbox.command import FOLDER, CommandLimits, pack
 from megatron_eqlen.graders.sandbox.kernel import fixed_addresses
 from megatron_eqlen.graders.sandbox.program import Isolation, Limits
-from megatron_eqlen.graders.sandbox.zygote import CONNECTION, LARGEST_REQUEST, MOST_THREADS, serve
+from megatron_eqlen.graders.sandbox.zygote import CONNECTION, LARGEST_REQUEST, MOST_THREADS
 from megatron_eqlen.graders.workers.host import PACKAGE_ROOT, scrubbed_environment
 
 ZYGOTE = (
@@ -100,33 +100,23 @@ class CommandEnd:
     """Processes that the command left, which were killed."""
     seconds: float
     """On the clock, without packing."""
-    cpu_seconds: float
     packing_seconds: float
 
 
 class Sandbox:
-    """Runs programs one at a time, in the interpreter at ``python`` (None: in forks of this process). To be
-    closed."""
+    """Runs programs one at a time, in the interpreter at ``python``. To be closed."""
 
-    def __init__(self, isolation: Isolation, python: str | None = None) -> None:
-        self.isolation = isolation
+    def __init__(self, isolation: Isolation, python: str) -> None:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        worker = os.getpid()
+        # of one length: the text of a number lies in the memory that programs inherit
+        arguments = [str(PACKAGE_ROOT), json.dumps(asdict(isolation)), f"{os.getpid():010}"]
         with theirs, fixed_addresses():
-            if python is not None:
-                # of one length: the text of a number lies in the memory that programs inherit
-                arguments = [str(PACKAGE_ROOT), json.dumps(asdict(isolation)), f"{worker:010}"]
-                self._zygote = os.posix_spawn(
-                    python,
-                    [python, "-P", "-s", "-c", ZYGOTE, *arguments],
-                    scrubbed_environment(),
-                    file_actions=[(os.POSIX_SPAWN_DUP2, theirs.fileno(), CONNECTION)],
-                )
-            elif (zygote := os.fork()) == 0:
-                self._connection.close()
-                serve(theirs, isolation, worker)
-            else:
-                self._zygote = zygote
+            self._zygote = os.posix_spawn(
+                python,
+                [python, "-P", "-s", "-c", ZYGOTE, *arguments],
+                scrubbed_environment(),
+                file_actions=[(os.POSIX_SPAWN_DUP2, theirs.fileno(), CONNECTION)],
+            )
 
     def close(self) -> None:
         self._connection.close()
@@ -142,8 +132,8 @@ class Sandbox:
         with contextlib.ExitStack() as stack:
             files = [_memory_file(stack, text) for text in (stdin, "", "", source, "")]
             token = secrets.token_hex(16)
-            request = {"limits": asdict(limits), "function": function, "rules": rules, "token": token}
-            request["command"] = False
+            request = {"command": False, "limits": asdict(limits), "function": function, "rules": rules}
+            request["token"] = token
             ending = self._request(json.dumps(request).encode(), files, limits.wall_seconds)
             _, stdout, _, _, report = files
             kind, told = _record(os.pread(report, limits.output_bytes, 0), token)

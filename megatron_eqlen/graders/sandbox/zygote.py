@@ -75,7 +75,13 @@ def _serve_one(connection: socket.socket, isolation: Isolation, worker: int, par
     ready, told = os.pipe()
     zygote = os.getpid()  # a program that asked for its parent might find this process gone already
     if (pid := os.fork()) == 0:
-        _become_program(zygote, descriptors, told, limits, isolation, asked)
+        told = _placed(descriptors, told)
+        with command.refusing(told):  # what fails before the program starts is the sandbox's failure
+            if isinstance(limits, CommandLimits):
+                command.run(limits, told, zygote)
+            program.enter(limits, isolation, zygote)
+        os.close(told)
+        program.run(asked["function"], asked["rules"], asked["token"])
     os.close(told)
     ending = _wait(pid, started + limits.wall_seconds, connection, worker)
     refused = os.read(ready, 500).decode(errors="replace")
@@ -85,28 +91,16 @@ def _serve_one(connection: socket.socket, isolation: Isolation, worker: int, par
     os._exit(0)
 
 
-def _become_program(
-    zygote: int,
-    descriptors: list[int],
-    pipe: int,
-    limits: Limits | CommandLimits,
-    isolation: Isolation,
-    asked: dict,
-) -> None:
-    """In the child: lock down, run, exit. A failure before the program starts counts as the sandbox's."""
-    told = program.NULL + 1
-    targets = [*range(len(descriptors)), program.NULL, told]
-    null = os.open(os.devnull, os.O_RDWR)
-    copies = [fcntl.fcntl(source, fcntl.F_DUPFD, told + 1) for source in (*descriptors, null, pipe)]
-    for target, descriptor in zip(targets, copies, strict=True):
+def _placed(descriptors: list[int], pipe: int) -> int:
+    """Give a request's descriptors, /dev/null and ``pipe`` their numbers, and close all others. Return the
+    number of ``pipe``."""
+    last = program.NULL + 1
+    sources = (*descriptors, os.open(os.devnull, os.O_RDWR), pipe)
+    copies = [fcntl.fcntl(source, fcntl.F_DUPFD, last + 1) for source in sources]
+    for target, descriptor in zip([*range(len(descriptors)), program.NULL, last], copies, strict=True):
         os.dup2(descriptor, target)
-    os.closerange(told + 1, 1 << 12)
-    with command.refusing(told):
-        if isinstance(limits, CommandLimits):
-            command.run(limits, told, zygote)
-        program.enter(limits, isolation, zygote)
-    os.close(told)
-    program.run(asked["function"], asked["rules"], asked["token"])
+    os.closerange(last + 1, 1 << 12)
+    return last
 
 
 def _wait(pid: int, deadline: float, connection: socket.socket, worker: int) -> dict:
