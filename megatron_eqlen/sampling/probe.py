@@ -58,7 +58,7 @@ class Probed(Harvester):
         self.recorded = len(self.parts)
 
     def _cut(self, rollout: Rollout, places: Collection[Place]) -> Sequence[int]:
-        """Make the rollout's parts, cut at ``places``, graded as they were, its own; return ``places``."""
+        """Take over the rollout's parts, cut at ``places``, graded as they were; return ``self.places``."""
         last, ends, found = {-1: -1}, rollout.ends(), [-1] * ((-1, 0) in places)
         for part in rollout.parts:
             own = [*np.flatnonzero(part.tokens.is_generated).tolist(), len(part.tokens)]
@@ -70,7 +70,8 @@ class Probed(Harvester):
                 piece = {"tokens": part.tokens[start:stop], "number": len(self.parts), "parent": parent}
                 self.parts.append(replace(part, role=role, carried=True, **piece, **end))
                 start, parent = stop, len(self.parts) - 1
-                found += [parent] * (stop in cuts)
+                if stop in cuts:
+                    found.append(parent)
             last[part.number] = parent
         return found
 

@@ -36,6 +36,12 @@ SAMPLINGS = {
 }
 WORLD = Process.random(3, 3, lambda path: float(sum(path) % 2), seed=3)
 """Token 0 ends a response."""
+REASONS = "length", "stop"
+
+
+def row(path):
+    """Return the probabilities of the next token."""
+    return WORLD.probabilities[WORLD.contexts[path]]
 
 
 def sampled(settings):
@@ -51,11 +57,10 @@ def asked(rollout, places, samples, seed=0):
 
 
 def probed(kind, settings, choose, progress=None, observers=()):
-    engine = Drawing(choose, lambda path: WORLD.probabilities[WORLD.contexts[path]])
     plan = HarvestPlan(
         kind.prompts, settings, range(WORLD.ends), seed=0, progress=progress or HarvestProgress(), kind=kind
     )
-    (found,), _ = harvest(engine, plan, observers)
+    (found,), _ = harvest(Drawing(choose, row), plan, observers)
     WORLD.grade(found)
     return found
 
@@ -66,11 +71,7 @@ def test_at_every_place_of_every_rollout_the_continuations_are_the_policys(sampl
     settings = SAMPLINGS[sampling]
     rollout = sampled(settings)
     ends = rollout.ends()
-    places = [
-        (part.number, n)
-        for part in rollout.parts
-        for n in range(ends[part.parent] + 1, ends[part.number] + 1)
-    ]
+    places = [(p.number, n) for p in rollout.parts for n in range(ends[p.parent] + 1, ends[p.number] + 1)]
     graded = [part.grade for part in rollout.parts if part.finish_reason]
     assert sum(_assert_continued(settings, rollout, place, graded) for place in [(-1, 0), *places]) > 2
 
@@ -174,13 +175,8 @@ def test_rewards_where_a_marker_is_forced_are_those_of_a_process_that_forces_it(
     paths, shares = zip(*WORLD.continuations(()), strict=True)
     drawn = rng.choice(len(paths), 3000, p=shares)
     parts = [
-        Part(
-            Tokens.of(paths[n], versions=0),
-            "stop" if WORLD.ended(paths[n]) else "length",
-            Grade(WORLD.value(paths[n]), ""),
-            number=number,
-        )
-        for number, n in enumerate(drawn)
+        Part(Tokens.of(path, versions=0), REASONS[WORLD.ended(path)], Grade(WORLD.value(path), ""), number=n)
+        for n, path in enumerate(paths[number] for number in drawn)
     ]
     rollout = Rollout(QUESTION, 0, "independent", 0, parts)
     letters = SimpleNamespace(decode=lambda ids: "".join("em>"[n] for n in ids), encode=lambda text: [2])
@@ -226,9 +222,7 @@ def test_continuations_have_draws_of_their_own_and_other_ones_with_another_seed(
                 super().submit(request_id, token_ids, max_tokens, seed, path_rows)
 
         found = []
-        engine = Engine(
-            draws(np.random.default_rng(0)), lambda path: WORLD.probabilities[WORLD.contexts[path]]
-        )
+        engine = Engine(draws(np.random.default_rng(0)), row)
         harvest(engine, HarvestPlan([QUESTION], settings, range(WORLD.ends), seed=0, kind=kind))
         return set(found)
 
