@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from keyword import iskeyword
 from typing import Any, get_args
 
@@ -32,7 +32,8 @@ LARGEST_OUTPUT = 64 << 20
 """Most bytes that a test may expect to be printed or returned."""
 LONGEST_NAME = 200
 DEEPEST_VALUE = 200
-"""Deepest nesting of lists and objects, in an argument or a result."""
+"""Deepest nesting of lists and objects, in an argument or a result: a program's recursion is limited."""
+TOO_DEEP = f"nested deeper than {DEEPEST_VALUE} levels"
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,8 @@ class CodeTests:
                 raise ValueError(f"test {number}: expected the text of stdin and stdout")
             if self.function is not None and not isinstance(given, list):
                 raise ValueError(f"test {number}: expected the list of {self.function}'s arguments")
-        if self.function is not None:
-            _check_depth(self.inputs + self.outputs)
+        if self.function is not None and _is_deeper(self.inputs + self.outputs, DEEPEST_VALUE):
+            raise ValueError(TOO_DEEP)
         if self.largest_output > LARGEST_OUTPUT:
             number = max(range(len(self.outputs)), key=self._output_bytes)
             raise ValueError(
@@ -183,19 +184,10 @@ def _is_json_of(text: str, value: Any) -> bool:
         return False
 
 
-TOO_DEEP = f"nested deeper than {DEEPEST_VALUE} levels"
-
-
-def _check_depth(values: list[Any]) -> None:
-    """Refuse data that is nested too deep for a program's recursion limit. Level by level, to stay within our
-    own."""
-    level = [value for value in values if isinstance(value, list | dict)]
-    for _ in range(DEEPEST_VALUE):
-        if not level:
-            return
-        held = chain.from_iterable(box.values() if isinstance(box, dict) else box for box in level)
-        level = [value for value in held if isinstance(value, list | dict)]
-    raise ValueError(TOO_DEEP)
+def _is_deeper(box: Any, levels: int) -> bool:
+    """Return True if lists and objects are nested so deep in each other."""
+    parts = box.values() if isinstance(box, dict) else box
+    return levels == 0 or any(_is_deeper(part, levels - 1) for part in parts if isinstance(part, list | dict))
 
 
 def _is_name(value: Any) -> bool:

@@ -28,6 +28,11 @@ from megatron_eqlen.processes.watchdog import beat
 
 log = logging.getLogger(__name__)
 
+START_SECONDS = 300.0
+"""Seconds in which the host must have started: it imports SymPy and more, slowly on a busy machine."""
+END_SECONDS = 5.0
+"""Seconds after which a host that was told to end with its workers is killed; normally it takes no time."""
+
 
 class WorkerPool:
     """``workers`` processes that run ``MODULE.make_handler(**options)``.
@@ -36,10 +41,19 @@ class WorkerPool:
     """
 
     def __init__(self, module: str, workers: int, options: dict[str, Any] | None = None) -> None:
-        self._host = WorkerHost(module, options or {})
         self._threads = ThreadPoolExecutor(workers, module)
         self._own = threading.local()
         self._closed = False
+        self._control, theirs = socket.socketpair()
+        command = [sys.executable, "-P", "-m", "megatron_eqlen.graders.workers.host"]
+        with theirs:
+            self._host = subprocess.Popen(
+                [*command, module, json.dumps(options or {}), str(os.getpid())],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                env=scrubbed_environment(),
+                cwd="/",
+            )
 
     def submit(
         self,
@@ -66,7 +80,10 @@ class WorkerPool:
         """End the workers, their host and the threads. Items without an answer are cancelled."""
         self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._host.close()
+        with contextlib.suppress(OSError):  # the host has ended
+            self._control.shutdown(socket.SHUT_RDWR)
+        self._end_host()
+        self._control.close()
         self._threads.shutdown()
 
     def _answer(
@@ -76,7 +93,7 @@ class WorkerPool:
         while True:
             try:
                 if not hasattr(self._own, "worker"):
-                    self._own.worker = self._host.fork()
+                    self._own.worker = self._fork()
                 answer = self._own.worker.ask(item, *limits)
             finally:
                 if self._closed:
@@ -91,34 +108,8 @@ class WorkerPool:
                 return read(answer)
             log.warning("%s: %s; tried again", threading.current_thread().name, answer)
 
-
-START_SECONDS = 300.0
-"""Seconds in which the host must have started: it imports SymPy and more, slowly on a busy machine."""
-END_SECONDS = 5.0
-"""Seconds after which a host that was told to end with its workers is killed; normally it takes no time."""
-
-
-class WorkerHost:
-    """The process that workers of ``MODULE.make_handler(**options)`` are forked from."""
-
-    def __init__(self, module: str, options: dict[str, Any]) -> None:
-        self._control, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-m", "megatron_eqlen.graders.workers.host"]
-        with theirs:
-            self._process = subprocess.Popen(
-                [*command, module, json.dumps(options), str(os.getpid())],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                env=scrubbed_environment(),
-                cwd="/",
-            )
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def fork(self) -> Worker:
-        """Fork a new worker. Raises RuntimeError if the host has died or is silent."""
+    def _fork(self) -> Worker:
+        """Let the host fork a worker. Raises RuntimeError if the host has died or is silent."""
         ours, theirs = socket.socketpair()
         connection = Connection(ours.detach())
         try:
@@ -128,25 +119,18 @@ class WorkerHost:
                 return Worker(connection, int(connection.recv_bytes()))
         except (EOFError, OSError):
             raise RuntimeError(
-                f"the grader host ended with status {self._end()}: {self._process.args}"
+                f"the grader host ended with status {self._end_host()}: {self._host.args}"
             ) from None
-        raise RuntimeError(f"no worker in {START_SECONDS:.0f} s from {self._process.args}")
+        raise RuntimeError(f"no worker in {START_SECONDS:.0f} s from {self._host.args}")
 
-    def close(self) -> None:
-        """End the host and its workers; a ``fork`` in another thread fails."""
-        with contextlib.suppress(OSError):  # the host has ended
-            self._control.shutdown(socket.SHUT_RDWR)
-        self._end()
-        self._control.close()
-
-    def _end(self) -> int:
+    def _end_host(self) -> int:
         """Return the status of the host, which has been told to end. A stopped host does not hear this: it is
         killed, and the kernel kills its workers with it."""
         try:
-            return self._process.wait(END_SECONDS)
+            return self._host.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
+            self._host.kill()
+            return self._host.wait()
 
 
 class Worker:
