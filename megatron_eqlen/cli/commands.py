@@ -16,7 +16,7 @@ from megatron_eqlen.objectives.recipes import answering, load
 from megatron_eqlen.processes.collector import importing
 from megatron_eqlen.processes.interrupts import Interrupts, watch
 from megatron_eqlen.recipe import Recipe, RecipeError
-from megatron_eqlen.recipe.contents import is_whole
+from megatron_eqlen.recipe.contents import changed, is_whole
 from megatron_eqlen.recipe.inputs import missing_inputs, pinned
 from megatron_eqlen.recipe.load import RECIPE, dump
 from megatron_eqlen.recipe.yaml_values import to_yaml
@@ -166,7 +166,9 @@ def evaluate(arguments: argparse.Namespace) -> int:
     if recipe.is_dir():
         model, out = model or recipe / "export", out or recipe / "evaluated.json"
         if not (arguments.model or is_whole(model)):
-            raise ValueError(f"{model}: not there: the run has not ended; name a model by --model")
+            wrong = ", ".join(changed(model)[:3]) if model.exists() else ""
+            found = f"other files than the run wrote: {wrong}" if wrong else "none: the run has not ended"
+            raise ValueError(f"{model}: expected the run's model, found {found}; name a model by --model")
         recipe /= RECIPE
     if out is None:
         raise ValueError("--out: expected a result file (a run folder has a default)")

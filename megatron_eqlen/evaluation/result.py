@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import FiniteFloat, TypeAdapter
 
 from megatron_eqlen.evaluation import statistics
 from megatron_eqlen.evaluation.statistics import Interval
@@ -23,7 +24,7 @@ class Answers:
     """Samples of one problem, in order."""
 
     prompt_id: str
-    rewards: list[float]
+    rewards: list[FiniteFloat]
     """0 for a truncated response."""
     verdicts: list[str]
     """The grader's verdict, or ``truncated``."""
@@ -138,7 +139,7 @@ def read_results(path: Path) -> list[EvaluationResult]:
     with expecting("an evaluation result", path):
         first, *others = read_json(path)
         for record in (first, *others):
-            answers = [Answers(**answers) for answers in record["answers"]]
+            answers = TypeAdapter(list[Answers]).validate_python(record["answers"])
             result = EvaluationResult(record["benchmark"], answers, record["manifest"])
             vars(result)["accuracy"] = Interval(**record["summary"]["intervals"][0])
             results.append(result)

@@ -25,6 +25,7 @@ from megatron_eqlen.files import (
     opened,
     read_json,
     step_folders,
+    step_number,
     write_json,
     write_text,
 )
@@ -51,9 +52,9 @@ def latest(folder: Path) -> Path | None:
         return None
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{pointer}: not UTF-8: {error}") from None
-    if not name or Path(name).name != name or not name.isprintable() or not (folder / name).is_dir():
+    if step_number(name) is None or not (folder / name).is_dir():
         others = ", ".join(path.name for path in steps(folder)) or "none"
-        raise CheckpointError(f"{pointer}: names {name!r}, which is not there (there are: {others})")
+        raise CheckpointError(f"{pointer}: names {name!r:.80}, which is not there (there are: {others})")
     return folder / name
 
 

@@ -77,7 +77,7 @@ def read(run: Path, newest: int | None = None) -> list[Event]:
                 continue
             with expecting("an event with a time and a kind", path):
                 said = event.get("text") or event.get("error") or ""
-                _ = event["kind"] + said, time.localtime(event["time"])
+                _ = event["kind"] + event.get("stage", "") + said, time.localtime(event["time"])
             events.append(event)
     return events
 

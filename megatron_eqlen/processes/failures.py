@@ -9,9 +9,11 @@ Other ranks soon fail as well, because a collective breaks: their failures are c
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
+import resource
 import shutil
 import socket
 import sys
@@ -94,6 +96,8 @@ def is_expected(error: BaseException) -> bool:
 def words(error: BaseException) -> str:
     """Return the message and notes. Errors of the operating system read ``PATH: what is wrong``."""
     text = _message(error) + "".join(f" ({note})" for note in getattr(error, "__notes__", []))
+    if os.strerror(errno.EMFILE) in text:
+        text += f" (ulimit -n: {resource.getrlimit(resource.RLIMIT_NOFILE)[0]})"
     cut = len(text) - LONGEST
     half = LONGEST // 2
     return text if cut <= 0 else f"{text[:half]} [… {cut:,} characters …] {text[-half:]}"

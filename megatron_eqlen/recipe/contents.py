@@ -61,9 +61,16 @@ def written(export: Path) -> Contents:
 
 
 def is_whole(export: Path) -> bool:
-    """Return True if ``RUN/export`` or ``RUN/adapter`` is there, and holds what was written if that was
+    """Return True if ``RUN/export`` or ``RUN/adapter`` is there, and holds what was written."""
+    return export.exists() and not changed(export)
+
+
+def changed(export: Path) -> list[str]:
+    """Return the files of ``RUN/export`` or ``RUN/adapter`` that are not as they were written, if that was
     recorded."""
-    return export.exists() and recorded(export.parent).get(f"RUN/{export.name}") in (None, written(export))
+    found = written(export)
+    before = recorded(export.parent).get(f"RUN/{export.name}", found)
+    return sorted(name for name in found.keys() | before.keys() if found.get(name) != before.get(name))
 
 
 def keep(run: Path, found: dict[str, Contents]) -> None:
@@ -72,7 +79,7 @@ def keep(run: Path, found: dict[str, Contents]) -> None:
 
 
 def recorded(run: Path) -> dict[str, Contents]:
-    if not (run / FILE).exists():
+    if not (run / FILE).exists(follow_symlinks=False):
         return {}
     with expecting("digests of files by path", run / FILE):
         return {path: {**files} for path, files in read_json(run / FILE).items()}

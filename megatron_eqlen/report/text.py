@@ -68,7 +68,8 @@ def print_rollouts(
         if not left:
             return
     if left == limit:
-        raise ValueError(f"{streams}: expected at least one recorded rollout, found none")
+        files = ", ".join(f"{file.name} of {file.stat().st_size} bytes" for _, step in steps for file in step)
+        raise ValueError(f"{streams}: expected at least one recorded rollout, found none in {files:.300}")
 
 
 def recipe_of(streams: Path) -> Recipe | None:

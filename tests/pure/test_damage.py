@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron_eqlen.files import remove_partial, write_text
+from megatron_eqlen.models.checkpoint_folder import CheckpointError, latest
 from megatron_eqlen.processes.failures import LONGEST, words
-from megatron_eqlen.recipe.contents import recorded
+from megatron_eqlen.recipe.contents import changed, is_whole, keep, recorded, written
 from megatron_eqlen.report.status import RunStatus
 from tests.kit.report_runs import recipe, write_run
 
@@ -31,6 +32,7 @@ HOLDER = '{"host": "a", "pid": 1, "time": %s, "slurm_job": null, "restart": 0%s}
     (".lock", b"[]"),
     ("events.jsonl", b'{"time": "noon", "kind": "step"}\n'),
     ("events.jsonl", b'{"time": 1.0, "kind": 3}\n'),
+    ("events.jsonl", b'{"time": 1.0, "kind": "stage", "stage": ["train"]}\n'),
     ("events.jsonl", b'{"time": 1.0, "kind": "error", "text": ["a"]}\n'),
     ("events.jsonl", b'{"time": 1.0, "kind": "ended", "error": {"a": 1}}\n'),
     ("checkpoints/latest", b"\xff\xfe"),
@@ -39,6 +41,10 @@ HOLDER = '{"host": "a", "pid": 1, "time": %s, "slurm_job": null, "restart": 0%s}
     ("recipe.yaml", b"a: &a {b: *a}"),
     ("evaluation/before.json", b"null"),
     ("evaluation/before.json", b"{}"),
+    ("evaluation/before.json", b'[{"benchmark": "b", "manifest": {}, '
+     b'"summary": {"intervals": [{"mean": 0, "low": 0, '
+     b'"high": 0, "method": "m"}]}, "answers": [{"prompt_id": "p", "rewards": ["x"], "verdicts": ["wrong"], '
+     b'"lengths": [3]}]}]'),
 ])  # fmt: skip
 def test_a_damaged_file_is_named(tmp_path, name, text):
     run = write_run(tmp_path / "run", recipe(tmp_path / "model"))
@@ -61,6 +67,29 @@ def test_what_is_no_file_is_named_and_not_taken_for_a_file_that_is_not_there(tmp
     change(run / name)
     with pytest.raises((ValueError, OSError), match=name):
         RunStatus(run).screen()
+
+
+@pytest.mark.parametrize("name", ["[" * 5000, "step-1", "../step-00000001", "step-00000001\n[]", ""])
+def test_a_pointer_that_names_no_checkpoint_is_named_in_a_short_message(tmp_path, name):
+    (tmp_path / "latest").write_text(name)
+    with pytest.raises(CheckpointError, match="latest: names") as caught:
+        latest(tmp_path)
+    assert len(str(caught.value)) < len(str(tmp_path)) + 200
+
+
+def test_an_export_that_is_not_as_the_run_wrote_it_names_what_changed(tmp_path):
+    (tmp_path / "export").mkdir()
+    for name in ("config.json", "model.safetensors", "README.md"):
+        (tmp_path / "export" / name).write_text("{}")
+    keep(tmp_path, {"RUN/export": written(tmp_path / "export")})
+    (tmp_path / "export/README.md").write_text("mine")
+    assert is_whole(tmp_path / "export")
+    (tmp_path / "export/config.json").unlink()
+    assert changed(tmp_path / "export") == ["config.json"]
+    (tmp_path / "contents.json").unlink()
+    (tmp_path / "contents.json").symlink_to("nowhere")
+    with pytest.raises(ValueError, match=r"contents\.json: no such file"):
+        recorded(tmp_path)
 
 
 def test_a_torn_line_is_said_once_even_if_it_is_the_only_one(tmp_path, caplog):
