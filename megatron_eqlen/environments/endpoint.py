@@ -255,7 +255,7 @@ class Endpoint:
             timeout = SILENCE
 
             def do_POST(self) -> None:
-                status, kind, sent = self.refusal() or outer.reply(self.path, self.rfile.read(self.length))
+                status, kind, sent = self.answer()
                 with contextlib.suppress(ConnectionError):  # a client that has given up
                     self.send_response(status)
                     self.send_header("Content-Type", kind)
@@ -265,15 +265,14 @@ class Endpoint:
                     self.end_headers()
                     self.wfile.write(sent)
 
-            def refusal(self) -> Reply | None:
-                """Return the answer to a request whose body is not read; the connection ends with it."""
+            def answer(self) -> Reply:
+                """Return the answer to a request; the connection ends where its body is not read."""
                 known = outer.episode(self.path)
                 if isinstance(known, Episode):
                     outer.strangers.pop(self.connection, None)
                     length = self.headers.get("Content-Length", "")
-                    self.length = int(length) if re.fullmatch("[0-9]{1,9}", length) else LONGEST + 1
-                    if self.length <= LONGEST:
-                        return None
+                    if re.fullmatch("[0-9]{1,9}", length) and int(length) <= LONGEST:
+                        return outer.reply(known, self.rfile.read(int(length)))
                     known = _error(
                         400, f"Content-Length: expected at most {LONGEST} bytes, found {length!r:.99}"
                     )
@@ -318,11 +317,8 @@ class Endpoint:
             return _error(404, f"expected .../v1/chat/completions, found {path:.200}")
         return self.episodes.get(key) or _error(404, "the rollout has ended")
 
-    def reply(self, path: str, body: bytes) -> Reply:
+    def reply(self, episode: Episode, body: bytes) -> Reply:
         """Return the answer to a request. A stream is one chunk: a turn is complete before it is answered."""
-        episode = self.episode(path)
-        if not isinstance(episode, Episode):
-            return episode
         try:
             asked = shallow_json(body)
             self._name_ignored(asked)

@@ -194,7 +194,14 @@ class Workspace(ToolEnvironment):
             ended, last = end.status == "ended", self._said(end)[-200:]
             reward = float(ended and end.code == 0)
             if self.reward and ended:
-                reward = _number(folder_files(end.folder).get(self.reward, b""), self.reward, last)
+                content = folder_files(end.folder).get(self.reward, b"")
+                try:
+                    reward = float(content)
+                except ValueError:
+                    raise ValueError(
+                        f"{KEY}.reward: {self.reward}: expected a number, found {content[:80]!r}; the test "
+                        f"printed {last!r}"
+                    ) from None
             verdict = "passed" if reward else "failed"
             return Grade(reward, verdict, None, "workspace", end.seconds, last)
         files = folder_files(self.folder.read()) if expected or function else {}
@@ -268,15 +275,6 @@ class Workspace(ToolEnvironment):
         shutil.rmtree(_scratch(), ignore_errors=True)
         for cached in (packed_template, _sandboxes, _scratch):
             cached.cache_clear()
-
-
-def _number(content: bytes, file: str, printed: str) -> float:
-    try:
-        return float(content)
-    except ValueError:
-        raise ValueError(
-            f"{KEY}.reward: {file}: expected a number, found {content[:80]!r}; the test printed {printed!r}"
-        ) from None
 
 
 @cache
