@@ -71,9 +71,7 @@ class MathGrader(PoolGrader):
 
     def close(self) -> None:
         super().close()
-        self._memo = {
-            key: grade for key, grade in self._memo.items() if grade.done() and not grade.cancelled()
-        }
+        self._memo.clear()  # what was cancelled is asked again
 
     def check_golds(self, golds: Sequence[str]) -> list[str | None]:
         """Return for each gold None if it can be graded against, or the reason why not.

@@ -304,7 +304,9 @@ def _watch(command: int, printed: int, limits: CommandLimits, alone: bool) -> di
         if printed in select.select([process, printed], [], [], WATCH_SECONDS)[0]:
             size += (more := _read(printed, kept, most))
             time.sleep(0 if more else WATCH_SECONDS)  # it has closed its output
-        code = _reap(command)
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                code = os.waitstatus_to_exitcode(ended[1]) if ended[0] == command else code
         if code is None and time.monotonic() - began > limits.seconds:
             status = "time_limit"
         elif code is None and alone and _memory_mb() > limits.memory_mb:
@@ -322,16 +324,6 @@ def _watch(command: int, printed: int, limits: CommandLimits, alone: bool) -> di
     os.write(OUTPUT, kept)
     seconds = time.monotonic() - began
     return {"status": status, "code": code, "seconds": seconds, "left_running": len(left)}
-
-
-def _reap(command: int) -> int | None:
-    """Collect processes that have ended. Return the command's status if it is among them."""
-    code = None
-    with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            if ended[0] == command:
-                code = os.waitstatus_to_exitcode(ended[1])
-    return code
 
 
 def _running() -> set[int]:
