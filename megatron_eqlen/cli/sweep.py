@@ -21,6 +21,7 @@ def read(path: Path, overrides: Sequence[str]) -> Plan:
 
 def run(plan: Plan, jobs: int, start: Start = start_process) -> int:
     """Run unfinished runs here, ``jobs`` at a time, and write the tables; return 1 if a run failed."""
+    plan.refuse_equal()
     for cell in plan.firsts:
         fetch(pinned(plan.some_recipe(cell)))  # the runs inherit the commits
     failed = Runner(plan, jobs, start).run()
@@ -54,6 +55,7 @@ def submissions(plan: Plan) -> Iterator[str]:
 
 def description(plan: Plan) -> str:
     """Return the plan as text. Raises RecipeError for a run whose recipe is invalid."""
+    plan.refuse_equal()
     sweep = plan.sweep
     fewer = ", some with fewer" if sweep.fewer_seeds else ""
     lines = [

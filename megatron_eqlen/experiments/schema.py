@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
 from megatron_eqlen.recipe import NonNegativeInt, PositiveInt, RecipeError, Section
+from megatron_eqlen.recipe.budget import UNITS
 from megatron_eqlen.recipe.load import explain, read_yaml
+
+log = logging.getLogger(__name__)
 
 BASE = "base"
 """Method name of the model before training: every run's first evaluation."""
@@ -113,6 +118,15 @@ def _check(sweep: SweepRecipe) -> None:
     for key, values in sets.items():
         if own := OF_RUNS & values.keys():
             raise ValueError(f"{key}.{min(own)}: {OF_RUNS_ONLY}")
+    ends = {name: {key: method.set.get(key) for key in UNITS} for name, method in sweep.methods.items()}
+    for name, other in pairwise(ends):
+        if sweep.reference is None and ends[name] != ends[other]:
+            log.warning("methods.%s and methods.%s are not equally long (see reference)", name, other)
+    for name in ends.keys() - {sweep.reference} if sweep.reference else ():
+        if own := UNITS.keys() & sweep.methods[name].set.keys():
+            raise ValueError(
+                f"methods.{name}.set.{min(own)}: has no effect beside reference: {sweep.reference}"
+            )
     chosen = [
         ("figures", sweep.figures, {*sweep.methods}),
         ("fewer_seeds", sweep.fewer_seeds, {*stems, *sweep.methods}),

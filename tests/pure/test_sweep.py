@@ -219,6 +219,7 @@ def test_the_papers_sweep_has_the_papers_methods():
     ("match: flops", "figures: [base]", "figures: expected some of eqlen, grpo, mean, found 'base'"),
     ("match: flops", "fewer_seeds: {{ppo: 1}}", "fewer_seeds: expected some of eqlen, .*, found 'ppo'"),
     ("kind: difference", "kind: drift", "kind: Input should be 'accuracy', 'difference' or 'efficiency'"),
+    ("equal_length.suffix_reward: mean", "steps: 7", "mean.set.steps: has no effect beside reference: eqlen"),
     ("match: flops", "match: hours", "match: Input should be 'gpu_hours', 'generated_tokens' or 'flops'"),
 ])  # fmt: skip
 def test_a_file_that_is_no_sweep_is_refused(tmp_path, old, new, message):
@@ -234,7 +235,18 @@ def test_a_method_that_is_no_recipe_is_refused_before_anything_starts(tmp_path):
         command.read(write_sweep(tmp_path, SWEEP), ["steps=2", "seed=7"])
     with pytest.raises(RecipeError, match=r"tiny/mean-seed0: .*group_size: 3 is odd"):
         command.run(command.read(write_sweep(tmp_path, odd), []), 1, scripted)
+    same = odd.replace("group_size: 3", "equal_length.suffix_reward: max")
+    with pytest.raises(RecipeError, match=r"tiny/eqlen and tiny/mean: .* found the same recipe"):
+        command.run(command.read(write_sweep(tmp_path, same), []), 1, scripted)
     assert scripted.names == []
+
+
+def test_methods_of_other_lengths_are_named_unless_a_reference_makes_them_equal(tmp_path, caplog):
+    command.read(write_sweep(tmp_path, SWEEP), [])
+    assert not caplog.messages
+    longer = SWEEP.replace("reference: eqlen\n", "").replace("equal_length.suffix_reward: mean", "steps: 7")
+    command.read(write_sweep(tmp_path, longer), [])
+    assert caplog.messages == ["methods.eqlen and methods.mean are not equally long (see reference)"]
 
 
 def submit_lines(sweep: Path, capsys) -> tuple[list[str], str]:
