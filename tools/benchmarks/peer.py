@@ -27,6 +27,8 @@ from tools.benchmarks.table import show
 
 COIN = "tools.benchmarks.peer:coin"
 RATE = 1e-6
+ROW = 2048
+"""Tokens of a row of ours."""
 ROWS = 16
 """Responses of a forward pass of TRL."""
 WARM = 1
@@ -81,6 +83,7 @@ def ours(args: argparse.Namespace) -> dict[str, float]:
         "data.sources": json.dumps([{"name": "rows", "reader": "jsonl", "path": args.data, "grader": COIN}]),
         "rollout.max_response_length": args.limit,
         "rollout.max_num_seqs": args.prompts * args.group_size,
+        "packing.max_tokens_per_row": ROW,
         "optimizer.lr": RATE,
         "evaluation.benchmarks": [],
         "cluster.cpus_per_process": args.threads,
