@@ -337,10 +337,11 @@ def test_a_machine_that_refuses_is_named(monkeypatch):
 
 
 AS_ANOTHER_USER = """
-import os
+import os, sys
+from megatron_eqlen.graders.sandbox.client import EMPTY_FOLDER, Command, folder_files
 from megatron_eqlen.graders.sandbox.program import Isolation
 from tests.kit.forked_sandbox import forked
-from tests.pure.test_command_sandbox import run
+from tests.pure.test_command_sandbox import SMALL, run
 os.setgroups([])
 os.setresgid(54321, 54321, 54321)
 os.setresuid(54321, 54321, 54321)
@@ -348,6 +349,10 @@ made = forked(Isolation(True, True, False))
 said = run(made, "id -u; : > /x && echo reached; set -- /proc/[0-9]*; echo $#; sleep 60 & echo kept > f")
 again = run(made, "cat f; for i in $(seq 200); do sleep 60 & done", said.folder)
 print(said.output, said.left_running, again.status, again.output[:5], sep="", end="", flush=True)
+asked = Command(["sh", "-c", "mkdir d; echo x > d/f; chmod 0 d/f d ."], container=["env"])
+boxed = made.command(asked, EMPTY_FOLDER, SMALL)
+print(boxed.unkept, folder_files(boxed.folder), run(made, "stat -c %a d", boxed.folder).output, end="")
+sys.stdout.flush()
 os._exit(0)
 """
 """In a process of its own: the sandbox forks it, and has nothing of a worker that has run other tests."""
@@ -359,4 +364,5 @@ def test_a_user_who_is_not_root_gets_the_same():
         [sys.executable, "-c", AS_ANOTHER_USER], cwd=ROOT, capture_output=True, text=True, check=False
     )
     expected = "1000\nbash: line 1: /x: Read-only file system\n2\n1time_limitkept\n"
+    expected += "None {'d/f': b'x\\n'} 0\n"
     assert printed.stdout == expected, printed.stderr

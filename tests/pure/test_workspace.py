@@ -599,6 +599,9 @@ def test_commands_run_in_a_container_of_the_cluster(template, tmp_path):
     assert call(fork, "read", path="file") == "kept"
     assert call(fork, "run", command="env | grep -c PYTHONPATH; " + DEEP) == "0"
     assert call(fork, "read", path="file") == "kept"
+    leads_out = made(template, command=["env"])
+    said = call(leads_out, "run", command='rm -r "$PWD"; ln -s /etc "$PWD"')
+    assert said == "(the folder is as it was before, because it cannot be kept: FolderError: it is a link)"
     call(fork, "run", command="sed -i s/-/+/ add.py")
     assert (boxed.grade().reward, fork.grade().reward) == (0.0, 1.0)
     assert "file" in files(boxed)

@@ -192,10 +192,13 @@ def _report(report: dict[str, Any], folder: str, limits: CommandLimits, beside: 
     try:
         os.ftruncate(ARCHIVE, 0)
         os.lseek(ARCHIVE, 0, os.SEEK_SET)
+        if os.path.islink(folder):
+            raise FolderError("it is a link")
+        os.chmod(folder, 0o755)
         with open(ARCHIVE, "wb", closefd=False) as file:
-            report["left_out"] = pack(folder, file, limits.folder_mb << 20, beside)
+            report["left_out"] = pack(folder, file, limits.folder_mb << 20, beside, opens=True)
     except (OSError, RecursionError, FolderError) as error:
-        report["unkept"] = f"{type(error).__name__}: {error}"[:300]
+        report["unkept"] = f"{type(error).__name__}: {error}".replace(f"{folder}/", "")[:300]
     os.write(REPORT, json.dumps(report).encode())
 
 
@@ -377,10 +380,12 @@ def unpack(file: BinaryIO, folder: str, owner: int) -> None:
         archive.extractall(folder, members, numeric_owner=True)
 
 
-def pack(folder: str, file: BinaryIO, most_bytes: int, beside: Collection[str] = ()) -> int:
+def pack(
+    folder: str, file: BinaryIO, most_bytes: int, beside: Collection[str] = (), opens: bool = False
+) -> int:
     """Write the files below ``folder`` to an archive, in the order of their names, but for those that it has
-    ``beside`` them. Follow no link. Return the number of sockets and devices, which are left out. Raises
-    OSError, FolderError."""
+    ``beside`` them. Follow no link. Return the number of sockets and devices, which are left out. ``opens``:
+    give this user rights to what has none. Raises OSError, FolderError."""
     left_out = size = 0
     with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for place, folders, names in os.walk(folder, onerror=_raise):
@@ -394,6 +399,8 @@ def pack(folder: str, file: BinaryIO, most_bytes: int, beside: Collection[str] =
                 if info is None or (info.isdev() and not info.isfifo()):
                     left_out += 1
                     continue
+                if opens and not (info.issym() or os.access(path, os.R_OK)):
+                    os.chmod(path, 0o700)
                 info.uid, info.gid, info.uname, info.gname = 0, 0, "", ""
                 info.mode = info.mode & 0o777
                 # a link's own time is not unpacked
