@@ -21,9 +21,8 @@ def read(path: Path, overrides: Sequence[str]) -> Plan:
 
 def run(plan: Plan, jobs: int, start: Start = start_process) -> int:
     """Run unfinished runs here, ``jobs`` at a time, and write the tables; return 1 if a run failed."""
-    plan.refuse_equal()
-    for cell in plan.firsts:
-        fetch(pinned(plan.some_recipe(cell)))  # the runs inherit the commits
+    for recipe in plan.recipes():
+        fetch(pinned(recipe))  # the runs inherit the commits
     failed = Runner(plan, jobs, start).run()
     tables(plan)
     return 1 if failed else 0
@@ -55,7 +54,7 @@ def submissions(plan: Plan) -> Iterator[str]:
 
 def description(plan: Plan) -> str:
     """Return the plan as text. Raises RecipeError for a run whose recipe is invalid."""
-    plan.refuse_equal()
+    plan.recipes()
     sweep = plan.sweep
     fewer = ", some with fewer" if sweep.fewer_seeds else ""
     lines = [
@@ -85,7 +84,6 @@ def _recipe(plan: Plan, cells: list[Cell]) -> list[str]:
 
 def _limit(plan: Plan, cells: list[Cell]) -> str:
     """Return how a method's runs end, and how many have ended."""
-    plan.some_recipe(cells[0])
     limits = plan.limits(cells[0])
     if limits is None:
         return f"{UNITS[plan.sweep.match]} as {plan.sweep.reference}"

@@ -195,12 +195,11 @@ class Episode:
             )
             if len(self.requests) > len(self.turns):
                 known = len(self.requests[-2].messages) + 1 if self.turns else 0
-                calls = iter(self.turns[-1].get("tool_calls", ()) if self.turns else ())
+                calls = (call["function"] for turn in self.turns[-1:] for call in turn.get("tool_calls", ()))
+                named = ({"name": called["name"]} for called in calls)
+                new = self.requests[-1].messages[known:]
                 return [
-                    message | {"name": call["function"]["name"]}
-                    if message["role"] == "tool" and (call := next(calls, None))
-                    else message
-                    for message in self.requests[-1].messages[known:]
+                    message | next(named, {}) if message["role"] == "tool" else message for message in new
                 ]
             if self.error is not None:
                 raise self.error

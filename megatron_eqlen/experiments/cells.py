@@ -97,21 +97,17 @@ class Plan:
         self.amounts: dict[str, float] = {}
         """Spending of the reference's runs of each recipe, once all have ended."""
 
-    @property
-    def firsts(self) -> list[Cell]:
-        """One run of each recipe and method; the others differ from it in their seed alone."""
-        return [next(cells) for _, cells in groupby(self.cells, key=lambda cell: cell.group)]
-
-    def refuse_equal(self) -> None:
-        """Raise RecipeError for two methods that make the same runs."""
+    def recipes(self) -> list[Recipe]:
+        """Return a recipe of each file and method; all others differ from it in their seed and budget alone.
+        Raises RecipeError, also for two methods that make the same runs."""
         own = {"run_dir": None, "variant": {}, **(dict.fromkeys(UNITS) if self.sweep.reference else {})}
-        seen = dict[tuple[str, str], Cell]()
-        for cell in self.firsts:
-            recipe = self.some_recipe(cell).model_copy(update=own).model_dump_json()
-            if (other := seen.setdefault((cell.recipe_file, recipe), cell)) is not cell:
-                raise RecipeError(
-                    f"{other.group} and {cell.group}: expected methods that differ, found the same recipe"
-                )
+        seen, recipes = dict[tuple[str, str], str](), []
+        for group, (cell, *_) in groupby(self.cells, key=lambda cell: cell.group):
+            recipes.append(self.some_recipe(cell))
+            made = cell.recipe_file, recipes[-1].model_copy(update=own).model_dump_json()
+            if (other := seen.setdefault(made, group)) != group:
+                raise RecipeError(f"{other} and {group}: expected methods that differ, found the same recipe")
+        return recipes
 
     def references(self, cell: Cell) -> list[Cell]:
         """Return the runs of the reference that determine the cell's budget; none if its recipe does."""

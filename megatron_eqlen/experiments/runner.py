@@ -61,7 +61,7 @@ class Runner:
 
     def __init__(self, plan: Plan, jobs: int, start: Start = start_process) -> None:
         self.plan, self.start = plan, start
-        recipes = [plan.some_recipe(cell) for cell in plan.firsts]
+        recipes = plan.recipes()
         for recipe in recipes:
             if recipe.cluster.nodes > 1:
                 raise ValueError(

@@ -151,14 +151,15 @@ def test_a_dry_run_says_what_each_may_spend(capsys):
     assert "2 recipes x 6 methods x 3 seeds = 36 runs" in said
     assert re.search(r"  eqlen-grpo +100 steps\n", said)
     assert "GPU hours as eqlen-grpo\n" in said
-    assert sum(cell.method.endswith("-coin") for cell in Plan(load_sweep(file)).firsts) == 4, "controls"
+    assert sum(name.endswith("-coin") for name in load_sweep(file).methods) == 2, "controls"
 
 
 @functools.cache
 def recipes_of(file: str) -> dict[tuple[str, str], Recipe]:
     """Return a recipe of each model and method of a sweep in ``recipes/``; its runs differ in their seed."""
     plan = Plan(load_sweep(ROOT / "recipes" / file))
-    return {(cell.model, cell.method): plan.some_recipe(cell) for cell in plan.firsts}
+    names = dict.fromkeys((cell.model, cell.method) for cell in plan.cells)
+    return dict(zip(names, plan.recipes(), strict=True))
 
 
 def test_every_run_of_the_small_sweeps_is_a_recipe_with_its_control():
