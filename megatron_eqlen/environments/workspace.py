@@ -31,7 +31,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 from megatron_eqlen.environments.tool_calls import ToolEnvironment, tool
-from megatron_eqlen.files import opened, scratch
+from megatron_eqlen.files import naming, opened, scratch
 from megatron_eqlen.graders.sandbox.client import (
     EMPTY_FOLDER,
     Command,
@@ -55,7 +55,8 @@ LINES = 400
 GRADES = "test", "expected", "function"
 TEMPLATES = "template", "hidden", "expected"
 LIMITS = "timeout", "memory_mb", "processes", "folder_mb", "files", "longest_output"
-COPIES = count()
+NUMBERS = count()
+"""Of folders and forks."""
 DAMAGED = EOFError, KeyError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error, lzma.LZMAError
 """Errors of archives, besides OSError and TarError."""
 
@@ -75,13 +76,9 @@ class PackedFolder:
     @classmethod
     def of(cls, content: bytes) -> PackedFolder:
         """Write a folder below the temporary directory. Raises OSError, of a full disk for instance."""
-        descriptor, name = tempfile.mkstemp(".tar", dir=_scratch())
-        kept = cls(Path(name))
-        try:
-            with open(descriptor, "wb") as file:
-                file.write(content)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, name) from None
+        kept = cls(Path(_scratch(), f"{next(NUMBERS)}.tar"))
+        with naming(kept.path):
+            kept.path.write_bytes(content)
         return kept
 
 
@@ -214,7 +211,7 @@ class Workspace(ToolEnvironment):
 
     def fork(self) -> Workspace:
         other = copy.copy(self)
-        other.forked_as = (*self.forked_as, next(COPIES))
+        other.forked_as = (*self.forked_as, next(NUMBERS))
         other.folder_bytes, other.folder_seconds = 0, 0.0
         return other
 
@@ -222,8 +219,11 @@ class Workspace(ToolEnvironment):
         kept = place / f"{hashlib.sha256(self.folder.read()).hexdigest()}.tar"
         if not kept.exists():
             whole = kept.with_suffix(f".{os.getpid()}-{id(self)}")
-            shutil.copyfile(self.folder.path, whole)
-            whole.rename(kept)
+            try:
+                shutil.copyfile(self.folder.path, whole)
+                whole.rename(kept)
+            finally:  # a full disk keeps no part of it
+                whole.unlink(missing_ok=True)
         return json.dumps([kept.name, self.forked_as, self.calls])
 
     def load(self, text: str, place: Path) -> None:

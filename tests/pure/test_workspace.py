@@ -534,6 +534,15 @@ def test_a_full_disk_or_a_broken_sandbox_leaves_a_response_unscored(template, mo
     assert sum(len(rollout.unscored()) for rollout in rollouts) == 1
     assert "No space left on device" in caplog.text
 
+    def cut(source, target):
+        target.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device", str(target))
+
+    monkeypatch.setattr(shutil, "copyfile", cut)
+    with pytest.raises(OSError, match="No space left"):
+        made(template).save(template)
+    assert sorted(os.listdir(template)) == ["add.py", "test.py"]
+
     class Broken:
         def run(self, work):
             raise SandboxError("the sandbox's zygote died")
