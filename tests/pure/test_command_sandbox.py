@@ -246,7 +246,7 @@ def test_a_command_dies_with_the_process_that_asked_for_it():
     born = descendants(made._zygote)
     os.kill(made._zygote, 9)
     thread.join(30)
-    within(10, lambda: are_gone(born))
+    assert within(10, are_gone(born))
     made.close()
 
 
