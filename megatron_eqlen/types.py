@@ -20,7 +20,6 @@ the root holds ``q``; ``A_1`` and ``B_1`` are its children; ``A_2`` and ``B_2`` 
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -116,9 +115,10 @@ class Grade:
     """Named rewards, of which ``reward`` is the sum that ``reward.weights`` weighs; empty without names."""
 
     def __post_init__(self) -> None:
-        if not all(map(math.isfinite, (self.reward, *self.rewards.values()))):
+        # squares are summed, in float32 too
+        if not all(abs(number) <= 1e15 for number in (self.reward, *self.rewards.values())):
             named = f", {self.rewards}" if self.rewards else ""
-            raise ValueError(f"{self.grader}: expected a finite reward, got {self.reward}{named}")
+            raise ValueError(f"{self.grader}: expected a reward up to 1e15, got {self.reward}{named}")
 
     @classmethod
     def unscored(cls, cause: object) -> Grade:

@@ -227,6 +227,10 @@ def returns_nan(response):
     return float("nan")
 
 
+def returns_what_has_no_square(response):
+    return 1e200
+
+
 def returns_more_than_floats_hold(response):
     return 10**400
 
@@ -274,6 +278,7 @@ def not_a_grader(reward):
     (text_of_a_name, r"text_of_a_name: wrong: expected a finite number as reward, got 'x'"),
     (returns_none, "expected a finite number as reward, got None"),
     (returns_nan, "expected a finite number as reward, got nan"),
+    (returns_what_has_no_square, "expected a reward up to 1e15, got 1e.200"),
     (returns_more_than_floats_hold, "expected a finite number as reward, got 1000"),
     (returns_text, "expected a finite number as reward, got '1'"),
     (returns_two, r"expected a finite number as reward, got \[1.0, 0.0\]"),
