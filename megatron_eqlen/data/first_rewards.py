@@ -101,14 +101,15 @@ def first_rewards(
 
 def _first_reward(prompts: Sequence[Prompt], scorer: Scorer, tokenizer: Tokenizer) -> FirstReward:
     first, ends = first_reward(prompts[0], scorer, tokenizer), time.monotonic() + SECONDS
-    if not first.rewards:
-        raise ValueError(first.failure)
     for prompt in prompts[1:TRIED]:
         if is_import_path(prompt.grader) and time.monotonic() < ends:
             with redirect_stdout(StringIO()):  # what a function prints was seen at the first row
                 later = first_reward(prompt, scorer, tokenizer)
             failure = first.failure or later.failure
-            first = replace(first, failure=failure, cause=failure or first.cause)
+            shown = first if first.rewards else later
+            first = replace(shown, failure=failure, cause=failure or shown.cause)
+    if not first.rewards:
+        raise ValueError(first.failure)
     return first
 
 

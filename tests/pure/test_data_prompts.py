@@ -430,6 +430,10 @@ def fails_later(response, answer):
     return 1 / (int(answer) - 7)
 
 
+def fails_first(response, answer):
+    return float(1 / (int(answer) - 1) > 0 and response.endswith(str(answer)))
+
+
 def fails(response):
     raise KeyError(response)
 
@@ -444,6 +448,12 @@ def test_an_own_function_grades_further_rows_and_a_benchmark_is_read_whole(token
     whole = SimpleNamespace(evaluation=SimpleNamespace(benchmarks=[]))
     (first,) = first_rewards(whole, prompts, scorer, tokenizer)
     assert re.match(r"deepmath/rows.jsonl#6: .*:fails_later: ZeroDivisionError", first.cause)
+    once = PromptSource(
+        recipe(source(tmp_path / "rows.jsonl", grader=f"{__name__}:fails_first")), tokenizer, 0
+    )
+    (first,) = first_rewards(whole, once, scorer, tokenizer)
+    assert first.rewards["right"] == 1, "of a later row"
+    assert re.match(r"deepmath/rows.jsonl#0: .*:fails_first: ZeroDivisionError", first.cause)
     strict = Scorer(RewardRecipe(on_error="end"), tokenizer)
     with pytest.raises(ValueError, match=r"^deepmath/rows.jsonl#6: .*:fails_later: ZeroDivisionError"):
         first_rewards(whole, prompts, strict, tokenizer)
