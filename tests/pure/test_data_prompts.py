@@ -431,7 +431,7 @@ def fails_later(response, answer):
 
 
 def fails_first(response, answer):
-    return float(1 / (int(answer) - 1) > 0 and response.endswith(str(answer)))
+    return float(1 / (int(answer) - 1) > 0 and str(answer) in response)
 
 
 def fails(response):
