@@ -116,7 +116,8 @@ class Workspace(ToolEnvironment):
         ``variables``: of their environment. ``command``: start of a command that runs another in a container,
         with ``{folder}`` for the folder: the sandbox then only limits time, output and sizes.
 
-        ``root``: the folder is the root of what commands see, which start as ``/root/.profile`` says.
+        ``root``: the folder is the root of what commands see, which start as ``/root/.profile`` says, the
+        test as that of ``hidden`` or ``template`` does.
         ``reward``: a file of the folder in which ``test`` leaves the reward, a number.
         """
         self.prompt, self.seed = prompt, seed
@@ -126,7 +127,7 @@ class Workspace(ToolEnvironment):
         self.grading = {"test": test, "expected": expected, "function": function}
         self.hidden, self.reward = hidden, reward
         self.calls = 0
-        self.folder = self._template(template)
+        self.folder = self.template = self._template(template)
 
     @tool
     def run(self, command: str) -> str:
@@ -148,7 +149,7 @@ class Workspace(ToolEnvironment):
         before = self.folder.read() if over is None else over
         variables = {"EQLEN_SEED": str(self.draw()), **self.setting.environment}
         if self.setting.root:
-            arguments = ["sh", "-lc", 'exec "$@"', "sh", *arguments]
+            arguments = arguments if over else ["sh", "-lc", 'exec "$@"', "sh", *arguments]
             variables = {"HOME": "/root", **variables}
         asked = replace(self.setting, arguments=arguments, stdin=stdin, environment=variables)
         end = _sandboxes().run(lambda sandbox: sandbox.command(asked, before, self.limits))
@@ -187,7 +188,11 @@ class Workspace(ToolEnvironment):
             above = self._template(self.hidden).read() if self.hidden else EMPTY_FOLDER
             # without a reward that the policy wrote
             before = laid_over(self.folder.read(), above, {self.reward} if self.reward else set())
-            end = self.execute(["bash", "-c", test], over=before)
+            command = ["bash", "-c", test]
+            if self.setting.root:  # the policy's own profile could end it with status 0
+                profile = (folder_files(self.template.read()) | folder_files(above)).get("root/.profile", b"")
+                command = ["sh", "-c", profile.decode() + '\nexec "$@"', "sh", *command]
+            end = self.execute(command, over=before)
             ended, last = end.status == "ended", self._said(end)[-200:]
             reward = float(ended and end.code == 0)
             if self.reward and ended:
@@ -199,8 +204,7 @@ class Workspace(ToolEnvironment):
                         f"{KEY}.reward: {self.reward}: expected a number, found {content[:80]!r}; the test "
                         f"printed {last!r}"
                     ) from None
-            verdict = "passed" if reward else "failed"
-            return Grade(reward, verdict, None, "workspace", end.seconds, last)
+            return Grade(reward, "passed" if reward else "failed", None, "workspace", end.seconds, last)
         files = folder_files(self.folder.read()) if expected or function else {}
         if expected:
             wanted = folder_files(self._template(expected).read())
@@ -258,8 +262,7 @@ class Workspace(ToolEnvironment):
             if (name := options.get(key)) and "{gold}" not in name:
                 packed_template(name, options.get("folder_mb", 256), options.get("files", 20_000), key)
         with tempfile.TemporaryDirectory() as empty:
-            options["template"] = empty
-            first = cls(Prompt("", [], "", "", ""), 0, **options)
+            first = cls(Prompt("", [], "", "", ""), 0, **options | {"template": empty})
         try:
             end = first.execute(["bash", "-c", "echo kept > file"])
         except (SandboxError, ValueError) as error:
@@ -272,8 +275,10 @@ class Workspace(ToolEnvironment):
 
     @classmethod
     def end(cls) -> None:
-        shutil.rmtree(_scratch(), ignore_errors=True)
-        for cached in (packed_template, _sandboxes, _scratch):
+        packed_template.cache_clear()
+        if not os.listdir(place := _scratch()):  # else an environment that lives on has a folder there
+            os.rmdir(place)
+        for cached in (_sandboxes, _scratch):
             cached.cache_clear()
 
 
@@ -284,7 +289,7 @@ def _sandboxes() -> SandboxPool:
 
 @cache
 def _scratch() -> str:
-    """Return a directory for folders; it goes with this process."""
+    """Return a directory for folders, which a later process removes if ``end`` does not."""
     return scratch("workspaces")
 
 

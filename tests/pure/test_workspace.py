@@ -30,6 +30,7 @@ from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.record.partial import HarvestProgress
 from megatron_eqlen.types import Grade
 from tests.kit.length_bias import QUESTION, Drawing, Suspended
+from tests.kit.processes import descendants
 from tests.pure import test_environments as enumeration
 from tests.pure.test_environments import CALL, COINS, END, Coins, reward, speaking, words
 from tests.pure.test_forks import recipe
@@ -108,6 +109,12 @@ def test_a_test_leaves_its_reward_in_a_file_of_the_root(tmp_path):
     call(here, "write", path="/half", text="no")
     with pytest.raises(ValueError, match=r"options.reward: reward: expected a number, found b'no'"):
         here.grade()
+    for cheat in (
+        "echo 'echo 1 > /reward; exit 0' > /root/.profile",
+        "rm -r /root; mkdir x; ln -s x root; cd x; echo 'PATH=/x; exit' > .profile",
+    ):
+        call(here := made(tmp_path, root=True, test="pwd; false"), "run", command=f"cd /; {cheat}")
+        assert (here.grade().reward, here.grade().detail) == (0.0, "/app\n(exit status 1)")
 
 
 STALE = {
@@ -350,6 +357,24 @@ def test_files_and_functions_grade(template, tmp_path):
     assert expecting.grade().reward == 1.0
     assert made(template, gold="0.5", function=f"{__name__}:count_files").grade() == 2.5
     assert made(template).grade() is None
+
+
+def test_what_another_holder_and_a_command_that_cannot_start_have_is_kept(template, tmp_path):
+    """``end`` takes no folder of an environment that lives on, and each attempt takes no further process."""
+    (gone := tmp_path / "gone").mkdir()
+    here, blind = made(template), made(template, readable=[str(gone)])
+    gone.rmdir()
+    call(here, "run", command="echo kept > file")
+    before = len(descendants(os.getpid()))
+    for _ in range(3):
+        with pytest.raises(ValueError, match="expected absolute paths"):
+            call(blind, "run", command="true")
+    assert len(descendants(os.getpid())) <= before
+    Workspace.end()
+    assert call(here, "run", command="cat file") == "kept"
+    place = here.folder.path.parent
+    del here, blind
+    assert not os.listdir(place)
 
 
 # ---- forks -----------------------------------------------------------------------------------------------

@@ -132,9 +132,8 @@ class Sandbox:
         with contextlib.ExitStack() as stack:
             files = [_memory_file(stack, text) for text in (stdin, "", "", source, "")]
             token = secrets.token_hex(16)
-            request = {"command": False, "limits": asdict(limits), "function": function, "rules": rules}
-            request["token"] = token
-            ending = self._request(json.dumps(request).encode(), files, limits.wall_seconds)
+            request = {"command": False, "function": function, "rules": rules, "token": token}
+            ending = self._request(request, files, limits)
             _, stdout, _, _, report = files
             kind, told = _record(os.pread(report, limits.output_bytes, 0), token)
             printed = os.pread(stdout, limits.output_bytes, 0)
@@ -151,21 +150,20 @@ class Sandbox:
         with contextlib.ExitStack() as stack:
             texts = (command.stdin, "", folder, json.dumps(asdict(command)), "")
             files = [_memory_file(stack, text) for text in texts]
-            request = {"limits": asdict(limits), "command": True}
-            self._request(json.dumps(request).encode(), files, limits.wall_seconds)
+            self._request({"command": True}, files, limits)
             _, output, archive, _, report = map(_contents, files)
         if not report:
             raise SandboxError("the first process of a command died")
         told = json.loads(report)
-        kept = folder if told["unkept"] else archive
+        kept, text = folder if told["unkept"] else archive, output.decode(errors="replace")
         packing = time.monotonic() - began - told["seconds"]
-        text = output.decode(errors="replace")
         return CommandEnd(**told, output=text, folder=kept, packing_seconds=packing)
 
-    def _request(self, request: bytes, files: list[int], wall_seconds: float) -> dict:
-        self._connection.settimeout(wall_seconds + EXTRA_SECONDS)
+    def _request(self, request: dict, files: list[int], limits: Limits | CommandLimits) -> dict:
+        self._connection.settimeout(limits.wall_seconds + EXTRA_SECONDS)
+        asked = json.dumps(request | {"limits": asdict(limits)}).encode()
         try:
-            socket.send_fds(self._connection, [request], files)
+            socket.send_fds(self._connection, [asked], files)
             reply = self._connection.recv(LARGEST_REQUEST)
         except OSError as error:
             raise SandboxError(f"the sandbox does not answer: {error}") from None
@@ -255,9 +253,8 @@ def _contents(descriptor: int) -> bytes:
 def _memory_file(stack: contextlib.ExitStack, text: str | bytes) -> int:
     descriptor = os.memfd_create("", os.MFD_CLOEXEC)
     stack.callback(os.close, descriptor)
-    data = text if isinstance(text, bytes) else text.encode(errors="replace")
-    while data:
-        data = data[os.write(descriptor, data) :]
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(text if isinstance(text, bytes) else text.encode(errors="replace"))
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
 
@@ -288,11 +285,10 @@ class SandboxPool:
                 self.started.append(sandbox)
             try:
                 result = work(sandbox)
-            except SandboxError:
+                self._idle.put(sandbox)
+                return result
+            except BaseException as error:
                 self.started.remove(sandbox)
                 sandbox.close()
-                if new == MOST_SANDBOXES:
+                if new == MOST_SANDBOXES or not isinstance(error, SandboxError):
                     raise
-                continue
-            self._idle.put(sandbox)
-            return result

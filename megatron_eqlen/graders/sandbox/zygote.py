@@ -123,10 +123,9 @@ def _wait(pid: int, deadline: float, connection: socket.socket, worker: int) -> 
         timed_out = not events and left <= 0
     os.close(process)
     os.close(tasks)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
     _, status, usage = os.wait4(pid, 0)
     return {
         "exit": os.waitstatus_to_exitcode(status),
