@@ -1,7 +1,6 @@
 """Advantages of every objective on the same tokens, beside what these tokens changed (``report.probe``).
 
-Objectives are scaled to the truth by least squares first: an advantage is a direction, and its size is up to
-the learning rate. What is left is bias and noise.
+Least squares scale advantages to the truth first, as a learning rate does: bias and noise are what is left.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_eqlen.objectives.build import weighted_units
+from megatron_eqlen.objectives.dynamic_sampling import trained
 from megatron_eqlen.objectives.recipes import parse
-from megatron_eqlen.objectives.registry import OBJECTIVES
+from megatron_eqlen.objectives.registry import OBJECTIVES, resolve
 from megatron_eqlen.objectives.token_baseline import BASELINES
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.types import Part, Rollout
@@ -68,14 +68,16 @@ def audit(changes: Sequence[Change], rollouts: Sequence[Rollout], recipe: Recipe
     of the run's own with its ``loss``, on scored ``rollouts`` of the recipe's sampling."""
     variants: list[tuple[str, str, dict[str, Any]]] = [(name, name, {}) for name in OBJECTIVES]
     variants += [(f"dr_grpo, {name}", "dr_grpo", {"baseline": name}) for name in BASELINES if name != "unit"]
-    loss = recipe.loss.model_dump(mode="json", exclude_unset=True)
-    variants.append(("the run's", recipe.objective, loss))
+    raw = recipe.model_dump(mode="json", exclude_unset=True)
+    variants.append(("the run's", recipe.objective, raw.get("loss", {})))
+    # draws of dynamic sampling may leave more than a step trains; other steps are whole
+    room = recipe.data.prompts_per_step if resolve(recipe).dynamic_sampling else len(rollouts)
     alike: dict[tuple[float, ...], tuple[list[str], np.ndarray]] = {}
     refused: list[Agreement] = []
     for title, objective, loss in variants:
-        raw = recipe.model_dump(mode="json", exclude_unset=True) | {"objective": objective, "loss": loss}
         try:
-            units = weighted_units(rollouts, parse(raw, ""))
+            variant = parse(raw | {"objective": objective, "loss": loss}, "")
+            units = weighted_units(trained(rollouts, variant, room), variant)
         except ValueError as error:  # of the recipe, or of the rewards
             refused.append(Agreement((title,), refused=str(error).removeprefix(": ")))
             continue

@@ -63,12 +63,12 @@ def _extremes(lengths: Mapping[str, float], quantiles: tuple[float, float, float
     return {prompt_id for prompt_id, length in lengths.items() if length <= low or high <= length <= top}
 
 
-def trained(rollouts: Sequence[Rollout], recipe: Recipe) -> Sequence[Rollout]:
-    """Return the recorded rollouts of a step that it trained on."""
+def trained(rollouts: Sequence[Rollout], recipe: Recipe, room: int | None = None) -> Sequence[Rollout]:
+    """Return the recorded rollouts of a step that it trained on. ``room``: as ``select`` has it."""
     rollouts = due_rollouts(leave_out(rollouts, recipe.reward)[0])
     if not resolve(recipe).dynamic_sampling:
         return rollouts
-    return select(rollouts, recipe, recipe.data.prompts_per_step)[0]
+    return select(rollouts, recipe, recipe.data.prompts_per_step if room is None else room)[0]
 
 
 def select(rollouts: Sequence[Rollout], recipe: Recipe, room: int) -> tuple[list[Rollout], int]:

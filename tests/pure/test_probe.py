@@ -303,6 +303,11 @@ def test_the_audit_compares_each_objective_with_the_same_changes():
     found = {name: a for a in audit(truth, [group], settings) for name in a.objectives}
     assert "rewards of at least 0" in found["maxrl"].refused
     assert found["dr_grpo"].noise > 0
+    group.parts[0].grade.reward = 0.0
+    penalised = recipe(sampling="independent", objective="dapo", limit=3, loss={"overlong_buffer": 2})
+    found = {name: a for a in audit(truth, [group], penalised) for name in a.objectives}
+    assert found["the run's"] is found["grpo"], "equal rewards are not trained, whatever a length costs"
+    assert found["the run's"].sign == 0.5
 
 
 @pytest.mark.parametrize(("text", "ends"), [
