@@ -125,8 +125,7 @@ class Workspace(ToolEnvironment):
         start = [shutil.which(command[0]) or command[0], *command[1:]] if command else []
         self.setting = Command((), "", variables or {}, readable or [], start, root)
         self.grading = {"test": test, "expected": expected, "function": function}
-        self.hidden, self.reward = hidden, reward
-        self.calls = 0
+        self.hidden, self.reward, self.calls = hidden, reward, 0
         self.folder = self.template = self._template(template)
 
     @tool
@@ -145,14 +144,18 @@ class Workspace(ToolEnvironment):
         return self._said(self.execute(["sh", "-c", WRITE, "sh", path], text))
 
     def execute(self, arguments: list[str], stdin: str = "", over: bytes | None = None) -> CommandEnd:
-        """Run a program in the folder, or in the folder ``over``, which is not kept."""
+        """Run a program in the folder, or in the folder ``over``, which is not kept, with room beside it."""
+        size = len(over or b"")
+        # a page in memory is longer than a record of a tar
+        room, files = self.limits.folder_mb + (size >> 18), self.limits.files + size // tarfile.BLOCKSIZE
+        limits = replace(self.limits, folder_mb=room, files=files)
         before = self.folder.read() if over is None else over
         variables = {"EQLEN_SEED": str(self.draw()), **self.setting.environment}
         if self.setting.root:
             arguments = arguments if over else ["sh", "-lc", 'exec "$@"', "sh", *arguments]
             variables = {"HOME": "/root", **variables}
         asked = replace(self.setting, arguments=arguments, stdin=stdin, environment=variables)
-        end = _sandboxes().run(lambda sandbox: sandbox.command(asked, before, self.limits))
+        end = _sandboxes().run(lambda sandbox: sandbox.command(asked, before, limits))
         self.folder_bytes += len(before) + len(end.folder)
         self.folder_seconds += end.packing_seconds
         if over is None and end.folder != before:

@@ -325,6 +325,8 @@ CHEATS = {
     "the folder of the test by a link": ("rm -r tests; ln -s /tmp tests", 0.0),
     "a file in place of the folder": ("rm -r tests; echo > tests", 0.0),
     "a folder in place of the test": ("rm test.py; mkdir -p test.py/x", 0.0),
+    "no room for the test": ("head -c 66M /dev/zero > full", 0.0),
+    "no room for the test's files": ("for n in $(seq 1500); do : > $n; done", 0.0),
     "the code": ("sed -i s/-/+/ add.py", 1.0),
 }
 
@@ -337,7 +339,9 @@ def test_hidden_files_replace_those_of_the_policy(template, tmp_path, cheat):
     shutil.copytree(template / "tests", hidden / "tests")
     (hidden / "tests" / "more.py").write_text("raise SystemExit(open('add.py').read().count('-'))\n")
     (hidden / "test.py").write_text(TEST)
-    graded = made(template, test="python3 test.py && python3 tests/more.py", hidden=str(hidden))
+    (hidden / "long").write_bytes(os.urandom(2 << 20))
+    options = {"hidden": str(hidden), "folder_mb": 64, "files": 500}
+    graded = made(template, test="python3 test.py && python3 tests/more.py", **options)
     command, expected = CHEATS[cheat]
     call(graded, "run", command=command)
     assert graded.grade().reward == expected

@@ -136,8 +136,7 @@ class Sandbox:
             ending = self._request(request, files, limits)
             _, stdout, _, _, report = files
             kind, told = _record(os.pread(report, limits.output_bytes, 0), token)
-            printed = os.pread(stdout, limits.output_bytes, 0)
-            return _interpret(ending, printed, kind, told, limits, function)
+            return _interpret(ending, os.pread(stdout, limits.output_bytes, 0), kind, told, limits, function)
 
     def command(self, command: Command, folder: bytes, limits: CommandLimits) -> CommandEnd:
         """Run a command in ``/work``, which holds the files of ``folder`` (see ``pack_folder``).

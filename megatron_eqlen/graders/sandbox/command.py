@@ -254,8 +254,7 @@ def _show(path: str, needed: bool) -> None:
     else:
         os.close(os.open(path, os.O_CREAT))
     mount(old, path, flags=kernel.BIND | kernel.RECURSIVE)
-    flags = kernel.READ_ONLY | kernel.NO_SUID | kernel.NO_DEVICES
-    restrict_mount(path, flags, recursive=True)
+    restrict_mount(path, kernel.READ_ONLY | kernel.NO_SUID | kernel.NO_DEVICES, recursive=True)
 
 
 def _become_command(request: dict[str, Any], limits: CommandLimits, owner: int) -> None:
