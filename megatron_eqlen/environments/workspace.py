@@ -265,7 +265,7 @@ class Workspace(ToolEnvironment):
             if (name := options.get(key)) and "{gold}" not in name:
                 packed_template(name, options.get("folder_mb", 256), options.get("files", 20_000), key)
         with tempfile.TemporaryDirectory() as empty:
-            first = cls(Prompt("", [], "", "", ""), 0, **options | {"template": empty})
+            first = cls(Prompt("", [], "", "", ""), 0, **dict(options, template=empty))
         try:
             end = first.execute(["bash", "-c", "echo kept > file"])
         except (SandboxError, ValueError) as error:
