@@ -26,7 +26,6 @@ from megatron_eqlen.graders.sandbox.client import (
 from megatron_eqlen.graders.sandbox.command import CommandLimits
 from megatron_eqlen.graders.sandbox.program import Isolation, Limits
 from tests.kit import ROOT
-from tests.kit.forked_sandbox import forked
 from tests.kit.processes import are_gone, descendants, within
 
 SMALL = CommandLimits(seconds=8, memory_mb=256, processes=32, folder_mb=16, files=500, output_bytes=4000)
@@ -327,7 +326,7 @@ def test_a_machine_that_refuses_is_named(monkeypatch):
     probe.commands_refused.cache_clear()
     monkeypatch.setattr(kernel, "unshare", refuse)
     monkeypatch.setattr(inside, "become", lambda user: None)
-    monkeypatch.setattr(probe, "Sandbox", forked)
+    monkeypatch.setattr(probe, "PYTHON", None)  # a fork of this process, which refuses
     assert "new namespaces (mount, process, network): Operation not permitted" in (
         probe.commands_refused() or ""
     )
@@ -338,14 +337,13 @@ def test_a_machine_that_refuses_is_named(monkeypatch):
 
 AS_ANOTHER_USER = """
 import os, sys
-from megatron_eqlen.graders.sandbox.client import EMPTY_FOLDER, Command, folder_files
+from megatron_eqlen.graders.sandbox.client import EMPTY_FOLDER, Command, Sandbox, folder_files
 from megatron_eqlen.graders.sandbox.program import Isolation
-from tests.kit.forked_sandbox import forked
 from tests.pure.test_command_sandbox import SMALL, run
 os.setgroups([])
 os.setresgid(54321, 54321, 54321)
 os.setresuid(54321, 54321, 54321)
-made = forked(Isolation(True, True, False))
+made = Sandbox(Isolation(True, True, False))
 said = run(made, "id -u; : > /x && echo reached; set -- /proc/[0-9]*; echo $#; sleep 60 & echo kept > f")
 again = run(made, "cat f; for i in $(seq 200); do sleep 60 & done", said.folder)
 print(said.output, said.left_running, again.status, again.output[:5], sep="", end="", flush=True)

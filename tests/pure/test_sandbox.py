@@ -22,7 +22,7 @@ import pytest
 
 from megatron_eqlen.graders.code.grader import WORKER_MODULE
 from megatron_eqlen.graders.sandbox import kernel, probe, seccomp
-from megatron_eqlen.graders.sandbox.client import Execution
+from megatron_eqlen.graders.sandbox.client import Execution, Sandbox
 from megatron_eqlen.graders.sandbox.probe import (
     find_python,
     offered_isolation,
@@ -32,7 +32,6 @@ from megatron_eqlen.graders.sandbox.probe import (
 from megatron_eqlen.graders.sandbox.program import Isolation, Limits, enter
 from megatron_eqlen.graders.sandbox.seccomp import MACHINES, build_filter
 from megatron_eqlen.graders.workers.pool import WorkerPool
-from tests.kit.forked_sandbox import forked
 from tests.kit.processes import are_gone, descendants, within
 from tests.kit.programs import PYTHON
 
@@ -317,7 +316,7 @@ def test_no_attack_succeeds_where_landlock_has_no_signal_scopes(monkeypatch):
     """Kernels before 6.12 have none: only the system-call filter stands between a program and a signal."""
     monkeypatch.setattr(kernel, "SCOPE_ABI", 1 << 30)
     attacks = [text for name, text in ATTACKS.items() if "kill" in name]
-    with contextlib.closing(forked(Isolation(True, True, False))) as sandbox:
+    with contextlib.closing(Sandbox(Isolation(True, True, False))) as sandbox:
         printed = [sandbox.run(attack, "", ROOMY).stdout for attack in [*attacks, ESCAPES]]
     assert printed == [""] * len(printed)
 
@@ -329,7 +328,7 @@ def test_a_hole_in_the_filter_is_noticed(monkeypatch, hole):
     plain = seccomp.X86_64.plain | {hole: numbers[hole]}
     monkeypatch.setitem(seccomp.MACHINES, "x86_64", dataclasses.replace(seccomp.X86_64, plain=plain))
     monkeypatch.setattr(kernel, "SCOPE_ABI", 1 << 30)
-    with contextlib.closing(forked(Isolation(True, True, False))) as sandbox:
+    with contextlib.closing(Sandbox(Isolation(True, True, False))) as sandbox:
         assert "a program" in sandbox.run(ESCAPES, "", ROOMY).stdout
 
 
@@ -337,13 +336,15 @@ def test_a_hole_in_the_filter_is_noticed(monkeypatch, hole):
 def test_a_machine_that_lets_a_program_fork_or_connect_is_not_called_strict(monkeypatch, hole):
     plain = seccomp.X86_64.plain | {"hole": hole}
     monkeypatch.setitem(seccomp.MACHINES, "x86_64", dataclasses.replace(seccomp.X86_64, plain=plain))
-    monkeypatch.setattr(probe, "Sandbox", forked)
-    assert "a program" in shortcoming(Isolation(True, True, False), "")
+    assert "a program" in shortcoming(Isolation(True, True, False))
 
 
 def test_a_program_that_runs_as_root_has_no_capability(caplog):
     """The capabilities are read from outside, in /proc; running as root is a warning."""
-    with contextlib.closing(forked(Isolation(True, True, False))) as sandbox, ThreadPoolExecutor() as threads:
+    with (
+        contextlib.closing(Sandbox(Isolation(True, True, False))) as sandbox,
+        ThreadPoolExecutor() as threads,
+    ):
         sleeper = threads.submit(sandbox.run, "import time\ntime.sleep(2)", "", Limits(9, 9, 256))
         status = ""
         while not (sleeper.done() or "Seccomp:\t2" in status):  # on its way to the program until then

@@ -54,7 +54,9 @@ def judge(program: str, tests: CodeTests, limits: Limits, sandbox: Sandbox) -> d
     return {"verdict": "passed", "detail": "", "seconds": seconds}
 
 
-def make_handler(isolation: dict[str, bool], python: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def make_handler(
+    isolation: dict[str, bool], python: str | None = None
+) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Return a handler that answers ``{"program", "tests", "limits"}`` as ``judge`` does; with ``stdin`` and
     ``function`` in place of tests, with an Execution."""
     sandbox = Sandbox(Isolation(**isolation), python)

@@ -37,9 +37,7 @@ left to a worker (2,000 characters: up to 43 ms)."""
 MEMO_SIZE = 100_000
 WORKER_MODULE = "megatron_eqlen.graders.math.worker"
 
-_CODE = re.compile(
-    r"\{['\"]|(?:Interval|FiniteSet|Union|\w+Set|Poly|Eq|Point\dD|range|tensor|datetime\.\w+)\("
-)
+_CODE = re.compile(r"(?:Interval|FiniteSet|Union|\w+Set|Poly|Eq|Point\dD|range|tensor|datetime\.\w+)\(")
 """Objects of Python and SymPy that no answer spells so."""
 _PLAIN_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d+)?|\\frac\{[+-]?\d+\}\{[1-9]\d*\}|\d+/[1-9]\d*)")
 

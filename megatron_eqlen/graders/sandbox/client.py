@@ -33,7 +33,7 @@ from megatron_eqlen.graders.sandbox import program
 from megatron_eqlen.graders.sandbox.command import FOLDER, CommandLimits, pack
 from megatron_eqlen.graders.sandbox.kernel import fixed_addresses
 from megatron_eqlen.graders.sandbox.program import Isolation, Limits
-from megatron_eqlen.graders.sandbox.zygote import CONNECTION, LARGEST_REQUEST, MOST_THREADS
+from megatron_eqlen.graders.sandbox.zygote import CONNECTION, LARGEST_REQUEST, MOST_THREADS, serve
 from megatron_eqlen.graders.workers.host import PACKAGE_ROOT, scrubbed_environment
 
 ZYGOTE = (
@@ -104,19 +104,27 @@ class CommandEnd:
 
 
 class Sandbox:
-    """Runs programs one at a time, in the interpreter at ``python``. To be closed."""
+    """Runs programs one at a time, in the interpreter at ``python`` (None: in forks of this process, with its
+    imports). To be closed."""
 
-    def __init__(self, isolation: Isolation, python: str) -> None:
+    def __init__(self, isolation: Isolation, python: str | None = None) -> None:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # of one length: the text of a number lies in the memory that programs inherit
-        arguments = [str(PACKAGE_ROOT), json.dumps(asdict(isolation)), f"{os.getpid():010}"]
+        worker = os.getpid()
         with theirs, fixed_addresses():
-            self._zygote = os.posix_spawn(
-                python,
-                [python, "-P", "-s", "-c", ZYGOTE, *arguments],
-                scrubbed_environment(),
-                file_actions=[(os.POSIX_SPAWN_DUP2, theirs.fileno(), CONNECTION)],
-            )
+            if python is not None:
+                # of one length: the text of a number lies in the memory that programs inherit
+                arguments = [str(PACKAGE_ROOT), json.dumps(asdict(isolation)), f"{worker:010}"]
+                self._zygote = os.posix_spawn(
+                    python,
+                    [python, "-P", "-s", "-c", ZYGOTE, *arguments],
+                    scrubbed_environment(),
+                    file_actions=[(os.POSIX_SPAWN_DUP2, theirs.fileno(), CONNECTION)],
+                )
+            elif (zygote := os.fork()) == 0:
+                self._connection.close()
+                serve(theirs, isolation, worker)
+            else:
+                self._zygote = zygote
 
     def close(self) -> None:
         self._connection.close()

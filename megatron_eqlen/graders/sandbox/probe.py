@@ -150,7 +150,7 @@ def offered_isolation(python: str) -> Isolation:
     raise SandboxError("no program can be run here, not even without isolation")
 
 
-def shortcoming(isolation: Isolation, python: str) -> str | None:
+def shortcoming(isolation: Isolation, python: str | None = None) -> str | None:
     """Return None if programs run and (with strict isolation) cannot escape, else the failure."""
     try:
         with closing(Sandbox(isolation, python)) as sandbox:
