@@ -86,9 +86,10 @@ def test_a_long_answer_is_brought_into_normal_form_by_a_worker(grader, monkeypat
 
 
 def test_an_object_as_python_prints_it_is_no_gold(grader):
-    objects = ["Interval(0, 1)", "{'x': 1}", "FiniteSet(1, 2)", "Point2D(1, 2)", "Poly(x**2, x, domain='ZZ')"]
+    objects = ["Interval(0, 1)", "FiniteSet(1, 2)", "Point2D(1, 2)", "Poly(x**2, x, domain='ZZ')"]
     assert {*grader.check_golds(objects)} == {"unparseable_gold"}
     assert {*grader.check_golds(["(1, 2)", "Point A (1, 2)", r"\{1, 2\}", "Union"])} == {None}
+    assert grader.check_golds(["{'orders': 1}"]) == [None], "an environment's"
 
 
 def test_a_difference_at_a_point_never_overrules_the_library():
