@@ -5,15 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_eqlen.models.layer_specs import BLOCK_ELEMENTS, RMSNorm
+from megatron_eqlen.models.norm import CPU_ELEMENTS, RMSNorm
 
-ROWS = BLOCK_ELEMENTS // 64
+ROWS = CPU_ELEMENTS // 64
 
 
 @pytest.mark.parametrize("zero_centered", [True, False])
-@pytest.mark.parametrize(
-    "shape", [(ROWS + 3, 1, 64), (100, 1, 40, 64), (3, 1, 2 * BLOCK_ELEMENTS), (1, 1, 8)]
-)
+@pytest.mark.parametrize("shape", [(ROWS + 3, 1, 64), (100, 1, 40, 64), (3, 1, 2 * CPU_ELEMENTS), (1, 1, 8)])
 def test_values_and_gradients_are_those_of_float64_up_to_one_rounding(shape, zero_centered):
     torch.manual_seed(0)
     # part of a larger tensor, as query and key are
