@@ -104,7 +104,7 @@ class ProbeSampling(TreeSampling):
     rollouts: Sequence[Rollout]
     """All of the step, in training order."""
     responses: Sequence[tuple[Rollout, Line]]
-    """Those whose places are continued, in the same order."""
+    """Responses whose places are continued, in the same order."""
     places: Mapping[RolloutKey, Mapping[Place, int]]
     """By rollout, with the tokens that a continuation of a place is expected to have."""
     samples: int

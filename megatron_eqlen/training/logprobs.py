@@ -17,7 +17,7 @@ import torch.distributed as dist
 BLOCK_ELEMENTS = 1 << 25
 """Number of logits that are cast at once: two such tensors of float32 are 256 MiB."""
 CPU_ELEMENTS = 1 << 18
-"""The same on a CPU, whose cache then holds them: a third of the time."""
+"""The same on a CPU, whose cache then holds them."""
 
 
 def token_logprobs(
