@@ -1,6 +1,8 @@
 """Probes: continuations of recorded rollouts are the policy's, and values follow from them."""
 
+import html
 import json
+import re
 import zlib
 from collections import Counter
 from contextlib import closing
@@ -20,6 +22,7 @@ from megatron_eqlen.record import recorder as recorder_module
 from megatron_eqlen.record.partial import HarvestProgress
 from megatron_eqlen.record.reader import read_progress
 from megatron_eqlen.record.recorder import Recorder
+from megatron_eqlen.report.page import write_probe_page
 from megatron_eqlen.report.probe import QUARTERS, Probed, as_json, look, probes_of, tables
 from megatron_eqlen.report.rollouts import by_token
 from megatron_eqlen.run.probe import Asked, Target, ends_of_sentences
@@ -130,6 +133,22 @@ def test_lines_of_a_tree_are_printed_without_what_they_share():
     assert one[0] == other[0]
     assert shown.count(f"'{one[0]['text']}'") == shown.count("as above  for 1 tokens") == 1
     assert shown.count("value at the prompt") == len(texts(rollout))
+
+
+def test_the_page_shows_each_stretch_and_how_often_each_objective_has_the_sign(tmp_path):
+    settings = SAMPLINGS["independent"]
+    rollout = next(r for r, _ in WORLD.streams(settings) if r.parts[0].token_ids.tolist() == [1, 2, 0])
+    kind = asked(rollout, [(-1, 0), (0, 1), (0, 2)], 4000)
+    result = look([probed(kind, settings, draws(np.random.default_rng(0)))], kind, settings, str)
+    page = write_probe_page(tmp_path / "probe.html", 1, result, settings).read_text()
+    (response,) = result["responses"]
+    for stretch in response["stretches"]:
+        assert page.count(f">{stretch['text']}</span>") == page.count(f"<td>{stretch['text']}</td>") == 1
+        assert f"{stretch['change'][1]:+.2f} to {stretch['change'][2]:+.2f}" in page
+    shown = [row for row in result["objectives"] if not row.refused]
+    bars = [float(width) for width in re.findall(r'<rect y="\d+" width="([\d.]+)"', page)]
+    assert bars == pytest.approx([200 * row.sign for row in shown], abs=0.1)
+    assert all(row.refused in html.unescape(page) for row in result["objectives"])
 
 
 OLD = {"prompt_id": "q", "index": 0, "reward": 1, "values": [[0.5, 2]], "stretches": [{"change": [0, -1, 1]}]}
