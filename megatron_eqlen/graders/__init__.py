@@ -29,8 +29,7 @@ def grade_math(response: str, gold: str) -> Grade:
 
 
 def grade_program(response: str, tests: str | Mapping[str, Any]) -> Grade:
-    """Return the grade of the last fenced block of a response, run in the sandbox against ``tests``:
-    ``{"inputs": [...], "outputs": [...]}``, or its JSON (``code/tests.py``)."""
+    """Return the grade of a response's last fenced block, run against ``tests`` (see ``code/tests.py``)."""
     given = tests if isinstance(tests, str) else json.dumps(dict(tests))
     return _grader("code", os.getpid()).grade([response], [given])[0]
 

@@ -16,18 +16,16 @@ from megatron_eqlen.graders.workers.pool import WorkerPool
 from megatron_eqlen.types import Grade, Prompt, TokenIds
 
 END_OF_THINKING = "</think>"
-"""End tag of the thinking. Prompts of thinking models end with ``<think>``, so responses hold this tag alone,
-or none."""
+"""End tag of the thinking. Prompts may end with ``<think>``; responses then hold only this tag."""
 
 
 def answer_section(text: str, longest: int) -> str:
-    """Return the text after the last ``</think>``, the whole text without one; at most its last ``longest``
-    characters."""
+    """Return the text after the last ``</think>`` (or all of it), at most its last ``longest`` characters."""
     return text.rpartition(END_OF_THINKING)[2][-longest:]
 
 
 class Grader(Protocol):
-    """Result of a factory named by import path, which is called with the recipe's ``reward`` section, and
+    """What a factory named by import path returns. It is called with the recipe's ``reward`` section, and
     with the run's ``seed`` if it has a parameter of that name."""
 
     def grade(self, texts: Sequence[str], golds: Sequence[str]) -> list[Grade]:
@@ -40,9 +38,8 @@ class Grader(Protocol):
 
 
 class PoolGrader:
-    """A grader that works while responses are generated: a pool of processes does its work, so that it takes
-    no time from the process that drives the engine. The pool starts with the first response that needs it.
-    ``begin`` and ``close`` are called by one thread at a time."""
+    """A grader whose work a pool of processes does while responses are generated. The pool starts with the
+    first response that needs it. One thread at a time calls ``begin`` and ``close``."""
 
     name: str
     """Name and version; recorded with every grade."""
@@ -58,7 +55,7 @@ class PoolGrader:
         return [grade.result() for grade in begun]
 
     def close(self) -> None:
-        """End the processes; grading that was begun and has no grade yet is cancelled. May begin again."""
+        """End the processes and cancel grading that has no grade yet. The grader may begin again."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
@@ -74,7 +71,7 @@ class PoolGrader:
 
 
 def known(grade: Grade) -> Future[Grade]:
-    """Return a future that has its grade."""
+    """Return a finished future."""
     future: Future[Grade] = Future()
     future.set_result(grade)
     return future
@@ -89,8 +86,7 @@ def response_key(prompt: Prompt, response: TokenIds) -> Key:
 
 
 class Background:
-    """Responses whose grading was begun and whose grade was not yet asked for. ``decode``: token ids ->
-    text."""
+    """Responses whose grade was not yet asked for. ``decode``: token ids -> text."""
 
     def __init__(self, decode: Callable[[TokenIds], str]) -> None:
         self._decode = decode
@@ -112,15 +108,15 @@ class Background:
         return [each.result() for each in started if each.done() and not each.exception()]
 
     def grade(self, key: Key, deadline: float) -> Grade | None:
-        """Return the grade of a response that was begun, None if there is none at ``deadline`` (monotonic
-        seconds). Raises the grader's error."""
+        """Return the grade of a begun response, None if there is none at ``deadline`` (monotonic seconds).
+        Raises the grader's error."""
         begun = self._begun[key][1]
         if wait([begun], _left(deadline)).not_done or wait([begun.result()], _left(deadline)).not_done:
             return None
         return begun.result().result()
 
     def give_up(self) -> None:
-        """Forget everything: pending grades are not waited for, and their processes are killed."""
+        """Forget everything; kill the processes of graders that are still at work."""
         begun, self._begun = self._begun, {}
         for _, grade in begun.values():
             grade.cancel()

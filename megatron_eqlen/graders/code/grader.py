@@ -2,9 +2,7 @@
 
     response ──last fenced block after </think>──► program ──► sandbox ──► verdict
 
-Model-written programs never run in the trainer: each test is a process of its own, locked down, under a
-worker that can be killed. What isolation the machine offers is tried once, with programs that attempt to
-escape.
+Programs never run in the trainer: each test is a locked-down process under a worker that can be killed.
 """
 
 from __future__ import annotations
@@ -27,9 +25,8 @@ if TYPE_CHECKING:
     from megatron_eqlen.recipe import RewardRecipe
 
 VERSION = 4
-"""Raised whenever a change here or in ``code_tests`` changes a verdict."""
+"""Raised whenever a change here or in ``code/tests.py`` changes a verdict."""
 LONGEST_PROGRAM = 100_000
-"""Most characters of a program."""
 LONGEST_SECTION = 4 * LONGEST_PROGRAM
 """Characters at the end of a response in which the program is looked for."""
 ATTEMPTS = 2
@@ -41,11 +38,9 @@ _PYTHON = re.compile(r"[ \t]*py", re.IGNORECASE)
 
 
 def extract_program(text: str) -> str | None:
-    """Return the last fenced block after the last ``</think>``, None if there is none.
-
-    A fence is three or more backticks or tildes; it ends with at least as many. A fence that never ends holds
-    no answer, nor does one that is interrupted by a new ``` ```python ``` line.
-    """
+    """Return the last fenced block after the last ``</think>``, None if there is none. A fence is three or
+    more backticks or tildes; it ends with at least as many. A fence that never ends holds no answer, nor does
+    one that is interrupted by a new ``` ```python ``` line."""
     answer = answer_section(text, LONGEST_SECTION)
     program, opened = None, None
     for line in _FENCE.finditer(answer):
@@ -89,7 +84,6 @@ class CodeGrader(PoolGrader):
         return self.pool.submit(item, stuck, partial(self._grade, shown), wall_factor=1.0, attempts=ATTEMPTS)
 
     def _make_pool(self) -> WorkerPool:
-        """Find out which isolation works; refuse too little; log the isolation in force."""
         workers = self._reward.workers
         assert workers is not None, "the scorer has asked the machine"
         python = find_python(self._reward.code_python)

@@ -1,5 +1,4 @@
-"""The verdict on a program: run its tests in order, stop at the first that fails. Also the worker process
-that judges: it knows the tests; the zygote of its sandbox, forked before any arrives, does not."""
+"""Run the tests of a program. The worker process here knows them; its sandbox's zygote does not."""
 
 from __future__ import annotations
 
@@ -24,13 +23,13 @@ builtins.open = io.open = _of_texts
 sys.argv = ["checker.py", *_texts]
 exec(compile({checker!r}, "checker.py", "exec"), {{"__name__": "__main__"}})
 """
-"""Runs a checker as ``python checker.py input.txt correct_output.txt solution_output.txt``: it prints 1 for a
-right output (the convention of open-r1/codeforces). Programs have no files, so its ``open`` reads stdin."""
+"""Runs a checker as ``python checker.py input.txt correct_output.txt solution_output.txt``; it prints 1 for a
+right output (as open-r1/codeforces). Programs have no files, so ``open`` reads stdin here."""
 
 
 def judge(program: str, tests: CodeTests, limits: Limits, sandbox: Sandbox) -> dict[str, Any]:
     """Return ``verdict`` (``passed`` only if every test passes, ``wrong_answer``, or an Execution's status),
-    ``detail`` (the first failing test, "" where all pass) and ``seconds``."""
+    ``detail`` (the first failing test or "") and ``seconds``."""
     seconds = 0.0
     for number in range(len(tests.inputs)):
         ended = sandbox.run(program, tests.stdin(number), limits, tests.function, tests.rules)

@@ -1,10 +1,8 @@
-"""The rules of data sets' own checkers, for their problems.
+"""The rules of data sets' own checkers: ``livecodebench`` (lcb_runner/evaluation/testing_util.py, July 2025)
+and ``apps`` (testing_util.py of APPS and TACO).
 
-``livecodebench`` (lcb_runner/evaluation/testing_util.py, July 2025): a function's value must equal the
-expected one by Python's ``==``. ``apps`` (testing_util.py of APPS and TACO). The names of a set's preamble
-are in force, so that a program that never imports ``List`` or ``heapq`` runs, as it does there.
-
-This file needs the standard library alone, since it runs in other interpreters.
+Names of a set's preamble are defined, so a program that never imports ``List`` or ``heapq`` runs, as it does
+there. This file needs the standard library alone, since it runs in other interpreters.
 """
 
 from __future__ import annotations
@@ -21,8 +19,7 @@ MODULES = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics",
     "itertools", "functools", "operator", "io", "sys", "json",
 )  # fmt: skip
-"""Modules that LiveCodeBench imports by name, after ``*`` imports of all of them and of ``builtins`` and
-``typing``."""
+"""Modules that LiveCodeBench imports by name, after ``*`` imports of ``STARRED``."""
 STARRED = (*MODULES, "builtins", "typing")
 RECURSION_LIMIT = 50_000
 LARGEST_INTEGER_TEXT = 50_000
@@ -58,8 +55,8 @@ for _name in (*STARRED, "fractions", "time"):  # before any program: it then onl
 
 
 def call(main: ModuleType, code: CodeType, function: str | None, rules: Rules) -> str | None:
-    """Run a program in the module ``main``, after its set's preamble; return None, or the JSON of what
-    ``function``, one of its own or of its ``class Solution``, returns on the arguments in stdin."""
+    """Run a program in the module ``main`` after its set's preamble. Return None, or the JSON of what
+    ``function``, its own or its ``class Solution``'s, returns on the arguments in stdin."""
     exec(compile(PREAMBLES[rules], "preamble", "exec", dont_inherit=True), main.__dict__)
     main.__name__ = "__main__" if function is None else "solution"  # whose ``__main__`` part is not run
     exec(code, main.__dict__)
@@ -70,8 +67,8 @@ def call(main: ModuleType, code: CodeType, function: str | None, rules: Rules) -
 
 
 def arguments(rules: Rules, lines: str) -> list[Any]:
-    """Return the arguments of a function, one JSON value a line. JSON's keys are texts: APPS makes integers
-    of those of a first argument that is an object, if it can."""
+    """Return a function's arguments, one JSON value a line. JSON's keys are texts: as APPS does, make
+    integers of the keys of a first argument that is an object, if possible."""
     values = [json.loads(line) for line in lines.split("\n") if line.strip()]
     if rules == "apps" and values and isinstance(values[0], dict):
         with contextlib.suppress(ValueError):
@@ -82,9 +79,9 @@ def arguments(rules: Rules, lines: str) -> list[Any]:
 def encode(rules: Rules, value: Any) -> str:
     """Return JSON of a function's result: tuples are lists, NumPy's scalars are numbers.
 
-    By LiveCodeBench's rules it equals the expected value's exactly if ``value`` equals it by Python's ``==``
-    (a tuple counts as a list): a value that equals no JSON value (a tuple inside a list, a key that is not
-    text) gives text that is not JSON.
+    By LiveCodeBench's rules the JSON equals the expected value's only if ``value`` equals it by Python's
+    ``==`` (a tuple counts as a list). A value that equals no JSON value (a tuple inside a list, a key that is
+    not text) gives text that is not JSON.
     """
     if rules != "livecodebench":
         return json.dumps(value, default=number_like)
@@ -95,8 +92,7 @@ def encode(rules: Rules, value: Any) -> str:
 
 
 def number_like(value: Any) -> int | float:
-    """Return the plain number that equals a NumPy scalar, Decimal or Fraction. Raises TypeError if there is
-    none."""
+    """Return the plain number equal to a NumPy scalar, Decimal or Fraction. Raises TypeError for others."""
     for kind in (int, lambda scalar: float(str(scalar)), float):  # 0.3 of a float32, not 0.30000001192
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             if (number := kind(value)) == value:

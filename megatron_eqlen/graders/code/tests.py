@@ -1,8 +1,7 @@
 r"""The tests of a code problem, as ``Prompt.gold`` holds them, and the comparison of outputs.
 
-``{"inputs": [...], "outputs": [...], "function": name or absent, ...}``. Without ``function`` a test is the
-text of stdin and the expected text of stdout; with it an input is the list of arguments and an output the
-value::
+Without ``function`` a test is the text of stdin and the expected text of stdout; with it, a list of arguments
+and the expected value::
 
     {"inputs": ["2 3\n"], "outputs": ["5\n"]}
     {"inputs": [[2, 3]], "outputs": [5], "function": "add"}
@@ -22,8 +21,7 @@ from typing import Any, get_args
 from megatron_eqlen.graders.code.rules import Rules
 
 VERSION = 4
-"""Version of the checks that tests and their problems must pass; raised with every new check, so that
-prepared files are checked again."""
+"""Version of the checks of tests and problems. A new check raises it: prepared files are checked again."""
 LARGEST_TIME_LIMIT = 3600.0
 """Longest time limit in seconds."""
 LARGEST_MEMORY = 1 << 20
@@ -105,8 +103,7 @@ class CodeTests:
 
     @classmethod
     def from_fields(cls, fields: Any) -> CodeTests:
-        """Return the tests in an object that ``to_json`` writes. Raises ValueError if it does not hold
-        tests."""
+        """Return the tests in an object that ``to_json`` writes. Raises ValueError if it holds none."""
         if not isinstance(fields, dict):
             raise ValueError(f"expected an object of tests, found {type(fields).__name__}")
         names = cls.__dataclass_fields__
@@ -125,8 +122,7 @@ class CodeTests:
         return given if self.function is None else "\n".join(json.dumps(argument) for argument in given)
 
     def is_right(self, number: int, stdout: str, result: str | None) -> bool:
-        """Return True if the program passes the test with what it printed, or its function returned (as JSON;
-        None: nothing)."""
+        """Return True if printed text, or the function's result (JSON or None), passes the test."""
         expected = self.outputs[number]
         if self.function is None:
             return same_output(stdout, expected, self.rules == "apps")
@@ -142,11 +138,8 @@ ABSOLUTE, RELATIVE = Decimal("1e-8"), Decimal("1e-5")
 
 def same_output(printed: str, expected: str, close: bool = False) -> bool:
     """Compare outputs by LiveCodeBench's rule: as many lines, each equal as text, or token by token as
-    decimal numbers; ``close``: as ``numpy.allclose`` has it, which APPS's own checker takes.
-
-    So 3.0 equals 3, but 0.3000001 is not 0.3 and ``Yes`` is not ``YES``; white space around a line is
-    ignored.
-    """
+    decimal numbers; with ``close`` as ``numpy.allclose``, like APPS's checker. So 3.0 equals 3, but 0.3000001
+    is not 0.3 and ``Yes`` is not ``YES``. White space around a line is ignored."""
     printed, expected = printed.strip(), expected.strip()
     return printed.count("\n") == expected.count("\n") and all(
         line == want or _same_numbers(line, want, close)
@@ -173,8 +166,7 @@ def _same_numbers(line: str, want: str, close: bool) -> bool:
 
 
 def _is_json_of(text: str, value: Any) -> bool:
-    """Return True if ``text`` is the JSON of ``value``. It is parsed only if it has as many parts, so never
-    as a larger value."""
+    """Return True if ``text`` is the JSON of ``value``. A text with other numbers of parts is not parsed."""
     wanted = json.dumps(value)
     if any(text.count(mark) != wanted.count(mark) for mark in "[{,"):
         return False

@@ -1,8 +1,8 @@
 r"""One spelling for answers that mean the same: ``10\,\text{ cm}`` ──normalize──► ``10\unit{cm}``.
 
-The normal form is LaTeX without what does not change a value: spaces, sizes, colours, fonts, delimiters.
-Words are ``\text{lowercase}``, a unit stands last as ``\unit{name}``, a list's ``and`` is a comma. What is
-struck out or invisible is gone. Each rule is one line of a table; a table's rules apply in order.
+The normal form is LaTeX without what does not change a value: spaces, sizes, colours, fonts, delimiters, and
+what is struck out or invisible. Words are ``\text{lowercase}``, a unit stands last as ``\unit{name}``, a
+list's ``and`` is a comma. The rules of a table apply in order.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ def _ascii(sign: str) -> str:
 
 
 def _repeating(whole: str, start: str, block: str) -> str:
-    """Return a repeating decimal as the fraction it is."""
+    """Return a repeating decimal as a fraction."""
     nines = 10 ** len(start) * (10 ** len(block) - 1)
     tail = int(start + block) - int(start or "0") + int(whole or "0") * nines
     common = gcd(tail, nines)
@@ -294,7 +294,7 @@ def _between_digits(match: re.Match[str]) -> bool:
 
 
 def _connect(match: re.Match[str], text: str) -> str:
-    """Return the separator of a list, a comma; between inequalities ``and`` and ``or`` differ."""
+    """Return a comma, as a list has it; between inequalities return ``and`` or ``or``."""
     word = match[1] or match[2]
     return {"or": r"\lor ", "and": r"\land "}[word] if word and _INEQUALITY.search(text) else ", "
 
@@ -332,8 +332,7 @@ def _split_units(text: str) -> tuple[str, str]:
 
 
 def _split_unit(text: str) -> tuple[str, str]:
-    """Return the value and the name of the unit that stands after it (or of the currency before it), "" for
-    none."""
+    """Return the value and the name of the unit after it or the currency before it, "" for none."""
     text = _BASE_WORD.sub(lambda match: f"_{{{_BASE_NAMES[match[1]]}}}", text).strip()
     if (match := _MODULUS.fullmatch(text)) and is_numeric(match[1]):
         return _INTEGER.sub(lambda value: str(int(value[0]) % int(match[2])), match[1]), f"mod{match[2]}"

@@ -23,10 +23,10 @@ _ANGLE = re.compile(r"\d*\\pi\s*(/\s*\d+(?!\s*\\?[A-Za-z({]))?")
 def delimit(text: str) -> str:
     r"""Put braces around the arguments of ``\frac``, ``\binom``, ``\sqrt``, parentheses around a function's.
 
-    ``\frac\pi2\ln2x/3`` becomes ``\frac{\pi}{2}\ln(2x)/3``. The argument of a function without parentheses is
-    the product of the factors after it that stand side by side. It ends before ``/``, ``\cdot``, a sign,
-    another function, ``e^``, or ``(`` after a letter. Only an angle keeps its denominator: ``\sin\pi/4`` is
-    sin(pi/4), as nobody divides sin(pi), which is 0.
+    ``\frac\pi2\ln2x/3`` becomes ``\frac{\pi}{2}\ln(2x)/3``. A function without parentheses takes the product
+    of the factors side by side after it. It ends before ``/``, ``\cdot``, a sign, another function, ``e^``,
+    or ``(`` after a letter. Only an angle keeps its denominator: ``\sin\pi/4`` is sin(pi/4), as sin(pi)/4 is
+    0.
     """
     try:
         return _delimit(text) if "\\" in text else text
@@ -66,8 +66,7 @@ def _macro(token: str, text: str, at: int) -> tuple[str, int]:
 
 
 def _argument(text: str, at: int) -> tuple[str, int]:
-    """Return TeX's next argument without its braces (a group, a command with its arguments, or one
-    character), and its end."""
+    """Return TeX's next argument (group, command with arguments or character) without braces, and its end."""
     at = _skip(text, at)
     if text[at : at + 1] == "{" and (end := _closing(text, at)):
         return _delimit(text[at + 1 : end - 1]), end

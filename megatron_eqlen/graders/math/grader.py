@@ -3,9 +3,8 @@
     response ──extract──► answer ──normalise──► text with unit ──match──► two texts ──compare──► verdict
                 here                answer.py                   match.py                worker.py
 
-Short answers are normalised and matched in this process, long ones in a worker.
-
-Normal forms that differ as texts are read as mathematics. The paper says "exact answer matching".
+Short answers are normalised and matched in this process, long ones in a worker. Normal forms that differ as
+texts are read as mathematics. The paper says "exact answer matching".
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ LONGEST_TAIL = 32_768
 LONGEST_ANSWER = 2_000
 """Most characters of an answer; a longer one counts as unparseable."""
 LONGEST_HERE = 100
-"""Most characters of an answer or gold that this process brings into normal form (0.4 ms); a longer one is
-left to a worker (2,000 characters: up to 43 ms)."""
+"""Most characters that this process brings into normal form (0.4 ms); a worker does 2,000 in up to 43 ms."""
 MEMO_SIZE = 100_000
 WORKER_MODULE = "megatron_eqlen.graders.math.worker"
 
@@ -43,10 +41,8 @@ _PLAIN_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d+)?|\\frac\{[+-]?\d+\}\{[1-9]\d*\
 
 
 class MathGrader(PoolGrader):
-    """Grades responses in killable worker processes; the same (gold, answer) is verified once.
-
-    Verdicts: correct, wrong, no_answer, unparseable, timeout. ``timeout``: seconds an answer may take.
-    """
+    """Grades responses in killable worker processes; the same (gold, answer) is verified once. Verdicts:
+    correct, wrong, no_answer, unparseable, timeout. ``timeout``: seconds an answer may take."""
 
     name = f"either-{RULES_VERSION}+math_verify-{LIBRARY}"
 
@@ -72,10 +68,8 @@ class MathGrader(PoolGrader):
         self._memo.clear()  # what was cancelled is asked again
 
     def check_golds(self, golds: Sequence[str]) -> list[str | None]:
-        """Return for each gold None if it can be graded against, or the reason why not.
-
-        A gold must parse and equal itself; else every right answer would silently get 0.
-        """
+        """Return for each gold None, or the reason why nothing can be graded against it: a gold must parse
+        and equal itself, else every right answer would silently get 0."""
         unfit = {gold: len(gold) > LONGEST_ANSWER or _CODE.match(gold) for gold in golds}
         reasons = {gold: "unparseable_gold" if is_unfit else None for gold, is_unfit in unfit.items()}
         wanted = [gold for gold, reason in reasons.items() if not (reason or _PLAIN_NUMBER.fullmatch(gold))]
@@ -142,9 +136,8 @@ _SEPARATOR = re.compile(r"(?:[\s$,;&{}]|\\(?:q?quad|text|[,;()\[\]])|and\b|or\b|
 def extract_answer(text: str) -> str | None:
     r"""Return the content of the last balanced, non-empty box after the last ``</think>``; None without one.
 
-    Boxes are ``\boxed``, ``\fbox`` and ``\framebox``, with braces or without. A box in a box belongs to the
-    outer one. Boxes with nothing between them but ``,``, ``and``, ``or`` are one answer, a list: of two
-    answers side by side neither is chosen.
+    Boxes are ``\boxed``, ``\fbox`` and ``\framebox``, with braces or without. Of nested boxes the outermost
+    counts. Boxes with nothing between them but ``,``, ``and`` or ``or`` are one answer, a list.
     """
     tail = answer_section(text, LONGEST_TAIL)
     boxes = [box for box in _boxes(tail) if box[1].strip()]

@@ -25,9 +25,8 @@ _CHOSEN = re.compile(r"\(?([A-E])\)(.+)")
 
 
 def compare_texts(gold: str, answer: str, parse: bool = False) -> str | tuple[str, str]:
-    """Return the verdict on two answers as they were written; where only mathematics can tell, the two normal
-    forms to compare. ``parse``: equal texts are to be compared, too. Takes a time that grows with the square
-    of their lengths."""
+    """Return the verdict on two answers as they were written, or their normal forms if only mathematics can
+    tell. ``parse``: do so for equal texts, too. Time grows with the square of the lengths."""
     if not normalize(answer):
         return "no_answer"
     names = [match[1] for text in (gold, answer) if (match := _BOUND.search(text))]
@@ -46,8 +45,8 @@ def compare_texts(gold: str, answer: str, parse: bool = False) -> str | tuple[st
 def match_units(gold: str, answer: str) -> tuple[str, str] | None:
     r"""Return two normal forms without their units; None if the units differ.
 
-    A unit that only one side names is taken for the other's: the question may have asked for it. ``5 m``
-    without ``\text`` is a product of a variable unless the other side makes it a length.
+    A unit that only one side names is taken for the other's, too: the question may have asked for it. ``5 m``
+    without ``\text`` is a product unless the other side is a number or has a unit.
     """
     gold_value, gold_unit = _parts(gold)
     value, unit = _parts(answer)
@@ -74,8 +73,7 @@ def _decimal_commas(gold: str, answer: str) -> tuple[str, str]:
 
 
 def _as_asked(gold: str, answer: str) -> tuple[str, str]:
-    """Return the two texts, ``answer`` in the gold's form if the gold is a choice, a word, a ratio or a time
-    of day."""
+    """Return both texts, ``answer`` in the gold's form if that is a choice, word, ratio or time of day."""
     if len(gold) == 1 and gold.isupper() and (choice := _CHOICE.match(answer)):
         return gold, choice[1]
     if _CHOICES.fullmatch(answer) and _CHOICES.fullmatch(gold):

@@ -62,12 +62,8 @@ def has_decimals(*values: Any) -> bool:
 
 
 def surely_different(gold: Any, answer: Any) -> bool:
-    """Return True if both are expressions that differ at one point of their symbols: no simplification can
-    make them equal.
-
-    Most wrong answers are found here, at a tenth of the cost of SymPy's ``simplify``, and those that differ
-    by less than math-verify looks at. False means: not known.
-    """
+    """Return True if both are expressions that differ at one point of their symbols; False: not known. Most
+    wrong answers end here, at a tenth of the cost of ``simplify``, and those too close for math-verify."""
     if not (isinstance(gold, Expr) and isinstance(answer, Expr)):
         return False
     if gold.is_Symbol or answer.is_Symbol:
@@ -88,8 +84,8 @@ def _point(symbols: list[Any], number: int) -> dict[Any, Any]:
 
 
 def _differ(gold: Expr, answer: Expr, point: dict[Any, Any], real: bool) -> bool:
-    """Return True if two expressions have different numbers at ``point``; with ``real``, if both are real: of
-    ``\\ln(1+x)-\\ln(1-x)``, for example, other points show only another branch."""
+    """Return True if two expressions have different numbers at ``point``; with ``real``, only if both are
+    real: elsewhere ``\\ln(1+x)-\\ln(1-x)`` shows another branch."""
     here, there = number_of(gold, point), number_of(answer, point)
     if here is None or there is None or (real and (here.imag or there.imag)):
         return False
@@ -105,8 +101,7 @@ def _differ(gold: Expr, answer: Expr, point: dict[Any, Any], real: bool) -> bool
 
 
 def is_statement(equation: Any) -> bool:
-    """Return True if an equation has no solutions to compare: it is true, or false, for all values of its
-    symbols, or about matrices."""
+    """Return True if an equation has no solutions to compare: always true or false, or about matrices."""
     sides: tuple[Any, ...] = equation.args if isinstance(equation, Eq) else ()
     if not sides or any(side.is_Matrix for side in sides):
         return bool(sides) or isinstance(equation, BooleanAtom)
@@ -117,8 +112,8 @@ def is_statement(equation: Any) -> bool:
 
 
 def same_without_solutions(gold: Any, answer: Any) -> bool:
-    """Return True if one ``Eq`` is a multiple of the other, or has a real solution: math-verify compares
-    solutions, and takes all equations without one for equal."""
+    """Return True if one ``Eq`` is a multiple of the other, or has a real solution. math-verify compares
+    solutions, so it takes all equations without one for equal."""
     try:
         ratio = simplify((gold.lhs - gold.rhs) / (answer.lhs - answer.rhs))
         is_multiple = ratio.is_number and ratio.is_finite and ratio != 0

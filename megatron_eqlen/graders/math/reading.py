@@ -15,8 +15,7 @@ from sympy import Function, I, Set, Symbol, Union, zeta
 CLEAN_UP = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none"
 )
-"""Clean-up by the library, without units: it reads the variable in ``2m`` as metres, so we handle units
-ourselves."""
+"""The library's clean-up, without units: it reads the variable in ``2m`` as metres."""
 READING = ConversionConfig(interpret_as_mixed_fractions=False, lowercase_symbols=False)
 """Mixed numbers were already written as sums."""
 _HYPERBOLIC = {"coth": "tanh", "sech": "cosh", "csch": "sinh"}
@@ -39,8 +38,8 @@ _REWRITES = (
     (r"(?:[A-Za-z]|\d+)'+(?!\()|\\d?dot\{[A-Za-z]\}", lambda m: _symbol(m[0])),
     (r"(?<=\d)(?=\(|\\(?:binom|frac))", r"\\cdot "),
 )
-"""Spellings that the library would misread: ``3!!`` as (3!)!, ``\\gcd(m,n)`` as 1, ``\\gamma+1`` as
-gamma(1), ``2(3)`` as 5, and derivatives of unknown functions as 0 or without their primes."""
+"""Spellings that the library misreads: ``3!!`` as (3!)!, ``\\gcd(m,n)`` as 1, ``\\gamma+1`` as gamma(1),
+``2(3)`` as 5, and derivatives of unknown functions as 0 or without their primes."""
 _TWO_NUMBERS = re.compile(r"\d \d")
 
 

@@ -1,4 +1,4 @@
-"""Which words after a number are its unit, and which change its value.
+"""Tell which words after a number are its unit, and which change its value.
 
 ``10 apples`` is 10 of something; ``10 million``, ``10 or 11``, ``10 halves`` are not. Any word of any script
 may be a unit but those in NOT_UNITS, which holds English and the commonest words of other languages.
@@ -42,16 +42,14 @@ ni o e u bin milyon ribu juta nghìn triệu हज़ार हजार ला
 מיליון או พัน หมื่น แสน ล้าน หรือ
 """
 NOT_UNITS = frozenset(re.sub(r"[^\w\s]", "", _OTHER_WORDS).split())
-"""Words after a number that are no unit of it, without the signs that are no letters."""
+"""Words after a number that are no unit, without signs that are no letters."""
 _CJK_NOT_UNITS = re.compile("[万萬億亿千百十兆만억조천백半或和與与至到不非以上下余餘多倍分]")
 _POWERS = {"sq": 2, "square": 2, "cubic": 3, "cu": 3}
 
 
 def unit_name(words: str, power: str = "", bare: bool = False) -> str | None:
-    r"""One name for the unit that ``words`` spell (``sq. km`` is ``km^2``), None if they are no unit.
-
-    ``bare``: they stood in mathematics, not in ``\text{}``, where short words may be products of variables.
-    """
+    r"""Return one name for the unit that ``words`` spell (``sq. km`` is ``km^2``), None if they spell none.
+    ``bare``: they stood in mathematics, not in ``\text{}``; short words may be variables there."""
     tokens = re.findall(r"[^\W\d_]+|/", words.lower().replace(".", ""))
     if not tokens or any(token in NOT_UNITS for token in tokens) or _CJK_NOT_UNITS.search(words):
         return None
@@ -72,7 +70,7 @@ def unit_name(words: str, power: str = "", bare: bool = False) -> str | None:
 
 
 def is_known(unit: str) -> bool:
-    """Is it one of UNITS, whatever its power, alone or as a quotient?"""
+    """Return True for one of UNITS, whatever its power, alone or as a quotient."""
     return all(part in UNITS.values() for part in unit.partition("^")[0].split("/"))
 
 

@@ -1,10 +1,10 @@
-r"""Runs inside a math grader's worker: compares two answers. It has no time limit of its own.
+r"""Compares two answers inside a math grader's worker. It has no time limit of its own.
 
     lists and tuples: member by member ──► claims ``x = 6 \cdot 7 = 42``: true, then the last term
     ──► values: math-verify reads and compares
 
-The structure of an answer is taken from its text, because math-verify reads ``(3,1)`` as a set and
-``41=42`` as 42. Values are compared exactly; only a decimal is compared as math-verify does, to six places.
+An answer's structure is taken from its text, because math-verify reads ``(3,1)`` as a set and ``41=42`` as
+42. Values are compared exactly; only a decimal is compared as math-verify does, to six places.
 """
 
 from __future__ import annotations
@@ -89,10 +89,8 @@ def split(text: str, separator: str) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def members(text: str) -> tuple[str, list[str]]:
-    r"""Return the brackets around a list, ``()`` or ``\{\}`` for example, and its members.
-
-    For a list without brackets, and for a single value (a list of one), the brackets are "".
-    """
+    r"""Return the brackets around a list, ``()`` or ``\{\}`` for example, and its members. Without brackets,
+    and for a single value (a list of one), the brackets are ""."""
     group = _GROUP.fullmatch(text)
     if group and _is_balanced(group[2]):
         inside = split(group[2], ",")
@@ -113,7 +111,7 @@ def _is_balanced(text: str) -> bool:
 
 
 def _signs(text: str) -> list[str]:
-    r"""Both values of ``1 \pm 2``, all of ``(\pm 1, \pm 2)``."""
+    r"""Return both values of ``1 \pm 2``, all of ``(\pm 1, \pm 2)``."""
     group = _GROUP.fullmatch(text)
     if group and group[1] == "(" and r"\pm" in text and len(inside := split(group[2], ",")) > 1:
         return [f"({','.join(values)})" for values in product(*map(_signs, inside))]
@@ -146,12 +144,9 @@ def equal(gold: str, answer: str, is_complex: bool = False) -> bool:
 
 
 def _without_names(gold: str, answer: str) -> tuple[str, str] | tuple[()] | None:
-    r"""Write lists of named values as tuples: ``x=1,y=2`` as ``(1,2)``.
-
-    The values stand in the alphabetical order of their names; a gold's in its own order where the answer is a
-    list without names and brackets. Return None if neither side names several values, () if they name
-    different ones.
-    """
+    r"""Write lists of named values as tuples: ``x=1,y=2`` as ``(1,2)``, in the alphabetical order of the
+    names; in the gold's order where the answer is a list without names and brackets. Return None if neither
+    side names several values, () if they name different ones."""
     wanted, given = _assignments(gold), _assignments(answer)
     if wanted is None and given is None:
         return None
@@ -172,8 +167,7 @@ def _without_names(gold: str, answer: str) -> tuple[str, str] | tuple[()] | None
 
 
 def _assignments(text: str) -> tuple[list[str], list[str]] | None:
-    r"""Return the names and values of ``x=1,y=2``, of ``(x,y)=(1,2)`` and of several such; None of anything
-    else."""
+    r"""Return names and values of ``x=1,y=2``, ``(x,y)=(1,2)`` and several such; None for anything else."""
     sides = [split(part, _EQUALS) for part in split(text, ",")]
     if len(sides) == 1 and len(sides[0]) == 2:
         (left, names), (right, values) = map(members, sides[0])
@@ -231,8 +225,8 @@ def _same_members(wanted: list[str], given: list[str], is_complex: bool) -> bool
 
 
 def _equal_equations(gold: str, answer: str, is_complex: bool) -> bool:
-    """Compare with a gold that is an equation: the answer is another form of it, the value that it gives a
-    name, or the same chain term by term."""
+    """Compare with a gold that is an equation: the answer is another form of it, the value that it names, or
+    the same chain term by term."""
     wanted, given = split(gold, _EQUALS), split(answer, _EQUALS)
     if len(given) == 1:
         values = [wanted[-1]] * bool(_NAME.fullmatch(wanted[0])) + [wanted[0]] * bool(
@@ -272,8 +266,7 @@ def _under_name(name: str, other: str, value: str, wanted: str) -> str | None:
 
 
 def _conclusions(answer: str, gold: str, is_complex: bool) -> list[str]:
-    """Return the values as which an answer may be read: of a chain of equations the last, if no link is
-    false."""
+    """Return the values an answer may stand for: the last of a chain of equations, if no link is false."""
     exact, *roundings = split(answer, _APPROXIMATELY)
     terms = split(exact, _EQUALS)
     if len(terms) + len(roundings) == 1:
@@ -343,12 +336,9 @@ def _exact(value: Any) -> Any:
 
 
 def compare(item: dict[str, Any]) -> dict[str, Any]:
-    r"""Compare gold and answer. ``correct``: the answer equals the gold; ``parsed``: the answer is
-    mathematics, not only text. With ``parse``, both are as they were written, and their texts may decide:
-    ``verdict``.
-
-    A ``\log`` without base is natural or decimal: the answer is right if it is under one of the two readings.
-    """
+    r"""Compare gold and answer. ``correct``: the answer equals the gold; ``parsed``: it is mathematics, not
+    only text. With ``parse``, both are as they were written, and their texts may decide: ``verdict``. A
+    ``\log`` without base is natural or decimal: an answer that is right under either reading is correct."""
     if "parse" in item:
         compared = compare_texts(**item)
         if isinstance(compared, str):
@@ -384,8 +374,7 @@ def is_readable(text: str, is_complex: bool) -> bool:
 
 
 def is_name(text: str) -> bool:
-    r"""Return True if the text names an object that is no number, ``\mathbb{Z}/2\mathbb{Z}``; names are
-    compared as texts."""
+    r"""Return True if the text names an object that is no number, ``\mathbb{Z}/2\mathbb{Z}`` for example."""
     return bool(_OBJECT.search(text)) and _is_balanced(text)
 
 

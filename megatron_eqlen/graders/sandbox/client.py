@@ -1,14 +1,14 @@
-"""Running a program in isolation: a zygote that forks a locked-down process for each run.
+"""Runs a program in isolation: a zygote forks a locked-down process for each run.
 
     worker (knows the tests) ──descriptors──► zygote (knows nothing) ──fork──► program
 
-The zygote starts before any test arrives, in the programs' interpreter (``probe.find_python``), and never
-reads a program, an input or an output: they travel as descriptors of memory files. So a program finds no
-expected output in its memory, and nothing of the programs before it. Ending a run kills its whole process
-group and everything it left behind.
+The zygote starts before any test arrives, in the programs' interpreter (``probe.find_python``). Programs,
+inputs and outputs travel as descriptors of memory files, which it never reads, so a program finds no expected
+output and no other program in its memory. When a run ends, its process group and all it left behind are
+killed.
 
-A program computes: it has no process, socket or file of its own (``program.py``). A command has processes and
-one writable folder (``command.py``).
+A program has no process, socket or file of its own (``program.py``); a command has processes and one writable
+folder (``command.py``).
 """
 
 from __future__ import annotations
@@ -73,11 +73,10 @@ class Command:
     readable: Sequence[str] = ()
     """Absolute paths of this machine that the command sees too, read-only, beside ``command.SYSTEM``."""
     container: Sequence[str] = ()
-    """Start of a command that runs ``arguments`` in a container, with ``{folder}`` for the folder's path on
-    this machine. The container then isolates; the sandbox limits time, output and the folder's size."""
+    """Start of a command that runs ``arguments`` in a container; ``{folder}`` is the folder's path on this
+    machine. The container then isolates; the sandbox limits time, output and the folder's size."""
     root: bool = False
-    """The folder is the root of what the command sees, beside the machine's own places, in place of
-    ``/work``."""
+    """The folder is the root that the command sees, beside the machine's places, instead of ``/work``."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +103,7 @@ class CommandEnd:
 
 
 class Sandbox:
-    """Runs programs one at a time, in the interpreter at ``python`` (None: in forks of this process, with its
-    imports). To be closed."""
+    """Runs programs one at a time, in the interpreter ``python``, or (None) in forks of this process."""
 
     def __init__(self, isolation: Isolation, python: str | None = None) -> None:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -133,10 +131,8 @@ class Sandbox:
     def run(
         self, source: str, stdin: str, limits: Limits, function: str | None = None, rules: Rules = "plain"
     ) -> Execution:
-        """Run ``source`` with ``stdin``; or call its ``function`` with one JSON argument a line of ``stdin``.
-
-        Raises SandboxError if the sandbox itself failed.
-        """
+        """Run ``source`` with ``stdin``, or call its ``function`` with one JSON argument a line of ``stdin``.
+        Raises SandboxError if the sandbox itself failed."""
         with contextlib.ExitStack() as stack:
             files = [_memory_file(stack, text) for text in (stdin, "", "", source, "")]
             token = secrets.token_hex(16)
@@ -147,11 +143,8 @@ class Sandbox:
             return _interpret(ending, os.pread(stdout, limits.output_bytes, 0), kind, told, limits, function)
 
     def command(self, command: Command, folder: bytes, limits: CommandLimits) -> CommandEnd:
-        """Run a command in ``/work``, which holds the files of ``folder`` (see ``pack_folder``).
-
-        Raises SandboxError if the sandbox itself failed, or this machine cannot isolate commands; ValueError
-        for a path that is not there.
-        """
+        """Run a command in ``/work``, which holds the files of ``folder`` (see ``pack_folder``). Raises
+        SandboxError if the sandbox failed or cannot isolate commands here, ValueError for a missing path."""
         check_readable(command.readable, command.root)
         began = time.monotonic()
         with contextlib.ExitStack() as stack:
@@ -195,10 +188,8 @@ def check_readable(paths: Sequence[str], root: bool) -> None:
 
 
 def _record(report: bytes, token: str) -> tuple[str, str]:
-    """Return kind and text of the report behind ``token``; empty texts if it starts otherwise.
-
-    No text is parsed here: a program may forge one of any size and shape.
-    """
+    """Return kind and text of the report behind ``token``; empty texts if it starts otherwise. The text is
+    not parsed: a program may forge one of any size and shape."""
     start = token.encode() + b" "
     told = report.removeprefix(start).decode(errors="replace") if report.startswith(start) else ""
     kind, _, text = told.partition("\n")
@@ -209,7 +200,7 @@ def _interpret(
     ending: dict, stdout: bytes, kind: str, told: str, limits: Limits, function: str | None
 ) -> Execution:
     """Return how the program ended. ``ending``: exit, cpu and wall seconds, timed_out, crowded; ``kind`` and
-    ``told``: the program's own report."""
+    ``told``: its own report."""
     text = stdout.decode(errors="replace")
     seconds, code = ending["wall"], ending["exit"]
     over = ending["cpu"] > limits.cpu_seconds
@@ -280,8 +271,7 @@ class SandboxPool:
         weakref.finalize(self, lambda started: [sandbox.close() for sandbox in started], self.started)
 
     def run[R](self, work: Callable[[Sandbox], R]) -> R:
-        """Return the result of ``work`` in a sandbox that waits, or in a new one. Work whose sandbox was
-        killed runs again. Raises SandboxError."""
+        """Return ``work``'s result in a sandbox; repeat it if the sandbox was killed. Raises SandboxError."""
         new = 0
         while True:
             try:

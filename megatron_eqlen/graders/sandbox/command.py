@@ -1,11 +1,11 @@
-"""Runs inside a fork of the zygote: a command with processes of its own and one writable folder.
+"""Runs a command in a fork of the zygote, with processes of its own and one writable folder.
 
     zygote ──fork──► namespaces ──fork──► process 1: unpack, watch, kill, pack ──fork──► command
 
 A folder is a tar archive. It is unpacked into a file system in memory, whose size and number of files the
 kernel limits; a few folders of the machine stand beside it, read-only. When the command ends, every process
-that it left is killed before the folder is packed again, so no process lives from one command to the next,
-and nothing on the machine ever follows a link or a name that a command made.
+that it left is killed before the folder is packed, so no process lives from one command to the next, and
+nothing on the machine ever follows a link or a name that a command made.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ def _execute(command: list[str], environment: Mapping[str, str], printing: int) 
 
 
 def _watch(command: int, printed: int, limits: CommandLimits, alone: bool) -> dict[str, Any]:
-    """Wait for the command's end or its limit; kill what is left. Return the report. ``alone``: this process
+    """Wait for the command's end or its limit; kill what is left; return the report. ``alone``: this process
     is the first of a namespace, and sees no others."""
     began = time.monotonic()
     process = os.pidfd_open(command)
@@ -361,8 +361,7 @@ def _memory_mb() -> float:
 
 
 def _read(source: int, kept: bytearray, most: int) -> int:
-    """Append what a pipe gives to ``kept``, of which the middle is dropped beyond ``most`` bytes. Return the
-    number of bytes read."""
+    """Append what a pipe gives to ``kept``; drop the middle beyond ``most`` bytes. Return the bytes read."""
     data = os.read(source, 1 << 16)
     kept += data
     del kept[most // 2 : max(0, len(kept) - most) + most // 2]
@@ -382,9 +381,9 @@ def unpack(file: BinaryIO, folder: str, owner: int) -> None:
 def pack(
     folder: str, file: BinaryIO, most_bytes: int, beside: Collection[str] = (), opens: bool = False
 ) -> int:
-    """Write the files below ``folder`` to an archive, in the order of their names, but for those that it has
-    ``beside`` them. Follow no link. Return the number of sockets and devices, which are left out. ``opens``:
-    give this user rights to what has none. Raises OSError, FolderError."""
+    """Write the files below ``folder`` to an archive, by name, but for those in it named ``beside``. Follow
+    no link. Return the number of sockets and devices, which are left out. ``opens``: give this user rights to
+    what has none. Raises OSError, FolderError."""
     left_out = size = 0
     with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for place, folders, names in os.walk(folder, onerror=_raise):

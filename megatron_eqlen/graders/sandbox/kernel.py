@@ -1,5 +1,5 @@
-"""System calls that Python has no function for: prctl, capabilities, and Landlock, which limits a process to
-reading below a few paths, with no access to any other file, port or socket. Linux only, as the sandbox is."""
+"""System calls that Python has no function for: prctl, capabilities, namespaces, mounts and Landlock
+(Linux)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ CAPBSET_DROP, SET_SECUREBITS, CAP_AMBIENT = 24, 28, 47
 CAP_AMBIENT_CLEAR_ALL = 4
 PERSONALITY, ADDR_NO_RANDOMIZE = 0xFFFFFFFF, 0x0040000
 SECUREBITS = 0x01 | 0x02 | 0x20 | 0x40 | 0x80
-"""Securebits, locked: root gains no capability by exec, and none survives a change of user or becomes
-ambient."""
+"""Locked securebits: root gains no capability by exec; none survives a change of user or becomes ambient."""
 CAPABILITY_VERSION = 0x20080522
 
 
@@ -41,7 +40,7 @@ def checked(result: int, what: str) -> int:
 
 @contextlib.contextmanager
 def fixed_addresses() -> Iterator[None]:
-    """Start programs from this thread without address randomization: equal programs then print equal
+    """Start programs from this thread without address randomization, so that equal programs print equal
     addresses. Where the kernel refuses (a container's filter of system calls), nothing changes."""
     before = libc.personality(PERSONALITY)
     libc.personality(before | ADDR_NO_RANDOMIZE)
@@ -112,15 +111,13 @@ CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 """System-call numbers, the same on every machine."""
 EXECUTE, READ_FILE, READ_DIR = 1 << 0, 1 << 2, 1 << 3
 FILE_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
-"""All file rights that the kernel knows, for each ABI version. All are taken away except where a rule allows
-one."""
+"""All file rights that the kernel knows, by ABI version. A process keeps only what a rule allows."""
 NETWORK_ABI, SCOPE_ABI = 4, 6
 BIND_AND_CONNECT, ABSTRACT_SOCKETS_AND_SIGNALS = 3, 3
 
 
 def restrict_files(readable: Sequence[str]) -> None:
-    """Allow this process only to read, and only below ``readable``. Raises OSError if the kernel has no
-    Landlock."""
+    """Let this process only read, and only below ``readable``. Raises OSError without Landlock."""
     abi = libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1)
     if abi <= 0:
         raise OSError("the kernel has no Landlock")

@@ -1,8 +1,8 @@
-"""Finds what this machine gives: an interpreter for programs, and isolation. A plain program and one that
-tries to escape run in sandboxes of every strength, the strongest first; then a command that tries to escape.
+"""Finds what this machine gives: an interpreter for programs, and isolation. Sandboxes of every strength, the
+strongest first, run a plain program and one that tries to escape; then a command tries.
 
-Programs run in another Python than the trainer's, whose recursion through C functions (``lru_cache``) ends at
-a depth of about 500 from 3.12 on, whatever ``setrecursionlimit`` says.
+Programs run in another Python than the trainer's: from 3.12 on, recursion through C functions (``lru_cache``)
+ends at a depth of about 500, whatever ``setrecursionlimit`` says.
 """
 
 from __future__ import annotations
@@ -26,11 +26,8 @@ WHO = "import sys; print(sys.implementation.name, '%d.%d.%d' % sys.version_info[
 
 @lru_cache(maxsize=16)
 def find_python(wanted: str) -> str:
-    """Return the path of the interpreter ``wanted``, a version or a path.
-
-    A version is looked for in the environment that ``tools/setup programs`` makes, then on the PATH. Raises
-    ValueError if there is none.
-    """
+    """Return the path of the interpreter ``wanted``, a version or a path. A version is looked for in the
+    environment that ``tools/setup programs`` makes, then on the PATH. Raises ValueError if there is none."""
     named = os.sep in wanted
     name = "python" + ".".join(wanted.split(".")[:2])
     folders = [f"{sys.prefix}/programs/bin", *os.get_exec_path()]
@@ -70,8 +67,7 @@ for folder in sys.prefix, sys.base_prefix, os.path.dirname(os.__file__):
     os.listdir(folder)
 print(sum(map(int, input().split())))
 """
-"""A program that reads Python's folders, so that every module can be imported, also ones not yet in
-memory."""
+"""A program that reads Python's folders, so that it fails if a module could not be imported."""
 ESCAPES = """\
 import os, socket
 attempts = {
@@ -138,8 +134,7 @@ def required_isolation(mode: Literal["strict", "best_effort"], python: str) -> I
 
 @lru_cache(maxsize=4)
 def offered_isolation(python: str) -> Isolation:
-    """Return the strongest isolation that works on this machine, tried with real programs of the interpreter
-    ``python``. It may be less than strict."""
+    """Return the strongest isolation that works on this machine, tried with programs of ``python``."""
     users = (True, False) if os.geteuid() == 0 else (False,)
     layers = ((True, True), (False, True), (True, False), (False, False))
     for isolation in (Isolation(*layer, user) for layer in layers for user in users):

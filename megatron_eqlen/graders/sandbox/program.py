@@ -2,9 +2,8 @@
 
     zygote ──fork──► enter() ──► limits, uid, Landlock, seccomp ──► run() ──► report descriptor
 
-The report is written by the process that runs the program, so the program may forge it. It is therefore
-trusted only as an answer: what the program printed or returned is compared elsewhere, with expected outputs
-that this process never saw.
+The program may forge the report, which its own process writes. It is trusted only as an answer: what was
+printed or returned is compared elsewhere, with expected outputs that this process never saw.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ from megatron_eqlen.graders.sandbox.kernel import (
 from megatron_eqlen.graders.sandbox.seccomp import build_filter, machine_calls, restrict_system_calls
 
 SOURCE, REPORT, NULL = 3, 4, 5
-"""File descriptors of the program's text, of the report and of /dev/null; 0, 1 and 2 are stdin, stdout and
-stderr."""
+"""File descriptors of the program's text, the report and /dev/null."""
 DEVICES = {b"/dev/null": NULL, b"/dev/stdout": 1, b"/dev/stderr": 2}
 NOBODY = 65534
 """The user id of programs and commands where the sandbox runs as root."""
@@ -135,9 +133,7 @@ def become(user: int) -> None:
 
 
 def run(function: str | None, rules: Rules, token: str) -> NoReturn:
-    """Run the program at SOURCE as ``__main__``; or load it and call ``function`` on stdin's arguments.
-    Exits.
-    """
+    """Run the program at SOURCE as ``__main__``, or call its ``function`` on stdin's arguments; then exit."""
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = main
@@ -158,8 +154,7 @@ def run(function: str | None, rules: Rules, token: str) -> NoReturn:
 
 
 def _allow_devices() -> None:
-    """Let Python open /dev/null, stdout and stderr for writing: the system-call filter sees flags but no
-    path, so it refuses."""
+    """Let Python open /dev/null, stdout and stderr for writing, which the filter, blind to paths, refuses."""
     open_file, open_descriptor, dup = io.open, os.open, os.dup
 
     def open_with_devices(file: Any, *arguments: Any, **options: Any) -> Any:

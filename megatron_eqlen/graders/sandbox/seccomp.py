@@ -1,9 +1,9 @@
-"""System-call filters, as classic BPF: an allowlist for model-written Python programs, and a list of what
-commands in namespaces of their own may not call.
+"""System-call filters, as classic BPF: an allowlist for programs, and a list of what commands may not call.
 
-What CPython and NumPy need to compute, read files and write to open descriptors is allowed; everything else
-fails with EPERM: no sockets, no processes, no file made, changed or removed, and no signal to others, neither
-sent nor ordered from the kernel (a descriptor's or a timer's owner, a parent's death, a poisoned page).
+Programs may do what CPython and NumPy need to compute, read files and write to open descriptors; everything
+else fails with EPERM: no sockets, no processes, no file made, changed or removed, and no signal to others,
+neither sent nor ordered from the kernel (a descriptor's or a timer's owner, a parent's death, a poisoned
+page).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MODE_FILTER = 2
 CLONE_THREAD = 0x10000
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 O_ASYNC = 0x2000
-"""O_ASYNC makes the kernel send signals to a descriptor's owner; a program may never set it."""
+"""It makes the kernel send signals to a descriptor's owner; a program may never set it."""
 THREAD_FLAGS = 0x7D0F00
 """Flags of clone that pthread_create of glibc and musl sets; no namespace, no exit signal."""
 SET_FLAGS = 4
@@ -37,7 +37,7 @@ HARMLESS_COMMANDS = (0, 1030, 1, 2, 3, 5)
 allowed: setting owners, signals, leases, notifications, locks, seals and pipe sizes."""
 HARMLESS_ADVICE = (*range(5), 8, 14, 15, 16, 17, 20, 21, 22, 23, 102, 103)
 """madvise: NORMAL to DONTNEED, FREE, (NO)HUGEPAGE, (DONT|DO)DUMP, COLD, PAGEOUT, POPULATE, GUARD. Not
-HWPOISON: it kills whoever shares the page."""
+HWPOISON: it kills all who share the page."""
 TERMINAL_QUERIES = (0x5401, 0x5450, 0x5451, 0x541B)
 """ioctl requests: TCGETS (is it a terminal?), FIONCLEX, FIOCLEX, FIONREAD."""
 
@@ -202,8 +202,7 @@ def _harmless_command() -> list[bytes]:
 
 
 def _guard(number: int, check: list[bytes]) -> list[bytes]:
-    """Run ``check`` if the call is ``number``. To deny the call, ``check`` jumps to the second instruction
-    after itself."""
+    """Run ``check`` for the call ``number``. To deny, ``check`` jumps to the second instruction after it."""
     body = [*check, _return(ALLOW), _return(DENY)]
     return [_pack(JUMP_EQUAL, number, 0, len(body)), *body]
 

@@ -24,15 +24,13 @@ CONNECTION = 3
 """Descriptor of the socket of a zygote that was started, not forked."""
 LARGEST_REQUEST = 4096
 MOST_THREADS = 256
-"""Threads a program may have at once. A system-call filter cannot count them, and RLIMIT_NPROC counts all of
-the user's; so the zygote looks."""
+"""Threads a program may have at once. No filter counts them, and RLIMIT_NPROC counts all of the user's."""
 WATCH_SECONDS = 0.01
 """Seconds between two looks at the number of threads."""
 
 
 def main(isolation: str, worker: str) -> None:
-    """Serve the socket CONNECTION of the process ``worker``, with NumPy at hand where this interpreter has
-    it: programs then need not wait for it."""
+    """Serve the socket CONNECTION of the process ``worker``. Import NumPy, if any, once for all programs."""
     with contextlib.suppress(ImportError):
         import numpy.random  # noqa: F401
     serve(socket.socket(fileno=CONNECTION), Isolation(**json.loads(isolation)), int(worker))
@@ -60,8 +58,8 @@ def serve(connection: socket.socket, isolation: Isolation, worker: int) -> None:
 
 
 def _serve_one(connection: socket.socket, isolation: Isolation, worker: int, parent: int) -> None:
-    """Wait for a request and fork, wait, clean up, answer; exit with status 0. Return if none comes: a fork
-    of a worker that has ended may keep the socket open."""
+    """Wait for a request, then fork, wait, clean up, answer and exit with status 0. Return if none comes: a
+    fork of a worker that has ended may keep the socket open."""
     die_with(parent)
     prctl(SET_CHILD_SUBREAPER, 1)  # processes that a program leaves behind become our children
     if worker in select.select([connection, worker], [], [])[0]:
@@ -92,8 +90,7 @@ def _serve_one(connection: socket.socket, isolation: Isolation, worker: int, par
 
 
 def _placed(descriptors: list[int], pipe: int) -> int:
-    """Give a request's descriptors, /dev/null and ``pipe`` their numbers, and close all others. Return the
-    number of ``pipe``."""
+    """Give a request's descriptors, /dev/null and ``pipe`` their numbers; close others. Return ``pipe``'s."""
     last = program.NULL + 1
     sources = (*descriptors, os.open(os.devnull, os.O_RDWR), pipe)
     copies = [fcntl.fcntl(source, fcntl.F_DUPFD, last + 1) for source in sources]
@@ -104,10 +101,8 @@ def _placed(descriptors: list[int], pipe: int) -> int:
 
 
 def _wait(pid: int, deadline: float, connection: socket.socket, worker: int) -> dict:
-    """Wait until the program ends, has too many threads or reaches its deadline; then kill the rest of it.
-
-    A ``worker`` (its pidfd) that goes away ends the wait too.
-    """
+    """Wait for the end of the program or ``worker`` (a pidfd), or a limit on time or threads; then kill
+    it."""
     tasks = os.open(f"/proc/{pid}/task", os.O_RDONLY)
     process = os.pidfd_open(pid)
     poll = select.poll()

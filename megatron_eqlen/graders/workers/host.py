@@ -2,12 +2,11 @@
 
     trainer ──Popen──► host (imports the grader once, no torch) ──fork──► worker ──fork──► ...
 
-``python -m megatron_eqlen.graders.workers.host MODULE OPTIONS`` imports MODULE, then forks a worker for
-every socket that arrives on its stdin. A worker answers one item after the other with
-``MODULE.make_handler(**OPTIONS)``'s handler. A worker that hangs is killed by the trainer; a new one
-is forked, with everything already imported. When the trainer is gone, however it ended and even if another
-process still holds the socket, the host ends and takes its workers with it; they die with the host, too. The
-host checks for the trainer in its main loop, because a process that forks must have no second thread.
+The host forks a worker for every socket that arrives on its stdin. A worker answers one item after the other
+with the handler of ``MODULE.make_handler(**OPTIONS)``. The trainer kills a worker that hangs; a new one has
+everything imported already. Workers die with the host. The host ends when the trainer is gone, even if
+another process holds the socket; its main loop checks that, because a process that forks must have no second
+thread.
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ def main() -> None:
 
 
 def _run_worker(module: Any, options: dict[str, Any], connection: Connection) -> None:
-    """Tell the process's number; answer items until the trainer closes the connection. An exception is
-    reported and ends the worker."""
+    """Send the process's number; answer items until the connection closes. Report an exception, then end."""
     try:
         connection.send_bytes(str(os.getpid()).encode())
         handle = module.make_handler(**options)
@@ -86,8 +84,7 @@ def _send(connection: Connection, answer: Item) -> None:
 
 
 def scrubbed_environment() -> dict[str, str]:
-    """Return the part of the trainer's environment that a grader process may see: no token, no key, no
-    rank."""
+    """Return what a grader process may see of the trainer's environment: no token, no key, no rank."""
     return {
         "PATH": os.defpath,
         "LANG": "C.UTF-8",

@@ -1,9 +1,6 @@
 """A pool of grader processes that can be killed: no answer hangs a step, no crash reaches the trainer.
 
-    submit ─► a thread of the pool, in order of submission ─► its worker ─► Future
-
-Each thread drives one worker. A worker that is silent beyond an item's limit is killed, and the item counts
-as timed out.
+submit ─► a thread of the pool, in order of submission ─► its worker ─► Future
 """
 
 from __future__ import annotations
@@ -31,14 +28,12 @@ log = logging.getLogger(__name__)
 START_SECONDS = 300.0
 """Seconds in which the host must have started: it imports SymPy and more, slowly on a busy machine."""
 END_SECONDS = 5.0
-"""Seconds after which a host that was told to end with its workers is killed; normally it takes no time."""
+"""Seconds after which a host that was told to end is killed with its workers."""
 
 
 class WorkerPool:
-    """``workers`` processes that run ``MODULE.make_handler(**options)``.
-
-    Every item is answered: with what the handler returned, ``{"timeout": True}``, or ``{"failure": text}``.
-    """
+    """``workers`` processes that run ``MODULE.make_handler(**options)``. Every item is answered: with what
+    the handler returned, ``{"timeout": True}``, or ``{"failure": text}``."""
 
     def __init__(self, module: str, workers: int, options: dict[str, Any] | None = None) -> None:
         self._threads = ThreadPoolExecutor(workers, module)
@@ -63,11 +58,11 @@ class WorkerPool:
         wall_factor: float = 8.0,
         attempts: int = 1,
     ) -> Future[Any]:
-        """Return a future of ``read(answer)``; the answer has the number of ``seconds`` that it took, too.
+        """Return a future of ``read(answer)``; the answer also holds the ``seconds`` it took.
 
-        ``seconds`` is its limit: CPU time of the worker, and ``wall_factor`` times it on the wall clock; a
-        factor of 1 makes it a limit on the wall clock alone. An item that times out or fails is tried
-        ``attempts`` times. Raises RuntimeError if the pool is closed, the future also if the host has died.
+        ``seconds``: limit of the worker's CPU time; ``wall_factor`` times as many on the wall clock. A factor
+        of 1 makes it a limit on the wall clock alone. An item that times out or fails is tried ``attempts``
+        times. Raises RuntimeError if the pool is closed; the future raises it if the host has died.
         """
         return self._threads.submit(self._answer, item, (seconds, wall_factor * seconds), read, attempts)
 
@@ -77,7 +72,7 @@ class WorkerPool:
         return [result.result() for result in results]
 
     def close(self) -> None:
-        """End the workers, their host and the threads. Items without an answer are cancelled."""
+        """End workers, host and threads; cancel items without an answer."""
         self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         with contextlib.suppress(OSError):  # the host has ended
@@ -124,8 +119,7 @@ class WorkerPool:
         raise RuntimeError(f"no worker in {START_SECONDS:.0f} s from {self._host.args}")
 
     def _end_host(self) -> int:
-        """Return the status of the host, which has been told to end. A stopped host does not hear this: it is
-        killed, and the kernel kills its workers with it."""
+        """Return the status of the host, which was told to end; kill it and its workers if it is stopped."""
         try:
             return self._host.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -140,8 +134,7 @@ class Worker:
         self._connection, self.pid = connection, pid
 
     def ask(self, item: Item, cpu_seconds: float, wall_seconds: float) -> Item:
-        """Return the worker's answer and the ``seconds`` it took; ``timeout`` beyond one of its limits,
-        ``failure`` if it died."""
+        """Return the answer and the ``seconds`` it took; ``timeout`` at a limit, ``failure`` if it died."""
         started = time.monotonic()
         try:
             self._connection.send_bytes(json.dumps([cpu_seconds, item]).encode())
