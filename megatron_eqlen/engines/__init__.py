@@ -1,4 +1,4 @@
-"""vLLM as the engine: in the training process (``colocated``), or as servers on other nodes (``client``).
+"""vLLM as the engine: in the training process (``colocated``) or as servers on other nodes (``servers``).
 
-Nothing here is imported before it is used: vLLM takes longer to import than all the rest together.
+Nothing here is imported before use: vLLM takes longer to import than all the rest together.
 """

@@ -1,11 +1,9 @@
 """vLLM in the training process: the same GPUs (or CPU) generate and train in turns.
 
-Under a launcher of several ranks each group of ``rollout.tensor_parallel`` ranks is one replica, and its
-ranks must make the same calls in the same order. While training runs, ``sleep`` has given the GPU memory
-back: weights are dropped, not kept in host memory, since every harvest starts with new ones.
-
-Requests go directly to the engine core of vLLM 0.32's V1 engine: a harvest needs no output objects and no
-detokenization.
+Of several ranks each group of ``rollout.tensor_parallel`` is one replica, whose ranks must make the same
+calls in the same order. While training runs, ``sleep`` has given the GPU memory back and dropped the weights,
+since every harvest starts with new ones. Requests go directly to the engine core of vLLM 0.32's V1 engine: a
+harvest needs no output objects and no detokenization.
 """
 
 from __future__ import annotations
@@ -47,11 +45,9 @@ with importing_vllm():
 
 
 class ColocatedEngine:
-    """An ``Engine`` (see there) around vLLM in this process.
-
-    ``model_path`` is a Hugging Face folder with weights; they are those of ``policy_version``.
-    ``dtype`` is ``float32`` or ``bfloat16``. ``seed`` is for vLLM itself; draws come from ``submit``'s.
-    """
+    """An ``Engine`` (see there) around vLLM in this process. ``model_path``: a Hugging Face folder with
+    weights, those of ``policy_version``. ``dtype``: ``float32`` or ``bfloat16``. ``seed`` is for vLLM itself;
+    draws come from ``submit``'s."""
 
     def __init__(
         self,
@@ -76,7 +72,7 @@ class ColocatedEngine:
         """Name of vLLM's own sampler in this engine."""
         self.requests: dict[str, Request] = {}
         self.numbers = itertools.count()
-        """Numbers that make vLLM's names of requests unique: with asynchronous scheduling, vLLM's default on
+        """Numbers that make vLLM's names of requests unique. With asynchronous scheduling, vLLM's default on
         GPUs, an aborted request may still have a token to come, which another of its name would get."""
         self.refusal: str | None = None
         """Why requests are refused now: weights are missing or half loaded."""
@@ -170,8 +166,7 @@ class ColocatedEngine:
             self.core.sleep(level=2)
 
     def wake(self) -> None:
-        """Take memory for the weights only; the KV cache takes its memory with the first request, so that a
-        weight sync has the room."""
+        """Take memory for the weights only; the KV cache takes its own later, with the first request."""
         self._wake("weights")
 
     def close(self) -> None:

@@ -13,8 +13,7 @@ import torch
 from megatron_eqlen.processes.collector import importing
 
 _vllms_environ: dict[str, str] = {}
-"""Variables that importing vLLM set (compiler caches and threads); set again only while vLLM builds a
-model."""
+"""Variables that importing vLLM set (compiler caches, threads); set again only while vLLM builds a model."""
 
 
 @contextmanager
@@ -33,8 +32,8 @@ def importing_vllm() -> Iterator[None]:
 @contextmanager
 def contained() -> Iterator[None]:
     """Undo what vLLM does to its process while it builds a model: it replaces ``torch.set_num_threads``,
-    seeds every generator, and sets environment variables, default dtype and precision. vLLM's own
-    variables (``VLLM_*``) stay; it reads them later."""
+    seeds generators, and sets environment variables, dtype and precision. ``VLLM_*`` stay, to be read
+    later."""
     environ = dict(os.environ)
     os.environ.update(_vllms_environ)
     set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()

@@ -1,8 +1,6 @@
-"""vLLM 0.32's ``/inference/v1/generate``: its events as deltas.
-
-vLLM counts each request's tokens under the version of the weights in force (``weight_versions``), which
-changes only between ``/pause`` and ``/resume``.
-"""
+"""vLLM 0.32's ``/inference/v1/generate``: its events as deltas. vLLM counts a request's tokens under the
+version of the weights in force (``weight_versions``), which changes only between ``/pause`` and
+``/resume``."""
 
 from __future__ import annotations
 
@@ -28,9 +26,9 @@ def read_event(
 ) -> Delta:
     """Return one server-sent event as a delta with the columns that ``rollout`` keeps.
 
-    ``versions``: policy versions by vLLM's names for them. ``stock``: the name of vLLM's sampler in the
-    server. ``layers``: layers whose routes are kept. Raises ConnectionError for tokens of other weights, and
-    for an event of another shape than this version's.
+    ``versions``: policy versions by vLLM's names for them. ``stock``: the name of vLLM's sampler there.
+    ``layers``: layers whose routes are kept. Raises ConnectionError for tokens of other weights and for
+    events of another shape than vLLM 0.32's.
     """
     path: dict[str, np.ndarray] = {}
     try:
@@ -57,8 +55,8 @@ def read_event(
 
 
 def versions_of(spans: list[dict[str, Any]], count: int, versions: Mapping[str, int]) -> list[int]:
-    """Return the policy version of each of the last ``count`` tokens of a request. ``spans``: ``{"version",
-    "start", "end"}`` of all tokens that it has had."""
+    """Return the policy version of each of a request's last ``count`` tokens. ``spans``: ``{"version",
+    "start", "end"}`` of all its tokens."""
     if not count:
         return []
     first = spans[-1]["end"] - count

@@ -29,8 +29,7 @@ from megatron_eqlen.processes.collector import importing
 from megatron_eqlen.recipe import RolloutRecipe, layout
 
 SLEEPING = ("enable_sleep_mode", "enable_nccl_comm_suspend", "sleep_mode_offload_cudagraph")
-"""vLLM's switches for what leaves the GPU while an engine sleeps: weights and KV cache, the buffers of its
-NCCL groups, CUDA graphs."""
+"""vLLM's switches for what leaves the GPU during sleep: weights and KV cache, NCCL buffers, CUDA graphs."""
 
 _live_engines = 0
 _owns_process_group = False
@@ -38,10 +37,8 @@ _owns_process_group = False
 
 def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: int, seed: int) -> EngineCore:
     """Build an in-process engine. If torch.distributed is initialized, every rank must call this: groups of
-    ``rollout.tensor_parallel`` neighbouring ranks become one replica each (vLLM's external launcher).
-
-    vLLM's ``LLM`` around the engine core is left out: its end would take down the trainer's process groups.
-    """
+    ``rollout.tensor_parallel`` neighbouring ranks become one replica each (vLLM's external launcher). vLLM's
+    ``LLM`` is left out: its end would take down the trainer's process groups."""
     global _live_engines, _owns_process_group
     launched = dist.is_initialized() and not _owns_process_group
     ranks = dist.get_world_size() if launched else 1
@@ -109,7 +106,7 @@ def whole_segments() -> Iterator[None]:
 
 def close(core: EngineCore) -> None:
     """Stop the engine; with the last one, take down vLLM's process groups. ``EngineCore.shutdown`` would take
-    down the trainer's, too. vLLM's group of all ranks stays beside a trainer's: the next engine uses it."""
+    down the trainer's, too. vLLM's group of all ranks stays beside a trainer's for the next engine."""
     global _live_engines, _owns_process_group
     with contained():
         core.model_executor.shutdown()
@@ -126,7 +123,7 @@ def close(core: EngineCore) -> None:
 
 def load_weights(core: EngineCore, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Stream weights into the running model (vLLM's layerwise reload). If the stream raises, some layers hold
-    old weights or none, but the model can be loaded again."""
+    old weights or none; the model can be loaded again."""
     executor: Any = core.model_executor
     runner = executor.driver_worker.worker.model_runner
     with contained():

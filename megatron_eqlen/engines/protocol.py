@@ -2,9 +2,9 @@
 
     submit ──► (the engine decodes many requests at once) ──► step ──► [Delta, ...]
 
-An engine takes token ids and gives token ids. It may deliver a request's tokens in any chunks and
-any order relative to other requests; the harvester depends on positions only. Weights come in as a
-stream of Hugging Face names; every completion belongs to the ``policy_version`` of its weights.
+An engine takes token ids and gives token ids, in any chunks and any order relative to other requests: the
+harvester depends on positions only. Weights come in as a stream of Hugging Face names; every completion
+belongs to the ``policy_version`` of its weights.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 
 SEED = "eqlen_seed"
-"""Key in a request's ``extra_args`` that holds its seed for our sampler. With vLLM's own ``seed`` its V1
-model runner makes a torch generator and rewinds it when a prefill takes several steps, which fails if nothing
-was drawn from it."""
+"""Key in a request's ``extra_args`` that holds its seed for our sampler. For its own ``seed`` vLLM's V1 model
+runner makes a torch generator and rewinds it in a prefill of several steps, which fails before a first
+draw."""
 OURS, STOCK = SAMPLERS = ("eqlen", "vLLM V2")
-"""Samplers whose tokens can be trained: ours on CPUs, on GPUs that of vLLM's V2 model runner. Both draw token
+"""Samplers whose tokens can be trained: ours on CPUs, that of vLLM's V2 model runner on GPUs. Both draw token
 t of a path from its seed and t, and give its log-prob under the distribution that it was drawn from."""
 
 
 def sampling_params(rollout: RolloutRecipe, eos_token_ids: Iterable[int]) -> dict[str, Any]:
-    """Return the recipe's sampling as vLLM's ``SamplingParams`` take it, without what differs between
-    requests. Temperature 0 (greedy) samples among one token, which every sampler of ours does alike."""
+    """Return the recipe's sampling as ``SamplingParams`` take it, without what differs between requests.
+    Temperature 0 (greedy) samples among one token, which every sampler of ours does alike."""
     return {
         "temperature": rollout.temperature or 1.0,
         "top_p": rollout.top_p,
@@ -48,7 +48,7 @@ def sampling_params(rollout: RolloutRecipe, eos_token_ids: Iterable[int]) -> dic
 
 def of_kept(kept: Sequence[Sequence[int]], known: Iterable[Mapping[int, float]]) -> list[list[float]]:
     """Return the log-probs of the ``kept`` ids of each token. ``known``: those of the likeliest; an id that
-    is not there ties with the least likely one that is kept. Of another client's tokens none are kept."""
+    is missing there ties with the least likely kept one."""
     found: list[list[float]] = []
     for ids, of in zip(kept, known, strict=True):
         least = min((of[token] for token in ids if token in of), default=0.0)
@@ -62,8 +62,8 @@ def seeded(seed: int, sampler: str) -> dict[str, Any]:
 
 
 def sampler_of(rank: int | None, stock: str) -> str:
-    """Return the sampler that drew a token to which vLLM gives this rank among the likeliest: ours leaves it
-    at 0, which is sent as None. ``stock``: the name of vLLM's own sampler in this engine."""
+    """Return the sampler that drew a token of this rank: ours leaves it at 0, which is sent as None.
+    ``stock``: the name of vLLM's own sampler in this engine."""
     return stock if rank else OURS
 
 
@@ -98,9 +98,9 @@ class Decoder(Protocol):
         self, request_id: str, token_ids: list[int], max_tokens: int, seed: int, path_rows: int = 0
     ) -> None:
         """Start a completion of ``token_ids``; ``harvest`` has checked that it fits. Token t of the path is
-        drawn from ``(seed, t)``: a request that was interrupted and is submitted again with the tokens it had
-        gets the same continuation. Requests whose ids agree up to the last ``/`` share a prefix. Its first
-        delta brings the columns of the path (``Column.of_path``), too, of its last ``path_rows`` tokens.
+        drawn from ``(seed, t)``, so an interrupted request that is submitted again with the tokens it had
+        gets the same continuation. Requests whose ids agree up to the last ``/`` share a prefix. The first
+        delta also brings the columns of the path (``Column.of_path``), of its last ``path_rows`` tokens.
         Raises EngineError if the weights are not loaded."""
         ...
 
@@ -121,19 +121,18 @@ class Engine(Decoder, Protocol):
     """An engine with weights and memory that training manages."""
 
     def sample_as(self, rollout: RolloutRecipe) -> None:
-        """Sample requests that are submitted later as this section of a recipe says."""
+        """Sample requests that are submitted later by this section of a recipe."""
         ...
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        """Load every weight of the model, by Hugging Face name; no request that is submitted later uses
-        keys and values cached before. Requires that no request is unfinished, except with
-        ``rollout.staleness``: then they continue under the new weights. Raises ValueError for unknown,
-        missing or misshapen weights; the engine then refuses requests until an update succeeds."""
+        """Load every weight of the model, by Hugging Face name; no later request uses keys and values cached
+        before. Requires that no request is unfinished, except with ``rollout.staleness``: these continue
+        under the new weights. Raises ValueError for unknown, missing or misshapen weights; the engine then
+        refuses requests until an update succeeds."""
         ...
 
     def probe(self) -> list[TokenTree]:
-        """Return a line that each server in use samples now, as a tree with its name; none of an engine in
-        this process."""
+        """Return a line that each server in use samples now, as a tree with its name; [] in this process."""
         ...
 
     def sleep(self) -> None:
@@ -148,14 +147,14 @@ class Engine(Decoder, Protocol):
 
 
 def path_start(token_ids: Sequence[int], path_rows: int) -> int:
-    """Return the first position whose routes a request brings (``routed_experts_prompt_start``): the row of
-    the last position is that of the first new token."""
+    """Return the first position whose routes a request brings (``routed_experts_prompt_start``); the row of
+    the last one belongs to the first new token."""
     return len(token_ids) - 1 - path_rows
 
 
 def split_path(rows: np.ndarray, tokens: int, layers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Split vLLM's routes ([positions, layers of the model, top_k]) that came with a request's ``tokens`` new
-    tokens into those of its path before and those of these tokens; keep these layers."""
+    """Split vLLM's routes ([positions, layers of the model, top_k]) of a request with ``tokens`` new tokens
+    into those of its path before and those of these tokens; keep these layers."""
     rows = rows[:, layers]
     before = max(len(rows) - tokens, 0)
     return rows[:before], rows[before:]

@@ -3,7 +3,7 @@
     driver ── start, drop, versions ──► reader ◄── server-sent events ── its servers
        ▲───────── deltas, batch by batch ──┘
 
-A reader ends with the trainer: its pipe then has an end.
+A reader ends with the trainer, which ends its pipe.
 """
 
 from __future__ import annotations

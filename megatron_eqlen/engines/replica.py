@@ -1,8 +1,6 @@
-"""The servers of a run: HTTP to each, calls to all that are in use, and the handling of one that fails.
-
-A replica that refuses, breaks off, or falls silent is left out until the next weight sync, when it gets the
-same weights as all.
-"""
+"""The servers of a run: HTTP to each, calls to all in use, and the handling of one that fails. A replica that
+refuses, breaks off, or falls silent is left out until the next weight sync, which brings it the same
+weights."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ UNTOUCHED = "default"
 PATIENCE = 30.0
 """Seconds a replica may take to be set up: it may be in the middle of a long engine step."""
 PATIENCE_ABSENT = 5.0
-"""Limit for a replica that is not used: it has nothing to do, and each weight sync asks it again."""
+"""Limit for a replica that is not used: it is idle, and each weight sync asks it again."""
 
 AGAIN = 0.5
 """Seconds between two tries of a request that meets a weight update."""
@@ -47,8 +45,7 @@ ReplicaError = (aiohttp.ClientError, OSError)
 
 
 class HttpLoop:
-    """An event loop in its own thread, with an HTTP session that sends ``headers``. Any thread may use and
-    close it."""
+    """An event loop in its own thread, with an HTTP session that sends ``headers``. Any thread may use it."""
 
     def __init__(self, headers: dict[str, str]) -> None:
         self.loop = asyncio.new_event_loop()
@@ -56,14 +53,13 @@ class HttpLoop:
         self.thread.start()
         self._closed = False
         self._starts = threading.Lock()
-        """Protects the loop's end: a coroutine handed over later would never run, and its caller would
-        hang."""
+        """Protects the loop's end: a coroutine handed over later never runs, and its caller would hang."""
         self.headers = headers
         self.session: aiohttp.ClientSession = self.run(self._open())
 
     def start(self, coroutine: Coroutine) -> Any:
-        """Return a concurrent future of the coroutine's result, cancelled if ``close`` comes before its end.
-        Raises EngineError after ``close``."""
+        """Return a concurrent future of the coroutine's result. Raises EngineError once closed; ``close``
+        cancels."""
         with self._starts:
             if not self._closed:
                 return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
@@ -181,8 +177,7 @@ class Replica:
         return await self._json("POST", path, body)
 
     async def _json(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Return the JSON object of an answer, empty if there is none. Raises ConnectionError for any other
-        answer."""
+        """Return an answer's JSON object, {} if there is none. Raises ConnectionError for other answers."""
         async with self.io.session.request(method, f"{self.url}/{path}", json=body) as response:
             text = await _text(response)
         try:
@@ -197,8 +192,8 @@ class Replica:
 async def events(
     http: aiohttp.ClientSession, url: str, body: dict[str, Any], silence: float
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """Yield the server-sent events that answer a POST, as long as none is ``silence`` seconds late. A request
-    that meets a weight update, during which a server takes none, is sent again."""
+    """Yield the server-sent events that answer a POST, each at most ``silence`` seconds after the last. A
+    request that meets a weight update, during which a server takes none, is sent again."""
     timeout, ends = aiohttp.ClientTimeout(total=None, sock_read=silence), time.monotonic() + silence
     try:
         async with AsyncExitStack() as stack:
@@ -286,8 +281,7 @@ class ReplicaPool:
         return {replica: self.io.start(limited(replica)) for replica in replicas or self.alive}
 
     def settle(self, what: str, calls: dict[Replica, Any]) -> dict[Replica, Any]:
-        """Wait for the answers; a replica that gives none is left out. Raises EngineError when no replica has
-        answered."""
+        """Wait for answers; leave out replicas that give none. Raises EngineError if no replica answered."""
         answers = {}
         for replica, call in calls.items():
             try:

@@ -3,10 +3,9 @@
     step ◄── readers (``readers``) ◄── one stream of server-sent events per request ◄── replica 1, 2, ...
     update_weights ──► files in the run's folder (``weights.folder``), or NCCL (``weights.nccl``)
 
-Requests of a replica that dies come back as ``lost`` with all their tokens kept, and the harvester submits
-the rest to another replica. With ``rollout.staleness`` one thread harvests while another sends new weights:
-the servers pause, and each request then continues where it was. Nothing here imports vLLM, unless NCCL sends
-the weights.
+Requests of a replica that dies come back as ``lost`` with their tokens, and the harvester submits the rest to
+another. With ``rollout.staleness`` one thread harvests while another sends new weights: the servers pause,
+and each request then continues. Nothing here imports vLLM, unless NCCL sends the weights.
 """
 
 from __future__ import annotations
@@ -51,19 +50,18 @@ DECIDE = ("quantization", "vllm")
 
 
 def name_of_sync(policy_version: int) -> str:
-    """Return a name for the weights of one sync, which no other sync has, of another run for example: with it
-    servers label the tokens of these weights."""
+    """Return a name, unique among all runs, by which servers label the tokens of one sync's weights."""
     return f"{policy_version}-{secrets.token_hex(8)}"
 
 
 class ServerEngine:
     """An ``Engine`` (see there) over ``rollout.servers``.
 
-    ``model_path`` is the model that the servers were started with; ``policy_version`` its version. With
-    ``syncs_first`` servers may hold any weights (a trainer that was restarted finds those of its last
-    sync), and requests are refused until ``update_weights``. ``run``, the run's folder, names it where
-    another one finds its servers in use, and weights pass through it; None: a temporary folder. ``dtype`` is
-    the recipe's. Raises EngineError if no server answers, or another trainer uses one.
+    ``model_path``: the model that the servers were started with; ``policy_version``: its version. With
+    ``syncs_first`` servers may hold any weights (those of the last sync before a restart), and requests are
+    refused until ``update_weights``. ``run``: the run's folder, which others are told if they find its
+    servers in use, and through which weights pass; None: a temporary one. ``dtype``: the recipe's. Raises
+    EngineError if no server answers, or another trainer uses one.
     """
 
     def __init__(
@@ -131,8 +129,7 @@ class ServerEngine:
             self.readers.start(request, self.pool.replicas.index(replica), body)
 
     def step(self) -> list[Delta]:
-        """Return the deltas that have arrived; wait a moment if there are none. Raises EngineError once the
-        engine is closed."""
+        """Return the deltas that have arrived; wait a moment for some. Raises EngineError if closed."""
         arrived = self.readers.arrived()
         with self.busy:
             self._check_open()
@@ -200,8 +197,8 @@ class ServerEngine:
         return next((replica for replica in self.pool.replicas if request_id in replica.requests), None)
 
     def _home(self, request_id: str) -> Replica:
-        """Return the replica for a request. Requests whose ids agree up to the last ``/`` share a prefix, so
-        they share a replica."""
+        """Return the replica for a request. Ids that agree up to the last ``/`` share a prefix and
+        replica."""
         family = request_id.rpartition("/")[0]
         home = self.homes.get(family)
         if home is None or not home.alive:
@@ -210,8 +207,7 @@ class ServerEngine:
         return home
 
     def _take(self, request: Request, arrival: Delta | str) -> Delta | None:
-        """Return what has arrived for a request; None if it was aborted meanwhile, or has failed: then its
-        replica is left out."""
+        """Return what arrived; None if the request was aborted, or failed: its replica is left out then."""
         replica = request.replica
         if replica.requests.get(request.request_id) is not request:
             return None
@@ -225,9 +221,8 @@ class ServerEngine:
     def _body(
         self, to: Replica, request_id: str, token_ids: list[int], max_tokens: int, seed: int, path_rows: int
     ) -> dict[str, Any]:
-        """Return the body of a request. Requests share cached prefixes only with the same ``cache_salt``,
-        which changes with the weights under ``on_sync: continue``: none begins from keys and values cached
-        under older ones."""
+        """Return the body of a request. Only requests of one ``cache_salt`` share cached prefixes. It changes
+        with the weights under ``on_sync: continue``, so none begins from keys and values of older ones."""
         own = {
             "max_tokens": max_tokens,
             "stream_interval": TOKENS_PER_EVENT,
@@ -277,8 +272,8 @@ class ServerEngine:
         return NcclSender(self.pool, self.weights.shapes)
 
     def _connect(self, untouched: Contents | None) -> None:
-        """Set up every replica that answers and was started with the weights ``untouched`` (None: any, before
-        a sync). Raises EngineError if none does."""
+        """Set up every replica that answers and was started with the weights ``untouched`` (None: any).
+        Raises EngineError if none does."""
         answers = self.pool.each("connecting", lambda replica: replica.set_up(untouched), self.pool.replicas)
         for replica, workers in answers.items():
             self._check_limits(replica, workers[0])
@@ -308,8 +303,7 @@ class ServerEngine:
                 )
 
     def _update_replicas(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        """Send these weights to all replicas that answer. Raises EngineError when none is left, and whatever
-        the stream raises."""
+        """Send these weights to all replicas that answer. Raises EngineError when none is left."""
         self._connect(None)
         self.refusal = "the last weight update failed half way; update_weights must succeed first"
         self._pause()

@@ -2,7 +2,7 @@
 
     scored rollout ──each line, from the prompt──► /v1/completions, prompt_logprobs ──► column ``teacher``
 
-The context of a token is its whole path. Parts that lines share are taken from the first of these.
+The context of a token is its whole path. The first line that holds a shared part gives its log-probs.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ COMPARED = 256
 
 
 class TeacherServer:
-    """The server at ``url``, which may take ``patience`` seconds for an answer. Raises EngineError unless it
-    answers as vLLM does."""
+    """The server at ``url``, with ``patience`` seconds for an answer. Raises EngineError if it is no vLLM."""
 
     def __init__(self, url: str, patience: float) -> None:
         key = os.environ.get(KEY)
@@ -42,8 +41,7 @@ class TeacherServer:
         self.close = self._io.close
 
     def check(self, tokenizer: Tokenizer, longest: int) -> None:
-        """Try a path of ``longest`` tokens. Raise ValueError unless the server makes the same tokens of many
-        texts as ``tokenizer``."""
+        """Try a path of ``longest`` tokens. Raise ValueError if the server tokenizes unlike ``tokenizer``."""
         sample = np.linspace(0, tokenizer.vocab_size - 1, COMPARED).astype(int)
         texts = [*map(tokenizer.decode, sample[:, None]), *tokenizer.special_tokens, *tokenizer.tags]
         wanted = {text: ids for text in texts if (ids := tokenizer.encode(text))}

@@ -14,8 +14,7 @@ Parse = Callable[[str], list[tuple[str, dict[str, Any], str | None]]]
 def find_parser(
     tokenizer: Any, text: str, tool: Mapping[str, Any], call: tuple[str, dict[str, Any]]
 ) -> str | None:
-    """Return the name of a parser that reads ``text`` as this ``call`` of ``tool``; None if none does.
-    ``tokenizer``: Transformers'."""
+    """Return the name of a parser that reads ``text`` as this ``call`` of ``tool``; None if none does."""
     from vllm.tool_parsers import ToolParserManager
 
     logging.getLogger("vllm.tool_parsers").setLevel(

@@ -1,5 +1,4 @@
-"""The recipe's rollout settings as vLLM's engine arguments, for the engine in this process and for
-servers."""
+"""The recipe's rollout settings as vLLM's engine arguments, for the engine in this process and servers."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ from megatron_eqlen.recipe.contents import function
 from megatron_eqlen.tokens import MOST_PER_TOKEN
 
 STOCK = not current_platform.is_cpu()
-"""True where vLLM samples, masks and records routes itself: in its V2 model runner, which has none for
-CPUs."""
+"""True where vLLM samples, masks and records routes itself: in its V2 model runner, which needs a GPU."""
 REFERENCE = "megatron_eqlen.engines.cpu.runner.Reference"
 STARTED_WITH = ("keep_sampling_mask", "keep_routes", "batch_invariant", "quantization", "vllm")
 """Keys of ``rollout`` that an engine must be started with, to use them."""
@@ -96,8 +94,8 @@ def environ(rollout: RolloutRecipe) -> dict[str, str]:
 
 def _cuda_home() -> dict[str, str]:
     """Return where DeepGEMM, which compiles fp8 kernels, finds nvcc: among Python's packages, unless
-    CUDA_HOME, CUDA_PATH or the PATH names a toolkit. FlashInfer's sampler would be compiled as well, and
-    linked, for which the packages do not suffice."""
+    CUDA_HOME, CUDA_PATH or the PATH names a toolkit. The packages do not suffice to build FlashInfer's
+    sampler."""
     if os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or which("nvcc"):
         return {}
     found = find_spec("nvidia")
@@ -119,8 +117,8 @@ def _check_speculation(rollout: RolloutRecipe, drafts: Mapping[str, Any]) -> Non
 
 
 def _quantization_args(model: ModelConfig) -> dict[str, Any]:
-    """Return the arguments of online fp8 quantization. vLLM's blockwise kernels for CPUs need AMX; without
-    AMX there is one with a scale for each row of weights, in torch, for dense models."""
+    """Return the arguments of online fp8 quantization. vLLM's blockwise CPU kernels need AMX; without it
+    there is one in torch with a scale for each row of weights, for dense models."""
     if current_platform.is_cpu() and model.experts:
         raise ValueError(
             f"rollout.quantization: fp8: vLLM's CPU build has no fp8 kernel for the experts of a "
@@ -131,9 +129,9 @@ def _quantization_args(model: ModelConfig) -> dict[str, Any]:
 
 
 def _require_batch_invariant_kernels(rollout: RolloutRecipe) -> None:
-    """Raise ValueError unless this machine's GPU has batch-invariant kernels. On GPUs before Hopper vLLM
-    replaces ``aten::linear`` in the whole process by a kernel without a backward pass, so a trainer cannot
-    share the process."""
+    """Raise ValueError unless this GPU has batch-invariant kernels. Before Hopper, vLLM replaces
+    ``aten::linear`` in the whole process by a kernel without a backward pass, so no trainer can share the
+    process."""
     least = 9 if rollout.engine == "colocated" else 8
     if not current_platform.is_cuda() or not current_platform.has_device_capability(10 * least):
         raise ValueError(

@@ -1,8 +1,6 @@
-"""Names and shapes of the weights that an engine expects: those of the model that it was started with.
-
-If a sync lacked a weight, or had one of another shape, part of the engine would silently keep old weights. So
-every stream of weights is checked against this table while it passes.
-"""
+"""Names and shapes of the weights that an engine expects: those of the model that it was started with. If a
+sync lacked a weight, or had one of another shape, part of the engine would silently keep old weights, so
+every stream is checked against this table while it passes."""
 
 from __future__ import annotations
 
@@ -28,8 +26,7 @@ class WeightTable:
 
     @classmethod
     def read(cls, model_path: str | Path) -> WeightTable:
-        """Read the table of a Hugging Face folder, which must be complete: its tensors are checked as for
-        training. Raises ValueError."""
+        """Read the table of a Hugging Face folder, and check it as for training. Raises ValueError."""
         weights = check_folder(HFFolder(model_path), read_config(model_path)).values()
         shapes = {
             name: shape for weight in weights for name, shape in zip(weight.hf, weight.shapes, strict=True)

@@ -7,8 +7,8 @@ from vllm.platforms import current_platform
 
 
 def repack(model: nn.Module) -> None:
-    """Prepack again the weights that a reload leaves stale on the CPU backend: the kernels of experts, and an
-    output layer tied to the embeddings. Elsewhere there is nothing to do."""
+    """Prepack what a reload leaves stale on the CPU backend: kernels of experts, and an output layer tied to
+    the embeddings. Elsewhere there is nothing to do."""
     if not current_platform.is_cpu():
         return
     for module in model.modules():

@@ -4,7 +4,7 @@
                               └─► each request's newest row, and from the slots the rows of its prompt
     scheduler   ─► ``EngineCoreOutput.routed_experts`` of each request, with its new token
 
-A cached prefix is not computed again, so its rows are kept beside its keys and values: in slots, by the same
+A cached prefix is not computed again, so its rows are kept beside its keys and values, in slots of the same
 block table. A request that may read the one may read the other.
 """
 
@@ -29,8 +29,7 @@ class StepRoutes:
     """Routes of one step, passed from the worker to the scheduler."""
 
     newest: Routes
-    """[requests, layers, top_k] routes of each request's newest position, which predicted its new
-    token."""
+    """[requests, layers, top_k] routes of each request's newest position, which predicted its new token."""
     index: dict[str, int]
     """Index of each request in ``newest``."""
     prompts: dict[str, Routes]
@@ -54,8 +53,7 @@ class RouteCapture:
         self.slots: Routes | None = None
 
     def take(self) -> StepRoutes:
-        """Return the routes of the step that was computed last. Call once for each step, before its tokens
-        are added to the batch."""
+        """Return the routes of the last step. Call once a step, before its tokens are added to the batch."""
         batch, count = self.runner.input_batch, self.runner.input_batch.num_reqs
         ends = self.runner.query_start_loc.np[: count + 1].astype(np.int64)
         scheduled, total = np.diff(ends), int(ends[-1])
@@ -69,8 +67,8 @@ class RouteCapture:
         return StepRoutes(rows[ends[1:] - 1], dict(batch.req_id_to_index), prompts)
 
     def _asked(self) -> list[tuple[str, int, np.ndarray]]:
-        """Return (id, number in the batch, positions) of the requests that get their first token now and
-        asked for rows of their path."""
+        """Return (id, number in the batch, positions) of requests that get a first token now and want
+        rows."""
         batch, count = self.runner.input_batch, self.runner.input_batch.num_reqs
         first = batch.num_tokens_no_spec[:count] == batch.num_prompt_tokens[:count]
         found = []
@@ -84,8 +82,7 @@ class RouteCapture:
         return found
 
     def _slots_of(self, requests: np.ndarray | int, positions: np.ndarray) -> np.ndarray:
-        """Return [n] int64 slots, by the block table of the first layers that keep keys and values by
-        position."""
+        """Return [n] int64 slots, by the block table of the first layers with keys and values by position."""
         tables = self.runner.input_batch.block_table.block_tables
         table = next(
             candidate

@@ -1,8 +1,8 @@
 """vLLM's engine on CPUs, with what its V2 model runner has on GPUs: draws by seed and position, sampling
 masks and routes, in the same fields of its outputs (vLLM 0.32, V1 model runner).
 
-RMS norms in bfloat16 take vLLM's kernels for CPUs, which its wheel has and its CPU platform does not choose:
-28 µs in place of 125 for 64 rows of 576 with a residual. Float32 keeps the native form, and its bits.
+RMS norms in bfloat16 take vLLM's CPU kernels, which its CPU platform does not choose: 28 µs in place of 125
+for 64 rows of 576 with a residual. Float32 keeps the native form, and its bits.
 """
 
 from __future__ import annotations

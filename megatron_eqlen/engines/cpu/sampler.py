@@ -1,8 +1,6 @@
-"""Our sampler, for CPUs: what vLLM's V2 model runner does on GPUs, in plain torch (vLLM 0.32).
-
-vLLM's V1 model runner, the only one for CPUs, draws from generators that start over when a request is
-submitted again, and returns no sampling masks.
-"""
+"""Our sampler, for CPUs: what vLLM's V2 model runner does on GPUs, in plain torch (vLLM 0.32). vLLM's V1
+model runner, the only one for CPUs, draws from generators that start over when a request is submitted again,
+and returns no sampling masks."""
 
 from __future__ import annotations
 
@@ -19,8 +17,7 @@ from vllm.v1.sample.sampler import Sampler
 from megatron_eqlen.engines.protocol import SEED
 
 BLOCK = 1 << 19
-"""Most logits of a block of rows that are drawn at once, so that they stay in a core's cache. A row's results
-do not depend on its block."""
+"""Most logits drawn at once, to stay in a core's cache. A row's results do not depend on its block."""
 NEVER = -9999.0
 """Log-prob of tokens that sampling did not keep, as vLLM's servers write it."""
 
@@ -63,19 +60,16 @@ class Rows:
 
 
 class PathSampler(Sampler):
-    """Draws token t of a path as its seed and t say: one uniform number, a hash of both, picks the token by
-    the inverse of the cumulative distribution.
-
-    Log-probs are those of the distribution that tokens are drawn from. The rank of a token is 0, which vLLM
-    gives to none. Requests without our seed are drawn by vLLM.
-    """
+    """Draws token t of a path from its seed and t: one uniform number, a hash of both, picks the token by the
+    inverse of the cumulative distribution. Log-probs are those of the distribution drawn from. The rank of a
+    token is 0, which vLLM gives to none. vLLM draws requests without our seed."""
 
     def __init__(self, runner: Any, keep_masks: bool) -> None:
         super().__init__()
         self.runner = runner
         self.keep_masks = keep_masks
         self.masks: SamplingMaskLists | None = None
-        """Sampling masks of the last batch, of rows without our seed empty."""
+        """Sampling masks of the last batch; empty for rows without our seed."""
         self.metadata: SamplingMetadata | None = None
         self.blocks: list[Rows] = []
         """The batch's rows with our seed; they stay the same as long as ``metadata`` does."""
@@ -132,12 +126,11 @@ class Drawn(NamedTuple):
     logprobs: Tensor
     """[rows, vocabulary] float32, of the whole distribution."""
     removed: Tensor | float
-    """[rows, 1] float32, to be taken from these for the distribution that tokens were drawn from; 0
-    where no row has a limit."""
+    """[rows, 1] float32, to subtract for the log-probs that tokens were drawn from; 0 without limits."""
 
     def with_likeliest(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return ids and log-probs of the drawn tokens, each with those of the ``count`` likeliest others:
-        [rows, 1 + count] int32 and float32."""
+        """Return ids (int32) and log-probs (float32) of drawn token and likeliest others, [rows, 1 +
+        count]."""
         values = self.logprobs.gather(1, self.tokens) - self.removed
         if not count:
             return self.tokens.to(torch.int32), values
@@ -149,10 +142,8 @@ class Drawn(NamedTuple):
 
 
 def draw(logits: Tensor, rows: Rows, draws: np.ndarray) -> Drawn:
-    """Draw a token for each of ``rows``.
-
-    ``logits``: [batch, vocabulary], any float dtype. ``draws``: [rows] float64 in [0, 1).
-    """
+    """Draw a token for each of ``rows``. ``logits``: [batch, vocabulary]; ``draws``: [rows] float64 in [0,
+    1)."""
     logits = logits.index_select(0, torch.from_numpy(rows.places)).float() / rows.temperature
     logprobs = logits.log_softmax(-1)
     if rows.limited is None:
@@ -173,19 +164,17 @@ def draw(logits: Tensor, rows: Rows, draws: np.ndarray) -> Drawn:
 
 
 def _picked(probabilities: Tensor, draws: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Return what ``draws`` pick by the inverse of the cumulative distribution, and each row's mass:
-    [rows, 1] int64 and float64."""
+    """Return what ``draws`` pick by the inverse of the cumulative distribution, and each row's mass: [rows,
+    1] int64, float64."""
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
     mass = cumulative[:, -1:]
     return torch.searchsorted(cumulative, torch.from_numpy(draws).unsqueeze(1) * mass, right=True), mass
 
 
 def keep(logits: Tensor, rows: Rows) -> np.ndarray:
-    """Return the tokens that the limits of ``rows`` keep, [rows, vocabulary] bool, as vLLM's
-    ``apply_top_k_top_p`` does: with top-p the least go, up to a mass of 1 - p; of equal ones the first.
-
-    vLLM sorts ids, too, most of the time of a step with a real vocabulary; NumPy sorts values alone.
-    """
+    """Return the tokens that the limits of ``rows`` keep, [rows, vocabulary] bool, as ``apply_top_k_top_p``
+    of vLLM does: with top-p the least go, up to a mass of 1 - p; of equal ones the first. vLLM sorts ids,
+    too, which takes most of a step's time with a real vocabulary; NumPy sorts values alone."""
     if rows.min_p is not None:
         probabilities = logits.softmax(-1)
         least = rows.min_p * probabilities.amax(-1, keepdim=True)
@@ -209,8 +198,8 @@ def keep(logits: Tensor, rows: Rows) -> np.ndarray:
 
 
 def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return numbers in [0, 1) that only ``seeds`` and ``positions`` (both uint64, same shape) determine:
-    splitmix64's finalizer applied twice, upper 32 bits."""
+    """Return numbers in [0, 1) made of ``seeds`` and ``positions`` (uint64, same shape): splitmix64's
+    finalizer applied twice, upper 32 bits."""
     with np.errstate(over="ignore"):
         state = _mix(_mix(seeds) + (positions + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
     return (state >> np.uint64(32)).astype(np.float64) * 2.0**-32

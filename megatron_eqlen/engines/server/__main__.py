@@ -1,7 +1,5 @@
-"""A vLLM server for a recipe's rollouts: ``python -m megatron_eqlen.engines.server RECIPE --port PORT``.
-
-The command sets vLLM's variables and becomes ``serve``, which is vLLM's own server behind a ``gate``.
-"""
+"""A vLLM server for a recipe's rollouts: ``python -m megatron_eqlen.engines.server RECIPE --port PORT``. It
+sets vLLM's variables and becomes ``serve``, which is vLLM's own server behind a ``gate``."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The secret that a run shares with its servers, the requests that a server answers, and whom it obeys.
 
 Trainer and servers have the secret in ``VLLM_API_KEY`` and send it as OpenAI's clients do. vLLM itself asks
-for it only on some paths, and its development endpoints do anything: ``Gate`` stands before all of them.
-Those that change what a server computes are for one trainer at a time, its owner: the first that asks, until
-it says that it ends, or is silent for ``LEASE``.
+for it only on some paths, and its development endpoints do anything, so ``Gate`` stands before all of them.
+Only the owner may change what a server computes: the first trainer that asks, until it ends or is silent for
+``LEASE``.
 """
 
 from __future__ import annotations
@@ -51,9 +51,8 @@ def authorization() -> dict[str, str]:
 
 
 class Gate:
-    """ASGI middleware that refuses requests without the secret, those that a run does not need, those of a
-    second trainer, and any for tokens while the weights are being replaced, which the engine would not
-    survive."""
+    """ASGI middleware that refuses requests without the secret, those that a run does not need, a second
+    trainer's, and any for tokens while the weights are being replaced, which the engine would not survive."""
 
     def __init__(self, app: Any) -> None:
         self.app = app

@@ -1,6 +1,6 @@
 """Changes to vLLM 0.32's server, in its first process: limits of what a request asks, since what fails in a
-worker ends the engine for all; routes and versions of the weights with a request's tokens; and HTTP towards
-those who do not have its secret: they keep neither memory nor a connection."""
+worker ends the engine for all; routes and versions of the weights with a request's tokens; and HTTP that
+keeps neither memory nor connections of clients without the secret."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ MOST: dict[str, int] = {"n": 64, "seed": 2**63 - 1}
 
 
 def check_requests() -> None:
-    """Make this process refuse requests that ``refuse_unfit`` or ``refuse_misshapen`` refuses, on every path:
-    status 400."""
+    """Refuse, with status 400, what ``refuse_unfit`` or ``refuse_misshapen`` refuses, on every path."""
     process = InputProcessor.process_inputs
 
     def checked(self: InputProcessor, *args: Any, **kwargs: Any) -> EngineCoreRequest:
@@ -71,8 +70,8 @@ def refuse_misshapen(field: str, asked: dict[str, Any], shape: type) -> None:
 
 
 def refuse_unfit(token_ids: list[int], params: SamplingParams, vocab_size: int) -> None:
-    """Raise VLLMValidationError, with the field, for tokens beyond the vocabulary, numbers that are none or
-    too large, and parameters that are not served here."""
+    """Raise VLLMValidationError, with the field, for tokens beyond the vocabulary, numbers out of range, and
+    parameters that are not served."""
     for name, ids in (("token_ids", token_ids), ("stop_token_ids", params.stop_token_ids or [])):
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             wrong = min(ids) if min(ids) < 0 else max(ids)
@@ -101,9 +100,8 @@ def _unfit(field: str, expected: str, found: object) -> VLLMValidationError:
 
 
 def stream() -> None:
-    """Make this process send routes and versions with the tokens that they belong to. vLLM sends both with
-    the last tokens, which an aborted or lost request never gets, and a harvest aborts most of its requests.
-    """
+    """Send routes and versions with the tokens that they belong to. vLLM sends them with the last tokens,
+    which an aborted or lost request never gets, and a harvest aborts most of its requests."""
     new_completion, add = RequestState._new_completion_output, RequestOutput.add
 
     def with_rows(self: RequestState, *args: Any, **kwargs: Any) -> CompletionOutput:

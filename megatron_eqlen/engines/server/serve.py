@@ -1,9 +1,7 @@
-"""vLLM's own server, with an engine and workers that die with it: started by ``server``, with vLLM's
-arguments.
+"""vLLM's own server, with an engine and workers that die with it; ``server`` starts it with vLLM's arguments.
 
-If the server that spawned it is killed, vLLM's engine otherwise waits for work for ever and holds the GPU's
-memory. Engine and workers meet on this machine alone: gloo listens on loopback, and what they unpickle is
-sealed.
+If the server that spawned it is killed, vLLM's engine otherwise waits for ever and holds the GPU's memory.
+Engine and workers meet on this machine alone: gloo listens on loopback, and what they unpickle is sealed.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     trainer ──save──► RUN/weights/3.safetensors ◄──read── every worker, told over HTTP      then it is removed
 
-A part is announced when it is complete, under a name that no other part has had since the folder was made.
+A part is announced when it is complete, under a name that no other part has had.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ PART_BYTES = 512 * 2**20
 
 
 class FolderSender:
-    """Sends weights to the live replicas of ``pool``. A replica that fails is left out, the others get
-    everything. ``folder`` exists during a sync."""
+    """Sends weights to the live replicas of ``pool``, without those that fail. ``folder`` exists during a
+    sync."""
 
     def __init__(self, pool: ReplicaPool, folder: Path) -> None:
         self.pool, self.folder = pool, folder
 
     def send(self, named_tensors: Iterable[tuple[str, Tensor]]) -> int:
-        """Send the weights, and return how many; the next part is written while one is read. Raises
-        EngineError when no replica is left, OSError for a full disk, and whatever ``named_tensors`` raises.
-        """
+        """Send the weights; return how many. The next part is written while one is read. Raises EngineError
+        when no replica is left, OSError for a full disk, and whatever ``named_tensors`` raises."""
         count, reading, written = 0, dict[Replica, Any](), self.folder / "none"
         shutil.rmtree(self.folder, ignore_errors=True)  # of a trainer that was killed
         self.folder.mkdir(parents=True)
@@ -54,8 +53,7 @@ class FolderSender:
 
 
 def parts(named_tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
-    """Group a stream of weights into parts of at most ``limit`` bytes, copied to the CPU if they are not
-    there; a larger tensor is a part of its own."""
+    """Group a stream of weights into parts of at most ``limit`` bytes on the CPU; larger tensors go alone."""
     part: dict[str, Tensor] = {}
     size = 0
     for name, tensor in named_tensors:

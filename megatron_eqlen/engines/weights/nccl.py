@@ -1,10 +1,9 @@
 """Weights to all servers at once by NCCL broadcasts, for trainers and servers that share a fabric.
 
-The group is the trainer's sending rank and every worker of every live replica. It meets at NCCL's unique id,
-which workers get over HTTP with the servers' secret; vLLM's other way is a store that anybody may write to,
-whose values are unpickled. vLLM's packed broadcast (``vllm.distributed.weight_transfer``) fills and empties
-its buffer. Unlike with files, a replica that dies in the middle ends the sync for all: NCCL cannot leave a
-member out.
+The group is the trainer's sending rank and every worker of every live replica. Workers get NCCL's unique id
+over HTTP with the servers' secret; vLLM's other way is a store that anybody may write to, whose values are
+unpickled. vLLM's packed broadcast (``vllm.distributed.weight_transfer``) fills and empties its buffer. Unlike
+with files, a replica that dies in the middle ends the sync for all: NCCL cannot leave a member out.
 """
 
 from __future__ import annotations
@@ -37,12 +36,9 @@ holds views of the other, whose memory no stream keeps (``record_stream``)."""
 
 
 class NcclSender:
-    """Sends weights to the live replicas of ``pool``. The group is made at the first sync, and again when the
-    set of live replicas changes.
-
-    ``shapes``: of all weights in the order in which they are sent, by Hugging Face name. Raises EngineError
-    on a machine without a GPU.
-    """
+    """Sends weights to the live replicas of ``pool``. The group is made at the first sync, and again when
+    these change. ``shapes``: of all weights by Hugging Face name, in the order in which they are sent. Raises
+    EngineError without a GPU."""
 
     def __init__(self, pool: ReplicaPool, shapes: dict[str, tuple[int, ...]]) -> None:
         if not torch.cuda.is_available():
@@ -56,8 +52,7 @@ class NcclSender:
         self.group: Any = None
 
     def send(self, named_tensors: Iterable[tuple[str, Tensor]]) -> int:
-        """Send the weights; return 0, for none by files. Raises EngineError when no replica is left, and
-        whatever ``named_tensors`` raises."""
+        """Send the weights; return 0, for none by files. Raises EngineError when no replica is left."""
         if self.members != self.pool.alive:
             self._meet()
         weights = self._in_order(iter(named_tensors))
@@ -96,8 +91,7 @@ class NcclSender:
         self.pool.settle("init_weight_transfer_engine", meeting)
 
     def _in_order(self, named_tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the same weights, checked against the announced order and dtype, by which workers cut the
-        stream."""
+        """Yield weights, checked against the announced order and dtype, by which workers cut the stream."""
         dtype = None
         for expected, (name, tensor) in zip(self.shapes, named_tensors, strict=False):
             dtype = dtype or tensor.dtype
@@ -109,8 +103,8 @@ class NcclSender:
 
 
 def broadcast(named_tensors: Iterator[tuple[str, Tensor]], group: Any) -> None:
-    """Broadcast the weights from rank 0 of ``group``. vLLM makes and packs them on a stream of its own, which
-    does not wait for the optimizer's."""
+    """Broadcast the weights from rank 0 of ``group``. vLLM packs them on a stream of its own, which does not
+    wait for the optimizer's."""
     torch.cuda.current_stream().synchronize()
     packed_nccl_broadcast_producer(
         iterator=named_tensors,

@@ -1,8 +1,6 @@
-"""Additions of this package to a vLLM server: weights from the trainer.
-
-Loaded inside the server's workers by ``--worker-extension-cls`` (see ``server.server_command``); importing it
-registers the weight-transfer backends ``eqlen_folder`` and ``eqlen_nccl`` (``rollout.sync``).
-"""
+"""Additions of this package to a vLLM server's workers (``--worker-extension-cls``): weights from the
+trainer. Importing it registers the weight-transfer backends ``eqlen_folder`` and ``eqlen_nccl``
+(``rollout.sync``)."""
 
 from __future__ import annotations
 
@@ -68,7 +66,7 @@ class _Reload(WeightTransferEngine):
         self.updating = False
 
     def reset_weight_update_target(self) -> None:
-        """End an update: vLLM calls this after each, complete or not. A layer that waits for the rest of its
+        """End an update, complete or not: vLLM calls this after each. A layer that waits for the rest of its
         weights would end the engine at the next token."""
         super().reset_weight_update_target()
         if self.updating:
@@ -89,10 +87,9 @@ class FolderWeightTransfer(_Reload, WeightTransferEngine[NoSettings, WeightsFile
         pass
 
     def receive_weights(self, update_info: WeightsFile) -> None:
-        """Load a part. One that cannot be read, or is of another model, is logged, not raised, and the
-        trainer notices that weights are missing (``received``): if ranks raised here, vLLM would read the
-        other ranks' answers to this call as answers to its next call, and the next trainer's sync would
-        fail."""
+        """Load a part. One that cannot be read, or is of another model, is logged, and the trainer notices
+        that weights are missing (``received``). If ranks raised here, vLLM would take the others' answers to
+        this call for answers to its next, and the next trainer's sync would fail."""
         path = Path(update_info.path)
         most = PART_BYTES + 4 * max(map(math.prod, self.table.shapes.values()))
         try:
@@ -129,8 +126,7 @@ class WorkerExtension:
     finish_weight_update: Callable[[], None]
 
     def eqlen_setup(self) -> dict[str, Any]:
-        """Return limits of the engine, the keys of ``rollout`` that it was started with, and the name of
-        vLLM's own sampler in it."""
+        """Return the engine's limits, the ``rollout`` keys it started with and the name of vLLM's sampler."""
         if self.weight_transfer_engine.updating:  # left open by a trainer that was killed
             self.finish_weight_update()
         started = self.vllm_config.additional_config
