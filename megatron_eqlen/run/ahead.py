@@ -4,17 +4,16 @@
                         │ begins n+K              ▲ takes n+1
     rank 0's thread     └─► harvest, score n+1 .. n+K, one after the other ─►
 
-The thread does all work of a step that precedes its token trees, on rank 0 alone: it uses no process group,
-only the servers and the graders. A sync pauses its requests, which then continue under the new weights. The
+The thread does everything that precedes a step's token trees, on rank 0 alone: it uses the servers and the
+graders, but no process group. A sync pauses its requests, which then continue under the new weights. The
 harvest of step n begins when step n - K is taken: no token of step n is older than the weights that step n -
 K trained.
 
-With ``rollout.carry_over`` the harvest of a step resumes the rollouts that the step before suspended, and
-which the thread has scored by then. Their tokens may be older by as many steps.
+With ``rollout.carry_over`` a harvest resumes what the step before suspended: tokens may be older by as many
+steps.
 
-If the run is killed, the steps under way are on disk like any other (``record/recorder.py``). A
-checkpoint after step n holds the data source's position after step n's prompts, and the ages of the tokens in
-steps that had begun: a resumed run draws the same prompts for them again and resumes from the record.
+A checkpoint after step n holds the data source's position after step n's prompts, and the ages of tokens in
+steps that had begun: a resumed run draws the same prompts again and resumes from their record.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ class Ahead(Rollouts):
         self.benchmarks = generator.benchmarks
         self.staleness, self.steps = self.session.recipe.rollout.staleness, self.session.recipe.steps
         self.oldest: dict[int, int] = {}
-        """Oldest policy version that may have sampled a token of a step, for each step that has begun and is
-        not taken. The same on every rank."""
+        """Oldest policy version of a token, for each step begun and not taken; the same on every rank."""
         self.under_way: deque[Future[Step]] = deque()
         """Steps that have begun and are not taken, on rank 0 alone."""
         self.begun = 0
@@ -100,8 +98,7 @@ class Ahead(Rollouts):
 
 
 def on_every_rank(step: Step | None) -> Step:
-    """Return rank 0's step on every rank, elsewhere with skeletons of its rollouts. Collective; other ranks
-    pass None."""
+    """Return rank 0's step on every rank, elsewhere with skeletons. Collective; other ranks pass None."""
     mine = step.rollouts if step is not None else ()
     prompts = agree(lambda: list({rollout.prompt_id: rollout.prompt for rollout in mine}.values()))
     known = agree(lambda: step and dataclasses.replace(step, rollouts=()))

@@ -17,8 +17,7 @@ from megatron_eqlen.types import Metrics
 
 
 class Checkpoints:
-    """Loads the newest checkpoint and writes new ones, beside the stages that follow where the recipe says
-    so."""
+    """Loads the newest checkpoint and writes new ones, in the background if the recipe says so."""
 
     def __init__(self, session: Session, folder: RunFolder, page: PageWriter) -> None:
         self._session, self._folder, self._page = session, folder, page
@@ -54,8 +53,7 @@ class Checkpoints:
             self.finish()
 
     def finish(self) -> Metrics:
-        """Put a checkpoint that is being written in force, before the next update changes the tensors it is
-        read from."""
+        """Put a checkpoint that is being written in force. Call it before an update changes its tensors."""
         if self._saving is None:
             return {}
         check_held(self._folder)
@@ -70,6 +68,5 @@ class Checkpoints:
 
 
 def check_held(folder: RunFolder) -> None:
-    """Check, before anything is put in force, that no later try of this job has taken the run over. Raises
-    HeldError on every rank if one has."""
+    """Raise HeldError on every rank if a later try of this job has taken the run over."""
     agree(lambda: folder.hold and folder.hold.check())

@@ -18,10 +18,7 @@ from megatron_eqlen.types import Demonstration, Grade, Metrics, Part, Rollout
 
 class Demonstrations(Rollouts):
     """Rollouts that are rows of the data: one part each, whose reward is 1. Every rank holds all tokens.
-
-    ``source``: on rank 0 only. ``engine``: evaluates, and gets the newest weights before; None without
-    benchmarks.
-    """
+    ``source``: on rank 0 only. ``engine``: evaluates, with the newest weights; None without benchmarks."""
 
     def __init__(self, session: Session, source: PromptSource | None, engine: Generator | None) -> None:
         self.session, self.source, self.engine = session, source, engine
@@ -63,6 +60,5 @@ class Demonstrations(Rollouts):
 
 
 def demonstrated(row: Demonstration, policy_version: int) -> Rollout:
-    """Return the rollout of a demonstration."""
     part = Part(row.response, "stop", Grade(1.0, "demonstrated"))
     return Rollout(row, 0, INDEPENDENT.name, policy_version, [part])

@@ -18,8 +18,7 @@ from megatron_eqlen.types import Metrics
 
 
 class Evaluations:
-    """Results of the evaluation before the first step, with which later ones are compared, and of the
-    newest."""
+    """Results of the newest evaluation, and of that before the first step, which it is compared with."""
 
     def __init__(self, session: Session, folder: RunFolder) -> None:
         self._session, self._folder = session, folder
@@ -47,10 +46,8 @@ class Evaluations:
 def evaluate(
     session: Session, rollouts: Rollouts, path: Path, label: str, before: Sequence[EvaluationResult] = ()
 ) -> tuple[list[EvaluationResult], Metrics]:
-    """Evaluate all benchmarks and write the results to ``path``; if ``path`` exists, read it instead.
-
-    ``before``: results of an earlier evaluation to compare with, if any.
-    """
+    """Evaluate all benchmarks and write the results to ``path``; if it exists, read it instead. ``before``:
+    results of an earlier evaluation to compare with."""
     results: list[EvaluationResult] = []
     metrics: Metrics = {}
     if rollouts.benchmarks and agree(path.exists):
@@ -71,8 +68,7 @@ def evaluate(
 
 
 def _change(result: EvaluationResult, before: Sequence[EvaluationResult]) -> str:
-    """Return the paired change since an earlier result on the same questions, as text; empty if there is
-    none."""
+    """Return the paired change since an earlier result on the same questions, or an empty text."""
     questions = result.manifest["question_ids"]
     for earlier in before:
         if earlier.manifest["question_ids"] == questions and earlier.manifest != result.manifest:
@@ -81,9 +77,8 @@ def _change(result: EvaluationResult, before: Sequence[EvaluationResult]) -> str
 
 
 def leaderboard(results: Sequence[EvaluationResult], rank_seconds: float) -> str:
-    """Return a row for each benchmark and the mean of several, as leaderboards show a model, with a note that
-    names benchmarks that were public before it. ``rank_seconds``: duration of the evaluation times its ranks,
-    shared among the benchmarks by their tokens."""
+    """Return a table as leaderboards show a model: a row for each benchmark and their mean, with a note about
+    benchmarks older than the model. ``rank_seconds``: seconds times ranks, shared out by tokens."""
     model = results[0].manifest["model"]
     samples = {result.samples for result in results}
     k, tokens = (

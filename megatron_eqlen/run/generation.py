@@ -3,7 +3,7 @@
     prompts ─► harvest (this replica's share) ─► score (skeletons of all replicas', graded) ─► Step.add
 
 Prompts are split over the engine replicas for generation, and a replica's rollouts over its ranks for
-scoring; afterwards every rank has the rollouts that it graded, and skeletons of all others.
+grading. Every rank then has the rollouts that it graded, and skeletons of all others.
 """
 
 from __future__ import annotations
@@ -92,8 +92,7 @@ class Rollouts:
         raise NotImplementedError
 
     def check(self, first: int, steps: int | None) -> None:
-        """Raise ValueError if rollouts for the steps from ``first`` (counted from 0) to ``steps - 1`` are not
-        available. An engine can generate any step."""
+        """Raise ValueError if rollouts of the steps ``first`` (from 0) to ``steps - 1`` are not available."""
 
     def sleep(self) -> None:
         """Free the accelerator's memory for the trainer."""
@@ -103,8 +102,8 @@ class Rollouts:
         return {}
 
     def disagreement(self, mismatch: float | None) -> str | None:
-        """Return a warning about a step's mismatch, if it is too large (``agreement.disagreement``). Recorded
-        tokens may come from any weights."""
+        """Return a warning if a step's mismatch is too large (``agreement.disagreement``). Recorded tokens
+        may come from any weights."""
         return None
 
     def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult:
@@ -116,7 +115,7 @@ class Rollouts:
 
 
 class InTurn(Rollouts, ABC):
-    """Collects a step's rollouts when it is asked for them, of as many batches of prompts as it needs."""
+    """Collects rollouts when a step asks for them, from as many batches of prompts as it needs."""
 
     session: Session
 
@@ -154,11 +153,8 @@ class InTurn(Rollouts, ABC):
 
 
 class Generator(InTurn):
-    """Rollouts from this rank's engine, recorded under ``streams`` as they complete.
-
-    ``synced``: weights come from a policy before anything is generated; otherwise those at
-    ``recipe.model.path`` are used.
-    """
+    """Rollouts from this rank's engine, recorded under ``streams`` as they complete. ``synced``: weights come
+    from a policy before anything is generated, not from ``recipe.model.path``."""
 
     def __init__(
         self,
@@ -179,8 +175,8 @@ class Generator(InTurn):
             _ = self.teacher  # a run tries it before the engine starts; an evaluation never asks it
         self.once = once
         self.source = source or (start_prompts(session) if once is None else None)
-        """On rank 0 only, which draws for all ranks. Gold answers are checked under a time limit, so ranks
-        that each drew their own prompts could keep different ones."""
+        """On rank 0 only, which draws for all ranks: gold answers are checked under a time limit, so ranks
+        that drew their own prompts could keep different ones."""
         self.engine = start_engine(session.job, session.replicas, syncs_first=synced)
         session.ends_with(self.engine.close)
         self.patience = self.recipe.rollout.request_timeout
@@ -196,8 +192,7 @@ class Generator(InTurn):
         self.resumed: dict[RolloutKey, RolloutOrigin] = {}
         """Partial rollouts that this step resumes."""
         self.recorded: tuple[int | None, list[Path]] = None, []
-        """Number of a step, and the files of an attempt at it that was cut short. Files that this process
-        writes for later prompts of the step need no reading."""
+        """Number of a step, and the files of an attempt at it that was cut short, but not of this process."""
 
     def warn_of_overlaps(self) -> None:
         """Warn about sources of training prompts that hold questions of a benchmark."""
@@ -207,10 +202,9 @@ class Generator(InTurn):
     # ---- prompts ------------------------------------------------------------------------------------
 
     def prompts(self, step: Step) -> list[Prompt]:
-        """Return the step's prompts: those of resumed rollouts, and enough new ones that as many tracks are
-        open as at the beginning of any step. With dynamic sampling, draw as many again until enough
-        prompts have unequal rewards, at most ``loss.max_num_gen_batches`` times; not with
-        ``rollout.carry_over``, where suspended rollouts would pile up."""
+        """Return the step's prompts: those of resumed rollouts, and new ones until as many tracks are open as
+        in any step. Dynamic sampling draws as many again until enough prompts have unequal rewards, at most
+        ``loss.max_num_gen_batches`` times; not with ``rollout.carry_over``, where suspended ones pile up."""
         if self.once is not None and step.batches:
             return []
         if self.once is not None:
@@ -227,8 +221,7 @@ class Generator(InTurn):
         return agree(lambda: self._draw(step, {} if step.batches else self.resumed, wanted))
 
     def _draw(self, step: Step, resumed: Collection[RolloutKey], wanted: int) -> list[Prompt]:
-        """Return, on rank 0, the prompts of ``resumed`` rollouts, and as many new ones as fit beside their
-        open tracks: ``wanted`` in all."""
+        """Return, on rank 0, the prompts of ``resumed`` rollouts, and new ones up to ``wanted`` in all."""
         assert self.source is not None
         prompts: list[Prompt] = []
         if resumed:
@@ -254,8 +247,7 @@ class Generator(InTurn):
     # ---- rollouts -----------------------------------------------------------------------------------
 
     def harvest(self, step: Step, prompts: list[Prompt]) -> Batch:
-        """Generate the rollouts of this step that are not recorded yet; one rank of each replica records
-        them."""
+        """Generate the rollouts that are not recorded yet; one rank of each replica records them."""
         replicas, mine = self.session.replicas, self.session.replicas.share(prompts)
         if self.recorded[0] != step.number:
             newest = math.inf if self.recipe.rollout.staleness else step.policy_version
@@ -284,8 +276,7 @@ class Generator(InTurn):
         return Batch(rollouts, measured, position, prompts)
 
     def _warn_without_forks(self, harvested: Metrics) -> None:
-        """Warn, unless the harvest before was such, of trees without a fork: they are independent
-        responses."""
+        """Warn if no tree forked, unless the harvest before had no forks either."""
         tree, before = self.recipe.tree_sampling, self.forked
         self.forked = (
             self.recipe.sampling != "tree" or harvested.get("harvest/forks") != 0 or self.placed is not None
@@ -377,8 +368,7 @@ class Generator(InTurn):
         return seconds
 
     def _probe(self, policy: Policy) -> None:
-        """Compare what each server computes with what the trainer does. Raises MismatchError with both
-        values."""
+        """Compare each server's log-probs with the trainer's. Raises MismatchError with both values."""
         rollout, model = self.recipe.rollout, self.session.job.model
         rounds = self.recipe.model.dtype != "float32" or rollout.quantization or model.delta_net
         # float32 stays below 1e-4
@@ -412,7 +402,7 @@ def start_prompts(session: Session) -> PromptSource | None:
 
 def try_rewards(session: Session, source: PromptSource) -> None:
     """Say how data files are read, read all benchmarks, and call each grader of the user's own on real rows.
-    Raises ValueError for an error of one of them, and for a template whose turns do not end responses."""
+    Raises ValueError for an error of one, and for a template whose turns do not end responses."""
     require_end(session.tokenizer, session.recipe.data.enable_thinking)
     for text in source.told():
         session.progress.say(text)
@@ -442,9 +432,8 @@ def grade(
 
 
 def select(graded: Batch, step: Step, session: Session) -> Batch:
-    """Return the batch with reward metrics of responses that ended in this step, and only the rollouts that
-    the step trains. Dynamic sampling leaves out prompts without unequal rewards, and prompts beyond
-    ``data.prompts_per_step``."""
+    """Return the batch with reward metrics and only the rollouts that the step trains. Dynamic sampling
+    leaves out prompts without unequal rewards, and those beyond ``data.prompts_per_step``."""
     recipe = session.recipe
     kept, measured = scored(graded.rollouts, recipe.reward)
     rollouts = due_rollouts(kept)

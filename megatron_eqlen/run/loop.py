@@ -5,12 +5,9 @@
       └───────────────────────────────── the next step ───────────────────────────────┘
 
 Trainer and engine share GPUs: the engine sleeps while the trainer has its memory, and the trainer is parked
-while the engine is awake (``recipe/phases.py`` has the table).
-
-With ``rollout.staleness`` the rollouts are collected while earlier steps train (``ahead.py``).
-
-``Session``, ``Policy`` and ``Rollouts`` (an engine, or a run's record) live as long as the process, a ``Run``
-as long as its folder, a ``Step`` from ``begin`` to ``end``.
+while the engine is awake (``recipe/phases.py``). With ``rollout.staleness`` rollouts are collected while
+earlier steps train (``ahead.py``). ``Session``, ``Policy`` and ``Rollouts`` live as long as the process, a
+``Run`` as long as its folder, a ``Step`` from ``begin`` to ``end``.
 """
 
 from __future__ import annotations
@@ -37,11 +34,9 @@ from megatron_eqlen.training.policy import Policy
 
 
 def train(job: Job, replay: Path | None = None, until: int | None = None) -> None:
-    """Train as the job's recipe says, from the newest checkpoint of its run folder if there is one.
-
-    With ``replay``, rollouts come from a run's recorded streams and no engine is started. With ``until``, the
-    weights after so many steps are exported, and the run stays there.
-    """
+    """Train as the job's recipe says, from the newest checkpoint of its run folder if there is one. With
+    ``replay``, rollouts come from a run's recorded streams, without an engine. With ``until``, the run stops
+    after so many steps and exports their weights."""
     if replay is not None:
         _require_sampling(job, "--replay")
     with Session(job) as session:
@@ -83,8 +78,8 @@ def train(job: Job, replay: Path | None = None, until: int | None = None) -> Non
 
 
 def harvest_only(job: Job, out: Path, benchmark: BenchmarkRecipe | None = None) -> None:
-    """Record one step's scored rollouts, or those of a ``benchmark``, under ``out``, beside the recipe, with
-    the weights that the recipe starts from. A harvest that was cut off is completed."""
+    """Record one step's scored rollouts, or those of a ``benchmark``, under ``out``, with the weights that
+    the recipe starts from. A harvest that was cut off is completed."""
     _require_sampling(job, "eqlen harvest")
     with Session(job) as session:
         hold: Hold | None = None  # until this function ends
@@ -103,8 +98,8 @@ def harvest_only(job: Job, out: Path, benchmark: BenchmarkRecipe | None = None) 
 
 
 def evaluate_only(job: Job, out: Path, run: Path) -> None:
-    """Evaluate the model at ``model.path`` on the recipe's benchmarks; write the result to ``out`` and
-    print a table. ``run``: folder whose first start is the date that templates write, or a recipe's file."""
+    """Evaluate the model at ``model.path``, write the results to ``out`` and print a table. ``run``: folder
+    whose first start is the date that templates write, or a recipe's file."""
     with Session(job) as session:
         session.tokenizer.today = distributed.agree(lambda: events.began(run))
         results, metrics = evaluate(session, Generator(session, out.parent, synced=False), out, "model")
@@ -114,7 +109,6 @@ def evaluate_only(job: Job, out: Path, run: Path) -> None:
 
 
 def _require_sampling(job: Job, option: str) -> None:
-    """Raise ValueError for a recipe whose training samples no response."""
     if job.recipe.supervised:
         raise ValueError(f"{option}: objective: sft samples and records no rollouts")
 

@@ -6,8 +6,7 @@
         weights/                 a run that stops where the weights are those of the step, with its export
         step-00000011/           the record: rollouts of kind ``tree`` with parts of role ``probe``
 
-Weights are those of a checkpoint of the run, or made again: its recorded steps are trained anew from the
-newest checkpoint before, or from the start, which gives the same bits.
+Weights are a checkpoint's, or made again, with the same bits: by training recorded steps from a checkpoint.
 """
 
 from __future__ import annotations
@@ -218,9 +217,9 @@ class Target:
         return next((marker for marker in known if force and marker and marker in force), force)
 
     def _places(self, rollout: Rollout, line: Line) -> dict[Place, int]:
-        """Return the places of a response, with the tokens that a continuation is expected to have: as many
-        as the response had from there, or behind its end marker where that is forced. With ``force`` the text
-        of a turn before a place lacks the marker, and the limit leaves room for an answer."""
+        """Return the places of a response, each with the expected tokens of a continuation: as many as the
+        response had from there, or behind its end marker where that is forced. With ``force``, text of the
+        turn before a place lacks the marker, and the limit leaves room for an answer."""
         at, parts = self.asked.at, rollout.line(line.last.number)
         token_ids, ends = tokens_along(parts).tolist(), np.cumsum([0, *map(len, parts)])
         generated = np.concatenate([part.tokens.is_generated for part in parts])
@@ -255,8 +254,8 @@ class Target:
         return _apart(self.job.recipe, out / "weights")
 
     def prepare(self, out: Path) -> None:
-        """Write what is asked to ``out``, and copy the newest checkpoint from which the weights can be made.
-        Raises ValueError for a folder with another probe, or with something else."""
+        """Write what is asked to ``out``, and copy the checkpoint from which the weights are made. Raises
+        ValueError if the folder has something else."""
         asked = asdict(self.asked) | {"run": str(self.asked.run.resolve())}
         file, begun = out / FILE, {"recorded", "weights"}  # by an attempt that was cut off here
         out.mkdir(parents=True, exist_ok=True)
@@ -304,8 +303,8 @@ def ends_of_sentences(token_ids: list[int], decode: Decode) -> list[int]:
 
 
 def before_marker(texts: Sequence[str], generated: Sequence[bool] | np.ndarray, marker: str) -> list[bool]:
-    """Return for each number of generated tokens, from 0 on: True if the policy's turn lacks ``marker`` in
-    these. ``texts``: of all tokens; another turn begins after those that an environment gave."""
+    """Return for each number of generated tokens, from 0 on, True if ``marker`` is not in them since the
+    policy's turn began. ``texts``: of all tokens; a turn begins after tokens that an environment gave."""
     is_open, turn = [True], ""
     for text, own in zip(texts, generated, strict=True):
         if own:
@@ -317,8 +316,7 @@ def before_marker(texts: Sequence[str], generated: Sequence[bool] | np.ndarray, 
 
 
 def probe(target: Target, out: Path) -> None:
-    """Continue the step's rollouts with the weights there, and write and print what the continuations say of
-    them. A probe that was cut off is completed."""
+    """Continue the step's rollouts, and write and print the result. A probe that was cut off is completed."""
     with Session(target.sampling(out)) as session:
         hold = Hold(out) if distributed.is_rank0() else None
         step, version = Step(number=target.asked.step - 1, policy_version=target.version), target.version

@@ -26,8 +26,7 @@ class Replay(InTurn):
         self.suspended: dict[RolloutKey, RolloutOrigin] = {}
 
     def prompts(self, step: Step) -> list[Prompt]:
-        """Return all prompts of the recorded step. Raises ReplayError if the record does not fit the
-        recipe."""
+        """Return all prompts of the recorded step. Raises ReplayError if it does not fit the recipe."""
         if step.batches:
             return []
         self._check_step(step.number)

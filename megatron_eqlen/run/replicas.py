@@ -16,11 +16,8 @@ Item = TypeVar("Item")
 
 
 class Replicas:
-    """Assigns the world's ranks to engine replicas of ``engine_size`` ranks each.
-
-    ``in_step``: all ranks of a replica make the same calls (an engine inside the ranks); otherwise the
-    first rank of a replica drives it alone and the others have nothing to do.
-    """
+    """Assigns the world's ranks to engine replicas of ``engine_size`` ranks each. ``in_step``: all ranks of a
+    replica make the same calls (an engine inside the ranks); otherwise its first rank drives it alone."""
 
     def __init__(self, engine_size: int, in_step: bool = True) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -38,7 +35,7 @@ class Replicas:
 
     def grades(self, prompt: Prompt, index: int) -> bool:
         """Return True if this rank grades a prompt's rollout number ``index``, provided its replica generates
-        it. The assignment is known beforehand, so that a response can be graded as soon as it ends."""
+        it. It is known beforehand, so that a response can be graded as soon as it ends."""
         return (prompt.number // self.count + index) % self.graders == self.place
 
     def keeps(self, prompt: Prompt, index: int) -> bool:
@@ -52,11 +49,8 @@ class Replicas:
 
 @collector_paused()
 def shared(part: Sequence[Rollout], prompts: Sequence[Prompt]) -> list[Rollout]:
-    """Return all ranks' rollouts in training order, from this rank's ``part`` of them. Collective.
-
-    This rank becomes the home of the arrays of its part and gets skeletons of the other rollouts.
-    ``prompts``: the prompts of all ranks.
-    """
+    """Return all ranks' rollouts in training order, from this rank's ``part`` and all ranks' ``prompts``.
+    Collective. This rank becomes the home of its part's arrays and gets skeletons of the other rollouts."""
     rank, by_id = dist.get_rank(), {prompt.prompt_id: prompt for prompt in prompts}
     for sampled in (sampled for rollout in part for sampled in rollout.parts):
         sampled.home = rank

@@ -70,8 +70,7 @@ class Run:
         self.disagrees = False
         """True if trainer and engine disagreed in the newest step."""
         self.stopping = False
-        """True if the run ends after this step: the file STOP was found, or ``stopped_by`` names the reason.
-        """
+        """True if the run ends after this step: the file STOP is there, or ``stopped_by`` says why."""
         self.stopped_by: str | None = None
 
     # ---- beginning and end --------------------------------------------------------------------------
@@ -89,8 +88,7 @@ class Run:
         return True
 
     def load(self, policy: Policy) -> None:
-        """Load the newest checkpoint into the policy and this run, or leave both at the start; report missing
-        records. Raises as ``Checkpoints.load``."""
+        """Load the newest checkpoint, if any, and report missing records. Raises as ``Checkpoints.load``."""
         self.position = self.checkpoints.load(policy)
         if self.position is not None:
             self.spent = Spent(self.position["step"], **{key: self.position[key] for key in COSTS})
@@ -115,7 +113,6 @@ class Run:
         return self.spent.steps
 
     def has_next_step(self) -> bool:
-        """True if another step is to be taken."""
         return not self.complete and not self.stopping and self.steps != self.until
 
     @property
@@ -123,8 +120,7 @@ class Run:
         return self.recipe.budget.ended_by(self.spent) is not None
 
     def export(self, policy: Policy) -> None:
-        """Export the trained model as a Hugging Face folder, and its adapters as a PEFT folder, unless they
-        are there."""
+        """Export the model as a Hugging Face folder, and its adapters as a PEFT folder, where missing."""
         check_held(self.folder)
         exports = {self.folder.export: policy.export}
         if self.recipe.lora.rank:
@@ -138,8 +134,7 @@ class Run:
                 agree(lambda folder=folder: self.folder.wrote(folder))
 
     def report(self, rollouts: Rollouts) -> None:
-        """Write report.html and print its path, as the last line of the run. Raises MismatchError if the
-        mismatch ended the run."""
+        """Write report.html and print its path. Raises MismatchError if the mismatch ended the run."""
         if distributed.is_rank0():
             if count := len(rollouts.suspended):
                 self.session.progress.say(
@@ -167,8 +162,7 @@ class Run:
         return Step(self.begun - 1, policy.version)
 
     def build_trees(self, step: Step) -> tuple[Step, list[list[TokenTree]]]:
-        """Return the step with its minibatches of token trees, with advantages and weights; the same on every
-        rank."""
+        """Return the step with its minibatches of token trees, weighted; the same on every rank."""
         with self.session.stage("trees") as seconds:
             version = step.policy_version if self.recipe.rollout.trains_older else None
             minibatches, metrics = build_minibatches(step.rollouts, self.recipe, version, gather)
@@ -179,7 +173,6 @@ class Run:
         return step.log(metrics | seconds), minibatches
 
     def update(self, step: Step, policy: Policy, minibatches: list[list[TokenTree]]) -> Step:
-        """Train on ``minibatches``."""
         with self.session.stage("train") as seconds:
             metrics = policy.update(minibatches, step.drawn)
         trained = metrics.get("packing/tokens", 0.0) * self.recipe.loss.epochs
@@ -200,7 +193,7 @@ class Run:
 
     def report_mismatch(self, disagreement: str | None, worst: tuple[float, str]) -> None:
         """Warn that trainer and engine disagree, unless they did in the step before, and end the run after
-        this step where the recipe says so. ``worst``: see ``Policy.worst``."""
+        this step if the recipe says so. ``worst``: see ``Policy.worst``."""
         before, self.disagrees = self.disagrees, disagreement is not None
         if disagreement is None or before:
             return
@@ -258,11 +251,9 @@ class Run:
             self.diagnosed = found.keys()
 
     def checkpoint_if_due(self, step: Step, policy: Policy) -> None:
-        """Save what the next step starts from: every few steps, at the end, and when asked to stop.
-
-        Nothing is saved after a skipped update while steps remain: the weights may be the cause of its
-        non-finite numbers, and a new checkpoint would push out an older, good one.
-        """
+        """Save what the next step starts from: every few steps, at the end, and when asked to stop. Nothing
+        is saved after a skipped update while steps remain: the weights may cause its non-finite numbers, and
+        a new checkpoint would push out a good one."""
         every, last = self.recipe.checkpoint.every, not self.has_next_step()
         due = last or self.steps // every > self.checkpoints.saved // every
         if due and policy.skipped_in_a_row and not self.complete:

