@@ -1,7 +1,5 @@
-"""Rewards of one comparison unit -> advantages. Plain floats, fp64; equal rewards give exactly 0.
-
-An estimator takes (rewards, lengths in tokens) of a unit's members and returns one advantage a member.
-"""
+"""Rewards of one comparison unit -> advantages. An estimator takes (rewards, lengths in tokens) of a unit's
+members and returns one advantage a member: plain floats, fp64; equal rewards give exactly 0."""
 
 from __future__ import annotations
 
@@ -60,8 +58,7 @@ def rloo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     overlong_buffer=NOT_BELOW_0,
 )
 def maxrl(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
-    """Return (r - mean) / mean, 0 where the mean is 0: the gradient of the truncated log-likelihood of a
-    right response (MaxRL, arXiv 2602.02710)."""
+    """Return (r - mean) / mean, or 0: gradient of the truncated log-likelihood (MaxRL, arXiv 2602.02710)."""
     _refuse_negative(rewards, "advantage maxrl divides by the mean reward")
     mean = fmean(rewards)
     return [value / mean if mean else 0.0 for value in dr_grpo(rewards, lengths)]
@@ -109,11 +106,8 @@ ADVANTAGES: dict[str, Estimator] = {
 
 def whiten(groups: list[list[float]], centre: bool) -> list[list[float]]:
     """Divide advantages by their population std in the whole batch; with ``centre`` subtract their mean
-    before.
-
-    Without ``centre`` the groups must be centred (DLER, REINFORCE++ with baseline): the batch's mean is zero
-    then, and subtracting its round-off would move exact zeros.
-    """
+    before. Without it the groups must be centred (DLER, REINFORCE++ with baseline): subtracting the round-off
+    of the batch's mean would move exact zeros."""
     flat = [value for group in groups for value in group]
     if centre and flat:
         mean = flat[0] if all_equal(flat) else fmean(flat)

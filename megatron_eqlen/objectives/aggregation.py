@@ -66,11 +66,8 @@ def balanced_token_mean(member: Member, batch: BatchSize) -> float:
 
 
 def delta_l(member: Member, batch: BatchSize) -> float:
-    """Delta L normalization (arXiv 2509.07558, alpha = 1): members of a unit are weighed by 1 / L.
-
-    Their mean has the least variance if that of a gradient grows with L, and no bias if its mean does not
-    depend on L.
-    """
+    """Delta L normalization (arXiv 2509.07558, alpha = 1): members of a unit are weighed by 1 / L. Their mean
+    has the least variance if a gradient's grows with L, and no bias if its mean does not depend on L."""
     share = 1 / (member.length * fmean(1 / length for length in member.lengths))
     return member.weight * share / batch.max_response_length
 

@@ -1,7 +1,5 @@
-"""Advantages of every objective on the same tokens, beside what these tokens changed (``report.probe``).
-
-Least squares scale advantages to the truth first, as a learning rate does: bias and noise are what is left.
-"""
+"""Advantages of every objective on the same tokens, beside what these changed (``report.probe``). Least
+squares scale advantages to the truth first, as a learning rate does: bias and noise are what is left."""
 
 from __future__ import annotations
 
@@ -57,15 +55,14 @@ class Agreement:
 
     @property
     def row(self) -> str:
-        """A row of a table."""
         biases = f"{self.bias_early:+.2f}, {self.bias_late:+.2f}"
         numbers = f"{self.sign:>6.0%}{self.rank:>8.2f}{biases:>16}{self.noise:>8.2f}"
         return f"{self.refused or numbers}  {', '.join(self.objectives)}"
 
 
 def audit(changes: Sequence[Change], rollouts: Sequence[Rollout], recipe: Recipe) -> list[Agreement]:
-    """Return the agreement of each objective of the registry, of Dr. GRPO's with each other baseline, and
-    of the run's own with its ``loss``, on scored ``rollouts`` of the recipe's sampling."""
+    """Return the agreement of each objective of the registry, of Dr. GRPO's with each other baseline, and of
+    the run's own with its ``loss``, on scored ``rollouts`` of the recipe's sampling."""
     variants: list[tuple[str, str, dict[str, Any]]] = [(name, name, {}) for name in OBJECTIVES]
     variants += [(f"dr_grpo, {name}", "dr_grpo", {"baseline": name}) for name in BASELINES if name != "unit"]
     raw = recipe.model_dump(mode="json", exclude_unset=True)
@@ -106,8 +103,7 @@ def _agreement(titles: tuple[str, ...], changes: Sequence[Change], given: np.nda
 
 
 def _mean(change: Change, advantages: dict[int, float | np.ndarray]) -> float:
-    """Return the mean advantage of the tokens of a change. ``advantages``: by the id of a part, a number or
-    one for each generated token."""
+    """Return the mean advantage of a change's tokens. ``advantages``: by the id of a part."""
     along = [np.broadcast_to(advantages.get(id(part), 0.0), len(part)) for part in change.line]
     return float(np.concatenate(along)[change.begin : change.end].mean())
 

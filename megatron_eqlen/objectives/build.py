@@ -7,14 +7,10 @@ of the N units of one of the K rollouts of one of the batch's P prompts, ``seq-m
 
     weight = 1/P x 1/K x 1/N x 1/M x 1/L
 
-An equal-length stream has K = G/2, N = N_k, M = 2 (Eq. 5 and 6 of the paper); a group K = N = 1, M = G.
-
-With ``equal_length.pair_weight: on_policy`` and in trees a unit names its share of the rollout, 2^-(i-1) for
-pair i, which replaces 1/N.
-
-P and K are those of the batch. Where units name shares, and with ``rollout.carry_over``, they are the
-recipe's: how many rollouts are complete in a step depends on their lengths then, and so would the weight of
-each.
+An equal-length stream has K = G/2, N = N_k, M = 2 (Eq. 5 and 6 of the paper); a group K = N = 1, M = G. With
+``equal_length.pair_weight: on_policy`` and in trees a unit's share of the rollout replaces 1/N: 2^-(i-1) for
+pair i. P and K are the batch's, but the recipe's where units name shares and with ``rollout.carry_over``:
+lengths decide how many rollouts are complete in a step, and would decide the weight of each.
 """
 
 from __future__ import annotations
@@ -55,9 +51,8 @@ def build_minibatches(
 
     A minibatch holds whole prompts, and its weights average over its own prompts and tokens only, so that
     every optimizer step has a gradient of the same scale; advantages are those of the whole batch.
-    Minibatches without a prompt (dynamic sampling may leave few) are left out. ``policy_version``: version of
-    the weights that are trained; with it the metrics say how stale the tokens are. ``gather`` joins the lists
-    of all ranks, which each hold the tokens of some of ``rollouts``. Raises ValueError for an ungraded
+    Minibatches without a prompt are left out. ``policy_version``: of the trained weights; with it the metrics
+    say how stale tokens are. ``gather`` joins the lists of all ranks. Raises ValueError for an ungraded
     response.
     """
     # [minibatches], each with the trees and units of its prompts
@@ -75,8 +70,8 @@ def weighted_units(rollouts: Sequence[Rollout], recipe: Recipe) -> list[Comparis
 
 
 def has_gradient(rollouts: Sequence[Rollout], recipe: Recipe) -> dict[str, bool]:
-    """Return for each prompt, in order of appearance, whether the verifier's rewards in one of its units
-    differ from what they are compared with. Length penalties do not count."""
+    """Return by prompt, in order, whether the verifier's rewards in one of its units differ from what they
+    are compared with. Length penalties do not count."""
     found = {rollout.prompt_id: False for rollout in rollouts}
     for unit in _compare(rollouts, recipe, replace(resolve(recipe), overlong_buffer=0)).units:
         found[unit.prompt_id] |= unit.differs
@@ -191,11 +186,8 @@ def _advantages(unit: ComparisonUnit, objective: Objective) -> list[float]:
 
 
 def _set_baselines(units: Sequence[ComparisonUnit]) -> None:
-    """Compare each member with the mean value of the prompt in its other rollouts.
-
-    The first unit of a rollout estimates the value: the mean of a first pair, or the reward of a tail that no
-    pair precedes.
-    """
+    """Compare each member with the mean value of the prompt in its other rollouts. A rollout's first unit
+    estimates the value: the mean of a first pair, or the reward of a tail that no pair precedes."""
     values: dict[str, dict[int, float]] = {}
     for unit in units:
         values.setdefault(unit.prompt_id, {}).setdefault(unit.rollout, fmean(unit.rewards))
@@ -260,10 +252,7 @@ def _size(batch: _Batch, recipe: Recipe) -> BatchSize:
 
 def unit_metrics(units: list[ComparisonUnit], rollouts: Sequence[Rollout], recipe: Recipe) -> Metrics:
     """Return metrics of advantages, effective samples and supervised tokens, and those of the sampling kind.
-
-    ``objective/effective_samples`` is the paper's count: members with a non-zero advantage (a trajectory of
-    a group, a side of a pair). ``objective/supervised_tokens`` counts what is trained whatever its length.
-    """
+    ``objective/effective_samples`` is the paper's count: members with a non-zero advantage."""
     # [members of all units]
     rewards = [reward for unit in units for reward in unit.rewards]
     advantages = [value for unit in units for value in unit.advantages]
@@ -286,9 +275,8 @@ def unit_metrics(units: list[ComparisonUnit], rollouts: Sequence[Rollout], recip
 def staleness_metrics(
     units: Iterable[ComparisonUnit], policy_version: int, gather: Callable[[list[Any]], list[Any]]
 ) -> Metrics:
-    """Return how many versions older than ``policy_version``, which the step trains, the weights were that
-    sampled the trained tokens; empty for no tokens. ``gather`` joins the lists of all ranks, of which each
-    has a share of the tokens."""
+    """Return how many versions older than ``policy_version`` the weights were that sampled the trained
+    tokens; empty for no tokens. ``gather`` joins the lists of all ranks, each with a share of the tokens."""
     tokens: Counter[int] = Counter()
     for segment in (member for unit in units if unit.trained for member in unit.members):
         if VERSIONS.name in segment.tokens and not segment.tokens.is_bare:

@@ -63,7 +63,6 @@ LARGEST_NUMBER = 2**31 - 1
 
 
 def _of_sampling(recipe: Recipe, objective: Objective) -> Iterator[str]:
-    """Yield what forks and pairs of the sampling do not allow."""
     tree, name = recipe.tree_sampling, f"objective: {objective.name}"
     if objective.forks != "apart" and recipe.sampling != "tree":
         yield (
@@ -200,8 +199,7 @@ def _ratio_bound(key: str, bound: float | tuple[float, float], least: float) -> 
 
 
 def _of_engine_logprobs(recipe: Recipe, objective: Objective) -> Iterator[str]:
-    """Yield keys that compare the engine's log-probs with the trainer's where the distributions differ, and
-    tokens that other weights sampled and that train as if they were the policy's."""
+    """Yield comparisons of log-probs of different distributions, and tokens of older weights, uncorrected."""
     rollout, loss = recipe.rollout, recipe.loss
     older = "rollout.carry_over: true" if rollout.carry_over else f"rollout.staleness: {rollout.staleness}"
     comparisons = {

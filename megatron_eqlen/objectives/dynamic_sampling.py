@@ -5,8 +5,7 @@ these the prompts with short and with long responses: with L(q) the mean length 
 
     L(q) <= Q(low)  or  Q(high) <= L(q) <= Q(max)
 
-where Q(a) is the least t such that at least the share a of the prompts has L(q) <= t, over the prompts with
-differing rewards that were drawn together.
+where Q(a) is the least t such that at least the share a of these prompts, as drawn together, has L(q) <= t.
 """
 
 from __future__ import annotations
@@ -28,11 +27,9 @@ ROUND_OFF = 1e-9
 
 
 def filter_groups(rollouts: Sequence[Rollout], recipe: Recipe) -> tuple[list[str], list[str]]:
-    """Return (prompt_ids to keep, prompt_ids to drop), each in order of appearance.
-
-    A prompt is kept if it ``has_gradient``. Length penalties do not count, as in DAPO: a group that is all
-    correct teaches nothing about the problem. ``loss.length_quantiles`` drops prompts of medium length, too.
-    """
+    """Return (prompt_ids to keep, prompt_ids to drop), each in order of appearance. A prompt is kept if it
+    ``has_gradient``: a group that is all correct teaches nothing about the problem, whatever the length
+    penalties (as in DAPO). ``loss.length_quantiles`` drops prompts of medium length, too."""
     differs = has_gradient(rollouts, recipe)
     quantiles = resolve(recipe).length_quantiles
     if quantiles is not None:
@@ -64,7 +61,7 @@ def _extremes(lengths: Mapping[str, float], quantiles: tuple[float, float, float
 
 
 def trained(rollouts: Sequence[Rollout], recipe: Recipe, room: int | None = None) -> Sequence[Rollout]:
-    """Return the recorded rollouts of a step that it trained on. ``room``: as ``select`` has it."""
+    """Return the recorded rollouts of a step that it trained on. ``room``: see ``select``."""
     rollouts = due_rollouts(leave_out(rollouts, recipe.reward)[0])
     if not resolve(recipe).dynamic_sampling:
         return rollouts
@@ -72,8 +69,8 @@ def trained(rollouts: Sequence[Rollout], recipe: Recipe, room: int | None = None
 
 
 def select(rollouts: Sequence[Rollout], recipe: Recipe, room: int) -> tuple[list[Rollout], int]:
-    """Return (the rollouts of the first ``room`` prompts that are kept, the number of prompts that are
-    dropped). With ``rollout.carry_over`` there is room for all: no later step trains the same units."""
+    """Return (rollouts of the first ``room`` prompts that are kept, number of prompts dropped). With
+    ``rollout.carry_over`` there is room for all: no later step trains the same units."""
     keep, dropped = filter_groups(rollouts, recipe)
     kept = set(keep if recipe.rollout.carry_over else keep[:room])
     return [rollout for rollout in rollouts if rollout.prompt_id in kept], len(dropped)

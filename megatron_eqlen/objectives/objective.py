@@ -42,9 +42,8 @@ class Objective:
     refuses: Mapping[str, str] = MappingProxyType({})
     """Why the method cannot be used with a setting (``checks.settings``); parts declare theirs alike."""
     forks: Literal["apart", "equal", "pooled"] = "apart"
-    """Comparison units of a tree. ``apart``: each fork is one, and weighs its share of the rollout.
-    ``equal``: all forks weigh the same (TreeRPO). ``pooled``: all parts behind forks are one unit
-    (GRPO-MA)."""
+    """Comparison units of a tree. ``apart``: each fork is one, with its share of the rollout. ``equal``: all
+    forks weigh the same (TreeRPO). ``pooled``: all parts behind forks are one (GRPO-MA)."""
 
     @property
     def has_ratio(self) -> bool:

@@ -1,8 +1,5 @@
-"""Registry of the named objectives.
-
-A recipe's ``objective`` is a name from the table here, or the import path of an ``Objective`` of the user's
-own (``my_package.my_module:MINE``). Its parts can be named one by one, too (``parts``).
-"""
+"""Registry of the named objectives. A recipe's ``objective`` is a name from the table here, or the import
+path of an ``Objective`` of the user's own (``my_package.my_module:MINE``)."""
 
 from __future__ import annotations
 
@@ -97,10 +94,8 @@ NOT_HERE = {
 
 
 def lookup(name: str) -> Objective:
-    """Return the objective with its paper's settings, or a user's own by import path.
-
-    Raises ValueError, naming the nearest, for an unknown name.
-    """
+    """Return the objective with its paper's settings, or a user's own by import path. Raises ValueError,
+    naming the nearest, for an unknown name."""
     if is_import_path(name):
         return load_object(name, "objective", Objective)
     if reason := NOT_HERE.get(name.lower().replace("-", "_")):
@@ -113,11 +108,9 @@ def lookup(name: str) -> Objective:
 
 
 def resolve(recipe: Recipe) -> Objective:
-    """Return the recipe's objective: the method's defaults, overridden by the ``loss`` keys that are set.
-
-    ``equal_length.pair_weight: on_policy`` and trees sum tokens in place of the method's average, and do not
-    divide advantages by the standard deviation of a pair, which would leave only the sign of its gap.
-    """
+    """Return the recipe's objective: the method's defaults, overridden by the ``loss`` keys that are set. In
+    trees and with ``equal_length.pair_weight: on_policy`` tokens are summed in place of the method's average,
+    and advantages not divided by the standard deviation of a pair, which leaves only the sign of its gap."""
     objective, loss = lookup(recipe.objective), recipe.loss
     named = ("overlong_factor", "dynamic_sampling", "length_quantiles", "rewards")
     changes: dict[str, Any] = {key: getattr(loss, key) for key in named if getattr(loss, key) is not None}

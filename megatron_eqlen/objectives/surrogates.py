@@ -1,11 +1,7 @@
-"""Surrogates: the loss of each token before its weight, as a function of log-probs and advantages.
-
-A surrogate takes the supervised tokens of a row and returns ([n] loss of each token, metrics). Its gradient
-with respect to ``tokens.logprobs`` is what trains. The fields of a built-in surrogate are its options; an
-option named like a key of the recipe's ``loss`` section takes the key's value.
-
-The module does not import torch, which takes seconds: recipes are read and planned without it.
-"""
+"""Surrogates: the loss of each token before its weight, as a function of log-probs and advantages. Its
+gradient with respect to ``tokens.logprobs`` is what trains. The fields of a built-in surrogate are its
+options; one that is named like a key of the recipe's ``loss`` section takes the key's value. Does not import
+torch, which takes seconds: recipes are read and planned without it."""
 
 from __future__ import annotations
 
@@ -20,9 +16,8 @@ if TYPE_CHECKING:
     from megatron_eqlen.objectives.segments import Segments
 
 EXPONENT_LIMIT = 20.0
-"""Bound of log-ratios and of the exponent of k3, +-20 as in verl (core_algos.py): e^20 is far beyond any clip
-range, and no loss overflows. The gradient is 0 there. VESPO bounds the log of a sequence's weight in the same
-way."""
+"""Bound of log-ratios, of the exponent of k3 and of VESPO's log weight, +-20 as in verl (core_algos.py): e^20
+is beyond any clip range, and no loss overflows. The gradient is 0 there."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +40,7 @@ class SupervisedTokens:
 
     @property
     def kept_log_ratio(self) -> torch.Tensor:
-        """Log-ratios for sums over sequences, which exclude rejected tokens, as in verl, whose rejection mask
-        multiplies the response mask first."""
+        """Log-ratios for sums over sequences, without rejected tokens (see ``training/mismatch.py``)."""
         return self.log_ratio.masked_fill(self.kept == 0, 0.0)
 
 
@@ -54,8 +48,8 @@ TokenMetrics = dict[str, "torch.Tensor"]
 """[n] values of metrics that ``metrics.yaml`` declares."""
 
 Surrogate = Callable[[SupervisedTokens], tuple["torch.Tensor", TokenMetrics]]
-"""Supervised tokens -> ([n] loss of each token before its weight, metrics). An attribute ``has_ratio`` of
-False says that the old log-probs are not read; ``refuses``, why it cannot be used with a setting."""
+"""Supervised tokens -> ([n] loss of each token before its weight, metrics). Attributes: ``has_ratio`` False:
+the old log-probs are not read; ``refuses``: why it cannot be used with a setting."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +94,8 @@ class Gspo(Ppo):
 
 @dataclass(frozen=True)
 class Ctpo(Ppo):
-    """Product of the ratios of a response up to each token, with the token's own gradient: the exact
-    correction of its prefix. The bounds of its log grow with the square root of the position (CTPO, arXiv
-    2605.07331)."""
+    """Product of the ratios of a response up to each token, the exact correction of its prefix, with the
+    token's own gradient. Bounds of its log grow with the root of the position (CTPO, arXiv 2605.07331)."""
 
     clip_ratio_low: float | None = 0.025
     """The log of the product at token t = 1, 2, ... is clipped below -this x sqrt(t)."""
@@ -158,8 +151,7 @@ class Cispo:
 
 @dataclass(frozen=True)
 class Vespo:
-    """Detached kernel phi(W) = W^k exp(lambda (1 - W)) in front of -A log pi; W is the product of the ratios
-    of a sequence."""
+    """Detached kernel phi(W) = W^k exp(lambda (1 - W)) before -A log pi; W multiplies a sequence's ratios."""
 
     positive: tuple[float, float] = (2.0, 3.0)
     """(k, lambda) where the advantage is >= 0."""
@@ -197,9 +189,8 @@ class Sapo:
 @dataclass(frozen=True)
 class Dppo:
     """Detached ratio in front of -A log pi; a token whose probability has moved too far in the direction of
-    its advantage has no gradient (DPPO with the binary total variation, arXiv 2602.04879). The mask bounds
-    probabilities, so a rare token may have any ratio: it is truncated, as in verl (``dppo_tv`` of
-    core_algos.py)."""
+    its advantage has no gradient (DPPO with the binary total variation, arXiv 2602.04879). A rare token may
+    have any ratio then: it is truncated, as in verl (``dppo_tv`` of core_algos.py)."""
 
     clip_ratio_low: float | None = 0.15
     """The probability may fall by this (a difference, not a ratio). None: no bound."""

@@ -16,11 +16,8 @@ from megatron_eqlen.types import FinishReason, Rollout, TokenTree
 def comparison_units(
     rollout: Rollout, recipe: Recipe, objective: Objective
 ) -> tuple[TokenTree, list[ComparisonUnit]]:
-    """Return the token tree of a rollout and the units over its nodes, not yet weighted. The nodes lack the
-    columns that no loss reads.
-
-    Raises ValueError for a rollout of another ``sampling`` than the recipe's (a replayed dump, say).
-    """
+    """Return the token tree of a rollout and the units over its nodes, not yet weighted, without columns that
+    no loss reads. Raises ValueError for a rollout of another ``sampling`` than the recipe's."""
     _check(rollout, recipe)
     tree, units = _compare(rollout, recipe, objective, _length_penalty(recipe, objective))
     untrained = recipe.rollout.untrained_columns
@@ -37,8 +34,8 @@ def comparison_units(
 def _compare(
     rollout: Rollout, recipe: Recipe, objective: Objective, penalty: Penalty
 ) -> tuple[TokenTree, list[ComparisonUnit]]:
-    """Return the tree and the units of a rollout; with ``forks: pooled`` its lines, and all that continues
-    them: K thoughts, and their K x M answers."""
+    """Return the tree and the units of a rollout. With ``forks: pooled`` they are its lines, and all that
+    continues them: K thoughts, and their K x M answers."""
     tree, units = KINDS[recipe.sampling].compare(rollout, recipe, penalty)
     if objective.forks != "pooled" or len(units) < 3:
         return tree, units
@@ -62,8 +59,7 @@ def _named_units(name: str, rollout: Rollout, recipe: Recipe, objective: Objecti
 
 
 def due_rollouts(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Return the rollouts of a step that it trains: those that are complete. How many units share a rollout's
-    weight, and their rewards, are known only then."""
+    """Return the complete rollouts, which the step trains: only their units and rewards are known."""
     return [rollout for rollout in rollouts if not rollout.suspended]
 
 
@@ -86,8 +82,8 @@ def _length_penalty(recipe: Recipe, objective: Objective) -> Penalty:
 
 def _check(rollout: Rollout, recipe: Recipe) -> None:
     """Raise ValueError for a rollout of another sampling, for a grade without the rewards that the recipe
-    weighs, and unless the rollout has the loss's columns that a key of the recipe switches on, and no others:
-    with a sampling mask, for example, the loss normalises over its tokens instead of the vocabulary."""
+    weighs, and unless the rollout has exactly the loss's columns that the recipe switches on: with a sampling
+    mask, for example, the loss normalises over its tokens instead of the vocabulary."""
     if rollout.kind != recipe.sampling:
         raise ValueError(
             f"prompt {rollout.prompt_id}: expected a rollout of sampling: {recipe.sampling}, found one of "

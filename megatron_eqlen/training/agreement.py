@@ -1,9 +1,8 @@
 """Mismatch of trainer and engine, held against ``rollout.mismatch.tolerance``.
 
-The mismatch is the mean |log-prob difference| over those tokens of an update that were sampled by the weights
-which the update trains; it is undefined if older weights sampled all tokens. Beside it stands that of lines
-which are drawn among all that the step generated: an engine that computes another function earns other
-rewards, and then its tokens may be those that are not trained.
+The mismatch is the mean |log-prob difference| over an update's tokens that were sampled by the weights which
+it trains; without such tokens it is undefined. Lines drawn among all that the step generated are compared
+beside it: an engine that computes another function earns other rewards, and its tokens may not be trained.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from megatron_eqlen.training.policy_loss import RowLoss
 from megatron_eqlen.types import Metrics, Rollout, TokenTree
 
 DRAWN_SHARE = 1 / 16
-"""Drawn lines' part of what a step generated. A whole row of them may be more than a small step trains."""
+"""Share of a step's generated tokens in drawn lines. A row full may be more than a small step trains."""
 
 
 class MismatchError(ValueError):
@@ -50,8 +49,7 @@ def disagreement(mismatch: float | None, rollout: RolloutRecipe) -> str | None:
 
 
 def worst_token(rows: RankRows, losses: Sequence[RowLoss]) -> tuple[float, str]:
-    """Return the largest |log-prob difference| over the comparable tokens of this rank's rows, and the
-    token's place; (-1, "") if no token can be compared."""
+    """Return the largest |log-prob difference| of this rank's comparable tokens, and its place ("": none)."""
     differences = [torch.where(loss.compared, loss.log_ratio.abs(), -1.0) for loss in losses]
     peaks = [float(values.max()) if len(values) else -1.0 for values in differences]
     number = int(np.argmax(peaks))
@@ -92,8 +90,8 @@ class Compared:
 
 
 def drawn_lines(rollouts: Sequence[Rollout], recipe: Recipe, step: int) -> list[TokenTree]:
-    """Return lines of these rollouts as trees to compare, the same on every rank: at most one of a rollout,
-    drawn by the number of the step, until they have ``DRAWN_SHARE`` of the tokens or fill a row."""
+    """Return lines of the rollouts as trees to compare, the same on every rank: at most one of each, until
+    they have ``DRAWN_SHARE`` of the tokens or fill a row."""
     draw, room, trees = random.Random(f"{recipe.seed}/{step}"), recipe.packing.max_tokens_per_row, []
     enough = room - DRAWN_SHARE * sum(len(part) for rollout in rollouts for part in rollout.parts)
     unused = {TEACHER.name, *recipe.rollout.untrained_columns}

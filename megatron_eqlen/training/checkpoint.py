@@ -3,14 +3,14 @@
     saving = begin(folder, step, policy, ...)    the state is being written and must not change until ...
     saving.finish()                              ... the checkpoint is in force
 
-A checkpoint is a folder ``checkpoints/step-00000012`` that appears by one rename after every file in it is on
-disk, with a manifest of its files' sizes and checksums. ``checkpoints/latest`` names the newest checkpoint
-and is replaced atomically afterwards. If a run is killed at any moment, ``latest`` still names the previous
-checkpoint. If a checkpoint is damaged, the previous checkpoint is used.
+A checkpoint is a folder ``checkpoints/step-00000012`` that appears by one rename, when its files and a
+manifest with their checksums are on disk. Then ``checkpoints/latest``, the name of the newest one, is
+replaced atomically: a run that is killed keeps the previous one. The next older one replaces one that is
+damaged.
 
-Every rank writes its own shard, in a thread: a process would outlive a killed rank and keep its locks.
-Weights on the device are copied first. The optimizer state is read in place on the host, parked or offloaded,
-so that it needs no second copy; therefore ``finish`` comes before the next update.
+Every rank writes its shard in a thread: a process would outlive a killed rank and keep its locks. Weights on
+the device are copied first; the optimizer state is read in place on the host, so ``finish`` precedes the next
+update.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Saving:
         }
 
     def _not_written(self, reason: str) -> CheckpointError:
-        """Return the error with the free disk space, since torch's writer does not report a full disk."""
+        """Return the error with the free disk space: torch's writer does not report a full disk."""
         free = shutil.disk_usage(self.final.parent).free
         return CheckpointError(
             f"{self.final}: could not be written: {reason} ({free / 1e9:.2f} GB free there)"
@@ -114,11 +114,8 @@ class Saving:
 
 
 def begin(folder: Path, step: int, policy: Policy, position: dict[str, Any], keep: int) -> Saving | None:
-    """Begin to write ``step``'s checkpoint under ``folder``; when it is finished, all but the ``keep`` newest
-    are removed. Return None if the checkpoint exists. Collective.
-
-    ``position`` is plain data beside the model, such as the position of the data source.
-    """
+    """Begin to write ``step``'s checkpoint under ``folder``, with the plain data ``position``; ``finish``
+    removes all but the ``keep`` newest. Return None if the checkpoint exists. Collective."""
     final = folder / step_name(step)
     if agree(lambda: _in_force(folder) == final):
         return None
@@ -140,12 +137,9 @@ def begin(folder: Path, step: int, policy: Policy, position: dict[str, Any], kee
 
 
 def load(folder: Path, policy: Policy) -> dict[str, Any] | None:
-    """Restore ``policy`` from the newest complete checkpoint. Collective.
-
-    Damaged checkpoints are named in a warning and renamed to ``step-00000012-damaged``. Returns the
-    checkpoint's position, None if there is no checkpoint. Raises CheckpointError if all checkpoints are
-    damaged, or if the newest is bound to another layout.
-    """
+    """Restore ``policy`` from the newest complete checkpoint, and return its position, None if there is none.
+    Damaged ones are named in a warning and renamed to ``step-00000012-damaged``. Collective. Raises
+    CheckpointError if all are damaged, or if the newest is bound to another layout."""
     newest = _newest_whole(folder)
     if newest is None:
         return None

@@ -1,12 +1,9 @@
-"""Send nodes' arrays to the ranks that train them.
+"""Send nodes' arrays to the ranks that train them, without requests: every rank knows the plan of all ranks.
 
-Every rank knows the plan of all ranks, and therefore what every other rank needs and from which rank: no
-requests are sent. All ranks of a data-parallel index need token ids, but every rank has those of prompts;
-columns of the loss go to the last pipeline stage only, and of the columns of a path each stage gets the MoE
-layers that it computes (``Column.needed_by``). ``plan/host.py`` counts the memory.
-
-Arrays travel over the host in two hops, so that a rank sends each once and the ranks that need it share the
-rest of the work:
+All ranks of a data-parallel index need token ids, but every rank has those of prompts. Columns of the loss go
+to the last pipeline stage, columns of a path to the stages that compute their MoE layers
+(``Column.needed_by``). Arrays travel over the host in two hops: a rank sends each once, and the ranks that
+need it pass it on.
 
     home ──each array to one──► the ranks that need it ──from there to all──► the ranks that need it
 """
@@ -33,7 +30,7 @@ from megatron_eqlen.tokens import COLUMNS, Placeholder, Tokens
 from megatron_eqlen.types import Metrics, Node
 
 TOKENS_AT_ONCE = 1 << 13
-"""Tokens in transit at once from one rank to another, and those of one more node."""
+"""Most tokens in transit from one rank to another, apart from those of the last node."""
 
 NO_BYTES = np.zeros(0, np.uint8)
 Queues = dict[int, list[tuple[int, "ColumnShare"]]]
@@ -91,11 +88,11 @@ class Transfer(NamedTuple):
 
 
 Hops = tuple[Transfer, list[Transfer]]
-"""Transfers of nodes from their homes to one rank that needs them each, and from there to the others."""
+"""Transfers of each node from its home to one rank that needs it, and from there to the others."""
 
 
 def _hops(nodes: np.ndarray, home: np.ndarray, ranks: list[int], share: ColumnShare) -> Hops:
-    """Return the hops of those of ``nodes`` that have a home to ``ranks``."""
+    """Return the hops to ``ranks`` of those of ``nodes`` that have a home."""
     nodes = nodes[home[nodes] >= 0]
     source = home[nodes]
     turn = np.array(ranks, np.int64)[np.arange(len(nodes)) % len(ranks)]
@@ -108,11 +105,8 @@ def exchange(
     planned: Packing, placements: Sequence[Placement], model: ModelConfig
 ) -> tuple[Packing, Metrics]:
     """Return the plan with the tokens of all nodes that this rank trains, and metrics over all ranks.
-    Collective.
-
-    ``placements``: one per rank of the world. Received arrays live as long as the returned plan. Raises
-    TreeError if columns of the path do not fit the model.
-    """
+    ``placements``: one per rank. Received arrays live as long as the plan. Collective. Raises TreeError if
+    columns of the path do not fit the model."""
     planned, experts = exchange_tokens(planned, placements), model.experts
     if not planned.forest.has_path_columns.any():
         return planned, {}
@@ -132,8 +126,7 @@ def exchange(
 
 
 def exchange_tokens(planned: Packing, placements: Sequence[Placement]) -> Packing:
-    """Return the plan with all columns but those of paths of the nodes that this rank trains; other nodes are
-    unchanged. Collective."""
+    """Return the plan with the columns of this rank's nodes, except those of paths. Collective."""
     if not (planned.forest.home >= 0).any():
         return planned
     nodes, home, hops = [*planned.forest.nodes], planned.forest.home, list[Hops]()
@@ -150,8 +143,7 @@ def exchange_tokens(planned: Packing, placements: Sequence[Placement]) -> Packin
 
 
 def exchange_paths(planned: Packing, placements: Sequence[Placement]) -> tuple[Packing, int]:
-    """Return the plan with the columns of paths of all nodes that this rank trains, for the layers that it
-    computes, and the bytes received. Collective."""
+    """Return the plan with path columns of this rank's nodes, and the bytes received. Collective."""
     forest, rank = planned.forest, dist.get_rank()
     stages: dict[Placement, list[int]] = {}
     for number, placement in enumerate(placements):
@@ -173,8 +165,7 @@ def exchange_paths(planned: Packing, placements: Sequence[Placement]) -> tuple[P
 
 
 def send_tokens(nodes: list[Node], transfers: Sequence[Transfer]) -> int:
-    """Send the columns of all ``transfers`` and replace the entries of ``nodes`` that this rank receives.
-    Return the bytes received."""
+    """Send the columns of all ``transfers``, put those for this rank in ``nodes``, and return their bytes."""
     rank, received = dist.get_rank(), 0
     # round -> (what is sent, what is received), by the other rank, which counts alike: (node, columns)
     rounds = defaultdict[int, tuple[Queues, Queues]](lambda: (defaultdict(list), defaultdict(list)))

@@ -1,8 +1,7 @@
-"""Check before an optimizer step that each row's loss and the norm of all gradients are finite, on every
-rank.
+"""Check before an optimizer step that each row's loss and the gradient's norm are finite, on every rank.
 
-Weights have not changed then, so nothing has to be undone. From finite weights, moments and clipped gradients
-Adam makes finite weights and moments, so weights are checked once, after they are loaded.
+Nothing has to be undone then. From finite weights, moments and clipped gradients Adam makes finite ones, so
+weights are checked once, after they are loaded.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""Read this rank's collectives from torch's flight recorder.
-
-gloo and NCCL record in the same format; gloo leaves out point-to-point messages. Recording costs at most a
-microsecond per collective; reading takes no lock that a collective holds.
-"""
+"""Read this rank's collectives from torch's flight recorder: NCCL's, and gloo's but for point-to-point
+messages. Recording costs at most a microsecond each; reading takes no lock that a collective holds."""
 
 from __future__ import annotations
 

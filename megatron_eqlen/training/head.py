@@ -1,13 +1,12 @@
 """LM head and its log-probs. For rows of any length, only a chunk of the logits exists at once.
 
 A row of up to ``packing.logits_chunk`` supervised tokens goes through Megatron's linear layer, and its logits
-are kept for the backward pass. A longer row is cut into chunks of nearly equal length, and the backward pass
-recomputes each chunk's logits.
+are kept for the backward pass. A longer row is cut into chunks of nearly equal length, whose logits the
+backward pass recomputes.
 
-Log-probs and the gradients of hidden states are computed token by token: chunks change no bit of them, as far
-as the matrix product treats rows alike whatever their number (MKL does from 16 rows on; cuBLAS may not). The
-weight's gradient is a sum over tokens, which chunks add up in another order: into ``main_grad``, as if every
-chunk were a micro-batch.
+Chunks change no bit of log-probs and of hidden states' gradients, as far as the matrix product treats rows
+alike whatever their number (MKL does from 16 rows on; cuBLAS may not). The weight's gradient is a sum, which
+they add up in another order: into ``main_grad``, as if each were a micro-batch.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Head:
     mask: tuple[Tensor, Tensor, Tensor | None] | None
     """Tokens that sampling kept: ids, counts and log-probs, as for ``masked_token_logprobs``."""
     mask_ends: np.ndarray | None
-    """[n + 1] int64, start of each token's ids in the mask, and the end of the last token's ids."""
+    """[n + 1] int64: start of each token's ids in the mask, and the end of the last one's."""
     temperature: float
     group: dist.ProcessGroup
     """The tensor-parallel group."""
@@ -75,8 +74,8 @@ class Head:
         return cls(labels, mask, np.append(0, np.cumsum(counts)), temperature, group, chunk)
 
     def __call__(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """hidden [n, h], the same on every tensor-parallel rank; weight [V / TP, h] -> [2, n] log-probs and
-        entropy, of the distribution that is trained. The entropy has no gradient."""
+        """Return log-probs and entropy, [2, n], of the distribution that is trained. hidden [n, h], the same
+        on every tensor-parallel rank; weight [V / TP, h]. The entropy has no gradient."""
         if len(hidden) > self.chunk:
             return _ChunkedHead.apply(hidden, weight, self)
         parallel = self.group.size() > 1

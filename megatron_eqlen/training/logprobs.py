@@ -1,10 +1,8 @@
 """Log-probs of labels and entropy from logits whose vocabulary is split over tensor-parallel ranks.
 
-Two all-reduces in the forward pass, none in the backward pass. The logits are not overwritten. Besides them
-and their gradient nothing of their size is stored: both passes work on a few tokens at a time, and at most
-two tensors of BLOCK_ELEMENTS numbers (on a CPU, of CPU_ELEMENTS) are in a wider dtype. float32 accumulates
-bfloat16, float16 and float32 logits; float64 logits stay float64. (How many logits there are at once is
-bounded in ``head.py``.)
+Two all-reduces in the forward pass, none in the backward pass. Nothing of the logits' size is stored but they
+and their gradient: both passes cast a few tokens at a time, at most two tensors of BLOCK_ELEMENTS numbers (on
+a CPU, of CPU_ELEMENTS). float32 accumulates logits of 16 and 32 bits; float64 stays float64.
 """
 
 from __future__ import annotations
@@ -26,12 +24,10 @@ def token_logprobs(
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-softmax of ``logits / temperature`` at ``labels``, and the distribution's entropy (in
-    nats).
+    """Return the log-softmax of ``logits / temperature`` at ``labels``, and the entropy in nats: ([n], [n]).
 
     logits: [n, V / tp], this rank's slice of the vocabulary, in rank order. labels: [n] int64, the same on
-    every rank. group: the tensor-parallel group; None: the vocabulary is not split. Returns ([n], [n]); the
-    entropy is for reporting and has no gradient.
+    every rank. group: tensor parallel; None: the vocabulary is not split. The entropy has no gradient.
     """
     return _TokenLogprobs.apply(logits, labels, temperature, group)
 
@@ -45,15 +41,14 @@ def masked_token_logprobs(
     group: dist.ProcessGroup | None = None,
     sampled: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``token_logprobs`` normalised over the tokens that sampling kept instead of the vocabulary.
+    """``token_logprobs`` of the distribution that was sampled from: normalised over the tokens that sampling
+    kept instead of the vocabulary (DeepSeek-V3.2, section 3.1: keep the sampling mask).
 
     mask_ids: [m] int64, the kept tokens of the first row of ``logits``, then of the second, ... mask_counts:
-    [n] int64, how many each row has; a row's label is one of its own. Both log-probs and entropy are of the
-    distribution that was sampled from (DeepSeek-V3.2, section 3.1: keep the sampling mask).
-
-    sampled: [m] float64, log-probs with which the kept tokens were sampled. The gradient by the logits is
-    then 1 at the label less ``sampled``, in place of the policy, at all kept tokens: its mean over draws
-    from ``sampled`` is 0 (score centering, arXiv 2609.20807).
+    [n] int64, how many each row has; a row's label is one of its own. sampled: [m] float64, log-probs with
+    which the kept tokens were sampled. The gradient by the logits is then 1 at the label less ``sampled``, in
+    place of the policy, at all kept tokens: its mean over draws from ``sampled`` is 0 (score centering, arXiv
+    2609.20807).
     """
     rows = torch.repeat_interleave(mask_counts)
     return _MaskedLogprobs.apply(
@@ -145,8 +140,8 @@ def _scaled(logits: torch.Tensor, kind: torch.dtype, temperature: float) -> torc
 
 
 def _sums(shifted: torch.Tensor, local: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
-    """Return [3, tokens]: sums of exp(shifted) and of exp(shifted) x shifted, and the label's ``shifted`` (0
-    on other ranks). Overwrites ``shifted``."""
+    """Return [3, tokens]: sums of exp(shifted) and exp(shifted) x shifted, and the label's ``shifted`` (0 on
+    other ranks). Overwrites ``shifted``."""
     label = shifted.gather(-1, local[:, None])[:, 0] * mine
     weight = shifted.exp()
     return torch.stack((weight.sum(-1), shifted.mul_(weight).sum(-1), label))

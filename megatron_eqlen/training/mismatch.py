@@ -2,9 +2,8 @@
 
     rho_t = pi_trainer(y_t) / pi_engine(y_t)        of the weights that sampled, in two programs
 
-Tokens that ``rollout_rs`` rejects are excluded from the ratio of their segment (GSPO, LUSPO,
-VESPO), as in verl, whose rejection mask multiplies the response mask before the ratio is computed
-(0.8, ``rollout_corr_helper.py``).
+Tokens that ``rollout_rs`` rejects are excluded from the ratio of their segment (GSPO, LUSPO, VESPO), as in
+verl, whose rejection mask multiplies the response mask first (0.8, ``rollout_corr_helper.py``).
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from megatron_eqlen.objectives.segments import Segments
 from megatron_eqlen.recipe import LossRecipe
 
 RATIO_LIMIT = 20.0
-"""Bound of exponents, +-20 as in verl: log rho of a token for ``rollout_is: token`` and ``rollout_rs``, its
-sum over the segment for ``rollout_is: sequence``."""
+"""Bound of exponents, +-20 as in verl: log rho of a token (``rollout_is: token``, ``rollout_rs``) or of a
+segment (``rollout_is: sequence``)."""
 
 LEAST = 1e-6
 

@@ -42,12 +42,11 @@ HOST_OPTIONS = (
 """Entries that a host optimizer adds to parameter groups, some of them classes: not in checkpoints."""
 
 IDENTITY = ("wd_mult", "is_expert_parallel")
-"""Entries that tell parameter groups apart. Megatron's own list includes learning rates, so that a
-recipe that changed them could not resume."""
+"""Entries that tell parameter groups apart. Megatron's list includes rates, which a recipe may change."""
 
 
 def wrap(chunks: list, grad_dtype: str, options: Mapping[str, Any]) -> list[DistributedDataParallel]:
-    """Wrap each model chunk in Megatron's DDP, with gradients summed (never averaged) over data-parallel
+    """Wrap each model chunk in Megatron's DDP, which sums gradients (never averages) over data-parallel
     ranks. ``options``: further fields of DDP's configuration."""
     config = chunks[0].config
     assert config.calculate_per_token_loss, "gradients must be sums: token weights hold every factor"
@@ -69,11 +68,8 @@ def wrap(chunks: list, grad_dtype: str, options: Mapping[str, Any]) -> list[Dist
 def build_optimizer(
     chunks: list[DistributedDataParallel], recipe: Recipe, fields: Mapping[str, Any]
 ) -> tuple[ChainedOptimizer, OptimizerParamScheduler]:
-    """Return AdamW on the distributed optimizer, and the schedule that changes its learning rate once per
-    step. ``fields``: further ones of Megatron's ``OptimizerConfig``.
-
-    Raises ValueError for ``optimizer.precision: bfloat16`` without Transformer Engine.
-    """
+    """Return AdamW on the distributed optimizer, and its learning rate's schedule. ``fields``: further ones
+    of Megatron's ``OptimizerConfig``. Raises ValueError for bfloat16 without Transformer Engine."""
     options = recipe.optimizer
     config = chunks[0].config
     has_te = uses_transformer_engine() and is_te_min_version("2.1.0")
@@ -122,12 +118,9 @@ def build_optimizer(
 
 
 def _state_options(options: OptimizerRecipe) -> dict[str, Any]:
-    """Return Megatron's options for the placement and precision of the optimizer state.
-
-    Megatron's "precision-aware" optimizer reads gradients where DDP has summed them, in their dtype, and
-    keeps main weights itself. A host optimizer needs this, too: otherwise main weights are on the GPU as
-    well.
-    """
+    """Return Megatron's options for the placement and precision of the optimizer state. Its "precision-aware"
+    optimizer reads gradients where DDP has summed them, in their dtype, and keeps main weights itself. A host
+    optimizer needs this, too: otherwise main weights are on the GPU as well."""
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     aware = {"use_precision_aware_optimizer": True, "main_grads_dtype": dtypes[options.grad_dtype]}
     if options.offload:
@@ -149,11 +142,8 @@ def _state_options(options: OptimizerRecipe) -> dict[str, Any]:
 
 
 def init_state(optimizer: MegatronOptimizer) -> None:
-    """Create Adam's moments as before the first update: zeros. The weights are not changed.
-
-    The moments allocate their memory now, and Megatron can neither save nor load an optimizer that has never
-    stepped.
-    """
+    """Create Adam's moments as before the first update: zeros, without changing the weights. They allocate
+    their memory now; and Megatron can neither save nor load an optimizer that has never stepped."""
     assert isinstance(optimizer, DistributedOptimizer)
     groups = optimizer.optimizer.param_groups
     rates = [group["lr"] for group in groups]
@@ -178,11 +168,8 @@ def init_state(optimizer: MegatronOptimizer) -> None:
 
 
 def load_state(optimizer: ChainedOptimizer, loaded: dict[str, Any]) -> None:
-    """Load the optimizer's numbers and step count from a checkpoint.
-
-    All other options stay those of the recipe: a checkpoint may come from another kind of optimizer (on the
-    host, or Transformer Engine's) with other options.
-    """
+    """Load the optimizer's numbers and step count from a checkpoint, which may come from another kind of
+    optimizer (on the host, or Transformer Engine's); other options stay those of the recipe."""
     parts = optimizer.chained_optimizers
     states = [loaded] if len(parts) == 1 else [loaded[number] for number in sorted(loaded)]
     for part, state in zip(parts, states, strict=True):
@@ -223,7 +210,7 @@ def take_step(optimizer: ChainedOptimizer, grad_norm: float) -> None:
 
 @contextlib.contextmanager
 def all_cores() -> Iterator[None]:
-    """Let torch compute with this rank's share of the machine's cores in the block. Launchers give a rank one
+    """Let torch compute in the block with this rank's share of the machine's cores. Launchers give a rank one
     thread, which is too few for updating billions of weights on the host."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(before, cores_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))))

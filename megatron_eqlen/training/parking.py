@@ -6,11 +6,10 @@ reference model's weights. What is restored is restored bit for bit.
     parked.readable()      while parked: the tensors read the copies on the host
     parked.unpark()        restores the numbers
 
-The storage under the tensors is emptied; the tensors stay. All references to them or to views of them
+The storage under the tensors is emptied; the tensors stay, and all references to them or to views of them
 (Megatron's buckets, the optimizer's shards, autograd's hooks) are valid again after ``unpark``.
-
-Megatron-Core's own ``optimizer.offload_to_cpu`` is not used: it gives each tensor new memory, so that shards
-are no longer views of the model's weights, and it moves a host optimizer's state to the device.
+Megatron-Core's own ``optimizer.offload_to_cpu`` gives each tensor new memory, so that shards are no longer
+views of the model's weights, and moves a host optimizer's state to the device.
 """
 
 from __future__ import annotations
@@ -26,11 +25,8 @@ from torch import Tensor, UntypedStorage
 
 
 class Parked:
-    """Storages under some tensors, on the device or parked in host memory.
-
-    ``tensors``: called at each parking, since an optimizer may replace its tensors. ``keep``: False: the
-    tensors are zeros after ``unpark`` and need no host memory.
-    """
+    """Storages under some tensors, on the device or parked in host memory. ``tensors``: called at each
+    parking, since an optimizer may replace its tensors. ``keep``: False: they are zeros after ``unpark``."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], keep: bool = True) -> None:
         self._ask, self._keep = tensors, keep
@@ -65,8 +61,7 @@ class Parked:
         self.away = False
 
     def host(self, tensor: Tensor) -> Tensor:
-        """Return the tensor's numbers for reading: a view of the host's copy while parked, else the tensor
-        itself. The result must not be written to."""
+        """Return the tensor's numbers, for reading: while parked a view of the copy on the host."""
         if not self.away or memory_of(tensor) not in self._copies or not tensor.numel():
             return tensor
         copy = self._copies[memory_of(tensor)].untyped_storage()
@@ -75,13 +70,10 @@ class Parked:
 
     @contextlib.contextmanager
     def readable(self, but: Iterable[Tensor] = ()) -> Iterator[None]:
-        """Make parked tensors other than ``but`` read their numbers on the host in the block. Writing is not
-        allowed.
-
-        ``but`` must hold the parameters of modules in training: when ``data`` of a parameter moves to another
-        device, torch drops its gradient accumulator and every hook on it, and Megatron's gradients stay 0
-        from then on. Read those through ``host``.
-        """
+        """Make parked tensors other than ``but`` read their numbers on the host in the block; do not write to
+        them. ``but`` must hold the parameters of modules in training, which ``host`` reads: when ``data`` of
+        a parameter moves to another device, torch drops its gradient accumulator with every hook on it, and
+        Megatron's gradients stay 0 from then on."""
         # tensors by identity: equal numbers are not the same tensor
         left_out = set(map(id, but))
         own = [(tensor, tensor.data) for tensor in self._tensors if self.away and id(tensor) not in left_out]
@@ -139,8 +131,8 @@ def _bytes(storage: UntypedStorage) -> Tensor:
 
 
 class TrainerMemory:
-    """``model``: the chunks in Megatron's DistributedDataParallel, whose ``buffers`` is not torch's method.
-    ``parked``: the parts that ``park`` frees, see ``rollout.park_trainer``."""
+    """The trainer's memory on the device. ``model``: the chunks in Megatron's DDP, whose ``buffers`` is not
+    torch's. ``parked``: the parts that ``park`` frees (``rollout.park_trainer``)."""
 
     def __init__(
         self,
@@ -177,8 +169,7 @@ class TrainerMemory:
 
     @contextlib.contextmanager
     def readable(self) -> Iterator[None]:
-        """Make the optimizer state readable in the block, on the device or on the host; the model's
-        parameters are read through ``weights.host``."""
+        """Make the optimizer state readable in the block; read parameters through ``weights.host``."""
         with self.weights.readable(but=self._parameters), self.state.readable():
             yield
 
@@ -198,7 +189,7 @@ class TrainerMemory:
         return [*self._parameters, *shards]
 
     def _state(self) -> list[Tensor]:
-        """Yield the main weights and moments that are on the device."""
+        """Return the main weights and moments that are on the device."""
         weights = {memory_of(parameter) for parameter in self._parameters}
         return [tensor for tensor in self._optimizers_own() if memory_of(tensor) not in weights]
 

@@ -42,7 +42,7 @@ def most() -> int:
 
 def measured(stage: str, planned: Mapping[str, float] = MappingProxyType({})) -> Metrics:
     """Return the peak since ``begin`` as ``memory/peak/STAGE``; on a GPU also the allocator's reserved
-    memory, what CUDA says is used now, and the plan's number. ``planned``: bytes by stage."""
+    memory, what CUDA says is used, and the plan's number. ``planned``: bytes by stage."""
     metrics = {f"memory/peak/{stage}": float(most())}
     if torch.cuda.is_available():
         metrics[f"memory/reserved/{stage}"] = float(torch.cuda.max_memory_reserved())

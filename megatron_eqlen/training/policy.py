@@ -46,8 +46,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Teacher:
-    """Frozen model of ``Job.teacher`` in the policy's parallel groups. Its weights are on the device only
-    while it computes log-probs, else in host memory."""
+    """Frozen model of ``Job.teacher`` in the policy's parallel groups, parked while it computes nothing."""
 
     def __init__(self, job: Job, dtype: torch.dtype) -> None:
         self.chunks = build_model(job.model, job.recipe.parallel, dtype)
@@ -116,16 +115,16 @@ class Policy:
         self.skipped_in_a_row = 0
         """Number of skipped updates since the last taken update."""
         self.mismatch: float | None = None
-        """Mean |trainer - engine| log-prob over the comparable tokens of the newest ``update``, or over those
-        of drawn lines if it is larger (``agreement``); None: there are none."""
+        """Mean |trainer - engine| log-prob over comparable tokens of the newest ``update``, or over those of
+        drawn lines if it is larger (``agreement``); None: there are none."""
         self.before = 0
         """``version`` before the newest ``update``."""
         self.worst = (-1.0, "")
         """Largest |trainer - engine| log-prob of the newest ``update``, and its token's place."""
 
     def park(self) -> Metrics:
-        """Free memory for the engine, as ``rollout.park_trainer`` specifies. ``weights`` and checkpoints
-        still work; ``update`` needs ``unpark``. Return the bytes that were freed."""
+        """Free memory for the engine, as ``rollout.park_trainer`` specifies, and return its bytes.
+        ``weights`` and checkpoints still work; ``update`` needs ``unpark``."""
         before = sum(self.memory.on_device().values())
         self.memory.park()
         return {"memory/parked_bytes": float(before - sum(self.memory.on_device().values()))}
@@ -136,14 +135,13 @@ class Policy:
 
     def update(self, minibatches: list[list[TokenTree]], drawn: Sequence[TokenTree] = ()) -> Metrics:
         """Train on the step's trees: one optimizer step per minibatch, ``loss.epochs`` times over.
+        Collective.
 
         Every rank passes the same trees, as skeletons if the arrays have another home, and trains the rows
-        that the packer assigns to it; it receives missing arrays from their homes. Minibatches without a
-        supervised token are left out. A step is skipped on all ranks if a row's loss or the gradient's norm
-        is not finite: weights, optimizer and schedule are unchanged. Metrics are merged over the steps that
-        were taken. ``drawn``: lines that are compared with the engine alone (``agreement.drawn_lines``).
-        Raises NonFiniteError after more than ``optimizer.max_skipped_updates`` skipped updates in
-        a row.
+        that the packer assigns to it. Minibatches without supervised tokens are left out. If a row's loss or
+        the gradient's norm is not finite, all ranks skip the step: weights, optimizer and schedule stay.
+        Metrics are merged over the steps taken. ``drawn``: lines that are only compared with the engine.
+        Raises NonFiniteError after more than ``optimizer.max_skipped_updates`` skipped updates in a row.
         """
         assert not self.memory.away, "parked"
         self.worst, self.before = (-1.0, ""), self.version
@@ -166,8 +164,8 @@ class Policy:
         return metrics
 
     def compare(self, trees: Sequence[TokenTree]) -> dict[str, Compared]:
-        """Return the log-probs of the supervised tokens that the present weights sampled, in trainer and
-        engine, by the names of the trees; NaN if a number is not finite. Not while parked. Collective."""
+        """Return sums of the log-probs, in trainer and engine, of supervised tokens that the present weights
+        sampled, by tree; NaN if a number is not finite. Not while parked. Collective."""
         if not trees:
             return {}
         batch = self._prepare([*trees])
@@ -227,7 +225,7 @@ class Policy:
         )
 
     def _prepare(self, trees: list[TokenTree]) -> Minibatch:
-        """Prepare a minibatch; it has a problem on every rank if a rank finds a number that is not finite."""
+        """Prepare a minibatch; it has a problem on every rank if any rank finds a number not finite."""
         try:
             planned, exchanged = exchange(self._pack(trees), self.placements, self.chunks[0].model_config)
             rows = planned.rows(self.placement.data_parallel, self.placement.for_loss)

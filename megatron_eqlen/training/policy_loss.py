@@ -2,11 +2,10 @@
 
     loss = sum_t weight_t x (importance_t x policy_t + kept_t x kl_coef x kl_t)
 
-``policy_t`` is the objective's surrogate (``objectives.surrogates``), ``kl_t`` the estimate of
-the divergence from the reference model, ``importance_t`` and ``kept_t`` the correction of the train-inference
-mismatch (``mismatch``). The weights hold every averaging factor, so the number is the same for any packing,
-micro-batch split and parallel layout; nothing is divided here, and nothing may be divided after. All
-arithmetic is float64: a row has few numbers, and sums over rows then differ by round-off only.
+``policy_t`` is the objective's surrogate (``objectives.surrogates``), ``kl_t`` the estimate of the divergence
+from the reference model, ``importance_t`` and ``kept_t`` correct the train-inference mismatch (``mismatch``).
+The weights hold every averaging factor: nothing is divided here or later, so packing, micro-batches and
+parallel layout do not change the loss. All is float64: sums over rows differ by round-off only.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class RowLoss:
     """Loss and metrics of one row. Every row has the same metrics in the same order."""
 
     metrics: dict[str, torch.Tensor]
-    """Row's value of each metric: a sum over its tokens, or its maximum (-inf without supervised tokens)."""
+    """A row's value of each metric: a sum over its tokens, or their maximum (-inf without tokens)."""
     tokens: torch.Tensor
     """[n] float64: contribution of each supervised token to the loss."""
     log_ratio: torch.Tensor
@@ -56,13 +55,12 @@ def policy_loss(
 ) -> tuple[torch.Tensor, RowLoss]:
     """Return the row's part of the loss (a float64 scalar with gradient) and of the metrics.
 
-    All tensors are [n]: a row's positions, or any of them that include the supervised positions (weight > 0).
-    Only supervised positions are read. A segment lies in one row. ``others``: log-probs of other policies
-    (``Row.others``). Without ``old`` this is the first and only update of the batch, so the policy is the old
-    policy. ``ref`` is needed if ``loss.kl_coef > 0``. With ``teacher`` the reverse KL to it, times
-    ``loss.teacher_coef``, is taken from the advantages. ``compared``, bool: tokens that the policy's own
-    weights sampled; None: all. ``rollout_logprobs``: None for responses that no engine sampled, which have
-    neither ratios nor a mismatch.
+    All tensors are [n]: a row's positions, or any of them that include the supervised positions (weight > 0),
+    which alone are read. A segment lies in one row. ``others``: log-probs of other policies (``Row.others``).
+    Without ``old`` this is the only update of the batch, so the policy is the old policy. ``loss.kl_coef >
+    0`` needs ``ref``. With ``teacher`` the reverse KL to it, times ``loss.teacher_coef``, is taken from the
+    advantages. ``compared``, bool: tokens that the policy's own weights sampled; None: all.
+    ``rollout_logprobs``: None for responses that no engine sampled, which have neither ratios nor a mismatch.
     """
     # supervised positions
     at = weights > 0
