@@ -27,8 +27,7 @@ from megatron_eqlen.types import UNSCORED, Grade, Metrics, Rollout, RolloutKey, 
 log = logging.getLogger(__name__)
 
 COINS = -1
-"""Number, in place of a track's, in the seed that all environments of a rollout share; with own seeds they
-have this number and those below."""
+"""Number, in a seed in place of a track's, that all environments of a rollout share; own seeds go below."""
 
 
 CALL, WAIT = "call", "wait for a fork"
@@ -107,11 +106,9 @@ class _State(NamedTuple):
 
 
 class Dialogues:
-    """Lets environments answer the turns that tracks have ended.
-
-    An environment is made when its track first needs it: new, or where the track's line was answered before
-    (a fork, a resumed track), by a copy or by replaying the messages. Without ``speak`` no track ends a turn.
-    """
+    """Lets environments answer the turns that tracks have ended. An environment is made when its track first
+    needs it: new, or where the track's line was answered before (a fork, a resumed track), by a copy or by
+    replaying the messages. Without ``speak`` no track ends a turn."""
 
     def __init__(self, speak: Conversations | None) -> None:
         self.speak = speak
@@ -193,8 +190,7 @@ class Dialogues:
                     break
 
     def finished(self, idle: bool) -> list[Call]:
-        """Return calls that have ended, or taken too long, which is a failure. ``idle``: there is nothing
-        else to do."""
+        """Return calls that have ended, or taken too long: a failure. ``idle``: wait a moment for one."""
         if not self.calls:
             return []
         wait([call.result for call in self.running], timeout=0.05 if idle else 0, return_when=FIRST_COMPLETED)
@@ -211,9 +207,8 @@ class Dialogues:
         return ended
 
     def take(self, call: Call) -> None:
-        """Use the result of a call: the track goes on, or has ended. Raises EngineError for an environment in
-        place of a copy that answered otherwise than its line's: to leave out the rollout would leave out
-        those that fork."""
+        """Use the result of a call: the track goes on, or has ended. Raises EngineError if a new environment
+        in place of a copy answered otherwise: leaving the rollout out would leave out those that fork."""
         track, (environment, given, grade, cut, changed) = call.track, call.result.result()
         if changed and self.fork_error is not None:
             raise EngineError(
@@ -288,9 +283,8 @@ def path_of(harvester: Harvester, track: Track) -> Tokens:
 
 
 def grade_again(speak: Conversations, rollout: Rollout, seed: int) -> bool:
-    """Fill in the environments' grades of a recorded rollout that was not scored, by replaying its messages.
-    Return False if an environment fails: the rollout must be generated again.
-    ``seed``: of its harvester."""
+    """Fill in the environments' grades of a recorded rollout by replaying its messages. Return False if an
+    environment fails: the rollout must be generated again. ``seed``: of its harvester."""
     seed = track_seed(seed, rollout.prompt_id, rollout.index, COINS)
     for part in rollout.parts:
         if part.finish_reason == "stop" and (part.grade is None or part.grade.verdict == UNSCORED):

@@ -4,9 +4,8 @@
                  ▲                                                                          │
                  └──────── advance: pairs, forks, outcome ◄── tokens by position ◄── step ──┘
 
-The driver admits harvesters while the engine has free slots, hands each its tokens, submits its forks at
-once, submits lost requests again, lets environments answer turns (``dialogues``), and stops when the step's
-tokens are generated.
+The driver admits harvesters while the engine has free slots, hands each its tokens, submits forks and lost
+requests at once, lets environments answer turns (``dialogues``), and stops at the step's budget of tokens.
 """
 
 from __future__ import annotations
@@ -112,8 +111,8 @@ class Driver:
             self.dialogues.close()
 
     def admit(self) -> None:
-        """Start harvesters while the engine has free slots. The rest wait here, not in the engine's queue:
-        there a fork would wait behind them, and its prefix might be evicted from the cache meanwhile."""
+        """Start harvesters while the engine has free slots. The rest wait here: in the engine's queue a fork
+        would wait behind them, and its prefix might be evicted from the cache meanwhile."""
         while self.waiting and len(self.in_flight) < self.engine.max_num_seqs:
             self.begin(*self.waiting.popleft())
 
@@ -230,8 +229,7 @@ class Driver:
             self.engine.abort([delta.request_id])
 
     def retry(self, track: Track, key: RolloutKey, delta: Delta) -> None:
-        """Submit the rest of a request that the engine gave up or ended early. Raises EngineError after
-        MAX_ATTEMPTS."""
+        """Submit the rest of a request that the engine ended early. Raises EngineError after MAX_ATTEMPTS."""
         del self.in_flight[delta.request_id]
         self.prompt_routes.lose(delta.request_id, key)
         track.attempts += 1
@@ -259,8 +257,7 @@ class Driver:
                 self.dialogues.begin(key, harvester)
 
     def converse(self, idle: bool) -> None:
-        """Hand the answers of environments to their tracks, which go on or have ended. ``idle``: there is
-        nothing else to do."""
+        """Hand the answers of environments to their tracks. ``idle``: there is nothing else to do."""
         touched: dict[RolloutKey, None] = {}
         for call in self.dialogues.finished(idle):
             if (error := call.result.exception()) is None:

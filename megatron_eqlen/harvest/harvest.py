@@ -1,10 +1,7 @@
-"""Generation of one step: prompts in, rollouts out, at the engine's own speed (``driver``).
-
-A harvester (``sampling.harvester``) sees only token sequences and makes one rollout. The result does not
-depend on the order in which tokens arrive (unless the budget cuts rollouts off). So a harvest that was killed
-resumes from the tokens that were recorded: its tracks start with them. So does a rollout that the budget
-suspended, in the next step (``partial``).
-"""
+"""Generation of one step: prompts in, rollouts out, at the engine's own speed (``driver``). The result does
+not depend on the order in which tokens arrive (unless the budget cuts rollouts off), so a harvest that was
+killed resumes from its recorded tokens, and so does a rollout that the budget suspended, in the next step
+(``partial``)."""
 
 from __future__ import annotations
 
@@ -36,10 +33,9 @@ def harvest(
     """Harvest ``recipe.group_size`` tracks or completions for every prompt of ``plan``.
 
     Returns the rollouts, resumed ones first, then in the order of the prompts (and of stream numbers), and
-    the metrics of all attempts at the harvest, except for seconds, which are those of this one. When
-    the budget (``rollout.tokens_per_step``) is used up, rollouts that are not complete are cut, and rollouts
-    that did not start are left out. With ``rollout.carry_over`` both are suspended and in the list. Raises
-    ValueError for prompts that do not fit, and EngineError for an engine that died or hangs.
+    the metrics of all attempts, but the seconds of this one. When the budget (``rollout.tokens_per_step``) is
+    used up, incomplete rollouts are cut, and others left out; with ``rollout.carry_over`` both are suspended.
+    Raises ValueError for prompts that do not fit, and EngineError for an engine that died or hangs.
     """
     check_prompts(plan.prompts, plan.recipe, engine)
     meter = Meter(engine, plan)
@@ -78,8 +74,7 @@ def _harvesters(plan: HarvestPlan) -> dict[RolloutKey, Harvester]:
 
 
 def check_prompts(prompts: Sequence[Prompt], recipe: Recipe, engine: Decoder) -> None:
-    """Raise ValueError for a prompt that is empty, occurs twice, is too long for the engine, or has a token
-    that its model lacks."""
+    """Raise ValueError for a prompt that is empty, occurs twice, or does not fit the engine."""
     seen: set[str] = set()
     for prompt in prompts:
         if prompt.prompt_id in seen:

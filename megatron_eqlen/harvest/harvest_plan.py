@@ -21,14 +21,12 @@ class HarvestPlan:
     recipe: Recipe
     eos_token_ids: Collection[int]
     seed: int
-    """Differs from step to step. The seed of a track is a stable hash of it, the prompt's id, the rollout's
-    number and the track's number."""
+    """Differs from step to step. Tracks hash it with prompt id, rollout number and own number."""
     _: KW_ONLY
     progress: HarvestProgress = field(default_factory=HarvestProgress)
     """Recorded results. A prompt that has a rollout of an earlier step names no other rollouts."""
     keeps_columns: Callable[[Prompt, int], bool] = all_rollouts
-    """(prompt, number of the rollout) -> whether this rank keeps all columns of the rollout's tokens. Token
-    ids, which forks need, are kept of all."""
+    """(prompt, rollout's number) -> whether this rank keeps all columns, not the token ids alone."""
     marker: Marker | None = None
     """Marker that trees fork after (``tree_sampling.marker``)."""
     kind: SamplingKind | None = None

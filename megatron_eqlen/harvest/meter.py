@@ -25,10 +25,10 @@ COUNTED = (
 class Meter:
     """Counts while the driver runs; ``metrics()`` at the end.
 
-    ``generated_tokens`` are all tokens the engine delivered, ``supervised_tokens`` those inside pairs
-    (or completions): the rest are tails, and head starts that never became part of a pair. Both are of all
-    attempts at the harvest, and tokens of earlier steps are not counted again. ``counts`` holds what this
-    attempt counted: the recorder writes it, and the next attempt adds it to its own.
+    ``generated_tokens`` are all tokens the engine delivered, ``supervised_tokens`` those inside pairs (or
+    completions): the rest are tails, and head starts that never became part of a pair. Both are of all
+    attempts at the harvest, without tokens of earlier steps. ``counts`` holds what this attempt counted: the
+    recorder writes it, and the next attempt adds it to its own.
     """
 
     def __init__(self, engine: Decoder, plan: HarvestPlan) -> None:
@@ -103,8 +103,7 @@ class Meter:
 
 
 def rollout_metrics(rollouts: list[Rollout]) -> Metrics:
-    """Return counts of pairs, lengths and outcomes, and how much generated tokens see; empty for no
-    rollouts."""
+    """Return counts of pairs, lengths and outcomes, and what generated tokens see; empty for no rollouts."""
     if not rollouts:
         return {}
     ends = [(rollout, rollout.ends()) for rollout in rollouts]

@@ -1,8 +1,6 @@
-"""Routes of prompts (``rollout.keep_routes``): the first request of each rollout brings them.
-
-Tokens that are generated bring their own, and keep them when newer weights continue their path: as its
-log-prob, a token's experts are those of the weights that sampled it.
-"""
+"""Routes of prompts (``rollout.keep_routes``): the first request of each rollout brings them. Generated
+tokens bring their own, and keep them when newer weights continue their path: as its log-prob, a token's
+experts are those of the weights that sampled it."""
 
 from __future__ import annotations
 
@@ -26,8 +24,7 @@ class PromptRoutes:
         """Id of the request, and the number of rows that it brings."""
 
     def rows_of(self, track: Track, key: RolloutKey) -> int:
-        """Return the number of rows that a track's new request brings of its path: those of all positions, or
-        0."""
+        """Return the number of rows that a track's request brings: all positions of its path, or 0."""
         if not self.kept or self.running[key].prompt_columns is not None or key in self.requests:
             return 0
         rows = len(track.path) - 1
@@ -35,8 +32,7 @@ class PromptRoutes:
         return rows
 
     def take(self, track: Track, key: RolloutKey, delta: Delta) -> None:
-        """Take the prompt's routes from the first tokens of the request that brings them. Raises EngineError
-        where rows are missing."""
+        """Take the prompt's routes from its request's first tokens. Raises EngineError for missing rows."""
         request_id, expected = self.requests[key]
         if request_id != delta.request_id:
             return

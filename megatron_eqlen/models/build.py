@@ -24,11 +24,8 @@ def build_model(
     **overrides: Any,
 ) -> list[PolicyModel]:
     """Return one chunk per virtual pipeline stage of this rank, on its device, with weights not yet set.
-
     ``overrides``: TransformerConfig fields. ``separate_norms``: fuse no norm into the linear layer after it,
-    since adapters read that layer's input. Megatron's groups must have been started with the same
-    ``parallel``. Chunks keep the model's configuration as ``chunk.model_config``.
-    """
+    since adapters read that layer's input. Start Megatron's groups with the same ``parallel`` before."""
     config = transformer_config(model, parallel, dtype, **overrides)
     stages = range(parallel.virtual_pipeline) if parallel.virtual_pipeline else [None]
     arguments = hybrid_arguments(model, parallel) | {"hybrid_stack_spec": stack_spec(config, separate_norms)}
@@ -57,11 +54,8 @@ def _chunk(model: ModelConfig, config: Any, vp_stage: int | None, arguments: dic
 
 
 def _mark_expert_parameters(chunk: PolicyModel) -> None:
-    """Assign the experts' gradients to the expert data-parallel group.
-
-    Megatron-Core does so only with EP > 1; with EP = 1 and TP > 1 it silently leaves expert gradients
-    unsummed over the TP ranks, whose tokens differ.
-    """
+    """Assign the experts' gradients to the expert data-parallel group. Megatron-Core does so only with EP >
+    1; with EP = 1 and TP > 1 it leaves them unsummed over the TP ranks, whose tokens differ."""
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:
             parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue] (Megatron's mark)

@@ -4,8 +4,7 @@
                 step-00000012/
                 latest                            the name of the checkpoint in force
 
-CRC-32 finds any damage of up to 32 neighbouring bits, and misses other damage once in 4 billion times. It
-needs a fraction of the time of a cryptographic hash, which damage does not call for.
+CRC-32 finds any damage of up to 32 neighbouring bits, and misses other damage once in 4 billion times.
 """
 
 from __future__ import annotations
@@ -59,8 +58,7 @@ def latest(folder: Path) -> Path | None:
 
 
 def copy(checkpoint: Path, folder: Path) -> None:
-    """Copy a checkpoint, which becomes the one in force of ``folder``. Raises CheckpointError if it is
-    damaged."""
+    """Copy a checkpoint, which becomes the one in force of ``folder``. Raises CheckpointError for damage."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / checkpoint.name).exists():
         verify(checkpoint)

@@ -19,11 +19,9 @@ from megatron_eqlen.recipe import ParallelRecipe, layout
 def transformer_config(
     model: ModelConfig, parallel: ParallelRecipe, dtype: torch.dtype, **overrides: Any
 ) -> TransformerConfig:
-    """Return Megatron's configuration of ``model`` in the layout ``parallel``.
-
-    ``dtype``: of parameters and activations. ``overrides``: TransformerConfig fields that take precedence.
-    Raises LayoutError if the layout does not divide the model.
-    """
+    """Return Megatron's configuration of ``model`` in the layout ``parallel``. ``dtype``: of parameters and
+    activations. ``overrides``: TransformerConfig fields that take precedence. Raises LayoutError if the
+    layout does not divide the model."""
     layout.require(layout.weights(parallel, model))
     fields: dict[str, Any] = {
         "num_layers": 2 * model.num_hidden_layers,  # a mixer and an MLP are a layer each
@@ -173,12 +171,9 @@ def scaled_rope(model: ModelConfig) -> tuple[Tensor, float] | None:
 
 
 def set_attention_factor(config: TransformerConfig, factor: float) -> None:
-    """Make Megatron's attention multiply cosine and sine by ``factor``.
-
-    Megatron reads three fields that ``TransformerConfig`` does not declare, and computes (0.1 ``mscale``
-    ln(``scaling``) + 1) / (0.1 ``mscale_all_dim`` ln(``scaling``) + 1): with ln(scaling) = 10 that is
-    ``mscale`` + 1 over 1.
-    """
+    """Make Megatron's attention multiply cosine and sine by ``factor``. Megatron reads three undeclared
+    fields and computes (0.1 ``mscale`` ln(``scaling``) + 1) / (0.1 ``mscale_all_dim`` ln(``scaling``) + 1):
+    with ln(scaling) = 10 that is ``mscale`` + 1 over 1."""
     fields = {"rotary_scaling_factor": math.exp(10), "mscale": factor - 1, "mscale_all_dim": 0.0}
     for name, value in fields.items():
         setattr(config, f"yarn_{name}", value)

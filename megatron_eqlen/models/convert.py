@@ -5,9 +5,8 @@
     megatron_to_peft(checkpoint, source, out)   a PEFT folder of the checkpoint's adapters to ``source``
 
 The model is built whole in memory, or divided over the ranks of ``parallel``. Bits are moved, never changed:
-a checkpoint has the dtypes of its source, and ``megatron_to_hf`` writes those of ``source``. Only adapters
-are computed with: ``megatron_to_hf`` merges them into the weights of ``source``, as an export of their run
-does. All functions are collective; ``out`` appears under its name when it is complete.
+the dtypes are those of ``source``. Only adapters are computed with: ``megatron_to_hf`` merges them into the
+weights of ``source``. All functions are collective; ``out`` appears when it is complete.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ ALONE = ParallelRecipe()
 
 @torch.no_grad()
 def hf_to_megatron(source: str | Path, out: str | Path, parallel: ParallelRecipe = ALONE) -> None:
-    """Convert a Hugging Face folder to a checkpoint. Raises CheckpointError (broken source, existing ``out``)
-    and ConfigError; ``source`` is only read."""
+    """Convert a Hugging Face folder to a checkpoint. Raises CheckpointError and ConfigError."""
     out = Path(out)
     refuse_existing(out)
     folder, model = HFFolder(source), read_config(source)
@@ -115,8 +113,7 @@ def verify_hash(
 @torch.no_grad()
 def verify_logits(checkpoint: str | Path, folder: str | Path) -> float:
     """Return the largest difference of float32 logits, relative to the largest logit, between Megatron with
-    the checkpoint and Transformers with the folder, in one process. Raises CheckpointError above
-    LOGIT_TOLERANCE."""
+    the checkpoint and Transformers with the folder. Raises CheckpointError above LOGIT_TOLERANCE."""
     from transformers import AutoModelForCausalLM
 
     path = check_logits_are_comparable(checkpoint)

@@ -130,11 +130,8 @@ def _by_rank(x: Tensor, sections: list[int], ranks: int) -> Tensor:
 
 
 def tree_convolution(x: Tensor, weight: Tensor, tree: TreeParams) -> Tensor:
-    """Causal depthwise convolution along paths. x [b, S, D], weight [D, 1, W] -> [b, S, D].
-
-    One convolution runs over the row as it lies; the few positions after a fork or a tree's start are
-    recomputed on their own windows.
-    """
+    """Causal depthwise convolution along paths. x [b, S, D], weight [D, 1, W] -> [b, S, D]. One runs over the
+    row as it lies; positions after a fork or a tree's start are recomputed on their own windows."""
     width = weight.shape[-1]
     flat = _row_convolution(x, weight)
     at, windows = tree.seams(width)
@@ -154,11 +151,9 @@ def _row_convolution(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def tree_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, tree: TreeParams) -> Tensor:
-    """Compute the recurrence of the module's docstring along every path.
-
-    q, k [b, S, K, d_k] with unit length, v [b, S, H, d_v], log decay g and beta [b, S, H] -> [b, S, H, d_v]
-    in v's dtype. Each key head serves H / K value heads.
-    """
+    """Compute the module's recurrence along every path. q, k [b, S, K, d_k] with unit length, v [b, S, H,
+    d_v], log decay g and beta [b, S, H] -> [b, S, H, d_v] in v's dtype. Each key head serves H / K value
+    heads."""
     if q.is_cuda and q.shape[0] == 1 and (kernel := fla_kernel(v.dtype)):
         return run_by_run_delta_rule(q.to(v.dtype), k.to(v.dtype), v, g, beta, tree, kernel)
     return chunked_delta_rule(q, k, v, g, beta, tree)
@@ -205,11 +200,8 @@ def chunked_delta_rule(
 def _scan_levels(
     new: Tensor, reads: Tensor, writes: Tensor, keep: Tensor, chunks: Chunks
 ) -> tuple[Tensor, Tensor]:
-    """Pass the state from each chunk to its children.
-
-    All [n, b, H, *, *], chunks sorted by level. Returns the values written to the state, [.., size, d_v], and
-    the outputs read from the state at the chunk's start, [.., size, d_v].
-    """
+    """Pass the state from each chunk to its children. All [n, b, H, *, *], chunks sorted by level. Returns
+    the values written to the state and those read from it at a chunk's start: both [.., size, d_v]."""
     size = new.shape[-2]
     state = None
     written, outputs = [], []
@@ -247,8 +239,7 @@ def _from_chunks(x: Tensor, slots: Tensor) -> Tensor:
 def run_by_run_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, tree: TreeParams, kernel: Callable
 ) -> Tensor:
-    """Compute the recurrence with ``kernel``, fla's or one with its signature: one call for each depth of
-    runs."""
+    """Compute the recurrence with ``kernel``, called as fla's is: once for each depth of runs."""
     outputs, state = [], None  # state: [runs of the level before, H, d_k, d_v], at their ends
     for depth, level in enumerate(tree.run_levels):
         last = depth + 1 == len(tree.run_levels)

@@ -37,8 +37,7 @@ FUSED_NORMS = {
     "self_attention.in_proj.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
-"""Prefixes of the names of a layer's norms: fused into the following linear layer -> separate. Checkpoints
-always use the fused names, weight maps the separate names."""
+"""Names of a layer's norms: fused into the next linear layer (checkpoints) -> separate (weight maps)."""
 
 
 class TorchModules(LocalSpecProvider):

@@ -9,8 +9,8 @@
                      the second: nothing is sent between A and B, and the gradient of the whole matrix is
                      summed over expert-tensor-parallel ranks
 
-The model's own weights are frozen: they have no gradients and no optimizer state. With the adapters switched
-off the model is the one that training started from, bit for bit.
+The model's own weights are frozen, without gradients and optimizer state. With the adapters switched off the
+model is the one that training started from, bit for bit.
 """
 
 from __future__ import annotations
@@ -188,8 +188,7 @@ def _add_grouped(linear: Any, inputs: tuple, output: tuple[Tensor, Any]) -> tupl
 
 
 def _sharded(weight: Weight, parameter: Tensor) -> ShardedTensorFactory:
-    """Return the parameter as Hugging Face's tensors, each of its sections alone: their division does not
-    depend on Megatron's arrangement of rows."""
+    """Return the parameter as Hugging Face's tensors, by section: independent of Megatron's order of rows."""
     group, arrangement = groups.tensor_group(weight), weight.arrangement
     if weight.expert is None:
         copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)

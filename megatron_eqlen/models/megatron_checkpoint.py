@@ -1,8 +1,5 @@
-"""Read Megatron's ``torch_dist`` checkpoints, those of other software included.
-
-``megatron.core.dist_checkpointing`` saves and loads. What is added here: a checkpoint is checked, and refused
-by name, before anything of it is loaded; and its ``.metadata``, a pickle, cannot run code.
-"""
+"""Read Megatron's ``torch_dist`` checkpoints, those of other software included. A checkpoint is checked, and
+refused by name, before Megatron loads anything of it; and its ``.metadata``, a pickle, cannot run code."""
 
 from __future__ import annotations
 
@@ -108,11 +105,8 @@ def check_objects(path: Path) -> None:
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """Return the folder of a checkpoint that is whole. Raises CheckpointError.
-
-    ``path``: a checkpoint, or a folder with a ``latest`` file. The checkpoint is verified against its
-    manifest; checkpoints of other software have none, which is logged as a warning.
-    """
+    """Return the folder of a whole checkpoint. ``path``: a checkpoint, or a folder with a ``latest`` file.
+    Raises CheckpointError. The bytes of other software's, without a manifest, are not checked: a warning."""
     path = _resolve(Path(path))
     if (path / checkpoint_folder.MANIFEST).exists():
         checkpoint_folder.verify(path)
@@ -175,10 +169,7 @@ def _weights(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
 
 def check_weights(path: Path, metadata: Metadata, states: Sequence[dict[str, Any]]) -> None:
     """Raise CheckpointError unless the checkpoint holds exactly the tensors of the ranks' sharded state
-    dicts: all of them, in their shapes, as floating-point numbers, and no others. Collective.
-
-    ``states``: of this rank's chunks.
-    """
+    dicts, in their shapes, as floating-point numbers. ``states``: of this rank's chunks. Collective."""
     parts = []
     for state in states:
         copied = dict(state)
@@ -195,11 +186,9 @@ def check_weights(path: Path, metadata: Metadata, states: Sequence[dict[str, Any
 
 
 def sharded_weights(chunk: PolicyModel, options: dict, stored: Metadata | None = None) -> dict[str, Any]:
-    """Return a chunk's sharded state dict. ``stored``: index of the checkpoint that will fill it.
-
-    That may be a GPTModel's: of this package before it had a HybridModel, or of other software. Its layer n
-    has the weights of our layers 2n and 2n + 1; layers that are all alike share tensors with a first axis n.
-    """
+    """Return a chunk's sharded state dict. ``stored``: index of the checkpoint that will fill it. That may be
+    a GPTModel's: an older one of this package, or other software's. Its layer n has the weights of our layers
+    2n and 2n + 1; layers that are all alike share tensors with a first axis n."""
     state = chunk.sharded_state_dict(metadata=options)
     keys = stored.state_dict_metadata if stored else {}
     if any(re.match(r"decoder\.layers\.\D", key) for key in keys):
@@ -216,11 +205,8 @@ def sharded_weights(chunk: PolicyModel, options: dict, stored: Metadata | None =
 
 def load_sharded(state: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return ``state``, a sharded state dict, filled from the checkpoint ``path`` by Megatron. Collective.
-    Raises CheckpointError for an index or an object that cannot be read or might run code.
-
-    Modules' extra states are None: Transformer Engine keeps fp8 state there, which is not used here, and
-    saves extra states for modules that have none without it.
-    """
+    Raises CheckpointError for an index or an object that cannot be read or might run code. Modules' extra
+    states are None: they are Transformer Engine's fp8 state, which is not used here."""
     together(lambda: check_objects(path))
     extra, kept = extract_matching_values(
         state, lambda item: isinstance(item, ShardedObject) and item.key.endswith("_extra_state")

@@ -1,9 +1,5 @@
-"""Names of a rank's parameters: Megatron's, with the layer and expert numbers of the whole model.
-
-Megatron numbers layers by pipeline chunk and experts by expert-parallel rank; weight maps
-(``hf/families.py``) and checkpoints number them through the model. Transformer Engine's names are mapped to
-those of plain torch modules.
-"""
+"""Names of a rank's parameters: Megatron's, with the layer and expert numbers of the whole model, as weight
+maps (``hf/families.py``) and checkpoints have them, and torch modules' names for Transformer Engine's."""
 
 from __future__ import annotations
 

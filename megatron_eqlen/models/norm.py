@@ -14,12 +14,8 @@ CPU_ELEMENTS = 1 << 17
 
 
 class RMSNorm(torch.nn.Module):
-    """``x / rms(x) * weight``, or ``* (1 + weight)`` if zero-centred; computed in at least float32.
-
-    Args:
-        hidden_size: size of the last dimension, which is normalised.
-        zero_centered: default: the configuration's ``layernorm_zero_centered_gamma``.
-    """
+    """``x / rms(x) * weight``, or ``* (1 + weight)`` if zero-centred (default: as the configuration has it),
+    over the last dimension of ``hidden_size``; computed in at least float32."""
 
     def __init__(
         self,
@@ -44,8 +40,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class _BlockedNorm(torch.autograd.Function):
-    """RMSNorm of bfloat16 on a CPU, in float32 for as many rows as its cache holds. It keeps its input
-    alone."""
+    """RMSNorm of bfloat16 on a CPU, in float32 for as many rows as its cache holds. Keeps its input alone."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

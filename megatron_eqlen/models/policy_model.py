@@ -18,11 +18,7 @@ from megatron_eqlen.hf.config import ModelConfig
 
 
 class PolicyModel(HybridModel):
-    """HybridModel with rotary angles at explicit positions and a language-model head at the supervised
-    positions.
-
-    Parameters, sharding and checkpoints are HybridModel's.
-    """
+    """HybridModel with rotary angles at explicit positions and a head at the supervised positions."""
 
     model_config: ModelConfig
     """Configuration from which ``build_model`` made the model."""
@@ -51,9 +47,7 @@ class PolicyModel(HybridModel):
                 the router's auxiliary loss counts, only there.
             head: called instead of the output layer, with hidden states [n or s, hidden] (b = 1), the same on
                 every tensor-parallel rank, and the output layer's weight [vocab / TP, hidden].
-
-        Returns:
-            [b, n or s, vocab / TP] in the model's dtype, or what ``head`` returned, or
+        Returns: [b, n or s, vocab / TP] in the model's dtype, or what ``head`` returned, or hidden states
             [s (/ TP with sequence parallel), b, hidden].
         """
         assert supervised is None or input_ids.shape[0] == 1, "supervised positions need a batch of one row"

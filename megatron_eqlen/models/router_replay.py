@@ -6,9 +6,8 @@ Positions without routes (padding, and those that predict a token of an environm
 
     TreeParams.path_columns ─► ReplayLayer.forward ─► ReplayRouter.given ─► routing asks GivenExperts
 
-Megatron's own ``router_replay.RouterReplay`` is one list for the process, filled before a pass with the
-choices to be replayed, so that passes, interleaved stages and recomputation must be synchronised by hand.
-Here a layer takes its part of the row with which it is called.
+Megatron's ``router_replay.RouterReplay`` is one list for the process, which passes, interleaved stages and
+recomputation must synchronise by hand. Here a layer takes its part of the row with which it is called.
 """
 
 from __future__ import annotations
@@ -64,8 +63,8 @@ class GivenExperts:
 
 @dataclass
 class Agreement:
-    """[3] float64 counts over (token, layer, expert): the engine's choices, those that the trainer computed
-    with, and those that its router would choose. Counts only tokens that are trained and have routes."""
+    """[3] float64 counts over (token, layer, expert) of tokens that are trained and have routes: the engine's
+    choices, those that the trainer computed with, and those that its router would choose."""
 
     counts: Tensor
 
@@ -130,8 +129,8 @@ class ReplayRouter(TopKRouter):
 
 
 class ReplayLayer(TransformerLayer):
-    """Megatron's layer; its router gets the routes of the row with which the layer is called, in forward
-    passes and when activations are recomputed (with ``recompute: mlp`` a layer with an MLP, whole)."""
+    """Megatron's layer; its router gets the routes of the row with which the layer is called, also when
+    activations are recomputed (with ``recompute: mlp`` a layer with an MLP, whole)."""
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
         again = self.config.recompute_granularity == "selective" and not isinstance(self.mlp, IdentityOp)

@@ -44,9 +44,7 @@ from megatron_eqlen.models.tree_params import TreeParams
 
 class TreeAttention(MegatronModule):
     """Megatron's core attention for token trees, or plain causal sequences without ``packed_seq_params``.
-
-    Grouped query attention, any head size; tensor parallelism splits the heads outside. No parameters.
-    """
+    Grouped query attention, any head size; tensor parallelism splits the heads outside. No parameters."""
 
     def __init__(
         self,
@@ -184,8 +182,8 @@ def flex_tree_attention(
 
 
 def _kernel_options(q: Tensor) -> dict[str, int] | None:
-    """Return eight warps for a backward pass in which torch's choice of four lacks registers: at head sizes
-    above 128, and at 128 on B200, each thread would spill 1.7 to 14 KB (``docs/gpu.md``)."""
+    """Return eight warps for a backward pass in which torch's four lack registers: at head sizes above 128,
+    and at 128 on B200, each thread would spill 1.7 to 14 KB (``docs/gpu.md``)."""
     if not q.is_cuda:
         return None
     most = 128 if torch.cuda.get_device_capability(q.device) < (10, 0) else 64
@@ -239,12 +237,8 @@ def _block_mask(partial: Tensor, full: Tensor, visible: Callable, lengths: tuple
 
 def block_visibility(visible_until: Tensor) -> tuple[Tensor, Tensor]:
     """Return the blocks of keys that a block of queries sees partially, and those it sees fully: two [n, n]
-    bool.
-
-    A later block of keys is never seen. A block always sees itself partially, since each position sees
-    itself. An earlier block of keys is seen if its largest ``visible_until`` lies beyond the first query, and
-    fully seen if its smallest lies beyond the last query.
-    """
+    bool. A block sees itself partially and no later one. It sees an earlier block of keys if the largest
+    ``visible_until`` there lies beyond its first query, and fully if the smallest lies beyond its last."""
     length = len(visible_until)
     blocks = -(-length // BLOCK)
     reach = F.pad(visible_until, (0, blocks * BLOCK - length)).view(blocks, BLOCK)  # 0: never visible

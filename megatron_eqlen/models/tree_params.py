@@ -234,12 +234,9 @@ class TreeParams(PackedSeqParams):
         return previous
 
     def seams(self, width: int) -> tuple[Tensor, Tensor]:
-        """Return the positions whose window of ``width`` positions on the path is not the row's last
-        ``width`` positions; cached per width.
-
-        Returns [m] int64 positions, and [m, width] int64 their windows, the position itself last, S where the
-        path has no such position. The row's start, where both windows are empty, is left out.
-        """
+        """Return [m] int64, the positions whose window of ``width`` positions on the path is not the row's
+        last ``width``, and [m, width] int64 their windows, the position itself last, S where the path has
+        none; cached per width. The row's start, where both windows are empty, is left out."""
         if width in self._seams:
             return self._seams[width]
         none = len(self)
@@ -257,8 +254,7 @@ class TreeParams(PackedSeqParams):
         return self._seams[width]
 
     def chunk_size(self, most: int) -> int:
-        """Return the largest of ``most``, its half, its quarter, .. with which slots to fill are at most half
-        as many as positions."""
+        """Return the largest of ``most``, its half, ... with at most half as many fillers as positions."""
         lengths, size = np.array([run.length for run in self.runs]), most
         while size > 1 and 2 * (-lengths % size).sum() > len(self):
             size //= 2

@@ -4,9 +4,8 @@
     export_hf(chunks)                 (name, unsharded tensor) one by one, on every rank
     save_hf(chunks, source, out)      a folder that Transformers and vLLM load
 
-All three follow the model's weight map (hf/families.py). They copy bits and never
-compute: a round trip through any layout is exact. Peak extra memory: the two largest tensors, or for the
-export twice ``SENT_AT_ONCE`` if that is more.
+All follow the model's weight map (hf/families.py). They copy bits and never compute: a round trip through any
+layout is exact. Peak extra memory: the two largest tensors, or for the export twice ``SENT_AT_ONCE``.
 """
 
 from __future__ import annotations
@@ -34,16 +33,14 @@ from megatron_eqlen.recipe import LoraRecipe
 
 PEFT_WEIGHTS = "adapter_model.safetensors"
 SENT_AT_ONCE = 256 * 2**20
-"""Maximum bytes of consecutive weights in one message; a larger weight is sent alone. (Sent one by one, the
+"""Most bytes of consecutive weights in one message; a larger weight is sent alone. (Sent one by one, the
 experts of an 80B model would be 147,000 broadcasts of 2 MB.)"""
 
 
 @torch.no_grad()
 def load_hf(chunks: Sequence[torch.nn.Module], path: str | Path) -> None:
-    """Fill this rank's chunks from a Hugging Face folder, cast to the chunks' dtype.
-
-    Raises CheckpointError if the folder is broken or holds another model's tensors.
-    """
+    """Fill this rank's chunks from a Hugging Face folder, cast to the chunks' dtype. Raises CheckpointError
+    if the folder is broken or holds another model's tensors."""
     model = model_config(chunks)
     folder = HFFolder(path)
     by_name = check_folder(folder, model)
@@ -55,12 +52,9 @@ def load_hf(chunks: Sequence[torch.nn.Module], path: str | Path) -> None:
 
 @torch.no_grad()
 def export_hf(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, unsharded tensor) of every tensor of the model, in the model's order and
-    dtype, with adapters merged into it.
-
-    Collective over TP, PP and EP: every rank must run the iterator to its end, and gets every tensor. A
-    tensor may share memory with the model: copy it to keep it.
-    """
+    """Yield (Hugging Face name, unsharded tensor) of every tensor of the model, in its order and dtype, with
+    adapters merged. Collective over TP, PP and EP: every rank must run the iterator to its end, and gets
+    every tensor. A tensor may share memory with the model: copy it to keep it."""
     yield from _export(chunks, weight_map(model_config(chunks)))
 
 
@@ -88,11 +82,9 @@ def save_adapters(chunks: Sequence[torch.nn.Module], lora: LoraRecipe, base: str
 
 
 def save_hf(chunks: Sequence[torch.nn.Module], source: str | Path, out: str | Path) -> None:
-    """Write the chunks' weights as a copy of the Hugging Face folder ``source``.
-
-    Configuration, tokenizer, dtypes, division into files and tensors that are not trained (``mtp.*``) are the
-    source's. Collective; rank 0 writes. ``out`` appears when it is complete.
-    """
+    """Write the chunks' weights as a copy of the Hugging Face folder ``source``, with its configuration,
+    tokenizer, dtypes, division into files and untrained tensors (``mtp.*``). Collective; rank 0 writes.
+    ``out`` appears when it is complete."""
     refuse_existing(Path(out))
     model, folder = model_config(chunks), HFFolder(source)
     check_folder(folder, model)

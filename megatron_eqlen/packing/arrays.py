@@ -8,8 +8,7 @@ from megatron_eqlen.packing.tree import Forest, NonFiniteTreeError, TreeError
 
 
 def check_loss_arrays(forest: Forest, nodes: np.ndarray) -> None:
-    """Raise TreeError if a rollout log-prob of ``nodes``, which are supervised, is not finite, or if a token
-    is not in its sampling mask."""
+    """Raise TreeError for a supervised log-prob that is not finite, and for a token outside its mask."""
     for node in nodes.tolist():
         _check_logprobs(forest, node)
         _check_mask(forest, node)

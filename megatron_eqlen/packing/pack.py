@@ -2,13 +2,11 @@
 
     trees ─Forest.of─► nodes ─prune, cut─► parts ─balance─► ranks ─first-fit─► RowPlans ─fill_row─► Rows
 
-Planning needs skeletons only; filling needs the arrays of the nodes that are in the row.
-
-A part is a whole tree, or as many of its leaf chains as fit into a row together with the ancestors they
-need; a repeated ancestor is context only, so every supervised token is in exactly one row. ``expanded``
-makes a part of each supervised node with its whole prefix: the naive layout, kept as the reference.
-
-Ranks are balanced on cost = positions + pair_cost x (query, key) pairs that attention computes.
+Planning needs skeletons only; filling needs the arrays of the nodes that are in the row. A part is a whole
+tree, or as many of its leaf chains as fit into a row together with the ancestors they need; a repeated
+ancestor is context only, so every supervised token is in exactly one row. ``expanded`` makes a part of each
+supervised node with its whole prefix: the naive layout, kept as the reference. Ranks are balanced on cost =
+positions + pair_cost x (query, key) pairs that attention computes.
 """
 
 from __future__ import annotations
@@ -74,8 +72,7 @@ class Packing:
     pair_cost: float
 
     def rows(self, rank: int, for_loss: bool = True) -> RankRows:
-        """Return the rows of one data-parallel rank. Raises TreeError if a node's arrays cannot be trained
-        on."""
+        """Return the rows of one data-parallel rank. Raises TreeError if arrays cannot be trained on."""
         if for_loss:
             check_loss_arrays(self.forest, self.needed(rank)[1])
         return RankRows(self, self.ranks[rank], for_loss)
@@ -165,10 +162,9 @@ def plan_rows(
 ) -> Packing:
     """Assign nodes to rows, and rows to ranks. Deterministic.
 
-    Every rank gets equally many rows, at least one and a multiple of ``row_count_multiple_of`` (the pipeline
-    size with a virtual pipeline); rows without a tree are padding alone. A row is as long as its tokens,
-    rounded up to ``multiple_of`` (in training ``forward.row_multiple``). Raises TreeError on a bad tree or a
-    path over the budget.
+    Every rank gets equally many rows, at least one and a multiple of ``row_count_multiple_of``; rows without
+    a tree are padding. A row is as long as its tokens, rounded up to ``multiple_of``
+    (``forward.row_multiple``). Raises TreeError on a bad tree or a path over the budget.
     """
     forest = Forest.of(trees)
     forest.check_budget(max_tokens_per_row)
@@ -214,8 +210,8 @@ def _tree_parts(forest: Forest, budget: int) -> Iterator[TreePart]:
 def _cut(forest: Forest, order: np.ndarray, budget: int) -> Iterator[TreePart]:
     """Yield runs of leaf chains in row order, each as long as fits with its ancestors (repeated as context).
 
-    Deepest chains come first, so each part reaches as far up as it can before the next part repeats a prefix;
-    no other cut into consecutive chains repeats less of a stream.
+    Deepest chains come first: each part reaches as far up as it can before the next part repeats a prefix. No
+    other cut into consecutive chains repeats less of a stream.
     """
     used = [0, *np.cumsum(forest.length[order]).tolist()]
     first, context = 0, 0

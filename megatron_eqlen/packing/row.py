@@ -12,12 +12,9 @@ from megatron_eqlen.types import Row, RowNode
 def fill_row(
     forest: Forest, nodes: np.ndarray, supervised: np.ndarray, length: int, for_loss: bool = True
 ) -> Row:
-    """Lay out ``nodes`` consecutively and pad to ``length`` positions.
-
-    ``nodes`` [m] int64 are forest indices of whole or partial trees in depth-first order, ancestors included;
-    ``supervised`` [m] bool marks the nodes that are trained here (the others are context). ``for_loss``: fill
-    in the columns that only the loss reads.
-    """
+    """Lay out ``nodes`` consecutively and pad to ``length`` positions. ``nodes`` [m] int64 are forest indices
+    of whole or partial trees in depth-first order, ancestors included; ``supervised`` [m] bool marks those
+    that are trained here. ``for_loss``: fill in the columns that only the loss reads."""
     # a one-token prompt occupies no position: its children are roots of the row
     some = forest.length[nodes] > 0
     nodes, trained = nodes[some], (supervised & (forest.weight[nodes] > 0))[some]

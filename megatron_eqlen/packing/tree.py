@@ -1,7 +1,7 @@
 """Flat forest of token trees: checked, pruned, and put in row order.
 
-``Forest.of(trees)`` reads every node once into arrays (a batch has tens of thousands of nodes and millions of
-tokens). It reads only the number of tokens, so skeletons suffice. It relies on three exact facts:
+``Forest.of(trees)`` reads the tens of thousands of nodes of a batch once into arrays. Of tokens it reads only
+the number, so skeletons suffice. It relies on three exact facts:
 
 * A node without a supervised node at or below it changes no loss and no gradient: it is pruned.
 * Restricting depth-first order to a set of nodes that holds all its ancestors is depth-first order again.
@@ -100,10 +100,8 @@ class Forest:
         return np.where(supervised, np.cumsum(supervised) - 1, -1)
 
     def row_order(self) -> np.ndarray:
-        """Return the live nodes, tree after tree, each in depth-first order with the longest child first.
-
-        A child's length is its longest path of live positions; ties keep the order of the tree's nodes.
-        """
+        """Return the live nodes, tree after tree, each in depth-first order with the longest child first: the
+        one with the longest path of live positions; ties keep the order of the tree's nodes."""
         live, parent = self.live.tolist(), self.parent.tolist()
         height = np.where(self.live, self.length, 0).tolist()
         below, roots = defaultdict[int, list[int]](list), list[int]()
@@ -126,7 +124,6 @@ class Forest:
         return path[::-1]
 
     def node(self, number: int) -> Node:
-        """Return the node with this index in the forest."""
         return self.nodes[number]
 
     def of_segment(self, segment: int) -> tuple[str, int]:

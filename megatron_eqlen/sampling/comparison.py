@@ -1,9 +1,6 @@
-"""Comparison units: parts whose rewards are measured against each other.
-
-A unit is the two sides of an equal-length pair, the completions of a group, the children of a node of a
-sampled tree. Each member is one node of a token tree, so that an advantage and a weight written on the node
-reach its tokens.
-"""
+"""Comparison units: parts whose rewards are measured against each other. A unit is the two sides of an
+equal-length pair, the completions of a group, or the children of a node of a sampled tree. Each member is one
+node of a token tree, so that an advantage and a weight on the node reach its tokens."""
 
 from __future__ import annotations
 
@@ -16,8 +13,7 @@ from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.types import FinishReason, Node, Part, Rollout, TokenTree
 
 EQUAL_REWARDS = 1e-9
-"""Rewards closer than this are equal: a mean of rewards carries round-off, and dividing by a standard
-deviation would blow it up to an advantage of 1."""
+"""Rewards closer than this are equal: dividing by a std of round-off would give advantages of 1."""
 
 Penalty = Callable[[int, FinishReason | None], float]
 """(length of a whole response, its finish reason) -> number that is added to its reward, at most 0."""
@@ -54,8 +50,7 @@ class ComparisonUnit:
 
     @property
     def differs(self) -> bool:
-        """True if a member's reward differs from one that it is compared with: else no advantage is due to
-        rewards."""
+        """True if a member's reward differs from one that it is compared with, as an advantage needs."""
         if self.apart:
             return any(weight and unit.differs for weight, unit in self.apart)
         return not all_equal(self.rewards if self.baseline is None else [*self.rewards, self.baseline])
@@ -70,8 +65,7 @@ def no_penalty(length: int, finish_reason: FinishReason | None) -> float:
 
 
 def verifier_reward(part: Part, prompt_id: str) -> float:
-    """Return the verifier's reward of the response that ends with ``part``. Raises ValueError if it has no
-    grade."""
+    """Return the verifier's reward of the response that ``part`` ends. Raises ValueError without a grade."""
     if part.grade is None:
         raise ValueError(
             f"prompt {prompt_id}: an ended response has no grade; score rollouts before training"
@@ -88,11 +82,8 @@ def part_rewards(
     tree: Rollout, penalty: Penalty = no_penalty, open_reward: float | None = None
 ) -> dict[int, float]:
     """Return the reward of each part, by its number: a leaf's is that of its response, an inner part's the
-    mean of the parts that continue it.
-
-    A part that the token budget cut off, and that no part with a reward continues, has ``open_reward`` and
-    the penalty of its length, or none.
-    """
+    mean of the parts that continue it. One that the token budget cut off, and that no part with a reward
+    continues, has ``open_reward`` and the penalty of its length, or none."""
     ends, rewards = tree.ends(), dict[int, float]()
     below: dict[int, list[float]] = defaultdict(list)
     # children come after their parents: an inner part's reward is known from below
@@ -111,8 +102,8 @@ def part_rewards(
 
 
 def token_tree(rollout: Rollout, name: str, parts: Sequence[Part]) -> tuple[TokenTree, dict[int, Node]]:
-    """Return the token tree of some ``parts`` of a rollout, with those that they continue, and its nodes by
-    the numbers of their parts; the root's is -1."""
+    """Return the token tree of ``parts`` of a rollout, with those that they continue, and its nodes by the
+    numbers of their parts; the root's is -1."""
     home = rollout.parts[0].home if rollout.parts else None
     tokens = Tokens.of(rollout.prompt.token_ids)
     if rollout.prompt_columns is not None and len(tokens):  # skeletons on disk have no prompts

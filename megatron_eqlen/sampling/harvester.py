@@ -1,8 +1,7 @@
 """Harvesters, which make a rollout each out of the tokens of its tracks.
 
 tracks ─tokens─► Harvester ─► parts (final, append-only) ─► rollout
-                     │
-                     └──events──► HarvestObserver (recorder, graders)
+                    └──events──► HarvestObserver (recorder, graders)
 """
 
 from __future__ import annotations
@@ -44,11 +43,8 @@ class Marker(NamedTuple):
 
 
 class Harvester(ABC):
-    """Makes one rollout: launches tracks and decides, from their tokens, when the rollout is complete.
-
-    Plain Python that sees token sequences only. The result does not depend on the order in which tokens
-    arrive.
-    """
+    """Makes one rollout: launches tracks and decides, from their tokens, when the rollout is complete. It
+    sees token sequences only, and the result does not depend on the order in which they arrive."""
 
     kind: ClassVar[str]
     """Sampling kind of its rollout."""
@@ -56,7 +52,7 @@ class Harvester(ABC):
     def __init__(
         self, prompt: Prompt, index: int, limit: int, eos_token_ids: frozenset[int], seed: int
     ) -> None:
-        """``index``: of the rollout among those of its prompt. ``limit``: tokens of a response."""
+        """``index``: the rollout's number among those of its prompt. ``limit``: tokens of a response."""
         self.prompt, self.index, self.limit = prompt, index, limit
         self.eos_token_ids, self.seed = eos_token_ids, seed
         self.parts: list[Part] = []
@@ -85,11 +81,8 @@ class Harvester(ABC):
         has reached the length ``Track.awaited``."""
 
     def calls(self) -> list[Track]:
-        """Return the tracks whose ended turns the environment may answer now.
-
-        A fork copies the environment of the line that it leaves, as it is where it leaves it. So an answer
-        must wait until no fork can lie before it.
-        """
+        """Return the tracks whose ended turns the environment may answer now. A fork copies the environment
+        of the line that it leaves, as it is there, so an answer waits until no fork can lie before it."""
         return [track for track in self.open.values() if track.calls]
 
     @abstractmethod
@@ -97,19 +90,18 @@ class Harvester(ABC):
         """Complete the rollout with the tokens that are there, because the budget is used up."""
 
     def rollout(self, policy_version: int) -> Rollout:
-        """Return the rollout of the parts, which is suspended unless it is complete."""
+        """Return the rollout of the parts, suspended unless it is complete."""
         return Rollout(
             self.prompt, self.index, self.kind, policy_version, self.parts, self.outcome, self.prompt_columns
         )
 
     def response(self, part: Part) -> TokenIds:
-        """Return the token ids from after the prompt to the end of ``part``, or with an environment those of
-        its last turn. Any thread may call this."""
+        """Return the token ids after the prompt to the end of ``part``, or with an environment those of its
+        last turn. Any thread may call this."""
         return last_turn(self.line(part.number))
 
     def open_track(self, number: int, response: list[int], limit: int, parent: int) -> Track:
-        """Return a new track, which continues part ``parent`` after the tokens of ``response`` by at most
-        ``limit`` tokens."""
+        """Return a new track of up to ``limit`` tokens after ``response``, the path to part ``parent``."""
         track = self.open[number] = Track(
             self.prompt, self.index, number, response, limit, self.eos_token_ids, self.seed, parent
         )
@@ -119,7 +111,7 @@ class Harvester(ABC):
 
     def add_part(self, track: Track, role: str, number: int, length: int | None = None) -> Part:
         """Make the next ``length`` generated tokens of a track (default: all that are in no part) part
-        ``number``, with an environment's answers to them; the finish reason and the environment's grade
+        ``number``, with an environment's answers to them. The finish reason and the environment's grade
         belong to the track's last token."""
         stop = len(track) if length is None else track.start + length
         reason = track.finish_reason if stop == len(track) else None
@@ -137,8 +129,8 @@ class Harvester(ABC):
 
 
 def in_step(tracks: Sequence[Track], places: Sequence[int]) -> list[Track]:
-    """Return those of ``tracks``, at these lengths, whose turns may be answered where the end of one track
-    forks another: all tracks have come as far, so no end is before them. The others are told to come."""
+    """Return those of ``tracks``, at these lengths, whose turns may be answered where a track's end forks
+    another: all tracks have come as far, so no end is before them. The others are told to come."""
     calling = [place for track, place in zip(tracks, places, strict=True) if track.calls]
     for track, place in zip(tracks, places, strict=True):
         ahead = [other for other in calling if other > place]
@@ -153,14 +145,11 @@ def all_rollouts(prompt: Prompt, index: int) -> bool:
 
 
 class HarvestObserver:
-    """Receives the events of a harvest. Every method does nothing by default.
-
-    The driver calls the methods in its own thread, between two decode steps, so they must return at once.
-    """
+    """Receives the events of a harvest; does nothing by default. The driver calls the methods in its own
+    thread, between two decode steps, so they must return at once."""
 
     def harvest_started(self, first: str, counts: Mapping[str, int]) -> None:
-        """Handle the start of an attempt at a harvest, which counts in ``counts``.
-        ``first``: id of its first prompt."""
+        """Handle the start of an attempt that counts in ``counts``. ``first``: its first prompt's id."""
 
     def track_launched(self, track: Track) -> None:
         """Handle a new track, which holds the tokens of earlier attempts and steps, if any."""
@@ -169,12 +158,10 @@ class HarvestObserver:
         """Handle a part that has become final in this step."""
 
     def rollout_completed(self, rollout: Rollout, generated_tokens: int) -> None:
-        """Handle a complete rollout. ``generated_tokens``: tokens of all its tracks in this step, whether or
-        not they are in parts."""
+        """Handle a complete rollout, for whose tracks this step generated so many tokens."""
 
     def rollout_suspended(self, rollout: Rollout, generated_tokens: int, tracks: Sequence[Track]) -> None:
-        """Handle a rollout that the next step resumes from the tokens of ``tracks``. Called at the end of a
-        harvest, before the last ``decode_step_finished``."""
+        """Handle a rollout that the next step resumes from the tokens of ``tracks``, as a harvest ends."""
 
     def decode_step_finished(self, last: bool = False) -> None:
         """Handle the end of a decode step; ``last`` is True at the end of the harvest."""

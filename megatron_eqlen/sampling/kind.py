@@ -1,10 +1,8 @@
 """Sampling kinds: how rollouts are generated, compared and counted.
 
-    tokens ─Harvester─► rollout ─compare─► token tree and comparison units (objectives weigh them)
-                           ├───labels────► its parts as people see them
-                           └─────────────► harvest/... and objective/... metrics
-
-Each value of the recipe's ``sampling`` is a subclass of ``SamplingKind`` beside this file.
+tokens ─Harvester─► rollout ─compare─► token tree and comparison units (objectives weigh them)
+                       ├───labels────► its parts as people see them
+                       └─────────────► harvest/... and objective/... metrics
 """
 
 from __future__ import annotations

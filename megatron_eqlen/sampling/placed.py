@@ -3,8 +3,8 @@
     trees of a step ─learn─► newest trees that forked at each place ─decide─► places of the next step's forks
 
 Each source of prompts has places of its own. Most trees fork where the profile of earlier ones is sure that a
-fork pays, and nowhere until it is. The others try a place with two lines. Earlier steps and the prompt's
-name decide this, never tokens of the step, so that the weights of lines are unbiased (docs/length_bias.md).
+fork pays, and nowhere until it is; the others try a place with two lines. Earlier steps and the prompt's name
+decide this, never tokens of the step, so the weights of lines are unbiased (docs/length_bias.md).
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ TRIED, WATCHED = 4, 1
 """Trees of 16 that try a place, while fewer than ``KEPT`` are known of it and from then on."""
 
 Seen = Mapping[str, Sequence[Sequence[Sequence[Sequence[float]]]]]
-"""By source, for each place: ``by_rank`` of trees, of ranks 0 and 1. Never changed in place; JSON can hold
-it."""
+"""By source, for each place: ``by_rank`` of trees, of ranks 0 and 1, as JSON. Never changed in place."""
 
 
 class Rule(NamedTuple):

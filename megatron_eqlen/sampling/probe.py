@@ -4,7 +4,7 @@
             ├─ probe    ├─ probe
             ├─ probe    └─ probe       ``samples`` continuations of each place, behind forced tokens if any
 
-The continuations of a place are independent of each other and of what was recorded behind it, so the mean of
+The continuations of a place are independent of each other and of what was recorded behind it: the mean of
 their rewards is an unbiased estimate of the place's value under the weights that continue it.
 """
 
@@ -29,8 +29,7 @@ PROBE = "probe"
 FORCED = "forced"
 """Role of the parts that put given tokens behind a place."""
 FIRST_TRACK, TRACKS = 1 << 30, 1 << 20
-"""Numbers of tracks from the first on belong to probes: their draws differ from all that a harvest made. Each
-seed of a probe has so many."""
+"""First number of a probe's tracks, and how many each seed has: draws differ from all that a harvest made."""
 SEEDS = 1 << 10
 
 Place = tuple[int, int]
@@ -85,7 +84,6 @@ class Probed(Harvester):
         return launched
 
     def advance(self) -> list[Track]:
-        """Make each continuation that has ended a part."""
         for track in [track for track in self.open.values() if track.finish_reason is not None]:
             self.add_part(track, PROBE, self.recorded + track.number - self.first_track)
             del self.open[track.number]
@@ -125,8 +123,8 @@ class ProbeSampling(TreeSampling):
         return [Probed(by_key[key], self, setting) for key in self.places if key[0] in asked]
 
     def rewards(self, probed: Rollout, unscored_too: bool) -> dict[Place, np.ndarray]:
-        """Return the rewards of the continuations of each place of a rollout, along each line in the order of
-        the places. What has no reward is left out, or with ``unscored_too`` counts as its 0."""
+        """Return the rewards of each place's continuations, along each line in the order of the places. What
+        has no reward is left out, or with ``unscored_too`` counts as its 0."""
         left_out = () if unscored_too else {part.number for part in probed.unscored()}
         parts, places = probed.with_role(PROBE), sorted(self.places[rollout_key(probed)])
         found = dict[Place, np.ndarray]()

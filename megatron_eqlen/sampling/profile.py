@@ -1,14 +1,14 @@
 """Outcome profile: how much of the reward's variance is decided in each part of a response.
 
-Lines that fork at a prefix h are independent continuations of it, so that their rewards estimate Var(R | h)
-without bias: what h leaves undecided. Forks of the same rank, the first of all lines, the second and so on,
-end a part of a response. The share v_k of Var(R | prompt) is decided in part k,
-which ends at the share x_k of a response's tokens. Responses that are compared with a perfect baseline have
-the noise sum of x_k v_k, against x before a place and 1 - x or n behind it, the larger, with their mean. n is
-the share of variance x tokens behind the place: (1 - x) u where all go on, and more where few do. One fork at
-x into m lines, which are compared with each other, divides by m what is decided behind it (u), and costs
-x + (1 - x) m times the tokens. A token that decides is no noise: its score goes with its reward, and lines
-that share its prefix do not average it. Its share of a response of T tokens is 1/T, so that
+Lines that fork at a prefix h are independent continuations of it: their rewards estimate Var(R | h), what h
+leaves undecided, without bias. Forks of the same rank, the first of all lines, the second and so on, end a
+part of a response. The share v_k of Var(R | prompt) is decided in part k, which ends at the share x_k of a
+response's tokens. Responses that are compared with a perfect baseline have the noise sum of x_k v_k, against
+x before a place and 1 - x or n behind it, the larger, with their mean. n is the share of variance x tokens
+behind the place: (1 - x) u where all go on, and more where few do. One fork at x into m lines, which are
+compared with each other, divides by m what is decided behind it (u), and costs x + (1 - x) m times the
+tokens. A token that decides is no noise: its score goes with its reward, and lines that share its prefix do
+not average it. Its share of a response of T tokens is 1/T, so that
 
     perfect baselines    sum of x_k v_k before + sum of x_k v_k behind / m + u / T
     means                x (1 - u) + x u / m + n / (m - 1) + u / T
@@ -68,8 +68,7 @@ class _Outcomes(NamedTuple):
 
 
 def forks(rollout: Rollout) -> Iterator[Fork]:
-    """Yield the forks of a complete scored rollout, those of the longest lines first. Parts that the budget
-    cut off are left out."""
+    """Yield the forks of a complete scored rollout, longest lines first, without parts that were cut off."""
     ends, weights, depth = rollout.ends(), rollout.weights(), rollout.along(0, lambda n, _: n + 1)
     branches_of: dict[int, list[_Outcomes]] = defaultdict(list)
     parts = {part.number: part for part in reversed(rollout.parts)}
@@ -138,8 +137,7 @@ def profile_metrics(rollouts: Sequence[Rollout], recipe: Recipe) -> Metrics:
 
 
 def gain_metrics(metrics: Metrics) -> Metrics:
-    """Return ``profile/fork_gain`` of a whole step's ``profile_metrics``, 1 where no fork pays; nothing where
-    no reward varies."""
+    """Return ``profile/fork_gain`` of a step, 1 where no fork pays; nothing where no reward varies."""
     if metrics.get("profile/variance", 0.0) <= 0:
         return {}
     undecided = min(max(metrics["profile/undecided"] / metrics["profile/variance"], 0.0), 1.0)
@@ -173,8 +171,7 @@ def fork_gains(
 
 
 class Factor(NamedTuple):
-    """Squared signal over noise at equal tokens, over that without forks or token baseline, with its
-    interval."""
+    """Squared signal over noise at equal tokens, over that without forks or baseline, with its interval."""
 
     value: float
     low: float
@@ -201,8 +198,7 @@ class Profile:
 
 
 def outcome_profile(rollouts: Sequence[Rollout]) -> Profile | None:
-    """Return the profile of complete scored rollouts; None where no line forks, no reward varies, or there
-    are too few."""
+    """Return the profile of complete scored rollouts; None without forks or varying rewards, or of few."""
     prompts = len({rollout.prompt_id for rollout in rollouts})
     of_units: dict[Any, np.ndarray] = defaultdict(lambda: np.zeros((RANKS + 1, 3)))
     ranked = [by_rank(rollout) for rollout in rollouts]
@@ -214,8 +210,7 @@ def outcome_profile(rollouts: Sequence[Rollout]) -> Profile | None:
 
 def profile_of(sums: np.ndarray, rollouts: int, lines: int = int(LINES[-1])) -> Profile | None:
     """Return the profile of [units, ranks, 3] sums of ``by_rank`` over ``rollouts``, whose best fork has at
-    most ``lines`` lines; None where no line forks, no reward varies, or there are fewer than ``LEAST``
-    units."""
+    most ``lines`` lines; None where no line forks or no reward varies, or of fewer than ``LEAST`` units."""
     whole = sums.sum(0)
     if len(sums) < LEAST or whole[0, :2].min() <= 0:
         return None

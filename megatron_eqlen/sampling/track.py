@@ -1,9 +1,8 @@
 """One decoding path: the tokens of one request (or of several, where an engine lost one on the way).
 
-A track's end is decided here, by position, not by what the engine says: ``stop`` at the first token of
-the end-of-sequence set, ``length`` when the path is full. Tokens that an engine sends after that are cut.
-With an environment that token ends a turn; the environment answers it, or says that the track has ended.
-Lengths count generated tokens.
+A track's end is decided here, by position, not by what the engine says: ``stop`` at the first token of the
+end-of-sequence set, ``length`` when the path is full; later tokens are cut. With an environment that token
+ends a turn, which the environment answers or makes the track's last. Lengths count generated tokens.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from megatron_eqlen.types import Delta, FinishReason, Grade, Prompt
 
 
 def track_seed(seed: int, prompt_id: str, index: int, number: int) -> int:
-    """Return a seed in [0, 2^63) for track ``number`` of rollout ``index`` of a prompt: the same on every
-    machine."""
+    """Return the seed of track ``number`` of a prompt's rollout, in [0, 2^63): the same on every machine."""
     name = f"{seed}|{prompt_id}|{index}|{number}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest()) >> 1
 
@@ -121,10 +119,8 @@ class Track:
 
     def extend(self, delta: Delta, version: int | list[int]) -> bool:
         """Take a delta's tokens, of weights of ``version`` (one, or one for each), up to the end of the
-        track; return True if it ended now or reached ``awaited``. Raises ValueError for missing values.
-
-        Runs once a token of every response, and nearly always nothing ends: that case is found first.
-        """
+        track; return True if it ended now or reached ``awaited``, a rare case in a function that runs once a
+        token. Raises ValueError for missing values."""
         tokens = self.tokens
         columns = delta.columns if self.keeps_columns else NO_COLUMNS
         if self.takes_turns:
@@ -138,8 +134,7 @@ class Track:
         return True
 
     def answer(self, token_ids: list[int], turn: int) -> None:
-        """Append an environment's answer to turn number ``turn``. The track has reached its limit if no token
-        can follow."""
+        """Append an environment's answer to turn number ``turn``, or end the track if no token can follow."""
         self.calls = False
         if not self.remaining:
             self.finish_reason = "length"
@@ -154,8 +149,7 @@ class Track:
         self.calls, self.finish_reason, self.grade = False, "stop", grade
 
     def place(self, length: int) -> int:
-        """Return the place in ``tokens`` after so many generated tokens, and an environment's answer to
-        them."""
+        """Return the place in ``tokens`` after so many generated ones, with an environment's answer."""
         if not self.given:
             return length
         places = np.flatnonzero(self.tokens[:].is_generated)

@@ -6,8 +6,8 @@
 
 A fork depends on what was sampled before it, never on later tokens of its line, even where an engine has
 delivered them already; the line itself goes on undisturbed. Lines that continue the same part share its
-weight, so that the weighted mean over lines is an unbiased estimate for any such rule (docs/length_bias.md).
-TreeRPO's trees fork at fixed lengths; groups of completions do not fork.
+weight: the weighted mean over lines is unbiased for any such rule (docs/length_bias.md). TreeRPO's trees fork
+at fixed lengths; groups of completions do not fork.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from megatron_eqlen.sampling.track import Track
 from megatron_eqlen.types import Metrics, Part, Prompt, Rollout, TokenTree
 
 POLL = 16
-"""Tokens after which a line is searched for the marker again. The line grows meanwhile, and forks from its
-marker on."""
+"""Tokens between two searches of a line for the marker. The line forks from its marker on."""
 
 
 class TreeSampling(SamplingKind):
@@ -50,8 +49,8 @@ class TreeSampling(SamplingKind):
     def compare(
         self, rollout: Rollout, recipe: Recipe, penalty: Penalty
     ) -> tuple[TokenTree, list[ComparisonUnit]]:
-        """Return the tree as it was sampled, without parts whose reward is not known, and a unit for each set
-        of siblings. A unit's share is the weight of the part that it continues."""
+        """Return the tree as it was sampled, without parts of unknown reward, and a unit for each set of
+        siblings, whose share is the weight of the part that they continue."""
         rewards = part_rewards(rollout, penalty)
         parts = [part for part in rollout.parts if part.number in rewards]
         tree, nodes = token_tree(rollout, rollout.prompt_id, parts)
@@ -118,8 +117,8 @@ TREE, INDEPENDENT = TreeSampling(), Independent()
 # ---- where a line forks ----------------------------------------------------------------------------------
 
 Search = Callable[["Line"], int | None]
-"""Returns the number of tokens of its response after which a line forks next. None: its tokens do not reach
-a fork, and its track's ``awaited`` says when to search again."""
+"""Returns the number of tokens of its response after which a line forks next. None: its tokens do not reach a
+fork, and its track's ``awaited`` says when to search again."""
 
 
 @dataclass
@@ -236,8 +235,7 @@ class GrowingTree(Harvester):
         self.outcome = "budget"
 
     def fork(self, line: Line, length: int, branching: int) -> list[Track]:
-        """Continue a line ``branching`` times after ``length`` tokens of its response; return the new
-        tracks."""
+        """Continue a line ``branching`` times after ``length`` tokens; return the new tracks."""
         track = line.track
         part = self.add_part(track, self.shape.role, line.number, length - line.offset - track.start)
         first = self._first_child(part.number)
@@ -267,8 +265,7 @@ class GrowingTree(Harvester):
         return length if length is not None and line.is_alive_at(length) else None
 
     def _first_child(self, number: int) -> int:
-        """Return the number of the first part that continues a part, as in a heap: it does not depend on the
-        order in which lines fork."""
+        """Return the first part that continues a part, numbered as in a heap: fork order does not matter."""
         return self.shape.roots + number * self.shape.branching
 
     def _open(self, number: int, response: list[int], length: int, parent: int, forks: int) -> Track:

@@ -5,11 +5,11 @@
     track 2      B_1 │ A_2 ■                                its tokens after L_1 are a head start
     track 3            B_2 │ ...                            forked at L_1, on prompt + B_1
 
-The paper decodes two tracks in lockstep. All that must hold is about positions: when the shorter ended
-length L is certain, the ended track's L tokens are A_i, the other's first L tokens are B_i, and B_i joins
-the trunk. The other track is never interrupted; one new track is forked on prompt + trunk, because an
-independent continuation of a prefix is what the paper's two fresh tracks are. So no token is generated
-twice, and the harvest depends on token sequences alone.
+The paper decodes two tracks in lockstep. All that must hold is about positions: when the shorter ended length
+L is certain, the ended track's L tokens are A_i, the other's first L tokens are B_i, and B_i joins the trunk.
+The other track is never interrupted; one new track is forked on prompt + trunk, because an independent
+continuation of a prefix is what the paper's two fresh tracks are. So no token is generated twice, and the
+harvest depends on token sequences alone.
 
 With an environment, lengths count generated tokens. A side that ends a turn where it is cut includes the
 environment's answer; the fork starts after it, with a copy of the environment.
@@ -38,8 +38,8 @@ def pairs_of(stream: Rollout) -> list[Pair]:
 
 
 def tail_of(stream: Rollout) -> Part | None:
-    """Return the tokens of the trunk's track after the last pair (the invalid suffix, never trained by the
-    paper's methods). If the track ended, their grade still counts as an extension of every B."""
+    """Return the trunk's tokens after the last pair (the invalid suffix, never trained by the paper's
+    methods). If its track ended, its grade still counts as an extension of every B."""
     return next(iter(stream.with_role("tail")), None)
 
 

@@ -2,13 +2,13 @@
 
 A_i ended, so its reward is its own grade. B_i joined the trunk; its reward is taken from every ended response
 that extends it: A_{i+1}, A_{i+2}, ..., a last B_N that ended together with A_N, and an ended tail. The paper
-takes their maximum; the mean is its ablation. A both-ended B_N is a response itself: its reward is its own
-grade. With ``on_policy`` it is the value of the part: an unbiased estimate of the mean reward of responses
-that extend it, where an end that the budget left open counts as a failure.
+takes their maximum; the mean is its ablation. A both-ended B_N is a response itself, with its own grade. With
+``on_policy`` it is the value of the part: an unbiased estimate of the mean reward of responses that extend
+it, where an end that the budget left open counts as a failure.
 
 A length penalty is added to each response before they are reduced. A trunk that reached the limit then is a
-response as well, with reward 0 and the full penalty, and counts in the mean (nothing is less, so no maximum
-needs it). Otherwise B_i would escape a penalty that the shorter A_i pays.
+response as well, with reward 0 and the full penalty, and counts in the mean (no maximum needs it): otherwise
+B_i would escape a penalty that the shorter A_i pays.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ class EqualLength(SamplingKind):
     def objective_metrics(
         self, units: Sequence[ComparisonUnit], rollouts: Sequence[Rollout], recipe: Recipe
     ) -> Metrics:
-        """Return numbers and lengths of pairs with rewards, and the share of pairs with equal rewards, which
-        are not trained; empty for no streams."""
+        """Return numbers and lengths of pairs with rewards, and the share of those with equal ones, which are
+        not trained; empty for no streams."""
         if not rollouts:
             return {}
         units = [unit for unit in units if len(unit.members) == 2]  # without tails
@@ -150,11 +150,8 @@ def pair_rewards(
     unfinished: Literal["zero", "drop"] = "zero",
     penalty: Penalty = no_penalty,
 ) -> list[tuple[float, float] | None]:
-    """Return ``(reward of A_i, reward of B_i)`` for each pair of a scored, complete stream.
-
-    A B_i that no ended response extends has reward 0 and the penalty of the trunk, as long as it got
-    (``zero``), or its pair is left out (``drop``: None).
-    """
+    """Return (reward of A_i, reward of B_i) for each pair of a scored, complete stream. A B_i that no ended
+    response extends has reward 0 plus the trunk's penalty (``zero``), or its pair is None (``drop``)."""
     trunk_penalty, truncated = _open_end(stream, penalty)
     known = [trunk_penalty] if truncated and penalty is not no_penalty else []
     rewards: list[tuple[float, float] | None] = []
@@ -168,8 +165,7 @@ def pair_rewards(
 
 
 def _from_last(stream: Rollout, penalty: Penalty) -> Iterator[tuple[float, list[float]]]:
-    """Yield the reward of A_i and those of all responses that extend B_i, from the last pair on; the list
-    grows."""
+    """Yield from the last pair on: the reward of A_i, and those of all responses that extend B_i."""
     own, tail = _own_rewards(stream, penalty), tail_of(stream)
     ended = [own[tail.number]] if tail is not None and tail.number in own else []
     for pair in reversed(pairs_of(stream)):
@@ -208,10 +204,10 @@ def _tail_units(
 ) -> list[ComparisonUnit]:
     """Append the tail to ``tree`` and return its unit, or nothing where it has no gradient.
 
-    The tail continues the B side of the last of ``units``, and has its weight. After ``max_pairs`` no later
-    pair trains what extends that B, and the tail is compared with the A side of the same pair. Both of the
-    stream's last tracks are truncated otherwise, and equal: the tail stands for both. Compared with other
-    streams they differ; a teacher and the KL penalty have a gradient there, which no reward has.
+    The tail continues the B side of the last of ``units``, with its weight. After ``max_pairs`` no later pair
+    trains what extends that B, and the tail is compared with the A side of the same pair. Otherwise the last
+    two tracks are truncated and equal, and the tail stands for both: only other streams, a teacher and the KL
+    penalty give it a gradient.
     """
     on_policy, others = recipe.equal_length.pair_weight == "on_policy", recipe.equal_length.baseline
     last = units[-1] if units and stream.outcome == "max_pairs" else None
