@@ -7,8 +7,8 @@
     new_folder(path)                                  create a folder under a new name
     scratch(kind)                                     create a temporary folder of this process
 
-All are flushed to disk before they get their final name. A killed process leaves the old file, or no folder,
-and a ``.NAME*.partial``.
+All reach the disk before they get their names: a killed process leaves the old file, and a
+``.NAME*.partial``.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ class CheckpointError(ValueError):
 
 
 def scratch(kind: str) -> str:
-    """Make ``/tmp/eqlen-KIND-*`` and lock it until this process ends. Remove such folders that no process
-    has locked any more."""
+    """Make ``/tmp/eqlen-KIND-*``, locked until this process ends, and remove such folders without a lock."""
     for left in glob.glob(f"{tempfile.gettempdir()}/eqlen-{kind}-*"):
         if (lock := _lock(left)) is not None:
             removed(left)
@@ -155,8 +154,7 @@ def read_text(file: Path) -> str:
 
 @contextlib.contextmanager
 def expecting(what: str, file: Path) -> Iterator[None]:
-    """Raise ValueError that names ``file`` if the block fails because its content is something else than
-    ``what``."""
+    """Raise ValueError that names ``file`` if the block fails because its content is not ``what``."""
     try:
         yield
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
@@ -168,8 +166,7 @@ def expecting(what: str, file: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add ``path`` to an OSError of the block that names no file: a failed write, for example on a full disk,
-    does not."""
+    """Add ``path`` to an OSError of the block that names no file, as that of a failed write (a full disk)."""
     try:
         yield
     except OSError as error:
@@ -180,8 +177,7 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write to. It replaces ``path`` when the block ends; after an error ``path``
-    is unchanged."""
+    """Yield a temporary path to write to. It replaces ``path`` when the block ends, unless by an error."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     with naming(path):
         remove_partial(path.parent, f"{glob.escape(path.name)}.????????")
@@ -197,10 +193,7 @@ def replaced(path: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder ``.NAME.partial`` to fill. It is renamed to ``path`` when the block ends; an
-    error removes it.
-
-    Raises CheckpointError if ``path`` exists, or if its ``.NAME.partial`` does.
-    """
+    error removes it. Raises CheckpointError if ``path`` exists, or if its ``.NAME.partial`` does."""
     path = path.absolute()
     refuse_existing(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -224,8 +217,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def remove_partial(folder: Path, name: str = "*") -> None:
-    """Remove what killed processes left of ``new_folder``, which nobody else may be filling, and of
-    ``replaced`` in ``folder``."""
+    """Remove what killed processes left of ``replaced``, and of ``new_folder`` that nobody is filling."""
     for partial in folder.glob(f".{name}.partial"):
         if partial.is_dir():
             shutil.rmtree(partial)
@@ -253,8 +245,7 @@ def refuse_unwritable(folder: Path) -> None:
 
 
 def unused(path: Path, prefix: str = "") -> Path:
-    """Return ``path``, or ``NAME-2``, ``NAME-3`` ... if the name is taken, or the same name after
-    ``prefix``."""
+    """Return ``path``, or ``NAME-2``, ``NAME-3`` ... if the name, also after ``prefix``, is taken."""
     names = itertools.chain([path.name], (f"{path.stem}-{n}{path.suffix}" for n in itertools.count(2)))
     taken = {name.removeprefix(prefix) for name in os.listdir(path.parent)}
     return path.with_name(next(name for name in names if name not in taken))
@@ -275,9 +266,8 @@ _OTHERS = bytes({*range(256)} - {*b"[{]}"})
 
 
 def shallow_json(data: bytes) -> Any:
-    """Return the JSON in ``data``. Raises ValueError for what is none, for what is nested so deep that
-    parsers, comparisons and templates would end in a RecursionError, and for half a surrogate pair, which no
-    UTF-8 has."""
+    """Return the JSON in ``data``. Raises ValueError for what is none, for nesting at which parsers,
+    comparisons and templates end in a RecursionError, and for half a surrogate pair, which no UTF-8 has."""
     text = data.decode()
     marks = re.sub(rb'"(?:[^"\\]|\\.)*+"?+', b"", data, flags=re.DOTALL)  # without strings
     opened = memoryview(marks.translate(_DEEPER, _OTHERS)).cast("b")

@@ -95,8 +95,8 @@ class Job:
         return Job(self.recipe.model_copy(update=changes), "teacher")
 
     def fetch(self) -> None:
-        """Check that local inputs exist, and download the others unless the cache has them. Raises
-        RecipeError, and ValueError for a teacher that does not fit."""
+        """Check that local inputs exist, and download others that the cache lacks. Raises RecipeError, and
+        ValueError for a teacher that does not fit."""
         fetch(self.recipe)
         if self.teacher is None:
             return

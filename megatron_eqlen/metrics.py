@@ -1,13 +1,11 @@
 """Numbers that a run logs: ``metrics.yaml`` declares each name, its unit, and how several values are merged.
 
-Values are merged in two ways. *At once*: measured at the same time by rows, data-parallel ranks or engine
-replicas. *In turn*: measured one after the other within a step, as by the batches of a harvest and the
-optimizer steps of an update. Token counts add up in both; seconds add up in turn, while at once the slowest
-counts.
-
     at_once([replica_0, replica_1]) -> one harvest        in_turn([batch_0, batch_1]) -> one step
 
-An undeclared name is an error, at the latest when the step is logged.
+*At once*: measured at the same time by rows, data-parallel ranks or engine replicas. *In turn*: one after the
+other within a step, as by the batches of a harvest and the optimizer steps of an update. Token counts add up
+in both; seconds add up in turn, while at once the slowest counts. An undeclared name is an error, at the
+latest when the step is logged.
 """
 
 from __future__ import annotations
@@ -91,8 +89,7 @@ def in_turn(parts: Sequence[Metrics]) -> Metrics:
 
 
 def over_ranks(ranks: Sequence[Metrics]) -> Metrics:
-    """Merge each rank's own metrics of a step: the peak memory of each stage and, with several ranks, the
-    slowest rank in each."""
+    """Merge each rank's metrics of a step: peak memory by stage and, with several ranks, the slowest rank."""
     of_memory = [{name: own[name] for name in own if name.startswith(MEMORY)} for own in ranks]
     merged = at_once(of_memory)
     for stage in STAGES if len(ranks) > 1 else ():

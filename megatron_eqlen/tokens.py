@@ -4,14 +4,8 @@
                             │                            └──► record on disk, other ranks
 
 A column is declared in ``COLUMNS``, filled by its producer (the sampler, the router hook) and read by its
-consumer (the loss, the router replay, a metric). Everything in between moves whole tables.
-
-The values of a column are one of three:
-
-    [L] array                   one number for each token
-    [L, ...] array              an array for each token
-    ``Ragged``                  any number of numbers for each token
-
+consumer (the loss, the router replay, a metric). Everything in between moves whole tables. Its values are an
+[L] array, one number for each token; an [L, ...] array; or ``Ragged``, any number of numbers for each token.
 A table without values (``Tokens.bare``) knows its columns and lengths: that is what other ranks need to plan.
 """
 
@@ -56,8 +50,7 @@ class Column:
 
     @property
     def of_path(self) -> bool:
-        """True if every position of a path has values, its prompt's and those before a fork included: the
-        prefill of a request computes them."""
+        """True if every position of a path has values, in prompts and before forks too."""
         return self.needed_by == "moe"
 
 
@@ -72,15 +65,14 @@ KEPT = Column("kept", "int32", "loss", ragged=True, keep_key="keep_sampling_mask
 KEPT_LOGPROBS = Column("kept_logprobs", "float32", "loss", ragged=True, keep_key="center_scores")
 """The engine's log-probs of the ids of ``kept``, as ``logprobs``."""
 ROUTES = Column("routes", None, "moe", keep_key="keep_routes", record_key="record_routes", unknown=-1)
-"""[moe_layers, top_k] experts that each MoE layer chose for the prediction of the token, at the position
-whose input is the preceding token on its path; in the model's order of layers, without dense layers. A
-prompt's first token is not predicted, and an environment's tokens are given before the engine computes them:
-their rows are zeros and are not read."""
+"""[moe_layers, top_k] experts that each MoE layer chose for the prediction of the token, at the position of
+the preceding token on its path; in the model's order of layers, without dense layers. A prompt's first token
+and an environment's tokens are not predicted: their rows are zeros and are not read."""
 
 GIVEN = Column("given", "int32", "rows", ragged=True, always=True)
-"""Only where an environment takes part: the number of the turn that a token of the environment answers (an
-observation, with what the chat template puts around it); -1 for a token that a probe put into a turn of the
-policy; no number for a token that the policy generated. A bare table knows how many tokens were generated."""
+"""Only with an environment: the number of the turn that a token of the environment answers (an observation,
+with what the chat template puts around it); -1 for a token that a probe put into a turn of the policy; no
+number for a generated token. A bare table knows how many tokens were generated."""
 TEACHER = Column("teacher", "float32", "loss", unknown=float("nan"))
 """Log-probs of a teacher on a server (``rollout.teacher``), natural log, at temperature 1."""
 
@@ -158,8 +150,7 @@ class Ragged:
 
 @dataclass(slots=True)
 class Packed:
-    """Lists of numbers, one for each of L tokens, as bytes: a growing column appends them at a copy's price,
-    and between processes they take less time than lists."""
+    """Lists of numbers, one for each of L tokens, as bytes: quick to append, and to send to processes."""
 
     numbers: bytes
     """[m] of the column's dtype."""
@@ -215,8 +206,7 @@ class Tokens:
     __slots__ = ("_length", "columns")
 
     def __init__(self, columns: Mapping[str, Any], length: int | None = None) -> None:
-        """``length``: number of tokens, needed without columns only. Raises ValueError for columns of unequal
-        length."""
+        """``length``: needed without columns only. Raises ValueError for columns of unequal length."""
         if length is None:
             length = len(next(iter(columns.values())))
         for name, values in columns.items():
@@ -229,8 +219,8 @@ class Tokens:
 
     @classmethod
     def of(cls, token_ids: Any, logprobs: Any = None, **columns: Any) -> Tokens:
-        """Return the table of these values, which may be any sequences; None: no such column. A single number
-        stands for all tokens. Raises ValueError for values of unequal lengths."""
+        """Return the table of these values: any sequences, one number for all tokens, or None for no such
+        column. Raises ValueError for values of unequal lengths."""
         given = {"token_ids": token_ids, "logprobs": logprobs} | columns
         length = len(token_ids)
         return cls({name: _values(name, v, length) for name, v in given.items() if v is not None})
@@ -320,7 +310,7 @@ class Tokens:
 
     @property
     def layout(self) -> str:
-        """Names of the columns, with everything that their memory depends on besides the number of tokens:
+        """Names of the columns, with all that their memory depends on besides the number of tokens:
         ``token_ids logprobs kept:310 routes:48x8:uint8``."""
         words = [
             name if name in NUMBERS else _described(name, values) for name, values in self.columns.items()
@@ -330,8 +320,7 @@ class Tokens:
     @staticmethod
     @lru_cache(1 << 12)
     def absent(length: int, layout: str) -> Tokens:
-        """Return the bare table of ``length`` tokens with this ``layout``: the same for both sides of a pair,
-        say, where a step has a million."""
+        """Return the bare table of ``length`` tokens with this ``layout``, as one object for equal ones."""
         return Tokens(dict(_placeholder(word, length) for word in layout.split()), length)
 
     @property
@@ -401,11 +390,8 @@ def _room(values: Any) -> Any:
 
 
 class GrowingTokens:
-    """The tokens of a track, to which a decode step appends.
-
-    Columns are bytes of their types: 8 for a token and its log-prob where lists take 72, and nearly as fast
-    to append to.
-    """
+    """The tokens of a track, to which a decode step appends. Columns are bytes of their types: 8 for a token
+    and its log-prob where lists take 72, and nearly as fast to append to."""
 
     __slots__ = ("_appends", "columns", "token_ids", "versions")
 
@@ -422,8 +408,8 @@ class GrowingTokens:
 
     def append(self, token_ids: list[int], columns: Mapping[str, Any], version: int | list[int]) -> None:
         """Append tokens that weights of ``version`` (one, or one for each) sampled, with the values of other
-        ``columns``: those of the first tokens, or of ``expect``. Runs for every token. Raises ValueError
-        where values are missing, or belong to a column that earlier tokens lack."""
+        ``columns``: those of the first tokens, or of ``expect``. Runs for every token. Raises ValueError for
+        missing values, and for a column that earlier tokens lack."""
         count = len(token_ids)
         if not count:
             return

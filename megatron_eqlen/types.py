@@ -3,8 +3,8 @@
     Prompt ──harvest──► Rollout ──score──► (grades filled in) ──objective──► TokenTree ──pack──► Row
 
 After scoring, a rank holds the tokens of the rollouts that it graded; of all others it has skeletons, the
-same records with bare tables (``Tokens.bare``). Decisions that need only lengths and grades are the same
-on all ranks.
+same records with bare tables (``Tokens.bare``). Decisions that need only lengths and grades are the same on
+all ranks.
 
 A worked example, used throughout the tests. The prompt is ``q = [1, 2]`` and 9 ends a response::
 
@@ -33,10 +33,9 @@ FinishReason = Literal["stop", "length"]
 """``stop``: the last token is in the end-of-sequence set. ``length``: the path reached its limit."""
 
 Outcome = Literal["complete", "both_ended", "truncated", "max_pairs", "budget", "suspended"]
-"""State in which a step left a rollout. ``complete``: all its tracks ended. Of streams: ``both_ended`` at
-one position; ``truncated``, no track can end any more; ``max_pairs`` were harvested, and the survivor was
-finished alone. ``budget``: the step's ran out. ``suspended``: a partial rollout, which has finished parts
-only; the next step resumes it (``rollout.carry_over``)."""
+"""State in which a step left a rollout. ``complete``: all its tracks ended. Of streams: ``both_ended`` at one
+position; ``truncated``, no track can end any more; ``max_pairs`` were harvested, and the survivor finished
+alone. ``budget``: the step's ran out. ``suspended``: finished parts only; the next step resumes it."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,7 @@ class Prompt:
     source: str = ""
     """Name of the data source in the recipe (metrics are reported per source)."""
     number: int = 0
-    """Number of prompts drawn before this prompt in the run (of problems before it in a benchmark): a step
-    trains its prompts in this order, for any assignment to engine replicas."""
+    """Number of prompts drawn before it in the run, the order of training (or of problems in a benchmark)."""
 
 
 @dataclass(frozen=True)
@@ -75,17 +73,15 @@ class Delta:
     request_id: str
     token_ids: list[int]
     columns: Mapping[str, Any]
-    """Values of other columns (``tokens.COLUMNS``) for each of ``token_ids``: lists of numbers, sequences of
-    sequences where a column is ragged (``tokens.Packed`` is fastest), or [n, ...] arrays. Always the same
-    columns, ``logprobs`` among them."""
+    """Values of other columns (``tokens.COLUMNS``, always the same, ``logprobs`` among them) for each token:
+    lists of numbers, ragged ones as sequences (``tokens.Packed`` is fastest), or [n, ...] arrays."""
     finish_reason: Literal["stop", "length", "lost"] | None = None
-    """None: more will come. ``lost``: the engine gave up the request (a replica died); the tokens delivered
-    so far are valid, and the caller submits the rest again."""
+    """None: more will come. ``lost``: the engine gave up the request (a replica died); its tokens so far are
+    valid, and the caller submits the rest again."""
     num_cached_tokens: int | None = None
     """Prompt tokens whose KV came from the prefix cache; set in one of a request's deltas."""
     policy_version: int | list[int] | None = None
-    """Version of the weights that sampled these tokens, or of each of them. None: the engine's
-    ``policy_version`` at delivery."""
+    """Version of the weights that sampled these tokens, or of each; None: the engine's at delivery."""
     sampler: str = "eqlen"
     """Sampler that drew these tokens (``engines.protocol.SAMPLERS``)."""
     path: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
@@ -135,14 +131,12 @@ class Part:
     finish_reason: FinishReason | None = None
     """None if the track continued beyond this part."""
     grade: Grade | None = None
-    """Filled by scoring if ``finish_reason == "stop"``: the grade of the whole response that this part ends
-    (everything after the prompt on its line)."""
+    """Filled by scoring if ``finish_reason == "stop"``: the grade of the response that this part ends."""
     role: str = "completion"
-    """Role in its sampling kind: ``completion``; ``step``; of a stream ``a``, the side of a pair that
-    ended, ``b``, the side that joined the trunk, or ``tail``."""
+    """Role in its sampling kind: ``completion``; ``step``; of a stream ``a``, the side of a pair that ended,
+    ``b``, the side that joined the trunk, or ``tail``."""
     number: int = 0
-    """Identifies the part in its rollout, and is above its parent's. It does not depend on the order in which
-    parts become final."""
+    """Identifies the part in its rollout, whatever the order of becoming final; above its parent's."""
     parent: int = -1
     """Number of the part that this one continues, -1 for the prompt."""
     home: int | None = None
@@ -188,8 +182,7 @@ def last_turn(line: Sequence[Part]) -> TokenIds:
 
 class Line(NamedTuple):
     """A line of a rollout, from the prompt down to a part that no part continues, as a sample of the policy:
-    lines that share a beginning are not sampled independently, and their lengths may decide which of them
-    there are."""
+    lines that share a beginning are not independent, and their lengths may decide which there are."""
 
     weight: float
     """The weights of a rollout add up to 1; a mean over its lines with these weights is unbiased."""
@@ -200,11 +193,9 @@ class Line(NamedTuple):
 
 @dataclass
 class Rollout:
-    """Tree of parts that was sampled for one prompt. Each part continues another one, or the prompt.
-
-    A group of independent completions is a tree of depth 1. A stream of equal-length pairs is a caterpillar:
-    both sides of a pair, and the tail, continue the B side before.
-    """
+    """Tree of parts that was sampled for one prompt. Each part continues another one, or the prompt. A group
+    of independent completions is a tree of depth 1. A stream of equal-length pairs is a caterpillar: both
+    sides of a pair, and the tail, continue the B side before."""
 
     prompt: Prompt
     index: int
@@ -212,8 +203,7 @@ class Rollout:
     kind: str
     """Sampling kind that made it (``Recipe.sampling``)."""
     policy_version: int
-    """Version of the engine's weights when the rollout was complete: the number of optimizer steps behind
-    them; those of each token are a column."""
+    """Version of the engine's weights when it was complete: the number of optimizer steps behind them."""
     parts: Sequence[Part]
     """In the order of their numbers, so each comes after its parent; given in any order."""
     outcome: Outcome = "complete"
@@ -235,20 +225,17 @@ class Rollout:
         return [part for part in self.parts if part.role == role]
 
     def line(self, number: int) -> list[Part]:
-        """Return the parts from the prompt down to part ``number``; none for -1."""
         return line_of({part.number: part for part in self.parts}, number)
 
     def ended(self) -> Iterator[tuple[Part, TokenIds]]:
-        """Yield every part that ends a response, with the response's token ids, or with an environment those
-        of its last turn."""
+        """Yield each part that ends a response, with the token ids of the response, or of its last turn."""
         by_number = {part.number: part for part in self.parts}
         for part in self.parts:
             if part.finish_reason == "stop":
                 yield part, last_turn(line_of(by_number, part.number))
 
     def along[T](self, at_prompt: T, of: Callable[[T, Part], T]) -> dict[int, T]:
-        """Return a value of each part, by its number, from that of the part that it continues; ``at_prompt``
-        for -1."""
+        """Return a value of each part, by number, from its parent's; ``at_prompt`` for -1."""
         values = {-1: at_prompt}
         for part in self.parts:
             values[part.number] = of(values[part.parent], part)
@@ -259,19 +246,17 @@ class Rollout:
         return [part for part in self.parts if part.grade and part.grade.verdict == UNSCORED]
 
     def ends(self) -> dict[int, int]:
-        """Return the number of generated tokens from the prompt to the end of each part, by the part's
-        number; 0 for -1."""
+        """Return the generated tokens from the prompt to each part's end, by the part's number; 0 for -1."""
         return self.along(0, lambda end, part: end + len(part))
 
     def weights(self) -> dict[int, float]:
         """Return the weight of each part in its rollout, by its number; 1 for -1, the prompt. Parts that
-        continue the same part share its weight equally: each of them is what the policy might have
-        continued it with."""
+        continue the same part share its weight equally: the policy might have continued it with any of
+        them."""
         siblings = Counter(part.parent for part in self.parts)
         return self.along(1.0, lambda weight, part: weight / siblings[part.parent])
 
     def lines(self) -> Iterator[Line]:
-        """Yield all lines."""
         inner = {part.parent for part in self.parts}
         weights, ends = self.weights(), self.ends()
         for part in self.parts:
@@ -280,7 +265,7 @@ class Rollout:
 
     def skeleton(self) -> Rollout:
         """Return the rollout with bare tables: lengths, grades and finish reasons, a few hundred bytes a
-        part. Ranks that do not hold the tokens decide with skeletons. The prompt keeps its id alone."""
+        part, on which ranks without its tokens decide. The prompt keeps its id alone."""
         return replace(
             self,
             prompt=Prompt(self.prompt_id, [], "", "", ""),
@@ -313,8 +298,8 @@ class Node:
     advantage: float | np.ndarray = 0.0
     """One number for all tokens, or an array with one for each generated token."""
     weight: float = 0.0
-    """Weight of every generated token of this node in the loss; it contains every 1/L, 1/N_k, 2/G and 1/P, so
-    that the loss is a plain sum. 0: not supervised (context only)."""
+    """Weight of every generated token of this node in the loss, a plain sum: it contains every 1/L, 1/N_k,
+    2/G and 1/P. 0: not supervised (context only)."""
     home: int | None = None
     """Rank that holds the values (see ``Part.home``); every rank has the ids of a root."""
 
@@ -355,11 +340,9 @@ class Row:
     """One micro-batch: several trees (or parts of trees) in a fixed token budget of S positions.
 
     Nodes lie in depth-first order, longest child first. A node with labels ``y_1 .. y_L`` takes L positions
-    whose inputs are (the token before the node, ``y_1 .. y_{L-1}``), so the first input of each child is its
-    parent's last token, and a fork needs no special case. The root of a prompt ``q`` takes ``len(q) - 1``
-    positions, unsupervised.
-
-    Position k is visible to position q iff ``k <= q < visible_until[k]``.
+    whose inputs are (the token before the node, ``y_1 .. y_{L-1}``): a fork needs no special case, since the
+    first input of each child is its parent's last token. The root of a prompt ``q`` takes ``len(q) - 1``
+    positions, unsupervised. Position k is visible to position q iff ``k <= q < visible_until[k]``.
     """
 
     input_ids: np.ndarray
@@ -384,8 +367,7 @@ class Row:
     update of this batch; ``ref``, the reference model's; ``teacher``."""
     columns: dict[str, Values] = field(default_factory=dict[str, Values])
     """Columns of the supervised tokens for the loss: [S] float64 or int64 where a token has one number,
-    ``Column.unknown`` elsewhere; ragged columns have one list for each of the n supervised positions. See
-    ``column``."""
+    ``Column.unknown`` elsewhere; ragged columns have one list for each of the n supervised positions."""
     path_columns: dict[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
     """Columns of the path (``Column.of_path``): [S, MoE layers of this rank, ...] int16, ``Column.unknown``
     at positions without values; empty if no position has any."""

@@ -22,8 +22,7 @@ from megatron_eqlen.types import Demonstration
 
 
 def training_prompts(recipe: Recipe, positions: int, tokenizer: Tokenizer, tools: Tools = ()) -> PromptSource:
-    """Return the recipe's training prompts, with ``objective: sft`` demonstrations. ``positions``: of the
-    model. ``tools``: see ``PromptSource``."""
+    """Return the recipe's training prompts, with ``objective: sft`` demonstrations of up to ``positions``."""
     if not recipe.supervised:
         return PromptSource(recipe.data, tokenizer, recipe.seed, tools)
     sources = [source.model_copy(update={"grader": DEMONSTRATION}) for source in recipe.data.sources]
@@ -42,8 +41,7 @@ class DemonstrationMaker(PromptMaker):
     def make(
         self, row: Problem, recipe: SourceRecipe | BenchmarkRecipe, prompt_id: str, number: int
     ) -> Demonstration:
-        """Return the demonstration of a ``row``. Raises BadRow if it is too long, or if the chat template
-        changes earlier turns."""
+        """Return a row's demonstration. Raises BadRow if it is too long or the template changes turns."""
         if (characters := len(row.question) + len(row.gold)) > CHARACTERS * self._longest:
             raise BadRow("long_row", f"{characters:,} characters")
         try:

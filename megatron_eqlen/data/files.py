@@ -1,8 +1,6 @@
-"""Reads the records of a file; any fault in it is a ValueError that names file and row.
-
-The message says what was expected and what was found. A file that is damaged or of another kind ends the
-run; a readable record that cannot be used is counted by the reader (``BadRow``).
-"""
+"""Reads the records of a file; any fault in it is a ValueError that names file and row, what was expected and
+what was found. A file that is damaged or of another kind ends the run; a readable record that cannot be used
+is counted by the reader (``BadRow``)."""
 
 from __future__ import annotations
 
@@ -80,11 +78,8 @@ def _refuse_kind(file: Path) -> None:
 def read_records(
     file: Path, columns: Iterable[str], optional: Iterable[str] | None = ()
 ) -> Iterator[dict[str, Any]]:
-    """Yield the records of a parquet, JSON Lines or JSON-list file, streamed.
-
-    A parquet file lacking one of ``columns`` raises ValueError; in JSON a record may lack any of them.
-    ``optional``: further columns of a parquet file, None: all.
-    """
+    """Yield the records of a parquet, JSON Lines or JSON-list file, streamed. A parquet file lacking one of
+    ``columns`` raises ValueError; in JSON a record may lack any. ``optional``: further columns, None: all."""
     if not file.is_file():
         raise ValueError(f"{file}: expected a file, found {'a folder' if file.is_dir() else 'none'}")
     if file.stat().st_size == 0:
@@ -100,9 +95,8 @@ def read_records(
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text. Raises ValueError for text that is not JSON, for a key that stands
-    twice, and for values that no tokenizer or program can hold: NaN, integers of more digits than Python
-    reads, endless nesting, half a surrogate pair."""
+    """Return the value of a JSON text. Raises ValueError for other text, for a key that stands twice, and for
+    what no tokenizer or program can hold: NaN, very long integers, endless nesting, half a surrogate pair."""
     if isinstance(text, bytes):
         try:
             text = text.decode("utf-8")
@@ -136,8 +130,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def refuse_half_pairs(value: Any) -> None:
-    """Raise ValueError if a text of ``value``, plain data, holds half a surrogate pair, which has no
-    encoding."""
+    """Raise ValueError if a text of ``value``, plain data, holds half a surrogate pair."""
     try:
         json.dumps(value, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:

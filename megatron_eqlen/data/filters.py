@@ -13,9 +13,7 @@ from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.recipe import SourceRecipe
 
 OVERLAP_WORDS = 13
-"""A question that shares this many words in a row with an excluded one is left out (GPT-3's
-decontamination).
-"""
+"""Words in a row that a question shares with an excluded one to be left out (GPT-3's decontamination)."""
 
 _WORD = re.compile(r"\w+")
 

@@ -1,8 +1,7 @@
 r"""First rewards: a right, a wrong and a missing answer to a real row, graded before model and engine load.
 
 The right answer is the gold in the form that the prompt asks for: ``\boxed{}``, ``####``, ``<answer>`` or
-``Answer:``, or a program that looks up what its tests expect. If that earns nothing, no response of a model
-will.
+``Answer:``, or a program that looks up what its tests expect. If that earns nothing, no response will.
 """
 
 from __future__ import annotations
@@ -87,8 +86,8 @@ class FirstReward:
 def first_rewards(
     recipe: Recipe, source: PromptSource, scorer: Scorer, tokenizer: Tokenizer
 ) -> list[FirstReward]:
-    """Return the first reward of each source and benchmark. A grader of the user's own grades further rows,
-    too. Raises ValueError, naming source and row, for an error of a grader, and as ``read_benchmark``."""
+    """Return the first reward of each source and benchmark. A user's own grader grades further rows, too.
+    Raises ValueError, naming source and row, for an error of a grader, and as ``read_benchmark``."""
     benchmarks = [source.benchmark(benchmark) for benchmark in recipe.evaluation.benchmarks]
     return [
         replace(_first_reward(prompts, scorer, tokenizer), of_benchmark=of_benchmark)

@@ -2,9 +2,9 @@ r"""Questions of your own or of others: one a line of a JSON Lines file, or a ro
 
 ``layouts.py`` has the names of columns that are recognised; the recipe's ``columns`` takes any
 (docs/models_and_data.md). A chat is the prompt as it stands, without the recipe's instruction; a last turn of
-the assistant is left out, and is the answer if there is no other. For ``math`` an instruction that
-``layouts.WRAPPINGS`` knows is taken off the question, and the gold is the end of a worked solution
-(``layouts.final_answer``). A reward function gets what the file has.
+the assistant is left out, and is the answer if there is no other. For ``math`` known instructions
+(``layouts.WRAPPINGS``) are taken off, and the gold is the end of a worked solution. A reward function gets
+what the file has.
 """
 
 from __future__ import annotations
@@ -135,8 +135,7 @@ def _row(
 
 
 def _difficulty(fields: dict[str, Any]) -> float | None:
-    """Return the row's difficulty, ``7/8`` as 0.875 (POLARIS); None for a word (``hard``), which no filter
-    can compare."""
+    """Return the row's difficulty, ``7/8`` as 0.875 (POLARIS); None for words, which no filter compares."""
     value = fields.get("difficulty")
     if isinstance(value, str):
         share = _SHARE.fullmatch(value)
@@ -160,7 +159,7 @@ def _chat(value: Any) -> tuple[tuple[Turn, ...], str | None]:
 def _demonstration(
     messages: tuple[Turn, ...], reply: str | None, answer: Any, asked: Any
 ) -> tuple[tuple[Turn, ...], str]:
-    """Return all turns, and the text of the last one: the assistant's in the chat, or the column of answers.
+    """Return all turns, and the last one's text: the assistant's in the chat, or the column of answers.
     Raises BadRow if there is neither."""
     if reply is not None:
         last = chat(asked)[-1]

@@ -1,8 +1,5 @@
-r"""Layouts of data files: which columns hold the question and its answer, by what a file has.
-
-The tables list names, the preferred ones first; a dot reaches into a record. The recipe's ``columns`` come
-before them. To know another layout, add its names.
-"""
+r"""Layouts of data files: which columns hold question and answer. The tables list names, the preferred ones
+first; a dot reaches into a record. The recipe's ``columns`` come first. To know another layout, add names."""
 
 from __future__ import annotations
 
@@ -92,8 +89,7 @@ class Layout:
     """Sentence on where question and answer come from; empty if they have our names."""
 
     def fields(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a record's values under our names, of a missing column none. Raises ValueError for two
-        questions that differ."""
+        """Return a record's values under our names. Raises ValueError for two questions that differ."""
         fields: dict[str, Any] = {}
         for ours, places in self.places.items():
             # [places that have the field] -> value; the first wins
@@ -185,8 +181,8 @@ def unwrapped(question: str) -> str | None:
 
 def final_answer(gold: str) -> str:
     r"""Return the answer at the end of a worked solution: in the last ``\boxed{}``, or after ``####`` (GSM8K)
-    or ``The answer is:`` (MetaMathQA); of texts in a list, a tuple or a set, written as JSON or by Python,
-    these with commas between; of Python's fractions and decimals, these. Other golds as they are."""
+    or ``The answer is:`` (MetaMathQA); the texts of a list, a tuple or a set, written as JSON or by Python,
+    with commas between; the values of Python's fractions and decimals. Other golds as they are."""
     gold, numbers = _NUMBER.subn(lambda match: "/".join(filter(None, match.groups())), gold)
     gold = gold.replace("j", "i") if _COMPLEX.fullmatch(gold) else gold
     if numbers and re.fullmatch(r"\[[^\[\]()]*\]", gold):
@@ -224,7 +220,7 @@ def _names(record: Mapping[str, Any]) -> Iterable[str]:
 
 def _spelt(known: Sequence[str], sample: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     """Return the ``known`` places as ``sample`` spells them, in capitals, with spaces around or not, the
-    exact spelling first; those at which one of its records has a value come before the others."""
+    exact spelling first; those with a value in one of its records come before the others."""
     found = {name for record in sample for name in (*record, *_names(record))}
     spelt: dict[str, list[str]] = {}
     for name in sorted(found, key=lambda name: (name not in known, name)):

@@ -1,9 +1,6 @@
-"""LiveCodeBench: ``test*.jsonl`` with problem text, contest date, public tests (JSON) and packed private
-tests.
-
-Private tests are JSON, or base64 of zlib of a pickle of a JSON text. The pickle is never executed: its text
-is extracted, and a pickle of anything else is refused.
-"""
+"""LiveCodeBench: ``test*.jsonl`` with problem text, contest date, public tests (JSON) and private tests:
+JSON, or base64 of zlib of a pickle of a JSON text. The pickle is never executed: its text is extracted, and a
+pickle of anything else is refused."""
 
 from __future__ import annotations
 
@@ -40,11 +37,8 @@ LARGEST_UNPACKED = 1 << 29
 
 
 def read(path: Path, tally: Tally, since: str | None = None, until: str | None = None) -> Iterator[Problem]:
-    """Yield the problems whose contest date lies in ``since..until`` (YYYY-MM-DD, both inclusive).
-
-    Raises ValueError unless both are given: "v6" names the cumulative release (1055 problems) as well as its
-    last file (175).
-    """
+    """Yield the problems with a contest date in ``since..until`` (YYYY-MM-DD, inclusive). Raises ValueError
+    unless both are given: "v6" names the cumulative release (1055 problems) and its last file (175)."""
     first, last = _date(since, "since"), _date(until, "until")
     seen: set[str] = set()
     for file in find_files(path, "test*.jsonl", "*.jsonl"):
@@ -81,11 +75,8 @@ def unpack_private_tests(packed: str) -> Any:
 
 
 def unpickle_text(data: bytes) -> str:
-    """Return the text in a pickle that holds one text and nothing else.
-
-    The pickle is read, not executed: it cannot name a class or function, and cannot ask for memory that it
-    does not fill.
-    """
+    """Return the text in a pickle that holds one text and nothing else. The pickle is read, not executed: it
+    cannot name a class or function, and cannot ask for memory that it does not fill."""
     texts = []
     try:
         # opcodes are listed, none is executed

@@ -14,8 +14,8 @@ from megatron_eqlen.data.sources import open_source, read_problems
 from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, SourceRecipe
 
 IN_PART = 0.5
-"""Share of a benchmark question's runs of words that a source must hold to hold the question in part; the
-phrases that end most problems of an AIME are less."""
+"""Share of a benchmark question's runs of words that a source must hold to hold it in part; the phrases that
+end most problems of an AIME are less."""
 _MARKUP = re.compile(r"\s+|\$|\\[()\[\],;:! ]")
 """White space and the marks around and within formulas; copies of a question differ in these."""
 
@@ -23,11 +23,8 @@ _MARKUP = re.compile(r"\s+|\$|\\[()\[\],;:! ]")
 def overlaps(
     sources: Iterable[tuple[SourceRecipe, Sequence[Problem]]], benchmarks: Sequence[BenchmarkRecipe]
 ) -> list[str]:
-    """Return a sentence for each source and benchmark that have questions in common.
-
-    Questions are compared whole, without white space, markup of formulas and case, and in part, by runs of
-    words (``filters.word_runs``).
-    """
+    """Return a sentence for each source and benchmark that have questions in common, compared whole, without
+    white space, markup of formulas and case, and in part, by runs of words (``filters.word_runs``)."""
     asked = {benchmark.name: _benchmark_questions(benchmark) for benchmark in benchmarks}
     # all benchmarks at once, so that each source is read once
     texts = set[str]().union(*asked.values())

@@ -2,8 +2,7 @@
 
     files ──reader──► rows ──filter──► gold checked, prompt measured ──► OUT.parquet, with its manifest
 
-Everything streams: a few hundred rows are in memory at a time, and of each question kept 16 bytes to find
-duplicates. The file appears under its name when it is complete.
+Everything streams: a few hundred rows are in memory, and of each question kept 16 bytes to find duplicates.
 """
 
 from __future__ import annotations
@@ -36,11 +35,9 @@ def prepare(
     max_prompt_length: int | None = None,
     progress: Callable[[Tally], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Write ``out``; return its manifest. ``progress`` is called after every chunk.
-
-    With ``tokenizer``, questions of more than ``max_prompt_length`` tokens (without an instruction) are left
-    out. Raises ValueError if no row is kept.
-    """
+    """Write ``out``, which appears when it is complete, and return its manifest. ``progress`` is called after
+    every chunk. With ``tokenizer``, questions of more than ``max_prompt_length`` tokens (without an
+    instruction) are left out. Raises ValueError if no row is kept."""
     limit = max_prompt_length if tokenizer else None
     tally = Tally()
     manifest: dict[str, Any] = {
@@ -68,8 +65,7 @@ def prepare(
 def check_rows(
     rows: Sequence[Problem], grader: MathGrader, tokenizer: Tokenizer | None, limit: int | None
 ) -> list[tuple[str, str] | None]:
-    """Return for each row None, or why it is left out, as it is counted, and what was found: prompt length is
-    checked first, then the gold."""
+    """Return None for each row, or (reason to leave it out, what was found): by length, then gold."""
     refusals: list[tuple[str, str] | None] = []
     for row in rows:
         turns = [*row.messages] if row.messages else chat_messages(row.question)

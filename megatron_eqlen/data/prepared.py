@@ -1,5 +1,4 @@
-"""A prepared source: one parquet file of checked rows, which holds its manifest too, with random access in
-bounded memory."""
+"""A prepared source: one parquet file of checked rows and their manifest, with random access."""
 
 from __future__ import annotations
 
@@ -45,10 +44,7 @@ assert SCHEMA.names == [field.name for field in fields(Problem)]
 
 class PreparedRows(Sequence[Problem]):
     """The rows of a prepared file, or those with some ``numbers``; a few row groups are in memory at a time.
-
-    Raises ValueError for a file that another version of this package prepared, which may have checked the
-    rows by other rules, and for any other file.
-    """
+    Raises ValueError for other files, and other versions', whose rules may differ."""
 
     def __init__(self, path: Path, numbers: Sequence[int] | None = None) -> None:
         if not path.is_file():
@@ -117,8 +113,8 @@ def read(path: Path, tally: Tally) -> Iterator[Problem]:
 
 @contextmanager
 def prepared_file(path: Path, manifest: Mapping[str, Any]) -> Iterator[Callable[[Problem], None]]:
-    """Yield a function that writes a row. The file appears under its name when the block ends, with the
-    ``manifest`` as it is then."""
+    """Yield a function to write rows; at the block's end the file appears, with ``manifest`` as it is
+    then."""
     rows: list[dict[str, Any]] = []
     characters = 0
     options: dict[str, Any] = {"compression": "zstd", "write_statistics": False, "write_page_checksum": True}

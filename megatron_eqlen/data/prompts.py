@@ -2,9 +2,8 @@
 
     reader ──► rows ──filter──► shuffled epoch ──► chat format ──► length and gold checked ──► Prompt
 
-The next prompt is a function of the recipe, the seed and two counters for each source, so the saved state is
-small and a resumed run draws exactly the same prompts. A row that cannot be used is left out, counted by
-reason, and replaced by the next one of the same source.
+The next prompt is a function of the recipe, the seed and two counters for each source: a resumed run draws
+the same prompts. A row that cannot be used is counted by reason, and replaced by its source's next one.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ class LongPrompt(BadRow):
 
 
 class PromptMaker:
-    """Turns rows into prompts. Holds the grader that checks gold answers, which starts when it is first
-    needed."""
+    """Turns rows into prompts. The grader that checks gold answers starts when it is first needed."""
 
     def __init__(self, data: DataRecipe, tokenizer: Tokenizer, tools: Tools = ()) -> None:
         self._data, self._tools = data, tools
@@ -58,7 +56,7 @@ class PromptMaker:
     def make(
         self, row: Problem, recipe: SourceRecipe | BenchmarkRecipe, prompt_id: str, number: int
     ) -> Prompt:
-        """Return the prompt of a ``row`` of ``recipe``. Raises BadRow if it is too long, is a chat that was
+        """Return the prompt of a ``row`` of ``recipe``. Raises BadRow if it is too long or a chat that was
         rendered as text, or its gold cannot be parsed."""
         grader = recipe.grader or row.grader
         if len(row.question) > CHARACTERS * self._data.max_prompt_length:  # which takes minutes to encode
@@ -125,8 +123,7 @@ class _Source:
         self._order = self._shuffled()
 
     def take(self, maker: PromptMaker, drawn: int) -> Prompt:
-        """Return the next row that makes a prompt, as the run's prompt number ``drawn``. Raises ValueError if
-        no row of the source does."""
+        """Return the next row that makes a prompt, as the run's ``drawn``-th. Raises ValueError if none."""
         while True:
             if self.position == len(self.rows):
                 if self.epoch == 0 and self.refused:
@@ -159,8 +156,7 @@ class _Source:
         return None
 
     def try_rows(self, maker: PromptMaker, count: int) -> tuple[list[Prompt], Tally]:
-        """Return the prompts of ``count`` rows, evenly spaced, and what was left out of them; the position
-        stays."""
+        """Return the prompts of ``count`` rows, evenly spaced, and what was left out; the position stays."""
         tally, numbers = Tally(), np.linspace(0, len(self.rows) - 1, min(count, len(self.rows)), dtype=int)
         prompts = (self._prompt(maker, number, 0, tally) for number in numbers.tolist())
         return [prompt for prompt in prompts if prompt is not None], tally
@@ -195,12 +191,9 @@ class _Source:
 
 
 class PromptSource:
-    """An endless, deterministic stream of training prompts.
-
-    A source's share of the prompts is its weight; each of its epochs is shuffled anew, and a prompt's id
-    carries the epoch from the second one on (``deepmath/train-00000.parquet#17@1``), so that ids stay
-    unique in a run.
-    """
+    """An endless, deterministic stream of training prompts. A source's share of the prompts is its weight;
+    each of its epochs is shuffled anew. A prompt's id is unique in a run: it carries the epoch from the
+    second one on (``deepmath/train-00000.parquet#17@1``)."""
 
     def __init__(
         self,
@@ -210,8 +203,7 @@ class PromptSource:
         tools: Tools = (),
         maker: PromptMaker | None = None,
     ) -> None:
-        """``tools``: JSON schemas of an environment's tools, for the chat template. ``maker``: makes
-        prompts of rows in another way."""
+        """``tools``: an environment's, as JSON schemas for the template. ``maker``: of the prompts."""
         names = [source.name for source in data.sources]
         if len(set(names)) < len(names):
             raise ValueError(f"data.sources: expected distinct names, found {names}")
@@ -230,14 +222,12 @@ class PromptSource:
         return [self._draw() for _ in range(n)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain data; after ``load_state_dict`` a source with the same recipe and seed continues from
-        here."""
+        """Return plain data, from which a source with the same recipe and seed continues."""
         sources = {source.name: source.state_dict() for source in self._sources}
         return {"seed": self._seed, "drawn": self._drawn, "sources": sources}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``. Raises ValueError if sources, rows or seed differ from the
-        checkpoint's."""
+        """Continue from ``state``. Raises ValueError if its sources, rows or seed differ."""
         names = [source.name for source in self._sources]
         if state["seed"] != self._seed or list(state["sources"]) != names:
             raise ValueError(
@@ -263,9 +253,8 @@ class PromptSource:
         return read_benchmark(benchmark, *self._made_with)
 
     def describe(self, count: int) -> list[str]:
-        """Return a sentence for each source, from ``count`` of its rows: how many it has, how many are left
-        out and why, and the lengths of prompts. Raises ValueError if faults (``REMEDIES``) leave out more
-        than half of a source's rows."""
+        """Return a sentence for each source, from ``count`` of its rows: number, rows left out and why,
+        lengths of prompts. Raises ValueError if faults (``REMEDIES``) leave out more than half of them."""
         sentences: list[str] = []
         for source in self._sources:
             prompts, tally = source.try_rows(self._maker, count)
@@ -305,11 +294,7 @@ def read_benchmark(
     benchmark: BenchmarkRecipe, data: DataRecipe, tokenizer: Tokenizer, tools: Tools = ()
 ) -> list[Prompt]:
     """Return all problems of a benchmark in file order (the first ``limit``), formatted as the recipe formats
-    questions.
-
-    Raises ValueError if a row cannot be used: a benchmark without one of its problems would be another
-    benchmark.
-    """
+    questions. Raises ValueError if a row cannot be used: without it the benchmark would be another one."""
     tally = Tally()
     maker = PromptMaker(data, tokenizer, tools)
     prompts: list[Prompt] = []
@@ -341,8 +326,7 @@ def read_benchmark(
 
 
 def position_metrics(position: dict[str, Any] | None) -> Metrics:
-    """Return the metrics that a step logs of ``PromptSource.state_dict``; none on a rank that draws no
-    prompts."""
+    """Return the metrics of ``PromptSource.state_dict``; none on a rank that draws no prompts."""
     if position is None:
         return {}
     sources = {

@@ -1,9 +1,6 @@
-"""The rows that every reader yields, and the count of rows left out.
-
-A reader is a generator ``read(path, tally, ...)`` over one data set's files: it streams, checks every field,
-and leaves out a bad row with its file, number and reason. A fault of a whole file is an error (``files.py``).
-A code problem's question states the wanted form of the program; its tests are checked when the row is read.
-"""
+"""The rows that every reader yields, and the count of rows left out. A reader is a generator ``read(path,
+tally, ...)`` over one data set's files: it streams, checks every field, and leaves out a bad row with its
+file, number and reason. A fault of a whole file is an error (``files.py``)."""
 
 from __future__ import annotations
 
@@ -41,8 +38,7 @@ REMEDIES = dict.fromkeys(("missing_column", "empty_field"), "data.sources[].colu
     "changed_turns": "a chat template that writes each turn once, or rows of one response",
     "bad_tests": "docs/models_and_data.md has the form of tests",
 }
-"""Faults for which a row is left out, and what helps. Other reasons are as the recipe, or a data set known by
-name, has it."""
+"""Faults for which a row is left out, and what helps. Other reasons are the recipe's or a data set's."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +89,7 @@ class Tally:
         return kept / max(1, kept + sum(self.dropped[reason] for reason in REMEDIES))
 
     def unusable(self, kept: int = 0) -> str:
-        """Return why only ``kept`` rows can be used, with the first row of the most frequent fault and what
-        helps."""
+        """Return why only ``kept`` rows can be used, with the first row and remedy of the main fault."""
         text = f"{'too few usable rows' if kept else 'no usable row'}: {self.summary(kept)}"
         fault = max(self.dropped, key=lambda each: (each in REMEDIES, self.dropped[each]), default="")
         text += f"; the first {fault} is {self.first.get(fault)}" * (fault in self.first)
@@ -149,8 +144,7 @@ def optional_text_field(record: Any, name: str) -> str | None:
 
 
 def answer_field(record: Any, name: str) -> str:
-    """Return the answer in ``record[name]`` as text; files in the wild write numbers too, and 70 as 70.0.
-    Raises BadRow."""
+    """Return the answer in ``record[name]`` as text; files write numbers, and 70 as 70.0. Raises BadRow."""
     value = field_of(record, name)
     if isinstance(value, list) and len(value) == 1:
         return answer_field({name: value[0]}, name)

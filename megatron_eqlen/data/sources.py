@@ -20,8 +20,7 @@ from megatron_eqlen.rewards.functions import own_code
 log = logging.getLogger(__name__)
 
 Reader = Callable[[Path, Tally], Iterable[Problem]]
-"""(file or folder, tally of the rows left out) -> the rows, streamed, or a sequence that makes them when they
-are asked for."""
+"""(file or folder, tally of the rows left out) -> the rows, streamed, or a sequence that makes them."""
 
 PLAIN_READERS: Mapping[str, Reader] = dict.fromkeys(ANY_COLUMNS, jsonl.read) | {
     "aime25": jsonl.read_aime,
@@ -31,11 +30,8 @@ PLAIN_READERS: Mapping[str, Reader] = dict.fromkeys(ANY_COLUMNS, jsonl.read) | {
 
 
 def open_source(source: SourceRecipe, tally: Tally) -> Sequence[Problem]:
-    """Return the rows of ``source`` that pass its filters; a prepared file stays on disk, and a sequence of
-    the user's own is not read whole, unless there are filters.
-
-    Raises ValueError if no row does.
-    """
+    """Return the rows of ``source`` that pass its filters. Without filters, a prepared file stays on disk and
+    a user's own sequence is not read whole. Raises ValueError if no row passes."""
     rows = _open_prepared(source, tally) if source.reader == "prepared" else read_source(source, tally)
     if isinstance(rows, Sequence) and source.keep_duplicates:
         raise ValueError(f"data source {source.name}: keep_duplicates has no effect with {source.reader}")
@@ -49,8 +45,8 @@ def open_source(source: SourceRecipe, tally: Tally) -> Sequence[Problem]:
 
 
 def _open_prepared(source: SourceRecipe, tally: Tally) -> Sequence[Problem]:
-    """Return the rows of a prepared file that pass the filters; the file holds no question twice. Filters
-    read questions but no golds, which are most of the file."""
+    """Return the rows of a prepared file, which holds no question twice, that pass the filters. These read
+    questions but no golds, which are most of the file."""
     stored = prepared.PreparedRows(local_path(source))
     if not has_filters(source):
         return stored
@@ -95,8 +91,7 @@ def _read(section: SourceRecipe | BenchmarkRecipe, tally: Tally) -> Iterable[Pro
 
 
 def _read_own(name: str, reader: Reader, path: Path, tally: Tally) -> Iterable[Problem]:
-    """Return the rows of the user's own ``reader``: a sequence that makes them as it is. Raises ValueError
-    for an error in it."""
+    """Return the rows of the user's own reader, a sequence as it is. Raises ValueError for its errors."""
     with own_code(name):
         rows = reader(path, tally)
     made = isinstance(rows, Sequence) and not isinstance(rows, list | tuple)
@@ -104,8 +99,8 @@ def _read_own(name: str, reader: Reader, path: Path, tally: Tally) -> Iterable[P
 
 
 def _checked(name: str, rows: Iterable[Problem], path: Path) -> Iterator[Problem]:
-    """Yield the rows of a reader of the user's own. Raises ValueError for an error in it, and for a row of
-    another type or with half a surrogate pair."""
+    """Yield the rows of a user's own reader. Raises ValueError for an error in it, and for a row of another
+    type or with half a surrogate pair."""
     with own_code(name):
         for row in rows:
             if not isinstance(row, Problem):

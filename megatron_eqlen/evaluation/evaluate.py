@@ -1,7 +1,4 @@
-"""avg@k on benchmarks: k independent completions of every problem, graded as in training.
-
-problems ─► k completions each (the engine) ─► grades ─► EvaluationResult (intervals, manifest)
-"""
+"""avg@k on benchmarks: k independent completions of every problem, graded as in training."""
 
 from __future__ import annotations
 
@@ -24,8 +21,7 @@ from megatron_eqlen.types import Part, Prompt, Rollout
 log = logging.getLogger(__name__)
 
 EVALUATION_SEED = 20_000_003
-"""Added to the recipe's seed, so that no sample repeats a training sample. Evaluations before and after use
-the same seed."""
+"""Added to the recipe's seed, before and after training: no evaluation repeats a training sample."""
 
 
 def evaluate(
@@ -43,11 +39,10 @@ def evaluate(
     """Evaluate the engine's weights on ``problems`` with ``recipe.evaluation.samples`` completions each,
     sampled as ``Recipe.of_benchmark`` says.
 
-    With several engine replicas, each answers its ``share`` of the problems, each of its ranks ``grades``
-    some of them, and ``gather`` merges the results in any order. Responses are graded while others are
-    generated, and every verdict is waited for. The same weights and recipe give the same result. A problem
-    with a response without a reward is left out, and is not among the manifest's questions. Raises
-    UnscoredError if all are.
+    Each of several engine replicas answers its ``share`` of the problems, each of its ranks ``grades`` some
+    of them, and ``gather`` merges the results in any order. Responses are graded while others are generated.
+    The same weights and recipe give the same result. A problem with a response without a reward is left out,
+    also of the manifest's questions. Raises UnscoredError if all are.
     """
     sampling = recipe.of_benchmark(benchmark)
     seed = recipe.seed + EVALUATION_SEED

@@ -57,8 +57,7 @@ class EvaluationResult:
 
     @property
     def sampling(self) -> str:
-        """``temperature 0.6, top-p 0.95, top-k 20, at most 4,096 tokens``; settings that are off are left
-        out."""
+        """``temperature 0.6, top-p 0.95, top-k 20, at most 4,096 tokens``, without settings that are off."""
         used = self.manifest["rollout"]
         limit = f"at most {used['max_response_length']:,} tokens"
         if not used["temperature"]:
@@ -102,12 +101,9 @@ def compare(before: list[EvaluationResult], after: list[EvaluationResult]) -> In
 
 
 def over_seeds(results: list[EvaluationResult]) -> tuple[Interval, Interval]:
-    """Return the accuracy over training runs that differ in their seed: headline, and the paper's own
-    interval.
-
-    A run's samples are averaged first, so that the seeds are the replicates; with a single run its samples
-    are. Raises ValueError for different questions.
-    """
+    """Return the accuracy over training runs that differ in their seed: headline, and the paper's interval. A
+    run's samples are averaged first, so that the seeds are the replicates; with a single run its samples are.
+    Raises ValueError for different questions."""
     _check_questions(results)
     scores = _replicates(results)
     return statistics.crossed_bootstrap(scores), statistics.replicate_bootstrap(scores)
@@ -170,7 +166,6 @@ class Evaluation:
 
     @property
     def when(self) -> str:
-        """``before``, ``step 20`` or ``after``."""
         return self.label if self.label in ("before", "after") else f"step {self.step}"
 
     @cached_property
@@ -183,8 +178,7 @@ class Evaluation:
 
 
 def evaluation_files(folder: Path, steps: int) -> list[tuple[int, Path]]:
-    """Return (step, file) of the evaluations of a run that has taken ``steps`` steps, in order: ``before`` is
-    step 0, ``after`` comes after all."""
+    """Return (step, file) of a run's evaluations, in order: ``before`` is step 0, ``after`` comes last."""
     files = [(_step(path.stem, steps), path) for path in folder.glob("*.json")]
     return sorted(files, key=lambda file: (file[0], file[1].stem == "after", file[1].name))
 

@@ -1,10 +1,7 @@
-"""Means with intervals for repeated accuracies, and the difference of two.
-
-Scores are ``[R, P]`` arrays: R replicates (training seeds, or one run's samples) of the same P problems.
-Intervals differ in what they generalise to: over replicates alone, to another run on the same problems; over
-replicates and problems crossed, to other problems of the same kind. The second is what readers expect of a
-benchmark of 30 problems.
-"""
+"""Means with intervals for repeated accuracies, and the difference of two. Scores are ``[R, P]`` arrays: R
+replicates (training seeds, or one run's samples) of the same P problems. Intervals over replicates alone
+generalise to another run on the same problems; over replicates and problems crossed, to other problems of the
+same kind, which is what readers expect of a benchmark of 30 problems."""
 
 from __future__ import annotations
 
@@ -52,11 +49,9 @@ def replicate_bootstrap(scores: np.ndarray, seed: int = 0) -> Interval:
 
 
 def paired_difference(before: np.ndarray, after: np.ndarray, seed: int = 0) -> Interval:
-    """Return ``after`` minus ``before`` on the same problems, ``[R1, P]`` and ``[R2, P]``.
-
-    A bootstrap draw takes the same problems on both sides and resamples the replicates of each side on its
-    own. Raises ValueError if the numbers of problems differ.
-    """
+    """Return ``after`` minus ``before`` on the same problems, ``[R1, P]`` and ``[R2, P]``. A bootstrap draw
+    takes the same problems on both sides and resamples the replicates of each side on its own. Raises
+    ValueError if the numbers of problems differ."""
     before, after = _checked(before), _checked(after)
     if before.shape[1] != after.shape[1]:
         raise ValueError(f"paired difference: {before.shape[1]} problems before, {after.shape[1]} after")
@@ -79,11 +74,8 @@ def seed_difference(before: np.ndarray, after: np.ndarray) -> Interval:
 
 def change_of_mean(before: np.ndarray, after: np.ndarray) -> Interval:
     """Return the mean of ``after`` minus that of ``before``, [n] and [m] independent rewards; a single one
-    counts as known.
-
-    Rewards of 0 and 1: a success and a failure are added to each side (Agresti and Caffo 2000), so that few
-    equal rewards are not taken for certainty. Others: Student's t of the smaller side.
-    """
+    counts as known. Rewards of 0 and 1: a success and a failure are added to each side (Agresti and Caffo
+    2000), so that few equal rewards are not taken for certainty. Others: Student's t of the smaller side."""
     binary = bool(np.isin(np.concatenate([before, after]), (0.0, 1.0)).all())
     centre, variance, least = 0.0, 0.0, np.inf
     for values, sign in ((before, -1), (after, 1)):
@@ -105,12 +97,9 @@ def change_of_mean(before: np.ndarray, after: np.ndarray) -> Interval:
 
 
 def detectable_difference(before: np.ndarray, after: np.ndarray) -> float:
-    """Return the smallest difference that this many paired seeds would have shown in 80% of all experiments.
-
-    (t_{0.975, R - 1} + t_{0.8, R - 1}) s / sqrt(R) for the R differences' standard deviation s (Bloom 1995,
-    "Minimum detectable effects"); a difference is shown if the interval of ``seed_difference`` excludes 0.
-    NaN for a single seed.
-    """
+    """Return the smallest difference that so many paired seeds would have shown in 80% of all experiments:
+    that the interval of ``seed_difference`` excludes 0. (t_{0.975, R - 1} + t_{0.8, R - 1}) s / sqrt(R) for R
+    differences of standard deviation s (Bloom 1995, "Minimum detectable effects"). NaN for one seed."""
     differences = after - before
     count = len(differences)
     if count == 1:
@@ -120,11 +109,8 @@ def detectable_difference(before: np.ndarray, after: np.ndarray) -> float:
 
 
 def pass_at_k(scores: np.ndarray, k: int) -> float:
-    """Return the chance that at least one of k samples is right (score above 0), unbiased from R >= k
-    replicates.
-
-    1 - C(R - c, k) / C(R, k) for a problem with c right samples (Chen et al. 2021).
-    """
+    """Return the chance that one of k samples or more is right (score above 0), unbiased from R >= k
+    replicates: 1 - C(R - c, k) / C(R, k) for a problem with c right samples (Chen et al. 2021)."""
     replicates = _checked(scores).shape[0]
     if not 1 <= k <= replicates:
         raise ValueError(f"pass@k: expected 1 <= k <= {replicates} samples, found {k}")
@@ -135,7 +121,6 @@ def pass_at_k(scores: np.ndarray, k: int) -> float:
 
 
 def _quantile(count: int, share: float) -> float:
-    """Return the quantile of Student's t of ``count`` values."""
     from scipy.special import stdtrit  # slow to import
 
     return float(stdtrit(count - 1, share))
@@ -159,8 +144,7 @@ def _draw_weights(counts: tuple[int, ...], seed: int) -> list[np.ndarray]:
 
 @lru_cache(maxsize=16)
 def _draws(counts: tuple[int, ...], seed: int) -> list[np.ndarray]:
-    """Return [DRAWS, count] int16: how often each item is drawn. Cached, because all evaluations of a run's
-    page need the same few."""
+    """Return [DRAWS, count] int16: how often each item is drawn; cached for a run's evaluations."""
     rng = np.random.default_rng(seed)
     draws = (rng.multinomial(count, np.full(count, 1 / count), size=DRAWS) for count in counts)
     return [drawn.astype(np.int16) for drawn in draws]

@@ -2,5 +2,5 @@
 
     sweep file ─► cells ─► runner ─► run folders ─► results: tables, figures
 
-Progress and budgets are read from the run folders: there is no other state.
+Run folders are the only state: progress and budgets are read from them.
 """

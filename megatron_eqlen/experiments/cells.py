@@ -1,8 +1,5 @@
-"""The runs of a sweep: each is a recipe with overrides, and a budget.
-
-``eqlen train RECIPE OVERRIDES`` with a cell's arguments is that run, however it is started; its folder is
-``SWEEP'S FOLDER/RECIPE/METHOD-seedN``.
-"""
+"""The runs of a sweep: each is a recipe with overrides, and a budget. ``eqlen train RECIPE OVERRIDES`` with a
+cell's arguments is that run, however it is started, in ``SWEEP'S FOLDER/RECIPE/METHOD-seedN``."""
 
 from __future__ import annotations
 
@@ -69,8 +66,7 @@ class Plan:
     """All cells of a sweep, and their budgets."""
 
     def __init__(self, sweep: SweepRecipe, overrides: Sequence[str] = ()) -> None:
-        """Make the cells. ``overrides`` apply to all runs, after those of the sweep. Raises RecipeError for
-        one of ``OF_RUNS``."""
+        """Make the cells. ``overrides`` come after the sweep's. Raises RecipeError for ``OF_RUNS``."""
         for override in overrides:
             if override.partition("=")[0] in OF_RUNS:
                 raise RecipeError(f"{override}: {OF_RUNS_ONLY}")
@@ -117,8 +113,7 @@ class Plan:
         return [] if cell.method == self.sweep.reference else ours
 
     def limits(self, cell: Cell) -> list[str] | None:
-        """Return the overrides that end the cell's run; None while a run of the reference that determines its
-        budget has not ended."""
+        """Return the overrides that end the cell's run; None until the runs that say so have ended."""
         if not (references := self.references(cell)):
             return []
         if cell.model not in self.amounts:

@@ -2,8 +2,8 @@
 
 run folders ──► groups (model, method) of seeds ──► rows ──► Markdown, JSON, and curves as SVG (``figures``)
 
-Accuracies are over seeds: a run's samples are averaged first. With a single seed its samples are the
-replicates. A row is a dict from a column's name to its value.
+Accuracies are over seeds, of each the mean of its samples; of a single seed the samples are the replicates. A
+row is a dict from a column's name to its value.
 """
 
 from __future__ import annotations
@@ -90,13 +90,10 @@ def compare_runs(
     over: str | None,
     charts: Sequence[str] | None,
 ) -> None:
-    """Print the tables of ``folders`` (run folders, or folders that hold some), and write them to ``out``
-    with ``charts`` over ``over``, as ``write``.
-
-    ``baseline``: the method whose difference to every other is shown, by default the first one sampled
-    independently. Runs that have not ended are named and left out. Raises ValueError if none has ended, for
-    two runs of one seed, and for evaluations on different questions.
-    """
+    """Print the tables of ``folders`` (run folders, or folders that hold some), and ``write`` them to
+    ``out``. ``baseline``: the method whose difference to every other is shown, by default the first one
+    sampled independently. Runs that have not ended are named and left out. Raises ValueError if none has
+    ended, for two runs of one seed, and for evaluations on different questions."""
     runs = run_folders(folders)
     ended = [folder for folder in runs if has_ended(folder, load_run(folder))]
     for folder in (folder for folder in runs if folder not in ended):
@@ -125,10 +122,8 @@ def write(
     charts: Sequence[str] | None = None,
 ) -> list[Path]:
     """Write ``tables.md``, ``tables.json`` and, for each model, ``figures-MODEL.svg``; return their paths.
-
     ``groups``: those whose curves are drawn, over ``axis`` (a key of ``UNITS``; default: the cost at which
-    they are compared); ``charts``: titles of the charts, default all.
-    """
+    they are compared); ``charts``: titles of the charts, default all."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / "tables.md", folder / "tables.json"]
     write_text(paths[0], markdown(tables, notes) + "\n")
@@ -207,8 +202,8 @@ def by_benchmark(
 
 
 def difference(before: Group, after: Group, benchmark: str) -> Difference | None:
-    """Return the difference, paired over the seeds that both have; with fewer than two such seeds paired by
-    problem; None without evaluations of the benchmark."""
+    """Return the difference, paired over the seeds that both have, with fewer than two by problem; None
+    without evaluations of the benchmark."""
     theirs, ours = _means(before, benchmark), _means(after, benchmark)
     seeds = sorted(theirs.keys() & ours.keys())
     if not (theirs and ours):
@@ -231,9 +226,8 @@ def _means(group: Group, benchmark: str) -> dict[int, float]:
 
 
 def efficiency(groups: Sequence[Group]) -> Rows:
-    """Return the paper's table 2, means over each method's runs, with effective samples per generated token
-    beside those per GPU hour, and rewards and lengths of the last tenth of the steps; the last columns are
-    ratios to the first method's."""
+    """Return the paper's table 2: means over each method's runs, with effective samples per generated token
+    too, rewards and lengths over the last tenth of the steps, and ratios to the first method's."""
     rows: list[dict[str, Any]] = []
     for group in (group for group in groups if group.method != BASE):
         row: dict[str, Any] = {
@@ -282,8 +276,7 @@ def budget_notes(groups: Sequence[Group]) -> list[str]:
 
 
 def compared_cost(groups: Sequence[Group]) -> str:
-    """Return the recipe key of the cost at which runs are compared: the limit that most of them have, or GPU
-    hours if none has one."""
+    """Return the key of the cost at which runs are compared: the most frequent limit, or GPU hours."""
     limited = [key for group in groups for run in group.runs for key, _ in run.recipe.budget.limits()]
     return max(COSTS, key=limited.count)
 

@@ -46,8 +46,8 @@ Charts = Mapping[str, Mapping[str, MethodCurve]]
 
 
 def oscillation(norms: np.ndarray) -> np.ndarray:
-    """Return how much a gradient norm [n] changes from step to step, 2 |x' - x| / (|x'| + |x|): a mean
-    over the newest ``WINDOW`` steps; NaN at the first. 0: constant; 2: it is zero at every other step."""
+    """Return how much a gradient norm [n] changes from step to step, 2 |x' - x| / (|x'| + |x|): a mean over
+    the newest ``WINDOW`` steps; NaN at the first. 0: constant; 2: zero at every other step."""
     size = norms[1:] + norms[:-1]
     changes = np.where(size > 0, 2 * np.abs(np.diff(norms)) / np.where(size > 0, size, 1), 0.0)
     means = [changes[max(0, n - WINDOW) : n].mean() for n in range(1, len(changes) + 1)]
@@ -92,10 +92,8 @@ def curves(
     methods: Mapping[str, Sequence[Path]], axis: str, titles: Sequence[str] | None = None
 ) -> tuple[str, Charts]:
     """Return the axis's name, and the charts of ``methods`` (name -> run folders of its seeds) along
-    ``axis``, a key of ``UNITS``, or along steps if no run has spent any of it.
-
-    ``titles``: the charts to draw; default: all that have points. Raises ValueError for another title.
-    """
+    ``axis``, a key of ``UNITS``, or along steps if no run has spent any of it. ``titles``: the charts to
+    draw; default: all that have points. Raises ValueError for another title."""
     runs = {name: [read_curves(folder, axis) for folder in folders] for name, folders in methods.items()}
     places = [curve[0] for seeds in runs.values() for run in seeds for curve in run.values()]
     if axis != "steps" and not any(x.any() for x in places):
@@ -115,11 +113,8 @@ def curves(
 
 def over_seeds(seeds: Sequence[Curve]) -> MethodCurve | None:
     """Return the mean of the seeds' curves with the band from the lowest to the highest, where all have
-    points; None without any.
-
-    Places are the seeds' own x if these are the same, else ``POINTS`` places between their common ends, to
-    which each curve is interpolated linearly.
-    """
+    points; None without any. Places are the seeds' own x if these are the same, else ``POINTS`` places
+    between their common ends, to which each curve is interpolated linearly."""
     seeds = [curve for curve in seeds if len(curve[0])]
     if not seeds:
         return None

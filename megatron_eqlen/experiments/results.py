@@ -15,10 +15,8 @@ DEFAULT = [TableRecipe(title="Accuracy"), TableRecipe(title="Efficiency", kind="
 
 
 def write_results(plan: Plan) -> tuple[str, list[Path]]:
-    """Write tables and figures into the sweep's folder; return the tables and the files' paths.
-
-    Raises ValueError if no run has ended, or if the sweep names a chart that does not exist.
-    """
+    """Write tables and figures into the sweep's folder; return the tables and the files' paths. Raises
+    ValueError if no run has ended, or if the sweep names a chart that does not exist."""
     sweep, groups = plan.sweep, ended_groups(plan)
     if not groups:
         raise ValueError(f"{sweep.path}: expected runs that have ended, found none")

@@ -1,7 +1,5 @@
-"""Run folders -> groups of runs that have one recipe and differ in their seed.
-
-If recipes of one method differ, each counts as a method of its own, named by the difference.
-"""
+"""Run folders -> groups of runs that have one recipe and differ in their seed. If recipes of one method
+differ, each counts as a method of its own, named by the difference."""
 
 from __future__ import annotations
 
@@ -28,8 +26,7 @@ NOT_THE_METHOD = (
     "seed", "name", "run_dir", "variant", "model.path", "cluster", "checkpoint", "evaluation", "report",
     "profile", "rollout.servers",
 )  # fmt: skip
-"""Keys in which runs of one method may differ: where they ran and what they recorded. (Models are columns of
-the tables.)"""
+"""Keys in which runs of one method may differ: where they ran and what they recorded. Models are columns."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +75,7 @@ def run_folders(folders: Sequence[Path]) -> list[Path]:
 
 
 def _runs_in(folder: Path) -> Iterator[Path]:
-    """Yield the runs in a folder. Runs themselves are not searched: their streams and checkpoints may be a
-    hundred thousand files."""
+    """Yield the runs in a folder, without searching them: they may hold a hundred thousand files."""
     if os.path.lexists(folder / RECIPE):
         yield folder
     elif folder.is_dir():
@@ -110,8 +106,7 @@ def read_run(folder: Path, recipe: Recipe | None = None) -> RunResult:
 
 
 def group_runs(runs: Sequence[RunResult]) -> list[Group]:
-    """Group runs by model and method; each model's base first, then independent sampling, then equal
-    lengths."""
+    """Group runs by model and method: each model's base, then independent sampling, then equal lengths."""
     groups = []
     for model in dict.fromkeys(run.model for run in runs):
         mine = [run for run in runs if run.model == model]
@@ -133,8 +128,7 @@ def group_runs(runs: Sequence[RunResult]) -> list[Group]:
 
 
 def _by_recipe(method: str, runs: Sequence[RunResult]) -> dict[str, list[RunResult]]:
-    """Return runs by the name of their recipe: the method, and the keys in which recipes of this method
-    differ."""
+    """Return runs by recipe: the method, and the keys in which recipes of this method differ."""
     settings = [leaves(with_defaults(run.recipe).model_dump(mode="json")) for run in runs]
     values = [{key: v for key, v in of.items() if not is_under(key, NOT_THE_METHOD)} for of in settings]
     every = dict.fromkeys(key for entries in values for key in entries)

@@ -1,8 +1,5 @@
-"""Runs a sweep on this machine, one run or several at a time.
-
-Each run is ``eqlen train`` in a process of its own, which dies with this one. So the sweep may be killed at
-any moment: the same command leaves finished runs alone and resumes the others from their checkpoints.
-"""
+"""Runs a sweep on this machine, one run or several at a time, each in a process that dies with this one: the
+same command leaves finished runs alone and resumes the others from their checkpoints."""
 
 from __future__ import annotations
 
@@ -75,8 +72,7 @@ class Runner:
         self.failed: list[Cell] = []
 
     def run(self) -> list[Cell]:
-        """Run what is not finished; return the runs that failed, or that did not start because a run
-        failed."""
+        """Run what is not finished; return the runs that failed, and those that did not start then."""
         while self.todo or self.running:
             self._collect()
             self._fill()
@@ -138,10 +134,8 @@ class Runner:
 
 
 def slots(jobs: int, processes: int) -> list[dict[str, str]]:
-    """Return the environment of each of ``jobs`` concurrent runs: its own GPUs, if there are some.
-
-    Raises ValueError for more runs than the GPUs can take.
-    """
+    """Return the environment of each of ``jobs`` concurrent runs: its own GPUs, if there are some. Raises
+    ValueError for more runs than the GPUs can take."""
     gpus = visible_gpus()
     if not gpus:
         return [{} for _ in range(jobs)]

@@ -81,8 +81,7 @@ class SweepRecipe(Section):
 
 
 def load_sweep(path: Path) -> SweepRecipe:
-    """Return the checked sweep in ``path``; recipe paths are relative to the working directory. Raises
-    RecipeError."""
+    """Return the checked sweep in ``path``, its recipes' paths resolved. Raises RecipeError."""
     raw = read_yaml(path)
     if "model" in raw:
         raise RecipeError(f"{path}: expected a sweep (recipes, methods), found a recipe: eqlen train {path}")

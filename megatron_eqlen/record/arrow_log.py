@@ -53,8 +53,7 @@ class ArrowLog:
             self._file.flush()
 
     def close(self) -> None:
-        """End the file and wait until everything is on the disk (a crash of the machine, not only of the
-        process)."""
+        """End the file and wait until it is on the disk, safe from a crash of the machine."""
         try:
             with naming(self._path):
                 self._stream.close()
@@ -73,12 +72,9 @@ class ArrowLog:
 
 
 def batches(path: Path, schema: pa.Schema, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
-    """Yield the whole batches of a file of ``schema``.
-
-    ``columns``: only these; no other column is decompressed, and checksums, which are of whole batches, are
-    not verified. A torn end is dropped, with a warning to who reads everything. Raises ValueError, naming the
-    file, where it is damaged, is no such file, or is of another version of the format.
-    """
+    """Yield the whole batches of a file of ``schema``. ``columns``: only these; no other is decompressed, and
+    checksums, of whole batches, are not verified. A torn end is dropped, with a warning to who reads all.
+    Raises ValueError for a file that is damaged, not such a file, or of another version."""
     with opened(path) as file:  # whose errors name it, other than Arrow's
         size = file.seek(0, os.SEEK_END)
         data = pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")

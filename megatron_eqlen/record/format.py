@@ -7,8 +7,7 @@
     end         the rollout is complete, or suspended; readers leave out the parts of a rollout without it
     track       tokens that a track of an unfinished rollout got since its row before (``recorder``)
 
-Parts of a rollout are numbered (``Part.number``), and so are its tracks; a grade (in a file of its
-own, once all rollouts are scored) belongs to a part's number.
+Parts and tracks of a rollout are numbered. A grade belongs to a part's number, in a file of its own.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ COUNTS = "_counts"
 """Ending of the name of a ragged column's counts."""
 
 NOTE_KEY = b"eqlen.note"
-"""Key, in a batch's metadata, of what the harvest had counted until then: JSON of the id of its first prompt
-and the counts by name."""
+"""Key, in a batch's metadata, of what the harvest has counted: JSON of (first prompt's id, counts)."""
 
 
 def _fields(columns: Collection[Column]) -> dict[str, pa.DataType]:
@@ -89,8 +87,7 @@ SKELETON = tuple(name for name in SEGMENTS.names if name not in (*_fields(COLUMN
 """Columns of skeletons: no tokens, and no golds, which may be long texts of tests."""
 
 BATCH_BYTES = 1 << 21
-"""Bytes of tokens in a batch, which is copied and read at once: all streams of a step may end at the same
-moment."""
+"""Bytes of tokens in a batch, which is copied and read at once: all streams may end at the same moment."""
 
 KEY = ("prompt_id", "index", "number")
 GradeKey = tuple[str, int, int]
@@ -112,9 +109,8 @@ def prompt_row(prompt: Prompt) -> RecordedRow:
 def rollout_rows(
     rollout: Rollout, generated_tokens: int | None = None, without: Collection[str] = ()
 ) -> list[RecordedRow]:
-    """Return the rows of a rollout's parts and its end. ``generated_tokens``: tokens of its tracks, as a
-    harvest knows them and the environment's grades; None: neither is recorded. ``without``: columns that are
-    left out."""
+    """Return the rows of a rollout's parts and its end. ``generated_tokens``: of its tracks; None: neither it
+    nor an environment's grades are recorded. ``without``: columns left out."""
     common = {
         "prompt_id": rollout.prompt_id,
         "kind": rollout.kind,
@@ -140,8 +136,8 @@ def _outcome(part: Part) -> str | None:
 
 
 def track_rows(track: Track, start: int, stop: int, with_prompt: bool) -> list[RecordedRow]:
-    """Return the row of tokens ``start`` to ``stop`` of a track, and if ``with_prompt`` one of the columns of
-    its prompt before it. Any thread may call this: a track only ever grows."""
+    """Return the row of tokens ``start`` to ``stop`` of a track, and before it, if ``with_prompt``, that of
+    its prompt's columns. Any thread may call this: a track only ever grows."""
     place = {"prompt_id": track.prompt_id, "index": track.index, "number": track.number}
     row = place | {"role": TRACK, "table": track.tokens[start:stop]}
     return [place | {"role": CONTEXT, "table": track.prompt_columns}, row] if with_prompt else [row]
@@ -185,8 +181,7 @@ def to_batch(rows: list[RecordedRow], note: str = "") -> pa.RecordBatch:
 
 
 def from_batch(batch: pa.RecordBatch) -> Iterator[RecordedRow]:
-    """Yield the rows of a batch, the inverse of ``to_batch``. Arrays are views of the batch; where it lacks
-    their columns, tables are bare."""
+    """Yield the rows of a batch, as views. Tables whose columns were not read are bare."""
     names = batch.schema.names
     columns = [cells(batch.column(name)) for name in names]
     for values in zip(*columns, strict=True):

@@ -4,9 +4,9 @@
     step n     budget used up ───────► step n + 1             ├─► tracks start with the tokens that they had,
                                                               ┘   the same parts are cut
 
-The result of a harvest depends on the tokens of its tracks alone, so these are all that is needed to resume
-it. Parts that were final when an earlier step ended keep their grades and are marked ``Part.carried``:
-they are not graded again. ``record.reader.read_progress`` reads partial rollouts.
+A harvest's result depends on the tokens of its tracks alone, so these are all that it needs to resume. Parts
+that were final when an earlier step ended keep their grades and are marked ``Part.carried``: they are not
+graded again.
 """
 
 from __future__ import annotations
@@ -83,13 +83,11 @@ class HarvestProgress:
     """Recorded results of earlier attempts at a step, and of the step before, for some prompts."""
 
     rollouts: Sequence[Rollout] = ()
-    """Rollouts that are complete, or suspended until the next step, in training order; they are not generated
-    again."""
+    """Rollouts that are complete, or suspended until the next step, in training order."""
     partial: Sequence[PartialRollout] = ()
     """Rollouts to resume."""
     generated_tokens: int = 0
-    """Number of tokens that earlier attempts at this step generated; they count towards
-    ``rollout.tokens_per_step``."""
+    """Tokens that earlier attempts at this step generated, which count in ``rollout.tokens_per_step``."""
     counts: Counter[str] = field(default_factory=Counter)
     """Counts of the earlier attempts."""
 

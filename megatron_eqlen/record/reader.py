@@ -1,5 +1,4 @@
-"""Readers of the files of ``recorder``: rollouts with tokens or as skeletons, the rollouts that a step
-resumes."""
+"""Readers of the files of ``recorder``: rollouts, with tokens or as skeletons, and those to resume."""
 
 from __future__ import annotations
 
@@ -51,19 +50,15 @@ class PartialRolloutError(ValueError):
 def read_step(
     folder: Path, prompt_ids: Collection[str] | None = None, without: Collection[str] = ()
 ) -> list[Rollout]:
-    """Return the rollouts of a step's folder, whichever ranks recorded them, in training order; each once.
-
-    ``prompt_ids``: only rollouts of these prompts; files that hold none of them are not read. ``without``:
-    columns that are left out.
-    """
+    """Return the rollouts of a step's folder, of all ranks, in training order; each once. ``prompt_ids``:
+    only those of these prompts. ``without``: columns that are left out."""
     files = _naming(step_files(folder), prompt_ids)
     return _in_training_order(_assembled(files, prompt_ids=prompt_ids, without=without))
 
 
 def read_skeletons(files: Sequence[Path]) -> list[Rollout]:
     """Return the rollouts of some of a step's files without arrays, in training order: lengths, grades and
-    finish reasons. The cost depends on their number, not on their tokens: checksums are not verified. Prompts
-    have neither tokens nor golds."""
+    finish reasons. Cheap: checksums are not verified, and prompts have neither tokens nor golds."""
     return _in_training_order(_assembled(files, SKELETON))
 
 
@@ -79,8 +74,7 @@ def read_prompts(files: Sequence[Path]) -> list[Prompt]:
 
 
 def fill_numbers(skeletons: Sequence[Rollout], files: Sequence[Path]) -> None:
-    """Read the columns of one number for each token, and their prompts' golds, of some of the rollouts that
-    ``read_skeletons`` found in ``files``."""
+    """Read columns of one number for each token, and golds, of some ``read_skeletons`` of ``files``."""
     prompt_ids = {skeleton.prompt_id for skeleton in skeletons}
     rollouts = _assembled(
         files, (*SKELETON, *NUMBERS, GIVEN.name, GIVEN.name + COUNTS, "gold"), prompt_ids
@@ -99,13 +93,10 @@ def read_progress(
     resumed: Mapping[RolloutKey, RolloutOrigin] = NOTHING,
     files: Sequence[Path] | None = None,
 ) -> HarvestProgress:
-    """Return what earlier attempts at the step of ``folder`` recorded of ``prompts``, and the rollouts that
-    the step resumes: ``resumed``, which the step before recorded.
-
-    ``files``: ``recorded_files``, if the folder may hold others by now. Tokens without the columns that the
-    recipe keeps are left out, to be generated again. Raises PartialRolloutError if one of ``resumed`` is not
-    recorded.
-    """
+    """Return what earlier attempts at the step of ``folder`` recorded of ``prompts``, and the rollouts
+    ``resumed``, which the step before recorded. ``files``: ``recorded_files``, if the folder may hold others
+    by now. Tokens without columns that the recipe keeps are left out, to be generated again. Raises
+    PartialRolloutError if one of ``resumed`` is not recorded."""
     by_id, kept = {prompt.prompt_id: prompt for prompt in prompts}, recipe.rollout.columns
     files = recorded_files(folder) if files is None else files
     recorded = _assembled(_naming(files, by_id), prompt_ids=by_id)
@@ -130,8 +121,7 @@ def read_progress(
 
 
 def _counted(files: Sequence[Path], prompt_ids: Collection[str]) -> Counter[str]:
-    """Return what harvests counted whose first prompt is among ``prompt_ids``: replicas may share a step's
-    prompts otherwise by now."""
+    """Return what harvests counted whose first prompt is among ``prompt_ids``."""
     attempts = defaultdict[str, Counter[str]](Counter)
     for path in files:
         notes = [batch.schema.metadata.get(NOTE_KEY) for batch in batches(path, SEGMENTS, ["prompt_id"])]
@@ -185,8 +175,7 @@ def has_columns(rollout: Rollout, names: Iterable[str]) -> bool:
 
 
 def has_path_columns(context: Tokens | None, names: Iterable[str]) -> bool:
-    """Return True if a prompt's columns are complete: those of ``names`` that every position of a path
-    has."""
+    """Return True if a prompt's columns are complete: those of ``names`` that paths have."""
     of_path = [name for name in names if COLUMNS[name].of_path]
     return all(context is not None and name in context for name in of_path)
 
@@ -197,8 +186,7 @@ def recorded_files(folder: Path) -> list[Path]:
 
 
 def remove_open_tracks(files: Iterable[Path], prompt_ids: Collection[str]) -> None:
-    """Remove the files of unfinished rollouts among ``files`` that hold tracks of ``prompt_ids`` only, whose
-    rollouts are complete by now."""
+    """Remove those of ``files`` whose unfinished rollouts are all of ``prompt_ids``, and complete by now."""
     for path in files:
         if path.name.startswith(OPEN) and values(path, SEGMENTS, "prompt_id").issubset(prompt_ids):
             path.unlink(missing_ok=True)
@@ -207,12 +195,9 @@ def remove_open_tracks(files: Iterable[Path], prompt_ids: Collection[str]) -> No
 def set_aside_stale(
     folder: Path, oldest: int, newest: float, carried: Mapping[RolloutKey, int] = MappingProxyType({})
 ) -> None:
-    """Rename a step's record, and those of the steps after it, if weights of other versions than ``oldest``
-    to ``newest`` generated any of it. ``carried``: oldest allowed version of each rollout that the step
-    resumed.
-
-    This happens where a run went back to a checkpoint, and now took an update that it had skipped before.
-    """
+    """Rename the records of a step and of later ones if other weights than versions ``oldest`` to ``newest``
+    generated any of it, because a run went back to a checkpoint and now took an update that it had skipped
+    before. ``carried``: oldest allowed version of each rollout that the step resumed."""
     versions = {version for path in recorded_files(folder) for version in _versions(path, oldest, carried)}
     if any(not oldest <= version <= newest for version in versions):
         later = [step for step in sorted(folder.parent.glob("step-*")) if step.name > folder.name]
@@ -227,8 +212,7 @@ def set_aside_stale(
 
 
 def _versions(path: Path, oldest: int, carried: Mapping[RolloutKey, int]) -> set[int]:
-    """Return the versions of a file's rollouts and their tokens, except for versions before ``oldest`` that
-    ``carried`` allows."""
+    """Return the versions of a file's rollouts and tokens, except older ones that ``carried`` allows."""
     sampled_by: set[int] = set()
     for batch in batches(path, SEGMENTS, ["prompt_id", "index", "policy_version", "versions"]):
         names, indices, of_rollouts = (batch[n].to_pylist() for n in ("prompt_id", "index", "policy_version"))
@@ -254,7 +238,7 @@ def _in_order(files: Iterable[Path]) -> list[Path]:
 
 
 def check_file(path: Path) -> None:
-    """Verify the checksums of a file of rollouts or grades that was closed: the end of others may be torn.
+    """Verify the checksums of a file of rollouts or grades, if it was closed: the end of others may be torn.
     Raises ValueError naming the file if it is damaged."""
     if is_closed(path):
         for _ in batches(path, GRADES if path.match(GRADE_FILES) else SEGMENTS):
@@ -302,8 +286,7 @@ def read_grades(
 
 
 def recorded_steps(path: Path) -> list[tuple[str, list[Path]]]:
-    """Return (name, files) of a file of rollouts, of a step's folder, or of each step of a run's ``streams/``
-    folder."""
+    """Return (name, files) of a file of rollouts, a step's folder, or each step of a ``streams/`` folder."""
     if path.is_file():
         return [(path.name, [path])]
     folders = [path] if step_files(path) else sorted(path.glob("step-*"))

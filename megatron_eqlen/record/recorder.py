@@ -6,11 +6,10 @@
                                         has ended, of those that the next step resumes, or removed
     step-00000012/grades-rank-0.arrow   grades, once they are known; nothing is written twice
 
-A process killed at any moment loses only tokens that were not yet written: those of at most ``INTERVAL``
-seconds. The result of a harvester depends on the tokens of its tracks alone, so an unfinished rollout is
-recorded as the tokens of its tracks: a new attempt, or the next step, gives its tracks the tokens that they
-had, its harvester cuts the same parts, and the engine continues where the tokens end. What the harvest has
-counted is recorded after them.
+A process killed at any moment loses the tokens of at most ``INTERVAL`` seconds. The result of a harvester
+depends on the tokens of its tracks alone, so an unfinished rollout is recorded as these: a new attempt, or
+the next step, gives its tracks the tokens that they had, its harvester cuts the same parts, and the engine
+continues where the tokens end. What the harvest has counted is recorded after them.
 """
 
 from __future__ import annotations
@@ -60,12 +59,9 @@ class Recorder(HarvestObserver):
     """Records rollouts in a new file: ``path``, or ``NAME-2`` ... where that exists. Makes the folder.
 
     ``write`` records a rollout at once. As the observer of a harvest it records the tokens of tracks as well,
-    every ``INTERVAL`` seconds, and each time all tokens that there are after one decode step, so that the
-    next attempt resumes from the state of one moment.
-
-    ``without``: columns that the record of rollouts leaves out; those of unfinished rollouts are complete.
-
-    An error of the thread (a full disk, say) is raised by a later call, ``close`` at the latest.
+    every ``INTERVAL`` seconds, all as they are after one decode step: the next attempt resumes from the state
+    of one moment. ``without``: columns that the record of complete rollouts leaves out. A later call,
+    ``close`` at the latest, raises an error of the thread (a full disk, say).
     """
 
     def __init__(self, path: str | Path, without: Collection[str] = ()) -> None:

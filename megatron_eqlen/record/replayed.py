@@ -32,8 +32,8 @@ def check_steps(streams: Path, first: int, steps: int | None) -> None:
 
 
 def check_step(folder: Path, rollouts: Sequence[Rollout], recipe: Recipe, redraws: bool) -> None:
-    """Raise ReplayError unless a step's rollouts are those that ``recipe`` would generate for their
-    prompts. ``redraws``: it draws prompts until enough of them have unequal rewards."""
+    """Raise ReplayError unless a step's rollouts are those that ``recipe`` would generate for their prompts.
+    ``redraws``: it draws prompts until enough of them have unequal rewards."""
     kinds = Counter(recorded.kind for recorded in rollouts)
     if set(kinds) != {recipe.sampling}:
         _refuse(folder, f"rollouts of sampling: {recipe.sampling}", " and ".join(kinds) or "none")

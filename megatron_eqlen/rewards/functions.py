@@ -1,9 +1,5 @@
-"""A user's reward function, named by import path. Its parameters say by their names what it gets, never by
-their number or order.
-
-The names of verl, TRL, OpenRLHF and verifiers are understood (``NAMES``); any other is a column of the
-data file. A plural, ``completions``, gets a list of one.
-"""
+"""A user's reward function, named by import path. The names of its parameters say what it gets: those of
+verl, TRL, OpenRLHF and verifiers (``NAMES``), or columns of the data file; in the plural a list of one."""
 
 from __future__ import annotations
 
@@ -36,8 +32,8 @@ NAMES = {
     "state": ("state",),
 }  # fmt: skip
 """Names of parameters by what they get, in the singular: the response; the question and the response
-(OpenRLHF); the question; the gold answer; the source's name; an empty record, where the file
-has none; the response's token ids; all of this (verifiers' ``state``)."""
+(OpenRLHF); the question; the gold answer; the source's name; an empty record, where the file has none; the
+response's token ids; all of this (verifiers' ``state``)."""
 KINDS = {name: kind for kind, names in NAMES.items() for name in names}
 OF_A_RESPONSE = ("completion", "query")
 LISTS = {"completions", "queries", "solution_strs", "responses"}
@@ -67,8 +63,8 @@ class _NoValue(ValueError):
 
 
 class RewardFunction:
-    """The function at the import path ``path``; ``key``: the recipe's key, for messages. Raises ValueError
-    for a function without a parameter that takes the response."""
+    """The function at the import path ``path``; ``key``: the recipe's, for messages. Raises ValueError for a
+    function without a parameter that takes the response."""
 
     def __init__(self, path: str, key: str) -> None:
         self.path = path
@@ -100,8 +96,7 @@ class RewardFunction:
         return [name for name in top if self._everything or {name, f"{name}s"} & wanted]
 
     def grade(self, prompt: Prompt, completion: str, token_ids: Sequence[int] | TokenIds = ()) -> Grade:
-        """Return the grade of a response. Raises ValueError, naming the function, for an error in it, and for
-        what is no finite number."""
+        """Return the grade of a response. Raises ValueError for its error, or for no finite number."""
         started = time.monotonic()
         pauses, self._pauses = self._pauses, ()
         with own_code(self.path):
@@ -116,8 +111,7 @@ class RewardFunction:
         return Grade(reward or 0.0, verdict, None, self.path, time.monotonic() - started, rewards=rewards)
 
     def _call(self, prompt: Prompt, completion: str, token_ids: Sequence[int] | TokenIds) -> Any:
-        """Call the function with the response as text; if it fails on text and not on a chat, with messages,
-        as TRL and verifiers hand them over for chats."""
+        """Call the function with the response as text, or, if it fails on text alone, with messages."""
         if (
             self._is_chat is None
             and self._in_lists
@@ -194,9 +188,8 @@ def own_code(path: str) -> Iterator[None]:
 
 
 def is_reward_function(path: str) -> bool:
-    """Return True if ``path`` names a function of a response, False if it names a factory of graders: a
-    class, or a function of the recipe's ``reward`` section (and ``seed``) alone. Raises ValueError for what
-    is neither."""
+    """Return True if ``path`` names a function of a response, False for a factory of graders: a class, or a
+    function of the recipe's ``reward`` section (and ``seed``) alone. Raises ValueError for others."""
     loaded = load_object(path, "grader")
     if inspect.isclass(loaded):
         if "__call__" in vars(loaded):

@@ -61,10 +61,8 @@ class _Ended(NamedTuple):
 
 class Scorer:
     """Sends each response to its prompt's grader: when it ends (``begin``), or with all others (``score``).
-
-    Only a ``PoolGrader`` works beside generation. Any other grader is code that runs in this process and
-    would slow down the thread that drives the engine. It waits for ``score``, whose thread calls it.
-    """
+    Only a ``PoolGrader`` works beside generation. Other graders run in this process and would slow down the
+    thread that drives the engine: they wait for ``score``, whose thread calls them."""
 
     def __init__(
         self, reward: RewardRecipe, tokenizer: TokenDecoder, graders_on_node: int = 1, seed: int = 0
@@ -91,13 +89,12 @@ class Scorer:
                 self.begin(entry.prompt, entry.response)
 
     def score(self, rollouts: Sequence[Rollout], seconds: float = math.inf) -> Metrics:
-        """Fill ``grade`` of every segment that ends a response; a grade that is already there is kept. Return
-        the number of calls and the time that they took.
+        """Fill ``grade`` of each segment that ends a response without one. Return the calls and their time.
 
-        Waits at most ``seconds`` for graders that work in the background; responses without a grade then, and
-        those whose grader failed, are unscored. Grading that was begun for responses not among ``rollouts``
-        is cancelled. With ``reward.on_error: end``, raises a grader's error, with a note that names the
-        prompt, or UnscoredError for a late one.
+        Waits at most ``seconds`` for graders in the background; responses without a grade then, and those
+        whose grader failed, are unscored. Grading of responses not among ``rollouts`` is cancelled. With
+        ``reward.on_error: end``, raises a grader's error, with a note that names the prompt, or UnscoredError
+        for a late one.
         """
         started = time.monotonic()
         ended = list(_ended(rollouts))
@@ -133,8 +130,7 @@ class Scorer:
         prompts: Sequence[Prompt],
         token_ids: Sequence[Sequence[int] | TokenIds] | None = None,
     ) -> list[Grade]:
-        """Return a grade for each response text, computed by this thread. ``token_ids``: of the responses,
-        for reward functions that ask for them."""
+        """Grade response texts in this thread. ``token_ids``: for reward functions that ask for them."""
         grades: dict[int, Grade] = {}
         by_grader: dict[str, list[int]] = defaultdict(list)
         ids = token_ids or [()] * len(texts)
@@ -196,8 +192,8 @@ class Scorer:
 
 
 def weighed(grade: Grade, weights: Mapping[str, float]) -> Grade:
-    """Return the grade with the weighted sum of its named rewards as reward: of zeros if there was nothing to
-    grade. One reward without names stays as it is. Raises ValueError unless the weights have the names."""
+    """Return the grade with the weighted sum of its named rewards: of zeros if there was nothing to grade.
+    One reward without names stays as it is. Raises ValueError unless the weights have the names."""
     if not grade.rewards and grade.verdict in ("timeout", "not_applicable", UNSCORED):
         grade = replace(grade, rewards=dict.fromkeys(weights, 0.0))
     if not grade.rewards:
@@ -280,15 +276,13 @@ def unscored_causes(rollouts: Iterable[Rollout]) -> list[str]:
 
 
 def scored(rollouts: Sequence[Rollout], reward: RewardRecipe) -> tuple[list[Rollout], Metrics]:
-    """Return the rollouts that ``leave_out`` keeps, and the metrics of the responses that ended in this
-    step."""
+    """Return the rollouts that ``leave_out`` keeps, and metrics of the responses that ended in this step."""
     kept, left_out = leave_out(rollouts, reward)
     return kept, reward_metrics(new_grades(kept)) | policy_metrics(kept) | left_out
 
 
 def reward_metrics(ended: Sequence[tuple[Prompt, Grade | None]]) -> Metrics:
-    """Return mean and spread of the rewards, per source too, and the share of each verdict, over responses
-    that ended; all have been graded."""
+    """Return mean and spread of the rewards, per source too, and the shares of verdicts."""
     graded = [(prompt, grade) for prompt, grade in ended if grade is not None]
     assert len(graded) == len(ended), "a response that ended has no grade"
     metrics: Metrics = {"reward/ended": len(graded)}
@@ -338,9 +332,8 @@ def policy_metrics(rollouts: Iterable[Rollout]) -> Metrics:
 
 
 def leave_out(rollouts: Sequence[Rollout], reward: RewardRecipe) -> tuple[list[Rollout], Metrics]:
-    """Return the rollouts without responses that have no reward, and how many these are and how long: all
-    rollouts with ``on_error: zero``. A completion is left out alone, a stream or a tree as a whole, since its
-    responses share parts.
+    """Return the rollouts without responses that lack a reward, and how many and how long these are; all
+    rollouts with ``on_error: zero``. A completion is left out alone, a stream or tree as a whole.
 
     That is a selection: with a baseline that leaves out the response itself, the expected step is the
     gradient of E[R | no failure], not of E[R]. As zeros, they teach the policy to avoid what fails.
@@ -364,8 +357,7 @@ def leave_out(rollouts: Sequence[Rollout], reward: RewardRecipe) -> tuple[list[R
 
 
 def refuse_too_many(rollouts: Sequence[Rollout], reward: RewardRecipe) -> None:
-    """Raise UnscoredError if more responses of a step have no reward than the recipe allows. One always may.
-    ``rollouts``: of all ranks."""
+    """Raise UnscoredError if more responses of all ranks lack a reward than allowed; one always may."""
     _, metrics = scored(rollouts, reward)
     failed = metrics["reward/unscored"]
     of = metrics["reward/ended"] + failed * (reward.on_error == "drop")
