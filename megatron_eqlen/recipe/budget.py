@@ -1,5 +1,4 @@
-"""Limits of a run: steps, GPU hours, generated tokens or FLOPs. The first limit that is reached ends the
-run."""
+"""Limits of a run: steps, GPU hours, generated tokens or FLOPs. The first that is reached ends the run."""
 
 from __future__ import annotations
 
@@ -39,14 +38,12 @@ class Budget:
                 yield field.name, limit
 
     def ended_by(self, spent: Spent) -> str | None:
-        """Return the recipe's key of the limit that is reached, if any; ``steps`` only if no other limit is
-        reached."""
+        """Return the recipe's key of the limit that is reached, if any; ``steps`` only if no other is."""
         reached = [key for key, limit in self.limits() if getattr(spent, key) >= limit]
         return reached[-1] if reached else None
 
     def steps_left(self, spent: Spent) -> float | None:
-        """Return the remaining steps at the mean cost of the steps so far; None if the cost is not known
-        yet."""
+        """Return the remaining steps at the mean cost so far; None if the cost is not known yet."""
         remaining = [
             (limit - getattr(spent, key)) * spent.steps / getattr(spent, key)
             for key, limit in self.limits()

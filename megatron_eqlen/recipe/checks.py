@@ -1,5 +1,4 @@
-"""Checks between the keys of a recipe; types are checked by the schema, objectives in
-``objectives/checks.py``."""
+"""Checks between the keys of a recipe; ``objectives/checks.py`` checks those of objectives."""
 
 from __future__ import annotations
 
@@ -30,10 +29,8 @@ def check(recipe: Recipe) -> None:
 
 
 def check_effects(recipe: Recipe, resolved: Recipe) -> None:
-    """Raise ValueError for a key that is set and cannot act under the other keys (``When``).
-
-    ``resolved``: the recipe with its objective's defaults.
-    """
+    """Raise ValueError for a key that is set and cannot act under the other keys (``When``). ``resolved``:
+    the recipe with its objective's defaults."""
     for key, value, default, conditions in _set_keys(recipe):
         for condition in conditions:
             found = value_of(resolved, condition.key)
@@ -107,8 +104,7 @@ def _of_run(recipe: Recipe) -> Iterator[str]:
 
 
 def _of_engine(recipe: Recipe) -> Iterator[str]:
-    """Yield contradictions of the engine's keys, what vLLM lacks on GPUs, and kernels that token trees have
-    not."""
+    """Yield contradictions of the engine's keys, what vLLM lacks on GPUs, and kernels without token trees."""
     rollout, device, addresses = recipe.rollout, recipe.cluster.device, list[str]()
     if rollout.engine == "server" and not rollout.servers:
         yield "rollout.servers: expected at least one URL with rollout.engine: server, found none"

@@ -19,8 +19,7 @@ from megatron_eqlen.hf.config import read_config
 
 FILE = "contents.json"
 BLOCK, BLOCKS = 1 << 18, 64
-"""Bytes of a block, and number of blocks, that identify a file of weights beyond their product (16 MiB): a
-folder of 160 GB costs a second."""
+"""Bytes and number of the blocks that identify a file of weights beyond 16 MiB; 160 GB cost a second."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 
 TEXT = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "chat_template.jinja")
@@ -66,8 +65,7 @@ def is_whole(export: Path) -> bool:
 
 
 def changed(export: Path) -> list[str]:
-    """Return the files of ``RUN/export`` or ``RUN/adapter`` that are not as they were written, if that was
-    recorded."""
+    """Return the files of ``RUN/export`` or ``RUN/adapter`` that differ from what was recorded, if it was."""
     found = written(export)
     before = recorded(export.parent).get(f"RUN/{export.name}", found)
     return sorted(name for name in found.keys() | before.keys() if found.get(name) != before.get(name))
@@ -86,8 +84,7 @@ def recorded(run: Path) -> dict[str, Contents]:
 
 
 def keep_same(run: Path, found: dict[str, Contents]) -> None:
-    """Record the contents of the inputs of ``run``. Raises ContentsError if an earlier start found others
-    there."""
+    """Record the contents of a run's inputs. Raises ContentsError if an earlier start found others there."""
     before = recorded(run)
     changed = [
         f"{Path(path, name)} {'is new' if was is None else 'is missing' if now is None else 'has changed'}"
@@ -105,8 +102,8 @@ def keep_same(run: Path, found: dict[str, Contents]) -> None:
 
 
 def _digest(file: Path) -> str:
-    """Return the sha256 of a file; of weights beyond 16 MiB that of their size and of blocks from begin to
-    end, the first of which holds the names and shapes."""
+    """Return a file's sha256; for weights beyond 16 MiB of size and blocks, the first with names and
+    shapes."""
     with opened(file) as content:
         size = content.seek(0, os.SEEK_END)
         content.seek(0)

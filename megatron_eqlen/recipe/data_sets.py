@@ -12,13 +12,12 @@ _TABLE: dict[str, dict[str, Any]] = read_value(
     Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
 )
 TRAINING, BENCHMARKS = _TABLE["training"], _TABLE["benchmarks"]
-"""By reader: ``path`` on the hub, and perhaps ``config``, ``split``, and ``released``, the day on which the
-problems became public."""
+"""By reader: ``path`` on the hub, perhaps ``config``, ``split`` and ``released``, the day of publication."""
 
 
 def with_defaults(section: Any) -> Any:
-    """Return a section's keys with path, configuration and split of the data set that its reader names. A
-    single file has no configurations and splits."""
+    """Return a section's keys over path, configuration and split of its reader's data set; a file has only a
+    path."""
     rows = TRAINING | BENCHMARKS
     if not isinstance(section, dict) or str(section.get("reader")) not in rows:
         return section

@@ -1,8 +1,6 @@
-"""Options of both engines that have no key of their own: ``model.megatron`` and ``rollout.vllm``.
-
-Names are those of the engines' own classes, whose source is read, not imported. Options that would break
-what a run promises are refused, each with the reason.
-"""
+"""Options of both engines that have no key of their own: ``model.megatron`` and ``rollout.vllm``. Names are
+those of the engines' own classes, whose source is read, not imported. Options that would break what a run
+promises are refused, each with the reason."""
 
 from __future__ import annotations
 
@@ -78,8 +76,8 @@ REFUSED = {
 
 
 def check_options(key: str, options: Mapping[str, Any]) -> None:
-    """Raise ValueError for an option of ``key`` that its engine does not have, or that is refused. Names are
-    not checked where the engine is not installed."""
+    """Raise ValueError for an option of ``key`` that its engine lacks, or that is refused. Only installed
+    engines know names."""
     if not options:
         return
     known: dict[str, str] = {}
@@ -115,8 +113,7 @@ def split_megatron(options: Mapping[str, Any]) -> MegatronOptions:
 
 
 def _is_of(value: Any, kind: str) -> bool:
-    """Return False if the value is not of the type ``kind``, an annotation; True if that has names of the
-    engine's own."""
+    """Return False if the value is not of the annotated type ``kind``; True if only the engine can tell."""
     try:
         TypeAdapter(eval(kind, vars(typing) | {"__builtins__": builtins})).validate_python(value, strict=True)
     except ValidationError:

@@ -2,7 +2,7 @@
 
     recipe ──pinned──► names at commits ──fetch──► in the cache ──local_path, data_files──► readers
 
-A recipe is pinned before anything else uses it, so that a run's stored recipe names commits.
+A recipe is pinned before anything else, so that a run's stored recipe names commits.
 """
 
 from __future__ import annotations
@@ -43,10 +43,8 @@ Input = ModelRecipe | TeacherRecipe | SourceRecipe | BenchmarkRecipe
 
 
 def pinned(recipe: Recipe, run: Path | None = None) -> Recipe:
-    """Return the recipe with each name on the hub at a commit. Raises RecipeError.
-
-    A resumed run (its folder is ``run``) stays at its commits, unless the recipe names a revision.
-    """
+    """Return the recipe with each name on the hub at a commit. A resumed run (its folder is ``run``) stays at
+    its commits, unless the recipe names a revision. Raises RecipeError."""
     known = _environment() | (_stored(run) if run else {})
     changed = {key: _pinned(key, section, known) for key, section in _inputs(recipe).items()}
     if known:
@@ -63,8 +61,7 @@ def pinned(recipe: Recipe, run: Path | None = None) -> Recipe:
 
 
 def fetch(recipe: Recipe) -> None:
-    """Check that local inputs exist, then download the others unless the cache has them. Raises
-    RecipeError."""
+    """Check that local inputs exist; download others that the cache lacks. Raises RecipeError."""
     if problems := missing_inputs(recipe):
         raise RecipeError(problems)
     for key, section in _inputs(recipe).items():
@@ -79,8 +76,7 @@ def with_model(recipe: Recipe) -> Recipe:
 
 
 def missing_inputs(recipe: Recipe) -> str:
-    """Return which local files and folders that the recipe reads are not there, and the command that makes
-    them; empty if all are."""
+    """Return which local inputs are missing, and the command that makes them; empty if all are there."""
     paths = {f"{key}.path": section.path for key, section in _inputs(recipe).items() if not hub_repo(section)}
     for number, source in enumerate(recipe.data.sources):
         paths |= {f"data.sources.{number}.exclude": source.exclude} if source.exclude else {}
@@ -92,8 +88,7 @@ def missing_inputs(recipe: Recipe) -> str:
 
 
 def where_from(recipe: Recipe) -> str:
-    """Return the end of a message about missing inputs: the recipe's command that makes them
-    (``inputs_from``)."""
+    """Return the end of a message about missing inputs: the command that makes them (``inputs_from``)."""
     return f" (to make this recipe's inputs, run {recipe.inputs_from})" if recipe.inputs_from else ""
 
 
@@ -112,15 +107,14 @@ def hub_repo(section: Input) -> HubRepo | None:
 
 
 def local_path(section: Input) -> Path:
-    """Return the input's file or folder on this machine. Raises HubError for a name that the hub's cache
-    lacks."""
+    """Return the input's file or folder. Raises HubError for a name that the hub's cache lacks."""
     repo = hub_repo(section)
     return repo.cached() if repo else Path(section.path)
 
 
 def data_files(section: SourceRecipe | BenchmarkRecipe) -> list[Path] | None:
-    """Return the files of the section's ``config`` and ``split``; None if its reader chooses among the files
-    of ``local_path``. Raises RecipeError."""
+    """Return the files of ``config`` and ``split``; None if the section's reader chooses. Raises
+    RecipeError."""
     repo, folder = hub_repo(section), local_path(section)
     if section.reader == WHOLE_FOLDER or (repo is None and section.config is section.split is None):
         return None

@@ -21,8 +21,8 @@ ABBREVIATION = 0.9
 
 
 def nearest(unknown: Sequence[str | int], schema: type[Section] = Recipe) -> str | None:
-    """Return a hint for an unknown key: the dotted key of ``schema`` whose name is most similar to its last
-    part, or what ``others.yaml`` says of it.
+    """Return a hint for an unknown key: the most similar dotted key of ``schema``, or what ``others.yaml``
+    says.
 
     ``("lr",)`` -> ``nearest: 'optimizer.lr'``; ``("data", "sources", 3, "wieght")`` and ``("data",
     "sources[3]", "weight")`` -> ``nearest: 'data.sources.3.weight'``.
@@ -51,9 +51,8 @@ def nearest(unknown: Sequence[str | int], schema: type[Section] = Recipe) -> str
 
 
 def _hint(parts: Sequence[str], lost: bool = False) -> str | None:
-    """Return what to say of another trainer's key, in any case: the nearest key of ours, also by its last
-    part, or why there is none (``lost``: by its last part, too). A key that recipes had is told by its new
-    place."""
+    """Return the place that a former key of ours went to, or the nearest key to another trainer's, also by
+    its last part, or why there is none (``lost``: by its last part, too)."""
     key = ".".join(parts).lower().replace("-", "_")
     if went := read_table()["went"].get(".".join(_without_numbers(parts)).lower()):
         return f"it went to {went['to']}"

@@ -31,8 +31,7 @@ class LayoutError(ValueError):
 
 
 def check(recipe: Recipe, model: ModelConfig | None = None) -> None:
-    """Raise LayoutError for a layout that cannot start; without ``model`` only the recipe's own rules are
-    checked."""
+    """Raise LayoutError for a layout that cannot start; without ``model`` by the recipe's own rules alone."""
     problems = [*groups(recipe.parallel, recipe.world_size)]
     if recipe.colocated:
         problems += replicas(recipe.rollout, recipe.cluster.processes_per_node)
@@ -89,8 +88,7 @@ def groups(parallel: ParallelRecipe, processes: int) -> Iterator[str]:
 
 
 def weights(parallel: ParallelRecipe, model: ModelConfig) -> Iterator[str]:
-    """Yield violations of the model's division over the parallel groups. Heads are divided by key-value
-    group."""
+    """Yield violations of the model's division over parallel groups; heads divide by key-value group."""
     yield from _divides("parallel.tensor", parallel.tensor, _tensor_sizes(model))
     if parallel.context > 1 and model.delta_net:
         sizes = _delta_net_heads(model.delta_net)
@@ -119,8 +117,7 @@ def needs_sequence_parallel(model: ModelConfig) -> bool:
 
 
 def stages(parallel: ParallelRecipe, model: ModelConfig) -> list[range]:
-    """Return the layers of each of Megatron's model chunks; stage s of P has chunks s, s + P, ... Call
-    ``check`` first."""
+    """Return the layers of each model chunk of Megatron's; stage s of P has chunks s, s + P, ..."""
     chunks = parallel.pipeline * (parallel.virtual_pipeline or 1)
     ends = [0, *accumulate(parallel.layers_per_stage or _nearly_even(model.num_hidden_layers, chunks))]
     return [range(start, end) for start, end in pairwise(ends)]

@@ -36,11 +36,8 @@ RecipeCheck = Callable[[Recipe], None]
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), checks: Sequence[RecipeCheck] = ()) -> Recipe:
-    """Load the recipe in ``path`` with ``key.sub=value`` overrides applied. Raises RecipeError.
-
-    ``checks`` run after the recipe's own. ``objectives.recipes.load`` passes the objective's checks; reading
-    the recipe of an earlier run, for a report, needs none.
-    """
+    """Load the recipe in ``path`` with ``key.sub=value`` overrides applied. ``checks`` run after its own,
+    such as ``objectives.recipes.load``'s; reading an earlier run's recipe needs none. Raises RecipeError."""
     raw = read_yaml(Path(path))
     if Path(path).name == RECIPE:  # of a run, perhaps of an earlier version
         raw = _carried(raw)
@@ -62,8 +59,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), checks: Sequence[Recip
 
 
 def load_run(folder: Path) -> Recipe:
-    """Return the recipe of a run's folder; if the run has not begun, the recipe that ``eqlen submit`` put
-    there. Raises ValueError if the folder has neither."""
+    """Return the recipe of a run's folder, or of its submission if it has not begun. Raises ValueError."""
     if (file := folder / RECIPE).is_file():
         return load(file)
     submissions = [event for event in events.read(folder) if event["kind"] == "submitted"]
@@ -73,8 +69,7 @@ def load_run(folder: Path) -> Recipe:
 
 
 def _variant(raw: dict[str, Any], recipe: Recipe, keys: tuple[str, ...], runs: bool) -> dict[str, str]:
-    """Return the values of ``keys`` in ``recipe`` that differ from the recipe file without overrides
-    (``raw``)."""
+    """Return the values of ``keys`` that differ from the recipe file without overrides (``raw``)."""
     try:
         alone: Any = _validated(raw, runs).model_dump(mode="json")
     except ValueError:  # the file alone is not a complete recipe
@@ -114,8 +109,7 @@ def _validated(raw: dict[str, Any], runs: bool) -> Recipe:
 
 
 def typed_options(name: str, options: Mapping[str, Any], mode: Literal["json", "python"]) -> dict[str, Any]:
-    """Return the options that the class of the environment ``name``, or the function of an agent, declares,
-    as ``typed``."""
+    """Return options that the environment's class, or an agent's function, declares, as ``typed``."""
     key = "environment.options"
     found = typed(options, key, load_object(ENVIRONMENTS.get(name, name), "environment.name"), mode)
     if name == "agent" and "function" in found:
@@ -155,8 +149,8 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def _carried(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return a recipe that an earlier version stored with its keys where they are now. Those that had their
-    default go; those without a new place stay, to be refused by name."""
+    """Return a recipe that an earlier version stored with its keys where they are now. Keys at their default
+    go; those without a new place stay, to be refused by name."""
     found = copy.deepcopy(raw)
     for key, went in read_table()["went"].items():
         section, _, name = key.rpartition(".")

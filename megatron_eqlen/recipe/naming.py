@@ -13,9 +13,8 @@ MAY_CHANGE = (
     "profile", "evaluation", "run_dir", "variant", "inputs_from", "rollout.servers", "reward.on_error",
     "reward.max_unscored", "rollout.sync", "rollout.park_trainer", "rollout.mismatch", "optimizer.offload",
 )  # fmt: skip
-"""Keys that may change when a run resumes: where and how it runs, not what it computes, and
-``rollout.mismatch`` and ``reward.on_error``, so that a run which they ended may resume. Any other change
-would mix two experiments in one folder."""
+"""Keys that may change when a run resumes: where and how it runs, not what it computes, and keys that may
+have ended it (``rollout.mismatch``, ``reward.on_error``). Others would mix two experiments."""
 NAMED_ELSEWHERE = ("name", "seed", "objective", "sampling")
 """Keys that the path of the run folder always contains."""
 ABLATIONS = ("equal_length.prefix_in_gradient", "equal_length.suffix_reward", "equal_length.pair_weight")
@@ -62,8 +61,7 @@ def nested(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(before: Any, after: Any) -> dict[str, tuple[Any, Any]]:
-    """Return ``{"loss.kl_coef": (old, new)}`` for every key whose value differs; None marks a missing
-    value."""
+    """Return ``{"loss.kl_coef": (old, new)}`` for keys whose values differ; None: a missing value."""
     old, new = leaves(before), leaves(after)
     keys = [*old, *(key for key in new if key not in old)]
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}

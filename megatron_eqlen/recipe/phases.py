@@ -3,9 +3,8 @@
     load ─► start ─► sync ─► evaluate ─► generate ─► train ─► sync ─► evaluate ─► checkpoint ─► generate ...
                                          └────────────────── a step ──────────────────────┘  or ─► export
 
-``run/loop.py`` makes the phases; ``rollout.park_trainer`` and ``optimizer.offload`` decide what the trainer
-keeps; ``eqlen plan`` prints them with their bytes.
-A teacher's weights are on the GPU between generate and train alone (``teach``).
+``rollout.park_trainer`` and ``optimizer.offload`` decide what the trainer keeps. A teacher's weights are
+there between generate and train alone (``teach``).
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ MemoryPart = Literal[
     "weights", "gradients", "optimizer", "activations", "teacher", "sent_tensors", "engine", "kv_cache",
     "sleeping_engine",
 ]  # fmt: skip
-"""``optimizer``: main weights and Adam's moments. ``activations``: activations of a row, with logits and
-loss. ``teacher``: its weights, and a row in one of its layers. ``sent_tensors``: the two largest tensors,
-unsharded. ``engine``: the engine's weights, graphs and sampler."""
+"""``optimizer``: main weights and Adam's moments. ``activations``: those of a row, with logits and loss.
+``teacher``: its weights, and a row in one layer. ``sent_tensors``: the two largest, unsharded. ``engine``:
+weights, graphs and sampler."""
 
 HostPart = Literal["optimizer", "weights", "reference", "teacher"]
 """``reference``: the reference model's weights, and the policy's while the reference's are swapped in."""

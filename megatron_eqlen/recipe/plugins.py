@@ -1,9 +1,8 @@
-"""A user's own objects, which a recipe names by import path, ``package.module:name``: import them, type their
-options, and tell whether their code has changed.
+"""A user's own objects, named by import path, ``package.module:name``: import them, type their options, and
+tell whether their code has changed.
 
-Digests are of the object and of what it uses of the user's modules. Statements are compared without comments
-and layout; what else a file holds may change. Names that are made where the code runs, and files that it
-reads, are not followed (docs/extending.md).
+Digests are of the object and what it uses of the user's modules; comments, layout and other statements may
+change. Names made at run time and files that code reads are not followed (docs/extending.md).
 """
 
 from __future__ import annotations
@@ -67,9 +66,8 @@ def load_object(path: str, key: str, expected: type | None = None) -> Any:
 def typed(
     options: Mapping[str, Any], key: str, taker: Callable[..., Any], mode: Literal["json", "python"]
 ) -> dict[str, Any]:
-    """Return those options of ``key``, as a file has them, that ``taker`` has annotated parameters for, each
-    as its annotation says, or as JSON has it. Raises ValueError, naming the option, its type and what was
-    found."""
+    """Return the options of ``key`` for which ``taker`` has annotated parameters, each of its type, or as
+    JSON has it. Raises ValueError, naming the option, its type and what was found."""
     of = getattr(taker.__init__ if inspect.isclass(taker) else taker, "__globals__", {})
     found: dict[str, Any] = {}
     for name, parameter in inspect.signature(taker).parameters.items():
@@ -100,8 +98,8 @@ OTHERS.append(Path(__file__).parents[1])
 
 
 def digests(path: str) -> dict[str, str]:
-    """Return the digest of the object ``module:name``, by "", and of all that it uses, by ``module:name``;
-    empty for an object of Python or of an installed package."""
+    """Return digests of the object ``module:name``, by "", and of all it uses, by ``module:name``; {} for
+    others' objects."""
     module, _, name = path.partition(":")
     code, due = _Code(cache(_source), {}), {(module, name)}
     while due:
@@ -160,8 +158,8 @@ class _Code:
         return self
 
     def registered(self) -> set[tuple[str, str]]:
-        """Return what is not in ``found`` yet and acts on import: modules that are imported for their effect,
-        and what decorators or calls put into ``data``."""
+        """Return what acts on import and is not in ``found``: modules imported for effect, and what
+        decorators or calls put into ``data``."""
         due = set[tuple[str, str]]()
         data_of = cache(lambda module, writer: _Code(self.source, self.trees).follow(module, writer).data)
         for module, tree in [*self.trees.items()]:
@@ -174,8 +172,7 @@ class _Code:
 
 
 def _source(module: str) -> Path | None:
-    """Return the file of a module of the user's own, or the folder of one without ``__init__.py``; None for
-    all others."""
+    """Return the file of a user's own module, or its folder without ``__init__.py``; None for all others."""
     package = module.rpartition(".")[0]
     if package and _source(package) is None:  # to look inside would import it
         return None

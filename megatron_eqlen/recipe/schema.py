@@ -1,7 +1,5 @@
-"""Schema of a recipe: the keys of a YAML file and their meanings.
-
-Relative paths in a recipe are relative to the working directory, as on the command line.
-"""
+"""Schema of a recipe: the keys of a YAML file and their meanings. Paths are relative to the working
+directory."""
 
 from __future__ import annotations
 
@@ -149,11 +147,9 @@ class ModelRecipe(Section):
     """The model that is trained."""
 
     path: str
-    """Hugging Face folder (config.json, safetensors, tokenizer) from which training starts, or a name on the
-    hub, ``Qwen/Qwen3-4B``; a local folder of that name wins."""
+    """Hugging Face folder to start from, or a name on the hub, ``Qwen/Qwen3-4B``; a local folder wins."""
     revision: str | None = None
-    """Branch, tag or commit, for a name on the hub; default: the default branch. A run's stored recipe has
-    the commit."""
+    """Branch, tag or commit of a name on the hub, default: the default branch. A run stores the commit."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of parameters and activations in training; the optimizer's main weights are float32."""
     megatron: Options = {}
@@ -164,16 +160,15 @@ class ModelRecipe(Section):
 
 
 class TeacherRecipe(Section):
-    """On-policy distillation: each generated token also learns from the log-prob that a teacher gives it, a
-    model of any size and family with the same tokenizer."""
+    """On-policy distillation: each generated token also learns from a teacher's log-prob. The teacher may be
+    of any size and family with the same tokenizer."""
 
     path: str = ""
     """Hugging Face folder of the teacher, or its name on the hub: the trainer computes the log-probs."""
     revision: Annotated[str | None, When(".path")] = None
     """Branch, tag or commit, for a name on the hub."""
     url: Annotated[str, Field(pattern="^(https?://.+)?$")] = ""
-    """Base URL of a vLLM server of the teacher, in place of ``path``; its secret is in ``TEACHER_API_KEY``.
-    Its log-probs are recorded with the rollouts."""
+    """Base URL of the teacher's vLLM server, in place of ``path``; its secret is in ``TEACHER_API_KEY``."""
 
     def __bool__(self) -> bool:
         return bool(self.path or self.url)
@@ -200,15 +195,12 @@ class DataSection(Section):
     name: str
     """Name under which its rewards, or a benchmark's accuracies, are logged."""
     path: str
-    """A file, a folder with the data set's files, or the name of a data set on the hub,
-    ``zwhe99/DeepMath-103K``; a local path of that name wins. Default: the hub's name of the data set that
-    ``reader`` names (recipe/data_sets.yaml)."""
+    """A file, a data set's folder, or its name on the hub, ``zwhe99/DeepMath-103K``; a local path of that
+    name wins. Default: the hub's name of the data set that ``reader`` names (recipe/data_sets.yaml)."""
     revision: str | None = None
-    """Branch, tag or commit, for a name on the hub; default: the default branch. A run's stored recipe has
-    the commit."""
+    """Branch, tag or commit of a name on the hub, default: the default branch. A run stores the commit."""
     config: str | None = None
-    """Configuration of the data set (``datasets`` calls it so); default: the only one, or the one that its
-    card marks."""
+    """Configuration of the data set (as in ``datasets``); default: the only one, or what its card marks."""
     split: str | None = None
     """Split of the data set; default: ``train``, of a benchmark ``test``, or the only one."""
     columns: Annotated[dict[ColumnName, str], When(".reader", *ANY_COLUMNS)] = {}
@@ -225,8 +217,7 @@ class SourceRecipe(DataSection):
     """One data set of the training prompts."""
 
     reader: SourceReader = "deepmath"
-    """A reader's name (docs/models_and_data.md lists them), or the import path of your own,
-    ``package.module:read``."""
+    """A reader's name (docs/models_and_data.md), or the import path of your own, ``package.module:read``."""
     weight: PositiveFloat = 1.0
     """Share of the prompts, relative to the other sources' weights."""
     min_difficulty: Real | None = None
@@ -234,8 +225,7 @@ class SourceRecipe(DataSection):
     max_difficulty: Real | None = None
     """Leave out rows above this difficulty, and rows without a difficulty."""
     keep_duplicates: bool = False
-    """Keep rows whose question an earlier row has, as small made-up data may need. A prepared file has none.
-    """
+    """Keep rows whose question came before, as small made-up data may need. A prepared file has none."""
     exclude: str | None = None
     """File of questions to leave out (decontamination), one JSON string or line each."""
 
@@ -276,11 +266,11 @@ class EqualLengthRecipe(Section):
     baseline: Annotated[
         Literal["pair", "streams"], When(".pair_weight", "on_policy"), When("rollout.carry_over", False)
     ] = "pair"
-    """The reward of a side is compared with the pair's other side, or with the mean value of the prompt in
-    its other streams, which has less noise."""
+    """What a side's reward is compared with: the pair's other side, or, with less noise, the mean value of
+    the prompt in its other streams."""
     max_pairs: PositiveInt | None = None
-    """End a stream after this many pairs; the remaining track runs alone to its end, for its reward. 1: the
-    paper's single-pair mode, without prefix inheritance."""
+    """End a stream after this many pairs; the remaining track runs alone, for its reward. 1: the paper's
+    single-pair mode."""
     prefix_in_gradient: Annotated[bool, When(".pair_weight", "paper"), When("packing.layout", "expanded")] = (
         False
     )
@@ -288,8 +278,7 @@ class EqualLengthRecipe(Section):
 
 
 class TreeSamplingRecipe(Section):
-    """Forks of the sampled trees, for ``sampling: tree``: ``group_size`` lines start at the prompt, and each
-    is continued several times where it forks."""
+    """Forks of sampled trees, for ``sampling: tree``: ``group_size`` lines start at the prompt, and fork."""
 
     fork: Literal["tokens", "marker", "death", "profile"] = "tokens"
     """``tokens``: a line forks every ``step_tokens``. ``marker``: after it has generated ``marker``, so that
@@ -316,8 +305,7 @@ class EnvironmentRecipe(Section):
     the import path of your own class, such as ``recipes.passages:SearchTool`` and
     ``recipes.verifiers_tasks:VerifiersTask``. None: a response is one turn."""
     options: Annotated[Options, When(".name")] = {}
-    """Arguments of the class besides prompt and seed, as the types that it declares. Quoted text stays text.
-    """
+    """Arguments of the class besides prompt and seed, typed as it declares. Quoted text stays text."""
     max_turns: Annotated[PositiveInt, When(".name")] = 8
     """The response ends with the answer to this many turns."""
     max_given_tokens: Annotated[PositiveInt, When(".name")] = 4096
@@ -330,9 +318,8 @@ class EnvironmentRecipe(Section):
 
 
 class MismatchRecipe(Section):
-    """Monitoring of the train-inference mismatch: the mean |log-prob difference| of trainer and engine, over
-    those tokens of an update that were sampled by the weights which the update trains, or over lines drawn
-    among all that the step generated, if it is larger."""
+    """Monitoring of the train-inference mismatch: the mean |log-prob difference| of trainer and engine over
+    an update's tokens that its own weights sampled, or over lines drawn from the step, if it is larger."""
 
     tolerance: PositiveFloat | None = None
     """Limit in nats, of a step and of what each server samples after a sync; default 0.1, or 0.5 with
@@ -356,8 +343,7 @@ class RolloutRecipe(Section):
     engine: Literal["colocated", "server"] = "colocated"
     """``colocated``: vLLM in the training processes. ``server``: vLLM servers, see ``servers``."""
     temperature: Annotated[float, Field(ge=0.01), NUMBER] = 0.6
-    """Temperature of sampling and of the trainer's log-probs. vLLM would silently raise lower values to
-    0.01."""
+    """Temperature of sampling and of the trainer's log-probs. vLLM would silently raise lower to 0.01."""
     top_p: Annotated[float, Field(gt=0, le=1), NUMBER] = 0.95
     """Sample among the likeliest tokens whose probabilities sum to this; 1: off."""
     top_k: Integer = 20
@@ -370,23 +356,19 @@ class RolloutRecipe(Section):
     """Record the tokens that top-k, top-p and min-p kept, and normalise over the same tokens in training: the
     trained distribution is then the sampled distribution (DeepSeek-V3.2, section 3.1)."""
     center_scores: Annotated[bool, When(".keep_sampling_mask")] = False
-    """Score centering (arXiv 2609.20807): record the log-probs of the kept tokens, and take their mean score
-    from each token's. Tokens of older or rounded weights then push the policy nowhere where all rewards are
-    equal, without ratios."""
+    """Score centering (arXiv 2609.20807): record the log-probs of the kept tokens, and subtract their mean
+    score from each token's. Tokens of older or rounded weights then push nowhere if all rewards are equal."""
     keep_routes: bool = False
-    """Record the experts that each MoE layer chose for every token but an environment's, and train with the
-    same experts (router replay, R3, arXiv:2510.11370); the gates are the trainer's own. Servers must be
-    started with it, too."""
+    """Record the experts that each MoE layer chose for every token but an environment's, and train with them
+    (router replay, R3, arXiv:2510.11370); gates are the trainer's. Servers must be started with it, too."""
     record_routes: Annotated[bool, When(".keep_routes")] = True
     """Record routes on disk as well, hundreds of bytes per token. If false, a replayed
     step uses the trainer's own routing, and a step killed between its harvest and its update is generated
     again."""
     tokens_per_step: PositiveInt | None = None
-    """Generated tokens after which a step's harvest ends early; with ``loss.dynamic_sampling``, the limit
-    applies to each batch of prompts that the step draws."""
+    """Generated tokens that end a harvest early: a step's, or with ``loss.dynamic_sampling`` a batch's."""
     carry_over: Annotated[bool, When(".tokens_per_step")] = False
-    """Resume the unfinished rollouts of a harvest that ended early in the next step; otherwise they are
-    cut."""
+    """Resume unfinished rollouts of a harvest that ended early in the next step; otherwise they are cut."""
     max_staleness: Annotated[PositiveInt, When(".carry_over")] = 8
     """Number of steps for which a rollout resumes after the step that drew its prompt;
     then it is cut. No token is trained more steps after it was sampled; with ``staleness`` the two add up."""
@@ -395,14 +377,13 @@ class RolloutRecipe(Section):
     (``VLLM_BATCH_INVARIANT``; GPUs, no Gated DeltaNet), deterministic ones in training. Slower;
     ``mismatch/equal_tokens`` says how many log-probs are then equal. Servers must be started with it, too."""
     quantization: Annotated[Literal["fp8"] | None, When("model.dtype", "bfloat16")] = None
-    """``fp8``: the engine quantizes its matrices at every weight sync, with a scale for each block of 128 x
-    128 weights, and activations as it computes (vLLM's online quantization); training stays in bfloat16.
-    Needs a correction of the mismatch, as ``loss.rollout_is`` (docs/recipes.md). Servers must be
-    started with it, too."""
+    """``fp8``: at every weight sync the engine quantizes its matrices in blocks of 128 x 128, and activations
+    as it computes (vLLM's online quantization); training stays in bfloat16. Needs a correction of the
+    mismatch, as ``loss.rollout_is`` (docs/recipes.md). Servers must be started with it, too."""
     vllm: Options = {}
-    """Further fields of vLLM's ``EngineArgs``, such as ``{async_scheduling: false}``, and on GPUs
-    ``{speculative_config: {method: mtp, num_speculative_tokens: 2}}``; some are refused
-    (``recipe/engine_options.py``). Servers must be started with it, too."""
+    """Further fields of vLLM's ``EngineArgs``, as ``{async_scheduling: false}``, on GPUs
+    ``{speculative_config: {method: mtp, num_speculative_tokens: 2}}``; some are refused. Servers must be
+    started with it, too."""
     tensor_parallel: PositiveInt = 1
     """GPUs of one engine or server replica."""
     max_num_seqs: PositiveInt = 512
@@ -414,9 +395,8 @@ class RolloutRecipe(Section):
     kv_cache_gib: PositiveFloat | None = None
     """Fixed size of the KV cache (the CPU engine needs one; default there: 1)."""
     park_trainer: Annotated[Literal["none", "state", "all"] | None, When(".engine", "colocated")] = None
-    """Trainer memory that leaves the GPU while the engine is awake. ``state``: gradients, and the optimizer
-    state, which moves to host memory; ``all``: the weights as well, except during weight syncs. Default:
-    ``state`` with a colocated engine, ``none`` with servers."""
+    """Trainer memory that leaves the GPU while the engine is awake. ``state``: gradients and optimizer state;
+    ``all``: weights as well, except during syncs. Default: ``state`` if colocated, ``none`` with servers."""
     servers: Annotated[list[str], When(".engine", "server")] = []
     """Base URLs of the replicas."""
     staleness: Annotated[NonNegativeInt, When(".engine", "server")] = 0
@@ -474,15 +454,13 @@ class RewardRecipe(Section):
     """Grading of responses."""
 
     workers: PositiveInt | None = None
-    """Processes per rank for each grader in use. None: as many as the rank has processor cores (affinity,
-    cgroup quota and SLURM's share counted)."""
+    """Processes per rank for each grader. None: as many as cores (affinity, cgroup, SLURM's share)."""
     step_timeout: PositiveFloat = 1800.0
-    """Seconds that a step waits for grader processes after its harvest; responses without a verdict by then
-    are unscored (``on_error``). An evaluation waits for all."""
+    """Seconds that a step waits for graders after its harvest; then responses without a verdict are unscored
+    (``on_error``). An evaluation waits for all."""
     on_error: Literal["end", "drop", "zero"] = "drop"
-    """Consequence where a grader or an environment fails or is late: ``end`` the run; ``drop`` the response
-    (of a stream or a tree the whole rollout), which selects; reward ``zero``, which teaches to avoid what
-    fails."""
+    """Consequence of a failed or late grader or environment: ``end`` the run; ``drop`` the response (or its
+    whole stream or tree), which selects; reward ``zero``, which teaches to avoid what fails."""
     max_unscored: Annotated[float, Field(ge=0, le=1), NUMBER, When(".on_error", "drop", "zero")] = 0.1
     """Largest share of a step's responses that may have no reward; more end the run. One always may."""
     timeout: PositiveFloat = 5.0
@@ -495,8 +473,8 @@ class RewardRecipe(Section):
     """Python that programs run in, a version or a path. Contest solutions are written for 3.11 and earlier:
     from 3.12 on, recursion through C functions (``lru_cache``) ends at a depth of about 500."""
     code_sandbox: Literal["strict", "best_effort"] = "strict"
-    """``strict``: refuse to run programs if the machine cannot isolate them; ``best_effort``: isolate them as
-    far as possible, and warn."""
+    """``strict``: refuse programs if the machine cannot isolate them; ``best_effort``: do what it can,
+    warn."""
     weights: dict[str, Real] = {}
     """Weights of the named rewards that graders of your own return, ``{correct: 1, format: 0.2}``: the reward
     is their weighted sum. A weight of 0 only logs."""
@@ -509,10 +487,10 @@ class LossRecipe(Section):
     """Estimator of advantages by name (``objectives/advantages.py``), or the import path of your own.
     ``none``: rewards give none, only the teacher does."""
     baseline: BaselineName | None = None
-    """Reward that a token is compared with, by name (``objectives/token_baseline.py``), or the import path of
-    your own. ``unit``, the default: the other members of its comparison unit, as ``advantage`` does it.
-    ``alive``: the prompt's lines that are alive where the token is, and its mean. ``fitted``: the same,
-    corrected by a fit to the other prompts."""
+    """Reward that a token is compared with, by name (``objectives/token_baseline.py``) or import path.
+    ``unit``, the default: the other members of its comparison unit, as in ``advantage``. ``alive``: the
+    prompt's lines alive at the token, and its mean. ``fitted``: the same, corrected by a fit to other
+    prompts."""
     surrogate: SurrogateName | None = None
     """Loss of a token before its weight, by name (``objectives/surrogates.py``), or the import path of your
     own. Its options replace those of the objective."""
@@ -521,18 +499,17 @@ class LossRecipe(Section):
     clip_ratio_high: NonNegativeFloat | None = None
     """Clip ratios above 1 + this."""
     clip_ratio_c: PositiveFloat | None = None
-    """Dual clip: lower bound of the objective for negative advantages; above 1, but for ctpo. Of dppo the
-    largest ratio."""
+    """Dual clip: lower bound of the objective at negative advantages; above 1 but for ctpo. dppo: largest
+    ratio."""
     kl_coef: NonNegativeFloat = 0.002
     """The paper's beta_kl, on supervised tokens against the reference model; 0 keeps no reference."""
     kl_estimator: Annotated[Literal["k1", "k2", "k3"], When(".kl_coef")] = "k3"
     """Estimator of a token's KL divergence (docs/objectives.md). Our choice; the paper names none."""
     teacher_coef: PositiveFloat = 1.0
-    """c: a token's advantage is what rewards give, less c (log pi - log pi_teacher), the reverse KL. Acts
-    with a teacher alone."""
+    """c: advantages of rewards, less c (log pi - log pi_teacher), the reverse KL. Acts with a teacher
+    alone."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
-    """Denominator of the ratios: the trainer's log-probs before the step's first update, or the log-probs
-    that the engine recorded."""
+    """Denominator of ratios: the trainer's log-probs before the first update, or those of the engine."""
     router_replay: Annotated[bool, When("rollout.keep_routes")] = True
     """Use the experts that the engine chose (R3, arXiv 2510.11370). False: the
     trainer's routers choose, and ``mismatch/expert_agreement`` reports how often they agree."""
@@ -551,8 +528,7 @@ class LossRecipe(Section):
     loss_agg_mode: AggregationName | None = None
     """Average over tokens, by verl's names (``objectives/aggregation.py``) or the import path of your own."""
     rewards: Annotated[Literal["together", "apart"] | None, When("reward.weights")] = None
-    """Named rewards become advantages ``together``, as their weighted sum, or ``apart``: a weighted sum of
-    each one's advantages."""
+    """Named rewards become advantages ``together``, as a weighted sum, or ``apart``, each by itself."""
     overlong_buffer: NonNegativeInt | None = None
     """DAPO: number of tokens before ``max_response_length`` in which a growing penalty applies."""
     overlong_factor: Annotated[NonNegativeFloat | None, When(".overlong_buffer")] = None
@@ -584,14 +560,13 @@ class OptimizerRecipe(Section):
     precision: Annotated[
         Literal["float32", "bfloat16"], When("model.dtype", "bfloat16"), When(".offload", False)
     ] = "float32"
-    """Precision of the optimizer state on the GPU. ``bfloat16``: moments in bfloat16, and of each float32
-    main weight only the 16 bits that the model's weight lacks: 6 bytes per parameter, not 12. Needs a GPU and
-    Transformer Engine."""
+    """Precision of the optimizer state on the GPU. ``bfloat16``: moments in bfloat16, and of float32 main
+    weights the 16 bits that the model's lack: 6 bytes per parameter, not 12. Needs Transformer Engine."""
     grad_dtype: Annotated[Literal["float32", "bfloat16"], When("model.dtype", "bfloat16")] = "float32"
     """Dtype in which gradients are summed, over rows and ranks; ``bfloat16`` rounds each sum."""
     max_skipped_updates: NonNegativeInt = 3
-    """An update with a loss or gradient that is not finite is skipped; more than this many in a row
-    end the run, and no checkpoint is written meanwhile."""
+    """An update with a loss or gradient that is not finite is skipped; more than this many in a row end the
+    run, and no checkpoint is written meanwhile."""
 
 
 class ParallelRecipe(Section):
@@ -615,8 +590,7 @@ class ParallelRecipe(Section):
     sequence: bool | None = None
     """Sequence parallel; default: on with tensor > 1 in MoE models and on GPUs."""
     recompute: Literal["none", "mlp", "full"] = "none"
-    """Part that the backward pass recomputes instead of keeping: nothing, each layer's MLP or experts, or
-    whole layers."""
+    """What the backward pass recomputes, not keeps: nothing, each layer's MLP or experts, or whole layers."""
     fusions: bool | None = None
     """Fused SwiGLU and, on GPUs with Transformer Engine, fused rotary angles, permutation of routed tokens,
     and accumulation of gradients; default: on GPUs."""
@@ -626,14 +600,12 @@ class PackingRecipe(Section):
     """Packing of token trees into rows."""
 
     max_tokens_per_row: PositiveInt = 36864
-    """Token budget of a row (a micro-batch); at least the longest path, max_prompt_length +
-    max_response_length."""
+    """Token budget of a row (micro-batch), at least max_prompt_length + max_response_length."""
     layout: Literal["tree", "expanded"] = "tree"
     """``tree``: each token once. ``expanded``: each trained segment with a copy of its prefix, which
     ``equal_length.prefix_in_gradient`` needs."""
     logits_chunk: Annotated[int, Field(ge=64, multiple_of=8), NUMBER] = 8192
-    """Supervised tokens whose logits exist at once; a row with more computes its logits chunk by chunk, and
-    again in the backward pass."""
+    """Supervised tokens whose logits exist at once; longer rows make them in chunks, twice (backward)."""
 
 
 class CheckpointRecipe(Section):
@@ -662,11 +634,9 @@ class AnswerSampling(Section):
     """Sampling of a benchmark's responses, where it is not the rollout's."""
 
     temperature: Annotated[float, AfterValidator(_greedy_or_sampled), NUMBER] | None = None
-    """Temperature of a benchmark's responses; 0: greedy, one sample of each problem. Default:
-    ``evaluation``'s, and there ``rollout.temperature``."""
+    """Temperature of a benchmark; 0: greedy, one sample. Default: ``evaluation``'s or ``rollout``'s."""
     top_p: Annotated[float, Field(gt=0, le=1), NUMBER] | None = None
-    """Sample among the likeliest tokens whose probabilities sum to this; 1: off. Default: as for
-    ``temperature``."""
+    """Sample among the likeliest tokens with this total probability; 1: off. Default as ``temperature``'s."""
     top_k: Integer | None = None
     """Sample among this many likeliest tokens; 0 or -1: off. Default: as for ``temperature``."""
     max_response_length: PositiveInt | None = None
@@ -681,8 +651,7 @@ class BenchmarkRecipe(DataSection, AnswerSampling):
     limit: PositiveInt | None = None
     """Use only the first this many problems."""
     since: Annotated[str | None, When(".reader", "livecodebench")] = None
-    """First contest date (YYYY-MM-DD). LiveCodeBench needs both dates: "v6" alone names several problem
-    sets."""
+    """First contest date (YYYY-MM-DD). LiveCodeBench needs both dates: "v6" names several problem sets."""
     until: Annotated[str | None, When(".reader", "livecodebench")] = None
     """Last contest date, inclusive."""
 
@@ -703,8 +672,8 @@ class ReportRecipe(Section):
     wandb_project: str | None = None
     """Project of Weights & Biases to which numbers and recipe are logged; needs the package wandb."""
     keep_streams: Literal["all", "evaluations"] | PositiveInt = "all"
-    """Steps whose recorded rollouts are kept: all, evaluated steps only, or the newest N. Others are removed
-    once a later checkpoint is saved."""
+    """Recorded rollouts to keep: all, evaluated steps', or the newest N. A later checkpoint removes the
+    others."""
 
 
 class ProfileRecipe(Section):
@@ -731,8 +700,7 @@ class ClusterRecipe(Section):
     """Seconds without progress on any rank after which the run counts as hung. Each rank's stacks go to
     ``RUN/hang/``, and the run ends with status 75. null: wait for ever (for a debugger, say)."""
     device: Literal["gpu", "cpu"] = "gpu"
-    """Resource that a SLURM job requests. ``gpu``: a run without a GPU is refused. ``cpu``: a run still uses
-    a GPU if it finds one."""
+    """Resource that a SLURM job requests. ``gpu``: needs a GPU. ``cpu``: still uses a GPU if there is one."""
     cpus_per_process: PositiveInt = 8
     """Cores that a SLURM job requests per process: graders, the optimizer on the host, the engine."""
     gpu_memory_gib: PositiveFloat = 80.0
@@ -751,33 +719,28 @@ class Recipe(Section):
     inputs_from: str | None = None
     """Command that makes the model and the data; shown in the message about a missing input."""
     run_dir: str | None = None
-    """Run folder; default ``runs/NAME/METHOD-VARIANT-seedN``, where METHOD is for example ``eqlen-grpo`` or
-    ``grpo``."""
+    """Run folder; default ``runs/NAME/METHOD-VARIANT-seedN``, where METHOD is ``grpo`` for example."""
     variant: dict[str, str] = {}
-    """Keys and values that the command line changed from the recipe file; they distinguish this run from
-    other runs of the file. Filled in by loading."""
+    """Keys and values that the command line changed in the recipe file; filled in by loading."""
     seed: NonNegativeInt = 0
     """Seed of prompts, sampling and intervals. Part of the run folder's name."""
     steps: PositiveInt | None = None
-    """End the run after this many steps. This or one of the next three must be set; the first limit that is
-    reached ends the run."""
+    """End the run after this many steps. One of this and the next three must be set; the first ends it."""
     gpu_hours: PositiveFloat | None = None
-    """End the run after this many GPU hours, without evaluations: the paper compares methods at equal GPU
-    hours. On CPUs, an hour of a process counts as one."""
+    """End the run after this many GPU hours, without evaluations; on CPUs, hours of its processes."""
     generated_tokens: PositiveFloat | None = None
     """End the run after the step in which the engine has generated this many tokens for training."""
     flops: PositiveFloat | None = None
     """End the run after this many floating-point operations of the model, estimated from tokens generated,
     prefilled and trained (``plan/flops.py``): the same on any machine and under any load."""
     sampling: Annotated[str, one_of("equal_length", "independent", "tree")] = "equal_length"
-    """Kind of sampling and comparison: equal-length pairs, groups of whole responses, trees, or the import
-    path of your own (docs/extending.md)."""
+    """How lines are sampled and compared: in pairs, whole, as trees, or as an import path says
+    (docs/extending.md)."""
     objective: str = "grpo"
     """Name of the method (docs/objectives.md lists them), or the import path of your own. ``sft``: supervised
     training on the assistant's turns in the data; no engine generates."""
     group_size: Annotated[int, Field(ge=2), NUMBER] = 16
-    """G: lines that start at a prompt: independent completions, roots of a tree, or 2 x its dual-track
-    subgroups."""
+    """G: lines that start at a prompt: completions, roots of a tree, or 2 x dual-track subgroups."""
     model: ModelRecipe
     lora: LoraRecipe = LoraRecipe()
     teacher: TeacherRecipe = TeacherRecipe()
@@ -869,8 +832,8 @@ class Recipe(Section):
         return f"{prompt} + {self.longest_response_text} = {self.longest_path}"
 
     def of_benchmark(self, benchmark: BenchmarkRecipe) -> Recipe:
-        """Return the recipe of the benchmark's harvest: independent responses, without a step's limits,
-        sampled as the benchmark, ``evaluation`` or ``rollout`` says."""
+        """Return the recipe of a benchmark's harvest: independent responses without a step's limits, sampled
+        as it says."""
         said = {
             key: value
             for section in (self.evaluation, benchmark)
@@ -898,8 +861,7 @@ class Recipe(Section):
 
     @property
     def method(self) -> str:
-        """Name of the method. ``eqlen-grpo``: equal-length sampling; ``grpo``: independent sampling; a
-        paper's ablation: ``eqlen-grpo-mean-reward``, for example."""
+        """Name of the method: ``eqlen-grpo`` (equal-length), ``grpo`` (independent), or an ablation's."""
         objective = self.objective.rpartition(":")[2]  # the name in an import path
         if self.sampling != "equal_length":
             own = [self.sampling.rpartition(":")[2]] if is_import_path(self.sampling) else []

@@ -1,9 +1,6 @@
 """YAML of recipes: every scalar but ``null`` stays text, and the schema reads it as the type of its key.
-
-``time: 24:00:00`` and ``account: 0123`` keep their spelling, and ``lr: 1e-6`` is a number, which PyYAML's
-own rules get wrong. Where the type of a key is open (``Value``), the spelling decides, and text in quotes is
-text.
-"""
+``time: 24:00:00`` and ``account: 0123`` keep their spelling, and ``lr: 1e-6`` is a number, unlike in PyYAML.
+Where a key's type is open (``Value``), the spelling decides, and text in quotes is text."""
 
 from __future__ import annotations
 
