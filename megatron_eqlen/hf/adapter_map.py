@@ -1,8 +1,7 @@
 """Adapters of low rank (LoRA, arXiv:2106.09685) by PEFT's and Megatron's names.
 
-An adapter adds (alpha / rank) B A x to a linear layer's W x, with A [rank, in] and B [out, rank]. It belongs
-to one of Megatron's layers, which may compute several of Hugging Face's (query, key and value; gate and up):
-these share A, and each has its own rows of B.
+An adapter adds (alpha / rank) B A x to a linear layer's W x, with A [rank, in] and B [out, rank]. A layer of
+Megatron's may compute several of Hugging Face's (query, key, value; gate, up): these share A, not B's rows.
 """
 
 from __future__ import annotations
@@ -45,9 +44,7 @@ class AdapterWeights:
 @cache
 def adapter_map(model: ModelConfig, rank: int, targets: tuple[str, ...] | None) -> tuple[AdapterWeights, ...]:
     """Return every adapter of ``model``, in the model's order. ``targets``: keys of TARGETS; None: all.
-
-    Raises ValueError if the model has no layer of a target, or if the rank is above that of a matrix.
-    """
+    Raises ValueError if the model has no layer of a target, or if the rank is above that of a matrix."""
     found = [(target, weight) for weight in weight_map(model) if (target := _target(weight.megatron))]
     present = [target for target in TARGETS if target in dict(found)]
     if absent := [target for target in targets or () if target not in present]:
@@ -75,8 +72,8 @@ def peft_tensors(adapter: AdapterWeights) -> Iterator[tuple[str, str]]:
 
 
 def peft_config(adapters: Sequence[AdapterWeights], rank: int, alpha: float, base: str) -> dict[str, Any]:
-    """Return the content of ``adapter_config.json``. ``base``: name of the base model, or its folder, of
-    which others see the last part alone."""
+    """Return the content of ``adapter_config.json``. ``base``: the base model's name, or its folder, whose
+    last part is shown."""
     modules = sorted({module.rpartition(".")[2] for adapter in adapters for module in adapter.modules})
     return {
         "peft_type": "LORA",

@@ -1,9 +1,6 @@
-"""Read Hugging Face's ``config.json`` into a ``ModelConfig``.
-
-Every value comes from the file; no library's default replaces a missing value, but that embeddings are not
-tied (Llama's files do not say so). An unsupported field that
-changes the result is an error that names the field. ``config_fields.FAMILIES`` lists the families.
-"""
+"""Read Hugging Face's ``config.json`` into a ``ModelConfig``. Every value comes from the file; only
+``tie_word_embeddings`` has a default, as Llama's files omit it. An unsupported field that changes the result
+is an error that names it. ``config_fields.FAMILIES`` lists the families."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ from megatron_eqlen.hf.config_fields import (
 
 SIZES = ("vocab_size", "num_key_value_heads", "max_position_embeddings")
 LINEAR = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-"""Sizes that have the same names in the file, after ``linear_`` those of Gated DeltaNet."""
+"""Sizes of Gated DeltaNet that have the same names in the file, after ``linear_``."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +87,8 @@ class ModelConfig:
 
     @property
     def context_length(self) -> int:
-        """Maximum number of positions. Qwen's models reach longer contexts by adding yarn alone, so that
-        ``max_position_embeddings`` keeps the original length; Llama's files count the extended one."""
+        """Maximum number of positions. Qwen's files reach longer contexts by adding yarn alone, and
+        ``max_position_embeddings`` keeps the original length; Llama's count the extended one."""
         if not self.has_yarn:
             return self.max_position_embeddings
         rope = dict(self.rope_scaling)

@@ -1,8 +1,8 @@
 """Fields of a config.json: checked access without default values, supported families, refused values, and
 rotary embeddings: ``rope_scaling`` of old files, ``rope_parameters`` of new files.
 
-Transformers computes scaled frequencies when a model is built (``models.config.scaled_rope``). Files whose
-missing values Transformers guesses, or which vLLM reads differently, are refused.
+Transformers computes scaled frequencies when a model is built (``models.config.scaled_rope``). Files are
+refused whose missing values Transformers guesses, or which vLLM reads differently.
 """
 
 from __future__ import annotations
@@ -72,23 +72,23 @@ class Family:
     qk_norm: bool = True
     """True: queries and keys are normalised."""
     head_dim: Literal["given", "optional", "computed"] = "given"
-    """"optional": without ``head_dim``, the heads divide ``hidden_size``; "computed": they do in any case, as
-    vLLM does not read ``head_dim``."""
+    """"optional": without ``head_dim``, heads divide ``hidden_size``; "computed": always, since vLLM ignores
+    ``head_dim``."""
     experts: bool = False
     """True: some feed-forward layers are experts."""
     shared_expert: bool = False
     """True: layers of experts have a gated shared expert."""
     hybrid: bool = False
-    """True: some layers are Gated DeltaNet, attention has an output gate and rotates a part of each head, and
+    """True: some layers are Gated DeltaNet, attention has output gates and rotates part of each head, and
     norms are centred on zero."""
     separate_projections: bool = False
     """True: Gated DeltaNet's input projections are four tensors, not two interleaved by key head."""
     only_experts: bool = False
     """True: every feed-forward layer has experts, whose weights for a token sum to 1."""
     glm: bool = False
-    """True: attention rotates a part of each head, and its biases and norms are the file's choice; experts
-    are scored by sigmoids and chosen with a bias that is not trained, after ``first_k_dense_replace`` dense
-    layers; shared experts have no gate; the layer after the last predicts further tokens."""
+    """True: attention rotates a part of each head, with biases and norms by the file's choice; experts, after
+    ``first_k_dense_replace`` dense layers, are scored by sigmoids and chosen with an untrained bias; shared
+    experts have no gate; the layer after the last predicts further tokens."""
 
     @property
     def layer_types(self) -> set[str]:
@@ -96,8 +96,7 @@ class Family:
 
     @property
     def only_supported(self) -> dict[str, Any]:
-        """Fields that change the result and are supported at one value only; missing fields mean that
-        value."""
+        """Fields that change the result and must have one value, which a missing field means."""
         if self.glm:
             return ONLY_SUPPORTED | ONLY_GLM
         values = ONLY_SUPPORTED | {"attention_bias": self.qkv_bias, "attn_output_gate": self.hybrid}
@@ -174,8 +173,7 @@ Scaling = tuple[tuple[str, Any], ...]
 
 
 def read_rope(fields: Fields, partial: bool) -> dict[str, Any]:
-    """Return the fields of a ``ModelConfig`` that describe its rotary embeddings; ``partial``: the family
-    rotates a part of each head."""
+    """Return a ``ModelConfig``'s rotary fields; ``partial``: the family rotates a part of each head."""
     rope = _rope_dict(fields)
     theta = _agreed(fields, rope, "rope_theta", float)
     if not theta:

@@ -1,9 +1,6 @@
-"""The data files of a Hugging Face data set: those of a configuration and a split.
-
-The data set's card names them (``configs`` in the head of README.md), or else their own names do:
-``data/train-00000-of-00010.parquet``, ``main/test.jsonl``. These are the rules of ``datasets`` for data sets
-without a loading script.
-"""
+"""The data files of a Hugging Face data set: those of a configuration and a split. The data set's card names
+them (``configs`` in the head of README.md), or else their names do: ``data/train-00000-of-00010.parquet``,
+``main/test.jsonl``. These are the rules of ``datasets`` for data sets without a loading script."""
 
 from __future__ import annotations
 
@@ -78,8 +75,7 @@ def _splits(names: Sequence[str], card: Mapping[str, Any], config: str | None) -
 
 
 def _card_entry(card: Mapping[str, Any], config: str | None) -> Mapping[str, Any] | None:
-    """Return the card's entry of ``config``, or of its default configuration; None if the card names no
-    files."""
+    """Return the card's entry of ``config`` or its default configuration; None if it names no files."""
     entries = [entry for entry in card.get("configs") or [] if "data_files" in entry]
     if not entries:
         return None

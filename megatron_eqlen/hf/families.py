@@ -1,8 +1,6 @@
-"""Tensors of every model family by Hugging Face's and Megatron's names.
-
-The models are made of a few parts, each a generator of ``Weight``. Multi-token prediction layers (``mtp.*``)
-are not trained; conversion carries them through.
-"""
+"""Tensors of every model family by Hugging Face's and Megatron's names. Models are made of a few parts, each
+a generator of ``Weight``. Multi-token prediction layers (``mtp.*``) are not trained; conversion carries
+them."""
 
 from __future__ import annotations
 
@@ -80,8 +78,7 @@ def attention(model: ModelConfig, layer: int) -> Iterator[Weight]:
 
 
 def gated_mlp(megatron: str, hf: str, hidden: int, width: int, expert: int | None = None) -> Iterator[Weight]:
-    """Yield the gate, up and down projections; ``megatron`` and ``hf``: Megatron's and Hugging Face's
-    prefixes."""
+    """Yield the gate, up and down projections; ``megatron`` and ``hf`` are prefixes of names."""
     yield Weight(
         megatron + "linear_fc1.weight",
         (hf + "gate_proj.weight", hf + "up_proj.weight"),

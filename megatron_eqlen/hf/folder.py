@@ -57,10 +57,10 @@ class Entry:
 class HFFolder:
     """Tensors of a folder with ``model.safetensors``, or else an index and its shards.
 
-    This is Transformers' order (``modeling_utils._get_resolved_checkpoint_files``): an index beside
-    ``model.safetensors`` is ignored, with a warning. Experts that are fused on disk (``experts.gate_up_proj
-    [experts, 2 x width, hidden]``) appear individually, as in the checkpoints that Qwen publishes. Raises
-    CheckpointError for anything missing or broken.
+    Like Transformers (``modeling_utils._get_resolved_checkpoint_files``) it ignores an index beside
+    ``model.safetensors``, with a warning. Experts fused on disk (``experts.gate_up_proj [experts, 2 x width,
+    hidden]``) appear one by one, as in Qwen's checkpoints. Raises CheckpointError for missing or broken
+    files.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -83,8 +83,8 @@ class HFFolder:
         return stored.get_slice(entry.stored)[entry.expert, entry.start : entry.start + entry.shape[0]]
 
     def check_vllm_reads_the_same(self) -> None:
-        """Raise CheckpointError if vLLM would load other files than Transformers and this class: vLLM reads
-        all safetensors files, or the files of an index (``model_loader/default_loader.py``)."""
+        """Raise CheckpointError if vLLM would load other files, since it reads all safetensors files, or
+        those of an index (``model_loader/default_loader.py``)."""
         index = _read_index(self.path) if (self.path / INDEX).is_file() else None
         present = {file.name for file in self.path.glob("*.safetensors")}
         theirs = set(index["weight_map"].values()) if index else present
@@ -114,9 +114,9 @@ class HFFolder:
 
 
 class FolderWriter:
-    """Write a folder like ``source`` into the empty folder ``path``: the same files, tensors and dtypes with
-    other values. Tensors may come in any order: a file is in memory until it has all of its tensors. The
-    folder is complete after ``finish``."""
+    """Write a folder like ``source`` into the empty folder ``path``: the same files, tensors and dtypes,
+    other values. A file is in memory until it has all its tensors, which may come in any order; ``finish``
+    completes the folder."""
 
     def __init__(self, path: Path, source: HFFolder) -> None:
         self.path, self.source = path, source
@@ -241,15 +241,13 @@ WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Dtypes that a trained tensor may have on disk."""
 
 UNTRAINED = ("mtp.", "model.visual.")
-"""Beginnings of names that are carried through conversion, never trained: layers of multi-token prediction,
-and Qwen3.5's encoder of images."""
+"""Beginnings of names that are converted, not trained: multi-token prediction, Qwen3.5's image encoder."""
 
 
 def with_tied_head(
     tensors: Iterable[tuple[str, Tensor]], model: ModelConfig, folder: HFFolder
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors and, if ``folder`` stores a tied output layer, the embeddings again under its
-    name."""
+    """Yield the tensors, and embeddings again as the output layer that ``folder`` stores tied."""
     (embeddings,) = embedding(model).hf
     for name, tensor in tensors:
         yield name, tensor
@@ -258,8 +256,8 @@ def with_tied_head(
 
 
 def check_folder(folder: HFFolder, model: ModelConfig) -> dict[str, Weight]:
-    """Return the weight map by Megatron name, if ``folder`` holds all its tensors in their shapes. Warns of
-    tensors that the model does not use."""
+    """Return the weight map by Megatron name if ``folder`` has all tensors in their shapes; warn of unused
+    ones."""
     family = read_config(folder.path).model_type
     if family != model.model_type:
         raise CheckpointError(f"{folder.path}: expected a {model.model_type} model, found {family}")
@@ -297,7 +295,7 @@ def _check_tensor(folder: HFFolder, name: str, shape: tuple[int, ...]) -> None:
 
 def _check_tied(folder: HFFolder, embeddings: Weight) -> None:
     """Raise CheckpointError if an output layer beside tied embeddings differs from them: Transformers then
-    does not tie (``PreTrainedModel.tie_weights``) but vLLM does, so the folder must decide."""
+    does not tie (``PreTrainedModel.tie_weights``), vLLM does."""
     if HEAD not in folder.entries:
         return
     _check_tensor(folder, HEAD, embeddings.shapes[0])

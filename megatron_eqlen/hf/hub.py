@@ -1,8 +1,7 @@
 """Models and data sets of the Hugging Face Hub: pin a revision, download files once, find them again.
 
-``huggingface_hub`` does the work and its variables apply: HF_HOME and HF_HUB_CACHE (the cache), HF_TOKEN,
-HF_ENDPOINT, HF_HUB_OFFLINE. A pinned revision whose files are in the cache needs no network. What it imports
-for the network costs half a second, so it is imported where it is used.
+``huggingface_hub`` does the work, and its variables apply: HF_HOME, HF_HUB_CACHE, HF_TOKEN, HF_ENDPOINT,
+HF_HUB_OFFLINE. A pinned revision in the cache needs no network. Slow imports stand where they are used.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ class HubRepo:
         return f"{self.name} at {self.revision[:12]}" if self.revision else self.name
 
     def pinned(self) -> HubRepo:
-        """Return the repository at a commit. Without network the cache's newest commit of the branch is used,
-        with a warning of ``huggingface_hub``. Raises HubError."""
+        """Return the repository at a commit; without network at the cache's newest of the branch, with a
+        warning of ``huggingface_hub``. Raises HubError."""
         if self.is_pinned:
             return self
         with _explained(self):
@@ -73,8 +72,8 @@ class HubRepo:
         return [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
 
     def download(self, choose: Callable[[Sequence[str]], Sequence[str]]) -> Path:
-        """Download the files that ``choose`` picks among all names, unless the cache has them; return their
-        folder. Raises HubError."""
+        """Download the files that ``choose`` picks, unless the cache has them; return their folder. Raises
+        HubError."""
         assert self.is_pinned, "pinned() comes first"
         chosen = choose(self.files())
         folder = self._cache() / "snapshots" / str(self.revision)
@@ -93,8 +92,7 @@ class HubRepo:
             return Path(api.hf_hub_download(**self._where(), filename=name))
 
     def cached(self) -> Path:
-        """Return the folder of this commit in the cache, complete or not. Raises HubError if there is
-        none."""
+        """Return the folder of this commit in the cache, complete or not. Raises HubError without one."""
         commit, ref = self.revision, self._cache() / "refs" / (self.revision or constants.DEFAULT_REVISION)
         if not self.is_pinned:
             commit = ref.read_text(encoding="utf-8").strip() if ref.is_file() else None
@@ -119,7 +117,7 @@ class HubRepo:
 
 def is_name(path: str) -> bool:
     """Return True if ``path`` names a repository on the hub, ``ORG/NAME``. A local file or folder of that
-    name wins, and so does a local folder ``ORG``."""
+    name wins, as does a local folder ``ORG``."""
     if not _NAME.fullmatch(path) or Path(path).exists() or path.endswith(FILE_SUFFIXES):
         return False
     first = path.partition("/")[0]

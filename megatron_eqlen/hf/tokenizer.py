@@ -1,9 +1,6 @@
 """Tokenizers from a model's own files, through Transformers: ``tokenizer.json``, or a SentencePiece
-``tokenizer.model``, which it converts.
-
-A set of tokens ends a response. It is read from ``generation_config.json``: Qwen3 stops at ``<|im_end|>`` and
-at ``<|endoftext|>``, but its ``config.json`` names only one of them.
-"""
+``tokenizer.model``, which it converts. A set of tokens ends a response, read from ``generation_config.json``:
+Qwen3 stops at ``<|im_end|>`` and ``<|endoftext|>``, but its ``config.json`` names only one."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ log = logging.getLogger(__name__)
 Turn = dict[str, Any]
 """``{"role": ..., "content": ...}``, and ``tool_calls`` and others that the template may know."""
 THINKING = ("<think>", "</think>")
-"""Are special tokens of some models, which templates look for in the assistant's turns."""
+"""Special tokens of some models; templates look for them in the assistant's turns."""
 PIECES = "tokenizer.model"
 FILES = ("tokenizer.json", "vocab.json", PIECES)
 PROBE = "What is 2 + 3?"
@@ -66,14 +63,14 @@ class Tokenizer:
         """Texts that ``encode`` turns into a token of its own, special or not: ``<think>``."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of ``text``; special tokens in the text become their ids, unless ``BREAK``
-        stands in them; none are added. Half a surrogate pair is read as ``?``."""
+        """Return the token ids of ``text``. Special tokens in it become their ids, unless ``BREAK`` stands in
+        them; none are added. Half a surrogate pair is read as ``?``."""
         pieces = encodable(text).split(BREAK)
         return [token for piece in pieces for token in self.backend.encode(piece, add_special_tokens=False)]
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of ``token_ids`` without end-of-sequence and padding tokens; ``</think>`` is
-        kept, and a padding token that is a letter: id 0 is ``!`` in many vocabularies."""
+        """Return the text of ``token_ids`` without end-of-sequence and padding tokens; it keeps ``</think>``,
+        and a padding token that is a letter: id 0 is ``!`` in many vocabularies."""
         kept = _without(token_ids, self._silent)
         return self.backend.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
@@ -84,11 +81,10 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         answer: bool = True,
     ) -> str:
-        """Return the text of ``messages`` up to the start of the assistant's ``answer``, if there is to be
+        """Return the text of ``messages``, up to the start of the assistant's ``answer`` if there is to be
         one. ``tools``: JSON schemas. Arguments of calls reach the template as objects, or as JSON if it takes
-        no objects (DeepSeek's).
-        ``BREAK`` stands in the special tokens that are not the template's, and in all tags of a tool's result
-        (``</tool_response>``): they are encoded as text.
+        none (DeepSeek's). ``BREAK`` stands in special tokens that are not the template's, and in all tags of
+        a tool's result (``</tool_response>``): they are encoded as text.
 
         Raises ValueError if the model's files hold no chat template, TemplateError if that fails.
         """
@@ -159,11 +155,9 @@ def encodable(text: str) -> str:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Return the tokenizer of a model folder.
-
-    Raises ValueError if the folder holds no tokenizer, if no end-of-sequence token can be found, or if
-    Transformers converts a SentencePiece model to one that encodes otherwise.
-    """
+    """Return the tokenizer of a model folder. Raises ValueError if the folder holds none, if no
+    end-of-sequence token is found, or if Transformers converts a SentencePiece model to one that encodes
+    otherwise."""
     path = Path(path)
     if not path.is_dir():
         raise ValueError(f"{path}: expected a model folder, found none")
@@ -208,8 +202,8 @@ def require_same(ours: Tokenizer, theirs: Tokenizer) -> None:
 
 
 def load_decoder(path: str | Path) -> Callable[[Sequence[int] | np.ndarray], str]:
-    """Return ``load_tokenizer(path).decode``; ``tokenizer.json`` is read without Transformers, whose import
-    takes seconds. Raises ValueError as ``load_tokenizer``."""
+    """Return ``load_tokenizer(path).decode``, without the slow import of Transformers for ``tokenizer.json``.
+    Raises ValueError as ``load_tokenizer``."""
     folder = Path(path)
     if not (folder / "tokenizer.json").is_file():
         return load_tokenizer(path).decode

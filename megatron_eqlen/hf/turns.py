@@ -19,8 +19,8 @@ TAKEN = {"role", "name", "tool_call_id"}
 
 
 def require_end(tokenizer: Tokenizer, enable_thinking: bool | None = None) -> None:
-    """Raise ValueError for a chat template that ends the assistant's turn with a text that is no end of
-    sequence: responses would run on past it, to their limit, and be trained."""
+    """Raise ValueError for a chat template that ends the assistant's turn with no end of sequence: responses
+    would run on to their limit, and be trained."""
     found = list[str]()
     for more in (), (QUESTION,):  # GLM's turns end with the next one's role, gpt-oss's last one otherwise
         messages: list[Any] = [QUESTION, {"role": "assistant", "content": SAID}, *more]
@@ -40,9 +40,9 @@ def require_end(tokenizer: Tokenizer, enable_thinking: bool | None = None) -> No
 
 
 def left_out(text: str, messages: Iterable[Mapping[str, Any]], thoughts: bool = False) -> str | None:
-    """Return the role, the key and the first text of ``messages`` that ``text``, a rendered chat, lacks; None
-    if it has all contents and calls of tools. ``thoughts``: what stands before ``</think>``, and texts under
-    other keys, count too. Many templates drop them in earlier turns."""
+    """Return role, key and first text of ``messages`` that ``text``, a rendered chat, lacks; None if it has
+    all contents and calls of tools. ``thoughts``: texts before ``</think>`` and under other keys count, too;
+    many templates drop them in earlier turns."""
     plain = text.replace(BREAK, "")
     for message in messages:
         for key in message.keys() - TAKEN if thoughts else ("content", "tool_calls"):

@@ -1,7 +1,5 @@
-"""Building blocks of a family's weight map, which assigns Hugging Face tensors to Megatron tensors.
-
-A map is a list of ``Weight`` in the order of the model. Two properties make one list sufficient for loading
-into any parallel layout, for export and for weight sync:
+"""Building blocks of a family's weight map, which assigns Hugging Face tensors to Megatron tensors: a list of
+``Weight`` in the model's order. Two properties make it enough to load into any layout, export and sync:
 
 - Tensor parallelism gives rank r of n the r-th n-th of every *Hugging Face* tensor along one dimension
   (heads lie group by group there), so a rank reads only its own part of the file.
@@ -36,10 +34,8 @@ class Stacked:
 
 @dataclass(frozen=True)
 class GroupedHeads:
-    """q, k, v rows -> for each key-value group its query heads, (its gate heads,) its key, its value.
-
-    A gated q_proj holds the query rows and then the gate rows of every head. Biases have rows of one number.
-    """
+    """q, k, v rows -> for each key-value group its query heads, (its gate heads,) its key, its value. A gated
+    q_proj holds the query and then the gate rows of every head. Biases have rows of one number."""
 
     head_dim: int
     heads_per_group: int
@@ -104,8 +100,8 @@ class DeltaNetInput:
 
 
 Arrangement = Stacked | GroupedHeads | DeltaNetInput
-"""Rearrangement of Hugging Face tensors into one Megatron tensor, both as parts of one tensor-parallel rank:
-``merge`` makes Megatron's tensor of Hugging Face's, ``split`` reverses it."""
+"""Rearrangement of Hugging Face tensors, as parts of one tensor-parallel rank, into one Megatron tensor:
+``merge`` makes Megatron's, ``split`` reverses it."""
 
 
 @dataclass(frozen=True)
@@ -118,21 +114,18 @@ class Weight:
     shapes: tuple[tuple[int, ...], ...]
     """Shapes of the Hugging Face tensors."""
     dim: int | None = None
-    """Dimension of the Hugging Face tensors that tensor parallelism divides; None: replicated on each
-    rank."""
+    """Dimension of the Hugging Face tensors that tensor parallelism divides; None: replicated."""
     sections: tuple[int, ...] = ()
-    """Sizes along ``dim`` that are divided separately in the tensors that have their sum there; the other
-    tensors are divided as a whole."""
+    """Sizes along ``dim`` that are divided separately, in tensors with their sum there; others are divided
+    whole."""
     arrangement: Arrangement = Stacked()
     expert: int | None = None
-    """Number of the expert, which is divided by expert-tensor and placed by expert parallelism; None: no
-    expert."""
+    """Number of the expert, placed by expert, divided by expert-tensor parallelism; None: no expert."""
     trained: bool = True
     """False: a buffer, in float32 whatever the model's dtype."""
 
     def local_ranges(self, shape: tuple[int, ...], rank: int, size: int) -> list[tuple[int, int]]:
-        """Return the [start, stop) ranges along ``dim`` that tensor-parallel rank ``rank`` of ``size`` holds
-        of a tensor."""
+        """Return the [start, stop) ranges along ``dim`` of a tensor on tensor-parallel rank ``rank``."""
         assert self.dim is not None
         ranges, start = [], 0
         for section in self._sections(shape[self.dim]):

@@ -115,8 +115,8 @@ class Chart:
     """Activities: lane, stage, begin, end and track; ``x`` are the ends of the steps. All in seconds."""
 
     def data(self) -> dict[str, Any]:
-        """Return what ``page.js`` draws, as plain data: of each series the columns ``y`` and, where there are
-        some, ``low``, ``high`` and ``smooth``, the moving average; ``hover``, a height between the series."""
+        """Return what ``page.js`` draws, as plain data: of each series the columns ``y`` and, if there,
+        ``low``, ``high`` and ``smooth``, the moving average; ``hover``: a height between the series."""
         values = np.array([series.y for series in self.series if not self.spans]).reshape(-1, len(self.x))
         counts = np.isfinite(values).sum(axis=0)
         series = []
@@ -155,8 +155,8 @@ def smoothed(values: np.ndarray) -> np.ndarray:
 
 
 def averaged(values: np.ndarray) -> np.ndarray:
-    """Return at most ``MAX_POINTS`` of the values [n]: the means of the finite ones of equal groups of
-    neighbours, NaN for a group without any."""
+    """Return at most ``MAX_POINTS`` values: means of the finite ones of equal groups of neighbours, NaN if
+    none."""
     size = max(math.ceil(len(values) / MAX_POINTS), 1)
     groups = np.pad(values.astype(float), (0, -len(values) % size), constant_values=np.nan).reshape(-1, size)
     known = np.isfinite(groups)
@@ -202,8 +202,7 @@ def stage_colour(stage: str) -> str:
 
 
 def timeline(records: Records) -> list[Chart]:
-    """Return the chart of the last ``STEPS`` steps: a lane each for engine, graders, trainer, environments;
-    none if no step has spans."""
+    """Return the chart of the last ``STEPS`` steps, with a lane for each of ``LANES``; none without spans."""
     shown = [record for record in records if record["spans"]][-STEPS:]
     lanes = {stage: lane for lane, stages in LANES.items() for stage in stages}
     spans = [span for record in shown for span in record["spans"] if span["stage"] in lanes]

@@ -43,8 +43,8 @@ Diagnosis = tuple[str, str]  # kind; cause, with counts and an example
 
 
 def diagnose(run: Path, recipe: Recipe, records: Records) -> Iterator[Diagnosis]:
-    """Yield what is wrong in the newest steps; nothing for a run that learns. ``records``: the newest ones,
-    oldest first. Raises ValueError naming a file that is damaged."""
+    """Yield what is wrong in the newest steps; nothing for a run that learns. ``records``: the newest, oldest
+    first. Raises ValueError naming a file that is damaged."""
     for name, names, ratio, bound, so in () if recipe.supervised else TRENDS:
         values = [value for record in records if (value := first_of(record, names)) is not None]
         first, now = median(values[:ENDS] or [0.0]), median(values[-ENDS:] or [0.0])

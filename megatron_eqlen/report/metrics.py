@@ -1,8 +1,6 @@
-"""A step's metrics on disk: ``metrics.jsonl``, one line a step, which is the run's record.
-
-Each line is written in one system call: a process killed at any moment leaves at most one torn last line. A
-run that resumes at an earlier step removes the lines after it, so no step appears twice.
-"""
+"""A step's metrics on disk: ``metrics.jsonl``, one line a step. Each line is written in one system call: a
+process killed at any moment leaves at most one torn last line. A run that resumes at an earlier step removes
+the lines after it, so no step appears twice."""
 
 from __future__ import annotations
 
@@ -37,10 +35,7 @@ logger = logging.getLogger(__name__)
 
 class MetricsWriter:
     """Writes into a run folder, and hands the same metrics to a tracker; rank 0 has one. Use as a context:
-    the tracker learns whether an error ends the run.
-
-    ``step`` is the number of steps that the run has taken: later lines are removed.
-    """
+    the tracker learns whether an error ends the run. Lines after ``step``, the steps taken, are removed."""
 
     def __init__(self, folder: Path, step: int = 0, tracker: Trackers | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -90,8 +85,8 @@ def read_newest(folder: Path, count: int) -> Records:
 
 
 class Columns:
-    """A run's metrics as columns: ``steps`` and ``times`` (Unix seconds), and by name the values of those
-    that are asked for, float64 arrays with an element for each step; NaN where a step has no number."""
+    """A run's metrics as columns: ``steps``, ``times`` (Unix seconds) and, by name, the values asked for:
+    float64, an element for each step, NaN where it has no number."""
 
     def __init__(self, folder: Path, names: Collection[str]) -> None:
         self.last: dict[str, Any] = {}
@@ -112,8 +107,8 @@ class Columns:
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yield each line with its record. A torn last line is left out with a warning. Raises ValueError with
-    file and line for any other line that is no record of a step."""
+    """Yield each line with its record; leave out a torn last line with a warning. Raises ValueError with file
+    and line for any other that is no record of a step."""
     if not os.path.lexists(path):
         return
     with opened(path) as file:

@@ -3,9 +3,8 @@
 recipe.yaml, metrics.jsonl, events.jsonl, evaluation/*.json, streams/ ──► page.html.jinja ──► report.html
 streams/step-00000011/ ──► rollouts.html.jinja ──► rollouts-12.html
 
-Facts that a page filters by lie open in it; a rollout's text and columns of tokens are compressed, and
-unpacked by the browser when somebody looks at that rollout. A page needs nothing from elsewhere: style, plots
-and their library are part of it, and its content security policy forbids a browser to load anything.
+Facts that a page filters by lie open in it; the browser unpacks a rollout's text and columns when somebody
+looks at it. Style, plots and their library are part of a page, whose content security policy forbids loading.
 """
 
 from __future__ import annotations
@@ -43,11 +42,8 @@ logger = logging.getLogger(__name__)
 
 
 def write_page(run: Path) -> Path:
-    """Write ``report.html`` into the folder ``run`` and return its path.
-
-    Metrics, evaluations and streams may be missing. Raises ValueError if the folder holds no recipe, or
-    naming the file that cannot be read.
-    """
+    """Write ``report.html`` into the folder ``run`` and return its path. Metrics, evaluations and streams may
+    be missing. Raises ValueError without a recipe, or naming the file that cannot be read."""
     status, columns = RunStatus(run), Columns(run, METRICS)
     recipe = status.recipe
     evaluated = read_evaluations(evaluation_files(run / "evaluation", columns.last.get("step", 0)))
@@ -89,11 +85,8 @@ def write_page(run: Path) -> Path:
 
 
 def write_step_page(run: Path, first: int, last: int) -> Path:
-    """Write ``rollouts-12.html`` (``rollouts-10-12.html``) of the steps ``first`` to ``last`` (from 1)
-    into the folder ``run``; return its path.
-
-    Raises ValueError naming the steps that are recorded if one of these is not, or a file that is damaged.
-    """
+    """Write ``rollouts-12.html`` (``rollouts-10-12.html``) of the steps ``first`` to ``last`` (from 1) in the
+    run; return its path. Raises ValueError for a step that is not recorded, or naming a damaged file."""
     recipe, folders = load_run(run), {n + 1: folder for n, folder in scored_steps(run / "streams")}
     if missing := [step for step in range(first, last + 1) if step not in folders]:
         raise ValueError(
@@ -134,8 +127,8 @@ def _spans(steps: list[int]) -> str:
 
 
 class PageWriter:
-    """Writes the page of the run in ``folder`` while it trains, as often as that costs next to nothing. If a
-    damaged file in the folder forbids it, that is a warning."""
+    """Writes the page of the run in ``folder`` while it trains, as often as that costs next to nothing. A
+    damaged file that forbids it is a warning."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._began = folder, time.monotonic()

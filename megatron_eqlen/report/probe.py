@@ -4,8 +4,8 @@
                                                                                      │
     the step's rollouts ─► advantages of every objective on the same tokens ─────────┴─► audit
 
-Nothing recorded behind a place is among its continuations, so a change between two places is a difference of
-two independent means; the last change of a response is its own reward less the value of its last place.
+A change between two places is a difference of two independent means, since nothing recorded behind a place is
+among its continuations. The last change of a response is its own reward less its last value.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Probed:
     rollout: Rollout
     line: Line
     at: Mapping[int, np.ndarray]
-    """Rewards of the continuations of each place, by the tokens of the response before it, ascending; of the
-    prompt at least two. At its end its own."""
+    """Rewards of each place's continuations, by the response's tokens before it, ascending; two or more at
+    the prompt, its own at the end."""
 
     @cached_property
     def values(self) -> dict[int, np.ndarray]:
@@ -62,8 +62,7 @@ class Probed:
         ]
 
     def undecided(self, share: float) -> float:
-        """Return the unbiased variance of the reward after this share of the response, on straight lines
-        between places; 0 at its end."""
+        """Return the reward's unbiased variance after this share, linear between places; 0 at the end."""
         variances = [rewards.var(ddof=1) if len(rewards) > 1 else 0.0 for rewards in self.values.values()]
         return float(np.interp(share * self.line.length, [*self.values], variances))
 
@@ -86,10 +85,9 @@ class Probed:
 
 
 def look(probed: Sequence[Rollout], probe: ProbeSampling, recipe: Recipe, decode: Decode) -> dict[str, Any]:
-    """Return what the record of a ``probe`` says of its responses, which a run of ``recipe`` trained: a row
-    for each, and beside them the accuracy by length where an end marker was forced, else when the reward is
-    decided (share of its variance in each quarter of a response; NaN without any), and what estimators
-    say."""
+    """Return what the record of a ``probe`` says of the responses that a run of ``recipe`` trained: a row
+    each, and the accuracy by length where an end marker was forced; else the share of the reward's variance
+    that each quarter decides (NaN without any), and what estimators say."""
     rewards = {rollout_key(new): probe.rewards(new, recipe.reward.on_error == "zero") for new in probed}
     responses = list[Probed]()
     for rollout, line in probe.responses:
@@ -110,9 +108,8 @@ def look(probed: Sequence[Rollout], probe: ProbeSampling, recipe: Recipe, decode
 
 
 def _budgets(responses: Sequence[Probed]) -> Iterator[dict[str, Any]]:
-    """Yield the mean reward for each number of tokens after which some response is forced, and without that
-    (None): over prompts, or over the responses of a single prompt. A response that is not forced counts with
-    its own reward."""
+    """Yield the mean reward for each number of tokens at which some response is forced, and unforced (None):
+    over prompts, or a single prompt's responses. An unforced response counts with its own reward."""
     weight = sum(response.line.weight for response in responses)
     lengths = {length for response in responses for length in response.at if length < response.line.length}
     for length in [*sorted(lengths), None]:
@@ -135,8 +132,7 @@ def _budgets(responses: Sequence[Probed]) -> Iterator[dict[str, Any]]:
 
 
 def _mean_reward(sampled: Sequence[tuple[float, np.ndarray]]) -> Interval:
-    """Return the mean over independent responses of some weights, each with the rewards of its
-    continuations; a single response stands for itself."""
+    """Return the weighted mean over independent responses' continuations; of a single one over its own."""
     weights, rewards = zip(*sampled, strict=True)
     means = np.array(weights) / np.mean(weights) * [values.mean() for values in rewards]
     return change_of_mean(np.zeros(1), means if len(sampled) > 1 else rewards[0])
@@ -188,8 +184,7 @@ def response_lines(response: Mapping[str, Any]) -> list[str]:
 
 
 def probes_of(step: Path) -> dict[RolloutKey, list[dict[str, Any]]]:
-    """Return the rows of responses that probes of a recorded step found, by rollout. ``step``:
-    its folder in a run, or in a probe."""
+    """Return, by rollout, what probes of a recorded step (its folder in a run or a probe) found."""
     found: dict[RolloutKey, list[dict[str, Any]]] = defaultdict(list)
     folders = step.parent, step.parent.parent
     for file in [folders[0] / FILE, *(file for f in folders for file in sorted(f.glob(f"probes/*/{FILE}")))]:

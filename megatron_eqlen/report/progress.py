@@ -1,8 +1,6 @@
-"""The display of a run on the screen.
-
-On a terminal two lines that redraw themselves: bar, step and stage, then the newest numbers. In a log one
-short line a step. Evaluations and notices stay above them, one line each.
-"""
+"""The display of a run on the screen: on a terminal two lines that redraw themselves (bar, step and stage,
+then the newest numbers), in a log one short line a step. Evaluations and notices stay above, one line
+each."""
 
 from __future__ import annotations
 
@@ -49,8 +47,7 @@ SPARK_STEPS = 24
 
 
 class Progress:
-    """The display of a run of ``budget``; ``show=False`` is silent (every rank but the first). Warnings also
-    go to ``note`` (``EventWriter.note``)."""
+    """The display of a run of ``budget``; ``show=False`` is silent. ``note`` gets the warnings, too."""
 
     def __init__(
         self,
@@ -91,8 +88,7 @@ class Progress:
         self._draw()
 
     def step(self, number: int, metrics: Metrics) -> None:
-        """Show that step ``number`` (counted from 1) is done; ``metrics`` are its own, ``time/step`` in
-        seconds."""
+        """Show that step ``number`` (from 1) is done; ``metrics`` are its own, ``time/step`` in seconds."""
         self.spent, self.metrics = spent(number, metrics), metrics
         if "time/step" in metrics:
             self.step_seconds.append(metrics["time/step"])
@@ -115,8 +111,7 @@ class Progress:
         self.say(f"WARNING: {text}")
 
     def finish(self, page: Path, learned: str = "") -> None:
-        """Print the last line: the limit that ended the run, the accuracies ``learned``, and the report's
-        path."""
+        """Print the last line: the limit that ended the run, accuracies (``learned``) and the page's path."""
         self.close()
         taken = duration(time.monotonic() - self.started)
         came = self.budget.outcome(self.spent)
@@ -170,8 +165,7 @@ class Progress:
 
 
 def numbers(metrics: Mapping[str, float | None], rewards: Collection[float]) -> str:
-    """Format a step's numbers as ``SHOWN`` says, the reward with the ``rewards`` of the newest steps as a
-    line."""
+    """Format a step's numbers as ``SHOWN`` says, with a sparkline of the newest ``rewards``."""
     values = {label: (first_of(metrics, names), unit) for label, (names, unit) in SHOWN.items()}
     texts = [
         f"{label} {compact(value)}{unit}" for label, (value, unit) in values.items() if value is not None

@@ -1,7 +1,5 @@
 """Recorded steps: whether their records are whole, their verdicts, and their rollouts as pages have them.
-
-Skeletons are read once; token ids are read only of the rollouts that are shown.
-"""
+Token ids are read only of the rollouts that are shown."""
 
 from __future__ import annotations
 
@@ -34,8 +32,8 @@ DIGITS = 3
 
 
 def find_decoder(model: ModelRecipe) -> tuple[Decode, str]:
-    """Return the text of tokens inside of a response, from the model's tokenizer, and an empty note; without
-    a tokenizer their ids, and why."""
+    """Return the model's decoder for tokens inside a text, and "". Without a tokenizer it shows ids; and
+    why."""
     try:
         return by_token(load_decoder(local_path(model))), ""
     except ValueError as error:
@@ -78,8 +76,8 @@ class RecordedStep:
 
     def rows(self, rollouts: Sequence[Rollout], decode: Decode) -> Iterator[dict[str, Any]]:
         """Yield some of ``rollouts`` as plain data: what a page filters by, and ``packed``, compressed JSON
-        of the ``question`` and ``parts``. A part has its place in the tree, facts, the text of each token,
-        and ``columns`` with a number for each token, or one for all."""
+        of the ``question`` and ``parts``: place in the tree, facts, texts of tokens, ``columns`` (a number
+        each, or for all)."""
         for rollout, seen in zip(rollouts, self.views(rollouts, decode), strict=True):
             grades = [part.grade for part in rollout.parts if part.grade is not None]
             parts = [_part(part, one) for part, one in zip(rollout.parts, seen.parts, strict=True)]

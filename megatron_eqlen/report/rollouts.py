@@ -1,5 +1,4 @@
-"""Rollouts in readable form: text, rewards, and their part in training. Pages draw them, ``eqlen inspect``
-prints them."""
+"""Rollouts in readable form, for pages and ``eqlen inspect``: text, rewards, and their part in training."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ from megatron_eqlen.types import Grade, Node, Part, Rollout
 
 Decode = Callable[[Sequence[int]], str]
 Role = Literal["raised", "lowered", "equal", "plain"]
-"""Effect of training on the part's probability, by its advantage. ``equal``: compared, but without an
-advantage; ``plain``: not compared."""
+"""Effect of training on the part's probability. ``equal``: no advantage; ``plain``: not compared."""
 Use = Literal["trained", "skipped", "not trained", "not scored", ""]
 """``skipped``: compared, with weight 0 (equal rewards). ``not trained``: in no comparison. Empty: unknown."""
 
@@ -65,8 +63,7 @@ class PartView:
     """``stop``, ``length`` or ``continues`` (not ended here)."""
     lesson: Lesson
     verdict: str
-    """If the part ends a response: the grader's verdict, the extracted answer and, unless it is correct, the
-    gold one."""
+    """At a response's end: the verdict, the extracted answer and, unless it is correct, the gold one."""
     versions: tuple[int, ...]
     """Policy versions of the weights that sampled it, in order; empty if unknown."""
 
@@ -100,8 +97,8 @@ class RolloutView:
 
 
 class Training:
-    """Effects of training on a step's rollouts, found with the functions of training itself; skeletons
-    suffice. Without the recipe nothing is known."""
+    """Effects of training on a step's rollouts, found with training's own functions; skeletons suffice.
+    Without the recipe nothing is known."""
 
     def __init__(self, rollouts: Sequence[Rollout], recipe: Recipe | None) -> None:
         scored = all(part.grade for rollout in rollouts for part, _ in rollout.ended())

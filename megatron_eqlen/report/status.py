@@ -33,16 +33,15 @@ from megatron_eqlen.report.progress import SPARK_STEPS, STEPS_FOR_ETA, numbers
 
 MOST_WARNINGS = 5
 SILENCE = 4 * BEAT
-"""Seconds without a sign of life after which a run on another machine counts as dead, if its lock cannot be
-seen."""
+"""Seconds without a sign of life after which a run whose lock is out of sight counts as dead."""
 
 Condition = Literal[
     "not started", "running", "silent", "complete", "stopped",
     "failed", "hung", "given up", "killed", "cancelled",
 ]  # fmt: skip
 """``silent``: it holds its folder, but gives no sign of life. ``stopped``: it ended in order before its
-limit. ``killed``: it was cut off without a word, or its machine is gone. ``given up``: SLURM starts it no
-more. ``cancelled``: SLURM told its job to end (scancel)."""
+limit. ``killed``: it, or its machine, was cut off. ``given up``: SLURM starts it no more. ``cancelled``:
+SLURM told its job to end (scancel)."""
 STYLES = {
     "running": "bold green", "complete": "bold green",
     **dict.fromkeys(("silent", "failed", "hung", "given up", "killed"), "bold red"),
@@ -52,8 +51,7 @@ StatusRow = tuple[str, str | Text]  # name and text
 
 
 def print_status(folder: Path, console: Console | None = None) -> None:
-    """Print one screen of text about the run in ``folder``. Raises ValueError if that is no run's folder, or
-    naming a file that cannot be read."""
+    """Print one screen about the run in ``folder``. Raises ValueError if it is none or a file is damaged."""
     status = RunStatus(folder)
     check_newest(folder / "streams")
     console = console or Console(highlight=False, soft_wrap=True)
@@ -84,8 +82,7 @@ class RunStatus:
         return [(name, text) for name, text in [*rows, *self._history(now)] if text]
 
     def page(self) -> list[StatusRow]:
-        """Return the lines of a page: those that will still hold when it is read, with times in place of
-        ages, and where the run comes from."""
+        """Return the lines of a page: those that still hold later, with times, not ages, and origins."""
         holder, ended = self.holder, self.condition not in ("running", "silent")
         candidates = [
             *([("state", self.condition), ("job", self.job)] if ended else []),
@@ -159,8 +156,8 @@ class RunStatus:
 
 
 def has_ended(run: Path, recipe: Recipe) -> bool:
-    """Return True if the run in the folder ``run`` was evaluated after its last step, or without benchmarks
-    if the budget of ``recipe`` is spent."""
+    """Return True if the run in ``run`` was evaluated after its last step, or, without benchmarks, has spent
+    its budget."""
     evaluated = (run / "evaluation/after.json").exists()
     return evaluated or (not recipe.evaluation.benchmarks and _is_spent(run, recipe))
 
@@ -177,8 +174,8 @@ def _is_spent(run: Path, recipe: Recipe) -> bool:
 
 
 def _condition(run: Path, recipe: Recipe, holder: dict[str, Any], state: RunState) -> Condition:
-    """Return the run's condition. A lock that is seen to be held proves that the run is alive; otherwise, on
-    another machine, a run that gave a sign of life a moment ago counts as alive."""
+    """Return the run's condition. A lock that is held proves that the run is alive; without it, a run on
+    another machine is alive if it gave a sign of life a moment ago."""
     here = holder.get("host") == socket.gethostname()
     running = state.started and not state.ended
     heard = running and time.time() - state.sign_of_life < SILENCE

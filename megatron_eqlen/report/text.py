@@ -35,10 +35,10 @@ def print_rollouts(
     as_json: bool = False,
 ) -> None:
     """Print the first ``limit`` rollouts of a file, of a step's folder, or of a run's ``streams/`` folder,
-    those that were probed before others of their step; with ``as_json`` a line of JSON for each.
+    probed ones first within a step; with ``as_json`` a line of JSON for each.
 
-    ``model`` is the folder whose tokenizer decodes. ``recipe``, by default that of the recorded run, gives
-    the lessons of training. Raises ValueError naming the path if there is nothing to read.
+    ``model``: the folder whose tokenizer decodes. ``recipe``, by default the run's, gives the lessons of
+    training. Raises ValueError naming the path if there is nothing to read.
     """
     console = console or Console(highlight=False)
     recipe = recipe or recipe_of(streams)
@@ -73,10 +73,8 @@ def print_rollouts(
 
 
 def recipe_of(streams: Path) -> Recipe | None:
-    """Return the recipe of the run or harvest that recorded ``streams`` (as for ``print_rollouts``).
-
-    The recipe lies beside the steps, or beside the folder ``streams/`` that holds them.
-    """
+    """Return the recipe of the run or harvest that recorded ``streams``; it lies beside or above the
+    steps."""
     here = streams.resolve()
     for folder in (here, *here.parents):
         recorded = (folder / "streams").is_dir() or any(folder.glob(f"step-*/{FILES}"))

@@ -1,7 +1,5 @@
-"""Places that show a run besides its own record: TensorBoard, and on request wandb.
-
-A tracker is optional: one that fails is left out, with one warning; it never ends a run.
-"""
+"""Places that show a run besides its own record: TensorBoard, and on request wandb. A tracker that fails is
+left out, with one warning; it never ends a run."""
 
 from __future__ import annotations
 
@@ -28,10 +26,8 @@ class Trackers:
     """The trackers of a run; after its first failure one is no longer called."""
 
     def __init__(self, folder: Path, steps: int, recipe: Recipe) -> None:
-        """Start them for a run that has ``steps`` steps behind it: later points are removed.
-
-        Raises ValueError if the recipe wants one whose package is not installed.
-        """
+        """Start them for a run with ``steps`` steps behind it: later points are removed. Raises ValueError
+        for a tracker whose package is not installed."""
         self._running: dict[str, TensorBoard | Wandb] = {}
         self._try("TensorBoard", lambda: self._running.update(TensorBoard=TensorBoard(folder, steps, recipe)))
         if project := recipe.report.wandb_project:
@@ -88,11 +84,8 @@ class TensorBoard:
 
 
 class Wandb:
-    """The wandb run of this folder: a new one, or the one that an earlier start made.
-
-    wandb sends from a process of its own, so that a slow network does not delay a step. It cannot remove
-    steps: steps that it already has keep their first values.
-    """
+    """The wandb run of this folder. It sends from its own process, so that a slow network delays no step.
+    wandb cannot remove steps: those that it already has keep their first values."""
 
     def __init__(self, folder: Path, recipe: Recipe) -> None:
         import wandb  # pyright: ignore[reportMissingImports] (optional)
