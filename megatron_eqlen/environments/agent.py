@@ -1,8 +1,6 @@
-"""An agent of somebody else's: a function that speaks to the policy as to OpenAI, and returns a reward.
-
-The function runs in a thread beside the harvest. Each of its requests is an observation, and waits for the
-policy's turn; where the function returns, the response has ended.
-"""
+"""An agent of somebody else's: a function that speaks to the policy as to OpenAI, and returns a reward. It
+runs in a thread beside the harvest. Each of its requests is an observation, and waits for the policy's turn;
+where the function returns, the response has ended."""
 
 from __future__ import annotations
 
@@ -33,8 +31,7 @@ class Agent(Environment):
     def __init__(
         self, prompt: Prompt, seed: int, function: str, tools: str | None = None, **arguments: Any
     ) -> None:
-        """``function``: its import path; it may be ``async``. ``tools``: JSON file of the schemas that its
-        requests have."""
+        """``function``: its import path, perhaps ``async``. ``tools``: JSON file of its requests' schemas."""
         assert self.endpoint is not None
         self.episode = Episode()
         base_url = self.endpoint.open(self.episode)

@@ -34,7 +34,7 @@ def reader(
     tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]], enable_thinking: bool | None
 ) -> Callable[[TokenIds], str]:
     """Return what reads a turn of the policy: its text, with calls of ``tools`` as Qwen3 writes them. Raises
-    ValueError for a template that shows calls in a form that no parser reads."""
+    ValueError for a template whose calls no parser reads."""
     prompt = tokenizer.render_chat([QUESTION], enable_thinking, [TOOL])
     if CALL.name not in prompt:
         log.warning(
@@ -55,7 +55,7 @@ def _family(
     tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]], enable_thinking: bool | None, prompt: str
 ) -> Callable[[str], str]:
     """Return what writes the calls of a turn anew. Calls of Qwen3 and Llama 3 stay as they are, also for a
-    template that writes no calls, unless it lists tools: its family has a form of its own then."""
+    template that writes none, unless it lists tools: its family then has its own form."""
     shown, opening, why = "", prompt.rpartition(QUESTION["content"])[2], ""
     try:
         shown = with_calls(

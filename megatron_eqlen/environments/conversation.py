@@ -63,16 +63,15 @@ class Conversations:
     read: Callable[[TokenIds], str]
     """Tokens of a turn -> its text."""
     write: Callable[[Observation], list[int]]
-    """Observation -> tokens that follow the turn's last token, up to the start of the next turn; only some of
-    them where they are more than ``limits`` allows."""
+    """Observation -> tokens from the turn's end to the next turn's start; beyond ``limits`` only some."""
     limits: EnvironmentRecipe = field(default_factory=EnvironmentRecipe)
     close: Callable[[], None] = lambda: None
     """Gives up what all environments share."""
     note: Callable[[TimeSpan], None] = lambda span: None
     """Is told of the longest calls and waits of a harvest, at its end."""
     kept: Path | None = None
-    """Folder of the step's record that states are saved in after each turn; states of earlier steps lie in
-    its neighbours. None: nothing is saved."""
+    """Folder of the step's record for states; those of earlier steps lie beside it. None: they are not
+    saved."""
     forked_as: tuple[int, ...] | None = None
     """``Environment.forked_as`` of one that is made, in place of the saved one's."""
     own_seeds: bool = False
@@ -90,14 +89,14 @@ class Answer(NamedTuple):
     cut: bool = False
     """True if a limit ended the response, not the environment."""
     changed: int = 0
-    """Turns before that a new environment, which was told them, answered otherwise than recorded."""
+    """Earlier turns that a new environment, which was told them, answered otherwise than recorded."""
 
 
 def answer(
     speak: Conversations, environment: Environment | None, prompt: Prompt, seed: int, turns: list[Turn]
 ) -> Answer:
-    """Let the environment answer the last of ``turns``, which are all turns of the response so far. None: a
-    new one, which is told the turns before; what it answers there is not read, the record stands."""
+    """Let the environment answer the last of ``turns``, all turns of the response so far. None: a new one,
+    which is told the turns before; what it answers there is not read, the record stands."""
     known, environment = environment, environment or speak.make(prompt, seed)
     try:
         first = 0 if known is None else len(turns) - 1
@@ -134,8 +133,8 @@ def _name(seed: int, prompt: Prompt, turns: list[Turn], forks: Sequence[int] = (
 
 
 def _saved(speak: Conversations, seed: int, prompt: Prompt, turns: list[Turn]) -> Path | None:
-    """Return the file of the state after ``turns``, of this step or an earlier one: the line's own, or that
-    of the line that it left; None if there is none."""
+    """Return the file of the state after ``turns``, of this step or an earlier one: the line's own, else the
+    one it left; or None."""
     if speak.kept is None or not turns:
         return None
     forks = speak.forked_as or ()

@@ -3,8 +3,8 @@
     agent ── POST BASE_URL/chat/completions ──► Episode ── new messages ──► Agent.step's observation
           ◄─────────── policy's turn ──────────         ◄── text of a turn ──
 
-A request must continue the conversation so far. The same request again, from a client that retries, waits for
-the same turn. The key of an episode is in its URL, and stands before anything else of a request is read.
+A request must continue the conversation so far; the same request again, from a client that retries, waits for
+the same turn. The key of an episode is in its URL, and is checked before anything else is read.
 """
 
 from __future__ import annotations
@@ -94,8 +94,7 @@ def _plain(message: Any) -> Message:
 
 
 def as_message(text: str, turn: int, tools: bool) -> Message:
-    """Return a turn's text as an assistant's message: thinking apart, and calls of ``tools``, if there are
-    some."""
+    """Return a turn's text as an assistant's message: thinking apart, and calls of ``tools``, if any."""
     thinking, closed, spoken = text.rpartition("</think>")
     calls = []
     if tools:
@@ -187,8 +186,7 @@ class Episode:
     # ---- the environment's side ----------------------------------------------------------------------
 
     def asked(self) -> list[Message] | None:
-        """Return the new messages of the next request, once there is one; None if the agent has ended. Raises
-        the agent's error."""
+        """Return the next request's new messages, once there; None at the agent's end. Raises its error."""
         with self._changed:
             self._changed.wait_for(
                 lambda: len(self.requests) > len(self.turns) or self.ended or self._closed is not None

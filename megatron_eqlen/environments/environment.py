@@ -3,9 +3,9 @@
     a turn of the policy ──step──► Observation ──chat template──► given tokens, which are not trained
                             └────► done: the response has ended, and is graded
 
-An environment stands still while a turn is generated. A fork copies it, its random generator included, where
-the fork leaves its line: both continuations then are what the policy might have met, and comparing them is
-unbiased (docs/agents.md). A new environment in place of a copy would not be.
+An environment stands still while a turn is generated. A fork copies it, its random generator included: both
+continuations are what the policy might have met, so comparing them is unbiased (docs/agents.md). With a new
+environment in place of a copy it would not be.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Environment:
             ) from error
 
     def save(self, place: Path) -> str | None:
-        """Return text that ``load`` makes the state of; large parts lie in files of the folder ``place``, and
-        stay there. None: a resumed run tells a new environment the messages."""
+        """Return text from which ``load`` restores the state; large parts stay in files of the folder
+        ``place``. None: a resumed run tells a new environment the messages."""
         return None
 
     def load(self, text: str, place: Path) -> None:
@@ -103,8 +103,7 @@ class Environment:
 
     @classmethod
     def start(cls, **options: Any) -> None:
-        """Load what all environments of the class share, before anything is generated. Raises ValueError for
-        options that do not fit."""
+        """Load what all environments of the class share. Raises ValueError for options that do not fit."""
 
     @classmethod
     def end(cls) -> None:

@@ -66,7 +66,7 @@ def conversations(
     recipe: Recipe, tokenizer: Tokenizer, note: Callable[[TimeSpan], None] = lambda span: None
 ) -> Conversations | None:
     """Return how a harvest speaks with the recipe's environment; None without one. Raises ValueError for an
-    environment or a chat template that does not fit."""
+    environment or template that does not fit."""
     section = recipe.environment
     if section.name is None:
         return None
@@ -126,9 +126,9 @@ def given_tokens(
 ) -> list[int]:
     """Return the tokens between a turn's last token and the first one of the next turn.
 
-    Raises ValueError for a chat template that changes earlier turns: what was generated could not stay as it
-    is. Qwen3's drops earlier thinking once a ``user`` speaks, and keeps it before a ``tool``. Also for one
-    that leaves out what was said: Zephyr's has no role ``tool``.
+    Raises ValueError for a chat template that changes earlier turns, since generated text must stay (Qwen3's
+    drops thinking once a ``user`` speaks, and keeps it before a ``tool``), or leaves out what was said
+    (Zephyr's has no role ``tool``).
     """
     said = observation.messages or [
         {"role": observation.role, "content": observation.content, **observation.keys}

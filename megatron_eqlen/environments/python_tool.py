@@ -1,8 +1,8 @@
 """A Python tool: cells that run in the sandbox of the code grader and share their names.
 
 The state is the list of cells that have run; each call runs them all again, in a new process. So a copy is a
-copy of the list, and nothing of one episode reaches another. Random numbers, addresses and numbers of
-processes are the same in each process. Cells must not depend on the clock.
+copy of the list, and nothing of one episode reaches another. Random numbers, addresses and process ids are
+the same in each process. Cells must not depend on the clock.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class PythonTool(ToolEnvironment):
         sandbox: Mode = "strict",
         python: str = "3.11",
     ) -> None:
-        """``timeout``: seconds of CPU that all cells may take together. ``longest_output``: characters that
-        the policy sees; the middle of a longer output is left out."""
+        """``timeout``: seconds of CPU for all cells together. ``longest_output``: characters that the policy
+        sees; the middle of a longer output is left out."""
         self.limits = Limits(timeout, 4 * timeout + 2, memory_mb, output_bytes=1 << 20)
         self.longest_output = longest_output
         self.place: tuple[Mode, str] = sandbox, python

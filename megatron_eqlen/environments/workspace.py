@@ -3,7 +3,7 @@
     template ──pack──► folder ──command──► folder ──command──► folder ──► grade
                                   └──fork──► the same folder, another future
 
-No process lives between two commands, so the folder, a tar that is never changed, is the whole state. A
+No process lives between two commands, so the folder, a tar that is never changed, is the whole state, and a
 fork copies nothing: both environments hold the same tar until one of them runs a command.
 """
 
@@ -114,11 +114,10 @@ class Workspace(ToolEnvironment):
 
         ``timeout``: seconds of a command. ``readable``: places of this machine that commands see, too.
         ``variables``: of their environment. ``command``: start of a command that runs another in a container,
-        with ``{folder}`` for the folder: the sandbox then only limits time, output and sizes.
-
-        ``root``: the folder is the root of what commands see, which start as ``/root/.profile`` says, the
-        test as that of ``hidden`` or ``template`` does.
-        ``reward``: a file of the folder in which ``test`` leaves the reward, a number.
+        with ``{folder}`` for the folder: the sandbox then only limits time, output and sizes. ``root``: the
+        folder is the root of what commands see, which start as ``/root/.profile`` says, the test as that of
+        ``hidden`` or ``template``. ``reward``: a file of the folder in which ``test`` leaves the reward, a
+        number.
         """
         self.prompt, self.seed = prompt, seed
         self.limits = CommandLimits(timeout, memory_mb, processes, folder_mb, files, longest_output)
@@ -298,8 +297,8 @@ def _scratch() -> str:
 
 
 def require_templates(golds: Mapping[str, str], options: Mapping[str, Any]) -> int:
-    """Return how many templates ``options`` name with ``{gold}``, for some golds and their rows. Raises
-    ValueError if one is not there."""
+    """Return how many templates ``options`` name with ``{gold}``, for golds and their rows. Raises ValueError
+    if one is missing."""
     keys = [key for key in TEMPLATES if "{gold}" in str(options.get(key))]
     named = {_with_gold(options[key], gold): (key, row) for gold, row in golds.items() for key in keys}
     if missing := [name for name in named if not _is_there(name)]:
@@ -365,8 +364,7 @@ def packed_template(name: str, folder_mb: int, files: int, key: str = "template"
 
 
 def _unpack(file: BinaryIO, place: str, most_bytes: int) -> None:
-    """Unpack a tar or zip, without devices. Raises FolderError for a longer one or a link in a zip, and what
-    its library raises."""
+    """Unpack a tar or zip, without devices. Raises FolderError for a longer one or a link in a zip."""
     if tarfile.is_tarfile(file):
         with tarfile.open(fileobj=file) as archive:
             _refuse_long((member.size for member in archive), most_bytes)
@@ -394,8 +392,8 @@ def _inside(member: tarfile.TarInfo, place: str) -> tarfile.TarInfo | None:
 
 
 def laid_over(folder: bytes, above: bytes, without: Set[str] = frozenset()) -> bytes:
-    """Return ``folder`` with the files of ``above`` in place of its own, links among them, that are in their
-    way, and ``without`` others. Hard links become files."""
+    """Return ``folder`` with the files of ``above`` over its own, links in their way removed, and ``without``
+    others. Hard links become files."""
     written = io.BytesIO()
     with (
         tarfile.open(fileobj=io.BytesIO(folder)) as under,

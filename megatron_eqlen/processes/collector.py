@@ -10,8 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Collect nothing meanwhile: while millions of records are made, the collector walks over them again and
-    again."""
+    """Collect nothing in the block: the collector would walk over millions of new records again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -27,9 +26,8 @@ YOUNG = 50_000, 10, 2**31 - 1
 
 @contextmanager
 def young_collected() -> Iterator[None]:
-    """Collect among new objects alone meanwhile: a harvest makes millions of records that stay, and so many
-    that the collector walks over all of them again and again. Each is looked at twice; cycles that live
-    longer are found afterwards."""
+    """Collect among new objects alone in the block: a harvest makes millions of records that stay, which the
+    collector would walk over again and again. Cycles that live longer are found afterwards."""
     before = gc.get_threshold()
     gc.set_threshold(*YOUNG)
     try:

@@ -12,9 +12,8 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 def cores_per_rank(ranks_on_node: int, environ: Mapping[str, str] = os.environ) -> int:
     """Return the cores of one rank if ``ranks_on_node`` ranks share the node; at least 1.
-
-    ``SLURM_CPUS_PER_TASK`` applies to a task, which is one rank (srun) or the launcher of several (torchrun).
-    """
+    ``SLURM_CPUS_PER_TASK`` applies to a task, which is one rank (srun) or the launcher of several
+    (torchrun)."""
     share = usable_cores() // ranks_on_node
     if (task := environ.get("SLURM_CPUS_PER_TASK", "")).isdecimal():
         # SLURM writes 8(x2),4 for 8 tasks on each of two nodes and 4 on a third
@@ -58,8 +57,7 @@ def _cgroup_folders(controller: str, proc: Path, cgroups: Path) -> Iterator[Path
 
 
 def _quota(folder: Path) -> float | None:
-    """Return the quota in cores; None without a quota or if the folder is not visible (the container's
-    root)."""
+    """Return the quota in cores; None without one, or if the folder is hidden (the container's root)."""
     if (both := folder / "cpu.max").is_file():
         quota, period = both.read_text().split()
         return None if quota == "max" else int(quota) / int(period)

@@ -4,10 +4,8 @@ Under torchrun or srun the ranks come from the environment (RANK, WORLD_SIZE, MA
 LOCAL_RANK); ``launch`` names a file at which they meet (``STORE``) instead of an address. Without RANK the
 process is a world of size 1. An existing default group is used.
 
-Objects are sealed with the secret of their job: torch, Megatron and vLLM unpickle what a connection brings,
-and gloo takes anybody's who connects while a group is made.
-
-    all_gather_object, broadcast_object_list, ...    HMAC-SHA256 of the pickle, then the pickle
+Objects are sealed (HMAC-SHA256, then the pickle) with the secret of their job: torch, Megatron and vLLM
+unpickle what a connection brings, and gloo takes anybody's who connects while a group is made.
 """
 
 from __future__ import annotations
@@ -27,8 +25,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 HOST_PATIENCE = timedelta(days=7)
-"""Timeout of collectives over ``host``: as long as servers may generate. A dead rank closes its connections,
-which ends the wait at once."""
+"""Timeout of collectives over ``host``, as long as servers may generate. A dead rank ends a wait at once."""
 STORE = "EQLEN_STORE"
 """Environment variable: the file at which the ranks of one machine meet."""
 SECRET = "EQLEN_SECRET"
@@ -42,8 +39,7 @@ _host: dist.ProcessGroup | None = None
 
 
 def join(timeout: timedelta = timedelta(minutes=30)) -> None:
-    """Join the world, unless this process has joined already. ``timeout``: how long a collective may wait for
-    a lost rank."""
+    """Join the world, if not done yet. ``timeout``: how long a collective may wait for a lost rank."""
     global _host
     # each gloo group connects a rank with every other; the usual limit of open files is 1,024
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -56,8 +52,8 @@ def join(timeout: timedelta = timedelta(minutes=30)) -> None:
 
 
 def host() -> dist.ProcessGroup | None:
-    """Return the group of all ranks for plain objects: gloo on any machine, since NCCL would stage objects on
-    every GPU. None, the default group, in a world that ``join`` did not make."""
+    """Return the gloo group of all ranks for plain objects, which NCCL would stage on every GPU; None, the
+    default group, in a world that ``join`` did not make."""
     return _host
 
 
@@ -83,8 +79,8 @@ _alone: ContextVar[bool] = ContextVar("alone", default=False)
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Make ``agree`` and ``gather`` local to this thread within the block. A rank can then run collective
-    code in a thread beside its training; only one thread of a process may use its groups."""
+    """Make ``agree`` and ``gather`` local to this thread in the block, so that it can run collective code
+    beside training: only one thread of a process may use its groups."""
     token = _alone.set(True)
     try:
         yield
@@ -106,8 +102,7 @@ def gather[Item](items: list[Item]) -> list[Item]:
 
 
 def agree[Item](ask: Callable[[], Item]) -> Item:
-    """Return rank 0's result of ``ask`` on every rank. Only rank 0 calls ``ask``: ranks that see different
-    files would decide differently and deadlock."""
+    """Return rank 0's ``ask()`` on every rank: ranks that see different files would decide differently."""
     if is_alone():
         return ask()
     box: list[Any] = [ask() if dist.get_rank() == 0 else None]
@@ -143,8 +138,8 @@ class SealError(ConnectionError):
 
 
 def seal(required: bool = False) -> None:
-    """Seal the objects of this process's collectives, if the environment has a secret. Raises ValueError if
-    it is ``required`` and missing."""
+    """Seal this process's collectives if the environment has a secret. Raises ValueError if a ``required``
+    one is missing."""
     if SECRET in os.environ:
         module: Any = distributed_c10d
         module._pickler, module._unpickler = _Sealing, _Opening

@@ -53,8 +53,7 @@ def append(run: Path, kind: str, **fields: Any) -> None:
 
 
 def read(run: Path, newest: int | None = None) -> list[Event]:
-    """Return the events so far; of steps and stages, if ``newest`` is given, only those in so many bytes at
-    the end.
+    """Return the events so far; with ``newest``, steps and stages only from so many bytes at the end.
 
     A last line without its end may still be in writing, and is left out. Lines that are not JSON were torn,
     and are skipped with a warning. Raises ValueError with the file's name for any other line.
@@ -83,8 +82,7 @@ def read(run: Path, newest: int | None = None) -> list[Event]:
 
 
 def began(run: Path) -> datetime:
-    """Return the time of the first event, which is that of the run's first start; now where there is none. In
-    UTC: a run may go on in another zone."""
+    """Return the UTC time of the first event, the run's first start; now where there is none."""
     first = next(iter(read(run, 0)), None)
     return datetime.fromtimestamp(first["time"] if first else time.time(), UTC)
 
@@ -121,8 +119,8 @@ def _lock(file: int) -> None:
 
 
 class EventWriter(logging.Handler):
-    """Writes the events of a run's process from a thread, so that a slow disk does not delay the run. Events
-    noted before ``writing`` wait for it."""
+    """Writes the events of a run's process from a thread, so that slow disks delay nothing; those noted
+    before ``writing`` wait for it."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -142,9 +140,8 @@ class EventWriter(logging.Handler):
 
     @contextmanager
     def writing(self, run: Path, check: Callable[[], None]) -> Iterator[None]:
-        """Write to ``run`` while the block lasts, also the warnings of the package's loggers, and how the
-        block ends. ``check`` raises HeldError if another process holds the folder: then nothing is written.
-        """
+        """Write to ``run`` in the block: events, the warnings of the package's loggers, and how it ends.
+        ``check`` raises HeldError if another process holds the folder: then nothing is written."""
         error = None
         logging.getLogger("megatron_eqlen").addHandler(self)
         thread = threading.Thread(target=self._follow, args=(run, check), daemon=True, name="events")

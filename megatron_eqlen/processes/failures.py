@@ -86,8 +86,7 @@ def keep_in(run: Path) -> None:
 
 
 def is_expected(error: BaseException) -> bool:
-    """Return True if the message is sufficient: a user's mistake, a file or disk error, or another rank's
-    end."""
+    """Return True if the message suffices: a user's mistake, a file or disk error, another rank's end."""
     known = isinstance(error, ValueError | FileNotFoundError | ExpectedError)
     disk = isinstance(error, OSError) and (error.filename is not None or error.errno in DISK_FULL)
     return (known or disk or bool(CONSEQUENCES.search(text_of(error)))) and TRACEBACK not in os.environ
@@ -131,8 +130,7 @@ def free_space(path: Path) -> str:
 
 
 def run_script(main: Callable[[], None]) -> None:
-    """Run the ``main`` of a script in ``tools/``. An expected error is printed in one line and exits with
-    status 2."""
+    """Run the ``main`` of a script in ``tools/``; print an expected error in one line, with status 2."""
     try:
         main()
     except Exception as error:
@@ -152,8 +150,8 @@ def record(error: BaseException) -> bool:
 
 
 def tell(message: str, stack: str = "", hidden: bool = False, everyone: bool = False) -> bool:
-    """Record a failure without an exception. ``hidden``: do not write to the run's folder, which another
-    process holds now. ``everyone``: the failure ends all ranks."""
+    """Record a failure without an exception, for all ranks with ``everyone``. ``hidden``: not in the run's
+    folder, which another process holds."""
     global _told
     if _told is None:
         rank = None if everyone else int(os.environ.get("RANK", "0"))
@@ -174,7 +172,7 @@ def read(folder: Path) -> list[Failure]:
 
 def _write(path: Path, failure: Failure) -> bool:
     """Write a new file, in the form of ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler`` with
-    an extra field; return False if it exists or cannot be written (the failure may be a full disk)."""
+    an extra field; return False if it exists or cannot be written (on a full disk)."""
     stack, when = failure.traceback or failure.message, str(int(failure.time))
     extra = {"py_callstack": stack, "timestamp": when, "eqlen": vars(failure)}
     try:
@@ -190,7 +188,7 @@ def _write(path: Path, failure: Failure) -> bool:
 
 def retried[R](work: Callable[[], R], pauses: Sequence[float] = PAUSES) -> R:
     """Return the result of a call, which is made again after an error of a connection: an OSError without an
-    ``errno``, which errors of files have, is one of an HTTP library."""
+    ``errno``, unlike those of files, comes from an HTTP library."""
     for pause in pauses:
         try:
             return work()

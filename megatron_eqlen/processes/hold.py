@@ -1,8 +1,8 @@
 """Lock of a run's folder: one process at a time writes to it, wherever that process runs.
 
-A file lock lasts as long as the process that took it. On a cluster this does not suffice: a node that lost
-the network keeps running while SLURM restarts the job elsewhere. The lock file therefore names its holder, a
-later start of the same SLURM job takes the lock over, and the holder checks the file before each write.
+A file lock lasts as long as its process. On a cluster this does not suffice: a node that lost the network
+keeps running while SLURM restarts the job elsewhere. So the lock file names its holder, a later start of the
+same SLURM job takes the lock over, and the holder checks the file before each write.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class HeldError(ValueError):
 
 
 class Hold:
-    """Lock ``folder/.lock`` until this process ends; the file names the holder and contains ``about``. Raises
-    HeldError while another process holds it."""
+    """Lock ``folder/.lock`` until this process ends; the file holds the holder and ``about``. Raises
+    HeldError if another process has it."""
 
     def __init__(self, folder: Path, about: Mapping[str, Any] = MappingProxyType({})) -> None:
         self.path = folder / FILE
@@ -85,8 +85,7 @@ class Hold:
 
 
 def is_locked(path: Path) -> bool:
-    """Return True if a process holds the lock file ``path``, as far as this machine sees: on some file
-    systems a lock is visible only on the machine that took it."""
+    """Return True if a process is seen to hold the lock file; some file systems show only local locks."""
     try:
         with opened(path) as file:
             # Held for an instant only: processes that want the lock wait longer than that.

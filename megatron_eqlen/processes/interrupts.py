@@ -1,8 +1,6 @@
-"""Handle Ctrl-C, a closed terminal and a scheduler's SIGTERM in the process that a user started.
-
-First SIGINT: the run stops after its step, with a checkpoint, as with ``touch RUN/STOP``. Second SIGINT,
-SIGTERM or SIGHUP: the process and its children end at once. A run can be resumed from any moment.
-"""
+"""Handle Ctrl-C, a closed terminal and a scheduler's SIGTERM in the process that a user started. First
+SIGINT: the run stops after its step, with a checkpoint, as with ``touch RUN/STOP``. Second SIGINT, SIGTERM or
+SIGHUP: the process and its children end at once. A run can be resumed from any moment."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ class Interrupts:
 
 def begin() -> None:
     """Make Ctrl-C raise KeyboardInterrupt. During an import it ends the process at once, since C modules lose
-    or print the exception. It ends a rank without a word: the launcher prints the line and ends its ranks."""
+    or print the exception. A rank ends without a word: its launcher prints the line."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL if "RANK" in os.environ else _interrupt)
 

@@ -1,8 +1,6 @@
-"""Start the ranks of a run on one machine; none outlives this process.
-
-They meet at a file of this process (``STORE``), not at torch's rendezvous: its stores listen on all addresses
-of the machine without a secret, and ``c10d``'s unpickles what anybody has written there.
-"""
+"""Start the ranks of a run on one machine; none outlives this process. They meet at a file of this process
+(``STORE``), not at torch's rendezvous: its stores listen on all addresses of the machine without a secret,
+and ``c10d``'s unpickles what anybody has written there."""
 
 from __future__ import annotations
 
@@ -30,8 +28,7 @@ from megatron_eqlen.processes.quiet import quiet
 def launch(
     processes: int, arguments: list[str], interrupts: Interrupts, module: str = "megatron_eqlen.cli"
 ) -> int:
-    """Run ``python -m MODULE ARGUMENTS`` on ``processes`` ranks of this machine. Print the first failure and
-    return its status."""
+    """Run ``python -m MODULE ARGUMENTS`` on local ranks. Print the first failure and return its status."""
 
     def handle(number: int, _: object) -> None:
         if interrupts.ends(number):

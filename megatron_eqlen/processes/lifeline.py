@@ -1,5 +1,5 @@
-"""End a process when its launcher ends, whether the launcher returned, raised, or was killed with SIGKILL;
-and what it started itself, such as an environment's programs, when it ends.
+"""End a process when its launcher ends, whether that returned, raised, or was killed with SIGKILL; and what
+it started itself, such as an environment's programs, when it ends.
 
 A parent names itself in its children's environment (``named``); each child calls ``die_with_launcher`` first.
 torchrun starts its ranks in separate sessions, which SLURM may lose track of; the ranks watch torchrun, too.
@@ -22,8 +22,7 @@ LAUNCHER = "EQLEN_LAUNCHED"
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 """Environment variable that torchrun sets for its ranks."""
 INTERVAL = 0.25
-"""Seconds between two looks. The kernel's signal (``PR_SET_PDEATHSIG``) would arrive when the launcher's
-*thread* ends, which may be before its process ends."""
+"""Seconds between two looks. The kernel's ``PR_SET_PDEATHSIG`` comes when the launcher's *thread* ends."""
 PR_SET_CHILD_SUBREAPER = 36
 PATIENCE = 5.0
 """Seconds in which processes end that are killed, but for those that wait for a broken device."""
@@ -57,8 +56,8 @@ def _watch(launcher: int) -> None:
 
 @contextmanager
 def taking_along() -> Iterator[None]:
-    """Kill, after the block, all processes that were started in it and still run, and what these have
-    started, in whatever session: orphans become children of this process."""
+    """Kill, after the block, all processes that were started in it and what these have started, in whatever
+    session: orphans become children of this process."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     before = _descendants()
     try:

@@ -1,5 +1,4 @@
-"""Settings before heavy libraries are imported: silence of their repetitive and irrelevant output, so that a
-run's own lines can be read, and a place for compiled modules."""
+"""Settings before heavy imports: silence of irrelevant output, and a place for compiled modules."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ LOGGERS = (
 
 
 def quiet() -> None:
-    """Silence the libraries. Call before they are imported; child processes inherit the environment
-    settings."""
+    """Silence libraries, before they are imported; child processes inherit the environment settings."""
     if VERBOSE in os.environ:
         return
     for name, value in ENVIRON.items():
@@ -49,9 +47,8 @@ def quiet() -> None:
 
 
 def keep_bytecode() -> None:
-    """Keep what this process and its children compile in ``bytecode`` of the virtual environment, where a
-    shell or an image forbids to keep it beside the sources: each rank would compile all modules again, 10
-    CPU-seconds. Call before heavy imports."""
+    """Keep what is compiled in ``bytecode`` of the virtual environment where it may not lie beside the
+    sources: else each rank compiles all modules again, 10 CPU-seconds. Call before heavy imports."""
     if sys.dont_write_bytecode and sys.pycache_prefix is None and os.access(sys.prefix, os.W_OK):
         sys.dont_write_bytecode, sys.pycache_prefix = False, str(Path(sys.prefix, "bytecode"))
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

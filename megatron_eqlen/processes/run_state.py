@@ -15,8 +15,7 @@ from megatron_eqlen.processes.failures import free_space
 STEPS, WARNINGS = 4, 20
 """Numbers of newest steps whose stages, and of newest warnings that the state has."""
 NEWEST = 1 << 18
-"""Bytes at the end of the record in which steps and stages are read: many times those of ``STEPS`` steps.
-They are nearly all events of a long run."""
+"""Bytes at the record's end in which steps and stages, most of its events, are read; ``STEPS`` need less."""
 TICK = 0.1
 """Seconds by which the time of a file may lie before the clock: it is that of the kernel's last tick."""
 

@@ -27,8 +27,7 @@ class TimeSpan:
 
 
 class Timeline:
-    """Spans of this process. Several threads may add to it. ``note`` is told when each begins and ends
-    (``EventWriter.note``)."""
+    """Spans of this process, from several threads. ``note`` (``EventWriter.note``) gets begins and ends."""
 
     def __init__(self, note: Callable[..., None] = lambda kind, **fields: None) -> None:
         self.spans: deque[TimeSpan] = deque(maxlen=1000)  # more than a step's

@@ -45,9 +45,9 @@ def beat() -> None:
 class Watchdog:
     """Watchdog of one rank of ``world``. It records stages from the beginning and watches after ``start``.
 
-    ``seconds`` (``cluster.watchdog_seconds``) is the time limit without progress; None: never watch.
-    ``collectives`` returns a number or any other value that changes when a collective begins or ends;
-    ``traces`` the contents of files for ``torchfrtrace``, by prefix.
+    ``seconds`` (``cluster.watchdog_seconds``): the limit without progress; None: never watch. ``collectives``
+    returns a value that changes when a collective begins or ends; ``traces`` the contents of files for
+    ``torchfrtrace``, by prefix.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class Watchdog:
             beat()
 
     def start(self, folder: Path) -> None:
-        """Start watching. All ranks pass the same ``folder`` (``RUN/hang/WHEN``), which belongs to this start
-        of the run alone; its parent holds the folders of all starts and is removed with the last of them."""
+        """Start watching. All ranks pass the same ``folder`` (``RUN/hang/WHEN``), of this start alone; its
+        parent holds the folders of all starts and is removed with the last of them."""
         if self.seconds is None:
             return
         self.interval = min(self.seconds / 20, 30.0)
@@ -96,8 +96,7 @@ class Watchdog:
 
     def stop(self) -> None:
         """Stop watching: the rank ends, or has recorded its failure. Never returns while the run hangs, since
-        the first rank that leaves breaks the others' collectives. May be called twice, and before ``start``.
-        """
+        a rank that leaves breaks the others' collectives. Safe to call twice, and before ``start``."""
         self._ended.set()
         if self._thread is None:
             return
