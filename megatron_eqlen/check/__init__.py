@@ -1,8 +1,5 @@
-"""``eqlen check``: report, a line each, what is installed and works on this machine, and how to mend the
-rest.
-
-A new check is a function and its line in one of the lists ``CHECKS``.
-"""
+"""``eqlen check``: report what is installed and works on this machine, and how to mend the rest. A new check
+is a function and its line in one of the lists ``CHECKS``."""
 
 from __future__ import annotations
 
@@ -23,12 +20,8 @@ CHECKS = [*software.CHECKS, *machine.CHECKS]
 
 
 def check(job: Job | None, short: bool = False, checks: Sequence[Check] = CHECKS) -> int:
-    """Run the checks and print what they find; return 1 if something that ``job`` needs is missing or
-    fails.
-
-    ``short``: run only quick checks and print only lines that are not ok, for each node of a job before it
-    trains.
-    """
+    """Run the checks and print what they find; return 1 if something that ``job`` needs is missing or fails.
+    ``short``: run quick checks and print only lines that are not ok, for a job's nodes."""
     place = Place(job, job.recipe.run_folder if job else Path("runs"), short)
     wanting = []
     for entry in checks:
@@ -51,8 +44,7 @@ def check(job: Job | None, short: bool = False, checks: Sequence[Check] = CHECKS
 
 
 def look(entry: Check, place: Place) -> Finding | None:
-    """Return what the check finds; an error that it raises is a finding. Libraries' warnings are not shown:
-    they are about the same faults."""
+    """Return what the check finds; an error is a finding. Libraries' warnings of the same are hidden."""
     told = line(entry, Finding("slow", f"not done after {PATIENCE} s"), bad=False)
     patience = Timer(PATIENCE, print, [told], {"flush": True})
     patience.daemon = True

@@ -61,7 +61,6 @@ class Place:
 class Finding:
     state: State
     text: str
-    """Text of the finding."""
     todo: str = ""
     """Remedy for the user."""
 
@@ -72,11 +71,9 @@ class Check:
 
     name: str
     look: Callable[[Place], Finding | None]
-    """The check itself; returns None if there is nothing to look at here. An OSError, ValueError,
-    RuntimeError or SubprocessError counts as ``failed``."""
+    """The check; None: nothing to look at. OSError, ValueError, RuntimeError, SubprocessError: ``failed``."""
     needed: Callable[[Place], bool] = lambda place: True
-    """True if a run cannot do without it; otherwise ``missing`` and ``failed`` are reported but do not fail
-    the command."""
+    """True if a run cannot do without it; else ``missing`` and ``failed`` do not fail the command."""
     in_short: bool = True
 
 

@@ -102,9 +102,8 @@ def cores(place: Place) -> Finding:
 
 
 def refuse_unfit(cluster: ClusterRecipe) -> None:
-    """Raise RecipeError where this process may not train or generate in ``cluster``: it asks for GPUs and
-    finds too few, or for many times as many processes as there are cores. Print a warning about processes
-    that share cores."""
+    """Raise RecipeError where this process may not train or generate in ``cluster``: too few GPUs, or far
+    more processes than cores. Print a warning about processes that share cores."""
     count, launched = cluster.processes_per_node, "RANK" in os.environ
     if cluster.device == "gpu":
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -14,8 +14,8 @@ from megatron_eqlen.processes import interrupts
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one ``eqlen`` command and return its exit status. User mistakes end with one line on stderr, Ctrl-C
-    with one line and status 130."""
+    """Run one ``eqlen`` command; return its status: 2 for user mistakes, 130 for Ctrl-C, both with one
+    line."""
     while (free := os.open(os.devnull, os.O_RDWR)) <= 2:  # a standard stream that was closed
         pass
     os.close(free)
@@ -74,8 +74,8 @@ def _reader_left() -> bool:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the arguments. Overrides may stand before, between and after options (argparse alone accepts only
-    the first group); arguments after ``--`` are for sbatch."""
+    """Parse the arguments. Overrides may stand before, between and after options, unlike in argparse;
+    arguments after ``--`` are for sbatch."""
     parser = _parser()
     words = sys.argv[1:] if argv is None else argv
     end = words.index("--") if words[:1] == ["submit"] and "--" in words else len(words)
@@ -232,8 +232,7 @@ COMMANDS: dict[str, tuple[str, dict[str, tuple[str, dict[str, Any]]]]] = {
     }),
 }
 # fmt: on
-"""Text and arguments of each command, which runs the function of its name in ``commands``. Of the flags of a
-sweep one excludes the other."""
+"""Text and arguments of each command; ``commands`` has its function. A sweep's flags exclude each other."""
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""One function per ``eqlen`` command (``cli``), run in this process or in ranks. Heavy modules are imported
-where a command needs them, so that the other commands start at once."""
+"""One function per ``eqlen`` command, run in this process or in ranks. Heavy modules are imported where a
+command needs them, so that others start at once."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def _refuse(job: Job) -> None:
-    """Raise ValueError for what training would refuse of the run's folder, the layout, and the options of
-    both engines, as far as this machine can tell."""
+    """Raise ValueError for what training would refuse, as far as this machine can tell: folder, layout,
+    options of engines."""
     import torch
 
     from megatron_eqlen.check.machine import refuse_unfit
@@ -282,10 +282,7 @@ def inspect(arguments: argparse.Namespace) -> int:
 
 def _on_ranks(job: Job, work: Callable[[], None], stop: Path | None = None) -> int:
     """Do ``work`` in this process if it is a rank (or the only one), else in ranks started here. ``stop``:
-    the file that asks the run to stop.
-
-    A layout that cannot start is refused here, before any process is started.
-    """
+    the file that asks the run to stop. A layout that cannot start is refused before any process is."""
     with importing():
         from megatron_eqlen.check.machine import refuse_unfit
 
@@ -314,8 +311,7 @@ def _start(recipe: Recipe, work: Callable[[], None], interrupts: Interrupts) -> 
 
 
 def _needs_launch(recipe: Recipe) -> bool:
-    """Return True if this process must start the ranks itself: several on this machine and no launcher
-    above."""
+    """Return True if this process must start the ranks: several on this machine, no launcher above."""
     if "RANK" in os.environ or recipe.world_size == 1:
         return False
     if recipe.cluster.nodes > 1:

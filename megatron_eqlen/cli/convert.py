@@ -1,10 +1,8 @@
 """``eqlen convert``: models between Hugging Face folders and Megatron checkpoints.
 
-A model that is larger than a host's memory is divided over processes that torchrun starts, on one host or
-several: ``torchrun --nproc-per-node 8 -m megatron_eqlen.cli convert hf-to-megatron SOURCE OUT --pipeline 8``.
-
-Exit status: 0 converted (and verified), 1 killed or crashed, 2 a mistake in the input or a full
-disk, said in one line.
+A model larger than a host's memory is divided over processes that torchrun starts, on one host or several:
+``torchrun --nproc-per-node 8 -m megatron_eqlen.cli convert hf-to-megatron SOURCE OUT --pipeline 8``. Exit
+status: 0 converted (and verified), 1 killed or crashed, 2 a mistake in the input or a full disk.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""``eqlen submit``: a recipe's run as a SLURM job.
-
-The batch script holds the recipe's numbers and calls ``slurm/train.sbatch``, or ``slurm/het.sbatch`` where
-vLLM servers get nodes of their own. It is kept in the run folder, and ``sbatch`` submits it again as it is.
-"""
+"""``eqlen submit``: a recipe's run as a SLURM job. The batch script holds the recipe's numbers and calls
+``slurm/train.sbatch``, or ``slurm/het.sbatch`` where vLLM servers get their own nodes. It is kept in the run
+folder, and ``sbatch`` submits it again as it is."""
 
 from __future__ import annotations
 
@@ -33,10 +31,7 @@ KEPT = ("CONTAINER_IMAGE", "CONTAINER_MOUNTS", "EQLEN_CHECK", "EQLEN_PYTHON", "M
 
 class Submission:
     """A job to submit. ``servers``: number of nodes full of vLLM servers; ``options``: further sbatch
-    options, which overrule the others.
-
-    Raises RecipeError or LayoutError for a run that could not start.
-    """
+    options, which overrule the others. Raises RecipeError or LayoutError for a run that could not start."""
 
     def __init__(self, file: Path, overrides: Sequence[str], servers: int = 0, options: Sequence[str] = ()):
         self.file, self.overrides, self.servers, self.options = file, [*overrides], servers, options
@@ -103,8 +98,7 @@ class Submission:
 
 
 def load_with_servers(file: Path, overrides: Sequence[str], nodes: int) -> Recipe:
-    """Load a recipe, with the servers of so many nodes, whose names are known when they start; 0: with its
-    own."""
+    """Load a recipe, with servers on so many nodes, which get their names at start; 0: with its own."""
 
     def with_count(count: int) -> Recipe:
         urls = ", ".join(f"http://not-started-{number}" for number in range(count))
@@ -118,8 +112,8 @@ def _directives(*options: str) -> list[str]:
 
 
 def _directive(options: Sequence[str]) -> str:
-    """Return a line of ``options``. sbatch reads it as a shell does, and later lines overrule earlier
-    ones. Raises ValueError for a line break, which would end it."""
+    """Return a line of ``options`` as sbatch reads them; later lines overrule earlier ones. Raises ValueError
+    for a line break."""
     if any(len(option.splitlines()) > 1 for option in options):
         raise ValueError(f"sbatch options: expected each in one line, found {options}")
     return "#SBATCH " + shlex.join(options)

@@ -39,8 +39,7 @@ def tables(plan: Plan) -> int:
 
 
 def submissions(plan: Plan) -> Iterator[str]:
-    """Yield the ``eqlen submit`` commands of the runs that have not ended and may start, and a comment on
-    those whose budget is not known yet."""
+    """Yield ``eqlen submit`` commands of unfinished runs; a comment on those without a known budget."""
     waiting = 0
     for cell in plan.cells:
         limits = plan.limits(cell)

@@ -1,15 +1,9 @@
 """Megatron-Core on a machine without CUDA: the same source, with its devices rewritten during import.
 
-``install()`` puts a finder in front of Python's own, for ``megatron.core`` only. Each of its modules then
-goes through at most two steps:
-
-1. Without CUDA, ``finder.py`` rewrites references to CUDA devices: ``torch.cuda`` becomes the namespace in
-   ``cuda_namespace.py``, ``"cuda"`` becomes ``"cpu"``. This costs nothing per step and changes nothing
-   outside ``megatron.core``.
-2. ``gaps.py`` closes the known gaps of Megatron-Core 0.19.2. Some of them concern GPUs as well.
-
-With CUDA, step 1 is skipped and Megatron-Core runs unchanged. Nothing heavy is imported before
-``megatron.core``: a model's configuration can be read without torch.
+``install()`` puts a finder in front of Python's own, for ``megatron.core`` only. Without CUDA, ``finder.py``
+rewrites references to CUDA devices: ``torch.cuda`` becomes the namespace in ``cuda_namespace.py``, ``"cuda"``
+becomes ``"cpu"``; nothing changes outside ``megatron.core``. Then, on any machine, ``gaps.py`` closes known
+gaps of Megatron-Core 0.19.2. Nothing heavy is imported before ``megatron.core``.
 """
 
 import sys

@@ -1,9 +1,6 @@
-"""Replacement of ``torch.cuda`` inside ``megatron.core`` on a machine without CUDA: one device, the CPU,
-which runs everything in order.
-
-It contains only what Megatron-Core calls on the paths we use. Any other name is looked up in the real
-``torch.cuda``: its classes serve annotations and ``isinstance``, its functions raise there.
-"""
+"""Replacement of ``torch.cuda`` inside ``megatron.core`` without CUDA: one device, the CPU, which runs in
+order. It has what Megatron-Core calls on the paths we use. Any other name is looked up in the real
+``torch.cuda``: its classes serve annotations and ``isinstance``, its functions raise there."""
 
 from __future__ import annotations
 

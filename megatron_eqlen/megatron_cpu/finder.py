@@ -1,6 +1,4 @@
-"""Loader of the modules of ``megatron.core``, which prepares them.
-
-Without CUDA the loader rewrites a module's source:
+"""Loader of the modules of ``megatron.core``. Without CUDA it rewrites a module's source:
 
 ============================  ==================================================================
 ``torch.cuda``                the module ``cuda_namespace``
@@ -12,8 +10,7 @@ Without CUDA the loader rewrites a module's source:
 ``torch.compile``             ``cuda_namespace.compile``: the function as it is
 ============================  ==================================================================
 
-Compiling needs a C++ compiler at run time and gains nothing on a CPU; and the one function that Megatron-Core
-compiles while it is imported would import torch's compilers, seconds of every start.
+Compiling needs a C++ compiler and gains nothing on a CPU, and importing torch's compilers takes seconds.
 """
 
 from __future__ import annotations

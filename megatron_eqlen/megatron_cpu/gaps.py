@@ -1,7 +1,5 @@
-"""Known gaps of Megatron-Core 0.19.2, closed module by module right after each is imported.
-
-Start here when Megatron-Core's version changes: every entry names what is missing and why.
-"""
+"""Known gaps of Megatron-Core 0.19.2, closed module by module right after each is imported. Start here when
+its version changes: every entry names what is missing and why."""
 
 import logging
 import queue
@@ -38,11 +36,11 @@ def _allow_gated_delta_net(gated_delta_net: Any) -> None:
 def _load_states_in_place(distrib_optimizer: Any) -> None:
     """Fix the loading of the states of torch's Adam from a checkpoint, on the device or on the host.
 
-    Every state is copied from the loaded tensors, but ``step`` is not one of them (it is kept per parameter
-    group): KeyError. Then the one loaded ``step`` tensor is shared by all parameters, so each of the N
-    parameters advances it and Adam's bias correction is silently N steps ahead. A host optimizer keeps the
-    loaded tensors as its own, some of which are small views of whole weights. A rank without parameters of
-    an optimizer, such as a pipeline stage without experts, has no state with a step: AssertionError.
+    States are copied from the loaded tensors, but ``step`` is not one of them (it is kept per parameter
+    group): KeyError. The one loaded ``step`` tensor is then shared, so each of N parameters advances it and
+    Adam's bias correction is silently N steps ahead. A host optimizer keeps the loaded tensors, some of which
+    are small views of whole weights. A rank without parameters of an optimizer, such as a pipeline stage
+    without experts, has no state with a step: AssertionError.
     """
     optimizer = distrib_optimizer.DistributedOptimizer
     set_states, load_state_dict = optimizer._set_main_param_and_optimizer_states, optimizer.load_state_dict

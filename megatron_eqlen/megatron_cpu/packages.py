@@ -2,7 +2,7 @@
 
 An installed package may fail to import: a shared library is missing, or was built for another torch.
 Libraries treat an optional package's ImportError as its absence, but crash on the OSError, RuntimeError or
-AssertionError that broken packages raise. ``leave_out_broken`` makes broken packages look absent to all.
+AssertionError of broken ones; ``leave_out_broken`` makes these look absent to all.
 """
 
 from __future__ import annotations

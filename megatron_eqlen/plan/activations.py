@@ -1,10 +1,10 @@
 """Bytes that autograd keeps for the backward pass of one row, and the temporary memory of the pass.
 
-The terms follow the modules' code tensor by tensor: ``models/layer_specs.py`` lists the modules of a layer;
-Megatron-Core and ``models/`` define which tensors they save. Four kinds of module save different tensors on a
-GPU and on a CPU: Transformer Engine's norms keep their input in the model's dtype where plain torch keeps two
-float32 copies, its products are fused, the delta rule is fla's, and FlexAttention's output is copied into
-another order. Tests check the CPU count on real models. Every row is assumed to be full.
+The terms follow the modules' code tensor by tensor (``models/layer_specs.py`` lists a layer's). Four kinds of
+module save different tensors on a GPU and on a CPU: Transformer Engine's norms keep their input in the
+model's dtype where plain torch keeps two float32 copies, its products are fused, the delta rule is fla's, and
+FlexAttention's output is copied into another order. Tests check the CPU count on real models. Rows are taken
+to be full.
 
 b: bytes of a number in the model's dtype. wide: bytes of a number in at least float32.
 """
@@ -96,8 +96,8 @@ def activations(
 
 
 def _under_way(parallel: ParallelRecipe, stage: int, rows: int | None) -> int:
-    """Return the maximum number of chunks that await their backward pass: the warm-up of Megatron's schedules
-    plus one (pipeline_parallel/schedules.py)."""
+    """Return the most chunks that await their backward pass: the warm-up of Megatron's
+    pipeline_parallel/schedules.py plus one."""
     pipeline, virtual = parallel.pipeline, parallel.virtual_pipeline
     if virtual:
         most = 2 * (pipeline - stage - 1) + (virtual - 1) * pipeline + 1
@@ -180,9 +180,8 @@ class RankRow:
         return whole + max(mlp, mixer)
 
     def _rule_passing(self, net: DeltaNet) -> float:
-        """Return the temporary bytes of the delta rule. fla's backward pass makes w, u, states, their
-        gradients and those of q, k and v; plain torch copies q and k for all value heads in float32 and makes
-        their gradients."""
+        """Return the delta rule's temporary bytes. fla's backward makes w, u, states, their gradients and
+        those of q, k, v; plain torch copies q and k for all value heads in float32, with gradients."""
         key, value = net.key_head_dim, net.value_head_dim
         states = 2 * key * value / FLA_CHUNK
         fla = self.b * (6 * key + 4 * value + states)
@@ -197,9 +196,8 @@ class RankRow:
         return self._norm(self.shard, hidden) + self.tokens * hidden * self.b + logits
 
     def loss(self, chunk: int) -> float:
-        """Return the temporary bytes beyond ``head``. Forward: a chunk's logits and two float32 blocks of
-        them. Backward: the gradient of the logits with a block, then with the gradients of the head's weight
-        and input."""
+        """Return the temporary bytes beyond ``head``: forward a chunk's logits with two float32 blocks,
+        backward the gradient of the logits with a block, then with those of the head's weight and input."""
         hidden = self.model.hidden_size
         logits = self._logits(min(self.tokens, chunk))
         # the same logits in float32, a block at a time
@@ -245,8 +243,7 @@ class RankRow:
         return self.tokens * kept + norms
 
     def _gated_mlp(self, width: int) -> float:
-        """Return the bytes of gate|up, silu(gate), up (not if fused) and their product; ``layer`` counts the
-        norm and its output."""
+        """Return the bytes of gate|up, silu(gate), up (not if fused) and their product, without the norm."""
         return self.tokens * self.b * (3 if self.fused else 5) * width / self.parallel.tensor
 
     def _experts(self) -> float:

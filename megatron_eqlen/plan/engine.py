@@ -1,9 +1,7 @@
-"""Bytes of a colocated vLLM engine on one GPU: weights, KV cache, and the memory it keeps asleep.
-
-vLLM 0.32 takes ``rollout.gpu_memory_utilization`` of the GPU: weights, workspace and graphs first, the rest
-is KV cache (v1/worker/gpu_worker.py). It starts only if that share of the GPU is free at that moment, even if
-``rollout.kv_cache_gib`` is set (v1/worker/utils.py, ``request_memory``).
-"""
+"""Bytes of a colocated vLLM engine on one GPU: weights, KV cache, and the memory it keeps asleep. vLLM 0.32
+takes ``rollout.gpu_memory_utilization`` of the GPU: weights, workspace and graphs first, the rest for KV
+cache (v1/worker/gpu_worker.py). It starts only if that share is free then, even if ``rollout.kv_cache_gib``
+is set (v1/worker/utils.py, ``request_memory``)."""
 
 from __future__ import annotations
 
@@ -22,8 +20,8 @@ GIB = 2**30
 WORKSPACE = 3e9
 """CUDA graphs, and the workspace of sampling and of ``max_num_batched_tokens``; an allowance."""
 ASLEEP = 2.5e9
-"""Memory that remains after ``sleep(level=2)``: workspaces, torch's groups; an allowance. Users of vLLM's
-sleep mode report 2 to 5 GB with the CUDA context, with graphs and NCCL's buffers, which go to sleep here."""
+"""Memory that remains after ``sleep(level=2)``: workspaces, torch's groups; an allowance. Users report 2 to 5
+GB with the CUDA context, graphs and NCCL's buffers, of which the last two go to sleep here."""
 STATE_BYTES = 4
 """Bytes of one number of Gated DeltaNet's state."""
 
@@ -46,10 +44,9 @@ def weights(job: Job) -> float:
 
 @cache
 def parameters(model: ModelConfig, ranks: int, kinds: tuple[str, ...] | None = None) -> float:
-    """Return the parameters on one rank of an engine, of matrices of the ``kinds`` named (None: of all
-    tensors). vLLM splits every tensor that Megatron-Core splits, experts included; it replicates key-value
-    heads if they are fewer than the ranks, and pads the vocabulary.
-    """
+    """Return the parameters on one rank of an engine, of these ``kinds`` of matrices (None: all tensors).
+    vLLM splits what Megatron-Core splits, replicates key-value heads fewer than the ranks, and pads the
+    vocabulary."""
     total = 0.0
     for weight in weight_map(model):
         *_, module, parameter = weight.megatron.split(".")

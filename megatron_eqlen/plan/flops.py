@@ -1,9 +1,6 @@
 """Floating-point operations of a forward pass, from the model's shapes, and of a step, from its tokens, and
-the rates of known GPUs. Plans and runs count with them.
-
-Only the model's own work counts, so the same tokens give the same number on any machine: activation
-recomputation and the engine's recomputation after cache evictions are excluded.
-"""
+the rates of known GPUs, for plans and runs. Only the model's own work counts, so the same tokens give the
+same number on any machine: no recomputation, of activations or after cache evictions."""
 
 from __future__ import annotations
 
@@ -28,8 +25,8 @@ class Gpu:
     bandwidth: float
     """Memory bandwidth in bytes per second."""
     network: float
-    """Bytes per second from GPUs of other nodes: the GPU's share of the network in its maker's nodes (200 and
-    400 Gbit/s InfiniBand per GPU; RTX 4090: 25 Gbit/s); an assumption."""
+    """Bytes per second from other nodes: the GPU's share of the network in its maker's nodes (200 and 400
+    Gbit/s InfiniBand; RTX 4090: 25 Gbit/s); an assumption."""
 
 
 GPUS = (
@@ -42,8 +39,8 @@ GPUS = (
 
 
 def gpu_named(device: str | None) -> Gpu | None:
-    """Return the GPU with the given device name (``NVIDIA H100 80GB HBM3``); None for unknown GPUs and for
-    slower cards of the same name (``NVIDIA H100 PCIe``, ``NVIDIA H100 NVL``)."""
+    """Return the GPU with this device name (``NVIDIA H100 80GB HBM3``); None for unknown GPUs and for slower
+    cards of the same name (``NVIDIA H100 PCIe``, ``NVIDIA H100 NVL``)."""
     if not device or any(card in device.upper() for card in ("PCIE", "NVL")):
         return None
     return next((gpu for gpu in GPUS if gpu.name in device), None)
@@ -51,8 +48,8 @@ def gpu_named(device: str | None) -> Gpu | None:
 
 @cache
 def active_parameters(model: ModelConfig, part: str = "") -> float:
-    """Return the parameters that compute one token: all but the embedding table and the experts that the
-    token is not routed to. ``part``: count only tensors with this in their name in Megatron-Core."""
+    """Return the parameters that compute one token: all but the embedding table and the experts that it is
+    not routed to. ``part``: count only tensors with this in their name in Megatron-Core."""
     routed = model.experts.num_experts_per_tok / model.experts.num_experts if model.experts else 1.0
     return sum(
         sum(prod(shape) for shape in weight.shapes) * (1.0 if weight.expert is None else routed)
@@ -68,16 +65,15 @@ def attention_layers(model: ModelConfig) -> int:
 
 
 def forward_flops(model: ModelConfig, context: float) -> float:
-    """Return the floating-point operations of the forward pass of a token that sees ``context`` tokens: 2 x
-    active parameters, and 4 x layers x heads x head_dim per pair; Gated DeltaNet's recurrence is not counted.
-    """
+    """Return the forward pass's operations for a token that sees ``context`` tokens: 2 x active parameters, 4
+    x layers x heads x head_dim per pair, nothing for Gated DeltaNet's recurrence."""
     pairs = 4 * attention_layers(model) * model.num_attention_heads * model.head_dim
     return 2 * active_parameters(model) + pairs * context
 
 
 def pair_cost(model: ModelConfig) -> float:
-    """Return the cost of one visible (query, key) pair in all attention layers relative to one position in
-    all linear layers: 4 x layers x heads x head_dim over 2 x active parameters."""
+    """Return the cost of a visible (query, key) pair in all attention layers relative to a position in all
+    linear layers: 4 x layers x heads x head_dim over 2 x active parameters."""
     return 2 * attention_layers(model) * model.num_attention_heads * model.head_dim / active_parameters(model)
 
 
@@ -89,8 +85,8 @@ def training_passes(job: Job) -> float:
 
 
 def training_flops(job: Job, trained: float, context: float) -> float:
-    """Return the FLOPs of training ``trained`` positions that see ``context`` others on average. Gradients of
-    frozen weights (``lora``) are left out."""
+    """Return the FLOPs of training ``trained`` positions that see ``context`` others, without frozen weights'
+    gradients."""
     loss, model = job.recipe.loss, job.model
     frozen = loss.epochs * forward_flops(model, context=0.0) if job.recipe.lora.rank else 0.0
     teacher = forward_flops(job.teacher.model, context) if job.teacher else 0.0
@@ -107,11 +103,11 @@ def counted(job: Job, metrics: Mapping[str, float]) -> Metrics:
 
 
 def achieved(job: Job, metrics: Mapping[str, float], device: str | None) -> Metrics:
-    """Return the throughput of a step with the given ``metrics``. ``device``: the GPUs' name; None: a CPU.
+    """Return the throughput of a step with these ``metrics``. ``device``: the GPUs' name; None: a CPU.
 
     Model FLOPs utilisation divides the model's own FLOPs by the stage's time and the GPU's peak bfloat16
-    rate; it is reported only for known GPUs. Rates are tokens per second and GPU; training has two: each
-    token of a tree once, and every side with its own copy of the prefix.
+    rate, for known GPUs only. Rates are tokens per second and GPU; training has two: each token of a tree
+    once, and every side with its own copy of the prefix.
     """
     recipe, of, flops, gpu = job.recipe, defaultdict(float, metrics), counted(job, metrics), gpu_named(device)
     engine = recipe.gpus - recipe.world_size if recipe.rollout.engine == "server" else recipe.world_size

@@ -62,8 +62,8 @@ def host_parts(job: Job, stages: list[Trainer], work: Workload) -> dict[str, flo
 
 
 def pinned(rank: RankBuffers, each: int, *, sharded: bool) -> float:
-    """Return the bytes of a pinned copy of each parameter, at ``each`` bytes per number. ``sharded``: copy
-    only the part that one data-parallel rank updates."""
+    """Return the bytes of a pinned copy of each parameter, ``each`` bytes a number. ``sharded``: one
+    data-parallel rank's part."""
     return sum(
         power_of_two(each * size / (buffer.ranks if sharded else 1))
         for buffer in rank.buffers
@@ -72,21 +72,20 @@ def pinned(rank: RankBuffers, each: int, *, sharded: bool) -> float:
 
 
 def power_of_two(size: float) -> float:
-    """Round up to a power of two: the block sizes of PyTorch's pinned memory
-    (ATen/core/CachingHostAllocator.h) unless ``PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb`` is set."""
+    """Round up to a power of two, as PyTorch does for pinned memory (ATen/core/CachingHostAllocator.h) unless
+    ``PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb`` is set."""
     return 2.0 ** math.ceil(math.log2(size))
 
 
 def checkpoint_bytes(job: Job) -> float:
-    """Return the bytes of a checkpoint: each trained parameter's weight, float32 main weight (even of a
-    float32 model) and moments, once."""
+    """Return the bytes of a checkpoint: trained weights, their float32 main weights (always) and moments."""
     recipe = job.recipe
     return trained(job.model, recipe.lora) * (BYTES[recipe.model.dtype] + MAIN_WEIGHT + MOMENTS)
 
 
 def staged_bytes(job: Job, rank: RankBuffers) -> float:
-    """Return the bytes that a node stages while a checkpoint is written: copies of the weights, each
-    parameter at most once. The optimizer state is written in place, unless it is on the GPU or gathered."""
+    """Return the bytes that a node stages while a checkpoint is written: the weights, each parameter at most
+    once. The optimizer state is written in place, unless it is on the GPU or gathered."""
     recipe, each = job.recipe, BYTES[job.recipe.model.dtype]
     stays = recipe.parked == "none" and not recipe.optimizer.offload
     if stays or recipe.checkpoint.resharding == "any":

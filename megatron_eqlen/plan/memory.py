@@ -16,8 +16,7 @@ RUNTIME = 1.5e9
 """CUDA's context, cuBLAS; an allowance."""
 COMMUNICATOR = 0.8e9
 """Buffers of an NCCL communicator, from its first collective on; an allowance. Measured elsewhere: 0.54 GB of
-2 ranks and 0.69 GB of more on A100 (NVIDIA/nccl issue 964); 7 GB (dense) and 9.5 GB (MoE) in all of a rank of
-8 H100 (verl PR 6408)."""
+2 and 0.69 GB of more ranks on A100 (NVIDIA/nccl issue 964); 7 to 9.5 GB in all on 8 H100 (verl PR 6408)."""
 UNUSABLE = 0.05
 """Share of the GPU that fragmentation takes; an allowance."""
 
@@ -111,8 +110,8 @@ def _parts(job: Job, rank: Trainer) -> dict[str, float]:
 
 
 def communicators(job: Job) -> list[str]:
-    """Return the trainer's groups of more than one rank that carry tensors of GPUs; each has an NCCL
-    communicator of its own, also where two have the same ranks. vLLM's are part of the engine."""
+    """Return the trainer's groups of more than one rank that carry GPU tensors; each has its own NCCL
+    communicator, even with the ranks of another. vLLM's are part of the engine."""
     parallel, world, model = job.recipe.parallel, job.recipe.world_size, job.model
     data = world // (parallel.tensor * parallel.pipeline * parallel.context)
     experts = parallel.expert * parallel.expert_tensor

@@ -3,10 +3,10 @@
     generation = decode steps x max(bytes read / bandwidth, FLOPs / peak)
     training   = FLOPs / (peak x (1 - idle)) + gradients' bytes / network
 
-It shows what bounds a step on 8 or on 4,096 GPUs: bytes or FLOPs, the longest response, too few rows, the
-network. It predicts no run. The shares are those of NeMo-RL's published steps on H100 (their about/
-performance-summary.md, v0.4; tests/pure/test_plan.py has the rows). Not counted: graders, weight syncs,
-checkpoints, evaluations, and what tensor, context and expert parallelism exchange.
+It shows what bounds a step on 8 or 4,096 GPUs (bytes or FLOPs, the longest response, too few rows, the
+network), and predicts no run. The shares are those of NeMo-RL's published steps on H100
+(about/performance-summary.md, v0.4; tests/pure/test_plan.py has the rows). Not counted: graders, weight
+syncs, checkpoints, evaluations, and what tensor, context and expert parallelism exchange.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from megatron_eqlen.plan.trainer import rank_buffers
 from megatron_eqlen.plan.workload import Workload
 
 DENSE, EXPERTS, BANDWIDTH, NETWORK = 0.4, 0.1, 0.3, 0.6
-"""Shares of a data sheet that are assumed: of its FLOPs, without and with experts, of its memory bandwidth
-while decoding, which lengths that differ leave partly idle, and of its network."""
+"""Assumed shares of a data sheet: of its FLOPs, without and with experts, of its memory bandwidth while
+decoding (unequal lengths leave some idle), and of its network."""
 ASSUMPTIONS = (
     f"assumed: {DENSE:.0%} of the peak FLOPs ({EXPERTS:.0%} with experts), {BANDWIDTH:.0%} of memory "
     f"bandwidth, {NETWORK:.0%} of",
@@ -52,8 +52,7 @@ class Roofline:
     """Exchange of gradients and weights between nodes, as if no computation hid it."""
     seconds: float
     balanced: int | None = None
-    """With ``rollout.staleness``, servers that generate a step while one trains; None: more servers would not
-    shorten the longest response."""
+    """With ``rollout.staleness``, servers that keep up with training; None: the longest response decides."""
 
 
 def rooflines(job: Job, work: Workload) -> list[Roofline]:

@@ -54,8 +54,7 @@ def replicas_on_node(recipe: Recipe) -> int:
 
 
 def _of_gpus(job: Job, gpus: str, host_bytes: Callable[[Job], float]) -> list[str]:
-    """Return the options for GPUs and for host memory as planned; none on CPUs, where models and caches share
-    the host memory and the partition's default applies."""
+    """Return the options for GPUs and planned host memory; none on CPUs: the partition's default applies."""
     if job.recipe.cluster.device == "cpu":
         return []
     return [gpus, f"--mem={math.ceil(host_bytes(job) / 2**30)}G"]

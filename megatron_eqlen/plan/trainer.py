@@ -1,10 +1,10 @@
 """Bytes of the trainer on one GPU: weights, gradients, optimizer state, activations, sent tensors.
 
-Megatron's DDP puts the weights of a model chunk into one buffer and their gradients into another; experts
-have separate buffers, whose data-parallel groups differ. With the distributed optimizer each rank of a group
-owns an equal part of every buffer. The padding between parameters, at most 63 elements each and some
-hundreds at the end of a bucket (megatron/core/distributed/param_and_grad_buffer.py), is not counted. With
-adapters only they are in buffers: the model's own weights are frozen and lie alone.
+Megatron's DDP puts a model chunk's weights into one buffer and their gradients into another; experts have
+their own, with other data-parallel groups. With the distributed optimizer each rank of a group owns an equal
+part of every buffer. Padding between parameters, at most 63 elements each and some hundreds a bucket
+(megatron/core/distributed/param_and_grad_buffer.py), is not counted. With adapters only they are in buffers:
+the model's own weights are frozen and lie alone.
 """
 
 from __future__ import annotations

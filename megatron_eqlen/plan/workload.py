@@ -45,9 +45,8 @@ def workload(recipe: Recipe) -> Workload:
 
 
 def _spans(recipe: Recipe) -> list[tuple[int, int, int]]:
-    """Return (tracks, start, end): so many tracks of a prompt generate the tokens from ``start`` to ``end``
-    of their responses. The two tracks of a stream generate pairs until the limit ends both. Markers
-    are taken to divide a response evenly."""
+    """Return (tracks, start, end): so many tracks of a prompt generate the tokens from ``start`` to ``end``.
+    A stream's two tracks generate pairs to the limit. Markers are taken to divide a response evenly."""
     limit, tree, lines = recipe.rollout.max_response_length, recipe.tree_sampling, recipe.group_size
     if recipe.sampling != "tree":
         return [(lines, 0, limit)]

@@ -14,9 +14,8 @@ from megatron_eqlen.files import refuse_existing, write_text
 
 
 def write(kind: str, name: str) -> str:
-    """Write ``NAME.py`` and ``test_NAME.py`` into the working directory; return the test's command and the
-    recipe's lines. Raises ValueError for a name that cannot be imported, or that another module or file
-    has."""
+    """Write ``NAME.py`` and ``test_NAME.py`` here; return the test's command and the recipe's lines. Raises
+    ValueError for a name that cannot be imported, or that another module or file has."""
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name) or keyword.iskeyword(name):
         raise ValueError(f"NAME: expected a module's name, of letters, digits and _, found {name!r}")
     files = {Path(f"{name}.py"): kind, Path(f"test_{name}.py"): f"{kind}_test"}
