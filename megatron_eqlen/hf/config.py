@@ -134,7 +134,7 @@ def _instead(folder: Path) -> str:
         base = read_json(adapter).get("base_model_name_or_path")
         return f": the folder holds adapters (PEFT) of {base}: merge them, or name that model"
     if any(folder.glob("*.gguf")):
-        return ": the folder holds GGUF, expected Hugging Face's files (config.json, *.safetensors)"
+        return ": the folder holds GGUF, which `tools/make_smollm2.py --out FOLDER --gguf FILE` converts"
     return ""
 
 

