@@ -20,6 +20,7 @@ import subprocess
 import sys
 import zipfile
 import zlib
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -103,17 +104,17 @@ def convert(readers: Path, gguf: Path, out: Path) -> None:
 def mark_tokens(tokenizer: Any, gguf: Path) -> None:
     """Give ``tokenizer`` what Transformers does not take from a file: the end-of-sequence token, and which
     texts are tokens of their own (``<tool_call>``, ``<think>``)."""
-    from gguf import GGUFReader, TokenType
     from tokenizers import AddedToken
 
-    fields = GGUFReader(gguf).fields
+    reader: Any = import_module("gguf")
+    fields = reader.GGUFReader(gguf).fields
     kinds = fields["tokenizer.ggml.token_type"].contents()
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(fields["tokenizer.ggml.eos_token_id"].contents())
     tokenizer.add_tokens(
         [
-            AddedToken(text, normalized=False, special=kind == TokenType.CONTROL)
+            AddedToken(text, normalized=False, special=kind == reader.TokenType.CONTROL)
             for text, kind in zip(tokenizer.convert_ids_to_tokens([*range(len(kinds))]), kinds, strict=True)
-            if kind in {TokenType.CONTROL, TokenType.USER_DEFINED}
+            if kind in {reader.TokenType.CONTROL, reader.TokenType.USER_DEFINED}
         ]
     )
 
