@@ -102,7 +102,6 @@ class Decoder(Protocol):
         gets the same continuation. Requests whose ids agree up to the last ``/`` share a prefix. The first
         delta also brings the columns of the path (``Column.of_path``), of its last ``path_rows`` tokens.
         Raises EngineError if the weights are not loaded."""
-        ...
 
     def step(self) -> list[Delta]:
         """Decode further and return the new tokens (possibly none). Raises EngineError."""
@@ -110,7 +109,6 @@ class Decoder(Protocol):
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Forget requests; unknown or finished ones are ignored."""
-        ...
 
     def metrics(self) -> Metrics:
         """Counters since the last call, named ``engine/...``."""
@@ -122,14 +120,12 @@ class Engine(Decoder, Protocol):
 
     def sample_as(self, rollout: RolloutRecipe) -> None:
         """Sample requests that are submitted later by this section of a recipe."""
-        ...
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Load every weight of the model, by Hugging Face name; no later request uses keys and values cached
         before. Requires that no request is unfinished, except with ``rollout.staleness``: these continue
         under the new weights. Raises ValueError for unknown, missing or misshapen weights; the engine then
         refuses requests until an update succeeds."""
-        ...
 
     def probe(self) -> list[TokenTree]:
         """Return a line that each server in use samples now, as a tree with its name; [] in this process."""
@@ -137,11 +133,9 @@ class Engine(Decoder, Protocol):
 
     def sleep(self) -> None:
         """Give the accelerator's memory to training; weights are dropped."""
-        ...
 
     def wake(self) -> None:
         """Take memory back; ``update_weights`` must follow before the next ``submit``."""
-        ...
 
     def close(self) -> None: ...
 

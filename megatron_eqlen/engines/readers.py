@@ -81,9 +81,8 @@ class Readers:
         if request.reader not in self.pipes:
             self._launch(request.reader)
         replica = request.replica
-        self._tell(
-            request.reader, ("start", request.number, replica.url, request.request_id, body, replica.stock)
-        )
+        said = request.number, replica.url, request.request_id, body, replica.stock
+        self._tell(request.reader, ("start", *said))
 
     def forget(self, request: Request) -> None:
         """Close the request's connection, whereupon vLLM aborts it."""
@@ -119,9 +118,8 @@ class Readers:
             command = [sys.executable, "-m", __name__, str(theirs.fileno())]
             self.processes.append(subprocess.Popen(command, pass_fds=[theirs.fileno()]))
         self.pipes[reader] = pipe = Connection(ours.detach())
-        receiver = threading.Thread(
-            target=self._receive, args=(reader, pipe), daemon=True, name=f"reader-{reader}"
-        )
+        name = f"reader-{reader}"
+        receiver = threading.Thread(target=self._receive, args=(reader, pipe), daemon=True, name=name)
         receiver.start()
         self.receivers.append(receiver)
         self._tell(reader, self.settings)

@@ -42,6 +42,7 @@ class TakenError(ConnectionError):
 
 ReplicaError = (aiohttp.ClientError, OSError)
 """Errors raised here when a replica is dead, dying or silent (timeouts are OSErrors)."""
+Call = Callable[["Replica"], Coroutine]
 
 
 class HttpLoop:
@@ -251,10 +252,7 @@ class ReplicaPool:
     def check_any_alive(self) -> None:
         if not self.alive:
             self.refuse_taken()
-            absent = "; ".join(
-                f"{replica.url}: {replica.absence} (since {replica.absent_since})"
-                for replica in self.replicas
-            )
+            absent = "; ".join(f"{r.url}: {r.absence} (since {r.absent_since})" for r in self.replicas)
             raise EngineError(
                 f"rollout.servers: none is alive of {absent}; start them again, and the same command resumes"
             )
@@ -263,15 +261,11 @@ class ReplicaPool:
         """Send the same POST to every replica in use at once, and wait for the answers."""
         self.each(path, lambda replica: replica.post(path, body))
 
-    def each(
-        self, what: str, call: Callable[[Replica], Coroutine], replicas: list[Replica] | None = None
-    ) -> dict[Replica, Any]:
+    def each(self, what: str, call: Call, replicas: list[Replica] | None = None) -> dict[Replica, Any]:
         """Return the answers of these replicas (default: those in use) to ``call``, see ``settle``."""
         return self.settle(what, self.start(call, replicas))
 
-    def start(
-        self, call: Callable[[Replica], Coroutine], replicas: list[Replica] | None = None
-    ) -> dict[Replica, Any]:
+    def start(self, call: Call, replicas: list[Replica] | None = None) -> dict[Replica, Any]:
         """Start ``call`` for these replicas at once; each fails after ``silence`` seconds."""
 
         async def limited(replica: Replica) -> Any:

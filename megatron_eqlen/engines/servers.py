@@ -246,9 +246,7 @@ class ServerEngine:
         with self.busy:
             sampled = self.pool.each("probe", lambda replica: self._probe(replica, prompt))
         root = Node(-1, Tokens.of(prompt))
-        return [
-            TokenTree(replica.url, [root, Node(0, tokens, weight=1.0)]) for replica, tokens in sampled.items()
-        ]
+        return [TokenTree(each.url, [root, Node(0, tokens, weight=1.0)]) for each, tokens in sampled.items()]
 
     async def _probe(self, replica: Replica, prompt: list[int]) -> Tokens:
         body = self._body(replica, "probe", prompt, PROBED, 0, 0)
@@ -285,22 +283,18 @@ class ServerEngine:
         theirs = limits["function"] or {}
         for key in sorted(self.function.keys() | theirs.keys()):
             if (ours := self.function.get(key)) != theirs.get(key):
-                raise EngineError(
-                    f"{replica.url}: expected a server of the same model, {key} {ours!r}, found "
-                    f"{theirs.get(key)!r}: it computes another function of the same weights"
-                )
-        if limits["max_model_len"] < self.max_model_len:
-            raise EngineError(
-                f"{replica.url}: expected a server with --max-model-len of at least {self.max_model_len}, "
-                f"found {limits['max_model_len']}"
-            )
+                expected = f"a server of the same model, {key} {ours!r}"
+                found = f"{theirs.get(key)!r}: it computes another function of the same weights"
+                raise EngineError(f"{replica.url}: expected {expected}, found {found}")
+        if (longest := limits["max_model_len"]) < self.max_model_len:
+            expected = f"a server with --max-model-len of at least {self.max_model_len}"
+            raise EngineError(f"{replica.url}: expected {expected}, found {longest}")
         for key, started in limits["started_with"].items():
             value = getattr(self.rollout, key) or None
             if value != (started or None) and (value or key in DECIDE):
-                raise EngineError(
-                    f"{replica.url}: expected a server started with rollout.{key}: {str(value).lower()}, "
-                    f"found one {f'with {started}' if started else 'without'}"
-                )
+                expected = f"a server started with rollout.{key}: {str(value).lower()}"
+                found = f"one {f'with {started}' if started else 'without'}"
+                raise EngineError(f"{replica.url}: expected {expected}, found {found}")
 
     def _update_replicas(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Send these weights to all replicas that answer. Raises EngineError when none is left."""

@@ -46,9 +46,8 @@ class TeacherServer:
         texts = [*map(tokenizer.decode, sample[:, None]), *tokenizer.special_tokens, *tokenizer.tags]
         wanted = {text: ids for text in texts if (ids := tokenizer.encode(text))}
         body = {"prompt": list(wanted), "add_special_tokens": False, "return_token_ids": True}
-        for (text, ids), choice in zip(
-            wanted.items(), self._result(self._io.start(self._choices(body))), strict=True
-        ):
+        answers = self._result(self._io.start(self._choices(body)))
+        for (text, ids), choice in zip(wanted.items(), answers, strict=True):
             if choice["prompt_token_ids"] != ids:
                 raise ValueError(
                     f"teacher.url: {self._server.url}: expected the tokenizer of {tokenizer.folder}, which "

@@ -17,9 +17,8 @@ def find_parser(
     """Return the name of a parser that reads ``text`` as this ``call`` of ``tool``; None if none does."""
     from vllm.tool_parsers import ToolParserManager
 
-    logging.getLogger("vllm.tool_parsers").setLevel(
-        logging.CRITICAL
-    )  # each call that is none is an error there
+    # each call that is none is an error there
+    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
     for name in sorted(ToolParserManager.list_registered()):
         try:
             if [found[:2] for found in tool_parser(name, tokenizer, [tool])(text)] == [call]:
@@ -34,16 +33,13 @@ def tool_parser(name: str, tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 
-    message: Any = {"role": "user", "content": ""}
-    request = ChatCompletionRequest.model_validate(
-        {"messages": [message], "model": "policy", "tools": [*tools]}
-    )
+    asked = {"messages": [{"role": "user", "content": ""}], "model": "policy", "tools": [*tools]}
+    request = ChatCompletionRequest.model_validate(asked)
     parser = ToolParserManager.get_tool_parser(name)
 
     def parse(text: str) -> list[tuple[str, dict[str, Any], str | None]]:
-        found = parser(tokenizer, [*(request.tools or ())]).extract_tool_calls(
-            text, request
-        )  # it keeps what it has read
+        # a new one each time: a parser keeps what it has read
+        found = parser(tokenizer, [*(request.tools or ())]).extract_tool_calls(text, request)
         calls = []
         for call in found.tool_calls:
             try:

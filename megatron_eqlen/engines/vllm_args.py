@@ -120,10 +120,8 @@ def _quantization_args(model: ModelConfig) -> dict[str, Any]:
     """Return the arguments of online fp8 quantization. vLLM's blockwise CPU kernels need AMX; without it
     there is one in torch with a scale for each row of weights, for dense models."""
     if current_platform.is_cpu() and model.experts:
-        raise ValueError(
-            f"rollout.quantization: fp8: vLLM's CPU build has no fp8 kernel for the experts of a "
-            f"{model.model_type} model"
-        )
+        experts = f"the experts of a {model.model_type} model"
+        raise ValueError(f"rollout.quantization: fp8: vLLM's CPU build has no fp8 kernel for {experts}")
     scales = "fp8_per_channel" if current_platform.is_cpu() else "fp8_per_block"
     return {"quantization": scales, "quantization_config": {"ignore": UNQUANTIZED}}
 

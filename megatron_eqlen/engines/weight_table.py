@@ -28,33 +28,26 @@ class WeightTable:
     def read(cls, model_path: str | Path) -> WeightTable:
         """Read the table of a Hugging Face folder, and check it as for training. Raises ValueError."""
         weights = check_folder(HFFolder(model_path), read_config(model_path)).values()
-        shapes = {
-            name: shape for weight in weights for name, shape in zip(weight.hf, weight.shapes, strict=True)
-        }
+        shapes = {name: shape for each in weights for name, shape in zip(each.hf, each.shapes, strict=True)}
         return cls(shapes, str(model_path))
 
-    def check(
-        self, named_tensors: Iterable[tuple[str, Tensor]], all_come: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
+    def check(self, named: Iterable[tuple[str, Tensor]], whole: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Pass a stream of weights through. Raises ValueError for a weight that is unknown, comes twice, has
-        another shape, or (at the end, if ``all_come``) is missing."""
+        another shape, or (at the end, if the stream is ``whole``) is missing."""
         self.bytes_seen = 0
         missing = set(self.shapes)
-        for name, tensor in named_tensors:
+        for name, tensor in named:
             if name not in self.shapes:
                 near = difflib.get_close_matches(name, self.shapes, n=1, cutoff=0.0)
                 raise ValueError(f"weight {name!r}: not one of {self.where}'s (nearest: {near[0]!r})")
             if name not in missing:
                 raise ValueError(f"weight {name!r}: expected once, found twice")
-            if tuple(tensor.shape) != self.shapes[name]:
-                raise ValueError(
-                    f"weight {name!r}: expected shape {list(self.shapes[name])}, found {list(tensor.shape)}"
-                )
+            if tuple(tensor.shape) != (shape := self.shapes[name]):
+                raise ValueError(f"weight {name!r}: expected shape {list(shape)}, found {list(tensor.shape)}")
             missing.remove(name)
             self.bytes_seen += tensor.numel() * tensor.element_size()
             beat()
             yield name, tensor
-        if missing and all_come:
-            raise ValueError(
-                f"weights: {len(missing)} of {len(self.shapes)} missing, for example {min(missing)!r}"
-            )
+        if missing and whole:
+            some = f"{len(missing)} of {len(self.shapes)} missing, for example {min(missing)!r}"
+            raise ValueError(f"weights: {some}")

@@ -34,7 +34,6 @@ class Grader(Protocol):
 
     def close(self) -> None:
         """End the grader's processes, if it has any."""
-        ...
 
 
 class PoolGrader:

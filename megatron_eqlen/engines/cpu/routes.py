@@ -84,16 +84,11 @@ class RouteCapture:
     def _slots_of(self, requests: np.ndarray | int, positions: np.ndarray) -> np.ndarray:
         """Return [n] int64 slots, by the block table of the first layers with keys and values by position."""
         tables = self.runner.input_batch.block_table.block_tables
-        table = next(
-            candidate
-            for candidate in tables
-            if candidate.slot_mapping_mode == SlotMappingMode.TOKEN_TO_KV_SLOT
-        )
+        table = next(t for t in tables if t.slot_mapping_mode == SlotMappingMode.TOKEN_TO_KV_SLOT)
         if self.slots is None:
             places = self.runner.kv_cache_config.num_blocks * table.block_size
             dtype = np.dtype(self.capturer.output_dtype_name)
-            self.slots = np.zeros(
-                (places, *self.capturer.shape_per_token), dtype
-            )  # takes memory when written
+            # takes memory when written
+            self.slots = np.zeros((places, *self.capturer.shape_per_token), dtype)
         blocks = table.block_table.np[requests, positions // table.block_size].astype(np.int64)
         return blocks * table.block_size + positions % table.block_size

@@ -23,9 +23,8 @@ def server_command(recipe: Recipe, port: int, host: str = LOOPBACK) -> tuple[lis
     from megatron_eqlen.engines.vllm_args import as_flags, engine_args, environ
 
     rollout = recipe.rollout
-    flags = engine_args(
-        str(local_path(recipe.model)), rollout, recipe.model.dtype, recipe.longest_context
-    ) | {
+    model = str(local_path(recipe.model))
+    flags = engine_args(model, rollout, recipe.model.dtype, recipe.longest_context) | {
         "host": host,
         "port": port,
         "middleware": "megatron_eqlen.engines.server.gate.Gate",
@@ -53,9 +52,7 @@ def main() -> None:
     quiet()
     keep_bytecode()
     command, environ = server_command(recipe, args.port, args.host)
-    print(
-        f"vLLM server of {recipe.model.path} on port {args.port}; EQLEN_VERBOSE=1 shows its log", flush=True
-    )
+    print(f"vLLM server of {recipe.model.path} on port {args.port}; {VERBOSE}=1 shows its log", flush=True)
     os.execve(command[0], command, os.environ | environ)
 
 

@@ -40,9 +40,8 @@ def check_requests() -> None:
     def checked(self: InputProcessor, *args: Any, **kwargs: Any) -> EngineCoreRequest:
         request = process(self, *args, **kwargs)
         if request.sampling_params is not None:
-            refuse_unfit(
-                request.prompt_token_ids or [], request.sampling_params, self.model_config.get_vocab_size()
-            )
+            vocab_size = self.model_config.get_vocab_size()
+            refuse_unfit(request.prompt_token_ids or [], request.sampling_params, vocab_size)
         return request
 
     InputProcessor.process_inputs = checked

@@ -96,7 +96,7 @@ class FolderWeightTransfer(_Reload, WeightTransferEngine[NoSettings, WeightsFile
             if not path.is_file() or path.stat().st_size > most:  # a pipe or a device has no end
                 raise ValueError(f"expected a file of at most {most} bytes")
             part = load(path.read_bytes())  # not mapped: a trainer that gives up removes the file
-            list(self.table.check(part.items(), all_come=False))
+            list(self.table.check(part.items(), whole=False))
         except (OSError, ValueError, SafetensorError) as error:
             logger.warning("weights of %s: %s", path, error)
             return

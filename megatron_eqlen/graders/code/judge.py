@@ -6,11 +6,11 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import lru_cache
-from typing import Any
 
 from megatron_eqlen.graders.code.tests import CodeTests
 from megatron_eqlen.graders.sandbox.client import Sandbox
 from megatron_eqlen.graders.sandbox.program import Isolation, Limits
+from megatron_eqlen.graders.workers.host import Item
 
 LONGEST_DETAIL = 400
 CHECK = """\
@@ -27,7 +27,7 @@ exec(compile({checker!r}, "checker.py", "exec"), {{"__name__": "__main__"}})
 right output (as open-r1/codeforces). Programs have no files, so ``open`` reads stdin here."""
 
 
-def judge(program: str, tests: CodeTests, limits: Limits, sandbox: Sandbox) -> dict[str, Any]:
+def judge(program: str, tests: CodeTests, limits: Limits, sandbox: Sandbox) -> Item:
     """Return ``verdict`` (``passed`` only if every test passes, ``wrong_answer``, or an Execution's status),
     ``detail`` (the first failing test or "") and ``seconds``."""
     seconds = 0.0
@@ -53,14 +53,12 @@ def judge(program: str, tests: CodeTests, limits: Limits, sandbox: Sandbox) -> d
     return {"verdict": "passed", "detail": "", "seconds": seconds}
 
 
-def make_handler(
-    isolation: dict[str, bool], python: str | None = None
-) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def make_handler(isolation: dict[str, bool], python: str | None = None) -> Callable[[Item], Item]:
     """Return a handler that answers ``{"program", "tests", "limits"}`` as ``judge`` does; with ``stdin`` and
     ``function`` in place of tests, with an Execution."""
     sandbox = Sandbox(Isolation(**isolation), python)
 
-    def handle(item: dict[str, Any]) -> dict[str, Any]:
+    def handle(item: Item) -> Item:
         limits = Limits(**item["limits"])
         if "tests" not in item:
             return asdict(sandbox.run(item["program"], item["stdin"], limits, item.get("function")))

@@ -79,10 +79,8 @@ class CodeTests:
             raise ValueError(TOO_DEEP)
         if self.largest_output > LARGEST_OUTPUT:
             number = max(range(len(self.outputs)), key=self._output_bytes)
-            raise ValueError(
-                f"test {number}: expected an output of at most {LARGEST_OUTPUT} bytes, "
-                f"found {self.largest_output}"
-            )
+            expected = f"an output of at most {LARGEST_OUTPUT} bytes"
+            raise ValueError(f"test {number}: expected {expected}, found {self.largest_output}")
 
     @cached_property
     def largest_output(self) -> int:

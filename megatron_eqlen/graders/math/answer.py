@@ -286,10 +286,8 @@ def _repeating(whole: str, start: str, block: str) -> str:
 
 
 def _between_digits(match: re.Match[str]) -> bool:
-    before, after = (
-        match.string[match.start() - 1 : match.start()],
-        match.string[match.end() : match.end() + 1],
-    )
+    before = match.string[match.start() - 1 : match.start()]
+    after = match.string[match.end() : match.end() + 1]
     return before.isdigit() and after.isdigit()
 
 

@@ -21,16 +21,8 @@ from typing import Any
 from math_verify import verify
 from sympy import Eq, Expr, Float, Rational
 
+from megatron_eqlen.graders.math import numbers
 from megatron_eqlen.graders.math.match import compare_texts
-from megatron_eqlen.graders.math.numbers import (
-    as_written,
-    has_decimals,
-    is_huge,
-    is_statement,
-    number_of,
-    same_without_solutions,
-    surely_different,
-)
 from megatron_eqlen.graders.math.reading import read
 
 MEMORY_BYTES = 3 << 30
@@ -151,10 +143,9 @@ def _without_names(gold: str, answer: str) -> tuple[str, str] | tuple[()] | None
     if wanted is None and given is None:
         return None
     if wanted is not None and given is not None:
-        same = set(wanted[0]) == set(given[0])
-        return (
-            (_tuples(*wanted, sorted(set(wanted[0]))), _tuples(*given, sorted(set(given[0])))) if same else ()
-        )
+        order = sorted(set(wanted[0]))
+        same = order == sorted(set(given[0]))
+        return (_tuples(*wanted, order), _tuples(*given, order)) if same else ()
     names, values = wanted or given or ([], [])
     order = sorted(set(names))
     other = answer if wanted else gold
@@ -229,10 +220,8 @@ def _equal_equations(gold: str, answer: str, is_complex: bool) -> bool:
     the same chain term by term."""
     wanted, given = split(gold, _EQUALS), split(answer, _EQUALS)
     if len(given) == 1:
-        values = [wanted[-1]] * bool(_NAME.fullmatch(wanted[0])) + [wanted[0]] * bool(
-            _NAME.fullmatch(wanted[-1])
-        )
-        return any(equal(value, answer, is_complex) for value in values)
+        sides = (wanted[0], wanted[-1]), (wanted[-1], wanted[0])
+        return any(_NAME.fullmatch(name) and equal(value, answer, is_complex) for name, value in sides)
     if not _is_true(given, is_complex):
         return False
     value = _under_name(wanted[0], given[0], given[-1], wanted[-1])
@@ -242,7 +231,8 @@ def _equal_equations(gold: str, answer: str, is_complex: bool) -> bool:
     ends, other_ends = wanted[:: len(wanted) - 1], given[:: len(given) - 1]
     steps = [read(term, is_complex) for term in given[1:-1]]
     computed = all(isinstance(step, Expr) and not step.is_Matrix for step in steps)
-    if computed and is_statement(read("=".join(ends), is_complex)):  # its solutions do not tell what it says
+    # a statement's solutions do not tell what it says
+    if computed and numbers.is_statement(read("=".join(ends), is_complex)):
         return all(equal(*pair, is_complex) for pair in zip(ends, other_ends, strict=True))
     if wanted != ends or given != other_ends:
         return all(equal(*pair, is_complex) for pair in zip_longest(wanted, given, fillvalue=""))
@@ -282,19 +272,19 @@ def _conclusions(answer: str, gold: str, is_complex: bool) -> list[str]:
 
 def _is_true(terms: list[str], is_complex: bool) -> bool:
     """Return True if the numbers among ``terms`` are equal."""
-    numbers = [term for term in terms if number_of(read(term, is_complex)) is not None]
-    return all(_equal_values(numbers[0], other, is_complex) for other in numbers[1:])
+    known = [term for term in terms if numbers.number_of(read(term, is_complex)) is not None]
+    return all(_equal_values(known[0], other, is_complex) for other in known[1:])
 
 
 def _is_false(link: tuple[str, str], is_complex: bool) -> bool:
     """Return True if two expressions of the same symbols are known to differ."""
     here, there = (read(term, is_complex) for term in link)
     symbols = [value.free_symbols for value in (here, there) if isinstance(value, Expr)]
-    return len(symbols) == 2 and symbols[0] == symbols[1] and surely_different(here, there)
+    return len(symbols) == 2 and symbols[0] == symbols[1] and numbers.surely_different(here, there)
 
 
 def _rounds_to(value: str, rounding: str, is_complex: bool) -> bool:
-    exact, near = number_of(read(value, is_complex)), number_of(read(rounding, is_complex))
+    exact, near = numbers.number_of(read(value, is_complex)), numbers.number_of(read(rounding, is_complex))
     decimals = len(rounding.partition(".")[2])
     return exact is not None and near is not None and abs(exact - near) <= 0.51 * 10.0**-decimals
 
@@ -307,17 +297,17 @@ def _equal_values(gold: str, answer: str, is_complex: bool) -> bool:
     wanted, given = read(gold, is_complex), read(answer, is_complex)
     if wanted is None or given is None:
         return False
-    if is_huge(wanted) or is_huge(given):
-        return as_written(wanted) == as_written(given)
-    if surely_different(wanted, given):
+    if numbers.is_huge(wanted) or numbers.is_huge(given):
+        return numbers.as_written(wanted) == numbers.as_written(given)
+    if numbers.surely_different(wanted, given):
         return False
     if _verify(_exact(wanted), _exact(given)):
         both = isinstance(wanted, Eq) and isinstance(given, Eq)
-        return not both or same_without_solutions(wanted, given)
-    if not has_decimals(wanted, given) or not _verify(wanted, given):
+        return not both or numbers.same_without_solutions(wanted, given)
+    if not numbers.has_decimals(wanted, given) or not _verify(wanted, given):
         return False
     # math-verify, which rounds decimals to six places, takes small numbers for equal
-    here, there = number_of(wanted), number_of(given)
+    here, there = numbers.number_of(wanted), numbers.number_of(given)
     return here is None or there is None or abs(here - there) <= DECIMAL_ERROR * abs(here)
 
 
@@ -327,7 +317,7 @@ def _verify(gold: Any, answer: Any) -> bool:
 
 def _exact(value: Any) -> Any:
     """Return ``value`` with its decimals as the fractions they are written as."""
-    if not has_decimals(value):
+    if not numbers.has_decimals(value):
         return value
     return value.xreplace({decimal: Rational(str(decimal)) for decimal in value.atoms(Float)})
 

@@ -181,10 +181,8 @@ def check_readable(paths: Sequence[str], root: bool) -> None:
     for path in paths:
         taken = any(f"{os.path.normpath(path)}/".startswith(f"{mine}/") for mine in own)
         if taken or not (os.path.isabs(path) and os.path.exists(path)):
-            outside = " and ".join(own)
-            raise ValueError(
-                f"expected absolute paths of this machine to read, outside {outside}, found {path!r}"
-            )
+            wanted = f"absolute paths of this machine to read, outside {' and '.join(own)}"
+            raise ValueError(f"expected {wanted}, found {path!r}")
 
 
 def _record(report: bytes, token: str) -> tuple[str, str]:

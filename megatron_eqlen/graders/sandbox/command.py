@@ -378,12 +378,10 @@ def unpack(file: BinaryIO, folder: str, owner: int) -> None:
         archive.extractall(folder, members, numeric_owner=True)
 
 
-def pack(
-    folder: str, file: BinaryIO, most_bytes: int, beside: Collection[str] = (), opens: bool = False
-) -> int:
-    """Write the files below ``folder`` to an archive, by name, but for those in it named ``beside``. Follow
-    no link. Return the number of sockets and devices, which are left out. ``opens``: give this user rights to
-    what has none. Raises OSError, FolderError."""
+def pack(folder: str, file: BinaryIO, most: int, beside: Collection[str] = (), opens: bool = False) -> int:
+    """Write the files below ``folder`` to an archive of at most ``most`` bytes, by name, but for those in it
+    named ``beside``. Follow no link. Return the number of sockets and devices, which are left out. ``opens``:
+    give this user rights to what has none. Raises OSError, FolderError."""
     left_out = size = 0
     with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for place, folders, names in os.walk(folder, onerror=_raise):
@@ -404,8 +402,8 @@ def pack(
                 # a link's own time is not unpacked
                 info.mtime = 0 if info.issym() else min(max(int(info.mtime), 0), LATEST)
                 size += -(-info.size // PAGE) * PAGE + PAGE * info.issym()  # as much as it takes unpacked
-                if size > most_bytes:
-                    raise FolderError(f"its files are longer than {most_bytes >> 20} MiB")
+                if size > most:
+                    raise FolderError(f"its files are longer than {most >> 20} MiB")
                 if not info.isreg():
                     archive.addfile(info)
                     continue

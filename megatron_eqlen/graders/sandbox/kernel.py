@@ -73,9 +73,7 @@ def drop_capabilities() -> None:
     checked(libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
 
 
-NEW_MOUNTS, NEW_HOST, NEW_IPC, NEW_USER, NEW_PIDS, NEW_NETWORK = (
-    1 << bit for bit in (17, 26, 27, 28, 29, 30)
-)
+NEW_MOUNTS, NEW_HOST, NEW_IPC, NEW_USER, NEW_PIDS, NEW_NETWORK = (1 << n for n in (17, 26, 27, 28, 29, 30))
 """Flags of unshare and clone."""
 BIND, RECURSIVE, PRIVATE = 0x1000, 0x4000, 0x40000
 """Flags of mount."""

@@ -22,13 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 from megatron_eqlen.graders.code.rules import Rules, call
-from megatron_eqlen.graders.sandbox.kernel import (
-    SET_DUMPABLE,
-    die_with,
-    drop_capabilities,
-    prctl,
-    restrict_files,
-)
+from megatron_eqlen.graders.sandbox import kernel
 from megatron_eqlen.graders.sandbox.seccomp import build_filter, machine_calls, restrict_system_calls
 
 SOURCE, REPORT, NULL = 3, 4, 5
@@ -86,12 +80,12 @@ def enter(limits: Limits, isolation: Isolation, zygote: int) -> None:
     _limit_resources(limits, isolation)
     if isolation.drop_user and os.geteuid() == 0:
         become(NOBODY)
-    drop_capabilities()
-    die_with(zygote)  # after the change of user, which would reset it
-    prctl(SET_DUMPABLE, 0)
+    kernel.drop_capabilities()
+    kernel.die_with(zygote)  # after the change of user, which would reset it
+    kernel.prctl(kernel.SET_DUMPABLE, 0)
     if isolation.landlock:
         python = {sys.prefix, sys.base_prefix, os.path.dirname(os.__file__)}
-        restrict_files([*SYSTEM_PATHS, *SYSTEM_FILES, *python])
+        kernel.restrict_files([*SYSTEM_PATHS, *SYSTEM_FILES, *python])
     if isolation.seccomp:
         restrict_system_calls(build_filter(machine_calls(), os.getpid()))
 

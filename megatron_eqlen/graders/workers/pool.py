@@ -113,9 +113,8 @@ class WorkerPool:
             if connection.poll(START_SECONDS):
                 return Worker(connection, int(connection.recv_bytes()))
         except (EOFError, OSError):
-            raise RuntimeError(
-                f"the grader host ended with status {self._end_host()}: {self._host.args}"
-            ) from None
+            status = self._end_host()
+            raise RuntimeError(f"the grader host ended with status {status}: {self._host.args}") from None
         raise RuntimeError(f"no worker in {START_SECONDS:.0f} s from {self._host.args}")
 
     def _end_host(self) -> int:
