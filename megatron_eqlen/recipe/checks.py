@@ -36,9 +36,8 @@ def check_effects(recipe: Recipe, resolved: Recipe) -> None:
             found = value_of(resolved, condition.key)
             if not condition.is_met(found):
                 remedy = "leave it out" if value == default else f"leave it at {shown(default)}"
-                raise ValueError(
-                    f"{key}: {shown(value)} acts only with {condition}, found {shown(found)}: {remedy}"
-                )
+                acts = f"{shown(value)} acts only with {condition}"
+                raise ValueError(f"{key}: {acts}, found {shown(found)}: {remedy}")
 
 
 def _set_keys(
@@ -73,15 +72,11 @@ def _of_run(recipe: Recipe) -> Iterator[str]:
     """Yield contradictions of the run's name, place, data, end, learning rate and rows."""
     cluster, optimizer, targets = recipe.cluster, recipe.optimizer, recipe.lora.targets or ()
     if recipe.name in (".", "..") or not re.fullmatch(r"[\w.,=+@ -]{1,100}", recipe.name):
-        yield (
-            f"name: expected 1 to 100 letters, digits or any of ' _-.,=+@' (it names a folder under runs/), "
-            f"found {recipe.name!r}"
-        )
+        expected = "1 to 100 letters, digits or any of ' _-.,=+@' (it names a folder under runs/)"
+        yield f"name: expected {expected}, found {recipe.name!r}"
     if not re.fullmatch(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED", cluster.time):
-        yield (
-            f"cluster.time: expected SLURM's MINUTES, HOURS:MINUTES:SECONDS, DAYS-HOURS or UNLIMITED, found "
-            f"{cluster.time!r}"
-        )
+        expected = "SLURM's MINUTES, HOURS:MINUTES:SECONDS, DAYS-HOURS or UNLIMITED"
+        yield f"cluster.time: expected {expected}, found {cluster.time!r}"
     if not (recipe.run_dir or "").isprintable():
         yield f"run_dir: expected a path in one line, found {recipe.run_dir!r}"
     if not [*recipe.budget.limits()]:
@@ -89,14 +84,10 @@ def _of_run(recipe: Recipe) -> Iterator[str]:
     if len({*targets}) < len(targets):
         yield f"lora.targets: expected each target once, found {', '.join(targets)}"
     if optimizer.min_lr > optimizer.lr:
-        yield (
-            f"optimizer.min_lr: {optimizer.min_lr:g} is the final learning rate: expected at most "
-            f"optimizer.lr {optimizer.lr:g}"
-        )
-    if not recipe.supervised and (budget := recipe.packing.max_tokens_per_row) < recipe.longest_path:
-        yield (
-            f"packing.max_tokens_per_row: {budget} is less than the longest path, {recipe.longest_path_text}"
-        )
+        expected = f"at most optimizer.lr {optimizer.lr:g}"
+        yield f"optimizer.min_lr: {optimizer.min_lr:g} is the final learning rate: expected {expected}"
+    if not recipe.supervised and (row := recipe.packing.max_tokens_per_row) < recipe.longest_path:
+        yield f"packing.max_tokens_per_row: {row} is less than the longest path, {recipe.longest_path_text}"
     if recipe.sampling == "equal_length" and recipe.group_size % 2:
         yield f"group_size: {recipe.group_size} is odd; equal_length sampling splits it into pairs of tracks"
     if recipe.report.keep_streams == "evaluations" and not recipe.evaluation.every:
@@ -127,10 +118,8 @@ def _of_engine(recipe: Recipe) -> Iterator[str]:
             )
     backend = recipe.model.megatron.get("attention_backend")
     if backend and (backend, device) != ("flash", "gpu"):
-        yield (
-            f"model.megatron.attention_backend: expected flash, with cluster.device: gpu, found {backend} "
-            f"with {device}: token trees have no other kernels"
-        )
+        found = f"{backend} with {device}: token trees have no other kernels"
+        yield f"model.megatron.attention_backend: expected flash, with cluster.device: gpu, found {found}"
     routed = device == "gpu" and rollout.keep_routes and rollout.engine == "colocated"
     if routed and rollout.tensor_parallel > 1:
         yield (
@@ -138,10 +127,8 @@ def _of_engine(recipe: Recipe) -> Iterator[str]:
             f"a colocated engine of {rollout.tensor_parallel} GPUs, of which vLLM gives one the routes"
         )
     if (drafts := "speculative_config" in rollout.vllm) and rollout.min_p > 0:
-        yield (
-            f"rollout.vllm.speculative_config needs rollout.min_p: 0, found {rollout.min_p:g}: vLLM has no "
-            "min-p then"
-        )
+        found = f"{rollout.min_p:g}: vLLM has no min-p then"
+        yield f"rollout.vllm.speculative_config needs rollout.min_p: 0, found {found}"
     if drafts and device == "cpu":
         yield "rollout.vllm.speculative_config: our sampler for CPUs takes no drafts"
 
@@ -155,10 +142,8 @@ def _of_evaluation(recipe: Recipe) -> Iterator[str]:
             if (value := getattr(section, key)) is not None:
                 yield f"{name}.{key}: {value:g} has no effect with temperature: 0 (greedy): leave it out"
     if benchmarks and evaluation.samples > max(recipe.of_benchmark(each).group_size for each in benchmarks):
-        yield (
-            f"evaluation.samples: {evaluation.samples}: with temperature: 0 (greedy) all responses to a "
-            "problem are the same: expected 1"
-        )
+        alike = "with temperature: 0 (greedy) all responses to a problem are the same"
+        yield f"evaluation.samples: {evaluation.samples}: {alike}: expected 1"
 
 
 def _of_teacher(recipe: Recipe) -> Iterator[str]:
@@ -202,10 +187,9 @@ def _of_supervised(recipe: Recipe) -> Iterator[str]:
             yield f"{key}: {shown(value)} {end}"
     for number, source in enumerate(recipe.data.sources):
         if source.reader not in ANY_COLUMNS and not is_import_path(source.reader):
-            yield (
-                f"data.sources.{number}.reader: objective: sft trains responses: expected one of "
-                f"{', '.join(ANY_COLUMNS)} or package.module:name, found {source.reader}"
-            )
+            key = f"data.sources.{number}.reader: objective: sft trains responses"
+            expected = f"one of {', '.join(ANY_COLUMNS)} or package.module:name"
+            yield f"{key}: expected {expected}, found {source.reader}"
 
 
 def _check_plugins(recipe: Recipe) -> None:

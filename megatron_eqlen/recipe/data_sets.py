@@ -8,9 +8,7 @@ from typing import Any
 from megatron_eqlen.hf.dataset_files import SUFFIXES
 from megatron_eqlen.recipe.yaml_values import read_value
 
-_TABLE: dict[str, dict[str, Any]] = read_value(
-    Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
-)
+_TABLE: dict[str, Any] = read_value(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 TRAINING, BENCHMARKS = _TABLE["training"], _TABLE["benchmarks"]
 """By reader: ``path`` on the hub, perhaps ``config``, ``split`` and ``released``, the day of publication."""
 

@@ -59,9 +59,7 @@ REFUSED = {
         r"model|tokenizer.*|skip_tokenizer_init|hf_config_path|revision|code_revision|load_format|config_format"
         r"|dtype|seed|max_model_len|hf_overrides": "`model` and the lengths of `data` and `rollout` say it",
         r"max_num_seqs|block_size|gpu_memory_utilization|kv_cache_memory_bytes"
-        r"|quantization|quantization_config|spec_.*|tensor_parallel_size": (
-            "`rollout` has a key for it"
-        ),
+        r"|quantization|quantization_config|spec_.*|tensor_parallel_size": "`rollout` has a key for it",
         r"logprobs_mode|.*generation_config|return_sampling_mask|enable_return_routed_experts|logits_processors"
         r"|reasoning_.*|structured_outputs_config|watermark.*|diffusion_config|disable_cascade_attn": (
             "what is sampled must be what is trained"

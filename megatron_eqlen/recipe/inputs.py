@@ -152,10 +152,7 @@ def keep_inputs(run: Path, recipe: Recipe) -> None:
 def _inputs(recipe: Recipe) -> dict[str, Input]:
     """Return the sections that name inputs, by key."""
     sources = {f"data.sources.{number}": source for number, source in enumerate(recipe.data.sources)}
-    benchmarks = {
-        f"evaluation.benchmarks.{number}": benchmark
-        for number, benchmark in enumerate(recipe.evaluation.benchmarks)
-    }
+    benchmarks = {f"evaluation.benchmarks.{n}": each for n, each in enumerate(recipe.evaluation.benchmarks)}
     teacher = {TEACHER: recipe.teacher} if recipe.teacher.path else {}
     return {MODEL: recipe.model, **teacher, **sources, **benchmarks}
 
@@ -165,10 +162,8 @@ def _pinned(key: str, section: Input, known: dict[str, str]) -> Input:
     repo = hub_repo(section)
     if repo is None:
         if section.revision is not None:
-            raise RecipeError(
-                f"{key}.revision: {section.revision} is for a name on the hub, found the local path "
-                f"{section.path}"
-            )
+            found = f"the local path {section.path}"
+            raise RecipeError(f"{key}.revision: {section.revision} is for a name on the hub, found {found}")
         return section
     if repo.is_pinned:
         return section

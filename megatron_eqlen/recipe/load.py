@@ -47,10 +47,8 @@ def load(path: str | Path, overrides: Sequence[str] = (), checks: Sequence[Recip
     for override in overrides:
         _apply(changed, override)
     if holes := [key for key, value in leaves(changed).items() if value == HOLE]:
-        raise RecipeError(
-            f"{path}: {', '.join(holes)}: {HOLE} is to be filled in, or its line deleted where it is no key "
-            "of ours"
-        )
+        remedy = f"{HOLE} is to be filled in, or its line deleted where it is no key of ours"
+        raise RecipeError(f"{path}: {', '.join(holes)}: {remedy}")
     recipe = parse(changed, str(path), checks)
     if not overrides:
         return recipe
@@ -211,9 +209,8 @@ def _child(at: Any, part: str, override: str) -> Any:
 
 def _index(at: list, part: str, override: str) -> int:
     if not part.isdecimal() or int(part) >= len(at):
-        raise RecipeError(
-            f"override {override!r}: {part!r} is not one of the list's numbers 0..{len(at) - 1}"
-        )
+        numbers = f"0..{len(at) - 1}"
+        raise RecipeError(f"override {override!r}: {part!r} is not one of the list's numbers {numbers}")
     return int(part)
 
 

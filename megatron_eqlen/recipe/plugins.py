@@ -152,9 +152,7 @@ class _Code:
                 writers = {*_writers(statement)}
                 due += [(module, one, reads and one not in writers) for one in _uses(statement)]
                 for each in ast.walk(statement):
-                    due += [
-                        (target, inside.strip("*"), reads) for target, inside, _ in _imported(each, module)
-                    ]
+                    due += [(to, inside.strip("*"), reads) for to, inside, _ in _imported(each, module)]
         return self
 
     def registered(self) -> set[tuple[str, str]]:

@@ -78,10 +78,8 @@ def one_of(*names: str) -> AfterValidator:
             near = difflib.get_close_matches(value.lower(), names, n=1, cutoff=0.0)[0]
             if "." in value:
                 near = ":".join(value.rsplit(".", 1))
-            raise ValueError(
-                f"expected one of {', '.join(names)}, or package.module:name, found {value!r} "
-                f"(nearest: {near!r})"
-            )
+            expected = f"one of {', '.join(names)}, or package.module:name"
+            raise ValueError(f"expected {expected}, found {value!r} (nearest: {near!r})")
         return value
 
     return AfterValidator(check)
