@@ -96,7 +96,7 @@ def test_a_difference_at_a_point_never_overrules_the_library():
     from math_verify import verify
 
     from megatron_eqlen.graders.math.reading import read
-    from megatron_eqlen.graders.math.worker import surely_different
+    from megatron_eqlen.graders.math.numbers import surely_different
 
     texts = {text for each in READINGS[:27] for text in (each.gold, each.answer) if "," not in text}
     answers = sorted(map(normalize, texts))
