@@ -95,8 +95,8 @@ def test_an_object_as_python_prints_it_is_no_gold(grader):
 def test_a_difference_at_a_point_never_overrules_the_library():
     from math_verify import verify
 
-    from megatron_eqlen.graders.math.reading import read
     from megatron_eqlen.graders.math.numbers import surely_different
+    from megatron_eqlen.graders.math.reading import read
 
     texts = {text for each in READINGS[:27] for text in (each.gold, each.answer) if "," not in text}
     answers = sorted(map(normalize, texts))
