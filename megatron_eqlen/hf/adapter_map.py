@@ -48,19 +48,16 @@ def adapter_map(model: ModelConfig, rank: int, targets: tuple[str, ...] | None) 
     found = [(target, weight) for weight in weight_map(model) if (target := _target(weight.megatron))]
     present = [target for target in TARGETS if target in dict(found)]
     if absent := [target for target in targets or () if target not in present]:
-        raise ValueError(
-            f"lora.targets: a {model.model_type} model has no {', '.join(absent)}: "
-            f"expected some of {', '.join(present)}"
-        )
+        lacks = f"a {model.model_type} model has no {', '.join(absent)}"
+        raise ValueError(f"lora.targets: {lacks}: expected some of {', '.join(present)}")
     kinds = present if targets is None else targets
     weights = [weight for target, weight in found if target in kinds]
     for weight in weights:
         rows, columns = sum(rows for rows, _ in weight.shapes), weight.shapes[0][1]
         if rank > min(rows, columns):
-            raise ValueError(
-                f"lora.rank: {rank} is above the rank of {weight.megatron}, which has {rows} rows and "
-                f"{columns} columns: expected at most {min(rows, columns)}"
-            )
+            matrix = f"{weight.megatron}, which has {rows} rows and {columns} columns"
+            expected = f"at most {min(rows, columns)}"
+            raise ValueError(f"lora.rank: {rank} is above the rank of {matrix}: expected {expected}")
     return tuple(_adapter(weight, rank) for weight in weights)
 
 

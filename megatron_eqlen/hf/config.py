@@ -150,10 +150,9 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     if name in OF_IMAGES:
         return _text_model(fields, OF_IMAGES[name])
     if name not in FAMILIES:
-        raise ConfigError(
-            f"{where}: model_type: expected one of {', '.join([*FAMILIES, *OF_IMAGES])}, found {name!r} "
-            "(a new family is added in megatron_eqlen/hf/config_fields.py; see docs/extending.md)"
-        )
+        expected = f"one of {', '.join([*FAMILIES, *OF_IMAGES])}"
+        how = "a new family is added in megatron_eqlen/hf/config_fields.py; see docs/extending.md"
+        raise ConfigError(f"{where}: model_type: expected {expected}, found {name!r} ({how})")
     family = FAMILIES[name]
     layers = fields.get("num_hidden_layers", int)
     refuse_unsupported(fields, name, layers)
@@ -164,9 +163,7 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         **{name: fields.get(name, int) for name in SIZES},
         hidden_size=hidden,
         # without dense layers nothing has this size, and files do not state it
-        intermediate_size=fields.get(
-            "moe_intermediate_size" if family.only_experts else "intermediate_size", int
-        ),
+        intermediate_size=fields.get("moe_" * family.only_experts + "intermediate_size", int),
         num_hidden_layers=layers,
         num_attention_heads=heads,
         head_dim=_head_dim(fields, family, hidden, heads),
@@ -203,9 +200,8 @@ def _head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
     if given is not None and (family.head_dim == "optional" or given * heads == hidden):
         return given
     if given is not None or hidden % heads:
-        raise fields.error(
-            f"hidden_size {hidden}: expected num_attention_heads {heads} x head_dim, found head_dim {given}"
-        )
+        expected = f"num_attention_heads {heads} x head_dim"
+        raise fields.error(f"hidden_size {hidden}: expected {expected}, found head_dim {given}")
     return hidden // heads
 
 
@@ -222,10 +218,9 @@ def _check_sizes(model: ModelConfig, where: str) -> None:
             of = name if name == str(divisor) else f"{name} {divisor}"
             raise ConfigError(f"{where}: {key}: expected a multiple of {of}, found {number}")
     if (experts := model.experts) and experts.num_experts_per_tok > experts.num_experts:
-        raise ConfigError(
-            f"{where}: num_experts_per_tok: expected at most num_experts {experts.num_experts}, "
-            f"found {experts.num_experts_per_tok}"
-        )
+        expected = f"at most num_experts {experts.num_experts}"
+        found = experts.num_experts_per_tok
+        raise ConfigError(f"{where}: num_experts_per_tok: expected {expected}, found {found}")
 
 
 def _experts(fields: Fields, layers: int, family: Family) -> Experts:

@@ -149,10 +149,8 @@ def refuse_unsupported(fields: Fields, family: str, layers: int) -> None:
         return
     supported = FAMILIES[family].layer_types
     if odd := [kind for kind in kinds if not isinstance(kind, str) or kind not in supported]:
-        raise fields.error(
-            f"layer_types: {odd[0]!r} is not supported in a {family} model, "
-            f"expected {' or '.join(sorted(supported))}"
-        )
+        found = f"{odd[0]!r} is not supported in a {family} model"
+        raise fields.error(f"layer_types: {found}, expected {' or '.join(sorted(supported))}")
     if len(kinds) != layers:
         raise fields.error(f"layer_types: expected num_hidden_layers {layers} entries, found {len(kinds)}")
 

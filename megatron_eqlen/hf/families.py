@@ -30,18 +30,14 @@ def _weights(model: ModelConfig) -> Iterator[Weight]:
             if moe.shared_expert_intermediate_size:
                 yield from shared_expert(model, moe, layer)
         else:
-            mlp = f"layers.{layer}.mlp."
-            yield from gated_mlp(
-                f"decoder.{mlp}", model.prefix + mlp, model.hidden_size, model.intermediate_size
-            )
+            mlp, hidden = f"layers.{layer}.mlp.", model.hidden_size
+            yield from gated_mlp(f"decoder.{mlp}", model.prefix + mlp, hidden, model.intermediate_size)
     yield from head(model)
 
 
 def embedding(model: ModelConfig) -> Weight:
-    shape = (model.vocab_size, model.hidden_size)
-    return Weight(
-        "embedding.word_embeddings.weight", (model.prefix + "embed_tokens.weight",), (shape,), dim=0
-    )
+    name, shape = model.prefix + "embed_tokens.weight", (model.vocab_size, model.hidden_size)
+    return Weight("embedding.word_embeddings.weight", (name,), (shape,), dim=0)
 
 
 def head(model: ModelConfig) -> Iterator[Weight]:
@@ -123,13 +119,8 @@ def delta_net(model: ModelConfig, net: DeltaNet, layer: int) -> Iterator[Weight]
         sections=mixed if model.family.separate_projections else (),
         arrangement=arrangement,
     )
-    yield Weight(
-        megatron + "conv1d.weight",
-        (hf + "conv1d.weight",),
-        ((sum(mixed), 1, net.conv_kernel_dim),),
-        dim=0,
-        sections=mixed,
-    )
+    shape = (sum(mixed), 1, net.conv_kernel_dim)
+    yield Weight(megatron + "conv1d.weight", (hf + "conv1d.weight",), (shape,), dim=0, sections=mixed)
     yield Weight(megatron + "dt_bias", (hf + "dt_bias",), per_value_head, dim=0)
     yield Weight(megatron + "A_log", (hf + "A_log",), per_value_head, dim=0)
     yield Weight(megatron + "out_norm.weight", (hf + "norm.weight",), ((net.value_head_dim,),))

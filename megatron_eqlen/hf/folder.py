@@ -89,27 +89,21 @@ class HFFolder:
         present = {file.name for file in self.path.glob("*.safetensors")}
         theirs = set(index["weight_map"].values()) if index else present
         if theirs != set(self.files):
-            raise CheckpointError(
-                f"{self.path}: Transformers loads {first_few(self.files)}, vLLM would load "
-                f"{first_few(theirs)}: remove what is stale, {INDEX} or *.safetensors"
-            )
+            differ = f"Transformers loads {first_few(self.files)}, vLLM would load {first_few(theirs)}"
+            raise CheckpointError(f"{self.path}: {differ}: remove what is stale, {INDEX} or *.safetensors")
 
     def _read_entries(self) -> dict[str, Entry]:
         entries: dict[str, Entry] = {}
         for file in self.files:
             for stored in _entries(self.path / file, self._opened[file]):
                 for single, entry in _unfused(self.path, stored):
-                    if single in entries:
-                        raise CheckpointError(
-                            f"{self.path / file}: {single} is in {entries[single].file} already"
-                        )
-                    entries[single] = entry
+                    if (known := entries.setdefault(single, entry)) is not entry:
+                        raise CheckpointError(f"{self.path / file}: {single} is in {known.file} already")
         for name, file in self.index["weight_map"].items() if self.index else ():
             for single in _single_names(name):
                 if single not in entries or entries[single].file != file:
-                    raise CheckpointError(
-                        f"{self.path / file}: {name} is missing, though {INDEX} places it there"
-                    )
+                    lacks = f"{name} is missing, though {INDEX} places it there"
+                    raise CheckpointError(f"{self.path / file}: {lacks}")
         return entries
 
 
@@ -287,10 +281,8 @@ def _check_tensor(folder: HFFolder, name: str, shape: tuple[int, ...]) -> None:
     if entry.shape != shape:
         raise CheckpointError(f"{where}: expected shape {shape}, found {entry.shape}")
     if DTYPES[entry.dtype] not in WEIGHT_DTYPES:
-        raise CheckpointError(
-            f"{where}: {entry.dtype} is not a weight's dtype: expected F32, BF16, F16 or F64 "
-            "(dequantise a quantised model first)"
-        )
+        expected = "F32, BF16, F16 or F64 (dequantise a quantised model first)"
+        raise CheckpointError(f"{where}: {entry.dtype} is not a weight's dtype: expected {expected}")
 
 
 def _check_tied(folder: HFFolder, embeddings: Weight) -> None:

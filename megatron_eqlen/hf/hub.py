@@ -109,10 +109,9 @@ class HubRepo:
 
     def _snapshot(self, patterns: Sequence[str]) -> Path:
         offline = constants.is_offline_mode()
+        options = {"allow_patterns": [*patterns], "local_files_only": offline}
         with _explained(self):
-            return Path(
-                api.snapshot_download(**self._where(), allow_patterns=[*patterns], local_files_only=offline)
-            )
+            return Path(api.snapshot_download(**self._where(), **options))
 
 
 def is_name(path: str) -> bool:

@@ -47,16 +47,14 @@ class Tokenizer:
         """Time for templates that write a date (Llama 3.2's); a run sets that of its first start."""
         self.backend = _from_transformers(folder)
         """Transformers' tokenizer."""
-        self.eos_token_ids, self.pad_token_id = _special_ids(
-            folder, self.backend.eos_token_id, self.backend.pad_token_id
-        )
+        eos, pad = self.backend.eos_token_id, self.backend.pad_token_id
+        self.eos_token_ids, self.pad_token_id = _special_ids(folder, eos, pad)
         added = self.backend.added_tokens_decoder
         known = self.backend.get_vocab().values()
         if unknown := sorted((self.eos_token_ids | {self.pad_token_id}) - {*known}):
-            raise ValueError(
-                f"{folder}: expected eos_token_id and pad_token_id of the model's files among the "
-                f"tokenizer's ids, {min(known)} to {max(known)}, found {unknown}"
-            )
+            ids = f"the tokenizer's ids, {min(known)} to {max(known)}"
+            keys = "eos_token_id and pad_token_id of the model's files"
+            raise ValueError(f"{folder}: expected {keys} among {ids}, found {unknown}")
         self._silent = sorted(self.eos_token_ids | {self.pad_token_id} & added.keys())
         added = added.values()
         self.tags = [token.content for token in added if re.fullmatch("<.+>", token.content)]
@@ -95,10 +93,8 @@ class Tokenizer:
             options["tools"] = _as_text([*tools], special)
         said = {"tool": [*self.special_tokens, *self.tags]}
         if self.backend.chat_template is None:
-            raise ValueError(
-                f"{self.folder}: expected a chat template (chat_template.jinja, or chat_template in "
-                "tokenizer_config.json), found none"
-            )
+            places = "chat_template.jinja, or chat_template in tokenizer_config.json"
+            raise ValueError(f"{self.folder}: expected a chat template ({places}), found none")
 
         def rendered(as_json: bool) -> str:
             turns = [_with_arguments(message, as_json) for message in messages]
@@ -112,9 +108,8 @@ class Tokenizer:
         except Exception as error:  # noqa: BLE001  as above
             name = next(iter(self.folder.glob("chat_template.jinja")), self.folder / "tokenizer_config.json")
             roles = ", ".join(str(message.get("role")) for message in messages)
-            raise TemplateError(
-                f"{name}: the chat template refuses the roles {roles}: {type(error).__name__}: {error}"
-            ) from None
+            why = f"the chat template refuses the roles {roles}: {type(error).__name__}: {error}"
+            raise TemplateError(f"{name}: {why}") from None
 
     @property
     def vocab_size(self) -> int:
@@ -139,9 +134,7 @@ class Tokenizer:
         return {
             "vocabulary": sorted((number, token) for token, number in self.backend.get_vocab().items()),
             "merges": stored["model"].get("merges") or [],
-            "special tokens": [
-                (token["id"], token["content"], token["special"]) for token in stored["added_tokens"]
-            ],
+            "special tokens": [(of["id"], of["content"], of["special"]) for of in stored["added_tokens"]],
         }
 
     def pieces_of(self, token_ids: Sequence[int]) -> list[str]:
@@ -169,11 +162,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     expected = _pieces(path / PIECES, PROBE)
     tokenizer = Tokenizer(path)
     if (found := tokenizer.pieces_of(tokenizer.encode(PROBE))) != expected:
-        raise ValueError(
-            f"{path / PIECES}: expected the pieces {expected} of {PROBE!r}, found {found} after the "
-            "conversion by Transformers: tokenizer_config.json names the tokenizer_class that knows how, "
-            "LlamaTokenizer for example"
-        )
+        remedy = "tokenizer_config.json names the tokenizer_class that knows how, LlamaTokenizer for example"
+        found = f"{found} after the conversion by Transformers: {remedy}"
+        raise ValueError(f"{path / PIECES}: expected the pieces {expected} of {PROBE!r}, found {found}")
     return tokenizer
 
 
@@ -184,9 +175,8 @@ def _pieces(model: Path, text: str) -> list[str]:
     try:
         return SentencePieceProcessor(model_file=str(model)).encode(text, out_type=str)
     except (OSError, RuntimeError) as error:
-        raise ValueError(
-            f"{model}: expected a SentencePiece model, found another or damaged file: {error}"
-        ) from None
+        found = f"another or damaged file: {error}"
+        raise ValueError(f"{model}: expected a SentencePiece model, found {found}") from None
 
 
 def require_same(ours: Tokenizer, theirs: Tokenizer) -> None:
@@ -195,10 +185,8 @@ def require_same(ours: Tokenizer, theirs: Tokenizer) -> None:
     for part, values in ours.parts().items():
         for mine, other in zip_longest(values, others.get(part, [])):
             if mine != other:
-                raise ValueError(
-                    f"{theirs.folder}: expected the tokenizer of {ours.folder}; the first difference is in "
-                    f"its {part}: expected {mine}, found {other}"
-                )
+                where = f"expected the tokenizer of {ours.folder}; the first difference is in its {part}"
+                raise ValueError(f"{theirs.folder}: {where}: expected {mine}, found {other}")
 
 
 def load_decoder(path: str | Path) -> Callable[[Sequence[int] | np.ndarray], str]:
@@ -253,9 +241,8 @@ def _special_ids(
         if eos := _as_set(value, folder / origin):
             break
     else:
-        raise ValueError(
-            f"{folder}: expected eos_token_id in {preferred}, config.json or the tokenizer, found none"
-        )
+        places = f"{preferred}, config.json or the tokenizer"
+        raise ValueError(f"{folder}: expected eos_token_id in {places}, found none")
     if origin != preferred:
         log.warning("%s: no eos_token_id in %s; %s says %s", folder, preferred, origin, sorted(eos))
     pad = generation.get("pad_token_id", tokenizer_pad)

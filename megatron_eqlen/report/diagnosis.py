@@ -117,7 +117,6 @@ def _ends(files: Sequence[Path], recipe: Recipe) -> Iterator[Diagnosis]:
     counts = ", ".join(f"{number} {name}" for name, number in ends.most_common())
     prompt, text = mine[0][0].prompt, f"…{texts[0][-TEXT:]}" if len(texts[0]) > TEXT else texts[0]
     grade, gold = mine[0][1].grade, f", gold {prompt.gold[:40]!r}" * (prompt.grader == "math")
-    shown = f"{prompt.prompt_id}: {text!r}" + (
-        f", {grade.detail[-TEXT:]!r}" if grade and grade.detail else gold
-    )
-    yield end, f"{cause} ({len(responses)} responses: {counts}); e.g. {shown}" + f". {note}" * bool(note)
+    detail = f", {grade.detail[-TEXT:]!r}" if grade and grade.detail else gold
+    shown = f"{prompt.prompt_id}: {text!r}{detail}" + f". {note}" * bool(note)
+    yield end, f"{cause} ({len(responses)} responses: {counts}); e.g. {shown}"

@@ -56,9 +56,8 @@ def write_page(run: Path) -> Path:
     for number, folder in shown.items():
         step = RecordedStep(step_files(folder), recipe)
         steps.append((number + 1, step.verdicts()))
-        rows += [
-            {"step": number + 1} | row for row in step.rows(step.training.telling(step.rollouts), decode)
-        ]
+        telling = step.training.telling(step.rollouts)
+        rows += [{"step": number + 1} | row for row in step.rows(telling, decode)]
     profile, advice = recorded_advice(run, recipe)
     drawn = charts(columns, evaluated) + timeline([*status.state.steps])
     drawn += [profile_chart(profile)] if profile else []
@@ -89,10 +88,9 @@ def write_step_page(run: Path, first: int, last: int) -> Path:
     run; return its path. Raises ValueError for a step that is not recorded, or naming a damaged file."""
     recipe, folders = load_run(run), {n + 1: folder for n, folder in scored_steps(run / "streams")}
     if missing := [step for step in range(first, last + 1) if step not in folders]:
-        raise ValueError(
-            f"--step {missing[0]}: expected one of the recorded and graded steps of {run / 'streams'} "
-            f"({_spans([*folders]) or 'there are none'}), found no such step"
-        )
+        known = f"{run / 'streams'} ({_spans([*folders]) or 'there are none'})"
+        expected = f"one of the recorded and graded steps of {known}"
+        raise ValueError(f"--step {missing[0]}: expected {expected}, found no such step")
     (decode, note), rows = find_decoder(recipe.model), list[dict[str, Any]]()
     for number in range(first, last + 1):
         step = RecordedStep(step_files(folders[number]), recipe)
@@ -110,12 +108,9 @@ def write_probe_page(path: Path, step: int, found: dict[str, Any], recipe: Recip
 
 def _write(path: Path, template: str, recipe: Recipe, rows: list[dict[str, Any]], **values: Any) -> Path:
     """Write a page with the rollouts ``rows``; return its path."""
-    title = f"{recipe.name} · {recipe.method} · seed {recipe.seed}"
-    style, drawing = _own("page.css"), _own("rollouts.js")
-    page = _environment().get_template(template)
-    write_text(
-        path, page.render(title=title, style=style, drawing=drawing, recipe=recipe, rows=rows, **values)
-    )
+    values |= {"title": f"{recipe.name} · {recipe.method} · seed {recipe.seed}", "rows": rows}
+    values |= {"recipe": recipe, "style": _own("page.css"), "drawing": _own("rollouts.js")}
+    write_text(path, _environment().get_template(template).render(values))
     return path
 
 

@@ -167,9 +167,7 @@ class Progress:
 def numbers(metrics: Mapping[str, float | None], rewards: Collection[float]) -> str:
     """Format a step's numbers as ``SHOWN`` says, with a sparkline of the newest ``rewards``."""
     values = {label: (first_of(metrics, names), unit) for label, (names, unit) in SHOWN.items()}
-    texts = [
-        f"{label} {compact(value)}{unit}" for label, (value, unit) in values.items() if value is not None
-    ]
+    texts = [f"{name} {compact(value)}{unit}" for name, (value, unit) in values.items() if value is not None]
     if values["rollout"][0] == 0.0:  # a resumed step whose rollouts were all recorded before
         texts = ["rollout recorded" if text.startswith("rollout ") else text for text in texts]
     if len(rewards) > 1:

@@ -212,19 +212,14 @@ def _evaluated(folder: Path, steps: int) -> Iterator[StatusRow]:
     files = evaluation_files(folder / "evaluation", steps)
     shown = read_evaluations([*files[:1], *files[1:][-1:]])
     for name, rows in histories(shown).items():
-        yield (
-            name,
-            ", then ".join(f"{row.label} avg@{row.result.samples} {row.result.accuracy}" for row in rows),
-        )
+        results = (f"{row.label} avg@{row.result.samples} {row.result.accuracy}" for row in rows)
+        yield name, ", then ".join(results)
 
 
 def _position(metrics: Mapping[str, float | None]) -> str:
     """Format the data position: ``480 prompts drawn; epochs: math 0.24, code 1.1``."""
-    epochs = [
-        f"{named[1]} {compact(value)}"
-        for name, value in metrics.items()
-        if (named := SOURCE_EPOCHS.match(name))
-    ]
+    matches = ((SOURCE_EPOCHS.match(name), value) for name, value in metrics.items())
+    epochs = [f"{match[1]} {compact(value)}" for match, value in matches if match]
     drawn = metrics.get("data/prompts_drawn")
     parts = [f"{drawn:.0f} prompts drawn"] if drawn is not None else []
     return "; ".join([*parts, *(["epochs: " + ", ".join(epochs)] if epochs else [])])

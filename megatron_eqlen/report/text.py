@@ -47,10 +47,9 @@ def print_rollouts(
     decode = by_token(load_decoder(model))
     steps = recorded_steps(streams)
     if not steps:
+        expected = f"a .arrow file, or a folder with {FILES} or step-*/{FILES}"
         kind = "neither" if streams.is_dir() else "no such file or folder"
-        raise ValueError(
-            f"{streams}: expected a .arrow file, or a folder with {FILES} or step-*/{FILES}, found {kind}"
-        )
+        raise ValueError(f"{streams}: expected {expected}, found {kind}")
     left = limit
     for name, files in steps:
         step = RecordedStep(files, recipe)
@@ -83,9 +82,7 @@ def recipe_of(streams: Path) -> Recipe | None:
     return None
 
 
-def _as_json(
-    step: str, rollout: Rollout, seen: RolloutView, probed: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
+def _as_json(step: str, rollout: Rollout, seen: RolloutView, probed: list[dict[str, Any]]) -> dict[str, Any]:
     parts = [
         {"label": part.label, "parent": part.parent, "text": part.text, "facts": part.facts()}
         for part in seen.parts
