@@ -75,9 +75,8 @@ class Agent(Environment):
             return ()
         read = read_json(Path(tools))
         if not isinstance(read, list):
-            raise ValueError(
-                f"{tools}: expected a list of tools' JSON schemas, found a {type(read).__name__}"
-            )
+            found = type(read).__name__
+            raise ValueError(f"{tools}: expected a list of tools' JSON schemas, found a {found}")
         return read
 
     @classmethod
@@ -86,9 +85,8 @@ class Agent(Environment):
         try:
             inspect.signature(load_object(options["function"], FUNCTION)).bind("", None, 0, **arguments)
         except TypeError as error:
-            raise ValueError(
-                f"environment.options: {options['function']}(base_url, prompt, seed, **options): {error}"
-            ) from None
+            call = f"{options['function']}(base_url, prompt, seed, **options)"
+            raise ValueError(f"environment.options: {call}: {error}") from None
         if Agent.endpoint is None:
             Agent.endpoint = Endpoint()
 

@@ -37,9 +37,8 @@ def reader(
     ValueError for a template whose calls no parser reads."""
     prompt = tokenizer.render_chat([QUESTION], enable_thinking, [TOOL])
     if CALL.name not in prompt:
-        log.warning(
-            "%s: the chat template leaves tools out: prompts must say which there are", tokenizer.folder
-        )
+        wrong = "the chat template leaves tools out: prompts must say which there are"
+        log.warning("%s: %s", tokenizer.folder, wrong)
     thinks, read = prompt.rstrip().endswith(THINKING[0]), _family(tokenizer, tools, enable_thinking, prompt)
 
     def text_of(token_ids: TokenIds) -> str:
@@ -69,10 +68,9 @@ def _family(
     if CALL.name not in shown:
         if CALL.name not in prompt or "<tool_call>" in prompt:
             return str
-        raise ValueError(
-            f"{tokenizer.folder}: expected a chat template that writes calls of tools, found one that lists "
-            f"tools alone: the form of its calls is not known{why}"
-        )
+        found = f"one that lists tools alone: the form of its calls is not known{why}"
+        expected = "a chat template that writes calls of tools"
+        raise ValueError(f"{tokenizer.folder}: expected {expected}, found {found}")
     both = zip_longest(tokenizer.encode(shown), tokenizer.encode(opening))
     own = dropwhile(lambda pair: pair[0] == pair[1], both)
     generated = (token for token, _ in own if token is not None)
@@ -83,10 +81,9 @@ def _family(
             return str
     name = find_parser(tokenizer.backend, shown, TOOL, CALL[:2])
     if name is None:
-        raise ValueError(
-            f"{tokenizer.folder}: expected a chat template with calls of tools in a form that vLLM parses, "
-            f"found {shown[-200:]!r} before the turn's end"
-        )
+        expected = "a chat template with calls of tools in a form that vLLM parses"
+        found = f"{shown[-200:]!r} before the turn's end"
+        raise ValueError(f"{tokenizer.folder}: expected {expected}, found {found}")
     before, _, after = shown.partition(CALL.name)
     parse, tags = tool_parser(name, tokenizer.backend, tools), TAG.findall(before)
     untagged = rf"\s*{re.escape(before.strip())}[\w.-]+{re.escape(after[:1])}"  # pythonic: [name(

@@ -171,10 +171,9 @@ def _given(speak: Conversations, environment: Environment, observation: Observat
     observation without a token: the next turn would continue this one."""
     given = [] if observation.done else speak.write(observation)
     if not given and not observation.done:
-        raise ValueError(
-            f"{type(environment).__name__}.step: expected an Observation that the chat template writes as "
-            f"tokens, found {observation.content!r}, which it writes as none"
-        )
+        expected = "an Observation that the chat template writes as tokens"
+        found = f"{observation.content!r}, which it writes as none"
+        raise ValueError(f"{type(environment).__name__}.step: expected {expected}, found {found}")
     return given
 
 

@@ -87,9 +87,8 @@ def _plain(message: Any) -> Message:
         try:
             plain["tool_calls"] = [dict(call["function"]) for call in calls]
         except (KeyError, TypeError, ValueError):
-            raise RefusedError(
-                f"messages: tool_calls: expected objects with a function, found {calls!r:.200}"
-            ) from None
+            expected = "expected objects with a function"
+            raise RefusedError(f"messages: tool_calls: {expected}, found {calls!r:.200}") from None
     return plain
 
 
@@ -171,15 +170,13 @@ class Episode:
         before = [*self.requests[-1].messages, _plain(self.turns[-1])]
         for number, message in enumerate(before):
             if number >= len(request.messages) or _compared(message) != _compared(request.messages[number]):
-                raise RefusedError(
-                    f"messages[{number}]: expected a conversation that goes on as it was, with {message}, "
-                    f"found {request.messages[number : number + 1]}"
-                )
+                expected = f"a conversation that goes on as it was, with {message}"
+                found = request.messages[number : number + 1]
+                raise RefusedError(f"messages[{number}]: expected {expected}, found {found}")
         new = request.messages[len(before) :]
         if not new or any(message["role"] == "assistant" for message in new):
-            raise RefusedError(
-                "messages: expected new messages after the policy's last turn, none of them its own"
-            )
+            expected = "new messages after the policy's last turn, none of them its own"
+            raise RefusedError(f"messages: expected {expected}")
         if request.tools != self.requests[-1].tools:
             raise RefusedError("tools: expected those of the first request")
 
@@ -196,9 +193,7 @@ class Episode:
                 calls = (call["function"] for turn in self.turns[-1:] for call in turn.get("tool_calls", ()))
                 named = ({"name": called["name"]} for called in calls)
                 new = self.requests[-1].messages[known:]
-                return [
-                    message | next(named, {}) if message["role"] == "tool" else message for message in new
-                ]
+                return [each | next(named, {}) if each["role"] == "tool" else each for each in new]
             if self.error is not None:
                 raise self.error
             return None
@@ -270,9 +265,8 @@ class Endpoint:
                     length = self.headers.get("Content-Length", "")
                     if re.fullmatch("[0-9]{1,9}", length) and int(length) <= LONGEST:
                         return outer.reply(known, self.rfile.read(int(length)))
-                    known = _error(
-                        400, f"Content-Length: expected at most {LONGEST} bytes, found {length!r:.99}"
-                    )
+                    expected = f"at most {LONGEST} bytes"
+                    known = _error(400, f"Content-Length: expected {expected}, found {length!r:.99}")
                 self.close_connection = True
                 return known
 

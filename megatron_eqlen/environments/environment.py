@@ -76,10 +76,9 @@ class Environment:
         try:
             return copy.deepcopy(self)
         except Exception as error:
-            raise TypeError(
-                f"{type(self).__name__}.fork: expected a state that copy.deepcopy copies, found "
-                f"{name_of(error)}: define fork, or set copies = False"
-            ) from error
+            found = f"{name_of(error)}: define fork, or set copies = False"
+            expected = "a state that copy.deepcopy copies"
+            raise TypeError(f"{type(self).__name__}.fork: expected {expected}, found {found}") from error
 
     def save(self, place: Path) -> str | None:
         """Return text from which ``load`` restores the state; large parts stay in files of the folder

@@ -32,10 +32,8 @@ def environment_class(recipe: Recipe) -> type[Environment]:
     path = ENVIRONMENTS.get(section.name, section.name)
     cls = load_object(path, "environment.name")
     if not (inspect.isclass(cls) and issubclass(cls, Environment)):
-        raise ValueError(
-            f"environment.name: {path}: expected a subclass of "
-            f"megatron_eqlen.environments.environment.Environment, found {cls!r}"
-        )
+        base = f"{Environment.__module__}.{Environment.__qualname__}"
+        raise ValueError(f"environment.name: {path}: expected a subclass of {base}, found {cls!r}")
     if cls.step is Environment.step:
         raise ValueError(f"environment.name: {path}: expected a class with a method step, found none")
     try:
@@ -130,9 +128,8 @@ def given_tokens(
     drops thinking once a ``user`` speaks, and keeps it before a ``tool``), or leaves out what was said
     (Zephyr's has no role ``tool``).
     """
-    said = observation.messages or [
-        {"role": observation.role, "content": observation.content, **observation.keys}
-    ]
+    single = {"role": observation.role, "content": observation.content, **observation.keys}
+    said = observation.messages or [single]
     ends = re.compile("|".join(map(re.escape, tokenizer.pieces_of([*tokenizer.eos_token_ids]))))
 
     def rendered(messages: Sequence[Any]) -> str:
@@ -154,20 +151,17 @@ def given_tokens(
         if found and THOUGHT not in before:
             break  # the template writes no calls
         if THOUGHT not in before:
-            raise failed or ValueError(
-                f"{tokenizer.folder}: expected a chat template that keeps the assistant's turns as they are "
-                f"before a message of the role {said[-1]['role']!r}, found one that changes them"
-            )
+            keeps = "keeps the assistant's turns as they are before a message of the role"
+            wrong = f"{keeps} {said[-1]['role']!r}, found one that changes them"
+            raise failed or ValueError(f"{tokenizer.folder}: expected a chat template that {wrong}")
         if calls and (end := ends.search(after)):  # behind the call's arguments
             after = after[end.start() :]
         token_ids = tokenizer.encode(after.lstrip())
         if lost := left_out(after, said):
             wrong = f"writes all messages, found one that leaves out {lost}"
         elif len(token_ids) < 2 or token_ids[0] not in tokenizer.eos_token_ids:
-            wrong = (
-                "ends the assistant's turn with an end of sequence "
-                f"({sorted(tokenizer.eos_token_ids)}) and goes on, found {token_ids[:2]}"
-            )
+            end = f"an end of sequence ({sorted(tokenizer.eos_token_ids)})"
+            wrong = f"ends the assistant's turn with {end} and goes on, found {token_ids[:2]}"
         else:
             found = token_ids[1:]
             continue

@@ -98,9 +98,8 @@ class ToolEnvironment(Environment):
         texts = _texts(message)
         answers = [self._answer(text, number) for number, text in enumerate(texts)]
         if len(answers) > 1:
-            return Observation(
-                messages=[{"role": "tool", "content": answer.content, **answer.keys} for answer in answers]
-            )
+            messages = [{"role": "tool", "content": answer.content, **answer.keys} for answer in answers]
+            return Observation(messages=messages)
         return answers[0] if answers else Observation(done=True)
 
     def _answer(self, text: str, number: int) -> Observation:

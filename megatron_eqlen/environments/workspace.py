@@ -203,9 +203,9 @@ class Workspace(ToolEnvironment):
                 try:
                     reward = float(content)
                 except ValueError:
+                    found = f"{content[:80]!r}; the test printed {last!r}"
                     raise ValueError(
-                        f"{KEY}.reward: {self.reward}: expected a number, found {content[:80]!r}; the test "
-                        f"printed {last!r}"
+                        f"{KEY}.reward: {self.reward}: expected a number, found {found}"
                     ) from None
             return Grade(reward, "passed" if reward else "failed", None, "workspace", end.seconds, last)
         files = folder_files(self.folder.read()) if expected or function else {}
@@ -303,10 +303,8 @@ def require_templates(golds: Mapping[str, str], options: Mapping[str, Any]) -> i
     named = {_with_gold(options[key], gold): (key, row) for gold, row in golds.items() for key in keys}
     if missing := [name for name in named if not _is_there(name)]:
         key, row = named[missing[0]]
-        raise ValueError(
-            f"{KEY}.{key}: {row}: expected a template, found none at {missing[0]} ({len(missing)} of "
-            f"{len(named)} are missing)"
-        )
+        found = f"none at {missing[0]} ({len(missing)} of {len(named)} are missing)"
+        raise ValueError(f"{KEY}.{key}: {row}: expected a template, found {found}")
     return len(named)
 
 
@@ -353,10 +351,8 @@ def packed_template(name: str, folder_mb: int, files: int, key: str = "template"
             packed = pack_folder(place, folder_mb << 20)
         except (subprocess.CalledProcessError, OSError, FolderError, tarfile.TarError, *DAMAGED) as error:
             said = getattr(error, "stderr", b"").decode(errors="replace").strip() or error
-            raise ValueError(
-                f"{KEY}.{key}: {name}: expected a folder, an archive or repository@commit of at most "
-                f"{folder_mb} MiB (folder_mb), found {said}"
-            ) from None
+            expected = f"a folder, an archive or repository@commit of at most {folder_mb} MiB (folder_mb)"
+            raise ValueError(f"{KEY}.{key}: {name}: expected {expected}, found {said}") from None
     with tarfile.open(fileobj=io.BytesIO(packed)) as file:
         if (found := len(file.getmembers())) > files:
             raise ValueError(f"{KEY}.{key}: {name}: expected at most {files} files (files), found {found}")

@@ -144,10 +144,9 @@ def seal(required: bool = False) -> None:
         module: Any = distributed_c10d
         module._pickler, module._unpickler = _Sealing, _Opening
     elif required:
-        raise ValueError(
-            f"{SECRET}: expected a secret in the environment of all nodes' ranks, found none: "
-            f"export {SECRET}=..., the same on each, as slurm/train.sbatch does"
-        )
+        remedy = f"export {SECRET}=..., the same on each, as slurm/train.sbatch does"
+        expected = "a secret in the environment of all nodes' ranks"
+        raise ValueError(f"{SECRET}: expected {expected}, found none: {remedy}")
 
 
 def _digest(body: bytes | memoryview) -> bytes:

@@ -57,10 +57,9 @@ class Hold:
     def check(self) -> None:
         """Raise HeldError if a later start of this job has taken the folder over."""
         if (holder := read_holder(self.path)) != self._mine:
-            raise HeldError(
-                f"{self.path.parent}: {named(holder)} has taken this run over; this process (SLURM job "
-                f"{self._mine['slurm_job']}, restart {self._mine['restart']}) writes nothing more"
-            )
+            this = f"this process (SLURM job {self._mine['slurm_job']}, restart {self._mine['restart']})"
+            taken = f"{named(holder)} has taken this run over"
+            raise HeldError(f"{self.path.parent}: {taken}; {this} writes nothing more")
 
     def _acquire(self) -> TextIO:
         deadline = time.monotonic() + PATIENCE

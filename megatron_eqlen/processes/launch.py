@@ -44,11 +44,8 @@ def launch(
     os.environ |= named() | {SECRET: secrets.token_hex(), "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT"}
     folder = scratch("ranks")
     try:
-        everyone = {
-            "WORLD_SIZE": str(processes),
-            "LOCAL_WORLD_SIZE": str(processes),
-            STORE: f"{folder}/store",
-        }
+        world = str(processes)
+        everyone = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, STORE: f"{folder}/store"}
         ranks = range(processes)
         started = start_processes(
             "ranks",

@@ -37,13 +37,11 @@ def quiet() -> None:
         os.environ.setdefault(name, value)
     for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    warnings.filterwarnings("ignore", category=FutureWarning, message=".*reduce_op. is deprecated")
-    warnings.filterwarnings("ignore", category=SyntaxWarning, message="invalid escape")  # when compiled
-    warnings.filterwarnings("ignore", category=UserWarning, message=".* is experimental and still under")
-    warnings.filterwarnings("ignore", category=UserWarning, message=".*numa_migrate_pages failed")
-    warnings.filterwarnings(
-        "ignore", category=UserWarning, message=".*attribute of a Tensor that is not a leaf"
-    )
+    warnings.filterwarnings("ignore", ".*reduce_op. is deprecated", FutureWarning)
+    warnings.filterwarnings("ignore", "invalid escape", SyntaxWarning)  # when compiled
+    warnings.filterwarnings("ignore", ".* is experimental and still under", UserWarning)
+    warnings.filterwarnings("ignore", ".*numa_migrate_pages failed", UserWarning)
+    warnings.filterwarnings("ignore", ".*attribute of a Tensor that is not a leaf", UserWarning)
 
 
 def keep_bytecode() -> None:
