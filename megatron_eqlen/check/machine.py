@@ -39,9 +39,8 @@ def gpus(place: Place) -> Finding:
         return Finding("failed", f"{count} GPUs for {asked}", "ask SLURM for as many: --gpus-per-node")
     for device in range(count):
         if (product := multiplied(torch.device("cuda", device))) != 64.0:
-            return Finding(
-                "failed", f"GPU {device} computes {product} for 64", "leave the node out; nvidia-smi -q"
-            )
+            text = f"GPU {device} computes {product} for 64"
+            return Finding("failed", text, "leave the node out; nvidia-smi -q")
     names = {torch.cuda.get_device_properties(device).name for device in range(count)}
     return Finding("ok", f"{count} x {', '.join(sorted(names))}")
 
@@ -95,9 +94,8 @@ def cores(place: Place) -> Finding:
     wanted = place.processes * (CORES_OF_A_GPU if place.on_gpus else 1)
     text = f"{usable} for {place.processes} processes"
     if usable < wanted:
-        return Finding(
-            "slow", f"{text}, expected {wanted}", "sbatch --cpus-per-task (cluster.cpus_per_process)"
-        )
+        todo = "sbatch --cpus-per-task (cluster.cpus_per_process)"
+        return Finding("slow", f"{text}, expected {wanted}", todo)
     return Finding("ok", text)
 
 
@@ -108,15 +106,12 @@ def refuse_unfit(cluster: ClusterRecipe) -> None:
     if cluster.device == "gpu":
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if not gpus:
-            raise RecipeError(
-                f"cluster.device: gpu, found no GPU on {socket.gethostname()} (`eqlen check` says why): "
-                f"cluster.device=cpu trains on the processor, which is for tiny models"
-            )
+            remedy = "cluster.device=cpu trains on the processor, which is for tiny models"
+            found = f"no GPU on {socket.gethostname()} (`eqlen check` says why)"
+            raise RecipeError(f"cluster.device: gpu, found {found}: {remedy}")
         if not launched and gpus < count:  # a rank that was launched may see its own GPU alone
-            raise RecipeError(
-                f"cluster.processes_per_node: {count} processes need a GPU each, found {gpus} on "
-                f"{socket.gethostname()}"
-            )
+            found = f"{gpus} on {socket.gethostname()}"
+            raise RecipeError(f"cluster.processes_per_node: {count} processes need a GPU each, found {found}")
     elif not launched and (cores := usable_cores()) < count:
         text = f"cluster.processes_per_node: {count} processes share {cores} cores"
         if cores * MOST_ON_A_CORE < count:
@@ -140,11 +135,10 @@ def host_memory(place: Place) -> Finding:
 
 def shared_memory(place: Place) -> Finding:
     free = shutil.disk_usage("/dev/shm").free
+    text = f"{gigabytes(free)} free in /dev/shm"
     if free < SHARED_MEMORY:
-        return Finding(
-            "failed", f"{gigabytes(free)} free in /dev/shm", "docker run --ipc host, or remove old files"
-        )
-    return Finding("ok", f"{gigabytes(free)} free in /dev/shm")
+        return Finding("failed", text, "docker run --ipc host, or remove old files")
+    return Finding("ok", text)
 
 
 def space(place: Place) -> Finding:
@@ -158,9 +152,8 @@ def space(place: Place) -> Finding:
     kept = place.job.recipe.checkpoint.keep
     need = checkpoint_bytes(place.job) * (kept + 1) + export_bytes(place.job)
     has = sum(_size(place.folder / name) for name in ("checkpoints", "export"))
-    text += f", checkpoints and export take {gigabytes(need)}" + (
-        f" ({gigabytes(has)} are there)" if has else ""
-    )
+    text += f", checkpoints and export take {gigabytes(need)}"
+    text += f" ({gigabytes(has)} are there)" if has else ""
     if free + has < need:
         return Finding("failed", text, "make room, run_dir=... elsewhere, or checkpoint.keep=1")
     return Finding("ok", text)

@@ -120,9 +120,8 @@ def recipe(arguments: argparse.Namespace) -> int:
     refuse_existing(arguments.out)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     write_text(arguments.out, text)
-    print(
-        "".join(line[2:] or "\n" for line in text.splitlines(keepends=True) if line.startswith("#")), end=""
-    )
+    comments = (line for line in text.splitlines(keepends=True) if line.startswith("#"))
+    print("".join(line[2:] or "\n" for line in comments), end="")
     return 0
 
 
@@ -315,8 +314,6 @@ def _needs_launch(recipe: Recipe) -> bool:
     if "RANK" in os.environ or recipe.world_size == 1:
         return False
     if recipe.cluster.nodes > 1:
-        raise RecipeError(
-            f"cluster.nodes: {recipe.cluster.nodes} nodes are started by a launcher: `eqlen submit`, or "
-            f"torchrun on every node"
-        )
+        why = f"cluster.nodes: {recipe.cluster.nodes} nodes are started by a launcher"
+        raise RecipeError(f"{why}: `eqlen submit`, or torchrun on every node")
     return True

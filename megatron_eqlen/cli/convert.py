@@ -63,9 +63,8 @@ def _parser(direction: str) -> argparse.ArgumentParser:
         parser.add_argument("source", type=Path, help="Hugging Face folder: config.json and safetensors")
         parser.add_argument("out", type=Path, help="checkpoint folder to make; must not exist")
     else:
-        parser.add_argument(
-            "checkpoint", type=Path, help="checkpoint, or a run's checkpoints/ for its newest"
-        )
+        about = "checkpoint, or a run's checkpoints/ for its newest"
+        parser.add_argument("checkpoint", type=Path, help=about)
         parser.add_argument("out", type=Path, help="Hugging Face folder to make; must not exist")
         parser.add_argument(
             "--source",
@@ -88,9 +87,8 @@ def _parser(direction: str) -> argparse.ArgumentParser:
         "both must fit in memory)",
     )
     for part in PARTS:
-        parser.add_argument(
-            f"--{part}", type=int, default=1, metavar="N", help=f"{part}-parallel processes (default 1)"
-        )
+        about = f"{part}-parallel processes (default 1)"
+        parser.add_argument(f"--{part}", type=int, default=1, metavar="N", help=about)
     return parser
 
 

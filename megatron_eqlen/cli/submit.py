@@ -47,13 +47,11 @@ class Submission:
         train = SCRIPTS / "train.sbatch"
         if not train.is_file():
             raise FileNotFoundError(f"{train}: not found; submit with the eqlen of a checkout (tools/setup)")
-        lines = [
-            line for line in train.read_text(encoding="utf-8").splitlines() if line.startswith("#SBATCH")
-        ]
+        text = train.read_text(encoding="utf-8")
+        lines = [line for line in text.splitlines() if line.startswith("#SBATCH")]
         output = str(self.folder.path.absolute() / "slurm-%j.out")
-        lines += _directives(
-            f"--chdir={Path.cwd()}", f"--output={output}", *train_options(self.job, self.recipe.name)
-        )
+        lines += _directives(f"--chdir={Path.cwd()}", f"--output={output}")
+        lines += _directives(*train_options(self.job, self.recipe.name))
         lines += [_directive(self.options)] if self.options else []
         if self.servers:
             lines += ["#SBATCH hetjob"]
@@ -122,13 +120,10 @@ def _directive(options: Sequence[str]) -> str:
 def _sbatch(script: Path) -> str:
     """Submit the script and return the job's id. Raises ValueError with the message of sbatch."""
     try:
-        said = subprocess.run(
-            ["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False
-        )
+        said = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True)
     except FileNotFoundError:
-        raise ValueError(
-            f"sbatch: not found on the PATH; submit where SLURM's commands are (the script is {script})"
-        ) from None
+        remedy = f"submit where SLURM's commands are (the script is {script})"
+        raise ValueError(f"sbatch: not found on the PATH; {remedy}") from None
     if said.returncode:
         no_gpus = re.search("generic resource|gres|gpus", said.stderr, re.IGNORECASE)
         hint = " (cluster.device=cpu asks for no GPUs)" if no_gpus else ""

@@ -87,6 +87,5 @@ def _limit(plan: Plan, cells: list[Cell]) -> str:
     if limits is None:
         return f"{UNITS[plan.sweep.match]} as {plan.sweep.reference}"
     done = sum(cell.ended(limits) for cell in cells)
-    return cells[0].recipe(limits).budget.describe() + (
-        f"; {done} of {len(cells)} runs have ended" if done else ""
-    )
+    ended = f"; {done} of {len(cells)} runs have ended" if done else ""
+    return cells[0].recipe(limits).budget.describe() + ended

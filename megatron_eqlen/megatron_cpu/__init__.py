@@ -19,9 +19,8 @@ def install() -> None:
     if any(isinstance(finder, _MegatronCore) for finder in sys.meta_path):
         return
     if "megatron.core" in sys.modules:
-        raise ImportError(
-            "megatron.core was imported before megatron_eqlen: import megatron_eqlen.models first"
-        )
+        remedy = "import megatron_eqlen.models first"
+        raise ImportError(f"megatron.core was imported before megatron_eqlen: {remedy}")
     sys.meta_path.insert(0, _MegatronCore())
 
 

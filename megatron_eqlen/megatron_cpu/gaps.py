@@ -23,9 +23,8 @@ def close(module: types.ModuleType, on_cpu: bool) -> None:
 
 def _check_version(core: types.ModuleType) -> None:
     if core.__version__.split("+")[0] != VERSION:  # it appends the commit of a repository around it
-        warnings.warn(
-            f"Megatron-Core {core.__version__} found; its gaps are known for {VERSION} only", stacklevel=2
-        )
+        found = f"Megatron-Core {core.__version__} found"
+        warnings.warn(f"{found}; its gaps are known for {VERSION} only", stacklevel=2)
 
 
 def _allow_gated_delta_net(gated_delta_net: Any) -> None:
@@ -109,12 +108,10 @@ def _exchange_uneven_parts(mappings: Any) -> None:
         parts = gather(padded, group).split(longest)
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
-    def reduce_and_take(
-        whole: Any, group: Any, sizes: list[int] | None = None, *buffer: bool
-    ) -> torch.Tensor:
+    def reduce_and_take(own: Any, group: Any, sizes: list[int] | None = None, *buffer: bool) -> torch.Tensor:
         if sizes is None or group.size() == 1:
-            return reduce_scatter(whole, group, sizes, *buffer)
-        total = whole.clone()
+            return reduce_scatter(own, group, sizes, *buffer)
+        total = own.clone()
         torch.distributed.all_reduce(total, group=group)
         return total.split(list(sizes))[group.rank()].clone()
 
@@ -144,9 +141,7 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", message="full scope is deprecated", category=UserWarning)
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS", category=UserWarning)
     warnings.filterwarnings("ignore", message="`sequence_parallel` is set to `True`", category=UserWarning)
-    library = (
-        r"torch\.distributed\.c10d_logger|torch\.distributed\.checkpoint|megatron\.core\.dist_checkpointing"
-    )
+    library = r"torch\.distributed\.(c10d_logger|checkpoint)|megatron\.core\.dist_checkpointing"
     warnings.filterwarnings("ignore", category=FutureWarning, module=library)
     seeds = logging.getLogger("megatron.core.tensor_parallel.random")
     seeds.addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())

@@ -117,9 +117,8 @@ def _find_or_hide(package: Package) -> PackageState:
 def _warn(state: PackageState) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         name = f"{state.package.name} {state.version}".rstrip()
-        condition = (
-            f"does not import and is left out ({state.fault})" if state.installed else "is not installed"
-        )
+        broken = f"does not import and is left out ({state.fault})"
+        condition = broken if state.installed else "is not installed"
         logger.warning("%s %s. %s", name, condition, state.package.without)
 
 

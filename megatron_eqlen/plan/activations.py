@@ -68,16 +68,8 @@ def activations(
     """Return the activation memory of pipeline stage ``stage``. ``sequence``: sequence parallelism is on.
     ``rows``: rows per data-parallel rank and minibatch; None: enough to fill the pipeline."""
     recipe, model, parallel = job.recipe, job.model, job.recipe.parallel
-    row = RankRow(
-        model,
-        parallel,
-        recipe.packing.max_tokens_per_row // parallel.context,
-        BYTES[recipe.model.dtype],
-        sequence,
-        gpu,
-        recipe.lora,
-        imbalance,
-    )
+    tokens, width = recipe.packing.max_tokens_per_row // parallel.context, BYTES[recipe.model.dtype]
+    row = RankRow(model, parallel, tokens, width, sequence, gpu, recipe.lora, imbalance)
     chunks = layout.stages(parallel, model)[stage :: parallel.pipeline]
     layers = [number for chunk in chunks for number in chunk]
     # forward passes through all layers of this stage that still await their backward pass

@@ -46,10 +46,8 @@ def replicas_on_node(recipe: Recipe) -> int:
     """Return how many servers of ``rollout.tensor_parallel`` GPUs a node holds. Raises ValueError if none."""
     here, each = recipe.cluster.processes_per_node, recipe.rollout.tensor_parallel
     if each > here:
-        raise ValueError(
-            f"rollout.tensor_parallel: {each} is more than cluster.processes_per_node {here}, "
-            f"which is what a node has for servers"
-        )
+        most = f"cluster.processes_per_node {here}, which is what a node has for servers"
+        raise ValueError(f"rollout.tensor_parallel: {each} is more than {most}")
     return here // each
 
 

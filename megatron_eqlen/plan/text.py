@@ -126,14 +126,11 @@ def _work(job: Job, work: Workload) -> str:
     recipe = job.recipe
     prompts = recipe.data.prompts_per_step
     longest = work.tracks * recipe.rollout.max_response_length
-    decoded = (
-        f"{prompts} prompts x {work.tracks // prompts} tracks, at most {longest:,} tokens decoded at once"
-    )
+    tracks = f"{prompts} prompts x {work.tracks // prompts} tracks"
+    decoded = f"{tracks}, at most {longest:,} tokens decoded at once"
     section = recipe.environment
-    given = (
-        f"environment {section.name}: {section.max_given_tokens:,} given tokens a response are assumed "
-        "(environment.max_given_tokens)\n"
-    )
+    tokens = f"{section.max_given_tokens:,} given tokens a response"
+    given = f"environment {section.name}: {tokens} are assumed (environment.max_given_tokens)\n"
     workers = recipe.reward.workers or cores_per_rank(recipe.graders_on_node)
     graders = f"graders     {workers} processes a rank (reward.workers, or its cores on this node)\n"
     return (

@@ -145,15 +145,9 @@ def _pieces(weights: tuple[Weight, ...]) -> tuple[_Piece, ...]:
         if weight.expert:
             continue  # all experts have the sizes of expert 0
         layer = re.search(r"layers\.(\d+)\.", weight.megatron)
-        pieces.append(
-            _Piece(
-                weight.megatron,
-                int(layer[1]) if layer else None,
-                sum(map(prod, weight.shapes)),
-                weight.dim is not None,
-                number if weight.expert == 0 else None,
-            )
-        )
+        at, size = int(layer[1]) if layer else None, sum(map(prod, weight.shapes))
+        experts = number if weight.expert == 0 else None
+        pieces.append(_Piece(weight.megatron, at, size, weight.dim is not None, experts))
     return tuple(pieces)
 
 

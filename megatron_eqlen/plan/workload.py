@@ -32,9 +32,7 @@ def workload(recipe: Recipe) -> Workload:
         return Workload(tracks=0, generated=0.0, trained=prompts * longest, context=longest / 2)
     spans, stretch = _spans(recipe), recipe.longest_response / recipe.rollout.max_response_length
     generated = sum(tracks * (end - start) for tracks, start, end in spans)
-    seen = sum(
-        tracks * (end - start) * (prompt + stretch * (start + end) / 2) for tracks, start, end in spans
-    )
+    seen = sum(n * (end - start) * (prompt + stretch * (start + end) / 2) for n, start, end in spans)
     return Workload(
         tracks=prompts * max(tracks for tracks, _, _ in spans),
         generated=prompts * generated,
