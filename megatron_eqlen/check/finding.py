@@ -62,7 +62,6 @@ class Finding:
     state: State
     text: str
     todo: str = ""
-    """Remedy for the user."""
 
 
 @dataclass(frozen=True)

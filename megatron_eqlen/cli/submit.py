@@ -43,7 +43,6 @@ class Submission:
         self.folder.check(self.recipe)
 
     def script(self) -> str:
-        """Return the batch script."""
         train = SCRIPTS / "train.sbatch"
         if not train.is_file():
             raise FileNotFoundError(f"{train}: not found; submit with the eqlen of a checkout (tools/setup)")

@@ -123,7 +123,6 @@ class Replica:
     io: HttpLoop
     alive: bool = False
     requests: dict[str, Request] = field(default_factory=dict[str, Request])
-    """Unfinished requests by id."""
     workers: int = 0
     """Number of its tensor-parallel ranks."""
     stock: str = ""
@@ -303,7 +302,6 @@ class ReplicaPool:
         self.io.close()
 
     async def _leave(self) -> None:
-        """Let others have the servers."""
 
         async def leave(replica: Replica) -> None:
             async with at_most(2.0):
@@ -342,5 +340,4 @@ async def _text(response: aiohttp.ClientResponse) -> str:
 
 
 def _line(text: str) -> str:
-    """Return an answer in one line, shortened."""
     return " ".join(text.split())[:300]

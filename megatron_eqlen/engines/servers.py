@@ -193,7 +193,6 @@ class ServerEngine:
     # ---- requests -----------------------------------------------------------------------------------
 
     def _replica_of(self, request_id: str) -> Replica | None:
-        """Return the replica that runs an unfinished request."""
         return next((replica for replica in self.pool.replicas if request_id in replica.requests), None)
 
     def _home(self, request_id: str) -> Replica:

@@ -29,7 +29,6 @@ def find_parser(
 
 
 def tool_parser(name: str, tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> Parse:
-    """Return the parser ``name``."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 

@@ -139,7 +139,6 @@ def _require_batch_invariant_kernels(rollout: RolloutRecipe) -> None:
 
 
 def as_flags(args: dict[str, Any]) -> list[str]:
-    """Return engine arguments as command-line flags."""
     flags = []
     for name, value in args.items():
         flag = name.replace("_", "-")

@@ -148,7 +148,6 @@ class Episode:
             return self.turns[number]
 
     def end(self, reward: Any = None, error: BaseException | None = None) -> None:
-        """Take the agent's result."""
         with self._changed:
             self.ended, self.reward, self.error = True, reward, error
             self._changed.notify_all()
@@ -211,7 +210,6 @@ class Episode:
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Wait for the agent's end."""
         with self._changed:
             self._changed.wait_for(lambda: self.ended)
 

@@ -51,8 +51,6 @@ except BaseException as error:
 
 
 class PythonTool(ToolEnvironment):
-    """Runs cells."""
-
     most_calls = 1
 
     def __init__(

@@ -143,7 +143,6 @@ class _WithoutTitles(GenerateJsonSchema):
 
 
 def _schema(method: Callable[..., Any], arguments: TypeAdapter[dict[str, Any]]) -> dict[str, Any]:
-    """Return a tool's JSON schema."""
     parameters = arguments.json_schema(schema_generator=_WithoutTitles)
     del parameters["title"], parameters["additionalProperties"]  # words of every prompt
     what = inspect.getdoc(method) or ""

@@ -168,7 +168,6 @@ class Workspace(ToolEnvironment):
         return random.Random(f"{self.seed}/{self.forked_as}/{self.calls - 1}").getrandbits(31)
 
     def _said(self, end: CommandEnd) -> str:
-        """Return what the policy reads."""
         notes = []
         if end.status == "time_limit":
             notes.append(f"stopped: more than {self.limits.seconds:g} s")

@@ -49,7 +49,6 @@ class PoolGrader:
         raise NotImplementedError
 
     def grade(self, texts: Sequence[str], golds: Sequence[str]) -> list[Grade]:
-        """Return a grade for each response text against its gold."""
         begun = [self.begin(text, gold) for text, gold in zip(texts, golds, strict=True)]
         return [grade.result() for grade in begun]
 

@@ -45,8 +45,6 @@ class Experts:
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """Gated DeltaNet layers."""
-
     num_key_heads: int
     num_value_heads: int
     key_head_dim: int

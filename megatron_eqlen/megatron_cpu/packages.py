@@ -21,8 +21,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Package:
-    """Package that this package or Megatron-Core imports."""
-
     name: str
     """Name for import."""
     distributions: tuple[str, ...]

@@ -111,7 +111,6 @@ def agree[Item](ask: Callable[[], Item]) -> Item:
 
 
 def device() -> torch.device:
-    """Return the device that holds this process's model."""
     cuda = torch.cuda.is_available()
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 

@@ -62,7 +62,6 @@ class RunState:
     hangs: list[Hang] = field(default_factory=list)
     """Hangs of all tries, the newest first."""
     hung: bool = False
-    """True if the newest start hung."""
     stalled_tries: int = 0
     given_up: str | None = None
     cancelled: str | None = None
@@ -117,7 +116,6 @@ class RunState:
 
 
 def read_state(run: Path) -> RunState:
-    """Return the state of the run in the folder ``run``."""
     state, file, lost = RunState(), run / events.FILE, run / events.LOST
     with expecting("an event", file):
         for event in events.read(run, NEWEST):

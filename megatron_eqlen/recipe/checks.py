@@ -61,7 +61,6 @@ def _set_keys(
 
 
 def value_of(recipe: Recipe, key: str) -> Any:
-    """Return the value of a dotted key."""
     at: Any = recipe
     for part in key.split("."):
         at = at[int(part)] if part.isdecimal() else getattr(at, part)

@@ -187,7 +187,6 @@ def charts(columns: Columns, evaluations: Sequence[Evaluation]) -> list[Chart]:
 
 
 def profile_chart(profile: Profile) -> Chart:
-    """Return the chart of the outcome profile."""
     ends, (decided, *band) = 100 * profile.ends, 100 * profile.decided
     last = f"{decided[-1]:.0f}% in the last {100 - ([0.0, *ends])[-2]:.0f}% of the tokens"
     series = [Series("decided in this part", decided, np.array(band), last=last)]

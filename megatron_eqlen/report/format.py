@@ -17,7 +17,6 @@ MOST_TEXT = 1500
 """Most characters of a segment on a page."""
 
 Rows = Sequence[dict[str, Any]]
-"""Rows of a table, each with its values by column."""
 
 
 def first_of(metrics: Mapping[str, float | None], names: tuple[str, ...]) -> float | None:

@@ -107,7 +107,6 @@ def write_probe_page(path: Path, step: int, found: dict[str, Any], recipe: Recip
 
 
 def _write(path: Path, template: str, recipe: Recipe, rows: list[dict[str, Any]], **values: Any) -> Path:
-    """Write a page with the rollouts ``rows``; return its path."""
     values |= {"title": f"{recipe.name} · {recipe.method} · seed {recipe.seed}", "rows": rows}
     values |= {"recipe": recipe, "style": _own("page.css"), "drawing": _own("rollouts.js")}
     write_text(path, _environment().get_template(template).render(values))
@@ -139,7 +138,6 @@ class PageWriter:
         self._taken, self._longest = self._taken + took, max(self._longest, took)
 
     def write(self) -> Path:
-        """Write the page; return its path."""
         try:
             return write_page(self._folder)
         except ValueError as error:
@@ -148,7 +146,6 @@ class PageWriter:
 
 
 def _own(name: str) -> str:
-    """Return a file of this folder."""
     return (resources.files("megatron_eqlen.report") / name).read_text(encoding="utf-8")
 
 

@@ -142,7 +142,6 @@ class Progress:
         return f"{done}/{self.budget.steps}" if self.budget.steps is not None else done
 
     def _draw(self) -> None:
-        """Start the redrawn lines, or update them."""
         if not self.redraws:
             return
         if self.live is None:

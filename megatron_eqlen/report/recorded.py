@@ -65,7 +65,6 @@ class RecordedStep:
         self.training = Training(self.rollouts, None if probed else recipe)
 
     def views(self, rollouts: Sequence[Rollout], decode: Decode) -> list[RolloutView]:
-        """Return some of ``rollouts`` as text."""
         fill_numbers(rollouts, self._files)
         return [view(rollout, decode, self.training) for rollout in rollouts]
 

@@ -75,7 +75,6 @@ class PartView:
         return "".join(text if own else f"⟦{text}⟧" for own, text in texts)
 
     def facts(self) -> list[str]:
-        """Facts shown beside its label."""
         known = {"reward": self.lesson.reward, "advantage": self.lesson.advantage}
         return [
             *(f"{name} {compact(value)}" for name, value in known.items() if value is not None),

@@ -75,7 +75,6 @@ class RunStatus:
         self._latest = folder / "checkpoints" / LATEST
 
     def screen(self) -> list[StatusRow]:
-        """Return the lines of a screen, as of now."""
         now = time.time()
         state = Text(self.condition, STYLES.get(self.condition, "bold yellow")) + Text(self._who(now))
         rows = [("state", state), ("job", self.job), ("progress", self._progress()), ("now", self._now(now))]

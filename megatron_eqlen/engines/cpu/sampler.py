@@ -117,8 +117,6 @@ class PathSampler(Sampler):
 
 
 class Drawn(NamedTuple):
-    """Tokens that were drawn, one for each row."""
-
     tokens: Tensor
     """[rows, 1] int64"""
     kept: np.ndarray

@@ -52,8 +52,6 @@ def extract_program(text: str) -> str | None:
 
 
 class CodeGrader(PoolGrader):
-    """Grades responses to code problems. The sandbox starts with the first program."""
-
     name = f"code-{VERSION}"
 
     def __init__(self, reward: RewardRecipe) -> None:

@@ -175,7 +175,6 @@ def _is_json_of(text: str, value: Any) -> bool:
 
 
 def _is_deeper(box: Any, levels: int) -> bool:
-    """Return True if lists and objects are nested so deep in each other."""
     parts = box.values() if isinstance(box, dict) else box
     return levels == 0 or any(_is_deeper(part, levels - 1) for part in parts if isinstance(part, list | dict))
 

@@ -52,7 +52,6 @@ class MathGrader(PoolGrader):
         self._memo: dict[tuple[str, str], Future[Grade]] = {}
 
     def begin(self, text: str, gold: str) -> Future[Grade]:
-        """Start grading a response."""
         answer = extract_answer(text)
         if answer is None:
             return known(Grade(0.0, "no_answer", None, self.name))

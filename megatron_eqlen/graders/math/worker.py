@@ -211,7 +211,6 @@ def _equal_lists(gold: str, answer: str, is_complex: bool) -> bool:
 
 
 def _same_members(wanted: list[str], given: list[str], is_complex: bool) -> bool:
-    """Compare members in any order."""
     return all(any(equal(value, other, is_complex) for other in given) for value in wanted)
 
 

@@ -50,8 +50,6 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class Execution:
-    """End of one run of a program."""
-
     status: str
     """``finished``, or a verdict: ``compile_error``, ``runtime_error``, ``time_limit``, ``memory_limit``,
     ``output_limit``."""
@@ -81,8 +79,6 @@ class Command:
 
 @dataclass(frozen=True)
 class CommandEnd:
-    """End of one command."""
-
     status: str
     """``ended``, or the limit that it met: ``time_limit``, ``memory_limit``."""
     code: int | None

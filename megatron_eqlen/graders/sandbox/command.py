@@ -187,7 +187,6 @@ def _run_container(request: dict[str, Any], limits: CommandLimits, told: int) ->
 
 
 def _report(report: dict[str, Any], folder: str, limits: CommandLimits, beside: Collection[str] = ()) -> None:
-    """Pack the folder and write the report."""
     report |= {"left_out": 0, "unkept": None}
     try:
         os.ftruncate(ARCHIVE, 0)
@@ -258,7 +257,6 @@ def _show(path: str, needed: bool) -> None:
 
 
 def _become_command(request: dict[str, Any], limits: CommandLimits, owner: int) -> None:
-    """Give up every right."""
     os.setsid()
     os.umask(0o022)
     if owner:

@@ -84,7 +84,6 @@ class WorkerPool:
     def _answer(
         self, item: Item, limits: tuple[float, float], read: Callable[[Item], Any], attempts: int
     ) -> Any:
-        """Ask this thread's worker, or a new one."""
         while True:
             try:
                 if not hasattr(self._own, "worker"):
@@ -127,8 +126,6 @@ class WorkerPool:
 
 
 class Worker:
-    """A process that answers items, one at a time."""
-
     def __init__(self, connection: Connection, pid: int) -> None:
         self._connection, self.pid = connection, pid
 
