@@ -243,18 +243,16 @@ class ReplicaPool:
         """Raise EngineError if another trainer owns one of the servers."""
         for replica in self.replicas:
             if replica.is_taken:
-                raise EngineError(
-                    f"rollout.servers: {replica.url}: {replica.absence}; servers obey one trainer at a time: "
-                    "end that one, or start servers for this one"
-                )
+                remedy = "end that one, or start servers for this one"
+                why = f"{replica.absence}; servers obey one trainer at a time: {remedy}"
+                raise EngineError(f"rollout.servers: {replica.url}: {why}")
 
     def check_any_alive(self) -> None:
         if not self.alive:
             self.refuse_taken()
             absent = "; ".join(f"{r.url}: {r.absence} (since {r.absent_since})" for r in self.replicas)
-            raise EngineError(
-                f"rollout.servers: none is alive of {absent}; start them again, and the same command resumes"
-            )
+            remedy = "start them again, and the same command resumes"
+            raise EngineError(f"rollout.servers: none is alive of {absent}; {remedy}")
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> None:
         """Send the same POST to every replica in use at once, and wait for the answers."""

@@ -49,10 +49,9 @@ class TeacherServer:
         answers = self._result(self._io.start(self._choices(body)))
         for (text, ids), choice in zip(wanted.items(), answers, strict=True):
             if choice["prompt_token_ids"] != ids:
-                raise ValueError(
-                    f"teacher.url: {self._server.url}: expected the tokenizer of {tokenizer.folder}, which "
-                    f"makes {ids} of {text!r}, found one that makes {choice['prompt_token_ids']}"
-                )
+                expected = f"the tokenizer of {tokenizer.folder}, which makes {ids} of {text!r}"
+                found = f"one that makes {choice['prompt_token_ids']}"
+                raise ValueError(f"teacher.url: {self._server.url}: expected {expected}, found {found}")
         self._result(self._io.start(self._logprobs([tokenizer.vocab_size - 1] * longest)))
 
     def fill(self, rollouts: Iterable[Rollout]) -> None:
@@ -94,10 +93,9 @@ class TeacherServer:
         try:
             return answer.result()
         except (*ReplicaError, LookupError, TypeError) as error:
-            raise EngineError(
-                f"teacher.url: {self._server.url}: expected log-probs of prompts from vLLM's "
-                f"/v1/completions with the secret of {KEY}, found {words(error)}; once it answers, the same "
-                f"command resumes"
-            ) from error
+            expected = f"log-probs of prompts from vLLM's /v1/completions with the secret of {KEY}"
+            found = f"{words(error)}; once it answers, the same command resumes"
+            text = f"teacher.url: {self._server.url}: expected {expected}, found {found}"
+            raise EngineError(text) from error
         finally:
             beat()

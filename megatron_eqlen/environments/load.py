@@ -42,10 +42,9 @@ def environment_class(recipe: Recipe) -> type[Environment]:
         raise ValueError(f"environment.options: {path}(prompt, seed, **options): {error}") from None
     pairs = recipe.sampling == "equal_length" and recipe.equal_length.max_pairs != 1
     if (pairs or recipe.sampling == "tree") and not cls.copies:
-        raise ValueError(
-            f"environment.name: {path} cannot be copied, and sampling: {recipe.sampling} forks: set "
-            "sampling: independent, or sampling: equal_length with equal_length.max_pairs: 1"
-        )
+        remedy = "sampling: independent, or sampling: equal_length with equal_length.max_pairs: 1"
+        why = f"{path} cannot be copied, and sampling: {recipe.sampling} forks"
+        raise ValueError(f"environment.name: {why}: set {remedy}")
     return cls
 
 
@@ -183,8 +182,8 @@ def refuse_other_prompt(
     found = tokenizer.render_chat([*messages], enable_thinking, tools)
     longest = tokenizer.longest * len(prompt.token_ids)
     if len(found) > longest or tokenizer.encode(found) != prompt.token_ids:
+        keys = "data.instruction, data.instruction_role, and environment.options: tools"
+        expected, found = tokenizer.decode(prompt.token_ids), found.replace(BREAK, "")
         raise ValueError(
-            f"first request: expected the prompt, {tokenizer.decode(prompt.token_ids)!r}, "
-            f"found {found.replace(BREAK, '')!r:.1000}: "
-            "see data.instruction, data.instruction_role, and environment.options: tools"
+            f"first request: expected the prompt, {expected!r}, found {found!r:.1000}: see {keys}"
         )

@@ -203,9 +203,8 @@ class Workspace(ToolEnvironment):
                     reward = float(content)
                 except ValueError:
                     found = f"{content[:80]!r}; the test printed {last!r}"
-                    raise ValueError(
-                        f"{KEY}.reward: {self.reward}: expected a number, found {found}"
-                    ) from None
+                    key = f"{KEY}.reward: {self.reward}"
+                    raise ValueError(f"{key}: expected a number, found {found}") from None
             return Grade(reward, "passed" if reward else "failed", None, "workspace", end.seconds, last)
         files = folder_files(self.folder.read()) if expected or function else {}
         if expected:

@@ -191,10 +191,8 @@ def _rope_dict(fields: Fields) -> Fields:
     """Return the dict with the rotary parameters; empty if there is none."""
     sections = {key: fields.optional(key, dict, {}) for key in ("rope_scaling", "rope_parameters")}
     if all(sections.values()) and sections["rope_scaling"] != sections["rope_parameters"]:
-        raise fields.error(
-            "rope_scaling beside rope_parameters: Transformers would read the first alone; "
-            "merge it into rope_parameters"
-        )
+        remedy = "Transformers would read the first alone; merge it into rope_parameters"
+        raise fields.error(f"rope_scaling beside rope_parameters: {remedy}")
     name = "rope_scaling" if sections["rope_scaling"] else "rope_parameters"
     rope = Fields(sections[name], f"{fields.where}: {name}")
     kind = _kind(rope)

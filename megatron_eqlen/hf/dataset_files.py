@@ -36,10 +36,8 @@ def choose_files(
     files = sorted(set(splits[chosen]))
     if not files or (odd := [name for name in files if not name.endswith(SUFFIXES)]):
         others = ", ".join(odd[:3]) if files else "none"
-        raise ValueError(
-            f"split {chosen}: expected files {', '.join(SUFFIXES)}, found {others} (the hub converts public "
-            "data sets: revision: refs/convert/parquet)"
-        )
+        hint = "the hub converts public data sets: revision: refs/convert/parquet"
+        raise ValueError(f"split {chosen}: expected files {', '.join(SUFFIXES)}, found {others} ({hint})")
     return files
 
 

@@ -220,9 +220,8 @@ def _unfused(folder: Path, stored: Entry) -> Iterator[tuple[str, Entry]]:
     parts = _projections(match[2])
     if len(stored.shape) != 3 or stored.shape[1] % len(parts):
         expected = "[experts, 2 x width, hidden]" if len(parts) == 2 else "[experts, hidden, width]"
-        raise CheckpointError(
-            f"{folder / stored.file}: {stored.stored}: expected shape {expected}, found {list(stored.shape)}"
-        )
+        where = f"{folder / stored.file}: {stored.stored}"
+        raise CheckpointError(f"{where}: expected shape {expected}, found {list(stored.shape)}")
     experts, rows, columns = stored.shape
     rows //= len(parts)
     for expert in range(experts):
@@ -294,7 +293,6 @@ def _check_tied(folder: HFFolder, embeddings: Weight) -> None:
     (name,) = embeddings.hf
     rows = (folder.tensor(each).split(4096) for each in (name, HEAD))
     if not all(torch.equal(row.double(), other.double()) for row, other in zip(*rows, strict=True)):
-        raise CheckpointError(
-            f"{folder.path}: config.json has tie_word_embeddings: true, but {HEAD} differs from {name}. "
-            f"Set it to false to use {HEAD}, as Transformers does, or remove that tensor"
-        )
+        remedy = f"Set it to false to use {HEAD}, as Transformers does, or remove that tensor"
+        differs = f"config.json has tie_word_embeddings: true, but {HEAD} differs from {name}"
+        raise CheckpointError(f"{folder.path}: {differs}. {remedy}")

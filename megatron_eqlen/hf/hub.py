@@ -164,10 +164,9 @@ def _explained(repo: HubRepo) -> Iterator[None]:
         command = f"hf download {repo.name}" + " --type dataset" * (repo.kind == "dataset")
         command += f" --revision {repo.revision}" * (repo.revision is not None)
         lacks = "it" if repo.revision is None else f"revision {repo.revision!r}"
-        raise HubError(
-            f"{where}: {why}, and the cache {constants.HF_HUB_CACHE} lacks {lacks}: run `{command}` with a "
-            "connection (HF_HOME is the cache's place), or name a local folder"
-        ) from None
+        remedy = f"run `{command}` with a connection (HF_HOME is the cache's place), or name a local folder"
+        lacks = f"the cache {constants.HF_HUB_CACHE} lacks {lacks}"
+        raise HubError(f"{where}: {why}, and {lacks}: {remedy}") from None
     except errors.HfHubHTTPError as error:
         raise HubError(f"{where}: {_answer(error)}") from None
 

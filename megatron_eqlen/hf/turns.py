@@ -32,11 +32,9 @@ def require_end(tokenizer: Tokenizer, enable_thinking: bool | None = None) -> No
         found.append(after.strip()[:30] if turn else "a turn without its text")
     if found[0]:  # Falcon's writes nothing behind a turn
         ends = ", ".join(tokenizer.pieces_of(sorted(tokenizer.eos_token_ids)))
-        raise ValueError(
-            f"{tokenizer.folder}: expected a chat template that ends the assistant's turn with an end of "
-            f"sequence ({ends}), found {found[0]!r}: eos_token_id in generation_config.json takes a list, "
-            "which may hold that token, too"
-        )
+        expected = f"a chat template that ends the assistant's turn with an end of sequence ({ends})"
+        remedy = "eos_token_id in generation_config.json takes a list, which may hold that token, too"
+        raise ValueError(f"{tokenizer.folder}: expected {expected}, found {found[0]!r}: {remedy}")
 
 
 def left_out(text: str, messages: Iterable[Mapping[str, Any]], thoughts: bool = False) -> str | None:

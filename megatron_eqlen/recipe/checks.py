@@ -121,10 +121,9 @@ def _of_engine(recipe: Recipe) -> Iterator[str]:
         yield f"model.megatron.attention_backend: expected flash, with cluster.device: gpu, found {found}"
     routed = device == "gpu" and rollout.keep_routes and rollout.engine == "colocated"
     if routed and rollout.tensor_parallel > 1:
-        yield (
-            "rollout.keep_routes: true needs rollout.engine: server or rollout.tensor_parallel: 1, found "
-            f"a colocated engine of {rollout.tensor_parallel} GPUs, of which vLLM gives one the routes"
-        )
+        found = f"a colocated engine of {rollout.tensor_parallel} GPUs, of which vLLM gives one the routes"
+        needs = "rollout.engine: server or rollout.tensor_parallel: 1"
+        yield f"rollout.keep_routes: true needs {needs}, found {found}"
     if (drafts := "speculative_config" in rollout.vllm) and rollout.min_p > 0:
         found = f"{rollout.min_p:g}: vLLM has no min-p then"
         yield f"rollout.vllm.speculative_config needs rollout.min_p: 0, found {found}"
@@ -203,7 +202,7 @@ def _check_plugins(recipe: Recipe) -> None:
             load_object(path or "", key)
     for number, source in enumerate(recipe.data.sources):
         if recipe.reward.weights and not recipe.environment.name and not is_import_path(source.grader or ""):
-            raise ValueError(
-                f"reward.weights: {shown(recipe.reward.weights)} weighs named rewards: expected a grader of "
-                f"your own at data.sources.{number}.grader, found {source.grader or 'none'}"
-            )
+            weighs = f"{shown(recipe.reward.weights)} weighs named rewards"
+            expected = f"a grader of your own at data.sources.{number}.grader"
+            found = source.grader or "none"
+            raise ValueError(f"reward.weights: {weighs}: expected {expected}, found {found}")

@@ -94,10 +94,9 @@ def keep_same(run: Path, found: dict[str, Contents]) -> None:
     ]
     if changed:
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-        raise ContentsError(
-            f"{run}: began with other inputs: {', '.join(sorted(changed)[:3])}{more}; put them back, give "
-            f"this run its own folder (name=... or run_dir=...), or remove {run / FILE} to go on with these"
-        )
+        remedy = f"give this run its own folder (name=... or run_dir=...), or remove {run / FILE}"
+        others = f"{', '.join(sorted(changed)[:3])}{more}; put them back, {remedy} to go on with these"
+        raise ContentsError(f"{run}: began with other inputs: {others}")
     keep(run, found)
 
 

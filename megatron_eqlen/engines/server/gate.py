@@ -43,10 +43,9 @@ LONGEST = 32 * 2**20
 def authorization() -> dict[str, str]:
     """Return the header with the secret. Raises ValueError if the environment has none."""
     if not os.environ.get(KEY):
-        raise ValueError(
-            f"{KEY}: expected a secret in the environment of the trainer and of its servers, found none: "
-            f'export {KEY}="$(openssl rand -hex 16)" before both are started'
-        )
+        remedy = f'export {KEY}="$(openssl rand -hex 16)" before both are started'
+        expected = "a secret in the environment of the trainer and of its servers"
+        raise ValueError(f"{KEY}: expected {expected}, found none: {remedy}")
     return {"Authorization": f"Bearer {os.environ[KEY]}"}
 
 

@@ -42,10 +42,8 @@ class NcclSender:
 
     def __init__(self, pool: ReplicaPool, shapes: dict[str, tuple[int, ...]]) -> None:
         if not torch.cuda.is_available():
-            raise EngineError(
-                "rollout.sync: nccl sends from GPU to GPU, and this process has no GPU: use "
-                "rollout.sync: folder"
-            )
+            lacks = "nccl sends from GPU to GPU, and this process has no GPU"
+            raise EngineError(f"rollout.sync: {lacks}: use rollout.sync: folder")
         self.pool = pool
         self.shapes = shapes
         self.members: list[Replica] = []

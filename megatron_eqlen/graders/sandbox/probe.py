@@ -40,11 +40,9 @@ def find_python(wanted: str) -> str:
             return executable
         seen.append(f"{place} ({version})")
     expected = "a path of CPython 3.11 or newer" if named else f"CPython {wanted}"
-    raise ValueError(
-        f"reward.code_python: expected {expected} for programs to run in, found {', '.join(seen)}: "
-        "tools/setup programs installs 3.11. The key may name another, but from 3.12 on many recursive "
-        "programs fail"
-    )
+    hint = "The key may name another, but from 3.12 on many recursive programs fail"
+    found = f"{', '.join(seen)}: tools/setup programs installs 3.11. {hint}"
+    raise ValueError(f"reward.code_python: expected {expected} for programs to run in, found {found}")
 
 
 def _ask(place: str) -> tuple[str, str]:
@@ -122,10 +120,8 @@ def required_isolation(mode: Literal["strict", "best_effort"], python: str) -> I
     Raises ValueError if ``strict`` asks for more."""
     isolation = offered_isolation(python)
     if not isolation.strict and mode == "strict":
-        raise ValueError(
-            "reward.code_sandbox: strict needs Landlock and seccomp, this machine offers "
-            f"{isolation}; code_sandbox: best_effort accepts less"
-        )
+        offer = f"this machine offers {isolation}; code_sandbox: best_effort accepts less"
+        raise ValueError(f"reward.code_sandbox: strict needs Landlock and seccomp, {offer}")
     level = logging.WARNING if isolation.as_root or not isolation.strict else logging.INFO
     as_root = AS_ROOT.format(python) if isolation.as_root else ""
     log.log(level, "code sandbox: %s%s", isolation, as_root)
