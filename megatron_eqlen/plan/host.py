@@ -6,17 +6,9 @@ import math
 
 from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.job import Job
+from megatron_eqlen.plan import trainer
 from megatron_eqlen.plan.activations import BYTES
-from megatron_eqlen.plan.trainer import (
-    MAIN_WEIGHT,
-    MOMENTS,
-    RankBuffers,
-    Trainer,
-    optimizer_bytes,
-    teacher,
-    total,
-    trained,
-)
+from megatron_eqlen.plan.trainer import MAIN_WEIGHT, MOMENTS, RankBuffers, Trainer, optimizer_bytes, trained
 from megatron_eqlen.plan.workload import Workload
 from megatron_eqlen.recipe import RolloutRecipe
 from megatron_eqlen.recipe.phases import on_host
@@ -48,7 +40,7 @@ def host_parts(job: Job, stages: list[Trainer], work: Workload) -> dict[str, flo
     if "reference" in kept:  # plus the policy's weights while the reference is swapped in
         parts["reference"] = 2 * pinned(rank, width, sharded=False)
     if "teacher" in kept:
-        parts["teacher"] = pinned(teacher(job).parameters, width, sharded=False)
+        parts["teacher"] = pinned(trainer.teacher(job).parameters, width, sharded=False)
     parts = {name: cluster.processes_per_node * size for name, size in parts.items()}
     parts["checkpoint"] = staged_bytes(job, rank)
     sharing = recipe.parallel.tensor * recipe.parallel.context
@@ -94,7 +86,7 @@ def staged_bytes(job: Job, rank: RankBuffers) -> float:
 
 
 def export_bytes(job: Job) -> float:
-    return total(job.model) * BYTES[job.recipe.model.dtype]
+    return trainer.total(job.model) * BYTES[job.recipe.model.dtype]
 
 
 def token_bytes(rollout: RolloutRecipe) -> float:

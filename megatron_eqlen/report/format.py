@@ -12,6 +12,16 @@ RESPONSE_LENGTH = ("policy/response_length", "harvest/ended_response_length", "h
 MISMATCH = ("mismatch/kl",)
 ROLLOUT_SPEED = ("harvest/tokens_per_second",)
 TRAINING_SPEED = ("train/tokens_per_second",)
+SHOWN = {
+    "reward": (REWARD, ""),
+    "loss": (("loss/nll",), ""),
+    "pairs/stream": (PAIRS, ""),
+    "length": (RESPONSE_LENGTH, ""),
+    "mismatch KL": (MISMATCH, ""),
+    "rollout": (ROLLOUT_SPEED, " tok/s"),
+    "train": (TRAINING_SPEED, " tok/s"),
+}
+"""Label -> (names of the metric, unit), in the order shown; metrics that a run does not have are left out."""
 SCALES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 MOST_TEXT = 1500
 """Most characters of a segment on a page."""

@@ -17,29 +17,8 @@ from rich.text import Text
 
 from megatron_eqlen.metrics import spent
 from megatron_eqlen.recipe.budget import Budget, Spent
-from megatron_eqlen.report.format import (
-    MISMATCH,
-    PAIRS,
-    RESPONSE_LENGTH,
-    REWARD,
-    ROLLOUT_SPEED,
-    TRAINING_SPEED,
-    compact,
-    duration,
-    first_of,
-)
+from megatron_eqlen.report.format import REWARD, SHOWN, compact, duration, first_of
 from megatron_eqlen.types import Metrics
-
-SHOWN = {
-    "reward": (REWARD, ""),
-    "loss": (("loss/nll",), ""),
-    "pairs/stream": (PAIRS, ""),
-    "length": (RESPONSE_LENGTH, ""),
-    "mismatch KL": (MISMATCH, ""),
-    "rollout": (ROLLOUT_SPEED, " tok/s"),
-    "train": (TRAINING_SPEED, " tok/s"),
-}
-"""Label -> (names of the metric, unit), in the order shown; metrics that a run does not have are left out."""
 
 STEPS_FOR_ETA = 10
 SPARKS = "▁▂▃▄▅▆▇█"
