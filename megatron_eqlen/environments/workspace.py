@@ -32,16 +32,8 @@ from typing import Any, BinaryIO
 
 from megatron_eqlen.environments.tool_calls import ToolEnvironment, tool
 from megatron_eqlen.files import naming, opened, scratch
-from megatron_eqlen.graders.sandbox.client import (
-    EMPTY_FOLDER,
-    Command,
-    CommandEnd,
-    Sandbox,
-    SandboxError,
-    SandboxPool,
-    folder_files,
-    pack_folder,
-)
+from megatron_eqlen.graders.sandbox import client
+from megatron_eqlen.graders.sandbox.client import CommandEnd, SandboxPool, folder_files
 from megatron_eqlen.graders.sandbox.command import CommandLimits, FolderError
 from megatron_eqlen.graders.sandbox.probe import NO_COMMANDS, PYTHON, commands_refused
 from megatron_eqlen.graders.sandbox.program import Isolation
@@ -122,7 +114,7 @@ class Workspace(ToolEnvironment):
         self.prompt, self.seed = prompt, seed
         self.limits = CommandLimits(timeout, memory_mb, processes, folder_mb, files, longest_output)
         start = [shutil.which(command[0]) or command[0], *command[1:]] if command else []
-        self.setting = Command((), "", variables or {}, readable or [], start, root)
+        self.setting = client.Command((), "", variables or {}, readable or [], start, root)
         self.grading = {"test": test, "expected": expected, "function": function}
         self.hidden, self.reward, self.calls = hidden, reward, 0
         self.folder = self.template = self._template(template)
@@ -187,7 +179,7 @@ class Workspace(ToolEnvironment):
     def grade(self) -> Grade | float | None:
         test, expected, function = (self.grading[name] for name in GRADES)
         if test:
-            above = self._template(self.hidden).read() if self.hidden else EMPTY_FOLDER
+            above = self._template(self.hidden).read() if self.hidden else client.EMPTY_FOLDER
             # without a reward that the policy wrote
             before = laid_over(self.folder.read(), above, {self.reward} if self.reward else set())
             command = ["bash", "-c", test]
@@ -266,7 +258,7 @@ class Workspace(ToolEnvironment):
             first = cls(Prompt("", [], "", "", ""), 0, **dict(options, template=empty))
         try:
             end = first.execute(["bash", "-c", "echo kept > file"])
-        except (SandboxError, ValueError) as error:
+        except (client.SandboxError, ValueError) as error:
             raise ValueError(f"{KEY}: {error}") from None
         said = " ".join(first._said(end).split())
         if end.status != "ended" or end.code:
@@ -285,7 +277,7 @@ class Workspace(ToolEnvironment):
 
 @cache
 def _sandboxes() -> SandboxPool:
-    return SandboxPool(lambda: Sandbox(Isolation(True, True, True), PYTHON))
+    return SandboxPool(lambda: client.Sandbox(Isolation(True, True, True), PYTHON))
 
 
 @cache
@@ -346,7 +338,7 @@ def packed_template(name: str, folder_mb: int, files: int, key: str = "template"
             else:
                 with opened(Path(name)) as file:
                     _unpack(file, place, folder_mb << 20)
-            packed = pack_folder(place, folder_mb << 20)
+            packed = client.pack_folder(place, folder_mb << 20)
         except (subprocess.CalledProcessError, OSError, FolderError, tarfile.TarError, *DAMAGED) as error:
             said = getattr(error, "stderr", b"").decode(errors="replace").strip() or error
             expected = f"a folder, an archive or repository@commit of at most {folder_mb} MiB (folder_mb)"

@@ -11,16 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_eqlen.files import read_json
-from megatron_eqlen.hf.config_fields import (
-    FAMILIES,
-    OF_IMAGES,
-    ConfigError,
-    Family,
-    Fields,
-    Scaling,
-    read_rope,
-    refuse_unsupported,
-)
+from megatron_eqlen.hf import config_fields
+from megatron_eqlen.hf.config_fields import FAMILIES, OF_IMAGES, ConfigError, Family, Fields
 
 SIZES = ("vocab_size", "num_key_value_heads", "max_position_embeddings")
 LINEAR = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
@@ -73,7 +65,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     experts: Experts | None = None
     delta_net: DeltaNet | None = None
-    rope_scaling: Scaling = ()
+    rope_scaling: config_fields.Scaling = ()
     prefix: str = "model."
     """Beginning of the names of tensors in the model's files, but for the output layer's."""
     qkv_bias: bool = False
@@ -153,7 +145,7 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         raise ConfigError(f"{where}: model_type: expected {expected}, found {name!r} ({how})")
     family = FAMILIES[name]
     layers = fields.get("num_hidden_layers", int)
-    refuse_unsupported(fields, name, layers)
+    config_fields.refuse_unsupported(fields, name, layers)
     heads = fields.get("num_attention_heads", int)
     hidden = fields.get("hidden_size", int)
     model = ModelConfig(
@@ -166,7 +158,7 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         num_attention_heads=heads,
         head_dim=_head_dim(fields, family, hidden, heads),
         rms_norm_eps=fields.get("rms_norm_eps", float),
-        **read_rope(fields, partial=family.hybrid or family.glm),
+        **config_fields.read_rope(fields, partial=family.hybrid or family.glm),
         tie_word_embeddings=fields.optional("tie_word_embeddings", bool, False),
         experts=_experts(fields, layers, family) if family.experts else None,
         delta_net=_delta_net(fields, layers) if family.hybrid else None,

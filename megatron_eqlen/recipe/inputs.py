@@ -16,19 +16,13 @@ from pathlib import Path
 
 from megatron_eqlen.hf.dataset_files import choose_files, read_card
 from megatron_eqlen.hf.hub import HubError, HubRepo, is_name, model_files
-from megatron_eqlen.recipe import (
-    BenchmarkRecipe,
-    ModelRecipe,
-    Recipe,
-    RecipeError,
-    SourceRecipe,
-    TeacherRecipe,
-)
+from megatron_eqlen.recipe import BenchmarkRecipe, Recipe, RecipeError, SourceRecipe
 from megatron_eqlen.recipe.contents import contents, keep_same
 from megatron_eqlen.recipe.keys import all_keys
 from megatron_eqlen.recipe.load import RECIPE, load
 from megatron_eqlen.recipe.naming import leaves
 from megatron_eqlen.recipe.plugins import digests
+from megatron_eqlen.recipe.schema import ModelRecipe, TeacherRecipe
 
 PINS = "EQLEN_REVISIONS"
 """Environment variable: the commits that this command has resolved, for the processes that it starts."""

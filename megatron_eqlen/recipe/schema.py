@@ -9,15 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetJsonSchemaHandler,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import CoreSchema
 
 from megatron_eqlen.recipe.budget import Budget
@@ -123,7 +115,7 @@ class When:
     def is_met(self, value: Any) -> bool:
         return value in self.values if self.values else bool(value)
 
-    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: Any) -> dict[str, Any]:
         """Return the key's schema with a list ``when``, for ``docs/recipe_keys.md``."""
         schema = handler(core)
         return schema | {"when": [*schema.get("when", ()), str(self).lstrip(".")]}
