@@ -14,8 +14,8 @@ from megatron_eqlen.processes import interrupts
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one ``eqlen`` command; return its status: 2 for user mistakes, 130 for Ctrl-C, both with one
-    line."""
+    """Run one ``eqlen`` command; return its status: 2 for user mistakes, 130 for Ctrl-C, with one line
+    each."""
     while (free := os.open(os.devnull, os.O_RDWR)) <= 2:  # a standard stream that was closed
         pass
     os.close(free)

@@ -59,8 +59,8 @@ class HttpLoop:
         self.session: aiohttp.ClientSession = self.run(self._open())
 
     def start(self, coroutine: Coroutine) -> Any:
-        """Return a concurrent future of the coroutine's result. Raises EngineError once closed; ``close``
-        cancels."""
+        """Return a concurrent future of the coroutine's result; ``close`` cancels it. Raises EngineError
+        then."""
         with self._starts:
             if not self._closed:
                 return asyncio.run_coroutine_threadsafe(coroutine, self.loop)

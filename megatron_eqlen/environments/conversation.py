@@ -70,8 +70,7 @@ class Conversations:
     note: Callable[[TimeSpan], None] = lambda span: None
     """Is told of the longest calls and waits of a harvest, at its end."""
     kept: Path | None = None
-    """Folder of the step's record for states; those of earlier steps lie beside it. None: they are not
-    saved."""
+    """Folder of the step's record for states; those of earlier steps lie beside it. None: none are saved."""
     forked_as: tuple[int, ...] | None = None
     """``Environment.forked_as`` of one that is made, in place of the saved one's."""
     own_seeds: bool = False

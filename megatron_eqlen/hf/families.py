@@ -1,6 +1,5 @@
 """Tensors of every model family by Hugging Face's and Megatron's names. Models are made of a few parts, each
-a generator of ``Weight``. Multi-token prediction layers (``mtp.*``) are not trained; conversion carries
-them."""
+a generator of ``Weight``. Multi-token prediction (``mtp.*``) is not trained; conversion carries it."""
 
 from __future__ import annotations
 

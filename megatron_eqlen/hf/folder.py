@@ -249,7 +249,7 @@ def with_tied_head(
 
 
 def check_folder(folder: HFFolder, model: ModelConfig) -> dict[str, Weight]:
-    """Return the weight map by Megatron name if ``folder`` has all tensors in their shapes; warn of unused
+    """Return the weights by Megatron name if ``folder`` has all tensors in their shapes; warn of unused
     ones."""
     family = read_config(folder.path).model_type
     if family != model.model_type:

@@ -72,8 +72,7 @@ class HubRepo:
         return [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
 
     def download(self, choose: Callable[[Sequence[str]], Sequence[str]]) -> Path:
-        """Download the files that ``choose`` picks, unless the cache has them; return their folder. Raises
-        HubError."""
+        """Download what ``choose`` picks, unless the cache has it; return the folder. Raises HubError."""
         assert self.is_pinned, "pinned() comes first"
         chosen = choose(self.files())
         folder = self._cache() / "snapshots" / str(self.revision)

@@ -116,8 +116,7 @@ class Weight:
     dim: int | None = None
     """Dimension of the Hugging Face tensors that tensor parallelism divides; None: replicated."""
     sections: tuple[int, ...] = ()
-    """Sizes along ``dim`` that are divided separately, in tensors with their sum there; others are divided
-    whole."""
+    """Sizes along ``dim`` that are divided separately, in tensors of that total size; others are whole."""
     arrangement: Arrangement = Stacked()
     expert: int | None = None
     """Number of the expert, placed by expert, divided by expert-tensor parallelism; None: no expert."""

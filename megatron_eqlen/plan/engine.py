@@ -45,8 +45,7 @@ def weights(job: Job) -> float:
 @cache
 def parameters(model: ModelConfig, ranks: int, kinds: tuple[str, ...] | None = None) -> float:
     """Return the parameters on one rank of an engine, of these ``kinds`` of matrices (None: all tensors).
-    vLLM splits what Megatron-Core splits, replicates key-value heads fewer than the ranks, and pads the
-    vocabulary."""
+    vLLM splits what Megatron-Core splits, replicates key-value heads if too few, and pads the vocabulary."""
     total = 0.0
     for weight in weight_map(model):
         *_, module, parameter = weight.megatron.split(".")

@@ -101,8 +101,7 @@ def keep_same(run: Path, found: dict[str, Contents]) -> None:
 
 
 def _digest(file: Path) -> str:
-    """Return a file's sha256; for weights beyond 16 MiB of size and blocks, the first with names and
-    shapes."""
+    """Return a file's sha256; for weights beyond 16 MiB of size and blocks, the first one with the shapes."""
     with opened(file) as content:
         size = content.seek(0, os.SEEK_END)
         content.seek(0)

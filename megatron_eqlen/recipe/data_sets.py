@@ -14,8 +14,7 @@ TRAINING, BENCHMARKS = _TABLE["training"], _TABLE["benchmarks"]
 
 
 def with_defaults(section: Any) -> Any:
-    """Return a section's keys over path, configuration and split of its reader's data set; a file has only a
-    path."""
+    """Return a section's keys over path (and for folders config and split) of its reader's data set."""
     rows = TRAINING | BENCHMARKS
     if not isinstance(section, dict) or str(section.get("reader")) not in rows:
         return section

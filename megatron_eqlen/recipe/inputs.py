@@ -107,8 +107,7 @@ def local_path(section: Input) -> Path:
 
 
 def data_files(section: SourceRecipe | BenchmarkRecipe) -> list[Path] | None:
-    """Return the files of ``config`` and ``split``; None if the section's reader chooses. Raises
-    RecipeError."""
+    """Return the files of ``config`` and ``split``; None if the reader chooses them. Raises RecipeError."""
     repo, folder = hub_repo(section), local_path(section)
     if section.reader == WHOLE_FOLDER or (repo is None and section.config is section.split is None):
         return None

@@ -1,5 +1,4 @@
-"""Schema of a recipe: the keys of a YAML file and their meanings. Paths are relative to the working
-directory."""
+"""Schema of a recipe: keys of a YAML file and their meanings. Paths are relative to the working directory."""
 
 from __future__ import annotations
 
@@ -372,8 +371,8 @@ class RolloutRecipe(Section):
     mismatch, as ``loss.rollout_is`` (docs/recipes.md). Servers must be started with it, too."""
     vllm: Options = {}
     """Further fields of vLLM's ``EngineArgs``, as ``{async_scheduling: false}``, on GPUs
-    ``{speculative_config: {method: mtp, num_speculative_tokens: 2}}``; some are refused. Servers must be
-    started with it, too."""
+    ``{speculative_config: {method: mtp, num_speculative_tokens: 2}}``; some are refused. Start servers with
+    it, too."""
     tensor_parallel: PositiveInt = 1
     """GPUs of one engine or server replica."""
     max_num_seqs: PositiveInt = 512
@@ -463,8 +462,8 @@ class RewardRecipe(Section):
     """Python that programs run in, a version or a path. Contest solutions are written for 3.11 and earlier:
     from 3.12 on, recursion through C functions (``lru_cache``) ends at a depth of about 500."""
     code_sandbox: Literal["strict", "best_effort"] = "strict"
-    """``strict``: refuse programs if the machine cannot isolate them; ``best_effort``: do what it can,
-    warn."""
+    """``strict``: refuse programs if the machine cannot isolate them; ``best_effort``: warn, do what it
+    can."""
     weights: dict[str, Real] = {}
     """Weights of the named rewards that graders of your own return, ``{correct: 1, format: 0.2}``: the reward
     is their weighted sum. A weight of 0 only logs."""
@@ -489,15 +488,13 @@ class LossRecipe(Section):
     clip_ratio_high: NonNegativeFloat | None = None
     """Clip ratios above 1 + this."""
     clip_ratio_c: PositiveFloat | None = None
-    """Dual clip: lower bound of the objective at negative advantages; above 1 but for ctpo. dppo: largest
-    ratio."""
+    """Dual clip: lower bound at negative advantages; above 1 except for ctpo. In dppo the largest ratio."""
     kl_coef: NonNegativeFloat = 0.002
     """The paper's beta_kl, on supervised tokens against the reference model; 0 keeps no reference."""
     kl_estimator: Annotated[Literal["k1", "k2", "k3"], When(".kl_coef")] = "k3"
     """Estimator of a token's KL divergence (docs/objectives.md). Our choice; the paper names none."""
     teacher_coef: PositiveFloat = 1.0
-    """c: advantages of rewards, less c (log pi - log pi_teacher), the reverse KL. Acts with a teacher
-    alone."""
+    """c: advantages of rewards, less c (log pi - log pi_teacher), the reverse KL; acts with a teacher."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
     """Denominator of ratios: the trainer's log-probs before the first update, or those of the engine."""
     router_replay: Annotated[bool, When("rollout.keep_routes")] = True
@@ -662,7 +659,7 @@ class ReportRecipe(Section):
     wandb_project: str | None = None
     """Project of Weights & Biases to which numbers and recipe are logged; needs the package wandb."""
     keep_streams: Literal["all", "evaluations"] | PositiveInt = "all"
-    """Recorded rollouts to keep: all, evaluated steps', or the newest N. A later checkpoint removes the
+    """Recorded rollouts to keep: all, evaluated steps', or the newest N; a later checkpoint removes
     others."""
 
 
@@ -724,8 +721,7 @@ class Recipe(Section):
     """End the run after this many floating-point operations of the model, estimated from tokens generated,
     prefilled and trained (``plan/flops.py``): the same on any machine and under any load."""
     sampling: Annotated[str, one_of("equal_length", "independent", "tree")] = "equal_length"
-    """How lines are sampled and compared: in pairs, whole, as trees, or as an import path says
-    (docs/extending.md)."""
+    """How lines are sampled and compared: ``equal_length``, ``independent``, ``tree``, or an import path."""
     objective: str = "grpo"
     """Name of the method (docs/objectives.md lists them), or the import path of your own. ``sft``: supervised
     training on the assistant's turns in the data; no engine generates."""

@@ -32,8 +32,7 @@ DIGITS = 3
 
 
 def find_decoder(model: ModelRecipe) -> tuple[Decode, str]:
-    """Return the model's decoder for tokens inside a text, and "". Without a tokenizer it shows ids; and
-    why."""
+    """Return the model's decoder for tokens inside a text, and ""; without one, a decoder to ids, and why."""
     try:
         return by_token(load_decoder(local_path(model))), ""
     except ValueError as error:

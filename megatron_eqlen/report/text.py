@@ -72,8 +72,7 @@ def print_rollouts(
 
 
 def recipe_of(streams: Path) -> Recipe | None:
-    """Return the recipe of the run or harvest that recorded ``streams``; it lies beside or above the
-    steps."""
+    """Return the recipe of the run or harvest that recorded ``streams``, from beside or above the steps."""
     here = streams.resolve()
     for folder in (here, *here.parents):
         recorded = (folder / "streams").is_dir() or any(folder.glob(f"step-*/{FILES}"))

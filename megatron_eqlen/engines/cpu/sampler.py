@@ -127,7 +127,7 @@ class Drawn(NamedTuple):
     """[rows, 1] float32, to subtract for the log-probs that tokens were drawn from; 0 without limits."""
 
     def with_likeliest(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return ids (int32) and log-probs (float32) of drawn token and likeliest others, [rows, 1 +
+        """Return ids (int32), log-probs (float32) of the drawn and likeliest other tokens, [rows, 1 +
         count]."""
         values = self.logprobs.gather(1, self.tokens) - self.removed
         if not count:
@@ -140,7 +140,7 @@ class Drawn(NamedTuple):
 
 
 def draw(logits: Tensor, rows: Rows, draws: np.ndarray) -> Drawn:
-    """Draw a token for each of ``rows``. ``logits``: [batch, vocabulary]; ``draws``: [rows] float64 in [0,
+    """Draw a token for each of ``rows`` of ``logits`` [batch, vocabulary]. ``draws``: [rows] float64 in [0,
     1)."""
     logits = logits.index_select(0, torch.from_numpy(rows.places)).float() / rows.temperature
     logprobs = logits.log_softmax(-1)

@@ -23,8 +23,7 @@ PART_BYTES = 512 * 2**20
 
 
 class FolderSender:
-    """Sends weights to the live replicas of ``pool``, without those that fail. ``folder`` exists during a
-    sync."""
+    """Sends weights to the live replicas of ``pool`` that do not fail. ``folder`` exists during a sync."""
 
     def __init__(self, pool: ReplicaPool, folder: Path) -> None:
         self.pool, self.folder = pool, folder

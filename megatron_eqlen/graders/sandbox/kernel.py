@@ -1,5 +1,4 @@
-"""System calls that Python has no function for: prctl, capabilities, namespaces, mounts and Landlock
-(Linux)."""
+"""System calls that Python has no function for: prctl, capabilities, namespaces, mounts, Landlock (Linux)."""
 
 from __future__ import annotations
 

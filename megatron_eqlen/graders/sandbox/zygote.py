@@ -101,8 +101,7 @@ def _placed(descriptors: list[int], pipe: int) -> int:
 
 
 def _wait(pid: int, deadline: float, connection: socket.socket, worker: int) -> dict:
-    """Wait for the end of the program or ``worker`` (a pidfd), or a limit on time or threads; then kill
-    it."""
+    """Wait for the end of the program or ``worker`` (pidfd), or a limit on time or threads; then kill it."""
     tasks = os.open(f"/proc/{pid}/task", os.O_RDONLY)
     process = os.pidfd_open(pid)
     poll = select.poll()
