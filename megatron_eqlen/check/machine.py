@@ -107,8 +107,8 @@ def refuse_unfit(cluster: ClusterRecipe) -> None:
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if not gpus:
             remedy = "cluster.device=cpu trains on the processor, which is for tiny models"
-            found = f"no GPU on {socket.gethostname()} (`eqlen check` says why)"
-            raise RecipeError(f"cluster.device: gpu, found {found}: {remedy}")
+            found = f"cluster.device: gpu, found no GPU on {socket.gethostname()} (`eqlen check` says why)"
+            raise RecipeError(f"{found}: {remedy}")
         if not launched and gpus < count:  # a rank that was launched may see its own GPU alone
             found = f"{gpus} on {socket.gethostname()}"
             raise RecipeError(f"cluster.processes_per_node: {count} processes need a GPU each, found {found}")

@@ -286,14 +286,14 @@ class ServerEngine:
                 found = f"{theirs.get(key)!r}: it computes another function of the same weights"
                 raise EngineError(f"{replica.url}: expected {expected}, found {found}")
         if (longest := limits["max_model_len"]) < self.max_model_len:
-            expected = f"a server with --max-model-len of at least {self.max_model_len}"
-            raise EngineError(f"{replica.url}: expected {expected}, found {longest}")
+            expected = f"expected a server with --max-model-len of at least {self.max_model_len}"
+            raise EngineError(f"{replica.url}: {expected}, found {longest}")
         for key, started in limits["started_with"].items():
             value = getattr(self.rollout, key) or None
             if value != (started or None) and (value or key in DECIDE):
-                expected = f"a server started with rollout.{key}: {str(value).lower()}"
+                expected = f"expected a server started with rollout.{key}: {str(value).lower()}"
                 found = f"one {f'with {started}' if started else 'without'}"
-                raise EngineError(f"{replica.url}: expected {expected}, found {found}")
+                raise EngineError(f"{replica.url}: {expected}, found {found}")
 
     def _update_replicas(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Send these weights to all replicas that answer. Raises EngineError when none is left."""
