@@ -37,9 +37,7 @@ class Metric(NamedTuple):
     in_turn: str
 
 
-STAGES = (
-    "harvest", "score", "wait", "trees", "unpark", "train", "park", "sync", "evaluate", "checkpoint",
-)  # fmt: skip
+STAGES = ("harvest", "score", "wait", "trees", "unpark", "train", "park", "sync", "evaluate", "checkpoint")
 """Stages of a step, each measured as ``time/NAME``."""
 MEMORY = ("memory/peak/", "memory/reserved/", "memory/device/", "memory/planned/")
 """Prefixes of per-stage memory metrics; the stage name is appended."""

@@ -141,11 +141,7 @@ class Ragged:
         return Ragged(self.values[first:last], self.counts[part])
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Ragged)
-            and _equal(self.values, other.values)
-            and _equal(self.counts, other.counts)
-        )
+        return isinstance(other, Ragged) and all(map(_equal, _arrays(self), _arrays(other)))
 
 
 @dataclass(slots=True)
@@ -211,9 +207,7 @@ class Tokens:
             length = len(next(iter(columns.values())))
         for name, values in columns.items():
             if len(values) != length:
-                raise ValueError(
-                    f"column {name}: expected values of {length} tokens, found values of {len(values)}"
-                )
+                raise ValueError(f"column {name}: expected values of {length} tokens, found {len(values)}")
         self.columns = columns
         self._length = length
 
@@ -232,9 +226,8 @@ class Tokens:
         if len(tables) == 1:
             return tables[0]
         names = [name for name in tables[0].columns if all(name in table for table in tables)]
-        return cls(
-            {name: join([table.columns[name] for table in tables]) for name in names}, sum(map(len, tables))
-        )
+        columns = {name: join([table.columns[name] for table in tables]) for name in names}
+        return cls(columns, sum(map(len, tables)))
 
     def __len__(self) -> int:
         return self._length
@@ -312,9 +305,7 @@ class Tokens:
     def layout(self) -> str:
         """Names of the columns, with all that their memory depends on besides the number of tokens:
         ``token_ids logprobs kept:310 routes:48x8:uint8``."""
-        words = [
-            name if name in NUMBERS else _described(name, values) for name, values in self.columns.items()
-        ]
+        words = [name if name in NUMBERS else _described(name, v) for name, v in self.columns.items()]
         return sys.intern(" ".join(words))
 
     @staticmethod
@@ -439,9 +430,7 @@ class GrowingTokens:
     def extend(self, tokens: Tokens) -> None:
         """Append the tokens of a table with all its columns. Raises ValueError where it lacks one."""
         if missing := [name for name in self.columns if name not in tokens]:
-            raise ValueError(
-                f"expected {missing[0]} of the {len(tokens)} tokens that it had before, found none"
-            )
+            raise ValueError(f"expected {missing[0]} of {len(tokens)} tokens that it had before, found none")
         versions = tokens.columns.get("versions", np.full(len(tokens), VERSIONS.unknown, np.int32))
         self.versions.frombytes(np.ascontiguousarray(versions).tobytes())
         self.token_ids.frombytes(np.ascontiguousarray(tokens.token_ids).tobytes())

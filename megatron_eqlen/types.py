@@ -374,10 +374,9 @@ class Row:
 
     def column(self, name: str) -> np.ndarray:
         """Return [S], a column of one number for each token; all ``Column.unknown`` if the row has none."""
-        values = self.columns.get(name)
-        return (
-            np.full(len(self.labels), COLUMNS[name].unknown) if values is None else cast(np.ndarray, values)
-        )
+        if (values := self.columns.get(name)) is None:
+            return np.full(len(self.labels), COLUMNS[name].unknown)
+        return cast(np.ndarray, values)
 
 
 Metrics = dict[str, float]

@@ -47,9 +47,7 @@ def find_files(path: Path, *patterns: str) -> list[Path]:
         kinds = {Path(each).suffix for pattern in patterns for each in pattern.split()}
         if path.suffix == ".parquet" and ".parquet" not in kinds:
             expected = " or ".join(sorted(kinds))
-            raise ValueError(
-                f"{path}: this reader expects {expected}, found a parquet file: name another reader"
-            )
+            raise ValueError(f"{path}: expected {expected}, found a parquet file: name another reader")
         _refuse_kind(path)
         return [path]
     if not path.is_dir():

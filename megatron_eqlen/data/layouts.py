@@ -93,15 +93,10 @@ class Layout:
         fields: dict[str, Any] = {}
         for ours, places in self.places.items():
             # [places that have the field] -> value; the first wins
-            there = {
-                place: value
-                for place in places
-                if (value := value_at(record, place, _MISSING)) is not _MISSING
-            }
+            values = {place: value_at(record, place, _MISSING) for place in places}
+            there = {place: value for place, value in values.items() if value is not _MISSING}
             if ours == "question":
-                there = {
-                    place: _read(value) for place, value in there.items() if value not in (None, "")
-                } or there
+                there = {place: _read(v) for place, v in there.items() if v not in (None, "")} or there
                 asked = {_asked(value): place for place, value in reversed(there.items())}
                 if len(asked) > 1:
                     both = " and ".join(reversed(asked.values()))
@@ -161,9 +156,7 @@ def chat(value: Any) -> list[Turn]:
         if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
             # OpenAI's list of parts, texts alone
             content = "".join(str(part["text"]) for part in content)
-        more = {
-            key: value for key, value in record.items() if key not in SAID and value not in (None, "", [])
-        }
+        more = {key: v for key, v in record.items() if key not in SAID and v not in (None, "", [])}
         if content is None and more.get("tool_calls"):
             content = ""
         if role is None or not isinstance(content, str):
@@ -205,11 +198,8 @@ def _list_of_texts(text: str) -> list[str]:
         while isinstance(found, list | tuple) and len(found) == 1:
             (found,) = found
         found = [found] if isinstance(found, str) else [*found]
-        return (
-            [str(each) for each in found]
-            if all(isinstance(each, str | int | float) for each in found)
-            else []
-        )
+        plain = all(isinstance(each, str | int | float) for each in found)
+        return [str(each) for each in found] if plain else []
     return []
 
 

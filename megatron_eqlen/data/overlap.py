@@ -28,9 +28,7 @@ def overlaps(
     asked = {benchmark.name: _benchmark_questions(benchmark) for benchmark in benchmarks}
     # all benchmarks at once, so that each source is read once
     texts = set[str]().union(*asked.values())
-    runs = set[str]().union(
-        *(of_question for questions in asked.values() for of_question in questions.values())
-    )
+    runs = set[str]().union(*(each for questions in asked.values() for each in questions.values()))
     sentences = []
     for source, rows in sources:
         held, held_runs = set[str](), set[str]()

@@ -82,9 +82,8 @@ class PromptMaker:
             name = f"{turn['role']}: {key}"
             if name not in self._known:
                 alone = {other: value for other, value in turn.items() if other != key}
-                texts = [
-                    self._tokenizer.render_chat([QUESTION, each], answer=False) for each in (turn, alone)
-                ]
+                chats = [[QUESTION, each] for each in (turn, alone)]
+                texts = [self._tokenizer.render_chat(chat, answer=False) for chat in chats]
                 self._known[name] = texts[0] != texts[1]
             if not self._known[name]:
                 raise BadRow("unrendered_key", f"{name}: the chat template leaves it out")
@@ -174,8 +173,7 @@ class _Source:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["rows"] != len(self.rows):
             raise ValueError(
-                f"data source {self.name}: the checkpoint was made with {state['rows']} rows, "
-                f"found {len(self.rows)}"
+                f"data source {self.name}: the checkpoint has {state['rows']} rows, found {len(self.rows)}"
             )
         self.epoch, self.position = state["epoch"], state["position"]
         self.refused = set(state["refused"])
@@ -210,9 +208,7 @@ class PromptSource:
         self._maker = maker or PromptMaker(data, tokenizer, tools)
         self._made_with = data, tokenizer, tools
         self._seed = seed
-        self._sources = [
-            _Source(recipe, number, seed, data.shuffle) for number, recipe in enumerate(data.sources)
-        ]
+        self._sources = [_Source(recipe, n, seed, data.shuffle) for n, recipe in enumerate(data.sources)]
         weights = np.array([recipe.weight for recipe in data.sources])
         self._cumulative = np.cumsum(weights / weights.sum())
         self._drawn = 0

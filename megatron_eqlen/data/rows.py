@@ -79,9 +79,7 @@ class Tally:
     def drop(self, where: str, reason: str, detail: str = "") -> None:
         if not self.dropped[reason]:
             self.first[reason] = f"{where}: {detail}" if detail else where
-            log.warning(
-                "%s: left out: %s%s%s", where, reason, f" ({detail})" if detail else "", _remedy(reason)
-            )
+            log.warning("%s: left out: %s%s%s", where, reason, detail and f" ({detail})", _remedy(reason))
         self.dropped[reason] += 1
 
     def usable(self, kept: int) -> float:

@@ -62,9 +62,8 @@ def has_filters(source: SourceRecipe) -> bool:
 def read_source(source: SourceRecipe, tally: Tally) -> Iterable[Problem]:
     """Return the rows of ``source`` that pass its filters, streamed, or a reader's sequence without any."""
     rows = _read(source, tally)
-    return (
-        rows if isinstance(rows, Sequence) and not has_filters(source) else filter_rows(source, rows, tally)
-    )
+    as_it_is = isinstance(rows, Sequence) and not has_filters(source)
+    return rows if as_it_is else filter_rows(source, rows, tally)
 
 
 def read_problems(benchmark: BenchmarkRecipe, tally: Tally) -> Iterable[Problem]:

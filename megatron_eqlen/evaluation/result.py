@@ -146,9 +146,7 @@ def file_hashes(path: Path, chosen: Sequence[Path] | None = None) -> dict[str, s
     """Return the sha256 of a benchmark's file, or of every file in its folder, or of the ``chosen`` ones."""
     every = path.rglob("*") if path.is_dir() else [path]
     files = sorted(file for file in chosen or every if file.is_file())
-    return {
-        str(file.relative_to(path.parent)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files
-    }
+    return {str(f.relative_to(path.parent)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
 
 
 # ---- a run's evaluations ---------------------------------------------------------------------------------
@@ -171,10 +169,8 @@ class Evaluation:
     @cached_property
     def gain(self) -> Interval | None:
         """Change since the run's first evaluation of the benchmark, paired by problem; None without one."""
-        same_questions = self.first.manifest["question_ids"] == self.result.manifest["question_ids"]
-        return (
-            compare([self.first], [self.result]) if self.first is not self.result and same_questions else None
-        )
+        same = self.first.manifest["question_ids"] == self.result.manifest["question_ids"]
+        return compare([self.first], [self.result]) if self.first is not self.result and same else None
 
 
 def evaluation_files(folder: Path, steps: int) -> list[tuple[int, Path]]:

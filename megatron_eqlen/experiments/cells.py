@@ -107,10 +107,9 @@ class Plan:
 
     def references(self, cell: Cell) -> list[Cell]:
         """Return the runs of the reference that determine the cell's budget; none if its recipe does."""
-        ours = [
-            other for other in self.cells if (other.model, other.method) == (cell.model, self.sweep.reference)
-        ]
-        return [] if cell.method == self.sweep.reference else ours
+        if cell.method == self.sweep.reference:
+            return []
+        return [c for c in self.cells if (c.model, c.method) == (cell.model, self.sweep.reference)]
 
     def limits(self, cell: Cell) -> list[str] | None:
         """Return the overrides that end the cell's run; None until the runs that say so have ended."""
@@ -119,9 +118,8 @@ class Plan:
         if cell.model not in self.amounts:
             if not all(reference.ended([]) for reference in references):
                 return None
-            self.amounts[cell.model] = fmean(
-                getattr(reference.spent(), self.sweep.match) for reference in references
-            )
+            spent = [reference.spent() for reference in references]
+            self.amounts[cell.model] = fmean(getattr(each, self.sweep.match) for each in spent)
         return self.matched(self.amounts[cell.model])
 
     def matched(self, amount: float) -> list[str]:

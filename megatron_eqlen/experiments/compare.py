@@ -218,11 +218,8 @@ def difference(before: Group, after: Group, benchmark: str) -> Difference | None
 def _means(group: Group, benchmark: str) -> dict[int, float]:
     """Return each seed's accuracy."""
     results = {run.recipe.seed: run.before if group.method == BASE else run.after for run in group.runs}
-    return {
-        seed: float(tested[benchmark].scores.mean())
-        for seed, tested in results.items()
-        if benchmark in tested
-    }
+    tested = {seed: by_name[benchmark] for seed, by_name in results.items() if benchmark in by_name}
+    return {seed: float(result.scores.mean()) for seed, result in tested.items()}
 
 
 def efficiency(groups: Sequence[Group]) -> Rows:

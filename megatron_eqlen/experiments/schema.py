@@ -123,9 +123,7 @@ def _check(sweep: SweepRecipe) -> None:
             log.warning("methods.%s and methods.%s are not equally long (see reference)", name, other)
     for name in ends.keys() - {sweep.reference} if sweep.reference else ():
         if own := UNITS.keys() & sweep.methods[name].set.keys():
-            raise ValueError(
-                f"methods.{name}.set.{min(own)}: has no effect beside reference: {sweep.reference}"
-            )
+            raise ValueError(f"methods.{name}.set.{min(own)}: no effect beside reference: {sweep.reference}")
     chosen = [
         ("figures", sweep.figures, {*sweep.methods}),
         ("fewer_seeds", sweep.fewer_seeds, {*stems, *sweep.methods}),

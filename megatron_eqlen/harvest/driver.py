@@ -168,11 +168,8 @@ class Driver:
             return len(track.context) + end - 1 if end < len(track.tokens) else None
         lines: Iterable[Track] = ()
         if earlier:  # the weights that computed its lines in earlier steps are gone, and the cache with them
-            lines = (
-                line
-                for line in self.launched.get(key, ())
-                if line.request_id in self.in_flight or len(line) > earlier.get(line.number, 0)
-            )
+            launched, in_flight = self.launched.get(key, ()), self.in_flight
+            lines = (t for t in launched if t.request_id in in_flight or len(t) > earlier.get(t.number, 0))
         elif track.is_fork:
             return len(path)
         prompt = self.running[key].prompt.token_ids

@@ -107,9 +107,7 @@ def rollout_metrics(rollouts: list[Rollout]) -> Metrics:
     if not rollouts:
         return {}
     ends = [(rollout, rollout.ends()) for rollout in rollouts]
-    ended = [
-        end[part.number] for rollout, end in ends for part in rollout.parts if part.finish_reason == "stop"
-    ]
+    ended = [end[part.number] for r, end in ends for part in r.parts if part.finish_reason == "stop"]
     metrics: Metrics = {"harvest/rollouts": len(rollouts), "harvest/ended_responses": len(ended)}
     if ended:
         metrics["harvest/ended_response_length"] = fmean(ended)

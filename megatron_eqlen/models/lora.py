@@ -96,9 +96,8 @@ class Adapter(torch.nn.Module):
 
 def add_adapters(chunks: Sequence[torch.nn.Module], lora: LoraRecipe, seed: int) -> None:
     """Freeze the model's weights and add adapters. Raises ValueError if no layer is of a target."""
-    by_name = {
-        each.base.megatron: each for each in adapter_map(model_config(chunks), lora.rank, lora.targets)
-    }
+    mapped = adapter_map(model_config(chunks), lora.rank, lora.targets)
+    by_name = {weights.base.megatron: weights for weights in mapped}
     for chunk in map(unwrapped, chunks):
         for name, parameter in [*chunk.named_parameters()]:
             parameter.requires_grad_(False)
@@ -202,11 +201,9 @@ def _sharded(weight: Weight, parameter: Tensor) -> ShardedTensorFactory:
         return weight.local_sections(part, group.size())
 
     def build(key: str, tensor: Tensor, replica_id: Any, flattened_range: Any) -> dict[str, Any]:
-        pieces = [piece for part in arrangement.split(tensor) for piece in sections(part)]
+        pieces = [piece.contiguous() for part in arrangement.split(tensor) for piece in sections(part)]
         return {
-            str(n): ShardedTensor.from_rank_offsets(
-                f"{key}.{n}", piece.contiguous(), *place, replica_id=replica_id
-            )
+            str(n): ShardedTensor.from_rank_offsets(f"{key}.{n}", piece, *place, replica_id=replica_id)
             for n, piece in enumerate(pieces)
         }
 

@@ -180,9 +180,7 @@ def check_weights(path: Path, metadata: Metadata, states: Sequence[dict[str, Any
     if faults := gather(faults):
         raise CheckpointError(f"{path}: {faults[0]}")
     if unknown := _weights(metadata).keys() - {*gather([*shapes])}:
-        raise CheckpointError(
-            f"{path}: the model has no place for {first_few(unknown)}: another model's checkpoint?"
-        )
+        raise CheckpointError(f"{path}: the model lacks {first_few(unknown)}: another model's checkpoint?")
 
 
 def sharded_weights(chunk: PolicyModel, options: dict, stored: Metadata | None = None) -> dict[str, Any]:

@@ -51,9 +51,7 @@ class PolicyModel(HybridModel):
             [s (/ TP with sequence parallel), b, hidden].
         """
         assert supervised is None or input_ids.shape[0] == 1, "supervised positions need a batch of one row"
-        embedded = (
-            self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
-        )
+        embedded = self.embedding(input_ids, position_ids) if self.pre_process else None
         if embedded is not None and torch.is_grad_enabled() and not embedded.requires_grad:
             embedded.requires_grad_()  # frozen; recomputed layers have gradients only if their input has
         hidden = self.decoder(

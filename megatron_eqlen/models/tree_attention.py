@@ -58,10 +58,8 @@ class TreeAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config=config)
-        if config.attention_dropout or attention_dropout:
-            raise ValueError(
-                f"attention_dropout: expected 0, found {attention_dropout or config.attention_dropout}"
-            )
+        if dropout := attention_dropout or config.attention_dropout:
+            raise ValueError(f"attention_dropout: expected 0, found {dropout}")
         assert config.kv_channels is not None
         self.context_group = None if pg_collection is None else pg_collection.cp
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)

@@ -160,9 +160,8 @@ class TreeParams(PackedSeqParams):
     @cached_property
     def runs(self) -> list[RowNode]:
         """Nodes with only children joined to their parents; ``depth`` counts runs."""
-        children = np.bincount(
-            [node.parent for node in self.nodes if node.parent >= 0], minlength=len(self.nodes)
-        )
+        parents = [node.parent for node in self.nodes if node.parent >= 0]
+        children = np.bincount(parents, minlength=len(self.nodes))
         runs: list[RowNode] = []
         run_of: list[int] = []
         for node in self.nodes:

@@ -94,13 +94,7 @@ def _refuse_negative(rewards: Sequence[float], why: str) -> None:
 
 
 ADVANTAGES: dict[str, Estimator] = {
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "rloo": rloo,
-    "maxrl": maxrl,
-    "reward": reward,
-    "gr3": gr3,
-    "none": none,
+    part.__name__: part for part in (grpo, dr_grpo, rloo, maxrl, reward, gr3, none)
 }
 
 

@@ -136,9 +136,7 @@ def _set_advantages(units: list[ComparisonUnit], objective: Objective, recipe: R
         # r - mean is (M - 1) / M of r - mean of the others: the factor of the prompt's lines, at every fork
         roots = 1 - 1 / recipe.group_size
         factors = [roots / (1 - 1 / len(unit.members)) if len(unit.members) > 1 else 1.0 for unit in units]
-        advantages = [
-            [value * factor for value in values] for values, factor in zip(advantages, factors, strict=True)
-        ]
+        advantages = [[v * factor for v in own] for own, factor in zip(advantages, factors, strict=True)]
     if objective.whitened is not None:
         advantages = whiten(advantages, centre=objective.whitened == "standardize")
     for unit, values in zip(units, advantages, strict=True):
@@ -164,23 +162,18 @@ def _set_token_advantages(
 def _advantages(unit: ComparisonUnit, objective: Objective) -> list[float]:
     if unit.apart:
         # [names][members], each with its weight
-        of_names = [
-            [weight * value for value in _advantages(named, objective)] for weight, named in unit.apart
-        ]
+        of_names = [[weight * v for v in _advantages(named, objective)] for weight, named in unit.apart]
         return [sum(values) for values in zip(*of_names, strict=True)]
     if unit.baseline is None:
         advantages = objective.advantage(unit.rewards, unit.lengths)
     else:
         # a member against its baseline alone: the estimator sees a pair of the two rewards
         members = zip(unit.rewards, unit.lengths, strict=True)
-        advantages = [
-            objective.advantage([reward, unit.baseline], [length] * 2)[0] for reward, length in members
-        ]
+        advantages = [objective.advantage([r, unit.baseline], [length] * 2)[0] for r, length in members]
 
     def where() -> str:
-        return (
-            f"prompt {unit.prompt_id}: advantage {described(objective.advantage)} of rewards {unit.rewards}"
-        )
+        part = described(objective.advantage)
+        return f"prompt {unit.prompt_id}: advantage {part} of rewards {unit.rewards}"
 
     return checked_advantages(advantages, len(unit.nodes), where)
 

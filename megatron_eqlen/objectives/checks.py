@@ -65,9 +65,7 @@ LARGEST_NUMBER = 2**31 - 1
 def _of_sampling(recipe: Recipe, objective: Objective) -> Iterator[str]:
     tree, name = recipe.tree_sampling, f"objective: {objective.name}"
     if objective.forks != "apart" and recipe.sampling != "tree":
-        yield (
-            f"{name} with sampling: {recipe.sampling}: it weighs the forks of a tree; expected sampling: tree"
-        )
+        yield f"{name} with sampling: {recipe.sampling}: it weighs a tree's forks; expected sampling: tree"
     if objective.forks == "pooled" and (tree.fork in ("death", "profile") or tree.forks != 1):
         yield (
             f"{name} pools the answers to a prompt's thoughts: expected tree_sampling.fork: marker or tokens "
@@ -191,11 +189,8 @@ def _ratio_bound(key: str, bound: float | tuple[float, float], least: float) -> 
                 f"[low, high] with low <= 1 <= high and low < high"
             )
     elif bound < least:
-        relation = "at least" if least == 1 else "more than"
-        yield (
-            f"{key}: {bound:g} is a bound on ratios, which are 1 where trainer and engine agree: expected "
-            f"{relation} 1"
-        )
+        relation = "at least 1" if least == 1 else "more than 1"
+        yield f"{key}: {bound:g} bounds ratios, which are 1 if trainer and engine agree: expected {relation}"
 
 
 def _of_engine_logprobs(recipe: Recipe, objective: Objective) -> Iterator[str]:
@@ -244,21 +239,16 @@ def _of_engine_logprobs(recipe: Recipe, objective: Objective) -> Iterator[str]:
 
 def _of_rewards(recipe: Recipe, objective: Objective) -> Iterator[str]:
     """Yield rewards that the objective cannot use, and an objective without rewards or teacher."""
-    longest = recipe.rollout.max_response_length
+    longest, buffer = recipe.rollout.max_response_length, objective.overlong_buffer
     if objective.rewards == "apart" and not recipe.reward.weights:
+        yield f"objective: {objective.name} compares named rewards apart: expected reward.weights, found none"
+    if objective.rewards == "apart" and buffer:
         yield (
-            f"objective: {objective.name} normalises named rewards apart: expected reward.weights, found none"
+            f"loss.overlong_buffer: {buffer} with loss.rewards: apart: the penalty has no name; set it to 0, "
+            f"and return a named reward for the length"
         )
-    if objective.rewards == "apart" and objective.overlong_buffer:
-        yield (
-            f"loss.overlong_buffer: {objective.overlong_buffer} with loss.rewards: apart: the penalty has no "
-            f"name; set it to 0, and return a named reward for the length"
-        )
-    if objective.overlong_buffer >= longest:
-        yield (
-            f"loss.overlong_buffer: {objective.overlong_buffer} tokens do not lie inside "
-            f"rollout.max_response_length {longest}"
-        )
+    if buffer >= longest:
+        yield f"loss.overlong_buffer: {buffer} is not below rollout.max_response_length {longest}"
     if objective.advantage is none and not recipe.teacher:
         yield "loss.advantage: none trains nothing without a teacher: expected teacher.path or .url"
 
@@ -302,7 +292,4 @@ def _of_dynamic_sampling(recipe: Recipe, objective: Objective) -> Iterator[str]:
         ),
     }
     for cause in (cause for cause, acts in causes.items() if acts):
-        yield (
-            f"loss.dynamic_sampling: true with {cause}: a prompt whose rewards are all equal has a gradient, "
-            f"too; set it to false"
-        )
+        yield f"loss.dynamic_sampling: true with {cause}: equal rewards have a gradient, too: set it to false"

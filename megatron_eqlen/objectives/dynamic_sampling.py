@@ -48,9 +48,7 @@ def _mean_lengths_by_draw(rollouts: Sequence[Rollout], recipe: Recipe) -> list[d
     for rollout in rollouts:
         draw = rollout.prompt.number // recipe.data.prompts_per_step
         lengths[draw][rollout.prompt_id] += response_lengths(rollout, recipe)
-    return [
-        {prompt_id: fmean(values) for prompt_id, values in prompts.items()} for prompts in lengths.values()
-    ]
+    return [{prompt_id: fmean(own) for prompt_id, own in prompts.items()} for prompts in lengths.values()]
 
 
 def _extremes(lengths: Mapping[str, float], quantiles: tuple[float, float, float]) -> set[str]:

@@ -104,9 +104,7 @@ def checked_surrogate(surrogate: Surrogate, tokens: SupervisedTokens) -> tuple[t
     for name, values in {"losses": result[0], **result[1]}.items():
         shape = getattr(values, "shape", type(values).__name__)
         if shape != tokens.logprobs.shape:
-            raise ValueError(
-                f"{where}: {name}: expected a tensor of {len(tokens.logprobs)} values, found {shape}"
-            )
+            raise ValueError(f"{where}: {name}: expected a tensor [{len(tokens.logprobs)}], found {shape}")
     return result
 
 
@@ -114,9 +112,7 @@ def _check_call(part: Callable[..., Any], field: str, arguments: Sequence[str]) 
     """Return the part's name for messages. Raises ValueError unless it can be called with the arguments."""
     where = f"{field} {described(part)}"
     if isinstance(part, type):
-        raise ValueError(
-            f"{where}: expected a function or an instance, found a class: name an instance of it"
-        )
+        raise ValueError(f"{where}: expected a function or an instance, found a class: name an instance")
     signature = inspect.signature(part)
     try:
         signature.bind(*arguments)

@@ -57,9 +57,8 @@ def remarks(recipe: Recipe, objective: Objective) -> list[str]:
         pairs = recipe.sampling == "equal_length"
         kind = "equal_length.pair_weight: on_policy" if pairs else f"sampling: {recipe.sampling}"
         sentences.append(
-            "rollout.tokens_per_step cuts the longest rollouts, whose open ends count as 0 or are left out: "
-            f"{kind} is unbiased only with rollout.carry_over: true and a rollout.max_staleness that cuts "
-            "none"
+            "rollout.tokens_per_step cuts the longest rollouts, whose ends count as 0 or are left out: "
+            f"{kind} is unbiased only with rollout.carry_over: true and rollout.max_staleness that cuts none"
         )
     if not recipe.supervised and not recipe.rollout.comparable:
         sentences.append(

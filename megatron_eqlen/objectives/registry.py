@@ -37,34 +37,20 @@ from megatron_eqlen.recipe.plugins import is_import_path, load_object
 OVERLONG_BUFFER = 4096
 """Tokens of DAPO's length-penalty buffer for responses of 20,480; shorter ones get the same fifth (ours)."""
 
-BY_LENGTH = {
-    "on_policy": "it is an average by length, which these weights replace by a sum; use grpo or dr_grpo"
-}
+DAPO, LSPO = Ppo(0.2, 0.28, clip_ratio_c=10.0), (0.3, 0.65, 0.95)
+"""DAPO's clip, and LSPO's quantiles."""
+BY_LENGTH = {"on_policy": "it averages by length, which these weights replace by a sum; use grpo or dr_grpo"}
 OBJECTIVES = {
     objective.name: objective
     for objective in [
         Objective("grpo", grpo, seq_mean_token_mean, Ppo()),
         Objective("dr_grpo", dr_grpo, seq_mean_token_sum_norm, Ppo()),
-        Objective(
-            "dapo",
-            grpo,
-            token_mean,
-            Ppo(0.2, 0.28, clip_ratio_c=10.0),
-            overlong_buffer=OVERLONG_BUFFER,
-            dynamic_sampling=True,
-        ),
+        Objective("dapo", grpo, token_mean, DAPO, overlong_buffer=OVERLONG_BUFFER, dynamic_sampling=True),
         Objective("gdpo", grpo, seq_mean_token_mean, Ppo(), whitened="scale", rewards="apart"),
         Objective("gspo", grpo, seq_mean_token_mean, Gspo()),
         Objective("ctpo", grpo, token_mean, Ctpo()),
         Objective("luspo", grpo, seq_mean_token_sum, Gspo(2e-3, 2.5e-3)),
-        Objective(
-            "lspo",
-            grpo,
-            seq_mean_token_mean,
-            Ppo(),
-            dynamic_sampling=True,
-            length_quantiles=(0.3, 0.65, 0.95),
-        ),
+        Objective("lspo", grpo, seq_mean_token_mean, Ppo(), dynamic_sampling=True, length_quantiles=LSPO),
         Objective("rloo", rloo, seq_mean_token_mean, Reinforce()),
         Objective("gr3", gr3, seq_mean_token_mean, Ppo()),
         Objective("vespo", dr_grpo, token_mean, Vespo()),
@@ -154,11 +140,7 @@ def with_defaults(recipe: Recipe) -> Recipe:
     still None has no meaning for the objective."""
     objective = resolve(recipe)
     loss: dict[str, Any] = {
-        **{
-            key: value
-            for key, value in options(objective.surrogate).items()
-            if key in LossRecipe.model_fields
-        },
+        **{key: v for key, v in options(objective.surrogate).items() if key in LossRecipe.model_fields},
         "loss_agg_mode": name_of(objective.aggregation, AGGREGATIONS) or recipe.loss.loss_agg_mode,
         "baseline": name_of(objective.baseline, BASELINES) or recipe.loss.baseline,
         "overlong_buffer": objective.overlong_buffer,

@@ -97,9 +97,8 @@ class _Others:
         """Return [tokens, 6]. Lengths are in units of ``limit``, which no line decides."""
         time = np.arange(self.span.start, self.span.end) / limit
         one, level = np.ones_like(time), self.alive - 0.5
-        return np.stack(
-            [one, time, level, time * level, self.prompt - self.alive, self.siblings - self.alive], axis=1
-        )
+        others = self.prompt - self.alive, self.siblings - self.alive
+        return np.stack([one, time, level, time * level, *others], axis=1)
 
     def sums(self, limit: int) -> np.ndarray:
         """Return [6, 7], the share of these tokens in the normal equations of what ``alive`` leaves."""
@@ -174,10 +173,7 @@ def checked_baselines(baseline: TokenBaseline, prompts: Sequence[Sequence[Span]]
         raise ValueError(f"{where}: expected a baseline for each span of each of {len(prompts)} prompts")
     for spans, of_prompt in zip(prompts, baselines, strict=True):
         for span, values in zip(spans, of_prompt, strict=True):
-            if values is not None and not (
-                np.shape(values) == (span.end - span.start,) and np.isfinite(values).all()
-            ):
-                raise ValueError(
-                    f"{where}: expected {span.end - span.start} finite numbers or None, found {values}"
-                )
+            shape = (span.end - span.start,)
+            if values is not None and not (np.shape(values) == shape and np.isfinite(values).all()):
+                raise ValueError(f"{where}: expected {shape[0]} finite numbers or None, found {values}")
     return baselines

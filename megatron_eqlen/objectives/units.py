@@ -84,16 +84,14 @@ def _check(rollout: Rollout, recipe: Recipe) -> None:
     """Raise ValueError for a rollout of another sampling, for a grade without the rewards that the recipe
     weighs, and unless the rollout has exactly the loss's columns that the recipe switches on: with a sampling
     mask, for example, the loss normalises over its tokens instead of the vocabulary."""
+    where = f"prompt {rollout.prompt_id}"
     if rollout.kind != recipe.sampling:
-        raise ValueError(
-            f"prompt {rollout.prompt_id}: expected a rollout of sampling: {recipe.sampling}, found one of "
-            f"{rollout.kind}"
-        )
+        raise ValueError(f"{where}: expected a rollout of sampling: {recipe.sampling}, found {rollout.kind}")
     for grade in (part.grade for part in rollout.parts if part.grade):
         if grade.rewards.keys() != recipe.reward.weights.keys():
             raise ValueError(
-                f"prompt {rollout.prompt_id}: grader {grade.grader}: expected rewards "
-                f"{', '.join(recipe.reward.weights) or 'without names'} (reward.weights), found "
+                f"{where}: grader {grade.grader}: expected rewards (reward.weights) "
+                f"{', '.join(recipe.reward.weights) or 'without names'}, found "
                 f"{', '.join(grade.rewards) or 'one without a name'}"
             )
     for name, column in COLUMNS.items():
@@ -102,6 +100,6 @@ def _check(rollout: Rollout, recipe: Recipe) -> None:
         wanted = name in recipe.rollout.columns
         if any(wanted != (name in part.tokens) and len(part) for part in rollout.parts):
             raise ValueError(
-                f"prompt {rollout.prompt_id}: rollout.{column.keep_key}: {str(wanted).lower()}, found a "
-                f"rollout recorded {'without' if wanted else 'with'} the column {name}"
+                f"{where}: rollout.{column.keep_key}: {str(wanted).lower()}, found a rollout recorded "
+                f"{'without' if wanted else 'with'} the column {name}"
             )

@@ -117,9 +117,7 @@ class Packing:
             "packing/repeated_tokens": float(used - unique),
             "packing/context": float(pairs.sum() / max(used, 1)),
             "packing/pruned_tokens": float(forest.length[~forest.live].sum()),
-            "packing/supervised_tokens": float(
-                sum(node.tokens.generated for node in forest.nodes if node.weight > 0)
-            ),
+            "packing/supervised_tokens": float(sum(n.tokens.generated for n in forest.nodes if n.weight > 0)),
             "packing/expanded_tokens": float((forest.position + forest.length)[trained].sum()),
             "packing/fill": used / computed,
             "packing/budget_fill": used / (len(rows) * self.max_tokens_per_row),

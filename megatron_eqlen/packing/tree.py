@@ -167,11 +167,7 @@ def _check(trees: Sequence[TokenTree]) -> None:
         for number, node in enumerate(tree.nodes):
             where = f"token tree {tree.name!r}, node {number}"
             if not (0 <= node.parent < number if number else node.parent == -1):
-                raise TreeError(
-                    f"{where}: expected a parent before it (-1 for the root), found {node.parent}"
-                )
+                raise TreeError(f"{where}: expected a parent before it (-1: the root), found {node.parent}")
             if node.weight > 0 and (missing := sorted(name for name in names if name not in node.tokens)):
                 others = "" if missing[0] == "logprobs" else ", which other nodes of the batch have"
-                raise TreeError(
-                    f"{where}: supervised (weight > 0), but without the column {missing[0]}{others}"
-                )
+                raise TreeError(f"{where}: supervised (weight > 0) without the column {missing[0]}{others}")

@@ -76,9 +76,8 @@ def read_prompts(files: Sequence[Path]) -> list[Prompt]:
 def fill_numbers(skeletons: Sequence[Rollout], files: Sequence[Path]) -> None:
     """Read columns of one number for each token, and golds, of some ``read_skeletons`` of ``files``."""
     prompt_ids = {skeleton.prompt_id for skeleton in skeletons}
-    rollouts = _assembled(
-        files, (*SKELETON, *NUMBERS, GIVEN.name, GIVEN.name + COUNTS, "gold"), prompt_ids
-    ).rollouts
+    columns = (*SKELETON, *NUMBERS, GIVEN.name, GIVEN.name + COUNTS, "gold")
+    rollouts = _assembled(files, columns, prompt_ids).rollouts
     for skeleton in skeletons:
         rollout = rollouts[rollout_key(skeleton)]
         skeleton.prompt = replace(skeleton.prompt, gold=rollout.prompt.gold)
@@ -202,28 +201,21 @@ def set_aside_stale(
     if any(not oldest <= version <= newest for version in versions):
         later = [step for step in sorted(folder.parent.glob("step-*")) if step.name > folder.name]
         aside, *_ = [step.rename(unused(step.with_name(f"stale-{step.name}"))) for step in (folder, *later)]
-        logger.warning(
-            "%s: generated with policy version %s, but this run is at %d: set aside as %s",
-            folder,
-            ", ".join(map(str, sorted(versions))),
-            oldest,
-            aside.name,
-        )
+        found = f"generated with policy version {', '.join(map(str, sorted(versions)))}"
+        logger.warning("%s: %s, but this run is at %d: set aside as %s", folder, found, oldest, aside.name)
 
 
 def _versions(path: Path, oldest: int, carried: Mapping[RolloutKey, int]) -> set[int]:
     """Return the versions of a file's rollouts and tokens, except older ones that ``carried`` allows."""
     sampled_by: set[int] = set()
     for batch in batches(path, SEGMENTS, ["prompt_id", "index", "policy_version", "versions"]):
-        names, indices, of_rollouts = (batch[n].to_pylist() for n in ("prompt_id", "index", "policy_version"))
+        known = [batch[name].to_pylist() for name in ("prompt_id", "index", "policy_version")]
         of_tokens = cells(batch["versions"])
-        for prompt_id, index, of_rollout, versions in zip(
-            names, indices, of_rollouts, of_tokens, strict=True
-        ):
+        for prompt_id, index, of_rollout, versions in zip(*known, of_tokens, strict=True):
             # a rollout that an earlier step suspended may hold tokens of the versions since its start
             allowed = range(carried.get((prompt_id, index), oldest), oldest)
-            known = set() if versions is None else set(np.unique(versions).tolist())
-            sampled_by |= {version for version in known if version not in allowed} | {of_rollout}
+            sampled = set() if versions is None else set(np.unique(versions).tolist())
+            sampled_by |= {version for version in sampled if version not in allowed} | {of_rollout}
     return sampled_by - {None, int(VERSIONS.unknown)}
 
 

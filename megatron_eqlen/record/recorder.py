@@ -49,7 +49,6 @@ GRADE_FILES = "grades-*.arrow"
 INTERVAL = 2.0
 """Seconds between two looks at the tracks of a harvest."""
 
-
 NewTokens = tuple[Track, int, int, bool]
 """Arguments of ``track_rows``: a track, the numbers of its first new token and of the one after the last, and
 whether its prompt's columns are new as well."""

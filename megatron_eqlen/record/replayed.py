@@ -23,9 +23,7 @@ def check_steps(streams: Path, first: int, steps: int | None) -> None:
     recorded = {folder.name for folder in streams.glob("step-*") if any(folder.glob(FILES))}
     wanted = [step_name(number) for number in range(first, max(first + 1, steps or 0))]
     if missing := [name for name in wanted if name not in recorded]:
-        stored = (
-            f"{len(recorded)} steps, {min(recorded)} to {max(recorded)}" if recorded else "no recorded step"
-        )
+        stored = f"{len(recorded)} steps, {min(recorded)} to {max(recorded)}" if recorded else "no step"
         raise ReplayError(
             f"{streams}: expected {wanted[0]} to {wanted[-1]}, found {stored}: {missing[0]} is missing"
         )
@@ -62,6 +60,5 @@ def check_step(folder: Path, rollouts: Sequence[Rollout], recipe: Recipe, redraw
 
 def _refuse(folder: Path, expected: str, found: str) -> None:
     raise ReplayError(
-        f"{folder}: expected {expected}, found {found}: the record is of another recipe, or "
-        f"its run was stopped in the middle"
+        f"{folder}: expected {expected}, found {found}: the record is of another recipe, or was cut short"
     )

@@ -112,11 +112,8 @@ class RewardFunction:
 
     def _call(self, prompt: Prompt, completion: str, token_ids: Sequence[int] | TokenIds) -> Any:
         """Call the function with the response as text, or, if it fails on text alone, with messages."""
-        if (
-            self._is_chat is None
-            and self._in_lists
-            and isinstance(referred(prompt.gold)[1].get("prompt"), list)
-        ):
+        unknown = self._is_chat is None and self._in_lists
+        if unknown and isinstance(referred(prompt.gold)[1].get("prompt"), list):
             self._is_chat = True
         if self._is_chat:
             return self._called(prompt, _messages(completion), token_ids)
@@ -158,14 +155,10 @@ class RewardFunction:
                 others["completion"] = completion
             listed = {name: [value] if self._in_lists else value for name, value in others.items()}
             given = listed | given
-        missing = [
-            name
-            for name, one in self._named.items()
-            if one.default is one.empty and given[name] is inspect.Parameter.empty
-        ]
-        if missing:
-            raise _NoValue(_no_value(missing[0], columns))
         filled = {name: value for name, value in given.items() if value is not inspect.Parameter.empty}
+        required = [name for name, one in self._named.items() if one.default is one.empty]
+        if missing := [name for name in required if name not in filled]:
+            raise _NoValue(_no_value(missing[0], columns))
         ordered = (name for name, one in self._named.items() if one.kind is one.POSITIONAL_ONLY)
         first = [filled.pop(name) for name in ordered if name in filled]
         returned = self._function(*first, **filled)

@@ -234,11 +234,8 @@ class EarlyGrading(HarvestObserver):
         self.scorer, self.grades = scorer, grades
 
     def part_finished(self, harvester: Harvester, part: Part) -> None:
-        if (
-            part.finish_reason == "stop"
-            and part.grade is None
-            and self.grades(harvester.prompt, harvester.index)
-        ):
+        ungraded = part.finish_reason == "stop" and part.grade is None
+        if ungraded and self.grades(harvester.prompt, harvester.index):
             self.scorer.begin(harvester.prompt, harvester.response(part))
 
 
@@ -292,13 +289,10 @@ def reward_metrics(ended: Sequence[tuple[Prompt, Grade | None]]) -> Metrics:
     metrics |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
     metrics["reward/grader_seconds"] = sum(grade.seconds for _, grade in graded)
     for name in graded[0][1].rewards:
-        metrics[f"reward/named/{name}"] = float(
-            np.mean([grade.rewards.get(name, 0.0) for _, grade in graded])
-        )
+        of_name = [grade.rewards.get(name, 0.0) for _, grade in graded]
+        metrics[f"reward/named/{name}"] = float(np.mean(of_name))
     verdicts = Counter(grade.verdict for _, grade in graded)
-    metrics |= {
-        f"reward/verdict/{verdict}": count / len(graded) for verdict, count in sorted(verdicts.items())
-    }
+    metrics |= {f"reward/verdict/{verdict}": n / len(graded) for verdict, n in sorted(verdicts.items())}
     sources = sorted({prompt.source for prompt, _ in graded if prompt.source})
     for source in sources:
         of_source = [grade.reward for prompt, grade in graded if prompt.source == source]
@@ -309,10 +303,8 @@ def reward_metrics(ended: Sequence[tuple[Prompt, Grade | None]]) -> Metrics:
 
 def new_grades(rollouts: Iterable[Rollout]) -> list[tuple[Prompt, Grade | None]]:
     """Return the grades of responses that ended in this step."""
-    parts = ((rollout.prompt, part) for rollout in rollouts for part in rollout.parts)
-    return [
-        (prompt, part.grade) for prompt, part in parts if part.finish_reason == "stop" and not part.carried
-    ]
+    parts = ((rollout.prompt, part) for rollout in rollouts for part in rollout.parts if not part.carried)
+    return [(prompt, part.grade) for prompt, part in parts if part.finish_reason == "stop"]
 
 
 def policy_metrics(rollouts: Iterable[Rollout]) -> Metrics:

@@ -81,10 +81,8 @@ def leaderboard(results: Sequence[EvaluationResult], rank_seconds: float) -> str
     benchmarks older than the model. ``rank_seconds``: seconds times ranks, shared out by tokens."""
     model = results[0].manifest["model"]
     samples = {result.samples for result in results}
-    k, tokens = (
-        samples.pop() if len(samples) == 1 else "k",
-        [sum(sum(a.lengths) for a in result.answers) for result in results],
-    )
+    k = samples.pop() if len(samples) == 1 else "k"
+    tokens = [sum(sum(a.lengths) for a in result.answers) for result in results]
     rows = [
         {
             "Benchmark": result.benchmark,
@@ -100,17 +98,13 @@ def leaderboard(results: Sequence[EvaluationResult], rank_seconds: float) -> str
         for result, count in zip(results, tokens, strict=True)
     ]
     if len(rows) > 1:
-        mean = sum(result.accuracy.mean for result in results) / len(results)
-        rows.append(
-            {"Benchmark": "mean", f"avg@{k}": f"{100 * mean:.1f}%", "Rank-seconds": f"{rank_seconds:,.0f}"}
-        )
+        mean = 100 * (sum(result.accuracy.mean for result in results) / len(results))
+        rows.append({"Benchmark": "mean", f"avg@{k}": f"{mean:.1f}%", "Rank-seconds": f"{rank_seconds:,.0f}"})
     parts = [model, markdown_rows(rows), "Rank-seconds: a rank has one GPU."]
     released = model_release(model)
     days = {result.benchmark: day for result in results if (day := _public_since(result))}
     if old := [name for name, day in days.items() if released and day < released]:
-        parts.append(
-            f"{', '.join(old)}: public before the model ({released}), which may have been trained on it."
-        )
+        parts.append(f"{', '.join(old)}: public before the model ({released}), which may have trained on it.")
     return "\n\n".join(parts)
 
 

@@ -257,10 +257,8 @@ class Generator(InTurn):
             self.recorded = step.number, agree(lambda: recorded_files(self.streams / step.name))
         plan = self._plan(step, mine)
         self.session.scorer.begin_ended(replicas.part(plan.progress.rollouts))
-        with (
-            self.session.stage("harvest", self.patience) as seconds,
-            ExitStack() as files,
-        ):  # until the record is on disk
+        # until the record is on disk
+        with self.session.stage("harvest", self.patience) as seconds, ExitStack() as files:
             observers: list[HarvestObserver] = [self.session.early_grading]
             if replicas.leads:
                 recorder = Recorder(self._file(step), self.recipe.rollout.unrecorded_columns)
@@ -284,8 +282,7 @@ class Generator(InTurn):
         if before and not self.forked:
             why = {
                 "tokens": "all responses end within tree_sampling.step_tokens",
-                "marker": f"{tree.marker!r} (tree_sampling.marker) is in none of the responses, or at their "
-                "very end",
+                "marker": f"{tree.marker!r} (tree_sampling.marker) is in no response, or at its very end",
                 "death": "no line goes on where another ends",
             }[tree.fork]
             self.session.progress.warn(f"no line forked: {why}")

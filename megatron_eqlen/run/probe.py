@@ -100,10 +100,12 @@ class Target:
         step, folders = self.asked.step, {n + 1: folder for n, folder in scored_steps(self.streams)}
         if step not in folders:
             nearest = min(folders, key=lambda number: abs(number - step), default=0)
-            kept = folders and f"{len(folders)} of {min(folders)} to {max(folders)}, nearest {nearest}"
-            raise ValueError(
-                f"--step: expected a graded step that {self.streams} holds ({kept or 'none'}), found {step}"
+            kept = (
+                f"{len(folders)} of {min(folders)} to {max(folders)}, nearest {nearest}"
+                if folders
+                else "none"
             )
+            raise ValueError(f"--step: expected a graded step of {self.streams} ({kept}), found {step}")
         folder = folders[step]
         whole = [rollout for rollout in read_step(folder, without=[ROUTES.name]) if not rollout.suspended]
         if without := [r.prompt_id for r in whole for part, _ in r.ended() if part.grade is None]:
@@ -138,9 +140,7 @@ class Target:
             )
         made = np.append(0, np.cumsum(columns["train/updates"][:before]))
         if self.version not in made:
-            raise ValueError(
-                f"{self.asked.run}: no step's training ends with version {self.version} of the weights"
-            )
+            raise ValueError(f"{self.asked.run}: no training made version {self.version} of the weights")
         return int(np.flatnonzero(made == self.version)[-1])
 
     @cached_property
@@ -166,9 +166,7 @@ class Target:
             places[key], expected = more, expected + cost
         count = sum(map(len, places.values()))
         if count == len(places) and asked.at.strip("0,"):
-            raise ValueError(
-                f"--at {asked.at}: expected places in a response, found none in {len(chosen)} drawn"
-            )
+            raise ValueError(f"--at {asked.at}: expected places, found none in {len(chosen)} responses")
         if count * asked.samples > TRACKS:
             raise ValueError(f"--samples, --budget: expected at most {TRACKS} continuations, found more")
         responses = [drawn[n] for n in sorted(chosen)]

@@ -25,9 +25,7 @@ class StepRecords:
         columns = Columns(self._folder.path, ["train/updates"])
         recorded = {*columns.steps.astype(int).tolist()}
         if not resumed and recorded:
-            self._session.progress.say(
-                f"no checkpoint was saved yet: {len(recorded)} steps are trained again"
-            )
+            self._session.progress.say(f"no checkpoint was saved: {len(recorded)} steps are trained again")
         missing = [step for step in range(1, steps + 1) if step not in recorded]
         if missing:
             self._session.progress.warn(

@@ -138,8 +138,7 @@ class Run:
         if distributed.is_rank0():
             if count := len(rollouts.suspended):
                 self.session.progress.say(
-                    f"{count} rollouts are suspended at the end and have not been trained; a run with more "
-                    "steps resumes with them"
+                    f"{count} rollouts are suspended and not trained; a run with more steps resumes with them"
                 )
             if idle := int((Columns(self.folder.path, ["train/updates"])["train/updates"] == 0).sum()):
                 same = ": the weights are those that the run started from" * (idle == self.steps)
@@ -149,8 +148,7 @@ class Run:
         if self.stopped_by and not self.complete:
             raise MismatchError(
                 f"{self.stopped_by}: stopped after step {self.steps}, with a checkpoint "
-                f"(rollout.mismatch.then: stop); the same command resumes the run, and "
-                "rollout.mismatch may change"
+                "(rollout.mismatch.then: stop); the same command resumes it, and rollout.mismatch may change"
             )
 
     # ---- a step -------------------------------------------------------------------------------------

@@ -242,13 +242,9 @@ def check_harvest(out: Path, recipe: Recipe) -> None:
     recorded = [path.name for _, path in step_folders(out)]
     if not recorded and (out / RECIPE).is_file():
         (out / CONTENTS).unlink(missing_ok=True)
-    if not (out / RECIPE).is_file():
-        if recorded:
-            raise ValueError(
-                f"--out {out}: expected a new folder, found recorded rollouts ({recorded[0]}) without a "
-                f"{RECIPE}; {other}"
-            )
-    elif recorded and (changed := _changed(out / RECIPE, recipe)):
+    if recorded and not (out / RECIPE).is_file():
+        raise ValueError(f"--out {out}: expected a new folder, found {recorded[0]} without {RECIPE}; {other}")
+    if recorded and (changed := _changed(out / RECIPE, recipe)):
         raise ValueError(f"--out {out}: holds a harvest with another recipe ({changed}); {other}")
 
 
@@ -256,6 +252,5 @@ def _changed(file: Path, recipe: Recipe) -> str:
     """Return the keys that must not change but differ between ``file`` and ``recipe``; empty if none do."""
     before = load(file)  # keys that were added since then get their defaults
     changed = differences(before.model_dump(mode="json"), recipe.model_dump(mode="json"))
-    return "; ".join(
-        f"{key}: {old!r} -> {new!r}" for key, (old, new) in changed.items() if not is_under(key, MAY_CHANGE)
-    )
+    fixed = [(key, values) for key, values in changed.items() if not is_under(key, MAY_CHANGE)]
+    return "; ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in fixed)

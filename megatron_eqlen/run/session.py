@@ -31,9 +31,7 @@ from megatron_eqlen.run.replicas import Replicas
 from megatron_eqlen.training import flight_recorder, peak_memory
 from megatron_eqlen.types import Metrics
 
-PHASES = {"harvest": "generate", "train": "train"} | {
-    name: name for name in ("sync", "evaluate", "checkpoint")
-}
+PHASES = {"harvest": "generate"} | {name: name for name in ("train", "sync", "evaluate", "checkpoint")}
 """Phases of the memory plan, by stage."""
 
 
@@ -59,9 +57,7 @@ class Session:
         self.job, self.recipe, self.objective = job, recipe, job.objective
         first = distributed.agree(lambda: job.revisions)
         if job.revisions != first:  # a branch on the hub moved while ranks of several nodes resolved it
-            raise RecipeError(
-                f"expected the same revisions on every rank, found {job.revisions} and on rank 0 {first}"
-            )
+            raise RecipeError(f"expected the revisions of rank 0, {first}, found {job.revisions}")
         self.events = EventWriter()
         self.timeline = Timeline(self.events.note)
         # servers are driven by rank 0 alone, a colocated engine by all ranks it lives in

@@ -67,9 +67,7 @@ def no_penalty(length: int, finish_reason: FinishReason | None) -> float:
 def verifier_reward(part: Part, prompt_id: str) -> float:
     """Return the verifier's reward of the response that ``part`` ends. Raises ValueError without a grade."""
     if part.grade is None:
-        raise ValueError(
-            f"prompt {prompt_id}: an ended response has no grade; score rollouts before training"
-        )
+        raise ValueError(f"prompt {prompt_id}: an ended response has no grade: score rollouts before")
     return part.grade.reward
 
 

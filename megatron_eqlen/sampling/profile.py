@@ -35,8 +35,6 @@ RANKS = 8
 """Most forks of a line that are looked at."""
 LINES = np.arange(2, 33)
 """Numbers of lines that a fork may have."""
-
-
 APART = 0.05
 """Least share of the tokens between two places of forks."""
 DRAWS, LEAST = 400, 10

@@ -172,9 +172,8 @@ class Track:
         self.awaited = self.limit
         token_ids = self.token_ids
         end = self.limit + self.given  # of the tokens
-        stop = next(
-            (n for n in range(first, min(len(token_ids), end)) if token_ids[n] in self.eos_token_ids), end
-        )
+        known = range(first, min(len(token_ids), end))
+        stop = next((n for n in known if token_ids[n] in self.eos_token_ids), end)
         if stop < end and self.takes_turns:
             self.calls = True
         elif stop < end:

@@ -242,10 +242,8 @@ class GrowingTree(Harvester):
         line.number, line.searched, line.forks = first, length, line.forks + 1
         end = len(track.context) + track.place(length - line.offset)
         response = track.path[len(self.prompt.token_ids) : end]
-        return [
-            self._open(number, response, length, part.number, line.forks)
-            for number in range(first + 1, first + branching)
-        ]
+        numbers = range(first + 1, first + branching)
+        return [self._open(number, response, length, part.number, line.forks) for number in numbers]
 
     def end(self, line: Line) -> None:
         """Make the rest of a line's tokens its last part."""

@@ -96,9 +96,7 @@ class Saving:
     def _not_written(self, reason: str) -> CheckpointError:
         """Return the error with the free disk space: torch's writer does not report a full disk."""
         free = shutil.disk_usage(self.final.parent).free
-        return CheckpointError(
-            f"{self.final}: could not be written: {reason} ({free / 1e9:.2f} GB free there)"
-        )
+        return CheckpointError(f"{self.final}: could not be written: {reason} ({free / 1e9:.2f} GB free)")
 
     def _write(self, *arguments: Any) -> None:
         """Write this rank's files and compute their checksums."""

@@ -110,9 +110,8 @@ def exchange(
     planned, experts = exchange_tokens(planned, placements), model.experts
     if not planned.forest.has_path_columns.any():
         return planned, {}
-    check_route_shapes(
-        planned.forest, (sum(experts.layers), experts.num_experts_per_tok) if experts else (0, 0)
-    )
+    shape = (sum(experts.layers), experts.num_experts_per_tok) if experts else (0, 0)
+    check_route_shapes(planned.forest, shape)
     assert experts is not None
     started = time.perf_counter()
     planned, received = exchange_paths(planned, placements)

@@ -31,14 +31,10 @@ def status() -> str:
 
 def traces() -> dict[str, bytes]:
     """Return the recorded collectives, by the prefix of the files that ``torchfrtrace`` reads."""
-    gloo = pickle.loads(_c10d._dump_fr_trace())
+    gloo, world = pickle.loads(_c10d._dump_fr_trace()), distributed_c10d._world
     gloo["pg_config"] = {  # gloo leaves it empty
-        name: {
-            "name": name,
-            "desc": group.group_desc,
-            "ranks": str(sorted(distributed_c10d._world.pg_group_ranks[group])),
-        }
-        for group, name in list(distributed_c10d._world.pg_names.items())
+        name: {"name": name, "desc": group.group_desc, "ranks": str(sorted(world.pg_group_ranks[group]))}
+        for group, name in list(world.pg_names.items())
     }
     recorded = {"gloo_": pickle.dumps(gloo)}
     if has_nccl():

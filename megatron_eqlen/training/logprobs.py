@@ -50,10 +50,8 @@ def masked_token_logprobs(
     place of the policy, at all kept tokens: its mean over draws from ``sampled`` is 0 (score centering, arXiv
     2609.20807).
     """
-    rows = torch.repeat_interleave(mask_counts)
-    return _MaskedLogprobs.apply(
-        logits, labels[rows] == mask_ids, mask_ids, rows, temperature, group, sampled
-    )
+    row = torch.repeat_interleave(mask_counts)
+    return _MaskedLogprobs.apply(logits, labels[row] == mask_ids, mask_ids, row, temperature, group, sampled)
 
 
 class _TokenLogprobs(torch.autograd.Function):

@@ -31,14 +31,9 @@ from megatron_eqlen.processes.cores import cores_per_rank
 from megatron_eqlen.recipe import OptimizerRecipe, Recipe
 
 HOST_OPTIONS = (
-    "offload_fraction",
-    "cpu_optimizer_cls",
-    "gpu_optimizer_cls",
-    "param_update_in_fp32",
-    "pin_cpu_grads",
-    "pin_cpu_params",
-    "overlap_cpu_optimizer_d2h_h2d",
-)
+    "offload_fraction", "cpu_optimizer_cls", "gpu_optimizer_cls", "param_update_in_fp32", "pin_cpu_grads",
+    "pin_cpu_params", "overlap_cpu_optimizer_d2h_h2d",
+)  # fmt: skip
 """Entries that a host optimizer adds to parameter groups, some of them classes: not in checkpoints."""
 
 IDENTITY = ("wd_mult", "is_expert_parallel")

@@ -141,9 +141,7 @@ class TrainerMemory:
         optimizer: ChainedOptimizer,
         parked: Literal["none", "state", "all"],
     ) -> None:
-        self._buffers = [
-            buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-        ]
+        self._buffers = [each for chunk in model for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
         self._optimizer = optimizer
         self.weights = Parked(self._weights)
@@ -175,11 +173,8 @@ class TrainerMemory:
 
     def on_device(self) -> dict[str, int]:
         """Return the bytes on the device now, by part (``phases.MemoryPart``)."""
-        parts = {
-            "weights": self._weights(),
-            "gradients": [buffer.grad_data for buffer in self._buffers],
-            "optimizer": self._state(),
-        }
+        gradients = [buffer.grad_data for buffer in self._buffers]
+        parts = {"weights": self._weights(), "gradients": gradients, "optimizer": self._state()}
         return {name: storage_bytes(tensors) for name, tensors in parts.items()}
 
     def _weights(self) -> list[Tensor]:

@@ -151,9 +151,7 @@ class Policy:
         for rows in every_rows:
             self._annotate(rows, old=self.objective.has_ratio and len(batches) * self.recipe.loss.epochs > 1)
         steps = [self._step(batch) for _ in range(self.recipe.loss.epochs) for batch in batches]
-        packed = m.in_turn(
-            [batch.exchanged | batch.rows.planned.metrics for batch in batches if batch.rows is not None]
-        )
+        packed = m.in_turn([b.exchanged | b.rows.planned.metrics for b in batches if b.rows is not None])
         metrics = packed | m.in_turn([skipped(0), *steps])
         self.mismatch = mismatch_of(metrics) if metrics["train/updates"] else None
         if compared:
@@ -257,10 +255,8 @@ class Policy:
         self, rows: RankRows, result: RowResult, *, train: bool, model: list[Any] | None = None
     ) -> list[Any]:
         """Call ``run_rows`` with the recipe's options; ``model``: None: the policy."""
-        temperature, logits_chunk = self.recipe.trained_temperature, self.recipe.packing.logits_chunk
-        return run_rows(
-            model or self.model, rows, temperature, result, train=train, logits_chunk=logits_chunk
-        )
+        temperature, chunk = self.recipe.trained_temperature, self.recipe.packing.logits_chunk
+        return run_rows(model or self.model, rows, temperature, result, train=train, logits_chunk=chunk)
 
     def _step(self, batch: Minibatch) -> Metrics:
         """Take or skip one optimizer step with this rank's rows."""
@@ -284,13 +280,9 @@ class Policy:
         self.schedule.step(increment=1)  # before the update, since the first learning rate is 0
         take_step(self.optimizer, grad_norm)
         self.version, self.skipped_in_a_row = self.version + 1, 0
-        taken = {
-            "train/updates": 1.0,
-            "train/grad_norm": grad_norm,
-            "train/lr": self.optimizer.param_groups[0]["lr"],
-        }
-        agreement = batch.rows.agreement or {}
-        return measured | agreement | taken
+        rate = self.optimizer.param_groups[0]["lr"]
+        taken = {"train/updates": 1.0, "train/grad_norm": grad_norm, "train/lr": rate}
+        return measured | (batch.rows.agreement or {}) | taken
 
     def _backward(self, rows: RankRows) -> list[RowLoss]:
         """Compute the rows' gradients; return each row's loss and metrics, on the last pipeline stage."""
@@ -315,13 +307,8 @@ class Policy:
         self.skipped_in_a_row += 1
         allowed = self.recipe.optimizer.max_skipped_updates
         if is_rank0():
-            logger.warning(
-                "update %d is skipped (%d in a row, optimizer.max_skipped_updates %d); %s",
-                self.version + 1,
-                self.skipped_in_a_row,
-                allowed,
-                problem,
-            )
+            limit = f"{self.skipped_in_a_row} in a row, optimizer.max_skipped_updates {allowed}"
+            logger.warning("update %d is skipped (%s); %s", self.version + 1, limit, problem)
         if self.skipped_in_a_row > allowed:
             raise finite.NonFiniteError(
                 f"{self.skipped_in_a_row} updates in a row could not be taken, "

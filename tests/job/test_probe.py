@@ -161,9 +161,9 @@ def test_a_step_that_is_damaged_or_gone_is_refused_in_a_probes_words(
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
-    (("--step", "9"), "expected a graded step that"),
+    (("--step", "9"), "expected a graded step of"),
     (("--step", "1", "--at", "words"), "--at: expected sentences, forks, every:TOKENS"),
-    (("--step", "3", "--at", "forks", "--budget", "1"), "--at forks: expected places in a response"),
+    (("--step", "3", "--at", "forks", "--budget", "1"), "--at forks: expected places, found none"),
     (("--step", "1", "--samples", "1"), "--samples: expected 2 or more"),
     (("--step", "1", "--seed", "-1"), "--seed: expected 0 to"),
 ])  # fmt: skip

@@ -180,7 +180,7 @@ def test_a_run_whose_disk_fills_up_leaves_whole_checkpoints_and_continues_when_t
     replay = command(home, "full", NO_EVALUATION, "--replay", str(trained / "streams"))
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={int(1.6 * size)}", "tmpfs", folder], check=True)
     try:
-        failure = r"eqlen train: .*step-00000002: could not be written: .* \(0.00 GB free there\)"
+        failure = r"eqlen train: .*step-00000002: could not be written: .* \(0.00 GB free\)"
         with pytest.raises(AssertionError, match=failure):
             run(*replay)
         assert checkpoints(folder) == ["1"]

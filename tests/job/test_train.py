@@ -170,7 +170,7 @@ def test_harvest_without_a_trainer_says_that_nothing_forked(home):
     trees = ["sampling=tree", "objective=rloo", "tree_sampling={fork: marker, marker: never}"]
     said = run("-m", "megatron_eqlen.cli", "harvest", home / "recipe.yaml", *trees, "--out", out).stdout
     assert f"4 rollouts in {out}/step-00000000" in said
-    assert "WARNING: no line forked: 'never' (tree_sampling.marker) is in none of the responses" in said
+    assert "WARNING: no line forked: 'never' (tree_sampling.marker) is in no response" in said
     assert len(read_step(out / "step-00000000")) == 4
     assert recipe_of(out) == recipe_of(out / "step-00000000") == load(home / "recipe.yaml", trees)
 

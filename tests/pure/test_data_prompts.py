@@ -701,7 +701,7 @@ def test_a_parquet_file_under_a_reader_of_json_is_refused(tokenizer, tmp_path):
     pq.write_table(pa.table({"question": ["a"], "answer": ["b"]}), file)
     dates = {"since": "2025-02-01", "until": "2025-05-31"}
     benchmark = BenchmarkRecipe(name="b", reader="livecodebench", path=str(file), **dates)
-    with pytest.raises(ValueError, match=r"parquet: this reader expects .jsonl, found a parquet file: name"):
+    with pytest.raises(ValueError, match=r"parquet: expected .jsonl, found a parquet file: name"):
         read_benchmark(benchmark, recipe(source(file)), tokenizer)
 
 

@@ -245,7 +245,7 @@ def test_the_leaderboard_shares_the_time_by_tokens_and_names_benchmarks_older_th
         ["jsonl", "2", "50.0%", "4,000", "40", "–"],
         ["mean", "–", "–", "–", "80", "–"],
     ]
-    assert note == "aime25: public before the model (2025-04-29), which may have been trained on it."
+    assert note == "aime25: public before the model (2025-04-29), which may have trained on it."
 
 
 def test_the_difference_is_paired_by_problem():

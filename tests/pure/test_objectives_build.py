@@ -129,7 +129,7 @@ def test_an_unscored_response_is_refused_by_name():
     ({"objective": "grop"}, "nearest: 'grpo'"),
     ({"objective": "gr3"}, "1 for both sides"),
     ({"objective": "maxrl", "equal_length__pair_weight": "on_policy"}, "no estimate of the prompt"),
-    ({"objective": "delta_l", "equal_length__pair_weight": "on_policy"}, "an average by length"),
+    ({"objective": "delta_l", "equal_length__pair_weight": "on_policy"}, "averages by length"),
     ({"sampling": "independent", "objective": "maxrl", "loss__overlong_buffer": 2}, "rewards of at least 0"),
     ({"objective": "sapo", "loss__clip_ratio_high": 0.2}, "soft gate"),
     ({"objective": "ctpo"}, "from its first token on"),
@@ -142,7 +142,7 @@ def test_an_unscored_response_is_refused_by_name():
     ({"objective": "rloo", "loss__minibatches": 2}, "no importance ratio"),
     ({"objective": "rloo", "loss__clip_ratio_low": 0.2}, "set both"),
     ({"objective": "vespo", "loss__clip_ratio_high": 0.2}, "soft kernel"),
-    ({"objective": "dapo", "loss__overlong_buffer": 50}, "do not lie inside"),
+    ({"objective": "dapo", "loss__overlong_buffer": 50}, "is not below"),
     ({"loss__minibatches": 5}, "more than data.prompts_per_step"),
     ({"loss__old_logprobs": "rollout", "loss__rollout_is": "token"}, "already starts from"),
     ({"loss__clip_ratio_low": 1.5}, "below zero"),
@@ -165,7 +165,7 @@ def test_an_unscored_response_is_refused_by_name():
     ({"loss__teacher_coef": 0.5}, "loss.teacher_coef: 0.5: expected teacher.path or teacher.url"),
     ({"teacher__path": "t", "teacher__url": "http://t"}, "teacher.url: http://t with teacher.path: set one"),
     ({"teacher__url": "http://t", "rollout__temperature": 0.6}, "found 0.6 and false"),
-    ({"objective": "gdpo"}, "normalises named rewards apart: expected reward.weights, found none"),
+    ({"objective": "gdpo"}, "compares named rewards apart: expected reward.weights, found none"),
     ({"reward__weights": {"a": 1}}, r"expected a grader of your own at data.sources.0.grader, found none"),
     ({"reward__weights": {"a": 1}, "data": OWN_GRADER, "objective": "gdpo", "loss__overlong_buffer": 2,
       "packing__max_tokens_per_row": 4096},
@@ -173,7 +173,7 @@ def test_an_unscored_response_is_refused_by_name():
     ({"sampling": "independent", "objective": "reinforce_pp", "rollout__carry_over": True,
       "rollout__tokens_per_step": 9, "loss__rollout_is": "token"}, "depends on the own length"),
     ({"sampling": "independent", "objective": "reinforce_pp", "loss__dynamic_sampling": True},
-     "all equal has a gradient, too"),
+     "equal rewards have a gradient, too"),
 ])  # fmt: skip
 def test_combinations_without_sense_are_refused_with_the_reason(keys, reason):
     with pytest.raises(RecipeError, match=reason):
@@ -287,9 +287,7 @@ def test_lspo_trains_what_it_keeps_as_grpo_does():
 
 
 def test_rollouts_of_another_sampling_are_refused():
-    with pytest.raises(
-        ValueError, match="expected a rollout of sampling: independent, found one of equal_length"
-    ):
+    with pytest.raises(ValueError, match="expected a rollout of sampling: independent, found equal_length"):
         build([worked_example()], sampling="independent")
 
 

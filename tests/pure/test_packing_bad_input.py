@@ -21,11 +21,11 @@ def side(parent: int, advantage: float = 1.0, weight: float = 0.5, **columns) ->
 
 
 @pytest.mark.parametrize(("nodes", "message"), [
-    ([side(0)], "node 0: expected a parent before it (-1 for the root), found 0"),
+    ([side(0)], "node 0: expected a parent before it (-1: the root), found 0"),
     ([Node(-1, Tokens.of([1])), side(-1)], "node 1: expected a parent before it"),
     ([Node(-1, Tokens.of([1])), side(2), side(0)], "node 1: expected a parent before it"),
     ([Node(-1, Tokens.of([1])), side(1)], "node 1: expected a parent before it"),
-    ([Node(-1, Tokens.of([1])), side(0, logprobs=None)], "node 1: supervised (weight > 0), but without"),
+    ([Node(-1, Tokens.of([1])), side(0, logprobs=None)], "node 1: supervised (weight > 0) without"),
     ([Node(-1, Tokens.of([1])), side(0, logprobs=[-1.0, math.nan])], "rollout_logprob of token 1 is nan"),
     ([Node(-1, Tokens.of([1] * 30)), side(0)],
      "node 1: the path that ends there takes 31 positions; a row has 16"),
@@ -43,7 +43,7 @@ def test_a_path_that_is_pruned_may_be_long():
 
 
 @pytest.mark.parametrize(("mask", "message"), [
-    (None, "node 2: supervised (weight > 0), but without the column kept, which other nodes"),
+    (None, "node 2: supervised (weight > 0) without the column kept, which other nodes"),
     ([(3,), ()], "node 2: expected the token 4 in its sampling mask, found []"),
     ([(4,), (3, 4)], "node 2: expected the token 3 in its sampling mask, found [4]"),
 ])  # fmt: skip
@@ -60,7 +60,7 @@ ROUTES = np.array([[[0, 1]], [[7, 3]]], np.uint8)
 @pytest.mark.parametrize("column", [{"logprobs": [-1.0]}, {"kept": [(3,)]}, {"routes": ROUTES[:1]}], ids=str)
 def test_a_column_of_too_few_tokens_is_named(column):
     (name,) = column
-    with pytest.raises(ValueError, match=f"column {name}: expected values of 2 tokens, found values of 1"):
+    with pytest.raises(ValueError, match=f"column {name}: expected values of 2 tokens, found 1"):
         side(0, **column)
 
 

@@ -84,5 +84,5 @@ def test_a_step_that_is_missing_is_named_before_the_first_is_trained(tmp_path):
         ReplayError, match=r"step-00000000 to step-00000003, found 3 steps, .*: step-00000002 is missing"
     ):
         check_steps(tmp_path, 0, 4)
-    with pytest.raises(ReplayError, match="found no recorded step: step-00000000 is missing"):
+    with pytest.raises(ReplayError, match="found no step: step-00000000 is missing"):
         check_steps(tmp_path / "nowhere", 0, None)

@@ -97,7 +97,7 @@ def test_tables_whose_lists_are_all_empty_join():
 
 
 def test_values_of_another_number_of_tokens_are_refused():
-    with pytest.raises(ValueError, match="column logprobs: expected values of 2 tokens, found values of 3"):
+    with pytest.raises(ValueError, match="column logprobs: expected values of 2 tokens, found 3"):
         Tokens.of([1, 2], [-1.0, -1.0, -1.0])
     grown = GrowingTokens()
     grown.append([1], {"logprobs": [-1.0]}, version=0)

@@ -283,9 +283,9 @@ def test_an_object_that_would_run_code_is_refused_before_it_does(tmp_path, conve
 def test_a_checkpoint_with_a_head_is_not_exported_as_a_tied_model(tmp_path, converted):
     """The head would be lost, and the rest would pass verification."""
     save_tiny(tmp_path / "tied", "qwen3", num_hidden_layers=2, tie_word_embeddings=True)
-    with pytest.raises(RuntimeError, match=r"the model has no place for output_layer\.weight"):
+    with pytest.raises(RuntimeError, match=r"the model lacks output_layer\.weight"):
         run_ranks(1, to_hf, str(converted[1]), str(tmp_path / "tied"), str(tmp_path / "out"))
-    with pytest.raises(RuntimeError, match=r"the model has no place for output_layer\.weight"):
+    with pytest.raises(RuntimeError, match=r"the model lacks output_layer\.weight"):
         run_ranks(1, verify, str(converted[1]), str(tmp_path / "tied"))
     assert {path.name for path in tmp_path.iterdir()} == {"tied"}
 

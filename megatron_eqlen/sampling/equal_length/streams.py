@@ -70,13 +70,8 @@ class EqualLength(SamplingKind):
                     f"found {len(pair.a)} and {len(pair.b)} tokens"
                 )
             if (of_pair := rewards[i]) is not None:
-                unit = ComparisonUnit(
-                    rollout.prompt_id,
-                    list(pair),
-                    [nodes[side.number] for side in pair],
-                    list(of_pair),
-                    skip_equal=not on_policy,
-                )
+                of_sides, skips = [nodes[side.number] for side in pair], not on_policy
+                unit = ComparisonUnit(rollout.prompt_id, [*pair], of_sides, [*of_pair], skip_equal=skips)
                 if on_policy:
                     # weight of the part that the pair continues: each B side has half of its pair's
                     unit.share = 2.0**-i
