@@ -108,11 +108,7 @@ def _grader(group: Rollout) -> str:
 
 
 def _manifest(
-    benchmark: BenchmarkRecipe,
-    problems: list[Prompt],
-    recipe: Recipe,
-    policy_version: int,
-    graders: list[str],
+    benchmark: BenchmarkRecipe, problems: list[Prompt], recipe: Recipe, version: int, graders: list[str]
 ) -> dict[str, Any]:
     return {
         "benchmark": benchmark.model_dump(mode="json"),
@@ -120,7 +116,7 @@ def _manifest(
         "question_ids": [problem.prompt_id for problem in problems],
         "graders": graders,
         "model": recipe.model.path,
-        "policy_version": policy_version,
+        "policy_version": version,
         "seed": recipe.seed,
         "samples": recipe.group_size,
         "rollout": recipe.rollout.model_dump(

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 BLOCK_ELEMENTS = 1 << 25
 """Number of logits that are cast at once: two such tensors of float32 are 256 MiB."""
@@ -19,11 +20,8 @@ CPU_ELEMENTS = 1 << 18
 
 
 def token_logprobs(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    temperature: float = 1.0,
-    group: dist.ProcessGroup | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: Tensor, labels: Tensor, temperature: float = 1.0, group: dist.ProcessGroup | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the log-softmax of ``logits / temperature`` at ``labels``, and the entropy in nats: ([n], [n]).
 
     logits: [n, V / tp], this rank's slice of the vocabulary, in rank order. labels: [n] int64, the same on
@@ -33,14 +31,14 @@ def token_logprobs(
 
 
 def masked_token_logprobs(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    mask_ids: torch.Tensor,
-    mask_counts: torch.Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    mask_ids: Tensor,
+    mask_counts: Tensor,
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
-    sampled: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    sampled: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """``token_logprobs`` of the distribution that was sampled from: normalised over the tokens that sampling
     kept instead of the vocabulary (DeepSeek-V3.2, section 3.1: keep the sampling mask).
 
@@ -122,9 +120,7 @@ class _MaskedLogprobs(torch.autograd.Function):
         return grad_logits, None, None, None, None, None, None
 
 
-def _local_columns(
-    logits: torch.Tensor, labels: torch.Tensor, group: dist.ProcessGroup | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _local_columns(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """Return the labels' columns on this rank, and True for the labels that this rank has."""
     columns = logits.shape[-1]
     first = columns * (group.rank() if group is not None else 0)
@@ -132,12 +128,12 @@ def _local_columns(
     return (labels - first).clamp(0, columns - 1), mine
 
 
-def _scaled(logits: torch.Tensor, kind: torch.dtype, temperature: float) -> torch.Tensor:
+def _scaled(logits: Tensor, kind: torch.dtype, temperature: float) -> Tensor:
     """Return a copy of ``logits`` in ``kind``, divided by the temperature."""
     return logits.to(kind, copy=True).div_(temperature)
 
 
-def _sums(shifted: torch.Tensor, local: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
+def _sums(shifted: Tensor, local: Tensor, mine: Tensor) -> Tensor:
     """Return [3, tokens]: sums of exp(shifted) and exp(shifted) x shifted, and the label's ``shifted`` (0 on
     other ranks). Overwrites ``shifted``."""
     label = shifted.gather(-1, local[:, None])[:, 0] * mine
@@ -145,11 +141,11 @@ def _sums(shifted: torch.Tensor, local: torch.Tensor, mine: torch.Tensor) -> tor
     return torch.stack((weight.sum(-1), shifted.mul_(weight).sum(-1), label))
 
 
-def _blocks(logits: torch.Tensor) -> Iterator[slice]:
+def _blocks(logits: Tensor) -> Iterator[slice]:
     step = max(1, (CPU_ELEMENTS if logits.is_cpu else BLOCK_ELEMENTS) // logits.shape[-1])
     return (slice(start, start + step) for start in range(0, len(logits), step))
 
 
-def _all_reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
+def _all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
     if group is not None and group.size() > 1:
         dist.all_reduce(tensor, op, group=group)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from megatron_eqlen.objectives.segments import Segments
 from megatron_eqlen.recipe import LossRecipe
@@ -23,7 +24,7 @@ segment (``rollout_is: sequence``)."""
 
 LEAST = 1e-6
 
-DIVERGENCES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+DIVERGENCES: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda log_rho: -log_rho,
     "k2": lambda log_rho: log_rho.square() / 2,
     "k3": lambda log_rho: log_rho.exp() - 1 - log_rho,
@@ -35,17 +36,17 @@ DIVERGENCES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 class Correction:
     """Factors of the policy loss and the KL penalty of each token; no gradient flows here."""
 
-    importance: torch.Tensor
+    importance: Tensor
     """[n] float64, factor of the policy loss, including ``kept``."""
-    kept: torch.Tensor
+    kept: Tensor
     """[n] float64: 0 for tokens without gradient, else 1."""
-    log_ratio: torch.Tensor
+    log_ratio: Tensor
     """[n] float64, log rho."""
-    metrics: dict[str, torch.Tensor]
+    metrics: dict[str, Tensor]
     """[n] each; values per segment are spread over its tokens."""
 
 
-def correct(trainer: torch.Tensor, engine: torch.Tensor, segments: Segments, loss: LossRecipe) -> Correction:
+def correct(trainer: Tensor, engine: Tensor, segments: Segments, loss: LossRecipe) -> Correction:
     """Return the correction for supervised tokens; both log-probs are [n] float64."""
     difference = trainer - engine
     log_rho = _clamp(difference)
@@ -66,13 +67,11 @@ def correct(trainer: torch.Tensor, engine: torch.Tensor, segments: Segments, los
     return Correction(importance * kept, kept, difference, metrics | of_importance | of_kept)
 
 
-def _clamp(log_rho: torch.Tensor) -> torch.Tensor:
+def _clamp(log_rho: Tensor) -> Tensor:
     return log_rho.clamp(-RATIO_LIMIT, RATIO_LIMIT)
 
 
-def _importance(
-    log_rho: torch.Tensor, segments: Segments, loss: LossRecipe
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def _importance(log_rho: Tensor, segments: Segments, loss: LossRecipe) -> tuple[Tensor, dict[str, Tensor]]:
     if loss.rollout_is == "none":
         return torch.ones_like(log_rho), {}
     # [n] ratio of trainer to engine: of each token, or of its sequence's product
@@ -88,8 +87,8 @@ def _importance(
 
 
 def _kept(
-    trainer: torch.Tensor, engine: torch.Tensor, segments: Segments, loss: LossRecipe
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    trainer: Tensor, engine: Tensor, segments: Segments, loss: LossRecipe
+) -> tuple[Tensor, dict[str, Tensor]]:
     log_rho = trainer - engine
     kept = torch.ones_like(log_rho, dtype=torch.bool)
     if not loss.rollout_rs:
@@ -104,7 +103,7 @@ def _kept(
     }
 
 
-def binary_kl(trainer: torch.Tensor, engine: torch.Tensor) -> torch.Tensor:
+def binary_kl(trainer: Tensor, engine: Tensor) -> Tensor:
     """Return [n], the larger of KL(trainer || engine) and KL(engine || trainer), where each token is drawn or
     another one is. Probabilities stay ``LEAST`` away from 0 and 1."""
     p, q = (logprobs.exp().clamp(LEAST, 1 - LEAST) for logprobs in (trainer, engine))
@@ -113,12 +112,8 @@ def binary_kl(trainer: torch.Tensor, engine: torch.Tensor) -> torch.Tensor:
 
 
 def _within(
-    name: str,
-    bound: float | tuple[float, float],
-    trainer: torch.Tensor,
-    engine: torch.Tensor,
-    segments: Segments,
-) -> torch.Tensor:
+    name: str, bound: float | tuple[float, float], trainer: Tensor, engine: Tensor, segments: Segments
+) -> Tensor:
     """Return [n] bool: the tokens that the option ``name`` (``token_k1``, ``seq_mean_k3``, ...) keeps."""
     level, _, estimate = name.rpartition("_")
     if level == "binary":

@@ -79,14 +79,10 @@ class Policy:
 
     def __init__(self, job: Job) -> None:
         self.job, self.recipe, self.objective = job, job.recipe, job.objective
-        recipe = job.recipe
+        recipe, dtype = job.recipe, DTYPES[job.recipe.model.dtype]
         has_adapters = recipe.lora.rank > 0
         self.chunks = build_model(
-            job.model,
-            recipe.parallel,
-            DTYPES[recipe.model.dtype],
-            separate_norms=has_adapters,
-            **job.megatron.model,
+            job.model, recipe.parallel, dtype, separate_norms=has_adapters, **job.megatron.model
         )
         # weights first, then adapters on them, then DDP's buffers around both
         load_hf(self.chunks, job.folder)
@@ -97,7 +93,7 @@ class Policy:
         if recipe.loss.kl_coef:
             adapted = partial(switched_off, self.chunks)
             self.reference = adapted if has_adapters else ReferenceWeights(self.chunks).swapped_in
-        self.teacher = Teacher(job.teacher, DTYPES[recipe.model.dtype]) if job.teacher else None
+        self.teacher = Teacher(job.teacher, dtype) if job.teacher else None
         self.model = wrap(self.chunks, recipe.optimizer.grad_dtype, job.megatron.ddp)
         self.optimizer, self.schedule = build_optimizer(self.model, recipe, job.megatron.optimizer)
         self.memory = TrainerMemory(self.chunks, self.model, self.optimizer, recipe.parked)
