@@ -95,8 +95,7 @@ class Job:
         return Job(self.recipe.model_copy(update=changes), "teacher")
 
     def fetch(self) -> None:
-        """Check that local inputs exist, and download others that the cache lacks. Raises RecipeError, and
-        ValueError for a teacher that does not fit."""
+        """Check local inputs, and download others that the cache lacks. Raises RecipeError or ValueError."""
         fetch(self.recipe)
         if self.teacher is None:
             return

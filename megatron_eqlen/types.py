@@ -251,8 +251,7 @@ class Rollout:
 
     def weights(self) -> dict[int, float]:
         """Return the weight of each part in its rollout, by its number; 1 for -1, the prompt. Parts that
-        continue the same part share its weight equally: the policy might have continued it with any of
-        them."""
+        continue the same part share its weight equally: the policy might have continued it with each."""
         siblings = Counter(part.parent for part in self.parts)
         return self.along(1.0, lambda weight, part: weight / siblings[part.parent])
 

@@ -146,8 +146,7 @@ SAID = ("role", "from", "content", "value")
 
 
 def chat(value: Any) -> list[Turn]:
-    """Return the turns of a chat as OpenAI or ShareGPT writes it, with all other keys that have a value.
-    Raises ValueError that names the turn."""
+    """Return the turns of a chat as OpenAI or ShareGPT writes it, with its other keys. Raises ValueError."""
     turns: list[Turn] = []
     for turn in value if isinstance(value, list) else [value]:
         record = turn if isinstance(turn, dict) else {}

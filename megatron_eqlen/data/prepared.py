@@ -113,8 +113,7 @@ def read(path: Path, tally: Tally) -> Iterator[Problem]:
 
 @contextmanager
 def prepared_file(path: Path, manifest: Mapping[str, Any]) -> Iterator[Callable[[Problem], None]]:
-    """Yield a function to write rows; at the block's end the file appears, with ``manifest`` as it is
-    then."""
+    """Yield a function to write rows; at the end the file appears, with ``manifest`` as it is then."""
     rows: list[dict[str, Any]] = []
     characters = 0
     options: dict[str, Any] = {"compression": "zstd", "write_statistics": False, "write_page_checksum": True}

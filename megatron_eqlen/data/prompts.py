@@ -89,8 +89,7 @@ class PromptMaker:
                 raise BadRow("unrendered_key", f"{name}: the chat template leaves it out")
 
     def turns(self, row: Problem) -> list[Turn]:
-        """Return the turns of a row. Raises BadRow for a chat that was rendered as text, and for a key of a
-        turn that the chat template does not know."""
+        """Return the turns of a row. Raises BadRow for a chat as text, and for keys without effect."""
         if row.question.lstrip().startswith(self._special):
             raise BadRow("rendered_chat", f"{row.question[:40]!r}: a chat is a list of turns, not their text")
         if row.messages:

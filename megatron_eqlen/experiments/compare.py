@@ -202,8 +202,7 @@ def by_benchmark(
 
 
 def difference(before: Group, after: Group, benchmark: str) -> Difference | None:
-    """Return the difference, paired over the seeds that both have, with fewer than two by problem; None
-    without evaluations of the benchmark."""
+    """Return the difference, paired by seed, or by problem for fewer than two; None without evaluations."""
     theirs, ours = _means(before, benchmark), _means(after, benchmark)
     seeds = sorted(theirs.keys() & ours.keys())
     if not (theirs and ours):

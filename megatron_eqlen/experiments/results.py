@@ -29,8 +29,7 @@ def write_results(plan: Plan) -> tuple[str, list[Path]]:
 
 
 def ended_groups(plan: Plan) -> list[Group]:
-    """Return the groups of runs that have ended, by recipe: the base, then the methods in the sweep's order.
-    A group's model is the recipe's name."""
+    """Return the groups of ended runs by recipe, their model: the base, then methods in the sweep's order."""
     groups = []
     for recipe in plan.sweep.recipes:
         model = Path(recipe).stem

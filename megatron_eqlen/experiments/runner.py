@@ -134,8 +134,7 @@ class Runner:
 
 
 def slots(jobs: int, processes: int) -> list[dict[str, str]]:
-    """Return the environment of each of ``jobs`` concurrent runs: its own GPUs, if there are some. Raises
-    ValueError for more runs than the GPUs can take."""
+    """Return the environment of each of ``jobs`` runs: its own GPUs. Raises ValueError for too few GPUs."""
     gpus = visible_gpus()
     if not gpus:
         return [{} for _ in range(jobs)]

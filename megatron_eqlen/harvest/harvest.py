@@ -1,7 +1,6 @@
 """Generation of one step: prompts in, rollouts out, at the engine's own speed (``driver``). The result does
-not depend on the order in which tokens arrive (unless the budget cuts rollouts off), so a harvest that was
-killed resumes from its recorded tokens, and so does a rollout that the budget suspended, in the next step
-(``partial``)."""
+not depend on the order in which tokens arrive (unless the budget cuts rollouts off), so a killed harvest
+resumes from its recorded tokens, and the next step a rollout that the budget suspended (``partial``)."""
 
 from __future__ import annotations
 

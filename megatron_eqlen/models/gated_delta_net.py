@@ -151,9 +151,8 @@ def _row_convolution(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def tree_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, tree: TreeParams) -> Tensor:
-    """Compute the module's recurrence along every path. q, k [b, S, K, d_k] with unit length, v [b, S, H,
-    d_v], log decay g and beta [b, S, H] -> [b, S, H, d_v] in v's dtype. Each key head serves H / K value
-    heads."""
+    """Compute the recurrence along every path. q, k [b, S, K, d_k] with unit length, v [b, S, H, d_v], log
+    decay g and beta [b, S, H] -> [b, S, H, d_v] in v's dtype. Each key head serves H / K value heads."""
     if q.is_cuda and q.shape[0] == 1 and (kernel := fla_kernel(v.dtype)):
         return run_by_run_delta_rule(q.to(v.dtype), k.to(v.dtype), v, g, beta, tree, kernel)
     return chunked_delta_rule(q, k, v, g, beta, tree)

@@ -80,8 +80,7 @@ NOT_HERE = {
 
 
 def lookup(name: str) -> Objective:
-    """Return the objective with its paper's settings, or a user's own by import path. Raises ValueError,
-    naming the nearest, for an unknown name."""
+    """Return the objective with its paper's settings, or a user's own by import path. Raises ValueError."""
     if is_import_path(name):
         return load_object(name, "objective", Objective)
     if reason := NOT_HERE.get(name.lower().replace("-", "_")):
@@ -136,8 +135,7 @@ def is_on_policy(recipe: Recipe, objective: Objective) -> bool:
 
 
 def with_defaults(recipe: Recipe) -> Recipe:
-    """Return the recipe with the objective's defaults in the ``loss`` keys that were left out. A key that is
-    still None has no meaning for the objective."""
+    """Return the recipe with the objective's defaults in ``loss``; a key that stays None has no meaning."""
     objective = resolve(recipe)
     loss: dict[str, Any] = {
         **{key: v for key, v in options(objective.surrogate).items() if key in LossRecipe.model_fields},

@@ -102,8 +102,7 @@ class Rollouts:
         return {}
 
     def disagreement(self, mismatch: float | None) -> str | None:
-        """Return a warning if a step's mismatch is too large (``agreement.disagreement``). Recorded tokens
-        may come from any weights."""
+        """Return a warning if a step's mismatch is too large. Recorded tokens may come from any weights."""
         return None
 
     def evaluate(self, benchmark: BenchmarkRecipe) -> EvaluationResult:
@@ -419,8 +418,7 @@ def try_rewards(session: Session, source: PromptSource) -> None:
 def grade(
     session: Session, rollouts: Sequence[Rollout], prompts: Sequence[Prompt]
 ) -> tuple[list[Rollout], Metrics]:
-    """Grade this rank's rollouts; return all ranks' as skeletons, and metrics of the calls. Raises
-    UnscoredError if too many responses have no reward."""
+    """Grade this rank's rollouts; return all ranks' skeletons, and metrics. Raises UnscoredError."""
     reward = session.recipe.reward
     calls = at_once(gather([session.scorer.score(rollouts, reward.step_timeout)]))
     everyone = shared(rollouts, prompts)

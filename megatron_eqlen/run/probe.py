@@ -252,8 +252,7 @@ class Target:
         return _apart(self.job.recipe, out / "weights")
 
     def prepare(self, out: Path) -> None:
-        """Write what is asked to ``out``, and copy the checkpoint from which the weights are made. Raises
-        ValueError if the folder has something else."""
+        """Write what is asked, and copy the checkpoint to start from. Raises ValueError for others."""
         asked = asdict(self.asked) | {"run": str(self.asked.run.resolve())}
         file, begun = out / FILE, {"recorded", "weights"}  # by an attempt that was cut off here
         out.mkdir(parents=True, exist_ok=True)

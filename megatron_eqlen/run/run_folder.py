@@ -191,9 +191,8 @@ class RunFolder:
             logger.warning("%s: not what this run wrote: set aside as %s", export, aside.name)
 
     def remove_old_streams(self, recipe: Recipe, saved: int) -> None:
-        """Remove records of steps that ``report.keep_streams`` does not name, except those that a resumed run
-        reads: after the checkpoint of step ``saved`` and, with ``rollout.carry_over``, before each one
-        kept."""
+        """Remove records of steps that ``report.keep_streams`` does not name. Those that a resumed run reads
+        stay: after step ``saved`` and, with ``rollout.carry_over``, before each checkpoint."""
         keep, every = recipe.report.keep_streams, recipe.evaluation.every
         if recipe.rollout.carry_over:
             saved -= 1 + recipe.checkpoint.every * (recipe.checkpoint.keep - 1)

@@ -100,8 +100,7 @@ def part_rewards(
 
 
 def token_tree(rollout: Rollout, name: str, parts: Sequence[Part]) -> tuple[TokenTree, dict[int, Node]]:
-    """Return the token tree of ``parts`` of a rollout, with those that they continue, and its nodes by the
-    numbers of their parts; the root's is -1."""
+    """Return the token tree of ``parts`` and those before, and its nodes by part number; the root's is -1."""
     home = rollout.parts[0].home if rollout.parts else None
     tokens = Tokens.of(rollout.prompt.token_ids)
     if rollout.prompt_columns is not None and len(tokens):  # skeletons on disk have no prompts

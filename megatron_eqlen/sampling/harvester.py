@@ -77,8 +77,7 @@ class Harvester(ABC):
 
     @abstractmethod
     def advance(self) -> list[Track]:
-        """Use the new tokens of the tracks and return the tracks to launch. Called when a track has ended or
-        has reached the length ``Track.awaited``."""
+        """Return the tracks to launch, after a track has ended or has reached ``Track.awaited``."""
 
     def calls(self) -> list[Track]:
         """Return the tracks whose ended turns the environment may answer now. A fork copies the environment
@@ -96,8 +95,7 @@ class Harvester(ABC):
         )
 
     def response(self, part: Part) -> TokenIds:
-        """Return the token ids after the prompt to the end of ``part``, or with an environment those of its
-        last turn. Any thread may call this."""
+        """Return the token ids of a response, or of its last turn. Any thread may call this."""
         return last_turn(self.line(part.number))
 
     def open_track(self, number: int, response: list[int], limit: int, parent: int) -> Track:

@@ -38,8 +38,7 @@ LINES = np.arange(2, 33)
 APART = 0.05
 """Least share of the tokens between two places of forks."""
 DRAWS, LEAST = 400, 10
-"""Resamples for intervals of 95%: of the prompts, or of the rollouts of fewer than ``LEAST`` prompts. Fewer
-rollouts say nothing."""
+"""Resamples for intervals of 95%: of the prompts, or of the rollouts of fewer than ``LEAST`` prompts."""
 
 
 class Fork(NamedTuple):

@@ -102,8 +102,7 @@ class Track:
 
     @property
     def request_id(self) -> str:
-        """Id of the track's request, new with every attempt, step and turn, so that a late delta of a request
-        that was lost or aborted is ignored."""
+        """Id of the track's request: new with every attempt, step and turn, so late deltas are ignored."""
         name = f"{self.name}+{self.age}" if self.age else self.name
         name = f"{name}:{self.given}" if self.given else name
         return f"{name}~{self.attempts}" if self.attempts else name

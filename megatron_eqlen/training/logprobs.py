@@ -134,8 +134,7 @@ def _scaled(logits: Tensor, kind: torch.dtype, temperature: float) -> Tensor:
 
 
 def _sums(shifted: Tensor, local: Tensor, mine: Tensor) -> Tensor:
-    """Return [3, tokens]: sums of exp(shifted) and exp(shifted) x shifted, and the label's ``shifted`` (0 on
-    other ranks). Overwrites ``shifted``."""
+    """Return [3, tokens]: sums of e^shifted and e^shifted x shifted, and the label's. Changes ``shifted``."""
     label = shifted.gather(-1, local[:, None])[:, 0] * mine
     weight = shifted.exp()
     return torch.stack((weight.sum(-1), shifted.mul_(weight).sum(-1), label))

@@ -19,8 +19,7 @@ from megatron_eqlen.objectives.segments import Segments
 from megatron_eqlen.recipe import LossRecipe
 
 RATIO_LIMIT = 20.0
-"""Bound of exponents, +-20 as in verl: log rho of a token (``rollout_is: token``, ``rollout_rs``) or of a
-segment (``rollout_is: sequence``)."""
+"""Bound of exponents, +-20 as in verl: log rho of a token, or of a segment (``rollout_is: sequence``)."""
 
 LEAST = 1e-6
 

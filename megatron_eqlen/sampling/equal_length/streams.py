@@ -49,8 +49,7 @@ class EqualLength(SamplingKind):
     def compare(
         self, rollout: Rollout, recipe: Recipe, penalty: Penalty
     ) -> tuple[TokenTree, list[ComparisonUnit]]:
-        """Return a caterpillar, or with ``prefix_in_gradient`` a star whose leaves hold their prefix, too;
-        and a unit for each pair."""
+        """Return a caterpillar, or with ``prefix_in_gradient`` a star; and a unit for each pair."""
         on_policy = recipe.equal_length.pair_weight == "on_policy"
         rewards = _rewards(rollout, recipe, penalty)
         pairs = pairs_of(rollout)
@@ -111,8 +110,7 @@ class EqualLength(SamplingKind):
     def objective_metrics(
         self, units: Sequence[ComparisonUnit], rollouts: Sequence[Rollout], recipe: Recipe
     ) -> Metrics:
-        """Return numbers and lengths of pairs with rewards, and the share of those with equal ones, which are
-        not trained; empty for no streams."""
+        """Return numbers and lengths of pairs, and the share with equal rewards; empty for no streams."""
         if not rollouts:
             return {}
         units = [unit for unit in units if len(unit.members) == 2]  # without tails
