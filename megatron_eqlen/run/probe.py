@@ -252,7 +252,7 @@ class Target:
         return _apart(self.job.recipe, out / "weights")
 
     def prepare(self, out: Path) -> None:
-        """Write what is asked, and copy the checkpoint to start from. Raises ValueError for others."""
+        """Write what is asked to ``out``, and copy its checkpoint. Raises ValueError for another's folder."""
         asked = asdict(self.asked) | {"run": str(self.asked.run.resolve())}
         file, begun = out / FILE, {"recorded", "weights"}  # by an attempt that was cut off here
         out.mkdir(parents=True, exist_ok=True)

@@ -248,7 +248,7 @@ def test_a_recipe_can_name_every_built_in_part_and_no_other(field):
     ("surrogate", "mine.parts:Soft", "surrogate Soft: expected a function or an instance, found a class"),
     ("surrogate", "mine.parts:two_arguments", r"called with \(tokens\), found .* \(tokens, clip\)"),
     ("surrogate", "mine.parts:no_pair", r"no_pair: expected \(losses, metrics\), found a Tensor"),
-    ("surrogate", "mine.parts:one_number", "losses: expected a tensor [6]"),
+    ("surrogate", "mine.parts:one_number", r"losses: expected a tensor \[6\]"),
     ("surrogate", "mine.parts:infinite", "surrogate infinite: losses not finite: .*nan"),
     ("surrogate", "mine.parts:constant", "do not depend on tokens.logprobs"),
     ("surrogate", "mine.parts:undeclared", "metric 'loss/mine' is not declared"),

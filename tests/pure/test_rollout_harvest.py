@@ -499,7 +499,7 @@ def test_earlier_tokens_without_routes_are_not_continued():
     recipe = make_recipe(rollout={"keep_routes": True})
     engine = ScriptedEngine(random.Random(0), routes=True)
     partial = PartialRollout(make_prompts(1)[0], 0, {1: Tokens.of([5, 5], [-1.0, -1.0], versions=0)})
-    with pytest.raises(EngineError, match=r"p#0/0/1: expected routes of the 2 tokens .*, found none"):
+    with pytest.raises(EngineError, match=r"p#0/0/1: expected routes of 2 tokens .*, found none"):
         harvested(engine, recipe, progress=HarvestProgress(partial=[partial]))
     assert not engine.requests
 

@@ -220,7 +220,7 @@ def test_the_papers_sweep_has_the_papers_methods():
     ("match: flops", "figures: [base]", "figures: expected some of eqlen, grpo, mean, found 'base'"),
     ("match: flops", "fewer_seeds: {{ppo: 1}}", "fewer_seeds: expected some of eqlen, .*, found 'ppo'"),
     ("kind: difference", "kind: drift", "kind: Input should be 'accuracy', 'difference' or 'efficiency'"),
-    ("equal_length.suffix_reward: mean", "steps: 7", "mean.set.steps: has no effect beside reference: eqlen"),
+    ("equal_length.suffix_reward: mean", "steps: 7", "mean.set.steps: no effect beside reference: eqlen"),
     ("match: flops", "match: hours", "match: Input should be 'gpu_hours', 'generated_tokens' or 'flops'"),
 ])  # fmt: skip
 def test_a_file_that_is_no_sweep_is_refused(tmp_path, old, new, message):
