@@ -15,7 +15,7 @@ def check_loss_arrays(forest: Forest, nodes: np.ndarray) -> None:
 
 
 def _check_logprobs(forest: Forest, node: int) -> None:
-    logprobs = forest.nodes[node].tokens["logprobs"]
+    logprobs = forest.node(node).tokens["logprobs"]
     finite = np.isfinite(logprobs)
     if not finite.all():
         token = int(np.argmin(finite))
@@ -25,10 +25,10 @@ def _check_logprobs(forest: Forest, node: int) -> None:
 
 
 def _check_mask(forest: Forest, node: int) -> None:
-    if "kept" not in forest.nodes[node].tokens:
+    if "kept" not in forest.node(node).tokens:
         return
-    kept, tokens = forest.nodes[node].tokens["kept"], forest.nodes[node].token_ids
-    sampled = forest.nodes[node].tokens.columns.get("kept_logprobs")
+    kept, tokens = forest.node(node).tokens["kept"], forest.node(node).token_ids
+    sampled = forest.node(node).tokens.columns.get("kept_logprobs")
     if sampled is not None and not (
         np.array_equal(sampled.counts, kept.counts) and np.isfinite(sampled.values).all()
     ):
@@ -38,7 +38,7 @@ def _check_mask(forest: Forest, node: int) -> None:
         )
     owner = np.repeat(np.arange(len(kept)), kept.counts)
     contains = np.bincount(owner[kept.values == tokens[owner]], minlength=len(kept)) > 0
-    contains |= ~forest.nodes[node].tokens.is_generated
+    contains |= ~forest.node(node).tokens.is_generated
     if not contains.all():
         token = int(np.argmin(contains))
         raise TreeError(
@@ -50,7 +50,7 @@ def _check_mask(forest: Forest, node: int) -> None:
 def check_route_shapes(forest: Forest, expected: tuple[int, int]) -> None:
     """Raise TreeError for routes of other (MoE layers, experts a token) than the model's; shapes suffice."""
     for node in np.flatnonzero(forest.has_path_columns).tolist():
-        routes = forest.nodes[node].tokens["routes"]
+        routes = forest.node(node).tokens["routes"]
         if routes.shape[1:] != expected:
             raise TreeError(
                 f"{forest.where(node)}: expected routes of the model's {expected[0]} MoE layers x "
@@ -61,7 +61,7 @@ def check_route_shapes(forest: Forest, expected: tuple[int, int]) -> None:
 def check_routes(forest: Forest, nodes: np.ndarray, experts: int) -> None:
     """Raise TreeError if routes of ``nodes`` ([m] int64) name an expert twice, or one that is not there."""
     for node in nodes[forest.has_path_columns[nodes]].tolist():
-        tokens, first = forest.nodes[node].tokens, int(forest.parent[node] < 0)
+        tokens, first = forest.node(node).tokens, int(forest.parent[node] < 0)
         routes = tokens["routes"][first:][tokens.is_generated[first:]]
         highest = routes.max(initial=0)
         if highest >= experts:

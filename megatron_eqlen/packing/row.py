@@ -33,10 +33,10 @@ def fill_row(
         num_tokens=used,
     )
     for number, place, train in zip(nodes.tolist(), places, trained.tolist(), strict=True):
-        node, at = forest.nodes[number], slice(place.start, place.start + place.length)
+        node, at = forest.node(number), slice(place.start, place.start + place.length)
         # labels are the tokens but for a root's first; inputs are the tokens before them on the path
         root = len(node) - place.length
-        before = node.token_ids[0] if root else forest.nodes[forest.parent[number]].token_ids[-1]
+        before = node.token_ids[0] if root else forest.node(int(forest.parent[number])).token_ids[-1]
         row.labels[at] = node.token_ids[root:]
         row.input_ids[at] = np.append(before, row.labels[at][:-1])
         row.position_ids[at] = place.position + np.arange(place.length)
@@ -87,7 +87,7 @@ def _columns(forest: Forest, nodes: np.ndarray, supervised: np.ndarray) -> dict[
     """Return ``Row.columns`` of ``nodes``, which lie at the ``supervised`` positions ([S] bool)."""
     if not len(nodes):
         return {}
-    tables = [forest.nodes[node].tokens for node in nodes]
+    tables = [forest.node(node).tokens for node in nodes]
     tokens, generated = Tokens.joined(tables), np.concatenate([table.is_generated for table in tables])
     columns: dict[str, Values] = {}
     for name, values in tokens.columns.items():

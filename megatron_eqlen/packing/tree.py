@@ -123,6 +123,9 @@ class Forest:
             path.append(int(self.parent[path[-1]]))
         return path[::-1]
 
+    def node(self, number: int) -> Node:
+        return self.nodes[number]
+
     def of_segment(self, segment: int) -> tuple[str, int]:
         """Return the name of the tree and the index in it of the node with this number in ``segment``."""
         return self._place(int(np.flatnonzero(self.segment == segment)[0]))
