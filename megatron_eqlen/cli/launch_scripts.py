@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import itertools
+import io
 import os
 import re
-import shutil
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import tarfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
-from megatron_eqlen.graders.sandbox.client import Command, CommandEnd, Sandbox, folder_files, pack_folder
+from megatron_eqlen.graders.sandbox.client import Command, CommandEnd, Sandbox, folder_files
 from megatron_eqlen.graders.sandbox.command import FOLDER, CommandLimits
 from megatron_eqlen.graders.sandbox.probe import commands_refused
 from megatron_eqlen.graders.sandbox.program import Isolation
@@ -32,8 +31,8 @@ from megatron_eqlen.recipe.yaml_values import in_one_line, read_value
 
 OWN = f"{FOLDER}/.eqlen"
 HOME, HERE = f"{OWN}/home", f"{OWN}/here"
-MOST_FILES, MOST_BYTES, DEEPEST = 5000, 1 << 17, 6
-"""Limits of what a script may read of its repository: files, bytes of each, and folders below each other."""
+MOST_FILES, MOST_BYTES, DEEPEST = 5000, 1 << 17, 8
+"""Limits of what a script may read of its repository: files, bytes of each, and parts of its path."""
 OPTION = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 HYDRA = re.compile(r"\+{0,2}(~?[\w@]+(?:\.[\w@*-]+)+|~?[a-z]\w*(?==))=?(.*)", re.DOTALL)
 LAUNCHER = re.compile(r"(.*/)?(accelerate|deepspeed|torchrun|trl|python[\d.]*)")
@@ -52,9 +51,7 @@ def read(file: Path, trainer: str, words: Sequence[str], remarks: list[str]) -> 
         text = file.read_text(encoding="utf-8")
         if file.suffix == ".py":
             return _of_python(text)
-        if file.suffix in (".txt", ".args"):
-            return _of_words(text.splitlines(), trainer, file)
-        found = read_value(text) or {}
+        found = text.splitlines() if file.suffix in (".txt", ".args") else read_value(text) or {}
         if isinstance(found, list) and all(isinstance(word, str) for word in found):
             return _of_words(found, trainer, file)
         if not isinstance(found, dict):
@@ -73,23 +70,24 @@ def _of_script(file: Path, trainer: str, words: Sequence[str], remarks: list[str
     """Return the keys of the last training command that bash starts for the script."""
     variables = [word for word in words if re.match(r"\w+=", word)]
     arguments = [word for word in words if word not in variables]
-    found = launched(file, arguments, dict(word.split("=", 1) for word in variables))
-    starts = ((n for n, word in enumerate(command) if LAUNCHER.fullmatch(word)) for command in found.commands)
-    commands = [command[next(start, 0) :] for command, start in zip(found.commands, starts, strict=True)]
+    started, missing, end = launched(file, arguments, dict(word.split("=", 1) for word in variables))
+    commands = list[list[str]]()
+    for command in started:
+        launchers = (n for n, word in enumerate(command) if LAUNCHER.fullmatch(word))
+        commands.append(command[next(launchers, 0) :])
     configured = [_of_words(command, trainer, file) for command in commands]
     known = [sum(bool((row := row_of(trainer, key)) and row.ours) for key in keys) for keys in configured]
     training = [keys for keys, n in zip(configured, known, strict=True) if n > 1 and 2 * n >= max(known)]
     if not training:
-        said = [line for line in found.end.output.splitlines() if line.strip() and line[0] != "+"]
-        last, end = (said or [""])[-1], found.end
+        said = ["", *(line for line in end.output.splitlines() if line.strip() and line[0] != "+")]
         others = ", ".join(dict.fromkeys(" ".join(command[:3]) for command in commands)) or "no command"
         raise ValueError(
             f"expected a script that starts a training of {trainer}, found {others:.200}; "
-            f"bash ended it with {end.status if end.code is None else end.code}: {last[-300:]} (what it "
+            f"bash ended it with {end.status if end.code is None else end.code}: {said[-1][-300:]} (what it "
             "takes from its environment is given behind it: NAME=VALUE)"
         )
     remarks += [f"The script starts {len(training)} trainings; this is the last one."] * (len(training) > 1)
-    remarks += [f"The script reads {name}, which is not there." for name in dict.fromkeys(found.missing)]
+    remarks += [f"The script reads {name}, which is not there." for name in dict.fromkeys(missing)]
     return training[-1]
 
 
@@ -99,12 +97,11 @@ def _of_words(words: list[str], trainer: str, file: Path) -> dict[str, Any]:
     options, keys, option = dict[str, Any](), dict[str, Any](), ""
     for word in words:
         if match := OPTION.fullmatch(word):
-            option = match[1].replace("-", "_")
-            options[option] = "true" if match[2] is None else match[2].strip("'\"")
+            option, value = match[1].replace("-", "_"), match[2]
             if trainer == "trl" and option.startswith("no_") and row_of(trainer, option[3:]):  # of a switch
-                del options[option]
-                options[option[3:]] = "false"
-            option = option if match[2] is None else ""
+                option, value = option[3:], "false"
+            options[option] = "true" if value is None else value.strip("'\"")
+            option = option if value is None else ""
         elif trainer == "verl" and (match := HYDRA.fullmatch(word)):
             key, value, option = match[1], match[2], ""
             keys.pop(key.lstrip("~"), None)
@@ -117,13 +114,11 @@ def _of_words(words: list[str], trainer: str, file: Path) -> dict[str, Any]:
         elif option:
             options[option] = word if options[option] == "true" else [*listed(options[option]), word]
     name = str(options.get("config_name", "")).removesuffix(".yaml")
-    paths = [str(options[key]) for key in ("config", "config_file") if key in options]
-    if trainer == "verl":
-        own = not (keys and name) or re.fullmatch(r"ppo(_\w+)?_trainer", name)
-        folder = options.get("config_path", options.get("config_dir", "config"))
-        paths = [] if own else [f"{folder}/{name}.yaml"]
-    for path in paths if trainer != "slime" else []:
-        places = [Path(path), *(folder / path for folder in file.resolve().parents)]
+    paths = [str(options[key]) for key in ("config", "config_file") if key in options and trainer == "trl"]
+    if trainer == "verl" and keys and name and not re.fullmatch(r"ppo(_\w+)?_trainer", name):
+        paths = [f"{options.get('config_path', options.get('config_dir', 'config'))}/{name}.yaml"]
+    for path in paths:
+        places = (folder / path for folder in (Path(), *file.resolve().parents))
         base = next((each for each in places if each.is_file()), None)
         if base is None:
             raise ValueError(f"it reads {path}, which is not there; give the resolved configuration")
@@ -147,24 +142,12 @@ def listed(value: Any) -> list[str]:
     return [str(each) for each in (value if isinstance(value, list) else [value] if value else [])]
 
 
-# ---- launch scripts ---------------------------------------------------------------------------------------
-
-
-class Launched(NamedTuple):
-    """Commands that a script started, in order, files that it reads settings from and does not find, and its
-    end."""
-
-    commands: list[list[str]]
-    missing: list[str]
-    end: CommandEnd
-
-
 def launched(
     script: Path, arguments: Sequence[str] = (), variables: Mapping[str, str] | None = None
-) -> Launched:
-    """Run the script with bash, where it can do no harm, and return the commands that it starts. The script
-    sees its repository (the next folder above it with ``.git``, or else its own folder), and starts there.
-    Raises ValueError where there is no sandbox."""
+) -> tuple[list[list[str]], list[str], CommandEnd]:
+    """Run the script with bash, where it can do no harm, in its repository (the next folder above it with
+    ``.git``, or else its own folder). Return the commands that it starts, in order, the files that it reads
+    settings from and does not find, and its end. Raises ValueError where there is no sandbox."""
     if refusal := commands_refused():
         raise ValueError(
             f"{script}: bash runs a script in the sandbox, and this machine has none ({refusal}); save the "
@@ -187,31 +170,29 @@ def launched(
         texts = [files[name].decode(errors="replace").replace(HERE, str(root)) for name in names]
         return [text.replace(HOME, str(Path.home())).split("\0")[:-1] for text in texts]
 
-    return Launched(recorded("record"), [name for (name,) in recorded("missing")], end)
+    return recorded("record"), [name for (name,) in recorded("missing")], end
 
 
 def _furnished(root: Path, script: Path) -> bytes:
     """Return the folder that a script starts in, packed: its repository's small files, and stand-ins."""
-    with tempfile.TemporaryDirectory() as folder:
-        own = Path(folder, ".eqlen")
-        shutil.copytree(Path(__file__).with_name("launch"), own)
-        for file in itertools.islice(_small_files(root, script), MOST_FILES):
-            copy = own / "here" / file.relative_to(root)
-            (copy if file.is_dir() else copy.parent).mkdir(parents=True, exist_ok=True)
-            if file.is_file():
-                with contextlib.suppress(OSError):
-                    shutil.copyfile(file, copy)
-                    copy.chmod(0o755)
-        return pack_folder(folder)
+    packed, seen = io.BytesIO(), set[Path]()
 
+    def kept(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        name = Path(member.name).relative_to(".eqlen/here")
+        file = root / name
+        if file.is_file():  # a link's content is copied
+            member.type, member.size = tarfile.REGTYPE, file.stat().st_size
+        elif not file.is_dir() or name.name.startswith("."):
+            return None
+        fits = member.size <= MOST_BYTES and len(name.parts) <= DEEPEST and len(seen) < MOST_FILES
+        if not fits or name in seen or not os.access(file, os.R_OK):
+            return None
+        seen.add(name)
+        member.mode = 0o755
+        return member
 
-def _small_files(root: Path, script: Path) -> Iterator[Path]:
-    """Yield the script, its neighbours, and folders and small files below ``root``, but hidden folders."""
-    yield script
-    for folder, below, names in itertools.chain(os.walk(script.parent), os.walk(root)):
-        deep = folder.count("/") >= DEEPEST + str(root).count("/")
-        below[:] = [name for name in below if not (deep or name.startswith("."))]
-        found = (Path(folder, name) for name in (*below, *names))
-        for each in found:
-            if each.is_dir() or (each.is_file() and each.stat().st_size <= MOST_BYTES):
-                yield each
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        archive.add(Path(__file__).with_name("launch"), ".eqlen")
+        for place in (script, script.parent, root):
+            archive.add(place, f".eqlen/here/{place.relative_to(root)}", filter=kept)
+    return packed.getvalue()

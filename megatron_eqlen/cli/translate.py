@@ -143,13 +143,13 @@ def _take(row: Row, key: str, value: Any, done: Translation) -> None:
     value = Plain(value) if isinstance(value, str) else value
     small, given, ours = str(value).lower(), key in done.theirs, row.ours or key
     if ours.endswith(".*"):  # an option of an engine, which has the same name there
-        ours = ours[:-1] + re.split(r"override_transformer_config\.|engine_kwargs\.vllm\.|rollout\.", key)[-1]
+        ours = ours[:-1] + key.removeprefix(row.theirs[:-1])
     neutral = row.asks_nothing(small)
-    values = [new for name, new in (row.values or {}).items() if fnmatchcase(small, name.lower())]
+    values = [new for name, new in row.values.items() if fnmatchcase(small, name.lower())]
     default = str(done.left_out.get(row.theirs, "")).lower()
     acts = not (neutral or values or (NOTHING if small else UNSET).fullmatch(default))
     unread = "${" in small or (acts and UNSET.fullmatch(small))
-    unset = row.values is None and not unread and (NOTHING if row.why else UNSET).fullmatch(small)
+    unset = not (row.values or unread) and (NOTHING if row.why else UNSET).fullmatch(small)
     if given:
         done.sources.setdefault(ours, []).append(key)
     if row.irrelevant or unset or (row.why and neutral) or (row.when and not done.is_on(row.when)):

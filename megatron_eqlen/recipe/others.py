@@ -14,7 +14,7 @@ from megatron_eqlen.recipe.yaml_values import Plain, read_value
 
 TRAINERS = ("verl", "trl", "slime")
 HINTS = "hints"
-"""Part of the table with names that only hints know."""
+"""Column of the table with names that only hints know."""
 
 
 @dataclass(frozen=True)
@@ -22,20 +22,20 @@ class Row:
     """A key of another trainer; ``others.yaml`` says what the fields mean."""
 
     theirs: str
-    ours: str | None = None
-    part: str | None = None
-    values: Mapping[str, Any] | None = None
+    neutral: tuple[str, ...]
+    ours: str = ""
+    part: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict)
     also: Mapping[str, Any] = field(default_factory=dict)
     effect: str = ""
-    why: str = ""
-    neutral: Any = ()
     when: str = ""
+    why: str = ""
     irrelevant: str = ""
 
     def asks_nothing(self, value: str) -> bool:
         """Return True if nothing changes with this value."""
-        known = self.neutral if isinstance(self.neutral, list | tuple) else [self.neutral]
-        return Plain(value).value in [Plain(str(each).lower()).value for each in known]
+        value = re.sub(r"['\" ]", "", value)
+        return Plain(value).value in [Plain(each).value for each in self.neutral]
 
 
 @cache
@@ -46,16 +46,21 @@ def read_table(name: str = "others.yaml") -> dict[str, Any]:
 @cache
 def table() -> dict[str, list[Row]]:
     """Return the rows of each trainer, in the table's order."""
-    return {trainer: [*_rows(read_table()[trainer])] for trainer in (*TRAINERS, HINTS)}
+    return {trainer: [*_rows(trainer)] for trainer in (*TRAINERS, HINTS)}
 
 
-def _rows(parts: dict[str, Any]) -> Iterator[Row]:
-    for end, name in (("same", "ours"), ("changed", "ours"), ("lost", "why")):
-        for names, row in parts.get(end, {}).items():
-            fields: dict[str, Any] = {name: row} if isinstance(row, str) else row
-            yield from (Row(theirs, **fields) for theirs in names.split())
-    for reason, names in parts.get("irrelevant", {}).items():
-        yield from (Row(theirs, irrelevant=reason) for theirs in names.split())
+def _rows(trainer: str) -> Iterator[Row]:
+    rows = list[dict[str, Any]](read_table()["same"])
+    for end, name in (("lost", "why"), ("irrelevant", "irrelevant")):
+        rows += [{name: reason, **row} for reason, row in read_table()[end].items()]
+    for row in rows:
+        fields = {name: row[name] for name in row if name not in (*TRAINERS, HINTS)}
+        for word in row.get(trainer, "").split():
+            theirs, _, neutral = re.sub(r"^\.", "actor_rollout_ref.", word).partition("=")
+            own = fields
+            if "*" not in theirs and "ours" in fields:  # the same name in a section of ours
+                own = fields | {"ours": fields["ours"].replace(".*", "." + theirs.rpartition(".")[2])}
+            yield Row(theirs, tuple(neutral.lower().split("|")) if neutral else (), **own)
 
 
 def row_of(trainer: str, key: str) -> Row | None:
