@@ -36,11 +36,11 @@ LEARNED = re.compile("no such option|expected|must not depend|objective's alone|
 """Reasons why an engine's option is refused that change what is learned."""
 NO_EFFECT = re.compile("acts only with|has no effect|clip.* with surrogate")
 """Reasons why a value is refused that has no effect there either."""
+SOURCES, TESTS, GRADER = "data.sources", "evaluation.benchmarks", "data.sources.0.grader"
 NEEDED: dict[str, Any] = {"name": "mine", "steps": "1000000", "model.path": "MODEL", "objective": "grpo"}
-NEEDED["data.sources"] = [{"name": "mine", "path": "DATA"}]
+NEEDED[SOURCES] = [{"name": "mine", "path": "DATA"}]
 """Values in place of holes, so that the other keys can be checked."""
 ENGINES = ("model.megatron.", "rollout.vllm.")
-GRADER = "data.sources.0.grader"
 ALIASES = {"open-r1": "trl@0.18"}
 EFFECTS: dict[str, str] = read_table()["effects"]
 """Effects of a change, the gravest first, with the beginnings of the keys that have them."""
@@ -53,6 +53,8 @@ class Translation:
     trainer: str
     version: str
     theirs: dict[str, Any]
+    left_out: dict[str, Any]
+    """Defaults of keys of theirs."""
     remarks: list[str]
     keys: dict[str, Any]
     """Our keys, dotted, and values from which keys are computed, by the names in the table (``part``)."""
@@ -64,26 +66,22 @@ class Translation:
     """Effects by the key of ours and what was there."""
     sources: dict[str, list[str]] = field(default_factory=dict)
     """Keys of theirs that one of ``keys`` comes from."""
-    left_out: dict[str, Any] = field(default_factory=dict)
-    """Values of keys of theirs that are left out."""
 
     def text(self, source: str) -> str:
         """Return the recipe as YAML, what became of their keys as comments above it."""
         template = Path(__file__).with_name("translation.jinja").read_text(encoding="utf-8")
         head = Template(template, trim_blocks=True).render(source=source, done=self, effects=EFFECTS)
-        ours = {key: value for key, value in self.keys.items() if _is_ours(key)}
-        theirs = {key: value for key, value in self.keys.items() if key not in ours}
-        return "".join(f"# {line}".rstrip() + "\n" for line in head.splitlines()) + to_yaml(
-            nested(ours) | theirs
-        )
+        ours = nested({key: value for key, value in self.keys.items() if _is_ours(key)})
+        theirs = {key: value for key, value in self.keys.items() if not _is_ours(key)}
+        return "".join(f"# {line}".rstrip() + "\n" for line in head.splitlines()) + to_yaml(ours | theirs)
 
     def hole(self, ours: str, key: str, why: str) -> None:
         """Leave a hole for the key of ours, or under theirs. ``key``: theirs, or a part's name."""
         if ours == key in self.theirs and key in Recipe.model_fields:  # another key of the same name
             ours = f"{self.trainer}.{key}"
         self.holes[ours] = "; ".join(filter(None, (self.holes.get(ours), why)))
-        for theirs in (key, *self.sources.get(key, ()), *self.sources.get(ours, ())):
-            self.outcomes |= {theirs: "lost"} if theirs in self.theirs else {}
+        lost = {key, *self.sources.get(key, ()), *self.sources.get(ours, ())} & self.theirs.keys()
+        self.outcomes |= dict.fromkeys(lost, "lost")
 
     def change(self, ours: str, key: str, text: str) -> None:
         """Say how a key of ours differs from what was there. ``key``: theirs, or a part's name."""
@@ -124,12 +122,12 @@ def translate(trainer: str, file: Path, words: Sequence[str] = ()) -> Translatio
         expected = f"{trainer} (launch script, resolved YAML, saved arguments, TRL's Python)"
         raise ValueError(f"{file}: expected a configuration of {expected}, found {found}")
     begun: dict[str, Any] = {"name": file.stem, "sampling": "independent"}
-    done = Translation(trainer, version, theirs, remarks, begun, left_out=left_out)
+    done = Translation(trainer, version, theirs, left_out, remarks, begun)
     given = {row.part for row in rows.values() if row and row.part}
     for row in table()[trainer]:
         for key in (key for key in theirs if rows[key] is row):
             _take(row, key, theirs[key], done)
-        if row.theirs in left_out and row.theirs not in theirs and row.part not in given:
+        if row.theirs in left_out.keys() - theirs.keys() and row.part not in given:
             _take(row, row.theirs, left_out[row.theirs], done)
     for key in (key for key, row in rows.items() if row is None):
         done.hole(key, key, f"{theirs[key]!s:.60}: not known here")
@@ -150,12 +148,12 @@ def _take(row: Row, key: str, value: Any, done: Translation) -> None:
     acts = not (neutral or values or (NOTHING if small else UNSET).fullmatch(default))
     unread = "${" in small or (acts and UNSET.fullmatch(small))
     unset = not (row.values or unread) and (NOTHING if row.why else UNSET).fullmatch(small)
-    if given:
-        done.sources.setdefault(ours, []).append(key)
-    if row.irrelevant or unset or (row.why and neutral) or (row.when and not done.is_on(row.when)):
-        done.outcomes |= {key: "irrelevant"} if given else {}
+    idle = row.irrelevant or unset or (row.why and neutral) or (row.when and not done.is_on(row.when))
+    done.outcomes |= {key: "irrelevant" if idle else "same"} if given else {}
+    if idle:
         return
-    done.outcomes |= {key: "same"} if given else {}
+    for name in {ours, row.part or ours}:
+        done.sources.setdefault(name, []).append(key)
     expected = f"expected {', '.join(row.values)}" if row.values and not values else ""
     if why := row.why or (UNREAD.format(default or "none") if unread else expected):
         done.hole(ours, key, f"{key}={value!s:.60}{'' if given else ' (its default)'}: {why}")
@@ -166,8 +164,6 @@ def _take(row: Row, key: str, value: Any, done: Translation) -> None:
         new = values[0] if values else value
         done.keys |= new if isinstance(new, dict) else {ours: new}
         done.keys |= {name: value if more == "=" else more for name, more in row.also.items()}
-    if not given or row.part:
-        done.sources.setdefault(row.part or ours, []).append(key)
     if row.effect and not neutral:
         done.change(ours, key, row.effect)
 
