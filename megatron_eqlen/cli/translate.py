@@ -131,7 +131,7 @@ def translate(trainer: str, file: Path, words: Sequence[str] = ()) -> Translatio
             _take(row, row.theirs, left_out[row.theirs], done)
     for key in (key for key, row in rows.items() if row is None):
         done.hole(key, key, f"{theirs[key]!s:.60}: not known here")
-    for add in (_add_learning, _add_corrections, _add_batches, _add_data, _add_evaluation, _check):
+    for add in (_add_learning, _add_batches, _add_data, _add_evaluation, _check):
         add(done)
     return done
 
@@ -176,8 +176,9 @@ def _add_learning(done: Translation) -> None:
         more = f"{math.sqrt(group / (group - 1)):.3f} times theirs: their standard deviation is over n - 1"
         done.change("objective", "objective", f"advantages are {more}, ours over n")
     if "overlong" in keys:
-        keys["loss.overlong_factor"] = number("overlong") / (1 if "reward_file" in keys else 2)
-        if "reward_file" not in keys:
+        own = "reward_path" in keys
+        keys["loss.overlong_factor"] = number("overlong") / (1 if own else 2)
+        if not own:
             text = "half of it: answers are +1 and -1 there, 1 and 0 here (as there: all of it)"
             done.change("loss.overlong_factor", "overlong", text)
     if number("loss.max_num_gen_batches", 1) <= 0:
@@ -189,24 +190,17 @@ def _add_learning(done: Translation) -> None:
         keys[f"model.megatron.adam_beta{n}"] = Plain(beta)
     if number("min_lr_ratio"):
         keys["optimizer.min_lr"] = number("min_lr_ratio") * number("optimizer.lr", 1e-6)
-
-
-def _add_corrections(done: Translation) -> None:
-    """Add corrections of the mismatch of trainer and engine."""
-    keys, is_threshold = done.keys, "loss.rollout_is_threshold"
-    bound = str(keys.pop(is_threshold, "2.0"))
+    bound = str(keys.pop("loss.rollout_is_threshold", "2.0"))
     if keys.get("loss.rollout_is", "none") != "none":
-        keys[is_threshold] = bound.split("_") if "_" in bound else bound
-        if str(keys.get("is_mode")).endswith("mask"):  # weights outside give no gradient
-            keys[is_threshold] = [keys.get("is_low", 1e-9), bound]
-        elif "is_low" in keys:
-            done.hole(is_threshold, "is_low", "weights are not raised to a bound")
+        pair = [keys.get("is_low", 1e-9), bound] if "mask" in str(keys.get("is_mode")) else bound.split("_")
+        keys["loss.rollout_is_threshold"] = pair if len(pair) == 2 else bound  # a mask's, or a bound
     older = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
-    names = [name.strip() for name in str(keys.get("rs", "")).split(",") if name]
-    bounds = str(keys.get("rs_threshold", bound)).split(",") * len(names)
-    bands = [each.split("_") if "_" in each else each for each in bounds]
-    rules = dict[str, Any](zip((older.get(name, name) for name in names), bands, strict=False))
-    if veto := done.number("veto"):
+    names = [older.get(name.strip(), name.strip()) for name in str(keys.get("rs", "")).split(",") if name]
+    bounds = [
+        each.split("_") if "_" in each else each for each in str(keys.get("rs_threshold", bound)).split(",")
+    ]
+    rules = dict[str, Any](zip(names, bounds * len(names), strict=False))
+    if veto := number("veto"):
         rules["seq_max_k2"] = f"{math.log(veto) ** 2 / 2:.4g}"
     keys |= {"loss.rollout_rs": rules} if rules else {}
 
@@ -215,17 +209,17 @@ def _add_batches(done: Translation) -> None:
     """Add the numbers of prompts, of updates and of steps, and what is counted in steps."""
     keys, number, updates = done.keys, done.number, 1.0
     group = number("group_size") or 1
-    if "device_batch" in keys:
-        accumulated, nodes = number("accumulation") or 1, number("cluster.nodes") or 1
+    if "per_device_train_batch_size" in keys:
+        accumulated, nodes = number("gradient_accumulation_steps") or 1, number("cluster.nodes") or 1
         processes = nodes * number("local_processes") or number("processes") or 1
-        at_once = number("device_batch") * processes
-        responses = number("generation_batch") or at_once * (number("steps_per_generation") or accumulated)
+        at_once = number("per_device_train_batch_size") * processes
+        responses = number("generation_batch_size") or at_once * (number("steps_per_generation") or accumulated)
         keys["data.prompts_per_step"] = max(1, round(responses / group))
         keys["cluster.processes_per_node"] = round(processes / nodes)
         keys["loss.minibatches"] = max(1, round(responses / (at_once * accumulated))) if at_once else 1
-        if not (at_once and {*done.sources.get("cluster.processes_per_node", ())} & done.theirs.keys()):
-            why = f"{keys['device_batch']} responses on each process x processes / {group:g}"
-            done.hole("data.prompts_per_step", "device_batch", why)
+        if not (at_once and {*done.sources["cluster.processes_per_node"]} & done.theirs.keys()):
+            why = f"{keys['per_device_train_batch_size']} responses on each process x processes / {group:g}"
+            done.hole("data.prompts_per_step", "per_device_train_batch_size", why)
         updates = keys["loss.minibatches"] * (number("loss.epochs") or 1)
     prompts = number("data.prompts_per_step") or 1
     if size := number("minibatch_prompts") or number("minibatch_samples") / group:
@@ -236,12 +230,15 @@ def _add_batches(done: Translation) -> None:
             keys[key] = max(1, round(number(part) / updates))
         elif number(part) > 0:
             done.change(key, part, "a share of the run there, a number of steps here")
-    if "steps" not in keys and (rows := _rows(listed(keys.get("train_files")))):
+    files = listed(keys.get("train_files"))
+    if "steps" not in keys and files and all(map(os.path.isfile, files)):
+        kind = "parquet" if files[0].endswith("parquet") else "json"
+        rows = dataset(files, format=kind).count_rows()
         keys["steps"] = max(1, round(number("epochs") * (rows // prompts)))
     elif "steps" not in keys:
         done.hole("steps", "epochs", f"{number('epochs'):g} epochs x rows / {prompts:g} prompts a step")
-    warmup, in_step = max(number("warmup_steps"), 0.0), number("loss.minibatches") or 1
-    in_step *= number("loss.epochs") or 1
+    in_step = (number("loss.minibatches") or 1) * (number("loss.epochs") or 1)
+    warmup = max(number("warmup_steps"), 0.0)
     if warmup < 1 and (share := number("warmup_ratio") or warmup):
         warmup = share * number("steps") * in_step
         if not warmup:
@@ -263,55 +260,55 @@ def _add_data(done: Translation) -> None:
     """Add training data, what they are told, and graders."""
     keys, files = done.keys, listed(done.keys.get("train_files"))
     functions = listed(keys.get("reward_functions"))
-    if path := str(keys.get("reward_file") or ""):
+    if path := str(keys.get("reward_path") or ""):
         module = path.removeprefix("./").removesuffix(".py")
         module = module.replace("/", ".") if re.fullmatch(r"\w+(/\w+)*", module) else Path(path).stem
         keys[GRADER] = f"{module}:{keys.get('reward_name') or 'compute_score'}"
-        done.change("data.sources", "reward_file", f"{module} is imported, also from the working directory")
+        done.change(SOURCES, "reward_path", f"{module} is imported, also from the working directory")
     if len(functions) == 1 and re.fullmatch(r"\w+(\.\w+)+", functions[0]):
         keys[GRADER] = ":".join(functions[0].rsplit(".", 1))
     elif functions not in ([], ["accuracy"], ["accuracy_reward"]):
         done.hole(GRADER, "reward_functions", f"module:function, the reward of {', '.join(functions)}")
-    keys["own"] = own = _popped(keys, "data.sources.0.")
-    read = {"reader": "jsonl"}
+    keys["own"] = own = _popped(keys, f"{SOURCES}.0.")
     named = _named(files or [HOLE]).items()
-    keys["data.sources"] = [{"name": name, **read, "path": path, **own} for name, path in named]
-    for source in keys["data.sources"]:
+    keys[SOURCES] = [{"name": name, "reader": "jsonl", "path": path, **own} for name, path in named]
+    for source in keys[SOURCES]:
         source |= {"weight": n} if (n := files.count(source["path"])) > 1 else {}
     if len(files) > 1:
-        done.change("data.sources", "train_files", "files have shares of the prompts by weight, there by row")
+        done.change(SOURCES, "train_files", "files have shares of the prompts by weight, there by row")
     if "data.instruction" not in keys:
         text = "a question that is text, no chat, gets it; instructions of DAPO-Math and GSM8K give way to it"
         done.change("data.instruction", "train_files", text)
     if "model.path" not in keys:
         done.hole("model.path", "", "the model's folder, or its name on the hub")
     if not files:
-        done.hole("data.sources.0.path", "", "the training data, or its name on the hub")
+        done.hole(f"{SOURCES}.0.path", "", "the training data, or its name on the hub")
 
 
 def _add_evaluation(done: Translation) -> None:
     """Add benchmarks and how their responses are sampled."""
     keys, named = done.keys, listed(done.keys.get("named_files"))
     read = {"reader": "jsonl"} | {
-        key: keys["own"][key] for key in keys["own"] if key in ("grader", "columns")
+        key: keys["own"][key] for key in ("grader", "columns") if key in keys["own"]
     }
-    read |= _popped(keys, "evaluation.benchmarks.0.")
-    tests = dict(zip(named[::2], named[1::2], strict=False))
-    tests = tests or _named(listed(keys.get("val_files")))
+    read |= _popped(keys, f"{TESTS}.0.")
+    tests = dict(zip(named[::2], named[1::2], strict=False)) or _named(listed(keys.get("val_files")))
     if done.is_on("eval_strategy") and keys["eval_strategy"].value != "no" and "train_files" in keys:
         tests, read["split"] = {"test": keys["train_files"]}, keys.get("test_split", "test")
         keys.setdefault("evaluation.samples", keys.get("group_size", 8))
         if "evaluation.every" not in keys:
             text = f"0, before and after training; there: {keys['eval_strategy']}"
             done.change("evaluation.every", "eval_strategy", text)
-    keys["evaluation.benchmarks"] = [{"name": n, **read, "path": path} for n, path in tests.items()]
+    keys[TESTS] = [{"name": n, **read, "path": path} for n, path in tests.items()]
     if not tests:
         done.keys = {key: value for key, value in keys.items() if not key.startswith("evaluation.")}
-        return
-    greedy = "sampled" in keys and not done.is_on("sampled")
-    if greedy and done.version.startswith(("0.3", "0.4", "0.5", "0.6")):
+    elif (
+        "sampled" in keys
+        and not done.is_on("sampled")
+        and done.version.startswith(("0.3", "0.4", "0.5", "0.6"))
+    ):
         keys["evaluation.temperature"] = 0
-    if "evaluation.temperature" in keys and not done.number("evaluation.temperature"):
+    if "evaluation.temperature" in done.keys and not done.number("evaluation.temperature"):
         for name in ("top_p", "top_k"):
             keys.pop(f"evaluation.{name}", None)
         if done.number("evaluation.samples") > 1:
@@ -324,45 +321,48 @@ def _check(done: Translation) -> None:
     does not act here is left out."""
     needed = NEEDED | ({"teacher.path": "TEACHER"} if done.is_on("distilled") else {})
     done.keys = {key: value for key, value in done.keys.items() if _is_ours(key)}
-    keys, recipe = {key: value for key, value in done.keys.items() if key not in done.holes}, None
-    while recipe is None:
+    keys, typed = {key: value for key, value in done.keys.items() if key not in done.holes}, dict[str, Any]()
+    while not typed:
         try:
-            recipe = parse(nested(needed | keys), "recipe")
+            recipe = parse(nested(needed | keys), "recipe").model_dump(mode="json", exclude_unset=True)
+            typed = flat(recipe, ("loss.rollout_rs",))
         except RecipeError as error:
             why = str(error).removeprefix("recipe: ")
             key = next((key for key in keys if why.startswith((f"{key}:", f"{key}."))), "")
-            if not key or "cannot be imported" in why:  # not here, or not yet
-                done.remarks.append(f"eqlen check will say: {why}")
-                if not key:
-                    break
-                keys[key] = [{**each, "grader": None} for each in keys[key]]
+            if key and "cannot be imported" not in why:
+                _refuse(key, why, done)
+                del keys[key]
                 continue
-            nothing = not done.is_on(key) or not LEARNED.search(why)
-            if any(f"acts only with {hole}" in why for hole in done.holes):
-                pass  # it may, when that hole is filled
-            elif NO_EFFECT.search(why) or (key.startswith(ENGINES) and nothing):
-                found = (theirs for theirs in done.sources.get(key, ()) if theirs in done.theirs)
-                done.outcomes |= dict.fromkeys(found, "irrelevant")
-                done.changes = {text: own for text, own in done.changes.items() if f"-> {key}:" not in text}
-                del done.keys[key]
-            else:
-                named, hole = ", ".join(done.sources.get(key, ())), key
-                if key.startswith(ENGINES) and "expected" not in why:  # no value helps
-                    hole, named = named, f"{done.keys.pop(key)!s:.60}"
-                done.hole(hole, key, f"{named}: {why.partition(': ')[2] or why}".removeprefix(": "))
-            del keys[key]
-    typed = flat(recipe.model_dump(mode="json", exclude_unset=True), ("loss.rollout_rs",)) if recipe else {}
-    done.keys = {
-        key: typed.get(key, value) if value == keys.get(key) else value for key, value in done.keys.items()
-    }
+            done.remarks.append(f"eqlen check will say: {why}")  # it may be there later
+            if not key:
+                break
+            keys[key] = [{**each, "grader": None} for each in keys[key]]
+    checked = {key: typed[key] for key in typed.keys() & keys.keys() if keys[key] == done.keys[key]}
+    done.keys |= checked
     for key in done.holes:
-        item = re.fullmatch(r"(data\.sources|evaluation\.benchmarks)\.0\.(\w+)", key)
-        if item is None:
+        section, _, name = key.partition(".0.")
+        if not name:
             done.keys[key] = HOLE
-        elif item[1] not in done.holes:
-            same = done.keys.get("evaluation.benchmarks", []) if item[2] in ("grader", "reader") else []
-            for each in (*done.keys.setdefault(item[1], [{"name": "mine"}]), *same):
-                each[item[2]] = HOLE
+        elif section not in done.holes:
+            same = done.keys.get(TESTS, []) if name in ("grader", "reader") else []
+            for each in (*done.keys.setdefault(section, [{"name": "mine"}]), *same):
+                each[name] = HOLE
+
+
+def _refuse(key: str, why: str, done: Translation) -> None:
+    """Leave a value out that does not act here, or make it a hole. ``why``: the error of a recipe with it."""
+    if any(f"acts only with {hole}" in why for hole in done.holes):
+        return  # it may, when that hole is filled
+    of_engine, sources = key.startswith(ENGINES), done.sources.get(key, ())
+    if NO_EFFECT.search(why) or (of_engine and not (done.is_on(key) and LEARNED.search(why))):
+        done.outcomes |= dict.fromkeys({*sources} & done.theirs.keys(), "irrelevant")
+        done.changes = {text: own for text, own in done.changes.items() if f"-> {key}:" not in text}
+        del done.keys[key]
+    else:
+        named, hole = ", ".join(sources), key
+        if of_engine and "expected" not in why:  # no value helps
+            hole, named = named, f"{done.keys.pop(key)!s:.60}"
+        done.hole(hole, key, f"{named}: {why.partition(': ')[2] or why}".removeprefix(": "))
 
 
 def _is_ours(key: str) -> bool:
@@ -383,11 +383,3 @@ def _named(paths: list[str]) -> dict[str, str]:
         name = folder if folder and name in ("train", "test", "val") else name
         named |= {f"{name}-{len(named) + 1}" if name in named else name: path}
     return named
-
-
-def _rows(files: list[str]) -> int:
-    """Return the number of rows of local files, 0 if there is none or one is not there."""
-    if not all(map(os.path.isfile, files)):
-        return 0
-    tables = (dataset(name, format="parquet" if name.endswith("parquet") else "json") for name in files)
-    return sum(table.count_rows() for table in tables)

@@ -53,14 +53,13 @@ def _rows(trainer: str) -> Iterator[Row]:
     rows = list[dict[str, Any]](read_table()["same"])
     for end, name in (("lost", "why"), ("irrelevant", "irrelevant")):
         rows += [{name: reason, **row} for reason, row in read_table()[end].items()]
-    for row in rows:
-        fields = {name: row[name] for name in row if name not in (*TRAINERS, HINTS)}
-        for word in row.get(trainer, "").split():
-            theirs, _, neutral = re.sub(r"^\.", "actor_rollout_ref.", word).partition("=")
-            own = fields
-            if "*" not in theirs and "ours" in fields:  # the same name in a section of ours
-                own = fields | {"ours": fields["ours"].replace(".*", "." + theirs.rpartition(".")[2])}
-            yield Row(theirs, tuple(neutral.lower().split("|")) if neutral else (), **own)
+    for row in (row for row in rows if trainer in row):
+        fields = {key: row[key] for key in row if key not in (*TRAINERS, HINTS, "names")}
+        for name in row.get("names", "$").split():
+            own = {key: fields[key].replace("$", name) for key in ("ours", "part") if key in fields}
+            for word in row[trainer].replace("$", name).split():
+                theirs, _, neutral = re.sub(r"^\.", "actor_rollout_ref.", word).partition("=")
+                yield Row(theirs, tuple(filter(None, neutral.lower().split("|"))), **fields | own)
 
 
 def row_of(trainer: str, key: str) -> Row | None:

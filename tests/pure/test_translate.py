@@ -380,7 +380,7 @@ def test_the_arguments_are_those_of_bashs_own_trace(tmp_path, kind):
     (*_, expected) = lines
     *_, (program, *words) = [
         command
-        for command in launch_scripts.launched(script, (), {"N": "6"}).commands
+        for command in launch_scripts.launched(script, (), {"N": "6"})[0]
         if "main_ppo" in str(command)
     ]
     assert [program, *words] == expected[-len(words) - 1 :]
@@ -395,7 +395,7 @@ def test_a_script_harms_nothing_and_sees_no_home(tmp_path):
     (tmp_path / "run.sh").write_text(
         f'{harm}trl grpo --seed $(cat x) --run_name "$(cat {secret})" --num_generations 4'
     )
-    found = launch_scripts.launched(tmp_path / "run.sh").commands
+    found, *_ = launch_scripts.launched(tmp_path / "run.sh")
     assert found == [["trl", "grpo", "--seed", "0", "--run_name", "", "--num_generations", "4"]]
     assert (tmp_path / "kept").read_text() == "here"
     assert not (tmp_path / "new").exists()
