@@ -37,8 +37,8 @@ OPTION = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 HYDRA = re.compile(r"\+{0,2}(~?[\w@]+(?:\.[\w@*-]+)+|~?[a-z]\w*(?==))=?(.*)", re.DOTALL)
 LAUNCHER = re.compile(r"(.*/)?(accelerate|deepspeed|torchrun|trl|python[\d.]*)")
 PYTHON_CALLS = ("GRPOConfig", "GRPOTrainer", "LoraConfig", "ModelConfig", "ScriptArguments")
-NO_OPTIONS = (None, "args", "train_dataset", "eval_dataset", "peft_config", "processing_class", "callbacks")
-"""Arguments of TRL's classes that are objects."""
+OBJECTS = (None, "args", "train_dataset", "eval_dataset", "peft_config", "processing_class", "callbacks")
+"""Arguments of TRL's classes that are no options."""
 
 
 def read(file: Path, trainer: str, words: Sequence[str], remarks: list[str]) -> dict[str, Any]:
@@ -68,13 +68,11 @@ def read(file: Path, trainer: str, words: Sequence[str], remarks: list[str]) -> 
 
 def _of_script(file: Path, trainer: str, words: Sequence[str], remarks: list[str]) -> dict[str, Any]:
     """Return the keys of the last training command that bash starts for the script."""
-    variables = [word for word in words if re.match(r"\w+=", word)]
-    arguments = [word for word in words if word not in variables]
-    started, missing, end = launched(file, arguments, dict(word.split("=", 1) for word in variables))
-    commands = list[list[str]]()
-    for command in started:
-        launchers = (n for n, word in enumerate(command) if LAUNCHER.fullmatch(word))
-        commands.append(command[next(launchers, 0) :])
+    variables = dict(word.split("=", 1) for word in words if re.match(r"\w+=", word))
+    arguments = [word for word in words if not re.match(r"\w+=", word)]
+    started, missing, end = launched(file, arguments, variables)
+    launchers = ((n for n, word in enumerate(command) if LAUNCHER.fullmatch(word)) for command in started)
+    commands = [command[next(first, 0) :] for command, first in zip(started, launchers, strict=True)]
     configured = [_of_words(command, trainer, file) for command in commands]
     known = [sum(bool((row := row_of(trainer, key)) and row.ours) for key in keys) for keys in configured]
     training = [keys for keys, n in zip(configured, known, strict=True) if n > 1 and 2 * n >= max(known)]
@@ -82,9 +80,9 @@ def _of_script(file: Path, trainer: str, words: Sequence[str], remarks: list[str
         said = ["", *(line for line in end.output.splitlines() if line.strip() and line[0] != "+")]
         others = ", ".join(dict.fromkeys(" ".join(command[:3]) for command in commands)) or "no command"
         raise ValueError(
-            f"expected a script that starts a training of {trainer}, found {others:.200}; "
-            f"bash ended it with {end.status if end.code is None else end.code}: {said[-1][-300:]} (what it "
-            "takes from its environment is given behind it: NAME=VALUE)"
+            f"expected a script that starts a training of {trainer}, found {others:.200}; bash ended it with "
+            f"{end.status if end.code is None else end.code}: {said[-1][-300:]} (give what it takes from its "
+            "environment behind it: NAME=VALUE)"
         )
     remarks += [f"The script starts {len(training)} trainings; this is the last one."] * (len(training) > 1)
     remarks += [f"The script reads {name}, which is not there." for name in dict.fromkeys(missing)]
@@ -131,7 +129,7 @@ def _of_python(text: str) -> dict[str, Any]:
     """Return the arguments of TRL's classes: constants, or else their source."""
     calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
     calls = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] in PYTHON_CALLS]
-    words = {word.arg: word.value for call in calls for word in call.keywords if word.arg not in NO_OPTIONS}
+    words = {word.arg: word.value for call in calls for word in call.keywords if word.arg not in OBJECTS}
     return {
         str(name): str(value.value) if isinstance(value, ast.Constant) else ast.unparse(value)
         for name, value in words.items()

@@ -33,14 +33,12 @@ NOTHING = re.compile(UNSET.pattern + r"|false|\[\]|\{\}|-1(\.0*)?|0(\.0*)?")
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 UNREAD = "no value, where its default is {}: does the script take it from its environment?"
 LEARNED = re.compile("no such option|expected|must not depend|objective's alone|what is trained")
-"""Reasons why an engine's option is refused that change what is learned."""
 NO_EFFECT = re.compile("acts only with|has no effect|clip.* with surrogate")
-"""Reasons why a value is refused that has no effect there either."""
+"""Reasons why an engine's option that is refused changes what is learned, or has no effect there either."""
 SOURCES, TESTS, GRADER = "data.sources", "evaluation.benchmarks", "data.sources.0.grader"
-NEEDED: dict[str, Any] = {"name": "mine", "steps": "1000000", "model.path": "MODEL", "objective": "grpo"}
-NEEDED[SOURCES] = [{"name": "mine", "path": "DATA"}]
-"""Values in place of holes, so that the other keys can be checked."""
 ENGINES = ("model.megatron.", "rollout.vllm.")
+NEEDED = {"name": "mine", "steps": "1000000", "model.path": "MODEL", "objective": "grpo"}
+"""Values in place of holes, so that the other keys can be checked."""
 ALIASES = {"open-r1": "trl@0.18"}
 EFFECTS: dict[str, str] = read_table()["effects"]
 """Effects of a change, the gravest first, with the beginnings of the keys that have them."""
@@ -48,32 +46,28 @@ EFFECTS: dict[str, str] = read_table()["effects"]
 
 @dataclass
 class Translation:
-    """Recipe keys from another trainer's, and what became of each of these."""
+    """Recipe keys from another trainer's, and what became of each of these. ``left_out``: their defaults;
+    ``keys``: ours, dotted, and parts from which keys are computed, by name; ``outcomes``: the end of each of
+    theirs; ``holes``, ``changes``: reasons and effects; ``sources``: theirs, by the key of ours or the part."""
 
     trainer: str
     version: str
     theirs: dict[str, Any]
     left_out: dict[str, Any]
-    """Defaults of keys of theirs."""
     remarks: list[str]
     keys: dict[str, Any]
-    """Our keys, dotted, and values from which keys are computed, by the names in the table (``part``)."""
     outcomes: dict[str, str] = field(default_factory=dict)
-    """``same``, ``changed``, ``lost`` or ``irrelevant``, by key of theirs."""
     holes: dict[str, str] = field(default_factory=dict)
-    """Why a key of ours is a hole, or a key of theirs that has no counterpart."""
     changes: dict[str, str] = field(default_factory=dict)
-    """Effects by the key of ours and what was there."""
     sources: dict[str, list[str]] = field(default_factory=dict)
-    """Keys of theirs that one of ``keys`` comes from."""
 
     def text(self, source: str) -> str:
         """Return the recipe as YAML, what became of their keys as comments above it."""
         template = Path(__file__).with_name("translation.jinja").read_text(encoding="utf-8")
         head = Template(template, trim_blocks=True).render(source=source, done=self, effects=EFFECTS)
-        ours = nested({key: value for key, value in self.keys.items() if _is_ours(key)})
-        theirs = {key: value for key, value in self.keys.items() if not _is_ours(key)}
-        return "".join(f"# {line}".rstrip() + "\n" for line in head.splitlines()) + to_yaml(ours | theirs)
+        ours = {key: value for key, value in self.keys.items() if _is_ours(key)}
+        tree = nested(ours) | {key: value for key, value in self.keys.items() if key not in ours}
+        return "".join(f"# {line}".rstrip() + "\n" for line in head.splitlines()) + to_yaml(tree)
 
     def hole(self, ours: str, key: str, why: str) -> None:
         """Leave a hole for the key of ours, or under theirs. ``key``: theirs, or a part's name."""
@@ -107,8 +101,7 @@ def translate(trainer: str, file: Path, words: Sequence[str] = ()) -> Translatio
     a configuration of that trainer."""
     trainer, _, version = ALIASES.get(trainer, trainer).partition("@")
     if trainer not in TRAINERS:
-        known = ", ".join((*TRAINERS, *ALIASES))
-        raise ValueError(f"--from: expected {known}, perhaps with @VERSION, found {trainer!r}")
+        raise ValueError(f"--from: expected {', '.join(TRAINERS)} or open-r1, found {trainer!r}")
     left_out, remarks = defaults(trainer, version), list[str]()
     theirs = read(file, trainer, words, remarks)
     named = {key: str(value) for key, value in (left_out | theirs).items()}
@@ -119,8 +112,8 @@ def translate(trainer: str, file: Path, words: Sequence[str] = ()) -> Translatio
     other = trainer == "verl" and not any(key.startswith("actor_rollout_ref.") for key in theirs)
     if other or known < max(1, len(theirs) / 2):
         found = f"{len(theirs)} keys, {known} of them its own" + ", none of actor_rollout_ref" * other
-        expected = f"{trainer} (launch script, resolved YAML, saved arguments, TRL's Python)"
-        raise ValueError(f"{file}: expected a configuration of {expected}, found {found}")
+        forms = "(launch script, resolved YAML, saved arguments, TRL's Python)"
+        raise ValueError(f"{file}: expected a configuration of {trainer} {forms}, found {found}")
     begun: dict[str, Any] = {"name": file.stem, "sampling": "independent"}
     done = Translation(trainer, version, theirs, left_out, remarks, begun)
     given = {row.part for row in rows.values() if row and row.part}
@@ -131,7 +124,7 @@ def translate(trainer: str, file: Path, words: Sequence[str] = ()) -> Translatio
             _take(row, row.theirs, left_out[row.theirs], done)
     for key in (key for key, row in rows.items() if row is None):
         done.hole(key, key, f"{theirs[key]!s:.60}: not known here")
-    for add in (_add_learning, _add_batches, _add_data, _add_evaluation, _check):
+    for add in (_add_learning, _add_batches, _add_data, _check):
         add(done)
     return done
 
@@ -150,10 +143,10 @@ def _take(row: Row, key: str, value: Any, done: Translation) -> None:
     unset = not (row.values or unread) and (NOTHING if row.why else UNSET).fullmatch(small)
     idle = row.irrelevant or unset or (row.why and neutral) or (row.when and not done.is_on(row.when))
     done.outcomes |= {key: "irrelevant" if idle else "same"} if given else {}
+    for name in {ours, row.part or ours} if row.ours and not (idle and row.why) else ():
+        done.sources.setdefault(name, []).append(key)
     if idle:
         return
-    for name in {ours, row.part or ours}:
-        done.sources.setdefault(name, []).append(key)
     expected = f"expected {', '.join(row.values)}" if row.values and not values else ""
     if why := row.why or (UNREAD.format(default or "none") if unread else expected):
         done.hole(ours, key, f"{key}={value!s:.60}{'' if given else ' (its default)'}: {why}")
@@ -192,14 +185,13 @@ def _add_learning(done: Translation) -> None:
         keys["optimizer.min_lr"] = number("min_lr_ratio") * number("optimizer.lr", 1e-6)
     bound = str(keys.pop("loss.rollout_is_threshold", "2.0"))
     if keys.get("loss.rollout_is", "none") != "none":
-        pair = [keys.get("is_low", 1e-9), bound] if "mask" in str(keys.get("is_mode")) else bound.split("_")
+        pair = [1e-9, bound] if "mask" in str(keys.get("is_mode")) else bound.split("_")
         keys["loss.rollout_is_threshold"] = pair if len(pair) == 2 else bound  # a mask's, or a bound
     older = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
-    names = [older.get(name.strip(), name.strip()) for name in str(keys.get("rs", "")).split(",") if name]
-    bounds = [
-        each.split("_") if "_" in each else each for each in str(keys.get("rs_threshold", bound)).split(",")
-    ]
-    rules = dict[str, Any](zip(names, bounds * len(names), strict=False))
+    names = [older.get(name, name) for name in re.findall(r"\w+", str(keys.get("rs", "")))]
+    bounds = str(keys.get("rs_threshold", bound)).split(",") * len(names)
+    bands = (each.split("_") if "_" in each else each for each in bounds)
+    rules = dict[str, Any](zip(names, bands, strict=False))
     if veto := number("veto"):
         rules["seq_max_k2"] = f"{math.log(veto) ** 2 / 2:.4g}"
     keys |= {"loss.rollout_rs": rules} if rules else {}
@@ -213,7 +205,9 @@ def _add_batches(done: Translation) -> None:
         accumulated, nodes = number("gradient_accumulation_steps") or 1, number("cluster.nodes") or 1
         processes = nodes * number("local_processes") or number("processes") or 1
         at_once = number("per_device_train_batch_size") * processes
-        responses = number("generation_batch_size") or at_once * (number("steps_per_generation") or accumulated)
+        responses = number("generation_batch_size") or at_once * (
+            number("steps_per_generation") or accumulated
+        )
         keys["data.prompts_per_step"] = max(1, round(responses / group))
         keys["cluster.processes_per_node"] = round(processes / nodes)
         keys["loss.minibatches"] = max(1, round(responses / (at_once * accumulated))) if at_once else 1
@@ -257,9 +251,9 @@ def _add_batches(done: Translation) -> None:
 
 
 def _add_data(done: Translation) -> None:
-    """Add training data, what they are told, and graders."""
+    """Add training data, what they are told, graders, and benchmarks with how their responses are sampled."""
     keys, files = done.keys, listed(done.keys.get("train_files"))
-    functions = listed(keys.get("reward_functions"))
+    functions, named = listed(keys.get("reward_functions")), listed(keys.get("named_files"))
     if path := str(keys.get("reward_path") or ""):
         module = path.removeprefix("./").removesuffix(".py")
         module = module.replace("/", ".") if re.fullmatch(r"\w+(/\w+)*", module) else Path(path).stem
@@ -269,9 +263,8 @@ def _add_data(done: Translation) -> None:
         keys[GRADER] = ":".join(functions[0].rsplit(".", 1))
     elif functions not in ([], ["accuracy"], ["accuracy_reward"]):
         done.hole(GRADER, "reward_functions", f"module:function, the reward of {', '.join(functions)}")
-    keys["own"] = own = _popped(keys, f"{SOURCES}.0.")
-    named = _named(files or [HOLE]).items()
-    keys[SOURCES] = [{"name": name, "reader": "jsonl", "path": path, **own} for name, path in named]
+    own = {"reader": "jsonl"} | _popped(keys, f"{SOURCES}.0.")
+    keys[SOURCES] = [{"name": name, "path": path, **own} for name, path in _named(files or [HOLE]).items()]
     for source in keys[SOURCES]:
         source |= {"weight": n} if (n := files.count(source["path"])) > 1 else {}
     if len(files) > 1:
@@ -283,43 +276,31 @@ def _add_data(done: Translation) -> None:
         done.hole("model.path", "", "the model's folder, or its name on the hub")
     if not files:
         done.hole(f"{SOURCES}.0.path", "", "the training data, or its name on the hub")
-
-
-def _add_evaluation(done: Translation) -> None:
-    """Add benchmarks and how their responses are sampled."""
-    keys, named = done.keys, listed(done.keys.get("named_files"))
-    read = {"reader": "jsonl"} | {
-        key: keys["own"][key] for key in ("grader", "columns") if key in keys["own"]
-    }
-    read |= _popped(keys, f"{TESTS}.0.")
     tests = dict(zip(named[::2], named[1::2], strict=False)) or _named(listed(keys.get("val_files")))
+    read = {key: own[key] for key in ("reader", "grader", "columns") if key in own} | _popped(
+        keys, f"{TESTS}.0."
+    )
     if done.is_on("eval_strategy") and keys["eval_strategy"].value != "no" and "train_files" in keys:
         tests, read["split"] = {"test": keys["train_files"]}, keys.get("test_split", "test")
         keys.setdefault("evaluation.samples", keys.get("group_size", 8))
         if "evaluation.every" not in keys:
             text = f"0, before and after training; there: {keys['eval_strategy']}"
             done.change("evaluation.every", "eval_strategy", text)
-    keys[TESTS] = [{"name": n, **read, "path": path} for n, path in tests.items()]
-    if not tests:
-        done.keys = {key: value for key, value in keys.items() if not key.startswith("evaluation.")}
-    elif (
-        "sampled" in keys
-        and not done.is_on("sampled")
-        and done.version.startswith(("0.3", "0.4", "0.5", "0.6"))
-    ):
+    keys[TESTS] = [{"name": name, **read, "path": path} for name, path in tests.items()]
+    if "sampled" in keys and not done.is_on("sampled") and re.match(r"0\.[3-6]", done.version):
         keys["evaluation.temperature"] = 0
-    if "evaluation.temperature" in done.keys and not done.number("evaluation.temperature"):
-        for name in ("top_p", "top_k"):
-            keys.pop(f"evaluation.{name}", None)
-        if done.number("evaluation.samples") > 1:
+    if "evaluation.temperature" in keys and not done.number("evaluation.temperature"):
+        keys = {key: keys[key] for key in keys if key not in ("evaluation.top_p", "evaluation.top_k")}
+        if tests and done.number("evaluation.samples") > 1:
             done.change("evaluation.samples", "evaluation.samples", "1: greedy responses are all the same")
         keys["evaluation.samples"] = 1
+    done.keys = {key: keys[key] for key in keys if tests or not key.startswith("evaluation.")}
 
 
 def _check(done: Translation) -> None:
     """Give values the types of their keys, and drop parts. A value that its key refuses is a hole; one that
     does not act here is left out."""
-    needed = NEEDED | ({"teacher.path": "TEACHER"} if done.is_on("distilled") else {})
+    needed: dict[str, Any] = NEEDED | ({"teacher.path": "TEACHER"} if done.is_on("distilled") else {})
     done.keys = {key: value for key, value in done.keys.items() if _is_ours(key)}
     keys, typed = {key: value for key, value in done.keys.items() if key not in done.holes}, dict[str, Any]()
     while not typed:

@@ -46,13 +46,13 @@ def read_table(name: str = "others.yaml") -> dict[str, Any]:
 @cache
 def table() -> dict[str, list[Row]]:
     """Return the rows of each trainer, in the table's order."""
-    return {trainer: [*_rows(trainer)] for trainer in (*TRAINERS, HINTS)}
-
-
-def _rows(trainer: str) -> Iterator[Row]:
-    rows = list[dict[str, Any]](read_table()["same"])
+    rows = [*read_table()["same"]]
     for end, name in (("lost", "why"), ("irrelevant", "irrelevant")):
         rows += [{name: reason, **row} for reason, row in read_table()[end].items()]
+    return {trainer: [*_rows(rows, trainer)] for trainer in (*TRAINERS, HINTS)}
+
+
+def _rows(rows: list[dict[str, Any]], trainer: str) -> Iterator[Row]:
     for row in (row for row in rows if trainer in row):
         fields = {key: row[key] for key in row if key not in (*TRAINERS, HINTS, "names")}
         for name in row.get("names", "$").split():
@@ -71,11 +71,12 @@ def row_of(trainer: str, key: str) -> Row | None:
 
 def defaults(trainer: str, version: str = "") -> dict[str, Any]:
     """Return what a trainer does where a key is left out, in its ``version`` (default: the newest known)."""
-    first, last = read_table("others_defaults.yaml")["versions"][trainer]
-    most, found = _numbers(version or last), dict[str, Any]()
+    told = read_table("others_defaults.yaml")
+    (first, last), found = told["versions"][trainer], dict[str, Any]()
+    most = _numbers(version or last)
     if not _numbers(first) <= most[:2] <= _numbers(last):
         raise ValueError(f"--from {trainer}@{version}: expected a version from {first} to {last}")
-    for key, value in read_table("others_defaults.yaml")[trainer].items():
+    for key, value in told[trainer].items():
         since = value if isinstance(value, dict) else {"0": value}
         if known := [new for first, new in since.items() if _numbers(first) <= most]:
             found[key] = known[-1]
