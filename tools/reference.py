@@ -153,7 +153,7 @@ def others() -> str:
 
 def _other(row: Row, known: Mapping[str, object]) -> tuple[str, ...]:
     values = "".join(
-        f"; {theirs}: {new or 'as ours'}" for theirs, new in (row.values or {}).items() if theirs != new
+        f"; {theirs}: {new or 'as ours'}" for theirs, new in row.values.items() if theirs not in ("*", new)
     )
     remark = f"lost: {row.why}" if row.why else row.effect
     default = str(known.get(row.theirs, ""))

@@ -149,8 +149,7 @@ def launched(
     if refusal := commands_refused():
         raise ValueError(
             f"{script}: bash runs a script in the sandbox, and this machine has none ({refusal}); save the "
-            "arguments of its training command, one a line, and give that file: python3() { printf '%s\\n' "
-            f'"$@" > args.txt; }}; export -f python3; bash {script.name}'
+            "arguments of its training command, one a line, as args.txt, and give that (docs/from_verl.md)"
         )
     script = script.resolve()
     root = next((folder for folder in script.parents if (folder / ".git").exists()), script.parent)

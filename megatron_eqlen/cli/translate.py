@@ -7,7 +7,6 @@ recipe, ``???``, which ``recipe.load`` refuses. What follows from several keys i
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Template
-from pyarrow.dataset import dataset
 
 from megatron_eqlen.cli.launch_scripts import listed, read
 from megatron_eqlen.objectives.recipes import parse
@@ -37,7 +35,8 @@ NO_EFFECT = re.compile("acts only with|has no effect|clip.* with surrogate")
 """Reasons why an engine's option that is refused changes what is learned, or has no effect there either."""
 SOURCES, TESTS, GRADER = "data.sources", "evaluation.benchmarks", "data.sources.0.grader"
 ENGINES = ("model.megatron.", "rollout.vllm.")
-NEEDED = {"name": "mine", "steps": "1000000", "model.path": "MODEL", "objective": "grpo"}
+NEEDED: dict[str, Any] = {"name": "mine", "steps": "1000000", "model.path": "MODEL", "objective": "grpo"}
+NEEDED[SOURCES] = [{"name": "mine", "path": "DATA"}]
 """Values in place of holes, so that the other keys can be checked."""
 ALIASES = {"open-r1": "trl@0.18"}
 EFFECTS: dict[str, str] = read_table()["effects"]
@@ -48,7 +47,7 @@ EFFECTS: dict[str, str] = read_table()["effects"]
 class Translation:
     """Recipe keys from another trainer's, and what became of each of these. ``left_out``: their defaults;
     ``keys``: ours, dotted, and parts from which keys are computed, by name; ``outcomes``: the end of each of
-    theirs; ``holes``, ``changes``: reasons and effects; ``sources``: theirs, by the key of ours or the part."""
+    theirs; ``holes``, ``changes``: reasons and effects; ``sources``: theirs, by the key of ours or part."""
 
     trainer: str
     version: str
@@ -169,9 +168,9 @@ def _add_learning(done: Translation) -> None:
         more = f"{math.sqrt(group / (group - 1)):.3f} times theirs: their standard deviation is over n - 1"
         done.change("objective", "objective", f"advantages are {more}, ours over n")
     if "overlong" in keys:
-        own = "reward_path" in keys
-        keys["loss.overlong_factor"] = number("overlong") / (1 if own else 2)
-        if not own:
+        keys["loss.overlong_factor"] = number("overlong")
+        if "reward_path" not in keys:
+            keys["loss.overlong_factor"] /= 2
             text = "half of it: answers are +1 and -1 there, 1 and 0 here (as there: all of it)"
             done.change("loss.overlong_factor", "overlong", text)
     if number("loss.max_num_gen_batches", 1) <= 0:
@@ -203,11 +202,11 @@ def _add_batches(done: Translation) -> None:
     group = number("group_size") or 1
     if "per_device_train_batch_size" in keys:
         accumulated, nodes = number("gradient_accumulation_steps") or 1, number("cluster.nodes") or 1
-        processes = nodes * number("local_processes") or number("processes") or 1
+        on_each = number("nproc_per_node") or number("num_gpus")
+        processes = nodes * on_each or number("num_processes") or 1
         at_once = number("per_device_train_batch_size") * processes
-        responses = number("generation_batch_size") or at_once * (
-            number("steps_per_generation") or accumulated
-        )
+        steps = number("steps_per_generation") or accumulated
+        responses = number("generation_batch_size") or at_once * steps
         keys["data.prompts_per_step"] = max(1, round(responses / group))
         keys["cluster.processes_per_node"] = round(processes / nodes)
         keys["loss.minibatches"] = max(1, round(responses / (at_once * accumulated))) if at_once else 1
@@ -216,7 +215,7 @@ def _add_batches(done: Translation) -> None:
             done.hole("data.prompts_per_step", "per_device_train_batch_size", why)
         updates = keys["loss.minibatches"] * (number("loss.epochs") or 1)
     prompts = number("data.prompts_per_step") or 1
-    if size := number("minibatch_prompts") or number("minibatch_samples") / group:
+    if size := number("ppo_mini_batch_size") or number("global_batch_size") / group:
         keys["loss.minibatches"] = max(1, round(prompts / size))
     counted = {"checkpoint.every": "save_every", "evaluation.every": "eval_every", "steps": "max_steps"}
     for key, part in counted.items():
@@ -224,12 +223,7 @@ def _add_batches(done: Translation) -> None:
             keys[key] = max(1, round(number(part) / updates))
         elif number(part) > 0:
             done.change(key, part, "a share of the run there, a number of steps here")
-    files = listed(keys.get("train_files"))
-    if "steps" not in keys and files and all(map(os.path.isfile, files)):
-        kind = "parquet" if files[0].endswith("parquet") else "json"
-        rows = dataset(files, format=kind).count_rows()
-        keys["steps"] = max(1, round(number("epochs") * (rows // prompts)))
-    elif "steps" not in keys:
+    if "steps" not in keys:
         done.hole("steps", "epochs", f"{number('epochs'):g} epochs x rows / {prompts:g} prompts a step")
     in_step = (number("loss.minibatches") or 1) * (number("loss.epochs") or 1)
     warmup = max(number("warmup_steps"), 0.0)
@@ -253,7 +247,7 @@ def _add_batches(done: Translation) -> None:
 def _add_data(done: Translation) -> None:
     """Add training data, what they are told, graders, and benchmarks with how their responses are sampled."""
     keys, files = done.keys, listed(done.keys.get("train_files"))
-    functions, named = listed(keys.get("reward_functions")), listed(keys.get("named_files"))
+    functions, named = listed(keys.get("reward_functions")), listed(keys.get("eval_prompt_data"))
     if path := str(keys.get("reward_path") or ""):
         module = path.removeprefix("./").removesuffix(".py")
         module = module.replace("/", ".") if re.fullmatch(r"\w+(/\w+)*", module) else Path(path).stem
@@ -277,11 +271,10 @@ def _add_data(done: Translation) -> None:
     if not files:
         done.hole(f"{SOURCES}.0.path", "", "the training data, or its name on the hub")
     tests = dict(zip(named[::2], named[1::2], strict=False)) or _named(listed(keys.get("val_files")))
-    read = {key: own[key] for key in ("reader", "grader", "columns") if key in own} | _popped(
-        keys, f"{TESTS}.0."
-    )
+    read = {key: own[key] for key in ("reader", "grader", "columns") if key in own}
+    read |= _popped(keys, f"{TESTS}.0.")
     if done.is_on("eval_strategy") and keys["eval_strategy"].value != "no" and "train_files" in keys:
-        tests, read["split"] = {"test": keys["train_files"]}, keys.get("test_split", "test")
+        tests, read["split"] = {"test": keys["train_files"]}, keys.get("dataset_test_split", "test")
         keys.setdefault("evaluation.samples", keys.get("group_size", 8))
         if "evaluation.every" not in keys:
             text = f"0, before and after training; there: {keys['eval_strategy']}"
@@ -300,7 +293,7 @@ def _add_data(done: Translation) -> None:
 def _check(done: Translation) -> None:
     """Give values the types of their keys, and drop parts. A value that its key refuses is a hole; one that
     does not act here is left out."""
-    needed: dict[str, Any] = NEEDED | ({"teacher.path": "TEACHER"} if done.is_on("distilled") else {})
+    needed = NEEDED | ({"teacher.path": "TEACHER"} if done.is_on("distilled") else {})
     done.keys = {key: value for key, value in done.keys.items() if _is_ours(key)}
     keys, typed = {key: value for key, value in done.keys.items() if key not in done.holes}, dict[str, Any]()
     while not typed:
@@ -318,8 +311,7 @@ def _check(done: Translation) -> None:
             if not key:
                 break
             keys[key] = [{**each, "grader": None} for each in keys[key]]
-    checked = {key: typed[key] for key in typed.keys() & keys.keys() if keys[key] == done.keys[key]}
-    done.keys |= checked
+    done.keys |= {key: typed[key] for key in typed.keys() & keys.keys() if keys[key] == done.keys[key]}
     for key in done.holes:
         section, _, name = key.partition(".0.")
         if not name:

@@ -56,9 +56,10 @@ def _rows(rows: list[dict[str, Any]], trainer: str) -> Iterator[Row]:
     for row in (row for row in rows if trainer in row):
         fields = {key: row[key] for key in row if key not in (*TRAINERS, HINTS, "names")}
         for name in row.get("names", "$").split():
-            own = {key: fields[key].replace("$", name) for key in ("ours", "part") if key in fields}
             for word in row[trainer].replace("$", name).split():
                 theirs, _, neutral = re.sub(r"^\.", "actor_rollout_ref.", word).partition("=")
+                last = theirs.rpartition(".")[2] if name == "$" else name
+                own = {key: fields[key].replace("$", last) for key in ("ours", "part") if key in fields}
                 yield Row(theirs, tuple(filter(None, neutral.lower().split("|"))), **fields | own)
 
 
@@ -84,6 +85,4 @@ def defaults(trainer: str, version: str = "") -> dict[str, Any]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    if not re.fullmatch(r"\d+(\.\d+)*", version):
-        raise ValueError(f"expected a version such as 0.9, found {version!r}")
-    return tuple(map(int, version.split(".")))
+    return tuple(map(int, re.findall(r"\d+", version)))
