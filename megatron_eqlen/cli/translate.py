@@ -72,7 +72,9 @@ class Translation:
         """Leave a hole for the key of ours, or under theirs. ``key``: theirs, or a part's name."""
         if ours == key in self.theirs and key in Recipe.model_fields:  # another key of the same name
             ours = f"{self.trainer}.{key}"
-        self.holes[ours] = "; ".join(filter(None, (self.holes.get(ours), why)))
+        before, (what, _, reason) = self.holes.get(ours, ""), why.partition(": ")
+        is_known = reason and before.endswith(f": {reason}")
+        self.holes[ours] = f"{what}, {before}" if is_known else "; ".join(filter(None, (before, why)))
         lost = {key, *self.sources.get(key, ()), *self.sources.get(ours, ())} & self.theirs.keys()
         self.outcomes |= dict.fromkeys(lost, "lost")
 
@@ -131,10 +133,9 @@ def translate(trainer: str, file: Path, words: Sequence[str] = ()) -> Translatio
 def _take(row: Row, key: str, value: Any, done: Translation) -> None:
     """Translate one key; one that is not in ``done.theirs`` stands for its default."""
     value = Plain(value) if isinstance(value, str) else value
-    small, given, ours = str(value).lower(), key in done.theirs, row.ours or key
-    if ours.endswith(".*"):  # an option of an engine, which has the same name there
-        ours = ours[:-1] + key.removeprefix(row.theirs[:-1])
-    neutral = row.asks_nothing(small)
+    small, given = str(value).lower(), key in done.theirs
+    ours = row.ours.replace("*", key.removeprefix(row.theirs[:-1])) or key  # an engine's option of that name
+    neutral = Plain(re.sub(r"['\" ]", "", small)).value in [Plain(each).value for each in row.neutral]
     values = [new for name, new in row.values.items() if fnmatchcase(small, name.lower())]
     default = str(done.left_out.get(row.theirs, "")).lower()
     acts = not (neutral or values or (NOTHING if small else UNSET).fullmatch(default))
@@ -187,7 +188,7 @@ def _add_learning(done: Translation) -> None:
         pair = [1e-9, bound] if "mask" in str(keys.get("is_mode")) else bound.split("_")
         keys["loss.rollout_is_threshold"] = pair if len(pair) == 2 else bound  # a mask's, or a bound
     older = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
-    names = [older.get(name, name) for name in re.findall(r"\w+", str(keys.get("rs", "")))]
+    names = [older.get(name, name) for name in str(keys.get("rs", "")).replace(",", " ").split()]
     bounds = str(keys.get("rs_threshold", bound)).split(",") * len(names)
     bands = (each.split("_") if "_" in each else each for each in bounds)
     rules = dict[str, Any](zip(names, bands, strict=False))

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_eqlen.recipe.yaml_values import Plain, read_value
+from megatron_eqlen.recipe.yaml_values import read_value
 
 TRAINERS = ("verl", "trl", "slime")
 HINTS = "hints"
@@ -31,11 +31,6 @@ class Row:
     when: str = ""
     why: str = ""
     irrelevant: str = ""
-
-    def asks_nothing(self, value: str) -> bool:
-        """Return True if nothing changes with this value."""
-        value = re.sub(r"['\" ]", "", value)
-        return Plain(value).value in [Plain(each).value for each in self.neutral]
 
 
 @cache

@@ -399,6 +399,21 @@ def test_a_script_harms_nothing_and_sees_no_home(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+def test_a_script_sees_the_small_files_of_its_repository_also_behind_links(tmp_path):
+    root = tmp_path / "repository"
+    for folder in (".git", "a/.cache", "/".join("abcdefgh")):
+        (root / folder).mkdir(parents=True)
+        (root / folder / "file").touch()
+    (tmp_path / "outside").write_text("N=1")
+    (root / "linked").symlink_to(tmp_path / "outside")
+    (root / "dangling").symlink_to(tmp_path / "nowhere")
+    (root / "large").write_bytes(bytes(launch_scripts.MOST_BYTES + 1))
+    (root / ".env").touch()
+    (root / "a/run.sh").write_text("source linked\ntrl grpo $N $(find . -type f | sort)")
+    found, missing, _ = launch_scripts.launched(root / "a/run.sh")
+    assert (found, missing) == ([["trl", "grpo", "1", "./.env", "./a/run.sh", "./linked"]], [])
+
+
 def test_without_a_sandbox_a_script_is_refused_and_its_saved_arguments_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(launch_scripts, "commands_refused", lambda: "no namespaces")
     (tmp_path / "run.sh").write_text("python3 -m verl.trainer.main_ppo")
