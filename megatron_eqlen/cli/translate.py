@@ -7,6 +7,7 @@ recipe, ``???``, which ``recipe.load`` refuses. What follows from several keys i
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Template
+from pyarrow.dataset import dataset
 
 from megatron_eqlen.cli.launch_scripts import listed, read
 from megatron_eqlen.objectives.recipes import parse
@@ -224,7 +226,13 @@ def _add_batches(done: Translation) -> None:
             keys[key] = max(1, round(number(part) / updates))
         elif number(part) > 0:
             done.change(key, part, "a share of the run there, a number of steps here")
-    if "steps" not in keys:
+    files = listed(keys.get("train_files"))
+    if "steps" not in keys and files and all(map(os.path.isfile, files)):
+        kind = "parquet" if files[0].endswith("parquet") else "json"
+        keys["steps"] = max(
+            1, round(number("epochs") * (dataset(files, format=kind).count_rows() // prompts))
+        )
+    elif "steps" not in keys:
         done.hole("steps", "epochs", f"{number('epochs'):g} epochs x rows / {prompts:g} prompts a step")
     in_step = (number("loss.minibatches") or 1) * (number("loss.epochs") or 1)
     warmup = max(number("warmup_steps"), 0.0)

@@ -256,6 +256,13 @@ def test_the_overlong_penalty_is_on_the_scale_of_the_rewards(tmp_path, monkeypat
     assert own.keys["loss.overlong_factor"] == 1, "rewards are those of the function"
 
 
+def test_epochs_are_steps_where_the_data_are_here(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "x"}\n' * 9)
+    files = f"data.train_files=[{tmp_path}/a.jsonl,{tmp_path}/a.jsonl]", "~trainer.total_training_steps"
+    words = *files, "data.train_batch_size=4", "trainer.total_epochs=3"
+    assert translated(tmp_path, "verl", *words).keys["steps"] == 3 * (18 // 4)
+
+
 def test_the_header_begins_with_holes_then_the_gravest_effect(tmp_path):
     text = translated(
         tmp_path, "verl", "algorithm.mystery=1", "data.truncation=left", "trainer.val_before_train=False",
