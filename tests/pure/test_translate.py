@@ -187,6 +187,8 @@ def test_holes_stand_in_a_recipe_whose_keys_contradict_each_other_and_in_no_sect
     done = translated(tmp_path, "verl", apart, "algorithm.mystery=1")
     assert "does not divide" in done.remarks[0]
     assert "algorithm.mystery: ???\n" in done.text("args")
+    holes = translated(tmp_path, "verl", "rollout.nnodes=1", "rollout.n_gpus_per_node=2").holes
+    assert holes["rollout.servers"].startswith("rollout.n_gpus_per_node=2, rollout.nnodes=1: of an async")
     text = translated(tmp_path, "trl", "--packing", "true").text("args")
     assert "\ntrl.packing: ???\n" in text
     assert "\npacking:\n  max_tokens_per_row: " in text
