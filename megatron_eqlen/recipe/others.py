@@ -68,15 +68,13 @@ def row_of(trainer: str, key: str) -> Row | None:
 def defaults(trainer: str, version: str = "") -> dict[str, Any]:
     """Return what a trainer does where a key is left out, in its ``version`` (default: the newest known)."""
     told = read_table("others_defaults.yaml")
-    (first, last), found = told["versions"][trainer], dict[str, Any]()
+    first, last = told["versions"][trainer]
     most = _numbers(version or last)
     if not _numbers(first) <= most[:2] <= _numbers(last):
         raise ValueError(f"--from {trainer}@{version}: expected a version from {first} to {last}")
-    for key, value in told[trainer].items():
-        since = value if isinstance(value, dict) else {"0": value}
-        if known := [new for first, new in since.items() if _numbers(first) <= most]:
-            found[key] = known[-1]
-    return found
+    since = {key: value if isinstance(value, dict) else {"0": value} for key, value in told[trainer].items()}
+    known = {key: [value[new] for new in value if _numbers(new) <= most] for key, value in since.items()}
+    return {key: values[-1] for key, values in known.items() if values}
 
 
 def _numbers(version: str) -> tuple[int, ...]:
