@@ -25,7 +25,6 @@ import numpy as np
 
 from megatron_eqlen.environments.environment import Environment, Observation
 from megatron_eqlen.hf.tokenizer import encodable
-from megatron_eqlen.processes.timeline import TimeSpan
 from megatron_eqlen.recipe import EnvironmentRecipe
 from megatron_eqlen.tokens import TokenIds, Tokens
 from megatron_eqlen.types import Grade, Prompt
@@ -67,8 +66,6 @@ class Conversations:
     limits: EnvironmentRecipe = field(default_factory=EnvironmentRecipe)
     close: Callable[[], None] = lambda: None
     """Gives up what all environments share."""
-    note: Callable[[TimeSpan], None] = lambda span: None
-    """Is told of the longest calls and waits of a harvest, at its end."""
     kept: Path | None = None
     """Folder of the step's record for states; those of earlier steps lie beside it. None: none are saved."""
     forked_as: tuple[int, ...] | None = None

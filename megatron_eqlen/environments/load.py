@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,6 @@ from megatron_eqlen.environments.environment import Environment, Observation
 from megatron_eqlen.environments.tool_calls import ToolEnvironment
 from megatron_eqlen.hf.tokenizer import BREAK, TemplateError, Tokenizer
 from megatron_eqlen.hf.turns import QUESTION, SAID, THOUGHT, TURN, left_out, with_calls
-from megatron_eqlen.processes.timeline import TimeSpan
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.load import typed_options
 from megatron_eqlen.recipe.plugins import load_object
@@ -59,9 +58,7 @@ def _options(recipe: Recipe) -> dict[str, Any]:
     return options | typed_options(str(recipe.environment.name), options, "python")
 
 
-def conversations(
-    recipe: Recipe, tokenizer: Tokenizer, note: Callable[[TimeSpan], None] = lambda span: None
-) -> Conversations | None:
+def conversations(recipe: Recipe, tokenizer: Tokenizer) -> Conversations | None:
     """Return how a harvest speaks with the recipe's environment; None without one. Raises ValueError for an
     environment or template that does not fit."""
     section = recipe.environment
@@ -101,7 +98,7 @@ def conversations(
         if issubclass(cls, ToolEnvironment):
             raise
         write(Observation("content", role="user"))
-    return Conversations(make, read, write, section, cls.end, note)
+    return Conversations(make, read, write, section, cls.end)
 
 
 def beginning(observation: Observation, messages: int, characters: int) -> Observation:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
-from heapq import nlargest
 from statistics import fmean
 from typing import NamedTuple
 
@@ -18,7 +17,6 @@ from megatron_eqlen.engines.protocol import EngineError
 from megatron_eqlen.environments.conversation import Answer, Conversations, answer, closed, turns_of
 from megatron_eqlen.environments.environment import Environment, LostError
 from megatron_eqlen.processes.failures import name_of, text_of
-from megatron_eqlen.processes.timeline import TimeSpan
 from megatron_eqlen.sampling.harvester import Harvester
 from megatron_eqlen.sampling.track import Track, track_seed
 from megatron_eqlen.tokens import Tokens
@@ -30,11 +28,7 @@ COINS = -1
 """Number, in a seed in place of a track's, that all environments of a rollout share; own seeds go below."""
 
 
-CALL, WAIT = "call", "wait for a fork"
-"""Stages of the timeline."""
 COUNTED = "turns", "cut", "copies", "replays", "changed", "refused", "folder_bytes", "folder_seconds"
-SPANS = 200
-"""Most spans of a harvest that the timeline gets: the longest."""
 
 
 @dataclass(eq=False)
@@ -125,8 +119,9 @@ class Dialogues:
         """Counts of this attempt at the harvest."""
         self._ends: dict[RolloutKey, Counter[str]] = {}
         """Counts of ends of responses; a resume asks for them again unless the rollout is recorded."""
-        self._spans: list[TimeSpan] = []
-        """Calls, and waits before them."""
+        self._called: list[float] = []
+        self._waited: list[float] = []
+        """Seconds of calls, and of waits for a fork before them."""
         self._closing: list[Future[None]] = []
 
     @property
@@ -145,7 +140,7 @@ class Dialogues:
         asked = {call.track for call in self.calls}
         for track in harvester.calls():
             if track not in asked:
-                self._spans.append(TimeSpan(WAIT, self._due[track], now, track.name))
+                self._waited.append(now - self._due[track])
                 state = self._states.get(key, {}).get(track.number)
                 turns = turns_of(path_of(harvester, track))
                 self.counts["replays"] += state is None and len(turns) > 1
@@ -203,7 +198,7 @@ class Dialogues:
         ended = [call for call in self.running if call.result.done()]
         self.running = [call for call in self.running if call not in ended]
         self._admit()
-        self._spans += [TimeSpan(CALL, call.started, call.ended, call.track.name) for call in ended]
+        self._called += [call.ended - call.started for call in ended]
         return ended
 
     def take(self, call: Call) -> None:
@@ -262,17 +257,14 @@ class Dialogues:
             self.end(key)
         if late := wait(self._closing, self.timeout).not_done:
             log.warning("%d environments did not close in %g s", len(late), self.timeout)
-        for span in nlargest(SPANS, self._spans, key=lambda span: span.ended - span.began):
-            self.speak.note(span)
 
     def metrics(self, counts: Mapping[str, int]) -> Metrics:
         if self.speak is None:
             return {}
-        seconds = {
-            stage: fmean([span.ended - span.began for span in self._spans if span.stage == stage] or [0.0])
-            for stage in (CALL, WAIT)
+        metrics = {
+            "environment/seconds": fmean(self._called or [0.0]),
+            "environment/waited": fmean(self._waited or [0.0]),
         }
-        metrics = {"environment/seconds": seconds[CALL], "environment/waited": seconds[WAIT]}
         return metrics | {f"environment/{name}": counts[name] for name in COUNTED}
 
 

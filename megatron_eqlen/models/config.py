@@ -90,7 +90,6 @@ def _execution_fields(parallel: ParallelRecipe, dtype: torch.dtype, sequence: bo
     fused = torch.cuda.is_available() if parallel.fusions is None else parallel.fusions
     fields: dict[str, Any] = {
         "tensor_model_parallel_size": parallel.tensor,
-        "context_parallel_size": parallel.context,
         "pipeline_model_parallel_size": parallel.pipeline,
         "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline,
         "expert_model_parallel_size": parallel.expert,

@@ -19,7 +19,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,6 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from torch import Tensor
 
 from megatron_eqlen.megatron_cpu import packages
-from megatron_eqlen.models.context import Share, gather_heads, scatter_heads
 from megatron_eqlen.models.tree_params import KERNEL_CHUNK, Chunks, TreeParams
 
 CHUNK = 32
@@ -53,7 +52,7 @@ class TreeGatedDeltaNet(GatedDeltaNet):
         packed_seq_params: TreeParams | None = None,
         **unused: object,
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden_states [s (/ TP), b, h] of this rank's positions -> the same shape, and no bias.
+        """hidden_states [s (/ TP), b, h] -> the same shape, and no bias.
 
         ``packed_seq_params``: the trees of a row; None: b plain causal sequences.
         """
@@ -61,12 +60,8 @@ class TreeGatedDeltaNet(GatedDeltaNet):
         # [b, s, channels]; gate [b, s, heads, d]; beta and alpha [b, s, heads]
         mixed, gate, beta, alpha = self._split(projected.transpose(0, 1))
         tree = packed_seq_params or TreeParams.causal(mixed.shape[1], mixed.device)
-        weights = Weights(self.conv1d.weight, self.A_log, self.dt_bias)
-        if tree.share is None:
-            out = self._mix(mixed, beta, alpha, weights, tree)
-        else:
-            out = self._mix_shared(mixed, beta, alpha, weights, tree, tree.share)
         # [b, s, heads, d]
+        out = self._mix(mixed, beta, alpha, tree)
         out = self.out_norm(out) * self.act_fn(_wide(gate)).to(out.dtype)
         # [s, b, heads * d]
         out = out.to(projected.dtype).flatten(2).transpose(0, 1).contiguous()
@@ -78,55 +73,16 @@ class TreeGatedDeltaNet(GatedDeltaNet):
         mixed, gate, beta, alpha = projected.split([size // self.tp_size for size in sizes], dim=-1)
         return mixed, gate.unflatten(-1, (-1, self.value_head_dim)), beta, alpha
 
-    def _mix(self, mixed: Tensor, beta: Tensor, alpha: Tensor, weights: Weights, tree: TreeParams) -> Tensor:
-        """Apply the convolution and the recurrence along paths, for H heads: q|k|v [b, S, *], beta and alpha
-        [b, S, H] -> [b, S, H, d_v]."""
-        decay = -_wide(weights.A_log).exp() * F.softplus(_wide(alpha) + _wide(weights.dt_bias))
-        mixed = self.act_fn(tree_convolution(mixed, weights.convolution, tree))
-        query, key, value = mixed.split(self._sizes(beta.shape[-1]), dim=-1)
+    def _mix(self, mixed: Tensor, beta: Tensor, alpha: Tensor, tree: TreeParams) -> Tensor:
+        """Apply the convolution and the recurrence along paths: q|k|v [b, S, *], beta and alpha [b, S, H] ->
+        [b, S, H, d_v]."""
+        decay = -_wide(self.A_log).exp() * F.softplus(_wide(alpha) + _wide(self.dt_bias))
+        mixed = self.act_fn(tree_convolution(mixed, self.conv1d.weight, tree))
+        sizes = [self.qk_dim, self.qk_dim, self.v_dim]
+        query, key, value = mixed.split([size // self.tp_size for size in sizes], dim=-1)
         query, key = (_l2_norm(x.unflatten(-1, (-1, self.key_head_dim))) for x in (query, key))
         value = value.unflatten(-1, (-1, self.value_head_dim))
         return tree_delta_rule(query, key, value, decay, beta.sigmoid(), tree)
-
-    def _mix_shared(
-        self, mixed: Tensor, beta: Tensor, alpha: Tensor, weights: Weights, tree: TreeParams, share: Share
-    ) -> Tensor:
-        """Apply ``_mix`` for this rank's positions: each context-parallel rank computes some heads of the
-        row."""
-        group = self.pg_collection.cp
-        ranks, rank, heads = group.size(), group.rank(), beta.shape[-1]
-        channels = self._sizes(heads)
-        # [own positions, channels], those of one rank's heads beside each other
-        columns = _by_rank(torch.cat((mixed, beta, alpha), dim=-1)[0], [*channels, heads, heads], ranks)
-        # [1, row, channels / ranks]: all positions, this rank's heads
-        own_heads = scatter_heads(columns, share, group)[None]
-        mixed, beta, alpha = own_heads.split([sum(channels) // ranks, heads // ranks, heads // ranks], dim=-1)
-        convolution = _by_rank(weights.convolution[:, 0].T, channels, ranks)[:, rank].T[:, None].contiguous()
-        A_log, dt_bias = (x.chunk(ranks)[rank] for x in (weights.A_log, weights.dt_bias))
-        # [1, row, heads / ranks, d] -> [1, own positions, heads, d]
-        out = self._mix(mixed, beta, alpha, Weights(convolution, A_log, dt_bias), tree)
-        return gather_heads(out[0], share, group).flatten(1, 2)[None]
-
-    def _sizes(self, heads: int) -> list[int]:
-        """Return the columns of q, k and v for this number of value heads."""
-        share = self.num_value_heads // heads
-        return [self.qk_dim // share, self.qk_dim // share, self.v_dim // share]
-
-
-class Weights(NamedTuple):
-    """Weights of some heads of a layer."""
-
-    convolution: Tensor
-    """[D, 1, W]"""
-    A_log: Tensor
-    """[H]"""
-    dt_bias: Tensor
-    """[H]"""
-
-
-def _by_rank(x: Tensor, sections: list[int], ranks: int) -> Tensor:
-    """[s, sections] -> [s, ranks, sections / ranks]: each section's heads, rank by rank."""
-    return torch.cat([part.unflatten(-1, (ranks, -1)) for part in x.split(sections, dim=-1)], dim=-1)
 
 
 def tree_convolution(x: Tensor, weight: Tensor, tree: TreeParams) -> Tensor:

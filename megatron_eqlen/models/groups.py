@@ -23,7 +23,6 @@ def start(parallel: ParallelRecipe, seed: int, timeout: timedelta = timedelta(mi
     layout.require(layout.groups(parallel, dist.get_world_size()))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
-        context_parallel_size=parallel.context,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
         expert_model_parallel_size=parallel.expert,
@@ -40,8 +39,8 @@ def stop() -> None:
 
 
 def own() -> ProcessGroupCollection:
-    """Return this rank's groups. ``dp``: ranks with other rows; ranks with the same rows are in ``cp``."""
-    return ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "dp", "pp", "ep", "expt_tp"])
+    """Return this rank's groups. ``dp``: ranks with other rows."""
+    return ProcessGroupCollection.use_mpu_process_groups(["tp", "dp", "pp", "ep", "expt_tp"])
 
 
 def tensor_group(weight: Weight) -> ProcessGroup:

@@ -185,8 +185,8 @@ def check_weights(path: Path, metadata: Metadata, states: Sequence[dict[str, Any
 
 def sharded_weights(chunk: PolicyModel, options: dict, stored: Metadata | None = None) -> dict[str, Any]:
     """Return a chunk's sharded state dict. ``stored``: index of the checkpoint that will fill it. That may be
-    a GPTModel's: an older one of this package, or other software's. Its layer n has the weights of our layers
-    2n and 2n + 1; layers that are all alike share tensors with a first axis n."""
+    other software's, of a GPTModel: its layer n has the weights of our layers 2n and 2n + 1; layers that are
+    all alike share tensors with a first axis n."""
     state = chunk.sharded_state_dict(metadata=options)
     keys = stored.state_dict_metadata if stored else {}
     if any(re.match(r"decoder\.layers\.\D", key) for key in keys):

@@ -16,9 +16,6 @@ Two implementations of the same rule:
   serves rows of whole blocks, as in training; another serves all other rows. Its kernels are Triton's, or
   with ``model.megatron: {attention_backend: flash}`` those of ``flash_attn.cute``. No start measures
   them: a resumed run must choose as the first start did.
-
-With context parallelism a rank has some of the queries and receives the keys that they see (``context.py``);
-the same rule applies.
 """
 
 from __future__ import annotations
@@ -38,8 +35,10 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from megatron_eqlen.models.context import BLOCK, Share, gather_keys
 from megatron_eqlen.models.tree_params import TreeParams
+
+BLOCK = 128
+"""Size of FlexAttention's blocks of queries and keys."""
 
 
 class TreeAttention(MegatronModule):
@@ -61,7 +60,6 @@ class TreeAttention(MegatronModule):
         if dropout := attention_dropout or config.attention_dropout:
             raise ValueError(f"attention_dropout: expected 0, found {dropout}")
         assert config.kv_channels is not None
-        self.context_group = None if pg_collection is None else pg_collection.cp
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.flash = config.attention_backend in ("flash", AttnBackend.flash)
 
@@ -75,19 +73,12 @@ class TreeAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d]; s: this rank's
-        positions.
+        """query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d].
 
         ``packed_seq_params``: a row's ``TreeParams``, b = 1; None: b plain causal sequences.
         ``attention_mask`` is not read: the trees are the mask.
         """
         assert attention_bias is None, "token trees have no attention bias"
-        share = packed_seq_params.share if isinstance(packed_seq_params, TreeParams) else None
-        if share is not None:
-            assert self.context_group is not None
-            # [keys that this rank's queries see, b, groups, 2 d]
-            both = gather_keys(torch.cat((key, value), dim=-1), share, self.context_group)
-            key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         # [b, heads or groups, s, d]
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if packed_seq_params is None:
@@ -102,7 +93,7 @@ class TreeAttention(MegatronModule):
 def tree_attention(
     q: Tensor, k: Tensor, v: Tensor, tree: TreeParams, scale: float, flash: bool = False
 ) -> Tensor:
-    """q [1, heads, S, d], k and v [1, groups, S, d] -> [1, heads, S, d]; of a share s queries, K keys."""
+    """q [1, heads, S, d], k and v [1, groups, S, d] -> [1, heads, S, d]."""
     if q.is_cuda:
         return flex_tree_attention(q, k, v, tree, scale, flash)
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
@@ -110,8 +101,7 @@ def tree_attention(
 
 
 def merged_attention(q: Tensor, k: Tensor, v: Tensor, tree: TreeParams, scale: float) -> Tensor:
-    """q and the result [S, heads, d], k and v [S, groups, d]; with ``tree.share`` s queries and K keys.
-    Accumulates in at least float32."""
+    """q and the result [S, heads, d], k and v [S, groups, d]. Accumulates in at least float32."""
     return _Merged.apply(q, k, v, tree, scale)
 
 
@@ -173,7 +163,7 @@ def flex_tree_attention(
 ) -> Tensor:
     """Compute the row with one FlexAttention call. ``flash``: with FlexAttention's FLASH backend."""
     if tree.block_mask is None:
-        tree.block_mask = tree_block_mask(tree.visible_until, tree.share)
+        tree.block_mask = tree_block_mask(tree.visible_until)
     compiled = _compiled_flex_attention(len(tree) % BLOCK == 0)
     options = {"BACKEND": "FLASH"} if flash else _kernel_options(q)
     return compiled(q, k, v, block_mask=tree.block_mask, scale=scale, enable_gqa=True, kernel_options=options)
@@ -200,34 +190,14 @@ def whole_block_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Te
     return cast(Tensor, flex_attention(q, k, v, **options))
 
 
-def tree_block_mask(visible_until: Tensor, share: Share | None = None) -> BlockMask:
-    """Return FlexAttention's block mask of a row, or of a rank's share of it, whose slices are whole blocks;
-    from ``visible_until`` [S] alone, on its device."""
+def tree_block_mask(visible_until: Tensor) -> BlockMask:
+    """Return FlexAttention's block mask of a row, from ``visible_until`` [S] alone, on its device."""
     partial, full = block_visibility(visible_until)
-    if share is not None:
-        return _shared_block_mask(visible_until, share, partial, full)
 
     def visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q) & (q < visible_until[k])
 
-    return _block_mask(partial, full, visible, (len(visible_until), len(visible_until)))
-
-
-def _shared_block_mask(visible_until: Tensor, share: Share, partial: Tensor, full: Tensor) -> BlockMask:
-    """Return the row's mask, at the share's queries and keys."""
-    queries, keys = (torch.from_numpy(x).to(visible_until.device) for x in (share.positions, share.keys))
-    assert len(queries) % (2 * BLOCK) == 0, "slices are whole blocks"
-    rows, columns = queries[::BLOCK] // BLOCK, keys[::BLOCK] // BLOCK  # the share's blocks in the row
-    until = visible_until[keys]
-
-    def visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (keys[k] <= queries[q]) & (queries[q] < until[k])
-
-    partial, full = (blocks[rows][:, columns] for blocks in (partial, full))
-    return _block_mask(partial, full, visible, (len(queries), len(keys)))
-
-
-def _block_mask(partial: Tensor, full: Tensor, visible: Callable, lengths: tuple[int, int]) -> BlockMask:
+    lengths = (len(visible_until), len(visible_until))
     return BlockMask.from_kv_blocks(
         *_listed(partial), *_listed(full), BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=lengths
     )

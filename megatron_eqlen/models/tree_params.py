@@ -9,8 +9,8 @@ stages to attention and Gated DeltaNet. Pieces of a row, from small to large:
 * chain: consecutive runs down to a leaf, contiguous in the row; plain causal attention inside, and a prefix
   of earlier positions that every query of the chain sees.
 
-A row's padding is one more node, or with context parallelism one in each slice. Its results are not read, but
-it takes the same code path, so that every parameter is in the graph even for a row that is only padding.
+A row's padding is one more node. Its results are not read, but it takes the same code path, so that every
+parameter is in the graph even for a row that is only padding.
 Everything here is built with numpy from the nodes alone; nothing is of size S x S.
 """
 
@@ -26,9 +26,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from megatron_eqlen.models.context import Share, Span
 from megatron_eqlen.types import Row, RowNode
 
+Span = tuple[int, int]
+"""Positions of a row: first (inclusive) and last (exclusive)."""
 KERNEL_CHUNK = 64
 """Positions per chunk in kernels for runs of any length."""
 
@@ -41,21 +42,12 @@ class Chain:
     end: int
     prefix: tuple[Span, ...]
 
-    def within(self, start: int, end: int) -> Chain | None:
-        """Return the part at ``start .. end``, which sees the chain before it; None if it is empty."""
-        first, last = max(self.start, start), min(self.end, end)
-        if first >= last:
-            return None
-        before = ((self.start, first),) if first > self.start else ()
-        return Chain(first, last, self.prefix + before)
-
 
 @dataclass(frozen=True)
 class Call:
     """Pairs of (queries, keys) that attention computes one by one; no query is in two pairs."""
 
     pairs: tuple[tuple[slice, slice], ...]
-    """Slices of the row; with ``TreeParams.share``, slices of its positions and its ``keys``."""
     causal: bool
     """True: a pair's queries are its keys, and each sees those up to itself; False: each sees all keys."""
 
@@ -100,41 +92,28 @@ class TreeParams(PackedSeqParams):
     """[S] int64: k is visible to q iff k <= q < visible_until[k]."""
     nodes: tuple[RowNode, ...]
     path_columns: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """``Row.path_columns`` at this rank's positions."""
-    share: Share | None = None
-    """This rank's part of the row; None: all of it."""
+    """``Row.path_columns``."""
     block_mask: BlockMask | None = None
     """FlexAttention's mask of the row, filled in by the first layer that needs it."""
     _seams: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
     _chunks: dict[int, Chunks] = field(default_factory=dict, init=False)
 
     @classmethod
-    def from_row(
-        cls, row: Row, device: torch.device | str | None = None, share: Share | None = None
-    ) -> TreeParams:
+    def from_row(cls, row: Row, device: torch.device | str | None = None) -> TreeParams:
         """Return the trees of ``row``. ``device``: default the current CUDA device, or else the CPU."""
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         longest = int(row.position_ids.max()) + 1
-        length, size = len(row.input_ids), len(row.input_ids) if share is None else share.slice_size
-        # padding as nodes of their own, cut where a context-parallel slice ends
-        ends = [end for end in range(size, length + 1, size) if end > row.num_tokens]
-        starts = [row.num_tokens, *ends[:-1]]
-        padding = [
-            RowNode(a, b - a, parent=-1, depth=0, position=0) for a, b in zip(starts, ends, strict=False)
-        ]
-        positions = slice(None) if share is None else share.positions
+        padding = RowNode(row.num_tokens, len(row.input_ids) - row.num_tokens, parent=-1, depth=0, position=0)
         return cls(
             qkv_format="sbhd",
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             position_ids=torch.from_numpy(row.position_ids).to(device),
             visible_until=torch.from_numpy(row.visible_until).to(device),
-            nodes=(*row.nodes, *padding),
+            nodes=(*row.nodes, padding) if padding.length else tuple(row.nodes),
             path_columns={
-                name: torch.from_numpy(values[positions]).to(device)
-                for name, values in row.path_columns.items()
+                name: torch.from_numpy(values).to(device) for name, values in row.path_columns.items()
             },
-            share=share,
         )
 
     @classmethod
@@ -154,7 +133,7 @@ class TreeParams(PackedSeqParams):
         return self.position_ids.device
 
     def __len__(self) -> int:
-        """Return S, with padding, over all ranks."""
+        """Return S, with padding."""
         return len(self.position_ids)
 
     @cached_property
@@ -202,25 +181,14 @@ class TreeParams(PackedSeqParams):
     @cached_property
     def calls(self) -> list[Call]:
         """Attention of every chain to itself, then to its prefix's first span, its second, ..."""
-        chains, share = self.chains, self.share
-        if share is not None:
-            parts = (chain.within(*span) for span in share.slices for chain in chains)
-            chains = [part for part in parts if part is not None]
+        chains = self.chains
         own = [(chain.start, chain.end) for chain in chains]
-        calls = [self._call(list(zip(own, own, strict=True)), causal=True)]
+        calls = [_call(list(zip(own, own, strict=True)), causal=True)]
         for number in range(max(len(chain.prefix) for chain in chains)):
             prefixes = zip(own, (chain.prefix[number : number + 1] for chain in chains), strict=True)
             pairs = [(queries, keys) for queries, prefix in prefixes for keys in prefix]
-            calls.append(self._call(pairs, causal=False))
+            calls.append(_call(pairs, causal=False))
         return calls
-
-    def _call(self, spans: list[tuple[Span, Span]], causal: bool) -> Call:
-        share = self.share
-        if share is None:
-            pairs = [(slice(*queries), slice(*keys)) for queries, keys in spans]
-        else:
-            pairs = [(share.query_span(queries), share.key_span(keys)) for queries, keys in spans]
-        return Call(tuple(pairs), causal)
 
     @cached_property
     def _previous(self) -> np.ndarray:
@@ -324,3 +292,7 @@ class TreeParams(PackedSeqParams):
 
     def _tensor(self, numbers: np.ndarray) -> Tensor:
         return torch.from_numpy(numbers).to(self.device)
+
+
+def _call(spans: list[tuple[Span, Span]], causal: bool) -> Call:
+    return Call(tuple((slice(*queries), slice(*keys)) for queries, keys in spans), causal)

@@ -68,7 +68,7 @@ def activations(
     """Return the activation memory of pipeline stage ``stage``. ``sequence``: sequence parallelism is on.
     ``rows``: rows per data-parallel rank and minibatch; None: enough to fill the pipeline."""
     recipe, model, parallel = job.recipe, job.model, job.recipe.parallel
-    tokens, width = recipe.packing.max_tokens_per_row // parallel.context, BYTES[recipe.model.dtype]
+    tokens, width = recipe.packing.max_tokens_per_row, BYTES[recipe.model.dtype]
     row = RankRow(model, parallel, tokens, width, sequence, gpu, recipe.lora, imbalance)
     chunks = layout.stages(parallel, model)[stage :: parallel.pipeline]
     layers = [number for chunk in chunks for number in chunk]
@@ -99,7 +99,7 @@ def _under_way(parallel: ParallelRecipe, stage: int, rows: int | None) -> int:
 
 @dataclass(frozen=True)
 class RankRow:
-    """The ``tokens`` of a row on one context-parallel rank."""
+    """The ``tokens`` of a row."""
 
     model: ModelConfig
     parallel: ParallelRecipe
@@ -227,8 +227,6 @@ class RankRow:
         kept += WIDE * heads  # log-sum-exp
         if model.gated_attention:
             kept += query * (self.b + WIDE)
-        if (ranks := self.parallel.context) > 1:  # gathered keys and values, at most those of the whole row
-            kept += self.b * (2 * key * ranks - key)
         if not model.qk_norm:
             return self.tokens * kept
         norms = self._norm(self.tokens, query, heads) + self._norm(self.tokens, key, groups, True)

@@ -43,7 +43,7 @@ def host_parts(job: Job, stages: list[Trainer], work: Workload) -> dict[str, flo
         parts["teacher"] = pinned(trainer.teacher(job).parameters, width, sharded=False)
     parts = {name: cluster.processes_per_node * size for name, size in parts.items()}
     parts["checkpoint"] = staged_bytes(job, rank)
-    sharing = recipe.parallel.tensor * recipe.parallel.context
+    sharing = recipe.parallel.tensor
     copies = 1 + sharing * recipe.parallel.pipeline  # graded on one rank, trained on these
     parts["rollouts"] = copies * (work.generated + work.given) * token_bytes(recipe.rollout) / cluster.nodes
     if recipe.rollout.keep_routes:  # each stage keeps its own layers' routes
@@ -77,10 +77,9 @@ def checkpoint_bytes(job: Job) -> float:
 
 def staged_bytes(job: Job, rank: RankBuffers) -> float:
     """Return the bytes that a node stages while a checkpoint is written: the weights, each parameter at most
-    once. The optimizer state is written in place, unless it is on the GPU or gathered."""
+    once. The optimizer state is written in place, unless it is on the GPU."""
     recipe, each = job.recipe, BYTES[job.recipe.model.dtype]
-    stays = recipe.parked == "none" and not recipe.optimizer.offload
-    if stays or recipe.checkpoint.resharding == "any":
+    if recipe.parked == "none" and not recipe.optimizer.offload:
         each += optimizer_bytes(recipe)
     return each * min(trained(job.model, recipe.lora), recipe.cluster.processes_per_node * rank.elements)
 

@@ -113,16 +113,15 @@ def communicators(job: Job) -> list[str]:
     """Return the trainer's groups of more than one rank that carry GPU tensors; each has its own NCCL
     communicator, even with the ranks of another. vLLM's are part of the engine."""
     parallel, world, model = job.recipe.parallel, job.recipe.world_size, job.model
-    data = world // (parallel.tensor * parallel.pipeline * parallel.context)
+    data = world // (parallel.tensor * parallel.pipeline)
     experts = parallel.expert * parallel.expert_tensor
     sizes = {
         "world": world,
         "optimizer": world,
         "tensor": parallel.tensor,
         "pipeline": parallel.pipeline,
-        "context": parallel.context,
         "data": data,
-        "data and context": data * parallel.context,
+        "data and context": data,
         "embedding": parallel.pipeline if model.tie_word_embeddings else 1,
     }
     if model.experts:

@@ -6,7 +6,7 @@
 It shows what bounds a step on 8 or 4,096 GPUs (bytes or FLOPs, the longest response, too few rows, the
 network), and predicts no run. The shares are those of NeMo-RL's published steps on H100
 (about/performance-summary.md, v0.4; tests/pure/test_plan.py has the rows). Not counted: graders, weight
-syncs, checkpoints, evaluations, and what tensor, context and expert parallelism exchange.
+syncs, checkpoints, evaluations, and what tensor and expert parallelism exchange.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def roofline(job: Job, work: Workload, gpu: Gpu) -> Roofline:
     computed = batch * forward_flops(model, work.context) / rollout.tensor_parallel
     generation = steps * max(read / (BANDWIDTH * gpu.bandwidth), computed / (compute * gpu.flops))
 
-    replicas = recipe.world_size / (parallel.tensor * parallel.context * parallel.pipeline)
+    replicas = recipe.world_size / (parallel.tensor * parallel.pipeline)
     rows = work.trained / (recipe.loss.minibatches * recipe.packing.max_tokens_per_row * replicas)
     waiting = (parallel.pipeline - 1) / (parallel.virtual_pipeline or 1)
     busy = rows / (max(1.0, rows) + waiting)

@@ -30,14 +30,13 @@ def describe(job: Job) -> str:
 
 def _layout(recipe: Recipe) -> str:
     parallel, cluster = recipe.parallel, recipe.cluster
-    data = recipe.world_size // (parallel.tensor * parallel.context * parallel.pipeline)
-    context = f"CP {parallel.context} x " if parallel.context > 1 else ""
+    data = recipe.world_size // (parallel.tensor * parallel.pipeline)
     engine, servers = recipe.rollout.tensor_parallel, recipe.rollout.servers
     engines = f"{recipe.world_size // engine} engines" if recipe.colocated else f"{len(servers)} servers"
     engines = f"{engines} of TP {engine}" if recipe.generates else "no engine"
     return (
         f"layout      {cluster.nodes} nodes x {cluster.processes_per_node} = {recipe.world_size} processes = "
-        f"TP {parallel.tensor} x {context}PP {parallel.pipeline} x DP {data}; EP {parallel.expert}; {engines}"
+        f"TP {parallel.tensor} x PP {parallel.pipeline} x DP {data}; EP {parallel.expert}; {engines}"
     )
 
 

@@ -142,8 +142,8 @@ def _pieces(weights: tuple[Weight, ...]) -> tuple[_Piece, ...]:
     number = 1 + max(weight.expert or 0 for weight in weights)
     pieces = []
     for weight in weights:
-        if weight.expert:
-            continue  # all experts have the sizes of expert 0
+        if weight.expert or not weight.trained:
+            continue  # all experts have the sizes of expert 0; what is not trained is no parameter
         layer = re.search(r"layers\.(\d+)\.", weight.megatron)
         at, size = int(layer[1]) if layer else None, sum(map(prod, weight.shapes))
         experts = number if weight.expert == 0 else None

@@ -18,7 +18,6 @@ from typing import NoReturn
 from megatron_eqlen.processes.lifeline import end_descendants
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-SHOW_CURSOR = "\x1b[?25h"
 
 
 class Interrupts:
@@ -97,8 +96,7 @@ def _forget() -> None:
 
 
 def _say(text: str) -> None:
-    shown = SHOW_CURSOR if sys.stderr.isatty() else ""  # hidden by a display that redraws itself
     try:
-        print(f"{shown}eqlen: {text}", file=sys.stderr, flush=True)
+        print(f"eqlen: {text}", file=sys.stderr, flush=True)
     except OSError:
         return  # the terminal is gone

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from megatron_eqlen.files import expecting
 from megatron_eqlen.processes import events
 from megatron_eqlen.processes.events import Event
 from megatron_eqlen.processes.failures import free_space
 
-STEPS, WARNINGS = 4, 20
-"""Numbers of newest steps whose stages, and of newest warnings that the state has."""
+WARNINGS = 20
+"""Number of newest warnings that the state has."""
 NEWEST = 1 << 18
-"""Bytes at the record's end in which steps and stages, most of its events, are read; ``STEPS`` need less."""
+"""Bytes at the record's end in which steps and stages, most of its events, are read."""
 TICK = 0.1
 """Seconds by which the time of a file may lie before the clock: it is that of the kernel's last tick."""
 
@@ -45,10 +45,6 @@ class RunState:
     """Begin of the newest try or start, in seconds since 1970."""
     stages: list[Moment] = field(default_factory=list)
     """Stages in progress, or at the moment the run was cut off."""
-    spans: list[dict[str, Any]] = field(default_factory=list)
-    """Stages that have ended since the newest step: stage, began, ended, track."""
-    steps: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=STEPS))
-    """Newest steps: step, time, spans."""
     saved: int | None = None
     """Number of steps after which the newest checkpoint was saved."""
     warnings: deque[Moment] = field(default_factory=lambda: deque(maxlen=WARNINGS))
@@ -82,20 +78,14 @@ class RunState:
                 self.started, self.waits, self.began = True, None, time
                 self.ended = self.hung = False
                 self.first_error = self.given_up = self.cancelled = self.end_error = None
-                self.stages, self.spans = [], []
+                self.stages = []
                 self.warnings.clear()
-            case "resumed":
-                kept = [step for step in self.steps if step["step"] <= event["step"]]
-                self.steps = deque(kept, STEPS)
             case "stage" if "began" in event:
                 self.stages = [stage for stage in self.stages if stage != (event["began"], event["stage"])]
-                track = {"track": event["track"]} if "track" in event else {}
-                self.spans.append({"stage": event["stage"], "began": event["began"], "ended": time} | track)
             case "stage":
                 self.stages.append((time, event["stage"]))
             case "step":
-                self.steps.append({"step": event["step"], "time": time, "spans": self.spans})
-                self.spans, self.stalled_tries = [], 0
+                self.stalled_tries = 0
             case "saved":
                 self.saved = event["step"]
             case "warning":

@@ -22,8 +22,6 @@ class TimeSpan:
     began: float
     ended: float = math.inf
     """Infinite while the stage runs."""
-    track: str = ""
-    """Name of the track whose turn an environment answers."""
 
 
 class Timeline:
@@ -44,13 +42,7 @@ class Timeline:
             yield span
         finally:
             span.ended = time.perf_counter()
-            self.note(span)
-
-    def note(self, span: TimeSpan) -> None:
-        """Tell of a span that has ended."""
-        began, ended = (round(moment + self._epoch, 3) for moment in (span.began, span.ended))
-        track = {"track": span.track} if span.track else {}
-        self._tell("stage", stage=span.stage, time=ended, began=began, **track)
+            self._tell("stage", stage=stage, time=round(span.ended + self._epoch, 3), began=began)
 
     def idle(self, stages: tuple[str, ...], since: float, until: float) -> float:
         """Return the seconds from ``since`` to ``until`` in which none of ``stages`` ran."""

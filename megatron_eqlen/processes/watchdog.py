@@ -1,7 +1,7 @@
 """Detect that a run hangs, record where every rank is, and end the run.
 
-    a rank's progress: stages, beats, collectives ─► its deadline: the time stamp of RUN/hang/WHEN/rank-N.txt
-    all deadlines have passed ─► stacks into that file, collective traces beside it ─► status HUNG
+    a rank's progress: stages and beats ─► its deadline: the time stamp of RUN/hang/WHEN/rank-N.txt
+    all deadlines have passed ─► stacks into that file ─► status HUNG
 
 A rank that waits for others makes no progress either, so the run hangs only if no rank has made progress for
 its time limit. Each rank watches from a thread; ranks communicate only through the run folder. If that
@@ -19,9 +19,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from megatron_eqlen.processes import events, failures
 from megatron_eqlen.processes.lifeline import end_descendants
@@ -45,24 +44,15 @@ def beat() -> None:
 class Watchdog:
     """Watchdog of one rank of ``world``. It records stages from the beginning and watches after ``start``.
 
-    ``seconds`` (``cluster.watchdog_seconds``): the limit without progress; None: never watch. ``collectives``
-    returns a value that changes when a collective begins or ends; ``traces`` the contents of files for
-    ``torchfrtrace``, by prefix.
+    ``seconds`` (``cluster.watchdog_seconds``) is the time limit without progress; None: never watch.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        world: int,
-        seconds: float | None,
-        collectives: Callable[[], Any] = int,
-        traces: Callable[[], Mapping[str, bytes]] = dict,
-    ) -> None:
+    def __init__(self, rank: int, world: int, seconds: float | None) -> None:
         self.rank, self.world, self.seconds = rank, world, seconds
-        self._collectives, self._traces = collectives, traces
         self._running: list[tuple[str, float]] = []
         """Name and patience of each running stage."""
-        self._seen: Any = None
+        self._seen = -1
+        """Beats at the newest look."""
         self._since = time.monotonic()
         """Time of the last progress."""
         self._ended = threading.Event()
@@ -119,8 +109,8 @@ class Watchdog:
             if now - looked > 10 * self.interval:  # this process was stopped, others perhaps, too
                 self._since = now
             looked = now
-            if (seen := (_beats, self._collectives())) != self._seen:
-                self._seen, self._since = seen, now
+            if _beats != self._seen:
+                self._seen, self._since = _beats, now
             deadline = self._declare()
             hung = hangs
             hangs = time.time() > deadline and not any(map(self._is_fine, range(self.world)))
@@ -160,7 +150,7 @@ class Watchdog:
         os._exit(HUNG)
 
     def _write(self) -> None:
-        """Write stacks and traces of this rank; the first rank that does also tells the user."""
+        """Write this rank's stacks; the first rank that does also tells the user."""
         stages = [name for name, _ in list(self._running)]
         where = f"in stage {stages[-1]}" if stages else "between stages"
         silence = f"rank {self.rank} has made no progress for {time.monotonic() - self._since:.0f} s {where}"
@@ -168,12 +158,7 @@ class Watchdog:
         self._file.write(f"{silence}\n")
         self._file.flush()
         faulthandler.dump_traceback(self._file, all_threads=True)
-        traces = self._traces()
-        for prefix, trace in traces.items():
-            (self.folder / f"{prefix}{self.rank}").write_bytes(trace)
         said = f"the run hangs: {silence}, nor has any other rank; stacks of every rank are in {self.folder}"
-        for prefix in traces:
-            said += f"; compare their collectives with: torchfrtrace --prefix {prefix} {self.folder}"
         with contextlib.suppress(FileExistsError), open(self.folder / INDEX, "x", encoding="utf-8") as index:
             index.write(f"{said}\n")
             with contextlib.suppress(OSError):

@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_eqlen.hf.config import DeltaNet, ModelConfig
+    from megatron_eqlen.hf.config import ModelConfig
     from megatron_eqlen.recipe import ParallelRecipe, Recipe, RolloutRecipe
 
 VLLM_VOCABULARY = 64
@@ -68,11 +68,11 @@ def of_teacher(parallel: ParallelRecipe, teacher: ModelConfig) -> ParallelRecipe
 
 def groups(parallel: ParallelRecipe, processes: int) -> Iterator[str]:
     """Yield violations of Megatron-Core's two divisions of the ranks: for dense layers and for experts."""
-    tensor, context, pipeline = parallel.tensor, parallel.context, parallel.pipeline
-    if processes % (ranks := tensor * context * pipeline):
+    tensor, pipeline = parallel.tensor, parallel.pipeline
+    if processes % (ranks := tensor * pipeline):
         yield (
-            f"parallel: tensor {tensor} x context {context} x pipeline {pipeline} = {ranks} does not divide "
-            f"the {processes} {PROCESSES}"
+            f"parallel: tensor {tensor} x pipeline {pipeline} = {ranks} does not divide the {processes} "
+            f"{PROCESSES}"
         )
     experts = parallel.expert_tensor * parallel.expert * pipeline
     if processes % experts:
@@ -90,9 +90,6 @@ def groups(parallel: ParallelRecipe, processes: int) -> Iterator[str]:
 def weights(parallel: ParallelRecipe, model: ModelConfig) -> Iterator[str]:
     """Yield violations of the model's division over parallel groups; heads divide by key-value group."""
     yield from _divides("parallel.tensor", parallel.tensor, _tensor_sizes(model))
-    if parallel.context > 1 and model.delta_net:
-        sizes = _delta_net_heads(model.delta_net)
-        yield from _divides("parallel.tensor x parallel.context", parallel.tensor * parallel.context, sizes)
     yield from _stages(parallel, model)
     if parallel.tensor > 1 and parallel.sequence is False and needs_sequence_parallel(model):
         yield (
@@ -184,16 +181,9 @@ def _tensor_sizes(model: ModelConfig) -> dict[str, int]:
     if experts and experts.shared_expert_intermediate_size:
         sizes["shared_expert_intermediate_size"] = experts.shared_expert_intermediate_size
     if delta_net:
-        sizes |= _delta_net_heads(delta_net)
+        sizes["linear_num_key_heads"] = delta_net.num_key_heads
+        sizes["linear_num_value_heads"] = delta_net.num_value_heads
     return sizes
-
-
-def _delta_net_heads(delta_net: DeltaNet) -> dict[str, int]:
-    """Return the head counts of Gated DeltaNet, which context parallelism divides as well."""
-    return {
-        "linear_num_key_heads": delta_net.num_key_heads,
-        "linear_num_value_heads": delta_net.num_value_heads,
-    }
 
 
 def _stages(parallel: ParallelRecipe, model: ModelConfig) -> Iterator[str]:

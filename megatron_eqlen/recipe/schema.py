@@ -561,8 +561,6 @@ class ParallelRecipe(Section):
 
     tensor: PositiveInt = 1
     """GPUs that share each matrix (TP)."""
-    context: PositiveInt = 1
-    """GPUs that share the positions of a row (CP)."""
     pipeline: PositiveInt = 1
     """Pipeline stages, each with some of the layers (PP)."""
     virtual_pipeline: Annotated[int, Field(ge=2), NUMBER] | None = None
@@ -602,12 +600,6 @@ class CheckpointRecipe(Section):
     """Steps from one checkpoint to the next."""
     keep: PositiveInt = 2
     """Number of newest checkpoints that are kept."""
-    resharding: Annotated[Literal["data_parallel", "any"], When("optimizer.precision", "float32")] = (
-        "data_parallel"
-    )
-    """Layouts that can resume from a checkpoint. ``data_parallel``: the same ``parallel`` section on any
-    number of nodes; every rank writes its own shard. ``any``: all layouts, but ranks gather the optimizer
-    state."""
 
 
 def _greedy_or_sampled(value: float) -> float:
@@ -669,11 +661,6 @@ class ProfileRecipe(Section):
     steps: list[PositiveInt] = []
     """Steps that every rank traces, counted from 1, for Chrome's and Perfetto's viewers. Traced steps are
     slower."""
-    memory: Annotated[bool, When(".steps")] = False
-    """Include each allocation and release of memory in the traces."""
-    out_of_memory: bool = False
-    """Write a memory snapshot when a GPU runs out of memory, for pytorch.org/memory_viz. Slows each
-    allocation."""
 
 
 class ClusterRecipe(Section):

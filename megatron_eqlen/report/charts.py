@@ -11,7 +11,6 @@ import numpy as np
 
 from megatron_eqlen import metrics as m
 from megatron_eqlen.evaluation.result import Evaluation, histories
-from megatron_eqlen.processes.run_state import STEPS
 from megatron_eqlen.report.format import (
     MISMATCH,
     PAIRS,
@@ -22,18 +21,10 @@ from megatron_eqlen.report.format import (
     compact,
     duration,
 )
-from megatron_eqlen.report.metrics import Columns, Records
+from megatron_eqlen.report.metrics import Columns
 from megatron_eqlen.report.progress import STEPS_FOR_ETA
 from megatron_eqlen.sampling.profile import Profile
 
-LANES = {
-    "engine": ("harvest", "evaluate"),
-    "graders": ("score",),
-    "trainer": ("trees", "train", "sync", "checkpoint"),
-    "environments": ("call",),
-    "barrier": ("wait for a fork",),
-}
-STAGES = tuple(stage for lane in LANES.values() for stage in lane)
 COLOURS = (
     "#3f7ad6", "#d9822b", "#379a72", "#a65bbd", "#c95567", "#8a8f98", "#4aa3b5", "#9a7350", "#9cab2a",
     "#e07fb4",
@@ -111,13 +102,11 @@ class Chart:
     """The series are parts of a whole."""
     starts: Sequence[float] = ()
     """Left ends of bars that end at ``x``, in percent of a response."""
-    spans: Sequence[tuple[str, str, float, float, str]] = ()
-    """Activities: lane, stage, begin, end and track; ``x`` are the ends of the steps. All in seconds."""
 
     def data(self) -> dict[str, Any]:
-        """Return what ``page.js`` draws, as plain data: of each series the columns ``y`` and, if there,
-        ``low``, ``high`` and ``smooth``, the moving average; ``hover``: a height between the series."""
-        values = np.array([series.y for series in self.series if not self.spans]).reshape(-1, len(self.x))
+        """Return what ``page.js`` draws, as plain data: of each series the columns ``y`` and, where there are
+        some, ``low``, ``high`` and ``smooth``, the moving average; ``hover``, a height between the series."""
+        values = np.array([series.y for series in self.series]).reshape(-1, len(self.x))
         counts = np.isfinite(values).sum(axis=0)
         series = []
         for one in self.series:
@@ -135,8 +124,6 @@ class Chart:
             "series": series,
             "stacked": self.stacked,
             "starts": [*self.starts],
-            "spans": [[*span[:4], stage_colour(span[1]), *span[4:]] for span in self.spans],
-            "lanes": [lane for lane in LANES if any(span[0] == lane for span in self.spans)][::-1],
         }
 
 
@@ -194,35 +181,6 @@ def profile_chart(profile: Profile) -> Chart:
     return Chart(title, ends, series, starts=[0.0, *ends[:-1].tolist()])
 
 
-def stage_colour(stage: str) -> str:
-    """Return the colour of a stage, the same in every picture."""
-    order = [*STAGES, *(other for other in m.STAGES if other not in STAGES)]
-    return COLOURS[order.index(stage) % len(COLOURS)]
-
-
-def timeline(records: Records) -> list[Chart]:
-    """Return the chart of the last ``STEPS`` steps, with a lane for each of ``LANES``; none without spans."""
-    shown = [record for record in records if record["spans"]][-STEPS:]
-    lanes = {stage: lane for lane, stages in LANES.items() for stage in stages}
-    spans = [span for record in shown for span in record["spans"] if span["stage"] in lanes]
-    if not spans:
-        return []
-    first = min(span["began"] for span in spans)
-    times = [
-        (lanes[one["stage"]], one["stage"], one["began"] - first, one["ended"] - first, one.get("track", ""))
-        for one in spans
-    ]
-    seconds = {stage: sum(end - begin for _, of, begin, end, _ in times if of == stage) for stage in lanes}
-    series = [
-        Series(stage, np.empty(0), colour=stage_colour(stage), last=f"{compact(total)} s")
-        for stage, total in seconds.items()
-        if total
-    ]
-    ends = np.array([record["time"] - first for record in shown])
-    steps = [f"step {record['step']}" for record in shown]
-    return [Chart("The last steps", ends, series, steps, spans=times)]
-
-
 def _known(values: np.ndarray) -> np.ndarray:
     return values[np.isfinite(values)]
 
@@ -234,7 +192,12 @@ def _stages(columns: Columns) -> list[Series]:
     overall = sum(totals.values())
     last = {s: f"{compact(t / len(columns.steps))} s, {t / overall:.0%}" for s, t in totals.items()}
     return [
-        Series(stage, averaged(taken[stage]), colour=stage_colour(stage), last=last[stage])
+        Series(
+            stage,
+            averaged(taken[stage]),
+            colour=COLOURS[m.STAGES.index(stage) % len(COLOURS)],
+            last=last[stage],
+        )
         for stage in sorted(totals, key=lambda stage: -totals[stage])
     ]
 

@@ -18,6 +18,8 @@ from megatron_eqlen.report.metrics import Records
 from megatron_eqlen.report.recorded import find_decoder
 from megatron_eqlen.types import UNSCORED, Part, Rollout, last_turn
 
+STEPS = 24
+"""Number of newest steps that are looked at."""
 MOST = 0.9
 """Share of a step's responses from which one kind of end is the cause."""
 LOOKED_AT, TEXT = 32, 160

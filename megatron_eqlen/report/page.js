@@ -12,7 +12,7 @@ return Math.abs(tick) < 1e-3 && tick ? tick.toExponential(1) : String(+tick.toPr
 
 function frame(chart) {
   const plot = Bokeh.Plotting.figure({
-    height: chart.spans.length ? 140 : 200, ...(chart.spans.length && {y_range: chart.lanes}), sizing_mode: "stretch_width", toolbar_inner: true, output_backend: "canvas",
+    height: 200, sizing_mode: "stretch_width", toolbar_inner: true, output_backend: "canvas",
     tools: [new Bokeh.BoxZoomTool({dimensions: "width", visible: false}), new Bokeh.ResetTool()],
     background_fill_alpha: 0, border_fill_alpha: 0, outline_line_color: null, x_axis_label: "step",
   })
@@ -20,9 +20,8 @@ function frame(chart) {
   plot.toolbar.logo = null
   for (const axis of [...plot.xaxes, ...plot.yaxes]) {
     axis.axis_line_color = axis.major_tick_line_color = axis.minor_tick_line_color = null
-    if (!chart.spans.length) axis.formatter = new Bokeh.CustomJSTickFormatter({code: NUMBERS})
+    axis.formatter = new Bokeh.CustomJSTickFormatter({code: NUMBERS})
   }
-  if (chart.spans.length) return plot
   plot.yaxis.ticker = new Bokeh.BasicTicker({desired_num_ticks: 5})
   plot.xaxis.ticker = new Bokeh.BasicTicker({desired_num_ticks: 5, mantissas: [1, 2, 5], min_interval: 1})
   return plot
@@ -74,24 +73,8 @@ function parts(plot, chart, source) {
   return plot.quad({left: column("left"), right: column("x"), bottom: 0, top: column("y"), color: colour, alpha: 0.5, source})
 }
 
-// Draw activities in their lanes; a line of the grid is the end of a step.
-function spans(plot, chart) {
-  const [lane, stage, begin, end, colour, track] = [0, 1, 2, 3, 4, 5].map(i => chart.spans.map(span => span[i]))
-  const source = new Bokeh.ColumnDataSource({data: {lane, stage, begin, end, track, colour, seconds: end.map((e, i) => e - begin[i])}})
-  const [y, left, right, color] = ["lane", "begin", "end", "colour"].map(field => ({field}))
-  plot.hbar({y, left, right, color, height: 0.7, source})
-  plot.xaxis.axis_label = plot.ygrid.grid_line_color = null
-  plot.xaxis.ticker = plot.xgrid.ticker = new Bokeh.FixedTicker({ticks: chart.x})
-  plot.xaxis.major_label_overrides = new Map(chart.x.map((x, i) => [x, chart.clock[i]]))
-  plot.add_tools(new Bokeh.HoverTool({tooltips: [["", "@stage @track: @seconds{0.0} s"]], visible: false}))
-}
-
 CHARTS.forEach((chart, number) => {
   const plot = frame(chart)
-  if (chart.spans.length) {
-    spans(plot, chart)
-    return Bokeh.Plotting.show(plot, `#chart-${number}`)
-  }
   const values = chart.series.map((series, n) => [`y${n}`, series.columns.y.map(y => y ?? NaN)])
   const source = new Bokeh.ColumnDataSource({
     data: {x: chart.x, hover: chart.hover, ...(chart.clock.length && {clock: chart.clock}), ...Object.fromEntries(values)},

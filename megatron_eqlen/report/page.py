@@ -24,7 +24,7 @@ from megatron_eqlen.files import write_text
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.load import dump, load_run
 from megatron_eqlen.record.reader import check_newest, scored_steps, step_files
-from megatron_eqlen.report.charts import COLOURS, METRICS, RARE, charts, facts, profile_chart, timeline
+from megatron_eqlen.report.charts import COLOURS, METRICS, RARE, charts, facts, profile_chart
 from megatron_eqlen.report.format import compact, percent
 from megatron_eqlen.report.metrics import Columns
 from megatron_eqlen.report.recorded import RecordedStep, find_decoder, recorded_advice
@@ -59,7 +59,7 @@ def write_page(run: Path) -> Path:
         telling = step.training.telling(step.rollouts)
         rows += [{"step": number + 1} | row for row in step.rows(telling, decode)]
     profile, advice = recorded_advice(run, recipe)
-    drawn = charts(columns, evaluated) + timeline([*status.state.steps])
+    drawn = charts(columns, evaluated)
     drawn += [profile_chart(profile)] if profile else []
     return _write(
         run / PAGE,

@@ -26,10 +26,10 @@ from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.contents import is_whole
 from megatron_eqlen.recipe.load import load_run
 from megatron_eqlen.record.reader import check_newest
-from megatron_eqlen.report.diagnosis import diagnose
-from megatron_eqlen.report.format import REWARD, compact, duration, first_of
+from megatron_eqlen.report.diagnosis import STEPS, diagnose
+from megatron_eqlen.report.format import compact, duration
 from megatron_eqlen.report.metrics import read_newest
-from megatron_eqlen.report.progress import SPARK_STEPS, STEPS_FOR_ETA, numbers
+from megatron_eqlen.report.progress import STEPS_FOR_ETA, numbers
 
 MOST_WARNINGS = 5
 SILENCE = 4 * BEAT
@@ -68,7 +68,7 @@ class RunStatus:
     def __init__(self, folder: Path) -> None:
         self.recipe, self.folder, self.state = load_run(folder), folder, read_state(folder)
         self.holder = hold.read_holder(folder / hold.FILE)
-        self.records = read_newest(folder, SPARK_STEPS)
+        self.records = read_newest(folder, STEPS)
         self.last: dict[str, Any] = self.records[-1] if self.records else {}
         self.condition: Condition = _condition(folder, self.recipe, self.holder, self.state)
         self.job = _job(self.state) if self.condition != "complete" else ""
@@ -123,9 +123,7 @@ class RunStatus:
         yield from self._troubles()
         if self.last:
             metrics = {name: value for name, value in self.last.items() if name not in ("step", "time")}
-            rewards = [first_of(record, REWARD) for record in self.records]
-            line = numbers(metrics, [reward for reward in rewards if reward is not None])
-            yield "last step", f"{_ago(self.last['time'], now)}: {line}"
+            yield "last step", f"{_ago(self.last['time'], now)}: {numbers(metrics)}"
             yield "data", _position(metrics)
         for _, text in diagnose(self.folder, self.recipe, self.records):
             yield "diagnosis", text

@@ -166,7 +166,7 @@ class Generator(InTurn):
         """``once``: its problems, or the prompts that it continues, are those of the only step."""
         self.session, self.recipe, self.streams = session, session.recipe, streams
         self.benchmarks = self.recipe.evaluation.benchmarks
-        self.conversations = conversations(self.recipe, session.tokenizer, session.timeline.note)
+        self.conversations = conversations(self.recipe, session.tokenizer)
         if self.conversations is not None:
             session.ends_with(self.conversations.close)
         self._tools = tools(self.recipe)

@@ -18,10 +18,9 @@ from megatron_eqlen.processes.timeline import ENGINE, TRAINER
 from megatron_eqlen.recipe.budget import COSTS, Spent
 from megatron_eqlen.recipe.contents import is_whole
 from megatron_eqlen.recipe.inputs import keep_inputs
-from megatron_eqlen.report.diagnosis import diagnose
+from megatron_eqlen.report.diagnosis import STEPS, diagnose
 from megatron_eqlen.report.metrics import Columns, read_newest
 from megatron_eqlen.report.page import PageWriter
-from megatron_eqlen.report.progress import SPARK_STEPS
 from megatron_eqlen.run.checkpoints import Checkpoints, check_held
 from megatron_eqlen.run.evaluations import Evaluations
 from megatron_eqlen.run.generation import Rollouts
@@ -32,7 +31,7 @@ from megatron_eqlen.run.step import Step
 from megatron_eqlen.sampling.profile import gain_metrics
 from megatron_eqlen.training.agreement import MismatchError
 from megatron_eqlen.training.policy import Policy
-from megatron_eqlen.training.profiler import Profiler, snapshot_when_out_of_memory
+from megatron_eqlen.training.profiler import Profiler
 from megatron_eqlen.types import UNSCORED, Metrics, TokenTree
 
 
@@ -51,10 +50,6 @@ class Run:
         failures.keep_in(self.folder.path)
         session.watch(self.folder.hang)
         self.profiler = Profiler(self.folder.profile, self.recipe.profile)
-        if self.recipe.profile.out_of_memory and torch.cuda.is_available():
-            session.enter(snapshot_when_out_of_memory(self.folder.profile))
-        elif self.recipe.profile.out_of_memory:
-            session.progress.warn("profile.out_of_memory: true has no effect without a GPU")
         self.page = PageWriter(self.folder.path)
         self.checkpoints = Checkpoints(session, self.folder, self.page)
         self.evaluations = Evaluations(session, self.folder)
@@ -242,7 +237,7 @@ class Run:
         ranks = m.over_ranks(gather([step.metrics]))
         self.records.write(self.steps, step.metrics | reached | ranks | speed | totals)
         if distributed.is_rank0():
-            found = dict(diagnose(self.folder.path, self.recipe, read_newest(self.folder.path, SPARK_STEPS)))
+            found = dict(diagnose(self.folder.path, self.recipe, read_newest(self.folder.path, STEPS)))
             for kind in (kind for kind in found if kind not in self.diagnosed):
                 nothing = " trained nothing" * (not step.metrics["train/updates"] and kind != UNSCORED)
                 self.session.progress.warn(f"step {self.steps}{nothing}: {found[kind]}")

@@ -28,7 +28,7 @@ from megatron_eqlen.recipe import RecipeError, layout
 from megatron_eqlen.report.progress import Progress
 from megatron_eqlen.rewards.scoring import EarlyGrading, Scorer
 from megatron_eqlen.run.replicas import Replicas
-from megatron_eqlen.training import flight_recorder, peak_memory
+from megatron_eqlen.training import peak_memory
 from megatron_eqlen.types import Metrics
 
 PHASES = {"harvest": "generate"} | {name: name for name in ("train", "sync", "evaluate", "checkpoint")}
@@ -44,14 +44,11 @@ class Session:
         layout.check_started(recipe, distributed.world_size())
         if recipe.rollout.batch_invariant:
             use_deterministic_kernels()
-        flight_recorder.enable()
         seconds = recipe.cluster.watchdog_seconds
         timeout = timedelta(seconds=max(1800.0, 2 * (seconds or 0.0)))  # longer than a hang lasts
         groups.start(recipe.parallel, recipe.seed, timeout)
         self._ends = contextlib.ExitStack()
-        self.watchdog = Watchdog(
-            dist.get_rank(), dist.get_world_size(), seconds, flight_recorder.status, flight_recorder.traces
-        )
+        self.watchdog = Watchdog(dist.get_rank(), dist.get_world_size(), seconds)
         self.ends_with(self.watchdog.stop)  # closing the functions registered before may hang, too
         self._ends.callback(groups.stop)
         self.job, self.recipe, self.objective = job, recipe, job.objective
@@ -71,7 +68,6 @@ class Session:
         self.ends_with(self.scorer.close)
         title = f"{recipe.name} {recipe.method}"
         self.progress = Progress(recipe.budget, title, distributed.is_rank0(), note=self.events.note)
-        self.ends_with(self.progress.close)
         for remark in job.remarks:
             self.progress.warn(remark)
         if recipe.reward.workers is None:
@@ -98,13 +94,12 @@ class Session:
 
     @contextlib.contextmanager
     def stage(self, name: str, patience: float = 0.0) -> Iterator[Metrics]:
-        """Show ``name`` while the block runs; the metrics yielded then hold its seconds (``time/NAME``) and
-        its peak memory. A stage in another thread, beside training, is neither shown nor measured in memory.
+        """Note that the stage runs during the block; the metrics yielded then hold the seconds as
+        ``time/NAME``, and the peak memory, but for a stage beside training, in another thread.
         ``patience``: see ``Watchdog.stage``."""
         measured: Metrics = {}
         alone = distributed.is_alone()
         if not alone:
-            self.progress.stage(name)
             peak_memory.begin()
         try:
             with (

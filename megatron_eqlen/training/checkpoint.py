@@ -143,7 +143,7 @@ def load(folder: Path, policy: Policy) -> dict[str, Any] | None:
         return None
     saved = together(lambda: content_metadata(newest))
     sharded_state.check_content(newest, saved, policy)
-    loaded = load_sharded(sharded_state.like(newest, saved, policy), newest)
+    loaded = load_sharded(sharded_state.like(policy), newest)
     sharded_state.load(policy, loaded)
     position = loaded["position"]
     policy.version = position["policy_version"]

@@ -1,7 +1,6 @@
 """Contents of a run's inputs: a resumed run refuses others than those that it began with."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,30 +15,13 @@ ROWS = [f'{{"question": "Compute {n}+1.", "answer": "{n + 1}"}}\n' for n in rang
 
 
 GRADER = """
-import own_helpers
 from own_helpers import VALUE as worth
 
-TABLE = {}
-TABLE["right"] = 1.0
-PRINTED = 3
-
-
-class Rules:
-    weight = 1.0
+TABLE = {"right": 1.0}
 
 
 def grade(question, response, gold):
-    from own_helpers import late
-    return TABLE["right"] * worth * own_helpers.clean(late(Rules.weight))
-
-
-def another(question, response, gold): return PRINTED
-"""
-HELPERS = """
-VALUE = 1.0
-def clean(text): return text
-def late(text): return text
-def unused(text): return text
+    return TABLE["right"] * worth
 """
 
 
@@ -55,7 +37,7 @@ def inputs(tmp_path, monkeypatch):
         "base/.cache": "",
         "rows.jsonl": "".join(ROWS),
         "own_grader.py": GRADER,
-        "own_helpers.py": HELPERS,
+        "own_helpers.py": "VALUE = 1.0\n",
         "own_agent.py": "def play(base_url, prompt, seed, notes): return 1.0\n",
         "notes.txt": "one\n",
     }.items():
@@ -92,12 +74,7 @@ def write_in_the_middle(path, data: bytes) -> None:
     ("notes.txt", lambda file: file.write_text("two"), "has changed"),
     ("own_agent.py", replacing("1.0", "2.0"), "own_agent:play has changed"),
     ("own_grader.py", lambda file: file.write_text("grade = max"), "own_grader:grade has changed"),
-    ("own_grader.py", replacing("1.0", "2.0"), "own_grader:grade/own_grader:Rules has changed"),
-    ("own_grader.py", replacing("own_helpers.clean", "own_helpers.unused"), "own_grader:grade has changed"),
-    ("own_grader.py", replacing("VALUE as", "late as"), "own_grader:grade/own_grader:worth has changed"),
-    ("own_helpers.py", replacing("1.0", "2.0"), "own_grader:grade/own_helpers:VALUE has changed"),
-    ("own_helpers.py", replacing("clean(text): return", "clean(text): return 2 *"), "own_helpers:clean has"),
-    ("own_helpers.py", replacing("late(text): return", "late(text): return 2 *"), "own_helpers:late has"),
+    ("own_helpers.py", replacing("1.0", "2.0"), "own_grader:grade/own_helpers has changed"),
 ])  # fmt: skip
 def test_a_resume_names_the_input_that_was_replaced(inputs, tmp_path, file, change, what):
     keep_inputs(tmp_path / "run", inputs)
@@ -111,78 +88,31 @@ def test_a_resume_names_the_input_that_was_replaced(inputs, tmp_path, file, chan
     keep_inputs(tmp_path / "run", inputs)
 
 
-def test_a_resume_does_not_mind_what_the_runs_code_does_not_use(inputs, tmp_path):
+def test_a_resume_does_not_mind_a_comment(inputs, tmp_path):
     keep_inputs(tmp_path / "run", inputs)
-    replacing("PRINTED = 3", "PRINTED = 4\ndef third(): return grade")(tmp_path / "own_grader.py")
-    replacing("    return TABLE", "    # a comment\n    return TABLE")(tmp_path / "own_grader.py")
-    replacing("unused(text): return", "unused(text): return 2 *")(tmp_path / "own_helpers.py")
+    replacing("    return TABLE", "    # a comment\n\n    return TABLE")(tmp_path / "own_grader.py")
     keep_inputs(tmp_path / "run", inputs)
 
 
-@pytest.mark.parametrize(("file", "old", "new", "changed"), [
-    ("rules.py", "total += 2", "total += 3", True),
-    ("rules.py", "total = 9", "total = 8", False),
-    ("parts.py", "return text", "return 2 * text", True),
-    ("deep.py", "depth = 1", "depth = 2", True),
-    ("whole.py", "one = 1", "one = 2", True),
-    ("whole.py", "other = 1", "other = 2", False),
-    ("late.py", "two = 1", "two = 2", True),
-    ("space/far.py", "three = 1", "three = 2", True),
-    ("dynamic.py", "return 1", "return 2", True),
-    ("rules.py", "script = 0", "script = 1", False),
-    ("rules.py", "script = 2", "script = 3", True),
-    ("rules.py", "rule_a = 1", "rule_a = 2", True),  # from here on: of a registry
-    ("rules.py", "unused = 1", "unused = 2", False),
-    ("more.py", "rule_b = 1", "rule_b = 2", True),
-    ("more.py", "rule_c = 1", "rule_c = 2", True),
-    ("more.py", "Sub = 1", "Sub = 2", True),
-    ("named.py", "five = 1", "five = 2", True),
+@pytest.mark.parametrize("file", [
+    "rules.py", "__init__.py", "parts.py", "deep.py", "late.py", "space/far.py", "dynamic.py", "named.py",
 ])  # fmt: skip
-def test_code_of_a_package_is_followed_through_its_imports(tmp_path, monkeypatch, file, old, new, changed):
+def test_code_of_a_package_is_followed_through_its_imports(tmp_path, monkeypatch, file):
     package = tmp_path / f"own_{tmp_path.name.replace('-', '_')}"
-    package.mkdir()
-    texts = {
-        "__init__.py": "",
-        "rules.py": "from .parts import *\nfrom .deep import depth\ntotal = 1\ntotal += 2\n"
-        f"from . import dynamic, whole\nimport {package.name}.space.far\ndef grade(text):\n"
-        f"    import {package.name}.late\n    _ = whole.one, dynamic.four, {package.name}.space.far.three\n"
-        "    import importlib\n    _ = RULES, Base.known, script\n"
-        "    _ = importlib.import_module('PACKAGE.named').five\n"
-        "    return total * star(depth)\nif __name__ == '__main__':\n    total = 9\n    script = 0\n"
-        "else:\n    script = 2\nfrom .rules_of import RULES, register, Base\nfrom . import more\n"
-        "@register\ndef first():\n    rule_a = 1\nOTHER = []\ndef note(f): OTHER.append(f)\n"
-        "@note\ndef noted():\n    unused = 1\n".replace("PACKAGE", package.name),
-        "rules_of.py": "RULES = []\ndef register(f): RULES.append(f)\n"
-        "class Base:\n    known = []\n    def __init_subclass__(cls): Base.known.append(cls)\n",
-        "more.py": "from .rules_of import *\n@register\ndef second():\n    rule_b = 1\n"
-        "def third():\n    rule_c = 1\nregister(third)\nclass Own(Base):\n    Sub = 1\n",
-        "named.py": "five = 1\n",
-        "whole.py": "one = 1\nother = 1\n",
-        "late.py": "two = 1\n",
-        "space/far.py": "three = 1\n",  # without __init__.py
-        "dynamic.py": "def __getattr__(name): return 1\n",
-        "parts.py": "def star(text): return text\n",
-        "deep.py": "depth = 1\n",
-    }
-    for name, text in texts.items():
-        (package / name).parent.mkdir(exist_ok=True)
-        (package / name).write_text(text)
+    (package / "space").mkdir(parents=True)  # without __init__.py
+    text = (
+        f"from .parts import *\nfrom .deep import depth\nimport {package.name}.space.far\n"
+        "from . import dynamic\n"
+        f"def grade(text):\n    import importlib\n    import {package.name}.late\n"
+        f"    return importlib.import_module('{package.name}.named').five\n"
+    )
+    for name in ("__init__", "parts", "deep", "late", "space/far", "dynamic", "named", "unused"):
+        (package / f"{name}.py").write_text("value = 1\n")
+    (package / "rules.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     before = digests(f"{package.name}.rules:grade")
-    replacing(old, new)(package / file)
-    assert (digests(f"{package.name}.rules:grade") != before) == changed
-
-
-def test_digests_do_not_depend_on_the_order_of_sets(tmp_path):
-    (tmp_path / "own").mkdir()
-    for name in ("__init__", "one", "two"):
-        (tmp_path / f"own/{name}.py").write_text("value = 1\n")
-    (tmp_path / "rules.py").write_text("import own.one, own.two\ndef grade(text): return own.one.value\n")
-    code = "from megatron_eqlen.recipe.plugins import digests; print(sorted(digests('rules:grade').items()))"
-    path = os.pathsep.join((str(tmp_path), str(Path(__file__).parents[2])))
-    found = {
-        subprocess.check_output([sys.executable, "-c", code],
-                                env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": path})
-        for seed in "14"
-    }  # fmt: skip
-    assert len(found) == 1
+    (package / "unused.py").write_text("value = 2\n")
+    assert digests(f"{package.name}.rules:grade") == before
+    with (package / file).open("a") as written:
+        written.write("value = 2\n")
+    assert digests(f"{package.name}.rules:grade") != before

@@ -129,11 +129,11 @@ class Flips:
         return Flips(self.choose, (*self.name, "copy", number, self.copies), self.known[:number])
 
 
-def speaking(make, note=lambda span: None, **limits):
+def speaking(make, **limits):
     """Return conversations of environments that ``make`` makes; a token is a word."""
     read = lambda ids: " ".join(map(str, ids.tolist()))  # noqa: E731
     write = lambda observation: list(map(int, observation.content.split()))  # noqa: E731
-    return Conversations(make, read, write, EnvironmentRecipe(**{"workers": 1} | limits), note=note)
+    return Conversations(make, read, write, EnvironmentRecipe(**{"workers": 1} | limits))
 
 
 def harvested(settings, cls, choose):
@@ -345,7 +345,7 @@ def test_a_call_that_waits_begins_where_the_one_before_it_ends_its_rollout():
 
 
 def test_environments_are_called_at_once_up_to_the_number_of_workers():
-    together, running, most, spans = threading.Barrier(3, timeout=60.0), [], [], []
+    together, running, most = threading.Barrier(3, timeout=60.0), [], []
 
     def meets(prompt_id):
         running.append(prompt_id)
@@ -355,13 +355,11 @@ def test_environments_are_called_at_once_up_to_the_number_of_workers():
         together.wait()
 
     make = lambda prompt, seed: Answers(prompt, seed, most=0, fails=meets)  # noqa: E731
-    rollouts, metrics = words(make, workers=3, note=spans.append)
+    rollouts, metrics = words(make, workers=3)
     assert (len(rollouts), max(most)) == (3, 3)
     assert not any(rollout.unscored() for rollout in rollouts)
     assert metrics["environment/given_share"] == 0.0
-    calls = [span for span in spans if span.stage == "call"]
-    assert sorted(span.track for span in calls) == [f"q{n // 2}/0/{n % 2}" for n in range(6)]
-    assert all(span.began < span.ended for span in calls)
+    assert metrics["environment/seconds"] > 0
 
 
 @pytest.mark.parametrize(("limits", "turns"), [({}, 3), ({"max_turns": 2}, 2), ({"max_given_tokens": 3}, 2)])

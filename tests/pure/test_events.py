@@ -86,18 +86,16 @@ def test_events_noted_before_the_folder_is_known_are_written_then(tmp_path):
     assert ended["error"] == "KeyError: 'x'"
 
 
-def test_of_a_long_run_only_old_steps_and_stages_are_not_read(tmp_path, monkeypatch):
+def test_of_a_long_run_only_old_steps_and_stages_are_not_read(tmp_path):
     events.append(tmp_path, "submitted", job="12")
     events.append(tmp_path, "started")
     for step in range(1, 8):
         events.append(tmp_path, "stage", stage="train", began=float(step))
         events.append(tmp_path, "step", step=step)
-    whole, lines = read_state(tmp_path), (tmp_path / events.FILE).read_bytes().splitlines(keepends=True)
-    monkeypatch.setattr("megatron_eqlen.processes.run_state.NEWEST", len(b"".join(lines[-4:])))
-    state = read_state(tmp_path)
-    assert (state.job, state.started, [step["step"] for step in state.steps]) == ("12", True, [6, 7])
-    assert [len(step["spans"]) for step in state.steps] == [1, 1]
-    assert [len(step["spans"]) for step in whole.steps] == [1, 1, 1, 1]
+    lines = (tmp_path / events.FILE).read_bytes().splitlines(keepends=True)
+    found = events.read(tmp_path, len(b"".join(lines[-4:])))
+    assert [event["kind"] for event in found] == ["submitted", "started", *["stage", "step"] * 2]
+    assert [event["step"] for event in found if event["kind"] == "step"] == [6, 7]
 
 
 def test_a_killed_run_was_in_the_stages_that_have_no_end():
@@ -108,25 +106,8 @@ def test_a_killed_run_was_in_the_stages_that_have_no_end():
         ("stage", {"stage": "harvest", "began": 1.0}),
     )
     assert (found.started, found.ended, found.stages) == (True, False, [(2.0, "train")])
-    assert found.spans == [{"stage": "harvest", "began": 1.0, "ended": 3.0}]
     found.take({"time": 4.0, "kind": "started"})
-    assert (found.stages, found.spans) == ([], [])
-
-
-def test_stages_are_those_of_the_step_in_which_they_ended_and_steps_taken_again_count_once():
-    begins, ends = ("stage", {"stage": "train"}), {"stage": "train"}
-    found = state(
-        begins,
-        ("stage", ends | {"began": 0.0}),
-        ("step", {"step": 1}),
-        begins,
-        ("stage", ends | {"began": 3.0}),
-        ("step", {"step": 2}),
-        ("started", {}),
-        ("resumed", {"step": 1}),
-    )
-    first = {"step": 1, "time": 2.0, "spans": [{"stage": "train", "began": 0.0, "ended": 1.0}]}
-    assert [*found.steps] == [first]
+    assert found.stages == []
 
 
 def test_an_event_of_a_later_version_changes_nothing():
@@ -134,6 +115,6 @@ def test_an_event_of_a_later_version_changes_nothing():
 
 
 def test_an_event_without_its_fields_is_named_with_its_file(tmp_path):
-    events.append(tmp_path, "step")
+    events.append(tmp_path, "saved")
     with pytest.raises(ValueError, match=f"^{tmp_path / events.FILE}: expected an event, found"):
         read_state(tmp_path)

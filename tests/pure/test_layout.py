@@ -30,7 +30,7 @@ from tests.kit.meta import meta_device
 from tests.kit.tiny_models import FAMILIES, tiny_config
 
 RECIPES = ROOT / "recipes"
-PARALLEL = ("tensor", "context", "pipeline", "virtual_pipeline", "expert", "expert_tensor")
+PARALLEL = ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor")
 
 
 def size(*often: int) -> st.SearchStrategy[int]:
@@ -94,7 +94,6 @@ def megatron_builds(parallel: ParallelRecipe, processes: int, rank: int, model: 
                 parallel.tensor,
                 parallel.pipeline,
                 parallel.virtual_pipeline,
-                context_parallel_size=parallel.context,
                 expert_model_parallel_size=parallel.expert,
                 expert_tensor_parallel_size=parallel.expert_tensor,
                 create_gloo_process_groups=False,
@@ -102,7 +101,7 @@ def megatron_builds(parallel: ParallelRecipe, processes: int, rank: int, model: 
             tensor_parallel.model_parallel_cuda_manual_seed(1)
             with meta_device():
                 chunks = build_model(model, parallel, torch.float32)
-            if not sizes_match(chunks, parallel, model) or not heads_over_ranks(parallel, model):
+            if not sizes_match(chunks, parallel, model):
                 return False
             assert_plan_counts(chunks, parallel, processes, model)
             return True
@@ -130,14 +129,6 @@ def sizes_match(chunks: list, parallel: ParallelRecipe, model: ModelConfig) -> b
         if weight.arrangement.merge(parts).shape != parameter.shape:
             return False
     return True
-
-
-def heads_over_ranks(parallel: ParallelRecipe, model: ModelConfig) -> bool:
-    """Return True if context-parallel ranks can share a tensor-parallel rank's heads of Gated DeltaNet."""
-    net = model.delta_net
-    return net is None or all(
-        heads // parallel.tensor % parallel.context == 0 for heads in (net.num_key_heads, net.num_value_heads)
-    )
 
 
 class WrongPlan(Exception):
@@ -169,7 +160,7 @@ def uses_what_it_has(model: ModelConfig, parallel: ParallelRecipe) -> bool:
 def test_a_layout_is_approved_if_and_only_if_megatron_can_build_it(raw, keys, data_parallel):
     parallel, model = ParallelRecipe(**keys), parse_config(raw, "tiny")
     assume(uses_what_it_has(model, parallel))
-    processes = parallel.tensor * parallel.context * parallel.pipeline * data_parallel
+    processes = parallel.tensor * parallel.pipeline * data_parallel
     problems = [*layout.groups(parallel, processes), *layout.weights(parallel, model)]
     first_of_stages = range(0, processes, processes // parallel.pipeline)
     builds = all(megatron_builds(parallel, processes, rank, model) for rank in first_of_stages)
@@ -182,9 +173,7 @@ REFUSED = {
     "tensor against linear heads": ("qwen3_next", {"parallel.tensor": 2, "parallel.sequence": False},
      "parallel.sequence: false with parallel.tensor 2"),
     "tensor and pipeline against processes": ("qwen3", {"parallel.pipeline": 3},
-     "parallel: tensor 1 x context 1 x pipeline 3 = 3 does not divide the 4 processes"),
-    "context against linear heads": ("qwen3_next", {"parallel.context": 4},
-     "parallel.tensor x parallel.context: 4 does not divide the model's linear_num_key_heads 2"),
+     "parallel: tensor 1 x pipeline 3 = 3 does not divide the 4 processes"),
     "experts against processes": ("qwen3_moe", {"parallel.expert": 8},
      "parallel: expert_tensor 1 x expert 8 x pipeline 1 = 8 does not divide the 4 processes"),
     "experts against the model": ("qwen3_moe", {"parallel.expert": 3, "cluster.processes_per_node": 3},

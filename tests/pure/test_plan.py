@@ -88,19 +88,6 @@ def test_a_recipe_that_says_how_much_host_memory_it_needs_says_what_the_plan_say
         assert gigabytes == pytest.approx(needed, rel=0.02)
 
 
-def test_rows_of_131072_of_the_32b_model_over_context_parallel_ranks():
-    """The rows run on 8 GPUs, and on 16 of which two share a row's positions."""
-    row = "packing.max_tokens_per_row=131072"
-    alone, divided = (
-        planned("qwen3_32b.yaml", row, *layout).activations.kept
-        for layout in ((), ("parallel.context=2", "cluster.nodes=2"))
-    )
-    assert divided == pytest.approx(alone / 2)
-    recipe = load(ROOT / "recipes/qwen3_32b.yaml", [row, "parallel.context=2", "cluster.nodes=2"])
-    text = describe(Job(recipe))
-    assert "TP 8 x CP 2 x PP 1 x DP 1" in text
-
-
 def test_shipped_configurations_have_the_published_numbers_of_parameters():
     files = sorted(KNOWN_MODELS.glob("*.json"))
     assert {file.stem: round(total(read_config(file)) / 1e9, 3) for file in files} == PUBLISHED

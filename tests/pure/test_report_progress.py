@@ -1,4 +1,4 @@
-"""The display: one line a step in a log, a terminal that is given back, silence on other ranks."""
+"""The display: one line a step, silence on other ranks."""
 
 from __future__ import annotations
 
@@ -22,24 +22,21 @@ METRICS = {
     "loss/entropy": 1.0,
     "time/step": 4.0,
 }
-HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 
 
 def run_steps(progress: Progress, steps: range) -> None:
     for number in steps:
-        for stage in ("harvest", "score", "trees", "train", "sync"):
-            progress.stage(stage)
         progress.step(number, METRICS)
 
 
-def display(terminal: bool, **keys) -> tuple[Progress, io.StringIO]:
+def display(**keys) -> tuple[Progress, io.StringIO]:
     out = io.StringIO()
-    console = Console(file=out, force_terminal=terminal, width=160, highlight=False, soft_wrap=True)
+    console = Console(file=out, width=160, highlight=False, soft_wrap=True)
     return Progress(Budget(30, None), "tiny eqlen-grpo", console=console, **keys), out
 
 
 def test_a_log_gets_one_plain_line_a_step():
-    progress, out = display(terminal=False)
+    progress, out = display()
     progress.resume(Spent())
     progress.say("before: avg@8 43.1% [39.0, 47.2]")
     run_steps(progress, range(1, 30))
@@ -54,7 +51,7 @@ def test_a_log_gets_one_plain_line_a_step():
 
 
 def test_a_resumed_run_says_so_and_counts_on():
-    progress, out = display(terminal=False)
+    progress, out = display()
     progress.resume(Spent(10))
     run_steps(progress, range(11, 12))
     progress.finish(Path("runs/tiny/report.html"), "sums 40.1% -> 80.0%")
@@ -67,52 +64,18 @@ def test_a_resumed_run_says_so_and_counts_on():
 
 
 def test_what_was_not_measured_is_left_out():
-    progress, out = display(terminal=False)
+    progress, out = display()
     progress.step(1, {"objective/reward_mean": 0.25, "harvest/response_length": 50.0})
     assert out.getvalue() == "step 1/30  reward 0.250  length 50\n"
 
 
 def test_other_ranks_are_silent():
-    progress, out = display(terminal=True, show=False)
+    progress, out = display(show=False)
     progress.resume(Spent(3))
     run_steps(progress, range(4, 8))
     progress.say("after: better")
     progress.finish(Path("report.html"))
     assert out.getvalue() == ""
-
-
-def test_the_terminal_is_given_back_after_an_exception():
-    progress, out = display(terminal=True)
-
-    def train() -> None:
-        try:
-            progress.resume(Spent())
-            run_steps(progress, range(1, 3))
-            raise RuntimeError("lost a rank")
-        finally:
-            progress.close()
-
-    with pytest.raises(RuntimeError, match="lost a rank"):
-        train()
-    text = out.getvalue()
-    assert HIDE in text
-    assert text.rindex(SHOW) > text.rindex(HIDE)
-    progress.close()
-    assert out.getvalue() == text
-
-
-def test_a_terminal_keeps_what_was_said_and_redraws_the_rest():
-    progress, out = display(terminal=True)
-    progress.resume(Spent())
-    progress.say("before: avg@8 [39.0, 47.2]")
-    run_steps(progress, range(1, 6))
-    progress.finish(Path("report.html"))
-    text = out.getvalue()
-    lasting = [line for line in text.split("\n") if "before: avg@8 [39.0, 47.2]" in line]
-    assert len(lasting) == 1
-    assert "5/30" in text
-    assert text.count("\n") < 6 * (5 + 5)
-    assert text.rstrip("\n").endswith("see report.html")
 
 
 @pytest.mark.parametrize(

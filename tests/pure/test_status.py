@@ -150,7 +150,7 @@ def test_a_run_in_progress_says_who_does_what_since_when_and_its_page_says_what_
     assert re.fullmatch(r"train for \d s, harvest for \d s", found["now"])
     assert found["state"].startswith(f"running, process {os.getpid()} on ")
     assert found["progress"] == "4 of 20 steps, 3 s a step, 48 s left"
-    assert "reward 0.400  ▁▃▆█" in found["last step"]
+    assert "reward 0.400" in found["last step"]
     assert found["data"] == "480 prompts drawn; epochs: sums 0.240"
     page = dict(status.page())
     assert not {"state", "now"} & {*page}

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
-from math import gcd
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,6 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._sympy.functions import Mod
 
 from megatron_eqlen.models import tree_attention
-from megatron_eqlen.models.context import Share
 from megatron_eqlen.models.gated_delta_net import (
     chunked_delta_rule,
     run_by_run_delta_rule,
@@ -116,63 +114,6 @@ def test_merged_parts_of_any_trees_equal_the_dense_mask(seed, counts, longest):
         assert_merged_parts_are_the_rule(row, heads=4, groups=2, size=8)
 
 
-def shares_of(row: Row, ranks: int) -> list[Share]:
-    return [Share.of(row, rank, ranks, "cpu") for rank in range(ranks)]
-
-
-def joined_shares(row: Row, ranks: int, attend: Callable[[Share], torch.Tensor]) -> torch.Tensor:
-    """Return [1, heads, S, d] from the results of ``attend`` for each rank's positions, [1, heads, s, d]."""
-    parts = [(share.positions, attend(share)) for share in shares_of(row, ranks)]
-    order = np.argsort(np.concatenate([positions for positions, _ in parts]))
-    return torch.cat([out for _, out in parts], dim=2)[:, :, order]
-
-
-@examples(15)
-@given(**ANY_TREES, ranks=st.integers(2, 4))
-def test_context_parallel_ranks_share_the_dense_mask(seed, counts, longest, ranks):
-    """The trees are arbitrary; each rank has only the keys that its queries see."""
-    rng = np.random.default_rng(seed)
-    trees = [any_tree(rng, count, longest) for count in counts]
-    for row in pack(trees, 14 * 40, multiple_of=2 * ranks)[0]:
-        length, size = len(row.input_ids), 8
-        q, k, v = (normal(i, length, n, size) for i, n in enumerate((4, 2, 2)))
-
-        def attend(share: Share, row: Row = row, q=q, k=k, v=v) -> torch.Tensor:
-            tree = TreeParams.from_row(row, "cpu", share=share)
-            mine = q[share.positions], k[share.keys], v[share.keys]
-            return merged_attention(*mine, tree, 8**-0.5).transpose(0, 1)[None]
-
-        ours = joined_shares(row, ranks, attend)
-        reference = dense_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), visible(row))
-        assert_equal_with_gradients(ours, reference, [q, k, v], row.num_tokens, 1e-12)
-
-
-def test_shares_divide_a_row_and_what_they_send_is_what_is_missing():
-    rng = np.random.default_rng(0)
-    for ranks in (2, 3, 4):
-        (row,) = pack([stream(rng, 40, [70, 30, 90, 50]) for _ in range(3)], 2000, multiple_of=2 * ranks)[0]
-        shares, seen = shares_of(row, ranks), visible(row)
-        assert sorted(np.concatenate([share.positions for share in shares])) == [*range(len(row.input_ids))]
-        areas = [seen[share.positions].sum() for share in shares]
-        assert max(areas) < 1.15 * np.mean(areas)
-        unit = gcd(len(row.input_ids) // (2 * ranks), BLOCK)
-        for share in shares:
-            needed = seen[share.positions].any(0).reshape(-1, unit).any(1).repeat(unit)
-            assert share.keys.tolist() == np.flatnonzero(needed).tolist()
-            assert sum(share.receive_counts) == len(share.keys) - len(share.positions)
-            there = np.concatenate([sender.positions[part] for sender, part in sent_to(share, shares)])
-            own = np.concatenate([share.positions, there])
-            assert own[share.arranged].tolist() == share.keys.tolist()
-        counts = np.array([share.send_counts for share in shares])
-        assert counts.T.tolist() == [share.receive_counts for share in shares]
-
-
-def sent_to(share: Share, shares: list[Share]) -> list[tuple[Share, np.ndarray]]:
-    """Return the sending ranks' shares, each with its keys."""
-    to = shares.index(share)
-    return [(share, np.split(share.sent.numpy(), np.cumsum(share.send_counts))[to]) for share in shares]
-
-
 def test_streams_and_groups_take_two_calls():
     """A trunk is one piece of its row, so a fork's prefix is one span, however many streams a row has."""
     rng = np.random.default_rng(0)
@@ -214,20 +155,6 @@ def test_block_mask_is_bit_equal_to_the_dense_rule(budget, layout):
         assert (mask.to_dense()[0, 0].bool().numpy() == some).all()
         at = torch.arange(length)
         assert (mask.mask_mod(0, 0, at[:, None], at[None]).numpy() == visible(row)).all()
-
-
-def test_a_shares_block_mask_is_the_rows():
-    """The mask has the rank's blocks, position by position where a block is seen in part; keys come in whole
-    blocks."""
-    for row in pack(forest(1), 1024, multiple_of=4 * BLOCK)[0]:
-        for share in shares_of(row, 2):
-            mask = tree_block_mask(torch.from_numpy(row.visible_until), share)
-            rule = visible(row)[share.positions][:, share.keys]
-            blocks = rule.reshape(len(rule) // BLOCK, BLOCK, -1, BLOCK).swapaxes(1, 2)
-            assert (mask.to_dense()[0, 0].bool().numpy() == blocks.any((2, 3))).all()
-            q, k = torch.arange(len(share.positions)), torch.arange(len(share.keys))
-            assert (mask.mask_mod(0, 0, q[:, None], k[None]).numpy() == rule).all()
-            assert rule.sum() == visible(row)[share.positions].sum()
 
 
 def naive_delta_rule(q, k, v, g, beta, row: Row) -> torch.Tensor:
@@ -377,24 +304,16 @@ def compiler() -> Compiler:
 
 @pytest.fixture
 def attend(compiler, monkeypatch) -> Callable[..., None]:
-    """Return a function that computes attention of a row by ``kernel``, whole or in ``shares`` of context
-    parallelism, and compares it with dense attention."""
+    """Return a function that computes attention of a row by ``kernel`` and compares it with dense
+    attention."""
 
     compiled = cache(partial(torch.compile, dynamic=True, backend=compiler))
 
-    def attend(kernel: Callable, row: Row, shares: int = 1) -> None:
+    def attend(kernel: Callable, row: Row) -> None:
         monkeypatch.setattr(tree_attention, "_compiled_flex_attention", lambda whole_blocks: compiled(kernel))
         length, used = len(row.input_ids), row.num_tokens
         q, k, v = (normal(i, 1, heads, length, 8).detach() for i, heads in enumerate((4, 2, 2)))
-
-        def of(share: Share) -> torch.Tensor:
-            mine = q[:, :, share.positions], k[:, :, share.keys], v[:, :, share.keys]
-            return flex_tree_attention(*mine, TreeParams.from_row(row, "cpu", share=share), 8**-0.5)
-
-        if shares == 1:
-            ours = flex_tree_attention(q, k, v, TreeParams.from_row(row, "cpu"), 8**-0.5)
-        else:
-            ours = joined_shares(row, shares, of)
+        ours = flex_tree_attention(q, k, v, TreeParams.from_row(row, "cpu"), 8**-0.5)
         expected = dense_attention(q, k, v, visible(row))
         torch.testing.assert_close(ours[:, :, :used], expected[:, :, :used], rtol=1e-12, atol=1e-12)
 
@@ -413,22 +332,10 @@ def test_one_kernel_that_checks_no_ends_serves_all_rows_of_whole_blocks(compiler
     assert compiler.made == ["whole blocks"]
 
 
-def test_kernels_that_check_no_ends_serve_all_shares_of_rows(compiler, attend):
-    """One more kernel is made where queries are as many as keys."""
-    for row in pack(forest(0), 700, multiple_of=4 * BLOCK)[0]:
-        attend(whole_block_attention, row, shares=2)
-    assert compiler.made == ["whole blocks", "whole blocks"]
-
-
-@pytest.mark.parametrize(("gpu", "ranks", "context", "multiple"), [
-    (True, 8, 1, 128), (True, 3, 1, 384), (False, 8, 1, 8), (True, 8, 2, 512), (False, 8, 3, 48),
-])  # fmt: skip
-def test_rows_are_whole_blocks_on_gpus_alone(gpu, ranks, context, multiple, monkeypatch):
-    """With context parallelism this holds for each slice of a rank."""
+@pytest.mark.parametrize(("gpu", "ranks", "multiple"), [(True, 8, 128), (True, 3, 384), (False, 8, 8)])
+def test_rows_are_whole_blocks_on_gpus_alone(gpu, ranks, multiple, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    config: Any = SimpleNamespace(
-        tensor_model_parallel_size=ranks, sequence_parallel=True, context_parallel_size=context
-    )
+    config: Any = SimpleNamespace(tensor_model_parallel_size=ranks, sequence_parallel=True)
     assert row_multiple(config) == multiple
 
 

@@ -1,44 +1,38 @@
 """Compatibility of layouts and checkpoints, and saving in the background."""
 
-import functools
 import os
 import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_eqlen.files import CheckpointError
-from megatron_eqlen.models import checkpoint_folder, megatron_checkpoint
-from megatron_eqlen.training import checkpoint, sharded_state
+from megatron_eqlen.models import checkpoint_folder
+from megatron_eqlen.training import checkpoint
 from megatron_eqlen.training.policy import Policy
 from tests.kit.distributed import run_ranks
-from tests.kit.gpt_checkpoints import save_gpt
 from tests.kit.marks import slow, weekly_but
 from tests.kit.tiny_models import save_tiny
 from tests.kit.updates import build_policy, layout, numbers, one_tree_a_row, same, save
 
-ANY, BOUND = {"resharding": "any"}, {"resharding": "data_parallel"}
 
-
-def policy_of(folder: str, processes: int, parallel: dict[str, Any], options: dict[str, Any]) -> Policy:
+def policy_of(folder: str, processes: int, parallel: dict[str, Any]) -> Policy:
     parallel = dict(parallel)
     overlapped = {"overlap_grad_reduce": parallel.pop("overlapped", False)}
     model = {"path": folder, "dtype": "bfloat16", "megatron": overlapped}
-    return build_policy(folder, layout(processes, **parallel) | {"model": model, "checkpoint": options})
+    return build_policy(folder, layout(processes, **parallel) | {"model": model})
 
 
 def carry_on(
-    folder: str, processes: int, parallel: dict[str, Any], source: str, updates: int, *saves: tuple[dict, str]
+    folder: str, processes: int, parallel: dict[str, Any], source: str, updates: int, target: str
 ) -> str:
-    """Load ``source``, if any, update, and save with the options of each of ``saves``; return the error, if
-    any."""
-    policy = policy_of(folder, processes, parallel, BOUND)
+    """Load ``source``, if any, update, and save to ``target``; return the error, if any."""
+    policy = policy_of(folder, processes, parallel)
     if source:
         try:
             checkpoint.load(Path(source), policy)
@@ -47,15 +41,12 @@ def carry_on(
     for _ in range(updates):
         policy.update([one_tree_a_row(2)])
     policy.park()
-    for options, target in saves:
-        section = policy.recipe.checkpoint.model_copy(update=options)
-        policy.recipe = policy.recipe.model_copy(update={"checkpoint": section})
-        save(Path(target), 1, policy, {}, keep=1)
+    save(Path(target), 1, policy, {}, keep=1)
     return ""
 
 
 def tensors(*folders: str) -> list[dict[str, torch.Tensor]]:
-    """Return all tensors of checkpoints that are bound to no layout, whole, by the model's names."""
+    """Return all tensors of checkpoints, whole, by Megatron's names."""
     (found,) = run_ranks(1, plain_tensors, *folders)
     assert all(any("exp_avg_sq" in name for name in each) for each in found)
     return found
@@ -88,90 +79,54 @@ OTHER_BUCKETS = {
 
 
 @pytest.fixture(scope="module")
-def saved(folders, tmp_path_factory) -> Callable[[str, int, dict[str, Any]], tuple[str, str, str]]:
-    """Return (model, its checkpoint bound to a layout, the same one bound to none) of ranks after an
-    update; each layout's are written once, and only to be read."""
-    made: dict[str, tuple[str, str, str]] = {}
+def saved(folders, tmp_path_factory) -> Callable[[str, int, dict[str, Any]], tuple[str, str]]:
+    """Return (model, its checkpoint) of ranks after an update; each layout's is written once, and only to be
+    read."""
+    made: dict[str, tuple[str, str]] = {}
 
-    def saved(family: str, processes: int, parallel: dict[str, Any]) -> tuple[str, str, str]:
+    def saved(family: str, processes: int, parallel: dict[str, Any]) -> tuple[str, str]:
         if (key := f"{family} {processes} {parallel}") not in made:
-            folder = str(folders / family)
-            bound, plain = (str(tmp_path_factory.mktemp(part)) for part in ("bound", "plain"))
-            saves = ((BOUND, bound), (ANY, plain))
-            run_ranks(processes, carry_on, folder, processes, parallel, "", 1, *saves)
-            made[key] = folder, bound, plain
+            made[key] = str(folders / family), str(tmp_path_factory.mktemp("saved"))
+            run_ranks(processes, carry_on, made[key][0], processes, parallel, "", 1, made[key][1])
         return made[key]
 
     return saved
 
 
 @pytest.mark.parametrize("name", weekly_but({"DP 2 -> DP 3", "EP 2 -> EP 2, expert DP 2"}, SAME_BUCKETS))
-def test_a_bound_checkpoint_is_read_by_any_number_of_data_parallel_ranks(saved, tmp_path, name):
+def test_a_checkpoint_is_read_by_any_number_of_data_parallel_ranks(saved, tmp_path, name):
     *before, others, other_parallel = SAME_BUCKETS[name]
-    folder, bound, plain = saved(*before)
-    run_ranks(others, carry_on, folder, others, other_parallel, bound, 0, (ANY, str(tmp_path)))
-    expected, found = tensors(plain, str(tmp_path))
+    folder, source = saved(*before)
+    run_ranks(others, carry_on, folder, others, other_parallel, source, 0, str(tmp_path))
+    expected, found = tensors(source, str(tmp_path))
     assert expected.keys() == found.keys()
     assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
 @pytest.mark.parametrize("name", weekly_but({"DP 2 -> PP 2"}, OTHER_BUCKETS))
-def test_another_layout_refuses_a_bound_checkpoint_and_reads_the_other_kind(saved, tmp_path, name):
+def test_another_layout_refuses_a_checkpoint(saved, tmp_path, name):
     *before, others, other_parallel, difference = OTHER_BUCKETS[name]
-    folder, bound, plain = saved(*before)
-    for refusal in run_ranks(others, carry_on, folder, others, other_parallel, bound, 0):
+    folder, source = saved(*before)
+    for refusal in run_ranks(others, carry_on, folder, others, other_parallel, source, 0, str(tmp_path)):
         assert f"step-00000001: was saved with {difference}" in refusal
-        assert "resume once in the old layout with checkpoint.resharding=any" in refusal
-    run_ranks(others, carry_on, folder, others, other_parallel, plain, 0, (ANY, str(tmp_path)))
-    expected, found = tensors(plain, str(tmp_path))
-    assert all(torch.equal(found[key], value) for key, value in expected.items())
+        assert "begin a run with model.path: the export of this one" in refusal
 
 
 def test_a_stage_without_experts_has_their_steps_and_continues_bit_for_bit(tmp_path):
-    """Its rank, the first, writes the steps of all ranks' optimizers."""
     folder, parallel = str(tmp_path / "hf"), {"pipeline": 2}
     save_tiny(tmp_path / "hf", "glm4_moe", num_hidden_layers=2, first_k_dense_replace=1)
-    bound, unbound, through, *again = (str(tmp_path / name) for name in "abcde")
-    run_ranks(2, carry_on, folder, 2, parallel, "", 1, (BOUND, bound), (ANY, unbound))
-    run_ranks(2, carry_on, folder, 2, parallel, "", 2, (ANY, through))
-    for source, target in zip((bound, unbound), again, strict=True):
-        run_ranks(2, carry_on, folder, 2, parallel, source, 1, (ANY, target))
-    expected, *found = tensors(through, *again)
+    source, through, again = (str(tmp_path / name) for name in "abc")
+    run_ranks(2, carry_on, folder, 2, parallel, "", 1, source)
+    run_ranks(2, carry_on, folder, 2, parallel, "", 2, through)
+    run_ranks(2, carry_on, folder, 2, parallel, source, 1, again)
+    expected, found = tensors(through, again)
     assert any(".experts." in name for name in expected)
-    assert all(torch.equal(each[name], value) for each in found for name, value in expected.items())
-    (step,) = checkpoint_folder.steps(Path(unbound))
-    from megatron.core import dist_checkpointing
-
-    parts = dist_checkpointing.load_common_state_dict(str(step))["optimizer"].values()
-    assert [{group["step"] for group in part["optimizer"]["param_groups"]} for part in parts] == [{1}, {1}]
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def carry_on_as_gpt(gpt: str, *arguments: Any) -> str:
-    """``carry_on``, which saves as a GPTModel does. ``gpt``: a checkpoint of one."""
-    stored = megatron_checkpoint.read_metadata(Path(gpt))
-    as_stored = functools.partial(megatron_checkpoint.sharded_weights, stored=stored)
-    with patch.object(sharded_state, "sharded_weights", lambda chunk, options, _: as_stored(chunk, options)):
-        return carry_on(*arguments)
-
-
-@pytest.mark.parametrize("family", ["qwen3-short", slow("qwen3_next-short")])
-def test_a_run_of_a_gpt_model_continues_with_its_weights_and_optimizer_state(saved, tmp_path, family):
-    folder, _, plain = saved(family, 2, {})
-    gpt, bound, unbound, *again = (str(tmp_path / name) for name in ("gpt", "bound", "any", "a", "b"))
-    run_ranks(1, save_gpt, folder, {}, gpt)
-    run_ranks(2, carry_on_as_gpt, gpt, folder, 2, {}, "", 1, (BOUND, bound), (ANY, unbound))
-    run_ranks(1, carry_on, folder, 1, {}, bound, 0, (ANY, again[0]))
-    run_ranks(2, carry_on, folder, 2, {"pipeline": 2}, unbound, 0, (ANY, again[1]))
-    expected, old, *found = tensors(plain, unbound, *again)
-    assert "optimizer.state.exp_avg.decoder.final_layernorm.weight" in old
-    for each in found:
-        assert each.keys() == expected.keys()
-        assert all(torch.equal(each[key], value) for key, value in expected.items())
-
-
-def test_every_rank_writes_its_share_of_a_bound_checkpoint(folders, tmp_path):
+def test_every_rank_writes_its_share_of_a_checkpoint(folders, tmp_path):
     folder = str(folders / "qwen3")
-    run_ranks(2, carry_on, folder, 2, {}, "", 1, (BOUND, str(tmp_path)))
+    run_ranks(2, carry_on, folder, 2, {}, "", 1, str(tmp_path))
     (step,) = checkpoint_folder.steps(tmp_path)
     sizes = [sum(file.stat().st_size for file in step.glob(f"__{rank}_*")) for rank in range(2)]
     weights = (folders / "qwen3" / "model.safetensors").stat().st_size // 2  # float32 there
@@ -232,7 +187,7 @@ def test_a_save_in_the_background_is_in_force_when_it_is_whole(folders, tmp_path
 
 
 def fail_on_rank_1(folder: str, checkpoints: str) -> tuple[str, list[str]]:
-    policy, go = policy_of(folder, 2, {}, BOUND), threading.Event()
+    policy, go = policy_of(folder, 2, {}), threading.Event()
     save(Path(checkpoints), 1, policy, {}, keep=2)
     hold_writers(go, fails_on=1)
     saving = checkpoint.begin(Path(checkpoints), 2, policy, {}, keep=2)
@@ -253,7 +208,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_one_before(fo
 
 
 def die_while_generating(folder: str, checkpoints: str) -> None:
-    policy = policy_of(folder, 1, {}, BOUND)
+    policy = policy_of(folder, 1, {})
     save(Path(checkpoints), 1, policy, {}, keep=2)
     hold_writers(threading.Event())
     checkpoint.begin(Path(checkpoints), 2, policy, {}, keep=2)

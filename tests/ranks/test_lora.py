@@ -246,9 +246,9 @@ def test_every_layout_takes_the_same_steps(folders, alone, family, parallel):
             torch.testing.assert_close(found["adapters"][name], tensor, rtol=1e-3, atol=2e-5, msg=name)
 
 
-def saved_and_resumed(folder: str, changes: dict[str, Any], target: str) -> tuple[Tensors, Tensors, int]:
-    """Save after an update and resume in another policy; return the adapters that were saved, those after
-    another update, and the checkpoint's bytes."""
+def saved_and_resumed(folder: str, changes: dict[str, Any], target: str) -> int:
+    """Save after an update, resume in another policy and compare another update; return the checkpoint's
+    bytes."""
     policy = build_policy(folder, changes | WITH_LORA)
     trees = [one_tree_a_row(2)]
     policy.update(trees)
@@ -264,22 +264,13 @@ def saved_and_resumed(folder: str, changes: dict[str, Any], target: str) -> tupl
     again.update(trees)
     ours, theirs = own_adapters(again), own_adapters(policy)
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
-    size = sum(file.stat().st_size for file in Path(target).rglob("*") if file.is_file())
-    return saved, theirs, size
-
-
-def resumed(folder: str, source: str) -> tuple[Tensors, Tensors]:
-    policy = build_policy(folder, WITH_LORA)
-    checkpoint.load(Path(source), policy)
-    loaded = own_adapters(policy)
-    policy.update([one_tree_a_row(2)])
-    return loaded, own_adapters(policy)
+    return sum(file.stat().st_size for file in Path(target).rglob("*") if file.is_file())
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe", "glm4_moe"])
 def test_a_run_resumes_bit_for_bit_from_a_checkpoint_of_adapters_alone(folders, tmp_path, family):
     folder = folders / family
-    *_, size = run_ranks(1, saved_and_resumed, str(folder), {}, str(tmp_path))[0]
+    (size,) = run_ranks(1, saved_and_resumed, str(folder), {}, str(tmp_path))
     whole = 4 * (folder / "model.safetensors").stat().st_size  # weight, main weight and two moments
     assert size < whole / 2  # of these small tensors, torch's headers are the larger part
     stored = dist_keys(tmp_path)
@@ -307,11 +298,10 @@ def continued(folder: str, changes: dict[str, Any], target: str) -> bool:
     [("qwen3_moe", 1, {}, "experts"), ("qwen3_next", 2, {"pipeline": 2}, "attention")],
     ids=["no dense weight", "no weight of the first stage"],
 )
-@pytest.mark.parametrize("resharding", ["any", "data_parallel"])
 def test_a_run_resumes_if_a_rank_trains_nothing_of_a_kind(
-    folders, tmp_path, family, processes, parallel, target, resharding
+    folders, tmp_path, family, processes, parallel, target
 ):
-    changes = WITH_LORA | layout(processes, **parallel) | {"checkpoint": {"resharding": resharding}}
+    changes = WITH_LORA | layout(processes, **parallel)
     changes["lora"] = {"rank": 3, "targets": [target]}
     arguments = str(folders / family), changes, str(tmp_path)
     assert all(run_ranks(processes, continued, *arguments))
@@ -322,16 +312,6 @@ def dist_keys(folder: Path) -> list[str]:
     (step,) = checkpoint_folder.steps(folder)
     stored = FileSystemReader(step).read_metadata().state_dict_metadata
     return [key for key, value in stored.items() if isinstance(value, TensorStorageMetadata)]
-
-
-def test_another_layout_resumes_from_adapters_that_are_bound_to_none(folders, tmp_path):
-    folder = str(folders / "qwen3_next")
-    changes = layout(2, tensor=2, expert=2) | {"checkpoint": {"resharding": "any"}}
-    saved, after, _ = run_ranks(2, saved_and_resumed, folder, changes, str(tmp_path))[0]
-    loaded, ours = run_ranks(1, resumed, folder, str(tmp_path))[0]
-    for name, tensor in saved.items():
-        assert torch.equal(loaded[name], tensor), name
-        torch.testing.assert_close(ours[name], after[name], rtol=1e-3, atol=2e-5, msg=name)
 
 
 def exported(folder: str, out: str, changes: dict[str, Any] | None = None) -> torch.Tensor:

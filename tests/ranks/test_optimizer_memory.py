@@ -12,7 +12,7 @@ from megatron_eqlen.training import checkpoint
 from megatron_eqlen.training.parking import storage_bytes
 from megatron_eqlen.training.policy import Policy
 from tests.kit.distributed import run_ranks
-from tests.kit.marks import slow, weekly
+from tests.kit.marks import slow
 from tests.kit.updates import build_policy, layout, one_tree_a_row, recipe_of, save
 
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -142,10 +142,8 @@ def same(trained: Policy, loaded: Policy) -> bool:
     return steps(trained) == steps(loaded) and all(map(torch.equal, ours, theirs))
 
 
-@pytest.mark.parametrize(("name", "resharding"), [("DP 2", "data_parallel"), weekly("DP 2", "any")])
-def test_a_checkpoint_goes_over_between_host_and_device_bit_for_bit(folders, tmp_path, name, resharding):
-    folder, changes = changes_of(folders, name)
-    changes |= {"checkpoint": {"resharding": resharding}}
+def test_a_checkpoint_goes_over_between_host_and_device_bit_for_bit(folders, tmp_path):
+    folder, changes = changes_of(folders, "DP 2")
     assert run_ranks(2, go_over, folder, changes, str(tmp_path)) == [[], []]
 
 

@@ -69,7 +69,6 @@ CASES = {
     "dense, virtual pipeline, overlapped": Case(
         "qwen3", 4, {"pipeline": 2, "virtual_pipeline": 2}, "float32", megatron={"overlap_grad_reduce": True}
     ),
-    "dense, context parallel": Case("qwen3", 2, {"context": 2}),
     "dense and sparse layers, whose MLPs are recomputed": Case(
         "qwen3_moe", 2, {"expert": 2, "recompute": "mlp"}, model={"mlp_only_layers": [1]}
     ),
@@ -222,7 +221,7 @@ def measure(folder: str, case: Case) -> dict[str, Any]:
 
 EACH_PUSH = {
     "dense, state on the host, gradients in bfloat16", "dense, sequence parallel",
-    "dense, virtual pipeline, overlapped", "dense, context parallel", "dense and sparse layers, fused",
+    "dense, virtual pipeline, overlapped", "dense and sparse layers, fused",
     "hybrid, adapters, tensor, expert and pipeline parallel",
 }  # fmt: skip
 
@@ -300,7 +299,6 @@ def groups_used(folder: str, changes: dict[str, Any]) -> set[str]:
 
 GROUPS = {
     "dense, tied, pipeline": ("qwen3", {"tensor": 2, "pipeline": 2}, {"tie_word_embeddings": True}),
-    "dense, context parallel": ("qwen3", {"context": 2}, {}),
     "experts, tensor parallel": ("qwen3_moe", {"tensor": 2, "expert": 2}, {}),
 }
 

@@ -1,4 +1,4 @@
-"""Output of a recipe's ``profile``: traces, snapshots of a GPU's memory."""
+"""Output of a recipe's ``profile``: traces."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_eqlen.recipe import ProfileRecipe
 from megatron_eqlen.training import profiler
-from megatron_eqlen.training.profiler import Profiler, snapshot_when_out_of_memory
+from megatron_eqlen.training.profiler import Profiler
 
 
 def test_a_trace_is_of_the_recipes_steps_alone(tmp_path, monkeypatch):
@@ -30,20 +29,6 @@ def test_a_trace_is_of_the_recipes_steps_alone(tmp_path, monkeypatch):
     assert [event["name"] for event in events if event.get("cat") == "user_annotation"] == ["step 2"]
 
 
-class Memory:
-    """torch.cuda.memory, without a GPU."""
-
-    def __init__(self) -> None:
-        self.recording = False
-
-    def _record_memory_history(self, enabled: str | None = "all", **options: object) -> None:
-        self.recording = enabled is not None
-
-    def _dump_snapshot(self, path: str) -> None:
-        assert self.recording
-        Path(path).touch()
-
-
 def test_a_trace_that_was_cut_off_while_it_was_written_is_none(tmp_path, monkeypatch):
     class Cut:
         def stop(self) -> None: ...
@@ -59,23 +44,3 @@ def test_a_trace_that_was_cut_off_while_it_was_written_is_none(tmp_path, monkeyp
     with pytest.raises(KeyboardInterrupt):
         tracer.end(2)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(("error", "left"), [(torch.OutOfMemoryError, True), (RuntimeError, False)])
-def test_memory_that_runs_out_leaves_a_snapshot_and_the_error(tmp_path, monkeypatch, error, left):
-    memory = Memory()
-    monkeypatch.setattr(torch.cuda, "memory", memory)
-    monkeypatch.setattr(profiler.dist, "get_rank", lambda: 3)
-    with pytest.raises(error, match="tried to allocate"), snapshot_when_out_of_memory(tmp_path / "profile"):
-        raise error("tried to allocate 2 GiB")
-    assert [path.name for path in tmp_path.glob("*/*")] == ["out-of-memory-rank-3.pickle"] * left
-    assert not memory.recording
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_gpus_snapshot_holds_what_was_allocated(tmp_path, monkeypatch):
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    with pytest.raises(torch.OutOfMemoryError), snapshot_when_out_of_memory(tmp_path):
-        torch.empty(2**50, device="cuda")
-    assert (tmp_path / "out-of-memory-rank-0.pickle").stat().st_size > 0

@@ -38,17 +38,6 @@ def test_a_virtual_pipeline_trains_any_number_of_rows(folder, passes, rows):
         assert_same_step(found, moved, metrics, weights)
 
 
-def test_context_parallel_ranks_take_the_step_of_one(folder, passes):
-    """The step has all its passes; weights are sent whole. Adam's eps is far above the gradients' round-off;
-    otherwise round-off would decide the direction of weights with gradient 0."""
-    minibatches = [one_tree_a_row(3)]
-    smooth = passes | {"model": {"megatron": {"adam_eps": 1e-5}}}
-    ((metrics, weights),) = run_ranks(1, update, folder, minibatches, smooth)
-    for found, moved in run_ranks(2, update, folder, minibatches, smooth | layout(2, context=2)):
-        assert found["packing/rows"] == metrics["packing/rows"]
-        assert_same_step(found, moved, metrics, weights)
-
-
 def assert_same_step(found: Metrics, moved: Weights, metrics: Metrics, weights: Weights) -> None:
     for name in (
         "loss/total",

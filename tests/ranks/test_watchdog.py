@@ -6,8 +6,6 @@ import itertools
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -22,15 +20,13 @@ BEGIN = """
 import atexit, ctypes, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from megatron_eqlen.training import flight_recorder
 from megatron_eqlen.processes import watchdog
-flight_recorder.enable()
 rank, world = 0, 1
 if len(sys.argv) > 2:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     dist.all_reduce(torch.ones(1))
-dog = watchdog.Watchdog(rank, world, 3.0, flight_recorder.status, flight_recorder.traces)
+dog = watchdog.Watchdog(rank, world, 3.0)
 dog.start(Path(sys.argv[1]))
 atexit.register(dog.stop)
 """
@@ -196,20 +192,13 @@ def test_a_rank_that_misses_a_collective_is_recorded_and_one_that_was_slow_is_no
     folder, ranks = jobs[0] / "misses", jobs[1]["misses"]
     assert ranks.wait() == [HUNG, HUNG]
     said = (folder / "index.txt").read_text().rstrip()
-    command = f"torchfrtrace --prefix gloo_ {folder}"
     assert re.search(r"the run hangs: rank . has made no progress for \d+ s in stage sync", said)
-    assert command in said
     assert f"eqlen: {said}" in ranks[0].stderr + ranks[1].stderr
     assert recorded(folder / "index.txt") == [said]
     for rank, place in enumerate(("in all_reduce", "in <module>")):
         text = (folder / f"rank-{rank}.txt").read_text()
         assert text.startswith(f"rank {rank} has made no progress for")
         assert place in text
-    command = f"{Path(sys.executable).parent}/{command}"
-    analysis = subprocess.run(command.split(), timeout=60, capture_output=True, text=True, check=False)
-    said = analysis.stdout + analysis.stderr
-    assert "collective: gloo:all_reduce\n" in said, said
-    assert "missing ranks: {1}" in said, said
 
 
 def test_the_stacks_of_a_rank_that_cannot_run_python_are_printed_beside_the_others(jobs):

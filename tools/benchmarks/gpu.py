@@ -27,10 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_eqlen.models.context import BLOCK
 from megatron_eqlen.models.gated_delta_net import tree_delta_rule
 from megatron_eqlen.models.groups import start, stop
-from megatron_eqlen.models.tree_attention import tree_attention
+from megatron_eqlen.models.tree_attention import BLOCK, tree_attention
 from megatron_eqlen.models.tree_params import TreeParams
 from megatron_eqlen.packing.pack import plan_rows
 from megatron_eqlen.processes.distributed import device
