@@ -18,8 +18,7 @@ import pytest
 import torch
 
 from megatron_eqlen.models.tree_params import TreeParams
-from megatron_eqlen.tokens import Tokens
-from megatron_eqlen.types import Node, TokenTree
+from megatron_eqlen.types import TokenTree
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import slow, weekly
 from tests.kit.tiny_models import SHORT, save_tiny
