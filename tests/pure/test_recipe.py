@@ -646,7 +646,7 @@ def test_a_key_that_went_is_refused_with_its_new_place_and_carried_from_what_run
         shown = key.replace("sources", "sources.0")
         refused = re.escape(f"unknown key {shown!r} (it went to {went['to']})")
         with pytest.raises(RecipeError, match=refused):
-            stored(1)
+            stored(2)
         (tmp_path / "other.yaml").write_text((tmp_path / "recipe.yaml").read_text())
         with pytest.raises(RecipeError, match=refused):
             load(tmp_path / "other.yaml")
