@@ -142,7 +142,9 @@ class Drawn(NamedTuple):
 def draw(logits: Tensor, rows: Rows, draws: np.ndarray) -> Drawn:
     """Draw a token for each of ``rows`` of ``logits`` [batch, vocabulary]. ``draws``: [rows] float64 in [0,
     1)."""
-    logits = logits.index_select(0, torch.from_numpy(rows.places)).float() / rows.temperature
+    if len(rows.places) < len(logits):
+        logits = logits.index_select(0, torch.from_numpy(rows.places))
+    logits = logits.float() / rows.temperature
     logprobs = logits.log_softmax(-1)
     if rows.limited is None:
         tokens, _ = _picked(logprobs.exp(), draws)
@@ -198,12 +200,17 @@ def keep(logits: Tensor, rows: Rows) -> np.ndarray:
 def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Return numbers in [0, 1) made of ``seeds`` and ``positions`` (uint64, same shape): splitmix64's
     finalizer applied twice, upper 32 bits."""
-    with np.errstate(over="ignore"):
-        state = _mix(_mix(seeds) + (positions + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
-    return (state >> np.uint64(32)).astype(np.float64) * 2.0**-32
+    state = _mix(_mix(seeds) + (positions + ONE) * GOLDEN)
+    return (state >> HALF).astype(np.float64) * 2.0**-32
+
+
+# arrays of uint64 wrap around; NumPy's own constants spare each step their conversion
+ONE, HALF, GOLDEN = np.uint64(1), np.uint64(32), np.uint64(0x9E3779B97F4A7C15)
+SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
+FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def _mix(state: np.ndarray) -> np.ndarray:
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return state ^ (state >> np.uint64(31))
+    state = (state ^ (state >> SHIFTS[0])) * FACTORS[0]
+    state = (state ^ (state >> SHIFTS[1])) * FACTORS[1]
+    return state ^ (state >> SHIFTS[2])
