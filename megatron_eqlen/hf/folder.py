@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES, save_file
 from torch import Tensor
 
-from megatron_eqlen.files import CheckpointError, is_lfs_pointer, read_json
+from megatron_eqlen.files import CheckpointError, is_lfs_pointer, read_json, write_json
 from megatron_eqlen.hf.config import ModelConfig, read_config
 from megatron_eqlen.hf.families import HEAD, embedding, weight_map
 from megatron_eqlen.hf.weight_map import Weight
@@ -108,12 +108,16 @@ class HFFolder:
 
 
 class FolderWriter:
-    """Write a folder like ``source`` into the empty folder ``path``: the same files, tensors and dtypes,
-    other values. A file is in memory until it has all its tensors, which may come in any order; ``finish``
-    completes the folder."""
+    """Write a folder like ``source`` into the empty folder ``path``: the same files and tensors, other
+    values. Dtypes are the source's, or wider where ``at_least`` is, so that nothing trained is rounded. A
+    file is in memory until it has all its tensors, which may come in any order; ``finish`` completes it."""
 
-    def __init__(self, path: Path, source: HFFolder) -> None:
+    def __init__(self, path: Path, source: HFFolder, at_least: torch.dtype | None = None) -> None:
         self.path, self.source = path, source
+        own = {name: DTYPES[entry.dtype] for name, entry in source.entries.items()}
+        self._dtypes = {name: torch.promote_types(each, at_least or each) for name, each in own.items()}
+        self._wider = {each for name, each in self._dtypes.items() if each != own[name]}
+        self._bytes = 0
         self._missing: dict[str, set[str]] = defaultdict(set)
         """Tensors by file that are not written yet."""
         for name, entry in source.entries.items():
@@ -121,11 +125,13 @@ class FolderWriter:
         self._held: dict[str, dict[str, Tensor]] = defaultdict(dict)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write ``tensor`` in the source's dtype. Raises CheckpointError if it does not fit."""
+        """Write ``tensor``. Raises CheckpointError if it does not fit."""
         entry = self.source.entries[name]
         if tuple(tensor.shape) != entry.shape:
             raise CheckpointError(f"{name}: expected shape {entry.shape}, found {tuple(tensor.shape)}")
-        self._held[entry.file][name] = tensor.detach().to("cpu", DTYPES[entry.dtype], copy=True).contiguous()
+        held = tensor.detach().to("cpu", self._dtypes[name], copy=True).contiguous()
+        self._held[entry.file][name] = held
+        self._bytes += held.nbytes
         self._missing[entry.file].discard(name)
         if not self._missing[entry.file]:
             save_file(self._held.pop(entry.file), self.path / entry.file, metadata={"format": "pt"})
@@ -137,12 +143,26 @@ class FolderWriter:
         if self.source.index:
             weight_map = {name: entry.file for name, entry in sorted(self.source.entries.items())}
             index = {**self.source.index, "weight_map": weight_map}
+            if self._wider:
+                index["metadata"] = {"total_size": self._bytes}
             text = json.dumps(index, indent=2, sort_keys=True) + "\n"
             (self.path / INDEX).write_text(text, encoding="utf-8")
         # configuration, tokenizer, generation settings, chat template
         for file in filter(Path.is_file, self.source.path.iterdir()):
             if not file.name.endswith(WEIGHT_SUFFIXES) and not file.name.startswith("."):
                 shutil.copy2(file, self.path / file.name)
+        if self._wider:
+            (wider,) = self._wider  # of at_least and one dtype of the source
+            config = self.path / "config.json"
+            write_json(config, _of_dtype(read_json(config), str(wider).removeprefix("torch.")))
+
+
+def _of_dtype(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a config.json whose dtype, and that of its ``text_config``, is ``name``."""
+    changed = {key: name for key in ("dtype", "torch_dtype") if key in config}
+    if isinstance(text := config.get("text_config"), dict):
+        changed["text_config"] = _of_dtype(text, name)
+    return config | changed
 
 
 def first_few(names: Collection[str]) -> str:

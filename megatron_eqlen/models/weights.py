@@ -81,16 +81,21 @@ def save_adapters(chunks: Sequence[torch.nn.Module], lora: LoraRecipe, base: str
     dist.barrier()
 
 
-def save_hf(chunks: Sequence[torch.nn.Module], source: str | Path, out: str | Path) -> None:
+def save_hf(
+    chunks: Sequence[torch.nn.Module],
+    source: str | Path,
+    out: str | Path,
+    at_least: torch.dtype | None = None,
+) -> None:
     """Write the chunks' weights as a copy of the Hugging Face folder ``source``, with its configuration,
-    tokenizer, dtypes, division into files and untrained tensors (``mtp.*``). Collective; rank 0 writes.
-    ``out`` appears when it is complete."""
+    tokenizer, dtypes (or wider ones: ``FolderWriter``), division into files and untrained tensors
+    (``mtp.*``). Collective; rank 0 writes. ``out`` appears when it is complete."""
     refuse_existing(Path(out))
     model, folder = model_config(chunks), HFFolder(source)
     check_folder(folder, model)
     dist.barrier()  # rank 0 creates ``out`` only after every rank has checked it
     with new_folder(Path(out)) if dist.get_rank() == 0 else nullcontext() as partial:
-        writer = FolderWriter(partial, folder) if partial else None
+        writer = FolderWriter(partial, folder, at_least) if partial else None
         for name, tensor in with_tied_head(export_hf(chunks), model, folder):
             if writer:
                 writer.write(name, tensor)

@@ -196,7 +196,7 @@ class Policy:
     def export(self, folder: Path) -> None:
         """Write the weights to ``folder`` as a Hugging Face folder, with adapters merged. Collective."""
         with self.memory.weights.resident():
-            save_hf(self.chunks, self.job.folder, folder)
+            save_hf(self.chunks, self.job.folder, folder, DTYPES[self.recipe.model.dtype])
 
     def export_adapters(self, folder: Path) -> None:
         """Write the adapters to ``folder`` as a PEFT folder. Collective."""

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megatron_eqlen.files import CheckpointError
+from megatron_eqlen.files import CheckpointError, read_json
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.hf.folder import HFFolder, check_folder
 from megatron_eqlen.models import weights
@@ -19,7 +20,7 @@ from megatron_eqlen.models.weights import export_hf, save_hf
 from tests.kit.distributed import run_ranks
 from tests.kit.marks import weekly
 from tests.kit.tiny_models import save_tiny, tiny_config
-from tests.kit.updates import build_chunks
+from tests.kit.updates import build_chunks, build_policy, one_tree_a_row
 
 LAYOUTS = {
     "llama": [(2, {"pipeline": 2})],
@@ -112,6 +113,33 @@ def test_a_published_folder_comes_back_file_by_file(tmp_path, published):
     layout = {"tensor": 2, "expert": 2}
     run_ranks(2, load_and_save, str(published), layout, str(out), torch.bfloat16)
     assert contents(out) == contents(published)
+
+
+def trained_and_exported(folder: str, out: str, dtype: str) -> dict[str, torch.Tensor]:
+    """Return the weights of a policy after an update, which it exported."""
+    policy = build_policy(folder, {"model": {"path": folder, "dtype": dtype}})
+    policy.update([one_tree_a_row(2)])
+    policy.export(Path(out))
+    return {name: tensor.clone() for name, tensor in policy.weights()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_export_is_the_trained_policy_bit_for_bit(tmp_path, published, dtype):
+    """In float32 a bfloat16 folder's weights would be rounded to what they were before small updates."""
+    out, source = tmp_path / "out", load_folder(published)
+    (trained,) = run_ranks(1, trained_and_exported, str(published), str(out), dtype)
+    written, config = load_folder(out), read_json(out / "config.json")
+    assert written.keys() == source.keys()
+    for name, tensor in (source | trained).items():
+        assert torch.equal(written[name], tensor.to(written[name].dtype)), name
+        assert written[name].dtype == torch.promote_types(source[name].dtype, getattr(torch, dtype)), name
+    assert config == read_json(published / "config.json") | ({"dtype": dtype} if dtype == "float32" else {})
+    size = read_json(out / "model.safetensors.index.json")["metadata"]["total_size"]
+    assert size == (sum(tensor.nbytes for tensor in written.values()) if dtype == "float32" else 1)
+
+
+def load_folder(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
 
 
 def test_fused_experts_are_read_and_written_one_by_one(tmp_path):
