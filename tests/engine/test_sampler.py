@@ -130,18 +130,20 @@ def test_the_draws_of_paths_and_positions_are_independent_uniforms():
         assert abs(np.corrcoef(later.ravel(), earlier.ravel())[0, 1]) < 5e-3
 
 
-def test_norms_in_bfloat16_are_vllms_kernels_and_as_near_to_float32_as_its_native_form():
+def test_norms_in_bfloat16_are_vllms_kernels_where_these_are_as_near_to_float32_as_its_native_form():
+    """Without AVX-512 the kernels truncate: errors are twice the native form's."""
     choose_kernels()
+    rounds = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     generator = torch.Generator().manual_seed(0)
     x, residual = torch.randn(2, 64, 576, generator=generator).bfloat16()
     weight = torch.randn(576, generator=generator).bfloat16()
     for op, inputs in ((ir.ops.rms_norm, (x,)), (ir.ops.fused_add_rms_norm, (x, residual))):
-        assert op.dispatch(*inputs, weight, 1e-5).provider == PROVIDER
+        chosen = op.dispatch(*inputs, weight, 1e-5).provider
+        assert chosen == (PROVIDER if rounds else "native")
         assert op.dispatch(*(i.float() for i in inputs), weight.float(), 1e-5).provider == "native"
         exact = torch.rms_norm(sum(i.float() for i in inputs), (576,), weight.float(), 1e-5)
         results = [
-            op.impls[name].impl_fn(*(i.clone() for i in inputs), weight, 1e-5)
-            for name in (PROVIDER, "native")
+            op.impls[name].impl_fn(*(i.clone() for i in inputs), weight, 1e-5) for name in (chosen, "native")
         ]
         ours, native = ((result[0] if len(inputs) == 2 else result).float() - exact for result in results)
         assert ours.abs().mean() < 1.5 * native.abs().mean()

@@ -83,8 +83,10 @@ def choose_kernels() -> None:
 
 
 def _applies(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
+    # without AVX-512 the kernels truncate to bfloat16 where they should round
+    rounds = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     same = weight is not None and weight.dtype == x.dtype == torch.bfloat16
-    return same and variance_size is None and x.is_contiguous()
+    return rounds and same and variance_size is None and x.is_contiguous()
 
 
 def _applies_with_residual(
