@@ -142,9 +142,8 @@ class FolderWriter:
             self.write(name, self.source.tensor(name))
         if self.source.index:
             weight_map = {name: entry.file for name, entry in sorted(self.source.entries.items())}
-            index = {**self.source.index, "weight_map": weight_map}
-            if self._wider:
-                index["metadata"] = {"total_size": self._bytes}
+            size = {"metadata": {"total_size": self._bytes}} if self._wider else {}
+            index = {**self.source.index, "weight_map": weight_map, **size}
             text = json.dumps(index, indent=2, sort_keys=True) + "\n"
             (self.path / INDEX).write_text(text, encoding="utf-8")
         # configuration, tokenizer, generation settings, chat template

@@ -109,7 +109,6 @@ def chain_rule(which: list[AdapterWeights], own: Tensors, whole: Tensors) -> Ten
 LAYOUTS = [
     ("qwen2", 1, {}),
     ("qwen3", 2, {"tensor": 2, "sequence": True, "recompute": "full"}),
-    ("qwen3", 2, {"context": 2}),
     ("qwen3_moe", 2, {"expert_tensor": 2, "tensor": 2}),
     ("qwen3_next", 2, {"pipeline": 2, "recompute": "full"}),
     ("qwen3_5_moe", 2, {"tensor": 2, "expert": 2}),

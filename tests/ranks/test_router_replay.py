@@ -155,7 +155,7 @@ def test_gradients_do_not_depend_on_the_rows(name, rows, folders, whole):
 
 
 LAYOUTS = [
-    ("moe", {"context": 2, "recompute": "full"}),
+    ("moe", {"expert": 2, "recompute": "full"}),
     weekly("some_dense", {"pipeline": 2, "virtual_pipeline": 2, "recompute": "full"}),
     ("some_dense", {"tensor": 2, "recompute": "mlp"}),
     slow("next", {"tensor": 2, "expert": 2, "recompute": "full"}),

@@ -27,8 +27,8 @@ WITH_US = ("setpriv", "--pdeathsig", "KILL")
 """Prefix of a command that is killed when the thread that started it ends, for whatever reason."""
 NETNS = Path("/run/netns")
 CONTROLLER = "login"
-PATIENCE = 120.0
-"""Seconds to wait; SLURM itself takes up to 30 to give up a node."""
+PATIENCE = 300.0
+"""Seconds to wait; SLURM itself takes up to 30 to give up a node, and a slow machine 60 to start a try."""
 
 CONFIGURATION = """\
 ClusterName=bed

@@ -42,4 +42,4 @@ def test_replicas_on_two_nodes_are_listed_started_again_and_ended_together(bed, 
     assert starts()[-1] == [port, node]
 
     bed.run("scancel", job)
-    assert within(20, lambda: not any(str(SERVER) in command_line(pid) for pid in running()))
+    assert within(60, lambda: not any(str(SERVER) in command_line(pid) for pid in running()))

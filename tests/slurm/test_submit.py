@@ -69,7 +69,7 @@ def test_status_says_that_a_job_was_cancelled_before_it_trained(submit, bed):
     bed.wait(lambda: list(job.run.glob("checked-*")), "the check")
     bed.run("scancel", job.id)
     bed.wait_for(job.id, "CANCELLED")
-    assert within(20, lambda: read_state(job.run).cancelled)
+    assert within(60, lambda: read_state(job.run).cancelled)
     assert RunStatus(job.run).condition == "cancelled"
 
 

@@ -64,7 +64,7 @@ class Job:
 
     def is_gone(self) -> bool:
         """Return True if none of its processes runs on any node, soon."""
-        return within(20, lambda: not any(str(self.run) in command_line(pid) for pid in running()))
+        return within(60, lambda: not any(str(self.run) in command_line(pid) for pid in running()))
 
 
 def _lines(path: Path) -> list[dict]:
