@@ -158,7 +158,7 @@ class FolderWriter:
 
 def _of_dtype(config: dict[str, Any], name: str) -> dict[str, Any]:
     """Return a config.json whose dtype, and that of its ``text_config``, is ``name``."""
-    changed = {key: name for key in ("dtype", "torch_dtype") if key in config}
+    changed: dict[str, Any] = {key: name for key in ("dtype", "torch_dtype") if key in config}
     if isinstance(text := config.get("text_config"), dict):
         changed["text_config"] = _of_dtype(text, name)
     return config | changed
