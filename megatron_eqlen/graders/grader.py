@@ -25,7 +25,7 @@ def answer_section(text: str, longest: int) -> str:
 
 
 class Grader(Protocol):
-    """What a factory named by import path returns. It is called with the recipe's ``reward`` section, and
+    """Result of a factory named by import path, which is called with the recipe's ``reward`` section, and
     with the run's ``seed`` if it has a parameter of that name."""
 
     def grade(self, texts: Sequence[str], golds: Sequence[str]) -> list[Grade]:

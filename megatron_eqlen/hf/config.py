@@ -153,7 +153,9 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         **{name: fields.get(name, int) for name in SIZES},
         hidden_size=hidden,
         # without dense layers nothing has this size, and files do not state it
-        intermediate_size=fields.get("moe_" * family.only_experts + "intermediate_size", int),
+        intermediate_size=fields.get(
+            "moe_intermediate_size" if family.only_experts else "intermediate_size", int
+        ),
         num_hidden_layers=layers,
         num_attention_heads=heads,
         head_dim=_head_dim(fields, family, hidden, heads),

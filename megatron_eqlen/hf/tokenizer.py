@@ -134,7 +134,7 @@ class Tokenizer:
         return {
             "vocabulary": sorted((number, token) for token, number in self.backend.get_vocab().items()),
             "merges": stored["model"].get("merges") or [],
-            "special tokens": [(of["id"], of["content"], of["special"]) for of in stored["added_tokens"]],
+            "special tokens": [(t["id"], t["content"], t["special"]) for t in stored["added_tokens"]],
         }
 
     def pieces_of(self, token_ids: Sequence[int]) -> list[str]:

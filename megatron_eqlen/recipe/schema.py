@@ -255,8 +255,8 @@ class EqualLengthRecipe(Section):
     baseline: Annotated[
         Literal["pair", "streams"], When(".pair_weight", "on_policy"), When("rollout.carry_over", False)
     ] = "pair"
-    """What a side's reward is compared with: the pair's other side, or, with less noise, the mean value of
-    the prompt in its other streams."""
+    """Reward that a side is compared with: the pair's other side, or, with less noise, the mean value of the
+    prompt in its other streams."""
     max_pairs: PositiveInt | None = None
     """End a stream after this many pairs; the remaining track runs alone, for its reward. 1: the paper's
     single-pair mode."""
@@ -575,7 +575,8 @@ class ParallelRecipe(Section):
     sequence: bool | None = None
     """Sequence parallel; default: on with tensor > 1 in MoE models and on GPUs."""
     recompute: Literal["none", "mlp", "full"] = "none"
-    """What the backward pass recomputes, not keeps: nothing, each layer's MLP or experts, or whole layers."""
+    """Part that the backward pass recomputes instead of keeping: nothing, each layer's MLP or experts, or
+    whole layers."""
     fusions: bool | None = None
     """Fused SwiGLU and, on GPUs with Transformer Engine, fused rotary angles, permutation of routed tokens,
     and accumulation of gradients; default: on GPUs."""

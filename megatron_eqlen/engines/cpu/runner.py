@@ -77,16 +77,16 @@ class ReferenceScheduler(Scheduler):
 
 
 def choose_kernels() -> None:
-    """Make the engine of this process use the kernels of RMS norms where they apply."""
+    """Make the engine of this process use the kernels of RMS norms where they apply. Without AVX-512 they
+    truncate to bfloat16 in place of rounding, and are not used."""
+    rounds = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     for op in (ir.ops.rms_norm, ir.ops.fused_add_rms_norm):
-        op.set_default([PROVIDER, "native"])
+        op.set_default([PROVIDER, "native"] if rounds else ["native"])
 
 
 def _applies(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
-    # without AVX-512 the kernels truncate to bfloat16 where they should round
-    rounds = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     same = weight is not None and weight.dtype == x.dtype == torch.bfloat16
-    return rounds and same and variance_size is None and x.is_contiguous()
+    return same and variance_size is None and x.is_contiguous()
 
 
 def _applies_with_residual(

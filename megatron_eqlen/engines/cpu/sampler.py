@@ -20,6 +20,10 @@ BLOCK = 1 << 19
 """Most logits drawn at once, to stay in a core's cache. A row's results do not depend on its block."""
 NEVER = -9999.0
 """Log-prob of tokens that sampling did not keep, as vLLM's servers write it."""
+# splitmix64; uint64 wraps around in arrays, and constants of NumPy need no conversion in each step
+ONE, HALF, GOLDEN = np.uint64(1), np.uint64(32), np.uint64(0x9E3779B97F4A7C15)
+SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
+FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 @dataclass
@@ -202,12 +206,6 @@ def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     finalizer applied twice, upper 32 bits."""
     state = _mix(_mix(seeds) + (positions + ONE) * GOLDEN)
     return (state >> HALF).astype(np.float64) * 2.0**-32
-
-
-# arrays of uint64 wrap around; NumPy's own constants spare each step their conversion
-ONE, HALF, GOLDEN = np.uint64(1), np.uint64(32), np.uint64(0x9E3779B97F4A7C15)
-SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
-FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def _mix(state: np.ndarray) -> np.ndarray:
