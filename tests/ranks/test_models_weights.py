@@ -11,7 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megatron_eqlen.files import CheckpointError, read_json
+from megatron_eqlen.files import CheckpointError, read_json, write_json
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.hf.folder import HFFolder, check_folder
 from megatron_eqlen.models import weights
@@ -85,6 +85,7 @@ def published(tmp_path):
     folder = tmp_path / "published"
     save_tiny(folder, "qwen3_next")
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+    write_json(folder / "config.json", read_json(folder / "config.json") | {"dtype": "bfloat16"})
     tensors["mtp.layers.0.self_attn.q_proj.weight"] = torch.randn(7, 5).bfloat16()
     tensors["mtp.pre_fc_norm_embedding.weight"] = torch.randn(11)
     (folder / "model.safetensors").unlink()
@@ -136,6 +137,26 @@ def test_the_export_is_the_trained_policy_bit_for_bit(tmp_path, published, dtype
     assert config == read_json(published / "config.json") | ({"dtype": dtype} if dtype == "float32" else {})
     size = read_json(out / "model.safetensors.index.json")["metadata"]["total_size"]
     assert size == (sum(tensor.nbytes for tensor in written.values()) if dtype == "float32" else 1)
+
+
+def test_a_wider_export_says_so_in_each_part_of_its_config(tmp_path):
+    """Transformers and vLLM take the dtype of the text model from its own section."""
+    source, out = tmp_path / "hf", tmp_path / "out"
+    save_tiny(source, "qwen3_5_moe")
+    config = read_json(source / "config.json")
+    config |= {"dtype": "bfloat16", "text_config": config["text_config"] | {"dtype": "bfloat16"}}
+    write_json(source / "config.json", config)
+    tensors = load_file(source / "model.safetensors")
+    halves = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    save_file(halves, source / "model.safetensors", metadata={"format": "pt"})
+    run_ranks(1, save_wide, str(source), str(out))
+    text = config["text_config"] | {"dtype": "float32"}
+    assert read_json(out / "config.json") == config | {"dtype": "float32", "text_config": text}
+    assert {tensor.dtype for tensor in load_folder(out).values()} == {torch.float32}
+
+
+def save_wide(folder: str, out: str) -> None:
+    save_hf(build_chunks(folder, {}, torch.float32, load=True), folder, out, torch.float32)
 
 
 def load_folder(folder: Path) -> dict[str, torch.Tensor]:
