@@ -28,13 +28,16 @@ def check(job: Job | None, short: bool = False, checks: Sequence[Check] = CHECKS
         if short and not entry.in_short:
             continue
         finding = look(entry, place)
+        # Nothing to look at here, such as NCCL on a machine without GPUs.
         if finding is None:
             continue
+        # Only what this run needs makes the machine unfit; the rest is shown as optional.
         bad = finding.state in ("missing", "failed") and entry.needed(place)
         if bad:
             wanting.append(entry.name)
         if finding.state != "ok" or not short:
             print(line(entry, finding, bad), flush=True)
+    # A cached property: only if a check has read them is there a grader to close.
     if "prompts" in vars(place):
         place.prompts.close()
     who = job.recipe.name if job else "what every run needs"
@@ -45,6 +48,7 @@ def check(job: Job | None, short: bool = False, checks: Sequence[Check] = CHECKS
 
 def look(entry: Check, place: Place) -> Finding | None:
     """Return what the check finds; an error is a finding. Libraries' warnings of the same are hidden."""
+    # Printed by a timer: a check that waits for a disk or for the network cannot print it itself.
     told = line(entry, Finding("slow", f"not done after {PATIENCE} s"), bad=False)
     patience = Timer(PATIENCE, print, [told], {"flush": True})
     patience.daemon = True

@@ -34,9 +34,11 @@ def gpus(place: Place) -> Finding:
         built = f"torch {torch.__version__} is for CUDA {torch.version.cuda or '(none)'}"
         return Finding("missing", f"no CUDA device; {built}", todo if place.on_gpus else "")
     count = torch.cuda.device_count()
+    # SLURM may have given fewer GPUs than the recipe has processes.
     if place.on_gpus and place.processes > count:
         asked = f"{place.processes} processes a node (cluster.processes_per_node)"
         return Finding("failed", f"{count} GPUs for {asked}", "ask SLURM for as many: --gpus-per-node")
+    # A GPU that is listed may still compute wrong numbers.
     for device in range(count):
         if (product := multiplied(torch.device("cuda", device))) != 64.0:
             text = f"GPU {device} computes {product} for 64"
@@ -47,6 +49,7 @@ def gpus(place: Place) -> Finding:
 
 def multiplied(device: torch.device) -> float:
     """Return 64 on a device that computes correctly."""
+    # Each element of the product is a sum of 64 ones.
     ones = torch.ones(64, 64, device=device)
     return float((ones @ ones).max())
 
@@ -55,11 +58,13 @@ def gpu_memory(place: Place) -> Finding | None:
     """Check that the plan fits these GPUs, and that no other process holds much of their memory."""
     if not torch.cuda.is_available():
         return None
+    # (free, total) bytes of each GPU; the smallest decides.
     sizes = [torch.cuda.mem_get_info(device) for device in range(torch.cuda.device_count())]
     free, total = min(size for size, _ in sizes), min(size for _, size in sizes)
     text = f"{gigabytes(free)} free of {gigabytes(total)}"
     if place.recipe is None or not place.on_gpus:
         return Finding("ok", text)
+    # The plan for the GPUs that are here, not for the size that the recipe assumes.
     cluster = place.recipe.cluster.model_copy(update={"gpu_memory_gib": total / 2**30})
     need = memory(Job(place.recipe.model_copy(update={"cluster": cluster})))
     text = f"{text}, the plan needs {gigabytes(need.peak)}"
@@ -144,12 +149,14 @@ def shared_memory(place: Place) -> Finding:
 def space(place: Place) -> Finding:
     """Compare the free space, plus what this run already occupies, with all that the run keeps."""
     wanted = place.folder.absolute()
+    # The run folder need not exist: the next folder above it is on the same disk.
     folder = next(path for path in (wanted, *wanted.parents) if path.is_dir())
     free = shutil.disk_usage(folder).free
     text = f"{gigabytes(free)} free in {folder}"
     if place.job is None:
         return Finding("ok", text)
     kept = place.job.recipe.checkpoint.keep
+    # One more than are kept: the newest is complete before the oldest is removed.
     need = checkpoint_bytes(place.job) * (kept + 1) + export_bytes(place.job)
     has = sum(_size(place.folder / name) for name in ("checkpoints", "export"))
     text += f", checkpoints and export take {gigabytes(need)}"

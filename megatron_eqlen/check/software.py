@@ -44,6 +44,7 @@ def python(place: Place) -> Finding:
 
 def package(wanted: Package, place: Place) -> Finding | None:
     """Import the package; where seconds matter, only look whether it is installed."""
+    # Its kernels are for gated delta nets alone.
     if wanted is FLA and place.job and place.job.model.delta_net is None:
         return None
     state = packages.look(wanted) if place.short else packages.find(wanted)
@@ -66,6 +67,7 @@ def inputs(place: Place) -> Finding | None:
     summary = f"{job.recipe.model.path} and the data are there{commits}"
     if place.short:
         return Finding("ok", summary)
+    # Names and shapes from the files' headers; no tensor is read.
     check_folder(HFFolder(job.folder), job.model)
     if (marker := job.recipe.tree_sampling.marker) is not None:
         Marker.of(marker, job.tokenizer)
@@ -106,12 +108,14 @@ def environment(place: Place) -> Finding | None:
     recipe, tokenizer = place.job.recipe, place.job.tokenizer
     speak = conversations(recipe, tokenizer)
     assert speak is not None
+    # With one turn allowed the response ends here, so that the environment grades it.
     once = replace(speak, limits=recipe.environment.model_copy(update={"max_turns": 1}))
     turn = Turn(np.array(tokenizer.encode(SAID)), np.array([], int))
     graded: list[str] = []
     with closing(speak), own_code(name):
         for prompt in (prompt for prompts in place.prompts.samples(1) for prompt in prompts):
             played = answer(once, None, prompt, recipe.seed, [turn])
+            # Sampling forks it by a copy: an error in that shows here, not in a step.
             if played.environment.copies:
                 closed(played.environment.fork())
             closed(played.environment)
@@ -125,6 +129,7 @@ def templates(place: Place) -> Finding | None:
     recipe = place.recipe
     if recipe is None or recipe.environment.name != "workspace" or not place.has_prompts:
         return None
+    # Templates that golds name, each with a row that names it, of training data and benchmarks.
     read = [(source.name, open_source(source, Tally())) for source in recipe.data.sources]
     read += [(bench.name, read_problems(bench, Tally())) for bench in recipe.evaluation.benchmarks]
     golds = {str(referred(row.gold)[0]): f"{name}/{row.row_id}" for name, rows in read for row in rows}
@@ -191,6 +196,7 @@ def _grades_code(place: Place) -> bool:
 def _graders(place: Place) -> set[str]:
     if place.recipe is None:
         return set()
+    # Demonstrations are imitated, not graded.
     sampled = [] if place.recipe.supervised else place.recipe.data.sources
     read = [*sampled, *place.recipe.evaluation.benchmarks]
     return {source.grader or source.reader for source in read}
