@@ -54,16 +54,20 @@ def evaluate(
         keeps_columns=lambda prompt, index: False,  # no evaluation reads them
         conversations=conversations and replace(conversations, own_seeds=True),
     )
+    # Benchmarks may have a temperature of their own; training's comes back whatever happens.
     engine.sample_as(sampling.rollout)
     try:
         harvested, _ = harvest(engine, plan, [EarlyGrading(scorer, grades)])
     finally:
         engine.sample_as(recipe.rollout)
+    # Each rank scores the problems that it grades, and all ranks gather the answers.
     groups = [group for group in harvested if grades(group.prompt, group.index)]
     scorer.score(groups)
     zero = recipe.reward.on_error == "zero"
+    # Completions without a reward, such as those whose grader failed, unless they count as 0.
     lost = [[part.grade for part in group.unscored() if not zero] for group in groups]
     gathered = gather(list(zip(map(_answers, groups), map(_grader, groups), lost, strict=True)))
+    # avg@k needs k rewards: a problem with a lost one is left out.
     answers = {answer.prompt_id: answer for answer, _, lost in gathered if not lost}
     graders = sorted({grader for _, grader, _ in gathered} - {""})
     causes = [f"{lost[0].detail} ({answer.prompt_id})" for answer, _, lost in gathered if lost]
@@ -75,6 +79,7 @@ def evaluate(
         problems = [problem for problem in problems if problem.prompt_id in answers]
     return EvaluationResult(
         benchmark=benchmark.name,
+        # In the order of the benchmark: replicas answer in any order.
         answers=[answers[problem.prompt_id] for problem in problems],
         manifest=_manifest(benchmark, problems, sampling, engine.policy_version, graders),
     )
@@ -119,6 +124,7 @@ def _manifest(
         "policy_version": version,
         "seed": recipe.seed,
         "samples": recipe.group_size,
+        # Settings that change which responses are sampled.
         "rollout": recipe.rollout.model_dump(
             mode="json", include={"temperature", "top_p", "top_k", "min_p", "max_response_length"}
         ),

@@ -62,6 +62,7 @@ class EvaluationResult:
         limit = f"at most {used['max_response_length']:,} tokens"
         if not used["temperature"]:
             return f"greedy, {limit}"
+        # 0 for a setting that is off: top-p 1, top-k 0 or -1, min-p 0.
         cut = {"top-p": used["top_p"] % 1, "top-k": max(used["top_k"], 0), "min-p": used["min_p"]}
         named = [f"{name} {value:g}" for name, value in cut.items() if value]
         return ", ".join([f"temperature {used['temperature']:g}", *named, limit])
@@ -125,6 +126,7 @@ def _check_questions(results: list[EvaluationResult]) -> None:
 def write_results(path: Path, results: list[EvaluationResult]) -> None:
     """Write one evaluation's benchmarks as JSON; the file appears complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # The interval is written, too: a reader need not draw 10,000 bootstrap samples again.
     summaries = [{"intervals": [asdict(result.accuracy)]} | result.metrics() for result in results]
     write_json(path, [asdict(r) | {"summary": s} for r, s in zip(results, summaries, strict=True)])
 
@@ -137,6 +139,7 @@ def read_results(path: Path) -> list[EvaluationResult]:
         for record in (first, *others):
             answers = TypeAdapter(list[Answers]).validate_python(record["answers"])
             result = EvaluationResult(record["benchmark"], answers, record["manifest"])
+            # Fills the cached property.
             vars(result)["accuracy"] = Interval(**record["summary"]["intervals"][0])
             results.append(result)
     return results
@@ -181,6 +184,7 @@ def evaluation_files(folder: Path, steps: int) -> list[tuple[int, Path]]:
 
 def _step(label: str, last: int) -> int:
     digits = label.removeprefix("step-")
+    # ``before``, ``step-00000012``, or else ``after``.
     return 0 if label == "before" else int(digits) if digits.isdecimal() else last
 
 

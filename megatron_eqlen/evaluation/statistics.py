@@ -44,6 +44,7 @@ def crossed_bootstrap(scores: np.ndarray, seed: int = 0) -> Interval:
 def replicate_bootstrap(scores: np.ndarray, seed: int = 0) -> Interval:
     """Interval of the paper: percentile bootstrap over replicates, with the problems held fixed."""
     per_replicate = _checked(scores).mean(axis=1)
+    # [DRAWS, R]: each draw is R replicates with replacement.
     draws = np.random.default_rng(seed).choice(per_replicate, size=(DRAWS, len(per_replicate)))
     return _interval(float(scores.mean()), draws.mean(axis=1), "paper: bootstrap over replicates")
 
@@ -55,6 +56,7 @@ def paired_difference(before: np.ndarray, after: np.ndarray, seed: int = 0) -> I
     before, after = _checked(before), _checked(after)
     if before.shape[1] != after.shape[1]:
         raise ValueError(f"paired difference: {before.shape[1]} problems before, {after.shape[1]} after")
+    # The problems' weights are drawn once, for both sides; replicates of the two sides apart.
     counts = (before.shape[1], after.shape[0], before.shape[0])
     problems, ours, theirs = _draw_weights(counts, seed)
     draws = _crossed_means(after, ours, problems) - _crossed_means(before, theirs, problems)
@@ -68,6 +70,7 @@ def seed_difference(before: np.ndarray, after: np.ndarray) -> Interval:
     mean, count = float(differences.mean()), len(differences)
     if count == 1:
         return Interval(mean, float("nan"), float("nan"), method)
+    # t_{0.975, R - 1} s / sqrt(R)
     half = _quantile(count, (1 + LEVEL) / 2) * differences.std(ddof=1) / np.sqrt(count)
     return Interval(mean, mean - half, mean + half, method)
 
@@ -78,12 +81,15 @@ def change_of_mean(before: np.ndarray, after: np.ndarray) -> Interval:
     2000), so that few equal rewards are not taken for certainty. Others: Student's t of the smaller side."""
     binary = bool(np.isin(np.concatenate([before, after]), (0.0, 1.0)).all())
     centre, variance, least = 0.0, 0.0, np.inf
+    # The centre is the difference of the two means, its variance the sum of theirs.
     for values, sign in ((before, -1), (after, 1)):
         count = len(values)
+        # A single reward has no variance to estimate.
         if count == 1:
             centre += sign * float(values[0])
             continue
         mean, spread = float(values.mean()), float(values.var(ddof=1))
+        # A success and a failure more: p = (successes + 1) / (n + 2), variance p (1 - p) / (n + 2).
         if binary:
             count += 2
             mean = (float(values.sum()) + 1) / count
@@ -93,6 +99,7 @@ def change_of_mean(before: np.ndarray, after: np.ndarray) -> Interval:
     quantile = NormalDist().inv_cdf(share) if binary else _quantile(int(least), share)
     half = quantile * float(np.sqrt(variance))
     method = "Agresti-Caffo" if binary else "t"
+    # The shown difference is the plain one; only the interval is around the shifted centre.
     return Interval(float(after.mean() - before.mean()), centre - half, centre + half, method)
 
 
@@ -114,8 +121,10 @@ def pass_at_k(scores: np.ndarray, k: int) -> float:
     replicates = _checked(scores).shape[0]
     if not 1 <= k <= replicates:
         raise ValueError(f"pass@k: expected 1 <= k <= {replicates} samples, found {k}")
+    # [P] wrong samples of each problem.
     wrong = (scores <= 0).sum(axis=0)
     steps = np.arange(k)
+    # [P, k] factors of C(wrong, k) / C(R, k): k draws without replacement that are all wrong.
     all_wrong = np.clip(wrong[:, None] - steps, 0, None) / (replicates - steps)
     return float(1.0 - all_wrong.prod(axis=1).mean())
 
@@ -134,6 +143,7 @@ def _checked(scores: np.ndarray) -> np.ndarray:
 
 def _crossed_means(scores: np.ndarray, replicates: np.ndarray, problems: np.ndarray) -> np.ndarray:
     """Return [DRAWS] means over resampled replicates and problems, given their weights."""
+    # [DRAWS, R] @ [R, P], then weighted by problem, [DRAWS, P].
     return ((replicates @ scores) * problems).sum(axis=1)
 
 
@@ -147,6 +157,7 @@ def _draws(counts: tuple[int, ...], seed: int) -> list[np.ndarray]:
     """Return [DRAWS, count] int16: how often each item is drawn; cached for a run's evaluations."""
     rng = np.random.default_rng(seed)
     draws = (rng.multinomial(count, np.full(count, 1 / count), size=DRAWS) for count in counts)
+    # Counts of few draws: as int16 the cache needs a quarter of the memory.
     return [drawn.astype(np.int16) for drawn in draws]
 
 
