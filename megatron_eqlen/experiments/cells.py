@@ -77,6 +77,8 @@ class Plan:
                 method,
                 seed,
                 folder := sweep.path / Path(recipe).stem / f"{method}-seed{seed}",
+                # Later overrides win: the sweep's, the method's, the command's, then what makes the run its
+                # own.
                 (
                     *map(_override, sweep.set.items()),
                     *map(_override, sweep.methods[method].set.items()),
@@ -86,6 +88,7 @@ class Plan:
                 ),
             )
             for recipe in sweep.recipes
+            # False sorts before True: the reference comes first, then the others as they stand.
             for method in sorted(sweep.methods, key=lambda name: name != sweep.reference)
             for seed in sweep.seeds_of(Path(recipe).stem, method)
         ]
@@ -96,6 +99,7 @@ class Plan:
     def recipes(self) -> list[Recipe]:
         """Return a recipe of each file and method; all others differ from it in their seed and budget alone.
         Raises RecipeError, also for two methods that make the same runs."""
+        # What differs from run to run in any case, and budgets where the sweep gives them.
         own = {"run_dir": None, "variant": {}, **(dict.fromkeys(UNITS) if self.sweep.reference else {})}
         seen, recipes = dict[tuple[str, str], str](), []
         for group, (cell, *_) in groupby(self.cells, key=lambda cell: cell.group):
@@ -118,12 +122,14 @@ class Plan:
         if cell.model not in self.amounts:
             if not all(reference.ended([]) for reference in references):
                 return None
+            # Kept, since runs that have ended spend nothing more.
             spent = [reference.spent() for reference in references]
             self.amounts[cell.model] = fmean(getattr(each, self.sweep.match) for each in spent)
         return self.matched(self.amounts[cell.model])
 
     def matched(self, amount: float) -> list[str]:
         """Return the overrides that end a run when it has spent ``amount`` of the matched quantity."""
+        # Limits that the recipe has itself are taken away.
         limits = dict.fromkeys(UNITS, None) | {"steps": self.sweep.max_steps, self.sweep.match: amount}
         return [*map(_override, limits.items())]
 
@@ -134,5 +140,6 @@ class Plan:
 
 def _override(item: tuple[str, Any]) -> str:
     """Return ``key=value`` as on the command line."""
+    # YAML ends a plain value with a line ``...``; the width keeps a long value in one line.
     text = to_yaml(item[1], default_flow_style=True, width=1 << 30)
     return f"{item[0]}={text.removesuffix('...\n').rstrip('\n')}"

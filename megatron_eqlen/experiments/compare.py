@@ -102,10 +102,12 @@ def compare_runs(
         raise ValueError(f"{', '.join(map(str, folders))}: expected a run that has ended, found none")
     groups = group_runs([read_run(folder) for folder in ended])
     known = list(dict.fromkeys(group.method for group in groups))
+    # The base is the model before training: no method unless nothing else is there.
     baseline = baseline or next((name for name in known if name != BASE), BASE)
     if baseline not in known:
         raise ValueError(f"--baseline: expected one of {', '.join(known)}, found {baseline!r}")
     tables = [make_table(kind.capitalize(), kind, groups, baseline) for kind in get_args(Kind)]
+    # Leave out tables without a column beside method and seeds: runs without benchmarks have no accuracy.
     tables = [table for table in tables if table.rows and len(table.rows[0]) > 1 + (SEEDS in table.rows[0])]
     notes = budget_notes(groups)
     print(markdown(tables, notes))
@@ -132,6 +134,7 @@ def write(
     axis = axis or compared_cost(groups)
     for model in dict.fromkeys(group.model for group in groups):
         methods = {g.method: [run.folder for run in g.runs] for g in groups if g.model == model}
+        # Before training there is no curve.
         methods.pop(BASE, None)
         paths.append(folder / f"figures-{model}.svg")
         write_text(paths[-1], sheet(f"{model}, over {UNITS[axis]}", *curves(methods, axis, charts)))
@@ -167,6 +170,7 @@ def accuracies(groups: Sequence[Group], benchmarks: Sequence[str] | None = None)
     rows = by_benchmark(groups, benchmarks, accuracy)
     seeds: dict[str, int] = {}
     for group in groups:
+        # The largest number: a method may have fewer seeds on one model than on another.
         seeds[group.method] = max(len(group.runs), seeds.get(group.method, 0))
     return [{METHOD: row[METHOD], SEEDS: seeds[row[METHOD]]} | row for row in rows]
 
@@ -190,6 +194,7 @@ def by_benchmark(
     models = list(dict.fromkeys(group.model for group in groups))
     known = dict.fromkeys(name for group in groups for run in group.runs for name in run.after)
     rows = []
+    # A method's groups, one for each model, make one row.
     for method in dict.fromkeys(group.method for group in groups):
         mine = {group.model: group for group in groups if group.method == method}
         row: dict[str, Any] = {METHOD: method}
@@ -210,12 +215,14 @@ def difference(before: Group, after: Group, benchmark: str) -> Difference | None
     by_problem = compare(before.results(benchmark), after.results(benchmark))  # checks the questions
     if len(seeds) < 2:
         return Difference(by_problem, None, len(seeds))
+    # [R] means of each side for the seeds that both have, in the same order.
     pair = np.array([theirs[seed] for seed in seeds]), np.array([ours[seed] for seed in seeds])
     return Difference(seed_difference(*pair), detectable_difference(*pair), len(seeds))
 
 
 def _means(group: Group, benchmark: str) -> dict[int, float]:
     """Return each seed's accuracy."""
+    # The base is what the runs measured before their first step.
     results = {run.recipe.seed: run.before if group.method == BASE else run.after for run in group.runs}
     tested = {seed: by_name[benchmark] for seed, by_name in results.items() if benchmark in by_name}
     return {seed: float(result.scores.mean()) for seed, result in tested.items()}
@@ -256,7 +263,9 @@ def markdown(tables: Sequence[Table], notes: Sequence[str]) -> str:
 def budget_notes(groups: Sequence[Group]) -> list[str]:
     """Return warnings for the reader of the tables: runs that ended before a limit, and unequal budgets."""
     methods = [group for group in groups if group.method != BASE]
+    # Runs that ended before their limits.
     notes = [note for group in methods for run in group.runs if (note := _short(_label(group, groups), run))]
+    # Then methods whose runs cost unequally much on one model.
     cost = compared_cost(methods)
     for model in dict.fromkeys(group.model for group in methods):
         mine = [group for group in methods if group.model == model]
@@ -283,6 +292,7 @@ def _short(label: str, run: RunResult) -> str | None:
     by = budget.ended_by(run.spent)
     if by is None:
         return f"{label} seed {run.recipe.seed} is not at its end: {outcome}"
+    # A cap of steps beside a budget: the run may have spent less than others.
     others = [UNITS[key] for key, _ in budget.limits() if key in COSTS]
     if by == "steps" and others:
         return f"{label} seed {run.recipe.seed} was cut short of its {' and '.join(others)}: {outcome}"

@@ -48,6 +48,7 @@ Charts = Mapping[str, Mapping[str, MethodCurve]]
 def oscillation(norms: np.ndarray) -> np.ndarray:
     """Return how much a gradient norm [n] changes from step to step, 2 |x' - x| / (|x'| + |x|): a mean over
     the newest ``WINDOW`` steps; NaN at the first. 0: constant; 2: zero at every other step."""
+    # [n - 1] sums and changes from each step to the next; both norms 0: no change.
     size = norms[1:] + norms[:-1]
     changes = np.where(size > 0, 2 * np.abs(np.diff(norms)) / np.where(size > 0, size, 1), 0.0)
     means = [changes[max(0, n - WINDOW) : n].mean() for n in range(1, len(changes) + 1)]
@@ -71,17 +72,21 @@ def read_curves(folder: Path, axis: str) -> dict[str, Curve]:
     """Return a run's curves by title, along ``axis``, a key of ``UNITS``."""
     columns = Columns(folder, READ)
     steps = columns.steps
+    # What the run had spent after each step.
     x = steps if axis == "steps" else np.nan_to_num(columns[m.COST_METRICS[axis]])
     files = evaluation_files(folder / "evaluation", columns.last.get("step", 0))
     curves = {}
     for name, rows in histories(read_evaluations(files)).items():
+        # Step of an evaluation -> accuracy; step 0, before training, has spent nothing.
         at = {row.step: 100 * float(row.result.scores.mean()) for row in rows}
         begun, spent = np.append(0, steps), np.append(0.0, x)
+        # An evaluation has a place only if its step was recorded.
         there = np.isin(begun, [*at])
         values = np.array([at[step] for step in begun[there].astype(int).tolist()])
         curves[f"Accuracy on {name}, %"] = spent[there], values
     for title, (names, made) in MEASURES.items():
         values = columns.first_of(names)
+        # Steps without the metric, and values that cannot be made there, leave no point.
         known = np.isfinite(values)
         values = made(values[known])
         curves[title] = x[known][np.isfinite(values)], values[np.isfinite(values)]
@@ -98,6 +103,7 @@ def curves(
     places = [curve[0] for seeds in runs.values() for run in seeds for curve in run.values()]
     if axis != "steps" and not any(x.any() for x in places):
         return curves(methods, "steps", titles)
+    # Titles that have points in some run, each once, in order.
     known = dict.fromkeys(t for s in runs.values() for run in s for t, line in run.items() if len(line[0]))
     known = sorted(known, key=lambda title: title in MEASURES)  # accuracies first
     if unknown := [title for title in titles or () if title not in known]:
@@ -144,10 +150,12 @@ def sheet(title: str, x_name: str, charts: Charts) -> str:
             place.grid(alpha=0.3)
             for name, line in lines.items():
                 n = names.index(name)
+                # Ten colours times four dashes; thinner lines lie over thicker ones.
                 style = {"color": f"C{n % 10}", "linestyle": DASHES[n % 4], "linewidth": 2 - 0.2 * (n % 4)}
                 (drawn[name],) = place.plot(line.x, line.mean, **style)
                 band = {"alpha": 0.16, "linewidth": 0, "gid": f"band {name}", "color": style["color"]}
                 place.fill_between(line.x, line.low, line.high, **band)
+        # The last row may have fewer charts than columns.
         for place in places[len(charts) :]:
             place.remove()
         figure.legend([drawn[name] for name in names], names, loc="outside lower center", ncols=4)
@@ -159,6 +167,7 @@ def svg(figure: Figure) -> str:
     import matplotlib  # slow to import
 
     drawn = io.StringIO()
+    # A fixed salt and no date: the same figure gives the same bytes.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "eqlen"}):
         figure.savefig(drawn, format="svg", metadata={"Date": None})
     return drawn.getvalue()

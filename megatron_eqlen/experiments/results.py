@@ -36,10 +36,12 @@ def ended_groups(plan: Plan) -> list[Group]:
         methods = []
         for method in plan.sweep.methods:
             cells = [cell for cell in plan.cells if (cell.model, cell.method) == (model, method)]
+            # A run may have ended only if its budget is known.
             budgets = [(cell, limits) for cell in cells if (limits := plan.limits(cell)) is not None]
             runs = [read_run(c.folder, c.recipe(limits)) for c, limits in budgets if c.ended(limits)]
             if runs:
                 methods.append(Group(model, method, runs))
+        # The base is measured by any method's runs before their first step.
         every = [run for group in methods for run in group.runs]
         groups += [Group(model, BASE, every)] if any(run.before for run in every) else []
         groups += methods
@@ -71,6 +73,7 @@ def _missing(sweep: SweepRecipe, groups: Sequence[Group]) -> list[str]:
     for model in [Path(recipe).stem for recipe in sweep.recipes]:
         methods: dict[tuple[int, int], list[str]] = {}
         for method in sweep.methods:
+            # Methods with equal counts share a note.
             ended = sum(len(g.runs) for g in groups if (g.model, g.method) == (model, method))
             counts = ended, len(sweep.seeds_of(model, method))
             methods.setdefault(counts, []).append(sweep.label(method))

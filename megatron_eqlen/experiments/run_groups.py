@@ -80,6 +80,7 @@ def _runs_in(folder: Path) -> Iterator[Path]:
         yield folder
     elif folder.is_dir():
         for inner in sorted(folder.iterdir()):
+            # A link may lead to a run that is found anyway, or in a circle.
             if not inner.is_symlink():
                 yield from _runs_in(inner)
 
@@ -91,12 +92,14 @@ def read_run(folder: Path, recipe: Recipe | None = None) -> RunResult:
     columns = Columns(folder, names)
     if not len(columns.steps):
         raise ValueError(f"{folder}: expected a run with metrics of a step or more, found none")
+    # The last tenth of the steps, at least one.
     newest = slice(-max(1, len(columns.steps) // 10), None)
     return RunResult(
         folder,
         recipe or load_run(folder),
         _by_benchmark(before) if os.path.lexists(before) else {},
         _by_benchmark(folder / AFTER) if os.path.lexists(folder / AFTER) else {},
+        # A step that lacks the metric adds nothing to a sum.
         float(np.nansum(columns["objective/effective_samples"])),
         float(np.nansum(columns["harvest/generated_tokens"])),
         m.spent(columns.last.get("step", 0), columns.last),
@@ -113,10 +116,12 @@ def group_runs(runs: Sequence[RunResult]) -> list[Group]:
         mine.sort(key=lambda run: (run.recipe.sampling == "equal_length", run.recipe.method))
         if any(run.before for run in mine):
             groups.append(Group(model, BASE, mine))
+        # Sorted by seed, so that two runs of one seed are neighbours below.
         for method in dict.fromkeys(run.recipe.method for run in mine):
             same = [run for run in mine if run.recipe.method == method]
             same.sort(key=lambda run: run.recipe.seed)
             groups += [Group(model, name, runs) for name, runs in _by_recipe(method, same).items()]
+    # The base group holds runs of all methods, whose seeds repeat.
     for group in (group for group in groups if group.method != BASE):
         for run, other in pairwise(group.runs):
             if (seed := run.recipe.seed) == other.recipe.seed:
@@ -129,9 +134,11 @@ def group_runs(runs: Sequence[RunResult]) -> list[Group]:
 
 def _by_recipe(method: str, runs: Sequence[RunResult]) -> dict[str, list[RunResult]]:
     """Return runs by recipe: the method, and the keys in which recipes of this method differ."""
+    # Defaults filled in: a key that is left out equals its default written down.
     settings = [leaves(with_defaults(run.recipe).model_dump(mode="json")) for run in runs]
     values = [{key: v for key, v in of.items() if not is_under(key, NOT_THE_METHOD)} for of in settings]
     every = dict.fromkeys(key for entries in values for key in entries)
+    # Keys in which these runs differ name the groups, such as ``grpo (loss.kl_coef=0.001)``.
     keys = [key for key in every if any(entries.get(key) != values[0].get(key) for entries in values)]
     named: dict[str, list[RunResult]] = {}
     for run, entries in zip(runs, values, strict=True):

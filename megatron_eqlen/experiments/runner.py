@@ -58,6 +58,7 @@ class Runner:
 
     def __init__(self, plan: Plan, jobs: int, start: Start = start_process) -> None:
         self.plan, self.start = plan, start
+        # Every recipe is checked before the first run starts.
         recipes = plan.recipes()
         for recipe in recipes:
             if recipe.cluster.nodes > 1:
@@ -93,6 +94,7 @@ class Runner:
                 continue
             self.running.remove(child)
             self.slots.append(child.environ)
+            # Status 0 is not enough: a run that was asked to stop has not ended.
             limits = self.plan.limits(child.cell)
             if status == 0 and limits is not None and child.cell.ended(limits):
                 self.done.add(child.cell)
@@ -110,11 +112,13 @@ class Runner:
         for cell in [*self.todo]:
             if not self.slots:
                 return
+            # Its budget is what the reference's runs spent, so these come first.
             if not self.done.issuperset(self.plan.references(cell)):
                 continue
             self.todo.remove(cell)
             limits = self.plan.limits(cell)
             assert limits is not None, "the runs that say so have ended"
+            # In an earlier call of the command.
             if cell.ended(limits):
                 self.done.add(cell)
                 self._say(cell, "was complete")
@@ -125,6 +129,7 @@ class Runner:
         cell.folder.mkdir(parents=True, exist_ok=True)
         environ = self.slots.pop(0)
         arguments = ["train", cell.recipe_file, *cell.overrides, *limits]
+        # ``named`` makes the child end with this process.
         process = self.start(arguments, environ | named(), cell.folder / LOG)
         self.running.append(RunningCell(cell, process, environ, time.monotonic()))
         self._say(cell, "started")

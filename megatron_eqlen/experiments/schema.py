@@ -109,14 +109,17 @@ def _check(sweep: SweepRecipe) -> None:
             )
     if sweep.reference is not None and sweep.reference not in sweep.methods:
         raise ValueError(f"reference: expected one of {', '.join(sweep.methods)}, found {sweep.reference!r}")
+    # Stems, since they name columns and folders: two paths may have the same one.
     stems = [Path(recipe).stem for recipe in sweep.recipes]
     for what, values in (("seeds", sweep.seeds), ("recipes", stems)):
         if len({*values}) < len(values):
             raise ValueError(f"{what}: expected each once, found {values}")
+    # Keys that each run has of its own.
     sets = {"set": sweep.set} | {f"methods.{name}.set": method.set for name, method in sweep.methods.items()}
     for key, values in sets.items():
         if own := OF_RUNS & values.keys():
             raise ValueError(f"{key}.{min(own)}: {OF_RUNS_ONLY}")
+    # Budgets: without a reference they should be equal, with one they come from it.
     ends = {name: {key: method.set.get(key) for key in UNITS} for name, method in sweep.methods.items()}
     for name, other in pairwise(ends):
         if sweep.reference is None and ends[name] != ends[other]:
@@ -124,6 +127,7 @@ def _check(sweep: SweepRecipe) -> None:
     for name in ends.keys() - {sweep.reference} if sweep.reference else ():
         if own := UNITS.keys() & sweep.methods[name].set.keys():
             raise ValueError(f"methods.{name}.set.{min(own)}: no effect beside reference: {sweep.reference}")
+    # Names in tables and figures must be known: (key, names, known ones).
     chosen = [
         ("figures", sweep.figures, {*sweep.methods}),
         ("fewer_seeds", sweep.fewer_seeds, {*stems, *sweep.methods}),
