@@ -14,6 +14,7 @@ def cores_per_rank(ranks_on_node: int, environ: Mapping[str, str] = os.environ) 
     """Return the cores of one rank if ``ranks_on_node`` ranks share the node; at least 1.
     ``SLURM_CPUS_PER_TASK`` applies to a task, which is one rank (srun) or the launcher of several
     (torchrun)."""
+    # Equal shares of the node, unless SLURM says how many cores a task has.
     share = usable_cores() // ranks_on_node
     if (task := environ.get("SLURM_CPUS_PER_TASK", "")).isdecimal():
         # SLURM writes 8(x2),4 for 8 tasks on each of two nodes and 4 on a third
@@ -48,10 +49,12 @@ def _cgroup_folders(controller: str, proc: Path, cgroups: Path) -> Iterator[Path
     """Yield the folders of this process's cgroup with ``controller`` and of its parents."""
     file = proc / "self" / "cgroup"
     for line in file.read_text().splitlines() if file.is_file() else ():  # missing: a kernel without cgroups
+        # ``0::/system.slice/slurm`` (version 2), or ``4:cpu,cpuacct:/slurm/job_7`` for some controllers (1).
         _, controllers, path = line.split(":", 2)
         root = cgroups if not controllers else cgroups / controllers
         if controllers and controller not in controllers.split(","):
             continue
+        # A limit of any parent holds, too.
         for folder in (PurePosixPath(path), *PurePosixPath(path).parents):
             yield root / folder.relative_to("/")
 
@@ -59,9 +62,11 @@ def _cgroup_folders(controller: str, proc: Path, cgroups: Path) -> Iterator[Path
 def _quota(folder: Path) -> float | None:
     """Return the quota in cores; None without one, or if the folder is hidden (the container's root)."""
     if (both := folder / "cpu.max").is_file():
+        # ``400000 100000``: microseconds of computation in a period, 4 cores; ``max 100000``: no limit.
         quota, period = both.read_text().split()
         return None if quota == "max" else int(quota) / int(period)
     if (quota_file := folder / "cpu.cfs_quota_us").is_file():
         quota = int(quota_file.read_text())
+        # -1: no limit.
         return None if quota < 0 else quota / int((folder / "cpu.cfs_period_us").read_text())
     return None

@@ -117,15 +117,18 @@ def device() -> torch.device:
 
 def _join_world(timeout: timedelta) -> None:
     if torch.cuda.is_available():
+        # Before NCCL starts: it takes the current device.
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     ranks, here = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if ranks == here:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # by default gloo listens where the machine's name points
     seal(required=ranks != here)
+    # torchrun or srun started this rank: ranks meet at MASTER_ADDR.
     if "RANK" in os.environ and STORE not in os.environ:
         dist.init_process_group(backend, timeout=timeout)
         return
+    # ``launch`` named a file to meet at; a process alone needs no place.
     stores: Any = dist  # documented there, not in __all__
     store = stores.FileStore(os.environ[STORE]) if STORE in os.environ else stores.HashStore()
     rank = int(os.environ.get("RANK", "0"))
@@ -140,6 +143,7 @@ def seal(required: bool = False) -> None:
     """Seal this process's collectives if the environment has a secret. Raises ValueError if a ``required``
     one is missing."""
     if SECRET in os.environ:
+        # torch's collectives of objects look their pickler up by these two names.
         module: Any = distributed_c10d
         module._pickler, module._unpickler = _Sealing, _Opening
     elif required:

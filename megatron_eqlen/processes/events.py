@@ -62,11 +62,13 @@ def read(run: Path, newest: int | None = None) -> list[Event]:
     if not os.path.lexists(path):
         return []
     with opened(path) as file:
+        # Bytes before ``old`` are skimmed: steps and stages, most of the lines, are not parsed there.
         old, place = 0 if newest is None else os.fstat(file.fileno()).st_size - newest, 0
         for line in file:
             place += len(line)
             if place <= old and (STAGE in line or STEP in line):
                 continue
+            # Empty lines come from ``note`` of the batch scripts, which begins with a line break.
             if not line.endswith(b"\n") or line == b"\n":
                 continue
             try:
@@ -75,6 +77,7 @@ def read(run: Path, newest: int | None = None) -> list[Event]:
                 logger.warning("%s: skipped a torn line of %d bytes", path, len(line) - 1)
                 continue
             with expecting("an event with a time and a kind", path):
+                # Using the values checks their types: text adds to text, a time is a number.
                 said = event.get("text") or event.get("error") or ""
                 _ = event["kind"] + event.get("stage", "") + said, time.localtime(event["time"])
             events.append(event)
@@ -97,6 +100,7 @@ def _write(run: Path, events: Iterable[Event]) -> None:
     data = "".join(json.dumps(event) + "\n" for event in events).encode()
     file = os.open(run / FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
+        # Without a lock in time it writes all the same: a torn line is skipped, an event would be lost.
         _lock(file)
         size = os.fstat(file).st_size
         if size and os.pread(file, 1, size - 1) != b"\n":  # a torn line
@@ -153,6 +157,7 @@ class EventWriter(logging.Handler):
             raise
         finally:
             logging.getLogger("megatron_eqlen").removeHandler(self)
+            # In this order: the thread looks whether all is over before it takes the last events.
             self.note("ended", error=error)
             self._over.set()
             thread.join()
@@ -164,6 +169,7 @@ class EventWriter(logging.Handler):
             self._news.clear()
             over = self._over.is_set()
             events = [self._waiting.popleft() for _ in range(len(self._waiting))]
+            # No event for ``BEAT`` seconds: a new time stamp is the sign of life.
             now = time.time()
             with suppress(HeldError, OSError):  # the writer of metrics reports a full disk
                 check()

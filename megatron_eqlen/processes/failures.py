@@ -76,6 +76,7 @@ class Failure:
 
 
 def first(failures: Sequence[Failure]) -> Failure:
+    # False comes before True: a cause, however late, before any consequence.
     return min(failures, key=lambda failure: (failure.is_consequence, failure.time))
 
 
@@ -88,6 +89,7 @@ def keep_in(run: Path) -> None:
 def is_expected(error: BaseException) -> bool:
     """Return True if the message suffices: a user's mistake, a file or disk error, another rank's end."""
     known = isinstance(error, ValueError | FileNotFoundError | ExpectedError)
+    # An OSError that names no file, such as a socket's, is a fault of the program unless the disk is full.
     disk = isinstance(error, OSError) and (error.filename is not None or error.errno in DISK_FULL)
     return (known or disk or bool(CONSEQUENCES.search(text_of(error)))) and TRACEBACK not in os.environ
 
@@ -95,9 +97,11 @@ def is_expected(error: BaseException) -> bool:
 def words(error: BaseException) -> str:
     """Return the message and notes. Errors of the operating system read ``PATH: what is wrong``."""
     text = _message(error) + "".join(f" ({note})" for note in getattr(error, "__notes__", []))
+    # Too many open files: the limit says what to raise.
     if os.strerror(errno.EMFILE) in text:
         text += f" (ulimit -n: {resource.getrlimit(resource.RLIMIT_NOFILE)[0]})"
     cut = len(text) - LONGEST
+    # Beginning and end are kept, where errors say what and why.
     half = LONGEST // 2
     return text if cut <= 0 else f"{text[:half]} [… {cut:,} characters …] {text[-half:]}"
 
@@ -116,8 +120,10 @@ def name_of(error: BaseException) -> str:
 
 
 def _message(error: BaseException) -> str:
+    # An HTTP library's OSError has no ``strerror``.
     if not isinstance(error, OSError) or error.strerror is None:
         return text_of(error)
+    # Renaming names two files: ``a -> b: No space left on device``.
     paths = [str(path) for path in (error.filename, error.filename2) if path is not None]
     full = f" ({free_space(Path(paths[0]))})" if paths and error.errno in DISK_FULL else ""
     return ": ".join([*([" -> ".join(paths)] if paths else []), error.strerror]) + full
@@ -156,6 +162,7 @@ def tell(message: str, stack: str = "", hidden: bool = False, everyone: bool = F
     if _told is None:
         rank = None if everyone else int(os.environ.get("RANK", "0"))
         failure = Failure(rank, socket.gethostname(), message, time.time(), stack)
+        # A consequence would be taken for the run's error by ``eqlen status``.
         if _run is not None and not hidden and not failure.is_consequence:
             with contextlib.suppress(OSError):
                 events.append(_run, "error", text=f"{failure}\n{stack}".rstrip())
@@ -173,6 +180,7 @@ def read(folder: Path) -> list[Failure]:
 def _write(path: Path, failure: Failure) -> bool:
     """Write a new file, in the form of ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler`` with
     an extra field; return False if it exists or cannot be written (on a full disk)."""
+    # torch reads ``message``, ``py_callstack`` and whole seconds; ``read`` takes ``eqlen``.
     stack, when = failure.traceback or failure.message, str(int(failure.time))
     extra = {"py_callstack": stack, "timestamp": when, "eqlen": vars(failure)}
     try:
@@ -181,6 +189,7 @@ def _write(path: Path, failure: Failure) -> bool:
     except FileExistsError:
         return False
     except OSError:
+        # Half a file would stop the launcher, which parses it.
         path.unlink(missing_ok=True)
         return False
     return True

@@ -46,6 +46,7 @@ class Hold:
         }
         self._file = self._acquire()
         with naming(self.path):
+            # Opened to append: the record of the last holder is still in it.
             self._file.truncate(0)
             self._file.write(json.dumps(self._mine))
             self._file.flush()
@@ -106,6 +107,7 @@ def read_holder(path: Path) -> dict[str, Any]:
     holder = read_json(path)
     with expecting("the holder of a run", path):
         if holder:
+            # Using the values checks their types before messages are made of them.
             _ = [holder[name] for name in HOLDER], time.localtime(holder["time"]), int(holder["restart"])
             _ = {**holder.get("versions", {})}, *(holder.get(name, "") + "" for name in ("command", "commit"))
         return {**holder}

@@ -34,6 +34,7 @@ class Interrupts:
             self._stop.touch()
             _say("stops after this step, with a checkpoint; Ctrl-C again ends it at once")
             return False
+        # The run ends at once instead, so its next start shall not find the request.
         if self._asked and self._stop:
             self._stop.unlink(missing_ok=True)
         _say(f"ended by {signal.Signals(number).name}; the same command resumes it")
@@ -55,6 +56,7 @@ def end() -> int:
 
 
 def _interrupt(_: int, frame: FrameType | None) -> NoReturn:
+    # Look through the frames for an import in progress.
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             os._exit(end())
@@ -73,7 +75,9 @@ def watch(interrupts: Interrupts) -> None:
     bell.setblocking(False)
     for number in handled():
         signal.signal(number, lambda *_: None)  # a Python handler only lets it interrupt waiting C code
+    # C code of Python writes each signal's number to the socket, even if no bytecode runs.
     signal.set_wakeup_fd(bell.detach(), warn_on_full_buffer=False)
+    # A signal during a fork waits: the child would write it to the parent's socket.
     hold, release = (partial(signal.pthread_sigmask, how, ENDING) for how in (SIG_BLOCK, SIG_UNBLOCK))
     os.register_at_fork(before=hold, after_in_parent=release, after_in_child=_forget)
     threading.Thread(target=_handle, args=(rung, interrupts), daemon=True, name="signals").start()
@@ -81,6 +85,7 @@ def watch(interrupts: Interrupts) -> None:
 
 def _handle(rung: socket.socket, interrupts: Interrupts) -> NoReturn:
     while True:
+        # Each byte is the number of a signal.
         for number in rung.recv(64):
             if number in ENDING and interrupts.ends(number):
                 end_descendants()

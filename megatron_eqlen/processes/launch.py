@@ -41,6 +41,7 @@ def launch(
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron's order of kernels with TP > 1
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # PYTORCH_ALLOC_CONF would win
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    # torch installs handlers for these signals, by default over ours: leave it SIGQUIT alone.
     os.environ |= named() | {SECRET: secrets.token_hex(), "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT"}
     folder = scratch("ranks")
     try:
@@ -57,6 +58,7 @@ def launch(
         try:
             ended = started.wait(period=0.5)
         except SignalException as error:
+            # Ranks get the signal, and SIGKILL after 5 s.
             started.close(error.sigval, timeout=5)
             return 128 + error.sigval
         if ended is not None and ended.is_failed():
@@ -70,6 +72,7 @@ def _report(ended: Mapping[int, ProcessFailure], recorded: list[Failure], proces
     """Print the first failure of the ranks that have ``ended`` or ``recorded`` a cause; return its status."""
     reported = {failure.rank for failure in recorded}
     here = socket.gethostname()
+    # Of ranks that recorded nothing, because they were killed or crashed in C, only the end is known.
     silent = [  # timestamps are whole seconds, after the end
         Failure(rank, here, _describe_end(process), process.timestamp + 1.0)
         for rank, process in ended.items()
@@ -80,6 +83,7 @@ def _report(ended: Mapping[int, ProcessFailure], recorded: list[Failure], proces
     others = "" if alone else f" (and with it ended the other {processes - 1})"
     print(f"{first.traceback}eqlen: {first}{others}", file=sys.stderr)
     statuses = {rank: process.exitcode for rank, process in ended.items()}
+    # A killed rank has a negative exit code.
     return max(1, statuses[first.rank] if first.rank in statuses else max(statuses.values()))
 
 

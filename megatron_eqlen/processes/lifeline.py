@@ -41,6 +41,7 @@ def die_with_launcher() -> None:
         return
     if LAUNCHER not in os.environ and TORCHRUN not in os.environ:
         return
+    # The launcher ended before this call: the process has another parent now.
     if os.environ.get(LAUNCHER, str(parent)) != str(parent):
         sys.exit("the launcher is gone")
     os.environ.update(named())
@@ -68,6 +69,7 @@ def taking_along() -> Iterator[None]:
 
 def end_descendants(spare: Set[int] = frozenset()) -> None:
     """Kill the descendants of this process but for ``spare``."""
+    # Looked for again until none is left: what is killed may have started others meanwhile.
     deadline = time.monotonic() + PATIENCE
     while (left := _descendants() - spare) and time.monotonic() < deadline:
         for pid in left:
@@ -80,9 +82,12 @@ def _descendants() -> set[int]:
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
+            # ``42 (my (odd) name) S 1 …``: the name may hold spaces and brackets, so read from the last.
             state, parent = stat.read_text(errors="replace").rpartition(")")[2].split()[:2]
+            # Zombies and the dead need no signal.
             if state not in "ZX":
                 parents[int(stat.parent.name)] = int(parent)
+    # Children, their children, and so on, until no more are found.
     found = {os.getpid()}
     while more := {child for child, parent in parents.items() if parent in found} - found:
         found |= more

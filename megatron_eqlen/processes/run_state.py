@@ -67,6 +67,7 @@ class RunState:
 
     def take(self, event: Event) -> None:
         """Change the state as the event says. Unknown kinds, of a later version, change nothing."""
+        # The newest of job, try and start decides what the state is about: it clears what is older.
         time, text = event["time"], event.get("text")
         match event["kind"]:
             case "submitted":
@@ -78,12 +79,15 @@ class RunState:
                 self.started, self.waits, self.began = True, None, time
                 self.ended = self.hung = False
                 self.first_error = self.given_up = self.cancelled = self.end_error = None
+                # Stages that the earlier start was in when it was cut off.
                 self.stages = []
                 self.warnings.clear()
+            # The end of a stage carries its begin.
             case "stage" if "began" in event:
                 self.stages = [stage for stage in self.stages if stage != (event["began"], event["stage"])]
             case "stage":
                 self.stages.append((time, event["stage"]))
+            # Progress: the next failure is the first of a new count.
             case "step":
                 self.stalled_tries = 0
             case "saved":
@@ -110,8 +114,10 @@ def read_state(run: Path) -> RunState:
     with expecting("an event", file):
         for event in events.read(run, NEWEST):
             state.take(event)
+    # A run that has nothing to say touches the file (``EventWriter``).
     if file.exists():
         state.sign_of_life = file.stat().st_mtime
+    # The mark of an event that the disk had no room for, if it is of this try.
     if not state.first_error and lost.exists() and lost.stat().st_mtime >= state.began - TICK:
         state.first_error = (
             f"an error that could not be written down, as on a full disk ({free_space(run)} now); "

@@ -30,6 +30,7 @@ class Timeline:
     def __init__(self, note: Callable[..., None] = lambda kind, **fields: None) -> None:
         self.spans: deque[TimeSpan] = deque(maxlen=1000)  # more than a step's
         self._tell = note
+        # Zero of ``perf_counter`` in seconds since 1970: spans are measured by it, events carry the time.
         self._epoch = time.time() - time.perf_counter()
 
     @contextmanager
@@ -46,6 +47,7 @@ class Timeline:
 
     def idle(self, stages: tuple[str, ...], since: float, until: float) -> float:
         """Return the seconds from ``since`` to ``until`` in which none of ``stages`` ran."""
+        # Spans may overlap: up to ``reached`` the time is counted already.
         busy, reached = 0.0, since
         relevant = [span for span in list(self.spans) if span.stage in stages]
         for span in sorted(relevant, key=lambda span: span.began):

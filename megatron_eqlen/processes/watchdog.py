@@ -74,10 +74,12 @@ class Watchdog:
         parent holds the folders of all starts and is removed with the last of them."""
         if self.seconds is None:
             return
+        # Twenty looks within the limit.
         self.interval = min(self.seconds / 20, 30.0)
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self._file = open(self._of(self.rank), "a", encoding="utf-8")  # noqa: SIM115 (faulthandler's)
+        # Time before the start does not count.
         self._since = time.monotonic()
         self._declare()
         self._postpone()
@@ -109,10 +111,12 @@ class Watchdog:
             if now - looked > 10 * self.interval:  # this process was stopped, others perhaps, too
                 self._since = now
             looked = now
+            # A beat since the last look is progress.
             if _beats != self._seen:
                 self._seen, self._since = _beats, now
             deadline = self._declare()
             hung = hangs
+            # The others are looked at only once this rank's own limit is over.
             hangs = time.time() > deadline and not any(map(self._is_fine, range(self.world)))
             if hung and hangs:
                 self._report()
@@ -125,6 +129,7 @@ class Watchdog:
     def _declare(self) -> float:
         """Set and return the deadline of this rank's next progress, in seconds since 1970."""
         assert self.seconds is not None
+        # A copy, since the main thread begins and ends stages.
         patience = max((patience for _, patience in list(self._running)), default=0.0)
         remaining = self.seconds + patience - (time.monotonic() - self._since)
         deadline = time.time() + remaining
@@ -159,10 +164,12 @@ class Watchdog:
         self._file.flush()
         faulthandler.dump_traceback(self._file, all_threads=True)
         said = f"the run hangs: {silence}, nor has any other rank; stacks of every rank are in {self.folder}"
+        # Only the first rank creates the file, and speaks for all.
         with contextlib.suppress(FileExistsError), open(self.folder / INDEX, "x", encoding="utf-8") as index:
             index.write(f"{said}\n")
             with contextlib.suppress(OSError):
                 events.append(self.folder.parents[1], HANGS, file=index.name, text=said)
+            # ``hidden``: the run folder has the event already.
             if not failures.tell(said, hidden=True, everyone=True):
                 print(f"eqlen: {said}", file=sys.stderr, flush=True)
         # wait until all ranks have written their stacks: the launcher ends all when one ends
