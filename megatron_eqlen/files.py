@@ -56,6 +56,7 @@ def scratch(kind: str) -> str:
             os.close(lock)
     made = tempfile.mkdtemp(prefix=f"eqlen-{kind}-")
     # another process may take it for one that was left, before it is locked
+    # The lock's descriptor stays open on purpose: the lock ends with this process.
     return made if _lock(made) is not None and os.path.exists(made) else scratch(kind)
 
 
@@ -118,6 +119,7 @@ def read_json(file: Path) -> Any:
     """Return the content of a JSON file. Raises ValueError with the file's name and the reason."""
     text = read_text(file)
     try:
+        # A clone without Git LFS has a text of three lines in place of a large file.
         if text.encode().startswith(LFS_POINTER):
             raise ValueError("a pointer of Git LFS: run git lfs pull there")
         return json.loads(text)
@@ -158,6 +160,7 @@ def expecting(what: str, file: Path) -> Iterator[None]:
     try:
         yield
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+        # Inner code has named the file already.
         if str(file) in str(error):
             raise
         fault = f"{type(error).__name__}: {error}"
@@ -180,9 +183,11 @@ def replaced(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to. It replaces ``path`` when the block ends, unless by an error."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     with naming(path):
+        # Eight characters are those of ``token_hex(4)`` in names of this function.
         remove_partial(path.parent, f"{glob.escape(path.name)}.????????")
         try:
             yield partial
+            # Content before name: after a crash the name must not point at an empty file.
             sync(partial)
             partial.replace(path)
         finally:
@@ -195,11 +200,13 @@ def new_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder ``.NAME.partial`` to fill. It is renamed to ``path`` when the block ends; an
     error removes it. Raises CheckpointError if ``path`` exists, or if its ``.NAME.partial`` does."""
     path = path.absolute()
+    # Refused before the work, and again after it: somebody may create it meanwhile.
     refuse_existing(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     with naming(path):
         try:
+            # The folder is the lock: of two writers one finds it there.
             partial.mkdir()
         except FileExistsError:
             raise CheckpointError(
@@ -207,8 +214,10 @@ def new_folder(path: Path) -> Iterator[Path]:
             ) from None
         try:
             yield partial
+            # Folders too: the sync of a folder makes its list of names durable.
             for written in (*partial.rglob("*"), partial):
                 sync(written)
+            # ``rename`` would replace an empty folder without an error.
             refuse_existing(path)
             partial.rename(path)
             sync(path.parent)
@@ -232,10 +241,12 @@ def refuse_existing(path: Path) -> None:
 
 def refuse_unwritable(folder: Path) -> None:
     """Raise OSError unless ``folder`` is a folder, or can be created, and this process may write there."""
+    # A folder that does not exist yet is created in the nearest parent that does.
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     wrong = 0
     if not there.is_dir():
         wrong = errno.ENOTDIR
+    # ``os.access`` refuses a read-only file system, too, but not with this reason.
     elif os.statvfs(there).f_flag & os.ST_RDONLY:
         wrong = errno.EROFS
     elif not os.access(there, os.W_OK | os.X_OK):
@@ -261,6 +272,7 @@ def sync(path: Path) -> None:
 
 
 DEEPEST = 64
+# An opening bracket is 1 and a closing one -1, as signed bytes; their running sum is the depth.
 _DEEPER = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 _OTHERS = bytes({*range(256)} - {*b"[{]}"})
 
@@ -269,11 +281,14 @@ def shallow_json(data: bytes) -> Any:
     """Return the JSON in ``data``. Raises ValueError for what is none, for nesting at which parsers,
     comparisons and templates end in a RecursionError, and for half a surrogate pair, which no UTF-8 has."""
     text = data.decode()
+    # Brackets in strings do not nest: ``{"a": "[[["}`` leaves ``{: }``. A string without its end goes whole.
     marks = re.sub(rb'"(?:[^"\\]|\\.)*+"?+', b"", data, flags=re.DOTALL)  # without strings
     opened = memoryview(marks.translate(_DEEPER, _OTHERS)).cast("b")
     if max(itertools.accumulate(opened), default=0) > DEEPEST:
         raise ValueError(f"JSON: expected at most {DEEPEST} lists and objects in each other, found more")
     read = json.loads(text)
+    # Only an escape, such as "\ud83d" alone, can hold half a pair: decoding has refused raw ones.
     if rb"\ud" in data.lower():
+        # UnicodeEncodeError, which is a ValueError.
         json.dumps(read, ensure_ascii=False).encode()
     return read
