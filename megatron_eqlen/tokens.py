@@ -178,6 +178,7 @@ def _equal(values: Any, others: Any) -> bool:
 
 def join(pieces: Sequence[Any]) -> Any:
     """Return consecutive pieces of a column, at least one, as one; a single piece is not copied."""
+    # routes of no token are [0, 0, 0]: they do not know the model's shape, and cannot be concatenated
     pieces = [piece for piece in pieces if len(piece)] or [pieces[0]]
     first = pieces[0]
     if len(pieces) == 1:
@@ -404,8 +405,10 @@ class GrowingTokens:
         count = len(token_ids)
         if not count:
             return
+        # the first tokens decide which columns the track has
         if not self.token_ids:
             self.expect(columns)
+        # a column too many; one that is missing has no values below
         if len(columns) > len(self._appends):
             raise ValueError(f"expected {', '.join(self.columns)} of each token, found {', '.join(columns)}")
         self.token_ids.fromlist(token_ids)
@@ -445,6 +448,7 @@ class GrowingTokens:
             column.cut(end)
 
     def __getitem__(self, part: slice) -> Tokens:
+        # slices of arrays are copies: an array whose buffer a view exports could not grow any more
         start, stop, _ = part.indices(len(self))
         columns: dict[str, Any] = {"token_ids": np.frombuffer(self.token_ids[start:stop], np.int32)}
         for name, column in self.columns.items():
@@ -461,6 +465,7 @@ class _Growing:
     def __init__(self, column: Column) -> None:
         self._counts, self._ragged = array("B"), column.ragged
         self._dtype = np.dtype(column.dtype or np.uint8)
+        # rows of the model's type are kept as bytes; the first ones tell their shape and dtype
         self._row: tuple[int, ...] = (0, 0) if column.dtype is None else ()
         self._data: Any = bytearray() if column.dtype is None else array(self._dtype.char)
         numbers = self._append_rows if column.dtype is None else self._data.fromlist

@@ -60,14 +60,18 @@ class Ahead(Rollouts):
             taken = on_every_rank(self.under_way.popleft().result() if distributed.is_rank0() else None)
         del self.oldest[step.number]
         self.suspended = suspended_at(taken.data_position)
+        # a resumed run begins the steps under way again, with the ages that they have now
         position = {"source": taken.data_position, "oldest": list(self.oldest.items())}
+        # version and clock are those of the step that trains, not of the moment when its harvest began
         known = {"policy_version": step.policy_version, "started": step.started, "data_position": position}
         return dataclasses.replace(taken, **known).log(seconds)
 
     def _begin_from(self, step: Step) -> None:
         last = step.number + self.staleness
         end = last + 1 if self.steps is None else min(last + 1, self.steps)
+        # the first call begins K + 1 steps, each later one a single step
         for number in range(max(self.begun, step.number), end):
+            # a checkpoint may have brought the age of this step
             oldest = self.oldest.setdefault(number, step.policy_version)
             if distributed.is_rank0():
                 harvest = distributed.alone()(self.generator.collect)
@@ -93,6 +97,7 @@ class Ahead(Rollouts):
 
     def close(self) -> None:
         """Cancel the steps under way; they stay recorded."""
+        # first the engine: the thread may be waiting for its tokens
         self.generator.engine.close()
         self._thread.shutdown(cancel_futures=True)
 

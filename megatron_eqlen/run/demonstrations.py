@@ -44,6 +44,7 @@ class Demonstrations(Rollouts):
             self.source.load_state_dict(data_position)
 
     def sleep(self) -> None:
+        # with weights still to be sent it sleeps already: only an evaluation wakes it
         if self.engine is not None and self.newest is None:
             self.engine.sleep()
 

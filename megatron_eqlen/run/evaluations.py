@@ -62,6 +62,7 @@ def evaluate(
         accuracy = f"{result.benchmark} avg@{result.samples} {result.accuracy}"
         verdicts = Counter(verdict for answers in result.answers for verdict in answers.verdicts)
         counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
+        # when nothing is right, verdicts tell a hard benchmark from a wrong answer format
         why = "" if result.scores.any() else f" (of {verdicts.total()} responses {counts})"
         session.progress.say(f"{label}: {accuracy}{_change(result, before)}{why}")
     return results, metrics
@@ -71,6 +72,7 @@ def _change(result: EvaluationResult, before: Sequence[EvaluationResult]) -> str
     """Return the paired change since an earlier result on the same questions, or an empty text."""
     questions = result.manifest["question_ids"]
     for earlier in before:
+        # the manifest holds the policy version: an equal one is the same evaluation, read again
         if earlier.manifest["question_ids"] == questions and earlier.manifest != result.manifest:
             return f", {compare([earlier], [result]).points}"
     return ""
@@ -81,7 +83,9 @@ def leaderboard(results: Sequence[EvaluationResult], rank_seconds: float) -> str
     benchmarks older than the model. ``rank_seconds``: seconds times ranks, shared out by tokens."""
     model = results[0].manifest["model"]
     samples = {result.samples for result in results}
+    # benchmarks with different numbers of samples share the columns avg@k and pass@k
     k = samples.pop() if len(samples) == 1 else "k"
+    # one stage evaluates all benchmarks: each has the share of the seconds that its tokens have
     tokens = [sum(sum(a.lengths) for a in result.answers) for result in results]
     rows = [
         {
@@ -102,6 +106,7 @@ def leaderboard(results: Sequence[EvaluationResult], rank_seconds: float) -> str
         rows.append({"Benchmark": "mean", f"avg@{k}": f"{mean:.1f}%", "Rank-seconds": f"{rank_seconds:,.0f}"})
     parts = [model, markdown_rows(rows), "Rank-seconds: a rank has one GPU."]
     released = model_release(model)
+    # both are ISO dates, which compare as texts
     days = {result.benchmark: day for result in results if (day := _public_since(result))}
     if old := [name for name, day in days.items() if released and day < released]:
         parts.append(f"{', '.join(old)}: public before the model ({released}), which may have trained on it.")

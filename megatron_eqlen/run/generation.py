@@ -204,6 +204,7 @@ class Generator(InTurn):
         """Return the step's prompts: those of resumed rollouts, and new ones until as many tracks are open as
         in any step. Dynamic sampling draws as many again until enough prompts have unequal rewards, at most
         ``loss.max_num_gen_batches`` times; not with ``rollout.carry_over``, where suspended ones pile up."""
+        # a probe, or the problems of a benchmark, are harvested once
         if self.once is not None and step.batches:
             return []
         if self.once is not None:
@@ -213,6 +214,7 @@ class Generator(InTurn):
         most = self.recipe.loss.max_num_gen_batches if again else 1
         if len(step.batches) >= most or step.prompts >= wanted:
             return []
+        # the first batch: resume what the step before suspended, and place the forks of new trees
         if not step.batches:
             self.resumed, self.suspended = self.suspended, {}
             for moved in self.placed.decide() if self.placed else ():
@@ -224,10 +226,12 @@ class Generator(InTurn):
         assert self.source is not None
         prompts: list[Prompt] = []
         if resumed:
+            # the source has drawn these prompts before; the step that suspended them has recorded them
             names = {prompt_id for prompt_id, _ in resumed}
             files = step_files(self.streams / step_name(step.number - 1))
             prompts = [prompt for prompt in read_prompts(files) if prompt.prompt_id in names]
             rollouts = [rollout for rollout in read_skeletons(files) if rollout_key(rollout) in resumed]
+            # suspended rollouts keep the engine as busy as so many new prompts
             wanted -= min(wanted, round(open_prompts(rollouts, self.recipe)))
         return prompts + self.source.next(wanted)
 
@@ -248,13 +252,16 @@ class Generator(InTurn):
     def harvest(self, step: Step, prompts: list[Prompt]) -> Batch:
         """Generate the rollouts that are not recorded yet; one rank of each replica records them."""
         replicas, mine = self.session.replicas, self.session.replicas.share(prompts)
+        # once a step: files of its later batches of prompts are of this process, not of an earlier attempt
         if self.recorded[0] != step.number:
+            # with staleness weights are synced during a harvest, so tokens may be newer than its beginning
             newest = math.inf if self.recipe.rollout.staleness else step.policy_version
             oldest = {key: origin.oldest_version for key, origin in self.resumed.items()}
             folder = self.streams / step.name
             agree(lambda: set_aside_stale(folder, step.policy_version, newest, oldest))
             self.recorded = step.number, agree(lambda: recorded_files(self.streams / step.name))
         plan = self._plan(step, mine)
+        # grade what an earlier attempt recorded, while the engine generates the rest
         self.session.scorer.begin_ended(replicas.part(plan.progress.rollouts))
         # until the record is on disk
         with self.session.stage("harvest", self.patience) as seconds, ExitStack() as files:
@@ -315,15 +322,19 @@ class Generator(InTurn):
             part = self.session.replicas.part(harvested.rollouts)
             self.teach(part)
             everyone, calls = grade(self.session, part, harvested.prompts)
+            # a leader writes its file even without grades: it tells readers that the step is scored
             if part or self.session.replicas.leads:
                 record_grades(self._file(step), part)
+        # the next step resumes these; a rollout keeps the origin that it had when it was suspended first
         keys = [rollout_key(rollout) for rollout in everyone if rollout.suspended]
         origin = RolloutOrigin(step.number, step.policy_version)
         self.suspended |= {key: self.resumed.get(key, origin) for key in keys}
         position = harvested.data_position
+        # checkpoints keep the position, so what later steps continue goes into it
         if position is not None and self.recipe.rollout.carry_over:
             position[SUSPENDED] = [[*key, *origin] for key, origin in self.suspended.items()]
         if self.placed is not None:
+            # skeletons suffice: every rank learns the same places
             whole, _ = leave_out(everyone, self.recipe.reward)
             self.placed.learn(whole, harvest_seed(self.recipe.seed, step.number))
             if position is not None:
@@ -404,6 +415,7 @@ def try_rewards(session: Session, source: PromptSource) -> None:
         session.progress.say(text)
     recipe = session.recipe
     graders = [read.grader or "" for read in (*recipe.data.sources, *recipe.evaluation.benchmarks)]
+    # built-in graders need no trial: read the benchmarks alone, whose faults would come hours later
     if not any(map(is_import_path, graders)):
         for benchmark in recipe.evaluation.benchmarks:
             source.benchmark(benchmark)
@@ -436,6 +448,7 @@ def select(graded: Batch, step: Step, session: Session) -> Batch:
     if session.objective.dynamic_sampling:
         room = recipe.data.prompts_per_step - step.prompts
         rollouts, metrics["objective/filtered_prompts"] = dynamic_sampling.select(rollouts, recipe, room)
+    # among all that were graded: those that training keeps are a selection
     drawn = drawn_lines(graded.rollouts, recipe, step.number) if recipe.rollout.comparable else ()
     return Batch(rollouts, metrics, graded.data_position, drawn=drawn)
 
@@ -447,6 +460,7 @@ def start_engine(job: Job, replicas: Replicas, syncs_first: bool) -> Engine:
     if not replicas.drives:
         return IdleEngine(longest)
     if not syncs_first:
+        # without a sync vLLM reads the folder itself
         HFFolder(path).check_vllm_reads_the_same()
     if rollout.engine == "server":
         from megatron_eqlen.engines.servers import ServerEngine

@@ -43,6 +43,7 @@ def train(job: Job, replay: Path | None = None, until: int | None = None) -> Non
         run = Run(session, until)
         if run.was_asked_to_stop():
             return
+        # a wrong data file, benchmark or grader ends the run here, before the model is loaded
         prompts = None if replay else start_prompts(session)
         if prompts is not None:
             try_rewards(session, prompts)
@@ -51,6 +52,7 @@ def train(job: Job, replay: Path | None = None, until: int | None = None) -> Non
         run.park(policy)  # the engine is built where it will live: in the memory that the trainer leaves free
         rollouts = start_rollouts(session, run.folder.streams, replay, prompts)
         rollouts.sleep()  # the first sync needs the room of its KV cache
+        # only now there is a source of prompts that can be moved to the checkpoint's position
         run.resume(rollouts)
         rollouts.update_weights(policy)
         run.evaluations.evaluate("before", rollouts)
@@ -58,6 +60,7 @@ def train(job: Job, replay: Path | None = None, until: int | None = None) -> Non
             step = rollouts.collect(run.begin(policy))
             step, trees = run.build_trees(step)
             rollouts.sleep()
+            # the checkpoint of the step before was written during the harvest; the update changes its tensors
             step = step.log(run.checkpoints.finish())
             step = step.log(run.unpark(policy))
             step = run.update(step, policy, trees)
@@ -68,10 +71,12 @@ def train(job: Job, replay: Path | None = None, until: int | None = None) -> Non
             run.end(step)
             run.checkpoint_if_due(step, policy)
             del step, trees  # free these arrays before the next step's are made
+        # a run that STOP ended is neither evaluated nor exported: the same command resumes it
         if run.steps == until:
             run.export(policy)
         elif run.complete:
             run.evaluations.evaluate("after", rollouts)
+            # the export needs the room of the KV cache
             rollouts.sleep()
             run.export(policy)
         run.report(rollouts)
@@ -89,10 +94,12 @@ def harvest_only(job: Job, out: Path, benchmark: BenchmarkRecipe | None = None) 
             keep_inputs(out, job.recipe)
             write_text(out / RECIPE, dump(job.recipe))
             events.append(out, "harvest")
+        # the date that chat templates write stays that of the first attempt: its prompts are recorded
         session.tokenizer.today = distributed.agree(lambda: events.began(out))
         generator = Generator(session, out, synced=False, once=benchmark)
         step = generator.collect(Step(number=0, policy_version=0))
         if hold is not None:
+            # a later start of the same SLURM job may have taken the folder over
             hold.check()
         session.progress.say(f"{len(step.rollouts)} rollouts in {out / step.name}")
 

@@ -49,6 +49,7 @@ from megatron_eqlen.sampling.probe import SEEDS, TRACKS, Place, ProbeSampling
 from megatron_eqlen.tokens import ROUTES
 from megatron_eqlen.types import Line, Rollout, RolloutKey, rollout_key, tokens_along
 
+# ends `so x = 2.")` where a space follows, `所以 x = 2。` before anything, and each run of line breaks
 SENTENCE = re.compile(r"[.!?:;]+[\"')\]]*(?=\s)|[。！？：；]+[\"')\]”’」』）]*|\n+")
 """End of a sentence, or of a line."""
 
@@ -107,9 +108,11 @@ class Target:
             )
             raise ValueError(f"--step: expected a graded step of {self.streams} ({kept}), found {step}")
         folder = folders[step]
+        # the step that completes a suspended rollout records it whole
         whole = [rollout for rollout in read_step(folder, without=[ROUTES.name]) if not rollout.suspended]
         if without := [r.prompt_id for r in whole for part, _ in r.ended() if part.grade is None]:
             raise ValueError(f"{folder}: expected grades of all responses, found none of {without[0]}'s")
+        # training leaves out the same ones
         found, _ = leave_out(whole, self.job.recipe.reward)
         versions = {int(v) for r in found for part in r.parts for v in np.unique(part.tokens["versions"])}
         if not found:
@@ -138,6 +141,7 @@ class Target:
                 f"{self.asked.run / METRICS}: expected the updates of all steps before step "
                 f"{self.asked.step}, which made its weights, found no step {min(missing)}"
             )
+        # [steps + 1] policy version after each number of steps; one that skips its update repeats it
         made = np.append(0, np.cumsum(columns["train/updates"][:before]))
         if self.version not in made:
             raise ValueError(f"{self.asked.run}: no training made version {self.version} of the weights")
@@ -152,11 +156,13 @@ class Target:
     def kind(self) -> ProbeSampling:
         """Continues responses drawn at random until the budget is used up, one at least."""
         asked = self.asked
+        # responses in random order, each with all its places
         drawn = [(r, line) for r in self.rollouts for line in r.lines() if line.last.finish_reason]
         order = [*enumerate(drawn)]
         random.Random(asked.seed).shuffle(order)
         chosen, places, expected = list[int](), dict[RolloutKey, dict[Place, int]](), 0
         for n, (rollout, line) in order:
+            # lines share prefixes: a place that an earlier one has brought costs nothing more
             known = places.get(key := rollout_key(rollout), {})
             more = self._places(rollout, line) | known
             cost = asked.samples * (sum(more.values()) - sum(known.values()))
@@ -165,10 +171,12 @@ class Target:
             chosen.append(n)
             places[key], expected = more, expected + cost
         count = sum(map(len, places.values()))
+        # every response has the place at its prompt: one place each is none of those asked for
         if count == len(places) and asked.at.strip("0,"):
             raise ValueError(f"--at {asked.at}: expected places, found none in {len(chosen)} responses")
         if count * asked.samples > TRACKS:
             raise ValueError(f"--samples, --budget: expected at most {TRACKS} continuations, found more")
+        # in the record's order again
         responses = [drawn[n] for n in sorted(chosen)]
         return ProbeSampling(self.rollouts, responses, places, asked.samples, asked.seed, self.forced)
 
@@ -181,9 +189,11 @@ class Target:
         told = f"{responses}, {places} x {asked.samples} continuations, about {expected:,} tokens"
         if expected > self.budget:
             told += " (more than --budget: one response at least)"
+        # the run's own speed in that step, so on the same machine and at the same lengths
         speed = known["harvest/tokens_per_second"][known.steps == asked.step]
         if speed.sum() > 0:
             told += f", {expected / speed[0]:.0f} s at its speed without the start"
+        # without a checkpoint of these weights, steps from the newest one before are trained again
         first = max((n for n, _ in self._checkpoints), default=0)
         if first < self.steps:
             check_steps(self.streams, first, self.steps)
@@ -218,10 +228,12 @@ class Target:
         """Return the places of a response, each with the expected tokens of a continuation: as many as the
         response had from there, or behind its end marker where that is forced. With ``force``, text of the
         turn before a place lacks the marker, and the limit leaves room for an answer."""
+        # places are lengths in generated tokens, so an environment's tokens must not count
         at, parts = self.asked.at, rollout.line(line.last.number)
         token_ids, ends = tokens_along(parts).tolist(), np.cumsum([0, *map(len, parts)])
         generated = np.concatenate([part.tokens.is_generated for part in parts])
         if at == "sentences":
+            # tokens that end a sentence; those that the environment said are no places
             after = np.array(ends_of_sentences(token_ids, self.decode), int) - 1
             lengths = generated.cumsum()[after[generated[after]]].tolist()
         elif at == "forks":
@@ -235,7 +247,9 @@ class Target:
         is_open = [True] * line.length
         if (marker := self.marker) is not None:
             is_open = before_marker(texts_of(token_ids, self.decode), generated, marker)[: line.length]
+        # behind forced text a continuation has what the response had behind its own end marker
         thought = 0 if all(is_open) else line.length - is_open.index(False)
+        # a place at the end of a part belongs to this part, not to the next one; 0 is the prompt's end
         numbers = [-1, *(part.number for part in parts)]
         return {
             (numbers[ends.searchsorted(length)], length): thought or line.length - length
@@ -259,6 +273,7 @@ class Target:
         other = sorted(path.name for path in out.iterdir() if path.name not in begun and path.name[0] != ".")
         if other and not file.exists():
             raise ValueError(f"--out {out}: expected {FILE} or an empty folder, found {other[0]}")
+        # two probes that begin at the same time would mix their files
         with contextlib.closing(Hold(out)):
             if file.exists():
                 with expecting("what eqlen probe writes", file):
@@ -275,10 +290,12 @@ class Target:
                 remove_partial(out / "weights/checkpoints")
                 checkpoint_folder.copy(self._checkpoints[-1][1], out / "weights/checkpoints")
                 shutil.copy(self.asked.run / METRICS, out / "weights")
+            # last: from now on the folder is that of this probe
             write_json(file, {"asked": asked})
 
     def sampling(self, out: Path) -> Job:
         """Return the job of the continuations: the run's sampling, limits, environments and graders."""
+        # probes train nothing: no budget, no columns for the loss, no selection of prompts
         rollout = {"tokens_per_step": None, "carry_over": False, "keep_routes": False, "staleness": 0}
         model = {"path": str(self.weights(out)), "revision": None} if self.steps else {}
         loss, teacher = {"dynamic_sampling": False}, {"path": "", "url": ""}
@@ -306,8 +323,10 @@ def before_marker(texts: Sequence[str], generated: Sequence[bool] | np.ndarray, 
     for text, own in zip(texts, generated, strict=True):
         if own:
             turn += text
+            # only text that the newest token may have completed is searched
             is_open.append(is_open[-1] and marker not in turn[-len(marker) - len(text) :])
         else:
+            # the turn that follows the environment's tokens begins without the marker
             is_open[-1], turn = True, ""
     return is_open
 

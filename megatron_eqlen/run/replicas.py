@@ -36,6 +36,7 @@ class Replicas:
     def grades(self, prompt: Prompt, index: int) -> bool:
         """Return True if this rank grades a prompt's rollout number ``index``, provided its replica generates
         it. It is known beforehand, so that a response can be graded as soon as it ends."""
+        # consecutive prompts of a replica differ by `count`; the index spreads each prompt over the ranks
         return (prompt.number // self.count + index) % self.graders == self.place
 
     def keeps(self, prompt: Prompt, index: int) -> bool:
@@ -54,6 +55,7 @@ def shared(part: Sequence[Rollout], prompts: Sequence[Prompt]) -> list[Rollout]:
     rank, by_id = dist.get_rank(), {prompt.prompt_id: prompt for prompt in prompts}
     for sampled in (sampled for rollout in part for sampled in rollout.parts):
         sampled.home = rank
+    # skeletons of the others get this rank's prompts: they came with the ids alone
     own = {rollout_key(rollout): rollout for rollout in part}
     rollouts = [
         own.get(rollout_key(bare)) or dataclasses.replace(bare, prompt=by_id[bare.prompt_id])

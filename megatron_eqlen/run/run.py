@@ -43,10 +43,13 @@ class Run:
         self.session, self.recipe, self.until = session, session.recipe, until
         self.folder = RunFolder(self.recipe)
         if distributed.is_rank0():
+            # the lock comes first: nothing is written to a folder that another process holds
             hold = self.folder.open(self.recipe)
             session.enter(session.events.writing(self.folder.path, hold.check))
             keep_inputs(self.folder.path, self.recipe)
+        # chat templates may write the date: a resumed run keeps that of its first start, and so its prompts
         session.tokenizer.today = distributed.agree(lambda: events.began(self.folder.path))
+        # from here on errors and hangs leave their records in the run's folder
         failures.keep_in(self.folder.path)
         session.watch(self.folder.hang)
         self.profiler = Profiler(self.folder.profile, self.recipe.profile)
@@ -121,9 +124,11 @@ class Run:
         if self.recipe.lora.rank:
             exports[self.folder.adapter] = policy.export_adapters
         for folder, export in exports.items():
+            # the same command may be given again after a whole export
             if agree(lambda folder=folder: is_whole(folder)):
                 continue
             with self.session.stage("export"):
+                # what lies there is not what this run recorded as its export: keep it under another name
                 agree(lambda folder=folder: self.folder.set_aside(folder))
                 export(folder)
                 agree(lambda folder=folder: self.folder.wrote(folder))
@@ -135,11 +140,13 @@ class Run:
                 self.session.progress.say(
                     f"{count} rollouts are suspended and not trained; a run with more steps resumes with them"
                 )
+            # of all starts of the run, so read from its record
             if idle := int((Columns(self.folder.path, ["train/updates"])["train/updates"] == 0).sum()):
                 same = ": the weights are those that the run started from" * (idle == self.steps)
                 self.session.progress.warn(f"{idle} of {self.steps} steps trained nothing{same}")
             learned = self.evaluations.learned() if self.complete else ""
             self.session.progress.finish(self.page.write(), learned)
+        # last, on every rank: page and checkpoint are written by now
         if self.stopped_by and not self.complete:
             raise MismatchError(
                 f"{self.stopped_by}: stopped after step {self.steps}, with a checkpoint "
@@ -168,6 +175,7 @@ class Run:
     def update(self, step: Step, policy: Policy, minibatches: list[list[TokenTree]]) -> Step:
         with self.session.stage("train") as seconds:
             metrics = policy.update(minibatches, step.drawn)
+        # every epoch computes all rows again
         trained = metrics.get("packing/tokens", 0.0) * self.recipe.loss.epochs
         speed = trained / seconds["time/train"]
         return step.log(metrics | seconds | {"train/tokens_per_second": speed})
@@ -210,16 +218,20 @@ class Run:
         self.profiler.end(step.number + 1)
         now, timeline = time.perf_counter(), self.session.timeline
         taken = now - step.started
+        # the budget does not pay for evaluations
         worked = taken - step.metrics.get("time/evaluate", 0.0)
+        # once another start owns the folder, not even this step's metrics are written
         check_held(self.folder)
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
         reached = achieved(self.session.job, step.metrics, device)
+        # rank 0's clock counts for all ranks: the budget must end in the same step on each
         self.spent = Spent(
             step.number + 1,
             self.spent.gpu_hours + agree(lambda: worked) * self.recipe.gpus / 3600,
             self.spent.generated_tokens + step.metrics.get("harvest/generated_tokens", 0.0),
             self.spent.flops + reached["harvest/flops"] + reached["train/flops"],
         )
+        # ranks that look for STOP themselves could see it in different steps
         self.stopping = agree(self.folder.stop.exists) or self.stopped_by is not None
         totals = {
             "time/gpu_hours": self.spent.gpu_hours,
@@ -233,10 +245,12 @@ class Run:
             "time/trainer_idle": timeline.idle(TRAINER, step.started, now),
             "objective/effective_per_gpu_second": effective / (taken * self.recipe.gpus),
         }
+        # made of sums over all batches of the step, so it can be told only now
         step = step.log(gain_metrics(step.metrics))
         ranks = m.over_ranks(gather([step.metrics]))
         self.records.write(self.steps, step.metrics | reached | ranks | speed | totals)
         if distributed.is_rank0():
+            # each fault is said once while it lasts, and again if it comes back
             found = dict(diagnose(self.folder.path, self.recipe, read_newest(self.folder.path, STEPS)))
             for kind in (kind for kind in found if kind not in self.diagnosed):
                 nothing = " trained nothing" * (not step.metrics["train/updates"] and kind != UNSCORED)
@@ -248,6 +262,7 @@ class Run:
         is saved after a skipped update while steps remain: the weights may cause its non-finite numbers, and
         a new checkpoint would push out a good one."""
         every, last = self.recipe.checkpoint.every, not self.has_next_step()
+        # not `steps % every == 0`: what was due after a skipped update is saved a step later
         due = last or self.steps // every > self.checkpoints.saved // every
         if due and policy.skipped_in_a_row and not self.complete:
             self.session.progress.say(f"no checkpoint after step {self.steps}: its last update was skipped")

@@ -117,11 +117,14 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         self.check(recipe)
         self.hold = Hold(self.path, origin())
+        # an earlier start made nothing here: the inputs may have changed since
         if self.recipe.exists() and self.is_empty():
             (self.path / CONTENTS).unlink(missing_ok=True)
+        # with the lock held, what is half written belongs to killed processes
         for folder in (self.path, self.path / "evaluation", self.checkpoints, *self.streams.glob("step-*")):
             remove_partial(folder)
         remove_quiet(self.hang)
+        # a STOP for an earlier try, which ended before it looked, must not end this one
         if self.stop.exists() and self.stop.stat().st_mtime < float(os.environ.get(BEGAN, IMPORTED)):
             self.stop.unlink()
             logger.warning("%s: removed: it is older than this command", self.stop)
@@ -133,6 +136,7 @@ class RunFolder:
         """Begin, unless the run has begun, after a step of another run: ``RUN@STEP``, with its checkpoint,
         its metrics and its evaluation before training. Raises RecipeError."""
         if checkpoint_folder.latest(self.checkpoints) or step_folders(self.streams):
+            # the same command, given again, resumes the run
             begun = [event["text"] for event in events.read(self.path) if event["kind"] == "from"]
             if source not in begun:
                 raise RecipeError(
@@ -194,6 +198,7 @@ class RunFolder:
         """Remove records of steps that ``report.keep_streams`` does not name. Those that a resumed run reads
         stay: after step ``saved`` and, with ``rollout.carry_over``, before each checkpoint."""
         keep, every = recipe.report.keep_streams, recipe.evaluation.every
+        # a resume from the oldest checkpoint also reads the step before it, whose rollouts it carries on
         if recipe.rollout.carry_over:
             saved -= 1 + recipe.checkpoint.every * (recipe.checkpoint.keep - 1)
         for number, folder in step_folders(self.streams):
@@ -232,6 +237,7 @@ def check_harvest(out: Path, recipe: Recipe) -> None:
     """Raise ValueError unless ``out`` is new, has no rollouts, or has those of a harvest of ``recipe``."""
     other = "choose another --out"
     refuse_unwritable(out)
+    # the real path, since a link may lead into the folder of a run
     here = Path(os.path.realpath(out))
     for folder in (here, *here.parents):
         if (folder / RECIPE).is_file() and (
@@ -239,6 +245,7 @@ def check_harvest(out: Path, recipe: Recipe) -> None:
         ):
             raise ValueError(f"--out {out}: expected a folder of its own, found the run {folder}; {other}")
     recorded = [path.name for _, path in step_folders(out)]
+    # an earlier harvest recorded nothing: this one may read other inputs
     if not recorded and (out / RECIPE).is_file():
         (out / CONTENTS).unlink(missing_ok=True)
     if recorded and not (out / RECIPE).is_file():

@@ -98,6 +98,7 @@ class Session:
         ``time/NAME``, and the peak memory, but for a stage beside training, in another thread.
         ``patience``: see ``Watchdog.stage``."""
         measured: Metrics = {}
+        # a harvest beside training would reset the peak that the trainer's stage is measuring
         alone = distributed.is_alone()
         if not alone:
             peak_memory.begin()
@@ -109,6 +110,7 @@ class Session:
             ):
                 yield measured
         except torch.OutOfMemoryError as error:
+            # say in which stage memory ran out, and what the plan had counted for it
             error.add_note(peak_memory.shortage(name, self.planned))
             raise
         measured[f"time/{name}"] = span.ended - span.began
@@ -133,4 +135,5 @@ def use_deterministic_kernels() -> None:
     os.environ["VLLM_BATCH_INVARIANT"] = "1"
     os.environ.setdefault("NCCL_ALGO", "Ring")
     torch.use_deterministic_algorithms(True, warn_only=True)
+    # in this mode torch fills every new tensor with NaN, which costs time and finds only its own bugs
     deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue] (a property)
