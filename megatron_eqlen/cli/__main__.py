@@ -16,6 +16,7 @@ from megatron_eqlen.processes import interrupts
 def main(argv: list[str] | None = None) -> int:
     """Run one ``eqlen`` command; return its status: 2 for user mistakes, 130 for Ctrl-C, with one line
     each."""
+    # With descriptor 1 closed, the next file that is opened would get it, and what is printed.
     while (free := os.open(os.devnull, os.O_RDWR)) <= 2:  # a standard stream that was closed
         pass
     os.close(free)
@@ -42,9 +43,11 @@ def _run(argv: list[str] | None) -> int:
         from megatron_eqlen.cli import commands
 
         status = getattr(commands, arguments.name)(arguments)
+        # Here, so that a reader that has left is noticed before Python's own flush.
         sys.stdout.flush()
         return status
     except BrokenPipeError:
+        # The broken pipe may lead to another process than the reader of this output.
         if not _reader_left():
             raise
         return 128 + signal.SIGPIPE
@@ -78,9 +81,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     arguments after ``--`` are for sbatch."""
     parser = _parser()
     words = sys.argv[1:] if argv is None else argv
+    # Only ``submit`` hands arguments on to another program.
     end = words.index("--") if words[:1] == ["submit"] and "--" in words else len(words)
     arguments, rest = parser.parse_known_args(words[:end])
     arguments.sbatch = words[end + 1 :]
+    # The rest are overrides, unless they look like options or have no value.
     strange = [text for text in rest if text.startswith("-") or "=" not in text]
     if strange or (rest and "overrides" not in arguments):
         hint = _as_override(rest) if "overrides" in arguments else ""
@@ -95,6 +100,7 @@ def _as_override(rest: list[str]) -> str:
     from megatron_eqlen.recipe.keys import all_keys
 
     for word, after in zip(rest, [*rest[1:], "VALUE"], strict=True):
+        # ``--loss.kl-coef=0`` and ``--loss.kl_coef 0`` are both ``loss.kl_coef=0``.
         key, equals, value = word.removeprefix("--").replace("-", "_").partition("=")
         if word.startswith("--") and tuple(key.split(".")) in all_keys():
             value = word.partition("=")[2] if equals else "VALUE" if after.startswith("-") else after
@@ -114,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
     for command, (about, arguments) in COMMANDS.items():
         verb = verbs.add_parser(command, help=about, description=about)
+        # A sweep's flags exclude each other; its other arguments do not.
         instead = verb.add_mutually_exclusive_group() if command == "sweep" else verb
         for name, (what, options) in arguments.items():
             place = instead if options is FLAG else verb

@@ -30,6 +30,7 @@ def train(arguments: argparse.Namespace) -> int:
     job = Job(recipe := pinned(recipe, recipe.run_folder))
     folder = RunFolder(recipe)
     folder.check(recipe)
+    # The process that starts the ranks, and rank 0 again, which finds it done.
     if arguments.start and os.environ.get("RANK", "0") == "0":
         folder.begin_from(arguments.start)
     if folder.ended(recipe):
@@ -96,13 +97,16 @@ def _refuse(job: Job) -> None:
     if recipe.rollout.engine == "server":
         authorization()
     job.check_layout()
+    # A login node has no GPU: what follows depends on the machine that trains.
     if recipe.cluster.device == "cpu" or torch.cuda.is_available():
         refuse_unfit(recipe.cluster)
         dtype = getattr(torch, recipe.model.dtype)
         transformer_config(job.model, recipe.parallel, dtype, **job.megatron.model)
+        # Servers read their options themselves.
         if (rollout := recipe.rollout).vllm and recipe.colocated:
             from megatron_eqlen.engines.lifecycle import configuration, contained
 
+            # vLLM checks its options as for one GPU, since no other rank is here.
             alone = rollout.model_copy(update={"tensor_parallel": 1})
             with contained():
                 configuration(str(job.folder), alone, recipe.model.dtype, recipe.longest_context, recipe.seed)
@@ -120,6 +124,7 @@ def recipe(arguments: argparse.Namespace) -> int:
     refuse_existing(arguments.out)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     write_text(arguments.out, text)
+    # What became of each key of theirs, which the file has as comments above the keys.
     comments = (line for line in text.splitlines(keepends=True) if line.startswith("#"))
     print("".join(line[2:] or "\n" for line in comments), end="")
     return 0
@@ -162,6 +167,7 @@ def harvest(arguments: argparse.Namespace) -> int:
 
 def evaluate(arguments: argparse.Namespace) -> int:
     recipe, model, out = arguments.recipe, arguments.model, arguments.out
+    # A run folder stands for its recipe, its exported model and a file for the result.
     if recipe.is_dir():
         model, out = model or recipe / "export", out or recipe / "evaluated.json"
         if not (arguments.model or is_whole(model)):
@@ -193,6 +199,7 @@ def probe(arguments: argparse.Namespace) -> int:
     job = Job(pinned(load(run / RECIPE), run))
     target = Target(job, Asked(**{name: getattr(arguments, name) for name in names}))
     out = arguments.out or run / "probes" / step_name(arguments.step)
+    # Ranks that this command starts run it again, but print and prepare nothing twice.
     if "RANK" not in os.environ:
         print(target.cost(), flush=True)
         if arguments.dry_run:
@@ -200,6 +207,7 @@ def probe(arguments: argparse.Namespace) -> int:
     if os.environ.get("RANK", "0") == "0":
         refuse_unwritable(out)
         target.prepare(out)
+    # Weights between two checkpoints are trained again from the recorded steps.
     if target.steps and not is_whole(target.weights(out)):
 
         def train_again() -> None:
@@ -269,6 +277,7 @@ def inspect(arguments: argparse.Namespace) -> int:
         path.stat()  # raises FileNotFoundError
     from megatron_eqlen.report.text import print_rollouts, recipe_of
 
+    # A run folder stands for its streams.
     inner = arguments.streams / "streams"
     streams = inner if inner.is_dir() else arguments.streams
     recipe = load(arguments.recipe) if arguments.recipe else recipe_of(streams)
@@ -285,6 +294,7 @@ def _on_ranks(job: Job, work: Callable[[], None], stop: Path | None = None) -> i
     with importing():
         from megatron_eqlen.check.machine import refuse_unfit
 
+    # Once, before the ranks start, which then find all in the cache.
     job.fetch()
     job.check_layout()
     refuse_unfit(job.recipe.cluster)
@@ -295,8 +305,10 @@ def _start(recipe: Recipe, work: Callable[[], None], interrupts: Interrupts) -> 
     from megatron_eqlen.processes.lifeline import die_with_launcher, taking_along
 
     die_with_launcher()
+    # Older STOP files are not for this command.
     os.environ.setdefault(BEGAN, str(IMPORTED))
     with taking_along():
+        # The ranks run the same command, and find RANK set.
         if _needs_launch(recipe):
             with importing():
                 from megatron_eqlen.processes.launch import launch

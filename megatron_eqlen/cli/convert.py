@@ -59,6 +59,7 @@ def _parser(direction: str) -> argparse.ArgumentParser:
         epilog="On the CPU, in one process, or in as many as torchrun starts: the product of --tensor, "
         "--pipeline and --expert.",
     )
+    # Each direction has arguments of its own; those below are common.
     if direction == "hf-to-megatron":
         parser.add_argument("source", type=Path, help="Hugging Face folder: config.json and safetensors")
         parser.add_argument("out", type=Path, help="checkpoint folder to make; must not exist")
@@ -96,6 +97,7 @@ def _convert(direction: str, args: argparse.Namespace, parallel: ParallelRecipe)
     if direction == "hf-to-megatron":
         checkpoint, folder = args.out, args.source
         convert.hf_to_megatron(folder, checkpoint, parallel)
+    # An adapter's folder has no whole model to compare.
     elif args.adapter:
         convert.megatron_to_peft(args.checkpoint, args.source, args.out, parallel)
         return

@@ -33,8 +33,11 @@ OWN = f"{FOLDER}/.eqlen"
 HOME, HERE = f"{OWN}/home", f"{OWN}/here"
 MOST_FILES, MOST_BYTES, DEEPEST = 5000, 1 << 17, 8
 """Limits of what a script may read of its repository: files, bytes of each, and parts of its path."""
+# ``--beta=0.04``, ``--report_to``
 OPTION = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
+# ``data.train_files=[a,b]``, ``+trainer.seed=1``, ``~critic.model``, ``steps=3``
 HYDRA = re.compile(r"\+{0,2}(~?[\w@]+(?:\.[\w@*-]+)+|~?[a-z]\w*(?==))=?(.*)", re.DOTALL)
+# ``python3.12``, ``/opt/bin/torchrun``
 LAUNCHER = re.compile(r"(.*/)?(accelerate|deepspeed|torchrun|trl|python[\d.]*)")
 PYTHON_CALLS = ("GRPOConfig", "GRPOTrainer", "LoraConfig", "ModelConfig", "ScriptArguments")
 OBJECTS = (None, "args", "train_dataset", "eval_dataset", "peft_config", "processing_class", "callbacks")
@@ -57,6 +60,7 @@ def read(file: Path, trainer: str, words: Sequence[str], remarks: list[str]) -> 
         if not isinstance(found, dict):
             raise ValueError(f"expected a mapping of keys or a list of arguments, found {found!r:.80}")
         keys = flat(found)
+        # Hydra's ``${data.seed}`` takes the value of another key, perhaps of a file that is not here.
         if key := next((key for key, value in keys.items() if "${" in str(value)), ""):
             raise ValueError(f"{key}: {keys[key]}: expected resolved values (verl: --cfg job --resolve)")
         return keys
@@ -68,15 +72,20 @@ def read(file: Path, trainer: str, words: Sequence[str], remarks: list[str]) -> 
 
 def _of_script(file: Path, trainer: str, words: Sequence[str], remarks: list[str]) -> dict[str, Any]:
     """Return the keys of the last training command that bash starts for the script."""
+    # ``NGPUS=8`` is for the script's environment; all other words are its arguments.
     variables = dict(word.split("=", 1) for word in words if re.match(r"\w+=", word))
     arguments = [word for word in words if not re.match(r"\w+=", word)]
     started, missing, end = launched(file, arguments, variables)
     launchers = ((n for n, word in enumerate(command) if LAUNCHER.fullmatch(word)) for command in started)
+    # What stands before the first launcher is another program's: ``srun --nodes 2 python train.py``.
     commands = [command[next(first, 0) :] for command, first in zip(started, launchers, strict=True)]
     configured = [_of_words(command, trainer, file) for command in commands]
+    # A command is a training if it gives two known keys or more, and half as many as the best has. Others are
+    # servers, conversions of checkpoints, or other trainers.
     known = [sum(bool((row := row_of(trainer, key)) and row.ours) for key in keys) for keys in configured]
     training = [keys for keys, n in zip(configured, known, strict=True) if n > 1 and 2 * n >= max(known)]
     if not training:
+        # The last line that is no trace of ``set -x``.
         said = ["", *(line for line in end.output.splitlines() if line.strip() and line[0] != "+")]
         others = ", ".join(dict.fromkeys(" ".join(command[:3]) for command in commands)) or "no command"
         raise ValueError(
@@ -96,6 +105,7 @@ def _of_words(words: list[str], trainer: str, file: Path) -> dict[str, Any]:
     for word in words:
         if match := OPTION.fullmatch(word):
             option, value = match[1].replace("-", "_"), match[2]
+            # ``--no_bf16`` is ``bf16=false``.
             if trainer == "trl" and option.startswith("no_") and row_of(trainer, option[3:]):  # of a switch
                 option, value = option[3:], "false"
             options[option] = "true" if value is None else value.strip("'\"")
@@ -104,22 +114,27 @@ def _of_words(words: list[str], trainer: str, file: Path) -> dict[str, Any]:
             key, value, option = match[1], match[2], ""
             keys.pop(key.lstrip("~"), None)
             with contextlib.suppress(yaml.YAMLError):  # or else it stays text
+                # Hydra reads ``{a:1}``, YAML only ``{a: 1}``; ``{url:http://x}`` keeps its second colon.
                 spaced = re.sub(r":(?=[^\s/])", ": ", value) if value.startswith("{") else value
                 value = read_value(spaced) if re.match(r"[\[{'\"]", value) else value
             keys |= flat({key: value}) if "=" in word else {key[1:]: "null"} if key[0] == "~" else {}
         elif word.endswith(".py") or word == "-m":  # the program
             option = ""
         elif option:
+            # ``--reward_funcs a b`` has several values.
             options[option] = word if options[option] == "true" else [*listed(options[option]), word]
     name = str(options.get("config_name", "")).removesuffix(".yaml")
     paths = [str(options[key]) for key in ("config", "config_file") if key in options and trainer == "trl"]
+    # ``ppo_trainer`` and ``ppo_megatron_trainer`` are verl's own, whose values are the defaults.
     if trainer == "verl" and keys and name and not re.fullmatch(r"ppo(_\w+)?_trainer", name):
         paths = [f"{options.get('config_path', options.get('config_dir', 'config'))}/{name}.yaml"]
     for path in paths:
+        # Relative to here, to the script's folder, or to a folder above it, as its repository's root.
         places = (folder / path for folder in (Path(), *file.resolve().parents))
         base = next((each for each in places if each.is_file()), None)
         if base is None:
             raise ValueError(f"it reads {path}, which is not there; give the resolved configuration")
+        # What the command gives comes before what the file says.
         below = flat(read_value(base.read_text(encoding="utf-8")))
         keys = {key: below[key] for key in below if key.split(".")[0] not in ("defaults", "hydra")} | keys
     return keys if trainer == "verl" else keys | options
@@ -153,6 +168,7 @@ def launched(
         )
     script = script.resolve()
     root = next((folder for folder in script.parents if (folder / ".git").exists()), script.parent)
+    # ``settings.sh``, which each bash reads, makes the stand-ins; they come before all programs.
     given = {"PATH": f"{OWN}/bin:/usr/bin:/bin", "HOME": HOME, "USER": "user", "SLURM_JOB_ID": "1"}
     given |= {"BASH_ENV": f"{OWN}/settings.sh", "MASTER_ADDR": "127.0.0.1", **(variables or {})}
     place = f"{HERE}/{script.relative_to(root)}"
@@ -162,6 +178,7 @@ def launched(
         end = sandbox.command(Command(start, environment=given), _furnished(root, script), limits)
     files = folder_files(end.folder)
 
+    # A file for each command, named by its time: arguments that end with NUL.
     def recorded(folder: str) -> list[list[str]]:
         names = sorted(name for name in files if f".eqlen/{folder}/" in name)
         texts = [files[name].decode(errors="replace").replace(HERE, str(root)) for name in names]
@@ -181,6 +198,7 @@ def _furnished(root: Path, script: Path) -> bytes:
             member.type, member.size = tarfile.REGTYPE, file.stat().st_size
         elif not file.is_dir() or name.name.startswith("."):
             return None
+        # The script's own folder is packed first, so that the limits leave out the rest.
         fits = member.size <= MOST_BYTES and len(name.parts) <= DEEPEST and len(seen) < MOST_FILES
         if not fits or name in seen or not os.access(file, os.R_OK):
             return None

@@ -46,6 +46,7 @@ class Submission:
         train = SCRIPTS / "train.sbatch"
         if not train.is_file():
             raise FileNotFoundError(f"{train}: not found; submit with the eqlen of a checkout (tools/setup)")
+        # Directives of the batch script hold for all runs; of two of a kind sbatch takes the later one.
         text = train.read_text(encoding="utf-8")
         lines = [line for line in text.splitlines() if line.startswith("#SBATCH")]
         output = str(self.folder.path.absolute() / "slurm-%j.out")
@@ -53,6 +54,7 @@ class Submission:
         lines += _directives(*train_options(self.job, self.recipe.name))
         lines += [_directive(self.options)] if self.options else []
         if self.servers:
+            # A second component of the job: nodes for servers, with options of their own.
             lines += ["#SBATCH hetjob"]
             lines += _directives(*server_options(self.job, f"{self.recipe.name}-servers", self.servers))
             lines += [_directive(self.options)] if self.options else []
@@ -71,6 +73,7 @@ class Submission:
         for problem in memory(self.job).problems():
             print(f"WARNING: the plan says that it does not fit: {problem}", file=sys.stderr)
         self.folder.path.mkdir(parents=True, exist_ok=True)
+        # A STOP file would end the new job at its start; one for a run that goes on is left.
         if self.folder.stop.exists() and not is_locked(self.folder.path / LOCK):
             self.folder.stop.unlink()
             print(f"removed {self.folder.stop}, which asked an earlier try to stop")
@@ -89,6 +92,7 @@ class Submission:
 
     def _environment(self) -> dict[str, str]:
         kept = {name: os.environ[name] for name in (*KEPT, PINS) if os.environ.get(name)}
+        # In a container this Python need not exist.
         if "CONTAINER_IMAGE" not in kept:
             kept.setdefault("EQLEN_PYTHON", sys.executable)
         return kept | {"EQLEN_RUN": str(self.folder.path)} | train_environment(self.recipe.cluster)
@@ -98,9 +102,11 @@ def load_with_servers(file: Path, overrides: Sequence[str], nodes: int) -> Recip
     """Load a recipe, with servers on so many nodes, which get their names at start; 0: with its own."""
 
     def with_count(count: int) -> Recipe:
+        # Names that stand for addresses: only their number decides layout and plan.
         urls = ", ".join(f"http://not-started-{number}" for number in range(count))
         return load(file, [*overrides, "rollout.engine=server", f"rollout.servers=[{urls}]"])
 
+    # One server says how many fit on a node, which gives the number.
     return with_count(nodes * replicas_on_node(with_count(1))) if nodes else load(file, overrides)
 
 
@@ -124,7 +130,9 @@ def _sbatch(script: Path) -> str:
         remedy = f"submit where SLURM's commands are (the script is {script})"
         raise ValueError(f"sbatch: not found on the PATH; {remedy}") from None
     if said.returncode:
+        # A cluster without GPUs refuses ``--gpus-per-node``.
         no_gpus = re.search("generic resource|gres|gpus", said.stderr, re.IGNORECASE)
         hint = " (cluster.device=cpu asks for no GPUs)" if no_gpus else ""
         raise ValueError(f"sbatch refused {script}: {said.stderr.strip()}{hint}")
+    # ``4711;cluster`` on a federation.
     return said.stdout.strip().partition(";")[0]

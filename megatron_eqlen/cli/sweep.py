@@ -53,6 +53,7 @@ def submissions(plan: Plan) -> Iterator[str]:
 
 def description(plan: Plan) -> str:
     """Return the plan as text. Raises RecipeError for a run whose recipe is invalid."""
+    # Checks every recipe before anything is printed.
     plan.recipes()
     sweep = plan.sweep
     fewer = ", some with fewer" if sweep.fewer_seeds else ""
@@ -66,6 +67,7 @@ def description(plan: Plan) -> str:
             f"equal       each may spend as many {UNITS[sweep.match]} as {sweep.reference} did, on average "
             f"over its seeds{capped}"
         )
+    # Cells are in the order of recipes, then methods.
     for file, cells in groupby(plan.cells, key=lambda cell: cell.recipe_file):
         lines += ["", f"recipe      {file}", *_recipe(plan, [*cells])]
     return "\n".join(lines)

@@ -67,6 +67,7 @@ class Translation:
         template = Path(__file__).with_name("translation.jinja").read_text(encoding="utf-8")
         head = Template(template, trim_blocks=True).render(source=source, done=self, effects=EFFECTS)
         ours = {key: value for key, value in self.keys.items() if _is_ours(key)}
+        # A key of theirs without a counterpart stays dotted: a hole under a name that no recipe has.
         tree = nested(ours) | {key: value for key, value in self.keys.items() if key not in ours}
         return "".join(f"# {line}".rstrip() + "\n" for line in head.splitlines()) + to_yaml(tree)
 
@@ -75,6 +76,7 @@ class Translation:
         if ours == key in self.theirs and key in Recipe.model_fields:  # another key of the same name
             ours = f"{self.trainer}.{key}"
         before, (what, _, reason) = self.holes.get(ours, ""), why.partition(": ")
+        # A reason that several keys share is said once: ``a=1, b=2: not known here``.
         is_known = reason and before.endswith(f": {reason}")
         self.holes[ours] = f"{what}, {before}" if is_known else "; ".join(filter(None, (before, why)))
         lost = {key, *self.sources.get(key, ()), *self.sources.get(ours, ())} & self.theirs.keys()
@@ -82,6 +84,7 @@ class Translation:
 
     def change(self, ours: str, key: str, text: str) -> None:
         """Say how a key of ours differs from what was there. ``key``: theirs, or a part's name."""
+        # A part is called by the key of theirs that it comes from.
         key = next(iter(self.sources.get(key, ())), key)
         effects = (effect for effect, begins in EFFECTS.items() if ours.startswith((*begins.split(),)))
         self.changes[f"{key} -> {ours}: {text}"] = next(effects, [*EFFECTS][-1])
@@ -112,6 +115,7 @@ def translate(trainer: str, file: Path, words: Sequence[str] = ()) -> Translatio
         theirs[key] = REFERENCE.sub(lambda match: named.get(match[1], match[0]), str(theirs[key]))
     rows = {key: row_of(trainer, key) for key in theirs}
     known = sum(map(bool, rows.values()))
+    # verl's trainer has this section, its other programs share all others.
     other = trainer == "verl" and not any(key.startswith("actor_rollout_ref.") for key in theirs)
     if other or known < max(1, len(theirs) / 2):
         found = f"{len(theirs)} keys, {known} of them its own" + ", none of actor_rollout_ref" * other
@@ -120,9 +124,11 @@ def translate(trainer: str, file: Path, words: Sequence[str] = ()) -> Translatio
     begun: dict[str, Any] = {"name": file.stem, "sampling": "independent"}
     done = Translation(trainer, version, theirs, left_out, remarks, begun)
     given = {row.part for row in rows.values() if row and row.part}
+    # In the table's order, since a later row overrules an earlier one.
     for row in table()[trainer]:
         for key in (key for key in theirs if rows[key] is row):
             _take(row, key, theirs[key], done)
+        # A key that is left out acts by its default there, unless another key gives the same part.
         if row.theirs in left_out.keys() - theirs.keys() and row.part not in given:
             _take(row, row.theirs, left_out[row.theirs], done)
     for key in (key for key, row in rows.items() if row is None):
@@ -137,11 +143,15 @@ def _take(row: Row, key: str, value: Any, done: Translation) -> None:
     value = Plain(value) if isinstance(value, str) else value
     small, given = str(value).lower(), key in done.theirs
     ours = row.ours.replace("*", key.removeprefix(row.theirs[:-1])) or key  # an engine's option of that name
+    # Compared as YAML reads them: ``1.0`` is 1, and ``False`` is false.
     neutral = Plain(re.sub(r"['\" ]", "", small)).value in [Plain(each).value for each in row.neutral]
+    # What the table translates the value to.
     values = [new for name, new in row.values.items() if fnmatchcase(small, name.lower())]
     default = str(done.left_out.get(row.theirs, "")).lower()
+    # True if the default does something, which a key without a value would switch off or take from elsewhere.
     acts = not (neutral or values or (NOTHING if small else UNSET).fullmatch(default))
     unread = "${" in small or (acts and UNSET.fullmatch(small))
+    # A key without a counterpart is no loss while it asks for nothing.
     unset = not (row.values or unread) and (NOTHING if row.why else UNSET).fullmatch(small)
     idle = row.irrelevant or unset or (row.why and neutral) or (row.when and not done.is_on(row.when))
     done.outcomes |= {key: "irrelevant" if idle else "same"} if given else {}
@@ -149,6 +159,7 @@ def _take(row: Row, key: str, value: Any, done: Translation) -> None:
         done.sources.setdefault(name, []).append(key)
     if idle:
         return
+    # Lost: without a counterpart, without a value, or with a value that the table does not have.
     expected = f"expected {', '.join(row.values)}" if row.values and not values else ""
     if why := row.why or (UNREAD.format(default or "none") if unread else expected):
         done.hole(ours, key, f"{key}={value!s:.60}{'' if given else ' (its default)'}: {why}")
@@ -166,6 +177,7 @@ def _take(row: Row, key: str, value: Any, done: Translation) -> None:
 def _add_learning(done: Translation) -> None:
     """Add what is computed of objective, loss, teacher and optimizer."""
     keys, number, group = done.keys, done.number, done.number("group_size")
+    # Advantages of these are divided by the standard deviation of their group.
     divides = keys.get("objective", "grpo") in ("grpo", "gspo", "cispo")
     if divides and keys.get("loss.advantage") != "dr_grpo" and group > 1:
         more = f"{math.sqrt(group / (group - 1)):.3f} times theirs: their standard deviation is over n - 1"
@@ -187,13 +199,17 @@ def _add_learning(done: Translation) -> None:
         keys["optimizer.min_lr"] = number("min_lr_ratio") * number("optimizer.lr", 1e-6)
     bound = str(keys.pop("loss.rollout_is_threshold", "2.0"))
     if keys.get("loss.rollout_is", "none") != "none":
+        # TRL gives a mask's upper bound alone.
         pair = [1e-9, bound] if "mask" in str(keys.get("is_mode")) else bound.split("_")
         keys["loss.rollout_is_threshold"] = pair if len(pair) == 2 else bound  # a mask's, or a bound
+    # Names that verl's earlier versions have.
     older = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
     names = [older.get(name, name) for name in str(keys.get("rs", "")).replace(",", " ").split()]
+    # A bound for each name, or one for all: ``0.5_2.0,10``.
     bounds = str(keys.get("rs_threshold", bound)).split(",") * len(names)
     bands = (each.split("_") if "_" in each else each for each in bounds)
     rules = dict[str, Any](zip(names, bands, strict=False))
+    # A ratio of e^x has k2 = x^2 / 2, so this vetoes reciprocals as well.
     if veto := number("veto"):
         rules["seq_max_k2"] = f"{math.log(veto) ** 2 / 2:.4g}"
     keys |= {"loss.rollout_rs": rules} if rules else {}
@@ -203,6 +219,7 @@ def _add_batches(done: Translation) -> None:
     """Add the numbers of prompts, of updates and of steps, and what is counted in steps."""
     keys, number, updates = done.keys, done.number, 1.0
     group = number("group_size") or 1
+    # TRL counts responses on each process, in micro-batches, and updates instead of steps.
     if "per_device_train_batch_size" in keys:
         accumulated, nodes = number("gradient_accumulation_steps") or 1, number("cluster.nodes") or 1
         on_each = number("nproc_per_node") or number("num_gpus")
@@ -218,15 +235,18 @@ def _add_batches(done: Translation) -> None:
             done.hole("data.prompts_per_step", "per_device_train_batch_size", why)
         updates = keys["loss.minibatches"] * (number("loss.epochs") or 1)
     prompts = number("data.prompts_per_step") or 1
+    # verl's mini-batch is in prompts, slime's batch of an update in responses.
     if size := number("ppo_mini_batch_size") or number("global_batch_size") / group:
         keys["loss.minibatches"] = max(1, round(prompts / size))
     counted = {"checkpoint.every": "save_every", "evaluation.every": "eval_every", "steps": "max_steps"}
     for key, part in counted.items():
         if number(part) >= 1:
+            # Theirs are updates, of which a step of ours may have several.
             keys[key] = max(1, round(number(part) / updates))
         elif number(part) > 0:
             done.change(key, part, "a share of the run there, a number of steps here")
     files = listed(keys.get("train_files"))
+    # Epochs become steps where the rows can be counted.
     if "steps" not in keys and files and all(map(os.path.isfile, files)):
         kind = "parquet" if files[0].endswith("parquet") else "json"
         keys["steps"] = max(
@@ -236,6 +256,7 @@ def _add_batches(done: Translation) -> None:
         done.hole("steps", "epochs", f"{number('epochs'):g} epochs x rows / {prompts:g} prompts a step")
     in_step = (number("loss.minibatches") or 1) * (number("loss.epochs") or 1)
     warmup = max(number("warmup_steps"), 0.0)
+    # A share of all updates, or their number.
     if warmup < 1 and (share := number("warmup_ratio") or warmup):
         warmup = share * number("steps") * in_step
         if not warmup:
@@ -258,6 +279,8 @@ def _add_data(done: Translation) -> None:
     keys, files = done.keys, listed(done.keys.get("train_files"))
     functions, named = listed(keys.get("reward_functions")), listed(keys.get("eval_prompt_data"))
     if path := str(keys.get("reward_path") or ""):
+        # ``./rewards/mine.py`` is ``rewards.mine``; of a path that is no package only the file's name is
+        # left.
         module = path.removeprefix("./").removesuffix(".py")
         module = module.replace("/", ".") if re.fullmatch(r"\w+(/\w+)*", module) else Path(path).stem
         keys[GRADER] = f"{module}:{keys.get('reward_name') or 'compute_score'}"
@@ -266,9 +289,11 @@ def _add_data(done: Translation) -> None:
         keys[GRADER] = ":".join(functions[0].rsplit(".", 1))
     elif functions not in ([], ["accuracy"], ["accuracy_reward"]):
         done.hole(GRADER, "reward_functions", f"module:function, the reward of {', '.join(functions)}")
+    # Keys of the first source are all sources'.
     own = {"reader": "jsonl"} | _popped(keys, f"{SOURCES}.0.")
     keys[SOURCES] = [{"name": name, "path": path, **own} for name, path in _named(files or [HOLE]).items()]
     for source in keys[SOURCES]:
+        # A file that is named twice is drawn twice as often.
         source |= {"weight": n} if (n := files.count(source["path"])) > 1 else {}
     if len(files) > 1:
         done.change(SOURCES, "train_files", "files have shares of the prompts by weight, there by row")
@@ -279,9 +304,11 @@ def _add_data(done: Translation) -> None:
         done.hole("model.path", "", "the model's folder, or its name on the hub")
     if not files:
         done.hole(f"{SOURCES}.0.path", "", "the training data, or its name on the hub")
+    # slime's are pairs of name and file, verl's are files.
     tests = dict(zip(named[::2], named[1::2], strict=False)) or _named(listed(keys.get("val_files")))
     read = {key: own[key] for key in ("reader", "grader", "columns") if key in own}
     read |= _popped(keys, f"{TESTS}.0.")
+    # TRL evaluates on another split of the training data.
     if done.is_on("eval_strategy") and keys["eval_strategy"].value != "no" and "train_files" in keys:
         tests, read["split"] = {"test": keys["train_files"]}, keys.get("dataset_test_split", "test")
         keys.setdefault("evaluation.samples", keys.get("group_size", 8))
@@ -291,11 +318,13 @@ def _add_data(done: Translation) -> None:
     keys[TESTS] = [{"name": name, **read, "path": path} for name, path in tests.items()]
     if "sampled" in keys and not done.is_on("sampled") and re.match(r"0\.[3-6]", done.version):
         keys["evaluation.temperature"] = 0
+    # Keys that a greedy evaluation would not read are refused.
     if "evaluation.temperature" in keys and not done.number("evaluation.temperature"):
         keys = {key: keys[key] for key in keys if key not in ("evaluation.top_p", "evaluation.top_k")}
         if tests and done.number("evaluation.samples") > 1:
             done.change("evaluation.samples", "evaluation.samples", "1: greedy responses are all the same")
         keys["evaluation.samples"] = 1
+    # Keys of evaluations without a benchmark do not act.
     done.keys = {key: keys[key] for key in keys if tests or not key.startswith("evaluation.")}
 
 
@@ -305,6 +334,7 @@ def _check(done: Translation) -> None:
     needed = NEEDED | ({"teacher.path": "TEACHER"} if done.is_on("distilled") else {})
     done.keys = {key: value for key, value in done.keys.items() if _is_ours(key)}
     keys, typed = {key: value for key, value in done.keys.items() if key not in done.holes}, dict[str, Any]()
+    # Each round takes out the value that a recipe refuses, until the rest is a recipe.
     while not typed:
         try:
             recipe = parse(nested(needed | keys), "recipe").model_dump(mode="json", exclude_unset=True)
@@ -320,7 +350,9 @@ def _check(done: Translation) -> None:
             if not key:
                 break
             keys[key] = [{**each, "grader": None} for each in keys[key]]
+    # Values as their types have them, such as 1.0e-06 for the text "1e-6".
     done.keys |= {key: typed[key] for key in typed.keys() & keys.keys() if keys[key] == done.keys[key]}
+    # ``data.sources.0.path``: a hole in each source.
     for key in done.holes:
         section, _, name = key.partition(".0.")
         if not name:
@@ -336,6 +368,7 @@ def _refuse(key: str, why: str, done: Translation) -> None:
     if any(f"acts only with {hole}" in why for hole in done.holes):
         return  # it may, when that hole is filled
     of_engine, sources = key.startswith(ENGINES), done.sources.get(key, ())
+    # An engine's option that changes nothing of what is learned can go.
     if NO_EFFECT.search(why) or (of_engine and not (done.is_on(key) and LEARNED.search(why))):
         done.outcomes |= dict.fromkeys({*sources} & done.theirs.keys(), "irrelevant")
         done.changes = {text: own for text, own in done.changes.items() if f"-> {key}:" not in text}
