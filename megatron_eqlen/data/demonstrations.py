@@ -75,6 +75,8 @@ class DemonstrationMaker(PromptMaker):
                     )
                 starts.append(len(before))
         token_ids, given = list[int](), list[list[int]]()
+        # A turn of the assistant, and what is given up to the next:
+        # ``4<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n``.
         for answer, (start, end) in enumerate(pairwise([*starts, len(whole)])):
             ids = tokenizer.encode(whole[start:end])
             ends = [place for place, token in enumerate(ids) if token in tokenizer.eos_token_ids]
@@ -85,7 +87,9 @@ class DemonstrationMaker(PromptMaker):
                     f"({sorted(tokenizer.eos_token_ids)}), found {ids[-2:]} at the end",
                 )
             trained = ends[0] + 1
+            # Nothing after the last trained token is needed.
             token_ids += ids if end < len(whole) else ids[:trained]
+            # Trained tokens have no number; given ones have that of the turn that they answer.
             given += [[]] * trained + [[answer]] * (len(token_ids) - len(given) - trained)
         # no engine gave these log-probs, and the loss reads none
         return tokenizer.encode(whole[: starts[0]]), Tokens.of(token_ids, 0.0, given=given)

@@ -84,6 +84,7 @@ def read_records(
         raise ValueError(f"{file}: expected records, found an empty file")
     if is_lfs_pointer(file):
         raise ValueError(f"{file}: expected records, found a pointer of Git LFS: run git lfs pull there")
+    # Every other ending is taken for JSON Lines.
     if file.suffix == ".parquet":
         yield from _read_parquet(file, list(columns), None if optional is None else list(optional))
     elif file.suffix == ".json":
@@ -115,6 +116,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _record(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # Python would keep the last of two values without a word.
     record = dict(pairs)
     if len(record) < len(pairs):
         names = [name for name, _ in pairs]
@@ -129,6 +131,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 def refuse_half_pairs(value: Any) -> None:
     """Raise ValueError if a text of ``value``, plain data, holds half a surrogate pair."""
+    # UTF-8 has no half pairs: encoding fails at one, in keys, too.
     try:
         json.dumps(value, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:

@@ -29,6 +29,7 @@ class Exclusion:
             self._runs.update(word_runs(question))
 
     def __contains__(self, question: str) -> bool:
+        # Whole, since a short question has no run of so many words.
         whole = " ".join(_words(question))
         return whole in self._whole or any(run in self._runs for run in word_runs(question))
 

@@ -93,6 +93,7 @@ def first_rewards(
         replace(_first_reward(prompts, scorer, tokenizer), of_benchmark=of_benchmark)
         for of_benchmark, samples in ((False, source.samples(TRIED)), (True, benchmarks))
         for prompts in samples
+        # Demonstrations have no reward; a program that holds megabytes of tests is not written.
         if prompts and prompts[0].grader != DEMONSTRATION
         if prompts[0].grader != "code" or len(prompts[0].gold) <= LARGEST_TESTS
     ]
@@ -100,11 +101,13 @@ def first_rewards(
 
 def _first_reward(prompts: Sequence[Prompt], scorer: Scorer, tokenizer: Tokenizer) -> FirstReward:
     first, ends = first_reward(prompts[0], scorer, tokenizer), time.monotonic() + SECONDS
+    # Only a user's own grader may fail at a later row; ours are tested.
     for prompt in prompts[1:TRIED]:
         if is_import_path(prompt.grader) and time.monotonic() < ends:
             with redirect_stdout(StringIO()):  # what a function prints was seen at the first row
                 later = first_reward(prompt, scorer, tokenizer)
             failure = first.failure or later.failure
+            # A row that could be graded is shown, a failure of any row is the cause.
             shown = first if first.rewards else later
             first = replace(shown, failure=failure, cause=failure or shown.cause)
     if not first.rewards:
@@ -115,6 +118,7 @@ def _first_reward(prompts: Sequence[Prompt], scorer: Scorer, tokenizer: Tokenize
 def first_reward(prompt: Prompt, scorer: Scorer, tokenizer: Tokenizer) -> FirstReward:
     """Grade four answers to ``prompt``."""
     text, read = tokenizer.decode(prompt.token_ids), READ.get(prompt.grader)
+    # The last form that the prompt mentions is the one that it asks for.
     places = {text.rfind(mark): form for mark, form in FORMS.items() if mark in text}
     asked = places[max(places)] if places else None
     # how an answer is written: as the prompt asks, else as the grader reads
@@ -177,6 +181,7 @@ def _program(gold: str) -> str:
 
 def _wrong(gold: str) -> str:
     """Return a number that shares no digit with the gold, where there is one."""
+    # ``777``, or ``000`` for a gold with all ten digits.
     return 3 * next((digit for digit in "7310246589" if digit not in gold), "0")
 
 

@@ -51,6 +51,7 @@ def read(
 ) -> Iterator[Problem]:
     """Yield the rows of a ``.jsonl``, ``.parquet`` or ``.json`` file, or of a folder of them. ``columns``:
     names of the file's columns by our names, where they differ; ``grader``: the recipe's, if it names one."""
+    # A reward function gets the values that it asks for; a grader of the user's own gets the gold alone.
     named = grader is not None and is_import_path(grader) and is_reward_function(grader)
     function = RewardFunction(grader, "grader") if grader is not None and named else None
     files = find_files(path, "*.jsonl *.parquet", "*.json")
@@ -103,6 +104,7 @@ def _row(
     asked = fields.get("question")
     if isinstance(asked, list | dict):
         messages, reply = _chat(asked)
+        # The question as text, for filters and reward functions; the prompt is made of the turns.
         said = [f"{turn['role']}: {turn['content']}" for turn in messages]
         fields |= {"question": "\n\n".join(said) if said[1:] else messages[0]["content"], "instruction": ""}
         if grader == DEMONSTRATION:
@@ -112,6 +114,7 @@ def _row(
     if "question" not in fields:
         raise BadRow("missing_column", layout.missing("question"))
     question = text_field(fields, "question")
+    # The data set's instruction is for another grader's form of answer.
     if grader == "math" and (bare := unwrapped(question)):
         question, messages = bare, None
         fields.pop("instruction", None)
@@ -126,6 +129,7 @@ def _row(
     if "answer" not in fields and (function is None or function.needs_gold):
         raise BadRow("missing_column", layout.missing("answer"))
     if function is not None:
+        # Values that the function's parameters name, beside the gold.
         extra = {name: value_at(record, name) for name in function.columns(layout.names)}
         answer = reference(fields.get("answer", ""), extra)
     else:
@@ -161,6 +165,7 @@ def _demonstration(
 ) -> tuple[tuple[Turn, ...], str]:
     """Return all turns, and the last one's text: the assistant's in the chat, or the column of answers.
     Raises BadRow if there is neither."""
+    # With all keys of the turn, such as its calls of tools.
     if reply is not None:
         last = chat(asked)[-1]
         return (*messages, last), reply or str(last)

@@ -73,6 +73,7 @@ WRAPPINGS = (
 """Instructions that data sets put around each question, for graders other than ours."""
 
 _MISSING = object()
+# ``#### 72``, ``The answer is: $72$.``
 _FINAL = re.compile(r"(?:####|\banswer(?: is:?|:))\s*\$?([^\n]+?)\$?\.?\s*$", re.IGNORECASE)
 
 
@@ -96,7 +97,9 @@ class Layout:
             values = {place: value_at(record, place, _MISSING) for place in places}
             there = {place: value for place, value in values.items() if value is not _MISSING}
             if ours == "question":
+                # An empty column asks nothing; a chat may be written as text.
                 there = {place: _read(v) for place, v in there.items() if v not in (None, "")} or there
+                # White space and turns before do not make two questions; of equal ones the first place stays.
                 asked = {_asked(value): place for place, value in reversed(there.items())}
                 if len(asked) > 1:
                     both = " and ".join(reversed(asked.values()))
@@ -122,6 +125,7 @@ def find_layout(file: Path, records: Iterable[Any], columns: Mapping[str, str], 
     names = [*dict.fromkeys(name for record in sample for name in _names(record))]
     if sample:
         _check_columns(file, columns, names, sample, grader)
+    # Optional columns have our names, the others known ones; the recipe's ``columns`` overrule both.
     places = {name: (name,) for name in OPTIONAL if _has(sample, name) and name not in columns.values()}
     places |= {ours: _spelt(known, sample) for ours, known in KNOWN.items()}
     places |= {ours: (place,) for ours, place in columns.items()}
@@ -130,15 +134,20 @@ def find_layout(file: Path, records: Iterable[Any], columns: Mapping[str, str], 
 
 def value_at(record: Any, place: str, default: Any = None) -> Any:
     """Return the value at a column or path, ``default`` where there is none."""
+    # A column may have dots in its name; only else they reach into records.
     for key in (place,) if isinstance(record, dict) and place in record else place.split("."):
         record = record.get(key, default) if isinstance(record, dict) else default
     return record
 
 
+# ``['a' 'b']``: NumPy writes no commas.
 _UNPARTED = re.compile(r"""(["'])\s+\1""")
+# ``array(['a', 'b'], dtype=object)``, ``frozenset({'a'})``
 _CALL = re.compile(r"(?:(?:frozen)?set|array)\((.*?)(?:,\s*dtype=\w+)?\)", re.DOTALL)
+# ``Fraction(1, 2)``, ``Decimal('0.5')``, ``np.float64(2.0)``
 _NUMBER = re.compile(r"""\b(?:Fraction|Rational|Decimal|np\.\w+)\(["']?([^"'()\[\],]+)["']?(?:, *(\d+))?\)""")
 """A number, or its fraction, as Python writes it."""
+# ``(1+2j)``
 _COMPLEX = re.compile(r"\(?(?:-?[\d.]+[+-]|-)?[\d.]+j\)?")
 _BACKSLASH = re.compile(r'\\\\|\\(?!")')
 """A backslash, written as JSON or as it is."""
@@ -150,11 +159,13 @@ def chat(value: Any) -> list[Turn]:
     turns: list[Turn] = []
     for turn in value if isinstance(value, list) else [value]:
         record = turn if isinstance(turn, dict) else {}
+        # OpenAI's keys, or ShareGPT's.
         role = ROLES.get(str(record.get("role", record.get("from"))).lower())
         content = record.get("content", record.get("value"))
         if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
             # OpenAI's list of parts, texts alone
             content = "".join(str(part["text"]) for part in content)
+        # Parquet gives each turn all keys, with null where it has none.
         more = {key: v for key, v in record.items() if key not in SAID and v not in (None, "", [])}
         if content is None and more.get("tool_calls"):
             content = ""
@@ -175,10 +186,13 @@ def final_answer(gold: str) -> str:
     r"""Return the answer at the end of a worked solution: in the last ``\boxed{}``, or after ``####`` (GSM8K)
     or ``The answer is:`` (MetaMathQA); the texts of a list, a tuple or a set, written as JSON or by Python,
     with commas between; the values of Python's fractions and decimals. Other golds as they are."""
+    # ``Fraction(1, 2)`` becomes ``1/2``.
     gold, numbers = _NUMBER.subn(lambda match: "/".join(filter(None, match.groups())), gold)
     gold = gold.replace("j", "i") if _COMPLEX.fullmatch(gold) else gold
+    # ``[1/2, 3/4]``, Python's list of numbers: its items are the answer.
     if numbers and re.fullmatch(r"\[[^\[\]()]*\]", gold):
         return gold[1:-1]
+    # Beginnings such as ``['a'``, ``("a"``, ``{'a'``; or a set or an array of NumPy.
     if re.match(r"""(?:\w+\()?[\[({\s]*["']""", gold) or _CALL.fullmatch(gold.strip()):
         gold = ", ".join(_list_of_texts(gold) or [gold])
     if boxed := extract_answer(gold):
@@ -194,6 +208,7 @@ def _list_of_texts(text: str) -> list[str]:
         text = f"[{text[1:-1]}]"
     with suppress(ValueError, SyntaxError):
         found = ast.literal_eval(_UNPARTED.sub(r"\1, \1", _BACKSLASH.sub(r"\\\\", text)))
+        # ``[['a', 'b']]`` is a list in a list of one.
         while isinstance(found, list | tuple) and len(found) == 1:
             (found,) = found
         found = [found] if isinstance(found, str) else [*found]
@@ -212,7 +227,9 @@ def _spelt(known: Sequence[str], sample: Sequence[dict[str, Any]]) -> tuple[str,
     exact spelling first; those with a value in one of its records come before the others."""
     found = {name for record in sample for name in (*record, *_names(record))}
     spelt: dict[str, list[str]] = {}
+    # The exact spelling sorts first, then by name.
     for name in sorted(found, key=lambda name: (name not in known, name)):
+        # A byte order mark may stand before the first name of a file.
         spelt.setdefault(name.strip("\ufeff ").lower(), []).append(name)
     places = [place for name in known for place in spelt.get(name, [name])]
     return tuple(sorted(places, key=lambda place: not _has(sample, place)))
@@ -220,6 +237,7 @@ def _spelt(known: Sequence[str], sample: Sequence[dict[str, Any]]) -> tuple[str,
 
 def _read(value: Any) -> Any:
     """Return the value, or the chat that was written as text, as JSON or by Python's ``str``."""
+    # ``[{"role": "user", ...}]`` as JSON has it, ``[{'role': 'user', ...}]`` as Python prints it.
     if isinstance(value, str) and value.lstrip().startswith("[{"):
         for read in (parse_json, ast.literal_eval):
             with suppress(ValueError, SyntaxError):

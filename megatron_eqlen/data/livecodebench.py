@@ -55,6 +55,7 @@ def read(path: Path, tally: Tally, since: str | None = None, until: str | None =
                 with reading_tests():
                     row = _row(question_id, record)
                 yield row
+                # After the row is made: a bad copy does not keep a good one out.
                 seen.add(question_id)
             except BadRow as bad:
                 tally.drop(f"{path}: {row_id}", bad.reason, bad.detail)
@@ -69,6 +70,7 @@ def unpack_private_tests(packed: str) -> Any:
         data = unzip.decompress(base64.b64decode(packed, validate=True), LARGEST_UNPACKED)
     except (binascii.Error, zlib.error, ValueError) as error:
         raise BadRow("bad_tests", f"expected JSON, or base64 of zlib: {error}") from None
+    # The limit ended the decompression: a small text can unpack to gigabytes.
     if unzip.unconsumed_tail:
         raise BadRow("bad_tests", f"expected at most {LARGEST_UNPACKED} bytes, found more")
     return parse_json(unpickle_text(data))
@@ -117,6 +119,7 @@ def _row(question_id: str, record: dict[str, Any]) -> Problem:
 
 
 def _arguments(text: str) -> list[Any]:
+    # An argument a line, each as JSON.
     return [parse_json(line) for line in text.split("\n") if line.strip()]
 
 

@@ -71,6 +71,7 @@ def check_rows(
         turns = [*row.messages] if row.messages else chat_messages(row.question)
         length = len(tokenizer.encode(tokenizer.render_chat(turns))) if tokenizer and limit else 0
         refusals.append(("too_long", f"{length} tokens, limit {limit}") if limit and length > limit else None)
+    # Rows that are too long need no check of their golds.
     math = [n for n, row in enumerate(rows) if row.grader == "math" and refusals[n] is None]
     for n, reason in zip(math, grader.check_golds([rows[n].gold for n in math]), strict=True):
         refusals[n] = (reason, repr(rows[n].gold[:200])) if reason else None

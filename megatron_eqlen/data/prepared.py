@@ -68,6 +68,7 @@ class PreparedRows(Sequence[Problem]):
 
     def __getitem__(self, at: int) -> Problem:
         number = self._numbers[at]
+        # The last group that starts at or before the row.
         group = int(np.searchsorted(self._starts, number, side="right")) - 1
         return _problem(self._group(group)[number - int(self._starts[group])])
 

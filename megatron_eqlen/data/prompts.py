@@ -81,6 +81,7 @@ class PromptMaker:
         for key in turn.keys() - TAKEN - {"content"}:
             name = f"{turn['role']}: {key}"
             if name not in self._known:
+                # Rendered with and without the key, once for each role and key: equal texts do not show it.
                 alone = {other: value for other, value in turn.items() if other != key}
                 chats = [[QUESTION, each] for each in (turn, alone)]
                 texts = [self._tokenizer.render_chat(chat, answer=False) for chat in chats]
@@ -90,6 +91,7 @@ class PromptMaker:
 
     def turns(self, row: Problem) -> list[Turn]:
         """Return the turns of a row. Raises BadRow for a chat as text, and for keys without effect."""
+        # ``<|im_start|>user`` at the beginning would be text of the question, not a turn.
         if row.question.lstrip().startswith(self._special):
             raise BadRow("rendered_chat", f"{row.question[:40]!r}: a chat is a list of turns, not their text")
         if row.messages:
@@ -116,6 +118,7 @@ class _Source:
         """Number of this epoch's rows that were used."""
         self.refused: set[int] = set()
         """Numbers of the rows that cannot become prompts."""
+        # With the epoch the seed of the order: each source has orders of its own.
         self._key = (seed, number)
         self._shuffle = shuffle
         self._order = self._shuffled()
@@ -124,6 +127,7 @@ class _Source:
         """Return the next row that makes a prompt, as the run's ``drawn``-th. Raises ValueError if none."""
         while True:
             if self.position == len(self.rows):
+                # Said once, when every row has been tried.
                 if self.epoch == 0 and self.refused:
                     summary = self.tally.summary(self.tally.kept)
                     log.warning("data source %s: after its first epoch %s", self.name, summary)
@@ -135,6 +139,7 @@ class _Source:
             if number in self.refused:
                 continue
             if (prompt := self._prompt(maker, number, drawn, self.tally)) is not None:
+                # Rows are counted in their first epoch alone.
                 self.tally.kept += self.epoch == 0
                 return prompt
             self.refused.add(number)
@@ -209,6 +214,7 @@ class PromptSource:
         self._seed = seed
         self._sources = [_Source(recipe, n, seed, data.shuffle) for n, recipe in enumerate(data.sources)]
         weights = np.array([recipe.weight for recipe in data.sources])
+        # [sources] share of the prompts up to and with each source.
         self._cumulative = np.cumsum(weights / weights.sum())
         self._drawn = 0
 
@@ -278,7 +284,9 @@ class PromptSource:
         self._maker.close()
 
     def _draw(self) -> Prompt:
+        # A number of its own for each prompt: the draw depends on the seed and its number alone.
         point = np.random.default_rng([self._seed, self._drawn]).random()
+        # Rounding may leave the last sum a little below 1.
         chosen = min(int(np.searchsorted(self._cumulative, point, side="right")), len(self._sources) - 1)
         prompt = self._sources[chosen].take(self._maker, self._drawn)
         self._drawn += 1
@@ -300,6 +308,7 @@ def read_benchmark(
             prompt_id = f"{benchmark.name}/{row.row_id}"
             try:
                 prompts.append(maker.make(row, benchmark, prompt_id, len(prompts)))
+            # All are counted, so that the error names the limit that suffices.
             except LongPrompt as bad:
                 long[row.row_id] = bad.tokens
             except BadRow as bad:

@@ -89,6 +89,7 @@ class Tally:
     def unusable(self, kept: int = 0) -> str:
         """Return why only ``kept`` rows can be used, with the first row and remedy of the main fault."""
         text = f"{'too few usable rows' if kept else 'no usable row'}: {self.summary(kept)}"
+        # A fault that has a remedy comes before a filter's reason, then the most frequent one.
         fault = max(self.dropped, key=lambda each: (each in REMEDIES, self.dropped[each]), default="")
         text += f"; the first {fault} is {self.first.get(fault)}" * (fault in self.first)
         return text + _remedy(fault)
@@ -146,6 +147,7 @@ def answer_field(record: Any, name: str) -> str:
     value = field_of(record, name)
     if isinstance(value, list) and len(value) == 1:
         return answer_field({name: value[0]}, name)
+    # ``1E+2`` is written 100.
     if isinstance(value, Decimal):
         return f"{value.normalize():f}"
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -162,6 +164,7 @@ def number_field(record: Any, name: str) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadRow("wrong_type", f"{name}: expected a number, found {_kind(value)}")
+    # An integer of 400 digits is too large for a float.
     try:
         number = float(value)
     except OverflowError:

@@ -50,6 +50,7 @@ def _open_prepared(source: SourceRecipe, tally: Tally) -> Sequence[Problem]:
     stored = prepared.PreparedRows(local_path(source))
     if not has_filters(source):
         return stored
+    # By id, since filters yield rows without their numbers.
     kept = {row.row_id for row in filter_rows(source, stored.without_golds(), tally)}
     numbers = [number for number, row_id in enumerate(stored.row_ids()) if row_id in kept]
     return prepared.PreparedRows(local_path(source), numbers)
@@ -83,6 +84,7 @@ def _read(section: SourceRecipe | BenchmarkRecipe, tally: Tally) -> Iterable[Pro
     if files is None:
         return reader(path, tally)
     return (
+        # The folder below the path makes a row's id unique among files of one name.
         replace(row, row_id=(file.relative_to(path).parent / row.row_id).as_posix())
         for file in files
         for row in reader(file, tally)
@@ -93,6 +95,7 @@ def _read_own(name: str, reader: Reader, path: Path, tally: Tally) -> Iterable[P
     """Return the rows of the user's own reader, a sequence as it is. Raises ValueError for its errors."""
     with own_code(name):
         rows = reader(path, tally)
+    # A list or tuple is checked like a stream; another sequence makes its rows when they are asked for.
     made = isinstance(rows, Sequence) and not isinstance(rows, list | tuple)
     return rows if made else _checked(name, rows, path)
 
