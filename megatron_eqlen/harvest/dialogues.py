@@ -122,6 +122,7 @@ class Dialogues:
         self._called: list[float] = []
         self._waited: list[float] = []
         """Seconds of calls, and of waits for a fork before them."""
+        # environments close in threads of their own; `close` waits for these
         self._closing: list[Future[None]] = []
 
     @property
@@ -134,6 +135,7 @@ class Dialogues:
         if self.speak is None:
             return
         now = time.perf_counter()
+        # a wait begins where the turn ends, though the harvester may hold the answer back for a fork
         for track in harvester.open.values():
             if track.calls:
                 self._due.setdefault(track, now)
@@ -141,6 +143,7 @@ class Dialogues:
         for track in harvester.calls():
             if track not in asked:
                 self._waited.append(now - self._due[track])
+                # none at a first turn, after a failed copy and after a resume: a new one is told the turns
                 state = self._states.get(key, {}).get(track.number)
                 turns = turns_of(path_of(harvester, track))
                 self.counts["replays"] += state is None and len(turns) > 1
@@ -164,6 +167,7 @@ class Dialogues:
         fails, the track gets a new one, which is told the messages."""
         states = self._states.get(key, {})
         for track in launched if states else ():
+            # the last turn of its path is open: the fork starts with it
             turns = len(turns_of(path_of(harvester, track))) - 1
             for state in [*states.values()]:  # of lines that have ended meanwhile, too
                 passed = [part.number for part in harvester.line(state.track.parent)]
@@ -191,6 +195,7 @@ class Dialogues:
         wait([call.result for call in self.running], timeout=0.05 if idle else 0, return_when=FIRST_COMPLETED)
         now = time.perf_counter()
         for call in self.running:
+            # its thread cannot be ended: a failure takes the result's place, which is closed when it comes
             if now - call.started > self.timeout and not call.result.done():
                 call.leave()
                 call.result, call.ended = Future(), now
@@ -217,6 +222,7 @@ class Dialogues:
             track.finish(grade)
         else:
             track.answer(given, call.turns - 1)
+        # a resume has the turns between from the record, but asks for the end of a response again
         ended = self._ends.setdefault(call.key, Counter())
         turns = self.counts if track.finish_reason is None else ended
         turns["turns"] += 1
@@ -279,6 +285,7 @@ def grade_again(speak: Conversations, rollout: Rollout, seed: int) -> bool:
     environment fails: the rollout must be generated again. ``seed``: of its harvester."""
     seed = track_seed(seed, rollout.prompt_id, rollout.index, COINS)
     for part in rollout.parts:
+        # no grade of an environment is recorded with it, or only its failure: play the turns to a new one
         if part.finish_reason == "stop" and (part.grade is None or part.grade.verdict == UNSCORED):
             turns = turns_of(Tokens.joined([above.tokens for above in rollout.line(part.number)]))
             again = partial(answer, speak, None, rollout.prompt, seed, turns)

@@ -65,6 +65,7 @@ class Driver:
         self.dialogues = meter.dialogues
         self.prefills: dict[str, tuple[int, int]] = {}
         """(tokens of its path that the step computed before, tokens of the path) of requests, by their id."""
+        # those of earlier attempts too, so that a resumed harvest counts the same prefill
         self.prompts = [rollout.prompt.token_ids for rollout in plan.progress.rollouts]
         """Prompts that the step computed, sorted: a prompt shares most with one beside it."""
         self.prompts += [partial.prompt.token_ids for partial in self.partial.values() if partial.new_tokens]
@@ -132,6 +133,7 @@ class Driver:
         track.keeps_columns = self.plan.keeps_columns(harvester.prompt, key[1])
         if track.keeps_columns:
             track.tokens.expect(self.columns)
+        # before the track resumes: a recorder's file has each track from its first token on (`end_file`)
         for observer in self.observers:
             observer.track_launched(track)
         if (partial := self.partial.get(key)) is not None:
@@ -144,6 +146,7 @@ class Driver:
                 track.prompt_columns = harvester.prompt_columns
         if self.rollout.carry_over:
             self.launched.setdefault(key, []).append(track)
+        # recorded tokens may end the track, or a turn that waits for its answer
         if track.finish_reason is not None:
             self.generated[key] += len(track)
         elif not track.calls:
@@ -163,6 +166,7 @@ class Driver:
         """Return how many of the first tokens of a track's path requests of this step have computed. None
         where the path itself was requested, and is again. Made of tokens: a resume counts the same."""
         earlier = self.partial[key].earlier if key in self.partial else {}
+        # requested before in this step: all up to the environment's answer was computed, but the last token
         if len(track) > earlier.get(track.number, 0):
             end = track.end_generated
             return len(track.context) + end - 1 if end < len(track.tokens) else None
@@ -170,6 +174,7 @@ class Driver:
         if earlier:  # the weights that computed its lines in earlier steps are gone, and the cache with them
             launched, in_flight = self.launched.get(key, ()), self.in_flight
             lines = (t for t in launched if t.request_id in in_flight or len(t) > earlier.get(t.number, 0))
+        # the line that it leaves computed its whole path
         elif track.is_fork:
             return len(path)
         prompt = self.running[key].prompt.token_ids
@@ -231,6 +236,7 @@ class Driver:
         self.prompt_routes.lose(delta.request_id, key)
         track.attempts += 1
         self.meter.counts["retries"] += 1
+        # counted anew for each turn and each sync: only one that is lost again and again is hopeless
         turn = track.name, track.given, self.engine.policy_version
         self.losses[turn] += 1
         if (times := self.losses[turn]) >= MAX_ATTEMPTS:

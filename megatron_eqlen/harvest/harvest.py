@@ -40,10 +40,12 @@ def harvest(
     meter = Meter(engine, plan)
     driver = Driver(engine, plan, meter, observers)
     harvesters = _harvesters(plan)
+    # recorded rollouts are results as they are, if their environments can repeat their grades
     for rollout in plan.progress.rollouts:
         speak = plan.conversations
         if speak is None or grade_again(speak, rollout, harvesters[rollout_key(rollout)].seed):
             driver.finish(rollout)
+    # before they start: their tracks take it over
     for harvester in harvesters.values():
         harvester.takes_turns = plan.conversations is not None
     driver.run({key: harvester for key, harvester in harvesters.items() if key not in driver.finished})
@@ -74,6 +76,7 @@ def _harvesters(plan: HarvestPlan) -> dict[RolloutKey, Harvester]:
 
 def check_prompts(prompts: Sequence[Prompt], recipe: Recipe, engine: Decoder) -> None:
     """Raise ValueError for a prompt that is empty, occurs twice, or does not fit the engine."""
+    # ids name tracks, requests and records
     seen: set[str] = set()
     for prompt in prompts:
         if prompt.prompt_id in seen:

@@ -35,6 +35,7 @@ class Meter:
         speak, progress, rollout = plan.conversations, plan.progress, plan.recipe.rollout
         self.engine, self.block_size = engine, rollout.block_size
         self.dialogues = Dialogues(speak)
+        # one counter for both: it is recorded as one note
         self.counts = self.dialogues.counts
         self.earlier_counts = progress.counts
         self.generated_tokens = self.resumed_tokens = progress.generated_tokens
@@ -78,6 +79,7 @@ class Meter:
         counts = self.counts + self.earlier_counts
         steps, forks = counts["engine_steps"], counts["forks_prefilled"]
         recomputed = counts["fork_prefix_tokens"] - counts["fork_cached_tokens"]
+        # of this attempt alone: its seconds and its decode steps
         overhead = (seconds - self.engine_seconds) / max(self.counts["engine_steps"], 1)
         metrics: Metrics = {
             **{f"harvest/{name}": counts[name] for name in COUNTED},
@@ -119,6 +121,7 @@ def rollout_metrics(rollouts: list[Rollout]) -> Metrics:
     if masked := sum(map(len, masks)):
         metrics["harvest/masked_tokens"] = masked
         metrics["harvest/kept_per_token"] = sum(len(mask.values) for mask in masks) / masked
+    # prompts have routes, too, but neither masks nor given tokens
     tables += [rollout.prompt_columns for rollout in rollouts if rollout.prompt_columns is not None]
     if routes := [table[ROUTES.name] for table in tables if ROUTES.name in table]:
         metrics["harvest/route_bytes"] = sum(values.nbytes for values in routes)

@@ -43,6 +43,7 @@ class PromptRoutes:
                 f"request {delta.request_id}: expected routes of the first {expected} positions of its path, "
                 f"found {0 if rows is None else len(rows)}"
             )
+        # a resumed path is longer than its prompt; its generated tokens have their own routes
         rows = rows[: len(self.running[key].prompt.token_ids) - 1]
         first = np.zeros((1, *rows.shape[1:]), rows.dtype)  # a prompt's first token is not predicted
         columns = Tokens({ROUTES.name: np.concatenate([first, rows])})

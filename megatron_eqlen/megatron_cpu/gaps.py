@@ -48,6 +48,7 @@ def _load_states_in_place(distrib_optimizer: Any) -> None:
     def state_of_any_rank(self: Any) -> dict[str, Any]:
         if self.optimizer.state:
             return state_dict(self)
+        # Megatron-Core saves the groups without their parameters, and asserts that they have a step
         groups = [{"step": 0} | group for group in self.optimizer.state_dict()["param_groups"]]
         for group in groups:
             del group["params"]
@@ -58,9 +59,11 @@ def _load_states_in_place(distrib_optimizer: Any) -> None:
     ) -> None:
         on_host = isinstance(self.optimizer, distrib_optimizer.HybridDeviceOptimizer)
         if self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 and not on_host:
+            # the precision-aware optimizer scales its states itself: Megatron-Core's own path sets them
             kinds = ("param", "exp_avg", "exp_avg_sq")
             set_states(self, model_param, {kind: tensors[kind] for kind in kinds})
             return
+        # everywhere else values are copied: no loaded tensor, or view of one, lives on as a state
         group, order = self.model_param_group_index_map[model_param]
         param = self.optimizer.param_groups[group]["params"][order]
         main = self.optimizer.param_to_inner_param[param] if on_host else param
@@ -102,6 +105,7 @@ def _exchange_uneven_parts(mappings: Any) -> None:
     def gather_padded(part: Any, group: Any, sizes: list[int] | None = None, *buffer: bool) -> torch.Tensor:
         if sizes is None or group.size() == 1:
             return gather(part, group, sizes, *buffer)
+        # pad to the longest part, gather equal ones, and cut the padding off
         longest = max(sizes)
         padded = part.new_zeros(longest, *part.shape[1:])
         padded[: len(part)] = part
@@ -111,6 +115,7 @@ def _exchange_uneven_parts(mappings: Any) -> None:
     def reduce_and_take(own: Any, group: Any, sizes: list[int] | None = None, *buffer: bool) -> torch.Tensor:
         if sizes is None or group.size() == 1:
             return reduce_scatter(own, group, sizes, *buffer)
+        # reduce all parts on every rank, then keep this one's
         total = own.clone()
         torch.distributed.all_reduce(total, group=group)
         return total.split(list(sizes))[group.rank()].clone()

@@ -43,6 +43,7 @@ class ArrowLog:
         self._file = io.BufferedWriter(io.FileIO(path, "x"), 1 << 20)
         options = pa.ipc.IpcWriteOptions(compression="zstd")
         self._stream = pa.ipc.new_stream(self._file, schema, options=options)
+        # Arrow writes the schema with the first batch: an empty one makes the file readable at once
         self.write(pa.record_batch([pa.array([], field.type) for field in schema], schema=schema))
 
     def write(self, batch: pa.RecordBatch) -> None:
@@ -78,12 +79,14 @@ def batches(path: Path, schema: pa.Schema, columns: Sequence[str] | None = None)
     with opened(path) as file:  # whose errors name it, other than Arrow's
         size = file.seek(0, os.SEEK_END)
         data = pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
+    # a killed writer may have left less than a start
     if data[: len(START)].to_pybytes() != START[: data.size]:
         raise ValueError(f"{path}: expected rollouts (an Arrow IPC stream), found {data[:20].to_pybytes()!r}")
     closed = data[-len(CLOSED) :].to_pybytes() == CLOSED
     source, read = pa.BufferReader(data), 0
     wanted = schema.names if columns is None else columns
     try:
+        # the schema first: a file of another release is told from a damaged one
         recorded = pa.ipc.read_schema(source)
         _check_version(path, recorded, schema)
         source.seek(0)
@@ -94,6 +97,7 @@ def batches(path: Path, schema: pa.Schema, columns: Sequence[str] | None = None)
             yield batch
         if closed and source.tell() != data.size - len(CLOSED):
             raise pa.ArrowInvalid("expected no more bytes after the stream's end")
+    # without the closing bytes the writer was killed, and all behind the last whole batch is torn
     except (pa.ArrowException, OSError) as error:
         if closed:
             raise ValueError(f"{path}: damaged: {error}") from None

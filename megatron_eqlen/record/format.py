@@ -126,6 +126,7 @@ def rollout_rows(
         rows.append({"role": CONTEXT, "table": rollout.prompt_columns})
     for row in rows if without else ():
         row["table"] = row["table"].without(without)
+    # last: readers take the rollout for unfinished until they meet this row
     rows.append({"role": END, "outcome": rollout.outcome, "generated_tokens": generated_tokens})
     return [common | row for row in rows]
 
@@ -158,16 +159,19 @@ def portions(rows: Iterable[RecordedRow]) -> Iterator[list[RecordedRow]]:
 
 def to_batch(rows: list[RecordedRow], note: str = "") -> pa.RecordBatch:
     """Return the rows as columns; arrays are copied once. ``note``: as ``NOTE_KEY``."""
+    # columns of texts and numbers; a row that lacks one has null there
     given = set().union(*rows)
     columns = {name: [row.get(name) for row in rows] for name in (*SKELETON, "gold") if name in given}
     tables: list[Tokens | None] = [row.get("table") for row in rows]
     columns["tokens"] = [None if table is None else len(table) for table in tables]
     columns["layout"] = [None if table is None else table.layout for table in tables]
+    # columns of tokens: a list for each row; ragged ones take two lists, the numbers and their counts
     for name in set().union(*(table.columns for table in tables if table is not None)):
         cells = [None if table is None else table.columns.get(name) for table in tables]
         if COLUMNS[name].ragged:
             columns[name + COUNTS] = [None if values is None else values.counts for values in cells]
             cells = [None if values is None else values.values for values in cells]
+        # arrays whose type is the model's go as bytes: `layout` keeps their shape and type
         if COLUMNS[name].dtype is None:
             rows_of = [None if values is None else np.ascontiguousarray(values) for values in cells]
             cells = [None if values is None else values.reshape(-1).view(np.uint8) for values in rows_of]
@@ -240,9 +244,11 @@ class Assembly:
             case "prompt":
                 self.prompts[row["prompt_id"]] = _prompt(row)
             case "context":
+                # with `without` nothing may be left of it
                 if row["table"].columns:
                     self.contexts[key] = row["table"]
             case "track":
+                # joined where the file ends: another file of the step begins the same track anew
                 self._pieces.setdefault(key, {}).setdefault(row["number"], []).append(row["table"])
             case "end":
                 rollout = Rollout(
@@ -257,6 +263,7 @@ class Assembly:
                 self.rollouts.setdefault(key, rollout)
                 self.generated_tokens.setdefault(key, row["generated_tokens"] or 0)
             case _:
+                # a part, whatever its role: it waits for the end of its rollout
                 self._open.setdefault(key, []).append(self._part(row))
 
     def end_file(self) -> None:
@@ -265,6 +272,7 @@ class Assembly:
             known = self.tracks.setdefault(key, {})
             for number, pieces_of_track in tracks.items():
                 tokens = Tokens.joined(pieces_of_track)
+                # each file has a track from its first token on, so the longer one holds the other
                 known[number] = max(tokens, known.get(number, tokens), key=len)
         self._pieces = {}
 
@@ -274,6 +282,7 @@ class Assembly:
         if (taught := self.taught.get(key)) is not None and TEACHER.name not in self.without:
             tokens = tokens.with_column(TEACHER.name, taught)
         grade = self.grades.get(key)
+        # an environment's grade lies with the part, until scoring has recorded the final one
         if grade is None and row["outcome"]:
             grade = Grade(**json.loads(row["outcome"]))
         return Part(tokens, row["finish_reason"], grade, *place, carried=row["carried"])

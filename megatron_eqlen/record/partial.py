@@ -96,5 +96,6 @@ def open_prompts(suspended: Iterable[Rollout], recipe: Recipe) -> float:
     """Return the number of new prompts that would start as many tracks as are open in ``suspended``.
     Completions that have ended leave their places free; streams and trees fork into them."""
     independent = recipe.sampling == "independent"
+    # each part of a group is a completion that has ended
     shares = (1 - len(rollout.parts) / recipe.group_size if independent else 1.0 for rollout in suspended)
     return sum(shares) / recipe.rollouts_per_prompt

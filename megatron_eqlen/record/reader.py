@@ -104,6 +104,7 @@ def read_progress(
     # grades and tokens of earlier attempts at this step
     for key in partial.keys() & rollouts.keys():
         partial[key].restore_grades(rollouts[key].parts)
+    # of an earlier attempt and of the step before the longer track holds the other
     for key in recorded.tracks.keys() - rollouts.keys():
         tracks, context = recorded.tracks[key], recorded.contexts.get(key)
         tracks = {number: known for number, known in tracks.items() if all(name in known for name in kept)}
@@ -140,6 +141,7 @@ def _resumed_rollouts(
     assert number, "the first step resumes nothing"
     before = folder.with_name(step_name(number - 1))
     names = {prompt_id for prompt_id, _ in resumed}
+    # suspended rollouts lie with the complete ones, their tracks in the files of open ones
     recorded = _assembled(_naming(recorded_files(before), names), prompt_ids=names)
     suspended = {key: rollout for key, rollout in recorded.rollouts.items() if rollout.suspended}
     if missing := [key for key in resumed if key not in suspended]:
@@ -149,6 +151,7 @@ def _resumed_rollouts(
             f"{there} of them: {prompt_id}/{index} is missing; go back to an earlier checkpoint, or start a "
             f"new run from its weights (model.path)"
         )
+    # whatever these tracks hold, earlier steps generated: it is not counted again
     return {
         key: PartialRollout(
             prompts[key[0]],
@@ -199,6 +202,7 @@ def set_aside_stale(
     before. ``carried``: oldest allowed version of each rollout that the step resumed."""
     versions = {version for path in recorded_files(folder) for version in _versions(path, oldest, carried)}
     if any(not oldest <= version <= newest for version in versions):
+        # later steps came from the same weights, which are not this run's any more
         later = [step for step in sorted(folder.parent.glob("step-*")) if step.name > folder.name]
         aside, *_ = [step.rename(unused(step.with_name(f"stale-{step.name}"))) for step in (folder, *later)]
         found = f"generated with policy version {', '.join(map(str, sorted(versions)))}"
@@ -270,6 +274,7 @@ def read_grades(
             rows = batch.select(names).to_pylist()
             keys: list[GradeKey] = [tuple(row.pop(name) for name in KEY) for row in rows]
             for key, row in zip(keys, rows, strict=True):
+                # without a verdict the row holds the teacher's column alone; of two attempts the first counts
                 if row["verdict"] is not None:
                     grades.setdefault(key, Grade(**row | {"rewards": dict(row["rewards"])}))
             if teacher:
@@ -303,6 +308,7 @@ def _assembled(
     without: Collection[str] = (),
 ) -> Assembly:
     """Read the files of one folder: all rows, or the rows of some prompts."""
+    # the teacher's column is as long as the tokens: skeletons do without
     reads_teacher = columns is None or TEACHER.name in columns
     graded = read_grades(files[0].parent, reads_teacher) if files else ({}, {})
     assembly = Assembly(*graded, without=without)

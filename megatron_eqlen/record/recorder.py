@@ -67,6 +67,7 @@ class Recorder(HarvestObserver):
         path = Path(path)
         self._without = without
         path.parent.mkdir(parents=True, exist_ok=True)
+        # a name is also taken where an earlier attempt left only its file of open tracks
         self.path = unused(path, OPEN)
         self._file = ArrowLog(self.path, SEGMENTS)
         self._open_path = self.path.with_name(OPEN + self.path.name)
@@ -85,6 +86,7 @@ class Recorder(HarvestObserver):
         self._due = time.monotonic() + INTERVAL
         self._note: Callable[[], str] = str
         """Returns what the harvest has counted (``NOTE_KEY``)."""
+        # a single thread: batches reach the disk in the order in which they were put
         self._thread = ThreadPoolExecutor(1, "recorder")
         self._writing: Future[None] | None = None
 
@@ -146,9 +148,11 @@ class Recorder(HarvestObserver):
     def _new_tokens(self) -> list[NewTokens]:
         """Return the tokens that tracks got since the last call. Costs no more than a look at each."""
         added: list[NewTokens] = []
+        # a copy, since tracks that have ended are dropped on the way
         for track, start in list(self._tracks.items()):
             if len(track.tokens) > start:
                 key = track.prompt_id, track.index
+                # a prompt's columns come with the first tokens, so they are looked for with each
                 with_prompt = track.prompt_columns is not None and key not in self._contexts
                 if with_prompt:
                     self._contexts.add(key)
@@ -160,6 +164,7 @@ class Recorder(HarvestObserver):
 
     def _write_suspended(self) -> None:
         """Replace the open tracks on disk by all tokens of the suspended rollouts, then record these."""
+        # from the first token on: the new file replaces one that also holds rollouts completed meanwhile
         self._tracks, self._contexts = {track: 0 for _, tracks in self._suspended for track in tracks}, set()
         with replaced(self._open_path) as partial:
             file = ArrowLog(partial, SEGMENTS)
@@ -181,6 +186,7 @@ class Recorder(HarvestObserver):
         return rows
 
     def _put(self, tokens: list[NewTokens], rows: list[RecordedRow]) -> None:
+        # an error of an earlier write ends the harvest here, in its own thread
         if self._writing is not None and self._writing.done():
             self._writing.result()
         self._writing = self._thread.submit(self._write, self._writing, tokens, rows, self._note())
@@ -210,6 +216,7 @@ def _append(file: ArrowLog, rows: Iterable[RecordedRow], note: str = "") -> None
 def record_grades(path: Path, graded: Iterable[Rollout]) -> None:
     """Write the grades of rollouts that were recorded in ``path`` to a file beside it."""
     rows = grade_rows(graded)
+    # later attempts, and further batches of prompts, add files
     with replaced(unused(path.with_name(f"grades-{path.name}"))) as partial:
         file = ArrowLog(partial, GRADES)
         file.write(pa.RecordBatch.from_pylist(rows, GRADES))

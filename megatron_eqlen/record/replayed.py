@@ -46,6 +46,7 @@ def check_step(folder: Path, rollouts: Sequence[Rollout], recipe: Recipe, redraw
     prompts = {recorded.prompt_id for recorded in rollouts}
     if recipe.rollout.carry_over:
         return  # the number of resumed rollouts depends on the step before
+    # a budget leaves out prompts and rollouts that had not begun when it was used up
     wanted, rollout = recipe.data.prompts_per_step, recipe.rollout
     cut = rollout.tokens_per_step is not None or recipe.environment.name is not None
     too_many = len(prompts) > wanted and not redraws

@@ -112,6 +112,7 @@ class RewardFunction:
 
     def _call(self, prompt: Prompt, completion: str, token_ids: Sequence[int] | TokenIds) -> Any:
         """Call the function with the response as text, or, if it fails on text alone, with messages."""
+        # TRL calls a function with messages where the prompts of the data file are messages
         unknown = self._is_chat is None and self._in_lists
         if unknown and isinstance(referred(prompt.gold)[1].get("prompt"), list):
             self._is_chat = True
@@ -120,6 +121,7 @@ class RewardFunction:
         try:
             returned = self._called(prompt, completion, token_ids)
         except (TypeError, IndexError, AttributeError):
+            # text has worked before, or there is none that could tell the two forms apart
             if self._is_chat is False or not completion:
                 raise
             try:
@@ -129,6 +131,7 @@ class RewardFunction:
             if returned is None:
                 raise
             self._is_chat = True
+        # an empty response shows nothing: a loop over its messages does not fail
         if self._is_chat is None and completion:
             self._is_chat = False
         return returned
@@ -147,10 +150,13 @@ class RewardFunction:
             "info": {},
             "tokens": [*map(int, token_ids)],
         }
+        # verifiers' functions look up anything in `state`: all names that we know, and all columns
         values["state"] = {name: values[kind] for name, kind in KINDS.items() if kind != "state"} | columns
         given = {name: _value(name, values, columns, self._in_lists) for name in self._named}
+        # `**kwargs` gets the question and the gold as verifiers names them, and all columns of the file
         if self._everything:
             others = {"prompt": values["question"], "answer": gold} | columns
+            # nothing but **kwargs: the response needs a name
             if not given:
                 others["completion"] = completion
             listed = {name: [value] if self._in_lists else value for name, value in others.items()}
@@ -159,6 +165,7 @@ class RewardFunction:
         required = [name for name, one in self._named.items() if one.default is one.empty]
         if missing := [name for name in required if name not in filled]:
             raise _NoValue(_no_value(missing[0], columns))
+        # parameters before a `/` have no names for the caller
         ordered = (name for name, one in self._named.items() if one.kind is one.POSITIONAL_ONLY)
         first = [filled.pop(name) for name in ordered if name in filled]
         returned = self._function(*first, **filled)
@@ -195,6 +202,7 @@ def is_reward_function(path: str) -> bool:
     parameters = _parameters(loaded, path, "grader")
     if _takes_response(parameters):
         return True
+    # a factory needs the `reward` section, and besides it at most `seed`
     given = _by_name(parameters).values()
     required = [one.name for one in given if one.default is one.empty and one.name != "seed"]
     if len(required) != 1:
@@ -240,6 +248,7 @@ def _value(name: str, values: Mapping[str, Any], columns: Mapping[str, Any], in_
     before a value that we know by the same name, except for the response."""
     kind, singular = _kind(name), name if name in KINDS else name.removesuffix("s")
     if kind not in OF_A_RESPONSE:
+        # `labels` is the file's column of that name, or else its column `label` in a list of one
         for column in (name, singular):
             if column in columns:
                 return [columns[column]] if in_lists or column != name else columns[column]

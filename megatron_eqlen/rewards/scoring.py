@@ -98,15 +98,19 @@ class Scorer:
         """
         started = time.monotonic()
         ended = list(_ended(rollouts))
+        # equal responses to a prompt share a key and are graded once
         ungraded = {entry.key: entry for entry in ended if entry.part.grade is None}
         try:
+            # grading that cost no time of its own: ready before anybody waits
             hidden = sum(grade.seconds for grade in self._background.ready(ungraded))
+            # pools work on what they have not begun yet, while this thread calls the other graders
             for entry in ungraded.values():
                 self.begin(entry.prompt, entry.response)
             now = {key: entry for key, entry in ungraded.items() if key not in self._background}
             responses = [entry.response for entry in now.values()]
             texts, prompts = map(self._tokenizer.decode, responses), [entry.prompt for entry in now.values()]
             grades = dict(zip(now, self.grade_texts([*texts], prompts, responses), strict=True))
+            # last come the pools' grades, which may be late
             waiting = time.monotonic()
             due = {key: entry.prompt for key, entry in ungraded.items() if key not in grades}
             grades |= self._collect(due, seconds)
@@ -114,6 +118,7 @@ class Scorer:
         finally:
             self._background.give_up()
         for entry in ended:
+            # an environment's named rewards have not been weighed yet
             entry.part.grade = weighed(entry.part.grade or grades[entry.key], self._reward.weights)
         if causes := unscored_causes(rollouts):
             log.warning("%d of %d responses have no reward: %s", len(causes), len(ended), causes[0])
@@ -252,6 +257,7 @@ def make_grader(name: str, reward: RewardRecipe, seed: int = 0) -> Grader:
         return MathGrader(reward.workers, reward.timeout)
     if name == "code":
         return CodeGrader(reward)
+    # a factory: reward functions never come here (`Scorer._function`)
     if is_import_path(name):
         factory = load_object(name, "grader")
         draws = "seed" in inspect.signature(factory).parameters
@@ -288,6 +294,7 @@ def reward_metrics(ended: Sequence[tuple[Prompt, Grade | None]]) -> Metrics:
     rewards = np.array([grade.reward for _, grade in graded])
     metrics |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
     metrics["reward/grader_seconds"] = sum(grade.seconds for _, grade in graded)
+    # `weighed` holds all grades that have names against those in reward.weights
     for name in graded[0][1].rewards:
         of_name = [grade.rewards.get(name, 0.0) for _, grade in graded]
         metrics[f"reward/named/{name}"] = float(np.mean(of_name))
@@ -337,6 +344,7 @@ def leave_out(rollouts: Sequence[Rollout], reward: RewardRecipe) -> tuple[list[R
         if not failed or reward.on_error == "zero":
             kept.append(rollout)
             continue
+        # rewards of the other parts depend on the one that is missing
         if rollout.kind != "independent":
             failed |= {part.number for part in rollout.parts}
         if not rollout.suspended:  # then in the step that completes it
@@ -352,6 +360,7 @@ def refuse_too_many(rollouts: Sequence[Rollout], reward: RewardRecipe) -> None:
     """Raise UnscoredError if more responses of all ranks lack a reward than allowed; one always may."""
     _, metrics = scored(rollouts, reward)
     failed = metrics["reward/unscored"]
+    # what was dropped is not among those that ended
     of = metrics["reward/ended"] + failed * (reward.on_error == "drop")
     if failed > max(1, reward.max_unscored * of):
         raise UnscoredError(
