@@ -36,8 +36,10 @@ def _check_mask(forest: Forest, node: int) -> None:
             f"{forest.where(node)}: expected a finite log-prob of each token in a sampling mask, found "
             f"{sampled.counts.sum()} of {kept.counts.sum()}, or others"
         )
+    # [numbers of all masks] number of the token whose mask each is in
     owner = np.repeat(np.arange(len(kept)), kept.counts)
     contains = np.bincount(owner[kept.values == tokens[owner]], minlength=len(kept)) > 0
+    # an environment's token has no mask
     contains |= ~forest.node(node).tokens.is_generated
     if not contains.all():
         token = int(np.argmin(contains))
@@ -62,6 +64,7 @@ def check_routes(forest: Forest, nodes: np.ndarray, experts: int) -> None:
     """Raise TreeError if routes of ``nodes`` ([m] int64) name an expert twice, or one that is not there."""
     for node in nodes[forest.has_path_columns[nodes]].tolist():
         tokens, first = forest.node(node).tokens, int(forest.parent[node] < 0)
+        # [generated, MoE layers, top_k]; a root's first token is not predicted
         routes = tokens["routes"][first:][tokens.is_generated[first:]]
         highest = routes.max(initial=0)
         if highest >= experts:

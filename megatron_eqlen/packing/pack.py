@@ -167,6 +167,7 @@ def plan_rows(
     forest = Forest.of(trees)
     forest.check_budget(max_tokens_per_row)
     parts = list(_tree_parts(forest, max_tokens_per_row) if layout == "tree" else _expanded_parts(forest))
+    # costs balance the ranks, sizes fill the rows
     costs = _sums(forest.length + pair_cost * pairs_seen(forest), parts)
     sizes = _sums(forest.length, parts)
     ranks: list[list[RowPlan]] = []
@@ -176,6 +177,7 @@ def plan_rows(
         # rows at the same place on different ranks get similar work
         rows.sort(key=lambda row: -costs[row].sum())
         ranks.append([RowPlan([parts[i] for i in row], int(sizes[row].sum())) for row in rows])
+    # all ranks compute equally many rows, as their collectives require
     count = max([1, *map(len, ranks)])
     count += -count % row_count_multiple_of
     ranks = [rank + [RowPlan([], 0)] * (count - len(rank)) for rank in ranks]
@@ -200,6 +202,7 @@ def _tree_parts(forest: Forest, budget: int) -> Iterator[TreePart]:
     order = forest.row_order()
     if not order.size:
         return
+    # place of each tree's first node
     starts = np.flatnonzero(np.diff(forest.tree[order], prepend=-1))
     for nodes in np.split(order, starts[1:]):
         yield from _cut(forest, nodes, budget)
@@ -211,6 +214,7 @@ def _cut(forest: Forest, order: np.ndarray, budget: int) -> Iterator[TreePart]:
     Deepest chains come first: each part reaches as far up as it can before the next part repeats a prefix. No
     other cut into consecutive chains repeats less of a stream.
     """
+    # [nodes + 1] positions before each node
     used = [0, *np.cumsum(forest.length[order]).tolist()]
     first, context = 0, 0
     for start, end in pairwise(leaf_chain_bounds(forest, order)):
@@ -239,6 +243,7 @@ def first_fit_decreasing(sizes: np.ndarray, capacity: int) -> list[list[int]]:
     bins: list[list[int]] = []
     room = np.full(len(sizes), capacity, dtype=np.int64)
     for item in np.argsort(-sizes, kind="stable"):
+        # an open bin, or the first empty one, which has room for any size
         first = int(np.argmax(room >= sizes[item]))
         room[first] -= sizes[item]
         if first == len(bins):

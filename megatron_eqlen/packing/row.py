@@ -78,6 +78,7 @@ def _fill_path_columns(row: Row, at: slice, tokens: Tokens, root: int, generated
             shape, unknown = (len(row.labels), *values.shape[1:]), COLUMNS[name].unknown
             if name not in row.path_columns:
                 row.path_columns[name] = np.full(shape, unknown, np.int16)
+            # [positions of the node, MoE layers of this rank, top_k]
             own = row.path_columns[name][at]
             own[:] = values[root:]
             own[~generated] = unknown
@@ -99,6 +100,7 @@ def _columns(forest: Forest, nodes: np.ndarray, supervised: np.ndarray) -> dict[
             columns[name] = Ragged(values.values.astype(wide), values.counts[generated].astype(np.int64))
             continue
         wide = np.float64 if values.dtype.kind == "f" else np.int64
+        # [S]
         spread = columns[name] = np.full(len(supervised), COLUMNS[name].unknown, wide)
         spread[supervised] = values[generated]
     return columns

@@ -79,6 +79,7 @@ class Forest:
     def position(self) -> np.ndarray:
         """[n] int64, positions of the path above each node."""
         position = np.zeros(len(self), dtype=np.int64)
+        # parents come first, so theirs are known
         for node, above in enumerate(self.parent.tolist()):
             if above >= 0:
                 position[node] = position[above] + self.length[above]
@@ -88,6 +89,7 @@ class Forest:
     def live(self) -> np.ndarray:
         """[n] bool, True if the node or a node below it is supervised."""
         live = self.weight > 0
+        # children come last, so a parent hears of them
         for node in reversed(range(len(self))):
             if live[node] and self.parent[node] >= 0:
                 live[self.parent[node]] = True
@@ -103,6 +105,7 @@ class Forest:
         """Return the live nodes, tree after tree, each in depth-first order with the longest child first: the
         one with the longest path of live positions; ties keep the order of the tree's nodes."""
         live, parent = self.live.tolist(), self.parent.tolist()
+        # [nodes] live positions of the longest path down from each node, itself included
         height = np.where(self.live, self.length, 0).tolist()
         below, roots = defaultdict[int, list[int]](list), list[int]()
         for node in reversed(range(len(self))):

@@ -88,6 +88,7 @@ def part_rewards(
     for part in reversed(tree.parts):
         if part.finish_reason is not None:
             reward = response_reward(part, tree.prompt_id) + penalty(ends[part.number], part.finish_reason)
+        # equal weights: each of these parts is as likely a continuation as the others
         elif part.number in below:
             reward = fmean(below[part.number])
         elif open_reward is not None:

@@ -112,6 +112,7 @@ class Harvester(ABC):
         ``number``, with an environment's answers to them. The finish reason and the environment's grade
         belong to the track's last token."""
         stop = len(track) if length is None else track.start + length
+        # a part that is cut before the track's end has neither its reason nor its grade
         reason = track.finish_reason if stop == len(track) else None
         tokens = track.tokens[track.place(track.start) : track.place(stop)]
         grade = track.grade if reason == "stop" else None
@@ -131,6 +132,7 @@ def in_step(tracks: Sequence[Track], places: Sequence[int]) -> list[Track]:
     another: all tracks have come as far, so no end is before them. The others are told to come."""
     calling = [place for track, place in zip(tracks, places, strict=True) if track.calls]
     for track, place in zip(tracks, places, strict=True):
+        # a track that is behind must reach the first turn that waits before it is answered
         ahead = [other for other in calling if other > place]
         if ahead and track.finish_reason is None and not track.calls:
             track.awaited = min(len(track) + min(ahead) - place, track.awaited)

@@ -64,12 +64,14 @@ class PlacedTrees(TreeSampling):
     def decide(self) -> list[str]:
         """Place the next step's forks, and return a sentence for each source whose forks move."""
         before, self.rules = self.rules, {source: self._rule(seen) for source, seen in self.seen.items()}
+        # a source without a rule does not fork
         moved = [s for s, rule in self.rules.items() if rule.fork != before.get(s, Rule(())).fork]
         return [f"forks of {source}: {self.rules[source]}" for source in moved]
 
     def harvester(self, prompt: Prompt, index: int, setting: Setting) -> GrowingTree:
         place, lines = self._fork(prompt, index, setting.seed)
         recipe, eos, seed, marker = setting
+        # with one fork of a line, `every` forks it at this place alone
         search = every(self.places[place]) if place < len(self.places) else after_marker(marker)
         shape = Shape(recipe.group_size, lines, int(lines > 1), "step")
         return GrowingTree(prompt, recipe.rollout.max_response_length, eos, seed, shape, search, index)
@@ -86,6 +88,7 @@ class PlacedTrees(TreeSampling):
 
     def _fork(self, prompt: Prompt, index: int, seed: int) -> tuple[int, int]:
         """Return the place of a tree's forks, and their number of lines; 1: it does not fork."""
+        # the tree's own hash draws its place, and whether it tries that place: same on every machine
         draw, place = divmod(track_seed(seed, prompt.prompt_id, index, -1), self.count)
         rule = self.rules.get(prompt.source, Rule([TRIED] * self.count))
         return (place, 2) if draw % 16 < rule.tried[place] else rule.fork
@@ -94,6 +97,7 @@ class PlacedTrees(TreeSampling):
         tried = [TRIED if len(trees) < KEPT else WATCHED for trees in seen]
         best = Rule(tried)
         for place, trees in enumerate(seen):
+            # a fork must pay for certain, and more certainly than the best place so far
             least = best.profile.gain.low if best.profile else 1.0
             profile = profile_of(np.reshape(trees, (-1, 2, 3)), len(trees), self.most)
             if profile and len(trees) >= LEAST and profile.gain.low > least:

@@ -48,6 +48,7 @@ class Probed(Harvester):
         self.places = self._cut(rollout, probe.places[rollout_key(rollout)])
         """Numbers of the parts before each place, in the order of ``sorted(places)``; -1 for the prompt."""
         if probe.forced:
+            # forced tokens are parts of their own, which nobody generated, behind each place
             given = {GIVEN.name: [(-1,)] * len(probe.forced), "versions": rollout.policy_version}
             tokens, first = Tokens.of(probe.forced, 0.0, **given), len(self.parts)
             for number, place in enumerate(self.places, first):
@@ -60,17 +61,20 @@ class Probed(Harvester):
         """Take over the rollout's parts, cut at ``places``, graded as they were; return ``self.places``."""
         last, ends, found = {-1: -1}, rollout.ends(), [-1] * ((-1, 0) in places)
         for part in rollout.parts:
+            # [generated + 1] place in `tokens` of each generated token, and the end
             own = [*np.flatnonzero(part.tokens.is_generated).tolist(), len(part.tokens)]
             # a place is behind what an environment answered
             cuts = {own[length - ends[part.parent]] for number, length in places if number == part.number}
             start, parent, role = 0, last[part.parent], f"piece of {part.number}"
             for stop in sorted(cuts | {len(part.tokens)}):
+                # only the last piece has the part's end
                 end = {} if stop == len(part.tokens) else {"finish_reason": None, "grade": None}
                 piece = {"tokens": part.tokens[start:stop], "number": len(self.parts), "parent": parent}
                 self.parts.append(replace(part, role=role, carried=True, **piece, **end))
                 start, parent = stop, len(self.parts) - 1
                 if stop in cuts:
                     found.append(parent)
+            # children of the part continue its last piece
             last[part.number] = parent
         return found
 
@@ -128,6 +132,7 @@ class ProbeSampling(TreeSampling):
         left_out = () if unscored_too else {part.number for part in probed.unscored()}
         parts, places = probed.with_role(PROBE), sorted(self.places[rollout_key(probed)])
         found = dict[Place, np.ndarray]()
+        # continuations were launched place by place, `samples` each, and parts are in that order
         for place, of_place in zip(places, itertools.batched(parts, self.samples), strict=True):
             graded = [part for part in of_place if part.number not in left_out]
             found[place] = np.array([response_reward(part, probed.prompt_id) for part in graded])

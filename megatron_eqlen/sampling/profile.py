@@ -77,6 +77,7 @@ def forks(rollout: Rollout) -> Iterator[Fork]:
             after = fmean(branch.tokens for branch in branches)
             yield Fork(ends[number], after, weights[number], _variance(branches), depth[number])
         if part is not None and (outcomes := _outcomes(rollout, part, branches)) is not None:
+            # a part that the budget cut off tells nothing to the parts above
             branches_of[part.parent].append(outcomes)
 
 
@@ -127,6 +128,7 @@ def profile_metrics(rollouts: Sequence[Rollout], recipe: Recipe) -> Metrics:
     sums = [ranks for rollout in rollouts if (ranks := by_rank(rollout))[0, 1]]
     if not sums or not np.sum(sums, axis=0)[1, 1] or without_profile(rollouts, recipe):
         return {}
+    # rank 0: variance, tokens; rank 1: what is undecided, tokens after, noise after
     means: list[float] = np.mean(sums, axis=0)[:2].ravel()[[0, 1, 3, 4, 5]].tolist()
     after = "profile/undecided", "profile/tokens_after", "profile/noise_after"
     names = "profile/variance", "profile/tokens", *after
@@ -137,6 +139,7 @@ def gain_metrics(metrics: Metrics) -> Metrics:
     """Return ``profile/fork_gain`` of a step, 1 where no fork pays; nothing where no reward varies."""
     if metrics.get("profile/variance", 0.0) <= 0:
         return {}
+    # unbiased estimates may leave [0, 1]
     undecided = min(max(metrics["profile/undecided"] / metrics["profile/variance"], 0.0), 1.0)
     tokens, after = metrics["profile/tokens"], metrics["profile/tokens_after"]
     noise = max(metrics["profile/noise_after"], 0.0) / (metrics["profile/variance"] * tokens)
@@ -156,14 +159,18 @@ def fork_gains(
     [parts - 1] n of each place, by default that of responses of one length.
     """
     ends, decided = np.asarray(ends, np.float64), np.asarray(decided, np.float64)
+    # [parts, 1] noise up to the end of each part; the numbers of lines become columns
     noise = (ends * decided).cumsum()[:, None]  # with perfect baselines
     place, before, alone = ends[:-1, None], noise[:-1], noise[-1]
     undecided = 1 - decided.cumsum()[:-1, None]
     n = (1 - place) * undecided if behind is None else np.asarray(behind, np.float64)[:, None]
+    # [parts - 1, LINES] the second formula of the module's docstring; `perfect` is the first
     means = place * (1 - undecided + undecided / LINES) + n / (LINES - 1)
     shared = undecided / tokens
     perfect = (before + (alone - before) / LINES + shared) / alone
+    # both over the noise without forks; the larger, as a fork must pay with either baseline
     best = np.maximum(perfect, (means + shared) / (place + np.maximum(1 - place, n)))
+    # every line pays for its tokens behind the fork
     return 1 / (best * (place + (1 - place) * LINES))
 
 
@@ -200,6 +207,7 @@ def outcome_profile(rollouts: Sequence[Rollout]) -> Profile | None:
     of_units: dict[Any, np.ndarray] = defaultdict(lambda: np.zeros((RANKS + 1, 3)))
     ranked = [by_rank(rollout) for rollout in rollouts]
     for rollout, ranks in zip(rollouts, ranked, strict=True):
+        # rollouts of one prompt depend on each other, so prompts are resampled where there are enough
         of_units[rollout.prompt_id if prompts >= LEAST else rollout_key(rollout)] += ranks
     sums = np.array([*of_units.values()]).reshape(-1, RANKS + 1, 3)
     return profile_of(sums, sum(ranks[0, 1] > 0 for ranks in ranked))
@@ -213,6 +221,7 @@ def profile_of(sums: np.ndarray, rollouts: int, lines: int = int(LINES[-1])) -> 
         return None
     kept = [0]
     for rank in range(1, len(whole)):
+        # ranks that lie close together make one place: their parts would be mostly noise
         if 0 < whole[rank, 1] <= whole[kept[-1], 1] - APART * whole[0, 1]:
             kept.append(rank)
     if len(kept) == 1:
@@ -220,7 +229,9 @@ def profile_of(sums: np.ndarray, rollouts: int, lines: int = int(LINES[-1])) -> 
 
     def parts(of: np.ndarray) -> np.ndarray:
         """Return [2, parts] ends and shares."""
+        # [kept ranks] shares of the prompt's variance and tokens that are left at each fork
         variance, tokens = of[kept, :2].T / of[0, :2, None]
+        # more tokens leave no more undecided: estimates are made monotone
         undecided = np.minimum.accumulate(np.clip(variance, 0, 1))
         ends = np.maximum.accumulate(1 - np.append(tokens[1:], 0.0))
         return np.array([ends, -np.diff(np.append(undecided, 0.0))])
@@ -231,6 +242,7 @@ def profile_of(sums: np.ndarray, rollouts: int, lines: int = int(LINES[-1])) -> 
         ends, decided = parts(of)
         return fork_gains(ends, decided, tokens, of[kept[1:], 2].clip(0) / (of[0, 0] * tokens))
 
+    # a resample in which no reward varies has no profile
     draws = [drawn for drawn in resampled(sums) if drawn[0, :2].min() > 0]
     low, high = np.quantile([parts(drawn)[1] for drawn in draws], [0.025, 0.975], axis=0)
     (ends, decided), value = parts(whole), gains(whole)
@@ -245,5 +257,6 @@ def profile_of(sums: np.ndarray, rollouts: int, lines: int = int(LINES[-1])) -> 
 def resampled(sums: np.ndarray) -> np.ndarray:
     """Return [draws, ...] sums over resampled prompts; ``sums`` are those of each prompt."""
     count = len(sums)
+    # [draws, units] how often each unit is drawn: all resamples are one matrix product
     times = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), DRAWS)
     return np.tensordot(times, sums, 1)

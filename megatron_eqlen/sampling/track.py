@@ -53,6 +53,7 @@ class Track:
         self.number = number
         """Number of the track in its rollout."""
         self.seed = track_seed(seed, prompt.prompt_id, index, number)
+        # what the request starts with; `tokens` holds only what comes behind it
         self.context = prompt.token_ids + trunk
         self.limit = limit
         self.awaited = limit
@@ -138,6 +139,7 @@ class Track:
         if not self.remaining:
             self.finish_reason = "length"
             return
+        # nobody sampled these tokens: their columns have no values, and the version is the last one's
         columns = self.tokens.blank(len(token_ids))
         columns[GIVEN.name] = [(turn,)] * len(token_ids)
         self.tokens.append(token_ids, columns, self.tokens.versions[-1])
@@ -151,6 +153,7 @@ class Track:
         """Return the place in ``tokens`` after so many generated ones, with an environment's answer."""
         if not self.given:
             return length
+        # [generated] place of each generated token; the next one lies behind the environment's answer
         places = np.flatnonzero(self.tokens[:].is_generated)
         return int(places[length]) if length < len(places) else len(self.tokens)
 
@@ -172,6 +175,7 @@ class Track:
         token_ids = self.token_ids
         end = self.limit + self.given  # of the tokens
         known = range(first, min(len(token_ids), end))
+        # the first end of sequence before the limit, if any
         stop = next((n for n in known if token_ids[n] in self.eos_token_ids), end)
         if stop < end and self.takes_turns:
             self.calls = True

@@ -51,6 +51,7 @@ class TreeSampling(SamplingKind):
     ) -> tuple[TokenTree, list[ComparisonUnit]]:
         """Return the tree as it was sampled, without parts of unknown reward, and a unit for each set of
         siblings, whose share is the weight of the part that they continue."""
+        # parts that a budget cut off have no reward, and are not trained
         rewards = part_rewards(rollout, penalty)
         parts = [part for part in rollout.parts if part.number in rewards]
         tree, nodes = token_tree(rollout, rollout.prompt_id, parts)
@@ -167,10 +168,12 @@ def after_marker(marker: Marker | None) -> Search:
 
     def search(line: Line) -> int | None:
         assert marker is not None, "the plan of a harvest has the marker"
+        # `first` is the track's own token from which a marker may still begin
         first, ids = line.searched - line.offset, line.track.generated_ids
         if marker.contains(list(ids[first:])):
             ends = range(first + 1, len(ids) + 1)
             return line.offset + next(end for end in ends if marker.contains(list(ids[first:end])))
+        # a marker may begin in the last width - 1 tokens and end in later ones
         line.searched = max(line.searched, line.length + 1 - marker.width)
         line.await_length(line.length + POLL)
         return None
@@ -220,6 +223,7 @@ class GrowingTree(Harvester):
         """Fork and end lines; a tree without open lines is complete."""
         launched: list[Track] = []
         for line in list(self.lines):
+            # an engine may deliver several forks' worth of tokens at once
             while (length := self._next_fork(line)) is not None:
                 launched += self.fork(line, length, self.shape.branching)
             if line.track.finish_reason is not None:
@@ -237,11 +241,14 @@ class GrowingTree(Harvester):
     def fork(self, line: Line, length: int, branching: int) -> list[Track]:
         """Continue a line ``branching`` times after ``length`` tokens; return the new tracks."""
         track = line.track
+        # what the line had up to here is a part; the line continues as its first child, others beside it
         part = self.add_part(track, self.shape.role, line.number, length - line.offset - track.start)
         first = self._first_child(part.number)
         line.number, line.searched, line.forks = first, length, line.forks + 1
+        # the response's tokens up to the fork, with an environment's answer to them
         end = len(track.context) + track.place(length - line.offset)
         response = track.path[len(self.prompt.token_ids) : end]
+        # tracks are numbered as the parts that they begin with
         numbers = range(first + 1, first + branching)
         return [self._open(number, response, length, part.number, line.forks) for number in numbers]
 
@@ -292,6 +299,7 @@ class ForkedAtDeaths(GrowingTree):
         while ended := [line for line in self.lines if line.track.finish_reason is not None]:
             # at the limit responses have an end before those without
             first = min(ended, key=lambda ln: (ln.length, ln.track.finish_reason == "length", ln.number))
+            # a line that is behind may still end before `first`: wait until it has come as far
             behind = [line for line in self.lines if line not in ended and not line.is_alive_at(first.length)]
             if behind and self.forked < self.shape.forks:
                 for line in behind:

@@ -66,8 +66,10 @@ class DualTrack(ForkedAtDeaths):
 
     def die(self, line: Line) -> list[Track]:
         """Cut the next pair, with the ended ``line`` as A_i; return the fork to launch, if any."""
+        # after the last pair nothing was forked: the survivor has now ended alone
         if len(self.lines) == 1:
             return self._complete("max_pairs")
+        # the shortest line reached the limit: no pair can end any more
         if line.track.finish_reason == "length":
             return self._complete("truncated")
         number, length = len(self.parts), line.length
@@ -86,6 +88,7 @@ class DualTrack(ForkedAtDeaths):
     def _complete(self, outcome: Outcome) -> list[Track]:
         """End the stream; tokens of the trunk's track that are in no pair become the tail."""
         self.outcome = outcome
+        # in the order of their launches: the older of two tracks holds the trunk
         trunk = next(iter(self.open.values()))
         if len(trunk) > trunk.start:
             self.add_part(trunk, "tail", len(self.parts))

@@ -75,6 +75,7 @@ class EqualLength(SamplingKind):
                     # weight of the part that the pair continues: each B side has half of its pair's
                     unit.share = 2.0**-i
                 units.append(unit)
+        # a tail is in no pair, but may have a gradient (`_tail_units`)
         tail = tail_of(rollout)
         if tail is not None and tail.parent in nodes and rollout.outcome != "budget":
             units += _tail_units(tail, rollout, tree, units, recipe, penalty)
@@ -150,6 +151,7 @@ def pair_rewards(
     rewards: list[tuple[float, float] | None] = []
     for a, ended in _from_last(stream, penalty):
         if ended:
+            # with a penalty the truncated trunk is a response, too, of reward 0
             values = ended + known
             rewards.append((a, max(values) if reduce == "max" else sum(values) / len(values)))
         else:
@@ -161,6 +163,7 @@ def _from_last(stream: Rollout, penalty: Penalty) -> Iterator[tuple[float, list[
     """Yield from the last pair on: the reward of A_i, and those of all responses that extend B_i."""
     own, tail = _own_rewards(stream, penalty), tail_of(stream)
     ended = [own[tail.number]] if tail is not None and tail.number in own else []
+    # from the end, `ended` gathers what extends each B side: each response is read once
     for pair in reversed(pairs_of(stream)):
         if pair.b.number in own:
             ended.append(own[pair.b.number])
@@ -170,6 +173,7 @@ def _from_last(stream: Rollout, penalty: Penalty) -> Iterator[tuple[float, list[
 
 def _open_end(stream: Rollout, penalty: Penalty) -> tuple[float, bool]:
     """Return the penalty of the whole trunk, and True if it reached the limit; (0, False) where it ended."""
+    # B sides and tail
     trunk = [part for part in stream.parts if part.role != "a"]
     if not trunk or trunk[-1].finish_reason == "stop":
         return 0.0, False
