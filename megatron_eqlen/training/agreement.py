@@ -55,6 +55,7 @@ def worst_token(rows: RankRows, losses: Sequence[RowLoss]) -> tuple[float, str]:
     number = int(np.argmax(peaks))
     if not peaks[number] >= 0:
         return -1.0, ""
+    # rows are filled anew when they are read, so only the one with the peak is
     row, at = rows[number], supervised_positions(rows[number])[int(differences[number].argmax())]
     segment = int(row.segment_ids[at])
     tree, node = rows.planned.forest.of_segment(segment)
@@ -92,7 +93,9 @@ class Compared:
 def drawn_lines(rollouts: Sequence[Rollout], recipe: Recipe, step: int) -> list[TokenTree]:
     """Return lines of the rollouts as trees to compare, the same on every rank: at most one of each, until
     they have ``DRAWN_SHARE`` of the tokens or fill a row."""
+    # a generator of the step's own: every rank draws the same lines from skeletons
     draw, room, trees = random.Random(f"{recipe.seed}/{step}"), recipe.packing.max_tokens_per_row, []
+    # `room` counts down from a row: this much left means that the share is drawn
     enough = room - DRAWN_SHARE * sum(len(part) for rollout in rollouts for part in rollout.parts)
     unused = {TEACHER.name, *recipe.rollout.untrained_columns}
     for rollout in draw.sample(rollouts, len(rollouts)):
@@ -104,6 +107,7 @@ def drawn_lines(rollouts: Sequence[Rollout], recipe: Recipe, step: int) -> list[
             trees.append(tree)
         for number, node in nodes.items():
             node.tokens = node.tokens.without(unused)
+            # lines are compared, not trained: every generated token weighs 1
             node.weight = float(number >= 0 and node.tokens.generated > 0)
         if trees and room <= enough:
             break

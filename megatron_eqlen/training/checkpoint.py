@@ -78,12 +78,14 @@ class Saving:
             parts = gather([(self._seconds, self._written)])
             manifest = {name: entry for _, part in parts for name, entry in part.items()}
             if dist.get_rank() == 0:
+                # Megatron's own files, which no rank's thread has written
                 others = set(checkpoint_folder.file_names(self._partial)) - manifest.keys()
                 manifest |= checkpoint_folder.describe(self._partial, others)
                 checkpoint_folder.write_manifest(self._partial, manifest)
         if dist.get_rank() == 0:
             checkpoint_folder.set_latest(self.final)
             step = step_number(self.final.name) or 0
+            # later steps are of a run that went back before them: they take no place of those kept
             older = [path for number, path in step_folders(self.final.parent) if number <= step]
             for old in older[: -self._keep]:
                 shutil.rmtree(old)
@@ -122,6 +124,7 @@ def begin(folder: Path, step: int, policy: Policy, position: dict[str, Any], kee
         remove_partial(folder)
         shutil.rmtree(final, ignore_errors=True)  # a leftover that ``latest`` does not name
     partial = agree(lambda: made.enter_context(new_folder(final)))
+    # parked tensors read their copies on the host, so saving needs no room on the device
     with policy.memory.readable():
         state = sharded_state.of(policy)
         state["position"] = {"step": step, "policy_version": policy.version, **position}
@@ -131,6 +134,7 @@ def begin(folder: Path, step: int, policy: Policy, position: dict[str, Any], kee
             state, str(partial), content_metadata=content, async_sharded_save=True, async_strategy="mcore"
         )
         assert request is not None
+        # inside the block: what is on the device is copied as the saving begins
         return Saving(final, partial, made, request, keep)
 
 
@@ -142,6 +146,7 @@ def load(folder: Path, policy: Policy) -> dict[str, Any] | None:
     if newest is None:
         return None
     saved = together(lambda: content_metadata(newest))
+    # refused before any weight is overwritten
     sharded_state.check_content(newest, saved, policy)
     loaded = load_sharded(sharded_state.like(policy), newest)
     sharded_state.load(policy, loaded)
@@ -166,6 +171,7 @@ def _newest_whole(folder: Path) -> Path | None:
             continue
         if dist.get_rank() == 0 and (damaged or complaint):
             _go_back(checkpoint, damaged, complaint)
+        # nobody reads while rank 0 renames
         dist.barrier()
         return checkpoint
     if damaged or complaint:

@@ -95,6 +95,7 @@ def _hops(nodes: np.ndarray, home: np.ndarray, ranks: list[int], share: ColumnSh
     """Return the hops to ``ranks`` of those of ``nodes`` that have a home."""
     nodes = nodes[home[nodes] >= 0]
     source = home[nodes]
+    # [n] ranks take turns, unless the home itself is one of them and passes its nodes on
     turn = np.array(ranks, np.int64)[np.arange(len(nodes)) % len(ranks)]
     via = np.where(np.isin(source, ranks), source, turn)
     onward = [Transfer(nodes, via, np.full_like(via, rank), share) for rank in ranks]
@@ -111,6 +112,7 @@ def exchange(
     if not planned.forest.has_path_columns.any():
         return planned, {}
     shape = (sum(experts.layers), experts.num_experts_per_tok) if experts else (0, 0)
+    # every rank knows all shapes, so all raise or none
     check_route_shapes(planned.forest, shape)
     assert experts is not None
     started = time.perf_counter()
@@ -119,6 +121,7 @@ def exchange(
         "exchange/routes_seconds": time.perf_counter() - started,
         "exchange/routes_bytes": float(received),
     }
+    # values can be checked where they have arrived
     needed, _ = planned.needed(placements[dist.get_rank()].data_parallel)
     check_routes(planned.forest, needed, experts.num_experts)
     return planned, at_once(gather([metrics]))
@@ -131,6 +134,7 @@ def exchange_tokens(planned: Packing, placements: Sequence[Placement]) -> Packin
     nodes, home, hops = [*planned.forest.nodes], planned.forest.home, list[Hops]()
     for index in range(len(planned.ranks)):
         needed, trained = planned.needed(index)
+        # roots stay out: every rank has the prompts
         responses = needed[planned.forest.parent[needed] >= 0]
         ranks = [rank for rank, placement in enumerate(placements) if placement.data_parallel == index]
         last_stage = [rank for rank in ranks if placements[rank].for_loss]

@@ -38,6 +38,7 @@ class NumericalProblem(NamedTuple):
 
 def first_problem(mine: NumericalProblem | None) -> NumericalProblem | None:
     """Return the problem of all ranks that is nearest to the cause, on every rank. Collective."""
+    # the usual answer, none, costs one number; texts are gathered only after a problem
     count = torch.tensor(float(mine is not None), device=device())
     dist.all_reduce(count)
     if not count:

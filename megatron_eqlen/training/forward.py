@@ -58,12 +58,15 @@ def run_rows(
     with torch.set_grad_enabled(train):
         results = get_forward_backward_func()(
             forward_step_func=step,
+            # each virtual stage reads all rows
             data_iterator=iterators[0] if single else iterators,
             model=chunks,
             num_microbatches=len(rows),
+            # with several stages lengths are sent along (`variable_seq_lengths`)
             seq_length=len(rows[0].input_ids),
             micro_batch_size=1,
             forward_only=not train,
+            # `reduce` returns any value then, in place of a loss
             collect_non_loss_data=not train,
         )
     return list(results)
@@ -76,6 +79,7 @@ def _forward_step(temperature: float, result: RowResult, train: bool, logits_chu
         beat()
         row = next(data)
         at = supervised_positions(row)
+        # [1, S] ids and positions; the mask is None, since attention reads the trees
         output = model(
             torch.from_numpy(row.input_ids)[None].to(device()),
             torch.from_numpy(row.position_ids)[None].to(device()),
@@ -90,6 +94,7 @@ def _forward_step(temperature: float, result: RowResult, train: bool, logits_chu
             got = result(logprobs, entropy.detach(), row, at)
             if not train:
                 return got
+            # Megatron expects the number of tokens that losses are divided by: `_sum_model_grads` drops it
             loss, log = got
             return loss, torch.ones((), dtype=torch.int, device=device()), log
 

@@ -63,6 +63,7 @@ class Head:
         if (kept := row.columns.get("kept")) is None:
             return cls(labels, None, None, temperature, group, chunk)
         assert isinstance(kept, Ragged)
+        # [supervised positions] bool, and the same for each id of their masks
         chosen = np.isin(np.flatnonzero(row.weights > 0), at)
         inside, counts = chosen.repeat(kept.counts), kept.counts[chosen]
         ids, lengths = (torch.from_numpy(each).to(device) for each in (kept.values[inside], counts))
@@ -82,6 +83,7 @@ class Head:
         linear = linear_with_grad_accumulation_and_async_allreduce
         if not weight.requires_grad:
             linear = linear_with_frozen_weight
+        # no bias, no fused gradient; each rank's part of the vocabulary adds to the gradient of `hidden`
         logits = linear(hidden, weight, None, False, parallel, False, tp_group=self.group)
         return torch.stack(self.logprobs(logits, slice(0, len(hidden))))
 
@@ -110,6 +112,7 @@ class _ChunkedHead(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, head: Head) -> Tensor:
         ctx.save_for_backward(hidden, weight)
         ctx.head, ctx.main_grad = head, getattr(weight, "main_grad", None)
+        # [m, V / TP] logits of a chunk are freed before the next chunk's
         parts = [torch.stack(head.logprobs(hidden[rows] @ weight.t(), rows)) for rows in head.chunks()]
         return torch.cat(parts, dim=1)
 
@@ -127,6 +130,7 @@ class _ChunkedHead(torch.autograd.Function):
             if trained:
                 total.add_(grad_logits.t() @ hidden[rows])
             del grad_logits
+        # each rank has the gradient through its part of the vocabulary
         if ctx.head.group.size() > 1:
             dist.all_reduce(grad_hidden, group=ctx.head.group)
         if not trained:

@@ -57,6 +57,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(ctx, logits, labels, temperature, group):
         local, mine = _local_columns(logits, labels, group)
         kind = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        # [n] largest logit over all ranks: no exponential overflows
         peak = logits.amax(-1).to(kind) / temperature
         _all_reduce(peak, dist.ReduceOp.MAX, group)
         sums = torch.zeros(3, len(logits), dtype=kind, device=logits.device)
@@ -65,6 +66,7 @@ class _TokenLogprobs(torch.autograd.Function):
             sums[:, rows] = _sums(shifted, local[rows], mine[rows])
             del shifted  # before the next block is cast
         _all_reduce(sums, dist.ReduceOp.SUM, group)
+        # [n] each: Z = sum of e^shifted, sum of e^shifted x shifted, and the label's shifted logit
         total, weighted, label = sums
         log_total = total.log()
         entropy = log_total - weighted / total
@@ -77,6 +79,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx, grad, _entropy_grad):
         logits, local, mine, log_total = ctx.saved_tensors
         grad_logits = torch.empty_like(logits)
+        # d log p(label) / d logits = (one-hot of the label - p) / temperature
         scale = (grad / ctx.temperature).to(log_total.dtype)
         for rows in _blocks(logits):
             log_p = _scaled(logits[rows], log_total.dtype, ctx.temperature)
@@ -92,19 +95,24 @@ class _MaskedLogprobs(torch.autograd.Function):
     def forward(ctx, logits, is_label, ids, rows, temperature, group, sampled):
         local, mine = _local_columns(logits, ids, group)
         kind = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        # [m] logits of the kept tokens; those of other ranks are -inf and add nothing
         values = (logits[rows, local].to(kind) / temperature).masked_fill(~mine, -torch.inf)
+        # [n] largest of each row's kept logits, over all ranks
         peak = torch.full((len(logits),), -torch.inf, dtype=kind, device=logits.device)
         peak.scatter_reduce_(0, rows, values, "amax")
         _all_reduce(peak, dist.ReduceOp.MAX, group)
         shifted = values - peak[rows]
         weight = shifted.exp()
+        # 0 x -inf would be NaN in the sums
         shifted = shifted.masked_fill(~mine, 0)
         terms = torch.stack((weight, weight * shifted, shifted * is_label))
         sums = torch.zeros(3, len(logits), dtype=kind, device=logits.device).index_add_(1, rows, terms)
         _all_reduce(sums, dist.ReduceOp.SUM, group)
+        # [n] each, as without a mask
         total, weighted, label = sums
         log_total = total.log()
         entropy = log_total - weighted / total
+        # [m] probability that the gradient takes off each kept token
         expected = weight / total[rows] if sampled is None else sampled.to(kind).exp() * mine
         ctx.save_for_backward(expected, is_label & mine, local, rows)
         ctx.temperature, ctx.shape, ctx.dtype = temperature, logits.shape, logits.dtype
@@ -116,6 +124,7 @@ class _MaskedLogprobs(torch.autograd.Function):
         expected, is_label, local, rows = ctx.saved_tensors
         slope = (is_label.to(expected.dtype) - expected) * (grad / ctx.temperature).to(expected.dtype)[rows]
         grad_logits = torch.zeros(ctx.shape, dtype=ctx.dtype, device=grad.device)
+        # tokens of other ranks meet at the clamped columns, with slopes of 0
         grad_logits.index_put_((rows, local), slope.to(ctx.dtype), accumulate=True)
         return grad_logits, None, None, None, None, None, None
 

@@ -50,6 +50,7 @@ def correct(trainer: Tensor, engine: Tensor, segments: Segments, loss: LossRecip
     difference = trainer - engine
     log_rho = _clamp(difference)
     of_segment = segments.sum(difference)
+    # [n]; values of a sequence are divided by its length, so that the sum over its tokens is one value
     metrics = {
         "mismatch/kl": -difference,
         "mismatch/logprob_abs_diff": difference.abs(),
@@ -76,6 +77,7 @@ def _importance(log_rho: Tensor, segments: Segments, loss: LossRecipe) -> tuple[
     # [n] ratio of trainer to engine: of each token, or of its sequence's product
     raw = _clamp(segments.sum(log_rho) if loss.rollout_is == "sequence" else log_rho).exp()
     threshold = loss.rollout_is_threshold
+    # a band masks what lies outside (IcePop); a number truncates (TIS)
     if isinstance(threshold, tuple):
         beyond = (raw < threshold[0]) | (raw > threshold[1])
         weight = raw.masked_fill(beyond, 0.0)
@@ -114,6 +116,7 @@ def _within(
     name: str, bound: float | tuple[float, float], trainer: Tensor, engine: Tensor, segments: Segments
 ) -> Tensor:
     """Return [n] bool: the tokens that the option ``name`` (``token_k1``, ``seq_mean_k3``, ...) keeps."""
+    # `token_k1`, `seq_mean_k3`, `binary_kl`
     level, _, estimate = name.rpartition("_")
     if level == "binary":
         divergence = binary_kl(trainer, engine)
@@ -124,6 +127,7 @@ def _within(
         divergence = {"sum": segments.sum, "mean": segments.mean, "max": segments.max}[level[4:]](divergence)
     if isinstance(bound, tuple):
         return (divergence >= math.log(bound[0])) & (divergence <= math.log(bound[1]))
+    # k1 has a sign: the ratio may be off either way
     if estimate == "k1":
         return divergence.abs() <= abs(math.log(bound))
     return divergence <= bound

@@ -49,6 +49,7 @@ def wrap(chunks: list, grad_dtype: str, options: Mapping[str, Any]) -> list[Dist
         grad_reduce_in_fp32=grad_dtype == "float32", use_distributed_optimizer=True, **options
     )
     wrapped = [
+        # as Megatron has it: sums of later chunks overlap with computation without buckets
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)
     ]
@@ -106,6 +107,7 @@ def build_optimizer(
         end_wd=fields["weight_decay"],
         wd_incr_steps=0,
         wd_incr_style="constant",
+        # rates and their schedule are the recipe's, also after a resume
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
@@ -118,6 +120,7 @@ def _state_options(options: OptimizerRecipe) -> dict[str, Any]:
     optimizer needs this, too: otherwise main weights are on the GPU as well."""
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     aware = {"use_precision_aware_optimizer": True, "main_grads_dtype": dtypes[options.grad_dtype]}
+    # nothing of the state is on the device; copies both ways overlap with the update
     if options.offload:
         return aware | {
             "optimizer_cpu_offload": True,
@@ -126,6 +129,7 @@ def _state_options(options: OptimizerRecipe) -> dict[str, Any]:
             "pin_cpu_grads": torch.cuda.is_available(),
         }
     if options.precision == "bfloat16":
+        # a main weight is the bfloat16 weight and the 16 bits that it lacks of float32
         moments = dtypes[options.precision]
         return aware | {
             "exp_avg_dtype": moments,

@@ -55,6 +55,7 @@ class Parked:
         if not self.away:
             return
         for key, storage in self._storages.items():
+            # the storage object stays, so all tensors and views of it are valid again
             storage.resize_(self._sizes[key])
             target = _bytes(storage)
             target.copy_(self._copies[key], non_blocking=True) if self._keep else target.zero_()
@@ -65,6 +66,7 @@ class Parked:
         if not self.away or memory_of(tensor) not in self._copies or not tensor.numel():
             return tensor
         copy = self._copies[memory_of(tensor)].untyped_storage()
+        # a view of the host's bytes at the tensor's own place and strides
         like = torch.empty(0, dtype=tensor.dtype)
         return like.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
 
@@ -145,6 +147,7 @@ class TrainerMemory:
         self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
         self._optimizer = optimizer
         self.weights = Parked(self._weights)
+        # an update begins with gradients of 0: only their memory comes back
         self.gradients = Parked(lambda: [buffer.grad_data for buffer in self._buffers], keep=False)
         self.state = Parked(self._state)
         parts = {"none": [], "state": [self.gradients, self.state]}

@@ -29,6 +29,7 @@ def begin() -> None:
         torch.cuda.reset_peak_memory_stats()
         return
     with contextlib.suppress(OSError):  # if not allowed, the peak covers the process's lifetime
+        # 5 sets the process's VmHWM back to what it uses now (proc(5))
         RESET.write_text("5")
 
 

@@ -54,6 +54,7 @@ class Teacher:
         for chunk in self.chunks:
             chunk.requires_grad_(False)
         for router in routers(self.chunks):
+            # rows hold the policy's experts
             router.reads_routes = False
         self.weights = Parked(lambda: [each for chunk in self.chunks for each in chunk.parameters()])
         self.weights.park()
@@ -91,6 +92,7 @@ class Policy:
         self.reference: Callable[[], AbstractContextManager[None]] | None = None
         """Makes a context in which the model is the reference model."""
         if recipe.loss.kl_coef:
+            # the reference is the frozen model under the adapters, or else a copy on the host
             adapted = partial(switched_off, self.chunks)
             self.reference = adapted if has_adapters else ReferenceWeights(self.chunks).swapped_in
         self.teacher = Teacher(job.teacher, dtype) if job.teacher else None
@@ -144,10 +146,12 @@ class Policy:
         compared = self.compare(drawn)
         batches = [batch for batch in map(self._prepare, minibatches) if batch.trains]
         every_rows = [batch.rows for batch in batches if batch.rows is not None]
+        # before the first update: `old` is of the weights that the step began with; one update needs none
         for rows in every_rows:
             self._annotate(rows, old=self.objective.has_ratio and len(batches) * self.recipe.loss.epochs > 1)
         steps = [self._step(batch) for _ in range(self.recipe.loss.epochs) for batch in batches]
         packed = m.in_turn([b.exchanged | b.rows.planned.metrics for b in batches if b.rows is not None])
+        # `skipped(0)` gives both counts a value where no step is taken
         metrics = packed | m.in_turn([skipped(0), *steps])
         self.mismatch = mismatch_of(metrics) if metrics["train/updates"] else None
         if compared:
@@ -170,6 +174,7 @@ class Policy:
         for row, trainer in zip(rows, self._log_probs(rows), strict=False):  # none before the last stage
             at = supervised_positions(row)
             engine, numbers = row.column("logprobs")[at], row.segment_ids[at]
+            # log-probs agree only where the same weights have sampled
             current = (row.column("versions")[at] == self.version) | (not self.recipe.rollout.trains_older)
             for segment in np.unique(numbers[current]).tolist():
                 own = np.flatnonzero((numbers == segment) & current)
@@ -179,6 +184,7 @@ class Policy:
                 sums = float(trainer[own].sum()), float(engine[own].sum()), float(difference.sum())
                 segments[segment] = tree, Compared(len(own), *sums, worst)
         of_trees: dict[str, list[Compared]] = {}
+        # tensor-parallel ranks bring the same segments: each counts once, in one order on every rank
         for _, (tree, part) in sorted(dict(gather([*segments.items()])).items()):
             of_trees.setdefault(tree, []).append(part)
         return {tree: Compared.joined(parts) for tree, parts in of_trees.items()}
@@ -224,6 +230,7 @@ class Policy:
             planned, exchanged = exchange(self._pack(trees), self.placements, self.chunks[0].model_config)
             rows = planned.rows(self.placement.data_parallel, self.placement.for_loss)
             batch = Minibatch(rows, exchanged=exchanged)
+        # any other TreeError is a fault of the program, and ends the run
         except NonFiniteTreeError as error:
             batch = Minibatch(None, finite.NumericalProblem(0, str(error)))
         problem = finite.first_problem(batch.problem)

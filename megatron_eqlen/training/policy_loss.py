@@ -70,6 +70,7 @@ def policy_loss(
     others = {policy: known[at].double() for policy, known in others.items()}
     measured: dict[str, torch.Tensor] = {}
     if "teacher" in others:
+        # log pi - log teacher as a cost of each token: its policy gradient is that of the reverse KL
         measured["loss/teacher_kl"] = logp.detach() - others["teacher"]
         advantages = advantages - loss.teacher_coef * measured["loss/teacher_kl"]
     # ratio, policy loss and KL penalty
@@ -84,9 +85,11 @@ def policy_loss(
             raise ValueError(f"loss.kl_coef: {loss.kl_coef} needs the reference's log-probs, found none")
         kl, kl_clamped = _kl(logp, others["ref"], loss)
     # weighted sums
+    # [n] float64; rejected tokens have no KL penalty either, others have it without importance weights
     policy_part, kl_part = weights * correction.importance * policy, weights * correction.kept * kl
     policy_sum, kl_sum = policy_part.sum(), loss.kl_coef * kl_part.sum()
     with torch.no_grad():
+        # surrogates without a ratio still show how far the policy has moved
         if "loss/ratio" not in ratios:
             ratios = importance_ratio(supervised.log_ratio)[1] | ratios
         metrics = {
@@ -117,6 +120,7 @@ def policy_loss(
 def reduce_metrics(rows: Sequence[RowLoss], group: dist.ProcessGroup | None = None) -> Metrics:
     """Return a step's metrics from all rows of ``group`` (data parallel; None: this rank's only)."""
     names = list(rows[0].metrics)
+    # [rows, metrics] float64
     values = torch.stack([torch.stack(list(row.metrics.values())) for row in rows])
     sums, peaks = values.sum(0), values.nan_to_num(torch.inf, torch.inf, -torch.inf).amax(0)  # MAX drops NaN
     if group is not None:
@@ -149,6 +153,7 @@ def _kl(logp: torch.Tensor, ref: torch.Tensor, loss: LossRecipe) -> tuple[torch.
     difference = ref - logp
     if loss.kl_estimator != "k3":
         return DIVERGENCES[loss.kl_estimator](difference), torch.zeros_like(logp, dtype=torch.bool)
+    # k3 has an exponential, which a single token could make infinite
     clamped = difference.abs() > EXPONENT_LIMIT
     difference = difference.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT)
     return difference.exp() - difference - 1, clamped
