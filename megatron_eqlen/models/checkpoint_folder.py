@@ -79,6 +79,7 @@ def file_names(folder: Path) -> list[str]:
 
 def describe(folder: Path, names: Collection[str]) -> Manifest:
     """Return the manifest's entries for these files."""
+    # reading and zlib.crc32 release Python's lock
     with ThreadPoolExecutor(READERS) as readers:
         descriptions = readers.map(lambda name: _describe(folder / name), names)
         return dict(zip(names, descriptions, strict=True))
@@ -97,6 +98,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{error}; this is not a whole checkpoint") from None
     if not isinstance(manifest, dict) or not all(map(_is_description, manifest.values())):
         raise CheckpointError(f"{file}: damaged: expected bytes and crc32 of each file")
+    # shards that the manifest does not know would be loaded without a check
     for path in sorted(folder.glob("*.distcp")):
         if path.name not in manifest:
             raise CheckpointError(f"{path}: not in {MANIFEST}: one of the two is another checkpoint's")

@@ -116,6 +116,7 @@ def _execution_fields(parallel: ParallelRecipe, dtype: torch.dtype, sequence: bo
     if parallel.virtual_pipeline:  # other combinations hang or mix up activations
         fields |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     if parallel.recompute == "full":
+        # two of Megatron's layers, a mixer and its MLP, are recomputed together
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
     elif parallel.recompute == "mlp":
         fields |= {"recompute_granularity": "selective", "recompute_modules": []}  # by ReplayLayer
@@ -165,6 +166,7 @@ def scaled_rope(model: ModelConfig) -> tuple[Tensor, float] | None:
     rope |= dict(model.rope_scaling)
     sizes = ("head_dim", "hidden_size", "num_attention_heads", "max_position_embeddings")
     fields: dict[str, Any] = {name: getattr(model, name) for name in sizes} | {"rope_parameters": rope}
+    # the functions read a configuration's fields, so a plain one with these will do
     config = PreTrainedConfig(**fields)
     return ROPE_INIT_FUNCTIONS[str(rope["rope_type"])](config, torch.device("cpu"))
 

@@ -56,6 +56,7 @@ def hf_to_megatron(source: str | Path, out: str | Path, parallel: ParallelRecipe
     folder, model = HFFolder(source), read_config(source)
     weights = check_folder(folder, model)
     dtypes = {name: _dtype(folder, weight.hf) for name, weight in weights.items()}
+    # build in the commonest dtype and change the others, so that no bit is rounded
     chunks = build_model(model, parallel, max(dtypes.values(), key=[*dtypes.values()].count))
     for name, parameter in local_parameters(chunks).items():
         parameter.data = parameter.data.to(dtypes[name])

@@ -76,6 +76,7 @@ class TreeGatedDeltaNet(GatedDeltaNet):
     def _mix(self, mixed: Tensor, beta: Tensor, alpha: Tensor, tree: TreeParams) -> Tensor:
         """Apply the convolution and the recurrence along paths: q|k|v [b, S, *], beta and alpha [b, S, H] ->
         [b, S, H, d_v]."""
+        # [b, S, H] log decay g, below 0
         decay = -_wide(self.A_log).exp() * F.softplus(_wide(alpha) + _wide(self.dt_bias))
         mixed = self.act_fn(tree_convolution(mixed, self.conv1d.weight, tree))
         sizes = [self.qk_dim, self.qk_dim, self.v_dim]

@@ -52,6 +52,7 @@ class PolicyStack(HybridStack):
 
     def __init__(self, *args: Any, final_norm: type, **kwargs: Any) -> None:
         super().__init__(*args, post_layer_norm=False, **kwargs)
+        # the parent makes no norm of its own, but its forward pass applies ours
         self.post_layer_norm = True
         if self.post_process:
             self.final_norm = final_norm(self.config, self.config.hidden_size, self.config.layernorm_epsilon)

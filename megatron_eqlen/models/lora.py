@@ -60,21 +60,25 @@ class Adapter(torch.nn.Module):
         self._by_rows, self._sequence = weights.base.dim == 0, sequence and not self._expert
         self._group = groups.tensor_group(weights.base)
         rows, columns = like.shape
+        # [rank, in]; a row-parallel layer keeps its columns, [rank, in / TP]
         A = _initial(weights.A, seed)
         if not self._by_rows:
             A = A.chunk(self._group.size(), dim=1)[self._group.rank()]
         assert A.shape[1] == columns
         self.A = torch.nn.Parameter(A.to(like))
         self.B = torch.nn.Parameter(like.new_zeros(rows, lora.rank))
+        # Megatron counts a divided matrix on every rank in the gradient's norm, a whole one once
         whole, divided = (self.A, self.B) if self._by_rows else (self.B, self.A)
         set_tensor_model_parallel_attributes(divided, True, 0 if self._by_rows else 1, 1)
         for parameter in (self.A, self.B):
             parameter.allreduce = not self._expert  # pyright: ignore[reportAttributeAccessIssue] (Megatron's mark)
+        # each rank has the gradient of its part of the sequence: Megatron sums such parameters over TP
         whole.sequence_parallel = self._sequence  # pyright: ignore[reportAttributeAccessIssue] (Megatron's mark)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what the adapter adds to the layer's output: [..., in] -> [..., out], as the layer's."""
         A, B = self.A, self.B
+        # the identity; its backward pass sums the whole matrix's gradient over the group
         if self._expert and self._by_rows:
             A = copy_to_tensor_model_parallel_region(A, group=self._group)
         elif self._expert:
@@ -190,6 +194,7 @@ def _sharded(weight: Weight, parameter: Tensor) -> ShardedTensorFactory:
     """Return the parameter as Hugging Face's tensors, by section: independent of Megatron's order of rows."""
     group, arrangement = groups.tensor_group(weight), weight.arrangement
     if weight.expert is None:
+        # which of the equal copies this rank has; Megatron writes copy 0
         copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     else:
         copy = parallel_state.get_expert_data_parallel_rank()

@@ -56,9 +56,11 @@ ALLOWED = {
 LORA = "lora"
 """Key of the recipe of adapters in a checkpoint's content metadata; None: it holds all weights."""
 
+# `optimizer.distributed.dp_group_idx_0.param_state`, `chained_0.optimizer.state.exp_avg...`
 OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 """Prefix of keys that do not belong to the model."""
 
+# `decoder.layers.3.mlp.linear_fc1.adapter.A.0`
 ADAPTER = re.compile(r"\.adapter\.[AB]\.\d+$")
 """End of keys of adapters' matrices."""
 
@@ -172,6 +174,7 @@ def check_weights(path: Path, metadata: Metadata, states: Sequence[dict[str, Any
     dicts, in their shapes, as floating-point numbers. ``states``: of this rank's chunks. Collective."""
     parts = []
     for state in states:
+        # factories are replaced, in place, by the tensors that they make of a weight
         copied = dict(state)
         apply_factories(copied)
         parts += [item for item in nested_values(copied) if isinstance(item, ShardedTensor)]
@@ -189,11 +192,13 @@ def sharded_weights(chunk: PolicyModel, options: dict, stored: Metadata | None =
     all alike share tensors with a first axis n."""
     state = chunk.sharded_state_dict(metadata=options)
     keys = stored.state_dict_metadata if stored else {}
+    # `decoder.layers.mlp.linear_fc1.weight` [layers, ...]: no number, so all layers are in one tensor
     if any(re.match(r"decoder\.layers\.\D", key) for key in keys):
         # Megatron's own maps refuse Gated DeltaNet and two kinds of MLP (gpt_checkpoint_interop.py:129-142).
         numbers = {layer: layer // 2 for layer in range(chunk.config.num_layers)}
         maps = gpt.GPTCompatLayerMaps(numbers, {}, frozenset(), len(numbers) // 2)
         gpt.retarget_sharded_state_dict_to_gpt_checkpoint(state, maps)
+    # `decoder.layers.7.mlp...`: a GPTModel's numbers and the name of its final norm
     elif "decoder.final_layernorm.weight" in keys:
         for entry in nested_values(state):
             key = entry.key.replace("decoder.final_norm.", "decoder.final_layernorm.")
@@ -259,6 +264,7 @@ def _resolve(path: Path) -> Path:
         config = maybe_load_config(str(path))
     except UNREADABLE as error:
         raise CheckpointError(f"{path / 'metadata.json'}: cannot be read: {error!r}") from None
+    # Megatron's metadata.json names the format; without it torch's loader would fail in its own words
     if config is None:
         raise CheckpointError(f"{path}: no metadata.json: not a Megatron checkpoint, or an incomplete one")
     if config.sharded_backend != "torch_dist":

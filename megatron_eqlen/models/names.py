@@ -42,13 +42,16 @@ def global_name(chunk: PolicyModel, name: str) -> str:
         return name
     layer = (chunk.decoder.layers[int(in_layer[1])].layer_number - 1) // 2  # of a mixer or an MLP
     rest = in_layer[2]
+    # `mlp.linear_fc1.layer_norm_weight` is `pre_mlp_layernorm.weight`
     for fused, alone in FUSED_NORMS.items():
         if rest.startswith(fused):
             rest = alone + rest.removeprefix(fused)
+    # grouped experts: `experts.linear_fc1.weight3`, and `experts.linear_fc1.adapters.3.A`, are expert 3's
     rest = re.sub(r"experts\.(linear_fc[12])\.weight(\d+)", r"experts.local_experts.\2.\1.weight", rest)
     rest = re.sub(r"experts\.(linear_fc[12])\.adapters\.(\d+)", r"experts.local_experts.\2.\1.adapter", rest)
     expert = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(.*)", rest)
     if expert:
+        # experts are divided over the expert-parallel ranks in order
         first = experts_per_rank(chunk.model_config) * parallel_state.get_expert_model_parallel_rank()
         number = first + int(expert[1])
         rest = f"mlp.experts.local_experts.{number}.{expert[2]}"

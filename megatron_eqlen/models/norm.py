@@ -56,6 +56,7 @@ class _BlockedNorm(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         by_x, by_weight = torch.empty(x.shape, dtype=x.dtype), torch.zeros_like(weight)
         for some, up, of in zip(*map(_blocks, (x, grad, by_x)), strict=True):
+            # n = x scale, y = n w: with u = dL/dy w, dL/dx = (u - n mean(u n)) scale, and dL/dw sums dL/dy n
             some, up = some.float(), up.float()
             scale = torch.rsqrt(some.square().mean(-1, keepdim=True) + ctx.eps)
             normed = some * scale

@@ -54,6 +54,7 @@ class PolicyModel(HybridModel):
         embedded = self.embedding(input_ids, position_ids) if self.pre_process else None
         if embedded is not None and torch.is_grad_enabled() and not embedded.requires_grad:
             embedded.requires_grad_()  # frozen; recomputed layers have gradients only if their input has
+        # [s (/ TP), b, hidden]; later stages get theirs from the stage before
         hidden = self.decoder(
             hidden_states=embedded,
             attention_mask=attention_mask,

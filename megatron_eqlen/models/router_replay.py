@@ -74,7 +74,9 @@ class Agreement:
         counted = given.experts >= 0
         if left_out is not None:
             counted &= ~left_out[:, None]
+        # [t, experts] bool, as `chosen`
         preferred = torch.zeros_like(chosen, dtype=torch.bool).scatter_(1, given.preferred, True)
+        # -1 cannot be gathered; `counted` leaves these out
         experts = given.experts.clamp_min(0)
         used, wanted = (counted & choice.bool().gather(1, experts) for choice in (chosen, preferred))
         self.counts += torch.stack([counted.sum(), used.sum(), wanted.sum()])
@@ -163,6 +165,7 @@ def number_routers(chunks: Iterable[torch.nn.Module]) -> None:
 def moe_layers(chunks: Iterable[PolicyModel]) -> tuple[int, ...]:
     """Return the layers of ``tokens.ROUTES`` that a rank's rows hold, in the same order."""
     return tuple(
+        # Megatron counts from 1, a mixer and an MLP each: the MLP of layer n is number 2 n + 2
         chunk.model_config.moe_layers.index(router.layer_number // 2 - 1)
         for chunk in chunks
         for router in routers([chunk])

@@ -61,6 +61,7 @@ class TreeAttention(MegatronModule):
             raise ValueError(f"attention_dropout: expected 0, found {dropout}")
         assert config.kv_channels is not None
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        # a recipe's text, or Megatron's enumeration
         self.flash = config.attention_backend in ("flash", AttnBackend.flash)
 
     def forward(
@@ -110,6 +111,7 @@ class _Merged(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, tree: TreeParams, scale: float) -> Tensor:
         attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         wide = torch.promote_types(q.dtype, torch.float32)
+        # [S, heads, d] and [heads, S]: the merged parts so far
         out, lse = q.new_empty(q.shape, dtype=wide), q.new_empty(q.shape[1::-1], dtype=wide)
         for number, call in enumerate(tree.calls):
             for queries, keys in call.pairs:

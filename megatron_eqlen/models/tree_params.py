@@ -102,6 +102,7 @@ class TreeParams(PackedSeqParams):
     def from_row(cls, row: Row, device: torch.device | str | None = None) -> TreeParams:
         """Return the trees of ``row``. ``device``: default the current CUDA device, or else the CPU."""
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        # lengths of paths, not of the row
         longest = int(row.position_ids.max()) + 1
         padding = RowNode(row.num_tokens, len(row.input_ids) - row.num_tokens, parent=-1, depth=0, position=0)
         return cls(
@@ -160,6 +161,7 @@ class TreeParams(PackedSeqParams):
         """Chains in row order; every position is in exactly one chain."""
         chains: list[Chain] = []
         for index, run in enumerate(self.runs):
+            # a run right behind its parent prolongs the chain
             if run.parent == index - 1 and run.parent >= 0:
                 last = chains[-1]
                 chains[-1] = Chain(last.start, run.start + run.length, last.prefix)
@@ -173,6 +175,7 @@ class TreeParams(PackedSeqParams):
         while run.parent >= 0:
             run = self.runs[run.parent]
             end = run.start + run.length
+            # ancestors that touch make one span
             if spans and spans[0][0] == end:
                 end = spans.pop(0)[1]
             spans.insert(0, (run.start, end))
@@ -270,6 +273,7 @@ class TreeParams(PackedSeqParams):
         levels: list[list[int]] = []
         number: list[int] = []
         for i, run in enumerate(self.runs):
+            # parents come first, so depths grow by one
             if run.depth == len(levels):
                 levels.append([])
             number.append(len(levels[run.depth]))
@@ -279,6 +283,7 @@ class TreeParams(PackedSeqParams):
     def _run_level(self, runs: list[RowNode], number: list[int]) -> RunLevel:
         spans = [np.arange(run.start, run.start + run.length) for run in runs]
         lengths = np.array([run.length for run in runs], dtype=np.int64)
+        # [runs] number of chunks
         counts = -(-lengths // KERNEL_CHUNK)
         owner = np.repeat(np.arange(len(runs)), counts)  # [chunks] each one's run, and its place there
         place = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -132,6 +132,7 @@ def _export(chunks: Sequence[torch.nn.Module], weights: Iterable[Weight]) -> Ite
     per_rank = experts_per_rank(model_config(chunks))
     for batch in _batches(weights, _stages(local.parameters), per_rank, like.element_size()):
         names = [name for weight in batch.weights for name in weight.hf]
+        # what is not trained, a router's bias, stays in float32
         empty = like.new_empty(0, dtype=like.dtype if batch.place[-1] else torch.float32)
         yield from zip(names, _gather_batch(batch, local, empty), strict=True)
 
@@ -186,7 +187,9 @@ def _gather_batch(batch: _Batch, local: _Local, like: Tensor) -> list[Tensor]:
     shapes = [shape for weight in batch.weights for shape in weight.shapes]
     tensors = None
     if pipeline.rank() == stage:
+        # of a stage's experts only the owner has these; its expert-parallel peers get them from it first
         if batch.weights[0].megatron in local.parameters:
+            # merged before they are gathered: each rank computes its own part
             own = [(weight, local.merged(weight.megatron)) for weight in batch.weights]
             tensors = [part for weight, tensor in own for part in _gathered(weight, tensor)]
         if owner is not None:
@@ -201,6 +204,7 @@ def _gathered(weight: Weight, parameter: Tensor) -> list[Tensor]:
         return parts
     wholes = []
     for part in parts:
+        # [ranks] parts of one tensor
         by_rank = [torch.empty_like(part) for _ in range(group.size())]
         dist.all_gather(by_rank, part, group=group)
         wholes.append(weight.gather(by_rank))
