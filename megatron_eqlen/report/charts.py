@@ -106,6 +106,7 @@ class Chart:
     def data(self) -> dict[str, Any]:
         """Return what ``page.js`` draws, as plain data: of each series the columns ``y`` and, where there are
         some, ``low``, ``high`` and ``smooth``, the moving average; ``hover``, a height between the series."""
+        # [series, n]; the pointer is caught by an invisible line at the mean height of the series
         values = np.array([series.y for series in self.series]).reshape(-1, len(self.x))
         counts = np.isfinite(values).sum(axis=0)
         series = []
@@ -137,6 +138,7 @@ def smoothed(values: np.ndarray) -> np.ndarray:
     reach = max(len(values) // 40, 1)
     kernel, known = np.ones(2 * reach + 1), np.isfinite(values)
     sums = np.convolve(np.where(known, values, 0.0), kernel)[reach:-reach]
+    # neighbours without a value, and those beyond the ends, do not count
     counts = np.convolve(known.astype(float), kernel)[reach:-reach]
     return np.where(known, sums / np.maximum(counts, 1.0), np.nan)
 
@@ -158,11 +160,13 @@ def averaged(values: np.ndarray) -> np.ndarray:
 def charts(columns: Columns, evaluations: Sequence[Evaluation]) -> list[Chart]:
     """Return the charts: accuracies with their intervals, those of ``CHARTS``, and the seconds by stage."""
     drawn = [_accuracies(columns, evaluations)] if evaluations else []
+    # steps are grouped as the values are, so each point has the mean step of its group
     x = averaged(columns.steps)
     clock = _clock(columns, x)
     for title, lines in CHARTS.items():
         series = [
             Series(name, averaged(values), colour=COLOURS[n], last=compact(_known(values)[-1]))
+            # a series keeps its colour where others are left out
             for n, (name, metric) in enumerate(lines.items())
             if len(_known(values := columns.first_of(metric) * (100 if PERCENT in name else 1)))
         ]

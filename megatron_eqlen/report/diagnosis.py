@@ -47,6 +47,7 @@ Diagnosis = tuple[str, str]  # kind; cause, with counts and an example
 def diagnose(run: Path, recipe: Recipe, records: Records) -> Iterator[Diagnosis]:
     """Yield what is wrong in the newest steps; nothing for a run that learns. ``records``: the newest, oldest
     first. Raises ValueError naming a file that is damaged."""
+    # trends from the oldest to the newest of the records
     for name, names, ratio, bound, so in () if recipe.supervised else TRENDS:
         values = [value for record in records if (value := first_of(record, names)) is not None]
         first, now = median(values[:ENDS] or [0.0]), median(values[-ENDS:] or [0.0])
@@ -54,6 +55,7 @@ def diagnose(run: Path, recipe: Recipe, records: Records) -> Iterator[Diagnosis]
         if len(values) >= 2 * ENDS and (grew or (ratio < 1 and now < max(bound, ratio * first))):
             change = f"{'grew' if grew else 'fell'} from {compact(first)} to {compact(now)}"
             yield name, f"{name} {change}: {so}"
+    # from here on the newest step alone
     last = records[-1] if records else {}
     if failed := last.get("reward/unscored"):
         text = f"{failed:.0f} responses have no reward (reward.on_error: {recipe.reward.on_error})"
@@ -64,6 +66,7 @@ def diagnose(run: Path, recipe: Recipe, records: Records) -> Iterator[Diagnosis]
     if skipped := last.get("train/skipped_updates"):
         yield "skipped", f"{skipped:.0f} updates were skipped, see the warnings above"
         return
+    # was anything trained, and do nearly all responses end without an answer?
     units = last.get("objective/units") or 0
     idle = not last.get("train/updates") or last.get("objective/zero_advantage_fraction") == 1 or not units
     many = max(last.get("reward/verdict/no_answer") or 0, last.get("harvest/truncated_fraction") or 0) > MOST
@@ -72,11 +75,13 @@ def diagnose(run: Path, recipe: Recipe, records: Records) -> Iterator[Diagnosis]
         if units and last.get("objective/members") == units:
             causes += [("single", "equal rewards by construction: comparison units have one member")]
         why = f"none of its {units:.0f} comparison units has unequal rewards"
+        # a step that trained something needs no excuse
         yield from causes or [("idle", why)][:idle]
 
 
 def _ends(files: Sequence[Path], recipe: Recipe) -> Iterator[Diagnosis]:
     """Yield the cause that nearly all responses of a step share, or why they cannot be told apart."""
+    # how each line ended, and which rewards each prompt's lines have
     responses: list[tuple[str, Rollout, Part]] = []
     by_prompt: defaultdict[str, set[float]] = defaultdict(set)
     for rollout in read_skeletons(files):
@@ -90,6 +95,7 @@ def _ends(files: Sequence[Path], recipe: Recipe) -> Iterator[Diagnosis]:
     if not rewards:
         return
     (end, count), *_ = ((end, count) for end, count in ends.most_common() if end != UNSCORED)
+    # texts of lines with the most frequent end: several to look for an answer in, else one as the example
     mine = [(rollout, last) for name, rollout, last in responses if name == end]
     form = FORMS.get(mine[0][0].prompt.grader, "")
     looked_at = mine[: LOOKED_AT if end == "truncated" else 1]

@@ -74,6 +74,7 @@ def read_newest(folder: Path, count: int) -> Records:
         return []
     with opened(path) as file:
         whole = file.seek(0, 2)
+        # a longer end each time, until it has a line more than asked for: its first one may be cut
         while True:
             file.seek(max(whole - size, 0))
             *lines, torn = file.read().split(b"\n")

@@ -49,8 +49,10 @@ def write_page(run: Path) -> Path:
     evaluated = read_evaluations(evaluation_files(run / "evaluation", columns.last.get("step", 0)))
     benchmarks = histories(evaluated).values()
     decode, note = find_decoder(recipe.model)
+    # a damaged record ends this before anything is drawn from it
     check_newest(run / "streams")
     newest = islice(scored_steps(run / "streams", newest_first=True), STEPS)
+    # the newest steps and the first one, each once
     shown = dict([*newest, *islice(scored_steps(run / "streams"), 1)])
     steps, rows = [], list[dict[str, Any]]()
     for number, folder in shown.items():

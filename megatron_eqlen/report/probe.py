@@ -93,13 +93,16 @@ def look(probed: Sequence[Rollout], probe: ProbeSampling, recipe: Recipe, decode
     for rollout, line in probe.responses:
         parts = {-1, *(part.number for part in rollout.line(line.last.number))}
         of_rollout, own = rewards[rollout_key(rollout)], response_reward(line.last, rollout.prompt_id)
+        # places on this response's line: those of other lines of the tree are not prefixes of it
         at = {length: found for (part, length), found in of_rollout.items() if part in parts}
+        # without a value at the prompt no change can be told
         if len(at[0]) > 1:
             responses.append(Probed(rollout, line, at | {line.length: np.array([own])}))
     found: dict[str, Any] = {"responses": [response.row(decode) for response in responses]}
     if responses and probe.forced:
         return found | {"budgets": [*_budgets(responses)]}
     weights = np.array([response.line.weight for response in responses])
+    # [5] mean variance that is left at each quarter's bounds
     left = [float(weights @ [response.undecided(share) for response in responses]) for share in QUARTERS]
     decided = [(a - b) / left[0] if left[0] > 0 else float("nan") for a, b in itertools.pairwise(left)]
     changes = [change for response in responses for change in response.changes]

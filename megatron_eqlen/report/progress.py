@@ -37,6 +37,7 @@ class Progress:
         self.console = console or Console(highlight=False, soft_wrap=True)
         self.spent = Spent()
         self.metrics: Metrics = {}
+        # the newest steps tell the time left: earlier ones may have had other lengths
         self.step_seconds: deque[float] = deque(maxlen=STEPS_FOR_ETA)
         self.started = time.monotonic()
         self._note = note

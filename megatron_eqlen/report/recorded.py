@@ -83,6 +83,7 @@ class RecordedStep:
             text = json.dumps(detail, ensure_ascii=False, separators=(",", ":"))
             yield {
                 "prompt": rollout.prompt_id,
+                # `deepmath/train-00000.parquet#17` is of deepmath
                 "source": rollout.prompt.source or rollout.prompt_id.partition("/")[0],
                 "title": seen.title,
                 "question": seen.question[:160],
@@ -110,6 +111,7 @@ def _part(part: Part, seen: PartView) -> dict[str, Any]:
     if "logprobs" in part.tokens:
         columns["log-prob"] = np.round(part.tokens["logprobs"].astype(float), DIGITS)
     if node is not None:
+        # an environment's tokens have neither advantage nor weight
         advantages = np.zeros(len(own))
         advantages[own] = node.advantage
         columns |= {"advantage": advantages, "weight": np.where(own, node.weight, 0.0)}

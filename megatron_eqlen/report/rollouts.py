@@ -169,6 +169,7 @@ def texts_of(token_ids: list[int], decode: Decode) -> list[str]:
     for token in token_ids:
         cut.append(token)
         text = decode(tuple(cut))
+        # U+FFFD stands for a character whose last bytes are in the next tokens
         whole = not text.endswith("\ufffd") or len(cut) == CUT
         texts.append(text if whole else "")
         cut = [] if whole else cut

@@ -56,6 +56,7 @@ def print_rollouts(
         if step.rollouts and streams.is_dir() and not as_json:
             console.rule(name, characters="─")
         probes = probes_of(files[0].resolve().parent)
+        # a stable sort: otherwise in the order of the record
         shown = sorted(step.rollouts, key=lambda rollout: rollout_key(rollout) not in probes)[:left]
         for rollout, seen in zip(shown, step.views(shown, decode), strict=True):
             probed = probes.get(rollout_key(rollout), [])
@@ -97,6 +98,7 @@ def _print(console: Console, rollout: RolloutView, probed: Sequence[dict[str, An
     for part in rollout.parts:
         style = STYLES[part.lesson.role]
         console.print(Text.assemble("  ", (part.label, f"bold {style}"), "  ", ", ".join(part.facts())))
+        # the end of the text that the part goes on from
         before = rollout.parts[part.parent].text[-BEFORE:] if part.parent >= 0 else ""
         text = Text.assemble((f"…{before}▸" if before else "", "dim"), (part.text, style))
         console.print(Padding(text, (0, 0, 0, 4)))
