@@ -40,6 +40,7 @@ class Budget:
     def ended_by(self, spent: Spent) -> str | None:
         """Return the recipe's key of the limit that is reached, if any; ``steps`` only if no other is."""
         reached = [key for key, limit in self.limits() if getattr(spent, key) >= limit]
+        # ``steps`` is the first field, so that a cost that ended the run comes after it.
         return reached[-1] if reached else None
 
     def steps_left(self, spent: Spent) -> float | None:

@@ -49,12 +49,14 @@ def _set_keys(
     for name, field in fields.items():
         key, value, default = prefix + name, getattr(section, name), field.get_default()
         own = (condition.within(prefix) for condition in field.metadata if isinstance(condition, When))
+        # A section's conditions hold for all that is in it.
         conditions = (*inherited, *own)
         below = {key: value} if isinstance(value, Section) else {}
         if isinstance(value, list):
             below = {f"{key}.{n}": item for n, item in enumerate(value) if isinstance(item, Section)}
         for at, item in below.items():
             yield from _set_keys(item, f"{at}.", conditions)
+        # A written ``router_replay: true`` asks for something, though it is the default.
         switched_on = value is True and name in given and len(given) < len(fields)
         if not isinstance(value, Section) and (value != default or switched_on):
             yield key, value, default, conditions
@@ -73,6 +75,7 @@ def _of_run(recipe: Recipe) -> Iterator[str]:
     if recipe.name in (".", "..") or not re.fullmatch(r"[\w.,=+@ -]{1,100}", recipe.name):
         expected = "1 to 100 letters, digits or any of ' _-.,=+@' (it names a folder under runs/)"
         yield f"name: expected {expected}, found {recipe.name!r}"
+    # ``90``, ``24:00:00``, ``7-00:00:00``
     if not re.fullmatch(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED", cluster.time):
         expected = "SLURM's MINUTES, HOURS:MINUTES:SECONDS, DAYS-HOURS or UNLIMITED"
         yield f"cluster.time: expected {expected}, found {cluster.time!r}"
@@ -105,9 +108,11 @@ def _of_engine(recipe: Recipe) -> Iterator[str]:
             url = None
         if url is None or url.port == 0 or url.username or url.password or url.query or url.fragment:
             yield f"rollout.servers.{number}: expected http://HOST:PORT, found {text!r}"
+        # Normal forms: ``http://HOST:80`` and ``http://host/`` are the same server.
         if (address := str(url).rstrip("/")) in addresses:
             yield f"rollout.servers.{number}: expected each server once, found {text!r} again"
         addresses.append(address)
+    # Benchmarks may have a top-k of their own.
     evaluated = [recipe.of_benchmark(benchmark).rollout for benchmark in recipe.evaluation.benchmarks]
     for each in (rollout, *evaluated) if rollout.keep_sampling_mask else ():
         if each.temperature and not 1 <= each.top_k <= MOST_PER_TOKEN:
@@ -177,6 +182,7 @@ def _of_supervised(recipe: Recipe) -> Iterator[str]:
     if recipe.sampling != "independent":
         yield f"sampling: {recipe.sampling} {end}"
     evaluates = "benchmarks" in recipe.evaluation.model_fields_set
+    # A recipe that lists benchmarks, even none, may carry keys of the engine.
     useless = OF_SAMPLES + (() if evaluates else OF_ENGINE)
     for key, value, _, _ in _set_keys(recipe):
         section, _, name = key.partition(".")
@@ -197,6 +203,7 @@ def _check_plugins(recipe: Recipe) -> None:
     for section, items in sections.items():
         for number, item in enumerate(items):
             paths |= {f"{section}.{number}.{key}": getattr(item, key) for key in ("reader", "grader")}
+    # All others are names, which the schema has checked.
     for key, path in paths.items():
         if is_import_path(path or ""):
             load_object(path or "", key)

@@ -67,6 +67,7 @@ def is_whole(export: Path) -> bool:
 def changed(export: Path) -> list[str]:
     """Return the files of ``RUN/export`` or ``RUN/adapter`` that differ from what was recorded, if it was."""
     found = written(export)
+    # Without a record the files count as they are.
     before = recorded(export.parent).get(f"RUN/{export.name}", found)
     return sorted(name for name in found.keys() | before.keys() if found.get(name) != before.get(name))
 
@@ -89,6 +90,7 @@ def keep_same(run: Path, found: dict[str, Contents]) -> None:
     changed = [
         f"{Path(path, name)} {'is new' if was is None else 'is missing' if now is None else 'has changed'}"
         for path in found.keys() & before.keys()
+        # Files that are new, missing or changed.
         for name in found[path].keys() | before[path].keys()
         if (was := before[path].get(name)) != (now := found[path].get(name))
     ]
@@ -108,6 +110,7 @@ def _digest(file: Path) -> str:
         if not file.name.endswith(WEIGHTS) or size <= BLOCK * BLOCKS:
             return hashlib.file_digest(content, "sha256").hexdigest()
         digest = hashlib.sha256(str(size).encode())
+        # Evenly spaced blocks, the first and the last of the file among them.
         for number in range(BLOCKS):
             content.seek((size - BLOCK) * number // (BLOCKS - 1))
             digest.update(content.read(BLOCK))

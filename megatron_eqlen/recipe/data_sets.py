@@ -26,4 +26,5 @@ def with_defaults(section: Any) -> Any:
 def model_release(path: str) -> str | None:
     """Return the day on which the model of a hub name or folder was released; None if it is not known."""
     known = [name for name in _TABLE["models"] if Path(path).name.startswith(name)]
+    # The longest name that fits is the most specific one.
     return _TABLE["models"][max(known, key=len)] if known else None

@@ -78,9 +78,11 @@ def check_options(key: str, options: Mapping[str, Any]) -> None:
     engines know names."""
     if not options:
         return
+    # Empty where the engine is not installed: then only refusals can be told.
     known: dict[str, str] = {}
     for place in (*MEGATRON, DDP) if key == "model.megatron" else VLLM:
         known |= _fields(place)
+    # Of the optimizer's many fields a few may be given.
     if known and key == "model.megatron":
         known |= {name: _fields(OPTIMIZER)[name] for name in OPTIMIZER_DEFAULTS}
     for name, value in options.items():
@@ -103,6 +105,7 @@ class MegatronOptions(NamedTuple):
 
 
 def split_megatron(options: Mapping[str, Any]) -> MegatronOptions:
+    # Fields that DDP's configuration has alone; the model's wins where both have one.
     of_ddp = _fields(DDP).keys() - {name for place in MEGATRON for name in _fields(place)}
     ddp = {name: value for name, value in options.items() if name in of_ddp}
     optimizer = {name: options.get(name, default) for name, default in OPTIMIZER_DEFAULTS.items()}
@@ -112,6 +115,7 @@ def split_megatron(options: Mapping[str, Any]) -> MegatronOptions:
 
 def _is_of(value: Any, kind: str) -> bool:
     """Return False if the value is not of the annotated type ``kind``; True if only the engine can tell."""
+    # The annotation is source text, such as ``Literal['nccl', 'mpi'] | None``.
     try:
         TypeAdapter(eval(kind, vars(typing) | {"__builtins__": builtins})).validate_python(value, strict=True)
     except ValidationError:

@@ -39,6 +39,7 @@ Input = ModelRecipe | TeacherRecipe | SourceRecipe | BenchmarkRecipe
 def pinned(recipe: Recipe, run: Path | None = None) -> Recipe:
     """Return the recipe with each name on the hub at a commit. A resumed run (its folder is ``run``) stays at
     its commits, unless the recipe names a revision. Raises RecipeError."""
+    # A run's own commits come before those of this command.
     known = _environment() | (_stored(run) if run else {})
     changed = {key: _pinned(key, section, known) for key, section in _inputs(recipe).items()}
     if known:
@@ -71,6 +72,7 @@ def with_model(recipe: Recipe) -> Recipe:
 
 def missing_inputs(recipe: Recipe) -> str:
     """Return which local inputs are missing, and the command that makes them; empty if all are there."""
+    # Names on the hub are fetched later.
     paths = {f"{key}.path": section.path for key, section in _inputs(recipe).items() if not hub_repo(section)}
     for number, source in enumerate(recipe.data.sources):
         paths |= {f"data.sources.{number}.exclude": source.exclude} if source.exclude else {}
@@ -78,6 +80,7 @@ def missing_inputs(recipe: Recipe) -> str:
     problems = "; ".join(f"{key}: {path} does not exist" for key, path in missing.items())
     if not all(map(os.path.isabs, missing.values())):
         problems += f" (relative to {Path.cwd()})"
+    # A path that the command line gave is the user's own, which ``inputs_from`` does not make.
     return problems + (where_from(recipe) if missing.keys() - recipe.variant.keys() else "")
 
 
@@ -135,6 +138,7 @@ def keep_inputs(run: Path, recipe: Recipe) -> None:
     paths = {section.path for section in _inputs(recipe).values() if not hub_repo(section)}
     paths |= {source.exclude for source in recipe.data.sources if source.exclude}
     texts = {key: text for key, text in leaves(recipe.model_dump()).items() if isinstance(text, str)}
+    # Values of keys that are not ours, as options of environments, may name files, too.
     declared = {".".join(key) for key in all_keys()}
     opened = {text for key, text in texts.items() if re.sub(r"\.\d+", ".0", key) not in declared}
     paths |= {text for text in opened if os.path.isfile(text)}
@@ -160,6 +164,7 @@ def _pinned(key: str, section: Input, known: dict[str, str]) -> Input:
         return section
     if repo.is_pinned:
         return section
+    # Asked once: several sections may name one repository, and its branch may move.
     if _pin_key(repo) not in known:
         try:
             known[_pin_key(repo)] = str(repo.pinned().revision)
@@ -190,6 +195,7 @@ def _stored(run: Path) -> dict[str, str]:
     if not os.path.isfile(run / RECIPE):  # false for a path that nobody can read, too: others say so
         return {}
     repos = [hub_repo(section) for section in _inputs(load(run / RECIPE)).values()]
+    # Kept for the default branch: a recipe that names a revision now is asked for anew.
     return {_pin_key(repo, default=True): str(repo.revision) for repo in repos if repo and repo.is_pinned}
 
 

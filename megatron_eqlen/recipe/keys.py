@@ -41,10 +41,12 @@ def nearest(unknown: Sequence[str | int], schema: type[Section] = Recipe) -> str
     def is_other(word: str) -> bool:  # ``batch`` is no ``block``
         return all(_alike(word, own) <= LEAST_SIMILAR for own in best[-1].split("_"))
 
+    # Of equally similar keys the one with fewer parts.
     best = max(all_keys(schema), key=lambda key: (likeness(key), -len(key)))
     others = likeness(best) <= ABBREVIATION and any(map(is_other, name.lower().split("_")))
     if likeness(best) < LEAST_SIMILAR or others:
         return _hint(unknown, lost=True) if schema is Recipe else None
+    # In the same section the numbers that were written stay: ``data.sources.3.weight``.
     if _without_numbers(best[:-1]) == section:
         best = (*unknown[:-1], best[-1])
     return f"nearest: {'.'.join(best)!r}"
@@ -58,6 +60,7 @@ def _hint(parts: Sequence[str], lost: bool = False) -> str | None:
         return f"it went to {went['to']}"
     last = key.rpartition(".")[2]
     rows = [(row.theirs.lower(), row) for trainer in (HINTS, *TRAINERS) for row in table()[trainer]]
+    # The whole name first, then the last part, then patterns; the first row decides.
     alike = [row for theirs, row in rows if theirs == key]
     ours = ((theirs, row) for theirs, row in rows if lost or (row.ours and not row.why))
     alike += [row for theirs, row in ours if theirs.rpartition(".")[2] == last]

@@ -69,11 +69,13 @@ def of_teacher(parallel: ParallelRecipe, teacher: ModelConfig) -> ParallelRecipe
 def groups(parallel: ParallelRecipe, processes: int) -> Iterator[str]:
     """Yield violations of Megatron-Core's two divisions of the ranks: for dense layers and for experts."""
     tensor, pipeline = parallel.tensor, parallel.pipeline
+    # Dense layers: tensor x pipeline ranks hold the model once, and the rest is data-parallel.
     if processes % (ranks := tensor * pipeline):
         yield (
             f"parallel: tensor {tensor} x pipeline {pipeline} = {ranks} does not divide the {processes} "
             f"{PROCESSES}"
         )
+    # Experts divide the same ranks in a way of their own.
     experts = parallel.expert_tensor * parallel.expert * pipeline
     if processes % experts:
         yield (
@@ -98,6 +100,7 @@ def weights(parallel: ParallelRecipe, model: ModelConfig) -> Iterator[str]:
         )
     experts = model.experts
     if experts is None:
+        # Without experts no rank could take a share of them.
         for key in ("expert", "expert_tensor"):
             if (parts := getattr(parallel, key)) > 1:
                 yield f"parallel.{key}: {parts}, but a {model.model_type} model has no experts"
@@ -124,6 +127,7 @@ def _nearly_even(layers: int, chunks: int) -> list[int]:
     """Distribute layers over chunks. The last chunk, which has the head, gets fewer first, then the first
     chunks, which keep the most rows in flight."""
     least, longer = divmod(layers, chunks)
+    # 10 layers on 4 chunks: 2, 3, 3, 2.
     short_first = [chunks - 1, *range(chunks - 1)]
     short = set(short_first[: chunks - longer])
     return [least + (chunk not in short) for chunk in range(chunks)]
@@ -155,6 +159,7 @@ def engine(rollout: RolloutRecipe, model: ModelConfig) -> Iterator[str]:
     padded = -(-sizes.pop("vocab_size") // VLLM_VOCABULARY) * VLLM_VOCABULARY
     sizes[f"vocab_size padded to a multiple of {VLLM_VOCABULARY},"] = padded
     yield from _divides(key, parts, {"num_attention_heads": model.num_attention_heads, **sizes})
+    # 2 heads on 4 ranks: each twice; 8 on 4: two each; 3 on 4 fits neither way.
     if max(parts, heads) % min(parts, heads):
         yield f"{key}: {parts} neither divides nor is a multiple of the model's num_key_value_heads {heads}"
     if model.experts:

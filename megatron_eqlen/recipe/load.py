@@ -43,6 +43,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), checks: Sequence[Recip
         raw = _carried(raw)
     if raw.keys() >= {"recipes", "methods"}:
         raise RecipeError(f"{path}: expected a recipe, found a sweep of several: eqlen sweep {path}")
+    # The file's own keys are needed below, to tell what the command line changed.
     changed = copy.deepcopy(raw)
     for override in overrides:
         _apply(changed, override)
@@ -71,8 +72,10 @@ def _variant(raw: dict[str, Any], recipe: Recipe, keys: tuple[str, ...], runs: b
     try:
         alone: Any = _validated(raw, runs).model_dump(mode="json")
     except ValueError:  # the file alone is not a complete recipe
+        # Then every key of the command line counts as changed.
         alone = None
     changed = differences(alone, recipe.model_dump(mode="json"))
+    # The run folder's name has these already, or they may differ between starts of one run.
     named = (*MAY_CHANGE, *NAMED_ELSEWHERE, *(ABLATIONS if recipe.sampling == "equal_length" else ()))
     return {
         key: shown(new)
@@ -99,6 +102,7 @@ def _validated(raw: dict[str, Any], runs: bool) -> Recipe:
     class and the function of an agent declare. Raises ValueError."""
     recipe = Recipe.model_validate(raw)
     name = recipe.environment.name
+    # An earlier run's recipe that is only read keeps its options as they stand.
     if not (runs and name and recipe.environment.options):
         return recipe
     section, options = recipe.environment, raw["environment"]["options"]
@@ -152,6 +156,7 @@ def _carried(raw: dict[str, Any]) -> dict[str, Any]:
     found = copy.deepcopy(raw)
     for key, went in read_table()["went"].items():
         section, _, name = key.rpartition(".")
+        # The new place is a key, or a sentence that says what to do.
         new = re.fullmatch(r"(\w+)\.(\w+)\.(\w+)", went["to"])
         for at in _sections(found, section):
             if name not in at or (value := at.pop(name)) == went["was"]:
@@ -186,12 +191,14 @@ def _apply(raw: dict[str, Any], override: str) -> None:
         raise RecipeError(f"override {override!r}: expected key.sub=value")
     at: Any = raw
     *parents, last = key.split(".")
+    # Missing sections are made; unknown ones are refused by the schema.
     for part in parents:
         at = _child(at, part, override)
     try:
         value = read_value(text)
     except yaml.YAMLError as error:
         raise RecipeError(f"override {override!r}: not a YAML value: {in_one_line(error)}") from None
+    # A number replaces an item and cannot add one.
     if isinstance(at, list):
         at[_index(at, last, override)] = value
     else:
@@ -217,6 +224,7 @@ def _index(at: list, part: str, override: str) -> int:
 def explain(error: ValidationError, schema: type[Section] = Recipe) -> str:
     """Return the errors of all keys as text, with the nearest key of ``schema`` for an unknown one."""
     alternatives: dict[tuple[str, str], list[str]] = {}  # of a key and its value: what each type expects
+    # A key of several types has an error for each: they become one, ``A or B``.
     for item in error.errors(include_url=False):
         if len(alternatives) > MOST_ERRORS:
             break

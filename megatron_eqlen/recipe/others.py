@@ -49,9 +49,12 @@ def table() -> dict[str, list[Row]]:
 
 def _rows(rows: list[dict[str, Any]], trainer: str) -> Iterator[Row]:
     for row in (row for row in rows if trainer in row):
+        # Without ``names`` the row is read once, and "$" stands for the last part of a key.
         fields = {key: row[key] for key in row if key not in (*TRAINERS, HINTS, "names")}
         for name in row.get("names", "$").split():
             for word in row[trainer].replace("$", name).split():
+                # ``.actor.ppo_epochs=1`` is verl's ``actor_rollout_ref.actor.ppo_epochs`` with the neutral
+                # value 1.
                 theirs, _, neutral = re.sub(r"^\.", "actor_rollout_ref.", word).partition("=")
                 last = theirs.rpartition(".")[2] if name == "$" else name
                 own = {key: fields[key].replace("$", last) for key in ("ours", "part") if key in fields}
@@ -72,6 +75,7 @@ def defaults(trainer: str, version: str = "") -> dict[str, Any]:
     most = _numbers(version or last)
     if not _numbers(first) <= most[:2] <= _numbers(last):
         raise ValueError(f"--from {trainer}@{version}: expected a version from {first} to {last}")
+    # ``{"0": 0.001, "0.4": 0}``: values from a version on; the last that is not newer holds.
     since = {key: value if isinstance(value, dict) else {"0": value} for key, value in told[trainer].items()}
     known = {key: [value[new] for new in value if _numbers(new) <= most] for key, value in since.items()}
     return {key: values[-1] for key, values in known.items() if values}

@@ -38,12 +38,14 @@ def phases(recipe: Recipe) -> list[Phase]:
     weights: list[MemoryPart] = ["weights"]
     state: list[MemoryPart] = ["gradients"] if recipe.optimizer.offload else ["gradients", "optimizer"]
     trainer = weights + state
+    # What stays beside an engine that is awake; weights must be there to be sent.
     kept = {"none": trainer, "state": weights, "all": []}[parked]
     synced = trainer if parked == "none" else weights
     colocated = recipe.colocated
     awake: list[MemoryPart] = ["engine", "kv_cache"] if colocated else []
     woken: list[MemoryPart] = ["engine"] if colocated else []
     asleep: list[MemoryPart] = ["sleeping_engine"] if colocated else []
+    # A trained demonstration is not generated; without benchmarks there is no engine at all.
     absent = ("generate",) * recipe.supervised + ("start", "sync", "evaluate") * (not recipe.generates)
     every = [
         Phase("load", (*trainer,)),

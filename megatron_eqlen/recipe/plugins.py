@@ -64,6 +64,7 @@ def typed(
 ) -> dict[str, Any]:
     """Return the options of ``key`` for which ``taker`` has annotated parameters, each of its type, or as
     JSON has it. Raises ValueError, naming the option, its type and what was found."""
+    # Annotations may be text (``from __future__``), which names what its own module imports.
     of = getattr(taker.__init__ if inspect.isclass(taker) else taker, "__globals__", {})
     found: dict[str, Any] = {}
     for name, parameter in inspect.signature(taker).parameters.items():
@@ -83,6 +84,7 @@ def typed(
 def _read(adapter: TypeAdapter, value: Any) -> Any:
     """Return a value as it is spelt if that is of the type, or else what its text says."""
     try:
+        # ``5`` is a number for ``int``; ``str`` refuses the number and takes the text below.
         return adapter.validate_python(TypeAdapter(Tree).validate_python(value), strict=True)
     except ValidationError:
         return adapter.validate_python(value)
@@ -104,9 +106,11 @@ def digests(path: str) -> dict[str, str]:
         if module in found or (file := _source(module)) is None:
             continue
         try:
+            # A folder without ``__init__.py`` has no code of its own.
             tree = ast.parse(file.read_bytes() if file.is_file() else b"")
         except SyntaxError as error:
             raise ValueError(f"{file}:{error.lineno}: {error.msg}") from None
+        # Unparsed, so that comments and layout do not count.
         found[module] = sha256(ast.unparse(tree).encode()).hexdigest()
         due += [target for node in ast.walk(tree) for target in _imported(node, module)]
     return {"" if module == first else module: digest for module, digest in found.items()}
@@ -133,6 +137,7 @@ def _imported(node: ast.AST, module: str) -> Iterator[str]:
     if isinstance(node, ast.Import):
         for alias in node.names:
             parts = alias.name.split(".")
+            # ``import a.b`` runs ``a``, too.
             yield from (".".join(parts[:end]) for end in range(1, len(parts) + 1))
     elif isinstance(node, ast.ImportFrom):
         spec = find_spec(module)

@@ -66,7 +66,9 @@ def one_of(*names: str) -> AfterValidator:
 
     def check(value: str) -> str:
         if value not in names and not is_import_path(value):
+            # With no cutoff some name is always the nearest.
             near = difflib.get_close_matches(value.lower(), names, n=1, cutoff=0.0)[0]
+            # ``mine.reward`` was probably meant as ``mine:reward``.
             if "." in value:
                 near = ":".join(value.rsplit(".", 1))
             expected = f"one of {', '.join(names)}, or package.module:name"
@@ -740,6 +742,7 @@ class Recipe(Section):
         """Give keys that ``objective: sft`` leaves out its own defaults."""
         if not isinstance(raw, dict) or raw.get("objective") != SFT:
             return raw
+        # A recipe's own values come last, so that they win.
         given = {"sampling": "independent", "loss": {}} | raw
         return given | ({"loss": {"kl_coef": 0.0} | given["loss"]} if isinstance(given["loss"], dict) else {})
 
@@ -782,6 +785,7 @@ class Recipe(Section):
     @property
     def longest_context(self) -> int:
         """Most tokens of a path that an engine generates, in training or for a benchmark."""
+        # Benchmarks may allow longer responses than training does.
         limits = (each.max_response_length or 0 for each in (self.evaluation, *self.evaluation.benchmarks))
         return self.longest_path + max(max(limits) - self.rollout.max_response_length, 0)
 
@@ -808,6 +812,7 @@ class Recipe(Section):
     def of_benchmark(self, benchmark: BenchmarkRecipe) -> Recipe:
         """Return the recipe of a benchmark's harvest: independent responses without a step's limits, sampled
         as it says."""
+        # The benchmark's own keys come after those of all benchmarks.
         said = {
             key: value
             for section in (self.evaluation, benchmark)
@@ -840,6 +845,7 @@ class Recipe(Section):
         if self.sampling != "equal_length":
             own = [self.sampling.rpartition(":")[2]] if is_import_path(self.sampling) else []
             return "-".join([*own, objective])
+        # Keys that make another method get a part of the name; the rest is the variant's.
         ablations = {
             "single-pair": self.equal_length.max_pairs == 1,
             "prefix-in-gradient": self.equal_length.prefix_in_gradient,

@@ -47,6 +47,8 @@ class _Loader(yaml.CSafeLoader):
     """YAML loader that reads plain scalars as text or null, and refuses duplicate keys."""
 
 
+# Without PyYAML's rules for numbers, booleans and dates: they read ``1e-6`` as text and ``24:00:00`` as
+# 86400.
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, form) for tag, form in resolvers if tag in KEPT]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -66,6 +68,7 @@ def _plain(to: _Dumper, text: Plain) -> yaml.Node:
 
 
 def _text(to: _Dumper, text: str) -> yaml.Node:
+    # Text that spells a number or a boolean gets quotes.
     is_text = isinstance(Plain(text).value, str)
     return to.represent_scalar("tag:yaml.org,2002:str", text, style=None if is_text else "'")
 
@@ -79,6 +82,7 @@ def read_value(text: str) -> Any:
     """Return the value of the YAML ``text``: text, None, lists and mappings. Raises yaml.YAMLError, also for
     duplicate keys and for nesting beyond ``DEEPEST``, at which libyaml would crash some time."""
     depth = 0
+    # Events come one by one: nesting is bounded before libyaml builds nodes by recursion.
     for event in yaml.parse(text, _Loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > DEEPEST:
@@ -112,8 +116,10 @@ def _refuse_duplicates(node: yaml.Node, at: str, sizes: dict[int, int]) -> int:
     """Return the number of values in ``node``. Raise yaml.MarkedYAMLError for a duplicate key, a value that
     contains itself, and for aliases that repeat each other without end. ``at``: dotted key of ``node``, with
     a final dot; ``sizes``: of visited nodes by id, 0 for those around ``node``."""
+    # ``&a [*a]``: the node is found again while its own values are counted.
     if (size := sizes.get(id(node))) == 0:
         raise yaml.MarkedYAMLError(problem=f"{at[:-1]!r} contains itself", problem_mark=node.start_mark)
+    # An alias: its values count at each place, but are walked once.
     if size is not None:
         return size
     sizes[id(node)], size = 0, 1
@@ -130,6 +136,7 @@ def _refuse_duplicates(node: yaml.Node, at: str, sizes: dict[int, int]) -> int:
                 )
             lines[name] = key.start_mark.line + 1
             size += _refuse_duplicates(value, f"{at}{name}.", sizes)
+    # Ten aliases of ten aliases, ten levels deep, would be 10 billion values.
     if size > MOST_VALUES:
         raise yaml.MarkedYAMLError(
             problem=f"more than {MOST_VALUES:,} values, aliases written out", problem_mark=node.start_mark
