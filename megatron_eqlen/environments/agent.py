@@ -56,6 +56,7 @@ class Agent(Environment):
         if not self.episode.ended:  # a limit ended the response: the agent may still say what it is worth
             self.episode.close(ENDED)
             self.episode.wait()
+            # Refused in the middle of its work it may well fail: that is worth 0, and is no error.
             if self.episode.error is not None:
                 return 0.0
         return self.episode.reward
@@ -83,6 +84,7 @@ class Agent(Environment):
     def start(cls, **options: Any) -> None:
         arguments = {name: value for name, value in options.items() if name not in ("function", "tools")}
         try:
+            # Options must be arguments of the function beside the three that every agent gets.
             inspect.signature(load_object(options["function"], FUNCTION)).bind("", None, 0, **arguments)
         except TypeError as error:
             call = f"{options['function']}(base_url, prompt, seed, **options)"

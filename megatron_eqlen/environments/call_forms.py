@@ -35,6 +35,7 @@ def reader(
 ) -> Callable[[TokenIds], str]:
     """Return what reads a turn of the policy: its text, with calls of ``tools`` as Qwen3 writes them. Raises
     ValueError for a template whose calls no parser reads."""
+    # A made-up tool shows how the template lists tools and writes their calls.
     prompt = tokenizer.render_chat([QUESTION], enable_thinking, [TOOL])
     if CALL.name not in prompt:
         wrong = "the chat template leaves tools out: prompts must say which there are"
@@ -55,6 +56,7 @@ def _family(
 ) -> Callable[[str], str]:
     """Return what writes the calls of a turn anew. Calls of Qwen3 and Llama 3 stay as they are, also for a
     template that writes none, unless it lists tools: its family then has its own form."""
+    # ``opening``: what the template writes before a turn of the policy.
     shown, opening, why = "", prompt.rpartition(QUESTION["content"])[2], ""
     try:
         shown = with_calls(
@@ -66,16 +68,19 @@ def _family(
         why = f" ({error})"
     _, _, shown = shown.rpartition(QUESTION["content"])
     if CALL.name not in shown:
+        # No tools at all, or Qwen3's form in what the template says of them.
         if CALL.name not in prompt or "<tool_call>" in prompt:
             return str
         found = f"one that lists tools alone: the form of its calls is not known{why}"
         expected = "a chat template that writes calls of tools"
         raise ValueError(f"{tokenizer.folder}: expected {expected}, found {found}")
+    # Tokens that open every turn are not the policy's: its call begins after them.
     both = zip_longest(tokenizer.encode(shown), tokenizer.encode(opening))
     own = dropwhile(lambda pair: pair[0] == pair[1], both)
     generated = (token for token, _ in own if token is not None)
     # generation stops at an end: GigaChat 3's call would come behind it
     shown = tokenizer.decode([*takewhile(lambda token: token not in tokenizer.eos_token_ids, generated)])
+    # The template writes calls as Qwen3 or Llama 3 do: nothing is to be changed.
     with suppress(ToolError):
         if [call[:2] for call in tool_calls(shown)] == [CALL[:2]]:
             return str
@@ -85,6 +90,7 @@ def _family(
         found = f"{shown[-200:]!r} before the turn's end"
         raise ValueError(f"{tokenizer.folder}: expected {expected}, found {found}")
     before, _, after = shown.partition(CALL.name)
+    # A call begins at the last tag before its name, ``[TOOL_CALLS]`` for example, or with the turn.
     parse, tags = tool_parser(name, tokenizer.backend, tools), TAG.findall(before)
     untagged = rf"\s*{re.escape(before.strip())}[\w.-]+{re.escape(after[:1])}"  # pythonic: [name(
     begin = re.compile(re.escape(tags[-1]) if tags else rf"\A{untagged}")
@@ -94,6 +100,7 @@ def _family(
         head = text[: len(text) - len(said)]
         if calls := parse(said.strip()):
             return head + "\n".join(as_text(ToolCall(*call)) for call in calls)
+        # A call that no parser reads is marked as one, so that the policy reads what is wrong with it.
         if (mark := begin.search(said)) is None:
             return text
         return f"{head}{said[: mark.start()]}<tool_call>{said[mark.end() :]}</tool_call>"

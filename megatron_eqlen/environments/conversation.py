@@ -95,6 +95,7 @@ def answer(
     which is told the turns before; what it answers there is not read, the record stands."""
     known, environment = environment, environment or speak.make(prompt, seed)
     try:
+        # A new environment hears all turns again, or takes the state that was saved before this turn.
         first = 0 if known is None else len(turns) - 1
         if known is None and (saved := _saved(speak, seed, prompt, turns[:-1])) is not None:
             environment.load(saved.read_text(), saved.parent)
@@ -107,10 +108,12 @@ def answer(
         )
         observation = _step(speak, environment, turns[-1])
         given = _given(speak, environment, observation)
+        # Given tokens of all turns count against the limit.
         before = sum(len(turn.given) for turn in turns)
         over = len(turns) >= speak.limits.max_turns or before + len(given) > speak.limits.max_given_tokens
         if observation.done or over:
             return Answer(environment, None, _grade(environment), not observation.done, changed)
+        # Saved only where the class says how.
         if speak.kept is not None and type(environment).save is not Environment.save:
             answered = [*turns[:-1], turns[-1]._replace(given=np.array(given))]
             _save(environment, speak.kept / STATES / _name(seed, prompt, answered, environment.forked_as))
@@ -134,6 +137,7 @@ def _saved(speak: Conversations, seed: int, prompt: Prompt, turns: list[Turn]) -
     if speak.kept is None or not turns:
         return None
     forks = speak.forked_as or ()
+    # Most specific first: the line's own state, those of the lines that it forked from, then of any fork.
     names = [_name(seed, prompt, turns, forks[:stop]) for stop in range(len(forks), -1, -1)]
     found = (speak.kept.parent.glob(f"*/{STATES}/{name}") for name in [*names, f"{names[-1]}-*[0-9]"])
     return next(chain.from_iterable(found), None)
@@ -178,6 +182,7 @@ def _grade(environment: Environment) -> Grade | None:
     grade = environment.grade()
     if grade is None:
         return grade
+    # Texts of somebody else's code may hold half a surrogate pair, which no record takes.
     if isinstance(grade, Grade):
         texts = {name: getattr(grade, name) for name in ("verdict", "answer", "grader", "detail")}
         return replace(grade, **{name: text and encodable(str(text)) for name, text in texts.items()})

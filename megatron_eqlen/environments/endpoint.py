@@ -75,6 +75,7 @@ def _plain(message: Any) -> Message:
     """Return what the chat template reads of a message."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise RefusedError(f"messages: expected objects with a role, found {message!r:.200}")
+    # Clients send text, null, or a list of parts: ``[{"type": "text", "text": "..."}]``.
     content = message.get("content") or ""
     if isinstance(content, list):
         if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
@@ -83,6 +84,7 @@ def _plain(message: Any) -> Message:
     if not isinstance(content, str):
         raise RefusedError(f"messages: expected text, found {content!r:.200}")
     plain: Message = {"role": message["role"], "content": content}
+    # Name and arguments are all that the template renders of a call.
     if calls := message.get("tool_calls"):
         try:
             plain["tool_calls"] = [dict(call["function"]) for call in calls]
@@ -94,11 +96,13 @@ def _plain(message: Any) -> Message:
 
 def as_message(text: str, turn: int, tools: bool) -> Message:
     """Return a turn's text as an assistant's message: thinking apart, and calls of ``tools``, if any."""
+    # ``<think>...</think>``, then what is said and called.
     thinking, closed, spoken = text.rpartition("</think>")
     calls = []
     if tools:
         with contextlib.suppress(ToolError):  # the agent sees the text
             calls = list(tool_calls(text))
+    # What is said ends where the first call begins.
     if calls:
         spoken = spoken.partition("<tool_call>")[0] if "<tool_call>" in spoken else ""
     message: Message = {"role": "assistant", "content": spoken.strip() or (None if calls else "")}
@@ -142,6 +146,7 @@ class Episode:
                 self.refused += 1
                 raise
             self._changed.notify_all()
+            # The lock is free while this waits for the turn or for the end of the response.
             self._changed.wait_for(lambda: len(self.turns) > number or self._closed is not None)
             if len(self.turns) <= number:
                 raise RefusedError(str(self._closed))
@@ -153,6 +158,7 @@ class Episode:
             self._changed.notify_all()
 
     def _number_of(self, request: Request) -> int:
+        # A client that retries sends the same request again.
         if request in self.requests:
             return self.requests.index(request)
         if self._closed is not None:
@@ -166,6 +172,7 @@ class Episode:
 
     def _refuse_changes(self, request: Request) -> None:
         """Raise RefusedError unless a request continues the conversation."""
+        # The last request with our turn must be the beginning of this one.
         before = [*self.requests[-1].messages, _plain(self.turns[-1])]
         for number, message in enumerate(before):
             if number >= len(request.messages) or _compared(message) != _compared(request.messages[number]):
@@ -187,8 +194,12 @@ class Episode:
             self._changed.wait_for(
                 lambda: len(self.requests) > len(self.turns) or self.ended or self._closed is not None
             )
+            # A request that came before the agent ended is answered first.
             if len(self.requests) > len(self.turns):
+                # Messages of the request before, and the turn that answered it, are known.
                 known = len(self.requests[-2].messages) + 1 if self.turns else 0
+                # Tools' messages name the id of a call; templates want its name. Answers have the calls'
+                # order.
                 calls = (call["function"] for turn in self.turns[-1:] for call in turn.get("tool_calls", ()))
                 named = ({"name": called["name"]} for called in calls)
                 new = self.requests[-1].messages[known:]
@@ -218,6 +229,7 @@ def _compared(message: Message) -> Any:
     """Return a message without space around the text of a policy's turn and in its calls' JSON."""
     if message["role"] != "assistant":
         return message
+    # Clients may write the JSON of arguments anew, with other spaces.
     calls = [(call.get("name"), _json(call.get("arguments"))) for call in message.get("tool_calls", ())]
     return message["content"].strip(), calls
 
@@ -275,6 +287,7 @@ class Endpoint:
 
             def process_request(self, request: Any, client_address: Any) -> None:
                 outer.strangers[request] = None
+                # Connections that show no key could otherwise take all threads and file descriptors.
                 if len(outer.strangers) > STRANGERS:
                     with contextlib.suppress(KeyError, OSError):  # it has shown a key, or ended
                         oldest = next(iter(outer.strangers))
@@ -301,6 +314,7 @@ class Endpoint:
 
     def episode(self, path: str) -> Episode | Reply:
         """Return the episode that a request is for, or the answer if there is none."""
+        # ``/rollout/KEY/v1/chat/completions``
         _, rollout, key, *rest = [*path.split("/"), "", ""]
         if rollout != "rollout" or rest[:3] != ["v1", "chat", "completions"]:
             return _error(404, f"expected .../v1/chat/completions, found {path:.200}")
@@ -321,6 +335,7 @@ class Endpoint:
         if not asked.get("stream"):
             choices = [choice | {"message": message}]
             return _reply(200, reply | {"object": "chat.completion", "choices": choices})
+        # Calls of a stream have indices, as they could come in parts.
         calls = [{"index": number} | call for number, call in enumerate(message.get("tool_calls", ()))]
         choice["delta"] = message | ({"tool_calls": calls} if calls else {})
         chunk = json.dumps(reply | {"object": "chat.completion.chunk", "choices": [choice]})

@@ -39,6 +39,7 @@ def environment_class(recipe: Recipe) -> type[Environment]:
         inspect.signature(cls).bind(None, 0, **section.options)
     except TypeError as error:
         raise ValueError(f"environment.options: {path}(prompt, seed, **options): {error}") from None
+    # A single pair needs no fork: both tracks start at the prompt.
     pairs = recipe.sampling == "equal_length" and recipe.equal_length.max_pairs != 1
     if (pairs or recipe.sampling == "tree") and not cls.copies:
         remedy = "sampling: independent, or sampling: equal_length with equal_length.max_pairs: 1"
@@ -82,6 +83,7 @@ def conversations(recipe: Recipe, tokenizer: Tokenizer) -> Conversations | None:
 
     def write(observation: Observation) -> list[int]:
         most = section.max_given_tokens
+        # So many characters hold more than ``most`` tokens: what is longer need not be encoded whole.
         begin = beginning(observation, most, tokenizer.longest * (most + 1))
         given = given_tokens(tokenizer, begin, schemas, thinking)
         if len(given) > most:  # the response has ended, and nobody reads them
@@ -143,6 +145,7 @@ def given_tokens(
         except TemplateError as error:
             failed = failed or error
             continue
+        # What the template writes behind the turn's last words.
         before, _, after = text.rpartition(SAID)
         if found and THOUGHT not in before:
             break  # the template writes no calls
@@ -153,6 +156,7 @@ def given_tokens(
         if calls and (end := ends.search(after)):  # behind the call's arguments
             after = after[end.start() :]
         token_ids = tokenizer.encode(after.lstrip())
+        # The first token must be the end of sequence, which the policy generates itself.
         if lost := left_out(after, said):
             wrong = f"writes all messages, found one that leaves out {lost}"
         elif len(token_ids) < 2 or token_ids[0] not in tokenizer.eos_token_ids:
@@ -177,6 +181,7 @@ def refuse_other_prompt(
 ) -> None:
     """Raise ValueError unless the messages of an agent's first request are the prompt."""
     found = tokenizer.render_chat([*messages], enable_thinking, tools)
+    # A longer text cannot be the prompt, and is not encoded.
     longest = tokenizer.longest * len(prompt.token_ids)
     if len(found) > longest or tokenizer.encode(found) != prompt.token_ids:
         keys = "data.instruction, data.instruction_role, and environment.options: tools"

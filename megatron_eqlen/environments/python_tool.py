@@ -65,6 +65,7 @@ class PythonTool(ToolEnvironment):
     ) -> None:
         """``timeout``: seconds of CPU for all cells together. ``longest_output``: characters that the policy
         sees; the middle of a longer output is left out."""
+        # Seconds of CPU, and four times as many and two on the clock.
         self.limits = Limits(timeout, 4 * timeout + 2, memory_mb, output_bytes=1 << 20)
         self.longest_output = longest_output
         self.place: tuple[Mode, str] = sandbox, python
@@ -75,8 +76,10 @@ class PythonTool(ToolEnvironment):
         """Run Python code. Names stay defined. Returns what it prints and the last expression's value."""
         program = RUN_CELLS.format(before=list(self.cells), cell=code)
         run = _pool(*self.place).run(lambda sandbox: sandbox.run(program, "", self.limits))
+        # A cell that was ended is forgotten: run again, it would end every later call, too.
         if run.status != "finished":
             return self._short(f"{run.stdout}\nerror: {run.status.replace('_', ' ')}".strip())
+        # A cell that raised stays: names that it defined before are there.
         self.cells += (code,)
         return self._short(run.stdout.rstrip() or "(no output)")
 

@@ -16,7 +16,9 @@ from pydantic_core import to_json
 from megatron_eqlen.environments.environment import Environment, Observation
 from megatron_eqlen.hf.tokenizer import THINKING
 
+# ``<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>``, perhaps cut off at its end.
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+# ``<|python_tag|>{"name": "f", "parameters": {"x": 1}}``, and nothing else in the turn.
 _LLAMA = re.compile(r"\s*(?:<\|python_tag\|>|<\|python_start\|>.*<\|python_end\|>)?\s*(\{.*\})\s*", re.DOTALL)
 
 
@@ -88,6 +90,7 @@ class ToolEnvironment(Environment):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        # Base classes first, each class's methods as they stand; an override keeps its place.
         names = dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base))
         methods = {name: getattr(cls, name) for name in names}
         methods = {name: method for name, method in methods.items() if hasattr(method, "is_tool")}
@@ -97,6 +100,7 @@ class ToolEnvironment(Environment):
     def step(self, message: str) -> Observation:
         texts = _texts(message)
         answers = [self._answer(text, number) for number, text in enumerate(texts)]
+        # Several calls are answered by as many messages.
         if len(answers) > 1:
             messages = [{"role": "tool", "content": answer.content, **answer.keys} for answer in answers]
             return Observation(messages=messages)
@@ -105,6 +109,7 @@ class ToolEnvironment(Environment):
     def _answer(self, text: str, number: int) -> Observation:
         keys: dict[str, str] = {}
         try:
+            # Refused calls are answered, too: each call needs a message.
             if number >= self.most_calls:
                 raise ToolError(f"more than {self.most_calls} calls in a turn")
             call = _read(text)
@@ -129,9 +134,11 @@ def _arguments_of(method: Callable[..., Any]) -> TypeAdapter[dict[str, Any]]:
     """Return what checks a method's arguments."""
     hints = get_type_hints(method, include_extras=True)
     fields: dict[str, Any] = {}
+    # Without ``self``.
     for name, parameter in [*inspect.signature(method).parameters.items()][1:]:
         hint = hints.get(name, Any)
         fields[name] = hint if parameter.default is parameter.empty else NotRequired[hint]
+    # A TypedDict checks the arguments as one object: missing, unknown and wrong ones are told together.
     arguments: Any = TypedDict(method.__name__, fields)  # type: ignore[operator]
     arguments.__pydantic_config__ = ConfigDict(extra="forbid")
     return TypeAdapter(arguments)

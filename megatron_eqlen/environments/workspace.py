@@ -117,6 +117,7 @@ class Workspace(ToolEnvironment):
         self.setting = client.Command((), "", variables or {}, readable or [], start, root)
         self.grading = {"test": test, "expected": expected, "function": function}
         self.hidden, self.reward, self.calls = hidden, reward, 0
+        # The template stays known: its profile starts the test, whatever the policy made of its own.
         self.folder = self.template = self._template(template)
 
     @tool
@@ -160,6 +161,7 @@ class Workspace(ToolEnvironment):
         return random.Random(f"{self.seed}/{self.forked_as}/{self.calls - 1}").getrandbits(31)
 
     def _said(self, end: CommandEnd) -> str:
+        # What the policy is told beside the program's output.
         notes = []
         if end.status == "time_limit":
             notes.append(f"stopped: more than {self.limits.seconds:g} s")
@@ -189,6 +191,7 @@ class Workspace(ToolEnvironment):
             end = self.execute(command, over=before)
             ended, last = end.status == "ended", self._said(end)[-200:]
             reward = float(ended and end.code == 0)
+            # The test's own number takes the place of its status.
             if self.reward and ended:
                 content = folder_files(end.folder).get(self.reward, b"")
                 try:
@@ -201,6 +204,7 @@ class Workspace(ToolEnvironment):
         files = folder_files(self.folder.read()) if expected or function else {}
         if expected:
             wanted = folder_files(self._template(expected).read())
+            # Files that are missing or differ; others may lie beside them.
             wrong = [path for path, content in wanted.items() if files.get(path) != content]
             verdict, names = "wrong" if wrong else "correct", " ".join(wrong)[:200]
             return Grade(float(not wrong), verdict, None, "workspace", 0.0, names)
@@ -213,8 +217,10 @@ class Workspace(ToolEnvironment):
         return other
 
     def save(self, place: Path) -> str:
+        # Named by its content: equal folders of many lines are kept once.
         kept = place / f"{hashlib.sha256(self.folder.read()).hexdigest()}.tar"
         if not kept.exists():
+            # Written under another name first: a killed process leaves no half folder under this one.
             whole = kept.with_suffix(f".{os.getpid()}-{id(self)}")
             try:
                 shutil.copyfile(self.folder.path, whole)
@@ -234,6 +240,7 @@ class Workspace(ToolEnvironment):
 
     @classmethod
     def start(cls, **options: Any) -> None:
+        # Options that are wrong, contradict each other, or would have no effect.
         for key in LIMITS:
             if not 0 < options.get(key, 1) < float("inf"):
                 raise ValueError(f"{KEY}.{key}: expected a number above 0, found {options[key]}")
@@ -251,9 +258,11 @@ class Workspace(ToolEnvironment):
             load_object(options["function"], f"{KEY}.function")
         if not options.get("command") and (refused := commands_refused()) is not None:
             raise ValueError(f"environment.name: workspace: {refused}: {NO_COMMANDS}; or give {KEY}.command")
+        # Templates without a gold are the same for all prompts: packed here, errors show at once.
         for key in TEMPLATES:
             if (name := options.get(key)) and "{gold}" not in name:
                 packed_template(name, options.get("folder_mb", 256), options.get("files", 20_000), key)
+        # A first command in an empty folder: bash must start, and what it writes must stay.
         with tempfile.TemporaryDirectory() as empty:
             first = cls(Prompt("", [], "", "", ""), 0, **dict(options, template=empty))
         try:
@@ -317,6 +326,7 @@ def _repository(name: str) -> tuple[list[str], str] | None:
 
 def _with_gold(name: str, gold: str) -> str:
     """Return the template's name for a prompt. Raises ValueError for a gold that leads elsewhere."""
+    # Golds come from data: none may reach a template outside the one that the recipe names.
     leads_out = gold.startswith("/") or ".." in PurePosixPath(gold).parts or not gold.isprintable()
     if "{gold}" in name and (not gold or leads_out):
         raise ValueError(f"{KEY}: {name}: expected a gold that names a template below it, found {gold!r}")
@@ -332,6 +342,7 @@ def packed_template(name: str, folder_mb: int, files: int, key: str = "template"
                 place = name
             elif (at := _repository(name)) is not None:
                 git, commit = at
+                # A commit that begins with a dash is no option.
                 command = [*git, "archive", "--format=tar", "--end-of-options", commit]
                 archive = subprocess.run(command, capture_output=True, check=True).stdout
                 _unpack(io.BytesIO(archive), place, folder_mb << 20)
@@ -343,6 +354,7 @@ def packed_template(name: str, folder_mb: int, files: int, key: str = "template"
             said = getattr(error, "stderr", b"").decode(errors="replace").strip() or error
             expected = f"a folder, an archive or repository@commit of at most {folder_mb} MiB (folder_mb)"
             raise ValueError(f"{KEY}.{key}: {name}: expected {expected}, found {said}") from None
+    # Counted once packed, links and folders included.
     with tarfile.open(fileobj=io.BytesIO(packed)) as file:
         if (found := len(file.getmembers())) > files:
             raise ValueError(f"{KEY}.{key}: {name}: expected at most {files} files (files), found {found}")
@@ -359,6 +371,7 @@ def _unpack(file: BinaryIO, place: str, most_bytes: int) -> None:
     with zipfile.ZipFile(file) as zipped:
         _refuse_long((member.file_size for member in zipped.infolist()), most_bytes)
         for member in zipped.infolist():
+            # The upper 16 bits are the Unix mode, of which the highest four are the type; 0o12 is a link.
             if (mode := member.external_attr >> 16) >> 12 == 0o12:
                 raise FolderError(f"a link in a zip: {member.filename}")
             os.chmod(zipped.extract(member, place), mode & 0o777 or 0o755)
@@ -386,8 +399,11 @@ def laid_over(folder: bytes, above: bytes, without: Set[str] = frozenset()) -> b
         tarfile.open(fileobj=io.BytesIO(above)) as over,
         tarfile.open(fileobj=written, mode="w", format=tarfile.PAX_FORMAT) as both,
     ):
+        # Paths that the upper tar or ``without`` takes.
         new = {member.name for member in over if not member.isdir()} | without
         folders = {member.name for member in over if member.isdir()} | set().union(*map(_parents, new))
+        # All others stay, unless they are files or links where the upper tar has a folder: a link would lead
+        # its files elsewhere.
         old = [
             member
             for member in under
@@ -397,6 +413,7 @@ def laid_over(folder: bytes, above: bytes, without: Set[str] = frozenset()) -> b
         for archive, member in [*((under, member) for member in old), *((over, member) for member in over)]:
             content = archive.extractfile(member) if member.isreg() or member.islnk() else None
             data = content.read() if content else b""
+            # The file that a hard link names may be gone: it gets the content itself.
             if member.islnk():
                 member = member.replace(deep=False)
                 member.type = tarfile.REGTYPE
