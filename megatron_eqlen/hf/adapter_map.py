@@ -53,6 +53,7 @@ def adapter_map(model: ModelConfig, rank: int, targets: tuple[str, ...] | None) 
     kinds = present if targets is None else targets
     weights = [weight for target, weight in found if target in kinds]
     for weight in weights:
+        # [rows, columns] of the layer's matrix; rows of all modules that it fuses.
         rows, columns = sum(rows for rows, _ in weight.shapes), weight.shapes[0][1]
         if rank > min(rows, columns):
             matrix = f"{weight.megatron}, which has {rows} rows and {columns} columns"
@@ -63,6 +64,7 @@ def adapter_map(model: ModelConfig, rank: int, targets: tuple[str, ...] | None) 
 
 def peft_tensors(adapter: AdapterWeights) -> Iterator[tuple[str, str]]:
     """Yield (name in a PEFT folder, name in ``A.hf`` or ``B.hf``) of each of an adapter's tensors."""
+    # PEFT has a matrix A for each module, so the shared one is written for each.
     for module, of_module in zip(adapter.modules, adapter.B.hf, strict=True):
         yield f"base_model.model.{module}.lora_A.weight", adapter.A.hf[0]
         yield f"base_model.model.{module}.lora_B.weight", of_module
@@ -95,6 +97,7 @@ def _target(name: str) -> str | None:
 
 def _adapter(base: Weight, rank: int) -> AdapterWeights:
     stem, columns = base.megatron.removesuffix("weight"), base.shapes[0][1]
+    # W divided by rows (dim 0): A is whole, and B divided as W is. By columns: A divided, B whole.
     modules = [name.removesuffix("weight") for name in base.hf]
     divides_rows = base.dim == 0
     return AdapterWeights(

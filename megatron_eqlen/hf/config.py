@@ -137,6 +137,7 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     """Return the model that the fields ``raw`` describe; ``where`` names the file in errors."""
     fields = Fields(raw, where)
     name = fields.get("model_type", str)
+    # Images are not read: the model of texts inside is trained alone.
     if name in OF_IMAGES:
         return _text_model(fields, OF_IMAGES[name])
     if name not in FAMILIES:
@@ -177,6 +178,7 @@ def _text_model(whole: Fields, model_type: str) -> ModelConfig:
     text = Fields(whole.get("text_config", dict), where)
     if (name := text.get("model_type", str)) != model_type:
         raise ConfigError(f"{where}: model_type: expected {model_type!r}, found {name!r}")
+    # Keys that stand both outside and in ``text_config``, where readers may look in either place.
     for key in ("tie_word_embeddings", "quantization_config"):
         outer, inner = (fields.raw.get(key) or None for fields in (whole, text))
         if outer != inner:
@@ -189,6 +191,7 @@ def _head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
     if family.head_dim == "given":
         return fields.get("head_dim", int)
     given = fields.optional("head_dim", int, None)
+    # A computed size must be the given one, since vLLM computes it.
     if given is not None and (family.head_dim == "optional" or given * heads == hidden):
         return given
     if given is not None or hidden % heads:
@@ -199,6 +202,7 @@ def _head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
 
 def _check_sizes(model: ModelConfig, where: str) -> None:
     """Refuse sizes that contradict each other in any layout."""
+    # Field: (number, name of its divisor, divisor)
     multiples = {
         "num_attention_heads": (model.num_attention_heads, "num_key_value_heads", model.num_key_value_heads),
         "head_dim x partial_rotary_factor": (int(model.head_dim * model.partial_rotary_factor), "2", 2),
@@ -217,6 +221,7 @@ def _check_sizes(model: ModelConfig, where: str) -> None:
 
 def _experts(fields: Fields, layers: int, family: Family) -> Experts:
     if family.glm:
+        # GLM counts shared experts of an expert's width; they are one of their summed width.
         count, shared = fields.get("n_routed_experts", int), fields.get("n_shared_experts", int)
         shared *= fields.get("moe_intermediate_size", int)
     else:
@@ -243,11 +248,13 @@ def _sparse_layers(fields: Fields, family: Family, layers: int) -> tuple[bool, .
     if family.only_experts:
         return (True,) * layers
     if family.glm:
+        # The first layers are dense.
         first = fields.get("first_k_dense_replace", int, least=0)
         return tuple(layer >= first for layer in range(layers))
     step, dense = fields.get("decoder_sparse_step", int), fields.get_or_null("mlp_only_layers", list, [])
     if odd := [layer for layer in dense if type(layer) is not int]:
         raise fields.error(f"mlp_only_layers: expected numbers of layers, found {odd[0]!r}")
+    # Every ``decoder_sparse_step``-th layer has experts, counted from 1, unless it is listed as dense.
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
 
 
@@ -257,5 +264,6 @@ def _delta_net(fields: Fields, layers: int) -> DeltaNet:
         linear = tuple(kind == "linear_attention" for kind in kinds)
     else:
         interval = fields.get("full_attention_interval", int)
+        # With an interval of 4, layers 3, 7, 11, ... have full attention.
         linear = tuple((i + 1) % interval != 0 for i in range(layers))
     return DeltaNet(**{name: fields.get(f"linear_{name}", int) for name in LINEAR}, layers=linear)

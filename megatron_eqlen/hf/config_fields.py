@@ -44,6 +44,7 @@ class Fields:
 
     def _checked(self, name: str, kind: type, least: int = 1) -> Any:
         value = self.raw[name]
+        # ``type``, since True is an int for ``isinstance``; a float may be written as 1.
         if type(value) is not kind and not (kind is float and type(value) is int):
             raise self.error(f"{name}: expected {kind.__name__}, found {value!r}")
         if kind is int and not least <= value < 1 << 63:
@@ -148,6 +149,7 @@ def refuse_unsupported(fields: Fields, family: str, layers: int) -> None:
     if kinds is None:
         return
     supported = FAMILIES[family].layer_types
+    # Lists may hold anything: only text can be looked up in a set.
     if odd := [kind for kind in kinds if not isinstance(kind, str) or kind not in supported]:
         found = f"{odd[0]!r} is not supported in a {family} model"
         raise fields.error(f"layer_types: {found}, expected {' or '.join(sorted(supported))}")
@@ -208,6 +210,7 @@ def _kind(rope: Fields) -> Any:
 def _agreed(fields: Fields, rope: Fields, key: str, kind: type) -> Any:
     """Return a value that a file may give in two places, which must agree."""
     outer = fields.optional(key, kind, None)
+    # Missing inside, the outer value counts; missing outside, the inner one.
     inner = rope.optional(key, kind, outer)
     if outer is not None and outer != inner:
         name = rope.where.removeprefix(f"{fields.where}: ")
@@ -219,6 +222,7 @@ def _scaling(fields: Fields, rope: Fields) -> Scaling:
     kind = _kind(rope)
     length = {"original_max_position_embeddings"} if _REQUIRED[kind] else set()
     numbers = _REQUIRED[kind] | _OPTIONAL.get(kind, set())
+    # A key that is not known could change the frequencies unnoticed.
     allowed = _ALWAYS | numbers | length | ({"truncate"} if kind == "yarn" else set())
     if odd := sorted(rope.raw.keys() - allowed):
         raise rope.error(f"{odd} not supported with rope_type {kind!r}")

@@ -20,7 +20,9 @@ KEYWORDS = {
 }
 """Words in a file's path that name its split."""
 
+# ``train-00000-of-00010.parquet``
 _SHARD = re.compile(r"(\w+)-\d{5}-of-\d{5}\b.*")
+# ``---``, YAML, ``---`` at the beginning of README.md.
 _HEAD = re.compile(r"---\s*\n(.*?)\n---\s*(\n|$)", re.DOTALL)
 
 
@@ -56,11 +58,13 @@ def _splits(names: Sequence[str], card: Mapping[str, Any], config: str | None) -
     """Return the files of each split of ``config``."""
     if entry := _card_entry(card, config):
         parts = entry["data_files"]
+        # ``data_files: data/*.parquet`` or a list of patterns is one split; else each part names its own.
         if not (isinstance(parts, list) and all(isinstance(part, dict) for part in parts)):
             parts = [{"split": "train", "path": parts}]
         return {str(part["split"]): _matching(names, part["path"], entry.get("data_dir")) for part in parts}
     data = [name for name in names if name.endswith(SUFFIXES) and PurePosixPath(name).name not in NOT_DATA]
     data = [name for name in data if not any(folder.startswith(".") for folder in name.split("/"))]
+    # Without a card a configuration is a folder's name: ``main/train.jsonl``.
     if config is not None:
         folders = sorted({folder for name in data for folder in PurePosixPath(name).parts[:-1]})
         data = [name for name in data if config in PurePosixPath(name).parts[:-1]]
@@ -81,6 +85,7 @@ def _card_entry(card: Mapping[str, Any], config: str | None) -> Mapping[str, Any
     if config is not None:
         chosen = by_name.get(config)
     else:
+        # The only entry, the one marked as default, or the one with the name ``default``.
         marked = [entry for entry in entries if entry.get("default")] or [by_name.get("default")]
         chosen = entries[0] if len(entries) == 1 else marked[0]
     if chosen is None:
@@ -92,6 +97,7 @@ def split_of(name: str) -> str:
     """Return the split that a file belongs to, by its name."""
     if shard := _SHARD.fullmatch(PurePosixPath(name).name):
         return shard[1]
+    # ``data/train/part-1.jsonl``: data, train, part, jsonl.
     words = re.split(r"[^A-Za-z]+", name)
     return next((split for split, known in KEYWORDS.items() if set(known) & set(words)), "train")
 
@@ -100,6 +106,7 @@ def _matching(names: Sequence[str], patterns: str | Sequence[str], folder: str |
     """Return the names that a pattern of the card matches; ``*`` stays within a folder, ``**`` does not."""
     listed = [patterns] if isinstance(patterns, str) else patterns
     within = f"{folder}/" if folder else ""
+    # Regular expressions for a glob's signs, the longest first; all else is literal.
     kinds = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     split = (re.split(r"(\*\*/|\*\*|\*|\?)", f"{within}{pattern}".removeprefix("./")) for pattern in listed)
     wanted = ["".join(kinds.get(piece) or re.escape(piece) for piece in pieces) for pieces in split]

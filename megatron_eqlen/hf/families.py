@@ -55,6 +55,7 @@ def norms(model: ModelConfig, layer: int) -> Iterator[Weight]:
 def attention(model: ModelConfig, layer: int) -> Iterator[Weight]:
     megatron, hf = f"decoder.layers.{layer}.self_attention.", f"{model.prefix}layers.{layer}.self_attn."
     hidden, heads, groups = model.hidden_size, model.num_attention_heads, model.num_key_value_heads
+    # Rows of the projections: q [query, or 2 x query with gates], k [key], v [key]; columns [hidden].
     query, key = heads * model.head_dim, groups * model.head_dim
     rows = (2 * query if model.gated_attention else query), key, key
     for kind, row in {"weight": (hidden,), "bias": ()}.items():
@@ -77,6 +78,7 @@ def gated_mlp(megatron: str, hf: str, hidden: int, width: int, expert: int | Non
     yield Weight(
         megatron + "linear_fc1.weight",
         (hf + "gate_proj.weight", hf + "up_proj.weight"),
+        # gate [width, hidden], up [width, hidden]
         ((width, hidden), (width, hidden)),
         dim=0,
         arrangement=Stacked((1, 1)),
@@ -88,6 +90,7 @@ def gated_mlp(megatron: str, hf: str, hidden: int, width: int, expert: int | Non
 
 def experts(model: ModelConfig, moe: Experts, layer: int) -> Iterator[Weight]:
     megatron, hf = f"decoder.layers.{layer}.mlp.", f"{model.prefix}layers.{layer}.mlp."
+    # [experts, hidden], whole on each rank.
     yield Weight(megatron + "router.weight", (hf + "gate.weight",), ((moe.num_experts, model.hidden_size),))
     if model.family.glm:
         name, shape = hf + "gate.e_score_correction_bias", (moe.num_experts,)
@@ -101,7 +104,9 @@ def delta_net(model: ModelConfig, net: DeltaNet, layer: int) -> Iterator[Weight]
     megatron, hf = f"decoder.layers.{layer}.self_attention.", f"{model.prefix}layers.{layer}.linear_attn."
     keys, values = net.num_key_heads * net.key_head_dim, net.num_value_heads * net.value_head_dim
     hidden, per_value_head = model.hidden_size, ((net.num_value_heads,),)
+    # The convolution mixes q, k, v [keys + keys + values]; z gates [values]; beta, alpha [value heads].
     mixed, heads = (keys, keys, values), net.num_value_heads
+    # Four tensors, or two in which each key head's rows lie together.
     if model.family.separate_projections:
         rows = sum(mixed), values, heads, heads
         arrangement = Stacked(rows)
@@ -118,6 +123,7 @@ def delta_net(model: ModelConfig, net: DeltaNet, layer: int) -> Iterator[Weight]
         sections=mixed if model.family.separate_projections else (),
         arrangement=arrangement,
     )
+    # A depthwise convolution: [channels, 1, kernel].
     shape = (sum(mixed), 1, net.conv_kernel_dim)
     yield Weight(megatron + "conv1d.weight", (hf + "conv1d.weight",), (shape,), dim=0, sections=mixed)
     yield Weight(megatron + "dt_bias", (hf + "dt_bias",), per_value_head, dim=0)

@@ -36,6 +36,7 @@ DTYPES: dict[str, torch.dtype] = _TYPES
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".index.json")
 """Endings of the names of files that hold weights, or of an index of such files."""
 
+# ``model.layers.0.mlp.experts.gate_up_proj``
 FUSED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
@@ -80,6 +81,7 @@ class HFFolder:
         stored = self._opened[entry.file]
         if entry.expert is None:
             return stored.get_tensor(entry.stored)
+        # [experts, rows, columns] in the file: only the expert's rows are read.
         return stored.get_slice(entry.stored)[entry.expert, entry.start : entry.start + entry.shape[0]]
 
     def check_vllm_reads_the_same(self) -> None:
@@ -97,6 +99,7 @@ class HFFolder:
         for file in self.files:
             for stored in _entries(self.path / file, self._opened[file]):
                 for single, entry in _unfused(self.path, stored):
+                    # Two files must not both hold a tensor: which one counts would be chance.
                     if (known := entries.setdefault(single, entry)) is not entry:
                         raise CheckpointError(f"{self.path / file}: {single} is in {known.file} already")
         for name, file in self.index["weight_map"].items() if self.index else ():
@@ -129,6 +132,7 @@ class FolderWriter:
         entry = self.source.entries[name]
         if tuple(tensor.shape) != entry.shape:
             raise CheckpointError(f"{name}: expected shape {entry.shape}, found {tuple(tensor.shape)}")
+        # A copy: the caller may use its buffer again.
         held = tensor.detach().to("cpu", self._dtypes[name], copy=True).contiguous()
         self._held[entry.file][name] = held
         self._bytes += held.nbytes
@@ -140,6 +144,7 @@ class FolderWriter:
         """Copy the tensors that were not written, the index and the other files from the source."""
         for name in [name for names in self._missing.values() for name in names]:
             self.write(name, self.source.tensor(name))
+        # With fused experts taken apart and wider dtypes names and size differ from the source's.
         if self.source.index:
             weight_map = {name: entry.file for name, entry in sorted(self.source.entries.items())}
             size = {"metadata": {"total_size": self._bytes}} if self._wider else {}
@@ -200,6 +205,7 @@ def _entries(file: Path, opened: Any) -> Iterator[Entry]:
 def _read_index(folder: Path) -> dict[str, Any]:
     file = folder / INDEX
     if not file.exists():
+        # Weights of another format, or an adapter, are the usual mistakes.
         others = sorted(each.name for each in folder.iterdir() if each.name.endswith(WEIGHT_SUFFIXES))
         found = f"neither, but {first_few(others)}" if others else "neither"
         if (folder / "adapter_config.json").is_file():
@@ -212,6 +218,7 @@ def _read_index(folder: Path) -> dict[str, Any]:
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{file}: not an index of safetensors files: no weight_map")
+    # A path in an index could lead out of the folder.
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.isprintable():
             raise CheckpointError(f"{file}: {name!a}: expected the name of a file beside it, found {shard!a}")
@@ -241,6 +248,7 @@ def _unfused(folder: Path, stored: Entry) -> Iterator[tuple[str, Entry]]:
         expected = "[experts, 2 x width, hidden]" if len(parts) == 2 else "[experts, hidden, width]"
         where = f"{folder / stored.file}: {stored.stored}"
         raise CheckpointError(f"{where}: expected shape {expected}, found {list(stored.shape)}")
+    # [experts, 2 x width, hidden]: the gate's rows, then those of up.
     experts, rows, columns = stored.shape
     rows //= len(parts)
     for expert in range(experts):
@@ -283,7 +291,9 @@ def check_folder(folder: HFFolder, model: ModelConfig) -> dict[str, Weight]:
         _check_tied(folder, weights[0])
     carried = UNTRAINED
     if model.family.glm:
+        # GLM's layer after the last, which predicts further tokens.
         carried += (f"{model.prefix}layers.{model.num_hidden_layers}.",)
+    # A head may be stored beside tied embeddings: ``_check_tied`` has compared them.
     expected = {name for weight in weights for name in weight.hf} | {HEAD}
     unused = [name for name in folder.entries if name not in expected and not name.startswith(carried)]
     if unused:
@@ -310,6 +320,7 @@ def _check_tied(folder: HFFolder, embeddings: Weight) -> None:
         return
     _check_tensor(folder, HEAD, embeddings.shapes[0])
     (name,) = embeddings.hf
+    # Some rows at a time, in a dtype that holds all others exactly.
     rows = (folder.tensor(each).split(4096) for each in (name, HEAD))
     if not all(torch.equal(row.double(), other.double()) for row, other in zip(*rows, strict=True)):
         remedy = f"Set it to false to use {HEAD}, as Transformers does, or remove that tensor"

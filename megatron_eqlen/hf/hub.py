@@ -63,6 +63,7 @@ class HubRepo:
         """Return the names of all files at this commit, from the cache if it has them. Raises HubError."""
         from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
+        # A pinned repository's list of files may be in the cache, and needs no network.
         with suppress(CachedRepoTreeNotFoundError):
             return [file.path for file in api.get_cached_repo_tree(**self._where())]
         folder = self._snapshot(["README.md"])  # writes the cache's list of files
@@ -83,6 +84,7 @@ class HubRepo:
             print(f"{self}: downloading {len(missing)} of {len(chosen)} files", file=sys.stderr)
         else:
             api.utils.disable_progress_bars()
+        # Names are taken as patterns there.
         return self._snapshot([glob.escape(name) for name in chosen])
 
     def file(self, name: str) -> Path:
@@ -94,6 +96,7 @@ class HubRepo:
         """Return the folder of this commit in the cache, complete or not. Raises HubError without one."""
         commit, ref = self.revision, self._cache() / "refs" / (self.revision or constants.DEFAULT_REVISION)
         if not self.is_pinned:
+            # A branch's file in ``refs`` holds the commit that it was at.
             commit = ref.read_text(encoding="utf-8").strip() if ref.is_file() else None
         folder = self._cache() / "snapshots" / str(commit)
         if commit is None or not folder.is_dir():
@@ -147,6 +150,7 @@ def _explained(repo: HubRepo) -> Iterator[None]:
     login = "(hf auth login, or HF_TOKEN)"
     try:
         yield
+    # Classes stand before their bases: a gated repository is one that was not found, and so on.
     except errors.GatedRepoError:
         raise HubError(f"{where}: it is gated: accept its terms on its page, then log in {login}") from None
     except errors.RepositoryNotFoundError:
@@ -160,6 +164,7 @@ def _explained(repo: HubRepo) -> Iterator[None]:
         raise HubError(f"{where}: {error}") from None
     except unreachable as error:
         why = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else _cause(error)
+        # The command that fills the cache where there is a connection.
         command = f"hf download {repo.name}" + " --type dataset" * (repo.kind == "dataset")
         command += f" --revision {repo.revision}" * (repo.revision is not None)
         lacks = "it" if repo.revision is None else f"revision {repo.revision!r}"
@@ -174,6 +179,7 @@ def _cause(error: BaseException) -> str:
     """Return why a connection failed: its first cause."""
     from httpx import HTTPStatusError
 
+    # The hub's library wraps the error of the connection.
     while error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, HTTPStatusError):

@@ -51,10 +51,12 @@ class Tokenizer:
         self.eos_token_ids, self.pad_token_id = _special_ids(folder, eos, pad)
         added = self.backend.added_tokens_decoder
         known = self.backend.get_vocab().values()
+        # An id outside the vocabulary would never end a response.
         if unknown := sorted((self.eos_token_ids | {self.pad_token_id}) - {*known}):
             ids = f"the tokenizer's ids, {min(known)} to {max(known)}"
             keys = "eos_token_id and pad_token_id of the model's files"
             raise ValueError(f"{folder}: expected {keys} among {ids}, found {unknown}")
+        # "&" binds closer than "|": ends, and the padding token if it is an added one.
         self._silent = sorted(self.eos_token_ids | {self.pad_token_id} & added.keys())
         added = added.values()
         self.tags = [token.content for token in added if re.fullmatch("<.+>", token.content)]
@@ -63,6 +65,7 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the token ids of ``text``. Special tokens in it become their ids, unless ``BREAK`` stands in
         them; none are added. Half a surrogate pair is read as ``?``."""
+        # Cut at ``BREAK``, so that no token spans it: ``<`` and ``|im_end|>`` become text.
         pieces = encodable(text).split(BREAK)
         return [token for piece in pieces for token in self.backend.encode(piece, add_special_tokens=False)]
 
@@ -88,6 +91,7 @@ class Tokenizer:
         """
         options: dict[str, Any] = {"add_generation_prompt": answer, "strftime_now": self.today.strftime}
         options |= {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        # Thinking in an assistant's turn stays as tokens; templates look for it.
         special = [token for token in self.special_tokens if token not in THINKING]
         if tools:
             options["tools"] = _as_text([*tools], special)
@@ -157,6 +161,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if not any((path / name).is_file() for name in FILES):
         found = sorted(file.name for file in path.iterdir() if file.is_file())[:5]
         raise ValueError(f"{path}: expected {' or '.join(FILES)}, found {', '.join(found) or 'none'}")
+    # Files of Transformers' own format need no conversion that could go wrong.
     if any((path / name).is_file() for name in FILES if name != PIECES):
         return Tokenizer(path)
     expected = _pieces(path / PIECES, PROBE)
@@ -183,6 +188,7 @@ def require_same(ours: Tokenizer, theirs: Tokenizer) -> None:
     """Raise ValueError, with the first difference, unless both give every text the same tokens."""
     others = theirs.parts()
     for part, values in ours.parts().items():
+        # The shorter list is filled with None, so that a missing entry differs, too.
         for mine, other in zip_longest(values, others.get(part, [])):
             if mine != other:
                 where = f"expected the tokenizer of {ours.folder}; the first difference is in its {part}"
@@ -213,6 +219,7 @@ def _as_text(value: Any, tokens: Sequence[str]) -> Any:
     """Return messages or schemas with ``BREAK`` in each of ``tokens`` that their texts hold."""
     if isinstance(value, str):
         for token in tokens:
+            # ``<|im_end|>`` is written as ``<``, ``BREAK``, ``|im_end|>``.
             value = value.replace(token, token[0] + BREAK + token[1:])
     elif isinstance(value, Mapping):
         return {_as_text(key, tokens): _as_text(each, tokens) for key, each in value.items()}
@@ -237,6 +244,7 @@ def _special_ids(
         "config.json": (config.get("text_config") or config).get("eos_token_id"),
         "the tokenizer": tokenizer_eos,
     }
+    # The first file that names any decides.
     for origin, value in eos_of.items():
         if eos := _as_set(value, folder / origin):
             break
@@ -256,6 +264,7 @@ def _with_arguments(turn: Turn, as_json: bool) -> Turn:
     """Return a turn whose calls have their arguments as objects, or as JSON; what is neither stays."""
     if not isinstance(turn.get("tool_calls"), list):
         return turn
+    # The caller's turns stay as they are.
     calls = deepcopy(turn["tool_calls"])
     for call in (call for call in calls if isinstance(call, dict)):
         function = call.get("function", call)
@@ -286,6 +295,7 @@ def _from_transformers(folder: Path) -> Any:
     """Return Transformers' tokenizer. Raises ValueError, which names the file, for damaged files."""
     from transformers import AutoTokenizer  # slow to import; grader workers never need it
 
+    # Damaged files are named here; Transformers would not say which it is.
     for name in ("config.json", "tokenizer_config.json", "tokenizer.json"):
         _read_json(folder / name)
     try:

@@ -26,6 +26,7 @@ def require_end(tokenizer: Tokenizer, enable_thinking: bool | None = None) -> No
         messages: list[Any] = [QUESTION, {"role": "assistant", "content": SAID}, *more]
         text = tokenizer.render_chat(messages, enable_thinking, answer=bool(more))
         _, turn, after = text.rpartition(SAID)
+        # Behind the turn, up to the next question if there is one.
         token_ids = tokenizer.encode((after.partition(ASKED)[0] if more else after).lstrip())
         if turn and {*token_ids[: None if more else 1]} & tokenizer.eos_token_ids:
             return
@@ -45,8 +46,10 @@ def left_out(text: str, messages: Iterable[Mapping[str, Any]], thoughts: bool = 
     for message in messages:
         for key in message.keys() - TAKEN if thoughts else ("content", "tool_calls"):
             for said in _texts(message.get(key)):
+                # Templates may write thinking apart from what is said, so each part is looked for alone.
                 parts = re.split("|".join(THINKING), said)
                 for part in parts if thoughts or message["role"] != "assistant" else parts[-1:]:
+                    # Arguments are written as JSON, with or without escapes.
                     forms = (json.dumps(part.strip(), ensure_ascii=ascii)[1:-1] for ascii in (True, False))
                     if part.strip() not in plain and not any(form in plain for form in forms):
                         return f"{message['role']}: {key}: {part.strip()[:80]!r}"
@@ -58,8 +61,10 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
+        # ``{"type": "function", "function": {"name": ..., "arguments": ...}}``, or its inner part.
         value = value.get("function", value)
         if "arguments" in value:
+            # Arguments are an object, or JSON text of one.
             read = value["arguments"]
             with suppress(TypeError, ValueError):
                 read = json.loads(read)

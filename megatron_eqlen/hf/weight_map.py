@@ -28,6 +28,7 @@ class Stacked:
         return _cat(parts) if len(parts) > 1 else parts[0]
 
     def split(self, tensor: Tensor) -> list[Tensor]:
+        # Shares and not rows: a rank's part has fewer rows, in the same proportions.
         rows, whole = tensor.shape[0], sum(self.shares)
         return list(tensor.split([rows * share // whole for share in self.shares]))
 
@@ -42,12 +43,15 @@ class GroupedHeads:
     gated: bool
 
     def merge(self, parts: list[Tensor]) -> Tensor:
+        # q [groups x heads_per_group x kinds x head_dim, *row], k and v [groups x head_dim, *row]
         query, key, value = parts
         row = query.shape[1:]
         groups = key.shape[0] // self.head_dim
         query = query.view(groups, self.heads_per_group, self._kinds, self.head_dim, *row)
+        # [groups, kinds, heads_per_group, head_dim]: all query heads of a group, then all its gates.
         query = query.transpose(1, 2).reshape(groups, -1, *row)
         key, value = (part.view(groups, self.head_dim, *row) for part in (key, value))
+        # [groups, (kinds x heads_per_group + 2) x head_dim, *row]
         return _cat((query, key, value), dim=1).view(-1, *row)
 
     def split(self, tensor: Tensor) -> list[Tensor]:
@@ -55,6 +59,7 @@ class GroupedHeads:
         query_rows = self._kinds * self.heads_per_group * self.head_dim
         groups = tensor.view(-1, query_rows + 2 * self.head_dim, *row)
         query, key, value = groups.split([query_rows, self.head_dim, self.head_dim], dim=1)
+        # Back to [groups, heads_per_group, kinds, head_dim]: each head's query, then its gate.
         query = query.reshape(-1, self._kinds, self.heads_per_group, self.head_dim, *row).transpose(1, 2)
         return [part.reshape(-1, *row) for part in (query, key, value)]
 
@@ -73,12 +78,14 @@ class DeltaNetInput:
     """Value heads that share a key head."""
 
     def merge(self, parts: list[Tensor]) -> Tensor:
+        # [key heads x (q + k + v + z), hidden] and [key heads x (beta + alpha), hidden]
         qkvz, ba = parts
         hidden = qkvz.shape[-1]
         sections = [
             *qkvz.view(-1, sum(self._qkvz), hidden).split(self._qkvz, dim=1),
             *ba.view(-1, sum(self._ba), hidden).split(self._ba, dim=1),
         ]
+        # [q of all heads; k; v; z; beta; alpha], each [heads x size, hidden]
         return _cat([section.reshape(-1, hidden) for section in sections])
 
     def split(self, tensor: Tensor) -> list[Tensor]:
@@ -86,6 +93,7 @@ class DeltaNetInput:
         sizes = self._qkvz + self._ba
         heads = tensor.shape[0] // sum(sizes)
         sections = tensor.split([heads * size for size in sizes])
+        # [key heads, size, hidden] of each section.
         by_head = [section.view(heads, -1, hidden) for section in sections]
         return [_cat(by_head[:4], dim=1).view(-1, hidden), _cat(by_head[4:], dim=1).view(-1, hidden)]
 
@@ -138,6 +146,7 @@ class Weight:
         if self.dim is None or len(parts) == 1:
             return parts[0]
         by_rank = [self.local_sections(part, len(parts)) for part in parts]
+        # Section by section, in each the ranks in order.
         return _cat([piece for pieces in zip(*by_rank, strict=True) for piece in pieces], dim=self.dim)
 
     def local_sections(self, part: Tensor, ranks: int) -> list[Tensor]:
@@ -148,6 +157,7 @@ class Weight:
         return list(part.split([section // ranks for section in sections], dim=self.dim))
 
     def _sections(self, size: int) -> tuple[int, ...]:
+        # Sections are of the fused tensor (q, k, v); z, beta and alpha beside it are divided whole.
         return self.sections if sum(self.sections) == size else (size,)
 
 
