@@ -153,6 +153,7 @@ class RankRow:
         for adapter in adapter_map(self.model, self.lora.rank, self.lora.targets):
             if adapter.base.megatron.startswith(f"decoder.layers.{number}.") and not adapter.base.expert:
                 routed = adapter.base.expert is not None
+                # Rows of A's output: routed tokens, a rank's shard (layers divided by columns), or the whole.
                 rows = self._routed() if routed else self.shard if adapter.base.dim else self.tokens
                 total += bytes_per_row * rows
         return total
@@ -217,6 +218,7 @@ class RankRow:
 
     def _attention(self) -> float:
         model, tensor = self.model, self.parallel.tensor
+        # Numbers per token on one rank: queries, and keys (as many as values).
         query = model.num_attention_heads * model.head_dim / tensor
         key = model.num_key_value_heads * model.head_dim / tensor
         heads, groups = model.num_attention_heads / tensor, model.num_key_value_heads / tensor

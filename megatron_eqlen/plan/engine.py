@@ -48,15 +48,19 @@ def parameters(model: ModelConfig, ranks: int, kinds: tuple[str, ...] | None = N
     vLLM splits what Megatron-Core splits, replicates key-value heads if too few, and pads the vocabulary."""
     total = 0.0
     for weight in weight_map(model):
+        # ``decoder.layers.0.self_attention.linear_qkv.weight``
         *_, module, parameter = weight.megatron.split(".")
         if kinds is not None and (module not in kinds or parameter != "weight"):
             continue
+        # A fused tensor is counted as its parts.
         size = sum(map(prod, weight.shapes))
         if weight.dim is None:
             total += size
+        # Each rank has a key-value head at least, so on more ranks than heads they are copied.
         elif "linear_qkv" in weight.megatron:
             query, *key_value = map(prod, weight.shapes)
             total += (query + max(1.0, ranks / model.num_key_value_heads) * sum(key_value)) / ranks
+        # Rows of the vocabulary, padded before they are divided.
         elif weight.megatron in ("embedding.word_embeddings.weight", "output_layer.weight"):
             total += -(-model.vocab_size // VLLM_VOCABULARY) * VLLM_VOCABULARY * model.hidden_size / ranks
         else:
@@ -80,6 +84,7 @@ def kv_cache(job: Job) -> float:
     """Return the bytes of the KV cache; negative if weights and workspace exceed vLLM's share of the GPU."""
     if size := job.recipe.rollout.kv_cache_gib:
         return size * GIB
+    # What is left of vLLM's share.
     return requested(job.recipe) - weights(job) - WORKSPACE
 
 
@@ -88,6 +93,7 @@ def sequence_bytes(job: Job, length: float) -> float:
     cache = length * kv_bytes_per_token(job)
     if (net := job.model.delta_net) is None:
         return cache
+    # A state has one size whatever the length: [value heads, key_head_dim, value_head_dim] a layer.
     states = sum(net.layers) * net.num_value_heads * net.key_head_dim * net.value_head_dim
     return cache + states * STATE_BYTES / job.recipe.rollout.tensor_parallel
 

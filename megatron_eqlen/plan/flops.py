@@ -54,6 +54,7 @@ def active_parameters(model: ModelConfig, part: str = "") -> float:
     return sum(
         sum(prod(shape) for shape in weight.shapes) * (1.0 if weight.expert is None else routed)
         for weight in weight_map(model)
+        # A tied embedding is also the head, which computes; an untied one is only looked up.
         if (model.tie_word_embeddings or not weight.megatron.startswith("embedding."))
         and part in weight.megatron
     )
@@ -67,6 +68,7 @@ def attention_layers(model: ModelConfig) -> int:
 def forward_flops(model: ModelConfig, context: float) -> float:
     """Return the forward pass's operations for a token that sees ``context`` tokens: 2 x active parameters, 4
     x layers x heads x head_dim per pair, nothing for Gated DeltaNet's recurrence."""
+    # A query times a key and a weight times a value: two products, of 2 x head_dim operations each.
     pairs = 4 * attention_layers(model) * model.num_attention_heads * model.head_dim
     return 2 * active_parameters(model) + pairs * context
 
@@ -80,6 +82,7 @@ def pair_cost(model: ModelConfig) -> float:
 def training_passes(job: Job) -> float:
     """Return forward passes a position: forward, backward (two), reference and old log-probs."""
     loss = job.recipe.loss
+    # With one update the log-probs before it are those of the update itself.
     old = job.objective.has_ratio and loss.minibatches * loss.epochs > 1
     return 3.0 * loss.epochs + (loss.kl_coef > 0) + old
 
@@ -88,6 +91,7 @@ def training_flops(job: Job, trained: float, context: float) -> float:
     """Return the FLOPs of training ``trained`` positions that see ``context`` others, without frozen weights'
     gradients."""
     loss, model = job.recipe.loss, job.model
+    # Gradients of frozen weights would be as many operations as the linear layers' forward pass.
     frozen = loss.epochs * forward_flops(model, context=0.0) if job.recipe.lora.rank else 0.0
     teacher = forward_flops(job.teacher.model, context) if job.teacher else 0.0
     return trained * (training_passes(job) * forward_flops(model, context) - frozen + teacher)
@@ -110,6 +114,7 @@ def achieved(job: Job, metrics: Mapping[str, float], device: str | None) -> Metr
     once, and every side with its own copy of the prefix.
     """
     recipe, of, flops, gpu = job.recipe, defaultdict(float, metrics), counted(job, metrics), gpu_named(device)
+    # GPUs that generate: the servers', or the trainer's own.
     engine = recipe.gpus - recipe.world_size if recipe.rollout.engine == "server" else recipe.world_size
     reached: Metrics = dict(flops)
     if (training := of["time/train"] * recipe.world_size) > 0:
@@ -120,8 +125,10 @@ def achieved(job: Job, metrics: Mapping[str, float], device: str | None) -> Metr
             reached["train/mfu"] = flops["train/flops"] / (training * gpu.flops)
     if (harvest := of["time/harvest"] * engine) > 0 and flops["harvest/flops"]:
         generated = of["harvest/generated_tokens"]
+        # Tokens of an attempt that was killed took none of this stage's time.
         new = generated - of["harvest/resumed_tokens"]
         reached["harvest/tokens_per_gpu_second"] = new / harvest
         if gpu is not None:
+            # FLOPs are of all tokens, so only the new ones' share counts.
             reached["harvest/mfu"] = flops["harvest/flops"] * new / (generated or 1) / (harvest * gpu.flops)
     return reached

@@ -32,6 +32,7 @@ def host_parts(job: Job, stages: list[Trainer], work: Workload) -> dict[str, flo
         state = (MAIN_WEIGHT + MOMENTS) * rank.shard
         parts["optimizer"] = state + pinned(rank, MAIN_WEIGHT, sharded=True)
     elif "optimizer" in kept:
+        # In bfloat16 main weights and two moments, in float32 the moments alone.
         tensors = 3 if recipe.model.dtype == "bfloat16" else 2
         parts["optimizer"] = tensors * pinned(rank, optimizer_bytes(recipe) // tensors, sharded=True)
     if "weights" in kept:  # one block per Megatron buffer, and per frozen parameter
@@ -41,6 +42,7 @@ def host_parts(job: Job, stages: list[Trainer], work: Workload) -> dict[str, flo
         parts["reference"] = 2 * pinned(rank, width, sharded=False)
     if "teacher" in kept:
         parts["teacher"] = pinned(trainer.teacher(job).parameters, width, sharded=False)
+    # So far for one rank; what follows is for the node.
     parts = {name: cluster.processes_per_node * size for name, size in parts.items()}
     parts["checkpoint"] = staged_bytes(job, rank)
     sharing = recipe.parallel.tensor
@@ -99,6 +101,7 @@ def route_bytes(model: ModelConfig) -> int:
     experts = model.experts
     if experts is None:
         return 0
+    # Numbers of experts up to 255 need a byte.
     width = 1 if experts.num_experts <= 256 else 2
     return sum(experts.layers) * experts.num_experts_per_tok * width
 

@@ -64,6 +64,7 @@ class Memory:
         return problems
 
     def _engine_problems(self) -> Iterator[str]:
+        # What is on the GPU when vLLM starts.
         beside = sum(self.parts[part] for part in self.table["start"] if part not in ("engine", "kv_cache"))
         wanted, free = engine.requested(self.job.recipe), self.total - beside
         if wanted > free:
@@ -81,6 +82,7 @@ class Memory:
 def memory(job: Job) -> Memory:
     """Return the memory plan of the job. Call ``check_layout`` first."""
     stages = trainer(job)
+    # The stage with the largest sum of parts decides, though another may have larger activations.
     most = max(stages, key=lambda stage: stage.total)
     table = {phase.name: ("runtime", "communicators", *phase.parts) for phase in phases(job.recipe)}
     return Memory(job, stages, most.activations, _parts(job, most), table)
@@ -97,12 +99,14 @@ def _parts(job: Job, rank: Trainer) -> dict[str, float]:
         "sent_tensors": sent_tensors(job),
     }
     if job.teacher:
+        # Its forward pass keeps one layer at a time; nothing waits for a backward pass.
         taught = teacher(job)
         at = taught.activations
         parts["teacher"] = taught.weights + at.layer + at.passing + at.head
     if job.recipe.colocated:
         parts |= {
             "engine": engine.weights(job) + engine.WORKSPACE,
+            # Less than nothing is left: ``problems`` says so.
             "kv_cache": max(engine.kv_cache(job), 0.0),
             "sleeping_engine": engine.ASLEEP,
         }
@@ -113,6 +117,7 @@ def communicators(job: Job) -> list[str]:
     """Return the trainer's groups of more than one rank that carry GPU tensors; each has its own NCCL
     communicator, even with the ranks of another. vLLM's are part of the engine."""
     parallel, world, model = job.recipe.parallel, job.recipe.world_size, job.model
+    # Ranks that hold the same dense weights; experts have groups of their own.
     data = world // (parallel.tensor * parallel.pipeline)
     experts = parallel.expert * parallel.expert_tensor
     sizes = {

@@ -58,6 +58,7 @@ class Roofline:
 def rooflines(job: Job, work: Workload) -> list[Roofline]:
     """Return times on known GPUs of the least memory that suffices; empty on CPUs. ``check_layout`` first."""
     cluster = job.recipe.cluster
+    # Of known GPUs the smallest that has the recipe's memory, perhaps several of that size.
     enough = [gpu.memory_gib for gpu in GPUS if gpu.memory_gib >= cluster.gpu_memory_gib]
     if cluster.device == "cpu" or not enough:
         return []
@@ -68,9 +69,11 @@ def roofline(job: Job, work: Workload, gpu: Gpu) -> Roofline:
     recipe, model = job.recipe, job.model
     parallel, rollout, updates = recipe.parallel, recipe.rollout, recipe.loss.minibatches * recipe.loss.epochs
     servers = rollout.engine == "server"
+    # Generation. Each decode step reads the weights once and the cache of each sequence.
     engines = len(rollout.servers) if servers else recipe.world_size // rollout.tensor_parallel
     held = min(work.tracks / engines, engine.sequences_at_once(job, work.context))
     least = rollout.max_response_length if work.generated else 0
+    # As many as the longest response has tokens, or more where not all fit at once.
     steps = max(least, work.generated / (engines * max(held, 1.0)))
     batch = work.generated / (engines * steps) if steps else 0.0
     compute = EXPERTS if model.experts else DENSE
@@ -78,19 +81,24 @@ def roofline(job: Job, work: Workload, gpu: Gpu) -> Roofline:
     computed = batch * forward_flops(model, work.context) / rollout.tensor_parallel
     generation = steps * max(read / (BANDWIDTH * gpu.bandwidth), computed / (compute * gpu.flops))
 
+    # Training. Replicas wait where there is less than a row for each, and while the pipeline fills.
     replicas = recipe.world_size / (parallel.tensor * parallel.pipeline)
     rows = work.trained / (recipe.loss.minibatches * recipe.packing.max_tokens_per_row * replicas)
+    # The pipeline's bubble: the time of (stages - 1) rows, a part of it with virtual stages.
     waiting = (parallel.pipeline - 1) / (parallel.virtual_pipeline or 1)
     busy = rows / (max(1.0, rows) + waiting)
     flops = training_flops(job, work.trained, work.context)
     flops += recipe.loss.epochs * work.trained * _recomputed(parallel.recompute, model, work.context)
     computing = flops / (busy * recipe.world_size * compute * gpu.flops)
     buffers = rank_buffers(model, parallel, recipe.world_size, recipe.lora)
+    # Gradients are reduced, and updated weights gathered.
     each = BYTES[recipe.optimizer.grad_dtype] + BYTES[recipe.model.dtype]
     sent = updates * each * max(rank.elements for rank in buffers)
     gradients = sent / (NETWORK * gpu.network) if recipe.cluster.nodes > 1 else 0.0
     training = computing + gradients
+    # With staleness both go on at the same time.
     seconds = max(generation, training) if rollout.staleness else generation + training
+    # More servers help only while the batch decides, not the longest response.
     balanced = math.ceil(engines * generation / training) if rollout.staleness and steps > least else None
     return Roofline(gpu, steps, batch, generation, rows, 1 - busy, training, gradients, seconds, balanced)
 
@@ -99,4 +107,5 @@ def _recomputed(recompute: str, model: ModelConfig, context: float) -> float:
     """Return the FLOPs that a backward pass repeats for a position (``parallel.recompute``)."""
     if recompute == "full":
         return forward_flops(model, context)
+    # Two operations a parameter.
     return 2 * active_parameters(model, ".mlp.") if recompute == "mlp" else 0.0

@@ -56,6 +56,7 @@ def _memory(need: Memory) -> str:
     if need.job.recipe.cluster.device == "cpu":
         return "memory      no GPU is used (cluster.device: cpu)"
     phases = [*need.table]
+    # A column for each phase, a row for each part that is in any of them.
     rows = [["GB of a GPU", *phases]]
     for part, size in need.parts.items():
         cells = [f"{size / 1e9:.2f}" if part in need.table[phase] else "" for phase in phases]
@@ -124,6 +125,7 @@ def _aligned(rows: list[list[str]]) -> list[str]:
 def _work(job: Job, work: Workload) -> str:
     recipe = job.recipe
     prompts = recipe.data.prompts_per_step
+    # All tracks at their limit at the same time.
     longest = work.tracks * recipe.rollout.max_response_length
     tracks = f"{prompts} prompts x {work.tracks // prompts} tracks"
     decoded = f"{tracks}, at most {longest:,} tokens decoded at once"

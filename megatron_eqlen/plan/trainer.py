@@ -86,6 +86,7 @@ def rank_buffers(
     stages = _buffers(model, parallel, processes, _trained_pieces(model, lora))
     if not lora.rank:
         return stages
+    # The model's own weights lie beside the adapters' buffers, frozen.
     whole = _buffers(model, parallel, processes, _pieces(weight_map(model)))
     return [
         RankBuffers(own.buffers, tuple(size for buffer in all_of_it.buffers for size in buffer.sizes))
@@ -109,6 +110,7 @@ def _buffers(
             experts = tuple(
                 _local(piece, parallel)
                 for piece in here
+                # Each expert of this rank has the same parameters.
                 for _ in range((piece.experts or 0) // parallel.expert)
             )
             buffers.append(Buffer(dense, dense_ranks))
@@ -139,6 +141,7 @@ def _trained_pieces(model: ModelConfig, lora: LoraRecipe) -> tuple[_Piece, ...]:
 
 @cache
 def _pieces(weights: tuple[Weight, ...]) -> tuple[_Piece, ...]:
+    # Number of experts of a layer, 1 without any.
     number = 1 + max(weight.expert or 0 for weight in weights)
     pieces = []
     for weight in weights:
@@ -154,6 +157,7 @@ def _pieces(weights: tuple[Weight, ...]) -> tuple[_Piece, ...]:
 def _lies_in(piece: _Piece, model: ModelConfig, layers: range) -> bool:
     if piece.layer is not None:
         return piece.layer in layers
+    # Neither embedding nor head belongs to a layer.
     first, last = layers.start == 0, layers.stop == model.num_hidden_layers
     if piece.name.startswith("embedding"):  # the last stage has a copy that is tied to it
         return first or (last and model.tie_word_embeddings)
@@ -236,6 +240,7 @@ def merging_bytes(job: Job) -> float:
     """Return the bytes of a message's merged weights, and of the largest in float32 (``lora.merged``)."""
     recipe = job.recipe
     adapters = adapter_map(job.model, recipe.lora.rank, recipe.lora.targets)
+    # A rank's part of the largest layer with an adapter.
     largest = max(sum(map(prod, adapter.base.shapes)) for adapter in adapters) / recipe.parallel.tensor
     return max(SENT_AT_ONCE, largest * BYTES[recipe.model.dtype]) + MAIN_WEIGHT * largest
 

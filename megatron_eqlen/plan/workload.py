@@ -27,11 +27,14 @@ def workload(recipe: Recipe) -> Workload:
     """Count the tokens of full rollouts, or of rows of demonstrations. Prompts are taken to be half of
     ``data.max_prompt_length``, and an environment's tokens to be spread evenly over a response."""
     prompts, prompt = recipe.data.prompts_per_step, recipe.data.max_prompt_length / 2
+    # Each demonstration may fill a row; a token sees half of it on average.
     if recipe.supervised:
         longest = recipe.packing.max_tokens_per_row
         return Workload(tracks=0, generated=0.0, trained=prompts * longest, context=longest / 2)
+    # ``stretch``: tokens of a response, given ones included, for each generated one.
     spans, stretch = _spans(recipe), recipe.longest_response / recipe.rollout.max_response_length
     generated = sum(tracks * (end - start) for tracks, start, end in spans)
+    # A token in the middle of its span sees the prompt and what comes before, given tokens included.
     seen = sum(n * (end - start) * (prompt + stretch * (start + end) / 2) for n, start, end in spans)
     return Workload(
         tracks=prompts * max(tracks for tracks, _, _ in spans),
@@ -49,9 +52,11 @@ def _spans(recipe: Recipe) -> list[tuple[int, int, int]]:
     if recipe.sampling != "tree":
         return [(lines, 0, limit)]
     if tree.fork == "death":
+        # A fork at a death adds ``branching - 1`` lines, and the dead one leaves: 2 keep the number.
         return [(lines + tree.forks * (tree.branching - 2), 0, limit)]
     step = tree.step_tokens or max(1, limit // (tree.forks + 1))
     forks = 1 if tree.fork == "profile" else tree.forks
+    # After each fork there are ``branching`` times as many tracks, up to the next.
     starts = [start for start in range(0, (forks + 1) * step, step) if start < limit]
     return [
         (lines * tree.branching**level, start, end)
