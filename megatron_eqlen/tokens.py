@@ -408,7 +408,7 @@ class GrowingTokens:
         # the first tokens decide which columns the track has
         if not self.token_ids:
             self.expect(columns)
-        # a column too many; one that is missing has no values below
+        # a column too many; a missing one is noticed below, by its number of values
         if len(columns) > len(self._appends):
             raise ValueError(f"expected {', '.join(self.columns)} of each token, found {', '.join(columns)}")
         self.token_ids.fromlist(token_ids)

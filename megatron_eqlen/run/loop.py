@@ -52,7 +52,7 @@ def train(job: Job, replay: Path | None = None, until: int | None = None) -> Non
         run.park(policy)  # the engine is built where it will live: in the memory that the trainer leaves free
         rollouts = start_rollouts(session, run.folder.streams, replay, prompts)
         rollouts.sleep()  # the first sync needs the room of its KV cache
-        # only now there is a source of prompts that can be moved to the checkpoint's position
+        # the rollouts exist only now, so only now can they go to the checkpoint's position
         run.resume(rollouts)
         rollouts.update_weights(policy)
         run.evaluations.evaluate("before", rollouts)

@@ -135,5 +135,5 @@ def use_deterministic_kernels() -> None:
     os.environ["VLLM_BATCH_INVARIANT"] = "1"
     os.environ.setdefault("NCCL_ALGO", "Ring")
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # in this mode torch fills every new tensor with NaN, which costs time and finds only its own bugs
+    # in this mode torch fills uninitialized memory, to show reads of it, which costs time in every step
     deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue] (a property)
