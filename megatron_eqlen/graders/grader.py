@@ -101,6 +101,7 @@ class Background:
 
     def ready(self, keys: Collection[Key]) -> list[Grade]:
         """Return the grades that are ready, for those of ``keys`` that were begun."""
+        # Two futures: the thread's, that grading has begun, and the grader's, inside it.
         begun = [self._begun[key][1] for key in keys if key in self._begun]
         started = [each.result() for each in begun if each.done() and not each.exception()]
         return [each.result() for each in started if each.done() and not each.exception()]
@@ -116,10 +117,12 @@ class Background:
     def give_up(self) -> None:
         """Forget everything; kill the processes of graders that are still at work."""
         begun, self._begun = self._begun, {}
+        # Those that have not begun are dropped, those that begin at the moment are waited for.
         for _, grade in begun.values():
             grade.cancel()
         wait([grade for _, grade in begun.values()])
         started = [(grader, each) for grader, each in begun.values() if not each.cancelled()]
+        # A grader ends with its workers, so only those with work in flight are closed.
         for grader in {g for g, each in started if each.exception() is None and not each.result().done()}:
             grader.close()
 

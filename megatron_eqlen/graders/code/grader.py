@@ -44,6 +44,7 @@ def extract_program(text: str) -> str | None:
     answer = answer_section(text, LONGEST_SECTION)
     program, opened = None, None
     for line in _FENCE.finditer(answer):
+        # The first fence opens, and a new Python fence starts again: the one before it never ended.
         if opened is None or (_PYTHON.match(line["info"]) and line["fence"][0] == opened["fence"][0]):
             opened = line
         elif line["fence"].startswith(opened["fence"]):
@@ -72,10 +73,12 @@ class CodeGrader(PoolGrader):
             longer = f"longer than {LONGEST_PROGRAM} characters"
             return known(Grade(0.0, "compile_error", shown, self.name, detail=longer))
         tests = _parse_tests(gold)
+        # Limits of the problem, where it has its own; its expected outputs must fit in any case.
         cpu = tests.time_limit or self._reward.code_timeout
         memory = max(self._reward.code_memory_mb, int(tests.memory_mb or 0))
         output = max(Limits.output_bytes, 2 * tests.largest_output)
         limits = Limits(cpu_seconds=cpu, wall_seconds=4 * cpu + 2, memory_mb=memory, output_bytes=output)
+        # A checker is another program, run after each test.
         runs = len(tests.inputs) * (1 if tests.checker is None else 2)
         stuck = runs * (limits.wall_seconds + 1.0) + EXTRA_SECONDS  # the worker, not its program
         item = {"program": program, "tests": gold, "limits": asdict(limits)}

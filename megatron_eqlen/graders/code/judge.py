@@ -32,10 +32,12 @@ def judge(program: str, tests: CodeTests, limits: Limits, sandbox: Sandbox) -> I
     ``detail`` (the first failing test or "") and ``seconds``."""
     seconds = 0.0
     for number in range(len(tests.inputs)):
+        # The first test that fails decides; later ones are not run.
         ended = sandbox.run(program, tests.stdin(number), limits, tests.function, tests.rules)
         seconds += ended.seconds
         verdict, why = ended.status, ended.error
         if verdict == "finished" and tests.checker is not None:
+            # Several outputs are right: the problem's own checker reads input, expected and found output.
             texts = json.dumps([tests.inputs[number], tests.outputs[number], ended.stdout])
             check = sandbox.run(CHECK.format(checker=tests.checker), texts, limits, None, "plain")
             seconds += check.seconds
@@ -46,6 +48,7 @@ def judge(program: str, tests: CodeTests, limits: Limits, sandbox: Sandbox) -> I
             output = ended.stdout if tests.function is None else ended.result
             shown = None if output is None else output[:150]
             verdict, why = "wrong_answer", f"expected {tests.outputs[number]!r:.150}, found {shown!r:.150}"
+        # One line, of which the end is kept: the error's message stands there.
         if verdict != "finished":
             line = " ".join(f"test {number + 1} of {len(tests.inputs)}: {why}".split())
             detail = line if len(line) <= LONGEST_DETAIL else "..." + line[-LONGEST_DETAIL:]

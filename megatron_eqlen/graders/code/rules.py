@@ -57,6 +57,7 @@ for _name in (*STARRED, "fractions", "time"):  # before any program: it then onl
 def call(main: ModuleType, code: CodeType, function: str | None, rules: Rules) -> str | None:
     """Run a program in the module ``main`` after its set's preamble. Return None, or the JSON of what
     ``function``, its own or its ``class Solution``'s, returns on the arguments in stdin."""
+    # ``dont_inherit``: this file's ``from __future__`` must not hold for the program.
     exec(compile(PREAMBLES[rules], "preamble", "exec", dont_inherit=True), main.__dict__)
     main.__name__ = "__main__" if function is None else "solution"  # whose ``__main__`` part is not run
     exec(code, main.__dict__)
@@ -93,6 +94,7 @@ def encode(rules: Rules, value: Any) -> str:
 
 def number_like(value: Any) -> int | float:
     """Return the plain number equal to a NumPy scalar, Decimal or Fraction. Raises TypeError for others."""
+    # An exact integer if it is one, else the shortest decimal that reads back.
     for kind in (int, lambda scalar: float(str(scalar)), float):  # 0.3 of a float32, not 0.30000001192
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             if (number := kind(value)) == value:

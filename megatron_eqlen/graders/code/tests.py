@@ -53,6 +53,7 @@ class CodeTests:
     def __post_init__(self) -> None:
         names, plain = get_args(Rules), isinstance(self.checker, str) and self.function is None
         seconds, memory = self.time_limit, self.memory_mb
+        # (field, what is expected, whether it holds)
         for name, wanted, holds in (
             ("inputs", "a list", isinstance(self.inputs, list)),
             ("outputs", "a list", isinstance(self.outputs, list)),
@@ -75,6 +76,7 @@ class CodeTests:
                 raise ValueError(f"test {number}: expected the text of stdin and stdout")
             if self.function is not None and not isinstance(given, list):
                 raise ValueError(f"test {number}: expected the list of {self.function}'s arguments")
+        # JSON of deeper values would end the program's parser or ours in a RecursionError.
         if self.function is not None and _is_deeper(self.inputs + self.outputs, DEEPEST_VALUE):
             raise ValueError(TOO_DEEP)
         if self.largest_output > LARGEST_OUTPUT:
@@ -112,6 +114,7 @@ class CodeTests:
 
     def to_json(self) -> str:
         held = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        # Fields at their default are left out, so that golds stay short.
         return json.dumps({name: value for name, value in held.items() if value not in (None, "plain")})
 
     def stdin(self, number: int) -> str:
@@ -157,6 +160,7 @@ def _same_numbers(line: str, want: str, close: bool) -> bool:
             token is not None
             and other is not None
             and abs(Decimal(token) - Decimal(other)) <= close * (ABSOLUTE + RELATIVE * abs(Decimal(other)))
+            # One list shorter than the other gives None, which is no number.
             for token, other in zip_longest(tokens, want.split())
         )
     except ArithmeticError:  # no numbers, or too large to subtract
@@ -166,6 +170,7 @@ def _same_numbers(line: str, want: str, close: bool) -> bool:
 def _is_json_of(text: str, value: Any) -> bool:
     """Return True if ``text`` is the JSON of ``value``. A text with other numbers of parts is not parsed."""
     wanted = json.dumps(value)
+    # Counting signs is cheap; parsing a program's text of any size is not.
     if any(text.count(mark) != wanted.count(mark) for mark in "[{,"):
         return False
     try:

@@ -78,6 +78,7 @@ def _argument(text: str, at: int) -> tuple[str, int]:
 
 
 def _call(name: str, text: str, at: int) -> tuple[str, int]:
+    # ``\sin^2 x``, ``\log_2 8``: exponent and base come before the argument.
     while text[_skip(text, at) :][:1] in ("^", "_"):
         at = _skip(text, at)
         script, after = _argument(text, at + 1)
@@ -85,6 +86,7 @@ def _call(name: str, text: str, at: int) -> tuple[str, int]:
     start = _skip(text, at)
     if text[start : start + 1] == "{" and (end := _closing(text, start)):
         return f"{name}({_delimit(text[start + 1 : end - 1])})", end
+    # ``\ln\sin x``
     if (function := _CALLS.match(text, start)) and (inner := _call(function[0], text, function.end())):
         return f"{name}({inner[0]})", inner[1]
     argument, end = _product(text, start)
@@ -96,10 +98,12 @@ def _call(name: str, text: str, at: int) -> tuple[str, int]:
 def _product(text: str, at: int) -> tuple[str, int]:
     """Return the factors at ``at`` that stand side by side, delimited, and their end."""
     argument = ""
+    # ``\ln|x+1|``
     if text[at : at + 1] == "|" and (end := text.find("|", at + 1) + 1):
         argument, at = _delimit(text[at:end]), end
     while True:
         start = _skip(text, at)
+        # ``\sin x e^x`` is a product of two functions.
         if argument and text.startswith("e^", start):
             return argument, at
         if _FACTOR.match(text, start) or (argument and text[start : start + 1] in ("^", "_", "!", "'")):
@@ -107,12 +111,15 @@ def _product(text: str, at: int) -> tuple[str, int]:
             if part in ("^", "_"):
                 script, at = _argument(text, at)
                 part += script if script == r"\circ" else f"{{{script}}}"
+            # ``\overline{z}``: the argument of a command stays with it.
             elif text[at : at + 1] == "{" and part[0] == "\\" and (end := _closing(text, at)):
                 part, at = part + text[at:end], end
+        # ``\ln 2(x+1)``: after a number a bracket belongs to the argument, after a letter it does not.
         elif text[start : start + 1] == "(" and argument.isdigit() and (end := _closing(text, start)):
             part, at = _delimit(text[start:end]), end
         else:
             return argument, at
+        # ``\pi`` and ``x`` need a space between them, or they would be ``\pix``.
         argument += " " * (argument[-1:].isalpha() and "\\" in argument and part[0].isalpha()) + part
 
 

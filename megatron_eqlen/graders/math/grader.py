@@ -37,6 +37,7 @@ WORKER_MODULE = "megatron_eqlen.graders.math.worker"
 
 _CODE = re.compile(r"(?:Interval|FiniteSet|Union|\w+Set|Poly|Eq|Point\dD|range|tensor|datetime\.\w+)\(")
 """Objects of Python and SymPy that no answer spells so."""
+# ``-3``, ``0.5``, ``\frac{1}{2}``, ``1/2``: golds that need no check.
 _PLAIN_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d+)?|\\frac\{[+-]?\d+\}\{[1-9]\d*\}|\d+/[1-9]\d*)")
 
 
@@ -57,6 +58,7 @@ class MathGrader(PoolGrader):
             return known(Grade(0.0, "no_answer", None, self.name))
         key = gold, answer
         if key not in self._memo:
+            # Full: begin anew, since answers of old steps do not come again.
             if len(self._memo) == MEMO_SIZE:
                 self._memo.clear()
             self._memo[key] = self._compare(gold, answer)
@@ -81,6 +83,7 @@ class MathGrader(PoolGrader):
         if len(answer) > LONGEST_ANSWER:
             return known(self._grade("unparseable", answer))
         question: Item = {"gold": gold, "answer": answer, "parse": False}
+        # Texts decide most answers, in less time than it takes to ask a worker.
         if max(len(gold), len(answer)) <= LONGEST_HERE:
             compared = compare_texts(gold, answer)
             if isinstance(compared, str):
@@ -123,12 +126,14 @@ def _gold_reason(reply: dict) -> str | None:
 
 # --- the boxed answer of a response
 
+# A box's beginning, an escaped brace, which opens nothing, or a brace.
 _MARK = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*(\{)?|\\[{}\\]|[{}]")
 _ARGUMENT = re.compile(
     r"[+-]?(?:\\[dtc]?frac\s*(?:\{[^{}]*\}|\d)\s*(?:\{[^{}]*\}|\d)|\d+(?:[.,]\d+)*"
     r"|\\[A-Za-z]+(?:\{[^{}]*\})?|[A-Za-z](?![A-Za-z]))"
 )
 """The content of a box without braces. TeX would take one token, but people mean the whole number."""
+# What may stand between the boxes of a list: ``\boxed{1}, \text{and } y = \boxed{2}``.
 _SEPARATOR = re.compile(r"(?:[\s$,;&{}]|\\(?:q?quad|text|[,;()\[\]])|and\b|or\b|[A-Za-z](?:_\{?\w\}?)?\s*=)*")
 
 
@@ -146,6 +151,7 @@ def extract_answer(text: str) -> str | None:
     answers = [content.strip()]
     while boxes and _SEPARATOR.fullmatch(tail, boxes[-1][2], start):
         start, content, _ = boxes.pop()
+        # A box that repeats another adds nothing.
         if content.strip() not in answers:
             answers.insert(0, content.strip())
     return ", ".join(answers)
@@ -162,6 +168,7 @@ def _boxes(text: str) -> list[tuple[int, str, int]]:
         elif mark == "}" and opened:
             start, inside = opened.pop()
             if start >= 0:
+                # Boxes inside this one: the outermost counts.
                 while boxes and boxes[-1][0] > start:
                     boxes.pop()
                 boxes.append((start, text[inside : match.start()], match.end()))

@@ -9,18 +9,23 @@ from megatron_eqlen.graders.math.answer import is_numeric, normalize
 
 _INTEGER = re.compile(r"-?\d+")
 _UNIT = re.compile(r"(.+)\\unit\{(.*)\}")
+# ``5m``
 _LETTER_UNIT = re.compile(r"(-?\d+(?:\.\d+)?)[msghlLNJWVK]")
+# ``A) 5``, ``(A) five``, but no text that names another choice.
 _CHOICE = re.compile(r"\(?([A-Z])[).:]\)?(?!.*(?<![A-Za-z\\])[A-Z](?![A-Za-z]))")
+# ``\text{yes},\text{because...}``
 _CLAUSE = re.compile(r"\\text\{(yes|no|true|false)\}[,:.](.*)")
 _OPPOSITE = {"yes": "no|not|never|false", "true": "no|not|never|false", "no": "yes|true", "false": "yes|true"}
 _DECIMAL, _COMMA = re.compile(r"-?\d+\.\d+"), re.compile(r"-?\d+,\d+")
 _AFFIRMATIONS = (r"\text{yes}", r"\text{true}"), (r"\text{no}", r"\text{false}")
 _RATIO = re.compile(r"\d+(?::\d+)+")
 _TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d)?")
+# ``A,B``, ``AB``
 _CHOICES = re.compile(r"[A-H](?:,?[A-H])+")
 _BOUND = re.compile(r"([kmn])\s*(?:\\in(?![a-z])|∈)\s*(?:ℤ|\\(?:mathbb|mathbf|Bbb)\s*\{?Z)")
 """An integer that may be any, whatever its name."""
 _ALONE = r"(?<![\\A-Za-z]){}(?![A-Za-z])"
+# ``(B)12``: a choice with its value.
 _CHOSEN = re.compile(r"\(?([A-E])\)(.+)")
 
 
@@ -30,6 +35,7 @@ def compare_texts(gold: str, answer: str, parse: bool = False) -> str | tuple[st
     if not normalize(answer):
         return "no_answer"
     names = [match[1] for text in (gold, answer) if (match := _BOUND.search(text))]
+    # ``2k\pi, k \in \mathbb{Z}`` and ``2n\pi, n \in \mathbb{Z}`` are the same.
     if len({*names}) == 2 and not re.search(_ALONE.format(names[0]), answer):
         answer = re.sub(_ALONE.format(names[1]), names[0], answer)
     pair = match_units(normalize(gold), normalize(answer))
@@ -39,6 +45,7 @@ def compare_texts(gold: str, answer: str, parse: bool = False) -> str | tuple[st
         return pair
     if pair[0] == pair[1]:
         return "correct"
+    # Different integers need no parser.
     return "wrong" if _INTEGER.fullmatch(pair[0]) and _INTEGER.fullmatch(pair[1]) else pair
 
 
@@ -52,6 +59,7 @@ def match_units(gold: str, answer: str) -> tuple[str, str] | None:
     value, unit = _parts(answer)
     if gold_unit and unit:
         return (gold_value, value) if gold_unit == unit else None
+    # A percentage is no length.
     if (gold_unit and value.endswith("%")) or (unit and gold_value.endswith("%")):
         return None
     if unit and gold.lower().endswith(unit):
@@ -78,6 +86,7 @@ def _as_asked(gold: str, answer: str) -> tuple[str, str]:
         return gold, choice[1]
     if _CHOICES.fullmatch(answer) and _CHOICES.fullmatch(gold):
         return gold.replace(",", ""), answer.replace(",", "")
+    # A gold ``(B)12`` is met by ``B`` and by ``12``.
     if (chosen := _CHOSEN.fullmatch(gold)) and not _CHOSEN.match(answer):
         gold = chosen[1 if len(answer) == 1 and answer.isupper() else 2]
     if (clause := _CLAUSE.match(answer)) and not re.search(_OPPOSITE[clause[1]], clause[2], re.IGNORECASE):

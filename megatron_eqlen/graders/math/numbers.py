@@ -44,6 +44,7 @@ def _bits(value: Expr) -> float:
     largest = max(bits, default=64.0)
     if not isinstance(value, Pow | factorial | binomial) or value.free_symbols or largest > LARGEST_BITS:
         return largest
+    # ``9^{99}``: bits of 9 times 99; n! of n has about 64 n bits at most here.
     grows_with = value.exp if isinstance(value, Pow) else value.args[0]
     size = abs(number_of(grows_with) or 0)
     return float(max(largest, size * (bits[0] if isinstance(value, Pow) else 64)))
@@ -54,6 +55,7 @@ def as_written(value: Any) -> Any:
     if not is_huge(value):
         return value.doit()
     parts = [as_written(arg) for arg in value.args]
+    # ``hash`` gives sums and products one order, since equal parts have equal hashes.
     return (value.func, *(sorted(parts, key=hash) if value.is_Add or value.is_Mul else parts))
 
 
@@ -69,6 +71,7 @@ def surely_different(gold: Any, answer: Any) -> bool:
     if gold.is_Symbol or answer.is_Symbol:
         return False  # names compare as text
     symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
+    # At the first point complex numbers count, too; without symbols one point suffices.
     return any(
         _differ(gold, answer, _point(symbols, number), real=number > 0)
         for number in range(len(SIZES) if symbols else 1)
@@ -89,6 +92,7 @@ def _differ(gold: Expr, answer: Expr, point: dict[Any, Any], real: bool) -> bool
     here, there = number_of(gold, point), number_of(answer, point)
     if here is None or there is None or (real and (here.imag or there.imag)):
         return False
+    # Far apart: different. Close together: computed to more digits, if the numbers are exact.
     if abs(here - there) > 1e-3 * max(1, abs(here), abs(there)):
         return True
     if has_decimals(gold, answer):
@@ -97,6 +101,7 @@ def _differ(gold: Expr, answer: Expr, point: dict[Any, Any], real: bool) -> bool
         parts = (gold - answer).subs(point).doit().evalf(DIGITS, maxn=MOST_DIGITS).as_real_imag()
     except (TypeError, ValueError, OverflowError, AttributeError, ZeroDivisionError):
         return False
+    # A precision of 1 bit means that the digits did not suffice to tell the difference from 0.
     return any(part.is_Number and part != 0 and getattr(part, "_prec", 2) > 1 for part in parts)
 
 

@@ -50,6 +50,7 @@ _POWERS = {"sq": 2, "square": 2, "cubic": 3, "cu": 3}
 def unit_name(words: str, power: str = "", bare: bool = False) -> str | None:
     r"""Return one name for the unit that ``words`` spell (``sq. km`` is ``km^2``), None if they spell none.
     ``bare``: they stood in mathematics, not in ``\text{}``; short words may be variables there."""
+    # ``sq. km/h``: sq, km, /, h
     tokens = re.findall(r"[^\W\d_]+|/", words.lower().replace(".", ""))
     if not tokens or any(token in NOT_UNITS for token in tokens) or _CJK_NOT_UNITS.search(words):
         return None
@@ -61,6 +62,7 @@ def unit_name(words: str, power: str = "", bare: bool = False) -> str | None:
         return None
     if bare and tokens[0] == "/" and not all(map(_is_word, tokens)):
         return None  # 1/n is a quotient, 60/hour a rate
+    # ``sq km`` and ``km^2`` are one unit.
     for token in [token for token in tokens if token in _POWERS]:
         tokens.remove(token)
         power = power or str(_POWERS[token])
@@ -79,6 +81,7 @@ def _is_word(token: str) -> bool:
         return True
     if not token.isascii():
         return len(token) > 1 or ord(token) > 0x2E7F  # one CJK sign is a word, one Cyrillic letter a variable
+    # A word of four letters is a word; shorter ones must be units, since ``ab`` may be a product.
     return len(token) > 3 or (len(token) > 1 and _canonical(token) in UNITS.values())
 
 

@@ -47,6 +47,7 @@ _SYMBOL = (
     r"|(?:[A-Z]'*(?:_\{\w+\})?){2,})"  # a length, AB
 )
 _LENGTH = r"[A-Z]{2}(?:\^\{\d\})?"
+# ``x``, ``f(x)``, ``(x,y)``, ``AB``, ``\angle ABC``, ``\frac{dy}{dx}``, ``\sin(A)``, ``\max(a,b)``
 _NAME = re.compile(
     rf"{_SYMBOL}|{_SYMBOL}(?::{_SYMBOL})+|\({_SYMBOL}(?:,{_SYMBOL})+\)|[a-w](?:\+[a-w])+"
     rf"|\|[^|=+-]+\||\[[A-Z]+\]|\\(?:angle|triangle) ?[A-Z]+|{_SYMBOL}/{_SYMBOL}"
@@ -86,6 +87,7 @@ def members(text: str) -> tuple[str, list[str]]:
     group = _GROUP.fullmatch(text)
     if group and _is_balanced(group[2]):
         inside = split(group[2], ",")
+        # ``(1, \pm 2)`` is two tuples, not one with three members.
         if len(inside) > 1 and group[1] == "(" and r"\pm" in text:
             return "", _signs(text)
         if len(inside) > 1 or group[1] == r"\{":
@@ -119,10 +121,12 @@ def equal(gold: str, answer: str, is_complex: bool = False) -> bool:
     """Return True if ``answer``, a normal form without unit, means the same as ``gold``."""
     if gold == answer:
         return True
+    # ``x=1,y=2`` against ``y=2,x=1``, ``(x,y)=(1,2)`` or ``(1,2)``.
     if (named := _without_names(gold, answer)) is not None:
         return equal(*named, is_complex) if named else False
     if gold.endswith(r"\%") or answer.endswith(r"\%"):
         return _equal_percentages(gold, answer, is_complex)
+    # An equation, or a chain such as ``x = 2 \cdot 3 = 6``, of which the end counts.
     if len(split(answer, ",")) == 1:
         if len(split(gold, _EQUALS)) > 1 and len(split(gold, ",")) == 1:
             return _equal_equations(gold, answer, is_complex)
@@ -130,6 +134,7 @@ def equal(gold: str, answer: str, is_complex: bool = False) -> bool:
         if candidates != [answer]:
             return any(equal(gold, candidate, is_complex) for candidate in candidates)
     (_, wanted), (_, given) = members(gold), members(answer)
+    # An interval or a union of some has commas of its own, and is one value.
     if min(len(wanted), len(given)) == 1 and (_SET.search(gold) or _SET.search(answer)):
         return _equal_values(gold, answer, is_complex)
     return _equal_lists(gold, answer, is_complex)
@@ -151,6 +156,7 @@ def _without_names(gold: str, answer: str) -> tuple[str, str] | tuple[()] | None
     other = answer if wanted else gold
     if any(len(split(part, _EQUALS)) > 1 for part in split(other, ",")):
         return None  # other names, or some of them
+    # ``1,2`` beside ``x=1,y=2`` is one solution: read as ``(1,2)``.
     if len(names) == len(order) == len(split(other, ",")):
         other = f"({other})"
         order = names if wanted else order
@@ -160,11 +166,13 @@ def _without_names(gold: str, answer: str) -> tuple[str, str] | tuple[()] | None
 def _assignments(text: str) -> tuple[list[str], list[str]] | None:
     r"""Return names and values of ``x=1,y=2``, ``(x,y)=(1,2)`` and several such; None for anything else."""
     sides = [split(part, _EQUALS) for part in split(text, ",")]
+    # ``(x,y)=(1,2)`` is ``x=1,y=2``.
     if len(sides) == 1 and len(sides[0]) == 2:
         (left, names), (right, values) = map(members, sides[0])
         if left == right == "()" and len(names) == len(values):
             sides = list(map(list, zip(names, values, strict=True)))
     names = [side[0] for side in sides]
+    # ``x=1,y=2,x=3,y=4``: the names repeat in one order, for two solutions.
     cycle = len(set(names))
     if cycle < 2 or any(len(side) != 2 or not _NAME.fullmatch(side[0]) for side in sides):
         return None
@@ -201,10 +209,12 @@ def _equal_lists(gold: str, answer: str, is_complex: bool) -> bool:
     (brackets, wanted), (others, given) = members(gold), members(answer)
     if len(wanted) == len(given) == 1 and not (brackets == others == r"\{\}"):
         return _equal_values(wanted[0], given[0], is_complex)
+    # Sets, and lists without brackets: neither order nor repetition counts.
     if brackets in ("", r"\{\}") and others in ("", r"\{\}") and len(wanted) > 1 < len(given):
         return _same_members(wanted, given, is_complex) and _same_members(given, wanted, is_complex)
     if len(wanted) != len(given):
         return False
+    # A tuple may have lost its parentheses; other brackets must agree.
     if brackets != others and {brackets, others} != {"", "()"}:
         return False
     return all(equal(value, other, is_complex) for value, other in zip(wanted, given, strict=True))
@@ -218,11 +228,13 @@ def _equal_equations(gold: str, answer: str, is_complex: bool) -> bool:
     """Compare with a gold that is an equation: the answer is another form of it, the value that it names, or
     the same chain term by term."""
     wanted, given = split(gold, _EQUALS), split(answer, _EQUALS)
+    # ``x=5`` or ``5=x``, answered by 5.
     if len(given) == 1:
         sides = (wanted[0], wanted[-1]), (wanted[-1], wanted[0])
         return any(_NAME.fullmatch(name) and equal(value, answer, is_complex) for name, value in sides)
     if not _is_true(given, is_complex):
         return False
+    # Both name the same thing: their values decide.
     value = _under_name(wanted[0], given[0], given[-1], wanted[-1])
     if value is not None and _NAME.fullmatch(wanted[0]):
         same = len(given) == 2 or all(equal(wanted[-1], term, is_complex) for term in wanted[1:-1])
@@ -233,6 +245,7 @@ def _equal_equations(gold: str, answer: str, is_complex: bool) -> bool:
     # a statement's solutions do not tell what it says
     if computed and numbers.is_statement(read("=".join(ends), is_complex)):
         return all(equal(*pair, is_complex) for pair in zip(ends, other_ends, strict=True))
+    # A longer chain is compared term by term, an equation as math-verify compares its solutions.
     if wanted != ends or given != other_ends:
         return all(equal(*pair, is_complex) for pair in zip_longest(wanted, given, fillvalue=""))
     return _equal_values(gold, answer, is_complex)
@@ -256,13 +269,16 @@ def _under_name(name: str, other: str, value: str, wanted: str) -> str | None:
 
 def _conclusions(answer: str, gold: str, is_complex: bool) -> list[str]:
     """Return the values an answer may stand for: the last of a chain of equations, if no link is false."""
+    # ``x = \frac{1}{3} \approx 0.333``: terms, then roundings.
     exact, *roundings = split(answer, _APPROXIMATELY)
     terms = split(exact, _EQUALS)
     if len(terms) + len(roundings) == 1:
         return [answer]
+    # ``5 = x`` has its value in front.
     value = terms[0] if _NAME.fullmatch(terms[-1]) and not _NAME.fullmatch(gold) else terms[-1]
     if not _is_true(terms, is_complex) or any(map(_is_false, pairwise(terms), repeat(is_complex))):
         return []
+    # ``x \approx 0.333`` names no exact value.
     if roundings and _NAME.fullmatch(value):
         return roundings[-1:]
     true = all(_rounds_to(*pair, is_complex) for pair in pairwise([value, *roundings]))
@@ -285,6 +301,7 @@ def _is_false(link: tuple[str, str], is_complex: bool) -> bool:
 def _rounds_to(value: str, rounding: str, is_complex: bool) -> bool:
     exact, near = numbers.number_of(read(value, is_complex)), numbers.number_of(read(rounding, is_complex))
     decimals = len(rounding.partition(".")[2])
+    # Half a unit of the last digit, and a little for a tie.
     return exact is not None and near is not None and abs(exact - near) <= 0.51 * 10.0**-decimals
 
 
@@ -300,6 +317,7 @@ def _equal_values(gold: str, answer: str, is_complex: bool) -> bool:
         return numbers.as_written(wanted) == numbers.as_written(given)
     if numbers.surely_different(wanted, given):
         return False
+    # Decimals as fractions first: math-verify would round them.
     if _verify(_exact(wanted), _exact(given)):
         both = isinstance(wanted, Eq) and isinstance(given, Eq)
         return not both or numbers.same_without_solutions(wanted, given)
@@ -355,6 +373,7 @@ def _compare(item: dict[str, str]) -> dict[str, bool]:
 def is_readable(text: str, is_complex: bool) -> bool:
     """Return True if all members of the text can be read, or the value that it names."""
     name, *values = split(text, _EQUALS)
+    # ``x=5``: what is named must be readable.
     if len(values) == 1 and _NAME.fullmatch(name):
         text = values[0]
     return all(read(member, is_complex) is not None for member in members(text)[1]) or (

@@ -105,6 +105,7 @@ class Sandbox:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         worker = os.getpid()
         with theirs, fixed_addresses():
+            # Another interpreter starts anew, and sees nothing of this process.
             if python is not None:
                 # of one length: the text of a number lies in the memory that programs inherit
                 arguments = [str(PACKAGE_ROOT), json.dumps(asdict(isolation)), f"{worker:010}"]
@@ -130,6 +131,7 @@ class Sandbox:
         """Run ``source`` with ``stdin``, or call its ``function`` with one JSON argument a line of ``stdin``.
         Raises SandboxError if the sandbox itself failed."""
         with contextlib.ExitStack() as stack:
+            # stdin, stdout, stderr, source, report
             files = [_memory_file(stack, text) for text in (stdin, "", "", source, "")]
             token = secrets.token_hex(16)
             request = {"command": False, "function": function, "rules": rules, "token": token}
@@ -144,6 +146,7 @@ class Sandbox:
         check_readable(command.readable, command.root)
         began = time.monotonic()
         with contextlib.ExitStack() as stack:
+            # stdin, output, folder, request, report
             texts = (command.stdin, "", folder, json.dumps(asdict(command)), "")
             files = [_memory_file(stack, text) for text in texts]
             self._request({"command": True}, files, limits)
@@ -151,11 +154,13 @@ class Sandbox:
         if not report:
             raise SandboxError("the first process of a command died")
         told = json.loads(report)
+        # The archive is no folder if packing failed in the middle.
         kept, text = folder if told["unkept"] else archive, output.decode(errors="replace")
         packing = time.monotonic() - began - told["seconds"]
         return CommandEnd(**told, output=text, folder=kept, packing_seconds=packing)
 
     def _request(self, request: dict, files: list[int], limits: Limits | CommandLimits) -> dict:
+        # The zygote ends the run itself at its limit: only a broken one is later.
         self._connection.settimeout(limits.wall_seconds + EXTRA_SECONDS)
         asked = json.dumps(request | {"limits": asdict(limits)}).encode()
         try:
@@ -197,9 +202,11 @@ def _interpret(
     ``told``: its own report."""
     text = stdout.decode(errors="replace")
     seconds, code = ending["wall"], ending["exit"]
+    # In this order, since a limit that was met explains the exit status and what the program reports.
     over = ending["cpu"] > limits.cpu_seconds
     if ending["crowded"]:
         status, error = "runtime_error", f"more than {MOST_THREADS} threads"
+    # The kernel sends SIGXCPU or SIGKILL at the limit of CPU time.
     elif ending["timed_out"] or over or code in (-signal.SIGXCPU, -signal.SIGKILL):
         status, error = "time_limit", f"{ending['cpu']:.2f} s CPU, {seconds:.2f} s"
     elif code == -signal.SIGXFSZ:
@@ -208,6 +215,7 @@ def _interpret(
         status, error = kind, told[: program.REPORT_TEXT]
     elif code != 0 or kind == "runtime_error":
         status, error = "runtime_error", told[: program.REPORT_TEXT] or f"exit status {code}"
+    # The program left by itself, as by ``sys.exit``, so the function has no result.
     elif function is not None and kind != "result":
         status, error = "runtime_error", f"it ended before {function} returned"
     else:
@@ -268,6 +276,7 @@ class SandboxPool:
         """Return ``work``'s result in a sandbox; repeat it if the sandbox was killed. Raises SandboxError."""
         new = 0
         while True:
+            # Idle sandboxes may have been killed in any number; only new ones that fail count as attempts.
             try:
                 sandbox = self._idle.get_nowait()
             except Empty:
@@ -278,6 +287,7 @@ class SandboxPool:
                 result = work(sandbox)
                 self._idle.put(sandbox)
                 return result
+            # A sandbox whose work failed in any way may still be at it: it is not used again.
             except BaseException as error:
                 self.started.remove(sandbox)
                 sandbox.close()

@@ -119,6 +119,7 @@ def _new_namespaces() -> int:
         with contextlib.suppress(PermissionError):  # root of a container without CAP_SYS_ADMIN
             kernel.unshare(spaces)
             return NOBODY
+        # Root without the right to make namespaces: a user namespace of nobody's own gives it.
         become(NOBODY)
     user, group = os.geteuid(), os.getegid()
     kernel.unshare(spaces | kernel.NEW_USER)
@@ -150,6 +151,7 @@ def _run_as_first_process(request: dict[str, Any], limits: CommandLimits, owner:
             os.makedirs(path, exist_ok=True)
             os.chown(path, owner, owner)
             if not request["root"]:
+                # A mount of its own stays writable when the root becomes read-only.
                 mount(path, path, flags=kernel.BIND | kernel.RECURSIVE)
         if not request["root"]:
             restrict_mount("/", kernel.READ_ONLY)
@@ -168,6 +170,7 @@ def _run_as_first_process(request: dict[str, Any], limits: CommandLimits, owner:
 
 def _run_container(request: dict[str, Any], limits: CommandLimits, told: int) -> NoReturn:
     """Run the command in a container of somebody else's, with the folder on the machine's disk."""
+    # Processes that the container's command leaves become children of this one, to be killed.
     kernel.prctl(kernel.SET_CHILD_SUBREAPER, 1)
     place = scratch("folder")
     os.mkdir(folder := f"{place}/work")
@@ -177,6 +180,7 @@ def _run_container(request: dict[str, Any], limits: CommandLimits, told: int) ->
     if (command := os.fork()) == 0:
         os.chdir(folder)
         limit({resource.RLIMIT_FSIZE: limits.folder_mb << 20})
+        # Of the resource limits only a file's size: the others are the container's.
         start = [part.replace("{folder}", folder) for part in request["container"]]
         _execute([*start, *request["arguments"]], ENVIRONMENT | request["environment"], printing)
     os.close(told)
@@ -189,10 +193,12 @@ def _run_container(request: dict[str, Any], limits: CommandLimits, told: int) ->
 def _report(report: dict[str, Any], folder: str, limits: CommandLimits, beside: Collection[str] = ()) -> None:
     report |= {"left_out": 0, "unkept": None}
     try:
+        # The folder afterwards replaces the one before in the same memory file.
         os.ftruncate(ARCHIVE, 0)
         os.lseek(ARCHIVE, 0, os.SEEK_SET)
         if os.path.islink(folder):
             raise FolderError("it is a link")
+        # The command may have taken its own rights to the folder away.
         os.chmod(folder, 0o755)
         with open(ARCHIVE, "wb", closefd=False) as file:
             report["left_out"] = pack(folder, file, limits.folder_mb << 20, beside, opens=True)
@@ -203,27 +209,34 @@ def _report(report: dict[str, Any], folder: str, limits: CommandLimits, beside: 
 
 def _build_root(readable: list[str], limits: CommandLimits) -> None:
     """Mount a root of its own, with read-only folders of the machine."""
+    # What is mounted from here on stays in this namespace.
     mount("none", "/", flags=kernel.RECURSIVE | kernel.PRIVATE)
     size = f"size={limits.folder_mb}m,nr_inodes={limits.files + OTHER_ENTRIES},mode=755"
+    # The new root is a file system in memory, whose size the kernel limits.
     mount("tmpfs", "/tmp", "tmpfs", kernel.NO_SUID | kernel.NO_DEVICES, size)
     os.mkdir("/tmp/old")
+    # The machine's root moves to /old, until its folders are shown and it is unmounted.
     pivot = kernel.libc.syscall(machine_calls().pivot_root, b"/tmp", b"/tmp/old")
     kernel.checked(pivot, "pivot_root")
     os.chdir("/")
+    # Folders of the machine, at their own places, read-only.
     for path in (*SYSTEM, *(f"/etc/{name}" for name in SETTINGS), *readable):
         _show(path, needed=path in readable)
     os.makedirs("/dev")
     for name in DEVICES:
+        # A device is mounted on an empty file, since a user namespace cannot make one.
         os.close(os.open(f"/dev/{name}", os.O_CREAT))
         mount(f"/old/dev/{name}", f"/dev/{name}", flags=kernel.BIND)
     links = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "shm": "/tmp"}
     for name, target in links.items():
         os.symlink(target, f"/dev/{name}")
     os.makedirs("/etc", exist_ok=True)
+    # Programs look up the name of their user.
     for name, text in (("passwd", f"agent:x:{USER}:{USER}::/tmp:/bin/sh\n"), ("group", f"agent:x:{USER}:\n")):
         with open(f"/etc/{name}", "w", encoding="ascii") as file:
             file.write(text)
     os.mkdir("/proc")
+    # Of the new process namespace: only the command's own processes are in it.
     mount("proc", "/proc", "proc", kernel.NO_SUID | kernel.NO_DEVICES)
     kernel.checked(kernel.libc.umount2(b"/old", kernel.DETACH), "umount of the machine's root")
     os.rmdir("/old")
@@ -301,9 +314,11 @@ def _watch(command: int, printed: int, limits: CommandLimits, alone: bool) -> di
     kept, most, size = bytearray(), limits.output_bytes, 0
     status, code = "ended", None
     while code is None and status == "ended":
+        # Output is read while the command runs, which would wait at a full pipe.
         if printed in select.select([process, printed], [], [], WATCH_SECONDS)[0]:
             size += (more := _read(printed, kept, most))
             time.sleep(0 if more else WATCH_SECONDS)  # it has closed its output
+        # All children are reaped: orphans of the command become children of this process.
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 code = os.waitstatus_to_exitcode(ended[1]) if ended[0] == command else code
@@ -314,6 +329,7 @@ def _watch(command: int, printed: int, limits: CommandLimits, alone: bool) -> di
     left = _running() - {1} if alone else children()
     left.discard(command if code is None else 0)
     if alone:
+        # Process 1 is spared by its own signal: -1 means all other processes of the namespace.
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
     kill_children()
@@ -362,6 +378,7 @@ def _read(source: int, kept: bytearray, most: int) -> int:
     """Append what a pipe gives to ``kept``; drop the middle beyond ``most`` bytes. Return the bytes read."""
     data = os.read(source, 1 << 16)
     kept += data
+    # Half of what is kept is from the beginning, half from the end.
     del kept[most // 2 : max(0, len(kept) - most) + most // 2]
     return len(data)
 
@@ -386,6 +403,7 @@ def pack(folder: str, file: BinaryIO, most: int, beside: Collection[str] = (), o
             if place == folder:
                 folders[:] = [name for name in folders if name not in beside]
                 names = [name for name in names if name not in beside]
+            # Sorted, so that equal folders give equal archives.
             folders.sort()
             for name in sorted(folders + names):
                 path = os.path.join(place, name)
@@ -395,6 +413,7 @@ def pack(folder: str, file: BinaryIO, most: int, beside: Collection[str] = (), o
                     continue
                 if opens and not (info.issym() or os.access(path, os.R_OK)):
                     os.chmod(path, 0o700)
+                # Owners and set-user bits are the machine's, and would make equal folders differ.
                 info.uid, info.gid, info.uname, info.gname = 0, 0, "", ""
                 info.mode = info.mode & 0o777
                 # a link's own time is not unpacked

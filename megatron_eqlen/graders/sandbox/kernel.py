@@ -25,6 +25,7 @@ CAPABILITY_VERSION = 0x20080522
 
 def prctl(option: int, *arguments: int) -> int:
     """Call prctl. Raises OSError."""
+    # The C function takes five arguments, of which missing ones must be 0.
     values = (*arguments, 0, 0, 0, 0)[:4]
     return checked(libc.prctl(option, *map(ctypes.c_ulong, values)), f"prctl {option}")
 
@@ -68,6 +69,7 @@ def drop_capabilities() -> None:
         if end.errno not in (errno.EINVAL, errno.EPERM):
             raise
     prctl(CAP_AMBIENT, CAP_AMBIENT_CLEAR_ALL)
+    # All three sets (effective, permitted, inheritable), two words each, are empty.
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
     checked(libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
 
@@ -115,9 +117,11 @@ BIND_AND_CONNECT, ABSTRACT_SOCKETS_AND_SIGNALS = 3, 3
 
 def restrict_files(readable: Sequence[str]) -> None:
     """Let this process only read, and only below ``readable``. Raises OSError without Landlock."""
+    # With the flag 1 the call only tells the version.
     abi = libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1)
     if abi <= 0:
         raise OSError("the kernel has no Landlock")
+    # The structure grows with the version: rights to files, then to the network, then scopes.
     rights = FILE_RIGHTS[min(abi, max(FILE_RIGHTS))]
     attributes = struct.pack("=Q", rights)
     if abi >= NETWORK_ABI:
@@ -126,11 +130,13 @@ def restrict_files(readable: Sequence[str]) -> None:
         attributes += struct.pack("=Q", ABSTRACT_SOCKETS_AND_SIGNALS)
     size = ctypes.c_size_t(len(attributes))
     ruleset = checked(libc.syscall(CREATE_RULESET, attributes, size, 0), "landlock: create ruleset")
+    # All rights are taken away; reading below these paths comes back.
     for path in filter(os.path.exists, readable):
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
         rule = struct.pack("=Qi", EXECUTE | READ_FILE | (READ_DIR if os.path.isdir(path) else 0), descriptor)
         checked(libc.syscall(ADD_RULE, ruleset, 1, rule, 0), f"landlock: rule for {path}")
         os.close(descriptor)
+    # Without it the kernel lets only root restrict itself.
     prctl(SET_NO_NEW_PRIVS, 1)
     checked(libc.syscall(RESTRICT_SELF, ruleset, 0), "landlock: restrict")
     os.close(ruleset)

@@ -29,12 +29,14 @@ def find_python(wanted: str) -> str:
     """Return the path of the interpreter ``wanted``, a version or a path. A version is looked for in the
     environment that ``tools/setup programs`` makes, then on the PATH. Raises ValueError if there is none."""
     named = os.sep in wanted
+    # ``3.11.4`` is looked for as ``python3.11``, and its own version decides.
     name = "python" + ".".join(wanted.split(".")[:2])
     folders = [f"{sys.prefix}/programs/bin", *os.get_exec_path()]
     places = [path for folder in folders if (path := shutil.which(name, path=folder))]
     seen = []
     for place in [wanted] if named else [*places, sys.executable]:
         version, executable = _ask(place)
+        # With a dot behind, so that 3.1 does not fit 3.11.
         fits = named or f"{version}.".startswith(f"{wanted}.")
         if fits and tuple(map(int, version.split(".")[:2])) >= OLDEST:
             return executable
@@ -110,6 +112,7 @@ def commands_refused() -> str | None:
             end = sandbox.command(Command(["sh", "-c", COMMAND_ESCAPES]), EMPTY_FOLDER, limits)
     except SandboxError as error:
         return str(error)
+    # Each attempt that succeeds prints a line.
     if end.output or end.status != "ended" or end.unkept:
         return end.output.strip() or end.unkept or end.status
     return None if folder_files(end.folder) == {"file": b"kept\n"} else "what a command writes is lost"
@@ -131,6 +134,7 @@ def required_isolation(mode: Literal["strict", "best_effort"], python: str) -> I
 @lru_cache(maxsize=4)
 def offered_isolation(python: str) -> Isolation:
     """Return the strongest isolation that works on this machine, tried with programs of ``python``."""
+    # Strongest first: both layers, then one; as nobody, then as root where nobody cannot read Python.
     users = (True, False) if os.geteuid() == 0 else (False,)
     layers = ((True, True), (False, True), (True, False), (False, False))
     for isolation in (Isolation(*layer, user) for layer in layers for user in users):

@@ -134,6 +134,7 @@ def build_filter(calls: Calls, pid: int) -> bytes:
     """Return the BPF program for the process ``pid``: 8 bytes an instruction."""
     program = _same_machine(calls)
     for number in calls.plain.values():
+        # Equal: the next instruction allows; else it is skipped.
         program += [_pack(JUMP_EQUAL, number, 0, 1), _return(ALLOW)]
     for number, argument in calls.openers.values():
         program += _guard(number, [_load_argument(argument), _pack(JUMP_IF_BITS, WRITING, 1, 0)])
@@ -171,6 +172,7 @@ def machine_calls() -> Calls:
 def restrict_system_calls(code: bytes) -> None:
     """Put a filter on this process, permanently. Raises OSError if the kernel has none."""
     buffer = ctypes.create_string_buffer(code, len(code))
+    # struct sock_fprog: number of instructions, padding, address.
     program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer)))
     prctl(SET_NO_NEW_PRIVS, 1)
     prctl(SET_SECCOMP, MODE_FILTER, ctypes.addressof(program))
@@ -187,6 +189,7 @@ def _thread_flags() -> list[bytes]:
     """Allow clone only to make a thread: no process, no namespace, no other parent."""
     return [
         _load_argument(0),
+        # Without CLONE_THREAD over the next test and ALLOW, to DENY; with another flag, too.
         _pack(JUMP_IF_BITS, CLONE_THREAD, 0, 2),
         _pack(JUMP_IF_BITS, 0xFFFFFFFF ^ THREAD_FLAGS, 1, 0),
     ]
@@ -194,6 +197,7 @@ def _thread_flags() -> list[bytes]:
 
 def _harmless_command() -> list[bytes]:
     tests = [
+        # Over the other tests and the three instructions of F_SETFL, to ALLOW.
         _pack(JUMP_EQUAL, command, len(HARMLESS_COMMANDS) - i + 2, 0)
         for i, command in enumerate(HARMLESS_COMMANDS)
     ]
@@ -209,6 +213,7 @@ def _guard(number: int, check: list[bytes]) -> list[bytes]:
 
 def _allow_values(number: int, argument: int, values: tuple[int, ...]) -> list[bytes]:
     """Allow the call ``number`` if the argument is one of ``values``, else deny it."""
+    # Over the other tests and DENY, to ALLOW.
     tests = [_pack(JUMP_EQUAL, value, len(values) - i, 0) for i, value in enumerate(values)]
     body = [_load_argument(argument), *tests, _return(DENY), _return(ALLOW)]
     return [_pack(JUMP_EQUAL, number, 0, len(body)), *body]
@@ -227,4 +232,5 @@ def _return(action: int) -> bytes:
 
 
 def _pack(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    # struct sock_filter: code, jump if true, jump if false, value.
     return struct.pack("=HBBI", code, if_true, if_false, value)

@@ -31,6 +31,7 @@ WATCH_SECONDS = 0.01
 
 def main(isolation: str, worker: str) -> None:
     """Serve the socket CONNECTION of the process ``worker``. Import NumPy, if any, once for all programs."""
+    # Programs inherit the module, and need not spend their CPU time on it.
     with contextlib.suppress(ImportError):
         import numpy.random  # noqa: F401
     serve(socket.socket(fileno=CONNECTION), Isolation(**json.loads(isolation)), int(worker))
@@ -64,6 +65,7 @@ def _serve_one(connection: socket.socket, isolation: Isolation, worker: int, par
     prctl(SET_CHILD_SUBREAPER, 1)  # processes that a program leaves behind become our children
     if worker in select.select([connection, worker], [], [])[0]:
         return
+    # Five memory files come along with the request.
     request, descriptors, _, _ = socket.recv_fds(connection, LARGEST_REQUEST, 5)
     if not request:
         return
@@ -93,6 +95,7 @@ def _placed(descriptors: list[int], pipe: int) -> int:
     """Give a request's descriptors, /dev/null and ``pipe`` their numbers; close others. Return ``pipe``'s."""
     last = program.NULL + 1
     sources = (*descriptors, os.open(os.devnull, os.O_RDWR), pipe)
+    # Above all targets first: a source may have the number that another one is to get.
     copies = [fcntl.fcntl(source, fcntl.F_DUPFD, last + 1) for source in sources]
     for target, descriptor in zip([*range(len(descriptors)), program.NULL, last], copies, strict=True):
         os.dup2(descriptor, target)
@@ -117,6 +120,7 @@ def _wait(pid: int, deadline: float, connection: socket.socket, worker: int) -> 
         timed_out = not events and left <= 0
     os.close(process)
     os.close(tasks)
+    # The group, then the process, which may have no group of its own yet.
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
             kill(pid, signal.SIGKILL)

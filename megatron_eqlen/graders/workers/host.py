@@ -34,6 +34,7 @@ def main() -> None:
     module = importlib.import_module(sys.argv[1])
     options = json.loads(sys.argv[2])
     trainer = int(sys.argv[3])
+    # The socket came as stdin, which workers inherit: it moves to another number.
     control = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as null:
         os.dup2(null.fileno(), 0)
@@ -46,6 +47,7 @@ def main() -> None:
         data, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not data:
             break
+        # Reap those that have ended.
         workers -= {pid for pid in workers if os.waitpid(pid, os.WNOHANG)[0]}
         pid = os.fork()
         if pid == 0:

@@ -37,6 +37,7 @@ class WorkerPool:
 
     def __init__(self, module: str, workers: int, options: dict[str, Any] | None = None) -> None:
         self._threads = ThreadPoolExecutor(workers, module)
+        # Each thread has a worker of its own.
         self._own = threading.local()
         self._closed = False
         self._control, theirs = socket.socketpair()
@@ -74,6 +75,7 @@ class WorkerPool:
     def close(self) -> None:
         """End workers, host and threads; cancel items without an answer."""
         self._closed = True
+        # First no new items, then the end of workers, which wakes the threads that wait for them.
         self._threads.shutdown(wait=False, cancel_futures=True)
         with contextlib.suppress(OSError):  # the host has ended
             self._control.shutdown(socket.SHUT_RDWR)
@@ -90,12 +92,14 @@ class WorkerPool:
                     self._own.worker = self._fork()
                 answer = self._own.worker.ask(item, *limits)
             finally:
+                # Once the pool is closed nothing counts, neither an answer nor an error.
                 if self._closed:
                     raise CancelledError
             beat()
             attempts -= 1
             if "timeout" not in answer and "failure" not in answer:
                 return read(answer)
+            # It may still be at work: the next item gets a new worker.
             self._own.worker.kill()
             del self._own.worker
             if not attempts:
@@ -109,6 +113,7 @@ class WorkerPool:
         try:
             with theirs:
                 socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+            # The worker's first message is its number.
             if connection.poll(START_SECONDS):
                 return Worker(connection, int(connection.recv_bytes()))
         except (EOFError, OSError):
