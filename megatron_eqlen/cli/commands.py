@@ -199,7 +199,7 @@ def probe(arguments: argparse.Namespace) -> int:
     job = Job(pinned(load(run / RECIPE), run))
     target = Target(job, Asked(**{name: getattr(arguments, name) for name in names}))
     out = arguments.out or run / "probes" / step_name(arguments.step)
-    # Ranks that this command starts run it again, but print and prepare nothing twice.
+    # Ranks that this command starts run it again, and print nothing.
     if "RANK" not in os.environ:
         print(target.cost(), flush=True)
         if arguments.dry_run:

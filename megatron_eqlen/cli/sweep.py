@@ -67,7 +67,7 @@ def description(plan: Plan) -> str:
             f"equal       each may spend as many {UNITS[sweep.match]} as {sweep.reference} did, on average "
             f"over its seeds{capped}"
         )
-    # Cells are in the order of recipes, then methods.
+    # ``groupby`` needs neighbours: cells are in the order of recipes, then methods.
     for file, cells in groupby(plan.cells, key=lambda cell: cell.recipe_file):
         lines += ["", f"recipe      {file}", *_recipe(plan, [*cells])]
     return "\n".join(lines)

@@ -115,7 +115,7 @@ def translate(trainer: str, file: Path, words: Sequence[str] = ()) -> Translatio
         theirs[key] = REFERENCE.sub(lambda match: named.get(match[1], match[0]), str(theirs[key]))
     rows = {key: row_of(trainer, key) for key in theirs}
     known = sum(map(bool, rows.values()))
-    # verl's trainer has this section, its other programs share all others.
+    # verl's trainer has this section; the rest it shares with other programs of verl.
     other = trainer == "verl" and not any(key.startswith("actor_rollout_ref.") for key in theirs)
     if other or known < max(1, len(theirs) / 2):
         found = f"{len(theirs)} keys, {known} of them its own" + ", none of actor_rollout_ref" * other
@@ -202,7 +202,7 @@ def _add_learning(done: Translation) -> None:
         # TRL gives a mask's upper bound alone.
         pair = [1e-9, bound] if "mask" in str(keys.get("is_mode")) else bound.split("_")
         keys["loss.rollout_is_threshold"] = pair if len(pair) == 2 else bound  # a mask's, or a bound
-    # Names that verl's earlier versions have.
+    # Names of verl's earlier versions.
     older = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
     names = [older.get(name, name) for name in str(keys.get("rs", "")).replace(",", " ").split()]
     # A bound for each name, or one for all: ``0.5_2.0,10``.
@@ -279,8 +279,7 @@ def _add_data(done: Translation) -> None:
     keys, files = done.keys, listed(done.keys.get("train_files"))
     functions, named = listed(keys.get("reward_functions")), listed(keys.get("eval_prompt_data"))
     if path := str(keys.get("reward_path") or ""):
-        # ``./rewards/mine.py`` is ``rewards.mine``; of a path that is no package only the file's name is
-        # left.
+        # ``./rewards/mine.py`` is ``rewards.mine``; a path that is no package keeps the file's name.
         module = path.removeprefix("./").removesuffix(".py")
         module = module.replace("/", ".") if re.fullmatch(r"\w+(/\w+)*", module) else Path(path).stem
         keys[GRADER] = f"{module}:{keys.get('reward_name') or 'compute_score'}"

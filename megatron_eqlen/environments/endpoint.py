@@ -198,8 +198,7 @@ class Episode:
             if len(self.requests) > len(self.turns):
                 # Messages of the request before, and the turn that answered it, are known.
                 known = len(self.requests[-2].messages) + 1 if self.turns else 0
-                # Tools' messages name the id of a call; templates want its name. Answers have the calls'
-                # order.
+                # Tools' messages have ids, templates want names; answers come in the order of calls.
                 calls = (call["function"] for turn in self.turns[-1:] for call in turn.get("tool_calls", ()))
                 named = ({"name": called["name"]} for called in calls)
                 new = self.requests[-1].messages[known:]

@@ -77,8 +77,7 @@ class Plan:
                 method,
                 seed,
                 folder := sweep.path / Path(recipe).stem / f"{method}-seed{seed}",
-                # Later overrides win: the sweep's, the method's, the command's, then what makes the run its
-                # own.
+                # Later overrides win: the sweep's, the method's, the command's, the run's own.
                 (
                     *map(_override, sweep.set.items()),
                     *map(_override, sweep.methods[method].set.items()),

@@ -244,6 +244,7 @@ def efficiency(groups: Sequence[Group]) -> Rows:
             "Reward": _mean(group, lambda run: run.reward),
             "Length": _mean(group, lambda run: run.length),
         }
+        # Ratios to the first method's row; its own are 1.
         first = rows[0] if rows else row
         for name, short in ((PER_HOUR, "GPU-h"), (PER_TOKEN, "tokens")):
             row[f"x first, {short}"] = row[name] / first[name] if first[name] else None

@@ -73,9 +73,9 @@ def _missing(sweep: SweepRecipe, groups: Sequence[Group]) -> list[str]:
     for model in [Path(recipe).stem for recipe in sweep.recipes]:
         methods: dict[tuple[int, int], list[str]] = {}
         for method in sweep.methods:
-            # Methods with equal counts share a note.
             ended = sum(len(g.runs) for g in groups if (g.model, g.method) == (model, method))
             counts = ended, len(sweep.seeds_of(model, method))
+            # Methods with equal counts share a note.
             methods.setdefault(counts, []).append(sweep.label(method))
         notes += [
             f"Seeds that have ended on {model}, {ended} of {expected}: " + "; ".join(labels)

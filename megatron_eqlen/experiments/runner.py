@@ -94,8 +94,8 @@ class Runner:
                 continue
             self.running.remove(child)
             self.slots.append(child.environ)
-            # Status 0 is not enough: a run that was asked to stop has not ended.
             limits = self.plan.limits(child.cell)
+            # Status 0 is not enough: a run that was asked to stop has not ended.
             if status == 0 and limits is not None and child.cell.ended(limits):
                 self.done.add(child.cell)
                 taken = duration(time.monotonic() - child.started)

@@ -221,7 +221,7 @@ def _check_sizes(model: ModelConfig, where: str) -> None:
 
 def _experts(fields: Fields, layers: int, family: Family) -> Experts:
     if family.glm:
-        # GLM counts shared experts of an expert's width; they are one of their summed width.
+        # GLM counts shared experts, each as wide as a routed one; together they are one wider expert.
         count, shared = fields.get("n_routed_experts", int), fields.get("n_shared_experts", int)
         shared *= fields.get("moe_intermediate_size", int)
     else:

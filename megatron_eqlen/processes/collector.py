@@ -49,5 +49,5 @@ def importing(*without: str) -> Iterator[None]:
         finally:
             for name in absent:
                 del sys.modules[name]
-            # Modules stay: the collector shall not look at them again.
+            # Modules stay: the collector need not look at them again.
             gc.freeze()

@@ -69,7 +69,7 @@ def taking_along() -> Iterator[None]:
 
 def end_descendants(spare: Set[int] = frozenset()) -> None:
     """Kill the descendants of this process but for ``spare``."""
-    # Looked for again until none is left: what is killed may have started others meanwhile.
+    # Look again until none is left: what is killed may have started others meanwhile.
     deadline = time.monotonic() + PATIENCE
     while (left := _descendants() - spare) and time.monotonic() < deadline:
         for pid in left:

@@ -100,7 +100,7 @@ def weights(parallel: ParallelRecipe, model: ModelConfig) -> Iterator[str]:
         )
     experts = model.experts
     if experts is None:
-        # Without experts no rank could take a share of them.
+        # A dense model: expert parallelism would divide nothing.
         for key in ("expert", "expert_tensor"):
             if (parts := getattr(parallel, key)) > 1:
                 yield f"parallel.{key}: {parts}, but a {model.model_type} model has no experts"

@@ -53,8 +53,7 @@ def _rows(rows: list[dict[str, Any]], trainer: str) -> Iterator[Row]:
         fields = {key: row[key] for key in row if key not in (*TRAINERS, HINTS, "names")}
         for name in row.get("names", "$").split():
             for word in row[trainer].replace("$", name).split():
-                # ``.actor.ppo_epochs=1`` is verl's ``actor_rollout_ref.actor.ppo_epochs`` with the neutral
-                # value 1.
+                # ``.actor.ppo_epochs=1``: verl's ``actor_rollout_ref.actor.ppo_epochs``; 1 asks for nothing.
                 theirs, _, neutral = re.sub(r"^\.", "actor_rollout_ref.", word).partition("=")
                 last = theirs.rpartition(".")[2] if name == "$" else name
                 own = {key: fields[key].replace("$", last) for key in ("ours", "part") if key in fields}

@@ -38,7 +38,7 @@ def phases(recipe: Recipe) -> list[Phase]:
     weights: list[MemoryPart] = ["weights"]
     state: list[MemoryPart] = ["gradients"] if recipe.optimizer.offload else ["gradients", "optimizer"]
     trainer = weights + state
-    # What stays beside an engine that is awake; weights must be there to be sent.
+    # The trainer's parts beside an engine that is awake; only what is there can be sent.
     kept = {"none": trainer, "state": weights, "all": []}[parked]
     synced = trainer if parked == "none" else weights
     colocated = recipe.colocated

@@ -58,7 +58,7 @@ class MathGrader(PoolGrader):
             return known(Grade(0.0, "no_answer", None, self.name))
         key = gold, answer
         if key not in self._memo:
-            # Full: begin anew, since answers of old steps do not come again.
+            # Full: begin anew, since answers of old steps rarely come again.
             if len(self._memo) == MEMO_SIZE:
                 self._memo.clear()
             self._memo[key] = self._compare(gold, answer)

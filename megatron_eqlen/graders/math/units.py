@@ -81,7 +81,7 @@ def _is_word(token: str) -> bool:
         return True
     if not token.isascii():
         return len(token) > 1 or ord(token) > 0x2E7F  # one CJK sign is a word, one Cyrillic letter a variable
-    # A word of four letters is a word; shorter ones must be units, since ``ab`` may be a product.
+    # Four letters make a word; fewer must spell a unit, since ``ab`` may be a product.
     return len(token) > 3 or (len(token) > 1 and _canonical(token) in UNITS.values())
 
 

@@ -314,7 +314,7 @@ def _watch(command: int, printed: int, limits: CommandLimits, alone: bool) -> di
     kept, most, size = bytearray(), limits.output_bytes, 0
     status, code = "ended", None
     while code is None and status == "ended":
-        # Output is read while the command runs, which would wait at a full pipe.
+        # Output is read while the command runs: a full pipe would stop it.
         if printed in select.select([process, printed], [], [], WATCH_SECONDS)[0]:
             size += (more := _read(printed, kept, most))
             time.sleep(0 if more else WATCH_SECONDS)  # it has closed its output
