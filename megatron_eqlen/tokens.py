@@ -307,6 +307,7 @@ class Tokens:
         """Names of the columns, with all that their memory depends on besides the number of tokens:
         ``token_ids logprobs kept:310 routes:48x8:uint8``."""
         words = [name if name in NUMBERS else _described(name, v) for name, v in self.columns.items()]
+        # one text for the many tables that have it
         return sys.intern(" ".join(words))
 
     @staticmethod
@@ -325,6 +326,7 @@ class Tokens:
         return Tokens.absent(len(self), self.layout)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # as length and layout: where it arrives, all equal ones are one object again
         if self.is_bare:
             return Tokens.absent, (len(self), self.layout)
         return Tokens, (self.columns, len(self))
@@ -359,6 +361,7 @@ def _described(name: str, values: Any) -> str:
 
 def _placeholder(word: str, length: int) -> tuple[str, Any]:
     """Return name and placeholder of a column: the inverse of ``_described``."""
+    # `logprobs`, `kept:310`, `routes:48x8:uint8`
     name, *details = word.split(":")
     if name not in COLUMNS:
         raise ValueError(f"expected the columns {', '.join(COLUMNS)}, found {name!r}")

@@ -122,6 +122,7 @@ def _warn(state: PackageState) -> None:
 
 def _hide(name: str) -> None:
     """Make ``import name`` raise ModuleNotFoundError, and ``find_spec(name)`` return None."""
+    # parts that were imported before the failure could still be found
     for module in [module for module in sys.modules if module.startswith(f"{name}.")]:
         del sys.modules[module]
     sys.modules[name] = None  # pyright: ignore[reportArgumentType] (the documented way)

@@ -223,6 +223,7 @@ def _clock(columns: Columns, x: np.ndarray) -> list[str]:
     if not len(columns.steps):
         return []
     steps = np.append(columns.steps[0] - 1, columns.steps)
+    # only ends of steps are recorded: the first one began its own duration before its end
     first = np.nan_to_num(columns["time/step"][0])
     ends = np.append(0.0, columns.times - columns.times[0] + first)
     return [duration(seconds) for seconds in np.interp(x, steps, ends)]

@@ -146,6 +146,7 @@ def _cut_after(path: Path, step: int) -> None:
         return
     end = 0
     for line, record in _lines(path):
+        # steps are in order: all lines from here on are of an attempt that is trained again
         if record["step"] > step:
             break
         end += len(line)

@@ -44,6 +44,7 @@ def recorded_advice(run: Path, recipe: Recipe) -> tuple[Profile | None, str]:
     streams = run / "streams" if (run / "streams").is_dir() else run
     newest = islice(scored_steps(streams, newest_first=True), PROFILED)
     rollouts = [rollout for _, folder in newest for rollout in read_skeletons(step_files(folder))]
+    # the newest step may still be without some of its grades
     scored = [
         rollout
         for rollout in rollouts

@@ -180,6 +180,7 @@ def _condition(run: Path, recipe: Recipe, holder: dict[str, Any], state: RunStat
         if state.hung:
             return "hung"  # the process ends as soon as a disk that does not answer lets it
         return "running" if heard or not running else "silent"
+    # it does not run: what it has reached tells more than how one of its tries ended
     if is_complete(run, recipe):
         return "complete"
     if state.given_up:

@@ -40,6 +40,7 @@ class Trackers:
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Show the metrics of ``step``, counted from 1. Steps come in order, each once."""
+        # a copy: a tracker that fails leaves the dictionary
         for name, tracker in [*self._running.items()]:
             self._try(name, tracker.log, step, metrics)
 

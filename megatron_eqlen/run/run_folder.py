@@ -83,6 +83,7 @@ def _commit() -> str:
     if not (ROOT / ".git").exists():
         return ""
     dirty = "--dirty= with uncommitted changes"
+    # without a tag's name: the hash alone
     command = ["git", "-C", str(ROOT), "describe", "--always", dirty, "--abbrev=12", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
