@@ -114,6 +114,24 @@ def test_the_quickstart_uses_a_gpu_where_there_is_one_and_else_what_was_set_up(m
     assert ran[0] == f"eqlen train recipes/tiny_cpu.yaml {device}seed=2"
 
 
+@pytest.mark.parametrize(("cores", "usable", "given", "threads"), [
+    ("0,0 0,0", 2, "", 1),  # two threads of a core
+    ("0,0 1,0 0,1 1,1", 16, "", 4),
+    ("0,0 1,0 0,1 1,1", 2, "", 2),  # by affinity or a container's quota
+    ("0,0 1,0", 2, "1", 1),
+])  # fmt: skip
+def test_the_real_model_trains_with_a_thread_for_each_core_that_it_may_use(
+    cores, usable, given, threads, machine
+):
+    machine.command("bin/lscpu", f"printf '%s\\n' '# core,socket' {cores}")
+    machine.command("tools/setup", "mkdir -p .venv; echo cpu, >.venv/state")
+    machine.command(".venv/bin/python", f'[ "$1" != -c ] || echo {usable}')
+    machine.command(".venv/bin/eqlen", 'echo "$OMP_NUM_THREADS $2"')
+    machine.environ = {"OMP_NUM_THREADS": given}
+    ran = machine.run("tools/quickstart", "smollm2").stdout.splitlines()
+    assert ran == [f"{threads} recipes/smollm2_sft_cpu.yaml", f"{threads} recipes/smollm2_cpu.yaml"]
+
+
 def test_a_machine_that_cannot_have_the_python_of_programs_is_told_what_needs_it(machine):
     machine.environ = {"PYENV_ROOT": str(machine.folder)}
     ended = machine.run("tools/setup", "programs")
