@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 STABLE = {
-    "load": "objectives.recipes",
+    "load": "job",
     "main": "cli.__main__",
     "read_results": "evaluation.result",
     "read_step": "record.reader",

@@ -1,18 +1,20 @@
-"""A recipe resolved: what it names, found once. Commands make a job where they pin the recipe."""
+"""A recipe that is about to run: loaded with every check, and resolved: what it names, found once."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import megatron_eqlen.hf
 from megatron_eqlen.hf.config import ModelConfig, read_config
+from megatron_eqlen.objectives.checks import check_combination
 from megatron_eqlen.objectives.objective import Objective
-from megatron_eqlen.objectives.recipes import remarks
 from megatron_eqlen.objectives.registry import resolve
-from megatron_eqlen.recipe import LoraRecipe, Recipe, layout
+from megatron_eqlen.recipe import BenchmarkRecipe, LoraRecipe, Recipe, layout
+from megatron_eqlen.recipe import load as recipe_load
 from megatron_eqlen.recipe.engine_options import MegatronOptions, split_megatron
 from megatron_eqlen.recipe.inputs import fetch, hub_repo, local_path, revisions, where_from
 
@@ -37,11 +39,6 @@ class Job:
     @cached_property
     def objective(self) -> Objective:
         return resolve(self.recipe)
-
-    @property
-    def remarks(self) -> list[str]:
-        """Remarks on a valid recipe: corrections that do little."""
-        return remarks(self.recipe, self.objective)
 
     @property
     def revisions(self) -> dict[str, str | None]:
@@ -110,3 +107,25 @@ class Job:
     def check_layout(self) -> None:
         """Raise LayoutError for a layout that cannot start with this model."""
         layout.check(self.recipe, self.model)
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Load the recipe in ``path`` with ``key.sub=value`` overrides applied. Raises RecipeError."""
+    return recipe_load.load(path, overrides, [lambda recipe: check_combination(Job(recipe))])
+
+
+def parse(raw: dict[str, Any], where: str) -> Recipe:
+    """Make a recipe from plain data; ``where`` names it in errors. Raises RecipeError."""
+    return recipe_load.parse(raw, where, [lambda recipe: check_combination(Job(recipe))])
+
+
+def answering(recipe: Recipe, name: str) -> tuple[Recipe, BenchmarkRecipe]:
+    """Return the recipe that samples as the evaluation of benchmark ``name``, without what only training
+    reads, and that benchmark. Raises ValueError."""
+    benchmarks = {benchmark.name: benchmark for benchmark in recipe.evaluation.benchmarks}
+    if name not in benchmarks:
+        raise ValueError(f"--benchmark: expected one of {', '.join(benchmarks) or 'none'}, found {name!r}")
+    raw = recipe.of_benchmark(benchmarks[name]).model_dump(mode="json", exclude_unset=True)
+    for section in ("objective", "loss", "teacher", "equal_length", "tree_sampling", "optimizer"):
+        raw.pop(section, None)
+    return parse(raw, f"--benchmark {name}"), benchmarks[name]

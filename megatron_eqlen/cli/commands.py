@@ -11,8 +11,7 @@ from pathlib import Path
 
 from megatron_eqlen.engines.server.gate import authorization
 from megatron_eqlen.files import refuse_existing, refuse_unwritable, step_name
-from megatron_eqlen.job import Job
-from megatron_eqlen.objectives.recipes import answering, load
+from megatron_eqlen.job import Job, answering, load
 from megatron_eqlen.processes.collector import importing
 from megatron_eqlen.processes.interrupts import Interrupts, watch
 from megatron_eqlen.recipe import Recipe, RecipeError
@@ -139,13 +138,14 @@ def new(arguments: argparse.Namespace) -> int:
 
 def _print_plan(job: Job, everything: bool) -> int:
     """Print the keys of a recipe that differ from their defaults, or ``everything``, and its plan."""
+    from megatron_eqlen.objectives.checks import remarks
     from megatron_eqlen.objectives.registry import with_defaults
     from megatron_eqlen.plan.text import describe
 
     recipe, plan = job.recipe, describe(job)
     changed = recipe.model_dump(mode="json", exclude_defaults=True)
-    print(dump(with_defaults(recipe)) if everything else to_yaml(changed), plan, sep="\n")
-    for remark in filter(None, (missing_inputs(recipe), *job.remarks)):
+    print(dump(with_defaults(job)) if everything else to_yaml(changed), plan, sep="\n")
+    for remark in filter(None, (missing_inputs(recipe), *remarks(job))):
         print(f"WARNING: {remark}")
     return 0
 

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import megatron_eqlen
 from megatron_eqlen.files import write_text
-from megatron_eqlen.job import Job
-from megatron_eqlen.objectives.recipes import load
+from megatron_eqlen.job import Job, load
 from megatron_eqlen.plan.memory import memory
 from megatron_eqlen.plan.sbatch import replicas_on_node, server_options, train_environment, train_options
 from megatron_eqlen.processes.hold import FILE as LOCK

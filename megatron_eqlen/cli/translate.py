@@ -20,7 +20,7 @@ from jinja2 import Template
 from pyarrow.dataset import dataset
 
 from megatron_eqlen.cli.launch_scripts import listed, read
-from megatron_eqlen.objectives.recipes import parse
+from megatron_eqlen.job import parse
 from megatron_eqlen.recipe import Recipe, RecipeError
 from megatron_eqlen.recipe.load import HOLE
 from megatron_eqlen.recipe.naming import flat, nested

@@ -11,8 +11,8 @@ from statistics import fmean
 from typing import Any
 
 from megatron_eqlen.experiments.schema import OF_RUNS, OF_RUNS_ONLY, SweepRecipe
+from megatron_eqlen.job import load
 from megatron_eqlen.metrics import spent
-from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.recipe import Recipe, RecipeError
 from megatron_eqlen.recipe.budget import UNITS, Spent
 from megatron_eqlen.recipe.yaml_values import to_yaml

@@ -14,6 +14,7 @@ import numpy as np
 from megatron_eqlen import metrics as m
 from megatron_eqlen.evaluation.result import EvaluationResult, read_results
 from megatron_eqlen.experiments.schema import BASE
+from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.registry import with_defaults
 from megatron_eqlen.recipe import Recipe, is_under, leaves, shown
 from megatron_eqlen.recipe.budget import Spent
@@ -135,7 +136,7 @@ def group_runs(runs: Sequence[RunResult]) -> list[Group]:
 def _by_recipe(method: str, runs: Sequence[RunResult]) -> dict[str, list[RunResult]]:
     """Return runs by recipe: the method, and the keys in which recipes of this method differ."""
     # Defaults filled in: a key that is left out equals its default written down.
-    settings = [leaves(with_defaults(run.recipe).model_dump(mode="json")) for run in runs]
+    settings = [leaves(with_defaults(Job(run.recipe)).model_dump(mode="json")) for run in runs]
     values = [{key: v for key, v in of.items() if not is_under(key, NOT_THE_METHOD)} for of in settings]
     every = dict.fromkeys(key for entries in values for key in entries)
     # Keys in which these runs differ name the groups, such as ``grpo (loss.kl_coef=0.001)``.

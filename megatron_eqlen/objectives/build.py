@@ -27,9 +27,9 @@ import numpy as np
 
 from megatron_eqlen.objectives.advantages import dr_grpo, whiten
 from megatron_eqlen.objectives.aggregation import BatchSize, Member
-from megatron_eqlen.objectives.objective import Objective
+from megatron_eqlen.objectives.objective import Objective, ResolvedRecipe
 from megatron_eqlen.objectives.parts import checked_advantages, checked_weight, described
-from megatron_eqlen.objectives.registry import is_on_policy, resolve
+from megatron_eqlen.objectives.registry import is_on_policy
 from megatron_eqlen.objectives.token_baseline import of_unit, token_baselines
 from megatron_eqlen.objectives.units import comparison_units
 from megatron_eqlen.processes.collector import collector_paused
@@ -43,7 +43,7 @@ from megatron_eqlen.types import Metrics, Rollout, TokenTree
 @collector_paused()
 def build_minibatches(
     rollouts: Sequence[Rollout],
-    recipe: Recipe,
+    job: ResolvedRecipe,
     policy_version: int | None = None,
     gather: Callable[[list[Any]], list[Any]] = list,
 ) -> tuple[list[list[TokenTree]], Metrics]:
@@ -56,24 +56,24 @@ def build_minibatches(
     response.
     """
     # [minibatches], each with the trees and units of its prompts
-    batches = _weigh(_minibatches(rollouts, recipe), recipe)
+    batches = _weigh(_minibatches(rollouts, job.recipe), job)
     units = [unit for batch in batches for unit in batch.units]
-    metrics = unit_metrics(units, rollouts, recipe)
+    metrics = unit_metrics(units, rollouts, job.recipe)
     if policy_version is not None:
         metrics |= staleness_metrics(units, policy_version, gather)
     return [batch.trees for batch in batches], metrics
 
 
-def weighted_units(rollouts: Sequence[Rollout], recipe: Recipe) -> list[ComparisonUnit]:
+def weighted_units(rollouts: Sequence[Rollout], job: ResolvedRecipe) -> list[ComparisonUnit]:
     """Return the comparison units of ``build_minibatches``, with advantages and weights."""
-    return [unit for batch in _weigh(_minibatches(rollouts, recipe), recipe) for unit in batch.units]
+    return [unit for batch in _weigh(_minibatches(rollouts, job.recipe), job) for unit in batch.units]
 
 
-def has_gradient(rollouts: Sequence[Rollout], recipe: Recipe) -> dict[str, bool]:
+def has_gradient(rollouts: Sequence[Rollout], job: ResolvedRecipe) -> dict[str, bool]:
     """Return by prompt, in order, whether the verifier's rewards in one of its units differ from what they
     are compared with. Length penalties do not count."""
     found = {rollout.prompt_id: False for rollout in rollouts}
-    for unit in _compare(rollouts, recipe, replace(resolve(recipe), overlong_buffer=0)).units:
+    for unit in _compare(rollouts, job.recipe, replace(job.objective, overlong_buffer=0)).units:
         found[unit.prompt_id] |= unit.differs
     return found
 
@@ -95,8 +95,8 @@ class _Batch:
     units: list[ComparisonUnit] = field(default_factory=list)
 
 
-def _weigh(parts: Sequence[Sequence[Rollout]], recipe: Recipe) -> list[_Batch]:
-    objective = resolve(recipe)
+def _weigh(parts: Sequence[Sequence[Rollout]], job: ResolvedRecipe) -> list[_Batch]:
+    recipe, objective = job.recipe, job.objective
     first = [0, *accumulate(map(len, parts))]
     batches = [_compare(part, recipe, objective, number) for part, number in zip(parts, first, strict=False)]
     units = [unit for batch in batches for unit in batch.units]

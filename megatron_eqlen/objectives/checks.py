@@ -1,4 +1,4 @@
-"""Checks that the objective fits the rest of a recipe."""
+"""Checks that the objective fits the rest of a recipe, and remarks where it does."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from megatron_eqlen.objectives.advantages import dr_grpo, none, rloo
 from megatron_eqlen.objectives.aggregation import AGGREGATIONS
-from megatron_eqlen.objectives.objective import Objective
+from megatron_eqlen.objectives.objective import Objective, ResolvedRecipe
 from megatron_eqlen.objectives.parts import PARTS, described, name_of, options, try_parts
-from megatron_eqlen.objectives.registry import clip_keys, is_on_policy, resolve, with_defaults
+from megatron_eqlen.objectives.registry import clip_keys, is_on_policy, with_defaults
 from megatron_eqlen.objectives.surrogates import Ppo
 from megatron_eqlen.objectives.token_baseline import alive, fitted, of_unit
 from megatron_eqlen.recipe import Recipe
@@ -17,11 +17,11 @@ from megatron_eqlen.recipe.checks import check_effects
 from megatron_eqlen.sampling import KINDS
 
 
-def check_combination(recipe: Recipe) -> None:
+def check_combination(job: ResolvedRecipe) -> None:
     """Raise ValueError, with the reason, if the objective and the rest of the recipe do not fit."""
-    _ = KINDS[recipe.sampling]  # one of the user's own can be imported
-    check_effects(recipe, with_defaults(recipe))
-    objective = resolve(recipe)
+    _ = KINDS[job.recipe.sampling]  # one of the user's own can be imported
+    recipe, objective = job.recipe, job.objective
+    check_effects(recipe, with_defaults(job))
     try_parts({field: getattr(objective, field) for field in PARTS})
     rules = (
         _refused, _of_sampling, _of_token_baseline, _of_clip, _of_ratio, _of_engine_logprobs,
@@ -293,3 +293,35 @@ def _of_dynamic_sampling(recipe: Recipe, objective: Objective) -> Iterator[str]:
     }
     for cause in (cause for cause, acts in causes.items() if acts):
         yield f"loss.dynamic_sampling: true with {cause}: equal rewards have a gradient, too: set it to false"
+
+
+def remarks(job: ResolvedRecipe) -> list[str]:
+    """Return remarks on a valid recipe: corrections that do little."""
+    recipe, sentences = job.recipe, list[str]()
+    updates = (recipe.steps or math.inf) * recipe.loss.minibatches * recipe.loss.epochs
+    if recipe.optimizer.warmup_steps > updates:
+        sentences.append(
+            f"optimizer.warmup_steps: {recipe.optimizer.warmup_steps} is more than the run's {updates} "
+            f"updates: the learning rate does not reach optimizer.lr"
+        )
+    uncorrected = recipe.loss.rollout_is == "none" and recipe.loss.old_logprobs == "recompute"
+    if recipe.rollout.trains_older and uncorrected:
+        sentences.append(
+            "loss.rollout_rs alone leaves out what is too far off: tokens of older weights within its bounds "
+            "train as if the policy had sampled them (loss.rollout_is or loss.old_logprobs: rollout corrects)"
+        )
+    budget = recipe.rollout.tokens_per_step
+    on_policy = recipe.sampling == "independent" or is_on_policy(recipe, job.objective)
+    if on_policy and budget and not recipe.rollout.carry_over:
+        pairs = recipe.sampling == "equal_length"
+        kind = "equal_length.pair_weight: on_policy" if pairs else f"sampling: {recipe.sampling}"
+        sentences.append(
+            "rollout.tokens_per_step cuts the longest rollouts, whose ends count as 0 or are left out: "
+            f"{kind} is unbiased only with rollout.carry_over: true and rollout.max_staleness that cuts none"
+        )
+    if not recipe.supervised and not recipe.rollout.comparable:
+        sentences.append(
+            "rollout.mismatch compares nothing: the engine's log-probs are of the sampled distribution, the "
+            "trainer's only with rollout.keep_sampling_mask: true, or with top_k, top_p and min_p off"
+        )
+    return sentences

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from megatron_eqlen.objectives.build import has_gradient
-from megatron_eqlen.objectives.registry import resolve
+from megatron_eqlen.objectives.objective import ResolvedRecipe
 from megatron_eqlen.objectives.units import due_rollouts, response_lengths
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.rewards.scoring import leave_out
@@ -26,16 +26,16 @@ ROUND_OFF = 1e-9
 """Tolerance of a share of prompts: 0.55 of 100 prompts are 55, not 56."""
 
 
-def filter_groups(rollouts: Sequence[Rollout], recipe: Recipe) -> tuple[list[str], list[str]]:
+def filter_groups(rollouts: Sequence[Rollout], job: ResolvedRecipe) -> tuple[list[str], list[str]]:
     """Return (prompt_ids to keep, prompt_ids to drop), each in order of appearance. A prompt is kept if it
     ``has_gradient``: a group that is all correct teaches nothing about the problem, whatever the length
     penalties (as in DAPO). ``loss.length_quantiles`` drops prompts of medium length, too."""
-    differs = has_gradient(rollouts, recipe)
-    quantiles = resolve(recipe).length_quantiles
+    differs = has_gradient(rollouts, job)
+    quantiles = job.objective.length_quantiles
     if quantiles is not None:
         # LSPO: of prompts that differ only those with short or long responses
         left = [rollout for rollout in rollouts if differs[rollout.prompt_id]]
-        for lengths in _mean_lengths_by_draw(left, recipe):
+        for lengths in _mean_lengths_by_draw(left, job.recipe):
             extreme = _extremes(lengths, quantiles)
             differs |= {prompt_id: prompt_id in extreme for prompt_id in lengths}
     keep = [prompt_id for prompt_id, varies in differs.items() if varies]
@@ -58,17 +58,17 @@ def _extremes(lengths: Mapping[str, float], quantiles: tuple[float, float, float
     return {prompt_id for prompt_id, length in lengths.items() if length <= low or high <= length <= top}
 
 
-def trained(rollouts: Sequence[Rollout], recipe: Recipe, room: int | None = None) -> Sequence[Rollout]:
+def trained(rollouts: Sequence[Rollout], job: ResolvedRecipe, room: int | None = None) -> Sequence[Rollout]:
     """Return the recorded rollouts of a step that it trained on. ``room``: see ``select``."""
-    rollouts = due_rollouts(leave_out(rollouts, recipe.reward)[0])
-    if not resolve(recipe).dynamic_sampling:
+    rollouts = due_rollouts(leave_out(rollouts, job.recipe.reward)[0])
+    if not job.objective.dynamic_sampling:
         return rollouts
-    return select(rollouts, recipe, recipe.data.prompts_per_step if room is None else room)[0]
+    return select(rollouts, job, job.recipe.data.prompts_per_step if room is None else room)[0]
 
 
-def select(rollouts: Sequence[Rollout], recipe: Recipe, room: int) -> tuple[list[Rollout], int]:
+def select(rollouts: Sequence[Rollout], job: ResolvedRecipe, room: int) -> tuple[list[Rollout], int]:
     """Return (rollouts of the first ``room`` prompts that are kept, number of prompts dropped). With
     ``rollout.carry_over`` there is room for all: no later step trains the same units."""
-    keep, dropped = filter_groups(rollouts, recipe)
-    kept = set(keep if recipe.rollout.carry_over else keep[:room])
+    keep, dropped = filter_groups(rollouts, job)
+    kept = set(keep if job.recipe.rollout.carry_over else keep[:room])
     return [rollout for rollout in rollouts if rollout.prompt_id in kept], len(dropped)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, Protocol
 
 from megatron_eqlen.objectives.advantages import Estimator
 from megatron_eqlen.objectives.aggregation import Aggregation
 from megatron_eqlen.objectives.surrogates import Surrogate
 from megatron_eqlen.objectives.token_baseline import TokenBaseline, of_unit
+from megatron_eqlen.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -49,3 +51,13 @@ class Objective:
     def has_ratio(self) -> bool:
         """True if the surrogate depends on the old log-probs."""
         return getattr(self.surrogate, "has_ratio", True)
+
+
+class ResolvedRecipe(Protocol):
+    """A recipe with its objective: what this folder needs of a ``Job``, which alone resolves recipes."""
+
+    @property
+    def recipe(self) -> Recipe: ...
+
+    @cached_property
+    def objective(self) -> Objective: ...

@@ -17,7 +17,7 @@ from megatron_eqlen.objectives.aggregation import (
     seq_mean_token_sum_norm,
     token_mean,
 )
-from megatron_eqlen.objectives.objective import Objective
+from megatron_eqlen.objectives.objective import Objective, ResolvedRecipe
 from megatron_eqlen.objectives.parts import name_of, named_parts, options
 from megatron_eqlen.objectives.surrogates import (
     Cispo,
@@ -93,7 +93,7 @@ def lookup(name: str) -> Objective:
 
 
 def resolve(recipe: Recipe) -> Objective:
-    """Return the recipe's objective: the method's defaults, overridden by the ``loss`` keys that are set. In
+    """Return a ``Job``'s objective: the method's defaults, overridden by the ``loss`` keys that are set. In
     trees and with ``equal_length.pair_weight: on_policy`` tokens are summed in place of the method's average,
     and advantages not divided by the standard deviation of a pair, which leaves only the sign of its gap."""
     objective, loss = lookup(recipe.objective), recipe.loss
@@ -134,9 +134,9 @@ def is_on_policy(recipe: Recipe, objective: Objective) -> bool:
     return recipe.sampling == "equal_length" and recipe.equal_length.pair_weight == "on_policy"
 
 
-def with_defaults(recipe: Recipe) -> Recipe:
+def with_defaults(job: ResolvedRecipe) -> Recipe:
     """Return the recipe with the objective's defaults in ``loss``; a key that stays None has no meaning."""
-    objective = resolve(recipe)
+    recipe, objective = job.recipe, job.objective
     loss: dict[str, Any] = {
         **{key: v for key, v in options(objective.surrogate).items() if key in LossRecipe.model_fields},
         "loss_agg_mode": name_of(objective.aggregation, AGGREGATIONS) or recipe.loss.loss_agg_mode,

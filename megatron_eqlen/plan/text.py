@@ -149,7 +149,7 @@ def _objective(job: Job) -> str:
     """Return the method's parts and every key of ``loss`` that applies to it, defaults included."""
     recipe = job.recipe
     parts = [f"{part} {described(getattr(job.objective, part))}" for part in ("advantage", "surrogate")]
-    keys = with_defaults(recipe).loss.model_dump(mode="json")
+    keys = with_defaults(job).loss.model_dump(mode="json")
     parts += [
         f"{key} {shown(value)}"
         for key, value in keys.items()

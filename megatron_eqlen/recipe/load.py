@@ -37,7 +37,7 @@ RecipeCheck = Callable[[Recipe], None]
 
 def load(path: str | Path, overrides: Sequence[str] = (), checks: Sequence[RecipeCheck] = ()) -> Recipe:
     """Load the recipe in ``path`` with ``key.sub=value`` overrides applied. ``checks`` run after its own,
-    such as ``objectives.recipes.load``'s; reading an earlier run's recipe needs none. Raises RecipeError."""
+    such as ``job.load``'s; reading an earlier run's recipe needs none. Raises RecipeError."""
     raw = read_yaml(Path(path))
     if Path(path).name == RECIPE:  # of a run, perhaps of an earlier version
         raw = _carried(raw)

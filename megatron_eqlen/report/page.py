@@ -21,6 +21,7 @@ import jinja2
 
 from megatron_eqlen.evaluation.result import evaluation_files, histories, read_evaluations
 from megatron_eqlen.files import write_text
+from megatron_eqlen.job import Job
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.load import dump, load_run
 from megatron_eqlen.record.reader import check_newest, scored_steps, step_files
@@ -45,7 +46,7 @@ def write_page(run: Path) -> Path:
     """Write ``report.html`` into the folder ``run`` and return its path. Metrics, evaluations and streams may
     be missing. Raises ValueError without a recipe, or naming the file that cannot be read."""
     status, columns = RunStatus(run), Columns(run, METRICS)
-    recipe = status.recipe
+    job = Job(recipe := status.recipe)
     evaluated = read_evaluations(evaluation_files(run / "evaluation", columns.last.get("step", 0)))
     benchmarks = histories(evaluated).values()
     decode, note = find_decoder(recipe.model)
@@ -56,7 +57,7 @@ def write_page(run: Path) -> Path:
     shown = dict([*newest, *islice(scored_steps(run / "streams"), 1)])
     steps, rows = [], list[dict[str, Any]]()
     for number, folder in shown.items():
-        step = RecordedStep(step_files(folder), recipe)
+        step = RecordedStep(step_files(folder), job)
         steps.append((number + 1, step.verdicts()))
         telling = step.training.telling(step.rollouts)
         rows += [{"step": number + 1} | row for row in step.rows(telling, decode)]
@@ -88,19 +89,19 @@ def write_page(run: Path) -> Path:
 def write_step_page(run: Path, first: int, last: int) -> Path:
     """Write ``rollouts-12.html`` (``rollouts-10-12.html``) of the steps ``first`` to ``last`` (from 1) in the
     run; return its path. Raises ValueError for a step that is not recorded, or naming a damaged file."""
-    recipe, folders = load_run(run), {n + 1: folder for n, folder in scored_steps(run / "streams")}
+    job, folders = Job(load_run(run)), {n + 1: folder for n, folder in scored_steps(run / "streams")}
     if missing := [step for step in range(first, last + 1) if step not in folders]:
         known = f"{run / 'streams'} ({_spans([*folders]) or 'there are none'})"
         expected = f"one of the recorded and graded steps of {known}"
         raise ValueError(f"--step {missing[0]}: expected {expected}, found no such step")
-    (decode, note), rows = find_decoder(recipe.model), list[dict[str, Any]]()
+    (decode, note), rows = find_decoder(job.recipe.model), list[dict[str, Any]]()
     for number in range(first, last + 1):
-        step = RecordedStep(step_files(folders[number]), recipe)
+        step = RecordedStep(step_files(folders[number]), job)
         rows += [{"step": number} | row for row in step.rows(step.rollouts, decode)]
     name = str(first) if first == last else f"{first}-{last}"
     path = run / f"rollouts-{name}.html"
     script = _own("list.js")
-    return _write(path, "rollouts.html.jinja", recipe, rows, step=name, note=note, script=script)
+    return _write(path, "rollouts.html.jinja", job.recipe, rows, step=name, note=note, script=script)
 
 
 def write_probe_page(path: Path, step: int, found: dict[str, Any], recipe: Recipe) -> Path:

@@ -23,8 +23,8 @@ import numpy as np
 
 from megatron_eqlen.evaluation.statistics import Interval, change_of_mean
 from megatron_eqlen.files import expecting, read_json, step_name
-from megatron_eqlen.objectives.audit import Change, audit
-from megatron_eqlen.recipe import Recipe
+from megatron_eqlen.job import Job
+from megatron_eqlen.report.audit import Change, audit
 from megatron_eqlen.report.rollouts import Decode
 from megatron_eqlen.sampling.comparison import response_reward
 from megatron_eqlen.sampling.probe import ProbeSampling
@@ -84,11 +84,11 @@ class Probed:
         }  # fmt: skip
 
 
-def look(probed: Sequence[Rollout], probe: ProbeSampling, recipe: Recipe, decode: Decode) -> dict[str, Any]:
-    """Return what the record of a ``probe`` says of the responses that a run of ``recipe`` trained: a row
+def look(probed: Sequence[Rollout], probe: ProbeSampling, job: Job, decode: Decode) -> dict[str, Any]:
+    """Return what the record of a ``probe`` says of the responses that a run of ``job`` trained: a row
     each, and the accuracy by length where an end marker was forced; else the share of the reward's variance
     that each quarter decides (NaN without any), and what estimators say."""
-    rewards = {rollout_key(new): probe.rewards(new, recipe.reward.on_error == "zero") for new in probed}
+    rewards = {rollout_key(new): probe.rewards(new, job.recipe.reward.on_error == "zero") for new in probed}
     responses = list[Probed]()
     for rollout, line in probe.responses:
         parts = {-1, *(part.number for part in rollout.line(line.last.number))}
@@ -106,7 +106,7 @@ def look(probed: Sequence[Rollout], probe: ProbeSampling, recipe: Recipe, decode
     left = [float(weights @ [response.undecided(share) for response in responses]) for share in QUARTERS]
     decided = [(a - b) / left[0] if left[0] > 0 else float("nan") for a, b in itertools.pairwise(left)]
     changes = [change for response in responses for change in response.changes]
-    estimators = audit(changes, probe.rollouts, recipe) if changes else []
+    estimators = audit(changes, probe.rollouts, job) if changes else []
     return found | {"decided_by_quarter": decided, "objectives": estimators}
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron_eqlen.hf.tokenizer import load_decoder
+from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.advice import advice
 from megatron_eqlen.recipe import ModelRecipe, Recipe
 from megatron_eqlen.recipe.inputs import local_path
@@ -57,12 +58,12 @@ def recorded_advice(run: Path, recipe: Recipe) -> tuple[Profile | None, str]:
 class RecordedStep:
     """The rollouts in some of a step's ``files``. Raises ValueError naming a file that is damaged."""
 
-    def __init__(self, files: Sequence[Path], recipe: Recipe | None) -> None:
+    def __init__(self, files: Sequence[Path], job: Job | None) -> None:
         for path in files:
             check_file(path)
         self._files, self.rollouts = files, read_skeletons(files)
         probed = any(part.role == PROBE for rollout in self.rollouts for part in rollout.parts)
-        self.training = Training(self.rollouts, None if probed else recipe)
+        self.training = Training(self.rollouts, None if probed else job)
 
     def views(self, rollouts: Sequence[Rollout], decode: Decode) -> list[RolloutView]:
         fill_numbers(rollouts, self._files)

@@ -8,9 +8,9 @@ from functools import cache
 from itertools import groupby
 from typing import Literal, NamedTuple
 
+from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.build import weighted_units
 from megatron_eqlen.objectives.dynamic_sampling import trained
-from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.report.format import compact, shorten
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.tokens import VERSIONS
@@ -97,15 +97,15 @@ class RolloutView:
 
 class Training:
     """Effects of training on a step's rollouts, found with training's own functions; skeletons suffice.
-    Without the recipe nothing is known."""
+    Without the job nothing is known."""
 
-    def __init__(self, rollouts: Sequence[Rollout], recipe: Recipe | None) -> None:
+    def __init__(self, rollouts: Sequence[Rollout], job: Job | None) -> None:
         scored = all(part.grade for rollout in rollouts for part, _ in rollout.ended())
-        self._other: Use = "" if recipe is None else "not trained" if scored else "not scored"
+        self._other: Use = "" if job is None else "not trained" if scored else "not scored"
         self._lessons: dict[int, Lesson] = {}  # by the id() of the part
-        if recipe is None or not scored:
+        if job is None or not scored:
             return
-        for unit in weighted_units(trained(rollouts, recipe), recipe):
+        for unit in weighted_units(trained(rollouts, job), job):
             members = zip(unit.members, unit.nodes, unit.rewards, unit.advantages, strict=True)
             for part, node, reward, advantage in members:
                 use = "trained" if node.weight else "skipped"

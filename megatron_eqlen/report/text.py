@@ -12,6 +12,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from megatron_eqlen.hf.tokenizer import load_decoder
+from megatron_eqlen.job import Job
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.load import RECIPE, load
 from megatron_eqlen.record.reader import recorded_steps
@@ -44,7 +45,7 @@ def print_rollouts(
     recipe = recipe or recipe_of(streams)
     if recipe is None:
         console.print(f"{streams}: no run's recipe.yaml above it: what was trained is not known\n")
-    decode = by_token(load_decoder(model))
+    decode, job = by_token(load_decoder(model)), recipe and Job(recipe)
     steps = recorded_steps(streams)
     if not steps:
         expected = f"a .arrow file, or a folder with {FILES} or step-*/{FILES}"
@@ -52,7 +53,7 @@ def print_rollouts(
         raise ValueError(f"{streams}: expected {expected}, found {kind}")
     left = limit
     for name, files in steps:
-        step = RecordedStep(files, recipe)
+        step = RecordedStep(files, job)
         if step.rollouts and streams.is_dir() and not as_json:
             console.rule(name, characters="─")
         probes = probes_of(files[0].resolve().parent)

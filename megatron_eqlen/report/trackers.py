@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_eqlen.files import read_text, write_text
+from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.registry import with_defaults
 from megatron_eqlen.recipe import Recipe, leaves, shown
 from megatron_eqlen.types import Metrics
@@ -25,18 +26,18 @@ logger = logging.getLogger(__name__)
 class Trackers:
     """The trackers of a run; after its first failure one is no longer called."""
 
-    def __init__(self, folder: Path, steps: int, recipe: Recipe) -> None:
+    def __init__(self, folder: Path, steps: int, job: Job) -> None:
         """Start them for a run with ``steps`` steps behind it: later points are removed. Raises ValueError
         for a tracker whose package is not installed."""
         self._running: dict[str, TensorBoard | Wandb] = {}
-        self._try("TensorBoard", lambda: self._running.update(TensorBoard=TensorBoard(folder, steps, recipe)))
-        if project := recipe.report.wandb_project:
+        self._try("TensorBoard", lambda: self._running.update(TensorBoard=TensorBoard(folder, steps, job)))
+        if project := job.recipe.report.wandb_project:
             try:
                 importlib.import_module("wandb")
             except ImportError:
                 needs = f"report.wandb_project: {project!r} needs wandb, which is not installed"
                 raise ValueError(f"{needs} (pip install '.[wandb]')") from None
-            self._try("wandb", lambda: self._running.update(wandb=Wandb(folder, recipe)))
+            self._try("wandb", lambda: self._running.update(wandb=Wandb(folder, job.recipe)))
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Show the metrics of ``step``, counted from 1. Steps come in order, each once."""
@@ -57,22 +58,22 @@ class Trackers:
             logger.warning("%s failed and is left out: %s: %s", name, type(error).__name__, error)
 
 
-def _hparams(recipe: Recipe) -> Any:
+def _hparams(job: Job) -> Any:
     """Return the recipe for TensorBoard's tab HParams: a column for each key in which runs differ."""
     from torch.utils.tensorboard.summary import hparams  # slow to import
 
-    keys = leaves(with_defaults(recipe).model_dump(mode="json"))
+    keys = leaves(with_defaults(job).model_dump(mode="json"))
     plain = {key: value if isinstance(value, int | float) else shown(value) for key, value in keys.items()}
     _, session, _ = hparams(plain, {})  # the first would fix the columns to this run's
     return session
 
 
 class TensorBoard:
-    def __init__(self, folder: Path, steps: int, recipe: Recipe) -> None:
+    def __init__(self, folder: Path, steps: int, job: Job) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=steps + 1)
-        self.writer._get_file_writer().add_summary(_hparams(recipe))
+        self.writer._get_file_writer().add_summary(_hparams(job))
 
     def log(self, step: int, metrics: Metrics) -> None:
         now = time.time()

@@ -447,7 +447,7 @@ def select(graded: Batch, step: Step, session: Session) -> Batch:
     metrics = graded.metrics | measured | profile_metrics(rollouts, recipe)
     if session.objective.dynamic_sampling:
         room = recipe.data.prompts_per_step - step.prompts
-        rollouts, metrics["objective/filtered_prompts"] = dynamic_sampling.select(rollouts, recipe, room)
+        rollouts, metrics["objective/filtered_prompts"] = dynamic_sampling.select(rollouts, session.job, room)
     # among all that were graded: those that training keeps are a selection
     drawn = drawn_lines(graded.rollouts, recipe, step.number) if recipe.rollout.comparable else ()
     return Batch(rollouts, metrics, graded.data_position, drawn=drawn)

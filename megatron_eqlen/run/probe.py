@@ -349,7 +349,7 @@ def probe(target: Target, out: Path) -> None:
         distributed.gather([])  # every rank has written its grades
         if hold is not None:
             hold.check()
-            found = look(read_step(out / step.name), target.kind, target.job.recipe, target.decode)
+            found = look(read_step(out / step.name), target.kind, target.job, target.decode)
             write_json(out / FILE, read_json(out / FILE) | {FOUND: as_json(found)})
             session.progress.say(tables(found))
             page = write_probe_page(out / "probe.html", target.asked.step, found, target.job.recipe)

@@ -36,7 +36,7 @@ class StepRecords:
     def open(self, steps: int) -> None:
         """Continue the records after ``steps`` steps."""
         if distributed.is_rank0():
-            trackers = Trackers(self._folder.path, steps, self._session.recipe)
+            trackers = Trackers(self._folder.path, steps, self._session.job)
             self._writer = MetricsWriter(self._folder.path, steps, trackers)
             self._session.enter(self._writer)
 

@@ -165,7 +165,7 @@ class Run:
         """Return the step with its minibatches of token trees, weighted; the same on every rank."""
         with self.session.stage("trees") as seconds:
             version = step.policy_version if self.recipe.rollout.trains_older else None
-            minibatches, metrics = build_minibatches(step.rollouts, self.recipe, version, gather)
+            minibatches, metrics = build_minibatches(step.rollouts, self.session.job, version, gather)
         generated = step.metrics.get("harvest/generated_tokens")
         if generated:
             effective = 1000 * metrics["objective/effective_samples"] / generated

@@ -18,6 +18,7 @@ from torch.utils import deterministic
 
 from megatron_eqlen.job import Job
 from megatron_eqlen.models import groups
+from megatron_eqlen.objectives.checks import remarks
 from megatron_eqlen.plan.memory import memory
 from megatron_eqlen.processes import distributed, failures
 from megatron_eqlen.processes.collector import importing
@@ -68,7 +69,7 @@ class Session:
         self.ends_with(self.scorer.close)
         title = f"{recipe.name} {recipe.method}"
         self.progress = Progress(recipe.budget, title, distributed.is_rank0(), note=self.events.note)
-        for remark in job.remarks:
+        for remark in remarks(job):
             self.progress.warn(remark)
         if recipe.reward.workers is None:
             self.progress.say(f"reward.workers: {self.scorer.workers}, the cores of a rank")

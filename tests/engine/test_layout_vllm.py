@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from megatron_eqlen.engines.containment import contained, importing_vllm
 from megatron_eqlen.hf.config import parse_config
-from megatron_eqlen.job import Job
-from megatron_eqlen.objectives.recipes import load
+from megatron_eqlen.job import Job, load
 from megatron_eqlen.plan import engine
 from megatron_eqlen.plan.memory import memory
 from megatron_eqlen.recipe import RolloutRecipe, layout

@@ -18,7 +18,7 @@ from megatron_eqlen.engines import lifecycle
 from megatron_eqlen.engines.protocol import EngineError
 from megatron_eqlen.harvest.harvest import harvest
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
-from megatron_eqlen.objectives.recipes import parse
+from megatron_eqlen.job import parse
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from megatron_eqlen.types import Prompt, tokens_along
 from tests.kit import jobs

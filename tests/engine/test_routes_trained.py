@@ -8,6 +8,7 @@ import pytest
 
 from megatron_eqlen.harvest.harvest import harvest
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
+from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.types import Grade, Metrics, Prompt, Rollout
@@ -49,7 +50,7 @@ def graded(rollouts: list[Rollout]) -> list[Rollout]:
 
 
 def update(path: str, rollouts: list[Rollout], changes: dict) -> Metrics:
-    minibatches, _ = build_minibatches(rollouts, recipe_of())
+    minibatches, _ = build_minibatches(rollouts, Job(recipe_of()))
     return build_policy(path, SECTIONS | changes).update(minibatches)
 
 

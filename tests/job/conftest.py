@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_eqlen.engines.server.__main__ import server_command
-from megatron_eqlen.objectives.recipes import load
+from megatron_eqlen.job import load
 from megatron_eqlen.processes.lifeline import named
 from tests.kit import jobs
 from tests.kit.servers import ENVIRON, STARTED, free_ports, wait_until_up

@@ -3,8 +3,7 @@
 from collections import Counter
 from pathlib import Path
 
-from megatron_eqlen.objectives.recipes import load
-from megatron_eqlen.objectives.registry import resolve
+from megatron_eqlen.job import Job, load
 from megatron_eqlen.objectives.units import comparison_units
 from megatron_eqlen.record.reader import read_step
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
@@ -27,7 +26,7 @@ def check_that_every_pair_is_trained_once(folder: Path) -> None:
             if not stream.suspended:
                 assert rollout_key(stream) not in pairs
                 pairs[rollout_key(stream)] = len(pairs_of(stream))
-                for unit in comparison_units(stream, recipe, resolve(recipe))[1]:
+                for unit in comparison_units(stream, recipe, Job(recipe).objective)[1]:
                     trained[rollout_key(stream), unit.members[0].tokens["logprobs"].tobytes()] += 1
             ended |= {(rollout_key(stream), response.tobytes()) for _, response in stream.ended()}
             versions |= {(number, version) for s in stream.parts for version in s.tokens["versions"].tolist()}

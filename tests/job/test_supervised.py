@@ -6,7 +6,7 @@ import pytest
 
 from megatron_eqlen.evaluation.result import read_results
 from megatron_eqlen.hf.tokenizer import load_tokenizer, require_same
-from megatron_eqlen.objectives.recipes import load
+from megatron_eqlen.job import load
 from megatron_eqlen.report.status import RunStatus
 from tests.kit.jobs import run
 from tests.kit.train_runs import column, metrics, same_weights

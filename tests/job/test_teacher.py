@@ -19,7 +19,7 @@ from megatron_eqlen.engines.server.gate import authorization
 from megatron_eqlen.engines.teacher_server import KEY, TeacherServer
 from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.hf.tokenizer import load_tokenizer
-from megatron_eqlen.objectives.recipes import load
+from megatron_eqlen.job import load
 from megatron_eqlen.processes.lifeline import named
 from megatron_eqlen.record.reader import read_step
 from megatron_eqlen.types import tokens_along

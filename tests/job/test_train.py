@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_eqlen.hf.tokenizer import load_tokenizer
-from megatron_eqlen.objectives.recipes import load
+from megatron_eqlen.job import load
 from megatron_eqlen.processes import events
 from megatron_eqlen.processes.lifeline import named
 from megatron_eqlen.record.reader import read_step

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_eqlen.engines.server.__main__ import server_command
-from megatron_eqlen.objectives.recipes import load
+from megatron_eqlen.job import load
 from megatron_eqlen.processes.lifeline import named
 from tests.kit import jobs
 from tests.kit.processes import descendants

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_eqlen.data.demonstrations import training_prompts
 from megatron_eqlen.hf.tokenizer import load_tokenizer
+from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.run.demonstrations import demonstrated
@@ -75,4 +76,4 @@ def drawn(recipe: Recipe, count: int, positions: int = 10_000) -> list[Demonstra
 
 
 def minibatches(recipe: Recipe, count: int) -> list[list[TokenTree]]:
-    return build_minibatches([demonstrated(row, 0) for row in drawn(recipe, count)], recipe)[0]
+    return build_minibatches([demonstrated(row, 0) for row in drawn(recipe, count)], Job(recipe))[0]

@@ -19,6 +19,7 @@ import numpy as np
 
 from megatron_eqlen.harvest.harvest import harvest
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
+from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.objectives.dynamic_sampling import trained
 from megatron_eqlen.recipe import Recipe
@@ -184,10 +185,10 @@ class Process:
 
     def expected_steps(self, recipe: Recipe, prompts: int = 1) -> np.ndarray:
         """Return the expectation of the sum of ``estimate`` over all updates of ``steps``."""
-        total = np.zeros_like(self.logits)
+        job, total = Job(recipe), np.zeros_like(self.logits)
         for steps, probability in self.steps(recipe, prompts):
             for rollouts in steps:
-                for trees in build_minibatches(trained(rollouts, recipe), recipe)[0]:
+                for trees in build_minibatches(trained(rollouts, job), job)[0]:
                     total += probability * self.estimate(trees)
         return total
 
@@ -210,11 +211,11 @@ class Process:
 
     def expected_estimate(self, recipe: Recipe) -> np.ndarray:
         """Return the expectation of ``estimate`` over all streams of a prompt that the recipe trains."""
-        total = np.zeros_like(self.logits)
+        job, total = Job(recipe), np.zeros_like(self.logits)
         for drawn in itertools.product(list(self.streams(recipe)), repeat=recipe.rollouts_per_prompt):
             rollouts = [replace(stream, index=i) for i, (stream, _) in enumerate(drawn)]
             probability = math.prod(share for _, share in drawn)
-            for trees in build_minibatches(trained(rollouts, recipe), recipe)[0]:
+            for trees in build_minibatches(trained(rollouts, job), job)[0]:
                 total += probability * self.estimate(trees)
         return total
 

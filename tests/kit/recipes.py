@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_eqlen.objectives.recipes import parse
+from megatron_eqlen.job import parse
 from megatron_eqlen.recipe import Recipe
 
 SMALL: dict[str, Any] = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import tests.kit.rollouts as kit
 from megatron_eqlen.hf.tokenizer import Tokenizer, load_tokenizer
-from megatron_eqlen.objectives.recipes import parse
+from megatron_eqlen.job import parse
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.load import dump
 from megatron_eqlen.tokens import Tokens

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.record.recorder import Recorder, record_grades
@@ -70,7 +71,7 @@ def tree(
 
 def build_trees(rollouts: Sequence[Rollout], recipe: Recipe) -> tuple[list[TokenTree], Metrics]:
     """Return the forest of the only optimizer step of ``rollouts``, and metrics."""
-    (trees,), metrics = build_minibatches(rollouts, recipe)
+    (trees,), metrics = build_minibatches(rollouts, Job(recipe))
     return trees, metrics
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_eqlen.evaluation.result import Answers, EvaluationResult, write_results
 from megatron_eqlen.experiments.cells import Cell, Plan
 from megatron_eqlen.experiments.schema import load_sweep
-from megatron_eqlen.objectives.recipes import load
+from megatron_eqlen.job import load
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.recipe.load import dump
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eqlen.objectives.recipes import parse
+from megatron_eqlen.job import parse
 from megatron_eqlen.objectives.registry import lookup
 from megatron_eqlen.packing.tree import Forest
 from megatron_eqlen.recipe import LossRecipe, RecipeError, RolloutRecipe

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from megatron_eqlen.cli import __main__ as cli
-from megatron_eqlen.objectives.recipes import load
+from megatron_eqlen.job import load
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.recipe.budget import Budget, Spent
 from megatron_eqlen.recipe.load import dump

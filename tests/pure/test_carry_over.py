@@ -23,6 +23,7 @@ from megatron_eqlen.environments.conversation import Conversations
 from megatron_eqlen.files import step_name
 from megatron_eqlen.harvest.harvest import harvest, harvest_seed
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
+from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.aggregation import AGGREGATIONS
 from megatron_eqlen.objectives.build import weighted_units
 from megatron_eqlen.objectives.units import due_rollouts
@@ -198,7 +199,7 @@ def lessons_of(rollouts: Sequence[Rollout], recipe: Recipe) -> dict[RolloutKey, 
     rollouts = due_rollouts(rollouts)
     owner = {id(part): rollout_key(rollout) for rollout in rollouts for part in rollout.parts}
     found: dict[RolloutKey, list] = {rollout_key(rollout): [] for rollout in rollouts}
-    for unit in weighted_units(rollouts, recipe):
+    for unit in weighted_units(rollouts, Job(recipe)):
         of_members = zip(unit.members, unit.rewards, unit.nodes, strict=True)
         found[owner[id(unit.members[0])]].append(
             [
@@ -410,7 +411,7 @@ def test_an_average_over_the_tokens_of_several_rollouts_is_one_of_the_step_that_
     )
     streams = [stream_with("01"), replace(stream_with("0001"), index=1)]
     steps = [[stream] for stream in streams] if apart else [streams]
-    units = [weighted_units(rollouts, recipe) for rollouts in steps]
+    units = [weighted_units(rollouts, Job(recipe)) for rollouts in steps]
     weights = [[node.weight for unit in of_step for node in unit.nodes] for of_step in units]
     if average == "token-mean":
         assert weights == [[1 / (2 * len(of_step))] * len(of_step) for of_step in weights]

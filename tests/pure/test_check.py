@@ -23,9 +23,8 @@ from megatron_eqlen.environments.environment import Environment, Observation
 from megatron_eqlen.files import CheckpointError
 from megatron_eqlen.graders.sandbox.probe import find_python
 from megatron_eqlen.graders.sandbox.program import Isolation
-from megatron_eqlen.job import Job
+from megatron_eqlen.job import Job, load
 from megatron_eqlen.megatron_cpu import packages
-from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.recipe import RecipeError
 from tests.kit import ROOT
 from tests.kit.tiny_models import save_tiny

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from megatron_eqlen.data.demonstrations import training_prompts
 from megatron_eqlen.hf.tokenizer import load_tokenizer
-from megatron_eqlen.objectives.registry import resolve
+from megatron_eqlen.job import Job
 from megatron_eqlen.recipe import RecipeError
 from tests.kit.demonstrations import CHATS, drawn, messages, supervised, write_rows, write_tokenizer
 
@@ -158,7 +158,7 @@ def test_keys_that_act_are_taken():
     changes = {"loss": {"minibatches": 2, "epochs": 2, "kl_coef": 0.1}, "lora": {"rank": 4}}
     data = {"sources": [{"name": "s", "path": "none"}], "prompts_per_step": 4}
     recipe = supervised("none", "none", data=data, **changes)
-    assert (recipe.loss.kl_coef, recipe.sampling, resolve(recipe).name) == (0.1, "independent", "sft")
+    assert (recipe.loss.kl_coef, recipe.sampling, Job(recipe).objective.name) == (0.1, "independent", "sft")
     rollout = {"temperature": 0.5, "max_response_length": 8}
     evaluated = supervised(
         "none", "none", evaluation=BENCHMARK, rollout=rollout, data=data | {"max_prompt_length": 9}

@@ -28,11 +28,11 @@ from megatron_eqlen.hf.config import ConfigError, parse_config, read_config
 from megatron_eqlen.hf.config_fields import FAMILIES, Family
 from megatron_eqlen.hf.folder import HFFolder, check_folder
 from megatron_eqlen.hf.tokenizer import load_tokenizer
+from megatron_eqlen.job import Job, load, parse
 from megatron_eqlen.models import config as models_config
 from megatron_eqlen.models.config import transformer_config
 from megatron_eqlen.objectives.parts import PARTS
-from megatron_eqlen.objectives.recipes import load, parse
-from megatron_eqlen.objectives.registry import resolve, with_defaults
+from megatron_eqlen.objectives.registry import with_defaults
 from megatron_eqlen.objectives.surrogates import Ppo
 from megatron_eqlen.plan.flops import active_parameters
 from megatron_eqlen.recipe import ParallelRecipe, Recipe, RecipeError, layout
@@ -194,7 +194,7 @@ def recipe(source: dict | None = None, **keys) -> Recipe:
 
 def test_an_objective_is_one_file(package):
     mine = recipe(objective="mine.half:HALF")
-    assert resolve(mine).surrogate == Ppo(0.1, 0.3)
+    assert Job(mine).objective.surrogate == Ppo(0.1, 0.3)
     assert mine.method == "HALF"
     rollout = group([1.0, 1.0])
     (tree,), _ = build_trees([rollout], mine)
@@ -220,7 +220,7 @@ def test_an_advantage_a_surrogate_and_an_aggregation_are_named_in_the_recipe(pac
     loss, row = policy_loss(
         logprobs, torch.zeros(4), weights=torch.full_like(log_ratios, right.weight), advantages=advantages,
         segment_ids=torch.tensor([0, 0, 1, 1]), rollout_logprobs=-torch.ones(4),
-        others={"old": -torch.ones(4)}, objective=resolve(mine), loss=mine.loss,
+        others={"old": -torch.ones(4)}, objective=Job(mine).objective, loss=mine.loss,
     )  # fmt: skip
     ratios = log_ratios.exp()
     bounds = torch.stack([ratios[:2].mean().clamp(max=1.1), ratios[2:].mean()]).repeat_interleave(2)
@@ -228,7 +228,7 @@ def test_an_advantage_a_surrogate_and_an_aggregation_are_named_in_the_recipe(pac
     metrics = reduce_metrics([row])
     assert metrics["loss/own/bound"] == pytest.approx(bounds.mean().item())
     assert metrics["loss/ratio"] == pytest.approx(ratios.mean().item()), "logged for every surrogate"
-    assert with_defaults(mine).loss.loss_agg_mode == "mine.parts:root_length"
+    assert with_defaults(Job(mine)).loss.loss_agg_mode == "mine.parts:root_length"
 
 
 @pytest.mark.parametrize("field", PARTS)
@@ -236,7 +236,7 @@ def test_a_recipe_can_name_every_built_in_part_and_no_other(field):
     key, table = PARTS[field]
     plain = {"sampling": "independent", "objective": "dr_grpo", "teacher": {"path": "for advantage none"}}
     for name, part in table.items():
-        assert getattr(resolve(recipe(loss={"kl_coef": 0.0, key: name}, **plain)), field) == part
+        assert getattr(Job(recipe(loss={"kl_coef": 0.0, key: name}, **plain)).objective, field) == part
     with pytest.raises(RecipeError, match=f"expected one of {', '.join(table)}, or package.module:name"):
         recipe(loss={"kl_coef": 0.0, key: "another"})
 

@@ -16,8 +16,7 @@ from megatron_eqlen.environments.environment import Environment, Observation
 from megatron_eqlen.harvest.harvest import harvest
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.hf.config import read_config
-from megatron_eqlen.job import KNOWN_MODELS, Job
-from megatron_eqlen.objectives.recipes import load
+from megatron_eqlen.job import KNOWN_MODELS, Job, load
 from megatron_eqlen.packing.pack import plan_rows
 from megatron_eqlen.plan.flops import achieved, counted, forward_flops
 from megatron_eqlen.record import recorder

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_eqlen.job import parse
 from megatron_eqlen.objectives.advantages import refusing
-from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.sampling import KINDS
 from megatron_eqlen.sampling.harvester import Marker, in_step

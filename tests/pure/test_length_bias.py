@@ -7,9 +7,9 @@ from functools import cache
 import numpy as np
 import pytest
 
-from megatron_eqlen.job import Job
+from megatron_eqlen.job import Job, load
+from megatron_eqlen.objectives.checks import remarks
 from megatron_eqlen.objectives.dynamic_sampling import trained
-from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.recipe import RecipeError, TeacherRecipe
 from megatron_eqlen.rewards.scoring import make_grader
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
@@ -243,7 +243,7 @@ def test_dynamic_sampling_has_the_mean_gradient_of_all_prompts_over_the_share_th
     ]
     found, kept, some = [np.zeros((1, 3)) for _ in processes], 0.0, 0.0
     for (i, first, p), (j, second, q) in itertools.product(drawn[::2], drawn[1::2]):
-        left = trained([first, second], settings)
+        left = trained([first, second], Job(settings))
         kept, some = kept + p * q * len(left) / 2, some + p * q * bool(left)
         for number, group in ((i, first), (j, second)):
             trees = [tree for tree in build_trees(left, settings)[0] if tree.name == group.prompt_id]
@@ -275,9 +275,9 @@ def test_on_policy_refuses_what_would_bias_it(keys, message):
 def test_a_budget_that_cuts_on_policy_streams_or_responses_is_remarked():
     cut = {"rollout": {"tokens_per_step": 100}}
     for settings in (repaired(**cut), recipe(sampling="independent", objective="dr_grpo", **cut)):
-        assert "unbiased only with rollout.carry_over" in Job(settings).remarks[-1]
+        assert "unbiased only with rollout.carry_over" in remarks(Job(settings))[-1]
     carried = repaired(rollout={"tokens_per_step": 100, "carry_over": True}, loss={"rollout_is": "token"})
-    assert "unbiased" not in "".join(Job(carried).remarks)
+    assert "unbiased" not in "".join(remarks(Job(carried)))
 
 
 def test_the_coin_grader_flips_anew_for_a_text_that_it_has_seen():

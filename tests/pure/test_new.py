@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from megatron_eqlen.cli.__main__ import COMMANDS, main
-from megatron_eqlen.objectives.recipes import load
+from megatron_eqlen.job import load
 from tests.kit import ROOT
 
 KINDS = COMMANDS["new"][1]["kind"][1]["choices"]

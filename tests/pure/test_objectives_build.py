@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tests.kit.rollouts as kit
+from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.advantages import dr_grpo, rloo, whiten
 from megatron_eqlen.objectives.aggregation import token_mean
 from megatron_eqlen.objectives.build import build_minibatches
 from megatron_eqlen.objectives.dynamic_sampling import filter_groups, select
 from megatron_eqlen.objectives.objective import Objective
-from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.objectives.surrogates import Reinforce
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
@@ -217,13 +217,13 @@ def test_old_log_probs_that_no_ratio_reads_do_not_correct_for_staleness(objectiv
 def test_minibatches_hold_whole_prompts_and_average_over_their_own():
     groups = [kit.group(prompt(name), 0, [segment([3, 9], 1.0), segment([4, 9], 0.0)]) for name in "abc"]
     keys = {"sampling": "independent", "loss__minibatches": 2}
-    batches, metrics = build_minibatches(groups, recipe(**keys))
+    batches, metrics = build_minibatches(groups, Job(recipe(**keys)))
     assert [[tree.name for tree in batch] for batch in batches] == [["a", "b"], ["c"]]
     assert [batch[0].nodes[1].weight for batch in batches] == [1 / 8, 1 / 4]
     assert metrics["objective/units"] == 3
-    assert len(build_minibatches(groups[:1], recipe(**keys))[0]) == 1
+    assert len(build_minibatches(groups[:1], Job(recipe(**keys)))[0]) == 1
     for of_kind in (keys, {}):
-        assert build_minibatches([], recipe(**of_kind))[0] == [[]], "an update without a token"
+        assert build_minibatches([], Job(recipe(**of_kind)))[0] == [[]], "an update without a token"
 
 
 def test_dynamic_sampling_drops_prompts_whose_verifier_rewards_are_all_equal():
@@ -233,14 +233,14 @@ def test_dynamic_sampling_drops_prompts_whose_verifier_rewards_are_all_equal():
         kit.group(prompt("b"), 0, [segment([3, 9], 1.0), long]),
         kit.group(prompt("c"), 0, [segment([3, 9], 0.5), Part(Tokens.of([7], [-1.0]), "length")]),
     ]
-    dapo = recipe(sampling="independent", objective="dapo")
+    dapo = Job(recipe(sampling="independent", objective="dapo"))
     assert filter_groups(groups, dapo) == (["a", "c"], ["b"])
     assert select(groups, dapo, room=1) == ([groups[0]], 1)
-    carried = recipe(sampling="independent", objective="dapo", loss__rollout_is="token", **CARRIED)
+    carried = Job(recipe(sampling="independent", objective="dapo", loss__rollout_is="token", **CARRIED))
     assert select(groups, carried, room=1) == ([groups[0], groups[2]], 1), "no later step trains them"
     streams = [worked_example(a1=1, a2=1, tail=1), worked_example(a1=0, a2=0, tail=1)]
     streams[1].prompt = prompt("r")
-    assert filter_groups(streams, recipe(objective="dapo")) == (["r"], ["q"])
+    assert filter_groups(streams, Job(recipe(objective="dapo"))) == (["r"], ["q"])
 
 
 def quantile_by_definition(values, share):
@@ -275,13 +275,13 @@ def test_lspo_keeps_prompts_up_to_the_low_quantile_and_from_high_to_max_of_each_
         sampling="independent", objective="lspo", loss__length_quantiles=[low, high, top],
         data__prompts_per_step=size,
     )  # fmt: skip
-    keep, drop = filter_groups([dull, *groups], settings)
+    keep, drop = filter_groups([dull, *groups], Job(settings))
     assert set(keep) == expected
     assert set(drop) == {group.prompt_id for group in [dull, *groups]} - expected
 
 
 def test_lspo_trains_what_it_keeps_as_grpo_does():
-    lspo, grpo = (resolve(recipe(sampling="independent", objective=name)) for name in ("lspo", "grpo"))
+    lspo, grpo = (Job(recipe(sampling="independent", objective=name)).objective for name in ("lspo", "grpo"))
     assert lspo.length_quantiles == (0.3, 0.65, 0.95)
     assert dataclasses.replace(lspo, name="grpo", dynamic_sampling=False, length_quantiles=None) == grpo
 
@@ -332,7 +332,7 @@ def test_a_completion_that_the_budget_cut_off_is_in_no_unit():
     assert metrics["objective/effective_samples"] == 2
     (tree,), _ = build([kit.group(QUESTION, 0, [cut])], sampling="independent")
     assert len(tree.nodes) == 1
-    assert filter_groups([kit.group(QUESTION, 0, [cut])], recipe(sampling="independent")) == ([], ["q"])
+    assert filter_groups([kit.group(QUESTION, 0, [cut])], Job(recipe(sampling="independent"))) == ([], ["q"])
 
 
 def test_sides_of_unequal_length_are_refused_by_name():

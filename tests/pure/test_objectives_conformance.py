@@ -15,8 +15,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import tests.kit.rollouts as kit
+from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.build import weighted_units
-from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.rewards.scoring import weighed
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of, tail_of
 from megatron_eqlen.tokens import Tokens
@@ -112,7 +112,7 @@ def our_gradient(rollouts, tokens, recipe):
             segment_ids=torch.from_numpy(row.segment_ids),
             rollout_logprobs=torch.from_numpy(row.column("logprobs")),
             others={"old": old[labels], "ref": ref[labels]},
-            objective=resolve(recipe),
+            objective=Job(recipe).objective,
             loss=recipe.loss,
         )
         loss.backward()
@@ -609,7 +609,7 @@ def test_rewards_apart_are_normalised_by_name_then_added_then_scaled_by_the_batc
         with_reward(r, lambda p: Grade(0.0, "", rewards={n: value(p).reward for n, value in values.items()}))
         for r in rollouts
     ]
-    ours = [unit.advantages for unit in weighted_units(named, recipe(sampling, "gdpo", weights=WEIGHTS))]
+    ours = [unit.advantages for unit in weighted_units(named, Job(recipe(sampling, "gdpo", weights=WEIGHTS)))]
     assert len(ours) == len(scored)
     for mine, unit in zip(ours, scored, strict=True):
         np.testing.assert_allclose(mine, unit / std, rtol=1e-12)

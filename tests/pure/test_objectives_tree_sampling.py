@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tests.kit.rollouts as kit
+from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.dynamic_sampling import filter_groups
 from megatron_eqlen.sampling.comparison import part_rewards
 from megatron_eqlen.sampling.kind import Setting
@@ -80,7 +81,7 @@ def test_rewards_are_means_of_leaves_below_and_unknown_where_the_budget_cut():
     steps = [step(), step(1.0), step(1.0), step(finish_reason="length"), step()]
     tree = kit.tree(PROMPT, 0, steps, [-1, -1, 0, 0, -1])
     assert part_rewards(tree) == {0: 0.5, 1: 1.0, 2: 1.0, 3: 0.0}
-    settings = recipe(sampling="tree", objective="treerpo")
+    settings = Job(recipe(sampling="tree", objective="treerpo"))
     assert filter_groups([tree], settings) == (["q"], [])
     equal = kit.tree(PROMPT, 0, [step(1.0), step(1.0)], [-1, -1])
     assert filter_groups([equal], settings) == ([], ["q"])

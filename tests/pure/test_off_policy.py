@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import tests.kit.rollouts as kit
+from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.build import build_minibatches, weighted_units
 from megatron_eqlen.objectives.checks import check_combination
-from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.training.logprobs import masked_token_logprobs
 from megatron_eqlen.training.policy_loss import policy_loss
@@ -75,7 +75,7 @@ def expected_gradient(
     old = LOGITS[2].log_softmax(-1)
     total = torch.zeros((), dtype=torch.float64)
     for probability, group in groups_of(versions, centered):
-        units = weighted_units([group], mine)
+        units = weighted_units([group], Job(mine))
         nodes = [node for unit in units for node in unit.nodes if unit.trained]
         if not nodes:
             continue
@@ -94,7 +94,7 @@ def expected_gradient(
             advantages=torch.tensor([node.advantage for node in nodes], dtype=torch.float64),
             segment_ids=torch.arange(len(nodes)),
             rollout_logprobs=torch.tensor(engine),
-            objective=resolve(mine),
+            objective=Job(mine).objective,
             loss=mine.loss,
             others={} if policy == 2 else {"old": old[actions]},
         )
@@ -175,7 +175,7 @@ def test_without_a_correction_stale_responses_give_another_gradient_and_carry_ov
     assert not torch.allclose(gradient, exact_gradient(LOGITS[2]), atol=1e-3)
     older = {"carry_over": True, "tokens_per_step": 1, "max_response_length": 12}
     with pytest.raises(ValueError, match=r"older weights sampled, and nothing corrects for it"):
-        check_combination(make_recipe(sampling="independent", objective="rloo", rollout=older))
+        check_combination(Job(make_recipe(sampling="independent", objective="rloo", rollout=older)))
 
 
 def test_staleness_is_counted_in_trained_tokens():
@@ -188,7 +188,7 @@ def test_staleness_is_counted_in_trained_tokens():
         Part(Tokens.of([3, 3, 9], [-1, -1, -1], versions=[2, 2, 5]), "stop", old),
         Part(Tokens.of([9], [-1], versions=4), "stop", new),
     ])  # fmt: skip
-    _, metrics = build_minibatches([group], recipe, policy_version=5)
+    _, metrics = build_minibatches([group], Job(recipe), policy_version=5)
     assert {name: value for name, value in metrics.items() if name.startswith("staleness")} == {
         "staleness/mean": pytest.approx((3 + 3 + 0 + 1) / 4), "staleness/max": 3.0,
         "staleness/share/0": 0.25, "staleness/share/1": 0.25, "staleness/share/3": 0.5,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from megatron_eqlen.objectives.recipes import parse
+from megatron_eqlen.job import parse
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.sampling import KINDS, placed, profile
 from megatron_eqlen.sampling.placed import PlacedTrees

@@ -10,8 +10,7 @@ import pytest
 
 from megatron_eqlen.cli.submit import load_with_servers
 from megatron_eqlen.hf.config import read_config
-from megatron_eqlen.job import KNOWN_MODELS, Job
-from megatron_eqlen.objectives.recipes import load
+from megatron_eqlen.job import KNOWN_MODELS, Job, load
 from megatron_eqlen.plan import engine
 from megatron_eqlen.plan.flops import forward_flops, training_flops
 from megatron_eqlen.plan.host import host_parts, recorded_bytes

@@ -16,12 +16,13 @@ import pytest
 from megatron_eqlen.evaluation.statistics import change_of_mean
 from megatron_eqlen.harvest.harvest import harvest
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
-from megatron_eqlen.objectives.audit import Change, audit
+from megatron_eqlen.job import Job
 from megatron_eqlen.processes.hold import HeldError, Hold
 from megatron_eqlen.record import recorder as recorder_module
 from megatron_eqlen.record.partial import HarvestProgress
 from megatron_eqlen.record.reader import read_progress
 from megatron_eqlen.record.recorder import Recorder
+from megatron_eqlen.report.audit import Change, audit
 from megatron_eqlen.report.page import write_probe_page
 from megatron_eqlen.report.probe import QUARTERS, Probed, as_json, look, probes_of, tables
 from megatron_eqlen.report.rollouts import by_token
@@ -102,7 +103,7 @@ def test_values_changes_and_the_share_decided_are_those_of_the_process():
     rollout = next(r for r, _ in WORLD.streams(settings) if r.parts[0].token_ids.tolist() == [1, 2, 0])
     kind = asked(rollout, [(-1, 0), (0, 1), (0, 2)], 4000)
     found = probed(kind, settings, draws(np.random.default_rng(0)))
-    result = look([found], kind, settings, str)
+    result = look([found], kind, Job(settings), str)
     (response,) = result["responses"]
     value = [
         sum(p * WORLD.value((*trunk, *path)) for path, p in WORLD.continuations(trunk))
@@ -127,7 +128,7 @@ def test_lines_of_a_tree_are_printed_without_what_they_share():
 
     rollout = max((stream for stream, _ in WORLD.streams(settings)), key=lambda stream: len(texts(stream)))
     kind = asked(rollout, [(-1, 0), (0, 1)], 4)
-    result = look([probed(kind, settings, draws(np.random.default_rng(0)))], kind, settings, str)
+    result = look([probed(kind, settings, draws(np.random.default_rng(0)))], kind, Job(settings), str)
     shown = tables(result).partition("* its 95%")[0]
     one, other = (row["stretches"] for row in result["responses"] if len(row["stretches"]) > 1)
     assert one[0] == other[0]
@@ -139,7 +140,7 @@ def test_the_page_shows_each_stretch_and_how_often_each_objective_has_the_sign(t
     settings = SAMPLINGS["independent"]
     rollout = next(r for r, _ in WORLD.streams(settings) if r.parts[0].token_ids.tolist() == [1, 2, 0])
     kind = asked(rollout, [(-1, 0), (0, 1), (0, 2)], 4000)
-    result = look([probed(kind, settings, draws(np.random.default_rng(0)))], kind, settings, str)
+    result = look([probed(kind, settings, draws(np.random.default_rng(0)))], kind, Job(settings), str)
     page = write_probe_page(tmp_path / "probe.html", 1, result, settings).read_text()
     (response,) = result["responses"]
     for stretch in response["stretches"]:
@@ -203,7 +204,7 @@ def test_rewards_where_a_marker_is_forced_are_those_of_a_process_that_forces_it(
     target = Target(job, Asked(Path(), 1, "every:1", 2, 10**6, force=">"))
     vars(target)["rollouts"] = [rollout]
     found = probed(target.kind, settings, draws(rng))
-    result = look([found], target.kind, settings, str)
+    result = look([found], target.kind, Job(settings), str)
     assert [budget["length"] for budget in result["budgets"]] == [0, 1, None]
     for budget in result["budgets"]:
         truth = 0.0
@@ -225,7 +226,7 @@ def test_rewards_where_a_marker_is_forced_are_those_of_a_process_that_forces_it(
     for part in found.parts:
         part.grade = Grade.unscored("failed") if part.parent in forced else part.grade
     own = [WORLD.value(paths[n]) for n in drawn if 2 in paths[n][:1] or len(paths[n]) == 1]
-    budgets = look([found], target.kind, settings, str)["budgets"]
+    budgets = look([found], target.kind, Job(settings), str)["budgets"]
     assert budgets[1]["reward"].mean == pytest.approx(np.mean(own)), "what is not known is left out"
 
 
@@ -309,7 +310,7 @@ def test_the_audit_compares_each_objective_with_the_same_changes():
     truth = [Change(right, 0, 1, (0.5, 0.4, 0.6)), Change(right, 1, 2, (0.0, -0.1, 0.1)),
              Change(wrong, 0, 2, (0.1, 0.05, 0.2)), Change(wrong, 2, 3, (-0.6, -0.7, -0.5))]  # fmt: skip
     found = {
-        name: agreement for agreement in audit(truth, [group], settings) for name in agreement.objectives
+        name: agreement for agreement in audit(truth, [group], Job(settings)) for name in agreement.objectives
     }
     assert found["dr_grpo"] is found["grpo"], "they differ in size alone"
     # advantages +-1/2 on all tokens, scaled by 0.5: two of three signs
@@ -319,12 +320,12 @@ def test_the_audit_compares_each_objective_with_the_same_changes():
     assert "treerpo" in found["treerpo"].refused
     assert found["the run's"] is found["dr_grpo"]
     group.parts[0].grade.reward = -1.0
-    found = {name: a for a in audit(truth, [group], settings) for name in a.objectives}
+    found = {name: a for a in audit(truth, [group], Job(settings)) for name in a.objectives}
     assert "rewards of at least 0" in found["maxrl"].refused
     assert found["dr_grpo"].noise > 0
     group.parts[0].grade.reward = 0.0
     penalised = recipe(sampling="independent", objective="dapo", limit=3, loss={"overlong_buffer": 2})
-    found = {name: a for a in audit(truth, [group], penalised) for name in a.objectives}
+    found = {name: a for a in audit(truth, [group], Job(penalised)) for name in a.objectives}
     assert found["the run's"] is found["grpo"], "equal rewards are not trained, whatever a length costs"
     assert found["the run's"].sign == 0.5
 
@@ -392,7 +393,7 @@ def test_places_without_rewards_are_left_out_and_what_is_unknown_is_null():
             part.grade = Grade.unscored("failed")
         for on_error in ("drop", "zero"):
             reward = settings.reward.model_copy(update={"on_error": on_error})
-            results.append(look([found], kind, settings.model_copy(update={"reward": reward}), str))
+            results.append(look([found], kind, Job(settings.model_copy(update={"reward": reward})), str))
         assert json.loads(json.dumps(as_json(results[-2])), parse_constant=pytest.fail)
         assert tables(results[-2])
     counts = [[len(row["stretches"]) for row in result["responses"]] for result in results]

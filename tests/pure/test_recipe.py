@@ -17,9 +17,9 @@ from pydantic import ValidationError
 from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.cli import commands
 from megatron_eqlen.environments.environment import Environment
-from megatron_eqlen.job import Job
-from megatron_eqlen.objectives.recipes import load, parse
-from megatron_eqlen.objectives.registry import OBJECTIVES, resolve, with_defaults
+from megatron_eqlen.job import Job, load, parse
+from megatron_eqlen.objectives.checks import remarks
+from megatron_eqlen.objectives.registry import OBJECTIVES, with_defaults
 from megatron_eqlen.processes import cores, events
 from megatron_eqlen.recipe import Recipe, RecipeError, Section, When, others
 from megatron_eqlen.recipe import load as recipe_load
@@ -297,7 +297,7 @@ def test_a_key_that_does_little_is_a_remark(tmp_path, overrides, remark):
     path = tmp_path / "r.yaml"
     path.write_text(yaml.safe_dump(SMALL | {"rollout": SMALL["rollout"] | {"keep_sampling_mask": True}}))
     recipe = load(path, overrides.split())
-    (text,) = Job(recipe).remarks
+    (text,) = remarks(Job(recipe))
     assert remark in text
 
 
@@ -380,7 +380,7 @@ SHIPPED = sorted(path for path in RECIPES.glob("*.yaml") if "methods:" not in pa
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_recipes_have_no_key_without_effect_and_their_dump_is_the_same_recipe(path, tmp_path):
     recipe = load(path)
-    assert Job(recipe).remarks == []
+    assert remarks(Job(recipe)) == []
     (tmp_path / "dump.yaml").write_text(dump(recipe))
     assert load(tmp_path / "dump.yaml") == recipe
 
@@ -578,8 +578,8 @@ def test_defaults_written_out_are_the_same_objective(name):
     )
     trees = {"sampling": "tree", "tree_sampling": {"forks": 1}} if name in ("treerpo", "grpo_ma") else {}
     before = small(**{"objective": name, "sampling": "independent"} | named | trees)
-    after = with_defaults(before)
-    assert resolve(after) == resolve(before)
+    after = with_defaults(Job(before))
+    assert Job(after).objective == Job(before).objective
     assert parse(yaml.safe_load(dump(after)), "dump") == after
 
 

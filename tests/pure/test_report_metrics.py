@@ -9,6 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
+from megatron_eqlen.job import Job
 from megatron_eqlen.report.metrics import Columns, MetricsWriter
 from megatron_eqlen.report.trackers import Trackers
 from tests.kit.report_runs import recipe
@@ -24,7 +25,7 @@ def files_are_counted_as_in_a_process_of_its_own(monkeypatch):
 
 def write(folder, steps, value, behind=0, close=True):
     folder.mkdir(exist_ok=True)
-    writer = MetricsWriter(folder, behind, Trackers(folder, behind, recipe(folder)))
+    writer = MetricsWriter(folder, behind, Trackers(folder, behind, Job(recipe(folder))))
     for step in steps:
         writer.write(step, {"reward/mean": value + step, "loss/total": -1 / 3})
     if close:

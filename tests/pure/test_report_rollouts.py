@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 import tests.kit.rollouts as kit
+from megatron_eqlen.job import Job, load
 from megatron_eqlen.objectives.build import build_minibatches
-from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.report.rollouts import RolloutView, Training, view
 from megatron_eqlen.report.text import print_rollouts
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
@@ -38,7 +38,8 @@ def as_ids(token_ids: list[int]) -> str:
 
 def look(rollout, sampling="equal_length", **changes):
     """Return the view of a rollout that was trained alone."""
-    return view(rollout, as_ids, Training([rollout], recipe(Path("model"), sampling=sampling, **changes)))
+    job = Job(recipe(Path("model"), sampling=sampling, **changes))
+    return view(rollout, as_ids, Training([rollout], job))
 
 
 def test_a_stream_shows_what_each_side_inherits_and_how_it_is_rewarded():
@@ -108,7 +109,7 @@ def test_prompts_that_dynamic_sampling_dropped_are_not_trained():
     dull.parts[0].grade = WRONG
     group = example_group()
     changes = {"sampling": "independent", "objective": "dapo"}
-    training = Training([dull, group], recipe(Path("model"), **changes))
+    training = Training([dull, group], Job(recipe(Path("model"), **changes)))
     assert uses(view(dull, as_ids, training)) == ["not trained"] * 3
     assert uses(view(group, as_ids, training)) == ["trained"] * 3
 
@@ -119,7 +120,7 @@ def test_roles_and_uses_are_those_of_the_trees_that_are_trained():
     rollouts = [example_stream(), dataclasses.replace(example_stream(), index=1)]
     pairs_of(rollouts[1])[0].a.grade = RIGHT
     for objective in ("grpo", "dr_grpo", "dler", "rloo", "gspo"):
-        asked = recipe(Path("model"), objective=objective)
+        asked = Job(recipe(Path("model"), objective=objective))
         training = Training(rollouts, asked)
         (trees,), _ = build_minibatches(rollouts, asked)
         for rollout, tree in zip(rollouts, trees, strict=True):

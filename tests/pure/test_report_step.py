@@ -13,6 +13,7 @@ from tokenizers.decoders import Metaspace
 from tokenizers.models import WordLevel
 
 from megatron_eqlen.cli.__main__ import main
+from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.build import weighted_units
 from megatron_eqlen.record.reader import read_step
 from megatron_eqlen.report.rollouts import by_token
@@ -60,7 +61,7 @@ def test_the_page_has_the_rollouts_of_a_step_as_they_were_recorded_and_trained(r
     columns = shown[1]["columns"]
     assert (columns["log-prob"], columns["version"]) == ([-1.25, 0, -0.5], [4, 4, 5])
     assert columns["given"] == [0, 1, 0]
-    units = weighted_units(recorded, recipe(run.parent / "model"))
+    units = weighted_units(recorded, Job(recipe(run.parent / "model")))
     nodes = {id(part): node for unit in units for part, node in zip(unit.members, unit.nodes, strict=True)}
     node = nodes[id(rollout.parts[1])]
     assert columns["advantage"] == [node.advantage, 0, node.advantage]

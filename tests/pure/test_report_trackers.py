@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
+from megatron_eqlen.job import Job
 from megatron_eqlen.report.metrics import Columns, MetricsWriter
 from megatron_eqlen.report.trackers import PATIENCE, Trackers
 from tests.kit.report_runs import recipe
@@ -57,13 +58,13 @@ class FakeRun:
 def train(folder, steps, /, behind=0, error=False, **changes):
     """Do what a run does with its writer."""
     report = {"wandb_project": "eqlen"}
-    asked = recipe(folder, **{"report": report} | changes)
-    with suppress(InterruptedError), MetricsWriter(folder, behind, Trackers(folder, behind, asked)) as writer:
+    job = Job(recipe(folder, **{"report": report} | changes))
+    with suppress(InterruptedError), MetricsWriter(folder, behind, Trackers(folder, behind, job)) as writer:
         for step in steps:
             writer.write(step, {"reward/mean": float(step), "evaluation/sums/avg@8": 0.5})
         if error:
             raise InterruptedError
-    return asked
+    return job.recipe
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_eqlen.objectives.recipes import load
+from megatron_eqlen.job import load
 from megatron_eqlen.recipe import MAY_CHANGE, differences, is_under
 from megatron_eqlen.recipe.load import dump
 from tests.kit import ROOT

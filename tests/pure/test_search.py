@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from megatron_eqlen.data import sources
 from megatron_eqlen.data.rows import Tally
 from megatron_eqlen.graders.math.grader import MathGrader
-from megatron_eqlen.objectives.recipes import load
+from megatron_eqlen.job import load
 from tests.kit import ROOT
 from tools import make_search
 from tools.make_search import Dials, make_late_rows, make_rows, write_rows

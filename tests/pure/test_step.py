@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
+from megatron_eqlen.job import load
 from megatron_eqlen.metrics import MetricError
-from megatron_eqlen.objectives.recipes import load
 from megatron_eqlen.processes import distributed
 from megatron_eqlen.processes.events import EventWriter
 from megatron_eqlen.processes.timeline import Timeline

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_eqlen.cli import __main__ as cli
-from megatron_eqlen.job import Job
-from megatron_eqlen.objectives.recipes import load
+from megatron_eqlen.job import Job, load
 from megatron_eqlen.plan.host import host_parts
 from megatron_eqlen.plan.memory import memory
 from megatron_eqlen.plan.workload import workload

@@ -14,8 +14,7 @@ from megatron_eqlen.cli import sweep as command
 from megatron_eqlen.experiments import compare, runner
 from megatron_eqlen.experiments.cells import Plan
 from megatron_eqlen.experiments.schema import load_sweep
-from megatron_eqlen.objectives.recipes import load
-from megatron_eqlen.objectives.registry import resolve
+from megatron_eqlen.job import Job, load
 from megatron_eqlen.recipe import Recipe, RecipeError
 from tests.kit import ROOT
 from tests.kit.sweeps import SWEEP, Scripted, leave_a_run, write_sweep
@@ -179,7 +178,7 @@ def test_every_run_of_the_small_sweeps_is_a_recipe_with_its_control():
 ])  # fmt: skip
 def test_a_method_that_is_named_after_a_part_differs_from_the_whole_by_that_part_alone(file, parts):
     methods = {method: recipe for (_, method), recipe in recipes_of(file).items()}
-    found = {name: resolve(recipe) for name, recipe in methods.items()}
+    found = {name: Job(recipe).objective for name, recipe in methods.items()}
     whole = found["dapo"]
     assert (whole.dynamic_sampling, whole.overlong_buffer > 0) == (True, True)
     for name, changes in {"dapo-no-dynamic-sampling": {"dynamic_sampling": False}, **parts}.items():

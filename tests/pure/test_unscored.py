@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import tests.kit.rollouts as kit
+from megatron_eqlen.job import Job
 from megatron_eqlen.objectives.build import weighted_units
 from megatron_eqlen.objectives.dynamic_sampling import trained
-from megatron_eqlen.objectives.registry import resolve
 from megatron_eqlen.recipe import Recipe, RewardRecipe
 from megatron_eqlen.rewards.scoring import (
     Scorer,
@@ -151,10 +151,11 @@ def step_of(recipe: Recipe, *rollouts: Rollout) -> tuple[Step, list[ComparisonUn
     scorer = Scorer(recipe.reward.model_copy(update={"workers": 1}), Letters())
     metrics = scorer.score(rollouts)
     scorer.close()
-    session: Any = SimpleNamespace(recipe=recipe, objective=resolve(recipe))
+    job = Job(recipe)
+    session: Any = SimpleNamespace(job=job, recipe=recipe, objective=job.objective)
     batch = select(Batch([*rollouts], metrics, None), Step(0, 0), session)
-    assert [*trained(rollouts, recipe)] == batch.rollouts, "as pages show it"
-    return Step(0, 0).add(batch), weighted_units(batch.rollouts, recipe)
+    assert [*trained(rollouts, job)] == batch.rollouts, "as pages show it"
+    return Step(0, 0).add(batch), weighted_units(batch.rollouts, job)
 
 
 @pytest.mark.parametrize(("on_error", "kept", "rewards"), [

@@ -142,7 +142,7 @@ def planned_of(rollouts: list[Rollout], case: Case, ranks: int) -> tuple[list[Pa
     mine = recipe(case.sampling, case.masks)
     rollout = mine.rollout.model_copy(update={"staleness": int(case.older)})
     mine = mine.model_copy(update={"rollout": rollout})
-    minibatches, metrics = build_minibatches(rollouts, mine)
+    minibatches, metrics = build_minibatches(rollouts, Job(mine))
     budget = 2 * LONGEST
     return [plan_rows(trees, budget, ranks, 1, case.rows) for trees in minibatches], metrics
 
@@ -279,7 +279,7 @@ def whole_and_shared(folder: str, sections: dict[str, Any], one_home: bool) -> l
     results = []
     for rollouts in (everything, known):
         policy = Policy(Job(mine))
-        metrics = policy.update(build_minibatches(rollouts, mine)[0])
+        metrics = policy.update(build_minibatches(rollouts, Job(mine))[0])
         gc.collect()
         assert not any(isinstance(item, Packing) for item in gc.get_objects()), "arrays outlive the update"
         results.append((metrics, weights_of(policy)))
@@ -309,7 +309,7 @@ def with_a_bad_logprob(folder: str, sections: dict[str, Any]) -> tuple[float, li
         sampled.tokens["logprobs"][0] = np.nan
     messages = heard()
     known = shared(part, [rollout.prompt for rollout in everything])
-    metrics = Policy(Job(mine)).update(build_minibatches(known, mine)[0])
+    metrics = Policy(Job(mine)).update(build_minibatches(known, Job(mine))[0])
     return metrics["train/skipped_updates"], messages
 
 

@@ -17,12 +17,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_eqlen.job import Job
+from megatron_eqlen.job import Job, parse
 from megatron_eqlen.models import weights
 from megatron_eqlen.models.gated_delta_net import CHUNK
 from megatron_eqlen.models.groups import start
 from megatron_eqlen.models.tree_params import KERNEL_CHUNK
-from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.plan.activations import CPU_CHUNK, CPU_LOSS_BLOCK, FLA_CHUNK, LOSS_BLOCK, activations
 from megatron_eqlen.plan.host import checkpoint_bytes
 from megatron_eqlen.plan.memory import communicators

@@ -30,8 +30,8 @@ from megatron_eqlen.files import step_name, write_text
 from megatron_eqlen.harvest.harvest import harvest
 from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.hf.tokenizer import load_tokenizer
+from megatron_eqlen.job import Job, parse
 from megatron_eqlen.objectives.build import build_minibatches
-from megatron_eqlen.objectives.recipes import parse
 from megatron_eqlen.packing.pack import plan_rows
 from megatron_eqlen.processes.distributed import agree, gather
 from megatron_eqlen.recipe import Recipe, RewardRecipe
@@ -128,7 +128,7 @@ class World:
         self.sizes["MB of prompts"] = len(pickle.dumps(prompts)) / 1e6
         self.sizes["MB of skeletons"] = self.gpus * max(map(len, ranks.answers)) / 1e6
         ranks.answers = []
-        (trees,), measured = self.timed("units", lambda: build_minibatches(everyone, recipe))
+        (trees,), measured = self.timed("units", lambda: build_minibatches(everyone, Job(recipe)))
         indices = self.gpus // ENGINE_RANKS
         row = recipe.packing.max_tokens_per_row
         planned = self.timed("plan", lambda: plan_rows(trees, row, indices, ENGINE_RANKS))

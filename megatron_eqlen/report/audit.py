@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron_eqlen.job import Job, parse
 from megatron_eqlen.objectives.build import weighted_units
 from megatron_eqlen.objectives.dynamic_sampling import trained
-from megatron_eqlen.objectives.recipes import parse
-from megatron_eqlen.objectives.registry import OBJECTIVES, resolve
+from megatron_eqlen.objectives.registry import OBJECTIVES
 from megatron_eqlen.objectives.token_baseline import BASELINES
-from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.types import Part, Rollout
 
 
@@ -60,20 +59,20 @@ class Agreement:
         return f"{self.refused or numbers}  {', '.join(self.objectives)}"
 
 
-def audit(changes: Sequence[Change], rollouts: Sequence[Rollout], recipe: Recipe) -> list[Agreement]:
+def audit(changes: Sequence[Change], rollouts: Sequence[Rollout], job: Job) -> list[Agreement]:
     """Return the agreement of each objective of the registry, of Dr. GRPO's with each other baseline, and of
-    the run's own with its ``loss``, on scored ``rollouts`` of the recipe's sampling."""
+    the run's own with its ``loss``, on scored ``rollouts`` of the job's sampling."""
     variants: list[tuple[str, str, dict[str, Any]]] = [(name, name, {}) for name in OBJECTIVES]
     variants += [(f"dr_grpo, {name}", "dr_grpo", {"baseline": name}) for name in BASELINES if name != "unit"]
-    raw = recipe.model_dump(mode="json", exclude_unset=True)
+    recipe, raw = job.recipe, job.recipe.model_dump(mode="json", exclude_unset=True)
     variants.append(("the run's", recipe.objective, raw.get("loss", {})))
     # draws of dynamic sampling may leave more than a step trains; other steps are whole
-    room = recipe.data.prompts_per_step if resolve(recipe).dynamic_sampling else len(rollouts)
+    room = recipe.data.prompts_per_step if job.objective.dynamic_sampling else len(rollouts)
     alike: dict[tuple[float, ...], tuple[list[str], np.ndarray]] = {}
     refused: list[Agreement] = []
     for title, objective, loss in variants:
         try:
-            variant = parse(raw | {"objective": objective, "loss": loss}, "")
+            variant = Job(parse(raw | {"objective": objective, "loss": loss}, ""))
             units = weighted_units(trained(rollouts, variant, room), variant)
         except ValueError as error:  # of the recipe, or of the rewards
             refused.append(Agreement((title,), refused=str(error).removeprefix(": ")))
