@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from vllm import ir
 from vllm.sampling_params import SamplingParams
@@ -130,20 +131,28 @@ def test_the_draws_of_paths_and_positions_are_independent_uniforms():
         assert abs(np.corrcoef(later.ravel(), earlier.ravel())[0, 1]) < 5e-3
 
 
-def test_norms_in_bfloat16_are_vllms_kernels_where_these_are_as_near_to_float32_as_its_native_form():
-    """Without AVX-512 the kernels truncate: errors are twice the native form's."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [576, 24])
+def test_norms_are_vllms_kernels_where_these_are_as_near_to_float64_as_its_native_form(width, dtype):
+    """Without AVX-512 the kernels truncate to bfloat16: errors are twice the native form's. They read whole
+    vectors of a row."""
     choose_kernels()
-    rounds = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    rounds = dtype == torch.float32 or torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     generator = torch.Generator().manual_seed(0)
-    x, residual = torch.randn(2, 64, 576, generator=generator).bfloat16()
-    weight = torch.randn(576, generator=generator).bfloat16()
-    for op, inputs in ((ir.ops.rms_norm, (x,)), (ir.ops.fused_add_rms_norm, (x, residual))):
+    x, residual = torch.randn(2, 64, width, generator=generator).to(dtype)
+    weight = torch.randn(width, generator=generator).to(dtype)
+    part = torch.cat([x, residual], dim=1)[:, :width]  # queries are a part of a row
+    for op, inputs in (
+        (ir.ops.rms_norm, (x,)),
+        (ir.ops.rms_norm, (part,)),
+        (ir.ops.fused_add_rms_norm, (x, residual)),
+    ):
         chosen = op.dispatch(*inputs, weight, 1e-5).provider
-        assert chosen == (PROVIDER if rounds else "native")
-        assert op.dispatch(*(i.float() for i in inputs), weight.float(), 1e-5).provider == "native"
-        exact = torch.rms_norm(sum(i.float() for i in inputs), (576,), weight.float(), 1e-5)
+        assert chosen == (PROVIDER if rounds and width % 16 == 0 else "native")
+        exact = torch.rms_norm(sum(i.double() for i in inputs), (width,), weight.double(), 1e-5)
         results = [
-            op.impls[name].impl_fn(*(i.clone() for i in inputs), weight, 1e-5) for name in (chosen, "native")
+            op.impls[name].impl_fn(*(i.clone() if i is not part else i for i in inputs), weight, 1e-5)
+            for name in (chosen, "native")
         ]
-        ours, native = ((result[0] if len(inputs) == 2 else result).float() - exact for result in results)
+        ours, native = ((result[0] if len(inputs) == 2 else result).double() - exact for result in results)
         assert ours.abs().mean() < 1.5 * native.abs().mean()
