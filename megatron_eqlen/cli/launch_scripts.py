@@ -36,7 +36,7 @@ MOST_FILES, MOST_BYTES, DEEPEST = 5000, 1 << 17, 8
 # ``--beta=0.04``, ``--report_to``
 OPTION = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 # ``data.train_files=[a,b]``, ``+trainer.seed=1``, ``~critic.model``, ``steps=3``
-HYDRA = re.compile(r"\+{0,2}(~?[\w@]+(?:\.[\w@*-]+)+|~?[a-z]\w*(?==))=?(.*)", re.DOTALL)
+HYDRA = re.compile(r"\+{0,2}(~\w+(?:\.[\w-]+)+|(?:[a-z]\w*|[\w@]+(?:[./][\w@*-]+)+)(?==))=?(.*)", re.DOTALL)
 # ``python3.12``, ``/opt/bin/torchrun``
 LAUNCHER = re.compile(r"(.*/)?(accelerate|deepspeed|torchrun|trl|python[\d.]*)")
 PYTHON_CALLS = ("GRPOConfig", "GRPOTrainer", "LoraConfig", "ModelConfig", "ScriptArguments")
@@ -79,7 +79,11 @@ def _of_script(file: Path, trainer: str, words: Sequence[str], remarks: list[str
     launchers = ((n for n, word in enumerate(command) if LAUNCHER.fullmatch(word)) for command in started)
     # What stands before the first launcher is another program's: ``srun --nodes 2 python train.py``.
     commands = [command[next(first, 0) :] for command, first in zip(started, launchers, strict=True)]
-    configured = [_of_words(command, trainer, file) for command in commands]
+    # Settings that the script wrote itself: they are not in its repository.
+    left = {name.partition("/here/")[2]: text for name, text in folder_files(end.folder).items()}
+    new = (name for name in left if not any((folder / name).exists() for folder in file.resolve().parents))
+    written = {Path(name).name: left[name].decode() for name in new if name.endswith((".yaml", ".yml"))}
+    configured = [_of_words(command, trainer, file, written) for command in commands]
     # A command is a training if it gives two known keys or more, and half as many as the best has. Others are
     # servers, conversions of checkpoints, or other trainers.
     known = [sum(bool((row := row_of(trainer, key)) and row.ours) for key in keys) for keys in configured]
@@ -91,16 +95,17 @@ def _of_script(file: Path, trainer: str, words: Sequence[str], remarks: list[str
         raise ValueError(
             f"expected a script that starts a training of {trainer}, found {others:.200}; bash ended it with "
             f"{end.status if end.code is None else end.code}: {said[-1][-300:]} (give what it takes from its "
-            "environment behind it: NAME=VALUE)"
+            "environment behind it, NAME=VALUE, or its arguments behind --; or save them, docs/from_verl.md)"
         )
     remarks += [f"The script starts {len(training)} trainings; this is the last one."] * (len(training) > 1)
     remarks += [f"The script reads {name}, which is not there." for name in dict.fromkeys(missing)]
     return training[-1]
 
 
-def _of_words(words: list[str], trainer: str, file: Path) -> dict[str, Any]:
+def _of_words(words: list[str], trainer: str, file: Path, written: Mapping[str, str] = {}) -> dict[str, Any]:
     """Return the keys in a command's arguments, ``a.b=c`` (verl) or ``--a b c``, over those of the file
-    that they name: verl's ``--config-name``, if it is not its own, TRL's ``--config``, ``--config_file``."""
+    that they name: verl's ``--config-name``, if it is not its own, TRL's ``--config``, ``--config_file``.
+    The program is a key, too. ``written``: YAML files that a script writes, by name."""
     options, keys, option = dict[str, Any](), dict[str, Any](), ""
     for word in words:
         if match := OPTION.fullmatch(word):
@@ -118,8 +123,8 @@ def _of_words(words: list[str], trainer: str, file: Path) -> dict[str, Any]:
                 spaced = re.sub(r":(?=[^\s/])", ": ", value) if value.startswith("{") else value
                 value = read_value(spaced) if re.match(r"[\[{'\"]", value) else value
             keys |= flat({key: value}) if "=" in word else {key[1:]: "null"} if key[0] == "~" else {}
-        elif word.endswith(".py") or word == "-m":  # the program
-            option = ""
+        elif word.endswith(".py") or word == "-m" or (word == "trl" and not options):
+            option, options["program"] = ("", Path(word).name) if word[-3:] == ".py" else ("program", "true")
         elif option:
             # ``--reward_funcs a b`` has several values.
             options[option] = word if options[option] == "true" else [*listed(options[option]), word]
@@ -131,13 +136,14 @@ def _of_words(words: list[str], trainer: str, file: Path) -> dict[str, Any]:
     for path in paths:
         # Relative to here, to the script's folder, or to a folder above it, as its repository's root.
         places = (folder / path for folder in (Path(), *file.resolve().parents))
-        base = next((each for each in places if each.is_file()), None)
+        texts = (each.read_text(encoding="utf-8") for each in places if each.is_file())
+        base = next(texts, written.get(Path(path).name))
         if base is None:
             raise ValueError(f"it reads {path}, which is not there; give the resolved configuration")
         # What the command gives comes before what the file says.
-        below = flat(read_value(base.read_text(encoding="utf-8")))
+        below = flat(read_value(base))
         keys = {key: below[key] for key in below if key.split(".")[0] not in ("defaults", "hydra")} | keys
-    return keys if trainer == "verl" else keys | options
+    return keys | {key: options[key] for key in options if trainer != "verl" or key == "program"}
 
 
 def _of_python(text: str) -> dict[str, Any]:

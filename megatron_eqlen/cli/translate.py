@@ -117,7 +117,7 @@ def translate(trainer: str, file: Path, words: Sequence[str] = ()) -> Translatio
     known = sum(map(bool, rows.values()))
     # verl's trainer has this section; the rest it shares with other programs of verl.
     other = trainer == "verl" and not any(key.startswith("actor_rollout_ref.") for key in theirs)
-    if other or known < max(1, len(theirs) / 2):
+    if other or known < max(1, len(theirs) / 3):
         found = f"{len(theirs)} keys, {known} of them its own" + ", none of actor_rollout_ref" * other
         forms = "(launch script, resolved YAML, saved arguments, TRL's Python)"
         raise ValueError(f"{file}: expected a configuration of {trainer} {forms}, found {found}")
@@ -162,7 +162,8 @@ def _take(row: Row, key: str, value: Any, done: Translation) -> None:
     # Lost: without a counterpart, without a value, or with a value that the table does not have.
     expected = f"expected {', '.join(row.values)}" if row.values and not values else ""
     if why := row.why or (UNREAD.format(default or "none") if unread else expected):
-        done.hole(ours, key, f"{key}={value!s:.60}{'' if given else ' (its default)'}: {why}")
+        beside = f", beside {done.keys[ours]!s:.60}" if row.why and ours in done.keys else ""
+        done.hole(ours, key, f"{key}={value!s:.60}{beside}{'' if given else ' (its default)'}: {why}")
         return
     if row.part:
         done.keys[row.part] = value
@@ -249,9 +250,8 @@ def _add_batches(done: Translation) -> None:
     # Epochs become steps where the rows can be counted.
     if "steps" not in keys and files and all(map(os.path.isfile, files)):
         kind = "parquet" if files[0].endswith("parquet") else "json"
-        keys["steps"] = max(
-            1, round(number("epochs") * (dataset(files, format=kind).count_rows() // prompts))
-        )
+        rows = dataset(files, format=kind).count_rows()
+        keys["steps"] = max(1, round(number("epochs") * (rows // prompts)))
     elif "steps" not in keys:
         done.hole("steps", "epochs", f"{number('epochs'):g} epochs x rows / {prompts:g} prompts a step")
     in_step = (number("loss.minibatches") or 1) * (number("loss.epochs") or 1)
@@ -299,6 +299,8 @@ def _add_data(done: Translation) -> None:
     if "data.instruction" not in keys:
         text = "a question that is text, no chat, gets it; instructions of DAPO-Math and GSM8K give way to it"
         done.change("data.instruction", "train_files", text)
+    if "data.max_prompt_length" not in keys:
+        done.change("data.max_prompt_length", "train_files", "2048 tokens, longer prompts are left out")
     if "model.path" not in keys:
         done.hole("model.path", "", "the model's folder, or its name on the hub")
     if not files:
@@ -323,8 +325,10 @@ def _add_data(done: Translation) -> None:
         if tests and done.number("evaluation.samples") > 1:
             done.change("evaluation.samples", "evaluation.samples", "1: greedy responses are all the same")
         keys["evaluation.samples"] = 1
+    if unnamed := not tests and done.trainer != "trl" and done.number("eval_every") > 0:
+        done.hole(TESTS, "eval_every", "the files of its evaluations")
     # Keys of evaluations without a benchmark do not act.
-    done.keys = {key: keys[key] for key in keys if tests or not key.startswith("evaluation.")}
+    done.keys = {key: keys[key] for key in keys if tests or unnamed or not key.startswith("evaluation.")}
 
 
 def _check(done: Translation) -> None:

@@ -149,6 +149,11 @@ ENDS = [
     ("slime", "--entropy-coef=0.00", NOTHING, None),
     ("slime", "--moe-aux-loss-coeff=0.01", HOLE, "moe_aux_loss_coeff"),
     ("slime", "--eval-min-new-tokens=9", HOLE, "eval_min_new_tokens"),
+    ("slime", "--rollout-max-context-len=96", HOLE, "rollout_max_context_len"),
+    ("verl", "mine/backend=verl", HOLE, "mine/backend"),
+    # evaluations on files that are not named
+    ("verl", "trainer.test_freq=5", HOLE, "evaluation.benchmarks"),
+    ("verl", "trainer.test_freq=-1", SAME, None),
 ]  # fmt: skip
 
 
@@ -172,6 +177,40 @@ def test_a_key_ends_as_one_of_four_and_what_is_lost_is_a_hole(
         }
         assert {name: keys[name] for name in result or {}} == (result or {})
         loaded(done, tmp_path)
+
+
+def test_a_program_of_another_method_is_a_hole(tmp_path):
+    def holes(trainer, *words):
+        return [*translated(tmp_path, trainer, *words).holes]
+
+    assert holes("verl", "-m", "recipe.flowrl.main_flowrl") == ["objective"]
+    assert holes("verl", "train.py") == ["objective"]
+    for program in ("verl.trainer.main_ppo", "recipe.dapo.main_dapo"):
+        assert holes("verl", "-m", program) == []
+    for program in ("trl/scripts/dpo.py", "sft.py", "rloo.py"):
+        assert holes("trl", program) == ["objective"]
+    for program in ("src/open_r1/grpo.py", "train.py"):
+        assert holes("trl", "--run_name", "trl", program) == []
+    assert holes("slime", "train_async.py") == ["rollout.staleness"]
+    assert holes("slime", "/root/slime/train.py") == []
+
+
+def test_a_lost_key_leaves_the_value_beside_it_in_sight(tmp_path):
+    words = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4", "trainer.n_gpus_per_node=8"
+    context = "actor_rollout_ref.actor.megatron.context_parallel_size"
+    done = translated(tmp_path, "verl", *words, f"{context}=2")
+    assert done.holes["parallel.tensor"].startswith(f"{context}=2, beside 4: ")
+
+
+def test_a_fork_with_many_keys_of_its_own_is_still_verls(tmp_path):
+    done = translated(tmp_path, "verl", *(f"mine.key{n}={n}" for n in range(len(BASE["verl"]) + 2)))
+    assert len(done.holes) == len(BASE["verl"]) + 2
+
+
+def test_longer_prompts_than_ours_are_told_where_theirs_have_no_limit(tmp_path):
+    told = "data.max_prompt_length: 2048 tokens"
+    assert told in translated(tmp_path, "slime").text("args")
+    assert told not in translated(tmp_path, "slime", "--rollout-max-prompt-len=64").text("args")
 
 
 def test_a_key_that_acts_only_with_a_hole_waits_for_it(tmp_path):
@@ -323,6 +362,28 @@ def test_options_of_a_launcher_say_the_processes_and_those_of_other_programs_are
     assert not done.holes
     keys = "cluster.nodes", "cluster.processes_per_node", "data.prompts_per_step"
     assert tuple(done.keys.get(key, 1) for key in keys) == (nodes, processes, prompts)
+
+
+def test_a_configuration_that_the_script_writes_is_read(tmp_path):
+    words = shlex.join(word for word in BASE["trl"] if word not in ("--num_processes", "2"))
+    (tmp_path / "run.sh").write_text(
+        "mkdir -p new\ncat > new/mine.yaml <<EOF\nnum_processes: $((2 * 3))\nEOF\n"
+        f"accelerate launch --config_file new/mine.yaml x.py {words}"
+    )
+    assert translate("trl", tmp_path / "run.sh").keys["cluster.processes_per_node"] == 6
+
+
+def test_variables_without_a_value_are_named(tmp_path):
+    quiet = (
+        "if [ -z $A ]; then A=1; fi\nexport B=/x:$B\nC=${C:-1}\nD='$D'\n[[ xy =~ x(y) ]]\nfalse\n"
+        'E=$?${BASH_REMATCH[1]}\ncase $F in *) ;; esac\necho \\$G "${H[@]}"\nfor I in 1; do J=$I; done\n'
+    )
+    words = " ".join(BASE["verl"])
+    script = tmp_path / "run.sh"
+    script.write_text(f"{quiet}torchrun x.py {words} trainer.experiment_name=$E data.seed=$SEED$A ${{TAG}}")
+    done = translate("verl", script)
+    assert (done.keys["name"], done.keys["seed"]) == ("1y", 1)
+    assert done.remarks == [f"The script reads ${name}, which is not there." for name in ("SEED", "TAG")]
 
 
 def test_files_have_names_of_their_own_and_a_hole_in_their_grader_is_one_in_each(tmp_path):

@@ -31,4 +31,17 @@ if [[ -f $0 ]]; then # what its lines for sbatch ask for
   [[ ! -v SLURM_NODES ]] || export SLURM_NNODES=${SLURM_NNODES-$SLURM_NODES} SLURM_JOB_NUM_NODES=${SLURM_JOB_NUM_NODES-$SLURM_NODES}
 fi
 unset name value
-set -T; trap 'set +e' DEBUG # what a stand-in does not answer ends no script either
+eqlen_unset() { # note the variables without a value that a command reads: $X and ${X}, in no test
+  local text=$1 before rest name
+  case $text in "["* | "test "* | "case "*) return 0 ;; esac
+  while [[ $text == *\'*\'* ]]; do text=${text%%\'*}${text#*\'*\'}; done
+  while [[ $text == *\$* ]]; do
+    before=${text%%\$*} text=${text#*\$} rest=${text#\{}
+    name=${rest%%[!A-Za-z0-9_]*}
+    [[ $name == [A-Za-z_]* && $before != *\\ && $before != *"$name="* ]] || continue
+    [[ $text == "$rest" || ${rest#"$name"} == \}* ]] || continue
+    [[ -v $name ]] || printf '%s\0' "\$$name" > "$(mktemp "/work/.eqlen/missing/$EPOCHREALTIME.XXXXXX")"
+  done
+}
+# what a stand-in does not answer ends no script either
+set -T; trap 'set +e; eqlen_unset "$BASH_COMMAND" 2> /dev/null' DEBUG
