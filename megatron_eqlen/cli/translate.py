@@ -309,8 +309,8 @@ def _add_data(done: Translation) -> None:
     tests = dict(zip(named[::2], named[1::2], strict=False)) or _named(listed(keys.get("val_files")))
     read = {key: own[key] for key in ("reader", "grader", "columns") if key in own}
     read |= _popped(keys, f"{TESTS}.0.")
-    # TRL evaluates on another split of the training data.
-    if done.is_on("eval_strategy") and keys["eval_strategy"].value != "no" and "train_files" in keys:
+    # TRL evaluates on another split of the training data; its strategy ``no`` has the value False.
+    if done.is_on("eval_strategy") and keys["eval_strategy"].value and "train_files" in keys:
         tests, read["split"] = {"test": keys["train_files"]}, keys.get("dataset_test_split", "test")
         keys.setdefault("evaluation.samples", keys.get("group_size", 8))
         if "evaluation.every" not in keys:

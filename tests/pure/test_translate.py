@@ -283,6 +283,11 @@ def test_evaluations_sample_as_there(tmp_path, trainer, words, expected):
     assert len(recipe.evaluation.benchmarks) == 1
 
 
+def test_the_strategy_no_evaluates_nothing(tmp_path):
+    keys = translated(tmp_path, "trl", "--eval_strategy", "no", "--dataset_test_split", "test").keys
+    assert not [key for key in keys if key.startswith("evaluation.")]
+
+
 def test_the_overlong_penalty_is_on_the_scale_of_the_rewards(tmp_path, monkeypatch):
     words = ["reward_model.overlong_buffer.enable=True", "reward_model.overlong_buffer.len=128",
              "reward_model.overlong_buffer.penalty_factor=1.0"]  # fmt: skip
