@@ -204,6 +204,6 @@ class ColocatedEngine:
             columns,
             reason,
             output.prefill_stats.num_cached_tokens if output.prefill_stats else None,
-            sampler=sampler_of(chosen.sampled_token_ranks.max(), self.stock) if chosen else OURS,
+            sampler=sampler_of(max(chosen.sampled_token_ranks.tolist()), self.stock) if chosen else OURS,
             path=path,
         )

@@ -13,7 +13,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
 from megatron_eqlen.engines.cpu.runner import PROVIDER, choose_kernels
-from megatron_eqlen.engines.cpu.sampler import PathSampler, Rows, draw, keep, uniform
+from megatron_eqlen.engines.cpu.sampler import PathSampler, Rows, draw, keep, mix, uniform
 from megatron_eqlen.engines.protocol import SEED
 from megatron_eqlen.sampling.track import track_seed
 
@@ -122,7 +122,7 @@ def test_the_draws_of_paths_and_positions_are_independent_uniforms():
         [track_seed(0, f"p#{i // 16}", i % 16 // 2, i % 2) for i in range(1000)], dtype=np.uint64
     )
     grid = np.broadcast_arrays(seeds[:, None], np.arange(1000, dtype=np.uint64))
-    draws = uniform(*grid)
+    draws = uniform(mix(grid[0]), grid[1])
     assert draws.min() >= 0
     assert draws.max() < 1
     assert abs(draws.mean() - 1 / 2) < 5 / np.sqrt(12 * draws.size)

@@ -33,33 +33,33 @@ class Rows:
     places: np.ndarray
     """[rows] int64, their places in the batch"""
     seeds: np.ndarray
-    """[rows] uint64"""
-    temperature: Tensor
-    """[rows, 1] float32"""
-    top_k: Tensor | None
-    """[rows] int64, the vocabulary's size: off; None: off for all. The other limits are [rows, 1] float32."""
-    top_p: Tensor | None
+    """[rows] uint64, the requests' seeds after ``mix``"""
+    temperature: Tensor | None
+    """[rows, 1] float32; None: 1 for all"""
+    top_k: np.ndarray | None
+    """[rows, 1] int64, place in ascending order of the least token that top-k keeps; None: off for all"""
+    beyond: Tensor | None
+    """[rows, 1] float32, the mass that top-p removes; None: off for all. ``min_p`` likewise."""
     min_p: Tensor | None
-    limited: Tensor | None
-    """[rows, 1] bool, True for rows with a limit; None: no row has one."""
+    unlimited: Tensor | None
+    """[rows, 1] bool, True for rows without a limit; None: all are."""
 
     @classmethod
     def of(cls, params: list[Any], places: np.ndarray, vocabulary: int) -> Rows:
         """Return the rows of requests with these ``SamplingParams``."""
-        temperature, top_p, min_p = (
-            torch.tensor([[getattr(p, name)] for p in params], dtype=torch.float32)
-            for name in ("temperature", "top_p", "min_p")
-        )
-        top_k = torch.tensor([p.top_k if 0 < p.top_k < vocabulary else vocabulary for p in params])
-        limited = torch.tensor([[p.top_k > 0 or p.top_p < 1 or p.min_p > 0] for p in params])
+        exact = np.array([(p.temperature, p.top_p, p.min_p, p.top_k) for p in params], np.float64)
+        temperature, top_p, min_p = exact.T[:3, :, None].astype(np.float32, order="C")
+        top_k = exact[:, 3:]
+        some = (top_k > 0) & (top_k < vocabulary)
+        unlimited = (top_k <= 0) & (exact[:, 1:2] >= 1) & (exact[:, 2:3] <= 0)
         return cls(
             places,
-            np.array([p.extra_args[SEED] for p in params], np.uint64),
-            temperature,
-            top_k if (top_k < vocabulary).any() else None,
-            top_p if (top_p < 1).any() else None,
-            min_p if (min_p > 0).any() else None,
-            limited if limited.any() else None,
+            mix(np.array([p.extra_args[SEED] for p in params], np.uint64)),
+            torch.from_numpy(temperature) if (temperature != 1).any() else None,
+            np.where(some, vocabulary - top_k, 0).astype(np.int64) if some.any() else None,
+            torch.from_numpy(1 - top_p) if (top_p < 1).any() else None,
+            torch.from_numpy(min_p) if (min_p > 0).any() else None,
+            None if unlimited.all() else torch.from_numpy(unlimited),
         )
 
 
@@ -77,31 +77,33 @@ class PathSampler(Sampler):
         self.metadata: SamplingMetadata | None = None
         self.blocks: list[Rows] = []
         """The batch's rows with our seed; they stay the same as long as ``metadata`` does."""
+        self.ranks: Tensor | None = None
+        """[rows] int64, of the batch's tokens; None: the batch has rows without our seed."""
 
     def forward(
         self, logits: Tensor, sampling_metadata: SamplingMetadata, *args: Any, **kwargs: Any
     ) -> SamplerOutput:
         """Sample a token for each row. ``logits``: [rows, vocabulary], any float dtype."""
+        count, vocabulary = logits.shape
         if self.metadata is not sampling_metadata:
-            self.metadata, self.blocks = sampling_metadata, self._blocks(*logits.shape)
-        lengths = self.runner.input_batch.num_tokens_no_spec
-        kept_ids, counts = [], np.zeros(len(logits), np.int64)
+            self.metadata, self.blocks = sampling_metadata, self._blocks(count, vocabulary)
+            ours = sum(len(rows.places) for rows in self.blocks)
+            self.ranks = torch.zeros(count, dtype=torch.int64) if ours == count else None
+        lengths, likeliest = self.runner.input_batch.num_tokens_no_spec, sampling_metadata.max_num_logprobs
+        kept_ids, counts = [np.empty(0, np.int32)], np.zeros(count + 1, np.int64)
         parts: list[tuple[Tensor, Tensor]] = []
         for rows in self.blocks:
             drawn = draw(logits, rows, uniform(rows.seeds, lengths[rows.places].astype(np.uint64)))
-            parts.append(drawn.with_likeliest(sampling_metadata.max_num_logprobs or 0))
+            parts.append(drawn.with_likeliest(likeliest or 0))
             if self.keep_masks:
-                of_row, ids = drawn.kept.nonzero()
+                of_row, ids = np.divmod(np.flatnonzero(drawn.kept), vocabulary)
                 kept_ids.append(ids.astype(np.int32))
-                counts[rows.places] = np.bincount(of_row, minlength=len(rows.places))
+                counts[1 + rows.places] = np.bincount(of_row, minlength=len(rows.places))
         if self.keep_masks:
-            flat = np.concatenate([np.empty(0, np.int32), *kept_ids])
-            self.masks = SamplingMaskLists(flat, np.append(0, counts.cumsum()))
-        ours = sum(len(rows.places) for rows in self.blocks)
-        if ours == len(logits):
-            ids, values = map(torch.cat, zip(*parts, strict=True))
-            ranks = torch.zeros(ours, dtype=torch.int64)
-            return SamplerOutput(ids[:, :1], LogprobsTensors(ids, values, ranks))
+            self.masks = SamplingMaskLists(np.concatenate(kept_ids), counts.cumsum())
+        if self.ranks is not None:
+            ids, values = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+            return SamplerOutput(ids[:, :1] if likeliest else ids, LogprobsTensors(ids, values, self.ranks))
         output = super().forward(logits, sampling_metadata, *args, **kwargs)  # may write to the logits
         for rows, (ids, values) in zip(self.blocks, parts, strict=True):
             assert output.logprobs_tensors is not None, "our requests ask for them"
@@ -121,58 +123,65 @@ class PathSampler(Sampler):
 
 
 class Drawn(NamedTuple):
-    tokens: Tensor
+    tokens: np.ndarray
     """[rows, 1] int64"""
-    kept: np.ndarray
-    """[rows, vocabulary] bool: tokens that top-k, top-p and min-p kept."""
+    logits: Tensor
     logprobs: Tensor
-    """[rows, vocabulary] float32, of the whole distribution."""
-    removed: Tensor | float
-    """[rows, 1] float32, to subtract for the log-probs that tokens were drawn from; 0 without limits."""
+    """[rows, vocabulary] float32, after temperature, of the whole distribution."""
+    limited: np.ndarray | None = None
+    """[rows, vocabulary] bool: tokens that top-k, top-p and min-p kept; None: no row has a limit."""
+    removed: Tensor | float = 0.0
+    """[rows, 1] float32, to subtract for the log-probs that tokens were drawn from."""
+
+    @property
+    def kept(self) -> np.ndarray:
+        """[rows, vocabulary] bool: tokens that could be drawn. Made only where it is asked for."""
+        return self.logits.numpy() > -np.inf if self.limited is None else self.limited
 
     def with_likeliest(self, count: int) -> tuple[Tensor, Tensor]:
         """Return ids (int32), log-probs (float32) of the drawn and likeliest other tokens, [rows, 1 +
         count]."""
-        values = self.logprobs.gather(1, self.tokens) - self.removed
+        ids = torch.from_numpy(self.tokens.astype(np.int32))
+        values = torch.from_numpy(self.logprobs.numpy()[np.arange(len(ids))[:, None], self.tokens])
+        if self.limited is not None:
+            values -= self.removed
         if not count:
-            return self.tokens.to(torch.int32), values
+            return ids, values
         of_kept = (self.logprobs - self.removed).masked_fill(torch.from_numpy(~self.kept), NEVER)
-        others = of_kept.clamp(min=NEVER).scatter(1, self.tokens, -torch.inf)
+        others = of_kept.clamp(min=NEVER).scatter(1, torch.from_numpy(self.tokens), -torch.inf)
         likeliest = others.topk(min(count, others.shape[1] - 1))
-        ids = torch.cat([self.tokens, likeliest.indices], 1).to(torch.int32)
+        ids = torch.cat([ids, likeliest.indices.to(torch.int32)], 1)
         return ids, torch.cat([values, likeliest.values], 1)
 
 
 def draw(logits: Tensor, rows: Rows, draws: np.ndarray) -> Drawn:
     """Draw a token for each of ``rows`` of ``logits`` [batch, vocabulary]. ``draws``: [rows] float64 in [0,
     1)."""
-    if len(rows.places) < len(logits):
+    if len(rows.places) < logits.shape[0]:
         logits = logits.index_select(0, torch.from_numpy(rows.places))
-    logits = logits.float() / rows.temperature
+    logits = logits.float() if rows.temperature is None else logits.float() / rows.temperature
     logprobs = logits.log_softmax(-1)
-    if rows.limited is None:
-        tokens, _ = _picked(logprobs.exp(), draws)
-        return Drawn(tokens, logits.numpy() > -np.inf, logprobs, 0.0)
+    if rows.unlimited is None:
+        return Drawn(_picked(logprobs.exp(), draws)[0], logits, logprobs)
     kept = keep(logits, rows)
-    of_row, ids = kept.nonzero()
-    counts = np.bincount(of_row, minlength=len(kept))
-    place = np.arange(len(ids)) - np.repeat(counts.cumsum() - counts, counts)
+    places, counts = np.flatnonzero(kept), np.count_nonzero(kept, axis=1)
     # [rows, most that a row keeps]: ids and probabilities of kept tokens, then zeros
-    among = torch.zeros(len(kept), int(counts.max()), dtype=torch.int64)
-    among[of_row, place] = torch.from_numpy(ids)
-    probabilities = torch.zeros(among.shape)
-    probabilities[of_row, place] = logprobs[of_row, ids].exp()
-    tokens, mass = _picked(probabilities, draws)
-    removed = mass.log().float().masked_fill(~rows.limited, 0.0)
-    return Drawn(among.gather(1, tokens), kept, logprobs, removed)
+    filled = np.arange(counts.max()) < counts[:, None]
+    among, probabilities = np.zeros(filled.shape, np.int64), torch.zeros(filled.shape)
+    among[filled] = places % logits.shape[1]
+    probabilities.numpy()[filled] = torch.from_numpy(logprobs.numpy().ravel()[places]).exp().numpy()
+    picked, mass = _picked(probabilities, draws)
+    removed = torch.from_numpy(mass).log().float().masked_fill(rows.unlimited, 0.0)
+    return Drawn(np.take_along_axis(among, picked, 1), logits, logprobs, kept, removed)
 
 
-def _picked(probabilities: Tensor, draws: np.ndarray) -> tuple[Tensor, Tensor]:
+def _picked(probabilities: Tensor, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return what ``draws`` pick by the inverse of the cumulative distribution, and each row's mass: [rows,
     1] int64, float64."""
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
-    mass = cumulative[:, -1:]
-    return torch.searchsorted(cumulative, torch.from_numpy(draws).unsqueeze(1) * mass, right=True), mass
+    mass = cumulative.numpy()[:, -1:]
+    thresholds = torch.from_numpy(draws[:, None] * mass)
+    return torch.searchsorted(cumulative, thresholds, right=True).numpy(), mass
 
 
 def keep(logits: Tensor, rows: Rows) -> np.ndarray:
@@ -187,12 +196,12 @@ def keep(logits: Tensor, rows: Rows) -> np.ndarray:
     ordered = np.sort(values, axis=-1)
     least, equal = ordered[:, :1], np.zeros(len(values), int)  # the least that is kept; how many like it go
     if rows.top_k is not None:
-        least = np.take_along_axis(ordered, size - rows.top_k.numpy()[:, None], axis=1)
-        ordered[ordered < least] = -np.inf
-    if rows.top_p is not None:
+        least = np.take_along_axis(ordered, rows.top_k, axis=1)
+        np.putmask(ordered, ordered < least, -np.inf)
+    if rows.beyond is not None:
         ascending = torch.from_numpy(ordered)
         cumulative = ascending.softmax(-1).cumsum(-1)
-        gone = torch.searchsorted(cumulative, 1 - rows.top_p, right=True).clamp(max=size - 1)
+        gone = torch.searchsorted(cumulative, rows.beyond, right=True).clamp(max=size - 1)
         lowest = ascending.gather(1, gone)
         least, equal = lowest.numpy(), (gone - torch.searchsorted(ascending, lowest)).squeeze(1).numpy()
     kept = (values >= least) & (values > -np.inf)
@@ -202,13 +211,13 @@ def keep(logits: Tensor, rows: Rows) -> np.ndarray:
 
 
 def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return numbers in [0, 1) made of ``seeds`` and ``positions`` (uint64, same shape): splitmix64's
-    finalizer applied twice, upper 32 bits."""
-    state = _mix(_mix(seeds) + (positions + ONE) * GOLDEN)
-    return (state >> HALF).astype(np.float64) * 2.0**-32
+    """Return numbers in [0, 1) made of seeds that went through ``mix`` and ``positions`` (uint64, same
+    shape): splitmix64's finalizer applied twice, upper 32 bits."""
+    return (mix(seeds + (positions + ONE) * GOLDEN) >> HALF).astype(np.float64) * 2.0**-32
 
 
-def _mix(state: np.ndarray) -> np.ndarray:
+def mix(state: np.ndarray) -> np.ndarray:
+    """Return what splitmix64's finalizer makes of [...] uint64."""
     state = (state ^ (state >> SHIFTS[0])) * FACTORS[0]
     state = (state ^ (state >> SHIFTS[1])) * FACTORS[1]
     return state ^ (state >> SHIFTS[2])
