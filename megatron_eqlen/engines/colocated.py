@@ -59,6 +59,7 @@ class ColocatedEngine:
         seed: int = 0,
         policy_version: int = 0,
     ) -> None:
+        # a folder that does not fit fails here, before vLLM starts
         self.weights = WeightTable.read(model_path)
         self.core = lifecycle.build(str(model_path), rollout, dtype, max_model_len, seed)
         self.eos_token_ids = eos_token_ids
@@ -87,6 +88,7 @@ class ColocatedEngine:
         if self.refusal is not None:
             raise EngineError(f"request {request_id}: {self.refusal}")
         assert request_id not in self.requests
+        # the first request after a sync brings back the KV cache: until then its memory was free for the sync
         if self.asleep:
             self._wake("kv_cache")
             self.asleep = False
@@ -115,6 +117,7 @@ class ColocatedEngine:
         """Run one engine step. Raises EngineError if the engine ended a request with an error."""
         of_clients, computed = self.core.step_fn()
         self.core.post_step(model_executed=computed)
+        # this process is vLLM's client 0
         ours = of_clients.get(0) if of_clients else None
         deltas = [self._delta(output) for output in ours.outputs] if ours else []
         for delta in deltas:
@@ -139,6 +142,7 @@ class ColocatedEngine:
         if self.requests:
             raise EngineError(f"update_weights: {len(self.requests)} requests are unfinished")
         start = time.perf_counter()
+        # set before: it stays if anything below raises
         self.refusal = "the last weight update failed half way; update_weights must succeed first"
         checked = self.weights.check(named_tensors)
         lifecycle.load_weights(self.core, checked)
@@ -183,6 +187,7 @@ class ColocatedEngine:
             self.core.wake_up(tags=[tag])
 
     def _delta(self, output: EngineCoreOutput) -> Delta:
+        # without the number that `submit` has appended
         request_id = output.request_id.rpartition(" ")[0]
         reason: Any = None if output.finish_reason is None else str(output.finish_reason)
         if reason not in ("stop", "length", None):

@@ -41,6 +41,7 @@ def contained() -> Iterator[None]:
     states = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count())
     try:
+        # torch's generators get their states back at the end of this block, all else below
         with torch.random.fork_rng(devices), torch.set_grad_enabled(torch.is_grad_enabled()):
             yield
     finally:

@@ -34,6 +34,7 @@ def read_event(
     try:
         choice = event["choices"][0]
         reason = choice["finish_reason"]
+        # an event without tokens has null in place of lists
         chosen = (choice["logprobs"] or {"content": []})["content"]
         tokens = choice["token_ids"] or []
         columns: dict[str, Any] = {"logprobs": [token["logprob"] for token in chosen]}
@@ -46,6 +47,7 @@ def read_event(
         if layers and (encoded := choice["routed_experts"]) is not None:
             routes = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
             path["routes"], columns["routes"] = split_path(routes, len(tokens), layers)
+        # vLLM's other reasons (`abort`, `error`): the rest of the track is submitted again
         finished = reason if reason in ("stop", "length", None) else "lost"
         sampler = sampler_of(max((token["rank"] or 0 for token in chosen), default=0), stock)
         sampled_by = versions_of(choice["weight_versions"], len(tokens), versions)

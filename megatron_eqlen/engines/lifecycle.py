@@ -40,6 +40,7 @@ def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: in
     ``rollout.tensor_parallel`` neighbouring ranks become one replica each (vLLM's external launcher). vLLM's
     ``LLM`` is left out: its end would take down the trainer's process groups."""
     global _live_engines, _owns_process_group
+    # a default group that an earlier engine made for itself is no trainer's
     launched = dist.is_initialized() and not _owns_process_group
     ranks = dist.get_world_size() if launched else 1
     layout.require(layout.replicas(rollout, int(os.environ.get("LOCAL_WORLD_SIZE", ranks))))
@@ -47,6 +48,7 @@ def build(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_len: in
     cpu = current_platform.is_cpu()
     with contained(), importing(), nullcontext() if cpu else whole_segments():
         if launched:
+            # the external launcher reads torchrun's variables
             os.environ["RANK"] = str(dist.get_rank())
             os.environ.setdefault("LOCAL_RANK", "0" if cpu else str(torch.cuda.current_device()))
             os.environ.setdefault("MASTER_ADDR", "localhost")  # required, but unused: the group exists
@@ -111,6 +113,7 @@ def close(core: EngineCore) -> None:
     with contained():
         core.model_executor.shutdown()
         core.scheduler.shutdown()
+        # vLLM froze the collector's objects as it started
         gc.unfreeze()
         _live_engines -= 1
         if _live_engines:

@@ -99,6 +99,7 @@ class Readers:
         """Return what has arrived for open requests; wait a moment if there is nothing."""
         arrivals: list[Arrival] = []
         with contextlib.suppress(queue.Empty):
+            # wait for a first batch, then take all others that are there
             arrivals += self.batches.get(timeout=TAKEN_SECONDS)
             while True:
                 arrivals += self.batches.get_nowait()
@@ -114,6 +115,7 @@ class Readers:
 
     def _launch(self, reader: int) -> None:
         ours, theirs = socket.socketpair()
+        # only the child keeps its end open: when it dies, ours reads the end of the pipe
         with theirs:
             command = [sys.executable, "-m", __name__, str(theirs.fileno())]
             self.processes.append(subprocess.Popen(command, pass_fds=[theirs.fileno()]))

@@ -52,10 +52,12 @@ class TeacherServer:
                 expected = f"the tokenizer of {tokenizer.folder}, which makes {ids} of {text!r}"
                 found = f"one that makes {choice['prompt_token_ids']}"
                 raise ValueError(f"teacher.url: {self._server.url}: expected {expected}, found {found}")
+        # the longest path must fit into the server's context
         self._result(self._io.start(self._logprobs([tokenizer.vocab_size - 1] * longest)))
 
     def fill(self, rollouts: Iterable[Rollout]) -> None:
         """Give all parts that lack it the column ``teacher``."""
+        # all lines are on their way before the first answer is awaited
         asked = []
         for rollout in rollouts:
             for last in {part.number for part in rollout.parts} - {part.parent for part in rollout.parts}:
@@ -65,6 +67,7 @@ class TeacherServer:
                     asked.append((line, self._io.start(self._logprobs(path))))
         for line, answer in asked:
             logprobs = self._result(answer)
+            # log-probs of the whole path but its first token: the line's are the last ones
             start = len(logprobs) - sum(len(part.tokens) for part in line)
             for part in line:
                 end = start + len(part.tokens)

@@ -48,6 +48,7 @@ def engine_args(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_l
         "model": model_path,
         "dtype": _supported_dtype(model_path, model, dtype),
         "skip_tokenizer_init": True,
+        # of kept tokens, and of the drawn one
         "max_logprobs": MOST_PER_TOKEN + 1,
         "max_model_len": max_model_len,
         "max_num_seqs": rollout.max_num_seqs,
@@ -57,6 +58,7 @@ def engine_args(model_path: str, rollout: RolloutRecipe, dtype: str, max_model_l
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
         "tensor_parallel_size": rollout.tensor_parallel,
         "enforce_eager": cpu,
+        # not the sampling defaults in the model's folder
         "generation_config": "vllm",
         "additional_config": {key: getattr(rollout, key) for key in STARTED_WITH}
         | {FUNCTION: function(Path(model_path), dtype)},

@@ -35,6 +35,7 @@ class WeightTable:
         """Pass a stream of weights through. Raises ValueError for a weight that is unknown, comes twice, has
         another shape, or (at the end, if the stream is ``whole``) is missing."""
         self.bytes_seen = 0
+        # a generator: each check runs as its weight passes, the last one when the stream ends
         missing = set(self.shapes)
         for name, tensor in named:
             if name not in self.shapes:

@@ -28,6 +28,7 @@ def refusing(**reasons: str) -> Callable[[Estimator], Estimator]:
 @refusing(on_policy="divided by the std of a pair, an advantage is only the sign of the pair's gap; use rloo")
 def grpo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     """Return (r - mean) / population std: ±1 on a pair with unequal rewards, as the paper states."""
+    # sorted: one cached value for all orders of the same rewards
     std = deviation(tuple(sorted(rewards))) or 1.0
     return [value / std for value in dr_grpo(rewards, lengths)]
 
@@ -104,6 +105,7 @@ def whiten(groups: list[list[float]], centre: bool) -> list[list[float]]:
     of the batch's mean would move exact zeros."""
     flat = [value for group in groups for value in group]
     if centre and flat:
+        # the mean of equal values, which a sum of floats may miss
         mean = flat[0] if all_equal(flat) else fmean(flat)
         groups = [[value - mean for value in group] for group in groups]
         flat = [value for group in groups for value in group]

@@ -32,6 +32,7 @@ def baseline_gain(rollouts: Sequence[Rollout], recipe: Recipe) -> Factor | None:
             units.append(unit)
     # [prompts, (with the prompt's mean, fitted)]
     noise: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))
+    # squared distances of rewards from what they are compared with, weighed as in the gradient's noise
     for column, baseline in enumerate((prompt_mean, fitted)):
         values = token_baselines(units, rollouts, baseline, recipe.rollout.max_response_length)
         for unit, of_unit in zip(units, values, strict=True):
@@ -42,6 +43,7 @@ def baseline_gain(rollouts: Sequence[Rollout], recipe: Recipe) -> Factor | None:
     sums = np.array([*noise.values()]).reshape(-1, 2)
     if not sums.size or sums.sum(0).min() <= 0:
         return None
+    # an interval over prompts: rewards of one prompt are not independent
     low, high = np.quantile([d[0] / d[1] for d in resampled(sums) if d.min() > 0], [0.025, 0.975])
     return Factor(float(sums[:, 0].sum() / sums[:, 1].sum()), float(low), float(high))
 

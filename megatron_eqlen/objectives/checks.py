@@ -64,6 +64,7 @@ LARGEST_NUMBER = 2**31 - 1
 
 def _of_sampling(recipe: Recipe, objective: Objective) -> Iterator[str]:
     tree, name = recipe.tree_sampling, f"objective: {objective.name}"
+    # methods that weigh a tree's forks
     if objective.forks != "apart" and recipe.sampling != "tree":
         yield f"{name} with sampling: {recipe.sampling}: it weighs a tree's forks; expected sampling: tree"
     if objective.forks == "pooled" and (tree.fork in ("death", "profile") or tree.forks != 1):
@@ -78,6 +79,7 @@ def _of_sampling(recipe: Recipe, objective: Objective) -> Iterator[str]:
             f"tree_sampling.fork: profile with rollout.tokens_per_step: {recipe.rollout.tokens_per_step}: a "
             "budget cuts or suspends the long trees, and the others say nothing of them"
         )
+    # parts are numbered as in a heap, up to the last leaf of a full tree, and records hold 32 bits
     leaves = 0 if tree.fork in ("death", "profile") else recipe.group_size * tree.branching**tree.forks
     if recipe.sampling == "tree" and leaves > LARGEST_NUMBER:
         yield (
@@ -89,6 +91,7 @@ def _of_sampling(recipe: Recipe, objective: Objective) -> Iterator[str]:
             f"equal_length.baseline: streams compares the streams of a prompt: expected group_size of at "
             f"least 4, found {recipe.group_size}"
         )
+    # with shares of units only sums over tokens leave the gradient unbiased
     average = name_of(objective.aggregation, AGGREGATIONS)
     if is_on_policy(recipe, objective) and average is not None and average not in SUMS:
         weights = settings(recipe, objective)["on_policy"]
@@ -171,6 +174,7 @@ def _of_ratio(recipe: Recipe, objective: Objective) -> Iterator[str]:
             f"loss.old_logprobs: rollout the ratio already starts from the engine's"
         )
     yield from _ratio_bound("loss.rollout_is_threshold", loss.rollout_is_threshold, least=1.0)
+    # k1 bounds a ratio, from both sides; the others are divergences, from 0 up
     for name, bound in (loss.rollout_rs or {}).items():
         key = f"loss.rollout_rs.{name}"
         if name.endswith("k1"):
@@ -222,6 +226,7 @@ def _of_engine_logprobs(recipe: Recipe, objective: Objective) -> Iterator[str]:
             f"rollout.center_scores: true with {other}: only -A log pi has a score to center; use rloo "
             "without clipping, and loss.kl_coef: 0"
         )
+    # tokens that another distribution sampled than the one that is trained
     corrected = loss.old_logprobs == "rollout" or loss.rollout_is != "none" or loss.rollout_rs
     corrected = corrected or rollout.center_scores
     causes = {
@@ -287,6 +292,7 @@ def _of_dynamic_sampling(recipe: Recipe, objective: Objective) -> Iterator[str]:
         f"loss.baseline: {baseline}, which need not be these rewards (unit and alive are)": (
             objective.baseline not in (of_unit, alive)
         ),
+        # tried, as it may be a user's own: equal rewards, but lengths that differ
         f"loss.advantage: {advantage}, which is not 0 for equal rewards": any(
             objective.advantage([1.0, 1.0], [1, 2])
         ),
@@ -298,6 +304,7 @@ def _of_dynamic_sampling(recipe: Recipe, objective: Objective) -> Iterator[str]:
 def remarks(job: ResolvedRecipe) -> list[str]:
     """Return remarks on a valid recipe: corrections that do little."""
     recipe, sentences = job.recipe, list[str]()
+    # a run that ends by another budget may take any number of updates
     updates = (recipe.steps or math.inf) * recipe.loss.minibatches * recipe.loss.epochs
     if recipe.optimizer.warmup_steps > updates:
         sentences.append(

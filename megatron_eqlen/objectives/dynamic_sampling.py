@@ -46,6 +46,7 @@ def _mean_lengths_by_draw(rollouts: Sequence[Rollout], recipe: Recipe) -> list[d
     """Return the mean response length of each prompt, for each set that was drawn together in a step."""
     lengths: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rollout in rollouts:
+        # prompts are numbered as they are drawn, a step's number at a time
         draw = rollout.prompt.number // recipe.data.prompts_per_step
         lengths[draw][rollout.prompt_id] += response_lengths(rollout, recipe)
     return [{prompt_id: fmean(own) for prompt_id, own in prompts.items()} for prompts in lengths.values()]

@@ -125,6 +125,7 @@ def _check_call(part: Callable[..., Any], field: str, arguments: Sequence[str]) 
 
 def _try_advantage(part: Callable[..., Any]) -> None:
     where = _check_call(part, "advantage", ("rewards", "lengths"))
+    # equal rewards, too, of which some estimators divide by 0
     for rewards in ([1.0, 0.0], [1.0, 1.0]):
         given = [*rewards]
         checked_advantages(part(given, [3, 3]), 2, lambda of=rewards: f"{where} of rewards {of}")

@@ -145,6 +145,7 @@ def with_defaults(job: ResolvedRecipe) -> Recipe:
         "dynamic_sampling": objective.dynamic_sampling,
         "length_quantiles": objective.length_quantiles,
     }
+    # keys that act only beside others stay as they are without these
     if recipe.reward.weights:
         loss["rewards"] = objective.rewards
     if objective.overlong_buffer:

@@ -25,6 +25,7 @@ class Segments:
         """Return the sum of the values of each token and those before it in its segment."""
         order = self.number.argsort(stable=True)  # segments one by one
         sums, starts = values[order].cumsum(0), torch.searchsorted(self.number[order], self.number[order])
+        # [n] the running sum before each token's segment began
         before = (sums - values[order])[starts]
         return torch.empty_like(sums).index_copy(0, order, sums - before)
 

@@ -65,6 +65,7 @@ class Ppo:
     def __call__(self, tokens: SupervisedTokens) -> tuple[torch.Tensor, TokenMetrics]:
         ratio, metrics = importance_ratio(self.ratio_of(tokens))
         advantages, (low, high, most) = tokens.advantages, self.bounds(tokens)
+        # the pessimistic one of two losses: of the ratio, and of the clipped ratio
         policy = (-ratio * advantages).maximum(-ratio.clamp(low, high) * advantages)
         ceiling = -most * advantages
         dual = (advantages < 0) & (policy > ceiling)
@@ -112,6 +113,7 @@ class Ctpo(Ppo):
         return _own_gradient(tokens.sequences.cumsum(tokens.kept_log_ratio), tokens)
 
     def bounds(self, tokens: SupervisedTokens) -> tuple[Any, Any, Any]:
+        # root of the token's position among those that are kept
         scale = tokens.sequences.cumsum(tokens.kept).clamp(min=1).sqrt()
         steps = (self.clip_ratio_low, self.clip_ratio_high, self.clip_ratio_c)
         low, high, most = (scale * (math.inf if step is None else step) for step in steps)
@@ -204,6 +206,7 @@ class Dppo:
         moved = (tokens.logprobs.exp() - tokens.old_logprobs.exp()).detach()
         low, high = _bounds(self.clip_ratio_low, self.clip_ratio_high, around=0)
         clips = _clip_fractions(moved, tokens.advantages, low, high)
+        # no gradient where the probability has moved too far already in the direction of the advantage
         within = ~(clips["loss/clip_fraction_low"] | clips["loss/clip_fraction_high"])
         clips["loss/clip_fraction_dual"] = within & (ratio > most)
         factor = within * ratio.detach().clamp(max=most)

@@ -71,6 +71,7 @@ def alive(prompts: Sequence[Sequence[Span]], limit: int) -> Baselines:
 def fitted(prompts: Sequence[Sequence[Span]], limit: int) -> Baselines:
     others = [_others(spans) for spans in prompts]
     sums = [sum((known.sums(limit) for known in of_prompt if known), NO_SUMS) for of_prompt in others]
+    # each prompt is fitted by the sums of all others
     total = np.sum(sums, axis=0)
     fits = [_solved(total - own, max(len(prompts) - 1, 1)) for own in sums]
     return [
@@ -112,6 +113,7 @@ NO_SUMS = np.zeros((6, 7))
 def _solved(sums: np.ndarray, prompts: int) -> np.ndarray:
     """Return the coefficients [6] of normal equations that ``prompts`` prompts contribute to."""
     squares = np.diag(sums)  # the first is that of the feature 1
+    # features that hardly vary get a thousandth of the first one's, or the system could be singular
     ridge = np.maximum(squares, 1e-3 * squares[0]) * RIDGE / prompts if squares[0] else np.ones(len(sums))
     return np.linalg.solve(sums[:, :-1] + np.diag(ridge), sums[:, -1])
 
@@ -121,6 +123,7 @@ def _others(spans: Sequence[Span]) -> list[_Others | None]:
     # [tokens] sums over all lines that are alive
     sums = np.zeros((2, max(span.end for span in spans) + 1))
     for span in spans:
+        # a difference array: a span adds at its start and takes off behind its end
         amount = np.array([span.weight, span.weight * span.reward])
         sums[:, span.start] += amount
         sums[:, span.end] -= amount

@@ -94,6 +94,7 @@ def _check(rollout: Rollout, recipe: Recipe) -> None:
                 f"{', '.join(recipe.reward.weights) or 'without names'}, found "
                 f"{', '.join(grade.rewards) or 'one without a name'}"
             )
+    # columns that a key of the recipe switches on: all tokens have them, or none
     for name, column in COLUMNS.items():
         if column.needed_by != "loss" or column.keep_key is None:
             continue

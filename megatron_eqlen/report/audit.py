@@ -83,16 +83,19 @@ def audit(changes: Sequence[Change], rollouts: Sequence[Rollout], job: Job) -> l
             for part, node in zip(unit.members, unit.nodes, strict=True)
         }
         given = np.array([_mean(change, advantages) for change in changes])
+        # a learning rate makes up for a factor: objectives that differ by one alone share a row
         direction = given / (np.abs(given).max(initial=0.0) or 1.0)
         alike.setdefault(tuple(direction.round(9).tolist()), ([], given))[0].append(title)
     return [_agreement(tuple(titles), changes, given) for titles, given in alike.values()] + refused
 
 
 def _agreement(titles: tuple[str, ...], changes: Sequence[Change], given: np.ndarray) -> Agreement:
+    # [changes] each
     truth = np.array([change.value[0] for change in changes])
     late = np.array([change.begin + change.end > sum(map(len, change.line)) for change in changes])
     sure = np.array([change.sure for change in changes])
     agrees = np.where(given[sure] == 0, 0.5, np.sign(given[sure]) == np.sign(truth[sure]))
+    # least squares
     scale = float(given @ truth / (given @ given)) if given.any() else 0.0
     wrong = scale * given - truth
     with np.errstate(invalid="ignore", divide="ignore"):  # where all are equal

@@ -55,9 +55,11 @@ class RouteCapture:
     def take(self) -> StepRoutes:
         """Return the routes of the last step. Call once a step, before its tokens are added to the batch."""
         batch, count = self.runner.input_batch, self.runner.input_batch.num_reqs
+        # [requests + 1] bounds of each request's positions in this step
         ends = self.runner.query_start_loc.np[: count + 1].astype(np.int64)
         scheduled, total = np.diff(ends), int(ends[-1])
         rows = self.capturer.snapshot_routing_data(total).numpy()
+        # [positions of the step] each: number of the request, and position on its path
         requests = np.repeat(np.arange(count), scheduled)
         positions = np.arange(total) - ends[requests] + batch.num_computed_tokens_cpu[requests]
         places = self._slots_of(requests, positions)

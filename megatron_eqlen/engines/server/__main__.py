@@ -35,6 +35,7 @@ def server_command(recipe: Recipe, port: int, host: str = LOOPBACK) -> tuple[lis
         "worker_extension_cls": "megatron_eqlen.engines.weights.worker.WorkerExtension",
         "weight_transfer_config": {"backend": f"eqlen_{rollout.sync}"},
     }
+    # development mode serves pauses, weight updates and collective_rpc; the gate stands before them
     variables = {"VLLM_SERVER_DEV_MODE": "1", **environ(rollout)}
     return [sys.executable, "-m", "megatron_eqlen.engines.server.serve", *as_flags(flags)], variables
 

@@ -62,6 +62,7 @@ class Gate:
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] == "http" and scope["path"] != HEALTH:
             headers = dict(scope["headers"])
+            # before the body is read: who lacks the secret costs no memory
             if not secrets.compare_digest(headers.get(b"authorization", b""), self.expected):
                 await _answer(send, 401, f"expected the secret of {KEY}")
                 return
@@ -91,12 +92,14 @@ class Gate:
             return 0, ""
         if not trainer:
             return 400, f"expected the header {TRAINER}, the name of a trainer"
+        # whoever asks first owns the server, or the next one after an owner's silence
         now = time.monotonic()
         if self.owner not in ("", trainer) and now < self.seen + LEASE:
             return 409, f"used by {self.owner}"
         self.owner, self.seen = "" if path == DISOWN else trainer, now
         if path == RPC and (not isinstance(asked, dict) or asked not in CALLS):
             return 403, f"expected one of {', '.join(METHODS)}, without arguments"
+        # the engine does not survive another order
         fits = {START: self.paused and not self.updating, RESUME: not self.updating}
         if not (fits | dict.fromkeys((UPDATE, FINISH), self.updating)).get(path, True):
             return 409, f"{path}: expected {', '.join((PAUSE, START, UPDATE, FINISH, RESUME))} in this order"
@@ -108,6 +111,7 @@ class Gate:
         async def noting(message: dict[str, Any]) -> None:
             if message.get("status") == 200:
                 self.paused = path == PAUSE or (self.paused and path != RESUME)
+                # `eqlen_setup` (RPC) ends an update that a killed trainer has left open
                 self.updating = path == START or (self.updating and path not in (FINISH, RPC))
             await send(message)
 

@@ -75,6 +75,7 @@ def refuse_unfit(token_ids: list[int], params: SamplingParams, vocab_size: int) 
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             wrong = min(ids) if min(ids) < 0 else max(ids)
             raise _unfit(name, f"tokens of 0 to {vocab_size - 1}", wrong)
+    # whatever the field: a number that a kernel cannot hold would end the engine
     for field in msgspec.structs.fields(SamplingParams):
         value = getattr(params, field.name)
         if field.name in UNUSED and value:
@@ -104,6 +105,7 @@ def stream() -> None:
     new_completion, add = RequestState._new_completion_output, RequestOutput.add
 
     def with_rows(self: RequestState, *args: Any, **kwargs: Any) -> CompletionOutput:
+        # rows since the last output; vLLM would keep them for the last one
         chunks, self.routed_experts_chunks = self.routed_experts_chunks, []
         output = new_completion(self, *args, **kwargs)
         output.routed_experts = np.concatenate(chunks) if chunks else None

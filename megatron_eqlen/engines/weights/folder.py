@@ -39,6 +39,7 @@ class FolderSender:
                 path = self.folder.absolute() / f"{secrets.token_hex(8)}.safetensors"
                 save_file(part, path)
                 self.pool.settle("update_weights", reading)
+                # every replica has read the part before, or was left out
                 written.unlink(missing_ok=True)
                 body = {"update_info": {"path": str(path)}}
                 reading = self.pool.start(lambda replica, body=body: replica.post("update_weights", body))

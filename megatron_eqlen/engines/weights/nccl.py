@@ -54,6 +54,7 @@ class NcclSender:
         if self.members != self.pool.alive:
             self._meet()
         weights = self._in_order(iter(named_tensors))
+        # the first weight tells the dtype of all; `_in_order` refuses any other
         first = next(weights)
         info = NCCLWeightTransferUpdateInfo(
             names=list(self.shapes),
@@ -84,6 +85,7 @@ class NcclSender:
             )
             await replica.post("init_weight_transfer_engine", {"init_info": worker_init_payload(info)})
 
+        # NCCL waits for all members: the workers must be joining while this rank does
         meeting = self.pool.start(invite)
         self.group = uid_init_process_group(unique_id, 0, world, torch.cuda.current_device())
         self.pool.settle("init_weight_transfer_engine", meeting)
