@@ -130,6 +130,9 @@ ENDS = [
     ("trl", "--system_prompt=Think.", SAME,
      {"data.instruction": "Think.", "data.instruction_role": "system"}),
     ("trl", "--delta=1.5", HOLE, "delta"),
+    ("trl", "--use_peft", SAME, {"lora.rank": 16, "lora.alpha": 32}),
+    ("trl", "--lora_r=8", NOTHING, None),
+    ("verl", "trainer.resume_from_path=/x/global_step_9", HOLE, "trainer.resume_from_path"),
     ("trl", "--vllm_mode=server", HOLE, "rollout.engine"),
     ("trl", "--loss_type=bnpo", CHANGED, {"loss.loss_agg_mode": "token-mean"}),
     ("trl", "--loss_type=dapo", SAME, {"loss.loss_agg_mode": "token-mean"}),
@@ -219,6 +222,22 @@ def test_a_key_that_acts_only_with_a_hole_waits_for_it(tmp_path):
     assert [*done.holes] == ["lora.rank"]
     assert done.outcomes["actor_rollout_ref.model.lora_alpha"] == SAME
     assert loaded(done, tmp_path, "lora.rank=8").lora.alpha == 16
+
+
+def test_adapters_have_the_alpha_of_their_kind(tmp_path):
+    def alpha(trainer, *words):
+        keys = translated(tmp_path, trainer, *words).keys
+        return keys["lora.rank"], keys["lora.alpha"]
+
+    assert alpha("verl", "actor_rollout_ref.model.lora_rank=8") == (8, 16), "FSDP's"
+    assert alpha("verl", "actor_rollout_ref.model.lora.rank=8") == (8, 32), "Megatron's"
+    of_megatron = "actor_rollout_ref.model.lora.alpha=9", "actor_rollout_ref.model.lora.rank=8"
+    assert alpha("verl", *of_megatron) == (8, 9)
+    assert alpha("trl", "--lora_alpha=4", "--use_peft") == (16, 4)
+    assert alpha("trl", "--lora_r=8", "--use_peft") == (8, 32)
+    (tmp_path / "x.py").write_text("GRPOConfig(max_steps=9, seed=1)\nLoraConfig(lora_alpha=4, r=8)")
+    keys = translate("trl", tmp_path / "x.py").keys
+    assert (keys["lora.rank"], keys["lora.alpha"]) == (8, 4)
 
 
 def test_holes_stand_in_a_recipe_whose_keys_contradict_each_other_and_in_no_section_of_ours(tmp_path):
