@@ -59,8 +59,7 @@ class HttpLoop:
         self.session: aiohttp.ClientSession = self.run(self._open())
 
     def start(self, coroutine: Coroutine) -> Any:
-        """Return a concurrent future of the coroutine's result; ``close`` cancels it. Raises EngineError
-        then."""
+        """Return a concurrent future of the coroutine's result, or raise EngineError after ``close``."""
         with self._starts:
             if not self._closed:
                 return asyncio.run_coroutine_threadsafe(coroutine, self.loop)

@@ -196,8 +196,7 @@ class ServerEngine:
         return next((replica for replica in self.pool.replicas if request_id in replica.requests), None)
 
     def _home(self, request_id: str) -> Replica:
-        """Return the replica for a request; ids that agree up to the last ``/`` share a prefix, so a
-        replica."""
+        """Return a request's replica: ids that agree up to the last ``/`` share a prefix, so a replica."""
         family = request_id.rpartition("/")[0]
         home = self.homes.get(family)
         if home is None or not home.alive:

@@ -139,8 +139,7 @@ class Drawn(NamedTuple):
         return self.logits.numpy() > -np.inf if self.limited is None else self.limited
 
     def with_likeliest(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return ids (int32), log-probs (float32) of the drawn and likeliest other tokens, [rows, 1 +
-        count]."""
+        """Return ids (int32), log-probs (float32) of drawn and likeliest other tokens: [rows, 1 + count]."""
         ids = torch.from_numpy(self.tokens.astype(np.int32))
         values = torch.from_numpy(self.logprobs.numpy()[np.arange(len(ids))[:, None], self.tokens])
         if self.limited is not None:
@@ -155,8 +154,7 @@ class Drawn(NamedTuple):
 
 
 def draw(logits: Tensor, rows: Rows, draws: np.ndarray) -> Drawn:
-    """Draw a token for each of ``rows`` of ``logits`` [batch, vocabulary]. ``draws``: [rows] float64 in [0,
-    1)."""
+    """Draw a token for each of ``rows`` of ``logits`` [batch, vocabulary] by ``draws`` [rows], in [0, 1)."""
     if len(rows.places) < logits.shape[0]:
         logits = logits.index_select(0, torch.from_numpy(rows.places))
     logits = logits.float() if rows.temperature is None else logits.float() / rows.temperature
@@ -176,8 +174,7 @@ def draw(logits: Tensor, rows: Rows, draws: np.ndarray) -> Drawn:
 
 
 def _picked(probabilities: Tensor, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return what ``draws`` pick by the inverse of the cumulative distribution, and each row's mass: [rows,
-    1] int64, float64."""
+    """Return which places ``draws`` pick (int64), and each row's mass (float64): both [rows, 1]."""
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
     mass = cumulative.numpy()[:, -1:]
     thresholds = torch.from_numpy(draws[:, None] * mass)
@@ -211,8 +208,7 @@ def keep(logits: Tensor, rows: Rows) -> np.ndarray:
 
 
 def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return numbers in [0, 1) made of seeds that went through ``mix`` and ``positions`` (uint64, same
-    shape): splitmix64's finalizer applied twice, upper 32 bits."""
+    """Return numbers in [0, 1) of seeds after ``mix`` and positions (uint64, same shape), of 32 bits each."""
     return (mix(seeds + (positions + ONE) * GOLDEN) >> HALF).astype(np.float64) * 2.0**-32
 
 
