@@ -97,6 +97,7 @@ class ColocatedEngine:
         params.routed_experts_prompt_start = path_start(token_ids, path_rows)
         for name, value in seeded(seed, self.stock).items():
             setattr(params, name, value)
+        # token ids go in as they are: no tokenizer, images or adapter takes part
         asked = EngineCoreRequest(
             request_id=f"{request_id} {next(self.numbers)}",
             prompt_token_ids=token_ids,
@@ -109,6 +110,7 @@ class ColocatedEngine:
             data_parallel_rank=None,
             external_req_id=request_id,
         )
+        # vLLM's own object of the request, which counts its preemptions until the end
         request, wave = self.core.preprocess_add_request(asked)
         self.core.add_request(request, wave)
         self.requests[request_id] = request
@@ -126,6 +128,7 @@ class ColocatedEngine:
         return deltas
 
     def abort(self, request_ids: Iterable[str]) -> None:
+        # ids that have ended are unknown here; vLLM knows the others by names with our number
         mine = [self.requests.pop(request_id) for request_id in request_ids if request_id in self.requests]
         if mine:
             self.core.abort_requests([request.request_id for request in mine])

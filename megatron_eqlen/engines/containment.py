@@ -35,7 +35,9 @@ def contained() -> Iterator[None]:
     seeds generators, and sets environment variables, dtype and precision. ``VLLM_*`` stay, to be read
     later."""
     environ = dict(os.environ)
+    # what vLLM set when it was imported, and ``importing_vllm`` took back, is there for the build alone
     os.environ.update(_vllms_environ)
+    # the function as well: vLLM's CPU worker puts one in its place that only warns
     set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
     dtype, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
     states = random.getstate(), np.random.get_state()
@@ -45,6 +47,7 @@ def contained() -> Iterator[None]:
         with torch.random.fork_rng(devices), torch.set_grad_enabled(torch.is_grad_enabled()):
             yield
     finally:
+        # in this order: the call is to have an effect
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(threads)
         torch.set_default_dtype(dtype)

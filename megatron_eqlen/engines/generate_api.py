@@ -49,6 +49,7 @@ def read_event(
             path["routes"], columns["routes"] = split_path(routes, len(tokens), layers)
         # vLLM's other reasons (`abort`, `error`): the rest of the track is submitted again
         finished = reason if reason in ("stop", "length", None) else "lost"
+        # one token of another sampler is enough to name it
         sampler = sampler_of(max((token["rank"] or 0 for token in chosen), default=0), stock)
         sampled_by = versions_of(choice["weight_versions"], len(tokens), versions)
         return Delta(request_id, tokens, columns, finished, None, sampled_by, sampler, path)
@@ -61,6 +62,7 @@ def versions_of(spans: list[dict[str, Any]], count: int, versions: Mapping[str, 
     "start", "end"}`` of all its tokens."""
     if not count:
         return []
+    # a span counts from the request's first token, an event holds its last ones
     first = spans[-1]["end"] - count
     names = [span["version"] for span in spans for _ in range(max(span["start"], first), span["end"])]
     if unknown := set(names) - versions.keys():

@@ -208,6 +208,7 @@ async def events(
             async for chunk in response.content.iter_any():  # which may hold many events, or none whole
                 *lines, rest = (rest + chunk).split(b"\n")
                 for line in lines:
+                    # not the empty lines between events, nor ``data: [DONE]`` at the end
                     if line.startswith(b"data: {"):
                         if "error" in (event := msgspec.json.decode(line[6:])):
                             raise ConnectionError(event["error"])

@@ -75,6 +75,7 @@ class ServerEngine:
         run: Path | None = None,
         dtype: str = "float32",
     ) -> None:
+        # a name that no other engine has, in this run or another: servers tell owners apart by it
         own = f"{os.getpid()}-{secrets.token_hex(4)}"
         trainer = f"{run or 'a trainer'} (process {own} on {socket.gethostname()})"
         self.function = function(Path(model_path), dtype)
@@ -95,15 +96,18 @@ class ServerEngine:
         self.refusal = "update_weights must come first" if syncs_first else None
         self.closed = False
         self.sync: Metrics = {}
+        # half of what the driver waits for: a silent replica's requests go elsewhere before it gives up
         self.pool = ReplicaPool(rollout.servers, rollout.request_timeout / 2, trainer)
         settings = Settings(self.pool.io.headers, self.pool.silence, rollout, self.moe_layers)
         self.readers = Readers(settings, min(len(rollout.servers), READERS))
         self.readers.know(self.versions)
         try:
             self.sender = self._sender(run or Path(tempfile.gettempdir(), own))
+            # without a sync servers sample from what they were started with: it must be this model's files
             self._connect(None if syncs_first else weights(Path(model_path)))
             self.pool.refuse_taken()
             self.readers.wait()
+        # readers are processes of their own, and would stay as long as this one
         except EngineError:
             self.close()
             raise
@@ -130,6 +134,7 @@ class ServerEngine:
 
     def step(self) -> list[Delta]:
         """Return the deltas that have arrived; wait a moment for some. Raises EngineError if closed."""
+        # not under the lock: a sync need not wait for what has not arrived
         arrived = self.readers.arrived()
         with self.busy:
             self._check_open()
@@ -224,6 +229,7 @@ class ServerEngine:
         own = {
             "max_tokens": max_tokens,
             "stream_interval": TOKENS_PER_EVENT,
+            # the key depends on the replica's sampler, ours or vLLM's
             **seeded(seed, to.stock),
             "routed_experts_prompt_start": path_start(token_ids, path_rows),
         }
@@ -233,6 +239,7 @@ class ServerEngine:
             "token_ids": token_ids,
             "sampling_params": self.sampling | own,
             "stream": True,
+            # usage comes after the last tokens, and tells how many of the prompt's were cached
             "stream_options": {"include_usage": True},
             "cache_salt": self.weight_version if keeps else None,
         }
@@ -248,6 +255,7 @@ class ServerEngine:
 
     async def _probe(self, replica: Replica, prompt: list[int]) -> Tokens:
         body = self._body(replica, "probe", prompt, PROBED, 0, 0)
+        # a salt of its own: nothing is cached, so the new weights compute the whole prompt
         body["cache_salt"], body["sampling_params"]["stop_token_ids"] = secrets.token_hex(), []
         grown = GrowingTokens()
         url = f"{replica.url}/{PATH}"
@@ -278,6 +286,7 @@ class ServerEngine:
 
     def _check_limits(self, replica: Replica, limits: dict[str, Any]) -> None:
         self.vocab_size = limits["vocab_size"]
+        # the same weights with another config, dtype, tokenizer or template are another policy
         theirs = limits["function"] or {}
         for key in sorted(self.function.keys() | theirs.keys()):
             if (ours := self.function.get(key)) != theirs.get(key):
@@ -288,6 +297,7 @@ class ServerEngine:
             expected = f"expected a server with --max-model-len of at least {self.max_model_len}"
             raise EngineError(f"{replica.url}: {expected}, found {longest}")
         for key, started in limits["started_with"].items():
+            # a server may have more than the recipe asks for, unless that changes what it computes
             value = getattr(self.rollout, key) or None
             if value != (started or None) and (value or key in DECIDE):
                 expected = f"expected a server started with rollout.{key}: {str(value).lower()}"
@@ -296,10 +306,12 @@ class ServerEngine:
 
     def _update_replicas(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Send these weights to all replicas that answer. Raises EngineError when none is left."""
+        # replicas that were left out come back here, and get the weights with the others
         self._connect(None)
         self.refusal = "the last weight update failed half way; update_weights must succeed first"
         self._pause()
         self.pool.post("start_weight_update")
+        # tokens of the old weights may still be on their way; without requests there are none
         before = self.versions if self.has_unfinished else {}
         name = name_of_sync(policy_version)
         self.versions = before | {name: policy_version}
@@ -307,7 +319,9 @@ class ServerEngine:
         try:
             sent = self.sender.send(named_tensors)
         finally:
+            # after a failure, too: during an update a server refuses every request for tokens
             self.pool.post("finish_weight_update", {"weight_version": name})
+        # a worker that cannot read the folder logs it and keeps old weights; by NCCL both numbers are 0
         for replica, workers in self.pool.each("weights", lambda replica: replica.rpc("eqlen_setup")).items():
             if (received := min(worker["received"] for worker in workers)) != sent:
                 why = f"expected it to read {sent} weights through the run's folder, found {received}"

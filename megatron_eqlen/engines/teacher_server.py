@@ -60,6 +60,7 @@ class TeacherServer:
         # all lines are on their way before the first answer is awaited
         asked = []
         for rollout in rollouts:
+            # the parts that none continues: their lines hold every part, shared ones more than once
             for last in {part.number for part in rollout.parts} - {part.parent for part in rollout.parts}:
                 line = rollout.line(last)
                 if any(TEACHER.name not in part.tokens for part in line):

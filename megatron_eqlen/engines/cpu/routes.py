@@ -72,6 +72,7 @@ class RouteCapture:
         """Return (id, number in the batch, positions) of requests that get a first token now and want
         rows."""
         batch, count = self.runner.input_batch, self.runner.input_batch.num_reqs
+        # nothing generated yet, and the prefill ends with this step
         first = batch.num_tokens_no_spec[:count] == batch.num_prompt_tokens[:count]
         found = []
         for number in np.flatnonzero(first & ~self.runner.discard_request_mask.np[:count]).tolist():

@@ -47,9 +47,11 @@ class Rows:
     @classmethod
     def of(cls, params: list[Any], places: np.ndarray, vocabulary: int) -> Rows:
         """Return the rows of requests with these ``SamplingParams``."""
+        # [rows, 4] as requested: a top-p that float32 rounds to 1 counts as a limit, and removes nothing
         exact = np.array([(p.temperature, p.top_p, p.min_p, p.top_k) for p in params], np.float64)
         temperature, top_p, min_p = exact.T[:3, :, None].astype(np.float32, order="C")
         top_k = exact[:, 3:]
+        # vLLM's 0 and -1 switch top-k off, and so does one of the whole vocabulary
         some = (top_k > 0) & (top_k < vocabulary)
         unlimited = (top_k <= 0) & (exact[:, 1:2] >= 1) & (exact[:, 2:3] <= 0)
         return cls(
@@ -85,6 +87,7 @@ class PathSampler(Sampler):
     ) -> SamplerOutput:
         """Sample a token for each row. ``logits``: [rows, vocabulary], any float dtype."""
         count, vocabulary = logits.shape
+        # vLLM makes new metadata when requests come, end or change places, and keeps it otherwise
         if self.metadata is not sampling_metadata:
             self.metadata, self.blocks = sampling_metadata, self._blocks(count, vocabulary)
             ours = sum(len(rows.places) for rows in self.blocks)
@@ -116,6 +119,7 @@ class PathSampler(Sampler):
     def _blocks(self, count: int, vocabulary: int) -> list[Rows]:
         names = self.runner.input_batch.req_ids[:count]  # none in vLLM's dummy runs
         params = [self.runner.requests[name].sampling_params for name in names]
+        # other clients' requests have no seed of ours
         places = np.flatnonzero([SEED in (p.extra_args or {}) for p in params])
         height = max(1, BLOCK // vocabulary)
         blocks = [places[start : start + height] for start in range(0, len(places), height)]
@@ -147,6 +151,7 @@ class Drawn(NamedTuple):
         if not count:
             return ids, values
         of_kept = (self.logprobs - self.removed).masked_fill(torch.from_numpy(~self.kept), NEVER)
+        # without the drawn token, which has the first column
         others = of_kept.clamp(min=NEVER).scatter(1, torch.from_numpy(self.tokens), -torch.inf)
         likeliest = others.topk(min(count, others.shape[1] - 1))
         ids = torch.cat([ids, likeliest.indices.to(torch.int32)], 1)
@@ -175,6 +180,7 @@ def draw(logits: Tensor, rows: Rows, draws: np.ndarray) -> Drawn:
 
 def _picked(probabilities: Tensor, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return which places ``draws`` pick (int64), and each row's mass (float64): both [rows, 1]."""
+    # in float64: a draw has 32 bits, of which float32 keeps 24
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
     mass = cumulative.numpy()[:, -1:]
     thresholds = torch.from_numpy(draws[:, None] * mass)
@@ -185,6 +191,7 @@ def keep(logits: Tensor, rows: Rows) -> np.ndarray:
     """Return the tokens that the limits of ``rows`` keep, [rows, vocabulary] bool, as ``apply_top_k_top_p``
     of vLLM does: with top-p the least go, up to a mass of 1 - p; of equal ones the first. vLLM sorts ids,
     too, which takes most of a step's time with a real vocabulary; NumPy sorts values alone."""
+    # min-p first, as vLLM does it: top-k and top-p choose among what it leaves
     if rows.min_p is not None:
         probabilities = logits.softmax(-1)
         least = rows.min_p * probabilities.amax(-1, keepdim=True)
@@ -200,6 +207,7 @@ def keep(logits: Tensor, rows: Rows) -> np.ndarray:
         cumulative = ascending.softmax(-1).cumsum(-1)
         gone = torch.searchsorted(cumulative, rows.beyond, right=True).clamp(max=size - 1)
         lowest = ascending.gather(1, gone)
+        # of the tokens that equal the least kept one, as many go as lie before it in ascending order
         least, equal = lowest.numpy(), (gone - torch.searchsorted(ascending, lowest)).squeeze(1).numpy()
     kept = (values >= least) & (values > -np.inf)
     for row in equal.nonzero()[0].tolist():
@@ -209,6 +217,7 @@ def keep(logits: Tensor, rows: Rows) -> np.ndarray:
 
 def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Return numbers in [0, 1) of seeds after ``mix`` and positions (uint64, same shape), of 32 bits each."""
+    # the finalizer a second time; the upper half of its bits is the draw
     return (mix(seeds + (positions + ONE) * GOLDEN) >> HALF).astype(np.float64) * 2.0**-32
 
 

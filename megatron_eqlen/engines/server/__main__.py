@@ -27,8 +27,10 @@ def server_command(recipe: Recipe, port: int, host: str = LOOPBACK) -> tuple[lis
     flags = engine_args(model, rollout, recipe.model.dtype, recipe.longest_context) | {
         "host": host,
         "port": port,
+        # in front of every path of vLLM's
         "middleware": "megatron_eqlen.engines.server.gate.Gate",
         "enable_scale_out": True,
+        # for ``Delta.num_cached_tokens``
         "enable_prompt_tokens_details": True,
         "disable_uvicorn_access_log": True,
         "uvicorn_log_level": "info" if VERBOSE in os.environ else "warning",

@@ -63,6 +63,7 @@ class Gate:
         if scope["type"] == "http" and scope["path"] != HEALTH:
             headers = dict(scope["headers"])
             # before the body is read: who lacks the secret costs no memory
+            # in constant time: the delay of an answer tells nothing of the secret
             if not secrets.compare_digest(headers.get(b"authorization", b""), self.expected):
                 await _answer(send, 401, f"expected the secret of {KEY}")
                 return
@@ -86,6 +87,7 @@ class Gate:
             asked = shallow_json(body) if body else {}
         except ValueError as error:
             return 400, f"expected JSON: {error}"
+        # tokens are for all that have the secret, whoever owns the server
         if path in GENERATES:
             return (409, REPLACING) if self.updating else (0, "")
         if path not in OWNED:

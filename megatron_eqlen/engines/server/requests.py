@@ -83,6 +83,7 @@ def refuse_unfit(token_ids: list[int], params: SamplingParams, vocab_size: int) 
         if isinstance(value, float) and not math.isfinite(value):
             raise _unfit(field.name, "a finite number", value)
         most = MOST.get(field.name, (1 << 31) - 1)
+        # -1 is vLLM's word for none, or for all
         if isinstance(value, int) and not -1 <= value <= most:
             raise _unfit(field.name, f"a number up to {most}", value)
     if params.seed is not None and params.seed < 0:
@@ -91,6 +92,7 @@ def refuse_unfit(token_ids: list[int], params: SamplingParams, vocab_size: int) 
     if other := own.keys() - {SEED}:
         raise _unfit(f"extra_args.{min(other)}", "nothing: it is not served here", own[min(other)])
     seed = own.get(SEED, 0)
+    # a bool is an int, and no seed
     if type(seed) is not int or not 0 <= seed < 2**64:
         raise _unfit(f"extra_args.{SEED}", "a number of 64 bits", seed)
 
@@ -114,6 +116,7 @@ def stream() -> None:
 
     def add_rows(self: RequestOutput, next_output: RequestOutput, aggregate: bool) -> None:
         """Join the rows of outputs that nobody has fetched yet."""
+        # taken before the outputs are joined: vLLM then replaces the earlier rows by the later
         rows = [out.routed_experts for output in (self, next_output) for out in output.outputs]
         add(self, next_output, aggregate)
         if aggregate and (found := [routes for routes in rows if routes is not None]):

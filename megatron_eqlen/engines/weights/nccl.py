@@ -62,6 +62,7 @@ class NcclSender:
             shapes=[list(shape) for shape in self.shapes.values()],
         )
         body = {"update_info": asdict(info)}
+        # not waited for: workers answer when the broadcast, which needs them all, has ended
         receiving = self.pool.start(lambda replica: replica.post("update_weights", body))
         broadcast(chain([first], weights), self.group)
         self.pool.settle("update_weights", receiving)
@@ -71,6 +72,7 @@ class NcclSender:
         """Make the group: this process is its rank 0, then come the workers, replica by replica."""
         self.members = self.pool.alive
         counts = [replica.workers for replica in self.members]
+        # the last sum is the world's size, and no replica's
         first_ranks = dict(zip(self.members, accumulate(counts, initial=1), strict=False))
         world, unique_id = 1 + sum(counts), bytes(NCCLLibrary().ncclGetUniqueId().internal)
 
