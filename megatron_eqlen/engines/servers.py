@@ -233,6 +233,7 @@ class ServerEngine:
             **seeded(seed, to.stock),
             "routed_experts_prompt_start": path_start(token_ids, path_rows),
         }
+        # otherwise a pause clears the cache (`_pause`), and no salt is needed
         keeps = self.rollout.staleness and self.rollout.on_sync == "continue"
         return {
             "request_id": request_id,

@@ -81,6 +81,7 @@ def has_gradient(rollouts: Sequence[Rollout], job: ResolvedRecipe) -> dict[str, 
 def _minibatches(rollouts: Sequence[Rollout], recipe: Recipe) -> list[list[Rollout]]:
     order = list(dict.fromkeys(rollout.prompt_id for rollout in rollouts))
     count = min(recipe.loss.minibatches, max(len(order), 1))
+    # consecutive prompts, nearly equally many in each part
     number = {prompt_id: i * count // len(order) for i, prompt_id in enumerate(order)}
     return [[r for r in rollouts if number[r.prompt_id] == part] for part in range(count)]
 
@@ -155,6 +156,7 @@ def _set_token_advantages(
         for number, (node, baseline) in enumerate(zip(unit.nodes, baselines, strict=True)):
             if baseline is not None:
                 values = unit.rewards[number] - baseline
+                # round-off is no difference: such a node has no gradient, and the packer may drop it
                 node.advantage = values if np.abs(values).max(initial=0.0) > EQUAL_REWARDS else 0.0
                 unit.advantages[number] = float(np.mean(node.advantage))
 
@@ -217,6 +219,7 @@ def _set_weights(batch: _Batch, recipe: Recipe, objective: Objective) -> None:
         else:
             sequence = unit.share / (rollouts * len(unit.nodes))
         lengths, signs = unit.lengths, [(value > 0) - (value < 0) for value in unit.advantages]
+        # members of each sign and their tokens, for averages that balance them
         alike, tokens = Counter(signs), Counter[int]()
         for sign, length in zip(signs, lengths, strict=True):
             tokens[sign] += length

@@ -92,6 +92,7 @@ class PathSampler(Sampler):
             self.metadata, self.blocks = sampling_metadata, self._blocks(count, vocabulary)
             ours = sum(len(rows.places) for rows in self.blocks)
             self.ranks = torch.zeros(count, dtype=torch.int64) if ours == count else None
+        # tokens of each path so far: the place of the one that is drawn
         lengths, likeliest = self.runner.input_batch.num_tokens_no_spec, sampling_metadata.max_num_logprobs
         kept_ids, counts = [np.empty(0, np.int32)], np.zeros(count + 1, np.int64)
         parts: list[tuple[Tensor, Tensor]] = []
@@ -107,6 +108,7 @@ class PathSampler(Sampler):
         if self.ranks is not None:
             ids, values = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
             return SamplerOutput(ids[:, :1] if likeliest else ids, LogprobsTensors(ids, values, self.ranks))
+        # another client's rows are among ours: vLLM draws all, then our draws replace its own
         output = super().forward(logits, sampling_metadata, *args, **kwargs)  # may write to the logits
         for rows, (ids, values) in zip(self.blocks, parts, strict=True):
             assert output.logprobs_tensors is not None, "our requests ask for them"
@@ -197,6 +199,7 @@ def keep(logits: Tensor, rows: Rows) -> np.ndarray:
         least = rows.min_p * probabilities.amax(-1, keepdim=True)
         logits = logits.masked_fill(probabilities < least, -torch.inf)
     values, size = logits.numpy(), logits.shape[1]
+    # [rows, vocabulary], ascending
     ordered = np.sort(values, axis=-1)
     least, equal = ordered[:, :1], np.zeros(len(values), int)  # the least that is kept; how many like it go
     if rows.top_k is not None:
@@ -205,6 +208,7 @@ def keep(logits: Tensor, rows: Rows) -> np.ndarray:
     if rows.beyond is not None:
         ascending = torch.from_numpy(ordered)
         cumulative = ascending.softmax(-1).cumsum(-1)
+        # [rows, 1] number of the least tokens whose mass stays within 1 - p
         gone = torch.searchsorted(cumulative, rows.beyond, right=True).clamp(max=size - 1)
         lowest = ascending.gather(1, gone)
         # of the tokens that equal the least kept one, as many go as lie before it in ascending order
