@@ -62,8 +62,7 @@ class Gate:
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] == "http" and scope["path"] != HEALTH:
             headers = dict(scope["headers"])
-            # before the body is read: who lacks the secret costs no memory
-            # in constant time: the delay of an answer tells nothing of the secret
+            # before the body is read, which costs memory; in constant time, which tells nothing of the secret
             if not secrets.compare_digest(headers.get(b"authorization", b""), self.expected):
                 await _answer(send, 401, f"expected the secret of {KEY}")
                 return
