@@ -37,12 +37,9 @@ def save_gpt(folder: str, layout: dict[str, Any], checkpoint: str) -> None:
     kinds = stack_spec(chunk.config)
     own = stages[parallel_state.get_pipeline_model_parallel_rank()]
     config = transformer_config(
-        chunk.model_config,
-        parallel,
-        torch.float32,
-        num_layers=chunk.config.num_layers // 2,
+        chunk.model_config, parallel, torch.float32, num_layers=chunk.config.num_layers // 2,
         hetereogenous_dist_checkpoint=len({*"".join(stages)}) > 2,
-    )
+    )  # fmt: skip
     gpt = GPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(

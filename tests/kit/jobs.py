@@ -95,12 +95,9 @@ class Ranks(list[Job]):
 
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         world = {
-            "WORLD_SIZE": str(count),
-            "LOCAL_WORLD_SIZE": str(count),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }
+            "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }  # fmt: skip
         super().__init__(
             start(*arguments, RANK=str(rank), LOCAL_RANK=str(rank), **world | environ)
             for rank in range(count)

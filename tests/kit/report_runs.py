@@ -27,13 +27,10 @@ def make_tokenizer(folder: Path) -> Tokenizer:
 
 def recipe(model: Path, **changes) -> Recipe:
     raw = {
-        "name": "tiny",
-        "steps": 20,
-        "group_size": 4,
-        "model": {"path": str(model)},
+        "name": "tiny", "steps": 20, "group_size": 4, "model": {"path": str(model)},
         "data": {"max_prompt_length": 48, "sources": [{"name": "sums", "path": "sums.parquet"}]},
         "rollout": {"max_response_length": 192},
-    }
+    }  # fmt: skip
     return parse(raw | changes, "test")
 
 

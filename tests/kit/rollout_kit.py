@@ -29,10 +29,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_pos
 CHANGES = {
     "llama": {"head_dim": 32, "num_hidden_layers": 2},  # tied, with a stretched rotation
     "qwen2": {
-        "hidden_size": 128,
-        "num_hidden_layers": 2,
-        "max_position_embeddings": 40,
-        "rope_parameters": YARN,
+        "hidden_size": 128, "num_hidden_layers": 2, "max_position_embeddings": 40, "rope_parameters": YARN,
     },
     "qwen3": {"head_dim": 32, "num_hidden_layers": 2},
     "qwen3_moe": {"head_dim": 32, "num_hidden_layers": 2, "num_experts": 4, "moe_intermediate_size": 64},
@@ -46,7 +43,7 @@ CHANGES = {
     "qwen3_5_text": {"head_dim": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
     "glm4_moe": {"head_dim": 32, "num_hidden_layers": 2, "moe_intermediate_size": 64},
     "qwen3_5_moe": {"head_dim": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
-}
+}  # fmt: skip
 
 _models = tempfile.TemporaryDirectory(prefix="tiny-models-")
 

@@ -22,20 +22,11 @@ def write_sentencepiece_tokenizer(
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([line for text in corpus for line in (ROLES + text).splitlines()]),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=vocab_size,
-        hard_vocab_limit=False,
-        byte_fallback=True,
-        split_digits=True,
-        add_dummy_prefix=add_dummy_prefix,
-        remove_extra_whitespaces=False,
-        normalization_rule_name="identity",
-        user_defined_symbols=[*SPECIAL_TOKENS, *THINK_TOKENS, "\n"],
-        bos_id=-1,
-        eos_id=-1,
-        minloglevel=2,
-    )
+        model_writer=model, model_type="bpe", vocab_size=vocab_size, hard_vocab_limit=False,
+        byte_fallback=True, split_digits=True, add_dummy_prefix=add_dummy_prefix,
+        remove_extra_whitespaces=False, normalization_rule_name="identity",
+        user_defined_symbols=[*SPECIAL_TOKENS, *THINK_TOKENS, "\n"], bos_id=-1, eos_id=-1, minloglevel=2,
+    )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.model").write_bytes(model.getvalue())
     pieces = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())

@@ -17,15 +17,8 @@ from transformers.models.qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_next import Qwen3NextConfig
 
 FAMILIES = (
-    "llama",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "qwen3_next",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-    "glm4_moe",
-)
+    "llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "glm4_moe",
+)  # fmt: skip
 
 COMMON: dict[str, Any] = {
     "vocab_size": 96,
@@ -41,11 +34,8 @@ COMMON: dict[str, Any] = {
     "pad_token_id": None,  # a pad token would silence one embedding row's gradient
 }
 EXPERTS: dict[str, Any] = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "norm_topk_prob": True,
-}
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True,
+}  # fmt: skip
 LINEAR: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -54,47 +44,30 @@ LINEAR: dict[str, Any] = {
 }
 NEXT: dict[str, Any] = LINEAR | {"shared_expert_intermediate_size": 32}
 LLAMA3: dict[str, Any] = {
-    "rope_type": "llama3",
-    "rope_theta": 100.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+    "rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {
     "llama": COMMON | {"rope_parameters": LLAMA3, "tie_word_embeddings": True},
-    "qwen2": {key: value for key, value in COMMON.items() if key != "head_dim"},
-    "qwen3": COMMON,
-    "qwen3_moe": COMMON | EXPERTS,
-    "qwen3_next": COMMON | EXPERTS | NEXT,
-    "qwen3_5_text": COMMON | LINEAR,
+    "qwen2": {key: value for key, value in COMMON.items() if key != "head_dim"}, "qwen3": COMMON,
+    "qwen3_moe": COMMON | EXPERTS, "qwen3_next": COMMON | EXPERTS | NEXT, "qwen3_5_text": COMMON | LINEAR,
     "qwen3_5_moe_text": {
         key: value
         for key, value in (COMMON | EXPERTS | NEXT).items()
         if key not in ("intermediate_size", "norm_topk_prob")
     },
-}
+}  # fmt: skip
 OWN["glm4_moe"] = COMMON | {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "n_shared_experts": 2,
-    "routed_scaling_factor": 2.5,
-    "attention_bias": True,
-    "use_qk_norm": True,
-}
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 2,
+    "routed_scaling_factor": 2.5, "attention_bias": True, "use_qk_norm": True,
+}  # fmt: skip
 WITH_IMAGES: dict[str, tuple[Any, str]] = {"qwen3_5_moe": (Qwen3_5MoeConfig, "qwen3_5_moe_text")}
 """Models of texts and images, and the family of their text model."""
 CONFIGS: dict[str, type[PreTrainedConfig]] = {
-    "llama": LlamaConfig,
-    "qwen2": Qwen2Config,
-    "qwen3": Qwen3Config,
-    "qwen3_moe": Qwen3MoeConfig,
-    "qwen3_next": Qwen3NextConfig,
-    "qwen3_5_text": Qwen3_5TextConfig,
-    "qwen3_5_moe_text": Qwen3_5MoeTextConfig,
-    "glm4_moe": Glm4MoeConfig,
-}
+    "llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig,
+    "qwen3_next": Qwen3NextConfig, "qwen3_5_text": Qwen3_5TextConfig,
+    "qwen3_5_moe_text": Qwen3_5MoeTextConfig, "glm4_moe": Glm4MoeConfig,
+}  # fmt: skip
 SHORT: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 2},
     "qwen2": {"num_hidden_layers": 2},

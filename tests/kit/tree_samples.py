@@ -70,14 +70,9 @@ def forest(seed: int) -> list[TokenTree]:
     environment gave tokens of the first."""
     rng = np.random.default_rng(seed)
     return [
-        answered(stream(rng, 7, [5, 70, 3, 1])),
-        stream(rng, 1, [2, 4, 1]),
-        stream(rng, 2, [9]),
-        group(rng, 5, [8, 66, 2]),
-        group(rng, 1, [3, 4]),
-        any_tree(rng, 9, 12),
-        any_tree(rng, 5, 80),
-    ]
+        answered(stream(rng, 7, [5, 70, 3, 1])), stream(rng, 1, [2, 4, 1]), stream(rng, 2, [9]),
+        group(rng, 5, [8, 66, 2]), group(rng, 1, [3, 4]), any_tree(rng, 9, 12), any_tree(rng, 5, 80),
+    ]  # fmt: skip
 
 
 def masked(trees: list[TokenTree], seed: int = 0) -> list[TokenTree]:

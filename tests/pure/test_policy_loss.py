@@ -87,15 +87,11 @@ def test_huge_logits_and_no_rows():
 
 def row(**changes):
     values = {
-        "logprobs": [-1.0, -2.0, -0.5, -1.5],
-        "entropy": [0.1, 0.2, 0.3, 0.4],
-        "weights": [0.25, 0.25, 0.0, 0.5],
-        "advantages": [1.0, 1.0, 0.0, -2.0],
-        "segment_ids": [4, 4, -1, 9],
-        "rollout_logprobs": [-1.1, -2.0, -0.5, -1.0],
-        "old": [-1.5, -2.1, -0.5, -1.0],
+        "logprobs": [-1.0, -2.0, -0.5, -1.5], "entropy": [0.1, 0.2, 0.3, 0.4],
+        "weights": [0.25, 0.25, 0.0, 0.5], "advantages": [1.0, 1.0, 0.0, -2.0], "segment_ids": [4, 4, -1, 9],
+        "rollout_logprobs": [-1.1, -2.0, -0.5, -1.0], "old": [-1.5, -2.1, -0.5, -1.0],
         "ref": [-1.2, -1.9, -0.5, -1.6],
-    } | changes
+    } | changes  # fmt: skip
     tensors = {name: torch.tensor(value) for name, value in values.items() if value is not None}
     tensors["logprobs"] = tensors["logprobs"].double().requires_grad_()
     return tensors | {"others": {name: tensors.pop(name) for name in ("old", "ref") if name in tensors}}
@@ -238,17 +234,11 @@ def loss_of(objective, log_ratio, loss=None, **given):
     logprobs = (old + torch.tensor(log_ratio, dtype=torch.float64)).requires_grad_()
     ones = torch.ones(3, dtype=torch.float64)
     total, row = policy_loss(
-        logprobs,
-        0 * ones,
-        weights=ones,
-        advantages=ones,
-        segment_ids=torch.zeros(3, dtype=torch.int64),
+        logprobs, 0 * ones, weights=ones, advantages=ones, segment_ids=torch.zeros(3, dtype=torch.int64),
         rollout_logprobs=old - torch.tensor(given.pop("apart", [0.0] * 3), dtype=torch.float64),
-        objective=lookup(objective),
-        loss=LossRecipe.model_validate({"kl_coef": 0.0} | (loss or {})),
-        others={"old": old},
-        **given,
-    )
+        objective=lookup(objective), loss=LossRecipe.model_validate({"kl_coef": 0.0} | (loss or {})),
+        others={"old": old}, **given,
+    )  # fmt: skip
     (slopes,) = torch.autograd.grad(total, logprobs)
     return slopes.tolist(), reduce_metrics([row])
 

@@ -13,15 +13,10 @@ from megatron_eqlen.report.format import compact, duration
 from megatron_eqlen.report.progress import Progress
 
 METRICS = {
-    "reward/mean": 0.5125,
-    "harvest/pairs_per_stream": 2.25,
-    "harvest/ended_response_length": 96.3,
-    "mismatch/kl": 1.3e-6,
-    "harvest/tokens_per_second": 812.4,
-    "train/tokens_per_second": 14230.0,
-    "loss/entropy": 1.0,
-    "time/step": 4.0,
-}
+    "reward/mean": 0.5125, "harvest/pairs_per_stream": 2.25, "harvest/ended_response_length": 96.3,
+    "mismatch/kl": 1.3e-6, "harvest/tokens_per_second": 812.4, "train/tokens_per_second": 14230.0,
+    "loss/entropy": 1.0, "time/step": 4.0,
+}  # fmt: skip
 
 
 def run_steps(progress: Progress, steps: range) -> None:

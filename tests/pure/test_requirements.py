@@ -21,15 +21,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 def exported(*options: str) -> dict[str, str]:
     """Return the versions, by name, that the lock has for these extras or groups."""
     command = [
-        UV,
-        "export",
-        "--offline",
-        "--frozen",
-        "--no-hashes",
-        "--no-emit-project",
-        "--no-annotate",
-        *options,
-    ]
+        UV, "export", "--offline", "--frozen", "--no-hashes", "--no-emit-project", "--no-annotate", *options,
+    ]  # fmt: skip
     lines = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     return dict(re.findall(r"^([\w.-]+)==([\w.]+)", lines, re.MULTILINE))
 

@@ -157,12 +157,9 @@ def in_decimals(response):
 
 
 ROW = {
-    "data_source": "openai/gsm8k",
-    "question": "?",
-    "answer": "1",
-    "difficulty": 2.5,
+    "data_source": "openai/gsm8k", "question": "?", "answer": "1", "difficulty": 2.5,
     "extra_info": {"index": 3},
-}
+}  # fmt: skip
 FUNCTIONS = [
     ours, gold_first, of_verl, of_verl_in_batches, of_verl_with_source, of_trl, of_trl_for_chats,
     of_openrlhf, of_verifiers, of_messages, by_position, in_decimals,

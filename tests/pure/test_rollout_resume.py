@@ -119,20 +119,14 @@ def attempt(
 
 cases = st.fixed_dictionaries(
     {
-        "sampling": st.sampled_from(["equal_length", "independent", "tree"]),
-        "seed": st.integers(0, 2**32),
-        "end": st.sampled_from([0.02, 0.1, 0.3, 0.7]),
-        "limit": st.integers(1, 24),
-        "max_pairs": st.sampled_from([None, 1, 2]),
-        "max_num_seqs": st.integers(1, 12),
-        "masks": st.booleans(),
-        "routes": st.booleans(),
-        "version_tokens": st.sampled_from([None, 1, 5]),
-        "budget": st.sampled_from([None, None, 10, 50, 90]),
-        "carry_over": st.booleans(),
+        "sampling": st.sampled_from(["equal_length", "independent", "tree"]), "seed": st.integers(0, 2**32),
+        "end": st.sampled_from([0.02, 0.1, 0.3, 0.7]), "limit": st.integers(1, 24),
+        "max_pairs": st.sampled_from([None, 1, 2]), "max_num_seqs": st.integers(1, 12),
+        "masks": st.booleans(), "routes": st.booleans(), "version_tokens": st.sampled_from([None, 1, 5]),
+        "budget": st.sampled_from([None, None, 10, 50, 90]), "carry_over": st.booleans(),
         "environment": st.sampled_from(["", "Dealer"]),
     }
-)
+)  # fmt: skip
 kills = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60), st.integers(0, 2**16)), max_size=4)
 
 

@@ -18,21 +18,14 @@ from tests.kit.marks import examples
 TINY = ROOT / "recipes/tiny_cpu.yaml"
 
 VALUES = {
-    "group_size": ["8", "4"],
-    "seed": ["0", "7"],
-    "objective": ["grpo", "rloo"],
-    "sampling": ["equal_length", "independent"],
-    "equal_length.suffix_reward": ["max", "mean"],
-    "loss.kl_coef": ["0.002", "0.0", "0"],
-    "optimizer.lr": ["3e-4", "1e-3"],
-    "model.path": ["runs/search/base", "a/b", "a_b", '"8"', "a,seed=7"],
-    "data.sources.0.path": ["x", "y"],
-    "model.revision": ["null", '"null"', "m:f"],
-    "rollout.keep_sampling_mask": ["false"],
+    "group_size": ["8", "4"], "seed": ["0", "7"], "objective": ["grpo", "rloo"],
+    "sampling": ["equal_length", "independent"], "equal_length.suffix_reward": ["max", "mean"],
+    "loss.kl_coef": ["0.002", "0.0", "0"], "optimizer.lr": ["3e-4", "1e-3"],
+    "model.path": ["runs/search/base", "a/b", "a_b", '"8"', "a,seed=7"], "data.sources.0.path": ["x", "y"],
+    "model.revision": ["null", '"null"', "m:f"], "rollout.keep_sampling_mask": ["false"],
     "data.sources": ["[{name: arithmetic, path: x}]", "[{name: a, path: x}, {name: b, path: y}]"],
-    "steps": ["30", "5"],
-    "cluster.processes_per_node": ["2", "1"],
-}
+    "steps": ["30", "5"], "cluster.processes_per_node": ["2", "1"],
+}  # fmt: skip
 overrides = (
     st.lists(st.sampled_from(sorted(VALUES)), unique=True, max_size=4)
     .flatmap(

@@ -167,12 +167,9 @@ def test_dynamic_sampling_asks_for_other_prompts_where_failures_leave_equal_rewa
         "none": ["late"] * 4,
     }  # fmt: skip
     recipe = small(
-        objective="dapo",
-        sampling="independent",
-        group_size=4,
-        data={"prompts_per_step": 3},
+        objective="dapo", sampling="independent", group_size=4, data={"prompts_per_step": 3},
         reward={"on_error": on_error},
-    )
+    )  # fmt: skip
     groups = [kit.group(prompt(f"{HERE}:graded", name), 0, [*map(ending, texts[name])]) for name in texts]
     step, units = step_of(recipe, *groups)
     assert [rollout.prompt_id for rollout in step.rollouts] == kept
