@@ -130,8 +130,7 @@ def trainer(job: Any, rank: int) -> dict[str, Any]:
 
 
 def ranks(recipe: Any) -> list[int]:
-    """Return the first rank of each pipeline stage, but the last of the last stage; Megatron-Core's ranks
-    of a stage are neighbours."""
+    """Return the first rank of each pipeline stage, but the last stage's last; ranks are neighbours."""
     each = recipe.world_size // recipe.parallel.pipeline
     return [*range(0, recipe.world_size - each, each), recipe.world_size - 1]
 
@@ -201,8 +200,7 @@ def served(recipe: Any, folder: str) -> Any:
 
 
 def engine(job: Any) -> dict[str, Any]:
-    """Build vLLM's configuration, a server's from its flags; return what decides which code an engine
-    runs."""
+    """Build vLLM's configuration, a server's from its flags; return what decides an engine's code."""
     from megatron_eqlen.engines import lifecycle
 
     recipe = job.recipe

@@ -20,8 +20,7 @@ def examples(count: int) -> settings:
 
 
 def slow(*values: Any) -> Any:
-    """Return a parameter that ``tools/test --fast`` leaves out: cheaper ones of its test show nearly as
-    much."""
+    """Return a parameter that ``tools/test --fast`` leaves out: cheaper ones show nearly as much."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
@@ -29,8 +28,7 @@ EACH_WEEK = pytest.mark.skipif(not MORE, reason="only each week")
 
 
 def weekly(*values: Any) -> Any:
-    """Return a parameter that only the weekly run tries: its mechanisms have a case each, and this one joins
-    them."""
+    """Return a parameter for the weekly run: each of its mechanisms has a case, and this one joins them."""
     return pytest.param(*values, marks=[pytest.mark.slow, EACH_WEEK])
 
 

@@ -18,8 +18,7 @@ def meta_device() -> Iterator[None]:
 
 
 class _NamedDevicesAreMeta(TorchFunctionMode):
-    """Redirect named devices to meta: ``torch.device("meta")`` sets only the default, and Megatron names the
-    GPU."""
+    """Redirect devices that Megatron names to meta; ``torch.device("meta")`` sets only the default."""
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None

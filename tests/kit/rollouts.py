@@ -19,14 +19,9 @@ def place(part: Part, role: str, number: int, parent: int) -> Part:
 
 
 def stream(
-    prompt: Prompt,
-    index: int,
-    policy_version: int,
-    pairs: Iterable[tuple[Part, Part]],
-    outcome: Outcome,
-    tail: Part | None = None,
-    **others: Any,
-) -> Rollout:
+    prompt: Prompt, index: int, policy_version: int, pairs: Iterable[tuple[Part, Part]], outcome: Outcome,
+    tail: Part | None = None, **others: Any,
+) -> Rollout:  # fmt: skip
     """Return the stream of these pairs (A, B), with the tail of its trunk if any."""
     parts: list[Part] = []
     for a, b in pairs:
@@ -38,14 +33,9 @@ def stream(
 
 
 def group(
-    prompt: Prompt,
-    policy_version: int,
-    completions: Sequence[Part],
-    index: int = 0,
-    numbers: Iterable[int] | None = None,
-    outcome: Outcome = "complete",
-    **others: Any,
-) -> Rollout:
+    prompt: Prompt, policy_version: int, completions: Sequence[Part], index: int = 0,
+    numbers: Iterable[int] | None = None, outcome: Outcome = "complete", **others: Any,
+) -> Rollout:  # fmt: skip
     """Return the group of these completions, numbered 0, 1, ... by default."""
     numbers = range(len(completions)) if numbers is None else numbers
     parts = [place(part, "completion", n, -1) for n, part in zip(numbers, completions, strict=True)]
@@ -53,16 +43,10 @@ def group(
 
 
 def tree(
-    prompt: Prompt,
-    policy_version: int,
-    steps: Sequence[Part],
-    parents: Sequence[int],
-    numbers: Sequence[int] | None = None,
-    outcome: Outcome = "complete",
-    **others: Any,
-) -> Rollout:
-    """Return the sampled tree of these steps. ``parents``: index in ``steps`` of each step's parent, or
-    -1."""
+    prompt: Prompt, policy_version: int, steps: Sequence[Part], parents: Sequence[int],
+    numbers: Sequence[int] | None = None, outcome: Outcome = "complete", **others: Any,
+) -> Rollout:  # fmt: skip
+    """Return the tree of these steps. ``parents``: index in ``steps`` of each one's parent, or -1."""
     numbers = range(len(steps)) if numbers is None else numbers
     above = [numbers[parent] if parent >= 0 else -1 for parent in parents]
     parts = [place(part, "step", *at) for part, *at in zip(steps, numbers, above, strict=True)]

@@ -15,8 +15,7 @@ def never(question: str, response: str, gold: str) -> float:
 
 
 def even_length_if_odd_gold(question: str, response: str, gold: str) -> float:
-    """Return 0 for every response to a prompt with an even gold, which therefore teaches nothing; else 1 for
-    even length."""
+    """Return 0 for every response to an even gold, which teaches nothing; else 1 for even length."""
     return even_length(question, response, gold) if int(gold) % 2 else 0.0
 
 

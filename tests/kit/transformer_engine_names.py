@@ -179,8 +179,7 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def stand_in() -> None:
-    """From here on let Megatron-Core find Transformer Engine in this process; call in a process of its
-    own."""
+    """Let Megatron-Core find Transformer Engine from here on; call in a process of its own."""
     package = _Package("transformer_engine")
     package.__version__ = "2.20.2"
     for module in (Linear, LayerNormLinear, GroupedLinear, RMSNorm):

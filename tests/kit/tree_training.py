@@ -118,17 +118,11 @@ def world_of(
 
 
 def train_trees(
-    folder: Path,
-    trees: list[TokenTree],
-    budget: int,
-    layout: str = "tree",
-    layers: dict[str, Any] | None = None,
-    overrides: dict[str, Any] | None = None,
-    multiple_of: int = 1,
+    folder: Path, trees: list[TokenTree], budget: int, layout: str = "tree",
+    layers: dict[str, Any] | None = None, overrides: dict[str, Any] | None = None, multiple_of: int = 1,
     prepare: Prepare | None = None,
-) -> Trained | None:
-    """Train the trees in every rank of a world; ``layers``: the parallel section of a recipe. Return rank 0's
-    result."""
+) -> Trained | None:  # fmt: skip
+    """Train the trees in each rank of a world, laid out as a recipe's ``layers``; return rank 0's result."""
     with world_of(folder, ParallelRecipe(**layers or {}), prepare, **overrides or {}) as model:
         multiple = math.lcm(row_multiple(model[0].config), multiple_of)
         ranks = parallel_state.get_data_parallel_world_size()
@@ -149,8 +143,7 @@ def weighted_sum(logprobs: torch.Tensor, entropy: torch.Tensor, row: Row, at: np
 
 
 def train_sequences(model: list, sequences: Iterable[tuple[list[int], np.ndarray]]) -> Trained:
-    """Train the same loss on plain causal sequences: tokens, and each log-prob's factor from the second
-    token."""
+    """Train the same loss on causal sequences: tokens, and each log-prob's factor from the second on."""
     (chunk,) = model
     chunk.zero_grad_buffer()
     total = 0.0
@@ -185,8 +178,7 @@ def adapters_of(chunks: list) -> tuple[AdapterWeights, ...]:
 
 
 def record_experts(model: list) -> list[torch.Tensor]:
-    """Return a list that receives each router's choice, [tokens, experts] bool, in the order of the
-    layers."""
+    """Return a list that receives each router's choice, [tokens, experts] bool, by layer."""
     choices: list[torch.Tensor] = []
     for module in model[0].modules():
         if isinstance(module, TopKRouter):

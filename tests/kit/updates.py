@@ -48,8 +48,7 @@ def one_tree_a_row(count: int) -> list[TokenTree]:
 def build_chunks(
     folder: str, layout: dict[str, Any], dtype: torch.dtype = torch.float32, load: bool = False
 ) -> list[PolicyModel]:
-    """Build this rank's chunks of a model, in groups that stay until the process ends. ``load``: with the
-    folder's weights."""
+    """Build this rank's chunks of a model; groups stay. ``load``: with the folder's weights."""
     parallel = ParallelRecipe(**layout)
     start(parallel, seed=1)
     chunks = build_model(read_config(folder), parallel, dtype)

@@ -31,38 +31,24 @@ from tests.kit.processes import adopt_orphans, name
 
 RANKS = (
     "megatron_eqlen.models.build",  # before anything else of Megatron
-    "megatron_eqlen.training.checkpoint",
-    "megatron_eqlen.training.policy",
-    "megatron.core.dist_checkpointing.strategies.torch",  # it, and what follows, where they are first used
+    "megatron_eqlen.training.checkpoint", "megatron_eqlen.training.policy",
+    # what follows is imported where it is first used
+    "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.core.dist_checkpointing.strategies.fully_parallel",
-    "megatron.core.dist_checkpointing.strategies.filesystem_async",
-    "megatron.core.models.mimo",
-    "torch.utils.serialization.config",
-    "numpy.ma",
-    "torch.profiler._cupti_monitor",
-    "pytest",
-    "tests.kit.tiny_models",
-    "transformers.models.qwen3.modeling_qwen3",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe",
-    "transformers.models.qwen3_next.modeling_qwen3_next",
-)
+    "megatron.core.dist_checkpointing.strategies.filesystem_async", "megatron.core.models.mimo",
+    "torch.utils.serialization.config", "numpy.ma", "torch.profiler._cupti_monitor", "pytest",
+    "tests.kit.tiny_models", "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe", "transformers.models.qwen3_next.modeling_qwen3_next",
+)  # fmt: skip
 JOBS = (
-    "megatron_eqlen.run.loop",
-    "megatron_eqlen.engines.servers",
-    "megatron_eqlen.report.page",
-    "megatron_eqlen.plan",
-    "megatron_eqlen.run.run",
-    "megatron_eqlen.processes.launch",
-    "pyarrow.compute",
-    "megatron_eqlen.engines.colocated",  # it, and what follows, when an engine starts
-    "vllm.v1.worker.cpu_worker",
-    "vllm.model_executor.layers.quantization.online.base",
-    "vllm.model_executor.models.qwen3",
-    "vllm.v1.attention.backends.cpu_attn",
-    "vllm.v1.core.sched.scheduler",
-    "vllm.entrypoints.launchers.api_server.entry",
-    "tests.kit.patient_vllm",
-)
+    "megatron_eqlen.run.loop", "megatron_eqlen.engines.servers", "megatron_eqlen.report.page",
+    "megatron_eqlen.plan", "megatron_eqlen.run.run", "megatron_eqlen.processes.launch", "pyarrow.compute",
+    # what follows is imported when an engine starts
+    "megatron_eqlen.engines.colocated", "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.layers.quantization.online.base", "vllm.model_executor.models.qwen3",
+    "vllm.v1.attention.backends.cpu_attn", "vllm.v1.core.sched.scheduler",
+    "vllm.entrypoints.launchers.api_server.entry", "tests.kit.patient_vllm",
+)  # fmt: skip
 """Modules that start no threads and keep no state that processes could share."""
 START = f"import sys; sys.path[0] = {str(ROOT)!r}; from tests.kit import zygote; zygote.main(*sys.argv[1:])"
 brought = dict.fromkeys(("vllm", "torch._dynamo", "scipy.signal"), "")
@@ -110,13 +96,9 @@ class Zygote:
         return cls(pid, listener, ours)
 
     def fork(
-        self,
-        arguments: Sequence[str],
-        environ: Mapping[str, str],
-        folder: str,
-        files: Sequence[int],
+        self, arguments: Sequence[str], environ: Mapping[str, str], folder: str, files: Sequence[int],
         imports: Sequence[str] = (),
-    ) -> int:
+    ) -> int:  # fmt: skip
         """Fork ``python ARGUMENTS`` as a child of this process, with ``files`` as standard input, output and
         error; return its process id. The zygote first imports ``imports``, if it has not yet."""
         request = {"arguments": arguments, "environ": dict(environ), "folder": folder, "imports": imports}
@@ -144,8 +126,7 @@ def _listener() -> socket.socket:
 
 
 def _ask(address: str, request: dict[str, Any], files: Sequence[int]) -> socket.socket:
-    """Send a request; return a connection that brings the process id, and that the process holds open until
-    it ends."""
+    """Send a request; return a connection that brings the process id and stays open until it ends."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST)
     connection.connect("\0" + address)

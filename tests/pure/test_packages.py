@@ -40,8 +40,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         gated_delta_net.fla_kernel.cache_clear()
 
     def write(modules: tuple[str, ...], *, last: str = "", deepest: bool = True) -> None:
-        """Write empty modules; the first of ``modules`` holds ``last``, or its top package if not
-        ``deepest``."""
+        """Write empty modules; the first holds ``last``, or its top package if not ``deepest``."""
         for module in modules:
             folder = tmp_path.joinpath(*module.split("."))
             folder.mkdir(parents=True, exist_ok=True)

@@ -17,8 +17,7 @@ from tests.kit.report_runs import recipe
 
 @pytest.fixture(autouse=True)
 def files_are_counted_as_in_a_process_of_its_own(monkeypatch):
-    """Reset TensorBoard's count: it sorts files of one second by the process's count of them, as text: 10
-    before 9."""
+    """Reset TensorBoard's count of files, by which it sorts those of one second, as text: 10 before 9."""
     counter = type(event_file_writer._global_uid)(0)
     monkeypatch.setattr(event_file_writer, "_global_uid", counter)
 

@@ -200,8 +200,7 @@ def recipe_of(case: dict) -> Recipe:
 
 
 def engine_of(case: dict, chaos: int, life: int = 10**9) -> Mortal:
-    """Return the engine. With a budget, the harvest depends on the order in which tokens arrive: it must be
-    one order."""
+    """Return the engine. With a budget, tokens must arrive in one order: the harvest depends on it."""
     given = {
         "max_num_seqs": case["max_num_seqs"], "life": life, "masks": case["masks"], "routes": case["routes"],
         "version_tokens": case["version_tokens"],
@@ -269,8 +268,7 @@ def test_a_track_of_many_turns_may_be_lost_in_each_of_them():
 
 
 def check_versions(rollout: Rollout, version_tokens: int | None) -> None:
-    """Check versions by the script's log-probs, which encode a token's place on its path, and so its
-    weights."""
+    """Check versions by the log-probs, which encode a token's place on its path, and so its weights."""
     for segment in rollout.parts:
         sampled = segment.tokens.is_generated
         places = np.rint(segment.tokens["logprobs"][sampled] * -7).astype(int)

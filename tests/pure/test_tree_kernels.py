@@ -244,8 +244,7 @@ def test_convolution_follows_the_path(row):
 
 
 def test_runs_join_only_children():
-    """Nothing forks off inside an expanded sequence: it is one run with one state, however many nodes
-    it has."""
+    """Nothing forks off inside an expanded sequence: it is one run with one state."""
     for row in rows(layout="expanded"):
         tree = TreeParams.from_row(row, "cpu")
         assert all(run.parent == -1 for run in tree.runs)
@@ -304,8 +303,7 @@ def compiler() -> Compiler:
 
 @pytest.fixture
 def attend(compiler, monkeypatch) -> Callable[..., None]:
-    """Return a function that computes attention of a row by ``kernel`` and compares it with dense
-    attention."""
+    """Return a function that compares attention of a row by ``kernel`` with dense attention."""
 
     compiled = cache(partial(torch.compile, dynamic=True, backend=compiler))
 
@@ -416,8 +414,7 @@ def test_convolution_on_gpu_follows_the_path(row):
 @pytest.mark.gpu
 @gpu
 def test_a_second_layer_does_not_wait_for_the_gpu(row):
-    """Any value read back from the device is an error in this test (fla caches little, and asks for each
-    level)."""
+    """Any value read back from the device is an error here (fla caches little, and asks each time)."""
     halves = [x.detach().to("cuda", torch.bfloat16) for x in delta_inputs(len(row.input_ids), 4, 64, 64)]
     shapes = [(1, len(row.input_ids), 64), (64, 1, 4)]
     x, weight = (normal(i, *shape).to("cuda", torch.bfloat16) for i, shape in enumerate(shapes))
