@@ -93,7 +93,7 @@ MOST_PER_TOKEN = 255
 # ---- values ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Placeholder:
     """Stands for an array that another rank holds or that was not read."""
 
@@ -311,7 +311,7 @@ class Tokens:
         return sys.intern(" ".join(words))
 
     @staticmethod
-    @lru_cache(1 << 12)
+    @lru_cache(1 << 16)
     def absent(length: int, layout: str) -> Tokens:
         """Return the bare table of ``length`` tokens with this ``layout``, as one object for equal ones."""
         return Tokens(dict(_placeholder(word, length) for word in layout.split()), length)

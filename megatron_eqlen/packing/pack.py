@@ -22,7 +22,7 @@ import numpy as np
 
 from megatron_eqlen.packing.arrays import check_loss_arrays
 from megatron_eqlen.packing.row import fill_row
-from megatron_eqlen.packing.tree import Forest, leaf_chain_bounds
+from megatron_eqlen.packing.tree import Forest
 from megatron_eqlen.processes.collector import collector_paused
 from megatron_eqlen.types import Metrics, Row, TokenTree
 
@@ -198,29 +198,26 @@ def _sums(values: np.ndarray, parts: list[TreePart]) -> np.ndarray:
 
 
 def _tree_parts(forest: Forest, budget: int) -> Iterator[TreePart]:
-    """Yield whole trees if they fit, otherwise the parts into which they are cut."""
-    order = forest.row_order()
-    if not order.size:
-        return
-    # place of each tree's first node
-    starts = np.flatnonzero(np.diff(forest.tree[order], prepend=-1))
-    for nodes in np.split(order, starts[1:]):
-        yield from _cut(forest, nodes, budget)
-
-
-def _cut(forest: Forest, order: np.ndarray, budget: int) -> Iterator[TreePart]:
-    """Yield runs of leaf chains in row order, each as long as fits with its ancestors (repeated as context).
+    """Yield runs of a tree's leaf chains in row order, each as long as fits with its ancestors (repeated as
+    context): the whole tree if it fits.
 
     Deepest chains come first: each part reaches as far up as it can before the next part repeats a prefix. No
     other cut into consecutive chains repeats less of a stream.
     """
+    order = forest.row_order()
+    if not order.size:
+        return
     # [nodes + 1] positions before each node
     used = [0, *np.cumsum(forest.length[order]).tolist()]
+    # of downward runs that end at a leaf
+    bounds = [0, *(np.flatnonzero(forest.parent[order[1:]] != order[:-1]) + 1).tolist(), len(order)]
+    # [chains]: positions above; True for the first of a tree
+    above, roots = forest.position[order[bounds[:-1]]].tolist(), forest.parent[order[bounds[:-1]]] < 0
     first, context = 0, 0
-    for start, end in pairwise(leaf_chain_bounds(forest, order)):
-        if context + used[end] - used[first] > budget:
+    for (start, end), is_root, position in zip(pairwise(bounds), roots.tolist(), above, strict=True):
+        if start and (is_root or context + used[end] - used[first] > budget):
             yield _with_context(forest, order[first:start])
-            first, context = start, int(forest.position[order[start]])
+            first, context = start, position
     yield _with_context(forest, order[first:])
 
 

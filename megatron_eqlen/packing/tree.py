@@ -104,19 +104,19 @@ class Forest:
     def row_order(self) -> np.ndarray:
         """Return the live nodes, tree after tree, each in depth-first order with the longest child first: the
         one with the longest path of live positions; ties keep the order of the tree's nodes."""
-        live, parent = self.live.tolist(), self.parent.tolist()
+        parent, below = self.parent.tolist(), defaultdict[int, list[int]](list)
         # [nodes] live positions of the longest path down from each node, itself included
         height = np.where(self.live, self.length, 0).tolist()
-        below, roots = defaultdict[int, list[int]](list), list[int]()
-        for node in reversed(range(len(self))):
-            if live[node]:
-                height[node] += max((height[child] for child in below[node]), default=0)
-                (below[parent[node]] if parent[node] >= 0 else roots).append(node)
+        for node in np.flatnonzero(self.live)[::-1].tolist():
+            if node in below:
+                height[node] += max(height[child] for child in below[node])
+            below[parent[node]].append(node)
         # depth first: the top of the stack is the longest child
-        order, rest = list[int](), roots
+        order, rest = list[int](), below.pop(-1, [])
         while rest:
             order.append(rest.pop())
-            rest += sorted(below[order[-1]], key=height.__getitem__)
+            if order[-1] in below:
+                rest += sorted(below[order[-1]], key=height.__getitem__)
         return np.array(order, np.int64)
 
     def path(self, node: int) -> list[int]:
@@ -154,23 +154,20 @@ class Forest:
             )
 
 
-def leaf_chain_bounds(forest: Forest, order: np.ndarray) -> list[int]:
-    """Return the bounds, with 0 and the end, of a tree's downward runs in row order that end at a leaf."""
-    cuts = np.flatnonzero(forest.parent[order[1:]] != order[:-1]) + 1
-    return [0, *cuts.tolist(), len(order)]
-
-
 def _check(trees: Sequence[TokenTree]) -> None:
     """Raise TreeError for a node before its parent, or supervised without a column that the loss reads."""
     trained = [node for tree in trees for node in tree.nodes if node.weight > 0]
     # a column that the loss reads must be on every trained node, once one has it
-    names = {name for node in trained for name in node.tokens.columns if COLUMNS[name].needed_by == "loss"}
-    names |= {"logprobs"}
+    names = set[str]().union(*(node.tokens.columns for node in trained))
+    names = {"logprobs", *(name for name in names if COLUMNS[name].needed_by == "loss")}
+    where = "token tree {!r}, node {}".format
     for tree in trees:
         for number, node in enumerate(tree.nodes):
-            where = f"token tree {tree.name!r}, node {number}"
             if not (0 <= node.parent < number if number else node.parent == -1):
-                raise TreeError(f"{where}: expected a parent before it (-1: the root), found {node.parent}")
-            if node.weight > 0 and (missing := sorted(name for name in names if name not in node.tokens)):
-                others = "" if missing[0] == "logprobs" else ", which other nodes of the batch have"
-                raise TreeError(f"{where}: supervised (weight > 0) without the column {missing[0]}{others}")
+                expected = f"expected a parent before it (-1: the root), found {node.parent}"
+                raise TreeError(f"{where(tree.name, number)}: {expected}")
+            if node.weight > 0 and not names <= node.tokens.columns.keys():
+                missing = min(names - node.tokens.columns.keys())
+                others = "" if missing == "logprobs" else ", which other nodes of the batch have"
+                cause = f"supervised (weight > 0) without the column {missing}{others}"
+                raise TreeError(f"{where(tree.name, number)}: {cause}")
