@@ -103,9 +103,9 @@ def _of_script(file: Path, trainer: str, words: Sequence[str], remarks: list[str
 
 
 def _of_words(words: list[str], trainer: str, file: Path, written: Mapping[str, str] = {}) -> dict[str, Any]:
-    """Return the keys in a command's arguments, ``a.b=c`` (verl) or ``--a b c``, over those of the file
-    that they name: verl's ``--config-name``, if it is not its own, TRL's ``--config``, ``--config_file``.
-    The program is a key, too. ``written``: YAML files that a script writes, by name."""
+    """Return the keys in a command's arguments, ``a.b=c`` (verl) or ``--a b c``, and its program, over those
+    of the file that they name: verl's ``--config-name``, if it is not its own, TRL's ``--config``,
+    ``--config_file``. ``written``: YAML files that the script writes, by name."""
     options, keys, option = dict[str, Any](), dict[str, Any](), ""
     for word in words:
         if match := OPTION.fullmatch(word):
@@ -151,10 +151,7 @@ def _of_python(text: str) -> dict[str, Any]:
     calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
     calls = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] in PYTHON_CALLS]
     words = {word.arg: word.value for call in calls for word in call.keywords if word.arg not in OBJECTS}
-    return {
-        str(name): str(value.value) if isinstance(value, ast.Constant) else ast.unparse(value)
-        for name, value in words.items()
-    }
+    return {str(k): str(v.value) if isinstance(v, ast.Constant) else ast.unparse(v) for k, v in words.items()}
 
 
 def listed(value: Any) -> list[str]:
