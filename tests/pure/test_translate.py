@@ -352,6 +352,8 @@ SCRIPTS = {
     "dates, sums and Python": "X=$(date +%s)\nRUN n=$((X > 0 ? 2 * 3 : 1)) "
     "trainer.experiment_name=r-$(python3 -c 'print(7)')",
     "a shell in a launcher": "srun --ntasks 1 bash -c 'RUN n=6'\n",
+    "a session": "while tmux has-session -t s; do sleep 1; done\ntmux new -d -s s\n"
+    "tmux send-keys -t s 'RUN n=6' C-m\n",
     "a remote job": "set -euo pipefail\npkill -9 python\nray stop\nray job submit --address=x -- RUN n=6",
     "an environment's value": "RUN n=${N:?give N}",
     "missing programs and files": "set -e\nsource ~/none.sh\nmodule load cuda\ncd /nowhere\nmkdir -p /data\n"
@@ -428,7 +430,7 @@ def test_what_the_program_rewards_without_reward_funcs_is_a_hole(tmp_path):
     assert "data.sources.0.grader" in translate("trl", tmp_path / "a.yaml").holes
 
 
-NOT_PLAIN = ("missing programs and files", "answers and limits", "nodes of SLURM")
+NOT_PLAIN = ("missing programs and files", "answers and limits", "nodes of SLURM", "a session")
 """Scripts that bash alone ends, because this machine is not theirs."""
 
 

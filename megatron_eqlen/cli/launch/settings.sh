@@ -4,8 +4,8 @@ if [[ ! -d /work/.eqlen/bin ]]; then
   chmod +x /work/.eqlen/stand_in.sh
   # bash asks for a stand-in for every other program that it does not find
   for name in accelerate apt apt-get aws conda curl deepspeed docker git gsutil hf huggingface-cli ip kill kinit killall \
-    mpirun nsys numactl nvidia-smi pip pip3 pkill podman python python3 ray sbatch scontrol scp sleep squeue srun ssh \
-    sudo systemctl torchrun trl uv wandb wget; do
+    kubectl mpirun nsys numactl nvidia-smi pip pip3 pkill podman python python3 ray sbatch scontrol scp screen sleep squeue srun \
+    ssh sudo systemctl tmux torchrun trl uv wandb wget; do
     ln -s ../stand_in.sh "/work/.eqlen/bin/$name"
   done
 fi
@@ -44,4 +44,4 @@ eqlen_unset() { # note the variables without a value that a command reads: $X an
   done
 }
 # what a stand-in does not answer ends no script either
-set -T; trap 'set +e; eqlen_unset "$BASH_COMMAND" 2> /dev/null' DEBUG
+set -T; trap 'set +e; [[ $BASH_COMMAND != *\$* ]] || eqlen_unset "$BASH_COMMAND" 2> /dev/null' DEBUG

@@ -8,6 +8,9 @@ printf '%s\0' "$name" "$@" > "$(mktemp "/work/.eqlen/record/$EPOCHREALTIME.XXXXX
 case $name in
   scontrol) [[ $* != "show hostnames"* ]] || echo localhost ;;
   ssh) exec bash -c "${*: -1}" ;;
+  tmux)
+    [[ $1 != has* ]] || exit 1
+    for word; do [[ $word != *" "* ]] || bash -c "$word"; done ;;
   sbatch) for word; do [[ -f $word ]] && exec bash "$word" "${@:2}"; done ;;
 esac
 while (($#)); do  # a launcher of another shell
