@@ -305,8 +305,8 @@ def _add_data(done: Translation) -> None:
         done.hole("model.path", "", "the model's folder, or its name on the hub")
     if not files:
         done.hole(f"{SOURCES}.0.path", "", "the training data, or its name on the hub")
-    # slime's are pairs of name and file, verl's are files.
-    tests = dict(zip(named[::2], named[1::2], strict=False)) or _named(listed(keys.get("val_files")))
+    # slime's are pairs of name and file, or one file; verl's are files.
+    tests = dict(zip(named[::2], named[1::2], strict=False)) or _named(named or listed(keys.get("val_files")))
     read = {key: own[key] for key in ("reader", "grader", "columns") if key in own}
     read |= _popped(keys, f"{TESTS}.0.")
     # TRL evaluates on another split of the training data; its strategy ``no`` has the value False.

@@ -293,6 +293,7 @@ def test_what_is_left_out_has_the_default_of_their_version(tmp_path):
         ("slime", ["--eval-prompt-data", "aime", "a.jsonl", "--eval-max-response-len", "4096",
                    "--eval-top-p", "1", "--n-samples-per-eval-prompt", "16", "--eval-interval", "20"],
          {"max_response_length": 4096, "samples": 16, "top_p": 1, "temperature": None, "every": 20}),
+        ("slime", ["--eval-prompt-data", "/x/a.jsonl", "--eval-interval", "20"], {"samples": 1, "every": 20}),
         ("trl", ["--eval_strategy", "steps", "--eval_steps", "3"], {"samples": 8, "every": 3}),
     ],
 )  # fmt: skip
