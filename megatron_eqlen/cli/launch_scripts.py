@@ -39,8 +39,8 @@ OPTION = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 HYDRA = re.compile(r"\+{0,2}(~\w+(?:\.[\w-]+)+|(?:[a-z]\w*|[\w@]+(?:[./][\w@*-]+)+)(?==))=?(.*)", re.DOTALL)
 # ``python3.12``, ``/opt/bin/torchrun``
 LAUNCHER = re.compile(r"(.*/)?(accelerate|deepspeed|torchrun|trl|python[\d.]*)")
-PYTHON_CALLS = ("GRPOConfig", "GRPOTrainer", "LoraConfig", "ModelConfig", "ScriptArguments")
-OBJECTS = (None, "args", "train_dataset", "eval_dataset", "peft_config", "processing_class", "callbacks")
+PYTHON_CALLS = re.compile("GRPOConfig|GRPOTrainer|LoraConfig|get_peft_model|ModelConfig|ScriptArguments")
+OBJECTS = ("args", "train_dataset", "eval_dataset", "peft_config", "processing_class", "callbacks")
 """Arguments of TRL's classes that are no options."""
 
 
@@ -147,11 +147,14 @@ def _of_words(words: list[str], trainer: str, file: Path, written: Mapping[str, 
 
 
 def _of_python(text: str) -> dict[str, Any]:
-    """Return the arguments of TRL's classes: constants, or else their source."""
+    """Return the arguments of TRL's classes: literals, functions of rewards, or the source in ``${}``."""
     calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
-    calls = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] in PYTHON_CALLS]
-    words = {word.arg: word.value for call in calls for word in call.keywords if word.arg not in OBJECTS}
-    return {str(k): str(v.value) if isinstance(v, ast.Constant) else ast.unparse(v) for k, v in words.items()}
+    calls = [call for call in calls if PYTHON_CALLS.fullmatch(ast.unparse(call.func).rpartition(".")[2])]
+    words = {word.arg or "**": word.value for call in calls for word in call.keywords}
+    texts = {key: str(v.value) if isinstance(v, ast.Constant) else ast.unparse(v) for key, v in words.items()}
+    named = {key for key, v in words.items() if any(isinstance(node, ast.Name) for node in ast.walk(v))}
+    texts |= {key: f"${{{key}: {texts[key]}}}" for key in named - {"reward_funcs"}}
+    return {key: texts[key] for key in words if key not in OBJECTS}
 
 
 def listed(value: Any) -> list[str]:

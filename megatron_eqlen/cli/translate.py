@@ -31,7 +31,7 @@ UNSET = re.compile(r"|none|null|\?\?\?")
 NOTHING = re.compile(UNSET.pattern + r"|false|\[\]|\{\}|-1(\.0*)?|0(\.0*)?")
 """Values that ask for nothing, of a key without a counterpart."""
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
-UNREAD = "no value, where its default is {}: does the script take it from its environment?"
+UNREAD = "no value, where its default is {}: does the script take it from its environment, or compute it?"
 LEARNED = re.compile("no such option|expected|must not depend|objective's alone|what is trained")
 NO_EFFECT = re.compile("acts only with|has no effect|clip.* with surrogate")
 """Reasons why an engine's option that is refused changes what is learned, or has no effect there either."""
@@ -265,7 +265,8 @@ def _add_batches(done: Translation) -> None:
         warmup *= in_step
     keys["optimizer.warmup_steps"] = round(warmup)
     longest = (number("data.max_prompt_length") or 2048) + number("rollout.max_response_length")
-    keys["packing.max_tokens_per_row"] = round(max(longest, number("row_tokens")))
+    if not done.holes.keys() & {"data.max_prompt_length", "rollout.max_response_length"}:
+        keys["packing.max_tokens_per_row"] = round(max(longest, number("row_tokens")))
     if 0 < number("row_tokens") < longest and {*done.sources["row_tokens"]} & done.theirs.keys():
         done.change("packing", "row_tokens", f"{longest:g}: a row holds a prompt with its longest response")
     if name := re.sub(r"[^\w.,=+@ -]+", "-", str(keys.get("experiment", ""))).strip("-"):

@@ -431,6 +431,21 @@ def test_what_the_program_rewards_without_reward_funcs_is_a_hole(tmp_path):
     assert "data.sources.0.grader" in translate("trl", tmp_path / "a.yaml").holes
 
 
+def test_what_python_does_not_spell_is_a_hole(tmp_path):
+    (tmp_path / "x.py").write_text(
+        "model = get_peft_model(load(), r=rank, lora_alpha=4)\n"
+        "config = GRPOConfig(max_steps=9, seed=1, num_generations=n, max_completion_length=2 * n, **more)\n"
+        'GRPOTrainer(model=model, args=config, reward_funcs=[mine, "yours"], output_dir=f"runs/{n}")\n'
+    )
+    done = translate("trl", tmp_path / "x.py")
+    python = {"model.path", "group_size", "rollout.max_response_length", "lora.rank", "**"}
+    assert python <= done.holes.keys()
+    assert (done.keys["steps"], done.keys["seed"]) == (9, 1)
+    assert "mine, 'yours'" in done.holes["data.sources.0.grader"]
+    assert "packing.max_tokens_per_row" not in done.holes
+    assert "'**': ???" in done.text("x.py")
+
+
 NOT_PLAIN = ("missing programs and files", "answers and limits", "nodes of SLURM", "a session")
 """Scripts that bash alone ends, because this machine is not theirs."""
 
@@ -545,7 +560,7 @@ def test_resolved_yaml_of_verl_yaml_of_trl_and_python_are_read(tmp_path):
     )
     done = translate("trl", tmp_path / "c.py")
     assert (done.keys["loss.kl_coef"], done.keys["model.path"]) == (0.3, "M")
-    assert "args.batch responses on each process" in done.holes["data.prompts_per_step"]
+    assert "args.batch" in done.holes["data.prompts_per_step"]
 
 
 @pytest.mark.parametrize(
