@@ -78,7 +78,12 @@ def test_of_tokens_tied_at_the_border_of_top_p_the_first_are_removed():
 def test_a_row_is_drawn_alike_in_any_batch(monkeypatch):
     logits = torch.randn(9, 50, generator=torch.Generator().manual_seed(0)) * 3
     names = [str(place) for place in range(9)]
-    params = [SamplingParams(extra_args={SEED: place}, top_p=0.9 if place % 2 else 1.0) for place in range(9)]
+    params = [
+        SamplingParams(
+            extra_args={SEED: place}, top_p=0.9 if place % 2 else 1.0, temperature=0.7 if place % 3 else 1.0
+        )
+        for place in range(9)
+    ]
     requests = {name: SimpleNamespace(sampling_params=p) for name, p in zip(names, params, strict=True)}
 
     def forward(places: list[int]) -> list[tuple]:
@@ -99,7 +104,8 @@ def test_a_row_is_drawn_alike_in_any_batch(monkeypatch):
     whole = forward([*range(9)])
     monkeypatch.setattr("megatron_eqlen.engines.cpu.sampler.BLOCK", 100)
     assert forward([*range(9)]) == whole
-    assert forward([6, 1, 3]) == [whole[6], whole[1], whole[3]]
+    for places in ([6, 1, 3], [6, 0], [2, 4], [7, 1]):  # mixed, without limits, and all with a temperature
+        assert forward(places) == [whole[place] for place in places]
 
 
 def test_a_row_without_a_limit_keeps_its_log_probs_bit_for_bit():
