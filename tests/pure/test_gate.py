@@ -89,7 +89,9 @@ def test_nothing_is_generated_while_weights_are_replaced_which_a_pause_precedes(
     assert [ask(path)[0] for path in (START, START, UPDATE, RESUME, GENERATE)] == [200, 409, 200, 409, 409]
     assert [ask(path)[0] for path in (FINISH, GENERATE, RESUME, START)] == [200, 200, 200, 409]
     assert [ask(path)[0] for path in (PAUSE, START)] == [200, 200]
-    assert ask(RPC, json.dumps(CALLS[0]).encode())[0] == 200, "a later trainer ends what was left open"
+    setup, weights = (json.dumps(call).encode() for call in CALLS)
+    assert (ask(RPC, weights)[0], ask(GENERATE)[0]) == (200, 409), "to ask for their name ends nothing"
+    assert ask(RPC, setup)[0] == 200, "a later trainer ends what was left open"
     assert [ask(path)[0] for path in (RESUME, GENERATE)] == [200, 200]
 
 

@@ -75,7 +75,7 @@ class Gate:
             if status or scope["path"] in (OWN, DISOWN):
                 await _answer(send, status or 200, text)
                 return
-            receive, send = _repeated(body or b"", receive), self._noting(scope["path"], send)
+            receive, send = _repeated(body or b"", receive), self._noting(scope["path"], body or b"", send)
         await self.app(scope, receive, send)
 
     def _refusal(self, path: str, trainer: str, body: bytes | None) -> tuple[int, str]:
@@ -106,14 +106,15 @@ class Gate:
             return 409, f"{path}: expected {', '.join((PAUSE, START, UPDATE, FINISH, RESUME))} in this order"
         return 0, ""
 
-    def _noting(self, path: str, send: Any) -> Any:
+    def _noting(self, path: str, body: bytes, send: Any) -> Any:
         """Return ``send`` that notes the state which an answer reports."""
+        # `eqlen_setup` ends an update that a killed trainer has left open; `eqlen_weights` only reads a name
+        ends = path == FINISH or (path == RPC and b"eqlen_setup" in body)
 
         async def noting(message: dict[str, Any]) -> None:
             if message.get("status") == 200:
                 self.paused = path == PAUSE or (self.paused and path != RESUME)
-                # `eqlen_setup` (RPC) ends an update that a killed trainer has left open
-                self.updating = path == START or (self.updating and path not in (FINISH, RPC))
+                self.updating = path == START or (self.updating and not ends)
             await send(message)
 
         return noting
