@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -18,6 +17,7 @@ from megatron_eqlen.data.rows import Problem, Tally
 from megatron_eqlen.data.sources import open_source
 from megatron_eqlen.graders.math.grader import MathGrader
 from megatron_eqlen.recipe import BenchmarkRecipe, DataRecipe, SourceRecipe
+from tests.pure.test_data_prompts import write_deepmath
 from tools import prepare_data
 
 
@@ -31,15 +31,6 @@ class Words:
 
     def encode(self, text):
         return [1 for _ in text.split()]
-
-
-def write_deepmath(path: Path, rows: list[tuple[str, str, float]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    questions, answers, difficulties = zip(*rows, strict=True)
-    columns = {"question": questions, "final_answer": answers, "difficulty": difficulties}
-    columns |= {name: ["t"] * len(rows) for name in ("topic", "r1_solution_1")}
-    pq.write_table(pa.table(columns), path)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +89,7 @@ def test_a_prepared_source_gives_the_same_prompts_as_its_raw_files(raw, prepared
 
 @pytest.mark.parametrize(("least", "kept"), [(None, 300), (5, 150), (100, 0)])
 def test_a_prepared_source_is_opened_without_reading_its_golds(prepared, monkeypatch, least, kept):
-    def refuse(rows, group):
-        raise AssertionError("whole rows were read")
-
-    monkeypatch.setattr(PreparedRows, "_read_group", refuse)
+    monkeypatch.setattr(PreparedRows, "_read_group", lambda rows, group: pytest.fail("whole rows were read"))
     source = SourceRecipe(name="s", reader="prepared", path=str(prepared), min_difficulty=least)
     if kept:
         assert len(open_source(source, Tally())) == kept
@@ -111,9 +99,7 @@ def test_a_prepared_source_is_opened_without_reading_its_golds(prepared, monkeyp
 
 
 @pytest.mark.parametrize("least", [None, 5])
-def test_benchmark_questions_in_a_prepared_source_are_found_without_reading_golds(
-    raw, prepared, monkeypatch, least
-):
+def test_benchmark_questions_in_it_are_found_without_reading_golds(raw, prepared, monkeypatch, least):
     monkeypatch.setattr(PreparedRows, "_read_group", lambda rows, group: pytest.fail("whole rows were read"))
     source = SourceRecipe(name="s", reader="prepared", path=str(prepared), min_difficulty=least)
     (found,) = read_overlaps(DataRecipe(sources=[source]), [BenchmarkRecipe(name="b", path=str(raw))])
@@ -196,16 +182,11 @@ def test_reading_streams(grader, tmp_path, monkeypatch):
     rows = [(f"Question number {i}?", str(i), 1.0) for i in range(4000)]
     file = write_deepmath(tmp_path / "train-0.parquet", rows)
     taken, plain = [], reading.text_field
-    monkeypatch.setattr(
-        "megatron_eqlen.data.jsonl.text_field", lambda record, name: taken.append(name) or plain(record, name)
-    )
-    seen = []
-    prepare(
-        SourceRecipe(name="s", path=str(file)),
-        tmp_path / "out.parquet",
-        grader,
-        progress=lambda tally: seen.append((tally.kept, len(taken))),
-    )
+    counting = lambda record, name: taken.append(name) or plain(record, name)  # noqa: E731
+    monkeypatch.setattr("megatron_eqlen.data.jsonl.text_field", counting)
+    source, seen = SourceRecipe(name="s", path=str(file)), []
+    note = lambda tally: seen.append((tally.kept, len(taken)))  # noqa: E731
+    prepare(source, tmp_path / "out.parquet", grader, progress=note)
     assert all(read - kept <= 512 for kept, read in seen)
     assert seen[-1] == (4000, 4000)
 

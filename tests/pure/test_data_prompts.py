@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers import Tokenizer as Backend
 
 from megatron_eqlen.data.first_rewards import first_reward, first_rewards, refuse_unfit
 from megatron_eqlen.data.jsonl import read_aime
@@ -46,23 +47,29 @@ def tokenizer(folder) -> Tokenizer:
     return load_tokenizer(folder)
 
 
-def load_id(folder: Path, token: str) -> int:
-    from tokenizers import Tokenizer as Backend
+@pytest.fixture
+def with_template(folder, tmp_path):
+    """Return a function that loads the tokenizer with another chat template."""
 
+    def load(template: str) -> Tokenizer:
+        shutil.copytree(folder, tmp_path / "model")
+        (tmp_path / "model/chat_template.jinja").write_text(template)
+        return load_tokenizer(tmp_path / "model")
+
+    return load
+
+
+def load_id(folder: Path, token: str) -> int:
     return Backend.from_file(str(folder / "tokenizer.json")).token_to_id(token)
 
 
 def write_deepmath(path: Path, rows: list[tuple]) -> Path:
-    columns = {"question": [], "final_answer": [], "difficulty": []}
-    for row in rows:
-        for name, value in zip(columns, row, strict=True):
-            columns[name].append(value)
-    table = {name: pa.array(values) for name, values in columns.items()}
-    table["difficulty"] = table["difficulty"].cast(pa.float64())
-    for name in ("topic", "r1_solution_1", "r1_solution_2", "r1_solution_3"):
-        table[name] = pa.array([name] * len(rows))
+    questions, answers, difficulties = zip(*rows, strict=True)
+    columns = {"question": questions, "final_answer": answers}
+    columns["difficulty"] = pa.array(difficulties, pa.float64())
+    columns |= {name: [name] * len(rows) for name in ("topic", "r1_solution_1", "r1_solution_2")}
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table(table), path)
+    pq.write_table(pa.table(columns), path)
     return path
 
 
@@ -76,6 +83,12 @@ def recipe(*sources: SourceRecipe, **data) -> DataRecipe:
 
 def source(path: Path, name: str = "deepmath", **keys) -> SourceRecipe:
     return SourceRecipe(name=name, path=str(path), **keys)
+
+
+def rows_in(folder: Path, rows: list, name: str = "rows.jsonl", **keys) -> SourceRecipe:
+    """Write rows as JSON Lines."""
+    (folder / name).write_text("\n".join(map(json.dumps, rows)) or "\n\n")
+    return source(folder / name, **keys)
 
 
 def counted(prompts, name="deepmath"):
@@ -166,9 +179,7 @@ def test_a_chat_is_the_prompt_as_it_stands_and_its_last_reply_the_answer(tokeniz
         {"messages": [{"role": "robot", "content": "?"}], "answer": 5},
         {"messages": CHAT[:2]},
     ]
-    file = tmp_path / "chat.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)))
-    prompts = PromptSource(recipe(source(file, reader="jsonl"), shuffle=False), tokenizer, seed=0)
+    prompts = PromptSource(recipe(rows_in(tmp_path, rows), shuffle=False), tokenizer, seed=0)
     whole, single = prompts.next(2)
     user = "<|im_start|>user\n2 + 3?<|im_end|>\n<|im_start|>assistant\n"
     assert whole.token_ids == tokenizer.encode("<|im_start|>system\nBe brief.<|im_end|>\n" + user)
@@ -191,21 +202,16 @@ CALLS = (
     ("{{ '' + f.arguments }}", {"x": "é", "n": [1, 2]}),  # DeepSeek's
     ("{{ '' + f.arguments }}", '{"x": "é", "n": [1, 2]}'),
 ])  # fmt: skip
-def test_calls_in_a_chat_have_their_arguments_in_the_templates_form_and_a_lost_key_is_counted(
-    folder, tmp_path, written, given
+def test_calls_in_a_chat_have_arguments_in_the_templates_form_and_lost_keys_count(
+    with_template, tmp_path, written, given
 ):
-    shutil.copytree(folder, tmp_path / "model")
-    (tmp_path / "model/chat_template.jinja").write_text(CALLS.replace("ARGUMENTS", written))
     call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": given}}
     called = {"role": "assistant", "content": None, "tool_calls": [call]}
-    asked = {"role": "user", "content": "2 + 3?"}
-    rows = [{"messages": [asked, called, asked], "answer": 5}]
-    lost = called | {"reasoning_content": "Hm."}
-    rows = [{"messages": [asked, lost, asked | {"content": "3 + 3?"}], "answer": 6}, *rows]
-    file = tmp_path / "chat.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)))
-    tokenizer = load_tokenizer(tmp_path / "model")
-    prompts = PromptSource(recipe(source(file, reader="jsonl"), shuffle=False), tokenizer, seed=0)
+    lost, asked = called | {"reasoning_content": "Hm."}, {"role": "user", "content": "2 + 3?"}
+    rows = [{"messages": [asked, lost, asked | {"content": "3 + 3?"}], "answer": 6}]
+    rows += [{"messages": [asked, called, asked], "answer": 5}]
+    tokenizer = with_template(CALLS.replace("ARGUMENTS", written))
+    prompts = PromptSource(recipe(rows_in(tmp_path, rows), shuffle=False), tokenizer, seed=0)
     expected = 'user: 2 + 3?\nassistant: [add {"x": "é", "n": [1, 2]}]\nuser: 2 + 3?\n'
     assert prompts.next(1)[0].token_ids == tokenizer.encode(expected)
     assert counted(prompts) == (1, {"unrendered_key": 1})
@@ -218,23 +224,18 @@ ADD, SUBTRACT, ADD_ONE = (
 
 
 @pytest.mark.parametrize("turn", [
-    {"role": "system", "content": "Be brief."},
     {"role": "tool", "content": "Be brief."},
     {"role": "assistant", "content": "I add.", "tool_calls": [ADD]},
     {"role": "assistant", "content": "", "tool_calls": [ADD, SUBTRACT]},
     {"role": "assistant", "content": "", "tool_calls": [ADD_ONE]},
 ])  # fmt: skip
-def test_a_row_with_a_text_that_the_template_leaves_out_is_left_out(folder, tmp_path, turn):
-    shutil.copytree(folder, tmp_path / "model")
+def test_a_row_with_a_text_that_the_template_leaves_out_is_left_out(with_template, tmp_path, turn):
     said = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.role + ': ' }}{{ m.tool_calls[0]"
-    said += ".function.name if m.tool_calls else m.content | trim }}"
-    (tmp_path / "model/chat_template.jinja").write_text(said + "{% endfor %}")  # as Vicuna's
+    tokenizer = with_template(said + ".function.name if m.tool_calls else m.content | trim }}{% endfor %}")
     asked = [{"role": "user", "content": " 2 + 3?\n"}, {"role": "assistant", "content": "5"}]
-    rows = [[turn, asked[0]], [*asked, {"role": "user", "content": "3 + 3?"}]]
-    file = tmp_path / "chat.jsonl"
-    file.write_text("\n".join(json.dumps({"messages": row, "answer": 5}) for row in rows))
-    tokenizer = load_tokenizer(tmp_path / "model")
-    prompts = PromptSource(recipe(source(file, reader="jsonl"), shuffle=False), tokenizer, seed=0)
+    rows = [{"messages": [turn, asked[0]], "answer": 5}]
+    rows += [{"messages": [*asked, {"role": "user", "content": "3 + 3?"}], "answer": 5}]
+    prompts = PromptSource(recipe(rows_in(tmp_path, rows), shuffle=False), tokenizer, seed=0)
     assert prompts.next(1)[0].token_ids == tokenizer.encode("user: 2 + 3?assistant: 5user: 3 + 3?")
     assert counted(prompts) == (1, {"unrendered_key": 1})
 
@@ -315,15 +316,9 @@ def test_layouts_of_other_trainers_are_recognised(tmp_path, case):
 
 
 def of_verl(content: str, gold: str, **extra) -> dict[str, Any]:
+    row = {"data_source": "x", "ability": "math", "extra_info": extra}
     rewarded = {"ground_truth": gold, "style": "rule"}
-    prompt = [{"content": content, "role": "user"}]
-    return {
-        "data_source": "x",
-        "prompt": prompt,
-        "ability": "math",
-        "reward_model": rewarded,
-        "extra_info": extra,
-    }
+    return row | {"prompt": [{"content": content, "role": "user"}], "reward_model": rewarded}
 
 
 MATH_ROW = {"problem": "2 + 3?", "answer": "5"}
@@ -441,26 +436,24 @@ def fails(response):
 def test_an_own_function_grades_further_rows_and_a_benchmark_is_read_whole(tokenizer, tmp_path):
     """A start meets the errors of a first harvest and of a first evaluation."""
     rows = [{"question": f"{n} + 1?", "answer": n + 1} for n in range(9)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, [*rows, {"question": "?"}])))
-    of_it = source(tmp_path / "rows.jsonl", grader=f"{__name__}:fails_later")
-    scorer, prompts = Scorer(RewardRecipe(), tokenizer), PromptSource(recipe(of_it), tokenizer, 0)
+    test = rows_in(tmp_path, [*rows, {"question": "?"}], "test.jsonl")
+
+    def graded_by(name: str) -> PromptSource:
+        return PromptSource(recipe(rows_in(tmp_path, rows, grader=f"{__name__}:{name}")), tokenizer, 0)
+
+    scorer, prompts = Scorer(RewardRecipe(), tokenizer), graded_by("fails_later")
     whole = SimpleNamespace(evaluation=SimpleNamespace(benchmarks=[]))
     (first,) = first_rewards(whole, prompts, scorer, tokenizer)
     assert re.match(r"deepmath/rows.jsonl#6: .*:fails_later: ZeroDivisionError", first.cause)
-    once = PromptSource(
-        recipe(source(tmp_path / "rows.jsonl", grader=f"{__name__}:fails_first")), tokenizer, 0
-    )
-    (first,) = first_rewards(whole, once, scorer, tokenizer)
+    (first,) = first_rewards(whole, graded_by("fails_first"), scorer, tokenizer)
     assert first.rewards["right"] == 1, "of a later row"
     assert re.match(r"deepmath/rows.jsonl#0: .*:fails_first: ZeroDivisionError", first.cause)
     strict = Scorer(RewardRecipe(on_error="end"), tokenizer)
     with pytest.raises(ValueError, match=r"^deepmath/rows.jsonl#6: .*:fails_later: ZeroDivisionError"):
         first_rewards(whole, prompts, strict, tokenizer)
-    always = source(tmp_path / "rows.jsonl", grader=f"{__name__}:fails")
     with pytest.raises(ValueError, match=r"^deepmath/rows.jsonl#0: .*:fails: KeyError"):
-        first_rewards(whole, PromptSource(recipe(always), tokenizer, 0), scorer, tokenizer)
-    whole.evaluation.benchmarks = [BenchmarkRecipe(name="b", path=str(tmp_path / "test.jsonl"))]
+        first_rewards(whole, graded_by("fails"), scorer, tokenizer)
+    whole.evaluation.benchmarks = [BenchmarkRecipe(name="b", path=test.path)]
     with pytest.raises(ValueError, match=r"benchmark b: .*test.jsonl: unusable rows {'missing_column': 1}"):
         first_rewards(whole, prompts, scorer, tokenizer)
 
@@ -468,8 +461,7 @@ def test_an_own_function_grades_further_rows_and_a_benchmark_is_read_whole(token
 @pytest.mark.parametrize("case", FIRST)
 def test_first_rewards_name_the_cause_of_a_right_answer_that_earns_nothing(tokenizer, tmp_path, case):
     row, function, told = FIRST[case]
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    of_it = source(tmp_path, grader=function and f"{__name__}:{function}")
+    of_it = rows_in(tmp_path, [row], grader=function and f"{__name__}:{function}")
     prompts = PromptSource(recipe(of_it), tokenizer, 0)
     scorer = Scorer(RewardRecipe(code_python=sys.executable), tokenizer)
     ((prompt,),) = prompts.samples(1)
@@ -512,28 +504,19 @@ def test_each_row_has_the_columns_of_its_own_layout(tmp_path):
         {"question": "a?", "answer": 1},
         {"problem": "b?", "label": 2},
         {"prompt": USER, "reward_model": {"ground_truth": "5"}},
-        {"question": "", "prompt": "c?", "messages": USER, "answer": 3},
+        {"question": "", "prompt": "c?", "messages": USER, "answer": 3, "gold": {"value": 5}},
         {"instruction": "d?", "answer": 4},
     ]
-    file, tally = tmp_path / "rows.jsonl", Tally()
-    file.write_text("\n".join(map(json.dumps, rows)))
-    read = open_source(source(file), tally)
+    tally = Tally()
+    read = open_source(rows_in(tmp_path, rows), tally)
     assert [(row.question, row.gold) for row in read] == [("a?", "1"), ("b?", "2"), ("2 + 3?", "5")]
     assert tally.dropped == {"missing_column": 151, "two_questions": 1}
     assert "prompt and messages differ" in tally.first["two_questions"]
-    file.write_text("\n".join(map(json.dumps, rows[-2:])))
-    (read,) = open_source(source(file, columns={"question": "messages"}), Tally())
-    assert (read.question, read.gold) == ("2 + 3?", "3")
-    (read,) = open_source(source(file, columns={"question": "instruction"}), Tally())
+    named = {"question": "messages", "answer": "gold.value"}
+    (read,) = open_source(rows_in(tmp_path, rows[-2:], columns=named), Tally())
+    assert (read.question, read.gold, read.messages) == ("2 + 3?", "5", tuple(USER)), "columns come first"
+    (read,) = open_source(rows_in(tmp_path, rows[-2:], columns={"question": "instruction"}), Tally())
     assert (read.question, read.instruction) == ("d?", None), "a column is read once"
-
-
-def test_columns_come_before_what_is_recognised(tmp_path):
-    file = tmp_path / "rows.jsonl"
-    row = {"question": "other", "answer": "7", "chat": USER, "gold": {"value": 5}}
-    file.write_text(json.dumps(row))
-    (read,) = open_source(source(file, columns={"question": "chat", "answer": "gold.value"}), Tally())
-    assert (read.question, read.gold, read.messages) == ("2 + 3?", "5", tuple(USER))
 
 
 def test_thinking_switch_reaches_the_template(tokenizer, tmp_path):
@@ -561,7 +544,7 @@ def test_without_shuffling_the_order_is_that_of_the_files(tokenizer, tmp_path):
     assert prompts[4].prompt_id == "deepmath/data/train-00001-of-00002.parquet#1"
 
 
-@pytest.mark.slow  # starts seven pools of graders
+@pytest.mark.slow  # starts five pools of graders
 def test_resume_continues_exactly_across_epochs_and_drops(tokenizer, tmp_path):
     rows = [*sums(17), ("bad gold?", "\\frac{", 1.0)]
     first = write_deepmath(tmp_path / "a" / "train-0.parquet", rows)
@@ -572,7 +555,7 @@ def test_resume_continues_exactly_across_epochs_and_drops(tokenizer, tmp_path):
     whole.close()
     prompts = PromptSource(data, tokenizer, seed=3)
     seen = []
-    for n in (1, 7, 20, 13, 19):
+    for n in (8, 33, 19):
         seen += prompts.next(n)
         state = json.loads(json.dumps(prompts.state_dict()))
         prompts.close()
@@ -624,9 +607,7 @@ def test_rows_left_out_are_counted_by_reason(tokenizer, tmp_path):
     prompts.close()
 
 
-def test_rows_left_out_are_totalled_when_a_source_is_read_and_after_its_first_epoch(
-    tokenizer, tmp_path, caplog
-):
+def test_rows_left_out_are_totalled_when_read_and_after_the_first_epoch(tokenizer, tmp_path, caplog):
     rows = [*sums(5), *sums(2), ("Long " * 500, "5", 3.0), (None, "4", 3.0)]
     file = write_deepmath(tmp_path / "train-0.parquet", rows)
     prompts = PromptSource(recipe(source(file), max_prompt_length=200), tokenizer, 0)
@@ -639,32 +620,29 @@ def test_rows_left_out_are_totalled_when_a_source_is_read_and_after_its_first_ep
 
 
 UNUSABLE = {
-    "column": ([{"task": "a?", "reply": "1"}] * 2, {},
+    "column": ([{"task": "a?", "reply": "1"}] * 2,
      "2 missing_column; the first missing_column is FILE#0: expected 'question' or one of problem, "
      "prompt, messages, conversations, input, query, found ['task', 'reply']; data.sources[].columns takes"),
-    "no answer": ([{"question": 1, "answer": 1}, {"question": "a?"}, {"question": "b?"}], {},
+    "no answer": ([{"question": 1, "answer": 1}, {"question": "a?"}, {"question": "b?"}],
      "FILE#1: expected answer, which other rows have, found none in this one"),
-    "chat without an answer": ([{"messages": CHAT[:2]}], {},
-     "FILE#0: expected 'answer' or one of final_answer, "),
-    "null": ([{"question": "a?", "answer": None}], {}, "FILE#0: answer: expected text, found null"),
-    "a megabyte": ([{"question": "long " * 200_000, "answer": 1}], {}, "1,000,000 characters; raise data"),
-    "long": ([{"question": "long " * 99, "answer": 1}], {}, " tokens, data.max_prompt_length is 20"),
+    "no reply": ([{"messages": CHAT[:2]}], "FILE#0: expected 'answer' or one of final_answer, "),
+    "null": ([{"question": "a?", "answer": None}], "FILE#0: answer: expected text, found null"),
+    "a megabyte": ([{"question": "long " * 200_000, "answer": 1}], "1,000,000 characters; raise data"),
+    "long": ([{"question": "long " * 99, "answer": 1}], " tokens, data.max_prompt_length is 20"),
     "a chat that is rendered already": (
-        [{"prompt": "<|im_start|>user\n2 + 3?<|im_end|>", "answer": 5}], {},
+        [{"prompt": "<|im_start|>user\n2 + 3?<|im_end|>", "answer": 5}],
         "'<|im_start|>user\\n2 + 3?<|im_end|>': a chat is a list of turns, not their text"),
-    "nothing": ([], {}, "rows.jsonl: no usable row: the files hold no row"),
+    "nothing": ([], "rows.jsonl: no usable row: the files hold no row"),
 }  # fmt: skip
 """The error names the first row of the most frequent reason."""
 
 
 @pytest.mark.parametrize("case", UNUSABLE)
 def test_rows_that_are_all_unusable_are_an_error_that_says_why(tokenizer, tmp_path, case):
-    rows, columns, message = UNUSABLE[case]
-    file = tmp_path / "rows.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)) or "\n\n")
-    data = recipe(source(file, reader="jsonl", columns=columns), max_prompt_length=20, shuffle=False)
-    with pytest.raises(ValueError, match=re.escape(message.replace("FILE", f"{file}: rows.jsonl"))):
-        PromptSource(data, tokenizer, 0).next(1)
+    rows, message = UNUSABLE[case]
+    read = rows_in(tmp_path, rows)
+    with pytest.raises(ValueError, match=re.escape(message.replace("FILE", f"{read.path}: rows.jsonl"))):
+        PromptSource(recipe(read, max_prompt_length=20, shuffle=False), tokenizer, 0).next(1)
 
 
 GOOD, LONG = {"question": "a?", "answer": 1}, {"question": "long " * 300, "answer": 1}
@@ -686,9 +664,7 @@ FEW = {
 @pytest.mark.parametrize("case", FEW)
 def test_a_source_of_which_faults_leave_out_more_than_half_is_no_good_source(tokenizer, tmp_path, case):
     rows, keys, message = FEW[case]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    of_it = source(tmp_path / "rows.jsonl", reader="jsonl", **keys)
-    prompts = PromptSource(recipe(of_it, max_prompt_length=200), tokenizer, 0)
+    prompts = PromptSource(recipe(rows_in(tmp_path, rows, **keys), max_prompt_length=200), tokenizer, 0)
     if message:
         with pytest.raises(ValueError, match=re.escape(message)):
             prompts.describe(100)
@@ -706,7 +682,6 @@ def test_a_parquet_file_under_a_reader_of_json_is_refused(tokenizer, tmp_path):
 
 
 def test_jsonl_rows_carry_their_own_grader(tokenizer, tmp_path):
-    file = tmp_path / "rows.jsonl"
     tests = {"inputs": ["1\n"], "outputs": ["2\n"]}
     lines = [
         {"question": "What is 1 + 1?", "answer": 2},
@@ -716,8 +691,7 @@ def test_jsonl_rows_carry_their_own_grader(tokenizer, tmp_path):
         {"question": ["wrong"], "answer": "x"},
         ["not a record"],
     ]
-    file.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
-    prompts = PromptSource(recipe(source(file, reader="jsonl"), shuffle=False), tokenizer, 0)
+    prompts = PromptSource(recipe(rows_in(tmp_path, lines), shuffle=False), tokenizer, 0)
     kept = prompts.next(2)
     assert [prompt.grader for prompt in kept] == ["math", "code"]
     assert kept[0].gold == "2"
@@ -780,9 +754,8 @@ def test_a_benchmark_with_long_questions_names_the_longest_and_the_key_to_raise(
     rows = [*sums(3), ("Long " * 100, "5", 1.0), ("Longer " * 200, "5", 1.0)]
     file = write_deepmath(tmp_path / "test.parquet", rows)
     benchmark, data = BenchmarkRecipe(name="b", path=str(file)), recipe(source(file), max_prompt_length=100)
-    with pytest.raises(
-        ValueError, match=r"benchmark b: .*2 of 5 questions .*test.parquet#4 has \d+ tokens: set data"
-    ) as long:
+    expected = r"benchmark b: .*2 of 5 questions .*test.parquet#4 has \d+ tokens: set data"
+    with pytest.raises(ValueError, match=expected) as long:
         read_benchmark(benchmark, data, tokenizer)
     key, _, value = str(long.value).rpartition("set ")[2].partition("=")
     assert key == "data.max_prompt_length"
@@ -794,10 +767,8 @@ def test_a_benchmark_with_long_questions_names_the_longest_and_the_key_to_raise(
     ({"instruction": ""}, ""), ({"instruction": None}, "Box it."), ({}, "Box it."),
 ])  # fmt: skip
 def test_an_empty_instruction_replaces_the_recipes(tokenizer, tmp_path, given, added):
-    file = tmp_path / "rows.jsonl"
-    file.write_text(json.dumps({"question": "What is 1 + 1?", "answer": 2} | given) + "\n")
-    data = recipe(source(file, reader="jsonl"), instruction="Box it.")
-    (prompt,) = PromptSource(data, tokenizer, 0).next(1)
+    read = rows_in(tmp_path, [{"question": "What is 1 + 1?", "answer": 2} | given])
+    (prompt,) = PromptSource(recipe(read, instruction="Box it."), tokenizer, 0).next(1)
     assert ("Box it." in tokenizer.decode(prompt.token_ids)) == bool(added)
 
 
@@ -807,11 +778,9 @@ def held_out(path: Path, name: str = "b", **keys) -> BenchmarkRecipe:
 
 def test_benchmark_questions_in_the_training_data_are_counted(tokenizer, tmp_path):
     """Copies may differ in white space and formula marks; a sum of other numbers is another question."""
-    formula = ("Compute $1 + 2$.", "3", 1.0)
+    formulas = [("Compute $1 + 2$.", "3", 1.0), ("Compute $1-2$.", "-1", 1.0)]
     train = write_deepmath(tmp_path / "train.parquet", [*sums(20), ("Compute  \\(1+2\\).", "3", 1.0)])
-    test = write_deepmath(
-        tmp_path / "test.parquet", [*sums(4, start=18), formula, ("Compute $1-2$.", "-1", 1.0)]
-    )
+    test = write_deepmath(tmp_path / "test.parquet", [*sums(4, start=18), *formulas])
     clean = write_deepmath(tmp_path / "clean.parquet", sums(4, start=50))
     prompts = PromptSource(recipe(source(train, "mixed"), source(clean, "clean")), tokenizer, 0)
     (found,) = prompts.overlaps([held_out(test)])
@@ -826,25 +795,13 @@ def test_benchmark_questions_in_the_training_data_are_counted(tokenizer, tmp_pat
 def test_benchmarks_are_compared_whole_and_in_part(tmp_path):
     """Most words of a question in another wording count; the end that AIME's problems share does not."""
     end = "can be written as m/n, where m and n are relatively prime positive integers. Find m + n."
-    asked = (
-        "A rabbit on a circle of ten stones jumps by two or three stones with equal chance, and the chance"
-    )
-    train = [
-        f"A box holds red and blue balls, and the chance of two red balls {end}",
-        f"Hard: {asked} to return {end}",
-    ]
-    (tmp_path / "train.jsonl").write_text("\n".join(json.dumps({"question": q, "answer": 1}) for q in train))
-    data = recipe(source(tmp_path / "train.jsonl", "mine"))
-    questions = (
-        f"{asked} to return {end}",
-        f"Fair dice are thrown until their sum is odd, and the chance {end}",
-    )
-    (tmp_path / "test.jsonl").write_text(
-        "\n".join(json.dumps({"problem": q, "answer": 1}) for q in questions)
-    )
-    assert read_overlaps(data, [held_out(tmp_path / "test.jsonl", reader="aime26")])[0].startswith(
-        "data source mine holds 0 of the 2 questions of benchmark b and most words of 1 more: "
-    )
+    asked = "A rabbit on a circle of ten stones jumps by two or three stones, and the chance to return " + end
+    train = [f"A box holds red and blue balls, and the chance of two red balls {end}", f"Hard: {asked}"]
+    data = recipe(rows_in(tmp_path, [{"question": q, "answer": 1} for q in train], "train.jsonl"))
+    questions = (asked, f"Fair dice are thrown until their sum is odd, and the chance {end}")
+    test = rows_in(tmp_path, [{"problem": q, "answer": 1} for q in questions], "test.jsonl")
+    (found,) = read_overlaps(data, [held_out(Path(test.path), reader="aime26")])
+    assert "holds 0 of the 2 questions of benchmark b and most words of 1 more: " in found
 
 
 def test_excluded_questions_are_not_counted_as_overlap(tmp_path):
