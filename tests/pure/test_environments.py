@@ -215,15 +215,14 @@ def error_of_the_step(name, cls):
 @pytest.mark.parametrize(
     ("name", "cls"),
     [*((name, Coins) for name in SETTINGS), ("group", OwnCoins), ("forks at a length", OwnCoins),
-     ("pairs", Uncopied)],
+     ("forks at a length", Uncopied)],
 )  # fmt: skip
 def test_an_expected_step_is_the_policy_gradient_where_forks_copy_the_environment_or_tell_it_all(name, cls):
     assert error_of_the_step(name, cls) < 1e-12
 
 
-@pytest.mark.parametrize("name", ["pairs", "forks at a length"])
-def test_an_expected_step_is_not_the_policy_gradient_where_forks_reset_the_environment(name):
-    assert error_of_the_step(name, Reset) > 1e-3
+def test_an_expected_step_is_not_the_policy_gradient_where_forks_reset_the_environment():
+    assert error_of_the_step("forks at a length", Reset) > 1e-3
 
 
 # ---- failures --------------------------------------------------------------------------------------------
@@ -254,14 +253,10 @@ def words(make, settings=None, count=3, **limits):
     return harvest(engine, plan)
 
 
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        (ConnectionError("no server"), "ConnectionError: no server"),
-        (Mute(), "Mute: its message cannot be read (KeyError)"),
-    ],
-    ids=["error", "mute"],
-)
+@pytest.mark.parametrize(("error", "told"), [
+    (ConnectionError("no server"), "ConnectionError: no server"),
+    (Mute(), "Mute: its message cannot be read (KeyError)"),
+], ids=["error", "mute"])  # fmt: skip
 def test_an_environment_that_fails_drops_its_rollout_and_no_other(error, told, caplog):
     def fails(prompt_id):
         if prompt_id == "q1":
@@ -275,17 +270,11 @@ def test_an_environment_that_fails_drops_its_rollout_and_no_other(error, told, c
 
 WRONG = {
     "step: expected an Observation whose content is a str, found '7 7' of the type str": ("7 7", 0.0),
-    "step: expected an Observation whose content is a str, found .Observation.content=7, .*": (
-        Observation(7),
-        0.0,
-    ),
-    "step: expected an Observation that the chat template writes as tokens, found '',": (
-        Observation(""),
-        0.0,
-    ),
+    "step: expected an Observation whose content is a str, found .*content=7": (Observation(7), 0.0),
+    "step: expected an Observation that the chat template writes as tokens, found ''": (Observation(""), 0.0),
     "grade: expected a finite number, a Grade or None, found '1.0' of the type str": (None, "1.0"),
     "grade: expected a finite number, a Grade or None, found 'nan' of the type float": (None, float("nan")),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", WRONG)
@@ -304,29 +293,26 @@ def test_what_is_no_answer_or_no_grade_is_named(message):
     assert re.search(f"its environment failed: .*Odd.{message}", *details)
 
 
-class Holds(Answers):
-    """Cannot be copied."""
+class Clock(Answers):
+    """Cannot repeat its answers: it counts the seconds, so to speak."""
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments, most=2)
-        self.lock = threading.Lock()
+    clock = itertools.count(10)
 
-
-FORKING = recipe({"fork": "tokens", "step_tokens": 3, "forks": 1}, limit=9)
+    def step(self, message):
+        return replace(super().step(message), content=str(next(self.clock)))
 
 
 def test_a_fork_that_can_neither_be_copied_nor_told_the_messages_ends_the_harvest():
     """To leave it out would leave out the rollouts that fork."""
-    clock = itertools.count(10)
 
-    class Clock(Holds):
-        def step(self, message):
-            return replace(super().step(message), content=str(next(clock)))
+    class Holds(Clock):
+        def __init__(self, *arguments):
+            super().__init__(*arguments, most=2)
+            self.lock = threading.Lock()  # which cannot be copied
 
-    with pytest.raises(
-        EngineError, match="set copies = False; a new environment cannot be told the messages"
-    ):
-        words(Clock, FORKING, count=1)
+    forking = recipe({"fork": "tokens", "step_tokens": 3, "forks": 1}, limit=9)
+    with pytest.raises(EngineError, match="copies = False; a new environment cannot be told the messages"):
+        words(Holds, forking, count=1)
 
 
 def test_a_call_that_waits_begins_where_the_one_before_it_ends_its_rollout():
@@ -380,14 +366,8 @@ def test_a_response_that_reaches_its_length_in_a_call_is_truncated():
 
 
 def test_a_recorded_answer_stands_where_the_environment_cannot_repeat_it():
-    """The environment counts the seconds, so to speak. To drop the rollout, or to take the new answer, would
-    leave out what was long: docs/agents.md has the numbers."""
-    clock = itertools.count(10)
-
-    class Clock(Answers):
-        def step(self, message):
-            return replace(super().step(message), content=str(next(clock)))
-
+    """To drop the rollout, or to take the new answer, would leave out what was long: docs/agents.md has the
+    numbers."""
     settings = recipe(limit=9, sampling="independent", objective="grpo")
     known = Tokens.of([CALL, END, 7], [0.0] * 3, versions=[0] * 3, given=[[], [], [0]])
     more = Tokens.of([CALL, END], [0.0] * 2, versions=[0] * 2, given=[[], []])
@@ -454,21 +434,16 @@ HERE = "tests.pure.test_environments"
 REFUSED = {
     "expected a subclass of megatron_eqlen.environments.environment.Environment": {"name": f"{HERE}:words"},
     "environment.name: .*: expected a class with a method step": {"name": f"{HERE}:Silent"},
-    "environment.options: .* unexpected keyword argument 'sise'": {
-        "name": f"{HERE}:Fixed",
-        "options": {"sise": 2},
-    },
+    "environment.options: .* argument 'sise'": {"name": f"{HERE}:Fixed", "options": {"sise": 2}},
     "Fixed cannot be copied, and sampling: equal_length forks": {"name": f"{HERE}:Fixed"},
 }
 
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_an_environment_that_does_not_fit_is_refused(message):
-    settings = recipe(sampling="equal_length").model_copy(
-        update={"environment": EnvironmentRecipe(**REFUSED[message])}
-    )
+    section = {"environment": EnvironmentRecipe(**REFUSED[message])}
     with pytest.raises(ValueError, match=message):
-        environment_class(settings)
+        environment_class(recipe(sampling="equal_length").model_copy(update=section))
 
 
 def test_sampling_without_forks_takes_an_environment_that_cannot_be_copied():
@@ -494,9 +469,8 @@ def tokenizer_with(folder, template):
     return load_tokenizer(folder)
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_given_tokens_continue_the_turn_as_the_template_does(template, tmp_path):
-    tokenizer = tokenizer_with(tmp_path, TEMPLATES[template])
+def test_given_tokens_continue_the_turn_as_the_template_does(tmp_path):
+    tokenizer = tokenizer_with(tmp_path, TEMPLATES["qwen3"])
     given = given_tokens(tokenizer, Observation("7 apples"))
     assert tokenizer.decode(given) == "\n<|im_start|>tool\n7 apples\n<|im_start|>assistant\n"  # without ends
     assert tokenizer.eos_token_ids & {*given}
@@ -544,9 +518,8 @@ def test_special_tokens_in_questions_observations_and_tools_are_text(question, s
     assert family.backend.decode(prompt) == family.backend.decode(ids).replace("t<", f"{said}<", 1).replace(
         "<|im_start|>assistant", f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant"
     )
-    assert (
-        family.backend.decode(given_ids) == f"\n<|im_start|>tool\n{said}<|im_end|>\n<|im_start|>assistant\n"
-    )
+    expected = f"\n<|im_start|>tool\n{said}<|im_end|>\n<|im_start|>assistant\n"
+    assert family.backend.decode(given_ids) == expected
     control = [family.encode(text) for text in SPECIAL_TOKENS]
     assert [[tokens.count(token) for tokens in (prompt, given_ids)] for (token,) in control] == [
         [0, 0], [3, 2], [3, 1],
@@ -561,18 +534,11 @@ ENDS = {
     "an SFT of a base model": (HISTORY, "<|endoftext|>", "found '<|im_end|>"),
     "Falcon": ("{{ m.role + ': ' + m.content + '\n' }}", "<|im_end|>", None),
     "GLM": ("{{ '<|im_end|>' + m.role + '\n' + m.content }}", "<|im_end|>", None),
-    "an end of the chat alone": (
-        HISTORY + "{% if loop.last %}{{ '<|endoftext|>' }}{% endif %}",
-        "<|endoftext|>",
-        "found '<|im_end|>",
-    ),
+    "an end of the chat alone": (HISTORY + "{% if loop.last %}{{ '<|endoftext|>' }}{% endif %}",
+                                 "<|endoftext|>", "found '<|im_end|>"),
     "no text": ("{{ '<|im_start|>' + m.role + '<|im_end|>' }}", "<|im_end|>", "a turn without its text"),
-    "system alone": (
-        "{{ raise_exception('system first') }}",
-        "<|im_end|>",
-        "refuses the roles user, assistant",
-    ),
-}
+    "system alone": ("{{ raise_exception('system first') }}", "<|im_end|>", "refuses the roles user, assis"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ENDS)
@@ -580,10 +546,9 @@ def test_a_template_whose_turns_do_not_end_responses_is_refused(name, tmp_path):
     template, end, message = ENDS[name]
     tokenizer = tokenizer_with(tmp_path, template)
     (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}" + template + "{% endfor %}")
-    ids = [tokenizer.encode(end)[0]]
-    (tmp_path / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": ids, "pad_token_id": ids[0]})
-    )
+    (end_id,) = tokenizer.encode(end)
+    ends = {"eos_token_id": [end_id], "pad_token_id": end_id}
+    (tmp_path / "generation_config.json").write_text(json.dumps(ends))
     with pytest.raises(ValueError, match=re.escape(message)) if message else nullcontext():
         require_end(load_tokenizer(tmp_path))
 
@@ -646,15 +611,17 @@ def test_an_observation_is_rendered_behind_the_calls_that_it_answers(tmp_path):
 
 def test_a_template_that_changes_earlier_turns_is_refused(tmp_path):
     tokenizer = tokenizer_with(tmp_path, TEMPLATES["qwen3"])
-    with pytest.raises(
-        ValueError, match="keeps the assistant's turns as they are before a message of the role 'user'"
-    ):
+    with pytest.raises(ValueError, match="turns as they are before a message of the role 'user'"):
         given_tokens(tokenizer, Observation("again", role="user"))
 
 
-def run_cell(tool, code):
+def cell(code):
     call = {"name": "python", "arguments": {"code": code}}
-    return tool.step(f"<think>\nlet me see\n</think>\n<tool_call>\n{json.dumps(call)}\n</tool_call>").content
+    return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+
+
+def run_cell(tool, code):
+    return tool.step(f"<think>\nlet me see\n</think>\n{cell(code)}").content
 
 
 def test_the_python_tool_keeps_names_and_a_copy_has_its_own(request):
@@ -664,18 +631,14 @@ def test_the_python_tool_keeps_names_and_a_copy_has_its_own(request):
     copied = tool.fork()
     assert run_cell(tool, "x *= 5\nprint(x)") == "15"
     assert [run_cell(each, "x") for each in (tool, copied)] == ["15", "3"]
-    assert tool.step(
-        '<think>\nor <tool_call>{"name": "python", "arguments": {"code": "x = 9"}}</tool_call>'
-    ).done
+    assert tool.step(f"<think>\nor {cell('x = 9')}").done
     assert run_cell(tool, "y = 1 / 0") == "ZeroDivisionError: division by zero"
     assert run_cell(tool, "while True: pass") == "error: time limit"
     assert len(run_cell(tool, "print('a' * 999)")) < 140
     assert tool.step("<tool_call>{</tool_call>").content.startswith("error: the call is not JSON")
-    assert tool.step('<tool_call>{"name": "p", "arguments": {}}</tool_call>').content.startswith(
-        "error: expected"
-    )
+    assert "error: expected" in tool.step('<tool_call>{"name": "p", "arguments": {}}</tool_call>').content
     assert tool.step("It is \\boxed{15}.").done
-    two = tool.step('<tool_call>{"name": "python", "arguments": {"code": "x"}}</tool_call>' * 2).messages
+    two = tool.step(cell("x") * 2).messages
     assert [message["content"] for message in two] == ["15", "error: more than 1 calls in a turn"]
 
 
@@ -746,10 +709,8 @@ def test_methods_are_tools_whose_errors_the_policy_reads_and_a_copy_has_its_own_
     number = {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]}
     schema = {"name": "cancel", "description": "Cancel an order that is open.", "parameters": number}
     assert [tool["function"] for tool in Shop.tools][-1] == schema
-    assert called(shop, ("find", {"customer": 5}), ("read", {"number": 2})) == [
-        "[1,2]",
-        '{"number":2,"customer":5,"status":"sent"}',
-    ]
+    found = called(shop, ("find", {"customer": 5}), ("read", {"number": 2}))
+    assert found == ["[1,2]", '{"number":2,"customer":5,"status":"sent"}']
     copied = shop.fork()
     refused = {
         "cancel: number: Field required; order: Extra inputs are not permitted": ("cancel", {"order": 1}),
