@@ -145,10 +145,8 @@ def test_two_ids_of_one_record_are_one_question_and_the_second_is_counted(folder
 ])  # fmt: skip
 def test_odd_values_in_optional_columns_never_end_the_reading(tmp_path, change):
     question = ocr_row("q", "taco", TAKE_TWO) | ({} if "starter_code" in change else change)
-    write(
-        tmp_path / "questions" / "train.jsonl",
-        [{key: value for key, value in question.items() if value is not None}],
-    )
+    given = {key: value for key, value in question.items() if value is not None}
+    write(tmp_path / "questions" / "train.jsonl", [given])
     record = taco_row(TAKE_TWO, {"inputs": [[1]], "outputs": [1], "fn_name": "f"}) | change
     write(tmp_path / "tests" / "taco" / "train.jsonl", [record])
     tally = Tally()
@@ -230,12 +228,8 @@ def test_columns_that_decide_whether_a_problem_is_kept_are_read_from_parquet(tmp
 
 def test_a_codeforces_question_has_its_formats_examples_and_note(tmp_path):
     """The question is put together as by the sets' authors; a row of split_0 repeats it."""
-    record = CODEFORCES_ROW | {
-        "input_format": "Two integers.",
-        "output_format": "One integer.",
-        "examples": [{"input": "2 3", "output": "6"}],
-        "note": "2 times 3 is 6.",
-    }
+    record = CODEFORCES_ROW | {"input_format": "Two integers.", "output_format": "One integer."}
+    record |= {"examples": [{"input": "2 3", "output": "6"}], "note": "2 times 3 is 6."}
     text = (
         "Multiply.\n\nInput\n\nTwo integers.\n\nOutput\n\nOne integer.\n\nExamples\n\nInput\n\n2 3\n\n"
         "Output\n\n6\n\nNote\n\n2 times 3 is 6."
@@ -276,20 +270,19 @@ def test_bad_tests_in_plain_rows_are_left_out_with_file_row_and_reason(tmp_path,
 
 def test_malformed_records_of_the_source_sets_are_bad_rows():
     """The records come from JSON Lines files, where no schema holds a field's type."""
+    public = {"public_tests": {"input": ["1"], "output": ["1"]}}
+    official = {"official_tests": [{"input": "1", "output": "1"}]}
+    limits = (5, {"seconds": "5"}, {"seconds": -5})
     records = {
         "code_contests": [
             {"public_tests": "x"},
             {"public_tests": {"input": "12", "output": "34"}},
-            {"public_tests": {"input": ["1"], "output": ["1"]}, "time_limit": 5},
-            {"public_tests": {"input": ["1"], "output": ["1"]}, "time_limit": {"seconds": "5"}},
-            {"public_tests": {"input": ["1"], "output": ["1"]}, "time_limit": {"seconds": -5}},
+            *(public | {"time_limit": limit} for limit in limits),
         ],
         "open-r1/codeforces": [
-            {"official_tests": "x"},
-            {"official_tests": ["x"]},
-            {"official_tests": [{"input": "1"}]},
-            {"official_tests": [{"input": "1", "output": "1"}], "time_limit": float("nan")},
-            {"official_tests": [{"input": "1", "output": "1"}], "memory_limit": float("inf")},
+            *({"official_tests": tests} for tests in ("x", ["x"], [{"input": "1"}])),
+            official | {"time_limit": float("nan")},
+            official | {"memory_limit": float("inf")},
         ],
         "taco": [
             {"input_output": "["},
@@ -319,9 +312,7 @@ def lcb_row(question_id: str, contest: str = "2025-03-01T00:00:00", **keys) -> d
     } | keys  # fmt: skip
 
 
-def read_lcb(
-    tmp_path: Path, rows: list[dict], since: str | None = "2025-02-01", until: str | None = "2025-05-31"
-):
+def read_lcb(tmp_path: Path, rows: list[dict], since="2025-02-01", until="2025-05-31"):
     write(tmp_path / "test6.jsonl", rows)
     tally = Tally()
     return list(livecodebench.read(tmp_path, tally, since, until)), tally
@@ -347,18 +338,11 @@ def test_livecodebench_values_that_json_has_not_are_bad_tests(tmp_path, given, r
 
 
 def test_livecodebench_tests_of_both_kinds(tmp_path):
-    functional = [{"input": '[1, 2]\n"x"', "output": "[3]", "testtype": "functional"}]
-    rows = [
-        lcb_row("stdin"),
-        lcb_row("json", private_test_cases="[]"),
-        lcb_row(
-            "function",
-            public_test_cases=json.dumps(functional),
-            private_test_cases=pack(json.dumps(functional)),
-            metadata=json.dumps({"func_name": "solve"}),
-            starter_code="class Solution:\n    def solve(self, xs, s):\n        ",
-        ),
-    ]
+    functional = json.dumps([{"input": '[1, 2]\n"x"', "output": "[3]", "testtype": "functional"}])
+    starter = "class Solution:\n    def solve(self, xs, s):\n        "
+    keys = {"metadata": json.dumps({"func_name": "solve"}), "starter_code": starter}
+    keys |= {"public_test_cases": functional, "private_test_cases": pack(functional)}
+    rows = [lcb_row("stdin"), lcb_row("json", private_test_cases="[]"), lcb_row("function", **keys)]
     kept, _ = read_lcb(tmp_path, rows)
     tests = {row.row_id: CodeTests.from_json(row.gold) for row in kept}
     assert tests["stdin"].inputs == ["1 2\n", "5 5\n"]
@@ -376,11 +360,9 @@ class Payload:
         return os.mkdir, ("/tmp/unpickled-by-accident",)
 
 
-@pytest.mark.parametrize(
-    "packed",
-    [pack(Payload()), pack([1, 2]), pack("not json"), "not base64!", base64.b64encode(b"plain").decode()],
-    ids=["code", "no text", "no json", "no base64", "no zlib"],
-)
+@pytest.mark.parametrize("packed", [
+    pack(Payload()), pack([1, 2]), pack("not json"), "not base64!", base64.b64encode(b"plain").decode(),
+], ids=["code", "no text", "no json", "no base64", "no zlib"])  # fmt: skip
 def test_private_tests_that_are_not_plain_are_refused(tmp_path, packed):
     with pytest.raises(ValueError, match=r"bad_tests|JSON"):
         livecodebench.unpack_private_tests(packed)
@@ -397,8 +379,7 @@ def test_bad_problems_are_counted(tmp_path):
         lcb_row("b", public_test_cases=json.dumps(mixed)),
         lcb_row("c", public_test_cases="{"),
         lcb_row("d", contest_date="soon"),
-        lcb_row("e"),
-        lcb_row("e"),
+        *[lcb_row("e")] * 2,
         {key: value for key, value in lcb_row("f").items() if key not in ("metadata", "question_content")},
     ]
     kept, tally = read_lcb(tmp_path, rows)

