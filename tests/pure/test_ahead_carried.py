@@ -6,10 +6,8 @@ from __future__ import annotations
 import itertools
 import random
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,12 +19,11 @@ from megatron_eqlen.harvest.harvest_plan import HarvestPlan
 from megatron_eqlen.objectives.units import due_rollouts
 from megatron_eqlen.recipe import Recipe
 from megatron_eqlen.record.reader import read_step
-from megatron_eqlen.run.step import Step
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of
 from megatron_eqlen.types import Delta, Rollout, RolloutKey, rollout_key
 from tests.kit.marks import examples
 from tests.pure import test_ahead as ahead
-from tests.pure.test_ahead import Counting, Graders, Killed, Served, rollouts, world_of_one
+from tests.pure.test_ahead import Counting, Graders, Killed, Served, Trained, rollouts, train, world_of_one
 from tests.pure.test_carry_over import content, lessons_of
 from tests.pure.test_rollout_harvest import EOS, versions_of
 from tests.pure.test_rollout_resume import Lockstep
@@ -63,60 +60,22 @@ class Servers(Served):
         super().update_weights(weights, policy_version)
 
 
-@dataclass
-class Trained:
-    """A step that is in the metrics: the weights that it trained and made, and the next data position."""
-
-    before: int
-    after: int
-    position: Any
-    rollouts: tuple[Rollout, ...]
-
-
-def train(
-    source: Any, engine: Servers, trained: dict[int, Trained], until: int, updates: Iterator[int]
-) -> None:
-    """Train from the step after the newest of ``trained`` on, which has that many updates."""
-    first = max(trained, default=-1) + 1
-    version = trained[first - 1].after if trained else 0
-    if trained:
-        source.go_to(trained[first - 1].position)
-    engine.update_weights(None, version)
-    for number in range(first, until):
-        step = source.collect(Step(number, version))
-        after = version + next(updates)
-        engine.update_weights(None, after)
-        trained[number] = Trained(version, after, step.data_position, step.rollouts)
-        version = after
-
-
-lives = st.lists(
-    st.fixed_dictionaries(
-        {
-            "life": st.integers(0, 60),  # decode steps until a kill
-            "death": st.sampled_from([float("inf"), 1, 5, 20]),
-            "syncs": st.integers(1, 8),
-            "slots": st.sampled_from([3, 6, 12]),
-            "stop": st.integers(1, STEPS),  # STOP after so many steps
-            "back": st.integers(0, 2),  # trained steps without a checkpoint
-        }
-    ),
-    max_size=4,
-)
+one_life = st.fixed_dictionaries({
+    "life": st.integers(0, 60),  # decode steps until a kill
+    "death": st.sampled_from([float("inf"), 1, 5, 20]),
+    "syncs": st.integers(1, 8),
+    "slots": st.sampled_from([3, 6, 12]),
+    "stop": st.integers(1, STEPS),  # STOP after so many steps
+    "back": st.integers(0, 2),  # trained steps without a checkpoint
+})  # fmt: skip
 
 
 @examples(12)
 @given(
-    seed=st.integers(0, 2**16),
-    staleness=st.integers(0, 3),
-    budget=st.sampled_from([None, 5, 15, 40]),
-    max_staleness=st.sampled_from([1, 2, 100]),
-    lives=lives,
-    steady=st.booleans(),
-)
-def test_every_unit_is_trained_once_and_no_token_too_late(
-    seed, staleness, budget, max_staleness, lives, steady
-):
+    seed=st.integers(0, 2**16), staleness=st.integers(0, 3), budget=st.sampled_from([None, 5, 15, 40]),
+    max_staleness=st.sampled_from([1, 2, 100]), lives=st.lists(one_life, max_size=4), steady=st.booleans(),
+)  # fmt: skip
+def test_every_unit_is_trained_once_and_in_time(seed, staleness, budget, max_staleness, lives, steady):
     """``steady``: each step has one update; otherwise one may be skipped, or a step have two. The script's
     tokens do not depend on the weights."""
     chaos, trained = random.Random(seed), dict[int, Trained]()
