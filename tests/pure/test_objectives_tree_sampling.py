@@ -24,14 +24,9 @@ PROMPT = Prompt("q", [1, 2], "?", "math", "1")
 def sampled(branching, forks, step_tokens, limit, seed, order):
     """Drive the unit as the harvest does; tokens depend on a track's seed, arrival on ``order``."""
     settings = recipe(
-        sampling="tree",
-        objective="treerpo",
-        rollout__max_response_length=limit,
-        tree_sampling__branching=branching,
-        tree_sampling__forks=forks,
-        group_size=branching,
-        tree_sampling__step_tokens=step_tokens,
-    )
+        sampling="tree", objective="treerpo", rollout__max_response_length=limit, group_size=branching,
+        tree_sampling={"branching": branching, "forks": forks, "step_tokens": step_tokens},
+    )  # fmt: skip
     (unit,) = KIND.harvesters([PROMPT], Setting(settings, frozenset({EOS}), seed))
     arrival = np.random.default_rng(order)
     running = [(track, np.random.default_rng(track.seed)) for track in unit.start()]
@@ -45,18 +40,17 @@ def sampled(branching, forks, step_tokens, limit, seed, order):
 
 
 @given(
-    branching=st.integers(2, 3),
-    forks=st.integers(1, 2),
-    step_tokens=st.integers(1, 6),
-    limit=st.integers(3, 14),
-    seed=st.integers(0, 9),
-)
+    branching=st.integers(2, 3), forks=st.integers(1, 2), step_tokens=st.integers(1, 6),
+    limit=st.integers(3, 14), seed=st.integers(0, 9),
+)  # fmt: skip
 @examples(30)
 def test_the_tree_has_its_recipes_shape(branching, forks, step_tokens, limit, seed):
     tree = sampled(branching, forks, step_tokens, limit, seed, order=0)
     assert tree == sampled(branching, forks, step_tokens, limit, seed, order=1)
     children = Counter(step.parent for step in tree.parts)
     assert children.pop(-1) == branching
+    for step, response in tree.ended():
+        assert response.tolist() == tokens_along(tree.line(step.number)).tolist()
     for step in tree.parts:
         line = tree.line(step.number)
         level, response = len(line), tokens_along(line).tolist()
@@ -90,10 +84,3 @@ def test_rewards_are_means_of_leaves_below_and_unknown_where_the_budget_cut():
 def test_more_forks_than_tokens_fork_at_each_token():
     lengths = [len(step) for step in sampled(2, 9, None, 3, seed=4, order=0).parts]
     assert lengths == [1] * len(lengths)
-
-
-def test_ended_responses_are_whole_paths():
-    tree = sampled(2, 3, 4, 12, seed=4, order=0)
-    for segment, response in tree.ended():
-        assert response[-len(segment) :].tolist() == segment.token_ids.tolist()
-        assert response.tolist().count(EOS) == 1
