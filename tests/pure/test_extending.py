@@ -7,11 +7,11 @@ family are added to this package: here for the length of a test.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 import random
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -44,10 +44,12 @@ from megatron_eqlen.rewards.functions import RewardFunction, is_reward_function
 from megatron_eqlen.rewards.scoring import Scorer
 from megatron_eqlen.tokens import Tokens
 from megatron_eqlen.training.policy_loss import policy_loss, reduce_metrics
-from megatron_eqlen.types import Delta, Grade, Part, Prompt, Rollout
+from megatron_eqlen.types import Grade, Part, Prompt, Rollout
 from tests.kit import ROOT
 from tests.kit.rollouts import build_trees
 from tests.kit.tiny_models import save_tiny, tiny_config
+from tests.pure.test_rollout_harvest import EOS
+from tests.pure.test_rollout_resume import Lockstep
 from tools.tokenizer_maker import write_hf_tokenizer
 
 OBJECTIVE = """
@@ -198,9 +200,7 @@ def test_an_objective_is_one_file(package):
     assert mine.method == "HALF"
     rollout = group([1.0, 1.0])
     (tree,), _ = build_trees([rollout], mine)
-    assert [node.advantage for node in tree.nodes[1:]] == [0.5, 0.5], (
-        "its own advantage, also of equal rewards"
-    )
+    assert [node.advantage for node in tree.nodes[1:]] == [0.5, 0.5], "its own, also of equal rewards"
     assert [node.weight for node in tree.nodes[1:]] == [1 / 4, 1 / 4]
 
 
@@ -265,9 +265,7 @@ def test_a_recipe_can_name_every_built_in_part_and_no_other(field):
     ("reader", "depmath", "nearest: 'deepmath'"),
     ("grader", "maths", "nearest: 'math'"),
 ])  # fmt: skip
-def test_a_part_that_is_not_there_or_does_not_fit_is_refused_before_anything_starts(
-    package, key, name, reason
-):
+def test_a_part_that_is_not_there_or_does_not_fit_is_refused_at_once(package, key, name, reason):
     loss = {"loss": {"kl_coef": 0.0, key: name}}
     keys = {"objective": {key: name}, "reader": {"source": {key: name}}, "grader": {"source": {key: name}}}
     with pytest.raises(RecipeError, match=reason):
@@ -316,9 +314,8 @@ def test_a_reader_that_fails_or_yields_something_else_is_named(package, body, me
 
 def test_rows_cannot_name_code(package):
     """Import paths belong to the recipe: a data file must not choose the code that runs."""
-    (package / "rows.jsonl").write_text(
-        json.dumps({"question": "?", "answer": "1", "grader": "mine.longer:Longer"})
-    )
+    row = {"question": "?", "answer": "1", "grader": "mine.longer:Longer"}
+    (package / "rows.jsonl").write_text(json.dumps(row))
     write_hf_tokenizer(package / "model", ["1"], vocab_size=300)
     data = recipe({"path": "rows.jsonl", "reader": "jsonl"}).data
     with pytest.raises(ValueError, match="no usable row"):
@@ -326,9 +323,7 @@ def test_rows_cannot_name_code(package):
 
 
 def group(rewards: list[float]) -> Rollout:
-    completions = [
-        Part(Tokens.of([5, 9], [-1.0, -1.0]), "stop", Grade(reward, "scored")) for reward in rewards
-    ]
+    completions = [Part(Tokens.of([5, 9], [-1.0, -1.0]), "stop", Grade(r, "scored")) for r in rewards]
     return kit.group(Prompt("q", [1, 2], "?", "math", "1"), 0, completions)
 
 
@@ -382,8 +377,8 @@ def test_a_sampling_of_ones_own_is_a_class_that_the_recipe_names(package, tmp_pa
     with pytest.raises(ValueError, match=r"mine\.duel:OTHER: expected an object of this name, found 'x'"):
         recipe(sampling="mine.duel:OTHER", objective="grpo", rollout=limits)
     prompts = [Prompt(f"q{number}", [1, 2], "?", "math", "1", number=number) for number in range(3)]
-    engine = Scripted(random.Random(0))
-    rollouts, metrics = harvest(engine, HarvestPlan(prompts, mine, {9}, seed=0))
+    engine = Lockstep(random.Random(0), masks=False)
+    rollouts, metrics = harvest(engine, HarvestPlan(prompts, mine, EOS, seed=0))
     assert [len(rollout.parts) for rollout in rollouts] == [2, 2, 2]
     assert metrics["harvest/completions"] == 6
     for rollout in rollouts:
@@ -394,37 +389,12 @@ def test_a_sampling_of_ones_own_is_a_class_that_the_recipe_names(package, tmp_pa
             recorder.write(rollout)
     recorded = read_step(tmp_path / "step-00000000")
     assert [rollout.prompt_id for rollout in recorded] == ["q0", "q1", "q2"]
-    assert recorded == [
-        dataclasses.replace(rollout, parts=[dataclasses.replace(side, grade=None) for side in rollout.parts])
-        for rollout in rollouts
-    ]
+    ungraded = [[replace(side, grade=None) for side in rollout.parts] for rollout in rollouts]
+    assert recorded == [replace(one, parts=sides) for one, sides in zip(rollouts, ungraded, strict=True)]
     trees, metrics = build_trees(rollouts, mine)
     assert len(trees) == metrics["objective/pairs"] == 3
     seen = view(rollouts[0], str, Training(rollouts, None))
     assert (seen.title, [side.label for side in seen.parts]) == ("a duel", ["L", "R"])
-
-
-class Scripted:
-    """Ends every request at once with token 9; sampling masks are off."""
-
-    max_model_len, max_num_seqs, vocab_size, policy_version = 64, 8, 0x110000, 0
-
-    def __init__(self, chaos: random.Random) -> None:
-        self.requests: list[str] = []
-
-    def submit(self, request_id, token_ids, max_tokens, seed, path_rows=0):
-        self.requests.append(request_id)
-
-    def step(self):
-        deltas = [Delta(name, [5, 9], {"logprobs": [-0.5, -0.25]}, "stop") for name in self.requests]
-        self.requests = []
-        return deltas
-
-    def abort(self, request_ids):
-        assert not list(request_ids)
-
-    def metrics(self):
-        return {}
 
 
 # ---- a model family: its line in hf/config_fields.py -------------------------------------------------------
