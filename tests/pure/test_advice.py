@@ -96,12 +96,9 @@ class World:
         """Return the squared length of the gradient by free logits of each path."""
         if path and path[-1] == END:
             return 0.0
-        gaps = {
-            token: (chance, self.value((*path, token)) - self.value(path))
-            for token, chance in self.chances(path).items()
-        }
-        own = sum((reach * chance * gap) ** 2 for chance, gap in gaps.values())
-        return own + sum(self.signal((*path, t), reach * chance) for t, (chance, _) in gaps.items())
+        after = [((*path, token), chance) for token, chance in self.chances(path).items()]
+        own = sum((reach * chance * (self.value(on) - self.value(path))) ** 2 for on, chance in after)
+        return own + sum(self.signal(on, reach * chance) for on, chance in after)
 
     def drawn(self, settings, number):
         """Return the rollout of our own sampler with these draws."""
@@ -282,9 +279,7 @@ def test_the_profile_says_where_the_outcome_is_decided_and_what_a_fork_there_giv
     assert sentence.startswith(f"forks after 'm' at 90% of a response{pays} over the same baseline alone; a")
     assert sentence.endswith("(100 prompts)")
     metric = gain_metrics(profile_metrics(rollouts, settings))["profile/fork_gain"]
-    assert metric == pytest.approx(max(1, fork_gains(profile.ends, profile.decided[0], 100).max())), (
-        "one rule"
-    )
+    assert metric == pytest.approx(max(1, fork_gains(profile.ends, profile.decided[0], 100).max()))
     assert advice(rollouts[:9], settings)[0] is None, "few rollouts say nothing"
 
 
@@ -304,9 +299,8 @@ def test_a_tail_alone_is_no_fork_unless_it_stands_for_two_that_were_truncated():
     right = Grade(1.0, "correct")
     pair = [Part(tokens, "stop", right, "a", 0), Part(tokens, None, None, "b", 1)]
     ended = Rollout(PROMPT, 0, "equal_length", 0, [*pair, Part(tokens, "stop", right, "tail", 2, 1)])
-    cut = Rollout(
-        PROMPT, 0, "equal_length", 0, [*pair, Part(tokens, "length", None, "tail", 2, 1)], "truncated"
-    )
+    tail = Part(tokens, "length", None, "tail", 2, 1)
+    cut = Rollout(PROMPT, 0, "equal_length", 0, [*pair, tail], "truncated")
     assert [fork.length for fork in forks(ended)] == [0]
     assert sorted(fork.length for fork in forks(cut)) == [0, 2]
 

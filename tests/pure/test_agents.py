@@ -8,7 +8,10 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import itemgetter
 
 import openai
 import pytest
@@ -69,9 +72,8 @@ async def calls(base_url, prompt, seed):
     (call,) = turn.message.tool_calls
     assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
     results = [{"role": "tool", "tool_call_id": call.id, "content": word} for word in ("one", "two")]
-    stream = await session.chat.completions.create(
-        model="m", messages=[*FIRST, turn.message, *results], tools=[TOOL], stream=True
-    )
+    messages = [*FIRST, turn.message, *results]
+    stream = await session.chat.completions.create(model="m", messages=messages, tools=[TOOL], stream=True)
     chunks = [chunk async for chunk in stream]
     return 1.0 if chunks[0].choices[0].delta.tool_calls else 0.5
 
@@ -190,49 +192,31 @@ def endpoint():
     VerifiersTask.end()
 
 
-def played(
-    tokenizer, function, count=1, tools=None, progress=None, engine=None, settings=INDEPENDENT, **section
-):
+def played(tokenizer, function, count=1, progress=None, engine=None, settings=INDEPENDENT, **section):
     """Return rollouts, metrics and the engine of ``count`` prompts; each has two completions or tracks."""
-    options = {"function": f"{HERE}:{function}"} | ({"tools": str(tools)} if tools else {})
-    section = EnvironmentRecipe(
-        **({"name": "agent", "options": options, "timeout": 20.0, "max_given_tokens": 512} | section)
-    )
+    limits = {"timeout": 20.0, "max_given_tokens": 512}
+    agent = {"name": "agent", "options": {"function": f"{HERE}:{function}"} | section.pop("tools", {})}
     rollout = settings.rollout.model_copy(update={"max_response_length": 300})
+    section = EnvironmentRecipe(**agent | limits | section)
     settings = settings.model_copy(update={"environment": section, "rollout": rollout})
     ids = tokenizer.encode(tokenizer.render_chat(FIRST))
     prompts = [replace(QUESTION, prompt_id=f"q{number}", token_ids=ids) for number in range(count)]
     engine = engine or Speaking(tokenizer, "hm\n</think>\n\n I say")
     plan = HarvestPlan(
-        prompts,
-        settings,
-        tokenizer.eos_token_ids,
-        seed=0,
-        progress=progress or HarvestProgress(),
+        prompts, settings, tokenizer.eos_token_ids, seed=0, progress=progress or HarvestProgress(),
         conversations=conversations(settings, tokenizer),
-    )
+    )  # fmt: skip
     rollouts, metrics = harvest(engine, plan)
     return rollouts, metrics, engine
 
 
 def generated(rollouts):
-    return sorted(
-        ids
-        for rollout in rollouts
-        for part in rollout.parts
-        for ids in _runs(part.tokens.token_ids.tolist(), part.tokens.is_generated.tolist())
-    )
-
-
-def _runs(ids, own):
-    turns, before = [], False
-    for token, mine in zip(ids, own, strict=True):
-        if mine and not before:
-            turns.append([])
-        if mine:
-            turns[-1].append(token)
-        before = mine
-    return turns
+    """Return the generated turns of all parts."""
+    turns = []
+    for part in (part for rollout in rollouts for part in rollout.parts):
+        tokens = zip(part.tokens.is_generated, part.token_ids.tolist(), strict=True)
+        turns += [[token for _, token in turn] for own, turn in groupby(tokens, itemgetter(0)) if own]
+    return sorted(turns)
 
 
 def test_what_is_trained_is_what_was_generated_and_the_agent_reads_it_without_thinking(tokenizer, caplog):
@@ -259,9 +243,8 @@ def test_a_single_pair_of_an_agent_has_as_many_generated_tokens_on_both_sides(to
 
 def test_an_asynchronous_agent_gets_calls_of_tools_and_answers_several_at_once(tokenizer, tmp_path):
     (tmp_path / "tools.json").write_text(json.dumps([TOOL]))
-    rollouts, _, engine = played(
-        tokenizer, "calls", tools=tmp_path / "tools.json", engine=Speaking(tokenizer, CALL)
-    )
+    tools = {"tools": str(tmp_path / "tools.json")}
+    rollouts, _, engine = played(tokenizer, "calls", tools=tools, engine=Speaking(tokenizer, CALL))
     assert generated(rollouts) == sorted(engine.drawn)
     for part in rollouts[0].parts:
         assert part.grade.reward == 1.0
@@ -320,9 +303,7 @@ def test_an_agent_goes_on_where_its_rollout_was_left(tokenizer):
 
     progress = HarvestProgress(partial=[PartialRollout(prompt, 0, cut)])
     (again,), metrics, _ = played(tokenizer, "talks", progress=progress, engine=Finishing(tokenizer, ""))
-    assert [part.token_ids.tolist() for part in again.parts] == [
-        part.token_ids.tolist() for part in whole.parts
-    ]
+    assert [p.token_ids.tolist() for p in again.parts] == [p.token_ids.tolist() for p in whole.parts]
     assert [part.grade.reward for part in again.parts] == [0.4, 0.4]
     assert metrics["environment/replays"] == 2
     progress = HarvestProgress(partial=[PartialRollout(prompt, 0, cut)])
@@ -344,19 +325,14 @@ def test_a_worker_in_another_virtual_environment_plays_episodes(tokenizer, tmp_p
     verifiers_stub.write(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr("tests.pure.test_agents.QUESTION", replace(QUESTION, gold=json.dumps(task)))
-    worker = {
-        "name": "recipes.verifiers_tasks:VerifiersTask",
-        "options": {"python": sys.executable, "config": config},
-    }
-    if name == "plays":
-        rollouts, _, _ = played(tokenizer, "", **worker)
-        assert [part.grade.reward for part in rollouts[0].parts] == [0.5, 0.5]
-    elif name == "fails":
-        rollouts, _, _ = played(tokenizer, "", **worker)
-        assert all(re.search(message, part.grade.detail) for part in rollouts[0].parts)
-    else:
-        with pytest.raises(RuntimeError, match=message):
-            played(tokenizer, "", **worker)
+    options = {"python": sys.executable, "config": config}
+    ends = name in ("dies", "does not start")
+    with pytest.raises(RuntimeError, match=message) if ends else nullcontext():
+        (rollout,), *_ = played(tokenizer, "", name="recipes.verifiers_tasks:VerifiersTask", options=options)
+        if message:
+            assert all(re.search(message, part.grade.detail) for part in rollout.parts)
+        else:
+            assert [part.grade.reward for part in rollout.parts] == [0.5, 0.5]
 
 
 def test_the_agent_of_the_page_plays(tokenizer, monkeypatch):
@@ -371,19 +347,14 @@ def test_the_agent_of_the_page_plays(tokenizer, monkeypatch):
 
 
 def test_an_agent_whose_arguments_do_not_fit_is_refused(tokenizer):
-    section = {"options": {"function": f"{HERE}:talks", "turn": 3}}
-    with pytest.raises(
-        ValueError, match=r"talks.base_url, prompt, seed, .*unexpected keyword argument 'turn'"
-    ):
-        played(tokenizer, "talks", **section)
+    options = {"function": f"{HERE}:talks", "turn": 3}
+    with pytest.raises(ValueError, match=r"talks.base_url, prompt, seed, .* keyword argument 'turn'"):
+        played(tokenizer, "talks", options=options)
 
 
 def test_text_that_is_no_call_stays_text():
-    assert as_message("a\n</think>\n\nb <tool_call>{</tool_call>", 0, True) == {
-        "role": "assistant",
-        "content": "b <tool_call>{</tool_call>",
-        "reasoning_content": "a",
-    }
+    said = {"role": "assistant", "content": "b <tool_call>{</tool_call>", "reasoning_content": "a"}
+    assert as_message("a\n</think>\n\nb <tool_call>{</tool_call>", 0, True) == said
 
 
 @pytest.fixture

@@ -47,10 +47,8 @@ def test_steps_may_be_left_out_with_gpu_hours_and_not_without(tmp_path, capsys):
     file = tmp_path / "recipe.yaml"
     file.write_text(dump(recipe(tmp_path)))
     assert load(file, ["steps=null", "gpu_hours=3"]).budget == Budget(None, 3.0)
-    with pytest.raises(
-        RecipeError,
-        match="steps: expected this, or one of gpu_hours, generated_tokens, flops, to end a run, found none",
-    ):
+    expected = "steps: expected this, or one of gpu_hours, generated_tokens, flops, to end a run, found none"
+    with pytest.raises(RecipeError, match=expected):
         load(file, ["steps=null"])
     with pytest.raises(RecipeError, match="lr_schedule: cosine acts only with steps set, found null"):
         load(file, ["steps=null", "gpu_hours=3", "optimizer.lr_schedule=cosine"])
@@ -66,9 +64,8 @@ def test_the_page_and_the_folder_know_the_end(tmp_path):
     folder = write_run(tmp_path / "run", run)
     (folder / "export").mkdir()
     for hours, ended in ((1.9, False), (2.1, True)):
-        (folder / "metrics.jsonl").write_text(
-            json.dumps({"step": 7, "time": 0.0, "time/gpu_hours": hours}) + "\n"
-        )
+        record = {"step": 7, "time": 0.0, "time/gpu_hours": hours}
+        (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
         page = write_page(folder).read_text()
         assert ("(ended by gpu_hours)" in page) == ended
         assert RunFolder(run).ended(run) == ended

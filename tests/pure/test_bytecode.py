@@ -19,9 +19,7 @@ print(os.environ.get("PYTHONDONTWRITEBYTECODE"), os.environ.get("PYTHONPYCACHEPR
 
 
 @pytest.mark.parametrize("forbidden", [True, False])
-def test_what_is_compiled_is_kept_in_the_environment_where_the_shell_forbids_it_beside_sources(
-    forbidden, tmp_path
-):
+def test_what_is_compiled_is_kept_where_the_shell_forbids_it_beside_sources(forbidden, tmp_path):
     (tmp_path / "imported_here.py").write_text("x = 1\n")
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     environ |= {"PLACE": str(tmp_path), "PYTHONPATH": str(tmp_path)}

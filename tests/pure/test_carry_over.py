@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -72,20 +72,21 @@ def reward_of(response: Sequence[int]) -> float:
     return (0.0, 0.5, 1.0)[sum(map(int, response)) % 3]
 
 
+@dataclass
 class Run:
     """Steps of generation and scoring, as ``Generator`` takes them, without ranks."""
 
-    def __init__(
-        self, streams: Path, recipe: Recipe, end: float, conversations: Conversations | None = None
-    ) -> None:
-        self.streams, self.recipe, self.end, self.conversations = streams, recipe, end, conversations
-        self.suspended: dict[RolloutKey, RolloutOrigin] = {}
-        self.drawn: dict[str, tuple[int, Prompt]] = {}
-        self.graded: Counter = Counter()
-        self.metrics: list[Metrics] = []
-        """Metrics of each harvest that ended."""
-        self.engine: Lockstep | None = None
-        """Engine to use instead of a new one for each harvest."""
+    streams: Path
+    recipe: Recipe
+    end: float
+    conversations: Conversations | None = None
+    suspended: dict[RolloutKey, RolloutOrigin] = field(default_factory=dict)
+    drawn: dict[str, tuple[int, Prompt]] = field(default_factory=dict)
+    graded: Counter = field(default_factory=Counter)
+    metrics: list[Metrics] = field(default_factory=list)
+    """Metrics of each harvest that ended."""
+    engine: Lockstep | None = None
+    """Engine to use instead of a new one for each harvest."""
 
     def step(
         self, number: int, new: list[Prompt], budget: int | None, replicas: int = 1, kills: Sequence[int] = ()
@@ -130,18 +131,12 @@ class Run:
             if self.engine is not None:
                 self.engine.life, self.engine.policy_version = engine.life, number
                 engine = self.engine
-            rollouts, metrics = harvest(
-                engine,
-                HarvestPlan(
-                    prompts,
-                    self.recipe.model_copy(update={"rollout": rollout}),
-                    EOS,
-                    seed=harvest_seed(self.recipe.seed, number),
-                    progress=progress,
-                    conversations=self.conversations,
-                ),
-                [recorder],
-            )
+            recipe, seed = self.recipe.model_copy(update={"rollout": rollout}), self.recipe.seed
+            plan = HarvestPlan(
+                prompts, recipe, EOS, seed=harvest_seed(seed, number), progress=progress,
+                conversations=self.conversations,
+            )  # fmt: skip
+            rollouts, metrics = harvest(engine, plan, [recorder])
         self.metrics.append(metrics)
         if not any(rollout.suspended for rollout in rollouts):
             remove_open_tracks(files, asked)
@@ -187,10 +182,7 @@ def taught(rollout: Rollout, part: Part) -> np.ndarray:
 
 
 def content(rollout: Rollout) -> list:
-    return [
-        (part.role, part.number, part.parent, part.token_ids.tolist(), part.finish_reason)
-        for part in rollout.parts
-    ]
+    return [(p.role, p.number, p.parent, p.token_ids.tolist(), p.finish_reason) for p in rollout.parts]
 
 
 def lessons_of(rollouts: Sequence[Rollout], recipe: Recipe) -> dict[RolloutKey, list]:
@@ -214,21 +206,18 @@ RATIOS = {"token-mean", "prompt-mean-token-mean"}
 """Averages whose denominator is a number of tokens of several rollouts."""
 
 cases = st.fixed_dictionaries(
-    {
+    dict.fromkeys(("on_policy", "routes", "teacher", "environment"), st.booleans())
+    | {
         "kind": st.sampled_from(list(SAMPLINGS)),
         "suffix_reward": st.sampled_from(["max", "max", "mean"]),
         "unfinished": st.sampled_from(["zero", "drop"]),
         "max_pairs": st.sampled_from([None, None, 2]),
-        "on_policy": st.booleans(),
         "average": st.sampled_from([None, *AGGREGATIONS.keys() - RATIOS]),
         "minibatches": st.integers(1, 2),
         "overlong": st.sampled_from([0, 8]),
         "seed": st.integers(0, 2**32),
         "end": st.sampled_from([0.05, 0.15, 0.4]),
         "limit": st.integers(4, 24),
-        "routes": st.booleans(),
-        "teacher": st.booleans(),
-        "environment": st.booleans(),
     }
 )
 steps = st.lists(
@@ -246,25 +235,16 @@ steps = st.lists(
 def recipe_of(case: dict, **rollout) -> Recipe:
     limits = {"max_response_length": case["limit"], "max_staleness": 1000, "keep_routes": case["routes"]}
     masks = {"keep_sampling_mask": True, "top_k": 5}
-    pairs, average = (
-        {name: case[name] for name in ("suffix_reward", "unfinished", "max_pairs")},
-        case["average"],
-    )
+    pairs = {name: case[name] for name in ("suffix_reward", "unfinished", "max_pairs")}
+    average = case["average"]
     if case["kind"] == "equal_length" and case["on_policy"]:
         pairs, average = {"pair_weight": "on_policy", "max_pairs": case["max_pairs"]}, None
+    loss = {"rollout_is": "token", "loss_agg_mode": average, "minibatches": case["minibatches"]}
     return make_recipe(
-        seed=case["seed"],
+        seed=case["seed"], equal_length=pairs, teacher={"path": "t" if case["teacher"] else ""},
         rollout={"carry_over": True, "tokens_per_step": 1} | masks | limits | rollout,
-        equal_length=pairs,
-        teacher={"path": "t" if case["teacher"] else ""},
-        loss={
-            "rollout_is": "token",
-            "overlong_buffer": min(case["overlong"], case["limit"] - 1),
-            "loss_agg_mode": average,
-            "minibatches": case["minibatches"],
-        },
-        **SAMPLINGS[case["kind"]],
-    )
+        loss=loss | {"overlong_buffer": min(case["overlong"], case["limit"] - 1)}, **SAMPLINGS[case["kind"]],
+    )  # fmt: skip
 
 
 SIMPLE = {
@@ -308,9 +288,8 @@ def test_every_rollout_is_trained_once_with_the_rewards_and_weights_of_a_step_th
                 check_routes(found)
             for part in found.parts if case["teacher"] else ():
                 assert np.array_equal(part.tokens["teacher"], taught(found, part))
-            assert [s.grade and s.grade.reward for s in found.parts] == [
-                s.grade and s.grade.reward for s in want.parts
-            ]
+            rewards, wanted = ([s.grade and s.grade.reward for s in each.parts] for each in (found, want))
+            assert rewards == wanted
         assert not complete
         assert lessons == lessons_of(whole, recipe)
         assert max(run.graded.values(), default=1) == 1, "nothing is graded or taught twice"
@@ -320,15 +299,11 @@ class RoutingByVersion(Lockstep):
     """Chooses experts by the weights that prefill or decode: each row is the policy version."""
 
     def _with_routes(self, delta, first):
+        def routed(found):
+            return {n: np.full_like(v, self.policy_version) if n == "routes" else v for n, v in found.items()}
+
         delta = super()._with_routes(delta, first)
-        columns, path = (
-            {
-                name: np.full_like(v, self.policy_version) if name == "routes" else v
-                for name, v in found.items()
-            }
-            for found in (delta.columns, delta.path)
-        )
-        return replace(delta, columns=columns, path=path)
+        return replace(delta, columns=routed(delta.columns), path=routed(delta.path))
 
 
 @pytest.mark.parametrize("kills", [(), (4, 12)], ids=["", "killed"])
@@ -435,9 +410,5 @@ def test_new_prompts_are_as_many_as_the_open_tracks_of_carried_ones_leave():
     group = kit.group(prompt, 0, ended, numbers=[0, 1, 3], outcome="suspended")
     recipe = make_recipe(sampling="independent", group_size=4)
     assert open_prompts([group, replace(group, parts=())], recipe) == 1 / 4 + 1
-    assert (
-        open_prompts(
-            [stream_with("01", "suspended"), stream_with("", "suspended")], make_recipe(group_size=8)
-        )
-        == 2 / 4
-    )
+    streams = [stream_with(rewards, "suspended") for rewards in ("01", "")]
+    assert open_prompts(streams, make_recipe(group_size=8)) == 2 / 4

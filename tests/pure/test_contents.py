@@ -33,21 +33,16 @@ def inputs(tmp_path, monkeypatch):
     for name in ("own_grader", "own_helpers", "own_agent"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     for name, text in {
-        "base/chat_template.jinja": "{{ messages }}",
-        "base/.cache": "",
-        "rows.jsonl": "".join(ROWS),
-        "own_grader.py": GRADER,
-        "own_helpers.py": "VALUE = 1.0\n",
+        "base/chat_template.jinja": "{{ messages }}", "base/.cache": "", "rows.jsonl": "".join(ROWS),
+        "own_grader.py": GRADER, "own_helpers.py": "VALUE = 1.0\n", "notes.txt": "one\n",
         "own_agent.py": "def play(base_url, prompt, seed, notes): return 1.0\n",
-        "notes.txt": "one\n",
-    }.items():
+    }.items():  # fmt: skip
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     with (tmp_path / "base/model.safetensors").open("wb") as file:
         file.truncate(3 * BLOCK * BLOCKS)
     (tmp_path / "run").mkdir()
-    source = {"name": "sums", "reader": "jsonl", "path": "rows.jsonl"}
-    source["grader"] = "own_grader:grade"
+    source = {"name": "sums", "reader": "jsonl", "path": "rows.jsonl", "grader": "own_grader:grade"}
     sources = [source, {"name": "deepmath", "path": "org/on-the-hub"}]
     options = {"function": "own_agent:play", "notes": "notes.txt"}
     kept = {"environment": {"name": "agent", "options": options}, "sampling": "independent"}

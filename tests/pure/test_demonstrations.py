@@ -160,8 +160,7 @@ def test_keys_that_act_are_taken():
     recipe = supervised("none", "none", data=data, **changes)
     assert (recipe.loss.kl_coef, recipe.sampling, Job(recipe).objective.name) == (0.1, "independent", "sft")
     rollout = {"temperature": 0.5, "max_response_length": 8}
-    evaluated = supervised(
-        "none", "none", evaluation=BENCHMARK, rollout=rollout, data=data | {"max_prompt_length": 9}
-    )
+    data["max_prompt_length"] = 9
+    evaluated = supervised("none", "none", evaluation=BENCHMARK, rollout=rollout, data=data)
     assert (evaluated.trained_temperature, evaluated.rollout.temperature) == (1.0, 0.5)
     assert supervised("none", "none").loss.kl_coef == 0, "no reference weights by default"

@@ -89,10 +89,7 @@ def recipe(tmp_path):
     )  # fmt: skip
 
 
-ANSWERS = {
-    "1+1": ["\\boxed{2}", "so \\boxed{2}", "\\boxed{3}"],
-    "2+2": ["four", "\\boxed{4}", "this never comes to an end"],
-}
+ANSWERS = {"1+1": ["\\boxed{2}", "so \\boxed{2}", "\\boxed{3}"], "2+2": ["four", "\\boxed{4}", "no end " * 3]}
 PROBLEMS = [Prompt(f"sums/{q}", [*map(ord, q)], q, "math", str(eval(q))) for q in ANSWERS]
 
 
@@ -130,16 +127,13 @@ def test_the_manifest_says_what_was_measured(recipe):
     assert manifest["rollout"]["max_response_length"] == 16
 
 
-@pytest.mark.parametrize(
-    ("of_all", "of_one", "expected", "text"),
-    [
-        ({}, {}, (0.6, 0.95, 20, 16, 3), "temperature 0.6, top-p 0.95, top-k 20, at most 16 tokens"),
-        ({"temperature": 1.0, "top_p": 1, "top_k": -1}, {"max_response_length": 9}, (1.0, 1.0, -1, 9, 3),
-         "temperature 1, at most 9 tokens"),
-        ({"temperature": 1.0, "max_response_length": 30}, {"temperature": 0}, (0, 0.95, 20, 30, 1),
-         "greedy, at most 30 tokens"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("of_all", "of_one", "expected", "text"), [
+    ({}, {}, (0.6, 0.95, 20, 16, 3), "temperature 0.6, top-p 0.95, top-k 20, at most 16 tokens"),
+    ({"temperature": 1.0, "top_p": 1, "top_k": -1}, {"max_response_length": 9}, (1.0, 1.0, -1, 9, 3),
+     "temperature 1, at most 9 tokens"),
+    ({"temperature": 1.0, "max_response_length": 30}, {"temperature": 0}, (0, 0.95, 20, 30, 1),
+     "greedy, at most 30 tokens"),
+])  # fmt: skip
 def test_an_evaluation_samples_as_it_says_and_training_as_before(recipe, of_all, of_one, expected, text):
     evaluation = recipe.evaluation.model_dump() | of_all
     evaluation["benchmarks"][0] |= of_one
@@ -147,20 +141,13 @@ def test_an_evaluation_samples_as_it_says_and_training_as_before(recipe, of_all,
     engine = AnsweringEngine(ANSWERS)
     result = run(recipe, engine)
     asked, after = engine.sampled_as
-    assert (
-        asked.temperature,
-        asked.top_p,
-        asked.top_k,
-        asked.max_response_length,
-        result.samples,
-    ) == expected
+    longest = asked.max_response_length
+    assert (asked.temperature, asked.top_p, asked.top_k, longest, result.samples) == expected
     assert after == recipe.rollout
     assert result.sampling == text
     assert result.manifest["rollout"] == asked.model_dump(include={*result.manifest["rollout"]})
-    assert max(max(a.lengths) for a in result.answers) == min(
-        asked.max_response_length, 16 if expected[4] > 1 else 10
-    )
-    assert recipe.longest_context == recipe.longest_path + (14 if asked.max_response_length == 30 else 0)
+    assert max(max(a.lengths) for a in result.answers) == min(longest, 16 if expected[4] > 1 else 10)
+    assert recipe.longest_context == recipe.longest_path + (14 if longest == 30 else 0)
 
 
 def test_replicas_together_give_what_one_gives(recipe):
@@ -177,9 +164,7 @@ def test_replicas_together_give_what_one_gives(recipe):
     assert together == alone
 
 
-def test_samples_have_environments_of_their_own_and_a_problem_whose_environment_fails_is_left_out(
-    recipe, caplog
-):
+def test_samples_have_their_own_environments_and_a_problem_whose_own_fails_is_left_out(recipe, caplog):
     seeds = []
 
     class Fails(Environment):
@@ -226,15 +211,11 @@ def make_result(scores: np.ndarray, first_question: int = 0) -> EvaluationResult
 
 def test_the_leaderboard_shares_the_time_by_tokens_and_names_benchmarks_older_than_the_model():
     result = make_result(np.array([[1.0, 0.0], [1.0, 0.0]]))
-    results = [
-        replace(
-            result,
-            benchmark=reader,
-            answers=[replace(answers, lengths=[length, length]) for answers in result.answers],
-            manifest={"model": "org/Qwen3-4B", "benchmark": {"reader": reader}, "rollout": SAMPLED},
-        )
-        for reader, length in (("aime25", 3000), ("aime26", 1000), ("jsonl", 4000))
-    ]
+    results = []
+    for reader, length in (("aime25", 3000), ("aime26", 1000), ("jsonl", 4000)):
+        manifest = {"model": "org/Qwen3-4B", "benchmark": {"reader": reader}, "rollout": SAMPLED}
+        answers = [replace(each, lengths=[length, length]) for each in result.answers]
+        results.append(replace(result, benchmark=reader, answers=answers, manifest=manifest))
     model, table, _, note = leaderboard(results, rank_seconds=80.0).split("\n\n")
     head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines())
     assert model == "org/Qwen3-4B"
@@ -293,18 +274,14 @@ def test_only_the_crossed_interval_covers_other_problems(monkeypatch):
     """30 problems from a population with mean 0.5, 5 seeds: the seeds' own spread says little about it."""
     monkeypatch.setattr(statistics, "DRAWS", 400)
     rng = np.random.default_rng(0)
-    crossed = paper = 0
+    found = []
     for trial in range(200):
-        chance = rng.beta(0.5, 0.5, size=30)
-        scores = rng.binomial(32, np.tile(chance, (5, 1))) / 32
-        crossed_interval, paper_interval = (
-            statistics.crossed_bootstrap(scores, trial),
-            statistics.replicate_bootstrap(scores, trial),
-        )
-        crossed += crossed_interval.low <= 0.5 <= crossed_interval.high
-        paper += paper_interval.low <= 0.5 <= paper_interval.high
-    assert crossed > 0.85 * 200
-    assert paper < 0.4 * 200
+        scores = rng.binomial(32, np.tile(rng.beta(0.5, 0.5, size=30), (5, 1))) / 32
+        both = statistics.crossed_bootstrap(scores, trial), statistics.replicate_bootstrap(scores, trial)
+        found.append([interval.low <= 0.5 <= interval.high for interval in both])
+    crossed, paper = np.mean(found, axis=0)
+    assert crossed > 0.85
+    assert paper < 0.4
 
 
 def test_the_same_scores_give_the_same_interval():

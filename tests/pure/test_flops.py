@@ -138,9 +138,7 @@ def test_what_an_engine_computes_is_what_a_counting_engine_computes(kind, talks)
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("talks", [False, True])
-def test_what_is_computed_again_with_new_weights_is_what_a_counting_engine_computes(
-    kind, talks, tmp_path, monkeypatch
-):
+def test_what_new_weights_compute_again_is_what_an_engine_counts(kind, talks, tmp_path, monkeypatch):
     """After a kill, too, of which the metrics are those of the step that nothing interrupted."""
     monkeypatch.setattr(recorder, "INTERVAL", 0.0)
     rollout = {"max_response_length": 20, "block_size": BLOCK, "carry_over": True, "tokens_per_step": 1}
@@ -206,7 +204,6 @@ def test_a_steps_flops_are_its_generated_prefilled_and_trained_tokens():
     base = flops("loss.kl_coef=0")
     assert base["harvest/flops"] == 1000 * forward_flops(model, 50) + 84 * forward_flops(model, 20)
     assert base["train/flops"] == 3 * 300 * forward_flops(model, 80)
-    assert flops("loss.minibatches=2")["train/flops"] == 5 / 3 * base["train/flops"], (
-        "reference and old log-probs"
-    )
+    with_others = flops("loss.minibatches=2")["train/flops"]
+    assert with_others == 5 / 3 * base["train/flops"], "reference and old log-probs"
     assert counted(Job(load(ROOT / "recipes/qwen3_0.6b.yaml")), {}) == {"harvest/flops": 0, "train/flops": 0}

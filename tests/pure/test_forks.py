@@ -65,9 +65,7 @@ def assert_unbiased(world, settings, factor=1.0):
 ALIVE, FITTED = {"baseline": "alive"}, {"baseline": "fitted"}
 
 
-@pytest.mark.parametrize(
-    ("rule", "loss"), [*((rule, ALIVE) for rule in RULES), ("marker", {}), ("death", {})]
-)
+@pytest.mark.parametrize(("rule", "loss"), [*((r, ALIVE) for r in RULES), ("marker", {}), ("death", {})])
 def test_a_tree_has_exactly_the_policy_gradient_wherever_it_forks(rule, loss):
     assert_unbiased(process(), recipe(rule, loss=loss))
     assert_unbiased(process(vocabulary=3, limit=2), recipe(rule, limit=2, loss=loss))
@@ -119,12 +117,8 @@ SAMPLED = {
     "independent": {"sampling": "independent"},
     **{rule: {"rule": rule} for rule in RULES},
     "on_policy": {"sampling": "equal_length", "pair_weight": "on_policy"},
-    "streams": {
-        "sampling": "equal_length",
-        "pair_weight": "on_policy",
-        "baseline": "streams",
-        "group_size": 4,
-    },
+    "streams": {"sampling": "equal_length", "pair_weight": "on_policy", "baseline": "streams",
+                "group_size": 4},
 }  # fmt: skip
 BIASED = {
     ("baseline", "fitted"), ("baseline", f"{__name__}:half"), ("advantage", "reward"), ("advantage", "gr3"),
@@ -157,18 +151,11 @@ def test_leaving_out_prompts_of_equal_rewards_is_refused_or_keeps_the_gradient(k
 def with_own_line(prompts, limit):
     """The mean of all lines that are alive: the optimal token baseline as published, where tokens have like
     score norms."""
-    return [
-        [
-            np.array(
-                [
-                    np.mean([other.reward for other in spans if other.start <= t < other.end])
-                    for t in range(span.start, span.end)
-                ]
-            )
-            for span in spans
-        ]
-        for spans in prompts
-    ]
+
+    def alive(spans, t):
+        return np.mean([other.reward for other in spans if other.start <= t < other.end])
+
+    return [[np.array([alive(spans, t) for t in range(s.start, s.end)]) for s in spans] for spans in prompts]
 
 
 def too_few(prompts, limit):
@@ -177,9 +164,8 @@ def too_few(prompts, limit):
 
 def test_a_baseline_that_contains_the_own_line_turns_the_step():
     world = process(vocabulary=3, limit=3)
-    settings = recipe(
-        sampling="independent", objective="dr_grpo", loss={"baseline": f"{__name__}:with_own_line"}
-    )
+    own = {"baseline": f"{__name__}:with_own_line"}
+    settings = recipe(sampling="independent", objective="dr_grpo", loss=own)
     found, truth = world.expected_estimate(settings).ravel(), world.gradient().ravel()
     cosine = found @ truth / np.linalg.norm(found) / np.linalg.norm(truth)
     assert 0.975 < cosine < 0.985
@@ -202,18 +188,15 @@ TWO_MARKERS = Marker(lambda ids: "33" in "".join(map(str, ids)), 2)
 def grown(rule, seed, order=0, other_after=LENGTH):
     """Return the parts of a tree, and which of them fork. Its tokens come from the seeds of its tracks, other
     ones after that many tokens of a response; they arrive in the pieces of ``order``."""
-    (tree,) = KINDS["tree"].harvesters(
-        [PROMPT], Setting(recipe(rule, limit=LENGTH, group_size=3), frozenset({EOS}), seed, TWO_MARKERS)
-    )
+    settings = Setting(recipe(rule, limit=LENGTH, group_size=3), frozenset({EOS}), seed, TWO_MARKERS)
+    (tree,) = KINDS["tree"].harvesters([PROMPT], settings)
     arrival, left = np.random.default_rng(order), {}
 
     def launch(tracks):
         for track in tracks:
             start = len(track.context) - len(PROMPT.token_ids)
-            tokens = [
-                np.random.default_rng([track.seed, n]).choice([EOS, 1, 2, *[MARKER] * 7], LENGTH)
-                for n in (0, 1)
-            ]
+            draws = [np.random.default_rng([track.seed, n]) for n in (0, 1)]
+            tokens = [draw.choice([EOS, 1, 2, *[MARKER] * 7], LENGTH) for draw in draws]
             same = max(other_after - start, 0)
             left[track] = [*tokens[0][:same].tolist(), *tokens[1][same:].tolist()]
 
@@ -237,10 +220,9 @@ def grown(rule, seed, order=0, other_after=LENGTH):
 )
 @examples(60)
 def test_forks_depend_on_earlier_tokens_alone_and_not_on_their_arrival(rule, seed, orders, now):
-    assert grown(rule, seed, orders[0]) == grown(rule, seed, orders[1])
-    assert forks_within(grown(rule, seed, orders[0]), now) == forks_within(
-        grown(rule, seed, orders[1], now), now
-    )
+    tree = grown(rule, seed, orders[0])
+    assert tree == grown(rule, seed, orders[1])
+    assert forks_within(tree, now) == forks_within(grown(rule, seed, orders[1], now), now)
 
 
 def forks_within(tree, now):

@@ -44,10 +44,8 @@ def ask(monkeypatch):
 
     def ask(path: str, body: bytes = b"", trainer: str = "first") -> tuple[int, str]:
         answer: dict = {}
-        headers = [
-            (b"authorization", b"Bearer key"),
-            *([(TRAINER.encode(), trainer.encode(errors="surrogateescape"))] if trainer else []),
-        ]
+        headers = [(b"authorization", b"Bearer key")]
+        headers += [(TRAINER.encode(), trainer.encode(errors="surrogateescape"))] if trainer else []
         half = len(body) // 2
         messages = [{"body": body[:half], "more_body": True}, {"body": body[half:], "more_body": False}]
 
@@ -120,9 +118,8 @@ def connect(monkeypatch) -> Iterator[tuple[str, int]]:
     """Yield the address of a gate that listens."""
     monkeypatch.setenv(KEY, "key")
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(
-        uvicorn.Config(Gate(None), lifespan="off", log_level="critical", **requests.SETTINGS)
-    )
+    config = uvicorn.Config(Gate(None), lifespan="off", log_level="critical", **requests.SETTINGS)
+    server = uvicorn.Server(config)
     serving = threading.Thread(target=lambda: asyncio.run(server.serve([listening])))
     serving.start()
     yield listening.getsockname()

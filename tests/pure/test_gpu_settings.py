@@ -55,9 +55,7 @@ def test_fp8_kernels_are_compiled_by_the_users_nvcc_or_else_by_that_of_the_packa
     ({}, "1", "0"),
     ({"CUDA_DEVICE_MAX_CONNECTIONS": "8", "TRITON_PRINT_AUTOTUNING": "1"}, "8", "1"),
 ])  # fmt: skip
-def test_every_rank_has_one_connection_and_a_silent_triton_unless_the_user_says_otherwise(
-    own, connections, printing
-):
+def test_ranks_have_one_connection_and_a_silent_triton_by_default(own, connections, printing):
     """Under ``eqlen train`` and on SLURM, whose script sets what the launcher sets on one machine."""
     shown = "import os; os.write(1, ' '.join(['rank', *map(os.getenv, {}), '']).encode())"  # at once
     both = ("CUDA_DEVICE_MAX_CONNECTIONS", "TRITON_PRINT_AUTOTUNING")
@@ -81,17 +79,13 @@ def _output(command: list[str], environ: dict[str, str]) -> str:
 
 @pytest.mark.parametrize("own", [{}, {"num_gpu_blocks_override": 8}])
 @pytest.mark.parametrize(("syncs_first", "skips"), [(True, {"load_format": "dummy"}), (False, {})])
-def test_an_engine_reads_weights_from_disk_only_where_no_sync_brings_them(
-    monkeypatch, own, syncs_first, skips
-):
+def test_an_engine_reads_weights_only_where_no_sync_brings_them(monkeypatch, own, syncs_first, skips):
     monkeypatch.setattr(colocated, "ColocatedEngine", lambda path, rollout, *_: rollout)
     monkeypatch.setattr(generation, "HFFolder", lambda path: SimpleNamespace(check_vllm_reads_the_same=dict))
-    recipe = SimpleNamespace(
-        rollout=RolloutRecipe(vllm=own), longest_context=9, seed=0, model=SimpleNamespace(dtype="bfloat16")
-    )
-    job: Any = SimpleNamespace(
-        recipe=recipe, tokenizer=SimpleNamespace(eos_token_ids=[1]), folder=Path("model")
-    )
+    recipe = SimpleNamespace(rollout=RolloutRecipe(vllm=own), longest_context=9, seed=0)
+    recipe.model = SimpleNamespace(dtype="bfloat16")
+    job: Any = SimpleNamespace(recipe=recipe, folder=Path("model"))
+    job.tokenizer = SimpleNamespace(eos_token_ids=[1])
     replicas: Any = SimpleNamespace(drives=True)
     engine: Any = generation.start_engine(job, replicas, syncs_first)
     assert engine.vllm == skips | own

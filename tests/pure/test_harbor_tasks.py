@@ -43,16 +43,11 @@ TASK = {
 CHANGED = {
     "runs": {},
     "unsolved": {"solution/solve.sh": None},
-    "parts": {
-        "tests/test.sh": "#!/bin/sh\necho '{\"reward\": 0.25}' > /logs/verifier/reward.json",
-        "solution/solve.sh": None,
-    },
-    "slow": {
-        "tests/test.sh": "#!/bin/sh\nsleep 9",
-        "task.toml": "[verifier]\ntimeout_sec = 1",
-        "solution/solve.sh": None,
-    },
-}
+    "parts": {"tests/test.sh": "#!/bin/sh\necho '{\"reward\": 0.25}' > /logs/verifier/reward.json",
+              "solution/solve.sh": None},
+    "slow": {"tests/test.sh": "#!/bin/sh\nsleep 9", "task.toml": "[verifier]\ntimeout_sec = 1",
+             "solution/solve.sh": None},
+}  # fmt: skip
 REFUSED = {
     "apt": ({"environment/Dockerfile": "FROM a\nRUN apt-get update"}, "RUN apt-get fails in the sandbox"),
     "place": ({"environment/Dockerfile": "FROM a\nCOPY data /etc/x"}, "COPY data fails in the sandbox"),
@@ -68,11 +63,9 @@ REFUSED = {
     "prompt": ({"instruction.md": None}, "expected instruction.md"),
     "no reward": ({"tests/test.sh": "#!/bin/sh\ntrue"}, "the tests write no reward"),
     "wrong": ({"solution/solve.sh": "echo 4 > out"}, "expected more reward for the solution"),
-    "tool": (
-        {"tests/test.sh": "#!/bin/sh\nuvx pytest\necho 0 > /logs/verifier/reward.txt"},
-        "the tests miss something (not found)",
-    ),
-}
+    "tool": ({"tests/test.sh": "#!/bin/sh\nuvx pytest\necho 0 > /logs/verifier/reward.txt"},
+             "the tests miss something (not found)"),
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

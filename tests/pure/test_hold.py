@@ -31,9 +31,8 @@ def try_of(monkeypatch, job: str | None, restart: int) -> None:
 
 def test_a_second_holder_is_told_who_the_first_is(tmp_path):
     first = Hold(tmp_path)
-    with pytest.raises(
-        HeldError, match=f"another run is writing here, process {os.getpid()} on {socket.gethostname()}"
-    ):
+    holder = f"process {os.getpid()} on {socket.gethostname()}"
+    with pytest.raises(HeldError, match=f"another run is writing here, {holder}"):
         Hold(tmp_path)
     first.check()
 

@@ -21,34 +21,19 @@ from tests.kit.hub import Hub, serving, use
 from tests.kit.tiny_models import tiny_config
 
 CONFIG = json.dumps(tiny_config("qwen3").to_dict()).encode()
-MODEL = {
-    "config.json": CONFIG,
-    "model.safetensors": b"weights",
-    "onnx/model.onnx": b"x",
-    "pytorch_model.bin": b"y",
-}
+MODEL = {"config.json": CONFIG, "model.safetensors": b"weights", "onnx/a.onnx": b"x", "a.bin": b"y"}
 SUMS = b"".join(json.dumps({"question": f"{n} + {n}?", "answer": 2 * n}).encode() + b"\n" for n in range(3))
-DATA = {
-    "README.md": b"# Sums",
-    "easy/train.jsonl": SUMS,
-    "easy/test.jsonl": SUMS,
-    "hard/train.jsonl": SUMS[:30],
-}
-RECIPE = {
-    "name": "named",
-    "steps": 1,
-    "model": {"path": "ann/tiny"},
-    "data": {"sources": [{"name": "sums", "reader": "jsonl", "path": "ann/sums", "config": "easy"}]},
-}
+DATA = {"README.md": b"# Sums", "hard/train.jsonl": SUMS[:30]}
+DATA |= {"easy/train.jsonl": SUMS, "easy/test.jsonl": SUMS}
+SOURCE = {"name": "sums", "reader": "jsonl", "path": "ann/sums", "config": "easy"}
+RECIPE = {"name": "named", "steps": 1, "model": {"path": "ann/tiny"}, "data": {"sources": [SOURCE]}}
 
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     hub = Hub()
-    hub.first = {
-        "model": hub.commit("model", "ann/tiny", MODEL),
-        "data": hub.commit("dataset", "ann/sums", DATA),
-    }
+    model, data = hub.commit("model", "ann/tiny", MODEL), hub.commit("dataset", "ann/sums", DATA)
+    hub.first = {"model": model, "data": data}
     monkeypatch.chdir(tmp_path)
     with serving(hub) as address:
         hub.address = address
@@ -74,9 +59,7 @@ def test_names_become_commits_and_only_the_files_that_are_read_are_downloaded(hu
     data = local_path(ready.data.sources[0])
     assert sorted(str(path.relative_to(data)) for path in data.rglob("*.jsonl")) == ["easy/train.jsonl"]
     rows = open_source(ready.data.sources[0], Tally())
-    assert [(row.row_id, row.gold) for row in rows] == [
-        (f"easy/train.jsonl#{n}", str(2 * n)) for n in range(3)
-    ]
+    assert {row.row_id: row.gold for row in rows} == {f"easy/train.jsonl#{n}": str(2 * n) for n in range(3)}
 
 
 def test_a_data_set_without_a_card_is_read(hub):
@@ -154,9 +137,7 @@ def test_without_network_and_cache_the_command_to_run_is_named(hub, monkeypatch,
         pinned(recipe())
     with pytest.raises(RecipeError, match=r"lacks revision 'v9': run `hf download ann/tiny --revision v9`"):
         pinned(recipe(model={"path": "ann/tiny", "revision": "v9"}))
-    with pytest.raises(
-        RecipeError, match=r"data.sources.0.path: .*run `hf download ann/sums --type dataset`"
-    ):
+    with pytest.raises(RecipeError, match=r"sources.0.path: .*run `hf download ann/sums --type dataset`"):
         pinned(recipe(model={"path": str(tmp_path)}))
 
 
@@ -165,9 +146,7 @@ def test_half_a_download_is_no_data_set(hub, monkeypatch, tmp_path):
     fetch(ready)
     (local_path(ready.data.sources[0]) / "easy/train.jsonl").unlink()
     use(monkeypatch, hub.address, tmp_path / "cache", offline=True)
-    with pytest.raises(
-        RecipeError, match=r"data.sources.0.path: .*1 file\(s\) are missing \(easy/train.jsonl\)"
-    ):
+    with pytest.raises(RecipeError, match=r"sources.0.path: .*1 file\(s\) are missing \(easy/train.jsonl\)"):
         fetch(ready)
 
 
@@ -176,19 +155,15 @@ def test_a_local_folder_wins_over_the_name(hub, tmp_path):
     with pytest.raises(RecipeError, match=r"data.sources.0.path: ann/sums does not exist"):
         fetch(pinned(recipe()))  # a missing file in a local folder is no name on the hub
     assert local_path(recipe().model).samefile(tmp_path / "ann/tiny")
-    with pytest.raises(
-        RecipeError, match=r"model.revision: v1 is for a name on the hub, found the local path"
-    ):
+    with pytest.raises(RecipeError, match=r"model.revision: v1 is for a name on the hub, found the local"):
         pinned(recipe(model={"path": "ann/tiny", "revision": "v1"}))
     assert hub.requests == []
 
 
 def test_a_plan_reads_the_configuration_alone(hub, tmp_path):
     assert Job(recipe()).model.hidden_size == tiny_config("qwen3").hidden_size
-    assert {request for request in hub.requests if "/resolve/" in request} == {
-        "HEAD /ann/tiny/resolve/main/config.json",
-        "GET /ann/tiny/resolve/main/config.json",
-    }
+    asked = {request for request in hub.requests if "/resolve/" in request}
+    assert asked == {f"{verb} /ann/tiny/resolve/main/config.json" for verb in ("HEAD", "GET")}
 
 
 def test_eqlen_check_downloads_and_names_the_commits(hub, tmp_path, capsys):
@@ -196,19 +171,15 @@ def test_eqlen_check_downloads_and_names_the_commits(hub, tmp_path, capsys):
     cli.main(["check", "recipe.yaml", "--short"])
     said = capsys.readouterr().out
     assert "does not exist" not in said
-    assert (
-        local_path(pinned(load("recipe.yaml")).model).joinpath("model.safetensors").read_bytes() == b"weights"
-    )
+    folder = local_path(pinned(load("recipe.yaml")).model)
+    assert (folder / "model.safetensors").read_bytes() == b"weights"
 
 
 def test_the_variables_of_huggingface_hub_apply(hub, tmp_path):
     """HF_ENDPOINT and HF_HOME are read when the library is imported."""
-    code = (
-        "from megatron_eqlen.hf.hub import HubRepo; print(HubRepo('ann/tiny', 'model').file('config.json'))"
-    )
+    code = "from megatron_eqlen.hf.hub import HubRepo as H; print(H('ann/tiny', 'model').file('config.json'))"
     environ = os.environ | {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home")}
-    command = [sys.executable, "-c", code]
-    path = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout
+    path = subprocess.check_output([sys.executable, "-c", code], env=environ, text=True)
     assert path.startswith(str(tmp_path / "home/hub/models--ann--tiny/snapshots/"))
 
 

@@ -27,11 +27,8 @@ CALL = json.dumps({"name": "python", "arguments": {"code": CODE}})
 SECOND = "echo $((EQLEN_SEED % 90)) >> drawn; cat drawn; [ $(wc -l < drawn) != 2 ] || sleep ${HANG:-0}"
 RUN = json.dumps({"name": "run", "arguments": {"command": SECOND}})
 VERIFIERS = "recipes.verifiers_tasks:VerifiersTask"
-SAYS = {
-    "python": f"<tool_call>{CALL}</tool_call>",
-    "workspace": f"<tool_call>{RUN}</tool_call>",
-    VERIFIERS: "hm",
-}
+SAYS = {name: f"<tool_call>{call}</tool_call>" for name, call in (("python", CALL), ("workspace", RUN))}
+SAYS[VERIFIERS] = "hm"
 IN_CALL = {"python": "graders.sandbox.zygote", "workspace": "sleep 600", VERIFIERS: "sleep 600"}
 """Part of the command line of each process of a call; of the Python tool: a program, the fork of its zygote
 that serves it, and the zygote."""
@@ -48,11 +45,8 @@ def step(folder, name, config):
     if name == "workspace":
         template = folder.parent / "template"
         template.mkdir(exist_ok=True)
-        options = {
-            "template": str(template),
-            "timeout": 200.0,
-            "variables": {"HANG": str(config.get("hang", 0))},
-        }
+        hang = {"HANG": str(config.get("hang", 0))}
+        options = {"template": str(template), "timeout": 200.0, "variables": hang}
     limits = {"max_turns": 3, "max_given_tokens": 80, "timeout": 300.0}
     section = EnvironmentRecipe(name=name, options=options, **limits)
     rollout = SETTINGS.rollout.model_copy(update={"max_response_length": 900})

@@ -44,14 +44,11 @@ def configs(draw) -> dict:
     family = draw(st.sampled_from(FAMILIES))
     groups, keys = draw(size(2, 4, 6)), draw(size(2, 4, 6))
     sizes = {
-        "num_key_value_heads": groups,
-        "num_attention_heads": groups * draw(st.integers(1, 3)),
-        "num_hidden_layers": draw(size(4, 8, 12)),
-        "vocab_size": draw(size(48, 96)),
-        "intermediate_size": draw(size(24, 48)),
+        "num_key_value_heads": groups, "num_attention_heads": groups * draw(st.integers(1, 3)),
+        "num_hidden_layers": draw(size(4, 8, 12)), "vocab_size": draw(size(48, 96)),
+        "intermediate_size": draw(size(24, 48)), "head_dim": 8,
         "hidden_size": 32,  # vLLM has kernels for experts on CPUs at multiples of 32
-        "head_dim": 8,
-    }
+    }  # fmt: skip
     if family in ("llama", "qwen2"):
         sizes["hidden_size"] = sizes["head_dim"] * sizes["num_attention_heads"]
     if FAMILY_TABLE[family].experts:
@@ -91,13 +88,10 @@ def megatron_builds(parallel: ParallelRecipe, processes: int, rank: int, model: 
         monkeypatch.setattr(layout, "require", list)
         try:
             parallel_state.initialize_model_parallel(
-                parallel.tensor,
-                parallel.pipeline,
-                parallel.virtual_pipeline,
+                parallel.tensor, parallel.pipeline, parallel.virtual_pipeline,
                 expert_model_parallel_size=parallel.expert,
-                expert_tensor_parallel_size=parallel.expert_tensor,
-                create_gloo_process_groups=False,
-            )
+                expert_tensor_parallel_size=parallel.expert_tensor, create_gloo_process_groups=False,
+            )  # fmt: skip
             tensor_parallel.model_parallel_cuda_manual_seed(1)
             with meta_device():
                 chunks = build_model(model, parallel, torch.float32)
@@ -203,14 +197,11 @@ def write_recipe(folder: Path, family: str) -> Path:
     (folder / "model/config.json").write_text(json.dumps(tiny_config(family).to_dict()))
     (folder / "data.jsonl").write_text("")
     recipe = {
-        "name": "layout",
-        "steps": 3,
-        "run_dir": str(folder / "run"),
+        "name": "layout", "steps": 3, "run_dir": str(folder / "run"),
         "model": {"path": str(folder / "model")},
         "data": {"sources": [{"name": "a", "path": str(folder / "data.jsonl")}], "max_prompt_length": 100},
-        "rollout": {"max_response_length": 100},
-        "cluster": {"processes_per_node": 4},
-    }
+        "rollout": {"max_response_length": 100}, "cluster": {"processes_per_node": 4},
+    }  # fmt: skip
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     return folder / "recipe.yaml"
 
@@ -229,9 +220,7 @@ def outcome(capsys, *arguments: str) -> str:
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_plan_and_start_refuse_with_the_same_words_before_any_process(case, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(
-        "megatron_eqlen.processes.launch.launch", lambda *_: pytest.fail("ranks were started")
-    )
+    monkeypatch.setattr("megatron_eqlen.processes.launch.launch", lambda *_: pytest.fail("ranks started"))
     family, keys, message = REFUSED[case]
     words = [str(write_recipe(tmp_path, family)), *overrides(keys)]
     planned = outcome(capsys, "plan", *words)
@@ -241,26 +230,20 @@ def test_plan_and_start_refuse_with_the_same_words_before_any_process(case, tmp_
     assert not (tmp_path / "run").exists()
 
 
+numbers = st.fixed_dictionaries({
+    "rollout.tensor_parallel": st.integers(1, 5), "cluster.nodes": st.integers(1, 3),
+    "cluster.processes_per_node": st.integers(1, 6),
+})  # fmt: skip
+FIVE = {"rollout.tensor_parallel": 1, "cluster.nodes": 1, "cluster.processes_per_node": 5}
+
+
 @examples(40)
-@given(
-    family=st.sampled_from(FAMILIES),
-    keys=parallels,
-    engine=st.integers(1, 5),
-    nodes=st.integers(1, 3),
-    per_node=st.integers(1, 6),
-)
-@example("qwen3_moe", dict.fromkeys(PARALLEL, 1) | {"virtual_pipeline": None, "pipeline": 5}, 1, 1, 5)
-def test_recipes_that_plan_approves_are_launched_and_no_others(
-    tmp_path_factory, family, keys, engine, nodes, per_node
-):
+@given(family=st.sampled_from(FAMILIES), keys=parallels, others=numbers)
+@example("qwen3_moe", dict.fromkeys(PARALLEL, 1) | {"virtual_pipeline": None, "pipeline": 5}, FIVE)
+def test_recipes_that_plan_approves_are_launched_and_no_others(tmp_path_factory, family, keys, others):
     """The fact holds for any small numbers; and there is no message but one line."""
     recipe = str(write_recipe(tmp_path_factory.mktemp("any"), family))
-    all_keys = {f"parallel.{key}": value for key, value in keys.items()}
-    all_keys |= {
-        "rollout.tensor_parallel": engine,
-        "cluster.nodes": nodes,
-        "cluster.processes_per_node": per_node,
-    }
+    all_keys = {f"parallel.{key}": value for key, value in keys.items()} | others
     launched = []
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RANK", raising=False)
@@ -303,9 +286,8 @@ def test_yarn_lengthens_paths_and_says_how_far(tmp_path, capsys):
 
 def test_the_engine_copies_key_value_heads_and_no_others():
     """By vLLM's rule, key-value heads are copied if they are fewer than ranks; Megatron's weights are not."""
-    model = parse_config(
-        tiny_config("qwen3", num_attention_heads=12, num_key_value_heads=3, vocab_size=192).to_dict(), "tiny"
-    )
+    tiny = tiny_config("qwen3", num_attention_heads=12, num_key_value_heads=3, vocab_size=192)
+    model = parse_config(tiny.to_dict(), "tiny")
     accepted = [n for n in range(1, 13) if not list(layout.engine(RolloutRecipe(tensor_parallel=n), model))]
     assert accepted == [1, 3, 6, 12]
     divided = [n for n in range(1, 13) if not list(layout.weights(ParallelRecipe(tensor=n), model))]

@@ -41,22 +41,13 @@ def calls(monkeypatch) -> list[str]:
     calls: list[str] = []
     step = Step(0, 0)
     left = iter([True] * STEPS + [False])
-    run = Recorded(
-        "run",
-        calls,
-        {
-            "folder": SimpleNamespace(streams=None),
-            "checkpoints": Recorded("checkpoints", calls, {}),
-            "evaluations": Recorded("evaluations", calls, {}),
-            "complete": True,
-            "has_next_step": lambda: next(left),
-            "begin": lambda policy: step,
-            "build_trees": lambda step: (step, []),
-            "update": lambda step, policy, trees: step,
-            "evaluate_if_due": lambda step, rollouts: step,
-            "report_mismatch": None,
-        },
-    )
+    run = Recorded("run", calls, {
+        "folder": SimpleNamespace(streams=None), "checkpoints": Recorded("checkpoints", calls, {}),
+        "evaluations": Recorded("evaluations", calls, {}), "complete": True, "report_mismatch": None,
+        "has_next_step": lambda: next(left), "begin": lambda policy: step,
+        "build_trees": lambda step: (step, []), "update": lambda step, policy, trees: step,
+        "evaluate_if_due": lambda step, rollouts: step,
+    })  # fmt: skip
     rollouts = Recorded("engine", calls, {"collect": lambda step: step})
     policy = Recorded("policy", calls, {"mismatch": None, "worst": None})
 
@@ -125,18 +116,15 @@ def fails(response: str) -> float:
     ("unknown", r"a parameter that takes the response.*found \(respones, answer\)"),
     ("fails", "IndexError at"),
 ])  # fmt: skip
-def test_a_reward_function_is_called_on_a_real_row_before_the_policy_is_built(
-    tmp_path, monkeypatch, grader, error
-):
+def test_a_reward_function_is_called_on_a_row_before_anything_is_built(tmp_path, monkeypatch, grader, error):
     write_hf_tokenizer(tmp_path, ["What is 1 + 1?"] * 8)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "What is 1 + 1?", "label": 2}\n')
     source = {"name": "sums", "path": f"{tmp_path}/rows.jsonl", "grader": f"{__name__}:{grader}"}
     made = recipe().model_copy(update={"data": DataRecipe(sources=[SourceRecipe(**source)])})
     said, ends = [], []
     progress = SimpleNamespace(say=said.append, warn=lambda text: said.append(f"WARNING: {text}"))
-    session = SimpleNamespace(
-        recipe=made, tokenizer=load_tokenizer(tmp_path), progress=progress, ends_with=ends.append
-    )
+    session = SimpleNamespace(recipe=made, tokenizer=load_tokenizer(tmp_path), progress=progress)
+    session.ends_with = ends.append
     monkeypatch.setattr(generation.distributed, "is_rank0", lambda: True)
     with pytest.raises(ValueError, match=error) if error else nullcontext():
         generation.try_rewards(session, generation.start_prompts(session))

@@ -44,9 +44,7 @@ def test_the_written_tests_pass_and_the_printed_lines_make_a_recipe(tmp_path, mo
     ("__main__", "letters, digits and _, found '__main__'"),
     ("class", "letters, digits and _, found 'class'"),
 ])  # fmt: skip
-def test_a_name_that_is_taken_or_cannot_be_imported_writes_nothing(
-    tmp_path, monkeypatch, capsys, name, message
-):
+def test_a_name_that_is_taken_or_no_module_writes_nothing(tmp_path, monkeypatch, capsys, name, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "test_kept.py").touch()
     (tmp_path / "folder").mkdir()

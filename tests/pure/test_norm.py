@@ -15,10 +15,8 @@ ROWS = CPU_ELEMENTS // 64
 def test_values_and_gradients_are_those_of_float64_up_to_one_rounding(shape, zero_centered):
     torch.manual_seed(0)
     # part of a larger tensor, as query and key are
-    x, up = (
-        torch.randn(*shape[:-1], 2 * shape[-1])[..., : shape[-1]].bfloat16(),
-        torch.randn(shape).bfloat16(),
-    )
+    x = torch.randn(*shape[:-1], 2 * shape[-1])[..., : shape[-1]].bfloat16()
+    up = torch.randn(shape).bfloat16()
     weight = torch.randn(shape[-1]).bfloat16()
     results = []
     for dtype in (torch.bfloat16, torch.float64):

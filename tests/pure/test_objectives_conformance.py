@@ -170,20 +170,18 @@ def log_ratios(tokens, ids):
     return [tokens.new[i] - tokens.old[i] for i in ids]
 
 
+PLAIN = {
+    *("grpo", "dr_grpo", "gr3", "treerpo", "grpo_ma", "ba", "maxrl", "delta_l"),
+    *("reinforce_pp", "reinforce_pp_baseline"),
+}
+"""Objectives with PPO's clipping on both sides of 0.2."""
+
+
 def sequence_slopes(name, tokens, ids, advantage):
     """Return for each token of a response d surrogate / d log pi(token), before any averaging over
     responses."""
     ratios = log_ratios(tokens, ids)
-    if name in (
-        "grpo",
-        "dr_grpo",
-        "gr3",
-        "treerpo",
-        "grpo_ma",
-        "ba",
-        "reinforce_pp",
-        "reinforce_pp_baseline",
-    ):
+    if name in PLAIN:
         return [clip_slope(math.exp(x), advantage, 0.2, 0.2) for x in ratios]
     if name == "dapo":
         return [clip_slope(math.exp(x), advantage, 0.2, 0.28, 10.0) for x in ratios]
@@ -197,8 +195,6 @@ def sequence_slopes(name, tokens, ids, advantage):
         return [advantage] * len(ids)
     if name == "cispo":  # Eq. 4 and 5 of MiniMax-M1: sg(clip(r)) A log pi; no lower bound, r at most 5
         return [min(math.exp(min(max(x, -20), 20)), 5.0) * advantage for x in ratios]
-    if name in ("maxrl", "delta_l"):
-        return [clip_slope(math.exp(x), advantage, 0.2, 0.2) for x in ratios]
     if name == "sapo":  # 2511.20347: the gate's slope is 4 p (1 - p), p = sigmoid(tau (ratio - 1))
         tau = 1.0 if advantage > 0 else 1.05
         ratios = [math.exp(x) if abs(x) <= 20 else 0.0 for x in ratios]
@@ -246,13 +242,9 @@ def response_factor(name, length, total, lengths=(1,)):
         return 1 / total
     if name == "delta_l":  # x_i of 2509.07558 for alpha 1, its constant M being the limit, times G
         return len(lengths) / length / sum(1 / n for n in lengths) / LONGEST
-    return {
-        "dr_grpo": 1 / LONGEST,
-        "dppo": 1 / LONGEST,
-        "maxrl": 1 / LONGEST,
-        "gspo": 1.0,
-        "luspo": length,
-    }.get(name, 1 / length)
+    if name in ("dr_grpo", "dppo", "maxrl"):
+        return 1 / LONGEST
+    return {"gspo": 1.0, "luspo": length}.get(name, 1 / length)
 
 
 # --- independent sampling ---------------------------------------------------------------------------------
@@ -274,10 +266,8 @@ def of_grpo(groups, name="grpo"):
 def sample_groups(shapes, tokens):
     groups = []
     for number, shape in enumerate(shapes):
-        completions = [
-            tokens.segment(n, None, "length") if n == LONGEST else tokens.segment(n, r) for n, r in shape
-        ]
-        groups.append(kit.group(prompt(number), 0, completions))
+        ends = [(n, None, "length") if n == LONGEST else (n, reward) for n, reward in shape]
+        groups.append(kit.group(prompt(number), 0, [tokens.segment(*end) for end in ends]))
     return groups
 
 
@@ -376,12 +366,8 @@ def is_kept(option, bound, log_rhos, token, probabilities):
         return max(binary_kl(p, q), binary_kl(q, p)) <= bound
     level, kind = option.rsplit("_", 1)
     values = [divergence(kind, x) for x in log_rhos]
-    value = {
-        "token": values[token],
-        "seq_sum": sum(values),
-        "seq_mean": sum(values) / len(values),
-        "seq_max": max(values),
-    }[level]
+    of_sequence = {"seq_sum": sum(values), "seq_mean": mean_of(values), "seq_max": max(values)}
+    value = of_sequence.get(level, values[token])
     if kind != "k1":
         return value <= bound
     low, high = bound if isinstance(bound, list) else (1 / bound, bound)
@@ -390,14 +376,11 @@ def is_kept(option, bound, log_rhos, token, probabilities):
 
 bands = st.one_of(st.floats(1.05, 3), st.tuples(st.floats(0.2, 0.99), st.floats(1, 3)).map(list))
 upper_bounds = st.floats(0.01, 1.0)
+LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
 rejections = st.fixed_dictionaries(
     {},
-    optional={f"{level}_k1": bands for level in ("token", "seq_sum", "seq_mean")}
-    | {
-        f"{level}_{k}": upper_bounds
-        for level in ("token", "seq_sum", "seq_mean", "seq_max")
-        for k in ("k2", "k3")
-    }
+    optional={f"{level}_k1": bands for level in LEVELS[:-1]}
+    | {f"{level}_{k}": upper_bounds for level in LEVELS for k in ("k2", "k3")}
     | {"binary_kl": st.floats(1e-4, 0.1)},
 )
 
@@ -591,10 +574,7 @@ def test_rewards_apart_are_normalised_by_name_then_added_then_scaled_by_the_batc
     tokens = Draws(0.3, 0)
     pairs = sampling == "equal_length"
     rollouts = sample_streams(STREAMS, tokens) if pairs else sample_groups(GROUPS, tokens)
-    values = {
-        "right": lambda part: Grade(part.grade.reward, ""),
-        "brief": lambda part: Grade(len(part) % 3, ""),
-    }
+    values = {"right": lambda part: part.grade, "brief": lambda part: Grade(len(part) % 3, "")}
     scored = []
     for rollout in rollouts:
         of_names = []
@@ -641,9 +621,8 @@ def test_treerpo_compares_siblings_by_the_mean_of_their_leaves(branching, depth,
         members, rewards = [], []
         for _ in range(branching):
             leaf = level == depth or tokens.random.random() < 0.3
-            segment = tokens.segment(
-                int(tokens.random.integers(1, 4)), float(tokens.random.integers(2)) if leaf else None
-            )
+            length, reward = int(tokens.random.integers(1, 4)), float(tokens.random.integers(2))
+            segment = tokens.segment(length, reward if leaf else None)
             steps.append(segment)
             parents.append(parent)
             rewards.append(segment.grade.reward if leaf else grow(len(steps) - 1, level + 1))

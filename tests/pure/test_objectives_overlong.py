@@ -28,57 +28,50 @@ def signs(rollout, **keys) -> tuple[int, int]:
     return tuple((node.advantage > 0) - (node.advantage < 0) for node in (first, second))
 
 
-AGAINST_TRUNCATED = [
-    ("wrong, before the buffer", 10, 0.0, WINS),
-    ("wrong, in the buffer", 45, 0.0, WINS),
-    ("wrong, ended at the limit", LIMIT, 0.0, SKIPPED),
-    ("right, before the buffer", 10, 1.0, WINS),
-    ("right, in the buffer", 45, 1.0, WINS),
-    ("right, ended at the limit", LIMIT, 1.0, WINS),
-]
+AGAINST_TRUNCATED = pytest.mark.parametrize(("length", "reward", "expected"), [
+    (10, 0.0, WINS), (45, 0.0, WINS), (LIMIT, 0.0, SKIPPED),
+    (10, 1.0, WINS), (45, 1.0, WINS), (LIMIT, 1.0, WINS),
+])  # fmt: skip
+"""Wrong and right responses that end before the buffer, in it, and at the limit."""
 
 
-@pytest.mark.parametrize(("_name", "length", "reward", "expected"), AGAINST_TRUNCATED)
+@AGAINST_TRUNCATED
 @pytest.mark.parametrize("reduce", ["max", "mean"])
-def test_a_side_against_one_that_only_a_truncated_response_extends(_name, length, reward, expected, reduce):
+def test_a_side_against_one_that_only_a_truncated_response_extends(length, reward, expected, reduce):
     tail = segment(LIMIT - length, "length") if length < LIMIT else None
     b = segment(length, None if tail else "length")
     stream = kit.stream(QUESTION, 0, 0, [(segment(length, "stop", reward), b)], "truncated", tail)
     assert signs(stream, objective="dapo", equal_length__suffix_reward=reduce) == expected
-    (tree,), _ = build_trees(
-        [stream], recipe(objective="dapo", loss__overlong_buffer=10, equal_length__unfinished="drop")
-    )
+    dropping = recipe(objective="dapo", loss__overlong_buffer=10, equal_length__unfinished="drop")
+    (tree,), _ = build_trees([stream], dropping)
     assert not any(node.weight for node in tree.nodes), "no ended response extends B: the pair is left out"
 
 
-@pytest.mark.parametrize(("_name", "length", "reward", "expected"), AGAINST_TRUNCATED)
+@AGAINST_TRUNCATED
 @pytest.mark.parametrize("truncated_at", [LIMIT, 30])
-def test_a_completion_against_a_truncated_one(_name, length, reward, expected, truncated_at):
+def test_a_completion_against_a_truncated_one(length, reward, expected, truncated_at):
     group = kit.group(QUESTION, 0, [segment(length, "stop", reward), segment(truncated_at, "length")])
     assert signs(group, objective="dapo", sampling="independent") == expected
 
 
-@pytest.mark.parametrize(("_name", "length", "reward", "expected"), AGAINST_TRUNCATED)
-def test_a_leaf_of_a_sampled_tree_against_a_truncated_one(_name, length, reward, expected):
+@AGAINST_TRUNCATED
+def test_a_leaf_of_a_sampled_tree_against_a_truncated_one(length, reward, expected):
     """The leaves continue one step each: lengths and limits are those of whole responses."""
     steps = [segment(4), segment(4), segment(length - 4, "stop", reward), segment(LIMIT - 4, "length")]
     tree = kit.tree(QUESTION, 0, steps, [-1, -1, 0, 1])
     assert signs(tree, objective="treerpo", sampling="tree") == expected
 
 
-@pytest.mark.parametrize(("a_reward", "later", "later_reward", "by_max", "by_mean"), [
+@pytest.mark.parametrize(("reward", "later", "later_reward", "by_max", "by_mean"), [
     (0.0, 48, 1.0, LOSES, LOSES),  # -0.5 against 0.2, and (0.2 - 1) / 2
     (0.0, 48, 0.0, WINS, WINS),  # -0.5 against -0.8, and -0.9
     (0.0, 49, 0.8, LOSES, WINS),  # -0.5 against -0.1, and -0.55
     (1.0, 46, 1.0, WINS, WINS),  # 0.5 against 0.4, and -0.3
 ])  # fmt: skip
 def test_a_truncated_response_beside_an_ended_one_counts_in_the_mean_alone(
-    a_reward, later, later_reward, by_max, by_mean
+    reward, later, later_reward, by_max, by_mean
 ):
-    pairs = [
-        (segment(45, "stop", a_reward), segment(45)),
-        (segment(later - 45, "stop", later_reward), segment(later - 45)),
-    ]
+    pairs = [(segment(n, "stop", r), segment(n)) for n, r in ((45, reward), (later - 45, later_reward))]
     stream = kit.stream(QUESTION, 0, 0, pairs, "truncated", segment(LIMIT - later, "length"))
     assert signs(stream, objective="dapo") == by_max
     assert signs(stream, objective="dapo", equal_length__suffix_reward="mean") == by_mean

@@ -51,18 +51,14 @@ def groups_of(versions: tuple[int, int], masked: bool = False) -> list[tuple[flo
     """Return every group of two responses, sampled by weights of these versions, with its probability."""
     found = []
     for number, actions in enumerate(itertools.product(range(ACTIONS), repeat=2)):
-        segments = [
-            Part(drawn(action, version, masked), "stop", Grade(REWARDS[action], ""))
-            for action, version in zip(actions, versions, strict=True)
-        ]
+        aged = zip(actions, versions, strict=True)
+        segments = [Part(drawn(a, version, masked), "stop", Grade(REWARDS[a], "")) for a, version in aged]
         probability = float(PROBS[versions[0], actions[0]] * PROBS[versions[1], actions[1]])
         found.append((probability, kit.group(Prompt(f"q{number}", [1], "", "", ""), 2, segments)))
     return found
 
 
-def expected_gradient(
-    policy: int, versions: tuple[int, int], centered: bool = False, **recipe
-) -> torch.Tensor:
+def expected_gradient(policy: int, versions: tuple[int, int], centered=False, **recipe) -> torch.Tensor:
     """Return the expected gradient of the maximised objective, by the logits of the policy
     ``LOGITS[policy]``."""
     mine = make_recipe(
@@ -87,37 +83,28 @@ def expected_gradient(
             ids, counts = torch.arange(ACTIONS).repeat(len(nodes)), torch.full((len(nodes),), ACTIONS)
             rows = logits.expand(len(nodes), -1)
             logprobs, _ = masked_token_logprobs(rows, actions, ids, counts, sampled=sampled)
+        weights, advantages = torch.tensor([(n.weight, n.advantage) for n in nodes], dtype=torch.float64).T
         loss, _ = policy_loss(
-            logprobs,
-            torch.zeros(len(nodes), dtype=torch.float64),
-            weights=torch.tensor([node.weight for node in nodes], dtype=torch.float64),
-            advantages=torch.tensor([node.advantage for node in nodes], dtype=torch.float64),
-            segment_ids=torch.arange(len(nodes)),
-            rollout_logprobs=torch.tensor(engine),
-            objective=Job(mine).objective,
-            loss=mine.loss,
+            logprobs, torch.zeros_like(weights), weights=weights, advantages=advantages,
+            segment_ids=torch.arange(len(nodes)), rollout_logprobs=torch.tensor(engine),
+            objective=Job(mine).objective, loss=mine.loss,
             others={} if policy == 2 else {"old": old[actions]},
-        )
+        )  # fmt: skip
         total = total - probability * loss
     (gradient,) = torch.autograd.grad(total, logits)
     return gradient
 
 
-WIDE = {"clip_ratio_low": 1.0, "clip_ratio_high": 1e6, "kl_coef": 0.0}
+WIDE = {"clip_ratio_low": 1.0, "clip_ratio_high": 1e6, "kl_coef": 0.0, "loss_agg_mode": "seq-mean-token-mean"}
 DECOUPLED = {"rollout_is": "token", "rollout_is_threshold": 1e6}
+FROM_ENGINE = WIDE | {"old_logprobs": "rollout"}
 EXACT = {
     "rloo, decoupled": ("rloo", DECOUPLED | {"kl_coef": 0.0}, 1.0, 2),
-    "dr_grpo, decoupled": ("dr_grpo", DECOUPLED | WIDE | {"loss_agg_mode": "seq-mean-token-mean"}, 0.5, 2),
-    "dr_grpo, decoupled, after an update": (
-        "dr_grpo", DECOUPLED | WIDE | {"loss_agg_mode": "seq-mean-token-mean"}, 0.5, 3,
-    ),
-    "dr_grpo, from the engine's": (
-        "dr_grpo", WIDE | {"old_logprobs": "rollout", "loss_agg_mode": "seq-mean-token-mean"}, 0.5, 2,
-    ),
-    "dr_grpo, from the engine's, after an update": (
-        "dr_grpo", WIDE | {"old_logprobs": "rollout", "loss_agg_mode": "seq-mean-token-mean"}, 0.5, 3,
-    ),
-}  # fmt: skip
+    "dr_grpo, decoupled": ("dr_grpo", DECOUPLED | WIDE, 0.5, 2),
+    "dr_grpo, decoupled, after an update": ("dr_grpo", DECOUPLED | WIDE, 0.5, 3),
+    "dr_grpo, from the engine's": ("dr_grpo", FROM_ENGINE, 0.5, 2),
+    "dr_grpo, from the engine's, after an update": ("dr_grpo", FROM_ENGINE, 0.5, 3),
+}
 """(objective, loss, the estimator's scale (r - mean of two is half of r - the other), policy)."""
 
 
@@ -131,9 +118,7 @@ def test_responses_of_any_age_give_the_gradient_of_the_expected_reward(case, ver
 
 
 @pytest.mark.parametrize("versions", [(2, 2), (0, 1)], ids=str)
-def test_centered_scores_are_the_gradient_on_policy_and_drift_nowhere_where_all_rewards_are_equal(
-    versions, monkeypatch
-):
+def test_centered_scores_are_the_gradient_on_policy_and_never_drift_by_equal_rewards(versions, monkeypatch):
     """Engines record log-probs as float32."""
     own = {"objective": "rloo", "loss": {"kl_coef": 0.0}}
     if versions == (2, 2):
@@ -158,11 +143,10 @@ def test_truncated_importance_is_the_gradient_with_truncated_weights(threshold):
     rewards, want = torch.tensor(REWARDS, dtype=torch.float64), torch.zeros(ACTIONS, dtype=torch.float64)
     for mine, other in ((0, 1), (1, 0)):
         ratio = PROBS[2] / PROBS[mine]
-        weight = (
-            ratio.clamp(max=threshold)
-            if isinstance(threshold, float)
-            else ratio * ((ratio >= threshold[0]) & (ratio <= threshold[1]))
-        )
+        if isinstance(threshold, float):
+            weight = ratio.clamp(max=threshold)
+        else:
+            weight = ratio * ((ratio >= threshold[0]) & (ratio <= threshold[1]))
         factor = PROBS[mine] * weight * (rewards - PROBS[other] @ rewards)
         want += (factor - factor.sum() * PROBS[2]) / 2  # grad log pi(a) is e_a - pi
     torch.testing.assert_close(gradient, want, atol=1e-12, rtol=1e-10)
