@@ -150,7 +150,7 @@ def test_a_text_names_nothing_that_is_not_there(missing: Callable[[Path, str], I
 
 @pytest.mark.parametrize(("missing", "text", "found"), [
     (missing_links, "[a](nowhere.md), [b](README.md#nothing), [c](#nothing)", 3),
-    (missing_links, "[a](README.md#start-here), [b](docs/start.md), [c](https://example.org)", 0),
+    (missing_links, "[a](README.md#status), [b](docs/start.md), [c](https://example.org)", 0),
     (missing_commands, "```\neqlen trane R  # eqlen nothing\n.venv/bin/eqlen train R\n```", 1),
     (missing_commands, "`eqlen train R --no`, `tools/bench.py trees --no`, `tools/setup gpu --no`", 3),
     (missing_commands, "`eqlen submit R --servers 2 -- --mem=0`, `tools/bench.py trees --pairs 6`", 0),
