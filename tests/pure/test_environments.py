@@ -302,6 +302,9 @@ class Clock(Answers):
         return replace(super().step(message), content=str(next(self.clock)))
 
 
+FORKING = recipe({"fork": "tokens", "step_tokens": 3, "forks": 1}, limit=9)
+
+
 def test_a_fork_that_can_neither_be_copied_nor_told_the_messages_ends_the_harvest():
     """To leave it out would leave out the rollouts that fork."""
 
@@ -310,9 +313,8 @@ def test_a_fork_that_can_neither_be_copied_nor_told_the_messages_ends_the_harves
             super().__init__(*arguments, most=2)
             self.lock = threading.Lock()  # which cannot be copied
 
-    forking = recipe({"fork": "tokens", "step_tokens": 3, "forks": 1}, limit=9)
     with pytest.raises(EngineError, match="copies = False; a new environment cannot be told the messages"):
-        words(Holds, forking, count=1)
+        words(Holds, FORKING, count=1)
 
 
 def test_a_call_that_waits_begins_where_the_one_before_it_ends_its_rollout():
