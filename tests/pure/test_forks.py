@@ -118,7 +118,7 @@ SAMPLED = {
     **{rule: {"rule": rule} for rule in RULES},
     "on_policy": {"sampling": "equal_length", "pair_weight": "on_policy"},
     "streams": {"sampling": "equal_length", "pair_weight": "on_policy", "baseline": "streams",
-                "group_size": 4},
+                "group_size": 4, "max_pairs": 1},
 }  # fmt: skip
 BIASED = {
     ("baseline", "fitted"), ("baseline", f"{__name__}:half"), ("advantage", "reward"), ("advantage", "gr3"),
