@@ -36,8 +36,7 @@ class Interval:
 
 def crossed_bootstrap(scores: np.ndarray, seed: int = 0) -> Interval:
     """Headline interval: percentile bootstrap that resamples replicates and problems independently."""
-    replicates, problems = _draw_weights(_checked(scores).shape, seed)
-    means = _crossed_means(scores, replicates, problems)
+    means = _crossed_means(scores, *_draw_weights(_checked(scores).shape, seed))
     return _interval(float(scores.mean()), means, "crossed bootstrap over replicates and problems")
 
 
@@ -57,8 +56,7 @@ def paired_difference(before: np.ndarray, after: np.ndarray, seed: int = 0) -> I
     if before.shape[1] != after.shape[1]:
         raise ValueError(f"paired difference: {before.shape[1]} problems before, {after.shape[1]} after")
     # The problems' weights are drawn once, for both sides; replicates of the two sides apart.
-    counts = (before.shape[1], after.shape[0], before.shape[0])
-    problems, ours, theirs = _draw_weights(counts, seed)
+    problems, ours, theirs = _draw_weights((before.shape[1], after.shape[0], before.shape[0]), seed)
     draws = _crossed_means(after, ours, problems) - _crossed_means(before, theirs, problems)
     return _interval(float(after.mean() - before.mean()), draws, "problem-paired crossed bootstrap")
 
@@ -77,8 +75,8 @@ def seed_difference(before: np.ndarray, after: np.ndarray) -> Interval:
 
 def change_of_mean(before: np.ndarray, after: np.ndarray) -> Interval:
     """Return the mean of ``after`` minus that of ``before``, [n] and [m] independent rewards; a single one
-    counts as known. Rewards of 0 and 1: a success and a failure are added to each side (Agresti and Caffo
-    2000), so that few equal rewards are not taken for certainty. Others: Student's t of the smaller side."""
+    counts as known (two: no interval, NaN). Rewards of 0 and 1: a success and a failure are added to each
+    side (Agresti and Caffo 2000): few are no certainty. Others: Student's t of the smaller side."""
     binary = bool(np.isin(np.concatenate([before, after]), (0.0, 1.0)).all())
     centre, variance, least = 0.0, 0.0, np.inf
     # The centre is the difference of the two means, its variance the sum of theirs.
@@ -95,9 +93,9 @@ def change_of_mean(before: np.ndarray, after: np.ndarray) -> Interval:
             mean = (float(values.sum()) + 1) / count
             spread = mean * (1 - mean)
         centre, variance, least = centre + sign * mean, variance + spread / count, min(least, count)
-    share = (1 + LEVEL) / 2
-    quantile = NormalDist().inv_cdf(share) if binary else _quantile(int(least), share)
-    half = quantile * float(np.sqrt(variance))
+    quantile = NormalDist().inv_cdf((1 + LEVEL) / 2) if binary else _quantile(least, (1 + LEVEL) / 2)
+    # Single rewards on both sides, of which no variance is known: no interval.
+    half = quantile * float(np.sqrt(variance)) if least < np.inf else float("nan")
     method = "Agresti-Caffo" if binary else "t"
     # The shown difference is the plain one; only the interval is around the shifted centre.
     return Interval(float(after.mean() - before.mean()), centre - half, centre + half, method)
@@ -129,7 +127,7 @@ def pass_at_k(scores: np.ndarray, k: int) -> float:
     return float(1.0 - all_wrong.prod(axis=1).mean())
 
 
-def _quantile(count: int, share: float) -> float:
+def _quantile(count: float, share: float) -> float:
     from scipy.special import stdtrit  # slow to import
 
     return float(stdtrit(count - 1, share))
@@ -162,6 +160,5 @@ def _draws(counts: tuple[int, ...], seed: int) -> list[np.ndarray]:
 
 
 def _interval(mean: float, draws: np.ndarray, method: str) -> Interval:
-    tail = (1 - LEVEL) / 2
-    low, high = np.quantile(draws, [tail, 1 - tail])
+    low, high = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Interval(mean, float(low), float(high), method)

@@ -290,10 +290,12 @@ def test_a_probe_that_was_cut_off_goes_on_with_the_tokens_that_it_had(tmp_path, 
     ([0.0] * 4, [0.0] * 4, -0.42, 0.42),  # four equal rewards on both sides are not certainty
     ([0.0] * 30, [1.0], 0.91, 1.03),  # the response's own reward is known
     ([0.2, 0.4, 0.3], [0.9, 0.7, 0.8], 0.15, 0.85),  # 0.5 +- 4.30 sqrt(2 x 0.01/3)
+    ([0.0], [0.7], np.nan, np.nan),  # single rewards on both sides have no variance
+    ([0.0], [1.0], np.nan, np.nan),
 ])  # fmt: skip
 def test_a_change_has_an_interval(before, after, low, high):
     change = change_of_mean(np.array(before), np.array(after))
-    assert (change.low, change.high) == pytest.approx((low, high), abs=0.01)
+    assert (change.low, change.high) == pytest.approx((low, high), abs=0.01, nan_ok=True)
     assert change.mean == pytest.approx(np.mean(after) - np.mean(before))
 
 
