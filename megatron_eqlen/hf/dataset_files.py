@@ -34,7 +34,7 @@ def choose_files(
     splits = _splits(names, card, config)
     chosen = split or (next(iter(splits)) if len(splits) == 1 else usual)
     if chosen not in splits:
-        raise ValueError(f"split: expected one of {', '.join(splits)}, found {split!r}")
+        raise ValueError(f"split (default: {usual}): expected one of {', '.join(splits)}, found {split!r}")
     files = sorted(set(splits[chosen]))
     if not files or (odd := [name for name in files if not name.endswith(SUFFIXES)]):
         others = ", ".join(odd[:3]) if files else "none"

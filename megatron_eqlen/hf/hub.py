@@ -126,10 +126,10 @@ def is_name(path: str) -> bool:
 
 
 def model_files(names: Sequence[str]) -> list[str]:
-    """Return the files that training reads. Raises ValueError if there are no safetensors."""
+    """Return the files that training reads. Raises ValueError without config.json or safetensors."""
     top = [name for name in names if "/" not in name]
     chosen = [name for name in top if any(fnmatch.fnmatchcase(name, pattern) for pattern in MODEL_FILES)]
-    if not any(name.endswith(".safetensors") for name in chosen):
+    if "config.json" not in chosen or not any(name.endswith(".safetensors") for name in chosen):
         raise ValueError(f"expected config.json and *.safetensors, found {', '.join(names) or 'nothing'}")
     return chosen
 

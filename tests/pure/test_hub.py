@@ -13,6 +13,7 @@ from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.data.rows import Tally
 from megatron_eqlen.data.sources import open_source
 from megatron_eqlen.hf.dataset_files import choose_files
+from megatron_eqlen.hf.hub import model_files
 from megatron_eqlen.job import Job
 from megatron_eqlen.recipe import RecipeError
 from megatron_eqlen.recipe.inputs import fetch, local_path, pinned
@@ -128,6 +129,14 @@ def test_a_name_that_the_hub_refuses_is_an_error_that_says_why_and_what_to_do(hu
         pinned(recipe(model=model))
 
 
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+def test_a_model_without_its_configuration_or_weights_is_refused(missing):
+    names = [name for name in MODEL if name != missing]
+    with pytest.raises(ValueError, match=rf"^expected config\.json and \*\.safetensors, found {names[0]}, "):
+        model_files(names)
+    assert model_files([*MODEL]) == ["config.json", "model.safetensors"]
+
+
 def test_without_network_and_cache_the_command_to_run_is_named(hub, monkeypatch, tmp_path):
     use(monkeypatch, "http://127.0.0.1:9", tmp_path / "empty")
     with pytest.raises(RecipeError, match=r"no connection \(ConnectError.*run `hf download ann/tiny`"):
@@ -198,7 +207,9 @@ NAMES = ["README.md", "a/1.parquet", "a/2.parquet", "a/d/e/1.parquet", "b/x1.jso
     (NAMES, CARD, ("a", "dev"), ["a/d/e/1.parquet"]),
     (NAMES, CARD, (None, None), ["b/x1.jsonl"]),
     (NAMES, CARD, ("c", None), "config: expected one of a, b, found 'c'"),
-    (NAMES, CARD, ("a", "test"), "split: expected one of train, dev, found 'test'"),
+    (NAMES, CARD, ("a", "test"), r"split \(default: train\): expected one of train, dev, found 'test'"),
+    (["dev.jsonl", "test.jsonl"], {}, (None, None),
+     r"split \(default: train\): expected one of validation, test, found None$"),
     (["data/test-00000-of-00001.parquet"], {}, (None, None), ["data/test-00000-of-00001.parquet"]),
     (["m/train.json", "m/valid.json", "dataset_infos.json"], {}, ("m", "validation"), ["m/valid.json"]),
     (["test.jsonl", "test2.jsonl", "train.jsonl"], {}, (None, "test"), ["test.jsonl", "test2.jsonl"]),
