@@ -50,7 +50,7 @@ def left_out(text: str, messages: Iterable[Mapping[str, Any]], thoughts: bool = 
                 parts = re.split("|".join(THINKING), said)
                 for part in parts if thoughts or message["role"] != "assistant" else parts[-1:]:
                     # Arguments are written as JSON, with or without escapes.
-                    forms = (json.dumps(part.strip(), ensure_ascii=ascii)[1:-1] for ascii in (True, False))
+                    forms = (json.dumps(part.strip(), ensure_ascii=escape)[1:-1] for escape in (True, False))
                     if part.strip() not in plain and not any(form in plain for form in forms):
                         return f"{message['role']}: {key}: {part.strip()[:80]!r}"
     return None

@@ -174,7 +174,7 @@ def paths(recipe: Recipe, model: ModelConfig) -> Iterator[str]:
         source = "max_position_embeddings"
         if model.has_yarn:
             source = "yarn's factor x original_max_position_embeddings"
-        yield (f"{recipe.longest_context_text} is more than the model's {source} {model.context_length}")
+        yield f"{recipe.longest_context_text} is more than the model's {source} {model.context_length}"
 
 
 def _tensor_sizes(model: ModelConfig) -> dict[str, int]:

@@ -170,9 +170,9 @@ def make_events(tokens: int, interval: int, kept: int) -> Any:
         end = min(first + interval, tokens)
         ids = [draw.randrange(1, VOCABULARY) for _ in range(first, end)]
         content = [
-            {"token": f"token_id:{id}", "logprob": -draw.expovariate(3), "bytes": [*str(id).encode()],
+            {"token": f"token_id:{token}", "logprob": -draw.expovariate(3), "bytes": [*str(token).encode()],
              "top_logprobs": [], "rank": 1}
-            for id in ids
+            for token in ids
         ]  # fmt: skip
         choice = {
             "index": 0,
@@ -180,7 +180,7 @@ def make_events(tokens: int, interval: int, kept: int) -> Any:
             "finish_reason": "length" if end == tokens else None,
             "token_ids": ids,
             "routed_experts": None,
-            "sampling_mask": [[id, *draw.sample(range(VOCABULARY), kept - 1)] for id in ids]
+            "sampling_mask": [[token, *draw.sample(range(VOCABULARY), kept - 1)] for token in ids]
             if kept
             else None,
             "weight_versions": [{"version": "default", "start": 0, "end": end}],
