@@ -92,8 +92,7 @@ def began(run: Path) -> datetime:
 
 def _event(kind: str, fields: dict[str, Any]) -> Event:
     rank = {"rank": int(os.environ["RANK"])} if "RANK" in os.environ else {}
-    made = {"time": round(time.time(), 3), "kind": kind, "host": socket.gethostname(), **rank}
-    return made | fields
+    return {"time": round(time.time(), 3), "kind": kind, "host": socket.gethostname(), **rank, **fields}
 
 
 def _write(run: Path, events: Iterable[Event]) -> None:
@@ -160,6 +159,8 @@ class EventWriter(logging.Handler):
             # In this order: the thread looks whether all is over before it takes the last events.
             self.note("ended", error=error)
             self._over.set()
+            # It may have looked in between, and would wait for news.
+            self._news.set()
             thread.join()
 
     def _follow(self, run: Path, check: Callable[[], None]) -> None:

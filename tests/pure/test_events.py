@@ -86,6 +86,20 @@ def test_events_noted_before_the_folder_is_known_are_written_then(tmp_path):
     assert ended["error"] == "KeyError: 'x'"
 
 
+def test_the_last_event_is_written_at_once_also_where_the_thread_takes_it_before_all_is_over(tmp_path):
+    class Slow(EventWriter):
+        def note(self, kind, **fields):
+            super().note(kind, **fields)
+            assert within(60, lambda: not self._waiting)  # the thread has it, and waits for the next
+            time.sleep(0.1)
+
+    begun = time.monotonic()
+    with Slow().writing(tmp_path, lambda: None):
+        pass
+    assert kinds(tmp_path) == ["ended"]
+    assert time.monotonic() - begun < events.BEAT / 2
+
+
 def test_of_a_long_run_only_old_steps_and_stages_are_not_read(tmp_path):
     events.append(tmp_path, "submitted", job="12")
     events.append(tmp_path, "started")
