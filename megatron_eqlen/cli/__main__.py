@@ -46,16 +46,14 @@ def _run(argv: list[str] | None) -> int:
         # Here, so that a reader that has left is noticed before Python's own flush.
         sys.stdout.flush()
         return status
-    except BrokenPipeError:
-        # The broken pipe may lead to another process than the reader of this output.
-        if not _reader_left():
-            raise
-        return 128 + signal.SIGPIPE
     except SystemExit as end:
         if isinstance(end.__context__, BrokenPipeError):  # rich's console has handled it
             return 128 + signal.SIGPIPE
         raise
     except Exception as error:
+        # A broken pipe may lead to another process than the reader of this output.
+        if isinstance(error, BrokenPipeError) and _reader_left():
+            return 128 + signal.SIGPIPE
         expected = failures.is_expected(error)
         if failures.record(error):  # the launcher reports it
             return 2 if expected else 1

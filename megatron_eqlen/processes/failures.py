@@ -100,9 +100,8 @@ def words(error: BaseException) -> str:
     # Too many open files: the limit says what to raise.
     if os.strerror(errno.EMFILE) in text:
         text += f" (ulimit -n: {resource.getrlimit(resource.RLIMIT_NOFILE)[0]})"
-    cut = len(text) - LONGEST
     # Beginning and end are kept, where errors say what and why.
-    half = LONGEST // 2
+    cut, half = len(text) - LONGEST, LONGEST // 2
     return text if cut <= 0 else f"{text[:half]} [… {cut:,} characters …] {text[-half:]}"
 
 

@@ -9,6 +9,8 @@ import sys
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from megatron_eqlen.cli import commands
+from megatron_eqlen.cli.__main__ import main
 from megatron_eqlen.engines.protocol import EngineError
 from megatron_eqlen.processes import events, failures
 from megatron_eqlen.processes.failures import ERROR_FILE, Failure
@@ -120,6 +122,15 @@ def test_without_a_launcher_or_where_nothing_can_be_written_nobody_else_tells_it
     failures.keep_in(run / "gone")
     error = raised(OSError("no space left on device"))
     assert [failures.record(error), failures.record(error)] == [False, False]
+
+
+def test_a_broken_pipe_to_another_process_is_recorded(run, monkeypatch):
+    def broken(arguments):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(commands, "status", broken)
+    assert main(["status", str(run)]) == 1
+    assert [failure.message for failure in failures.read(run)] == ["BrokenPipeError: Broken pipe"]
 
 
 def test_a_script_whose_output_is_a_file_says_so_in_one_line(tmp_path):
