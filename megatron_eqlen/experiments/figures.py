@@ -114,21 +114,22 @@ def curves(
         for name, seeds in runs.items():
             if line := over_seeds([run[title] for run in seeds if title in run]):
                 charts.setdefault(title, {})[name] = line
+            elif any(len(run[title][0]) for run in seeds if title in run):
+                print(f"{title}, {name}: no curve: its seeds share no part of the axis ({x_name})\n")
     return x_name, charts
 
 
 def over_seeds(seeds: Sequence[Curve]) -> MethodCurve | None:
     """Return the mean of the seeds' curves with the band from the lowest to the highest, where all have
-    points; None without any. Places are the seeds' own x if these are the same, else ``POINTS`` places
+    points; None if they share no place. Places are the seeds' own x if these are the same, else ``POINTS``
     between their common ends, to which each curve is interpolated linearly."""
     seeds = [curve for curve in seeds if len(curve[0])]
-    if not seeds:
-        return None
     own = [x for x, _ in seeds]
-    if all(np.array_equal(x, own[0]) for x in own):
-        grid = own[0]
-    else:
-        grid = np.linspace(max(x[0] for x in own), min(x[-1] for x in own), POINTS)
+    first, last = max((x[0] for x in own), default=np.inf), min((x[-1] for x in own), default=0.0)
+    if first > last:
+        return None
+    same = all(np.array_equal(x, own[0]) for x in own)
+    grid = own[0] if same else np.linspace(first, last, POINTS)
     values = np.array([np.interp(grid, x, y) for x, y in seeds])
     return MethodCurve(grid, values.mean(axis=0), values.min(axis=0), values.max(axis=0))
 
@@ -138,7 +139,7 @@ def sheet(title: str, x_name: str, charts: Charts) -> str:
     import matplotlib  # slow to import
     from matplotlib.figure import Figure
 
-    rows = -(-len(charts) // COLUMNS)
+    rows = max(1, -(-len(charts) // COLUMNS))
     with matplotlib.rc_context({"font.size": 8, "axes.titlesize": 9}):
         figure = Figure(figsize=(8, 1.2 + 2.1 * rows), layout="constrained")
         figure.suptitle(title, fontsize=10, fontweight="bold")

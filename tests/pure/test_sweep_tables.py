@@ -17,9 +17,10 @@ import pytest
 from megatron_eqlen.cli import __main__ as cli
 from megatron_eqlen.evaluation.statistics import detectable_difference, seed_difference
 from megatron_eqlen.experiments.cells import Plan
-from megatron_eqlen.experiments.figures import MEASURES, over_seeds, read_curves
+from megatron_eqlen.experiments.figures import MEASURES, curves, over_seeds, read_curves, sheet
 from megatron_eqlen.experiments.results import write_results
 from megatron_eqlen.experiments.schema import load_sweep
+from megatron_eqlen.report.format import REWARD
 from tests.kit.sweeps import SWEEP, cell_of, ended, leave_a_run, rewards, write_sweep
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -191,6 +192,18 @@ def test_seeds_with_other_costs_are_compared_at_the_same_cost():
     assert line is not None
     assert (line.x[0], line.x[-1]) == (1.0, 5.0)
     np.testing.assert_allclose([line.mean, line.low, line.high], [1.5 * line.x, line.x, 2 * line.x])
+
+
+def test_seeds_without_a_common_place_have_no_curve_and_it_is_said(tmp_path, capsys):
+    assert over_seeds([]) is over_seeds([curve((1, 2.0), (2, 4.0)), curve((3, 4.0), (5, 10.0))]) is None
+    for seed, first in enumerate((1, 3)):
+        (tmp_path / f"{seed}").mkdir()
+        rows = [{"step": step, "time": 0.0, REWARD[0]: 0.5} for step in (first, first + 1)]
+        (tmp_path / f"{seed}/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    name, charts = curves({"grpo": [tmp_path / "0", tmp_path / "1"]}, "steps")
+    assert charts == {}
+    assert capsys.readouterr().out == "Reward, grpo: no curve: its seeds share no part of the axis (step)\n\n"
+    assert "<svg" in sheet("tiny", name, charts)
 
 
 def measured(title: str, folder: Path, name: str, values: list[float]) -> list[tuple[int, float]]:
