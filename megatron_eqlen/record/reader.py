@@ -48,11 +48,11 @@ class PartialRolloutError(ValueError):
 
 
 def read_step(
-    folder: Path, prompt_ids: Collection[str] | None = None, without: Collection[str] = ()
+    folder: str | Path, prompt_ids: Collection[str] | None = None, without: Collection[str] = ()
 ) -> list[Rollout]:
     """Return the rollouts of a step's folder, of all ranks, in training order; each once. ``prompt_ids``:
     only those of these prompts. ``without``: columns that are left out."""
-    files = _naming(step_files(folder), prompt_ids)
+    files = _naming(step_files(Path(folder)), prompt_ids)
     return _in_training_order(_assembled(files, prompt_ids=prompt_ids, without=without))
 
 

@@ -71,7 +71,7 @@ EMPTY = kit.stream(prompt("q"), 0, 0, [], "budget")
 def test_rollouts_and_grades_read_back_identically(tmp_path):
     path = tmp_path / "step-00000001" / "rank-0.arrow"
     kit.record(path, [STREAM, GROUP, TREE])
-    assert read_step(path.parent) == [GROUP, STREAM, TREE]
+    assert read_step(path.parent) == read_step(str(path.parent)) == [GROUP, STREAM, TREE]
     assert [rollout_key(r) for r in read_step(path.parent)] == [
         ("p", 0), ("deepmath/a.parquet#17", 2), ("t", 0),
     ]  # fmt: skip
