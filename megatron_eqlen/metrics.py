@@ -61,7 +61,7 @@ def metric(name: str) -> Metric:
             variable = name[len(begin) : len(name) - len(end)]
             return Metric(*(field.replace("*", variable) for field in family))
     near = difflib.get_close_matches(name, EXACT, n=1, cutoff=0.0)[0]
-    raise MetricError(f"metric {name!r} is not declared in {__name__} (nearest: {near!r})")
+    raise MetricError(f"metric {name!r} is not declared in metrics.yaml (nearest: {near!r})")
 
 
 def counts(way: str) -> list[str]:

@@ -127,7 +127,9 @@ def test_no_merge_loses_a_nan(name, values):
 
 
 def test_an_undeclared_name_is_an_error_that_names_the_nearest():
-    with pytest.raises(MetricError, match=r"'harvest/pair' is not declared .*nearest: 'harvest/pairs'"):
+    with pytest.raises(
+        MetricError, match=r"'harvest/pair' is not declared in metrics.yaml .*nearest: 'harvest/pairs'"
+    ):
         check({"harvest/pairs": 1.0, "harvest/pair": 1.0})
     assert counts(metric("reward/source/a/b/mean").merge) == ["reward/source/a/b/ended"]
 
