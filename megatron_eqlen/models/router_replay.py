@@ -179,6 +179,8 @@ def compared(chunks: Sequence[torch.nn.Module]) -> Iterator[Agreement]:
     agreement = Agreement(next(chunks[0].parameters()).new_zeros(3, dtype=torch.float64))
     for router in own_routers:
         router.agreement = agreement
-    yield agreement
-    for router in own_routers:
-        router.agreement = None
+    try:
+        yield agreement
+    finally:
+        for router in own_routers:
+            router.agreement = None

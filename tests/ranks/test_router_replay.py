@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_eqlen.models.router_replay import routers
+from megatron_eqlen.models.router_replay import compared, routers
 from megatron_eqlen.training.forward import run_rows
 from megatron_eqlen.types import TokenTree
 from tests.kit.distributed import run_ranks
@@ -101,6 +101,13 @@ def test_given_experts_are_what_transformers_computes_with(name, folders, whole)
     assert whole[name].loss == pytest.approx(expected.loss, rel=1e-5)
     difference, weight = worst_difference(whole[name], expected)
     assert difference < MAX_GRADIENT_ERROR, f"{weight}: {difference}"
+
+
+def test_routers_count_no_more_after_an_error(folders):
+    with world_of(folders["moe"]) as model:
+        with pytest.raises(KeyError), compared(model):
+            raise KeyError("a row")
+        assert [router.agreement for router in routers(model)] == [None] * LAYERS["moe"]
 
 
 def free_and_given(folder: Path, replayed: bool) -> tuple[Trained, Trained]:
