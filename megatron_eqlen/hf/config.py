@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,8 @@ class ModelConfig:
     """Beginning of the names of tensors in the model's files, but for the output layer's."""
     qkv_bias: bool = False
     qk_norm: bool = True
+    # Of the weights, as the file says; "" if it does not.
+    dtype: str = field(default="", compare=False)
 
     @property
     def family(self) -> Family:
@@ -167,6 +169,7 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         delta_net=_delta_net(fields, layers) if family.hybrid else None,
         qkv_bias=fields.get("attention_bias", bool) if family.glm else family.qkv_bias,
         qk_norm=fields.get("use_qk_norm", bool) if family.glm else family.qk_norm,
+        dtype=fields.optional("dtype", str, fields.optional("torch_dtype", str, "")),
     )
     _check_sizes(model, where)
     return model

@@ -6,7 +6,7 @@ import math
 
 from megatron_eqlen.hf.config import ModelConfig
 from megatron_eqlen.job import Job
-from megatron_eqlen.plan import trainer
+from megatron_eqlen.plan import engine, trainer
 from megatron_eqlen.plan.activations import BYTES
 from megatron_eqlen.plan.trainer import MAIN_WEIGHT, MOMENTS, RankBuffers, Trainer, optimizer_bytes, trained
 from megatron_eqlen.plan.workload import Workload
@@ -42,6 +42,10 @@ def host_parts(job: Job, stages: list[Trainer], work: Workload) -> dict[str, flo
         parts["reference"] = 2 * pinned(rank, width, sharded=False)
     if "teacher" in kept:
         parts["teacher"] = pinned(trainer.teacher(job).parameters, width, sharded=False)
+    # On a CPU the trainer's state is there too, and an engine's weights, which it keeps asleep.
+    if cluster.device == "cpu":
+        parts |= {"optimizer": most.optimizer, "weights": most.weights, "gradients": most.gradients}
+        parts["engine"] = engine.weights(job) if recipe.colocated else 0.0
     # So far for one rank; what follows is for the node.
     parts = {name: cluster.processes_per_node * size for name, size in parts.items()}
     parts["checkpoint"] = staged_bytes(job, rank)
@@ -73,8 +77,7 @@ def power_of_two(size: float) -> float:
 
 def checkpoint_bytes(job: Job) -> float:
     """Return the bytes of a checkpoint: trained weights, their float32 main weights (always) and moments."""
-    recipe = job.recipe
-    return trained(job.model, recipe.lora) * (BYTES[recipe.model.dtype] + MAIN_WEIGHT + MOMENTS)
+    return trained(job.model, job.recipe.lora) * (BYTES[job.recipe.model.dtype] + MAIN_WEIGHT + MOMENTS)
 
 
 def staged_bytes(job: Job, rank: RankBuffers) -> float:
@@ -87,23 +90,22 @@ def staged_bytes(job: Job, rank: RankBuffers) -> float:
 
 
 def export_bytes(job: Job) -> float:
-    return trainer.total(job.model) * BYTES[job.recipe.model.dtype]
+    # In the wider of the trained and the base's dtype (hf/folder.py): float32, also of float16 and bfloat16.
+    dtype = job.recipe.model.dtype if job.model.dtype in ("bfloat16", "") else "float32"
+    return trainer.total(job.model) * BYTES[dtype]
 
 
 def token_bytes(rollout: RolloutRecipe) -> float:
     """Return a generated token's bytes in memory, with at most ``mask_width`` ids of its sampling mask."""
-    width = rollout.mask_width
-    return TOKEN + (4 * width + 1 if width else 0)
+    return TOKEN + (4 * rollout.mask_width + 1 if rollout.mask_width else 0)
 
 
 def route_bytes(model: ModelConfig) -> int:
     """Return the bytes of a token's routes (``tokens.ROUTES``), which vLLM keeps as uint8 or uint16."""
-    experts = model.experts
-    if experts is None:
+    if (experts := model.experts) is None:
         return 0
     # Numbers of experts up to 255 need a byte.
-    width = 1 if experts.num_experts <= 256 else 2
-    return sum(experts.layers) * experts.num_experts_per_tok * width
+    return sum(experts.layers) * experts.num_experts_per_tok * (1 if experts.num_experts <= 256 else 2)
 
 
 def recorded_bytes(job: Job, work: Workload) -> float:

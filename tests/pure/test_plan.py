@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from megatron_eqlen.hf.config import read_config
 from megatron_eqlen.job import KNOWN_MODELS, Job, load
 from megatron_eqlen.plan import engine
 from megatron_eqlen.plan.flops import forward_flops, training_flops
-from megatron_eqlen.plan.host import host_parts, recorded_bytes
+from megatron_eqlen.plan.host import export_bytes, host_parts, recorded_bytes
 from megatron_eqlen.plan.memory import Memory, memory
 from megatron_eqlen.plan.roofline import BANDWIDTH, DENSE, Roofline, rooflines
 from megatron_eqlen.plan.text import describe
@@ -304,6 +305,32 @@ def test_the_plan_of_a_run_without_gpus_says_nothing_of_them(tmp_path):
     assert "roofline" not in text
     assert "GB a GPU" not in text
     assert not memory(Job(recipe)).problems()
+
+
+def test_on_a_cpu_the_trainer_and_its_engine_each_have_the_model_in_host_memory():
+    job = Job(
+        load(ROOT / "recipes/tiny_cpu.yaml", ["model.path=Qwen/Qwen3-0.6B", "cluster.processes_per_node=1"])
+    )
+    parts = host_parts(job, memory(job).stages, workload(job.recipe))
+    model = 4 * total(job.model)
+    assert (parts["weights"], parts["gradients"], parts["optimizer"]) == (model, model, 2 * model)
+    assert parts["engine"] == pytest.approx(model, rel=1e-3)
+    gpu = planned("qwen3_0.6b.yaml")
+    assert "engine" not in host_parts(gpu.job, gpu.stages, workload(gpu.job.recipe))
+
+
+@pytest.mark.parametrize(("base", "trained", "each"), [
+    ("bfloat16", "bfloat16", 2), ("bfloat16", "float32", 4), ("float32", "bfloat16", 4),
+    ("float16", "bfloat16", 4), (None, "bfloat16", 2),
+])  # fmt: skip
+def test_an_export_is_in_the_wider_dtype(tmp_path, base, trained, each):
+    file = KNOWN_MODELS / "qwen3-0.6b.json"
+    raw = json.loads(file.read_text()) | {"torch_dtype": base}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    keys = [f"model.path={tmp_path}", f"model.dtype={trained}"]
+    job = Job(load(ROOT / "recipes/tiny_cpu.yaml", keys))
+    assert export_bytes(job) == each * total(job.model)
+    assert job.model == read_config(file)
 
 
 def test_a_gpu_too_small_is_refused_in_the_phase_that_does_not_fit():
