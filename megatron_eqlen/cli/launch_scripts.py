@@ -122,7 +122,7 @@ def _of_words(words: list[str], trainer: str, file: Path, written: Mapping[str, 
                 # Hydra reads ``{a:1}``, YAML only ``{a: 1}``; ``{url:http://x}`` keeps its second colon.
                 spaced = re.sub(r":(?=[^\s/])", ": ", value) if value.startswith("{") else value
                 value = read_value(spaced) if re.match(r"[\[{'\"]", value) else value
-            keys |= flat({key: value}) if "=" in word else {key[1:]: "null"} if key[0] == "~" else {}
+            keys |= {key[1:]: "null"} if key[0] == "~" else flat({key: value}) if "=" in word else {}
         elif word.endswith(".py") or word == "-m" or (word == "trl" and not options):
             option, options["program"] = ("", Path(word).name) if word[-3:] == ".py" else ("program", "true")
         elif option:

@@ -111,6 +111,7 @@ ENDS = [
     # no value where they have one, and keys of forks
     ("verl", "actor_rollout_ref.actor.grad_clip=null", HOLE, "model.megatron.clip_grad"),
     ("verl", "~actor_rollout_ref.rollout.n", HOLE, "group_size"),
+    ("verl", "~actor_rollout_ref.rollout.n=8", HOLE, "group_size"),
     ("verl", "actor_rollout_ref.rollout.top_k=null", NOTHING, None),
     ("verl", "actor_rollout_ref.rollout.n_val=8", HOLE, "actor_rollout_ref.rollout.n_val"),
     ("verl", "reward_model.format_score=0.2", HOLE, "reward_model.format_score"),
