@@ -53,7 +53,7 @@ def match_units(gold: str, answer: str) -> tuple[str, str] | None:
     r"""Return two normal forms without their units; None if the units differ.
 
     A unit that only one side names is taken for the other's, too: the question may have asked for it. ``5 m``
-    without ``\text`` is a product unless the other side is a number or has a unit.
+    without ``\text`` is a product, of the question's m, unless the other side has a unit or is a gold number.
     """
     gold_value, gold_unit = _parts(gold)
     value, unit = _parts(answer)
