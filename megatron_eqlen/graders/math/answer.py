@@ -248,11 +248,15 @@ _PROSE = re.compile(
 _LIST = re.compile(r"\s*(\\\{|[(\[])?(.*?)(\\\}|[)\]])?\s*", re.DOTALL)
 _PHRASE = re.compile(r"[^\W\d_]+(?:[\s-]+[^\W\d_]+)*")
 _WORDS = re.compile(r"\s*([A-Za-z]+(?:[\s-]+[A-Za-z]+)*)\s*")
+_NOUNS = "equation|system|function|series|sequence|limit|integral|triangle|answer|number"
 _SENTENCES = _compile(  # words around an answer of words
+    # ``the limit exists``, ``such a number exists``
+    (rf"(?i)^(?:the |this |(?:such )?an? )?(?:{_NOUNS}|there|it) (?=exists?$)", ""),
     (r"(?i)(?<=\w) (?:always )?(?:wins(?: the game)?|has a winning strategy|(?<!not )exists?)$", ""),
-    (r"(?i)(?<=\w) (?:player|number|triangle|function)$", ""),
-    (r"(?i)^(?:(?:the|this) (?:equation|system|function|series|sequence|limit|integral|triangle|answer) "
-     r"(?:ha(?:s|ve) |is )?(?=\w)|(?:there|it) (?:is|are|exists?) |(?:the|an?|on) (?=\w{3}))+", ""),
+    # Not behind an article, or else nothing is left of ``the function``.
+    (r"(?i)(?<=\w)(?<!\bthe)(?<!\ba)(?<!\ban) (?:player|number|triangle|function)$", ""),
+    (rf"(?i)^(?:(?:the|this) (?:{_NOUNS}) (?:ha(?:s|ve) |is )?(?=\w)|(?:there|it) (?:is|are|exists?) "
+     r"|(?:the|an?|on) (?=\w{3}))+", ""),
 )  # fmt: skip
 _SHORT_WORDS = {"yes", "no", "odd", "one", "two", "six", "ten", "all", "any", "dne", "nan"}
 _SAME_WORDS: dict[str, str] = dict.fromkeys(
