@@ -121,8 +121,7 @@ class RewardFunction:
         try:
             returned = self._called(prompt, completion, token_ids)
         except (TypeError, IndexError, AttributeError):
-            # text has worked before, or there is none that could tell the two forms apart
-            if self._is_chat is False or not completion:
+            if self._is_chat is False:  # text has worked before
                 raise
             try:
                 returned = self._called(prompt, _messages(completion), token_ids)
@@ -130,7 +129,8 @@ class RewardFunction:
                 returned = None
             if returned is None:
                 raise
-            self._is_chat = True
+            # a function of text that fails on empty text may take messages all the same
+            self._is_chat = True if completion else None
         # an empty response shows nothing: a loop over its messages does not fail
         if self._is_chat is None and completion:
             self._is_chat = False

@@ -12,6 +12,7 @@ import tests.kit.rollouts as kit
 from megatron_eqlen.data.rows import Tally
 from megatron_eqlen.data.sources import open_source
 from megatron_eqlen.recipe import RewardRecipe, SourceRecipe
+from megatron_eqlen.rewards.functions import RewardFunction
 from megatron_eqlen.rewards.scoring import Scorer, reward_metrics, scored, weighed
 from megatron_eqlen.sampling.equal_length.dual_track import pairs_of, tail_of
 from megatron_eqlen.tokens import Tokens
@@ -186,6 +187,22 @@ def test_a_function_gets_what_its_parameters_name(tmp_path, function):
     grade = graded(tmp_path, function)
     assert (grade.reward, grade.verdict) == (1.0, "scored")
     assert grade.grader == f"{__name__}:{function.__name__}"
+
+
+@pytest.mark.parametrize(("function", "reward"), [(of_messages, 0.0), (of_trl_for_chats, 0.5)])
+def test_a_function_of_messages_grades_a_first_response_that_is_empty(tmp_path, function, reward):
+    assert graded(tmp_path, function, completion="").reward == reward
+
+
+def first_letter(response):
+    return float(response[0] == "s")
+
+
+def test_an_empty_response_does_not_tell_what_a_function_takes():
+    function = RewardFunction(f"{__name__}:first_letter", "grader")
+    assert [function.grade(prompt("b"), text).reward for text in ("", "so")] == [0.0, 1.0]
+    with pytest.raises(ValueError, match="IndexError"):
+        function.grade(prompt("b"), "")
 
 
 def test_a_function_gets_a_gold_of_any_type_and_a_reward_that_does_not_apply_is_0(tmp_path):
