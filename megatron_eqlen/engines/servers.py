@@ -246,7 +246,7 @@ class ServerEngine:
         }
 
     def probe(self) -> list[TokenTree]:
-        """Return ``PROBED`` tokens of each replica after tokens spread over the vocabulary."""
+        """Return ``PROBED`` tokens of each replica after tokens spread over the vocabulary's first half."""
         length = min(2 * PROBED, self.max_model_len - PROBED)
         prompt = np.linspace(0, self.vocab_size // 2, max(length, 1), dtype=int).tolist()
         with self.busy:

@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 COINS = -1
 """Number, in a seed in place of a track's, that all environments of a rollout share; own seeds go below."""
 
-
 COUNTED = "turns", "cut", "copies", "replays", "changed", "refused", "folder_bytes", "folder_seconds"
+"""Names of what is counted of environments, without ``environment/``."""
 
 
 @dataclass(eq=False)

@@ -25,10 +25,9 @@ COUNTED = (
 class Meter:
     """Counts while the driver runs; ``metrics()`` at the end.
 
-    ``generated_tokens`` are all tokens the engine delivered, ``supervised_tokens`` those inside pairs (or
-    completions): the rest are tails, and head starts that never became part of a pair. Both are of all
-    attempts at the harvest, without tokens of earlier steps. ``counts`` holds what this attempt counted: the
-    recorder writes it, and the next attempt adds it to its own.
+    ``generated_tokens`` are all tokens that the engine delivered, in all attempts at the harvest, without
+    tokens of earlier steps. ``counts`` holds what this attempt counted: the recorder writes it, and the next
+    attempt adds it to its own.
     """
 
     def __init__(self, engine: Decoder, plan: HarvestPlan) -> None:

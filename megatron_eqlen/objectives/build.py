@@ -274,9 +274,9 @@ def staleness_metrics(
     """Return how many versions older than ``policy_version`` the weights were that sampled the trained
     tokens; empty for no tokens. ``gather`` joins the lists of all ranks, each with a share of the tokens."""
     tokens: Counter[int] = Counter()
-    for segment in (member for unit in units if unit.trained for member in unit.members):
-        if VERSIONS.name in segment.tokens and not segment.tokens.is_bare:
-            numbers, counts = np.unique(segment.tokens[VERSIONS.name], return_counts=True)
+    for member in (each for unit in units if unit.trained for each in unit.members):
+        if VERSIONS.name in member.tokens and not member.tokens.is_bare:
+            numbers, counts = np.unique(member.tokens[VERSIONS.name], return_counts=True)
             tokens.update(dict(zip(numbers.tolist(), counts.tolist(), strict=True)))
     ages: Counter[int] = Counter()
     for version, count in gather(list(tokens.items())):

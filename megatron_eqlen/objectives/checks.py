@@ -155,7 +155,8 @@ def _of_clip(recipe: Recipe, objective: Objective) -> Iterator[str]:
 
 
 def _of_ratio(recipe: Recipe, objective: Objective) -> Iterator[str]:
-    """Yield updates without a ratio, and bounds that reject tokens on which trainer and engine agree."""
+    """Yield updates without a ratio, empty minibatches, ratios corrected twice, and bounds that are none or
+    reject tokens on which trainer and engine agree."""
     loss, updates = recipe.loss, recipe.loss.minibatches * recipe.loss.epochs
     if not objective.has_ratio and updates > 1 and not recipe.supervised:
         yield (

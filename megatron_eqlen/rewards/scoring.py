@@ -51,7 +51,7 @@ class TokenDecoder(Protocol):
 
 
 class _Ended(NamedTuple):
-    """A segment that ends a response, and the response."""
+    """A part that ends a response, and the response."""
 
     key: Key
     prompt: Prompt
@@ -89,7 +89,7 @@ class Scorer:
                 self.begin(entry.prompt, entry.response)
 
     def score(self, rollouts: Sequence[Rollout], seconds: float = math.inf) -> Metrics:
-        """Fill ``grade`` of each segment that ends a response without one. Return the calls and their time.
+        """Fill ``grade`` of each part that ends a response without one. Return the calls and their time.
 
         Waits at most ``seconds`` for graders in the background; responses without a grade then, and those
         whose grader failed, are unscored. Grading of responses not among ``rollouts`` is cancelled. With

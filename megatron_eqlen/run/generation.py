@@ -80,7 +80,7 @@ def suspended_at(data_position: dict[str, Any] | None) -> dict[RolloutKey, Rollo
 
 
 class Rollouts:
-    """Source of the loop's rollouts: a ``Generator``, ``Ahead`` of one, or a ``replay.Replay``."""
+    """The loop's rollouts: a ``Generator``, ``Ahead`` of one, a ``replay.Replay``, or ``Demonstrations``."""
 
     suspended: dict[RolloutKey, RolloutOrigin]
     """Rollouts that the next step resumes (``rollout.carry_over``); the same on every rank."""

@@ -152,7 +152,7 @@ class HarvestObserver:
         """Handle the start of an attempt that counts in ``counts``. ``first``: its first prompt's id."""
 
     def track_launched(self, track: Track) -> None:
-        """Handle a new track, which holds the tokens of earlier attempts and steps, if any."""
+        """Handle a new track, still without the tokens of earlier attempts and steps."""
 
     def part_finished(self, harvester: Harvester, part: Part) -> None:
         """Handle a part that has become final in this step."""

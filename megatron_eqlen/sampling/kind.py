@@ -28,7 +28,7 @@ class Setting(NamedTuple):
 
 
 class SamplingKind(ABC):
-    """One value of the recipe's ``sampling``. Objects have no state."""
+    """One value of the recipe's ``sampling``. ``PlacedTrees`` and ``ProbeSampling`` alone have a state."""
 
     name: ClassVar[str]
     """Value of the recipe's key, and ``Rollout.kind``."""
