@@ -197,7 +197,8 @@ def _mark_trained(units: list[ComparisonUnit], recipe: Recipe) -> None:
     taught = bool(recipe.teacher)
     for unit in units:
         skipped = unit.skip_equal and not unit.differs and not taught
-        has_advantage = any(np.any(node.advantage) for node in unit.nodes)
+        values = [node.advantage for node in unit.nodes]
+        has_advantage = any(v.any() if isinstance(v, np.ndarray) else v for v in values)
         unit.trained = not skipped and (taught or has_advantage or recipe.loss.kl_coef > 0)
         unit.counted = unit.trained or not (unit.skip_equal and recipe.equal_length.pair_count == "effective")
 

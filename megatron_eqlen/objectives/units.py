@@ -87,11 +87,12 @@ def _check(rollout: Rollout, recipe: Recipe) -> None:
     where = f"prompt {rollout.prompt_id}"
     if rollout.kind != recipe.sampling:
         raise ValueError(f"{where}: expected a rollout of sampling: {recipe.sampling}, found {rollout.kind}")
+    weights = recipe.reward.weights.keys()
     for grade in (part.grade for part in rollout.parts if part.grade):
-        if grade.rewards.keys() != recipe.reward.weights.keys():
+        if grade.rewards.keys() != weights:
             raise ValueError(
                 f"{where}: grader {grade.grader}: expected rewards (reward.weights) "
-                f"{', '.join(recipe.reward.weights) or 'without names'}, found "
+                f"{', '.join(weights) or 'without names'}, found "
                 f"{', '.join(grade.rewards) or 'one without a name'}"
             )
     # columns that a key of the recipe switches on: all tokens have them, or none

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from statistics import fmean
 
 from megatron_eqlen.tokens import Tokens
@@ -44,7 +45,7 @@ class ComparisonUnit:
     counted: bool = True
     """True if the unit is one of the N_k (and its tokens are among those that token means divide by)."""
 
-    @property
+    @cached_property
     def lengths(self) -> list[int]:
         return [node.tokens.generated for node in self.nodes]
 

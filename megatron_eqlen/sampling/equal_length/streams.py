@@ -183,7 +183,8 @@ def _open_end(stream: Rollout, penalty: Penalty) -> tuple[float, bool]:
 
 def _own_rewards(stream: Rollout, penalty: Penalty) -> dict[int, float]:
     """Return the reward of each response, by the number of the part that ends it."""
-    ends = stream.ends()
+    # without a penalty, lengths do not matter
+    ends = Counter[int]() if penalty is no_penalty else stream.ends()
     return {
         part.number: verifier_reward(part, stream.prompt_id) + penalty(ends[part.number], "stop")
         for part in stream.parts
